@@ -1,0 +1,215 @@
+//! The errors of this crate: what failed, why, and what the user can do about it.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::verbs::{CompletionError, QpState};
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What can go wrong. Cheap to clone: sticky errors are handed out again and again.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument lies outside what the call accepts.
+    #[error("{what} is {value}: expected {expected}")]
+    InvalidArgument {
+        /// The argument.
+        what: &'static str,
+        /// What was passed.
+        value: String,
+        /// What would have been accepted.
+        expected: &'static str,
+    },
+    /// An access would leave its memory.
+    #[error("{len} bytes at offset {offset} do not fit in a memory of {size} bytes")]
+    OutOfBounds {
+        /// First byte of the access.
+        offset: usize,
+        /// Its length.
+        len: usize,
+        /// The size of the memory.
+        size: usize,
+    },
+    /// A system call failed.
+    #[error("{call}: {source}; {fix}")]
+    Sys {
+        /// The call.
+        call: &'static str,
+        /// What the system said.
+        source: Arc<io::Error>,
+        /// What the user can do.
+        fix: &'static str,
+    },
+    /// There is no such device.
+    #[error("no RDMA device '{name}'; available: {available}")]
+    NoDevice {
+        /// The name asked for.
+        name: String,
+        /// The names that exist.
+        available: String,
+    },
+    /// The device, or this release, does not do this.
+    #[error("{what} is not supported by {by}; {fix}")]
+    Unsupported {
+        /// The feature.
+        what: &'static str,
+        /// Who refuses.
+        by: &'static str,
+        /// What to use instead.
+        fix: &'static str,
+    },
+    /// A queue pair cannot go from its state to the one asked for, or attributes are wrong for the step.
+    #[error("QP {qpn:#x}: cannot go from {from} to {to}: {why}")]
+    Transition {
+        /// The queue pair.
+        qpn: u32,
+        /// Its state.
+        from: QpState,
+        /// The state asked for.
+        to: QpState,
+        /// The rule that forbids it.
+        why: String,
+    },
+    /// The operation needs another queue pair state.
+    #[error("QP {qpn:#x} is in state {state}: {what} needs {needs}")]
+    WrongState {
+        /// The queue pair.
+        qpn: u32,
+        /// Its state.
+        state: QpState,
+        /// The operation.
+        what: &'static str,
+        /// The states that allow it.
+        needs: &'static str,
+    },
+    /// The queue has no room for another work request now.
+    #[error(
+        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding); \
+         take completions (poll, or wait on the stream and let it pass), or build the QP with a larger depth"
+    )]
+    QueueFull {
+        /// Send queue or receive queue, or its completion queue.
+        queue: &'static str,
+        /// The queue pair.
+        qpn: u32,
+        /// What is outstanding.
+        outstanding: u64,
+        /// What fits.
+        depth: u64,
+    },
+    /// A wait was asked for, but no work request is left whose completion it could wait for.
+    #[error("QP {qpn:#x}: no {queue} work request is left to wait for; post it before the wait, or the stream would hang")]
+    NothingToWaitFor {
+        /// "send" or "receive".
+        queue: &'static str,
+        /// The queue pair.
+        qpn: u32,
+    },
+    /// The queue is in use by another stream or by the CPU.
+    #[error(
+        "the {queue} queue of QP {qpn:#x} still belongs to {owner}; \
+         let its outstanding work complete first, or use one QP per stream"
+    )]
+    Busy {
+        /// "send" or "receive".
+        queue: &'static str,
+        /// The queue pair.
+        qpn: u32,
+        /// Who holds it.
+        owner: String,
+    },
+    /// Prepared requests of a queue pair must be posted in the order they were prepared.
+    #[error("QP {qpn:#x}: prepared request {got} was posted before {expected}; post in prepare order, or drop the earlier one")]
+    OutOfOrder {
+        /// The queue pair.
+        qpn: u32,
+        /// The one that must come first.
+        expected: u64,
+        /// The one that was posted.
+        got: u64,
+    },
+    /// A work request failed, or was flushed because an earlier one had.
+    #[error(transparent)]
+    Completion(#[from] CompletionError),
+    /// The library put this queue pair into the error state.
+    #[error("QP {qpn:#x} was stopped: {reason}")]
+    QpStopped {
+        /// The queue pair.
+        qpn: u32,
+        /// Why.
+        reason: Arc<Error>,
+    },
+    /// The completion queue lost completions.
+    #[error("CQ {cqn:#x} overran: {depth} entries were not enough; build it larger or poll it more often")]
+    CqOverrun {
+        /// The completion queue.
+        cqn: u32,
+        /// Its entries.
+        depth: u64,
+    },
+    /// The stream holds as many pending submissions as it may.
+    #[error("stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline")]
+    StreamFull {
+        /// The stream.
+        stream: String,
+        /// Its bound.
+        depth: usize,
+    },
+    /// The user aborted the stream.
+    #[error("stream '{stream}' was aborted")]
+    StreamAborted {
+        /// The stream.
+        stream: String,
+    },
+    /// A wait on a stream was not satisfied in time; the stream was released and does no more work.
+    #[error("stream '{stream}': wait for {what} was not satisfied within {after:?}")]
+    StreamWait {
+        /// The stream.
+        stream: String,
+        /// What it waited for.
+        what: String,
+        /// The deadline of the wait.
+        after: Duration,
+    },
+    /// A host function on the stream panicked; the stream does no more work.
+    #[error("stream '{stream}': a host function panicked: {message}")]
+    HostFnPanicked {
+        /// The stream.
+        stream: String,
+        /// The panic's message.
+        message: String,
+    },
+    /// A call on the CPU did not finish in time. What it waited for goes on.
+    #[error("{what} did not finish within {after:?}")]
+    Deadline {
+        /// The call.
+        what: &'static str,
+        /// Its deadline.
+        after: Duration,
+    },
+    /// The other side of a connection cannot be reached.
+    #[error("peer {peer}: {why}")]
+    Peer {
+        /// The peer's address.
+        peer: String,
+        /// What happened, and the fix.
+        why: String,
+    },
+}
+
+impl Error {
+    pub(crate) fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Self {
+        Self::InvalidArgument { what, value: value.to_string(), expected }
+    }
+
+    pub(crate) fn last_os(call: &'static str, fix: &'static str) -> Self {
+        Self::os(call, io::Error::last_os_error(), fix)
+    }
+
+    pub(crate) fn os(call: &'static str, source: io::Error, fix: &'static str) -> Self {
+        Self::Sys { call, source: Arc::new(source), fix }
+    }
+}

@@ -1,0 +1,308 @@
+//! Memory that a device may touch while the CPU does: the one place that reads and writes it.
+//!
+//! Rings, doorbell records, doorbells and payload all live in a [`Memory`]. Nobody forms `&[u8]` or
+//! `&mut [u8]` over it; bytes go in and out by copy, words through atomics. Every access is
+//! bounds-checked, and a clone keeps the bytes mapped, so a late access cannot fault.
+
+use std::fmt;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::error::{Error, Result};
+
+/// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
+#[derive(Clone)]
+pub struct Memory {
+    ptr: NonNull<u8>,
+    len: usize,
+    _owner: Arc<Owner>,
+}
+
+/// What keeps the bytes alive.
+enum Owner {
+    Mapped { ptr: NonNull<u8>, len: usize },
+    Lent,
+}
+
+// SAFETY: the bytes are only reached through volatile copies and atomics of this module, which any
+// thread may do at any time; the owner frees them once, when the last clone goes.
+unsafe impl Send for Memory {}
+// SAFETY: as above, no method hands out a plain reference to the bytes.
+unsafe impl Sync for Memory {}
+// SAFETY: the mapping may be unmapped from any thread.
+unsafe impl Send for Owner {}
+// SAFETY: `Owner` has no methods; only its drop touches the pointer.
+unsafe impl Sync for Owner {}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if let Owner::Mapped { ptr, len } = *self {
+            // SAFETY: this owner made the mapping with this length and no clone is left to use it.
+            unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
+        }
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory({:#x}, {} B)", self.addr(), self.len)
+    }
+}
+
+fn page_round(len: usize) -> Result<usize> {
+    const PAGE: usize = 4096;
+    len.checked_next_multiple_of(PAGE)
+        .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
+        .ok_or(Error::invalid("memory length", len, "1 byte to half the address space"))
+}
+
+impl Memory {
+    /// Allocates `len` zeroed bytes, page-aligned, and keeps them out of forked children.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a length of 0, [`Error::Sys`] when the kernel refuses.
+    pub fn alloc(len: usize) -> Result<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        Self::mmap(len, flags, -1)
+    }
+
+    /// Maps the first `len` bytes of a shared memory file.
+    pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        Self::mmap(len, libc::MAP_SHARED, fd.as_raw_fd())
+    }
+
+    fn mmap(len: usize, flags: i32, fd: i32) -> Result<Self> {
+        let mapped = page_round(len)?;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory.
+        let raw = unsafe { libc::mmap(std::ptr::null_mut(), mapped, prot, flags, fd, 0) };
+        if raw == libc::MAP_FAILED {
+            return Err(Error::last_os("mmap", "free memory or raise the address space limit (ulimit -v)"));
+        }
+        let ptr = NonNull::new(raw.cast()).expect("mmap without MAP_FIXED never returns 0");
+        // SAFETY: the range was just mapped; the advice only concerns fork.
+        unsafe { libc::madvise(raw, mapped, libc::MADV_DONTFORK) };
+        Ok(Self { ptr, len, _owner: Arc::new(Owner::Mapped { ptr, len: mapped }) })
+    }
+
+    /// Wraps bytes that somebody else owns.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a null pointer, a length of 0, or a range that wraps.
+    ///
+    /// # Safety
+    /// The range must stay mapped, readable and writable until every clone of the result is gone, and
+    /// no Rust reference to it may be used meanwhile, except `&AtomicU32`-like or `&UnsafeCell`-like ones.
+    pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Result<Self> {
+        let ok = len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());
+        match NonNull::new(ptr).filter(|_| ok) {
+            Some(ptr) => Ok(Self { ptr, len, _owner: Arc::new(Owner::Lent) }),
+            None => Err(Error::invalid("memory range", len, "a non-null pointer and at least one byte")),
+        }
+    }
+
+    /// The address of the first byte, as the CPU sees it.
+    pub fn addr(&self) -> u64 {
+        self.ptr.as_ptr() as u64
+    }
+
+    /// Length in bytes.
+    #[expect(clippy::len_without_is_empty, reason = "a Memory is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// A part of this memory that shares its bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] when the part does not lie inside.
+    pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
+        let ptr = self.check(offset, len.max(1))?;
+        Ok(Self { ptr, len, _owner: self._owner.clone() })
+    }
+
+    fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
+        match offset.checked_add(len) {
+            // SAFETY: offset <= end <= self.len, so the result stays inside the range.
+            Some(end) if end <= self.len => Ok(unsafe { self.ptr.add(offset) }),
+            _ => Err(Error::OutOfBounds { offset, len, size: self.len }),
+        }
+    }
+
+    /// Copies bytes out, from `offset` on. A device that writes meanwhile may tear the result.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        let src = self.check(offset, out.len())?;
+        // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
+        // because no reference to device memory exists.
+        unsafe { copy(src.as_ptr(), out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes in, from `offset` on.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
+        let dst = self.check(offset, data.len())?;
+        // SAFETY: as in `read`, the other way round.
+        unsafe { copy(data.as_ptr(), dst.as_ptr(), data.len()) };
+        Ok(())
+    }
+
+    /// Copies from another device memory (or this one) without a buffer between.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
+        let dst = self.check(offset, len)?;
+        let src = src.check(src_offset, len)?;
+        // SAFETY: both ranges were checked; `copy` allows overlap.
+        unsafe { copy(src.as_ptr(), dst.as_ptr(), len) };
+        Ok(())
+    }
+
+    /// Sets `len` bytes to `byte`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Result<()> {
+        let dst = self.check(offset, len)?;
+        // SAFETY: the range was checked.
+        unsafe { dst.as_ptr().write_bytes(byte, len) };
+        Ok(())
+    }
+
+    /// All bytes, copied out.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut out = vec![0; self.len];
+        self.read(0, &mut out).expect("a memory holds its own length");
+        out
+    }
+
+    /// The aligned 32-bit word at `offset`, as an atomic in native byte order.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] when the address is not a multiple of 4.
+    pub fn atomic32(&self, offset: usize) -> Result<&AtomicU32> {
+        let ptr = self.check_aligned::<AtomicU32>(offset)?;
+        // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
+        Ok(unsafe { ptr.as_ref() })
+    }
+
+    /// The aligned 64-bit word at `offset`, as an atomic in native byte order.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] when the address is not a multiple of 8.
+    pub fn atomic64(&self, offset: usize) -> Result<&AtomicU64> {
+        let ptr = self.check_aligned::<AtomicU64>(offset)?;
+        // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
+        Ok(unsafe { ptr.as_ref() })
+    }
+
+    fn check_aligned<T>(&self, offset: usize) -> Result<NonNull<T>> {
+        let ptr = self.check(offset, size_of::<T>())?.cast::<T>();
+        if !ptr.is_aligned() {
+            return Err(Error::invalid("word address", ptr.as_ptr() as usize, "a multiple of the word size"));
+        }
+        Ok(ptr)
+    }
+
+    /// A handle to the 32-bit word at `offset`, for stream waits and writes.
+    ///
+    /// # Errors
+    /// As [`Memory::atomic32`].
+    pub fn word32(&self, offset: usize) -> Result<Word32> {
+        self.atomic32(offset)?;
+        Ok(Word32(self.slice(offset, 4)?))
+    }
+
+    /// A handle to the 64-bit word at `offset`, for stream waits and writes.
+    ///
+    /// # Errors
+    /// As [`Memory::atomic64`].
+    pub fn word64(&self, offset: usize) -> Result<Word64> {
+        self.atomic64(offset)?;
+        Ok(Word64(self.slice(offset, 8)?))
+    }
+}
+
+/// One volatile access for a naturally aligned word, `memmove` otherwise: a device that races with
+/// it sees words whole, and longer copies in any order.
+///
+/// # Safety
+/// Both ranges must be valid for `len` bytes, `dst` for writing.
+unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    if len == 8 && src.cast::<u64>().is_aligned() && dst.cast::<u64>().is_aligned() {
+        // SAFETY: valid by contract, aligned by the test above.
+        let word = unsafe { src.cast::<u64>().read_volatile() };
+        // SAFETY: as above.
+        unsafe { dst.cast::<u64>().write_volatile(word) };
+    } else if len == 4 && src.cast::<u32>().is_aligned() && dst.cast::<u32>().is_aligned() {
+        // SAFETY: valid by contract, aligned by the test above.
+        let word = unsafe { src.cast::<u32>().read_volatile() };
+        // SAFETY: as above.
+        unsafe { dst.cast::<u32>().write_volatile(word) };
+    } else {
+        // SAFETY: valid by contract; `copy` allows overlap.
+        unsafe { std::ptr::copy(src, dst, len) };
+    }
+}
+
+/// A 32-bit word in device-visible memory, native byte order, kept alive by this handle.
+#[derive(Clone, Debug)]
+pub struct Word32(Memory);
+
+impl Word32 {
+    /// The word as an atomic.
+    pub fn atomic(&self) -> &AtomicU32 {
+        // SAFETY: `Memory::word32`, the only constructor, checked range and alignment.
+        unsafe { self.0.ptr.cast::<AtomicU32>().as_ref() }
+    }
+
+    /// Reads the word; what its writer wrote before it is visible afterwards.
+    pub fn load(&self) -> u32 {
+        self.atomic().load(Ordering::Acquire)
+    }
+
+    /// Writes the word after everything this thread wrote before.
+    pub fn store(&self, value: u32) {
+        self.atomic().store(value, Ordering::Release);
+    }
+
+    /// Its address as the CPU sees it.
+    pub fn addr(&self) -> u64 {
+        self.0.addr()
+    }
+}
+
+/// A 64-bit word in device-visible memory, native byte order, kept alive by this handle.
+#[derive(Clone, Debug)]
+pub struct Word64(Memory);
+
+impl Word64 {
+    /// The word as an atomic.
+    pub fn atomic(&self) -> &AtomicU64 {
+        // SAFETY: `Memory::word64`, the only constructor, checked range and alignment.
+        unsafe { self.0.ptr.cast::<AtomicU64>().as_ref() }
+    }
+
+    /// Reads the word; what its writer wrote before it is visible afterwards.
+    pub fn load(&self) -> u64 {
+        self.atomic().load(Ordering::Acquire)
+    }
+
+    /// Writes the word after everything this thread wrote before.
+    pub fn store(&self, value: u64) {
+        self.atomic().store(value, Ordering::Release);
+    }
+
+    /// Its address as the CPU sees it.
+    pub fn addr(&self) -> u64 {
+        self.0.addr()
+    }
+}

@@ -1,0 +1,53 @@
+//! The few lock-free hand-overs the whole library stands on, written once and generic over the atomics,
+//! so that the code that runs is the code that `tests/loom.rs` explores exhaustively.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+/// A 32-bit atomic word.
+pub trait Atom32 {
+    /// Atomic load.
+    fn load(&self, order: Ordering) -> u32;
+    /// Atomic store.
+    fn store(&self, value: u32, order: Ordering);
+    /// Atomic exchange.
+    fn swap(&self, value: u32, order: Ordering) -> u32;
+    /// A fence of the same memory model.
+    fn fence(order: Ordering);
+}
+
+/// A 64-bit atomic word.
+pub trait Atom64 {
+    /// Atomic load.
+    fn load(&self, order: Ordering) -> u64;
+    /// Atomic store.
+    fn store(&self, value: u64, order: Ordering);
+    /// Atomic exchange.
+    fn swap(&self, value: u64, order: Ordering) -> u64;
+}
+
+impl Atom32 for AtomicU32 {
+    fn load(&self, order: Ordering) -> u32 {
+        self.load(order)
+    }
+    fn store(&self, value: u32, order: Ordering) {
+        self.store(value, order);
+    }
+    fn swap(&self, value: u32, order: Ordering) -> u32 {
+        self.swap(value, order)
+    }
+    fn fence(order: Ordering) {
+        fence(order);
+    }
+}
+
+impl Atom64 for AtomicU64 {
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+    fn store(&self, value: u64, order: Ordering) {
+        self.store(value, order);
+    }
+    fn swap(&self, value: u64, order: Ordering) -> u64 {
+        self.swap(value, order)
+    }
+}

@@ -1,0 +1,45 @@
+//! What every stream engine offers: the host thread of [`super::host`] and, in time, CUDA.
+
+use std::fmt;
+use std::time::Instant;
+
+use super::op::Op;
+use crate::error::{Error, Result};
+
+/// Runs operations in order. The contract that [`super::Stream`] builds on:
+///
+/// - Submissions run in the order of `submit`, the operations of one in their order.
+/// - A wait that is not satisfied within the engine's wait limit *fails the engine*: see [`Engine::fail`].
+/// - A failed engine runs nothing more: what is pending is dropped, not executed, later submissions are refused
+///   with the first error.
+pub trait Engine: Send + Sync + fmt::Debug {
+    /// The engine in one word: "host", "cuda".
+    fn kind(&self) -> &'static str;
+
+    /// Queues operations. On refusal `ops` is left as it was.
+    ///
+    /// # Errors
+    /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
+    /// engine failed with.
+    fn submit(&self, ops: &mut Vec<Op>) -> Result<u64>;
+
+    /// The number of submissions that have fully run, or were dropped by a failure. Submission `s`, counted from
+    /// 1 as `submit` returns it, is over when this is at least `s`.
+    fn completed(&self) -> u64;
+
+    /// The number of submissions accepted so far.
+    fn submitted(&self) -> u64;
+
+    /// Blocks until `completed() >= seq` or the deadline; returns whether it is.
+    fn wait_completed(&self, seq: u64, deadline: Instant) -> bool;
+
+    /// Blocks until a submission would find room, or the deadline; returns whether it would.
+    fn wait_room(&self, deadline: Instant) -> bool;
+
+    /// Fails the engine with `error`, unless it failed before: first every [`super::Source`] of pending operations
+    /// is told to [`super::Source::fail`], then the wait in progress is released and the rest is dropped.
+    fn fail(&self, error: Error);
+
+    /// What the engine failed with.
+    fn error(&self) -> Option<Error>;
+}

@@ -1,0 +1,4 @@
+//! The host engine.
+/// x
+#[derive(Debug)]
+pub struct HostStreamConfig;

@@ -1,0 +1,1 @@
+//! Messaging on GPU streams in the manner of LibMP.
