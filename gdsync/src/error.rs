@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::mlx5::WqeError;
 use crate::verbs::{CompletionError, QpState};
 
 /// Result of this crate.
@@ -85,6 +86,14 @@ pub enum Error {
         /// The states that allow it.
         needs: &'static str,
     },
+    /// A work request cannot be written as a WQE.
+    #[error("QP {qpn:#x}: {source}")]
+    WorkRequest {
+        /// The queue pair.
+        qpn: u32,
+        /// What is wrong with it.
+        source: WqeError,
+    },
     /// The queue has no room for another work request now.
     #[error(
         "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding); \
@@ -141,6 +150,12 @@ pub enum Error {
         qpn: u32,
         /// Why.
         reason: Arc<Error>,
+    },
+    /// The completion succeeded, but was asked for too late: its slot was used again.
+    #[error("QP {qpn:#x}: the completion succeeded, its details are forgotten; ask before the queue goes once round")]
+    Forgotten {
+        /// The queue pair.
+        qpn: u32,
     },
     /// The completion queue lost completions.
     #[error("CQ {cqn:#x} overran: {depth} entries were not enough; build it larger or poll it more often")]

@@ -1,6 +1,10 @@
 //! The few lock-free hand-overs the whole library stands on, written once and generic over the atomics,
 //! so that the code that runs is the code that `tests/loom.rs` explores exhaustively.
 
+mod doorbell;
+
+pub use doorbell::{EMPTY, ring_doorbell, take_doorbell};
+
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// A 32-bit atomic word.

@@ -16,6 +16,9 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// The engine in one word: "host", "cuda".
     fn kind(&self) -> &'static str;
 
+    /// Whether the engine runs [`Op::Signal`]. Where it does not, the HCA is told to watch doorbells instead.
+    fn signals(&self) -> bool;
+
     /// Queues operations. On refusal `ops` is left as it was.
     ///
     /// # Errors

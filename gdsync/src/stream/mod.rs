@@ -1,8 +1,240 @@
 //! Streams: queues of memory operations that run in order, on a host thread or on a GPU.
+//!
+//! | libgdsync | here |
+//! |---|---|
+//! | `gds_stream_queue_send` | [`Stream::send`] |
+//! | `gds_stream_wait_cq` | [`Stream::wait_send`], [`Stream::wait_recv`] |
+//! | `gds_prepare_send`, `gds_stream_post_send(_all)` | [`Qp::prepare_send`], [`Batch::post`] |
+//! | `gds_prepare_wait_cq`, `gds_stream_post_wait_cq(_all)` | [`Qp::prepare_wait_send`], [`Batch::post_wait`] |
+//! | `gds_post_wait_cq` (give a wait back to the CPU) | dropping a [`PreparedWait`] |
+//! | `gds_prepare_wait_value32`, `gds_prepare_write_value32` | [`Batch::wait_value32`], [`Batch::write_value32`], and 64 bit |
+//! | `gds_prepare_write_memory` | [`Batch::write_memory`] |
+//! | `gds_stream_post_descriptors` | [`Stream::submit`] |
+//! | `gds_post_descriptors` | [`Batch::run`] |
+//! | `gds_post_send`, `gds_post_recv` | [`Qp::post_send`], [`Qp::post_recv`] |
+//! | `gds_create_qp`, `gds_destroy_qp` | [`Pd::build_qp`](crate::verbs::Pd::build_qp), dropping the [`Qp`] |
+//! | `gds_alloc_mapped_memory` | [`Memory::alloc`](crate::memory::Memory::alloc) |
+
+mod batch;
 mod engine;
 mod host;
 mod op;
+mod prepared;
 
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+pub use batch::Batch;
 pub use engine::Engine;
 pub use host::HostStreamConfig;
 pub use op::{Cond, Op, Source};
+pub use prepared::{Completion, PreparedSend, PreparedWait};
+
+use crate::error::{Error, Result};
+use crate::memory::{Word32, Word64};
+use crate::verbs::qp::QpCore;
+use crate::verbs::{Qp, SendWr};
+use host::HostEngine;
+
+/// A stream. Clones share it. When the last one is dropped, pending work is aborted.
+#[derive(Clone)]
+pub struct Stream(Arc<Inner>);
+
+struct Inner {
+    id: u64,
+    name: String,
+    engine: Arc<dyn Engine>,
+    /// Queue pairs used since the last `synchronize`.
+    used: Mutex<Vec<Arc<QpCore>>>,
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({} '{}')", self.0.engine.kind(), self.0.name)
+    }
+}
+
+/// What a stream is doing.
+#[derive(Clone, Debug)]
+pub struct StreamStatus {
+    /// Submissions that have not run yet.
+    pub pending: u64,
+    /// Why the stream does no more work, if it failed.
+    pub error: Option<Error>,
+}
+
+impl Stream {
+    /// A stream run by a host thread.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Sys`] when no thread can be had.
+    pub fn host(config: HostStreamConfig) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = config.name.clone();
+        let engine = HostEngine::start(config)?;
+        Ok(Self(Arc::new(Inner { id, name, engine, used: Mutex::new(Vec::new()) })))
+    }
+
+    /// The engine in one word: "host".
+    pub fn kind(&self) -> &'static str {
+        self.0.engine.kind()
+    }
+
+    /// Queues a batch, all or nothing, and empties it. The caller goes on at once.
+    ///
+    /// # Errors
+    /// Leaves the batch as it was, and returns [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`], the error
+    /// that broke a queue pair of the batch, or the one that failed the stream.
+    pub fn submit(&self, batch: &mut Batch) -> Result<()> {
+        let Batch { ops, sends, waits } = &mut *batch;
+        let id = self.0.id;
+        let marked = sends
+            .iter_mut()
+            .try_for_each(|send| send.submit(id))
+            .and_then(|()| waits.iter_mut().try_for_each(|wait| wait.submit(id)));
+        if let Err(error) = marked.and_then(|()| self.0.engine.submit(ops).map(drop)) {
+            waits.iter_mut().rev().for_each(PreparedWait::unsubmit);
+            sends.iter_mut().rev().for_each(PreparedSend::unsubmit);
+            return Err(error);
+        }
+        if !self.0.engine.signals() {
+            sends.iter().for_each(PreparedSend::watch);
+        }
+        let mut used = self.0.used.lock();
+        for core in sends.iter().map(|s| &s.queue.qp).chain(waits.iter().map(PreparedWait::core)) {
+            if !used.iter().any(|known| Arc::ptr_eq(known, core)) {
+                used.push(core.clone());
+            }
+        }
+        drop(used);
+        sends.clear();
+        waits.clear();
+        Ok(())
+    }
+
+    /// As [`Stream::submit`], but waits for room in a full stream.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.
+    pub fn submit_within(&self, batch: &mut Batch, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.submit(batch) {
+                Err(Error::StreamFull { .. }) if self.0.engine.wait_room(deadline) => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn one(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
+        let mut batch = Batch::new();
+        add(&mut batch);
+        self.submit(&mut batch)
+    }
+
+    /// Sends in stream order.
+    ///
+    /// # Errors
+    /// As [`Batch::send`] and [`Stream::submit`].
+    pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<()> {
+        let mut batch = Batch::new();
+        batch.send(qp, wr)?;
+        self.submit(&mut batch)
+    }
+
+    /// Holds the stream until the next send completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Batch::wait_send`] and [`Stream::submit`].
+    pub fn wait_send(&self, qp: &Qp) -> Result<Completion> {
+        let mut batch = Batch::new();
+        let completion = batch.wait_send(qp)?;
+        self.submit(&mut batch)?;
+        Ok(completion)
+    }
+
+    /// Holds the stream until the next receive completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Batch::wait_recv`] and [`Stream::submit`].
+    pub fn wait_recv(&self, qp: &Qp) -> Result<Completion> {
+        let mut batch = Batch::new();
+        let completion = batch.wait_recv(qp)?;
+        self.submit(&mut batch)?;
+        Ok(completion)
+    }
+
+    /// Holds the stream until a word satisfies a condition.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn wait_value32(&self, word: &Word32, value: u32, cond: Cond) -> Result<()> {
+        self.one(|batch| batch.wait_value32(word, value, cond))
+    }
+
+    /// Holds the stream until a word satisfies a condition.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn wait_value64(&self, word: &Word64, value: u64, cond: Cond) -> Result<()> {
+        self.one(|batch| batch.wait_value64(word, value, cond))
+    }
+
+    /// Writes a word in stream order.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn write_value32(&self, word: &Word32, value: u32) -> Result<()> {
+        self.one(|batch| batch.write_value32(word, value))
+    }
+
+    /// Writes a word in stream order.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn write_value64(&self, word: &Word64, value: u64) -> Result<()> {
+        self.one(|batch| batch.write_value64(word, value))
+    }
+
+    /// Runs a function on the CPU in stream order: see [`Batch::host_fn`].
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn host_fn(&self, f: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.one(|batch| batch.host_fn(f))
+    }
+
+    /// Blocks until everything submitted before has run, then reports the first failure of the stream or of a queue
+    /// pair it used since the last call.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout` (the work goes on), the stream's error, or the root cause of the first
+    /// broken queue pair. A stream that ran to its end after such an error has *not* received what it waited for.
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        let seq = self.0.engine.submitted();
+        if !self.0.engine.wait_completed(seq, Instant::now() + timeout) {
+            return Err(Error::Deadline { what: "stream synchronize", after: timeout });
+        }
+        let used = std::mem::take(&mut *self.0.used.lock());
+        if let Some(error) = self.0.engine.error() {
+            return Err(error);
+        }
+        used.iter().try_for_each(|core| core.check())
+    }
+
+    /// What the stream is doing, without waiting.
+    pub fn query(&self) -> StreamStatus {
+        let engine = &self.0.engine;
+        StreamStatus { pending: engine.submitted() - engine.completed(), error: engine.error() }
+    }
+
+    /// Gives up everything pending: the queue pairs it uses are stopped, waits are released, nothing more runs.
+    pub fn abort(&self) {
+        self.0.engine.fail(Error::StreamAborted { stream: self.0.name.clone() });
+    }
+}

@@ -1,11 +1,19 @@
-//! Devices, protection domains, memory regions, completion queues and queue pairs.
-use std::fmt;
-/// placeholder
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QpState { /// x
-    Reset }
-impl fmt::Display for QpState { fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result { f.write_str("RESET") } }
-/// placeholder
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("x")]
-pub struct CompletionError;
+//! Devices, protection domains, memory regions, completion queues and queue pairs: RC verbs on mlx5 rings.
+
+mod attr;
+pub(crate) mod cq;
+mod device;
+mod mr;
+pub(crate) mod provider;
+pub(crate) mod qp;
+pub(crate) mod rq;
+pub(crate) mod sq;
+pub(crate) mod track;
+mod wr;
+
+pub use attr::{Access, QpAddress, QpAttr, QpState};
+pub use cq::Cq;
+pub use device::{Context, Device, Pd};
+pub use mr::Mr;
+pub use qp::{Qp, QpBuilder};
+pub use wr::{CompletionError, RecvWr, SendWr, Sge, Wc};

@@ -1,0 +1,179 @@
+//! The completion queues of the software HCA: writing CQEs.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::event::CqEvent;
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe};
+
+/// First CQN: small numbers would hide byte-order mistakes.
+const BASE: u32 = 0x8a1;
+
+#[derive(Debug, Default)]
+pub(crate) struct Cqs {
+    slots: Vec<Option<SoftCq>>,
+    /// CQEs written, also the clock of their timestamps.
+    written: u64,
+}
+
+#[derive(Debug)]
+struct SoftCq {
+    ring: Memory,
+    record: Memory,
+    event: Arc<CqEvent>,
+    log: u32,
+    /// Completions written.
+    produced: u64,
+    /// The consumer index last read from the doorbell record.
+    consumed: u64,
+    ignore_overrun: bool,
+    overrun: bool,
+}
+
+/// The queue is full: a card raises a CQ error event, and no completion is ever written again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Overrun;
+
+impl Cqs {
+    /// Takes `ring` and `record` into service; the CQEs must be in the initial state.
+    pub(crate) fn create(
+        &mut self,
+        ring: Memory,
+        record: Memory,
+        event: Arc<CqEvent>,
+        log: u32,
+        ignore_overrun: bool,
+    ) -> u32 {
+        let cq =
+            SoftCq { ring, record, event, log, produced: 0, consumed: 0, ignore_overrun, overrun: false };
+        let index = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
+        if index == self.slots.len() {
+            self.slots.push(None);
+        }
+        self.slots[index] = Some(cq);
+        BASE + u32::try_from(index).expect("CQNs have 24 bits and memory ends before")
+    }
+
+    pub(crate) fn destroy(&mut self, cqn: u32) {
+        if let Some(slot) = self.slot(cqn) {
+            *slot = None;
+        }
+    }
+
+    fn slot(&mut self, cqn: u32) -> Option<&mut Option<SoftCq>> {
+        self.slots.get_mut(cqn.checked_sub(BASE)? as usize)
+    }
+
+    /// Writes the next CQE of a queue: the bytes first, then the word with the owner bit.
+    pub(crate) fn complete(&mut self, cqn: u32, mut cqe: Cqe) -> std::result::Result<(), Overrun> {
+        self.written += 1;
+        cqe.timestamp = self.written;
+        let Some(Some(cq)) = self.slot(cqn) else { return Ok(()) };
+        if cq.overrun || !cq.has_room() {
+            cq.overrun = true;
+            return Err(Overrun);
+        }
+        cqe.owner = mlx5::lap(cq.produced, cq.log);
+        let bytes = cqe.encode();
+        let slot = usize::try_from(cq.produced & ((1 << cq.log) - 1)).expect("a ring index fits") * CQE_SIZE;
+        cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
+        let word = cq.ring.atomic32(slot + CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
+        word.store(mlx5::op_own_word(&bytes), Ordering::Release);
+        cq.produced += 1;
+        cq.event.raise();
+        Ok(())
+    }
+
+    /// What a card would punish: a CQE that looks written before it was.
+    pub(crate) fn check_initial(&mut self, cqn: u32) -> Result<()> {
+        let Some(Some(cq)) = self.slot(cqn) else { return Ok(()) };
+        if cq.produced > 0 {
+            return Ok(());
+        }
+        for n in 0..1usize << cq.log {
+            let word = cq.ring.atomic32(n * CQE_SIZE + CQE_OP_OWN_OFFSET)?.load(Ordering::Acquire);
+            let [.., op_own] = word.to_ne_bytes();
+            if op_own & 1 == 0 || op_own >> 4 != 15 {
+                let value = format!("{op_own:#04x} in slot {n} of CQ {cqn:#x}");
+                return Err(Error::invalid("op_own of a fresh CQE", value, "opcode 15 and owner 1 (0xff)"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl SoftCq {
+    fn has_room(&mut self) -> bool {
+        if self.ignore_overrun || self.produced - self.consumed < 1 << self.log {
+            return true;
+        }
+        let record = self.record.atomic32(0).expect("doorbell records are aligned");
+        let low = mlx5::record_to_u24(record.load(Ordering::Acquire));
+        self.consumed = mlx5::extend24(self.consumed, low);
+        self.produced - self.consumed < 1 << self.log
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mlx5::{CqeOpcode, INITIAL_CQE, owned_by_software};
+
+    fn queue(ignore_overrun: bool) -> (Cqs, u32, Memory, Memory) {
+        let ring = Memory::alloc(2 * CQE_SIZE).unwrap();
+        for slot in 0..2 {
+            ring.write(slot * CQE_SIZE, &INITIAL_CQE).unwrap();
+        }
+        let record = Memory::alloc(8).unwrap();
+        let mut cqs = Cqs::default();
+        let cqn = cqs.create(ring.clone(), record.clone(), Arc::default(), 1, ignore_overrun);
+        (cqs, cqn, ring, record)
+    }
+
+    fn word(ring: &Memory, n: u64) -> u32 {
+        ring.atomic32((n as usize & 1) * CQE_SIZE + CQE_OP_OWN_OFFSET).unwrap().load(Ordering::Acquire)
+    }
+
+    #[test]
+    fn two_slots_alternate_their_owner_for_many_laps() {
+        let (mut cqs, cqn, ring, record) = queue(false);
+        for n in 0..200_000 {
+            assert!(!owned_by_software(word(&ring, n), n, 1), "completion {n} is not there yet");
+            cqs.complete(cqn, Cqe { opcode: CqeOpcode::REQ, ..Cqe::default() }).unwrap();
+            assert!(owned_by_software(word(&ring, n), n, 1), "completion {n} is there");
+            record.atomic32(0).unwrap().store(mlx5::cq_ci_record(n + 1), Ordering::Release);
+        }
+    }
+
+    #[test]
+    fn a_full_queue_is_dead_for_ever() {
+        let (mut cqs, cqn, ring, record) = queue(false);
+        for _ in 0..2 {
+            cqs.complete(cqn, Cqe::default()).unwrap();
+        }
+        assert_eq!(cqs.complete(cqn, Cqe::default()), Err(Overrun));
+        record.atomic32(0).unwrap().store(mlx5::cq_ci_record(2), Ordering::Release);
+        assert_eq!(cqs.complete(cqn, Cqe::default()), Err(Overrun), "room comes too late");
+        assert_eq!(word(&ring, 0).to_ne_bytes()[3] & 1, 0, "nothing was overwritten");
+    }
+
+    #[test]
+    fn overrun_can_be_ignored() {
+        let (mut cqs, cqn, ring, _record) = queue(true);
+        for _ in 0..3 {
+            cqs.complete(cqn, Cqe::default()).unwrap();
+        }
+        assert_eq!(word(&ring, 0).to_ne_bytes()[3] & 1, 1, "the third overwrote the first");
+    }
+
+    #[test]
+    fn a_ring_initialised_as_rdma_core_does_is_refused() {
+        let (mut cqs, cqn, ring, _record) = queue(false);
+        cqs.check_initial(cqn).unwrap();
+        ring.write(CQE_SIZE + 63, &[0xf0]).unwrap();
+        let error = cqs.check_initial(cqn).unwrap_err().to_string();
+        assert!(error.contains("0xf0 in slot 1"), "{error}");
+    }
+}

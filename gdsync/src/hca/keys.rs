@@ -1,0 +1,137 @@
+//! Memory keys: what a work request or a peer may touch.
+
+use crate::memory::Memory;
+use crate::mlx5::Syndrome;
+use crate::verbs::Access;
+
+/// The memory regions of one HCA. A key is `index << 8 | variant`: the variant changes at every registration, so that
+/// a stale key does not open its successor.
+#[derive(Debug, Default)]
+pub(crate) struct Keys {
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    variant: u8,
+    region: Option<Region>,
+}
+
+#[derive(Debug)]
+struct Region {
+    pdn: u32,
+    memory: Memory,
+    access: Access,
+}
+
+/// First index: keys of small numbers would hide byte-order mistakes.
+const BASE: u32 = 0x1d3;
+
+impl Keys {
+    pub(crate) fn register(&mut self, pdn: u32, memory: &Memory, access: Access) -> u32 {
+        let region = Some(Region { pdn, memory: memory.clone(), access });
+        let index = self.free.pop().unwrap_or(self.slots.len());
+        match self.slots.get_mut(index) {
+            Some(slot) => {
+                slot.variant = slot.variant.wrapping_add(1);
+                slot.region = region;
+            }
+            None => self.slots.push(Slot { variant: 0x2b, region }),
+        }
+        let number = u32::try_from(index).expect("fewer than 2^24 regions") + BASE;
+        number << 8 | u32::from(self.slots[index].variant)
+    }
+
+    /// Drops a key. The memory it held is returned, to be let go outside of locks.
+    pub(crate) fn deregister(&mut self, key: u32) -> Option<Memory> {
+        let index = Self::index(key)?;
+        let slot = self.slots.get_mut(index)?;
+        let region = if slot.variant == variant(key) { slot.region.take() } else { None };
+        region.map(|region| {
+            self.free.push(index);
+            region.memory
+        })
+    }
+
+    fn index(key: u32) -> Option<usize> {
+        (key >> 8).checked_sub(BASE).map(|i| i as usize)
+    }
+
+    /// The memory and offset of `len` bytes at `addr`, if `key` opens them for `access`.
+    fn find(&self, key: u32, pdn: u32, addr: u64, len: usize, access: Access) -> Option<(&Memory, usize)> {
+        let slot = self.slots.get(Self::index(key)?)?;
+        let region = slot.region.as_ref().filter(|_| slot.variant == variant(key))?;
+        if region.pdn != pdn || !region.access.contains(access) {
+            return None;
+        }
+        let offset = usize::try_from(addr.checked_sub(region.memory.addr())?).ok()?;
+        (offset.checked_add(len)? <= region.memory.len()).then_some((&region.memory, offset))
+    }
+
+    /// For a local SGE; `write` when the HCA will write there.
+    pub(crate) fn local(
+        &self,
+        key: u32,
+        pdn: u32,
+        addr: u64,
+        len: usize,
+        write: bool,
+    ) -> Result<(&Memory, usize), Syndrome> {
+        let access = if write { Access::LOCAL_WRITE } else { Access::empty() };
+        self.find(key, pdn, addr, len, access).ok_or(Syndrome::LOCAL_PROTECTION)
+    }
+
+    /// For a request of a peer.
+    pub(crate) fn remote(
+        &self,
+        key: u32,
+        pdn: u32,
+        addr: u64,
+        len: usize,
+        access: Access,
+    ) -> Result<(&Memory, usize), Syndrome> {
+        self.find(key, pdn, addr, len, access).ok_or(Syndrome::REMOTE_ACCESS)
+    }
+}
+
+fn variant(key: u32) -> u8 {
+    key.to_le_bytes()[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_opens_its_range_domain_and_rights_and_nothing_else() {
+        let mut keys = Keys::default();
+        let memory = Memory::alloc(100).unwrap();
+        let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ);
+        let base = memory.addr();
+        assert_eq!(keys.local(key, 7, base + 60, 40, true).unwrap().1, 60);
+        assert_eq!(keys.local(key, 7, base + 61, 40, true).unwrap_err(), Syndrome::LOCAL_PROTECTION);
+        assert!(keys.local(key, 7, base - 1, 1, false).is_err());
+        assert!(keys.local(key, 7, u64::MAX, usize::MAX, false).is_err());
+        assert!(keys.local(key, 8, base, 1, false).is_err(), "another protection domain");
+        assert!(keys.remote(key, 7, base, 1, Access::REMOTE_READ).is_ok());
+        assert_eq!(keys.remote(key, 7, base, 1, Access::REMOTE_WRITE).unwrap_err(), Syndrome::REMOTE_ACCESS);
+        for bit in 0..32 {
+            assert!(keys.local(key ^ 1 << bit, 7, base, 1, false).is_err(), "bit {bit} of the key matters");
+        }
+    }
+
+    #[test]
+    fn a_dead_key_stays_dead_when_its_slot_is_used_again() {
+        let mut keys = Keys::default();
+        let memory = Memory::alloc(8).unwrap();
+        let old = keys.register(1, &memory, Access::empty());
+        assert!(keys.deregister(old).is_some());
+        assert!(keys.deregister(old).is_none());
+        let new = keys.register(1, &memory, Access::empty());
+        assert_eq!(old >> 8, new >> 8);
+        assert!(keys.local(old, 1, memory.addr(), 8, false).is_err());
+        assert!(keys.local(new, 1, memory.addr(), 8, false).is_ok());
+        assert!(keys.deregister(old).is_none() && keys.local(new, 1, memory.addr(), 8, false).is_ok());
+    }
+}

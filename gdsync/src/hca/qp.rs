@@ -1,0 +1,269 @@
+//! A queue pair inside the software HCA: its rings, its state, its doorbell.
+
+use std::sync::atomic::Ordering;
+
+use super::cqs::Cqs;
+use super::fault::Faults;
+use super::keys::Keys;
+use super::links::Links;
+use super::requester::Requester;
+use super::responder::Responder;
+use super::stats::HcaStats;
+use crate::error::Result;
+use crate::memory::{Memory, Word64};
+use crate::mlx5::{self, BB, Cqe, CqeOpcode, Ctrl, Opcode, Syndrome};
+use crate::protocol;
+use crate::verbs::provider::QpRequest;
+use crate::verbs::{Access, QpAddress, QpAttr, QpState};
+
+/// What the queue pairs share while one of them works.
+#[derive(Debug)]
+pub(crate) struct Env<'a> {
+    pub(crate) keys: &'a Keys,
+    pub(crate) cqs: &'a mut Cqs,
+    pub(crate) links: &'a mut Links,
+    pub(crate) faults: &'a mut Faults,
+    pub(crate) stats: &'a mut HcaStats,
+    pub(crate) strict: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct SoftQp {
+    pub(crate) qpn: u32,
+    pub(crate) psn: u32,
+    pub(crate) request: QpRequest,
+    pub(crate) state: QpState,
+    pub(crate) access: Access,
+    pub(crate) remote: Option<QpAddress>,
+    /// The link to the remote HCA.
+    pub(crate) link: usize,
+    pub(crate) sq: Memory,
+    pub(crate) rq: Memory,
+    pub(crate) record: Memory,
+    pub(crate) doorbell: Word64,
+    pub(crate) req: Requester,
+    pub(crate) resp: Responder,
+    /// Packets sent, for fault decisions.
+    pub(crate) packets: u64,
+    /// Listed as active in the core.
+    pub(crate) active: bool,
+}
+
+/// A send WQE fetched from the ring.
+#[derive(Debug)]
+pub(crate) struct Wqe {
+    pub(crate) ctrl: Ctrl,
+    /// `ctrl.ds` units of 16 bytes, at the start of the buffer.
+    pub(crate) bytes: [u8; mlx5::MAX_WQE_BYTES],
+}
+
+impl Wqe {
+    /// The WQE's bytes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..(usize::from(self.ctrl.ds) * 16).min(mlx5::MAX_WQE_BYTES)]
+    }
+
+    /// Blocks it occupies: at least one, so that a broken one can be passed over.
+    pub(crate) fn blocks(&self) -> u64 {
+        u64::from(self.ctrl.ds.clamp(1, mlx5::MAX_DS)).div_ceil(4)
+    }
+}
+
+impl SoftQp {
+    fn record(&self, word: usize) -> u16 {
+        let word = self.record.atomic32(word).expect("doorbell records are aligned");
+        mlx5::record_to_u16(word.load(Ordering::Acquire))
+    }
+
+    /// The send producer index of the doorbell record, at or after `from`.
+    pub(crate) fn send_record(&self, from: u64) -> u64 {
+        mlx5::extend16(from, self.record(mlx5::DBREC_SEND))
+    }
+
+    /// The receive producer index of the doorbell record, at or after `from`.
+    pub(crate) fn recv_record(&self, from: u64) -> u64 {
+        mlx5::extend16(from, self.record(mlx5::DBREC_RECV))
+    }
+
+    /// Basic blocks of the send queue.
+    fn blocks(&self) -> u64 {
+        1 << self.request.log_sq
+    }
+
+    /// Reads the send WQE that begins at block `index`, round the end of the ring if need be.
+    pub(crate) fn fetch(&self, index: u64) -> Wqe {
+        let at = usize::try_from(index & (self.blocks() - 1)).expect("a ring index fits") * BB;
+        let mut bytes = [0; mlx5::MAX_WQE_BYTES];
+        self.sq.read(at, &mut bytes[..BB]).expect("blocks lie in the ring");
+        let ctrl = mlx5::decode_ctrl(bytes.first_chunk().expect("a block holds a control segment"));
+        let mut wqe = Wqe { ctrl, bytes };
+        for block in 1..wqe.blocks().min(self.blocks()) {
+            let at = usize::try_from((index + block) & (self.blocks() - 1)).expect("a ring index fits") * BB;
+            let to = usize::try_from(block).expect("at most 16") * BB;
+            self.sq.read(at, &mut wqe.bytes[to..to + BB]).expect("blocks lie in the ring");
+        }
+        wqe
+    }
+
+    /// Takes the doorbell and moves the fetch target.
+    pub(crate) fn take_doorbell(&mut self, env: &mut Env<'_>) {
+        if let Some(value) = protocol::take_doorbell(self.doorbell.atomic()) {
+            env.stats.doorbells += 1;
+            self.rung(mlx5::Doorbell::decode(value), env);
+        }
+        if self.state == QpState::ERR {
+            self.flush(env);
+        }
+    }
+
+    fn rung(&mut self, doorbell: mlx5::Doorbell, env: &mut Env<'_>) {
+        if doorbell.qpn != self.qpn {
+            env.stats.violation("a doorbell names another QP than the one whose register it was written to");
+            return;
+        }
+        if self.state != QpState::RTS {
+            // In ERR the doorbell record decides what is flushed; before RTS a card's behaviour is undefined.
+            if self.state != QpState::ERR {
+                env.stats.violation("a doorbell was rung before the QP was ready to send");
+            }
+            return;
+        }
+        let head = self.req.head();
+        // Two forms are in use: the index of the last WQE with its opcode and size, or the next free index.
+        let last_wqe = doorbell.opcode != 0 || doorbell.ds != 0;
+        let mut target = mlx5::extend16(head, doorbell.index);
+        if last_wqe {
+            // The last WQE can lie behind `head` when it was fetched on an earlier doorbell.
+            if target - head >= self.blocks() {
+                return;
+            }
+            target += self.fetch(target).blocks();
+        }
+        if target - head > self.blocks() {
+            if !last_wqe {
+                return;
+            }
+            env.stats.violation("a doorbell runs ahead of the ring");
+            return;
+        }
+        let record = self.send_record(head);
+        if record < target || record - head > self.blocks() {
+            // A card executes the work all the same, but a later error will not flush it.
+            env.stats.violation("a doorbell was rung before its doorbell record was written");
+            if env.strict {
+                self.fail(Syndrome::LOCAL_QP_OP, env);
+                return;
+            }
+        }
+        self.req.extend(target);
+    }
+
+    /// Completes the oldest outstanding send, or all, with an error, and goes to ERR.
+    pub(crate) fn fail(&mut self, syndrome: Syndrome, env: &mut Env<'_>) {
+        self.req.fail_front(syndrome);
+        self.retire(env);
+        self.go_error(env);
+    }
+
+    /// Goes to ERR: no more network, everything posted is flushed.
+    pub(crate) fn go_error(&mut self, env: &mut Env<'_>) {
+        self.state = QpState::ERR;
+        self.flush(env);
+    }
+
+    /// Flushes sends up to the doorbell record (not the doorbell: as a card does), and receives.
+    pub(crate) fn flush(&mut self, env: &mut Env<'_>) {
+        while let Some((index, opcode)) = self.req.flush_pending() {
+            self.complete_send(index, opcode, Some(Syndrome::FLUSHED), 0, env);
+        }
+        let end = self.send_record(self.req.head());
+        while self.req.head() < end && end - self.req.head() <= self.blocks() {
+            let wqe = self.fetch(self.req.head());
+            self.req.skip(wqe.blocks());
+            self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::FLUSHED), 0, env);
+        }
+        let tail = self.resp.tail();
+        let end = self.recv_record(tail);
+        if end - tail <= 1 << self.request.log_rq {
+            for _ in tail..end {
+                let counter = self.resp.consume();
+                self.complete_recv(
+                    Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::FLUSHED, ..Cqe::default() },
+                    counter,
+                    env,
+                );
+            }
+        }
+        self.resp.stop();
+    }
+
+    /// Writes a requester CQE.
+    pub(crate) fn complete_send(
+        &mut self,
+        index: u16,
+        opcode: Opcode,
+        syndrome: Option<Syndrome>,
+        bytes: u32,
+        env: &mut Env<'_>,
+    ) {
+        let cqe = Cqe {
+            opcode: if syndrome.is_some() { CqeOpcode::REQ_ERR } else { CqeOpcode::REQ },
+            qpn: self.qpn,
+            wqe_counter: index,
+            send_opcode: opcode,
+            byte_cnt: bytes,
+            syndrome: syndrome.unwrap_or_default(),
+            ..Cqe::default()
+        };
+        if env.cqs.complete(self.request.send_cqn, cqe).is_err() {
+            self.overrun(env);
+        }
+    }
+
+    /// Writes a responder CQE for the receive with this counter.
+    pub(crate) fn complete_recv(&mut self, cqe: Cqe, counter: u16, env: &mut Env<'_>) {
+        let cqe = Cqe { qpn: self.qpn, wqe_counter: counter, ..cqe };
+        if env.cqs.complete(self.request.recv_cqn, cqe).is_err() {
+            self.overrun(env);
+        }
+    }
+
+    fn overrun(&mut self, env: &mut Env<'_>) {
+        if self.state != QpState::ERR {
+            env.stats.cq_overruns += 1;
+            tracing::error!(qpn = self.qpn, "completion queue overrun: the queue pair goes to ERR, nothing completes any more");
+            self.state = QpState::ERR;
+        }
+    }
+
+    /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one.
+    pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<()> {
+        self.access = attr.access.unwrap_or(self.access);
+        match attr.state {
+            Some(QpState::RESET) => self.reset(),
+            Some(QpState::ERR) => self.go_error(env),
+            Some(QpState::INIT) if env.strict => {
+                env.cqs.check_initial(self.request.send_cqn)?;
+                env.cqs.check_initial(self.request.recv_cqn)?;
+            }
+            _ => {}
+        }
+        if let Some(remote) = attr.remote {
+            self.remote = Some(remote);
+            self.resp.expect(remote.psn);
+        }
+        self.link = link.unwrap_or(self.link);
+        self.resp.configure(attr);
+        self.req.configure(attr);
+        self.state = attr.state.unwrap_or(self.state);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.req = Requester::new(self.psn);
+        self.resp = Responder::default();
+        self.remote = None;
+        self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
+        self.doorbell.store(protocol::EMPTY);
+    }
+}

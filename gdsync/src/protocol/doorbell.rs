@@ -1,0 +1,27 @@
+//! Work goes to the HCA: WQE, then doorbell record, then doorbell, each visible before the next
+//! (mlx5: `udma_to_device_barrier` between the first two, `mmio_wc_start` before the last).
+
+use std::sync::atomic::Ordering;
+
+use super::{Atom32, Atom64};
+
+/// The value of a doorbell that nobody rang: the QPN in it is not a legal one.
+pub const EMPTY: u64 = u64::MAX;
+
+/// Rings: publishes the producer index, then writes the doorbell. The WQEs must have been written before.
+pub fn ring_doorbell(record: &impl Atom32, pi: u32, doorbell: &impl Atom64, value: u64) {
+    record.store(pi, Ordering::Release);
+    doorbell.store(value, Ordering::Release);
+}
+
+/// The software HCA takes a doorbell: what was rung since the last time, if anything.
+///
+/// An exchange, because the register is memory: two equal doorbells in a row must both be seen. Doorbells are
+/// cumulative, so one that overwrites another loses nothing.
+pub fn take_doorbell(doorbell: &impl Atom64) -> Option<u64> {
+    if doorbell.load(Ordering::Relaxed) == EMPTY {
+        return None;
+    }
+    let value = doorbell.swap(EMPTY, Ordering::Acquire);
+    (value != EMPTY).then_some(value)
+}

@@ -1,0 +1,141 @@
+//! Batches: sends, waits and word operations that go to a stream in one submission, in order.
+
+use super::op::{Cond, Op};
+use super::prepared::{Completion, PreparedSend, PreparedWait};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word32, Word64};
+use crate::verbs::{Qp, SendWr};
+
+/// Operations collected for one [`submit`](super::Stream::submit).
+///
+/// Sends are written to their queues as they are added; a batch dropped before it was submitted takes them back.
+#[derive(Debug, Default)]
+#[must_use = "a batch does nothing until it is submitted"]
+pub struct Batch {
+    pub(super) ops: Vec<Op>,
+    pub(super) sends: Vec<PreparedSend>,
+    pub(super) waits: Vec<PreparedWait>,
+}
+
+impl Batch {
+    /// An empty batch.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The number of stream operations collected.
+    pub fn len(&self) -> usize {
+        self.ops.len()
+    }
+
+    /// Whether nothing was collected.
+    pub fn is_empty(&self) -> bool {
+        self.ops.is_empty()
+    }
+
+    /// Adds a send.
+    ///
+    /// # Errors
+    /// As [`Qp::prepare_send`].
+    pub fn send(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<()> {
+        self.sends(qp, std::slice::from_ref(wr))
+    }
+
+    /// Adds several sends that one doorbell starts.
+    ///
+    /// # Errors
+    /// As [`Qp::prepare_send`].
+    pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<()> {
+        let prepared = qp.prepare_send(wrs)?;
+        self.post(prepared);
+        Ok(())
+    }
+
+    /// Adds sends prepared earlier.
+    pub fn post(&mut self, send: PreparedSend) {
+        send.trigger_ops(&mut self.ops);
+        self.sends.push(send);
+    }
+
+    /// Adds a wait prepared earlier.
+    pub fn post_wait(&mut self, wait: PreparedWait) -> Completion {
+        wait.wait_ops(&mut self.ops);
+        let completion = wait.completion();
+        self.waits.push(wait);
+        completion
+    }
+
+    /// Waits for the next send completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Qp::prepare_wait_send`].
+    pub fn wait_send(&mut self, qp: &Qp) -> Result<Completion> {
+        qp.prepare_wait_send().map(|wait| self.post_wait(wait))
+    }
+
+    /// Waits for all sends of `qp` posted or prepared so far; the completion is the last one's.
+    ///
+    /// # Errors
+    /// As [`Qp::prepare_wait_send`].
+    pub fn wait_all_sends(&mut self, qp: &Qp) -> Result<Completion> {
+        qp.prepare_wait_all_sends().map(|wait| self.post_wait(wait))
+    }
+
+    /// Waits for the next receive completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Qp::prepare_wait_recv`].
+    pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
+        qp.prepare_wait_recv().map(|wait| self.post_wait(wait))
+    }
+
+    /// Waits until a 32-bit word satisfies a condition.
+    pub fn wait_value32(&mut self, word: &Word32, value: u32, cond: Cond) {
+        self.ops.push(Op::Wait32 { at: word.clone(), value, cond, source: None });
+    }
+
+    /// Waits until a 64-bit word satisfies a condition.
+    pub fn wait_value64(&mut self, word: &Word64, value: u64, cond: Cond) {
+        self.ops.push(Op::Wait64 { at: word.clone(), value, cond, source: None });
+    }
+
+    /// Writes a 32-bit word, after everything before it in the stream.
+    pub fn write_value32(&mut self, word: &Word32, value: u32) {
+        self.ops.push(Op::Write32 { at: word.clone(), value });
+    }
+
+    /// Writes a 64-bit word, after everything before it in the stream.
+    pub fn write_value64(&mut self, word: &Word64, value: u64) {
+        self.ops.push(Op::Write64 { at: word.clone(), value });
+    }
+
+    /// Writes a few bytes, taken now, as one word write per 4 bytes. Meant for control structures, not payload.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] unless address and length are multiples of 4.
+    pub fn write_memory(&mut self, memory: &Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        let (words, rest) = bytes.as_chunks::<4>();
+        if !rest.is_empty() {
+            return Err(Error::invalid("bytes to write", bytes.len(), "a multiple of 4"));
+        }
+        memory.slice(offset, bytes.len())?;
+        let ops = words.iter().enumerate().map(|(i, word)| {
+            let at = memory.word32(offset + 4 * i)?;
+            Ok(Op::Write32 { at, value: u32::from_ne_bytes(*word) })
+        });
+        self.ops.extend(ops.collect::<Result<Vec<_>>>()?);
+        Ok(())
+    }
+
+    /// Orders everything before it, of the whole system, before everything after it.
+    pub fn barrier(&mut self) {
+        self.ops.push(Op::Barrier);
+    }
+
+    /// Runs a function on the CPU, in stream order: it starts when all before it is done, and holds the stream.
+    ///
+    /// It must not wait for its own stream.
+    pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
+        self.ops.push(Op::HostFn(Box::new(f)));
+    }
+}

@@ -1,0 +1,308 @@
+//! Queue pair states, the attributes of each transition, and the rules between them
+//! (`ibv_modify_qp(3)`, RC rows; InfiniBand architecture 10.3).
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+use crate::hca::Gid;
+
+bitflags::bitflags! {
+    /// What may be done to a memory region, or through a queue pair (`enum ibv_access_flags`).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct Access: u32 {
+        /// The local HCA may write: needed for receives, READ and atomic results.
+        const LOCAL_WRITE = 1;
+        /// Peers may RDMA WRITE.
+        const REMOTE_WRITE = 1 << 1;
+        /// Peers may RDMA READ.
+        const REMOTE_READ = 1 << 2;
+        /// Peers may do atomics.
+        const REMOTE_ATOMIC = 1 << 3;
+    }
+}
+
+/// State of a queue pair (`enum ibv_qp_state`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct QpState(pub u8);
+
+impl QpState {
+    /// Fresh: nothing may be posted.
+    pub const RESET: Self = Self(0);
+    /// Receives may be posted.
+    pub const INIT: Self = Self(1);
+    /// Ready to receive.
+    pub const RTR: Self = Self(2);
+    /// Ready to send.
+    pub const RTS: Self = Self(3);
+    /// Everything posted completes with a flush error.
+    pub const ERR: Self = Self(6);
+}
+
+impl fmt::Display for QpState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match *self {
+            Self::RESET => "RESET",
+            Self::INIT => "INIT",
+            Self::RTR => "RTR",
+            Self::RTS => "RTS",
+            Self::ERR => "ERR",
+            Self(other) => return write!(f, "state {other}"),
+        })
+    }
+}
+
+impl fmt::Debug for QpState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Where a queue pair can be reached: what two sides exchange before they connect.
+///
+/// The text form is `gid/qpn/psn`, numbers in hexadecimal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct QpAddress {
+    /// The HCA.
+    pub gid: Gid,
+    /// The queue pair, 24 bits.
+    pub qpn: u32,
+    /// The first packet sequence number it will send, 24 bits.
+    pub psn: u32,
+}
+
+impl QpAddress {
+    /// Bytes of the binary form.
+    pub const BYTES: usize = 24;
+
+    /// The binary form: GID, then QPN and PSN in network byte order.
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        out[..16].copy_from_slice(&self.gid.0);
+        out[16..20].copy_from_slice(&self.qpn.to_be_bytes());
+        out[20..].copy_from_slice(&self.psn.to_be_bytes());
+        out
+    }
+
+    /// Reads the binary form.
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let (gid, rest) = bytes.split_first_chunk::<16>().expect("24 bytes hold 16");
+        let (qpn, psn) = rest.split_first_chunk::<4>().expect("8 bytes hold 4");
+        let psn = psn.first_chunk::<4>().expect("4 bytes hold 4");
+        Self { gid: Gid(*gid), qpn: u32::from_be_bytes(*qpn), psn: u32::from_be_bytes(*psn) }
+    }
+}
+
+impl fmt::Display for QpAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{:x}/{:x}", self.gid, self.qpn, self.psn)
+    }
+}
+
+impl FromStr for QpAddress {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let bad = || Error::invalid("QP address", text, "gid/qpn/psn in hexadecimal");
+        let mut parts = text.split('/');
+        let mut next = || parts.next().ok_or_else(bad);
+        let gid = next()?.parse::<Gid>().map_err(|_| bad())?;
+        let mut number = || u32::from_str_radix(next()?, 16).map_err(|_| bad());
+        let address = Self { gid, qpn: number()?, psn: number()? };
+        if parts.next().is_some() || address.qpn >> 24 != 0 || address.psn >> 24 != 0 {
+            return Err(bad());
+        }
+        Ok(address)
+    }
+}
+
+/// Attributes of a transition; what is `None` is not given. See [`QpAttr::to`].
+#[derive(Clone, Debug, Default)]
+pub struct QpAttr {
+    /// The state to go to.
+    pub state: Option<QpState>,
+    /// What peers may do through the queue pair (RESET to INIT).
+    pub access: Option<Access>,
+    /// The other side (INIT to RTR).
+    pub remote: Option<QpAddress>,
+    /// Path MTU in bytes, 256 to 4096 (INIT to RTR). The software HCA stores it; its packets are larger.
+    pub path_mtu: Option<u32>,
+    /// READs and atomics the peer may have outstanding here, 0 to 16 (INIT to RTR).
+    pub max_dest_rd_atomic: Option<u8>,
+    /// Code of the pause asked of a sender that found no receive, 0 to 31 (INIT to RTR).
+    pub min_rnr_timer: Option<u8>,
+    /// Acknowledge timeout `4.096 us * 2^timeout`, 0 to 31, 0 waits for ever (RTR to RTS).
+    pub timeout: Option<u8>,
+    /// Retries after a timeout, 0 to 7 (RTR to RTS).
+    pub retry_cnt: Option<u8>,
+    /// Retries after "receiver not ready", 0 to 7, 7 retries for ever (RTR to RTS).
+    pub rnr_retry: Option<u8>,
+    /// READs and atomics this side may have outstanding, 0 to 16 (RTR to RTS).
+    pub max_rd_atomic: Option<u8>,
+}
+
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {$(
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, value: $type) -> Self {
+            self.$name = Some(value);
+            self
+        }
+    )*};
+}
+
+impl QpAttr {
+    /// Starts a transition to `state`.
+    pub fn to(state: QpState) -> Self {
+        Self { state: Some(state), ..Self::default() }
+    }
+
+    setters! {
+        /// Sets [`QpAttr::access`].
+        access: Access,
+        /// Sets [`QpAttr::remote`].
+        remote: QpAddress,
+        /// Sets [`QpAttr::path_mtu`].
+        path_mtu: u32,
+        /// Sets [`QpAttr::max_dest_rd_atomic`].
+        max_dest_rd_atomic: u8,
+        /// Sets [`QpAttr::min_rnr_timer`].
+        min_rnr_timer: u8,
+        /// Sets [`QpAttr::timeout`].
+        timeout: u8,
+        /// Sets [`QpAttr::retry_cnt`].
+        retry_cnt: u8,
+        /// Sets [`QpAttr::rnr_retry`].
+        rnr_retry: u8,
+        /// Sets [`QpAttr::max_rd_atomic`].
+        max_rd_atomic: u8,
+    }
+
+    /// The given attributes by name, with the largest legal value of the numeric ones.
+    fn given(&self) -> [(&'static str, bool, u32, u32); 9] {
+        let small = |v: Option<u8>| u32::from(v.unwrap_or(0));
+        [
+            ("access", self.access.is_some(), self.access.map_or(0, |a| a.bits()), Access::all().bits()),
+            ("remote", self.remote.is_some(), 0, 0),
+            ("path_mtu", self.path_mtu.is_some(), self.path_mtu.unwrap_or(256), 4096),
+            ("max_dest_rd_atomic", self.max_dest_rd_atomic.is_some(), small(self.max_dest_rd_atomic), 16),
+            ("min_rnr_timer", self.min_rnr_timer.is_some(), small(self.min_rnr_timer), 31),
+            ("timeout", self.timeout.is_some(), small(self.timeout), 31),
+            ("retry_cnt", self.retry_cnt.is_some(), small(self.retry_cnt), 7),
+            ("rnr_retry", self.rnr_retry.is_some(), small(self.rnr_retry), 7),
+            ("max_rd_atomic", self.max_rd_atomic.is_some(), small(self.max_rd_atomic), 16),
+        ]
+    }
+
+    /// Checks the transition of queue pair `qpn` from `from` and returns the state it leads to.
+    ///
+    /// # Errors
+    /// [`Error::Transition`] that names the rule: no such step, an attribute missing, not allowed or out of range.
+    pub fn check(&self, qpn: u32, from: QpState) -> Result<QpState> {
+        const INIT: &[&str] = &["access"];
+        const RTR: &[&str] = &["remote", "path_mtu", "max_dest_rd_atomic", "min_rnr_timer"];
+        const RTS: &[&str] = &["timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"];
+        let to = self.state.unwrap_or(from);
+        let fail = |why: String| Err(Error::Transition { qpn, from, to, why });
+        if self.state.is_none() {
+            return fail("no target state is given".into());
+        }
+        let (required, optional): (&[&str], &[&str]) = match (from, to) {
+            (_, QpState::RESET | QpState::ERR) => (&[], &[]),
+            (QpState::RESET, QpState::INIT) => (INIT, &[]),
+            (QpState::INIT, QpState::INIT) => (&[], INIT),
+            (QpState::INIT, QpState::RTR) => (RTR, INIT),
+            (QpState::RTR, QpState::RTS) => (RTS, &["access", "min_rnr_timer"]),
+            (QpState::RTS, QpState::RTS) => (&[], &["access", "min_rnr_timer"]),
+            _ => {
+                return fail("the order is RESET, INIT, RTR, RTS; ERR and RESET can be reached from any state".into());
+            }
+        };
+        for (name, given, value, max) in self.given() {
+            if required.contains(&name) && !given {
+                return fail(format!("attribute {name} is required"));
+            }
+            if given && !required.contains(&name) && !optional.contains(&name) {
+                return fail(format!("attribute {name} is not allowed in this step"));
+            }
+            if value > max {
+                return fail(format!("attribute {name} is {value}, at most {max} is allowed"));
+            }
+        }
+        if let Some(mtu) = self.path_mtu
+            && !(mtu.is_power_of_two() && mtu >= 256)
+        {
+            return fail(format!("attribute path_mtu is {mtu}, allowed are 256, 512, 1024, 2048, 4096"));
+        }
+        if let Some(remote) = self.remote
+            && (remote.qpn >> 24 != 0 || remote.psn >> 24 != 0)
+        {
+            return fail(format!("attribute remote is {remote}, QPN and PSN have 24 bits"));
+        }
+        Ok(to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address() -> QpAddress {
+        QpAddress { gid: Gid([7; 16]), qpn: 0x12_3456, psn: 0xab_cdef }
+    }
+
+    fn complete(to: QpState) -> QpAttr {
+        let attr = QpAttr::to(to);
+        match to {
+            QpState::INIT => attr.access(Access::REMOTE_READ),
+            QpState::RTR => attr.remote(address()).path_mtu(1024).max_dest_rd_atomic(16).min_rnr_timer(12),
+            QpState::RTS => attr.timeout(14).retry_cnt(7).rnr_retry(7).max_rd_atomic(16),
+            _ => attr,
+        }
+    }
+
+    #[test]
+    fn every_pair_of_states_is_allowed_or_explained() {
+        let all = [QpState::RESET, QpState::INIT, QpState::RTR, QpState::RTS, QpState::ERR];
+        for from in all {
+            for to in all {
+                let step = (from, to);
+                let legal = matches!(to, QpState::RESET | QpState::ERR)
+                    || matches!(step, (QpState::RESET | QpState::INIT, QpState::INIT))
+                    || matches!(step, (QpState::INIT, QpState::RTR) | (QpState::RTR, QpState::RTS));
+                let attr = if step == (QpState::RTS, QpState::RTS) { QpAttr::to(to) } else { complete(to) };
+                let result = attr.check(1, from);
+                assert_eq!(result.is_ok(), legal || step == (QpState::RTS, QpState::RTS), "{from} -> {to}: {result:?}");
+                if let Err(error) = result {
+                    assert!(error.to_string().contains("the order is RESET, INIT, RTR, RTS"), "{error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn missing_forbidden_and_large_attributes_are_named() {
+        let text = |attr: QpAttr, from| attr.check(0x77, from).unwrap_err().to_string();
+        assert!(text(QpAttr::to(QpState::INIT), QpState::RESET).contains("access is required"));
+        assert!(text(complete(QpState::RTS).remote(address()), QpState::RTR).contains("remote is not allowed"));
+        assert!(text(complete(QpState::RTS).retry_cnt(8), QpState::RTR).contains("retry_cnt is 8, at most 7"));
+        assert!(text(complete(QpState::RTR).path_mtu(1000), QpState::INIT).contains("path_mtu is 1000"));
+        let far = QpAddress { qpn: 1 << 24, ..address() };
+        assert!(text(complete(QpState::RTR).remote(far), QpState::INIT).contains("24 bits"));
+        assert!(text(QpAttr::default(), QpState::RTS).contains("no target state"));
+        let missing = QpAttr { max_rd_atomic: None, ..complete(QpState::RTS) };
+        assert!(text(missing, QpState::RTR).contains("QP 0x77"));
+    }
+
+    #[test]
+    fn addresses_survive_both_forms() {
+        let address = address();
+        assert_eq!(QpAddress::from_bytes(&address.to_bytes()), address);
+        assert_eq!(address.to_string().parse::<QpAddress>().unwrap(), address);
+        for bad in ["", "1/2", "zz/1/1", &format!("{}/1000000/0", address.gid), &format!("{}/1/1/1", address.gid)] {
+            assert!(bad.parse::<QpAddress>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,435 @@
+//! Completion queues: the ring of CQEs, and who takes which completion.
+//!
+//! Completion number `n` is taken once: by [`Cq::poll`] on the CPU, or by a wait on a stream. Its slot is reused
+//! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
+//! waits on it, passed by that stream.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::provider::{CqParts, Provider};
+use super::track::Tracker;
+use super::wr::Wc;
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word32};
+use crate::mlx5::{self, CQE_SIZE, Cqe};
+use crate::stream::{Cond, Op, Source};
+
+/// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
+#[derive(Clone, Debug)]
+pub struct Cq(pub(crate) Arc<CqInner>);
+
+pub(crate) struct CqInner {
+    provider: Arc<dyn Provider>,
+    parts: CqParts,
+    log: u32,
+    /// Completions that may still arrive or are not freed yet. Never more than the ring holds.
+    reserved: AtomicU64,
+    state: Mutex<CqState>,
+}
+
+struct CqState {
+    /// Completions decoded.
+    reaped: u64,
+    /// The next one `poll` looks at.
+    poll_next: u64,
+    /// The next one a stream wait may claim.
+    claim_next: u64,
+    /// All before are free for reuse.
+    freed: u64,
+    /// The consumer index last read from the doorbell record.
+    passed: u64,
+    slots: Box<[Slot]>,
+    /// Claims given back after `poll` had gone past them.
+    released: VecDeque<u64>,
+    /// Claims not yet in a stream, oldest first.
+    unsubmitted: VecDeque<u64>,
+    /// Claims submitted and not yet passed.
+    in_stream: u64,
+    /// The stream that waits on this queue.
+    stream: u64,
+    queues: Vec<Arc<Tracker>>,
+}
+
+#[derive(Clone, Copy)]
+struct Slot {
+    n: u64,
+    wc: Option<Wc>,
+    taken: Taken,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Taken {
+    No,
+    ByStream,
+    Done,
+}
+
+impl fmt::Debug for CqInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CQ {:#x}", self.parts.cqn)
+    }
+}
+
+impl Drop for CqInner {
+    fn drop(&mut self) {
+        self.provider.destroy_cq(self.parts.cqn);
+    }
+}
+
+/// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
+const PARK: Duration = Duration::from_millis(5);
+
+impl Cq {
+    pub(crate) fn create(provider: Arc<dyn Provider>, entries: usize) -> Result<Self> {
+        if !(1..=1 << 22).contains(&entries) {
+            return Err(Error::invalid("completion queue entries", entries, "1 to 4194304"));
+        }
+        let log = entries.next_power_of_two().trailing_zeros();
+        let parts = provider.create_cq(log)?;
+        let slot = Slot { n: u64::MAX, wc: None, taken: Taken::No };
+        let state = CqState {
+            reaped: 0,
+            poll_next: 0,
+            claim_next: 0,
+            freed: 0,
+            passed: 0,
+            slots: vec![slot; 1 << log].into(),
+            released: VecDeque::new(),
+            unsubmitted: VecDeque::new(),
+            in_stream: 0,
+            stream: 0,
+            queues: Vec::new(),
+        };
+        Ok(Self(Arc::new(CqInner { provider, parts, log, reserved: AtomicU64::new(0), state: Mutex::new(state) })))
+    }
+
+    /// The completion queue number.
+    pub fn cqn(&self) -> u32 {
+        self.0.parts.cqn
+    }
+
+    /// Entries of the ring.
+    pub fn entries(&self) -> usize {
+        1 << self.0.log
+    }
+
+    /// Takes the next completion that no stream wait has claimed, if it is there.
+    ///
+    /// An error is a completion too: see [`Wc::ok`].
+    pub fn poll(&self) -> Option<Wc> {
+        let mut state = self.0.state.lock();
+        if let Some(wc) = self.0.take(&mut state) {
+            return Some(wc);
+        }
+        drop(state);
+        if !self.0.provider.progress() {
+            return None;
+        }
+        state = self.0.state.lock();
+        self.0.take(&mut state)
+    }
+
+    /// Waits for the next completion that no stream wait has claimed.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Result<Wc> {
+        let mut found = None;
+        self.0.wait_until(timeout, "waiting for a completion", || {
+            found = self.poll();
+            found.is_some()
+        })?;
+        Ok(found.expect("wait_until returns Ok only when a completion was found"))
+    }
+}
+
+impl CqInner {
+    pub(crate) fn attach(&self, tracker: &Arc<Tracker>) {
+        self.state.lock().queues.push(tracker.clone());
+    }
+
+    pub(crate) fn detach(&self, qpn: u32) {
+        self.reap();
+        self.state.lock().queues.retain(|q| q.qpn != qpn);
+    }
+
+    pub(crate) fn cqn(&self) -> u32 {
+        self.parts.cqn
+    }
+
+    /// Entries of the ring.
+    pub(crate) fn capacity(&self) -> u64 {
+        1 << self.log
+    }
+
+    fn index(&self, n: u64) -> usize {
+        usize::try_from(n & (self.capacity() - 1)).expect("a ring index fits in memory")
+    }
+
+    /// Sets room aside for the completion of one more work request.
+    pub(crate) fn reserve(&self) -> bool {
+        let room = |r| (r < self.capacity()).then_some(r + 1);
+        self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).is_ok()
+    }
+
+    pub(crate) fn unreserve(&self, count: u64) {
+        self.reserved.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Decodes what has arrived and frees what can be reused.
+    pub(crate) fn reap(&self) {
+        let mut state = self.state.lock();
+        self.reap_locked(&mut state);
+        self.free(&mut state);
+    }
+
+    fn op_own(&self, n: u64) -> u32 {
+        let offset = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
+        self.parts.ring.atomic32(offset).expect("CQE words lie in the ring, aligned").load(Ordering::Acquire)
+    }
+
+    fn reap_locked(&self, state: &mut CqState) {
+        // A completion not reserved cannot arrive: `free` runs before its slot is used again.
+        while mlx5::owned_by_software(self.op_own(state.reaped), state.reaped, self.log) {
+            let n = state.reaped;
+            let mut bytes = [0; CQE_SIZE];
+            let at = self.index(n);
+            self.parts.ring.read(at * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
+            let cqe = Cqe::decode(&bytes);
+            let slot = &mut state.slots[at];
+            let taken = slot.taken;
+            *slot = Slot { n, wc: None, taken };
+            match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
+                Some((wc, false)) => slot.wc = Some(wc),
+                // Of a request that was given up after it was prepared, or of a queue that is gone.
+                Some((_, true)) | None if taken == Taken::No => slot.taken = Taken::Done,
+                _ => {}
+            }
+            state.reaped += 1;
+        }
+    }
+
+    fn free(&self, state: &mut CqState) {
+        let before = state.freed;
+        let record = self.parts.record.atomic32(0).expect("doorbell records are aligned");
+        while state.freed < state.reaped {
+            let at = self.index(state.freed);
+            match state.slots[at].taken {
+                Taken::No => break,
+                Taken::Done => {}
+                Taken::ByStream => {
+                    if state.passed <= state.freed {
+                        let low = mlx5::record_to_u24(record.load(Ordering::Acquire));
+                        state.passed = mlx5::extend24(state.passed, low);
+                    }
+                    if state.passed <= state.freed {
+                        break;
+                    }
+                    state.in_stream -= 1;
+                }
+            }
+            state.slots[at].taken = Taken::No;
+            state.freed += 1;
+        }
+        let freed = state.freed - before;
+        if freed > 0 {
+            self.reserved.fetch_sub(freed, Ordering::Relaxed);
+            // While a stream waits here the consumer index is the stream's to write.
+            if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
+                state.passed = state.freed;
+                record.store(mlx5::cq_ci_record(state.freed), Ordering::Release);
+            }
+        }
+    }
+
+    fn take(&self, state: &mut CqState) -> Option<Wc> {
+        self.reap_locked(state);
+        let mut found = None;
+        while let Some(&n) = state.released.front() {
+            if n >= state.reaped {
+                break;
+            }
+            state.released.pop_front();
+            let slot = &mut state.slots[self.index(n)];
+            slot.taken = Taken::Done;
+            if slot.wc.is_some() {
+                found = slot.wc;
+                break;
+            }
+        }
+        while found.is_none() && state.poll_next < state.reaped {
+            let slot = &mut state.slots[self.index(state.poll_next)];
+            state.poll_next += 1;
+            if slot.taken == Taken::No {
+                slot.taken = Taken::Done;
+                found = slot.wc;
+            }
+        }
+        state.claim_next = state.claim_next.max(state.poll_next);
+        self.free(state);
+        found
+    }
+
+    /// Claims the next completion for a stream wait. `posted` is how many this queue's owner has posted.
+    pub(crate) fn claim(&self, upto: Option<u64>, tracker: &Tracker) -> Result<u64> {
+        let mut state = self.state.lock();
+        if state.queues.len() != 1 {
+            return Err(Error::Unsupported {
+                what: "a stream wait on a completion queue that several queues share",
+                by: "the CQE order, which is only known per queue",
+                fix: "build the queue pair without send_cq and recv_cq, so that each queue gets its own",
+            });
+        }
+        let nothing = || Error::NothingToWaitFor { queue: tracker.name(), qpn: tracker.qpn };
+        let posted = tracker.posted();
+        while state.claim_next < posted && tracker.is_cancelled(state.claim_next) {
+            state.claim_next += 1;
+        }
+        let n = upto.unwrap_or(state.claim_next);
+        if n >= posted || n < state.claim_next {
+            return Err(nothing());
+        }
+        for covered in state.claim_next..n {
+            // The wait for `n` covers the ones before it: they count as taken.
+            let at = self.index(covered);
+            state.slots[at].taken = Taken::Done;
+        }
+        let at = self.index(n);
+        state.slots[at].taken = Taken::ByStream;
+        state.claim_next = n + 1;
+        state.in_stream += 1;
+        state.unsubmitted.push_back(n);
+        Ok(n)
+    }
+
+    /// Gives a claim back that never reached a stream: `poll` may take the completion.
+    pub(crate) fn release(&self, n: u64) {
+        let mut state = self.state.lock();
+        state.unsubmitted.retain(|&m| m != n);
+        state.in_stream -= 1;
+        let at = self.index(n);
+        state.slots[at].taken = Taken::No;
+        if state.claim_next == n + 1 && state.poll_next <= n {
+            state.claim_next = n;
+        } else if state.poll_next > n {
+            // Keep the slot until poll has handed it out.
+            state.released.push_back(n);
+        }
+        drop(state);
+        self.reap();
+    }
+
+    /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`].
+    pub(crate) fn submit(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
+        let mut state = self.state.lock();
+        let expected = *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
+        if expected != n {
+            return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
+        }
+        self.reap_locked(&mut state);
+        self.free(&mut state);
+        let held = state.in_stream - u64::try_from(state.unsubmitted.len()).expect("fits");
+        if held > 0 && state.stream != stream {
+            let owner = format!("stream {}", state.stream);
+            return Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner });
+        }
+        state.stream = stream;
+        state.unsubmitted.pop_front();
+        Ok(())
+    }
+
+    pub(crate) fn unsubmit(&self, n: u64) {
+        self.state.lock().unsubmitted.push_front(n);
+    }
+
+    /// The operations that hold a stream for completion `n` and then move the consumer index past it.
+    pub(crate) fn wait_ops(&self, n: u64, source: Arc<dyn Source>, ops: &mut Vec<Op>) {
+        let (cond, value): (Cond, u32) = mlx5::owner_wait(n, self.log);
+        let at = self.word(&self.parts.ring, self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET);
+        ops.push(Op::Wait32 { at, value, cond, source: Some(source) });
+        ops.push(Op::Write32 { at: self.word(&self.parts.record, 0), value: mlx5::cq_ci_record(n + 1) });
+    }
+
+    fn word(&self, memory: &Memory, offset: usize) -> Word32 {
+        memory.word32(offset).expect("words of rings and records are aligned and inside")
+    }
+
+    /// The completion `n`, once it has arrived, for as long as its slot was not used again.
+    pub(crate) fn completion(&self, n: u64) -> Option<Option<Wc>> {
+        let mut state = self.state.lock();
+        self.reap_locked(&mut state);
+        self.free(&mut state);
+        (n < state.reaped).then(|| {
+            let slot = state.slots[self.index(n)];
+            slot.wc.filter(|_| slot.n == n)
+        })
+    }
+
+    /// Forgets the completions that will never come, after the queue was reset.
+    pub(crate) fn forget(&self, lost: u64) {
+        let mut state = self.state.lock();
+        self.reap_locked(&mut state);
+        self.unreserve(lost);
+        let from = state.poll_next;
+        for n in from..state.reaped {
+            let at = self.index(n);
+            state.slots[at].taken = Taken::Done;
+        }
+        state.poll_next = state.reaped;
+        state.claim_next = state.reaped;
+        state.released.clear();
+        self.free(&mut state);
+    }
+
+    /// Whether a stream still waits here, or may.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.reap();
+        self.state.lock().in_stream > 0
+    }
+
+    pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        self.provider.leave();
+        self.parts.event.park(ready, timeout);
+    }
+
+    /// Calls `done` until it is true: busy at first, then asleep between completions of this queue.
+    pub(crate) fn wait_until(
+        &self,
+        timeout: Duration,
+        what: &'static str,
+        mut done: impl FnMut() -> bool,
+    ) -> Result<()> {
+        const SPIN: Duration = Duration::from_micros(50);
+        let start = Instant::now();
+        let mut rounds = 0u32;
+        loop {
+            if done() {
+                return Ok(());
+            }
+            rounds = rounds.wrapping_add(1);
+            if !rounds.is_multiple_of(64) {
+                std::hint::spin_loop();
+                continue;
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                return Err(Error::Deadline { what, after: timeout });
+            }
+            if waited < SPIN / 2 {
+                std::hint::spin_loop();
+            } else if waited < SPIN {
+                std::thread::yield_now();
+            } else {
+                let next = self.state.lock().reaped;
+                let ready = || mlx5::owned_by_software(self.op_own(next), next, self.log);
+                self.park(&ready, PARK.min(timeout - waited));
+            }
+        }
+    }
+}

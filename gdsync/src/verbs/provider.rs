@@ -1,0 +1,84 @@
+//! What a device backend gives to the verbs layer: queues in memory, keys, and state changes.
+//!
+//! Everything above this trait is the same for every device; everything below only makes rings and consumes them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::attr::{Access, QpAttr};
+use crate::error::Result;
+use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats};
+use crate::memory::{Memory, Word64};
+
+/// A completion queue as the device made it.
+#[derive(Debug)]
+pub(crate) struct CqParts {
+    pub(crate) cqn: u32,
+    /// `64 << log_entries` bytes of CQEs, all in the initial state.
+    pub(crate) ring: Memory,
+    /// The 8-byte doorbell record.
+    pub(crate) record: Memory,
+    /// Raised after completions were written.
+    pub(crate) event: Arc<CqEvent>,
+}
+
+/// What a queue pair is made of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QpRequest {
+    pub(crate) pdn: u32,
+    pub(crate) send_cqn: u32,
+    pub(crate) recv_cqn: u32,
+    /// Log2 of the send queue's basic blocks.
+    pub(crate) log_sq: u32,
+    /// Log2 of the receive queue's entries.
+    pub(crate) log_rq: u32,
+    /// Bytes of a receive queue entry.
+    pub(crate) rq_stride: usize,
+}
+
+/// A queue pair as the device made it, in state RESET.
+#[derive(Debug)]
+pub(crate) struct QpParts {
+    pub(crate) qpn: u32,
+    pub(crate) psn: u32,
+    pub(crate) sq: Memory,
+    pub(crate) rq: Memory,
+    /// The 8-byte doorbell record: receive counter, send counter.
+    pub(crate) record: Memory,
+    pub(crate) doorbell: Word64,
+}
+
+/// The keys of a memory region.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MrKeys {
+    pub(crate) lkey: u32,
+    pub(crate) rkey: u32,
+}
+
+pub(crate) trait Provider: Send + Sync + fmt::Debug {
+    fn gid(&self) -> Gid;
+    fn alloc_pd(&self) -> Result<u32>;
+    fn dealloc_pd(&self, pdn: u32);
+    fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;
+    fn dereg_mr(&self, keys: MrKeys);
+    fn create_cq(&self, log_entries: u32) -> Result<CqParts>;
+    fn destroy_cq(&self, cqn: u32);
+    fn create_qp(&self, request: &QpRequest) -> Result<QpParts>;
+    /// `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, for the address of the peer.
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<()>;
+    fn destroy_qp(&self, qpn: u32);
+
+    /// A doorbell of this queue pair was written by a CPU thread.
+    fn ring(&self, qpn: u32);
+    /// A doorbell of this queue pair will be written by something that cannot call [`Provider::ring`], up to the
+    /// producer index `pi`.
+    fn watch(&self, qpn: u32, pi: u64);
+    /// Runs device work on the calling thread, if the device has such work and nobody else does it now.
+    fn progress(&self) -> bool;
+    /// The calling thread will not call [`Provider::progress`] for a while.
+    fn leave(&self);
+
+    fn inject(&self, plan: FaultPlan) -> Result<()>;
+    fn stats(&self) -> HcaStats;
+}

@@ -1,0 +1,381 @@
+//! Queue pairs: building, connecting, posting, and failing.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::attr::{Access, QpAddress, QpAttr, QpState};
+use super::cq::{Cq, CqInner};
+use super::device::Pd;
+use super::provider::{Provider, QpParts, QpRequest};
+use super::rq::RecvQueue;
+use super::sq::SendQueue;
+use super::track::{Health, Tracker};
+use super::wr::{RecvWr, SendWr, Wc};
+use crate::error::{Error, Result};
+use crate::mlx5;
+
+/// How long a transition may take to reach the peer.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// A reliable connected queue pair. Clones share it.
+///
+/// It is destroyed when the last clone is gone *and* no stream has work of it left.
+#[derive(Clone)]
+pub struct Qp {
+    pub(crate) send: Arc<SendQueue>,
+    pub(crate) recv: Arc<RecvQueue>,
+}
+
+/// What both queues need to know of their queue pair.
+pub(crate) struct QpCore {
+    pub(crate) provider: Arc<dyn Provider>,
+    pub(crate) qpn: u32,
+    psn: u32,
+    state: Mutex<QpState>,
+    health: Arc<Health>,
+    send_cq: Arc<CqInner>,
+    recv_cq: Arc<CqInner>,
+    defaults: Connect,
+    _pd: Pd,
+}
+
+/// The attributes [`Qp::connect`] uses.
+#[derive(Clone, Debug)]
+struct Connect {
+    access: Access,
+    path_mtu: u32,
+    rd_atomic: u8,
+    min_rnr_timer: u8,
+    timeout: u8,
+    retry_cnt: u8,
+    rnr_retry: u8,
+}
+
+impl fmt::Debug for Qp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QP {:#x} ({})", self.qpn(), self.state())
+    }
+}
+
+impl fmt::Debug for QpCore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QP {:#x}", self.qpn)
+    }
+}
+
+impl Drop for QpCore {
+    fn drop(&mut self) {
+        self.provider.destroy_qp(self.qpn);
+        self.send_cq.detach(self.qpn);
+        self.recv_cq.detach(self.qpn);
+    }
+}
+
+impl QpCore {
+    /// Refuses posting where it cannot work: broken, or in a state without that queue.
+    pub(crate) fn check_post(&self, what: &'static str) -> Result<()> {
+        self.health.check()?;
+        let state = *self.state.lock();
+        let (ok, needs) = match what {
+            "post_recv" => (matches!(state, QpState::INIT | QpState::RTR | QpState::RTS), "INIT, RTR or RTS"),
+            _ => (state == QpState::RTS, "RTS"),
+        };
+        if ok { Ok(()) } else { Err(Error::WrongState { qpn: self.qpn, state, what, needs }) }
+    }
+
+    /// The root cause of the first failure, if there was one.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.send_cq.reap();
+        self.recv_cq.reap();
+        self.health.check()
+    }
+
+    /// Puts the queue pair into the error state for a reason of ours.
+    pub(crate) fn stop(&self, reason: &Error) {
+        self.health.record(Error::QpStopped { qpn: self.qpn, reason: Arc::new(reason.clone()) });
+        let mut state = self.state.lock();
+        if matches!(*state, QpState::RESET | QpState::ERR) {
+            return;
+        }
+        match self.provider.modify_qp(self.qpn, &QpAttr::to(QpState::ERR), CONNECT) {
+            Ok(()) => *state = QpState::ERR,
+            Err(error) => tracing::error!(qpn = self.qpn, %error, "queue pair could not be stopped"),
+        }
+    }
+}
+
+impl Qp {
+    /// The queue pair number, 24 bits.
+    pub fn qpn(&self) -> u32 {
+        self.core().qpn
+    }
+
+    /// What the other side needs to connect to this queue pair.
+    pub fn address(&self) -> QpAddress {
+        QpAddress { gid: self.core().provider.gid(), qpn: self.core().qpn, psn: self.core().psn }
+    }
+
+    /// The state: ERR also when the HCA has gone there by itself and a completion told so.
+    pub fn state(&self) -> QpState {
+        let state = *self.core().state.lock();
+        if state != QpState::RESET && self.check().is_err() { QpState::ERR } else { state }
+    }
+
+    /// The completion queue of sends.
+    pub fn send_cq(&self) -> Cq {
+        Cq(self.send.cq.clone())
+    }
+
+    /// The completion queue of receives.
+    pub fn recv_cq(&self) -> Cq {
+        Cq(self.recv.cq.clone())
+    }
+
+    pub(crate) fn core(&self) -> &Arc<QpCore> {
+        &self.send.qp
+    }
+
+    /// Changes state and attributes.
+    ///
+    /// # Errors
+    /// [`Error::Transition`] explains a step that is not allowed; [`Error::Peer`] when the other side cannot be reached;
+    /// [`Error::Busy`] for RESET while a stream waits for completions of this queue pair.
+    pub fn modify(&self, attr: &QpAttr) -> Result<()> {
+        let core = self.core();
+        if attr.state == Some(QpState::RESET) {
+            for (cq, queue) in [(&self.send.cq, "send"), (&self.recv.cq, "receive")] {
+                if cq.is_awaited() {
+                    let owner = "a stream that waits for its completions".into();
+                    return Err(Error::Busy { queue, qpn: core.qpn, owner });
+                }
+            }
+        }
+        let mut state = core.state.lock();
+        let from = if core.health.check().is_err() { QpState::ERR } else { *state };
+        let to = attr.check(core.qpn, from)?;
+        core.provider.modify_qp(core.qpn, attr, CONNECT)?;
+        *state = to;
+        drop(state);
+        if to == QpState::RESET {
+            self.send.reset();
+            self.recv.reset();
+            core.health.clear();
+        }
+        Ok(())
+    }
+
+    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes.
+    ///
+    /// # Errors
+    /// As [`Qp::modify`].
+    pub fn connect(&self, remote: QpAddress) -> Result<()> {
+        if self.state() == QpState::RESET {
+            self.init()?;
+        }
+        let with = &self.core().defaults;
+        let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(with.path_mtu);
+        self.modify(&rtr.max_dest_rd_atomic(with.rd_atomic).min_rnr_timer(with.min_rnr_timer))?;
+        let rts = QpAttr::to(QpState::RTS).timeout(with.timeout).retry_cnt(with.retry_cnt);
+        self.modify(&rts.rnr_retry(with.rnr_retry).max_rd_atomic(with.rd_atomic))
+    }
+
+    /// Takes a fresh queue pair to INIT, where receives can be posted before the peer may send.
+    ///
+    /// # Errors
+    /// As [`Qp::modify`].
+    pub fn init(&self) -> Result<()> {
+        self.modify(&QpAttr::to(QpState::INIT).access(self.core().defaults.access))
+    }
+
+    /// Posts sends and rings the doorbell. All or none are posted.
+    ///
+    /// # Errors
+    /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`];
+    /// [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are outstanding.
+    pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<()> {
+        self.send.post(wrs)
+    }
+
+    /// Posts receives. Those before the first error stay posted.
+    ///
+    /// # Errors
+    /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`].
+    pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<()> {
+        self.recv.post(wrs)
+    }
+
+    /// Takes the next send completion, if it is there: see [`Cq::poll`].
+    pub fn poll_send(&self) -> Option<Wc> {
+        self.send_cq().poll()
+    }
+
+    /// Takes the next receive completion, if it is there: see [`Cq::poll`].
+    pub fn poll_recv(&self) -> Option<Wc> {
+        self.recv_cq().poll()
+    }
+
+    /// Whether the queue pair still works: the root cause of the first failure otherwise.
+    ///
+    /// # Errors
+    /// That failure.
+    pub fn check(&self) -> Result<()> {
+        self.core().check()
+    }
+
+    /// Moves the queue pair to ERR: everything outstanding completes with a flush error.
+    ///
+    /// # Errors
+    /// [`Error::Transition`] from the device.
+    pub fn abort(&self) -> Result<()> {
+        self.modify(&QpAttr::to(QpState::ERR))
+    }
+}
+
+/// Builds a [`Qp`]. Nothing the caller passes is changed.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct QpBuilder {
+    pd: Pd,
+    send_cq: Option<Cq>,
+    recv_cq: Option<Cq>,
+    max_send_wr: usize,
+    max_recv_wr: usize,
+    max_send_sge: usize,
+    max_recv_sge: usize,
+    max_inline: usize,
+    connect: Connect,
+}
+
+macro_rules! builder {
+    ($($(#[$doc:meta])* $name:ident: $type:ty => $($field:ident).+,)*) => {$(
+        $(#[$doc])*
+        pub fn $name(mut self, value: $type) -> Self {
+            self.$($field).+ = value;
+            self
+        }
+    )*};
+}
+
+impl QpBuilder {
+    pub(crate) fn new(pd: Pd) -> Self {
+        let connect = Connect {
+            access: Access::all(),
+            path_mtu: 4096,
+            rd_atomic: 16,
+            min_rnr_timer: 12,
+            timeout: 14,
+            retry_cnt: 7,
+            rnr_retry: 6,
+        };
+        Self {
+            pd,
+            send_cq: None,
+            recv_cq: None,
+            max_send_wr: 128,
+            max_recv_wr: 128,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 64,
+            connect,
+        }
+    }
+
+    builder! {
+        /// Sends that can be outstanding, 1 to 32768 (default 128).
+        max_send_wr: usize => max_send_wr,
+        /// Receives that can be outstanding, 1 to 32768 (default 128).
+        max_recv_wr: usize => max_recv_wr,
+        /// SGEs of a send, 1 to 30 (default 1). More fit if the queue is not full.
+        max_send_sge: usize => max_send_sge,
+        /// SGEs of a receive, 1 to 32 (default 1).
+        max_recv_sge: usize => max_recv_sge,
+        /// Bytes of inline data, 0 to 512 (default 64).
+        max_inline: usize => max_inline,
+        /// What peers may do (default everything a region allows).
+        access: Access => connect.access,
+        /// Path MTU in bytes for [`Qp::connect`] (default 4096).
+        path_mtu: u32 => connect.path_mtu,
+        /// READs and atomics outstanding each way, 0 to 16 (default 16).
+        rd_atomic: u8 => connect.rd_atomic,
+        /// RNR timer code (default 12: 0.64 ms).
+        min_rnr_timer: u8 => connect.min_rnr_timer,
+        /// Acknowledge timeout, `4.096 us * 2^timeout` (default 14: 67 ms).
+        timeout: u8 => connect.timeout,
+        /// Retries after a timeout (default 7).
+        retry_cnt: u8 => connect.retry_cnt,
+        /// Retries after "receiver not ready", 7 for ever (default 6).
+        rnr_retry: u8 => connect.rnr_retry,
+    }
+
+    /// Completes sends on a queue shared with others. Streams cannot wait on a shared queue.
+    pub fn send_cq(mut self, cq: &Cq) -> Self {
+        self.send_cq = Some(cq.clone());
+        self
+    }
+
+    /// Completes receives on a queue shared with others. Streams cannot wait on a shared queue.
+    pub fn recv_cq(mut self, cq: &Cq) -> Self {
+        self.recv_cq = Some(cq.clone());
+        self
+    }
+
+    /// Creates the queue pair, in RESET.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] names the value out of range; [`Error::Sys`] when memory is short.
+    pub fn build(self) -> Result<Qp> {
+        let check = |what, value: usize, range: std::ops::RangeInclusive<usize>, expected| {
+            if range.contains(&value) { Ok(()) } else { Err(Error::invalid(what, value, expected)) }
+        };
+        check("max_send_wr", self.max_send_wr, 1..=32768, "1 to 32768")?;
+        check("max_recv_wr", self.max_recv_wr, 1..=32768, "1 to 32768")?;
+        check("max_send_sge", self.max_send_sge, 1..=30, "1 to 30")?;
+        check("max_recv_sge", self.max_recv_sge, 1..=32, "1 to 32")?;
+        check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
+
+        // The largest request of each kind: control, remote address, then SGEs or inline data.
+        let wqe = 32 + (16 * self.max_send_sge).max((4 + self.max_inline).next_multiple_of(16));
+        let blocks = self.max_send_wr * wqe.div_ceil(mlx5::BB);
+        let log_sq = blocks.next_power_of_two().trailing_zeros();
+        if log_sq > 15 {
+            return Err(Error::invalid("send queue", blocks, "at most 32768 blocks of 64 bytes: fewer or smaller requests"));
+        }
+        let log_rq = self.max_recv_wr.next_power_of_two().trailing_zeros();
+        let rq_stride = mlx5::recv_stride(self.max_recv_sge);
+        let provider = self.pd.provider().clone();
+        let own = |cq: Option<Cq>, log: u32| cq.map_or_else(|| Cq::create(provider.clone(), 1 << log), Ok);
+        let send_cq = own(self.send_cq, log_sq)?.0;
+        let recv_cq = own(self.recv_cq, log_rq)?.0;
+        let request = QpRequest {
+            pdn: self.pd.pdn(),
+            send_cqn: send_cq.cqn(),
+            recv_cqn: recv_cq.cqn(),
+            log_sq,
+            log_rq,
+            rq_stride,
+        };
+        let QpParts { qpn, psn, sq, rq, record, doorbell } = provider.create_qp(&request)?;
+        let health = Arc::new(Health::default());
+        let core = Arc::new(QpCore {
+            provider,
+            qpn,
+            psn,
+            state: Mutex::new(QpState::RESET),
+            health: health.clone(),
+            send_cq: send_cq.clone(),
+            recv_cq: recv_cq.clone(),
+            defaults: self.connect,
+            _pd: self.pd,
+        });
+        let send_tracker = Tracker::new(qpn, true, log_sq, health.clone());
+        let recv_tracker = Tracker::new(qpn, false, log_rq, health);
+        send_cq.attach(&send_tracker);
+        recv_cq.attach(&recv_tracker);
+        let send = SendQueue::new(core.clone(), send_cq, send_tracker, sq, &record, doorbell, self.max_inline)?;
+        let recv = RecvQueue::new(core, recv_cq, recv_tracker, rq, rq_stride, &record)?;
+        Ok(Qp { send, recv })
+    }
+}

@@ -1,0 +1,272 @@
+//! The send queue: WQEs are written now and made visible by a doorbell later, from the CPU or from a stream.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::cq::CqInner;
+use super::provider::Provider;
+use super::qp::QpCore;
+use super::track::{Entry, Owner, Track, Tracker};
+use super::wr::SendWr;
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word32, Word64};
+use crate::mlx5::{self, BB};
+use crate::protocol;
+use crate::stream::{Op, Source};
+
+pub(crate) struct SendQueue {
+    pub(crate) qp: Arc<QpCore>,
+    pub(crate) cq: Arc<CqInner>,
+    pub(crate) tracker: Arc<Tracker>,
+    ring: Memory,
+    blocks: u64,
+    max_inline: usize,
+    record: Word32,
+    doorbell: Word64,
+}
+
+impl fmt::Debug for SendQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "send queue of QP {:#x}", self.qp.qpn)
+    }
+}
+
+impl SendQueue {
+    pub(crate) fn new(
+        qp: Arc<QpCore>,
+        cq: Arc<CqInner>,
+        tracker: Arc<Tracker>,
+        ring: Memory,
+        record: &Memory,
+        doorbell: Word64,
+        max_inline: usize,
+    ) -> Result<Arc<Self>> {
+        let blocks = (ring.len() / BB) as u64;
+        let record = record.word32(mlx5::DBREC_SEND)?;
+        Ok(Arc::new(Self { qp, cq, tracker, ring, blocks, max_inline, record, doorbell }))
+    }
+
+    /// Posts requests and rings the doorbell, from the CPU.
+    pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<()> {
+        let Some(last) = self.with_room(|track| {
+            let free = |t: &Track| matches!(t.owner, Owner::Cpu | Owner::Nobody) || t.is_idle();
+            if !free(track) {
+                return Err(self.busy(track.owner));
+            }
+            let range = self.write(track, wrs)?;
+            if range.is_empty() {
+                return Ok(None);
+            }
+            if let Err(error) = self.expose(track, &range) {
+                self.undo(track, &range);
+                return Err(error);
+            }
+            track.owner = Owner::Cpu;
+            let last = *track.entry(range.end - 1);
+            // Under the lock: a later producer index must not be overtaken by an earlier one.
+            protocol::ring_doorbell(
+                self.record.atomic(),
+                mlx5::send_record(last.end),
+                self.doorbell.atomic(),
+                last.doorbell,
+            );
+            Ok(Some(last))
+        })?
+        else {
+            return Ok(());
+        };
+        debug_assert!(last.end > last.begin);
+        self.provider().ring(self.qp.qpn);
+        Ok(())
+    }
+
+    /// Writes requests that nobody sees yet.
+    pub(crate) fn prepare(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
+        self.with_room(|track| self.write(track, wrs))
+    }
+
+    /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
+    fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
+        self.qp.check_post("post_send")?;
+        match f(&mut self.tracker.lock()) {
+            Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
+                self.provider().progress();
+                self.cq.reap();
+                self.qp.check_post("post_send")?;
+                f(&mut self.tracker.lock())
+            }
+            other => other,
+        }
+    }
+
+    fn write(&self, track: &mut Track, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
+        let first = track.posted;
+        for wr in wrs {
+            if let Err(error) = self.write_one(track, wr) {
+                let range = first..track.posted;
+                self.undo(track, &range);
+                return Err(error);
+            }
+        }
+        Ok(first..track.posted)
+    }
+
+    fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
+        let qpn = self.qp.qpn;
+        if let mlx5::SendOp::Send { payload: mlx5::Payload::Inline(data), .. }
+        | mlx5::SendOp::Write { payload: mlx5::Payload::Inline(data), .. } = wr.op
+            && data.len() > self.max_inline
+        {
+            return Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"));
+        }
+        let begin = track.head;
+        let wqe = mlx5::encode(&wr.op, qpn, low16(begin), wr.flags).map_err(|e| Error::WorkRequest { qpn, source: e })?;
+        let end = begin + u64::from(wqe.blocks());
+        if end - track.tail > self.blocks || !track.has_entry() {
+            let outstanding = begin - track.tail;
+            return Err(Error::QueueFull { queue: "send queue", qpn, outstanding, depth: self.blocks });
+        }
+        if !self.cq.reserve() {
+            let (outstanding, depth) = (track.posted - track.retired, self.cq.capacity());
+            return Err(Error::QueueFull { queue: "send completion queue", qpn, outstanding, depth });
+        }
+        self.store(begin, wqe.as_bytes());
+        let doorbell = mlx5::doorbell_word(wqe.first8());
+        track.push(Entry { wr_id: wr.wr_id, begin, end, doorbell, ds: wqe.ds(), cancelled: false });
+        Ok(())
+    }
+
+    /// Copies a WQE to block `index`, round the end of the ring if need be.
+    fn store(&self, index: u64, bytes: &[u8]) {
+        let at = usize::try_from(index & (self.blocks - 1)).expect("a ring index fits in memory") * BB;
+        let (head, wrapped) = bytes.split_at(bytes.len().min(self.ring.len() - at));
+        self.ring.write(at, head).expect("split at the end of the ring");
+        self.ring.write(0, wrapped).expect("a WQE is shorter than the ring");
+    }
+
+    /// Checks that `range` is next in prepare order, and counts it as exposed by a doorbell.
+    fn expose(&self, track: &mut Track, range: &Range<u64>) -> Result<()> {
+        let mut next = track.rung;
+        while next < range.start && track.entry(next).cancelled {
+            next += 1;
+        }
+        if next != range.start {
+            return Err(Error::OutOfOrder { qpn: self.qp.qpn, expected: next, got: range.start });
+        }
+        track.rung = range.end;
+        Ok(())
+    }
+
+    /// Takes back requests that no doorbell has exposed.
+    fn undo(&self, track: &mut Track, range: &Range<u64>) {
+        for n in range.clone() {
+            let entry = *track.entry(n);
+            // In the ring a later doorbell may pass over it: it must do nothing and complete once.
+            self.store(entry.begin, &mlx5::nop_like(self.qp.qpn, low16(entry.begin), entry.ds));
+            let nop = mlx5::nop_like(self.qp.qpn, low16(entry.begin), entry.ds);
+            let first8 = *nop.first_chunk().expect("a control segment has 16 bytes");
+            let slot = track.entry_mut(n);
+            slot.cancelled = true;
+            slot.doorbell = mlx5::doorbell_word(first8);
+        }
+        let mut taken_back = 0;
+        while track.posted > track.rung && track.entry(track.posted - 1).cancelled {
+            track.posted -= 1;
+            track.head = track.entry(track.posted).begin;
+            taken_back += 1;
+        }
+        self.cq.unreserve(taken_back);
+    }
+
+    /// A prepared range was dropped.
+    pub(crate) fn cancel(&self, range: &Range<u64>) {
+        self.undo(&mut self.tracker.lock(), range);
+    }
+
+    fn busy(&self, owner: Owner) -> Error {
+        let owner = match owner {
+            Owner::Stream(id) => format!("stream {id}"),
+            Owner::Cpu | Owner::Nobody => "the CPU".into(),
+        };
+        Error::Busy { queue: "send", qpn: self.qp.qpn, owner }
+    }
+
+    /// Hands a prepared range to a stream: after this the stream's doorbell will expose it.
+    pub(crate) fn submit(&self, range: &Range<u64>, stream: u64) -> Result<Owner> {
+        self.with_room(|track| {
+            let before = track.owner;
+            if !matches!(before, Owner::Nobody) && before != Owner::Stream(stream) && !track.is_idle() {
+                return Err(self.busy(before));
+            }
+            self.expose(track, range)?;
+            track.owner = Owner::Stream(stream);
+            Ok(before)
+        })
+    }
+
+    /// Undoes [`SendQueue::submit`].
+    pub(crate) fn unsubmit(&self, range: &Range<u64>, before: Owner) {
+        let mut track = self.tracker.lock();
+        track.rung = range.start;
+        track.owner = before;
+    }
+
+    /// The operations that make the HCA start everything up to the end of `range`: record, fence, doorbell.
+    pub(crate) fn trigger_ops(self: &Arc<Self>, range: &Range<u64>, ops: &mut Vec<Op>) {
+        let entry = *self.tracker.lock().entry(range.end - 1);
+        ops.push(Op::Write32 { at: self.record.clone(), value: mlx5::send_record(entry.end) });
+        ops.push(Op::Barrier);
+        ops.push(Op::Write64 { at: self.doorbell.clone(), value: entry.doorbell });
+        ops.push(Op::Signal(self.clone()));
+    }
+
+    /// Tells the device that a stream which cannot signal will ring up to the end of `range`.
+    pub(crate) fn watch(&self, range: &Range<u64>) {
+        let end = self.tracker.lock().entry(range.end - 1).end;
+        self.provider().watch(self.qp.qpn, end);
+    }
+
+    fn provider(&self) -> &dyn Provider {
+        &*self.qp.provider
+    }
+
+    /// Forgets everything posted, after the queue pair was reset.
+    pub(crate) fn reset(&self) {
+        // What completed before the reset still counts; after this nothing more arrives.
+        self.cq.reap();
+        let lost = self.tracker.lock().reset();
+        self.record.atomic().store(0, Ordering::Release);
+        self.cq.forget(lost);
+    }
+}
+
+impl Source for SendQueue {
+    fn progress(&self) -> bool {
+        self.provider().progress()
+    }
+
+    fn signal(&self) {
+        self.provider().ring(self.qp.qpn);
+    }
+
+    fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        self.cq.park(ready, timeout);
+    }
+
+    fn fail(&self, reason: &Error) {
+        self.qp.stop(reason);
+    }
+
+    fn describe(&self) -> String {
+        format!("a send completion of QP {:#x}", self.qp.qpn)
+    }
+}
+
+/// The 16 bits of a counter that go on the wire.
+#[expect(clippy::cast_possible_truncation, reason = "the wire carries the counter modulo 2^16")]
+pub(crate) fn low16(counter: u64) -> u16 {
+    counter as u16
+}

@@ -1,0 +1,187 @@
+//! What a queue remembers of its work requests between posting and completion.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::wr::Wc;
+use crate::error::{Error, Result};
+use crate::mlx5::{Cqe, CqeOpcode};
+
+/// Why a queue pair does no more work: the first failure, kept for every later call.
+#[derive(Debug, Default)]
+pub(crate) struct Health {
+    broken: AtomicBool,
+    error: Mutex<Option<Error>>,
+}
+
+impl Health {
+    /// Records a failure. A flush never replaces anything, and any cause replaces a flush.
+    pub(crate) fn record(&self, error: Error) {
+        let flush = |e: &Error| matches!(e, Error::Completion(c) if c.is_flush());
+        let mut slot = self.error.lock();
+        if slot.as_ref().is_none_or(|known| flush(known) && !flush(&error)) {
+            *slot = Some(error);
+        }
+        self.broken.store(true, Ordering::Release);
+    }
+
+    /// The failure, if there was one.
+    pub(crate) fn check(&self) -> Result<()> {
+        if !self.broken.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.error.lock().clone().map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn clear(&self) {
+        *self.error.lock() = None;
+        self.broken.store(false, Ordering::Release);
+    }
+}
+
+/// Who rings the doorbell of a send queue.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Owner {
+    Nobody,
+    Cpu,
+    Stream(u64),
+}
+
+#[derive(Debug)]
+pub(crate) struct Tracker {
+    pub(crate) qpn: u32,
+    pub(crate) is_send: bool,
+    health: Arc<Health>,
+    state: Mutex<Track>,
+}
+
+/// The state behind a [`Tracker`]. Counters are of the whole life of the queue; only masks go on the wire.
+#[derive(Debug)]
+pub(crate) struct Track {
+    entries: Box<[Entry]>,
+    /// Requests written to the ring. For a queue with its own CQ, request `n` completes as CQE `n`.
+    pub(crate) posted: u64,
+    /// Requests completed.
+    pub(crate) retired: u64,
+    /// Requests before this one were made visible by a doorbell, on the CPU or in a stream.
+    pub(crate) rung: u64,
+    /// Producer index: basic blocks of a send queue, entries of a receive queue.
+    pub(crate) head: u64,
+    /// Where the oldest request not yet completed begins.
+    pub(crate) tail: u64,
+    pub(crate) owner: Owner,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Entry {
+    pub(crate) wr_id: u64,
+    /// Index of the request's first block, and of the block after its last.
+    pub(crate) begin: u64,
+    pub(crate) end: u64,
+    /// The doorbell that makes this request the last one visible.
+    pub(crate) doorbell: u64,
+    pub(crate) ds: u8,
+    pub(crate) cancelled: bool,
+}
+
+impl Tracker {
+    /// For a queue of at most `1 << log` requests.
+    pub(crate) fn new(qpn: u32, is_send: bool, log: u32, health: Arc<Health>) -> Arc<Self> {
+        let entries = vec![Entry::default(); 1 << log].into();
+        let state =
+            Track { entries, posted: 0, retired: 0, rung: 0, head: 0, tail: 0, owner: Owner::Nobody };
+        Arc::new(Self { qpn, is_send, health, state: Mutex::new(state) })
+    }
+
+    pub(crate) fn name(&self) -> &'static str {
+        if self.is_send { "send" } else { "receive" }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Track> {
+        self.state.lock()
+    }
+
+    pub(crate) fn posted(&self) -> u64 {
+        self.lock().posted
+    }
+
+    pub(crate) fn is_cancelled(&self, n: u64) -> bool {
+        self.lock().entry(n).cancelled
+    }
+
+    /// The queue that a CQE belongs to.
+    pub(crate) fn find<'a>(queues: &'a [Arc<Tracker>], cqe: &Cqe) -> Option<&'a Arc<Tracker>> {
+        let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
+        queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_send)
+    }
+
+    /// Retires the oldest request. Returns its completion, and whether the request had been given up.
+    pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(Wc, bool)> {
+        let mut track = self.state.lock();
+        let entry = (track.retired < track.posted).then(|| *track.entry(track.retired))?;
+        track.retired += 1;
+        track.tail = entry.end;
+        drop(track);
+        let failed = matches!(cqe.opcode, CqeOpcode::REQ_ERR | CqeOpcode::RESP_ERR);
+        let wc = Wc {
+            wr_id: entry.wr_id,
+            qpn: self.qpn,
+            opcode: cqe.opcode,
+            send_opcode: cqe.send_opcode,
+            byte_len: if failed { 0 } else { cqe.byte_cnt },
+            imm: matches!(cqe.opcode, CqeOpcode::RESP_SEND_IMM | CqeOpcode::RESP_WR_IMM).then_some(cqe.imm),
+            syndrome: failed.then_some(cqe.syndrome),
+            vendor: cqe.vendor,
+        };
+        if let Err(error) = wc.ok() {
+            self.health.record(error.into());
+        }
+        Some((wc, entry.cancelled))
+    }
+}
+
+impl Track {
+    fn at(&self, n: u64) -> usize {
+        usize::try_from(n).expect("64-bit hosts only") & (self.entries.len() - 1)
+    }
+
+    pub(crate) fn entry(&self, n: u64) -> &Entry {
+        &self.entries[self.at(n)]
+    }
+
+    pub(crate) fn entry_mut(&mut self, n: u64) -> &mut Entry {
+        let at = self.at(n);
+        &mut self.entries[at]
+    }
+
+    /// Room for one more request in the table.
+    pub(crate) fn has_entry(&self) -> bool {
+        self.posted - self.retired < self.entries.len() as u64
+    }
+
+    /// Adds a request and returns its number.
+    pub(crate) fn push(&mut self, entry: Entry) -> u64 {
+        let n = self.posted;
+        *self.entry_mut(n) = entry;
+        self.head = entry.end;
+        self.posted += 1;
+        n
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.retired == self.rung
+    }
+
+    /// After a reset: the ring starts at 0 again, what was outstanding is forgotten. Returns how many that were.
+    pub(crate) fn reset(&mut self) -> u64 {
+        let lost = self.posted - self.retired;
+        self.posted = self.retired;
+        self.rung = self.retired;
+        self.head = 0;
+        self.tail = 0;
+        self.owner = Owner::Nobody;
+        lost
+    }
+}
