@@ -203,8 +203,8 @@ mod tests {
 
     #[test]
     fn bits_beyond_a_field_are_dropped() {
-        let wide = Cqe { opcode: CqeOpcode(0x13), owner: 2, format: 4, qpn: 0xff00_0001, ..Cqe::default() };
-        let cut = Cqe { opcode: CqeOpcode(3), qpn: 1, ..Cqe::default() };
+        let wide = Cqe { opcode: CqeOpcode(0x12), owner: 2, format: 4, qpn: 0xff00_0001, ..Cqe::default() };
+        let cut = Cqe { opcode: CqeOpcode(2), qpn: 1, ..Cqe::default() };
         assert_eq!(wide.encode(), cut.encode());
     }
 

@@ -88,10 +88,11 @@ mod tests {
     }
 
     #[test]
-    fn only_the_invalid_key_terminates() {
-        let odd = DataSeg { len: 0, ..SGE };
-        let wqe = [odd.to_bytes(), SGE_BYTES, END, SGE_BYTES].concat();
-        assert!(decode_recv(&wqe).eq([odd, SGE]));
+    fn a_list_ends_only_at_an_empty_entry_with_the_invalid_key() {
+        let empty = DataSeg { len: 0, ..SGE };
+        let keyless = DataSeg { lkey: 0x100, ..SGE };
+        let wqe = [empty.to_bytes(), keyless.to_bytes(), SGE_BYTES, END, SGE_BYTES].concat();
+        assert!(decode_recv(&wqe).eq([empty, keyless, SGE]));
         assert_eq!(decode_recv(&[]).count(), 0);
     }
 

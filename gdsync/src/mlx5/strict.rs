@@ -5,7 +5,7 @@ use super::opcode::Opcode;
 
 /// The first thing in a WQE that a card may tolerate, but that no correct producer writes.
 ///
-/// `wqe` holds the bytes of the whole WQE. The checks of [`decode_body`] are not repeated.
+/// `wqe` holds the bytes of the whole WQE. The checks of [`super::decode_body`] are not repeated.
 pub fn strict_violations(ctrl: &Ctrl, wqe: &[u8]) -> Option<&'static str> {
     let has_remote = matches!(
         ctrl.opcode,
