@@ -124,3 +124,113 @@ impl fmt::Debug for Op {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::Cond::{self, And, Eq, Geq, Nor};
+
+    const TOP: u32 = 1 << 31;
+    const MAX: u32 = u32::MAX;
+
+    #[test]
+    fn conditions_mean_what_cuda_says() {
+        for (cond, word, value, holds) in [
+            (Geq, 5, 5, true),
+            (Geq, 6, 5, true),
+            (Geq, 4, 5, false),
+            // Cyclic: up to half the circle ahead counts as reached.
+            (Geq, 0, MAX, true),
+            (Geq, MAX, 0, false),
+            (Geq, 3, MAX - 3, true),
+            (Geq, TOP - 1, 0, true),
+            (Geq, TOP, 0, false),
+            (Geq, TOP, 1, true),
+            (Geq, 0, TOP, false),
+            (Geq, 0, TOP + 1, true),
+            (Geq, MAX, MAX, true),
+            (Eq, 0, 0, true),
+            (Eq, MAX, MAX, true),
+            (Eq, TOP, 0, false),
+            (And, 0b110, 0b010, true),
+            (And, 0b101, 0b010, false),
+            (And, MAX, 0, false),
+            (And, TOP, TOP, true),
+            (And, TOP, TOP - 1, false),
+            // Holds while word and value leave any bit clear.
+            (Nor, 0, 0, true),
+            (Nor, MAX, 0, false),
+            (Nor, 0, MAX, false),
+            (Nor, MAX - 1, 0, true),
+            (Nor, MAX - 1, 1, false),
+            (Nor, TOP, TOP - 1, false),
+            (Nor, TOP, TOP - 2, true),
+        ] {
+            assert_eq!(cond.holds32(word, value), holds, "32: {word:#x} {cond:?} {value:#x}");
+            if cond != Geq {
+                // The same bits twice: what is true of the halves is true of the whole.
+                let [word, value] = [word, value].map(|half| u64::from(half) << 32 | u64::from(half));
+                assert_eq!(cond.holds64(word, value), holds, "64: {word:#x} {cond:?} {value:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn geq_is_cyclic_in_64_bits() {
+        const TOP: u64 = 1 << 63;
+        const MAX: u64 = u64::MAX;
+        for (word, value, holds) in [
+            (0, 0, true),
+            (1, 0, true),
+            (0, 1, false),
+            (0, MAX, true),
+            (MAX, 0, false),
+            (TOP - 1, 0, true),
+            (TOP, 0, false),
+            (0, TOP, false),
+            (TOP, 1, true),
+            // A 32-bit comparison would see these the other way.
+            (1 << 32, 1, true),
+            (u64::from(u32::MAX), 0, true),
+            (1 << 31, 0, true),
+        ] {
+            assert_eq!(Geq.holds64(word, value), holds, "{word:#x} >= {value:#x}");
+        }
+    }
+
+    /// The formulas of `cuda.h`, in whole numbers: `bits` wide words, no wrapping arithmetic.
+    fn formula(cond: Cond, word: u64, value: u64, bits: u32) -> bool {
+        let (word, value, circle) = (i128::from(word), i128::from(value), 1_i128 << bits);
+        match cond {
+            Geq => (word - value).rem_euclid(circle) < circle / 2,
+            Eq => word == value,
+            And => (0..bits).any(|bit| word >> bit & 1 == 1 && value >> bit & 1 == 1),
+            Nor => (0..bits).any(|bit| word >> bit & 1 == 0 && value >> bit & 1 == 0),
+        }
+    }
+
+    /// Anything, with the interesting places (the ends, the middle, few bits clear or set) often.
+    fn operand() -> impl Strategy<Value = u64> {
+        let edge = prop::sample::select(vec![0, 1 << 31, 1 << 32, 1 << 63, u64::MAX, u64::from(u32::MAX)]);
+        prop_oneof![
+            any::<u64>(),
+            (edge, 0..3_u64).prop_map(|(edge, more)| edge.wrapping_add(more).wrapping_sub(1)),
+            (0..64_u32).prop_map(|bit| 1 << bit),
+            (0..64_u32).prop_map(|bit| !(1 << bit)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn conditions_follow_the_formulas(word in operand(), value in operand(), near in any::<bool>(), off in -2..=2_i64) {
+            let value = if near { word.wrapping_add_signed(off) } else { value };
+            for cond in [Geq, Eq, And, Nor] {
+                prop_assert_eq!(cond.holds64(word, value), formula(cond, word, value, 64), "{:?}", cond);
+                let [word, value] = [word, value].map(|wide| u32::try_from(wide & u64::from(u32::MAX)).expect("masked"));
+                let expected = formula(cond, word.into(), value.into(), 32);
+                prop_assert_eq!(cond.holds32(word, value), expected, "{:?}", cond);
+            }
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! The control segment: the first 16 bytes of every send WQE.
+
+use super::opcode::Opcode;
+use super::segment::SEGMENT;
+
+/// `fm_ce_se`: raise an event at the receiver (`MLX5_WQE_CTRL_SOLICITED`).
+pub const SOLICITED: u8 = 0x02;
+
+/// `fm_ce_se`: always write a CQE (`MLX5_WQE_CTRL_CQ_UPDATE`).
+pub const CE_ALWAYS: u8 = 0x08;
+
+/// `fm_ce_se`: the two bits that say when a CQE is written. 0 is "only on error".
+pub const CE_MASK: u8 = 0x0c;
+
+/// `fm_ce_se`: small fence of the initiator (`MLX5_WQE_CTRL_INITIATOR_SMALL_FENCE`).
+pub const FM_INITIATOR_SMALL: u8 = 0x20;
+
+/// `fm_ce_se`: wait for earlier reads and atomics.
+pub const FM_FENCE: u8 = 0x40;
+
+/// `fm_ce_se`: strong ordering.
+pub const FM_STRONG_ORDERING: u8 = 0x60;
+
+/// `fm_ce_se`: both fences, what rdma-core emits for `IBV_SEND_FENCE` (`MLX5_WQE_CTRL_FENCE`).
+pub const FM_FENCE_AND_INITIATOR_SMALL: u8 = 0x80;
+
+/// `fm_ce_se`: the three bits of the fence mode.
+pub const FM_MASK: u8 = 0xe0;
+
+/// The six bits of the length in the last byte of the second word; the other two are reserved.
+const DS_MASK: u8 = 0x3f;
+
+/// A control segment (`mlx5_wqe_ctrl_seg`), with every bit of it visible and none checked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ctrl {
+    /// Variant of the operation; 0 for all that this library uses.
+    pub opmod: u8,
+    /// Index of the WQE's first block: a counter that runs freely and wraps at 2^16.
+    pub index: u16,
+    /// The operation.
+    pub opcode: Opcode,
+    /// Number of the queue pair, 24 bits.
+    pub qpn: u32,
+    /// Length of the WQE in 16-byte segments, this one included, 6 bits.
+    pub ds: u8,
+    /// The reserved bits beside `ds`, in place (mask `0xc0`).
+    pub reserved: u8,
+    /// XOR signature; 0 where signatures are off, as here.
+    pub signature: u8,
+    /// Stream of a DC initiator; 0 on RC.
+    pub stream_id: u16,
+    /// Fence mode (bits 7:5), completion mode (3:2), solicited event (1).
+    pub fm_ce_se: u8,
+    /// Immediate data, in the order in which it travels.
+    pub imm: [u8; 4],
+}
+
+impl Ctrl {
+    /// The bytes in the ring. Bits beyond a field's width are dropped.
+    pub const fn to_bytes(&self) -> [u8; SEGMENT] {
+        let [i0, i1] = self.index.to_be_bytes();
+        let [_, q0, q1, q2] = self.qpn.to_be_bytes();
+        let ds = self.ds & DS_MASK | self.reserved & !DS_MASK;
+        let [s0, s1] = self.stream_id.to_be_bytes();
+        let [m0, m1, m2, m3] = self.imm;
+        [
+            self.opmod,
+            i0,
+            i1,
+            self.opcode.0,
+            q0,
+            q1,
+            q2,
+            ds, //
+            self.signature,
+            s0,
+            s1,
+            self.fm_ce_se,
+            m0,
+            m1,
+            m2,
+            m3,
+        ]
+    }
+
+    /// Number of 64-byte blocks the WQE occupies.
+    pub const fn blocks(&self) -> u16 {
+        blocks(self.ds)
+    }
+
+    /// Whether the WQE has to wait for earlier reads and atomics.
+    pub const fn fence(&self) -> bool {
+        matches!(self.fm_ce_se & FM_MASK, FM_FENCE | FM_STRONG_ORDERING | FM_FENCE_AND_INITIATOR_SMALL)
+    }
+
+    /// Whether success writes a CQE too (failure always does).
+    pub const fn always_completes(&self) -> bool {
+        self.fm_ce_se & CE_MASK == CE_ALWAYS
+    }
+
+    /// Whether the receiver is to raise an event.
+    pub const fn solicited(&self) -> bool {
+        self.fm_ce_se & SOLICITED != 0
+    }
+}
+
+/// Reads a control segment. Nothing is checked: that is up to [`super::decode_body`] and
+/// [`super::strict_violations`].
+pub const fn decode_ctrl(bytes: &[u8; SEGMENT]) -> Ctrl {
+    let [opmod, i0, i1, opcode, q0, q1, q2, ds, signature, s0, s1, fm_ce_se, imm @ ..] = *bytes;
+    Ctrl {
+        opmod,
+        index: u16::from_be_bytes([i0, i1]),
+        opcode: Opcode(opcode),
+        qpn: u32::from_be_bytes([0, q0, q1, q2]),
+        ds: ds & DS_MASK,
+        reserved: ds & !DS_MASK,
+        signature,
+        stream_id: u16::from_be_bytes([s0, s1]),
+        fm_ce_se,
+        imm,
+    }
+}
+
+/// Number of 64-byte blocks that a WQE of `ds` segments occupies in the ring.
+pub const fn blocks(ds: u8) -> u16 {
+    ds.div_ceil(4) as u16
+}
+
+/// The control segment of a NOP that takes the place of a prepared WQE which was given up.
+///
+/// It keeps that WQE's `ds`, so the indices of later WQEs stay right, and it asks for a CQE, so the
+/// completions stay one to one. The segments behind it are not looked at. `qpn` counts with its low 24
+/// bits, `ds` with its low 6.
+pub fn nop_like(qpn: u32, index: u16, ds: u8) -> [u8; SEGMENT] {
+    Ctrl { index, opcode: Opcode::NOP, qpn, ds, fm_ce_se: CE_ALWAYS, ..Ctrl::default() }.to_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::changed;
+    use super::*;
+
+    #[test]
+    fn every_field_has_its_bytes() {
+        let zero = Ctrl::default();
+        let full = Ctrl { ds: 0x3f, reserved: 0xc0, ..zero };
+        let cases: [(Ctrl, &[(usize, u8)]); 10] = [
+            (Ctrl { opmod: 0xa1, ..zero }, &[(0, 0xa1)]),
+            (Ctrl { index: 0xa1b2, ..zero }, &[(1, 0xa1), (2, 0xb2)]),
+            (Ctrl { opcode: Opcode(0xa1), ..zero }, &[(3, 0xa1)]),
+            (Ctrl { qpn: 0xa1b2c3, ..zero }, &[(4, 0xa1), (5, 0xb2), (6, 0xc3)]),
+            (Ctrl { ds: 0x3f, ..zero }, &[(7, 0x3f)]),
+            (full, &[(7, 0xff)]),
+            (Ctrl { signature: 0xa1, ..zero }, &[(8, 0xa1)]),
+            (Ctrl { stream_id: 0xa1b2, ..zero }, &[(9, 0xa1), (10, 0xb2)]),
+            (Ctrl { fm_ce_se: 0xa1, ..zero }, &[(11, 0xa1)]),
+            (Ctrl { imm: [1, 2, 3, 4], ..zero }, &[(12, 1), (13, 2), (14, 3), (15, 4)]),
+        ];
+        for (ctrl, expected) in cases {
+            assert_eq!(changed(&[0; 16], &ctrl.to_bytes()), expected, "{ctrl:?}");
+            assert_eq!(decode_ctrl(&ctrl.to_bytes()), ctrl);
+        }
+    }
+
+    #[test]
+    fn bits_beyond_a_field_are_dropped() {
+        let wide = Ctrl { qpn: 0xff00_0001, ds: 0xc1, reserved: 0x3f, ..Ctrl::default() };
+        assert_eq!(decode_ctrl(&wide.to_bytes()), Ctrl { qpn: 1, ds: 1, ..Ctrl::default() });
+    }
+
+    #[test]
+    fn blocks_round_up() {
+        assert_eq!([1, 4, 5, 8, 9, 63].map(blocks), [1, 1, 2, 2, 3, 16]);
+        assert_eq!(Ctrl { ds: 5, ..Ctrl::default() }.blocks(), 2);
+    }
+
+    #[test]
+    fn flags_are_read_from_their_bits() {
+        let with = |fm_ce_se| Ctrl { fm_ce_se, ..Ctrl::default() };
+        let fences: Vec<_> = (0..8u8).filter(|fm| with(fm << 5).fence()).collect();
+        assert_eq!(fences, [2, 3, 4]);
+        let always: Vec<_> = (0..4u8).filter(|ce| with(ce << 2).always_completes()).collect();
+        assert_eq!(always, [2]);
+        assert!(with(0x02).solicited() && !with(0xfd).solicited());
+    }
+
+    #[test]
+    fn a_nop_keeps_place_and_size() {
+        let expected = [0, 0x01, 0x2b, 0, 0x00, 0x01, 0x23, 7, 0, 0, 0, 8, 0, 0, 0, 0];
+        assert_eq!(nop_like(0x123, 0x12b, 7), expected);
+    }
+}

@@ -1,0 +1,414 @@
+//! Taking a send WQE apart, and what a card would punish in it.
+
+use std::ops::Range;
+
+use super::ctrl::Ctrl;
+use super::opcode::{Opcode, Syndrome};
+use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT};
+use super::wqe::MAX_DS;
+
+/// What a WQE asks for. Payload stays in the WQE's bytes; nothing is copied or allocated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DecodedOp {
+    /// Nothing, with a completion.
+    Nop,
+    /// Into the peer's next receive WQE.
+    Send {
+        /// What is sent.
+        payload: DecodedPayload,
+        /// Immediate data.
+        imm: Option<u32>,
+    },
+    /// Into the peer's memory.
+    Write {
+        /// Where to.
+        remote: RemoteAddr,
+        /// What is written.
+        payload: DecodedPayload,
+        /// Immediate data.
+        imm: Option<u32>,
+    },
+    /// From the peer's memory.
+    Read {
+        /// Where from.
+        remote: RemoteAddr,
+        /// Where to; never empty.
+        sges: SgeList,
+    },
+    /// Conditional exchange of the peer's 64-bit word.
+    CompareSwap {
+        /// The word. Its alignment is not checked here.
+        remote: RemoteAddr,
+        /// The value expected there.
+        compare: u64,
+        /// The new value.
+        swap: u64,
+        /// Where the old value goes, 8 bytes.
+        result: DataSeg,
+    },
+    /// Addition to the peer's 64-bit word.
+    FetchAdd {
+        /// The word. Its alignment is not checked here.
+        remote: RemoteAddr,
+        /// What is added.
+        add: u64,
+        /// Where the old value goes, 8 bytes.
+        result: DataSeg,
+    },
+}
+
+/// Where the payload of a WQE is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DecodedPayload {
+    /// In these buffers.
+    Sges(SgeList),
+    /// In the WQE, at this range of its bytes.
+    Inline(Range<usize>),
+}
+
+/// The buffers of a WQE, still in its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SgeList {
+    start: usize,
+    end: usize,
+    total: u32,
+}
+
+impl SgeList {
+    /// Number of buffers.
+    pub const fn len(&self) -> usize {
+        (self.end - self.start) / SEGMENT
+    }
+
+    /// Whether there is no buffer, which is a message of no bytes.
+    pub const fn is_empty(&self) -> bool {
+        self.start == self.end
+    }
+
+    /// Length of all buffers together, in bytes; at most [`MAX_MESSAGE`].
+    pub const fn total_bytes(&self) -> u32 {
+        self.total
+    }
+
+    /// The buffers, none of them empty, read from the bytes of the WQE that was decoded.
+    pub fn iter(self, wqe: &[u8]) -> impl Iterator<Item = DataSeg> + '_ {
+        let (segments, _) = wqe.get(self.start..self.end).unwrap_or_default().as_chunks();
+        segments.iter().map(DataSeg::from_bytes)
+    }
+}
+
+/// What a card would punish in a WQE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// An operation that is unknown, or not done here.
+    #[error("opcode {0} is not supported")]
+    Opcode(Opcode),
+    /// A variant of an operation.
+    #[error("{opcode} has opmod {opmod:#x}, expected 0")]
+    Opmod {
+        /// The operation.
+        opcode: Opcode,
+        /// Its variant.
+        opmod: u8,
+    },
+    /// A length that the operation cannot have: header segments missing, or segments too many.
+    #[error("{opcode} has ds {ds}, expected {min} to {max}")]
+    Ds {
+        /// The operation.
+        opcode: Opcode,
+        /// Its length in segments.
+        ds: u8,
+        /// Shortest.
+        min: u8,
+        /// Longest.
+        max: u8,
+    },
+    /// The caller has fewer bytes than the WQE is long.
+    #[error("ds {ds} is longer than the {len} bytes at hand")]
+    Truncated {
+        /// Length in segments.
+        ds: u8,
+        /// Bytes at hand.
+        len: usize,
+    },
+    /// A data segment without bytes, which some adapters read as 2^31 bytes.
+    #[error("segment {segment}: a buffer of 0 bytes")]
+    EmptySge {
+        /// Its place in the WQE, from 0.
+        segment: usize,
+    },
+    /// Inline data where there can be none: in a read or atomic, or after another data segment.
+    #[error("segment {segment}: misplaced inline data")]
+    MisplacedInline {
+        /// Its place in the WQE, from 0.
+        segment: usize,
+    },
+    /// Inline data that runs beyond the WQE.
+    #[error("{len} bytes of inline data in a WQE with room for {room}")]
+    InlineTooLong {
+        /// Its length in bytes.
+        len: usize,
+        /// What `ds` leaves for it.
+        room: usize,
+    },
+    /// Segments behind inline data.
+    #[error("segment {segment}: only one segment of inline data is supported, and nothing behind it")]
+    AfterInline {
+        /// Place of the first one in the WQE, from 0.
+        segment: usize,
+    },
+    /// The message is longer than allowed.
+    #[error("a message of {len} bytes is too long: at most {max}", max = MAX_MESSAGE)]
+    TooLong {
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The result buffer of an atomic has the wrong length.
+    #[error("the result of an atomic takes 8 bytes, not {len}")]
+    AtomicResult {
+        /// Its length in bytes.
+        len: u32,
+    },
+}
+
+impl DecodeError {
+    /// The syndrome of the CQE that the WQE ends with.
+    pub const fn syndrome(&self) -> Syndrome {
+        match self {
+            Self::TooLong { .. } => Syndrome::LOC_LEN_ERR,
+            _ => Syndrome::LOC_QP_OP_ERR,
+        }
+    }
+}
+
+/// Decodes the WQE whose control segment is `ctrl`. `wqe` holds all of its bytes, the control segment
+/// included; bytes beyond `ds * 16` are ignored.
+///
+/// # Errors
+/// [`DecodeError`], for what a card would answer with an error completion.
+pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
+    let &Ctrl { opcode, opmod, ds, .. } = ctrl;
+    let (min, max) = match opcode {
+        Opcode::NOP | Opcode::SEND | Opcode::SEND_IMM => (1, MAX_DS),
+        Opcode::RDMA_WRITE | Opcode::RDMA_WRITE_IMM => (2, MAX_DS),
+        Opcode::RDMA_READ => (3, MAX_DS),
+        Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => (4, 4),
+        _ => return Err(DecodeError::Opcode(opcode)),
+    };
+    if opmod != 0 {
+        return Err(DecodeError::Opmod { opcode, opmod });
+    }
+    if ds < min || ds > max {
+        return Err(DecodeError::Ds { opcode, ds, min, max });
+    }
+    let len = wqe.len();
+    let wqe = wqe.get(..usize::from(ds) * SEGMENT).ok_or(DecodeError::Truncated { ds, len })?;
+    let (segments, _) = wqe.as_chunks();
+
+    let number = u32::from_be_bytes(ctrl.imm);
+    let imm = matches!(opcode, Opcode::SEND_IMM | Opcode::RDMA_WRITE_IMM).then_some(number);
+    Ok(match opcode {
+        Opcode::NOP => DecodedOp::Nop,
+        Opcode::SEND | Opcode::SEND_IMM => DecodedOp::Send { payload: payload(segments, 1)?, imm },
+        Opcode::RDMA_WRITE | Opcode::RDMA_WRITE_IMM => {
+            let remote = RemoteAddr::from_bytes(&segments[1]);
+            DecodedOp::Write { remote, payload: payload(segments, 2)?, imm }
+        }
+        Opcode::RDMA_READ => {
+            let remote = RemoteAddr::from_bytes(&segments[1]);
+            DecodedOp::Read { remote, sges: sge_list(segments, 2)? }
+        }
+        _ => atomic(opcode, segments)?,
+    })
+}
+
+fn payload(segments: &[[u8; SEGMENT]], first: usize) -> Result<DecodedPayload, DecodeError> {
+    let count = segments.get(first).map_or(0, |seg| DataSeg::from_bytes(seg).len);
+    if count & INLINE == 0 {
+        return sge_list(segments, first).map(DecodedPayload::Sges);
+    }
+    let len = (count & !INLINE) as usize;
+    let start = first * SEGMENT + size_of_val(&count);
+    let room = segments.len() * SEGMENT - start;
+    if len > room {
+        return Err(DecodeError::InlineTooLong { len, room });
+    }
+    match (start + len).div_ceil(SEGMENT) {
+        segment if segment < segments.len() => Err(DecodeError::AfterInline { segment }),
+        _ => Ok(DecodedPayload::Inline(start..start + len)),
+    }
+}
+
+fn sge_list(segments: &[[u8; SEGMENT]], first: usize) -> Result<SgeList, DecodeError> {
+    let mut len = 0;
+    for (segment, bytes) in segments.iter().enumerate().skip(first) {
+        match DataSeg::from_bytes(bytes).len {
+            0 => return Err(DecodeError::EmptySge { segment }),
+            count if count & INLINE != 0 => return Err(DecodeError::MisplacedInline { segment }),
+            count => len += u64::from(count),
+        }
+    }
+    match u32::try_from(len) {
+        Ok(total) if total <= MAX_MESSAGE => {
+            Ok(SgeList { start: first * SEGMENT, end: segments.len() * SEGMENT, total })
+        }
+        _ => Err(DecodeError::TooLong { len }),
+    }
+}
+
+fn atomic(opcode: Opcode, segments: &[[u8; SEGMENT]]) -> Result<DecodedOp, DecodeError> {
+    let remote = RemoteAddr::from_bytes(&segments[1]);
+    let [swap_or_add, compare] = halves(&segments[2]);
+    let result = DataSeg::from_bytes(&segments[3]);
+    match result.len {
+        8 if opcode == Opcode::ATOMIC_CS => {
+            Ok(DecodedOp::CompareSwap { remote, compare, swap: swap_or_add, result })
+        }
+        // The second operand of a fetch-and-add has no meaning; rdma-core leaves old bytes there.
+        8 => Ok(DecodedOp::FetchAdd { remote, add: swap_or_add, result }),
+        len if len & INLINE != 0 => Err(DecodeError::MisplacedInline { segment: 3 }),
+        len => Err(DecodeError::AtomicResult { len }),
+    }
+}
+
+fn halves(segment: &[u8; SEGMENT]) -> [u64; 2] {
+    let [a0, a1, a2, a3, a4, a5, a6, a7, low @ ..] = *segment;
+    [u64::from_be_bytes([a0, a1, a2, a3, a4, a5, a6, a7]), u64::from_be_bytes(low)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A WQE from its control fields and the 16-byte segments behind them.
+    fn decode(opcode: Opcode, body: &[[u8; 16]]) -> Result<DecodedOp, DecodeError> {
+        let ds = u8::try_from(1 + body.len()).unwrap();
+        let ctrl = Ctrl { opcode, ds, ..Ctrl::default() };
+        decode_body(&ctrl, &[&[ctrl.to_bytes()], body].concat().concat())
+    }
+
+    fn sge(len: u32) -> [u8; 16] {
+        DataSeg { addr: 0x1000, len, lkey: 7 }.to_bytes()
+    }
+
+    const REMOTE: [u8; 16] = [0; 16];
+
+    #[test]
+    fn only_what_the_library_does_is_accepted() {
+        let accepted = [0x00, 0x08, 0x09, 0x0a, 0x0b, 0x10, 0x11, 0x12];
+        for opcode in (0..=255).map(Opcode).filter(|op| !accepted.contains(&op.0)) {
+            let err = decode(opcode, &[REMOTE, REMOTE, sge(8)]).unwrap_err();
+            assert_eq!(err, DecodeError::Opcode(opcode));
+            assert_eq!(err.syndrome(), Syndrome::LOC_QP_OP_ERR);
+        }
+    }
+
+    #[test]
+    fn an_opmod_is_refused() {
+        let ctrl = Ctrl { opcode: Opcode::SEND, opmod: 8, ds: 1, ..Ctrl::default() };
+        let err = decode_body(&ctrl, &ctrl.to_bytes()).unwrap_err();
+        assert_eq!(err, DecodeError::Opmod { opcode: Opcode::SEND, opmod: 8 });
+    }
+
+    #[test]
+    fn every_opcode_has_its_range_of_lengths() {
+        for (opcode, min, max) in [
+            (0x00, 1, 63),
+            (0x0a, 1, 63),
+            (0x0b, 1, 63),
+            (0x08, 2, 63),
+            (0x09, 2, 63),
+            (0x10, 3, 63),
+            (0x11, 4, 4),
+            (0x12, 4, 4),
+        ] {
+            let opcode = Opcode(opcode);
+            // Every 16-byte segment that has a meaning as a buffer has 8 bytes.
+            let wqe = sge(8).repeat(64);
+            for ds in 0..=64 {
+                let got = decode_body(&Ctrl { opcode, ds, ..Ctrl::default() }, &wqe);
+                let expected = DecodeError::Ds { opcode, ds, min, max };
+                let ok = (min..=max).contains(&ds);
+                assert_eq!(got.err(), (!ok).then_some(expected), "{opcode} {ds}");
+            }
+        }
+    }
+
+    #[test]
+    fn missing_bytes_are_an_error_and_further_ones_are_ignored() {
+        let ctrl = Ctrl { opcode: Opcode::SEND, ds: 2, ..Ctrl::default() };
+        let wqe = [ctrl.to_bytes(), sge(1), [0; 16]].concat();
+        assert_eq!(decode_body(&ctrl, &wqe[..31]), Err(DecodeError::Truncated { ds: 2, len: 31 }));
+        assert_eq!(decode_body(&ctrl, &wqe), decode_body(&ctrl, &wqe[..32]));
+        assert!(decode_body(&ctrl, &wqe).is_ok());
+    }
+
+    #[test]
+    fn buffers_must_have_bytes_and_no_inline_bit() {
+        for (opcode, header) in [(Opcode::SEND, 0), (Opcode::RDMA_WRITE, 1), (Opcode::RDMA_READ, 1)] {
+            let at = |segment: usize| segment + header;
+            let body = |segs: &[[u8; 16]]| [&[REMOTE][..header], segs].concat();
+            let empty = decode(opcode, &body(&[sge(1), sge(0)]));
+            assert_eq!(empty, Err(DecodeError::EmptySge { segment: at(2) }));
+            let mixed = decode(opcode, &body(&[sge(1), sge(INLINE | 1)]));
+            assert_eq!(mixed, Err(DecodeError::MisplacedInline { segment: at(2) }));
+        }
+        let read = decode(Opcode::RDMA_READ, &[REMOTE, sge(INLINE | 1)]);
+        assert_eq!(read, Err(DecodeError::MisplacedInline { segment: 2 }));
+    }
+
+    #[test]
+    fn inline_data_must_fill_its_segments_exactly() {
+        let send = |len: u32, segments: usize| {
+            decode(Opcode::SEND, &[&[sge(INLINE | len)][..], &vec![[0; 16]; segments - 1]].concat())
+        };
+        let inline = |range| Ok(DecodedOp::Send { payload: DecodedPayload::Inline(range), imm: None });
+        assert_eq!(send(0, 1), inline(20..20));
+        assert_eq!(send(12, 1), inline(20..32));
+        assert_eq!(send(13, 1), Err(DecodeError::InlineTooLong { len: 13, room: 12 }));
+        assert_eq!(send(13, 2), inline(20..33));
+        assert_eq!(send(28, 2), inline(20..48));
+        assert_eq!(send(12, 2), Err(DecodeError::AfterInline { segment: 2 }));
+        assert_eq!(send(988, 62), inline(20..1008));
+        let max = (INLINE - 1) as usize;
+        assert_eq!(send(INLINE - 1, 62), Err(DecodeError::InlineTooLong { len: max, room: 988 }));
+    }
+
+    #[test]
+    fn long_messages_get_the_length_syndrome() {
+        let gib = 1 << 30;
+        let ok = decode(Opcode::SEND, &[sge(gib - 1), sge(1)]);
+        let Ok(DecodedOp::Send { payload: DecodedPayload::Sges(sges), .. }) = ok else { panic!("{ok:?}") };
+        assert_eq!((sges.len(), sges.is_empty(), sges.total_bytes()), (2, false, gib));
+        let err = decode(Opcode::RDMA_READ, &[REMOTE, sge(gib), sge(1)]).unwrap_err();
+        assert_eq!(err, DecodeError::TooLong { len: u64::from(gib) + 1 });
+        assert_eq!(err.syndrome(), Syndrome::LOC_LEN_ERR);
+        let wide = decode(Opcode::SEND, &[sge(INLINE - 1); 62]).unwrap_err();
+        assert_eq!(wide, DecodeError::TooLong { len: 62 * u64::from(INLINE - 1) });
+    }
+
+    #[test]
+    fn an_atomic_returns_eight_bytes() {
+        for opcode in [Opcode::ATOMIC_CS, Opcode::ATOMIC_FA] {
+            let atomic = |len| decode(opcode, &[REMOTE, [0; 16], sge(len)]);
+            assert!(atomic(8).is_ok());
+            assert_eq!(atomic(4), Err(DecodeError::AtomicResult { len: 4 }));
+            assert_eq!(atomic(0), Err(DecodeError::AtomicResult { len: 0 }));
+            assert_eq!(atomic(INLINE | 8), Err(DecodeError::MisplacedInline { segment: 3 }));
+        }
+    }
+
+    #[test]
+    fn immediate_data_counts_where_the_opcode_says_so() {
+        let with = |opcode| {
+            let ctrl = Ctrl { opcode, ds: 2, imm: [1, 2, 3, 4], ..Ctrl::default() };
+            match decode_body(&ctrl, &[ctrl.to_bytes(), sge(1)].concat()) {
+                Ok(DecodedOp::Send { imm, .. } | DecodedOp::Write { imm, .. }) => imm,
+                other => panic!("{other:?}"),
+            }
+        };
+        let imm = [Opcode::SEND, Opcode::SEND_IMM, Opcode::RDMA_WRITE, Opcode::RDMA_WRITE_IMM].map(with);
+        assert_eq!(imm, [None, Some(0x0102_0304), None, Some(0x0102_0304)]);
+    }
+}

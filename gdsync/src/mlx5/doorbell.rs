@@ -1,0 +1,184 @@
+//! Doorbell records, which tell the HCA how far a queue is filled, and the doorbell, which makes it look.
+//!
+//! Records are 32-bit words, the doorbell is one of 64 bits. Both are given here as native integers: stored
+//! as such, by a CPU or a GPU, they put the right big-endian bytes in memory.
+
+use super::ctrl::{Ctrl, decode_ctrl};
+use super::opcode::Opcode;
+
+/// Offset of the receive counter in the doorbell record of a queue pair (`MLX5_RCV_DBR`).
+pub const QP_DBREC_RECV: usize = 0;
+
+/// Offset of the send counter in the doorbell record of a queue pair (`MLX5_SND_DBR`).
+pub const QP_DBREC_SEND: usize = 4;
+
+/// Bytes of the doorbell record of a queue pair.
+pub const QP_DBREC_SIZE: usize = 8;
+
+/// Offset of the consumer counter in the doorbell record of a completion queue.
+pub const CQ_DBREC_CI: usize = 0;
+
+/// Bytes of the doorbell record of a completion queue: consumer counter and arm word.
+pub const CQ_DBREC_SIZE: usize = 8;
+
+/// Offset of the first doorbell register in its page (`MLX5_BF_OFFSET`).
+pub const BF_OFFSET: usize = 0x800;
+
+/// What a doorbell register holds that nobody has rung, where the register is memory: no queue pair has
+/// number `0xffffff`.
+pub const EMPTY: u64 = u64::MAX;
+
+/// The send counter's record: `pi` is the index of the next free block.
+pub const fn send_record(pi: u64) -> u32 {
+    let [.., hi, lo] = pi.to_be_bytes();
+    u32::from_ne_bytes([0, 0, hi, lo])
+}
+
+/// The receive counter's record: `head` is the number of receive WQEs posted so far.
+pub const fn recv_record(head: u64) -> u32 {
+    send_record(head)
+}
+
+/// The consumer counter's record: `ci` is the number of CQEs consumed so far.
+pub const fn cq_ci_record(ci: u64) -> u32 {
+    let [.., hi, mid, lo] = ci.to_be_bytes();
+    u32::from_ne_bytes([0, hi, mid, lo])
+}
+
+/// The 16-bit counter in a record of a queue pair.
+pub const fn record_to_u16(record: u32) -> u16 {
+    let [_, _, hi, lo] = record.to_ne_bytes();
+    u16::from_be_bytes([hi, lo])
+}
+
+/// The 24-bit counter in the record of a completion queue.
+pub const fn record_to_u24(record: u32) -> u32 {
+    let [_, hi, mid, lo] = record.to_ne_bytes();
+    u32::from_be_bytes([0, hi, mid, lo])
+}
+
+/// The counter at or after `last`, and less than 2^16 beyond it, whose low 16 bits are `low`.
+pub const fn extend16(last: u64, low: u16) -> u64 {
+    extend(last, low as u64, 0xffff)
+}
+
+/// The counter at or after `last`, and less than 2^24 beyond it, whose low 24 bits are those of `low`.
+pub const fn extend24(last: u64, low: u32) -> u64 {
+    extend(last, low as u64, 0x00ff_ffff)
+}
+
+const fn extend(last: u64, low: u64, mask: u64) -> u64 {
+    last.wrapping_add(low.wrapping_sub(last) & mask)
+}
+
+/// The doorbell for a WQE, from the first 8 bytes of its control segment.
+///
+/// This is the form that rdma-core writes: it names the last WQE that was posted.
+pub const fn doorbell_word(ctrl_first8: [u8; 8]) -> u64 {
+    u64::from_le_bytes(ctrl_first8)
+}
+
+/// The other form in use: it names the next free block, with no operation and no length.
+/// `qpn` counts with its low 24 bits.
+pub const fn next_pi_doorbell(qpn: u32, pi: u64) -> u64 {
+    let [.., i0, i1] = pi.to_be_bytes();
+    let [_, q0, q1, q2] = qpn.to_be_bytes();
+    doorbell_word([0, i0, i1, 0, q0, q1, q2, 0])
+}
+
+/// What a doorbell says.
+///
+/// With operation 0 and length 0, `index` is the next free block; else it is the first block of the last
+/// WQE that was posted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Doorbell {
+    /// The queue pair, 24 bits.
+    pub qpn: u32,
+    /// Low 16 bits of a block's index.
+    pub index: u16,
+    /// Operation of the WQE.
+    pub opcode: Opcode,
+    /// Length of the WQE in segments.
+    pub ds: u8,
+}
+
+impl Doorbell {
+    /// Reads the 64-bit word that was written to the register; [`EMPTY`] is not one.
+    pub const fn decode(word: u64) -> Self {
+        let [b0, b1, b2, b3, b4, b5, b6, b7] = word.to_le_bytes();
+        let Ctrl { qpn, index, opcode, ds, .. } =
+            decode_ctrl(&[b0, b1, b2, b3, b4, b5, b6, b7, 0, 0, 0, 0, 0, 0, 0, 0]);
+        Self { qpn, index, opcode, ds }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn records_of_the_worked_example() {
+        assert_eq!(send_record(300), 0x2c01_0000);
+        assert_eq!(send_record(300).to_le_bytes(), [0, 0, 0x01, 0x2c]);
+        assert_eq!(recv_record(300), 0x2c01_0000);
+        assert_eq!(cq_ci_record(71), 0x4700_0000);
+        assert_eq!(cq_ci_record(0x12_3456).to_le_bytes(), [0, 0x12, 0x34, 0x56]);
+    }
+
+    #[test]
+    fn records_hold_the_low_bits() {
+        assert_eq!(send_record(0x1_0000), 0);
+        assert_eq!(send_record(0xffff_ffff_ffff_1234).to_le_bytes(), [0, 0, 0x12, 0x34]);
+        assert_eq!(cq_ci_record(0xffff_ffff_ff12_3456).to_le_bytes(), [0, 0x12, 0x34, 0x56]);
+        assert_eq!(record_to_u16(u32::from_le_bytes([0xff, 0xff, 0x12, 0x34])), 0x1234);
+        assert_eq!(record_to_u24(u32::from_le_bytes([0xff, 0x12, 0x34, 0x56])), 0x12_3456);
+    }
+
+    #[test]
+    fn doorbells_of_the_worked_example() {
+        let last = doorbell_word([0, 0x01, 0x2b, 8, 0, 0x01, 0x23, 3]);
+        assert_eq!(last, 0x0323_0100_082b_0100);
+        let named = Doorbell { qpn: 0x123, index: 0x12b, opcode: Opcode::RDMA_WRITE, ds: 3 };
+        assert_eq!(Doorbell::decode(last), named);
+
+        let next = next_pi_doorbell(0x123, 300);
+        assert_eq!(next, 0x0023_0100_002c_0100);
+        let free = Doorbell { qpn: 0x123, index: 300, opcode: Opcode::NOP, ds: 0 };
+        assert_eq!(Doorbell::decode(next), free);
+        assert_eq!(next_pi_doorbell(0xff00_0123, 0x1_0000 + 300), next);
+    }
+
+    #[test]
+    fn an_unrung_register_names_no_queue_pair() {
+        assert_eq!(Doorbell::decode(EMPTY).qpn, 0x00ff_ffff);
+    }
+
+    #[test]
+    fn counters_are_extended_across_their_wrap() {
+        assert_eq!(extend16(0, 0), 0);
+        assert_eq!(extend16(0x0fff0, 0xfff0), 0x0fff0);
+        assert_eq!(extend16(0x0fff0, 0x0010), 0x1_0010);
+        assert_eq!(extend16(0x1_0000, 0xffff), 0x1_ffff);
+        assert_eq!(extend24(0x00ff_ffff, 0), 0x0100_0000);
+        assert_eq!(extend24(0x0500_0010, 0x10), 0x0500_0010);
+        assert_eq!(extend24(0, 0xff00_0007), 7);
+    }
+
+    proptest! {
+        #[test]
+        fn extension_finds_the_counter_it_was_cut_from(last: u64, ahead in 0u64..1 << 24) {
+            let pi = last.wrapping_add(ahead & 0xffff);
+            prop_assert_eq!(extend16(last, record_to_u16(send_record(pi))), pi);
+            let ci = last.wrapping_add(ahead);
+            prop_assert_eq!(extend24(last, record_to_u24(cq_ci_record(ci))), ci);
+        }
+
+        #[test]
+        fn doorbells_keep_queue_and_index(qpn in 0u32..1 << 24, pi: u64) {
+            let rung = Doorbell::decode(next_pi_doorbell(qpn, pi));
+            prop_assert_eq!((rung.qpn, rung.index), (qpn, record_to_u16(send_record(pi))));
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Operation codes of WQEs and CQEs, and the syndromes of failed completions.
+
+use std::fmt;
+
+/// An 8-bit code that hardware chooses: any value may come, some have a name.
+macro_rules! codes {
+    ($(#[$doc:meta])* $name:ident { $($code:ident = $value:literal: $meaning:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+        #[repr(transparent)]
+        pub struct $name(pub u8);
+
+        impl $name {
+            $(#[doc = concat!($meaning, ".")] pub const $code: Self = Self($value);)*
+
+            /// Its name, if the value has one.
+            pub const fn name(self) -> Option<&'static str> {
+                match self.0 {
+                    $($value => Some(stringify!($code)),)*
+                    _ => None,
+                }
+            }
+
+            /// What it means, in words, if the value has a name.
+            pub const fn meaning(self) -> Option<&'static str> {
+                match self.0 {
+                    $($value => Some($meaning),)*
+                    _ => None,
+                }
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self.name() {
+                    Some(name) => write!(f, "{}({name})", stringify!($name)),
+                    None => write!(f, "{}({:#04x})", stringify!($name), self.0),
+                }
+            }
+        }
+    };
+}
+
+codes! {
+    /// What a send WQE asks for (`MLX5_OPCODE_*`).
+    Opcode {
+        NOP = 0x00: "does nothing, and completes",
+        SEND_INVAL = 0x01: "send, and invalidate a key of the receiver",
+        RDMA_WRITE = 0x08: "write to remote memory",
+        RDMA_WRITE_IMM = 0x09: "write to remote memory, and complete a receive with immediate data",
+        SEND = 0x0a: "send into the receiver's next receive WQE",
+        SEND_IMM = 0x0b: "send with immediate data",
+        TSO = 0x0e: "segmented send of a packet queue",
+        WAIT = 0x0f: "hold the queue until another completion queue has advanced",
+        RDMA_READ = 0x10: "read from remote memory",
+        ATOMIC_CS = 0x11: "compare and swap a remote 64-bit word",
+        ATOMIC_FA = 0x12: "fetch and add a remote 64-bit word",
+        ATOMIC_MASKED_CS = 0x14: "compare and swap of chosen bits",
+        ATOMIC_MASKED_FA = 0x15: "fetch and add of chosen fields",
+        DUMP = 0x23: "read local memory and drop the bytes",
+        UMR = 0x25: "change a memory key",
+    }
+}
+
+codes! {
+    /// What a CQE reports (`MLX5_CQE_*`): the upper four bits of its last byte.
+    CqeOpcode {
+        REQ = 0: "a send WQE is done",
+        RESP_WR_IMM = 1: "a remote write with immediate data arrived",
+        RESP_SEND = 2: "a send arrived",
+        RESP_SEND_IMM = 3: "a send with immediate data arrived",
+        RESP_SEND_INV = 4: "a send arrived that invalidated a key",
+        RESIZE = 5: "the completion queue continues in its new buffer",
+        NO_PACKET = 6: "no packet (tag matching)",
+        SIG_ERR = 12: "a data signature was wrong",
+        REQ_ERR = 13: "a send WQE failed or was flushed",
+        RESP_ERR = 14: "a receive WQE failed or was flushed",
+        INVALID = 15: "nothing was written here yet",
+    }
+}
+
+codes! {
+    /// Why a WQE failed (`MLX5_CQE_SYNDROME_*`), named as the status that verbs reports (`IBV_WC_*`).
+    Syndrome {
+        LOC_LEN_ERR = 0x01: "local length error",
+        LOC_QP_OP_ERR = 0x02: "local QP operation error",
+        LOC_PROT_ERR = 0x04: "local protection error",
+        WR_FLUSH_ERR = 0x05: "flushed, because the QP is in the error state",
+        MW_BIND_ERR = 0x06: "memory window bind error",
+        BAD_RESP_ERR = 0x10: "bad response error",
+        LOC_ACCESS_ERR = 0x11: "local access error",
+        REM_INV_REQ_ERR = 0x12: "remote invalid request error",
+        REM_ACCESS_ERR = 0x13: "remote access error",
+        REM_OP_ERR = 0x14: "remote operation error",
+        RETRY_EXC_ERR = 0x15: "transport retry counter exceeded",
+        RNR_RETRY_EXC_ERR = 0x16: "receiver-not-ready retry counter exceeded",
+        REM_ABORT_ERR = 0x22: "remote aborted error",
+    }
+}
+
+impl CqeOpcode {
+    /// Whether a CQE with this code has the error layout, with a syndrome.
+    pub const fn is_error(self) -> bool {
+        matches!(self, Self::REQ_ERR | Self::RESP_ERR)
+    }
+}
+
+impl fmt::Display for Opcode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        name_or_hex(self.name(), self.0, f)
+    }
+}
+
+impl fmt::Display for CqeOpcode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        name_or_hex(self.name(), self.0, f)
+    }
+}
+
+fn name_or_hex(name: Option<&str>, value: u8, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    match name {
+        Some(name) => f.pad(name),
+        None => write!(f, "{value:#04x}"),
+    }
+}
+
+impl fmt::Display for Syndrome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.meaning(), self.name()) {
+            (Some(meaning), Some(name)) => write!(f, "{meaning} ({name}, {:#04x})", self.0),
+            _ => write!(f, "unknown syndrome ({:#04x})", self.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn send_opcodes_have_the_values_of_the_header() {
+        let expected = [
+            (0x00, "NOP"),
+            (0x01, "SEND_INVAL"),
+            (0x08, "RDMA_WRITE"),
+            (0x09, "RDMA_WRITE_IMM"),
+            (0x0a, "SEND"),
+            (0x0b, "SEND_IMM"),
+            (0x0e, "TSO"),
+            (0x0f, "WAIT"),
+            (0x10, "RDMA_READ"),
+            (0x11, "ATOMIC_CS"),
+            (0x12, "ATOMIC_FA"),
+            (0x14, "ATOMIC_MASKED_CS"),
+            (0x15, "ATOMIC_MASKED_FA"),
+            (0x23, "DUMP"),
+            (0x25, "UMR"),
+        ];
+        let named: Vec<_> = (0..=255).filter_map(|v| Opcode(v).name().map(|n| (v, n))).collect();
+        assert_eq!(named, expected);
+        assert_eq!(Opcode::RDMA_WRITE_IMM, Opcode(9));
+    }
+
+    #[test]
+    fn cqe_opcodes_have_the_values_of_the_header() {
+        let named: Vec<_> = (0..=255).filter(|&v| CqeOpcode(v).name().is_some()).collect();
+        assert_eq!(named, [0, 1, 2, 3, 4, 5, 6, 12, 13, 14, 15]);
+        let errors: Vec<_> = (0..=255).filter(|&v| CqeOpcode(v).is_error()).collect();
+        assert_eq!(errors, [13, 14]);
+        assert_eq!(CqeOpcode::RESP_SEND_IMM, CqeOpcode(3));
+    }
+
+    #[test]
+    fn syndromes_have_the_values_of_the_header() {
+        let expected = [
+            (0x01, "LOC_LEN_ERR"),
+            (0x02, "LOC_QP_OP_ERR"),
+            (0x04, "LOC_PROT_ERR"),
+            (0x05, "WR_FLUSH_ERR"),
+            (0x06, "MW_BIND_ERR"),
+            (0x10, "BAD_RESP_ERR"),
+            (0x11, "LOC_ACCESS_ERR"),
+            (0x12, "REM_INV_REQ_ERR"),
+            (0x13, "REM_ACCESS_ERR"),
+            (0x14, "REM_OP_ERR"),
+            (0x15, "RETRY_EXC_ERR"),
+            (0x16, "RNR_RETRY_EXC_ERR"),
+            (0x22, "REM_ABORT_ERR"),
+        ];
+        let named: Vec<_> = (0..=255).filter_map(|v| Syndrome(v).name().map(|n| (v, n))).collect();
+        assert_eq!(named, expected);
+    }
+
+    #[test]
+    fn values_print_with_name_and_unknown_ones_in_hex() {
+        assert_eq!(Syndrome(0x13).to_string(), "remote access error (REM_ACCESS_ERR, 0x13)");
+        assert_eq!(Syndrome(0x7f).to_string(), "unknown syndrome (0x7f)");
+        assert_eq!(format!("{:?} {}", Opcode(8), Opcode(8)), "Opcode(RDMA_WRITE) RDMA_WRITE");
+        assert_eq!(format!("{:?} {}", Opcode(7), Opcode(7)), "Opcode(0x07) 0x07");
+        assert_eq!(format!("{:?} {}", CqeOpcode(13), CqeOpcode(9)), "CqeOpcode(REQ_ERR) 0x09");
+    }
+}

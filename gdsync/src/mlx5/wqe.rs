@@ -1,0 +1,180 @@
+//! Send WQEs: what can be asked for, and the bytes it becomes.
+
+use std::fmt;
+
+use super::ctrl::{CE_ALWAYS, FM_FENCE_AND_INITIATOR_SMALL, SOLICITED, blocks};
+use super::segment::{DataSeg, MAX_MESSAGE, RemoteAddr, SEGMENT};
+
+/// Bytes of a basic block, the unit of the send queue (`MLX5_SEND_WQE_BB`).
+pub const BB: usize = 64;
+
+/// Most bytes that a WQE can occupy in the ring: 16 blocks.
+pub const MAX_WQE_BYTES: usize = 16 * BB;
+
+/// Most segments of a WQE: the field has six bits.
+pub const MAX_DS: u8 = 63;
+
+/// Highest number of a queue pair: the field has 24 bits.
+pub const MAX_QPN: u32 = 0x00ff_ffff;
+
+/// The bytes that an operation sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Payload<'a> {
+    /// Gathered from these buffers when the HCA executes the WQE. Empty ones are left out.
+    Sges(&'a [DataSeg]),
+    /// Copied into the WQE now. No bytes at all is the same as no buffers.
+    Inline(&'a [u8]),
+}
+
+/// One operation of a send queue.
+///
+/// Immediate data is given as a number; the wire carries `imm.to_be_bytes()`, and the receiver gets the
+/// same number back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SendOp<'a> {
+    /// Nothing, with a completion.
+    Nop,
+    /// Into the buffers of the peer's next receive WQE.
+    Send {
+        /// What is sent.
+        payload: Payload<'a>,
+        /// Immediate data for the receiver's completion.
+        imm: Option<u32>,
+    },
+    /// Into the peer's memory. With immediate data it also takes and completes a receive WQE there.
+    Write {
+        /// Where to.
+        remote: RemoteAddr,
+        /// What is written.
+        payload: Payload<'a>,
+        /// Immediate data for the receiver's completion.
+        imm: Option<u32>,
+    },
+    /// From the peer's memory.
+    Read {
+        /// Where from.
+        remote: RemoteAddr,
+        /// Where to; at least one byte.
+        sges: &'a [DataSeg],
+    },
+    /// If the peer's 64-bit word equals `compare`, it becomes `swap`.
+    CompareSwap {
+        /// The word, 8-byte aligned.
+        remote: RemoteAddr,
+        /// The value expected there.
+        compare: u64,
+        /// The new value.
+        swap: u64,
+        /// Where the old value goes; 8 bytes.
+        result: DataSeg,
+    },
+    /// Adds to the peer's 64-bit word.
+    FetchAdd {
+        /// The word, 8-byte aligned.
+        remote: RemoteAddr,
+        /// What is added.
+        add: u64,
+        /// Where the old value goes; 8 bytes.
+        result: DataSeg,
+    },
+}
+
+/// Options of a send WQE. Every WQE asks for a CQE: a wait for one must never be in vain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WqeFlags {
+    /// Wait for earlier reads and atomics of this queue.
+    pub fence: bool,
+    /// Raise an event at the receiver.
+    pub solicited: bool,
+}
+
+impl WqeFlags {
+    pub(super) const fn fm_ce_se(self) -> u8 {
+        let fence = if self.fence { FM_FENCE_AND_INITIATOR_SMALL } else { 0 };
+        let solicited = if self.solicited { SOLICITED } else { 0 };
+        CE_ALWAYS | fence | solicited
+    }
+}
+
+/// Why an operation has no WQE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WqeError {
+    /// More buffers than the WQE has room for; empty ones are not counted.
+    #[error("{got} buffers do not fit in one work request: at most {max} here")]
+    TooManySges {
+        /// Buffers that are not empty.
+        got: usize,
+        /// Most that fit.
+        max: usize,
+    },
+    /// More inline bytes than the WQE has room for.
+    #[error("{len} bytes do not fit inline: at most {max} here; send them from registered memory")]
+    InlineTooLong {
+        /// Length in bytes.
+        len: usize,
+        /// Longest that fits.
+        max: usize,
+    },
+    /// A buffer is longer than one entry may be.
+    #[error("a buffer of {len} bytes is too long: at most {max}; split it")]
+    SgeTooLong {
+        /// Length in bytes.
+        len: u32,
+        /// Longest that is allowed.
+        max: u32,
+    },
+    /// The buffers together are longer than a message may be.
+    #[error("a message of {len} bytes is too long: at most {max}; split it", max = MAX_MESSAGE)]
+    TotalTooLong {
+        /// Length in bytes.
+        len: u64,
+    },
+    /// A read of no bytes.
+    #[error("a read needs a local buffer of at least one byte")]
+    ReadNeedsBuffer,
+    /// The result buffer of an atomic has the wrong length.
+    #[error("the result of an atomic takes 8 bytes, not {len}")]
+    AtomicResult {
+        /// Length in bytes.
+        len: u32,
+    },
+    /// The number of the queue pair has more than 24 bits.
+    #[error("{0:#x} is no queue pair number: it has more than 24 bits")]
+    Qpn(u32),
+}
+
+/// An encoded send WQE.
+#[derive(Clone)]
+pub struct WqeBytes {
+    pub(super) bytes: [u8; MAX_WQE_BYTES],
+    pub(super) ds: u8,
+}
+
+impl WqeBytes {
+    /// The bytes of the WQE, `ds * 16` of them. What lies behind them in its last block does not matter.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.ds) * SEGMENT]
+    }
+
+    /// Length in 16-byte segments.
+    pub const fn ds(&self) -> u8 {
+        self.ds
+    }
+
+    /// Number of 64-byte blocks it occupies in the ring.
+    pub const fn blocks(&self) -> u16 {
+        blocks(self.ds)
+    }
+
+    /// The bytes that a doorbell for this WQE carries; see [`super::doorbell_word`].
+    pub fn first8(&self) -> [u8; 8] {
+        *self.bytes.first_chunk().expect("a WQE is longer than 8 bytes")
+    }
+}
+
+impl fmt::Debug for WqeBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WqeBytes({:02x?})", self.as_bytes())
+    }
+}

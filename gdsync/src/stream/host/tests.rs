@@ -1,0 +1,388 @@
+//! Tests of the host engine. Here: the tools they share, the order of things, bounds and blocking calls.
+
+mod failing;
+mod lifetime;
+mod waiting;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use proptest::prelude::*;
+
+use super::{HostEngine, HostStreamConfig};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word32, Word64};
+use crate::stream::engine::Engine;
+use crate::stream::op::{Cond, Op, Source};
+
+/// No test gets near it unless something hangs.
+const LONG: Duration = Duration::from_secs(60);
+
+fn deadline() -> Instant {
+    Instant::now() + LONG
+}
+
+fn start(config: HostStreamConfig) -> Arc<HostEngine> {
+    HostEngine::start(config).expect("a valid config starts")
+}
+
+fn engine() -> Arc<HostEngine> {
+    start(HostStreamConfig { wait_limit: LONG, ..HostStreamConfig::default() })
+}
+
+fn submit(engine: &HostEngine, ops: impl Into<Vec<Op>>) -> u64 {
+    let mut ops = ops.into();
+    let seq = engine.submit(&mut ops).expect("the engine accepts it");
+    assert!(ops.is_empty(), "accepted operations are taken");
+    seq
+}
+
+/// Waits until everything submitted so far is over.
+fn drain(engine: &HostEngine) {
+    assert!(engine.wait_completed(engine.submitted(), deadline()), "{engine:?} hangs");
+    assert_eq!(engine.completed(), engine.submitted());
+}
+
+fn host_fn(f: impl FnOnce() + Send + 'static) -> Op {
+    Op::HostFn(Box::new(f))
+}
+
+fn words32<const N: usize>() -> [Word32; N] {
+    let memory = Memory::alloc(N * 4).expect("memory");
+    std::array::from_fn(|i| memory.word32(i * 4).expect("in range"))
+}
+
+fn word64() -> Word64 {
+    Memory::alloc(8).expect("memory").word64(0).expect("in range")
+}
+
+fn wait_for(at: &Word32, value: u32) -> Op {
+    Op::Wait32 { at: at.clone(), value, cond: Cond::Eq, source: None }
+}
+
+fn wait_on(at: &Word32, value: u32, source: &Arc<Fake>) -> Op {
+    Op::Wait32 { at: at.clone(), value, cond: Cond::Eq, source: Some(source.clone()) }
+}
+
+/// Spins the calling thread until something happened.
+fn until(what: &str, happened: impl Fn() -> bool) {
+    let deadline = deadline();
+    while !happened() {
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        thread::yield_now();
+    }
+}
+
+/// A value that counts its drops: stands for what closures hold.
+struct Dropped(Arc<AtomicU64>);
+
+impl Drop for Dropped {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// What an engine asks of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ask {
+    Progress,
+    Signal,
+    Park(Duration),
+    Fail,
+}
+
+type Act = Box<dyn Fn(Ask, u64) -> bool + Send + Sync>;
+
+/// A source that counts what it is asked, and acts as the test says, given the request and its number from 1.
+/// What the act returns is the result of `progress`.
+struct Fake {
+    counts: [AtomicU64; 4],
+    act: Act,
+    reason: Mutex<Option<Error>>,
+}
+
+impl Fake {
+    fn new(act: impl Fn(Ask, u64) -> bool + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { counts: Default::default(), act: Box::new(act), reason: Mutex::default() })
+    }
+
+    fn idle() -> Arc<Self> {
+        Self::new(|_, _| false)
+    }
+
+    fn count(&self, ask: Ask) -> &AtomicU64 {
+        match ask {
+            Ask::Progress => &self.counts[0],
+            Ask::Signal => &self.counts[1],
+            Ask::Park(_) => &self.counts[2],
+            Ask::Fail => &self.counts[3],
+        }
+    }
+
+    fn asked(&self, ask: Ask) -> u64 {
+        self.count(ask).load(Ordering::SeqCst)
+    }
+
+    fn parks(&self) -> u64 {
+        self.asked(Ask::Park(Duration::ZERO))
+    }
+
+    fn on(&self, ask: Ask) -> bool {
+        let number = self.count(ask).fetch_add(1, Ordering::SeqCst) + 1;
+        (self.act)(ask, number)
+    }
+}
+
+impl fmt::Debug for Fake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Fake")
+    }
+}
+
+impl Source for Fake {
+    fn progress(&self) -> bool {
+        self.on(Ask::Progress)
+    }
+
+    fn signal(&self) {
+        self.on(Ask::Signal);
+    }
+
+    fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        self.on(Ask::Park(timeout));
+        if !ready() {
+            thread::sleep(timeout.min(Duration::from_millis(1)));
+        }
+    }
+
+    fn fail(&self, reason: &Error) {
+        self.reason.lock().get_or_insert_with(|| reason.clone());
+        self.on(Ask::Fail);
+    }
+
+    fn describe(&self) -> String {
+        "send completion 7 of QP 0x123".to_owned()
+    }
+}
+
+#[test]
+fn a_config_that_makes_no_sense_is_refused() {
+    let good = HostStreamConfig::default();
+    assert_eq!((good.depth, good.wait_limit), (512, Duration::from_secs(30)));
+    assert_eq!(good.spin, Duration::from_micros(50));
+    for (config, at) in [
+        (HostStreamConfig { name: String::new(), ..good.clone() }, "stream name"),
+        (HostStreamConfig { name: "a\0b".into(), ..good.clone() }, "stream name"),
+        (HostStreamConfig { depth: 0, ..good.clone() }, "stream depth"),
+        (HostStreamConfig { wait_limit: Duration::ZERO, ..good.clone() }, "stream wait limit"),
+    ] {
+        let refusal = HostEngine::start(config).expect_err("refused");
+        assert!(matches!(refusal, Error::InvalidArgument { what, .. } if what == at), "{refusal}");
+    }
+    let extreme = HostStreamConfig {
+        name: "ein sehr langer Name für einen Strom".into(),
+        depth: usize::MAX,
+        wait_limit: Duration::MAX,
+        spin: Duration::MAX,
+    };
+    let engine = start(extreme);
+    let [word] = words32();
+    submit(&engine, [wait_for(&word, 1)]);
+    word.store(1);
+    drain(&engine);
+    assert_eq!(engine.kind(), "host");
+}
+
+#[test]
+fn the_thread_carries_the_name_of_the_stream() {
+    let engine = start(HostStreamConfig { name: "x".into(), ..HostStreamConfig::default() });
+    let name = Arc::new(Mutex::new(String::new()));
+    let out = name.clone();
+    submit(
+        &engine,
+        [host_fn(move || *out.lock() = std::fs::read_to_string("/proc/thread-self/comm").expect("proc"))],
+    );
+    drain(&engine);
+    assert_eq!(name.lock().trim_end(), "gdsync-stream-x");
+}
+
+#[test]
+fn writes_and_signals_happen_in_order() {
+    let engine = engine();
+    let ([word], wide) = (words32(), word64());
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let (at, out) = (word.clone(), seen.clone());
+    let doorbell = Fake::new(move |ask, _| {
+        out.lock().push((ask, at.load()));
+        false
+    });
+    let ops = [
+        Op::Write32 { at: word.clone(), value: 1 },
+        Op::Signal(doorbell.clone()),
+        Op::Barrier,
+        Op::Write32 { at: word.clone(), value: u32::MAX },
+        Op::Write64 { at: wide.clone(), value: u64::MAX - 1 },
+        Op::Signal(doorbell.clone()),
+    ];
+    assert_eq!(submit(&engine, ops), 1);
+    drain(&engine);
+    assert_eq!(*seen.lock(), [(Ask::Signal, 1), (Ask::Signal, u32::MAX)]);
+    assert_eq!(wide.load(), u64::MAX - 1);
+    assert_eq!(Arc::strong_count(&doorbell), 1, "a completed submission holds nothing");
+}
+
+#[test]
+fn an_empty_submission_counts() {
+    let engine = engine();
+    assert_eq!((engine.submitted(), engine.completed()), (0, 0));
+    assert_eq!(submit(&engine, []), 1);
+    assert_eq!(submit(&engine, []), 2);
+    drain(&engine);
+    assert_eq!((engine.submitted(), engine.completed()), (2, 2));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// A random program, cut into submissions at random, does what the same steps do one after the other.
+    #[test]
+    fn programs_run_as_if_in_a_loop(program in prop::collection::vec((0..5_u8, 0..4_usize, any::<u32>()), 0..120),
+                                    cut in 1..20_usize) {
+        let engine = engine();
+        let words: [Word32; 4] = words32();
+        let mut model = [0_u32; 4];
+        let mut expected = Vec::new();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let mut ops = Vec::new();
+        for (kind, at, value) in program {
+            ops.push(match kind {
+                0 | 1 => {
+                    model[at] = value;
+                    Op::Write32 { at: words[at].clone(), value }
+                }
+                2 => {
+                    expected.push(model);
+                    let (words, out) = (words.clone(), seen.clone());
+                    host_fn(move || out.lock().push(words.each_ref().map(Word32::load)))
+                }
+                3 => wait_for(&words[at], model[at]),
+                _ => Op::Barrier,
+            });
+        }
+        while !ops.is_empty() {
+            let rest = ops.split_off(cut.min(ops.len()));
+            submit(&engine, ops);
+            ops = rest;
+        }
+        drain(&engine);
+        prop_assert_eq!(&*seen.lock(), &expected);
+        prop_assert_eq!(words.each_ref().map(Word32::load), model);
+    }
+}
+
+#[test]
+fn a_full_stream_leaves_the_operations_usable() {
+    let engine = start(HostStreamConfig { name: "narrow".into(), depth: 2, ..HostStreamConfig::default() });
+    let [gate, out] = words32();
+    submit(&engine, [wait_for(&gate, 1)]);
+    submit(&engine, []);
+    let mut ops = vec![Op::Barrier, Op::Write32 { at: out.clone(), value: 5 }];
+    let refusal = engine.submit(&mut ops);
+    assert!(
+        matches!(&refusal, Err(Error::StreamFull { stream, depth: 2 }) if stream == "narrow"),
+        "{refusal:?}"
+    );
+    assert_eq!(ops.len(), 2);
+    assert_eq!(engine.submitted(), 2);
+    assert!(!engine.wait_room(Instant::now() + Duration::from_millis(5)));
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| engine.wait_room(deadline()));
+        gate.store(1);
+        assert!(waiter.join().expect("no panic"));
+    });
+    assert_eq!(submit(&engine, ops), 3);
+    drain(&engine);
+    assert_eq!(out.load(), 5);
+}
+
+#[test]
+fn waiting_for_a_completion_ends_at_the_deadline() {
+    let engine = engine();
+    let [gate] = words32();
+    let seq = submit(&engine, [wait_for(&gate, 1)]);
+    for patience in [Duration::ZERO, Duration::from_millis(20)] {
+        let start = Instant::now();
+        assert!(!engine.wait_completed(seq, start + patience));
+        assert!(start.elapsed() >= patience);
+    }
+    assert!(!engine.wait_completed(seq + 1, Instant::now()), "never submitted");
+    assert!(engine.wait_completed(0, Instant::now()), "nothing to wait for");
+    thread::scope(|scope| {
+        let waiters = [(); 3].map(|()| scope.spawn(|| engine.wait_completed(seq, deadline())));
+        thread::sleep(Duration::from_millis(5));
+        gate.store(1);
+        for waiter in waiters {
+            assert!(waiter.join().expect("no panic"));
+        }
+    });
+}
+
+#[test]
+fn submitters_keep_their_own_order() {
+    const THREADS: usize = 4;
+    const EACH: usize = 500;
+    let engine = start(HostStreamConfig { depth: 8, ..HostStreamConfig::default() });
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let submit_patiently = |mut ops: Vec<Op>| loop {
+        match engine.submit(&mut ops) {
+            Ok(seq) => return seq,
+            Err(Error::StreamFull { .. }) => assert!(engine.wait_room(deadline())),
+            Err(other) => panic!("{other}"),
+        }
+    };
+    let mut seqs: Vec<u64> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let (seen, submit_patiently) = (&seen, &submit_patiently);
+                scope.spawn(move || -> Vec<u64> {
+                    let one = |i| {
+                        let seen = seen.clone();
+                        submit_patiently(vec![host_fn(move || seen.lock().push((thread, i)))])
+                    };
+                    (0..EACH).map(one).collect()
+                })
+            })
+            .collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("no panic")).collect()
+    });
+    drain(&engine);
+    seqs.sort_unstable();
+    assert!(seqs.iter().copied().eq(1..=2000), "each submission has a number of its own");
+    for thread in 0..THREADS {
+        let own = seen.lock().iter().filter(|(t, _)| *t == thread).map(|(_, i)| *i).collect::<Vec<_>>();
+        assert!(own.into_iter().eq(0..EACH), "thread {thread}");
+    }
+}
+
+#[test]
+fn host_functions_may_use_their_engine() {
+    let engine = engine();
+    let [word] = words32();
+    let (own, at, result) = (engine.clone(), word.clone(), Arc::new(Mutex::new(None)));
+    let out = result.clone();
+    submit(
+        &engine,
+        [host_fn(move || {
+            let seq: Result<u64> = own.submit(&mut vec![Op::Write32 { at, value: 3 }]);
+            *out.lock() =
+                Some((seq.expect("accepted"), own.completed(), own.wait_completed(1, Instant::now())));
+        })],
+    );
+    assert!(engine.wait_completed(2, deadline()));
+    assert_eq!(*result.lock(), Some((2, 0, false)));
+    assert_eq!(word.load(), 3);
+}

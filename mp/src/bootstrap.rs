@@ -1,0 +1,321 @@
+//! The exchange of addresses: a star of TCP connections through rank 0, used before any queue exists.
+//!
+//! Every call has a time limit, and the first error is final: the rank that sees it tells the others
+//! through rank 0, and each later call returns it again. The connections stay open after an exchange,
+//! so that [`Bootstrap::check`] sees when a rank is gone. A rank that drops its `Bootstrap` is gone for
+//! the others; call [`Bootstrap::barrier`] first if they are to finish before.
+//!
+//! The token keeps jobs apart, not attackers out: use it on networks you trust, as any launcher does.
+
+mod conn;
+mod frame;
+mod lobby;
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::thread::sleep;
+use std::time::Duration;
+
+use conn::{Conn, Failure, Step, drive};
+use frame::{Job, Kind};
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::launch::{Launch, is_loopback};
+
+/// Most bytes one rank may contribute to an exchange.
+pub const MAX_PAYLOAD: usize = 64 << 20;
+
+/// Longest wait for one answer to a connection request; a lost packet should not eat the whole limit.
+const DIAL: Duration = Duration::from_secs(5);
+
+/// Longest pause between two connection requests.
+const MAX_PAUSE: Duration = Duration::from_millis(500);
+
+const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and port, \
+                        and that no firewall is between";
+
+/// The connections of one rank: rank 0 has one to everybody, the others one to rank 0.
+#[derive(Debug)]
+pub struct Bootstrap {
+    rank: u32,
+    job: Job,
+    /// Rank 0: ranks 1 and up, in order. Others: rank 0.
+    peers: Vec<Conn>,
+    failed: Option<Error>,
+}
+
+impl Bootstrap {
+    /// Connects all ranks of the job: rank 0 listens at [`Launch::root`], the others dial until it
+    /// answers. Returns when all ranks are there. A job of one rank opens no socket.
+    ///
+    /// Rank 0 listens on all addresses of its host, or on loopback only if `root` is there. Name
+    /// resolution is the system's and may exceed `timeout`.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] for a contradictory `launch`, [`Error::Bootstrap`] when rank 0 cannot listen,
+    /// cannot be reached or refuses this rank, or a rank that had connected is gone;
+    /// [`Error::Deadline`] names the ranks that are missing (at rank 0).
+    pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
+        let job = job_of(launch)?;
+        let deadline = Deadline::after(timeout);
+        if launch.size == 1 {
+            return Ok(Self { rank: 0, job, peers: Vec::new(), failed: None });
+        }
+        if launch.rank == 0 {
+            return Self::assemble(&listen(&launch.root)?, job, &deadline);
+        }
+        let stream = dial(&launch.root, &deadline)?;
+        let peer = format!("rank 0 ({})", launch.root);
+        let mut conn = Conn::new(stream, peer.clone())
+            .map_err(|error| Error::bootstrap_os(peer, "cannot use the socket", error, FIX_ROOT))?;
+        conn.max_payload = MAX_PAYLOAD;
+        let rank = u32::try_from(launch.rank).expect("checked to be below the size");
+        conn.send(job.frame(Kind::Hello, rank, &[]));
+        let mut bootstrap = Self { rank, job, peers: vec![conn], failed: None };
+        bootstrap.guarded(|this| this.exchange_with_root(Kind::Welcome, 1, &deadline)).map(drop)?;
+        Ok(bootstrap)
+    }
+
+    /// Makes rank 0 of `launch` from a socket that listens already, so that nobody else can take its
+    /// port. Otherwise as [`Bootstrap::connect`].
+    ///
+    /// # Errors
+    /// As [`Bootstrap::connect`]; [`Error::Launch`] when `launch` is not rank 0.
+    pub fn root(listener: TcpListener, launch: &Launch, timeout: Duration) -> Result<Self> {
+        let job = job_of(launch)?;
+        if launch.rank != 0 {
+            let what = format!("rank {} holds the socket of rank 0", launch.rank);
+            return Err(Error::launch(what, "call Bootstrap::connect in all ranks but 0"));
+        }
+        Self::assemble(&listener, job, &Deadline::after(timeout))
+    }
+
+    fn assemble(listener: &TcpListener, job: Job, deadline: &Deadline) -> Result<Self> {
+        let peers = lobby::assemble(listener, job, deadline)?;
+        let mut bootstrap = Self { rank: 0, job, peers, failed: None };
+        let welcome = job.frame(Kind::Welcome, 0, &[]);
+        bootstrap.guarded(|this| this.send_to_all(&welcome, Kind::Welcome, deadline))?;
+        Ok(bootstrap)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank as usize
+    }
+
+    /// Ranks of the job.
+    pub fn size(&self) -> usize {
+        self.job.size as usize
+    }
+
+    /// Gives every rank the bytes of every rank, in rank order; lengths may differ and be 0. All ranks
+    /// must call it. A rank that dies after everybody's bytes are at rank 0 may go unnoticed until the
+    /// next call.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] for more than [`MAX_PAYLOAD`] bytes (nothing is sent and the call may be
+    /// repeated), for a rank that is gone or does something else; [`Error::Deadline`] names who is
+    /// late. All but the first are final.
+    pub fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        if bytes.len() > MAX_PAYLOAD {
+            let what = format!("{} bytes are too large a message: {MAX_PAYLOAD} are the limit", bytes.len());
+            return Err(Error::bootstrap(
+                "this rank",
+                what,
+                "exchange addresses here, and data over the network",
+            ));
+        }
+        self.exchange(Kind::Allgather, bytes, timeout)
+    }
+
+    /// Returns after every rank has called it.
+    ///
+    /// # Errors
+    /// As [`Bootstrap::allgather`].
+    pub fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        self.exchange(Kind::Barrier, &[], timeout).map(drop)
+    }
+
+    /// Looks, without waiting, whether the other ranks are there. Rank 0 sees all of them, and tells
+    /// the others what it sees; these see rank 0 itself and its report.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] names the rank that is gone. It is final.
+    pub fn check(&mut self) -> Result<()> {
+        self.guarded(|this| {
+            let first = this.first_peer();
+            let mut ranks = this.peers.iter_mut().zip(first..);
+            ranks.try_for_each(|(conn, rank)| conn.check().map_err(|error| Failure { rank, error }))
+        })
+    }
+
+    fn first_peer(&self) -> u32 {
+        u32::from(self.rank == 0)
+    }
+
+    /// Runs `operation` unless an earlier one failed; keeps its error, and tells the peers.
+    fn guarded<T>(
+        &mut self,
+        operation: impl FnOnce(&mut Self) -> std::result::Result<T, Failure>,
+    ) -> Result<T> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        operation(self).map_err(|mut failure| {
+            if self.rank != 0 {
+                // For the others it is this rank that leaves.
+                failure.rank = self.rank;
+            }
+            announce(&mut self.peers, &self.job, &failure);
+            self.failed.insert(failure.error).clone()
+        })
+    }
+
+    fn exchange(&mut self, kind: Kind, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let deadline = Deadline::after(timeout);
+        self.guarded(|this| {
+            if this.rank == 0 {
+                let parts = this.collect(kind, bytes, &deadline)?;
+                let mut all = Vec::new();
+                for (part, rank) in parts.iter().zip(0..) {
+                    this.job.put(&mut all, kind, rank, part);
+                }
+                this.send_to_all(&all.into(), kind, &deadline)?;
+                return Ok(parts);
+            }
+            let frame = this.job.frame(kind, this.rank, bytes);
+            this.peers.iter_mut().for_each(|root| root.send(frame.clone()));
+            this.exchange_with_root(kind, this.job.size, &deadline)
+        })
+    }
+
+    /// Rank 0: everybody's bytes, its own first.
+    fn collect(
+        &mut self,
+        kind: Kind,
+        own: &[u8],
+        deadline: &Deadline,
+    ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
+        let mut parts: Vec<Option<Vec<u8>>> = vec![None; self.peers.len()];
+        drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
+            if parts[index].is_none() && conn.fill()? {
+                parts[index] = Some(conn.take(kind)?.payload);
+            }
+            if parts[index].is_some() {
+                // It says nothing more before it gets its answer, but it may die.
+                conn.expect_silence(kind)?;
+            }
+            Ok(Step { done: parts[index].is_some(), events: libc::POLLIN })
+        })?;
+        Ok(std::iter::once(own.to_vec()).chain(parts.into_iter().flatten()).collect())
+    }
+
+    /// Rank 0: the same bytes for everybody.
+    fn send_to_all(
+        &mut self,
+        bytes: &Arc<[u8]>,
+        kind: Kind,
+        deadline: &Deadline,
+    ) -> std::result::Result<(), Failure> {
+        self.peers.iter_mut().for_each(|conn| conn.send(bytes.clone()));
+        drive(&mut self.peers, 1, kind.name(), deadline, |_, conn| {
+            let done = conn.flush()?;
+            Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
+        })
+    }
+
+    /// Other ranks: sends what is queued and takes `count` frames, about ranks 0 and up.
+    fn exchange_with_root(
+        &mut self,
+        kind: Kind,
+        count: u32,
+        deadline: &Deadline,
+    ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
+        let mut ranks = 0..count;
+        let mut parts = Vec::new();
+        let what = format!("{} (rank 0 answers when all ranks are in it)", kind.name());
+        drive(&mut self.peers, 0, &what, deadline, |_, root| {
+            // First what rank 0 has to say: if it gave up, sending to it would fail with less of a reason.
+            while !ranks.is_empty() && root.fill()? {
+                let frame = root.take(kind)?;
+                if ranks.next() != Some(frame.header.rank) {
+                    return Err(Error::bootstrap(&root.peer, "sent its frames out of order", FIX_ROOT));
+                }
+                parts.push(frame.payload);
+            }
+            let write = if root.flush()? { 0 } else { libc::POLLOUT };
+            Ok(Step { done: ranks.is_empty(), events: libc::POLLIN | write })
+        })?;
+        Ok(parts)
+    }
+}
+
+fn job_of(launch: &Launch) -> Result<Job> {
+    launch.check("rank", "size")?;
+    let size = u32::try_from(launch.size).expect("checked to be at most 65536");
+    Ok(Job { size, token: launch.token })
+}
+
+/// Tells the peers that the job cannot go on, as far as they still listen.
+fn announce(peers: &mut [Conn], job: &Job, failure: &Failure) {
+    let frame = job.frame(Kind::Failed, failure.rank, failure.reason().as_bytes());
+    peers.iter_mut().for_each(|conn| conn.farewell(frame.clone()));
+}
+
+fn listen(root: &str) -> Result<TcpListener> {
+    let (host, port) = split(root)?;
+    let bound = if is_loopback(host) {
+        TcpListener::bind(root)
+    } else if host.parse::<Ipv4Addr>().is_ok() {
+        TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))
+    } else {
+        // Not the addresses of the name: many hosts list their own name as 127.0.1.1.
+        let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)), (Ipv4Addr::UNSPECIFIED, port).into()];
+        TcpListener::bind(&any[..])
+    };
+    bound.map_err(|error| {
+        let fix = "stop what uses the port, or set MASTER_PORT to a free one for all ranks";
+        Error::bootstrap_os(root, "rank 0 cannot listen", error, fix)
+    })
+}
+
+fn split(root: &str) -> Result<(&str, u16)> {
+    let parts = root.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
+    parts.ok_or_else(|| Error::launch(format!("the root is '{root}'"), "write it as host:port"))
+}
+
+fn dial(root: &str, deadline: &Deadline) -> Result<TcpStream> {
+    split(root)?;
+    let mut pause = Duration::from_millis(10);
+    loop {
+        let error = match try_dial(root, deadline) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => error,
+        };
+        if deadline.is_over() {
+            let what = format!("rank 0 could not be reached for {:?}", deadline.limit());
+            return Err(Error::bootstrap_os(root, what, error, FIX_ROOT));
+        }
+        sleep(pause.min(deadline.remaining()));
+        pause = MAX_PAUSE.min(pause * 2);
+    }
+}
+
+fn try_dial(root: &str, deadline: &Deadline) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in root.to_socket_addrs()? {
+        // At least a moment: a limit of zero is an error of its own.
+        let limit = deadline.remaining().clamp(Duration::from_millis(1), DIAL);
+        match TcpStream::connect_timeout(&address, limit) {
+            // Without a listener, a socket that dials a port of its own range can reach itself.
+            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
+                last = io::ErrorKind::ConnectionRefused.into();
+            }
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}

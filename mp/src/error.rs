@@ -1,0 +1,91 @@
+//! The errors of this crate: what failed, why, and what the user can do about it.
+
+use std::io;
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What can go wrong. Cheap to clone: sticky errors are handed out again and again.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// What the launcher said about this process is missing, malformed or contradictory.
+    #[error("launch: {what}; {fix}")]
+    Launch {
+        /// The variable, its value, and what is wrong with it.
+        what: String,
+        /// What the user can do.
+        fix: &'static str,
+    },
+    /// The exchange of addresses between the ranks failed.
+    #[error("bootstrap: {peer}: {what}{}; {fix}", cause(.source))]
+    Bootstrap {
+        /// The rank at fault, or the address where it should be.
+        peer: String,
+        /// What happened.
+        what: String,
+        /// What the system said, if a system call failed.
+        source: Option<Arc<io::Error>>,
+        /// What the user can do.
+        fix: &'static str,
+    },
+    /// Something did not happen in time.
+    #[error("{what}: not done within {after:?}; look at what is named here first, or allow more time")]
+    Deadline {
+        /// What was waited for, and who is late.
+        what: String,
+        /// The time limit.
+        after: Duration,
+    },
+    /// A child process could not be started or controlled.
+    #[error("spawn: {what}{}; {fix}", cause(.source))]
+    Spawn {
+        /// What was tried.
+        what: String,
+        /// What the system said, if a system call failed.
+        source: Option<Arc<io::Error>>,
+        /// What the user can do.
+        fix: &'static str,
+    },
+    /// A child process failed; the others were stopped.
+    #[error("rank {rank} ended with {status}; its own output says why")]
+    Child {
+        /// The rank of the child.
+        rank: usize,
+        /// Its exit code or signal.
+        status: ExitStatus,
+    },
+    /// The layer below failed.
+    #[error(transparent)]
+    Device(#[from] gdsync::Error),
+}
+
+fn cause(source: &Option<Arc<io::Error>>) -> String {
+    source.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
+}
+
+impl Error {
+    pub(crate) fn launch(what: impl Into<String>, fix: &'static str) -> Self {
+        Self::Launch { what: what.into(), fix }
+    }
+
+    pub(crate) fn bootstrap(peer: impl Into<String>, what: impl Into<String>, fix: &'static str) -> Self {
+        Self::Bootstrap { peer: peer.into(), what: what.into(), source: None, fix }
+    }
+
+    pub(crate) fn bootstrap_os(
+        peer: impl Into<String>,
+        what: impl Into<String>,
+        source: io::Error,
+        fix: &'static str,
+    ) -> Self {
+        Self::Bootstrap { peer: peer.into(), what: what.into(), source: Some(Arc::new(source)), fix }
+    }
+
+    pub(crate) fn spawn(what: impl Into<String>, source: io::Error, fix: &'static str) -> Self {
+        Self::Spawn { what: what.into(), source: Some(Arc::new(source)), fix }
+    }
+}

@@ -1,0 +1,203 @@
+//! Starts the other ranks of a job as child processes on this host: no launcher, no port race.
+
+use std::env;
+use std::io;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
+use std::thread::sleep;
+use std::time::Duration;
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::launch::{Launch, Launcher};
+
+/// How often children are looked at while waiting for them.
+const TICK: Duration = Duration::from_millis(5);
+
+/// The child processes of rank 0: ranks 1 and up. Dropping it kills and reaps those that still run.
+#[derive(Debug)]
+pub struct Children(Vec<Child>);
+
+/// Makes this process rank 0 of `size`, and starts its own program with its own arguments for the
+/// other ranks. Pass the result to [`Bootstrap::root`](crate::bootstrap::Bootstrap::root).
+///
+/// The program must ask [`Launch::detect`] first, and call this only when no launcher is found.
+/// The children die with the calling *thread* (a rule of Linux), so call it from one that stays,
+/// best the main thread.
+///
+/// # Errors
+/// [`Error::Launch`] for a bad size or when this process belongs to a job of several ranks already (it
+/// would start children without end), [`Error::Spawn`] when the system refuses.
+pub fn spawn_self(size: usize) -> Result<(Launch, TcpListener, Children)> {
+    if let Some(launch) = Launch::detect()?.filter(|launch| launch.size > 1) {
+        return Err(Error::launch(
+            format!("this process is rank {} of {} already", launch.rank, launch.size),
+            "call Launch::detect first, and start processes only when it finds no launcher",
+        ));
+    }
+    let program = env::current_exe().map_err(|error| {
+        Error::spawn("find the path of this program", error, "mount /proc, or use spawn_command")
+    })?;
+    let arguments: Vec<_> = env::args_os().skip(1).collect();
+    spawn_command(size, |_| {
+        let mut command = Command::new(&program);
+        command.args(&arguments);
+        command
+    })
+}
+
+/// As [`spawn_self`], with the command that `command` gives for each rank from 1. The variables of
+/// [`launch`](crate::launch) are added to it; standard output and error are inherited unless it says
+/// otherwise.
+///
+/// # Errors
+/// [`Error::Launch`] for a size that is 0 or above 65536, [`Error::Spawn`] when the system refuses.
+pub fn spawn_command(
+    size: usize,
+    command: impl Fn(usize) -> Command,
+) -> Result<(Launch, TcpListener, Children)> {
+    let fix = "check that loopback networking works here";
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .map_err(|e| Error::spawn("listen at 127.0.0.1", e, fix))?;
+    let address = listener.local_addr().map_err(|e| Error::spawn("ask for the port", e, fix))?;
+    let launch = Launch {
+        rank: 0,
+        size,
+        local_rank: 0,
+        local_size: Some(size),
+        root: address.to_string(),
+        token: random()?,
+        launcher: Launcher::Env,
+    };
+    launch.check("rank", "size")?;
+    let parent = std::process::id();
+    let mut children = Children(Vec::new());
+    for rank in 1..size {
+        let mut command = command(rank);
+        for (name, value) in
+            [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)]
+        {
+            command.env(name, value.to_string());
+        }
+        command.env("MASTER_ADDR", address.ip().to_string());
+        command.env("MASTER_PORT", address.port().to_string());
+        command.env("GDSYNC_JOB_TOKEN", launch.token.to_string());
+        // A torchrun around us keeps another port than this one.
+        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
+        // SAFETY: between fork and exec the closure only makes two system calls and allocates nothing.
+        unsafe { command.pre_exec(move || die_with(parent)) };
+        let child = command.spawn().map_err(|error| {
+            let program = command.get_program().display();
+            Error::spawn(
+                format!("start rank {rank} ({program})"),
+                error,
+                "check the program and the process limit (ulimit -u)",
+            )
+        })?;
+        children.0.push(child);
+    }
+    Ok((launch, listener, children))
+}
+
+/// In the child: asks to be killed when the parent ends, and fails if it already has.
+fn die_with(parent: u32) -> io::Result<()> {
+    // SAFETY: PR_SET_PDEATHSIG takes a signal number and touches no memory.
+    if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: getppid has no arguments and cannot fail.
+    if unsafe { libc::getppid() }.cast_unsigned() != parent {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    Ok(())
+}
+
+fn random() -> Result<u64> {
+    let mut bytes = [0; 8];
+    // SAFETY: the buffer is exclusive and has the length that is passed.
+    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if usize::try_from(count) != Ok(bytes.len()) {
+        return Err(Error::spawn("getrandom", io::Error::last_os_error(), "use Linux 3.17 or newer"));
+    }
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+impl Children {
+    /// The process id of a rank, also after it ended; `None` for a rank that is no child.
+    pub fn pid(&self, rank: usize) -> Option<u32> {
+        self.0.get(rank.checked_sub(1)?).map(Child::id)
+    }
+
+    /// Kills a rank (SIGKILL); one that has ended already is left alone.
+    ///
+    /// # Errors
+    /// [`Error::Spawn`] for a rank that is no child, or when the system refuses.
+    pub fn kill(&mut self, rank: usize) -> Result<()> {
+        let count = self.0.len();
+        let what = || format!("kill rank {rank}; the children are ranks 1 to {count}");
+        let fix = "pass the rank of a child";
+        let child = rank.checked_sub(1).and_then(|index| self.0.get_mut(index));
+        let child = child.ok_or_else(|| Error::Spawn { what: what(), source: None, fix })?;
+        child.kill().map_err(|error| Error::spawn(what(), error, fix))
+    }
+
+    /// Looks, without waiting, whether a child has failed: [`Error::Child`] with its rank and status.
+    pub fn failed(&mut self) -> Option<Error> {
+        self.running().err()
+    }
+
+    /// Waits until all children have ended well. If not, the others are killed and reaped.
+    ///
+    /// # Errors
+    /// [`Error::Child`] for the first that ended with another code than 0 or by a signal,
+    /// [`Error::Deadline`] names those that still ran.
+    pub fn wait(mut self, timeout: Duration) -> Result<()> {
+        let deadline = Deadline::after(timeout);
+        loop {
+            let running = self.running()?;
+            if running.is_empty() {
+                return Ok(());
+            }
+            if deadline.is_over() {
+                return Err(
+                    deadline.error(format!("end of the children: waiting for {}", running.join(", ")))
+                );
+            }
+            sleep(TICK.min(deadline.remaining()));
+        }
+    }
+
+    /// The ranks that still run, or the error of one that ended badly.
+    fn running(&mut self) -> Result<Vec<String>> {
+        let mut running = Vec::new();
+        for (child, rank) in self.0.iter_mut().zip(1..) {
+            let status = child.try_wait().map_err(|error| {
+                Error::spawn(
+                    format!("wait for rank {rank}"),
+                    error,
+                    "let nothing else reap children of this process",
+                )
+            })?;
+            match status {
+                None => running.push(format!("rank {rank} (pid {})", child.id())),
+                Some(status) if status.success() => {}
+                Some(status) => return Err(Error::Child { rank, status }),
+            }
+        }
+        Ok(running)
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        // All are told before the first is waited for. A child that ended already makes no error here,
+        // and nothing can be done about any other.
+        for child in &mut self.0 {
+            let _ = child.kill();
+        }
+        for child in &mut self.0 {
+            let _ = child.wait();
+        }
+    }
+}
