@@ -79,7 +79,7 @@ impl Keys {
         write: bool,
     ) -> Result<(&Memory, usize), Syndrome> {
         let access = if write { Access::LOCAL_WRITE } else { Access::empty() };
-        self.find(key, pdn, addr, len, access).ok_or(Syndrome::LOCAL_PROTECTION)
+        self.find(key, pdn, addr, len, access).ok_or(Syndrome::LOC_PROT_ERR)
     }
 
     /// For a request of a peer.
@@ -91,7 +91,7 @@ impl Keys {
         len: usize,
         access: Access,
     ) -> Result<(&Memory, usize), Syndrome> {
-        self.find(key, pdn, addr, len, access).ok_or(Syndrome::REMOTE_ACCESS)
+        self.find(key, pdn, addr, len, access).ok_or(Syndrome::REM_ACCESS_ERR)
     }
 }
 
@@ -110,12 +110,12 @@ mod tests {
         let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ);
         let base = memory.addr();
         assert_eq!(keys.local(key, 7, base + 60, 40, true).unwrap().1, 60);
-        assert_eq!(keys.local(key, 7, base + 61, 40, true).unwrap_err(), Syndrome::LOCAL_PROTECTION);
+        assert_eq!(keys.local(key, 7, base + 61, 40, true).unwrap_err(), Syndrome::LOC_PROT_ERR);
         assert!(keys.local(key, 7, base - 1, 1, false).is_err());
         assert!(keys.local(key, 7, u64::MAX, usize::MAX, false).is_err());
         assert!(keys.local(key, 8, base, 1, false).is_err(), "another protection domain");
         assert!(keys.remote(key, 7, base, 1, Access::REMOTE_READ).is_ok());
-        assert_eq!(keys.remote(key, 7, base, 1, Access::REMOTE_WRITE).unwrap_err(), Syndrome::REMOTE_ACCESS);
+        assert_eq!(keys.remote(key, 7, base, 1, Access::REMOTE_WRITE).unwrap_err(), Syndrome::REM_ACCESS_ERR);
         for bit in 0..32 {
             assert!(keys.local(key ^ 1 << bit, 7, base, 1, false).is_err(), "bit {bit} of the key matters");
         }

@@ -1,1 +1,55 @@
-//! (placeholder)
+//! The software HCA: consumes mlx5 rings as a card would, where there is no card.
+//!
+//! It takes doorbells, fetches WQEs, checks state and keys, moves the bytes, writes CQEs, and fails as a card fails:
+//! RC order, acknowledge timeouts and retries, RNR NAKs, remote errors, flushes up to the doorbell record, completion
+//! queue overrun. What it is not: a model of a card's speed, of PCIe ordering, or of firmware. Vendor codes are 0.
+//!
+//! # Who runs it
+//!
+//! The HCA is a state behind a lock, and *whoever has time* runs a step of it: the thread that rings a doorbell
+//! (so that a small message is on the wire when `post_send` returns), a thread that polls a completion queue, a host
+//! stream that waits for a completion, and a service thread when nobody else does. The service thread sleeps while
+//! others poll, and sleeps on a bell in shared memory while nothing is to be done.
+//!
+//! # What wakes it
+//!
+//! - a doorbell rung by the CPU or by a host stream: at once, in the ringing thread;
+//! - a packet of another process: the sender rings the bell if somebody sleeps on it;
+//! - a timer of its own (retry, RNR, delayed packet);
+//! - a doorbell written by something that cannot call us, as a GPU: the library announces the send when it is
+//!   enqueued, and from then on the service thread looks at that doorbell, busy at first, then less often: never later
+//!   than an eighth of the time it has waited, and at most 5 ms;
+//! - a doorbell that nobody announced is found within 100 ms.
+//!
+//! # Peers
+//!
+//! Queue pairs of one process meet in memory. Other processes of the host are linked through shared memory, handed
+//! over an abstract Unix socket named after the [`Gid`]; both must belong to one user and one network namespace.
+//! When a process dies, its links report it at once: outstanding sends fail with a retry error, everything else is
+//! flushed. (A card would take its timeouts; a peer that only falls silent takes them here too.)
+
+mod core;
+mod cqs;
+mod event;
+mod fault;
+mod gid;
+mod keys;
+mod links;
+mod packet;
+mod qp;
+mod requester;
+mod responder;
+mod rung;
+mod service;
+mod soft;
+mod stats;
+mod wire;
+
+pub(crate) use event::CqEvent;
+pub use fault::FaultPlan;
+pub use gid::Gid;
+pub use soft::SoftHcaConfig;
+pub(crate) use soft::SoftHca;
+pub use stats::HcaStats;
+
+pub(crate) use crate::verbs::sq::low16;

@@ -77,12 +77,12 @@ impl SoftQp {
 
     /// The send producer index of the doorbell record, at or after `from`.
     pub(crate) fn send_record(&self, from: u64) -> u64 {
-        mlx5::extend16(from, self.record(mlx5::DBREC_SEND))
+        mlx5::extend16(from, self.record(mlx5::QP_DBREC_SEND))
     }
 
     /// The receive producer index of the doorbell record, at or after `from`.
     pub(crate) fn recv_record(&self, from: u64) -> u64 {
-        mlx5::extend16(from, self.record(mlx5::DBREC_RECV))
+        mlx5::extend16(from, self.record(mlx5::QP_DBREC_RECV))
     }
 
     /// Basic blocks of the send queue.
@@ -130,7 +130,7 @@ impl SoftQp {
         }
         let head = self.req.head();
         // Two forms are in use: the index of the last WQE with its opcode and size, or the next free index.
-        let last_wqe = doorbell.opcode != 0 || doorbell.ds != 0;
+        let last_wqe = doorbell.opcode != Opcode::NOP || doorbell.ds != 0;
         let mut target = mlx5::extend16(head, doorbell.index);
         if last_wqe {
             // The last WQE can lie behind `head` when it was fetched on an earlier doorbell.
@@ -151,7 +151,7 @@ impl SoftQp {
             // A card executes the work all the same, but a later error will not flush it.
             env.stats.violation("a doorbell was rung before its doorbell record was written");
             if env.strict {
-                self.fail(Syndrome::LOCAL_QP_OP, env);
+                self.fail(Syndrome::LOC_QP_OP_ERR, env);
                 return;
             }
         }
@@ -162,7 +162,9 @@ impl SoftQp {
     pub(crate) fn fail(&mut self, syndrome: Syndrome, env: &mut Env<'_>) {
         self.req.fail_front(syndrome);
         self.retire(env);
-        self.go_error(env);
+        if self.state != QpState::ERR {
+            self.go_error(env);
+        }
     }
 
     /// Goes to ERR: no more network, everything posted is flushed.
@@ -174,13 +176,13 @@ impl SoftQp {
     /// Flushes sends up to the doorbell record (not the doorbell: as a card does), and receives.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>) {
         while let Some((index, opcode)) = self.req.flush_pending() {
-            self.complete_send(index, opcode, Some(Syndrome::FLUSHED), 0, env);
+            self.complete_send(index, opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
         }
         let end = self.send_record(self.req.head());
         while self.req.head() < end && end - self.req.head() <= self.blocks() {
             let wqe = self.fetch(self.req.head());
             self.req.skip(wqe.blocks());
-            self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::FLUSHED), 0, env);
+            self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
         }
         let tail = self.resp.tail();
         let end = self.recv_record(tail);
@@ -188,7 +190,7 @@ impl SoftQp {
             for _ in tail..end {
                 let counter = self.resp.consume();
                 self.complete_recv(
-                    Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::FLUSHED, ..Cqe::default() },
+                    Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() },
                     counter,
                     env,
                 );
@@ -264,6 +266,6 @@ impl SoftQp {
         self.resp = Responder::default();
         self.remote = None;
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
-        self.doorbell.store(protocol::EMPTY);
+        self.doorbell.store(mlx5::EMPTY);
     }
 }

@@ -4,9 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{Atom32, Atom64};
-
-/// The value of a doorbell that nobody rang: the QPN in it is not a legal one.
-pub const EMPTY: u64 = u64::MAX;
+use crate::mlx5::EMPTY;
 
 /// Rings: publishes the producer index, then writes the doorbell. The WQEs must have been written before.
 pub fn ring_doorbell(record: &impl Atom32, pi: u32, doorbell: &impl Atom64, value: u64) {

@@ -1,9 +1,13 @@
 //! The few lock-free hand-overs the whole library stands on, written once and generic over the atomics,
-//! so that the code that runs is the code that `tests/loom.rs` explores exhaustively.
+//! so that the code that runs is the code that `tests/loom*.rs` explore exhaustively.
+//!
+//! Public for those tests only: this is not a stable API.
 
+pub mod bell;
 mod doorbell;
+pub mod record;
 
-pub use doorbell::{EMPTY, ring_doorbell, take_doorbell};
+pub use doorbell::{ring_doorbell, take_doorbell};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -15,6 +19,8 @@ pub trait Atom32 {
     fn store(&self, value: u32, order: Ordering);
     /// Atomic exchange.
     fn swap(&self, value: u32, order: Ordering) -> u32;
+    /// Atomic addition, modulo 2^32; returns the value before.
+    fn fetch_add(&self, value: u32, order: Ordering) -> u32;
     /// A fence of the same memory model.
     fn fence(order: Ordering);
 }
@@ -38,6 +44,9 @@ impl Atom32 for AtomicU32 {
     }
     fn swap(&self, value: u32, order: Ordering) -> u32 {
         self.swap(value, order)
+    }
+    fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
+        self.fetch_add(value, order)
     }
     fn fence(order: Ordering) {
         fence(order);

@@ -95,6 +95,10 @@ impl HostEngine {
 }
 
 impl Engine for HostEngine {
+    fn signals(&self) -> bool {
+        true
+    }
+
     fn kind(&self) -> &'static str {
         "host"
     }

@@ -350,7 +350,7 @@ impl CqInner {
 
     /// The operations that hold a stream for completion `n` and then move the consumer index past it.
     pub(crate) fn wait_ops(&self, n: u64, source: Arc<dyn Source>, ops: &mut Vec<Op>) {
-        let (cond, value): (Cond, u32) = mlx5::owner_wait(n, self.log);
+        let (cond, value): (Cond, u32) = mlx5::wait_condition(n, self.log);
         let at = self.word(&self.parts.ring, self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET);
         ops.push(Op::Wait32 { at, value, cond, source: Some(source) });
         ops.push(Op::Write32 { at: self.word(&self.parts.record, 0), value: mlx5::cq_ci_record(n + 1) });

@@ -244,7 +244,7 @@ pub struct QpBuilder {
     max_send_wr: usize,
     max_recv_wr: usize,
     max_send_sge: usize,
-    max_recv_sge: usize,
+    max_recv_sge: u32,
     max_inline: usize,
     connect: Connect,
 }
@@ -291,7 +291,7 @@ impl QpBuilder {
         /// SGEs of a send, 1 to 30 (default 1). More fit if the queue is not full.
         max_send_sge: usize => max_send_sge,
         /// SGEs of a receive, 1 to 32 (default 1).
-        max_recv_sge: usize => max_recv_sge,
+        max_recv_sge: u32 => max_recv_sge,
         /// Bytes of inline data, 0 to 512 (default 64).
         max_inline: usize => max_inline,
         /// What peers may do (default everything a region allows).
@@ -333,7 +333,7 @@ impl QpBuilder {
         check("max_send_wr", self.max_send_wr, 1..=32768, "1 to 32768")?;
         check("max_recv_wr", self.max_recv_wr, 1..=32768, "1 to 32768")?;
         check("max_send_sge", self.max_send_sge, 1..=30, "1 to 30")?;
-        check("max_recv_sge", self.max_recv_sge, 1..=32, "1 to 32")?;
+        check("max_recv_sge", self.max_recv_sge as usize, 1..=32, "1 to 32")?;
         check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
 
         // The largest request of each kind: control, remote address, then SGEs or inline data.

@@ -40,7 +40,7 @@ impl RecvQueue {
         record: &Memory,
     ) -> Result<Arc<Self>> {
         let entries = (ring.len() / stride) as u64;
-        let record = record.word32(mlx5::DBREC_RECV)?;
+        let record = record.word32(mlx5::QP_DBREC_RECV)?;
         Ok(Arc::new(Self { qp, cq, tracker, ring, stride, entries, record }))
     }
 

@@ -45,7 +45,7 @@ impl SendQueue {
         max_inline: usize,
     ) -> Result<Arc<Self>> {
         let blocks = (ring.len() / BB) as u64;
-        let record = record.word32(mlx5::DBREC_SEND)?;
+        let record = record.word32(mlx5::QP_DBREC_SEND)?;
         Ok(Arc::new(Self { qp, cq, tracker, ring, blocks, max_inline, record, doorbell }))
     }
 

@@ -159,7 +159,7 @@ pub struct CompletionError {
 impl CompletionError {
     /// Whether the request was only flushed because an earlier one, or the user, broke the queue pair.
     pub fn is_flush(&self) -> bool {
-        self.syndrome == Syndrome::FLUSHED
+        self.syndrome == Syndrome::WR_FLUSH_ERR
     }
 }
 
@@ -180,15 +180,15 @@ impl fmt::Display for CompletionError {
 /// What to look at first.
 fn hint(syndrome: Syndrome) -> &'static str {
     match syndrome {
-        Syndrome::LOCAL_LENGTH => "the message is longer than the buffers of the receive, or than the device allows",
-        Syndrome::LOCAL_QP_OP => "the work request is malformed or not allowed on this queue pair",
-        Syndrome::LOCAL_PROTECTION => "check lkey, range and LOCAL_WRITE of the memory region, and that it is registered",
-        Syndrome::FLUSHED => "an earlier failure or a stop of the queue pair flushed it; look for the first error",
-        Syndrome::REMOTE_INVALID_REQUEST => "the peer's receive was too short, or the operation is not enabled or misaligned there",
-        Syndrome::REMOTE_ACCESS => "check rkey, range and access rights of the peer's memory region and queue pair",
-        Syndrome::REMOTE_OPERATION => "the peer failed while handling the request; look at its error",
-        Syndrome::TRANSPORT_RETRY => "the peer does not answer: it died, its queue pair is gone or in error, or the network is down",
-        Syndrome::RNR_RETRY => "the peer posted no receive in time; post receives earlier, or raise rnr_retry",
+        Syndrome::LOC_LEN_ERR => "the message is longer than the buffers of the receive, or than the device allows",
+        Syndrome::LOC_QP_OP_ERR => "the work request is malformed or not allowed on this queue pair",
+        Syndrome::LOC_PROT_ERR => "check lkey, range and LOCAL_WRITE of the memory region, and that it is registered",
+        Syndrome::WR_FLUSH_ERR => "an earlier failure or a stop of the queue pair flushed it; look for the first error",
+        Syndrome::REM_INV_REQ_ERR => "the peer's receive was too short, or the operation is not enabled or misaligned there",
+        Syndrome::REM_ACCESS_ERR => "check rkey, range and access rights of the peer's memory region and queue pair",
+        Syndrome::REM_OP_ERR => "the peer failed while handling the request; look at its error",
+        Syndrome::RETRY_EXC_ERR => "the peer does not answer: it died, its queue pair is gone or in error, or the network is down",
+        Syndrome::RNR_RETRY_EXC_ERR => "the peer posted no receive in time; post receives earlier, or raise rnr_retry",
         _ => "see the device's documentation",
     }
 }

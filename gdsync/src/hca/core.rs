@@ -1,0 +1,345 @@
+//! The state of a software HCA, and one step of its work.
+
+use std::time::{Duration, Instant};
+
+use super::cqs::Cqs;
+use super::fault::Faults;
+use super::gid::Gid;
+use super::keys::Keys;
+use super::links::{Body, Links};
+use super::packet::Header;
+use super::qp::{Env, SoftQp};
+use super::rung::{MAX_QPS, Rung};
+use super::stats::HcaStats;
+use super::wire::{LinkEnds, RxRing};
+use crate::error::{Error, Result};
+use crate::mlx5::Syndrome;
+use crate::verbs::QpState;
+
+/// Packets taken from one link before others get their turn.
+const BURST: usize = 64;
+/// Steps between two looks at the clock.
+const STEPS: u32 = 64;
+/// Time between two looks at the timers.
+const TICK: Duration = Duration::from_micros(20);
+/// First QPN: small numbers would hide byte-order mistakes.
+const QPN_BASE: u32 = 0x4_0100;
+
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) keys: Keys,
+    pub(crate) cqs: Cqs,
+    pub(crate) faults: Faults,
+    pub(crate) stats: HcaStats,
+    links: Links,
+    rings: Vec<RxRing>,
+    /// Boxed, so that one is cheaply taken out while it works with the rest.
+    qps: Vec<Slot>,
+    /// Queue pairs with work or timers.
+    active: Vec<usize>,
+    /// Queue pairs whose doorbell will be written by something that cannot tell us, and up to which block.
+    watched: Vec<(usize, u64)>,
+    strict: bool,
+    steps: u32,
+    ticked: Instant,
+    held_back: bool,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    /// Changes with every queue pair in this slot, so that a stale packet does not meet its successor.
+    generation: u32,
+    qp: Option<Box<SoftQp>>,
+}
+
+/// The slot of a QPN.
+pub(super) fn index(qpn: u32) -> usize {
+    (qpn.wrapping_sub(QPN_BASE) as usize) % MAX_QPS
+}
+
+impl Core {
+    pub(crate) fn new(loopback: LinkEnds, strict: bool) -> Self {
+        let mut links = Links::default();
+        let rings = vec![links.add(loopback)];
+        Self {
+            keys: Keys::default(),
+            cqs: Cqs::default(),
+            faults: Faults::default(),
+            stats: HcaStats::default(),
+            links,
+            rings,
+            qps: Vec::new(),
+            active: Vec::new(),
+            watched: Vec::new(),
+            strict,
+            steps: 0,
+            ticked: Instant::now(),
+            held_back: false,
+        }
+    }
+
+    pub(crate) fn is_strict(&self) -> bool {
+        self.strict
+    }
+
+    /// Runs `work` on a queue pair together with everything it needs.
+    fn with<T>(&mut self, index: usize, work: impl FnOnce(&mut SoftQp, &mut Env<'_>) -> T) -> Option<T> {
+        let mut qp = self.qps.get_mut(index)?.qp.take()?;
+        let mut env = Env {
+            keys: &self.keys,
+            cqs: &mut self.cqs,
+            links: &mut self.links,
+            faults: &mut self.faults,
+            stats: &mut self.stats,
+            strict: self.strict,
+        };
+        let result = work(&mut qp, &mut env);
+        if !qp.active && qp.is_active() {
+            qp.active = true;
+            self.active.push(index);
+        }
+        self.qps[index].qp = Some(qp);
+        Some(result)
+    }
+
+    /// The index of a queue pair that exists.
+    fn find(&self, qpn: u32) -> Option<usize> {
+        let i = index(qpn);
+        self.qps.get(i).and_then(|slot| slot.qp.as_ref()).is_some_and(|qp| qp.qpn == qpn).then_some(i)
+    }
+
+    /// Adds a queue pair that `make` builds for a QPN.
+    pub(crate) fn add_qp(&mut self, make: impl FnOnce(u32) -> Box<SoftQp>) -> Result<()> {
+        let i = self.qps.iter().position(|slot| slot.qp.is_none()).unwrap_or(self.qps.len());
+        if i == MAX_QPS {
+            return Err(Error::invalid("queue pairs", MAX_QPS + 1, "at most 16384 on one software HCA"));
+        }
+        if i == self.qps.len() {
+            self.qps.push(Slot::default());
+        }
+        let slot = &mut self.qps[i];
+        slot.generation = slot.generation.wrapping_add(1) % 512;
+        let step = u32::try_from(MAX_QPS).expect("a small constant") * slot.generation;
+        slot.qp = Some(make(QPN_BASE + step + u32::try_from(i).expect("fewer than MAX_QPS")));
+        Ok(())
+    }
+
+    /// Removes a queue pair; what it held is returned, to be let go outside of locks.
+    pub(crate) fn remove_qp(&mut self, qpn: u32) -> Option<Box<SoftQp>> {
+        let i = self.find(qpn)?;
+        self.active.retain(|&a| a != i);
+        self.watched.retain(|&(w, _)| w != i);
+        self.qps[i].qp.take()
+    }
+
+    /// Runs `work` on the queue pair `qpn`.
+    pub(crate) fn with_qp<T>(&mut self, qpn: u32, work: impl FnOnce(&mut SoftQp, &mut Env<'_>) -> T) -> Option<T> {
+        let i = self.find(qpn)?;
+        self.with(i, work)
+    }
+
+    /// Takes the doorbell of a queue pair and starts its work.
+    pub(crate) fn ring(&mut self, qpn: u32) {
+        if let Some(i) = self.find(qpn) {
+            self.ring_index(i);
+        }
+        self.links.ring();
+    }
+
+    fn ring_index(&mut self, index: usize) {
+        self.with(index, |qp, env| {
+            qp.take_doorbell(env);
+            qp.advance(env);
+        });
+    }
+
+    /// Looks at this doorbell from now on, until it was rung up to `pi`.
+    pub(crate) fn watch(&mut self, qpn: u32, pi: u64) {
+        let Some(i) = self.find(qpn) else { return };
+        match self.watched.iter_mut().find(|(w, _)| *w == i) {
+            Some((_, until)) => *until = pi,
+            None => self.watched.push((i, pi)),
+        }
+    }
+
+    /// Whether a doorbell may be written that nobody tells us of.
+    pub(crate) fn is_watching(&self) -> bool {
+        !self.watched.is_empty()
+    }
+
+    /// Whether there is unfinished work or a running timer.
+    pub(crate) fn is_active(&self) -> bool {
+        !self.active.is_empty() || self.held_back
+    }
+
+    /// Whether a packet waits on any link.
+    pub(crate) fn has_packet(&mut self) -> bool {
+        self.rings.iter_mut().any(RxRing::has_record) || (0..self.rings.len()).any(|l| self.links.is_newly_dead(l))
+    }
+
+    /// A living link to `peer`.
+    pub(crate) fn link_to(&self, peer: Gid) -> Option<usize> {
+        self.links.find(peer)
+    }
+
+    pub(crate) fn add_link(&mut self, ends: LinkEnds) -> usize {
+        self.rings.push(self.links.add(ends));
+        self.rings.len() - 1
+    }
+
+    /// One step: doorbells, packets, sends, and now and then timers. Returns whether anything was done.
+    pub(crate) fn step(&mut self, rung: &Rung) -> bool {
+        let mut worked = false;
+        rung.drain(|i| {
+            self.ring_index(i);
+            worked = true;
+        });
+        if !self.watched.is_empty() {
+            worked |= self.look_at_watched();
+        }
+        for link in 0..self.rings.len() {
+            worked |= self.receive(link);
+        }
+        // Backwards, because finished ones are swapped out.
+        for at in (0..self.active.len()).rev() {
+            let i = self.active[at];
+            let state = self.with(i, |qp, env| {
+                let any = qp.advance(env) | qp.answer(env);
+                qp.active = qp.is_active();
+                (any, qp.active)
+            });
+            let (any, active) = state.unwrap_or((false, false));
+            worked |= any;
+            if !active {
+                self.active.swap_remove(at);
+            }
+        }
+        self.steps = self.steps.wrapping_add(1);
+        if self.steps.is_multiple_of(STEPS) && self.is_active() {
+            let now = Instant::now();
+            if now - self.ticked >= TICK {
+                self.tick(now);
+            }
+        }
+        self.links.ring();
+        worked
+    }
+
+    /// Runs the timers.
+    pub(crate) fn tick(&mut self, now: Instant) {
+        self.ticked = now;
+        self.held_back = self.links.tick(now);
+        for at in 0..self.active.len() {
+            let i = self.active[at];
+            self.with(i, |qp, env| qp.tick(now, env));
+        }
+        for link in 0..self.rings.len() {
+            if self.links.is_newly_dead(link) {
+                self.bury(link);
+            }
+        }
+    }
+
+    /// When the next timer expires.
+    pub(crate) fn next_timer(&self) -> Option<Instant> {
+        let qps = self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref());
+        qps.filter_map(|qp| qp.req.next_timer()).min()
+    }
+
+    /// Looks at every doorbell, for those that nobody announced.
+    pub(crate) fn look_at_all(&mut self) {
+        for i in 0..self.qps.len() {
+            self.ring_index(i);
+        }
+    }
+
+    fn look_at_watched(&mut self) -> bool {
+        let mut worked = false;
+        for at in (0..self.watched.len()).rev() {
+            let (i, until) = self.watched[at];
+            let before = self.stats.doorbells;
+            let head = self.with(i, |qp, env| {
+                qp.take_doorbell(env);
+                qp.advance(env);
+                qp.req.head()
+            });
+            worked |= self.stats.doorbells != before;
+            if head.is_none_or(|head| head >= until) {
+                self.watched.swap_remove(at);
+            }
+        }
+        worked
+    }
+
+    fn receive(&mut self, link: usize) -> bool {
+        let mut any = false;
+        for _ in 0..BURST {
+            let record = match self.rings[link].peek() {
+                Ok(Some(record)) => record,
+                Ok(None) => break,
+                Err(error) => {
+                    tracing::error!(%error, "software HCA: link taken down");
+                    self.bury(link);
+                    break;
+                }
+            };
+            any = true;
+            self.stats.packets_received += 1;
+            let header = Header::from_bytes(&record.header);
+            if !self.faults.is_dead() {
+                // The ring cannot be borrowed while the queue pair borrows the rest, so it steps aside.
+                let ring = self.rings.swap_remove(link);
+                self.dispatch(link, &header, &Body { ring: &ring, record: &record });
+                self.rings.push(ring);
+                let last = self.rings.len() - 1;
+                self.rings.swap(link, last);
+            }
+            if self.rings[link].pop(record) {
+                self.links.ring_one(link);
+            }
+        }
+        any
+    }
+
+    fn dispatch(&mut self, link: usize, header: &Header, body: &Body<'_>) {
+        let peer = self.links.peer(link);
+        let done = self.find(header.dst).and_then(|i| {
+            self.with(i, |qp, env| {
+                // Only the connected queue pair is heard.
+                let from = qp.remote.is_some_and(|r| r.qpn == header.src && Some(r.gid) == peer);
+                if from && header.is_response() {
+                    qp.answered(header, body, env);
+                    qp.advance(env);
+                } else if from {
+                    qp.requested(header, body, env);
+                }
+                from
+            })
+        });
+        if done != Some(true) {
+            self.stats.packets_discarded += 1;
+        }
+    }
+
+    /// The process at the other end of a link is gone: fails what is connected to it.
+    fn bury(&mut self, link: usize) {
+        let peer = self.links.peer(link);
+        self.links.take_down(link);
+        tracing::warn!(?peer, "software HCA: peer is gone");
+        for i in 0..self.qps.len() {
+            self.with(i, |qp, env| {
+                let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
+                if lost && matches!(qp.state, QpState::RTR | QpState::RTS) {
+                    qp.fail(Syndrome::RETRY_EXC_ERR, env);
+                }
+            });
+        }
+    }
+}
+
+impl SoftQp {
+    /// Whether the step has to come back to it.
+    fn is_active(&self) -> bool {
+        (self.state == QpState::RTS && self.req.is_active()) || self.resp.is_active()
+    }
+}

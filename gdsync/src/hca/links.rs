@@ -1,0 +1,196 @@
+//! The sending ends of the links to other HCAs, with the fault plan between the transport and the wire.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::fault::{Fate, Faults};
+use super::gid::Gid;
+use super::packet::Header;
+use super::stats::HcaStats;
+use super::wire::{Bell, Line, LinkEnds, Piece, Record, RxRing, TxRing};
+use crate::memory::Memory;
+
+/// The links of one HCA, in the order they were made; number 0 leads to itself.
+#[derive(Debug, Default)]
+pub(crate) struct Links(Vec<Link>);
+
+#[derive(Debug)]
+struct Link {
+    peer: Gid,
+    tx: TxRing,
+    bell: Bell,
+    line: Line,
+    /// The peer broke the ring, or its death was handled.
+    down: bool,
+    /// Packets were pushed since the peer's bell was last rung.
+    unrung: bool,
+    /// Packets that a fault holds back.
+    held: VecDeque<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    header: Header,
+    body: Vec<u8>,
+    /// `None`: until another packet has passed.
+    until: Option<Instant>,
+}
+
+/// The body of a packet, still in the ring.
+#[derive(Debug)]
+pub(crate) struct Body<'a> {
+    pub(crate) ring: &'a RxRing,
+    pub(crate) record: &'a Record,
+}
+
+impl Body<'_> {
+    pub(crate) fn len(&self) -> usize {
+        self.record.body_len
+    }
+
+    /// Copies a part that was checked against body and memory.
+    pub(crate) fn copy_to(&self, at: usize, memory: &Memory, offset: usize, len: usize) {
+        self.ring.copy_body_to(self.record, at, memory, offset, len).expect("checked against body and region");
+    }
+
+    /// The `i`-th 64-bit word, little-endian.
+    pub(crate) fn word(&self, i: usize) -> Option<u64> {
+        let mut bytes = [0; 8];
+        self.ring.read_body(self.record, 8 * i, &mut bytes).ok()?;
+        Some(u64::from_le_bytes(bytes))
+    }
+}
+
+impl Links {
+    /// Adds a link; the receiving end is returned.
+    pub(crate) fn add(&mut self, ends: LinkEnds) -> RxRing {
+        let LinkEnds { peer, tx, rx, bell, line } = ends;
+        self.0.push(Link { peer, tx, bell, line, down: false, unrung: false, held: VecDeque::new() });
+        rx
+    }
+
+    /// A living link to `peer`.
+    pub(crate) fn find(&self, peer: Gid) -> Option<usize> {
+        self.0.iter().position(|l| l.peer == peer && !l.down && l.line.is_alive())
+    }
+
+    pub(crate) fn peer(&self, index: usize) -> Option<Gid> {
+        self.0.get(index).map(|l| l.peer)
+    }
+
+    /// Whether the peer's process is gone and nobody has acted on it yet.
+    pub(crate) fn is_newly_dead(&self, index: usize) -> bool {
+        self.0.get(index).is_some_and(|l| !l.down && !l.line.is_alive())
+    }
+
+    /// Uses a link no more.
+    pub(crate) fn take_down(&mut self, index: usize) {
+        if let Some(link) = self.0.get_mut(index) {
+            link.down = true;
+            link.held.clear();
+        }
+    }
+
+    /// Sends a packet. Returns false when the link has no room now; a packet on a dead link is lost.
+    #[expect(clippy::too_many_arguments, reason = "a packet, its number for the fault plan, and the counters")]
+    pub(crate) fn send(
+        &mut self,
+        index: usize,
+        header: &Header,
+        ext: &[u8],
+        pieces: &[Piece<'_>],
+        number: u64,
+        faults: &mut Faults,
+        stats: &mut HcaStats,
+    ) -> bool {
+        let Some(link) = self.0.get_mut(index).filter(|l| !l.down) else { return true };
+        let fate = faults.fate(header.src, number);
+        if fate == Fate::Pass && link.held.is_empty() {
+            let sent = link.push(header, ext, pieces);
+            if sent {
+                stats.packets_sent += 1;
+                faults.count_packet();
+            }
+            return sent;
+        }
+        if fate != Fate::Pass {
+            stats.packets_faulted += 1;
+        }
+        let hold = |until| {
+            let mut body = ext.to_vec();
+            for piece in pieces {
+                let at = body.len();
+                body.resize(at + piece.len, 0);
+                piece.memory.read(piece.offset, &mut body[at..]).expect("pieces lie in their memory");
+            }
+            Held { header: *header, body, until }
+        };
+        match fate {
+            Fate::Drop => {}
+            Fate::Reorder => link.held.push_back(hold(None)),
+            Fate::Delay(by) => link.held.push_back(hold(Some(Instant::now() + by))),
+            Fate::Pass | Fate::Duplicate => {
+                if !link.push(header, ext, pieces) {
+                    return false;
+                }
+                if fate == Fate::Duplicate {
+                    link.push(header, ext, pieces);
+                }
+                link.release(|held| held.until.is_none());
+            }
+        }
+        stats.packets_sent += 1;
+        faults.count_packet();
+        true
+    }
+
+    /// Wakes the peers that packets were sent to.
+    pub(crate) fn ring(&mut self) {
+        for link in &mut self.0 {
+            if std::mem::take(&mut link.unrung) {
+                link.bell.ring();
+            }
+        }
+    }
+
+    /// Tells the peer of a link that it has room again.
+    pub(crate) fn ring_one(&self, index: usize) {
+        if let Some(link) = self.0.get(index) {
+            link.bell.ring();
+        }
+    }
+
+    /// Sends delayed packets whose time has come, and lonely reordered ones. Returns whether any are left.
+    pub(crate) fn tick(&mut self, now: Instant) -> bool {
+        let mut left = false;
+        for link in &mut self.0 {
+            link.release(|held| held.until.is_none_or(|until| now >= until));
+            left |= !link.held.is_empty();
+        }
+        left
+    }
+}
+
+impl Link {
+    fn push(&mut self, header: &Header, ext: &[u8], pieces: &[Piece<'_>]) -> bool {
+        match self.tx.try_push(&header.to_bytes(), ext, pieces) {
+            Ok(sent) => {
+                self.unrung |= sent;
+                sent
+            }
+            Err(error) => {
+                tracing::error!(peer = %self.peer, %error, "software HCA: link taken down");
+                self.down = true;
+                true
+            }
+        }
+    }
+
+    fn release(&mut self, due: impl Fn(&Held) -> bool) {
+        for held in std::mem::take(&mut self.held) {
+            if !(due(&held) && self.push(&held.header, &held.body, &[])) {
+                self.held.push_back(held);
+            }
+        }
+    }
+}

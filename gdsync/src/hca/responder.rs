@@ -1,0 +1,368 @@
+//! The receiving side of a queue pair: puts packets in order, places their bytes, answers.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+
+use smallvec::SmallVec;
+
+use super::links::Body;
+use super::low16;
+use super::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
+use super::qp::{Env, SoftQp};
+use super::wire::Piece;
+use crate::mlx5::{self, Cqe, CqeOpcode, DataSeg, Syndrome};
+use crate::verbs::{Access, QpAttr, QpState};
+
+/// Old values of atomics kept, for requests that come again. More than a peer may have outstanding (16).
+const REPLAYS: usize = 32;
+
+#[derive(Debug, Default)]
+pub(crate) struct Responder {
+    /// The packet that must come next.
+    expected: u32,
+    /// Receives consumed.
+    tail: u64,
+    /// Receives posted, as last read from the doorbell record.
+    posted: u64,
+    /// The receive a SEND of several packets goes into.
+    current: Option<Current>,
+    answers: VecDeque<Answer>,
+    /// A gap was reported and has not been filled.
+    gap: bool,
+    replays: VecDeque<(u32, u64)>,
+    rnr_timer: u8,
+    max_reads: usize,
+}
+
+#[derive(Debug)]
+struct Current {
+    counter: u16,
+    sges: SmallVec<[DataSeg; 4]>,
+    received: usize,
+}
+
+/// Something to tell the requester, in order.
+#[derive(Clone, Copy, Debug)]
+enum Answer {
+    Ack(u32),
+    Nak { psn: u32, code: u8, arg: u32 },
+    Read { psn: u32, rkey: u32, addr: u64, left: usize },
+    Atomic { psn: u32, value: u64 },
+}
+
+/// Why a request was not done.
+enum Refusal {
+    /// Nothing was posted to receive it.
+    NotReady,
+    /// The requester's fault; this side goes to ERR.
+    Remote(Syndrome),
+    /// The receive failed: its completion, and what the requester is told.
+    Receive { counter: u16, local: Syndrome, remote: Syndrome },
+}
+
+impl Responder {
+    pub(crate) fn expect(&mut self, psn: u32) {
+        self.expected = psn;
+    }
+
+    pub(crate) fn configure(&mut self, attr: &QpAttr) {
+        self.rnr_timer = attr.min_rnr_timer.unwrap_or(self.rnr_timer);
+        self.max_reads = attr.max_dest_rd_atomic.map_or(self.max_reads, usize::from);
+    }
+
+    pub(crate) fn tail(&self) -> u64 {
+        self.tail
+    }
+
+    /// Takes the next receive and returns its counter.
+    pub(crate) fn consume(&mut self) -> u16 {
+        let counter = low16(self.tail);
+        self.tail += 1;
+        counter
+    }
+
+    /// The queue pair is in ERR: what was half received is gone. Answers still go out.
+    pub(crate) fn stop(&mut self) {
+        self.current = None;
+    }
+
+    pub(crate) fn is_active(&self) -> bool {
+        !self.answers.is_empty()
+    }
+
+    fn ack(&mut self, through: u32) {
+        match self.answers.back_mut() {
+            Some(Answer::Ack(psn)) => *psn = through,
+            _ => self.answers.push_back(Answer::Ack(through)),
+        }
+    }
+}
+
+impl SoftQp {
+    /// A request of the peer.
+    pub(crate) fn requested(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+        if !matches!(self.state, QpState::RTR | QpState::RTS) {
+            env.stats.packets_discarded += 1;
+            return;
+        }
+        let distance = ahead(header.psn, self.resp.expected);
+        if distance > 0 {
+            env.stats.packets_discarded += 1;
+            if !std::mem::replace(&mut self.resp.gap, true) {
+                let psn = self.resp.expected;
+                self.resp.answers.push_back(Answer::Nak { psn, code: packet::NAK_SEQUENCE, arg: 0 });
+            }
+        } else if distance < 0 {
+            env.stats.packets_discarded += 1;
+            self.repeated(header, body, env);
+        } else {
+            self.resp.gap = false;
+            match self.execute(header, body, env) {
+                Ok(packets) => self.resp.expected = self.resp.expected.wrapping_add(packets),
+                Err(refusal) => self.refuse(header.psn, &refusal, env),
+            }
+        }
+        self.answer(env);
+    }
+
+    fn refuse(&mut self, psn: u32, refusal: &Refusal, env: &mut Env<'_>) {
+        let nak = |code, arg| Answer::Nak { psn, code, arg };
+        match *refusal {
+            Refusal::NotReady => {
+                env.stats.rnr_naks += 1;
+                self.resp.answers.push_back(nak(packet::NAK_RNR, u32::from(self.resp.rnr_timer)));
+            }
+            Refusal::Remote(syndrome) => {
+                self.resp.answers.push_back(nak(syndrome.0, 0));
+                self.go_error(env);
+            }
+            Refusal::Receive { counter, local, remote } => {
+                self.resp.answers.push_back(nak(remote.0, 0));
+                let cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: local, ..Cqe::default() };
+                self.complete_recv(cqe, counter, env);
+                self.go_error(env);
+            }
+        }
+    }
+
+    /// A request that was done before: its answer was lost, or the network doubled it.
+    fn repeated(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+        match header.op {
+            PacketOp::READ => {
+                if let Err(refusal) = self.read(header, body, env) {
+                    self.refuse(header.psn, &refusal, env);
+                }
+            }
+            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
+                if let Some(&(psn, value)) = self.resp.replays.iter().find(|(psn, _)| *psn == header.psn) {
+                    self.resp.answers.push_back(Answer::Atomic { psn, value });
+                }
+            }
+            _ => self.resp.ack(self.resp.expected.wrapping_sub(1)),
+        }
+    }
+
+    /// Does a request. Returns how many sequence numbers it used.
+    fn execute(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
+        match header.op {
+            PacketOp::SEND => self.receive(header, body, env)?,
+            PacketOp::WRITE => self.written(header, body, env)?,
+            PacketOp::READ => return self.read(header, body, env),
+            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
+                self.atomic(header, body, env)?;
+                return Ok(1);
+            }
+            _ => return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)),
+        }
+        // Long messages are acknowledged on the way, so that the sender's window moves.
+        if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
+            self.resp.ack(header.psn);
+        }
+        Ok(1)
+    }
+
+    fn has_receive(&mut self) -> bool {
+        if self.resp.posted == self.resp.tail {
+            self.resp.posted = self.recv_record(self.resp.tail);
+        }
+        self.resp.posted > self.resp.tail
+    }
+
+    /// The buffers of the next receive.
+    fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
+        let entries = 1u64 << self.request.log_rq;
+        let at = usize::try_from(self.resp.tail & (entries - 1)).expect("a ring index fits");
+        let mut wqe = [0; mlx5::MAX_WQE_BYTES];
+        let wqe = &mut wqe[..self.request.rq_stride];
+        self.rq.read(at * self.request.rq_stride, wqe).expect("entries lie in the ring");
+        mlx5::decode_recv(wqe).collect()
+    }
+
+    fn receive(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
+        if header.flags & packet::FIRST != 0 {
+            if !self.has_receive() {
+                return Err(Refusal::NotReady);
+            }
+            let sges = self.next_receive();
+            let counter = self.resp.consume();
+            self.resp.current = Some(Current { counter, sges, received: 0 });
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
+            }
+        }
+        let Some(mut current) = self.resp.current.take() else {
+            return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
+        };
+        let counter = current.counter;
+        let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
+        let failed = |local, remote| Refusal::Receive { counter, local, remote };
+        if current.received + body.len() > capacity {
+            return Err(failed(Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
+        }
+        self.scatter(current.sges.iter().copied(), current.received, body, 0, env)
+            .map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
+        current.received += body.len();
+        if header.flags & packet::LAST == 0 {
+            self.resp.current = Some(current);
+            return Ok(());
+        }
+        let with_imm = header.flags & packet::IMM != 0;
+        let opcode = if with_imm { CqeOpcode::RESP_SEND_IMM } else { CqeOpcode::RESP_SEND };
+        self.received(opcode, current.received, counter, header, env);
+        Ok(())
+    }
+
+    fn received(&mut self, opcode: CqeOpcode, bytes: usize, counter: u16, header: &Header, env: &mut Env<'_>) {
+        let cqe = Cqe {
+            opcode,
+            byte_cnt: u32::try_from(bytes).expect("messages are at most 1 GiB"),
+            imm: header.imm,
+            solicited: header.flags & packet::SOLICITED != 0,
+            ..Cqe::default()
+        };
+        self.complete_recv(cqe, counter, env);
+    }
+
+    fn allow(&self, access: Access) -> Result<(), Refusal> {
+        if self.access.contains(access) { Ok(()) } else { Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)) }
+    }
+
+    fn written(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
+        self.allow(Access::REMOTE_WRITE)?;
+        let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
+        if notify && !self.has_receive() {
+            return Err(Refusal::NotReady);
+        }
+        let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        let len = body.len() - 8;
+        // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).
+        if len > 0 {
+            let (memory, offset) = env
+                .keys
+                .remote(header.rkey, self.request.pdn, addr, len, Access::REMOTE_WRITE)
+                .map_err(Refusal::Remote)?;
+            body.copy_to(8, memory, offset, len);
+        }
+        // The immediate's receive reports the length of the whole message.
+        let so_far = self.resp.current.take().map_or(0, |c| c.received) + len;
+        if notify {
+            let counter = self.resp.consume();
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
+            }
+            self.received(CqeOpcode::RESP_WR_IMM, so_far, counter, header, env);
+        } else if header.flags & packet::LAST == 0 {
+            self.resp.current = Some(Current { counter: 0, sges: SmallVec::new(), received: so_far });
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
+        self.allow(Access::REMOTE_READ)?;
+        let reads = self.resp.answers.iter().filter(|a| matches!(a, Answer::Read { .. })).count();
+        let addr = body.word(0).filter(|_| reads < self.resp.max_reads.max(1));
+        let addr = addr.ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        let left = header.len as usize;
+        env.keys
+            .remote(header.rkey, self.request.pdn, addr, left, Access::REMOTE_READ)
+            .map_err(Refusal::Remote)?;
+        self.resp.answers.push_back(Answer::Read { psn: header.psn, rkey: header.rkey, addr, left });
+        Ok(segments(left))
+    }
+
+    fn atomic(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
+        self.allow(Access::REMOTE_ATOMIC)?;
+        let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
+        let [addr, a, b] = [0, 1, 2].map(|i| body.word(i));
+        let (addr, a, b) = (addr.ok_or_else(invalid)?, a.ok_or_else(invalid)?, b.ok_or_else(invalid)?);
+        if !addr.is_multiple_of(8) {
+            return Err(invalid());
+        }
+        let (memory, offset) = env
+            .keys
+            .remote(header.rkey, self.request.pdn, addr, 8, Access::REMOTE_ATOMIC)
+            .map_err(Refusal::Remote)?;
+        let word = memory.atomic64(offset).map_err(|_| invalid())?;
+        let value = if header.op == PacketOp::FETCH_ADD {
+            word.fetch_add(a, Ordering::AcqRel)
+        } else {
+            word.compare_exchange(a, b, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|old| old)
+        };
+        if self.resp.replays.len() == REPLAYS {
+            self.resp.replays.pop_front();
+        }
+        self.resp.replays.push_back((header.psn, value));
+        self.resp.answers.push_back(Answer::Atomic { psn: header.psn, value });
+        Ok(())
+    }
+
+    /// Sends the answers that are due, as far as the link has room. Returns whether any went out.
+    pub(crate) fn answer(&mut self, env: &mut Env<'_>) -> bool {
+        let Some(remote) = self.remote else { return false };
+        let mut any = false;
+        while let Some(&answer) = self.resp.answers.front() {
+            let mut header = Header::new(PacketOp::ACK, remote.qpn, self.qpn, 0);
+            let mut ext = [0; 8];
+            let mut words = 0;
+            let mut piece = None;
+            let mut rest = None;
+            match answer {
+                Answer::Ack(psn) => header.psn = psn,
+                Answer::Nak { psn, code, arg } => {
+                    (header.op, header.psn, header.code, header.len) = (PacketOp::NAK, psn, code, arg);
+                }
+                Answer::Atomic { psn, value } => {
+                    (header.op, header.psn) = (PacketOp::ATOMIC_RESPONSE, psn);
+                    ext = value.to_le_bytes();
+                    words = 8;
+                }
+                Answer::Read { psn, rkey, addr, left } => {
+                    (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
+                    let len = left.min(SEGMENT);
+                    match env.keys.remote(rkey, self.request.pdn, addr, len, Access::REMOTE_READ) {
+                        Ok((memory, offset)) => piece = Some(Piece { memory, offset, len }),
+                        Err(syndrome) => {
+                            // The region went away between request and answer.
+                            self.resp.answers.pop_front();
+                            self.refuse(psn, &Refusal::Remote(syndrome), env);
+                            continue;
+                        }
+                    }
+                    let addr = addr + len as u64;
+                    rest = (left > len).then(|| Answer::Read { psn: psn.wrapping_add(1), rkey, addr, left: left - len });
+                }
+            }
+            let link = self.link;
+            if !env.links.send(link, &header, &ext[..words], piece.as_slice(), self.packets, env.faults, env.stats) {
+                break;
+            }
+            self.packets += 1;
+            any = true;
+            match rest {
+                Some(rest) => self.resp.answers[0] = rest,
+                None => drop(self.resp.answers.pop_front()),
+            }
+        }
+        any
+    }
+}

@@ -1,0 +1,284 @@
+//! The software HCA as a device: the control path, and who may run a step when.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::core::{self, Core};
+use super::event::CqEvent;
+use super::fault::{FaultPlan, Faults};
+use super::gid::Gid;
+use super::qp::SoftQp;
+use super::requester::Requester;
+use super::responder::Responder;
+use super::rung::Rung;
+use super::service::{self, Service};
+use super::stats::HcaStats;
+use super::wire::{Bell, Port};
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+use crate::mlx5::{self, BB, CQE_SIZE, INITIAL_CQE};
+use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
+use crate::verbs::{Access, QpAttr, QpState};
+
+/// How a software HCA is set up.
+#[derive(Clone, Debug, Default)]
+pub struct SoftHcaConfig {
+    /// Treats what a card would punish as an error (doorbell before record, wrong owner bits, signature, reserved bits).
+    pub strict: bool,
+    /// Faults from the start.
+    pub faults: FaultPlan,
+}
+
+impl SoftHcaConfig {
+    /// From the environment: `GDSYNC_STRICT=1`, and `GDSYNC_FAULTS` as [`FaultPlan`] reads it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a value that cannot be read.
+    pub fn from_env() -> Result<Self> {
+        let strict = match std::env::var("GDSYNC_STRICT").as_deref() {
+            Err(_) | Ok("" | "0") => false,
+            Ok("1") => true,
+            Ok(other) => return Err(Error::invalid("GDSYNC_STRICT", other, "0 or 1")),
+        };
+        let faults = std::env::var("GDSYNC_FAULTS").unwrap_or_default().parse()?;
+        Ok(Self { strict, faults })
+    }
+}
+
+/// A software HCA. Dropping it ends its threads and links.
+#[derive(Debug)]
+pub(crate) struct SoftHca {
+    shared: Arc<Shared>,
+    _service: Service,
+}
+
+/// What the service thread shares with everybody who calls in.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) gid: Gid,
+    pub(super) core: Mutex<Core>,
+    pub(super) rung: Rung,
+    pub(super) port: Port,
+    pub(super) bell: Bell,
+    /// Steps run by threads other than the service thread.
+    pub(super) lent: AtomicU64,
+    /// Unfinished work was seen when the core was last let go.
+    pub(super) busy: AtomicBool,
+    pub(super) duty: Mutex<service::Duty>,
+    pub(super) duty_changed: Condvar,
+    next_pd: AtomicU64,
+}
+
+impl Shared {
+    /// Lets the core go and acts on what others noted meanwhile.
+    pub(super) fn settle(&self, core: MutexGuard<'_, Core>) {
+        let mut core = core;
+        loop {
+            self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
+            drop(core);
+            if !self.rung.is_noted() {
+                return;
+            }
+            match self.core.try_lock() {
+                Some(again) => core = again,
+                None => return,
+            }
+            self.accept(&mut core);
+            core.step(&self.rung);
+        }
+    }
+
+    pub(super) fn accept(&self, core: &mut Core) {
+        if self.port.has_accepted() {
+            for ends in self.port.take_accepted() {
+                core.add_link(ends);
+            }
+        }
+    }
+
+    /// Runs a step if nobody else does. `None` when somebody does.
+    pub(super) fn try_step(&self) -> Option<bool> {
+        let mut core = self.core.try_lock()?;
+        self.accept(&mut core);
+        let worked = core.step(&self.rung);
+        self.settle(core);
+        Some(worked)
+    }
+}
+
+impl SoftHca {
+    pub(crate) fn start(config: &SoftHcaConfig) -> Result<Self> {
+        config.faults.check()?;
+        let gid = Gid::random()?;
+        let bell = Bell::create()?;
+        let port = Port::open(gid, bell.clone())?;
+        let mut core = Core::new(port.loopback()?, config.strict);
+        core.faults = Faults::new(config.faults.clone());
+        let shared = Arc::new(Shared {
+            gid,
+            core: Mutex::new(core),
+            rung: Rung::default(),
+            port,
+            bell,
+            lent: AtomicU64::new(0),
+            busy: AtomicBool::new(false),
+            duty: Mutex::default(),
+            duty_changed: Condvar::new(),
+            next_pd: AtomicU64::new(0x21),
+        });
+        let service = Service::start(shared.clone())?;
+        Ok(Self { shared, _service: service })
+    }
+
+    /// The link to `peer`, made if there is none.
+    fn link(&self, peer: Gid, timeout: Duration) -> Result<usize> {
+        if peer == self.shared.gid {
+            return Ok(0);
+        }
+        let mut core = self.shared.core.lock();
+        self.shared.accept(&mut core);
+        if let Some(link) = core.link_to(peer) {
+            return Ok(link);
+        }
+        // Not under the lock: the peer answers from a thread of its own, but that takes a while.
+        drop(core);
+        let ends = self.shared.port.connect(peer, timeout)?;
+        Ok(self.shared.core.lock().add_link(ends))
+    }
+}
+
+impl Provider for SoftHca {
+    fn gid(&self) -> Gid {
+        self.shared.gid
+    }
+
+    fn alloc_pd(&self) -> Result<u32> {
+        let pdn = self.shared.next_pd.fetch_add(1, Ordering::Relaxed);
+        u32::try_from(pdn).map_err(|_| Error::invalid("protection domains", pdn, "fewer than 2^32"))
+    }
+
+    fn dealloc_pd(&self, _pdn: u32) {}
+
+    fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
+        let key = self.shared.core.lock().keys.register(pdn, memory, access);
+        Ok(MrKeys { lkey: key, rkey: key })
+    }
+
+    fn dereg_mr(&self, keys: MrKeys) {
+        let memory = self.shared.core.lock().keys.deregister(keys.lkey);
+        drop(memory);
+    }
+
+    fn create_cq(&self, log_entries: u32) -> Result<CqParts> {
+        let ring = Memory::alloc(CQE_SIZE << log_entries)?;
+        for slot in 0..1usize << log_entries {
+            ring.write(slot * CQE_SIZE, &INITIAL_CQE)?;
+        }
+        let record = Memory::alloc(mlx5::CQ_DBREC_SIZE)?;
+        let event = Arc::new(CqEvent::default());
+        // Overrun is ignored, as gdsync asks of a card too: work is only posted with a slot set aside for its completion.
+        let cqn = self.shared.core.lock().cqs.create(ring.clone(), record.clone(), event.clone(), log_entries, true);
+        Ok(CqParts { cqn, ring, record, event })
+    }
+
+    fn destroy_cq(&self, cqn: u32) {
+        self.shared.core.lock().cqs.destroy(cqn);
+    }
+
+    fn create_qp(&self, request: &QpRequest) -> Result<QpParts> {
+        let sq = Memory::alloc(BB << request.log_sq)?;
+        let rq = Memory::alloc(request.rq_stride << request.log_rq)?;
+        let record = Memory::alloc(mlx5::QP_DBREC_SIZE)?;
+        // A page of registers for every queue pair: doorbells of two never overwrite each other.
+        let page = Memory::alloc(4096)?;
+        let doorbell = page.word64(mlx5::BF_OFFSET)?;
+        doorbell.store(mlx5::EMPTY);
+        let [p0, p1, p2, ..] = Gid::random()?.0[1..] else { unreachable!("a GID has 16 bytes") };
+        let psn = u32::from_be_bytes([0, p0, p1, p2]);
+        let mut qpn = 0;
+        let make = |number| {
+            qpn = number;
+            Box::new(SoftQp {
+                qpn,
+                psn,
+                request: *request,
+                state: QpState::RESET,
+                access: Access::empty(),
+                remote: None,
+                link: 0,
+                sq: sq.clone(),
+                rq: rq.clone(),
+                record: record.clone(),
+                doorbell: doorbell.clone(),
+                req: Requester::new(psn),
+                resp: Responder::default(),
+                packets: 0,
+                active: false,
+            })
+        };
+        self.shared.core.lock().add_qp(make)?;
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell })
+    }
+
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<()> {
+        let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
+        let mut core = self.shared.core.lock();
+        let result = core.with_qp(qpn, |qp, env| qp.modify(attr, link, env));
+        self.shared.settle(core);
+        result.unwrap_or_else(|| Err(Error::invalid("QPN", qpn, "a queue pair of this HCA")))
+    }
+
+    fn destroy_qp(&self, qpn: u32) {
+        let qp = self.shared.core.lock().remove_qp(qpn);
+        drop(qp);
+    }
+
+    fn ring(&self, qpn: u32) {
+        match self.shared.core.try_lock() {
+            Some(mut core) => {
+                core.ring(qpn);
+                self.shared.settle(core);
+            }
+            None => {
+                self.shared.rung.insert(core::index(qpn));
+                // Whoever holds the core looks at the notes after letting it go; if that was just before this one
+                // was left, the core is free now.
+                if let Some(core) = self.shared.core.try_lock() {
+                    self.shared.settle(core);
+                }
+            }
+        }
+        self.shared.lent.fetch_add(1, Ordering::Relaxed);
+        self.shared.wake_if_unattended();
+    }
+
+    fn watch(&self, qpn: u32, pi: u64) {
+        let mut core = self.shared.core.lock();
+        core.watch(qpn, pi);
+        self.shared.settle(core);
+        self.shared.wake_if_unattended();
+    }
+
+    fn progress(&self) -> bool {
+        let worked = self.shared.try_step();
+        self.shared.lent.fetch_add(1, Ordering::Relaxed);
+        worked.unwrap_or(false)
+    }
+
+    fn leave(&self) {
+        self.shared.take_over();
+    }
+
+    fn inject(&self, plan: FaultPlan) -> Result<()> {
+        plan.check()?;
+        self.shared.core.lock().faults = Faults::new(plan);
+        Ok(())
+    }
+
+    fn stats(&self) -> HcaStats {
+        self.shared.core.lock().stats.clone()
+    }
+}

@@ -1,0 +1,146 @@
+//! File descriptors between processes: memory files that cannot shrink, and messages that carry them.
+
+use std::ffi::CStr;
+use std::io;
+use std::mem::zeroed;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+use crate::error::{Error, Result};
+
+/// The most descriptors of a message.
+const MAX_FDS: usize = 2;
+/// Room for the control message of that many, with some to notice when there are more.
+const CONTROL: usize = 64;
+
+/// A memory file of `size` bytes that nobody can shrink or grow: mapping it cannot fault later.
+pub(super) fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
+    const FIX: &str = "raise the limit of open files (ulimit -n) or free memory";
+    // SAFETY: the name is a C string.
+    let raw = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    if raw < 0 {
+        return Err(Error::last_os("memfd_create", FIX));
+    }
+    // SAFETY: the descriptor is fresh and nobody else's.
+    let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+    let length = libc::off_t::try_from(size).map_err(|_| Error::invalid("memory file size", size, "less than 2^63"))?;
+    // SAFETY: a plain call on a valid descriptor.
+    if unsafe { libc::ftruncate(raw, length) } != 0 {
+        return Err(Error::last_os("ftruncate", FIX));
+    }
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: a plain call on a valid descriptor.
+    if unsafe { libc::fcntl(raw, libc::F_ADD_SEALS, seals) } != 0 {
+        return Err(Error::last_os("fcntl(F_ADD_SEALS)", "use Linux 3.17 or newer"));
+    }
+    Ok(fd)
+}
+
+/// Checks that a peer's file holds `size` bytes for ever.
+pub(super) fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
+    // SAFETY: a plain call on a valid descriptor.
+    let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+    if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
+        return Err(Error::invalid("peer's memory file", seals, "a memfd sealed against shrinking"));
+    }
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut stat: libc::stat = unsafe { zeroed() };
+    // SAFETY: `stat` is valid for writing.
+    if unsafe { libc::fstat(fd.as_raw_fd(), &raw mut stat) } != 0 {
+        return Err(Error::last_os("fstat", "report this"));
+    }
+    if usize::try_from(stat.st_size).is_ok_and(|got| got >= size) {
+        Ok(())
+    } else {
+        Err(Error::invalid("peer's memory file size", stat.st_size, "the size of the structure in it"))
+    }
+}
+
+/// The effective user of the process at the other end.
+pub(super) fn peer_uid(stream: &UnixStream) -> io::Result<libc::uid_t> {
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut cred: libc::ucred = unsafe { zeroed() };
+    let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("a small structure");
+    let fd = stream.as_raw_fd();
+    // SAFETY: `cred` and `len` are valid for writing and `len` says how much.
+    let rc = unsafe {
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut cred).cast(), &raw mut len)
+    };
+    if rc == 0 { Ok(cred.uid) } else { Err(io::Error::last_os_error()) }
+}
+
+#[repr(C, align(8))]
+struct Control([u8; CONTROL]);
+
+fn header(iov: &mut libc::iovec, control: &mut Control, control_len: usize) -> libc::msghdr {
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut message: libc::msghdr = unsafe { zeroed() };
+    message.msg_iov = iov;
+    message.msg_iovlen = 1;
+    message.msg_control = control.0.as_mut_ptr().cast();
+    message.msg_controllen = control_len;
+    message
+}
+
+/// Sends `bytes` with one or two descriptors.
+pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
+    let payload = u32::try_from(size_of_val(fds)).expect("two descriptors");
+    let mut control = Control([0; CONTROL]);
+    // SAFETY: pure arithmetic.
+    let space = unsafe { libc::CMSG_SPACE(payload) } as usize;
+    assert!(space <= CONTROL && fds.len() <= MAX_FDS, "the control buffer holds {MAX_FDS} descriptors");
+    let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let message = header(&mut iov, &mut control, space);
+    // SAFETY: the control buffer is aligned and large enough for one header, so the result is not null.
+    let cmsg = unsafe { &mut *libc::CMSG_FIRSTHDR(&raw const message) };
+    cmsg.cmsg_level = libc::SOL_SOCKET;
+    cmsg.cmsg_type = libc::SCM_RIGHTS;
+    // SAFETY: pure arithmetic.
+    cmsg.cmsg_len = unsafe { libc::CMSG_LEN(payload) } as usize;
+    // SAFETY: the header is valid.
+    let data = unsafe { libc::CMSG_DATA(cmsg) };
+    // SAFETY: `CMSG_SPACE` made room for the descriptors behind the header.
+    unsafe { data.copy_from_nonoverlapping(fds.as_ptr().cast(), size_of_val(fds)) };
+    // SAFETY: the message points to live buffers of the stated lengths.
+    let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+    match usize::try_from(sent) {
+        Ok(n) if n == bytes.len() => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Receives one message and its descriptors. More than fit are closed by the kernel, which fails the call.
+pub(super) fn receive(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut control = Control([0; CONTROL]);
+    let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    let mut message = header(&mut iov, &mut control, CONTROL);
+    // SAFETY: the message points to live buffers of the stated lengths.
+    let got = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    let Ok(got) = usize::try_from(got) else { return Err(io::Error::last_os_error()) };
+    let mut fds = Vec::new();
+    // SAFETY: the kernel filled the control buffer in.
+    let mut cmsg = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    while !cmsg.is_null() {
+        // SAFETY: not null, so it points into the control buffer.
+        let head = unsafe { cmsg.read() };
+        if head.cmsg_level == libc::SOL_SOCKET && head.cmsg_type == libc::SCM_RIGHTS {
+            // SAFETY: pure arithmetic.
+            let data_len = head.cmsg_len.saturating_sub(unsafe { libc::CMSG_LEN(0) } as usize);
+            // SAFETY: the header is valid.
+            let data = unsafe { libc::CMSG_DATA(cmsg) }.cast::<RawFd>();
+            for i in 0..data_len / size_of::<RawFd>() {
+                // SAFETY: the kernel wrote that many descriptors; `Control` aligns them.
+                let raw = unsafe { data.add(i).read() };
+                // SAFETY: the kernel gave us this descriptor.
+                fds.push(unsafe { OwnedFd::from_raw_fd(raw) });
+            }
+        }
+        // SAFETY: both point to what the kernel filled in.
+        cmsg = unsafe { libc::CMSG_NXTHDR(&raw const message, cmsg) };
+    }
+    if message.msg_flags & libc::MSG_CTRUNC != 0 || fds.len() > MAX_FDS {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "too many descriptors"));
+    }
+    Ok((got, fds))
+}

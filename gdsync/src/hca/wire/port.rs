@@ -1,0 +1,325 @@
+//! Where an HCA is reached: an abstract Unix socket named after its GID, and one thread that greets and buries peers.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::bell::Bell;
+use super::fds;
+use super::ring::{RING_BYTES, RxRing, TxRing};
+use crate::error::{Error, Result};
+use crate::hca::Gid;
+use crate::memory::Memory;
+
+/// First bytes of a greeting: protocol and version.
+const MAGIC: &[u8; 8] = b"gdswire1";
+/// A greeting: magic, GID of the sender.
+const GREETING: usize = 24;
+/// Bytes of the file with the rings of both directions.
+const FILE: usize = 2 * RING_SPAN;
+/// A ring, rounded to pages.
+const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
+/// The handshake's errors only go into messages.
+type Handshake<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+/// Connections that have not greeted yet; the oldest goes when one more comes.
+const MAX_STRANGERS: usize = 64;
+
+/// Both ends of a link, as one HCA holds them.
+#[derive(Debug)]
+pub(crate) struct LinkEnds {
+    pub(crate) peer: Gid,
+    pub(crate) tx: TxRing,
+    pub(crate) rx: RxRing,
+    /// Wakes the peer.
+    pub(crate) bell: Bell,
+    pub(crate) line: Line,
+}
+
+/// The socket behind a link: it tells when the peer dies. Dropping it tells the peer that we left.
+#[derive(Debug)]
+pub(crate) struct Line {
+    alive: Arc<AtomicBool>,
+    stream: Option<UnixStream>,
+}
+
+impl Line {
+    pub(crate) fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        if let Some(stream) = &self.stream {
+            // The control thread sees the hang-up and closes its copy.
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+/// The port of one HCA.
+pub(crate) struct Port {
+    shared: Arc<Shared>,
+    control: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    gid: Gid,
+    bell: Bell,
+    /// Wakes the control thread to look at `watched` and `stop` again.
+    poke: OwnedFd,
+    stop: AtomicBool,
+    /// Links whose hang-up the control thread waits for.
+    watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
+    next: AtomicU64,
+    accepted: Mutex<Vec<LinkEnds>>,
+    has_accepted: AtomicBool,
+}
+
+impl fmt::Debug for Port {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Port({})", self.shared.gid)
+    }
+}
+
+impl Port {
+    /// Opens the port. `bell` is rung when a link comes or goes.
+    pub(crate) fn open(gid: Gid, bell: Bell) -> Result<Self> {
+        let fix = "raise the limit of open files (ulimit -n)";
+        let listener = address(gid)
+            .and_then(|address| UnixListener::bind_addr(&address))
+            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+            .map_err(|e| Error::os("bind of an abstract Unix socket", e, fix))?;
+        // SAFETY: a plain call.
+        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if raw < 0 {
+            return Err(Error::last_os("eventfd", fix));
+        }
+        // SAFETY: the descriptor is fresh and nobody else's.
+        let poke = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
+        let shared = Arc::new(Shared {
+            gid,
+            bell,
+            poke,
+            stop: AtomicBool::new(false),
+            watched: Mutex::default(),
+            next: AtomicU64::new(0),
+            accepted: Mutex::default(),
+            has_accepted: AtomicBool::new(false),
+        });
+        let control = Control { shared: shared.clone(), listener, strangers: Vec::new() };
+        let control = std::thread::Builder::new()
+            .name("gdsync-port".into())
+            .spawn(move || control.run())
+            .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
+        Ok(Self { shared, control: Some(control) })
+    }
+
+    /// Links to the HCA `peer`, which must have its port open.
+    pub(crate) fn connect(&self, peer: Gid, timeout: Duration) -> Result<LinkEnds> {
+        let deadline = Instant::now() + timeout;
+        let failed = |why: String| Error::Peer { peer: peer.to_string(), why };
+        let stream = address(peer)
+            .and_then(|address| UnixStream::connect_addr(&address))
+            .map_err(|e| failed(format!("no process of this host and network namespace serves this GID ({e}); start it first")))?;
+        let answer = greet(&stream, &self.shared, deadline);
+        let (memory, bell) = answer.map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
+        self.shared.link(peer, &memory, 0, bell, stream)
+    }
+
+    /// A link from the HCA to itself, over ordinary memory.
+    pub(crate) fn loopback(&self) -> Result<LinkEnds> {
+        let memory = Memory::alloc(RING_BYTES)?;
+        let line = Line { alive: Arc::new(AtomicBool::new(true)), stream: None };
+        let (tx, rx) = (TxRing::new(memory.clone()), RxRing::new(memory));
+        Ok(LinkEnds { peer: self.shared.gid, tx, rx, bell: self.shared.bell.clone(), line })
+    }
+
+    /// Whether peers have linked to us since [`Port::take_accepted`].
+    pub(crate) fn has_accepted(&self) -> bool {
+        self.shared.has_accepted.load(Ordering::Acquire)
+    }
+
+    /// The links that peers have made.
+    pub(crate) fn take_accepted(&self) -> Vec<LinkEnds> {
+        let mut accepted = self.shared.accepted.lock();
+        self.shared.has_accepted.store(false, Ordering::Release);
+        std::mem::take(&mut *accepted)
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.poke();
+        if let Some(control) = self.control.take() {
+            // A panic there was reported by the panic hook; there is nobody to return it to.
+            let _ = control.join();
+        }
+    }
+}
+
+fn address(gid: Gid) -> io::Result<SocketAddr> {
+    SocketAddr::from_abstract_name(format!("gdsync/{gid}"))
+}
+
+fn greeting(gid: Gid) -> [u8; GREETING] {
+    let mut out = [0; GREETING];
+    out[..8].copy_from_slice(MAGIC);
+    out[8..].copy_from_slice(&gid.0);
+    out
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
+}
+
+/// The GID in a greeting.
+fn read_greeting(bytes: &[u8]) -> io::Result<Gid> {
+    let (magic, gid) = bytes.split_first_chunk::<8>().ok_or_else(|| invalid("short greeting"))?;
+    match gid.try_into() {
+        Ok(gid) if magic == MAGIC => Ok(Gid(gid)),
+        _ => Err(invalid("not a greeting of this version")),
+    }
+}
+
+/// The connecting side of the handshake: makes the rings, sends them, and gets the peer's bell.
+fn greet(stream: &UnixStream, shared: &Shared, deadline: Instant) -> Handshake<(Memory, Bell)> {
+    let file = fds::memfd(c"gdsync-link", FILE)?;
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_write_timeout(Some(left))?;
+    stream.set_read_timeout(Some(left))?;
+    fds::send(stream, &greeting(shared.gid), &[file.as_raw_fd(), shared.bell.fd().as_raw_fd()])?;
+    let mut bytes = [0; GREETING];
+    let (got, fds) = fds::receive(stream, &mut bytes)?;
+    read_greeting(&bytes[..got])?;
+    let [bell] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer carries no bell"))?;
+    Ok((Memory::map_shared(file.as_fd(), FILE)?, Bell::open(bell)?))
+}
+
+impl Shared {
+    fn poke(&self) {
+        let one = 1u64;
+        // SAFETY: eight bytes are read from a live integer.
+        unsafe { libc::write(self.poke.as_raw_fd(), (&raw const one).cast(), 8) };
+    }
+
+    /// Makes the ends of a link over the shared rings; `side` 0 is the one that connected.
+    fn link(&self, peer: Gid, memory: &Memory, side: usize, bell: Bell, stream: UnixStream) -> Result<LinkEnds> {
+        let half = |i: usize| memory.slice(i * RING_SPAN, RING_BYTES);
+        let alive = Arc::new(AtomicBool::new(true));
+        let copy = stream.try_clone().map_err(|e| Error::os("dup", e, "raise the limit of open files (ulimit -n)"))?;
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        self.watched.lock().insert(id, (copy, alive.clone()));
+        self.poke();
+        let (tx, rx) = (TxRing::new(half(side)?), RxRing::new(half(1 - side)?));
+        Ok(LinkEnds { peer, tx, rx, bell, line: Line { alive, stream: Some(stream) } })
+    }
+}
+
+/// The control thread. It blocks in poll and uses no CPU between events.
+struct Control {
+    shared: Arc<Shared>,
+    listener: UnixListener,
+    strangers: Vec<UnixStream>,
+}
+
+impl Control {
+    fn run(mut self) {
+        while !self.shared.stop.load(Ordering::Acquire) {
+            let links: Vec<(u64, i32)> =
+                self.shared.watched.lock().iter().map(|(id, (stream, _))| (*id, stream.as_raw_fd())).collect();
+            let fixed = [self.shared.poke.as_raw_fd(), self.listener.as_raw_fd()];
+            let strangers = self.strangers.iter().map(AsRawFd::as_raw_fd);
+            let mut polled: Vec<libc::pollfd> = fixed
+                .into_iter()
+                .chain(links.iter().map(|(_, fd)| *fd))
+                .chain(strangers)
+                .map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 })
+                .collect();
+            let count = polled.len() as libc::nfds_t;
+            // SAFETY: the array is valid for its length.
+            unsafe { libc::poll(polled.as_mut_ptr(), count, -1) };
+            let ready = |i: usize| polled[i].revents != 0;
+            if ready(0) {
+                let mut drained = 0u64;
+                // SAFETY: eight bytes are written to a live integer.
+                unsafe { libc::read(self.shared.poke.as_raw_fd(), (&raw mut drained).cast(), 8) };
+            }
+            let gone = links.iter().enumerate().filter(|(i, _)| ready(2 + i)).map(|(_, (id, _))| *id);
+            self.bury(gone.collect());
+            let first = 2 + links.len();
+            for i in (0..self.strangers.len()).rev() {
+                if ready(first + i) {
+                    let stranger = self.strangers.swap_remove(i);
+                    if let Err(error) = self.welcome(stranger) {
+                        tracing::warn!(%error, "software HCA: a connection that is no peer");
+                    }
+                }
+            }
+            if ready(1) {
+                self.accept();
+            }
+        }
+    }
+
+    /// A peer says nothing more on its socket: whatever is readable is the end of it.
+    fn bury(&self, gone: Vec<u64>) {
+        for id in gone {
+            let Some((_stream, alive)) = self.shared.watched.lock().remove(&id) else { continue };
+            alive.store(false, Ordering::Release);
+            self.shared.bell.ring_hard();
+        }
+    }
+
+    fn accept(&mut self) {
+        while let Ok((stream, _)) = self.listener.accept() {
+            // SAFETY: a plain call.
+            let own = unsafe { libc::geteuid() };
+            match fds::peer_uid(&stream) {
+                Ok(uid) if uid == own || uid == 0 => {}
+                other => {
+                    tracing::warn!(?other, "software HCA: refused a connection of another user");
+                    continue;
+                }
+            }
+            if stream.set_nonblocking(true).is_ok() {
+                if self.strangers.len() == MAX_STRANGERS {
+                    self.strangers.remove(0);
+                }
+                self.strangers.push(stream);
+            }
+        }
+    }
+
+    /// The accepting side of the handshake.
+    fn welcome(&self, stream: UnixStream) -> Handshake<()> {
+        let mut bytes = [0; GREETING];
+        let (got, fds) = fds::receive(&stream, &mut bytes)?;
+        let peer = read_greeting(&bytes[..got])?;
+        let [file, bell] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting carries two files"))?;
+        fds::check_memfd(&file, FILE)?;
+        let memory = Memory::map_shared(file.as_fd(), FILE)?;
+        let bell = Bell::open(bell)?;
+        fds::send(&stream, &greeting(self.shared.gid), &[self.shared.bell.fd().as_raw_fd()])?;
+        let ends = self.shared.link(peer, &memory, 1, bell, stream)?;
+        let mut accepted = self.shared.accepted.lock();
+        accepted.push(ends);
+        self.shared.has_accepted.store(true, Ordering::Release);
+        drop(accepted);
+        self.shared.bell.ring();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;
