@@ -1,0 +1,63 @@
+//! What the integration tests of this crate share.
+#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
+
+use std::time::Duration;
+
+use gdsync::hca::SoftHcaConfig;
+use gdsync::memory::Memory;
+use gdsync::stream::{HostStreamConfig, Stream};
+use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpBuilder};
+
+/// How long a test waits for something that happens at once when all is well.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// One side of a connection: its own HCA unless made by [`Side::sharing`].
+pub struct Side {
+    pub context: Context,
+    pub pd: Pd,
+    pub qp: Qp,
+    pub mr: Mr,
+}
+
+impl Side {
+    pub fn new(context: &Context, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> Self {
+        let pd = context.alloc_pd().unwrap();
+        let mr = pd.register(&Memory::alloc(bytes).unwrap(), Access::all()).unwrap();
+        let qp = build(pd.build_qp()).build().unwrap();
+        Self { context: context.clone(), pd, qp, mr }
+    }
+
+    pub fn memory(&self) -> &Memory {
+        self.mr.memory()
+    }
+}
+
+/// A strict software HCA, without faults from the environment.
+pub fn hca() -> Context {
+    Context::soft(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap()
+}
+
+/// Two connected sides on HCAs of their own, `bytes` of memory each.
+pub fn pair(bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
+    connect(Side::new(&hca(), bytes, &build), Side::new(&hca(), bytes, &build))
+}
+
+/// Two connected sides on one HCA.
+pub fn loopback(bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
+    let context = hca();
+    connect(Side::new(&context, bytes, &build), Side::new(&context, bytes, &build))
+}
+
+fn connect(a: Side, b: Side) -> (Side, Side) {
+    a.qp.connect(b.qp.address()).unwrap();
+    b.qp.connect(a.qp.address()).unwrap();
+    (a, b)
+}
+
+pub fn stream(name: &str) -> Stream {
+    stream_with(name, PATIENCE)
+}
+
+pub fn stream_with(name: &str, wait_limit: Duration) -> Stream {
+    Stream::host(HostStreamConfig { name: name.into(), wait_limit, ..HostStreamConfig::default() }).unwrap()
+}
