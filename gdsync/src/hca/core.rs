@@ -78,10 +78,6 @@ impl Core {
         }
     }
 
-    pub(crate) fn is_strict(&self) -> bool {
-        self.strict
-    }
-
     /// Runs `work` on a queue pair together with everything it needs.
     fn with<T>(&mut self, index: usize, work: impl FnOnce(&mut SoftQp, &mut Env<'_>) -> T) -> Option<T> {
         let mut qp = self.qps.get_mut(index)?.qp.take()?;

@@ -1,10 +1,10 @@
 //! Batches: sends, waits and word operations that go to a stream in one submission, in order.
 
 use super::op::{Cond, Op};
-use super::prepared::{Completion, PreparedSend, PreparedWait};
+use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, Word64};
-use crate::verbs::{Qp, SendWr};
+use crate::verbs::{Completion, Qp, SendWr};
 
 /// Operations collected for one [`submit`](super::Stream::submit).
 ///
@@ -15,6 +15,8 @@ pub struct Batch {
     pub(super) ops: Vec<Op>,
     pub(super) sends: Vec<PreparedSend>,
     pub(super) waits: Vec<PreparedWait>,
+    /// Completions that an earlier wait should cover: checked when the stream is known.
+    pub(super) covered: Vec<Completion>,
 }
 
 impl Batch {
@@ -37,24 +39,24 @@ impl Batch {
     ///
     /// # Errors
     /// As [`Qp::prepare_send`].
-    pub fn send(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<()> {
+    pub fn send(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
         self.sends(qp, std::slice::from_ref(wr))
     }
 
-    /// Adds several sends that one doorbell starts.
+    /// Adds several sends that one doorbell starts. The completion is the last one's.
     ///
     /// # Errors
     /// As [`Qp::prepare_send`].
-    pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<()> {
-        let prepared = qp.prepare_send(wrs)?;
-        self.post(prepared);
-        Ok(())
+    pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Completion> {
+        qp.prepare_send(wrs).map(|prepared| self.post(prepared))
     }
 
     /// Adds sends prepared earlier.
-    pub fn post(&mut self, send: PreparedSend) {
+    pub fn post(&mut self, send: PreparedSend) -> Completion {
         send.trigger_ops(&mut self.ops);
+        let completion = send.completion();
         self.sends.push(send);
+        completion
     }
 
     /// Adds a wait prepared earlier.
@@ -87,6 +89,19 @@ impl Batch {
     /// As [`Qp::prepare_wait_recv`].
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
         qp.prepare_wait_recv().map(|wait| self.post_wait(wait))
+    }
+
+    /// Waits for one work request, and with it for all earlier ones of its queue. Nothing is added when it was polled,
+    /// or when an earlier wait of the same stream covers it.
+    ///
+    /// # Errors
+    /// As [`Qp::prepare_wait_send`]; at submission [`Error::Busy`] when another stream waits for it.
+    pub fn wait(&mut self, completion: &Completion) -> Result<()> {
+        match PreparedWait::through(completion)? {
+            Some(wait) => drop(self.post_wait(wait)),
+            None => self.covered.push(completion.clone()),
+        }
+        Ok(())
     }
 
     /// Waits until a 32-bit word satisfies a condition.

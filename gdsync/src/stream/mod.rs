@@ -32,12 +32,12 @@ pub use batch::Batch;
 pub use engine::Engine;
 pub use host::HostStreamConfig;
 pub use op::{Cond, Op, Source};
-pub use prepared::{Completion, PreparedSend, PreparedWait};
+pub use prepared::{PreparedSend, PreparedWait};
 
 use crate::error::{Error, Result};
 use crate::memory::{Word32, Word64};
 use crate::verbs::qp::QpCore;
-use crate::verbs::{Qp, SendWr};
+use crate::verbs::{Completion, Qp, SendWr};
 use host::HostEngine;
 
 /// A stream. Clones share it. When the last one is dropped, pending work is aborted.
@@ -91,12 +91,13 @@ impl Stream {
     /// Leaves the batch as it was, and returns [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`], the error
     /// that broke a queue pair of the batch, or the one that failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
-        let Batch { ops, sends, waits } = &mut *batch;
+        let Batch { ops, sends, waits, covered } = &mut *batch;
         let id = self.0.id;
         let marked = sends
             .iter_mut()
             .try_for_each(|send| send.submit(id))
-            .and_then(|()| waits.iter_mut().try_for_each(|wait| wait.submit(id)));
+            .and_then(|()| waits.iter_mut().try_for_each(|wait| wait.submit(id)))
+            .and_then(|()| covered.iter().try_for_each(|c| c.end.cq.covers(c.n, id, &c.end.tracker)));
         if let Err(error) = marked.and_then(|()| self.0.engine.submit(ops).map(drop)) {
             waits.iter_mut().rev().for_each(PreparedWait::unsubmit);
             sends.iter_mut().rev().for_each(PreparedSend::unsubmit);
@@ -106,7 +107,7 @@ impl Stream {
             sends.iter().for_each(PreparedSend::watch);
         }
         let mut used = self.0.used.lock();
-        for core in sends.iter().map(|s| &s.queue.qp).chain(waits.iter().map(PreparedWait::core)) {
+        for core in sends.iter().map(|s| &s.queue.end.qp).chain(waits.iter().map(PreparedWait::core)) {
             if !used.iter().any(|known| Arc::ptr_eq(known, core)) {
                 used.push(core.clone());
             }
@@ -114,6 +115,7 @@ impl Stream {
         drop(used);
         sends.clear();
         waits.clear();
+        covered.clear();
         Ok(())
     }
 
@@ -141,10 +143,11 @@ impl Stream {
     ///
     /// # Errors
     /// As [`Batch::send`] and [`Stream::submit`].
-    pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<()> {
+    pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
         let mut batch = Batch::new();
-        batch.send(qp, wr)?;
-        self.submit(&mut batch)
+        let completion = batch.send(qp, wr)?;
+        self.submit(&mut batch)?;
+        Ok(completion)
     }
 
     /// Holds the stream until the next send completion of `qp`.
@@ -167,6 +170,16 @@ impl Stream {
         let completion = batch.wait_recv(qp)?;
         self.submit(&mut batch)?;
         Ok(completion)
+    }
+
+    /// Holds the stream until a work request has completed: see [`Batch::wait`].
+    ///
+    /// # Errors
+    /// As [`Batch::wait`] and [`Stream::submit`].
+    pub fn wait(&self, completion: &Completion) -> Result<()> {
+        let mut batch = Batch::new();
+        batch.wait(completion)?;
+        self.submit(&mut batch)
     }
 
     /// Holds the stream until a word satisfies a condition.

@@ -3,15 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::op::Source;
 use crate::error::{Error, Result};
-use crate::verbs::Qp;
-use crate::verbs::Wc;
-use crate::verbs::cq::CqInner;
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::SendQueue;
-use crate::verbs::track::{Owner, Tracker};
-use crate::verbs::SendWr;
+use crate::verbs::track::Owner;
+use crate::verbs::{Completion, Qp, SendWr};
 
 /// Sends whose WQEs are written, waiting for their doorbell.
 ///
@@ -41,6 +37,11 @@ impl PreparedSend {
         self.queue.trigger_ops(&self.range, ops);
     }
 
+    /// The completion of the last of these sends.
+    pub fn completion(&self) -> Completion {
+        self.queue.completion(self.range.end - 1)
+    }
+
     pub(super) fn watch(&self) {
         self.queue.watch(&self.range);
     }
@@ -62,65 +63,58 @@ impl Drop for PreparedSend {
 #[must_use = "dropping it gives the completion back"]
 pub struct PreparedWait {
     claim: Completion,
-    tracker: Arc<Tracker>,
-    source: Arc<dyn Source>,
     submitted: bool,
 }
 
 impl PreparedWait {
+    /// Claims the next completion of `queue`'s queue, or all through `upto`.
+    fn claim(queue: Completion, upto: Option<u64>) -> Result<Self> {
+        let nothing = Error::NothingToWaitFor { queue: queue.end.tracker.name(), qpn: queue.end.qp.qpn };
+        Self::claim_new(queue, upto)?.ok_or(nothing)
+    }
+
+    /// As `claim`; `None` when `upto` was claimed or taken before.
+    fn claim_new(queue: Completion, upto: Option<u64>) -> Result<Option<Self>> {
+        queue.end.qp.check()?;
+        let n = queue.end.cq.claim(upto, &queue.end.tracker)?;
+        Ok(n.map(|n| Self { claim: Completion { n, ..queue }, submitted: false }))
+    }
+
+    /// A wait through `completion`; `None` when it was claimed or taken before.
+    pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
+        Self::claim_new(completion.clone(), Some(completion.n))
+    }
+
     /// The completion this wait is for.
     pub fn completion(&self) -> Completion {
         self.claim.clone()
     }
 
     pub(super) fn core(&self) -> &Arc<QpCore> {
-        &self.claim.core
+        &self.claim.end.qp
     }
 
     pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
-        self.claim.cq.submit(self.claim.n, stream, &self.tracker)?;
+        self.claim.end.cq.submit(self.claim.n, stream, &self.claim.end.tracker)?;
         self.submitted = true;
         Ok(())
     }
 
     pub(super) fn unsubmit(&mut self) {
         if std::mem::take(&mut self.submitted) {
-            self.claim.cq.unsubmit(self.claim.n);
+            self.claim.end.cq.unsubmit(self.claim.n);
         }
     }
 
     pub(super) fn wait_ops(&self, ops: &mut Vec<super::Op>) {
-        self.claim.cq.wait_ops(self.claim.n, self.source.clone(), ops);
+        self.claim.end.cq.wait_ops(self.claim.n, self.claim.end.clone(), ops);
     }
 }
 
 impl Drop for PreparedWait {
     fn drop(&mut self) {
         if !self.submitted {
-            self.claim.cq.release(self.claim.n);
-        }
-    }
-}
-
-/// A completion that a stream waits for: what came of it.
-#[derive(Clone, Debug)]
-pub struct Completion {
-    cq: Arc<CqInner>,
-    core: Arc<QpCore>,
-    n: u64,
-}
-
-impl Completion {
-    /// `None` while it has not arrived. The queue remembers it until its slot is used again: after that only
-    /// failures are known, and a success is reported as [`Error::Forgotten`].
-    ///
-    /// # Errors
-    /// The failure of this work request, or what broke the queue pair before it could complete.
-    pub fn status(&self) -> Result<Option<Wc>> {
-        match self.cq.completion(self.n) {
-            Some(Some(wc)) => Ok(Some(wc.ok()?)),
-            Some(None) => self.core.check().and(Err(Error::Forgotten { qpn: self.core.qpn })),
-            None => self.core.check().map(|()| None),
+            self.claim.end.cq.release(self.claim.n);
         }
     }
 }
@@ -144,8 +138,7 @@ impl Qp {
     /// [`Error::NothingToWaitFor`] when every posted or prepared send is claimed or polled already;
     /// [`Error::Unsupported`] on a shared completion queue; the error that broke the queue pair.
     pub fn prepare_wait_send(&self) -> Result<PreparedWait> {
-        let queue = &self.send;
-        self.claim(&queue.cq, &queue.tracker, queue.clone(), None)
+        PreparedWait::claim(self.send.completion(0), None)
     }
 
     /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.
@@ -153,9 +146,8 @@ impl Qp {
     /// # Errors
     /// As [`Qp::prepare_wait_send`].
     pub fn prepare_wait_all_sends(&self) -> Result<PreparedWait> {
-        let queue = &self.send;
-        let last = queue.tracker.posted().checked_sub(1);
-        self.claim(&queue.cq, &queue.tracker, queue.clone(), last)
+        let last = self.send.end.tracker.posted().checked_sub(1);
+        PreparedWait::claim(self.send.completion(0), last)
     }
 
     /// Claims the next receive completion for a stream.
@@ -163,20 +155,6 @@ impl Qp {
     /// # Errors
     /// As [`Qp::prepare_wait_send`], for receives.
     pub fn prepare_wait_recv(&self) -> Result<PreparedWait> {
-        let queue = &self.recv;
-        self.claim(&queue.cq, &queue.tracker, queue.clone(), None)
-    }
-
-    fn claim(
-        &self,
-        cq: &Arc<CqInner>,
-        tracker: &Arc<Tracker>,
-        source: Arc<dyn Source>,
-        upto: Option<u64>,
-    ) -> Result<PreparedWait> {
-        self.check()?;
-        let n = cq.claim(upto, tracker)?;
-        let claim = Completion { cq: cq.clone(), core: self.core().clone(), n };
-        Ok(PreparedWait { claim, tracker: tracker.clone(), source, submitted: false })
+        PreparedWait::claim(self.recv.completion(0), None)
     }
 }

@@ -58,7 +58,6 @@ struct CqState {
 
 #[derive(Clone, Copy)]
 struct Slot {
-    n: u64,
     wc: Option<Wc>,
     taken: Taken,
 }
@@ -92,7 +91,7 @@ impl Cq {
         }
         let log = entries.next_power_of_two().trailing_zeros();
         let parts = provider.create_cq(log)?;
-        let slot = Slot { n: u64::MAX, wc: None, taken: Taken::No };
+        let slot = Slot { wc: None, taken: Taken::No };
         let state = CqState {
             reaped: 0,
             poll_next: 0,
@@ -123,16 +122,7 @@ impl Cq {
     ///
     /// An error is a completion too: see [`Wc::ok`].
     pub fn poll(&self) -> Option<Wc> {
-        let mut state = self.0.state.lock();
-        if let Some(wc) = self.0.take(&mut state) {
-            return Some(wc);
-        }
-        drop(state);
-        if !self.0.provider.progress() {
-            return None;
-        }
-        state = self.0.state.lock();
-        self.0.take(&mut state)
+        self.0.poll()
     }
 
     /// Waits for the next completion that no stream wait has claimed.
@@ -172,6 +162,14 @@ impl CqInner {
         usize::try_from(n & (self.capacity() - 1)).expect("a ring index fits in memory")
     }
 
+    pub(crate) fn poll(&self) -> Option<Wc> {
+        let found = self.take(&mut self.state.lock());
+        if found.is_none() && self.provider.progress() {
+            return self.take(&mut self.state.lock());
+        }
+        found
+    }
+
     /// Sets room aside for the completion of one more work request.
     pub(crate) fn reserve(&self) -> bool {
         let room = |r| (r < self.capacity()).then_some(r + 1);
@@ -203,12 +201,11 @@ impl CqInner {
             self.parts.ring.read(at * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
             let cqe = Cqe::decode(&bytes);
             let slot = &mut state.slots[at];
-            let taken = slot.taken;
-            *slot = Slot { n, wc: None, taken };
+            slot.wc = None;
             match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
                 Some((wc, false)) => slot.wc = Some(wc),
                 // Of a request that was given up after it was prepared, or of a queue that is gone.
-                Some((_, true)) | None if taken == Taken::No => slot.taken = Taken::Done,
+                Some((_, true)) | None if slot.taken == Taken::No => slot.taken = Taken::Done,
                 _ => {}
             }
             state.reaped += 1;
@@ -276,8 +273,9 @@ impl CqInner {
         found
     }
 
-    /// Claims the next completion for a stream wait. `posted` is how many this queue's owner has posted.
-    pub(crate) fn claim(&self, upto: Option<u64>, tracker: &Tracker) -> Result<u64> {
+    /// Claims the next completion of the queue for a stream wait, or all through `upto`: `None` when that one was
+    /// taken before.
+    pub(crate) fn claim(&self, upto: Option<u64>, tracker: &Tracker) -> Result<Option<u64>> {
         let mut state = self.state.lock();
         if state.queues.len() != 1 {
             return Err(Error::Unsupported {
@@ -286,14 +284,16 @@ impl CqInner {
                 fix: "build the queue pair without send_cq and recv_cq, so that each queue gets its own",
             });
         }
-        let nothing = || Error::NothingToWaitFor { queue: tracker.name(), qpn: tracker.qpn };
         let posted = tracker.posted();
         while state.claim_next < posted && tracker.is_cancelled(state.claim_next) {
             state.claim_next += 1;
         }
         let n = upto.unwrap_or(state.claim_next);
-        if n >= posted || n < state.claim_next {
-            return Err(nothing());
+        if n >= posted {
+            return Err(Error::NothingToWaitFor { queue: tracker.name(), qpn: tracker.qpn });
+        }
+        if n < state.claim_next {
+            return Ok(None);
         }
         for covered in state.claim_next..n {
             // The wait for `n` covers the ones before it: they count as taken.
@@ -305,7 +305,7 @@ impl CqInner {
         state.claim_next = n + 1;
         state.in_stream += 1;
         state.unsubmitted.push_back(n);
-        Ok(n)
+        Ok(Some(n))
     }
 
     /// Gives a claim back that never reached a stream: `poll` may take the completion.
@@ -344,6 +344,18 @@ impl CqInner {
         Ok(())
     }
 
+    /// Whether `stream`, when it gets here, is past completion `n`, which it need not wait for: it is here, or an earlier
+    /// wait of the same stream covers it.
+    pub(crate) fn covers(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
+        self.reap();
+        let state = self.state.lock();
+        if n < state.reaped || state.stream == stream {
+            return Ok(());
+        }
+        let owner = format!("stream {}, which waits for this completion", state.stream);
+        Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner })
+    }
+
     pub(crate) fn unsubmit(&self, n: u64) {
         self.state.lock().unsubmitted.push_front(n);
     }
@@ -358,17 +370,6 @@ impl CqInner {
 
     fn word(&self, memory: &Memory, offset: usize) -> Word32 {
         memory.word32(offset).expect("words of rings and records are aligned and inside")
-    }
-
-    /// The completion `n`, once it has arrived, for as long as its slot was not used again.
-    pub(crate) fn completion(&self, n: u64) -> Option<Option<Wc>> {
-        let mut state = self.state.lock();
-        self.reap_locked(&mut state);
-        self.free(&mut state);
-        (n < state.reaped).then(|| {
-            let slot = state.slots[self.index(n)];
-            slot.wc.filter(|_| slot.n == n)
-        })
     }
 
     /// Forgets the completions that will never come, after the queue was reset.

@@ -1,8 +1,10 @@
 //! Devices, protection domains, memory regions, completion queues and queue pairs: RC verbs on mlx5 rings.
 
 mod attr;
+mod completion;
 pub(crate) mod cq;
 mod device;
+mod end;
 mod mr;
 pub(crate) mod provider;
 pub(crate) mod qp;
@@ -12,6 +14,7 @@ pub(crate) mod track;
 mod wr;
 
 pub use attr::{Access, QpAddress, QpAttr, QpState};
+pub use completion::Completion;
 pub use cq::Cq;
 pub use device::{Context, Device, Pd};
 pub use mr::Mr;

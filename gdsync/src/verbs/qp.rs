@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::completion::Completion;
 use super::attr::{Access, QpAddress, QpAttr, QpState};
 use super::cq::{Cq, CqInner};
 use super::device::Pd;
+use super::end::QueueEnd;
 use super::provider::{Provider, QpParts, QpRequest};
 use super::rq::RecvQueue;
 use super::sq::SendQueue;
@@ -126,16 +128,16 @@ impl Qp {
 
     /// The completion queue of sends.
     pub fn send_cq(&self) -> Cq {
-        Cq(self.send.cq.clone())
+        Cq(self.send.end.cq.clone())
     }
 
     /// The completion queue of receives.
     pub fn recv_cq(&self) -> Cq {
-        Cq(self.recv.cq.clone())
+        Cq(self.recv.end.cq.clone())
     }
 
     pub(crate) fn core(&self) -> &Arc<QpCore> {
-        &self.send.qp
+        &self.send.end.qp
     }
 
     /// Changes state and attributes.
@@ -146,7 +148,7 @@ impl Qp {
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         if attr.state == Some(QpState::RESET) {
-            for (cq, queue) in [(&self.send.cq, "send"), (&self.recv.cq, "receive")] {
+            for (cq, queue) in [(&self.send.end.cq, "send"), (&self.recv.end.cq, "receive")] {
                 if cq.is_awaited() {
                     let owner = "a stream that waits for its completions".into();
                     return Err(Error::Busy { queue, qpn: core.qpn, owner });
@@ -190,31 +192,38 @@ impl Qp {
         self.modify(&QpAttr::to(QpState::INIT).access(self.core().defaults.access))
     }
 
-    /// Posts sends and rings the doorbell. All or none are posted.
+    /// Posts sends and rings the doorbell. All or none are posted. Returns the completion of the last one.
     ///
     /// # Errors
+    /// [`Error::InvalidArgument`] for an empty list;
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`];
     /// [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are outstanding.
-    pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<()> {
-        self.send.post(wrs)
+    pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<Completion> {
+        let range = self.send.post(wrs)?;
+        let last = range.end.checked_sub(1).filter(|_| !range.is_empty());
+        let last = last.ok_or_else(|| Error::invalid("sends to post", 0, "at least one"))?;
+        Ok(self.send.completion(last))
     }
 
-    /// Posts receives. Those before the first error stay posted.
+    /// Posts receives. Those before the first error stay posted. Returns the completion of the last one.
     ///
     /// # Errors
+    /// [`Error::InvalidArgument`] for an empty list;
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`].
-    pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<()> {
-        self.recv.post(wrs)
+    pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<Completion> {
+        let last = self.recv.post(wrs)?;
+        let last = last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))?;
+        Ok(self.recv.completion(last))
     }
 
     /// Takes the next send completion, if it is there: see [`Cq::poll`].
     pub fn poll_send(&self) -> Option<Wc> {
-        self.send_cq().poll()
+        self.send.end.cq.poll()
     }
 
     /// Takes the next receive completion, if it is there: see [`Cq::poll`].
     pub fn poll_recv(&self) -> Option<Wc> {
-        self.recv_cq().poll()
+        self.recv.end.cq.poll()
     }
 
     /// Whether the queue pair still works: the root cause of the first failure otherwise.
@@ -374,8 +383,10 @@ impl QpBuilder {
         let recv_tracker = Tracker::new(qpn, false, log_rq, health);
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
-        let send = SendQueue::new(core.clone(), send_cq, send_tracker, sq, &record, doorbell, self.max_inline)?;
-        let recv = RecvQueue::new(core, recv_cq, recv_tracker, rq, rq_stride, &record)?;
+        let end = QueueEnd { qp: core.clone(), cq: send_cq, tracker: send_tracker };
+        let send = SendQueue::new(end, sq, &record, doorbell, self.max_inline)?;
+        let end = QueueEnd { qp: core, cq: recv_cq, tracker: recv_tracker };
+        let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })
     }
 }

@@ -4,23 +4,20 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
-use super::cq::CqInner;
+use super::completion::Completion;
+use super::end::QueueEnd;
 use super::provider::Provider;
-use super::qp::QpCore;
-use super::track::{Entry, Owner, Track, Tracker};
+use super::track::{Entry, Owner, Track};
 use super::wr::SendWr;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, Word64};
 use crate::mlx5::{self, BB};
 use crate::protocol;
-use crate::stream::{Op, Source};
+use crate::stream::Op;
 
 pub(crate) struct SendQueue {
-    pub(crate) qp: Arc<QpCore>,
-    pub(crate) cq: Arc<CqInner>,
-    pub(crate) tracker: Arc<Tracker>,
+    pub(crate) end: Arc<QueueEnd>,
     ring: Memory,
     blocks: u64,
     max_inline: usize,
@@ -30,15 +27,13 @@ pub(crate) struct SendQueue {
 
 impl fmt::Debug for SendQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "send queue of QP {:#x}", self.qp.qpn)
+        write!(f, "send queue of QP {:#x}", self.end.qp.qpn)
     }
 }
 
 impl SendQueue {
     pub(crate) fn new(
-        qp: Arc<QpCore>,
-        cq: Arc<CqInner>,
-        tracker: Arc<Tracker>,
+        end: QueueEnd,
         ring: Memory,
         record: &Memory,
         doorbell: Word64,
@@ -46,19 +41,20 @@ impl SendQueue {
     ) -> Result<Arc<Self>> {
         let blocks = (ring.len() / BB) as u64;
         let record = record.word32(mlx5::QP_DBREC_SEND)?;
-        Ok(Arc::new(Self { qp, cq, tracker, ring, blocks, max_inline, record, doorbell }))
+        let end = Arc::new(end);
+        Ok(Arc::new(Self { end, ring, blocks, max_inline, record, doorbell }))
     }
 
     /// Posts requests and rings the doorbell, from the CPU.
-    pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<()> {
-        let Some(last) = self.with_room(|track| {
+    pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
+        let range = self.with_room(|track| {
             let free = |t: &Track| matches!(t.owner, Owner::Cpu | Owner::Nobody) || t.is_idle();
             if !free(track) {
                 return Err(self.busy(track.owner));
             }
             let range = self.write(track, wrs)?;
             if range.is_empty() {
-                return Ok(None);
+                return Ok(range);
             }
             if let Err(error) = self.expose(track, &range) {
                 self.undo(track, &range);
@@ -73,14 +69,12 @@ impl SendQueue {
                 self.doorbell.atomic(),
                 last.doorbell,
             );
-            Ok(Some(last))
-        })?
-        else {
-            return Ok(());
-        };
-        debug_assert!(last.end > last.begin);
-        self.provider().ring(self.qp.qpn);
-        Ok(())
+            Ok(range)
+        })?;
+        if !range.is_empty() {
+            self.provider().ring(self.end.qp.qpn);
+        }
+        Ok(range)
     }
 
     /// Writes requests that nobody sees yet.
@@ -90,13 +84,13 @@ impl SendQueue {
 
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
     fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
-        self.qp.check_post("post_send")?;
-        match f(&mut self.tracker.lock()) {
+        self.end.qp.check_post("post_send")?;
+        match f(&mut self.end.tracker.lock()) {
             Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
                 self.provider().progress();
-                self.cq.reap();
-                self.qp.check_post("post_send")?;
-                f(&mut self.tracker.lock())
+                self.end.cq.reap();
+                self.end.qp.check_post("post_send")?;
+                f(&mut self.end.tracker.lock())
             }
             other => other,
         }
@@ -115,7 +109,7 @@ impl SendQueue {
     }
 
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
-        let qpn = self.qp.qpn;
+        let qpn = self.end.qp.qpn;
         if let mlx5::SendOp::Send { payload: mlx5::Payload::Inline(data), .. }
         | mlx5::SendOp::Write { payload: mlx5::Payload::Inline(data), .. } = wr.op
             && data.len() > self.max_inline
@@ -129,13 +123,13 @@ impl SendQueue {
             let outstanding = begin - track.tail;
             return Err(Error::QueueFull { queue: "send queue", qpn, outstanding, depth: self.blocks });
         }
-        if !self.cq.reserve() {
-            let (outstanding, depth) = (track.posted - track.retired, self.cq.capacity());
+        if !self.end.cq.reserve() {
+            let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
             return Err(Error::QueueFull { queue: "send completion queue", qpn, outstanding, depth });
         }
         self.store(begin, wqe.as_bytes());
         let doorbell = mlx5::doorbell_word(wqe.first8());
-        track.push(Entry { wr_id: wr.wr_id, begin, end, doorbell, ds: wqe.ds(), cancelled: false });
+        track.push(Entry { wr_id: wr.wr_id, begin, end, doorbell, ds: wqe.ds(), cancelled: false, wc: None });
         Ok(())
     }
 
@@ -154,7 +148,7 @@ impl SendQueue {
             next += 1;
         }
         if next != range.start {
-            return Err(Error::OutOfOrder { qpn: self.qp.qpn, expected: next, got: range.start });
+            return Err(Error::OutOfOrder { qpn: self.end.qp.qpn, expected: next, got: range.start });
         }
         track.rung = range.end;
         Ok(())
@@ -165,8 +159,8 @@ impl SendQueue {
         for n in range.clone() {
             let entry = *track.entry(n);
             // In the ring a later doorbell may pass over it: it must do nothing and complete once.
-            self.store(entry.begin, &mlx5::nop_like(self.qp.qpn, low16(entry.begin), entry.ds));
-            let nop = mlx5::nop_like(self.qp.qpn, low16(entry.begin), entry.ds);
+            self.store(entry.begin, &mlx5::nop_like(self.end.qp.qpn, low16(entry.begin), entry.ds));
+            let nop = mlx5::nop_like(self.end.qp.qpn, low16(entry.begin), entry.ds);
             let first8 = *nop.first_chunk().expect("a control segment has 16 bytes");
             let slot = track.entry_mut(n);
             slot.cancelled = true;
@@ -178,12 +172,12 @@ impl SendQueue {
             track.head = track.entry(track.posted).begin;
             taken_back += 1;
         }
-        self.cq.unreserve(taken_back);
+        self.end.cq.unreserve(taken_back);
     }
 
     /// A prepared range was dropped.
     pub(crate) fn cancel(&self, range: &Range<u64>) {
-        self.undo(&mut self.tracker.lock(), range);
+        self.undo(&mut self.end.tracker.lock(), range);
     }
 
     fn busy(&self, owner: Owner) -> Error {
@@ -191,7 +185,7 @@ impl SendQueue {
             Owner::Stream(id) => format!("stream {id}"),
             Owner::Cpu | Owner::Nobody => "the CPU".into(),
         };
-        Error::Busy { queue: "send", qpn: self.qp.qpn, owner }
+        Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
     }
 
     /// Hands a prepared range to a stream: after this the stream's doorbell will expose it.
@@ -209,59 +203,42 @@ impl SendQueue {
 
     /// Undoes [`SendQueue::submit`].
     pub(crate) fn unsubmit(&self, range: &Range<u64>, before: Owner) {
-        let mut track = self.tracker.lock();
+        let mut track = self.end.tracker.lock();
         track.rung = range.start;
         track.owner = before;
     }
 
     /// The operations that make the HCA start everything up to the end of `range`: record, fence, doorbell.
-    pub(crate) fn trigger_ops(self: &Arc<Self>, range: &Range<u64>, ops: &mut Vec<Op>) {
-        let entry = *self.tracker.lock().entry(range.end - 1);
+    pub(crate) fn trigger_ops(&self, range: &Range<u64>, ops: &mut Vec<Op>) {
+        let entry = *self.end.tracker.lock().entry(range.end - 1);
         ops.push(Op::Write32 { at: self.record.clone(), value: mlx5::send_record(entry.end) });
         ops.push(Op::Barrier);
         ops.push(Op::Write64 { at: self.doorbell.clone(), value: entry.doorbell });
-        ops.push(Op::Signal(self.clone()));
+        ops.push(Op::Signal(self.end.clone()));
+    }
+
+    /// The completion of request `n`.
+    pub(crate) fn completion(&self, n: u64) -> Completion {
+        Completion { end: self.end.clone(), n }
     }
 
     /// Tells the device that a stream which cannot signal will ring up to the end of `range`.
     pub(crate) fn watch(&self, range: &Range<u64>) {
-        let end = self.tracker.lock().entry(range.end - 1).end;
-        self.provider().watch(self.qp.qpn, end);
+        let end = self.end.tracker.lock().entry(range.end - 1).end;
+        self.provider().watch(self.end.qp.qpn, end);
     }
 
     fn provider(&self) -> &dyn Provider {
-        &*self.qp.provider
+        &*self.end.qp.provider
     }
 
     /// Forgets everything posted, after the queue pair was reset.
     pub(crate) fn reset(&self) {
         // What completed before the reset still counts; after this nothing more arrives.
-        self.cq.reap();
-        let lost = self.tracker.lock().reset();
+        self.end.cq.reap();
+        let lost = self.end.tracker.lock().reset();
         self.record.atomic().store(0, Ordering::Release);
-        self.cq.forget(lost);
-    }
-}
-
-impl Source for SendQueue {
-    fn progress(&self) -> bool {
-        self.provider().progress()
-    }
-
-    fn signal(&self) {
-        self.provider().ring(self.qp.qpn);
-    }
-
-    fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
-        self.cq.park(ready, timeout);
-    }
-
-    fn fail(&self, reason: &Error) {
-        self.qp.stop(reason);
-    }
-
-    fn describe(&self) -> String {
-        format!("a send completion of QP {:#x}", self.qp.qpn)
+        self.end.cq.forget(lost);
     }
 }
 

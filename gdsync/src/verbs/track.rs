@@ -84,6 +84,8 @@ pub(crate) struct Entry {
     pub(crate) doorbell: u64,
     pub(crate) ds: u8,
     pub(crate) cancelled: bool,
+    /// What came of it, once it has completed.
+    pub(crate) wc: Option<Wc>,
 }
 
 impl Tracker {
@@ -111,6 +113,13 @@ impl Tracker {
         self.lock().entry(n).cancelled
     }
 
+    /// What came of request `n`: `None` while it is outstanding, `Some(None)` when that is forgotten.
+    pub(crate) fn outcome(&self, n: u64) -> Option<Option<Wc>> {
+        let track = self.lock();
+        let known = || track.posted - n <= track.entries.len() as u64;
+        (n < track.retired).then(|| track.entry(n).wc.filter(|_| known()))
+    }
+
     /// The queue that a CQE belongs to.
     pub(crate) fn find<'a>(queues: &'a [Arc<Tracker>], cqe: &Cqe) -> Option<&'a Arc<Tracker>> {
         let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
@@ -120,10 +129,8 @@ impl Tracker {
     /// Retires the oldest request. Returns its completion, and whether the request had been given up.
     pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(Wc, bool)> {
         let mut track = self.state.lock();
-        let entry = (track.retired < track.posted).then(|| *track.entry(track.retired))?;
-        track.retired += 1;
-        track.tail = entry.end;
-        drop(track);
+        let n = track.retired;
+        let entry = (n < track.posted).then(|| *track.entry(n))?;
         let failed = matches!(cqe.opcode, CqeOpcode::REQ_ERR | CqeOpcode::RESP_ERR);
         let wc = Wc {
             wr_id: entry.wr_id,
@@ -135,6 +142,10 @@ impl Tracker {
             syndrome: failed.then_some(cqe.syndrome),
             vendor: cqe.vendor,
         };
+        track.entry_mut(n).wc = Some(wc);
+        track.retired += 1;
+        track.tail = entry.end;
+        drop(track);
         if let Err(error) = wc.ok() {
             self.health.record(error.into());
         }

@@ -1,0 +1,57 @@
+//! What came of one work request.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::end::QueueEnd;
+use super::wr::Wc;
+use crate::error::{Error, Result};
+
+/// The completion of one work request: there or not yet. Looking at it takes nothing away from
+/// [`poll`](super::Cq::poll) or from a stream that waits.
+///
+/// It can be asked for until the queue has gone once round; a later question about a success is answered with
+/// [`Error::Forgotten`].
+#[derive(Clone)]
+pub struct Completion {
+    pub(crate) end: Arc<QueueEnd>,
+    pub(crate) n: u64,
+}
+
+impl fmt::Debug for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "completion {} of the {:?}", self.n, self.end)
+    }
+}
+
+impl Completion {
+    /// The completion, or `None` while it has not arrived.
+    ///
+    /// # Errors
+    /// The failure of this work request; what broke the queue pair before it could complete; [`Error::Forgotten`].
+    pub fn status(&self) -> Result<Option<Wc>> {
+        self.end.cq.reap();
+        match self.end.tracker.outcome(self.n) {
+            Some(Some(wc)) => Ok(Some(wc.ok()?)),
+            Some(None) => self.end.qp.check().and(Err(Error::Forgotten { qpn: self.end.qp.qpn })),
+            None => self.end.qp.check().map(|()| None),
+        }
+    }
+
+    /// Blocks until it has arrived.
+    ///
+    /// # Errors
+    /// As [`Completion::status`], and [`Error::Deadline`] after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Result<Wc> {
+        let mut found = None;
+        self.end.cq.wait_until(timeout, "waiting for a completion", || {
+            found = self.status().transpose();
+            if found.is_none() && self.end.qp.provider.progress() {
+                found = self.status().transpose();
+            }
+            found.is_some()
+        })?;
+        found.expect("wait_until returns Ok only when there is a status")
+    }
+}
