@@ -58,6 +58,24 @@ pub enum Error {
         /// Its exit code or signal.
         status: ExitStatus,
     },
+    /// There is no such rank.
+    #[error("rank {rank} does not exist: the communicator has ranks 0 to {}", size - 1)]
+    NoSuchRank {
+        /// The rank asked for.
+        rank: usize,
+        /// Ranks there are.
+        size: usize,
+    },
+    /// A message to or from a rank failed.
+    #[error("{operation} with rank {rank}: {source}")]
+    Message {
+        /// The rank at the other end.
+        rank: usize,
+        /// What was tried.
+        operation: &'static str,
+        /// What went wrong.
+        source: gdsync::Error,
+    },
     /// The layer below failed.
     #[error(transparent)]
     Device(#[from] gdsync::Error),

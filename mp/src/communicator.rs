@@ -1,0 +1,183 @@
+//! Communicators: ranks that can send messages to each other.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use gdsync::memory::Memory;
+use gdsync::verbs::{Access, Completion, Context, Mr, Pd, RecvWr, SendWr, Sge};
+use parking_lot::Mutex;
+
+use crate::bootstrap::Bootstrap;
+use crate::builder::Builder;
+use crate::error::{Error, Result};
+use crate::peer::{Peer, Way};
+use crate::request::{Request, Status};
+use crate::spawn::Children;
+
+/// Ranks that can send messages to each other. Clones share it; any thread may use it.
+#[derive(Clone, Debug)]
+pub struct Communicator(pub(crate) Arc<Inner>);
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) rank: usize,
+    pub(crate) context: Context,
+    pub(crate) pd: Pd,
+    pub(crate) peers: Vec<Peer>,
+    pub(crate) bootstrap: Mutex<Bootstrap>,
+    pub(crate) children: Mutex<Option<Children>>,
+}
+
+/// Memory that messages can be sent from and received into. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Registration(pub(crate) Mr);
+
+impl Registration {
+    /// The memory.
+    pub fn memory(&self) -> &Memory {
+        self.0.memory()
+    }
+}
+
+impl Communicator {
+    /// Joins the job of the launcher that started this process.
+    ///
+    /// # Errors
+    /// As [`Builder::init`].
+    pub fn init() -> Result<Self> {
+        Self::builder().init()
+    }
+
+    /// Starts to build a communicator.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The rank of this process, from 0.
+    pub fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.0.peers.len()
+    }
+
+    /// The device messages travel through.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn register(&self, memory: &Memory) -> Result<Registration> {
+        Ok(Registration(self.0.pd.register(memory, Access::all())?))
+    }
+
+    pub(crate) fn peer(&self, rank: usize) -> Result<&Peer> {
+        self.0.peers.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
+    }
+
+    /// Starts a send of the bytes `range` of `buffer` to a rank.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
+    /// the connection broke, or too many messages are under way.
+    pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
+        self.start("send", buffer, range, rank, Way::Send, |peer, sge| peer.send.post_send(&[SendWr::send(sge)]))
+    }
+
+    /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both sides.
+    ///
+    /// # Errors
+    /// As [`Communicator::isend`].
+    pub fn irecv(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
+        self.start("receive", buffer, range, rank, Way::Recv, |peer, sges| {
+            peer.recv.post_recv(&[RecvWr { wr_id: 0, sges }])
+        })
+    }
+
+    pub(crate) fn start(
+        &self,
+        operation: &'static str,
+        buffer: &Registration,
+        range: Range<usize>,
+        rank: usize,
+        way: Way,
+        post: impl Fn(&Peer, &[Sge]) -> gdsync::Result<Completion>,
+    ) -> Result<Request> {
+        let peer = self.peer(rank)?;
+        let bytes = range.len();
+        let sge = buffer.0.sge(range.start, bytes)?;
+        let completion = peer.with_room(operation, || post(peer, &[sge]))?;
+        peer.hold(way, &completion, buffer);
+        Ok(Request { rank, operation, completion, bytes })
+    }
+
+    /// Blocks until a message is complete.
+    ///
+    /// # Errors
+    /// As [`Request::wait`].
+    pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
+        let status = request.wait(timeout)?;
+        self.peer(request.rank)?.recycle();
+        Ok(status)
+    }
+
+    /// Blocks until all messages are complete, or one has failed.
+    ///
+    /// # Errors
+    /// As [`Request::wait`], for the first that fails; the timeout is for all together.
+    pub fn wait_all<'a>(
+        &self,
+        requests: impl IntoIterator<Item = &'a Request>,
+        timeout: Duration,
+    ) -> Result<Vec<Status>> {
+        let deadline = Instant::now() + timeout;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        requests.into_iter().map(|request| self.wait(request, left())).collect()
+    }
+
+    /// Moves messages along and takes back what finished ones held. Only needed by threads that neither wait nor send
+    /// for long.
+    pub fn progress(&self) {
+        self.0.peers.iter().for_each(Peer::recycle);
+    }
+
+    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
+    pub fn barrier(&self, timeout: Duration) -> Result<()> {
+        self.0.bootstrap.lock().barrier(timeout)
+    }
+
+    /// Collects a few bytes of every rank at every rank, in rank order: for addresses and keys, not for data.
+    ///
+    /// # Errors
+    /// As [`Communicator::barrier`].
+    pub fn exchange(&self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.0.bootstrap.lock().allgather(bytes, timeout)
+    }
+
+    /// The process of a rank that [`Builder::spawn`] started from here.
+    pub fn child(&self, rank: usize) -> Option<u32> {
+        self.0.children.lock().as_ref()?.pid(rank)
+    }
+
+    /// Waits for all ranks, then for the processes that [`Builder::spawn`] started.
+    ///
+    /// # Errors
+    /// As [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
+    pub fn finalize(self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        self.barrier(timeout)?;
+        match self.0.children.lock().take() {
+            Some(children) => children.wait(deadline.saturating_duration_since(Instant::now())),
+            None => Ok(()),
+        }
+    }
+}

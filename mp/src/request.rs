@@ -1,0 +1,60 @@
+//! Messages under way.
+
+use std::time::Duration;
+
+use gdsync::verbs::{Completion, Wc};
+
+use crate::error::{Error, Result};
+
+/// A message under way. Dropping it detaches: the message goes on, its resources come back by themselves.
+#[derive(Clone, Debug)]
+#[must_use = "a message nobody waits for may fail unnoticed"]
+pub struct Request {
+    pub(crate) rank: usize,
+    pub(crate) operation: &'static str,
+    pub(crate) completion: Completion,
+    pub(crate) bytes: usize,
+}
+
+/// A message that is complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// The rank at the other end.
+    pub rank: usize,
+    /// Bytes sent or received.
+    pub bytes: usize,
+}
+
+impl Request {
+    /// The rank at the other end.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Whether the message is complete; `None` while it is under way. A complete send may be overwritten.
+    ///
+    /// # Errors
+    /// [`Error::Message`] names the rank and why it failed.
+    pub fn test(&self) -> Result<Option<Status>> {
+        let status = self.completion.status().map_err(|e| self.failed(e))?;
+        Ok(status.map(|wc| self.complete(&wc)))
+    }
+
+    /// Blocks until the message is complete.
+    ///
+    /// # Errors
+    /// As [`Request::test`], and [`gdsync::Error::Deadline`] inside after `timeout`: the message goes on.
+    pub fn wait(&self, timeout: Duration) -> Result<Status> {
+        let wc = self.completion.wait(timeout).map_err(|e| self.failed(e))?;
+        Ok(self.complete(&wc))
+    }
+
+    pub(crate) fn failed(&self, source: gdsync::Error) -> Error {
+        Error::Message { rank: self.rank, operation: self.operation, source }
+    }
+
+    fn complete(&self, wc: &Wc) -> Status {
+        let bytes = if wc.is_send() { self.bytes } else { wc.byte_len as usize };
+        Status { rank: self.rank, bytes }
+    }
+}
