@@ -1,0 +1,12 @@
+//! GPUDirect Async: RDMA sends triggered, and completions awaited, by GPU streams.
+//!
+//! This package is the front door: the crates under their usual names, the command-line tool, and what its benchmarks
+//! and the examples measure with.
+//!
+//! - [`gdsync`]: verbs queues on mlx5 rings, streams that trigger and await them, the software HCA;
+//! - [`mp`]: messages between ranks, over it.
+
+pub mod measure;
+
+pub use gdsync;
+pub use mp;

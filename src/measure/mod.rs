@@ -1,0 +1,11 @@
+//! What benchmarks and examples measure with: payload that proves itself, clocks, summaries, the machine's description.
+
+mod clock;
+mod machine;
+mod pattern;
+mod summary;
+
+pub use clock::{process_cpu, thread_cpu};
+pub use machine::Machine;
+pub use pattern::Pattern;
+pub use summary::{Micros, Samples, size};

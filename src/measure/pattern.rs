@@ -1,0 +1,97 @@
+//! Payload that proves itself: every message of every sender has bytes of its own.
+
+use gdsync::memory::Memory;
+
+/// The bytes of one message. A stale, short, torn or misplaced message does not match.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pattern(u64);
+
+/// An odd number whose multiples differ in all bytes (2^64 over the golden ratio).
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+impl Pattern {
+    /// The bytes of message `number` of `sender`.
+    pub fn new(sender: u64, number: u64) -> Self {
+        let mut seed = (sender << 56 ^ number).wrapping_add(1).wrapping_mul(STEP);
+        seed ^= seed >> 29;
+        Self(seed.wrapping_mul(0xbf58_476d_1ce4_e5b9))
+    }
+
+    /// What message bytes never are: the buffer holds this before a message is to arrive.
+    fn complement(self) -> impl Iterator<Item = u8> {
+        self.bytes().map(|byte| !byte)
+    }
+
+    fn bytes(self) -> impl Iterator<Item = u8> {
+        let mut word = self.0;
+        std::iter::from_fn(move || {
+            word = word.wrapping_add(STEP);
+            Some((word ^ word >> 32).to_le_bytes())
+        })
+        .flatten()
+    }
+
+    fn write(bytes: impl Iterator<Item = u8>, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
+        memory.write(offset, &bytes.take(len).collect::<Vec<_>>())
+    }
+
+    /// Writes the message.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`].
+    pub fn fill(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
+        Self::write(self.bytes(), memory, offset, len)
+    }
+
+    /// Makes sure that the message is not there yet: every byte is made different from what is expected.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`].
+    pub fn spoil(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
+        Self::write(self.complement(), memory, offset, len)
+    }
+
+    /// Whether the message is there, every byte of it.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`].
+    pub fn check(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<bool> {
+        let mut found = vec![0; len];
+        memory.read(offset, &mut found)?;
+        Ok(found.into_iter().eq(self.bytes().take(len)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_recognised_and_nothing_else_is() {
+        let memory = Memory::alloc(1000).unwrap();
+        let pattern = Pattern::new(1, 7);
+        pattern.fill(&memory, 10, 900).unwrap();
+        assert!(pattern.check(&memory, 10, 900).unwrap());
+        assert!(!pattern.check(&memory, 11, 899).unwrap(), "moved by a byte");
+        assert!(!Pattern::new(1, 8).check(&memory, 10, 900).unwrap(), "another message");
+        assert!(!Pattern::new(0, 7).check(&memory, 10, 900).unwrap(), "another sender");
+        for at in [10, 500, 909] {
+            let mut byte = [0];
+            memory.read(at, &mut byte).unwrap();
+            memory.write(at, &[byte[0] ^ 1]).unwrap();
+            assert!(!pattern.check(&memory, 10, 900).unwrap(), "one bit of byte {at}");
+            memory.write(at, &byte).unwrap();
+        }
+        for len in 1..20 {
+            pattern.spoil(&memory, 10, len).unwrap();
+            assert!(!pattern.check(&memory, 10, len).unwrap(), "spoilt, {len} bytes");
+        }
+    }
+
+    #[test]
+    fn first_bytes_differ_between_neighbours() {
+        let first = |n| Pattern::new(0, n).bytes().next().unwrap();
+        let same = (0..1000).filter(|&n| first(n) == first(n + 1)).count();
+        assert!(same < 20, "a message of one byte can be told from the one before: {same} of 1000 cannot");
+    }
+}
