@@ -25,3 +25,22 @@ fn a_stream_sends_and_another_receives() {
         assert_eq!(a.context.stats().violations + b.context.stats().violations, 0);
     }
 }
+
+#[test]
+fn what_a_stream_took_is_not_polled_and_the_ring_goes_round() {
+    let (a, b) = loopback(64, |q| q.max_send_wr(4).max_recv_wr(4));
+    let stream = stream("takes");
+    for round in 0..100u64 {
+        // By turns the stream waits and the CPU polls.
+        let completion = a.qp.post_send(&[SendWr::nop().id(round)]).unwrap();
+        if round % 3 == 0 {
+            assert_eq!(a.qp.send_cq().wait(PATIENCE).unwrap().wr_id, round);
+        } else {
+            stream.wait(&completion).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
+            assert_eq!(a.qp.poll_send(), None, "the stream has taken {round}");
+        }
+        assert_eq!(completion.status().unwrap().unwrap().wr_id, round);
+    }
+    drop(b);
+}

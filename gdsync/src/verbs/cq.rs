@@ -236,6 +236,9 @@ impl CqInner {
         }
         let freed = state.freed - before;
         if freed > 0 {
+            // A freed slot belongs to the next lap: what a stream took is not polled again.
+            state.poll_next = state.poll_next.max(state.freed);
+            state.claim_next = state.claim_next.max(state.freed);
             self.reserved.fetch_sub(freed, Ordering::Relaxed);
             // While a stream waits here the consumer index is the stream's to write.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
