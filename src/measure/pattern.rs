@@ -17,22 +17,16 @@ impl Pattern {
         Self(seed.wrapping_mul(0xbf58_476d_1ce4_e5b9))
     }
 
-    /// What message bytes never are: the buffer holds this before a message is to arrive.
-    fn complement(self) -> impl Iterator<Item = u8> {
-        self.bytes().map(|byte| !byte)
-    }
-
-    fn bytes(self) -> impl Iterator<Item = u8> {
+    /// The message, or with `flip` what its bytes never are.
+    fn bytes(self, len: usize, flip: u64) -> Vec<u8> {
         let mut word = self.0;
-        std::iter::from_fn(move || {
+        let mut out = Vec::with_capacity(len.next_multiple_of(8));
+        while out.len() < len {
             word = word.wrapping_add(STEP);
-            Some((word ^ word >> 32).to_le_bytes())
-        })
-        .flatten()
-    }
-
-    fn write(bytes: impl Iterator<Item = u8>, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
-        memory.write(offset, &bytes.take(len).collect::<Vec<_>>())
+            out.extend_from_slice(&(word ^ word >> 32 ^ flip).to_le_bytes());
+        }
+        out.truncate(len);
+        out
     }
 
     /// Writes the message.
@@ -40,7 +34,7 @@ impl Pattern {
     /// # Errors
     /// [`gdsync::Error::OutOfBounds`].
     pub fn fill(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
-        Self::write(self.bytes(), memory, offset, len)
+        memory.write(offset, &self.bytes(len, 0))
     }
 
     /// Makes sure that the message is not there yet: every byte is made different from what is expected.
@@ -48,7 +42,7 @@ impl Pattern {
     /// # Errors
     /// [`gdsync::Error::OutOfBounds`].
     pub fn spoil(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
-        Self::write(self.complement(), memory, offset, len)
+        memory.write(offset, &self.bytes(len, u64::MAX))
     }
 
     /// Whether the message is there, every byte of it.
@@ -58,7 +52,7 @@ impl Pattern {
     pub fn check(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<bool> {
         let mut found = vec![0; len];
         memory.read(offset, &mut found)?;
-        Ok(found.into_iter().eq(self.bytes().take(len)))
+        Ok(found == self.bytes(len, 0))
     }
 }
 
@@ -90,7 +84,7 @@ mod tests {
 
     #[test]
     fn first_bytes_differ_between_neighbours() {
-        let first = |n| Pattern::new(0, n).bytes().next().unwrap();
+        let first = |n| Pattern::new(0, n).bytes(1, 0);
         let same = (0..1000).filter(|&n| first(n) == first(n + 1)).count();
         assert!(same < 20, "a message of one byte can be told from the one before: {same} of 1000 cannot");
     }

@@ -1,0 +1,246 @@
+//! `gdasync bench hca`: what the software HCA costs on top of the machine.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use comfy_table::{CellAlignment, Table, presets};
+use gdasync::gdsync::memory::Memory;
+use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
+use gdasync::gdsync::verbs::{Context, QpAddress};
+use gdasync::measure::{Machine, Micros, Samples, process_cpu};
+use gdasync::mp::Communicator;
+use indicatif::ProgressBar;
+use serde::Serialize;
+
+use super::floor;
+use super::link::Link;
+use super::Result;
+
+/// Options of `gdasync bench hca`.
+#[derive(Args)]
+pub(crate) struct Options {
+    /// Round trips of each latency test.
+    #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(100..=10_000_000))]
+    rounds: u64,
+    /// Seconds after which a wait is given up.
+    #[arg(long, default_value_t = 60)]
+    timeout: u64,
+    /// Writes the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Report {
+    device: &'static str,
+    wire: &'static str,
+    machine: Machine,
+    results: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    name: &'static str,
+    /// Half round trip, or for rates the time of one message, in microseconds.
+    us: Micros,
+    /// What `ratio` compares with.
+    baseline: &'static str,
+    /// The p50 over the baseline's.
+    ratio: f64,
+}
+
+const FLOOR_THREADS: &str = "floor: two threads, one cache line";
+const FLOOR_PROCESSES: &str = "floor: two processes, one cache line";
+
+struct Run<'a> {
+    comm: &'a Communicator,
+    options: &'a Options,
+    timeout: Duration,
+    bar: ProgressBar,
+    rows: Vec<Row>,
+}
+
+impl Options {
+    pub(crate) fn run(&self) -> Result<()> {
+        let timeout = Duration::from_secs(self.timeout);
+        let comm = Communicator::builder().spawn(2).timeout(timeout).init()?;
+        if comm.size() != 2 {
+            return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());
+        }
+        let first = comm.rank() == 0;
+        let bar = if first { ProgressBar::new(11) } else { ProgressBar::hidden() };
+        let mut run = Run { comm: &comm, options: self, timeout, bar, rows: Vec::new() };
+        if first {
+            run.in_process()?;
+        }
+        comm.barrier(timeout * 4)?;
+        run.two_processes()?;
+        comm.barrier(timeout)?;
+        if first {
+            let idle = run.idle()?;
+            run.bar.finish_and_clear();
+            let context = comm.context();
+            let (device, wire) = (context.description(), context.wire());
+            let report = Report { device, wire, machine: Machine::here(), results: run.rows };
+            report.print(idle);
+            if let Some(path) = &self.json {
+                let file = File::create(path).map_err(|e| format!("{}: {e}", path.display()))?;
+                serde_json::to_writer_pretty(file, &report)?;
+            }
+        }
+        Ok(comm.finalize(timeout)?)
+    }
+}
+
+impl Run<'_> {
+    fn row(&mut self, name: &'static str, us: Micros, baseline: &'static str) {
+        let base = self.rows.iter().find(|row| row.name == baseline).map_or(us.p50, |row| row.us.p50);
+        self.rows.push(Row { name, us, baseline, ratio: us.p50 / base });
+        self.bar.inc(1);
+    }
+
+    fn link(&self, context: &Context) -> Result<Link> {
+        Link::new(context, self.timeout)
+    }
+
+    /// Two connected links on one HCA.
+    fn pair(&self, context: &Context) -> Result<(Link, Link)> {
+        let (a, b) = (self.link(context)?, self.link(context)?);
+        a.qp.connect(b.qp.address())?;
+        b.qp.connect(a.qp.address())?;
+        Ok((a, b))
+    }
+
+    /// Plays both sides of a game on two threads; the times of the first count.
+    fn both(play: impl Fn(bool) -> Result<Samples> + Sync) -> Result<Samples> {
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| play(false).map_err(|e| e.to_string()));
+            let samples = play(true);
+            other.join().map_err(|_| "the other thread panicked")??;
+            samples
+        })
+    }
+
+    fn in_process(&mut self) -> Result<()> {
+        let (rounds, timeout) = (self.options.rounds, self.timeout);
+        let line = Memory::alloc(64)?;
+        let samples = Self::both(|serves| floor::bounce(line.atomic64(0)?, serves, rounds, timeout))?;
+        self.row(FLOOR_THREADS, samples.micros(2), FLOOR_THREADS);
+        let context = self.comm.context().clone();
+        let name = "one process: posted by the CPU";
+        for (connected, name, baseline) in [
+            (1, name, FLOOR_THREADS),
+            (64, "the same with 64 connected QPs, one active", name),
+            (1024, "the same with 1024 connected QPs, one active", name),
+        ] {
+            let idle: Vec<_> = (1..connected).map(|_| self.pair(&context)).collect::<Result<_>>()?;
+            let (a, b) = self.pair(&context)?;
+            a.prepare(64)?;
+            b.prepare(64)?;
+            let samples = Self::both(|serves| if serves { &a } else { &b }.cpu(serves, rounds))?;
+            self.row(name, samples.micros(2), baseline);
+            drop(idle);
+        }
+        let (a, b) = self.pair(&context)?;
+        let streams = [self.stream("ping")?, self.stream("pong")?];
+        a.prepare(Link::stream_receives(rounds))?;
+        b.prepare(Link::stream_receives(rounds))?;
+        let samples = Self::both(|serves| {
+            if serves { a.stream(&streams[0], true, rounds) } else { b.stream(&streams[1], false, rounds) }
+        })?;
+        self.row("one process: triggered by streams", samples.micros(2), FLOOR_THREADS);
+        Ok(())
+    }
+
+    fn stream(&self, name: &str) -> Result<Stream> {
+        let config = HostStreamConfig { name: name.into(), wait_limit: self.timeout, ..HostStreamConfig::default() };
+        Ok(Stream::host(config)?)
+    }
+
+    /// A link to the other process.
+    fn across(&self) -> Result<Link> {
+        let link = self.link(self.comm.context())?;
+        let addresses = self.comm.exchange(&link.qp.address().to_bytes(), self.timeout)?;
+        let theirs = addresses[1 - self.comm.rank()].first_chunk().ok_or("a short address")?;
+        link.qp.connect(QpAddress::from_bytes(theirs))?;
+        Ok(link)
+    }
+
+    fn two_processes(&mut self) -> Result<()> {
+        let (rounds, timeout, serves) = (self.options.rounds, self.timeout, self.comm.rank() == 0);
+        let (file, path) = floor::create()?;
+        let paths = self.comm.exchange(path.as_bytes(), timeout)?;
+        let opened = File::options().read(true).write(true).open(std::str::from_utf8(&paths[0])?)?;
+        let line = floor::map(&opened)?;
+        self.comm.barrier(timeout)?;
+        drop(file);
+        let samples = floor::bounce(line.atomic64(0)?, serves, rounds, timeout)?;
+        self.row(FLOOR_PROCESSES, samples.micros(2), FLOOR_PROCESSES);
+
+        let link = self.across()?;
+        link.prepare(64)?;
+        self.comm.barrier(timeout)?;
+        let samples = link.cpu(serves, rounds)?;
+        self.row("two processes: posted by the CPU", samples.micros(2), FLOOR_PROCESSES);
+        self.comm.barrier(timeout)?;
+        let each = link.rate(serves, rounds)?.as_secs_f64() * 1e6;
+        self.row("two processes: one message of many", Micros { min: each, p50: each, p99: each }, FLOOR_PROCESSES);
+
+        let link = self.across()?;
+        let stream = self.stream("ping")?;
+        link.prepare(Link::stream_receives(rounds))?;
+        self.comm.barrier(timeout)?;
+        let samples = link.stream(&stream, serves, rounds)?;
+        self.row("two processes: triggered by streams", samples.micros(2), FLOOR_PROCESSES);
+        Ok(())
+    }
+
+    /// CPU time of this process while eight streams wait for a second, in percent of a core.
+    fn idle(&mut self) -> Result<f64> {
+        let context = self.comm.context().clone();
+        let waiting: Vec<_> = (0..8).map(|_| self.pair(&context)).collect::<Result<_>>()?;
+        let word = Memory::alloc(4)?.word32(0)?;
+        let streams = waiting
+            .iter()
+            .enumerate()
+            .map(|(i, (a, _))| {
+                let stream = self.stream(&format!("idle{i}"))?;
+                a.prepare(1)?;
+                // Half of them wait for a message, half for a word that nobody announces.
+                if i % 2 == 0 { drop(stream.wait_recv(&a.qp)?) } else { stream.wait_value32(&word, 1, Cond::Eq)? }
+                Ok(stream)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        std::thread::sleep(Duration::from_millis(100));
+        let (cpu, start) = (process_cpu(), Instant::now());
+        std::thread::sleep(Duration::from_secs(1));
+        let percent = (process_cpu() - cpu).as_secs_f64() / start.elapsed().as_secs_f64() * 100.0;
+        streams.iter().for_each(Stream::abort);
+        self.bar.inc(1);
+        Ok(percent)
+    }
+}
+
+impl Report {
+    fn print(&self, idle: f64) {
+        println!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu);
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        table.set_header(["8 bytes, half round trip", "p50 us", "p99 us", "min us", "ratio", "to"]);
+        for row in &self.results {
+            let Micros { min, p50, p99 } = row.us;
+            let numbers = [p50, p99, min].map(|us| format!("{us:.3}"));
+            let to = if row.baseline == row.name { "" } else { row.baseline };
+            table.add_row(
+                std::iter::once(row.name.to_owned())
+                    .chain(numbers)
+                    .chain([format!("{:.2}", row.ratio), to.to_owned()]),
+            );
+        }
+        table.column_iter_mut().skip(1).take(4).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+        println!("{table}");
+        println!("CPU of 8 streams that wait: {idle:.2} % of a core");
+    }
+}
