@@ -8,6 +8,7 @@ use super::gid::Gid;
 use super::keys::Keys;
 use super::links::{Body, Links};
 use super::packet::Header;
+use super::peeks::Peeks;
 use super::qp::{Env, SoftQp};
 use super::rung::{MAX_QPS, Rung};
 use super::stats::HcaStats;
@@ -18,6 +19,8 @@ use crate::verbs::QpState;
 
 /// Packets taken from one link before others get their turn.
 const BURST: usize = 64;
+/// Steps that the ringer of a doorbell runs at most.
+const ROUNDS: usize = 8;
 /// Steps between two looks at the clock.
 const STEPS: u32 = 64;
 /// Time between two looks at the timers.
@@ -134,12 +137,18 @@ impl Core {
         self.with(i, work)
     }
 
-    /// Takes the doorbell of a queue pair and starts its work.
-    pub(crate) fn ring(&mut self, qpn: u32) {
+    /// Takes the doorbell of a queue pair and does its work, to the end if the peer is on this HCA: its state would have
+    /// to move to another core's cache otherwise.
+    pub(crate) fn ring(&mut self, qpn: u32, rung: &Rung) {
         if let Some(i) = self.find(qpn) {
             self.ring_index(i);
         }
         self.links.ring();
+        for _ in 0..ROUNDS {
+            if !self.step(rung) {
+                break;
+            }
+        }
     }
 
     fn ring_index(&mut self, index: usize) {
@@ -178,8 +187,11 @@ impl Core {
         self.links.find(peer)
     }
 
-    pub(crate) fn add_link(&mut self, ends: LinkEnds) -> usize {
-        self.rings.push(self.links.add(ends));
+    /// Adds a link; what lets other threads see its records goes to `peeks`.
+    pub(crate) fn add_link(&mut self, ends: LinkEnds, peeks: &Peeks) -> usize {
+        let ring = self.links.add(ends);
+        peeks.add(ring.peeker());
+        self.rings.push(ring);
         self.rings.len() - 1
     }
 

@@ -36,6 +36,7 @@ mod gid;
 mod keys;
 mod links;
 mod packet;
+mod peeks;
 mod qp;
 mod requester;
 mod responder;

@@ -10,6 +10,7 @@ use super::core::{self, Core};
 use super::event::CqEvent;
 use super::fault::{FaultPlan, Faults};
 use super::gid::Gid;
+use super::peeks::Peeks;
 use super::qp::SoftQp;
 use super::requester::Requester;
 use super::responder::Responder;
@@ -61,6 +62,7 @@ pub(super) struct Shared {
     pub(super) gid: Gid,
     pub(super) core: Mutex<Core>,
     pub(super) rung: Rung,
+    pub(super) peeks: Peeks,
     pub(super) port: Port,
     pub(super) bell: Bell,
     /// Steps run by threads other than the service thread.
@@ -94,9 +96,14 @@ impl Shared {
     pub(super) fn accept(&self, core: &mut Core) {
         if self.port.has_accepted() {
             for ends in self.port.take_accepted() {
-                core.add_link(ends);
+                core.add_link(ends, &self.peeks);
             }
         }
+    }
+
+    /// Whether a step may find something to do, as far as can be seen without the lock.
+    fn has_work(&self) -> bool {
+        self.busy.load(Ordering::Relaxed) || self.peeks.any() || self.port.has_accepted() || self.rung.is_noted()
     }
 
     /// Runs a step if nobody else does. `None` when somebody does.
@@ -121,6 +128,7 @@ impl SoftHca {
             gid,
             core: Mutex::new(core),
             rung: Rung::default(),
+            peeks: Peeks::default(),
             port,
             bell,
             lent: AtomicU64::new(0),
@@ -146,7 +154,7 @@ impl SoftHca {
         // Not under the lock: the peer answers from a thread of its own, but that takes a while.
         drop(core);
         let ends = self.shared.port.connect(peer, timeout)?;
-        Ok(self.shared.core.lock().add_link(ends))
+        Ok(self.shared.core.lock().add_link(ends, &self.shared.peeks))
     }
 }
 
@@ -239,7 +247,7 @@ impl Provider for SoftHca {
     fn ring(&self, qpn: u32) {
         match self.shared.core.try_lock() {
             Some(mut core) => {
-                core.ring(qpn);
+                core.ring(qpn, &self.shared.rung);
                 self.shared.settle(core);
             }
             None => {
@@ -263,9 +271,9 @@ impl Provider for SoftHca {
     }
 
     fn progress(&self) -> bool {
-        let worked = self.shared.try_step();
-        self.shared.lent.fetch_add(1, Ordering::Relaxed);
-        worked.unwrap_or(false)
+        let shared = &self.shared;
+        shared.lent.fetch_add(1, Ordering::Relaxed);
+        shared.has_work() && shared.try_step().unwrap_or(false)
     }
 
     fn leave(&self) {

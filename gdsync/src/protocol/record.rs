@@ -174,7 +174,7 @@ impl Consumer {
     /// [`Corrupt`] for a marker that no correct producer writes there.
     pub fn peek<R: Lines>(&mut self, ring: &R) -> Result<Option<Found>, Corrupt> {
         loop {
-            let line = self.at & (ring.count() - 1);
+            let line = self.line(ring);
             let left = ring.count() - line;
             let marker = ring.marker(line).load(Acquire);
             let len = marker & !RECORD;
@@ -188,6 +188,11 @@ impl Consumer {
                 return Err(Corrupt { what: "marker", value: marker.into() });
             }
         }
+    }
+
+    /// The line that is looked at next.
+    pub fn line<R: Lines>(&self, ring: &R) -> u64 {
+        self.at & (ring.count() - 1)
     }
 
     /// Gives the record's lines back. Returns whether the producer can see that, so that it is worth waking.

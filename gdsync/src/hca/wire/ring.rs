@@ -1,6 +1,7 @@
 //! Rings of records in shared memory: one HCA produces, another consumes.
 
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::error::Result;
 use crate::memory::Memory;
@@ -97,6 +98,20 @@ impl TxRing {
 pub(crate) struct RxRing {
     ring: Ring,
     consumer: Consumer,
+    peek: Arc<Peek>,
+}
+
+/// Lets other threads see whether a record waits, without the consumer's lock. A hint: it may be out of date.
+#[derive(Debug)]
+pub(crate) struct Peek {
+    ring: Ring,
+    line: AtomicU64,
+}
+
+impl Peek {
+    pub(crate) fn has_record(&self) -> bool {
+        self.ring.marker(self.line.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0
+    }
 }
 
 /// A record that waits to be popped.
@@ -110,7 +125,13 @@ pub(crate) struct Record {
 impl RxRing {
     /// Over `memory` of [`RING_BYTES`].
     pub(super) fn new(memory: Memory) -> Self {
-        Self { ring: Ring(memory), consumer: Consumer::default() }
+        let peek = Arc::new(Peek { ring: Ring(memory.clone()), line: AtomicU64::new(0) });
+        Self { ring: Ring(memory), consumer: Consumer::default(), peek }
+    }
+
+    /// What other threads may look at.
+    pub(crate) fn peeker(&self) -> Arc<Peek> {
+        self.peek.clone()
     }
 
     /// The next record, if it is there.
@@ -153,7 +174,9 @@ impl RxRing {
 
     /// Gives the record's lines back. Returns whether a producer that waits for room can see it.
     pub(crate) fn pop(&mut self, record: Record) -> bool {
-        self.consumer.pop(&self.ring, record.found)
+        let room = self.consumer.pop(&self.ring, record.found);
+        self.peek.line.store(self.consumer.line(&self.ring), Ordering::Relaxed);
+        room
     }
 }
 
