@@ -171,3 +171,31 @@ fn pads_cross_two_laps() {
     // A pad before each long record but the first.
     explore(2, || transfer(0, &[LONG, SHORT, LONG, SHORT, LONG, SHORT, LONG]));
 }
+
+/// What was written for a record that was given up is not taken for a record after the shorter one sent instead.
+#[test]
+fn a_record_given_up_leaves_no_marker() {
+    explore(3, || {
+        let ring = Arc::new(Tiny::default());
+        let shared = ring.clone();
+        let producer = thread::spawn(move || {
+            let mut side = Producer::default();
+            for record in 0..3 {
+                if let Some(line) = side.reserve(&*shared, LONG).unwrap() {
+                    shared.marker(line + 1).store(data(7), Relaxed);
+                }
+                while !push(&shared, &mut side, record, SHORT).unwrap() {
+                    thread::yield_now();
+                }
+            }
+        });
+        let mut side = Consumer::default();
+        for record in 0..3 {
+            while !pop(&ring, &mut side, record, SHORT).unwrap() {
+                thread::yield_now();
+            }
+        }
+        producer.join().unwrap();
+        assert!(side.peek(&*ring).unwrap().is_none());
+    });
+}
