@@ -7,6 +7,7 @@ use super::event::CqEvent;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe};
+use crate::protocol::completion;
 
 /// First CQN: small numbers would hide byte-order mistakes.
 const BASE: u32 = 0x8a1;
@@ -80,7 +81,7 @@ impl Cqs {
         let slot = usize::try_from(cq.produced & ((1 << cq.log) - 1)).expect("a ring index fits") * CQE_SIZE;
         cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
         let word = cq.ring.atomic32(slot + CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
-        word.store(mlx5::op_own_word(&bytes), Ordering::Release);
+        completion::publish(word, mlx5::op_own_word(&bytes));
         cq.produced += 1;
         cq.event.raise();
         Ok(())
@@ -110,8 +111,7 @@ impl SoftCq {
             return true;
         }
         let record = self.record.atomic32(0).expect("doorbell records are aligned");
-        let low = mlx5::record_to_u24(record.load(Ordering::Acquire));
-        self.consumed = mlx5::extend24(self.consumed, low);
+        self.consumed = completion::passed(record, self.consumed);
         self.produced - self.consumed < 1 << self.log
     }
 }

@@ -1,37 +1,38 @@
 //! Wakes threads that sleep until completions arrive on a queue.
 
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Raised after every completion; costs a fence and a load while nobody sleeps.
+use crate::protocol::bell;
+
+/// A bell for the threads of one process. Raised after every completion; costs a fence and a load while nobody sleeps.
 #[derive(Debug, Default)]
 pub(crate) struct CqEvent {
     sleepers: AtomicU32,
+    sequence: AtomicU32,
     lock: Mutex<()>,
     raised: Condvar,
 }
 
 impl CqEvent {
-    /// Sleeps unless `ready`, until raised or for `timeout`.
+    /// Sleeps unless `ready`, until raised or for `timeout`. May return for no reason.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        // Pairs with the fence in `raise`: either `ready` sees the completion, or `raise` sees the sleeper.
-        fence(Ordering::SeqCst);
+        let ticket = bell::announce(&self.sleepers, &self.sequence);
+        if ready() {
+            return;
+        }
         let mut guard = self.lock.lock();
-        if !ready() {
+        if self.sequence.load(Ordering::Relaxed) == ticket {
             self.raised.wait_for(&mut guard, timeout);
         }
-        drop(guard);
-        self.sleepers.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Tells sleepers that a completion was written.
     pub(crate) fn raise(&self) {
-        fence(Ordering::SeqCst);
-        if self.sleepers.load(Ordering::Relaxed) > 0 {
-            // Taken and dropped, so that a sleeper between its check and its wait is not missed.
+        if bell::ring(&self.sleepers, &self.sequence) {
+            // Taken and dropped, so that a sleeper between its look at the sequence and its wait is not missed.
             drop(self.lock.lock());
             self.raised.notify_all();
         }

@@ -1,6 +1,5 @@
 //! A queue pair inside the software HCA: its rings, its state, its doorbell.
 
-use std::sync::atomic::Ordering;
 
 use super::cqs::Cqs;
 use super::fault::Faults;
@@ -71,8 +70,7 @@ impl Wqe {
 
 impl SoftQp {
     fn record(&self, word: usize) -> u16 {
-        let word = self.record.atomic32(word).expect("doorbell records are aligned");
-        mlx5::record_to_u16(word.load(Ordering::Acquire))
+        protocol::recorded(self.record.atomic32(word).expect("doorbell records are aligned"))
     }
 
     /// The send producer index of the doorbell record, at or after `from`.

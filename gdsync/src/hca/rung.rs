@@ -1,6 +1,8 @@
 //! Which queue pairs had their doorbell rung while another thread was running the HCA.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::protocol::note;
 
 /// The most queue pairs of one HCA.
 pub(crate) const MAX_QPS: usize = 16 * 1024;
@@ -27,19 +29,22 @@ impl Rung {
     pub(crate) fn insert(&self, index: usize) {
         self.bits[index / 64].fetch_or(1 << (index % 64), Ordering::Release);
         self.groups[index / 4096].fetch_or(1 << (index / 64 % 64), Ordering::Release);
-        self.note.store(1, Ordering::Release);
+        note::leave(&self.note);
     }
 
-    /// Whether there may be any. The fence pairs with that of the lock's holder: either the holder sees the note after
-    /// it unlocked, or the one who left the note finds the lock free.
+    /// Whether there may be any.
     pub(crate) fn is_noted(&self) -> bool {
-        fence(Ordering::SeqCst);
-        self.note.load(Ordering::Relaxed) != 0
+        note::is_left(&self.note)
+    }
+
+    /// Lets the lock under which the set is drained go; while indices were put in meanwhile, takes it again for `work`.
+    pub(crate) fn settle<G>(&self, held: G, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
+        note::settle(&self.note, held, try_lock, work);
     }
 
     /// Empties the set.
     pub(crate) fn drain(&self, mut each: impl FnMut(usize)) {
-        if self.note.load(Ordering::Relaxed) == 0 || self.note.swap(0, Ordering::AcqRel) == 0 {
+        if !note::take(&self.note) {
             return;
         }
         for (g, group) in self.groups.iter().enumerate() {

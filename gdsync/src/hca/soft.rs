@@ -77,20 +77,17 @@ pub(super) struct Shared {
 impl Shared {
     /// Lets the core go and acts on what others noted meanwhile.
     pub(super) fn settle(&self, core: MutexGuard<'_, Core>) {
-        let mut core = core;
-        loop {
-            self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
-            drop(core);
-            if !self.rung.is_noted() {
-                return;
-            }
-            match self.core.try_lock() {
-                Some(again) => core = again,
-                None => return,
-            }
-            self.accept(&mut core);
-            core.step(&self.rung);
-        }
+        let mark_busy = |core: &Core| self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
+        mark_busy(&core);
+        self.rung.settle(
+            core,
+            || self.core.try_lock(),
+            |core| {
+                self.accept(core);
+                core.step(&self.rung);
+                mark_busy(core);
+            },
+        );
     }
 
     pub(super) fn accept(&self, core: &mut Core) {

@@ -4,12 +4,17 @@
 use std::sync::atomic::Ordering;
 
 use super::{Atom32, Atom64};
-use crate::mlx5::EMPTY;
+use crate::mlx5::{self, EMPTY};
 
 /// Rings: publishes the producer index, then writes the doorbell. The WQEs must have been written before.
 pub fn ring_doorbell(record: &impl Atom32, pi: u32, doorbell: &impl Atom64, value: u64) {
     record.store(pi, Ordering::Release);
     doorbell.store(value, Ordering::Release);
+}
+
+/// The 16-bit counter in the doorbell record of a queue pair: the WQEs before it may be read, rung or not.
+pub fn recorded(record: &impl Atom32) -> u16 {
+    mlx5::record_to_u16(record.load(Ordering::Acquire))
 }
 
 /// The software HCA takes a doorbell: what was rung since the last time, if anything.

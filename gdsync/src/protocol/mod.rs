@@ -1,13 +1,15 @@
 //! The few lock-free hand-overs the whole library stands on, written once and generic over the atomics,
-//! so that the code that runs is the code that `tests/loom*.rs` explore exhaustively.
+//! so that the code that runs is the code that `tests/loom` explores exhaustively.
 //!
 //! Public for those tests only: this is not a stable API.
 
 pub mod bell;
+pub mod completion;
 mod doorbell;
+pub mod note;
 pub mod record;
 
-pub use doorbell::{ring_doorbell, take_doorbell};
+pub use doorbell::{recorded, ring_doorbell, take_doorbell};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 

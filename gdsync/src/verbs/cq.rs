@@ -18,6 +18,7 @@ use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
 use crate::mlx5::{self, CQE_SIZE, Cqe};
+use crate::protocol::completion;
 use crate::stream::{Cond, Op, Source};
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
@@ -187,14 +188,15 @@ impl CqInner {
         self.free(&mut state);
     }
 
-    fn op_own(&self, n: u64) -> u32 {
+    fn has_arrived(&self, n: u64) -> bool {
         let offset = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
-        self.parts.ring.atomic32(offset).expect("CQE words lie in the ring, aligned").load(Ordering::Acquire)
+        let word = self.parts.ring.atomic32(offset).expect("CQE words lie in the ring, aligned");
+        completion::is_complete(word, n, self.log)
     }
 
     fn reap_locked(&self, state: &mut CqState) {
         // A completion not reserved cannot arrive: `free` runs before its slot is used again.
-        while mlx5::owned_by_software(self.op_own(state.reaped), state.reaped, self.log) {
+        while self.has_arrived(state.reaped) {
             let n = state.reaped;
             let mut bytes = [0; CQE_SIZE];
             let at = self.index(n);
@@ -222,8 +224,7 @@ impl CqInner {
                 Taken::Done => {}
                 Taken::ByStream => {
                     if state.passed <= state.freed {
-                        let low = mlx5::record_to_u24(record.load(Ordering::Acquire));
-                        state.passed = mlx5::extend24(state.passed, low);
+                        state.passed = completion::passed(record, state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
@@ -243,7 +244,7 @@ impl CqInner {
             // While a stream waits here the consumer index is the stream's to write.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
-                record.store(mlx5::cq_ci_record(state.freed), Ordering::Release);
+                completion::pass(record, state.freed);
             }
         }
     }
@@ -431,7 +432,7 @@ impl CqInner {
                 std::thread::yield_now();
             } else {
                 let next = self.state.lock().reaped;
-                let ready = || mlx5::owned_by_software(self.op_own(next), next, self.log);
+                let ready = || self.has_arrived(next);
                 self.park(&ready, PARK.min(timeout - waited));
             }
         }

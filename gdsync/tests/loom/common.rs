@@ -1,0 +1,107 @@
+//! What the models are made of.
+
+use std::sync::atomic::Ordering;
+
+use gdsync::protocol::{Atom32, Atom64, bell};
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
+use loom::sync::{Condvar, Mutex};
+
+/// A 32-bit atomic word.
+#[derive(Default)]
+pub(crate) struct L32(pub(crate) AtomicU32);
+/// A 64-bit atomic word.
+#[derive(Default)]
+pub(crate) struct L64(pub(crate) AtomicU64);
+
+impl Atom32 for L32 {
+    fn load(&self, order: Ordering) -> u32 {
+        self.0.load(order)
+    }
+    fn store(&self, value: u32, order: Ordering) {
+        self.0.store(value, order);
+    }
+    fn swap(&self, value: u32, order: Ordering) -> u32 {
+        self.0.swap(value, order)
+    }
+    fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
+        self.0.fetch_add(value, order)
+    }
+    fn fence(order: Ordering) {
+        fence(order);
+    }
+}
+
+impl Atom64 for L64 {
+    fn load(&self, order: Ordering) -> u64 {
+        self.0.load(order)
+    }
+    fn store(&self, value: u64, order: Ordering) {
+        // Loom does not know that nothing comes between what an exchange reads and what it leaves: it would let a plain
+        // store by another thread be overwritten unseen. Its exchanges it does order.
+        self.0.swap(value, order);
+    }
+    fn swap(&self, value: u64, order: Ordering) -> u64 {
+        self.0.swap(value, order)
+    }
+}
+
+/// Bytes that a hand-over must protect: loom fails the test when two threads touch them and at least one writes,
+/// unless one access happens before the other.
+#[derive(Default)]
+pub(crate) struct Plain(UnsafeCell<u64>);
+
+// SAFETY: loom checks every access, as said above.
+unsafe impl Sync for Plain {}
+
+impl Plain {
+    pub(crate) fn get(&self) -> u64 {
+        // SAFETY: the pointer is valid, and loom fails the test before a race is one.
+        self.0.with(|p| unsafe { *p })
+    }
+
+    pub(crate) fn set(&self, value: u64) {
+        // SAFETY: as above.
+        self.0.with_mut(|p| unsafe { *p = value });
+    }
+}
+
+/// A bell on a lock and a condition variable: `hca::event::CqEvent`, and in place of a futex `hca::wire::bell::Bell`.
+#[derive(Default)]
+pub(crate) struct Event {
+    sleepers: L32,
+    sequence: L32,
+    lock: Mutex<()>,
+    raised: Condvar,
+}
+
+impl Event {
+    /// Returns once `ready`; loom reports a deadlock if the wake-up is lost.
+    pub(crate) fn sleep_until(&self, ready: impl Fn() -> bool) {
+        while !ready() {
+            let ticket = bell::announce(&self.sleepers, &self.sequence);
+            if ready() {
+                return;
+            }
+            let mut guard = self.lock.lock().unwrap();
+            while self.sequence.load(Ordering::Relaxed) == ticket {
+                guard = self.raised.wait(guard).unwrap();
+            }
+        }
+    }
+
+    pub(crate) fn raise(&self) {
+        if bell::ring(&self.sleepers, &self.sequence) {
+            drop(self.lock.lock().unwrap());
+            self.raised.notify_all();
+        }
+    }
+}
+
+/// Runs `test` in all ways that take at most this many preemptions.
+pub(crate) fn explore(preemptions: usize, test: impl Fn() + Sync + Send + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(preemptions);
+    model.max_branches = 10_000;
+    model.check(test);
+}

@@ -1,0 +1,6 @@
+//! Every interleaving, up to a bound of preemptions, and every reordering that the memory model allows, of the
+//! hand-overs in `gdsync::protocol`: what runs here is the code that the library runs.
+
+mod common;
+mod queue;
+mod wire;
