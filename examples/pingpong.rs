@@ -26,7 +26,11 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Stream-triggered ping-pong between two processes, data checked on every iteration.
 #[derive(Parser)]
-#[command(version, about, after_help = "Example: cargo run --release --example pingpong -- --sizes 8,4096 --modes stream,cpu")]
+#[command(
+    version,
+    about,
+    after_help = "Example: cargo run --release --example pingpong -- --sizes 8,4096 --modes stream,cpu"
+)]
 struct Options {
     /// How messages are driven.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Mode::Stream, Mode::Sync, Mode::Cpu])]
@@ -130,7 +134,8 @@ impl Board {
 
     /// After iteration `n`: looks at what arrived, and prepares the next two.
     fn turn(&self, n: u64) {
-        let arrived = Pattern::new(1 - self.rank, n).check(self.memory(), self.receive_slot(n).start, self.bytes);
+        let arrived =
+            Pattern::new(1 - self.rank, n).check(self.memory(), self.receive_slot(n).start, self.bytes);
         let prepared = self.spoil(n + 2).and_then(|()| self.fill(n + 1));
         if !matches!(arrived, Ok(true)) || prepared.is_err() {
             self.errors.fetch_add(1, Ordering::Relaxed);
@@ -177,7 +182,9 @@ impl Player {
             receives.drain(..usize::try_from(end - n)?);
             let posted = n + 2 * window;
             receives.extend(
-                (posted.min(total)..(posted + window).min(total)).map(|n| self.receive(n)).collect::<mp::Result<Vec<_>>>()?,
+                (posted.min(total)..(posted + window).min(total))
+                    .map(|n| self.receive(n))
+                    .collect::<mp::Result<Vec<_>>>()?,
             );
             n = end;
         }
@@ -189,13 +196,20 @@ impl Player {
     }
 
     /// Posts a window of iterations ahead and sleeps until the stream has run them.
-    fn stream_window(&self, first: u64, receives: &[Request], times: &Arc<[AtomicU64]>, origin: Instant) -> Result<()> {
+    fn stream_window(
+        &self,
+        first: u64,
+        receives: &[Request],
+        times: &Arc<[AtomicU64]>,
+        origin: Instant,
+    ) -> Result<()> {
         let started = Arc::new(AtomicU64::new(0));
         let now = move || u64::try_from(origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         let start = started.clone();
         self.stream.host_fn(move || start.store(now(), Ordering::Relaxed))?;
         for (n, receive) in (first..).zip(receives) {
-            let send = || self.comm.send_on_stream(&self.stream, &self.table.buffer, self.table.slot(0), self.peer);
+            let send =
+                || self.comm.send_on_stream(&self.stream, &self.table.buffer, self.table.slot(0), self.peer);
             let wait = || self.comm.wait_on_stream(&self.stream, receive);
             if self.is_first() {
                 drop(send()?);
@@ -323,7 +337,17 @@ fn print(report: &Report) {
     );
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
-    table.set_header(["mode", "bytes", "iters", "p50 us", "p99 us", "min us", "MB/s", "CPU us/msg", "errors"]);
+    table.set_header([
+        "mode",
+        "bytes",
+        "iters",
+        "p50 us",
+        "p99 us",
+        "min us",
+        "MB/s",
+        "CPU us/msg",
+        "errors",
+    ]);
     for line in &report.results {
         let Micros { min, p50, p99 } = line.half_rtt_us;
         #[expect(clippy::cast_precision_loss, reason = "message sizes are exact")]

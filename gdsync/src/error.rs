@@ -110,7 +110,9 @@ pub enum Error {
         depth: u64,
     },
     /// A wait was asked for, but no work request is left whose completion it could wait for.
-    #[error("QP {qpn:#x}: no {queue} work request is left to wait for; post it before the wait, or the stream would hang")]
+    #[error(
+        "QP {qpn:#x}: no {queue} work request is left to wait for; post it before the wait, or the stream would hang"
+    )]
     NothingToWaitFor {
         /// "send" or "receive".
         queue: &'static str,
@@ -131,7 +133,9 @@ pub enum Error {
         owner: String,
     },
     /// Prepared requests of a queue pair must be posted in the order they were prepared.
-    #[error("QP {qpn:#x}: prepared request {got} was posted before {expected}; post in prepare order, or drop the earlier one")]
+    #[error(
+        "QP {qpn:#x}: prepared request {got} was posted before {expected}; post in prepare order, or drop the earlier one"
+    )]
     OutOfOrder {
         /// The queue pair.
         qpn: u32,
@@ -152,7 +156,9 @@ pub enum Error {
         reason: Arc<Error>,
     },
     /// The completion succeeded, but was asked for too late: its slot was used again.
-    #[error("QP {qpn:#x}: the completion succeeded, its details are forgotten; ask before the queue goes once round")]
+    #[error(
+        "QP {qpn:#x}: the completion succeeded, its details are forgotten; ask before the queue goes once round"
+    )]
     Forgotten {
         /// The queue pair.
         qpn: u32,
@@ -166,7 +172,9 @@ pub enum Error {
         depth: u64,
     },
     /// The stream holds as many pending submissions as it may.
-    #[error("stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline")]
+    #[error(
+        "stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline"
+    )]
     StreamFull {
         /// The stream.
         stream: String,

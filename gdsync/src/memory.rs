@@ -96,7 +96,8 @@ impl Memory {
     /// The range must stay mapped, readable and writable until every clone of the result is gone, and
     /// no Rust reference to it may be used meanwhile, except `&AtomicU32`-like or `&UnsafeCell`-like ones.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Result<Self> {
-        let ok = len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());
+        let ok =
+            len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());
         match NonNull::new(ptr).filter(|_| ok) {
             Some(ptr) => Ok(Self { ptr, len, _owner: Arc::new(Owner::Lent) }),
             None => Err(Error::invalid("memory range", len, "a non-null pointer and at least one byte")),

@@ -116,7 +116,14 @@ impl Builder {
         // Nobody may send before everybody can receive.
         bootstrap.barrier(left())?;
         let bootstrap = Mutex::new(bootstrap);
-        Ok(Communicator(Arc::new(Inner { rank, context, pd, peers, bootstrap, children: Mutex::new(children) })))
+        Ok(Communicator(Arc::new(Inner {
+            rank,
+            context,
+            pd,
+            peers,
+            bootstrap,
+            children: Mutex::new(children),
+        })))
     }
 
     fn queue_pair(&self, pd: &Pd) -> Result<Qp> {

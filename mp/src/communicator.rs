@@ -87,7 +87,9 @@ impl Communicator {
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
     /// the connection broke, or too many messages are under way.
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
-        self.start("send", buffer, range, rank, Way::Send, |peer, sge| peer.send.post_send(&[SendWr::send(sge)]))
+        self.start("send", buffer, range, rank, Way::Send, |peer, sge| {
+            peer.send.post_send(&[SendWr::send(sge)])
+        })
     }
 
     /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both sides.

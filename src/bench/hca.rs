@@ -14,9 +14,9 @@ use gdasync::mp::Communicator;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
+use super::Result;
 use super::floor;
 use super::link::Link;
-use super::Result;
 
 /// Options of `gdasync bench hca`.
 #[derive(Args)]
@@ -155,7 +155,8 @@ impl Run<'_> {
     }
 
     fn stream(&self, name: &str) -> Result<Stream> {
-        let config = HostStreamConfig { name: name.into(), wait_limit: self.timeout, ..HostStreamConfig::default() };
+        let config =
+            HostStreamConfig { name: name.into(), wait_limit: self.timeout, ..HostStreamConfig::default() };
         Ok(Stream::host(config)?)
     }
 
@@ -186,7 +187,11 @@ impl Run<'_> {
         self.row("two processes: posted by the CPU", samples.micros(2), FLOOR_PROCESSES);
         self.comm.barrier(timeout)?;
         let each = link.rate(serves, rounds)?.as_secs_f64() * 1e6;
-        self.row("two processes: one message of many", Micros { min: each, p50: each, p99: each }, FLOOR_PROCESSES);
+        self.row(
+            "two processes: one message of many",
+            Micros { min: each, p50: each, p99: each },
+            FLOOR_PROCESSES,
+        );
 
         let link = self.across()?;
         let stream = self.stream("ping")?;
@@ -209,7 +214,11 @@ impl Run<'_> {
                 let stream = self.stream(&format!("idle{i}"))?;
                 a.prepare(1)?;
                 // Half of them wait for a message, half for a word that nobody announces.
-                if i % 2 == 0 { drop(stream.wait_recv(&a.qp)?) } else { stream.wait_value32(&word, 1, Cond::Eq)? }
+                if i % 2 == 0 {
+                    drop(stream.wait_recv(&a.qp)?)
+                } else {
+                    stream.wait_value32(&word, 1, Cond::Eq)?
+                }
                 Ok(stream)
             })
             .collect::<Result<Vec<_>>>()?;
@@ -239,7 +248,11 @@ impl Report {
                     .chain([format!("{:.2}", row.ratio), to.to_owned()]),
             );
         }
-        table.column_iter_mut().skip(1).take(4).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+        table
+            .column_iter_mut()
+            .skip(1)
+            .take(4)
+            .for_each(|column| column.set_cell_alignment(CellAlignment::Right));
         println!("{table}");
         println!("CPU of 8 streams that wait: {idle:.2} % of a core");
     }

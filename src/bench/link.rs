@@ -36,7 +36,7 @@ impl Link {
         Ok(())
     }
 
-    /// Polls until a receive is complete, and repost it.
+    /// Polls until a receive is complete.
     fn received(&self) -> Result<()> {
         let deadline = Instant::now() + self.timeout;
         let mut polls = 0u32;
@@ -88,13 +88,13 @@ impl Link {
         Ok(samples)
     }
 
-    /// Takes the receives back that a game leaves posted, by going through ERR: the link is done afterwards.
+    /// Ping-pong of 8 bytes, posted ahead on a stream. Call [`Link::prepare`] with [`Link::stream_receives`] before.
     pub(super) fn stream(&self, stream: &Stream, serves: bool, rounds: u64) -> Result<Samples> {
         let times: Arc<[AtomicU64]> = (0..rounds).map(|_| AtomicU64::new(0)).collect();
         let origin = Instant::now();
         let now = move || u64::try_from(origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         let last = Arc::new(AtomicU64::new(0));
-        for first in (0..rounds).step_by(AHEAD as usize) {
+        for first in (0..rounds).step_by(usize::try_from(AHEAD)?) {
             let begin = last.clone();
             stream.host_fn(move || begin.store(now(), Ordering::Relaxed))?;
             for n in first..(first + AHEAD).min(rounds) {
@@ -108,10 +108,10 @@ impl Link {
                     send(&mut batch)?;
                 }
                 batch.wait_all_sends(&self.qp)?;
-                let (times, last) = (times.clone(), last.clone());
+                let (times, last, at) = (times.clone(), last.clone(), usize::try_from(n)?);
                 batch.host_fn(move || {
                     let time = now();
-                    times[n as usize].store(time - last.swap(time, Ordering::Relaxed), Ordering::Relaxed);
+                    times[at].store(time - last.swap(time, Ordering::Relaxed), Ordering::Relaxed);
                 });
                 stream.submit(&mut batch)?;
             }

@@ -66,7 +66,9 @@ mod tests {
         let mut samples = Samples::default();
         (1..=1000).for_each(|us| samples.add(Duration::from_micros(us)));
         let half = samples.micros(2);
-        assert!((half.min - 0.5).abs() < 0.01 && (half.p50 - 250.0).abs() < 1.0 && (half.p99 - 495.0).abs() < 1.0);
+        assert!(
+            (half.min - 0.5).abs() < 0.01 && (half.p50 - 250.0).abs() < 1.0 && (half.p99 - 495.0).abs() < 1.0
+        );
         assert_eq!(samples.count(), 1000);
         assert_eq!([1, 1024, 1000, 3 << 20].map(size), ["1", "1 Ki", "1000", "3 Mi"]);
     }

@@ -132,7 +132,11 @@ impl Core {
     }
 
     /// Runs `work` on the queue pair `qpn`.
-    pub(crate) fn with_qp<T>(&mut self, qpn: u32, work: impl FnOnce(&mut SoftQp, &mut Env<'_>) -> T) -> Option<T> {
+    pub(crate) fn with_qp<T>(
+        &mut self,
+        qpn: u32,
+        work: impl FnOnce(&mut SoftQp, &mut Env<'_>) -> T,
+    ) -> Option<T> {
         let i = self.find(qpn)?;
         self.with(i, work)
     }
@@ -179,7 +183,8 @@ impl Core {
 
     /// Whether a packet waits on any link.
     pub(crate) fn has_packet(&mut self) -> bool {
-        self.rings.iter_mut().any(RxRing::has_record) || (0..self.rings.len()).any(|l| self.links.is_newly_dead(l))
+        self.rings.iter_mut().any(RxRing::has_record)
+            || (0..self.rings.len()).any(|l| self.links.is_newly_dead(l))
     }
 
     /// A living link to `peer`.

@@ -133,7 +133,7 @@ mod tests {
     }
 
     fn word(ring: &Memory, n: u64) -> u32 {
-        ring.atomic32((n as usize & 1) * CQE_SIZE + CQE_OP_OWN_OFFSET).unwrap().load(Ordering::Acquire)
+        ring.atomic32(usize::from(n % 2 == 1) * CQE_SIZE + CQE_OP_OWN_OFFSET).unwrap().load(Ordering::Acquire)
     }
 
     #[test]

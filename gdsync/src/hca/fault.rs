@@ -77,7 +77,8 @@ impl FromStr for FaultPlan {
             let number = |v: &str| v.parse::<u64>().map_err(|_| bad());
             let failure = || {
                 let (syndrome, index) = value.split_once('@').ok_or_else(bad)?;
-                let syndrome = u8::from_str_radix(syndrome.trim_start_matches("0x"), 16).map_err(|_| bad())?;
+                let syndrome =
+                    u8::from_str_radix(syndrome.trim_start_matches("0x"), 16).map_err(|_| bad())?;
                 Ok::<_, Error>(Some((number(index)?, Syndrome(syndrome))))
             };
             match name {
@@ -224,7 +225,9 @@ mod tests {
         };
         assert_eq!(plan, expected);
         assert_eq!("".parse::<FaultPlan>().unwrap(), FaultPlan::default());
-        for bad in ["drop", "drop=x", "drop=1.5", "drop=-0.1", "drop=nan", "delay=0.5", "fail-send=13", "what=1"] {
+        for bad in
+            ["drop", "drop=x", "drop=1.5", "drop=-0.1", "drop=nan", "delay=0.5", "fail-send=13", "what=1"]
+        {
             let error = bad.parse::<FaultPlan>().unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{bad}: {error}");
         }
@@ -240,7 +243,8 @@ mod tests {
         let fates = draw(&plan);
         assert_eq!(fates, draw(&plan));
         assert_ne!(fates, draw(&FaultPlan { seed: 2, ..plan }));
-        for (fate, share) in [(Fate::Drop, 10), (Fate::Duplicate, 20), (Fate::Reorder, 30), (Fate::Pass, 40)] {
+        for (fate, share) in [(Fate::Drop, 10), (Fate::Duplicate, 20), (Fate::Reorder, 30), (Fate::Pass, 40)]
+        {
             let percent = fates.iter().filter(|f| **f == fate).count().div_ceil(1000);
             assert!(percent.abs_diff(share) <= 1, "{fate:?}: {percent} %");
         }

@@ -50,7 +50,9 @@ impl Body<'_> {
 
     /// Copies a part that was checked against body and memory.
     pub(crate) fn copy_to(&self, at: usize, memory: &Memory, offset: usize, len: usize) {
-        self.ring.copy_body_to(self.record, at, memory, offset, len).expect("checked against body and region");
+        self.ring
+            .copy_body_to(self.record, at, memory, offset, len)
+            .expect("checked against body and region");
     }
 
     /// The `i`-th 64-bit word, little-endian.
@@ -92,7 +94,10 @@ impl Links {
     }
 
     /// Sends a packet. Returns false when the link has no room now; a packet on a dead link is lost.
-    #[expect(clippy::too_many_arguments, reason = "a packet, its number for the fault plan, and the counters")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a packet, its number for the fault plan, and the counters"
+    )]
     pub(crate) fn send(
         &mut self,
         index: usize,

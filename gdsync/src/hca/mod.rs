@@ -49,8 +49,8 @@ mod wire;
 pub(crate) use event::CqEvent;
 pub use fault::FaultPlan;
 pub use gid::Gid;
-pub use soft::SoftHcaConfig;
 pub(crate) use soft::SoftHca;
+pub use soft::SoftHcaConfig;
 pub use stats::HcaStats;
 
 pub(crate) use crate::verbs::sq::low16;

@@ -1,6 +1,5 @@
 //! A queue pair inside the software HCA: its rings, its state, its doorbell.
 
-
 use super::cqs::Cqs;
 use super::fault::Faults;
 use super::keys::Keys;
@@ -231,7 +230,10 @@ impl SoftQp {
     fn overrun(&mut self, env: &mut Env<'_>) {
         if self.state != QpState::ERR {
             env.stats.cq_overruns += 1;
-            tracing::error!(qpn = self.qpn, "completion queue overrun: the queue pair goes to ERR, nothing completes any more");
+            tracing::error!(
+                qpn = self.qpn,
+                "completion queue overrun: the queue pair goes to ERR, nothing completes any more"
+            );
             self.state = QpState::ERR;
         }
     }

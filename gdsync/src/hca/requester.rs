@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::links::Body;
 use super::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
 use super::qp::{Env, SoftQp, Wqe};
-use super::links::Body;
 use super::wire::Piece;
-use crate::mlx5::{self, DecodedOp, DecodedPayload, DataSeg, Opcode, Syndrome};
+use crate::mlx5::{self, DataSeg, DecodedOp, DecodedPayload, Opcode, Syndrome};
 use crate::verbs::{QpAttr, QpState};
 
 /// Sends in progress at once; more wait in the ring.
@@ -211,10 +211,7 @@ impl Requester {
     }
 
     fn oldest_psn(&self) -> u32 {
-        self.pending
-            .iter()
-            .find(|p| !p.is_done())
-            .map_or(self.next_psn, |p| p.psn.wrapping_add(p.done))
+        self.pending.iter().find(|p| !p.is_done()).map_or(self.next_psn, |p| p.psn.wrapping_add(p.done))
     }
 
     /// When `tick` wants to be called next.
@@ -354,7 +351,8 @@ impl SoftQp {
             let size = SEGMENT.min(len - offset);
             let is_last = p.sent + 1 == packets;
             let mut header = Header::new(PacketOp::SEND, remote.qpn, self.qpn, psn);
-            header.flags = if p.sent == 0 { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
+            header.flags =
+                if p.sent == 0 { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
             header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
             let mut ext: SmallVec<[u8; 96]> = SmallVec::new();
             let mut pieces: SmallVec<[Piece<'_>; 4]> = SmallVec::new();
@@ -389,7 +387,9 @@ impl SoftQp {
                 DecodedOp::CompareSwap { remote, compare, swap, .. } => {
                     header.op = PacketOp::COMPARE_SWAP;
                     header.rkey = remote.rkey;
-                    [remote.addr, *compare, *swap].iter().for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
+                    [remote.addr, *compare, *swap]
+                        .iter()
+                        .for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
                     Ok(())
                 }
                 DecodedOp::FetchAdd { remote, add, .. } => {
@@ -625,7 +625,9 @@ impl SoftQp {
         }
         let wqe = self.fetch(begin);
         let result = match mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()) {
-            Ok(DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. }) if body.len() == 8 => {
+            Ok(DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. })
+                if body.len() == 8 =>
+            {
                 self.scatter(std::iter::once(result), 0, body, 0, env)
             }
             _ => Err(Syndrome::BAD_RESP_ERR),
@@ -674,8 +676,8 @@ impl SoftQp {
 /// The pause that an RNR timer code asks for (InfiniBand architecture, table 45).
 fn rnr_pause(code: u32) -> Duration {
     const HUNDREDTHS_OF_MS: [u32; 32] = [
-        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
-        4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
+        3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
     ];
     Duration::from_micros(10) * HUNDREDTHS_OF_MS[code as usize & 31]
 }

@@ -232,7 +232,14 @@ impl SoftQp {
         Ok(())
     }
 
-    fn received(&mut self, opcode: CqeOpcode, bytes: usize, counter: u16, header: &Header, env: &mut Env<'_>) {
+    fn received(
+        &mut self,
+        opcode: CqeOpcode,
+        bytes: usize,
+        counter: u16,
+        header: &Header,
+        env: &mut Env<'_>,
+    ) {
         let cqe = Cqe {
             opcode,
             byte_cnt: u32::try_from(bytes).expect("messages are at most 1 GiB"),
@@ -349,11 +356,24 @@ impl SoftQp {
                         }
                     }
                     let addr = addr + len as u64;
-                    rest = (left > len).then(|| Answer::Read { psn: psn.wrapping_add(1), rkey, addr, left: left - len });
+                    rest = (left > len).then(|| Answer::Read {
+                        psn: psn.wrapping_add(1),
+                        rkey,
+                        addr,
+                        left: left - len,
+                    });
                 }
             }
             let link = self.link;
-            if !env.links.send(link, &header, &ext[..words], piece.as_slice(), self.packets, env.faults, env.stats) {
+            if !env.links.send(
+                link,
+                &header,
+                &ext[..words],
+                piece.as_slice(),
+                self.packets,
+                env.faults,
+                env.stats,
+            ) {
                 break;
             }
             self.packets += 1;

@@ -142,7 +142,9 @@ impl Worker {
         }
         if active {
             // A link may be full, or a timer not set yet.
-            nap = nap.min(timer.map_or(DEFER, |t| t.saturating_duration_since(now))).max(Duration::from_micros(5));
+            nap = nap
+                .min(timer.map_or(DEFER, |t| t.saturating_duration_since(now)))
+                .max(Duration::from_micros(5));
         }
         self.shared.duty.lock().asleep = true;
         let started = Instant::now();

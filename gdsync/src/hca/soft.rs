@@ -77,7 +77,8 @@ pub(super) struct Shared {
 impl Shared {
     /// Lets the core go and acts on what others noted meanwhile.
     pub(super) fn settle(&self, core: MutexGuard<'_, Core>) {
-        let mark_busy = |core: &Core| self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
+        let mark_busy =
+            |core: &Core| self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
         mark_busy(&core);
         self.rung.settle(
             core,
@@ -100,7 +101,10 @@ impl Shared {
 
     /// Whether a step may find something to do, as far as can be seen without the lock.
     fn has_work(&self) -> bool {
-        self.busy.load(Ordering::Relaxed) || self.peeks.any() || self.port.has_accepted() || self.rung.is_noted()
+        self.busy.load(Ordering::Relaxed)
+            || self.peeks.any()
+            || self.port.has_accepted()
+            || self.rung.is_noted()
     }
 
     /// Runs a step if nobody else does. `None` when somebody does.
@@ -185,7 +189,13 @@ impl Provider for SoftHca {
         let record = Memory::alloc(mlx5::CQ_DBREC_SIZE)?;
         let event = Arc::new(CqEvent::default());
         // Overrun is ignored, as gdsync asks of a card too: work is only posted with a slot set aside for its completion.
-        let cqn = self.shared.core.lock().cqs.create(ring.clone(), record.clone(), event.clone(), log_entries, true);
+        let cqn = self.shared.core.lock().cqs.create(
+            ring.clone(),
+            record.clone(),
+            event.clone(),
+            log_entries,
+            true,
+        );
         Ok(CqParts { cqn, ring, record, event })
     }
 

@@ -217,7 +217,9 @@ impl QpAttr {
             (QpState::RTR, QpState::RTS) => (RTS, &["access", "min_rnr_timer"]),
             (QpState::RTS, QpState::RTS) => (&[], &["access", "min_rnr_timer"]),
             _ => {
-                return fail("the order is RESET, INIT, RTR, RTS; ERR and RESET can be reached from any state".into());
+                return fail(
+                    "the order is RESET, INIT, RTR, RTS; ERR and RESET can be reached from any state".into(),
+                );
             }
         };
         for (name, given, value, max) in self.given() {
@@ -274,7 +276,11 @@ mod tests {
                     || matches!(step, (QpState::INIT, QpState::RTR) | (QpState::RTR, QpState::RTS));
                 let attr = if step == (QpState::RTS, QpState::RTS) { QpAttr::to(to) } else { complete(to) };
                 let result = attr.check(1, from);
-                assert_eq!(result.is_ok(), legal || step == (QpState::RTS, QpState::RTS), "{from} -> {to}: {result:?}");
+                assert_eq!(
+                    result.is_ok(),
+                    legal || step == (QpState::RTS, QpState::RTS),
+                    "{from} -> {to}: {result:?}"
+                );
                 if let Err(error) = result {
                     assert!(error.to_string().contains("the order is RESET, INIT, RTR, RTS"), "{error}");
                 }
@@ -286,8 +292,12 @@ mod tests {
     fn missing_forbidden_and_large_attributes_are_named() {
         let text = |attr: QpAttr, from| attr.check(0x77, from).unwrap_err().to_string();
         assert!(text(QpAttr::to(QpState::INIT), QpState::RESET).contains("access is required"));
-        assert!(text(complete(QpState::RTS).remote(address()), QpState::RTR).contains("remote is not allowed"));
-        assert!(text(complete(QpState::RTS).retry_cnt(8), QpState::RTR).contains("retry_cnt is 8, at most 7"));
+        assert!(
+            text(complete(QpState::RTS).remote(address()), QpState::RTR).contains("remote is not allowed")
+        );
+        assert!(
+            text(complete(QpState::RTS).retry_cnt(8), QpState::RTR).contains("retry_cnt is 8, at most 7")
+        );
         assert!(text(complete(QpState::RTR).path_mtu(1000), QpState::INIT).contains("path_mtu is 1000"));
         let far = QpAddress { qpn: 1 << 24, ..address() };
         assert!(text(complete(QpState::RTR).remote(far), QpState::INIT).contains("24 bits"));
@@ -301,7 +311,9 @@ mod tests {
         let address = address();
         assert_eq!(QpAddress::from_bytes(&address.to_bytes()), address);
         assert_eq!(address.to_string().parse::<QpAddress>().unwrap(), address);
-        for bad in ["", "1/2", "zz/1/1", &format!("{}/1000000/0", address.gid), &format!("{}/1/1/1", address.gid)] {
+        for bad in
+            ["", "1/2", "zz/1/1", &format!("{}/1000000/0", address.gid), &format!("{}/1/1/1", address.gid)]
+        {
             assert!(bad.parse::<QpAddress>().is_err(), "{bad}");
         }
     }

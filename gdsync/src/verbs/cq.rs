@@ -106,7 +106,13 @@ impl Cq {
             stream: 0,
             queues: Vec::new(),
         };
-        Ok(Self(Arc::new(CqInner { provider, parts, log, reserved: AtomicU64::new(0), state: Mutex::new(state) })))
+        Ok(Self(Arc::new(CqInner {
+            provider,
+            parts,
+            log,
+            reserved: AtomicU64::new(0),
+            state: Mutex::new(state),
+        })))
     }
 
     /// The completion queue number.
@@ -332,7 +338,8 @@ impl CqInner {
     /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`].
     pub(crate) fn submit(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         let mut state = self.state.lock();
-        let expected = *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
+        let expected =
+            *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
         if expected != n {
             return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
         }

@@ -31,8 +31,14 @@ impl Drop for MrInner {
 
 impl Mr {
     pub(crate) fn register(pd: Pd, memory: &Memory, access: Access) -> Result<Self> {
-        if access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC) && !access.contains(Access::LOCAL_WRITE) {
-            return Err(Error::invalid("access", format!("{access:?}"), "LOCAL_WRITE with REMOTE_WRITE or REMOTE_ATOMIC"));
+        if access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC)
+            && !access.contains(Access::LOCAL_WRITE)
+        {
+            return Err(Error::invalid(
+                "access",
+                format!("{access:?}"),
+                "LOCAL_WRITE with REMOTE_WRITE or REMOTE_ATOMIC",
+            ));
         }
         let keys = pd.provider().reg_mr(pd.pdn(), memory, access)?;
         Ok(Self(Arc::new(MrInner { pd, memory: memory.clone(), keys })))

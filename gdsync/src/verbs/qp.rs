@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::completion::Completion;
 use super::attr::{Access, QpAddress, QpAttr, QpState};
+use super::completion::Completion;
 use super::cq::{Cq, CqInner};
 use super::device::Pd;
 use super::end::QueueEnd;
@@ -350,7 +350,11 @@ impl QpBuilder {
         let blocks = self.max_send_wr * wqe.div_ceil(mlx5::BB);
         let log_sq = blocks.next_power_of_two().trailing_zeros();
         if log_sq > 15 {
-            return Err(Error::invalid("send queue", blocks, "at most 32768 blocks of 64 bytes: fewer or smaller requests"));
+            return Err(Error::invalid(
+                "send queue",
+                blocks,
+                "at most 32768 blocks of 64 bytes: fewer or smaller requests",
+            ));
         }
         let log_rq = self.max_recv_wr.next_power_of_two().trailing_zeros();
         let rq_stride = mlx5::recv_stride(self.max_recv_sge);

@@ -27,12 +27,7 @@ impl fmt::Debug for RecvQueue {
 }
 
 impl RecvQueue {
-    pub(crate) fn new(
-        end: QueueEnd,
-        ring: Memory,
-        stride: usize,
-        record: &Memory,
-    ) -> Result<Arc<Self>> {
+    pub(crate) fn new(end: QueueEnd, ring: Memory, stride: usize, record: &Memory) -> Result<Arc<Self>> {
         let entries = (ring.len() / stride) as u64;
         let record = record.word32(mlx5::QP_DBREC_RECV)?;
         let end = Arc::new(end);
@@ -93,4 +88,3 @@ impl RecvQueue {
         self.end.cq.forget(lost);
     }
 }
-

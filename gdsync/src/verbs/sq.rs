@@ -117,7 +117,8 @@ impl SendQueue {
             return Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"));
         }
         let begin = track.head;
-        let wqe = mlx5::encode(&wr.op, qpn, low16(begin), wr.flags).map_err(|e| Error::WorkRequest { qpn, source: e })?;
+        let wqe = mlx5::encode(&wr.op, qpn, low16(begin), wr.flags)
+            .map_err(|e| Error::WorkRequest { qpn, source: e })?;
         let end = begin + u64::from(wqe.blocks());
         if end - track.tail > self.blocks || !track.has_entry() {
             let outstanding = begin - track.tail;

@@ -92,8 +92,7 @@ impl Tracker {
     /// For a queue of at most `1 << log` requests.
     pub(crate) fn new(qpn: u32, is_send: bool, log: u32, health: Arc<Health>) -> Arc<Self> {
         let entries = vec![Entry::default(); 1 << log].into();
-        let state =
-            Track { entries, posted: 0, retired: 0, rung: 0, head: 0, tail: 0, owner: Owner::Nobody };
+        let state = Track { entries, posted: 0, retired: 0, rung: 0, head: 0, tail: 0, owner: Owner::Nobody };
         Arc::new(Self { qpn, is_send, health, state: Mutex::new(state) })
     }
 

@@ -180,15 +180,29 @@ impl fmt::Display for CompletionError {
 /// What to look at first.
 fn hint(syndrome: Syndrome) -> &'static str {
     match syndrome {
-        Syndrome::LOC_LEN_ERR => "the message is longer than the buffers of the receive, or than the device allows",
+        Syndrome::LOC_LEN_ERR => {
+            "the message is longer than the buffers of the receive, or than the device allows"
+        }
         Syndrome::LOC_QP_OP_ERR => "the work request is malformed or not allowed on this queue pair",
-        Syndrome::LOC_PROT_ERR => "check lkey, range and LOCAL_WRITE of the memory region, and that it is registered",
-        Syndrome::WR_FLUSH_ERR => "an earlier failure or a stop of the queue pair flushed it; look for the first error",
-        Syndrome::REM_INV_REQ_ERR => "the peer's receive was too short, or the operation is not enabled or misaligned there",
-        Syndrome::REM_ACCESS_ERR => "check rkey, range and access rights of the peer's memory region and queue pair",
+        Syndrome::LOC_PROT_ERR => {
+            "check lkey, range and LOCAL_WRITE of the memory region, and that it is registered"
+        }
+        Syndrome::WR_FLUSH_ERR => {
+            "an earlier failure or a stop of the queue pair flushed it; look for the first error"
+        }
+        Syndrome::REM_INV_REQ_ERR => {
+            "the peer's receive was too short, or the operation is not enabled or misaligned there"
+        }
+        Syndrome::REM_ACCESS_ERR => {
+            "check rkey, range and access rights of the peer's memory region and queue pair"
+        }
         Syndrome::REM_OP_ERR => "the peer failed while handling the request; look at its error",
-        Syndrome::RETRY_EXC_ERR => "the peer does not answer: it died, its queue pair is gone or in error, or the network is down",
-        Syndrome::RNR_RETRY_EXC_ERR => "the peer posted no receive in time; post receives earlier, or raise rnr_retry",
+        Syndrome::RETRY_EXC_ERR => {
+            "the peer does not answer: it died, its queue pair is gone or in error, or the network is down"
+        }
+        Syndrome::RNR_RETRY_EXC_ERR => {
+            "the peer posted no receive in time; post receives earlier, or raise rnr_retry"
+        }
         _ => "see the device's documentation",
     }
 }

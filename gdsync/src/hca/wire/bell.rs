@@ -74,7 +74,9 @@ impl Bell {
         };
         let word = self.word(SEQUENCE).as_ptr();
         // SAFETY: the word and the time are valid for the call; a time in seconds and nanoseconds is relative.
-        unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, ticket, &raw const time, null::<u32>(), 0) };
+        unsafe {
+            libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, ticket, &raw const time, null::<u32>(), 0)
+        };
     }
 }
 

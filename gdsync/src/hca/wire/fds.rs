@@ -23,7 +23,8 @@ pub(super) fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
     }
     // SAFETY: the descriptor is fresh and nobody else's.
     let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-    let length = libc::off_t::try_from(size).map_err(|_| Error::invalid("memory file size", size, "less than 2^63"))?;
+    let length = libc::off_t::try_from(size)
+        .map_err(|_| Error::invalid("memory file size", size, "less than 2^63"))?;
     // SAFETY: a plain call on a valid descriptor.
     if unsafe { libc::ftruncate(raw, length) } != 0 {
         return Err(Error::last_os("ftruncate", FIX));
@@ -91,8 +92,10 @@ pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Resu
     assert!(space <= CONTROL && fds.len() <= MAX_FDS, "the control buffer holds {MAX_FDS} descriptors");
     let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let message = header(&mut iov, &mut control, space);
-    // SAFETY: the control buffer is aligned and large enough for one header, so the result is not null.
-    let cmsg = unsafe { &mut *libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: the message points to a live control buffer.
+    let first = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: the control buffer is aligned and large enough for one header, so that is where it is.
+    let cmsg = unsafe { &mut *first };
     cmsg.cmsg_level = libc::SOL_SOCKET;
     cmsg.cmsg_type = libc::SCM_RIGHTS;
     // SAFETY: pure arithmetic.
@@ -130,8 +133,10 @@ pub(super) fn receive(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usiz
             // SAFETY: the header is valid.
             let data = unsafe { libc::CMSG_DATA(cmsg) }.cast::<RawFd>();
             for i in 0..data_len / size_of::<RawFd>() {
-                // SAFETY: the kernel wrote that many descriptors; `Control` aligns them.
-                let raw = unsafe { data.add(i).read() };
+                // SAFETY: the kernel wrote that many descriptors.
+                let slot = unsafe { data.add(i) };
+                // SAFETY: as above, and `Control` aligns them.
+                let raw = unsafe { slot.read() };
                 // SAFETY: the kernel gave us this descriptor.
                 fds.push(unsafe { OwnedFd::from_raw_fd(raw) });
             }

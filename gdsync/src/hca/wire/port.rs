@@ -128,11 +128,14 @@ impl Port {
     pub(crate) fn connect(&self, peer: Gid, timeout: Duration) -> Result<LinkEnds> {
         let deadline = Instant::now() + timeout;
         let failed = |why: String| Error::Peer { peer: peer.to_string(), why };
-        let stream = address(peer)
-            .and_then(|address| UnixStream::connect_addr(&address))
-            .map_err(|e| failed(format!("no process of this host and network namespace serves this GID ({e}); start it first")))?;
+        let stream = address(peer).and_then(|address| UnixStream::connect_addr(&address)).map_err(|e| {
+            failed(format!(
+                "no process of this host and network namespace serves this GID ({e}); start it first"
+            ))
+        })?;
         let answer = greet(&stream, &self.shared, deadline);
-        let (memory, bell) = answer.map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
+        let (memory, bell) = answer
+            .map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
         self.shared.link(peer, &memory, 0, bell, stream)
     }
 
@@ -214,10 +217,19 @@ impl Shared {
     }
 
     /// Makes the ends of a link over the shared rings; `side` 0 is the one that connected.
-    fn link(&self, peer: Gid, memory: &Memory, side: usize, bell: Bell, stream: UnixStream) -> Result<LinkEnds> {
+    fn link(
+        &self,
+        peer: Gid,
+        memory: &Memory,
+        side: usize,
+        bell: Bell,
+        stream: UnixStream,
+    ) -> Result<LinkEnds> {
         let half = |i: usize| memory.slice(i * RING_SPAN, RING_BYTES);
         let alive = Arc::new(AtomicBool::new(true));
-        let copy = stream.try_clone().map_err(|e| Error::os("dup", e, "raise the limit of open files (ulimit -n)"))?;
+        let copy = stream
+            .try_clone()
+            .map_err(|e| Error::os("dup", e, "raise the limit of open files (ulimit -n)"))?;
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.watched.lock().insert(id, (copy, alive.clone()));
         self.poke();
@@ -236,8 +248,13 @@ struct Control {
 impl Control {
     fn run(mut self) {
         while !self.shared.stop.load(Ordering::Acquire) {
-            let links: Vec<(u64, i32)> =
-                self.shared.watched.lock().iter().map(|(id, (stream, _))| (*id, stream.as_raw_fd())).collect();
+            let links: Vec<(u64, i32)> = self
+                .shared
+                .watched
+                .lock()
+                .iter()
+                .map(|(id, (stream, _))| (*id, stream.as_raw_fd()))
+                .collect();
             let fixed = [self.shared.poke.as_raw_fd(), self.listener.as_raw_fd()];
             let strangers = self.strangers.iter().map(AsRawFd::as_raw_fd);
             let mut polled: Vec<libc::pollfd> = fixed
@@ -306,7 +323,8 @@ impl Control {
         let mut bytes = [0; GREETING];
         let (got, fds) = fds::receive(&stream, &mut bytes)?;
         let peer = read_greeting(&bytes[..got])?;
-        let [file, bell] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting carries two files"))?;
+        let [file, bell] =
+            <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting carries two files"))?;
         fds::check_memfd(&file, FILE)?;
         let memory = Memory::map_shared(file.as_fd(), FILE)?;
         let bell = Bell::open(bell)?;

@@ -10,13 +10,14 @@ use crate::protocol::record::{self, Consumer, Corrupt, Found, LINE, Lines, Produ
 /// Bytes of a record's header.
 pub(crate) const HEADER: usize = 28;
 /// Most bytes of a record's body.
-pub(crate) const MAX_BODY: usize = 16 * 1024 + 64;
+pub(crate) const MAX_BODY: usize = MAX_BODY_LEN as usize;
+const MAX_BODY_LEN: u32 = 16 * 1024 + 64;
 /// Bytes of lines in a ring.
 const LINES: usize = 512 * 1024;
 /// Bytes of a ring: the consumer's position on a line of its own, then the lines.
 pub(crate) const RING_BYTES: usize = LINE + LINES;
 
-const _: () = assert!(record::carries((LINES / LINE) as u64, MAX_BODY as u32));
+const _: () = assert!(record::carries((LINES / LINE) as u64, MAX_BODY_LEN));
 
 /// A part of a record's body, where it is now.
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +77,8 @@ impl TxRing {
         let len = u32::try_from(body).expect("checked above");
         let Some(line) = self.producer.reserve(&self.ring, len)? else { return Ok(false) };
         let memory = &self.ring.0;
-        let place = |result: Result<()>| result.expect("reserved lines lie in the ring, pieces in their memory");
+        let place =
+            |result: Result<()>| result.expect("reserved lines lie in the ring, pieces in their memory");
         let start = at(line);
         place(memory.write(start + 4, header));
         let mut to = start + 4 + HEADER;

@@ -46,7 +46,9 @@ fn a_link_carries_records_both_ways_and_tells_when_it_ends() {
     exchange(&mut far, &mut near, 2);
     drop(far);
     until("the end of the link", || !near.line.is_alive());
-    until("the control thread forgets it", || b.shared.watched.lock().is_empty() && a.shared.watched.lock().is_empty());
+    until("the control thread forgets it", || {
+        b.shared.watched.lock().is_empty() && a.shared.watched.lock().is_empty()
+    });
 }
 
 #[test]
