@@ -7,6 +7,8 @@ use super::links::Links;
 use super::requester::Requester;
 use super::responder::Responder;
 use super::stats::HcaStats;
+use smallvec::SmallVec;
+
 use crate::error::Result;
 use crate::memory::{Memory, Word64};
 use crate::mlx5::{self, BB, Cqe, CqeOpcode, Ctrl, Opcode, Syndrome};
@@ -51,20 +53,25 @@ pub(crate) struct SoftQp {
 #[derive(Debug)]
 pub(crate) struct Wqe {
     pub(crate) ctrl: Ctrl,
-    /// `ctrl.ds` units of 16 bytes, at the start of the buffer.
-    pub(crate) bytes: [u8; mlx5::MAX_WQE_BYTES],
+    /// Its blocks, the last one padded. Almost every WQE has one or two.
+    blocks: SmallVec<[u8; 2 * BB]>,
 }
 
 impl Wqe {
-    /// The WQE's bytes.
+    /// The WQE's bytes, without the padding of its last block.
     pub(crate) fn as_bytes(&self) -> &[u8] {
-        &self.bytes[..(usize::from(self.ctrl.ds) * 16).min(mlx5::MAX_WQE_BYTES)]
+        &self.blocks[..(usize::from(self.ctrl.ds) * 16).min(self.blocks.len())]
     }
 
     /// Blocks it occupies: at least one, so that a broken one can be passed over.
     pub(crate) fn blocks(&self) -> u64 {
-        u64::from(self.ctrl.ds.clamp(1, mlx5::MAX_DS)).div_ceil(4)
+        blocks(self.ctrl.ds)
     }
+}
+
+/// Blocks of a WQE with this many units of 16 bytes.
+fn blocks(ds: u8) -> u64 {
+    u64::from(ds.clamp(1, mlx5::MAX_DS)).div_ceil(4)
 }
 
 impl SoftQp {
@@ -89,17 +96,19 @@ impl SoftQp {
 
     /// Reads the send WQE that begins at block `index`, round the end of the ring if need be.
     pub(crate) fn fetch(&self, index: u64) -> Wqe {
-        let at = usize::try_from(index & (self.blocks() - 1)).expect("a ring index fits") * BB;
-        let mut bytes = [0; mlx5::MAX_WQE_BYTES];
-        self.sq.read(at, &mut bytes[..BB]).expect("blocks lie in the ring");
-        let ctrl = mlx5::decode_ctrl(bytes.first_chunk().expect("a block holds a control segment"));
-        let mut wqe = Wqe { ctrl, bytes };
-        for block in 1..wqe.blocks().min(self.blocks()) {
-            let at = usize::try_from((index + block) & (self.blocks() - 1)).expect("a ring index fits") * BB;
-            let to = usize::try_from(block).expect("at most 16") * BB;
-            self.sq.read(at, &mut wqe.bytes[to..to + BB]).expect("blocks lie in the ring");
+        let mut blocks = SmallVec::new();
+        let mut block = [0; BB];
+        let mut read = |index: u64| {
+            let at = usize::try_from(index & (self.blocks() - 1)).expect("a ring index fits") * BB;
+            self.sq.read(at, &mut block).expect("blocks lie in the ring");
+            blocks.extend_from_slice(&block);
+            mlx5::decode_ctrl(block.first_chunk().expect("a block holds a control segment"))
+        };
+        let ctrl = read(index);
+        for next in 1..self::blocks(ctrl.ds).min(self.blocks()) {
+            read(index + next);
         }
-        wqe
+        Wqe { ctrl, blocks }
     }
 
     /// Takes the doorbell and moves the fetch target.
@@ -134,7 +143,7 @@ impl SoftQp {
             if target - head >= self.blocks() {
                 return;
             }
-            target += self.fetch(target).blocks();
+            target += blocks(doorbell.ds);
         }
         if target - head > self.blocks() {
             if !last_wqe {

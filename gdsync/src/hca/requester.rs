@@ -70,7 +70,10 @@ enum Kind {
 
 /// What became of a fetch.
 enum Admit {
-    Ready,
+    /// It may be sent.
+    Ready(DecodedOp),
+    /// It is to complete with an error.
+    Failed,
     /// READs in progress must end first.
     Stall,
 }
@@ -230,22 +233,30 @@ impl SoftQp {
         loop {
             let i = self.req.unsent;
             let wqe;
+            let op;
             if i < self.req.pending.len() {
+                if self.req.pending[i].error.is_some() {
+                    break;
+                }
+                // Some of it was sent before. It was checked then, but a careless owner may have overwritten it.
                 wqe = self.fetch(self.req.pending[i].begin);
+                op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).unwrap_or(DecodedOp::Nop);
             } else if self.req.head < self.req.target && i < MAX_PENDING {
                 wqe = self.fetch(self.req.head);
-                if let Admit::Stall = self.admit(&wqe, env) {
-                    break;
+                match self.admit(&wqe, env) {
+                    Admit::Ready(fresh) => op = fresh,
+                    Admit::Failed => {
+                        worked = true;
+                        break;
+                    }
+                    Admit::Stall => break,
                 }
                 worked = true;
             } else {
                 break;
             }
-            if self.req.pending[i].error.is_some() {
-                break;
-            }
             let before = self.req.pending[i].sent;
-            let complete = self.transmit(i, &wqe, env);
+            let complete = self.transmit(i, &wqe, &op, env);
             if let Some(p) = self.req.pending.get(i) {
                 worked |= p.sent != before;
             }
@@ -259,9 +270,9 @@ impl SoftQp {
 
     /// Checks a fetched WQE and takes it into progress.
     fn admit(&mut self, wqe: &Wqe, env: &mut Env<'_>) -> Admit {
-        let (kind, len, error) = match self.inspect(wqe, env) {
-            Ok((kind, len)) => (kind, len, None),
-            Err(syndrome) => (Kind::Message, 0, Some(syndrome)),
+        let (op, kind, len, error) = match self.inspect(wqe, env) {
+            Ok((op, kind, len)) => (op, kind, len, None),
+            Err(syndrome) => (DecodedOp::Nop, Kind::Message, 0, Some(syndrome)),
         };
         let reads = self.req.reads;
         let is_read = matches!(kind, Kind::Read | Kind::Atomic);
@@ -283,12 +294,13 @@ impl SoftQp {
             done: 0,
             error: error.or(env.faults.next_send()),
         };
+        let failed = pending.error.is_some();
         self.req.push(pending, wqe.blocks());
-        Admit::Ready
+        if failed { Admit::Failed } else { Admit::Ready(op) }
     }
 
     /// What a WQE asks for and how many bytes it moves, or how it must fail.
-    fn inspect(&self, wqe: &Wqe, env: &mut Env<'_>) -> Result<(Kind, usize), Syndrome> {
+    fn inspect(&self, wqe: &Wqe, env: &mut Env<'_>) -> Result<(DecodedOp, Kind, usize), Syndrome> {
         let stale = wqe.ctrl.index != super::low16(self.req.head) || wqe.ctrl.qpn != self.qpn;
         if stale {
             env.stats.violation("a doorbell exposed a WQE of another index or QP: it was not written yet");
@@ -304,7 +316,7 @@ impl SoftQp {
             tracing::debug!(qpn = self.qpn, %error, "software HCA: malformed WQE");
             error.syndrome()
         })?;
-        Ok(match op {
+        let (kind, len) = match &op {
             DecodedOp::Nop => (Kind::Nop, 0),
             DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => match payload {
                 DecodedPayload::Inline(range) => (Kind::Message, range.len()),
@@ -317,10 +329,11 @@ impl SoftQp {
                 (Kind::Read, sges.total_bytes() as usize)
             }
             DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. } => {
-                self.local(&result, true, env)?;
+                self.local(result, true, env)?;
                 (Kind::Atomic, 8)
             }
-        })
+        };
+        Ok((op, kind, len))
     }
 
     fn local<'k>(&self, sge: &DataSeg, write: bool, env: &Env<'k>) -> Result<Piece<'k>, Syndrome> {
@@ -330,13 +343,8 @@ impl SoftQp {
     }
 
     /// Sends packets of pending send `i` until all are out (true) or no more can be sent now.
-    fn transmit(&mut self, i: usize, wqe: &Wqe, env: &mut Env<'_>) -> bool {
+    fn transmit(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> bool {
         let bytes = wqe.as_bytes();
-        // Checked when it was fetched; the ring may have been overwritten since by a careless owner.
-        let Ok(op) = mlx5::decode_body(&wqe.ctrl, bytes) else {
-            self.req.pending[i].error = Some(Syndrome::LOC_QP_OP_ERR);
-            return false;
-        };
         let Some(remote) = self.remote else { return false };
         let p = &self.req.pending[i];
         let (len, begin, packets) = (p.len, p.psn, p.packets);
@@ -363,8 +371,9 @@ impl SoftQp {
                 }
             };
             let mut step = 1;
-            let gathered = match &op {
-                DecodedOp::Nop => return true,
+            let gathered = match op {
+                // A message that is no longer what it was.
+                DecodedOp::Nop => Err(Syndrome::LOC_QP_OP_ERR),
                 DecodedOp::Send { payload, imm } => {
                     immediate(*imm);
                     self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)

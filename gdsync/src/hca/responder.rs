@@ -192,10 +192,9 @@ impl SoftQp {
     fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
         let entries = 1u64 << self.request.log_rq;
         let at = usize::try_from(self.resp.tail & (entries - 1)).expect("a ring index fits");
-        let mut wqe = [0; mlx5::MAX_WQE_BYTES];
-        let wqe = &mut wqe[..self.request.rq_stride];
-        self.rq.read(at * self.request.rq_stride, wqe).expect("entries lie in the ring");
-        mlx5::decode_recv(wqe).collect()
+        let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.request.rq_stride);
+        self.rq.read(at * self.request.rq_stride, &mut wqe).expect("entries lie in the ring");
+        mlx5::decode_recv(&wqe).collect()
     }
 
     fn receive(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {

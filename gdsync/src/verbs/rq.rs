@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use smallvec::SmallVec;
+
 use super::completion::Completion;
 use super::end::QueueEnd;
 use super::track::{Entry, Track};
@@ -59,15 +61,15 @@ impl RecvQueue {
             let outstanding = begin - track.tail;
             return Err(Error::QueueFull { queue: "receive queue", qpn, outstanding, depth: self.entries });
         }
-        let mut wqe = [0; mlx5::MAX_WQE_BYTES];
-        let wqe = wqe.get_mut(..self.stride).expect("the builder keeps strides below a WQE's size");
-        mlx5::encode_recv(wr.sges, self.stride, wqe).map_err(|e| Error::WorkRequest { qpn, source: e })?;
+        let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.stride);
+        mlx5::encode_recv(wr.sges, self.stride, &mut wqe)
+            .map_err(|e| Error::WorkRequest { qpn, source: e })?;
         if !self.end.cq.reserve() {
             let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
             return Err(Error::QueueFull { queue: "receive completion queue", qpn, outstanding, depth });
         }
         let at = usize::try_from(begin & (self.entries - 1)).expect("a ring index fits in memory");
-        self.ring.write(at * self.stride, wqe).expect("entries lie in the ring");
+        self.ring.write(at * self.stride, &wqe).expect("entries lie in the ring");
         let n = track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, ..Entry::default() });
         track.rung = track.posted;
         self.record.store(mlx5::recv_record(track.head));
