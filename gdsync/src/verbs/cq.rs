@@ -239,6 +239,9 @@ impl CqInner {
         }
         let freed = state.freed - before;
         if freed > 0 {
+            // What streams took, and what was given up, is over for those who have not looked yet.
+            state.poll_next = state.poll_next.max(state.freed);
+            state.claim_next = state.claim_next.max(state.freed);
             self.reserved.fetch_sub(freed, Ordering::Relaxed);
             // While a stream waits here the consumer index is the stream's to write.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
@@ -288,8 +291,6 @@ impl CqInner {
             });
         }
         let posted = tracker.posted();
-        // A request given up in the middle may have completed and been freed without anybody taking it.
-        state.claim_next = state.claim_next.max(state.freed);
         while state.claim_next < posted && tracker.is_cancelled(state.claim_next) {
             state.claim_next += 1;
         }
