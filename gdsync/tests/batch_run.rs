@@ -92,7 +92,10 @@ fn the_deadline_is_for_the_whole_and_stops_the_queues() {
     assert!(batch.is_empty());
     assert_eq!(ran.load(Ordering::Relaxed), 0, "the rest is dropped");
     let stopped = a.qp.check().unwrap_err();
-    assert!(matches!(&stopped, Error::QpStopped { reason, .. } if matches!(**reason, Error::Deadline { .. })), "{stopped}");
+    assert!(
+        matches!(&stopped, Error::QpStopped { reason, .. } if matches!(**reason, Error::Deadline { .. })),
+        "{stopped}"
+    );
     assert_eq!(a.qp.state(), QpState::ERR);
     assert!(awaited.status().is_err() && unsent.status().is_err());
     assert_eq!(a.qp.post_send(&[SendWr::nop()]).unwrap_err().to_string(), stopped.to_string());

@@ -13,7 +13,7 @@ use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{Completion, Qp, QpBuilder, QpState, RecvWr, SendWr, Sge};
-use repeat::{BOTH, By, broke, fresh, hasty, await_receives, refuses, repeat, sends};
+use repeat::{BOTH, By, await_receives, broke, fresh, hasty, refuses, repeat, sends};
 
 const FLUSH: Option<Syndrome> = Some(Syndrome::WR_FLUSH_ERR);
 const RETRY: Option<Syndrome> = Some(Syndrome::RETRY_EXC_ERR);
@@ -37,8 +37,8 @@ fn messages() -> [SendWr<'static>; 3] {
 }
 
 fn post_recvs(side: &Side, count: u64, sges: &[Sge]) -> Completion {
-    let last = (0..count).map(|i| side.qp.post_recv(&[RecvWr { wr_id: 200 + i, sges }]).unwrap()).last();
-    last.expect("at least one")
+    let wrs: Vec<_> = (0..count).map(|i| RecvWr { wr_id: 200 + i, sges }).collect();
+    side.qp.post_recv(&wrs).unwrap()
 }
 
 fn syndromes() -> impl Iterator<Item = Syndrome> {
@@ -282,7 +282,9 @@ fn dropping_the_stream_aborts_it() {
         s.wait_recv(&a.qp).unwrap();
         drop(s);
         let root = a.qp.check().unwrap_err();
-        assert!(matches!(&root, Error::QpStopped { reason, .. } if matches!(**reason, Error::StreamAborted { .. })));
+        assert!(
+            matches!(&root, Error::QpStopped { reason, .. } if matches!(**reason, Error::StreamAborted { .. }))
+        );
     });
 }
 

@@ -114,7 +114,8 @@ fn a_send_dropped_in_the_middle_completes_silently() {
     let s = stream("middle");
     for round in 0..50u8 {
         let values = [[3 * round], [3 * round + 1], [3 * round + 2]];
-        let [first, dropped, last] = values.each_ref().map(|v| a.qp.prepare_send(&[write(&b, 0, v)]).unwrap());
+        let [first, dropped, last] =
+            values.each_ref().map(|v| a.qp.prepare_send(&[write(&b, 0, v)]).unwrap());
         drop(dropped);
         let mut batch = Batch::new();
         batch.post(first);
@@ -298,7 +299,9 @@ fn completions_tell_pending_done_forgotten_and_failed() {
         s.synchronize(PATIENCE).unwrap();
     }
     assert!(matches!(sent.status(), Err(Error::Forgotten { qpn }) if qpn == a.qp.qpn()));
-    let bad = s.send(&a.qp, &SendWr::write_inline(gdsync::mlx5::RemoteAddr { addr: 0, rkey: 1 }, &[1]).id(66)).unwrap();
+    let bad = s
+        .send(&a.qp, &SendWr::write_inline(gdsync::mlx5::RemoteAddr { addr: 0, rkey: 1 }, &[1]).id(66))
+        .unwrap();
     let error = bad.wait(PATIENCE).unwrap_err();
     assert!(matches!(error, Error::Completion(e) if e.wr_id == 66), "{error}");
     assert!(matches!(sent.status(), Err(Error::Completion(_))), "the root cause says more than `forgotten`");

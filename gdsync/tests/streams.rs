@@ -103,7 +103,8 @@ fn words_written_by_a_batch_are_checked_when_added() {
 fn a_full_stream_leaves_the_batch_as_it_was() {
     let (a, b) = pair(64, |q| q);
     let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
-    let s = Stream::host(HostStreamConfig { name: "full".into(), depth: 2, ..HostStreamConfig::default() }).unwrap();
+    let s = Stream::host(HostStreamConfig { name: "full".into(), depth: 2, ..HostStreamConfig::default() })
+        .unwrap();
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
     s.write_value32(&gate, 2).unwrap();
     let mut batch = Batch::new();
@@ -140,7 +141,9 @@ fn a_full_stream_leaves_the_batch_as_it_was() {
 fn a_refused_batch_can_go_to_another_stream() {
     let (a, b) = pair(64, |q| q);
     let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
-    let full = Stream::host(HostStreamConfig { name: "full".into(), depth: 1, ..HostStreamConfig::default() }).unwrap();
+    let full =
+        Stream::host(HostStreamConfig { name: "full".into(), depth: 1, ..HostStreamConfig::default() })
+            .unwrap();
     full.wait_value32(&gate, 1, Cond::Eq).unwrap();
     let mut batch = Batch::new();
     let nops: [SendWr<'_>; 3] = std::array::from_fn(|i| SendWr::nop().id(i as u64));
@@ -261,11 +264,12 @@ fn threads_that_share_a_stream_and_a_queue_pair_cannot_mix_it_up() {
     let s = stream("shared");
     let sent = AtomicU64::new(0);
     std::thread::scope(|scope| {
-        for t in 0..4u64 {
+        for t in 0..4 {
             let (a, b, s, sent) = (&a, &b, &s, &sent);
             scope.spawn(move || {
                 for _ in 0..300 {
-                    let wr = SendWr::fetch_add(b.mr.remote(0).unwrap(), 1, a.mr.sge(8 * t as usize, 8).unwrap());
+                    let wr =
+                        SendWr::fetch_add(b.mr.remote(0).unwrap(), 1, a.mr.sge(8 * t, 8).unwrap());
                     match s.send(&a.qp, &wr) {
                         Ok(_) => drop(sent.fetch_add(1, Ordering::Relaxed)),
                         // Prepared in one order, submitted in the other.

@@ -37,6 +37,8 @@ mod keys;
 mod links;
 mod packet;
 mod qp;
+#[cfg(test)]
+mod raw_doorbells;
 mod requester;
 mod responder;
 mod rung;

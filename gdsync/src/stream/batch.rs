@@ -30,7 +30,9 @@ impl Batch {
             .iter_mut()
             .try_for_each(|send| send.submit(stream))
             .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream)))
-            .and_then(|()| self.covered.iter().try_for_each(|c| c.end.cq.covers(c.n, stream, &c.end.tracker)));
+            .and_then(|()| {
+                self.covered.iter().try_for_each(|c| c.end.cq.covers(c.n, stream, &c.end.tracker))
+            });
         marked.inspect_err(|_| self.unmark())
     }
 

@@ -42,9 +42,10 @@ impl Batch {
                 tracing::debug!(what, "batch not satisfied in time");
                 Error::Deadline { what: "running a batch", after: timeout }
             }
-            Err(panic) => {
-                Error::HostFnPanicked { stream: "the caller of Batch::run".into(), message: message_of(panic.as_ref()) }
-            }
+            Err(panic) => Error::HostFnPanicked {
+                stream: "the caller of Batch::run".into(),
+                message: message_of(panic.as_ref()),
+            },
         };
         cores.iter().for_each(|core| core.stop(&failure));
         match outcome {

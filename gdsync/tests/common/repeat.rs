@@ -183,7 +183,9 @@ pub fn broke(side: &Side, wr_id: u64, syndrome: Syndrome) {
     let Error::Completion(e) = &error else { panic!("{error}") };
     assert_eq!((e.qpn, e.wr_id, e.syndrome, e.vendor), (side.qp.qpn(), wr_id, syndrome, 0), "{error}");
     let text = error.to_string();
-    for part in [format!("QP {:#x}", e.qpn), format!("{wr_id:#x}"), syndrome.to_string(), "vendor code 0x0".into()] {
+    for part in
+        [format!("QP {:#x}", e.qpn), format!("{wr_id:#x}"), syndrome.to_string(), "vendor code 0x0".into()]
+    {
         assert!(text.contains(&part), "{text} lacks {part}");
     }
     refuses(&stream("late"), &side.qp, &error);
