@@ -38,6 +38,8 @@ mod links;
 mod packet;
 mod peeks;
 mod qp;
+#[cfg(test)]
+mod raw_doorbells;
 mod requester;
 mod responder;
 mod rung;

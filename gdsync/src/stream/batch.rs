@@ -1,9 +1,12 @@
 //! Batches: sends, waits and word operations that go to a stream in one submission, in order.
 
+use std::sync::Arc;
+
 use super::op::{Cond, Op};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, Word64};
+use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 
 /// Operations collected for one [`submit`](super::Stream::submit).
@@ -20,6 +23,38 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Marks sends and waits as submitted to `stream`, all or none.
+    pub(super) fn mark(&mut self, stream: u64) -> Result<()> {
+        let marked = self
+            .sends
+            .iter_mut()
+            .try_for_each(|send| send.submit(stream))
+            .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream)))
+            .and_then(|()| {
+                self.covered.iter().try_for_each(|c| c.end.cq.covers(c.n, stream, &c.end.tracker))
+            });
+        marked.inspect_err(|_| self.unmark())
+    }
+
+    /// Undoes [`Batch::mark`], also a half done one.
+    pub(super) fn unmark(&mut self) {
+        self.waits.iter_mut().rev().for_each(PreparedWait::unsubmit);
+        self.sends.iter_mut().rev().for_each(PreparedSend::unsubmit);
+    }
+
+    /// The queue pairs it uses.
+    pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
+        let sends = self.sends.iter().map(|send| &send.queue.end.qp);
+        sends.chain(self.waits.iter().map(PreparedWait::core)).chain(self.covered.iter().map(|c| &c.end.qp))
+    }
+
+    /// Lets go of what was marked, once its operations are with their engine.
+    pub(super) fn hand_over(&mut self) {
+        self.sends.clear();
+        self.waits.clear();
+        self.covered.clear();
+    }
+
     /// An empty batch.
     pub fn new() -> Self {
         Self::default()

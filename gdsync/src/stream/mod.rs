@@ -17,9 +17,11 @@
 
 mod batch;
 mod engine;
+mod execute;
 mod host;
 mod op;
 mod prepared;
+mod run;
 
 use std::fmt;
 use std::sync::Arc;
@@ -91,31 +93,23 @@ impl Stream {
     /// Leaves the batch as it was, and returns [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`], the error
     /// that broke a queue pair of the batch, or the one that failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
-        let Batch { ops, sends, waits, covered } = &mut *batch;
-        let id = self.0.id;
-        let marked = sends
-            .iter_mut()
-            .try_for_each(|send| send.submit(id))
-            .and_then(|()| waits.iter_mut().try_for_each(|wait| wait.submit(id)))
-            .and_then(|()| covered.iter().try_for_each(|c| c.end.cq.covers(c.n, id, &c.end.tracker)));
-        if let Err(error) = marked.and_then(|()| self.0.engine.submit(ops).map(drop)) {
-            waits.iter_mut().rev().for_each(PreparedWait::unsubmit);
-            sends.iter_mut().rev().for_each(PreparedSend::unsubmit);
+        // Held throughout: another thread's submission between mark and queue would ring doorbells backwards.
+        let mut used = self.0.used.lock();
+        batch.mark(self.0.id)?;
+        if let Err(error) = self.0.engine.submit(&mut batch.ops) {
+            batch.unmark();
             return Err(error);
         }
         if !self.0.engine.signals() {
-            sends.iter().for_each(PreparedSend::watch);
+            batch.sends.iter().for_each(PreparedSend::watch);
         }
-        let mut used = self.0.used.lock();
-        for core in sends.iter().map(|s| &s.queue.end.qp).chain(waits.iter().map(PreparedWait::core)) {
+        for core in batch.cores() {
             if !used.iter().any(|known| Arc::ptr_eq(known, core)) {
                 used.push(core.clone());
             }
         }
         drop(used);
-        sends.clear();
-        waits.clear();
-        covered.clear();
+        batch.hand_over();
         Ok(())
     }
 

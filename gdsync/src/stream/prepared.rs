@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::verbs::qp::QpCore;
-use crate::verbs::sq::SendQueue;
-use crate::verbs::track::Owner;
+use crate::verbs::sq::{Before, SendQueue};
 use crate::verbs::{Completion, Qp, SendWr};
 
 /// Sends whose WQEs are written, waiting for their doorbell.
@@ -18,7 +17,7 @@ use crate::verbs::{Completion, Qp, SendWr};
 pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
     range: Range<u64>,
-    submitted: Option<Owner>,
+    submitted: Option<Before>,
 }
 
 impl PreparedSend {
@@ -29,7 +28,7 @@ impl PreparedSend {
 
     pub(super) fn unsubmit(&mut self) {
         if let Some(before) = self.submitted.take() {
-            self.queue.unsubmit(&self.range, before);
+            self.queue.unsubmit(before);
         }
     }
 
@@ -63,6 +62,8 @@ impl Drop for PreparedSend {
 #[must_use = "dropping it gives the completion back"]
 pub struct PreparedWait {
     claim: Completion,
+    /// The first completion the claim covers.
+    first: u64,
     submitted: bool,
 }
 
@@ -76,8 +77,8 @@ impl PreparedWait {
     /// As `claim`; `None` when `upto` was claimed or taken before.
     fn claim_new(queue: Completion, upto: Option<u64>) -> Result<Option<Self>> {
         queue.end.qp.check()?;
-        let n = queue.end.cq.claim(upto, &queue.end.tracker)?;
-        Ok(n.map(|n| Self { claim: Completion { n, ..queue }, submitted: false }))
+        let claimed = queue.end.cq.claim(upto, &queue.end.tracker)?;
+        Ok(claimed.map(|(first, n)| Self { claim: Completion { n, ..queue }, first, submitted: false }))
     }
 
     /// A wait through `completion`; `None` when it was claimed or taken before.
@@ -114,7 +115,7 @@ impl PreparedWait {
 impl Drop for PreparedWait {
     fn drop(&mut self) {
         if !self.submitted {
-            self.claim.end.cq.release(self.claim.n);
+            self.claim.end.cq.release(self.first, self.claim.n);
         }
     }
 }

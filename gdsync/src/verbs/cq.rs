@@ -66,7 +66,10 @@ struct Slot {
 #[derive(Clone, Copy, PartialEq)]
 enum Taken {
     No,
+    /// By a stream that waits for it.
     ByStream,
+    /// By a stream that waits for a later one.
+    Covered,
     Done,
 }
 
@@ -228,14 +231,14 @@ impl CqInner {
             match state.slots[at].taken {
                 Taken::No => break,
                 Taken::Done => {}
-                Taken::ByStream => {
+                taken @ (Taken::ByStream | Taken::Covered) => {
                     if state.passed <= state.freed {
                         state.passed = completion::passed(record, state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
                     }
-                    state.in_stream -= 1;
+                    state.in_stream -= u64::from(taken == Taken::ByStream);
                 }
             }
             state.slots[at].taken = Taken::No;
@@ -284,8 +287,8 @@ impl CqInner {
     }
 
     /// Claims the next completion of the queue for a stream wait, or all through `upto`: `None` when that one was
-    /// taken before.
-    pub(crate) fn claim(&self, upto: Option<u64>, tracker: &Tracker) -> Result<Option<u64>> {
+    /// taken before. Returns the first and the last completion claimed.
+    pub(crate) fn claim(&self, upto: Option<u64>, tracker: &Tracker) -> Result<Option<(u64, u64)>> {
         let mut state = self.state.lock();
         if state.queues.len() != 1 {
             return Err(Error::Unsupported {
@@ -305,31 +308,40 @@ impl CqInner {
         if n < state.claim_next {
             return Ok(None);
         }
-        for covered in state.claim_next..n {
-            // The wait for `n` covers the ones before it: they count as taken.
+        let first = state.claim_next;
+        for covered in first..n {
             let at = self.index(covered);
-            state.slots[at].taken = Taken::Done;
+            state.slots[at].taken = Taken::Covered;
         }
         let at = self.index(n);
         state.slots[at].taken = Taken::ByStream;
         state.claim_next = n + 1;
         state.in_stream += 1;
         state.unsubmitted.push_back(n);
-        Ok(Some(n))
+        Ok(Some((first, n)))
     }
 
-    /// Gives a claim back that never reached a stream: `poll` may take the completion.
-    pub(crate) fn release(&self, n: u64) {
+    /// Gives a claim back that never reached a stream: `poll` may take the completions, or a later claim those that
+    /// nothing behind them is claimed of.
+    pub(crate) fn release(&self, first: u64, n: u64) {
         let mut state = self.state.lock();
         state.unsubmitted.retain(|&m| m != n);
         state.in_stream -= 1;
-        let at = self.index(n);
-        state.slots[at].taken = Taken::No;
-        if state.claim_next == n + 1 && state.poll_next <= n {
-            state.claim_next = n;
-        } else if state.poll_next > n {
-            // Keep the slot until poll has handed it out.
-            state.released.push_back(n);
+        for m in first..=n {
+            let at = self.index(m);
+            // Decoded, and nothing came of it: a request that was given up.
+            let silent = m < state.reaped && state.slots[at].wc.is_none();
+            state.slots[at].taken = if silent { Taken::Done } else { Taken::No };
+            if m < state.poll_next && !silent {
+                // Keep the slot until poll has handed it out.
+                let order = state.released.partition_point(|&other| other < m);
+                state.released.insert(order, m);
+            }
+        }
+        while state.claim_next > state.poll_next.max(state.freed)
+            && state.slots[self.index(state.claim_next - 1)].taken == Taken::No
+        {
+            state.claim_next -= 1;
         }
         drop(state);
         self.reap();

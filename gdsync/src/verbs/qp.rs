@@ -97,6 +97,9 @@ impl QpCore {
 
     /// Puts the queue pair into the error state for a reason of ours.
     pub(crate) fn stop(&self, reason: &Error) {
+        // A failure that arrived before, but that nobody has looked at, is the root cause.
+        self.send_cq.reap();
+        self.recv_cq.reap();
         self.health.record(Error::QpStopped { qpn: self.qpn, reason: Arc::new(reason.clone()) });
         let mut state = self.state.lock();
         if matches!(*state, QpState::RESET | QpState::ERR) {

@@ -25,6 +25,13 @@ pub(crate) struct SendQueue {
     doorbell: Word64,
 }
 
+/// Who owned a queue, and up to where it was exposed, before a range was submitted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Before {
+    owner: Owner,
+    rung: u64,
+}
+
 impl fmt::Debug for SendQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "send queue of QP {:#x}", self.end.qp.qpn)
@@ -85,7 +92,9 @@ impl SendQueue {
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
     fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
         self.end.qp.check_post("post_send")?;
-        match f(&mut self.end.tracker.lock()) {
+        // A statement of its own, so that the lock is free again when completions are taken.
+        let first = f(&mut self.end.tracker.lock());
+        match first {
             Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
                 self.provider().progress();
                 self.end.cq.reap();
@@ -190,11 +199,14 @@ impl SendQueue {
     }
 
     /// Hands a prepared range to a stream: after this the stream's doorbell will expose it.
-    pub(crate) fn submit(&self, range: &Range<u64>, stream: u64) -> Result<Owner> {
+    ///
+    /// Returns what [`SendQueue::unsubmit`] needs.
+    pub(crate) fn submit(&self, range: &Range<u64>, stream: u64) -> Result<Before> {
         self.with_room(|track| {
-            let before = track.owner;
-            if !matches!(before, Owner::Nobody) && before != Owner::Stream(stream) && !track.is_idle() {
-                return Err(self.busy(before));
+            let before = Before { owner: track.owner, rung: track.rung };
+            let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
+            if theirs && !track.is_idle() {
+                return Err(self.busy(track.owner));
             }
             self.expose(track, range)?;
             track.owner = Owner::Stream(stream);
@@ -203,10 +215,10 @@ impl SendQueue {
     }
 
     /// Undoes [`SendQueue::submit`].
-    pub(crate) fn unsubmit(&self, range: &Range<u64>, before: Owner) {
+    pub(crate) fn unsubmit(&self, before: Before) {
         let mut track = self.end.tracker.lock();
-        track.rung = range.start;
-        track.owner = before;
+        track.rung = before.rung;
+        track.owner = before.owner;
     }
 
     /// The operations that make the HCA start everything up to the end of `range`: record, fence, doorbell.

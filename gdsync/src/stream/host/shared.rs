@@ -11,13 +11,13 @@ use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 use super::HostStreamConfig;
 use crate::error::{Error, Result};
+use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
 
 /// How long a caller spins for a completion or for room before it sleeps: a short submission takes less.
@@ -241,18 +241,4 @@ fn sources_of(ops: &[Op]) -> Vec<Use> {
         }
     }
     found
-}
-
-/// A pause between two looks of a spinning thread: short in the first half of `spin`, offering the core to
-/// others in the second. Returns false when it is time to sleep instead.
-pub(super) fn breathe(waited: Duration, spin: Duration) -> bool {
-    if waited >= spin {
-        return false;
-    }
-    if waited < spin / 2 {
-        std::hint::spin_loop();
-    } else {
-        thread::yield_now();
-    }
-    true
 }
