@@ -85,7 +85,9 @@ impl SendQueue {
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
     fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
         self.end.qp.check_post("post_send")?;
-        match f(&mut self.end.tracker.lock()) {
+        // Its own statement: the lock must be gone when `reap` takes it again.
+        let first = f(&mut self.end.tracker.lock());
+        match first {
             Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
                 self.provider().progress();
                 self.end.cq.reap();
