@@ -240,7 +240,7 @@ impl SendQueue {
         self.end.cq.reap();
         let lost = self.end.tracker.lock().reset();
         self.record.atomic().store(0, Ordering::Release);
-        self.end.cq.forget(lost);
+        self.end.cq.forget(&self.end.tracker, lost);
     }
 }
 

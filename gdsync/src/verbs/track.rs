@@ -109,6 +109,18 @@ impl Tracker {
         self.lock().posted
     }
 
+    /// Requests whose completion has not arrived.
+    pub(crate) fn outstanding(&self) -> u64 {
+        let track = self.lock();
+        track.posted - track.retired
+    }
+
+    /// Whether requests were written that no doorbell has exposed.
+    pub(crate) fn is_prepared(&self) -> bool {
+        let track = self.lock();
+        track.posted > track.rung
+    }
+
     pub(crate) fn is_cancelled(&self, n: u64) -> bool {
         self.lock().entry(n).cancelled
     }
