@@ -41,6 +41,13 @@ impl RecvQueue {
 
     pub(crate) fn post(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         self.end.qp.check_post("post_recv")?;
+        let result = self.post_all(wrs);
+        // A device that has already given up on the queue pair has to flush them.
+        self.end.qp.provider.ring(self.end.qp.qpn);
+        result
+    }
+
+    fn post_all(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let mut last = None;
         for wr in wrs {
             let first = self.post_one(&mut self.end.tracker.lock(), wr);

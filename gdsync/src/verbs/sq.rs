@@ -120,7 +120,13 @@ impl SendQueue {
         }
         let begin = track.head;
         let wqe = mlx5::encode(&wr.op, qpn, low16(begin), wr.flags).map_err(|e| Error::WorkRequest { qpn, source: e })?;
-        let end = begin + u64::from(wqe.blocks());
+        let blocks = u64::from(wqe.blocks());
+        if blocks > self.blocks {
+            let value = format!("{blocks} blocks of 64 bytes");
+            let expected = "at most the send queue: build the QP with a larger max_send_wr, max_send_sge or max_inline";
+            return Err(Error::invalid("work request size", value, expected));
+        }
+        let end = begin + blocks;
         if end - track.tail > self.blocks || !track.has_entry() {
             let outstanding = begin - track.tail;
             return Err(Error::QueueFull { queue: "send queue", qpn, outstanding, depth: self.blocks });
