@@ -1,7 +1,7 @@
 //! What the integration tests of this crate share.
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
@@ -99,5 +99,14 @@ pub fn assert_clean(sides: &[&Side]) {
     for side in sides {
         let stats = side.context.stats();
         assert_eq!((stats.violations, stats.cq_overruns), (0, 0), "{:?}", stats.last_violation);
+    }
+}
+
+/// Calls `done` until it is true.
+pub fn until(mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "waited in vain");
+        std::thread::yield_now();
     }
 }
