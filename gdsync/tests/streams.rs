@@ -287,8 +287,7 @@ fn threads_that_share_a_stream_and_a_queue_pair_cannot_mix_it_up() {
             let (a, b, s, sent) = (&a, &b, &s, &sent);
             scope.spawn(move || {
                 for _ in 0..300 {
-                    let wr =
-                        SendWr::fetch_add(b.mr.remote(0).unwrap(), 1, a.mr.sge(8 * t, 8).unwrap());
+                    let wr = SendWr::fetch_add(b.mr.remote(0).unwrap(), 1, a.mr.sge(8 * t, 8).unwrap());
                     match s.send(&a.qp, &wr) {
                         Ok(_) => drop(sent.fetch_add(1, Ordering::Relaxed)),
                         // Prepared in one order, submitted in the other.

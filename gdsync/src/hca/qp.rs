@@ -190,19 +190,18 @@ impl SoftQp {
             self.req.skip(wqe.blocks());
             self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
         }
+        let flushed = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
+        if let Some(counter) = self.resp.stop() {
+            self.complete_recv(flushed, counter, env);
+        }
         let tail = self.resp.tail();
         let end = self.recv_record(tail);
         if end - tail <= 1 << self.request.log_rq {
             for _ in tail..end {
                 let counter = self.resp.consume();
-                self.complete_recv(
-                    Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() },
-                    counter,
-                    env,
-                );
+                self.complete_recv(flushed, counter, env);
             }
         }
-        self.resp.stop();
     }
 
     /// Writes a requester CQE.

@@ -36,7 +36,8 @@ pub(crate) struct Responder {
 
 #[derive(Debug)]
 struct Current {
-    counter: u16,
+    /// The receive's counter; a WRITE has none.
+    counter: Option<u16>,
     sges: SmallVec<[DataSeg; 4]>,
     received: usize,
 }
@@ -81,9 +82,9 @@ impl Responder {
         counter
     }
 
-    /// The queue pair is in ERR: what was half received is gone. Answers still go out.
-    pub(crate) fn stop(&mut self) {
-        self.current = None;
+    /// The queue pair is in ERR: takes the receive that was half filled, to be flushed. Answers still go out.
+    pub(crate) fn stop(&mut self) -> Option<u16> {
+        self.current.take().and_then(|current| current.counter)
     }
 
     pub(crate) fn is_active(&self) -> bool {
@@ -204,15 +205,15 @@ impl SoftQp {
             }
             let sges = self.next_receive();
             let counter = self.resp.consume();
-            self.resp.current = Some(Current { counter, sges, received: 0 });
             if let Some(local) = env.faults.next_recv() {
                 return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
             }
+            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
         }
-        let Some(mut current) = self.resp.current.take() else {
+        let taken = self.resp.current.take();
+        let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
             return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
         };
-        let counter = current.counter;
         let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
         let failed = |local, remote| Refusal::Receive { counter, local, remote };
         if current.received + body.len() > capacity {
@@ -278,7 +279,7 @@ impl SoftQp {
             }
             self.received(CqeOpcode::RESP_WR_IMM, so_far, counter, header, env);
         } else if header.flags & packet::LAST == 0 {
-            self.resp.current = Some(Current { counter: 0, sges: SmallVec::new(), received: so_far });
+            self.resp.current = Some(Current { counter: None, sges: SmallVec::new(), received: so_far });
         }
         Ok(())
     }

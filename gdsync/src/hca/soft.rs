@@ -142,6 +142,14 @@ impl SoftHca {
         Ok(Self { shared, _service: service })
     }
 
+    /// Runs `f` on the core, then serves the doorbells that were rung while it was locked.
+    fn with<T>(&self, f: impl FnOnce(&mut Core) -> T) -> T {
+        let mut core = self.shared.core.lock();
+        let result = f(&mut core);
+        self.shared.settle(core);
+        result
+    }
+
     /// The link to `peer`, made if there is none.
     fn link(&self, peer: Gid, timeout: Duration) -> Result<usize> {
         if peer == self.shared.gid {
@@ -155,7 +163,7 @@ impl SoftHca {
         // Not under the lock: the peer answers from a thread of its own, but that takes a while.
         drop(core);
         let ends = self.shared.port.connect(peer, timeout)?;
-        Ok(self.shared.core.lock().add_link(ends, &self.shared.peeks))
+        Ok(self.with(|core| core.add_link(ends, &self.shared.peeks)))
     }
 }
 
@@ -172,12 +180,12 @@ impl Provider for SoftHca {
     fn dealloc_pd(&self, _pdn: u32) {}
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
-        let key = self.shared.core.lock().keys.register(pdn, memory, access);
+        let key = self.with(|core| core.keys.register(pdn, memory, access));
         Ok(MrKeys { lkey: key, rkey: key })
     }
 
     fn dereg_mr(&self, keys: MrKeys) {
-        let memory = self.shared.core.lock().keys.deregister(keys.lkey);
+        let memory = self.with(|core| core.keys.deregister(keys.lkey));
         drop(memory);
     }
 
@@ -189,18 +197,13 @@ impl Provider for SoftHca {
         let record = Memory::alloc(mlx5::CQ_DBREC_SIZE)?;
         let event = Arc::new(CqEvent::default());
         // Overrun is ignored, as gdsync asks of a card too: work is only posted with a slot set aside for its completion.
-        let cqn = self.shared.core.lock().cqs.create(
-            ring.clone(),
-            record.clone(),
-            event.clone(),
-            log_entries,
-            true,
-        );
+        let cqn =
+            self.with(|core| core.cqs.create(ring.clone(), record.clone(), event.clone(), log_entries, true));
         Ok(CqParts { cqn, ring, record, event })
     }
 
     fn destroy_cq(&self, cqn: u32) {
-        self.shared.core.lock().cqs.destroy(cqn);
+        self.with(|core| core.cqs.destroy(cqn));
     }
 
     fn create_qp(&self, request: &QpRequest) -> Result<QpParts> {
@@ -234,20 +237,18 @@ impl Provider for SoftHca {
                 active: false,
             })
         };
-        self.shared.core.lock().add_qp(make)?;
+        self.with(|core| core.add_qp(make))?;
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<()> {
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
-        let mut core = self.shared.core.lock();
-        let result = core.with_qp(qpn, |qp, env| qp.modify(attr, link, env));
-        self.shared.settle(core);
+        let result = self.with(|core| core.with_qp(qpn, |qp, env| qp.modify(attr, link, env)));
         result.unwrap_or_else(|| Err(Error::invalid("QPN", qpn, "a queue pair of this HCA")))
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        let qp = self.shared.core.lock().remove_qp(qpn);
+        let qp = self.with(|core| core.remove_qp(qpn));
         drop(qp);
     }
 
@@ -271,9 +272,7 @@ impl Provider for SoftHca {
     }
 
     fn watch(&self, qpn: u32, pi: u64) {
-        let mut core = self.shared.core.lock();
-        core.watch(qpn, pi);
-        self.shared.settle(core);
+        self.with(|core| core.watch(qpn, pi));
         self.shared.wake_if_unattended();
     }
 
@@ -289,11 +288,11 @@ impl Provider for SoftHca {
 
     fn inject(&self, plan: FaultPlan) -> Result<()> {
         plan.check()?;
-        self.shared.core.lock().faults = Faults::new(plan);
+        self.with(|core| core.faults = Faults::new(plan));
         Ok(())
     }
 
     fn stats(&self) -> HcaStats {
-        self.shared.core.lock().stats.clone()
+        self.with(|core| core.stats.clone())
     }
 }

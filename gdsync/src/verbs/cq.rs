@@ -55,6 +55,8 @@ struct CqState {
     /// The stream that waits on this queue.
     stream: u64,
     queues: Vec<Arc<Tracker>>,
+    /// Queues that ever completed here. With one, request `n` of the queue is completion `n`.
+    attached: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -108,6 +110,7 @@ impl Cq {
             in_stream: 0,
             stream: 0,
             queues: Vec::new(),
+            attached: 0,
         };
         Ok(Self(Arc::new(CqInner {
             provider,
@@ -151,12 +154,18 @@ impl Cq {
 
 impl CqInner {
     pub(crate) fn attach(&self, tracker: &Arc<Tracker>) {
-        self.state.lock().queues.push(tracker.clone());
+        let mut state = self.state.lock();
+        state.queues.push(tracker.clone());
+        state.attached += 1;
     }
 
     pub(crate) fn detach(&self, qpn: u32) {
         self.reap();
-        self.state.lock().queues.retain(|q| q.qpn != qpn);
+        let mut state = self.state.lock();
+        for queue in state.queues.extract_if(.., |q| q.qpn == qpn) {
+            // What was outstanding will never complete.
+            self.unreserve(queue.outstanding());
+        }
     }
 
     pub(crate) fn cqn(&self) -> u32 {
@@ -273,6 +282,8 @@ impl CqInner {
                 break;
             }
         }
+        // Behind `freed` the slots are those of later completions.
+        state.poll_next = state.poll_next.max(state.freed);
         while found.is_none() && state.poll_next < state.reaped {
             let slot = &mut state.slots[self.index(state.poll_next)];
             state.poll_next += 1;
@@ -290,7 +301,7 @@ impl CqInner {
     /// taken before. Returns the first and the last completion claimed.
     pub(crate) fn claim(&self, upto: Option<u64>, tracker: &Tracker) -> Result<Option<(u64, u64)>> {
         let mut state = self.state.lock();
-        if state.queues.len() != 1 {
+        if state.attached != 1 {
             return Err(Error::Unsupported {
                 what: "a stream wait on a completion queue that several queues share",
                 by: "the CQE order, which is only known per queue",
@@ -395,19 +406,25 @@ impl CqInner {
         memory.word32(offset).expect("words of rings and records are aligned and inside")
     }
 
-    /// Forgets the completions that will never come, after the queue was reset.
-    pub(crate) fn forget(&self, lost: u64) {
+    /// After a queue was reset: forgets its completions, those nobody polled and the `lost` ones that will never come.
+    pub(crate) fn forget(&self, tracker: &Tracker, lost: u64) {
         let mut state = self.state.lock();
         self.reap_locked(&mut state);
         self.unreserve(lost);
-        let from = state.poll_next;
-        for n in from..state.reaped {
-            let at = self.index(n);
-            state.slots[at].taken = Taken::Done;
+        let CqState { slots, released, freed, reaped, poll_next, claim_next, .. } = &mut *state;
+        for n in *freed..*reaped {
+            let slot = &mut slots[self.index(n)];
+            let of_queue = slot.wc.is_none_or(|wc| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
+            if slot.taken == Taken::No && of_queue {
+                slot.taken = Taken::Done;
+            }
         }
-        state.poll_next = state.reaped;
-        state.claim_next = state.reaped;
-        state.released.clear();
+        // A wait for all sends has taken these in advance.
+        for n in *reaped..*claim_next {
+            slots[self.index(n)].taken = Taken::No;
+        }
+        *claim_next = (*claim_next).min(*reaped).max(*poll_next);
+        released.retain(|&n| slots[self.index(n)].taken == Taken::No);
         self.free(&mut state);
     }
 

@@ -147,7 +147,7 @@ impl Qp {
     ///
     /// # Errors
     /// [`Error::Transition`] explains a step that is not allowed; [`Error::Peer`] when the other side cannot be reached;
-    /// [`Error::Busy`] for RESET while a stream waits for completions of this queue pair.
+    /// [`Error::Busy`] for RESET while a stream waits for completions of this queue pair, or a prepared send is held.
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         if attr.state == Some(QpState::RESET) {
@@ -156,6 +156,10 @@ impl Qp {
                     let owner = "a stream that waits for its completions".into();
                     return Err(Error::Busy { queue, qpn: core.qpn, owner });
                 }
+            }
+            if self.send.end.tracker.is_prepared() {
+                let owner = "a prepared send that was neither posted nor dropped".into();
+                return Err(Error::Busy { queue: "send", qpn: core.qpn, owner });
             }
         }
         let mut state = core.state.lock();

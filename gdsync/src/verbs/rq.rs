@@ -38,6 +38,13 @@ impl RecvQueue {
 
     pub(crate) fn post(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         self.end.qp.check_post("post_recv")?;
+        let result = self.post_all(wrs);
+        // A device that has already given up on the queue pair has to flush them.
+        self.end.qp.provider.ring(self.end.qp.qpn);
+        result
+    }
+
+    fn post_all(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let mut last = None;
         for wr in wrs {
             let first = self.post_one(&mut self.end.tracker.lock(), wr);
@@ -87,6 +94,6 @@ impl RecvQueue {
         self.end.cq.reap();
         let lost = self.end.tracker.lock().reset();
         self.record.atomic().store(0, Ordering::Release);
-        self.end.cq.forget(lost);
+        self.end.cq.forget(&self.end.tracker, lost);
     }
 }

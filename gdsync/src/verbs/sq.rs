@@ -126,9 +126,16 @@ impl SendQueue {
             return Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"));
         }
         let begin = track.head;
-        let wqe = mlx5::encode(&wr.op, qpn, low16(begin), wr.flags)
+        let ds = mlx5::encode_into(&mut track.scratch, &wr.op, qpn, low16(begin), wr.flags)
             .map_err(|e| Error::WorkRequest { qpn, source: e })?;
-        let end = begin + u64::from(wqe.blocks());
+        let blocks = u64::from(mlx5::blocks(ds));
+        if blocks > self.blocks {
+            let value = format!("{blocks} blocks of 64 bytes");
+            let expected =
+                "at most the send queue: build the QP with a larger max_send_wr, max_send_sge or max_inline";
+            return Err(Error::invalid("work request size", value, expected));
+        }
+        let end = begin + blocks;
         if end - track.tail > self.blocks || !track.has_entry() {
             let outstanding = begin - track.tail;
             return Err(Error::QueueFull { queue: "send queue", qpn, outstanding, depth: self.blocks });
@@ -137,9 +144,11 @@ impl SendQueue {
             let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
             return Err(Error::QueueFull { queue: "send completion queue", qpn, outstanding, depth });
         }
-        self.store(begin, wqe.as_bytes());
-        let doorbell = mlx5::doorbell_word(wqe.first8());
-        track.push(Entry { wr_id: wr.wr_id, begin, end, doorbell, ds: wqe.ds(), cancelled: false, wc: None });
+        let bytes = &track.scratch[..usize::from(ds) * 16];
+        self.store(begin, bytes);
+        let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
+        let doorbell = mlx5::doorbell_word(first8);
+        track.push(Entry { wr_id: wr.wr_id, begin, end, doorbell, ds, cancelled: false, wc: None });
         Ok(())
     }
 
@@ -251,7 +260,7 @@ impl SendQueue {
         self.end.cq.reap();
         let lost = self.end.tracker.lock().reset();
         self.record.atomic().store(0, Ordering::Release);
-        self.end.cq.forget(lost);
+        self.end.cq.forget(&self.end.tracker, lost);
     }
 }
 

@@ -7,7 +7,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::wr::Wc;
 use crate::error::{Error, Result};
-use crate::mlx5::{Cqe, CqeOpcode};
+use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES};
 
 /// Why a queue pair does no more work: the first failure, kept for every later call.
 #[derive(Debug, Default)]
@@ -61,6 +61,8 @@ pub(crate) struct Tracker {
 #[derive(Debug)]
 pub(crate) struct Track {
     entries: Box<[Entry]>,
+    /// Where a WQE is built before it goes to the ring; kept, because clearing it costs more than building.
+    pub(crate) scratch: Box<[u8; MAX_WQE_BYTES]>,
     /// Requests written to the ring. For a queue with its own CQ, request `n` completes as CQE `n`.
     pub(crate) posted: u64,
     /// Requests completed.
@@ -92,7 +94,17 @@ impl Tracker {
     /// For a queue of at most `1 << log` requests.
     pub(crate) fn new(qpn: u32, is_send: bool, log: u32, health: Arc<Health>) -> Arc<Self> {
         let entries = vec![Entry::default(); 1 << log].into();
-        let state = Track { entries, posted: 0, retired: 0, rung: 0, head: 0, tail: 0, owner: Owner::Nobody };
+        let scratch = Box::new([0; MAX_WQE_BYTES]);
+        let state = Track {
+            entries,
+            scratch,
+            posted: 0,
+            retired: 0,
+            rung: 0,
+            head: 0,
+            tail: 0,
+            owner: Owner::Nobody,
+        };
         Arc::new(Self { qpn, is_send, health, state: Mutex::new(state) })
     }
 
@@ -106,6 +118,18 @@ impl Tracker {
 
     pub(crate) fn posted(&self) -> u64 {
         self.lock().posted
+    }
+
+    /// Requests whose completion has not arrived.
+    pub(crate) fn outstanding(&self) -> u64 {
+        let track = self.lock();
+        track.posted - track.retired
+    }
+
+    /// Whether requests were written that no doorbell has exposed.
+    pub(crate) fn is_prepared(&self) -> bool {
+        let track = self.lock();
+        track.posted > track.rung
     }
 
     pub(crate) fn is_cancelled(&self, n: u64) -> bool {

@@ -1,12 +1,12 @@
 //! What the integration tests of this crate share.
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::{HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpBuilder};
+use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
 
 /// How long a test waits for something that happens at once when all is well.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -48,7 +48,8 @@ pub fn loopback(bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, 
     connect(Side::new(&context, bytes, &build), Side::new(&context, bytes, &build))
 }
 
-fn connect(a: Side, b: Side) -> (Side, Side) {
+/// Connects two sides.
+pub fn connect(a: Side, b: Side) -> (Side, Side) {
     a.qp.connect(b.qp.address()).unwrap();
     b.qp.connect(a.qp.address()).unwrap();
     (a, b)
@@ -60,4 +61,52 @@ pub fn stream(name: &str) -> Stream {
 
 pub fn stream_with(name: &str, wait_limit: Duration) -> Stream {
     Stream::host(HostStreamConfig { name: name.into(), wait_limit, ..HostStreamConfig::default() }).unwrap()
+}
+
+/// The next send completion, whatever it says.
+pub fn sent(side: &Side) -> Wc {
+    side.qp.send_cq().wait(PATIENCE).unwrap()
+}
+
+/// The next receive completion, whatever it says.
+pub fn received(side: &Side) -> Wc {
+    side.qp.recv_cq().wait(PATIENCE).unwrap()
+}
+
+/// Resets both queue pairs and connects them again.
+pub fn reconnect(a: &Qp, b: &Qp) {
+    for qp in [a, b] {
+        qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
+    }
+    a.connect(b.address()).unwrap();
+    b.connect(a.address()).unwrap();
+}
+
+/// Bytes that differ from their neighbours, from other seeds, and from one 16 KiB packet to the next.
+pub fn pattern(len: usize, seed: usize) -> Vec<u8> {
+    (0..len).map(|i| ((i ^ i >> 8 ^ i >> 14).wrapping_mul(151) + seed * 89 + 1).to_le_bytes()[0]).collect()
+}
+
+/// A part of a side's memory.
+pub fn bytes(side: &Side, offset: usize, len: usize) -> Vec<u8> {
+    let mut out = vec![0; len];
+    side.memory().read(offset, &mut out).unwrap();
+    out
+}
+
+/// Nothing happened that a card would punish.
+pub fn assert_clean(sides: &[&Side]) {
+    for side in sides {
+        let stats = side.context.stats();
+        assert_eq!((stats.violations, stats.cq_overruns), (0, 0), "{:?}", stats.last_violation);
+    }
+}
+
+/// Calls `done` until it is true.
+pub fn until(mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "waited in vain");
+        std::thread::yield_now();
+    }
 }
