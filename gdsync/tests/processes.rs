@@ -259,6 +259,11 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
         let sent = s.send(&side.qp, &SendWr::send(&[]).id(0x5e4d)).unwrap();
         s.wait_send(&side.qp).unwrap();
         assert!(matches!(s.synchronize(Duration::from_millis(2)), Err(Error::Deadline { .. })));
+        let start = Instant::now();
+        while side.context.stats().wqes == 0 {
+            assert!(start.elapsed() < PATIENCE, "the stream has not sent");
+            std::thread::yield_now();
+        }
         peer.child.kill().unwrap();
         peer.child.wait().unwrap();
         let error = s.synchronize(PATIENCE).unwrap_err();
