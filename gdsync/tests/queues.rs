@@ -3,7 +3,8 @@
 mod common;
 
 use common::{
-    PATIENCE, Side, assert_clean, bytes, connect, hca, loopback, pair, pattern, received, reconnect, sent, stream, until,
+    PATIENCE, Side, assert_clean, bytes, connect, hca, loopback, pair, pattern, received, reconnect, sent,
+    stream, until,
 };
 use gdsync::Error;
 use gdsync::mlx5::Syndrome;
@@ -34,7 +35,8 @@ fn a_shared_completion_queue_keeps_each_queue_pairs_order() {
     let cq = context.create_cq(256).unwrap();
     let sides: Vec<_> = (0..PAIRS)
         .map(|_| {
-            let side = || Side::new(&context, 4096, |q| q.max_send_wr(8).max_recv_wr(8).send_cq(&cq).recv_cq(&cq));
+            let side =
+                || Side::new(&context, 4096, |q| q.max_send_wr(8).max_recv_wr(8).send_cq(&cq).recv_cq(&cq));
             connect(side(), side())
         })
         .collect();

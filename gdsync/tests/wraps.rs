@@ -8,7 +8,9 @@ use gdsync::verbs::{Completion, RecvWr, SendWr};
 
 fn take(side: &Side, is_send: bool) -> Option<u64> {
     let wc = if is_send { side.qp.poll_send() } else { side.qp.poll_recv() };
-    wc.map(|wc| wc.ok().unwrap()).inspect(|wc| assert_eq!(wc.imm, (!is_send).then(|| u32::try_from(wc.wr_id).unwrap()))).map(|wc| wc.wr_id)
+    wc.map(|wc| wc.ok().unwrap())
+        .inspect(|wc| assert_eq!(wc.imm, (!is_send).then(|| u32::try_from(wc.wr_id).unwrap())))
+        .map(|wc| wc.wr_id)
 }
 
 /// Every size of queue crosses the 16-bit wrap of both producer indices, with full and empty queues on the way.
@@ -79,7 +81,10 @@ fn inline(blocks: usize) -> usize {
 /// prepared and given up.
 #[test]
 fn requests_of_all_sizes_cross_the_end_of_the_ring() {
-    for (a, b) in [loopback(4096, |q| q.max_send_wr(2).max_inline(120)), pair(4096, |q| q.max_send_wr(2).max_inline(120))] {
+    for (a, b) in [
+        loopback(4096, |q| q.max_send_wr(2).max_inline(120)),
+        pair(4096, |q| q.max_send_wr(2).max_inline(120)),
+    ] {
         let s = stream("straddle");
         // Eight blocks. Steps of 1 to 3 with all orders reach every offset; the counter passes 2^16 blocks.
         for i in 0..20_000usize {
