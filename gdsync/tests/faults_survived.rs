@@ -10,7 +10,7 @@ use common::{PATIENCE, Side, stream};
 use gdsync::hca::{FaultPlan, HcaStats, SoftHcaConfig};
 use gdsync::stream::Batch;
 use gdsync::verbs::{Context, QpBuilder, RecvWr, SendWr, Wc};
-use repeat::{BOTH, By, await_receives, fresh, repeat, sends};
+use repeat::{BOTH, By, alone, await_receives, fresh, repeat, sends};
 
 /// Bytes of a message: several packets.
 const BIG: usize = 40_000;
@@ -160,6 +160,7 @@ fn counted(seed: u64) -> HcaStats {
 
 #[test]
 fn the_same_seed_meets_the_same_faults() {
+    let _alone = alone();
     let known = |s: HcaStats| (s.packets_faulted, s.retransmissions);
     for seed in 1..4 {
         let first = known(counted(seed));

@@ -93,10 +93,24 @@ impl Peer {
         }
     }
 
-    fn signal(&self, signal: i32) {
+    fn signal(&self, signal: i32) -> i32 {
         let pid = i32::try_from(self.child.id()).unwrap();
         // SAFETY: a plain call; the child has not been waited for, so the number is still its own.
         assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+        pid
+    }
+
+    /// Stops all its threads, and returns when they have stopped.
+    fn stop(&self) {
+        let pid = self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        // SAFETY: the pointer is valid for one integer.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
+        assert!(libc::WIFSTOPPED(status));
+    }
+
+    fn resume(&self) {
+        self.signal(libc::SIGCONT);
     }
 }
 
@@ -245,6 +259,11 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
         let sent = s.send(&side.qp, &SendWr::send(&[]).id(0x5e4d)).unwrap();
         s.wait_send(&side.qp).unwrap();
         assert!(matches!(s.synchronize(Duration::from_millis(2)), Err(Error::Deadline { .. })));
+        let start = Instant::now();
+        while side.context.stats().wqes == 0 {
+            assert!(start.elapsed() < PATIENCE, "the stream has not sent");
+            std::thread::yield_now();
+        }
         peer.child.kill().unwrap();
         peer.child.wait().unwrap();
         let error = s.synchronize(PATIENCE).unwrap_err();
@@ -264,14 +283,14 @@ fn a_stopped_peer_costs_the_timeouts() {
         s.send(&side.qp, &write().id(1)).unwrap();
         s.wait_send(&side.qp).unwrap();
         s.synchronize(PATIENCE).unwrap();
-        peer.signal(libc::SIGSTOP);
+        peer.stop();
         s.send(&side.qp, &write().id(2)).unwrap();
         s.wait_send(&side.qp).unwrap();
         let error = s.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Completion(e) if e.wr_id == 2), "{error}");
         retry_exceeded(&side);
         assert_eq!(side.context.stats().retransmissions, 7);
-        peer.signal(libc::SIGCONT);
+        peer.resume();
     }
 }
 
@@ -280,10 +299,10 @@ fn a_peer_that_was_stopped_for_a_moment_is_not_lost() {
     let side = Side::new(&hca(), 4096, |q| q.timeout(16).retry_cnt(7));
     let (peer, remote) = Peer::start("silent", &side);
     for i in 0..10 {
-        peer.signal(libc::SIGSTOP);
+        peer.stop();
         let sent = side.qp.post_send(&[SendWr::write_inline(remote, &[1; 8]).id(i)]).unwrap();
         assert!(matches!(sent.wait(Duration::from_millis(3)), Err(Error::Deadline { .. }) | Ok(_)));
-        peer.signal(libc::SIGCONT);
+        peer.resume();
         assert_eq!(sent.wait(PATIENCE).unwrap().wr_id, i);
     }
 }

@@ -2,7 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
 
 use std::fs;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -36,10 +36,15 @@ impl Held {
     }
 }
 
+/// As long as this lives, no other test of the binary runs that asks for it.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Does it `TIMES` times with two HCAs, alone in this process, and checks that nothing is left of it.
 pub fn repeat(mut once: impl FnMut(&Context, &Context)) {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let (a, b) = (hca(), hca());
     // Once without looking: it makes the link between the two.
     drop(fresh(&a, &b, |q| q));

@@ -1,0 +1,71 @@
+//! Any legal list of work requests, through small real queues, against a model that does them one after the other.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod list;
+mod run;
+mod sequential;
+
+use std::time::Duration;
+
+use common::{assert_clean, loopback, pair, stream};
+use gdsync::hca::FaultPlan;
+use gdsync::verbs::QpBuilder;
+use proptest::prelude::*;
+
+use list::{Drive, INLINE, REGION, Request, drive, requests};
+use run::Run;
+use sequential::{Outcome, model, start};
+
+fn check(list: &[Request], drive: &Drive, faults: Option<FaultPlan>) {
+    let build = |q: QpBuilder| {
+        let q =
+            q.max_send_wr(drive.max_send_wr).max_recv_wr(drive.max_recv_wr).max_send_sge(3).max_recv_sge(3);
+        q.max_inline(INLINE).timeout(9).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
+    };
+    let (a, b) = if drive.two_hcas { pair(REGION, build) } else { loopback(REGION, build) };
+    for (side, seed) in [(&a, 1), (&b, 2)] {
+        side.memory().write(0, &start(seed)).unwrap();
+        side.context.inject(faults.clone().unwrap_or_default()).unwrap();
+    }
+    let (expected, words) = model(list);
+    let run = Run {
+        a: &a,
+        b: &b,
+        list,
+        words,
+        stream: drive.by_stream.then(|| stream("model")),
+        next: 0,
+        next_recv: 0,
+        waited: vec![],
+        outcome: Outcome::default(),
+    };
+    let outcome = run.go(drive, &expected);
+    assert_eq!((&outcome.sent, &outcome.received), (&expected.sent, &expected.received));
+    assert!(outcome.memories == expected.memories, "the memories differ");
+    assert_clean(&[&a, &b]);
+}
+
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 300, ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config(150))]
+
+    #[test]
+    fn queues_do_what_the_model_does(list in requests(), drive in drive()) {
+        check(&list, &drive, None);
+    }
+}
+
+proptest! {
+    #![proptest_config(config(100))]
+
+    #[test]
+    fn faults_of_the_network_change_nothing(list in requests(), drive in drive(), seed: u64) {
+        let delay = (0.02, Duration::from_micros(100));
+        let plan = FaultPlan { seed, drop: 0.02, duplicate: 0.05, reorder: 0.05, delay, ..FaultPlan::default() };
+        check(&list, &drive, Some(plan));
+    }
+}
