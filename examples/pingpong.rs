@@ -211,13 +211,16 @@ impl Player {
             let send =
                 || self.comm.send_on_stream(&self.stream, &self.table.buffer, self.table.slot(0), self.peer);
             let wait = || self.comm.wait_on_stream(&self.stream, receive);
-            if self.is_first() {
-                drop(send()?);
+            let sent = if self.is_first() {
+                let sent = send()?;
                 wait()?;
+                sent
             } else {
                 wait()?;
-                drop(send()?);
-            }
+                send()?
+            };
+            // The buffer is filled anew below.
+            self.comm.wait_on_stream(&self.stream, &sent)?;
             let (table, times, started) = (self.table.clone(), times.clone(), started.clone());
             self.stream.host_fn(move || {
                 let time = now() - started.load(Ordering::Relaxed);

@@ -107,7 +107,6 @@ impl Link {
                     batch.wait_recv(&self.qp)?;
                     send(&mut batch)?;
                 }
-                batch.wait_all_sends(&self.qp)?;
                 let (times, last, at) = (times.clone(), last.clone(), usize::try_from(n)?);
                 batch.host_fn(move || {
                     let time = now();
@@ -115,6 +114,11 @@ impl Link {
                 });
                 stream.submit(&mut batch)?;
             }
+            stream.submit({
+                let mut batch = Batch::new();
+                batch.wait_all_sends(&self.qp)?;
+                &mut batch
+            })?;
             stream.synchronize(self.timeout)?;
             let again = (first + 2 * AHEAD..(first + 3 * AHEAD).min(rounds)).count() as u64;
             self.prepare(again)?;

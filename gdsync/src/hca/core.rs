@@ -200,7 +200,7 @@ impl Core {
         self.rings.len() - 1
     }
 
-    /// One step: doorbells, packets, sends, and now and then timers. Returns whether anything was done.
+    /// One step: doorbells, sends and answers, packets, and now and then timers. Returns whether anything was done.
     pub(crate) fn step(&mut self, rung: &Rung) -> bool {
         let mut worked = false;
         rung.drain(|i| {
@@ -209,9 +209,6 @@ impl Core {
         });
         if !self.watched.is_empty() {
             worked |= self.look_at_watched();
-        }
-        for link in 0..self.rings.len() {
-            worked |= self.receive(link);
         }
         // Backwards, because finished ones are swapped out.
         for at in (0..self.active.len()).rev() {
@@ -226,6 +223,9 @@ impl Core {
             if !active {
                 self.active.swap_remove(at);
             }
+        }
+        for link in 0..self.rings.len() {
+            worked |= self.receive(link);
         }
         self.steps = self.steps.wrapping_add(1);
         if self.steps.is_multiple_of(STEPS) && self.is_active() {

@@ -11,6 +11,9 @@
 //! stream that waits for a completion, and a service thread when nobody else does. The service thread sleeps while
 //! others poll, and sleeps on a bell in shared memory while nothing is to be done.
 //!
+//! An acknowledgement leaves with the step after the one that received the message, so that an answer goes first. A
+//! thread that polled once and never again leaves it to the service thread: at most a millisecond.
+//!
 //! # What wakes it
 //!
 //! - a doorbell rung by the CPU or by a host stream: at once, in the ringing thread;

@@ -100,7 +100,8 @@ impl Responder {
 }
 
 impl SoftQp {
-    /// A request of the peer.
+    /// A request of the peer. The answer leaves with the next step: what the completion makes the application send goes
+    /// first, because it is what somebody waits for.
     pub(crate) fn requested(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         if !matches!(self.state, QpState::RTR | QpState::RTS) {
             env.stats.packets_discarded += 1;
@@ -123,7 +124,6 @@ impl SoftQp {
                 Err(refusal) => self.refuse(header.psn, &refusal, env),
             }
         }
-        self.answer(env);
     }
 
     fn refuse(&mut self, psn: u32, refusal: &Refusal, env: &mut Env<'_>) {

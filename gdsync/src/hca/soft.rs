@@ -99,6 +99,12 @@ impl Shared {
         }
     }
 
+    /// Notes that a thread other than the service thread runs the HCA. That the count moves is all that matters, so two
+    /// threads may overwrite each other's.
+    fn lend(&self) {
+        self.lent.store(self.lent.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+
     /// Whether a step may find something to do, as far as can be seen without the lock.
     fn has_work(&self) -> bool {
         self.busy.load(Ordering::Relaxed)
@@ -267,7 +273,7 @@ impl Provider for SoftHca {
                 }
             }
         }
-        self.shared.lent.fetch_add(1, Ordering::Relaxed);
+        self.shared.lend();
         self.shared.wake_if_unattended();
     }
 
@@ -278,7 +284,7 @@ impl Provider for SoftHca {
 
     fn progress(&self) -> bool {
         let shared = &self.shared;
-        shared.lent.fetch_add(1, Ordering::Relaxed);
+        shared.lend();
         shared.has_work() && shared.try_step().unwrap_or(false)
     }
 

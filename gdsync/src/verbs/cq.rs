@@ -428,6 +428,21 @@ impl CqInner {
         self.free(&mut state);
     }
 
+    /// The stream that waits here has failed: it will pass nothing any more, so what it took is over.
+    pub(crate) fn abandon(&self) {
+        let mut state = self.state.lock();
+        let CqState { slots, unsubmitted, freed, claim_next, in_stream, .. } = &mut *state;
+        for n in *freed..*claim_next {
+            let slot = &mut slots[self.index(n)];
+            if matches!(slot.taken, Taken::ByStream | Taken::Covered) && !unsubmitted.contains(&n) {
+                slot.taken = Taken::Done;
+            }
+        }
+        *in_stream = unsubmitted.len() as u64;
+        self.reap_locked(&mut state);
+        self.free(&mut state);
+    }
+
     /// Whether a stream still waits here, or may.
     pub(crate) fn is_awaited(&self) -> bool {
         self.reap();

@@ -38,6 +38,7 @@ impl Source for QueueEnd {
 
     fn fail(&self, reason: &Error) {
         self.qp.stop(reason);
+        self.cq.abandon();
     }
 
     fn describe(&self) -> String {

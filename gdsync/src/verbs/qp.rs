@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -36,7 +37,9 @@ pub(crate) struct QpCore {
     pub(crate) provider: Arc<dyn Provider>,
     pub(crate) qpn: u32,
     psn: u32,
-    state: Mutex<QpState>,
+    /// The state, for a quick look; only changed under `modifying`.
+    state: AtomicU8,
+    modifying: Mutex<()>,
     health: Arc<Health>,
     send_cq: Arc<CqInner>,
     recv_cq: Arc<CqInner>,
@@ -77,10 +80,14 @@ impl Drop for QpCore {
 }
 
 impl QpCore {
+    fn state(&self) -> QpState {
+        QpState(self.state.load(Ordering::Acquire))
+    }
+
     /// Refuses posting where it cannot work: broken, or in a state without that queue.
     pub(crate) fn check_post(&self, what: &'static str) -> Result<()> {
         self.health.check()?;
-        let state = *self.state.lock();
+        let state = self.state();
         let (ok, needs) = match what {
             "post_recv" => (matches!(state, QpState::INIT | QpState::RTR | QpState::RTS), "INIT, RTR or RTS"),
             _ => (state == QpState::RTS, "RTS"),
@@ -101,12 +108,12 @@ impl QpCore {
         self.send_cq.reap();
         self.recv_cq.reap();
         self.health.record(Error::QpStopped { qpn: self.qpn, reason: Arc::new(reason.clone()) });
-        let mut state = self.state.lock();
-        if matches!(*state, QpState::RESET | QpState::ERR) {
+        let _modifying = self.modifying.lock();
+        if matches!(self.state(), QpState::RESET | QpState::ERR) {
             return;
         }
         match self.provider.modify_qp(self.qpn, &QpAttr::to(QpState::ERR), CONNECT) {
-            Ok(()) => *state = QpState::ERR,
+            Ok(()) => self.state.store(QpState::ERR.0, Ordering::Release),
             Err(error) => tracing::error!(qpn = self.qpn, %error, "queue pair could not be stopped"),
         }
     }
@@ -125,7 +132,7 @@ impl Qp {
 
     /// The state: ERR also when the HCA has gone there by itself and a completion told so.
     pub fn state(&self) -> QpState {
-        let state = *self.core().state.lock();
+        let state = self.core().state();
         if state != QpState::RESET && self.check().is_err() { QpState::ERR } else { state }
     }
 
@@ -162,12 +169,12 @@ impl Qp {
                 return Err(Error::Busy { queue: "send", qpn: core.qpn, owner });
             }
         }
-        let mut state = core.state.lock();
-        let from = if core.health.check().is_err() { QpState::ERR } else { *state };
+        let modifying = core.modifying.lock();
+        let from = if core.health.check().is_err() { QpState::ERR } else { core.state() };
         let to = attr.check(core.qpn, from)?;
         core.provider.modify_qp(core.qpn, attr, CONNECT)?;
-        *state = to;
-        drop(state);
+        core.state.store(to.0, Ordering::Release);
+        drop(modifying);
         if to == QpState::RESET {
             self.send.reset();
             self.recv.reset();
@@ -383,7 +390,8 @@ impl QpBuilder {
             provider,
             qpn,
             psn,
-            state: Mutex::new(QpState::RESET),
+            state: AtomicU8::new(QpState::RESET.0),
+            modifying: Mutex::new(()),
             health: health.clone(),
             send_cq: send_cq.clone(),
             recv_cq: recv_cq.clone(),

@@ -1,30 +1,60 @@
 //! The thread of a host engine: runs what is submitted, until the engine fails.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::shared::Shared;
 use crate::error::Error;
 use crate::stream::execute::{Runner, Unsatisfied, execute, message_of};
-use crate::stream::op::Op;
+use crate::stream::op::{Op, Source};
 
 impl Shared {
     /// The life of the thread: until the engine failed and all that was pending is dropped.
     pub(super) fn work(&self) {
+        let mut helped = None;
         while let Some(ops) = self.next() {
-            self.run(ops);
+            self.run(ops, &mut helped);
+            if self.completed() + 1 == self.submitted() {
+                self.finish(&mut helped);
+            }
             self.retire();
         }
     }
 
+    /// The device may have put off what was not urgent (an acknowledgement) while this thread ran it for a wait. The
+    /// next doorbell makes up for it; where none comes soon, this does.
+    fn finish(&self, helped: &mut Option<Arc<dyn Source>>) {
+        if let Some(source) = helped.take() {
+            self.guarded(|| {
+                source.progress();
+            });
+        }
+    }
+
     /// Runs a submission, and drops what is left of it when the engine fails.
-    fn run(&self, ops: Vec<Op>) {
+    fn run(&self, ops: Vec<Op>, helped: &mut Option<Arc<dyn Source>>) {
         let mut ops = ops.into_iter().enumerate();
         while !self.failed()
             && let Some((position, op)) = ops.next()
         {
             self.advance(position);
+            let source = match &op {
+                Op::Wait32 { source: Some(source), .. } | Op::Wait64 { source: Some(source), .. } => {
+                    Some(source.clone())
+                }
+                Op::HostFn(_) | Op::Wait32 { .. } | Op::Wait64 { .. } => {
+                    self.finish(helped);
+                    None
+                }
+                Op::Signal(_) => {
+                    *helped = None;
+                    None
+                }
+                _ => None,
+            };
             self.guarded(|| self.step(op));
+            *helped = source.or(helped.take());
         }
         // In this order: a failure that found these sources is seen, and one that comes later finds none.
         let sources = self.take_running();
