@@ -114,11 +114,9 @@ impl Link {
                 });
                 stream.submit(&mut batch)?;
             }
-            stream.submit({
-                let mut batch = Batch::new();
-                batch.wait_all_sends(&self.qp)?;
-                &mut batch
-            })?;
+            let mut batch = Batch::new();
+            batch.wait_all_sends(&self.qp)?;
+            stream.submit(&mut batch)?;
             stream.synchronize(self.timeout)?;
             let again = (first + 2 * AHEAD..(first + 3 * AHEAD).min(rounds)).count() as u64;
             self.prepare(again)?;

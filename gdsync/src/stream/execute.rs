@@ -115,13 +115,13 @@ fn nap(waited: Duration) -> Duration {
     (waited / 8).clamp(NAP_MIN, NAP_MAX)
 }
 
-/// A pause between two looks of a spinning thread: short in the first half of `spin`, offering the core to
-/// others in the second. Returns false when it is time to sleep instead.
+/// A pause between two looks of a spinning thread: short in the first eighth of `spin`, offering the core to
+/// others after it: there may be more ranks than cores. Returns false when it is time to sleep instead.
 pub(super) fn breathe(waited: Duration, spin: Duration) -> bool {
     if waited >= spin {
         return false;
     }
-    if waited < spin / 2 {
+    if waited < spin / 8 {
         std::hint::spin_loop();
     } else {
         thread::yield_now();

@@ -54,6 +54,10 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// Tells the device that a doorbell was written.
     fn signal(&self);
 
+    /// The calling thread ran the device for a wait and now turns to something else: what the device put off because it
+    /// was not urgent, as an acknowledgement, should be done now. By default there is no such thing.
+    fn finish(&self) {}
+
     /// Sleeps until `ready` may have become true, or for `timeout`. Spurious returns are allowed.
     fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration);
 

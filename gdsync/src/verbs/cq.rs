@@ -477,7 +477,7 @@ impl CqInner {
             if waited >= timeout {
                 return Err(Error::Deadline { what, after: timeout });
             }
-            if waited < SPIN / 2 {
+            if waited < SPIN / 8 {
                 std::hint::spin_loop();
             } else if waited < SPIN {
                 std::thread::yield_now();

@@ -32,6 +32,10 @@ impl Source for QueueEnd {
         self.qp.provider.ring(self.qp.qpn);
     }
 
+    fn finish(&self) {
+        self.qp.provider.progress();
+    }
+
     fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         self.cq.park(ready, timeout);
     }

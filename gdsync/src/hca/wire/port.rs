@@ -186,6 +186,16 @@ fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
+/// Abstract addresses have no permissions: whoever is at the other end must be the same user, or root.
+fn check_user(stream: &UnixStream) -> io::Result<()> {
+    // SAFETY: a plain call.
+    let own = unsafe { libc::geteuid() };
+    match fds::peer_uid(stream)? {
+        uid if uid == own || uid == 0 || own == 0 => Ok(()),
+        uid => Err(invalid(&format!("the process at the other end belongs to user {uid}"))),
+    }
+}
+
 /// The GID in a greeting.
 fn read_greeting(bytes: &[u8]) -> io::Result<Gid> {
     let (magic, gid) = bytes.split_first_chunk::<8>().ok_or_else(|| invalid("short greeting"))?;
@@ -197,6 +207,7 @@ fn read_greeting(bytes: &[u8]) -> io::Result<Gid> {
 
 /// The connecting side of the handshake: makes the rings, sends them, and gets the peer's bell.
 fn greet(stream: &UnixStream, shared: &Shared, deadline: Instant) -> Handshake<(Memory, Bell)> {
+    check_user(stream)?;
     let file = fds::memfd(c"gdsync-link", FILE)?;
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_write_timeout(Some(left))?;
@@ -300,14 +311,9 @@ impl Control {
 
     fn accept(&mut self) {
         while let Ok((stream, _)) = self.listener.accept() {
-            // SAFETY: a plain call.
-            let own = unsafe { libc::geteuid() };
-            match fds::peer_uid(&stream) {
-                Ok(uid) if uid == own || uid == 0 => {}
-                other => {
-                    tracing::warn!(?other, "software HCA: refused a connection of another user");
-                    continue;
-                }
+            if let Err(error) = check_user(&stream) {
+                tracing::warn!(%error, "software HCA: refused a connection");
+                continue;
             }
             if stream.set_nonblocking(true).is_ok() {
                 if self.strangers.len() == MAX_STRANGERS {

@@ -22,13 +22,10 @@ impl Shared {
         }
     }
 
-    /// The device may have put off what was not urgent (an acknowledgement) while this thread ran it for a wait. The
-    /// next doorbell makes up for it; where none comes soon, this does.
+    /// A doorbell after a wait does what the device put off; where none comes soon, this does.
     fn finish(&self, helped: &mut Option<Arc<dyn Source>>) {
         if let Some(source) = helped.take() {
-            self.guarded(|| {
-                source.progress();
-            });
+            self.guarded(|| source.finish());
         }
     }
 
