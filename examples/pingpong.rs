@@ -148,8 +148,19 @@ impl Player {
         self.comm.irecv(&self.table.buffer, self.table.receive_slot(n), self.peer)
     }
 
-    fn is_first(&self) -> bool {
-        self.comm.rank() == 0
+    /// Rank 0 serves, rank 1 returns.
+    fn exchange(
+        &self,
+        send: impl FnOnce() -> mp::Result<Request>,
+        wait: impl FnOnce() -> mp::Result<()>,
+    ) -> mp::Result<Request> {
+        if self.comm.rank() == 0 {
+            let sent = send()?;
+            wait().map(|()| sent)
+        } else {
+            wait()?;
+            send()
+        }
     }
 
     /// Plays `total` iterations in one mode; times of those from `warm_up` on are returned, and the CPU time of them all.
@@ -211,14 +222,7 @@ impl Player {
             let send =
                 || self.comm.send_on_stream(&self.stream, &self.table.buffer, self.table.slot(0), self.peer);
             let wait = || self.comm.wait_on_stream(&self.stream, receive);
-            let sent = if self.is_first() {
-                let sent = send()?;
-                wait()?;
-                sent
-            } else {
-                wait()?;
-                send()?
-            };
+            let sent = self.exchange(send, wait)?;
             // The buffer is filled anew below.
             self.comm.wait_on_stream(&self.stream, &sent)?;
             let (table, times, started) = (self.table.clone(), times.clone(), started.clone());
@@ -245,14 +249,7 @@ impl Player {
             }
         };
         let start = Instant::now();
-        let sent = if self.is_first() {
-            let sent = send()?;
-            wait()?;
-            sent
-        } else {
-            wait()?;
-            send()?
-        };
+        let sent = self.exchange(send, wait)?;
         let time = u64::try_from(start.elapsed().as_nanos())?;
         times[usize::try_from(n)?].store(time, Ordering::Relaxed);
         self.comm.wait(&sent, self.timeout)?;
