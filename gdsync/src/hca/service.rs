@@ -117,6 +117,11 @@ impl Worker {
         if std::mem::take(&mut duty.wanted) {
             self.lent = self.shared.lent.load(Ordering::Relaxed);
         }
+        drop(duty);
+        // Those who only look for completions neither run timers nor see that a peer is gone.
+        let mut core = self.shared.core.lock();
+        core.tick(Instant::now());
+        self.shared.settle(core);
         self.idle = None;
     }
 
