@@ -264,6 +264,7 @@ impl Core {
                 self.bury(link);
             }
         }
+        self.links.ring();
     }
 
     /// When the next timer expires.
