@@ -155,13 +155,14 @@ impl SoftHca {
         if peer == self.shared.gid {
             return Ok(0);
         }
-        let mut core = self.shared.core.lock();
-        self.shared.accept(&mut core);
-        if let Some(link) = core.link_to(peer) {
+        let known = self.with(|core| {
+            self.shared.accept(core);
+            core.link_to(peer)
+        });
+        if let Some(link) = known {
             return Ok(link);
         }
         // Not under the lock: the peer answers from a thread of its own, but that takes a while.
-        drop(core);
         let ends = self.shared.port.connect(peer, timeout)?;
         Ok(self.with(|core| core.add_link(ends, &self.shared.peeks)))
     }
