@@ -187,6 +187,18 @@ impl Core {
             || (0..self.rings.len()).any(|l| self.links.is_newly_dead(l))
     }
 
+    /// The link added last, for tests.
+    #[cfg(test)]
+    pub(super) fn newest_link(&self) -> usize {
+        self.rings.len() - 1
+    }
+
+    /// Whether a link's peer is gone and nobody has acted on it, for tests.
+    #[cfg(test)]
+    pub(super) fn is_newly_dead(&self, link: usize) -> bool {
+        self.links.is_newly_dead(link)
+    }
+
     /// A living link to `peer`.
     pub(crate) fn link_to(&self, peer: Gid) -> Option<usize> {
         self.links.find(peer)
@@ -247,10 +259,12 @@ impl Core {
             self.with(i, |qp, env| qp.tick(now, env));
         }
         for link in 0..self.rings.len() {
-            if self.links.is_newly_dead(link) {
+            // What the peer sent before it died still counts.
+            if self.links.is_newly_dead(link) && !self.rings[link].has_record() {
                 self.bury(link);
             }
         }
+        self.links.ring();
     }
 
     /// When the next timer expires.

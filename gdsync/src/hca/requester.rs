@@ -36,6 +36,8 @@ pub(crate) struct Requester {
     rnr_retry: u8,
     retries: u8,
     rnr_retries: u8,
+    /// Went back because an answer is missing, and nothing new was answered since.
+    gap: bool,
     /// When to go back for want of an answer; set by the first `tick` that sees packets under way.
     deadline: Option<Instant>,
     /// The receiver was not ready: nothing is sent before.
@@ -107,6 +109,7 @@ impl Requester {
             rnr_retry: 0,
             retries: 0,
             rnr_retries: 0,
+            gap: false,
             deadline: None,
             rnr_until: None,
         }
@@ -192,6 +195,7 @@ impl Requester {
     /// The peer answered something new: timers and retries start afresh.
     fn moved(&mut self) {
         self.deadline = None;
+        self.gap = false;
         self.retries = self.retry_cnt;
         self.rnr_retries = self.rnr_retry;
     }
@@ -501,7 +505,7 @@ impl SoftQp {
         match header.op {
             PacketOp::ACK => {
                 if self.req.acknowledge(psn.wrapping_add(1)) {
-                    self.again(env);
+                    self.missing(env);
                 }
             }
             PacketOp::READ_RESPONSE => self.read_response(header, body, env),
@@ -515,6 +519,13 @@ impl SoftQp {
     fn again(&mut self, env: &mut Env<'_>) {
         env.stats.retransmissions += 1;
         self.req.go_back();
+    }
+
+    /// An answer before the one that came was lost. Those still behind it say so again: once is enough.
+    fn missing(&mut self, env: &mut Env<'_>) {
+        if !std::mem::replace(&mut self.req.gap, true) {
+            self.again(env);
+        }
     }
 
     fn refused(&mut self, header: &Header, env: &mut Env<'_>) {
@@ -557,13 +568,13 @@ impl SoftQp {
         if at != p.done {
             env.stats.packets_discarded += 1;
             if at > p.done {
-                self.again(env);
+                self.missing(env);
             }
             return;
         }
         // A response to a READ says that everything before it has arrived.
         if self.req.acknowledge(psn) {
-            return self.again(env);
+            return self.missing(env);
         }
         let offset = at as usize * SEGMENT;
         let size = SEGMENT.min(len - offset);
@@ -630,7 +641,7 @@ impl SoftQp {
         };
         let (begin, psn) = (p.begin, p.psn);
         if self.req.acknowledge(psn) {
-            return self.again(env);
+            return self.missing(env);
         }
         let wqe = self.fetch(begin);
         let result = match mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()) {
@@ -673,6 +684,7 @@ impl SoftQp {
                     self.fail(Syndrome::RETRY_EXC_ERR, env);
                 } else {
                     self.req.retries -= 1;
+                    self.req.gap = false;
                     self.again(env);
                     self.advance(env);
                 }

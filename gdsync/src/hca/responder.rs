@@ -155,7 +155,10 @@ impl SoftQp {
                 }
             }
             PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
-                if let Some(&(psn, value)) = self.resp.replays.iter().find(|(psn, _)| *psn == header.psn) {
+                let same = |a: &Answer| matches!(a, Answer::Atomic { psn, .. } if *psn == header.psn);
+                if !self.resp.answers.iter().any(same)
+                    && let Some(&(psn, value)) = self.resp.replays.iter().find(|(psn, _)| *psn == header.psn)
+                {
                     self.resp.answers.push_back(Answer::Atomic { psn, value });
                 }
             }
@@ -286,15 +289,30 @@ impl SoftQp {
 
     fn read(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
         self.allow(Access::REMOTE_READ)?;
-        let reads = self.resp.answers.iter().filter(|a| matches!(a, Answer::Read { .. })).count();
-        let addr = body.word(0).filter(|_| reads < self.resp.max_reads.max(1));
-        let addr = addr.ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        let invalid = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
+        let Some(addr) = body.word(0) else { return Err(invalid) };
         let left = header.len as usize;
         env.keys
             .remote(header.rkey, self.request.pdn, addr, left, Access::REMOTE_READ)
             .map_err(Refusal::Remote)?;
-        self.resp.answers.push_back(Answer::Read { psn: header.psn, rkey: header.rkey, addr, left });
-        Ok(segments(left))
+        let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
+        let mut reads = 0;
+        for answer in &mut self.resp.answers {
+            let Answer::Read { psn: next, left: rest, .. } = *answer else { continue };
+            if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
+                // The same READ, asked for again before all of it was answered: one answer will do.
+                if ahead(psn, next) < 0 {
+                    *answer = Answer::Read { psn, rkey, addr, left };
+                }
+                return Ok(packets);
+            }
+            reads += 1;
+        }
+        if reads >= self.resp.max_reads.max(1) {
+            return Err(invalid);
+        }
+        self.resp.answers.push_back(Answer::Read { psn, rkey, addr, left });
+        Ok(packets)
     }
 
     fn atomic(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {

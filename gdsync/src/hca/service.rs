@@ -5,6 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::MutexGuard;
+
+use super::core::Core;
 use super::soft::Shared;
 use crate::error::{Error, Result};
 
@@ -72,8 +75,9 @@ impl Shared {
     /// The caller stops running the HCA: the service thread takes over at once.
     pub(super) fn take_over(&self) {
         let mut duty = self.duty.lock();
+        // Also when it does not defer now: it may be just about to, for the sake of what the caller did before.
+        duty.wanted = true;
         if duty.defers {
-            duty.wanted = true;
             self.duty_changed.notify_one();
         } else if duty.asleep {
             drop(duty);
@@ -110,13 +114,18 @@ impl Worker {
     fn defer(&mut self) {
         let mut duty = self.shared.duty.lock();
         duty.defers = true;
-        if !duty.wanted && !self.stop.load(Ordering::Acquire) {
+        if !duty.wanted && !self.shared.rung.is_noted() && !self.stop.load(Ordering::Acquire) {
             self.shared.duty_changed.wait_for(&mut duty, DEFER);
         }
         duty.defers = false;
         if std::mem::take(&mut duty.wanted) {
             self.lent = self.shared.lent.load(Ordering::Relaxed);
         }
+        drop(duty);
+        // Those who only look for completions neither run timers nor see that a peer is gone.
+        let mut core = self.shared.core.lock();
+        core.tick(Instant::now());
+        self.shared.settle(core);
         self.idle = None;
     }
 
@@ -151,10 +160,14 @@ impl Worker {
         let shared = &self.shared;
         let stop = &self.stop;
         let ready = || {
+            let is_new = |mut core: MutexGuard<'_, Core>| {
+                core.has_packet() || core.is_watching() && !watching || core.is_active() && !active
+            };
             stop.load(Ordering::Acquire)
-                || shared.rung.is_noted()
                 || shared.port.has_accepted()
-                || shared.core.try_lock().is_none_or(|mut core| core.has_packet())
+                || shared.core.try_lock().is_none_or(is_new)
+                // Last: a doorbell rung while the core was looked at has left a note.
+                || shared.rung.is_noted()
         };
         shared.bell.sleep(&ready, nap);
         shared.duty.lock().asleep = false;

@@ -1,0 +1,52 @@
+//! Mistakes that were found in review, as a user would have met them.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use common::{pair, sent};
+use gdsync::hca::FaultPlan;
+use gdsync::verbs::{RecvWr, SendWr};
+
+/// Every response behind a lost one used to ask for the whole rest again: the requests piled up at the responder, which
+/// then refused one as too many and broke the queue pair.
+#[test]
+fn a_long_read_survives_losses() {
+    let len = 4 << 20;
+    for (seed, rd_atomic) in (0..10).flat_map(|seed| [(seed, 1), (seed, 16)]) {
+        let (a, b) = pair(len, |q| q.timeout(11).rd_atomic(rd_atomic));
+        b.memory().fill(0, len, 7).unwrap();
+        b.context.inject(FaultPlan { seed, drop: 0.02, ..FaultPlan::default() }).unwrap();
+        a.qp.post_send(&[SendWr::read(b.mr.remote(0).unwrap(), &[a.mr.sge(0, len).unwrap()])]).unwrap();
+        sent(&a).ok().unwrap();
+        assert!(a.memory().to_vec().iter().all(|&byte| byte == 7));
+        let (lost, again) = (b.context.stats().packets_faulted, a.context.stats().retransmissions);
+        assert!(again <= 2 * lost + 8, "seed {seed}: {lost} packets lost, {again} times gone back");
+    }
+}
+
+/// A thread that polled without a pause kept the service thread away, and nobody looked at the links.
+#[test]
+fn a_hot_poller_learns_of_the_death_of_its_peer() {
+    let (a, b) = pair(64, |q| q);
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let (seen, end) = mpsc::channel();
+    let halt = stop.clone();
+    let poller = std::thread::spawn(move || {
+        while !halt.load(Ordering::Acquire) {
+            if let Some(wc) = a.qp.poll_recv() {
+                return seen.send(wc).unwrap();
+            }
+        }
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    drop(b);
+    // Ample: 1 ms when it works. A poller that the system stops for a moment would be told all the same.
+    let wc = end.recv_timeout(Duration::from_millis(100));
+    stop.store(true, Ordering::Release);
+    poller.join().unwrap();
+    assert!(wc.unwrap().ok().unwrap_err().is_flush());
+}
