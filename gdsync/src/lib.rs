@@ -1,4 +1,5 @@
 //! Verbs queues whose sends are triggered, and whose completions are awaited, by a GPU stream.
+mod env;
 pub mod error;
 pub mod hca;
 pub mod memory;
