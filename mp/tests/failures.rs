@@ -138,7 +138,9 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
         panic!("rank 1 is killed before its game ends");
     }
     if comm.rank() == 0 {
-        (0..20).for_each(|_| drop(play(1).unwrap()));
+        for _ in 0..20 {
+            play(1).unwrap();
+        }
         let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
         // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
         assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
