@@ -6,6 +6,7 @@
 //! - `sync`: the CPU waits for the stream, then posts the next send;
 //! - `cpu`: no stream, the CPU posts and polls.
 
+use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -45,8 +46,8 @@ struct Options {
     /// Iterations posted ahead in mode stream.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=200))]
     ahead: u32,
-    /// Seconds after which a wait is given up.
-    #[arg(long, default_value_t = 30)]
+    /// Seconds after which a wait is given up, 1 to 86400.
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
     /// Writes the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
@@ -267,6 +268,10 @@ fn run(options: &Options) -> Result<bool> {
     }
     let stream = Stream::host(HostStreamConfig { wait_limit: timeout, ..HostStreamConfig::default() })?;
     let first = comm.rank() == 0;
+    // A path that cannot be written to is better known before the measurement than after it.
+    let json = options.json.as_ref().filter(|_| first);
+    let create = |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
+    let file = json.map(create).transpose()?;
     let steps = options.modes.len() * options.sizes.len();
     // Drawn on a terminal only, and never while a measurement runs.
     let bar = if first { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
@@ -288,8 +293,7 @@ fn run(options: &Options) -> Result<bool> {
     let report = Report { device, stream: stream.kind(), wire, ranks: comm.size(), machine, results };
     if first {
         print(&report);
-        if let Some(path) = &options.json {
-            let file = std::fs::File::create(path).map_err(|e| format!("{}: {e}", path.display()))?;
+        if let Some(file) = file {
             serde_json::to_writer_pretty(file, &report)?;
         }
     }

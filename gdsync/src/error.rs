@@ -45,7 +45,9 @@ pub enum Error {
         fix: &'static str,
     },
     /// There is no such device.
-    #[error("no RDMA device '{name}'; available: {available}")]
+    #[error(
+        "no RDMA device '{name}'; available: {available}; name one of these, in GDSYNC_DEVICE or to Device::find"
+    )]
     NoDevice {
         /// The name asked for.
         name: String,

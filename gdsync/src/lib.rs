@@ -47,6 +47,7 @@
 //! - **Room.** Queues and streams are bounded. A full one is an error at enqueue, never a stall later.
 //! - **Threads.** Everything may be used from any thread.
 
+mod env;
 pub mod error;
 pub mod hca;
 pub mod memory;

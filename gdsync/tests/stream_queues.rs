@@ -65,7 +65,9 @@ fn a_batch_with_one_part_out_of_order_marks_nothing() {
     batch.post(second);
     assert!(matches!(s.submit(&mut batch), Err(Error::OutOfOrder { .. })));
     // The send that came before the bad one is not marked either: another stream may go first there.
+    let done = first.completion();
     run(&stream("other"), |right| drop(right.post(first)));
+    done.wait(PATIENCE).unwrap();
     s.submit(&mut batch).unwrap();
     s.synchronize(PATIENCE).unwrap();
     assert_eq!((polled(&a, 1), polled(&c, 2)), (vec![9], vec![1, 2]));

@@ -1,13 +1,14 @@
 //! Building a communicator: who takes part, over which device.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gdsync::verbs::{Context, Device, Pd, Qp, QpAddress};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
 use crate::communicator::{Communicator, Inner};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
 use crate::peer::Peer;
@@ -60,7 +61,7 @@ impl Builder {
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
     /// address at fault; [`Error::Device`] from the RDMA device.
     pub fn init(self) -> Result<Communicator> {
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Deadline::after(self.timeout);
         let (bootstrap, children) = self.join()?;
         let context = match &self.context {
             Some(context) => context.clone(),
@@ -84,7 +85,7 @@ impl Builder {
         mut bootstrap: Bootstrap,
         children: Option<Children>,
         context: Context,
-        deadline: Instant,
+        deadline: Deadline,
     ) -> Result<Communicator> {
         let (rank, size) = (bootstrap.rank(), bootstrap.size());
         let pd = context.alloc_pd()?;
@@ -92,12 +93,11 @@ impl Builder {
             .map(|peer| {
                 let send = self.queue_pair(&pd)?;
                 let recv = if peer == rank { self.queue_pair(&pd)? } else { send.clone() };
-                Ok(Peer::new(peer, send, recv))
+                Ok(Peer::new(peer, send, recv, self.depth))
             })
             .collect::<Result<Vec<_>>>()?;
         let table: Vec<u8> = peers.iter().flat_map(|p| p.send.address().to_bytes()).collect();
-        let left = || deadline.saturating_duration_since(Instant::now());
-        let tables = bootstrap.allgather(&table, left())?;
+        let tables = bootstrap.allgather(&table, deadline.remaining())?;
         for (peer, table) in peers.iter().zip(&tables) {
             let (addresses, rest) = table.as_chunks::<{ QpAddress::BYTES }>();
             let theirs = addresses.get(rank).filter(|_| addresses.len() == size && rest.is_empty());
@@ -114,7 +114,7 @@ impl Builder {
             }
         }
         // Nobody may send before everybody can receive.
-        bootstrap.barrier(left())?;
+        bootstrap.barrier(deadline.remaining())?;
         let bootstrap = Mutex::new(bootstrap);
         Ok(Communicator(Arc::new(Inner {
             rank,

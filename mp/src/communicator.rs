@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Completion, Context, Mr, Pd, RecvWr, SendWr, Sge};
@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
 use crate::builder::Builder;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::peer::{Peer, Way};
 use crate::request::{Request, Status};
@@ -112,11 +113,13 @@ impl Communicator {
         post: impl Fn(&Peer, &[Sge]) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
         let peer = self.peer(rank)?;
-        let bytes = range.len();
+        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
+            what: "the range of the buffer",
+            value: format!("{range:?}"),
+            expected: "one that does not end before it starts",
+        })?;
         let sge = buffer.0.sge(range.start, bytes)?;
-        let completion = peer.with_room(operation, || post(peer, &[sge]))?;
-        peer.hold(way, &completion, buffer);
-        Ok(Request { rank, operation, completion, bytes })
+        peer.start(way, operation, buffer, bytes, || post(peer, &[sge]))
     }
 
     /// Blocks until a message is complete.
@@ -138,9 +141,8 @@ impl Communicator {
         requests: impl IntoIterator<Item = &'a Request>,
         timeout: Duration,
     ) -> Result<Vec<Status>> {
-        let deadline = Instant::now() + timeout;
-        let left = || deadline.saturating_duration_since(Instant::now());
-        requests.into_iter().map(|request| self.wait(request, left())).collect()
+        let deadline = Deadline::after(timeout);
+        requests.into_iter().map(|request| self.wait(request, deadline.remaining())).collect()
     }
 
     /// Moves messages along and takes back what finished ones held. Only needed by threads that neither wait nor send
@@ -175,10 +177,10 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
-        let deadline = Instant::now() + timeout;
+        let deadline = Deadline::after(timeout);
         self.barrier(timeout)?;
         match self.0.children.lock().take() {
-            Some(children) => children.wait(deadline.saturating_duration_since(Instant::now())),
+            Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),
         }
     }

@@ -1,12 +1,14 @@
 //! The connection to one rank.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use gdsync::verbs::{Completion, Qp};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
+use crate::request::Request;
 
 /// One queue pair, or for the own rank two that are connected to each other.
 #[derive(Debug)]
@@ -14,9 +16,13 @@ pub(crate) struct Peer {
     pub(crate) rank: usize,
     pub(crate) send: Qp,
     pub(crate) recv: Qp,
-    /// Buffers of messages under way, oldest first: they stay registered though their request is dropped.
-    held: [Mutex<VecDeque<(Completion, Registration)>>; 2],
+    /// Messages under way in each direction: not more than the queues remember.
+    depth: usize,
+    held: [Mutex<Held>; 2],
 }
+
+/// Messages under way, oldest first, and their buffers: they stay registered though their request is dropped.
+type Held = VecDeque<(Request, Registration)>;
 
 /// Which of the two directions.
 #[derive(Clone, Copy, Debug)]
@@ -26,40 +32,77 @@ pub(crate) enum Way {
 }
 
 impl Peer {
-    pub(crate) fn new(rank: usize, send: Qp, recv: Qp) -> Self {
-        Self { rank, send, recv, held: Default::default() }
+    pub(crate) fn new(rank: usize, send: Qp, recv: Qp, depth: usize) -> Self {
+        Self { rank, send, recv, depth, held: Default::default() }
     }
 
-    /// Keeps a buffer registered until its message is complete.
-    pub(crate) fn hold(&self, way: Way, completion: &Completion, buffer: &Registration) {
-        self.held[way as usize].lock().push_back((completion.clone(), buffer.clone()));
-    }
-
-    /// Takes completions, so that the queues have room again, and lets buffers go.
-    pub(crate) fn recycle(&self) {
-        while self.send.poll_send().is_some() {}
-        while self.recv.poll_recv().is_some() {}
-        for held in &self.held {
-            let mut held = held.lock();
-            while held.front().is_some_and(|(completion, _)| !matches!(completion.status(), Ok(None))) {
-                held.pop_front();
-            }
-        }
-    }
-
-    /// Runs `post`, and once more after recycling if the queues were full.
-    pub(crate) fn with_room<T>(
+    /// Posts a message of `bytes` bytes, after recycling if the queue is full, and holds its buffer until it is
+    /// complete.
+    pub(crate) fn start(
         &self,
+        way: Way,
         operation: &'static str,
-        mut post: impl FnMut() -> gdsync::Result<T>,
-    ) -> Result<T> {
-        let result = match post() {
-            Err(gdsync::Error::QueueFull { .. }) => {
-                self.recycle();
+        buffer: &Registration,
+        bytes: usize,
+        post: impl Fn() -> gdsync::Result<Completion>,
+    ) -> Result<Request> {
+        // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
+        let mut held = self.held[way as usize].lock();
+        if held.len() >= self.depth {
+            self.poll();
+            settle(&mut held);
+        }
+        let posted = match self.room(way, held.len()).and_then(|()| post()) {
+            Err(gdsync::Error::QueueFull { .. }) if held.len() < self.depth => {
+                self.poll();
+                settle(&mut held);
                 post()
             }
             other => other,
         };
-        result.map_err(|source| Error::Message { rank: self.rank, operation, source })
+        let completion = posted.map_err(|source| Error::Message { rank: self.rank, operation, source })?;
+        let request = Request { rank: self.rank, operation, completion, bytes, kept: Arc::default() };
+        held.push_back((request.clone(), buffer.clone()));
+        Ok(request)
+    }
+
+    fn room(&self, way: Way, held: usize) -> gdsync::Result<()> {
+        if held < self.depth {
+            return Ok(());
+        }
+        let (qp, queue) = match way {
+            Way::Send => (&self.send, "send queue"),
+            Way::Recv => (&self.recv, "receive queue"),
+        };
+        qp.check()?;
+        let (outstanding, depth) = (held as u64, self.depth as u64);
+        Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth })
+    }
+
+    /// Takes completions, so that the queues have room again.
+    fn poll(&self) {
+        while self.send.poll_send().is_some() {}
+        while self.recv.poll_recv().is_some() {}
+    }
+
+    /// Takes completions, and lets buffers go.
+    pub(crate) fn recycle(&self) {
+        self.poll();
+        self.held.iter().for_each(|held| settle(&mut held.lock()));
+    }
+}
+
+/// Lets go of the messages that are complete, and keeps what came of them.
+fn settle(held: &mut Held) {
+    while let Some((request, _)) = held.front() {
+        match request.test() {
+            Ok(None) => break,
+            Ok(Some(status)) => {
+                let _ = request.kept.set(status);
+            }
+            // The queue pair is broken, and stays so.
+            Err(_) => {}
+        }
+        held.pop_front();
     }
 }

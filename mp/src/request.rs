@@ -1,5 +1,6 @@
 //! Messages under way.
 
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gdsync::verbs::{Completion, Wc};
@@ -14,6 +15,8 @@ pub struct Request {
     pub(crate) operation: &'static str,
     pub(crate) completion: Completion,
     pub(crate) bytes: usize,
+    /// What came of it, from before the queue forgets.
+    pub(crate) kept: Arc<OnceLock<Status>>,
 }
 
 /// A message that is complete.
@@ -36,8 +39,8 @@ impl Request {
     /// # Errors
     /// [`Error::Message`] names the rank and why it failed.
     pub fn test(&self) -> Result<Option<Status>> {
-        let status = self.completion.status().map_err(|e| self.failed(e))?;
-        Ok(status.map(|wc| self.complete(&wc)))
+        let status = self.completion.status().map(|wc| wc.map(|wc| self.complete(&wc)));
+        status.or_else(|error| self.recall(error).map(Some))
     }
 
     /// Blocks until the message is complete.
@@ -45,8 +48,16 @@ impl Request {
     /// # Errors
     /// As [`Request::test`], and [`gdsync::Error::Deadline`] inside after `timeout`: the message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
-        let wc = self.completion.wait(timeout).map_err(|e| self.failed(e))?;
-        Ok(self.complete(&wc))
+        let status = self.completion.wait(timeout).map(|wc| self.complete(&wc));
+        status.or_else(|error| self.recall(error))
+    }
+
+    /// Success that was kept, if the queue has only forgotten it.
+    fn recall(&self, error: gdsync::Error) -> Result<Status> {
+        match (&error, self.kept.get()) {
+            (gdsync::Error::Forgotten { .. }, Some(status)) => Ok(*status),
+            _ => Err(self.failed(error)),
+        }
     }
 
     pub(crate) fn failed(&self, source: gdsync::Error) -> Error {

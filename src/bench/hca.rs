@@ -24,8 +24,8 @@ pub(crate) struct Options {
     /// Round trips of each latency test.
     #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(100..=10_000_000))]
     rounds: u64,
-    /// Seconds after which a wait is given up.
-    #[arg(long, default_value_t = 60)]
+    /// Seconds after which a wait is given up, 1 to 86400.
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
     /// Writes the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
@@ -70,6 +70,11 @@ impl Options {
             return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());
         }
         let first = comm.rank() == 0;
+        // A path that cannot be written to is better known before the measurement than after it.
+        let json = self.json.as_ref().filter(|_| first);
+        let create =
+            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
+        let file = json.map(create).transpose()?;
         let bar = if first { ProgressBar::new(11) } else { ProgressBar::hidden() };
         let mut run = Run { comm: &comm, options: self, timeout, bar, rows: Vec::new() };
         if first {
@@ -85,8 +90,7 @@ impl Options {
             let (device, wire) = (context.description(), context.wire());
             let report = Report { device, wire, machine: Machine::here(), results: run.rows };
             report.print(idle);
-            if let Some(path) = &self.json {
-                let file = File::create(path).map_err(|e| format!("{}: {e}", path.display()))?;
+            if let Some(file) = file {
                 serde_json::to_writer_pretty(file, &report)?;
             }
         }

@@ -45,6 +45,10 @@ pub struct FaultPlan {
     pub die_after: Option<u64>,
 }
 
+/// The text form in brief, for messages.
+const EXPECTED: &str = "a list of seed=N, drop=P, duplicate=P, reorder=P, delay=P:MICROSECONDS, \
+                        fail-send=SYNDROME@N, fail-recv=SYNDROME@N, die-after=N with P from 0 to 1";
+
 impl FaultPlan {
     /// Checks the probabilities.
     ///
@@ -71,7 +75,7 @@ impl FromStr for FaultPlan {
     fn from_str(text: &str) -> Result<Self> {
         let mut plan = Self::default();
         for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
-            let bad = || Error::invalid("fault", item, "name=value as FaultPlan documents");
+            let bad = || Error::invalid("fault", format!("'{item}'"), EXPECTED);
             let (name, value) = item.split_once('=').ok_or_else(bad)?;
             let probability = |v: &str| v.parse::<f64>().map_err(|_| bad());
             let number = |v: &str| v.parse::<u64>().map_err(|_| bad());

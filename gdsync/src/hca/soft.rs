@@ -18,6 +18,7 @@ use super::rung::Rung;
 use super::service::{self, Service};
 use super::stats::HcaStats;
 use super::wire::{Bell, Port};
+use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::mlx5::{self, BB, CQE_SIZE, INITIAL_CQE};
@@ -39,12 +40,18 @@ impl SoftHcaConfig {
     /// # Errors
     /// [`Error::InvalidArgument`] for a value that cannot be read.
     pub fn from_env() -> Result<Self> {
-        let strict = match std::env::var("GDSYNC_STRICT").as_deref() {
-            Err(_) | Ok("" | "0") => false,
-            Ok("1") => true,
-            Ok(other) => return Err(Error::invalid("GDSYNC_STRICT", other, "0 or 1")),
+        let strict = match variable("GDSYNC_STRICT").as_deref() {
+            None | Some("0") => false,
+            Some("1") => true,
+            Some(other) => return Err(Error::invalid("GDSYNC_STRICT", format!("'{other}'"), "0 or 1")),
         };
-        let faults = std::env::var("GDSYNC_FAULTS").unwrap_or_default().parse()?;
+        let text = variable("GDSYNC_FAULTS").unwrap_or_default();
+        let faults = text.parse().map_err(|error| match error {
+            Error::InvalidArgument { what, value, expected } => {
+                Error::invalid("GDSYNC_FAULTS", format!("'{text}', where {what} is {value}"), expected)
+            }
+            other => other,
+        })?;
         Ok(Self { strict, faults })
     }
 }

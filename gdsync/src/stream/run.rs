@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Batch;
+use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use crate::error::{Error, Result};
 
@@ -33,7 +34,7 @@ impl Batch {
         let cores: Vec<_> = self.cores().cloned().collect();
         self.hand_over();
         let ops = mem::take(&mut self.ops);
-        let runner = Caller { deadline: Instant::now() + timeout };
+        let runner = Caller { deadline: deadline(timeout) };
         let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {

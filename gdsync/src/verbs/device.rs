@@ -8,6 +8,7 @@ use super::cq::Cq;
 use super::mr::Mr;
 use super::provider::Provider;
 use super::qp::QpBuilder;
+use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
@@ -32,7 +33,7 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`] lists the devices there are.
     pub fn find(name: Option<&str>) -> Result<Device> {
-        let wanted = name.map(str::to_owned).or_else(|| std::env::var("GDSYNC_DEVICE").ok());
+        let wanted = name.map(str::to_owned).or_else(|| variable("GDSYNC_DEVICE"));
         let mut all = Self::list();
         let Some(wanted) = wanted else { return Ok(all.swap_remove(0)) };
         match all.iter().find(|d| d.name == wanted) {

@@ -1,0 +1,99 @@
+//! What the tests of communicators share: jobs of real processes, and messages that prove themselves.
+#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
+
+use std::env;
+use std::ops::Range;
+use std::process::{Command, exit};
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
+
+use gdsync::memory::Memory;
+use gdsync::stream::{HostStreamConfig, Stream};
+use mp::{Communicator, Registration};
+
+/// Generous: reached only by a test that fails.
+pub const LONG: Duration = Duration::from_secs(60);
+
+/// Tells a process of this binary which job it belongs to.
+const JOB: &str = "GDSYNC_TEST_JOB";
+
+/// How rank 0 leaves after its part: a filter that matches no test would leave with 0.
+const DONE: i32 = 40;
+
+/// A command that runs only the test `name` of this binary, without what any launcher around the tests has set.
+pub fn myself(name: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(JOB, name);
+    for launcher in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "SLURM_", "GDSYNC_JOB_TOKEN"] {
+        let vars = env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
+        vars.filter(|name| name.starts_with(launcher)).for_each(|name| {
+            command.env_remove(name);
+        });
+    }
+    command
+}
+
+/// Whether this process was started by [`myself`] for the test `name`.
+pub fn is_part_of(name: &str) -> bool {
+    env::var(JOB).is_ok_and(|job| job == name)
+}
+
+/// Runs `body` in `size` processes, each with its communicator: call it from the test called `name`.
+#[track_caller]
+pub fn job(name: &str, size: usize, body: impl FnOnce(&Communicator)) {
+    job_with(name, size, Communicator::builder(), body);
+}
+
+/// As [`job`], with what the builder says.
+#[track_caller]
+pub fn job_with(name: &str, size: usize, builder: mp::Builder, body: impl FnOnce(&Communicator)) {
+    if !is_part_of(name) {
+        let output = myself(name).output().unwrap();
+        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        assert_eq!(output.status.code(), Some(DONE), "{}\n{}", text[0], text[1]);
+        return;
+    }
+    let comm = builder.spawn(size).timeout(LONG).init().unwrap();
+    assert_eq!(comm.size(), size);
+    body(&comm);
+    let first = comm.rank() == 0;
+    comm.finalize(LONG).unwrap();
+    if first {
+        exit(DONE);
+    }
+}
+
+/// The bytes of message `n` from one rank to another.
+pub fn message(from: usize, to: usize, n: usize, len: usize) -> Vec<u8> {
+    let mut word = ((from << 48 | to << 40 | n) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let words = std::iter::repeat_with(|| {
+        word = word.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        (word >> 32).to_le_bytes()
+    });
+    words.flatten().take(len).collect()
+}
+
+pub fn buffer(comm: &Communicator, len: usize) -> Registration {
+    comm.register(&Memory::alloc(len).unwrap()).unwrap()
+}
+
+pub fn bytes(buffer: &Registration, range: Range<usize>) -> Vec<u8> {
+    let mut bytes = vec![0; range.len()];
+    buffer.memory().read(range.start, &mut bytes).unwrap();
+    bytes
+}
+
+pub fn stream(name: &str) -> Stream {
+    let config = HostStreamConfig { name: name.into(), wait_limit: LONG, ..HostStreamConfig::default() };
+    Stream::host(config).unwrap()
+}
+
+/// Waits until `done`.
+#[track_caller]
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < LONG, "{what}");
+        yield_now();
+    }
+}

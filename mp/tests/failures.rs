@@ -1,0 +1,282 @@
+//! What goes wrong: bad arguments, wrong lengths, ranks that die, launchers that contradict themselves.
+
+mod common;
+
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use common::{LONG, buffer, bytes, is_part_of, job, myself, stream, until};
+use gdsync::mlx5::Syndrome;
+use mp::{Communicator, Error, Status};
+
+/// What a failed message says of the other rank and the cause.
+#[track_caller]
+fn failed(error: &Error, with: usize, syndrome: Syndrome) {
+    match error {
+        Error::Message { rank, source: gdsync::Error::Completion(e), .. } => {
+            assert_eq!((*rank, e.syndrome), (with, syndrome), "{error}");
+            assert!(error.to_string().contains(&format!("rank {with}")), "{error}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn bad_arguments_are_refused_and_do_no_harm() {
+    job("bad_arguments_are_refused_and_do_no_harm", 1, |comm| {
+        let (buffer, s) = (buffer(comm, 64), stream("refusing"));
+        for rank in [1, 2, usize::MAX] {
+            let errors = [
+                comm.isend(&buffer, 0..8, rank).unwrap_err(),
+                comm.irecv(&buffer, 0..8, rank).unwrap_err(),
+                comm.isend_on_stream(&s, &buffer, 0..8, rank).unwrap_err(),
+                comm.send_on_stream(&s, &buffer, 0..8, rank).unwrap_err(),
+            ];
+            for error in errors {
+                assert!(matches!(error, Error::NoSuchRank { rank: r, size: 1 } if r == rank), "{error}");
+            }
+        }
+        for range in [0..65, 64..65, 65..65, usize::MAX..usize::MAX, 0..usize::MAX] {
+            for error in [comm.isend(&buffer, range.clone(), 0), comm.irecv(&buffer, range.clone(), 0)]
+                .map(Result::unwrap_err)
+            {
+                assert!(
+                    matches!(error, Error::Device(gdsync::Error::OutOfBounds { size: 64, .. })),
+                    "{range:?}: {error}"
+                );
+            }
+        }
+        #[expect(clippy::reversed_empty_ranges, reason = "what a user may compute")]
+        let error = comm.isend(&buffer, 9..8, 0).unwrap_err();
+        assert!(error.to_string().contains("9..8"), "{error}");
+        let received = comm.irecv(&buffer, 56..64, 0).unwrap();
+        buffer.memory().write(0, b"harmless").unwrap();
+        let sent = comm.isend(&buffer, 0..8, 0).unwrap();
+        // No time limit is too long.
+        comm.wait_all([&received, &sent], Duration::MAX).unwrap();
+        s.synchronize(Duration::MAX).unwrap();
+        comm.barrier(Duration::MAX).unwrap();
+        assert_eq!(bytes(&buffer, 56..64), b"harmless");
+    });
+}
+
+#[test]
+fn builders_say_what_is_wrong() {
+    let fails = |builder: mp::Builder| builder.init().map(drop).unwrap_err().to_string();
+    for depth in [0, 1 << 20] {
+        let text = fails(Communicator::builder().spawn(1).depth(depth));
+        assert!(text.contains(&depth.to_string()) && text.contains("1 to 32768"), "{text}");
+    }
+    let text = fails(Communicator::builder().spawn(0));
+    assert!(text.contains("size is 0"), "{text}");
+    let text = fails(Communicator::builder());
+    assert!(text.contains("no launcher") && text.contains("mpirun") && text.contains("WORLD_SIZE"), "{text}");
+    drop(Communicator::builder().spawn(1).timeout(Duration::MAX).init().unwrap());
+}
+
+#[test]
+fn a_message_longer_than_the_receive_fails_on_both_sides() {
+    job("a_message_longer_than_the_receive_fails_on_both_sides", 3, |comm| {
+        let (buffer, s) = (buffer(comm, 8192), stream("too short"));
+        let peer = 1 - comm.rank().min(1);
+        match comm.rank() {
+            0 => {
+                let received = comm.irecv(&buffer, 0..4999, 1).unwrap();
+                comm.wait_on_stream(&s, &received).unwrap();
+                comm.barrier(LONG).unwrap();
+                failed(&comm.wait(&received, LONG).unwrap_err(), 1, Syndrome::LOC_LEN_ERR);
+                let error = s.synchronize(LONG).unwrap_err();
+                assert!(matches!(error, gdsync::Error::Completion(_)), "{error}");
+            }
+            1 => {
+                comm.barrier(LONG).unwrap();
+                let sent = comm.isend_on_stream(&s, &buffer, 0..5000, 0).unwrap();
+                failed(&comm.wait(&sent, LONG).unwrap_err(), 0, Syndrome::REM_INV_REQ_ERR);
+                failed(&sent.test().unwrap_err(), 0, Syndrome::REM_INV_REQ_ERR);
+            }
+            _ => comm.barrier(LONG).unwrap(),
+        }
+        if comm.rank() < 2 {
+            // The connection is broken, and every call says why at once; those to other ranks work.
+            for error in
+                [comm.isend(&buffer, 0..1, peer), comm.irecv(&buffer, 0..1, peer)].map(Result::unwrap_err)
+            {
+                assert!(matches!(&error, Error::Message { rank, .. } if *rank == peer), "{error}");
+            }
+            comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
+        } else {
+            for peer in [0, 1] {
+                let received = comm.irecv(&buffer, 0..8, peer).unwrap();
+                assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8 });
+            }
+        }
+    });
+}
+
+/// Rank 1 is killed while everybody talks to everybody; the others see it in waits and on streams.
+#[test]
+fn the_death_of_a_rank_ends_what_waits_for_it() {
+    const NAME: &str = "the_death_of_a_rank_ends_what_waits_for_it";
+    if !is_part_of(NAME) {
+        let output = myself(NAME).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(41), "{text}");
+        assert_eq!(text.matches("survived").count(), 2, "{text}");
+        return;
+    }
+    let comm = Communicator::builder().spawn(3).timeout(LONG).init().unwrap();
+    let (buffer, s) = (buffer(&comm, 64), stream("survivor"));
+    let play = |peer: usize| {
+        let received = comm.irecv(&buffer, 0..8, peer)?;
+        let sent = comm.isend(&buffer, 8..16, peer)?;
+        comm.wait(&received, LONG)?;
+        comm.wait(&sent, LONG)
+    };
+    if comm.rank() == 1 {
+        while play(0).and_then(|_| play(2)).is_ok() {}
+        panic!("rank 1 is killed before its game ends");
+    }
+    if comm.rank() == 0 {
+        for _ in 0..20 {
+            play(1).unwrap();
+        }
+        let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
+        // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    }
+    // By a wait on the CPU.
+    let error = (0..).find_map(|_| play(1).err()).unwrap();
+    assert!(matches!(error, Error::Message { rank: 1, source: gdsync::Error::Completion(_), .. }), "{error}");
+    // On a stream: what it refuses names the rank, and so does the message that was to be sent.
+    let refused = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap_err();
+    assert!(
+        matches!(refused, Error::Message { rank: 1, .. }) && refused.to_string().contains("rank 1"),
+        "{refused}"
+    );
+    // The survivors go on with each other.
+    let other = 2 - comm.rank();
+    let received = comm.irecv(&buffer, 0..8, other).unwrap();
+    let sent = comm.send_on_stream(&s, &buffer, 8..16, other).unwrap();
+    comm.wait_on_stream(&s, &received).unwrap();
+    s.synchronize(LONG).unwrap();
+    assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: other, bytes: 8 });
+    // The ranks know it too, by name.
+    let error = comm.barrier(LONG).unwrap_err();
+    assert!(error.to_string().contains("rank 1"), "{error}");
+    eprintln!("survived");
+    if comm.rank() == 0 {
+        let error = comm.clone().finalize(LONG).unwrap_err();
+        assert!(error.to_string().contains("rank 1"), "{error}");
+        until("rank 2 is told", || {
+            std::fs::metadata(format!("/proc/{}", comm.child(2).unwrap())).is_err() || {
+                let stat = std::fs::read_to_string(format!("/proc/{}/stat", comm.child(2).unwrap()));
+                stat.is_ok_and(|stat| stat.contains(") Z "))
+            }
+        });
+        std::process::exit(41);
+    }
+}
+
+/// A stream that holds for a message of a rank that dies goes on, and says why.
+#[test]
+fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
+    const NAME: &str = "a_stream_is_released_when_the_rank_it_waits_for_dies";
+    if !is_part_of(NAME) {
+        let output = myself(NAME).output().unwrap();
+        assert_eq!(output.status.code(), Some(41), "{}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let comm = Communicator::builder().spawn(2).timeout(LONG).init().unwrap();
+    if comm.rank() == 1 {
+        // It receives nothing, so that a send to it is under way until its end.
+        std::thread::sleep(2 * LONG);
+    }
+    let (buffer, s) = (buffer(&comm, 64), stream("survivor"));
+    let received = comm.irecv(&buffer, 0..8, 1).unwrap();
+    let sent = comm.send_on_stream(&s, &buffer, 8..16, 1).unwrap();
+    comm.wait_on_stream(&s, &received).unwrap();
+    assert!(matches!(s.synchronize(Duration::from_millis(20)), Err(gdsync::Error::Deadline { .. })));
+    let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
+    // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    let error = s.synchronize(LONG).unwrap_err();
+    assert!(matches!(error, gdsync::Error::Completion(_)), "{error}");
+    assert_eq!(s.query().pending, 0);
+    failed(&sent.test().unwrap_err(), 1, Syndrome::RETRY_EXC_ERR);
+    for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
+        assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+    }
+    std::process::exit(41);
+}
+
+/// A port nobody listens at.
+fn free_port() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port().to_string()
+}
+
+/// Starts ranks by hand, each with the variables of its launcher, and waits for all of them.
+fn by_hand(name: &str, ranks: &[[(&str, &str); 2]], port: &str) -> Vec<Output> {
+    let start = |vars: &[(&str, &str); 2]| {
+        let mut command: Command = myself(name);
+        command.envs(vars.iter().copied()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let children: Vec<_> = ranks.iter().map(start).collect();
+    children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+}
+
+/// Two communicators of one process, over the same ranks: made in the same order everywhere.
+#[test]
+fn ranks_of_a_launcher_join_twice() {
+    const NAME: &str = "ranks_of_a_launcher_join_twice";
+    if is_part_of(NAME) {
+        let comms = [(); 2].map(|()| Communicator::builder().spawn(7).timeout(LONG).init().unwrap());
+        for comm in comms.iter().rev() {
+            assert_eq!(comm.size(), 2);
+            let peer = 1 - comm.rank();
+            let buffer = buffer(comm, 2);
+            let received = comm.irecv(&buffer, 0..1, peer).unwrap();
+            let sent = comm.isend(&buffer, 1..2, peer).unwrap();
+            comm.wait_all([&received, &sent], LONG).unwrap();
+            assert_eq!(comm.child(1), None, "the launcher started it");
+        }
+        comms.into_iter().for_each(|comm| comm.finalize(LONG).unwrap());
+        std::process::exit(43);
+    }
+    for (rank, size) in [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")] {
+        let ranks = ["0", "1"].map(|n| [(rank, n), (size, "2")]);
+        for output in by_hand(NAME, &ranks, &free_port()) {
+            assert_eq!(output.status.code(), Some(43), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+    }
+}
+
+#[test]
+fn launchers_that_contradict_themselves_are_named() {
+    const NAME: &str = "launchers_that_contradict_themselves_are_named";
+    if is_part_of(NAME) {
+        let error = Communicator::builder().timeout(Duration::from_secs(3)).init().map(drop).unwrap_err();
+        eprintln!("error: {error}");
+        return;
+    }
+    let says = |ranks: &[[(&str, &str); 2]], expected: &[&str]| {
+        let text = by_hand(NAME, ranks, &free_port()).into_iter().map(|output| {
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            text.lines()
+                .find_map(|line| line.split_once("error: "))
+                .map(|(_, error)| error.to_owned())
+                .expect(&text)
+        });
+        for text in text {
+            assert!(expected.iter().any(|expected| text.contains(expected)), "{text}");
+        }
+    };
+    says(&[[("RANK", "2"), ("WORLD_SIZE", "2")]], &["RANK is 2 but WORLD_SIZE is 2"]);
+    says(&[[("RANK", "0"), ("LOCAL_RANK", "0")]], &["WORLD_SIZE is not set although RANK is '0'"]);
+    says(&[[("RANK", "0"), ("WORLD_SIZE", "many")]], &["WORLD_SIZE is 'many'"]);
+    says(&[[("RANK", "0"), ("WORLD_SIZE", "0")]], &["WORLD_SIZE is 0"]);
+    // Rank 1 counts three; rank 0 turns it away and says so, too.
+    says(&[[("RANK", "0"), ("WORLD_SIZE", "2")], [("RANK", "1"), ("WORLD_SIZE", "3")]], &["world size is 3"]);
+}

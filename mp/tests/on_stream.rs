@@ -1,0 +1,188 @@
+//! Messages between processes, started and awaited by streams.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{LONG, buffer, bytes, job, job_with, message, stream};
+use gdsync::stream::Cond;
+use mp::{Communicator, Status};
+
+/// Rounds that both sides post ahead.
+const AHEAD: usize = 50;
+
+#[test]
+fn streams_play_ping_pong() {
+    job("streams_play_ping_pong", 2, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, inbox) = (buffer(comm, 5000), buffer(comm, AHEAD * 5000));
+        let s = stream("game");
+        let right = Arc::new(AtomicUsize::new(0));
+        for round in 0..4 {
+            let receive = |i: usize| comm.irecv(&inbox, i * 5000..(i + 1) * 5000, peer).unwrap();
+            let received: Vec<_> = (0..AHEAD).map(receive).collect();
+            comm.barrier(LONG).unwrap();
+            let mut sent = Vec::new();
+            for (i, receive) in received.iter().enumerate() {
+                let n = round * AHEAD + i;
+                let len = 1 + n * 97 % 5000;
+                if me == 1 {
+                    comm.wait_on_stream(&s, receive).unwrap();
+                }
+                // Written in stream order: the message holds what the buffer holds when the stream gets there.
+                let memory = outbox.memory().clone();
+                s.host_fn(move || memory.write(0, &message(me, peer, n, len)).unwrap()).unwrap();
+                sent.push(comm.send_on_stream(&s, &outbox, 0..len, peer).unwrap());
+                if me == 0 {
+                    comm.wait_on_stream(&s, receive).unwrap();
+                }
+                let (memory, right) = (inbox.memory().clone(), right.clone());
+                s.host_fn(move || {
+                    let mut came = vec![0; len];
+                    memory.read(i * 5000, &mut came).unwrap();
+                    right.fetch_add(usize::from(came == message(peer, me, n, len)), Ordering::Relaxed);
+                })
+                .unwrap();
+            }
+            s.synchronize(LONG).unwrap();
+            for (i, (sent, received)) in sent.iter().zip(&received).enumerate() {
+                let expected = Some(Status { rank: peer, bytes: 1 + (round * AHEAD + i) * 97 % 5000 });
+                assert_eq!((sent.test().unwrap(), received.test().unwrap()), (expected, expected));
+            }
+        }
+        assert_eq!(right.load(Ordering::Relaxed), 4 * AHEAD);
+    });
+}
+
+/// One stream sends to all and waits for all in one submission, itself included.
+fn all_to_all(comm: &Communicator) {
+    let (me, all) = (comm.rank(), comm.size());
+    let (outbox, inbox) = (buffer(comm, all * 10_000), buffer(comm, all * 10_000));
+    let s = stream("all");
+    for n in 0..20 {
+        let range = |rank: usize| rank * 10_000..rank * 10_000 + 10 + n * 500;
+        let received: Vec<_> = (0..all).map(|peer| comm.irecv(&inbox, range(peer), peer).unwrap()).collect();
+        let memory = outbox.memory().clone();
+        let sent: Vec<_> = (0..all)
+            .map(|peer| {
+                let (memory, range) = (memory.clone(), range(peer));
+                s.host_fn(move || memory.write(range.start, &message(me, peer, n, range.len())).unwrap())
+                    .unwrap();
+                comm.isend_on_stream(&s, &outbox, peer * 10_000..peer * 10_000 + 10 + n * 500, peer).unwrap()
+            })
+            .collect();
+        comm.wait_all_on_stream(&s, received.iter().chain(&sent)).unwrap();
+        s.synchronize(LONG).unwrap();
+        for peer in 0..all {
+            assert!(
+                bytes(&inbox, range(peer)) == message(peer, me, n, 10 + n * 500),
+                "from {peer}, round {n}"
+            );
+            let expected = Some(Status { rank: peer, bytes: 10 + n * 500 });
+            assert_eq!((sent[peer].test().unwrap(), received[peer].test().unwrap()), (expected, expected));
+        }
+    }
+    comm.wait_all_on_stream(&s, []).unwrap();
+}
+
+#[test]
+fn streams_of_three_ranks_exchange() {
+    job("streams_of_three_ranks_exchange", 3, all_to_all);
+}
+
+#[test]
+fn streams_of_five_ranks_exchange() {
+    job("streams_of_five_ranks_exchange", 5, all_to_all);
+}
+
+#[test]
+fn a_send_leaves_when_the_stream_gets_there() {
+    job("a_send_leaves_when_the_stream_gets_there", 2, |comm| {
+        let buffer = buffer(comm, 64);
+        if comm.rank() == 1 {
+            let received = comm.irecv(&buffer, 0..8, 0).unwrap();
+            comm.barrier(LONG).unwrap();
+            assert_eq!(received.test().unwrap(), None, "the stream of rank 0 is held");
+            comm.barrier(LONG).unwrap();
+            comm.wait(&received, LONG).unwrap();
+            assert_eq!(bytes(&buffer, 0..8), b"released");
+            return;
+        }
+        let s = stream("held");
+        let word = buffer.memory().word32(32).unwrap();
+        s.wait_value32(&word, 1, Cond::Eq).unwrap();
+        buffer.memory().write(0, b"too soon").unwrap();
+        let sent = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap();
+        comm.barrier(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        assert_eq!(sent.test().unwrap(), None);
+        let error = comm.isend(&buffer, 0..8, 1).unwrap_err();
+        assert!(
+            matches!(error, mp::Error::Message { rank: 1, source: gdsync::Error::Busy { .. }, .. }),
+            "the CPU may not overtake the stream: {error}"
+        );
+        buffer.memory().write(0, b"released").unwrap();
+        word.store(1);
+        comm.wait(&sent, LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+    });
+}
+
+/// The CPU and two streams take turns at one connection, each waiting for the others' messages too.
+#[test]
+fn cpu_and_streams_mix() {
+    job("cpu_and_streams_mix", 2, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, inbox) = (buffer(comm, 4096), buffer(comm, 4096));
+        let streams = [stream("one"), stream("two")];
+        for n in 0..120 {
+            let len = 1 + n * 31 % 4000;
+            outbox.memory().write(0, &message(me, peer, n, len)).unwrap();
+            let received = comm.irecv(&inbox, 0..4096, peer).unwrap();
+            let s = &streams[n / 3 % 2];
+            let sent = match n % 3 {
+                0 => comm.isend(&outbox, 0..len, peer).unwrap(),
+                1 => comm.isend_on_stream(s, &outbox, 0..len, peer).unwrap(),
+                _ => comm.send_on_stream(s, &outbox, 0..len, peer).unwrap(),
+            };
+            if n % 2 == 0 {
+                comm.wait_on_stream(s, &received).unwrap();
+                s.synchronize(LONG).unwrap();
+            }
+            assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len });
+            comm.wait(&sent, LONG).unwrap();
+            assert!(bytes(&inbox, 0..len) == message(peer, me, n, len), "message {n}");
+            if n % 2 == 1 {
+                // What the CPU has taken holds no stream.
+                comm.wait_all_on_stream(s, [&received, &sent]).unwrap();
+                s.synchronize(LONG).unwrap();
+            }
+        }
+    });
+}
+
+/// Nobody but streams waits; requests are asked long after the queues went round.
+#[test]
+fn requests_of_streams_outlive_the_depth_of_the_queues() {
+    let builder = Communicator::builder().depth(16);
+    job_with("requests_of_streams_outlive_the_depth_of_the_queues", 2, builder, |comm| {
+        let peer = 1 - comm.rank();
+        let buffer = buffer(comm, 16);
+        let s = stream("round and round");
+        let mut requests = Vec::new();
+        for n in 0..300 {
+            let received = comm.irecv(&buffer, 8..16, peer).unwrap();
+            requests.push((comm.send_on_stream(&s, &buffer, 0..n % 9, peer).unwrap(), n % 9));
+            comm.wait_on_stream(&s, &received).unwrap();
+            requests.push((received, n % 9));
+            if n % 8 == 7 {
+                s.synchronize(LONG).unwrap();
+            }
+        }
+        s.synchronize(LONG).unwrap();
+        for (request, bytes) in &requests {
+            assert_eq!(request.test().unwrap(), Some(Status { rank: peer, bytes: *bytes }));
+        }
+    });
+}

@@ -1,0 +1,35 @@
+//! The small examples print what they are to show.
+
+mod common;
+
+use common::{example, succeeds};
+
+#[test]
+fn sendrecv_delivers() {
+    let out = succeeds(example("sendrecv"));
+    let lines: Vec<_> = out.lines().collect();
+    assert_eq!(lines.len(), 3, "{out}");
+    assert_eq!(lines[0], "Bob's stream got: hello from Alice's");
+    assert!(lines[1].starts_with("sent:     Some(Wc { wr_id: 2,"), "{out}");
+    assert!(lines[2].starts_with("received: Some(Wc { wr_id: 1,"), "{out}");
+    assert!(lines[2].contains("byte_len: 18,"), "{out}");
+    assert!(lines[1..].iter().all(|line| line.contains("syndrome: None")), "{out}");
+}
+
+#[test]
+fn putget_moves_bytes_both_ways() {
+    let out = succeeds(example("putget"));
+    let lines: Vec<_> = out.lines().collect();
+    assert_eq!(lines.len(), 3, "{out}");
+    assert_eq!(lines[..2], ["got back: put, then got back", "counter:  5"]);
+    assert!(lines[2].starts_with("last:     Some(Wc {") && lines[2].contains("syndrome: None"), "{out}");
+}
+
+#[test]
+fn they_keep_the_rules_of_strict_rings() {
+    for name in ["sendrecv", "putget"] {
+        let mut command = example(name);
+        command.env("GDSYNC_STRICT", "1");
+        succeeds(command);
+    }
+}

@@ -1,0 +1,176 @@
+//! The main job, run as its users run it.
+
+mod common;
+
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+
+use common::{Scratch, example, fails, positive, run, succeeds};
+use serde_json::Value;
+
+fn pingpong(args: &[&str]) -> Command {
+    let mut command = example("pingpong");
+    command.args(args);
+    command
+}
+
+/// Checks the results against what was asked for.
+#[track_caller]
+fn check(report: &Value, modes: &[&str], sizes: &[u64], iters: u64) {
+    assert_eq!(report["device"], "software HCA");
+    assert_eq!(report["stream"], "host");
+    assert_eq!(report["wire"], "shared memory");
+    assert_eq!(report["ranks"], 2);
+    let results = report["results"].as_array().unwrap();
+    let asked = modes.iter().flat_map(|mode| sizes.iter().map(move |size| (*mode, *size)));
+    let got = results.iter().map(|line| (line["mode"].as_str().unwrap(), line["bytes"].as_u64().unwrap()));
+    assert!(got.eq(asked), "{results:?}");
+    for line in results {
+        let fields: Vec<_> = line.as_object().unwrap().keys().map(String::as_str).collect();
+        let mut expected = ["mode", "bytes", "iters", "half_rtt_us", "cpu_us_per_msg", "errors"];
+        expected.sort_unstable();
+        assert_eq!(fields, expected);
+        assert_eq!(line["errors"], 0);
+        assert_eq!(line["iters"], iters);
+        let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&line["half_rtt_us"][name]));
+        assert!(min <= p50 && p50 <= p99, "{line}");
+        positive(&line["cpu_us_per_msg"]);
+    }
+}
+
+const MODES: [&str; 3] = ["stream", "sync", "cpu"];
+
+#[test]
+fn all_modes_deliver_right_bytes() {
+    let json = Scratch::new("all-modes");
+    let path = json.path().to_str().unwrap();
+    // Not a multiple of the window, and more than two of them.
+    let out = succeeds(pingpong(&["--sizes", "1,8,5000", "--iters", "37", "--ahead", "10", "--json", path]));
+    check(&json.json(), &MODES, &[1, 8, 5000], 37);
+    for word in ["software HCA", "2 ranks", "stream", "sync", "cpu", "errors"] {
+        assert!(out.contains(word), "{out}");
+    }
+}
+
+#[test]
+fn faults_of_the_network_cost_time_but_no_bytes() {
+    let json = Scratch::new("faults");
+    let mut command =
+        pingpong(&["--sizes", "8,9000", "--iters", "10", "--json", json.path().to_str().unwrap()]);
+    command.env("GDSYNC_FAULTS", "drop=0.02,seed=1");
+    succeeds(command);
+    check(&json.json(), &MODES, &[8, 9000], 10);
+}
+
+#[test]
+fn help_mentions_every_option() {
+    let help = succeeds(pingpong(&["--help"]));
+    for word in ["--modes", "--sizes", "--iters", "--ahead", "--timeout", "--json", "--version", "Example:"] {
+        assert!(help.contains(word), "{word} in {help}");
+    }
+    assert!(succeeds(pingpong(&["--version"])).contains(env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn bad_arguments_are_named() {
+    let quick: &[&str] = &["--sizes", "8", "--iters", "2", "--modes", "cpu"];
+    let nowhere = "/proc/no/such/folder/results.json";
+    for (args, expected) in [
+        (&["--sizes", "0"][..], &["--sizes", "0 is not in"][..]),
+        (&["--sizes", "8,1073741825"], &["--sizes", "1073741825"]),
+        (&["--sizes", "eight"], &["--sizes", "eight"]),
+        (&["--modes", "fast"], &["--modes", "fast", "stream, sync, cpu"]),
+        (&["--iters", "0"], &["--iters"]),
+        (&["--ahead", "201"], &["--ahead", "201"]),
+        (&["--timeout", "0"], &["--timeout"]),
+        (&["--timeout", "18446744073709551615"], &["--timeout"]),
+        (&["--sideways"], &["--sideways"]),
+        (&[quick, &["--json", nowhere]].concat(), &["--json", nowhere, "No such file"]),
+    ] {
+        let error = fails(pingpong(args));
+        assert!(expected.iter().all(|word| error.contains(word)), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn bad_variables_are_named() {
+    for (name, value, expected) in [
+        ("GDSYNC_FAULTS", "nonsense", &["GDSYNC_FAULTS is 'nonsense'", "drop=P"][..]),
+        ("GDSYNC_FAULTS", "seed=1,drop=2", &["GDSYNC_FAULTS is 'seed=1,drop=2'", "drop probability is 2"]),
+        ("GDSYNC_STRICT", "maybe", &["GDSYNC_STRICT is 'maybe'", "0 or 1"]),
+        ("GDSYNC_DEVICE", "mlx5_7", &["mlx5_7", "soft0", "GDSYNC_DEVICE"]),
+        ("RANK", "0", &["WORLD_SIZE is not set"]),
+    ] {
+        let mut command = pingpong(&["--sizes", "8", "--iters", "2"]);
+        command.env(name, value);
+        let error = fails(command);
+        assert!(expected.iter().all(|word| error.contains(word)), "{name}={value}: {error}");
+    }
+}
+
+#[test]
+fn empty_variables_count_as_unset() {
+    let mut command = pingpong(&["--sizes", "8", "--iters", "2"]);
+    for name in ["GDSYNC_FAULTS", "GDSYNC_STRICT", "GDSYNC_DEVICE", "RANK", "WORLD_SIZE"] {
+        command.env(name, "");
+    }
+    succeeds(command);
+}
+
+#[test]
+fn strict_rings_are_kept() {
+    let mut command = pingpong(&["--sizes", "8,5000", "--iters", "20"]);
+    command.env("GDSYNC_STRICT", "1").env("GDSYNC_DEVICE", "soft0");
+    succeeds(command);
+}
+
+/// A process of a job that a launcher starts.
+fn rank(rank: usize, size: usize, port: u16, args: &[&str]) -> Command {
+    let mut command = pingpong(&["--sizes", "8", "--iters", "20", "--timeout", "20"]);
+    command.args(args).envs([("RANK", rank.to_string()), ("WORLD_SIZE", size.to_string())]);
+    command.envs([("MASTER_ADDR", "127.0.0.1".to_owned()), ("MASTER_PORT", port.to_string())]);
+    command
+}
+
+/// A port nobody listens at.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn ranks_of_a_launcher_play() {
+    let (json, port) = (Scratch::new("launcher"), free_port());
+    let other = rank(1, 2, port, &[]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    succeeds(rank(0, 2, port, &["--json", json.path().to_str().unwrap()]));
+    let other = other.wait_with_output().unwrap();
+    assert!(other.status.success(), "{}", String::from_utf8_lossy(&other.stderr));
+    assert_eq!(String::from_utf8_lossy(&other.stdout), "", "only rank 0 reports");
+    check(&json.json(), &MODES, &[8], 20);
+}
+
+#[test]
+fn a_job_of_another_size_is_refused() {
+    let error = fails(rank(0, 1, free_port(), &[]));
+    assert!(error.contains("2 ranks") && error.contains("this job has 1"), "{error}");
+}
+
+/// The peer must not be left waiting for a rank that gave up.
+#[test]
+fn a_rank_that_gives_up_takes_its_peer_along() {
+    let port = free_port();
+    let mut other = rank(1, 2, port, &[]);
+    let other = other.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    fails(rank(0, 2, port, &["--json", "/proc/no/such/folder/results.json"]));
+    let other = other.wait_with_output().unwrap();
+    let error = String::from_utf8_lossy(&other.stderr);
+    assert_eq!(other.status.code(), Some(1), "{error}");
+    assert!(error.contains("rank 0"), "{error}");
+}
+
+/// Results go to standard output and nothing else does.
+#[test]
+fn a_quiet_run_writes_no_errors() {
+    let (_, out, err) = run(pingpong(&["--sizes", "8", "--iters", "5", "--modes", "cpu"]));
+    assert!(err.is_empty(), "{err}");
+    assert_eq!(out.lines().filter(|line| line.trim_start().starts_with("cpu ")).count(), 1, "{out}");
+}
