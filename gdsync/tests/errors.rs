@@ -202,7 +202,7 @@ fn fault_plans_and_stream_configurations_are_checked() {
     ] {
         invalid(context.inject(plan), &[what, "0 to 1"]);
     }
-    invalid("drop".parse::<FaultPlan>(), &["fault", "name=value"]);
+    invalid("drop".parse::<FaultPlan>(), &["fault", "drop=P"]);
     let host = |f: fn(&mut HostStreamConfig)| {
         let mut config = HostStreamConfig::default();
         f(&mut config);
