@@ -257,7 +257,7 @@ fn ranks_of_a_launcher_join_twice() {
 fn launchers_that_contradict_themselves_are_named() {
     const NAME: &str = "launchers_that_contradict_themselves_are_named";
     if is_part_of(NAME) {
-        let error = Communicator::builder().timeout(Duration::from_secs(3)).init().map(drop).unwrap_err();
+        let error = Communicator::builder().timeout(Duration::from_secs(6)).init().map(drop).unwrap_err();
         eprintln!("error: {error}");
         return;
     }
