@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{pair, sent};
+use common::{pair, received, sent, until};
+use gdsync::Error;
 use gdsync::hca::FaultPlan;
-use gdsync::verbs::{RecvWr, SendWr};
+use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
 
 /// Every response behind a lost one used to ask for the whole rest again: the requests piled up at the responder, which
 /// then refused one as too many and broke the queue pair.
@@ -49,4 +50,21 @@ fn a_hot_poller_learns_of_the_death_of_its_peer() {
     stop.store(true, Ordering::Release);
     poller.join().unwrap();
     assert!(wc.unwrap().ok().unwrap_err().is_flush());
+}
+
+/// The HCA knew that the peer was gone, the library did not: a harmless change of an attribute brought the queue pair
+/// back to RTS, and its receives were never flushed again.
+#[test]
+fn a_queue_pair_in_error_leaves_it_by_reset_only() {
+    let (a, b) = pair(64, |q| q);
+    drop(b);
+    let change = QpAttr::to(QpState::RTS).min_rnr_timer(1);
+    let mut refused = None;
+    until(|| {
+        refused = a.qp.modify(&change).err();
+        refused.is_some()
+    });
+    assert!(matches!(refused, Some(Error::Transition { from: QpState::ERR, .. })), "{refused:?}");
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    assert!(received(&a).ok().unwrap_err().is_flush());
 }

@@ -9,7 +9,7 @@ use super::responder::Responder;
 use super::stats::HcaStats;
 use smallvec::SmallVec;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
 use crate::mlx5::{self, BB, Cqe, CqeOpcode, Ctrl, Opcode, Syndrome};
 use crate::protocol;
@@ -248,6 +248,14 @@ impl SoftQp {
 
     /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one.
     pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<()> {
+        let to = attr.state.unwrap_or(self.state);
+        if self.state == QpState::ERR && !matches!(to, QpState::ERR | QpState::RESET) {
+            let why = "the HCA has put it into ERR meanwhile; only RESET leads out".into();
+            return Err(Error::Transition { qpn: self.qpn, from: QpState::ERR, to, why });
+        }
+        if let Some(remote) = attr.remote.filter(|_| link.is_some_and(|link| env.links.is_down(link))) {
+            return Err(Error::Peer { peer: remote.gid.to_string(), why: "its process has ended".into() });
+        }
         self.access = attr.access.unwrap_or(self.access);
         match attr.state {
             Some(QpState::RESET) => self.reset(),
@@ -265,7 +273,7 @@ impl SoftQp {
         self.link = link.unwrap_or(self.link);
         self.resp.configure(attr);
         self.req.configure(attr);
-        self.state = attr.state.unwrap_or(self.state);
+        self.state = to;
         Ok(())
     }
 
