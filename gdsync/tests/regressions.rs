@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{pair, received, sent, until};
+use common::{hca, pair, received, sent, stream, until};
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
+use gdsync::stream::Batch;
 use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
 
 /// Every response behind a lost one used to ask for the whole rest again: the requests piled up at the responder, which
@@ -67,4 +68,14 @@ fn a_queue_pair_in_error_leaves_it_by_reset_only() {
     assert!(matches!(refused, Some(Error::Transition { from: QpState::ERR, .. })), "{refused:?}");
     a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
     assert!(received(&a).ok().unwrap_err().is_flush());
+}
+
+#[test]
+fn the_longest_timeouts_are_no_panic() {
+    let s = stream("patient");
+    s.synchronize(Duration::MAX).unwrap();
+    s.submit_within(&mut Batch::new(), Duration::MAX).unwrap();
+    Batch::new().run(Duration::MAX).unwrap();
+    let plan = FaultPlan { delay: (1.0, Duration::MAX), ..FaultPlan::default() };
+    assert!(matches!(hca().inject(plan), Err(Error::InvalidArgument { what: "delay", .. })));
 }

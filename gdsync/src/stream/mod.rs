@@ -60,6 +60,13 @@ impl fmt::Debug for Stream {
     }
 }
 
+/// When a call that began now must end. The longest timeouts are beyond what the clock can say.
+fn deadline(timeout: Duration) -> Instant {
+    const FAR: Duration = Duration::from_secs(1 << 32);
+    let now = Instant::now();
+    now.checked_add(timeout).unwrap_or_else(|| now + FAR)
+}
+
 /// What a stream is doing.
 #[derive(Clone, Debug)]
 pub struct StreamStatus {
@@ -118,7 +125,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.
     pub fn submit_within(&self, batch: &mut Batch, timeout: Duration) -> Result<()> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline(timeout);
         loop {
             match self.submit(batch) {
                 Err(Error::StreamFull { .. }) if self.0.engine.wait_room(deadline) => {}
@@ -224,7 +231,7 @@ impl Stream {
     /// broken queue pair. A stream that ran to its end after such an error has *not* received what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let seq = self.0.engine.submitted();
-        if !self.0.engine.wait_completed(seq, Instant::now() + timeout) {
+        if !self.0.engine.wait_completed(seq, deadline(timeout)) {
             return Err(Error::Deadline { what: "stream synchronize", after: timeout });
         }
         let used = std::mem::take(&mut *self.0.used.lock());

@@ -33,7 +33,7 @@ impl Batch {
         let cores: Vec<_> = self.cores().cloned().collect();
         self.hand_over();
         let ops = mem::take(&mut self.ops);
-        let runner = Caller { deadline: Instant::now() + timeout };
+        let runner = Caller { deadline: super::deadline(timeout) };
         let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {
