@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{hca, pair, received, sent, stream, until};
+use common::{PATIENCE, hca, pair, received, sent, stream, until};
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
-use gdsync::stream::Batch;
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
 
 /// Every response behind a lost one used to ask for the whole rest again: the requests piled up at the responder, which
@@ -78,4 +79,23 @@ fn the_longest_timeouts_are_no_panic() {
     Batch::new().run(Duration::MAX).unwrap();
     let plan = FaultPlan { delay: (1.0, Duration::MAX), ..FaultPlan::default() };
     assert!(matches!(hca().inject(plan), Err(Error::InvalidArgument { what: "delay", .. })));
+}
+
+/// One thread's `synchronize` took the queue pairs of what another thread had submitted meanwhile, whose failure was
+/// then reported to nobody.
+#[test]
+fn what_others_submitted_is_theirs_to_hear_of() {
+    let (a, _b) = pair(64, |q| q);
+    let s = stream("shared");
+    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    s.wait_value32(&gate, 1, Cond::Geq).unwrap();
+    let other = s.clone();
+    let first = std::thread::spawn(move || other.synchronize(PATIENCE));
+    std::thread::sleep(Duration::from_millis(50));
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    s.wait_recv(&a.qp).unwrap();
+    gate.store(1);
+    first.join().unwrap().unwrap();
+    a.qp.abort().unwrap();
+    assert!(matches!(s.synchronize(PATIENCE), Err(Error::Completion(_))));
 }
