@@ -99,3 +99,21 @@ fn what_others_submitted_is_theirs_to_hear_of() {
     a.qp.abort().unwrap();
     assert!(matches!(s.synchronize(PATIENCE), Err(Error::Completion(_))));
 }
+
+/// The prepared wait had claimed the completion, so nothing was added to the batch; but it was in no stream either, and
+/// the batch ran past a message that had not come.
+#[test]
+fn what_a_prepared_wait_holds_is_not_taken_for_awaited() {
+    let (a, _b) = pair(64, |q| q);
+    let completion = a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let held = a.qp.prepare_wait_recv().unwrap();
+    let mut batch = Batch::new();
+    batch.wait(&completion).unwrap();
+    let busy = batch.run(PATIENCE).unwrap_err();
+    assert!(matches!(&busy, Error::Busy { owner, .. } if owner.contains("prepared wait")), "{busy}");
+    // Both in one batch is fine.
+    let mut batch = Batch::new();
+    batch.post_wait(held);
+    batch.wait(&completion).unwrap();
+    assert!(matches!(batch.run(Duration::from_millis(10)), Err(Error::Deadline { .. })));
+}

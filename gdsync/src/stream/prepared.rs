@@ -103,7 +103,7 @@ impl PreparedWait {
 
     pub(super) fn unsubmit(&mut self) {
         if std::mem::take(&mut self.submitted) {
-            self.claim.end.cq.unsubmit(self.claim.n);
+            self.claim.end.cq.unsubmit(self.first, self.claim.n);
         }
     }
 

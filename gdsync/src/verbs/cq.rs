@@ -48,8 +48,8 @@ struct CqState {
     slots: Box<[Slot]>,
     /// Claims given back after `poll` had gone past them.
     released: VecDeque<u64>,
-    /// Claims not yet in a stream, oldest first.
-    unsubmitted: VecDeque<u64>,
+    /// Claims not yet in a stream, oldest first: the first and the last completion of each.
+    unsubmitted: VecDeque<(u64, u64)>,
     /// Claims submitted and not yet passed.
     in_stream: u64,
     /// The stream that waits on this queue.
@@ -328,7 +328,7 @@ impl CqInner {
         state.slots[at].taken = Taken::ByStream;
         state.claim_next = n + 1;
         state.in_stream += 1;
-        state.unsubmitted.push_back(n);
+        state.unsubmitted.push_back((first, n));
         Ok(Some((first, n)))
     }
 
@@ -336,7 +336,7 @@ impl CqInner {
     /// nothing behind them is claimed of.
     pub(crate) fn release(&self, first: u64, n: u64) {
         let mut state = self.state.lock();
-        state.unsubmitted.retain(|&m| m != n);
+        state.unsubmitted.retain(|&(_, m)| m != n);
         state.in_stream -= 1;
         for m in first..=n {
             let at = self.index(m);
@@ -361,7 +361,7 @@ impl CqInner {
     /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`].
     pub(crate) fn submit(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         let mut state = self.state.lock();
-        let expected =
+        let (_, expected) =
             *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
         if expected != n {
             return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
@@ -383,15 +383,20 @@ impl CqInner {
     pub(crate) fn covers(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         self.reap();
         let state = self.state.lock();
-        if n < state.reaped || state.stream == stream {
+        let held = state.unsubmitted.front().is_some_and(|&(first, _)| first <= n);
+        if n < state.reaped || (state.stream == stream && !held) {
             return Ok(());
         }
-        let owner = format!("stream {}, which waits for this completion", state.stream);
+        let owner = if held {
+            "a prepared wait for this completion that was neither posted nor dropped".into()
+        } else {
+            format!("stream {}, which waits for this completion", state.stream)
+        };
         Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner })
     }
 
-    pub(crate) fn unsubmit(&self, n: u64) {
-        self.state.lock().unsubmitted.push_front(n);
+    pub(crate) fn unsubmit(&self, first: u64, n: u64) {
+        self.state.lock().unsubmitted.push_front((first, n));
     }
 
     /// The operations that hold a stream for completion `n` and then move the consumer index past it.
