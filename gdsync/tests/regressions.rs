@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{PATIENCE, hca, pair, received, sent, stream, until};
+use common::{PATIENCE, hca, loopback, pair, received, reconnect, sent, stream, until};
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
@@ -116,4 +116,20 @@ fn what_a_prepared_wait_holds_is_not_taken_for_awaited() {
     batch.post_wait(held);
     batch.wait(&completion).unwrap();
     assert!(matches!(batch.run(Duration::from_millis(10)), Err(Error::Deadline { .. })));
+}
+
+/// Both connections began with the same sequence number, so the late message filled the receive of the new one.
+#[test]
+fn a_late_packet_of_the_former_connection_is_not_taken() {
+    let (a, b) = loopback(64, |q| q);
+    a.context.inject(FaultPlan { delay: (1.0, Duration::from_millis(100)), ..FaultPlan::default() }).unwrap();
+    a.qp.post_send(&[SendWr::send_inline(b"old")]).unwrap();
+    a.context.inject(FaultPlan::default()).unwrap();
+    let before = a.qp.address();
+    reconnect(&a.qp, &b.qp);
+    assert_ne!(a.qp.address(), before);
+    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+    assert!(b.qp.recv_cq().wait(Duration::from_millis(200)).is_err());
+    a.qp.post_send(&[SendWr::send_inline(b"newer")]).unwrap();
+    assert_eq!(received(&b).ok().unwrap().byte_len, 5);
 }

@@ -2,6 +2,7 @@
 
 use super::cqs::Cqs;
 use super::fault::Faults;
+use super::gid::random_psn;
 use super::keys::Keys;
 use super::links::Links;
 use super::requester::Requester;
@@ -246,8 +247,9 @@ impl SoftQp {
         }
     }
 
-    /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one.
-    pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<()> {
+    /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one. Returns the first packet
+    /// sequence number of this side.
+    pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<u32> {
         let to = attr.state.unwrap_or(self.state);
         if self.state == QpState::ERR && !matches!(to, QpState::ERR | QpState::RESET) {
             let why = "the HCA has put it into ERR meanwhile; only RESET leads out".into();
@@ -258,7 +260,7 @@ impl SoftQp {
         }
         self.access = attr.access.unwrap_or(self.access);
         match attr.state {
-            Some(QpState::RESET) => self.reset(),
+            Some(QpState::RESET) => self.reset()?,
             Some(QpState::ERR) => self.go_error(env),
             Some(QpState::INIT) if env.strict => {
                 env.cqs.check_initial(self.request.send_cqn)?;
@@ -274,14 +276,17 @@ impl SoftQp {
         self.resp.configure(attr);
         self.req.configure(attr);
         self.state = to;
-        Ok(())
+        Ok(self.psn)
     }
 
-    fn reset(&mut self) {
+    fn reset(&mut self) -> Result<()> {
+        // Another one, so that a late packet of this connection is not taken for one of the next.
+        self.psn = random_psn()?;
         self.req = Requester::new(self.psn);
         self.resp = Responder::default();
         self.remote = None;
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         self.doorbell.store(mlx5::EMPTY);
+        Ok(())
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -35,7 +36,7 @@ pub struct Qp {
 pub(crate) struct QpCore {
     pub(crate) provider: Arc<dyn Provider>,
     pub(crate) qpn: u32,
-    psn: u32,
+    psn: AtomicU32,
     state: Mutex<QpState>,
     health: Arc<Health>,
     send_cq: Arc<CqInner>,
@@ -106,7 +107,7 @@ impl QpCore {
             return;
         }
         match self.provider.modify_qp(self.qpn, &QpAttr::to(QpState::ERR), CONNECT) {
-            Ok(()) => *state = QpState::ERR,
+            Ok(_) => *state = QpState::ERR,
             Err(error) => tracing::error!(qpn = self.qpn, %error, "queue pair could not be stopped"),
         }
     }
@@ -118,9 +119,11 @@ impl Qp {
         self.core().qpn
     }
 
-    /// What the other side needs to connect to this queue pair.
+    /// What the other side needs to connect to this queue pair. A reset changes it: late packets of the former
+    /// connection must not be taken for those of the next.
     pub fn address(&self) -> QpAddress {
-        QpAddress { gid: self.core().provider.gid(), qpn: self.core().qpn, psn: self.core().psn }
+        let core = self.core();
+        QpAddress { gid: core.provider.gid(), qpn: core.qpn, psn: core.psn.load(Ordering::Acquire) }
     }
 
     /// The state: ERR also when the HCA has gone there by itself and a completion told so.
@@ -165,7 +168,8 @@ impl Qp {
         let mut state = core.state.lock();
         let from = if core.health.check().is_err() { QpState::ERR } else { *state };
         let to = attr.check(core.qpn, from)?;
-        core.provider.modify_qp(core.qpn, attr, CONNECT)?;
+        let psn = core.provider.modify_qp(core.qpn, attr, CONNECT)?;
+        core.psn.store(psn, Ordering::Release);
         *state = to;
         drop(state);
         if to == QpState::RESET {
@@ -382,7 +386,7 @@ impl QpBuilder {
         let core = Arc::new(QpCore {
             provider,
             qpn,
-            psn,
+            psn: AtomicU32::new(psn),
             state: Mutex::new(QpState::RESET),
             health: health.clone(),
             send_cq: send_cq.clone(),
