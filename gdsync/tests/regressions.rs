@@ -133,3 +133,47 @@ fn a_late_packet_of_the_former_connection_is_not_taken() {
     a.qp.post_send(&[SendWr::send_inline(b"newer")]).unwrap();
     assert_eq!(received(&b).ok().unwrap().byte_len, 5);
 }
+
+/// The stream rang the doorbell of a connection that was gone: the WQE in the ring was sent a second time, and its
+/// completion, which nobody had a slot for, left the credits below zero.
+#[test]
+fn a_send_that_a_stream_has_left_holds_off_a_reset() {
+    let (a, b) = loopback(64, |q| q.max_send_wr(4));
+    let s = stream("late");
+    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    s.wait_value32(&gate, 1, Cond::Geq).unwrap();
+    let completion = s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap();
+    let busy = a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap_err();
+    assert!(matches!(&busy, Error::Busy { queue: "send", owner, .. } if owner.contains("stream")), "{busy}");
+    gate.store(1);
+    s.synchronize(PATIENCE).unwrap();
+    completion.wait(PATIENCE).unwrap();
+    reconnect(&a.qp, &b.qp);
+    a.qp.post_send(&[SendWr::nop()]).unwrap();
+    sent(&a).ok().unwrap();
+}
+
+/// Nobody passes the waits of a stream that gave up: the queue pair could never be reset, and its room on a completion
+/// queue of the user's was lost.
+#[test]
+fn a_queue_pair_of_a_stream_that_gave_up_can_be_used_again() {
+    let (a, b) = loopback(64, |q| q.max_send_wr(4).max_recv_wr(4));
+    for _ in 0..3 {
+        let s = stream("hopeless");
+        a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }; 3]).unwrap();
+        s.wait_recv(&a.qp).unwrap();
+        s.wait_recv(&a.qp).unwrap();
+        s.send(&a.qp, &SendWr::send(&[])).unwrap();
+        s.wait_send(&a.qp).unwrap();
+        s.abort();
+        s.synchronize(PATIENCE).unwrap_err();
+        reconnect(&a.qp, &b.qp);
+        for id in 0..9 {
+            a.qp.post_recv(&[RecvWr { wr_id: id, sges: &[] }]).unwrap();
+            b.qp.post_send(&[SendWr::send(&[]).id(id)]).unwrap();
+            assert_eq!([received(&a), sent(&b)].map(|wc| wc.ok().unwrap().wr_id), [id; 2]);
+            a.qp.post_send(&[SendWr::nop().id(id)]).unwrap();
+            assert_eq!(sent(&a).ok().unwrap().wr_id, id);
+        }
+    }
+}

@@ -108,7 +108,7 @@ impl PreparedWait {
     }
 
     pub(super) fn wait_ops(&self, ops: &mut Vec<super::Op>) {
-        self.claim.end.cq.wait_ops(self.claim.n, self.claim.end.clone(), ops);
+        self.claim.end.cq.wait_ops(self.claim.n, self.claim.end.source(), ops);
     }
 }
 

@@ -166,6 +166,10 @@ impl CqInner {
             // What was outstanding will never complete.
             self.unreserve(queue.outstanding());
         }
+        if state.queues.is_empty() {
+            self.abandon(&mut state);
+            self.free(&mut state);
+        }
     }
 
     pub(crate) fn cqn(&self) -> u32 {
@@ -411,10 +415,24 @@ impl CqInner {
         memory.word32(offset).expect("words of rings and records are aligned and inside")
     }
 
+    /// Takes back the claims of streams that gave up: none is there any more to pass them.
+    fn abandon(&self, state: &mut CqState) {
+        for n in state.freed..state.reaped {
+            let slot = &mut state.slots[self.index(n)];
+            if matches!(slot.taken, Taken::ByStream | Taken::Covered) {
+                slot.taken = Taken::Done;
+            }
+        }
+        state.in_stream = 0;
+    }
+
     /// After a queue was reset: forgets its completions, those nobody polled and the `lost` ones that will never come.
     pub(crate) fn forget(&self, tracker: &Tracker, lost: u64) {
         let mut state = self.state.lock();
         self.reap_locked(&mut state);
+        if state.attached == 1 {
+            self.abandon(&mut state);
+        }
         self.unreserve(lost);
         let CqState { slots, released, freed, reaped, poll_next, claim_next, .. } = &mut *state;
         for n in *freed..*reaped {
@@ -433,7 +451,12 @@ impl CqInner {
         self.free(&mut state);
     }
 
-    /// Whether a stream still waits here, or may.
+    /// Whether there is a claim that is in no stream.
+    pub(crate) fn is_claimed(&self) -> bool {
+        !self.state.lock().unsubmitted.is_empty()
+    }
+
+    /// Whether claims of a stream have not been passed.
     pub(crate) fn is_awaited(&self) -> bool {
         self.reap();
         self.state.lock().in_stream > 0

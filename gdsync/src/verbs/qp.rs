@@ -150,19 +150,16 @@ impl Qp {
     ///
     /// # Errors
     /// [`Error::Transition`] explains a step that is not allowed; [`Error::Peer`] when the other side cannot be reached;
-    /// [`Error::Busy`] for RESET while a stream waits for completions of this queue pair, or a prepared send is held.
+    /// [`Error::Busy`] for RESET while a stream sends on this queue pair or waits for its completions, or a prepared
+    /// send or wait is held.
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         if attr.state == Some(QpState::RESET) {
-            for (cq, queue) in [(&self.send.end.cq, "send"), (&self.recv.end.cq, "receive")] {
-                if cq.is_awaited() {
-                    let owner = "a stream that waits for its completions".into();
-                    return Err(Error::Busy { queue, qpn: core.qpn, owner });
+            for end in [&self.send.end, &self.recv.end] {
+                if let Some(owner) = end.owner() {
+                    let queue = end.tracker.name();
+                    return Err(Error::Busy { queue, qpn: core.qpn, owner: owner.into() });
                 }
-            }
-            if self.send.end.tracker.is_prepared() {
-                let owner = "a prepared send that was neither posted nor dropped".into();
-                return Err(Error::Busy { queue: "send", qpn: core.qpn, owner });
             }
         }
         let mut state = core.state.lock();
@@ -398,9 +395,9 @@ impl QpBuilder {
         let recv_tracker = Tracker::new(qpn, false, log_rq, health);
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
-        let end = QueueEnd { qp: core.clone(), cq: send_cq, tracker: send_tracker };
+        let end = QueueEnd::new(core.clone(), send_cq, send_tracker);
         let send = SendQueue::new(end, sq, &record, doorbell, self.max_inline)?;
-        let end = QueueEnd { qp: core, cq: recv_cq, tracker: recv_tracker };
+        let end = QueueEnd::new(core, recv_cq, recv_tracker);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })
     }

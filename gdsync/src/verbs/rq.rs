@@ -29,10 +29,9 @@ impl fmt::Debug for RecvQueue {
 }
 
 impl RecvQueue {
-    pub(crate) fn new(end: QueueEnd, ring: Memory, stride: usize, record: &Memory) -> Result<Arc<Self>> {
+    pub(crate) fn new(end: Arc<QueueEnd>, ring: Memory, stride: usize, record: &Memory) -> Result<Arc<Self>> {
         let entries = (ring.len() / stride) as u64;
         let record = record.word32(mlx5::QP_DBREC_RECV)?;
-        let end = Arc::new(end);
         Ok(Arc::new(Self { end, ring, stride, entries, record }))
     }
 
