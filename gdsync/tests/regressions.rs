@@ -177,3 +177,17 @@ fn a_queue_pair_of_a_stream_that_gave_up_can_be_used_again() {
         }
     }
 }
+
+/// Numbers of requests that a reset swept away are given again: the old handle told of a stranger's success.
+#[test]
+fn a_completion_swept_away_by_a_reset_says_so() {
+    let (a, b) = loopback(64, |q| q);
+    let done = a.qp.post_send(&[SendWr::nop().id(1)]).unwrap();
+    done.wait(PATIENCE).unwrap();
+    let lost = a.qp.post_send(&[SendWr::send(&[]).id(2)]).unwrap();
+    reconnect(&a.qp, &b.qp);
+    a.qp.post_send(&[SendWr::nop().id(3)]).unwrap().wait(PATIENCE).unwrap();
+    assert!(matches!(lost.status(), Err(Error::Reset { .. })));
+    assert!(matches!(Batch::new().wait(&lost), Err(Error::Reset { .. })));
+    assert_eq!(done.status().unwrap().unwrap().wr_id, 1);
+}

@@ -83,6 +83,7 @@ impl PreparedWait {
 
     /// A wait through `completion`; `None` when it was claimed or taken before.
     pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
+        completion.check_life()?;
         Self::claim_new(completion.clone(), Some(completion.n))
     }
 

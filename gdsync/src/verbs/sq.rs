@@ -240,7 +240,7 @@ impl SendQueue {
 
     /// The completion of request `n`.
     pub(crate) fn completion(&self, n: u64) -> Completion {
-        Completion { end: self.end.clone(), n }
+        Completion { end: self.end.clone(), n, life: self.end.tracker.life() }
     }
 
     /// Tells the device that a stream which cannot signal will ring up to the end of `range`.
@@ -257,7 +257,7 @@ impl SendQueue {
     pub(crate) fn reset(&self) {
         // What completed before the reset still counts; after this nothing more arrives.
         self.end.cq.reap();
-        let lost = self.end.tracker.lock().reset();
+        let lost = self.end.tracker.reset();
         self.record.atomic().store(0, Ordering::Release);
         self.end.cq.forget(&self.end.tracker, lost);
     }
