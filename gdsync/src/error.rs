@@ -165,6 +165,12 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
+    /// The queue pair was reset before the work request completed.
+    #[error("QP {qpn:#x} was reset before the work request completed; post it again")]
+    Reset {
+        /// The queue pair.
+        qpn: u32,
+    },
     /// The completion queue lost completions.
     #[error("CQ {cqn:#x} overran: {depth} entries were not enough; build it larger or poll it more often")]
     CqOverrun {

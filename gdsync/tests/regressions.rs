@@ -6,9 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{pair, sent};
+use common::{PATIENCE, hca, loopback, pair, received, reconnect, sent, stream, until};
+use gdsync::Error;
 use gdsync::hca::FaultPlan;
-use gdsync::verbs::{RecvWr, SendWr};
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Cond};
+use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
 
 /// Every response behind a lost one used to ask for the whole rest again: the requests piled up at the responder, which
 /// then refused one as too many and broke the queue pair.
@@ -49,4 +52,142 @@ fn a_hot_poller_learns_of_the_death_of_its_peer() {
     stop.store(true, Ordering::Release);
     poller.join().unwrap();
     assert!(wc.unwrap().ok().unwrap_err().is_flush());
+}
+
+/// The HCA knew that the peer was gone, the library did not: a harmless change of an attribute brought the queue pair
+/// back to RTS, and its receives were never flushed again.
+#[test]
+fn a_queue_pair_in_error_leaves_it_by_reset_only() {
+    let (a, b) = pair(64, |q| q);
+    drop(b);
+    let change = QpAttr::to(QpState::RTS).min_rnr_timer(1);
+    let mut refused = None;
+    until(|| {
+        refused = a.qp.modify(&change).err();
+        refused.is_some()
+    });
+    assert!(matches!(refused, Some(Error::Transition { from: QpState::ERR, .. })), "{refused:?}");
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    assert!(received(&a).ok().unwrap_err().is_flush());
+}
+
+#[test]
+fn the_longest_timeouts_are_no_panic() {
+    let s = stream("patient");
+    s.synchronize(Duration::MAX).unwrap();
+    s.submit_within(&mut Batch::new(), Duration::MAX).unwrap();
+    Batch::new().run(Duration::MAX).unwrap();
+    let plan = FaultPlan { delay: (1.0, Duration::MAX), ..FaultPlan::default() };
+    assert!(matches!(hca().inject(plan), Err(Error::InvalidArgument { what: "delay", .. })));
+}
+
+/// One thread's `synchronize` took the queue pairs of what another thread had submitted meanwhile, whose failure was
+/// then reported to nobody.
+#[test]
+fn what_others_submitted_is_theirs_to_hear_of() {
+    let (a, _b) = pair(64, |q| q);
+    let s = stream("shared");
+    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    s.wait_value32(&gate, 1, Cond::Geq).unwrap();
+    let other = s.clone();
+    let first = std::thread::spawn(move || other.synchronize(PATIENCE));
+    std::thread::sleep(Duration::from_millis(50));
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    s.wait_recv(&a.qp).unwrap();
+    gate.store(1);
+    first.join().unwrap().unwrap();
+    a.qp.abort().unwrap();
+    assert!(matches!(s.synchronize(PATIENCE), Err(Error::Completion(_))));
+}
+
+/// The prepared wait had claimed the completion, so nothing was added to the batch; but it was in no stream either, and
+/// the batch ran past a message that had not come.
+#[test]
+fn what_a_prepared_wait_holds_is_not_taken_for_awaited() {
+    let (a, _b) = pair(64, |q| q);
+    let completion = a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let held = a.qp.prepare_wait_recv().unwrap();
+    let mut batch = Batch::new();
+    batch.wait(&completion).unwrap();
+    let busy = batch.run(PATIENCE).unwrap_err();
+    assert!(matches!(&busy, Error::Busy { owner, .. } if owner.contains("prepared wait")), "{busy}");
+    // Both in one batch is fine.
+    let mut batch = Batch::new();
+    batch.post_wait(held);
+    batch.wait(&completion).unwrap();
+    assert!(matches!(batch.run(Duration::from_millis(10)), Err(Error::Deadline { .. })));
+}
+
+/// Both connections began with the same sequence number, so the late message filled the receive of the new one.
+#[test]
+fn a_late_packet_of_the_former_connection_is_not_taken() {
+    let (a, b) = loopback(64, |q| q);
+    a.context.inject(FaultPlan { delay: (1.0, Duration::from_millis(100)), ..FaultPlan::default() }).unwrap();
+    a.qp.post_send(&[SendWr::send_inline(b"old")]).unwrap();
+    a.context.inject(FaultPlan::default()).unwrap();
+    let before = a.qp.address();
+    reconnect(&a.qp, &b.qp);
+    assert_ne!(a.qp.address(), before);
+    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+    assert!(b.qp.recv_cq().wait(Duration::from_millis(200)).is_err());
+    a.qp.post_send(&[SendWr::send_inline(b"newer")]).unwrap();
+    assert_eq!(received(&b).ok().unwrap().byte_len, 5);
+}
+
+/// The stream rang the doorbell of a connection that was gone: the WQE in the ring was sent a second time, and its
+/// completion, which nobody had a slot for, left the credits below zero.
+#[test]
+fn a_send_that_a_stream_has_left_holds_off_a_reset() {
+    let (a, b) = loopback(64, |q| q.max_send_wr(4));
+    let s = stream("late");
+    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    s.wait_value32(&gate, 1, Cond::Geq).unwrap();
+    let completion = s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap();
+    let busy = a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap_err();
+    assert!(matches!(&busy, Error::Busy { queue: "send", owner, .. } if owner.contains("stream")), "{busy}");
+    gate.store(1);
+    s.synchronize(PATIENCE).unwrap();
+    completion.wait(PATIENCE).unwrap();
+    reconnect(&a.qp, &b.qp);
+    a.qp.post_send(&[SendWr::nop()]).unwrap();
+    sent(&a).ok().unwrap();
+}
+
+/// Nobody passes the waits of a stream that gave up: the queue pair could never be reset, and its room on a completion
+/// queue of the user's was lost.
+#[test]
+fn a_queue_pair_of_a_stream_that_gave_up_can_be_used_again() {
+    let (a, b) = loopback(64, |q| q.max_send_wr(4).max_recv_wr(4));
+    for _ in 0..3 {
+        let s = stream("hopeless");
+        a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }; 3]).unwrap();
+        s.wait_recv(&a.qp).unwrap();
+        s.wait_recv(&a.qp).unwrap();
+        s.send(&a.qp, &SendWr::send(&[])).unwrap();
+        s.wait_send(&a.qp).unwrap();
+        s.abort();
+        s.synchronize(PATIENCE).unwrap_err();
+        reconnect(&a.qp, &b.qp);
+        for id in 0..9 {
+            a.qp.post_recv(&[RecvWr { wr_id: id, sges: &[] }]).unwrap();
+            b.qp.post_send(&[SendWr::send(&[]).id(id)]).unwrap();
+            assert_eq!([received(&a), sent(&b)].map(|wc| wc.ok().unwrap().wr_id), [id; 2]);
+            a.qp.post_send(&[SendWr::nop().id(id)]).unwrap();
+            assert_eq!(sent(&a).ok().unwrap().wr_id, id);
+        }
+    }
+}
+
+/// Numbers of requests that a reset swept away are given again: the old handle told of a stranger's success.
+#[test]
+fn a_completion_swept_away_by_a_reset_says_so() {
+    let (a, b) = loopback(64, |q| q);
+    let done = a.qp.post_send(&[SendWr::nop().id(1)]).unwrap();
+    done.wait(PATIENCE).unwrap();
+    let lost = a.qp.post_send(&[SendWr::send(&[]).id(2)]).unwrap();
+    reconnect(&a.qp, &b.qp);
+    a.qp.post_send(&[SendWr::nop().id(3)]).unwrap().wait(PATIENCE).unwrap();
+    assert!(matches!(lost.status(), Err(Error::Reset { .. })));
+    assert!(matches!(Batch::new().wait(&lost), Err(Error::Reset { .. })));
+    assert_eq!(done.status().unwrap().unwrap().wr_id, 1);
 }

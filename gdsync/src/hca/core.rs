@@ -183,8 +183,8 @@ impl Core {
 
     /// Whether a packet waits on any link.
     pub(crate) fn has_packet(&mut self) -> bool {
-        self.rings.iter_mut().any(RxRing::has_record)
-            || (0..self.rings.len()).any(|l| self.links.is_newly_dead(l))
+        let (links, mut rings) = (&self.links, self.rings.iter_mut().enumerate());
+        rings.any(|(l, ring)| links.is_newly_dead(l) || !links.is_down(l) && ring.has_record())
     }
 
     /// The link added last, for tests.
@@ -299,6 +299,9 @@ impl Core {
     }
 
     fn receive(&mut self, link: usize) -> bool {
+        if self.links.is_down(link) {
+            return false;
+        }
         let mut any = false;
         for _ in 0..BURST {
             let record = match self.rings[link].peek() {

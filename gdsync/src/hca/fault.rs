@@ -48,12 +48,14 @@ pub struct FaultPlan {
 /// The text form in brief, for messages.
 const EXPECTED: &str = "a list of seed=N, drop=P, duplicate=P, reorder=P, delay=P:MICROSECONDS, \
                         fail-send=SYNDROME@N, fail-recv=SYNDROME@N, die-after=N with P from 0 to 1";
+/// The longest delay of a packet.
+const MAX_DELAY: Duration = Duration::from_secs(3600);
 
 impl FaultPlan {
-    /// Checks the probabilities.
+    /// Checks the probabilities and the delay.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for one outside 0 to 1.
+    /// [`Error::InvalidArgument`] for a probability outside 0 to 1, and for a delay of more than an hour.
     pub fn check(&self) -> Result<()> {
         for (what, p) in [
             ("drop probability", self.drop),
@@ -64,6 +66,9 @@ impl FaultPlan {
             if !(0.0..=1.0).contains(&p) {
                 return Err(Error::invalid(what, p, "0 to 1"));
             }
+        }
+        if self.delay.1 > MAX_DELAY {
+            return Err(Error::invalid("delay", format!("{:?}", self.delay.1), "at most an hour"));
         }
         Ok(())
     }

@@ -23,6 +23,12 @@ impl Gid {
     }
 }
 
+/// A random packet sequence number, 24 bits.
+pub(crate) fn random_psn() -> Result<u32> {
+    let [_, a, b, c, ..] = Gid::random()?.0;
+    Ok(u32::from_be_bytes([0, a, b, c]))
+}
+
 impl fmt::Display for Gid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, [high, low]) in self.0.as_chunks::<2>().0.iter().enumerate() {

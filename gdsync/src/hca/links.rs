@@ -20,7 +20,9 @@ struct Link {
     tx: TxRing,
     bell: Bell,
     line: Line,
-    /// The peer broke the ring, or its death was handled.
+    /// The peer broke the ring: nothing more is sent.
+    broken: bool,
+    /// That, or the peer's death, was acted on.
     down: bool,
     /// Packets were pushed since the peer's bell was last rung.
     unrung: bool,
@@ -67,22 +69,36 @@ impl Links {
     /// Adds a link; the receiving end is returned.
     pub(crate) fn add(&mut self, ends: LinkEnds) -> RxRing {
         let LinkEnds { peer, tx, rx, bell, line } = ends;
-        self.0.push(Link { peer, tx, bell, line, down: false, unrung: false, held: VecDeque::new() });
+        self.0.push(Link {
+            peer,
+            tx,
+            bell,
+            line,
+            broken: false,
+            down: false,
+            unrung: false,
+            held: VecDeque::new(),
+        });
         rx
     }
 
     /// A living link to `peer`.
     pub(crate) fn find(&self, peer: Gid) -> Option<usize> {
-        self.0.iter().position(|l| l.peer == peer && !l.down && l.line.is_alive())
+        self.0.iter().position(|l| l.peer == peer && !l.down && !l.is_lost())
     }
 
     pub(crate) fn peer(&self, index: usize) -> Option<Gid> {
         self.0.get(index).map(|l| l.peer)
     }
 
-    /// Whether the peer's process is gone and nobody has acted on it yet.
+    /// Whether the peer's process is gone, or it broke the ring, and nobody has acted on it yet.
     pub(crate) fn is_newly_dead(&self, index: usize) -> bool {
-        self.0.get(index).is_some_and(|l| !l.down && !l.line.is_alive())
+        self.0.get(index).is_some_and(|l| !l.down && l.is_lost())
+    }
+
+    /// Whether a link is used no more.
+    pub(crate) fn is_down(&self, index: usize) -> bool {
+        self.0.get(index).is_none_or(|l| l.down)
     }
 
     /// Uses a link no more.
@@ -108,7 +124,7 @@ impl Links {
         faults: &mut Faults,
         stats: &mut HcaStats,
     ) -> bool {
-        let Some(link) = self.0.get_mut(index).filter(|l| !l.down) else { return true };
+        let Some(link) = self.0.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
         let fate = faults.fate(header.src, number);
         if fate == Fate::Pass && link.held.is_empty() {
             let sent = link.push(header, ext, pieces);
@@ -177,6 +193,10 @@ impl Links {
 }
 
 impl Link {
+    fn is_lost(&self) -> bool {
+        self.broken || !self.line.is_alive()
+    }
+
     fn push(&mut self, header: &Header, ext: &[u8], pieces: &[Piece<'_>]) -> bool {
         match self.tx.try_push(&header.to_bytes(), ext, pieces) {
             Ok(sent) => {
@@ -185,7 +205,7 @@ impl Link {
             }
             Err(error) => {
                 tracing::error!(peer = %self.peer, %error, "software HCA: link taken down");
-                self.down = true;
+                self.broken = true;
                 true
             }
         }

@@ -2,6 +2,7 @@
 
 use super::cqs::Cqs;
 use super::fault::Faults;
+use super::gid::random_psn;
 use super::keys::Keys;
 use super::links::Links;
 use super::requester::Requester;
@@ -9,7 +10,7 @@ use super::responder::Responder;
 use super::stats::HcaStats;
 use smallvec::SmallVec;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
 use crate::mlx5::{self, BB, Cqe, CqeOpcode, Ctrl, Opcode, Syndrome};
 use crate::protocol;
@@ -246,11 +247,20 @@ impl SoftQp {
         }
     }
 
-    /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one.
-    pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<()> {
+    /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one. Returns the first packet
+    /// sequence number of this side.
+    pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<u32> {
+        let to = attr.state.unwrap_or(self.state);
+        if self.state == QpState::ERR && !matches!(to, QpState::ERR | QpState::RESET) {
+            let why = "the HCA has put it into ERR meanwhile; only RESET leads out".into();
+            return Err(Error::Transition { qpn: self.qpn, from: QpState::ERR, to, why });
+        }
+        if let Some(remote) = attr.remote.filter(|_| link.is_some_and(|link| env.links.is_down(link))) {
+            return Err(Error::Peer { peer: remote.gid.to_string(), why: "its process has ended".into() });
+        }
         self.access = attr.access.unwrap_or(self.access);
         match attr.state {
-            Some(QpState::RESET) => self.reset(),
+            Some(QpState::RESET) => self.reset()?,
             Some(QpState::ERR) => self.go_error(env),
             Some(QpState::INIT) if env.strict => {
                 env.cqs.check_initial(self.request.send_cqn)?;
@@ -265,15 +275,18 @@ impl SoftQp {
         self.link = link.unwrap_or(self.link);
         self.resp.configure(attr);
         self.req.configure(attr);
-        self.state = attr.state.unwrap_or(self.state);
-        Ok(())
+        self.state = to;
+        Ok(self.psn)
     }
 
-    fn reset(&mut self) {
+    fn reset(&mut self) -> Result<()> {
+        // Another one, so that a late packet of this connection is not taken for one of the next.
+        self.psn = random_psn()?;
         self.req = Requester::new(self.psn);
         self.resp = Responder::default();
         self.remote = None;
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         self.doorbell.store(mlx5::EMPTY);
+        Ok(())
     }
 }

@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::core::{self, Core};
 use super::event::CqEvent;
 use super::fault::{FaultPlan, Faults};
-use super::gid::Gid;
+use super::gid::{self, Gid};
 use super::peeks::Peeks;
 use super::qp::SoftQp;
 use super::requester::Requester;
@@ -228,8 +228,7 @@ impl Provider for SoftHca {
         let page = Memory::alloc(4096)?;
         let doorbell = page.word64(mlx5::BF_OFFSET)?;
         doorbell.store(mlx5::EMPTY);
-        let [p0, p1, p2, ..] = Gid::random()?.0[1..] else { unreachable!("a GID has 16 bytes") };
-        let psn = u32::from_be_bytes([0, p0, p1, p2]);
+        let psn = gid::random_psn()?;
         let mut qpn = 0;
         let make = |number| {
             qpn = number;
@@ -255,7 +254,7 @@ impl Provider for SoftHca {
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell })
     }
 
-    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<()> {
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
         let result = self.with(|core| core.with_qp(qpn, |qp, env| qp.modify(attr, link, env)));
         result.unwrap_or_else(|| Err(Error::invalid("QPN", qpn, "a queue pair of this HCA")))

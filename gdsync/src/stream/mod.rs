@@ -50,8 +50,8 @@ struct Inner {
     id: u64,
     name: String,
     engine: Arc<dyn Engine>,
-    /// Queue pairs used since the last `synchronize`.
-    used: Mutex<Vec<Arc<QpCore>>>,
+    /// Queue pairs used since they were last reported on, and by which submission last.
+    used: Mutex<Vec<(Arc<QpCore>, u64)>>,
 }
 
 impl fmt::Debug for Stream {
@@ -103,16 +103,20 @@ impl Stream {
         // Held throughout: another thread's submission between mark and queue would ring doorbells backwards.
         let mut used = self.0.used.lock();
         batch.mark(self.0.id)?;
-        if let Err(error) = self.0.engine.submit(&mut batch.ops) {
-            batch.unmark();
-            return Err(error);
-        }
+        let seq = match self.0.engine.submit(&mut batch.ops) {
+            Ok(seq) => seq,
+            Err(error) => {
+                batch.unmark();
+                return Err(error);
+            }
+        };
         if !self.0.engine.signals() {
             batch.sends.iter().for_each(PreparedSend::watch);
         }
         for core in batch.cores() {
-            if !used.iter().any(|known| Arc::ptr_eq(known, core)) {
-                used.push(core.clone());
+            match used.iter_mut().find(|(known, _)| Arc::ptr_eq(known, core)) {
+                Some((_, last)) => *last = seq,
+                None => used.push((core.clone(), seq)),
             }
         }
         drop(used);
@@ -234,11 +238,15 @@ impl Stream {
         if !self.0.engine.wait_completed(seq, deadline(timeout)) {
             return Err(Error::Deadline { what: "stream synchronize", after: timeout });
         }
-        let used = std::mem::take(&mut *self.0.used.lock());
+        let mut used = self.0.used.lock();
+        let cores: Vec<_> = used.iter().map(|(core, _)| core.clone()).collect();
+        // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.
+        used.retain(|(_, last)| *last > seq);
+        drop(used);
         if let Some(error) = self.0.engine.error() {
             return Err(error);
         }
-        used.iter().try_for_each(|core| core.check())
+        cores.iter().try_for_each(|core| core.check())
     }
 
     /// What the stream is doing, without waiting.

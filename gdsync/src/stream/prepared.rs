@@ -83,6 +83,7 @@ impl PreparedWait {
 
     /// A wait through `completion`; `None` when it was claimed or taken before.
     pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
+        completion.check_life()?;
         Self::claim_new(completion.clone(), Some(completion.n))
     }
 
@@ -103,12 +104,12 @@ impl PreparedWait {
 
     pub(super) fn unsubmit(&mut self) {
         if std::mem::take(&mut self.submitted) {
-            self.claim.end.cq.unsubmit(self.claim.n);
+            self.claim.end.cq.unsubmit(self.first, self.claim.n);
         }
     }
 
     pub(super) fn wait_ops(&self, ops: &mut Vec<super::Op>) {
-        self.claim.end.cq.wait_ops(self.claim.n, self.claim.end.clone(), ops);
+        self.claim.end.cq.wait_ops(self.claim.n, self.claim.end.source(), ops);
     }
 }
 

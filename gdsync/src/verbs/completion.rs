@@ -17,6 +17,8 @@ use crate::error::{Error, Result};
 pub struct Completion {
     pub(crate) end: Arc<QueueEnd>,
     pub(crate) n: u64,
+    /// Resets of the queue before the request was made.
+    pub(crate) life: usize,
 }
 
 impl fmt::Debug for Completion {
@@ -29,13 +31,23 @@ impl Completion {
     /// The completion, or `None` while it has not arrived.
     ///
     /// # Errors
-    /// The failure of this work request; what broke the queue pair before it could complete; [`Error::Forgotten`].
+    /// The failure of this work request; what broke the queue pair before it could complete; [`Error::Forgotten`];
+    /// [`Error::Reset`].
     pub fn status(&self) -> Result<Option<Wc>> {
+        self.check_life()?;
         self.end.cq.reap();
         match self.end.tracker.outcome(self.n) {
             Some(Some(wc)) => Ok(Some(wc.ok()?)),
             Some(None) => self.end.qp.check().and(Err(Error::Forgotten { qpn: self.end.qp.qpn })),
             None => self.end.qp.check().map(|()| None),
+        }
+    }
+
+    /// Refuses a request that a reset has swept away: its number was given again.
+    pub(crate) fn check_life(&self) -> Result<()> {
+        match self.end.tracker.is_lost(self.n, self.life) {
+            true => Err(Error::Reset { qpn: self.end.qp.qpn }),
+            false => Ok(()),
         }
     }
 

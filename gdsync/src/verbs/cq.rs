@@ -48,8 +48,8 @@ struct CqState {
     slots: Box<[Slot]>,
     /// Claims given back after `poll` had gone past them.
     released: VecDeque<u64>,
-    /// Claims not yet in a stream, oldest first.
-    unsubmitted: VecDeque<u64>,
+    /// Claims not yet in a stream, oldest first: the first and the last completion of each.
+    unsubmitted: VecDeque<(u64, u64)>,
     /// Claims submitted and not yet passed.
     in_stream: u64,
     /// The stream that waits on this queue.
@@ -165,6 +165,10 @@ impl CqInner {
         for queue in state.queues.extract_if(.., |q| q.qpn == qpn) {
             // What was outstanding will never complete.
             self.unreserve(queue.outstanding());
+        }
+        if state.queues.is_empty() {
+            self.abandon(&mut state);
+            self.free(&mut state);
         }
     }
 
@@ -328,7 +332,7 @@ impl CqInner {
         state.slots[at].taken = Taken::ByStream;
         state.claim_next = n + 1;
         state.in_stream += 1;
-        state.unsubmitted.push_back(n);
+        state.unsubmitted.push_back((first, n));
         Ok(Some((first, n)))
     }
 
@@ -336,7 +340,7 @@ impl CqInner {
     /// nothing behind them is claimed of.
     pub(crate) fn release(&self, first: u64, n: u64) {
         let mut state = self.state.lock();
-        state.unsubmitted.retain(|&m| m != n);
+        state.unsubmitted.retain(|&(_, m)| m != n);
         state.in_stream -= 1;
         for m in first..=n {
             let at = self.index(m);
@@ -361,7 +365,7 @@ impl CqInner {
     /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`].
     pub(crate) fn submit(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         let mut state = self.state.lock();
-        let expected =
+        let (_, expected) =
             *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
         if expected != n {
             return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
@@ -383,15 +387,20 @@ impl CqInner {
     pub(crate) fn covers(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         self.reap();
         let state = self.state.lock();
-        if n < state.reaped || state.stream == stream {
+        let held = state.unsubmitted.front().is_some_and(|&(first, _)| first <= n);
+        if n < state.reaped || (state.stream == stream && !held) {
             return Ok(());
         }
-        let owner = format!("stream {}, which waits for this completion", state.stream);
+        let owner = if held {
+            "a prepared wait for this completion that was neither posted nor dropped".into()
+        } else {
+            format!("stream {}, which waits for this completion", state.stream)
+        };
         Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner })
     }
 
-    pub(crate) fn unsubmit(&self, n: u64) {
-        self.state.lock().unsubmitted.push_front(n);
+    pub(crate) fn unsubmit(&self, first: u64, n: u64) {
+        self.state.lock().unsubmitted.push_front((first, n));
     }
 
     /// The operations that hold a stream for completion `n` and then move the consumer index past it.
@@ -406,10 +415,24 @@ impl CqInner {
         memory.word32(offset).expect("words of rings and records are aligned and inside")
     }
 
+    /// Takes back the claims of streams that gave up: none is there any more to pass them.
+    fn abandon(&self, state: &mut CqState) {
+        for n in state.freed..state.reaped {
+            let slot = &mut state.slots[self.index(n)];
+            if matches!(slot.taken, Taken::ByStream | Taken::Covered) {
+                slot.taken = Taken::Done;
+            }
+        }
+        state.in_stream = 0;
+    }
+
     /// After a queue was reset: forgets its completions, those nobody polled and the `lost` ones that will never come.
     pub(crate) fn forget(&self, tracker: &Tracker, lost: u64) {
         let mut state = self.state.lock();
         self.reap_locked(&mut state);
+        if state.attached == 1 {
+            self.abandon(&mut state);
+        }
         self.unreserve(lost);
         let CqState { slots, released, freed, reaped, poll_next, claim_next, .. } = &mut *state;
         for n in *freed..*reaped {
@@ -428,22 +451,12 @@ impl CqInner {
         self.free(&mut state);
     }
 
-    /// The stream that waits here has failed: it will pass nothing any more, so what it took is over.
-    pub(crate) fn abandon(&self) {
-        let mut state = self.state.lock();
-        let CqState { slots, unsubmitted, freed, claim_next, in_stream, .. } = &mut *state;
-        for n in *freed..*claim_next {
-            let slot = &mut slots[self.index(n)];
-            if matches!(slot.taken, Taken::ByStream | Taken::Covered) && !unsubmitted.contains(&n) {
-                slot.taken = Taken::Done;
-            }
-        }
-        *in_stream = unsubmitted.len() as u64;
-        self.reap_locked(&mut state);
-        self.free(&mut state);
+    /// Whether there is a claim that is in no stream.
+    pub(crate) fn is_claimed(&self) -> bool {
+        !self.state.lock().unsubmitted.is_empty()
     }
 
-    /// Whether a stream still waits here, or may.
+    /// Whether claims of a stream have not been passed.
     pub(crate) fn is_awaited(&self) -> bool {
         self.reap();
         self.state.lock().in_stream > 0

@@ -65,8 +65,9 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn create_cq(&self, log_entries: u32) -> Result<CqParts>;
     fn destroy_cq(&self, cqn: u32);
     fn create_qp(&self, request: &QpRequest) -> Result<QpParts>;
-    /// `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, for the address of the peer.
-    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<()>;
+    /// `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, for the address of the peer. Returns the
+    /// first packet sequence number of this side, which a reset changes.
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     fn destroy_qp(&self, qpn: u32);
 
     /// A doorbell of this queue pair was written by a CPU thread.

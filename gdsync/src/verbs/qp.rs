@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -36,7 +36,7 @@ pub struct Qp {
 pub(crate) struct QpCore {
     pub(crate) provider: Arc<dyn Provider>,
     pub(crate) qpn: u32,
-    psn: u32,
+    psn: AtomicU32,
     /// The state, for a quick look; only changed under `modifying`.
     state: AtomicU8,
     modifying: Mutex<()>,
@@ -113,7 +113,7 @@ impl QpCore {
             return;
         }
         match self.provider.modify_qp(self.qpn, &QpAttr::to(QpState::ERR), CONNECT) {
-            Ok(()) => self.state.store(QpState::ERR.0, Ordering::Release),
+            Ok(_) => self.state.store(QpState::ERR.0, Ordering::Release),
             Err(error) => tracing::error!(qpn = self.qpn, %error, "queue pair could not be stopped"),
         }
     }
@@ -125,9 +125,11 @@ impl Qp {
         self.core().qpn
     }
 
-    /// What the other side needs to connect to this queue pair.
+    /// What the other side needs to connect to this queue pair. A reset changes it: late packets of the former
+    /// connection must not be taken for those of the next.
     pub fn address(&self) -> QpAddress {
-        QpAddress { gid: self.core().provider.gid(), qpn: self.core().qpn, psn: self.core().psn }
+        let core = self.core();
+        QpAddress { gid: core.provider.gid(), qpn: core.qpn, psn: core.psn.load(Ordering::Acquire) }
     }
 
     /// The state: ERR also when the HCA has gone there by itself and a completion told so.
@@ -154,25 +156,23 @@ impl Qp {
     ///
     /// # Errors
     /// [`Error::Transition`] explains a step that is not allowed; [`Error::Peer`] when the other side cannot be reached;
-    /// [`Error::Busy`] for RESET while a stream waits for completions of this queue pair, or a prepared send is held.
+    /// [`Error::Busy`] for RESET while a stream sends on this queue pair or waits for its completions, or a prepared
+    /// send or wait is held.
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         if attr.state == Some(QpState::RESET) {
-            for (cq, queue) in [(&self.send.end.cq, "send"), (&self.recv.end.cq, "receive")] {
-                if cq.is_awaited() {
-                    let owner = "a stream that waits for its completions".into();
-                    return Err(Error::Busy { queue, qpn: core.qpn, owner });
+            for end in [&self.send.end, &self.recv.end] {
+                if let Some(owner) = end.owner() {
+                    let queue = end.tracker.name();
+                    return Err(Error::Busy { queue, qpn: core.qpn, owner: owner.into() });
                 }
-            }
-            if self.send.end.tracker.is_prepared() {
-                let owner = "a prepared send that was neither posted nor dropped".into();
-                return Err(Error::Busy { queue: "send", qpn: core.qpn, owner });
             }
         }
         let modifying = core.modifying.lock();
         let from = if core.health.check().is_err() { QpState::ERR } else { core.state() };
         let to = attr.check(core.qpn, from)?;
-        core.provider.modify_qp(core.qpn, attr, CONNECT)?;
+        let psn = core.provider.modify_qp(core.qpn, attr, CONNECT)?;
+        core.psn.store(psn, Ordering::Release);
         core.state.store(to.0, Ordering::Release);
         drop(modifying);
         if to == QpState::RESET {
@@ -389,7 +389,7 @@ impl QpBuilder {
         let core = Arc::new(QpCore {
             provider,
             qpn,
-            psn,
+            psn: AtomicU32::new(psn),
             state: AtomicU8::new(QpState::RESET.0),
             modifying: Mutex::new(()),
             health: health.clone(),
@@ -402,9 +402,9 @@ impl QpBuilder {
         let recv_tracker = Tracker::new(qpn, false, log_rq, health);
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
-        let end = QueueEnd { qp: core.clone(), cq: send_cq, tracker: send_tracker };
+        let end = QueueEnd::new(core.clone(), send_cq, send_tracker);
         let send = SendQueue::new(end, sq, &record, doorbell, self.max_inline)?;
-        let end = QueueEnd { qp: core, cq: recv_cq, tracker: recv_tracker };
+        let end = QueueEnd::new(core, recv_cq, recv_tracker);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })
     }

@@ -29,10 +29,9 @@ impl fmt::Debug for RecvQueue {
 }
 
 impl RecvQueue {
-    pub(crate) fn new(end: QueueEnd, ring: Memory, stride: usize, record: &Memory) -> Result<Arc<Self>> {
+    pub(crate) fn new(end: Arc<QueueEnd>, ring: Memory, stride: usize, record: &Memory) -> Result<Arc<Self>> {
         let entries = (ring.len() / stride) as u64;
         let record = record.word32(mlx5::QP_DBREC_RECV)?;
-        let end = Arc::new(end);
         Ok(Arc::new(Self { end, ring, stride, entries, record }))
     }
 
@@ -85,14 +84,14 @@ impl RecvQueue {
 
     /// The completion of request `n`.
     pub(crate) fn completion(&self, n: u64) -> Completion {
-        Completion { end: self.end.clone(), n }
+        Completion { end: self.end.clone(), n, life: self.end.tracker.life() }
     }
 
     /// Forgets everything posted, after the queue pair was reset.
     pub(crate) fn reset(&self) {
         // What completed before the reset still counts; after this nothing more arrives.
         self.end.cq.reap();
-        let lost = self.end.tracker.lock().reset();
+        let lost = self.end.tracker.reset();
         self.record.atomic().store(0, Ordering::Release);
         self.end.cq.forget(&self.end.tracker, lost);
     }

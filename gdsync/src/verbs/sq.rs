@@ -40,7 +40,7 @@ impl fmt::Debug for SendQueue {
 
 impl SendQueue {
     pub(crate) fn new(
-        end: QueueEnd,
+        end: Arc<QueueEnd>,
         ring: Memory,
         record: &Memory,
         doorbell: Word64,
@@ -48,7 +48,6 @@ impl SendQueue {
     ) -> Result<Arc<Self>> {
         let blocks = (ring.len() / BB) as u64;
         let record = record.word32(mlx5::QP_DBREC_SEND)?;
-        let end = Arc::new(end);
         Ok(Arc::new(Self { end, ring, blocks, max_inline, record, doorbell }))
     }
 
@@ -236,12 +235,12 @@ impl SendQueue {
         ops.push(Op::Write32 { at: self.record.clone(), value: mlx5::send_record(entry.end) });
         ops.push(Op::Barrier);
         ops.push(Op::Write64 { at: self.doorbell.clone(), value: entry.doorbell });
-        ops.push(Op::Signal(self.end.clone()));
+        ops.push(Op::Signal(self.end.source()));
     }
 
     /// The completion of request `n`.
     pub(crate) fn completion(&self, n: u64) -> Completion {
-        Completion { end: self.end.clone(), n }
+        Completion { end: self.end.clone(), n, life: self.end.tracker.life() }
     }
 
     /// Tells the device that a stream which cannot signal will ring up to the end of `range`.
@@ -258,7 +257,7 @@ impl SendQueue {
     pub(crate) fn reset(&self) {
         // What completed before the reset still counts; after this nothing more arrives.
         self.end.cq.reap();
-        let lost = self.end.tracker.lock().reset();
+        let lost = self.end.tracker.reset();
         self.record.atomic().store(0, Ordering::Release);
         self.end.cq.forget(&self.end.tracker, lost);
     }

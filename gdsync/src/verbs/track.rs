@@ -1,7 +1,7 @@
 //! What a queue remembers of its work requests between posting and completion.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -54,6 +54,8 @@ pub(crate) struct Tracker {
     pub(crate) qpn: u32,
     pub(crate) is_send: bool,
     health: Arc<Health>,
+    /// Resets so far.
+    life: AtomicUsize,
     state: Mutex<Track>,
 }
 
@@ -74,6 +76,8 @@ pub(crate) struct Track {
     /// Where the oldest request not yet completed begins.
     pub(crate) tail: u64,
     pub(crate) owner: Owner,
+    /// Requests completed at each reset: later numbers of that life were given again.
+    lives: Vec<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -104,8 +108,9 @@ impl Tracker {
             head: 0,
             tail: 0,
             owner: Owner::Nobody,
+            lives: Vec::new(),
         };
-        Arc::new(Self { qpn, is_send, health, state: Mutex::new(state) })
+        Arc::new(Self { qpn, is_send, health, life: AtomicUsize::new(0), state: Mutex::new(state) })
     }
 
     pub(crate) fn name(&self) -> &'static str {
@@ -130,6 +135,25 @@ impl Tracker {
     pub(crate) fn is_prepared(&self) -> bool {
         let track = self.lock();
         track.posted > track.rung
+    }
+
+    /// Resets so far.
+    pub(crate) fn life(&self) -> usize {
+        self.life.load(Ordering::Acquire)
+    }
+
+    /// Whether request `n` of a former life was lost in a reset.
+    pub(crate) fn is_lost(&self, n: u64, life: usize) -> bool {
+        life != self.life() && self.lock().lives.get(life).is_some_and(|&retired| n >= retired)
+    }
+
+    /// After a reset: the ring starts at 0 again, what was outstanding is forgotten. Returns how many that were.
+    pub(crate) fn reset(&self) -> u64 {
+        let mut track = self.lock();
+        let retired = track.retired;
+        track.lives.push(retired);
+        self.life.store(track.lives.len(), Ordering::Release);
+        track.reset()
     }
 
     pub(crate) fn is_cancelled(&self, n: u64) -> bool {
@@ -208,8 +232,7 @@ impl Track {
         self.retired == self.rung
     }
 
-    /// After a reset: the ring starts at 0 again, what was outstanding is forgotten. Returns how many that were.
-    pub(crate) fn reset(&mut self) -> u64 {
+    fn reset(&mut self) -> u64 {
         let lost = self.posted - self.retired;
         self.posted = self.retired;
         self.rung = self.retired;
