@@ -1,0 +1,268 @@
+//! Fetching WQEs and cutting messages into packets.
+
+use smallvec::SmallVec;
+
+use super::{Kind, Pending};
+use crate::hca::low16;
+use crate::hca::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
+use crate::hca::qp::{Env, SoftQp, Wqe};
+use crate::hca::wire::Piece;
+use crate::mlx5::{self, DataSeg, DecodedOp, DecodedPayload, Syndrome};
+use crate::verbs::QpState;
+
+/// Sends in progress at once; more wait in the ring.
+const MAX_PENDING: usize = 256;
+/// Packets under way at once.
+const WINDOW: i32 = 64;
+
+/// What became of a fetch.
+enum Admit {
+    /// It may be sent.
+    Ready(DecodedOp),
+    /// It is to complete with an error.
+    Failed,
+    /// READs in progress must end first.
+    Stall,
+}
+
+impl SoftQp {
+    /// Sends what may be sent and completes what is complete. Returns whether anything happened.
+    pub(crate) fn advance(&mut self, env: &mut Env<'_>) -> bool {
+        if self.state != QpState::RTS || self.req.rnr_until.is_some() {
+            return false;
+        }
+        let mut worked = false;
+        loop {
+            let i = self.req.unsent;
+            let wqe;
+            let op;
+            if i < self.req.pending.len() {
+                if self.req.pending[i].error.is_some() {
+                    break;
+                }
+                // Some of it was sent before. It was checked then, but a careless owner may have overwritten it.
+                wqe = self.fetch(self.req.pending[i].begin);
+                op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).unwrap_or(DecodedOp::Nop);
+            } else if self.req.head < self.req.target && i < MAX_PENDING {
+                wqe = self.fetch(self.req.head);
+                match self.admit(&wqe, env) {
+                    Admit::Ready(fresh) => op = fresh,
+                    Admit::Failed => {
+                        worked = true;
+                        break;
+                    }
+                    Admit::Stall => break,
+                }
+                worked = true;
+            } else {
+                break;
+            }
+            let before = self.req.pending[i].sent;
+            let complete = self.transmit(i, &wqe, &op, env);
+            if let Some(p) = self.req.pending.get(i) {
+                worked |= p.sent != before;
+            }
+            if !complete {
+                break;
+            }
+            self.req.unsent += 1;
+        }
+        self.retire(env) || worked
+    }
+
+    /// Checks a fetched WQE and takes it into progress.
+    fn admit(&mut self, wqe: &Wqe, env: &mut Env<'_>) -> Admit {
+        let (op, kind, len, error) = match self.inspect(wqe, env) {
+            Ok((op, kind, len)) => (op, kind, len, None),
+            Err(syndrome) => (DecodedOp::Nop, Kind::Message, 0, Some(syndrome)),
+        };
+        let reads = self.req.reads;
+        let is_read = matches!(kind, Kind::Read | Kind::Atomic);
+        if (is_read && reads >= self.req.max_reads.max(1)) || (wqe.ctrl.fence() && reads > 0) {
+            return Admit::Stall;
+        }
+        env.stats.wqes += 1;
+        let packets = if kind == Kind::Nop { 0 } else { segments(len) };
+        let pending = Pending {
+            begin: self.req.head,
+            index: wqe.ctrl.index,
+            opcode: wqe.ctrl.opcode,
+            kind,
+            completes: wqe.ctrl.always_completes(),
+            len,
+            psn: self.req.next_psn,
+            packets,
+            sent: 0,
+            done: 0,
+            error: error.or(env.faults.next_send()),
+        };
+        let failed = pending.error.is_some();
+        self.req.push(pending, wqe.blocks());
+        if failed { Admit::Failed } else { Admit::Ready(op) }
+    }
+
+    /// What a WQE asks for and how many bytes it moves, or how it must fail.
+    fn inspect(&self, wqe: &Wqe, env: &mut Env<'_>) -> Result<(DecodedOp, Kind, usize), Syndrome> {
+        let stale = wqe.ctrl.index != low16(self.req.head) || wqe.ctrl.qpn != self.qpn;
+        if stale {
+            env.stats.violation("a doorbell exposed a WQE of another index or QP: it was not written yet");
+            return Err(Syndrome::LOC_QP_OP_ERR);
+        }
+        if env.strict
+            && let Some(what) = mlx5::strict_violations(&wqe.ctrl, wqe.as_bytes())
+        {
+            env.stats.violation(what);
+            return Err(Syndrome::LOC_QP_OP_ERR);
+        }
+        let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|error| {
+            tracing::debug!(qpn = self.qpn, %error, "software HCA: malformed WQE");
+            error.syndrome()
+        })?;
+        let (kind, len) = match &op {
+            DecodedOp::Nop => (Kind::Nop, 0),
+            DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => match payload {
+                DecodedPayload::Inline(range) => (Kind::Message, range.len()),
+                DecodedPayload::Sges(list) => (Kind::Message, list.total_bytes() as usize),
+            },
+            DecodedOp::Read { sges, .. } => {
+                for sge in sges.iter(wqe.as_bytes()) {
+                    self.local(&sge, true, env)?;
+                }
+                (Kind::Read, sges.total_bytes() as usize)
+            }
+            DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. } => {
+                self.local(result, true, env)?;
+                (Kind::Atomic, 8)
+            }
+        };
+        Ok((op, kind, len))
+    }
+
+    pub(super) fn local<'k>(&self, sge: &DataSeg, write: bool, env: &Env<'k>) -> Result<Piece<'k>, Syndrome> {
+        let len = sge.len as usize;
+        let (memory, offset) = env.keys.local(sge.lkey, self.request.pdn, sge.addr, len, write)?;
+        Ok(Piece { memory, offset, len })
+    }
+
+    /// Sends packets of pending send `i` until all are out (true) or no more can be sent now.
+    fn transmit(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> bool {
+        let bytes = wqe.as_bytes();
+        let Some(remote) = self.remote else { return false };
+        let p = &self.req.pending[i];
+        let (len, begin, packets) = (p.len, p.psn, p.packets);
+        let next = |p: &Pending| p.psn.wrapping_add(p.sent);
+        while self.req.pending[i].sent < packets {
+            let p = &self.req.pending[i];
+            let psn = next(p);
+            if ahead(psn, self.req.oldest_psn()) >= WINDOW {
+                return false;
+            }
+            let offset = p.sent as usize * SEGMENT;
+            let size = SEGMENT.min(len - offset);
+            let is_last = p.sent + 1 == packets;
+            let mut header = Header::new(PacketOp::SEND, remote.qpn, self.qpn, psn);
+            header.flags =
+                if p.sent == 0 { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
+            header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
+            let mut ext: SmallVec<[u8; 96]> = SmallVec::new();
+            let mut pieces: SmallVec<[Piece<'_>; 4]> = SmallVec::new();
+            let mut immediate = |imm: Option<u32>| {
+                if let Some(imm) = imm {
+                    header.flags |= packet::IMM;
+                    header.imm = imm;
+                }
+            };
+            let mut step = 1;
+            let gathered = match op {
+                // A message that is no longer what it was.
+                DecodedOp::Nop => Err(Syndrome::LOC_QP_OP_ERR),
+                DecodedOp::Send { payload, imm } => {
+                    immediate(*imm);
+                    self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)
+                }
+                DecodedOp::Write { remote, payload, imm } => {
+                    immediate(*imm);
+                    header.op = PacketOp::WRITE;
+                    header.rkey = remote.rkey;
+                    ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
+                    self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)
+                }
+                DecodedOp::Read { remote, .. } => {
+                    header.op = PacketOp::READ;
+                    header.rkey = remote.rkey;
+                    header.len = u32::try_from(len - offset).expect("messages are at most 1 GiB");
+                    ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
+                    step = packets - p.sent;
+                    Ok(())
+                }
+                DecodedOp::CompareSwap { remote, compare, swap, .. } => {
+                    header.op = PacketOp::COMPARE_SWAP;
+                    header.rkey = remote.rkey;
+                    [remote.addr, *compare, *swap]
+                        .iter()
+                        .for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
+                    Ok(())
+                }
+                DecodedOp::FetchAdd { remote, add, .. } => {
+                    header.op = PacketOp::FETCH_ADD;
+                    header.rkey = remote.rkey;
+                    [remote.addr, *add, 0].iter().for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
+                    Ok(())
+                }
+            };
+            if let Err(syndrome) = gathered {
+                self.req.pending[i].error = Some(syndrome);
+                return false;
+            }
+            debug_assert!(ahead(psn, begin) >= 0);
+            if header.op == PacketOp::SEND || header.op == PacketOp::WRITE {
+                header.len = u32::try_from(size).expect("a packet is short");
+            }
+            let sent = env.links.send(self.link, &header, &ext, &pieces, self.packets, env.faults, env.stats);
+            if !sent {
+                return false;
+            }
+            self.packets += 1;
+            self.req.pending[i].sent += step;
+        }
+        true
+    }
+
+    /// Collects `len` bytes of a payload from `offset` on: inline bytes into `ext`, others as pieces.
+    #[expect(clippy::too_many_arguments, reason = "two outputs, two inputs, one range, one environment")]
+    fn gather<'k>(
+        &self,
+        payload: &DecodedPayload,
+        wqe: &[u8],
+        mut offset: usize,
+        mut len: usize,
+        ext: &mut SmallVec<[u8; 96]>,
+        pieces: &mut SmallVec<[Piece<'k>; 4]>,
+        env: &Env<'k>,
+    ) -> Result<(), Syndrome> {
+        match payload {
+            DecodedPayload::Inline(range) => {
+                let data = wqe.get(range.clone()).and_then(|d| d.get(offset..offset + len));
+                ext.extend_from_slice(data.ok_or(Syndrome::LOC_LEN_ERR)?);
+            }
+            DecodedPayload::Sges(list) => {
+                for sge in list.iter(wqe) {
+                    if len == 0 {
+                        break;
+                    }
+                    // The whole SGE must be allowed, as a card checks it, also where only a part is sent now.
+                    let piece = self.local(&sge, false, env)?;
+                    if offset >= piece.len {
+                        offset -= piece.len;
+                        continue;
+                    }
+                    let take = len.min(piece.len - offset);
+                    pieces.push(Piece { offset: piece.offset + offset, len: take, ..piece });
+                    offset = 0;
+                    len -= take;
+                }
+            }
+        }
+        Ok(())
+    }
+}
