@@ -116,12 +116,13 @@ impl Engine for HostEngine {
     }
 
     fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        self.shared.block_until(deadline, || self.shared.completed() >= seq)
+        self.shared.block_until(deadline, || self.shared.completed() >= seq, || seq)
     }
 
     /// A failed engine has room: the submission that tries it learns the error.
     fn wait_room(&self, deadline: Instant) -> bool {
-        self.shared.block_until(deadline, || self.shared.failed() || self.shared.has_room())
+        let shared = &self.shared;
+        shared.block_until(deadline, || shared.failed() || shared.has_room(), || shared.completed() + 1)
     }
 
     fn fail(&self, error: Error) {

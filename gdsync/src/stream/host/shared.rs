@@ -34,6 +34,8 @@ struct Submission {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Submission>,
+    /// The smallest count of completed submissions that a sleeping caller waits for: those before wake nobody.
+    awaited: Option<u64>,
     /// The sources of the submission that the thread took: a failure must reach them too.
     running: Vec<Use>,
 }
@@ -116,7 +118,12 @@ impl Shared {
     }
 
     /// Blocks a caller until `done`, which must depend on counters and error only, or until the deadline.
-    pub(super) fn block_until(&self, deadline: Instant, done: impl Fn() -> bool) -> bool {
+    pub(super) fn block_until(
+        &self,
+        deadline: Instant,
+        done: impl Fn() -> bool,
+        count: impl Fn() -> u64,
+    ) -> bool {
         let start = Instant::now();
         let spin = CALLER_SPIN.min(deadline.saturating_duration_since(start));
         loop {
@@ -129,6 +136,7 @@ impl Shared {
         }
         let mut state = self.state.lock();
         while !done() {
+            state.awaited = Some(state.awaited.map_or(count(), |other| other.min(count())));
             if self.done.wait_until(&mut state, deadline).timed_out() {
                 return done();
             }
@@ -172,10 +180,14 @@ impl Shared {
 
     /// For the thread: the submission is over.
     pub(super) fn retire(&self) {
-        let state = self.state.lock();
-        self.completed.store(self.completed() + 1, Ordering::Release);
+        let mut state = self.state.lock();
+        let completed = self.completed() + 1;
+        self.completed.store(completed, Ordering::Release);
+        let is_awaited = state.awaited.take_if(|count| *count <= completed).is_some();
         drop(state);
-        self.done.notify_all();
+        if is_awaited {
+            self.done.notify_all();
+        }
     }
 
     /// For the thread: sleeps for `nap`, or until released.
