@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{PATIENCE, hca, loopback, pair, received, reconnect, sent, stream, until};
+use common::{PATIENCE, Side, connect, hca, loopback, pair, received, reconnect, sent, stream, until};
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
@@ -190,4 +190,27 @@ fn a_completion_swept_away_by_a_reset_says_so() {
     assert!(matches!(lost.status(), Err(Error::Reset { .. })));
     assert!(matches!(Batch::new().wait(&lost), Err(Error::Reset { .. })));
     assert_eq!(done.status().unwrap().unwrap().wr_id, 1);
+}
+
+/// What a stream had claimed of a queue pair that was then destroyed was never polled from the next one.
+#[test]
+fn a_completion_queue_outlives_the_claims_of_a_stream_that_gave_up() {
+    let context = hca();
+    let cq = context.create_cq(4).unwrap();
+    let (a, b) = connect(Side::new(&context, 64, |q| q.send_cq(&cq)), Side::new(&context, 64, |q| q));
+    let s = stream("hopeless");
+    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    s.wait_value32(&gate, 1, Cond::Geq).unwrap();
+    for _ in 0..2 {
+        s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap();
+    }
+    s.wait_send(&a.qp).unwrap();
+    s.abort();
+    s.synchronize(PATIENCE).unwrap_err();
+    drop((a, s));
+    let (a, _b) = connect(Side::new(&context, 64, |q| q.send_cq(&cq)), Side::new(&context, 64, |q| q));
+    for id in 0..20 {
+        a.qp.post_send(&[SendWr::nop().id(id)]).unwrap();
+        assert_eq!(cq.wait(PATIENCE).unwrap().ok().unwrap().wr_id, id);
+    }
 }

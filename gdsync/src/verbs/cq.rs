@@ -423,6 +423,10 @@ impl CqInner {
                 slot.taken = Taken::Done;
             }
         }
+        for n in state.reaped..state.claim_next {
+            state.slots[self.index(n)].taken = Taken::No;
+        }
+        state.claim_next = state.claim_next.min(state.reaped).max(state.poll_next);
         state.in_stream = 0;
     }
 
@@ -434,7 +438,7 @@ impl CqInner {
             self.abandon(&mut state);
         }
         self.unreserve(lost);
-        let CqState { slots, released, freed, reaped, poll_next, claim_next, .. } = &mut *state;
+        let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
             let slot = &mut slots[self.index(n)];
             let of_queue = slot.wc.is_none_or(|wc| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
@@ -442,11 +446,6 @@ impl CqInner {
                 slot.taken = Taken::Done;
             }
         }
-        // A wait for all sends has taken these in advance.
-        for n in *reaped..*claim_next {
-            slots[self.index(n)].taken = Taken::No;
-        }
-        *claim_next = (*claim_next).min(*reaped).max(*poll_next);
         released.retain(|&n| slots[self.index(n)].taken == Taken::No);
         self.free(&mut state);
     }
