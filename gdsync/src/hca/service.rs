@@ -57,7 +57,7 @@ impl Drop for Service {
         self.stop.store(true, Ordering::Release);
         self.shared.take_over();
         self.shared.bell.ring_hard();
-        if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
+        if let Some(thread) = self.thread.take() {
             // A panic there was reported by the panic hook; there is nobody to return it to.
             let _ = thread.join();
         }

@@ -8,7 +8,7 @@ pub struct HcaStats {
     pub doorbells: u64,
     /// Send WQEs fetched.
     pub wqes: u64,
-    /// Packets sent, without injected faults.
+    /// Packets sent, among them those that a fault plan dropped or holds back.
     pub packets_sent: u64,
     /// Packets received.
     pub packets_received: u64,

@@ -31,9 +31,12 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 pub use batch::Batch;
+#[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 pub use host::HostStreamConfig;
-pub use op::{Cond, Op, Source};
+pub use op::Cond;
+#[doc(hidden)]
+pub use op::{Op, Source};
 pub use prepared::{PreparedSend, PreparedWait};
 
 use crate::error::{Error, Result};

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::completion::Completion;
 use super::end::QueueEnd;
-use super::track::{Entry, Track};
+use super::track::Entry;
 use super::wr::RecvWr;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
@@ -36,7 +36,6 @@ impl RecvQueue {
     }
 
     pub(crate) fn post(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
-        self.end.qp.check_post("post_recv")?;
         let result = self.post_all(wrs);
         // A device that has already given up on the queue pair has to flush them.
         self.end.qp.provider.ring(self.end.qp.qpn);
@@ -46,13 +45,11 @@ impl RecvQueue {
     fn post_all(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let mut last = None;
         for wr in wrs {
-            let first = self.post_one(&mut self.end.tracker.lock(), wr);
-            last = Some(match first {
+            last = Some(match self.post_one(wr) {
                 Err(Error::QueueFull { .. }) => {
                     self.end.qp.provider.progress();
                     self.end.cq.reap();
-                    self.end.qp.check_post("post_recv")?;
-                    self.post_one(&mut self.end.tracker.lock(), wr)?
+                    self.post_one(wr)?
                 }
                 other => other?,
             });
@@ -60,7 +57,10 @@ impl RecvQueue {
         Ok(last)
     }
 
-    fn post_one(&self, track: &mut Track, wr: &RecvWr<'_>) -> Result<u64> {
+    fn post_one(&self, wr: &RecvWr<'_>) -> Result<u64> {
+        let mut track = self.end.tracker.lock();
+        // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
+        self.end.qp.check_post("post_recv")?;
         let qpn = self.end.qp.qpn;
         let begin = track.head;
         if begin - track.tail >= self.entries || !track.has_entry() {

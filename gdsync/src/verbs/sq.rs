@@ -90,15 +90,17 @@ impl SendQueue {
 
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
     fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
-        self.end.qp.check_post("post_send")?;
-        // A statement of its own, so that the lock is free again when completions are taken.
-        let first = f(&mut self.end.tracker.lock());
-        match first {
+        let attempt = || {
+            let mut track = self.end.tracker.lock();
+            // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
+            self.end.qp.check_post("post_send")?;
+            f(&mut track)
+        };
+        match attempt() {
             Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
                 self.provider().progress();
                 self.end.cq.reap();
-                self.end.qp.check_post("post_send")?;
-                f(&mut self.end.tracker.lock())
+                attempt()
             }
             other => other,
         }
@@ -177,8 +179,8 @@ impl SendQueue {
         for n in range.clone() {
             let entry = *track.entry(n);
             // In the ring a later doorbell may pass over it: it must do nothing and complete once.
-            self.store(entry.begin, &mlx5::nop_like(self.end.qp.qpn, low16(entry.begin), entry.ds));
             let nop = mlx5::nop_like(self.end.qp.qpn, low16(entry.begin), entry.ds);
+            self.store(entry.begin, &nop);
             let first8 = *nop.first_chunk().expect("a control segment has 16 bytes");
             let slot = track.entry_mut(n);
             slot.cancelled = true;
