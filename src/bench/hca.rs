@@ -2,13 +2,14 @@
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
-use gdasync::gdsync::verbs::{Context, QpAddress};
+use gdasync::gdsync::verbs::{Context, Device, QpAddress};
 use gdasync::measure::{Machine, Micros, Samples, process_cpu};
 use gdasync::mp::Communicator;
 use indicatif::ProgressBar;
@@ -51,6 +52,9 @@ struct Row {
     ratio: f64,
 }
 
+/// Every test runs in so many slices, by turns with the others: what the cores of a virtual machine cost each other changes
+/// from one second to the next, and a ratio must not compare two such moments.
+const SLICES: u64 = 20;
 const FLOOR_THREADS: &str = "floor: two threads, one cache line";
 const FLOOR_PROCESSES: &str = "floor: two processes, one cache line";
 
@@ -128,33 +132,45 @@ impl Run<'_> {
     }
 
     fn in_process(&mut self) -> Result<()> {
-        let (rounds, timeout) = (self.options.rounds, self.timeout);
+        let (slice, timeout) = (self.options.rounds / SLICES, self.timeout);
         let line = Memory::alloc(64)?;
-        let samples = Self::both(|serves| floor::bounce(line.atomic64(0)?, serves, rounds, timeout))?;
-        self.row(FLOOR_THREADS, samples.micros(2), FLOOR_THREADS);
-        let context = self.comm.context().clone();
-        let name = "one process: posted by the CPU";
-        for (connected, name, baseline) in [
-            (1, name, FLOOR_THREADS),
-            (64, "the same with 64 connected QPs, one active", name),
-            (1024, "the same with 1024 connected QPs, one active", name),
-        ] {
-            let idle: Vec<_> = (1..connected).map(|_| self.pair(&context)).collect::<Result<_>>()?;
-            let (a, b) = self.pair(&context)?;
-            a.prepare(64)?;
-            b.prepare(64)?;
-            let samples = Self::both(|serves| if serves { &a } else { &b }.cpu(serves, rounds))?;
-            self.row(name, samples.micros(2), baseline);
-            drop(idle);
+        let one = "one process: posted by the CPU";
+        let names = [
+            (FLOOR_THREADS, FLOOR_THREADS),
+            (one, FLOOR_THREADS),
+            ("the same with 64 connected QPs, one active", one),
+            ("the same with 1024 connected QPs, one active", one),
+            ("one process: triggered by streams", FLOOR_THREADS),
+        ];
+        // Each on an HCA of its own, so that only its own queue pairs are there.
+        let mut connected = Vec::new();
+        for qps in [1, 64, 1024] {
+            let context = Device::find(None)?.open()?;
+            let pairs = (0..qps).map(|_| self.pair(&context)).collect::<Result<Vec<_>>>()?;
+            pairs[0].0.prepare(64)?;
+            pairs[0].1.prepare(64)?;
+            connected.push(pairs);
         }
-        let (a, b) = self.pair(&context)?;
+        let (a, b) = self.pair(self.comm.context())?;
         let streams = [self.stream("ping")?, self.stream("pong")?];
-        a.prepare(Link::stream_receives(rounds))?;
-        b.prepare(Link::stream_receives(rounds))?;
-        let samples = Self::both(|serves| {
-            if serves { a.stream(&streams[0], true, rounds) } else { b.stream(&streams[1], false, rounds) }
-        })?;
-        self.row("one process: triggered by streams", samples.micros(2), FLOOR_THREADS);
+        let mut samples: [Samples; 5] = Default::default();
+        for _ in 0..SLICES {
+            samples[0]
+                .append(&Self::both(|serves| floor::bounce(line.atomic64(0)?, serves, slice, timeout))?);
+            for (pairs, samples) in connected.iter().zip(&mut samples[1..]) {
+                let (a, b) = &pairs[0];
+                samples.append(&Self::both(|serves| if serves { a } else { b }.cpu(serves, slice))?);
+            }
+            a.prepare(Link::stream_receives(slice))?;
+            b.prepare(Link::stream_receives(slice))?;
+            samples[4].append(&Self::both(|serves| {
+                if serves { a.stream(&streams[0], true, slice) } else { b.stream(&streams[1], false, slice) }
+            })?);
+            line.atomic64(0)?.store(0, Ordering::Release);
+        }
+        for ((name, baseline), samples) in names.into_iter().zip(&samples) {
+            self.row(name, samples.micros(2), baseline);
+        }
         Ok(())
     }
 
@@ -181,28 +197,31 @@ impl Run<'_> {
         let line = floor::map(&opened)?;
         self.comm.barrier(timeout)?;
         drop(file);
-        let samples = floor::bounce(line.atomic64(0)?, serves, rounds, timeout)?;
-        self.row(FLOOR_PROCESSES, samples.micros(2), FLOOR_PROCESSES);
-
-        let link = self.across()?;
-        link.prepare(64)?;
-        self.comm.barrier(timeout)?;
-        let samples = link.cpu(serves, rounds)?;
-        self.row("two processes: posted by the CPU", samples.micros(2), FLOOR_PROCESSES);
-        self.comm.barrier(timeout)?;
-        let each = link.rate(serves, rounds)?.as_secs_f64() * 1e6;
-        self.row(
-            "two processes: one message of many",
-            Micros { min: each, p50: each, p99: each },
-            FLOOR_PROCESSES,
-        );
-
-        let link = self.across()?;
+        let (cpu, rate, streamed) = (self.across()?, self.across()?, self.across()?);
         let stream = self.stream("ping")?;
-        link.prepare(Link::stream_receives(rounds))?;
-        self.comm.barrier(timeout)?;
-        let samples = link.stream(&stream, serves, rounds)?;
-        self.row("two processes: triggered by streams", samples.micros(2), FLOOR_PROCESSES);
+        cpu.prepare(64)?;
+        rate.prepare(64)?;
+        let slice = rounds / SLICES;
+        let mut samples: [Samples; 4] = Default::default();
+        for _ in 0..SLICES {
+            self.comm.barrier(timeout)?;
+            samples[0].append(&floor::bounce(line.atomic64(0)?, serves, slice, timeout)?);
+            samples[1].append(&cpu.cpu(serves, slice)?);
+            samples[2].add(2 * rate.rate(serves, slice)?);
+            streamed.prepare(Link::stream_receives(slice))?;
+            self.comm.barrier(timeout)?;
+            samples[3].append(&streamed.stream(&stream, serves, slice)?);
+            line.atomic64(0)?.store(0, Ordering::Release);
+        }
+        let names = [
+            FLOOR_PROCESSES,
+            "two processes: posted by the CPU",
+            "two processes: one message of many",
+            "two processes: triggered by streams",
+        ];
+        for (name, samples) in names.into_iter().zip(&samples) {
+            self.row(name, samples.micros(2), FLOOR_PROCESSES);
+        }
         Ok(())
     }
 

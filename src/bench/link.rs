@@ -131,35 +131,44 @@ impl Link {
         rounds.min(2 * AHEAD)
     }
 
+    /// Takes send completions until at most `left` of the `under_way` are left.
+    fn drain(&self, under_way: &mut u64, left: u64) -> Result<()> {
+        loop {
+            match self.qp.poll_send() {
+                Some(wc) => {
+                    wc.ok()?;
+                    *under_way -= 1;
+                }
+                None if *under_way <= left => return Ok(()),
+                None => self.qp.check()?,
+            }
+        }
+    }
+
     /// Sends (or receives) `count` messages of 8 bytes as fast as the window lets it; returns the time of one.
     pub(super) fn rate(&self, sends: bool, count: u64) -> Result<Duration> {
         let start = Instant::now();
-        if !sends {
-            for _ in 0..count {
+        let mut under_way = 0;
+        for n in 0..count {
+            if sends {
+                self.send(n)?;
+                under_way += 1;
+                self.drain(&mut under_way, WINDOW - 1)?;
+            } else {
                 self.received()?;
                 self.receive()?;
             }
+        }
+        // The receiver tells when it has them all.
+        if sends {
+            self.received()?;
+            self.receive()?;
+        } else {
             self.send(0)?;
-            return Ok(start.elapsed() / u32::try_from(count)?);
+            under_way = 1;
         }
-        let mut under_way = 0;
-        for n in 0..count {
-            self.send(n)?;
-            under_way += 1;
-            while let Some(wc) = self.qp.poll_send() {
-                wc.ok()?;
-                under_way -= 1;
-            }
-            while under_way >= WINDOW {
-                if let Some(wc) = self.qp.poll_send() {
-                    wc.ok()?;
-                    under_way -= 1;
-                } else {
-                    self.qp.check()?;
-                }
-            }
-        }
-        self.received()?;
-        Ok(start.elapsed() / u32::try_from(count)?)
+        let time = start.elapsed() / u32::try_from(count)?;
+        self.drain(&mut under_way, 0)?;
+        Ok(time)
     }
 }

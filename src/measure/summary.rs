@@ -31,6 +31,11 @@ impl Samples {
         self.0.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
+    /// Adds all times of another collection.
+    pub fn append(&mut self, other: &Samples) {
+        self.0 += &other.0;
+    }
+
     /// The number of times collected.
     pub fn count(&self) -> u64 {
         self.0.len()
