@@ -58,3 +58,6 @@ pub mod stream;
 pub mod verbs;
 
 pub use error::{Error, Result};
+
+/// Version of this crate, as `major.minor.patch`.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");

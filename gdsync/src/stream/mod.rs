@@ -14,6 +14,9 @@
 //! | `gds_post_send`, `gds_post_recv` | [`Qp::post_send`], [`Qp::post_recv`] |
 //! | `gds_create_qp`, `gds_destroy_qp` | [`Pd::build_qp`](crate::verbs::Pd::build_qp), dropping the [`Qp`] |
 //! | `gds_alloc_mapped_memory` | [`Memory::alloc`](crate::memory::Memory::alloc) |
+//! | `gds_query_param`, `GDS_API_VERSION` | [`VERSION`](crate::VERSION) |
+//! | `GDS_CREATE_QP_*_ON_GPU`, `GDS_WAIT_POST_FLUSH_REMOTE` | with CUDA streams, not yet |
+//! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | with kernel-initiated posting, not yet |
 
 mod batch;
 mod engine;
