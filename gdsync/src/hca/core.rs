@@ -171,6 +171,13 @@ impl Core {
         }
     }
 
+    /// Looks at this doorbell no more: the queue pair was reset, what was announced will not be rung.
+    pub(crate) fn unwatch(&mut self, qpn: u32) {
+        if let Some(i) = self.find(qpn) {
+            self.watched.retain(|&(w, _)| w != i);
+        }
+    }
+
     /// Whether a doorbell may be written that nobody tells us of.
     pub(crate) fn is_watching(&self) -> bool {
         !self.watched.is_empty()

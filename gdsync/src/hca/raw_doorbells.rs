@@ -196,3 +196,12 @@ fn a_writer_thread_is_never_missed() {
     gpu.join().unwrap();
     assert_eq!(raw.hca.stats().wqes, 2000);
 }
+
+#[test]
+fn a_reset_ends_the_watch() {
+    let raw = Raw::new();
+    raw.hca.watch(raw.qp.qpn, 1);
+    assert!(raw.hca.is_watching());
+    raw.hca.modify_qp(raw.qp.qpn, &QpAttr::to(QpState::RESET), PATIENCE).unwrap();
+    assert!(!raw.hca.is_watching(), "what was announced will not be rung");
+}

@@ -163,6 +163,12 @@ impl SoftHca {
         result
     }
 
+    /// Whether a doorbell is watched.
+    #[cfg(test)]
+    pub(super) fn is_watching(&self) -> bool {
+        self.with(|core| core.is_watching())
+    }
+
     /// The link to `peer`, made if there is none.
     fn link(&self, peer: Gid, timeout: Duration) -> Result<usize> {
         if peer == self.shared.gid {
@@ -256,7 +262,12 @@ impl Provider for SoftHca {
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
-        let result = self.with(|core| core.with_qp(qpn, |qp, env| qp.modify(attr, link, env)));
+        let result = self.with(|core| {
+            if attr.state == Some(QpState::RESET) {
+                core.unwatch(qpn);
+            }
+            core.with_qp(qpn, |qp, env| qp.modify(attr, link, env))
+        });
         result.unwrap_or_else(|| Err(Error::invalid("QPN", qpn, "a queue pair of this HCA")))
     }
 
