@@ -149,6 +149,23 @@ pub enum Error {
     /// A work request failed, or was flushed because an earlier one had.
     #[error(transparent)]
     Completion(#[from] CompletionError),
+    /// A CQE is not what the queue's bookkeeping expects; nothing after it can be trusted.
+    #[error(
+        "the {queue} queue of QP {qpn:#x} got a CQE for WQE {counter:#x} (format {format}) where {expected:#x} was next; \
+         check that nobody else uses the queue, and that CQE compression and scatter-to-CQE are off"
+    )]
+    UnexpectedCqe {
+        /// The queue pair.
+        qpn: u32,
+        /// "send" or "receive".
+        queue: &'static str,
+        /// The WQE the CQE names.
+        counter: u16,
+        /// The WQE that was next.
+        expected: u16,
+        /// Where the CQE says the payload is; 0 is memory.
+        format: u8,
+    },
     /// The library put this queue pair into the error state.
     #[error("QP {qpn:#x} was stopped: {reason}")]
     QpStopped {

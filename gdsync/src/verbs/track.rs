@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
+use super::sq::low16;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES};
@@ -196,6 +197,12 @@ impl Tracker {
         if let Err(error) = wc.ok() {
             self.health.record(error.into());
         }
+        // Payload in the CQE, compression, or a CQE of another request: what was counted on does not hold.
+        if cqe.format != 0 || cqe.wqe_counter != low16(entry.begin) {
+            let (queue, expected) = (self.name(), low16(entry.begin));
+            let (counter, format) = (cqe.wqe_counter, cqe.format);
+            self.health.record(Error::UnexpectedCqe { qpn: self.qpn, queue, counter, expected, format });
+        }
         Some((wc, entry.cancelled))
     }
 }
@@ -240,5 +247,23 @@ impl Track {
         self.tail = 0;
         self.owner = Owner::Nobody;
         lost
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_completion_of_another_request_or_format_breaks_the_queue() {
+        let good = Cqe { qpn: 5, wqe_counter: 0, ..Cqe::default() };
+        let bad = [Cqe { wqe_counter: 1, ..good }, Cqe { format: 1, ..good }];
+        for (cqe, fine) in [(good, true), (bad[0], false), (bad[1], false)] {
+            let health = Arc::new(Health::default());
+            let tracker = Tracker::new(5, true, 2, health.clone());
+            tracker.lock().push(Entry { end: 1, ..Entry::default() });
+            assert!(tracker.complete(&cqe).is_some());
+            assert_eq!(health.check().is_ok(), fine, "{:?}", health.check());
+        }
     }
 }
