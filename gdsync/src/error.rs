@@ -188,14 +188,6 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
-    /// The completion queue lost completions.
-    #[error("CQ {cqn:#x} overran: {depth} entries were not enough; build it larger or poll it more often")]
-    CqOverrun {
-        /// The completion queue.
-        cqn: u32,
-        /// Its entries.
-        depth: u64,
-    },
     /// The stream holds as many pending submissions as it may.
     #[error(
         "stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline"

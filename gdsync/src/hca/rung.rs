@@ -32,6 +32,11 @@ impl Rung {
         note::leave(&self.note);
     }
 
+    /// As [`Rung::is_noted`], for those who only look whether a step is worth while: a note they miss is the holder's.
+    pub(crate) fn looks_noted(&self) -> bool {
+        self.note.load(Ordering::Relaxed) != 0
+    }
+
     /// Whether there may be any.
     pub(crate) fn is_noted(&self) -> bool {
         note::is_left(&self.note)

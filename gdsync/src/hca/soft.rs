@@ -117,7 +117,7 @@ impl Shared {
         self.busy.load(Ordering::Relaxed)
             || self.peeks.any()
             || self.port.has_accepted()
-            || self.rung.is_noted()
+            || self.rung.looks_noted()
     }
 
     /// Runs a step if nobody else does. `None` when somebody does.

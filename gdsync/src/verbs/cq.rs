@@ -286,8 +286,6 @@ impl CqInner {
                 break;
             }
         }
-        // Behind `freed` the slots are those of later completions.
-        state.poll_next = state.poll_next.max(state.freed);
         while found.is_none() && state.poll_next < state.reaped {
             let slot = &mut state.slots[self.index(state.poll_next)];
             state.poll_next += 1;

@@ -54,8 +54,7 @@ impl SendQueue {
     /// Posts requests and rings the doorbell, from the CPU.
     pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         let range = self.with_room(|track| {
-            let free = |t: &Track| matches!(t.owner, Owner::Cpu | Owner::Nobody) || t.is_idle();
-            if !free(track) {
+            if matches!(track.owner, Owner::Stream(_)) && !track.is_idle() {
                 return Err(self.busy(track.owner));
             }
             let range = self.write(track, wrs)?;
