@@ -1,0 +1,1 @@
+//! `mmap` of a CUDA dma-buf.

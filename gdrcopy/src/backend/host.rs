@@ -1,0 +1,1 @@
+//! Plain memory, where there is no GPU.

@@ -1,0 +1,130 @@
+//! The ways to get a CPU mapping of GPU memory: one trait, one module each.
+
+pub(crate) mod dmabuf;
+pub(crate) mod gdrdrv;
+pub(crate) mod host;
+pub(crate) mod rm;
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::cpu_range::CpuRange;
+use crate::error::{Error, Result};
+
+/// How CPU mappings of GPU memory are made, in the order in which [`Gdr::open`](crate::Gdr::open) tries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum BackendKind {
+    /// The kernel module `gdrdrv`, NVIDIA's or ours.
+    Gdrdrv,
+    /// `mmap` of a CUDA dma-buf: CUDA 13.3 and newer, no module.
+    DmaBuf,
+    /// The NVIDIA driver's own resource-manager interface: stock drivers, no module.
+    Rm,
+    /// Plain memory, where there is no GPU.
+    Host,
+}
+
+impl BackendKind {
+    /// All backends, best first.
+    pub const LADDER: [Self; 4] = [Self::Gdrdrv, Self::DmaBuf, Self::Rm, Self::Host];
+
+    /// The name in logs, options and `GDRCOPY_BACKEND`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gdrdrv => "gdrdrv",
+            Self::DmaBuf => "dmabuf",
+            Self::Rm => "rm",
+            Self::Host => "host",
+        }
+    }
+}
+
+impl fmt::Display for BackendKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for BackendKind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::LADDER
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| Error::invalid("backend", name, "gdrdrv, dmabuf, rm or host"))
+    }
+}
+
+/// How the CPU caches a mapping. The numbers are those of GDRCopy's `gdr_mapping_type_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MappingType {
+    /// Stores are combined and weakly ordered, loads are not cached: PCIe BAR1 on x86.
+    WriteCombining = 1,
+    /// Coherent and cached like host memory.
+    Cached = 2,
+    /// Device memory of Arm: no reordering, no unaligned access.
+    Device = 3,
+}
+
+bitflags::bitflags! {
+    /// How to pin.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct PinFlags: u32 {
+        /// Map through PCIe BAR1 also where the platform has a coherent link (`GDR_PIN_FLAG_FORCE_PCIE`).
+        const FORCE_PCIE = 1;
+    }
+}
+
+/// Properties of a backend; numbers of GDRCopy's `gdr_attr_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Attribute {
+    /// 1: a mapping survives the freeing of its memory and shows the old data until unpin.
+    UsePersistentMapping = 1,
+    /// 1: [`PinFlags::FORCE_PCIE`] is understood.
+    SupportPinFlagForcePcie = 2,
+    /// 1: mappings come from `mmap` of a dma-buf.
+    UsingDmaBufMmap = 3,
+}
+
+/// A backend that has been found to work here.
+pub(crate) trait Backend: Send + Sync + fmt::Debug {
+    fn kind(&self) -> BackendKind;
+
+    /// Version of the kernel module, `(major, minor)`.
+    fn driver_version(&self) -> Option<(u16, u16)> {
+        None
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<u32>;
+
+    /// Pins `len` bytes at `addr`, at least one, in any alignment.
+    fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>>;
+}
+
+/// Pinned memory. Dropping it unpins.
+pub(crate) trait Pinned: Send + Sync + fmt::Debug {
+    /// First byte that is pinned, at or before the address asked for.
+    fn va(&self) -> u64;
+
+    /// Bytes pinned from [`va`](Self::va) on.
+    fn pinned_len(&self) -> usize;
+
+    /// Granularity to which the range was rounded, bytes.
+    fn page_size(&self) -> u32;
+
+    /// Maps the first `len` bytes (counted from [`va`](Self::va), rounded up to pages). The caller makes
+    /// sure that there is one mapping at a time and that the pin outlives it.
+    fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange>;
+
+    /// Whether the driver has taken the memory away (the memory was freed and the backend does not hold it).
+    fn invalidated(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Releases the pin, telling what went wrong where a drop can only log it.
+    fn unpin(self: Box<Self>) -> Result<()>;
+}

@@ -1,0 +1,1 @@
+//! No module: the NVIDIA driver's resource-manager interface.

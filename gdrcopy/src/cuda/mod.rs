@@ -1,0 +1,181 @@
+//! The CUDA driver, as far as mappings need it: found at run time, behind a trait so that a simulated
+//! machine can stand in for it.
+
+mod driver;
+mod status;
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+
+pub use status::CudaStatus;
+
+pub(crate) use driver::Driver;
+
+use crate::error::{Error, Result};
+
+/// A GPU that CUDA shows to this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuInfo {
+    /// CUDA device ordinal in this process.
+    pub ordinal: i32,
+    /// PCI address, `domain:bus:device.function` in lower-case hexadecimal, as in `/sys/bus/pci/devices`.
+    pub pci: String,
+    /// Product name.
+    pub name: String,
+}
+
+/// What kind of memory an address belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MemoryKind {
+    /// `cuMemAlloc`, `cudaMalloc`.
+    Malloc,
+    /// `cuMemCreate` and `cuMemMap`.
+    Vmm,
+    /// Stream-ordered pool, `cuMemAllocAsync`.
+    Pool,
+    /// Managed (unified) memory.
+    Managed,
+    /// Host memory known to CUDA.
+    Host,
+    /// Unknown to CUDA, or freed.
+    Unknown,
+}
+
+/// What CUDA knows of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PointerInfo {
+    /// The kind of memory.
+    pub kind: MemoryKind,
+    /// CUDA device ordinal of the memory.
+    pub device: i32,
+    /// First address of the allocation (of the one `cuMemMap` mapping for VMM memory).
+    pub base: u64,
+    /// Its size, bytes.
+    pub size: usize,
+    /// Number that CUDA gives to no other allocation of this process.
+    pub buffer_id: u64,
+    /// VMM memory that can be exported as a POSIX file descriptor.
+    pub exportable: bool,
+}
+
+/// How [`Cuda::alloc`] makes memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum AllocKind {
+    /// `cuMemAlloc`.
+    #[default]
+    Malloc,
+    /// `cuMemCreate`, exportable and fit for GPUDirect RDMA.
+    Vmm,
+}
+
+/// The CUDA driver. Device numbers are CUDA ordinals. Calls leave the caller's current context as it was
+/// and never wait for the caller's streams.
+pub trait Cuda: Send + Sync + fmt::Debug {
+    /// `cuDriverGetVersion`: 1000 * major + 10 * minor.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn driver_version(&self) -> Result<u32>;
+
+    /// The GPUs of this process.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn devices(&self) -> Result<Vec<GpuInfo>>;
+
+    /// `cuDeviceGetAttribute`; numbers as in `cuda.h`.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn device_attribute(&self, device: i32, attribute: u32) -> Result<i32>;
+
+    /// What lies at an address; an address CUDA does not know is [`MemoryKind::Unknown`], no error.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn pointer(&self, addr: u64) -> Result<PointerInfo>;
+
+    /// `cuIpcGetMemHandle` of the allocation that begins at `base`.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn ipc_handle(&self, base: u64) -> Result<[u8; 64]>;
+
+    /// Exports the physical memory under a VMM address as a file descriptor.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn export_fd(&self, addr: u64) -> Result<OwnedFd>;
+
+    /// `cuMemGetHandleForAddressRange` for a dma-buf; `pcie` forces BAR1.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn dma_buf(&self, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
+
+    /// Allocates GPU memory with `SYNC_MEMOPS` set; aligned to 64 KiB.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], [`Error::Exhausted`].
+    fn alloc(&self, device: i32, len: usize, kind: AllocKind) -> Result<u64>;
+
+    /// Frees what [`Cuda::alloc`] gave.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    ///
+    /// # Safety
+    /// `addr` must come from [`Cuda::alloc`] of this object; nothing may use the memory any more except
+    /// mappings, whose backends say what they show then.
+    unsafe fn free(&self, addr: u64) -> Result<()>;
+
+    /// Copies host memory to GPU memory; the bytes are in place on return, for the GPU and through BAR1.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    ///
+    /// # Safety
+    /// `src` must be readable for `len` bytes.
+    unsafe fn copy_to_device(&self, device: i32, dst: u64, src: *const u8, len: usize) -> Result<()>;
+
+    /// Copies GPU memory to host memory.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    ///
+    /// # Safety
+    /// `dst` must be writable for `len` bytes.
+    unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()>;
+
+    /// `cuFlushGPUDirectRDMAWrites` to the owner's scope: what reached the GPU over PCIe before is visible
+    /// to running kernels afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn flush(&self, device: i32) -> Result<()>;
+}
+
+/// Finds the allocation of a range and refuses what cannot be mapped.
+pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<PointerInfo> {
+    let memory = cuda.pointer(addr)?;
+    let (found, fix) = match memory.kind {
+        MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool => return within(memory, addr, len),
+        MemoryKind::Managed => ("managed memory, which moves", "allocate with cuMemAlloc or cuMemCreate"),
+        MemoryKind::Host => ("host memory", "use it directly; only GPU memory needs a mapping"),
+        MemoryKind::Unknown => (
+            "no CUDA memory of this process",
+            "pass the address of a live allocation; memory of other processes must be opened here first",
+        ),
+    };
+    Err(Error::NotMappable { addr, found, fix })
+}
+
+fn within(memory: PointerInfo, addr: u64, len: usize) -> Result<PointerInfo> {
+    let end = addr.checked_add(len as u64);
+    // A VMM range may go on in the next mapping; its backend follows it.
+    if memory.kind != MemoryKind::Vmm && end.is_none_or(|end| end > memory.base + memory.size as u64) {
+        return Err(Error::BeyondAllocation { addr, len, base: memory.base, size: memory.size });
+    }
+    Ok(memory)
+}

@@ -1,0 +1,140 @@
+//! Simulated GPU memory: physical objects and the addresses under which CUDA shows them.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use crate::cuda::MemoryKind;
+use crate::kernel::check;
+
+/// Allocations of `cuMemAlloc` share objects of this size, as on real GPUs; bytes.
+const BLOCK: usize = 2 << 20;
+/// Alignment of `cuMemAlloc`, bytes.
+const GRAIN: usize = 512;
+
+/// Physical memory of one GPU, alive while somebody holds it.
+#[derive(Debug)]
+pub struct Object {
+    /// The GPU, as a CUDA ordinal.
+    pub gpu: i32,
+    /// Bytes.
+    pub size: usize,
+    file: File,
+}
+
+impl Object {
+    /// Zeroed memory on a GPU.
+    pub fn new(gpu: i32, size: usize) -> io::Result<Arc<Self>> {
+        // SAFETY: a terminated string and flags; nothing else is passed.
+        let fd = check(unsafe { libc::memfd_create(c"gpu-memory".as_ptr(), libc::MFD_CLOEXEC) })?;
+        // SAFETY: just created, owned by nobody else.
+        let file = unsafe { File::from_raw_fd(fd) };
+        file.set_len(size as u64)?;
+        Ok(Arc::new(Self { gpu, size, file }))
+    }
+
+    /// The file to map.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Writes bytes, as the GPU would.
+    pub fn write(&self, offset: usize, data: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(data, offset as u64)
+    }
+
+    /// Reads bytes, as the GPU would.
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(out, offset as u64)
+    }
+}
+
+/// An allocation: an address range that shows a part of an object.
+#[derive(Clone, Debug)]
+pub struct VaRange {
+    /// First address.
+    pub base: u64,
+    /// Bytes.
+    pub len: usize,
+    /// The physical memory.
+    pub object: Arc<Object>,
+    /// Where in the object the range begins.
+    pub offset: usize,
+    /// How it was made.
+    pub kind: MemoryKind,
+    /// Never the same for two allocations.
+    pub buffer_id: u64,
+}
+
+/// All GPU memory of the machine.
+#[derive(Debug)]
+pub struct Memory {
+    gpus: i32,
+    ranges: BTreeMap<u64, VaRange>,
+    /// The object from which small allocations of each GPU come: first address, object, bytes used.
+    open_blocks: BTreeMap<i32, (u64, Arc<Object>, usize)>,
+    next_va: u64,
+    next_id: u64,
+}
+
+impl Memory {
+    pub(super) fn new(gpus: i32) -> Self {
+        let (ranges, open_blocks) = Default::default();
+        // Where the driver puts its allocations on x86.
+        Self { gpus, ranges, open_blocks, next_va: 0x7f40_0000_0000, next_id: 1 }
+    }
+
+    /// How many GPUs there are.
+    pub fn gpus(&self) -> i32 {
+        self.gpus
+    }
+
+    /// Allocates in the manner of `cuMemAlloc` ([`MemoryKind::Malloc`], sharing 2 MiB objects) or, for any
+    /// other kind, as an object of its own.
+    pub fn alloc(&mut self, gpu: i32, len: usize, kind: MemoryKind) -> io::Result<u64> {
+        let wanted = len.max(1).next_multiple_of(GRAIN);
+        let shared = kind == MemoryKind::Malloc && wanted < BLOCK;
+        let (va, object, offset) = match self.open_blocks.get(&gpu) {
+            Some((va, object, used)) if shared && used + wanted <= BLOCK => (*va, object.clone(), *used),
+            _ => {
+                let size = wanted.next_multiple_of(BLOCK);
+                let va = self.next_va;
+                self.next_va += size as u64;
+                (va, Object::new(gpu, size)?, 0)
+            }
+        };
+        if shared {
+            self.open_blocks.insert(gpu, (va, object.clone(), offset + wanted));
+        }
+        Ok(self.insert(va + offset as u64, len, object, offset, kind))
+    }
+
+    /// Shows a part of an object at an address.
+    pub fn insert(
+        &mut self,
+        base: u64,
+        len: usize,
+        object: Arc<Object>,
+        offset: usize,
+        kind: MemoryKind,
+    ) -> u64 {
+        let buffer_id = self.next_id;
+        self.next_id += 1;
+        self.ranges.insert(base, VaRange { base, len, object, offset, kind, buffer_id });
+        base
+    }
+
+    /// Takes an allocation away; its object lives on while somebody else holds it.
+    pub fn free(&mut self, base: u64) -> Option<VaRange> {
+        self.ranges.remove(&base)
+    }
+
+    /// The allocation that contains an address.
+    pub fn find(&self, addr: u64) -> Option<&VaRange> {
+        let (_, range) = self.ranges.range(..=addr).next_back()?;
+        (addr - range.base < range.len as u64).then_some(range)
+    }
+}
