@@ -3,6 +3,7 @@
 //! GPU memory is memory files; a "BAR1 mapping" is a mapping of such a file, so what one side writes the
 //! other reads, freed memory stays while something holds it, and wrong offsets show wrong bytes.
 
+mod kernel;
 mod memory;
 
 use std::collections::HashMap;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
 pub use memory::{Memory, Object, VaRange};
 
 /// The machine. Share it between its CUDA, its kernel and the test that plays with it.
