@@ -5,6 +5,7 @@ pub(crate) mod dmabuf;
 pub(crate) mod gdrdrv;
 pub(crate) mod host;
 pub(crate) mod proof;
+pub(crate) mod reservation;
 pub(crate) mod rm;
 
 use std::fmt;
@@ -126,6 +127,13 @@ pub(crate) trait Allocation: Send + Sync + fmt::Debug {
 
     /// Copies out of it the way the GPU does.
     fn read(&self, offset: usize, out: &mut [u8]) -> Result<()>;
+}
+
+/// Page size of the host, bytes.
+pub(crate) fn host_page() -> usize {
+    // SAFETY: no arguments but a known name.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).expect("POSIX has a page size")
 }
 
 /// Refuses an access that would leave something of `size` bytes.

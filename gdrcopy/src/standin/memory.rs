@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::cuda::MemoryKind;
 use crate::kernel::check;
@@ -69,6 +69,12 @@ pub struct VaRange {
     pub buffer_id: u64,
 }
 
+/// Somebody who is told when CUDA lets go of physical memory: the free callback of `nvidia_p2p_get_pages`.
+pub trait FreeWatcher: Send + Sync + std::fmt::Debug {
+    /// No allocation shows the object any more. Called with the machine's memory locked.
+    fn freed(&self, object: &Arc<Object>);
+}
+
 /// All GPU memory of the machine.
 #[derive(Debug)]
 pub struct Memory {
@@ -78,13 +84,14 @@ pub struct Memory {
     open_blocks: BTreeMap<i32, (u64, Arc<Object>, usize)>,
     next_va: u64,
     next_id: u64,
+    watchers: Vec<Weak<dyn FreeWatcher>>,
 }
 
 impl Memory {
     pub(super) fn new(gpus: i32) -> Self {
-        let (ranges, open_blocks) = Default::default();
+        let (ranges, open_blocks, watchers) = Default::default();
         // Where the driver puts its allocations on x86.
-        Self { gpus, ranges, open_blocks, next_va: 0x7f40_0000_0000, next_id: 1 }
+        Self { gpus, ranges, open_blocks, next_va: 0x7f40_0000_0000, next_id: 1, watchers }
     }
 
     /// How many GPUs there are.
@@ -129,7 +136,26 @@ impl Memory {
 
     /// Takes an allocation away; its object lives on while somebody else holds it.
     pub fn free(&mut self, base: u64) -> Option<VaRange> {
-        self.ranges.remove(&base)
+        let range = self.ranges.remove(&base)?;
+        if !self.ranges.values().any(|other| Arc::ptr_eq(&other.object, &range.object)) {
+            self.watchers.iter().filter_map(Weak::upgrade).for_each(|watcher| watcher.freed(&range.object));
+        }
+        Some(range)
+    }
+
+    /// Tells somebody of every object that is freed from now on.
+    pub fn watch(&mut self, watcher: Weak<dyn FreeWatcher>) {
+        self.watchers.push(watcher);
+    }
+
+    /// The physical memory under an address, and the place in it. It goes on to both sides of an allocation:
+    /// drivers work in pages, so an allocation's neighbours in its first and last page are within reach.
+    pub fn backing(&self, addr: u64) -> Option<(Arc<Object>, usize)> {
+        self.find(addr).into_iter().chain(self.ranges.values()).find_map(|range| {
+            let offset = addr.checked_sub(range.base - range.offset as u64)?;
+            let offset = usize::try_from(offset).ok().filter(|offset| *offset < range.object.size)?;
+            Some((range.object.clone(), offset))
+        })
     }
 
     /// The allocation that contains an address.

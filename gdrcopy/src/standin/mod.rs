@@ -3,16 +3,19 @@
 //! GPU memory is memory files; a "BAR1 mapping" is a mapping of such a file, so what one side writes the
 //! other reads, freed memory stays while something holds it, and wrong offsets show wrong bytes.
 
+mod gdrdrv;
 mod kernel;
 mod memory;
+mod vma;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+pub use gdrdrv::{Gdrdrv, Module};
 pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
-pub use memory::{Memory, Object, VaRange};
+pub use memory::{FreeWatcher, Memory, Object, VaRange};
 
 /// The machine. Share it between its CUDA, its kernel and the test that plays with it.
 #[derive(Debug)]
