@@ -226,7 +226,7 @@ impl Driver {
             let fix = "pass the address of live GPU memory of this process";
             return Err(Error::NotMappable { addr, found: "no GPU memory", fix });
         }
-        Ok(self.context_of(addr, self.gpu(memory.device)?)?.enter(&self.api)?)
+        self.context_of(addr, self.gpu(memory.device)?)?.enter(&self.api)
     }
 }
 
