@@ -128,6 +128,13 @@ pub(crate) trait Allocation: Send + Sync + fmt::Debug {
     fn read(&self, offset: usize, out: &mut [u8]) -> Result<()>;
 }
 
+/// Page size of the host, bytes.
+pub(crate) fn host_page() -> usize {
+    // SAFETY: no arguments but a known name.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).expect("POSIX has a page size")
+}
+
 /// Refuses an access that would leave something of `size` bytes.
 pub(crate) fn inside(offset: usize, len: usize, size: usize) -> Result<()> {
     match offset.checked_add(len) {

@@ -96,6 +96,12 @@ pub struct VaRange {
     pub buffer_id: u64,
 }
 
+/// Somebody who is told when CUDA lets go of physical memory: the free callback of `nvidia_p2p_get_pages`.
+pub trait FreeWatcher: Send + Sync + std::fmt::Debug {
+    /// No allocation shows the object any more. Called with the machine's memory locked.
+    fn freed(&self, object: &Arc<Object>);
+}
+
 /// All GPU memory of the machine.
 #[derive(Debug)]
 pub struct Memory {
@@ -108,14 +114,15 @@ pub struct Memory {
     next_object: u32,
     next_va: u64,
     next_id: u64,
+    watchers: Vec<Weak<dyn FreeWatcher>>,
 }
 
 impl Memory {
     pub(super) fn new(gpus: i32) -> Self {
-        let (ranges, open_blocks, objects) = Default::default();
+        let (ranges, open_blocks, objects, watchers) = Default::default();
         // Where the driver puts its allocations on x86.
         let next_va = 0x7f40_0000_0000;
-        Self { gpus, ranges, open_blocks, objects, next_object: FIRST_OBJECT, next_va, next_id: 1 }
+        Self { gpus, ranges, open_blocks, objects, next_object: FIRST_OBJECT, next_va, next_id: 1, watchers }
     }
 
     /// How many GPUs there are.
@@ -209,7 +216,26 @@ impl Memory {
 
     /// Takes an allocation away; its object lives on while somebody else holds it.
     pub fn free(&mut self, base: u64) -> Option<VaRange> {
-        self.ranges.remove(&base)
+        let range = self.ranges.remove(&base)?;
+        if !self.ranges.values().any(|other| Arc::ptr_eq(&other.object, &range.object)) {
+            self.watchers.iter().filter_map(Weak::upgrade).for_each(|watcher| watcher.freed(&range.object));
+        }
+        Some(range)
+    }
+
+    /// Tells somebody of every object that is freed from now on.
+    pub fn watch(&mut self, watcher: Weak<dyn FreeWatcher>) {
+        self.watchers.push(watcher);
+    }
+
+    /// The physical memory under an address, and the place in it. It goes on to both sides of an allocation:
+    /// drivers work in pages, so an allocation's neighbours in its first and last page are within reach.
+    pub fn backing(&self, addr: u64) -> Option<(Arc<Object>, usize)> {
+        self.find(addr).into_iter().chain(self.ranges.values()).find_map(|range| {
+            let offset = addr.checked_sub(range.base - range.offset as u64)?;
+            let offset = usize::try_from(offset).ok().filter(|offset| *offset < range.object.size)?;
+            Some((range.object.clone(), offset))
+        })
     }
 
     /// The allocation that contains an address.

@@ -4,8 +4,10 @@
 //! other reads, freed memory stays while something holds it, and wrong offsets show wrong bytes.
 
 mod cuda;
+mod gdrdrv;
 mod kernel;
 mod memory;
+mod vma;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,8 +15,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 pub use cuda::{CudaSettings, SimulatedCuda, pci};
+pub use gdrdrv::{Gdrdrv, Module};
 pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
-pub use memory::{CLIENT, Memory, Object, VaRange, dma_buf_offset};
+pub use memory::{CLIENT, FreeWatcher, Memory, Object, VaRange, dma_buf_offset};
 
 /// The machine. Share it between its CUDA, its kernel and the test that plays with it.
 #[derive(Debug)]
