@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use super::Allocation;
 use crate::cuda::{AllocKind, Cuda};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fork::Owner;
 
-/// `cuMemAlloc` memory, copied by the GPU's copy engines; freed when dropped.
+/// CUDA memory, copied by the GPU's copy engines; freed when dropped.
 #[derive(Debug)]
 pub(crate) struct CudaAllocation {
     cuda: Arc<dyn Cuda>,
@@ -19,7 +19,11 @@ pub(crate) struct CudaAllocation {
 
 impl CudaAllocation {
     pub(crate) fn new(cuda: &Arc<dyn Cuda>, device: i32, len: usize) -> Result<Self> {
-        let addr = cuda.alloc(device, len, AllocKind::Malloc)?;
+        Self::of_kind(cuda, device, len, AllocKind::Malloc)
+    }
+
+    pub(crate) fn of_kind(cuda: &Arc<dyn Cuda>, device: i32, len: usize, kind: AllocKind) -> Result<Self> {
+        let addr = cuda.alloc(device, len, kind)?;
         Ok(Self { cuda: cuda.clone(), device, addr, len, owner: Owner::this_process() })
     }
 
