@@ -1,0 +1,3 @@
+//! The backend on a simulated driver.
+
+mod abi;
