@@ -131,7 +131,7 @@ fn layouts_are_those_of_the_driver() {
     }
 }
 
-/// For maintainers: set `NVIDIA_OPEN_SRC` to a checkout of NVIDIA/open-gpu-kernel-modules.
+/// For maintainers: set `NVIDIA_OPEN_SRC` to a checkout of NVIDIA/open-gpu-kernel-modules, 550 or newer.
 #[test]
 fn numbers_are_those_of_a_checkout_of_the_driver() {
     let Some(source) = std::env::var_os("NVIDIA_OPEN_SRC") else {
@@ -162,11 +162,11 @@ fn numbers_are_those_of_a_checkout_of_the_driver() {
         compiler.arg("-I").arg(source.join(include));
     }
     let compiled = compiler.arg("-w").arg(&c).arg("-o").arg(&binary).output().expect("a C compiler named cc");
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let output = Command::new(&binary).output().unwrap();
+    let output = Command::new(&binary).output();
     std::fs::remove_dir_all(&folder).unwrap();
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
 
-    let printed: BTreeMap<usize, usize> = String::from_utf8(output.stdout)
+    let printed: BTreeMap<usize, usize> = String::from_utf8(output.unwrap().stdout)
         .unwrap()
         .lines()
         .filter_map(|line| line.split_once(' '))
