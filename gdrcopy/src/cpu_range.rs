@@ -1,7 +1,6 @@
 //! An address range of this process that shows GPU memory; unmapped when dropped.
 
 use std::fmt;
-use std::io;
 use std::ptr::NonNull;
 
 use crate::backend::MappingType;
@@ -61,19 +60,16 @@ impl CpuRange {
         self.kind
     }
 
-    /// Unmaps, telling what went wrong.
-    pub(crate) fn unmap(mut self) -> Result<()> {
-        self.release().map_err(|e| Error::sys("munmap", e, "the range was changed from outside this library"))
-    }
-
-    fn release(&mut self) -> io::Result<()> {
+    /// Unmaps, once; telling what went wrong where a drop can only log it.
+    pub(crate) fn release(&mut self) -> Result<()> {
         // A forked child has a hole here, or by now something else.
         if !self.owner.is_caller() || self.len == 0 {
             return Ok(());
         }
         let len = std::mem::take(&mut self.len);
         // SAFETY: the range is this value's own and nothing uses it any more.
-        check(unsafe { libc::munmap(self.ptr.as_ptr().cast(), len) })?;
+        check(unsafe { libc::munmap(self.ptr.as_ptr().cast(), len) })
+            .map_err(|e| Error::sys("munmap", e, "the range was changed from outside this library"))?;
         self.guard = None;
         Ok(())
     }
@@ -82,7 +78,7 @@ impl CpuRange {
 impl Drop for CpuRange {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "munmap of {:p} failed", self.ptr);
+            tracing::warn!("{error}");
         }
     }
 }

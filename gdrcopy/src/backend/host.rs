@@ -118,7 +118,12 @@ impl Backend for Host {
         memory.base = range.ptr().as_ptr().expose_provenance() as u64;
         let memory = Arc::new(memory);
         self.registry.lock().insert(memory.base, memory.clone());
-        Ok(Box::new(HostAllocation { memory, registry: self.registry.clone(), range }))
+        Ok(Box::new(HostAllocation {
+            memory,
+            registry: self.registry.clone(),
+            owner: self.owner,
+            _range: range,
+        }))
     }
 }
 
@@ -136,7 +141,9 @@ fn memory_file(len: u64) -> io::Result<File> {
 struct HostAllocation {
     memory: Arc<Memory>,
     registry: Arc<Registry>,
-    range: CpuRange,
+    owner: Owner,
+    /// The address itself.
+    _range: CpuRange,
 }
 
 impl Allocation for HostAllocation {
@@ -149,6 +156,7 @@ impl Allocation for HostAllocation {
     }
 
     fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
+        self.owner.check()?;
         inside(offset, data.len(), self.len())?;
         self.memory
             .file
@@ -157,6 +165,7 @@ impl Allocation for HostAllocation {
     }
 
     fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.owner.check()?;
         inside(offset, out.len(), self.len())?;
         self.memory
             .file
@@ -167,8 +176,11 @@ impl Allocation for HostAllocation {
 
 impl Drop for HostAllocation {
     fn drop(&mut self) {
-        // The entry goes before the address does, so that it is never another allocation's.
-        self.registry.lock().remove(&self.memory.base);
+        // A forked child's registry may have been locked for ever by a thread that it lacks.
+        if self.owner.is_caller() {
+            // The entry goes before the address does, so that it is never another allocation's.
+            self.registry.lock().remove(&self.memory.base);
+        }
     }
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod dmabuf;
 pub(crate) mod gdrdrv;
 pub(crate) mod host;
 pub(crate) mod proof;
+pub(crate) mod reservation;
 pub(crate) mod rm;
 
 use std::fmt;

@@ -10,7 +10,7 @@ use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 
 /// Bytes looked at in one place: one cache line.
-const PROBE: usize = 64;
+pub(crate) const PROBE: usize = 64;
 /// How often memory that the GPU changes meanwhile is looked at again.
 const ATTEMPTS: u32 = 32;
 

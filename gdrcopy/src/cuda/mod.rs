@@ -42,6 +42,13 @@ pub enum MemoryKind {
     Unknown,
 }
 
+impl MemoryKind {
+    /// Memory on a GPU that stays where it is.
+    pub(crate) fn is_device(self) -> bool {
+        matches!(self, Self::Malloc | Self::Vmm | Self::Pool)
+    }
+}
+
 /// What CUDA knows of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PointerInfo {
@@ -95,6 +102,13 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Cuda`].
     fn pointer(&self, addr: u64) -> Result<PointerInfo>;
+
+    /// [`PointerInfo::buffer_id`] alone, which is quicker: another number after the memory was freed and allocated
+    /// anew, and 0 where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    fn buffer_id(&self, addr: u64) -> Result<u64>;
 
     /// `cuIpcGetMemHandle` of the allocation that begins at `base`.
     ///
@@ -159,11 +173,13 @@ pub trait Cuda: Send + Sync + fmt::Debug {
 /// Finds the allocation of a range and refuses what cannot be mapped.
 pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<PointerInfo> {
     let memory = cuda.pointer(addr)?;
+    if memory.kind.is_device() {
+        return within(memory, addr, len);
+    }
     let (found, fix) = match memory.kind {
-        MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool => return within(memory, addr, len),
         MemoryKind::Managed => ("managed memory, which moves", "allocate with cuMemAlloc or cuMemCreate"),
         MemoryKind::Host => ("host memory", "use it directly; only GPU memory needs a mapping"),
-        MemoryKind::Unknown => (
+        _ => (
             "no CUDA memory of this process",
             "pass the address of a live allocation; memory of other processes must be opened here first",
         ),

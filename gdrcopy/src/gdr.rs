@@ -1,0 +1,224 @@
+//! The opened library: which backend serves, and why not an earlier one.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::backend::dmabuf::DmaBuf;
+use crate::backend::gdrdrv::Gdrdrv;
+use crate::backend::host::Host;
+use crate::backend::rm::Rm;
+use crate::backend::{Attribute, Backend, BackendKind, PinFlags};
+use crate::buffer::GpuBuffer;
+use crate::cuda::{Cuda, GpuInfo};
+use crate::error::{Error, Refusal, Result};
+use crate::fork::Owner;
+use crate::mapping::Mapping;
+use crate::pin::Pin;
+use crate::system::System;
+
+/// The library, opened on one backend. Cloning is cheap; the backend lives until the last clone, pin,
+/// mapping and buffer is gone. Any thread may use it; a forked child must open for itself.
+#[derive(Clone, Debug)]
+pub struct Gdr(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    backend: Box<dyn Backend>,
+    refusals: Vec<Refusal>,
+    system: System,
+    owner: Owner,
+}
+
+/// How to open. See [`Gdr::builder`].
+#[derive(Debug, Default)]
+pub struct GdrBuilder {
+    backend: Option<BackendKind>,
+    allow_volatile: bool,
+    system: Option<System>,
+}
+
+impl GdrBuilder {
+    /// Uses this backend or none, whatever the environment says.
+    #[must_use]
+    pub fn backend(mut self, kind: BackendKind) -> Self {
+        self.backend = Some(kind);
+        self
+    }
+
+    /// Accepts a `gdrdrv` whose mappings vanish when the GPU memory is freed: a later access kills the
+    /// process with `SIGBUS`. Without this such a module is refused.
+    #[must_use]
+    pub fn allow_volatile(mut self) -> Self {
+        self.allow_volatile = true;
+        self
+    }
+
+    /// Runs on a simulated machine.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn system(mut self, system: System) -> Self {
+        self.system = Some(system);
+        self
+    }
+
+    /// Opens the library.
+    ///
+    /// # Errors
+    /// [`Error::NoBackend`] with the reason of every backend that was tried.
+    pub fn open(self) -> Result<Gdr> {
+        let system = self.system.unwrap_or_else(System::real);
+        let kinds = match self.backend.map_or_else(from_environment, |kind| Ok(Some(kind)))? {
+            Some(kind) => vec![kind],
+            // Where there is a GPU, plain memory would only hide that it cannot be mapped.
+            None => BackendKind::LADDER
+                .into_iter()
+                .filter(|&kind| kind != BackendKind::Host || system.cuda().is_err())
+                .collect(),
+        };
+        let mut refusals = Vec::new();
+        for kind in kinds {
+            match open_backend(kind, &system, self.allow_volatile) {
+                Ok(backend) => {
+                    let gdr =
+                        Gdr(Arc::new(Inner { backend, refusals, system, owner: Owner::this_process() }));
+                    if kind == BackendKind::Host {
+                        tracing::warn!("no GPU: mappings show plain host memory ({gdr})");
+                    } else {
+                        tracing::info!("GPU memory is mapped by {gdr}");
+                    }
+                    return Ok(gdr);
+                }
+                Err(error) => refusals.push(Refusal { backend: kind, error }),
+            }
+        }
+        Err(Error::NoBackend(refusals))
+    }
+}
+
+/// `GDRCOPY_BACKEND` names a backend; `GDRCOPY_USE_DMABUF_MMAP=1` is GDRCopy's way to ask for dma-buf.
+fn from_environment() -> Result<Option<BackendKind>> {
+    if let Ok(name) = std::env::var("GDRCOPY_BACKEND") {
+        return name.parse().map(Some);
+    }
+    let dmabuf = std::env::var("GDRCOPY_USE_DMABUF_MMAP").is_ok_and(|value| value == "1");
+    Ok(dmabuf.then_some(BackendKind::DmaBuf))
+}
+
+fn open_backend(kind: BackendKind, system: &System, allow_volatile: bool) -> Result<Box<dyn Backend>> {
+    Ok(match kind {
+        BackendKind::Gdrdrv => Box::new(Gdrdrv::open(system, allow_volatile)?),
+        BackendKind::DmaBuf => Box::new(DmaBuf::open(system)?),
+        BackendKind::Rm => Box::new(Rm::open(system)?),
+        BackendKind::Host => Box::new(Host::open(system)?),
+    })
+}
+
+/// The backend and why the earlier ones were not used, on one line.
+impl fmt::Display for Gdr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.backend())?;
+        for refusal in self.refusals() {
+            write!(f, "; not {refusal}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Gdr {
+    /// Opens the best backend of this machine, in the order of [`BackendKind::LADDER`], or the one that
+    /// `GDRCOPY_BACKEND` names. Logs once which it is and why not an earlier one.
+    ///
+    /// # Errors
+    /// [`Error::NoBackend`] with the reason of every backend that was tried.
+    pub fn open() -> Result<Self> {
+        Self::builder().open()
+    }
+
+    /// Opens with choices of your own.
+    pub fn builder() -> GdrBuilder {
+        GdrBuilder::default()
+    }
+
+    /// The backend in use.
+    pub fn backend(&self) -> BackendKind {
+        self.0.backend.kind()
+    }
+
+    /// Why the backends before it in the ladder were not used.
+    pub fn refusals(&self) -> &[Refusal] {
+        &self.0.refusals
+    }
+
+    /// Version of the kernel module, `(major, minor)`; none for backends without one.
+    pub fn driver_version(&self) -> Option<(u16, u16)> {
+        self.0.backend.driver_version()
+    }
+
+    /// A property of the backend.
+    ///
+    /// # Errors
+    /// What the backend says.
+    pub fn attribute(&self, attribute: Attribute) -> Result<u32> {
+        self.0.backend.attribute(attribute)
+    }
+
+    /// The GPUs of this process; none on a machine without CUDA.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn gpus(&self) -> Result<Vec<GpuInfo>> {
+        self.0.system.cuda().map_or_else(|_| Ok(Vec::new()), |cuda| cuda.devices())
+    }
+
+    /// Pins `len` bytes of GPU memory at `addr`: any address and length within one allocation, aligned or not.
+    ///
+    /// # Errors
+    /// What is wrong with the range, or what the backend lacks.
+    pub fn pin(&self, addr: u64, len: usize) -> Result<Pin> {
+        self.pin_with(addr, len, PinFlags::empty())
+    }
+
+    /// Pins with flags.
+    ///
+    /// # Errors
+    /// As [`Gdr::pin`]; [`Error::InvalidArgument`] for unknown flags.
+    pub fn pin_with(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Pin> {
+        self.0.owner.check()?;
+        if !PinFlags::all().contains(flags) {
+            return Err(Error::invalid("pin flags", flags.bits(), "a combination of PinFlags"));
+        }
+        if addr == 0 {
+            return Err(Error::invalid("GPU address", 0, "an address that CUDA handed out"));
+        }
+        if len == 0 || addr.checked_add(len as u64).is_none() || isize::try_from(len).is_err() {
+            return Err(Error::invalid("length", len, "one byte to the rest of the allocation"));
+        }
+        Ok(Pin::new(self.0.backend.pin(addr, len, flags)?, addr, len, self.clone()))
+    }
+
+    /// Pins and maps in one step.
+    ///
+    /// # Errors
+    /// As [`Gdr::pin`] and [`Pin::map`].
+    pub fn map(&self, addr: u64, len: usize) -> Result<Mapping> {
+        self.pin(addr, len)?.map()
+    }
+
+    /// Allocates GPU memory that is made for mapping: aligned to GPU pages, and CUDA copies on it are
+    /// synchronous (`SYNC_MEMOPS`). `device` is a CUDA ordinal. On the host backend this is plain memory.
+    ///
+    /// # Errors
+    /// [`Error::Exhausted`] when the GPU is full, [`Error::InvalidArgument`] for a length of 0, [`Error::Cuda`].
+    pub fn alloc(&self, device: i32, len: usize) -> Result<GpuBuffer> {
+        self.0.owner.check()?;
+        if len == 0 || isize::try_from(len).is_err() {
+            return Err(Error::invalid("length", len, "at least one byte, at most half the address space"));
+        }
+        Ok(GpuBuffer::new(self.0.backend.allocate(device, len)?, self.clone()))
+    }
+
+    /// The CUDA driver under this library.
+    pub(crate) fn cuda(&self) -> Result<&Arc<dyn Cuda>> {
+        self.0.system.cuda()
+    }
+}
