@@ -139,7 +139,7 @@ impl SimulatedRm {
                 self.fault(abi::Subdevice::NAME)?;
                 let params: abi::Subdevice = parameters(call.params, call.params_size)?;
                 match client.objects.get(&call.parent).map(|parent| &parent.kind) {
-                    Some(&Kind::Device { gpu }) if params.instance == 0 => Kind::Subdevice { gpu },
+                    Some(Kind::Device { .. }) if params.instance == 0 => Kind::Subdevice,
                     _ => return Err(NvStatus::INVALID_OBJECT_PARENT),
                 }
             }
@@ -185,7 +185,7 @@ impl SimulatedRm {
                 import.object = client.add_memory(import.parent, import.object, memory)?;
                 answer(call.params, import);
             }
-            (abi::GpuInfoQuery::COMMAND, Some(Kind::Subdevice { .. })) => {
+            (abi::GpuInfoQuery::COMMAND, Some(Kind::Subdevice)) => {
                 self.fault(abi::GpuInfoQuery::NAME)?;
                 if !self.settings.knows_partitioned {
                     return Err(NvStatus::NOT_SUPPORTED);

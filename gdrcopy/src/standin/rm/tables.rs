@@ -47,7 +47,7 @@ pub(super) struct Entry {
 #[derive(Debug)]
 pub(super) enum Kind {
     Device { gpu: i32 },
-    Subdevice { gpu: i32 },
+    Subdevice,
     ConfidentialCompute,
     Memory(Arc<Object>),
 }

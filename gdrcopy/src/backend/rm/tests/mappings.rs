@@ -27,7 +27,7 @@ fn parts_of_malloc_memory_are_shown_in_both_directions() {
             [(0, size), (size / 3, size - size / 3), (size - 1, 1), (size / 2, (size / 3).max(1))]
         {
             let addr = base + skip as u64;
-            let (pin, range) = map(&rm, addr, len).unwrap();
+            let (pin, mut range) = map(&rm, addr, len).unwrap();
             let end = pin.va() + pin.pinned_len() as u64;
             assert!(pin.va().is_multiple_of(PAGE) && end.is_multiple_of(PAGE));
             assert!(pin.va() <= addr && addr + len as u64 <= end);
@@ -40,7 +40,7 @@ fn parts_of_malloc_memory_are_shown_in_both_directions() {
                 store(&range, first + at, !pattern(addr + at as u64));
                 assert_eq!(bench.read(0, addr + at as u64, 1), [!pattern(addr + at as u64)]);
             }
-            range.unmap().unwrap();
+            range.release().unwrap();
             assert_eq!(bench.driver.live(), Live { objects: 2, ..AT_REST });
             pin.unpin().unwrap();
             assert_eq!(bench.driver.live(), AT_REST);
