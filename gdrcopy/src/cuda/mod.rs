@@ -103,10 +103,11 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`].
     fn pointer(&self, addr: u64) -> Result<PointerInfo>;
 
-    /// Number of the allocation at an address; another one after the memory was freed and allocated anew.
+    /// [`PointerInfo::buffer_id`] alone, which is quicker: another number after the memory was freed and allocated
+    /// anew, and 0 where there is none.
     ///
     /// # Errors
-    /// [`Error::Cuda`], also for memory that was freed.
+    /// [`Error::Cuda`].
     fn buffer_id(&self, addr: u64) -> Result<u64>;
 
     /// `cuIpcGetMemHandle` of the allocation that begins at `base`.

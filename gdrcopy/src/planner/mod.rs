@@ -161,8 +161,9 @@ pub fn read_by(way: Way, mapping: &Mapping, offset: usize, out: &mut [u8]) -> Re
 
 /// Lengths of the first and of every further piece of a copy by `n` threads; all but the first begin aligned.
 fn cut(addr: usize, len: usize, n: NonZero<usize>) -> (usize, usize) {
-    let each = len.div_ceil(n.get()).next_multiple_of(PIECE_ALIGN);
-    ((each - addr % PIECE_ALIGN).min(len), each)
+    let skew = addr % PIECE_ALIGN;
+    let each = (skew + len).div_ceil(n.get()).next_multiple_of(PIECE_ALIGN).max(PIECE_ALIGN);
+    ((each - skew).min(len), each)
 }
 
 /// Copies each part by a thread of its own, the first by this one.
@@ -200,7 +201,7 @@ mod tests {
                     let (first, each) = cut(addr, len, NonZero::new(n).unwrap());
                     assert!(first <= len);
                     assert!(first == len || (addr + first).is_multiple_of(PIECE_ALIGN));
-                    assert!(1 + (len - first).div_ceil(each) <= n + 1, "{addr} {len} {n}");
+                    assert!((len - first).div_ceil(each) < n, "{addr} {len} {n}");
                 }
             }
         }
@@ -215,7 +216,8 @@ mod tests {
         for (i, way) in
             [Way::Cpu, threads(2), threads(3), threads(64), Way::CopyEngine].into_iter().enumerate()
         {
-            let data: Vec<u8> = (0..90_000_usize).map(|x| (x.wrapping_mul(31 + i) >> 3) as u8).collect();
+            let data: Vec<u8> =
+                (0..90_000_usize).map(|x| (x.wrapping_mul(31 + i) >> 3).to_le_bytes()[0]).collect();
             write_by(way, &mapping, 777, &data).unwrap();
             let mut back = vec![0; data.len()];
             buffer.copy_out(777, &mut back).unwrap();

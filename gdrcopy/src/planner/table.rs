@@ -30,8 +30,8 @@ impl Table {
         lengths.sort_unstable();
         lengths.dedup();
         let between = |pair: &[usize]| {
-            let (from, step) = (pair[0], (pair[1] - pair[0]) as f64 / STEPS as f64);
-            (0..STEPS).map(move |i| from + (step * i as f64).round() as usize).collect::<Vec<_>>()
+            let (from, step) = (pair[0], (pair[1] - pair[0]).div_ceil(STEPS));
+            (from..pair[1]).step_by(step).collect::<Vec<_>>()
         };
         let grid = lengths.windows(2).flat_map(between).chain(lengths.last().copied());
         let mut choices = vec![];

@@ -175,6 +175,11 @@ impl Cuda for SimulatedCuda {
         })
     }
 
+    fn buffer_id(&self, addr: u64) -> Result<u64> {
+        self.enter("cuPointerGetAttribute")?;
+        Ok(self.machine.memory.lock().find(addr).map_or(0, |range| range.buffer_id))
+    }
+
     /// The layout is that seen on an H200 with driver 580: size of the allocation, pages of its block, offset in
     /// it, the resource manager's client and object.
     fn ipc_handle(&self, base: u64) -> Result<[u8; 64]> {

@@ -194,7 +194,10 @@ impl Gdrdrv {
             pin.zap();
             Ok(())
         })?;
-        self.file(fd, |file| Ok(drop(file.pins.remove(&handle))))
+        self.file(fd, |file| {
+            file.pins.remove(&handle);
+            Ok(())
+        })
     }
 
     fn info(&self, fd: BorrowedFd<'_>, handle: u64) -> io::Result<(u64, u64, Option<MappingType>)> {

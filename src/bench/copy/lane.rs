@@ -12,8 +12,10 @@ use super::Result;
 /// One way; it gets the host side of the copy.
 pub(super) struct Lane<'a> {
     pub(super) name: String,
-    run: Box<dyn FnMut(&mut [u8]) -> Result<()> + 'a>,
+    run: Box<Run<'a>>,
 }
+
+type Run<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
 
 impl<'a> Lane<'a> {
     pub(super) fn new(name: impl Into<String>, run: impl FnMut(&mut [u8]) -> Result<()> + 'a) -> Self {
@@ -72,14 +74,14 @@ impl Cuda {
     }
 
     /// `cuMemcpyHtoD` of pageable memory.
-    pub(super) fn to_gpu(&self, data: &[u8]) -> Result<()> {
+    pub(super) fn write(&self, data: &[u8]) -> Result<()> {
         self.context.bind_to_thread()?;
         // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
         Ok(unsafe { sys::cuMemcpyHtoD_v2(self.addr, data.as_ptr().cast::<c_void>(), data.len()) }.result()?)
     }
 
     /// `cuMemcpyDtoH` into pageable memory.
-    pub(super) fn from_gpu(&self, out: &mut [u8]) -> Result<()> {
+    pub(super) fn read(&self, out: &mut [u8]) -> Result<()> {
         self.context.bind_to_thread()?;
         // SAFETY: as above.
         Ok(unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast::<c_void>(), self.addr, out.len()) }

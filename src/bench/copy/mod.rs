@@ -136,10 +136,11 @@ fn raw<'a>(direction: Direction, mapping: &'a Mapping, bytes: usize) -> Option<L
 
 fn by<'a>(way: Way, direction: Direction, mapping: &'a Mapping) -> Lane<'a> {
     Lane::new(way.to_string(), move |host| {
-        Ok(match direction {
-            Direction::ToGpu => write_by(way, mapping, 0, host)?,
-            Direction::FromGpu => read_by(way, mapping, 0, host)?,
-        })
+        let done = match direction {
+            Direction::ToGpu => write_by(way, mapping, 0, host),
+            Direction::FromGpu => read_by(way, mapping, 0, host),
+        };
+        done.map_err(Into::into)
     })
 }
 
@@ -174,15 +175,16 @@ impl Bench {
             if let Some(cuda) = cuda {
                 lanes.push(by(Way::CopyEngine, direction, mapping));
                 lanes.push(match direction {
-                    Direction::ToGpu => Lane::new("cuMemcpyHtoD", |host| cuda.to_gpu(host)),
-                    Direction::FromGpu => Lane::new("cuMemcpyDtoH", |host| cuda.from_gpu(host)),
+                    Direction::ToGpu => Lane::new("cuMemcpyHtoD", |host| cuda.write(host)),
+                    Direction::FromGpu => Lane::new("cuMemcpyDtoH", |host| cuda.read(host)),
                 });
             }
             lanes.push(Lane::new(PLANNER, |host| {
-                Ok(match direction {
-                    Direction::ToGpu => planner.write(mapping, 0, host)?,
-                    Direction::FromGpu => planner.read(mapping, 0, host)?,
-                })
+                let done = match direction {
+                    Direction::ToGpu => planner.write(mapping, 0, host),
+                    Direction::FromGpu => planner.read(mapping, 0, host),
+                };
+                done.map_err(Into::into)
             }));
             Self::measure(&mut rows, &self.bar, self.budget, report::name(direction), bytes, lanes)?;
         }

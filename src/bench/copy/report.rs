@@ -92,7 +92,7 @@ impl Report {
                     .chain([format!("{:.2}", row.gb_s), format!("{:.2}", row.ratio)]),
             );
         }
-        for column in table.column_iter_mut().skip(1).filter(|column| column.index() != 2) {
+        for column in table.column_iter_mut().skip(1).filter(|column| column.index != 2) {
             column.set_cell_alignment(CellAlignment::Right);
         }
         println!("{table}");

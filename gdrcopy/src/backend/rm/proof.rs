@@ -93,11 +93,11 @@ fn prove(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
         let scratch = CudaAllocation::of_kind(cuda, gpu.ordinal, SCRATCH, kind)?;
         let pin = RmPin::new(gpu, cuda, scratch.addr(), SCRATCH)?;
         let inner = pin.begins_inside_object();
-        let range = pin.map(pin.pinned_len(), None)?;
+        let mut range = pin.map(pin.pinned_len(), None)?;
         let first = usize::try_from(scratch.addr() - pin.va()).expect("pinned memory fits the address space");
         let offsets = [first, first + SCRATCH / 2 - 32, first + SCRATCH - 64];
         proof::nonce(&**cuda, gpu.ordinal, pin.va(), &range, &offsets)?;
-        range.unmap()?;
+        range.release()?;
         Box::new(pin).unpin()?;
         // CUDA gives every VMM allocation an object of its own.
         if inner || route == Route::Vmm {

@@ -114,6 +114,10 @@ impl Cuda for Driver {
         pointer::info(&self.api, addr)
     }
 
+    fn buffer_id(&self, addr: u64) -> Result<u64> {
+        pointer::buffer_id(&self.api, addr)
+    }
+
     fn ipc_handle(&self, base: u64) -> Result<[u8; 64]> {
         let _current = self.enter_memory(base)?;
         let mut handle = [0; 64];

@@ -40,6 +40,12 @@ fn one_by_one<const N: usize>(api: &Api, addr: u64, asked: [u32; N]) -> Result<[
     Ok(answers)
 }
 
+/// The number of the allocation at an address, 0 where there is none.
+pub(super) fn buffer_id(api: &Api, addr: u64) -> Result<u64> {
+    let [id] = one_by_one(api, addr, [attribute::BUFFER_ID])?;
+    Ok(id)
+}
+
 /// What lies at an address.
 pub(super) fn info(api: &Api, addr: u64) -> Result<PointerInfo> {
     let [memory, managed, pool, ipc, device, buffer_id, fds, start, size, mapping_start, mapping_size] =
