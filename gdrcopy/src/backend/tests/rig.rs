@@ -25,7 +25,12 @@ pub(crate) struct Rig {
 impl Rig {
     /// One GPU, CUDA 13.3 and this module.
     pub(crate) fn new(module: Module) -> Self {
-        let machine = Machine::new(1);
+        Self::with_gpus(1, module)
+    }
+
+    /// Several GPUs.
+    pub(crate) fn with_gpus(gpus: i32, module: Module) -> Self {
+        let machine = Machine::new(gpus);
         machine.cuda.lock().driver_version = 13030;
         let device = Device::new(&machine, module);
         let kernel = SimulatedKernel::new(machine.clone())
