@@ -8,6 +8,7 @@ use super::Driver;
 use super::api::Api;
 use super::layout::{Handle, pointer_attribute};
 use super::pointer;
+use crate::cuda::unknown;
 use crate::error::Result;
 
 /// A GPU of this process.
@@ -117,13 +118,22 @@ impl Driver {
         Context { handle: gpu.primary(&self.api)?, primary: true }.enter(&self.api)
     }
 
-    /// The context of memory: its own where it has one (`cuMemAlloc`), else its GPU's primary one.
-    pub(super) fn context_of(&self, addr: u64, gpu: &Gpu) -> Result<Context> {
-        let [own] = pointer::attributes(&self.api, addr, [pointer_attribute::CONTEXT])?;
-        let own = Handle::from_ne_bytes(own.to_ne_bytes());
-        if own == 0 {
-            return Ok(Context { handle: gpu.primary(&self.api)?, primary: true });
+    /// The GPU and the context of memory: its own where it has one (`cuMemAlloc`), else its GPU's primary one.
+    /// Refuses addresses that CUDA does not know; on some machines a GPU would take them for those of the heap.
+    pub(super) fn home(&self, addr: u64) -> Result<(&Gpu, Context)> {
+        self.owner.check()?;
+        let asked =
+            [pointer_attribute::CONTEXT, pointer_attribute::MEMORY_TYPE, pointer_attribute::DEVICE_ORDINAL];
+        let [own, kind, ordinal] = pointer::attributes(&self.api, addr, asked)?;
+        if pointer::number(kind) == 0 {
+            return Err(unknown(addr));
         }
-        Ok(Context { handle: own, primary: gpu.is_primary(&self.api, own)? })
+        let gpu = self.gpu(pointer::number(ordinal).cast_signed())?;
+        let own = Handle::from_ne_bytes(own.to_ne_bytes());
+        let (handle, primary) = match own {
+            0 => (gpu.primary(&self.api)?, true),
+            _ => (own, gpu.is_primary(&self.api, own)?),
+        };
+        Ok((gpu, Context { handle, primary }))
     }
 }
