@@ -7,6 +7,8 @@ pub(crate) mod host;
 pub(crate) mod proof;
 pub(crate) mod reservation;
 pub(crate) mod rm;
+#[cfg(test)]
+pub(crate) mod tests;
 
 use std::fmt;
 use std::str::FromStr;

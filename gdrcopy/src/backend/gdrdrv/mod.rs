@@ -103,6 +103,7 @@ impl Backend for Gdrdrv {
     }
 
     fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
+        self.node.owner.check()?;
         Ok(Box::new(CudaAllocation::new(self.system.cuda()?, device, len)?))
     }
 }
