@@ -3,10 +3,13 @@
 //! This package is the front door: the crates under their usual names, the command-line tool, and what its benchmarks
 //! and the examples measure with.
 //!
+//! - [`gdrcopy`]: CPU mappings of GPU memory;
 //! - [`gdsync`]: verbs queues on mlx5 rings, streams that trigger and await them, the software HCA;
 //! - [`mp`]: messages between ranks, over it.
 
 pub mod measure;
+pub mod tools;
 
+pub use gdrcopy;
 pub use gdsync;
 pub use mp;
