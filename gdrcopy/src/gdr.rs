@@ -204,7 +204,7 @@ impl Gdr {
         self.pin(addr, len)?.map()
     }
 
-    /// Allocates zeroed GPU memory that is made for mapping: aligned to GPU pages, and CUDA copies on it are
+    /// Allocates GPU memory that is made for mapping: aligned to GPU pages, and CUDA copies on it are
     /// synchronous (`SYNC_MEMOPS`). `device` is a CUDA ordinal. On the host backend this is plain memory.
     ///
     /// # Errors

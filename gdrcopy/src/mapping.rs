@@ -106,7 +106,7 @@ impl Mapping {
     }
 
     #[inline]
-    fn at(&self, offset: usize, len: usize) -> Result<*mut u8> {
+    pub(crate) fn at(&self, offset: usize, len: usize) -> Result<*mut u8> {
         match offset.checked_add(len) {
             // SAFETY: inside the mapping.
             Some(end) if end <= self.len => Ok(unsafe { self.ptr.as_ptr().add(offset) }),
@@ -197,11 +197,16 @@ impl Mapping {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn flush(&self) -> Result<()> {
+        self.drain();
+        self.held.flush()
+    }
+
+    /// Waits until earlier writes of this thread have left the PCIe path: a read may not overtake them.
+    pub(crate) fn drain(&self) {
         copy::full_fence();
         // SAFETY: the first byte of the mapping.
         unsafe { self.ptr.as_ptr().read_volatile() };
         copy::load_fence(self.kind);
-        self.held.flush()
     }
 }
 

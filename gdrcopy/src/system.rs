@@ -32,7 +32,7 @@ impl System {
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) where there is none, with the reason.
-    pub(crate) fn cuda(&self) -> Result<&Arc<dyn Cuda>> {
+    pub fn cuda(&self) -> Result<&Arc<dyn Cuda>> {
         self.cuda.as_ref().map_err(|why| crate::Error::Unsupported {
             what: format!("CUDA ({why})"),
             by: "this machine",

@@ -1,5 +1,6 @@
 //! `gdasync bench`: measurements that stay in the project, each with its baseline in the same run.
 
+mod copy;
 mod floor;
 mod hca;
 mod link;
@@ -14,12 +15,15 @@ pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 pub(crate) enum Bench {
     /// Latency and rate of the software HCA, as ratios to two threads or processes that bounce a cache line.
     Hca(hca::Options),
+    /// CPU mappings of GPU memory against CUDA's copies: every way, routine and number of threads at every size.
+    Copy(copy::Options),
 }
 
 impl Bench {
     pub(crate) fn run(self) -> Result<()> {
         match self {
             Bench::Hca(options) => options.run(),
+            Bench::Copy(options) => options.run(),
         }
     }
 }

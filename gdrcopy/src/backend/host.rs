@@ -1,1 +1,226 @@
 //! Plain memory, where there is no GPU.
+//!
+//! "GPU memory" is memory files. Each is mapped once as the memory itself and once more by each pin, so that
+//! the two addresses differ, and freed memory stays while it is pinned, as on a GPU.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, FromRawFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::{Allocation, Attribute, Backend, BackendKind, MappingType, PinFlags, Pinned, host_page, inside};
+use crate::cpu_range::CpuRange;
+use crate::error::{Error, Result};
+use crate::fork::Owner;
+use crate::kernel::{Kernel, Linux, check};
+use crate::system::System;
+
+/// What is allocated: files by address.
+type Registry = Mutex<BTreeMap<u64, Arc<Memory>>>;
+
+/// Memory of this machine in the part of GPU memory.
+#[derive(Debug)]
+pub(crate) struct Host {
+    registry: Arc<Registry>,
+    owner: Owner,
+}
+
+/// One allocation's bytes, held by it and its pins.
+#[derive(Debug)]
+struct Memory {
+    base: u64,
+    /// Bytes asked for; the file has whole pages.
+    len: usize,
+    file: File,
+}
+
+impl Memory {
+    fn map(&self, offset: usize, len: usize) -> Result<CpuRange> {
+        // SAFETY: no place is asked for.
+        let ptr = unsafe { Linux.mmap(self.file.as_fd(), len, offset as u64, None) }.map_err(|error| {
+            Error::sys(format!("mmap of {len} bytes"), error, "free memory, or raise vm.max_map_count")
+        })?;
+        // SAFETY: just mapped, known to nobody else.
+        unsafe { CpuRange::adopt(ptr, len, MappingType::Cached, None) }
+    }
+}
+
+impl Host {
+    /// Needs nothing of the system.
+    pub(crate) fn open(_system: &System) -> Result<Self> {
+        Ok(Self { registry: Arc::default(), owner: Owner::this_process() })
+    }
+}
+
+impl Backend for Host {
+    fn kind(&self) -> BackendKind {
+        BackendKind::Host
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<u32> {
+        Ok(match attribute {
+            Attribute::UsePersistentMapping => 1,
+            Attribute::SupportPinFlagForcePcie | Attribute::UsingDmaBufMmap => 0,
+        })
+    }
+
+    fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
+        self.owner.check()?;
+        if !flags.is_empty() {
+            return Err(Error::Unsupported {
+                what: format!("{flags:?}"),
+                by: "the host backend",
+                fix: "pin without flags: there is no PCIe between the memory and the CPU",
+            });
+        }
+        if len == 0 {
+            return Err(Error::invalid("length", len, "at least 1"));
+        }
+        let registry = self.registry.lock();
+        let below = registry.range(..=addr).next_back();
+        let Some((_, memory)) = below.filter(|(base, memory)| addr - **base < memory.len as u64) else {
+            return Err(Error::NotMappable {
+                addr,
+                found: "no memory of the host backend",
+                fix: "allocate with GpuBuffer; without a GPU nothing else can be mapped",
+            });
+        };
+        let Memory { base, len: size, .. } = **memory;
+        if len as u64 > size as u64 - (addr - base) {
+            return Err(Error::BeyondAllocation { addr, len, base, size });
+        }
+        let page = host_page() as u64;
+        let va = addr & !(page - 1);
+        let pinned = (addr + len as u64).next_multiple_of(page) - va;
+        let (Ok(offset), Ok(pinned_len)) = (usize::try_from(va - base), usize::try_from(pinned)) else {
+            return Err(Error::invalid("length", len, "within the address space"));
+        };
+        Ok(Box::new(HostPin { memory: memory.clone(), va, offset, pinned_len, owner: self.owner }))
+    }
+
+    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
+        self.owner.check()?;
+        if device != 0 {
+            return Err(Error::invalid("device", device, "0: the host backend has one"));
+        }
+        let whole = len.checked_next_multiple_of(host_page()).filter(|whole| *whole > 0);
+        let Some(whole) = whole else {
+            return Err(Error::invalid("length", len, "at least 1, and within the address space"));
+        };
+        let file = memory_file(whole as u64)
+            .map_err(|error| Error::sys(format!("memory file of {len} bytes"), error, "free memory"))?;
+        let mut memory = Memory { base: 0, len, file };
+        let range = memory.map(0, whole)?;
+        memory.base = range.ptr().as_ptr().expose_provenance() as u64;
+        let memory = Arc::new(memory);
+        self.registry.lock().insert(memory.base, memory.clone());
+        Ok(Box::new(HostAllocation {
+            memory,
+            registry: self.registry.clone(),
+            owner: self.owner,
+            _range: range,
+        }))
+    }
+}
+
+fn memory_file(len: u64) -> io::Result<File> {
+    // SAFETY: a terminated string and flags; nothing else is passed.
+    let fd = check(unsafe { libc::memfd_create(c"gdrcopy-host".as_ptr(), libc::MFD_CLOEXEC) })?;
+    // SAFETY: just created, owned by nobody else.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    Ok(file)
+}
+
+/// An allocation: memory with an address.
+#[derive(Debug)]
+struct HostAllocation {
+    memory: Arc<Memory>,
+    registry: Arc<Registry>,
+    owner: Owner,
+    /// The address itself.
+    _range: CpuRange,
+}
+
+impl Allocation for HostAllocation {
+    fn addr(&self) -> u64 {
+        self.memory.base
+    }
+
+    fn len(&self) -> usize {
+        self.memory.len
+    }
+
+    fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
+        self.owner.check()?;
+        inside(offset, data.len(), self.len())?;
+        self.memory
+            .file
+            .write_all_at(data, offset as u64)
+            .map_err(|error| Error::sys("pwrite to a memory file", error, "free memory"))
+    }
+
+    fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.owner.check()?;
+        inside(offset, out.len(), self.len())?;
+        self.memory
+            .file
+            .read_exact_at(out, offset as u64)
+            .map_err(|error| Error::sys("pread from a memory file", error, "free memory"))
+    }
+}
+
+impl Drop for HostAllocation {
+    fn drop(&mut self) {
+        // A forked child's registry may have been locked for ever by a thread that it lacks.
+        if self.owner.is_caller() {
+            // The entry goes before the address does, so that it is never another allocation's.
+            self.registry.lock().remove(&self.memory.base);
+        }
+    }
+}
+
+/// Pinned memory: its bytes, whatever becomes of the allocation.
+#[derive(Debug)]
+struct HostPin {
+    memory: Arc<Memory>,
+    va: u64,
+    offset: usize,
+    pinned_len: usize,
+    owner: Owner,
+}
+
+impl Pinned for HostPin {
+    fn va(&self) -> u64 {
+        self.va
+    }
+
+    fn pinned_len(&self) -> usize {
+        self.pinned_len
+    }
+
+    fn page_size(&self) -> u32 {
+        u32::try_from(host_page()).expect("pages are small")
+    }
+
+    fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
+        self.owner.check()?;
+        inside(0, len, self.pinned_len)?;
+        if let Some(other) = request.filter(|kind| *kind != MappingType::Cached) {
+            return Err(Error::Unsupported {
+                what: format!("a mapping of type {other:?}"),
+                by: "the host backend",
+                fix: "ask for no type: host memory is cached",
+            });
+        }
+        self.memory.map(self.offset, len.max(1).next_multiple_of(host_page()))
+    }
+
+    fn unpin(self: Box<Self>) -> Result<()> {
+        self.owner.check()
+    }
+}

@@ -1,8 +1,11 @@
 //! The ways to get a CPU mapping of GPU memory: one trait, one module each.
 
+mod cuda_allocation;
 pub(crate) mod dmabuf;
 pub(crate) mod gdrdrv;
 pub(crate) mod host;
+pub(crate) mod proof;
+pub(crate) mod reservation;
 pub(crate) mod rm;
 
 use std::fmt;
@@ -10,6 +13,8 @@ use std::str::FromStr;
 
 use crate::cpu_range::CpuRange;
 use crate::error::{Error, Result};
+
+pub(crate) use cuda_allocation::CudaAllocation;
 
 /// How CPU mappings of GPU memory are made, in the order in which [`Gdr::open`](crate::Gdr::open) tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -103,6 +108,40 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Pins `len` bytes at `addr`, at least one, in any alignment.
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>>;
+
+    /// Allocates `len` bytes, at least one, that [`pin`](Self::pin) accepts, on a device (a CUDA ordinal):
+    /// a [`CudaAllocation`], except where there is no GPU.
+    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>>;
+}
+
+/// Memory made by a backend. Dropping it frees it.
+pub(crate) trait Allocation: Send + Sync + fmt::Debug {
+    /// Its address on the GPU.
+    fn addr(&self) -> u64;
+
+    /// Its size, bytes.
+    fn len(&self) -> usize;
+
+    /// Copies into it the way the GPU does, not through a CPU mapping; in place on return.
+    fn write(&self, offset: usize, data: &[u8]) -> Result<()>;
+
+    /// Copies out of it the way the GPU does.
+    fn read(&self, offset: usize, out: &mut [u8]) -> Result<()>;
+}
+
+/// Page size of the host, bytes.
+pub(crate) fn host_page() -> usize {
+    // SAFETY: no arguments but a known name.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).expect("POSIX has a page size")
+}
+
+/// Refuses an access that would leave something of `size` bytes.
+pub(crate) fn inside(offset: usize, len: usize, size: usize) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(Error::OutOfBounds { offset, len, size }),
+    }
 }
 
 /// Pinned memory. Dropping it unpins.

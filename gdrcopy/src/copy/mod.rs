@@ -1,1 +1,226 @@
-//! Copies between host memory and mappings.
+//! Copies between host memory and mappings of GPU memory.
+//!
+//! A mapping through PCIe BAR1 is write combining: stores gather in the core's buffers and leave as bus writes of
+//! up to 64 bytes, loads are not cached and each costs a bus round trip. So the vector instruction matters, and the
+//! best one differs between storing and loading. A [`Copier`] is one [`Routine`] for each direction.
+//!
+//! What every routine promises about the device side, for any alignment and length:
+//! - no byte outside the range is read or written, and no byte of it twice;
+//! - accesses go up in address, each aligned to its own size;
+//! - a copy of 1, 2, 4 or 8 bytes that is naturally aligned there is one access: nobody sees half of it.
+//!
+//! Nothing is promised about the size of the accesses in longer copies. [`Cached`](MappingType::Cached) mappings
+//! only keep the third promise; apart from that they are copied like any memory.
+//!
+//! Copies contain no fence: [`store_fence`], [`load_fence`] and [`full_fence`] order them.
+
+mod fence;
+mod routine;
+mod scalar;
+mod vector;
+
+#[cfg(target_arch = "aarch64")]
+#[path = "aarch64.rs"]
+mod arch;
+#[cfg(target_arch = "x86_64")]
+#[path = "x86_64.rs"]
+mod arch;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+compile_error!("copies and fences for mapped GPU memory are written for x86-64 and aarch64");
+
+use std::sync::OnceLock;
+use std::sync::atomic::{Ordering, compiler_fence};
+
+pub use fence::{full_fence, load_fence, store_fence};
+pub use routine::Routine;
+
+use crate::MappingType;
+use scalar::{FromDevice, ToDevice};
+
+/// Copies `len` bytes from `src` to `dst`.
+type CopyFn = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
+
+/// The default: the first routine of each row that this CPU has.
+///
+/// Stores reach 24 GB/s with AVX on an H200, the limit of 64-byte bus writes, and wider ones gained nothing on the
+/// machines measured. Of the loads only the streaming ones (`movntdqa`) fetch 64 bytes in a bus round trip.
+const STORE_ORDER: [Routine; 4] = [Routine::Avx, Routine::Sse2, Routine::Neon, Routine::Scalar];
+const LOAD_ORDER: [Routine; 5] =
+    [Routine::Sse41, Routine::Avx, Routine::Sse2, Routine::Neon, Routine::Scalar];
+
+/// A routine for each direction.
+#[derive(Clone, Copy, Debug)]
+pub struct Copier {
+    store: Routine,
+    load: Routine,
+    store_fn: CopyFn,
+    load_fn: CopyFn,
+}
+
+impl Copier {
+    /// The fastest routines of this CPU, found once.
+    ///
+    /// `GDRCOPY_STORE` and `GDRCOPY_LOAD` override them by [name](Routine::name). A name that is unknown, or of a
+    /// routine that does not work here, is logged and ignored.
+    pub fn best() -> &'static Self {
+        static BEST: OnceLock<Copier> = OnceLock::new();
+        BEST.get_or_init(|| {
+            let (store, store_fn) = choose("GDRCOPY_STORE", &STORE_ORDER, store_fn);
+            let (load, load_fn) = choose("GDRCOPY_LOAD", &LOAD_ORDER, load_fn);
+            Self { store, load, store_fn, load_fn }
+        })
+    }
+
+    /// These routines, for comparing them; `None` where the CPU or the routine itself cannot do it.
+    pub fn new(store: Routine, load: Routine) -> Option<Self> {
+        Some(Self { store, load, store_fn: store_fn(store)?, load_fn: load_fn(load)? })
+    }
+
+    /// What stores to write-combining mappings.
+    pub fn store(&self) -> Routine {
+        self.store
+    }
+
+    /// What loads from write-combining mappings.
+    pub fn load(&self) -> Routine {
+        self.load
+    }
+
+    /// Copies `len` bytes of host memory at `src` to `dst` in a mapping of type `kind`.
+    ///
+    /// No fence: the stores may still be in the core when this returns, see [`store_fence`].
+    ///
+    /// # Safety
+    /// `src` must be valid for reads and `dst` for writes of `len` bytes, and the two ranges must not overlap.
+    /// `kind` must be the type of the mapping. Nothing else in this process may access `dst` meanwhile, except that
+    /// one naturally aligned word may be read as a volatile or an atomic.
+    #[inline]
+    pub unsafe fn to_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
+        // The device's memory changes outside the program: calls may not be merged with one another.
+        compiler_fence(Ordering::SeqCst);
+        // SAFETY: what the caller promised.
+        let done = unsafe { scalar::word::<ToDevice>(dst, src, len) };
+        if !done {
+            match kind {
+                // SAFETY: what the caller promised; this CPU has the routine, see `store_fn`.
+                MappingType::WriteCombining => unsafe { (self.store_fn)(dst, src, len) },
+                // SAFETY: what the caller promised.
+                MappingType::Cached => unsafe { dst.copy_from_nonoverlapping(src, len) },
+                // SAFETY: what the caller promised.
+                MappingType::Device => unsafe { scalar::copy::<ToDevice>(dst, src, len) },
+            }
+        }
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    /// Copies `len` bytes at `src` in a mapping of type `kind` to host memory at `dst`.
+    ///
+    /// No fence: a later load may be served from what an earlier one fetched, see [`load_fence`].
+    ///
+    /// # Safety
+    /// `src` must be valid for reads and `dst` for writes of `len` bytes, and the two ranges must not overlap.
+    /// `kind` must be the type of the mapping. Nothing else in this process may write to `src` meanwhile, except
+    /// that one naturally aligned word may be written as a volatile or an atomic.
+    #[inline]
+    pub unsafe fn from_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
+        compiler_fence(Ordering::SeqCst);
+        // SAFETY: what the caller promised.
+        let done = unsafe { scalar::word::<FromDevice>(dst, src, len) };
+        if !done {
+            match kind {
+                // SAFETY: what the caller promised; this CPU has the routine, see `load_fn`.
+                MappingType::WriteCombining => unsafe { (self.load_fn)(dst, src, len) },
+                // SAFETY: what the caller promised.
+                MappingType::Cached => unsafe { dst.copy_from_nonoverlapping(src, len) },
+                // SAFETY: what the caller promised.
+                MappingType::Device => unsafe { scalar::copy::<FromDevice>(dst, src, len) },
+            }
+        }
+        compiler_fence(Ordering::SeqCst);
+    }
+}
+
+/// How `routine` stores, if this CPU has it.
+fn store_fn(routine: Routine) -> Option<CopyFn> {
+    let copy = if routine == Routine::Scalar { scalar::copy::<ToDevice> } else { arch::store(routine)? };
+    routine.supported().then_some(copy)
+}
+
+/// How `routine` loads, if this CPU has it.
+fn load_fn(routine: Routine) -> Option<CopyFn> {
+    let copy = if routine == Routine::Scalar { scalar::copy::<FromDevice> } else { arch::load(routine)? };
+    routine.supported().then_some(copy)
+}
+
+/// The routine that the environment variable names, or else the first of `order` that works.
+fn choose(
+    variable: &'static str,
+    order: &[Routine],
+    find: fn(Routine) -> Option<CopyFn>,
+) -> (Routine, CopyFn) {
+    let asked = std::env::var_os(variable).map(|name| name.to_string_lossy().into_owned());
+    choose_named(variable, asked.as_deref(), order, find)
+}
+
+fn choose_named(
+    variable: &'static str,
+    asked: Option<&str>,
+    order: &[Routine],
+    find: fn(Routine) -> Option<CopyFn>,
+) -> (Routine, CopyFn) {
+    let (default, default_fn) = order
+        .iter()
+        .find_map(|&routine| Some((routine, find(routine)?)))
+        .expect("the scalar routine works everywhere");
+    let Some(asked) = asked else { return (default, default_fn) };
+    match asked.parse::<Routine>() {
+        Err(error) => tracing::warn!("{variable} ignored, {default} is used: {error}"),
+        Ok(routine) => match find(routine) {
+            Some(copy) => return (routine, copy),
+            None => {
+                tracing::warn!("{variable} ignored, {default} is used: {routine} cannot do it on this CPU")
+            }
+        },
+    }
+    (default, default_fn)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_routine_has_functions_for_the_directions_it_names() {
+        for routine in Routine::ALL {
+            assert_eq!(store_fn(routine).is_some(), routine.stores() && routine.supported(), "{routine}");
+            assert_eq!(load_fn(routine).is_some(), routine.loads() && routine.supported(), "{routine}");
+            let both = Copier::new(routine, routine);
+            assert_eq!(
+                both.is_some(),
+                routine.stores() && routine.loads() && routine.supported(),
+                "{routine}: {both:?}"
+            );
+        }
+        assert!(Routine::Scalar.supported());
+    }
+
+    #[test]
+    fn the_variable_names_a_routine_or_is_ignored() {
+        let chosen = |asked| choose_named("GDRCOPY_LOAD", asked, &LOAD_ORDER, load_fn).0;
+        let default = chosen(None);
+        assert_eq!(chosen(Some("scalar")), Routine::Scalar);
+        assert_ne!(default, Routine::Scalar, "all architectures here have something better");
+        for ignored in ["", "Scalar", "memcpy", "movdir64b"] {
+            assert_eq!(chosen(Some(ignored)), default, "{ignored}");
+        }
+    }
+
+    #[test]
+    fn names_read_back() {
+        for routine in Routine::ALL {
+            assert_eq!(routine.to_string().parse::<Routine>().unwrap(), routine);
+        }
+        let error = "sse3".parse::<Routine>().unwrap_err();
+        assert!(error.to_string().contains("sse3"), "{error}");
+    }
+}

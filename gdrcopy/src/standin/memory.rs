@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
-use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::{Arc, Weak};
 
 use crate::cuda::MemoryKind;
 use crate::kernel::check;
@@ -14,6 +14,12 @@ use crate::kernel::check;
 const BLOCK: usize = 2 << 20;
 /// Alignment of `cuMemAlloc`, bytes.
 const GRAIN: usize = 512;
+/// Memory of each GPU, bytes.
+const CAPACITY: usize = 1 << 30;
+/// The resource manager's client of the CUDA driver of this process.
+pub const CLIENT: u32 = 0xc1d0_0001;
+/// The resource manager's handles of memory objects count from here.
+const FIRST_OBJECT: u32 = 0x5c00_0001;
 
 /// Physical memory of one GPU, alive while somebody holds it.
 #[derive(Debug)]
@@ -23,6 +29,8 @@ pub struct Object {
     /// Bytes.
     pub size: usize,
     file: File,
+    /// The inode, by which descriptors of this memory are known.
+    inode: u64,
 }
 
 impl Object {
@@ -33,7 +41,8 @@ impl Object {
         // SAFETY: just created, owned by nobody else.
         let file = unsafe { File::from_raw_fd(fd) };
         file.set_len(size as u64)?;
-        Ok(Arc::new(Self { gpu, size, file }))
+        let inode = file.metadata()?.ino();
+        Ok(Arc::new(Self { gpu, size, file, inode }))
     }
 
     /// The file to map.
@@ -50,6 +59,22 @@ impl Object {
     pub fn read(&self, offset: usize, out: &mut [u8]) -> io::Result<()> {
         self.file.read_exact_at(out, offset as u64)
     }
+
+    /// A dma-buf of the memory from `offset` on: a descriptor that stands at this position, see
+    /// [`dma_buf_offset`].
+    pub fn dma_buf(&self, offset: u64) -> io::Result<OwnedFd> {
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        // Opened anew, because a duplicate would share its position.
+        let mut file = File::options().read(true).write(true).open(path)?;
+        file.seek(SeekFrom::Start(offset))?;
+        Ok(file.into())
+    }
+}
+
+/// Where a simulated dma-buf begins in its object: a kernel adds this to the offset of an `mmap`. It is 0 for
+/// any other descriptor of an object.
+pub fn dma_buf_offset(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    File::from(fd.try_clone_to_owned()?).stream_position()
 }
 
 /// An allocation: an address range that shows a part of an object.
@@ -65,8 +90,16 @@ pub struct VaRange {
     pub offset: usize,
     /// How it was made.
     pub kind: MemoryKind,
+    /// VMM memory made for export as a file descriptor.
+    pub exportable: bool,
     /// Never the same for two allocations.
     pub buffer_id: u64,
+}
+
+/// Somebody who is told when CUDA lets go of physical memory: the free callback of `nvidia_p2p_get_pages`.
+pub trait FreeWatcher: Send + Sync + std::fmt::Debug {
+    /// No allocation shows the object any more. Called with the machine's memory locked.
+    fn freed(&self, object: &Arc<Object>);
 }
 
 /// All GPU memory of the machine.
@@ -76,15 +109,20 @@ pub struct Memory {
     ranges: BTreeMap<u64, VaRange>,
     /// The object from which small allocations of each GPU come: first address, object, bytes used.
     open_blocks: BTreeMap<i32, (u64, Arc<Object>, usize)>,
+    /// Every object that was ever shown, by its handle in the resource manager.
+    objects: BTreeMap<u32, Weak<Object>>,
+    next_object: u32,
     next_va: u64,
     next_id: u64,
+    watchers: Vec<Weak<dyn FreeWatcher>>,
 }
 
 impl Memory {
     pub(super) fn new(gpus: i32) -> Self {
-        let (ranges, open_blocks) = Default::default();
+        let (ranges, open_blocks, objects, watchers) = Default::default();
         // Where the driver puts its allocations on x86.
-        Self { gpus, ranges, open_blocks, next_va: 0x7f40_0000_0000, next_id: 1 }
+        let next_va = 0x7f40_0000_0000;
+        Self { gpus, ranges, open_blocks, objects, next_object: FIRST_OBJECT, next_va, next_id: 1, watchers }
     }
 
     /// How many GPUs there are.
@@ -93,14 +131,20 @@ impl Memory {
     }
 
     /// Allocates in the manner of `cuMemAlloc` ([`MemoryKind::Malloc`], sharing 2 MiB objects) or, for any
-    /// other kind, as an object of its own.
+    /// other kind, as an object of its own. `ENOMEM` where the GPU is full.
     pub fn alloc(&mut self, gpu: i32, len: usize, kind: MemoryKind) -> io::Result<u64> {
+        if len > CAPACITY {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
         let wanted = len.max(1).next_multiple_of(GRAIN);
         let shared = kind == MemoryKind::Malloc && wanted < BLOCK;
         let (va, object, offset) = match self.open_blocks.get(&gpu) {
             Some((va, object, used)) if shared && used + wanted <= BLOCK => (*va, object.clone(), *used),
             _ => {
                 let size = wanted.next_multiple_of(BLOCK);
+                if self.in_use(gpu) + size > CAPACITY {
+                    return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+                }
                 let va = self.next_va;
                 self.next_va += size as u64;
                 (va, Object::new(gpu, size)?, 0)
@@ -123,13 +167,75 @@ impl Memory {
     ) -> u64 {
         let buffer_id = self.next_id;
         self.next_id += 1;
-        self.ranges.insert(base, VaRange { base, len, object, offset, kind, buffer_id });
+        self.object_handle(&object);
+        let exportable = kind == MemoryKind::Vmm;
+        self.ranges.insert(base, VaRange { base, len, object, offset, kind, exportable, buffer_id });
         base
+    }
+
+    /// Makes VMM memory exportable, as it is at first, or not.
+    pub fn set_exportable(&mut self, base: u64, exportable: bool) {
+        if let Some(range) = self.ranges.get_mut(&base) {
+            range.exportable = exportable;
+        }
+    }
+
+    /// The handle of an object in the resource manager, under [`CLIENT`].
+    pub fn object_handle(&mut self, object: &Arc<Object>) -> u32 {
+        self.objects.retain(|_, known| known.strong_count() > 0);
+        let known = self.objects.iter().find(|(_, known)| std::ptr::eq(known.as_ptr(), Arc::as_ptr(object)));
+        if let Some((&handle, _)) = known {
+            return handle;
+        }
+        let handle = self.next_object;
+        self.next_object += 1;
+        self.objects.insert(handle, Arc::downgrade(object));
+        handle
+    }
+
+    /// The object of a handle, while somebody holds it.
+    pub fn object_by_handle(&self, handle: u32) -> Option<Arc<Object>> {
+        self.objects.get(&handle)?.upgrade()
+    }
+
+    /// The object whose memory a file descriptor shows, while somebody holds it.
+    pub fn object_by_fd(&self, fd: BorrowedFd<'_>) -> io::Result<Option<Arc<Object>>> {
+        let inode = File::from(fd.try_clone_to_owned()?).metadata()?.ino();
+        Ok(self.objects.values().filter_map(Weak::upgrade).find(|object| object.inode == inode))
+    }
+
+    /// Memory of a GPU that somebody holds, bytes.
+    fn in_use(&self, gpu: i32) -> usize {
+        self.objects
+            .values()
+            .filter_map(Weak::upgrade)
+            .filter(|held| held.gpu == gpu)
+            .map(|held| held.size)
+            .sum()
     }
 
     /// Takes an allocation away; its object lives on while somebody else holds it.
     pub fn free(&mut self, base: u64) -> Option<VaRange> {
-        self.ranges.remove(&base)
+        let range = self.ranges.remove(&base)?;
+        if !self.ranges.values().any(|other| Arc::ptr_eq(&other.object, &range.object)) {
+            self.watchers.iter().filter_map(Weak::upgrade).for_each(|watcher| watcher.freed(&range.object));
+        }
+        Some(range)
+    }
+
+    /// Tells somebody of every object that is freed from now on.
+    pub fn watch(&mut self, watcher: Weak<dyn FreeWatcher>) {
+        self.watchers.push(watcher);
+    }
+
+    /// The physical memory under an address, and the place in it. It goes on to both sides of an allocation:
+    /// drivers work in pages, so an allocation's neighbours in its first and last page are within reach.
+    pub fn backing(&self, addr: u64) -> Option<(Arc<Object>, usize)> {
+        self.find(addr).into_iter().chain(self.ranges.values()).find_map(|range| {
+            let offset = addr.checked_sub(range.base - range.offset as u64)?;
+            let offset = usize::try_from(offset).ok().filter(|offset| *offset < range.object.size)?;
+            Some((range.object.clone(), offset))
+        })
     }
 
     /// The allocation that contains an address.

@@ -3,27 +3,37 @@
 //! GPU memory is memory files; a "BAR1 mapping" is a mapping of such a file, so what one side writes the
 //! other reads, freed memory stays while something holds it, and wrong offsets show wrong bytes.
 
+mod cuda;
+mod gdrdrv;
+mod kernel;
 mod memory;
+mod vma;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use memory::{Memory, Object, VaRange};
+pub use cuda::{CudaSettings, SimulatedCuda, pci};
+pub use gdrdrv::{Gdrdrv, Module};
+pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
+pub use memory::{CLIENT, FreeWatcher, Memory, Object, VaRange, dma_buf_offset};
 
 /// The machine. Share it between its CUDA, its kernel and the test that plays with it.
 #[derive(Debug)]
 pub struct Machine {
     /// GPU memory and who holds it.
     pub memory: Mutex<Memory>,
+    /// What CUDA says of itself.
+    pub cuda: Mutex<CudaSettings>,
     faults: Mutex<HashMap<String, i32>>,
 }
 
 impl Machine {
     /// A machine with `gpus` GPUs of 1 GiB and as much BAR1 each.
     pub fn new(gpus: i32) -> Arc<Self> {
-        Arc::new(Self { memory: Mutex::new(Memory::new(gpus)), faults: Mutex::default() })
+        let memory = Mutex::new(Memory::new(gpus));
+        Arc::new(Self { memory, cuda: Mutex::default(), faults: Mutex::default() })
     }
 
     /// From now on the named operation fails with this code (an `errno`, a CUDA or a driver status, as the

@@ -1,1 +1,0 @@
-//! `mmap` of a CUDA dma-buf.

@@ -1,0 +1,128 @@
+//! `mmap` of a CUDA dma-buf: no kernel module.
+
+mod pin;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::{
+    Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned, host_page, proof,
+};
+use crate::cuda::{Cuda, locate};
+use crate::error::{Error, Result};
+use crate::fork::Owner;
+use crate::kernel::Kernel;
+use crate::system::System;
+use pin::Pin;
+
+/// The first CUDA whose driver maps dma-bufs of GPUs with memory of their own: 13.3.
+const FIRST_CUDA: u32 = 13030;
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED` of `cuda.h`.
+const CU_DMA_BUF: u32 = 124;
+/// Scratch memory for the proof, bytes: more than one 2 MiB page of the GPU.
+const SCRATCH: usize = 4 << 20;
+
+/// The driver, found to map what it was asked for.
+#[derive(Debug)]
+pub(crate) struct DmaBuf {
+    machine: Machine,
+    owner: Owner,
+    /// Devices whose mappings were tried: ordinal, and whether through PCIe.
+    proven: Mutex<HashSet<(i32, bool)>>,
+}
+
+/// What pins need.
+#[derive(Clone, Debug)]
+struct Machine {
+    kernel: Arc<dyn Kernel>,
+    cuda: Arc<dyn Cuda>,
+}
+
+impl DmaBuf {
+    /// Tries the driver on the first GPU that has dma-bufs; others are tried at their first pin, since that
+    /// makes a CUDA context there.
+    pub(crate) fn open(system: &System) -> Result<Self> {
+        let cuda = system.cuda()?;
+        let version = cuda.driver_version()?;
+        if version < FIRST_CUDA {
+            return Err(Error::Unsupported {
+                what: format!("mmap of a dma-buf (CUDA {}.{})", version / 1000, version % 1000 / 10),
+                by: "this NVIDIA driver",
+                fix: "update to a driver with CUDA 13.3 or newer, load gdrdrv, or use the rm backend",
+            });
+        }
+        let machine = Machine { kernel: system.kernel.clone(), cuda: cuda.clone() };
+        let this = Self { machine, owner: Owner::this_process(), proven: Mutex::default() };
+        for gpu in cuda.devices()? {
+            if cuda.device_attribute(gpu.ordinal, CU_DMA_BUF)? != 0 {
+                this.prove(gpu.ordinal, false)?;
+                return Ok(this);
+            }
+        }
+        Err(no_dma_buf())
+    }
+
+    /// Makes sure that mappings of a device show what CUDA shows.
+    fn prove(&self, device: i32, pcie: bool) -> Result<()> {
+        let mut proven = self.proven.lock();
+        if proven.contains(&(device, pcie)) {
+            return Ok(());
+        }
+        let cuda = &self.machine.cuda;
+        if cuda.device_attribute(device, CU_DMA_BUF)? == 0 {
+            return Err(no_dma_buf());
+        }
+        let scratch = CudaAllocation::new(cuda, device, SCRATCH)?;
+        // The second pin begins inside the memory, in its second large page.
+        for start in [0, SCRATCH / 2 + host_page()] {
+            let len = SCRATCH - start;
+            let pin = Pin::new(&self.machine, scratch.addr() + start as u64, len, pcie)?;
+            let range = pin.map_unproven(len)?;
+            let offsets = [0, len / 2, len - proof::PROBE];
+            proof::nonce(&**cuda, device, pin.va(), &range, &offsets)?;
+        }
+        proven.insert((device, pcie));
+        Ok(())
+    }
+}
+
+fn no_dma_buf() -> Error {
+    Error::Unsupported {
+        what: "dma-buf".into(),
+        by: "this GPU, its driver or this kernel",
+        fix: "use NVIDIA's open kernel modules and Linux 5.12 or newer, or another backend",
+    }
+}
+
+impl Backend for DmaBuf {
+    fn kind(&self) -> BackendKind {
+        BackendKind::DmaBuf
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<u32> {
+        Ok(match attribute {
+            Attribute::UsePersistentMapping
+            | Attribute::SupportPinFlagForcePcie
+            | Attribute::UsingDmaBufMmap => 1,
+        })
+    }
+
+    fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
+        self.owner.check()?;
+        if len == 0 {
+            return Err(Error::invalid("length", len, "at least 1"));
+        }
+        let pcie = flags.contains(PinFlags::FORCE_PCIE);
+        self.prove(locate(&*self.machine.cuda, addr, len)?.device, pcie)?;
+        Ok(Box::new(Pin::new(&self.machine, addr, len, pcie)?))
+    }
+
+    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
+        self.owner.check()?;
+        Ok(Box::new(CudaAllocation::new(&self.machine.cuda, device, len)?))
+    }
+}

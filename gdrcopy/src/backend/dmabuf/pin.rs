@@ -1,0 +1,183 @@
+//! Memory held by dma-bufs.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use super::Machine;
+use crate::backend::reservation::Reservation;
+use crate::backend::{MappingType, Pinned, host_page, inside, proof};
+use crate::cpu_range::CpuRange;
+use crate::cuda::{MemoryKind, locate};
+use crate::error::{Error, Result};
+use crate::fork::Owner;
+
+/// `ENOTSUPP`: a number of the kernel that the driver lets out.
+const ENOTSUPP: i32 = 524;
+/// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES` of `cuda.h`: the link is coherent.
+const CU_HOST_PAGE_TABLES: u32 = 100;
+
+/// A pin: the range in whole host pages, held until the descriptors are closed.
+#[derive(Debug)]
+pub(super) struct Pin {
+    machine: Machine,
+    owner: Owner,
+    /// What was asked for.
+    addr: u64,
+    wanted: usize,
+    va: u64,
+    len: usize,
+    kind: MappingType,
+    segments: Vec<Segment>,
+}
+
+/// A part of the range with one piece of physical memory: drivers have been seen to map only the first piece
+/// of a dma-buf, so each gets its own.
+#[derive(Debug)]
+struct Segment {
+    fd: OwnedFd,
+    va: u64,
+    len: usize,
+    device: i32,
+    buffer_id: u64,
+}
+
+impl Pin {
+    pub(super) fn new(machine: &Machine, addr: u64, len: usize, pcie: bool) -> Result<Self> {
+        let page = host_page() as u64;
+        let va = addr & !(page - 1);
+        let end = addr.checked_add(len as u64).and_then(|end| end.checked_next_multiple_of(page));
+        let span = end.and_then(|end| usize::try_from(end - va).ok());
+        let (Some(end), Some(span)) = (end, span) else {
+            return Err(Error::invalid("length", len, "within the address space"));
+        };
+        let mut pin = Self {
+            machine: machine.clone(),
+            owner: Owner::this_process(),
+            addr,
+            wanted: len,
+            va,
+            len: span,
+            kind: MappingType::Cached,
+            segments: Vec::new(),
+        };
+        let mut at = va;
+        while at < end {
+            at = pin.export(at, end, pcie)?;
+        }
+        Ok(pin)
+    }
+
+    /// Exports the piece that begins at `va`; gives its end.
+    fn export(&mut self, va: u64, end: u64, pcie: bool) -> Result<u64> {
+        let cuda = &*self.machine.cuda;
+        // The first page may begin before the allocation.
+        let inner = va.max(self.addr);
+        let memory = locate(cuda, inner, 1)?;
+        let stop = match memory.kind {
+            MemoryKind::Vmm => {
+                (memory.base + memory.size as u64).next_multiple_of(host_page() as u64).min(end)
+            }
+            _ => end,
+        };
+        let len = usize::try_from(stop - va).map_err(|_| Error::invalid("length", stop - va, "a size"))?;
+        let fd = cuda.dma_buf(va, len, pcie)?;
+        // The descriptor holds the memory from here on; was it still the same?
+        let (device, buffer_id) = (memory.device, memory.buffer_id);
+        if cuda.pointer(inner)?.buffer_id != buffer_id {
+            return Err(Error::Invalidated);
+        }
+        if pcie || cuda.device_attribute(device, CU_HOST_PAGE_TABLES)? == 0 {
+            self.kind = MappingType::WriteCombining;
+        }
+        self.segments.push(Segment { fd, va, len, device, buffer_id });
+        Ok(stop)
+    }
+
+    /// Maps the first `len` bytes, for the proof only.
+    pub(super) fn map_unproven(&self, len: usize) -> Result<CpuRange> {
+        inside(0, len, self.len)?;
+        let len = len.max(1).next_multiple_of(host_page());
+        let mut range = Reservation::new(len)?;
+        let mut rest = len;
+        for segment in &self.segments {
+            let part = segment.len.min(rest);
+            if part == 0 {
+                break;
+            }
+            range.append(&*self.machine.kernel, segment.fd.as_fd(), part).map_err(|e| explain(part, e))?;
+            rest -= part;
+        }
+        range.into_range(self.kind)
+    }
+
+    /// Looks at both ends of each piece of what the user asked for.
+    fn prove(&self, range: &CpuRange) -> Result<()> {
+        let cuda = &*self.machine.cuda;
+        let end = (self.va + range.len() as u64).min(self.addr + self.wanted as u64);
+        for segment in &self.segments {
+            let from = segment.va.max(self.addr);
+            let Some(len) = end.min(segment.va + segment.len as u64).checked_sub(from).filter(|len| *len > 0)
+            else {
+                continue;
+            };
+            // Freed memory has nothing to be compared with any more.
+            if cuda.pointer(from)?.buffer_id != segment.buffer_id {
+                return Err(Error::Invalidated);
+            }
+            let size = |bytes: u64| {
+                usize::try_from(bytes)
+                    .map_err(|_| Error::invalid("length", bytes, "within the address space"))
+            };
+            proof::compare(cuda, segment.device, self.va, range, size(from - self.va)?, size(len)?)?;
+        }
+        Ok(())
+    }
+}
+
+impl Pinned for Pin {
+    fn va(&self) -> u64 {
+        self.va
+    }
+
+    fn pinned_len(&self) -> usize {
+        self.len
+    }
+
+    fn page_size(&self) -> u32 {
+        u32::try_from(host_page()).expect("pages are small")
+    }
+
+    fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
+        self.owner.check()?;
+        if let Some(other) = request.filter(|wish| *wish != self.kind) {
+            return Err(Error::Unsupported {
+                what: format!("a mapping of type {other:?}"),
+                by: "the dma-buf of this memory",
+                fix: "ask for no type; on coherent links pin with FORCE_PCIE for write combining",
+            });
+        }
+        let range = self.map_unproven(len)?;
+        self.prove(&range)?;
+        Ok(range)
+    }
+
+    fn unpin(self: Box<Self>) -> Result<()> {
+        self.owner.check()
+    }
+}
+
+fn explain(len: usize, error: io::Error) -> Error {
+    match error.raw_os_error() {
+        Some(ENOTSUPP | libc::EOPNOTSUPP | libc::ENODEV) => Error::Unsupported {
+            what: "mmap of a dma-buf".into(),
+            by: "this NVIDIA driver (before CUDA 13.3 for integrated GPUs only)",
+            fix: "update the NVIDIA driver, load gdrdrv, or use the rm backend",
+        },
+        Some(libc::ENOMEM) => Error::Exhausted {
+            what: "PCIe BAR1 space of the GPU, or address space",
+            len,
+            fix: "unpin memory (`nvidia-smi -q -d MEMORY` shows BAR1 use), or enable Resizable BAR in the BIOS",
+        },
+        _ => Error::sys(format!("mmap of {len} bytes of a dma-buf"), error, "see the kernel log"),
+    }
+}

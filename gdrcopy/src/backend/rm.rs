@@ -1,1 +1,0 @@
-//! No module: the NVIDIA driver's resource-manager interface.

@@ -1,0 +1,112 @@
+//! Vector copies of x86-64.
+//!
+//! The accesses are written in assembly: which instruction meets the device is the point of them, and the compiler
+//! must neither choose another encoding nor merge, drop or reorder them.
+
+use std::arch::asm;
+use std::arch::is_x86_feature_detected;
+use std::arch::x86_64::{__cpuid, __cpuid_count};
+
+use super::scalar::{FromDevice, ToDevice};
+use super::vector::routine;
+use super::{CopyFn, Routine};
+
+pub(super) fn detected(routine: Routine) -> bool {
+    match routine {
+        Routine::Sse2 => true,
+        Routine::Sse41 => is_x86_feature_detected!("sse4.1"),
+        Routine::Avx => is_x86_feature_detected!("avx"),
+        Routine::Avx2 => is_x86_feature_detected!("avx2"),
+        Routine::Avx512 => is_x86_feature_detected!("avx512f"),
+        Routine::Movdir64b => has_movdir64b(),
+        Routine::Scalar | Routine::Neon => false,
+    }
+}
+
+/// CPUID leaf 7, ECX bit 28 (Intel SDM volume 2, CPUID). The operating system has no say in it.
+fn has_movdir64b() -> bool {
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).ecx & 1 << 28 != 0
+}
+
+pub(super) fn store(routine: Routine) -> Option<CopyFn> {
+    Some(match routine {
+        Routine::Sse2 => store_sse2,
+        Routine::Avx => store_avx,
+        Routine::Avx512 => store_avx512,
+        Routine::Movdir64b => store_movdir64b,
+        _ => return None,
+    })
+}
+
+pub(super) fn load(routine: Routine) -> Option<CopyFn> {
+    Some(match routine {
+        Routine::Sse2 => load_sse2,
+        Routine::Sse41 => load_sse41,
+        Routine::Avx => load_avx,
+        Routine::Avx2 => load_avx2,
+        Routine::Avx512 => load_avx512,
+        _ => return None,
+    })
+}
+
+routine!(store_sse2, ToDevice, "sse2", store_block_sse, store_line_sse);
+routine!(store_avx, ToDevice, "avx", store_block_avx, store_line_avx);
+routine!(store_avx512, ToDevice, "avx512f", store_block_avx, store_line_avx512);
+routine!(store_movdir64b, ToDevice, "sse2", store_block_sse, store_line_movdir64b);
+
+routine!(load_sse2, FromDevice, "sse2", load_block_sse2, load_line_sse2);
+routine!(load_sse41, FromDevice, "sse4.1", load_block_sse41, load_line_sse41);
+routine!(load_avx, FromDevice, "avx", load_block_avx, load_line_avx);
+routine!(load_avx2, FromDevice, "avx2", load_block_avx2, load_line_avx2);
+routine!(load_avx512, FromDevice, "avx512f", load_block_avx2, load_line_avx512);
+
+/// A copy of one to four registers: all loads, then all stores.
+macro_rules! registers {
+    ($name:ident, $feature:literal, $class:ident, $load:literal, $store:literal, $($register:ident $offset:literal)+) => {
+        /// # Safety
+        /// `src` must be valid for reads and `dst` for writes of the registers' bytes; the device side must be
+        /// aligned to one register.
+        #[inline]
+        #[target_feature(enable = $feature)]
+        unsafe fn $name(dst: *mut u8, src: *const u8) {
+            // SAFETY: what the caller promised.
+            unsafe {
+                asm!(
+                    $(concat!($load, " {", stringify!($register), "}, [{src} + ", $offset, "]"),)+
+                    $(concat!($store, " [{dst} + ", $offset, "], {", stringify!($register), "}"),)+
+                    src = in(reg) src,
+                    dst = in(reg) dst,
+                    $($register = out($class) _,)+
+                    options(nostack, preserves_flags),
+                );
+            }
+        }
+    };
+}
+
+registers!(store_block_sse, "sse2", xmm_reg, "movdqu", "movntdq", a 0);
+registers!(store_line_sse, "sse2", xmm_reg, "movdqu", "movntdq", a 0 b 16 c 32 d 48);
+registers!(store_block_avx, "avx", xmm_reg, "vmovdqu", "vmovntdq", a 0);
+registers!(store_line_avx, "avx", ymm_reg, "vmovdqu", "vmovntdq", a 0 b 32);
+registers!(store_line_avx512, "avx512f", zmm_reg, "vmovdqu64", "vmovntdq", a 0);
+
+registers!(load_block_sse2, "sse2", xmm_reg, "movdqa", "movdqu", a 0);
+registers!(load_line_sse2, "sse2", xmm_reg, "movdqa", "movdqu", a 0 b 16 c 32 d 48);
+registers!(load_block_sse41, "sse4.1", xmm_reg, "movntdqa", "movdqu", a 0);
+registers!(load_line_sse41, "sse4.1", xmm_reg, "movntdqa", "movdqu", a 0 b 16 c 32 d 48);
+registers!(load_block_avx, "avx", xmm_reg, "vmovdqa", "vmovdqu", a 0);
+registers!(load_line_avx, "avx", ymm_reg, "vmovdqa", "vmovdqu", a 0 b 32);
+registers!(load_block_avx2, "avx2", xmm_reg, "vmovntdqa", "vmovdqu", a 0);
+registers!(load_line_avx2, "avx2", ymm_reg, "vmovntdqa", "vmovdqu", a 0 b 32);
+registers!(load_line_avx512, "avx512f", zmm_reg, "vmovntdqa", "vmovdqu64", a 0);
+
+/// # Safety
+/// This CPU must have MOVDIR64B. `src` must be valid for reads and `dst` for writes of 64 bytes; `dst` must be
+/// aligned to 64.
+#[inline]
+unsafe fn store_line_movdir64b(dst: *mut u8, src: *const u8) {
+    // SAFETY: what the caller promised.
+    unsafe {
+        asm!("movdir64b {dst}, [{src}]", src = in(reg) src, dst = in(reg) dst, options(nostack, preserves_flags))
+    };
+}

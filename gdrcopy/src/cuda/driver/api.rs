@@ -1,0 +1,131 @@
+//! The entry points of `libcuda` that mappings need.
+//!
+//! They are declared here with an integer result. `cudarc` declares them with its closed `CUresult` enum, and a
+//! status of a newer driver that the enum lacks would be undefined behaviour; so `cudarc` only loads the library.
+
+use std::ffi::{c_char, c_void};
+use std::fmt;
+use std::io;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+
+use super::layout::{AccessDesc, AllocationProp, Handle};
+use crate::cuda::CudaStatus;
+use crate::error::{Error, Result};
+
+/// Declares the table of entry points and a checked call for each.
+macro_rules! entry_points {
+    ($($name:ident = $symbol:literal ($($arg:ident: $ty:ty),*);)*) => {
+        /// Entry points by address; those this driver lacks are `None`.
+        #[derive(Clone, Copy, Default)]
+        pub(super) struct Api {
+            $(pub(super) $name: Option<unsafe extern "C" fn($($ty),*) -> u32>,)*
+        }
+
+        impl Api {
+            /// Loads `libcuda`; it stays loaded.
+            pub(super) fn load() -> Result<Self> {
+                if !present() {
+                    return Err(Error::sys("loading libcuda.so.1", not_found(), NO_LIBRARY));
+                }
+                // SAFETY: the library may be loaded at any time. The call would panic without one.
+                let library = unsafe { sys::culib() };
+                Ok(Self {
+                    $(
+                        // SAFETY: the type is that of the function in cuda.h.
+                        $name: unsafe { library.get($symbol) }.ok().map(|entry| *entry),
+                    )*
+                })
+            }
+
+            $(
+                /// Calls the entry point of this name.
+                ///
+                /// # Safety
+                /// The arguments must be what the CUDA driver's manual asks for.
+                pub(super) unsafe fn $name(&self, $($arg: $ty),*) -> Result<()> {
+                    let entry = self.$name.ok_or_else(|| missing(name_of($symbol)))?;
+                    // SAFETY: the caller vouches for the arguments.
+                    let status = unsafe { entry($($arg),*) };
+                    CudaStatus(status).check(name_of($symbol))
+                }
+            )*
+        }
+    };
+}
+
+entry_points! {
+    init = "cuInit" (flags: u32);
+    driver_get_version = "cuDriverGetVersion" (version: *mut i32);
+    device_get_count = "cuDeviceGetCount" (count: *mut i32);
+    device_get = "cuDeviceGet" (device: *mut i32, ordinal: i32);
+    device_get_name = "cuDeviceGetName" (name: *mut c_char, len: i32, device: i32);
+    device_get_pci_bus_id = "cuDeviceGetPCIBusId" (id: *mut c_char, len: i32, device: i32);
+    device_get_attribute = "cuDeviceGetAttribute" (value: *mut i32, attribute: u32, device: i32);
+    primary_ctx_retain = "cuDevicePrimaryCtxRetain" (context: *mut Handle, device: i32);
+    primary_ctx_release = "cuDevicePrimaryCtxRelease_v2" (device: i32);
+    primary_ctx_get_state = "cuDevicePrimaryCtxGetState" (device: i32, flags: *mut u32, active: *mut i32);
+    ctx_push_current = "cuCtxPushCurrent_v2" (context: Handle);
+    ctx_pop_current = "cuCtxPopCurrent_v2" (context: *mut Handle);
+    pointer_get_attribute = "cuPointerGetAttribute" (data: *mut c_void, attribute: u32, addr: u64);
+    pointer_get_attributes = "cuPointerGetAttributes"
+        (count: u32, attributes: *const u32, data: *const *mut c_void, addr: u64);
+    pointer_set_attribute = "cuPointerSetAttribute" (value: *const c_void, attribute: u32, addr: u64);
+    ipc_get_mem_handle = "cuIpcGetMemHandle" (handle: *mut [u8; 64], addr: u64);
+    mem_alloc = "cuMemAlloc_v2" (addr: *mut u64, len: usize);
+    mem_free = "cuMemFree_v2" (addr: u64);
+    ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange" (least: *mut i32, greatest: *mut i32);
+    stream_create = "cuStreamCreateWithPriority" (stream: *mut Handle, flags: u32, priority: i32);
+    stream_synchronize = "cuStreamSynchronize" (stream: Handle);
+    stream_destroy = "cuStreamDestroy_v2" (stream: Handle);
+    memcpy_to_device_async = "cuMemcpyHtoDAsync_v2" (dst: u64, src: *const c_void, len: usize, stream: Handle);
+    memcpy_to_host_async = "cuMemcpyDtoHAsync_v2" (dst: *mut c_void, src: u64, len: usize, stream: Handle);
+    mem_get_allocation_granularity = "cuMemGetAllocationGranularity"
+        (granularity: *mut usize, prop: *const AllocationProp, option: u32);
+    mem_create = "cuMemCreate" (memory: *mut u64, len: usize, prop: *const AllocationProp, flags: u64);
+    mem_release = "cuMemRelease" (memory: u64);
+    mem_address_reserve = "cuMemAddressReserve" (addr: *mut u64, len: usize, align: usize, hint: u64, flags: u64);
+    mem_address_free = "cuMemAddressFree" (addr: u64, len: usize);
+    mem_map = "cuMemMap" (addr: u64, len: usize, offset: usize, memory: u64, flags: u64);
+    mem_unmap = "cuMemUnmap" (addr: u64, len: usize);
+    mem_set_access = "cuMemSetAccess" (addr: u64, len: usize, access: *const AccessDesc, count: usize);
+    mem_retain_allocation_handle = "cuMemRetainAllocationHandle" (memory: *mut u64, addr: *mut c_void);
+    mem_export_to_shareable_handle = "cuMemExportToShareableHandle"
+        (handle: *mut c_void, memory: u64, kind: u32, flags: u64);
+    mem_get_handle_for_address_range = "cuMemGetHandleForAddressRange"
+        (handle: *mut c_void, addr: u64, len: usize, kind: u32, flags: u64);
+    flush_gpu_direct_rdma_writes = "cuFlushGPUDirectRDMAWrites" (target: u32, scope: u32);
+}
+
+impl fmt::Debug for Api {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Api")
+    }
+}
+
+const NO_LIBRARY: &str = "install the NVIDIA driver, or give the container its `compute` capability";
+
+fn not_found() -> io::Error {
+    io::Error::from_raw_os_error(libc::ENOENT)
+}
+
+/// Whether there is a `libcuda`: looked for once, as a search goes through many names.
+fn present() -> bool {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    // SAFETY: loading runs the initialisers of a library called libcuda, which may run at any time.
+    *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
+}
+
+/// The name in the manual: a symbol without the number of its version.
+fn name_of(symbol: &'static str) -> &'static str {
+    symbol.strip_suffix("_v2").unwrap_or(symbol)
+}
+
+fn missing(name: &str) -> Error {
+    Error::Unsupported {
+        what: name.into(),
+        by: "the installed CUDA driver",
+        fix: "install a driver of CUDA 11.7 or newer",
+    }
+}
