@@ -174,3 +174,26 @@ fn page_size() -> usize {
 pub(crate) fn not_mapped() -> Error {
     invalid("mapping", "none", "a handle that gdr_map has mapped")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_of_several_types_are_noticed_while_they_live() {
+        let kinds: &'static Kinds = Box::leak(Box::default());
+        let first = kinds.add(MappingType::WriteCombining);
+        let second = kinds.add(MappingType::WriteCombining);
+        assert!(!kinds.are_mixed());
+        let cached = kinds.add(MappingType::Cached);
+        assert!(kinds.are_mixed());
+        drop(first);
+        assert!(kinds.are_mixed());
+        drop(second);
+        assert!(!kinds.are_mixed());
+        let device = kinds.add(MappingType::Device);
+        assert!(kinds.are_mixed());
+        drop((cached, device));
+        assert!(!kinds.are_mixed());
+    }
+}

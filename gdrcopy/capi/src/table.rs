@@ -57,6 +57,18 @@ extern "C" fn forget_the_parents() {
 }
 
 impl Table {
+    fn new() -> Self {
+        Self {
+            owner: std::process::id(),
+            first_serial: next_serial(),
+            ancestor: LAST_OWNER.load(Ordering::Relaxed),
+            chunks: [const { OnceLock::new() }; CHUNKS],
+            free: Mutex::default(),
+            libraries: Mutex::default(),
+            kinds: Kinds::default(),
+        }
+    }
+
     /// The table, if there is one. For copies: does not look which process calls.
     #[inline]
     pub(crate) fn current() -> Option<&'static Self> {
@@ -86,15 +98,7 @@ impl Table {
             return Ok(table);
         }
         let seen = TABLE.load(Ordering::Acquire);
-        let new = Box::into_raw(Box::new(Self {
-            owner: std::process::id(),
-            first_serial: next_serial(),
-            ancestor: LAST_OWNER.load(Ordering::Relaxed),
-            chunks: [const { OnceLock::new() }; CHUNKS],
-            free: Mutex::default(),
-            libraries: Mutex::default(),
-            kinds: Kinds::default(),
-        }));
+        let new = Box::into_raw(Box::new(Self::new()));
         if TABLE.compare_exchange(seen, new, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             LAST_OWNER.store(std::process::id(), Ordering::Relaxed);
         } else {
@@ -204,5 +208,18 @@ mod tests {
             }
         }
         assert!(place(MAX_PINS - 1).0 < CHUNKS);
+    }
+
+    #[test]
+    fn slots_are_used_again() {
+        let table = Table::new();
+        let take = || (0..200).map(|_| table.free_slot().unwrap()).collect::<std::collections::BTreeSet<_>>();
+        let taken = take();
+        assert_eq!(taken.len(), 200);
+        assert!(taken.iter().all(|&index| table.slot(index).is_some()));
+        taken.iter().for_each(|&index| table.return_slot(index));
+        assert_eq!(take(), taken);
+        assert!(!taken.contains(&table.free_slot().unwrap()));
+        assert!(table.slot(MAX_PINS - 1).is_none());
     }
 }

@@ -27,6 +27,7 @@ static void handles(void) {
 
     /* Unpinned twice; its place is taken by another, which the old handle does not reach. */
     GIVES(0, gdr_unpin_buffer(m.g, m.mh));
+    GIVES(EINVAL, gdr_copy_to_mapping(m.mh, m.p, word, 4));
     GIVES(EINVAL, gdr_unpin_buffer(m.g, m.mh));
     GIVES(EINVAL, gdr_unmap(m.g, m.mh, m.base, SIZE));
     GIVES(0, gdr_pin_buffer(m.g, m.d, SIZE, 0, 0, &reused));

@@ -3,6 +3,7 @@
 #include "check.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
 
 static volatile int stop;
 
@@ -89,6 +90,22 @@ int main(void) {
         GIVES(0, gdr_copy_to_mapping(own.mh, own.p, "chi", 4));
         GIVES(0, gdr_close(own.g));
         exit(0);
+    }
+    CHECK(ended(child) == 0);
+
+    /* A child that the C library does not know of: no handlers have run in it. */
+    child = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+    if (child == 0) {
+        struct mapped own;
+        GIVES(EACCES, gdr_unmap(m.g, m.mh, m.base, SIZE));
+        GIVES(EACCES, gdr_unpin_buffer(m.g, m.mh));
+        GIVES(EACCES, gdr_close(m.g));
+        own = open_and_map();
+        GIVES(EACCES, gdr_copy_to_mapping(m.mh, m.p, "abc", 4));
+        GIVES(EACCES, gdr_unpin_buffer(own.g, m.mh));
+        GIVES(0, gdr_copy_to_mapping(own.mh, own.p, "own", 4));
+        GIVES(0, gdr_close(own.g));
+        _exit(0);
     }
     CHECK(ended(child) == 0);
 

@@ -1,8 +1,15 @@
 //! The kernel module, of every version and mode.
 
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use gdrapi::{GPU_PAGE_SIZE, INFO_MAPPED, INFO_WC_MAPPING};
 use gdrcopy::MappingType;
-use gdrcopy::standin::Module;
+use gdrcopy::standin::{Device, Gdrdrv, Module};
 
 use crate::library::{Computer, Driver, SIZE, load, store};
 
@@ -234,6 +241,56 @@ fn closing_gives_back_everything_and_tells_the_first_error() {
             assert_eq!(library.unmap(mh, base, SIZE), Err(libc::EINVAL));
         }
     }
+}
+
+/// A module that refuses to unpin once.
+#[derive(Debug)]
+struct RefusesOnce {
+    module: Arc<Gdrdrv>,
+    refused: AtomicBool,
+}
+
+/// `GDRDRV_IOC_UNPIN_BUFFER` of `gdrdrv.h`.
+const UNPIN: u32 = 0xC008_DA02;
+
+impl Device for RefusesOnce {
+    fn open(&self) -> io::Result<OwnedFd> {
+        self.module.open()
+    }
+
+    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
+        if request == UNPIN && !self.refused.swap(true, Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::EBUSY));
+        }
+        // SAFETY: the caller vouches for `arg`.
+        unsafe { self.module.ioctl(fd, request, arg) }
+    }
+
+    unsafe fn mmap(
+        &self,
+        fd: BorrowedFd<'_>,
+        len: usize,
+        offset: u64,
+        at: Option<NonNull<u8>>,
+    ) -> io::Result<NonNull<u8>> {
+        // SAFETY: the caller vouches for `at`.
+        unsafe { self.module.mmap(fd, len, offset, at) }
+    }
+}
+
+#[test]
+fn closing_goes_on_after_an_error_and_tells_it() {
+    let mut computer = computer(Module::default());
+    let module = Gdrdrv::new(&computer.machine, Module::default());
+    let refuses = Arc::new(RefusesOnce { module: module.clone(), refused: AtomicBool::new(false) });
+    computer.replace_gdrdrv(module.clone(), refuses);
+    let library = computer.open().unwrap();
+    let addr = library.alloc(SIZE).unwrap();
+    let pins = [0; 3].map(|_| library.pin(addr, SIZE).unwrap());
+    library.map(pins[2], SIZE).unwrap();
+    assert_eq!(module.live_pins(), 3);
+    assert_eq!(library.close(), Err(libc::EBUSY));
+    computer.check_clean();
 }
 
 #[test]

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use gdrapi::{gdr_info_v2_t, gdr_mh_t, gdr_t};
 use gdrcopy::System;
-use gdrcopy::standin::{Gdrdrv, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm};
+use gdrcopy::standin::{
+    Device, Gdrdrv, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm,
+};
 
 /// Larger than the blocks that small allocations share; not a multiple of GPU pages.
 pub(crate) const SIZE: usize = (4 << 20) + 4096;
@@ -56,8 +58,17 @@ impl Computer {
         Self { system: System::simulated(Arc::new(kernel), cuda), machine, gdrdrv, rm }
     }
 
+    /// Puts another device in the place of the module.
+    pub(crate) fn replace_gdrdrv(&mut self, gdrdrv: Arc<Gdrdrv>, device: Arc<dyn Device>) {
+        let kernel = SimulatedKernel::new(self.machine.clone()).with_device("/dev/gdrdrv", device);
+        self.system = System::simulated(Arc::new(kernel), Some(SimulatedCuda::new(&self.machine)));
+        self.gdrdrv = Some(gdrdrv);
+    }
+
     /// `gdr_open`.
     pub(crate) fn open(&self) -> Answer<Library> {
+        let chosen = ["GDRCOPY_BACKEND", "GDRCOPY_USE_DMABUF_MMAP"].map(std::env::var_os);
+        assert_eq!(chosen, [None, None], "unset it: these tests are of all backends");
         gdrapi::testing::use_system(self.system.clone());
         let g = gdrapi::gdr_open();
         let errno = std::io::Error::last_os_error().raw_os_error();
