@@ -77,7 +77,7 @@ pub enum AllocKind {
 }
 
 /// The CUDA driver. Device numbers are CUDA ordinals. Calls leave the caller's current context as it was
-/// and never wait for the caller's streams.
+/// and, but for [`Cuda::free`], never wait for the caller's streams.
 pub trait Cuda: Send + Sync + fmt::Debug {
     /// `cuDriverGetVersion`: 1000 * major + 10 * minor.
     ///
@@ -134,7 +134,8 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`], [`Error::Exhausted`].
     fn alloc(&self, device: i32, len: usize, kind: AllocKind) -> Result<u64>;
 
-    /// Frees what [`Cuda::alloc`] gave.
+    /// Frees what [`Cuda::alloc`] gave. CUDA may wait for all work of the GPU first: do not call this while a
+    /// stream waits for something that the calling thread has yet to do.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -179,12 +180,16 @@ pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<PointerIn
     let (found, fix) = match memory.kind {
         MemoryKind::Managed => ("managed memory, which moves", "allocate with cuMemAlloc or cuMemCreate"),
         MemoryKind::Host => ("host memory", "use it directly; only GPU memory needs a mapping"),
-        _ => (
-            "no CUDA memory of this process",
-            "pass the address of a live allocation; memory of other processes must be opened here first",
-        ),
+        _ => return Err(unknown(addr)),
     };
     Err(Error::NotMappable { addr, found, fix })
+}
+
+/// The error for an address that CUDA does not know.
+pub(crate) fn unknown(addr: u64) -> Error {
+    let found = "no CUDA memory of this process";
+    let fix = "pass the address of a live allocation; memory of other processes must be opened here first";
+    Error::NotMappable { addr, found, fix }
 }
 
 fn within(memory: PointerInfo, addr: u64, len: usize) -> Result<PointerInfo> {

@@ -6,8 +6,10 @@ use parking_lot::Mutex;
 
 use super::Driver;
 use super::api::Api;
+use super::copy::CopyStream;
 use super::layout::{Handle, pointer_attribute};
 use super::pointer;
+use crate::cuda::unknown;
 use crate::error::Result;
 
 /// A GPU of this process.
@@ -18,7 +20,7 @@ pub(super) struct Gpu {
     /// The primary context, once retained. Making it may take a second and much memory, so it waits for need.
     primary: Mutex<Option<Handle>>,
     /// Streams of the primary context that no copy uses now.
-    pub(super) streams: Mutex<Vec<Handle>>,
+    pub(super) streams: Mutex<Vec<CopyStream>>,
 }
 
 /// A context to work in.
@@ -75,21 +77,13 @@ impl Gpu {
         let streams = std::mem::take(&mut *self.streams.lock());
         let result = (Context { handle, primary: true }).enter(api).map(|_current| {
             for stream in streams {
-                destroy_stream(api, stream);
+                stream.destroy(api);
             }
         });
         // SAFETY: retained once, given back once.
         if let Err(error) = result.and_then(|()| unsafe { api.primary_ctx_release(self.device) }) {
             tracing::debug!(%error, "GPU {}: primary context not given back", self.ordinal);
         }
-    }
-}
-
-/// Destroys a stream on which nothing runs.
-pub(super) fn destroy_stream(api: &Api, stream: Handle) {
-    // SAFETY: a stream made here, destroyed once, with its context current.
-    if let Err(error) = unsafe { api.stream_destroy(stream) } {
-        tracing::debug!(%error, "stream not destroyed");
     }
 }
 
@@ -117,13 +111,22 @@ impl Driver {
         Context { handle: gpu.primary(&self.api)?, primary: true }.enter(&self.api)
     }
 
-    /// The context of memory: its own where it has one (`cuMemAlloc`), else its GPU's primary one.
-    pub(super) fn context_of(&self, addr: u64, gpu: &Gpu) -> Result<Context> {
-        let [own] = pointer::attributes(&self.api, addr, [pointer_attribute::CONTEXT])?;
-        let own = Handle::from_ne_bytes(own.to_ne_bytes());
-        if own == 0 {
-            return Ok(Context { handle: gpu.primary(&self.api)?, primary: true });
+    /// The GPU and the context of memory: its own where it has one (`cuMemAlloc`), else its GPU's primary one.
+    /// Refuses addresses that CUDA does not know; on some machines a GPU would take them for those of the heap.
+    pub(super) fn home(&self, addr: u64) -> Result<(&Gpu, Context)> {
+        self.owner.check()?;
+        let asked =
+            [pointer_attribute::CONTEXT, pointer_attribute::MEMORY_TYPE, pointer_attribute::DEVICE_ORDINAL];
+        let [own, kind, ordinal] = pointer::attributes(&self.api, addr, asked)?;
+        if pointer::number(kind) == 0 {
+            return Err(unknown(addr));
         }
-        Ok(Context { handle: own, primary: gpu.is_primary(&self.api, own)? })
+        let gpu = self.gpu(pointer::number(ordinal).cast_signed())?;
+        let own = Handle::from_ne_bytes(own.to_ne_bytes());
+        let (handle, primary) = match own {
+            0 => (gpu.primary(&self.api)?, true),
+            _ => (own, gpu.is_primary(&self.api, own)?),
+        };
+        Ok((gpu, Context { handle, primary }))
     }
 }

@@ -21,7 +21,7 @@ use self::context::Gpu;
 use self::layout::{
     FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER, HANDLE_TYPE_FD, RANGE_FLAG_PCIE, RANGE_HANDLE_DMA_BUF,
 };
-use super::{AllocKind, Cuda, GpuInfo, MemoryKind, PointerInfo};
+use super::{AllocKind, Cuda, GpuInfo, PointerInfo};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::check;
@@ -52,6 +52,7 @@ impl Driver {
     }
 
     fn gpu(&self, ordinal: i32) -> Result<&Gpu> {
+        self.owner.check()?;
         let found = usize::try_from(ordinal).ok().and_then(|index| self.gpus.get(index));
         found.ok_or_else(|| Error::invalid("device", ordinal, "the CUDA ordinal of a visible GPU"))
     }
@@ -111,6 +112,7 @@ impl Cuda for Driver {
     }
 
     fn pointer(&self, addr: u64) -> Result<PointerInfo> {
+        self.owner.check()?;
         pointer::info(&self.api, addr)
     }
 
@@ -119,7 +121,7 @@ impl Cuda for Driver {
     }
 
     fn ipc_handle(&self, base: u64) -> Result<[u8; 64]> {
-        let _current = self.enter_memory(base)?;
+        let _current = self.home(base)?.1.enter(&self.api)?;
         let mut handle = [0; 64];
         // SAFETY: a place for the answer; the driver checks the address.
         unsafe { self.api.ipc_get_mem_handle(&mut handle, base) }?;
@@ -127,6 +129,7 @@ impl Cuda for Driver {
     }
 
     fn export_fd(&self, addr: u64) -> Result<OwnedFd> {
+        self.owner.check()?;
         let mut memory = 0;
         // SAFETY: a place for the answer; the driver checks the address and does not look behind it.
         unsafe {
@@ -143,7 +146,7 @@ impl Cuda for Driver {
     }
 
     fn dma_buf(&self, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd> {
-        let _current = self.enter_memory(addr)?;
+        let _current = self.home(addr)?.1.enter(&self.api)?;
         let flags = if pcie { RANGE_FLAG_PCIE } else { 0 };
         received_fd(|fd| {
             // SAFETY: a place for the descriptor; the driver checks the range.
@@ -163,17 +166,13 @@ impl Cuda for Driver {
     }
 
     unsafe fn copy_to_device(&self, device: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-        self.copy(device, dst, len, |stream| {
-            // SAFETY: the caller vouches for the host side, the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_device_async(dst, src.cast(), len, stream) }
-        })
+        // SAFETY: what the caller promised.
+        unsafe { self.copy_in(device, dst, src, len) }
     }
 
     unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        self.copy(device, src, len, |stream| {
-            // SAFETY: the caller vouches for the host side, the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_host_async(dst.cast(), src, len, stream) }
-        })
+        // SAFETY: what the caller promised.
+        unsafe { self.copy_out(device, dst, src, len) }
     }
 
     fn flush(&self, device: i32) -> Result<()> {
@@ -222,17 +221,7 @@ fn sysfs_address(id: &str) -> Option<String> {
     parts.next().is_none().then(|| format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}"))
 }
 
-impl Driver {
-    /// Makes the context of a GPU address current: its own, where it has one, else its GPU's primary one.
-    fn enter_memory(&self, addr: u64) -> Result<context::Current<'_>> {
-        let memory = self.pointer(addr)?;
-        if matches!(memory.kind, MemoryKind::Unknown | MemoryKind::Host) {
-            let fix = "pass the address of live GPU memory of this process";
-            return Err(Error::NotMappable { addr, found: "no GPU memory", fix });
-        }
-        self.context_of(addr, self.gpu(memory.device)?)?.enter(&self.api)
-    }
-}
-
+#[cfg(test)]
+mod fake;
 #[cfg(test)]
 mod tests;

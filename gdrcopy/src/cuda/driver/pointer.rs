@@ -66,7 +66,7 @@ pub(super) fn info(api: &Api, addr: u64) -> Result<PointerInfo> {
                 attribute::MAPPING_SIZE,
             ],
         )?;
-    let kind = match u32::from_ne_bytes(first_four(memory)) {
+    let kind = match number(memory) {
         MEMORY_TYPE_HOST | MEMORY_TYPE_DEVICE if managed != 0 => MemoryKind::Managed,
         MEMORY_TYPE_HOST => MemoryKind::Host,
         MEMORY_TYPE_DEVICE if pool != 0 => MemoryKind::Pool,
@@ -89,7 +89,7 @@ pub(super) fn info(api: &Api, addr: u64) -> Result<PointerInfo> {
     let (base, size) = if vmm && mapping_size != 0 { (mapping_start, mapping_size) } else { (start, size) };
     Ok(PointerInfo {
         kind,
-        device: i32::from_ne_bytes(first_four(device)),
+        device: number(device).cast_signed(),
         base,
         size: usize::from_ne_bytes(size.to_ne_bytes()),
         buffer_id,
@@ -97,8 +97,8 @@ pub(super) fn info(api: &Api, addr: u64) -> Result<PointerInfo> {
     })
 }
 
-/// The driver writes 32-bit answers to the start of their place.
-fn first_four(answer: u64) -> [u8; 4] {
+/// A 32-bit answer, which the driver writes to the start of its place.
+pub(super) fn number(answer: u64) -> u32 {
     let [a, b, c, d, ..] = answer.to_ne_bytes();
-    [a, b, c, d]
+    u32::from_ne_bytes([a, b, c, d])
 }

@@ -1,4 +1,7 @@
+use super::fake::{APPLICATION, CONTENT, PRIMARY, books};
+use super::layout::{Handle, pointer_attribute as attribute};
 use super::*;
+use crate::cuda::{CudaStatus, MemoryKind};
 
 #[test]
 fn pci_addresses_become_those_of_sysfs() {
@@ -20,4 +23,366 @@ fn a_machine_without_libcuda_says_what_to_install() {
         }
         other => println!("skipped: there is a libcuda here: {other:?}"),
     }
+}
+
+fn driver() -> Driver {
+    Driver::with(fake::api()).unwrap()
+}
+
+fn fail(call: &'static str, status: CudaStatus) {
+    books(|books| books.failing.insert(call, status.0));
+}
+
+fn succeed() {
+    books(|books| books.failing.clear());
+}
+
+fn called(name: &str) -> usize {
+    books(|books| books.calls.iter().filter(|&&call| call == name).count())
+}
+
+fn know(addr: u64, attributes: &[(u32, u64)]) {
+    books(|books| books.attributes.insert(addr, attributes.iter().copied().collect()));
+}
+
+/// Device memory of `cuMemAlloc` in a context.
+fn know_malloc(addr: u64, context: Handle) {
+    let attributes = [
+        (attribute::CONTEXT, context as u64),
+        (attribute::MEMORY_TYPE, 2),
+        (attribute::DEVICE_ORDINAL, 1),
+        (attribute::IS_LEGACY_CUDA_IPC_CAPABLE, 1),
+        (attribute::BUFFER_ID, 77),
+        (attribute::RANGE_START_ADDR, addr),
+        (attribute::RANGE_SIZE, 4096),
+    ];
+    know(addr, &attributes);
+}
+
+fn send(driver: &Driver, device: i32, dst: u64) -> Result<()> {
+    // SAFETY: a whole array.
+    unsafe { driver.copy_to_device(device, dst, [1u8; 8].as_ptr(), 8) }
+}
+
+const ADDR: u64 = 0x7f12_3450_0000;
+
+#[test]
+fn a_machine_without_gpus_says_so() {
+    let api = fake::api();
+    fail("cuInit", CudaStatus::NO_DEVICE);
+    let error = Driver::with(api).unwrap_err();
+    assert_eq!(error.errno(), libc::ENODEV);
+    let text = error.to_string();
+    assert!(text.contains("cuInit") && text.contains("no GPU is visible"), "{text}");
+}
+
+#[test]
+fn an_entry_point_that_the_driver_lacks_is_an_error_where_it_is_needed() {
+    let api = Api { mem_get_handle_for_address_range: None, ..fake::api() };
+    let driver = Driver::with(api).unwrap();
+    know_malloc(ADDR, APPLICATION);
+    let error = driver.dma_buf(ADDR, 4096, true).unwrap_err();
+    assert!(
+        matches!(&error, Error::Unsupported { what, .. } if what == "cuMemGetHandleForAddressRange"),
+        "{error}"
+    );
+    driver.ipc_handle(ADDR).unwrap();
+    let error = Driver::with(Api::default()).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what == "cuInit"), "{error}");
+}
+
+#[test]
+fn gpus_have_names_and_sysfs_addresses() {
+    let gpus = driver().devices().unwrap();
+    assert_eq!(gpus[1], GpuInfo { ordinal: 1, pci: "0000:0f:00.0".into(), name: "Fake GPU".into() });
+    for wrong in [-1, 2, i32::MAX] {
+        assert!(matches!(driver().flush(wrong), Err(Error::InvalidArgument { what: "device", .. })));
+    }
+}
+
+#[test]
+fn every_call_leaves_the_current_context_as_it_was() {
+    let driver = driver();
+    know_malloc(ADDR, 0xbeef);
+    let calls: [(&str, &dyn Fn() -> Result<()>); 8] = [
+        ("cuMemAlloc", &|| driver.alloc(0, 1, AllocKind::Malloc).map(drop)),
+        ("cuMemSetAccess", &|| driver.alloc(1, 1, AllocKind::Vmm).map(drop)),
+        ("cuMemcpyHtoDAsync", &|| send(&driver, 1, ADDR)),
+        ("cuStreamSynchronize", &|| send(&driver, 1, ADDR)),
+        ("cuIpcGetMemHandle", &|| driver.ipc_handle(ADDR).map(drop)),
+        ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, 4096, true).map(drop)),
+        ("cuFlushGPUDirectRDMAWrites", &|| driver.flush(1)),
+        ("cuCtxPushCurrent", &|| driver.flush(1)),
+    ];
+    for (name, call) in calls {
+        for contexts in [vec![], vec![APPLICATION]] {
+            books(|books| books.contexts.clone_from(&contexts));
+            call().unwrap();
+            assert_eq!(books(|books| books.contexts.clone()), contexts, "{name}");
+            fail(name, CudaStatus::LAUNCH_FAILED);
+            let error = call().unwrap_err();
+            assert!(
+                matches!(error, Error::Cuda { call, status: CudaStatus::LAUNCH_FAILED, .. } if call == name)
+            );
+            assert_eq!(books(|books| books.contexts.clone()), contexts, "{name} failed");
+            succeed();
+        }
+    }
+}
+
+#[test]
+fn malloc_memory_is_aligned_and_freed_at_its_own_address() {
+    let driver = driver();
+    let addr = driver.alloc(0, 1 << 20, AllocKind::Malloc).unwrap();
+    assert!(addr.is_multiple_of(65536));
+    let (raw, len) = books(|books| books.memory.first_key_value().map(|(&raw, &len)| (raw, len))).unwrap();
+    assert!(raw <= addr && addr + (1 << 20) <= raw + len as u64);
+    // SAFETY: nothing uses it.
+    unsafe { driver.free(addr) }.unwrap();
+    assert!(books(|books| books.memory.is_empty()));
+    // SAFETY: refused.
+    assert!(matches!(unsafe { driver.free(addr) }, Err(Error::InvalidArgument { what: "address", .. })));
+}
+
+#[test]
+fn vmm_memory_is_made_for_export_and_rdma_and_undone_whole() {
+    let driver = driver();
+    let addr = driver.alloc(1, 1, AllocKind::Vmm).unwrap();
+    let prop = books(|books| books.last_prop).unwrap();
+    assert_eq!((prop.kind, prop.handle_types, prop.gpu_direct_rdma), (1, 1, 1));
+    assert_eq!((prop.location.kind, prop.location.id), (1, 1));
+    books(|books| assert_eq!(books.mapped.get(&addr), Some(&(2 << 20))));
+    assert!(books(|books| books.created.is_empty()), "the mapping alone holds the memory");
+    // SAFETY: nothing uses it.
+    unsafe { driver.free(addr) }.unwrap();
+    books(|books| assert!(books.mapped.is_empty() && books.reserved.is_empty()));
+}
+
+#[test]
+fn a_failed_allocation_leaves_nothing() {
+    let driver = driver();
+    for (kind, calls) in [
+        (AllocKind::Malloc, &["cuMemAlloc", "cuPointerSetAttribute"][..]),
+        (
+            AllocKind::Vmm,
+            &[
+                "cuMemGetAllocationGranularity",
+                "cuMemCreate",
+                "cuMemAddressReserve",
+                "cuMemMap",
+                "cuMemSetAccess",
+            ],
+        ),
+    ] {
+        for &call in calls {
+            fail(call, CudaStatus::OUT_OF_MEMORY);
+            let error = driver.alloc(0, 5, kind).unwrap_err();
+            assert!(matches!(error, Error::Exhausted { what: "GPU memory", len: 5, .. }), "{call}: {error}");
+            books(|books| {
+                assert!(books.memory.is_empty() && books.reserved.is_empty(), "{call}: {books:?}");
+                assert!(books.mapped.is_empty() && books.created.is_empty(), "{call}: {books:?}");
+            });
+            succeed();
+        }
+        for len in [0, usize::MAX] {
+            assert!(matches!(driver.alloc(0, len, kind), Err(Error::InvalidArgument { what: "length", .. })));
+        }
+    }
+}
+
+#[test]
+fn vmm_memory_does_without_sync_memops() {
+    let driver = driver();
+    fail("cuPointerSetAttribute", CudaStatus::NOT_SUPPORTED);
+    driver.alloc(0, 1, AllocKind::Vmm).unwrap();
+    driver.alloc(0, 1, AllocKind::Malloc).unwrap_err();
+}
+
+#[test]
+fn copies_of_one_thread_share_one_stream_of_the_primary_context() {
+    let driver = driver();
+    know_malloc(ADDR, PRIMARY + 1);
+    books(|books| books.retained.insert(1, 1));
+    for _ in 0..3 {
+        send(&driver, 1, ADDR).unwrap();
+        let mut out = [0; 8];
+        // SAFETY: a whole array.
+        unsafe { driver.copy_from_device(1, out.as_mut_ptr(), ADDR, 8) }.unwrap();
+        assert_eq!(out, [CONTENT; 8], "through the pinned buffer");
+    }
+    books(|books| {
+        let (_, stream, ..) = books.copies[0];
+        assert_eq!(books.copies, [(PRIMARY + 1, stream, ADDR, 8); 6]);
+        assert_eq!(books.streams.len(), 1);
+    });
+    assert_eq!(called("cuStreamSynchronize"), 6);
+    // Memory without a context of its own is reached from the same one.
+    know(0x7f00_0000, &[(attribute::MEMORY_TYPE, 2), (attribute::DEVICE_ORDINAL, 1)]);
+    send(&driver, 1, 0x7f00_0000).unwrap();
+    books(|books| assert_eq!(books.streams.len(), 1));
+    drop(driver);
+    books(|books| {
+        let rest = (books.streams.len(), books.pinned.len(), books.retained[&1]);
+        assert_eq!(rest, (0, 0, 1), "the application's own hold on the context stays");
+    });
+}
+
+#[test]
+fn without_pinned_memory_copies_go_the_slow_way() {
+    let driver = driver();
+    know_malloc(ADDR, PRIMARY + 1);
+    books(|books| books.retained.insert(1, 1));
+    fail("cuMemHostAlloc", CudaStatus::OUT_OF_MEMORY);
+    let mut out = [0; 8];
+    // SAFETY: a whole array.
+    unsafe { driver.copy_from_device(1, out.as_mut_ptr(), ADDR, 8) }.unwrap();
+    assert_eq!(out, [CONTENT; 8]);
+}
+
+#[test]
+fn memory_of_another_context_is_copied_there_without_making_a_primary_one() {
+    let driver = driver();
+    know_malloc(ADDR, APPLICATION);
+    send(&driver, 1, ADDR).unwrap();
+    books(|books| {
+        assert_eq!((books.copies[0].0, books.copies.len()), (APPLICATION, 1));
+        assert!(books.streams.is_empty(), "the application may destroy its context at any time");
+        assert!(books.retained.is_empty());
+    });
+}
+
+#[test]
+fn a_failed_copy_is_waited_for_and_its_stream_not_used_again() {
+    let driver = driver();
+    know(ADDR, &[(attribute::MEMORY_TYPE, 2)]);
+    for call in ["cuMemcpyHtoDAsync", "cuStreamSynchronize"] {
+        let before = called("cuStreamSynchronize");
+        fail(call, CudaStatus::ILLEGAL_ADDRESS);
+        send(&driver, 0, ADDR).unwrap_err();
+        assert_eq!(called("cuStreamSynchronize"), before + 1, "{call}");
+        books(|books| assert!(books.streams.is_empty(), "{call}"));
+        succeed();
+    }
+    // SAFETY: nothing is read.
+    unsafe { driver.copy_to_device(0, ADDR, std::ptr::null(), 0) }.unwrap();
+}
+
+#[test]
+fn kinds_of_memory_are_told_apart() {
+    let driver = driver();
+    let range =
+        [(attribute::RANGE_START_ADDR, ADDR), (attribute::RANGE_SIZE, 8192), (attribute::BUFFER_ID, 9)];
+    let device = (attribute::MEMORY_TYPE, 2);
+    let cases: [(MemoryKind, &[(u32, u64)]); 6] = [
+        (MemoryKind::Malloc, &[device, (attribute::IS_LEGACY_CUDA_IPC_CAPABLE, 1)]),
+        (MemoryKind::Pool, &[device, (attribute::MEMPOOL_HANDLE, 0xffff)]),
+        (MemoryKind::Vmm, &[device]),
+        (MemoryKind::Managed, &[device, (attribute::IS_MANAGED, 1)]),
+        (MemoryKind::Managed, &[(attribute::MEMORY_TYPE, 1), (attribute::IS_MANAGED, 1)]),
+        (MemoryKind::Host, &[(attribute::MEMORY_TYPE, 1)]),
+    ];
+    for (kind, attributes) in cases {
+        know(ADDR, &[attributes, &range].concat());
+        let info = driver.pointer(ADDR).unwrap();
+        assert_eq!(
+            (info.kind, info.base, info.size, info.buffer_id),
+            (kind, ADDR, 8192, 9),
+            "{attributes:?}"
+        );
+        assert!(!info.exportable);
+    }
+    let unknown = driver.pointer(0x1234).unwrap();
+    assert_eq!((unknown.kind, unknown.device, unknown.size), (MemoryKind::Unknown, -1, 0));
+    assert!(matches!(driver.ipc_handle(0x1234), Err(Error::NotMappable { addr: 0x1234, .. })));
+}
+
+#[test]
+fn vmm_memory_is_told_by_mapping_where_the_driver_can() {
+    let driver = driver();
+    let attributes = [
+        (attribute::MEMORY_TYPE, 2),
+        (attribute::ALLOWED_HANDLE_TYPES, 9),
+        (attribute::RANGE_START_ADDR, ADDR),
+        (attribute::RANGE_SIZE, 1 << 30),
+        (attribute::MAPPING_BASE_ADDR, ADDR + (2 << 20)),
+        (attribute::MAPPING_SIZE, 4 << 20),
+    ];
+    know(ADDR, &attributes);
+    let info = driver.pointer(ADDR).unwrap();
+    assert_eq!((info.base, info.size, info.exportable), (ADDR + (2 << 20), 4 << 20, true));
+    assert_eq!(called("cuPointerGetAttribute"), 0);
+
+    // A driver of CUDA 11.
+    books(|books| books.attributes_end = Some(attribute::MAPPING_SIZE));
+    let info = driver.pointer(ADDR).unwrap();
+    assert_eq!((info.kind, info.base, info.size, info.exportable), (MemoryKind::Vmm, ADDR, 1 << 30, true));
+    assert_eq!(driver.pointer(0x1234).unwrap().kind, MemoryKind::Unknown);
+
+    fail("cuPointerGetAttribute", CudaStatus::NOT_INITIALIZED);
+    assert!(matches!(driver.pointer(ADDR), Err(Error::Cuda { status: CudaStatus::NOT_INITIALIZED, .. })));
+}
+
+#[test]
+fn descriptors_are_closed_on_exec_and_handles_given_back() {
+    let driver = driver();
+    know_malloc(ADDR, APPLICATION);
+    for fd in [driver.export_fd(ADDR).unwrap(), driver.dma_buf(ADDR, 4096, true).unwrap()] {
+        // SAFETY: an open descriptor.
+        assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
+    }
+    fail("cuMemExportToShareableHandle", CudaStatus::INVALID_VALUE);
+    driver.export_fd(ADDR).unwrap_err();
+    books(|books| assert!(books.created.is_empty()));
+}
+
+#[test]
+fn primary_contexts_are_retained_once_and_released_on_drop() {
+    let driver = driver();
+    books(|books| assert!(books.retained.is_empty(), "nothing asked for one"));
+    for _ in 0..2 {
+        driver.flush(0).unwrap();
+        driver.alloc(0, 1, AllocKind::Malloc).unwrap();
+    }
+    books(|books| assert_eq!(books.retained, [(0, 1)].into()));
+    drop(driver);
+    books(|books| assert_eq!(books.retained, [(0, 0)].into()));
+}
+
+#[test]
+fn copies_want_memory_that_cuda_knows_on_the_gpu_that_it_is_on() {
+    let driver = driver();
+    know_malloc(ADDR, APPLICATION);
+    assert!(matches!(send(&driver, 0, ADDR), Err(Error::InvalidArgument { what: "device", .. })));
+    assert!(matches!(send(&driver, 1, 0x1234), Err(Error::NotMappable { addr: 0x1234, .. })));
+    books(|books| assert!(books.copies.is_empty()));
+}
+
+#[test]
+fn a_forked_child_is_refused_and_gives_nothing_back() {
+    let driver = driver();
+    driver.flush(0).unwrap();
+    know_malloc(ADDR, APPLICATION);
+    let calls = books(|books| books.calls.len());
+    // SAFETY: the child only looks at values of its own and leaves by _exit.
+    match unsafe { libc::fork() } {
+        0 => {
+            let refused = |result: Result<()>| matches!(result, Err(Error::OtherProcess { .. }));
+            let all = refused(driver.flush(0))
+                && refused(driver.pointer(ADDR).map(drop))
+                && refused(driver.export_fd(ADDR).map(drop))
+                && refused(driver.alloc(0, 1, AllocKind::Vmm).map(drop))
+                && refused(send(&driver, 1, ADDR));
+            drop(driver);
+            let silent = books(|books| books.calls.len()) == calls;
+            // SAFETY: ends this child.
+            unsafe { libc::_exit(i32::from(!(all && silent))) }
+        }
+        child => {
+            let mut status = -1;
+            // SAFETY: a child of this process and a place for its status.
+            assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+            assert_eq!(status, 0);
+        }
+    }
+    driver.flush(0).unwrap();
 }

@@ -1,0 +1,377 @@
+//! A table of entry points that keeps books, to see what the driver is asked for and what is left over. Its
+//! state belongs to the thread, so each test has its own.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{c_char, c_void};
+use std::os::fd::IntoRawFd;
+
+use super::api::Api;
+use super::layout::{AccessDesc, AllocationProp, Handle, pointer_attribute as attribute};
+use crate::cuda::CudaStatus;
+
+/// The context of the application.
+pub(super) const APPLICATION: Handle = 0xa000;
+/// The primary context of GPU 0; the others follow.
+pub(super) const PRIMARY: Handle = 0x1000;
+const GPUS: i32 = 2;
+
+#[derive(Debug, Default)]
+pub(super) struct Books {
+    /// The thread's stack of contexts.
+    pub(super) contexts: Vec<Handle>,
+    /// References to primary contexts, by device.
+    pub(super) retained: BTreeMap<i32, i32>,
+    /// Entry points called, in order.
+    pub(super) calls: Vec<&'static str>,
+    /// Entry points that fail, with their status.
+    pub(super) failing: BTreeMap<&'static str, u32>,
+    /// What is allocated, reserved, mapped, created, by address or number, with its length.
+    pub(super) memory: BTreeMap<u64, usize>,
+    pub(super) reserved: BTreeMap<u64, usize>,
+    pub(super) mapped: BTreeMap<u64, usize>,
+    pub(super) created: BTreeSet<u64>,
+    pub(super) streams: BTreeSet<Handle>,
+    /// Pinned host memory by address.
+    pub(super) pinned: BTreeMap<usize, Vec<u8>>,
+    /// Copies: context, stream, GPU address, bytes.
+    pub(super) copies: Vec<(Handle, Handle, u64, usize)>,
+    /// Attributes by address; every attribute that is not here is 0.
+    pub(super) attributes: BTreeMap<u64, BTreeMap<u32, u64>>,
+    /// Attributes from here on are newer than the driver.
+    pub(super) attributes_end: Option<u32>,
+    pub(super) last_prop: Option<AllocationProp>,
+    next: u64,
+}
+
+thread_local! {
+    static BOOKS: RefCell<Books> = RefCell::default();
+}
+
+/// Looks into the books of this thread, or changes them.
+pub(super) fn books<T>(look: impl FnOnce(&mut Books) -> T) -> T {
+    BOOKS.with(|books| look(&mut books.borrow_mut()))
+}
+
+/// One call: noted, failing where told to, else what `act` says.
+fn call(name: &'static str, act: impl FnOnce(&mut Books) -> CudaStatus) -> u32 {
+    books(|books| {
+        books.calls.push(name);
+        books.failing.get(name).copied().unwrap_or_else(|| act(books).0)
+    })
+}
+
+/// As [`call`], for those that need a current context.
+fn in_context(name: &'static str, act: impl FnOnce(&mut Books, Handle) -> CudaStatus) -> u32 {
+    call(name, |books| match books.contexts.last().copied() {
+        Some(context) => act(books, context),
+        None => CudaStatus::INVALID_CONTEXT,
+    })
+}
+
+fn put<T>(place: *mut T, value: T) -> CudaStatus {
+    // SAFETY: the caller passes a place for the answer.
+    unsafe { place.write(value) };
+    CudaStatus::SUCCESS
+}
+
+fn removed<T>(what: Option<T>) -> CudaStatus {
+    what.map_or(CudaStatus::INVALID_VALUE, |_| CudaStatus::SUCCESS)
+}
+
+impl Books {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn address(&mut self, len: usize) -> u64 {
+        let at = 0x7f00_0000_0000 + (self.next << 30);
+        self.next += 1 + (len as u64 >> 30);
+        at
+    }
+}
+
+fn attribute_of(books: &Books, asked: u32, addr: u64) -> Option<u64> {
+    books.attributes.get(&addr)?.get(&asked).copied()
+}
+
+/// Writes an answer in the width that the driver uses.
+fn answer(place: *mut c_void, asked: u32, value: u64) {
+    match asked {
+        attribute::MEMORY_TYPE | attribute::IS_MANAGED | attribute::DEVICE_ORDINAL => {
+            put(place.cast::<u32>(), u32::try_from(value).unwrap())
+        }
+        _ => put(place.cast::<u64>(), value),
+    };
+}
+
+extern "C" fn pointer_get_attributes(
+    count: u32,
+    asked: *const u32,
+    places: *const *mut c_void,
+    addr: u64,
+) -> u32 {
+    call("cuPointerGetAttributes", |books| {
+        let count = usize::try_from(count).unwrap();
+        // SAFETY: the caller passes `count` of each.
+        let asked = unsafe { std::slice::from_raw_parts(asked, count) };
+        // SAFETY: as above.
+        let places = unsafe { std::slice::from_raw_parts(places, count) };
+        if asked.iter().any(|&asked| books.attributes_end.is_some_and(|end| asked >= end)) {
+            return CudaStatus::INVALID_VALUE;
+        }
+        for (&asked, &place) in asked.iter().zip(places) {
+            answer(place, asked, attribute_of(books, asked, addr).unwrap_or(0));
+        }
+        CudaStatus::SUCCESS
+    })
+}
+
+extern "C" fn pointer_get_attribute(place: *mut c_void, asked: u32, addr: u64) -> u32 {
+    call("cuPointerGetAttribute", |books| match attribute_of(books, asked, addr) {
+        Some(value) if books.attributes_end.is_none_or(|end| asked < end) => {
+            answer(place, asked, value);
+            CudaStatus::SUCCESS
+        }
+        _ => CudaStatus::INVALID_VALUE,
+    })
+}
+
+extern "C" fn pci_bus_id(text: *mut c_char, len: i32, _device: i32) -> u32 {
+    call("cuDeviceGetPCIBusId", |_| write_text(text, len, c"0000:0F:00.0"))
+}
+
+extern "C" fn device_name(text: *mut c_char, len: i32, _device: i32) -> u32 {
+    call("cuDeviceGetName", |_| write_text(text, len, c"Fake GPU"))
+}
+
+fn write_text(place: *mut c_char, len: i32, text: &std::ffi::CStr) -> CudaStatus {
+    let bytes = text.to_bytes_with_nul();
+    assert!(bytes.len() <= usize::try_from(len).unwrap());
+    // SAFETY: the caller passes a place of `len` bytes.
+    unsafe { place.copy_from_nonoverlapping(bytes.as_ptr().cast(), bytes.len()) };
+    CudaStatus::SUCCESS
+}
+
+fn descriptor(place: *mut c_void) -> CudaStatus {
+    // Like the driver's, this one is not closed on exec.
+    let fd = std::fs::File::open("/dev/null").unwrap().into_raw_fd();
+    // SAFETY: an open descriptor and a plain number.
+    assert_eq!(unsafe { libc::fcntl(fd, libc::F_SETFD, 0) }, 0);
+    put(place.cast::<i32>(), fd)
+}
+
+extern "C" fn mem_create(memory: *mut u64, _len: usize, prop: *const AllocationProp, _flags: u64) -> u32 {
+    call("cuMemCreate", |books| {
+        // SAFETY: the caller passes properties.
+        books.last_prop = Some(unsafe { prop.read() });
+        let number = books.number();
+        books.created.insert(number);
+        put(memory, number)
+    })
+}
+
+extern "C" fn mem_map(addr: u64, len: usize, _offset: usize, memory: u64, _flags: u64) -> u32 {
+    call("cuMemMap", |books| {
+        if books.reserved.get(&addr) != Some(&len) || !books.created.contains(&memory) {
+            return CudaStatus::INVALID_VALUE;
+        }
+        books.mapped.insert(addr, len);
+        CudaStatus::SUCCESS
+    })
+}
+
+extern "C" fn mem_set_access(addr: u64, len: usize, access: *const AccessDesc, count: usize) -> u32 {
+    call("cuMemSetAccess", |books| {
+        // SAFETY: the caller passes a description.
+        let access = unsafe { access.read() };
+        assert_eq!((count, access.flags, access.location.kind), (1, 3, 1));
+        removed(books.mapped.get(&addr).filter(|&&mapped| mapped == len))
+    })
+}
+
+/// Freeing with something still mapped, or another length, is refused as the driver does.
+extern "C" fn mem_address_free(addr: u64, len: usize) -> u32 {
+    call("cuMemAddressFree", |books| {
+        if books.mapped.contains_key(&addr) || books.reserved.get(&addr) != Some(&len) {
+            return CudaStatus::INVALID_VALUE;
+        }
+        removed(books.reserved.remove(&addr))
+    })
+}
+
+extern "C" fn to_device(dst: u64, _src: *const c_void, len: usize, stream: Handle) -> u32 {
+    in_context("cuMemcpyHtoDAsync", |books, context| copied(books, (context, stream, dst, len)))
+}
+
+/// The memory of these GPUs is full of [`CONTENT`].
+extern "C" fn to_host(dst: *mut c_void, src: u64, len: usize, stream: Handle) -> u32 {
+    // SAFETY: the caller passes a place for so many bytes.
+    unsafe { dst.cast::<u8>().write_bytes(CONTENT, len) };
+    in_context("cuMemcpyDtoHAsync", |books, context| copied(books, (context, stream, src, len)))
+}
+
+/// What GPU memory holds.
+pub(super) const CONTENT: u8 = 0xa5;
+
+fn copied(books: &mut Books, copy: (Handle, Handle, u64, usize)) -> CudaStatus {
+    books.copies.push(copy);
+    if books.streams.contains(&copy.1) { CudaStatus::SUCCESS } else { CudaStatus::INVALID_HANDLE }
+}
+
+/// Wraps a closure without captures as an entry point.
+macro_rules! entry {
+    (|$($arg:ident: $ty:ty),*| $body:expr) => {{
+        extern "C" fn entry($($arg: $ty),*) -> u32 {
+            $body
+        }
+        Some(entry)
+    }};
+}
+
+/// The table, with all entry points; the books of this thread are new.
+pub(super) fn api() -> Api {
+    books(|books| *books = Books { contexts: vec![APPLICATION], ..Books::default() });
+    Api {
+        init: entry!(|flags: u32| call("cuInit", |_| removed((flags == 0).then_some(())))),
+        driver_get_version: entry!(|version: *mut i32| call("cuDriverGetVersion", |_| put(version, 13000))),
+        device_get_count: entry!(|count: *mut i32| call("cuDeviceGetCount", |_| put(count, GPUS))),
+        device_get: entry!(|device: *mut i32, ordinal: i32| call("cuDeviceGet", |_| put(device, ordinal))),
+        device_get_name: Some(device_name),
+        device_get_pci_bus_id: Some(pci_bus_id),
+        device_get_attribute: entry!(|value: *mut i32, _attribute: u32, _device: i32| {
+            call("cuDeviceGetAttribute", |_| put(value, 1))
+        }),
+        primary_ctx_retain: entry!(|context: *mut Handle, device: i32| {
+            call("cuDevicePrimaryCtxRetain", |books| {
+                *books.retained.entry(device).or_default() += 1;
+                put(context, PRIMARY + usize::try_from(device).unwrap())
+            })
+        }),
+        primary_ctx_release: entry!(|device: i32| {
+            call("cuDevicePrimaryCtxRelease", |books| {
+                *books.retained.entry(device).or_default() -= 1;
+                CudaStatus::SUCCESS
+            })
+        }),
+        primary_ctx_get_state: entry!(|device: i32, _flags: *mut u32, active: *mut i32| {
+            call("cuDevicePrimaryCtxGetState", |books| {
+                put(active, i32::from(books.retained.get(&device).is_some_and(|&count| count > 0)))
+            })
+        }),
+        ctx_push_current: entry!(|context: Handle| {
+            call("cuCtxPushCurrent", |books| {
+                books.contexts.push(context);
+                CudaStatus::SUCCESS
+            })
+        }),
+        ctx_pop_current: entry!(|context: *mut Handle| {
+            call("cuCtxPopCurrent", |books| match books.contexts.pop() {
+                Some(popped) => put(context, popped),
+                None => CudaStatus::INVALID_CONTEXT,
+            })
+        }),
+        ctx_get_stream_priority_range: entry!(|least: *mut i32, greatest: *mut i32| {
+            in_context("cuCtxGetStreamPriorityRange", |_, _| {
+                put(least, 0);
+                put(greatest, -5)
+            })
+        }),
+        pointer_get_attribute: Some(pointer_get_attribute),
+        pointer_get_attributes: Some(pointer_get_attributes),
+        pointer_set_attribute: entry!(|value: *const c_void, asked: u32, addr: u64| {
+            call("cuPointerSetAttribute", |books| {
+                // SAFETY: the caller passes a 32-bit number.
+                assert_eq!((asked, unsafe { value.cast::<u32>().read() }), (attribute::SYNC_MEMOPS, 1));
+                removed(books.memory.get(&addr).or(books.mapped.get(&addr)))
+            })
+        }),
+        ipc_get_mem_handle: entry!(|handle: *mut [u8; 64], _addr: u64| {
+            in_context("cuIpcGetMemHandle", |_, _| put(handle, [7; 64]))
+        }),
+        mem_alloc: entry!(|addr: *mut u64, len: usize| {
+            in_context("cuMemAlloc", |books, _| {
+                let at = books.address(len) + 0x200;
+                books.memory.insert(at, len);
+                put(addr, at)
+            })
+        }),
+        mem_free: entry!(|addr: u64| in_context("cuMemFree", |books, _| removed(books.memory.remove(&addr)))),
+        mem_host_alloc: entry!(|addr: *mut *mut c_void, len: usize, flags: u32| {
+            in_context("cuMemHostAlloc", |books, _| {
+                assert_eq!(flags, 1);
+                let mut memory = vec![0_u8; len];
+                let at = memory.as_mut_ptr();
+                books.pinned.insert(at.expose_provenance(), memory);
+                put(addr, at.cast())
+            })
+        }),
+        mem_free_host: entry!(|addr: *mut c_void| {
+            in_context("cuMemFreeHost", |books, _| removed(books.pinned.remove(&addr.addr())))
+        }),
+        stream_create: entry!(|stream: *mut Handle, flags: u32, priority: i32| {
+            in_context("cuStreamCreateWithPriority", |books, _| {
+                assert_eq!((flags, priority), (1, -5));
+                let number = Handle::try_from(books.number()).unwrap();
+                books.streams.insert(number);
+                put(stream, number)
+            })
+        }),
+        stream_synchronize: entry!(|_stream: Handle| call("cuStreamSynchronize", |_| CudaStatus::SUCCESS)),
+        stream_destroy: entry!(|stream: Handle| {
+            call("cuStreamDestroy", |books| removed(books.streams.take(&stream)))
+        }),
+        memcpy_to_device_async: Some(to_device),
+        memcpy_to_host_async: Some(to_host),
+        mem_get_allocation_granularity: entry!(|g: *mut usize, _prop: *const AllocationProp, option: u32| {
+            call("cuMemGetAllocationGranularity", |_| {
+                assert_eq!(option, 0);
+                put(g, 2 << 20)
+            })
+        }),
+        mem_create: Some(mem_create),
+        mem_release: entry!(|memory: u64| {
+            call("cuMemRelease", |books| removed(books.created.take(&memory)))
+        }),
+        mem_address_reserve: entry!(|addr: *mut u64, len: usize, _align: usize, _hint: u64, _flags: u64| {
+            call("cuMemAddressReserve", |books| {
+                let at = books.address(len);
+                books.reserved.insert(at, len);
+                put(addr, at)
+            })
+        }),
+        mem_address_free: Some(mem_address_free),
+        mem_map: Some(mem_map),
+        mem_unmap: entry!(|addr: u64, len: usize| {
+            call("cuMemUnmap", |books| removed(books.mapped.remove(&addr).filter(|&mapped| mapped == len)))
+        }),
+        mem_set_access: Some(mem_set_access),
+        mem_retain_allocation_handle: entry!(|memory: *mut u64, _addr: *mut c_void| {
+            call("cuMemRetainAllocationHandle", |books| {
+                let number = books.number();
+                books.created.insert(number);
+                put(memory, number)
+            })
+        }),
+        mem_export_to_shareable_handle: entry!(|place: *mut c_void, _memory: u64, kind: u32, _flags: u64| {
+            call("cuMemExportToShareableHandle", |_| {
+                assert_eq!(kind, 1);
+                descriptor(place)
+            })
+        }),
+        mem_get_handle_for_address_range: entry!(
+            |place: *mut c_void, _addr: u64, _len: usize, kind: u32, flags: u64| {
+                in_context("cuMemGetHandleForAddressRange", |_, _| {
+                    assert_eq!((kind, flags), (1, 1));
+                    descriptor(place)
+                })
+            }
+        ),
+        flush_gpu_direct_rdma_writes: entry!(|target: u32, scope: u32| {
+            in_context("cuFlushGPUDirectRDMAWrites", |_, _| {
+                removed(((target, scope) == (0, 100)).then_some(()))
+            })
+        }),
+    }
+}
