@@ -51,7 +51,7 @@ pub struct Live {
     pub mappings: usize,
 }
 
-/// The resource manager. The machine's faults with the names of the calls in [`abi`] are `NV_STATUS` values,
+/// The resource manager. The machine's faults with the names of the calls in `backend::rm::abi` are `NV_STATUS` values,
 /// or `errno` values for calls without status; with `ioctl ` before the name they are always `errno` values.
 /// `rm mmap` is an `errno` value. `rm shift` maps that many pages behind the right place, `rm at start` the
 /// object's beginning, `rm swap` other memory.
