@@ -144,6 +144,24 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
 }
 
 #[test]
+fn small_memory_in_a_page_with_others_is_compared_by_itself() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
+    let (before, small, after) = (alloc(512), alloc(5000), alloc(512));
+    assert_eq!((small - before, after - small), (512, 5120));
+    rig.machine.memory.lock().free(before).unwrap();
+    let pin = dmabuf.pin(small, 5000, NONE).unwrap();
+    assert!(pin.va() < small && small.is_multiple_of(512));
+    let skip = usize::try_from(small - pin.va()).unwrap();
+    poke(&pin.map(skip + 5000, None).unwrap(), skip + 4999, b"x");
+    let mut seen = 0;
+    // SAFETY: a place for one byte.
+    unsafe { rig.cuda.copy_from_device(0, &raw mut seen, small + 4999, 1) }.unwrap();
+    assert_eq!(seen, b'x');
+}
+
+#[test]
 fn memory_that_changes_hands_is_not_mixed_up() {
     let rig = Rig::new(Module::default());
     let dmabuf = DmaBuf::open(&rig.system).unwrap();
