@@ -52,6 +52,7 @@ impl Default for Module {
 
 /// The device file. The machine's faults `gdrdrv pin`, `gdrdrv unpin` and so on, with `flag`, `info`, `attr`,
 /// `type`, `version` and `mmap`, are `errno` values; `pin v2` and `info v2` hit the newer request alone.
+/// `gdrdrv wrong page` is by how many GPU pages pins are told to be displaced.
 #[derive(Debug)]
 pub struct Gdrdrv {
     machine: Arc<Machine>,
@@ -215,7 +216,9 @@ impl Gdrdrv {
 
     fn info(&self, fd: BorrowedFd<'_>, handle: u64) -> io::Result<(u64, u64, Option<MappingType>)> {
         self.fault("info")?;
-        self.with_pin(fd, handle, |pin| Ok((pin.va, pin.len, pin.mapped())))
+        let wrong =
+            self.machine.fault("gdrdrv wrong page").map_or(0, |pages| u64::from(pages.unsigned_abs()));
+        self.with_pin(fd, handle, |pin| Ok((pin.va + wrong * GPU_PAGE, pin.len, pin.mapped())))
     }
 
     fn attribute(&self, attr: u32) -> io::Result<u32> {

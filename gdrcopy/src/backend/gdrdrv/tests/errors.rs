@@ -170,6 +170,15 @@ fn of_questions() {
 }
 
 #[test]
+fn of_a_driver_that_pins_something_else() {
+    let it = Opened::new();
+    it.fail("wrong page", 1);
+    let error = it.pin(NONE).unwrap_err();
+    assert!(matches!(error, Error::ProofFailed { .. }), "{error:?}");
+    assert_eq!(it.rig.device.live_pins(), 0);
+}
+
+#[test]
 fn of_an_unpin() {
     let it = Opened::new();
     it.fail("unpin", libc::EACCES);
