@@ -8,6 +8,7 @@
 //! - [`mp`]: messages between ranks, over it.
 
 pub mod measure;
+pub mod tools;
 
 pub use gdrcopy;
 pub use gdsync;

@@ -5,8 +5,9 @@ mod bench;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use gdasync::tools::Tool;
 
-/// GPUDirect Async: benchmarks of stream-triggered RDMA.
+/// GPUDirect Async: benchmarks and tests of stream-triggered RDMA and of GPU memory mappings.
 #[derive(Parser)]
 #[command(version, about, propagate_version = true)]
 struct Cli {
@@ -19,19 +20,21 @@ enum Command {
     /// Measures this machine, each figure with its baseline in the same run.
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
+    #[command(subcommand)]
+    Gdrcopy(Tool),
 }
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
-        .with_writer(std::io::stderr)
-        .init();
-    let Command::Bench(bench) = Cli::parse().command;
-    match bench.run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("gdasync: {error}");
-            ExitCode::FAILURE
-        }
+    gdasync::tools::log_to_stderr();
+    match Cli::parse().command {
+        Command::Gdrcopy(tool) => tool.run(),
+        Command::Bench(bench) => match bench.run() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("gdasync: {error}");
+                ExitCode::FAILURE
+            }
+        },
     }
 }

@@ -19,14 +19,14 @@
 //!
 //! Facts measured on an H200 with the driver 580.159.04.
 
-mod abi;
+pub(crate) mod abi;
 mod client;
 mod gpu;
 mod handle;
 mod mapping;
 mod pin;
 mod proof;
-mod status;
+pub(crate) mod status;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -154,9 +154,5 @@ impl Backend for Rm {
     }
 }
 
-/// Pages of the CPU, bytes.
-fn host_page() -> usize {
-    // SAFETY: no pointers.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(size).unwrap_or(4096)
-}
+#[cfg(test)]
+mod tests;
