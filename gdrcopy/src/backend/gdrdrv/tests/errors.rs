@@ -2,13 +2,12 @@
 
 use crate::backend::gdrdrv::Gdrdrv;
 use crate::backend::tests::rig::Rig;
-use crate::backend::{Allocation, Backend, MappingType, PinFlags, Pinned};
+use crate::backend::{Allocation, Backend, ENOTSUPP, MappingType, PinFlags, Pinned};
 use crate::cuda::{AllocKind, MemoryKind};
 use crate::error::{Error, Result};
 use crate::standin::Module;
 
 const NONE: PinFlags = PinFlags::empty();
-const ENOTSUPP: i32 = 524;
 
 struct Opened {
     rig: Rig,
