@@ -9,7 +9,7 @@ use crate::backend::host::Host;
 use crate::backend::rm::Rm;
 use crate::backend::{Attribute, Backend, BackendKind, PinFlags};
 use crate::buffer::GpuBuffer;
-use crate::cuda::{Cuda, GpuInfo};
+use crate::cuda::{AllocKind, Cuda, GpuInfo};
 use crate::error::{Error, Refusal, Result};
 use crate::fork::Owner;
 use crate::mapping::Mapping;
@@ -210,11 +210,19 @@ impl Gdr {
     /// # Errors
     /// [`Error::Exhausted`] when the GPU is full, [`Error::InvalidArgument`] for a length of 0, [`Error::Cuda`].
     pub fn alloc(&self, device: i32, len: usize) -> Result<GpuBuffer> {
+        self.alloc_with(device, len, AllocKind::Malloc)
+    }
+
+    /// Allocates in a way of your choice; the host backend has only one.
+    ///
+    /// # Errors
+    /// As [`Gdr::alloc`].
+    pub fn alloc_with(&self, device: i32, len: usize, kind: AllocKind) -> Result<GpuBuffer> {
         self.0.owner.check()?;
         if len == 0 || isize::try_from(len).is_err() {
             return Err(Error::invalid("length", len, "at least one byte, at most half the address space"));
         }
-        Ok(GpuBuffer::new(self.0.backend.allocate(device, len)?, self.clone()))
+        Ok(GpuBuffer::new(self.0.backend.allocate_as(device, len, kind)?, self.clone()))
     }
 
     /// The CUDA driver under this library.

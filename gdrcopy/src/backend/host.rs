@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 
 use super::{Allocation, Attribute, Backend, BackendKind, MappingType, PinFlags, Pinned, host_page, inside};
 use crate::cpu_range::CpuRange;
+use crate::cuda::AllocKind;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::{Kernel, Linux, check};
@@ -102,7 +103,7 @@ impl Backend for Host {
         Ok(Box::new(HostPin { memory: memory.clone(), va, offset, pinned_len, owner: self.owner }))
     }
 
-    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
+    fn allocate_as(&self, device: i32, len: usize, _kind: AllocKind) -> Result<Box<dyn Allocation>> {
         self.owner.check()?;
         if device != 0 {
             return Err(Error::invalid("device", device, "0: the host backend has one"));

@@ -35,7 +35,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned};
-use crate::cuda::{Cuda, MemoryKind, locate};
+use crate::cuda::{AllocKind, Cuda, MemoryKind, locate};
 use crate::error::{Error, Result};
 use crate::system::System;
 use client::Client;
@@ -149,8 +149,8 @@ impl Backend for Rm {
         Ok(Box::new(RmPin::new(&gpu, &self.cuda, addr, len)?))
     }
 
-    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
-        Ok(Box::new(CudaAllocation::new(&self.cuda, device, len)?))
+    fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {
+        Ok(Box::new(CudaAllocation::of_kind(&self.cuda, device, len, kind)?))
     }
 }
 
