@@ -18,6 +18,7 @@ use crate::measure::Machine;
 
 /// Bandwidth of copies to and from GPU memory through a CPU mapping, with the data checked.
 #[derive(Args, Debug, Serialize)]
+#[command(args_override_self = true)]
 pub struct Copybw {
     #[command(flatten)]
     #[serde(skip)]

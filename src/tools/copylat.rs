@@ -21,6 +21,7 @@ use crate::measure::{Machine, Micros};
 
 /// Time of copies to and from GPU memory through a CPU mapping, for sizes of 1, 2, 4 bytes and so on.
 #[derive(Args, Debug, Serialize)]
+#[command(args_override_self = true)]
 pub struct Copylat {
     #[command(flatten)]
     #[serde(skip)]
