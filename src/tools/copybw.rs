@@ -92,8 +92,7 @@ impl Program for Copybw {
         let mut lanes = (0..self.threads)
             .map(|number| self.lane(number, &target, &output))
             .collect::<Result<Vec<_>>>()?;
-        let [store, load] = copies.names();
-        say!(output, "copy routines: {store} to the GPU, {load} from it")?;
+        say!(output, "copy routines: {}", copies.describe(lanes[0].mapped.mapping.kind()))?;
         output.steps(2 * sizes.len());
         let mut results = Vec::new();
         for size in sizes {
