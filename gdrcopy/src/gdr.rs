@@ -7,7 +7,7 @@ use crate::backend::dmabuf::DmaBuf;
 use crate::backend::gdrdrv::Gdrdrv;
 use crate::backend::host::Host;
 use crate::backend::rm::Rm;
-use crate::backend::{Attribute, Backend, BackendKind, CudaAllocation, PinFlags};
+use crate::backend::{Attribute, Backend, BackendKind, PinFlags};
 use crate::buffer::GpuBuffer;
 use crate::cuda::{AllocKind, Cuda, GpuInfo};
 use crate::error::{Error, Refusal, Result};
@@ -210,29 +210,19 @@ impl Gdr {
     /// # Errors
     /// [`Error::Exhausted`] when the GPU is full, [`Error::InvalidArgument`] for a length of 0, [`Error::Cuda`].
     pub fn alloc(&self, device: i32, len: usize) -> Result<GpuBuffer> {
-        self.check_alloc(len)?;
-        Ok(GpuBuffer::new(self.0.backend.allocate(device, len)?, self.clone()))
+        self.alloc_with(device, len, AllocKind::Malloc)
     }
 
-    /// Allocates as [`Gdr::alloc`] does, by a CUDA function of your choice. The host backend has one kind of memory.
+    /// Allocates in a way of your choice; the host backend has only one.
     ///
     /// # Errors
     /// As [`Gdr::alloc`].
     pub fn alloc_with(&self, device: i32, len: usize, kind: AllocKind) -> Result<GpuBuffer> {
-        if kind == AllocKind::default() || self.backend() == BackendKind::Host {
-            return self.alloc(device, len);
-        }
-        self.check_alloc(len)?;
-        let allocation = CudaAllocation::of_kind(self.cuda()?, device, len, kind)?;
-        Ok(GpuBuffer::new(Box::new(allocation), self.clone()))
-    }
-
-    fn check_alloc(&self, len: usize) -> Result<()> {
         self.0.owner.check()?;
         if len == 0 || isize::try_from(len).is_err() {
             return Err(Error::invalid("length", len, "at least one byte, at most half the address space"));
         }
-        Ok(())
+        Ok(GpuBuffer::new(self.0.backend.allocate_as(device, len, kind)?, self.clone()))
     }
 
     /// The CUDA driver under this library.

@@ -197,20 +197,13 @@ impl Mapping {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn flush(&self) -> Result<()> {
-        self.drain();
-        self.held.flush()
-    }
-
-    /// Waits until earlier writes of this thread have left the PCIe path: a read may not overtake them.
-    pub(crate) fn drain(&self) {
         copy::full_fence();
         // SAFETY: the first byte of the mapping.
         unsafe { self.ptr.as_ptr().read_volatile() };
         copy::load_fence(self.kind);
+        self.held.flush()
     }
-}
 
-impl Mapping {
     /// Unmaps, telling what went wrong where a drop can only log it.
     ///
     /// # Errors

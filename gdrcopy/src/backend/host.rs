@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 
 use super::{Allocation, Attribute, Backend, BackendKind, MappingType, PinFlags, Pinned, host_page, inside};
 use crate::cpu_range::CpuRange;
+use crate::cuda::AllocKind;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::{Kernel, Linux, check};
@@ -102,7 +103,7 @@ impl Backend for Host {
         Ok(Box::new(HostPin { memory: memory.clone(), va, offset, pinned_len, owner: self.owner }))
     }
 
-    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
+    fn allocate_as(&self, device: i32, len: usize, _kind: AllocKind) -> Result<Box<dyn Allocation>> {
         self.owner.check()?;
         if device != 0 {
             return Err(Error::invalid("device", device, "0: the host backend has one"));
@@ -222,5 +223,64 @@ impl Pinned for HostPin {
 
     fn unpin(self: Box<Self>) -> Result<()> {
         self.owner.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::tests::rig::{peek, poke};
+
+    fn host() -> Host {
+        let kernel = crate::standin::SimulatedKernel::new(crate::standin::Machine::new(0));
+        Host::open(&System::simulated(Arc::new(kernel), None)).unwrap()
+    }
+
+    #[test]
+    fn the_address_is_memory_of_this_process() {
+        let host = host();
+        let memory = host.allocate(0, 100).unwrap();
+        memory.write(10, b"by the GPU").unwrap();
+        let ptr: *const u8 = std::ptr::with_exposed_provenance(usize::try_from(memory.addr()).unwrap());
+        // SAFETY: inside the allocation.
+        let tenth = unsafe { ptr.add(10) };
+        // SAFETY: mapped while `memory` lives.
+        assert_eq!(unsafe { tenth.read_volatile() }, b'b');
+        let pin = host.pin(memory.addr() + 10, 10, PinFlags::empty()).unwrap();
+        let range = pin.map(20, None).unwrap();
+        assert_eq!(peek(&range, 10, 10), b"by the GPU");
+        assert_ne!(range.ptr().as_ptr().cast_const(), ptr);
+        poke(&range, 10, b"x");
+        // SAFETY: as above.
+        assert_eq!(unsafe { tenth.read_volatile() }, b'x');
+    }
+
+    #[test]
+    fn one_backends_memory_is_not_anothers() {
+        let (one, other) = (host(), host());
+        let memory = one.allocate(0, 4096).unwrap();
+        assert!(matches!(other.pin(memory.addr(), 1, PinFlags::empty()), Err(Error::NotMappable { .. })));
+    }
+
+    #[test]
+    fn a_pin_reaches_no_neighbour() {
+        let host = host();
+        let memory = host.allocate(0, 5000).unwrap();
+        let pin = |offset, len| host.pin(memory.addr() + offset, len, PinFlags::empty()).map(drop);
+        assert!(pin(4999, 1).is_ok());
+        assert!(matches!(pin(4999, 2), Err(Error::BeyondAllocation { size: 5000, .. })));
+        // The rest of the last page is nobody's.
+        assert!(matches!(pin(5000, 1), Err(Error::NotMappable { .. })));
+    }
+
+    #[test]
+    fn memory_outlives_the_backend() {
+        let host = host();
+        let memory = host.allocate(0, 4096).unwrap();
+        let pin = host.pin(memory.addr(), 4096, PinFlags::empty()).unwrap();
+        drop(host);
+        memory.write(0, b"still").unwrap();
+        drop(memory);
+        assert_eq!(peek(&pin.map(5, None).unwrap(), 0, 5), b"still");
     }
 }

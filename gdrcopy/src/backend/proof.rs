@@ -131,7 +131,7 @@ fn random() -> [u8; PROBE] {
 }
 
 /// Reads through the mapping.
-fn load(range: &CpuRange, offset: usize, out: &mut [u8]) -> Result<()> {
+pub(super) fn load(range: &CpuRange, offset: usize, out: &mut [u8]) -> Result<()> {
     fence(Ordering::SeqCst);
     each(range, offset, out.len(), |ptr, at, len| {
         if len == 8 {
@@ -146,7 +146,7 @@ fn load(range: &CpuRange, offset: usize, out: &mut [u8]) -> Result<()> {
 }
 
 /// Writes through the mapping.
-fn store(range: &CpuRange, offset: usize, data: &[u8]) -> Result<()> {
+pub(super) fn store(range: &CpuRange, offset: usize, data: &[u8]) -> Result<()> {
     each(range, offset, data.len(), |ptr, at, len| {
         if let Ok(word) = data[at..at + len].try_into() {
             // SAFETY: aligned and inside the mapping; volatile, since the GPU reads here too.

@@ -19,8 +19,8 @@ pub(super) fn load(routine: Routine) -> Option<CopyFn> {
     (routine == Routine::Neon).then_some(load_neon)
 }
 
-routine!(store_neon, ToDevice, "neon", block, line);
-routine!(load_neon, FromDevice, "neon", block, line);
+routine!(store_neon, ToDevice, "neon", block, line, ());
+routine!(load_neon, FromDevice, "neon", block, line, ());
 
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of 16 bytes.

@@ -6,10 +6,10 @@ pub(super) const LINE: usize = 64;
 pub(super) const BLOCK: usize = 16;
 
 /// Defines a routine: `$block` copies one block whose device side is aligned to 16 bytes, `$line` one line whose
-/// device side is aligned to 64. A macro, because both are to be inlined into a function of their own target
-/// feature.
+/// device side is aligned to 64. `$end` follows the lines, to leave the registers as other code expects them. A
+/// macro, because all three are to be inlined into a function of their own target feature.
 macro_rules! routine {
-    ($name:ident, $direction:ty, $feature:literal, $block:ident, $line:ident) => {
+    ($name:ident, $direction:ty, $feature:literal, $block:ident, $line:ident, $end:expr) => {
         /// # Safety
         /// `src` must be valid for reads and `dst` for writes of `len` bytes, and they must not overlap.
         #[target_feature(enable = $feature)]
@@ -25,17 +25,20 @@ macro_rules! routine {
                 unsafe { $block(dst.wrapping_add(at), src.wrapping_add(at)) };
                 at += BLOCK;
             }
-            while len - at >= 4 * LINE {
-                for _ in 0..4 {
-                    // SAFETY: the line lies in the range; the blocks have aligned the device to 64.
+            if len - at >= LINE {
+                while len - at >= 4 * LINE {
+                    for _ in 0..4 {
+                        // SAFETY: the line lies in the range; the blocks have aligned the device to 64.
+                        unsafe { $line(dst.wrapping_add(at), src.wrapping_add(at)) };
+                        at += LINE;
+                    }
+                }
+                while len - at >= LINE {
+                    // SAFETY: as above.
                     unsafe { $line(dst.wrapping_add(at), src.wrapping_add(at)) };
                     at += LINE;
                 }
-            }
-            while len - at >= LINE {
-                // SAFETY: as above.
-                unsafe { $line(dst.wrapping_add(at), src.wrapping_add(at)) };
-                at += LINE;
+                $end
             }
             while len - at >= BLOCK {
                 // SAFETY: the block lies in the range; the device is aligned to 64 here.

@@ -5,7 +5,7 @@
 
 use std::arch::asm;
 use std::arch::is_x86_feature_detected;
-use std::arch::x86_64::{__cpuid, __cpuid_count};
+use std::arch::x86_64::{__cpuid, __cpuid_count, _mm256_zeroupper};
 
 use super::scalar::{FromDevice, ToDevice};
 use super::vector::routine;
@@ -49,16 +49,18 @@ pub(super) fn load(routine: Routine) -> Option<CopyFn> {
     })
 }
 
-routine!(store_sse2, ToDevice, "sse2", store_block_sse, store_line_sse);
-routine!(store_avx, ToDevice, "avx", store_block_avx, store_line_avx);
-routine!(store_avx512, ToDevice, "avx512f", store_block_avx, store_line_avx512);
-routine!(store_movdir64b, ToDevice, "sse2", store_block_sse, store_line_movdir64b);
+// The wide ones clear the upper halves of the registers behind them, or else all SSE code after them runs slower.
+// The compiler does not see to that for assembly.
+routine!(store_sse2, ToDevice, "sse2", store_block_sse, store_line_sse, ());
+routine!(store_avx, ToDevice, "avx", store_block_avx, store_line_avx, _mm256_zeroupper());
+routine!(store_avx512, ToDevice, "avx512f", store_block_avx, store_line_avx512, _mm256_zeroupper());
+routine!(store_movdir64b, ToDevice, "sse2", store_block_sse, store_line_movdir64b, ());
 
-routine!(load_sse2, FromDevice, "sse2", load_block_sse2, load_line_sse2);
-routine!(load_sse41, FromDevice, "sse4.1", load_block_sse41, load_line_sse41);
-routine!(load_avx, FromDevice, "avx", load_block_avx, load_line_avx);
-routine!(load_avx2, FromDevice, "avx2", load_block_avx2, load_line_avx2);
-routine!(load_avx512, FromDevice, "avx512f", load_block_avx2, load_line_avx512);
+routine!(load_sse2, FromDevice, "sse2", load_block_sse2, load_line_sse2, ());
+routine!(load_sse41, FromDevice, "sse4.1", load_block_sse41, load_line_sse41, ());
+routine!(load_avx, FromDevice, "avx", load_block_avx, load_line_avx, _mm256_zeroupper());
+routine!(load_avx2, FromDevice, "avx2", load_block_avx2, load_line_avx2, _mm256_zeroupper());
+routine!(load_avx512, FromDevice, "avx512f", load_block_avx2, load_line_avx512, _mm256_zeroupper());
 
 /// A copy of one to four registers: all loads, then all stores.
 macro_rules! registers {

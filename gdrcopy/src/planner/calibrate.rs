@@ -17,7 +17,7 @@ const MAX_THREADS: usize = 8;
 /// Copies of one size by one way: at most so many, and for at most so long.
 const REPEATS: usize = 33;
 const BUDGET_US: f64 = 2000.0;
-/// A way this many times slower than the best is not measured at larger sizes.
+/// A way this many times slower than the best, whose time already grows with the length, is not measured further.
 const HOPELESS: f64 = 4.0;
 
 pub(super) fn run(gdr: &Gdr, device: i32) -> Result<Planner> {

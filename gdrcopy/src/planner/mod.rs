@@ -10,6 +10,8 @@ mod table;
 use std::fmt;
 use std::num::NonZero;
 
+use crate::copy;
+use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::gdr::Gdr;
 use crate::mapping::Mapping;
@@ -118,20 +120,19 @@ impl Planner {
 /// As [`Planner::write`].
 pub fn write_by(way: Way, mapping: &Mapping, offset: usize, data: &[u8]) -> Result<()> {
     let dst = mapping.at(offset, data.len())?;
-    match (way, mapping.held().cuda()) {
-        (Way::CopyEngine, Some((cuda, device))) => {
-            // What this thread stored before must not arrive after the engine's bytes.
-            mapping.drain();
+    match way {
+        Way::CopyEngine => {
+            let Some((cuda, device)) = engine(mapping) else { return mapping.write(offset, data) };
             // SAFETY: the slice is readable for its length.
             unsafe { cuda.copy_to_device(device, mapping.addr() + offset as u64, data.as_ptr(), data.len()) }
         }
-        (Way::Threads(n), _) => {
+        Way::Threads(n) => {
             let (first, each) = cut(dst.addr(), data.len(), n);
             let (first, rest) = data.split_at(first);
             let parts = std::iter::once(first).chain(rest.chunks(each));
             spread(offset, parts, |at, part| mapping.write(at, part))
         }
-        _ => mapping.write(offset, data),
+        Way::Cpu => mapping.write(offset, data),
     }
 }
 
@@ -141,22 +142,29 @@ pub fn write_by(way: Way, mapping: &Mapping, offset: usize, data: &[u8]) -> Resu
 /// As [`Planner::write`].
 pub fn read_by(way: Way, mapping: &Mapping, offset: usize, out: &mut [u8]) -> Result<()> {
     let src = mapping.at(offset, out.len())?;
-    match (way, mapping.held().cuda()) {
-        (Way::CopyEngine, Some((cuda, device))) => {
-            mapping.drain();
+    match way {
+        Way::CopyEngine => {
+            let Some((cuda, device)) = engine(mapping) else { return mapping.read(offset, out) };
+            let src = mapping.addr() + offset as u64;
             // SAFETY: the slice is writable for its length.
-            unsafe {
-                cuda.copy_from_device(device, out.as_mut_ptr(), mapping.addr() + offset as u64, out.len())
-            }
+            unsafe { cuda.copy_from_device(device, out.as_mut_ptr(), src, out.len()) }
         }
-        (Way::Threads(n), _) => {
+        Way::Threads(n) => {
             let (first, each) = cut(src.addr(), out.len(), n);
             let (first, rest) = out.split_at_mut(first);
             let parts = std::iter::once(first).chain(rest.chunks_mut(each));
             spread(offset, parts, |at, part| mapping.read(at, part))
         }
-        _ => mapping.read(offset, out),
+        Way::Cpu => mapping.read(offset, out),
     }
+}
+
+/// CUDA and the GPU whose copy engine reaches this memory, ready for a copy that comes after this thread's stores.
+fn engine(mapping: &Mapping) -> Option<(&dyn Cuda, i32)> {
+    let found = mapping.held().cuda()?;
+    // The submission goes to the GPU by the same path as the stores, behind them.
+    copy::store_fence(mapping.kind());
+    Some(found)
 }
 
 /// Lengths of the first and of every further piece of a copy by `n` threads; all but the first begin aligned.

@@ -49,8 +49,8 @@ impl Default for Module {
     }
 }
 
-/// The device file. The machine's faults `gdrdrv pin`, `unpin`, `flag`, `info`, `attr`, `type`, `version`
-/// and `mmap` (each after `gdrdrv `) are `errno` values.
+/// The device file. The machine's faults `gdrdrv pin`, `gdrdrv unpin` and so on, with `flag`, `info`, `attr`,
+/// `type`, `version` and `mmap`, are `errno` values; `pin v2` and `info v2` hit the newer request alone.
 #[derive(Debug)]
 pub struct Gdrdrv {
     machine: Arc<Machine>,
@@ -275,6 +275,7 @@ impl Gdrdrv {
             PinBufferV2::CODE => {
                 // SAFETY: as above.
                 let p: &mut PinBufferV2 = unsafe { params(arg) };
+                self.fault("pin v2")?;
                 p.handle = self.pin(fd, p.addr, p.size, p.flags)?;
             }
             UnpinBuffer::CODE => {
@@ -299,6 +300,7 @@ impl Gdrdrv {
             GetInfoV2::CODE => {
                 // SAFETY: as above.
                 let p: &mut GetInfoV2 = unsafe { params(arg) };
+                self.fault("info v2")?;
                 let (va, len, mapped) = self.info(fd, p.handle)?;
                 (p.va, p.mapped_size, p.page_size) = (va, len, 1 << 16);
                 p.mapping_type = mapped.map_or(abi::TYPE_NONE, |kind| kind as u32);

@@ -12,7 +12,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::Machine;
+use super::{Machine, dma_buf_offset};
+use crate::backend::host_page;
 use crate::kernel::{Kernel, Linux};
 
 /// One device file. Its descriptors are real ones, made with [`DeviceEnd::open`].
@@ -99,7 +100,10 @@ impl DeviceEnd {
     }
 }
 
-/// A kernel with the given device files and nothing else.
+/// A kernel with the given device files and dma-bufs, and nothing else.
+///
+/// The machine's fault `mmap of a dma-buf` is an `errno`; `wrong page of a dma-buf` is by how many pages mappings of
+/// them are displaced.
 #[derive(Debug)]
 pub struct SimulatedKernel {
     machine: Arc<Machine>,
@@ -158,12 +162,17 @@ impl Kernel for SimulatedKernel {
         offset: u64,
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>> {
-        match self.device(fd) {
+        if let Ok(device) = self.device(fd) {
             // SAFETY: the caller vouches for `at`.
-            Ok(device) => unsafe { device.mmap(fd, len, offset, at) },
-            // SAFETY: as above. Descriptors of no device, such as a dma-buf, are ordinary files here.
-            Err(_) => unsafe { Linux.mmap(fd, len, offset, at) },
+            return unsafe { device.mmap(fd, len, offset, at) };
         }
+        if let Some(errno) = self.machine.fault("mmap of a dma-buf") {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        let pages = self.machine.fault("wrong page of a dma-buf").map_or(0, i32::unsigned_abs);
+        let start = dma_buf_offset(fd)? + u64::from(pages) * host_page() as u64;
+        // SAFETY: the caller vouches for `at`.
+        unsafe { Linux.mmap(fd, len, start + offset, at) }
     }
 
     fn read(&self, path: &str) -> io::Result<String> {

@@ -214,6 +214,11 @@ impl Memory {
             .sum()
     }
 
+    /// How many allocations there are.
+    pub fn allocations(&self) -> usize {
+        self.ranges.len()
+    }
+
     /// Takes an allocation away; its object lives on while somebody else holds it.
     pub fn free(&mut self, base: u64) -> Option<VaRange> {
         let range = self.ranges.remove(&base)?;

@@ -7,6 +7,7 @@ mod cuda;
 mod gdrdrv;
 mod kernel;
 mod memory;
+mod rm;
 mod vma;
 
 use std::collections::HashMap;
@@ -18,6 +19,7 @@ pub use cuda::{CudaSettings, SimulatedCuda, pci};
 pub use gdrdrv::{Gdrdrv, Module};
 pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
 pub use memory::{CLIENT, FreeWatcher, Memory, Object, VaRange, dma_buf_offset};
+pub use rm::{Live, RmSettings, SimulatedRm};
 
 /// The machine. Share it between its CUDA, its kernel and the test that plays with it.
 #[derive(Debug)]

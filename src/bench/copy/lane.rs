@@ -23,38 +23,52 @@ impl<'a> Lane<'a> {
     }
 }
 
-/// Quick operations are timed so many at once that the clock's own cost vanishes.
-const SAMPLE: Duration = Duration::from_micros(4);
+/// Quick operations are timed so many at once that the clock's own cost vanishes, but few enough that the bus's queue
+/// of posted writes, some hundred, never fills: then one would measure the bus.
+const SAMPLE: Duration = Duration::from_micros(1);
+const MAX_BATCH: u32 = 32;
 /// At most so many samples of each lane.
 const SAMPLES: usize = 2000;
+/// Pause before each sample, in which the bus goes quiet.
+const PAUSE: Duration = Duration::from_micros(5);
 
-/// Measures the lanes by turns: what else the machine does then hits all of them. Each gets about `budget`.
+/// Measures the lanes by turns, in an order that changes from turn to turn: what else the machine does then, and what the
+/// lane before left behind, hits all of them. Each gets about `budget`.
 pub(super) fn by_turns(lanes: &mut [Lane<'_>], host: &mut [u8], budget: Duration) -> Result<Vec<Samples>> {
     let mut batches = Vec::new();
     for lane in lanes.iter_mut() {
         (lane.run)(host)?;
         let start = Instant::now();
-        let mut calls = 0_u32;
-        while calls < 3 || (start.elapsed() < SAMPLE && calls < 1000) {
+        for _ in 0..3 {
             (lane.run)(host)?;
-            calls += 1;
         }
-        let once = start.elapsed() / calls;
-        batches.push(u32::try_from(SAMPLE.as_nanos() / once.as_nanos().max(1))?.clamp(1, 1000));
+        let once = (start.elapsed() / 3).as_nanos().max(1);
+        batches.push(u32::try_from(SAMPLE.as_nanos() / once)?.clamp(1, MAX_BATCH));
     }
     let mut samples = vec![Samples::default(); lanes.len()];
+    let mut order: Vec<usize> = (0..lanes.len()).collect();
+    let mut random = 0x9e37_79b9_u32;
     let start = Instant::now();
     let budget = budget * u32::try_from(lanes.len())?;
     for turn in 0..SAMPLES {
         if turn >= 5 && start.elapsed() > budget {
             break;
         }
-        for ((lane, &batch), samples) in lanes.iter_mut().zip(&batches).zip(&mut samples) {
-            let start = Instant::now();
-            for _ in 0..batch {
-                (lane.run)(host)?;
+        for i in (1..order.len()).rev() {
+            // Numerical Recipes' generator is random enough for an order.
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            order.swap(i, usize::try_from(random >> 16)? % (i + 1));
+        }
+        for &i in &order {
+            let pause = Instant::now();
+            while pause.elapsed() < PAUSE {
+                std::hint::spin_loop();
             }
-            samples.add(start.elapsed() / batch);
+            let start = Instant::now();
+            for _ in 0..batches[i] {
+                (lanes[i].run)(host)?;
+            }
+            samples[i].add(start.elapsed() / batches[i]);
         }
     }
     Ok(samples)

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::{
     Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned, host_page, proof,
 };
-use crate::cuda::{Cuda, locate};
+use crate::cuda::{AllocKind, Cuda, locate};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::Kernel;
@@ -121,8 +121,8 @@ impl Backend for DmaBuf {
         Ok(Box::new(Pin::new(&self.machine, addr, len, pcie)?))
     }
 
-    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
+    fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {
         self.owner.check()?;
-        Ok(Box::new(CudaAllocation::new(&self.machine.cuda, device, len)?))
+        Ok(Box::new(CudaAllocation::of_kind(&self.machine.cuda, device, len, kind)?))
     }
 }

@@ -83,7 +83,7 @@ impl Pin {
         let fd = cuda.dma_buf(va, len, pcie)?;
         // The descriptor holds the memory from here on; was it still the same?
         let (device, buffer_id) = (memory.device, memory.buffer_id);
-        if cuda.pointer(inner)?.buffer_id != buffer_id {
+        if cuda.buffer_id(inner)? != buffer_id {
             return Err(Error::Invalidated);
         }
         if pcie || cuda.device_attribute(device, CU_HOST_PAGE_TABLES)? == 0 {
@@ -121,7 +121,7 @@ impl Pin {
                 continue;
             };
             // Freed memory has nothing to be compared with any more.
-            if cuda.pointer(from)?.buffer_id != segment.buffer_id {
+            if cuda.buffer_id(from)? != segment.buffer_id {
                 return Err(Error::Invalidated);
             }
             let size = |bytes: u64| {

@@ -11,7 +11,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::{Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned};
-use crate::cuda::locate;
+use crate::cuda::{AllocKind, locate};
 use crate::error::{Error, Result};
 use crate::system::System;
 use abi::{GPU_PAGE, PinBuffer, PinBufferV2};
@@ -102,7 +102,8 @@ impl Backend for Gdrdrv {
         Ok(Box::new(Pin::adopt(&self.node, handle, addr, len)?))
     }
 
-    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
-        Ok(Box::new(CudaAllocation::new(self.system.cuda()?, device, len)?))
+    fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {
+        self.node.owner.check()?;
+        Ok(Box::new(CudaAllocation::of_kind(self.system.cuda()?, device, len, kind)?))
     }
 }

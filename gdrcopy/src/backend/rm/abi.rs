@@ -6,10 +6,12 @@
 //! `ctrl/ctrlcb33.h` under `src/common/sdk/nvidia/inc`; `nv_escape.h`, `nv-ioctl.h`, `nv-ioctl-numbers.h` and
 //! `nv-unix-nvos-params-wrappers.h` under `src/nvidia/arch/nvalloc/unix/include`.
 //!
-//! The headers of 535.43.02, 535.54.03, 535.104.05, 535.129.03, 535.288.01, 545.29.06, 550.163.01, 555.58.02,
-//! 560.35.03, 565.77, 570.211.01, 575.64.05, 580.142, 590.48.01 and 595.45.04, compiled, give the same layouts
-//! and numbers. 530 and older have no `paramsSize` in the allocation structure: there the kernel refuses our
-//! size with `EINVAL`, before it reads anything. The proprietary modules have the same interface.
+//! Compiled, the headers of 535.43.02, 535.54.03, 535.104.05, 535.129.03, 535.288.01, 545.29.06, 550.163.01,
+//! 555.58.02, 560.35.03, 565.77, 570.211.01, 575.64.05, 580.142, 590.48.01 and 595.45.04 give the same layouts
+//! and numbers, but for the last field of [`CcCapabilities`], which came with 550: before, that query is
+//! refused. 530 and older have no `paramsSize` in the allocation structure: there the kernel refuses our size
+//! with `EINVAL`, before it reads anything. `libcuda` is the same for the open and the proprietary modules of a
+//! version, so their interfaces are too.
 
 /// A structure passed to `ioctl`.
 ///

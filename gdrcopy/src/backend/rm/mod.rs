@@ -19,14 +19,14 @@
 //!
 //! Facts measured on an H200 with the driver 580.159.04.
 
-mod abi;
+pub(crate) mod abi;
 mod client;
 mod gpu;
 mod handle;
 mod mapping;
 mod pin;
 mod proof;
-mod status;
+pub(crate) mod status;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -35,7 +35,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned};
-use crate::cuda::{Cuda, MemoryKind, locate};
+use crate::cuda::{AllocKind, Cuda, MemoryKind, locate};
 use crate::error::{Error, Result};
 use crate::system::System;
 use client::Client;
@@ -149,14 +149,10 @@ impl Backend for Rm {
         Ok(Box::new(RmPin::new(&gpu, &self.cuda, addr, len)?))
     }
 
-    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
-        Ok(Box::new(CudaAllocation::new(&self.cuda, device, len)?))
+    fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {
+        Ok(Box::new(CudaAllocation::of_kind(&self.cuda, device, len, kind)?))
     }
 }
 
-/// Pages of the CPU, bytes.
-fn host_page() -> usize {
-    // SAFETY: no pointers.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(size).unwrap_or(4096)
-}
+#[cfg(test)]
+mod tests;

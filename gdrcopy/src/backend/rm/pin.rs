@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::handle::Block;
 use super::mapping::{Memory, Reservation};
 use super::{GPU_PAGE, Gpu};
-use crate::backend::{MappingType, Pinned, proof};
+use crate::backend::{MappingType, Pinned, host_page, proof};
 use crate::cpu_range::CpuRange;
 use crate::cuda::{Cuda, MemoryKind, PointerInfo, locate};
 use crate::error::{Error, Result};
@@ -151,7 +151,7 @@ impl Pinned for RmPin {
             });
         }
         let size = self.pinned_len();
-        let len = match len.checked_next_multiple_of(super::host_page()) {
+        let len = match len.checked_next_multiple_of(host_page()) {
             Some(rounded) if rounded <= size && rounded > 0 => rounded,
             _ => return Err(Error::OutOfBounds { offset: 0, len, size }),
         };

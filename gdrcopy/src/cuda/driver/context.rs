@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 
 use super::Driver;
 use super::api::Api;
+use super::copy::CopyStream;
 use super::layout::{Handle, pointer_attribute};
 use super::pointer;
 use crate::cuda::unknown;
@@ -19,7 +20,7 @@ pub(super) struct Gpu {
     /// The primary context, once retained. Making it may take a second and much memory, so it waits for need.
     primary: Mutex<Option<Handle>>,
     /// Streams of the primary context that no copy uses now.
-    pub(super) streams: Mutex<Vec<Handle>>,
+    pub(super) streams: Mutex<Vec<CopyStream>>,
 }
 
 /// A context to work in.
@@ -76,21 +77,13 @@ impl Gpu {
         let streams = std::mem::take(&mut *self.streams.lock());
         let result = (Context { handle, primary: true }).enter(api).map(|_current| {
             for stream in streams {
-                destroy_stream(api, stream);
+                stream.destroy(api);
             }
         });
         // SAFETY: retained once, given back once.
         if let Err(error) = result.and_then(|()| unsafe { api.primary_ctx_release(self.device) }) {
             tracing::debug!(%error, "GPU {}: primary context not given back", self.ordinal);
         }
-    }
-}
-
-/// Destroys a stream on which nothing runs.
-pub(super) fn destroy_stream(api: &Api, stream: Handle) {
-    // SAFETY: a stream made here, destroyed once, with its context current.
-    if let Err(error) = unsafe { api.stream_destroy(stream) } {
-        tracing::debug!(%error, "stream not destroyed");
     }
 }
 

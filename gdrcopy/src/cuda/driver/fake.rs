@@ -32,6 +32,8 @@ pub(super) struct Books {
     pub(super) mapped: BTreeMap<u64, usize>,
     pub(super) created: BTreeSet<u64>,
     pub(super) streams: BTreeSet<Handle>,
+    /// Pinned host memory by address.
+    pub(super) pinned: BTreeMap<usize, Vec<u8>>,
     /// Copies: context, stream, GPU address, bytes.
     pub(super) copies: Vec<(Handle, Handle, u64, usize)>,
     /// Attributes by address; every attribute that is not here is 0.
@@ -203,9 +205,15 @@ extern "C" fn to_device(dst: u64, _src: *const c_void, len: usize, stream: Handl
     in_context("cuMemcpyHtoDAsync", |books, context| copied(books, (context, stream, dst, len)))
 }
 
-extern "C" fn to_host(_dst: *mut c_void, src: u64, len: usize, stream: Handle) -> u32 {
+/// The memory of these GPUs is full of [`CONTENT`].
+extern "C" fn to_host(dst: *mut c_void, src: u64, len: usize, stream: Handle) -> u32 {
+    // SAFETY: the caller passes a place for so many bytes.
+    unsafe { dst.cast::<u8>().write_bytes(CONTENT, len) };
     in_context("cuMemcpyDtoHAsync", |books, context| copied(books, (context, stream, src, len)))
 }
+
+/// What GPU memory holds.
+pub(super) const CONTENT: u8 = 0xa5;
 
 fn copied(books: &mut Books, copy: (Handle, Handle, u64, usize)) -> CudaStatus {
     books.copies.push(copy);
@@ -290,6 +298,18 @@ pub(super) fn api() -> Api {
             })
         }),
         mem_free: entry!(|addr: u64| in_context("cuMemFree", |books, _| removed(books.memory.remove(&addr)))),
+        mem_host_alloc: entry!(|addr: *mut *mut c_void, len: usize, flags: u32| {
+            in_context("cuMemHostAlloc", |books, _| {
+                assert_eq!(flags, 1);
+                let mut memory = vec![0_u8; len];
+                let at = memory.as_mut_ptr();
+                books.pinned.insert(at.expose_provenance(), memory);
+                put(addr, at.cast())
+            })
+        }),
+        mem_free_host: entry!(|addr: *mut c_void| {
+            in_context("cuMemFreeHost", |books, _| removed(books.pinned.remove(&addr.addr())))
+        }),
         stream_create: entry!(|stream: *mut Handle, flags: u32, priority: i32| {
             in_context("cuStreamCreateWithPriority", |books, _| {
                 assert_eq!((flags, priority), (1, -5));

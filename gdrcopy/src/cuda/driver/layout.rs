@@ -31,6 +31,9 @@ pub(super) const RDMA_WITH_VMM_SUPPORTED: u32 = 110;
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
 
+/// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
+pub(super) const HOST_ALLOC_PORTABLE: u32 = 1;
+
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(super) const ALLOCATION_PINNED: u32 = 1;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
@@ -154,6 +157,7 @@ mod tests {
             (MEMORY_TYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32),
             (MEMORY_TYPE_DEVICE, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32),
             (STREAM_NON_BLOCKING, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32),
+            (HOST_ALLOC_PORTABLE, sys::CU_MEMHOSTALLOC_PORTABLE),
             (ALLOCATION_PINNED, sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32),
             (LOCATION_DEVICE, sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32),
             (

@@ -166,17 +166,13 @@ impl Cuda for Driver {
     }
 
     unsafe fn copy_to_device(&self, device: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-        self.copy(device, dst, len, |stream| {
-            // SAFETY: the caller vouches for the host side, the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_device_async(dst, src.cast(), len, stream) }
-        })
+        // SAFETY: what the caller promised.
+        unsafe { self.copy_in(device, dst, src, len) }
     }
 
     unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        self.copy(device, src, len, |stream| {
-            // SAFETY: the caller vouches for the host side, the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_host_async(dst.cast(), src, len, stream) }
-        })
+        // SAFETY: what the caller promised.
+        unsafe { self.copy_out(device, dst, src, len) }
     }
 
     fn flush(&self, device: i32) -> Result<()> {

@@ -1,4 +1,4 @@
-use super::fake::{APPLICATION, PRIMARY, books};
+use super::fake::{APPLICATION, CONTENT, PRIMARY, books};
 use super::layout::{Handle, pointer_attribute as attribute};
 use super::*;
 use crate::cuda::{CudaStatus, MemoryKind};
@@ -205,8 +205,10 @@ fn copies_of_one_thread_share_one_stream_of_the_primary_context() {
     books(|books| books.retained.insert(1, 1));
     for _ in 0..3 {
         send(&driver, 1, ADDR).unwrap();
+        let mut out = [0; 8];
         // SAFETY: a whole array.
-        unsafe { driver.copy_from_device(1, [0u8; 8].as_mut_ptr(), ADDR, 8) }.unwrap();
+        unsafe { driver.copy_from_device(1, out.as_mut_ptr(), ADDR, 8) }.unwrap();
+        assert_eq!(out, [CONTENT; 8], "through the pinned buffer");
     }
     books(|books| {
         let (_, stream, ..) = books.copies[0];
@@ -219,7 +221,22 @@ fn copies_of_one_thread_share_one_stream_of_the_primary_context() {
     send(&driver, 1, 0x7f00_0000).unwrap();
     books(|books| assert_eq!(books.streams.len(), 1));
     drop(driver);
-    books(|books| assert!(books.streams.is_empty() && books.retained[&1] == 1, "{books:?}"));
+    books(|books| {
+        let rest = (books.streams.len(), books.pinned.len(), books.retained[&1]);
+        assert_eq!(rest, (0, 0, 1), "the application's own hold on the context stays");
+    });
+}
+
+#[test]
+fn without_pinned_memory_copies_go_the_slow_way() {
+    let driver = driver();
+    know_malloc(ADDR, PRIMARY + 1);
+    books(|books| books.retained.insert(1, 1));
+    fail("cuMemHostAlloc", CudaStatus::OUT_OF_MEMORY);
+    let mut out = [0; 8];
+    // SAFETY: a whole array.
+    unsafe { driver.copy_from_device(1, out.as_mut_ptr(), ADDR, 8) }.unwrap();
+    assert_eq!(out, [CONTENT; 8]);
 }
 
 #[test]

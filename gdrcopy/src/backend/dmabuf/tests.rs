@@ -1,0 +1,164 @@
+//! When the driver is used, and what is not handed out.
+
+use super::DmaBuf;
+use crate::backend::tests::rig::{Rig, pattern, peek, poke};
+use crate::backend::{Backend, MappingType, PinFlags};
+use crate::cuda::{AllocKind, CudaStatus, MemoryKind};
+use crate::error::Error;
+use crate::standin::Module;
+
+const NONE: PinFlags = PinFlags::empty();
+/// The simulated kernel's faults.
+const MMAP: &str = "mmap of a dma-buf";
+const WRONG_PAGE: &str = "wrong page of a dma-buf";
+
+fn unsupported(error: Error) -> String {
+    assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+    error.to_string()
+}
+
+#[test]
+fn an_older_cuda_is_not_tried() {
+    let rig = Rig::new(Module::default());
+    rig.machine.cuda.lock().driver_version = 13020;
+    // A try would fail otherwise.
+    rig.machine.fail("cuMemAlloc", 2);
+    let text = unsupported(DmaBuf::open(&rig.system).unwrap_err());
+    assert!(text.contains("CUDA 13.2") && text.contains("13.3"), "{text}");
+    unsupported(DmaBuf::open(&rig.without_cuda()).unwrap_err());
+}
+
+#[test]
+fn a_gpu_without_dma_bufs_is_refused() {
+    let rig = Rig::new(Module::default());
+    rig.machine.cuda.lock().attributes.insert(124, 0);
+    let text = unsupported(DmaBuf::open(&rig.system).unwrap_err());
+    assert!(text.contains("open kernel modules"), "{text}");
+}
+
+#[test]
+fn a_driver_that_does_not_map_is_refused() {
+    let rig = Rig::new(Module::default());
+    for errno in [524, libc::EOPNOTSUPP, libc::ENODEV] {
+        rig.machine.fail(MMAP, errno);
+        let text = unsupported(DmaBuf::open(&rig.system).unwrap_err());
+        assert!(text.contains("mmap of a dma-buf"), "{text}");
+    }
+    rig.machine.fail(MMAP, libc::ENOMEM);
+    assert!(matches!(DmaBuf::open(&rig.system), Err(Error::Exhausted { .. })));
+    rig.machine.fail(MMAP, libc::EACCES);
+    assert_eq!(DmaBuf::open(&rig.system).unwrap_err().errno(), libc::EACCES);
+    rig.machine.fail(MMAP, 0);
+    rig.machine.fail("cuMemGetHandleForAddressRange", 801);
+    let error = DmaBuf::open(&rig.system).unwrap_err();
+    assert!(matches!(error, Error::Cuda { status: CudaStatus::NOT_SUPPORTED, .. }), "{error:?}");
+}
+
+#[test]
+fn a_driver_that_maps_other_pages_is_refused() {
+    let rig = Rig::new(Module::default());
+    rig.machine.fail(WRONG_PAGE, 1);
+    assert!(matches!(DmaBuf::open(&rig.system), Err(Error::ProofFailed { .. })));
+}
+
+#[test]
+fn a_mapping_of_other_pages_is_not_handed_out() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let memory = dmabuf.allocate(0, 200_000).unwrap();
+    let bytes = pattern(1, 200_000);
+    memory.write(0, &bytes).unwrap();
+    let pin = dmabuf.pin(memory.addr() + 5, 100_000, NONE).unwrap();
+    rig.machine.fail(WRONG_PAGE, 1);
+    let error = pin.map(100_005, None).unwrap_err();
+    assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
+    rig.machine.fail(WRONG_PAGE, 0);
+    let range = pin.map(100_005, None).unwrap();
+    assert_eq!(peek(&range, 5, 100_000), bytes[5..100_005]);
+    // The comparison wrote nothing.
+    let mut seen = vec![0; 200_000];
+    memory.read(0, &mut seen).unwrap();
+    assert!(seen == bytes);
+}
+
+#[test]
+fn another_gpu_is_tried_at_its_first_pin() {
+    let rig = Rig::with_gpus(2, Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let (first, second) = (dmabuf.allocate(0, 4096).unwrap(), dmabuf.allocate(1, 4096).unwrap());
+    rig.machine.fail(WRONG_PAGE, 1);
+    assert!(dmabuf.pin(first.addr(), 4096, NONE).is_ok());
+    assert!(matches!(dmabuf.pin(second.addr(), 4096, NONE), Err(Error::ProofFailed { .. })));
+    // A way through PCIe is another way.
+    assert!(matches!(dmabuf.pin(first.addr(), 4096, PinFlags::FORCE_PCIE), Err(Error::ProofFailed { .. })));
+    rig.machine.fail(WRONG_PAGE, 0);
+    assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+    // Once is enough.
+    rig.machine.fail("cuMemAlloc", 2);
+    assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+}
+
+#[test]
+fn a_coherent_link_gives_cached_mappings_except_through_pcie() {
+    let rig = Rig::new(Module::default());
+    rig.machine.cuda.lock().attributes.insert(100, 1);
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let memory = dmabuf.allocate(0, 4096).unwrap();
+    for (flags, native) in [(NONE, MappingType::Cached), (PinFlags::FORCE_PCIE, MappingType::WriteCombining)]
+    {
+        let pin = dmabuf.pin(memory.addr(), 4096, flags).unwrap();
+        assert_eq!(pin.map(1, None).unwrap().kind(), native);
+        assert_eq!(pin.map(1, Some(native)).unwrap().kind(), native);
+        assert!(matches!(pin.map(1, Some(MappingType::Device)), Err(Error::Unsupported { .. })));
+    }
+}
+
+#[test]
+fn each_piece_of_memory_gets_its_own_dma_buf() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let piece = 2 << 20;
+    let first = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
+    let second = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
+    assert_eq!(second, first + piece as u64);
+    // The driver, as it is simulated, refuses a range over both.
+    assert!(rig.cuda.dma_buf(first, 2 * piece, false).is_err());
+
+    let len = piece + 77;
+    let pin = dmabuf.pin(first + 1001, len, NONE).unwrap();
+    let range = pin.map(1001 + len, None).unwrap();
+    let bytes = pattern(1, len);
+    poke(&range, 1001, &bytes);
+    let mut seen = vec![0; len];
+    let (head, tail) = seen.split_at_mut(piece - 1001);
+    for (addr, part) in [(first + 1001, head), (second, tail)] {
+        // SAFETY: a slice of that length.
+        unsafe { rig.cuda.copy_from_device(0, part.as_mut_ptr(), addr, part.len()) }.unwrap();
+    }
+    assert!(seen == bytes);
+    // A mapping may end before the second piece begins.
+    drop(range);
+    assert_eq!(pin.map(4096, None).unwrap().len(), 4096);
+    // Nothing follows the second.
+    assert!(matches!(dmabuf.pin(first, 2 * piece + 1, NONE), Err(Error::NotMappable { .. })));
+}
+
+#[test]
+fn memory_that_changes_hands_is_not_mixed_up() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let (object, base) = {
+        let mut memory = rig.machine.memory.lock();
+        let base = memory.alloc(0, 2 << 20, MemoryKind::Vmm).unwrap();
+        (memory.find(base).unwrap().object.clone(), base)
+    };
+    let pin = dmabuf.pin(base, 4096, NONE).unwrap();
+    assert!(pin.map(4096, None).is_ok());
+    // The same address and even the same bytes, but another allocation.
+    {
+        let mut memory = rig.machine.memory.lock();
+        memory.free(base).unwrap();
+        memory.insert(base, 2 << 20, object, 0, MemoryKind::Vmm);
+    }
+    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
+}
