@@ -183,7 +183,7 @@ fn list(output: &Output) -> Result<()> {
     let groups = [
         (Group::Standard, "List of all available tests:"),
         (Group::Extended, "List of all available extended tests (-e):"),
-        (Group::Tool, "List of all tests of this tool itself (only by -t; all but one must fail):"),
+        (Group::Tool, "List of all tests of this tool itself (only by -t):"),
     ];
     for (group, title) in groups {
         say!(output, "{title}")?;
