@@ -56,14 +56,14 @@ pub enum Error {
         /// The allocation's size.
         size: usize,
     },
-    /// An access would leave its mapping.
-    #[error("{len} bytes at offset {offset} do not fit in a mapping of {size} bytes")]
+    /// An access would leave its mapping or buffer.
+    #[error("{len} bytes at offset {offset} do not fit in {size} bytes")]
     OutOfBounds {
         /// First byte of the access.
         offset: usize,
         /// Its length.
         len: usize,
-        /// The size of the mapping.
+        /// The size of the mapping or buffer.
         size: usize,
     },
     /// A pin has one mapping at a time.

@@ -138,6 +138,9 @@ pub(crate) trait Allocation: Send + Sync + fmt::Debug {
     fn read(&self, offset: usize, out: &mut [u8]) -> Result<()>;
 }
 
+/// `ENOTSUPP`: a number of the Linux kernel's own that NVIDIA's driver lets out.
+pub(crate) const ENOTSUPP: i32 = 524;
+
 /// Page size of the host, bytes.
 pub(crate) fn host_page() -> usize {
     // SAFETY: no arguments but a known name.

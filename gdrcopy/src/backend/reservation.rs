@@ -1,6 +1,7 @@
 //! Address space in which several mappings lie side by side.
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
@@ -46,12 +47,15 @@ impl Reservation {
         Ok(())
     }
 
-    /// Hands the addresses over.
-    pub(crate) fn into_range(self, kind: MappingType) -> Result<CpuRange> {
-        let (ptr, len) = (self.ptr, self.len);
-        std::mem::forget(self);
+    /// Hands the addresses over, with what must live as long.
+    pub(crate) fn into_range(
+        self,
+        kind: MappingType,
+        guard: Option<Box<dyn Send + Sync>>,
+    ) -> Result<CpuRange> {
+        let this = ManuallyDrop::new(self);
         // SAFETY: the whole reservation, which now has no other owner.
-        unsafe { CpuRange::adopt(ptr, len, kind, None) }
+        unsafe { CpuRange::adopt(this.ptr, this.len, kind, guard) }
     }
 }
 

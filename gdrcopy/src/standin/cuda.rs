@@ -217,23 +217,27 @@ impl Cuda for SimulatedCuda {
         range.object.fd().try_clone_to_owned().map_err(|e| file_error(CALL, e))
     }
 
-    /// See [`dma_buf_offset`](super::dma_buf_offset). A range over several allocations is refused.
+    /// See [`dma_buf_offset`](super::dma_buf_offset). Pages that an allocation fills only in part are given whole;
+    /// a range over several objects is refused.
     fn dma_buf(&self, addr: u64, len: usize, _pcie: bool) -> Result<OwnedFd> {
         const CALL: &str = "cuMemGetHandleForAddressRange";
         self.enter(CALL)?;
         if self.machine.cuda.lock().attributes.get(&124) != Some(&1) {
             return Err(refusal(CALL, CudaStatus::NOT_SUPPORTED));
         }
-        let range = self.range(CALL, addr)?;
-        let pages = addr.is_multiple_of(HOST_PAGE) && (len as u64).is_multiple_of(HOST_PAGE) && len > 0;
-        let gpu = matches!(range.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool);
-        // A page that the allocation fills only in part is given whole.
-        let end = (range.base + range.len as u64).next_multiple_of(HOST_PAGE);
-        if !pages || !gpu || len as u64 > end - addr {
-            return Err(refusal(CALL, CudaStatus::INVALID_VALUE));
+        let invalid = || refusal(CALL, CudaStatus::INVALID_VALUE);
+        if !addr.is_multiple_of(HOST_PAGE) || !(len as u64).is_multiple_of(HOST_PAGE) || len == 0 {
+            return Err(invalid());
         }
-        let offset = (range.offset + offset_in(&range, addr)) as u64;
-        range.object.dma_buf(offset).map_err(|e| file_error(CALL, e))
+        let memory = self.machine.memory.lock();
+        let page = |at: u64| memory.touching(at, HOST_PAGE).ok_or_else(invalid);
+        let (first, last) = (page(addr)?, page(addr + len as u64 - HOST_PAGE)?);
+        let gpu = matches!(first.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool);
+        if !gpu || !Arc::ptr_eq(&first.object, &last.object) {
+            return Err(invalid());
+        }
+        let object_base = first.base - first.offset as u64;
+        first.object.dma_buf(addr - object_base).map_err(|e| file_error(CALL, e))
     }
 
     fn alloc(&self, device: i32, len: usize, kind: AllocKind) -> Result<u64> {

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -51,11 +52,13 @@ impl Default for Module {
 
 /// The device file. The machine's faults `gdrdrv pin`, `gdrdrv unpin` and so on, with `flag`, `info`, `attr`,
 /// `type`, `version` and `mmap`, are `errno` values; `pin v2` and `info v2` hit the newer request alone.
+/// `gdrdrv wrong page` is by how many GPU pages pins are told to be displaced.
 #[derive(Debug)]
 pub struct Gdrdrv {
     machine: Arc<Machine>,
     module: Module,
     files: Mutex<HashMap<FileId, OpenFile>>,
+    requests: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -100,7 +103,12 @@ fn errno(code: i32) -> io::Error {
 impl Gdrdrv {
     /// The device of a module.
     pub fn new(machine: &Arc<Machine>, module: Module) -> Arc<Self> {
-        let device = Arc::new(Self { machine: machine.clone(), module, files: Mutex::default() });
+        let device = Arc::new(Self {
+            machine: machine.clone(),
+            module,
+            files: Mutex::default(),
+            requests: AtomicU64::new(0),
+        });
         let watcher: Weak<dyn FreeWatcher> = Arc::<Self>::downgrade(&device);
         machine.memory.lock().watch(watcher);
         device
@@ -114,6 +122,11 @@ impl Gdrdrv {
     /// The files that are open.
     pub fn open_files(&self) -> usize {
         self.files().len()
+    }
+
+    /// How often this process has called `ioctl`.
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
     }
 
     /// The state, less the files that were closed: closing unpins everything.
@@ -168,7 +181,8 @@ impl Gdrdrv {
         let mut pieces = Vec::new();
         let mut at = 0;
         while at < len {
-            let (object, offset) = memory.backing(va + at).ok_or_else(|| errno(libc::EINVAL))?;
+            let (range, offset) = memory.backing(va + at).ok_or_else(|| errno(libc::EINVAL))?;
+            let object = range.object.clone();
             let rest = usize::try_from(len - at).map_err(|_| errno(libc::ENOMEM))?;
             let piece = rest.min(object.size - offset);
             pieces.push((object, offset, piece));
@@ -202,7 +216,9 @@ impl Gdrdrv {
 
     fn info(&self, fd: BorrowedFd<'_>, handle: u64) -> io::Result<(u64, u64, Option<MappingType>)> {
         self.fault("info")?;
-        self.with_pin(fd, handle, |pin| Ok((pin.va, pin.len, pin.mapped())))
+        let wrong =
+            self.machine.fault("gdrdrv wrong page").map_or(0, |pages| u64::from(pages.unsigned_abs()));
+        self.with_pin(fd, handle, |pin| Ok((pin.va + wrong * GPU_PAGE, pin.len, pin.mapped())))
     }
 
     fn attribute(&self, attr: u32) -> io::Result<u32> {
@@ -337,6 +353,7 @@ impl Device for Gdrdrv {
     }
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
+        self.requests.fetch_add(1, Ordering::Relaxed);
         if request >> 8 & 0xff != 0xDA {
             return Err(errno(libc::EINVAL));
         }

@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, c_void};
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -62,16 +63,24 @@ impl FileId {
     /// # Errors
     /// What `dup` and `fstat` say.
     pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
-        let metadata = File::from(fd.try_clone_to_owned()?).metadata()?;
-        Ok(Self { device: metadata.dev(), inode: metadata.ino() })
+        File::from(fd.try_clone_to_owned()?).metadata().map(Self::from)
     }
 }
 
-/// The device's end of an open file. It tells when the user's last descriptor is closed.
+impl From<Metadata> for FileId {
+    fn from(file: Metadata) -> Self {
+        Self { device: file.dev(), inode: file.ino() }
+    }
+}
+
+/// The device's end of an open file. It tells when this process's last descriptor is closed; children that
+/// other tests fork may still have theirs.
 #[derive(Debug)]
 pub struct DeviceEnd {
     id: FileId,
     peer: UnixStream,
+    /// The descriptor that the user got first.
+    user: RawFd,
 }
 
 impl DeviceEnd {
@@ -83,7 +92,8 @@ impl DeviceEnd {
         let (user, peer) = UnixStream::pair()?;
         peer.set_nonblocking(true)?;
         let id = FileId::of(user.as_fd())?;
-        Ok((user.into(), Self { id, peer }))
+        let end = Self { id, peer, user: user.as_raw_fd() };
+        Ok((user.into(), end))
     }
 
     /// Which file this is.
@@ -96,7 +106,16 @@ impl DeviceEnd {
         let mut poll = libc::pollfd { fd: self.peer.as_raw_fd(), events: 0, revents: 0 };
         // SAFETY: one valid entry; a timeout of zero never waits.
         unsafe { libc::poll(&raw mut poll, 1, 0) };
-        poll.revents & libc::POLLHUP != 0
+        if poll.revents & libc::POLLHUP != 0 {
+            return true;
+        }
+        // Somebody has a descriptor: mostly this process its first one, else look at all of them.
+        let shown = |path: PathBuf| path.metadata().is_ok_and(|file| FileId::from(file) == self.id);
+        if shown(format!("/proc/self/fd/{}", self.user).into()) {
+            return false;
+        }
+        let Ok(open) = std::fs::read_dir("/proc/self/fd") else { return false };
+        !open.flatten().any(|entry| shown(entry.path()))
     }
 }
 

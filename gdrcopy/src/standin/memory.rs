@@ -233,14 +233,20 @@ impl Memory {
         self.watchers.push(watcher);
     }
 
-    /// The physical memory under an address, and the place in it. It goes on to both sides of an allocation:
-    /// drivers work in pages, so an allocation's neighbours in its first and last page are within reach.
-    pub fn backing(&self, addr: u64) -> Option<(Arc<Object>, usize)> {
+    /// An allocation whose object lies under an address, and the place in the object. Objects go on to both sides
+    /// of an allocation: drivers work in pages, so what else its first and last page hold is within reach.
+    pub fn backing(&self, addr: u64) -> Option<(&VaRange, usize)> {
         self.find(addr).into_iter().chain(self.ranges.values()).find_map(|range| {
             let offset = addr.checked_sub(range.base - range.offset as u64)?;
             let offset = usize::try_from(offset).ok().filter(|offset| *offset < range.object.size)?;
-            Some((range.object.clone(), offset))
+            Some((range, offset))
         })
+    }
+
+    /// An allocation with at least a byte in `len` bytes at `addr`.
+    pub fn touching(&self, addr: u64, len: u64) -> Option<&VaRange> {
+        let (_, range) = self.ranges.range(..addr + len).next_back()?;
+        (range.base + range.len as u64 > addr).then_some(range)
     }
 
     /// The allocation that contains an address.

@@ -5,14 +5,12 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use super::Machine;
 use crate::backend::reservation::Reservation;
-use crate::backend::{MappingType, Pinned, host_page, inside, proof};
+use crate::backend::{ENOTSUPP, MappingType, Pinned, host_page, inside, proof};
 use crate::cpu_range::CpuRange;
 use crate::cuda::{MemoryKind, locate};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 
-/// `ENOTSUPP`: a number of the kernel that the driver lets out.
-const ENOTSUPP: i32 = 524;
 /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES` of `cuda.h`: the link is coherent.
 const CU_HOST_PAGE_TABLES: u32 = 100;
 
@@ -72,7 +70,8 @@ impl Pin {
         let cuda = &*self.machine.cuda;
         // The first page may begin before the allocation.
         let inner = va.max(self.addr);
-        let memory = locate(cuda, inner, 1)?;
+        let rest = usize::try_from(self.addr + self.wanted as u64 - inner).unwrap_or(usize::MAX);
+        let memory = locate(cuda, inner, rest)?;
         let stop = match memory.kind {
             MemoryKind::Vmm => {
                 (memory.base + memory.size as u64).next_multiple_of(host_page() as u64).min(end)
@@ -107,7 +106,7 @@ impl Pin {
             range.append(&*self.machine.kernel, segment.fd.as_fd(), part).map_err(|e| explain(part, e))?;
             rest -= part;
         }
-        range.into_range(self.kind)
+        range.into_range(self.kind, None)
     }
 
     /// Looks at both ends of each piece of what the user asked for.

@@ -2,7 +2,7 @@
 
 use super::DmaBuf;
 use crate::backend::tests::rig::{Rig, pattern, peek, poke};
-use crate::backend::{Backend, MappingType, PinFlags};
+use crate::backend::{Backend, ENOTSUPP, MappingType, PinFlags};
 use crate::cuda::{AllocKind, CudaStatus, MemoryKind};
 use crate::error::Error;
 use crate::standin::Module;
@@ -39,7 +39,7 @@ fn a_gpu_without_dma_bufs_is_refused() {
 #[test]
 fn a_driver_that_does_not_map_is_refused() {
     let rig = Rig::new(Module::default());
-    for errno in [524, libc::EOPNOTSUPP, libc::ENODEV] {
+    for errno in [ENOTSUPP, libc::EOPNOTSUPP, libc::ENODEV] {
         rig.machine.fail(MMAP, errno);
         let text = unsupported(DmaBuf::open(&rig.system).unwrap_err());
         assert!(text.contains("mmap of a dma-buf"), "{text}");
@@ -139,8 +139,32 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
     // A mapping may end before the second piece begins.
     drop(range);
     assert_eq!(pin.map(4096, None).unwrap().len(), 4096);
+    // What follows is of another kind, and shorter than asked for.
+    let third = rig.machine.memory.lock().alloc(0, piece, MemoryKind::Pool).unwrap();
+    assert_eq!(third, second + piece as u64);
+    assert!(matches!(dmabuf.pin(second, 2 * piece + 1, NONE), Err(Error::BeyondAllocation { .. })));
+    assert!(dmabuf.pin(second, 2 * piece, NONE).is_ok());
+    rig.machine.memory.lock().free(third).unwrap();
     // Nothing follows the second.
     assert!(matches!(dmabuf.pin(first, 2 * piece + 1, NONE), Err(Error::NotMappable { .. })));
+}
+
+#[test]
+fn small_memory_in_a_page_with_others_is_compared_by_itself() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
+    let (before, small, after) = (alloc(512), alloc(5000), alloc(512));
+    assert_eq!((small - before, after - small), (512, 5120));
+    rig.machine.memory.lock().free(before).unwrap();
+    let pin = dmabuf.pin(small, 5000, NONE).unwrap();
+    assert!(pin.va() < small && small.is_multiple_of(512));
+    let skip = usize::try_from(small - pin.va()).unwrap();
+    poke(&pin.map(skip + 5000, None).unwrap(), skip + 4999, b"x");
+    let mut seen = 0;
+    // SAFETY: a place for one byte.
+    unsafe { rig.cuda.copy_from_device(0, &raw mut seen, small + 4999, 1) }.unwrap();
+    assert_eq!(seen, b'x');
 }
 
 #[test]

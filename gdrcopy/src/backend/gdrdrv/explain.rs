@@ -3,13 +3,11 @@
 use std::io;
 
 use super::abi;
-use crate::backend::{MappingType, PinFlags};
+use crate::backend::{ENOTSUPP, MappingType, PinFlags};
 use crate::cuda::{Cuda, MemoryKind, PointerInfo};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 
-/// `ENOTSUPP`: a number of the kernel that the GPU driver lets out.
-pub(super) const ENOTSUPP: i32 = 524;
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED` of `cuda.h`.
 const CU_GPU_DIRECT_RDMA: u32 = 116;
 

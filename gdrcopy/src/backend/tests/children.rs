@@ -1,7 +1,7 @@
 //! What a forked child may do: nothing, and without harm to its parent.
 
 use super::rig::{End, each, in_child, peek, poke};
-use crate::backend::{Backend, PinFlags};
+use crate::backend::{Backend, BackendKind, PinFlags};
 use crate::error::{Error, Result};
 
 const NONE: PinFlags = PinFlags::empty();
@@ -35,11 +35,15 @@ fn a_childs_drops_leave_the_parents_values_alone() {
         let memory = backend.allocate(0, 65_536).unwrap();
         let pin = backend.pin(memory.addr(), 65_536, NONE).unwrap();
         let range = pin.map(65_536, None).unwrap();
+        let (addr, is_host) = (memory.addr(), backend.kind() == BackendKind::Host);
         // Moved into the child's copy of the closure, which it drops; the parent's copy stays with the parent.
         let values = std::cell::Cell::new(Some((range, pin, memory, backend)));
         let end = in_child(|| {
+            let before = rig.device.requests();
             drop(values.take());
-            true
+            // The driver was asked for nothing, and CUDA neither.
+            let there = rig.machine.memory.lock().find(addr).is_some();
+            rig.device.requests() == before && there != is_host
         });
         assert_eq!(end, End::Said(true));
         let (range, pin, memory, backend) = values.take().unwrap();

@@ -1,9 +1,12 @@
 //! Proofs that must fail where a mapping shows the wrong memory.
 
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+
 use super::rig::{Rig, pattern};
 use crate::backend::cuda_allocation::CudaAllocation;
 use crate::backend::host::Host;
-use crate::backend::{Allocation, Backend, PinFlags, Pinned, proof};
+use crate::backend::{Allocation, Backend, MappingType, PinFlags, Pinned, proof};
 use crate::cpu_range::CpuRange;
 use crate::error::Error;
 use crate::standin::Module;
@@ -56,6 +59,27 @@ fn a_nonce_holds_where_the_memory_is_the_same_and_finds_displacement() {
     assert!(matches!(result, Err(Error::ProofFailed { .. })), "{result:?}");
     let result = proof::nonce(&*rig.cuda, 0, pin.va(), &range, &[SIZE - proof::PROBE + 1]);
     assert!(result.is_err());
+}
+
+#[test]
+fn a_nonce_finds_writes_that_do_not_arrive() {
+    let rig = Rig::new(Module::default());
+    let memory = CudaAllocation::new(&rig.cuda, 0, SIZE).unwrap();
+    let range = {
+        let machine = rig.machine.memory.lock();
+        let (found, offset) = machine.backing(memory.addr()).unwrap();
+        let fd = found.object.fd().as_raw_fd();
+        let (prot, offset) = (libc::PROT_READ | libc::PROT_WRITE, libc::off_t::try_from(offset).unwrap());
+        // SAFETY: no place is asked for. Private: it shows what others write until it is written to.
+        let raw = unsafe { libc::mmap(std::ptr::null_mut(), SIZE, prot, libc::MAP_PRIVATE, fd, offset) };
+        assert_ne!(raw, libc::MAP_FAILED);
+        // SAFETY: just mapped, known to nobody else.
+        unsafe { CpuRange::adopt(NonNull::new(raw.cast()).unwrap(), SIZE, MappingType::Cached, None) }
+            .unwrap()
+    };
+    proof::compare(&*rig.cuda, 0, memory.addr(), &range, 0, SIZE).unwrap();
+    let result = proof::nonce(&*rig.cuda, 0, memory.addr(), &range, &[0]);
+    assert!(matches!(&result, Err(Error::ProofFailed { found, .. }) if found.contains("CUDA does not see")));
 }
 
 #[test]

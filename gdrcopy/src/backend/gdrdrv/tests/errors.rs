@@ -2,13 +2,12 @@
 
 use crate::backend::gdrdrv::Gdrdrv;
 use crate::backend::tests::rig::Rig;
-use crate::backend::{Allocation, Backend, MappingType, PinFlags, Pinned};
+use crate::backend::{Allocation, Backend, ENOTSUPP, MappingType, PinFlags, Pinned};
 use crate::cuda::{AllocKind, MemoryKind};
 use crate::error::{Error, Result};
 use crate::standin::Module;
 
 const NONE: PinFlags = PinFlags::empty();
-const ENOTSUPP: i32 = 524;
 
 struct Opened {
     rig: Rig,
@@ -167,6 +166,15 @@ fn of_questions() {
     assert_eq!(it.rig.device.live_pins(), 1);
     it.fail("attr", libc::EIO);
     is_sys(&Gdrdrv::open(&it.rig.system, false).unwrap_err(), libc::EIO, "GET_ATTR");
+}
+
+#[test]
+fn of_a_driver_that_pins_something_else() {
+    let it = Opened::new();
+    it.fail("wrong page", 1);
+    let error = it.pin(NONE).unwrap_err();
+    assert!(matches!(error, Error::ProofFailed { .. }), "{error:?}");
+    assert_eq!(it.rig.device.live_pins(), 0);
 }
 
 #[test]
