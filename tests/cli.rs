@@ -13,7 +13,7 @@ fn tool(args: &[&str]) -> std::process::Command {
 #[test]
 fn help_and_version_say_what_there_is() {
     let help = succeeds(tool(&["--help"]));
-    assert!(help.contains("bench") && help.contains("Usage: gdasync"), "{help}");
+    assert!(help.contains("bench") && help.contains("gdrcopy") && help.contains("Usage: gdasync"), "{help}");
     assert_eq!(succeeds(tool(&["--version"])), format!("gdasync {}\n", env!("CARGO_PKG_VERSION")));
     let help = succeeds(tool(&["bench", "--help"]));
     assert!(help.contains("hca"), "{help}");

@@ -34,6 +34,7 @@ struct Inner {
 pub struct GdrBuilder {
     backend: Option<BackendKind>,
     allow_volatile: bool,
+    require_gpu: bool,
     system: Option<System>,
 }
 
@@ -50,6 +51,13 @@ impl GdrBuilder {
     #[must_use]
     pub fn allow_volatile(mut self) -> Self {
         self.allow_volatile = true;
+        self
+    }
+
+    /// Uses no plain host memory in place of a GPU, unless that backend is asked for by name.
+    #[must_use]
+    pub fn require_gpu(mut self) -> Self {
+        self.require_gpu = true;
         self
     }
 
@@ -72,7 +80,7 @@ impl GdrBuilder {
             // Where there is a GPU, plain memory would only hide that it cannot be mapped.
             None => BackendKind::LADDER
                 .into_iter()
-                .filter(|&kind| kind != BackendKind::Host || system.cuda().is_err())
+                .filter(|&kind| kind != BackendKind::Host || !self.require_gpu && system.cuda().is_err())
                 .collect(),
         };
         let mut refusals = Vec::new();

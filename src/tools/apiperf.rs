@@ -17,6 +17,7 @@ use crate::measure::{Machine, Micros, Samples};
 
 /// Time of pin, map, get_info, unmap and unpin, for sizes of 64 KiB, 128 KiB and so on.
 #[derive(Args, Debug, Serialize)]
+#[command(args_override_self = true)]
 pub struct Apiperf {
     #[command(flatten)]
     #[serde(skip)]

@@ -1,13 +1,13 @@
 //! Copies by the routines that the options name.
 
 use clap::Args;
-use gdrcopy::Mapping;
 use gdrcopy::copy::{self, Copier, Routine};
+use gdrcopy::{Mapping, MappingType};
 use serde::{Serialize, Serializer};
 
 use super::failure::{Failure, Result};
 
-/// Which routines copy.
+/// Which routines copy, where the mapping is write-combining.
 #[derive(Args, Clone, Copy, Debug, Serialize)]
 pub(super) struct Routines {
     /// Routine that writes: scalar, sse2, avx, avx512, movdir64b or neon [default: the best].
@@ -45,10 +45,16 @@ impl Routines {
 }
 
 impl Copies {
-    /// The names of the routines that write and read.
-    pub(super) fn names(&self) -> [&'static str; 2] {
-        let copier = self.0.as_ref().unwrap_or(Copier::best());
-        [copier.store().name(), copier.load().name()]
+    /// Which routines write to and read from a mapping of this type.
+    pub(super) fn describe(&self, kind: MappingType) -> String {
+        match kind {
+            MappingType::WriteCombining => {
+                let copier = self.0.as_ref().unwrap_or(Copier::best());
+                format!("{} to the GPU, {} from it", copier.store(), copier.load())
+            }
+            MappingType::Cached => "those of any memory; the mapping is cached".into(),
+            _ => "aligned words; the mapping is of device memory".into(),
+        }
     }
 
     /// As [`Mapping::write`].

@@ -18,6 +18,7 @@ use crate::measure::Machine;
 
 /// Bandwidth of copies to and from GPU memory through a CPU mapping, with the data checked.
 #[derive(Args, Debug, Serialize)]
+#[command(args_override_self = true)]
 pub struct Copybw {
     #[command(flatten)]
     #[serde(skip)]
@@ -91,8 +92,7 @@ impl Program for Copybw {
         let mut lanes = (0..self.threads)
             .map(|number| self.lane(number, &target, &output))
             .collect::<Result<Vec<_>>>()?;
-        let [store, load] = copies.names();
-        say!(output, "copy routines: {store} to the GPU, {load} from it")?;
+        say!(output, "copy routines: {}", copies.describe(lanes[0].mapped.mapping.kind()))?;
         output.steps(2 * sizes.len());
         let mut results = Vec::new();
         for size in sizes {

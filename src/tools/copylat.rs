@@ -21,6 +21,7 @@ use crate::measure::{Machine, Micros};
 
 /// Time of copies to and from GPU memory through a CPU mapping, for sizes of 1, 2, 4 bytes and so on.
 #[derive(Args, Debug, Serialize)]
+#[command(args_override_self = true)]
 pub struct Copylat {
     #[command(flatten)]
     #[serde(skip)]
@@ -103,8 +104,7 @@ impl Program for Copylat {
             let name = type_name(kind);
             return Err(Failure::failed(format_args!("-C needs a cached mapping; this one is: {name}")));
         }
-        let [store, load] = copies.names();
-        say!(output, "copy routines: {store} to the GPU, {load} from it")?;
+        say!(output, "copy routines: {}", copies.describe(kind))?;
         let tests = if self.cumemcpy { &Test::ALL[..] } else { &Test::ALL[2..] };
         let sizes: Vec<_> =
             (0..usize::BITS).map(|shift| 1 << shift).take_while(|&b| b <= self.size).collect();

@@ -36,7 +36,6 @@ pub(super) struct Memory {
 
 /// How GPU memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[expect(clippy::enum_variant_names, reason = "the names of CUDA's functions")]
 pub(super) enum AllocFn {
     /// `cuMemAlloc`.
     #[value(name = "cuMemAlloc")]

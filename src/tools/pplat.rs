@@ -25,6 +25,7 @@ use player::Players;
 
 /// Round trips between CPU and GPU: one side writes data and a flag, the other polls, checks the data and answers.
 #[derive(Args, Debug, Serialize)]
+#[command(args_override_self = true)]
 pub struct Pplat {
     #[command(flatten)]
     #[serde(skip)]

@@ -19,11 +19,12 @@ mod runner;
 use std::time::Duration;
 
 use clap::Args;
+use gdrcopy::BackendKind;
 use serde::Serialize;
 
 use super::Program;
 use super::failure::{Failure, Result};
-use super::options::Common;
+use super::options::{Common, usage};
 use super::output::{Output, say};
 use super::report::{Report, Setup};
 use crate::measure::Machine;
@@ -33,6 +34,7 @@ use runner::{Runner, Status, Verdict};
 
 /// Tests CPU mappings of GPU memory on this machine. Each case runs in a process of its own.
 #[derive(Args, Clone, Debug, Serialize)]
+#[command(args_override_self = true)]
 pub struct Sanity {
     #[command(flatten)]
     #[serde(skip)]
@@ -153,7 +155,12 @@ impl Sanity {
         if status != Status::Passed {
             return Err(Failure::Failed(said));
         }
-        Ok(serde_json::from_str(&said)?)
+        let setup: Setup = serde_json::from_str(&said)?;
+        let gpu = self.common.gpu;
+        usage(setup.gpu.is_some() || setup.backend == BackendKind::Host.name(), || {
+            format!("there is no GPU {gpu}")
+        })?;
+        Ok(setup)
     }
 
     /// The whole life of a process that the tool started.
@@ -176,7 +183,7 @@ fn list(output: &Output) -> Result<()> {
     let groups = [
         (Group::Standard, "List of all available tests:"),
         (Group::Extended, "List of all available extended tests (-e):"),
-        (Group::Tool, "List of all tests of this tool itself (only by -t; all but one must fail):"),
+        (Group::Tool, "List of all tests of this tool itself (only by -t):"),
     ];
     for (group, title) in groups {
         say!(output, "{title}")?;

@@ -19,11 +19,25 @@ pub fn gdasync() -> Command {
     clean(Command::new(env!("CARGO_BIN_EXE_gdasync")))
 }
 
+/// A program of this package, by its path.
+pub fn program(path: &str) -> Command {
+    clean(Command::new(path))
+}
+
 /// Without what the surroundings of the tests have set.
 fn clean(mut command: Command) -> Command {
     let set = env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
-    let theirs =
-        ["RANK", "WORLD_SIZE", "MASTER_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_", "GDSYNC_", "RUST_LOG"];
+    let theirs = [
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_",
+        "OMPI_COMM_WORLD_",
+        "PMI_",
+        "SLURM_",
+        "GDSYNC_",
+        "GDRCOPY_",
+        "RUST_LOG",
+    ];
     for name in set.filter(|name| theirs.iter().any(|prefix| name.starts_with(prefix))) {
         command.env_remove(name);
     }

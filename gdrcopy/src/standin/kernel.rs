@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, c_void};
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -15,7 +15,6 @@ use parking_lot::Mutex;
 
 use super::{Machine, dma_buf_offset};
 use crate::backend::host_page;
-use crate::fork::Owner;
 use crate::kernel::{Kernel, Linux};
 
 /// One device file. Its descriptors are real ones, made with [`DeviceEnd::open`].
@@ -64,30 +63,37 @@ impl FileId {
     /// # Errors
     /// What `dup` and `fstat` say.
     pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
-        let metadata = File::from(fd.try_clone_to_owned()?).metadata()?;
-        Ok(Self { device: metadata.dev(), inode: metadata.ino() })
+        File::from(fd.try_clone_to_owned()?).metadata().map(Self::from)
     }
 }
 
-/// The device's end of an open file. It tells when the user's descriptor is closed.
+impl From<Metadata> for FileId {
+    fn from(file: Metadata) -> Self {
+        Self { device: file.dev(), inode: file.ino() }
+    }
+}
+
+/// The device's end of an open file. It tells when this process's last descriptor is closed; children that
+/// other tests fork may still have theirs.
 #[derive(Debug)]
 pub struct DeviceEnd {
     id: FileId,
+    peer: UnixStream,
+    /// The descriptor that the user got first.
     user: RawFd,
-    owner: Owner,
 }
 
 impl DeviceEnd {
     /// A new open file: the user's descriptor and the device's end.
     ///
     /// # Errors
-    /// What `socket` says.
+    /// What `socketpair` says.
     pub fn open() -> io::Result<(OwnedFd, Self)> {
-        // Anything with an inode that is not used again soon.
-        let user = OwnedFd::from(UnixDatagram::unbound()?);
-        let end =
-            Self { id: FileId::of(user.as_fd())?, user: user.as_raw_fd(), owner: Owner::this_process() };
-        Ok((user, end))
+        let (user, peer) = UnixStream::pair()?;
+        peer.set_nonblocking(true)?;
+        let id = FileId::of(user.as_fd())?;
+        let end = Self { id, peer, user: user.as_raw_fd() };
+        Ok((user.into(), end))
     }
 
     /// Which file this is.
@@ -95,20 +101,21 @@ impl DeviceEnd {
         self.id
     }
 
-    /// Whether the user has closed the file. It is the opener's descriptor that counts: a child that another test
-    /// has forked may hold a copy for a moment, and closes only that.
+    /// Whether the user has closed the file.
     pub fn is_closed(&self) -> bool {
-        if !self.owner.is_caller() {
-            return false;
-        }
-        let mut stat = MaybeUninit::<libc::stat>::uninit();
-        // SAFETY: a place for the answer; a number that is no descriptor is refused.
-        if unsafe { libc::fstat(self.user, stat.as_mut_ptr()) } != 0 {
+        let mut poll = libc::pollfd { fd: self.peer.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one valid entry; a timeout of zero never waits.
+        unsafe { libc::poll(&raw mut poll, 1, 0) };
+        if poll.revents & libc::POLLHUP != 0 {
             return true;
         }
-        // SAFETY: filled by the call above.
-        let stat = unsafe { stat.assume_init() };
-        self.id != FileId { device: stat.st_dev, inode: stat.st_ino }
+        // Somebody has a descriptor: mostly this process its first one, else look at all of them.
+        let shown = |path: PathBuf| path.metadata().is_ok_and(|file| FileId::from(file) == self.id);
+        if shown(format!("/proc/self/fd/{}", self.user).into()) {
+            return false;
+        }
+        let Ok(open) = std::fs::read_dir("/proc/self/fd") else { return false };
+        !open.flatten().any(|entry| shown(entry.path()))
     }
 }
 

@@ -21,12 +21,18 @@ impl<'a> Lane<'a> {
     pub(super) fn new(name: impl Into<String>, run: impl FnMut(&mut [u8]) -> Result<()> + 'a) -> Self {
         Self { name: name.into(), run: Box::new(run) }
     }
+
+    /// The same so many times in a row.
+    pub(super) fn times(mut self, n: u32) -> Self {
+        let name = std::mem::take(&mut self.name);
+        Self::new(name, move |host| (0..n).try_for_each(|_| (self.run)(host)))
+    }
 }
 
-/// Quick operations are timed so many at once that the clock's own cost vanishes, but few enough that the bus's queue
-/// of posted writes, some hundred, never fills: then one would measure the bus.
-const SAMPLE: Duration = Duration::from_micros(1);
-const MAX_BATCH: u32 = 32;
+/// An operation quicker than this is timed so many at once that the clock's own cost vanishes, but too few to fill the
+/// bus's queue of posted writes: then one would measure the bus.
+const QUICK: Duration = Duration::from_nanos(500);
+const BATCH: u32 = 16;
 /// At most so many samples of each lane.
 const SAMPLES: usize = 2000;
 /// Pause before each sample, in which the bus goes quiet.
@@ -37,13 +43,13 @@ const PAUSE: Duration = Duration::from_micros(5);
 pub(super) fn by_turns(lanes: &mut [Lane<'_>], host: &mut [u8], budget: Duration) -> Result<Vec<Samples>> {
     let mut batches = Vec::new();
     for lane in lanes.iter_mut() {
-        (lane.run)(host)?;
-        let start = Instant::now();
-        for _ in 0..3 {
+        let mut once = Duration::MAX;
+        for _ in 0..5 {
+            let start = Instant::now();
             (lane.run)(host)?;
+            once = once.min(start.elapsed());
         }
-        let once = (start.elapsed() / 3).as_nanos().max(1);
-        batches.push(u32::try_from(SAMPLE.as_nanos() / once)?.clamp(1, MAX_BATCH));
+        batches.push(if once < QUICK { BATCH } else { 1 });
     }
     let mut samples = vec![Samples::default(); lanes.len()];
     let mut order: Vec<usize> = (0..lanes.len()).collect();

@@ -44,6 +44,8 @@ const ROUTINE_SIZES: [usize; 6] = [4, 64, 512, 4 << 10, 64 << 10, 4 << 20];
 const THREAD_SIZES: [usize; 3] = [1 << 20, 4 << 20, 16 << 20];
 /// Sizes that are pinned and mapped, bytes.
 const PIN_SIZES: [usize; 5] = [4 << 10, 64 << 10, 2 << 20, 64 << 20, 1 << 30];
+/// Writes in a row.
+const BURST: u32 = 10_000;
 /// The planner is compared with the best of the others.
 const PLANNER: &str = "planner";
 
@@ -91,6 +93,7 @@ impl Options {
         bench.ways(Direction::FromGpu)?;
         bench.routines()?;
         bench.threads()?;
+        bench.rates()?;
         bench.pins()?;
         bench.bar.finish_and_clear();
         let plan = |direction| Choice::all(&bench.planner, direction);
@@ -239,6 +242,26 @@ impl Bench {
                 let lanes = ways.map(|way| by(way, direction, &self.mapping)).collect();
                 Self::measure(&mut rows, &self.bar, self.budget, group, bytes, lanes)?;
             }
+        }
+        self.rows.append(&mut rows);
+        Ok(())
+    }
+
+    /// Small writes without a pause, until the bus is the limit.
+    fn rates(&mut self) -> Result<()> {
+        let mut rows = Vec::new();
+        for bytes in [8, 64] {
+            let lanes = raw(Direction::ToGpu, &self.mapping, bytes).into_iter();
+            let lanes =
+                lanes.chain([by(Way::Cpu, Direction::ToGpu, &self.mapping)]).map(|lane| lane.times(BURST));
+            Self::measure(
+                &mut rows,
+                &self.bar,
+                self.budget,
+                "10,000 writes in a row",
+                bytes,
+                lanes.collect(),
+            )?;
         }
         self.rows.append(&mut rows);
         Ok(())

@@ -85,7 +85,6 @@ pub(super) fn await_flag(limit: Duration, mut seen: impl FnMut() -> Result<bool>
             if seen()? {
                 return Ok(true);
             }
-            std::hint::spin_loop();
         }
         if start.get_or_insert_with(Instant::now).elapsed() > limit {
             return Ok(false);

@@ -24,7 +24,7 @@ pub(super) fn leak_check(env: &Env) -> Outcome {
     let before = Resources::count(env, &gdr)?;
     for number in 0..env.cycles {
         cycle(env, &gdr, number)?;
-        if number % 10 == 0 {
+        if number.is_multiple_of(10) {
             cycle(env, &env.open()?, number)?;
         }
     }
@@ -69,7 +69,7 @@ fn cycle(env: &Env, gdr: &Gdr, number: u32) -> Outcome {
         mapping.write(offset, &data)?;
         let mut found = [0; 64];
         // The GPU's view costs more than all the rest.
-        if number % 16 == 0 {
+        if number.is_multiple_of(16) {
             buffer.copy_out(offset, &mut found)?;
         } else {
             mapping.read(offset, &mut found)?;

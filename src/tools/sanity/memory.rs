@@ -33,14 +33,6 @@ impl Raw {
         Ok(Self { addr, context: context.clone() })
     }
 
-    /// Writes by CUDA.
-    pub(super) fn write(&self, data: &[u8]) -> Outcome {
-        self.context.bind_to_thread()?;
-        // SAFETY: the cases write no more than they allocated.
-        unsafe { result::memcpy_htod_sync(self.addr, data) }?;
-        Ok(self.context.synchronize()?)
-    }
-
     /// Reads by CUDA.
     pub(super) fn read(&self, out: &mut [u8]) -> Outcome {
         self.context.bind_to_thread()?;

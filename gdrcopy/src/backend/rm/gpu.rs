@@ -4,6 +4,7 @@ use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use super::Route;
 use super::abi::{self, Escape};
 use super::client::{self, Client, Object};
 use super::proof::Proof;
@@ -24,10 +25,8 @@ pub(crate) struct Gpu {
     node: CString,
     /// CUDA device ordinal.
     pub(crate) ordinal: i32,
-    /// Whether `cuMemAlloc` memory can be mapped.
-    pub(crate) malloc: Proof,
-    /// Whether `cuMemCreate` memory can be mapped.
-    pub(crate) vmm: Proof,
+    malloc: Proof,
+    vmm: Proof,
 }
 
 impl Gpu {
@@ -60,6 +59,14 @@ impl Gpu {
 
     pub(crate) fn client(&self) -> &Arc<Client> {
         self.device.client()
+    }
+
+    /// Whether memory that comes by a route can be mapped.
+    pub(crate) fn proof(&self, route: Route) -> &Proof {
+        match route {
+            Route::Malloc => &self.malloc,
+            Route::Vmm => &self.vmm,
+        }
     }
 
     /// A file for one mapping.

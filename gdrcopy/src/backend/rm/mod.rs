@@ -13,6 +13,7 @@
 //! memory of our own at its first use on each GPU, in both directions, and each mapping of the user's memory
 //! is compared with what CUDA shows before it is handed out. The user's memory is never written for that,
 //! because a running kernel's result could be lost; so there, equal bytes in other places go unnoticed.
+//! A mapping of a pin's first pages that ends before the byte asked for has nothing to compare.
 //!
 //! A pin holds the memory: after a free the mapping shows the old bytes. Mappings are write-combined BAR1
 //! mappings; each takes one open file.
@@ -87,7 +88,7 @@ impl Rm {
         })?;
         let this = Self { cuda, gpus: Mutex::default(), client };
         let gpu = this.gpu(first)?;
-        gpu.malloc.require(&gpu, &this.cuda, Route::Malloc)?;
+        gpu.proof(Route::Malloc).require(&gpu, &this.cuda, Route::Malloc)?;
         Ok(this)
     }
 
@@ -123,30 +124,20 @@ impl Backend for Rm {
             return Err(Error::invalid("length", len, "at least one byte"));
         }
         let memory = locate(&*self.cuda, addr, len)?;
-        let refuse = |found, fix| Err(Error::NotMappable { addr, found, fix });
         let route = match memory.kind {
             MemoryKind::Malloc => Route::Malloc,
-            MemoryKind::Vmm if memory.exportable => Route::Vmm,
-            MemoryKind::Vmm => {
-                return refuse(
-                    "memory that CUDA does not export",
-                    "create it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
-                );
-            }
+            MemoryKind::Vmm => Route::Vmm,
             _ => {
-                return refuse(
-                    "memory of a stream-ordered pool, which has no handle to share",
-                    "allocate with cuMemAlloc or cuMemCreate, or use the gdrdrv or dmabuf backend",
-                );
+                return Err(Error::NotMappable {
+                    addr,
+                    found: "memory of a stream-ordered pool, which has no handle to share",
+                    fix: "allocate with cuMemAlloc or cuMemCreate, or use the gdrdrv or dmabuf backend",
+                });
             }
         };
         let gpu = self.gpu(memory.device)?;
-        let proof = match route {
-            Route::Malloc => &gpu.malloc,
-            Route::Vmm => &gpu.vmm,
-        };
-        proof.require(&gpu, &self.cuda, route)?;
-        Ok(Box::new(RmPin::new(&gpu, &self.cuda, addr, len)?))
+        gpu.proof(route).require(&gpu, &self.cuda, route)?;
+        Ok(Box::new(RmPin::new(&gpu, &self.cuda, memory, addr, len)?))
     }
 
     fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {

@@ -8,7 +8,7 @@ use super::mapping::{Memory, Reservation};
 use super::{GPU_PAGE, Gpu};
 use crate::backend::{MappingType, Pinned, host_page, proof};
 use crate::cpu_range::CpuRange;
-use crate::cuda::{Cuda, MemoryKind, PointerInfo, locate};
+use crate::cuda::{Cuda, MemoryKind, PointerInfo};
 use crate::error::{Error, Result};
 
 /// A pinned range. It holds the memory: after a free the old bytes stay until the pin goes.
@@ -36,9 +36,14 @@ struct Segment {
 }
 
 impl RmPin {
-    /// Pins a range of a GPU whose route for this memory works.
-    pub(crate) fn new(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, addr: u64, len: usize) -> Result<Self> {
-        let mut memory = locate(&**cuda, addr, len)?;
+    /// Pins a range that begins in `memory`, on a GPU whose route for this kind of memory works.
+    pub(crate) fn new(
+        gpu: &Arc<Gpu>,
+        cuda: &Arc<dyn Cuda>,
+        mut memory: PointerInfo,
+        addr: u64,
+        len: usize,
+    ) -> Result<Self> {
         let beyond = |at: &PointerInfo| Error::BeyondAllocation { addr, len, base: at.base, size: at.size };
         let end = addr.checked_add(len as u64).ok_or_else(|| beyond(&memory))?;
         let mut pin = Self { cuda: cuda.clone(), gpu: gpu.clone(), addr, end, segments: Vec::new() };
@@ -66,6 +71,13 @@ impl RmPin {
             let block = Block::from_ipc(&self.cuda.ipc_handle(memory.base)?, memory)?;
             (client.dup(device, block.client, block.object)?, block.base, block.size)
         } else {
+            if !memory.exportable {
+                return Err(Error::NotMappable {
+                    addr: at,
+                    found: "memory that CUDA does not export",
+                    fix: "create it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
+                });
+            }
             if !memory.base.is_multiple_of(GPU_PAGE) || !(memory.size as u64).is_multiple_of(GPU_PAGE) {
                 return Err(Error::NotMappable {
                     addr: at,

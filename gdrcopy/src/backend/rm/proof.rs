@@ -91,7 +91,8 @@ fn prove(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
     let mut held = Vec::new();
     for _ in 0..TRIES {
         let scratch = CudaAllocation::of_kind(cuda, gpu.ordinal, SCRATCH, kind)?;
-        let pin = RmPin::new(gpu, cuda, scratch.addr(), SCRATCH)?;
+        let memory = cuda.pointer(scratch.addr())?;
+        let pin = RmPin::new(gpu, cuda, memory, scratch.addr(), SCRATCH)?;
         let inner = pin.begins_inside_object();
         let mut range = pin.map(pin.pinned_len(), None)?;
         let first = usize::try_from(scratch.addr() - pin.va()).expect("pinned memory fits the address space");

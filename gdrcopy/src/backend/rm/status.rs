@@ -60,7 +60,8 @@ impl NvStatus {
             Self::INSUFFICIENT_RESOURCES => ("INSUFFICIENT_RESOURCES", MEMORY),
             Self::INSUFFICIENT_PERMISSIONS => (
                 "INSUFFICIENT_PERMISSIONS",
-                "the memory belongs to another user or container; run as the user that allocated it",
+                "the memory belongs to a client that does not share it (an MPS server, another user); run without \
+                 MPS, as the user that allocated it",
             ),
             Self::INVALID_ADDRESS => ("INVALID_ADDRESS", UNKNOWN),
             Self::INVALID_ARGUMENT => ("INVALID_ARGUMENT", UNKNOWN),

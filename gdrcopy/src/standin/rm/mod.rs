@@ -51,10 +51,10 @@ pub struct Live {
     pub mappings: usize,
 }
 
-/// The resource manager. The machine's faults with the names of the calls in [`abi`] are `NV_STATUS` values,
+/// The resource manager. The machine's faults with the names of the calls in `backend::rm::abi` are `NV_STATUS` values,
 /// or `errno` values for calls without status; with `ioctl ` before the name they are always `errno` values.
-/// `rm mmap` is an `errno` value. `rm shift` maps that many pages behind the right place; `rm swap` maps
-/// other memory.
+/// `rm mmap` is an `errno` value. `rm shift` maps that many pages behind the right place, `rm at start` the
+/// object's beginning, `rm swap` other memory.
 #[derive(Debug)]
 pub struct SimulatedRm {
     machine: Arc<Machine>,
@@ -265,8 +265,9 @@ impl SimulatedRm {
             object = super::Object::new(object.gpu, object.size)?;
         }
         let shift = usize::try_from(self.machine.fault("rm shift").unwrap_or(0)).expect("not negative") << 12;
+        let offset = if self.machine.fault("rm at start").is_some() { 0 } else { mapping.offset + shift };
         // SAFETY: the caller vouches for `at`.
-        let vma = unsafe { Vma::new(&[(object, mapping.offset + shift, len)], len, at) }?;
+        let vma = unsafe { Vma::new(&[(object, offset, len)], len, at) }?;
         let ptr = vma.ptr();
         mapping.vma = Some(vma);
         Ok(ptr)

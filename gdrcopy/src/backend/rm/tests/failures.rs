@@ -178,7 +178,7 @@ fn what_unpin_could_not_do_it_says() {
 
 #[test]
 fn a_driver_that_maps_wrong_pages_is_found_out_at_the_start() {
-    for fault in ["rm shift", "rm swap"] {
+    for fault in ["rm shift", "rm at start", "rm swap"] {
         let bench = Bench::new(1);
         bench.machine.fail(fault, 16);
         let error = refusal(Rm::open(&bench.system));

@@ -1,0 +1,303 @@
+//! The functions of GDRCopy's `gdrapi.h`, except the copies.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
+use std::ptr;
+
+use gdrcopy::{Attribute, Gdr, MappingType, PinFlags};
+
+use crate::abi::{GDR_MAPPING_TYPE_NONE, VERSION, gdr_info_v1_t, gdr_info_v2_t, gdr_mh_t, gdr_t};
+use crate::error::{Error, Result, invalid, non_null};
+use crate::guard;
+use crate::handle::Handle;
+use crate::table::Table;
+
+/// A number as `gdr_t`.
+fn to_gdr(id: u64) -> gdr_t {
+    // 64-bit platforms only, see `abi`.
+    #[expect(clippy::cast_possible_truncation)]
+    ptr::without_provenance_mut(id as usize)
+}
+
+/// The number in a `gdr_t`, which is never followed.
+pub(crate) fn id(g: gdr_t) -> u64 {
+    g.addr() as u64
+}
+
+/// Opens the library: on `gdrdrv`, on a dma-buf, or on the driver's resource manager, whichever works first, or on
+/// the one that `GDRCOPY_BACKEND` names. Only by that name on plain host memory.
+///
+/// Returns `NULL` if none works, with the reasons in the log and `errno` set.
+#[unsafe(no_mangle)]
+pub extern "C" fn gdr_open() -> gdr_t {
+    let opened = guard::run("gdr_open", || {
+        let builder = Gdr::builder().allow_volatile().require_gpu();
+        #[cfg(feature = "standin")]
+        let builder = crate::testing::prepare(builder);
+        Table::or_new()?.add_library(builder.open()?)
+    });
+    opened.map(to_gdr).unwrap_or_else(|errno| {
+        // SAFETY: no arguments; the result is this thread's own word.
+        let place = unsafe { libc::__errno_location() };
+        // SAFETY: as above.
+        unsafe { *place = errno };
+        ptr::null_mut()
+    })
+}
+
+/// Closes the library: unmaps, unpins and frees all that is left, even if a part of it fails.
+///
+/// Returns 0 or the first error: `EINVAL` if `g` is not open, `EACCES` if it is the parent process's.
+#[unsafe(no_mangle)]
+pub extern "C" fn gdr_close(g: gdr_t) -> c_int {
+    guard::status("gdr_close", || Table::remove_library(id(g))?.close())
+}
+
+/// Pins with default flags. The tokens must be 0.
+///
+/// # Safety
+/// `handle` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_pin_buffer(
+    g: gdr_t,
+    addr: c_ulong,
+    size: usize,
+    p2p_token: u64,
+    va_space: u32,
+    handle: *mut gdr_mh_t,
+) -> c_int {
+    guard::status("gdr_pin_buffer", || {
+        if p2p_token != 0 || va_space != 0 {
+            let tokens = format_args!("{p2p_token:#x} and {va_space:#x}");
+            return Err(invalid(
+                "pair of P2P tokens",
+                tokens,
+                "0 and 0: pins of this library outlive cuMemFree",
+            ));
+        }
+        // SAFETY: what the caller promised.
+        unsafe { pin(g, addr, size, 0, handle) }
+    })
+}
+
+/// Pins with flags.
+///
+/// # Safety
+/// As [`gdr_pin_buffer`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_pin_buffer_v2(
+    g: gdr_t,
+    addr: c_ulong,
+    size: usize,
+    flags: u32,
+    handle: *mut gdr_mh_t,
+) -> c_int {
+    // SAFETY: what the caller promised.
+    guard::status("gdr_pin_buffer_v2", || unsafe { pin(g, addr, size, flags, handle) })
+}
+
+/// # Safety
+/// As [`gdr_pin_buffer`].
+unsafe fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32, handle: *mut gdr_mh_t) -> Result<()> {
+    let out = non_null("handle", handle)?;
+    let flags = PinFlags::from_bits_retain(flags);
+    let pinned = Table::library(id(g))?.pin(addr, size, flags).map_err(|error| match error {
+        // The one error number that GDRCopy documents for it.
+        Error::Unsupported { .. } if flags == PinFlags::FORCE_PCIE => {
+            invalid("pin flag", format_args!("FORCE_PCIE ({error})"), "none here")
+        }
+        error => error,
+    })?;
+    // SAFETY: not null, so writable.
+    unsafe { out.write(gdr_mh_t { h: pinned.number() }) };
+    Ok(())
+}
+
+fn handle_of(handle: gdr_mh_t) -> Handle {
+    Handle::from_number(handle.h)
+}
+
+/// Unpins, and unmaps if need be. The handle is gone also if that fails.
+#[unsafe(no_mangle)]
+pub extern "C" fn gdr_unpin_buffer(g: gdr_t, handle: gdr_mh_t) -> c_int {
+    guard::status("gdr_unpin_buffer", || Table::library(id(g))?.unpin(handle_of(handle)))
+}
+
+/// Whether the driver took the memory away because it was freed: never on backends that hold it.
+///
+/// # Safety
+/// `flag` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_get_callback_flag(g: gdr_t, handle: gdr_mh_t, flag: *mut c_int) -> c_int {
+    guard::status("gdr_get_callback_flag", || {
+        let out = non_null("flag", flag)?;
+        let invalidated = Table::library(id(g))?.held(handle_of(handle))?.pin.invalidated()?;
+        // SAFETY: not null, so writable.
+        unsafe { out.write(invalidated.into()) };
+        Ok(())
+    })
+}
+
+fn info(g: gdr_t, handle: gdr_mh_t) -> Result<gdr_info_v2_t> {
+    Ok(Table::library(id(g))?.held(handle_of(handle))?.info())
+}
+
+/// What is pinned, in the struct of GDRCopy before 2.4. The header calls [`gdr_get_info_v2`] by this name.
+///
+/// # Safety
+/// `info` must be null or valid for a write of 40 bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_get_info(g: gdr_t, handle: gdr_mh_t, info: *mut gdr_info_v1_t) -> c_int {
+    guard::status("gdr_get_info", || {
+        let out = non_null("info", info)?;
+        let now = self::info(g, handle)?;
+        // SAFETY: not null, so writable.
+        unsafe { out.write(now.v1) };
+        Ok(())
+    })
+}
+
+/// What is pinned, and how it is mapped.
+///
+/// # Safety
+/// `info` must be null or valid for a write of 48 bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_get_info_v2(g: gdr_t, handle: gdr_mh_t, info: *mut gdr_info_v2_t) -> c_int {
+    guard::status("gdr_get_info_v2", || {
+        let out = non_null("info", info)?;
+        let now = self::info(g, handle)?;
+        // SAFETY: not null, so writable.
+        unsafe { out.write(now) };
+        Ok(())
+    })
+}
+
+/// Maps with the platform's type.
+///
+/// # Safety
+/// As [`gdr_map_v2`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize) -> c_int {
+    // SAFETY: what the caller promised.
+    guard::status("gdr_map", || unsafe { map(g, handle, va, size, 0) })
+}
+
+/// Maps. `*va` becomes the address of `gdr_info_t::va`; `size` counts from the address that was pinned.
+///
+/// # Safety
+/// `va` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_map_v2(
+    g: gdr_t,
+    handle: gdr_mh_t,
+    va: *mut *mut c_void,
+    size: usize,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: what the caller promised.
+    guard::status("gdr_map_v2", || unsafe { map(g, handle, va, size, flags) })
+}
+
+/// # Safety
+/// As [`gdr_map_v2`].
+unsafe fn map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize, flags: c_int) -> Result<()> {
+    let out = non_null("address of the mapping", va)?;
+    let request = || match flags {
+        0 => Ok(None),
+        1 => Ok(Some(MappingType::WriteCombining)),
+        2 => Ok(Some(MappingType::Cached)),
+        3 => Ok(Some(MappingType::Device)),
+        _ => Err(invalid("map flag", flags, "one of gdr_map_flags_t")),
+    };
+    let mapped = Table::library(id(g))?.map(handle_of(handle), size, request)?;
+    // SAFETY: not null, so writable.
+    unsafe { out.write(mapped.cast()) };
+    Ok(())
+}
+
+/// Unmaps. `va` and `size` must be those of [`gdr_map`], the size up to rounding to GPU pages.
+#[unsafe(no_mangle)]
+pub extern "C" fn gdr_unmap(g: gdr_t, handle: gdr_mh_t, va: *mut c_void, size: usize) -> c_int {
+    guard::status("gdr_unmap", || Table::library(id(g))?.unmap(handle_of(handle), va.addr(), size))
+}
+
+/// Version of this library's interface.
+///
+/// # Safety
+/// Both must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut c_int) {
+    guard::status("gdr_runtime_get_version", || {
+        // SAFETY: what the caller promised.
+        unsafe { write_version(major, minor, VERSION) }
+    });
+}
+
+/// Version of the kernel module; on backends without one, that of the interface this library stands for.
+///
+/// # Safety
+/// As [`gdr_runtime_get_version`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_driver_get_version(g: gdr_t, major: *mut c_int, minor: *mut c_int) -> c_int {
+    guard::status("gdr_driver_get_version", || {
+        let version = Table::library(id(g))?.gdr.driver_version().unwrap_or(VERSION);
+        // SAFETY: what the caller promised.
+        unsafe { write_version(major, minor, version) }
+    })
+}
+
+/// # Safety
+/// As [`gdr_runtime_get_version`].
+unsafe fn write_version(major: *mut c_int, minor: *mut c_int, version: (u16, u16)) -> Result<()> {
+    let (major, minor) = (non_null("major", major)?, non_null("minor", minor)?);
+    // SAFETY: not null, so writable.
+    unsafe { major.write(version.0.into()) };
+    // SAFETY: as above.
+    unsafe { minor.write(version.1.into()) };
+    Ok(())
+}
+
+/// A property of the backend.
+///
+/// # Safety
+/// `v` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_get_attribute(g: gdr_t, attr: c_uint, v: *mut c_int) -> c_int {
+    guard::status("gdr_get_attribute", || {
+        let out = non_null("value", v)?;
+        let library = Table::library(id(g))?;
+        let attribute = match attr {
+            1 => Attribute::UsePersistentMapping,
+            2 => Attribute::SupportPinFlagForcePcie,
+            3 => Attribute::UsingDmaBufMmap,
+            _ => return Err(invalid("attribute", attr, "one of gdr_attr_t")),
+        };
+        let value = library.gdr.attribute(attribute)?;
+        // SAFETY: not null, so writable.
+        unsafe { out.write(value.try_into().unwrap_or(c_int::MAX)) };
+        Ok(())
+    })
+}
+
+/// The name of a mapping type, for people.
+///
+/// # Safety
+/// `pstr` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_get_mapping_type_string(
+    mapping_type: c_uint,
+    pstr: *mut *const c_char,
+) -> c_int {
+    guard::status("gdr_get_mapping_type_string", || {
+        let out = non_null("string", pstr)?;
+        let name: &'static CStr = match mapping_type {
+            GDR_MAPPING_TYPE_NONE => c"None",
+            1 => c"Write Combining",
+            2 => c"Caching",
+            3 => c"Device",
+            _ => return Err(invalid("mapping type", mapping_type, "one of gdr_mapping_type_t")),
+        };
+        // SAFETY: not null, so writable.
+        unsafe { out.write(name.as_ptr()) };
+        Ok(())
+    })
+}

@@ -1,0 +1,62 @@
+//! `libgdrapi.so.2`: the C interface of NVIDIA's GDRCopy 2.6 on stock drivers.
+//!
+//! A program that was built against GDRCopy runs with this library without being built again; `include/gdrapi.h`
+//! compiles what was written for theirs. GPU memory is mapped by whichever way works on the machine, see the crate
+//! `gdrcopy`: the kernel module `gdrdrv` is used where it is loaded and not needed where it is not.
+//!
+//! Functions return 0 or an error number of `errno.h`. With `GDRCOPY_ENABLE_LOGGING` set, the reason of each failure is
+//! printed on standard error; `GDRCOPY_LOG_LEVEL` 1 to 4 says how much else (debug, information, warnings, errors).
+//! `GDRCOPY_USE_DMABUF_MMAP=1` asks for dma-buf, `GDRCOPY_BACKEND` for any backend by name.
+//!
+//! # What differs from NVIDIA's library
+//!
+//! Where their behaviour is a known defect, this library does what the defect was meant to be.
+//!
+//! - **Handles are numbers**, never pointers, and never used twice. A stale, doubled or foreign `gdr_t` or `gdr_mh_t`
+//!   gives `EINVAL`; with theirs it is a use after free.
+//! - **Any thread may call anything.** Of several threads that unmap or unpin one handle one succeeds, the others get
+//!   `EINVAL`. Unmapping while another thread copies is the program's error here too: it may fault, but a copy with a
+//!   handle that is already gone is refused and never writes to another mapping.
+//! - **A forked child** gets `EACCES` with its parent's handles, copies included, and frees nothing of the parent's. It
+//!   may open for itself.
+//! - **`gdr_open`** tries `gdrdrv`, dma-buf and the driver's resource manager. If it returns `NULL`, `errno` is set:
+//!   `ENODEV` when no backend works. Plain host memory (`GDRCOPY_BACKEND=host`) must be asked for.
+//! - **`gdr_close`** gives everything back even if a part fails, and returns the first error.
+//! - **`gdr_pin_buffer`** refuses tokens that are not 0 with `EINVAL`; theirs drops them in silence on drivers since 2.5.
+//! - **`gdr_pin_buffer_v2`** refuses unknown flags with `EINVAL`; theirs ignores them.
+//! - **`gdr_map`** maps also what was pinned at an address that is not aligned: it returns the address of `info.va`, the
+//!   caller adds `d_addr - info.va`, and the size counts from `d_addr`. A mapping type that the platform lacks is
+//!   `EOPNOTSUPP` on every backend.
+//! - **`gdr_unmap`** compares address and size with the mapping (the size up to GPU pages) and gives `EINVAL`.
+//! - **`gdr_unpin_buffer`** unmaps first if need be. Touching the mapping afterwards faults.
+//! - **The copies** check their range against the mapping, and null pointers: `EINVAL`.
+//! - **`gdr_driver_get_version`** gives 2.6 on backends without a module, where theirs aborts.
+//! - **`gdr_get_attribute`** gives 0 for what an old driver does not know, where theirs gives `EINVAL`.
+//! - **`tm_cycles` and `cycles_per_ms`**, deprecated in GDRCopy, are always 0.
+//! - **Null pointers** for results are `EINVAL`, where theirs crashes.
+//! - **Symbols**: only the functions of the header are exported, and `gdr_get_info` for programs of before 2.4.
+//! - **Additions** have names in `gdrx_`.
+
+mod abi;
+mod atomic {
+    pub(crate) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+}
+mod calls;
+mod copy;
+mod error;
+mod extensions;
+mod guard;
+mod handle;
+mod library;
+mod log;
+mod slot;
+mod table;
+#[cfg(feature = "standin")]
+#[doc(hidden)]
+pub mod testing;
+mod window;
+
+pub use abi::*;
+pub use calls::*;
+pub use copy::*;
+pub use extensions::*;

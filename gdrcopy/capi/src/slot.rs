@@ -1,0 +1,176 @@
+//! A pin, its mapping, and the place where both are kept.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use gdrcopy::{Mapping, MappingType, Pin};
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
+
+use crate::abi::{GPU_PAGE_SIZE, gdr_info_v2_t};
+use crate::error::{Error, Result, invalid};
+use crate::handle::Handle;
+use crate::window::{View, Window};
+
+/// A place for one pin at a time.
+#[derive(Debug)]
+#[repr(align(64))]
+pub(crate) struct Slot {
+    pub(crate) window: Window,
+    held: Mutex<Option<Held>>,
+}
+
+/// A pin under its handle.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) handle: Handle,
+    /// The library that pinned.
+    pub(crate) library: u64,
+    // Declared before the pin: unmapped first.
+    mapped: Option<Mapped>,
+    pub(crate) pin: Pin,
+}
+
+#[derive(Debug)]
+struct Mapped {
+    mapping: Mapping,
+    /// What the caller of `gdr_map` gave.
+    size: usize,
+    _counted: Counted,
+}
+
+/// How many mappings of each type live in this process.
+#[derive(Debug, Default)]
+pub(crate) struct Kinds([AtomicUsize; 3]);
+
+/// One mapping that is counted.
+#[derive(Debug)]
+struct Counted(&'static AtomicUsize);
+
+impl Kinds {
+    fn add(&'static self, kind: MappingType) -> Counted {
+        let count = &self.0[kind as usize - 1];
+        count.fetch_add(1, Ordering::Relaxed);
+        Counted(count)
+    }
+
+    /// Whether mappings of several types live, which may show the same memory: then only a full fence keeps the order.
+    #[inline]
+    pub(crate) fn are_mixed(&self) -> bool {
+        let live = |count: &AtomicUsize| usize::from(count.load(Ordering::Relaxed) != 0);
+        self.0.iter().map(live).sum::<usize>() > 1
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Slot {
+    pub(crate) fn new() -> Self {
+        Self { window: Window::new(), held: Mutex::new(None) }
+    }
+
+    /// Puts a pin into a free slot.
+    pub(crate) fn fill(&self, handle: Handle, library: u64, pin: Pin) {
+        *self.held.lock() = Some(Held { handle, library, mapped: None, pin });
+    }
+
+    /// The pin of this handle, held against other calls with the same handle.
+    pub(crate) fn pin(&self, handle: Handle, library: u64) -> Option<MappedMutexGuard<'_, Held>> {
+        MutexGuard::try_map(self.held.lock(), |held| {
+            held.as_mut().filter(|h| h.handle == handle && h.library == library)
+        })
+        .ok()
+    }
+
+    /// Whether a pin has this handle.
+    pub(crate) fn has(&self, handle: Handle) -> bool {
+        self.held.lock().as_ref().is_some_and(|h| h.handle == handle)
+    }
+
+    /// Takes the pin out: of several callers with the same handle, one gets it.
+    pub(crate) fn take(&self, handle: Handle, library: u64) -> Option<Held> {
+        let mut held = self.held.lock();
+        let taken = held.take_if(|h| h.handle == handle && h.library == library)?;
+        self.window.close();
+        Some(taken)
+    }
+}
+
+impl Held {
+    /// Maps from `gdr_info_t::va` on, and gives the address.
+    ///
+    /// `size` counts from the address that was pinned, so that all of it can be reached also where `va` is lower.
+    pub(crate) fn map(
+        &mut self,
+        window: &Window,
+        kinds: &'static Kinds,
+        size: usize,
+        request: Option<MappingType>,
+    ) -> Result<*mut u8> {
+        let info = self.pin.info();
+        // Refused as by the driver, before anything is added to it.
+        let wanted = if size == 0 || size > info.mapped_size { size } else { self.reach(size) };
+        let mapping = self.pin.map_pages(wanted, request)?;
+        let view = View { base: mapping.as_ptr().addr(), len: mapping.len(), kind: mapping.kind() as usize };
+        let ptr = mapping.as_ptr();
+        self.mapped = Some(Mapped { _counted: kinds.add(mapping.kind()), mapping, size });
+        window.open(self.handle.number(), view);
+        Ok(ptr)
+    }
+
+    /// Bytes from `va` on that hold `size` bytes from the address that was pinned, in whole pages, as far as pinned.
+    fn reach(&self, size: usize) -> usize {
+        let info = self.pin.info();
+        let skip = usize::try_from(self.pin.addr() - info.va).unwrap_or(usize::MAX);
+        size.saturating_add(skip)
+            .checked_next_multiple_of(page_size())
+            .map_or(info.mapped_size, |wanted| wanted.min(info.mapped_size))
+    }
+
+    /// Unmaps what `gdr_map` gave for `size` at `address`.
+    pub(crate) fn unmap(&mut self, window: &Window, address: usize, size: usize) -> Result<()> {
+        let Some(mapped) = &self.mapped else { return Err(not_mapped()) };
+        if address != mapped.mapping.as_ptr().addr() {
+            return Err(invalid(
+                "address",
+                format_args!("{address:#x}"),
+                "what gdr_map gave for this handle",
+            ));
+        }
+        // Programs pass it rounded up in one call and as it is in the other.
+        if size.div_ceil(GPU_PAGE_SIZE) != mapped.size.div_ceil(GPU_PAGE_SIZE) {
+            return Err(invalid("size", size, "the size that was given to gdr_map"));
+        }
+        window.close();
+        self.mapped.take().map_or(Ok(()), |mapped| mapped.mapping.unmap())
+    }
+
+    /// Unmaps and unpins, all of it even if a part fails; the first error.
+    pub(crate) fn release(self) -> Result<()> {
+        let unmapped = self.mapped.map_or(Ok(()), |mapped| mapped.mapping.unmap());
+        let unpinned = self.pin.unpin();
+        unmapped.and(unpinned)
+    }
+
+    pub(crate) fn info(&self) -> gdr_info_v2_t {
+        gdr_info_v2_t::new(self.pin.info(), self.mapped.as_ref().map(|mapped| mapped.mapping.kind()))
+    }
+
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.mapped.is_some()
+    }
+}
+
+/// Granularity of mappings, bytes.
+fn page_size() -> usize {
+    // SAFETY: no pointers are passed.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).unwrap_or(4096)
+}
+
+/// The refusal of what needs a mapping.
+pub(crate) fn not_mapped() -> Error {
+    invalid("mapping", "none", "a handle that gdr_map has mapped")
+}

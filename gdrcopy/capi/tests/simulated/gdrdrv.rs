@@ -1,0 +1,273 @@
+//! The kernel module, of every version and mode.
+
+use gdrapi::{GPU_PAGE_SIZE, INFO_MAPPED, INFO_WC_MAPPING};
+use gdrcopy::MappingType;
+use gdrcopy::standin::Module;
+
+use crate::library::{Computer, Driver, SIZE, load, store};
+
+const PAGE: u64 = GPU_PAGE_SIZE as u64;
+const VERSIONS: [(u16, u16); 7] = [(2, 0), (2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (2, 6)];
+
+fn computer(module: Module) -> Computer {
+    Computer::new(Driver::Gdrdrv(module))
+}
+
+/// Every version, persistent and not.
+fn modules() -> impl Iterator<Item = Module> {
+    let modes = [true, false];
+    VERSIONS
+        .into_iter()
+        .flat_map(move |version| modes.map(|persistent| Module { version, persistent, ..Module::default() }))
+}
+
+#[test]
+fn every_version_maps_and_says_what_it_is() {
+    for module in modules() {
+        let computer = computer(module);
+        let library = computer.open().unwrap();
+        let (major, minor) = module.version;
+        assert_eq!(library.version(), Ok((major.into(), minor.into())));
+        // Versions before 2.5 do not tell.
+        let told = i32::from(minor >= 5 && module.persistent);
+        assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), [Ok(told), Ok(told), Ok(0)]);
+
+        let addr = library.alloc(SIZE).unwrap();
+        let mh = library.pin(addr, SIZE).unwrap();
+        let info = library.info(mh).unwrap();
+        assert_eq!((info.v1.va, info.v1.page_size, info.v1.bits, info.mapping_type), (addr, 65536, 0, 0));
+        assert_eq!(info.v1.mapped_size, (SIZE as u64).next_multiple_of(PAGE));
+        let base = library.map(mh, SIZE).unwrap();
+        let info = library.info(mh).unwrap();
+        assert_eq!((info.v1.bits, info.mapping_type), (INFO_MAPPED | INFO_WC_MAPPING, 1));
+        assert_eq!(library.map(mh, SIZE), Err(libc::EAGAIN));
+        library.unmap(mh, base, SIZE).unwrap();
+        library.unpin(mh).unwrap();
+
+        for (at, size) in [(0, SIZE), (PAGE, 100), (8, 8), (3 * PAGE - 1, 70_000), (1, SIZE - 1)] {
+            library.works_at(addr + at, size);
+        }
+        library.close().unwrap();
+        computer.check_clean();
+    }
+}
+
+#[test]
+fn a_size_that_leaves_out_the_end_can_be_mapped() {
+    let computer = computer(Module::default());
+    let library = computer.open().unwrap();
+    let addr = library.alloc(SIZE).unwrap();
+    // The size counts from the pinned address; whole host pages are mapped.
+    let mh = library.pin(addr + 100, 200_000).unwrap();
+    let base = library.map(mh, 5000).unwrap();
+    assert_eq!(load(mh, base.wrapping_byte_add(8191), 1), Ok(vec![0]));
+    assert_eq!(load(mh, base.wrapping_byte_add(8191), 2), Err(libc::EINVAL));
+    library.unmap(mh, base, 5000).unwrap();
+    // All of it can be reached by either way of counting.
+    for size in [200_000, 262_144] {
+        let base = library.map(mh, size).unwrap();
+        assert_eq!(load(mh, base.wrapping_byte_add(200_099), 1), Ok(vec![0]));
+        library.unmap(mh, base, size).unwrap();
+    }
+    assert_eq!(library.map(mh, 262_145), Err(libc::EINVAL));
+    library.close().unwrap();
+}
+
+#[test]
+fn freed_memory_is_told_where_it_is_taken_away() {
+    for module in modules() {
+        let computer = computer(module);
+        let library = computer.open().unwrap();
+        let addr = library.alloc(SIZE).unwrap();
+        let (mapped, bare) = (library.pin(addr, SIZE).unwrap(), library.pin(addr, SIZE).unwrap());
+        let base = library.map(mapped, SIZE).unwrap();
+        store(mapped, base, b"kept").unwrap();
+        assert_eq!(library.callback_flag(mapped), Ok(0));
+        library.free(addr).unwrap();
+        assert_eq!(library.callback_flag(mapped), Ok(i32::from(!module.persistent)));
+        assert_eq!(library.callback_flag(bare), Ok(i32::from(!module.persistent)));
+        if module.persistent {
+            assert_eq!(load(mapped, base, 4).unwrap(), b"kept");
+            library.map(bare, SIZE).unwrap();
+        } else {
+            assert_eq!(library.map(bare, SIZE), Err(libc::EINVAL));
+        }
+        library.unmap(mapped, base, SIZE).unwrap();
+        library.unpin(mapped).unwrap();
+        library.unpin(bare).unwrap();
+        library.close().unwrap();
+        computer.check_clean();
+    }
+}
+
+#[test]
+fn pins_with_flags_need_a_module_that_has_them() {
+    for module in modules() {
+        let computer = computer(module);
+        let library = computer.open().unwrap();
+        let addr = library.alloc(SIZE).unwrap();
+        let forced = library.pin_v2(addr, SIZE, 1);
+        if module.version >= (2, 5) && module.persistent {
+            library.unpin(forced.unwrap()).unwrap();
+        } else {
+            assert_eq!(forced, Err(libc::EINVAL), "{module:?}");
+        }
+        for unknown in [2, 3, 1 << 31] {
+            assert_eq!(library.pin_v2(addr, SIZE, unknown), Err(libc::EINVAL), "{module:?}");
+        }
+        library.close().unwrap();
+    }
+    let computer = computer(Module { force_pcie: false, ..Module::default() });
+    let library = computer.open().unwrap();
+    let addr = library.alloc(SIZE).unwrap();
+    assert_eq!(library.attribute(2), Ok(0));
+    assert_eq!(library.pin_v2(addr, SIZE, 1), Err(libc::EINVAL));
+    // The platform of the GPU driver lacks it: a number of the kernel that must not come through.
+    assert_eq!(computer.failing("gdrdrv pin", 524, || library.pin_v2(addr, SIZE, 1)), Err(libc::EINVAL));
+    library.close().unwrap();
+}
+
+#[test]
+fn a_platform_has_the_mapping_types_that_it_has() {
+    const TYPES: [(MappingType, u32); 3] =
+        [(MappingType::WriteCombining, 1), (MappingType::Cached, 2), (MappingType::Device, 3)];
+    for version in VERSIONS {
+        for (native, number) in TYPES {
+            let computer = computer(Module { version, mapping_type: native, ..Module::default() });
+            // A module that cannot be asked has one type; the oldest knows no device mappings.
+            if version < (2, 5) && native == MappingType::Device {
+                continue;
+            }
+            let library = computer.open().unwrap();
+            let addr = library.alloc(SIZE).unwrap();
+            let mh = library.pin(addr, SIZE).unwrap();
+            for (wish, flag) in [(None, 0), (Some(1), 1), (Some(2), 2), (Some(3), 3)] {
+                let also_wc = native == MappingType::Cached && wish == Some(1) && version >= (2, 5);
+                let mapped = library.map_as(mh, SIZE, flag);
+                if wish.is_none_or(|wish| wish == number) || also_wc {
+                    let info = library.info(mh).unwrap();
+                    assert_eq!(info.mapping_type, wish.unwrap_or(number));
+                    assert_eq!(info.v1.bits & INFO_WC_MAPPING != 0, info.mapping_type == 1);
+                    library.unmap(mh, mapped.unwrap(), SIZE).unwrap();
+                } else {
+                    assert_eq!(mapped, Err(libc::EOPNOTSUPP), "{version:?} {native:?} {wish:?}");
+                }
+            }
+            assert_eq!(library.map_as(mh, SIZE, 4), Err(libc::EINVAL));
+            library.close().unwrap();
+            computer.check_clean();
+        }
+    }
+}
+
+#[test]
+fn mappings_of_two_types_show_the_same_memory() {
+    let computer = computer(Module { mapping_type: MappingType::Cached, ..Module::default() });
+    let library = computer.open().unwrap();
+    let addr = library.alloc(SIZE).unwrap();
+    let (one, two) = (library.pin(addr, SIZE).unwrap(), library.pin(addr, SIZE).unwrap());
+    let (p, q) = (library.map_as(one, SIZE, 1).unwrap(), library.map_as(two, SIZE, 2).unwrap());
+    for round in 0..100_u32 {
+        let (from, at, to, seen) = if round % 2 == 0 { (one, p, two, q) } else { (two, q, one, p) };
+        store(from, at, &round.to_le_bytes()).unwrap();
+        assert_eq!(load(to, seen, 4).unwrap(), round.to_le_bytes());
+    }
+    library.close().unwrap();
+    computer.check_clean();
+}
+
+/// What becomes of an operation while the driver refuses a request; afterwards everything works and nothing is left.
+#[test]
+fn the_drivers_error_numbers_come_through() {
+    let plain = [libc::EIO, libc::EACCES, libc::EBUSY, libc::ENODEV, libc::ENOMEM, libc::EFAULT];
+    for version in VERSIONS {
+        let computer = computer(Module { version, ..Module::default() });
+        let library = computer.open().unwrap();
+        let addr = library.alloc(SIZE).unwrap();
+        for errno in plain.into_iter().chain([libc::EINVAL]) {
+            let pinned = computer.failing("gdrdrv pin", errno, || library.pin(addr, SIZE));
+            assert_eq!(pinned, Err(errno), "{version:?}");
+        }
+        for errno in plain {
+            let pinned = computer.failing("gdrdrv info", errno, || library.pin(addr, SIZE));
+            assert_eq!(pinned, Err(errno), "{version:?}");
+        }
+        let mh = library.pin(addr, SIZE).unwrap();
+        for errno in plain {
+            assert_eq!(computer.failing("gdrdrv flag", errno, || library.callback_flag(mh)), Err(errno));
+            assert_eq!(computer.failing("gdrdrv mmap", errno, || library.map(mh, SIZE)), Err(errno));
+            assert_eq!(computer.failing("gdrdrv info", errno, || library.map(mh, SIZE)), Err(errno));
+            if version >= (2, 5) && errno != libc::EBUSY {
+                assert_eq!(computer.failing("gdrdrv type", errno, || library.map(mh, SIZE)), Err(errno));
+            }
+        }
+        for errno in [libc::EINVAL, libc::EAGAIN] {
+            assert_eq!(computer.failing("gdrdrv mmap", errno, || library.map(mh, SIZE)), Err(errno));
+        }
+        // GPUs on which the driver holds no memory, as in MIG mode.
+        let pinned = computer.failing("gdrdrv pin", 524, || library.pin(addr, SIZE));
+        assert_eq!(pinned, Err(libc::EOPNOTSUPP));
+        library.works_at(addr, SIZE);
+        // The handle is gone also if the driver refuses.
+        assert_eq!(computer.failing("gdrdrv unpin", libc::EIO, || library.unpin(mh)), Err(libc::EIO));
+        assert_eq!(library.unpin(mh), Err(libc::EINVAL));
+        library.close().unwrap();
+        computer.check_clean();
+    }
+}
+
+#[test]
+fn closing_gives_back_everything_and_tells_the_first_error() {
+    for errno in [0, libc::EIO] {
+        let computer = computer(Module::default());
+        let library = computer.open().unwrap();
+        let addr = library.alloc(SIZE).unwrap();
+        let pins = [0; 5].map(|_| library.pin(addr, SIZE).unwrap());
+        let mapped = pins.map(|mh| library.map(mh, SIZE).unwrap());
+        let closed = computer.failing("gdrdrv unpin", errno, || library.close());
+        assert_eq!(closed, if errno == 0 { Ok(()) } else { Err(errno) });
+        computer.check_clean();
+        assert!(computer.machine.memory.lock().find(addr).is_none(), "memory of gdrx_alloc is freed");
+        assert_eq!(library.close(), Err(libc::EINVAL));
+        for (mh, base) in pins.into_iter().zip(mapped) {
+            assert_eq!(store(mh, base, b"x"), Err(libc::EINVAL));
+            assert_eq!(library.unmap(mh, base, SIZE), Err(libc::EINVAL));
+        }
+    }
+}
+
+#[test]
+fn a_module_that_is_not_there_or_too_old_does_not_open() {
+    let computer = computer(Module::default());
+    for errno in [libc::ENOENT, libc::EACCES, libc::ENXIO] {
+        let opened = computer.failing("open /dev/gdrdrv", errno, || computer.open());
+        assert_eq!(opened.unwrap_err(), libc::ENODEV);
+    }
+    for operation in ["gdrdrv version", "gdrdrv attr"] {
+        let opened = computer.failing(operation, libc::EIO, || computer.open());
+        assert_eq!(opened.unwrap_err(), libc::ENODEV, "{operation}");
+    }
+    computer.check_clean();
+    let too_new = self::computer(Module { minimum_library: (2, 7), ..Module::default() });
+    assert_eq!(too_new.open().unwrap_err(), libc::ENODEV);
+}
+
+#[test]
+fn what_cannot_be_pinned_is_refused() {
+    let computer = computer(Module { bar1: 16 << 20, ..Module::default() });
+    let library = computer.open().unwrap();
+    let addr = library.alloc(SIZE).unwrap();
+    for (at, size) in
+        [(addr, SIZE + GPU_PAGE_SIZE), (addr + PAGE, SIZE), (8, 8), (u64::MAX, 2), (addr, usize::MAX)]
+    {
+        assert_eq!(library.pin(at, size), Err(libc::EINVAL), "{at:#x} {size}");
+    }
+    let large = library.alloc(32 << 20).unwrap();
+    assert_eq!(library.pin(large, 32 << 20), Err(libc::ENOMEM));
+    let mh = library.pin(large, 15 << 20).unwrap();
+    assert_eq!(library.pin(addr, SIZE), Err(libc::ENOMEM));
+    library.unpin(mh).unwrap();
+    library.works_at(addr, SIZE);
+    library.close().unwrap();
+    computer.check_clean();
+}

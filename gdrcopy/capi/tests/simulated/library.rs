@@ -1,0 +1,230 @@
+//! The C functions, as Rust tests like them, and a machine to run them on.
+
+use std::ffi::{c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use gdrapi::{gdr_info_v2_t, gdr_mh_t, gdr_t};
+use gdrcopy::System;
+use gdrcopy::standin::{Gdrdrv, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm};
+
+/// Larger than the blocks that small allocations share; not a multiple of GPU pages.
+pub(crate) const SIZE: usize = (4 << 20) + 4096;
+
+/// An error number.
+pub(crate) type Answer<T> = Result<T, c_int>;
+
+fn answer(status: c_int) -> Answer<()> {
+    if status == 0 { Ok(()) } else { Err(status) }
+}
+
+/// What may serve on a machine.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Driver {
+    Gdrdrv(Module),
+    /// CUDA 13.3.
+    DmaBuf,
+    Rm(RmSettings),
+    /// No GPU.
+    None,
+}
+
+/// A machine, with the end of each driver that looks after what is left behind.
+pub(crate) struct Computer {
+    pub(crate) machine: Arc<Machine>,
+    pub(crate) gdrdrv: Option<Arc<Gdrdrv>>,
+    pub(crate) rm: Option<Arc<SimulatedRm>>,
+    system: System,
+}
+
+impl Computer {
+    pub(crate) fn new(driver: Driver) -> Self {
+        let machine = Machine::new(2);
+        let mut kernel = SimulatedKernel::new(machine.clone());
+        let (mut gdrdrv, mut rm) = (None, None);
+        match driver {
+            Driver::Gdrdrv(module) => {
+                let device = gdrdrv.insert(Gdrdrv::new(&machine, module));
+                kernel = kernel.with_device("/dev/gdrdrv", device.clone());
+            }
+            Driver::DmaBuf => machine.cuda.lock().driver_version = 13030,
+            Driver::Rm(settings) => kernel = rm.insert(SimulatedRm::new(&machine, settings)).install(kernel),
+            Driver::None => {}
+        }
+        let gpu = !matches!(driver, Driver::None);
+        let cuda = gpu.then(|| SimulatedCuda::new(&machine) as _);
+        Self { system: System::simulated(Arc::new(kernel), cuda), machine, gdrdrv, rm }
+    }
+
+    /// `gdr_open`.
+    pub(crate) fn open(&self) -> Answer<Library> {
+        gdrapi::testing::use_system(self.system.clone());
+        let g = gdrapi::gdr_open();
+        let errno = std::io::Error::last_os_error().raw_os_error();
+        gdrapi::testing::use_system(None);
+        if g.is_null() { Err(errno.unwrap()) } else { Ok(Library(g)) }
+    }
+
+    /// Nothing is left of what was opened, and nothing was done in a wrong order.
+    pub(crate) fn check_clean(&self) {
+        if let Some(gdrdrv) = &self.gdrdrv {
+            assert_eq!((gdrdrv.open_files(), gdrdrv.live_pins()), (0, 0));
+        }
+        if let Some(rm) = &self.rm {
+            assert_eq!(rm.live(), Default::default());
+            assert_eq!(rm.violations(), [""; 0]);
+        }
+    }
+
+    /// Does something while an operation fails.
+    pub(crate) fn failing<T>(&self, operation: &str, code: i32, act: impl FnOnce() -> T) -> T {
+        self.machine.fail(operation, code);
+        let result = act();
+        self.machine.fail(operation, 0);
+        result
+    }
+}
+
+/// A `gdr_t`. Not closed by itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Library(pub(crate) gdr_t);
+
+impl Library {
+    pub(crate) fn close(self) -> Answer<()> {
+        answer(gdrapi::gdr_close(self.0))
+    }
+
+    pub(crate) fn alloc(self, size: usize) -> Answer<u64> {
+        let mut addr = 0;
+        // SAFETY: a place for the address.
+        answer(unsafe { gdrapi::gdrx_alloc(self.0, 0, size, &raw mut addr) }).map(|()| addr)
+    }
+
+    pub(crate) fn free(self, addr: u64) -> Answer<()> {
+        answer(gdrapi::gdrx_free(self.0, addr))
+    }
+
+    pub(crate) fn copy_in(self, addr: u64, bytes: &[u8]) -> Answer<()> {
+        // SAFETY: a whole slice.
+        answer(unsafe { gdrapi::gdrx_copy_in(self.0, addr, bytes.as_ptr().cast(), bytes.len()) })
+    }
+
+    pub(crate) fn copy_out(self, addr: u64, len: usize) -> Answer<Vec<u8>> {
+        let mut bytes = vec![0xee; len];
+        // SAFETY: a whole vector.
+        answer(unsafe { gdrapi::gdrx_copy_out(self.0, bytes.as_mut_ptr().cast(), addr, len) }).map(|()| bytes)
+    }
+
+    pub(crate) fn pin(self, addr: u64, size: usize) -> Answer<gdr_mh_t> {
+        let mut mh = gdr_mh_t::default();
+        // SAFETY: a place for the handle.
+        answer(unsafe { gdrapi::gdr_pin_buffer(self.0, addr, size, 0, 0, &raw mut mh) }).map(|()| mh)
+    }
+
+    pub(crate) fn pin_v2(self, addr: u64, size: usize, flags: u32) -> Answer<gdr_mh_t> {
+        let mut mh = gdr_mh_t::default();
+        // SAFETY: a place for the handle.
+        answer(unsafe { gdrapi::gdr_pin_buffer_v2(self.0, addr, size, flags, &raw mut mh) }).map(|()| mh)
+    }
+
+    pub(crate) fn unpin(self, mh: gdr_mh_t) -> Answer<()> {
+        answer(gdrapi::gdr_unpin_buffer(self.0, mh))
+    }
+
+    pub(crate) fn callback_flag(self, mh: gdr_mh_t) -> Answer<c_int> {
+        let mut flag = -1;
+        // SAFETY: a place for the flag.
+        answer(unsafe { gdrapi::gdr_get_callback_flag(self.0, mh, &raw mut flag) }).map(|()| flag)
+    }
+
+    pub(crate) fn info(self, mh: gdr_mh_t) -> Answer<gdr_info_v2_t> {
+        let mut info = gdr_info_v2_t::default();
+        // SAFETY: a place for the structure.
+        answer(unsafe { gdrapi::gdr_get_info_v2(self.0, mh, &raw mut info) }).map(|()| info)
+    }
+
+    pub(crate) fn map_as(self, mh: gdr_mh_t, size: usize, flags: c_int) -> Answer<*mut c_void> {
+        let mut va = null_mut();
+        // SAFETY: a place for the address.
+        answer(unsafe { gdrapi::gdr_map_v2(self.0, mh, &raw mut va, size, flags) }).map(|()| va)
+    }
+
+    pub(crate) fn map(self, mh: gdr_mh_t, size: usize) -> Answer<*mut c_void> {
+        let mut va = null_mut();
+        // SAFETY: a place for the address.
+        answer(unsafe { gdrapi::gdr_map(self.0, mh, &raw mut va, size) }).map(|()| va)
+    }
+
+    pub(crate) fn unmap(self, mh: gdr_mh_t, va: *mut c_void, size: usize) -> Answer<()> {
+        answer(gdrapi::gdr_unmap(self.0, mh, va, size))
+    }
+
+    pub(crate) fn attribute(self, attr: u32) -> Answer<c_int> {
+        let mut value = -1;
+        // SAFETY: a place for the value.
+        answer(unsafe { gdrapi::gdr_get_attribute(self.0, attr, &raw mut value) }).map(|()| value)
+    }
+
+    pub(crate) fn version(self) -> Answer<(c_int, c_int)> {
+        let (mut major, mut minor) = (-1, -1);
+        // SAFETY: places for both.
+        answer(unsafe { gdrapi::gdr_driver_get_version(self.0, &raw mut major, &raw mut minor) })
+            .map(|()| (major, minor))
+    }
+
+    /// Pins, maps, copies both ways, unmaps and unpins; looks at the memory by the copy engine.
+    pub(crate) fn works_at(self, addr: u64, size: usize) {
+        let mh = self.pin(addr, size).unwrap();
+        let base = self.map(mh, size).unwrap();
+        let info = self.info(mh).unwrap();
+        let skip = usize::try_from(addr - info.v1.va).unwrap();
+        for (at, bytes) in [(0, &b"first"[..]), (size / 2, b"middle"), (size - 4, b"last")] {
+            let place = base.wrapping_byte_add(skip + at);
+            assert_eq!(store(mh, place, bytes), Ok(()));
+            assert_eq!(self.copy_out(addr + at as u64, bytes.len()).unwrap(), bytes);
+            self.copy_in(addr + at as u64, &bytes.to_ascii_uppercase()).unwrap();
+            assert_eq!(load(mh, place, bytes.len()).unwrap(), bytes.to_ascii_uppercase());
+        }
+        self.unmap(mh, base, size).unwrap();
+        assert_eq!(load(mh, base, 1), Err(libc::EINVAL));
+        self.unpin(mh).unwrap();
+    }
+}
+
+/// `gdr_copy_to_mapping`.
+pub(crate) fn store(mh: gdr_mh_t, place: *mut c_void, bytes: &[u8]) -> Answer<()> {
+    // SAFETY: a whole slice; the library checks `place`, which no other thread unmaps.
+    answer(unsafe { gdrapi::gdr_copy_to_mapping(mh, place, bytes.as_ptr().cast(), bytes.len()) })
+}
+
+/// `gdr_copy_from_mapping`.
+pub(crate) fn load(mh: gdr_mh_t, place: *mut c_void, len: usize) -> Answer<Vec<u8>> {
+    let mut bytes = vec![0; len];
+    // SAFETY: a whole vector; the library checks `place`, which no other thread unmaps.
+    answer(unsafe { gdrapi::gdr_copy_from_mapping(mh, bytes.as_mut_ptr().cast(), place, len) })
+        .map(|()| bytes)
+}
+
+#[test]
+fn without_a_gpu_nothing_opens() {
+    let computer = Computer::new(Driver::None);
+    assert_eq!(computer.open().unwrap_err(), libc::ENODEV);
+}
+
+#[test]
+fn libraries_do_not_share_handles() {
+    let computers = [Driver::Gdrdrv(Module::default()), Driver::Rm(RmSettings::default())].map(Computer::new);
+    let libraries = computers.each_ref().map(|computer| computer.open().unwrap());
+    let [one, two] = libraries;
+    let addr = one.alloc(SIZE).unwrap();
+    let mh = one.pin(addr, SIZE).unwrap();
+    assert_eq!(two.info(mh), Err(libc::EINVAL));
+    assert_eq!(two.unpin(mh), Err(libc::EINVAL));
+    assert_eq!(two.free(addr), Err(libc::EINVAL));
+    two.close().unwrap();
+    assert_eq!(two.close(), Err(libc::EINVAL));
+    assert_eq!(two.info(mh), Err(libc::EINVAL));
+    one.info(mh).unwrap();
+    one.close().unwrap();
+    computers.iter().for_each(Computer::check_clean);
+}

@@ -1,0 +1,7 @@
+//! The functions of the library on simulated machines: every version of the kernel module, drivers without it, and what
+//! each of their failures comes to.
+
+mod dmabuf;
+mod gdrdrv;
+mod library;
+mod rm;
