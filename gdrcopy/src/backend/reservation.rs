@@ -53,6 +53,7 @@ impl Reservation {
         kind: MappingType,
         guard: Option<Box<dyn Send + Sync>>,
     ) -> Result<CpuRange> {
+        debug_assert_eq!(self.filled, self.len);
         let this = ManuallyDrop::new(self);
         // SAFETY: the whole reservation, which now has no other owner.
         unsafe { CpuRange::adopt(this.ptr, this.len, kind, guard) }

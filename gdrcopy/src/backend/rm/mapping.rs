@@ -1,17 +1,14 @@
-//! BAR1 mappings of resource-manager objects, side by side in one address range.
+//! BAR1 mappings of resource-manager objects.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::Gpu;
 use super::abi::{self, Escape};
 use super::client::Object;
 use super::status::NvStatus;
-use crate::backend::MappingType;
-use crate::cpu_range::CpuRange;
+use crate::backend::reservation::Reservation;
 use crate::error::{Error, Result};
-use crate::kernel::check;
 
 /// GPU memory held by a handle of our own.
 #[derive(Debug)]
@@ -32,33 +29,23 @@ impl Memory {
     }
 }
 
-/// An address range with nothing in it, to be filled with mappings; unmapped when dropped.
+/// What the resource manager holds for a mapping: BAR1 space. Given back when dropped, after the `munmap`.
 #[derive(Debug)]
-pub(crate) struct Reservation {
-    ptr: NonNull<u8>,
-    len: usize,
-    filled: usize,
+pub(crate) struct Bar1Mapping {
+    linear: u64,
+    memory: Arc<Memory>,
+    /// The file whose `mmap` this is.
+    file: OwnedFd,
 }
 
-impl Reservation {
-    pub(crate) fn new(len: usize) -> Result<Self> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: no address is asked for, so no mapping is touched.
-        let raw = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
-        let failed = (raw == libc::MAP_FAILED).then(std::io::Error::last_os_error);
-        match (failed, NonNull::new(raw.cast())) {
-            (None, Some(ptr)) => Ok(Self { ptr, len, filled: 0 }),
-            (failed, _) => Err(Error::sys(
-                format!("mmap of {len} B without access"),
-                failed.unwrap_or_else(|| std::io::Error::from_raw_os_error(libc::EFAULT)),
-                "raise the limit on address space (ulimit -v), or map less",
-            )),
-        }
-    }
-
-    /// Maps `len` bytes at `offset` of an object behind those already here.
-    pub(crate) fn append(&mut self, memory: &Arc<Memory>, offset: u64, len: usize) -> Result<Bar1Mapping> {
-        debug_assert!(len <= self.len - self.filled);
+impl Bar1Mapping {
+    /// Maps `len` bytes at `offset` of an object behind what is in the range.
+    pub(crate) fn append(
+        range: &mut Reservation,
+        memory: &Arc<Memory>,
+        offset: u64,
+        len: usize,
+    ) -> Result<Self> {
         let gpu = &memory.gpu;
         let client = gpu.client();
         let file = gpu.open_file()?;
@@ -78,42 +65,11 @@ impl Reservation {
             return Err(status.map_error(abi::Map::NAME, len));
         }
         let mapping = Bar1Mapping { linear: map.linear, memory: memory.clone(), file };
-        // SAFETY: inside the reservation.
-        let at = unsafe { self.ptr.add(self.filled) };
-        // SAFETY: the reservation is this value's own, and nothing was put behind `filled` yet.
-        unsafe { client.kernel.mmap(mapping.file.as_fd(), len, 0, Some(at)) }.map_err(|error| {
+        range.append(&*client.kernel, mapping.file.as_fd(), len).map_err(|error| {
             Error::sys(format!("mmap of {len} B of BAR1"), error, "see the kernel's log for NVRM messages")
         })?;
-        self.filled += len;
         Ok(mapping)
     }
-
-    /// The filled range, with what must live as long.
-    pub(crate) fn adopt(self, mappings: Vec<Bar1Mapping>) -> Result<CpuRange> {
-        debug_assert_eq!(self.filled, self.len);
-        let this = std::mem::ManuallyDrop::new(self);
-        // SAFETY: whole adjacent mappings, and this value no longer unmaps them. WC: what the driver uses for
-        // BAR1 by default (`nvidia_mmap_helper` in `nv-mmap.c` of the open kernel modules 580.142).
-        unsafe { CpuRange::adopt(this.ptr, this.len, MappingType::WriteCombining, Some(Box::new(mappings))) }
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        // SAFETY: the range is this value's own and was given to nobody.
-        if let Err(error) = check(unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.len) }) {
-            tracing::warn!(%error, "munmap of {:p} failed", self.ptr);
-        }
-    }
-}
-
-/// What the resource manager holds for a mapping: BAR1 space. Given back when dropped, after the `munmap`.
-#[derive(Debug)]
-pub(crate) struct Bar1Mapping {
-    linear: u64,
-    memory: Arc<Memory>,
-    /// The file whose `mmap` this is.
-    file: OwnedFd,
 }
 
 impl Drop for Bar1Mapping {

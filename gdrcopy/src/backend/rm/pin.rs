@@ -4,8 +4,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use super::handle::Block;
-use super::mapping::{Memory, Reservation};
+use super::mapping::{Bar1Mapping, Memory};
 use super::{GPU_PAGE, Gpu};
+use crate::backend::reservation::Reservation;
 use crate::backend::{MappingType, Pinned, host_page, proof};
 use crate::cpu_range::CpuRange;
 use crate::cuda::{Cuda, MemoryKind, PointerInfo};
@@ -176,10 +177,12 @@ impl Pinned for RmPin {
             if part == 0 {
                 break;
             }
-            mappings.push(reservation.append(&segment.memory, segment.offset, part)?);
+            mappings.push(Bar1Mapping::append(&mut reservation, &segment.memory, segment.offset, part)?);
             rest -= part;
         }
-        let range = reservation.adopt(mappings)?;
+        // WC: what the driver uses for BAR1 by default (`nvidia_mmap_helper` in `nv-mmap.c` of the open kernel
+        // modules 580.142).
+        let range = reservation.into_range(MappingType::WriteCombining, Some(Box::new(mappings)))?;
         self.compare(&range)?;
         Ok(range)
     }
