@@ -1,6 +1,7 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
 use std::io;
+use std::time::Duration;
 
 use crate::backend::BackendKind;
 use crate::cuda::CudaStatus;
@@ -112,6 +113,16 @@ pub enum Error {
         /// What the user can do.
         fix: &'static str,
     },
+    /// Something did not happen in time.
+    #[error("{what} did not end within {after:?}; {fix}")]
+    Timeout {
+        /// What was waited for.
+        what: &'static str,
+        /// For how long.
+        after: Duration,
+        /// What the user can do.
+        fix: &'static str,
+    },
     /// A system call failed.
     #[error("{call}: {source}; {fix}")]
     Sys {
@@ -175,6 +186,7 @@ impl Error {
             Self::Exhausted { .. } => libc::ENOMEM,
             Self::Unsupported { .. } => libc::EOPNOTSUPP,
             Self::ProofFailed { .. } => libc::EIO,
+            Self::Timeout { .. } => libc::ETIMEDOUT,
             Self::Sys { source, .. } => source.raw_os_error().unwrap_or(libc::EIO),
             Self::Cuda { status, .. } => status.errno(),
             Self::Rm { .. } => libc::EIO,

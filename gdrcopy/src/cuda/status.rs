@@ -60,6 +60,8 @@ statuses! {
         "see the kernel log (dmesg), and the limits on open files and locked memory";
     INVALID_HANDLE = 400, "CUDA_ERROR_INVALID_HANDLE", EINVAL,
         "the context was reset: do not call cudaDeviceReset while mappings are in use";
+    NOT_READY = 600, "CUDA_ERROR_NOT_READY", EAGAIN,
+        "ask again later";
     ILLEGAL_ADDRESS = 700, "CUDA_ERROR_ILLEGAL_ADDRESS", EIO,
         "an earlier kernel used a wrong address: restart the process, compute-sanitizer finds the kernel";
     CONTEXT_IS_DESTROYED = 709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", EIO,
@@ -145,6 +147,7 @@ mod tests {
             (CudaStatus::LAUNCH_FAILED, CUresult::CUDA_ERROR_LAUNCH_FAILED),
             (CudaStatus::NOT_PERMITTED, CUresult::CUDA_ERROR_NOT_PERMITTED),
             (CudaStatus::NOT_SUPPORTED, CUresult::CUDA_ERROR_NOT_SUPPORTED),
+            (CudaStatus::NOT_READY, CUresult::CUDA_ERROR_NOT_READY),
             (CudaStatus::SYSTEM_NOT_READY, CUresult::CUDA_ERROR_SYSTEM_NOT_READY),
             (CudaStatus::SYSTEM_DRIVER_MISMATCH, CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH),
             (CudaStatus::UNKNOWN, CUresult::CUDA_ERROR_UNKNOWN),

@@ -79,6 +79,7 @@ entry_points! {
     mem_free_host = "cuMemFreeHost" (addr: *mut c_void);
     ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange" (least: *mut i32, greatest: *mut i32);
     stream_create = "cuStreamCreateWithPriority" (stream: *mut Handle, flags: u32, priority: i32);
+    stream_query = "cuStreamQuery" (stream: Handle);
     stream_synchronize = "cuStreamSynchronize" (stream: Handle);
     stream_destroy = "cuStreamDestroy_v2" (stream: Handle);
     memcpy_to_device_async = "cuMemcpyHtoDAsync_v2" (dst: u64, src: *const c_void, len: usize, stream: Handle);

@@ -1,19 +1,32 @@
 //! Copies on streams of our own. The legacy stream, which the synchronous copies of CUDA use, waits for the
 //! blocking streams of the application; those may wait for what this copy brings.
 
+//!
+//! That is not enough where the application blocks as many streams as the GPU has hardware queues for this process
+//! (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default): on an H200 every other stream then stands still too, of whatever
+//! priority. So waits have a deadline.
+
+use std::time::{Duration, Instant};
+
 use super::Driver;
 use super::api::Api;
 use super::layout::{HOST_ALLOC_PORTABLE, Handle, STREAM_NON_BLOCKING};
+use crate::cuda::CudaStatus;
 use crate::error::{Error, Result};
 
 /// Idle streams kept for each GPU. More threads may copy at once; their streams are not kept.
 const IDLE_STREAMS: usize = 8;
 
-/// Up to this length bytes come to the host through a pinned buffer, bytes: on an H200 8 KiB take 6.6 us instead of
-/// 8.7, and 256 KiB 22 instead of 29. Above it, and in the other direction at any length, that gains nothing.
+/// Up to this length bytes go through a pinned buffer, bytes. To the host that is quicker: on an H200 8 KiB take 6.6 us
+/// instead of 8.7, and 256 KiB 22 instead of 29. And it can be given up: the memory is ours, not the caller's.
 const BOUNCE: usize = 256 << 10;
 
-/// A stream, and pinned memory for what it brings to the host.
+/// How long a copy through the pinned buffer may take: a thousand times what it needs.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// A wait spins for so long, and then sleeps between its looks.
+const SPIN: Duration = Duration::from_millis(1);
+
+/// A stream, and pinned memory for what it carries.
 pub(super) struct CopyStream {
     stream: Handle,
     /// Address of [`BOUNCE`] bytes, 0 for none.
@@ -21,13 +34,19 @@ pub(super) struct CopyStream {
 }
 
 impl CopyStream {
+    /// Pinned memory for a copy of this length.
+    fn pinned(&self, len: usize) -> Option<*mut u8> {
+        let fits = len <= BOUNCE && self.bounce != 0;
+        fits.then(|| std::ptr::with_exposed_provenance_mut(self.bounce))
+    }
+
     /// Destroys a stream on which nothing runs. Its context must be current.
     pub(super) fn destroy(self, api: &Api) {
         // SAFETY: made here, destroyed once, with its context current.
         let destroyed = unsafe { api.stream_destroy(self.stream) };
         let freed = match self.bounce {
             0 => Ok(()),
-            // SAFETY: as above; nothing runs that would write to it.
+            // SAFETY: as above; nothing runs that would touch it.
             bounce => unsafe { api.mem_free_host(std::ptr::with_exposed_provenance_mut(bounce)) },
         };
         if let Err(error) = destroyed.and(freed) {
@@ -37,50 +56,50 @@ impl CopyStream {
 }
 
 impl Driver {
-    /// Copies host memory to the GPU; see [`copy`](Self::copy).
+    /// Copies host memory to the GPU; see [`on_stream`](Self::on_stream).
     ///
     /// # Safety
     /// `src` must be readable for `len` bytes.
     pub(super) unsafe fn copy_in(&self, device: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-        let start = |stream: &CopyStream| {
-            // SAFETY: the caller vouches for the host side, the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_device_async(dst, src.cast(), len, stream.stream) }
-        };
-        self.copy(device, dst, len, start, |_| ())
+        self.on_stream(device, dst, len, |stream| {
+            let pinned = stream.pinned(len);
+            if let Some(pinned) = pinned {
+                // SAFETY: the caller vouches for `src`; the pinned buffer is long enough and nobody else's.
+                unsafe { pinned.copy_from_nonoverlapping(src, len) };
+            }
+            let from = pinned.map_or(src, <*mut u8>::cast_const);
+            // SAFETY: readable as said above; the driver checks the GPU side.
+            let started = unsafe { self.api.memcpy_to_device_async(dst, from.cast(), len, stream.stream) };
+            self.wait(stream, started, pinned.is_some())
+        })
     }
 
-    /// Copies GPU memory to the host; see [`copy`](Self::copy).
+    /// Copies GPU memory to the host; see [`on_stream`](Self::on_stream).
     ///
     /// # Safety
     /// `dst` must be writable for `len` bytes.
     pub(super) unsafe fn copy_out(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        let pinned = |stream: &CopyStream| {
-            let small = len <= BOUNCE && stream.bounce != 0;
-            small.then(|| std::ptr::with_exposed_provenance_mut::<u8>(stream.bounce))
-        };
-        let start = |stream: &CopyStream| {
-            let target = pinned(stream).unwrap_or(dst);
-            // SAFETY: the caller vouches for `dst`, and the pinned buffer is long enough; the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_host_async(target.cast(), src, len, stream.stream) }
-        };
-        self.copy(device, src, len, start, |stream| {
-            if let Some(bounce) = pinned(stream) {
+        self.on_stream(device, src, len, |stream| {
+            let pinned = stream.pinned(len);
+            let to = pinned.unwrap_or(dst);
+            // SAFETY: the caller vouches for `dst`, the pinned buffer is long enough; the driver checks the GPU side.
+            let started = unsafe { self.api.memcpy_to_host_async(to.cast(), src, len, stream.stream) };
+            self.wait(stream, started, pinned.is_some())?;
+            if let Some(pinned) = pinned {
                 // SAFETY: the copy into the pinned buffer is over; the caller vouches for `dst`.
-                unsafe { dst.copy_from_nonoverlapping(bounce, len) };
+                unsafe { dst.copy_from_nonoverlapping(pinned, len) };
             }
+            Ok(())
         })
     }
 
-    /// Runs a copy of `len` bytes from or to GPU memory at `addr`, and waits until the bytes are in place: an
-    /// asynchronous copy from pageable memory may return before. There is no deadline: the host memory is the
-    /// caller's, and giving up would leave the GPU writing to it.
-    fn copy(
+    /// Runs a copy of `len` bytes from or to GPU memory at `addr` on a stream.
+    fn on_stream(
         &self,
         device: i32,
         addr: u64,
         len: usize,
-        start: impl FnOnce(&CopyStream) -> Result<()>,
-        finish: impl FnOnce(&CopyStream),
+        copy: impl FnOnce(&CopyStream) -> Result<()>,
     ) -> Result<()> {
         if len == 0 {
             return Ok(());
@@ -92,25 +111,54 @@ impl Driver {
         let _current = context.enter(&self.api)?;
         let idle = if context.primary { gpu.streams.lock().pop() } else { None };
         let stream = idle.map_or_else(|| self.new_stream(context.primary), Ok)?;
-
-        let started = start(&stream);
-        // Also after a failure: part of the copy may be under way, and the host memory is the caller's.
-        // SAFETY: a stream of the current context.
-        let done = unsafe { self.api.stream_synchronize(stream.stream) };
-        let result = started.and(done).inspect(|()| finish(&stream));
-
-        let mut streams = gpu.streams.lock();
-        if result.is_ok() && context.primary && streams.len() < IDLE_STREAMS {
-            streams.push(stream);
-        } else {
-            drop(streams);
-            stream.destroy(&self.api);
+        let result = copy(&stream);
+        match result {
+            // The GPU may still use the stream and its memory: nobody may ever have them again.
+            Err(Error::Timeout { .. }) => return result,
+            Ok(()) if context.primary => {
+                let mut streams = gpu.streams.lock();
+                if streams.len() < IDLE_STREAMS {
+                    streams.push(stream);
+                    return result;
+                }
+            }
+            _ => {}
         }
+        stream.destroy(&self.api);
         result
     }
 
-    /// A stream of the highest priority. Streams share the GPU's hardware queues, in which a blocked wait holds
-    /// up all that is behind it; but only those of equal priority share, and applications rarely use this one.
+    /// Waits until the bytes are in place: an asynchronous copy from pageable memory may return before. Also after a
+    /// failure, since part of the copy may be under way. A copy of the caller's own memory is never given up: the GPU
+    /// would go on using it.
+    fn wait(&self, stream: &CopyStream, started: Result<()>, may_give_up: bool) -> Result<()> {
+        if !may_give_up {
+            // SAFETY: a stream of the current context.
+            return started.and(unsafe { self.api.stream_synchronize(stream.stream) });
+        }
+        let start = Instant::now();
+        loop {
+            // SAFETY: as above.
+            match unsafe { self.api.stream_query(stream.stream) } {
+                Err(Error::Cuda { status: CudaStatus::NOT_READY, .. }) => {}
+                done => return started.and(done),
+            }
+            match start.elapsed() {
+                spinning if spinning < SPIN => std::hint::spin_loop(),
+                waiting if waiting < PATIENCE => std::thread::sleep(SPIN / 10),
+                _ => {
+                    return Err(Error::Timeout {
+                        what: "a copy by CUDA",
+                        after: PATIENCE,
+                        fix: "let fewer streams wait at a time than CUDA_DEVICE_MAX_CONNECTIONS (8 by default, 32 at \
+                              most): from then on nothing of this process moves on the GPU",
+                    });
+                }
+            }
+        }
+    }
+
+    /// A stream of the highest priority, which the GPU serves first.
     fn new_stream(&self, kept: bool) -> Result<CopyStream> {
         let (mut least, mut greatest, mut stream) = (0, 0, 0);
         // SAFETY: places for the answers; a context is current.

@@ -318,6 +318,7 @@ pub(super) fn api() -> Api {
                 put(stream, number)
             })
         }),
+        stream_query: entry!(|_stream: Handle| call("cuStreamQuery", |_| CudaStatus::SUCCESS)),
         stream_synchronize: entry!(|_stream: Handle| call("cuStreamSynchronize", |_| CudaStatus::SUCCESS)),
         stream_destroy: entry!(|stream: Handle| {
             call("cuStreamDestroy", |books| removed(books.streams.take(&stream)))

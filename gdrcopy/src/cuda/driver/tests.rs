@@ -108,7 +108,7 @@ fn every_call_leaves_the_current_context_as_it_was() {
         ("cuMemAlloc", &|| driver.alloc(0, 1, AllocKind::Malloc).map(drop)),
         ("cuMemSetAccess", &|| driver.alloc(1, 1, AllocKind::Vmm).map(drop)),
         ("cuMemcpyHtoDAsync", &|| send(&driver, 1, ADDR)),
-        ("cuStreamSynchronize", &|| send(&driver, 1, ADDR)),
+        ("cuStreamQuery", &|| send(&driver, 1, ADDR)),
         ("cuIpcGetMemHandle", &|| driver.ipc_handle(ADDR).map(drop)),
         ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, 4096, true).map(drop)),
         ("cuFlushGPUDirectRDMAWrites", &|| driver.flush(1)),
@@ -215,7 +215,7 @@ fn copies_of_one_thread_share_one_stream_of_the_primary_context() {
         assert_eq!(books.copies, [(PRIMARY + 1, stream, ADDR, 8); 6]);
         assert_eq!(books.streams.len(), 1);
     });
-    assert_eq!(called("cuStreamSynchronize"), 6);
+    assert_eq!(called("cuStreamQuery"), 6);
     // Memory without a context of its own is reached from the same one.
     know(0x7f00_0000, &[(attribute::MEMORY_TYPE, 2), (attribute::DEVICE_ORDINAL, 1)]);
     send(&driver, 1, 0x7f00_0000).unwrap();
@@ -252,16 +252,34 @@ fn memory_of_another_context_is_copied_there_without_making_a_primary_one() {
 }
 
 #[test]
+fn a_copy_that_does_not_end_is_given_up_with_its_stream_and_pinned_memory() {
+    let driver = driver();
+    know(ADDR, &[(attribute::MEMORY_TYPE, 2)]);
+    fail("cuStreamQuery", CudaStatus::NOT_READY);
+    assert!(matches!(send(&driver, 0, ADDR), Err(Error::Timeout { .. })));
+    succeed();
+    send(&driver, 0, ADDR).unwrap();
+    // The GPU may still use the first pair, so nobody else may.
+    books(|books| assert_eq!((books.streams.len(), books.pinned.len()), (2, 2)));
+    drop(driver);
+    books(|books| assert_eq!((books.streams.len(), books.pinned.len()), (1, 1)));
+}
+
+#[test]
 fn a_failed_copy_is_waited_for_and_its_stream_not_used_again() {
     let driver = driver();
     know(ADDR, &[(attribute::MEMORY_TYPE, 2)]);
-    for call in ["cuMemcpyHtoDAsync", "cuStreamSynchronize"] {
-        let before = called("cuStreamSynchronize");
-        fail(call, CudaStatus::ILLEGAL_ADDRESS);
-        send(&driver, 0, ADDR).unwrap_err();
-        assert_eq!(called("cuStreamSynchronize"), before + 1, "{call}");
-        books(|books| assert!(books.streams.is_empty(), "{call}"));
-        succeed();
+    for (len, wait) in [(8, "cuStreamQuery"), (1 << 20, "cuStreamSynchronize")] {
+        for call in ["cuMemcpyHtoDAsync", wait] {
+            let before = called(wait);
+            fail(call, CudaStatus::ILLEGAL_ADDRESS);
+            let bytes = vec![0; len];
+            // SAFETY: a whole vector.
+            unsafe { driver.copy_to_device(0, ADDR, bytes.as_ptr(), len) }.unwrap_err();
+            assert_eq!(called(wait), before + 1, "{call}");
+            books(|books| assert!(books.streams.is_empty(), "{call}"));
+            succeed();
+        }
     }
     // SAFETY: nothing is read.
     unsafe { driver.copy_to_device(0, ADDR, std::ptr::null(), 0) }.unwrap();
