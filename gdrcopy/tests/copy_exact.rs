@@ -1,4 +1,5 @@
-//! Copies touch exactly the bytes asked for: on ordinary memory, for every routine that this CPU has.
+//! Copies write exactly the bytes asked for, and read nothing of another page: on ordinary memory, for every routine
+//! that this CPU has.
 
 mod copy_guarded;
 

@@ -1,4 +1,4 @@
-//! Naturally aligned accesses of up to 8 bytes: the ends of every copy, and whole copies where nothing else works.
+//! Naturally aligned accesses of up to 8 bytes: the ends of stores, and whole copies where nothing else works.
 
 /// Which side of a copy is the device.
 pub(super) trait Direction {

@@ -1,53 +1,172 @@
-//! What all vector routines have in common: words, 16-byte blocks, lines of 64 bytes, blocks, words.
+//! What all vector routines have in common: lines of 64 bytes, and the parts of lines at the ends of a range.
+//!
+//! Each routine brings a copy of one block and of one line, made of its instructions, whose device side is aligned
+//! to the size copied.
+
+use std::mem::MaybeUninit;
+
+use super::scalar::{Direction, FromDevice, ToDevice, head, tail};
 
 /// Bytes in a line: the most that a core reads or writes over PCIe at once, and its unit of write combining.
-pub(super) const LINE: usize = 64;
+const LINE: usize = 64;
 /// Bytes in a block, the narrowest vector.
-pub(super) const BLOCK: usize = 16;
+const BLOCK: usize = 16;
 
-/// Defines a routine: `$block` copies one block whose device side is aligned to 16 bytes, `$line` one line whose
-/// device side is aligned to 64. `$end` follows the lines, to leave the registers as other code expects them. A
-/// macro, because all three are to be inlined into a function of their own target feature.
+/// Copies one block or one line.
+pub(super) type CopyOne = unsafe fn(dst: *mut u8, src: *const u8);
+
+/// Copies a range: its whole lines as such, what is less than a line at either end as a [part](Parts::part).
+///
+/// # Safety
+/// As for [`Parts::part`], and this CPU must have the instructions of `line`.
+#[inline(always)]
+pub(super) unsafe fn copy<D: Parts>(dst: *mut u8, src: *const u8, len: usize, block: CopyOne, line: CopyOne) {
+    let mut at = len.min(D::device(dst, src).wrapping_neg() % LINE);
+    if at > 0 {
+        // SAFETY: what the caller promised; the line that the range begins in goes on at least so far.
+        unsafe { D::part(dst, src, at, block) };
+    }
+    while len - at >= 4 * LINE {
+        for _ in 0..4 {
+            // SAFETY: the line lies in the range; the device is aligned to 64 from the first part on.
+            unsafe { line(dst.wrapping_add(at), src.wrapping_add(at)) };
+            at += LINE;
+        }
+    }
+    while len - at >= LINE {
+        // SAFETY: as above.
+        unsafe { line(dst.wrapping_add(at), src.wrapping_add(at)) };
+        at += LINE;
+    }
+    if at < len {
+        // SAFETY: what the caller promised; a line begins here, and less than one is left.
+        unsafe { D::part(dst.wrapping_add(at), src.wrapping_add(at), len - at, block) };
+    }
+}
+
+/// How a direction copies less than a line.
+pub(super) trait Parts: Direction {
+    /// Copies `len` bytes that lie in one line of the device.
+    ///
+    /// # Safety
+    /// `src` must be valid for reads and `dst` for writes of `len` bytes, and they must not overlap. If `src` is the
+    /// device, all of the aligned blocks that the range touches must be readable. This CPU must have the instructions
+    /// of `block`.
+    unsafe fn part(dst: *mut u8, src: *const u8, len: usize, block: CopyOne);
+}
+
+impl Parts for ToDevice {
+    /// In blocks, and in words where a block would write bytes of others.
+    #[inline(always)]
+    unsafe fn part(dst: *mut u8, src: *const u8, len: usize, block: CopyOne) {
+        // SAFETY: what the caller promised.
+        let mut at = unsafe { head::<Self>(dst, src, len) };
+        while len - at >= BLOCK {
+            // SAFETY: the block lies in the range; the head has aligned the device to 16.
+            unsafe { block(dst.wrapping_add(at), src.wrapping_add(at)) };
+            at += BLOCK;
+        }
+        // SAFETY: what the caller promised; fewer than 16 bytes are left.
+        unsafe { tail::<Self>(dst, src, at, len) };
+    }
+}
+
+impl Parts for FromDevice {
+    /// From whole blocks. Every load is a bus round trip, be it of one byte, unless it follows upon one of the same
+    /// line: so the blocks are fetched next to each other, and only then is taken from them what was asked for.
+    #[inline(always)]
+    unsafe fn part(dst: *mut u8, src: *const u8, len: usize, block: CopyOne) {
+        #[repr(align(64))]
+        struct Line(MaybeUninit<[u8; LINE]>);
+
+        let mut fetched = Line(MaybeUninit::uninit());
+        let bytes = fetched.0.as_mut_ptr().cast::<u8>();
+        let start = src.addr() % LINE;
+        let line = src.wrapping_sub(start);
+        for at in (start - start % BLOCK..start + len).step_by(BLOCK) {
+            // SAFETY: the range touches the block, and lies in one line, so that the block does.
+            unsafe { block(bytes.wrapping_add(at), line.wrapping_add(at)) };
+        }
+        // SAFETY: the blocks have filled these bytes; the caller promised that `dst` takes them.
+        unsafe { dst.copy_from_nonoverlapping(bytes.wrapping_add(start), len) };
+    }
+}
+
+/// Defines a routine: [`copy`] with `$block` and `$line`. `$end` follows, to leave the registers as other code
+/// expects them. A macro, because all of it is to be inlined into a function of the routine's target feature.
 macro_rules! routine {
     ($name:ident, $direction:ty, $feature:literal, $block:ident, $line:ident, $end:expr) => {
         /// # Safety
-        /// `src` must be valid for reads and `dst` for writes of `len` bytes, and they must not overlap.
+        /// `src` must be valid for reads and `dst` for writes of `len` bytes, and they must not overlap. If `src` is
+        /// the device, all of the aligned blocks of 16 bytes that the range touches must be readable.
         #[target_feature(enable = $feature)]
         unsafe fn $name(dst: *mut u8, src: *const u8, len: usize) {
-            use $crate::copy::scalar::{Direction, head, tail};
-            use $crate::copy::vector::{BLOCK, LINE};
-
-            // SAFETY: what the caller promised.
-            let mut at = unsafe { head::<$direction>(dst, src, len) };
-            let device = <$direction>::device(dst, src);
-            while len - at >= BLOCK && !(device + at).is_multiple_of(LINE) {
-                // SAFETY: the block lies in the range; the head has aligned the device to 16.
-                unsafe { $block(dst.wrapping_add(at), src.wrapping_add(at)) };
-                at += BLOCK;
-            }
-            if len - at >= LINE {
-                while len - at >= 4 * LINE {
-                    for _ in 0..4 {
-                        // SAFETY: the line lies in the range; the blocks have aligned the device to 64.
-                        unsafe { $line(dst.wrapping_add(at), src.wrapping_add(at)) };
-                        at += LINE;
-                    }
-                }
-                while len - at >= LINE {
-                    // SAFETY: as above.
-                    unsafe { $line(dst.wrapping_add(at), src.wrapping_add(at)) };
-                    at += LINE;
-                }
-                $end
-            }
-            while len - at >= BLOCK {
-                // SAFETY: the block lies in the range; the device is aligned to 64 here.
-                unsafe { $block(dst.wrapping_add(at), src.wrapping_add(at)) };
-                at += BLOCK;
-            }
-            // SAFETY: what the caller promised; fewer than 16 bytes are left.
-            unsafe { tail::<$direction>(dst, src, at, len) };
+            // SAFETY: what the caller promised; this function has the feature.
+            unsafe { $crate::copy::vector::copy::<$direction>(dst, src, len, $block, $line) };
+            $end
         }
     };
 }
 pub(super) use routine;
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    #[repr(align(64))]
+    struct Lines([u8; 8 * LINE]);
+
+    thread_local! {
+        /// Addresses and sizes of the device's side.
+        static ACCESSES: RefCell<Vec<(usize, usize)>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// A [`CopyOne`] of `SIZE` bytes that records its loads.
+    unsafe fn recorded<const SIZE: usize>(dst: *mut u8, src: *const u8) {
+        ACCESSES.with_borrow_mut(|accesses| accesses.push((src.addr(), SIZE)));
+        // SAFETY: what the caller promised.
+        unsafe { dst.copy_from_nonoverlapping(src, SIZE) };
+    }
+
+    /// The loads of a copy of `len` bytes from `start` on, as offset and size. All that it does is among them.
+    fn loads(start: usize, len: usize) -> Vec<(usize, usize)> {
+        let device = Lines(std::array::from_fn(|i| (i % 251).to_le_bytes()[0] | 1));
+        let mut host = [0; 8 * LINE];
+        let (dst, src) = (host[5..].as_mut_ptr(), device.0.as_ptr());
+        // SAFETY: the range and its lines lie in the two arrays.
+        unsafe { copy::<FromDevice>(dst, src.wrapping_add(start), len, recorded::<BLOCK>, recorded::<LINE>) };
+        assert_eq!(host[5..][..len], device.0[start..][..len]);
+        assert!(host[..5].iter().chain(&host[5 + len..]).all(|&byte| byte == 0), "{len} bytes at {start}");
+        ACCESSES.take().into_iter().map(|(address, size)| (address - src.addr(), size)).collect()
+    }
+
+    #[test]
+    fn blocks_that_the_range_touches_are_loaded_once_upwards_and_nothing_else() {
+        for start in 0..2 * LINE {
+            for len in 0..5 * LINE {
+                let accesses = loads(start, len);
+                let mut at = start - start % BLOCK;
+                for &(offset, size) in &accesses {
+                    assert_eq!(offset, at, "{len} bytes at {start}: {accesses:?}");
+                    assert!(offset.is_multiple_of(size), "{len} bytes at {start}: {accesses:?}");
+                    at += size;
+                }
+                let end =
+                    if len == 0 { start - start % BLOCK } else { (start + len).next_multiple_of(BLOCK) };
+                assert_eq!(at, end, "{len} bytes at {start}: {accesses:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn loads_are_few() {
+        let count = |start, len| loads(start, len).len();
+        assert_eq!(count(3, 100), 7);
+        assert_eq!(count(3, 5), 1);
+        assert_eq!(count(20, 12), 1);
+        assert_eq!(count(12, 8), 2, "over a boundary");
+        assert_eq!(count(60, 3 * LINE), 7, "a block, two lines, four blocks");
+    }
+}
