@@ -353,8 +353,24 @@ fn nothing_waits_for_a_stream_held_by_a_host_function() {
 }
 
 #[test]
-fn nothing_waits_for_many_streams_held_in_waits() {
+fn nothing_waits_for_some_streams_held_in_waits() {
     let Some((cuda, _gpu)) = gpu() else { return };
     let _context = app::PrimaryContext::new();
-    nothing_waits(&cuda, || Box::new(app::HeldByWaits::new(64)));
+    nothing_waits(&cuda, || Box::new(app::HeldByWaits::new(6)));
+}
+
+/// Waits in as many streams as there are hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, at most 32) stop all others.
+#[test]
+fn copies_give_up_when_waits_hold_all_queues() {
+    let Some((cuda, _gpu)) = gpu() else { return };
+    let _context = app::PrimaryContext::new();
+    let addr = cuda.alloc(0, 4096, AllocKind::Malloc).unwrap();
+    write(&*cuda, addr, b"before").unwrap();
+    let held = app::HeldByWaits::new(40);
+    assert!(matches!(write(&*cuda, addr, b"during"), Err(Error::Timeout { .. })));
+    assert!(matches!(read(&*cuda, addr, 6), Err(Error::Timeout { .. })));
+    drop(held);
+    write(&*cuda, addr, b"after!").unwrap();
+    assert_eq!(read(&*cuda, addr, 6).unwrap(), b"after!");
+    free(&*cuda, addr);
 }

@@ -12,6 +12,7 @@ use super::Result;
 /// One way; it gets the host side of the copy.
 pub(super) struct Lane<'a> {
     pub(super) name: String,
+    quick: bool,
     run: Box<Run<'a>>,
 }
 
@@ -19,7 +20,13 @@ type Run<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
 
 impl<'a> Lane<'a> {
     pub(super) fn new(name: impl Into<String>, run: impl FnMut(&mut [u8]) -> Result<()> + 'a) -> Self {
-        Self { name: name.into(), run: Box::new(run) }
+        Self { name: name.into(), quick: false, run: Box::new(run) }
+    }
+
+    /// A copy of nanoseconds: timed several at once.
+    pub(super) fn quick(mut self) -> Self {
+        self.quick = true;
+        self
     }
 
     /// The same so many times in a row.
@@ -29,10 +36,10 @@ impl<'a> Lane<'a> {
     }
 }
 
-/// An operation quicker than this is timed so many at once that the clock's own cost vanishes, but too few to fill the
-/// bus's queue of posted writes: then one would measure the bus.
-const QUICK: Duration = Duration::from_nanos(500);
+/// Small CPU copies are timed so many at once that the clock's own cost vanishes, but too few to fill the bus's queue of
+/// posted writes: then one would measure the bus.
 const BATCH: u32 = 16;
+const BATCH_BYTES: usize = 1024;
 /// At most so many samples of each lane.
 const SAMPLES: usize = 2000;
 /// Pause before each sample, in which the bus goes quiet.
@@ -41,15 +48,9 @@ const PAUSE: Duration = Duration::from_micros(5);
 /// Measures the lanes by turns, in an order that changes from turn to turn: what else the machine does then, and what the
 /// lane before left behind, hits all of them. Each gets about `budget`.
 pub(super) fn by_turns(lanes: &mut [Lane<'_>], host: &mut [u8], budget: Duration) -> Result<Vec<Samples>> {
-    let mut batches = Vec::new();
+    let many = u32::try_from(BATCH_BYTES / host.len().max(1))?.clamp(1, BATCH);
     for lane in lanes.iter_mut() {
-        let mut once = Duration::MAX;
-        for _ in 0..5 {
-            let start = Instant::now();
-            (lane.run)(host)?;
-            once = once.min(start.elapsed());
-        }
-        batches.push(if once < QUICK { BATCH } else { 1 });
+        (lane.run)(host)?;
     }
     let mut samples = vec![Samples::default(); lanes.len()];
     let mut order: Vec<usize> = (0..lanes.len()).collect();
@@ -70,11 +71,12 @@ pub(super) fn by_turns(lanes: &mut [Lane<'_>], host: &mut [u8], budget: Duration
             while pause.elapsed() < PAUSE {
                 std::hint::spin_loop();
             }
+            let batch = if lanes[i].quick { many } else { 1 };
             let start = Instant::now();
-            for _ in 0..batches[i] {
+            for _ in 0..batch {
                 (lanes[i].run)(host)?;
             }
-            samples[i].add(start.elapsed() / batches[i]);
+            samples[i].add(start.elapsed() / batch);
         }
     }
     Ok(samples)

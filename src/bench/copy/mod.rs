@@ -17,7 +17,7 @@ use indicatif::ProgressBar;
 
 use super::Result;
 use lane::{Cuda, Lane, by_turns};
-use report::{Choice, Report, Row};
+use report::{Calibrated, Choice, Report, Row};
 
 /// Options of `gdasync bench copy`.
 #[derive(Args)]
@@ -104,6 +104,7 @@ impl Options {
             store: Copier::best().store().to_string(),
             load: Copier::best().load().to_string(),
             plan: plan(Direction::ToGpu).into_iter().chain(plan(Direction::FromGpu)).collect(),
+            calibration: Calibrated::all(&bench.planner),
             rows: bench.rows,
         };
         report.print();
@@ -134,7 +135,12 @@ fn raw<'a>(direction: Direction, mapping: &'a Mapping, bytes: usize) -> Option<L
         }
         Ok(())
     };
-    matches!(bytes, 4 | 8).then(|| Lane::new("bare word", run))
+    matches!(bytes, 4 | 8).then(|| quick_to_gpu(direction, Lane::new("bare word", run)))
+}
+
+/// Stores are over when they have left the core; loads take a bus round trip each.
+fn quick_to_gpu(direction: Direction, lane: Lane<'_>) -> Lane<'_> {
+    if direction == Direction::ToGpu { lane.quick() } else { lane }
 }
 
 fn by<'a>(way: Way, direction: Direction, mapping: &'a Mapping) -> Lane<'a> {
@@ -174,7 +180,7 @@ impl Bench {
         let mut rows = Vec::new();
         for bytes in (0..).map(|i| 1 << i).take_while(|&bytes| bytes <= self.max) {
             let mut lanes: Vec<Lane> = raw(direction, mapping, bytes).into_iter().collect();
-            lanes.push(by(Way::Cpu, direction, mapping));
+            lanes.push(quick_to_gpu(direction, by(Way::Cpu, direction, mapping)));
             if let Some(cuda) = cuda {
                 lanes.push(by(Way::CopyEngine, direction, mapping));
                 lanes.push(match direction {
@@ -182,13 +188,15 @@ impl Bench {
                     Direction::FromGpu => Lane::new("cuMemcpyDtoH", |host| cuda.read(host)),
                 });
             }
-            lanes.push(Lane::new(PLANNER, |host| {
+            let planned = Lane::new(PLANNER, |host| {
                 let done = match direction {
                     Direction::ToGpu => planner.write(mapping, 0, host),
                     Direction::FromGpu => planner.read(mapping, 0, host),
                 };
                 done.map_err(Into::into)
-            }));
+            });
+            let by_cpu = planner.way(direction, bytes) == Way::Cpu;
+            lanes.push(if by_cpu { quick_to_gpu(direction, planned) } else { planned });
             Self::measure(&mut rows, &self.bar, self.budget, report::name(direction), bytes, lanes)?;
         }
         self.rows.append(&mut rows);
@@ -211,6 +219,7 @@ impl Bench {
                     store_fence(kind);
                     Ok(())
                 })
+                .quick()
             });
             Self::measure(&mut rows, &self.bar, self.budget, "stores", bytes, lanes.collect())?;
             let loads = fitting(Routine::loads).filter_map(|r| Some((r, Copier::new(Routine::Scalar, r)?)));

@@ -17,6 +17,8 @@ pub(super) struct Report {
     pub(super) store: String,
     pub(super) load: String,
     pub(super) plan: Vec<Choice>,
+    /// What the planner measured to choose.
+    pub(super) calibration: Vec<Calibrated>,
     pub(super) rows: Vec<Row>,
 }
 
@@ -37,6 +39,33 @@ impl Choice {
             way: way.to_string(),
         };
         choices.map(choice).collect()
+    }
+}
+
+/// One time that the planner measured.
+#[derive(Serialize)]
+pub(super) struct Calibrated {
+    direction: &'static str,
+    way: String,
+    bytes: usize,
+    us: f64,
+}
+
+impl Calibrated {
+    pub(super) fn all(planner: &Planner) -> Vec<Self> {
+        let mut all = Vec::new();
+        for direction in [Direction::ToGpu, Direction::FromGpu] {
+            for (way, points) in planner.table(direction).curves() {
+                let (way, direction) = (way.to_string(), name(direction));
+                all.extend(points.iter().map(|p| Self {
+                    direction,
+                    way: way.clone(),
+                    bytes: p.len,
+                    us: p.micros,
+                }));
+            }
+        }
+        all
     }
 }
 
