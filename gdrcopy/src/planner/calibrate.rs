@@ -19,6 +19,8 @@ const REPEATS: usize = 33;
 const BUDGET_US: f64 = 2000.0;
 /// A way this many times slower than the best, whose time already grows with the length, is not measured further.
 const HOPELESS: f64 = 4.0;
+/// The time of twice the length, if nothing but the length counts; a little less.
+const LINEAR: f64 = 1.8;
 
 pub(super) fn run(gdr: &Gdr, device: i32) -> Result<Planner> {
     let buffer = gdr.alloc(device, MAX)?;
@@ -61,9 +63,12 @@ fn curves(direction: Direction, mapping: &Mapping, host: &mut [u8]) -> Result<Ta
             times.push((i, micros));
         }
         let best = times.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
-        let hopeless =
-            |i: &usize| times.iter().any(|&(way, t)| way == *i && len > 4096 && t > HOPELESS * best);
-        alive.retain(|i| !hopeless(i));
+        alive.retain(|&i| match &curves[i].1[..] {
+            [.., before, last] if last.len == len => {
+                last.micros < HOPELESS * best || last.micros < LINEAR * before.micros
+            }
+            _ => true,
+        });
     }
     Ok(Table::new(curves))
 }
