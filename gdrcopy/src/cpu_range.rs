@@ -7,6 +7,7 @@ use crate::backend::MappingType;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::check;
+use crate::memory_file::take_away;
 
 /// A mapped range. Forked children have a hole there.
 pub(crate) struct CpuRange {
@@ -70,6 +71,22 @@ impl CpuRange {
         // SAFETY: the range is this value's own and nothing uses it any more.
         check(unsafe { libc::munmap(self.ptr.as_ptr().cast(), len) })
             .map_err(|e| Error::sys("munmap", e, "the range was changed from outside this library"))?;
+        self.guard = None;
+        Ok(())
+    }
+
+    /// Gives the memory back and keeps the addresses, in which every access then raises `SIGBUS`, until the process
+    /// ends. Where they cannot be kept they are unmapped.
+    pub(crate) fn revoke(&mut self) -> Result<()> {
+        if !self.owner.is_caller() || self.len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the range is this value's own; whoever still looks at it is to be told.
+        if let Err(error) = unsafe { take_away(self.ptr, self.len) } {
+            tracing::warn!("the addresses of {self:?} cannot be kept from other uses: {error}");
+            return self.release();
+        }
+        self.len = 0;
         self.guard = None;
         Ok(())
     }

@@ -30,7 +30,7 @@ pub trait Kernel: Send + Sync + fmt::Debug {
     /// What `mmap` says.
     ///
     /// # Safety
-    /// With `at`, the range must be the caller's own reservation, with nothing in it.
+    /// With `at`, the range must be the caller's own, with nothing in it that is still of use.
     unsafe fn mmap(
         &self,
         fd: BorrowedFd<'_>,

@@ -47,6 +47,7 @@ mod fork;
 mod gdr;
 mod kernel;
 mod mapping;
+mod memory_file;
 mod pin;
 pub mod planner;
 #[cfg(feature = "standin")]

@@ -212,6 +212,16 @@ impl Mapping {
         self.range.release()
     }
 
+    /// Takes the memory away from who may still have a pointer to it, in the manner of `gdr_close`: the addresses
+    /// stay taken until the process ends, and every access to them raises `SIGBUS`. It costs address space only.
+    ///
+    /// # Errors
+    /// [`Error::Sys`].
+    #[doc(hidden)]
+    pub fn revoke(mut self) -> Result<()> {
+        self.range.revoke()
+    }
+
     pub(crate) fn held(&self) -> &Held {
         &self.held
     }

@@ -76,16 +76,16 @@ typedef struct gdr_mh_s {
 gdr_t gdr_open(void);
 
 /*
- * Closes it: unmaps, unpins and frees what is left, all of it even if a part fails; the first error. Touching a mapping
- * afterwards faults. EINVAL: not open; EACCES: opened by the parent process.
+ * Closes it: unpins and frees what is left, all of it even if a part fails; the first error. Mappings that are left go as
+ * with gdr_unpin_buffer. EINVAL: not open; EACCES: opened by the parent process.
  */
 int gdr_close(gdr_t g);
 
 /* ---- Pinning ---------------------------------------------------------------------------------------------------- */
 
 /*
- * Pins size bytes of GPU memory at addr, in any alignment, within one CUDA allocation. The tokens must be 0.
- * EINVAL: no GPU memory that can be mapped, a range beyond its allocation, tokens; ENOMEM: BAR1 is full.
+ * Pins size bytes of GPU memory at addr, in any alignment, within one CUDA allocation. The tokens are ignored; give 0.
+ * EINVAL: no GPU memory that can be mapped, a range beyond its allocation; ENOMEM: BAR1 is full.
  */
 int gdr_pin_buffer(gdr_t g, unsigned long addr, size_t size, uint64_t p2p_token, uint32_t va_space, gdr_mh_t *handle);
 
@@ -98,7 +98,10 @@ typedef enum gdr_pin_flags {
 /* Pins with flags. EINVAL also for flags that are unknown, or not to be had here. */
 int gdr_pin_buffer_v2(gdr_t g, unsigned long addr, size_t size, uint32_t flags, gdr_mh_t *handle);
 
-/* Unmaps if need be, and unpins. The handle is gone also if that fails. */
+/*
+ * Unpins. The handle is gone also if that fails. Unmap first: a mapping that is left shows no memory any more, touching it
+ * raises SIGBUS, and its addresses stay taken until the process ends. gdr_unmap is EINVAL then.
+ */
 int gdr_unpin_buffer(gdr_t g, gdr_mh_t handle);
 
 /*

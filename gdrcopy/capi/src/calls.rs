@@ -44,7 +44,8 @@ pub extern "C" fn gdr_open() -> gdr_t {
     })
 }
 
-/// Closes the library: unmaps, unpins and frees all that is left, even if a part of it fails.
+/// Closes the library: unpins and frees all that is left, even if a part of it fails. A mapping that is left raises
+/// `SIGBUS` from then on; its addresses stay taken.
 ///
 /// Returns 0 or the first error: `EINVAL` if `g` is not open, `EACCES` if it is the parent process's.
 #[unsafe(no_mangle)]
@@ -52,7 +53,7 @@ pub extern "C" fn gdr_close(g: gdr_t) -> c_int {
     guard::status("gdr_close", || Table::remove_library(id(g))?.close())
 }
 
-/// Pins with default flags. The tokens must be 0.
+/// Pins with default flags. The tokens are ignored.
 ///
 /// # Safety
 /// `handle` must be null or valid for a write.
@@ -67,12 +68,7 @@ pub unsafe extern "C" fn gdr_pin_buffer(
 ) -> c_int {
     guard::status("gdr_pin_buffer", || {
         if p2p_token != 0 || va_space != 0 {
-            let tokens = format_args!("{p2p_token:#x} and {va_space:#x}");
-            return Err(invalid(
-                "pair of P2P tokens",
-                tokens,
-                "0 and 0: pins of this library outlive cuMemFree",
-            ));
+            tracing::info!("gdr_pin_buffer: P2P tokens {p2p_token:#x} and {va_space:#x} are not needed");
         }
         // SAFETY: what the caller promised.
         unsafe { pin(g, addr, size, 0, handle) }
@@ -116,7 +112,8 @@ fn handle_of(handle: gdr_mh_t) -> Handle {
     Handle::from_number(handle.h)
 }
 
-/// Unpins, and unmaps if need be. The handle is gone also if that fails.
+/// Unpins. A mapping that is left raises `SIGBUS` from then on; its addresses stay taken. The handle is gone also if
+/// that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdr_unpin_buffer(g: gdr_t, handle: gdr_mh_t) -> c_int {
     guard::status("gdr_unpin_buffer", || Table::library(id(g))?.unpin(handle_of(handle)))

@@ -22,13 +22,15 @@
 //! - **`gdr_open`** tries `gdrdrv`, dma-buf and the driver's resource manager. If it returns `NULL`, `errno` is set:
 //!   `ENODEV` when no backend works. Plain host memory (`GDRCOPY_BACKEND=host`) must be asked for.
 //! - **`gdr_close`** gives everything back even if a part fails, and returns the first error.
-//! - **`gdr_pin_buffer`** refuses tokens that are not 0 with `EINVAL`; theirs drops them in silence on drivers since 2.5.
+//! - **`gdr_pin_buffer`** ignores its tokens, as theirs on drivers since 2.5, and says so in the log (information).
 //! - **`gdr_pin_buffer_v2`** refuses unknown flags with `EINVAL`; theirs ignores them.
 //! - **`gdr_map`** maps also what was pinned at an address that is not aligned: it returns the address of `info.va`, the
 //!   caller adds `d_addr - info.va`, and the size counts from `d_addr`. A mapping type that the platform lacks is
 //!   `EOPNOTSUPP` on every backend.
 //! - **`gdr_unmap`** compares address and size with the mapping (the size up to GPU pages) and gives `EINVAL`.
-//! - **`gdr_unpin_buffer`** unmaps first if need be. Touching the mapping afterwards faults.
+//! - **`gdr_unpin_buffer` and `gdr_close`** with a mapping that is left do as theirs: touching it raises `SIGBUS`, and
+//!   its addresses stay taken until the process ends, which costs address space only. `gdr_unmap` with such a handle is
+//!   `EINVAL`. If the process cannot have one more file for a moment, they are unmapped instead, with a warning.
 //! - **The copies** check their range against the mapping, and null pointers: `EINVAL`.
 //! - **`gdr_driver_get_version`** gives 2.6 on backends without a module, where theirs aborts.
 //! - **`gdr_get_attribute`** gives 0 for what an old driver does not know, where theirs gives `EINVAL`.

@@ -147,11 +147,12 @@ impl Held {
         self.mapped.take().map_or(Ok(()), |mapped| mapped.mapping.unmap())
     }
 
-    /// Unmaps and unpins, all of it even if a part fails; the first error.
+    /// Unpins, all of it even if a part fails; the first error. A program that has not unmapped may touch the
+    /// mapping again, and other memory must not lie there then.
     pub(crate) fn release(self) -> Result<()> {
-        let unmapped = self.mapped.map_or(Ok(()), |mapped| mapped.mapping.unmap());
+        let revoked = self.mapped.map_or(Ok(()), |mapped| mapped.mapping.revoke());
         let unpinned = self.pin.unpin();
-        unmapped.and(unpinned)
+        revoked.and(unpinned)
     }
 
     pub(crate) fn info(&self) -> gdr_info_v2_t {

@@ -5,8 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, FromRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -17,7 +16,8 @@ use crate::cpu_range::CpuRange;
 use crate::cuda::AllocKind;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::{Kernel, Linux, check};
+use crate::kernel::{Kernel, Linux};
+use crate::memory_file::memory_file;
 use crate::system::System;
 
 /// What is allocated: files by address.
@@ -112,7 +112,7 @@ impl Backend for Host {
         let Some(whole) = whole else {
             return Err(Error::invalid("length", len, "at least 1, and within the address space"));
         };
-        let file = memory_file(whole as u64)
+        let file = memory_file(c"gdrcopy-host", whole as u64)
             .map_err(|error| Error::sys(format!("memory file of {len} bytes"), error, "free memory"))?;
         let mut memory = Memory { base: 0, len, file };
         let range = memory.map(0, whole)?;
@@ -126,15 +126,6 @@ impl Backend for Host {
             _range: range,
         }))
     }
-}
-
-fn memory_file(len: u64) -> io::Result<File> {
-    // SAFETY: a terminated string and flags; nothing else is passed.
-    let fd = check(unsafe { libc::memfd_create(c"gdrcopy-host".as_ptr(), libc::MFD_CLOEXEC) })?;
-    // SAFETY: just created, owned by nobody else.
-    let file = unsafe { File::from_raw_fd(fd) };
-    file.set_len(len)?;
-    Ok(file)
 }
 
 /// An allocation: memory with an address.

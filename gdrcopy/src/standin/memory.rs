@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::{Arc, Weak};
 
 use crate::cuda::MemoryKind;
-use crate::kernel::check;
+use crate::memory_file::memory_file;
 
 /// Allocations of `cuMemAlloc` share objects of this size, as on real GPUs; bytes.
 const BLOCK: usize = 2 << 20;
@@ -36,11 +36,7 @@ pub struct Object {
 impl Object {
     /// Zeroed memory on a GPU.
     pub fn new(gpu: i32, size: usize) -> io::Result<Arc<Self>> {
-        // SAFETY: a terminated string and flags; nothing else is passed.
-        let fd = check(unsafe { libc::memfd_create(c"gpu-memory".as_ptr(), libc::MFD_CLOEXEC) })?;
-        // SAFETY: just created, owned by nobody else.
-        let file = unsafe { File::from_raw_fd(fd) };
-        file.set_len(size as u64)?;
+        let file = memory_file(c"gpu-memory", size as u64)?;
         let inode = file.metadata()?.ino();
         Ok(Arc::new(Self { gpu, size, file, inode }))
     }

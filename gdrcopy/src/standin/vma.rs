@@ -2,13 +2,14 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::Object;
-use crate::kernel::{Kernel, Linux, check};
+use crate::kernel::{Kernel, Linux};
+use crate::memory_file::{memory_file, take_away};
 
 /// A mapping of physical memory in the user's address space. The user unmaps it without a word.
 #[derive(Debug)]
@@ -84,22 +85,13 @@ impl Vma {
         if !self.is_there() {
             return;
         }
-        let empty = empty_file().expect("a memory file");
         // SAFETY: the range is still what this device mapped; that its user loses it is the point.
-        unsafe { Linux.mmap(empty.as_fd(), self.len, 0, Some(self.ptr())) }.expect("room for a mapping");
+        unsafe { take_away(self.ptr(), self.len) }.expect("room for a mapping");
     }
 }
 
-/// A file with no bytes: every access to a mapping of it is beyond its end.
-fn empty_file() -> io::Result<OwnedFd> {
-    // SAFETY: a terminated string and flags; nothing else is passed.
-    let fd = check(unsafe { libc::memfd_create(c"zapped".as_ptr(), libc::MFD_CLOEXEC) })?;
-    // SAFETY: just created, owned by nobody else.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
 fn reserve(len: usize) -> io::Result<NonNull<u8>> {
-    let file = empty_file()?;
+    let file = memory_file(c"reserved", 0)?;
     // SAFETY: no place is asked for.
     unsafe { Linux.mmap(file.as_fd(), len, 0, None) }
 }

@@ -57,8 +57,6 @@ static void pins(void) {
     struct mapped m = open_and_map();
     gdr_mh_t mh = {77};
     char local[16];
-    GIVES(EINVAL, gdr_pin_buffer(m.g, m.d, SIZE, 1, 0, &mh));
-    GIVES(EINVAL, gdr_pin_buffer(m.g, m.d, SIZE, 0, 1, &mh));
     GIVES(EINVAL, gdr_pin_buffer_v2(m.g, m.d, SIZE, 2, &mh));
     GIVES(EINVAL, gdr_pin_buffer_v2(m.g, m.d, SIZE, GDR_PIN_FLAG_FORCE_PCIE, &mh));
     GIVES(EINVAL, gdr_pin_buffer_v2(m.g, m.d, SIZE, 0x80000000u, &mh));

@@ -70,6 +70,20 @@ static void unaligned(gdr_t g, unsigned long d) {
     GIVES(0, gdr_unpin_buffer(g, mh));
 }
 
+/* Tokens of CUDA make no difference. */
+static void tokens(gdr_t g, unsigned long d) {
+    gdr_mh_t mh;
+    void *base;
+    uint32_t word = 0x87654321, seen = 0;
+    GIVES(0, gdr_pin_buffer(g, d, GPU_PAGE_SIZE, 0x123456789abcdef, 0x98765432, &mh));
+    GIVES(0, gdr_map(g, mh, &base, GPU_PAGE_SIZE));
+    GIVES(0, gdr_copy_to_mapping(mh, (char *)base + 128, &word, sizeof word));
+    GIVES(0, gdrx_copy_out(g, &seen, d + 128, sizeof seen));
+    CHECK(seen == word);
+    GIVES(0, gdr_unmap(g, mh, base, GPU_PAGE_SIZE));
+    GIVES(0, gdr_unpin_buffer(g, mh));
+}
+
 /* Two pins of the same memory, each mapped, show the same bytes. */
 static void twice(gdr_t g, unsigned long d) {
     gdr_mh_t one, two;
@@ -159,6 +173,7 @@ int main(void) {
 
     unaligned(g, d);
     twice(g, d);
+    tokens(g, d);
 
     /* A mapping outlives its memory. */
     GIVES(0, gdr_pin_buffer(g, d, SIZE, 0, 0, &mh));

@@ -9,8 +9,8 @@ int main(void) {
     char byte = 0;
     CHECK(g != NULL);
     GIVES(0, gdrx_alloc(g, 0, SIZE, &d));
-    GIVES(EINVAL, gdr_pin_buffer(g, d, SIZE, 7, 0, &mh));
-    GIVES(0, gdr_pin_buffer(g, d, SIZE, 0, 0, &mh));
+    GIVES(EINVAL, gdr_pin_buffer_v2(g, d, SIZE, 8, &mh));
+    GIVES(0, gdr_pin_buffer(g, d, SIZE, 7, 0, &mh));
     GIVES(EINVAL, gdr_copy_to_mapping(mh, &byte, &byte, 1));
     GIVES(0, gdr_unpin_buffer(g, mh));
     GIVES(EINVAL, gdr_unpin_buffer(g, mh));

@@ -3,4 +3,5 @@
 mod alike;
 mod children;
 mod proof;
+mod revoked;
 pub(crate) mod rig;

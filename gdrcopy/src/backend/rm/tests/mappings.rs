@@ -52,6 +52,21 @@ fn parts_of_malloc_memory_are_shown_in_both_directions() {
 }
 
 #[test]
+fn a_revoked_range_gives_its_bar1_space_back() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let sizes = [2 << 20, 4 << 20];
+    let base = bench.vmm(0, &sizes);
+    let (pin, mut range) = map(&rm, base, sizes.iter().sum()).unwrap();
+    assert_eq!(bench.driver.live().mappings, 2);
+    range.revoke().unwrap();
+    assert_eq!(bench.driver.live(), Live { objects: AT_REST.objects + 2, ..AT_REST });
+    pin.unpin().unwrap();
+    drop((range, rm));
+    bench.check_clean();
+}
+
+#[test]
 fn vmm_ranges_over_several_objects_are_one_range() {
     let bench = Bench::new(1);
     let rm = bench.open();
