@@ -26,6 +26,13 @@ fn putget_moves_bytes_both_ways() {
 }
 
 #[test]
+fn mapping_writes_through_and_outlives_its_buffer() {
+    let out = succeeds(example("mapping"));
+    assert!(out.contains("the GPU has: written by the CPU"), "{out}");
+    assert!(out.contains("a write of 64 bytes goes by CPU"), "{out}");
+}
+
+#[test]
 fn they_keep_the_rules_of_strict_rings() {
     for name in ["sendrecv", "putget"] {
         let mut command = example(name);
