@@ -117,6 +117,7 @@ impl Cuda for Driver {
     }
 
     fn buffer_id(&self, addr: u64) -> Result<u64> {
+        self.owner.check()?;
         pointer::buffer_id(&self.api, addr)
     }
 
