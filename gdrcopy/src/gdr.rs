@@ -72,7 +72,8 @@ impl GdrBuilder {
     /// Opens the library.
     ///
     /// # Errors
-    /// [`Error::NoBackend`] with the reason of every backend that was tried.
+    /// [`Error::NoBackend`] with the reason of every backend that was tried, [`Error::InvalidArgument`] for a
+    /// `GDRCOPY_BACKEND` that does not exist.
     pub fn open(self) -> Result<Gdr> {
         let system = self.system.unwrap_or_else(System::real);
         let kinds = match self.backend.map_or_else(from_environment, |kind| Ok(Some(kind)))? {
@@ -105,8 +106,8 @@ impl GdrBuilder {
 
 /// `GDRCOPY_BACKEND` names a backend; `GDRCOPY_USE_DMABUF_MMAP=1` is GDRCopy's way to ask for dma-buf.
 fn from_environment() -> Result<Option<BackendKind>> {
-    if let Ok(name) = std::env::var("GDRCOPY_BACKEND") {
-        return name.parse().map(Some);
+    if let Some(name) = std::env::var_os("GDRCOPY_BACKEND") {
+        return name.to_string_lossy().parse().map(Some);
     }
     let dmabuf = std::env::var("GDRCOPY_USE_DMABUF_MMAP").is_ok_and(|value| value == "1");
     Ok(dmabuf.then_some(BackendKind::DmaBuf))
@@ -137,7 +138,7 @@ impl Gdr {
     /// `GDRCOPY_BACKEND` names. Logs once which it is and why not an earlier one.
     ///
     /// # Errors
-    /// [`Error::NoBackend`] with the reason of every backend that was tried.
+    /// As [`GdrBuilder::open`].
     pub fn open() -> Result<Self> {
         Self::builder().open()
     }
