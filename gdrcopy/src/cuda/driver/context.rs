@@ -41,7 +41,7 @@ pub(super) struct Current<'a> {
 /// This thread's calls do not count as part of a stream capture; the former mode comes back on drop. In any other
 /// mode an allocation, a new stream or a copy, while the application captures here or in another thread, would fail
 /// and spoil the capture.
-struct Relaxed<'a> {
+pub(super) struct Relaxed<'a> {
     api: &'a Api,
     /// None where the driver has no such modes.
     former: Option<u32>,
@@ -109,7 +109,7 @@ impl Context {
 }
 
 impl<'a> Relaxed<'a> {
-    fn enter(api: &'a Api) -> Self {
+    pub(super) fn enter(api: &'a Api) -> Self {
         let mut mode = CAPTURE_RELAXED;
         // SAFETY: a mode, and a place for the former one.
         let former = unsafe { api.thread_exchange_stream_capture_mode(&mut mode) }.ok().map(|()| mode);
