@@ -11,6 +11,10 @@ pub(super) fn detected(routine: Routine) -> bool {
     routine == Routine::Neon
 }
 
+/// For memory that is cached like the host's.
+pub(super) const STORE_CACHED: CopyFn = store_neon;
+pub(super) const LOAD_CACHED: CopyFn = load_neon;
+
 pub(super) fn store(routine: Routine) -> Option<CopyFn> {
     (routine == Routine::Neon).then_some(store_neon)
 }

@@ -14,8 +14,9 @@
 //! - accesses go up in address, each aligned to its own size;
 //! - a copy of 1, 2, 4 or 8 bytes that is naturally aligned there is one access: nobody sees half of it.
 //!
-//! Nothing is promised about the size of the accesses in longer copies. [`Cached`](MappingType::Cached) mappings
-//! only keep the first promise and the last; apart from that they are copied like any memory.
+//! Nothing is promised about the size of the accesses in longer copies. [`Cached`](MappingType::Cached) mappings are
+//! copied by plain vector loads and stores, since streaming ones would need fences that such memory does without. The
+//! device's side is never given to the compiler as ordinary memory: a GPU, or another thread, may use it meanwhile.
 //!
 //! Copies contain no fence: [`store_fence`], [`load_fence`] and [`full_fence`] order them.
 
@@ -109,8 +110,8 @@ impl Copier {
     ///
     /// # Safety
     /// `src` must be valid for reads and `dst` for writes of `len` bytes, and the two ranges must not overlap.
-    /// `kind` must be the type of the mapping. Nothing else in this process may access `dst` meanwhile, except that
-    /// one naturally aligned word may be read as a volatile or an atomic.
+    /// `kind` must be the type of the mapping. What else in this process accesses `dst` meanwhile must do so by these
+    /// copies, as a volatile or as an atomic; it sees, or leaves behind, some bytes of one and some of the other.
     #[inline]
     pub unsafe fn to_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         // The device's memory changes outside the program: calls may not be merged with one another.
@@ -122,7 +123,7 @@ impl Copier {
                 // SAFETY: what the caller promised; this CPU has the routine, see `store_fn`.
                 MappingType::WriteCombining => unsafe { (self.store_fn)(dst, src, len) },
                 // SAFETY: what the caller promised.
-                MappingType::Cached => unsafe { dst.copy_from_nonoverlapping(src, len) },
+                MappingType::Cached => unsafe { (arch::STORE_CACHED)(dst, src, len) },
                 // SAFETY: what the caller promised.
                 MappingType::Device => unsafe { scalar::copy::<ToDevice>(dst, src, len) },
             }
@@ -137,8 +138,8 @@ impl Copier {
     /// # Safety
     /// `src` must be valid for reads and `dst` for writes of `len` bytes, and the two ranges must not overlap. The
     /// rest of the aligned 16-byte blocks at the ends of `src` must be readable, as it is in a mapping of pages; it
-    /// may change. `kind` must be the type of the mapping. Nothing else in this process may write to `src`
-    /// meanwhile, except that one naturally aligned word may be written as a volatile or an atomic.
+    /// may change. `kind` must be the type of the mapping. What else in this process writes to `src` meanwhile must do
+    /// so by these copies, as a volatile or as an atomic; some bytes come from before it and some from after.
     #[inline]
     pub unsafe fn from_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         compiler_fence(Ordering::SeqCst);
@@ -149,7 +150,7 @@ impl Copier {
                 // SAFETY: what the caller promised; this CPU has the routine, see `load_fn`.
                 MappingType::WriteCombining => unsafe { (self.load_fn)(dst, src, len) },
                 // SAFETY: what the caller promised.
-                MappingType::Cached => unsafe { dst.copy_from_nonoverlapping(src, len) },
+                MappingType::Cached => unsafe { (arch::LOAD_CACHED)(dst, src, len) },
                 // SAFETY: what the caller promised.
                 MappingType::Device => unsafe { scalar::copy::<FromDevice>(dst, src, len) },
             }

@@ -28,6 +28,10 @@ fn has_movdir64b() -> bool {
     __cpuid(0).eax >= 7 && __cpuid_count(7, 0).ecx & 1 << 28 != 0
 }
 
+/// For memory that is cached like the host's.
+pub(super) const STORE_CACHED: CopyFn = store_cached;
+pub(super) const LOAD_CACHED: CopyFn = load_sse2;
+
 pub(super) fn store(routine: Routine) -> Option<CopyFn> {
     Some(match routine {
         Routine::Sse2 => store_sse2,
@@ -48,6 +52,8 @@ pub(super) fn load(routine: Routine) -> Option<CopyFn> {
         _ => return None,
     })
 }
+
+routine!(store_cached, ToDevice, "sse2", store_cached_block, store_cached_line, ());
 
 // The wide ones clear the upper halves of the registers behind them, or else all SSE code after them runs slower.
 // The compiler does not see to that for assembly.
@@ -85,6 +91,9 @@ macro_rules! registers {
         }
     };
 }
+
+registers!(store_cached_block, "sse2", xmm_reg, "movdqu", "movdqa", a 0);
+registers!(store_cached_line, "sse2", xmm_reg, "movdqu", "movdqa", a 0 b 16 c 32 d 48);
 
 registers!(store_block_sse, "sse2", xmm_reg, "movdqu", "movntdq", a 0);
 registers!(store_line_sse, "sse2", xmm_reg, "movdqu", "movntdq", a 0 b 16 c 32 d 48);
