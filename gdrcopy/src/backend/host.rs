@@ -71,11 +71,11 @@ impl Backend for Host {
 
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
         self.owner.check()?;
-        if !flags.is_empty() {
+        if flags.contains(PinFlags::FORCE_PCIE) {
             return Err(Error::Unsupported {
-                what: format!("{flags:?}"),
+                what: "FORCE_PCIE".into(),
                 by: "the host backend",
-                fix: "pin without flags: there is no PCIe between the memory and the CPU",
+                fix: "pin without it: there is no PCIe between the memory and the CPU",
             });
         }
         if len == 0 {
@@ -90,7 +90,9 @@ impl Backend for Host {
                 fix: "allocate with GpuBuffer; without a GPU nothing else can be mapped",
             });
         };
-        let Memory { base, len: size, .. } = **memory;
+        let Memory { base, len: asked, .. } = **memory;
+        let whole_pages = flags.contains(PinFlags::WHOLE_PAGES);
+        let size = if whole_pages { asked.next_multiple_of(host_page()) } else { asked };
         if len as u64 > size as u64 - (addr - base) {
             return Err(Error::BeyondAllocation { addr, len, base, size });
         }

@@ -42,13 +42,6 @@ pub enum MemoryKind {
     Unknown,
 }
 
-impl MemoryKind {
-    /// Memory on a GPU that stays where it is.
-    pub(crate) fn is_device(self) -> bool {
-        matches!(self, Self::Malloc | Self::Vmm | Self::Pool)
-    }
-}
-
 /// What CUDA knows of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PointerInfo {
@@ -171,32 +164,9 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     fn flush(&self, device: i32) -> Result<()>;
 }
 
-/// Finds the allocation of a range and refuses what cannot be mapped.
-pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<PointerInfo> {
-    let memory = cuda.pointer(addr)?;
-    if memory.kind.is_device() {
-        return within(memory, addr, len);
-    }
-    let (found, fix) = match memory.kind {
-        MemoryKind::Managed => ("managed memory, which moves", "allocate with cuMemAlloc or cuMemCreate"),
-        MemoryKind::Host => ("host memory", "use it directly; only GPU memory needs a mapping"),
-        _ => return Err(unknown(addr)),
-    };
-    Err(Error::NotMappable { addr, found, fix })
-}
-
 /// The error for an address that CUDA does not know.
 pub(crate) fn unknown(addr: u64) -> Error {
     let found = "no CUDA memory of this process";
     let fix = "pass the address of a live allocation; memory of other processes must be opened here first";
     Error::NotMappable { addr, found, fix }
-}
-
-fn within(memory: PointerInfo, addr: u64, len: usize) -> Result<PointerInfo> {
-    let end = addr.checked_add(len as u64);
-    // A VMM range may go on in the next mapping; its backend follows it.
-    if memory.kind != MemoryKind::Vmm && end.is_none_or(|end| end > memory.base + memory.size as u64) {
-        return Err(Error::BeyondAllocation { addr, len, base: memory.base, size: memory.size });
-    }
-    Ok(memory)
 }

@@ -35,16 +35,15 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned};
-use crate::cuda::{AllocKind, Cuda, MemoryKind, locate};
+use super::{
+    Allocation, Attribute, Backend, BackendKind, CudaAllocation, GPU_PAGE, PinFlags, Pinned, locate,
+};
+use crate::cuda::{AllocKind, Cuda, MemoryKind};
 use crate::error::{Error, Result};
 use crate::system::System;
 use client::Client;
 use gpu::Gpu;
 use pin::RmPin;
-
-/// Pages of the GPU, bytes: the granularity of pins.
-const GPU_PAGE: u64 = 64 << 10;
 
 /// How memory of a kind comes to a handle of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,13 +117,13 @@ impl Backend for Rm {
     }
 
     /// [`PinFlags::FORCE_PCIE`] changes nothing: mappings always go through BAR1.
-    fn pin(&self, addr: u64, len: usize, _flags: PinFlags) -> Result<Box<dyn Pinned>> {
+    fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
         self.client.check_owner()?;
         if len == 0 {
             return Err(Error::invalid("length", len, "at least one byte"));
         }
-        let memory = locate(&*self.cuda, addr, len)?;
-        let route = match memory.kind {
+        let part = locate(&*self.cuda, addr, len, flags)?;
+        let route = match part.memory.kind {
             MemoryKind::Malloc => Route::Malloc,
             MemoryKind::Vmm => Route::Vmm,
             _ => {
@@ -135,9 +134,9 @@ impl Backend for Rm {
                 });
             }
         };
-        let gpu = self.gpu(memory.device)?;
+        let gpu = self.gpu(part.memory.device)?;
         gpu.proof(route).require(&gpu, &self.cuda, route)?;
-        Ok(Box::new(RmPin::new(&gpu, &self.cuda, memory, addr, len)?))
+        Ok(Box::new(RmPin::new(&gpu, &self.cuda, part, addr, len)?))
     }
 
     fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {
