@@ -264,6 +264,11 @@ mod tests {
         assert!(matches!(pin(4999, 2), Err(Error::BeyondAllocation { size: 5000, .. })));
         // The rest of the last page is nobody's.
         assert!(matches!(pin(5000, 1), Err(Error::NotMappable { .. })));
+        let pages = |offset, len| host.pin(memory.addr() + offset, len, PinFlags::WHOLE_PAGES).map(drop);
+        let whole = 5000_usize.next_multiple_of(host_page());
+        assert!(pages(0, whole).is_ok() && pages(4999, whole - 4999).is_ok());
+        assert!(matches!(pages(0, whole + 1), Err(Error::BeyondAllocation { .. })));
+        assert!(matches!(pages(5000, 1), Err(Error::NotMappable { .. })));
     }
 
     #[test]

@@ -40,7 +40,8 @@ impl Default for CudaSettings {
 }
 
 /// A simulated `libcuda`. Every call first looks whether [`Machine::fail`] wants it to fail: under the name
-/// that the entry point has in the manual, with the `CUresult` to return.
+/// that the entry point has in the manual, with the `CUresult` to return. With the fault `no bounds` it does not tell
+/// where allocations begin and end.
 #[derive(Debug)]
 pub struct SimulatedCuda {
     machine: Arc<Machine>,
@@ -157,13 +158,14 @@ impl Cuda for SimulatedCuda {
 
     fn pointer(&self, addr: u64) -> Result<PointerInfo> {
         self.enter("cuPointerGetAttributes")?;
+        let bounded = self.machine.fault("no bounds").is_none();
         let memory = self.machine.memory.lock();
         Ok(match memory.find(addr) {
             Some(range) => PointerInfo {
                 kind: range.kind,
                 device: range.object.gpu,
-                base: range.base,
-                size: range.len,
+                base: if bounded { range.base } else { 0 },
+                size: if bounded { range.len } else { 0 },
                 buffer_id: range.buffer_id,
                 exportable: range.kind == MemoryKind::Vmm && range.exportable,
             },

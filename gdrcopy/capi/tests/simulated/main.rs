@@ -4,4 +4,5 @@
 mod dmabuf;
 mod gdrdrv;
 mod library;
+mod pages;
 mod rm;

@@ -186,3 +186,38 @@ fn memory_that_changes_hands_is_not_mixed_up() {
     }
     assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
 }
+
+#[test]
+fn pages_beyond_an_allocation_are_the_drivers_to_give() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
+    let (start, small, last) = (alloc(5000), alloc(256), alloc(5000));
+    let (start, object) = (start & !0xfff, rig.machine.memory.lock().find(small).unwrap().object.clone());
+    let bytes = pattern(1, object.size);
+    object.write(0, &bytes).unwrap();
+    let end = (last + 5000).next_multiple_of(4096);
+    let len = usize::try_from(end - start).unwrap();
+    let pin = dmabuf.pin(start, len, PinFlags::WHOLE_PAGES).unwrap();
+    assert_eq!((pin.va(), pin.pinned_len()), (start, len));
+    let range = pin.map(len, None).unwrap();
+    let first = usize::try_from(start - (small & !0x1f_ffff)).unwrap();
+    assert!(peek(&range, 0, len) == bytes[first..][..len]);
+    assert!(matches!(dmabuf.pin(start, len, NONE), Err(Error::BeyondAllocation { .. })));
+
+    // The simulated driver gives no page without an allocation.
+    let beyond = dmabuf.pin(start, len + 1, PinFlags::WHOLE_PAGES);
+    assert!(matches!(beyond, Err(Error::BeyondAllocation { .. })), "{beyond:?}");
+    // What is compared is the first allocation of the range, here the neighbour's.
+    drop(range);
+    rig.machine.memory.lock().free(start).unwrap();
+    assert!(matches!(pin.map(len, None), Err(Error::Invalidated)));
+    // Now the first is the small one.
+    let page = small & !0xfff;
+    assert_ne!(page, small);
+    let pin = dmabuf.pin(page, 4096, PinFlags::WHOLE_PAGES).unwrap();
+    rig.machine.fail(WRONG_PAGE, 1);
+    assert!(matches!(pin.map(4096, None), Err(Error::ProofFailed { .. })));
+    rig.machine.fail(WRONG_PAGE, 0);
+    assert!(pin.map(4096, None).is_ok());
+}

@@ -11,7 +11,7 @@ use super::mapping::{Bar1Mapping, Memory};
 use crate::backend::reservation::Reservation;
 use crate::backend::{GPU_PAGE, MappingType, Part, Pinned, host_page, proof};
 use crate::cpu_range::CpuRange;
-use crate::cuda::{Cuda, MemoryKind, unknown};
+use crate::cuda::{Cuda, MemoryKind};
 use crate::error::{Error, Result};
 
 /// A pinned range. It holds the memory: after a free the old bytes stay until the pin goes.
@@ -87,18 +87,14 @@ impl RmPin {
         }
     }
 
-    /// Duplicates the handle of the object at `at`, which is to be in this memory or, if that is a part of a block,
-    /// near it.
+    /// A handle of our own for the object of this memory, which is to be at `at`, or that and more in one block.
     fn object(&self, part: &Part, at: u64) -> Result<Found> {
         let (client, device, memory) = (self.gpu.client(), self.gpu.device(), &part.memory);
-        let shown = part.bytes()?;
+        part.bytes()?;
         if memory.kind == MemoryKind::Malloc {
             let Block { client: source, object, base, size } =
                 Block::from_ipc(&self.cuda.ipc_handle(memory.base)?, memory)?;
             return Ok(Found { object: client.dup(device, source, object)?, base, size });
-        }
-        if shown.start != at {
-            return Err(unknown(at));
         }
         if !memory.exportable {
             return Err(Error::NotMappable {
@@ -115,8 +111,7 @@ impl RmPin {
             });
         }
         let fd = self.cuda.export_fd(at)?;
-        let object = client.import(device, fd.as_fd())?;
-        Ok(Found { object, base: memory.base, size: memory.size as u64 })
+        Ok(Found { object: client.import(device, fd.as_fd())?, base: memory.base, size: memory.size as u64 })
     }
 
     /// The part of an object that a range needs: whole GPU pages, but nothing outside the object.
