@@ -115,11 +115,12 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`].
     fn export_fd(&self, addr: u64) -> Result<OwnedFd>;
 
-    /// `cuMemGetHandleForAddressRange` for a dma-buf; `pcie` forces BAR1.
+    /// `cuMemGetHandleForAddressRange` for a dma-buf of whole host pages; `pcie` forces BAR1. `memory` is an address of
+    /// the allocation, since the pages may begin before it.
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    fn dma_buf(&self, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
+    fn dma_buf(&self, memory: u64, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
 
     /// Allocates GPU memory with `SYNC_MEMOPS` set; aligned to 64 KiB.
     ///

@@ -221,7 +221,7 @@ impl Cuda for SimulatedCuda {
 
     /// See [`dma_buf_offset`](super::dma_buf_offset). Pages that an allocation fills only in part are given whole;
     /// a range over several objects is refused.
-    fn dma_buf(&self, addr: u64, len: usize, _pcie: bool) -> Result<OwnedFd> {
+    fn dma_buf(&self, memory: u64, addr: u64, len: usize, _pcie: bool) -> Result<OwnedFd> {
         const CALL: &str = "cuMemGetHandleForAddressRange";
         self.enter(CALL)?;
         if self.machine.cuda.lock().attributes.get(&124) != Some(&1) {
@@ -231,8 +231,10 @@ impl Cuda for SimulatedCuda {
         if !addr.is_multiple_of(HOST_PAGE) || !(len as u64).is_multiple_of(HOST_PAGE) || len == 0 {
             return Err(invalid());
         }
-        let memory = self.machine.memory.lock();
-        let page = |at: u64| memory.touching(at, HOST_PAGE).ok_or_else(invalid);
+        let all = self.machine.memory.lock();
+        // By it the real driver's context is found.
+        all.find(memory).ok_or_else(|| unknown(memory))?;
+        let page = |at: u64| all.touching(at, HOST_PAGE).ok_or_else(invalid);
         let (first, last) = (page(addr)?, page(addr + len as u64 - HOST_PAGE)?);
         let gpu = matches!(first.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool);
         if !gpu || !Arc::ptr_eq(&first.object, &last.object) {

@@ -47,7 +47,8 @@ fn works(computer: &Computer, library: Library, caller: Caller, len: usize) {
     if beyond {
         assert_eq!(pinned.map(drop), Err(libc::EINVAL));
     } else {
-        let (mh, size) = pinned.unwrap_or_else(|errno| panic!("{caller:?}, {len} bytes at {addr:#x}: {errno}"));
+        let (mh, size) =
+            pinned.unwrap_or_else(|errno| panic!("{caller:?}, {len} bytes at {addr:#x}: {errno}"));
         let base = library.map(mh, size).unwrap();
         let info = library.info(mh).unwrap().v1;
         assert_eq!((info.va, info.mapped_size), (addr - addr % PAGE, size as u64));

@@ -76,7 +76,7 @@ impl Pin {
         };
         let len = usize::try_from(stop - va).map_err(|_| Error::invalid("length", stop - va, "a size"))?;
         let pcie = flags.contains(PinFlags::FORCE_PCIE);
-        let fd = cuda.dma_buf(va, len, pcie).map_err(|error| match error {
+        let fd = cuda.dma_buf(shown.start, va, len, pcie).map_err(|error| match error {
             Error::Cuda { status: CudaStatus::INVALID_VALUE, .. } if !part.holds(inner, rest) => {
                 Error::BeyondAllocation { addr: inner, len: rest, base: memory.base, size: memory.size }
             }

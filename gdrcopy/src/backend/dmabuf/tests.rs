@@ -122,7 +122,7 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
     let second = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
     assert_eq!(second, first + piece as u64);
     // The driver, as it is simulated, refuses a range over both.
-    assert!(rig.cuda.dma_buf(first, 2 * piece, false).is_err());
+    assert!(rig.cuda.dma_buf(first, first, 2 * piece, false).is_err());
 
     let len = piece + 77;
     let pin = dmabuf.pin(first + 1001, len, NONE).unwrap();

@@ -13,7 +13,8 @@
 //! memory of our own at its first use on each GPU, in both directions, and each mapping of the user's memory
 //! is compared with what CUDA shows before it is handed out. The user's memory is never written for that,
 //! because a running kernel's result could be lost; so there, equal bytes in other places go unnoticed.
-//! A mapping of a pin's first pages that ends before the byte asked for has nothing to compare.
+//! A mapping of a pin's first pages that ends before the byte asked for has nothing to compare. Of a range that leaves
+//! its allocation ([`PinFlags::WHOLE_PAGES`]), the part in the first allocation is compared.
 //!
 //! A pin holds the memory: after a free the mapping shows the old bytes. Mappings are write-combined BAR1
 //! mappings; each takes one open file.
