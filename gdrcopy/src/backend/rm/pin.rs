@@ -21,6 +21,8 @@ pub(crate) struct RmPin {
     gpu: Arc<Gpu>,
     /// Adjacent, in order of address.
     segments: Vec<Segment>,
+    /// Bytes behind the last object that were asked for as well. A mapping has a hole there.
+    hole: usize,
 }
 
 /// The pinned part of one object.
@@ -63,18 +65,23 @@ impl RmPin {
         len: usize,
     ) -> Result<Self> {
         let beyond = |base, size| Error::BeyondAllocation { addr, len, base, size };
-        let mut pin = Self { cuda: cuda.clone(), gpu: gpu.clone(), segments: Vec::new() };
+        let mut pin = Self { cuda: cuda.clone(), gpu: gpu.clone(), segments: Vec::new(), hole: 0 };
         let mut rest = addr..addr + len as u64;
         loop {
             let object = pin.object(&part, rest.start)?;
             let end = object.end();
-            // The range may leave the allocation, but not the block that it is a part of.
-            let in_block = object.base <= rest.start && rest.end <= end;
-            if part.memory.kind == MemoryKind::Malloc && !in_block {
-                return Err(beyond(object.base, range_len(object.size)));
+            if part.memory.kind == MemoryKind::Malloc {
+                // The range may leave the allocation, but not the block that it is a part of, except for its last page:
+                // blocks end at any multiple of 4 KiB, and who rounds to GPU pages asks for what is not there.
+                let last = end.checked_next_multiple_of(GPU_PAGE).unwrap_or(end).saturating_add(GPU_PAGE);
+                if rest.start < object.base || rest.end > last {
+                    return Err(beyond(object.base, range_len(object.size)));
+                }
+                let asked = rest.end.next_multiple_of(host_page() as u64);
+                pin.hole = range_len(asked.saturating_sub(end));
             }
             pin.segments.push(pin.segment(object, &part, &rest)?);
-            if end >= rest.end {
+            if end >= rest.end || pin.hole > 0 {
                 return Ok(pin);
             }
             rest.start = end;
@@ -171,7 +178,7 @@ impl Pinned for RmPin {
     }
 
     fn pinned_len(&self) -> usize {
-        self.segments.iter().map(|segment| segment.len).sum()
+        self.segments.iter().map(|segment| segment.len).sum::<usize>() + self.hole
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "64 KiB")]

@@ -123,7 +123,7 @@ fn a_range_that_leaves_the_block_is_refused() {
             BackendKind::Rm => (BLOCK, SIZE),
             _ => LAST,
         };
-        for range in [page(31)..page(33), LAST.0..page(32) + 1, page(31)..page(1000)] {
+        for range in [page(31)..page(34), LAST.0..page(33) + 1, page(31)..page(1000)] {
             match pin(range.clone()) {
                 Err(Error::BeyondAllocation { addr, len: told, base: b, size: s }) => {
                     assert_eq!((addr, told, b, s), (range.start, len(&range), base, size));
@@ -148,6 +148,27 @@ fn a_range_that_leaves_the_block_is_refused() {
         assert!(matches!(pin(host..host + GPU_PAGE), Err(Error::NotMappable { .. })));
         assert_eq!(rig.device.live_pins(), 0);
     });
+}
+
+/// As of a `cuMemAlloc` of 5,000,000 bytes on an H200.
+#[test]
+fn a_block_that_ends_inside_a_page_has_a_hole_behind_it() {
+    const BYTES: usize = 5_001_216;
+    let (rig, _) = block();
+    let rm = Rm::open(&rig.system).unwrap();
+    let object = Object::new(0, BYTES).unwrap();
+    object.write(BYTES - 4, b"last").unwrap();
+    let base = page(2000);
+    rig.machine.memory.lock().insert(base, BYTES, object, 0, MemoryKind::Malloc);
+    let rounded = BYTES.next_multiple_of(len(&(0..GPU_PAGE)));
+    for size in [rounded, rounded + len(&(0..GPU_PAGE))] {
+        let pin = rm.pin(base, size, WHOLE_PAGES).unwrap();
+        assert_eq!((pin.va(), pin.pinned_len()), (base, size));
+        let mapped = pin.map(size, None).unwrap();
+        assert_eq!((mapped.len(), peek(&mapped, BYTES - 4, 4)), (size, b"last".to_vec()));
+    }
+    assert!(rm.pin(base, rounded + len(&(0..GPU_PAGE)) + 1, WHOLE_PAGES).is_err());
+    assert!(rm.pin(base, BYTES + 1, PinFlags::empty()).is_err());
 }
 
 #[test]
