@@ -39,6 +39,7 @@
 
 mod backend;
 mod buffer;
+mod builder;
 pub mod copy;
 mod cpu_range;
 pub mod cuda;
@@ -46,6 +47,7 @@ mod error;
 mod fork;
 mod gdr;
 mod kernel;
+mod late;
 mod mapping;
 mod memory_file;
 mod pin;
@@ -53,16 +55,19 @@ pub mod planner;
 #[cfg(feature = "standin")]
 #[doc(hidden)]
 pub mod standin;
+mod survey;
 mod system;
 
 pub use backend::{Attribute, BackendKind, MappingType, PinFlags};
 pub use buffer::GpuBuffer;
+pub use builder::GdrBuilder;
 pub use error::{Error, Refusal, Result};
-pub use gdr::{Gdr, GdrBuilder};
+pub use gdr::Gdr;
 #[doc(hidden)]
 pub use kernel::Kernel;
 pub use mapping::{Mapping, Word};
 pub use pin::{Pin, PinInfo};
 pub use planner::Planner;
+pub use survey::Survey;
 #[doc(hidden)]
 pub use system::System;

@@ -63,7 +63,7 @@ impl Held {
     /// it may have been freed, and the addresses given to another allocation.
     pub(crate) fn cuda(&self) -> Option<(&dyn Cuda, i32)> {
         let allocation = self.allocation?;
-        let cuda = self.gdr.cuda().ok()?;
+        let cuda = self.gdr.cuda()?;
         let alive = cuda.buffer_id(self.addr).is_ok_and(|id| id == allocation.buffer_id);
         alive.then_some((&**cuda, allocation.device))
     }
@@ -71,7 +71,7 @@ impl Held {
     /// CUDA's flush of what came over PCIe, where there is CUDA.
     pub(crate) fn flush(&self) -> Result<()> {
         match (self.allocation, self.gdr.cuda()) {
-            (Some(allocation), Ok(cuda)) => cuda.flush(allocation.device),
+            (Some(allocation), Some(cuda)) => cuda.flush(allocation.device),
             _ => Ok(()),
         }
     }
@@ -80,7 +80,7 @@ impl Held {
 impl Pin {
     pub(crate) fn new(pinned: Box<dyn Pinned>, addr: u64, len: usize, gdr: Gdr) -> Self {
         let (mapped, owner) = (AtomicBool::new(false), Owner::this_process());
-        let known = gdr.cuda().ok().and_then(|cuda| cuda.pointer(addr).ok());
+        let known = gdr.cuda().and_then(|cuda| cuda.pointer(addr).ok());
         let allocation = known.filter(|m| m.kind.is_device() && addr + len as u64 <= m.base + m.size as u64);
         Self(Arc::new(Held { pinned, addr, len, allocation, mapped, owner, gdr }))
     }

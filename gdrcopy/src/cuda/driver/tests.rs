@@ -15,7 +15,7 @@ fn pci_addresses_become_those_of_sysfs() {
 
 #[test]
 fn a_machine_without_libcuda_says_what_to_install() {
-    match Driver::load() {
+    match Installed.initialise() {
         Err(error @ Error::Sys { .. }) => {
             let text = error.to_string();
             assert!(text.contains("libcuda") && text.contains("install the NVIDIA driver"), "{text}");
