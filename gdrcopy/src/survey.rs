@@ -66,7 +66,7 @@ impl Survey {
         )?;
         let survey = Self { ladder, rung, owner: Owner::this_process() };
         if survey.opened().is_none() {
-            tracing::info!("GPU memory will be mapped by {survey}");
+            tracing::info!("likely to serve: {survey}");
         }
         Ok(survey)
     }
