@@ -31,6 +31,8 @@
 //! - Any address and length of one CUDA allocation can be pinned and mapped; alignment is this library's business. A
 //!   mapping begins at the byte that was asked for.
 //! - [`Mapping`] keeps its [`Pin`], a pin its [`Gdr`]; they may be dropped in any order, on any thread.
+//! - [`Gdr::open`] initialises CUDA, except with `gdrdrv` and `host`; children that are forked afterwards cannot use it.
+//!   [`GdrBuilder::survey`] puts it off until the first need.
 //! - A forked child has a hole where the mapping was. Pins do not work there, and dropping them does nothing.
 //! - What a running kernel sees, and when: [`Mapping`].
 //! - No size is best copied in one way: [`Planner`].

@@ -77,6 +77,14 @@ fn a_machine_without_gpus_says_so() {
 }
 
 #[test]
+fn the_version_is_known_before_cuda_is_initialised() {
+    let api = Api { init: None, ..fake::api() };
+    assert_eq!(version(&api).unwrap(), 13000);
+    fail("cuDriverGetVersion", CudaStatus::INVALID_VALUE);
+    assert_eq!(version(&api).unwrap_err().errno(), libc::EINVAL);
+}
+
+#[test]
 fn an_entry_point_that_the_driver_lacks_is_an_error_where_it_is_needed() {
     let api = Api { mem_get_handle_for_address_range: None, ..fake::api() };
     let driver = Driver::with(api).unwrap();
