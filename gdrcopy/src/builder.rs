@@ -72,7 +72,8 @@ impl GdrBuilder {
     /// Opens the library, at once: see [`Gdr::open`].
     ///
     /// # Errors
-    /// [`Error::NoBackend`] with the reason of every backend that was tried.
+    /// [`Error::NoBackend`] with the reason of every backend that was tried, [`Error::InvalidArgument`] for a
+    /// `GDRCOPY_BACKEND` that does not exist.
     pub fn open(self) -> Result<Gdr> {
         self.ladder()?.open()
     }
@@ -82,7 +83,7 @@ impl GdrBuilder {
     /// [`Survey::open`] opens when the time has come.
     ///
     /// # Errors
-    /// [`Error::NoBackend`] with the reason of every backend, if none can serve.
+    /// [`Error::NoBackend`] with the reason of every backend if none can serve; else as [`open`](Self::open).
     pub fn survey(self) -> Result<Survey> {
         Survey::new(self.ladder()?)
     }
@@ -99,8 +100,8 @@ impl GdrBuilder {
 
 /// `GDRCOPY_BACKEND` names a backend; `GDRCOPY_USE_DMABUF_MMAP=1` is GDRCopy's way to ask for dma-buf.
 fn from_environment() -> Result<Option<BackendKind>> {
-    if let Ok(name) = std::env::var("GDRCOPY_BACKEND") {
-        return name.parse().map(Some);
+    if let Some(name) = std::env::var_os("GDRCOPY_BACKEND") {
+        return name.to_string_lossy().parse().map(Some);
     }
     let dmabuf = std::env::var("GDRCOPY_USE_DMABUF_MMAP").is_ok_and(|value| value == "1");
     Ok(dmabuf.then_some(BackendKind::DmaBuf))

@@ -57,7 +57,7 @@ impl Gdr {
     /// [`GdrBuilder::survey`] instead.
     ///
     /// # Errors
-    /// [`Error::NoBackend`] with the reason of every backend that was tried.
+    /// As [`GdrBuilder::open`].
     pub fn open() -> Result<Self> {
         Self::builder().open()
     }
@@ -99,7 +99,8 @@ impl Gdr {
         self.0.system.cuda().map_or_else(|_| Ok(Vec::new()), |cuda| cuda.devices())
     }
 
-    /// Pins `len` bytes of GPU memory at `addr`: any address and length within one allocation, aligned or not.
+    /// Pins `len` bytes of GPU memory at `addr`: any address and length within one allocation, aligned or not. See
+    /// [`PinFlags::WHOLE_PAGES`] for what leaves it.
     ///
     /// # Errors
     /// What is wrong with the range, or what the backend lacks.
@@ -122,7 +123,7 @@ impl Gdr {
         if len == 0 || addr.checked_add(len as u64).is_none() || isize::try_from(len).is_err() {
             return Err(Error::invalid("length", len, "one byte to the rest of the allocation"));
         }
-        Ok(Pin::new(self.0.backend.pin(addr, len, flags)?, addr, len, self.clone()))
+        Ok(Pin::new(self.0.backend.pin(addr, len, flags)?, addr, len, flags, self.clone()))
     }
 
     /// Pins and maps in one step.

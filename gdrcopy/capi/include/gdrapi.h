@@ -88,8 +88,9 @@ int gdr_close(gdr_t g);
 /* ---- Pinning ---------------------------------------------------------------------------------------------------- */
 
 /*
- * Pins size bytes of GPU memory at addr, in any alignment, within one CUDA allocation. The tokens are ignored; give 0.
- * EINVAL: no GPU memory that can be mapped, a range beyond its allocation; ENOMEM: BAR1 is full; ENODEV: see gdr_open.
+ * Pins size bytes of GPU memory at addr, in any alignment. The range may leave its CUDA allocation as far as the GPU
+ * pages, or the driver's block of memory, around it reach. The tokens are ignored; give 0.
+ * EINVAL: no GPU memory that can be mapped, a range beyond that; ENOMEM: BAR1 is full; ENODEV: see gdr_open.
  */
 int gdr_pin_buffer(gdr_t g, unsigned long addr, size_t size, uint64_t p2p_token, uint32_t va_space, gdr_mh_t *handle);
 

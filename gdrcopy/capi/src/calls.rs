@@ -98,10 +98,15 @@ pub unsafe extern "C" fn gdr_pin_buffer_v2(
 /// As [`gdr_pin_buffer`].
 unsafe fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32, handle: *mut gdr_mh_t) -> Result<()> {
     let out = non_null("handle", handle)?;
-    let flags = PinFlags::from_bits_retain(flags);
+    let asked = PinFlags::from_bits_retain(flags);
+    if !PinFlags::FORCE_PCIE.contains(asked) {
+        return Err(invalid("pin flags", flags, "a combination of gdr_pin_flags_t"));
+    }
+    // Communication libraries round to GPU pages themselves, which may go beyond what CUDA allocated.
+    let flags = asked | PinFlags::WHOLE_PAGES;
     let pinned = Table::library(id(g))?.pin(addr, size, flags).map_err(|error| match error {
         // The one error number that GDRCopy documents for it.
-        Error::Unsupported { .. } if flags == PinFlags::FORCE_PCIE => {
+        Error::Unsupported { .. } if asked == PinFlags::FORCE_PCIE => {
             invalid("pin flag", format_args!("FORCE_PCIE ({error})"), "none here")
         }
         error => error,

@@ -27,6 +27,10 @@
 //!   Backend and attributes that were asked for before may then turn out to be others.
 //! - **`gdr_close`** gives everything back even if a part fails, and returns the first error.
 //! - **`gdr_pin_buffer`** ignores its tokens, as theirs on drivers since 2.5, and says so in the log (information).
+//! - **A range beyond its allocation**, which callers get that round to GPU pages themselves, can be pinned as with
+//!   theirs: on the kernel module as far as the driver lets it, without as far as the driver's block of memory or the
+//!   pages that CUDA exports reach.
+//! - **`dlclose`** does not unload the library.
 //! - **`gdr_pin_buffer_v2`** refuses unknown flags with `EINVAL`; theirs ignores them.
 //! - **`gdr_map`** maps also what was pinned at an address that is not aligned: it returns the address of `info.va`, the
 //!   caller adds `d_addr - info.va`, and the size counts from `d_addr`. A mapping type that the platform lacks is

@@ -45,13 +45,6 @@ pub enum MemoryKind {
     Unknown,
 }
 
-impl MemoryKind {
-    /// Memory on a GPU that stays where it is.
-    pub(crate) fn is_device(self) -> bool {
-        matches!(self, Self::Malloc | Self::Vmm | Self::Pool)
-    }
-}
-
 /// What CUDA knows of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PointerInfo {
@@ -125,11 +118,12 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`].
     fn export_fd(&self, addr: u64) -> Result<OwnedFd>;
 
-    /// `cuMemGetHandleForAddressRange` for a dma-buf; `pcie` forces BAR1.
+    /// `cuMemGetHandleForAddressRange` for a dma-buf of whole host pages; `pcie` forces BAR1. `memory` is an address of
+    /// the allocation, since the pages may begin before it.
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    fn dma_buf(&self, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
+    fn dma_buf(&self, memory: u64, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
 
     /// Allocates GPU memory with `SYNC_MEMOPS` set; aligned to 64 KiB.
     ///
@@ -174,32 +168,9 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     fn flush(&self, device: i32) -> Result<()>;
 }
 
-/// Finds the allocation of a range and refuses what cannot be mapped.
-pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<PointerInfo> {
-    let memory = cuda.pointer(addr)?;
-    if memory.kind.is_device() {
-        return within(memory, addr, len);
-    }
-    let (found, fix) = match memory.kind {
-        MemoryKind::Managed => ("managed memory, which moves", "allocate with cuMemAlloc or cuMemCreate"),
-        MemoryKind::Host => ("host memory", "use it directly; only GPU memory needs a mapping"),
-        _ => return Err(unknown(addr)),
-    };
-    Err(Error::NotMappable { addr, found, fix })
-}
-
 /// The error for an address that CUDA does not know.
 pub(crate) fn unknown(addr: u64) -> Error {
     let found = "no CUDA memory of this process";
     let fix = "pass the address of a live allocation; memory of other processes must be opened here first";
     Error::NotMappable { addr, found, fix }
-}
-
-fn within(memory: PointerInfo, addr: u64, len: usize) -> Result<PointerInfo> {
-    let end = addr.checked_add(len as u64);
-    // A VMM range may go on in the next mapping; its backend follows it.
-    if memory.kind != MemoryKind::Vmm && end.is_none_or(|end| end > memory.base + memory.size as u64) {
-        return Err(Error::BeyondAllocation { addr, len, base: memory.base, size: memory.size });
-    }
-    Ok(memory)
 }

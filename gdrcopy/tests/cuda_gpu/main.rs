@@ -206,7 +206,7 @@ fn descriptors_and_handles_come_out() {
             break;
         }
         for pcie in [false, true] {
-            match cuda.dma_buf(addr, 65_536, pcie) {
+            match cuda.dma_buf(addr, addr, 65_536, pcie) {
                 Ok(fd) => assert!(close_on_exec(&fd)),
                 Err(error) => {
                     println!("dma-buf, PCIe {pcie}: {error}");
@@ -214,7 +214,7 @@ fn descriptors_and_handles_come_out() {
                 }
             }
         }
-        assert!(cuda.dma_buf(addr, 100, false).is_err(), "not whole pages");
+        assert!(cuda.dma_buf(addr, addr, 100, false).is_err(), "not whole pages");
     }
     free(&*cuda, vmm);
     free(&*cuda, malloc);
@@ -234,7 +234,7 @@ fn the_callers_context_stays() {
             let info = cuda.pointer(addr).unwrap();
             let _ = cuda.ipc_handle(info.base);
             check("ipc_handle");
-            let _ = cuda.dma_buf(addr, 4096, false);
+            let _ = cuda.dma_buf(addr, addr, 4096, false);
             check("dma_buf");
             let _ = cuda.export_fd(addr);
             check("export_fd");
@@ -313,7 +313,7 @@ fn nothing_waits(cuda: &Arc<dyn Cuda>, held: impl FnOnce() -> Box<dyn Send>) {
             step.send("pointer").unwrap();
             cuda.pointer(addr).unwrap();
             step.send("dma_buf").unwrap();
-            let _ = cuda.dma_buf(addr, 65_536, false);
+            let _ = cuda.dma_buf(addr, addr, 65_536, false);
             step.send("export_fd, ipc_handle").unwrap();
             let _ = cuda.export_fd(addr);
             let _ = cuda.ipc_handle(cuda.pointer(addr).unwrap().base);

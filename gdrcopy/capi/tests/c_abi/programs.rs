@@ -35,10 +35,10 @@ fn threads_share_everything() {
 }
 
 #[test]
-fn the_library_can_be_loaded_and_unloaded() {
+fn the_library_can_be_loaded_and_stays() {
     let program = Program::compile("loaded");
     program.passes();
-    // Without messages, nothing of the library keeps it loaded.
+    // Without messages too.
     let output = program.run::<&str>(&[], &[("GDRCOPY_BACKEND", "host")]);
     assert!(output.status.success(), "{output:?}");
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");

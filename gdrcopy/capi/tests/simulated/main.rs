@@ -5,4 +5,5 @@ mod dmabuf;
 mod first_use;
 mod gdrdrv;
 mod library;
+mod pages;
 mod rm;

@@ -158,8 +158,8 @@ impl Cuda for Driver {
         fd
     }
 
-    fn dma_buf(&self, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd> {
-        let _current = self.home(addr)?.1.enter(&self.api)?;
+    fn dma_buf(&self, memory: u64, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd> {
+        let _current = self.home(memory)?.1.enter(&self.api)?;
         let flags = if pcie { RANGE_FLAG_PCIE } else { 0 };
         received_fd(|fd| {
             // SAFETY: a place for the descriptor; the driver checks the range.

@@ -89,7 +89,7 @@ fn an_entry_point_that_the_driver_lacks_is_an_error_where_it_is_needed() {
     let api = Api { mem_get_handle_for_address_range: None, ..fake::api() };
     let driver = Driver::with(api).unwrap();
     know_malloc(ADDR, APPLICATION);
-    let error = driver.dma_buf(ADDR, 4096, true).unwrap_err();
+    let error = driver.dma_buf(ADDR, ADDR, 4096, true).unwrap_err();
     assert!(
         matches!(&error, Error::Unsupported { what, .. } if what == "cuMemGetHandleForAddressRange"),
         "{error}"
@@ -118,7 +118,7 @@ fn every_call_leaves_the_current_context_as_it_was() {
         ("cuMemcpyHtoDAsync", &|| send(&driver, 1, ADDR)),
         ("cuStreamSynchronize", &|| send(&driver, 1, ADDR)),
         ("cuIpcGetMemHandle", &|| driver.ipc_handle(ADDR).map(drop)),
-        ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, 4096, true).map(drop)),
+        ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, ADDR, 4096, true).map(drop)),
         ("cuFlushGPUDirectRDMAWrites", &|| driver.flush(1)),
         ("cuCtxPushCurrent", &|| driver.flush(1)),
     ];
@@ -352,7 +352,8 @@ fn vmm_memory_is_told_by_mapping_where_the_driver_can() {
 fn descriptors_are_closed_on_exec_and_handles_given_back() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
-    for fd in [driver.export_fd(ADDR).unwrap(), driver.dma_buf(ADDR, 4096, true).unwrap()] {
+    // The pages of a dma-buf may begin at an address that CUDA does not know.
+    for fd in [driver.export_fd(ADDR).unwrap(), driver.dma_buf(ADDR, ADDR - 4096, 8192, true).unwrap()] {
         // SAFETY: an open descriptor.
         assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
     }
