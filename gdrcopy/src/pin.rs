@@ -63,7 +63,7 @@ impl Held {
     /// the memory that is pinned: it may have been freed, and the addresses given to another allocation.
     pub(crate) fn cuda(&self) -> Option<(&dyn Cuda, i32)> {
         let memory = self.part.as_ref().filter(|part| part.holds(self.addr, self.len))?.memory;
-        let cuda = self.gdr.cuda().ok()?;
+        let cuda = self.gdr.cuda()?;
         let alive = cuda.buffer_id(self.addr).is_ok_and(|id| id == memory.buffer_id);
         alive.then_some((&**cuda, memory.device))
     }
@@ -71,7 +71,7 @@ impl Held {
     /// CUDA's flush of what came over PCIe, where there is CUDA.
     pub(crate) fn flush(&self) -> Result<()> {
         match (&self.part, self.gdr.cuda()) {
-            (Some(part), Ok(cuda)) => cuda.flush(part.memory.device),
+            (Some(part), Some(cuda)) => cuda.flush(part.memory.device),
             _ => Ok(()),
         }
     }
@@ -80,7 +80,7 @@ impl Held {
 impl Pin {
     pub(crate) fn new(pinned: Box<dyn Pinned>, addr: u64, len: usize, flags: PinFlags, gdr: Gdr) -> Self {
         let (mapped, owner) = (AtomicBool::new(false), Owner::this_process());
-        let part = gdr.cuda().ok().and_then(|cuda| locate(&**cuda, addr, len, flags).ok());
+        let part = gdr.cuda().and_then(|cuda| locate(&**cuda, addr, len, flags).ok());
         Self(Arc::new(Held { pinned, addr, len, part, mapped, owner, gdr }))
     }
 

@@ -55,6 +55,14 @@ impl Host {
     pub(crate) fn open(_system: &System) -> Result<Self> {
         Ok(Self { registry: Arc::default(), owner: Owner::this_process() })
     }
+
+    /// What [`Backend::attribute`] gives on every machine.
+    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
+        match attribute {
+            Attribute::UsePersistentMapping => 1,
+            Attribute::SupportPinFlagForcePcie | Attribute::UsingDmaBufMmap => 0,
+        }
+    }
 }
 
 impl Backend for Host {
@@ -63,10 +71,7 @@ impl Backend for Host {
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(match attribute {
-            Attribute::UsePersistentMapping => 1,
-            Attribute::SupportPinFlagForcePcie | Attribute::UsingDmaBufMmap => 0,
-        })
+        Ok(Self::attribute_of(attribute))
     }
 
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {

@@ -2,14 +2,17 @@
 //! machine can stand in for it.
 
 mod driver;
+mod source;
 mod status;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 
+#[doc(hidden)]
+pub use source::CudaSource;
 pub use status::CudaStatus;
 
-pub(crate) use driver::Driver;
+pub(crate) use driver::Installed;
 
 use crate::error::{Error, Result};
 

@@ -2,6 +2,7 @@
 //! each of their failures comes to.
 
 mod dmabuf;
+mod first_use;
 mod gdrdrv;
 mod library;
 mod pages;

@@ -43,11 +43,9 @@ struct Machine {
 }
 
 impl DmaBuf {
-    /// Tries the driver on the first GPU that has dma-bufs; others are tried at their first pin, since that
-    /// makes a CUDA context there.
-    pub(crate) fn open(system: &System) -> Result<Self> {
-        let cuda = system.cuda()?;
-        let version = cuda.driver_version()?;
+    /// Whether the driver's version is one that maps dma-bufs; does not initialise CUDA.
+    pub(crate) fn survey(system: &System) -> Result<()> {
+        let version = system.cuda_version()?;
         if version < FIRST_CUDA {
             return Err(Error::Unsupported {
                 what: format!("mmap of a dma-buf (CUDA {}.{})", version / 1000, version % 1000 / 10),
@@ -55,6 +53,14 @@ impl DmaBuf {
                 fix: "update to a driver with CUDA 13.3 or newer, load gdrdrv, or use the rm backend",
             });
         }
+        Ok(())
+    }
+
+    /// Tries the driver on the first GPU that has dma-bufs; others are tried at their first pin, since that
+    /// makes a CUDA context there.
+    pub(crate) fn open(system: &System) -> Result<Self> {
+        Self::survey(system)?;
+        let cuda = system.cuda()?;
         let machine = Machine { kernel: system.kernel.clone(), cuda: cuda.clone() };
         let this = Self { machine, owner: Owner::this_process(), proven: Mutex::default() };
         for gpu in cuda.devices()? {
@@ -64,6 +70,15 @@ impl DmaBuf {
             }
         }
         Err(no_dma_buf())
+    }
+
+    /// What [`Backend::attribute`] gives on every machine.
+    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
+        match attribute {
+            Attribute::UsePersistentMapping
+            | Attribute::SupportPinFlagForcePcie
+            | Attribute::UsingDmaBufMmap => 1,
+        }
     }
 
     /// Makes sure that mappings of a device show what CUDA shows.
@@ -105,11 +120,7 @@ impl Backend for DmaBuf {
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(match attribute {
-            Attribute::UsePersistentMapping
-            | Attribute::SupportPinFlagForcePcie
-            | Attribute::UsingDmaBufMmap => 1,
-        })
+        Ok(Self::attribute_of(attribute))
     }
 
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {

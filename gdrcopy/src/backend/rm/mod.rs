@@ -74,6 +74,20 @@ pub(crate) struct Rm {
 }
 
 impl Rm {
+    /// Whether there is CUDA and the driver takes clients; does not initialise CUDA.
+    pub(crate) fn survey(system: &System) -> Result<()> {
+        system.cuda_version()?;
+        Client::open(system.kernel.clone()).map(drop)
+    }
+
+    /// What [`Backend::attribute`] gives on every machine.
+    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
+        match attribute {
+            Attribute::UsePersistentMapping | Attribute::SupportPinFlagForcePcie => 1,
+            Attribute::UsingDmaBufMmap => 0,
+        }
+    }
+
     /// Opens the driver and proves that `cuMemAlloc` memory of the first GPU can be mapped.
     ///
     /// # Errors
@@ -111,10 +125,7 @@ impl Backend for Rm {
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(match attribute {
-            Attribute::UsePersistentMapping | Attribute::SupportPinFlagForcePcie => 1,
-            Attribute::UsingDmaBufMmap => 0,
-        })
+        Ok(Self::attribute_of(attribute))
     }
 
     /// [`PinFlags::FORCE_PCIE`] changes nothing: mappings always go through BAR1.

@@ -15,7 +15,7 @@ fn pci_addresses_become_those_of_sysfs() {
 
 #[test]
 fn a_machine_without_libcuda_says_what_to_install() {
-    match Driver::load() {
+    match Installed.initialise() {
         Err(error @ Error::Sys { .. }) => {
             let text = error.to_string();
             assert!(text.contains("libcuda") && text.contains("install the NVIDIA driver"), "{text}");
@@ -74,6 +74,14 @@ fn a_machine_without_gpus_says_so() {
     assert_eq!(error.errno(), libc::ENODEV);
     let text = error.to_string();
     assert!(text.contains("cuInit") && text.contains("no GPU is visible"), "{text}");
+}
+
+#[test]
+fn the_version_is_known_before_cuda_is_initialised() {
+    let api = Api { init: None, ..fake::api() };
+    assert_eq!(version(&api).unwrap(), 13000);
+    fail("cuDriverGetVersion", CudaStatus::INVALID_VALUE);
+    assert_eq!(version(&api).unwrap_err().errno(), libc::EINVAL);
 }
 
 #[test]
