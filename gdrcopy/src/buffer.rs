@@ -7,6 +7,9 @@ use crate::mapping::Mapping;
 use crate::pin::Pin;
 
 /// GPU memory of our own; freed when dropped. Pins and mappings of it may live longer and then show the old bytes.
+///
+/// To free memory CUDA may wait for all work of the GPU: do not drop this while a stream waits for something that the
+/// dropping thread has yet to do.
 #[derive(Debug)]
 pub struct GpuBuffer {
     // Declared first: freed before the backend closes.
@@ -49,7 +52,9 @@ impl GpuBuffer {
     /// Writes by CUDA's copy engine; in place on return.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::Cuda`](crate::Error::Cuda).
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::Cuda`](crate::Error::Cuda), and for up to 256 KiB
+    /// [`Error::Timeout`](crate::Error::Timeout) where the application's waiting streams hold up the whole GPU. Then
+    /// the bytes may still arrive, at any later time. A longer copy goes on waiting.
     pub fn copy_in(&self, offset: usize, data: &[u8]) -> Result<()> {
         self.allocation.write(offset, data)
     }

@@ -70,7 +70,7 @@ pub enum Error {
     /// A pin has one mapping at a time.
     #[error("this memory is already mapped by this pin; drop the mapping, or pin the memory once more")]
     AlreadyMapped,
-    /// The driver took the memory away from under a pin or mapping that does not hold it.
+    /// The memory was freed, and the pin does not hold it or cannot map it any more.
     #[error("the GPU memory under this pin was freed; pin the new allocation")]
     Invalidated,
     /// Pins belong to the process that made them.

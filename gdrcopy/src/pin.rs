@@ -119,6 +119,8 @@ impl Pin {
     ///
     /// # Errors
     /// [`Error::AlreadyMapped`] while another mapping of this pin lives, or what the backend lacks.
+    /// [`Error::Invalidated`] if the memory was freed since it was pinned, on backends that compare a new mapping with
+    /// what CUDA shows (`dmabuf`, `rm`); a mapping that exists does not mind.
     pub fn map(&self) -> Result<Mapping> {
         self.map_as(None)
     }

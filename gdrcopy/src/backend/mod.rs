@@ -63,7 +63,7 @@ impl FromStr for BackendKind {
         Self::LADDER
             .into_iter()
             .find(|kind| kind.name() == name)
-            .ok_or_else(|| Error::invalid("backend", name, "gdrdrv, dmabuf, rm or host"))
+            .ok_or_else(|| Error::invalid("backend (GDRCOPY_BACKEND)", name, "gdrdrv, dmabuf, rm or host"))
     }
 }
 

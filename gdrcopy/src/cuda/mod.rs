@@ -72,8 +72,9 @@ pub enum AllocKind {
     Vmm,
 }
 
-/// The CUDA driver. Device numbers are CUDA ordinals. Calls leave the caller's current context as it was
-/// and, but for [`Cuda::free`], never wait for the caller's streams.
+/// The CUDA driver. Device numbers are CUDA ordinals. Calls leave the caller's current context as it was,
+/// may be made during a stream capture without becoming part of it, and, but for [`Cuda::free`], never wait for the
+/// caller's streams.
 pub trait Cuda: Send + Sync + fmt::Debug {
     /// `cuDriverGetVersion`: 1000 * major + 10 * minor.
     ///

@@ -10,6 +10,8 @@ mod table;
 use std::fmt;
 use std::num::NonZero;
 
+use parking_lot::Mutex;
+
 use crate::copy;
 use crate::cuda::Cuda;
 use crate::error::Result;
@@ -89,10 +91,12 @@ impl Planner {
 
     /// Writes by the best way; in order before every later store of this thread, as [`Mapping::write`].
     ///
-    /// Memory that was freed under its mapping is always copied by the CPU: CUDA no longer knows it.
+    /// Memory that was freed under its mapping is always copied by the CPU: CUDA no longer knows it. Do not free it
+    /// during a copy: the copy engine would go on with whatever is allocated there next.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::Cuda`](crate::Error::Cuda).
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::Cuda`](crate::Error::Cuda),
+    /// [`Error::Timeout`](crate::Error::Timeout) as for [`GpuBuffer::copy_in`](crate::GpuBuffer::copy_in).
     #[inline]
     pub fn write(&self, mapping: &Mapping, offset: usize, data: &[u8]) -> Result<()> {
         match self.way(Direction::ToGpu, data.len()) {
@@ -174,32 +178,44 @@ fn cut(addr: usize, len: usize, n: NonZero<usize>) -> (usize, usize) {
     ((each - skew).min(len), each)
 }
 
-/// Copies each part by a thread of its own, the first by this one.
-fn spread<T: AsRef<[u8]> + Send>(
+/// Copies the parts by a thread for each, this one among them. Where the system gives fewer threads, each takes the
+/// next part when it is done with one.
+fn spread<T: AsRef<[u8]>>(
     mut offset: usize,
-    mut parts: impl Iterator<Item = T>,
+    parts: impl Iterator<Item = T> + Send,
     copy: impl Fn(usize, T) -> Result<()> + Sync,
 ) -> Result<()> {
-    let mut place = move |part: T| {
+    let (threads, _) = parts.size_hint();
+    let parts = Mutex::new(parts.map(move |part| {
         let at = offset;
         offset += part.as_ref().len();
         (at, part)
-    };
-    let first = parts.next().map(&mut place);
-    let copy = &copy;
+    }));
+    let next = || parts.lock().next();
+    let work = || std::iter::from_fn(next).try_for_each(|(at, part)| copy(at, part));
     std::thread::scope(|scope| {
-        let others: Vec<_> = parts.map(place).map(|(at, part)| scope.spawn(move || copy(at, part))).collect();
-        let mine = first.map_or(Ok(()), |(at, part)| copy(at, part));
-        others.into_iter().fold(mine, |result, other| {
+        let spawn = || std::thread::Builder::new().spawn_scoped(scope, work).inspect_err(fewer_threads);
+        let others: Vec<_> = (1..threads).map_while(|_| spawn().ok()).collect();
+        others.into_iter().fold(work(), |result, other| {
             result.and(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         })
     })
 }
 
+fn fewer_threads(error: &std::io::Error) {
+    tracing::warn!(%error, "a copy goes by fewer threads than planned: raise the limits on processes and memory");
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+
     use super::*;
+    use crate::Error;
     use crate::backend::BackendKind;
+    use crate::backend::tests::rig::{End, in_child};
 
     #[test]
     fn pieces_cover_the_copy_and_begin_aligned() {
@@ -213,6 +229,47 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_copy_does_without_the_threads_that_it_does_not_get() {
+        // In place of a mapping, which a child would not have.
+        let (data, copied) = (vec![7_u8; 1 << 20], Mutex::new(vec![0_u8; 1 << 20]));
+        let end = in_child(|| {
+            let pages = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+            let Some(Ok(pages)) = pages.split(' ').next().map(str::parse::<u64>) else { return false };
+            // A little memory, but not enough for the stack of a thread.
+            let bytes = pages * crate::backend::host_page() as u64 + (1 << 20);
+            let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+            // SAFETY: a valid structure.
+            if unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) } != 0 {
+                return false;
+            }
+            // The others go on when this thread has its part, so that all of them live at a time. A few find the stack
+            // of a thread that is gone.
+            let (caller, threads, go) =
+                (thread::current().id(), Mutex::new(HashSet::new()), AtomicBool::new(false));
+            let result = spread(0, data.chunks(1 << 12), |at, part| {
+                threads.lock().insert(thread::current().id());
+                if thread::current().id() == caller {
+                    go.store(true, Ordering::Relaxed);
+                }
+                while !go.load(Ordering::Relaxed) {
+                    thread::yield_now();
+                }
+                copied.lock()[at..][..part.len()].copy_from_slice(part);
+                Ok(())
+            });
+            result.is_ok() && *copied.lock() == data && threads.lock().len() < data.len() >> 12
+        });
+        assert_eq!(end, End::Said(true));
+    }
+
+    #[test]
+    fn the_first_failure_of_a_part_is_that_of_the_copy() {
+        let failing = |at, _: &[u8]| if at == 3 { Err(Error::Invalidated) } else { Ok(()) };
+        assert!(matches!(spread(0, [0_u8; 9].chunks(1), failing), Err(Error::Invalidated)));
+        assert!(spread(4, [0_u8; 9].chunks(1), failing).is_ok());
     }
 
     #[test]

@@ -23,9 +23,10 @@ pub struct Table {
 const STEPS: usize = 16;
 
 impl Table {
-    /// From curves of ascending points. A way counts only for sizes up to its last point, except that the way which
+    /// From curves, whose points it sorts. A way counts only for sizes up to its last point, except that the way which
     /// is best there goes on for ever. Without any curve everything is copied by the CPU.
-    pub fn new(curves: Vec<(Way, Vec<Point>)>) -> Self {
+    pub fn new(mut curves: Vec<(Way, Vec<Point>)>) -> Self {
+        curves.iter_mut().for_each(|(_, points)| points.sort_by_key(|p| p.len));
         let mut lengths: Vec<usize> = curves.iter().flat_map(|(_, points)| points).map(|p| p.len).collect();
         lengths.sort_unstable();
         lengths.dedup();
@@ -116,6 +117,14 @@ mod tests {
         let table = Table::new(curves);
         assert_eq!(table.way(4), Way::Cpu);
         assert_eq!(table.way(8), Way::CopyEngine);
+    }
+
+    #[test]
+    fn points_may_come_in_any_order_and_twice() {
+        let mut points = line(1.0, 0.5, &[1, 64, 64, 4096]);
+        points.reverse();
+        let table = Table::new(vec![(Way::CopyEngine, points), (Way::Cpu, line(0.1, 1.0, &[4096, 1]))]);
+        assert_eq!((table.way(1), table.way(4096)), (Way::Cpu, Way::CopyEngine));
     }
 
     #[test]

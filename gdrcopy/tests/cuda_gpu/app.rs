@@ -165,6 +165,25 @@ impl Drop for Stream {
     }
 }
 
+/// A stream whose work is captured into a graph.
+pub(crate) struct Capture(Stream);
+
+impl Capture {
+    /// In the mode of this number (`CUstreamCaptureMode`).
+    pub(crate) fn new(mode: u32) -> Self {
+        let stream = Stream::new();
+        cu!("cuStreamBeginCapture_v2", stream.0 => Handle, mode => u32);
+        Self(stream)
+    }
+
+    /// Panics if the capture was spoiled.
+    pub(crate) fn end(self) {
+        let mut graph = 0;
+        cu!("cuStreamEndCapture", self.0.0 => Handle, &mut graph => *mut Handle);
+        cu!("cuGraphDestroy", graph => Handle);
+    }
+}
+
 /// A stream held in a host function until this is dropped.
 pub(crate) struct HeldByHostFunction {
     stream: Stream,

@@ -2,6 +2,7 @@
 
 mod app;
 
+use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -271,6 +272,68 @@ fn memory_of_the_applications_own_context_is_reached() {
     let addr = cuda.alloc(0, 8, AllocKind::Malloc).unwrap();
     write(&*cuda, addr, b"on").unwrap();
     free(&*cuda, addr);
+}
+
+/// By that number it is known that an address no longer means the memory that was pinned.
+#[test]
+fn an_address_that_is_used_again_has_another_number() {
+    let Some((cuda, _gpu)) = gpu() else { return };
+    let _context = app::PrimaryContext::new();
+    let len = 2 << 20;
+    let again = |name: &str, make: &dyn Fn() -> u64, free: &dyn Fn(u64)| {
+        let (mut numbers, mut again) = (HashMap::new(), 0);
+        for _ in 0..20 {
+            let addr = make();
+            let number = cuda.buffer_id(addr).unwrap();
+            assert_ne!(number, 0, "{name}");
+            again += u32::from(numbers.insert(addr, number).is_some_and(|old| {
+                assert_ne!(old, number, "{name}");
+                true
+            }));
+            free(addr);
+            assert_ne!(cuda.buffer_id(addr).unwrap(), number, "{name}, freed");
+        }
+        println!("{name}: {again} of 20 at an address used before");
+    };
+    again("cuMemAlloc", &|| app::malloc(len), &app::free);
+    again("cuMemCreate", &|| cuda.alloc(0, len, AllocKind::Vmm).unwrap(), &|addr| free(&*cuda, addr));
+    again("cuMemAllocAsync", &|| app::malloc_from_pool(len), &app::free);
+
+    let [a, b] = [(); 2].map(|()| cuda.alloc(0, len, AllocKind::Vmm).unwrap());
+    let shown = [[a, b], [b, a]].map(|parts| {
+        let both = app::Neighbours::new(parts, len);
+        (both.base, cuda.buffer_id(both.base).unwrap())
+    });
+    println!("other memory mapped: {shown:x?}");
+    assert_ne!(shown[0], shown[1]);
+    [a, b].into_iter().for_each(|addr| free(&*cuda, addr));
+}
+
+#[test]
+fn a_capture_is_not_spoiled() {
+    const GLOBAL: u32 = 0;
+    const THREAD_LOCAL: u32 = 1;
+    let Some((cuda, _gpu)) = gpu() else { return };
+    let _context = app::PrimaryContext::new();
+    for mode in [GLOBAL, THREAD_LOCAL] {
+        let capture = app::Capture::new(mode);
+        let work = || {
+            for (kind, len) in KINDS.into_iter().zip([8, 1 << 20]) {
+                let addr = cuda.alloc(0, len, kind).unwrap();
+                write(&*cuda, addr, &pattern(len, 1)).unwrap();
+                assert!(read(&*cuda, addr, len).unwrap() == pattern(len, 1));
+                let base = cuda.pointer(addr).unwrap().base;
+                let _ =
+                    (cuda.ipc_handle(base), cuda.export_fd(addr), cuda.dma_buf(addr, addr, 65_536, false));
+                free(&*cuda, addr);
+            }
+            cuda.flush(0).unwrap();
+        };
+        // From the capturing thread, and from another.
+        work();
+        std::thread::scope(|scope| scope.spawn(work).join().unwrap());
+        capture.end();
+    }
 }
 
 #[test]

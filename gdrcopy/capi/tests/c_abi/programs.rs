@@ -65,7 +65,7 @@ fn an_opened_library_needs_a_gpu_unless_told_otherwise() {
         assert!(log.contains("dmabuf: ") && !log.contains("gdrdrv: "), "{log}");
     }
     let log = refuse(libc::EINVAL, &[("GDRCOPY_BACKEND", "gpu")]).expect("there is no such backend");
-    assert!(log.starts_with("ERR:  gdr_open: backend is gpu: "), "{log}");
+    assert!(log.starts_with("ERR:  gdr_open: backend (GDRCOPY_BACKEND) is gpu: "), "{log}");
 }
 
 #[test]

@@ -68,6 +68,7 @@ entry_points! {
     primary_ctx_get_state = "cuDevicePrimaryCtxGetState" (device: i32, flags: *mut u32, active: *mut i32);
     ctx_push_current = "cuCtxPushCurrent_v2" (context: Handle);
     ctx_pop_current = "cuCtxPopCurrent_v2" (context: *mut Handle);
+    thread_exchange_stream_capture_mode = "cuThreadExchangeStreamCaptureMode" (mode: *mut u32);
     pointer_get_attribute = "cuPointerGetAttribute" (data: *mut c_void, attribute: u32, addr: u64);
     pointer_get_attributes = "cuPointerGetAttributes"
         (count: u32, attributes: *const u32, data: *const *mut c_void, addr: u64);

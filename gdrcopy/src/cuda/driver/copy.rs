@@ -1,6 +1,5 @@
 //! Copies on streams of our own. The legacy stream, which the synchronous copies of CUDA use, waits for the
 //! blocking streams of the application; those may wait for what this copy brings.
-
 //!
 //! That is not enough where the application blocks as many streams as the GPU has hardware queues for this process
 //! (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default): on an H200 every other stream then stands still too, of whatever
@@ -13,9 +12,6 @@ use super::api::Api;
 use super::layout::{HOST_ALLOC_PORTABLE, Handle, STREAM_NON_BLOCKING};
 use crate::cuda::CudaStatus;
 use crate::error::{Error, Result};
-
-/// Idle streams kept for each GPU. More threads may copy at once; their streams are not kept.
-const IDLE_STREAMS: usize = 8;
 
 /// Up to this length bytes go through a pinned buffer, bytes. To the host that is quicker: on an H200 8 KiB take 6.6 us
 /// instead of 8.7, and 256 KiB 22 instead of 29. And it can be given up: the memory is ours, not the caller's.
@@ -61,7 +57,7 @@ impl Driver {
     /// # Safety
     /// `src` must be readable for `len` bytes.
     pub(super) unsafe fn copy_in(&self, device: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-        self.on_stream(device, dst, len, |stream| {
+        let start = |stream: &CopyStream| {
             let pinned = stream.pinned(len);
             if let Some(pinned) = pinned {
                 // SAFETY: the caller vouches for `src`; the pinned buffer is long enough and nobody else's.
@@ -69,9 +65,9 @@ impl Driver {
             }
             let from = pinned.map_or(src, <*mut u8>::cast_const);
             // SAFETY: readable as said above; the driver checks the GPU side.
-            let started = unsafe { self.api.memcpy_to_device_async(dst, from.cast(), len, stream.stream) };
-            self.wait(stream, started, pinned.is_some())
-        })
+            unsafe { self.api.memcpy_to_device_async(dst, from.cast(), len, stream.stream) }
+        };
+        self.on_stream(device, dst, len, start, |_| {})
     }
 
     /// Copies GPU memory to the host; see [`on_stream`](Self::on_stream).
@@ -79,27 +75,27 @@ impl Driver {
     /// # Safety
     /// `dst` must be writable for `len` bytes.
     pub(super) unsafe fn copy_out(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        self.on_stream(device, src, len, |stream| {
-            let pinned = stream.pinned(len);
-            let to = pinned.unwrap_or(dst);
+        let start = |stream: &CopyStream| {
+            let to = stream.pinned(len).unwrap_or(dst);
             // SAFETY: the caller vouches for `dst`, the pinned buffer is long enough; the driver checks the GPU side.
-            let started = unsafe { self.api.memcpy_to_host_async(to.cast(), src, len, stream.stream) };
-            self.wait(stream, started, pinned.is_some())?;
-            if let Some(pinned) = pinned {
+            unsafe { self.api.memcpy_to_host_async(to.cast(), src, len, stream.stream) }
+        };
+        self.on_stream(device, src, len, start, |stream| {
+            if let Some(pinned) = stream.pinned(len) {
                 // SAFETY: the copy into the pinned buffer is over; the caller vouches for `dst`.
                 unsafe { dst.copy_from_nonoverlapping(pinned, len) };
             }
-            Ok(())
         })
     }
 
-    /// Runs a copy of `len` bytes from or to GPU memory at `addr` on a stream.
+    /// Runs a copy of `len` bytes from or to GPU memory at `addr` on a stream, and `finish` when the bytes are there.
     fn on_stream(
         &self,
         device: i32,
         addr: u64,
         len: usize,
-        copy: impl FnOnce(&CopyStream) -> Result<()>,
+        start: impl FnOnce(&CopyStream) -> Result<()>,
+        finish: impl FnOnce(&CopyStream),
     ) -> Result<()> {
         if len == 0 {
             return Ok(());
@@ -111,44 +107,52 @@ impl Driver {
         let _current = context.enter(&self.api)?;
         let idle = if context.primary { gpu.streams.lock().pop() } else { None };
         let stream = idle.map_or_else(|| self.new_stream(context.primary), Ok)?;
-        let result = copy(&stream);
-        match result {
-            // The GPU may still use the stream and its memory: nobody may ever have them again.
-            Err(Error::Timeout { .. }) => return result,
-            Ok(()) if context.primary => {
-                let mut streams = gpu.streams.lock();
-                if streams.len() < IDLE_STREAMS {
-                    streams.push(stream);
-                    return result;
+        let started = start(&stream);
+        // Also after a failure, since part of the copy may be under way.
+        match self.wait(&stream, stream.pinned(len).is_some()) {
+            Ok(()) => {
+                if started.is_ok() {
+                    finish(&stream);
                 }
+                // Kept even if there are many: to free pinned memory, CUDA may wait for all work of the GPU.
+                match context.primary {
+                    true => gpu.streams.lock().push(stream),
+                    false => stream.destroy(&self.api),
+                }
+                started
             }
-            _ => {}
+            Err(error) => {
+                // After a timeout the GPU may still use the stream and its memory: nobody may ever have them again.
+                if !matches!(error, Error::Timeout { .. }) {
+                    stream.destroy(&self.api);
+                }
+                started.and(Err(error))
+            }
         }
-        stream.destroy(&self.api);
-        result
     }
 
-    /// Waits until the bytes are in place: an asynchronous copy from pageable memory may return before. Also after a
-    /// failure, since part of the copy may be under way. A copy of the caller's own memory is never given up: the GPU
-    /// would go on using it.
-    fn wait(&self, stream: &CopyStream, started: Result<()>, may_give_up: bool) -> Result<()> {
+    /// Waits until the bytes are in place: an asynchronous copy from pageable memory may return before. A copy of the
+    /// caller's own memory is never given up: the GPU would go on using it.
+    fn wait(&self, stream: &CopyStream, may_give_up: bool) -> Result<()> {
         if !may_give_up {
             // SAFETY: a stream of the current context.
-            return started.and(unsafe { self.api.stream_synchronize(stream.stream) });
+            return unsafe { self.api.stream_synchronize(stream.stream) };
         }
         let start = Instant::now();
         loop {
+            // Before the look, so that a process that was stopped in between looks once more.
+            let waited = start.elapsed();
             // SAFETY: as above.
             match unsafe { self.api.stream_query(stream.stream) } {
                 Err(Error::Cuda { status: CudaStatus::NOT_READY, .. }) => {}
-                done => return started.and(done),
+                done => return done,
             }
-            match start.elapsed() {
+            match waited {
                 spinning if spinning < SPIN => std::hint::spin_loop(),
                 waiting if waiting < PATIENCE => std::thread::sleep(SPIN / 10),
                 _ => {
                     return Err(Error::Timeout {
-                        what: "a copy by CUDA",
+                        what: "a copy by CUDA, which may still happen,",
                         after: PATIENCE,
                         fix: "let fewer streams wait at a time than CUDA_DEVICE_MAX_CONNECTIONS (8 by default, 32 at \
                               most): from then on nothing of this process moves on the GPU",

@@ -41,6 +41,10 @@ pub(super) struct Books {
     /// Attributes from here on are newer than the driver.
     pub(super) attributes_end: Option<u32>,
     pub(super) last_prop: Option<AllocationProp>,
+    /// The application captures a stream.
+    pub(super) capturing: bool,
+    /// This thread's mode towards that.
+    pub(super) capture_mode: u32,
     next: u64,
 }
 
@@ -61,9 +65,10 @@ fn call(name: &'static str, act: impl FnOnce(&mut Books) -> CudaStatus) -> u32 {
     })
 }
 
-/// As [`call`], for those that need a current context.
+/// As [`call`], for those that need a current context. Those are also what a capture cannot take, as far as known.
 fn in_context(name: &'static str, act: impl FnOnce(&mut Books, Handle) -> CudaStatus) -> u32 {
     call(name, |books| match books.contexts.last().copied() {
+        Some(_) if books.capturing && books.capture_mode != 2 => CudaStatus(900),
         Some(context) => act(books, context),
         None => CudaStatus::INVALID_CONTEXT,
     })
@@ -276,6 +281,13 @@ pub(super) fn api() -> Api {
             in_context("cuCtxGetStreamPriorityRange", |_, _| {
                 put(least, 0);
                 put(greatest, -5)
+            })
+        }),
+        thread_exchange_stream_capture_mode: entry!(|mode: *mut u32| {
+            call("cuThreadExchangeStreamCaptureMode", |books| {
+                // SAFETY: the caller passes a mode.
+                let former = std::mem::replace(&mut books.capture_mode, unsafe { mode.read() });
+                put(mode, former)
             })
         }),
         pointer_get_attribute: Some(pointer_get_attribute),

@@ -31,6 +31,9 @@ pub(super) const RDMA_WITH_VMM_SUPPORTED: u32 = 110;
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
 
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub(super) const CAPTURE_RELAXED: u32 = 2;
+
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
 pub(super) const HOST_ALLOC_PORTABLE: u32 = 1;
 
@@ -157,6 +160,7 @@ mod tests {
             (MEMORY_TYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32),
             (MEMORY_TYPE_DEVICE, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32),
             (STREAM_NON_BLOCKING, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32),
+            (CAPTURE_RELAXED, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32),
             (HOST_ALLOC_PORTABLE, sys::CU_MEMHOSTALLOC_PORTABLE),
             (ALLOCATION_PINNED, sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32),
             (LOCATION_DEVICE, sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32),

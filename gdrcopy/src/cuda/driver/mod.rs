@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use self::alloc::Allocation;
 use self::api::Api;
-use self::context::Gpu;
+use self::context::{Gpu, Relaxed};
 use self::layout::{
     FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER, HANDLE_TYPE_FD, RANGE_FLAG_PCIE, RANGE_HANDLE_DMA_BUF,
 };
@@ -130,6 +130,7 @@ impl Cuda for Driver {
     }
 
     fn buffer_id(&self, addr: u64) -> Result<u64> {
+        self.owner.check()?;
         pointer::buffer_id(&self.api, addr)
     }
 
@@ -143,6 +144,7 @@ impl Cuda for Driver {
 
     fn export_fd(&self, addr: u64) -> Result<OwnedFd> {
         self.owner.check()?;
+        let _relaxed = Relaxed::enter(&self.api);
         let mut memory = 0;
         // SAFETY: a place for the answer; the driver checks the address and does not look behind it.
         unsafe {

@@ -139,6 +139,32 @@ fn every_call_leaves_the_current_context_as_it_was() {
 }
 
 #[test]
+fn a_capture_of_the_application_is_not_disturbed() {
+    let capture = |driver: &Driver| {
+        know_malloc(ADDR, 0xbeef);
+        books(|books| (books.capturing, books.capture_mode) = (true, 1));
+        let calls: [&dyn Fn() -> Result<()>; 6] = [
+            &|| driver.alloc(0, 1, AllocKind::Malloc).map(drop),
+            &|| driver.alloc(1, 1, AllocKind::Vmm).map(drop),
+            &|| send(driver, 1, ADDR),
+            &|| driver.ipc_handle(ADDR).map(drop),
+            &|| driver.dma_buf(ADDR, ADDR, 4096, true).map(drop),
+            &|| driver.flush(1),
+        ];
+        calls.map(|call| {
+            let result = call();
+            assert_eq!(books(|books| books.capture_mode), 1);
+            result
+        })
+    };
+    capture(&driver()).into_iter().for_each(Result::unwrap);
+    // A driver older than the modes: the call says so.
+    let api = Api { thread_exchange_stream_capture_mode: None, ..fake::api() };
+    let [alloc, ..] = capture(&Driver::with(api).unwrap());
+    assert!(matches!(alloc, Err(Error::Cuda { status: CudaStatus(900), .. })));
+}
+
+#[test]
 fn malloc_memory_is_aligned_and_freed_at_its_own_address() {
     let driver = driver();
     let addr = driver.alloc(0, 1 << 20, AllocKind::Malloc).unwrap();
@@ -274,18 +300,20 @@ fn a_copy_that_does_not_end_is_given_up_with_its_stream_and_pinned_memory() {
 }
 
 #[test]
-fn a_failed_copy_is_waited_for_and_its_stream_not_used_again() {
+fn a_failed_copy_is_waited_for_and_its_stream_not_used_again_unless_idle() {
     let driver = driver();
     know(ADDR, &[(attribute::MEMORY_TYPE, 2)]);
     for (len, wait) in [(8, "cuStreamQuery"), (1 << 20, "cuStreamSynchronize")] {
-        for call in ["cuMemcpyHtoDAsync", wait] {
+        // Pinned memory is not freed where it can be used again: that may wait for all work of the GPU.
+        for (call, kept) in [("cuMemcpyHtoDAsync", 1), (wait, 0)] {
             let before = called(wait);
             fail(call, CudaStatus::ILLEGAL_ADDRESS);
             let bytes = vec![0; len];
             // SAFETY: a whole vector.
-            unsafe { driver.copy_to_device(0, ADDR, bytes.as_ptr(), len) }.unwrap_err();
+            let error = unsafe { driver.copy_to_device(0, ADDR, bytes.as_ptr(), len) }.unwrap_err();
+            assert!(matches!(error, Error::Cuda { call: failed, .. } if failed == call), "{error}");
             assert_eq!(called(wait), before + 1, "{call}");
-            books(|books| assert!(books.streams.is_empty(), "{call}"));
+            books(|books| assert_eq!((books.streams.len(), books.pinned.len()), (kept, kept), "{call}"));
             succeed();
         }
     }
