@@ -3,12 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::backend::dmabuf::DmaBuf;
-use crate::backend::gdrdrv::Gdrdrv;
-use crate::backend::host::Host;
-use crate::backend::rm::Rm;
 use crate::backend::{Attribute, Backend, BackendKind, PinFlags};
 use crate::buffer::GpuBuffer;
+use crate::builder::GdrBuilder;
 use crate::cuda::{AllocKind, Cuda, GpuInfo};
 use crate::error::{Error, Refusal, Result};
 use crate::fork::Owner;
@@ -29,99 +26,6 @@ struct Inner {
     owner: Owner,
 }
 
-/// How to open. See [`Gdr::builder`].
-#[derive(Debug, Default)]
-pub struct GdrBuilder {
-    backend: Option<BackendKind>,
-    allow_volatile: bool,
-    require_gpu: bool,
-    system: Option<System>,
-}
-
-impl GdrBuilder {
-    /// Uses this backend or none, whatever the environment says.
-    #[must_use]
-    pub fn backend(mut self, kind: BackendKind) -> Self {
-        self.backend = Some(kind);
-        self
-    }
-
-    /// Accepts a `gdrdrv` whose mappings vanish when the GPU memory is freed: a later access kills the
-    /// process with `SIGBUS`. Without this such a module is refused.
-    #[must_use]
-    pub fn allow_volatile(mut self) -> Self {
-        self.allow_volatile = true;
-        self
-    }
-
-    /// Uses no plain host memory in place of a GPU, unless that backend is asked for by name.
-    #[must_use]
-    pub fn require_gpu(mut self) -> Self {
-        self.require_gpu = true;
-        self
-    }
-
-    /// Runs on a simulated machine.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn system(mut self, system: System) -> Self {
-        self.system = Some(system);
-        self
-    }
-
-    /// Opens the library.
-    ///
-    /// # Errors
-    /// [`Error::NoBackend`] with the reason of every backend that was tried, [`Error::InvalidArgument`] for a
-    /// `GDRCOPY_BACKEND` that does not exist.
-    pub fn open(self) -> Result<Gdr> {
-        let system = self.system.unwrap_or_else(System::real);
-        let kinds = match self.backend.map_or_else(from_environment, |kind| Ok(Some(kind)))? {
-            Some(kind) => vec![kind],
-            // Where there is a GPU, plain memory would only hide that it cannot be mapped.
-            None => BackendKind::LADDER
-                .into_iter()
-                .filter(|&kind| kind != BackendKind::Host || !self.require_gpu && system.cuda().is_err())
-                .collect(),
-        };
-        let mut refusals = Vec::new();
-        for kind in kinds {
-            match open_backend(kind, &system, self.allow_volatile) {
-                Ok(backend) => {
-                    let gdr =
-                        Gdr(Arc::new(Inner { backend, refusals, system, owner: Owner::this_process() }));
-                    if kind == BackendKind::Host {
-                        tracing::warn!("no GPU: mappings show plain host memory ({gdr})");
-                    } else {
-                        tracing::info!("GPU memory is mapped by {gdr}");
-                    }
-                    return Ok(gdr);
-                }
-                Err(error) => refusals.push(Refusal { backend: kind, error }),
-            }
-        }
-        Err(Error::NoBackend(refusals))
-    }
-}
-
-/// `GDRCOPY_BACKEND` names a backend; `GDRCOPY_USE_DMABUF_MMAP=1` is GDRCopy's way to ask for dma-buf.
-fn from_environment() -> Result<Option<BackendKind>> {
-    if let Some(name) = std::env::var_os("GDRCOPY_BACKEND") {
-        return name.to_string_lossy().parse().map(Some);
-    }
-    let dmabuf = std::env::var("GDRCOPY_USE_DMABUF_MMAP").is_ok_and(|value| value == "1");
-    Ok(dmabuf.then_some(BackendKind::DmaBuf))
-}
-
-fn open_backend(kind: BackendKind, system: &System, allow_volatile: bool) -> Result<Box<dyn Backend>> {
-    Ok(match kind {
-        BackendKind::Gdrdrv => Box::new(Gdrdrv::open(system, allow_volatile)?),
-        BackendKind::DmaBuf => Box::new(DmaBuf::open(system)?),
-        BackendKind::Rm => Box::new(Rm::open(system)?),
-        BackendKind::Host => Box::new(Host::open(system)?),
-    })
-}
-
 /// The backend and why the earlier ones were not used, on one line.
 impl fmt::Display for Gdr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -134,8 +38,23 @@ impl fmt::Display for Gdr {
 }
 
 impl Gdr {
+    /// Takes a backend into use.
+    pub(crate) fn new(backend: Box<dyn Backend>, refusals: Vec<Refusal>, system: System) -> Self {
+        let gdr = Self(Arc::new(Inner { backend, refusals, system, owner: Owner::this_process() }));
+        if gdr.backend() == BackendKind::Host {
+            tracing::warn!("no GPU: mappings show plain host memory ({gdr})");
+        } else {
+            tracing::info!("GPU memory is mapped by {gdr}");
+        }
+        gdr
+    }
+
     /// Opens the best backend of this machine, in the order of [`BackendKind::LADDER`], or the one that
     /// `GDRCOPY_BACKEND` names. Logs once which it is and why not an earlier one.
+    ///
+    /// Every backend but `gdrdrv` and `host` initialises CUDA for that, makes a context on a GPU and tries a mapping.
+    /// A program that does not know yet whether it needs any of this, or that may fork, takes
+    /// [`GdrBuilder::survey`] instead.
     ///
     /// # Errors
     /// As [`GdrBuilder::open`].
@@ -174,12 +93,14 @@ impl Gdr {
     /// The GPUs of this process; none on a machine without CUDA.
     ///
     /// # Errors
-    /// [`Error::Cuda`].
+    /// [`Error::Cuda`]; [`Error::OtherProcess`] in a forked child.
     pub fn gpus(&self) -> Result<Vec<GpuInfo>> {
+        self.0.owner.check()?;
         self.0.system.cuda().map_or_else(|_| Ok(Vec::new()), |cuda| cuda.devices())
     }
 
-    /// Pins `len` bytes of GPU memory at `addr`: any address and length within one allocation, aligned or not.
+    /// Pins `len` bytes of GPU memory at `addr`: any address and length within one allocation, aligned or not. See
+    /// [`PinFlags::WHOLE_PAGES`] for what leaves it.
     ///
     /// # Errors
     /// What is wrong with the range, or what the backend lacks.
@@ -202,7 +123,7 @@ impl Gdr {
         if len == 0 || addr.checked_add(len as u64).is_none() || isize::try_from(len).is_err() {
             return Err(Error::invalid("length", len, "one byte to the rest of the allocation"));
         }
-        Ok(Pin::new(self.0.backend.pin(addr, len, flags)?, addr, len, self.clone()))
+        Ok(Pin::new(self.0.backend.pin(addr, len, flags)?, addr, len, flags, self.clone()))
     }
 
     /// Pins and maps in one step.
@@ -234,8 +155,8 @@ impl Gdr {
         Ok(GpuBuffer::new(self.0.backend.allocate_as(device, len, kind)?, self.clone()))
     }
 
-    /// The CUDA driver under this library.
-    pub(crate) fn cuda(&self) -> Result<&Arc<dyn Cuda>> {
-        self.0.system.cuda()
+    /// The CUDA driver that knows the memory; none on the host backend, which does without.
+    pub(crate) fn cuda(&self) -> Option<&Arc<dyn Cuda>> {
+        if self.backend() == BackendKind::Host { None } else { self.0.system.cuda().ok() }
     }
 }

@@ -31,6 +31,8 @@
 //! - Any address and length of one CUDA allocation can be pinned and mapped; alignment is this library's business. A
 //!   mapping begins at the byte that was asked for.
 //! - [`Mapping`] keeps its [`Pin`], a pin its [`Gdr`]; they may be dropped in any order, on any thread.
+//! - [`Gdr::open`] initialises CUDA, except with `gdrdrv` and `host`; children that are forked afterwards cannot use it.
+//!   [`GdrBuilder::survey`] puts it off until the first need.
 //! - A forked child has a hole where the mapping was. Pins do not work there, and dropping them does nothing.
 //! - What a running kernel sees, and when: [`Mapping`].
 //! - No size is best copied in one way: [`Planner`].
@@ -39,6 +41,7 @@
 
 mod backend;
 mod buffer;
+mod builder;
 pub mod copy;
 mod cpu_range;
 pub mod cuda;
@@ -46,6 +49,7 @@ mod error;
 mod fork;
 mod gdr;
 mod kernel;
+mod late;
 mod mapping;
 mod memory_file;
 mod pin;
@@ -53,16 +57,19 @@ pub mod planner;
 #[cfg(feature = "standin")]
 #[doc(hidden)]
 pub mod standin;
+mod survey;
 mod system;
 
 pub use backend::{Attribute, BackendKind, MappingType, PinFlags};
 pub use buffer::GpuBuffer;
+pub use builder::GdrBuilder;
 pub use error::{Error, Refusal, Result};
-pub use gdr::{Gdr, GdrBuilder};
+pub use gdr::Gdr;
 #[doc(hidden)]
 pub use kernel::Kernel;
 pub use mapping::{Mapping, Word};
 pub use pin::{Pin, PinInfo};
 pub use planner::Planner;
+pub use survey::Survey;
 #[doc(hidden)]
 pub use system::System;

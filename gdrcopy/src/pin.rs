@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::backend::{MappingType, Pinned};
+use crate::backend::{MappingType, Part, PinFlags, Pinned, locate};
 use crate::cpu_range::CpuRange;
-use crate::cuda::{Cuda, PointerInfo};
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::gdr::Gdr;
@@ -25,8 +25,8 @@ pub(crate) struct Held {
     pinned: Box<dyn Pinned>,
     addr: u64,
     len: usize,
-    /// The one CUDA allocation that holds all of it, if there is CUDA and it is one.
-    allocation: Option<PointerInfo>,
+    /// The part of it that is one CUDA allocation, if there is CUDA.
+    part: Option<Part>,
     mapped: AtomicBool,
     owner: Owner,
     gdr: Gdr,
@@ -59,30 +59,29 @@ impl Held {
         self.mapped.store(false, Ordering::Release);
     }
 
-    /// CUDA and the device of this memory, as long as CUDA's addresses still mean the memory that is pinned:
-    /// it may have been freed, and the addresses given to another allocation.
+    /// CUDA and the device of this memory, if it is all in one allocation and as long as CUDA's addresses still mean
+    /// the memory that is pinned: it may have been freed, and the addresses given to another allocation.
     pub(crate) fn cuda(&self) -> Option<(&dyn Cuda, i32)> {
-        let allocation = self.allocation?;
-        let cuda = self.gdr.cuda().ok()?;
-        let alive = cuda.buffer_id(self.addr).is_ok_and(|id| id == allocation.buffer_id);
-        alive.then_some((&**cuda, allocation.device))
+        let memory = self.part.as_ref().filter(|part| part.holds(self.addr, self.len))?.memory;
+        let cuda = self.gdr.cuda()?;
+        let alive = cuda.buffer_id(self.addr).is_ok_and(|id| id == memory.buffer_id);
+        alive.then_some((&**cuda, memory.device))
     }
 
     /// CUDA's flush of what came over PCIe, where there is CUDA.
     pub(crate) fn flush(&self) -> Result<()> {
-        match (self.allocation, self.gdr.cuda()) {
-            (Some(allocation), Ok(cuda)) => cuda.flush(allocation.device),
+        match (&self.part, self.gdr.cuda()) {
+            (Some(part), Some(cuda)) => cuda.flush(part.memory.device),
             _ => Ok(()),
         }
     }
 }
 
 impl Pin {
-    pub(crate) fn new(pinned: Box<dyn Pinned>, addr: u64, len: usize, gdr: Gdr) -> Self {
+    pub(crate) fn new(pinned: Box<dyn Pinned>, addr: u64, len: usize, flags: PinFlags, gdr: Gdr) -> Self {
         let (mapped, owner) = (AtomicBool::new(false), Owner::this_process());
-        let known = gdr.cuda().ok().and_then(|cuda| cuda.pointer(addr).ok());
-        let allocation = known.filter(|m| m.kind.is_device() && addr + len as u64 <= m.base + m.size as u64);
-        Self(Arc::new(Held { pinned, addr, len, allocation, mapped, owner, gdr }))
+        let part = gdr.cuda().and_then(|cuda| locate(&**cuda, addr, len, flags).ok());
+        Self(Arc::new(Held { pinned, addr, len, part, mapped, owner, gdr }))
     }
 
     /// The GPU address asked for.

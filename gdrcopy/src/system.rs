@@ -2,41 +2,62 @@
 
 use std::sync::Arc;
 
-use crate::cuda::{Cuda, Driver};
-use crate::error::Result;
+use crate::cuda::{Cuda, CudaSource, Installed};
+use crate::error::{Error, Result};
 use crate::kernel::{Kernel, Linux};
+use crate::late::Late;
 
-/// The machine under the library: the real one, or a simulated one in tests.
+/// The machine under the library: the real one, or a simulated one in tests. Clones share one CUDA driver.
 #[derive(Clone, Debug)]
 pub struct System {
     pub(crate) kernel: Arc<dyn Kernel>,
-    pub(crate) cuda: CudaState,
+    cuda: Arc<LateCuda>,
 }
 
-/// CUDA, or why there is none.
-pub(crate) type CudaState = std::result::Result<Arc<dyn Cuda>, Arc<str>>;
+/// CUDA, loaded and initialised at the first need: afterwards the process cannot fork children that use CUDA.
+#[derive(Debug)]
+struct LateCuda {
+    source: Box<dyn CudaSource>,
+    driver: Late<Arc<dyn Cuda>>,
+}
 
 impl System {
-    /// This machine. Loads and initialises the CUDA driver if there is one.
+    /// This machine.
     pub fn real() -> Self {
-        let cuda = Driver::load().map(|driver| driver as Arc<dyn Cuda>).map_err(|e| e.to_string().into());
-        Self { kernel: Arc::new(Linux), cuda }
+        Self::with(Arc::new(Linux), Installed)
     }
 
     /// A machine made of the given parts.
     pub fn simulated(kernel: Arc<dyn Kernel>, cuda: Option<Arc<dyn Cuda>>) -> Self {
-        Self { kernel, cuda: cuda.ok_or_else(|| "the simulated machine has no CUDA".into()) }
+        Self::with(kernel, cuda)
     }
 
-    /// The CUDA driver.
+    /// A machine whose CUDA has yet to be initialised.
+    pub fn with(kernel: Arc<dyn Kernel>, source: impl CudaSource + 'static) -> Self {
+        Self { kernel, cuda: Arc::new(LateCuda { source: Box::new(source), driver: Late::new() }) }
+    }
+
+    /// The CUDA driver, initialised by the first call.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) where there is none, with the reason.
+    /// [`Error::Unsupported`] where there is none, with the reason. The next call tries again.
     pub fn cuda(&self) -> Result<&Arc<dyn Cuda>> {
-        self.cuda.as_ref().map_err(|why| crate::Error::Unsupported {
-            what: format!("CUDA ({why})"),
-            by: "this machine",
-            fix: "install the NVIDIA driver, or use the host backend",
-        })
+        self.cuda.driver.get_or_make(|| self.cuda.source.initialise().map_err(no_cuda))
+    }
+
+    /// The version of CUDA, without initialising it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where there is none, with the reason.
+    pub(crate) fn cuda_version(&self) -> Result<u32> {
+        self.cuda.source.version().map_err(no_cuda)
+    }
+}
+
+fn no_cuda(why: Error) -> Error {
+    Error::Unsupported {
+        what: format!("CUDA ({why})"),
+        by: "this machine",
+        fix: "install the NVIDIA driver, or use the host backend",
     }
 }

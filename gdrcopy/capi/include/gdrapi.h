@@ -70,8 +70,12 @@ typedef struct gdr_mh_s {
 /* ---- Opening ---------------------------------------------------------------------------------------------------- */
 
 /*
- * Opens the library on the first way of mapping that works here. Returns NULL if none does: errno is ENODEV, or
+ * Opens the library on the first way of mapping that can work here. Returns NULL if none can: errno is ENODEV, or
  * EINVAL for a name in GDRCOPY_BACKEND that does not exist, and the log says what was tried and why it failed.
+ *
+ * Does not touch CUDA, so children that are forked afterwards may use it. Without the kernel module, the first
+ * gdr_pin_buffer or gdrx_alloc initialises CUDA, makes a primary context and tries a mapping. ENODEV there: no way of
+ * mapping works after all; the next call tries again.
  */
 gdr_t gdr_open(void);
 
@@ -84,8 +88,9 @@ int gdr_close(gdr_t g);
 /* ---- Pinning ---------------------------------------------------------------------------------------------------- */
 
 /*
- * Pins size bytes of GPU memory at addr, in any alignment, within one CUDA allocation. The tokens are ignored; give 0.
- * EINVAL: no GPU memory that can be mapped, a range beyond its allocation; ENOMEM: BAR1 is full.
+ * Pins size bytes of GPU memory at addr, in any alignment. The range may leave its CUDA allocation as far as the GPU
+ * pages, or the driver's block of memory, around it reach. The tokens are ignored; give 0.
+ * EINVAL: no GPU memory that can be mapped, a range beyond that; ENOMEM: BAR1 is full; ENODEV: see gdr_open.
  */
 int gdr_pin_buffer(gdr_t g, unsigned long addr, size_t size, uint64_t p2p_token, uint32_t va_space, gdr_mh_t *handle);
 
@@ -197,7 +202,10 @@ typedef enum gdr_attr {
     GDR_ATTR_MAX
 } gdr_attr_t;
 
-/* EINVAL: no such attribute. 0 for one that the module in use is too old for. */
+/*
+ * EINVAL: no such attribute. 0 for one that the module in use is too old for. Before the first pin it is that of the way
+ * of mapping which will most probably be taken.
+ */
 int gdr_get_attribute(gdr_t g, gdr_attr_t attr, int *v);
 
 /* "None", "Write Combining", "Caching" or "Device"; the string lives for ever. EINVAL: no such type. */
@@ -222,12 +230,13 @@ int gdrx_copy_in(gdr_t g, unsigned long d_addr, const void *src, size_t size);
 int gdrx_copy_out(gdr_t g, void *dst, unsigned long d_addr, size_t size);
 
 /*
- * The way of mapping in use, a string that lives for ever: "gdrdrv" (the kernel module), "dmabuf" (CUDA 13.3 and newer),
- * "rm" (the interface of stock NVIDIA drivers) or "host" (plain memory). NULL: g is not open.
+ * The way of mapping in use, or before the first pin, the one that will most probably be taken: "gdrdrv" (the kernel
+ * module), "dmabuf" (CUDA 13.3 and newer), "rm" (the interface of stock NVIDIA drivers) or "host" (plain memory), a string
+ * that lives for ever. NULL: g is not open.
  */
 const char *gdrx_backend(gdr_t g);
 
-/* Writes one line for people: that name, and why the others before it are not in use. ERANGE: cut to fit len bytes. */
+/* Writes one line for people: that name, and why the others before it are not taken. ERANGE: cut to fit len bytes. */
 int gdrx_describe(gdr_t g, char *buf, size_t len);
 
 #ifdef __cplusplus

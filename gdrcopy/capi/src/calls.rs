@@ -26,14 +26,17 @@ pub(crate) fn id(g: gdr_t) -> u64 {
 /// Opens the library: on `gdrdrv`, on a dma-buf, or on the driver's resource manager, whichever works first, or on
 /// the one that `GDRCOPY_BACKEND` names. Only by that name on plain host memory.
 ///
-/// Returns `NULL` if none works, with the reasons in the log and `errno` set.
+/// Initialises no CUDA and makes no context on a GPU. The first call that pins or allocates does that and proves that
+/// mapping works, where there is no `gdrdrv`. If it fails, that call tells why, and the next one tries again.
+///
+/// Returns `NULL` if none can serve, with the reasons in the log and `errno` set.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdr_open() -> gdr_t {
     let opened = guard::run("gdr_open", || {
         let builder = Gdr::builder().allow_volatile().require_gpu();
         #[cfg(feature = "standin")]
         let builder = crate::testing::prepare(builder);
-        Table::or_new()?.add_library(builder.open()?)
+        Table::or_new()?.add_library(builder.survey()?)
     });
     opened.map(to_gdr).unwrap_or_else(|errno| {
         // SAFETY: no arguments; the result is this thread's own word.
@@ -95,10 +98,15 @@ pub unsafe extern "C" fn gdr_pin_buffer_v2(
 /// As [`gdr_pin_buffer`].
 unsafe fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32, handle: *mut gdr_mh_t) -> Result<()> {
     let out = non_null("handle", handle)?;
-    let flags = PinFlags::from_bits_retain(flags);
+    let asked = PinFlags::from_bits_retain(flags);
+    if !PinFlags::FORCE_PCIE.contains(asked) {
+        return Err(invalid("pin flags", flags, "a combination of gdr_pin_flags_t"));
+    }
+    // Communication libraries round to GPU pages themselves, which may go beyond what CUDA allocated.
+    let flags = asked | PinFlags::WHOLE_PAGES;
     let pinned = Table::library(id(g))?.pin(addr, size, flags).map_err(|error| match error {
         // The one error number that GDRCopy documents for it.
-        Error::Unsupported { .. } if flags == PinFlags::FORCE_PCIE => {
+        Error::Unsupported { .. } if asked == PinFlags::FORCE_PCIE => {
             invalid("pin flag", format_args!("FORCE_PCIE ({error})"), "none here")
         }
         error => error,
@@ -236,7 +244,7 @@ pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_driver_get_version(g: gdr_t, major: *mut c_int, minor: *mut c_int) -> c_int {
     guard::status("gdr_driver_get_version", || {
-        let version = Table::library(id(g))?.gdr.driver_version().unwrap_or(VERSION);
+        let version = Table::library(id(g))?.survey.driver_version().unwrap_or(VERSION);
         // SAFETY: what the caller promised.
         unsafe { write_version(major, minor, version) }
     })
@@ -253,7 +261,7 @@ unsafe fn write_version(major: *mut c_int, minor: *mut c_int, version: (u16, u16
     Ok(())
 }
 
-/// A property of the backend.
+/// A property of the backend, or before the first use, of the one that will most probably serve.
 ///
 /// # Safety
 /// `v` must be null or valid for a write.
@@ -268,7 +276,7 @@ pub unsafe extern "C" fn gdr_get_attribute(g: gdr_t, attr: c_uint, v: *mut c_int
             3 => Attribute::UsingDmaBufMmap,
             _ => return Err(invalid("attribute", attr, "one of gdr_attr_t")),
         };
-        let value = library.gdr.attribute(attribute)?;
+        let value = library.survey.attribute(attribute)?;
         // SAFETY: not null, so writable.
         unsafe { out.write(value.try_into().unwrap_or(c_int::MAX)) };
         Ok(())

@@ -71,10 +71,11 @@ fn check(len: usize, size: usize, offset: usize) -> Result<()> {
 }
 
 /// The backend's name: "gdrdrv", "dmabuf", "rm" or "host"; a string that lives for ever, `NULL` if `g` is not open.
+/// Before the first use it is that of the one that will most probably serve.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdrx_backend(g: gdr_t) -> *const c_char {
     guard::run("gdrx_backend", || {
-        Ok(match Table::library(id(g))?.gdr.backend() {
+        Ok(match Table::library(id(g))?.survey.backend() {
             gdrcopy::BackendKind::Gdrdrv => c"gdrdrv",
             gdrcopy::BackendKind::DmaBuf => c"dmabuf",
             gdrcopy::BackendKind::Rm => c"rm",
@@ -85,7 +86,7 @@ pub extern "C" fn gdrx_backend(g: gdr_t) -> *const c_char {
     .map_or(std::ptr::null(), std::ffi::CStr::as_ptr)
 }
 
-/// Writes one line: the backend, and why the ones before it were not used. Returns `ERANGE` if it was cut to fit.
+/// Writes one line: the backend, whether it is in use yet, and why the ones before it are not. Returns `ERANGE` if it was cut to fit.
 ///
 /// # Safety
 /// `buf` must be null or writable for `len` bytes.
@@ -96,7 +97,7 @@ pub unsafe extern "C" fn gdrx_describe(g: gdr_t, buf: *mut c_char, len: usize) -
         if len == 0 {
             return Ok(true);
         }
-        let line = Table::library(id(g))?.gdr.to_string().replace('\n', " ");
+        let line = Table::library(id(g))?.survey.to_string().replace('\n', " ");
         let kept = line.floor_char_boundary(len - 1);
         // SAFETY: `kept` is less than `len`, and the line is not the caller's.
         unsafe { out.copy_from_nonoverlapping(NonNull::from(line.as_bytes()).cast(), kept) };

@@ -20,9 +20,17 @@
 //! - **A forked child** gets `EACCES` with its parent's handles, copies included, and frees nothing of the parent's. It
 //!   may open for itself.
 //! - **`gdr_open`** tries `gdrdrv`, dma-buf and the driver's resource manager. If it returns `NULL`, `errno` is set:
-//!   `ENODEV` when no backend works. Plain host memory (`GDRCOPY_BACKEND=host`) must be asked for.
+//!   `ENODEV` when no backend can serve. Plain host memory (`GDRCOPY_BACKEND=host`) must be asked for. As with theirs, it
+//!   does not touch CUDA: a program may fork afterwards, and one that never pins pays for no CUDA context. Where there is
+//!   no `gdrdrv`, it only looks at versions and device files; the first call that pins or allocates initialises CUDA,
+//!   makes a primary context and proves that mapping works. That call may return `ENODEV`, and the next one tries again.
+//!   Backend and attributes that were asked for before may then turn out to be others.
 //! - **`gdr_close`** gives everything back even if a part fails, and returns the first error.
 //! - **`gdr_pin_buffer`** ignores its tokens, as theirs on drivers since 2.5, and says so in the log (information).
+//! - **A range beyond its allocation**, which callers get that round to GPU pages themselves, can be pinned as with
+//!   theirs: on the kernel module as far as the driver lets it, without as far as the driver's block of memory or the
+//!   pages that CUDA exports reach.
+//! - **`dlclose`** does not unload the library.
 //! - **`gdr_pin_buffer_v2`** refuses unknown flags with `EINVAL`; theirs ignores them.
 //! - **`gdr_map`** maps also what was pinned at an address that is not aligned: it returns the address of `info.va`, the
 //!   caller adds `d_addr - info.va`, and the size counts from `d_addr`. A mapping type that the platform lacks is

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::sync::Arc;
 
-use gdrcopy::{Gdr, GpuBuffer, MappingType, PinFlags};
+use gdrcopy::{GpuBuffer, MappingType, PinFlags, Survey};
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 use crate::error::{Error, Result, invalid};
@@ -16,7 +16,8 @@ use crate::table::{Table, no_pin};
 #[derive(Debug)]
 pub(crate) struct Library {
     id: u64,
-    pub(crate) gdr: Gdr,
+    /// Opened by the first call that pins or allocates: programs open early, and then fork or never pin.
+    pub(crate) survey: Survey,
     table: &'static Table,
     /// `None` once closed: what a late call makes is given back at once.
     owned: Mutex<Option<Owned>>,
@@ -29,8 +30,8 @@ struct Owned {
 }
 
 impl Library {
-    pub(crate) fn new(id: u64, gdr: Gdr, table: &'static Table) -> Self {
-        Self { id, gdr, table, owned: Mutex::new(Some(Owned::default())) }
+    pub(crate) fn new(id: u64, survey: Survey, table: &'static Table) -> Self {
+        Self { id, survey, table, owned: Mutex::new(Some(Owned::default())) }
     }
 
     fn owned(&self) -> Result<MappedMutexGuard<'_, Owned>> {
@@ -39,7 +40,7 @@ impl Library {
     }
 
     pub(crate) fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Handle> {
-        let pin = self.gdr.pin_with(addr, len, flags)?;
+        let pin = self.survey.open()?.pin_with(addr, len, flags)?;
         let handle = self.table.add_pin(self.id, pin)?;
         let entered = self.owned().map(|mut owned| owned.pins.insert(handle));
         if entered.is_err() {
@@ -107,7 +108,7 @@ impl Library {
     }
 
     pub(crate) fn allocate(&self, device: i32, len: usize) -> Result<u64> {
-        let buffer = self.gdr.alloc(device, len)?;
+        let buffer = self.survey.open()?.alloc(device, len)?;
         let addr = buffer.addr();
         self.owned()?.buffers.insert(addr, Arc::new(buffer));
         Ok(addr)

@@ -115,9 +115,9 @@ impl Table {
     }
 
     /// Opens: keeps the library under a new number.
-    pub(crate) fn add_library(&'static self, gdr: gdrcopy::Gdr) -> Result<u64> {
+    pub(crate) fn add_library(&'static self, survey: gdrcopy::Survey) -> Result<u64> {
         let id = new_serial().ok_or_else(|| used_up("numbers for handles", 0))?;
-        self.libraries.lock().insert(id, Arc::new(Library::new(id, gdr, self)));
+        self.libraries.lock().insert(id, Arc::new(Library::new(id, survey, self)));
         Ok(id)
     }
 

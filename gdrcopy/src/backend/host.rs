@@ -55,6 +55,14 @@ impl Host {
     pub(crate) fn open(_system: &System) -> Result<Self> {
         Ok(Self { registry: Arc::default(), owner: Owner::this_process() })
     }
+
+    /// What [`Backend::attribute`] gives on every machine.
+    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
+        match attribute {
+            Attribute::UsePersistentMapping => 1,
+            Attribute::SupportPinFlagForcePcie | Attribute::UsingDmaBufMmap => 0,
+        }
+    }
 }
 
 impl Backend for Host {
@@ -63,19 +71,16 @@ impl Backend for Host {
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(match attribute {
-            Attribute::UsePersistentMapping => 1,
-            Attribute::SupportPinFlagForcePcie | Attribute::UsingDmaBufMmap => 0,
-        })
+        Ok(Self::attribute_of(attribute))
     }
 
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
         self.owner.check()?;
-        if !flags.is_empty() {
+        if flags.contains(PinFlags::FORCE_PCIE) {
             return Err(Error::Unsupported {
-                what: format!("{flags:?}"),
+                what: "FORCE_PCIE".into(),
                 by: "the host backend",
-                fix: "pin without flags: there is no PCIe between the memory and the CPU",
+                fix: "pin without it: there is no PCIe between the memory and the CPU",
             });
         }
         if len == 0 {
@@ -90,7 +95,9 @@ impl Backend for Host {
                 fix: "allocate with GpuBuffer; without a GPU nothing else can be mapped",
             });
         };
-        let Memory { base, len: size, .. } = **memory;
+        let Memory { base, len: asked, .. } = **memory;
+        let whole_pages = flags.contains(PinFlags::WHOLE_PAGES);
+        let size = if whole_pages { asked.next_multiple_of(host_page()) } else { asked };
         if len as u64 > size as u64 - (addr - base) {
             return Err(Error::BeyondAllocation { addr, len, base, size });
         }
@@ -262,6 +269,11 @@ mod tests {
         assert!(matches!(pin(4999, 2), Err(Error::BeyondAllocation { size: 5000, .. })));
         // The rest of the last page is nobody's.
         assert!(matches!(pin(5000, 1), Err(Error::NotMappable { .. })));
+        let pages = |offset, len| host.pin(memory.addr() + offset, len, PinFlags::WHOLE_PAGES).map(drop);
+        let whole = 5000_usize.next_multiple_of(host_page());
+        assert!(pages(0, whole).is_ok() && pages(4999, whole - 4999).is_ok());
+        assert!(matches!(pages(0, whole + 1), Err(Error::BeyondAllocation { .. })));
+        assert!(matches!(pages(5000, 1), Err(Error::NotMappable { .. })));
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod cuda_allocation;
 pub(crate) mod dmabuf;
 pub(crate) mod gdrdrv;
 pub(crate) mod host;
+mod locate;
 pub(crate) mod proof;
 pub(crate) mod reservation;
 pub(crate) mod rm;
@@ -18,6 +19,7 @@ use crate::cuda::AllocKind;
 use crate::error::{Error, Result};
 
 pub(crate) use cuda_allocation::CudaAllocation;
+pub(crate) use locate::{Part, locate};
 
 /// How CPU mappings of GPU memory are made, in the order in which [`Gdr::open`](crate::Gdr::open) tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -83,6 +85,11 @@ bitflags::bitflags! {
     pub struct PinFlags: u32 {
         /// Map through PCIe BAR1 also where the platform has a coherent link (`GDR_PIN_FLAG_FORCE_PCIE`).
         const FORCE_PCIE = 1;
+        /// The range may leave its CUDA allocation, as far as the GPU pages around it, or the driver's block of
+        /// memory, reach: for callers that round to GPU pages themselves. The mapping then shows what else lies there,
+        /// be it memory of others in this process or of nobody. Not one of GDRCopy's flags: its interface always
+        /// allows it.
+        const WHOLE_PAGES = 1 << 16;
     }
 }
 
@@ -109,7 +116,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     fn attribute(&self, attribute: Attribute) -> Result<u32>;
 
-    /// Pins `len` bytes at `addr`, at least one, in any alignment.
+    /// Pins `len` bytes at `addr`, at least one, in any alignment, within one allocation unless the flags say otherwise.
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>>;
 
     /// Allocates `len` bytes, at least one, that [`pin`](Self::pin) accepts, on a device (a CUDA ordinal):
@@ -137,6 +144,9 @@ pub(crate) trait Allocation: Send + Sync + fmt::Debug {
     /// Copies out of it the way the GPU does.
     fn read(&self, offset: usize, out: &mut [u8]) -> Result<()>;
 }
+
+/// Pages of the GPU, in which its driver maps memory, bytes.
+pub(crate) const GPU_PAGE: u64 = 64 << 10;
 
 /// `ENOTSUPP`: a number of the Linux kernel's own that NVIDIA's driver lets out.
 pub(crate) const ENOTSUPP: i32 = 524;

@@ -47,13 +47,12 @@ impl Reservation {
         Ok(())
     }
 
-    /// Hands the addresses over, with what must live as long.
+    /// Hands the addresses over, with what must live as long. What is not filled cannot be accessed.
     pub(crate) fn into_range(
         self,
         kind: MappingType,
         guard: Option<Box<dyn Send + Sync>>,
     ) -> Result<CpuRange> {
-        debug_assert_eq!(self.filled, self.len);
         let this = ManuallyDrop::new(self);
         // SAFETY: the whole reservation, which now has no other owner.
         unsafe { CpuRange::adopt(this.ptr, this.len, kind, guard) }

@@ -2,14 +2,17 @@
 //! machine can stand in for it.
 
 mod driver;
+mod source;
 mod status;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 
+#[doc(hidden)]
+pub use source::CudaSource;
 pub use status::CudaStatus;
 
-pub(crate) use driver::Driver;
+pub(crate) use driver::Installed;
 
 use crate::error::{Error, Result};
 
@@ -40,13 +43,6 @@ pub enum MemoryKind {
     Host,
     /// Unknown to CUDA, or freed.
     Unknown,
-}
-
-impl MemoryKind {
-    /// Memory on a GPU that stays where it is.
-    pub(crate) fn is_device(self) -> bool {
-        matches!(self, Self::Malloc | Self::Vmm | Self::Pool)
-    }
 }
 
 /// What CUDA knows of an address.
@@ -123,11 +119,12 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`].
     fn export_fd(&self, addr: u64) -> Result<OwnedFd>;
 
-    /// `cuMemGetHandleForAddressRange` for a dma-buf; `pcie` forces BAR1.
+    /// `cuMemGetHandleForAddressRange` for a dma-buf of whole host pages; `pcie` forces BAR1. `memory` is an address of
+    /// the allocation, since the pages may begin before it.
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    fn dma_buf(&self, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
+    fn dma_buf(&self, memory: u64, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
 
     /// Allocates GPU memory with `SYNC_MEMOPS` set; aligned to 64 KiB.
     ///
@@ -172,32 +169,9 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     fn flush(&self, device: i32) -> Result<()>;
 }
 
-/// Finds the allocation of a range and refuses what cannot be mapped.
-pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<PointerInfo> {
-    let memory = cuda.pointer(addr)?;
-    if memory.kind.is_device() {
-        return within(memory, addr, len);
-    }
-    let (found, fix) = match memory.kind {
-        MemoryKind::Managed => ("managed memory, which moves", "allocate with cuMemAlloc or cuMemCreate"),
-        MemoryKind::Host => ("host memory", "use it directly; only GPU memory needs a mapping"),
-        _ => return Err(unknown(addr)),
-    };
-    Err(Error::NotMappable { addr, found, fix })
-}
-
 /// The error for an address that CUDA does not know.
 pub(crate) fn unknown(addr: u64) -> Error {
     let found = "no CUDA memory of this process";
     let fix = "pass the address of a live allocation; memory of other processes must be opened here first";
     Error::NotMappable { addr, found, fix }
-}
-
-fn within(memory: PointerInfo, addr: u64, len: usize) -> Result<PointerInfo> {
-    let end = addr.checked_add(len as u64);
-    // A VMM range may go on in the next mapping; its backend follows it.
-    if memory.kind != MemoryKind::Vmm && end.is_none_or(|end| end > memory.base + memory.size as u64) {
-        return Err(Error::BeyondAllocation { addr, len, base: memory.base, size: memory.size });
-    }
-    Ok(memory)
 }

@@ -40,7 +40,8 @@ impl Default for CudaSettings {
 }
 
 /// A simulated `libcuda`. Every call first looks whether [`Machine::fail`] wants it to fail: under the name
-/// that the entry point has in the manual, with the `CUresult` to return.
+/// that the entry point has in the manual, with the `CUresult` to return. With the fault `no bounds` it does not tell
+/// where allocations begin and end.
 #[derive(Debug)]
 pub struct SimulatedCuda {
     machine: Arc<Machine>,
@@ -157,13 +158,14 @@ impl Cuda for SimulatedCuda {
 
     fn pointer(&self, addr: u64) -> Result<PointerInfo> {
         self.enter("cuPointerGetAttributes")?;
+        let bounded = self.machine.fault("no bounds").is_none();
         let memory = self.machine.memory.lock();
         Ok(match memory.find(addr) {
             Some(range) => PointerInfo {
                 kind: range.kind,
                 device: range.object.gpu,
-                base: range.base,
-                size: range.len,
+                base: if bounded { range.base } else { 0 },
+                size: if bounded { range.len } else { 0 },
                 buffer_id: range.buffer_id,
                 exportable: range.kind == MemoryKind::Vmm && range.exportable,
             },
@@ -219,7 +221,7 @@ impl Cuda for SimulatedCuda {
 
     /// See [`dma_buf_offset`](super::dma_buf_offset). Pages that an allocation fills only in part are given whole;
     /// a range over several objects is refused.
-    fn dma_buf(&self, addr: u64, len: usize, _pcie: bool) -> Result<OwnedFd> {
+    fn dma_buf(&self, memory: u64, addr: u64, len: usize, _pcie: bool) -> Result<OwnedFd> {
         const CALL: &str = "cuMemGetHandleForAddressRange";
         self.enter(CALL)?;
         if self.machine.cuda.lock().attributes.get(&124) != Some(&1) {
@@ -229,8 +231,10 @@ impl Cuda for SimulatedCuda {
         if !addr.is_multiple_of(HOST_PAGE) || !(len as u64).is_multiple_of(HOST_PAGE) || len == 0 {
             return Err(invalid());
         }
-        let memory = self.machine.memory.lock();
-        let page = |at: u64| memory.touching(at, HOST_PAGE).ok_or_else(invalid);
+        let all = self.machine.memory.lock();
+        // By it the real driver's context is found.
+        all.find(memory).ok_or_else(|| unknown(memory))?;
+        let page = |at: u64| all.touching(at, HOST_PAGE).ok_or_else(invalid);
         let (first, last) = (page(addr)?, page(addr + len as u64 - HOST_PAGE)?);
         let gpu = matches!(first.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool);
         if !gpu || !Arc::ptr_eq(&first.object, &last.object) {

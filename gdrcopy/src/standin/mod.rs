@@ -8,6 +8,7 @@ mod gdrdrv;
 mod kernel;
 mod memory;
 mod rm;
+mod uninitialised;
 mod vma;
 
 use std::collections::HashMap;
@@ -20,6 +21,7 @@ pub use gdrdrv::{Gdrdrv, Module};
 pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
 pub use memory::{CLIENT, FreeWatcher, Memory, Object, VaRange, dma_buf_offset};
 pub use rm::{Live, RmSettings, SimulatedRm};
+pub use uninitialised::UninitialisedCuda;
 
 /// The machine. Share it between its CUDA, its kernel and the test that plays with it.
 #[derive(Debug)]

@@ -145,9 +145,11 @@ fn quick_to_gpu(direction: Direction, lane: Lane<'_>) -> Lane<'_> {
 
 fn by<'a>(way: Way, direction: Direction, mapping: &'a Mapping) -> Lane<'a> {
     Lane::new(way.to_string(), move |host| {
-        let done = match direction {
-            Direction::ToGpu => write_by(way, mapping, 0, host),
-            Direction::FromGpu => read_by(way, mapping, 0, host),
+        let done = match (direction, way) {
+            (Direction::ToGpu, Way::Cpu) => mapping.write(0, host),
+            (Direction::FromGpu, Way::Cpu) => mapping.read(0, host),
+            (Direction::ToGpu, _) => write_by(way, mapping, 0, host),
+            (Direction::FromGpu, _) => read_by(way, mapping, 0, host),
         };
         done.map_err(Into::into)
     })

@@ -41,6 +41,34 @@ static void child_of(struct mapped m) {
     GIVES(0, gdr_close(own.g));
 }
 
+/* A library that was opened and not used yet. */
+static void opened_before(void) {
+    gdr_t g = gdr_open();
+    unsigned long d;
+    gdr_mh_t mh;
+    pid_t child;
+    CHECK(g != NULL);
+    child = fork();
+    if (child == 0) {
+        struct mapped own;
+        char word[4];
+        GIVES(EACCES, gdrx_alloc(g, 0, SIZE, &d));
+        GIVES(EACCES, gdr_pin_buffer(g, GPU_PAGE_SIZE, SIZE, 0, 0, &mh));
+        CHECK(gdrx_backend(g) == NULL);
+        own = open_and_map();
+        GIVES(0, gdr_copy_to_mapping(own.mh, own.p, "own", 4));
+        GIVES(0, gdrx_copy_out(own.g, word, own.d, 4));
+        CHECK(memcmp(word, "own", 4) == 0);
+        GIVES(EACCES, gdr_close(g));
+        GIVES(0, gdr_close(own.g));
+        exit(0);
+    }
+    CHECK(ended(child) == 0);
+    GIVES(0, gdrx_alloc(g, 0, SIZE, &d));
+    GIVES(0, gdr_pin_buffer(g, d, SIZE, 0, 0, &mh));
+    GIVES(0, gdr_close(g));
+}
+
 /* Keeps the locks of the library busy. */
 static void *worker(void *argument) {
     struct mapped *m = argument;
@@ -53,11 +81,13 @@ static void *worker(void *argument) {
 }
 
 int main(void) {
-    struct mapped m = open_and_map();
+    struct mapped m;
     char word[4];
     pthread_t thread[2];
     pid_t child;
     int i;
+    opened_before();
+    m = open_and_map();
     GIVES(0, gdr_copy_to_mapping(m.mh, m.p, "par", 4));
 
     child = fork();

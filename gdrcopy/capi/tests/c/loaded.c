@@ -1,4 +1,4 @@
-/* The library loaded at run time, as communication libraries do it, and unloaded. */
+/* The library loaded at run time, as communication libraries do it, and closed: it stays. */
 
 #include "check.h"
 
@@ -68,6 +68,14 @@ static void life(void) {
 
 int main(void) {
     int round;
+    CHECK(dlopen("libgdrapi.so.2", RTLD_NOW | RTLD_NOLOAD) == NULL);
+    library = dlopen("libgdrapi.so.2", RTLD_NOW | RTLD_LOCAL);
+    CHECK(library != NULL);
+    CHECK(dlclose(library) == 0);
+    /* Without a call no data of this thread keeps it. */
+    library = dlopen("libgdrapi.so.2", RTLD_NOW | RTLD_NOLOAD);
+    CHECK(library != NULL);
+    CHECK(dlclose(library) == 0);
     for (round = 0; round < 3; round++) {
         pid_t child;
         library = dlopen("libgdrapi.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -82,7 +90,7 @@ int main(void) {
         }
         CHECK(ended(child) == 0);
         CHECK(dlclose(library) == 0);
-        /* What it left with the C library for fork is gone with it. */
+        /* What it left with the C library for fork is still there. */
         child = fork();
         if (child == 0)
             _exit(0);

@@ -80,7 +80,7 @@ impl Program {
                 .arg(directory.join("program"))
                 .arg("-L")
                 .arg(&directory)
-                .args(["-lgdrapi", "-ldl"]),
+                .args(["-Wl,--as-needed", "-lgdrapi", "-ldl"]),
         );
         assert!(output.status.success(), "{name}.c: {}", said(&output));
         Self(directory)

@@ -119,7 +119,7 @@ fn pins_with_flags_need_a_module_that_has_them() {
         } else {
             assert_eq!(forced, Err(libc::EINVAL), "{module:?}");
         }
-        for unknown in [2, 3, 1 << 31] {
+        for unknown in [2, 3, 1 << 16, 1 << 16 | 1, 1 << 31] {
             assert_eq!(library.pin_v2(addr, SIZE, unknown), Err(libc::EINVAL), "{module:?}");
         }
         library.close().unwrap();
@@ -314,9 +314,9 @@ fn what_cannot_be_pinned_is_refused() {
     let computer = computer(Module { bar1: 16 << 20, ..Module::default() });
     let library = computer.open().unwrap();
     let addr = library.alloc(SIZE).unwrap();
-    for (at, size) in
-        [(addr, SIZE + GPU_PAGE_SIZE), (addr + PAGE, SIZE), (8, 8), (u64::MAX, 2), (addr, usize::MAX)]
-    {
+    // What the driver has for the memory and its alignment.
+    let block = (SIZE + GPU_PAGE_SIZE).next_multiple_of(2 << 20);
+    for (at, size) in [(addr, block + 1), (addr + PAGE, block), (8, 8), (u64::MAX, 2), (addr, usize::MAX)] {
         assert_eq!(library.pin(at, size), Err(libc::EINVAL), "{at:#x} {size}");
     }
     let large = library.alloc(32 << 20).unwrap();

@@ -1,13 +1,13 @@
 //! The C functions, as Rust tests like them, and a machine to run them on.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
 use gdrapi::{gdr_info_v2_t, gdr_mh_t, gdr_t};
 use gdrcopy::System;
 use gdrcopy::standin::{
-    Device, Gdrdrv, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm,
+    Device, Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda,
 };
 
 /// Larger than the blocks that small allocations share; not a multiple of GPU pages.
@@ -36,6 +36,7 @@ pub(crate) struct Computer {
     pub(crate) machine: Arc<Machine>,
     pub(crate) gdrdrv: Option<Arc<Gdrdrv>>,
     pub(crate) rm: Option<Arc<SimulatedRm>>,
+    pub(crate) cuda: UninitialisedCuda,
     system: System,
 }
 
@@ -53,15 +54,18 @@ impl Computer {
             Driver::Rm(settings) => kernel = rm.insert(SimulatedRm::new(&machine, settings)).install(kernel),
             Driver::None => {}
         }
-        let gpu = !matches!(driver, Driver::None);
-        let cuda = gpu.then(|| SimulatedCuda::new(&machine) as _);
-        Self { system: System::simulated(Arc::new(kernel), cuda), machine, gdrdrv, rm }
+        let cuda = UninitialisedCuda::new(&machine);
+        let system = match driver {
+            Driver::None => System::simulated(Arc::new(kernel), None),
+            _ => System::with(Arc::new(kernel), cuda.clone()),
+        };
+        Self { machine, gdrdrv, rm, cuda, system }
     }
 
     /// Puts another device in the place of the module.
     pub(crate) fn replace_gdrdrv(&mut self, gdrdrv: Arc<Gdrdrv>, device: Arc<dyn Device>) {
         let kernel = SimulatedKernel::new(self.machine.clone()).with_device("/dev/gdrdrv", device);
-        self.system = System::simulated(Arc::new(kernel), Some(SimulatedCuda::new(&self.machine)));
+        self.system = System::with(Arc::new(kernel), self.cuda.clone());
         self.gdrdrv = Some(gdrdrv);
     }
 
@@ -124,6 +128,13 @@ impl Library {
         let mut bytes = vec![0xee; len];
         // SAFETY: a whole vector.
         answer(unsafe { gdrapi::gdrx_copy_out(self.0, bytes.as_mut_ptr().cast(), addr, len) }).map(|()| bytes)
+    }
+
+    pub(crate) fn describe(self) -> String {
+        let mut line = [0_u8; 1000];
+        // SAFETY: a whole array.
+        answer(unsafe { gdrapi::gdrx_describe(self.0, line.as_mut_ptr().cast(), line.len()) }).unwrap();
+        CStr::from_bytes_until_nul(&line).unwrap().to_str().unwrap().to_owned()
     }
 
     pub(crate) fn pin(self, addr: u64, size: usize) -> Answer<gdr_mh_t> {

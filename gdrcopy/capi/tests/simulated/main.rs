@@ -2,6 +2,8 @@
 //! each of their failures comes to.
 
 mod dmabuf;
+mod first_use;
 mod gdrdrv;
 mod library;
+mod pages;
 mod rm;

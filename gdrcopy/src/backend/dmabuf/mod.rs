@@ -10,9 +10,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{
-    Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned, host_page, proof,
+    Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned, host_page, locate, proof,
 };
-use crate::cuda::{AllocKind, Cuda, locate};
+use crate::cuda::{AllocKind, Cuda};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::Kernel;
@@ -31,8 +31,8 @@ const SCRATCH: usize = 4 << 20;
 pub(crate) struct DmaBuf {
     machine: Machine,
     owner: Owner,
-    /// Devices whose mappings were tried: ordinal, and whether through PCIe.
-    proven: Mutex<HashSet<(i32, bool)>>,
+    /// Devices whose mappings were tried: ordinal, and [`PinFlags::FORCE_PCIE`] or none.
+    proven: Mutex<HashSet<(i32, PinFlags)>>,
 }
 
 /// What pins need.
@@ -43,11 +43,9 @@ struct Machine {
 }
 
 impl DmaBuf {
-    /// Tries the driver on the first GPU that has dma-bufs; others are tried at their first pin, since that
-    /// makes a CUDA context there.
-    pub(crate) fn open(system: &System) -> Result<Self> {
-        let cuda = system.cuda()?;
-        let version = cuda.driver_version()?;
+    /// Whether the driver's version is one that maps dma-bufs; does not initialise CUDA.
+    pub(crate) fn survey(system: &System) -> Result<()> {
+        let version = system.cuda_version()?;
         if version < FIRST_CUDA {
             return Err(Error::Unsupported {
                 what: format!("mmap of a dma-buf (CUDA {}.{})", version / 1000, version % 1000 / 10),
@@ -55,21 +53,39 @@ impl DmaBuf {
                 fix: "update to a driver with CUDA 13.3 or newer, load gdrdrv, or use the rm backend",
             });
         }
+        Ok(())
+    }
+
+    /// Tries the driver on the first GPU that has dma-bufs; others are tried at their first pin, since that
+    /// makes a CUDA context there.
+    pub(crate) fn open(system: &System) -> Result<Self> {
+        Self::survey(system)?;
+        let cuda = system.cuda()?;
         let machine = Machine { kernel: system.kernel.clone(), cuda: cuda.clone() };
         let this = Self { machine, owner: Owner::this_process(), proven: Mutex::default() };
         for gpu in cuda.devices()? {
             if cuda.device_attribute(gpu.ordinal, CU_DMA_BUF)? != 0 {
-                this.prove(gpu.ordinal, false)?;
+                this.prove(gpu.ordinal, PinFlags::empty())?;
                 return Ok(this);
             }
         }
         Err(no_dma_buf())
     }
 
+    /// What [`Backend::attribute`] gives on every machine.
+    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
+        match attribute {
+            Attribute::UsePersistentMapping
+            | Attribute::SupportPinFlagForcePcie
+            | Attribute::UsingDmaBufMmap => 1,
+        }
+    }
+
     /// Makes sure that mappings of a device show what CUDA shows.
-    fn prove(&self, device: i32, pcie: bool) -> Result<()> {
+    fn prove(&self, device: i32, flags: PinFlags) -> Result<()> {
+        let flags = flags & PinFlags::FORCE_PCIE;
         let mut proven = self.proven.lock();
-        if proven.contains(&(device, pcie)) {
+        if proven.contains(&(device, flags)) {
             return Ok(());
         }
         let cuda = &self.machine.cuda;
@@ -80,12 +96,12 @@ impl DmaBuf {
         // The second pin begins inside the memory, in its second large page.
         for start in [0, SCRATCH / 2 + host_page()] {
             let len = SCRATCH - start;
-            let pin = Pin::new(&self.machine, scratch.addr() + start as u64, len, pcie)?;
+            let pin = Pin::new(&self.machine, scratch.addr() + start as u64, len, flags)?;
             let range = pin.map_unproven(len)?;
             let offsets = [0, len / 2, len - proof::PROBE];
             proof::nonce(&**cuda, device, pin.va(), &range, &offsets)?;
         }
-        proven.insert((device, pcie));
+        proven.insert((device, flags));
         Ok(())
     }
 }
@@ -104,11 +120,7 @@ impl Backend for DmaBuf {
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(match attribute {
-            Attribute::UsePersistentMapping
-            | Attribute::SupportPinFlagForcePcie
-            | Attribute::UsingDmaBufMmap => 1,
-        })
+        Ok(Self::attribute_of(attribute))
     }
 
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
@@ -116,9 +128,8 @@ impl Backend for DmaBuf {
         if len == 0 {
             return Err(Error::invalid("length", len, "at least 1"));
         }
-        let pcie = flags.contains(PinFlags::FORCE_PCIE);
-        self.prove(locate(&*self.machine.cuda, addr, len)?.device, pcie)?;
-        Ok(Box::new(Pin::new(&self.machine, addr, len, pcie)?))
+        self.prove(locate(&*self.machine.cuda, addr, len, flags)?.memory.device, flags)?;
+        Ok(Box::new(Pin::new(&self.machine, addr, len, flags)?))
     }
 
     fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {

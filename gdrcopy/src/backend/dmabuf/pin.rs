@@ -1,13 +1,14 @@
 //! Memory held by dma-bufs.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 
 use super::Machine;
 use crate::backend::reservation::Reservation;
-use crate::backend::{ENOTSUPP, MappingType, Pinned, host_page, inside, proof};
+use crate::backend::{ENOTSUPP, MappingType, PinFlags, Pinned, host_page, inside, locate, proof};
 use crate::cpu_range::CpuRange;
-use crate::cuda::{MemoryKind, locate};
+use crate::cuda::{CudaStatus, MemoryKind};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 
@@ -19,9 +20,6 @@ const CU_HOST_PAGE_TABLES: u32 = 100;
 pub(super) struct Pin {
     machine: Machine,
     owner: Owner,
-    /// What was asked for.
-    addr: u64,
-    wanted: usize,
     va: u64,
     len: usize,
     kind: MappingType,
@@ -33,14 +31,15 @@ pub(super) struct Pin {
 #[derive(Debug)]
 struct Segment {
     fd: OwnedFd,
-    va: u64,
     len: usize,
     device: i32,
+    /// What CUDA shows of what the user asked for, and its number of that allocation.
+    shown: Range<u64>,
     buffer_id: u64,
 }
 
 impl Pin {
-    pub(super) fn new(machine: &Machine, addr: u64, len: usize, pcie: bool) -> Result<Self> {
+    pub(super) fn new(machine: &Machine, addr: u64, len: usize, flags: PinFlags) -> Result<Self> {
         let page = host_page() as u64;
         let va = addr & !(page - 1);
         let end = addr.checked_add(len as u64).and_then(|end| end.checked_next_multiple_of(page));
@@ -51,44 +50,47 @@ impl Pin {
         let mut pin = Self {
             machine: machine.clone(),
             owner: Owner::this_process(),
-            addr,
-            wanted: len,
             va,
             len: span,
             kind: MappingType::Cached,
             segments: Vec::new(),
         };
-        let mut at = va;
+        let (mut at, wanted) = (va, addr..addr + len as u64);
         while at < end {
-            at = pin.export(at, end, pcie)?;
+            at = pin.export(at, end, &wanted, flags)?;
         }
         Ok(pin)
     }
 
-    /// Exports the piece that begins at `va`; gives its end.
-    fn export(&mut self, va: u64, end: u64, pcie: bool) -> Result<u64> {
+    /// Exports the piece that begins at `va`; gives its end. CUDA decides about pages outside an allocation.
+    fn export(&mut self, va: u64, end: u64, wanted: &Range<u64>, flags: PinFlags) -> Result<u64> {
         let cuda = &*self.machine.cuda;
         // The first page may begin before the allocation.
-        let inner = va.max(self.addr);
-        let rest = usize::try_from(self.addr + self.wanted as u64 - inner).unwrap_or(usize::MAX);
-        let memory = locate(cuda, inner, rest)?;
+        let inner = va.max(wanted.start);
+        let rest = usize::try_from(wanted.end - inner).unwrap_or(usize::MAX);
+        let part = locate(cuda, inner, rest, flags)?;
+        let (memory, shown) = (part.memory, part.bytes()?);
         let stop = match memory.kind {
-            MemoryKind::Vmm => {
-                (memory.base + memory.size as u64).next_multiple_of(host_page() as u64).min(end)
-            }
+            MemoryKind::Vmm => shown.end.next_multiple_of(host_page() as u64).min(end),
             _ => end,
         };
         let len = usize::try_from(stop - va).map_err(|_| Error::invalid("length", stop - va, "a size"))?;
-        let fd = cuda.dma_buf(va, len, pcie)?;
+        let pcie = flags.contains(PinFlags::FORCE_PCIE);
+        let fd = cuda.dma_buf(shown.start, va, len, pcie).map_err(|error| match error {
+            Error::Cuda { status: CudaStatus::INVALID_VALUE, .. } if !part.holds(inner, rest) => {
+                Error::BeyondAllocation { addr: inner, len: rest, base: memory.base, size: memory.size }
+            }
+            other => other,
+        })?;
         // The descriptor holds the memory from here on; was it still the same?
         let (device, buffer_id) = (memory.device, memory.buffer_id);
-        if cuda.buffer_id(inner)? != buffer_id {
+        if cuda.buffer_id(shown.start)? != buffer_id {
             return Err(Error::Invalidated);
         }
         if pcie || cuda.device_attribute(device, CU_HOST_PAGE_TABLES)? == 0 {
             self.kind = MappingType::WriteCombining;
         }
-        self.segments.push(Segment { fd, va, len, device, buffer_id });
+        self.segments.push(Segment { fd, len, device, shown, buffer_id });
         Ok(stop)
     }
 
@@ -112,11 +114,10 @@ impl Pin {
     /// Looks at both ends of each piece of what the user asked for.
     fn prove(&self, range: &CpuRange) -> Result<()> {
         let cuda = &*self.machine.cuda;
-        let end = (self.va + range.len() as u64).min(self.addr + self.wanted as u64);
+        let end = self.va + range.len() as u64;
         for segment in &self.segments {
-            let from = segment.va.max(self.addr);
-            let Some(len) = end.min(segment.va + segment.len as u64).checked_sub(from).filter(|len| *len > 0)
-            else {
+            let from = segment.shown.start;
+            let Some(len) = end.min(segment.shown.end).checked_sub(from).filter(|len| *len > 0) else {
                 continue;
             };
             // Freed memory has nothing to be compared with any more.

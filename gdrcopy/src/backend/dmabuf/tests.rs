@@ -122,7 +122,7 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
     let second = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
     assert_eq!(second, first + piece as u64);
     // The driver, as it is simulated, refuses a range over both.
-    assert!(rig.cuda.dma_buf(first, 2 * piece, false).is_err());
+    assert!(rig.cuda.dma_buf(first, first, 2 * piece, false).is_err());
 
     let len = piece + 77;
     let pin = dmabuf.pin(first + 1001, len, NONE).unwrap();
@@ -185,4 +185,39 @@ fn memory_that_changes_hands_is_not_mixed_up() {
         memory.insert(base, 2 << 20, object, 0, MemoryKind::Vmm);
     }
     assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
+}
+
+#[test]
+fn pages_beyond_an_allocation_are_the_drivers_to_give() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = DmaBuf::open(&rig.system).unwrap();
+    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
+    let (start, small, last) = (alloc(5000), alloc(256), alloc(5000));
+    let (start, object) = (start & !0xfff, rig.machine.memory.lock().find(small).unwrap().object.clone());
+    let bytes = pattern(1, object.size);
+    object.write(0, &bytes).unwrap();
+    let end = (last + 5000).next_multiple_of(4096);
+    let len = usize::try_from(end - start).unwrap();
+    let pin = dmabuf.pin(start, len, PinFlags::WHOLE_PAGES).unwrap();
+    assert_eq!((pin.va(), pin.pinned_len()), (start, len));
+    let range = pin.map(len, None).unwrap();
+    let first = usize::try_from(start - (small & !0x1f_ffff)).unwrap();
+    assert!(peek(&range, 0, len) == bytes[first..][..len]);
+    assert!(matches!(dmabuf.pin(start, len, NONE), Err(Error::BeyondAllocation { .. })));
+
+    // The simulated driver gives no page without an allocation.
+    let beyond = dmabuf.pin(start, len + 1, PinFlags::WHOLE_PAGES);
+    assert!(matches!(beyond, Err(Error::BeyondAllocation { .. })), "{beyond:?}");
+    // What is compared is the first allocation of the range, here the neighbour's.
+    drop(range);
+    rig.machine.memory.lock().free(start).unwrap();
+    assert!(matches!(pin.map(len, None), Err(Error::Invalidated)));
+    // Now the first is the small one.
+    let page = small & !0xfff;
+    assert_ne!(page, small);
+    let pin = dmabuf.pin(page, 4096, PinFlags::WHOLE_PAGES).unwrap();
+    rig.machine.fail(WRONG_PAGE, 1);
+    assert!(matches!(pin.map(4096, None), Err(Error::ProofFailed { .. })));
+    rig.machine.fail(WRONG_PAGE, 0);
+    assert!(pin.map(4096, None).is_ok());
 }

@@ -6,7 +6,7 @@ use std::ffi::CStr;
 pub(crate) const PATH: &CStr = c"/dev/gdrdrv";
 
 /// Unit in which the driver pins, bytes (`GPU_PAGE_SIZE`).
-pub(crate) const GPU_PAGE: u64 = 1 << 16;
+pub(crate) const GPU_PAGE: u64 = crate::backend::GPU_PAGE;
 
 /// The oldest driver with this interface: 1.x had 32-bit handles under the same numbers.
 pub(crate) const MINIMUM_DRIVER: u32 = version(2, 0);

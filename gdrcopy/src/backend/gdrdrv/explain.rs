@@ -152,7 +152,13 @@ impl RefusedPin<'_> {
                 fix: "use a data-center or RTX professional GPU; GeForce has none",
             });
         }
+        let end = memory.base.saturating_add(memory.size as u64);
         Ok(match memory.kind {
+            // By this much it may leave the allocation, but not the driver's memory.
+            MemoryKind::Malloc if self.addr < memory.base || self.addr + self.len as u64 > end => {
+                let (addr, len, base, size) = (self.addr, self.len, memory.base, memory.size);
+                return Err(Error::BeyondAllocation { addr, len, base, size });
+            }
             MemoryKind::Vmm => "set gpuDirectRDMACapable in the properties of cuMemCreate",
             MemoryKind::Pool => {
                 "stream-ordered memory is not pinned by this driver: allocate with cuMemAlloc"

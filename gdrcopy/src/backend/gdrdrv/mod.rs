@@ -10,8 +10,8 @@ mod tests;
 use std::io;
 use std::sync::Arc;
 
-use super::{Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned};
-use crate::cuda::{AllocKind, locate};
+use super::{Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned, locate};
+use crate::cuda::AllocKind;
 use crate::error::{Error, Result};
 use crate::system::System;
 use abi::{GPU_PAGE, PinBuffer, PinBufferV2};
@@ -92,9 +92,11 @@ impl Backend for Gdrdrv {
         };
         // Without CUDA the driver alone judges.
         let cuda = match self.system.cuda() {
-            Ok(cuda) => Some((&**cuda, locate(&**cuda, addr, len)?)),
+            Ok(cuda) => Some((&**cuda, locate(&**cuda, addr, len, flags)?.memory)),
             Err(_) => None,
         };
+        // It always pins whole pages.
+        let flags = flags - PinFlags::WHOLE_PAGES;
         let handle = self.handle(start, end - start, flags).map_err(|error| {
             let force_pcie = self.force_pcie;
             RefusedPin { addr, len, flags, force_pcie, cuda }.explain(error)

@@ -13,7 +13,8 @@
 //! memory of our own at its first use on each GPU, in both directions, and each mapping of the user's memory
 //! is compared with what CUDA shows before it is handed out. The user's memory is never written for that,
 //! because a running kernel's result could be lost; so there, equal bytes in other places go unnoticed.
-//! A mapping of a pin's first pages that ends before the byte asked for has nothing to compare.
+//! A mapping of a pin's first pages that ends before the byte asked for has nothing to compare. Of a range that leaves
+//! its allocation ([`PinFlags::WHOLE_PAGES`]), the part in the first allocation is compared.
 //!
 //! A pin holds the memory: after a free the mapping shows the old bytes. Mappings are write-combined BAR1
 //! mappings; each takes one open file.
@@ -35,16 +36,15 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Allocation, Attribute, Backend, BackendKind, CudaAllocation, PinFlags, Pinned};
-use crate::cuda::{AllocKind, Cuda, MemoryKind, locate};
+use super::{
+    Allocation, Attribute, Backend, BackendKind, CudaAllocation, GPU_PAGE, PinFlags, Pinned, locate,
+};
+use crate::cuda::{AllocKind, Cuda, MemoryKind};
 use crate::error::{Error, Result};
 use crate::system::System;
 use client::Client;
 use gpu::Gpu;
 use pin::RmPin;
-
-/// Pages of the GPU, bytes: the granularity of pins.
-const GPU_PAGE: u64 = 64 << 10;
 
 /// How memory of a kind comes to a handle of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +74,20 @@ pub(crate) struct Rm {
 }
 
 impl Rm {
+    /// Whether there is CUDA and the driver takes clients; does not initialise CUDA.
+    pub(crate) fn survey(system: &System) -> Result<()> {
+        system.cuda_version()?;
+        Client::open(system.kernel.clone()).map(drop)
+    }
+
+    /// What [`Backend::attribute`] gives on every machine.
+    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
+        match attribute {
+            Attribute::UsePersistentMapping | Attribute::SupportPinFlagForcePcie => 1,
+            Attribute::UsingDmaBufMmap => 0,
+        }
+    }
+
     /// Opens the driver and proves that `cuMemAlloc` memory of the first GPU can be mapped.
     ///
     /// # Errors
@@ -111,20 +125,17 @@ impl Backend for Rm {
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(match attribute {
-            Attribute::UsePersistentMapping | Attribute::SupportPinFlagForcePcie => 1,
-            Attribute::UsingDmaBufMmap => 0,
-        })
+        Ok(Self::attribute_of(attribute))
     }
 
     /// [`PinFlags::FORCE_PCIE`] changes nothing: mappings always go through BAR1.
-    fn pin(&self, addr: u64, len: usize, _flags: PinFlags) -> Result<Box<dyn Pinned>> {
+    fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
         self.client.check_owner()?;
         if len == 0 {
             return Err(Error::invalid("length", len, "at least one byte"));
         }
-        let memory = locate(&*self.cuda, addr, len)?;
-        let route = match memory.kind {
+        let part = locate(&*self.cuda, addr, len, flags)?;
+        let route = match part.memory.kind {
             MemoryKind::Malloc => Route::Malloc,
             MemoryKind::Vmm => Route::Vmm,
             _ => {
@@ -135,9 +146,9 @@ impl Backend for Rm {
                 });
             }
         };
-        let gpu = self.gpu(memory.device)?;
+        let gpu = self.gpu(part.memory.device)?;
         gpu.proof(route).require(&gpu, &self.cuda, route)?;
-        Ok(Box::new(RmPin::new(&gpu, &self.cuda, memory, addr, len)?))
+        Ok(Box::new(RmPin::new(&gpu, &self.cuda, part, addr, len)?))
     }
 
     fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {

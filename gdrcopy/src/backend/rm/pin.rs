@@ -1,15 +1,17 @@
 //! Pinned memory: duplicated handles of the objects under an address range.
 
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use super::Gpu;
+use super::client::Object;
 use super::handle::Block;
 use super::mapping::{Bar1Mapping, Memory};
-use super::{GPU_PAGE, Gpu};
 use crate::backend::reservation::Reservation;
-use crate::backend::{MappingType, Pinned, host_page, proof};
+use crate::backend::{GPU_PAGE, MappingType, Part, Pinned, host_page, proof};
 use crate::cpu_range::CpuRange;
-use crate::cuda::{Cuda, MemoryKind, PointerInfo};
+use crate::cuda::{Cuda, MemoryKind};
 use crate::error::{Error, Result};
 
 /// A pinned range. It holds the memory: after a free the old bytes stay until the pin goes.
@@ -17,11 +19,10 @@ use crate::error::{Error, Result};
 pub(crate) struct RmPin {
     cuda: Arc<dyn Cuda>,
     gpu: Arc<Gpu>,
-    /// What the user asked for; the rest of the range may be other allocations or nothing.
-    addr: u64,
-    end: u64,
     /// Adjacent, in order of address.
     segments: Vec<Segment>,
+    /// Bytes behind the last object that were asked for as well. A mapping has a hole there.
+    hole: usize,
 }
 
 /// The pinned part of one object.
@@ -32,73 +33,106 @@ struct Segment {
     len: usize,
     /// Where in the object the part begins.
     offset: u64,
-    /// The user's first byte in it, and CUDA's number of its allocation.
-    user: (u64, u64),
+    /// What CUDA shows of what the user asked for; the rest may be other allocations or nothing.
+    shown: Range<u64>,
+    /// CUDA's number of the allocation that it shows.
+    buffer_id: u64,
+}
+
+/// An object with a handle of our own.
+#[derive(Debug)]
+struct Found {
+    object: Object,
+    /// Its address.
+    base: u64,
+    /// Its size, bytes.
+    size: u64,
+}
+
+impl Found {
+    fn end(&self) -> u64 {
+        self.base.saturating_add(self.size)
+    }
 }
 
 impl RmPin {
-    /// Pins a range that begins in `memory`, on a GPU whose route for this kind of memory works.
+    /// Pins a range that was located, on a GPU whose route for this kind of memory works.
     pub(crate) fn new(
         gpu: &Arc<Gpu>,
         cuda: &Arc<dyn Cuda>,
-        mut memory: PointerInfo,
+        mut part: Part,
         addr: u64,
         len: usize,
     ) -> Result<Self> {
-        let beyond = |at: &PointerInfo| Error::BeyondAllocation { addr, len, base: at.base, size: at.size };
-        let end = addr.checked_add(len as u64).ok_or_else(|| beyond(&memory))?;
-        let mut pin = Self { cuda: cuda.clone(), gpu: gpu.clone(), addr, end, segments: Vec::new() };
-        let mut at = addr;
+        let beyond = |base, size| Error::BeyondAllocation { addr, len, base, size };
+        let mut pin = Self { cuda: cuda.clone(), gpu: gpu.clone(), segments: Vec::new(), hole: 0 };
+        let mut rest = addr..addr + len as u64;
         loop {
-            let segment = pin.hold(&memory, at)?;
-            at = memory.base + memory.size as u64;
-            pin.segments.push(segment);
-            if at >= end {
+            let object = pin.object(&part, rest.start)?;
+            let end = object.end();
+            if part.memory.kind == MemoryKind::Malloc {
+                // The range may leave the allocation, but not the block that it is a part of, except for its last page:
+                // blocks end at any multiple of 4 KiB, and who rounds to GPU pages asks for what is not there.
+                let last = end.checked_next_multiple_of(GPU_PAGE).unwrap_or(end).saturating_add(GPU_PAGE);
+                if rest.start < object.base || rest.end > last {
+                    return Err(beyond(object.base, range_len(object.size)));
+                }
+                let asked = rest.end.next_multiple_of(host_page() as u64);
+                pin.hole = range_len(asked.saturating_sub(end));
+            }
+            pin.segments.push(pin.segment(object, &part, &rest)?);
+            if end >= rest.end || pin.hole > 0 {
                 return Ok(pin);
             }
-            let last = memory;
-            memory = pin.cuda.pointer(at)?;
-            if memory.kind != MemoryKind::Vmm || memory.device != last.device || memory.base != at {
-                return Err(beyond(&last));
+            rest.start = end;
+            let memory = pin.cuda.pointer(rest.start)?;
+            let last = part.memory;
+            if memory.kind != MemoryKind::Vmm || memory.device != last.device || memory.base != rest.start {
+                return Err(beyond(last.base, last.size));
             }
+            part = Part::of(memory, &rest);
         }
     }
 
-    /// Duplicates the handle of the object at `at` and finds the part to pin.
-    fn hold(&self, memory: &PointerInfo, at: u64) -> Result<Segment> {
-        let client = self.gpu.client();
-        let device = self.gpu.device();
-        let (object, base, size) = if memory.kind == MemoryKind::Malloc {
-            let block = Block::from_ipc(&self.cuda.ipc_handle(memory.base)?, memory)?;
-            (client.dup(device, block.client, block.object)?, block.base, block.size)
-        } else {
-            if !memory.exportable {
-                return Err(Error::NotMappable {
-                    addr: at,
-                    found: "memory that CUDA does not export",
-                    fix: "create it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
-                });
-            }
-            if !memory.base.is_multiple_of(GPU_PAGE) || !(memory.size as u64).is_multiple_of(GPU_PAGE) {
-                return Err(Error::NotMappable {
-                    addr: at,
-                    found: "memory mapped with a granularity below 64 KiB",
-                    fix: "map it with the granularity that CUDA recommends",
-                });
-            }
-            let fd = self.cuda.export_fd(at)?;
-            (client.import(device, fd.as_fd())?, memory.base, memory.size as u64)
-        };
-        // Whole GPU pages, but nothing outside the object.
-        let va = (at - at % GPU_PAGE).max(base);
-        let end = self.end.checked_next_multiple_of(GPU_PAGE).unwrap_or(u64::MAX).min(base + size);
+    /// A handle of our own for the object of this memory, which is to be at `at`, or that and more in one block.
+    fn object(&self, part: &Part, at: u64) -> Result<Found> {
+        let (client, device, memory) = (self.gpu.client(), self.gpu.device(), &part.memory);
+        part.bytes()?;
+        if memory.kind == MemoryKind::Malloc {
+            let Block { client: source, object, base, size } =
+                Block::from_ipc(&self.cuda.ipc_handle(memory.base)?, memory)?;
+            return Ok(Found { object: client.dup(device, source, object)?, base, size });
+        }
+        if !memory.exportable {
+            return Err(Error::NotMappable {
+                addr: at,
+                found: "memory that CUDA does not export",
+                fix: "create it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
+            });
+        }
+        if !memory.base.is_multiple_of(GPU_PAGE) || !(memory.size as u64).is_multiple_of(GPU_PAGE) {
+            return Err(Error::NotMappable {
+                addr: at,
+                found: "memory mapped with a granularity below 64 KiB",
+                fix: "map it with the granularity that CUDA recommends",
+            });
+        }
+        let fd = self.cuda.export_fd(at)?;
+        Ok(Found { object: client.import(device, fd.as_fd())?, base: memory.base, size: memory.size as u64 })
+    }
+
+    /// The part of an object that a range needs: whole GPU pages, but nothing outside the object.
+    fn segment(&self, found: Found, part: &Part, range: &Range<u64>) -> Result<Segment> {
+        let va = (range.start - range.start % GPU_PAGE).max(found.base);
+        let end = range.end.checked_next_multiple_of(GPU_PAGE).unwrap_or(u64::MAX).min(found.end());
         Ok(Segment {
-            memory: Memory::new(&self.gpu, object),
+            memory: Memory::new(&self.gpu, found.object),
             va,
             len: usize::try_from(end - va)
                 .map_err(|_| Error::invalid("length", end - va, "an address space's"))?,
-            offset: va - base,
-            user: (at, memory.buffer_id),
+            offset: va - found.base,
+            shown: part.bytes()?,
+            buffer_id: part.memory.buffer_id,
         })
     }
 
@@ -109,18 +143,16 @@ impl RmPin {
 
     /// Refuses a segment whose memory was freed: its bytes can no longer be compared.
     fn check_live(&self, segment: &Segment) -> Result<()> {
-        let (addr, id) = segment.user;
-        let memory = self.cuda.pointer(addr)?;
-        let live = memory.kind != MemoryKind::Unknown && memory.buffer_id == id;
+        let memory = self.cuda.pointer(segment.shown.start)?;
+        let live = memory.kind != MemoryKind::Unknown && memory.buffer_id == segment.buffer_id;
         if live { Ok(()) } else { Err(Error::Invalidated) }
     }
 
-    /// Compares the user's part of a mapping with what CUDA shows.
+    /// Compares what CUDA shows of the user's range with the mapping.
     fn compare(&self, range: &CpuRange) -> Result<()> {
         let mapped = self.va() + range.len() as u64;
         for segment in &self.segments {
-            let start = segment.va.max(self.addr);
-            let end = (segment.va + segment.len as u64).min(self.end).min(mapped);
+            let (start, end) = (segment.shown.start, segment.shown.end.min(mapped));
             if start >= end {
                 continue;
             }
@@ -146,7 +178,7 @@ impl Pinned for RmPin {
     }
 
     fn pinned_len(&self) -> usize {
-        self.segments.iter().map(|segment| segment.len).sum()
+        self.segments.iter().map(|segment| segment.len).sum::<usize>() + self.hole
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "64 KiB")]

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use super::pin::RmPin;
 use super::status::NvStatus;
 use super::{Gpu, Route};
-use crate::backend::{Allocation, CudaAllocation, Pinned, proof};
+use crate::backend::{Allocation, CudaAllocation, PinFlags, Pinned, locate, proof};
 use crate::cuda::{AllocKind, Cuda};
 use crate::error::{Error, Result};
 
@@ -91,8 +91,8 @@ fn prove(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
     let mut held = Vec::new();
     for _ in 0..TRIES {
         let scratch = CudaAllocation::of_kind(cuda, gpu.ordinal, SCRATCH, kind)?;
-        let memory = cuda.pointer(scratch.addr())?;
-        let pin = RmPin::new(gpu, cuda, memory, scratch.addr(), SCRATCH)?;
+        let part = locate(&**cuda, scratch.addr(), SCRATCH, PinFlags::empty())?;
+        let pin = RmPin::new(gpu, cuda, part, scratch.addr(), SCRATCH)?;
         let inner = pin.begins_inside_object();
         let mut range = pin.map(pin.pinned_len(), None)?;
         let first = usize::try_from(scratch.addr() - pin.va()).expect("pinned memory fits the address space");

@@ -2,6 +2,7 @@
 
 mod alike;
 mod children;
+mod pages;
 mod proof;
 mod revoked;
 pub(crate) mod rig;

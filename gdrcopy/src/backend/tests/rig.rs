@@ -8,7 +8,9 @@ use crate::backend::host::Host;
 use crate::backend::{Backend, proof};
 use crate::cpu_range::CpuRange;
 use crate::cuda::Cuda;
-use crate::standin::{Gdrdrv as Device, Machine, Module, SimulatedCuda, SimulatedKernel};
+use crate::standin::{
+    Gdrdrv as Device, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm,
+};
 use crate::system::System;
 
 /// `/proc/devices` of a machine with the module.
@@ -23,7 +25,7 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// One GPU, CUDA 13.3 and this module.
+    /// One GPU, CUDA 13.3, its driver and this module.
     pub(crate) fn new(module: Module) -> Self {
         Self::with_gpus(1, module)
     }
@@ -36,6 +38,7 @@ impl Rig {
         let kernel = SimulatedKernel::new(machine.clone())
             .with_device("/dev/gdrdrv", device.clone())
             .with_text("/proc/devices", DEVICES);
+        let kernel = SimulatedRm::new(&machine, RmSettings::default()).install(kernel);
         let cuda: Arc<dyn Cuda> = SimulatedCuda::new(&machine);
         let system = System::simulated(Arc::new(kernel), Some(cuda.clone()));
         Self { machine, cuda, device, system }

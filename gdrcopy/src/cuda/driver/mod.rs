@@ -21,13 +21,34 @@ use self::context::{Gpu, Relaxed};
 use self::layout::{
     FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER, HANDLE_TYPE_FD, RANGE_FLAG_PCIE, RANGE_HANDLE_DMA_BUF,
 };
-use super::{AllocKind, Cuda, GpuInfo, PointerInfo};
+use super::{AllocKind, Cuda, CudaSource, GpuInfo, PointerInfo};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::check;
 
+/// The `libcuda` of this machine.
+#[derive(Debug)]
+pub(crate) struct Installed;
+
+impl CudaSource for Installed {
+    fn version(&self) -> Result<u32> {
+        version(&Api::load()?)
+    }
+
+    fn initialise(&self) -> Result<Arc<dyn Cuda>> {
+        Ok(Arc::new(Driver::with(Api::load()?)?))
+    }
+}
+
+fn version(api: &Api) -> Result<u32> {
+    let mut version = 0;
+    // SAFETY: a place for the answer.
+    unsafe { api.driver_get_version(&mut version) }?;
+    u32::try_from(version).map_err(|_| Error::invalid("CUDA version", version, "a positive number"))
+}
+
 /// `libcuda`, loaded and initialised.
-pub(crate) struct Driver {
+struct Driver {
     api: Api,
     gpus: Vec<Gpu>,
     /// What [`Cuda::alloc`] gave and nobody freed, by address.
@@ -36,11 +57,6 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Loads and initialises the driver.
-    pub(crate) fn load() -> Result<Arc<dyn Cuda>> {
-        Ok(Arc::new(Self::with(Api::load()?)?))
-    }
-
     fn with(api: Api) -> Result<Self> {
         // SAFETY: no flags are defined.
         unsafe { api.init(0) }?;
@@ -97,10 +113,7 @@ impl Drop for Driver {
 
 impl Cuda for Driver {
     fn driver_version(&self) -> Result<u32> {
-        let mut version = 0;
-        // SAFETY: a place for the answer.
-        unsafe { self.api.driver_get_version(&mut version) }?;
-        u32::try_from(version).map_err(|_| Error::invalid("CUDA version", version, "a positive number"))
+        version(&self.api)
     }
 
     fn devices(&self) -> Result<Vec<GpuInfo>> {
@@ -147,8 +160,8 @@ impl Cuda for Driver {
         fd
     }
 
-    fn dma_buf(&self, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd> {
-        let _current = self.home(addr)?.1.enter(&self.api)?;
+    fn dma_buf(&self, memory: u64, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd> {
+        let _current = self.home(memory)?.1.enter(&self.api)?;
         let flags = if pcie { RANGE_FLAG_PCIE } else { 0 };
         received_fd(|fd| {
             // SAFETY: a place for the descriptor; the driver checks the range.

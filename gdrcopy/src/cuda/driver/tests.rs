@@ -15,7 +15,7 @@ fn pci_addresses_become_those_of_sysfs() {
 
 #[test]
 fn a_machine_without_libcuda_says_what_to_install() {
-    match Driver::load() {
+    match Installed.initialise() {
         Err(error @ Error::Sys { .. }) => {
             let text = error.to_string();
             assert!(text.contains("libcuda") && text.contains("install the NVIDIA driver"), "{text}");
@@ -77,11 +77,19 @@ fn a_machine_without_gpus_says_so() {
 }
 
 #[test]
+fn the_version_is_known_before_cuda_is_initialised() {
+    let api = Api { init: None, ..fake::api() };
+    assert_eq!(version(&api).unwrap(), 13000);
+    fail("cuDriverGetVersion", CudaStatus::INVALID_VALUE);
+    assert_eq!(version(&api).unwrap_err().errno(), libc::EINVAL);
+}
+
+#[test]
 fn an_entry_point_that_the_driver_lacks_is_an_error_where_it_is_needed() {
     let api = Api { mem_get_handle_for_address_range: None, ..fake::api() };
     let driver = Driver::with(api).unwrap();
     know_malloc(ADDR, APPLICATION);
-    let error = driver.dma_buf(ADDR, 4096, true).unwrap_err();
+    let error = driver.dma_buf(ADDR, ADDR, 4096, true).unwrap_err();
     assert!(
         matches!(&error, Error::Unsupported { what, .. } if what == "cuMemGetHandleForAddressRange"),
         "{error}"
@@ -110,7 +118,7 @@ fn every_call_leaves_the_current_context_as_it_was() {
         ("cuMemcpyHtoDAsync", &|| send(&driver, 1, ADDR)),
         ("cuStreamSynchronize", &|| send(&driver, 1, ADDR)),
         ("cuIpcGetMemHandle", &|| driver.ipc_handle(ADDR).map(drop)),
-        ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, 4096, true).map(drop)),
+        ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, ADDR, 4096, true).map(drop)),
         ("cuFlushGPUDirectRDMAWrites", &|| driver.flush(1)),
         ("cuCtxPushCurrent", &|| driver.flush(1)),
     ];
@@ -140,7 +148,7 @@ fn a_capture_of_the_application_is_not_disturbed() {
             &|| driver.alloc(1, 1, AllocKind::Vmm).map(drop),
             &|| send(driver, 1, ADDR),
             &|| driver.ipc_handle(ADDR).map(drop),
-            &|| driver.dma_buf(ADDR, 4096, true).map(drop),
+            &|| driver.dma_buf(ADDR, ADDR, 4096, true).map(drop),
             &|| driver.flush(1),
         ];
         calls.map(|call| {
@@ -372,7 +380,8 @@ fn vmm_memory_is_told_by_mapping_where_the_driver_can() {
 fn descriptors_are_closed_on_exec_and_handles_given_back() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
-    for fd in [driver.export_fd(ADDR).unwrap(), driver.dma_buf(ADDR, 4096, true).unwrap()] {
+    // The pages of a dma-buf may begin at an address that CUDA does not know.
+    for fd in [driver.export_fd(ADDR).unwrap(), driver.dma_buf(ADDR, ADDR - 4096, 8192, true).unwrap()] {
         // SAFETY: an open descriptor.
         assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
     }

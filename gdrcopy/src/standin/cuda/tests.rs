@@ -150,7 +150,7 @@ fn a_dma_buf_knows_where_it_begins_and_holds_the_memory() {
     machine.memory.lock().alloc(0, 4096, MemoryKind::Malloc).unwrap();
     let addr = machine.memory.lock().alloc(0, 10_000, MemoryKind::Malloc).unwrap();
     write(&*cuda, 0, addr, b"kept").unwrap();
-    let fd = cuda.dma_buf(addr, 12_288, false).unwrap();
+    let fd = cuda.dma_buf(addr, addr, 12_288, false).unwrap();
     assert_eq!(dma_buf_offset(fd.as_fd()).unwrap(), 4096);
     let object = machine.memory.lock().find(addr).unwrap().object.clone();
     assert_eq!(dma_buf_offset(object.fd()).unwrap(), 0);
@@ -167,13 +167,15 @@ fn a_dma_buf_knows_where_it_begins_and_holds_the_memory() {
 fn a_dma_buf_needs_pages_of_gpu_memory_and_a_driver_that_makes_them() {
     let (machine, cuda) = machine();
     let addr = machine.memory.lock().alloc(0, 8192, MemoryKind::Pool).unwrap();
-    for (addr, len) in [(addr + 512, 4096), (addr, 4095), (addr, 0), (addr, 12_288), (addr + 8192, 4096)] {
-        assert_eq!(status(cuda.dma_buf(addr, len, true).unwrap_err()).1, CudaStatus::INVALID_VALUE);
+    for (from, len) in [(addr + 512, 4096), (addr, 4095), (addr, 0), (addr, 12_288), (addr + 8192, 4096)] {
+        assert_eq!(status(cuda.dma_buf(addr, from, len, true).unwrap_err()).1, CudaStatus::INVALID_VALUE);
     }
+    let nothing = cuda.dma_buf(addr - 1, addr, 8192, true);
+    assert!(matches!(nothing, Err(Error::NotMappable { .. })), "{nothing:?}");
     let managed = machine.memory.lock().alloc(0, 8192, MemoryKind::Managed).unwrap();
-    assert!(cuda.dma_buf(managed, 4096, false).is_err());
+    assert!(cuda.dma_buf(managed, managed, 4096, false).is_err());
     machine.cuda.lock().attributes.insert(124, 0);
-    assert_eq!(status(cuda.dma_buf(addr, 8192, true).unwrap_err()).1, CudaStatus::NOT_SUPPORTED);
+    assert_eq!(status(cuda.dma_buf(addr, addr, 8192, true).unwrap_err()).1, CudaStatus::NOT_SUPPORTED);
 }
 
 #[test]
@@ -187,7 +189,7 @@ fn each_call_fails_when_the_machine_says_so() {
         ("cuPointerGetAttributes", &|| cuda.pointer(addr).map(drop)),
         ("cuMemRetainAllocationHandle", &|| cuda.export_fd(addr).map(drop)),
         ("cuMemExportToShareableHandle", &|| cuda.export_fd(addr).map(drop)),
-        ("cuMemGetHandleForAddressRange", &|| cuda.dma_buf(addr, 4096, false).map(drop)),
+        ("cuMemGetHandleForAddressRange", &|| cuda.dma_buf(addr, addr, 4096, false).map(drop)),
         ("cuMemcpyHtoDAsync", &|| write(&*cuda, 0, addr, b"x")),
         ("cuMemcpyDtoHAsync", &|| read(&*cuda, 0, addr, 1).map(drop)),
         ("cuFlushGPUDirectRDMAWrites", &|| cuda.flush(0)),

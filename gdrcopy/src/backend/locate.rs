@@ -1,0 +1,88 @@
+//! Which CUDA memory an address range is.
+
+use std::ops::Range;
+
+use super::{GPU_PAGE, PinFlags};
+use crate::cuda::{Cuda, MemoryKind, PointerInfo, unknown};
+use crate::error::{Error, Result};
+
+/// Alignment of CUDA's allocations, bytes: "at least 256" (CUDA C++ Programming Guide 13.0, "Device Memory Accesses").
+const GRAIN: u64 = 256;
+
+/// The part of a range that is one CUDA allocation. CUDA shows nothing of the rest.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(crate) memory: PointerInfo,
+    bytes: Range<u64>,
+}
+
+impl Part {
+    /// What of a range lies in this memory.
+    pub(crate) fn of(memory: PointerInfo, range: &Range<u64>) -> Self {
+        let end = memory.base.saturating_add(memory.size as u64);
+        Self { memory, bytes: range.start.max(memory.base)..range.end.min(end) }
+    }
+
+    /// The addresses, at least one.
+    ///
+    /// # Errors
+    /// CUDA does not tell where the memory begins and ends.
+    pub(crate) fn bytes(&self) -> Result<Range<u64>> {
+        if self.bytes.is_empty() {
+            return Err(Error::NotMappable {
+                addr: self.bytes.start,
+                found: "memory whose bounds CUDA does not tell",
+                fix: "allocate with cuMemAlloc or cuMemCreate in this process, or use the gdrdrv backend",
+            });
+        }
+        Ok(self.bytes.clone())
+    }
+
+    /// Whether these addresses are all within the allocation.
+    pub(crate) fn holds(&self, addr: u64, len: usize) -> bool {
+        self.bytes.start <= addr && addr.checked_add(len as u64).is_some_and(|end| end <= self.bytes.end)
+    }
+}
+
+/// Finds the allocation at the beginning of a range, whose end is an address too. Refuses what cannot be mapped and,
+/// without [`PinFlags::WHOLE_PAGES`], what leaves the allocation. A VMM range may go on in the next mapping, which its
+/// backend follows.
+pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize, flags: PinFlags) -> Result<Part> {
+    let beyond =
+        |memory: &PointerInfo| Error::BeyondAllocation { addr, len, base: memory.base, size: memory.size };
+    let whole_pages = flags.contains(PinFlags::WHOLE_PAGES);
+    let mut memory = cuda.pointer(addr)?;
+    if memory.kind == MemoryKind::Unknown && whole_pages {
+        memory = next(cuda, addr, len)?.unwrap_or(memory);
+    }
+    let (found, fix) = match memory.kind {
+        MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool => {
+            let end = addr.checked_add(len as u64).ok_or_else(|| beyond(&memory))?;
+            let part = Part::of(memory, &(addr..end));
+            let may_go_on = whole_pages || memory.kind == MemoryKind::Vmm;
+            return if may_go_on || part.holds(addr, len) { Ok(part) } else { Err(beyond(&memory)) };
+        }
+        MemoryKind::Managed => ("managed memory, which moves", "allocate with cuMemAlloc or cuMemCreate"),
+        MemoryKind::Host => ("host memory", "use it directly; only GPU memory needs a mapping"),
+        MemoryKind::Unknown => return Err(unknown(addr)),
+    };
+    Err(Error::NotMappable { addr, found, fix })
+}
+
+/// The first allocation that begins behind the first byte of a range, in the same GPU page.
+fn next(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<Option<PointerInfo>> {
+    let page = (addr | (GPU_PAGE - 1)).saturating_add(1);
+    let end = addr.saturating_add(len as u64).min(page);
+    let mut at = addr;
+    while let Some(place) = at.checked_add(1).and_then(|at| at.checked_next_multiple_of(GRAIN)) {
+        if place >= end {
+            break;
+        }
+        // The quicker question first.
+        if cuda.buffer_id(place)? != 0 {
+            return cuda.pointer(place).map(Some);
+        }
+        at = place;
+    }
+    Ok(None)
+}
