@@ -15,6 +15,9 @@ use crate::system::System;
 
 /// The library, opened on one backend. Cloning is cheap; the backend lives until the last clone, pin,
 /// mapping and buffer is gone. Any thread may use it; a forked child must open for itself.
+///
+/// Closing frees a little GPU memory, for which CUDA may wait for all work of the GPU, and so does opening that fails: see
+/// [`GpuBuffer`]. Pins and mappings never wait for that.
 #[derive(Clone, Debug)]
 pub struct Gdr(Arc<Inner>);
 

@@ -4,7 +4,8 @@ mod pin;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashSet;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -31,8 +32,16 @@ const SCRATCH: usize = 4 << 20;
 pub(crate) struct DmaBuf {
     machine: Machine,
     owner: Owner,
-    /// Devices whose mappings were tried: ordinal, and [`PinFlags::FORCE_PCIE`] or none.
-    proven: Mutex<HashSet<(i32, PinFlags)>>,
+    tried: Mutex<Tried>,
+}
+
+#[derive(Debug, Default)]
+struct Tried {
+    /// Devices whose mappings were proved: ordinal, and [`PinFlags::FORCE_PCIE`] or none.
+    proven: HashSet<(i32, PinFlags)>,
+    /// What they were tried with, by ordinal. Kept until the backend closes: to free it, CUDA would wait for all work of
+    /// the GPU, be it for a stream that waits for the thread that pins here for the first time.
+    scratch: HashMap<i32, CudaAllocation>,
 }
 
 /// What pins need.
@@ -62,7 +71,7 @@ impl DmaBuf {
         Self::survey(system)?;
         let cuda = system.cuda()?;
         let machine = Machine { kernel: system.kernel.clone(), cuda: cuda.clone() };
-        let this = Self { machine, owner: Owner::this_process(), proven: Mutex::default() };
+        let this = Self { machine, owner: Owner::this_process(), tried: Mutex::default() };
         for gpu in cuda.devices()? {
             if cuda.device_attribute(gpu.ordinal, CU_DMA_BUF)? != 0 {
                 this.prove(gpu.ordinal, PinFlags::empty())?;
@@ -84,7 +93,8 @@ impl DmaBuf {
     /// Makes sure that mappings of a device show what CUDA shows.
     fn prove(&self, device: i32, flags: PinFlags) -> Result<()> {
         let flags = flags & PinFlags::FORCE_PCIE;
-        let mut proven = self.proven.lock();
+        let mut tried = self.tried.lock();
+        let Tried { proven, scratch } = &mut *tried;
         if proven.contains(&(device, flags)) {
             return Ok(());
         }
@@ -92,7 +102,10 @@ impl DmaBuf {
         if cuda.device_attribute(device, CU_DMA_BUF)? == 0 {
             return Err(no_dma_buf());
         }
-        let scratch = CudaAllocation::new(cuda, device, SCRATCH)?;
+        let scratch = match scratch.entry(device) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(CudaAllocation::new(cuda, device, SCRATCH)?),
+        };
         // The second pin begins inside the memory, in its second large page.
         for start in [0, SCRATCH / 2 + host_page()] {
             let len = SCRATCH - start;

@@ -93,9 +93,14 @@ fn another_gpu_is_tried_at_its_first_pin() {
     assert!(matches!(dmabuf.pin(first.addr(), 4096, PinFlags::FORCE_PCIE), Err(Error::ProofFailed { .. })));
     rig.machine.fail(WRONG_PAGE, 0);
     assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+    // One piece of scratch memory for each GPU, given back at the end: a pin must not wait as freeing does.
+    let allocations = || rig.machine.memory.lock().allocations();
+    assert_eq!(allocations(), 2 + 2);
     // Once is enough.
     rig.machine.fail("cuMemAlloc", 2);
     assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+    drop(dmabuf);
+    assert_eq!(allocations(), 2);
 }
 
 #[test]

@@ -18,7 +18,15 @@ const TRIES: usize = 4;
 
 /// What is known of a route.
 #[derive(Debug, Default)]
-pub(crate) struct Proof(Mutex<Verdict>);
+pub(crate) struct Proof(Mutex<Tried>);
+
+#[derive(Debug, Default)]
+struct Tried {
+    verdict: Verdict,
+    /// Kept until the backend closes: to free it, CUDA would wait for all work of the GPU, be it for a stream that waits
+    /// for the thread that pins here for the first time.
+    scratch: Vec<CudaAllocation>,
+}
 
 #[derive(Debug, Default)]
 enum Verdict {
@@ -31,8 +39,9 @@ enum Verdict {
 impl Proof {
     /// Proves the route at its first use. A driver that maps wrongly is not asked again.
     pub(crate) fn require(&self, gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
-        let mut verdict = self.0.lock();
-        match &*verdict {
+        let mut tried = self.0.lock();
+        let Tried { verdict, scratch } = &mut *tried;
+        match verdict {
             Verdict::Works => return Ok(()),
             Verdict::Fails(why) => {
                 return Err(Error::Unsupported {
@@ -43,7 +52,7 @@ impl Proof {
             }
             Verdict::Unknown => {}
         }
-        match prove(gpu, cuda, route) {
+        match prove(gpu, cuda, route, scratch) {
             Ok(()) => {
                 tracing::debug!(gpu = gpu.ordinal, %route, "resource-manager mappings proved");
                 *verdict = Verdict::Works;
@@ -83,14 +92,22 @@ fn explain(gpu: &Gpu, error: Error) -> Error {
     error
 }
 
-fn prove(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
+fn prove(
+    gpu: &Arc<Gpu>,
+    cuda: &Arc<dyn Cuda>,
+    route: Route,
+    scratch: &mut Vec<CudaAllocation>,
+) -> Result<()> {
     let kind = match route {
         Route::Malloc => AllocKind::Malloc,
         Route::Vmm => AllocKind::Vmm,
     };
-    let mut held = Vec::new();
-    for _ in 0..TRIES {
-        let scratch = CudaAllocation::of_kind(cuda, gpu.ordinal, SCRATCH, kind)?;
+    for index in 0..TRIES {
+        // An earlier attempt may have left some.
+        if index == scratch.len() {
+            scratch.push(CudaAllocation::of_kind(cuda, gpu.ordinal, SCRATCH, kind)?);
+        }
+        let scratch = &scratch[index];
         let part = locate(&**cuda, scratch.addr(), SCRATCH, PinFlags::empty())?;
         let pin = RmPin::new(gpu, cuda, part, scratch.addr(), SCRATCH)?;
         let inner = pin.begins_inside_object();
@@ -104,7 +121,6 @@ fn prove(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
         if inner || route == Route::Vmm {
             break;
         }
-        held.push(scratch);
     }
     Ok(())
 }

@@ -189,6 +189,26 @@ fn a_driver_that_maps_wrong_pages_is_found_out_at_the_start() {
 }
 
 #[test]
+fn an_attempt_that_failed_for_now_leaves_its_scratch_memory_to_the_next() {
+    const INSUFFICIENT_RESOURCES: i32 = 0x1a;
+    let bench = Bench::new(2);
+    let rm = bench.open();
+    let addr = bench.alloc(1, 4096, MemoryKind::Malloc);
+    let allocations = || bench.machine.memory.lock().allocations();
+    let before = allocations();
+    bench.machine.fail("rm map", INSUFFICIENT_RESOURCES);
+    for _ in 0..3 {
+        assert!(matches!(refusal(map(&rm, addr, 4096)), Error::Exhausted { .. }));
+        assert_eq!(allocations(), before + 1);
+    }
+    bench.machine.fail("rm map", 0);
+    map(&rm, addr, 4096).unwrap();
+    drop(rm);
+    assert_eq!(allocations(), 1, "the user's");
+    bench.check_clean();
+}
+
+#[test]
 fn a_driver_that_maps_wrong_pages_later_is_found_out_by_the_bytes() {
     for fault in ["rm shift", "rm swap"] {
         for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
