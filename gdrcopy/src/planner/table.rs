@@ -17,7 +17,13 @@ pub struct Table {
     curves: Vec<(Way, Vec<Point>)>,
     /// From this length on (bytes), this way; ascending, the first from 0.
     choices: Vec<(usize, Way)>,
+    /// Shorter copies are the CPU's, without a look at the choices.
+    cpu_below: usize,
 }
+
+/// Threads start late now and then: in a calibration, where they are started all the time, they must be so many times as
+/// quick to be quicker later.
+const THREAD_MARGIN: f64 = 1.4;
 
 /// Lengths at which ways are compared within a doubling.
 const STEPS: usize = 16;
@@ -39,7 +45,7 @@ impl Table {
         for len in grid {
             let best = curves
                 .iter()
-                .filter_map(|(way, points)| Some((*way, at(points, len)?)))
+                .filter_map(|(way, points)| Some((*way, at(points, len)? * margin(*way))))
                 .min_by(|a, b| a.1.total_cmp(&b.1));
             if let Some((way, _)) = best.filter(|(way, _)| choices.last().is_none_or(|(_, last)| last != way))
             {
@@ -50,12 +56,20 @@ impl Table {
             Some(first) => first.0 = 0,
             None => choices.push((0, Way::Cpu)),
         }
-        Self { curves, choices }
+        let cpu_below = match choices[..] {
+            [(_, Way::Cpu), (next, _), ..] => next,
+            [(_, Way::Cpu)] => usize::MAX,
+            _ => 0,
+        };
+        Self { curves, choices, cpu_below }
     }
 
     /// The way for a copy of `len` bytes.
     #[inline]
     pub fn way(&self, len: usize) -> Way {
+        if len < self.cpu_below {
+            return Way::Cpu;
+        }
         let after = self.choices.partition_point(|&(from, _)| from <= len);
         self.choices[after - 1].1
     }
@@ -71,6 +85,10 @@ impl Table {
     }
 }
 
+fn margin(way: Way) -> f64 {
+    if matches!(way, Way::Threads(_)) { THREAD_MARGIN } else { 1.0 }
+}
+
 /// The time of a copy of `len` bytes, straight between neighbouring points; none beyond the last.
 fn at(points: &[Point], len: usize) -> Option<f64> {
     let after = points.partition_point(|p| p.len < len);
@@ -84,6 +102,8 @@ fn at(points: &[Point], len: usize) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZero;
+
     use super::*;
 
     fn line(fixed: f64, per_byte: f64, sizes: &[usize]) -> Vec<Point> {
@@ -125,6 +145,16 @@ mod tests {
         points.reverse();
         let table = Table::new(vec![(Way::CopyEngine, points), (Way::Cpu, line(0.1, 1.0, &[4096, 1]))]);
         assert_eq!((table.way(1), table.way(4096)), (Way::Cpu, Way::CopyEngine));
+    }
+
+    #[test]
+    fn threads_must_win_clearly() {
+        let sizes = [1 << 20, 2 << 20, 4 << 20];
+        let two = Way::Threads(NonZero::new(2).unwrap());
+        for (speedup, wins) in [(1.3, false), (1.5, true)] {
+            let curves = vec![(Way::Cpu, line(0.0, 1.0, &sizes)), (two, line(0.0, 1.0 / speedup, &sizes))];
+            assert_eq!(Table::new(curves).way(4 << 20) == two, wins, "{speedup}");
+        }
     }
 
     #[test]
