@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::cuda::{Cuda, CudaSource, Installed};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernel::{Kernel, Linux};
 use crate::late::Late;
 
@@ -40,24 +40,16 @@ impl System {
     /// The CUDA driver, initialised by the first call.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where there is none, with the reason. The next call tries again.
+    /// Why there is none. The next call tries again.
     pub fn cuda(&self) -> Result<&Arc<dyn Cuda>> {
-        self.cuda.driver.get_or_make(|| self.cuda.source.initialise().map_err(no_cuda))
+        self.cuda.driver.get_or_make(|| self.cuda.source.initialise())
     }
 
     /// The version of CUDA, without initialising it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where there is none, with the reason.
+    /// Why there is none.
     pub(crate) fn cuda_version(&self) -> Result<u32> {
-        self.cuda.source.version().map_err(no_cuda)
-    }
-}
-
-fn no_cuda(why: Error) -> Error {
-    Error::Unsupported {
-        what: format!("CUDA ({why})"),
-        by: "this machine",
-        fix: "install the NVIDIA driver, or use the host backend",
+        self.cuda.source.version()
     }
 }
