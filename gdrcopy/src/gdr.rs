@@ -126,7 +126,7 @@ impl Gdr {
         if len == 0 || addr.checked_add(len as u64).is_none() || isize::try_from(len).is_err() {
             return Err(Error::invalid("length", len, "one byte to the rest of the allocation"));
         }
-        Ok(Pin::new(self.0.backend.pin(addr, len, flags)?, addr, len, flags, self.clone()))
+        Ok(Pin::new(self.0.backend.pin(addr, len, flags)?, addr, len, self.clone()))
     }
 
     /// Pins and maps in one step.

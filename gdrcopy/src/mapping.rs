@@ -28,6 +28,7 @@ use std::sync::Arc;
 use crate::backend::MappingType;
 use crate::copy::{self, Copier};
 use crate::cpu_range::CpuRange;
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::pin::Held;
 
@@ -192,7 +193,9 @@ impl Mapping {
     }
 
     /// Returns when all earlier writes of this thread have arrived in GPU memory, visible to running kernels: a fence,
-    /// a read that pushes the posted writes before it, and CUDA's flush where there is CUDA.
+    /// a read that pushes the posted writes before it, and CUDA's flush where there is CUDA and the GPU needs one.
+    ///
+    /// For memory that was freed under the mapping CUDA has no flush any more: there the writes have arrived, no more.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -222,8 +225,9 @@ impl Mapping {
         self.range.revoke()
     }
 
-    pub(crate) fn held(&self) -> &Held {
-        &self.held
+    /// CUDA and the GPU whose copy engine reaches all of it, as long as CUDA knows the memory.
+    pub(crate) fn cuda(&self) -> Option<(&dyn Cuda, i32)> {
+        self.held.cuda(self.addr, self.len)
     }
 }
 

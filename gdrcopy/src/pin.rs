@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::backend::{MappingType, Part, PinFlags, Pinned, locate};
+use crate::backend::{MappingType, Pinned};
 use crate::cpu_range::CpuRange;
 use crate::cuda::Cuda;
 use crate::error::{Error, Result};
@@ -25,8 +25,6 @@ pub(crate) struct Held {
     pinned: Box<dyn Pinned>,
     addr: u64,
     len: usize,
-    /// The part of it that is one CUDA allocation, if there is CUDA.
-    part: Option<Part>,
     mapped: AtomicBool,
     owner: Owner,
     gdr: Gdr,
@@ -59,29 +57,28 @@ impl Held {
         self.mapped.store(false, Ordering::Release);
     }
 
-    /// CUDA and the device of this memory, if it is all in one allocation and as long as CUDA's addresses still mean
-    /// the memory that is pinned: it may have been freed, and the addresses given to another allocation.
-    pub(crate) fn cuda(&self) -> Option<(&dyn Cuda, i32)> {
-        let memory = self.part.as_ref().filter(|part| part.holds(self.addr, self.len))?.memory;
-        let cuda = self.gdr.cuda()?;
-        let alive = cuda.buffer_id(self.addr).is_ok_and(|id| id == memory.buffer_id);
-        alive.then_some((&**cuda, memory.device))
+    /// CUDA and the device of these addresses, if they are all in the allocation that is pinned and as long as CUDA
+    /// still means it by them: it may have been freed, and the addresses given to another one.
+    pub(crate) fn cuda(&self, addr: u64, len: usize) -> Option<(&dyn Cuda, i32)> {
+        let part = self.pinned.located().filter(|part| part.holds(addr, len))?;
+        let cuda = &**self.gdr.cuda()?;
+        part.is_live(cuda).is_ok_and(|live| live).then_some((cuda, part.memory.device))
     }
 
-    /// CUDA's flush of what came over PCIe, where there is CUDA.
+    /// CUDA's flush of what came over PCIe, where there is CUDA. Freed memory has no context left to flush in.
     pub(crate) fn flush(&self) -> Result<()> {
-        match (&self.part, self.gdr.cuda()) {
-            (Some(part), Some(cuda)) => cuda.flush(part.memory.device),
-            _ => Ok(()),
+        let (Some(part), Some(cuda)) = (self.pinned.located(), self.gdr.cuda()) else { return Ok(()) };
+        match cuda.flush(part.memory.device, part.start()) {
+            Err(Error::NotMappable { .. }) => Ok(()),
+            flushed => flushed,
         }
     }
 }
 
 impl Pin {
-    pub(crate) fn new(pinned: Box<dyn Pinned>, addr: u64, len: usize, flags: PinFlags, gdr: Gdr) -> Self {
+    pub(crate) fn new(pinned: Box<dyn Pinned>, addr: u64, len: usize, gdr: Gdr) -> Self {
         let (mapped, owner) = (AtomicBool::new(false), Owner::this_process());
-        let part = gdr.cuda().and_then(|cuda| locate(&**cuda, addr, len, flags).ok());
-        Self(Arc::new(Held { pinned, addr, len, part, mapped, owner, gdr }))
+        Self(Arc::new(Held { pinned, addr, len, mapped, owner, gdr }))
     }
 
     /// The GPU address asked for.
@@ -115,7 +112,9 @@ impl Pin {
         self.0.pinned.invalidated()
     }
 
-    /// Maps the memory; the mapping begins at the byte that was asked for.
+    /// Maps the memory; the mapping begins at the byte that was asked for. It ends early where a pin of
+    /// [`PinFlags::WHOLE_PAGES`](crate::PinFlags::WHOLE_PAGES) goes on behind the end of the GPU memory: see
+    /// [`Mapping::len`].
     ///
     /// # Errors
     /// [`Error::AlreadyMapped`] while another mapping of this pin lives, or what the backend lacks.
@@ -132,10 +131,17 @@ impl Pin {
     pub fn map_as(&self, request: impl Into<Option<MappingType>>) -> Result<Mapping> {
         // The backend has rounded the start down, by less than the address space.
         let skip = usize::try_from(self.0.addr - self.0.pinned.va()).expect("a page fits the address space");
-        self.map_range(skip, self.0.len, request.into())
+        let (va, backed) = (self.0.pinned.va(), self.0.pinned.backed_len());
+        match backed.checked_sub(skip) {
+            Some(there @ 1..) => self.map_range(skip, self.0.len.min(there), request.into()),
+            _ => {
+                let (addr, len) = (self.0.addr, self.0.len);
+                Err(Error::BeyondAllocation { addr, len, base: va, size: backed })
+            }
+        }
     }
 
-    /// Maps from [`PinInfo::va`] on, in the manner of `gdr_map`.
+    /// Maps from [`PinInfo::va`] on, in the manner of `gdr_map`: up to its end, be there memory or a hole.
     ///
     /// # Errors
     /// As [`Pin::map_as`]; [`Error::InvalidArgument`] for a length of 0 or beyond [`PinInfo::mapped_size`].

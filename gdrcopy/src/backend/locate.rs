@@ -38,6 +38,16 @@ impl Part {
         Ok(self.bytes.clone())
     }
 
+    /// Its first address.
+    pub(crate) fn start(&self) -> u64 {
+        self.bytes.start
+    }
+
+    /// Whether CUDA still shows this allocation there: it may have been freed, and the address given to another one.
+    pub(crate) fn is_live(&self, cuda: &dyn Cuda) -> Result<bool> {
+        Ok(cuda.buffer_id(self.start())? == self.memory.buffer_id)
+    }
+
     /// Whether these addresses are all within the allocation.
     pub(crate) fn holds(&self, addr: u64, len: usize) -> bool {
         self.bytes.start <= addr && addr.checked_add(len as u64).is_some_and(|end| end <= self.bytes.end)

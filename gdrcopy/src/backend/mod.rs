@@ -174,6 +174,17 @@ pub(crate) trait Pinned: Send + Sync + fmt::Debug {
     /// Bytes pinned from [`va`](Self::va) on.
     fn pinned_len(&self) -> usize;
 
+    /// Bytes from [`va`](Self::va) on behind which there is memory; a mapping of more has a hole.
+    fn backed_len(&self) -> usize {
+        self.pinned_len()
+    }
+
+    /// The CUDA allocation under the first byte asked for, of which this backend made sure that it is the one pinned.
+    /// None without CUDA.
+    fn located(&self) -> Option<&Part> {
+        None
+    }
+
     /// Granularity to which the range was rounded, bytes.
     fn page_size(&self) -> u32;
 

@@ -161,12 +161,12 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// `dst` must be writable for `len` bytes.
     unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()>;
 
-    /// `cuFlushGPUDirectRDMAWrites` to the owner's scope: what reached the GPU over PCIe before is visible
-    /// to running kernels afterwards.
+    /// `cuFlushGPUDirectRDMAWrites` to the owner's scope, in the context of the memory at this address: what reached the
+    /// GPU over PCIe before is visible to its running kernels afterwards. Nothing where the GPU needs no flush for that.
     ///
     /// # Errors
-    /// [`Error::Cuda`].
-    fn flush(&self, device: i32) -> Result<()>;
+    /// [`Error::Cuda`]; [`Error::NotMappable`] where a flush is needed and CUDA knows no memory there.
+    fn flush(&self, device: i32, memory: u64) -> Result<()>;
 }
 
 /// The error for an address that CUDA does not know.

@@ -40,7 +40,7 @@ pub(super) fn run(gdr: &Gdr, device: i32) -> Result<Planner> {
 fn ways(mapping: &Mapping) -> Vec<Way> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     let threads = (1..).map(|i| 1 << i).take_while(|&n| n <= cores.min(MAX_THREADS));
-    let engine = mapping.held().cuda().map(|_| Way::CopyEngine);
+    let engine = mapping.cuda().map(|_| Way::CopyEngine);
     [Way::Cpu].into_iter().chain(engine).chain(threads.filter_map(NonZero::new).map(Way::Threads)).collect()
 }
 

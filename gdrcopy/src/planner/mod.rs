@@ -165,7 +165,7 @@ pub fn read_by(way: Way, mapping: &Mapping, offset: usize, out: &mut [u8]) -> Re
 
 /// CUDA and the GPU whose copy engine reaches this memory, ready for a copy that comes after this thread's stores.
 fn engine(mapping: &Mapping) -> Option<(&dyn Cuda, i32)> {
-    let found = mapping.held().cuda()?;
+    let found = mapping.cuda()?;
     // The submission goes to the GPU by the same path as the stores, behind them.
     copy::store_fence(mapping.kind());
     Some(found)

@@ -296,10 +296,15 @@ impl Cuda for SimulatedCuda {
         })
     }
 
-    fn flush(&self, device: i32) -> Result<()> {
+    fn flush(&self, device: i32, memory: u64) -> Result<()> {
         const CALL: &str = "cuFlushGPUDirectRDMAWrites";
-        self.enter(CALL)?;
-        self.check_device(CALL, device)
+        self.check_device(CALL, device)?;
+        // Writes are in order for the owner.
+        if self.machine.cuda.lock().attributes.get(&118).is_some_and(|&ordering| ordering >= 100) {
+            return Ok(());
+        }
+        self.machine.memory.lock().find(memory).ok_or_else(|| unknown(memory))?;
+        self.enter(CALL)
     }
 }
 

@@ -239,11 +239,11 @@ fn the_callers_context_stays() {
             check("dma_buf");
             let _ = cuda.export_fd(addr);
             check("export_fd");
+            cuda.flush(0, addr).unwrap();
+            check("flush");
             free(&*cuda, addr);
             check("free");
         }
-        cuda.flush(0).unwrap();
-        check("flush");
     };
     app::set_current(0);
     all(0);
@@ -325,9 +325,9 @@ fn a_capture_is_not_spoiled() {
                 let base = cuda.pointer(addr).unwrap().base;
                 let _ =
                     (cuda.ipc_handle(base), cuda.export_fd(addr), cuda.dma_buf(addr, addr, 65_536, false));
+                cuda.flush(0, addr).unwrap();
                 free(&*cuda, addr);
             }
-            cuda.flush(0).unwrap();
         };
         // From the capturing thread, and from another.
         work();
@@ -349,7 +349,7 @@ fn threads_work_side_by_side() {
                     let addr = cuda.alloc(0, len, kind).unwrap();
                     let bytes = pattern(len, 16 * seed + round);
                     write(&**cuda, addr, &bytes).unwrap();
-                    cuda.flush(0).unwrap();
+                    cuda.flush(0, addr).unwrap();
                     assert!(read(&**cuda, addr, len).unwrap() == bytes);
                     free(&**cuda, addr);
                 }
@@ -380,9 +380,9 @@ fn nothing_waits(cuda: &Arc<dyn Cuda>, held: impl FnOnce() -> Box<dyn Send>) {
             step.send("export_fd, ipc_handle").unwrap();
             let _ = cuda.export_fd(addr);
             let _ = cuda.ipc_handle(cuda.pointer(addr).unwrap().base);
+            step.send("flush").unwrap();
+            cuda.flush(0, addr).unwrap();
         }
-        step.send("flush").unwrap();
-        cuda.flush(0).unwrap();
         let more = KINDS.map(|kind| {
             step.send(if kind == AllocKind::Malloc { "alloc, Malloc" } else { "alloc, Vmm" }).unwrap();
             cuda.alloc(0, 1 << 20, kind).unwrap()

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use super::Machine;
 use crate::backend::reservation::Reservation;
-use crate::backend::{ENOTSUPP, MappingType, PinFlags, Pinned, host_page, inside, locate, proof};
+use crate::backend::{ENOTSUPP, MappingType, Part, PinFlags, Pinned, host_page, inside, locate, proof};
 use crate::cpu_range::CpuRange;
 use crate::cuda::{CudaStatus, MemoryKind};
 use crate::error::{Error, Result};
@@ -32,10 +32,8 @@ pub(super) struct Pin {
 struct Segment {
     fd: OwnedFd,
     len: usize,
-    device: i32,
-    /// What CUDA shows of what the user asked for, and its number of that allocation.
-    shown: Range<u64>,
-    buffer_id: u64,
+    /// What CUDA shows of what the user asked for.
+    part: Part,
 }
 
 impl Pin {
@@ -83,14 +81,13 @@ impl Pin {
             other => other,
         })?;
         // The descriptor holds the memory from here on; was it still the same?
-        let (device, buffer_id) = (memory.device, memory.buffer_id);
-        if cuda.buffer_id(shown.start)? != buffer_id {
+        if !part.is_live(cuda)? {
             return Err(Error::Invalidated);
         }
-        if pcie || cuda.device_attribute(device, CU_HOST_PAGE_TABLES)? == 0 {
+        if pcie || cuda.device_attribute(memory.device, CU_HOST_PAGE_TABLES)? == 0 {
             self.kind = MappingType::WriteCombining;
         }
-        self.segments.push(Segment { fd, len, device, shown, buffer_id });
+        self.segments.push(Segment { fd, len, part });
         Ok(stop)
     }
 
@@ -116,19 +113,26 @@ impl Pin {
         let cuda = &*self.machine.cuda;
         let end = self.va + range.len() as u64;
         for segment in &self.segments {
-            let from = segment.shown.start;
-            let Some(len) = end.min(segment.shown.end).checked_sub(from).filter(|len| *len > 0) else {
+            let Range { start: from, end: to } = segment.part.bytes()?;
+            let Some(len) = end.min(to).checked_sub(from).filter(|len| *len > 0) else {
                 continue;
             };
             // Freed memory has nothing to be compared with any more.
-            if cuda.buffer_id(from)? != segment.buffer_id {
+            if !segment.part.is_live(cuda)? {
                 return Err(Error::Invalidated);
             }
             let size = |bytes: u64| {
                 usize::try_from(bytes)
                     .map_err(|_| Error::invalid("length", bytes, "within the address space"))
             };
-            proof::compare(cuda, segment.device, self.va, range, size(from - self.va)?, size(len)?)?;
+            proof::compare(
+                cuda,
+                segment.part.memory.device,
+                self.va,
+                range,
+                size(from - self.va)?,
+                size(len)?,
+            )?;
         }
         Ok(())
     }
@@ -141,6 +145,10 @@ impl Pinned for Pin {
 
     fn pinned_len(&self) -> usize {
         self.len
+    }
+
+    fn located(&self) -> Option<&Part> {
+        self.segments.first().map(|segment| &segment.part)
     }
 
     fn page_size(&self) -> u32 {

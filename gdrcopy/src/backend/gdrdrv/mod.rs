@@ -91,17 +91,26 @@ impl Backend for Gdrdrv {
             return Err(Error::invalid("length", len, "at least 1, and within the address space"));
         };
         // Without CUDA the driver alone judges.
-        let cuda = match self.system.cuda() {
-            Ok(cuda) => Some((&**cuda, locate(&**cuda, addr, len, flags)?.memory)),
+        let located = match self.system.cuda() {
+            Ok(cuda) => Some((&**cuda, locate(&**cuda, addr, len, flags)?)),
             Err(_) => None,
         };
         // It always pins whole pages.
         let flags = flags - PinFlags::WHOLE_PAGES;
         let handle = self.handle(start, end - start, flags).map_err(|error| {
             let force_pcie = self.force_pcie;
+            let cuda = located.as_ref().map(|(cuda, part)| (*cuda, part.memory));
             RefusedPin { addr, len, flags, force_pcie, cuda }.explain(error)
         })?;
-        Ok(Box::new(Pin::adopt(&self.node, handle, addr, len)?))
+        let mut pin = Pin::adopt(&self.node, handle, addr, len)?;
+        if let Some((cuda, part)) = located {
+            // The driver holds the memory from here on; was it still the same?
+            if !part.is_live(cuda)? {
+                return Err(Error::Invalidated);
+            }
+            pin.located = Some(part);
+        }
+        Ok(Box::new(pin))
     }
 
     fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::abi::{self, GetCallbackFlag, GetInfo, GetInfoV2, ReqMappingType, Request, UnpinBuffer};
 use super::explain;
 use super::node::{Node, is_unknown};
-use crate::backend::{MappingType, Pinned, host_page, inside};
+use crate::backend::{MappingType, Part, Pinned, host_page, inside};
 use crate::cpu_range::CpuRange;
 use crate::error::{Error, Result};
 
@@ -18,6 +18,8 @@ pub(super) struct Pin {
     va: u64,
     len: usize,
     page_size: u32,
+    /// What CUDA showed before and after the driver pinned.
+    pub(super) located: Option<Part>,
     released: bool,
 }
 
@@ -34,7 +36,8 @@ struct Info {
 impl Pin {
     /// Takes over a handle and makes sure that it holds the `len` bytes at `addr`.
     pub(super) fn adopt(node: &Arc<Node>, handle: u64, addr: u64, len: usize) -> Result<Self> {
-        let mut pin = Self { node: node.clone(), handle, va: addr, len, page_size: 0, released: false };
+        let node = node.clone();
+        let mut pin = Self { node, handle, va: addr, len, page_size: 0, located: None, released: false };
         let info = pin.info().map_err(|e| explain::call(GetInfo::NAME, e))?;
         let end = addr.checked_sub(info.va).and_then(|offset| offset.checked_add(len as u64));
         if end.is_none_or(|end| end > info.len) {
@@ -116,6 +119,10 @@ impl Pinned for Pin {
 
     fn pinned_len(&self) -> usize {
         self.len
+    }
+
+    fn located(&self) -> Option<&Part> {
+        self.located.as_ref()
     }
 
     fn page_size(&self) -> u32 {

@@ -33,10 +33,9 @@ struct Segment {
     len: usize,
     /// Where in the object the part begins.
     offset: u64,
-    /// What CUDA shows of what the user asked for; the rest may be other allocations or nothing.
-    shown: Range<u64>,
-    /// CUDA's number of the allocation that it shows.
-    buffer_id: u64,
+    /// What CUDA shows of what the user asked for; the rest may be other allocations or nothing. No mapping is handed out
+    /// unless it is live and has the same bytes.
+    part: Part,
 }
 
 /// An object with a handle of our own.
@@ -131,8 +130,7 @@ impl RmPin {
             len: usize::try_from(end - va)
                 .map_err(|_| Error::invalid("length", end - va, "an address space's"))?,
             offset: va - found.base,
-            shown: part.bytes()?,
-            buffer_id: part.memory.buffer_id,
+            part: part.clone(),
         })
     }
 
@@ -143,8 +141,8 @@ impl RmPin {
 
     /// Refuses a segment whose memory was freed: its bytes can no longer be compared.
     fn check_live(&self, segment: &Segment) -> Result<()> {
-        let memory = self.cuda.pointer(segment.shown.start)?;
-        let live = memory.kind != MemoryKind::Unknown && memory.buffer_id == segment.buffer_id;
+        let memory = self.cuda.pointer(segment.part.start())?;
+        let live = memory.kind != MemoryKind::Unknown && memory.buffer_id == segment.part.memory.buffer_id;
         if live { Ok(()) } else { Err(Error::Invalidated) }
     }
 
@@ -152,7 +150,8 @@ impl RmPin {
     fn compare(&self, range: &CpuRange) -> Result<()> {
         let mapped = self.va() + range.len() as u64;
         for segment in &self.segments {
-            let (start, end) = (segment.shown.start, segment.shown.end.min(mapped));
+            let Range { start, end } = segment.part.bytes()?;
+            let end = end.min(mapped);
             if start >= end {
                 continue;
             }
@@ -178,7 +177,15 @@ impl Pinned for RmPin {
     }
 
     fn pinned_len(&self) -> usize {
-        self.segments.iter().map(|segment| segment.len).sum::<usize>() + self.hole
+        self.backed_len() + self.hole
+    }
+
+    fn backed_len(&self) -> usize {
+        self.segments.iter().map(|segment| segment.len).sum()
+    }
+
+    fn located(&self) -> Option<&Part> {
+        self.segments.first().map(|segment| &segment.part)
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "64 KiB")]

@@ -2,6 +2,7 @@
 
 mod alike;
 mod children;
+mod located;
 mod pages;
 mod proof;
 mod revoked;

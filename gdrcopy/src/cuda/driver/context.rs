@@ -2,6 +2,7 @@
 //! a stream capture.
 
 use std::marker::PhantomData;
+use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 
@@ -22,6 +23,8 @@ pub(super) struct Gpu {
     primary: Mutex<Option<Handle>>,
     /// Streams of the primary context that no copy uses now.
     pub(super) streams: Mutex<Vec<CopyStream>>,
+    /// Whether its kernels see writes over PCIe without a flush, once asked.
+    pub(super) orders_writes: OnceLock<bool>,
 }
 
 /// A context to work in.
@@ -53,7 +56,8 @@ impl Gpu {
         let mut device = 0;
         // SAFETY: a place for the answer; the driver checks the ordinal.
         unsafe { api.device_get(&mut device, ordinal) }?;
-        Ok(Self { ordinal, device, primary: Mutex::default(), streams: Mutex::default() })
+        let (primary, streams, orders_writes) = Default::default();
+        Ok(Self { ordinal, device, primary, streams, orders_writes })
     }
 
     /// The primary context, retained until [`release`](Self::release).

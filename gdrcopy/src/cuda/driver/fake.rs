@@ -34,12 +34,16 @@ pub(super) struct Books {
     pub(super) streams: BTreeSet<Handle>,
     /// Pinned host memory by address.
     pub(super) pinned: BTreeMap<usize, Vec<u8>>,
+    /// Contexts that were flushed.
+    pub(super) flushes: Vec<Handle>,
     /// Copies: context, stream, GPU address, bytes.
     pub(super) copies: Vec<(Handle, Handle, u64, usize)>,
     /// Attributes by address; every attribute that is not here is 0.
     pub(super) attributes: BTreeMap<u64, BTreeMap<u32, u64>>,
     /// Attributes from here on are newer than the driver.
     pub(super) attributes_end: Option<u32>,
+    /// Attributes of devices, by device and number; every one that is not here is 1.
+    pub(super) device_attributes: BTreeMap<(i32, u32), i32>,
     pub(super) last_prop: Option<AllocationProp>,
     /// The application captures a stream.
     pub(super) capturing: bool,
@@ -245,8 +249,10 @@ pub(super) fn api() -> Api {
         device_get: entry!(|device: *mut i32, ordinal: i32| call("cuDeviceGet", |_| put(device, ordinal))),
         device_get_name: Some(device_name),
         device_get_pci_bus_id: Some(pci_bus_id),
-        device_get_attribute: entry!(|value: *mut i32, _attribute: u32, _device: i32| {
-            call("cuDeviceGetAttribute", |_| put(value, 1))
+        device_get_attribute: entry!(|value: *mut i32, attribute: u32, device: i32| {
+            call("cuDeviceGetAttribute", |books| {
+                put(value, books.device_attributes.get(&(device, attribute)).copied().unwrap_or(1))
+            })
         }),
         primary_ctx_retain: entry!(|context: *mut Handle, device: i32| {
             call("cuDevicePrimaryCtxRetain", |books| {
@@ -382,7 +388,8 @@ pub(super) fn api() -> Api {
             }
         ),
         flush_gpu_direct_rdma_writes: entry!(|target: u32, scope: u32| {
-            in_context("cuFlushGPUDirectRDMAWrites", |_, _| {
+            in_context("cuFlushGPUDirectRDMAWrites", |books, context| {
+                books.flushes.push(context);
                 removed(((target, scope) == (0, 100)).then_some(()))
             })
         }),

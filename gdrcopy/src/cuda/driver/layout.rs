@@ -28,6 +28,11 @@ pub(super) const MEMORY_TYPE_DEVICE: u32 = 2;
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED`.
 pub(super) const RDMA_WITH_VMM_SUPPORTED: u32 = 110;
 
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`.
+pub(super) const RDMA_WRITES_ORDERING: u32 = 118;
+/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`: from here on the GPU itself sees writes without a flush.
+pub(super) const ORDERING_OWNER: i32 = 100;
+
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
 
@@ -156,6 +161,11 @@ mod tests {
             (
                 RDMA_WITH_VMM_SUPPORTED,
                 Device::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as u32,
+            ),
+            (RDMA_WRITES_ORDERING, Device::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING as u32),
+            (
+                ORDERING_OWNER.unsigned_abs(),
+                sys::CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as u32,
             ),
             (MEMORY_TYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32),
             (MEMORY_TYPE_DEVICE, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32),

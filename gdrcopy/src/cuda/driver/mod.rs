@@ -19,9 +19,10 @@ use self::alloc::Allocation;
 use self::api::Api;
 use self::context::{Gpu, Relaxed};
 use self::layout::{
-    FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER, HANDLE_TYPE_FD, RANGE_FLAG_PCIE, RANGE_HANDLE_DMA_BUF,
+    FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER, HANDLE_TYPE_FD, ORDERING_OWNER, RANGE_FLAG_PCIE,
+    RANGE_HANDLE_DMA_BUF, RDMA_WRITES_ORDERING,
 };
-use super::{AllocKind, Cuda, CudaSource, GpuInfo, PointerInfo};
+use super::{AllocKind, Cuda, CudaSource, CudaStatus, GpuInfo, PointerInfo};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::check;
@@ -78,6 +79,19 @@ impl Driver {
         // SAFETY: a place for the answer; the driver checks the number.
         unsafe { self.api.device_get_attribute(&mut value, attribute, gpu.device) }?;
         Ok(value)
+    }
+
+    /// Whether what comes over PCIe is visible to the GPU's kernels without a flush.
+    fn orders_writes(&self, gpu: &Gpu) -> Result<bool> {
+        if let Some(&known) = gpu.orders_writes.get() {
+            return Ok(known);
+        }
+        let ordering = match self.attribute(gpu, RDMA_WRITES_ORDERING) {
+            // A driver older than the question.
+            Err(Error::Cuda { status: CudaStatus::INVALID_VALUE, .. }) => 0,
+            told => told?,
+        };
+        Ok(*gpu.orders_writes.get_or_init(|| ordering >= ORDERING_OWNER))
     }
 
     fn info(&self, gpu: &Gpu) -> Result<GpuInfo> {
@@ -190,8 +204,11 @@ impl Cuda for Driver {
         unsafe { self.copy_out(device, dst, src, len) }
     }
 
-    fn flush(&self, device: i32) -> Result<()> {
-        let _current = self.enter_primary(self.gpu(device)?)?;
+    fn flush(&self, device: i32, memory: u64) -> Result<()> {
+        if self.orders_writes(self.gpu(device)?)? {
+            return Ok(());
+        }
+        let _current = self.home(memory)?.1.enter(&self.api)?;
         // SAFETY: plain numbers; a context is current.
         unsafe { self.api.flush_gpu_direct_rdma_writes(FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER) }
     }

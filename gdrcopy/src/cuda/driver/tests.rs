@@ -1,3 +1,5 @@
+mod flush;
+
 use super::fake::{APPLICATION, CONTENT, PRIMARY, books};
 use super::layout::{Handle, pointer_attribute as attribute};
 use super::*;
@@ -104,7 +106,7 @@ fn gpus_have_names_and_sysfs_addresses() {
     let gpus = driver().devices().unwrap();
     assert_eq!(gpus[1], GpuInfo { ordinal: 1, pci: "0000:0f:00.0".into(), name: "Fake GPU".into() });
     for wrong in [-1, 2, i32::MAX] {
-        assert!(matches!(driver().flush(wrong), Err(Error::InvalidArgument { what: "device", .. })));
+        assert!(matches!(driver().flush(wrong, ADDR), Err(Error::InvalidArgument { what: "device", .. })));
     }
 }
 
@@ -119,8 +121,8 @@ fn every_call_leaves_the_current_context_as_it_was() {
         ("cuStreamSynchronize", &|| send(&driver, 1, ADDR)),
         ("cuIpcGetMemHandle", &|| driver.ipc_handle(ADDR).map(drop)),
         ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, ADDR, 4096, true).map(drop)),
-        ("cuFlushGPUDirectRDMAWrites", &|| driver.flush(1)),
-        ("cuCtxPushCurrent", &|| driver.flush(1)),
+        ("cuFlushGPUDirectRDMAWrites", &|| driver.flush(1, ADDR)),
+        ("cuCtxPushCurrent", &|| driver.flush(1, ADDR)),
     ];
     for (name, call) in calls {
         for contexts in [vec![], vec![APPLICATION]] {
@@ -149,7 +151,7 @@ fn a_capture_of_the_application_is_not_disturbed() {
             &|| send(driver, 1, ADDR),
             &|| driver.ipc_handle(ADDR).map(drop),
             &|| driver.dma_buf(ADDR, ADDR, 4096, true).map(drop),
-            &|| driver.flush(1),
+            &|| driver.flush(1, ADDR),
         ];
         calls.map(|call| {
             let result = call();
@@ -394,8 +396,9 @@ fn descriptors_are_closed_on_exec_and_handles_given_back() {
 fn primary_contexts_are_retained_once_and_released_on_drop() {
     let driver = driver();
     books(|books| assert!(books.retained.is_empty(), "nothing asked for one"));
+    know(ADDR, &[(attribute::MEMORY_TYPE, 2)]);
     for _ in 0..2 {
-        driver.flush(0).unwrap();
+        driver.flush(0, ADDR).unwrap();
         driver.alloc(0, 1, AllocKind::Malloc).unwrap();
     }
     books(|books| assert_eq!(books.retained, [(0, 1)].into()));
@@ -415,14 +418,14 @@ fn copies_want_memory_that_cuda_knows_on_the_gpu_that_it_is_on() {
 #[test]
 fn a_forked_child_is_refused_and_gives_nothing_back() {
     let driver = driver();
-    driver.flush(0).unwrap();
     know_malloc(ADDR, APPLICATION);
+    driver.flush(1, ADDR).unwrap();
     let calls = books(|books| books.calls.len());
     // SAFETY: the child only looks at values of its own and leaves by _exit.
     match unsafe { libc::fork() } {
         0 => {
             let refused = |result: Result<()>| matches!(result, Err(Error::OtherProcess { .. }));
-            let all = refused(driver.flush(0))
+            let all = refused(driver.flush(1, ADDR))
                 && refused(driver.pointer(ADDR).map(drop))
                 && refused(driver.export_fd(ADDR).map(drop))
                 && refused(driver.alloc(0, 1, AllocKind::Vmm).map(drop))
@@ -439,5 +442,5 @@ fn a_forked_child_is_refused_and_gives_nothing_back() {
             assert_eq!(status, 0);
         }
     }
-    driver.flush(0).unwrap();
+    driver.flush(1, ADDR).unwrap();
 }

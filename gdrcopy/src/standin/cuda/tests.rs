@@ -182,6 +182,8 @@ fn a_dma_buf_needs_pages_of_gpu_memory_and_a_driver_that_makes_them() {
 fn each_call_fails_when_the_machine_says_so() {
     let (machine, cuda) = machine();
     let addr = cuda.alloc(0, 4096, AllocKind::Vmm).unwrap();
+    // A GPU that needs the flush.
+    machine.cuda.lock().attributes.insert(118, 0);
     let calls: [(&str, &dyn Fn() -> Result<()>); 11] = [
         ("cuDriverGetVersion", &|| cuda.driver_version().map(drop)),
         ("cuDeviceGetCount", &|| cuda.devices().map(drop)),
@@ -192,7 +194,7 @@ fn each_call_fails_when_the_machine_says_so() {
         ("cuMemGetHandleForAddressRange", &|| cuda.dma_buf(addr, addr, 4096, false).map(drop)),
         ("cuMemcpyHtoDAsync", &|| write(&*cuda, 0, addr, b"x")),
         ("cuMemcpyDtoHAsync", &|| read(&*cuda, 0, addr, 1).map(drop)),
-        ("cuFlushGPUDirectRDMAWrites", &|| cuda.flush(0)),
+        ("cuFlushGPUDirectRDMAWrites", &|| cuda.flush(0, addr)),
         ("cuMemCreate", &|| cuda.alloc(0, 1, AllocKind::Vmm).map(drop)),
     ];
     for (name, call) in calls {
