@@ -61,17 +61,25 @@ impl CpuRange {
         self.kind
     }
 
-    /// Unmaps, once; telling what went wrong where a drop can only log it.
+    /// Unmaps, once; telling what went wrong where a drop can only log it. What is still mapped then keeps what is
+    /// behind it.
     pub(crate) fn release(&mut self) -> Result<()> {
         // A forked child has a hole here, or by now something else.
         if !self.owner.is_caller() || self.len == 0 {
             return Ok(());
         }
         let len = std::mem::take(&mut self.len);
+        let guard = self.guard.take();
         // SAFETY: the range is this value's own and nothing uses it any more.
-        check(unsafe { libc::munmap(self.ptr.as_ptr().cast(), len) })
-            .map_err(|e| Error::sys("munmap", e, "the range was changed from outside this library"))?;
-        self.guard = None;
+        check(unsafe { libc::munmap(self.ptr.as_ptr().cast(), len) }).map_err(|error| {
+            let behind = guard.is_some();
+            // Else the driver would give its BAR1 space to somebody else, whose memory these addresses would show.
+            std::mem::forget(guard);
+            if behind {
+                tracing::warn!("kept until the process ends: what is behind {len} B at {:p}", self.ptr);
+            }
+            Error::sys("munmap", error, "the range was changed from outside this library")
+        })?;
         Ok(())
     }
 
@@ -97,5 +105,59 @@ impl Drop for CpuRange {
         if let Err(error) = self.release() {
             tracing::warn!("{error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    const LEN: usize = 65_536;
+
+    fn range(guard: &Arc<()>) -> CpuRange {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new anonymous mapping touches none that exists.
+        let raw = unsafe { libc::mmap(std::ptr::null_mut(), LEN, libc::PROT_READ, flags, -1, 0) };
+        assert_ne!(raw, libc::MAP_FAILED);
+        let ptr = NonNull::new(raw.cast()).unwrap();
+        // SAFETY: the mapping above, which has no other owner.
+        unsafe { CpuRange::adopt(ptr, LEN, MappingType::Cached, Some(Box::new(guard.clone()))) }.unwrap()
+    }
+
+    /// Addresses within a page, for which `munmap` is refused.
+    fn spoil(range: &mut CpuRange) {
+        // SAFETY: within the mapping.
+        range.ptr = unsafe { range.ptr.add(1) };
+    }
+
+    #[test]
+    fn what_is_behind_a_range_goes_with_it() {
+        let guard = Arc::new(());
+        range(&guard).release().unwrap();
+        drop(range(&guard));
+        range(&guard).revoke().unwrap();
+        assert_eq!(Arc::strong_count(&guard), 1);
+    }
+
+    #[test]
+    fn what_is_behind_a_range_that_is_still_mapped_stays() {
+        let guard = Arc::new(());
+        let mut told = range(&guard);
+        spoil(&mut told);
+        assert_eq!(told.release().unwrap_err().errno(), libc::EINVAL);
+        told.release().unwrap();
+        drop(told);
+        assert_eq!(Arc::strong_count(&guard), 2, "after a release");
+        let mut dropped = range(&guard);
+        spoil(&mut dropped);
+        drop(dropped);
+        assert_eq!(Arc::strong_count(&guard), 3, "after a drop");
+        let mut revoked = range(&guard);
+        spoil(&mut revoked);
+        revoked.revoke().unwrap_err();
+        drop(revoked);
+        assert_eq!(Arc::strong_count(&guard), 4, "after a revocation");
     }
 }

@@ -74,6 +74,11 @@ impl Gpu {
         Ok(handle)
     }
 
+    /// Whether the primary context is there and held.
+    pub(super) fn holds_primary(&self) -> bool {
+        self.primary.lock().is_some()
+    }
+
     /// Whether a context is the primary one, without making one for the question.
     fn is_primary(&self, api: &Api, handle: Handle) -> Result<bool> {
         if self.primary.lock().is_none() {

@@ -3,12 +3,15 @@
 //!
 //! That is not enough where the application blocks as many streams as the GPU has hardware queues for this process
 //! (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default): on an H200 every other stream then stands still too, of whatever
-//! priority. So waits have a deadline.
+//! priority. So waits have a deadline, where there is pinned memory for the bytes. There is none for memory of another
+//! context while its GPU has no primary one: what is pinned lasts as long as the context it was pinned in, and only of
+//! the primary one is that in our hands. Making one for this would take a second and much memory of the GPU.
 
 use std::time::{Duration, Instant};
 
 use super::Driver;
 use super::api::Api;
+use super::context::Gpu;
 use super::layout::{HOST_ALLOC_PORTABLE, Handle, STREAM_NON_BLOCKING};
 use crate::cuda::CudaStatus;
 use crate::error::{Error, Result};
@@ -106,7 +109,11 @@ impl Driver {
         }
         let _current = context.enter(&self.api)?;
         let idle = if context.primary { gpu.streams.lock().pop() } else { None };
-        let stream = idle.map_or_else(|| self.new_stream(context.primary), Ok)?;
+        let mut stream = idle.map_or_else(|| self.new_stream(context.primary), Ok)?;
+        let lender = if context.primary || len > BOUNCE { None } else { self.lender(gpu) };
+        if let Some(lender) = &lender {
+            stream.bounce = lender.bounce;
+        }
         let started = start(&stream);
         // Also after a failure, since part of the copy may be under way.
         match self.wait(&stream, stream.pinned(len).is_some()) {
@@ -115,15 +122,22 @@ impl Driver {
                     finish(&stream);
                 }
                 // Kept even if there are many: to free pinned memory, CUDA may wait for all work of the GPU.
-                match context.primary {
-                    true => gpu.streams.lock().push(stream),
-                    false => stream.destroy(&self.api),
+                if context.primary {
+                    gpu.streams.lock().push(stream);
+                } else {
+                    stream.bounce = 0;
+                    stream.destroy(&self.api);
+                    gpu.streams.lock().extend(lender);
                 }
                 started
             }
             Err(error) => {
                 // After a timeout the GPU may still use the stream and its memory: nobody may ever have them again.
+                // Nor may what was lent, as its own context is not current.
                 if !matches!(error, Error::Timeout { .. }) {
+                    if lender.is_some() {
+                        stream.bounce = 0;
+                    }
                     stream.destroy(&self.api);
                 }
                 started.and(Err(error))
@@ -172,7 +186,20 @@ impl Driver {
         Ok(CopyStream { stream, bounce: if kept { self.pinned() } else { 0 } })
     }
 
-    /// Pinned memory for a stream that is kept; without it copies are slower, no more.
+    /// A stream of the primary context, if there is one, to lend its pinned memory to another context: memory is pinned
+    /// for all of them.
+    fn lender(&self, gpu: &Gpu) -> Option<CopyStream> {
+        if !gpu.holds_primary() {
+            return None;
+        }
+        let idle = gpu.streams.lock().pop();
+        let made = || self.enter_primary(gpu).and_then(|_current| self.new_stream(true));
+        idle.map_or_else(made, Ok)
+            .inspect_err(|error| tracing::debug!(%error, "a copy goes without a pinned buffer"))
+            .ok()
+    }
+
+    /// Pinned memory for a stream that is kept; without it copies are slower and have no deadline.
     fn pinned(&self) -> usize {
         let mut bounce = std::ptr::null_mut();
         // SAFETY: a place for the answer; a context is current.

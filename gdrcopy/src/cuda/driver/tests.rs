@@ -1,4 +1,7 @@
 mod flush;
+//! The driver on a table of counting functions.
+
+mod lent;
 
 use super::fake::{APPLICATION, CONTENT, PRIMARY, books};
 use super::layout::{Handle, pointer_attribute as attribute};
@@ -118,7 +121,7 @@ fn every_call_leaves_the_current_context_as_it_was() {
         ("cuMemAlloc", &|| driver.alloc(0, 1, AllocKind::Malloc).map(drop)),
         ("cuMemSetAccess", &|| driver.alloc(1, 1, AllocKind::Vmm).map(drop)),
         ("cuMemcpyHtoDAsync", &|| send(&driver, 1, ADDR)),
-        ("cuStreamSynchronize", &|| send(&driver, 1, ADDR)),
+        ("cuStreamQuery", &|| send(&driver, 1, ADDR)),
         ("cuIpcGetMemHandle", &|| driver.ipc_handle(ADDR).map(drop)),
         ("cuMemGetHandleForAddressRange", &|| driver.dma_buf(ADDR, ADDR, 4096, true).map(drop)),
         ("cuFlushGPUDirectRDMAWrites", &|| driver.flush(1, ADDR)),
