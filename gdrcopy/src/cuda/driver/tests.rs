@@ -1,6 +1,6 @@
-mod flush;
 //! The driver on a table of counting functions.
 
+mod flush;
 mod lent;
 
 use super::fake::{APPLICATION, CONTENT, PRIMARY, books};

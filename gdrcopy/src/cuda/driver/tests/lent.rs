@@ -45,7 +45,8 @@ fn memory_of_another_context_borrows_pinned_memory_of_the_primary_one() {
 fn a_primary_context_without_pinned_memory_lends_none() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
-    driver.flush(1).unwrap();
+    // Makes the primary context.
+    driver.alloc(1, 1, AllocKind::Malloc).unwrap();
     fail("cuMemHostAlloc", CudaStatus::OUT_OF_MEMORY);
     send(&driver, 1, ADDR).unwrap();
     assert_eq!((called("cuStreamSynchronize"), books(|books| books.copies[0].0)), (1, APPLICATION));
