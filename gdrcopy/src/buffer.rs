@@ -1,6 +1,6 @@
 //! GPU memory that is made for mapping.
 
-use crate::backend::Allocation;
+use crate::backend::{Allocation, inside};
 use crate::error::Result;
 use crate::gdr::Gdr;
 use crate::mapping::Mapping;
@@ -14,12 +14,14 @@ use crate::pin::Pin;
 pub struct GpuBuffer {
     // Declared first: freed before the backend closes.
     allocation: Box<dyn Allocation>,
+    /// Bytes asked for; there may be more.
+    len: usize,
     gdr: Gdr,
 }
 
 impl GpuBuffer {
-    pub(crate) fn new(allocation: Box<dyn Allocation>, gdr: Gdr) -> Self {
-        Self { allocation, gdr }
+    pub(crate) fn new(allocation: Box<dyn Allocation>, len: usize, gdr: Gdr) -> Self {
+        Self { allocation, len, gdr }
     }
 
     /// The GPU address (`CUdeviceptr`).
@@ -30,7 +32,7 @@ impl GpuBuffer {
     /// Its length, bytes.
     #[expect(clippy::len_without_is_empty, reason = "a buffer is never empty")]
     pub fn len(&self) -> usize {
-        self.allocation.len()
+        self.len
     }
 
     /// Pins all of it.
@@ -56,6 +58,7 @@ impl GpuBuffer {
     /// [`Error::Timeout`](crate::Error::Timeout) where the application's waiting streams hold up the whole GPU. Then
     /// the bytes may still arrive, at any later time. A longer copy goes on waiting.
     pub fn copy_in(&self, offset: usize, data: &[u8]) -> Result<()> {
+        inside(offset, data.len(), self.len)?;
         self.allocation.write(offset, data)
     }
 
@@ -64,6 +67,7 @@ impl GpuBuffer {
     /// # Errors
     /// As [`GpuBuffer::copy_in`].
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        inside(offset, out.len(), self.len)?;
         self.allocation.read(offset, out)
     }
 }

@@ -13,6 +13,9 @@ use crate::mapping::Mapping;
 use crate::pin::Pin;
 use crate::system::System;
 
+/// `cuMemAlloc` serves what is smaller out of blocks of this size, bytes (seen on an H200 with driver 580).
+const SHARED_BLOCK: usize = 2 << 20;
+
 /// The library, opened on one backend. Cloning is cheap; the backend lives until the last clone, pin,
 /// mapping and buffer is gone. Any thread may use it; a forked child must open for itself.
 ///
@@ -137,8 +140,9 @@ impl Gdr {
         self.pin(addr, len)?.map()
     }
 
-    /// Allocates GPU memory that is made for mapping: aligned to GPU pages, and CUDA copies on it are
-    /// synchronous (`SYNC_MEMOPS`). `device` is a CUDA ordinal. On the host backend this is plain memory.
+    /// Allocates GPU memory that is made for mapping: aligned to GPU pages, in 2 MiB blocks that CUDA gives to nobody else
+    /// while a mapping lives, and CUDA copies on it are synchronous (`SYNC_MEMOPS`). `device` is a CUDA ordinal. On the
+    /// host backend this is plain memory.
     ///
     /// # Errors
     /// [`Error::Exhausted`] when the GPU is full, [`Error::InvalidArgument`] for a length of 0, [`Error::Cuda`].
@@ -155,7 +159,9 @@ impl Gdr {
         if len == 0 || isize::try_from(len).is_err() {
             return Err(Error::invalid("length", len, "at least one byte, at most half the address space"));
         }
-        Ok(GpuBuffer::new(self.0.backend.allocate_as(device, len, kind)?, self.clone()))
+        let shared = kind == AllocKind::Malloc && self.backend() != BackendKind::Host;
+        let size = if shared { len.next_multiple_of(SHARED_BLOCK) } else { len };
+        Ok(GpuBuffer::new(self.0.backend.allocate_as(device, size, kind)?, len, self.clone()))
     }
 
     /// The CUDA driver that knows the memory; none on the host backend, which does without.

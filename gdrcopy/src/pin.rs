@@ -14,7 +14,9 @@ use crate::mapping::Mapping;
 /// GPU memory held for mapping. Unpinned when this value and its mapping are gone.
 ///
 /// Freeing the GPU memory under a pin is allowed. On every backend that [`Gdr::open`] chooses, the physical memory
-/// stays until unpin, and a mapping goes on showing the old bytes.
+/// stays until unpin, and a mapping goes on showing it: the old bytes, unless CUDA gives the place to a new allocation of
+/// this process. That can happen to `cuMemAlloc` memory of less than 2 MiB, whose blocks several allocations share, also
+/// with GDRCopy; never to a [`GpuBuffer`](crate::GpuBuffer), to larger or to `cuMemCreate` memory.
 #[derive(Debug)]
 pub struct Pin(Arc<Held>);
 

@@ -9,6 +9,7 @@ mod table;
 
 use std::fmt;
 use std::num::NonZero;
+use std::thread::Builder;
 
 use parking_lot::Mutex;
 
@@ -181,6 +182,16 @@ fn cut(addr: usize, len: usize, n: NonZero<usize>) -> (usize, usize) {
 /// Copies the parts by a thread for each, this one among them. Where the system gives fewer threads, each takes the
 /// next part when it is done with one.
 fn spread<T: AsRef<[u8]>>(
+    offset: usize,
+    parts: impl Iterator<Item = T> + Send,
+    copy: impl Fn(usize, T) -> Result<()> + Sync,
+) -> Result<()> {
+    spread_to(Builder::new, offset, parts, copy)
+}
+
+/// The same with threads of the caller's choice.
+fn spread_to<T: AsRef<[u8]>>(
+    thread: impl Fn() -> Builder,
     mut offset: usize,
     parts: impl Iterator<Item = T> + Send,
     copy: impl Fn(usize, T) -> Result<()> + Sync,
@@ -194,7 +205,7 @@ fn spread<T: AsRef<[u8]>>(
     let next = || parts.lock().next();
     let work = || std::iter::from_fn(next).try_for_each(|(at, part)| copy(at, part));
     std::thread::scope(|scope| {
-        let spawn = || std::thread::Builder::new().spawn_scoped(scope, work).inspect_err(fewer_threads);
+        let spawn = || thread().spawn_scoped(scope, work).inspect_err(fewer_threads);
         let others: Vec<_> = (1..threads).map_while(|_| spawn().ok()).collect();
         others.into_iter().fold(work(), |result, other| {
             result.and(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -208,14 +219,11 @@ fn fewer_threads(error: &std::io::Error) {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
-    use std::sync::atomic::{AtomicBool, Ordering};
-    use std::thread;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
     use crate::Error;
     use crate::backend::BackendKind;
-    use crate::backend::tests::rig::{End, in_child};
 
     #[test]
     fn pieces_cover_the_copy_and_begin_aligned() {
@@ -233,36 +241,20 @@ mod tests {
 
     #[test]
     fn a_copy_does_without_the_threads_that_it_does_not_get() {
-        // In place of a mapping, which a child would not have.
         let (data, copied) = (vec![7_u8; 1 << 20], Mutex::new(vec![0_u8; 1 << 20]));
-        let end = in_child(|| {
-            let pages = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-            let Some(Ok(pages)) = pages.split(' ').next().map(str::parse::<u64>) else { return false };
-            // A little memory, but not enough for the stack of a thread.
-            let bytes = pages * crate::backend::host_page() as u64 + (1 << 20);
-            let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-            // SAFETY: a valid structure.
-            if unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) } != 0 {
-                return false;
-            }
-            // The others go on when this thread has its part, so that all of them live at a time. A few find the stack
-            // of a thread that is gone.
-            let (caller, threads, go) =
-                (thread::current().id(), Mutex::new(HashSet::new()), AtomicBool::new(false));
-            let result = spread(0, data.chunks(1 << 12), |at, part| {
-                threads.lock().insert(thread::current().id());
-                if thread::current().id() == caller {
-                    go.store(true, Ordering::Relaxed);
-                }
-                while !go.load(Ordering::Relaxed) {
-                    thread::yield_now();
-                }
-                copied.lock()[at..][..part.len()].copy_from_slice(part);
-                Ok(())
-            });
-            result.is_ok() && *copied.lock() == data && threads.lock().len() < data.len() >> 12
-        });
-        assert_eq!(end, End::Said(true));
+        // Of every two threads, one has a stack that fits no address space.
+        let asked = AtomicUsize::new(0);
+        let thread = || match asked.fetch_add(1, Ordering::Relaxed) {
+            n if n.is_multiple_of(2) => Builder::new(),
+            _ => Builder::new().stack_size(1 << 60),
+        };
+        let copy = |at: usize, part: &[u8]| {
+            copied.lock()[at..][..part.len()].copy_from_slice(part);
+            Ok(())
+        };
+        spread_to(thread, 0, data.chunks(1 << 12), copy).unwrap();
+        assert_eq!(asked.into_inner(), 2, "the second is refused, and no more are asked for");
+        assert!(copied.into_inner() == data);
     }
 
     #[test]

@@ -315,7 +315,7 @@ fn what_cannot_be_pinned_is_refused() {
     let library = computer.open().unwrap();
     let addr = library.alloc(SIZE).unwrap();
     // What the driver has for the memory and its alignment.
-    let block = (SIZE + GPU_PAGE_SIZE).next_multiple_of(2 << 20);
+    let block = (SIZE.next_multiple_of(2 << 20) + GPU_PAGE_SIZE).next_multiple_of(2 << 20);
     for (at, size) in [(addr, block + 1), (addr + PAGE, block), (8, 8), (u64::MAX, 2), (addr, usize::MAX)] {
         assert_eq!(library.pin(at, size), Err(libc::EINVAL), "{at:#x} {size}");
     }
