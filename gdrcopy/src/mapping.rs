@@ -25,7 +25,7 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::backend::MappingType;
+use crate::backend::{MappingType, inside};
 use crate::copy::{self, Copier};
 use crate::cpu_range::CpuRange;
 use crate::cuda::Cuda;
@@ -108,11 +108,9 @@ impl Mapping {
 
     #[inline]
     pub(crate) fn at(&self, offset: usize, len: usize) -> Result<*mut u8> {
-        match offset.checked_add(len) {
-            // SAFETY: inside the mapping.
-            Some(end) if end <= self.len => Ok(unsafe { self.ptr.as_ptr().add(offset) }),
-            _ => Err(Error::OutOfBounds { offset, len, size: self.len }),
-        }
+        inside(offset, len, self.len)?;
+        // SAFETY: inside the mapping.
+        Ok(unsafe { self.ptr.as_ptr().add(offset) })
     }
 
     fn word<T: Word>(&self, offset: usize) -> Result<*mut T> {

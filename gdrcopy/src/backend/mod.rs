@@ -159,6 +159,7 @@ pub(crate) fn host_page() -> usize {
 }
 
 /// Refuses an access that would leave something of `size` bytes.
+#[inline]
 pub(crate) fn inside(offset: usize, len: usize, size: usize) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= size => Ok(()),

@@ -49,7 +49,7 @@ fn curves(direction: Direction, mapping: &Mapping, host: &mut [u8]) -> Result<Ta
     let mut alive: Vec<usize> = (0..curves.len()).collect();
     for len in (0..).map(|i| 1 << i).take_while(|&len| len <= MAX) {
         let host = &mut host[..len];
-        let mut times = Vec::new();
+        let mut best = f64::INFINITY;
         for &i in &alive {
             let way = curves[i].0;
             if matches!(way, Way::Threads(_)) && len < THREADS_FROM {
@@ -60,9 +60,8 @@ fn curves(direction: Direction, mapping: &Mapping, host: &mut [u8]) -> Result<Ta
                 Direction::FromGpu => read_by(way, mapping, 0, host),
             })?;
             curves[i].1.push(Point { len, micros });
-            times.push((i, micros));
+            best = best.min(micros);
         }
-        let best = times.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
         alive.retain(|&i| match &curves[i].1[..] {
             [.., before, last] if last.len == len => {
                 last.micros < HOPELESS * best || last.micros < LINEAR * before.micros

@@ -3,6 +3,7 @@
 mod lane;
 mod report;
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -59,7 +60,7 @@ struct Bench {
     max: usize,
     budget: Duration,
     bar: ProgressBar,
-    rows: Vec<Row>,
+    rows: RefCell<Vec<Row>>,
 }
 
 impl Options {
@@ -79,13 +80,13 @@ impl Options {
         let bar = ProgressBar::new_spinner();
         bar.enable_steady_tick(Duration::from_millis(200));
         bar.set_message("calibrating the planner");
-        let mut bench = Bench {
+        let bench = Bench {
             planner: Planner::calibrate(&gdr, self.device)?,
             mapping: buffer.map()?,
             cuda: gpu.is_some().then(|| Cuda::new(self.device, buffer.addr())).transpose()?,
             device: self.device,
             budget: Duration::from_millis(self.budget),
-            rows: Vec::new(),
+            rows: RefCell::default(),
             gdr,
             max,
             bar,
@@ -106,7 +107,7 @@ impl Options {
             load: Copier::best().load().to_string(),
             plan: plan(Direction::ToGpu).into_iter().chain(plan(Direction::FromGpu)).collect(),
             calibration: Calibrated::all(&bench.planner),
-            rows: bench.rows,
+            rows: bench.rows.take(),
         };
         report.print();
         if let Some(file) = file {
@@ -158,29 +159,21 @@ fn by<'a>(way: Way, direction: Direction, mapping: &'a Mapping) -> Lane<'a> {
 
 impl Bench {
     /// Measures lanes by turns and keeps the figures.
-    fn measure(
-        rows: &mut Vec<Row>,
-        bar: &ProgressBar,
-        budget: Duration,
-        group: &str,
-        bytes: usize,
-        mut lanes: Vec<Lane<'_>>,
-    ) -> Result<()> {
-        bar.set_message(format!("{group}, {bytes} bytes"));
-        let samples = by_turns(&mut lanes, &mut vec![0x5a; bytes], budget)?;
+    fn measure(&self, group: &str, bytes: usize, mut lanes: Vec<Lane<'_>>) -> Result<()> {
+        self.bar.set_message(format!("{group}, {bytes} bytes"));
+        let samples = by_turns(&mut lanes, &mut vec![0x5a; bytes], self.budget)?;
         let micros: Vec<_> = samples.iter().map(|samples| samples.micros(1)).collect();
         let single = lanes.iter().zip(&micros).filter(|(lane, _)| ![PLANNER, BARE].contains(&&*lane.name));
         let best = single.map(|(_, us)| us.p50).fold(f64::INFINITY, f64::min);
-        rows.extend(
+        self.rows.borrow_mut().extend(
             lanes.into_iter().zip(micros).map(|(lane, us)| Row::new(group, bytes, lane.name, us, best)),
         );
         Ok(())
     }
 
     /// Every way at every size, and what the planner makes of it.
-    fn ways(&mut self, direction: Direction) -> Result<()> {
-        let Self { mapping, cuda, planner, .. } = &*self;
-        let mut rows = Vec::new();
+    fn ways(&self, direction: Direction) -> Result<()> {
+        let Self { mapping, cuda, planner, .. } = self;
         for bytes in (0..).map(|i| 1 << i).take_while(|&bytes| bytes <= self.max) {
             let mut lanes: Vec<Lane> = raw(direction, mapping, bytes).into_iter().collect();
             lanes.push(quick_to_gpu(direction, by(Way::Cpu, direction, mapping)));
@@ -200,16 +193,14 @@ impl Bench {
             });
             let by_cpu = planner.way(direction, bytes) == Way::Cpu;
             lanes.push(if by_cpu { quick_to_gpu(direction, planned) } else { planned });
-            Self::measure(&mut rows, &self.bar, self.budget, report::name(direction), bytes, lanes)?;
+            self.measure(report::name(direction), bytes, lanes)?;
         }
-        self.rows.append(&mut rows);
         Ok(())
     }
 
     /// Every copy routine of this CPU.
-    fn routines(&mut self) -> Result<()> {
+    fn routines(&self) -> Result<()> {
         let (ptr, kind) = (self.mapping.as_ptr(), self.mapping.kind());
-        let mut rows = Vec::new();
         let fitting = |fits: fn(Routine) -> bool| {
             Routine::ALL.iter().copied().filter(move |&routine| routine.supported() && fits(routine))
         };
@@ -224,7 +215,7 @@ impl Bench {
                 })
                 .quick()
             });
-            Self::measure(&mut rows, &self.bar, self.budget, "stores", bytes, lanes.collect())?;
+            self.measure("stores", bytes, lanes.collect())?;
             let loads = fitting(Routine::loads).filter_map(|r| Some((r, Copier::new(Routine::Scalar, r)?)));
             let lanes = loads.map(|(routine, copier)| {
                 Lane::new(routine.to_string(), move |host| {
@@ -234,16 +225,14 @@ impl Bench {
                     Ok(())
                 })
             });
-            Self::measure(&mut rows, &self.bar, self.budget, "loads", bytes, lanes.collect())?;
+            self.measure("loads", bytes, lanes.collect())?;
         }
-        self.rows.append(&mut rows);
         Ok(())
     }
 
     /// One copy by several threads.
-    fn threads(&mut self) -> Result<()> {
+    fn threads(&self) -> Result<()> {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let mut rows = Vec::new();
         for (group, direction) in
             [("threads, to GPU", Direction::ToGpu), ("threads, from GPU", Direction::FromGpu)]
         {
@@ -252,36 +241,25 @@ impl Bench {
                     (1..).map(|i| 1 << i).take_while(|&n| n <= cores.min(16)).filter_map(NonZero::new);
                 let ways = std::iter::once(Way::Cpu).chain(counts.map(Way::Threads));
                 let lanes = ways.map(|way| by(way, direction, &self.mapping)).collect();
-                Self::measure(&mut rows, &self.bar, self.budget, group, bytes, lanes)?;
+                self.measure(group, bytes, lanes)?;
             }
         }
-        self.rows.append(&mut rows);
         Ok(())
     }
 
     /// Small writes without a pause, until the bus is the limit.
-    fn rates(&mut self) -> Result<()> {
-        let mut rows = Vec::new();
+    fn rates(&self) -> Result<()> {
         for bytes in [8, 64] {
             let lanes = raw(Direction::ToGpu, &self.mapping, bytes).into_iter();
             let lanes =
                 lanes.chain([by(Way::Cpu, Direction::ToGpu, &self.mapping)]).map(|lane| lane.times(BURST));
-            Self::measure(
-                &mut rows,
-                &self.bar,
-                self.budget,
-                "10,000 writes in a row",
-                bytes,
-                lanes.collect(),
-            )?;
+            self.measure("10,000 writes in a row", bytes, lanes.collect())?;
         }
-        self.rows.append(&mut rows);
         Ok(())
     }
 
     /// Pinning, mapping and giving back.
-    fn pins(&mut self) -> Result<()> {
-        let mut rows = Vec::new();
+    fn pins(&self) -> Result<()> {
         for bytes in PIN_SIZES {
             let buffer = self.gdr.alloc(self.device, bytes)?;
             let pin = buffer.pin()?;
@@ -290,9 +268,8 @@ impl Bench {
                 Lane::new("map, unmap", |_: &mut [u8]| Ok(pin.map()?.unmap()?)),
                 Lane::new("pin, map, unmap, unpin", |_: &mut [u8]| Ok(buffer.map()?.unmap()?)),
             ];
-            Self::measure(&mut rows, &self.bar, self.budget, "pins", bytes, lanes)?;
+            self.measure("pins", bytes, lanes)?;
         }
-        self.rows.append(&mut rows);
         Ok(())
     }
 }
