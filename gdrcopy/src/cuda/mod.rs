@@ -2,6 +2,8 @@
 //! machine can stand in for it.
 
 mod driver;
+#[doc(hidden)]
+pub mod raw;
 mod source;
 mod status;
 

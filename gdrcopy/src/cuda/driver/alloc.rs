@@ -4,7 +4,7 @@ use std::ptr::from_ref;
 
 use super::Driver;
 use super::context::Gpu;
-use super::layout::{
+use crate::cuda::raw::layout::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, GRANULARITY_MINIMUM, HANDLE_TYPE_FD,
     LOCATION_DEVICE, MemLocation, RDMA_WITH_VMM_SUPPORTED, pointer_attribute,
 };

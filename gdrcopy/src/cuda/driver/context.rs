@@ -1,16 +1,14 @@
-//! GPUs and their contexts. A call makes the context it needs current and puts the caller's back, and does not disturb
-//! a stream capture.
+//! GPUs and their contexts.
 
-use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 
 use super::Driver;
-use super::api::Api;
 use super::copy::CopyStream;
-use super::layout::{CAPTURE_RELAXED, Handle, pointer_attribute};
 use super::pointer;
+use crate::cuda::raw::layout::{Handle, pointer_attribute};
+use crate::cuda::raw::{Api, Current, Relaxed};
 use crate::cuda::unknown;
 use crate::error::Result;
 
@@ -33,22 +31,6 @@ pub(super) struct Context {
     handle: Handle,
     /// Retained here, so it lasts; any other may be destroyed by the application when the call is over.
     pub(super) primary: bool,
-}
-
-/// The context is current for this thread; the former one comes back on drop.
-pub(super) struct Current<'a> {
-    api: &'a Api,
-    _relaxed: Relaxed<'a>,
-}
-
-/// This thread's calls do not count as part of a stream capture; the former mode comes back on drop. In any other
-/// mode an allocation, a new stream or a copy, while the application captures here or in another thread, would fail
-/// and spoil the capture.
-pub(super) struct Relaxed<'a> {
-    api: &'a Api,
-    /// None where the driver has no such modes.
-    former: Option<u32>,
-    _of_this_thread: PhantomData<*mut ()>,
 }
 
 impl Gpu {
@@ -112,37 +94,7 @@ impl Context {
     /// Makes it current.
     pub(super) fn enter(self, api: &Api) -> Result<Current<'_>> {
         // SAFETY: a live context: retained, or named by the driver as that of live memory.
-        unsafe { api.ctx_push_current(self.handle) }?;
-        Ok(Current { api, _relaxed: Relaxed::enter(api) })
-    }
-}
-
-impl<'a> Relaxed<'a> {
-    pub(super) fn enter(api: &'a Api) -> Self {
-        let mut mode = CAPTURE_RELAXED;
-        // SAFETY: a mode, and a place for the former one.
-        let former = unsafe { api.thread_exchange_stream_capture_mode(&mut mode) }.ok().map(|()| mode);
-        Self { api, former, _of_this_thread: PhantomData }
-    }
-}
-
-impl Drop for Relaxed<'_> {
-    fn drop(&mut self) {
-        let Some(mut mode) = self.former else { return };
-        // SAFETY: the mode that this thread had, and a place for the one that it has.
-        if let Err(error) = unsafe { self.api.thread_exchange_stream_capture_mode(&mut mode) } {
-            tracing::warn!(%error, "the capture mode of the calling thread was not put back");
-        }
-    }
-}
-
-impl Drop for Current<'_> {
-    fn drop(&mut self) {
-        let mut popped = 0;
-        // SAFETY: pushed by this thread when this value was made.
-        if let Err(error) = unsafe { self.api.ctx_pop_current(&mut popped) } {
-            tracing::warn!(%error, "the CUDA context of the calling thread was not put back");
-        }
+        unsafe { Current::enter(api, self.handle) }
     }
 }
 

@@ -10,10 +10,10 @@
 use std::time::{Duration, Instant};
 
 use super::Driver;
-use super::api::Api;
 use super::context::Gpu;
-use super::layout::{HOST_ALLOC_PORTABLE, Handle, STREAM_NON_BLOCKING};
 use crate::cuda::CudaStatus;
+use crate::cuda::raw::Api;
+use crate::cuda::raw::layout::{HOST_ALLOC_PORTABLE, Handle, STREAM_NON_BLOCKING};
 use crate::error::{Error, Result};
 
 /// Up to this length bytes go through a pinned buffer, bytes. To the host that is quicker: on an H200 8 KiB take 6.6 us

@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_char, c_void};
 use std::os::fd::IntoRawFd;
 
-use super::api::Api;
-use super::layout::{AccessDesc, AllocationProp, Handle, pointer_attribute as attribute};
 use crate::cuda::CudaStatus;
+use crate::cuda::raw::Api;
+use crate::cuda::raw::layout::{AccessDesc, AllocationProp, Handle, pointer_attribute as attribute};
 
 /// The context of the application.
 pub(super) const APPLICATION: Handle = 0xa000;
@@ -393,5 +393,6 @@ pub(super) fn api() -> Api {
                 removed(((target, scope) == (0, 100)).then_some(()))
             })
         }),
+        ..Api::default()
     }
 }

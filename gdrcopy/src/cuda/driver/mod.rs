@@ -1,10 +1,8 @@
 //! The real CUDA driver.
 
 mod alloc;
-mod api;
 mod context;
 mod copy;
-mod layout;
 mod pointer;
 
 use std::collections::HashMap;
@@ -16,13 +14,13 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use self::alloc::Allocation;
-use self::api::Api;
-use self::context::{Gpu, Relaxed};
-use self::layout::{
+use self::context::Gpu;
+use super::{AllocKind, Cuda, CudaSource, CudaStatus, GpuInfo, PointerInfo};
+use crate::cuda::raw::layout::{
     FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER, HANDLE_TYPE_FD, ORDERING_OWNER, RANGE_FLAG_PCIE,
     RANGE_HANDLE_DMA_BUF, RDMA_WRITES_ORDERING,
 };
-use super::{AllocKind, Cuda, CudaSource, CudaStatus, GpuInfo, PointerInfo};
+use crate::cuda::raw::{Api, Relaxed};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::kernel::check;

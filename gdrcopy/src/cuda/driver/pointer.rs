@@ -2,8 +2,10 @@
 
 use std::ffi::c_void;
 
-use super::api::Api;
-use super::layout::{HANDLE_TYPE_FD, MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST, pointer_attribute as attribute};
+use crate::cuda::raw::Api;
+use crate::cuda::raw::layout::{
+    HANDLE_TYPE_FD, MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST, pointer_attribute as attribute,
+};
 use crate::cuda::{CudaStatus, MemoryKind, PointerInfo};
 use crate::error::{Error, Result};
 

@@ -4,8 +4,8 @@ mod flush;
 mod lent;
 
 use super::fake::{APPLICATION, CONTENT, PRIMARY, books};
-use super::layout::{Handle, pointer_attribute as attribute};
 use super::*;
+use crate::cuda::raw::layout::{Handle, pointer_attribute as attribute};
 use crate::cuda::{CudaStatus, MemoryKind};
 
 #[test]

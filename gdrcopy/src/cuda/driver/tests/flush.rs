@@ -1,7 +1,7 @@
 //! Where and when `cuFlushGPUDirectRDMAWrites` is called.
 
 use super::*;
-use crate::cuda::driver::layout::RDMA_WRITES_ORDERING;
+use crate::cuda::raw::layout::RDMA_WRITES_ORDERING;
 
 /// What GPU 1 says of the order of writes.
 fn ordering(value: i32) {

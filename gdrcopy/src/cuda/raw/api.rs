@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 
-use super::layout::{AccessDesc, AllocationProp, Handle};
+use super::layout::{AccessDesc, AllocationProp, Handle, KernelNodeParams, MemOp, MemOpNodeParams};
 use crate::cuda::CudaStatus;
 use crate::error::{Error, Result};
 
@@ -19,13 +19,20 @@ macro_rules! entry_points {
     ($($name:ident = $symbol:literal ($($arg:ident: $ty:ty),*);)*) => {
         /// Entry points by address; those this driver lacks are `None`.
         #[derive(Clone, Copy, Default)]
-        pub(super) struct Api {
-            $(pub(super) $name: Option<unsafe extern "C" fn($($ty),*) -> u32>,)*
+        pub struct Api {
+            $(
+                #[doc = concat!("`", $symbol, "`")]
+                pub $name: Option<unsafe extern "C" fn($($ty),*) -> u32>,
+            )*
         }
 
+        #[expect(clippy::too_many_arguments, reason = "those of the driver")]
         impl Api {
             /// Loads `libcuda`; it stays loaded.
-            pub(super) fn load() -> Result<Self> {
+            ///
+            /// # Errors
+            /// [`Error::Sys`] where there is none.
+            pub fn load() -> Result<Self> {
                 if !present() {
                     return Err(Error::sys("loading libcuda.so.1", not_found(), NO_LIBRARY));
                 }
@@ -42,9 +49,12 @@ macro_rules! entry_points {
             $(
                 /// Calls the entry point of this name.
                 ///
+                /// # Errors
+                /// [`Error::Cuda`]; [`Error::Unsupported`] where this driver has no such entry point.
+                ///
                 /// # Safety
                 /// The arguments must be what the CUDA driver's manual asks for.
-                pub(super) unsafe fn $name(&self, $($arg: $ty),*) -> Result<()> {
+                pub unsafe fn $name(&self, $($arg: $ty),*) -> Result<()> {
                     let entry = self.$name.ok_or_else(|| missing(name_of($symbol)))?;
                     // SAFETY: the caller vouches for the arguments.
                     let status = unsafe { entry($($arg),*) };
@@ -100,6 +110,48 @@ entry_points! {
     mem_get_handle_for_address_range = "cuMemGetHandleForAddressRange"
         (handle: *mut c_void, addr: u64, len: usize, kind: u32, flags: u64);
     flush_gpu_direct_rdma_writes = "cuFlushGPUDirectRDMAWrites" (target: u32, scope: u32);
+    ctx_get_current = "cuCtxGetCurrent" (context: *mut Handle);
+    ctx_get_device = "cuCtxGetDevice" (device: *mut i32);
+    ctx_enable_peer_access = "cuCtxEnablePeerAccess" (peer: Handle, flags: u32);
+    device_can_access_peer = "cuDeviceCanAccessPeer" (can: *mut i32, device: i32, peer: i32);
+    mem_host_register = "cuMemHostRegister_v2" (addr: *mut c_void, len: usize, flags: u32);
+    mem_host_unregister = "cuMemHostUnregister" (addr: *mut c_void);
+    mem_host_get_device_pointer = "cuMemHostGetDevicePointer_v2" (addr: *mut u64, host: *mut c_void, flags: u32);
+    stream_get_ctx = "cuStreamGetCtx" (stream: Handle, context: *mut Handle);
+    stream_wait_event = "cuStreamWaitEvent" (stream: Handle, event: Handle, flags: u32);
+    stream_batch_mem_op = "cuStreamBatchMemOp_v2" (stream: Handle, count: u32, ops: *mut MemOp, flags: u32);
+    launch_host_func = "cuLaunchHostFunc" (stream: Handle, function: extern "C" fn(*mut c_void), data: *mut c_void);
+    launch_kernel = "cuLaunchKernel"
+        (function: Handle, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
+         shared: u32, stream: Handle, params: *mut *mut c_void, extra: *mut *mut c_void);
+    module_load_data = "cuModuleLoadData" (module: *mut Handle, image: *const c_void);
+    module_unload = "cuModuleUnload" (module: Handle);
+    module_get_function = "cuModuleGetFunction" (function: *mut Handle, module: Handle, name: *const c_char);
+    func_load = "cuFuncLoad" (function: Handle);
+    event_create = "cuEventCreate" (event: *mut Handle, flags: u32);
+    event_record = "cuEventRecord" (event: Handle, stream: Handle);
+    event_query = "cuEventQuery" (event: Handle);
+    event_synchronize = "cuEventSynchronize" (event: Handle);
+    event_destroy = "cuEventDestroy_v2" (event: Handle);
+    memcpy_async = "cuMemcpyAsync" (dst: u64, src: u64, len: usize, stream: Handle);
+    memcpy_peer_async = "cuMemcpyPeerAsync"
+        (dst: u64, dst_context: Handle, src: u64, src_context: Handle, len: usize, stream: Handle);
+    memset_d32_async = "cuMemsetD32Async" (dst: u64, value: u32, count: usize, stream: Handle);
+    ipc_open_mem_handle = "cuIpcOpenMemHandle_v2" (addr: *mut u64, handle: [u8; 64], flags: u32);
+    ipc_close_mem_handle = "cuIpcCloseMemHandle" (addr: u64);
+    stream_begin_capture = "cuStreamBeginCapture_v2" (stream: Handle, mode: u32);
+    stream_end_capture = "cuStreamEndCapture" (stream: Handle, graph: *mut Handle);
+    stream_get_capture_info = "cuStreamGetCaptureInfo_v2"
+        (stream: Handle, status: *mut u32, id: *mut u64, graph: *mut Handle, dependencies: *mut *const Handle,
+         count: *mut usize);
+    graph_instantiate = "cuGraphInstantiateWithFlags" (exec: *mut Handle, graph: Handle, flags: u64);
+    graph_launch = "cuGraphLaunch" (exec: Handle, stream: Handle);
+    graph_destroy = "cuGraphDestroy" (graph: Handle);
+    graph_exec_destroy = "cuGraphExecDestroy" (exec: Handle);
+    graph_exec_mem_op_node_set_params = "cuGraphExecBatchMemOpNodeSetParams"
+        (exec: Handle, node: Handle, params: *const MemOpNodeParams);
+    graph_exec_kernel_node_set_params = "cuGraphExecKernelNodeSetParams_v2"
+        (exec: Handle, node: Handle, params: *const KernelNodeParams);
 }
 
 impl fmt::Debug for Api {
