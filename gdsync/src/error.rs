@@ -44,6 +44,14 @@ pub enum Error {
         /// What the user can do.
         fix: &'static str,
     },
+    /// CUDA, or the mapping of GPU memory, failed.
+    #[error("{what}: {source}")]
+    Cuda {
+        /// What was being done.
+        what: &'static str,
+        /// What was said, with the fix.
+        source: Arc<gdrcopy::Error>,
+    },
     /// There is no such device.
     #[error(
         "no RDMA device '{name}'; available: {available}; name one of these, in GDSYNC_DEVICE or to Device::find"
@@ -243,6 +251,11 @@ pub enum Error {
 impl Error {
     pub(crate) fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Self {
         Self::InvalidArgument { what, value: value.to_string(), expected }
+    }
+
+    /// Wraps what CUDA said while this was being done.
+    pub(crate) fn cuda(what: &'static str) -> impl Fn(gdrcopy::Error) -> Self {
+        move |source| Self::Cuda { what, source: Arc::new(source) }
     }
 
     pub(crate) fn last_os(call: &'static str, fix: &'static str) -> Self {

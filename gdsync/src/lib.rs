@@ -8,6 +8,7 @@
 //!   later; here is the table of what libgdsync's functions are called now;
 //! - [`hca`]: the software HCA that consumes the rings where there is no card, with faults on demand;
 //! - [`memory`]: memory that a device may touch, and the only code that touches it;
+//! - [`cuda`]: GPUs, their memory and what they can do;
 //! - [`mlx5`]: the ring formats, byte for byte.
 //!
 //! # A send on a stream
@@ -47,6 +48,7 @@
 //! - **Room.** Queues and streams are bounded. A full one is an error at enqueue, never a stall later.
 //! - **Threads.** Everything may be used from any thread.
 
+pub mod cuda;
 mod env;
 pub mod error;
 pub mod hca;

@@ -3,13 +3,22 @@
 //! Rings, doorbell records, doorbells and payload all live in a [`Memory`]. Nobody forms `&[u8]` or
 //! `&mut [u8]` over it; bytes go in and out by copy, words through atomics. Every access is
 //! bounds-checked, and a clone keeps the bytes mapped, so a late access cannot fault.
+//!
+//! The bytes are in host memory or on a GPU. What is on a GPU is reached through a mapping (`gdrcopy`): words are stored
+//! and loaded as in host memory, but a load takes a microsecond, and stores leave the core late, so that those of
+//! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
 
 use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
+use gdrcopy::copy::{Copier, load_fence, store_fence};
+use gdrcopy::{GpuBuffer, Mapping, MappingType};
+use parking_lot::Mutex;
+
+use crate::cuda::{Gpu, Registered};
 use crate::error::{Error, Result};
 
 /// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
@@ -17,13 +26,63 @@ use crate::error::{Error, Result};
 pub struct Memory {
     ptr: NonNull<u8>,
     len: usize,
-    _owner: Arc<Owner>,
+    /// What work requests call the first byte.
+    addr: u64,
+    /// How a mapping of GPU memory is cached; `None` for host memory.
+    mapped: Option<MappingType>,
+    owner: Arc<Owner>,
+}
+
+/// A memory that is not kept alive by this.
+pub(crate) struct WeakMemory {
+    memory: Parts,
+    owner: Weak<Owner>,
+}
+
+/// A memory without its owner.
+#[derive(Clone, Copy)]
+struct Parts {
+    ptr: NonNull<u8>,
+    len: usize,
+    addr: u64,
+    mapped: Option<MappingType>,
+}
+
+// SAFETY: an address only; the bytes are reached through a `Memory`.
+unsafe impl Send for WeakMemory {}
+
+impl WeakMemory {
+    /// The memory, if it is still there.
+    pub(crate) fn upgrade(&self) -> Option<Memory> {
+        let Parts { ptr, len, addr, mapped } = self.memory;
+        Some(Memory { ptr, len, addr, mapped, owner: self.owner.upgrade()? })
+    }
 }
 
 /// What keeps the bytes alive.
-enum Owner {
-    Mapped { ptr: NonNull<u8>, len: usize },
-    Lent,
+struct Owner {
+    bytes: Bytes,
+    /// Their registration with CUDA, for host memory that a GPU uses.
+    registered: OnceLock<Registered>,
+    /// Held while they are registered.
+    registering: Mutex<()>,
+}
+
+enum Bytes {
+    Mapped {
+        ptr: NonNull<u8>,
+        len: usize,
+    },
+    Lent {
+        ptr: NonNull<u8>,
+        len: usize,
+    },
+    /// On a GPU; the buffer where it is ours.
+    Gpu {
+        gpu: Gpu,
+        mapping: Mapping,
+        _buffer: Option<GpuBuffer>,
+    },
 }
 
 // SAFETY: the bytes are only reached through volatile copies and atomics of this module, which any
@@ -33,15 +92,23 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 // SAFETY: the mapping may be unmapped from any thread.
 unsafe impl Send for Owner {}
-// SAFETY: `Owner` has no methods; only its drop touches the pointer.
+// SAFETY: `Owner` only hands out addresses; only its drop touches the pointer.
 unsafe impl Sync for Owner {}
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if let Owner::Mapped { ptr, len } = *self {
+        // Before the bytes go.
+        drop(self.registered.take());
+        if let Bytes::Mapped { ptr, len } = self.bytes {
             // SAFETY: this owner made the mapping with this length and no clone is left to use it.
             unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
         }
+    }
+}
+
+impl Owner {
+    fn new(bytes: Bytes) -> Arc<Self> {
+        Arc::new(Self { bytes, registered: OnceLock::new(), registering: Mutex::default() })
     }
 }
 
@@ -84,7 +151,19 @@ impl Memory {
         let ptr = NonNull::new(raw.cast()).expect("mmap without MAP_FIXED never returns 0");
         // SAFETY: the range was just mapped; the advice only concerns fork.
         unsafe { libc::madvise(raw, mapped, libc::MADV_DONTFORK) };
-        Ok(Self { ptr, len, _owner: Arc::new(Owner::Mapped { ptr, len: mapped }) })
+        Ok(Self::host(ptr, len, Bytes::Mapped { ptr, len: mapped }))
+    }
+
+    fn host(ptr: NonNull<u8>, len: usize, bytes: Bytes) -> Self {
+        Self { ptr, len, addr: ptr.as_ptr() as u64, mapped: None, owner: Owner::new(bytes) }
+    }
+
+    /// GPU memory behind a mapping.
+    pub(crate) fn on_gpu(gpu: &Gpu, mapping: Mapping, buffer: Option<GpuBuffer>) -> Self {
+        let ptr = NonNull::new(mapping.as_ptr()).expect("mappings do not begin at 0");
+        let (len, addr, mapped) = (mapping.len(), mapping.addr(), Some(mapping.kind()));
+        let owner = Owner::new(Bytes::Gpu { gpu: gpu.clone(), mapping, _buffer: buffer });
+        Self { ptr, len, addr, mapped, owner }
     }
 
     /// Wraps bytes that somebody else owns.
@@ -99,14 +178,70 @@ impl Memory {
         let ok =
             len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());
         match NonNull::new(ptr).filter(|_| ok) {
-            Some(ptr) => Ok(Self { ptr, len, _owner: Arc::new(Owner::Lent) }),
+            Some(ptr) => Ok(Self::host(ptr, len, Bytes::Lent { ptr, len })),
             None => Err(Error::invalid("memory range", len, "a non-null pointer and at least one byte")),
         }
     }
 
-    /// The address of the first byte, as the CPU sees it.
+    pub(crate) fn downgrade(&self) -> WeakMemory {
+        let &Self { ptr, len, addr, mapped, ref owner } = self;
+        WeakMemory { memory: Parts { ptr, len, addr, mapped }, owner: Arc::downgrade(owner) }
+    }
+
+    /// The address of the first byte in work requests: that of the CPU for host memory, that of the GPU for its memory.
     pub fn addr(&self) -> u64 {
-        self.ptr.as_ptr() as u64
+        self.addr
+    }
+
+    /// The GPU that the bytes are on; `None` for host memory.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        match &self.owner.bytes {
+            Bytes::Gpu { gpu, .. } => Some(gpu),
+            Bytes::Mapped { .. } | Bytes::Lent { .. } => None,
+        }
+    }
+
+    /// The address of the first byte on a GPU. Host memory is registered with CUDA by the first call, all of it, and
+    /// stays registered.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when CUDA refuses to register it, or when the GPU cannot reach the other one that it is on.
+    pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
+        match &self.owner.bytes {
+            Bytes::Gpu { gpu: home, .. } => gpu.reach(home).map(|()| self.addr),
+            &(Bytes::Mapped { ptr, len } | Bytes::Lent { ptr, len }) => {
+                let offset = self.ptr.as_ptr() as u64 - ptr.as_ptr() as u64;
+                if let Some(registered) = self.owner.registered.get() {
+                    return Ok(registered.addr() + offset);
+                }
+                let _once = self.owner.registering.lock();
+                if let Some(registered) = self.owner.registered.get() {
+                    return Ok(registered.addr() + offset);
+                }
+                let registered = gpu.register(ptr, len)?;
+                Ok(self.owner.registered.get_or_init(|| registered).addr() + offset)
+            }
+        }
+    }
+
+    /// Returns when what this thread wrote has arrived on the GPU, visible to kernels that run: see
+    /// [`Mapping::flush`]. Nothing for host memory.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn flush(&self) -> Result<()> {
+        match &self.owner.bytes {
+            Bytes::Gpu { mapping, .. } => mapping.flush().map_err(Error::cuda("flushing writes to the GPU")),
+            Bytes::Mapped { .. } | Bytes::Lent { .. } => Ok(()),
+        }
+    }
+
+    /// Orders what was written through a mapping before later stores, and sends it on its way. Nothing for host memory.
+    #[inline]
+    pub(crate) fn fence(&self) {
+        if let Some(kind) = self.mapped {
+            store_fence(kind);
+        }
     }
 
     /// Length in bytes.
@@ -121,7 +256,7 @@ impl Memory {
     /// [`Error::OutOfBounds`] when the part does not lie inside.
     pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
         let ptr = self.check(offset, len.max(1))?;
-        Ok(Self { ptr, len, _owner: self._owner.clone() })
+        Ok(Self { ptr, len, addr: self.addr + offset as u64, owner: self.owner.clone(), ..*self })
     }
 
     fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
@@ -140,7 +275,7 @@ impl Memory {
         let src = self.check(offset, out.len())?;
         // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
         // because no reference to device memory exists.
-        unsafe { copy(src.as_ptr(), out.as_mut_ptr(), out.len()) };
+        unsafe { load(self.mapped, src.as_ptr(), out.as_mut_ptr(), out.len()) };
         Ok(())
     }
 
@@ -151,7 +286,7 @@ impl Memory {
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         let dst = self.check(offset, data.len())?;
         // SAFETY: as in `read`, the other way round.
-        unsafe { copy(data.as_ptr(), dst.as_ptr(), data.len()) };
+        unsafe { store(self.mapped, data.as_ptr(), dst.as_ptr(), data.len()) };
         Ok(())
     }
 
@@ -160,10 +295,22 @@ impl Memory {
     /// # Errors
     /// [`Error::OutOfBounds`].
     pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
-        let dst = self.check(offset, len)?;
-        let src = src.check(src_offset, len)?;
-        // SAFETY: both ranges were checked; `copy` allows overlap.
-        unsafe { copy(src.as_ptr(), dst.as_ptr(), len) };
+        let to = self.check(offset, len)?;
+        let from = src.check(src_offset, len)?;
+        if src.mapped.is_none() {
+            // SAFETY: both ranges were checked; host memory may overlap itself only.
+            unsafe { store(self.mapped, from.as_ptr(), to.as_ptr(), len) };
+        } else if self.mapped.is_none() {
+            // SAFETY: both ranges were checked; a mapping and host memory do not overlap.
+            unsafe { load(src.mapped, from.as_ptr(), to.as_ptr(), len) };
+        } else {
+            let mut part = [0; 4096];
+            for at in (0..len).step_by(part.len()) {
+                let part = &mut part[..(len - at).min(4096)];
+                src.read(src_offset + at, part)?;
+                self.write(offset + at, part)?;
+            }
+        }
         Ok(())
     }
 
@@ -175,6 +322,7 @@ impl Memory {
         let dst = self.check(offset, len)?;
         // SAFETY: the range was checked.
         unsafe { dst.as_ptr().write_bytes(byte, len) };
+        self.fence();
         Ok(())
     }
 
@@ -232,6 +380,40 @@ impl Memory {
     }
 }
 
+/// Copies from host memory to memory of either kind, with a fence behind what goes through a mapping.
+///
+/// # Safety
+/// Both ranges must be valid for `len` bytes, `dst` for writing. Only host memory may overlap.
+#[inline]
+unsafe fn store(kind: Option<MappingType>, src: *const u8, dst: *mut u8, len: usize) {
+    match kind {
+        // SAFETY: what the caller promised.
+        None => unsafe { copy(src, dst, len) },
+        Some(kind) => {
+            // SAFETY: what the caller promised; the destination is a mapping of this kind.
+            unsafe { Copier::best().to_device(kind, dst, src, len) };
+            store_fence(kind);
+        }
+    }
+}
+
+/// Copies from memory of either kind to host memory, with a fence behind what came through a mapping.
+///
+/// # Safety
+/// As [`store`].
+#[inline]
+unsafe fn load(kind: Option<MappingType>, src: *const u8, dst: *mut u8, len: usize) {
+    match kind {
+        // SAFETY: what the caller promised.
+        None => unsafe { copy(src, dst, len) },
+        Some(kind) => {
+            // SAFETY: what the caller promised; the source is a mapping of this kind.
+            unsafe { Copier::best().from_device(kind, dst, src, len) };
+            load_fence(kind);
+        }
+    }
+}
+
 /// One volatile access for a naturally aligned word, `memmove` otherwise: a device that races with
 /// it sees words whole, and longer copies in any order.
 ///
@@ -273,11 +455,17 @@ impl Word32 {
     /// Writes the word after everything this thread wrote before.
     pub fn store(&self, value: u32) {
         self.atomic().store(value, Ordering::Release);
+        self.0.fence();
     }
 
-    /// Its address as the CPU sees it.
+    /// Its address in work requests: see [`Memory::addr`].
     pub fn addr(&self) -> u64 {
         self.0.addr()
+    }
+
+    /// The memory of the word.
+    pub fn memory(&self) -> &Memory {
+        &self.0
     }
 }
 
@@ -300,10 +488,16 @@ impl Word64 {
     /// Writes the word after everything this thread wrote before.
     pub fn store(&self, value: u64) {
         self.atomic().store(value, Ordering::Release);
+        self.0.fence();
     }
 
-    /// Its address as the CPU sees it.
+    /// Its address in work requests: see [`Memory::addr`].
     pub fn addr(&self) -> u64 {
         self.0.addr()
+    }
+
+    /// The memory of the word.
+    pub fn memory(&self) -> &Memory {
+        &self.0
     }
 }

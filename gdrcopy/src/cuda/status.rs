@@ -62,10 +62,16 @@ statuses! {
         "the context was reset: do not call cudaDeviceReset while mappings are in use";
     NOT_READY = 600, "CUDA_ERROR_NOT_READY", EAGAIN,
         "ask again later";
+    NOT_FOUND = 500, "CUDA_ERROR_NOT_FOUND", ENOENT,
+        "the module has no such kernel: it and the program are of different versions";
     ILLEGAL_ADDRESS = 700, "CUDA_ERROR_ILLEGAL_ADDRESS", EIO,
         "an earlier kernel used a wrong address: restart the process, compute-sanitizer finds the kernel";
+    PEER_ACCESS_ALREADY_ENABLED = 704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", EEXIST,
+        "nothing: it is as it should be";
     CONTEXT_IS_DESTROYED = 709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", EIO,
         "the context was reset: do not call cudaDeviceReset while mappings are in use";
+    HOST_MEMORY_ALREADY_REGISTERED = 712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", EEXIST,
+        "register a range of host pages once, with one call";
     LAUNCH_FAILED = 719, "CUDA_ERROR_LAUNCH_FAILED", EIO,
         "an earlier kernel failed: restart the process, compute-sanitizer finds the kernel";
     NOT_PERMITTED = 800, "CUDA_ERROR_NOT_PERMITTED", EPERM,
@@ -147,6 +153,9 @@ mod tests {
             (CudaStatus::LAUNCH_FAILED, CUresult::CUDA_ERROR_LAUNCH_FAILED),
             (CudaStatus::NOT_PERMITTED, CUresult::CUDA_ERROR_NOT_PERMITTED),
             (CudaStatus::NOT_SUPPORTED, CUresult::CUDA_ERROR_NOT_SUPPORTED),
+            (CudaStatus::NOT_FOUND, CUresult::CUDA_ERROR_NOT_FOUND),
+            (CudaStatus::PEER_ACCESS_ALREADY_ENABLED, CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED),
+            (CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED),
             (CudaStatus::NOT_READY, CUresult::CUDA_ERROR_NOT_READY),
             (CudaStatus::SYSTEM_NOT_READY, CUresult::CUDA_ERROR_SYSTEM_NOT_READY),
             (CudaStatus::SYSTEM_DRIVER_MISMATCH, CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH),
@@ -155,7 +164,7 @@ mod tests {
             assert_eq!(status.0, theirs as u32, "{status}");
             assert_eq!(status.name(), format!("{theirs:?}"));
         }
-        assert_eq!(KNOWN.len(), 21, "a new status belongs in the list above");
+        assert_eq!(KNOWN.len(), 24, "a new status belongs in the list above");
     }
 
     #[test]

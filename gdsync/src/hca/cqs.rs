@@ -82,6 +82,7 @@ impl Cqs {
         cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
         let word = cq.ring.atomic32(slot + CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
         completion::publish(word, mlx5::op_own_word(&bytes));
+        cq.ring.fence();
         cq.produced += 1;
         cq.event.raise();
         Ok(())

@@ -9,6 +9,7 @@ use super::soft::{SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
 use crate::mlx5::{self, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 use crate::protocol;
+use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAddress, QpAttr, QpState};
 
@@ -28,11 +29,14 @@ struct Raw {
 impl Raw {
     fn new() -> Self {
         let hca = SoftHca::start(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap();
-        let (send_cq, recv_cq) = (hca.create_cq(LOG).unwrap(), hca.create_cq(LOG).unwrap());
+        let (send_cq, recv_cq) = (
+            hca.create_cq(LOG, OnGpu::empty(), &Places::default()).unwrap(),
+            hca.create_cq(LOG, OnGpu::empty(), &Places::default()).unwrap(),
+        );
         let (send_cqn, recv_cqn) = (send_cq.cqn, recv_cq.cqn);
         let rq_stride = mlx5::recv_stride(1);
         let request = QpRequest { pdn: 1, send_cqn, recv_cqn, log_sq: LOG, log_rq: LOG, rq_stride };
-        let qp = hca.create_qp(&request).unwrap();
+        let qp = hca.create_qp(&request, &Places::default()).unwrap();
         let itself = QpAddress { gid: hca.gid(), qpn: qp.qpn, psn: qp.psn };
         let rtr = QpAttr::to(QpState::RTR).remote(itself).path_mtu(1024);
         let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(6).max_rd_atomic(1);
@@ -91,6 +95,7 @@ fn announced_doorbells_are_found() {
         protocol::ring_doorbell(
             raw.qp.record.atomic32(mlx5::QP_DBREC_SEND).unwrap(),
             mlx5::send_record(raw.posted),
+            || {},
             raw.qp.doorbell.atomic(),
             doorbell,
         );

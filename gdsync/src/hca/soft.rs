@@ -22,6 +22,7 @@ use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::mlx5::{self, BB, CQE_SIZE, INITIAL_CQE};
+use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAttr, QpState};
 
@@ -209,12 +210,12 @@ impl Provider for SoftHca {
         drop(memory);
     }
 
-    fn create_cq(&self, log_entries: u32) -> Result<CqParts> {
-        let ring = Memory::alloc(CQE_SIZE << log_entries)?;
+    fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
+        let ring = places.alloc(ring, CQE_SIZE << log_entries)?;
         for slot in 0..1usize << log_entries {
             ring.write(slot * CQE_SIZE, &INITIAL_CQE)?;
         }
-        let record = Memory::alloc(mlx5::CQ_DBREC_SIZE)?;
+        let record = places.alloc(OnGpu::RECORDS, mlx5::CQ_DBREC_SIZE)?;
         let event = Arc::new(CqEvent::default());
         // Overrun is ignored, as gdsync asks of a card too: work is only posted with a slot set aside for its completion.
         let cqn =
@@ -226,12 +227,15 @@ impl Provider for SoftHca {
         self.with(|core| core.cqs.destroy(cqn));
     }
 
-    fn create_qp(&self, request: &QpRequest) -> Result<QpParts> {
-        let sq = Memory::alloc(BB << request.log_sq)?;
+    fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
+        let sq = places.alloc(OnGpu::SEND_QUEUE, BB << request.log_sq)?;
         let rq = Memory::alloc(request.rq_stride << request.log_rq)?;
-        let record = Memory::alloc(mlx5::QP_DBREC_SIZE)?;
+        let record = places.alloc(OnGpu::RECORDS, mlx5::QP_DBREC_SIZE)?;
         // A page of registers for every queue pair: doorbells of two never overwrite each other.
         let page = Memory::alloc(4096)?;
+        if let Some(gpu) = &places.gpu {
+            page.gpu_addr(gpu)?;
+        }
         let doorbell = page.word64(mlx5::BF_OFFSET)?;
         doorbell.store(mlx5::EMPTY);
         let psn = gid::random_psn()?;
@@ -341,10 +345,13 @@ mod tests {
     impl Side {
         fn new() -> Self {
             let hca = SoftHca::start(&SoftHcaConfig::default()).unwrap();
-            let (send_cq, recv_cq) = (hca.create_cq(3).unwrap(), hca.create_cq(3).unwrap());
+            let (send_cq, recv_cq) = (
+                hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
+                hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
+            );
             let (send_cqn, recv_cqn, rq_stride) = (send_cq.cqn, recv_cq.cqn, mlx5::recv_stride(1));
             let request = QpRequest { pdn: 1, send_cqn, recv_cqn, log_sq: 3, log_rq: 3, rq_stride };
-            let qp = hca.create_qp(&request).unwrap();
+            let qp = hca.create_qp(&request, &Places::default()).unwrap();
             Self { hca, recv_cq, qp }
         }
 
@@ -365,7 +372,7 @@ mod tests {
             self.qp.sq.write(0, wqe.as_bytes()).unwrap();
             let record = self.qp.record.atomic32(mlx5::QP_DBREC_SEND).unwrap();
             let doorbell = mlx5::doorbell_word(wqe.first8());
-            protocol::ring_doorbell(record, mlx5::send_record(1), self.qp.doorbell.atomic(), doorbell);
+            protocol::ring_doorbell(record, mlx5::send_record(1), || {}, self.qp.doorbell.atomic(), doorbell);
             self.hca.ring(self.qp.qpn);
         }
     }

@@ -6,9 +6,17 @@ use std::sync::atomic::Ordering;
 use super::{Atom32, Atom64};
 use crate::mlx5::{self, EMPTY};
 
-/// Rings: publishes the producer index, then writes the doorbell. The WQEs must have been written before.
-pub fn ring_doorbell(record: &impl Atom32, pi: u32, doorbell: &impl Atom64, value: u64) {
+/// Rings: publishes the producer index, then writes the doorbell. The WQEs must have been written before. `fence` is what
+/// orders a record in GPU memory before the doorbell.
+pub fn ring_doorbell(
+    record: &impl Atom32,
+    pi: u32,
+    fence: impl FnOnce(),
+    doorbell: &impl Atom64,
+    value: u64,
+) {
     record.store(pi, Ordering::Release);
+    fence();
     doorbell.store(value, Ordering::Release);
 }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
@@ -91,12 +92,17 @@ impl Drop for CqInner {
 const PARK: Duration = Duration::from_millis(5);
 
 impl Cq {
-    pub(crate) fn create(provider: Arc<dyn Provider>, entries: usize) -> Result<Self> {
+    pub(crate) fn create(
+        provider: Arc<dyn Provider>,
+        entries: usize,
+        ring: OnGpu,
+        places: &Places,
+    ) -> Result<Self> {
         if !(1..=1 << 22).contains(&entries) {
             return Err(Error::invalid("completion queue entries", entries, "1 to 4194304"));
         }
         let log = entries.next_power_of_two().trailing_zeros();
-        let parts = provider.create_cq(log)?;
+        let parts = provider.create_cq(log, ring, places)?;
         let slot = Slot { wc: None, taken: Taken::No };
         let state = CqState {
             reaped: 0,
@@ -267,6 +273,7 @@ impl CqInner {
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
                 completion::pass(record, state.freed);
+                self.parts.record.fence();
             }
         }
     }

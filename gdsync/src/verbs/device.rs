@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::attr::Access;
 use super::cq::Cq;
 use super::mr::Mr;
+use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
 use crate::env::variable;
@@ -111,7 +112,7 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
-        Cq::create(self.provider.clone(), entries)
+        Cq::create(self.provider.clone(), entries, OnGpu::empty(), &Places::default())
     }
 
     /// Injects faults into the software HCA until the next call; the default plan has none.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::attr::{Access, QpAttr};
+use super::placement::{OnGpu, Places};
 use crate::error::Result;
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats};
 use crate::memory::{Memory, Word64};
@@ -62,9 +63,10 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn dealloc_pd(&self, pdn: u32);
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;
     fn dereg_mr(&self, keys: MrKeys);
-    fn create_cq(&self, log_entries: u32) -> Result<CqParts>;
+    /// `ring` says which completion queue of a queue pair it will be, if any: it may be in GPU memory.
+    fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts>;
     fn destroy_cq(&self, cqn: u32);
-    fn create_qp(&self, request: &QpRequest) -> Result<QpParts>;
+    fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts>;
     /// `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, for the address of the peer. Returns the
     /// first packet sequence number of this side, which a reset changes.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;

@@ -12,11 +12,13 @@ use super::completion::Completion;
 use super::cq::{Cq, CqInner};
 use super::device::Pd;
 use super::end::QueueEnd;
+use super::placement::{OnGpu, Places};
 use super::provider::{Provider, QpParts, QpRequest};
 use super::rq::RecvQueue;
 use super::sq::SendQueue;
 use super::track::{Health, Tracker};
 use super::wr::{RecvWr, SendWr, Wc};
+use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::mlx5;
 
@@ -269,6 +271,7 @@ pub struct QpBuilder {
     max_send_sge: usize,
     max_recv_sge: u32,
     max_inline: usize,
+    places: Places,
     connect: Connect,
 }
 
@@ -302,6 +305,7 @@ impl QpBuilder {
             max_send_sge: 1,
             max_recv_sge: 1,
             max_inline: 64,
+            places: Places::default(),
             connect,
         }
     }
@@ -345,6 +349,13 @@ impl QpBuilder {
         self
     }
 
+    /// Drives the queue pair from streams of this GPU, with `what` in its memory. Without this it can be driven too, but then
+    /// its host memory is registered with CUDA by the first submission instead of here.
+    pub fn on_gpu(mut self, gpu: &Gpu, what: OnGpu) -> Self {
+        self.places = Places { gpu: Some(gpu.clone()), on_gpu: what };
+        self
+    }
+
     /// Creates the queue pair, in RESET.
     ///
     /// # Errors
@@ -373,9 +384,12 @@ impl QpBuilder {
         let log_rq = self.max_recv_wr.next_power_of_two().trailing_zeros();
         let rq_stride = mlx5::recv_stride(self.max_recv_sge);
         let provider = self.pd.provider().clone();
-        let own = |cq: Option<Cq>, log: u32| cq.map_or_else(|| Cq::create(provider.clone(), 1 << log), Ok);
-        let send_cq = own(self.send_cq, log_sq)?.0;
-        let recv_cq = own(self.recv_cq, log_rq)?.0;
+        let places = &self.places;
+        let own = |cq: Option<Cq>, log: u32, ring| {
+            cq.map_or_else(|| Cq::create(provider.clone(), 1 << log, ring, places), Ok)
+        };
+        let send_cq = own(self.send_cq, log_sq, OnGpu::SEND_CQ)?.0;
+        let recv_cq = own(self.recv_cq, log_rq, OnGpu::RECV_CQ)?.0;
         let request = QpRequest {
             pdn: self.pd.pdn(),
             send_cqn: send_cq.cqn(),
@@ -384,7 +398,7 @@ impl QpBuilder {
             log_rq,
             rq_stride,
         };
-        let QpParts { qpn, psn, sq, rq, record, doorbell } = provider.create_qp(&request)?;
+        let QpParts { qpn, psn, sq, rq, record, doorbell } = provider.create_qp(&request, places)?;
         let health = Arc::new(Health::default());
         let core = Arc::new(QpCore {
             provider,

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
@@ -92,7 +91,7 @@ impl RecvQueue {
         // What completed before the reset still counts; after this nothing more arrives.
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
-        self.record.atomic().store(0, Ordering::Release);
+        self.record.store(0);
         self.end.cq.forget(&self.end.tracker, lost);
     }
 }

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::completion::Completion;
 use super::end::QueueEnd;
@@ -71,6 +70,7 @@ impl SendQueue {
             protocol::ring_doorbell(
                 self.record.atomic(),
                 mlx5::send_record(last.end),
+                || self.record.memory().fence(),
                 self.doorbell.atomic(),
                 last.doorbell,
             );
@@ -259,7 +259,7 @@ impl SendQueue {
         // What completed before the reset still counts; after this nothing more arrives.
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
-        self.record.atomic().store(0, Ordering::Release);
+        self.record.store(0);
         self.end.cq.forget(&self.end.tracker, lost);
     }
 }

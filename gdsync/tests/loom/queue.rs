@@ -31,7 +31,7 @@ impl Sq {
 
     fn post(&self, n: u64, doorbell: u64) {
         self.wqe(n).set(n);
-        protocol::ring_doorbell(&self.record, mlx5::send_record(n + 1), &self.doorbell, doorbell);
+        protocol::ring_doorbell(&self.record, mlx5::send_record(n + 1), || {}, &self.doorbell, doorbell);
     }
 
     /// Where the doorbell record is, at or after `head`.

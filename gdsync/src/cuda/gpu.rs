@@ -1,0 +1,259 @@
+//! A GPU and the context that work runs in.
+
+use std::fmt;
+use std::sync::Arc;
+
+use gdrcopy::Gdr;
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::layout::Handle;
+use gdrcopy::cuda::raw::{Api, Current};
+use parking_lot::Mutex;
+
+use super::RawStream;
+use super::arena::Arena;
+use super::capabilities::Capabilities;
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+
+/// A GPU, in one of its contexts. Clones share it.
+#[derive(Clone)]
+pub struct Gpu(Arc<Inner>);
+
+struct Inner {
+    api: Api,
+    /// CUDA ordinal in this process.
+    ordinal: i32,
+    /// `CUdevice`.
+    device: i32,
+    context: Handle,
+    /// The context is the primary one, retained here.
+    primary: bool,
+    capabilities: Capabilities,
+    /// Other contexts that this one can reach.
+    reached: Mutex<Vec<Handle>>,
+    gdr: Mutex<Option<Gdr>>,
+    arena: Arena,
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({})", self.0.ordinal)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.primary {
+            // SAFETY: retained once, given back once.
+            if let Err(error) = unsafe { self.api.primary_ctx_release(self.device) } {
+                tracing::debug!(%error, "GPU {}: primary context not given back", self.ordinal);
+            }
+        }
+    }
+}
+
+impl Gpu {
+    /// A GPU by its CUDA ordinal, in its primary context: the one that the CUDA runtime uses.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] where there is no CUDA or no such GPU; [`Error::Unsupported`] names what an old one lacks.
+    pub fn open(ordinal: i32) -> Result<Self> {
+        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        Self::open_with(api, ordinal, None)
+    }
+
+    /// As [`Gpu::open`], on a table of entry points and an open `gdrcopy` of the caller's.
+    #[doc(hidden)]
+    pub fn open_with(api: Api, ordinal: i32, gdr: Option<Gdr>) -> Result<Self> {
+        // SAFETY: no flags are defined.
+        unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+        let mut device = 0;
+        // SAFETY: a place for the answer; the driver checks the ordinal.
+        unsafe { api.device_get(&mut device, ordinal) }.map_err(Error::cuda("finding the GPU"))?;
+        let capabilities = Capabilities::query(&api, device)?;
+        capabilities.check()?;
+        let mut context = 0;
+        // SAFETY: a place for the answer and a device of this driver.
+        unsafe { api.primary_ctx_retain(&mut context, device) }.map_err(Error::cuda("making a context"))?;
+        Ok(Self::with(api, ordinal, device, context, true, capabilities, gdr))
+    }
+
+    /// The GPU and context of a stream of the application. The default streams are those of the current context.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, and its context must live until the result, its clones and all that was made with
+    /// them are gone.
+    pub unsafe fn of_stream(stream: RawStream) -> Result<Self> {
+        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        // SAFETY: what the caller promised.
+        unsafe { Self::of_stream_with(api, stream, None) }
+    }
+
+    /// As [`Gpu::of_stream`], on a table of entry points and an open `gdrcopy` of the caller's.
+    ///
+    /// # Safety
+    /// As [`Gpu::of_stream`].
+    #[doc(hidden)]
+    pub unsafe fn of_stream_with(api: Api, stream: RawStream, gdr: Option<Gdr>) -> Result<Self> {
+        // SAFETY: no flags are defined.
+        unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+        let (mut context, mut device) = (0, 0);
+        // SAFETY: a place for the answer; the caller vouches for the stream.
+        unsafe { api.stream_get_ctx(stream, &mut context) }
+            .map_err(Error::cuda("finding the stream's context"))?;
+        // SAFETY: the context of a live stream.
+        let current =
+            unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the stream's context"))?;
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { api.ctx_get_device(&mut device) }.map_err(Error::cuda("finding the stream's GPU"))?;
+        drop(current);
+        let capabilities = Capabilities::query(&api, device)?;
+        capabilities.check()?;
+        // `CUdevice` and ordinal are the same number (cuDeviceGet).
+        Ok(Self::with(api, device, device, context, false, capabilities, gdr))
+    }
+
+    fn with(
+        api: Api,
+        ordinal: i32,
+        device: i32,
+        context: Handle,
+        primary: bool,
+        capabilities: Capabilities,
+        gdr: Option<Gdr>,
+    ) -> Self {
+        let (reached, arena) = Default::default();
+        let gdr = Mutex::new(gdr);
+        Self(Arc::new(Inner { api, ordinal, device, context, primary, capabilities, reached, gdr, arena }))
+    }
+
+    /// The number of GPUs that CUDA shows to this process.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] where there is no CUDA.
+    pub fn count() -> Result<i32> {
+        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        // SAFETY: no flags are defined.
+        unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+        let mut count = 0;
+        // SAFETY: a place for the answer.
+        unsafe { api.device_get_count(&mut count) }.map_err(Error::cuda("counting GPUs"))?;
+        Ok(count)
+    }
+
+    /// Its CUDA ordinal in this process.
+    pub fn ordinal(&self) -> i32 {
+        self.0.ordinal
+    }
+
+    /// What it can do for streams.
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.0.capabilities
+    }
+
+    /// The context (`CUcontext`) that work runs in, for launching kernels beside it.
+    pub fn raw_context(&self) -> usize {
+        self.0.context
+    }
+
+    /// The entry points of the driver.
+    #[doc(hidden)]
+    pub fn api(&self) -> &Api {
+        &self.0.api
+    }
+
+    /// Makes its context current for the calling thread until the result is dropped, and the thread's calls no part of a
+    /// stream capture.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    #[doc(hidden)]
+    pub fn enter(&self) -> Result<Current<'_>> {
+        // SAFETY: retained here, or kept alive as the maker of this value promised.
+        unsafe { Current::enter(&self.0.api, self.0.context) }
+            .map_err(Error::cuda("entering the GPU's context"))
+    }
+
+    /// Runs a call with its context current, and as part of a capture if there is one. Quick where it is current already.
+    pub(crate) fn within<T>(&self, call: impl FnOnce(&Api) -> gdrcopy::Result<T>) -> gdrcopy::Result<T> {
+        let api = &self.0.api;
+        let mut current = 0;
+        // SAFETY: a place for the answer.
+        unsafe { api.ctx_get_current(&mut current) }?;
+        if current == self.0.context {
+            return call(api);
+        }
+        // SAFETY: retained here, or kept alive as the maker of this value promised.
+        unsafe { api.ctx_push_current(self.0.context) }?;
+        let result = call(api);
+        // SAFETY: a place for the answer; pushed above.
+        unsafe { api.ctx_pop_current(&mut current) }?;
+        result
+    }
+
+    /// Makes sure that work of this GPU can use memory of another one.
+    pub(crate) fn reach(&self, other: &Gpu) -> Result<()> {
+        let (own, theirs) = (&*self.0, &*other.0);
+        if own.context == theirs.context {
+            return Ok(());
+        }
+        let mut reached = own.reached.lock();
+        if reached.contains(&theirs.context) {
+            return Ok(());
+        }
+        let _current = self.enter()?;
+        // SAFETY: the other context is kept alive by its value.
+        match unsafe { own.api.ctx_enable_peer_access(theirs.context, 0) } {
+            Ok(()) | Err(gdrcopy::Error::Cuda { status: CudaStatus::PEER_ACCESS_ALREADY_ENABLED, .. }) => {
+                reached.push(theirs.context);
+                Ok(())
+            }
+            Err(error) => Err(Error::cuda("reaching the memory of another GPU")(error)),
+        }
+    }
+
+    /// The mapper of its memory, opened by the first call.
+    pub(crate) fn gdr(&self) -> Result<Gdr> {
+        let mut slot = self.0.gdr.lock();
+        if let Some(gdr) = &*slot {
+            return Ok(gdr.clone());
+        }
+        let gdr = Gdr::builder().require_gpu().open().map_err(Error::cuda("mapping GPU memory"))?;
+        Ok(slot.insert(gdr).clone())
+    }
+
+    /// Allocates memory on the GPU, mapped for the CPU.
+    ///
+    /// To free it CUDA may wait for all work of the GPU: see [`gdrcopy::GpuBuffer`].
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when the GPU is full, or its memory cannot be mapped: the reasons of all backends are in it.
+    pub fn alloc(&self, len: usize) -> Result<Memory> {
+        let failed = Error::cuda("allocating GPU memory");
+        let buffer = self.gdr()?.alloc(self.0.ordinal, len).map_err(failed)?;
+        let mapping = buffer.map().map_err(Error::cuda("mapping GPU memory"))?;
+        Ok(Memory::on_gpu(self, mapping, Some(buffer)))
+    }
+
+    /// Zeroed memory on the GPU for rings and words: small pieces share a block.
+    pub(crate) fn piece(&self, len: usize) -> Result<Memory> {
+        self.0.arena.piece(self, len)
+    }
+
+    /// Memory of the application by its address, told apart by what CUDA knows of it: GPU memory is mapped for the CPU, host
+    /// memory is taken as it is.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] for memory that cannot be mapped or used, as managed memory.
+    ///
+    /// # Safety
+    /// The memory must stay allocated until every clone of the result is gone, and no Rust reference to it may be used
+    /// meanwhile.
+    pub unsafe fn wrap(&self, addr: u64, len: usize) -> Result<Memory> {
+        let mapping = self.gdr()?.map(addr, len).map_err(Error::cuda("mapping GPU memory"))?;
+        Ok(Memory::on_gpu(self, mapping, None))
+    }
+}

@@ -1,0 +1,15 @@
+//! GPUs, as streams and queues need them: contexts, capabilities, memory, registration of host memory.
+//!
+//! CUDA is found at run time; without it everything else of this crate works.
+
+mod arena;
+mod capabilities;
+mod gpu;
+mod register;
+
+pub use capabilities::{Capabilities, Flush};
+pub use gpu::Gpu;
+pub(crate) use register::Registered;
+
+/// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.
+pub type RawStream = usize;

@@ -1,0 +1,82 @@
+//! Host memory that CUDA knows, so that GPUs can reach it.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::NonNull;
+
+use gdrcopy::cuda::CudaStatus;
+
+use super::Gpu;
+use crate::error::{Error, Result};
+
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for all contexts of the process, by address.
+const PORTABLE_MAPPED: u32 = 3;
+const PAGE: usize = 4096;
+
+/// Host memory registered with CUDA, until this is dropped.
+pub(crate) struct Registered {
+    /// The GPU's address of the first byte that was asked for.
+    addr: u64,
+    /// What was registered here; `None` where the application had done it.
+    ours: Option<(Gpu, usize)>,
+}
+
+impl Registered {
+    pub(crate) fn addr(&self) -> u64 {
+        self.addr
+    }
+}
+
+impl fmt::Debug for Registered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Registered({:#x})", self.addr)
+    }
+}
+
+impl Gpu {
+    /// Makes host memory known to CUDA. Pages that the application has pinned or registered are taken as they are.
+    pub(crate) fn register(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
+        let api = self.api();
+        let _current = self.enter()?;
+        if let Ok(addr) = self.device_pointer(ptr.as_ptr()) {
+            return Ok(Registered { addr, ours: None });
+        }
+        let before = ptr.as_ptr().addr() % PAGE;
+        let first = ptr.as_ptr().map_addr(|addr| addr - before);
+        let len = (before + len).next_multiple_of(PAGE);
+        // SAFETY: pages of the process, which its owner keeps until the registration is gone.
+        let known = unsafe { api.mem_host_register(first.cast(), len, PORTABLE_MAPPED) };
+        let ours = match known {
+            // Another part of the same pages was registered meanwhile.
+            Err(gdrcopy::Error::Cuda { status: CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, .. }) => None,
+            done => {
+                done.map_err(Error::cuda("registering host memory with CUDA"))?;
+                Some((self.clone(), first.expose_provenance()))
+            }
+        };
+        let addr = self.device_pointer(ptr.as_ptr()).map_err(Error::cuda("finding registered memory"))?;
+        Ok(Registered { addr, ours })
+    }
+
+    /// The address of registered memory for this GPU, whose context must be current.
+    fn device_pointer(&self, ptr: *mut u8) -> gdrcopy::Result<u64> {
+        let mut addr = 0;
+        // SAFETY: a place for the answer; the driver checks the address.
+        unsafe { self.api().mem_host_get_device_pointer(&mut addr, ptr.cast(), 0) }?;
+        Ok(addr)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        let Some((gpu, first)) = self.ours.take() else { return };
+        let first = std::ptr::with_exposed_provenance_mut::<c_void>(first);
+        let done = gpu.enter().and_then(|_current| {
+            // SAFETY: registered here once, given back once.
+            unsafe { gpu.api().mem_host_unregister(first) }.map_err(Error::cuda("giving back host memory"))
+        });
+        if let Err(error) = done {
+            tracing::debug!(%error, "host memory stays registered");
+        }
+    }
+}
