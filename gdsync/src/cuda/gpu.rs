@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use super::RawStream;
 use super::arena::Arena;
+use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -33,6 +34,7 @@ struct Inner {
     reached: Mutex<Vec<Handle>>,
     gdr: Mutex<Option<Gdr>>,
     arena: Arena,
+    calibration: Mutex<Option<Calibration>>,
 }
 
 impl fmt::Debug for Gpu {
@@ -125,9 +127,20 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena) = Default::default();
+        let (reached, arena, calibration) = Default::default();
         let gdr = Mutex::new(gdr);
-        Self(Arc::new(Inner { api, ordinal, device, context, primary, capabilities, reached, gdr, arena }))
+        Self(Arc::new(Inner {
+            api,
+            ordinal,
+            device,
+            context,
+            primary,
+            capabilities,
+            reached,
+            gdr,
+            arena,
+            calibration,
+        }))
     }
 
     /// The number of GPUs that CUDA shows to this process.
@@ -223,6 +236,15 @@ impl Gpu {
         }
         let gdr = Gdr::builder().require_gpu().open().map_err(Error::cuda("mapping GPU memory"))?;
         Ok(slot.insert(gdr).clone())
+    }
+
+    /// The calibration, `made` by the first call.
+    pub(super) fn calibrated(&self, make: impl FnOnce() -> Result<Calibration>) -> Result<Calibration> {
+        let mut slot = self.0.calibration.lock();
+        match &*slot {
+            Some(known) => Ok(known.clone()),
+            None => Ok(slot.insert(make()?).clone()),
+        }
     }
 
     /// Allocates memory on the GPU, mapped for the CPU.

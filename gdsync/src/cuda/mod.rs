@@ -3,10 +3,12 @@
 //! CUDA is found at run time; without it everything else of this crate works.
 
 mod arena;
+mod calibrate;
 mod capabilities;
 mod gpu;
 mod register;
 
+pub use calibrate::Calibration;
 pub use capabilities::{Capabilities, Flush};
 pub use gpu::Gpu;
 pub(crate) use register::Registered;

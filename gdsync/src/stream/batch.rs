@@ -182,6 +182,13 @@ impl Batch {
         self.ops.push(Op::Barrier);
     }
 
+    /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to what follows. Waits for
+    /// completions do this by themselves where [`Capabilities::flush`](crate::cuda::Capabilities::flush) says that a stream
+    /// must; this is for waits on plain words. Where a stream cannot, the submission is refused.
+    pub fn flush(&mut self) {
+        self.ops.push(Op::Flush);
+    }
+
     /// Runs a function on the CPU, in stream order: it starts when all before it is done, and holds the stream.
     ///
     /// It must not wait for its own stream.

@@ -1,9 +1,10 @@
-//! What every stream engine offers: the host thread of [`super::host`] and, in time, CUDA.
+//! What every stream engine offers: the host thread of [`super::host`], or a stream of a GPU.
 
 use std::fmt;
 use std::time::Instant;
 
 use super::op::Op;
+use crate::cuda::RawStream;
 use crate::error::{Error, Result};
 
 /// Runs operations in order. The contract that [`super::Stream`] builds on:
@@ -15,6 +16,11 @@ use crate::error::{Error, Result};
 pub trait Engine: Send + Sync + fmt::Debug {
     /// The engine in one word: "host", "cuda".
     fn kind(&self) -> &'static str;
+
+    /// The `CUstream` behind it, if there is one.
+    fn raw(&self) -> Option<RawStream> {
+        None
+    }
 
     /// Whether the engine runs [`Op::Signal`]. Where it does not, the HCA is told to watch doorbells instead.
     fn signals(&self) -> bool;

@@ -59,7 +59,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 if cond.holds64(word, value) { Ok(()) } else { Err(word) }
             });
         }
-        Op::Barrier => fence(Ordering::SeqCst),
+        Op::Barrier | Op::Flush => fence(Ordering::SeqCst),
         Op::Signal(source) => source.signal(),
         Op::HostFn(f) => f(),
     }

@@ -15,16 +15,19 @@
 //! | `gds_create_qp`, `gds_destroy_qp` | [`Pd::build_qp`](crate::verbs::Pd::build_qp), dropping the [`Qp`] |
 //! | `gds_alloc_mapped_memory` | [`Memory::alloc`](crate::memory::Memory::alloc) |
 //! | `gds_query_param`, `GDS_API_VERSION` | [`VERSION`](crate::VERSION) |
-//! | `GDS_CREATE_QP_*_ON_GPU`, `GDS_WAIT_POST_FLUSH_REMOTE` | with CUDA streams, not yet |
+//! | `GDS_CREATE_QP_*_ON_GPU` | [`QpBuilder::on_gpu`](crate::verbs::QpBuilder::on_gpu) |
+//! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
 //! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | with kernel-initiated posting, not yet |
 
 mod batch;
+mod cuda;
 mod engine;
 mod execute;
 mod host;
 mod op;
 mod prepared;
 mod run;
+mod sources;
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,6 +37,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 pub use batch::Batch;
+pub use cuda::{CudaStreamConfig, Kick, Via};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 pub use host::HostStreamConfig;
@@ -42,10 +46,12 @@ pub use op::Cond;
 pub use op::{Op, Source};
 pub use prepared::{PreparedSend, PreparedWait};
 
+use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Word32, Word64};
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
+use cuda::CudaEngine;
 use host::HostEngine;
 
 /// A stream. Clones share it. When the last one is dropped, pending work is aborted.
@@ -88,14 +94,46 @@ impl Stream {
     /// # Errors
     /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Sys`] when no thread can be had.
     pub fn host(config: HostStreamConfig) -> Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = config.name.clone();
-        let engine = HostEngine::start(config)?;
-        Ok(Self(Arc::new(Inner { id, name, engine, used: Mutex::new(Vec::new()) })))
+        Ok(Self::with(name, HostEngine::start(config)?))
     }
 
-    /// The engine in one word: "host".
+    /// A stream of our own on a GPU.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Cuda`], [`Error::Sys`] when no thread can be had
+    /// for its watchdog.
+    pub fn cuda(gpu: &Gpu, config: CudaStreamConfig) -> Result<Self> {
+        let name = config.name.clone();
+        Ok(Self::with(name, CudaEngine::start(gpu, config)?))
+    }
+
+    /// A stream of the application: what it queues there itself, as kernels and copies, and what is queued here run in the
+    /// order they are queued in. The default streams may be lent, too.
+    ///
+    /// # Errors
+    /// As [`Stream::cuda`].
+    ///
+    /// # Safety
+    /// `stream` must be a stream of the context of `gpu` that lives as long as the result and its clones. It is not
+    /// destroyed here.
+    pub unsafe fn cuda_lent(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Self> {
+        let name = config.name.clone();
+        Ok(Self::with(name, CudaEngine::lent(gpu, stream, config)?))
+    }
+
+    fn with(name: String, engine: Arc<dyn Engine>) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::new(Inner { id, name, engine, used: Mutex::new(Vec::new()) }))
+    }
+
+    /// The `CUstream`, to launch kernels on; `None` for a host stream.
+    pub fn raw(&self) -> Option<RawStream> {
+        self.0.engine.raw()
+    }
+
+    /// The engine in one word: "host" or "cuda".
     pub fn kind(&self) -> &'static str {
         self.0.engine.kind()
     }

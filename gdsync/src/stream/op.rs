@@ -22,6 +22,40 @@ pub enum Cond {
 }
 
 impl Cond {
+    /// Its number in `cuda.h`.
+    pub(crate) fn code(self) -> u32 {
+        match self {
+            Cond::Geq => 0,
+            Cond::Eq => 1,
+            Cond::And => 2,
+            Cond::Nor => 3,
+        }
+    }
+
+    /// The nearest value to `word` that satisfies the condition, if there is one.
+    pub(crate) fn satisfy32(self, word: u32, value: u32) -> Option<u32> {
+        let lowest = |bits: u32| bits & bits.wrapping_neg();
+        let to = match self {
+            _ if self.holds32(word, value) => word,
+            Cond::Geq | Cond::Eq => value,
+            Cond::And => word | lowest(value),
+            Cond::Nor => word & !lowest(!value),
+        };
+        self.holds32(to, value).then_some(to)
+    }
+
+    /// As [`Cond::satisfy32`].
+    pub(crate) fn satisfy64(self, word: u64, value: u64) -> Option<u64> {
+        let lowest = |bits: u64| bits & bits.wrapping_neg();
+        let to = match self {
+            _ if self.holds64(word, value) => word,
+            Cond::Geq | Cond::Eq => value,
+            Cond::And => word | lowest(value),
+            Cond::Nor => word & !lowest(!value),
+        };
+        self.holds64(to, value).then_some(to)
+    }
+
     /// Whether a 32-bit word satisfies the condition.
     pub fn holds32(self, word: u32, value: u32) -> bool {
         match self {
@@ -64,6 +98,11 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// The stream gives up: stop the queue behind this source, so that nothing more leaves it and every
     /// completion it still owes arrives as an error. Idempotent.
     fn fail(&self, reason: &Error);
+
+    /// No completion will come for which a wait looks at this word: puts one there that says so, and satisfies the wait.
+    fn release(&self, at: &Word32) {
+        let _ = at;
+    }
 
     /// What a wait on this source waits for, for error messages ("send completion 7 of QP 0x123").
     fn describe(&self) -> String;
@@ -109,6 +148,9 @@ pub enum Op {
     },
     /// Orders all memory accesses before it, of the whole system, before all after it.
     Barrier,
+    /// Makes writes that reached a GPU from outside, and whose completion a wait before this has seen, visible to what
+    /// follows.
+    Flush,
     /// Follows a doorbell write: tells the device, where the engine runs on the CPU and can.
     Signal(Arc<dyn Source>),
     /// Runs a function on the CPU, in stream order.
@@ -123,6 +165,7 @@ impl fmt::Debug for Op {
             Op::Wait32 { at, value, cond, .. } => write!(f, "WAIT32 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Wait64 { at, value, cond, .. } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Barrier => f.write_str("BARRIER"),
+            Op::Flush => f.write_str("FLUSH"),
             Op::Signal(source) => write!(f, "SIGNAL {source:?}"),
             Op::HostFn(_) => f.write_str("HOSTFN"),
         }
@@ -226,6 +269,26 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn words_can_be_made_to_satisfy_a_condition(word in operand(), value in operand()) {
+            for cond in [Geq, Eq, And, Nor] {
+                let possible = match cond {
+                    And => value != 0,
+                    Nor => value != u64::MAX,
+                    Geq | Eq => true,
+                };
+                let to = cond.satisfy64(word, value);
+                prop_assert_eq!(to.is_some(), possible);
+                prop_assert!(to.is_none_or(|to| cond.holds64(to, value)));
+                if cond.holds64(word, value) {
+                    prop_assert_eq!(to, Some(word), "left alone");
+                }
+                let [word, value] = [word, value].map(|wide| u32::try_from(wide & u64::from(u32::MAX)).expect("masked"));
+                prop_assert!(cond.satisfy32(word, value).is_none_or(|to| cond.holds32(to, value)));
+                prop_assert!(cond.satisfy32(word, value).is_some() || (cond == And && value == 0) || (cond == Nor && value == MAX));
+            }
+        }
+
         #[test]
         fn conditions_follow_the_formulas(word in operand(), value in operand(), near in any::<bool>(), off in -2..=2_i64) {
             let value = if near { word.wrapping_add_signed(off) } else { value };

@@ -18,7 +18,7 @@ use super::track::Tracker;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
-use crate::mlx5::{self, CQE_SIZE, Cqe};
+use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 use crate::protocol::completion;
 use crate::stream::{Cond, Op, Source};
 
@@ -87,6 +87,9 @@ impl Drop for CqInner {
         self.provider.destroy_cq(self.parts.cqn);
     }
 }
+
+/// Vendor syndrome of completions that the library wrote in place of the device.
+const POISON: u8 = 0x67;
 
 /// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
 const PARK: Duration = Duration::from_millis(5);
@@ -414,6 +417,30 @@ impl CqInner {
         let at = self.word(&self.parts.ring, self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET);
         ops.push(Op::Wait32 { at, value, cond, source: Some(source) });
         ops.push(Op::Write32 { at: self.word(&self.parts.record, 0), value: mlx5::cq_ci_record(n + 1) });
+    }
+
+    /// The queue pair is stopped, and still no completion came for which a stream waits at this word: writes one that says
+    /// "flushed", as the device should have. Should it come after all, it replaces this one.
+    pub(crate) fn poison(&self, at: &Word32, tracker: &Tracker) {
+        self.reap();
+        let _state = self.state.lock();
+        let slot = |n| self.index(n) * CQE_SIZE;
+        let is_awaited =
+            |&n: &u64| self.parts.ring.addr() + (slot(n) + mlx5::CQE_OP_OWN_OFFSET) as u64 == at.addr();
+        let Some(n) = tracker.awaited().find(is_awaited) else { return };
+        let cqe = Cqe {
+            opcode: if tracker.is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR },
+            qpn: tracker.qpn,
+            wqe_counter: tracker.wqe_counter(n),
+            syndrome: Syndrome::WR_FLUSH_ERR,
+            vendor: POISON,
+            owner: mlx5::lap(n, self.log),
+            ..Cqe::default()
+        };
+        let bytes = cqe.encode();
+        self.parts.ring.write(slot(n), &bytes[..mlx5::CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
+        completion::publish(at.atomic(), mlx5::op_own_word(&bytes));
+        self.parts.ring.fence();
     }
 
     fn word(&self, memory: &Memory, offset: usize) -> Word32 {

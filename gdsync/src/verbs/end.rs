@@ -10,6 +10,7 @@ use super::cq::CqInner;
 use super::qp::QpCore;
 use super::track::Tracker;
 use crate::error::Error;
+use crate::memory::Word32;
 use crate::stream::Source;
 
 /// While it is alive, so are the queue pair and its completion queue.
@@ -82,6 +83,11 @@ impl Source for StreamUse {
 
     fn fail(&self, reason: &Error) {
         self.0.qp.stop(reason);
+    }
+
+    fn release(&self, at: &Word32) {
+        let end = &self.0;
+        end.cq.poison(at, &end.tracker);
     }
 
     fn describe(&self) -> String {

@@ -1,5 +1,6 @@
 //! What a queue remembers of its work requests between posting and completion.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -124,6 +125,17 @@ impl Tracker {
 
     pub(crate) fn posted(&self) -> u64 {
         self.lock().posted
+    }
+
+    /// Requests whose completion has not arrived, by number.
+    pub(crate) fn awaited(&self) -> Range<u64> {
+        let track = self.lock();
+        track.retired..track.posted
+    }
+
+    /// The index of a request's first block, as a CQE names it.
+    pub(crate) fn wqe_counter(&self, n: u64) -> u16 {
+        low16(self.lock().entry(n).begin)
     }
 
     /// Requests whose completion has not arrived.

@@ -19,12 +19,10 @@ use super::HostStreamConfig;
 use crate::error::{Error, Result};
 use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
+use crate::stream::sources::{Use, sources_of};
 
 /// How long a caller spins for a completion or for room before it sleeps: a short submission takes less.
 const CALLER_SPIN: Duration = Duration::from_micros(10);
-
-/// A source of a submission, and the index of the last operation that uses it.
-type Use = (usize, Arc<dyn Source>);
 
 struct Submission {
     ops: Vec<Op>,
@@ -235,22 +233,4 @@ impl Shared {
         self.work.notify_all();
         self.done.notify_all();
     }
-}
-
-/// The distinct sources of a submission.
-fn sources_of(ops: &[Op]) -> Vec<Use> {
-    let mut found: Vec<Use> = Vec::new();
-    for (index, op) in ops.iter().enumerate() {
-        let (Op::Signal(source)
-        | Op::Wait32 { source: Some(source), .. }
-        | Op::Wait64 { source: Some(source), .. }) = op
-        else {
-            continue;
-        };
-        match found.iter_mut().find(|(_, known)| Arc::ptr_eq(known, source)) {
-            Some((last, _)) => *last = index,
-            None => found.push((index, source.clone())),
-        }
-    }
-    found
 }

@@ -1,0 +1,89 @@
+//! Which way of waiting is quicker on a GPU, by trying.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use super::Gpu;
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+use crate::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
+
+/// Wake-ups measured for each way.
+const ROUNDS: u64 = 400;
+/// A wake-up takes a few microseconds.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long a stream of a GPU takes from the store that satisfies its wait to the CPU's seeing the write behind it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Calibration {
+    /// Median and 99th percentile of [`Via::MemOp`].
+    pub memop: (Duration, Duration),
+    /// Median and 99th percentile of [`Via::Kernel`].
+    pub kernel: (Duration, Duration),
+    /// The quicker one: [`Via::MemOp`] or [`Via::Kernel`].
+    pub via: Via,
+}
+
+impl fmt::Display for Calibration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let line = |(p50, p99): (Duration, Duration)| {
+            format!("p50 {:.1} us, p99 {:.1} us", p50.as_secs_f64() * 1e6, p99.as_secs_f64() * 1e6)
+        };
+        let (memop, kernel) = (line(self.memop), line(self.kernel));
+        write!(
+            f,
+            "a wait is noticed by a memory operation after {memop}, by a kernel after {kernel}: {}",
+            self.via
+        )
+    }
+}
+
+impl Gpu {
+    /// Measures how quickly streams notice what they wait for; takes a fraction of a second. Measured once for each
+    /// `Gpu::open`; what else runs on the GPU meanwhile, in this or other processes, counts.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]; [`Error::Deadline`] when the GPU is kept from running anything.
+    pub fn calibrate(&self) -> Result<Calibration> {
+        self.calibrated(|| {
+            let (memop, kernel) = (measure(self, Via::MemOp)?, measure(self, Via::Kernel)?);
+            let via = if kernel.0 + kernel.1 < memop.0 + memop.1 { Via::Kernel } else { Via::MemOp };
+            Ok(Calibration { memop, kernel, via })
+        })
+    }
+}
+
+fn measure(gpu: &Gpu, via: Via) -> Result<(Duration, Duration)> {
+    let config =
+        CudaStreamConfig { name: format!("calibration of {via}"), via, ..CudaStreamConfig::default() };
+    let stream = Stream::cuda(gpu, config)?;
+    let words = Memory::alloc(256)?;
+    let (flag, answer) = (words.word32(0)?, words.word64(128)?);
+    let mut times = Vec::new();
+    for round in 1..=ROUNDS {
+        let mut batch = Batch::new();
+        let number = u32::try_from(round).expect("few rounds");
+        batch.wait_value32(&flag, number, Cond::Geq);
+        batch.write_value64(&answer, round);
+        stream.submit(&mut batch)?;
+        // The stream is waiting by then, for a time that has nothing to do with the period of its looks.
+        let pause = Instant::now() + Duration::from_micros(20 + round * 7919 % 31);
+        while Instant::now() < pause {
+            std::hint::spin_loop();
+        }
+        let start = Instant::now();
+        flag.store(number);
+        while answer.load() != round {
+            if start.elapsed() > PATIENCE {
+                return Err(Error::Deadline { what: "calibrating the GPU", after: PATIENCE });
+            }
+            std::hint::spin_loop();
+        }
+        times.push(start.elapsed());
+    }
+    stream.synchronize(PATIENCE)?;
+    // The first ones find cold caches.
+    let mut times = times.split_off(times.len() / 10);
+    times.sort();
+    Ok((times[times.len() / 2], times[times.len() * 99 / 100]))
+}

@@ -1,0 +1,125 @@
+//! How a stream on a GPU behaves.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+/// What runs the operations of a stream on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Via {
+    /// Stream memory operations, run by the GPU's front end: no SM is used, so kernels of other streams run undisturbed. An
+    /// unmet wait is looked at again every few microseconds (8 on an idle H200).
+    #[default]
+    MemOp,
+    /// A kernel of one thread for each submission. It notices what it waits for at once, keeps the deadline of a wait by
+    /// itself, and writes nothing more after one that failed. It takes a slot of an SM while it waits; where several
+    /// processes share the GPU without MPS, it keeps the others waiting for whole time slices.
+    Kernel,
+    /// Whichever was faster on this GPU: see [`Gpu::calibrate`](crate::cuda::Gpu::calibrate).
+    Auto,
+}
+
+/// Whether the CPU, after it has written a completion that a GPU waits for, prods the GPU to look at it.
+///
+/// It does so with a memory operation on a stream of its own: 0.7 us of CPU time. Only the software HCA can; a card
+/// writes its completions alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Kick {
+    /// For streams of [`Via::MemOp`], whose waits it shortens.
+    #[default]
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+macro_rules! words {
+    ($($type:ident, $what:literal, $expected:literal: $($variant:ident = $word:literal),+;)*) => {$(
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self { $($type::$variant => $word),+ })
+            }
+        }
+
+        impl FromStr for $type {
+            type Err = Error;
+
+            fn from_str(word: &str) -> Result<Self> {
+                match word {
+                    $($word => Ok($type::$variant),)+
+                    _ => Err(Error::invalid($what, format!("'{word}'"), $expected)),
+                }
+            }
+        }
+    )*};
+}
+
+words! {
+    Via, "via", "memop, kernel or auto": MemOp = "memop", Kernel = "kernel", Auto = "auto";
+    Kick, "kick", "auto, on or off": Auto = "auto", On = "on", Off = "off";
+}
+
+/// How a stream on a GPU behaves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CudaStreamConfig {
+    /// The stream's name in errors. Not empty.
+    pub name: String,
+    /// How many calls into the driver may be pending, 1 to 512: about one for each submission. From about 1,000 on, what the
+    /// application has queued on the stream included, the driver blocks the caller until the stream moves.
+    pub depth: usize,
+    /// How long a single wait may hold the stream before the stream fails. Not zero.
+    ///
+    /// A wait of [`Via::Kernel`] counts from when it begins. One of [`Via::MemOp`] counts from when all that this library
+    /// queued before it is done: kernels that the application queued in between count too.
+    pub wait_limit: Duration,
+    /// What runs the operations.
+    pub via: Via,
+    /// Whether the CPU prods the GPU after completions.
+    pub kick: Kick,
+}
+
+impl Default for CudaStreamConfig {
+    fn default() -> Self {
+        Self {
+            name: "cuda stream".to_owned(),
+            depth: 256,
+            wait_limit: Duration::from_secs(30),
+            via: Via::default(),
+            kick: Kick::default(),
+        }
+    }
+}
+
+impl CudaStreamConfig {
+    pub(super) fn check(&self) -> Result<()> {
+        if self.name.is_empty() {
+            return Err(Error::invalid("stream name", "''", "a name"));
+        }
+        if !(1..=512).contains(&self.depth) {
+            return Err(Error::invalid("stream depth", self.depth, "1 to 512 calls"));
+        }
+        if self.wait_limit.is_zero() {
+            return Err(Error::invalid("stream wait limit", "0", "a duration above 0"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_read_back() {
+        for via in [Via::MemOp, Via::Kernel, Via::Auto] {
+            assert_eq!(via.to_string().parse::<Via>().unwrap(), via);
+        }
+        for kick in [Kick::Auto, Kick::On, Kick::Off] {
+            assert_eq!(kick.to_string().parse::<Kick>().unwrap(), kick);
+        }
+        assert!("MemOp".parse::<Via>().unwrap_err().to_string().contains("memop, kernel or auto"));
+    }
+}

@@ -1,0 +1,178 @@
+// The kernel lane: stream operations run by one thread of a kernel. The library loads `lane.ptx`, made from this file by
+// NVRTC 12.0 for its oldest architecture with memory-model instructions (PTX 8.0, which every CUDA 12 and newer driver
+// compiles):
+//
+//     nvrtcCompileProgram(..., {"--gpu-architecture=compute_70", "--std=c++17"})
+//
+// or, with a CUDA 12.0 toolkit: nvcc -ptx -arch=compute_70 lane.cu
+//
+// The layout of the structures is that of `lane.rs`.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// As in `lane.rs`. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
+// write that is done also when the stream has failed.
+enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK };
+enum Cond : u32 { GEQ, EQ, AND, NOR };
+
+struct Op {
+    u32 kind;
+    u32 cond;
+    u64 addr;
+    u64 value;
+};
+
+// Kept by the stream, in memory of the GPU where that can be mapped.
+struct Status {
+    // 1: a wait was not satisfied in time, and nothing is written any more.
+    u32 failed;
+    // Completions with errors that waits have met.
+    u32 errors;
+    // The wait that failed: the number of its submission, and its place there.
+    u64 submission;
+    u64 position;
+};
+
+struct Head {
+    Status *status;
+    u64 limit_ns;
+    u64 submission;
+    u64 count;
+};
+
+template <int N> struct Program {
+    Head head;
+    Op ops[N];
+};
+
+static __device__ u64 now_ns()
+{
+    u64 time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+static __device__ u32 load_32(u64 addr)
+{
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+static __device__ u64 load_64(u64 addr)
+{
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+static __device__ void store_32(u64 addr, u32 value)
+{
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(addr), "r"(value) : "memory");
+}
+
+static __device__ void store_64(u64 addr, u64 value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(addr), "l"(value) : "memory");
+}
+
+// `Cond` of the host; a 32-bit word and its value come sign-extended for GEQ and zero-extended otherwise.
+template <typename Word, typename Signed> static __device__ bool holds(u32 cond, Word word, Word value)
+{
+    switch (cond) {
+    case GEQ:
+        return (Signed)(word - value) >= 0;
+    case EQ:
+        return word == value;
+    case AND:
+        return (word & value) != 0;
+    default:
+        return (Word)~(word | value) != 0;
+    }
+}
+
+// Waits until the word satisfies the operation; false when the time is over. The clock is read only now and then.
+static __device__ bool await(const Op &op, u64 limit_ns, bool failed, u32 *errors)
+{
+    u64 start = 0;
+    for (u32 polls = 1;; ++polls) {
+        if (op.kind == WAIT_64) {
+            if (holds<u64, long long>(op.cond, load_64(op.addr), op.value))
+                return true;
+        } else {
+            const u32 word = load_32(op.addr);
+            if (holds<u32, int>(op.cond, word, (u32)op.value)) {
+                // The opcode of a CQE: 13 and 14 are errors.
+                *errors += op.kind == WAIT_CQE && (word >> 28) >= 13;
+                return true;
+            }
+        }
+        if (failed)
+            return false;
+        if (polls % 256 != 0)
+            continue;
+        const u64 time = now_ns();
+        if (start == 0)
+            start = time;
+        else if (time - start > limit_ns)
+            return false;
+    }
+}
+
+static __device__ void run(const Head &head, const Op *ops)
+{
+    u32 failed = 0;
+    // Its answer arrives while the first wait looks.
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(failed) : "l"(&head.status->failed));
+    u32 errors = 0;
+    for (u64 i = 0; i < head.count; ++i) {
+        const Op op = ops[i];
+        switch (op.kind) {
+        case WAIT_32:
+        case WAIT_64:
+        case WAIT_CQE:
+            if (!await(op, head.limit_ns, failed != 0, &errors) && !failed) {
+                failed = 1;
+                store_64((u64)&head.status->submission, head.submission);
+                store_64((u64)&head.status->position, i);
+                __threadfence_system();
+                store_32((u64)&head.status->failed, 1);
+            }
+            break;
+        case WRITE_32:
+        case WRITE_64:
+            __threadfence_system();
+            if (failed)
+                break;
+            if (op.kind == WRITE_32)
+                store_32(op.addr, (u32)op.value);
+            else
+                store_64(op.addr, op.value);
+            break;
+        case INDEX:
+            if (!failed)
+                store_32(op.addr, (u32)op.value);
+            break;
+        case BARRIER:
+            __threadfence_system();
+            break;
+        case MARK:
+            __threadfence_system();
+            store_64(op.addr, op.value);
+            break;
+        }
+    }
+    if (errors)
+        atomicAdd_system(&head.status->errors, errors);
+}
+
+extern "C" __global__ void __launch_bounds__(1) gds_run_12(const __grid_constant__ Program<12> program)
+{
+    run(program.head, program.ops);
+}
+
+extern "C" __global__ void __launch_bounds__(1) gds_run_160(const __grid_constant__ Program<160> program)
+{
+    run(program.head, program.ops);
+}

@@ -1,0 +1,214 @@
+//! The kernel lane: operations as a program that one thread of a kernel runs. `lane.cu` is the other side.
+
+use std::ffi::{CStr, c_void};
+use std::mem::MaybeUninit;
+
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::cuda::raw::layout::Handle;
+
+use super::plan::Step;
+use crate::cuda::{Gpu, RawStream};
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+
+/// Operations that fit in the small program, which is quicker to launch.
+pub(super) const SMALL: usize = 12;
+/// Operations that fit in the large one: kernel parameters have 4 KiB.
+pub(super) const LARGE: usize = 160;
+
+/// `Op` of `lane.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LaneOp {
+    /// What to do: see `From<&Step>`.
+    pub(super) kind: u32,
+    /// Of a wait: its condition.
+    pub(super) cond: u32,
+    /// The word.
+    pub(super) addr: u64,
+    /// What is written or compared.
+    pub(super) value: u64,
+}
+
+/// `Head` of `lane.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Head {
+    /// The GPU's address of the stream's [`StatusBlock`].
+    pub(super) status: u64,
+    /// How long a wait may take.
+    pub(super) limit_ns: u64,
+    /// The number of the submission.
+    pub(super) submission: u64,
+    /// Operations that follow.
+    pub(super) count: u64,
+}
+
+/// `Program` of `lane.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Program<const N: usize> {
+    head: Head,
+    ops: [MaybeUninit<LaneOp>; N],
+}
+
+impl From<&Step> for LaneOp {
+    fn from(step: &Step) -> Self {
+        let (kind, cond, addr, value) = match *step {
+            Step::Write { bits: 32, addr, value } => (0, 0, addr, value),
+            Step::Write { addr, value, .. } => (1, 0, addr, value),
+            Step::Wait { bits: 32, addr, value, cond, is_cqe: false } => (2, cond.code(), addr, value),
+            Step::Wait { bits: 64, addr, value, cond, .. } => (3, cond.code(), addr, value),
+            Step::Wait { addr, value, cond, .. } => (4, cond.code(), addr, value),
+            // A flush is a matter of the front end; the planner gives it memory operations.
+            Step::Barrier | Step::Flush => (5, 0, 0, 0),
+            Step::Index { addr, value } => (6, 0, addr, value.into()),
+            Step::Mark { addr, value } => (7, 0, addr, value),
+        };
+        Self { kind, cond, addr, value }
+    }
+}
+
+/// `Status` of `lane.cu`: what the kernels of a stream leave for each other and for the CPU. Also stamped by the CPU when a
+/// stream without kernels fails.
+#[derive(Debug)]
+pub(super) struct StatusBlock {
+    memory: Memory,
+    addr: u64,
+}
+
+/// A wait that a kernel gave up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct GivenUp {
+    pub(super) submission: u64,
+    pub(super) position: u64,
+}
+
+const STATUS_BYTES: usize = 24;
+
+impl StatusBlock {
+    /// On the GPU, where kernels read it quickly; in host memory where GPU memory cannot be mapped.
+    pub(super) fn new(gpu: &Gpu) -> Result<Self> {
+        let memory = gpu.piece(STATUS_BYTES).or_else(|error| {
+            tracing::info!(%error, "the status of a stream is in host memory");
+            Memory::alloc(STATUS_BYTES)
+        })?;
+        let addr = memory.gpu_addr(gpu)?;
+        Ok(Self { memory, addr })
+    }
+
+    pub(super) fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// The wait that a kernel gave up, if one did.
+    pub(super) fn given_up(&self) -> Option<GivenUp> {
+        let word = |offset| self.memory.word64(offset).expect("words of the status block").load();
+        let failed = self.memory.word32(0).expect("the first word of the status block").load();
+        (failed != 0).then(|| GivenUp { submission: word(8), position: word(16) })
+    }
+
+    /// Tells kernels that the stream has failed.
+    pub(super) fn fail(&self) {
+        self.memory.word32(0).expect("the first word of the status block").store(1);
+    }
+}
+
+/// The kernels, loaded in the context of a GPU.
+#[derive(Debug)]
+pub(super) struct Lane {
+    gpu: Gpu,
+    module: Handle,
+    small: Handle,
+    large: Handle,
+}
+
+impl Lane {
+    /// Loads the kernels, at once: a kernel that is loaded when it is first launched may wait for those that run.
+    pub(super) fn load(gpu: &Gpu) -> Result<Self> {
+        const PTX: &str = concat!(include_str!("lane.ptx"), "\0");
+        let _current = gpu.enter()?;
+        let api = gpu.api();
+        let mut module = 0;
+        // SAFETY: a place for the answer and a text that ends in a zero.
+        unsafe { api.module_load_data(&mut module, PTX.as_ptr().cast()) }
+            .map_err(Error::cuda("loading the kernel lane"))?;
+        let mut lane = Self { gpu: gpu.clone(), module, small: 0, large: 0 };
+        lane.small = function(api, module, c"gds_run_12")?;
+        lane.large = function(api, module, c"gds_run_160")?;
+        Ok(lane)
+    }
+
+    /// Launches the kernel that runs `ops`. The context must be current.
+    pub(super) fn launch(
+        &self,
+        api: &Api,
+        stream: RawStream,
+        mut head: Head,
+        ops: &[LaneOp],
+    ) -> gdrcopy::Result<()> {
+        head.count = ops.len() as u64;
+        if ops.len() <= SMALL {
+            self.launch_sized::<SMALL>(api, self.small, stream, head, ops)
+        } else {
+            self.launch_sized::<LARGE>(api, self.large, stream, head, ops)
+        }
+    }
+
+    fn launch_sized<const N: usize>(
+        &self,
+        api: &Api,
+        function: Handle,
+        stream: RawStream,
+        head: Head,
+        ops: &[LaneOp],
+    ) -> gdrcopy::Result<()> {
+        let mut program = Program { head, ops: [const { MaybeUninit::uninit() }; N] };
+        for (slot, op) in program.ops.iter_mut().zip(ops) {
+            slot.write(*op);
+        }
+        let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
+        // SAFETY: the function takes this one parameter, which the driver copies; what lies behind `count` is not used.
+        unsafe {
+            api.launch_kernel(
+                function,
+                1,
+                1,
+                1,
+                1,
+                1,
+                1,
+                0,
+                stream,
+                params.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+    }
+}
+
+fn function(api: &Api, module: Handle, name: &CStr) -> Result<Handle> {
+    let mut function = 0;
+    // SAFETY: a place for the answer, a module of this context, a name.
+    unsafe { api.module_get_function(&mut function, module, name.as_ptr()) }
+        .map_err(Error::cuda("finding a kernel of the lane"))?;
+    // SAFETY: a function of a module that stays loaded.
+    match unsafe { api.func_load(function) } {
+        // Drivers before CUDA 12.4 load all of a module at once unless told otherwise.
+        Ok(()) | Err(gdrcopy::Error::Unsupported { .. }) => Ok(function),
+        Err(error) => Err(Error::cuda("loading a kernel of the lane")(error)),
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        let done = self.gpu.enter().and_then(|_current| {
+            // SAFETY: loaded here; the stream that used it is over.
+            unsafe { self.gpu.api().module_unload(self.module) }
+                .map_err(Error::cuda("unloading the kernel lane"))
+        });
+        if let Err(error) = done {
+            tracing::debug!(%error, "the kernel lane stays loaded");
+        }
+    }
+}

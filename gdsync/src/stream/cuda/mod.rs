@@ -1,0 +1,138 @@
+//! The CUDA engine: a stream of a GPU that runs the operations.
+//!
+//! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
+//! failure); `plan` turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's
+//! front end; `watch` is the watchdog.
+//!
+//! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
+//! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
+//! to words of the application that are queued behind them still happen ([`Via::MemOp`]), and so do kernels of the
+//! application.
+
+mod config;
+mod lane;
+mod plan;
+mod shared;
+mod watch;
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+pub use config::{CudaStreamConfig, Kick, Via};
+
+use self::shared::Shared;
+use super::engine::Engine;
+use super::op::Op;
+use crate::cuda::{Gpu, RawStream};
+use crate::error::{Error, Result};
+
+/// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
+const NON_BLOCKING: u32 = 1;
+
+/// A stream on a GPU.
+///
+/// Dropping the last handle fails what is pending with [`Error::StreamAborted`], and waits until the GPU has let go of
+/// it: a fraction of a second unless kernels of the application hold the stream.
+pub(super) struct CudaEngine {
+    shared: Arc<Shared>,
+    /// Always there until the drop.
+    watchdog: Option<JoinHandle<()>>,
+}
+
+impl CudaEngine {
+    /// Makes a stream.
+    pub(super) fn start(gpu: &Gpu, config: CudaStreamConfig) -> Result<Arc<Self>> {
+        config.check()?;
+        let current = gpu.enter()?;
+        let mut stream = 0;
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { gpu.api().stream_create(&mut stream, NON_BLOCKING, 0) }
+            .map_err(Error::cuda("making a stream"))?;
+        drop(current);
+        Self::with(gpu, stream, true, config)
+    }
+
+    /// Takes a stream of the application into use, which must outlive the engine.
+    pub(super) fn lent(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Arc<Self>> {
+        config.check()?;
+        Self::with(gpu, stream, false, config)
+    }
+
+    fn with(gpu: &Gpu, stream: RawStream, owned: bool, config: CudaStreamConfig) -> Result<Arc<Self>> {
+        let shared = Shared::new(gpu, stream, owned, config)?;
+        let watched = shared.clone();
+        let watchdog =
+            thread::Builder::new().name("gdsync-watchdog".into()).spawn(move || watched.watch()).map_err(
+                |e| Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams"),
+            )?;
+        Ok(Arc::new(Self { shared, watchdog: Some(watchdog) }))
+    }
+}
+
+impl Engine for CudaEngine {
+    fn signals(&self) -> bool {
+        false
+    }
+
+    fn kind(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn raw(&self) -> Option<RawStream> {
+        Some(self.shared.stream)
+    }
+
+    fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+        self.shared.submit(ops)
+    }
+
+    fn completed(&self) -> u64 {
+        self.shared.completed()
+    }
+
+    fn submitted(&self) -> u64 {
+        self.shared.submitted()
+    }
+
+    fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
+        self.shared.block_until(deadline, || self.shared.completed() >= seq)
+    }
+
+    fn wait_room(&self, deadline: Instant) -> bool {
+        self.shared.block_until(deadline, || self.shared.failed() || self.shared.has_room())
+    }
+
+    fn fail(&self, error: Error) {
+        self.shared.fail(error);
+    }
+
+    fn error(&self) -> Option<Error> {
+        self.shared.error()
+    }
+}
+
+impl Drop for CudaEngine {
+    fn drop(&mut self) {
+        self.shared.close();
+        let here = thread::current().id();
+        if let Some(watchdog) =
+            self.watchdog.take().filter(|w| w.thread().id() != here && !shared::in_host_fn())
+        {
+            // It catches nothing, and there is nobody to tell.
+            let _ = watchdog.join();
+        }
+    }
+}
+
+impl fmt::Debug for CudaEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaEngine")
+            .field("name", &self.shared.config.name)
+            .field("submitted", &self.submitted())
+            .field("completed", &self.completed())
+            .field("error", &self.error())
+            .finish()
+    }
+}

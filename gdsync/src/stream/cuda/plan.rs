@@ -1,0 +1,170 @@
+//! What a submission becomes on a GPU: calls into the driver.
+//!
+//! Consumer indices tell the CPU what a stream has passed, and nobody waits for them: they are put off behind the
+//! doorbells that follow a wait, until the next wait or the end of the submission.
+
+use std::ops::Range;
+
+use gdrcopy::cuda::raw::layout::MemOp;
+use smallvec::SmallVec;
+
+use super::lane::{self, LaneOp};
+use crate::cuda::{Flush, Gpu};
+use crate::error::{Error, Result};
+use crate::memory::Word64;
+use crate::stream::{Cond, Op};
+
+/// The most operations of one call (`cuStreamBatchMemOp`: fewer than 256).
+const MAX_MEMOPS: usize = 255;
+
+/// A step on the GPU, before it is known what runs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Write {
+        bits: u8,
+        addr: u64,
+        value: u64,
+    },
+    /// A consumer index.
+    Index {
+        addr: u64,
+        value: u32,
+    },
+    Wait {
+        bits: u8,
+        addr: u64,
+        value: u64,
+        cond: Cond,
+        is_cqe: bool,
+    },
+    Barrier,
+    Flush,
+    /// The number of the submission, written also by a stream that has failed.
+    Mark {
+        addr: u64,
+        value: u64,
+    },
+}
+
+/// A call into the driver.
+#[derive(Debug)]
+pub(super) enum Call {
+    /// `cuStreamBatchMemOp`.
+    MemOps(SmallVec<[MemOp; 8]>),
+    /// A kernel that runs these.
+    Kernel(SmallVec<[LaneOp; lane::SMALL]>),
+    /// `cuLaunchHostFunc` of the host function at this place of the submission.
+    HostFn(usize),
+}
+
+pub(super) type Calls = SmallVec<[Call; 1]>;
+
+/// Plans operations. `mark` is written at the end.
+pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kernel: bool) -> Result<Calls> {
+    let mut calls = Calls::new();
+    let mut steps: SmallVec<[Step; 12]> = SmallVec::new();
+    let mut indices: SmallVec<[Step; 2]> = SmallVec::new();
+    let mut after_cqe_wait = false;
+    for (place, op) in ops.iter().enumerate() {
+        let was_cqe_wait = std::mem::take(&mut after_cqe_wait);
+        match op {
+            Op::Write32 { at, value } => {
+                let addr = at.memory().gpu_addr(gpu)?;
+                if was_cqe_wait {
+                    // Of several for the same queue the last one says it all.
+                    indices
+                        .retain(|known| !matches!(known, Step::Index { addr: other, .. } if *other == addr));
+                    indices.push(Step::Index { addr, value: *value });
+                } else {
+                    steps.push(Step::Write { bits: 32, addr, value: (*value).into() });
+                }
+            }
+            Op::Write64 { at, value } => {
+                steps.push(Step::Write { bits: 64, addr: at.memory().gpu_addr(gpu)?, value: *value });
+            }
+            Op::Wait32 { at, value, cond, source } => {
+                steps.append(&mut indices);
+                let (addr, is_cqe) = (at.memory().gpu_addr(gpu)?, source.is_some());
+                steps.push(Step::Wait { bits: 32, addr, value: (*value).into(), cond: *cond, is_cqe });
+                if is_cqe && gpu.capabilities().flush == Flush::OnStream {
+                    steps.push(Step::Flush);
+                }
+                after_cqe_wait = is_cqe;
+            }
+            Op::Wait64 { at, value, cond, .. } => {
+                steps.append(&mut indices);
+                let addr = at.memory().gpu_addr(gpu)?;
+                steps.push(Step::Wait { bits: 64, addr, value: *value, cond: *cond, is_cqe: false });
+            }
+            Op::Barrier => steps.push(Step::Barrier),
+            Op::Flush => steps.push(match gpu.capabilities().flush {
+                Flush::NotNeeded => Step::Barrier,
+                Flush::OnStream => Step::Flush,
+                Flush::OnCpu | Flush::Impossible => return Err(no_flush()),
+            }),
+            Op::Signal(_) => {}
+            Op::HostFn(_) => {
+                steps.append(&mut indices);
+                close(&mut calls, &steps, by_kernel);
+                steps.clear();
+                calls.push(Call::HostFn(place));
+            }
+        }
+    }
+    steps.append(&mut indices);
+    if let Some((word, value)) = mark {
+        steps.push(Step::Mark { addr: word.memory().gpu_addr(gpu)?, value });
+    }
+    close(&mut calls, &steps, by_kernel);
+    Ok(calls)
+}
+
+fn no_flush() -> Error {
+    Error::Unsupported {
+        what: "a flush of inbound writes on a stream",
+        by: "this GPU or driver",
+        fix: "let the CPU see the completion, then call Memory::flush",
+    }
+}
+
+/// Turns steps into calls, as few as the limits allow.
+fn close(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
+    let mut rest = 0..steps.len();
+    while !rest.is_empty() {
+        let part = part_of(steps, rest.clone(), if by_kernel { lane::LARGE } else { MAX_MEMOPS });
+        rest.start = part.end;
+        let part = &steps[part];
+        // A kernel cannot do what only the front end can.
+        let flushes = part.contains(&Step::Flush);
+        calls.push(match by_kernel && !flushes {
+            true => Call::Kernel(part.iter().map(LaneOp::from).collect()),
+            false => Call::MemOps(part.iter().map(memop).collect()),
+        });
+    }
+}
+
+/// As many steps from the start of `rest` on as fit in a call, without tearing record, barrier and doorbell apart.
+fn part_of(steps: &[Step], rest: Range<usize>, most: usize) -> Range<usize> {
+    if rest.len() <= most {
+        return rest;
+    }
+    let tears = |at: usize| steps[at] == Step::Barrier || steps[at - 1] == Step::Barrier;
+    let longest = rest.start + most;
+    let end = (rest.start + 1..=longest).rev().find(|&at| !tears(at)).unwrap_or(longest);
+    rest.start..end
+}
+
+pub(super) fn memop(step: &Step) -> MemOp {
+    match *step {
+        Step::Write { bits, addr, value } => {
+            MemOp::word(if bits == 32 { MemOp::WRITE_32 } else { MemOp::WRITE_64 }, addr, value, 0)
+        }
+        Step::Index { addr, value } => MemOp::word(MemOp::WRITE_32, addr, value.into(), 0),
+        Step::Mark { addr, value } => MemOp::word(MemOp::WRITE_64, addr, value, 0),
+        Step::Wait { bits, addr, value, cond, .. } => {
+            MemOp::word(if bits == 32 { MemOp::WAIT_32 } else { MemOp::WAIT_64 }, addr, value, cond.code())
+        }
+        Step::Barrier => MemOp::barrier(),
+        Step::Flush => MemOp { operation: MemOp::FLUSH, ..MemOp::default() },
+    }
+}

@@ -1,0 +1,374 @@
+//! What the handle and the watchdog of a CUDA engine share: the queue, the counters and the failure.
+//!
+//! How far the GPU is, the CPU learns from a word that the stream writes now and then: a *mark* with the number of the
+//! submission. Marks are written every few submissions, when somebody waits, and when the stream falls idle; so most
+//! submissions do not pay for one.
+//!
+//! No foreign code (sources, host functions, drops of what operations hold) ever runs under the lock.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::mem;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::lane::{Head, Lane, StatusBlock};
+use super::plan::{self, Call, Calls};
+use super::{CudaStreamConfig, Via};
+use crate::cuda::{Gpu, RawStream};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word64};
+use crate::stream::execute::{breathe, message_of};
+use crate::stream::op::{Op, Source};
+use crate::stream::sources::{Use, sources_of};
+
+/// Calls between two marks.
+const MARK_EVERY: usize = 16;
+/// Host functions that may be pending: some hundreds block the caller.
+const MAX_HOST_FNS: usize = 64;
+/// How long a caller spins for a completion before it sleeps.
+const CALLER_SPIN: Duration = Duration::from_micros(20);
+/// The longest sleep of a caller between two looks.
+const CALLER_NAP: Duration = Duration::from_millis(1);
+
+pub(super) struct Shared {
+    pub(super) config: CudaStreamConfig,
+    pub(super) gpu: Gpu,
+    pub(super) stream: RawStream,
+    owned: bool,
+    lane: Option<Lane>,
+    pub(super) status: StatusBlock,
+    /// The mark.
+    mark: Word64,
+    state: Mutex<State>,
+    /// For the watchdog: there is something to watch.
+    pub(super) work: Condvar,
+    submitted: AtomicU64,
+    /// The driver refuses everything: what is pending will never be seen to complete.
+    lost: AtomicBool,
+    error: OnceLock<Error>,
+    /// All sources were told of the error: waits may be released by force.
+    pub(super) released: AtomicBool,
+    pub(super) closing: AtomicBool,
+    /// For host functions.
+    own: Weak<Shared>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) queue: VecDeque<Submission>,
+    /// Calls and host functions pending.
+    calls: usize,
+    host_fns: usize,
+    /// Calls since the last mark, and the submission that it names.
+    unmarked: usize,
+    pub(super) marked: u64,
+}
+
+/// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
+pub(super) struct Submission {
+    pub(super) seq: u64,
+    pub(super) ops: Vec<Op>,
+    sources: Vec<Use>,
+    calls: usize,
+    host_fns: usize,
+}
+
+/// A host function on its way through the driver.
+struct HostFn {
+    f: Box<dyn FnOnce() + Send>,
+    shared: Weak<Shared>,
+}
+
+thread_local! {
+    static IN_HOST_FN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the calling thread runs a host function, where CUDA may not be called and nothing may be waited for.
+pub(super) fn in_host_fn() -> bool {
+    IN_HOST_FN.get()
+}
+
+impl Shared {
+    pub(super) fn new(
+        gpu: &Gpu,
+        stream: RawStream,
+        owned: bool,
+        config: CudaStreamConfig,
+    ) -> Result<Arc<Self>> {
+        let via = match config.via {
+            Via::Auto => gpu.calibrate()?.via,
+            chosen => chosen,
+        };
+        let lane = (via == Via::Kernel).then(|| Lane::load(gpu)).transpose()?;
+        let status = StatusBlock::new(gpu)?;
+        let mark = Memory::alloc(8)?.word64(0)?;
+        mark.memory().gpu_addr(gpu)?;
+        Ok(Arc::new_cyclic(|own| Self {
+            config,
+            gpu: gpu.clone(),
+            stream,
+            owned,
+            lane,
+            status,
+            mark,
+            state: Mutex::default(),
+            work: Condvar::new(),
+            submitted: AtomicU64::new(0),
+            lost: AtomicBool::new(false),
+            error: OnceLock::new(),
+            released: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            own: own.clone(),
+        }))
+    }
+
+    pub(super) fn submitted(&self) -> u64 {
+        self.submitted.load(Ordering::Acquire)
+    }
+
+    /// As far as the last mark tells.
+    pub(super) fn completed(&self) -> u64 {
+        if self.lost.load(Ordering::Acquire) { self.submitted() } else { self.mark.load() }
+    }
+
+    pub(super) fn error(&self) -> Option<Error> {
+        self.error.get().cloned()
+    }
+
+    pub(super) fn failed(&self) -> bool {
+        self.error.get().is_some()
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    fn full(&self, state: &State, calls: usize, host_fns: usize) -> bool {
+        let fits = |pending, more, most| pending == 0 || pending + more <= most;
+        !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        let mut state = self.lock();
+        let done = self.retire(&mut state);
+        let room = !self.full(&state, 1, 1);
+        drop(state);
+        drop(done);
+        room
+    }
+
+    /// Takes out of the queue what the GPU has completed; to be dropped without the lock.
+    #[must_use]
+    pub(super) fn retire(&self, state: &mut State) -> Vec<Submission> {
+        let completed = self.completed();
+        let over = state.queue.partition_point(|submission| submission.seq <= completed);
+        if over == 0 {
+            return Vec::new();
+        }
+        let done: Vec<_> = state.queue.drain(..over).collect();
+        for submission in &done {
+            state.calls -= submission.calls;
+            state.host_fns -= submission.host_fns;
+        }
+        done
+    }
+
+    pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+        let mut state = self.lock();
+        if let Some(error) = self.error() {
+            return Err(error);
+        }
+        let done = self.retire(&mut state);
+        let result = self.submit_locked(&mut state, ops);
+        drop(state);
+        drop(done);
+        let (seq, issued) = result?;
+        self.work.notify_one();
+        if let Err(error) = issued {
+            // Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
+            self.fail(Error::cuda("submitting to the stream")(error));
+        }
+        Ok(seq)
+    }
+
+    /// Returns the number of the submission, and what the driver said to it.
+    fn submit_locked(&self, state: &mut State, ops: &mut Vec<Op>) -> Result<(u64, gdrcopy::Result<()>)> {
+        let seq = self.submitted() + 1;
+        let marks = state.unmarked + 1 >= MARK_EVERY;
+        let by_kernel = self.lane.is_some();
+        let calls = plan::plan(&self.gpu, ops, marks.then_some((&self.mark, seq)), by_kernel)?;
+        let host_fns = calls.iter().filter(|call| matches!(call, Call::HostFn(_))).count();
+        let count = calls.len();
+        if self.full(state, count, host_fns) {
+            // So that the room that comes is seen.
+            self.put_mark(state);
+            return Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth });
+        }
+        let sources = sources_of(ops);
+        let mut ops = mem::take(ops);
+        self.submitted.store(seq, Ordering::Release);
+        let issued = self.gpu.within(|_| self.issue(seq, calls, &mut ops));
+        state.calls += count;
+        state.host_fns += host_fns;
+        state.unmarked = if marks { 0 } else { state.unmarked + count };
+        state.marked = if marks { seq } else { state.marked };
+        state.queue.push_back(Submission { seq, ops, sources, calls: count, host_fns });
+        Ok((seq, issued))
+    }
+
+    /// Makes the calls of a submission.
+    fn issue(&self, seq: u64, calls: Calls, ops: &mut [Op]) -> gdrcopy::Result<()> {
+        let api = self.gpu.api();
+        for call in calls {
+            match call {
+                Call::MemOps(mut memops) => {
+                    let count = u32::try_from(memops.len()).expect("fewer than 256");
+                    // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+                    unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }?;
+                }
+                Call::Kernel(program) => {
+                    let lane = self.lane.as_ref().expect("planned for a kernel only where there is one");
+                    let limit_ns = u64::try_from(self.config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
+                    let head = Head { status: self.status.addr(), limit_ns, submission: seq, count: 0 };
+                    lane.launch(api, self.stream, head, &program)?;
+                }
+                Call::HostFn(place) => {
+                    let Op::HostFn(f) = mem::replace(&mut ops[place], Op::Barrier) else { continue };
+                    let data = Box::into_raw(Box::new(HostFn { f, shared: self.own.clone() }));
+                    // SAFETY: the function takes the box over, once.
+                    let launched = unsafe { api.launch_host_func(self.stream, run_host_fn, data.cast()) };
+                    if launched.is_err() {
+                        // SAFETY: the driver did not take it.
+                        drop(unsafe { Box::from_raw(data) });
+                    }
+                    launched?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts a mark behind all that was submitted, if there is none.
+    pub(super) fn put_mark(&self, state: &mut State) {
+        let seq = self.submitted();
+        if state.marked >= seq || self.lost.load(Ordering::Relaxed) {
+            return;
+        }
+        let mark = plan::plan(&self.gpu, &[], Some((&self.mark, seq)), self.lane.is_some());
+        let put = mark.and_then(|calls| {
+            self.gpu.within(|_| self.issue(seq, calls, &mut [])).map_err(Error::cuda("marking the stream"))
+        });
+        match put {
+            Ok(()) => (state.marked, state.unmarked) = (seq, 0),
+            Err(error) => {
+                tracing::error!(stream = self.config.name, %error, "the GPU takes no more work: what is pending is lost");
+                self.lost.store(true, Ordering::Release);
+                let _ = self.error.set(error);
+            }
+        }
+    }
+
+    /// Blocks a caller until `done`, or the deadline.
+    pub(super) fn block_until(&self, deadline: Instant, done: impl Fn() -> bool) -> bool {
+        if done() {
+            return true;
+        }
+        self.put_mark(&mut self.lock());
+        let start = Instant::now();
+        loop {
+            if done() {
+                return true;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return false;
+            }
+            let waited = now - start;
+            if !breathe(waited, CALLER_SPIN) {
+                let nap = (waited / 8).clamp(CALLER_SPIN, CALLER_NAP).min(deadline - now);
+                std::thread::sleep(nap);
+            }
+        }
+    }
+
+    /// Fails the stream: stops every queue that pending operations use, then lets the watchdog release the waits.
+    pub(super) fn fail(&self, error: Error) {
+        if self.error.set(error.clone()).is_err() {
+            return;
+        }
+        tracing::debug!(stream = self.config.name, %error, "stream failed");
+        self.status.fail();
+        let completed = self.completed();
+        let mut sources: Vec<Arc<dyn Source>> = Vec::new();
+        for submission in self.lock().queue.iter().filter(|submission| submission.seq > completed) {
+            for (_, source) in &submission.sources {
+                if !sources.iter().any(|known| Arc::ptr_eq(known, source)) {
+                    sources.push(source.clone());
+                }
+            }
+        }
+        for source in &sources {
+            // Whatever happens here, the others must be told and the stream released.
+            if catch_unwind(AssertUnwindSafe(|| source.fail(&error))).is_err() {
+                tracing::error!(stream = self.config.name, ?source, "a source panicked while it was stopped");
+            }
+        }
+        self.released.store(true, Ordering::Release);
+        self.work.notify_one();
+    }
+
+    pub(super) fn by_kernel(&self) -> bool {
+        self.lane.is_some()
+    }
+
+    /// Gives the stream back to CUDA, if it is ours. What it still runs, CUDA lets end.
+    pub(super) fn destroy(&self) {
+        if !self.owned {
+            return;
+        }
+        let done = self.gpu.enter().and_then(|_current| {
+            // SAFETY: made for this engine, destroyed once.
+            unsafe { self.gpu.api().stream_destroy(self.stream) }.map_err(Error::cuda("destroying a stream"))
+        });
+        if let Err(error) = done {
+            tracing::debug!(stream = self.config.name, %error, "stream not destroyed");
+        }
+    }
+
+    /// The last handle is gone.
+    pub(super) fn close(&self) {
+        if self.completed() < self.submitted() {
+            self.put_mark(&mut self.lock());
+            // Most streams are synchronized before they are dropped; then this finds them done.
+            if !self.block_until(Instant::now() + CALLER_NAP, || self.completed() >= self.submitted()) {
+                self.fail(Error::StreamAborted { stream: self.config.name.clone() });
+            }
+        }
+        let _state = self.lock();
+        self.closing.store(true, Ordering::Release);
+        self.work.notify_one();
+    }
+}
+
+/// Runs a host function in stream order, unless the stream has failed.
+extern "C" fn run_host_fn(data: *mut c_void) {
+    // SAFETY: made by `issue` from a box, and handed to the driver once.
+    let HostFn { f, shared } = *unsafe { Box::from_raw(data.cast::<HostFn>()) };
+    let shared = shared.upgrade();
+    IN_HOST_FN.set(true);
+    let run = shared.as_ref().is_some_and(|shared| !shared.failed());
+    // Also the drop of a function that is not run is foreign code.
+    let outcome = catch_unwind(AssertUnwindSafe(|| if run { f() } else { drop(f) }));
+    if let (Err(panic), Some(shared)) = (outcome, &shared) {
+        let message = message_of(panic.as_ref());
+        shared.fail(Error::HostFnPanicked { stream: shared.config.name.clone(), message });
+    }
+    drop(shared);
+    IN_HOST_FN.set(false);
+}

@@ -1,0 +1,184 @@
+//! The watchdog of a CUDA engine: keeps the deadlines of waits, releases a stream that has failed, and takes back what
+//! the GPU has finished with.
+//!
+//! It looks at the words that waits look at. The first wait that is neither satisfied nor known to be passed is the one
+//! that holds the stream.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::shared::{Shared, State};
+use crate::error::Error;
+use crate::mlx5;
+use crate::stream::op::Op;
+
+/// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
+const LOOK_MIN: Duration = Duration::from_millis(1);
+const LOOK_MAX: Duration = Duration::from_millis(5);
+/// Between two looks at a stream that has failed and is being released.
+const RELEASE_LOOK: Duration = Duration::from_micros(200);
+/// How long a stopped queue has to complete a wait by itself.
+const FLUSH_TIME: Duration = Duration::from_millis(2);
+/// How long a dropped stream has to let go.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A wait, by its submission and its place there.
+type Place = (u64, usize);
+
+impl Shared {
+    /// The life of the watchdog: until the engine is dropped and the GPU has let go of what was queued.
+    pub(super) fn watch(&self) {
+        // The wait that holds the stream, and since when it was seen to.
+        let mut held: Option<(Place, Instant)> = None;
+        let mut closed: Option<Instant> = None;
+        loop {
+            let mut state = self.lock();
+            let done = self.retire(&mut state);
+            let closing = self.closing.load(Ordering::Acquire);
+            if state.queue.is_empty() {
+                if closing {
+                    break;
+                }
+                held = None;
+                if done.is_empty() {
+                    self.work.wait(&mut state);
+                }
+                drop(state);
+                drop(done);
+                continue;
+            }
+            let now = Instant::now();
+            if closing && now - *closed.get_or_insert(now) > PATIENCE {
+                let left = std::mem::take(&mut state.queue);
+                drop(state);
+                tracing::error!(
+                    stream = self.config.name,
+                    "the GPU did not let go of a dropped stream: its memory stays allocated"
+                );
+                std::mem::forget(left);
+                break;
+            }
+            let holder = holder(&state);
+            held = holder.map(|place| held.filter(|(known, _)| *known == place).unwrap_or((place, now)));
+            if held.is_none() {
+                // Nothing holds it that we know of: a mark tells when it is through.
+                self.put_mark(&mut state);
+            }
+            let failed = self.failed();
+            let pause = match held {
+                _ if failed => RELEASE_LOOK,
+                Some((_, since)) => {
+                    let waited = now - since;
+                    let left = self.config.wait_limit.saturating_sub(waited);
+                    (waited / 8).clamp(LOOK_MIN, LOOK_MAX).min(left.max(RELEASE_LOOK))
+                }
+                None => LOOK_MAX,
+            };
+            let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
+            let what = late.map(|(place, _)| describe(&state, place));
+            let given_up = if failed { None } else { self.given_up(&state) };
+            if failed && self.released.load(Ordering::Acquire) {
+                let waited = held.map_or(Duration::ZERO, |(_, since)| now - since);
+                if let Some((place, _)) = held {
+                    force(&state, place, waited >= FLUSH_TIME);
+                }
+                self.put_mark(&mut state);
+            }
+            if !failed && what.is_none() && given_up.is_none() {
+                self.work.wait_for(&mut state, pause);
+            }
+            drop(state);
+            drop(done);
+            if failed {
+                std::thread::sleep(pause);
+            } else if let Some(what) = given_up.or(what) {
+                let (stream, after) = (self.config.name.clone(), self.config.wait_limit);
+                self.fail(Error::StreamWait { stream, what, after });
+                held = None;
+            }
+        }
+        self.destroy();
+    }
+
+    /// What a kernel waited for in vain.
+    fn given_up(&self, state: &State) -> Option<String> {
+        let place = self.by_kernel().then(|| self.status.given_up()).flatten()?;
+        Some(state.queue.iter().find(|s| s.seq == place.submission).map_or_else(
+            || "a word".to_owned(),
+            |submission| {
+                let waits = submission.ops.iter().filter(|op| is_wait(op));
+                let unmet = waits.filter(|op| !is_satisfied(op)).map(what_of).next();
+                unmet.unwrap_or_else(|| "a word that changed too late".to_owned())
+            },
+        ))
+    }
+}
+
+fn is_wait(op: &Op) -> bool {
+    matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. })
+}
+
+fn is_satisfied(op: &Op) -> bool {
+    match op {
+        Op::Wait32 { at, value, cond, .. } => cond.holds32(at.load(), *value),
+        Op::Wait64 { at, value, cond, .. } => cond.holds64(at.load(), *value),
+        _ => true,
+    }
+}
+
+/// Whether the stream has moved a consumer index beyond a wait: its slot may have been used again since.
+fn is_passed(next: Option<&Op>) -> bool {
+    let Some(Op::Write32 { at, value }) = next else { return false };
+    let ahead = mlx5::record_to_u24(at.load()).wrapping_sub(mlx5::record_to_u24(*value)) & 0xff_ffff;
+    ahead < 1 << 23
+}
+
+/// The wait that holds the stream, as far as can be seen.
+fn holder(state: &State) -> Option<Place> {
+    state.queue.iter().find_map(|submission| {
+        let mut waits = submission.ops.iter().enumerate().filter(|(_, op)| is_wait(op));
+        let holds = |&(place, op): &(usize, &Op)| {
+            let by_us = matches!(op, Op::Wait32 { source: Some(_), .. });
+            !(is_satisfied(op) || by_us && is_passed(submission.ops.get(place + 1)))
+        };
+        waits.find(holds).map(|(place, _)| (submission.seq, place))
+    })
+}
+
+fn op_at(state: &State, (seq, place): Place) -> Option<&Op> {
+    let submission = state.queue.iter().find(|submission| submission.seq == seq)?;
+    submission.ops.get(place)
+}
+
+fn what_of(op: &Op) -> String {
+    match op {
+        Op::Wait32 { source: Some(source), .. } | Op::Wait64 { source: Some(source), .. } => {
+            source.describe()
+        }
+        Op::Wait32 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
+        Op::Wait64 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
+        _ => format!("{op:?}"),
+    }
+}
+
+fn describe(state: &State, place: Place) -> String {
+    op_at(state, place).map_or_else(|| "a word".to_owned(), what_of)
+}
+
+/// Satisfies a wait of a failed stream. A stopped queue completes everything by itself, unless it is `late`.
+fn force(state: &State, place: Place, late: bool) {
+    match op_at(state, place) {
+        Some(Op::Wait32 { at, source: Some(source), .. }) if late => source.release(at),
+        Some(Op::Wait32 { at, value, cond, source: None }) => {
+            if let Some(word) = cond.satisfy32(at.load(), *value) {
+                at.store(word);
+            }
+        }
+        Some(Op::Wait64 { at, value, cond, .. }) => {
+            if let Some(word) = cond.satisfy64(at.load(), *value) {
+                at.store(word);
+            }
+        }
+        _ => {}
+    }
+}
