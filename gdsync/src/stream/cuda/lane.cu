@@ -29,9 +29,9 @@ struct Status {
     u32 failed;
     // Completions with errors that waits have met.
     u32 errors;
-    // The wait that failed: the number of its submission, and its place there.
+    // The wait that failed: the number of its submission, and its word.
     u64 submission;
-    u64 position;
+    u64 word;
 };
 
 struct Head {
@@ -135,7 +135,7 @@ static __device__ void run(const Head &head, const Op *ops)
             if (!await(op, head.limit_ns, failed != 0, &errors) && !failed) {
                 failed = 1;
                 store_64((u64)&head.status->submission, head.submission);
-                store_64((u64)&head.status->position, i);
+                store_64((u64)&head.status->word, op.addr);
                 __threadfence_system();
                 store_32((u64)&head.status->failed, 1);
             }

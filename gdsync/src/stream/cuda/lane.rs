@@ -81,7 +81,8 @@ pub(super) struct StatusBlock {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GivenUp {
     pub(super) submission: u64,
-    pub(super) position: u64,
+    /// The GPU's address of the word.
+    pub(super) word: u64,
 }
 
 const STATUS_BYTES: usize = 24;
@@ -105,7 +106,7 @@ impl StatusBlock {
     pub(super) fn given_up(&self) -> Option<GivenUp> {
         let word = |offset| self.memory.word64(offset).expect("words of the status block").load();
         let failed = self.memory.word32(0).expect("the first word of the status block").load();
-        (failed != 0).then(|| GivenUp { submission: word(8), position: word(16) })
+        (failed != 0).then(|| GivenUp { submission: word(8), word: word(16) })
     }
 
     /// Tells kernels that the stream has failed.

@@ -97,7 +97,7 @@ impl Engine for CudaEngine {
     }
 
     fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        self.shared.block_until(deadline, || self.shared.completed() >= seq)
+        self.shared.wait_completed(seq, deadline)
     }
 
     fn wait_room(&self, deadline: Instant) -> bool {

@@ -274,6 +274,19 @@ impl Shared {
         }
     }
 
+    /// Blocks a caller until a submission is over, or the deadline. What made it end early is known by then.
+    pub(super) fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
+        if !self.block_until(deadline, || self.completed() >= seq) {
+            return false;
+        }
+        if let Some(what) = self.given_up() {
+            let (stream, after) = (self.config.name.clone(), self.config.wait_limit);
+            self.fail(Error::StreamWait { stream, what, after });
+        }
+        // Another thread may still be telling the sources.
+        !self.failed() || self.block_until(deadline, || self.released.load(Ordering::Acquire))
+    }
+
     /// Blocks a caller until `done`, or the deadline.
     pub(super) fn block_until(&self, deadline: Instant, done: impl Fn() -> bool) -> bool {
         if done() {
@@ -323,6 +336,7 @@ impl Shared {
         self.work.notify_one();
     }
 
+    /// Whether kernels run the operations, which keep deadlines by themselves.
     pub(super) fn by_kernel(&self) -> bool {
         self.lane.is_some()
     }

@@ -7,6 +7,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::lane::GivenUp;
 use super::shared::{Shared, State};
 use crate::error::Error;
 use crate::mlx5;
@@ -76,7 +77,6 @@ impl Shared {
             };
             let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
             let what = late.map(|(place, _)| describe(&state, place));
-            let given_up = if failed { None } else { self.given_up(&state) };
             if failed && self.released.load(Ordering::Acquire) {
                 let waited = held.map_or(Duration::ZERO, |(_, since)| now - since);
                 if let Some((place, _)) = held {
@@ -84,14 +84,14 @@ impl Shared {
                 }
                 self.put_mark(&mut state);
             }
-            if !failed && what.is_none() && given_up.is_none() {
+            if !failed && what.is_none() {
                 self.work.wait_for(&mut state, pause);
             }
             drop(state);
             drop(done);
             if failed {
                 std::thread::sleep(pause);
-            } else if let Some(what) = given_up.or(what) {
+            } else if let Some(what) = self.given_up().or(what) {
                 let (stream, after) = (self.config.name.clone(), self.config.wait_limit);
                 self.fail(Error::StreamWait { stream, what, after });
                 held = None;
@@ -100,17 +100,26 @@ impl Shared {
         self.destroy();
     }
 
-    /// What a kernel waited for in vain.
-    fn given_up(&self, state: &State) -> Option<String> {
-        let place = self.by_kernel().then(|| self.status.given_up()).flatten()?;
-        Some(state.queue.iter().find(|s| s.seq == place.submission).map_or_else(
-            || "a word".to_owned(),
-            |submission| {
-                let waits = submission.ops.iter().filter(|op| is_wait(op));
-                let unmet = waits.filter(|op| !is_satisfied(op)).map(what_of).next();
-                unmet.unwrap_or_else(|| "a word that changed too late".to_owned())
-            },
-        ))
+    /// What a kernel waited for in vain, unless that is known already.
+    pub(super) fn given_up(&self) -> Option<String> {
+        if self.failed() || !self.by_kernel() {
+            return None;
+        }
+        let GivenUp { submission, word } = self.status.given_up()?;
+        let state = self.lock();
+        let found = state.queue.iter().find(|known| known.seq == submission);
+        let op = found.and_then(|known| known.ops.iter().find(|op| self.is_at(op, word)));
+        Some(op.map_or_else(|| format!("the word at {word:#x}"), what_of))
+    }
+
+    /// Whether an operation waits for the word at this address of the GPU.
+    fn is_at(&self, op: &Op, word: u64) -> bool {
+        let memory = match op {
+            Op::Wait32 { at, .. } => at.memory(),
+            Op::Wait64 { at, .. } => at.memory(),
+            _ => return false,
+        };
+        memory.gpu_addr(&self.gpu).is_ok_and(|addr| addr == word)
     }
 }
 
