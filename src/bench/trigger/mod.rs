@@ -110,6 +110,8 @@ impl Options {
         if let Some(file) = file {
             serde_json::to_writer_pretty(file, &report)?;
         }
+        // The driver's own clean-up waits for streams that are stuck: that is watched to the end of the process.
+        std::mem::forget(bench.watch);
         run
     }
 }
