@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Scratch, fails, gdasync, positive, succeeds};
+use common::{Scratch, fails, gdasync, positive, run, succeeds};
 
 fn tool(args: &[&str]) -> std::process::Command {
     let mut command = gdasync();
@@ -16,9 +16,13 @@ fn help_and_version_say_what_there_is() {
     assert!(help.contains("bench") && help.contains("gdrcopy") && help.contains("Usage: gdasync"), "{help}");
     assert_eq!(succeeds(tool(&["--version"])), format!("gdasync {}\n", env!("CARGO_PKG_VERSION")));
     let help = succeeds(tool(&["bench", "--help"]));
-    assert!(help.contains("hca"), "{help}");
+    assert!(help.contains("hca") && help.contains("copy") && help.contains("trigger"), "{help}");
     let help = succeeds(tool(&["bench", "hca", "--help"]));
     for option in ["--rounds", "--timeout", "--json"] {
+        assert!(help.contains(option), "{help}");
+    }
+    let help = succeeds(tool(&["bench", "trigger", "--help"]));
+    for option in ["--device", "--rounds", "--busy", "--timeout", "--json"] {
         assert!(help.contains(option), "{help}");
     }
 }
@@ -33,6 +37,8 @@ fn bad_arguments_are_named() {
         (&["bench", "hca", "--rounds", "99"], "--rounds"),
         (&["bench", "hca", "--timeout", "18446744073709551615"], "--timeout"),
         (&["bench", "hca", "--rounds", "100", "--json", nowhere], nowhere),
+        (&["bench", "trigger", "--busy", "0,17"], "--busy"),
+        (&["bench", "trigger", "--json", nowhere], nowhere),
     ] {
         let error = fails(tool(args));
         assert!(error.contains(expected), "{args:?}: {error}");
@@ -61,4 +67,29 @@ fn the_benchmark_writes_its_results() {
     }
     let floors = rows.iter().filter(|row| row["baseline"] == row["name"]);
     assert!(floors.inspect(|row| assert_eq!(row["ratio"], 1.0)).count() == 2, "{names:?}");
+}
+
+#[test]
+fn the_trigger_benchmark_writes_its_results_or_says_that_it_needs_a_gpu() {
+    let json = Scratch::new("bench-trigger");
+    let path = json.path().to_str().unwrap();
+    let (output, out, err) =
+        run(tool(&["bench", "trigger", "--rounds", "20", "--busy", "0,1", "--json", path]));
+    if output.status.code() == Some(1) && err.contains("GPU memory cannot be mapped here") {
+        assert!(out.is_empty() && !err.contains("panicked"), "{out}\n{err}");
+        println!("skipped: {err}");
+        return;
+    }
+    assert!(output.status.success(), "{}\n{out}\n{err}", output.status);
+    let report = json.json();
+    let rows = report["rows"].as_array().unwrap();
+    for group in ["trigger", "wake", "enqueue", "register", "barrier"] {
+        let rows: Vec<_> = rows.iter().filter(|row| row["group"] == group).collect();
+        assert!(rows.iter().any(|row| row["failed"].is_null()), "{group}: {rows:?}");
+        for row in rows.iter().filter(|row| row["failed"].is_null()) {
+            let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&row[name]));
+            assert!(min <= p50 && p50 <= p99 && positive(&row["n"]) >= 1.0, "{row}");
+        }
+    }
+    assert!(out.contains("MemOp wait"), "{out}");
 }

@@ -4,6 +4,7 @@ mod copy;
 mod floor;
 mod hca;
 mod link;
+mod trigger;
 
 use clap::Subcommand;
 
@@ -17,6 +18,8 @@ pub(crate) enum Bench {
     Hca(hca::Options),
     /// CPU mappings of GPU memory against CUDA's copies: every way, routine and number of threads at every size.
     Copy(copy::Options),
+    /// What it costs to have a stream trigger something and wait for something: every way, on an idle and a busy GPU.
+    Trigger(trigger::Options),
 }
 
 impl Bench {
@@ -24,6 +27,7 @@ impl Bench {
         match self {
             Bench::Hca(options) => options.run(),
             Bench::Copy(options) => options.run(),
+            Bench::Trigger(options) => options.run(),
         }
     }
 }
