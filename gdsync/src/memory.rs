@@ -18,7 +18,7 @@ use gdrcopy::copy::{Copier, load_fence, store_fence};
 use gdrcopy::{GpuBuffer, Mapping, MappingType};
 use parking_lot::Mutex;
 
-use crate::cuda::{Gpu, Registered};
+use crate::cuda::{Block, Gpu, Pages, Registered};
 use crate::error::{Error, Result};
 
 /// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
@@ -83,6 +83,19 @@ enum Bytes {
         mapping: Mapping,
         _buffer: Option<GpuBuffer>,
     },
+    /// On a GPU, in a block that is kept for the next user.
+    Block(Block),
+}
+
+impl Bytes {
+    /// The GPU they are on, and their mapping.
+    fn on_gpu(&self) -> Option<(&Gpu, &Mapping)> {
+        match self {
+            Bytes::Gpu { gpu, mapping, .. } => Some((gpu, mapping)),
+            Bytes::Block(block) => Some((block.gpu(), block.mapping())),
+            Bytes::Mapped { .. } | Bytes::Lent { .. } => None,
+        }
+    }
 }
 
 // SAFETY: the bytes are only reached through volatile copies and atomics of this module, which any
@@ -97,9 +110,15 @@ unsafe impl Sync for Owner {}
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // Before the bytes go.
-        drop(self.registered.take());
+        let registered = self.registered.take();
         if let Bytes::Mapped { ptr, len } = self.bytes {
+            if let Some(registered) = registered {
+                match registered.keep(ptr, len) {
+                    None => return,
+                    // Before the bytes go.
+                    Some(registered) => drop(registered),
+                }
+            }
             // SAFETY: this owner made the mapping with this length and no clone is left to use it.
             unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
         }
@@ -118,7 +137,7 @@ impl fmt::Debug for Memory {
     }
 }
 
-fn page_round(len: usize) -> Result<usize> {
+pub(crate) fn page_round(len: usize) -> Result<usize> {
     const PAGE: usize = 4096;
     len.checked_next_multiple_of(PAGE)
         .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
@@ -158,12 +177,28 @@ impl Memory {
         Self { ptr, len, addr: ptr.as_ptr() as u64, mapped: None, owner: Owner::new(bytes) }
     }
 
-    /// GPU memory behind a mapping.
+    /// GPU memory behind a mapping; the buffer where it is ours.
     pub(crate) fn on_gpu(gpu: &Gpu, mapping: Mapping, buffer: Option<GpuBuffer>) -> Self {
+        Self::behind_mapping(Bytes::Gpu { gpu: gpu.clone(), mapping, _buffer: buffer })
+    }
+
+    /// A block of GPU memory.
+    pub(crate) fn block(block: Block) -> Self {
+        Self::behind_mapping(Bytes::Block(block))
+    }
+
+    fn behind_mapping(bytes: Bytes) -> Self {
+        let (_, mapping) = bytes.on_gpu().expect("only called with GPU memory");
         let ptr = NonNull::new(mapping.as_ptr()).expect("mappings do not begin at 0");
         let (len, addr, mapped) = (mapping.len(), mapping.addr(), Some(mapping.kind()));
-        let owner = Owner::new(Bytes::Gpu { gpu: gpu.clone(), mapping, _buffer: buffer });
-        Self { ptr, len, addr, mapped, owner }
+        Self { ptr, len, addr, mapped, owner: Owner::new(bytes) }
+    }
+
+    /// Host memory that was left registered.
+    pub(crate) fn of_pages(gpu: &Gpu, pages: Pages, len: usize) -> Self {
+        let memory = Self::host(pages.ptr, len, Bytes::Mapped { ptr: pages.ptr, len: pages.len });
+        memory.owner.registered.get_or_init(|| Registered::again(gpu, pages));
+        memory
     }
 
     /// Wraps bytes that somebody else owns.
@@ -195,10 +230,7 @@ impl Memory {
 
     /// The GPU that the bytes are on; `None` for host memory.
     pub fn gpu(&self) -> Option<&Gpu> {
-        match &self.owner.bytes {
-            Bytes::Gpu { gpu, .. } => Some(gpu),
-            Bytes::Mapped { .. } | Bytes::Lent { .. } => None,
-        }
+        self.owner.bytes.on_gpu().map(|(gpu, _)| gpu)
     }
 
     /// The address of the first byte on a GPU. Host memory is registered with CUDA by the first call, all of it, and
@@ -209,6 +241,7 @@ impl Memory {
     pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
         match &self.owner.bytes {
             Bytes::Gpu { gpu: home, .. } => gpu.reach(home).map(|()| self.addr),
+            Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),
             &(Bytes::Mapped { ptr, len } | Bytes::Lent { ptr, len }) => {
                 let offset = self.ptr.as_ptr() as u64 - ptr.as_ptr() as u64;
                 if let Some(registered) = self.owner.registered.get() {
@@ -230,10 +263,8 @@ impl Memory {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn flush(&self) -> Result<()> {
-        match &self.owner.bytes {
-            Bytes::Gpu { mapping, .. } => mapping.flush().map_err(Error::cuda("flushing writes to the GPU")),
-            Bytes::Mapped { .. } | Bytes::Lent { .. } => Ok(()),
-        }
+        let Some((_, mapping)) = self.owner.bytes.on_gpu() else { return Ok(()) };
+        mapping.flush().map_err(Error::cuda("flushing writes to the GPU"))
     }
 
     /// Orders what was written through a mapping before later stores, and sends it on its way. Nothing for host memory.

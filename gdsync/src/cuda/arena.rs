@@ -2,7 +2,7 @@
 
 use parking_lot::Mutex;
 
-use super::Gpu;
+use super::{Block, Gpu};
 use crate::error::Result;
 use crate::memory::{Memory, WeakMemory};
 
@@ -11,8 +11,7 @@ const BLOCK: usize = 2 << 20;
 /// Pieces begin on lines of their own.
 const ALIGN: usize = 256;
 
-/// The block that pieces are cut from, and how much of it is. A block goes back to CUDA with its last piece: it keeps its
-/// GPU, so the GPU must not keep it.
+/// The block that pieces are cut from, and how much of it is. A block keeps its GPU, so the GPU must not keep it.
 #[derive(Default)]
 pub(super) struct Arena(Mutex<Option<(WeakMemory, usize)>>);
 
@@ -20,18 +19,23 @@ impl Arena {
     /// `len` zeroed bytes.
     pub(super) fn piece(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
         let size = len.next_multiple_of(ALIGN);
-        if size > BLOCK / 2 {
+        if size > BLOCK {
             return zeroed(gpu.alloc(len)?);
         }
         let mut current = self.0.lock();
         let known = current.take().and_then(|(block, used)| Some((block.upgrade()?, used)));
         let (block, used) = match known.filter(|(_, used)| used + size <= BLOCK) {
             Some(known) => known,
-            None => (gpu.alloc(BLOCK)?, 0),
+            None => (block(gpu)?, 0),
         };
         *current = Some((block.downgrade(), used + size));
         zeroed(block.slice(used, len)?)
     }
+}
+
+fn block(gpu: &Gpu) -> Result<Memory> {
+    let (mapping, buffer) = gpu.kept().take_block().map_or_else(|| gpu.map_new(BLOCK), Ok)?;
+    Ok(Memory::block(Block::new(gpu, mapping, buffer)))
 }
 
 fn zeroed(memory: Memory) -> Result<Memory> {

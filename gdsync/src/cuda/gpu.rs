@@ -3,20 +3,25 @@
 use std::fmt;
 use std::sync::Arc;
 
-use gdrcopy::Gdr;
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::Handle;
 use gdrcopy::cuda::raw::{Api, Current};
+use gdrcopy::{Gdr, GpuBuffer, Mapping};
 use parking_lot::Mutex;
 
 use super::RawStream;
 use super::arena::Arena;
 use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
+use super::kept::Kept;
+use super::register::unregister;
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, page_round};
 
 /// A GPU, in one of its contexts. Clones share it.
+///
+/// When the last clone goes, and with it all that was made with it, memory is given back to CUDA, which may wait for streams
+/// of the application then.
 #[derive(Clone)]
 pub struct Gpu(Arc<Inner>);
 
@@ -34,6 +39,7 @@ struct Inner {
     reached: Mutex<Vec<Handle>>,
     gdr: Mutex<Option<Gdr>>,
     arena: Arena,
+    kept: Kept,
     calibration: Mutex<Option<Calibration>>,
 }
 
@@ -45,6 +51,23 @@ impl fmt::Debug for Gpu {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        let kept = self.kept.host();
+        if !kept.is_empty() {
+            // SAFETY: retained here, or kept alive as the maker of this value promised.
+            let current = unsafe { Current::enter(&self.api, self.context) };
+            let known = current.map(|_current| {
+                for pages in &kept {
+                    match unregister(&self.api, pages.ptr.as_ptr().addr()) {
+                        // SAFETY: mapped by a `Memory` that left it to the pages' keeper; nobody uses it.
+                        Ok(()) => drop(unsafe { libc::munmap(pages.ptr.as_ptr().cast(), pages.len) }),
+                        Err(error) => tracing::debug!(%error, "host memory stays registered"),
+                    }
+                }
+            });
+            if let Err(error) = known {
+                tracing::debug!(%error, "host memory stays registered");
+            }
+        }
         if self.primary {
             // SAFETY: retained once, given back once.
             if let Err(error) = unsafe { self.api.primary_ctx_release(self.device) } {
@@ -127,9 +150,9 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena, calibration) = Default::default();
+        let (reached, arena, kept, calibration) = Default::default();
         let gdr = Mutex::new(gdr);
-        Self(Arc::new(Inner {
+        let inner = Inner {
             api,
             ordinal,
             device,
@@ -139,8 +162,10 @@ impl Gpu {
             reached,
             gdr,
             arena,
+            kept,
             calibration,
-        }))
+        };
+        Self(Arc::new(inner))
     }
 
     /// The number of GPUs that CUDA shows to this process.
@@ -254,15 +279,38 @@ impl Gpu {
     /// # Errors
     /// [`Error::Cuda`] when the GPU is full, or its memory cannot be mapped: the reasons of all backends are in it.
     pub fn alloc(&self, len: usize) -> Result<Memory> {
+        let (mapping, buffer) = self.map_new(len)?;
+        Ok(Memory::on_gpu(self, mapping, Some(buffer)))
+    }
+
+    /// Allocates memory on the GPU and maps it.
+    pub(super) fn map_new(&self, len: usize) -> Result<(Mapping, GpuBuffer)> {
         let failed = Error::cuda("allocating GPU memory");
         let buffer = self.gdr()?.alloc(self.0.ordinal, len).map_err(failed)?;
         let mapping = buffer.map().map_err(Error::cuda("mapping GPU memory"))?;
-        Ok(Memory::on_gpu(self, mapping, Some(buffer)))
+        Ok((mapping, buffer))
     }
 
     /// Zeroed memory on the GPU for rings and words: small pieces share a block.
     pub(crate) fn piece(&self, len: usize) -> Result<Memory> {
         self.0.arena.piece(self, len)
+    }
+
+    /// Zeroed host memory, registered.
+    pub(crate) fn host_piece(&self, len: usize) -> Result<Memory> {
+        if let Some(pages) = self.0.kept.take_host(page_round(len)?) {
+            let memory = Memory::of_pages(self, pages, len);
+            memory.fill(0, len, 0)?;
+            return Ok(memory);
+        }
+        let memory = Memory::alloc(len)?;
+        memory.gpu_addr(self)?;
+        Ok(memory)
+    }
+
+    /// Memory of this GPU that nobody uses, for another user.
+    pub(crate) fn kept(&self) -> &Kept {
+        &self.0.kept
     }
 
     /// Memory of the application by its address, told apart by what CUDA knows of it: GPU memory is mapped for the CPU, host

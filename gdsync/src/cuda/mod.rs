@@ -6,11 +6,13 @@ mod arena;
 mod calibrate;
 mod capabilities;
 mod gpu;
+mod kept;
 mod register;
 
 pub use calibrate::Calibration;
 pub use capabilities::{Capabilities, Flush};
 pub use gpu::Gpu;
+pub(crate) use kept::{Block, Pages};
 pub(crate) use register::Registered;
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.

@@ -5,8 +5,9 @@ use std::fmt;
 use std::ptr::NonNull;
 
 use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::Api;
 
-use super::Gpu;
+use super::{Gpu, Pages};
 use crate::error::{Error, Result};
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for all contexts of the process, by address.
@@ -22,6 +23,21 @@ pub(crate) struct Registered {
 }
 
 impl Registered {
+    /// Takes back over what was registered before.
+    pub(crate) fn again(gpu: &Gpu, pages: Pages) -> Self {
+        Self { addr: pages.addr, ours: Some((gpu.clone(), pages.ptr.as_ptr().expose_provenance())) }
+    }
+
+    /// The bytes, all registered here, are used no more: keeps them for another user, so that CUDA need not be asked.
+    /// Hands the registration back where that cannot be.
+    pub(crate) fn keep(mut self, ptr: NonNull<u8>, len: usize) -> Option<Self> {
+        let Some((gpu, _)) = self.ours.take() else { return Some(self) };
+        match gpu.kept().put_host(Pages { ptr, len, addr: self.addr }) {
+            Ok(()) => None,
+            Err(pages) => Some(Self::again(&gpu, pages)),
+        }
+    }
+
     pub(crate) fn addr(&self) -> u64 {
         self.addr
     }
@@ -70,13 +86,16 @@ impl Gpu {
 impl Drop for Registered {
     fn drop(&mut self) {
         let Some((gpu, first)) = self.ours.take() else { return };
-        let first = std::ptr::with_exposed_provenance_mut::<c_void>(first);
-        let done = gpu.enter().and_then(|_current| {
-            // SAFETY: registered here once, given back once.
-            unsafe { gpu.api().mem_host_unregister(first) }.map_err(Error::cuda("giving back host memory"))
-        });
+        let done = gpu.enter().and_then(|_current| unregister(gpu.api(), first));
         if let Err(error) = done {
             tracing::debug!(%error, "host memory stays registered");
         }
     }
+}
+
+/// Gives a registration back. A context must be current.
+pub(super) fn unregister(api: &Api, first: usize) -> Result<()> {
+    let first = std::ptr::with_exposed_provenance_mut::<c_void>(first);
+    // SAFETY: callers own the registration, and give it back once.
+    unsafe { api.mem_host_unregister(first) }.map_err(Error::cuda("giving back host memory"))
 }

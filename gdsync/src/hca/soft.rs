@@ -232,10 +232,7 @@ impl Provider for SoftHca {
         let rq = Memory::alloc(request.rq_stride << request.log_rq)?;
         let record = places.alloc(OnGpu::RECORDS, mlx5::QP_DBREC_SIZE)?;
         // A page of registers for every queue pair: doorbells of two never overwrite each other.
-        let page = Memory::alloc(4096)?;
-        if let Some(gpu) = &places.gpu {
-            page.gpu_addr(gpu)?;
-        }
+        let page = places.alloc(OnGpu::empty(), 4096)?;
         let doorbell = page.word64(mlx5::BF_OFFSET)?;
         doorbell.store(mlx5::EMPTY);
         let psn = gid::random_psn()?;

@@ -41,11 +41,6 @@ impl Places {
     /// `len` zeroed bytes for `what`, where they belong, and known to the GPU.
     pub(crate) fn alloc(&self, what: OnGpu, len: usize) -> Result<Memory> {
         let Some(gpu) = &self.gpu else { return Memory::alloc(len) };
-        if self.on_gpu.contains(what) {
-            return gpu.piece(len);
-        }
-        let memory = Memory::alloc(len)?;
-        memory.gpu_addr(gpu)?;
-        Ok(memory)
+        if !what.is_empty() && self.on_gpu.contains(what) { gpu.piece(len) } else { gpu.host_piece(len) }
     }
 }

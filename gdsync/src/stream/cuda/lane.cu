@@ -12,7 +12,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // As in `lane.rs`. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
-// write that is done also when the stream has failed.
+// write that goes to the next word when the stream has failed.
 enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK };
 enum Cond : u32 { GEQ, EQ, AND, NOR };
 
@@ -159,7 +159,7 @@ static __device__ void run(const Head &head, const Op *ops)
             break;
         case MARK:
             __threadfence_system();
-            store_64(op.addr, op.value);
+            store_64(failed ? op.addr + 8 : op.addr, op.value);
             break;
         }
     }

@@ -39,7 +39,7 @@ pub(super) enum Step {
     },
     Barrier,
     Flush,
-    /// The number of the submission, written also by a stream that has failed.
+    /// The number of the submission; a kernel of a stream that has failed writes it to the next word.
     Mark {
         addr: u64,
         value: u64,

@@ -22,7 +22,7 @@ use super::plan::{self, Call, Calls};
 use super::{CudaStreamConfig, Via};
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word64};
+use crate::memory::Word64;
 use crate::stream::execute::{breathe, message_of};
 use crate::stream::op::{Op, Source};
 use crate::stream::sources::{Use, sources_of};
@@ -43,8 +43,9 @@ pub(super) struct Shared {
     owned: bool,
     lane: Option<Lane>,
     pub(super) status: StatusBlock,
-    /// The mark.
+    /// The mark, and the one of kernels that ran after the stream failed.
     mark: Word64,
+    mark_after: Word64,
     state: Mutex<State>,
     /// For the watchdog: there is something to watch.
     pub(super) work: Condvar,
@@ -107,8 +108,8 @@ impl Shared {
         };
         let lane = (via == Via::Kernel).then(|| Lane::load(gpu)).transpose()?;
         let status = StatusBlock::new(gpu)?;
-        let mark = Memory::alloc(8)?.word64(0)?;
-        mark.memory().gpu_addr(gpu)?;
+        let marks = gpu.host_piece(16)?;
+        let (mark, mark_after) = (marks.word64(0)?, marks.word64(8)?);
         Ok(Arc::new_cyclic(|own| Self {
             config,
             gpu: gpu.clone(),
@@ -117,6 +118,7 @@ impl Shared {
             lane,
             status,
             mark,
+            mark_after,
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
@@ -134,7 +136,12 @@ impl Shared {
 
     /// As far as the last mark tells.
     pub(super) fn completed(&self) -> u64 {
-        if self.lost.load(Ordering::Acquire) { self.submitted() } else { self.mark.load() }
+        if self.lost.load(Ordering::Acquire) {
+            return self.submitted();
+        }
+        let mark = self.mark.load();
+        // Before that it may not be known yet why kernels stopped short.
+        if self.released.load(Ordering::Acquire) { mark.max(self.mark_after.load()) } else { mark }
     }
 
     pub(super) fn error(&self) -> Option<Error> {
@@ -278,10 +285,6 @@ impl Shared {
     pub(super) fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
         if !self.block_until(deadline, || self.completed() >= seq) {
             return false;
-        }
-        if let Some(what) = self.given_up() {
-            let (stream, after) = (self.config.name.clone(), self.config.wait_limit);
-            self.fail(Error::StreamWait { stream, what, after });
         }
         // Another thread may still be telling the sources.
         !self.failed() || self.block_until(deadline, || self.released.load(Ordering::Acquire))

@@ -101,7 +101,7 @@ impl Shared {
     }
 
     /// What a kernel waited for in vain, unless that is known already.
-    pub(super) fn given_up(&self) -> Option<String> {
+    fn given_up(&self) -> Option<String> {
         if self.failed() || !self.by_kernel() {
             return None;
         }
