@@ -17,6 +17,7 @@ use super::kept::Kept;
 use super::register::unregister;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, page_round};
+use crate::stream::KickerSlot;
 
 /// A GPU, in one of its contexts. Clones share it.
 ///
@@ -40,6 +41,7 @@ struct Inner {
     gdr: Mutex<Option<Gdr>>,
     arena: Arena,
     kept: Kept,
+    kicker: KickerSlot,
     calibration: Mutex<Option<Calibration>>,
 }
 
@@ -150,7 +152,7 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena, kept, calibration) = Default::default();
+        let (reached, arena, kept, kicker, calibration) = Default::default();
         let gdr = Mutex::new(gdr);
         let inner = Inner {
             api,
@@ -163,6 +165,7 @@ impl Gpu {
             gdr,
             arena,
             kept,
+            kicker,
             calibration,
         };
         Self(Arc::new(inner))
@@ -306,6 +309,11 @@ impl Gpu {
         let memory = Memory::alloc(len)?;
         memory.gpu_addr(self)?;
         Ok(memory)
+    }
+
+    /// The stream that wakes its others.
+    pub(crate) fn kicker(&self) -> &KickerSlot {
+        &self.0.kicker
     }
 
     /// Memory of this GPU that nobody uses, for another user.

@@ -124,8 +124,9 @@ impl Core {
     }
 
     /// Removes a queue pair; what it held is returned, to be let go outside of locks.
-    pub(crate) fn remove_qp(&mut self, qpn: u32) -> Option<Box<SoftQp>> {
+    pub(crate) fn remove_qp(&mut self, qpn: u32, rung: &Rung) -> Option<Box<SoftQp>> {
         let i = self.find(qpn)?;
+        rung.forget(i);
         self.active.retain(|&a| a != i);
         self.watched.retain(|&(w, _)| w != i);
         self.qps[i].qp.take()
@@ -163,8 +164,11 @@ impl Core {
     }
 
     /// Looks at this doorbell from now on, until it was rung up to `pi`.
-    pub(crate) fn watch(&mut self, qpn: u32, pi: u64) {
-        let Some(i) = self.find(qpn) else { return };
+    fn watch(&mut self, i: usize, pi: u64) {
+        let head = self.qps.get(i).and_then(|slot| slot.qp.as_ref()).map(|qp| qp.req.head());
+        if head.is_none_or(|head| head >= pi) {
+            return;
+        }
         match self.watched.iter_mut().find(|(w, _)| *w == i) {
             Some((_, until)) => *until = pi,
             None => self.watched.push((i, pi)),
@@ -172,8 +176,9 @@ impl Core {
     }
 
     /// Looks at this doorbell no more: the queue pair was reset, what was announced will not be rung.
-    pub(crate) fn unwatch(&mut self, qpn: u32) {
+    pub(crate) fn unwatch(&mut self, qpn: u32, rung: &Rung) {
         if let Some(i) = self.find(qpn) {
+            rung.forget(i);
             self.watched.retain(|&(w, _)| w != i);
         }
     }
@@ -224,6 +229,7 @@ impl Core {
         let mut worked = false;
         rung.drain(|i| {
             self.ring_index(i);
+            self.watch(i, rung.announced(i));
             worked = true;
         });
         if !self.watched.is_empty() {

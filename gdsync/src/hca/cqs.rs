@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::event::CqEvent;
+use super::event::{CqEvent, Kicks};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe};
@@ -17,6 +17,8 @@ pub(crate) struct Cqs {
     slots: Vec<Option<SoftCq>>,
     /// CQEs written, also the clock of their timestamps.
     written: u64,
+    /// GPUs to be kicked for what was written.
+    kicks: Vec<Arc<dyn Kicks>>,
 }
 
 #[derive(Debug)]
@@ -57,6 +59,11 @@ impl Cqs {
         BASE + u32::try_from(index).expect("CQNs have 24 bits and memory ends before")
     }
 
+    /// The GPUs to be kicked, once the core is let go.
+    pub(crate) fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
+        std::mem::take(&mut self.kicks)
+    }
+
     pub(crate) fn destroy(&mut self, cqn: u32) {
         if let Some(slot) = self.slot(cqn) {
             *slot = None;
@@ -64,14 +71,14 @@ impl Cqs {
     }
 
     fn slot(&mut self, cqn: u32) -> Option<&mut Option<SoftCq>> {
-        self.slots.get_mut(cqn.checked_sub(BASE)? as usize)
+        slot(&mut self.slots, cqn)
     }
 
     /// Writes the next CQE of a queue: the bytes first, then the word with the owner bit.
     pub(crate) fn complete(&mut self, cqn: u32, mut cqe: Cqe) -> std::result::Result<(), Overrun> {
         self.written += 1;
         cqe.timestamp = self.written;
-        let Some(Some(cq)) = self.slot(cqn) else { return Ok(()) };
+        let Some(Some(cq)) = slot(&mut self.slots, cqn) else { return Ok(()) };
         if cq.overrun || !cq.has_room() {
             cq.overrun = true;
             return Err(Overrun);
@@ -83,8 +90,13 @@ impl Cqs {
         let word = cq.ring.atomic32(slot + CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
         completion::publish(word, mlx5::op_own_word(&bytes));
         cq.ring.fence();
-        cq.produced += 1;
         cq.event.raise();
+        if let Some(kicker) = cq.event.kicker(cq.produced)
+            && !self.kicks.iter().any(|known| Arc::ptr_eq(known, kicker))
+        {
+            self.kicks.push(kicker.clone());
+        }
+        cq.produced += 1;
         Ok(())
     }
 
@@ -104,6 +116,10 @@ impl Cqs {
         }
         Ok(())
     }
+}
+
+fn slot(slots: &mut [Option<SoftCq>], cqn: u32) -> Option<&mut Option<SoftCq>> {
+    slots.get_mut(cqn.checked_sub(BASE)? as usize)
 }
 
 impl SoftCq {

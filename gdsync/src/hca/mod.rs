@@ -52,6 +52,8 @@ mod stats;
 mod wire;
 
 pub(crate) use event::CqEvent;
+#[doc(hidden)] // until applications can bring a stream engine of their own
+pub use event::Kicks;
 pub use fault::FaultPlan;
 pub use gid::Gid;
 pub(crate) use soft::SoftHca;

@@ -1,4 +1,5 @@
-//! Which queue pairs had their doorbell rung while another thread was running the HCA.
+//! Which queue pairs had their doorbell rung while another thread was running the HCA, or will have it written by
+//! something that cannot tell.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -13,6 +14,8 @@ pub(crate) struct Rung {
     note: AtomicU32,
     groups: [AtomicU64; MAX_QPS / 64 / 64],
     bits: Box<[AtomicU64]>,
+    /// Up to where doorbells will be rung that nobody tells of, by queue pair.
+    until: Box<[AtomicU64]>,
 }
 
 impl Default for Rung {
@@ -21,6 +24,7 @@ impl Default for Rung {
             note: AtomicU32::new(0),
             groups: std::array::from_fn(|_| AtomicU64::new(0)),
             bits: (0..MAX_QPS / 64).map(|_| AtomicU64::new(0)).collect(),
+            until: (0..MAX_QPS).map(|_| AtomicU64::new(0)).collect(),
         }
     }
 }
@@ -30,6 +34,22 @@ impl Rung {
         self.bits[index / 64].fetch_or(1 << (index % 64), Ordering::Release);
         self.groups[index / 4096].fetch_or(1 << (index / 64 % 64), Ordering::Release);
         note::leave(&self.note);
+    }
+
+    /// Puts in a queue pair whose doorbell will be written up to the producer index `until` by something that cannot tell.
+    pub(crate) fn announce(&self, index: usize, until: u64) {
+        self.until[index].fetch_max(until, Ordering::Relaxed);
+        self.insert(index);
+    }
+
+    /// Up to where the doorbell of a queue pair that came out of the set will be written.
+    pub(crate) fn announced(&self, index: usize) -> u64 {
+        self.until[index].load(Ordering::Relaxed)
+    }
+
+    /// What was announced of a queue pair will not come.
+    pub(crate) fn forget(&self, index: usize) {
+        self.until[index].store(0, Ordering::Relaxed);
     }
 
     /// As [`Rung::is_noted`], for those who only look whether a step is worth while: a note they miss is the holder's.

@@ -17,6 +17,8 @@ const SPIN: Duration = Duration::from_micros(20);
 const DEFER: Duration = Duration::from_millis(1);
 /// How long it looks busily at doorbells that will be written without notice.
 const WATCH_SPIN: Duration = Duration::from_millis(1);
+/// Looks at such doorbells between two at the clock.
+const REST_EVERY: u32 = 32;
 /// The longest it leaves such a doorbell alone.
 const WATCH_NAP: Duration = Duration::from_millis(5);
 /// The longest it sleeps at all: then doorbells are looked at that nobody announced.
@@ -43,7 +45,7 @@ pub(super) struct Service {
 impl Service {
     pub(super) fn start(shared: Arc<Shared>) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let worker = Worker { shared: shared.clone(), stop: stop.clone(), lent: 0, idle: None };
+        let worker = Worker { shared: shared.clone(), stop: stop.clone(), lent: 0, idle: None, looks: 0 };
         let thread = std::thread::Builder::new()
             .name("gdsync-hca".into())
             .spawn(move || worker.run())
@@ -93,18 +95,25 @@ struct Worker {
     lent: u64,
     /// Since when there has been nothing to do.
     idle: Option<Instant>,
+    /// Looks at watched doorbells since the clock was read.
+    looks: u32,
 }
 
 impl Worker {
     fn run(mut self) {
         while !self.stop.load(Ordering::Acquire) {
             let lent = self.shared.lent.load(Ordering::Relaxed);
-            if lent != self.lent {
+            // What others do does not help a doorbell that a GPU writes: they may be gone by then.
+            if lent != self.lent && !self.shared.watching.load(Ordering::Relaxed) {
                 self.lent = lent;
                 self.defer();
             } else if self.shared.try_step() == Some(true) {
                 self.idle = None;
+            } else if self.shared.watching.load(Ordering::Relaxed) && !self.looks.is_multiple_of(REST_EVERY) {
+                self.looks += 1;
+                std::hint::spin_loop();
             } else {
+                self.looks = 1;
                 self.rest();
             }
         }

@@ -77,6 +77,8 @@ pub(super) struct Shared {
     pub(super) lent: AtomicU64,
     /// Unfinished work was seen when the core was last let go.
     pub(super) busy: AtomicBool,
+    /// Doorbells were watched when the core was last let go.
+    pub(super) watching: AtomicBool,
     pub(super) duty: Mutex<service::Duty>,
     pub(super) duty_changed: Condvar,
     next_pd: AtomicU64,
@@ -85,18 +87,25 @@ pub(super) struct Shared {
 impl Shared {
     /// Lets the core go and acts on what others noted meanwhile.
     pub(super) fn settle(&self, core: MutexGuard<'_, Core>) {
-        let mark_busy =
-            |core: &Core| self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
-        mark_busy(&core);
+        let mut kicks = Vec::new();
+        let mut note = |core: &mut Core| {
+            self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
+            self.watching.store(core.is_watching(), Ordering::Relaxed);
+            kicks.append(&mut core.cqs.take_kicks());
+        };
+        let mut core = core;
+        note(&mut core);
         self.rung.settle(
             core,
             || self.core.try_lock(),
             |core| {
                 self.accept(core);
                 core.step(&self.rung);
-                mark_busy(core);
+                note(core);
             },
         );
+        // Without the lock: CUDA may take its time.
+        kicks.iter().for_each(|kicker| kicker.kick());
     }
 
     pub(super) fn accept(&self, core: &mut Core) {
@@ -148,6 +157,7 @@ impl SoftHca {
             bell,
             lent: AtomicU64::new(0),
             busy: AtomicBool::new(false),
+            watching: AtomicBool::new(false),
             duty: Mutex::default(),
             duty_changed: Condvar::new(),
             next_pd: AtomicU64::new(0x21),
@@ -167,7 +177,10 @@ impl SoftHca {
     /// Whether a doorbell is watched.
     #[cfg(test)]
     pub(super) fn is_watching(&self) -> bool {
-        self.with(|core| core.is_watching())
+        self.with(|core| {
+            core.step(&self.shared.rung);
+            core.is_watching()
+        })
     }
 
     /// The link to `peer`, made if there is none.
@@ -265,7 +278,7 @@ impl Provider for SoftHca {
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
         let result = self.with(|core| {
             if attr.state == Some(QpState::RESET) {
-                core.unwatch(qpn);
+                core.unwatch(qpn, &self.shared.rung);
             }
             core.with_qp(qpn, |qp, env| qp.modify(attr, link, env))
         });
@@ -273,7 +286,7 @@ impl Provider for SoftHca {
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        let qp = self.with(|core| core.remove_qp(qpn));
+        let qp = self.with(|core| core.remove_qp(qpn, &self.shared.rung));
         drop(qp);
     }
 
@@ -297,8 +310,10 @@ impl Provider for SoftHca {
     }
 
     fn watch(&self, qpn: u32, pi: u64) {
-        self.with(|core| core.watch(qpn, pi));
-        self.shared.wake_if_unattended();
+        // Without the lock, which the service thread has most of the time.
+        self.shared.rung.announce(core::index(qpn), pi);
+        self.shared.busy.store(true, Ordering::Relaxed);
+        self.shared.take_over();
     }
 
     fn progress(&self) -> bool {

@@ -37,6 +37,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 pub use batch::Batch;
+pub(crate) use cuda::KickerSlot;
 pub use cuda::{CudaStreamConfig, Kick, Via};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::Error;
+use crate::hca::Kicks;
 use crate::memory::{Word32, Word64};
 
 /// When a wait is satisfied, for the word `w` and the value `v` of the operation.
@@ -98,6 +99,12 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// The stream gives up: stop the queue behind this source, so that nothing more leaves it and every
     /// completion it still owes arrives as an error. Idempotent.
     fn fail(&self, reason: &Error);
+
+    /// A stream of a GPU waits for the completions claimed so far: `kicker` wakes it when one was written. Where the device
+    /// cannot do that, nothing happens.
+    fn kick(&self, kicker: &Arc<dyn Kicks>) {
+        let _ = kicker;
+    }
 
     /// No completion will come for which a wait looks at this word: puts one there that says so, and satisfies the wait.
     fn release(&self, at: &Word32) {

@@ -17,6 +17,7 @@ use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
 use crate::error::{Error, Result};
+use crate::hca::Kicks;
 use crate::memory::{Memory, Word32};
 use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 use crate::protocol::completion;
@@ -480,6 +481,12 @@ impl CqInner {
         }
         released.retain(|&n| slots[self.index(n)].taken == Taken::No);
         self.free(&mut state);
+    }
+
+    /// A GPU waits for all completions that are claimed now: see [`Source::kick`].
+    pub(crate) fn kick_claimed(&self, kicker: &Arc<dyn Kicks>) {
+        let until = self.state.lock().claim_next;
+        self.parts.event.kick_until(until, kicker);
     }
 
     /// Whether there is a claim that is in no stream.

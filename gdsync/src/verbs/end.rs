@@ -10,6 +10,7 @@ use super::cq::CqInner;
 use super::qp::QpCore;
 use super::track::Tracker;
 use crate::error::Error;
+use crate::hca::Kicks;
 use crate::memory::Word32;
 use crate::stream::Source;
 
@@ -83,6 +84,10 @@ impl Source for StreamUse {
 
     fn fail(&self, reason: &Error) {
         self.0.qp.stop(reason);
+    }
+
+    fn kick(&self, kicker: &Arc<dyn Kicks>) {
+        self.0.cq.kick_claimed(kicker);
     }
 
     fn release(&self, at: &Word32) {

@@ -10,6 +10,7 @@
 //! application.
 
 mod config;
+mod kicker;
 mod lane;
 mod plan;
 mod shared;
@@ -22,6 +23,7 @@ use std::time::Instant;
 
 pub use config::{CudaStreamConfig, Kick, Via};
 
+pub(crate) use self::kicker::Slot as KickerSlot;
 use self::shared::Shared;
 use super::engine::Engine;
 use super::op::Op;

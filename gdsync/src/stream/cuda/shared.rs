@@ -17,11 +17,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
 use super::plan::{self, Call, Calls};
-use super::{CudaStreamConfig, Via};
+use super::{CudaStreamConfig, Kick, Via};
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
+use crate::hca::Kicks;
 use crate::memory::Word64;
 use crate::stream::execute::{breathe, message_of};
 use crate::stream::op::{Op, Source};
@@ -42,6 +44,7 @@ pub(super) struct Shared {
     pub(super) stream: RawStream,
     owned: bool,
     lane: Option<Lane>,
+    kicker: Option<Arc<dyn Kicks>>,
     pub(super) status: StatusBlock,
     /// The mark, and the one of kernels that ran after the stream failed.
     mark: Word64,
@@ -107,6 +110,11 @@ impl Shared {
             chosen => chosen,
         };
         let lane = (via == Via::Kernel).then(|| Lane::load(gpu)).transpose()?;
+        let kicks = match config.kick {
+            Kick::Auto => lane.is_none(),
+            chosen => chosen == Kick::On,
+        };
+        let kicker = if kicks { Some(Kicker::of(gpu)? as Arc<dyn Kicks>) } else { None };
         let status = StatusBlock::new(gpu)?;
         let marks = gpu.host_piece(16)?;
         let (mark, mark_after) = (marks.word64(0)?, marks.word64(8)?);
@@ -116,6 +124,7 @@ impl Shared {
             stream,
             owned,
             lane,
+            kicker,
             status,
             mark,
             mark_after,
@@ -218,6 +227,9 @@ impl Shared {
             return Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth });
         }
         let sources = sources_of(ops);
+        if let Some(kicker) = &self.kicker {
+            sources.iter().for_each(|(_, source)| source.kick(kicker));
+        }
         let mut ops = mem::take(ops);
         self.submitted.store(seq, Ordering::Release);
         let issued = self.gpu.within(|_| self.issue(seq, calls, &mut ops));

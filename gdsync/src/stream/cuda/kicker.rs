@@ -1,0 +1,88 @@
+//! Kicks: memory operations that do nothing but make a GPU's front end look at its streams again.
+//!
+//! A wait that is not satisfied is looked at again only every 8 us on an idle H200. A write on any other stream of the
+//! process makes the GPU look at once: then the median wake-up takes 3.1 us instead of 5.0, and the 99th percentile
+//! 3.9 instead of 9.9. Copies and memsets do the same but cost the CPU more than the 0.8 us of the write; events do not.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use gdrcopy::cuda::raw::layout::MemOp;
+use parking_lot::Mutex;
+
+use crate::cuda::{Gpu, RawStream};
+use crate::error::{Error, Result};
+use crate::hca::Kicks;
+use crate::memory::Word64;
+
+/// `CU_STREAM_NON_BLOCKING`.
+const NON_BLOCKING: u32 = 1;
+/// Kicks that the GPU has not run: with more it does not move, and would only block the caller in the end.
+const MOST_PENDING: u64 = 4;
+
+/// A stream to kick with. One for each GPU is enough.
+pub(crate) struct Kicker {
+    gpu: Gpu,
+    stream: RawStream,
+    word: Word64,
+    /// Kicks so far; held by the thread that kicks.
+    count: Mutex<u64>,
+}
+
+/// Where a GPU has its kicker.
+pub(crate) type Slot = Mutex<Weak<Kicker>>;
+
+impl fmt::Debug for Kicker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kicker({:?})", self.gpu)
+    }
+}
+
+impl Kicker {
+    /// The kicker of a GPU.
+    pub(super) fn of(gpu: &Gpu) -> Result<Arc<Self>> {
+        let mut slot = gpu.kicker().lock();
+        if let Some(kicker) = slot.upgrade() {
+            return Ok(kicker);
+        }
+        let word = gpu.host_piece(8)?.word64(0)?;
+        let _current = gpu.enter()?;
+        let mut stream = 0;
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { gpu.api().stream_create(&mut stream, NON_BLOCKING, 0) }
+            .map_err(Error::cuda("making a stream"))?;
+        let kicker = Arc::new(Self { gpu: gpu.clone(), stream, word, count: Mutex::new(0) });
+        *slot = Arc::downgrade(&kicker);
+        Ok(kicker)
+    }
+}
+
+impl Kicks for Kicker {
+    fn kick(&self) {
+        // Who finds another thread at it has been kicked for.
+        let Some(mut count) = self.count.try_lock() else { return };
+        if *count - self.word.load() >= MOST_PENDING {
+            return;
+        }
+        let Ok(addr) = self.word.memory().gpu_addr(&self.gpu) else { return };
+        let mut op = MemOp::word(MemOp::WRITE_64, addr, *count + 1, 0);
+        // SAFETY: one operation on a word that this value keeps.
+        let kicked = self.gpu.within(|api| unsafe { api.stream_batch_mem_op(self.stream, 1, &mut op, 0) });
+        match kicked {
+            Ok(()) => *count += 1,
+            Err(error) => tracing::debug!(%error, "GPU not kicked"),
+        }
+    }
+}
+
+impl Drop for Kicker {
+    fn drop(&mut self) {
+        let done = self.gpu.enter().and_then(|_current| {
+            // SAFETY: made here, destroyed once.
+            unsafe { self.gpu.api().stream_destroy(self.stream) }.map_err(Error::cuda("destroying a stream"))
+        });
+        if let Err(error) = done {
+            tracing::debug!(%error, "stream for kicks not destroyed");
+        }
+    }
+}
