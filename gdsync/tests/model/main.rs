@@ -21,7 +21,7 @@ fn check(list: &[Request], drive: &Drive, faults: Option<FaultPlan>) {
     let build = |q: QpBuilder| {
         let q =
             q.max_send_wr(drive.max_send_wr).max_recv_wr(drive.max_recv_wr).max_send_sge(3).max_recv_sge(3);
-        q.max_inline(INLINE).timeout(9).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
+        q.max_inline(INLINE).timeout(11).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
     };
     let (a, b) = if drive.two_hcas { pair(REGION, build) } else { loopback(REGION, build) };
     for (side, seed) in [(&a, 1), (&b, 2)] {
