@@ -1,6 +1,6 @@
 //! A simulated CUDA driver: the entry points of [`Api`](crate::cuda::raw::Api), on streams that really run.
 //!
-//! [`api`] gives the table, [`gdr`] maps the memory behind it, [`kernel`] makes a Rust function a kernel, [`Control`]
+//! [`api`] gives the table, [`gdr`] maps the memory behind it, [`kernel()`] makes a Rust function a kernel, [`Control`]
 //! makes calls fail and counts. The driver is one per process, as the real one; it works inside one process only.
 //!
 //! # Model

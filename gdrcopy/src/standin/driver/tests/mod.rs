@@ -88,9 +88,9 @@ impl Drop for Rig {
     fn drop(&mut self) {
         destroy_context(self.context);
         let mut popped = 0;
-        assert_eq!(cuda!(ctx_pop_current(&mut popped)), 0);
+        let status = cuda!(ctx_pop_current(&mut popped));
         if !std::thread::panicking() {
-            assert_eq!(popped, self.context);
+            assert_eq!((status, popped), (0, self.context));
         }
     }
 }
