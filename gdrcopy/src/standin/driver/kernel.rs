@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::mem::MaybeUninit;
 
 use parking_lot::Mutex;
 
@@ -46,8 +47,8 @@ pub fn kernel(name: &'static str, params: &'static [usize], run: fn(&[*mut c_voi
 #[derive(Clone)]
 pub(super) struct Launch {
     kernel: Kernel,
-    /// In units that are aligned as any parameter may need.
-    params: Vec<Vec<u128>>,
+    /// In units that are aligned as any parameter may need. Not all bytes of a structure need be written.
+    params: Vec<Vec<MaybeUninit<u128>>>,
 }
 
 /// Blocks and threads.
@@ -83,11 +84,12 @@ impl Launch {
     }
 }
 
-fn copy(place: *const c_void, size: usize) -> Outcome<Vec<u128>> {
+fn copy(place: *const c_void, size: usize) -> Outcome<Vec<MaybeUninit<u128>>> {
     require(!place.is_null(), CudaStatus::INVALID_VALUE)?;
-    let mut bytes = vec![0_u128; size.div_ceil(size_of::<u128>())];
+    let mut bytes = vec![MaybeUninit::zeroed(); size.div_ceil(size_of::<u128>())];
+    let to = bytes.as_mut_ptr().cast::<MaybeUninit<u8>>();
     // SAFETY: the caller of the entry point passes so many bytes; there are as many in the copy.
-    unsafe { bytes.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(place.cast(), size) };
+    unsafe { to.copy_from_nonoverlapping(place.cast(), size) };
     Ok(bytes)
 }
 
