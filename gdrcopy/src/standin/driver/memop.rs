@@ -24,6 +24,8 @@ const CONDITION: u32 = 3;
 const WAIT_FLUSH: u32 = 1 << 30;
 /// `CU_STREAM_MEMORY_BARRIER_TYPE_GPU`.
 const GPU_BARRIER: u32 = 1;
+/// A wait looks all the time for so long.
+const SPIN: Duration = Duration::from_micros(50);
 /// Device attributes.
 const CAN_FLUSH: u32 = 98;
 const CAN_64: u32 = 122;
@@ -162,17 +164,14 @@ impl Op {
 
     fn wait(&self, context: &Context) -> Outcome {
         let start = Instant::now();
-        for round in 0_u64.. {
-            if self.is_met()? {
-                break;
-            }
+        while !self.is_met()? {
             context.check()?;
-            match round {
-                0..100 => std::hint::spin_loop(),
+            let waited = start.elapsed();
+            if waited < SPIN {
+                std::thread::yield_now();
+            } else {
                 // A quarter longer than need be, without burning a core.
-                _ => std::thread::sleep(
-                    (start.elapsed() / 4).clamp(Duration::from_micros(5), Duration::from_millis(1)),
-                ),
+                std::thread::sleep((waited / 4).clamp(SPIN, Duration::from_millis(1)));
             }
         }
         Ok(())
