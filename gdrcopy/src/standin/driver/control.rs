@@ -56,6 +56,7 @@ struct Settings {
     attributes: BTreeMap<(i32, u32), i32>,
     depth: usize,
     patience: Duration,
+    frees_wait: bool,
     calls: BTreeMap<&'static str, u64>,
 }
 
@@ -66,6 +67,7 @@ impl Settings {
             attributes: BTreeMap::new(),
             depth: DEPTH,
             patience: PATIENCE,
+            frees_wait: true,
             calls: BTreeMap::new(),
         }
     }
@@ -74,6 +76,7 @@ impl Settings {
 static SETTINGS: Mutex<Settings> = Mutex::new(Settings::new());
 static MEMOPS: AtomicU64 = AtomicU64::new(0);
 static BLOCKED: AtomicU64 = AtomicU64::new(0);
+static STALLED: AtomicU64 = AtomicU64::new(0);
 
 /// Notes a call, which may be told to fail.
 pub(super) fn enter(name: &'static str) -> Outcome {
@@ -111,6 +114,16 @@ pub(super) fn patience() -> Duration {
 /// A call found no room on its stream.
 pub(super) fn blocked() {
     BLOCKED.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Whether memory is freed only when the GPU is idle.
+pub(super) fn frees_wait() -> bool {
+    SETTINGS.lock().frees_wait
+}
+
+/// Memory is not freed at once.
+pub(super) fn stalled() {
+    STALLED.fetch_add(1, Ordering::Relaxed);
 }
 
 /// A memory operation was executed.
@@ -203,6 +216,12 @@ impl Control {
         SETTINGS.lock().patience = limit;
     }
 
+    /// Whether freeing and unregistering memory waits for all work of the GPU, as seen on an H200 (so it is at first), or
+    /// leaves work that still needs the memory to fail.
+    pub fn frees_wait(&self, wait: bool) {
+        SETTINGS.lock().frees_wait = wait;
+    }
+
     /// Fails a context as if work in it had failed: with 719, for example.
     ///
     /// # Panics
@@ -224,6 +243,11 @@ impl Control {
     /// Calls that found no room on their stream.
     pub fn blocked(&self) -> u64 {
         BLOCKED.load(Ordering::Relaxed)
+    }
+
+    /// Calls that freed or unregistered memory and had to wait for work.
+    pub fn stalled(&self) -> u64 {
+        STALLED.load(Ordering::Relaxed)
     }
 
     /// What is left.
@@ -253,6 +277,7 @@ fn reset() {
     *SETTINGS.lock() = Settings::new();
     MEMOPS.store(0, Ordering::Relaxed);
     BLOCKED.store(0, Ordering::Relaxed);
+    STALLED.store(0, Ordering::Relaxed);
     capture::forget(|_| true);
     context::CONTEXTS.for_each(|context| context.mend());
 }

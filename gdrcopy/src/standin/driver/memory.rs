@@ -11,7 +11,7 @@ use parking_lot::{Mutex, RecursiveRwLock};
 use super::context::{self, Context};
 use super::handles::number;
 use super::status::NOT_REGISTERED;
-use super::{Outcome, address, capture, put, require};
+use super::{Outcome, address, capture, control, put, queue, require};
 use crate::backend::{MappingType, host_page};
 use crate::cpu_range::CpuRange;
 use crate::cuda::CudaStatus;
@@ -135,6 +135,18 @@ fn remove(addr: usize, kind: Kind) -> Option<Arc<Region>> {
     Some(region)
 }
 
+/// Frees or unregisters what begins at an address. CUDA waits for the GPU, and for host memory this waits for both.
+fn give_back(addr: usize, kind: Kind, otherwise: CudaStatus) -> Outcome {
+    context::current()?;
+    capture::unsafe_call()?;
+    let region =
+        find(addr, 1).filter(|region| region.start == addr && region.kind == kind).ok_or(otherwise)?;
+    if control::frees_wait() {
+        queue::wait_for_all((kind == Kind::Device).then_some(region.context.device))?;
+    }
+    remove(addr, kind).map(drop).ok_or(otherwise)
+}
+
 fn allocate(len: usize, kind: Kind) -> Outcome<usize> {
     let context = context::current()?;
     capture::unsafe_call()?;
@@ -153,9 +165,7 @@ pub(super) fn alloc(addr: *mut u64, len: usize) -> Outcome {
 }
 
 pub(super) fn free(addr: u64) -> Outcome {
-    context::current()?;
-    capture::unsafe_call()?;
-    remove(address(addr)?, Kind::Device).map(drop).ok_or(CudaStatus::INVALID_VALUE)
+    give_back(address(addr)?, Kind::Device, CudaStatus::INVALID_VALUE)
 }
 
 pub(super) fn host_alloc(addr: *mut *mut c_void, len: usize, flags: u32) -> Outcome {
@@ -164,9 +174,7 @@ pub(super) fn host_alloc(addr: *mut *mut c_void, len: usize, flags: u32) -> Outc
 }
 
 pub(super) fn free_host(addr: *mut c_void) -> Outcome {
-    context::current()?;
-    capture::unsafe_call()?;
-    remove(addr.addr(), Kind::HostAllocated).map(drop).ok_or(CudaStatus::INVALID_VALUE)
+    give_back(addr.addr(), Kind::HostAllocated, CudaStatus::INVALID_VALUE)
 }
 
 pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
@@ -200,9 +208,7 @@ fn is_mapped(start: usize, end: usize) -> bool {
 }
 
 pub(super) fn unregister(addr: *mut c_void) -> Outcome {
-    context::current()?;
-    capture::unsafe_call()?;
-    remove(addr.addr(), Kind::HostRegistered).map(drop).ok_or(NOT_REGISTERED)
+    give_back(addr.addr(), Kind::HostRegistered, NOT_REGISTERED)
 }
 
 pub(super) fn host_device_pointer(addr: *mut u64, host: *mut c_void, flags: u32) -> Outcome {

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -13,6 +13,9 @@ use super::memop::Deferred;
 use super::status::LAUNCH_TIMEOUT;
 use super::{Outcome, control, require};
 use crate::cuda::CudaStatus;
+
+/// All queues whose threads live.
+static QUEUES: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
 
 /// What a stream and its thread share. The thread ends when the stream is closed and its work done.
 pub(super) struct Shared {
@@ -78,12 +81,29 @@ impl Ticket {
     }
 }
 
+/// Waits for all work on a device, or on all of them, as long as a call may. Whether it succeeds does not matter.
+pub(super) fn wait_for_all(device: Option<i32>) -> Outcome {
+    let queues: Vec<_> = QUEUES.lock().iter().filter_map(Weak::upgrade).collect();
+    let of_it = queues.iter().filter(|queue| device.is_none_or(|device| queue.context.device == device));
+    let busy: Vec<_> = of_it.map(Shared::last).filter(|ticket| !ticket.is_done()).collect();
+    if !busy.is_empty() {
+        control::stalled();
+    }
+    let deadline = Instant::now() + control::patience();
+    let wait = |ticket: &Ticket| ticket.wait(deadline.saturating_duration_since(Instant::now()));
+    require(busy.iter().all(wait), LAUNCH_TIMEOUT)
+}
+
 impl Shared {
     /// A queue and its thread.
     pub(super) fn start(context: Arc<Context>) -> Outcome<Arc<Self>> {
         let (queue, changed, deferred) = Default::default();
         let shared = Arc::new(Self { context, queue, changed, deferred });
         let worker = shared.clone();
+        let mut queues = QUEUES.lock();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(&shared));
+        drop(queues);
         std::thread::Builder::new()
             .name("simulated-gpu".into())
             .spawn(move || worker.work())

@@ -123,3 +123,46 @@ fn ipc_handles_of_this_process_are_not_opened() {
     assert_eq!(cuda!(ipc_get_mem_handle(&mut handle, 8)), INVALID_VALUE);
     words.free();
 }
+
+#[test]
+fn memory_is_given_back_when_the_gpu_is_idle() {
+    let rig = Rig::new();
+    let (gate, stream) = (rig.words(1), rig.stream());
+    let (mut far, mut registered) = (0, [0_u64; 1]);
+    let mut pinned = std::ptr::null_mut();
+    let other = application_context(1);
+    assert_eq!(cuda!(ctx_push_current(other)), 0);
+    assert_eq!(cuda!(mem_alloc(&mut far, 8)), 0);
+    assert_eq!(cuda!(ctx_pop_current(&mut 0)), 0);
+    assert_eq!(cuda!(mem_host_alloc(&mut pinned, 8, 3)), 0);
+    let place: *mut c_void = registered.as_mut_ptr().cast();
+    assert_eq!(cuda!(mem_host_register(place, 8, 3)), 0);
+    let near = rig.words(1);
+    assert_eq!(batch(stream, &[wait(gate.at(0), 1, 0)]), 0);
+    // What a destroyed stream still does counts, too.
+    assert_eq!(cuda!(stream_destroy(stream)), 0);
+    rig.control.patience(Duration::from_millis(10));
+    // Nothing runs on the other GPU.
+    assert_eq!(cuda!(mem_free(far)), 0);
+    assert_eq!(rig.control.stalled(), 0);
+    for status in
+        [cuda!(mem_free(near.addr)), cuda!(mem_free_host(pinned)), cuda!(mem_host_unregister(place))]
+    {
+        assert_eq!(status, 702);
+    }
+    assert_eq!(rig.control.stalled(), 3);
+    rig.control.patience(Duration::from_secs(60));
+    std::thread::scope(|scope| {
+        let (gate, control) = (&gate, &rig.control);
+        scope.spawn(move || {
+            eventually("stalled", || control.stalled() == 4);
+            gate.set(0, 1);
+        });
+        near.free();
+    });
+    assert_eq!([cuda!(mem_free_host(pinned)), cuda!(mem_host_unregister(place))], [0, 0]);
+    assert_eq!(rig.control.stalled(), 4);
+    gate.free();
+    destroy_context(other);
+    rig.nothing_is_left();
+}
