@@ -15,6 +15,8 @@ pub use source::CudaSource;
 pub use status::CudaStatus;
 
 pub(crate) use driver::Installed;
+#[cfg(feature = "standin")]
+pub(crate) use driver::InstalledOn;
 
 use crate::error::{Error, Result};
 

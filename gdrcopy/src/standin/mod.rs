@@ -4,6 +4,7 @@
 //! other reads, freed memory stays while something holds it, and wrong offsets show wrong bytes.
 
 mod cuda;
+pub mod driver;
 mod gdrdrv;
 mod kernel;
 mod memory;

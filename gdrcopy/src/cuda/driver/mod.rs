@@ -39,6 +39,22 @@ impl CudaSource for Installed {
     }
 }
 
+/// A driver by its entry points.
+#[cfg(feature = "standin")]
+#[derive(Debug)]
+pub(crate) struct InstalledOn(pub(crate) Api);
+
+#[cfg(feature = "standin")]
+impl CudaSource for InstalledOn {
+    fn version(&self) -> Result<u32> {
+        version(&self.0)
+    }
+
+    fn initialise(&self) -> Result<Arc<dyn Cuda>> {
+        Ok(Arc::new(Driver::with(self.0)?))
+    }
+}
+
 fn version(api: &Api) -> Result<u32> {
     let mut version = 0;
     // SAFETY: a place for the answer.

@@ -1,0 +1,219 @@
+//! GPU memory, pinned host memory, and host memory of the application that was registered.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use parking_lot::{Mutex, RecursiveRwLock};
+
+use super::context::{self, Context};
+use super::handles::number;
+use super::status::NOT_REGISTERED;
+use super::{Outcome, address, capture, control, put, queue, require};
+use crate::backend::{MappingType, host_page};
+use crate::cpu_range::CpuRange;
+use crate::cuda::CudaStatus;
+use crate::cuda::raw::layout::Handle;
+use crate::error::{Error, Result};
+use crate::kernel::{Kernel, Linux, check};
+use crate::memory_file::memory_file;
+
+/// Bytes of a GPU.
+const GPU_MEMORY: usize = 141 << 30;
+/// `CU_MEMHOSTREGISTER_IOMEMORY`.
+const IO_MEMORY: u32 = 4;
+
+static REGIONS: Mutex<BTreeMap<usize, Arc<Region>>> = Mutex::new(BTreeMap::new());
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Device,
+    HostAllocated,
+    HostRegistered,
+}
+
+/// Memory that the driver knows.
+pub(super) struct Region {
+    pub(super) start: usize,
+    pub(super) len: usize,
+    pub(super) kind: Kind,
+    pub(super) context: Arc<Context>,
+    /// Given to no other.
+    pub(super) id: Handle,
+    /// Until it is freed or unregistered. Locked while work uses the memory.
+    alive: RecursiveRwLock<bool>,
+    /// What is not the application's.
+    bytes: Option<Bytes>,
+}
+
+/// A memory file, mapped.
+struct Bytes {
+    file: File,
+    _range: CpuRange,
+}
+
+impl Bytes {
+    fn new(len: usize) -> Result<(usize, Self)> {
+        let len = len.next_multiple_of(host_page());
+        let file = memory_file(c"simulated-cuda", len as u64)
+            .map_err(|e| Error::sys("memory file", e, "free memory"))?;
+        let range = map(&file, 0, len)?;
+        Ok((range.ptr().as_ptr().expose_provenance(), Self { file, _range: range }))
+    }
+}
+
+fn map(file: &File, offset: usize, len: usize) -> Result<CpuRange> {
+    // SAFETY: no place is asked for.
+    let ptr = unsafe { Linux.mmap(file.as_fd(), len, offset as u64, None) }
+        .map_err(|error| Error::sys("mmap", error, "free memory, or raise vm.max_map_count"))?;
+    // SAFETY: just mapped, known to nobody else.
+    unsafe { CpuRange::adopt(ptr, len, MappingType::Cached, None) }
+}
+
+impl Region {
+    pub(super) fn contains(&self, addr: usize, len: usize) -> bool {
+        let end = self.start + self.len;
+        (self.start..end).contains(&addr) && len <= end - addr
+    }
+
+    /// Uses the memory, if it is still there. It stays meanwhile.
+    pub(super) fn touch<T>(&self, act: impl FnOnce() -> T) -> Outcome<T> {
+        // A copy may have both ends in one region, so the lock is recursive.
+        let alive = self.alive.read();
+        require(*alive, CudaStatus::ILLEGAL_ADDRESS)?;
+        Ok(act())
+    }
+
+    /// Maps pages of it once more; none of registered memory.
+    pub(super) fn map(&self, offset: usize, len: usize) -> Option<Result<CpuRange>> {
+        self.bytes.as_ref().map(|bytes| map(&bytes.file, offset, len))
+    }
+
+    fn end(&self) {
+        *self.alive.write() = false;
+    }
+}
+
+/// The memory at an address, with all of the bytes.
+pub(super) fn find(addr: usize, len: usize) -> Option<Arc<Region>> {
+    let regions = REGIONS.lock();
+    let (_, region) = regions.range(..=addr).next_back()?;
+    region.contains(addr, len).then(|| region.clone())
+}
+
+/// Memory that work of a context can use.
+pub(super) fn reachable(context: &Context, addr: usize, len: usize) -> Outcome<Arc<Region>> {
+    let region = find(addr, len).ok_or(CudaStatus::INVALID_VALUE)?;
+    let reached = region.kind != Kind::Device || context.reaches(&region.context);
+    require(reached, CudaStatus::INVALID_VALUE)?;
+    Ok(region)
+}
+
+/// Allocations of GPU memory, of host memory, and registrations that are younger than a handle.
+pub(super) fn since(first: Handle) -> [usize; 3] {
+    let regions = REGIONS.lock();
+    [Kind::Device, Kind::HostAllocated, Kind::HostRegistered]
+        .map(|kind| regions.values().filter(|region| region.kind == kind && region.id > first).count())
+}
+
+/// A context is gone, and its memory with it.
+pub(super) fn forget(context: Handle) {
+    let of_it = |_: &usize, region: &mut Arc<Region>| region.context.handle == context;
+    let gone: Vec<_> = REGIONS.lock().extract_if(.., of_it).collect();
+    gone.iter().for_each(|(_, region)| region.end());
+}
+
+/// Takes a region that begins at an address out of the table.
+fn remove(addr: usize, kind: Kind) -> Option<Arc<Region>> {
+    let mut regions = REGIONS.lock();
+    regions.get(&addr).filter(|region| region.kind == kind)?;
+    let region = regions.remove(&addr)?;
+    drop(regions);
+    region.end();
+    Some(region)
+}
+
+/// Frees or unregisters what begins at an address. CUDA waits for the GPU, and for host memory this waits for both.
+fn give_back(addr: usize, kind: Kind, otherwise: CudaStatus) -> Outcome {
+    context::current()?;
+    capture::unsafe_call()?;
+    let region =
+        find(addr, 1).filter(|region| region.start == addr && region.kind == kind).ok_or(otherwise)?;
+    if control::frees_wait() {
+        queue::wait_for_all((kind == Kind::Device).then_some(region.context.device))?;
+    }
+    remove(addr, kind).map(drop).ok_or(otherwise)
+}
+
+fn allocate(len: usize, kind: Kind) -> Outcome<usize> {
+    let context = context::current()?;
+    capture::unsafe_call()?;
+    require(len > 0, CudaStatus::INVALID_VALUE)?;
+    require(len <= GPU_MEMORY, CudaStatus::OUT_OF_MEMORY)?;
+    let (start, bytes) = Bytes::new(len).map_err(|_| CudaStatus::OUT_OF_MEMORY)?;
+    let (id, alive) = (number(), RecursiveRwLock::new(true));
+    let region = Region { start, len, kind, context, id, alive, bytes: Some(bytes) };
+    REGIONS.lock().insert(start, Arc::new(region));
+    Ok(start)
+}
+
+pub(super) fn alloc(addr: *mut u64, len: usize) -> Outcome {
+    require(!addr.is_null(), CudaStatus::INVALID_VALUE)?;
+    put(addr, allocate(len, Kind::Device)? as u64)
+}
+
+pub(super) fn free(addr: u64) -> Outcome {
+    give_back(address(addr)?, Kind::Device, CudaStatus::INVALID_VALUE)
+}
+
+pub(super) fn host_alloc(addr: *mut *mut c_void, len: usize, flags: u32) -> Outcome {
+    require(!addr.is_null() && flags <= 7, CudaStatus::INVALID_VALUE)?;
+    put(addr, std::ptr::with_exposed_provenance_mut(allocate(len, Kind::HostAllocated)?))
+}
+
+pub(super) fn free_host(addr: *mut c_void) -> Outcome {
+    give_back(addr.addr(), Kind::HostAllocated, CudaStatus::INVALID_VALUE)
+}
+
+pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
+    let context = context::current()?;
+    capture::unsafe_call()?;
+    require(!addr.is_null() && len > 0 && flags <= 15, CudaStatus::INVALID_VALUE)?;
+    let start = addr.expose_provenance();
+    let end = start.checked_add(len).ok_or(CudaStatus::INVALID_VALUE)?;
+    require(flags & IO_MEMORY != 0 || is_mapped(start, end), CudaStatus::INVALID_VALUE)?;
+    let mut regions = REGIONS.lock();
+    let overlapped = regions.range(..end).next_back().filter(|(_, region)| region.start + region.len > start);
+    match overlapped {
+        Some((_, region)) if region.kind == Kind::Device => return Err(CudaStatus::INVALID_VALUE),
+        Some(_) => return Err(CudaStatus::HOST_MEMORY_ALREADY_REGISTERED),
+        None => {}
+    }
+    let (id, alive) = (number(), RecursiveRwLock::new(true));
+    let region = Region { start, len, kind: Kind::HostRegistered, context, id, alive, bytes: None };
+    regions.insert(start, Arc::new(region));
+    Ok(())
+}
+
+/// Whether there is something at all these addresses.
+fn is_mapped(start: usize, end: usize) -> bool {
+    let page = host_page();
+    let first = start - start % page;
+    let mut resident = vec![0; (end - first).div_ceil(page)];
+    let pages = std::ptr::without_provenance_mut(first);
+    // SAFETY: a place for a byte for each page; the kernel checks the addresses.
+    check(unsafe { libc::mincore(pages, end - first, resident.as_mut_ptr()) }).is_ok()
+}
+
+pub(super) fn unregister(addr: *mut c_void) -> Outcome {
+    give_back(addr.addr(), Kind::HostRegistered, NOT_REGISTERED)
+}
+
+pub(super) fn host_device_pointer(addr: *mut u64, host: *mut c_void, flags: u32) -> Outcome {
+    context::current()?;
+    let region = find(host.addr(), 1).filter(|region| region.kind != Kind::Device && flags == 0);
+    require(region.is_some(), CudaStatus::INVALID_VALUE)?;
+    put(addr, host.addr() as u64)
+}
