@@ -30,6 +30,8 @@ struct Turn {
     next: u64,
 }
 
+const _: () = assert!(size_of::<Turn>() == 64, "as in the source");
+
 /// Places in `struct Score` of the source.
 mod score {
     pub(super) const START: usize = 0;
