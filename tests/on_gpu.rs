@@ -83,3 +83,35 @@ fn host_streams_use_memory_of_a_gpu() {
         plays(&format!("host-{payload}-{placement}"), &place, 3 * 2);
     }
 }
+
+/// Kernels compute the bits that the CPU computes, and halo rows arrive in time.
+#[test]
+fn streams_of_a_gpu_solve_in_blocks() {
+    if no_gpu() {
+        return;
+    }
+    for via in ["memop", "kernel"] {
+        for (payload, placement) in [("host", "host"), ("gpu", "host"), ("gpu", "gpu")] {
+            for (mode, ranks) in [("stream", "1"), ("stream", "2"), ("stream", "3"), ("sync", "2")] {
+                let mut command = example("jacobi2d");
+                command.args(["--nx", "1100", "--ny", "65", "--iters", "60", "--ahead", "25"]);
+                command.args(["--mode", mode, "--ranks", ranks, "--stream", "cuda", "--via", via]);
+                command.args(["--payload", payload, "--placement", placement]);
+                let out = succeeds(command);
+                assert!(out.contains(" at most 0e0, 0 cells"), "{out}");
+            }
+        }
+    }
+}
+
+#[test]
+fn lost_halo_rows_are_noticed() {
+    if no_gpu() {
+        return;
+    }
+    let mut command = example("jacobi2d");
+    command.args(["--stream", "cuda", "--payload", "gpu"]);
+    command.args(["--nx", "40", "--ny", "40", "--iters", "20", "--lose", "3"]);
+    let error = fails(command);
+    assert!(error.contains("not that of one process"), "{error}");
+}

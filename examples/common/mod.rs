@@ -6,7 +6,7 @@ mod place;
 
 pub(crate) use kernels::{Kernel, Kernels};
 pub(crate) use lane::Lane;
-pub(crate) use place::{Engine, Place, Placed, Placement};
+pub(crate) use place::{Description, Placed, Placement};
 
 /// What an example may fail with.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -1,14 +1,15 @@
 //! What runs the streams, and where payload and queues are.
 
 use std::fmt;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::stream::{Kick, Via};
 use gdsync::verbs::OnGpu;
-use mp::Builder;
 use mp::launch::Launch;
+use mp::{Builder, Communicator};
 use serde::Serialize;
 
 use super::Result;
@@ -131,8 +132,47 @@ impl Placed {
         })
     }
 
-    /// The GPU in words.
-    pub(crate) fn describe(&self) -> Option<String> {
-        self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()))
+    /// In words, for all ranks.
+    pub(crate) fn describe(&self, comm: &Communicator, timeout: Duration) -> Result<Description> {
+        let gpu = self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
+        let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), timeout)?;
+        let gpus = gpus.iter().filter(|gpu| !gpu.is_empty()).map(|gpu| String::from_utf8_lossy(gpu).into());
+        let cuda = self.engine == Engine::Cuda;
+        Ok(Description {
+            payload: self.payload,
+            placement: self.placement,
+            via: cuda.then(|| self.via.to_string()),
+            kick: cuda.then(|| self.kick.to_string()),
+            gpus: gpus.collect(),
+        })
+    }
+}
+
+/// The choice, for a report.
+#[derive(Serialize)]
+pub(crate) struct Description {
+    payload: Place,
+    placement: Place,
+    /// With CUDA streams.
+    via: Option<String>,
+    kick: Option<String>,
+    /// By rank, those that were used.
+    gpus: Vec<String>,
+}
+
+/// What there is to say where GPUs are used; nothing otherwise.
+impl fmt::Display for Description {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.gpus.is_empty() {
+            return Ok(());
+        }
+        for (rank, gpu) in self.gpus.iter().enumerate() {
+            writeln!(f, "rank {rank}: {gpu}")?;
+        }
+        write!(f, "payload: {}, queues: {}", self.payload, self.placement)?;
+        if let (Some(via), Some(kick)) = (&self.via, &self.kick) {
+            write!(f, ", via: {via}, kick: {kick}")?;
+        }
+        writeln!(f)
     }
 }

@@ -30,7 +30,7 @@ use gdasync::measure::{Machine, size};
 use indicatif::{ProgressBar, ProgressStyle};
 use mp::Communicator;
 
-use common::{Engine, Lane, Placed, Result};
+use common::{Lane, Result};
 use options::Options;
 use player::Player;
 use report::{Report, Settings};
@@ -67,7 +67,12 @@ fn run(options: &Options) -> Result<bool> {
         }
     }
     bar.finish_and_clear();
-    let settings = settings(options, &comm, &placed)?;
+    let settings = Settings {
+        place: placed.describe(&comm, timeout)?,
+        ahead: options.ahead,
+        work_us: options.work().as_micros(),
+        no_kernels: options.no_kernels,
+    };
     let context = comm.context();
     let report = Report {
         device: context.description(),
@@ -92,26 +97,6 @@ fn run(options: &Options) -> Result<bool> {
 fn total(comm: &Communicator, own: u64, timeout: Duration) -> Result<u64> {
     let errors = comm.exchange(&own.to_be_bytes(), timeout)?;
     Ok(errors.iter().filter_map(|e| e.first_chunk()).map(|e| u64::from_be_bytes(*e)).sum())
-}
-
-fn settings(options: &Options, comm: &Communicator, placed: &Placed) -> Result<Settings> {
-    let gpu = placed.describe().unwrap_or_default();
-    let gpus = comm.exchange(gpu.as_bytes(), options.timeout())?;
-    let cuda = placed.engine == Engine::Cuda;
-    Ok(Settings {
-        payload: placed.payload,
-        placement: placed.placement,
-        via: cuda.then(|| placed.via.to_string()),
-        kick: cuda.then(|| placed.kick.to_string()),
-        ahead: options.ahead,
-        work_us: options.work().as_micros(),
-        no_kernels: options.no_kernels,
-        gpus: gpus
-            .iter()
-            .filter(|gpu| !gpu.is_empty())
-            .map(|gpu| String::from_utf8_lossy(gpu).into())
-            .collect(),
-    })
 }
 
 fn main() -> ExitCode {

@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use gdasync::measure::{Machine, Micros, Samples, process_cpu, size, thread_cpu};
 use serde::Serialize;
 
-use crate::common::Place;
+use crate::common::Description;
 use crate::options::Mode;
 
 #[derive(Serialize)]
@@ -23,16 +23,11 @@ pub(crate) struct Report {
 /// What was asked for.
 #[derive(Serialize)]
 pub(crate) struct Settings {
-    pub(crate) payload: Place,
-    pub(crate) placement: Place,
-    /// With CUDA streams.
-    pub(crate) via: Option<String>,
-    pub(crate) kick: Option<String>,
+    #[serde(flatten)]
+    pub(crate) place: Description,
     pub(crate) ahead: u32,
     pub(crate) work_us: u128,
     pub(crate) no_kernels: bool,
-    /// By rank, those that were used.
-    pub(crate) gpus: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -111,18 +106,7 @@ impl Report {
             "{} over {}, {} stream, {} ranks, {} x {}",
             self.device, self.wire, self.stream, self.ranks, self.machine.cpus, self.machine.cpu
         );
-        let settings = &self.settings;
-        for (rank, gpu) in settings.gpus.iter().enumerate() {
-            println!("rank {rank}: {gpu}");
-        }
-        if !settings.gpus.is_empty() {
-            let word = |word: &Option<String>| word.as_deref().unwrap_or("-").to_owned();
-            let (via, kick) = (word(&settings.via), word(&settings.kick));
-            println!(
-                "payload: {}, queues: {}, via: {via}, kick: {kick}",
-                settings.payload, settings.placement
-            );
-        }
+        print!("{}", self.settings.place);
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         table.set_header([
