@@ -27,16 +27,29 @@ fn check(report: &Value, modes: &[&str], sizes: &[u64], iters: u64) {
     assert!(got.eq(asked), "{results:?}");
     for line in results {
         let fields: Vec<_> = line.as_object().unwrap().keys().map(String::as_str).collect();
-        let mut expected = ["mode", "bytes", "iters", "half_rtt_us", "cpu_us_per_msg", "errors"];
+        let mut expected = FIELDS;
         expected.sort_unstable();
         assert_eq!(fields, expected);
         assert_eq!(line["errors"], 0);
         assert_eq!(line["iters"], iters);
         let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&line["half_rtt_us"][name]));
         assert!(min <= p50 && p50 <= p99, "{line}");
-        positive(&line["cpu_us_per_msg"]);
+        for name in ["iteration_us", "cpu_us_per_msg", "process_cpu_us_per_msg"] {
+            positive(&line[name]);
+        }
     }
 }
+
+const FIELDS: [&str; 8] = [
+    "mode",
+    "bytes",
+    "iters",
+    "half_rtt_us",
+    "iteration_us",
+    "cpu_us_per_msg",
+    "process_cpu_us_per_msg",
+    "errors",
+];
 
 const MODES: [&str; 3] = ["stream", "sync", "cpu"];
 
@@ -49,6 +62,49 @@ fn all_modes_deliver_right_bytes() {
     check(&json.json(), &MODES, &[1, 8, 5000], 37);
     for word in ["software HCA", "2 ranks", "stream", "sync", "cpu", "errors"] {
         assert!(out.contains(word), "{out}");
+    }
+}
+
+/// Only sends and waits on the stream, and the flags that are the floor; windows that do not divide the iterations.
+#[test]
+fn bare_windows_and_the_floor_are_measured() {
+    for ahead in ["1", "10", "200"] {
+        let json = Scratch::new(&format!("bare-{ahead}"));
+        let out = succeeds(pingpong(&[
+            "--no-kernels",
+            "--floor",
+            "--sizes",
+            "1,5000",
+            "--iters",
+            "37",
+            "--ahead",
+            ahead,
+            "--json",
+            json.path().to_str().unwrap(),
+        ]));
+        assert!(out.contains("mean of a window") && !out.contains("every message was checked"), "{out}");
+        let mut report = json.json();
+        assert_eq!(report["settings"]["no_kernels"], true);
+        let floor = report["results"].as_array_mut().unwrap().remove(0);
+        assert_eq!((&floor["mode"], &floor["bytes"]), (&Value::from("floor"), &Value::from(4)));
+        assert_eq!((&floor["iters"], &floor["errors"]), (&Value::from(37), &Value::from(0)));
+        positive(&floor["half_rtt_us"]["min"]);
+        check(&report, &MODES, &[1, 5000], 37);
+    }
+}
+
+/// Work before each send takes its time in every mode, on both sides.
+#[test]
+fn work_goes_before_each_send() {
+    let json = Scratch::new("work");
+    let path = json.path().to_str().unwrap();
+    succeeds(pingpong(&["--kernel-us", "3000", "--sizes", "8", "--iters", "3", "--json", path]));
+    let report = json.json();
+    check(&report, &MODES, &[8], 3);
+    assert_eq!(report["settings"]["work_us"], 3000);
+    for line in report["results"].as_array().unwrap() {
+        // Half of a round trip has one of the two: it is work, not a sleep, so it never takes less.
+        assert!(positive(&line["half_rtt_us"]["min"]) >= 2990.0, "{line}");
     }
 }
 
@@ -65,7 +121,25 @@ fn faults_of_the_network_cost_time_but_no_bytes() {
 #[test]
 fn help_mentions_every_option() {
     let help = succeeds(pingpong(&["--help"]));
-    for word in ["--modes", "--sizes", "--iters", "--ahead", "--timeout", "--json", "--version", "Example:"] {
+    for word in [
+        "--modes",
+        "--sizes",
+        "--iters",
+        "--ahead",
+        "--stream",
+        "--payload",
+        "--placement",
+        "--via",
+        "--kick",
+        "--device",
+        "--kernel-us",
+        "--no-kernels",
+        "--floor",
+        "--timeout",
+        "--json",
+        "--version",
+        "Example:",
+    ] {
         assert!(help.contains(word), "{word} in {help}");
     }
     assert!(succeeds(pingpong(&["--version"])).contains(env!("CARGO_PKG_VERSION")));
@@ -83,6 +157,14 @@ fn bad_arguments_are_named() {
         (&["--iters", "0"], &["--iters"]),
         (&["--ahead", "201"], &["--ahead", "201"]),
         (&["--timeout", "0"], &["--timeout"]),
+        (&["--modes", "floor"], &["--modes", "floor"]),
+        (&["--stream", "cuda", "--via", "magic"], &["--via", "magic", "memop, kernel or auto"]),
+        (&["--stream", "cuda", "--kick", "hard"], &["--kick", "hard", "auto, on or off"]),
+        (&["--via", "memop"], &["--via is for --stream cuda"]),
+        (&["--kick", "off"], &["--kick is for --stream cuda"]),
+        (&["--device", "0"], &["--device is for"]),
+        (&["--payload", "device"], &["--payload", "device", "host, gpu"]),
+        (&["--kernel-us", "5", "--no-kernels"], &["--kernel-us", "--no-kernels"]),
         (&["--timeout", "18446744073709551615"], &["--timeout"]),
         (&["--sideways"], &["--sideways"]),
         (&[quick, &["--json", nowhere]].concat(), &["--json", nowhere, "No such file"]),

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gdsync::verbs::{Context, Device, Pd, Qp, QpAddress};
+use gdsync::cuda::Gpu;
+use gdsync::verbs::{Context, Device, OnGpu, Pd, Qp, QpAddress};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
@@ -22,11 +23,20 @@ pub struct Builder {
     spawn: Option<usize>,
     depth: usize,
     timeout: Duration,
+    gpu: Option<Gpu>,
+    on_gpu: OnGpu,
 }
 
 impl Default for Builder {
     fn default() -> Self {
-        Self { context: None, spawn: None, depth: 512, timeout: Duration::from_secs(30) }
+        Self {
+            context: None,
+            spawn: None,
+            depth: 512,
+            timeout: Duration::from_secs(30),
+            gpu: None,
+            on_gpu: OnGpu::empty(),
+        }
     }
 }
 
@@ -55,13 +65,32 @@ impl Builder {
         self
     }
 
+    /// Makes the queues ready for streams of this GPU. Without this they are when a stream of a GPU first uses them.
+    pub fn gpu(mut self, gpu: &Gpu) -> Self {
+        self.gpu = Some(gpu.clone());
+        self
+    }
+
+    /// What of the queues is in the memory of [`Builder::gpu`] (default nothing).
+    pub fn on_gpu(mut self, what: OnGpu) -> Self {
+        self.on_gpu = what;
+        self
+    }
+
     /// Joins the job. Every rank must call this.
     ///
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
-    /// address at fault; [`Error::Device`] from the RDMA device.
+    /// address at fault; [`Error::Device`] from the RDMA device, or for queues on a GPU that was not given.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
+        if self.gpu.is_none() && !self.on_gpu.is_empty() {
+            return Err(Error::Device(gdsync::Error::InvalidArgument {
+                what: "what of the queues is on the GPU",
+                value: format!("{:?} without a GPU", self.on_gpu),
+                expected: "nothing, or a builder that was given a GPU",
+            }));
+        }
         let (bootstrap, children) = self.join()?;
         let context = match &self.context {
             Some(context) => context.clone(),
@@ -129,6 +158,10 @@ impl Builder {
     fn queue_pair(&self, pd: &Pd) -> Result<Qp> {
         // A receive that is late is waited for: the deadlines of waits end what never comes.
         let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
+        let builder = match &self.gpu {
+            Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
+            None => builder,
+        };
         Ok(builder.build()?)
     }
 }

@@ -110,7 +110,7 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
         way: Way,
-        post: impl Fn(&Peer, &[Sge]) -> gdsync::Result<Completion>,
+        mut post: impl FnMut(&Peer, &[Sge]) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
         let peer = self.peer(rank)?;
         let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {

@@ -47,6 +47,32 @@ impl Communicator {
         })
     }
 
+    /// Adds a send to a batch: it leaves when a stream that the batch is submitted to gets there.
+    ///
+    /// A batch that is dropped instead takes the send back; the request means nothing then.
+    ///
+    /// # Errors
+    /// As [`Communicator::isend`].
+    pub fn isend_in_batch(
+        &self,
+        batch: &mut Batch,
+        buffer: &Registration,
+        range: Range<usize>,
+        rank: usize,
+    ) -> Result<Request> {
+        self.start("send in a batch", buffer, range, rank, Way::Send, |peer, sge| {
+            batch.send(&peer.send, &SendWr::send(sge))
+        })
+    }
+
+    /// Adds a wait for a message to a batch: the stream that it is submitted to is held until the message is complete.
+    ///
+    /// # Errors
+    /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
+    pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
+        batch.wait(&request.completion).map_err(|source| request.failed(source))
+    }
+
     /// Holds a stream until a message is complete. A stream that is released by a failure goes on too: look at
     /// [`Stream::synchronize`] or the request.
     ///
@@ -69,7 +95,7 @@ impl Communicator {
         let mut batch = Batch::new();
         let mut last = None;
         for request in requests {
-            batch.wait(&request.completion).map_err(|source| request.failed(source))?;
+            self.wait_in_batch(&mut batch, request)?;
             last = Some(request);
         }
         match last {

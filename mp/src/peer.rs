@@ -44,7 +44,7 @@ impl Peer {
         operation: &'static str,
         buffer: &Registration,
         bytes: usize,
-        post: impl Fn() -> gdsync::Result<Completion>,
+        mut post: impl FnMut() -> gdsync::Result<Completion>,
     ) -> Result<Request> {
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let mut held = self.held[way as usize].lock();

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use common::{LONG, buffer, bytes, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
+use gdsync::verbs::OnGpu;
 use mp::{Communicator, Error, Status};
 
 /// What a failed message says of the other rank and the cause.
@@ -68,6 +69,8 @@ fn builders_say_what_is_wrong() {
         let text = fails(Communicator::builder().spawn(1).depth(depth));
         assert!(text.contains(&depth.to_string()) && text.contains("1 to 32768"), "{text}");
     }
+    let text = fails(Communicator::builder().spawn(1).on_gpu(OnGpu::RECV_CQ));
+    assert!(text.contains("RECV_CQ") && text.contains("given a GPU"), "{text}");
     let text = fails(Communicator::builder().spawn(0));
     assert!(text.contains("size is 0"), "{text}");
     let text = fails(Communicator::builder());

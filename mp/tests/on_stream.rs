@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{LONG, buffer, bytes, job, job_with, message, stream};
-use gdsync::stream::Cond;
+use gdsync::stream::{Batch, Cond};
 use mp::{Communicator, Status};
 
 /// Rounds that both sides post ahead.
@@ -52,6 +52,71 @@ fn streams_play_ping_pong() {
             }
         }
         assert_eq!(right.load(Ordering::Relaxed), 4 * AHEAD);
+    });
+}
+
+/// A window of a ping-pong is one submission on each side.
+#[test]
+fn batches_play_ping_pong() {
+    job("batches_play_ping_pong", 2, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, inbox) = (buffer(comm, AHEAD * 100), buffer(comm, AHEAD * 100));
+        let range = |i: usize| i * 100..(i + 1) * 100;
+        let s = stream("batches");
+        for round in 0..4 {
+            let received: Vec<_> = (0..AHEAD).map(|i| comm.irecv(&inbox, range(i), peer).unwrap()).collect();
+            let mut batch = Batch::new();
+            let mut sent = Vec::new();
+            for (i, receive) in received.iter().enumerate() {
+                outbox.memory().write(i * 100, &message(me, peer, round * AHEAD + i, 100)).unwrap();
+                if me == 1 {
+                    comm.wait_in_batch(&mut batch, receive).unwrap();
+                }
+                sent.push(comm.isend_in_batch(&mut batch, &outbox, range(i), peer).unwrap());
+                if me == 0 {
+                    comm.wait_in_batch(&mut batch, receive).unwrap();
+                }
+            }
+            assert!(
+                received.iter().chain(&sent).all(|r| r.test().unwrap().is_none()),
+                "nothing leaves before"
+            );
+            comm.barrier(LONG).unwrap();
+            s.submit(&mut batch).unwrap();
+            s.synchronize(LONG).unwrap();
+            comm.wait_all(&sent, LONG).unwrap();
+            for i in 0..AHEAD {
+                assert!(bytes(&inbox, range(i)) == message(peer, me, round * AHEAD + i, 100), "{round}, {i}");
+            }
+        }
+    });
+}
+
+/// What was in a batch that nobody submits does not take part.
+#[test]
+fn dropped_batches_do_no_harm() {
+    let builder = Communicator::builder().depth(16);
+    job_with("dropped_batches_do_no_harm", 2, builder, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, inbox) = (buffer(comm, 64), buffer(comm, 64));
+        let s = stream("dropped");
+        for n in 0..40 {
+            let received = comm.irecv(&inbox, 0..64, peer).unwrap();
+            outbox.memory().write(0, &message(me, peer, n, 64)).unwrap();
+            let mut dropped = Batch::new();
+            let _taken_back = comm.isend_in_batch(&mut dropped, &outbox, 0..32, peer).unwrap();
+            comm.wait_in_batch(&mut dropped, &received).unwrap();
+            drop(dropped);
+            let mut batch = Batch::new();
+            let sent = comm.isend_in_batch(&mut batch, &outbox, 0..64, peer).unwrap();
+            comm.wait_in_batch(&mut batch, &received).unwrap();
+            comm.wait_in_batch(&mut batch, &sent).unwrap();
+            s.submit(&mut batch).unwrap();
+            s.synchronize(LONG).unwrap();
+            assert_eq!(received.test().unwrap(), Some(Status { rank: peer, bytes: 64 }));
+            assert!(bytes(&inbox, 0..64) == message(peer, me, n, 64), "message {n}");
+            comm.progress();
+        }
     });
 }
 

@@ -10,7 +10,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Context, Device, QpAddress};
-use gdasync::measure::{Machine, Micros, Samples, process_cpu};
+use gdasync::measure::{Machine, Micros, Samples, process_cpu, shared_page};
 use gdasync::mp::Communicator;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -191,10 +191,10 @@ impl Run<'_> {
 
     fn two_processes(&mut self) -> Result<()> {
         let (rounds, timeout, serves) = (self.options.rounds, self.timeout, self.comm.rank() == 0);
-        let (file, path) = floor::create()?;
+        let (file, path) = shared_page::create()?;
         let paths = self.comm.exchange(path.as_bytes(), timeout)?;
         let opened = File::options().read(true).write(true).open(std::str::from_utf8(&paths[0])?)?;
-        let line = floor::map(&opened)?;
+        let line = shared_page::map(&opened)?;
         self.comm.barrier(timeout)?;
         drop(file);
         let (cpu, rate, streamed) = (self.across()?, self.across()?, self.across()?);

@@ -3,6 +3,7 @@
 mod clock;
 mod machine;
 mod pattern;
+pub mod shared_page;
 mod summary;
 
 pub use clock::{process_cpu, thread_cpu};

@@ -17,6 +17,12 @@ impl Pattern {
         Self(seed.wrapping_mul(0xbf58_476d_1ce4_e5b9))
     }
 
+    /// What a kernel needs to make the same bytes: word `i` of 8 bytes is `w ^ w >> 32`, little-endian, with
+    /// `w = seed + (i + 1) * 0x9e37_79b9_7f4a_7c15`, wrapping.
+    pub fn seed(self) -> u64 {
+        self.0
+    }
+
     /// The message, or with `flip` what its bytes never are.
     fn bytes(self, len: usize, flip: u64) -> Vec<u8> {
         let mut word = self.0;
@@ -80,6 +86,14 @@ mod tests {
             pattern.spoil(&memory, 10, len).unwrap();
             assert!(!pattern.check(&memory, 10, len).unwrap(), "spoilt, {len} bytes");
         }
+    }
+
+    #[test]
+    fn words_follow_from_the_seed() {
+        let pattern = Pattern::new(1, 7);
+        let word = |i: u64| pattern.seed().wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let words = (0..100).flat_map(|i| (word(i) ^ word(i) >> 32).to_le_bytes());
+        assert!(pattern.bytes(800, 0).into_iter().eq(words));
     }
 
     #[test]

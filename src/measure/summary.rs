@@ -31,6 +31,13 @@ impl Samples {
         self.0.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
+    /// Adds `count` times that are known only together: each as their mean.
+    pub fn add_mean(&mut self, together: Duration, count: u64) {
+        let mean =
+            u32::try_from(count).ok().and_then(|count| together.checked_div(count)).unwrap_or_default();
+        (0..count).for_each(|_| self.add(mean));
+    }
+
     /// Adds all times of another collection.
     pub fn append(&mut self, other: &Samples) {
         self.0 += &other.0;
@@ -75,6 +82,10 @@ mod tests {
             (half.min - 0.5).abs() < 0.01 && (half.p50 - 250.0).abs() < 1.0 && (half.p99 - 495.0).abs() < 1.0
         );
         assert_eq!(samples.count(), 1000);
+        let mut samples = Samples::default();
+        samples.add_mean(Duration::from_micros(300), 100);
+        assert_eq!(samples.count(), 100);
+        assert!((samples.micros(1).p50 - 3.0).abs() < 0.01 && (samples.micros(1).min - 3.0).abs() < 0.01);
         assert_eq!([1, 1024, 1000, 3 << 20].map(size), ["1", "1 Ki", "1000", "3 Mi"]);
     }
 }

@@ -1,0 +1,140 @@
+//! The grid: what is fixed at its edges, which rows a rank has, and where they are in its memory.
+
+use std::ops::Range;
+
+use gdsync::memory::Memory;
+
+use crate::common::Result;
+
+/// Bytes of a number.
+const NUMBER: usize = size_of::<f64>();
+
+/// Width and height without the fixed cells around.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extent {
+    pub(crate) nx: usize,
+    pub(crate) ny: usize,
+}
+
+impl Extent {
+    /// Numbers of a row, with the fixed ones at both ends.
+    pub(crate) fn width(self) -> usize {
+        self.nx + 2
+    }
+
+    /// A row before the first iteration; row 0 and row `ny + 1` are fixed. The edges are uneven, the inside is 0.
+    pub(crate) fn first_state(self, row: usize) -> Vec<f64> {
+        let inside = |column| (1..=self.ny).contains(&row) && (1..=self.nx).contains(&column);
+        let edge = |column| f64::from(u8::try_from((row * 37 + column * 101) % 251).unwrap_or(0)) / 251.0;
+        (0..self.width()).map(|column| if inside(column) { 0.0 } else { edge(column) }).collect()
+    }
+
+    /// The rows of a rank: blocks as even as can be.
+    pub(crate) fn rows_of(self, rank: usize, ranks: usize) -> Range<usize> {
+        let start = |rank: usize| 1 + self.ny * rank / ranks;
+        start(rank)..start(rank + 1)
+    }
+}
+
+/// One cell from its four neighbours. Every solver here computes it in this order, so that all get the same bits.
+pub(crate) fn relax_row(above: &[f64], here: &[f64], below: &[f64], next: &mut [f64]) {
+    for (((above, below), sides), next) in
+        above[1..].iter().zip(&below[1..]).zip(here.windows(3)).zip(&mut next[1..])
+    {
+        *next = ((above + below) + (sides[0] + sides[2])) * 0.25;
+    }
+}
+
+/// Two states of a block of rows, each with a row above and one below it, and a spare row. Clones share them.
+#[derive(Clone, Debug)]
+pub(crate) struct Block {
+    memory: Memory,
+    width: usize,
+    /// Rows of the block itself: those from 1 on, between the two rows of its neighbours.
+    pub(crate) rows: usize,
+}
+
+impl Block {
+    /// The bytes of a block.
+    pub(crate) fn bytes(extent: Extent, rows: usize) -> usize {
+        (2 * (rows + 2) + 1) * extent.width() * NUMBER
+    }
+
+    /// A block in its memory, with both states as they are before the first iteration.
+    pub(crate) fn new(memory: &Memory, extent: Extent, rows: Range<usize>) -> Result<Self> {
+        let block = Self { memory: memory.clone(), width: extent.width(), rows: rows.len() };
+        for state in [0, 1] {
+            for row in 0..rows.len() + 2 {
+                block.write_row(state, row, &extent.first_state(rows.start - 1 + row))?;
+            }
+        }
+        block.memory.flush()?;
+        Ok(block)
+    }
+
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Where a state begins, in bytes.
+    pub(crate) fn state_at(&self, state: usize) -> usize {
+        state * (self.rows + 2) * self.width * NUMBER
+    }
+
+    /// A whole row, in bytes.
+    pub(crate) fn row(&self, state: usize, row: usize) -> Range<usize> {
+        let start = self.state_at(state) + row * self.width * NUMBER;
+        start..start + self.width * NUMBER
+    }
+
+    /// What neighbours get of a row: it without its fixed ends.
+    pub(crate) fn halo(&self, state: usize, row: usize) -> Range<usize> {
+        let Range { start, end } = self.row(state, row);
+        start + NUMBER..end - NUMBER
+    }
+
+    /// A row that nobody reads.
+    pub(crate) fn spare(&self) -> Range<usize> {
+        self.halo(2, 0)
+    }
+
+    pub(crate) fn read_row(&self, state: usize, row: usize) -> Result<Vec<f64>> {
+        let mut bytes = vec![0; self.width * NUMBER];
+        self.memory.read(self.row(state, row).start, &mut bytes)?;
+        Ok(numbers(&bytes))
+    }
+
+    fn write_row(&self, state: usize, row: usize, numbers: &[f64]) -> Result<()> {
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
+        Ok(self.memory.write(self.row(state, row).start, &bytes)?)
+    }
+
+    /// Computes rows of the other state from `state`, on the CPU.
+    pub(crate) fn relax(&self, state: usize, rows: impl Iterator<Item = usize>) -> Result<()> {
+        // The rows around the last one computed: neighbours share two of three.
+        let mut known: Option<(usize, [Vec<f64>; 3])> = None;
+        for row in rows {
+            let three = match known {
+                Some((last, [_, here, below])) if last + 1 == row => {
+                    [here, below, self.read_row(state, row + 1)?]
+                }
+                _ => [
+                    self.read_row(state, row - 1)?,
+                    self.read_row(state, row)?,
+                    self.read_row(state, row + 1)?,
+                ],
+            };
+            // Its fixed ends stay.
+            let mut next = three[1].clone();
+            relax_row(&three[0], &three[1], &three[2], &mut next);
+            self.write_row(1 - state, row, &next)?;
+            known = Some((row, three));
+        }
+        Ok(())
+    }
+}
+
+/// Numbers from their bytes.
+pub(crate) fn numbers(bytes: &[u8]) -> Vec<f64> {
+    bytes.as_chunks::<NUMBER>().0.iter().map(|number| f64::from_ne_bytes(*number)).collect()
+}

@@ -1,0 +1,159 @@
+//! The iterations of one rank: rows at the edges first, so that the rest is computed while they travel.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use gdsync::stream::Batch;
+use mp::{Communicator, Registration, Request};
+
+use crate::common::{Lane, Result};
+use crate::grid::Block;
+use crate::options::{Mode, Options};
+use crate::relax::Relaxer;
+
+/// The iterations of one rank.
+pub(crate) struct Solver<'a> {
+    options: &'a Options,
+    comm: &'a Communicator,
+    lane: &'a Lane,
+    relaxer: Relaxer<'a>,
+    block: Block,
+    buffer: Registration,
+    neighbours: Vec<Neighbour>,
+    timeout: Duration,
+}
+
+/// A rank above or below.
+struct Neighbour {
+    rank: usize,
+    /// The row of this block that it needs.
+    edge: usize,
+    /// The row beside this block that it computes.
+    halo: usize,
+}
+
+impl<'a> Solver<'a> {
+    pub(crate) fn new(
+        options: &'a Options,
+        comm: &'a Communicator,
+        lane: &'a Lane,
+        relaxer: Relaxer<'a>,
+        block: &Block,
+        buffer: &Registration,
+    ) -> Self {
+        let (rank, rows) = (comm.rank(), block.rows);
+        let above = rank.checked_sub(1).map(|rank| Neighbour { rank, edge: 1, halo: 0 });
+        let below = Some(Neighbour { rank: rank + 1, edge: rows, halo: rows + 1 });
+        let neighbours = above.into_iter().chain(below.filter(|below| below.rank < comm.size())).collect();
+        let (block, buffer, timeout) = (block.clone(), buffer.clone(), options.timeout());
+        Self { options, comm, lane, relaxer, block, buffer, neighbours, timeout }
+    }
+
+    /// Bytes that this rank sends in an iteration.
+    pub(crate) fn halo_bytes(&self) -> usize {
+        self.neighbours.len() * self.block.halo(0, 0).len()
+    }
+
+    /// Runs all iterations; the time of those after `warm_up` is returned.
+    pub(crate) fn solve(&self, warm_up: u32) -> Result<Duration> {
+        let total = self.options.iters;
+        let mut posted = 0..total;
+        let mut receives = VecDeque::new();
+        self.post_receives(&mut receives, posted.by_ref().take(2 * self.options.ahead as usize))?;
+        self.comm.barrier(self.timeout)?;
+        self.run(0..warm_up, &mut posted, &mut receives)?;
+        self.comm.barrier(self.timeout)?;
+        let start = Instant::now();
+        self.run(warm_up..total, &mut posted, &mut receives)?;
+        Ok(start.elapsed())
+    }
+
+    /// The requests of an iteration are as many as there are neighbours.
+    fn post_receives(
+        &self,
+        receives: &mut VecDeque<Vec<Request>>,
+        iterations: impl Iterator<Item = u32>,
+    ) -> Result<()> {
+        for n in iterations {
+            let receive = |neighbour: &Neighbour| {
+                let lost = self.options.lose == Some(n);
+                let halo = if lost { self.block.spare() } else { self.block.halo(after(n), neighbour.halo) };
+                self.comm.irecv(&self.buffer, halo, neighbour.rank)
+            };
+            receives.push_back(self.neighbours.iter().map(receive).collect::<mp::Result<_>>()?);
+        }
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        iterations: Range<u32>,
+        posted: &mut Range<u32>,
+        receives: &mut VecDeque<Vec<Request>>,
+    ) -> Result<()> {
+        let Range { mut start, end } = iterations;
+        while start < end {
+            // Receives are always posted a window before a neighbour can need them.
+            let window = self.options.ahead.min(end - start);
+            for n in start..start + window {
+                let receives = receives.pop_front().ok_or("an iteration without its receives")?;
+                match self.options.mode {
+                    Mode::Stream => self.post_iteration(n, &receives)?,
+                    Mode::Sync => self.drive_iteration(n, &receives)?,
+                }
+            }
+            self.lane.finish()?;
+            self.relaxer.check()?;
+            self.post_receives(receives, posted.by_ref().take(window as usize))?;
+            start += window;
+        }
+        Ok(())
+    }
+
+    /// An iteration posted on the stream, without waiting for anything.
+    fn post_iteration(&self, n: u32, receives: &[Request]) -> Result<()> {
+        self.relaxer.edges(before(n))?;
+        let mut batch = Batch::new();
+        let sent = self.neighbours.iter().map(|neighbour| {
+            let edge = self.block.halo(after(n), neighbour.edge);
+            self.comm.isend_in_batch(&mut batch, &self.buffer, edge, neighbour.rank)
+        });
+        let sent: Vec<Request> = sent.collect::<mp::Result<_>>()?;
+        self.submit(&mut batch)?;
+        self.relaxer.inside(before(n))?;
+        for request in receives.iter().chain(&sent) {
+            self.comm.wait_in_batch(&mut batch, request)?;
+        }
+        self.submit(&mut batch)
+    }
+
+    fn submit(&self, batch: &mut Batch) -> Result<()> {
+        // A single rank has nobody to talk to.
+        if batch.is_empty() { Ok(()) } else { Ok(self.lane.stream.submit(batch)?) }
+    }
+
+    /// An iteration whose messages the CPU sends and awaits.
+    fn drive_iteration(&self, n: u32, receives: &[Request]) -> Result<()> {
+        self.relaxer.edges(before(n))?;
+        self.lane.idle()?;
+        let sent = self.neighbours.iter().map(|neighbour| {
+            let edge = self.block.halo(after(n), neighbour.edge);
+            self.comm.isend(&self.buffer, edge, neighbour.rank)
+        });
+        let sent: Vec<Request> = sent.collect::<mp::Result<_>>()?;
+        self.relaxer.inside(before(n))?;
+        self.comm.wait_all(receives.iter().chain(&sent), self.timeout)?;
+        Ok(())
+    }
+}
+
+/// The state that iteration `n` reads.
+fn before(n: u32) -> usize {
+    n as usize % 2
+}
+
+/// The state that iteration `n` writes.
+fn after(n: u32) -> usize {
+    1 - before(n)
+}

@@ -1,0 +1,117 @@
+//! The examples on GPUs, where there is one.
+
+mod common;
+
+use common::{Scratch, example, fails, positive, succeeds};
+use gdasync::gdsync::cuda::Gpu;
+
+/// The number of GPUs, or why there is none.
+fn gpus() -> Result<i32, String> {
+    let count = Gpu::count().map_err(|error| error.to_string())?;
+    if count > 0 { Ok(count) } else { Err("CUDA shows no GPU to this process".into()) }
+}
+
+/// Whether a test has to be skipped; it says so.
+fn no_gpu() -> bool {
+    gpus().inspect_err(|reason| eprintln!("skipped: {reason}")).is_err()
+}
+
+#[test]
+fn without_a_gpu_the_reason_is_told() {
+    let Err(reason) = gpus() else { return };
+    for option in [["--stream", "cuda"], ["--payload", "gpu"], ["--placement", "gpu"]] {
+        let mut command = example("pingpong");
+        command.args(["--sizes", "8", "--iters", "2"]).args(option);
+        let error = fails(command);
+        assert!(error.contains(&reason), "{option:?}: {error}");
+    }
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_named() {
+    if no_gpu() {
+        return;
+    }
+    let count = gpus().unwrap();
+    let mut command = example("pingpong");
+    command.args(["--stream", "cuda", "--sizes", "8", "--iters", "2", "--device", &count.to_string()]);
+    assert!(fails(command).contains("finding the GPU"));
+}
+
+#[track_caller]
+fn plays(name: &str, args: &[&str], lines: usize) {
+    let json = Scratch::new(name);
+    let mut command = example("pingpong");
+    command.args(["--iters", "37", "--ahead", "10", "--json", json.path().to_str().unwrap()]).args(args);
+    succeeds(command);
+    let report = json.json();
+    assert!(!report["settings"]["gpus"].as_array().unwrap().is_empty());
+    let results = report["results"].as_array().unwrap();
+    assert_eq!(results.len(), lines);
+    for line in results {
+        assert_eq!((line["errors"].as_u64(), line["iters"].as_u64()), (Some(0), Some(37)), "{line}");
+        positive(&line["half_rtt_us"]["p50"]);
+    }
+}
+
+#[test]
+fn streams_of_a_gpu_play_ping_pong() {
+    if no_gpu() {
+        return;
+    }
+    for via in ["memop", "kernel"] {
+        for (payload, placement) in [("host", "host"), ("gpu", "host"), ("host", "gpu"), ("gpu", "gpu")] {
+            let place = ["--stream", "cuda", "--via", via, "--payload", payload, "--placement", placement];
+            let name = format!("cuda-{via}-{payload}-{placement}");
+            plays(&name, &[&place[..], &["--sizes", "1,8,5003,300000"]].concat(), 3 * 4);
+            let bare = ["--sizes", "1,5003", "--no-kernels", "--floor"];
+            plays(&name, &[&place[..], &bare].concat(), 1 + 3 * 2);
+            let work = ["--sizes", "8", "--kernel-us", "50"];
+            plays(&name, &[&place[..], &work].concat(), 3);
+        }
+    }
+}
+
+/// The stream is a thread, but payload or queues are on the GPU.
+#[test]
+fn host_streams_use_memory_of_a_gpu() {
+    if no_gpu() {
+        return;
+    }
+    for (payload, placement) in [("gpu", "host"), ("host", "gpu"), ("gpu", "gpu")] {
+        let place = ["--payload", payload, "--placement", placement, "--sizes", "1,5003"];
+        plays(&format!("host-{payload}-{placement}"), &place, 3 * 2);
+    }
+}
+
+/// Kernels compute the bits that the CPU computes, and halo rows arrive in time.
+#[test]
+fn streams_of_a_gpu_solve_in_blocks() {
+    if no_gpu() {
+        return;
+    }
+    for via in ["memop", "kernel"] {
+        for (payload, placement) in [("host", "host"), ("gpu", "host"), ("gpu", "gpu")] {
+            for (mode, ranks) in [("stream", "1"), ("stream", "2"), ("stream", "3"), ("sync", "2")] {
+                let mut command = example("jacobi2d");
+                command.args(["--nx", "1100", "--ny", "65", "--iters", "60", "--ahead", "25"]);
+                command.args(["--mode", mode, "--ranks", ranks, "--stream", "cuda", "--via", via]);
+                command.args(["--payload", payload, "--placement", placement]);
+                let out = succeeds(command);
+                assert!(out.contains(" at most 0e0, 0 cells"), "{out}");
+            }
+        }
+    }
+}
+
+#[test]
+fn lost_halo_rows_are_noticed() {
+    if no_gpu() {
+        return;
+    }
+    let mut command = example("jacobi2d");
+    command.args(["--stream", "cuda", "--payload", "gpu"]);
+    command.args(["--nx", "40", "--ny", "40", "--iters", "20", "--lose", "3"]);
+    let error = fails(command);
+    assert!(error.contains("not that of one process"), "{error}");
+}
