@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod place;
+mod simulated;
 mod waits;
 
 use std::time::Duration;

@@ -18,7 +18,10 @@ pub(crate) struct Place {
 
 /// Every way to run a test here; none, with a printed reason, where there is no GPU.
 pub(crate) fn places() -> impl Iterator<Item = Place> {
-    let gpu = Gpu::open(0).inspect_err(|error| eprintln!("skipped: {error}")).ok();
+    let gpu = Gpu::open(0)
+        .inspect_err(|error| eprintln!("simulated: {error}"))
+        .or_else(|_| super::simulated::gpu())
+        .ok();
     gpu.into_iter().flat_map(|gpu| {
         let ways = [Via::MemOp, Via::Kernel].into_iter();
         ways.flat_map(move |via| {

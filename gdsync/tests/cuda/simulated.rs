@@ -1,0 +1,112 @@
+//! A GPU where there is none: the simulated driver, and the kernels of `lane.cu` in Rust.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use gdrcopy::standin::driver;
+use gdsync::cuda::Gpu;
+
+pub(crate) fn gpu() -> gdsync::Result<Gpu> {
+    driver::kernel("gds_run_12", &[32 + 24 * 12], run);
+    driver::kernel("gds_run_160", &[32 + 24 * 160], run);
+    Gpu::open_with(driver::api(), 0, Some(driver::gdr().expect("a simulated driver")))
+}
+
+/// `Head` of `lane.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Head {
+    status: u64,
+    limit_ns: u64,
+    submission: u64,
+    count: u64,
+}
+
+/// `Op` of `lane.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Op {
+    kind: u32,
+    cond: u32,
+    addr: u64,
+    value: u64,
+}
+
+fn word32(addr: u64) -> &'static AtomicU32 {
+    let ptr = std::ptr::with_exposed_provenance_mut(usize::try_from(addr).unwrap());
+    // SAFETY: words that the submission keeps alive.
+    unsafe { AtomicU32::from_ptr(ptr) }
+}
+
+fn word64(addr: u64) -> &'static AtomicU64 {
+    let ptr = std::ptr::with_exposed_provenance_mut(usize::try_from(addr).unwrap());
+    // SAFETY: as above.
+    unsafe { AtomicU64::from_ptr(ptr) }
+}
+
+fn low(value: u64) -> u32 {
+    u32::try_from(value & 0xffff_ffff).unwrap()
+}
+
+fn run(params: &[*mut c_void]) {
+    // SAFETY: the parameter is a head and operations.
+    let head = unsafe { params[0].cast::<Head>().read() };
+    // SAFETY: behind the head.
+    let first = unsafe { params[0].cast::<Head>().add(1) }.cast::<Op>();
+    // SAFETY: so many are there.
+    let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(head.count).unwrap()) };
+    let mut failed = word32(head.status).load(Ordering::Relaxed) != 0;
+    let mut errors = 0;
+    for op in ops {
+        match op.kind {
+            2..=4 => {
+                if !wait(op, head.limit_ns, failed, &mut errors) && !failed {
+                    failed = true;
+                    word64(head.status + 8).store(head.submission, Ordering::Relaxed);
+                    word64(head.status + 16).store(op.addr, Ordering::Relaxed);
+                    word32(head.status).store(1, Ordering::SeqCst);
+                }
+            }
+            0 | 6 if !failed => word32(op.addr).store(low(op.value), Ordering::SeqCst),
+            1 if !failed => word64(op.addr).store(op.value, Ordering::SeqCst),
+            7 => word64(if failed { op.addr + 8 } else { op.addr }).store(op.value, Ordering::SeqCst),
+            _ => fence(Ordering::SeqCst),
+        }
+    }
+    if errors > 0 {
+        word32(head.status + 4).fetch_add(errors, Ordering::SeqCst);
+    }
+}
+
+fn wait(op: &Op, limit_ns: u64, failed: bool, errors: &mut u32) -> bool {
+    let start = Instant::now();
+    loop {
+        let met = if op.kind == 3 {
+            let (word, value) = (word64(op.addr).load(Ordering::SeqCst), op.value);
+            match op.cond {
+                0 => word.wrapping_sub(value).cast_signed() >= 0,
+                1 => word == value,
+                2 => word & value != 0,
+                _ => !(word | value) != 0,
+            }
+        } else {
+            let (word, value) = (word32(op.addr).load(Ordering::SeqCst), low(op.value));
+            let met = match op.cond {
+                0 => word.wrapping_sub(value).cast_signed() >= 0,
+                1 => word == value,
+                2 => word & value != 0,
+                _ => !(word | value) != 0,
+            };
+            *errors += u32::from(met && op.kind == 4 && word >> 28 >= 13);
+            met
+        };
+        if met || failed {
+            return met;
+        }
+        if start.elapsed() > Duration::from_nanos(limit_ns) {
+            return false;
+        }
+        std::thread::sleep(Duration::from_micros(20));
+    }
+}
