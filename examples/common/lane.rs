@@ -66,4 +66,14 @@ impl Lane {
             None => Ok(self.stream.synchronize(self.timeout)?),
         }
     }
+
+    /// Returns when no kernel runs any more, so that the memory they use can go. What is still held is given up.
+    pub(crate) fn settle(&self) {
+        let Some(kernels) = &self.kernels else { return };
+        if self.stream.query().pending > 0 {
+            self.stream.abort();
+        }
+        // What went wrong has been said.
+        let _ = kernels.synchronize();
+    }
 }

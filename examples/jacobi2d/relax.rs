@@ -106,9 +106,6 @@ impl<'a> Relaxer<'a> {
 
 impl Drop for Relaxer<'_> {
     fn drop(&mut self) {
-        if let Some((kernels, ..)) = &self.kernel {
-            // Kernels use the block. What went wrong has been said.
-            let _ = kernels.synchronize();
-        }
+        self.lane.settle();
     }
 }

@@ -48,6 +48,7 @@ const BYTES_PER_THREAD: usize = 32;
 
 /// Kernels on the stream, in every mode.
 pub(crate) struct KernelJudge<'a> {
+    lane: &'a Lane,
     kernels: &'a Kernels,
     board: Board,
     work: Duration,
@@ -66,7 +67,7 @@ pub(crate) struct KernelJudge<'a> {
 impl<'a> KernelJudge<'a> {
     pub(crate) fn new(
         kernels: &'a Kernels,
-        lane: &Lane,
+        lane: &'a Lane,
         board: &Board,
         total: u64,
         work: Duration,
@@ -85,7 +86,7 @@ impl<'a> KernelJudge<'a> {
         // SAFETY: the parameter has the layout of `Turn`.
         let turn = unsafe { kernels.find(c"turn") }?;
         let board = board.clone();
-        Ok(Self { kernels, board, work, total, memory, addr, buffers, blocks, stamp, work_for, turn })
+        Ok(Self { lane, kernels, board, work, total, memory, addr, buffers, blocks, stamp, work_for, turn })
     }
 
     fn word(&self, at: usize) -> Result<u64> {
@@ -155,7 +156,6 @@ impl Judge for KernelJudge<'_> {
 
 impl Drop for KernelJudge<'_> {
     fn drop(&mut self) {
-        // Kernels use its memory. What went wrong has been said.
-        let _ = self.kernels.synchronize();
+        self.lane.settle();
     }
 }

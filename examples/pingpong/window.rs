@@ -80,7 +80,11 @@ impl<'a> Clock<'a> {
             Some(kernels) => Some((kernels, unsafe { kernels.find(c"stamp") }?)),
             None => None,
         };
-        Ok(Self { lane, stamp, origin: Instant::now(), memory: Memory::alloc(16)? })
+        let clock = Self { lane, stamp, origin: Instant::now(), memory: Memory::alloc(16)? };
+        // What CUDA loads or registers at the first use, it had better do before a stream is held.
+        clock.take(Side::Begin)?;
+        lane.idle()?;
+        Ok(clock)
     }
 
     fn word(&self, side: Side) -> Result<Word64> {
@@ -111,9 +115,6 @@ impl<'a> Clock<'a> {
 
 impl Drop for Clock<'_> {
     fn drop(&mut self) {
-        if let Some((kernels, _)) = &self.stamp {
-            // Kernels use its memory. What went wrong has been said.
-            let _ = kernels.synchronize();
-        }
+        self.lane.settle();
     }
 }
