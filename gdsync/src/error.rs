@@ -52,6 +52,17 @@ pub enum Error {
         /// What was said, with the fix.
         source: Arc<gdrcopy::Error>,
     },
+    /// GPU memory that the CPU cannot reach.
+    #[error(
+        "the CPU cannot reach the GPU memory at {addr:#x}: {why}; keep words and rings in memory of cudaMalloc, and copy \
+         payload there with CUDA"
+    )]
+    NotMapped {
+        /// Its address on the GPU.
+        addr: u64,
+        /// Why not.
+        why: String,
+    },
     /// There is no such device.
     #[error(
         "no RDMA device '{name}'; available: {available}; name one of these, in GDSYNC_DEVICE or to Device::find"

@@ -8,16 +8,21 @@
 //! and loaded as in host memory, but a load takes a microsecond, and stores leave the core late, so that those of
 //! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
 
+mod access;
+mod word;
+
 use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, OnceLock, Weak};
 
-use gdrcopy::copy::{Copier, load_fence, store_fence};
+use gdrcopy::copy::store_fence;
 use gdrcopy::{GpuBuffer, Mapping, MappingType};
 use parking_lot::Mutex;
 
+use self::access::{load, store};
+pub use self::word::{Word32, Word64};
 use crate::cuda::{Block, Gpu, Pages, Registered};
 use crate::error::{Error, Result};
 
@@ -28,9 +33,19 @@ pub struct Memory {
     len: usize,
     /// What work requests call the first byte.
     addr: u64,
-    /// How a mapping of GPU memory is cached; `None` for host memory.
-    mapped: Option<MappingType>,
+    reach: Reach,
     owner: Arc<Owner>,
+}
+
+/// How the CPU gets at the bytes.
+#[derive(Clone, Copy)]
+enum Reach {
+    /// They are in host memory.
+    Host,
+    /// They are on a GPU, behind a mapping that is cached so.
+    Mapped(MappingType),
+    /// They are on a GPU, and only copy engines reach them.
+    Engine,
 }
 
 /// A memory that is not kept alive by this.
@@ -45,7 +60,7 @@ struct Parts {
     ptr: NonNull<u8>,
     len: usize,
     addr: u64,
-    mapped: Option<MappingType>,
+    reach: Reach,
 }
 
 // SAFETY: an address only; the bytes are reached through a `Memory`.
@@ -54,8 +69,8 @@ unsafe impl Send for WeakMemory {}
 impl WeakMemory {
     /// The memory, if it is still there.
     pub(crate) fn upgrade(&self) -> Option<Memory> {
-        let Parts { ptr, len, addr, mapped } = self.memory;
-        Some(Memory { ptr, len, addr, mapped, owner: self.owner.upgrade()? })
+        let Parts { ptr, len, addr, reach } = self.memory;
+        Some(Memory { ptr, len, addr, reach, owner: self.owner.upgrade()? })
     }
 }
 
@@ -83,16 +98,22 @@ enum Bytes {
         mapping: Mapping,
         _buffer: Option<GpuBuffer>,
     },
+    /// On a GPU, without a mapping, and why.
+    Unmapped {
+        gpu: Gpu,
+        why: String,
+    },
     /// On a GPU, in a block that is kept for the next user.
     Block(Block),
 }
 
 impl Bytes {
-    /// The GPU they are on, and their mapping.
-    fn on_gpu(&self) -> Option<(&Gpu, &Mapping)> {
+    /// The GPU they are on, and their mapping if they have one.
+    fn on_gpu(&self) -> Option<(&Gpu, Option<&Mapping>)> {
         match self {
-            Bytes::Gpu { gpu, mapping, .. } => Some((gpu, mapping)),
-            Bytes::Block(block) => Some((block.gpu(), block.mapping())),
+            Bytes::Gpu { gpu, mapping, .. } => Some((gpu, Some(mapping))),
+            Bytes::Unmapped { gpu, .. } => Some((gpu, None)),
+            Bytes::Block(block) => Some((block.gpu(), Some(block.mapping()))),
             Bytes::Mapped { .. } | Bytes::Lent { .. } => None,
         }
     }
@@ -174,7 +195,7 @@ impl Memory {
     }
 
     fn host(ptr: NonNull<u8>, len: usize, bytes: Bytes) -> Self {
-        Self { ptr, len, addr: ptr.as_ptr() as u64, mapped: None, owner: Owner::new(bytes) }
+        Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Host, owner: Owner::new(bytes) }
     }
 
     /// GPU memory behind a mapping; the buffer where it is ours.
@@ -188,10 +209,11 @@ impl Memory {
     }
 
     fn behind_mapping(bytes: Bytes) -> Self {
-        let (_, mapping) = bytes.on_gpu().expect("only called with GPU memory");
+        let mapping =
+            bytes.on_gpu().and_then(|(_, mapping)| mapping).expect("only called with mapped memory");
         let ptr = NonNull::new(mapping.as_ptr()).expect("mappings do not begin at 0");
-        let (len, addr, mapped) = (mapping.len(), mapping.addr(), Some(mapping.kind()));
-        Self { ptr, len, addr, mapped, owner: Owner::new(bytes) }
+        let (len, addr, reach) = (mapping.len(), mapping.addr(), Reach::Mapped(mapping.kind()));
+        Self { ptr, len, addr, reach, owner: Owner::new(bytes) }
     }
 
     /// Host memory that was left registered.
@@ -199,6 +221,24 @@ impl Memory {
         let memory = Self::host(pages.ptr, len, Bytes::Mapped { ptr: pages.ptr, len: pages.len });
         memory.owner.registered.get_or_init(|| Registered::again(gpu, pages));
         memory
+    }
+
+    /// GPU memory that only copy engines reach, and why.
+    pub(crate) fn unmapped(gpu: &Gpu, addr: u64, len: usize, why: String) -> Self {
+        let owner = Owner::new(Bytes::Unmapped { gpu: gpu.clone(), why });
+        Self { ptr: NonNull::dangling(), len, addr, reach: Reach::Engine, owner }
+    }
+
+    /// Host memory of the application that CUDA knows already.
+    ///
+    /// # Safety
+    /// As [`Memory::from_raw`].
+    pub(crate) unsafe fn known(ptr: *mut u8, len: usize, registered: Registered) -> Result<Self> {
+        // SAFETY: what the caller promised.
+        let memory = unsafe { Self::from_raw(ptr, len) }?;
+        // Nobody else has it yet.
+        let _ = memory.owner.registered.set(registered);
+        Ok(memory)
     }
 
     /// Wraps bytes that somebody else owns.
@@ -219,8 +259,8 @@ impl Memory {
     }
 
     pub(crate) fn downgrade(&self) -> WeakMemory {
-        let &Self { ptr, len, addr, mapped, ref owner } = self;
-        WeakMemory { memory: Parts { ptr, len, addr, mapped }, owner: Arc::downgrade(owner) }
+        let &Self { ptr, len, addr, reach, ref owner } = self;
+        WeakMemory { memory: Parts { ptr, len, addr, reach }, owner: Arc::downgrade(owner) }
     }
 
     /// The address of the first byte in work requests: that of the CPU for host memory, that of the GPU for its memory.
@@ -240,7 +280,9 @@ impl Memory {
     /// [`Error::Cuda`] when CUDA refuses to register it, or when the GPU cannot reach the other one that it is on.
     pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
         match &self.owner.bytes {
-            Bytes::Gpu { gpu: home, .. } => gpu.reach(home).map(|()| self.addr),
+            Bytes::Gpu { gpu: home, .. } | Bytes::Unmapped { gpu: home, .. } => {
+                gpu.reach(home).map(|()| self.addr)
+            }
             Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),
             &(Bytes::Mapped { ptr, len } | Bytes::Lent { ptr, len }) => {
                 let offset = self.ptr.as_ptr() as u64 - ptr.as_ptr() as u64;
@@ -263,16 +305,22 @@ impl Memory {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn flush(&self) -> Result<()> {
-        let Some((_, mapping)) = self.owner.bytes.on_gpu() else { return Ok(()) };
+        let Some((_, Some(mapping))) = self.owner.bytes.on_gpu() else { return Ok(()) };
         mapping.flush().map_err(Error::cuda("flushing writes to the GPU"))
     }
 
     /// Orders what was written through a mapping before later stores, and sends it on its way. Nothing for host memory.
     #[inline]
     pub(crate) fn fence(&self) {
-        if let Some(kind) = self.mapped {
+        if let Reach::Mapped(kind) = self.reach {
             store_fence(kind);
         }
+    }
+
+    /// Whether the CPU reaches the bytes. Where it does not, as in memory of a stream-ordered pool, queues move them with a
+    /// copy engine, and the functions below that read or write fail.
+    pub fn is_mapped(&self) -> bool {
+        !matches!(self.reach, Reach::Engine)
     }
 
     /// Length in bytes.
@@ -286,54 +334,77 @@ impl Memory {
     /// # Errors
     /// [`Error::OutOfBounds`] when the part does not lie inside.
     pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
-        let ptr = self.check(offset, len.max(1))?;
+        self.inside(offset, len.max(1))?;
+        let ptr = match self.reach {
+            Reach::Engine => self.ptr,
+            // SAFETY: the offset lies inside.
+            Reach::Host | Reach::Mapped(_) => unsafe { self.ptr.add(offset) },
+        };
         Ok(Self { ptr, len, addr: self.addr + offset as u64, owner: self.owner.clone(), ..*self })
     }
 
-    fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
+    fn inside(&self, offset: usize, len: usize) -> Result<()> {
         match offset.checked_add(len) {
-            // SAFETY: offset <= end <= self.len, so the result stays inside the range.
-            Some(end) if end <= self.len => Ok(unsafe { self.ptr.add(offset) }),
+            Some(end) if end <= self.len => Ok(()),
             _ => Err(Error::OutOfBounds { offset, len, size: self.len }),
         }
+    }
+
+    #[cold]
+    fn not_mapped(&self) -> Error {
+        let why = match &self.owner.bytes {
+            Bytes::Unmapped { why, .. } => why.clone(),
+            _ => "it is not mapped".into(),
+        };
+        Error::NotMapped { addr: self.addr, why }
+    }
+
+    /// Where the CPU finds a part.
+    fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
+        self.inside(offset, len)?;
+        if let Reach::Engine = self.reach {
+            return Err(self.not_mapped());
+        }
+        // SAFETY: the offset lies inside.
+        Ok(unsafe { self.ptr.add(offset) })
     }
 
     /// Copies bytes out, from `offset` on. A device that writes meanwhile may tear the result.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let src = self.check(offset, out.len())?;
         // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
         // because no reference to device memory exists.
-        unsafe { load(self.mapped, src.as_ptr(), out.as_mut_ptr(), out.len()) };
+        unsafe { load(self.reach, src.as_ptr(), out.as_mut_ptr(), out.len()) };
         Ok(())
     }
 
     /// Copies bytes in, from `offset` on.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         let dst = self.check(offset, data.len())?;
         // SAFETY: as in `read`, the other way round.
-        unsafe { store(self.mapped, data.as_ptr(), dst.as_ptr(), data.len()) };
+        unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
         Ok(())
     }
 
     /// Copies from another device memory (or this one) without a buffer between.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
     pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
         let to = self.check(offset, len)?;
         let from = src.check(src_offset, len)?;
-        if src.mapped.is_none() {
+        if let Reach::Host = src.reach {
             // SAFETY: both ranges were checked; host memory may overlap itself only.
-            unsafe { store(self.mapped, from.as_ptr(), to.as_ptr(), len) };
-        } else if self.mapped.is_none() {
+            unsafe { store(self.reach, from.as_ptr(), to.as_ptr(), len) };
+        } else if let Reach::Host = self.reach {
             // SAFETY: both ranges were checked; a mapping and host memory do not overlap.
-            unsafe { load(src.mapped, from.as_ptr(), to.as_ptr(), len) };
+            unsafe { load(src.reach, from.as_ptr(), to.as_ptr(), len) };
         } else {
             let mut part = [0; 4096];
             for at in (0..len).step_by(part.len()) {
@@ -348,7 +419,7 @@ impl Memory {
     /// Sets `len` bytes to `byte`.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Result<()> {
         let dst = self.check(offset, len)?;
         // SAFETY: the range was checked.
@@ -357,17 +428,19 @@ impl Memory {
         Ok(())
     }
 
-    /// All bytes, copied out.
+    /// All bytes, copied out; none where the CPU does not reach them.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut out = vec![0; self.len];
-        self.read(0, &mut out).expect("a memory holds its own length");
+        if self.read(0, &mut out).is_err() {
+            out.clear();
+        }
         out
     }
 
     /// The aligned 32-bit word at `offset`, as an atomic in native byte order.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] when the address is not a multiple of 4.
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 4.
     pub fn atomic32(&self, offset: usize) -> Result<&AtomicU32> {
         let ptr = self.check_aligned::<AtomicU32>(offset)?;
         // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
@@ -377,7 +450,7 @@ impl Memory {
     /// The aligned 64-bit word at `offset`, as an atomic in native byte order.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] when the address is not a multiple of 8.
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 8.
     pub fn atomic64(&self, offset: usize) -> Result<&AtomicU64> {
         let ptr = self.check_aligned::<AtomicU64>(offset)?;
         // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
@@ -390,145 +463,5 @@ impl Memory {
             return Err(Error::invalid("word address", ptr.as_ptr() as usize, "a multiple of the word size"));
         }
         Ok(ptr)
-    }
-
-    /// A handle to the 32-bit word at `offset`, for stream waits and writes.
-    ///
-    /// # Errors
-    /// As [`Memory::atomic32`].
-    pub fn word32(&self, offset: usize) -> Result<Word32> {
-        self.atomic32(offset)?;
-        Ok(Word32(self.slice(offset, 4)?))
-    }
-
-    /// A handle to the 64-bit word at `offset`, for stream waits and writes.
-    ///
-    /// # Errors
-    /// As [`Memory::atomic64`].
-    pub fn word64(&self, offset: usize) -> Result<Word64> {
-        self.atomic64(offset)?;
-        Ok(Word64(self.slice(offset, 8)?))
-    }
-}
-
-/// Copies from host memory to memory of either kind, with a fence behind what goes through a mapping.
-///
-/// # Safety
-/// Both ranges must be valid for `len` bytes, `dst` for writing. Only host memory may overlap.
-#[inline]
-unsafe fn store(kind: Option<MappingType>, src: *const u8, dst: *mut u8, len: usize) {
-    match kind {
-        // SAFETY: what the caller promised.
-        None => unsafe { copy(src, dst, len) },
-        Some(kind) => {
-            // SAFETY: what the caller promised; the destination is a mapping of this kind.
-            unsafe { Copier::best().to_device(kind, dst, src, len) };
-            store_fence(kind);
-        }
-    }
-}
-
-/// Copies from memory of either kind to host memory, with a fence behind what came through a mapping.
-///
-/// # Safety
-/// As [`store`].
-#[inline]
-unsafe fn load(kind: Option<MappingType>, src: *const u8, dst: *mut u8, len: usize) {
-    match kind {
-        // SAFETY: what the caller promised.
-        None => unsafe { copy(src, dst, len) },
-        Some(kind) => {
-            // SAFETY: what the caller promised; the source is a mapping of this kind.
-            unsafe { Copier::best().from_device(kind, dst, src, len) };
-            load_fence(kind);
-        }
-    }
-}
-
-/// One volatile access for a naturally aligned word, `memmove` otherwise: a device that races with
-/// it sees words whole, and longer copies in any order.
-///
-/// # Safety
-/// Both ranges must be valid for `len` bytes, `dst` for writing.
-unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
-    if len == 8 && src.cast::<u64>().is_aligned() && dst.cast::<u64>().is_aligned() {
-        // SAFETY: valid by contract, aligned by the test above.
-        let word = unsafe { src.cast::<u64>().read_volatile() };
-        // SAFETY: as above.
-        unsafe { dst.cast::<u64>().write_volatile(word) };
-    } else if len == 4 && src.cast::<u32>().is_aligned() && dst.cast::<u32>().is_aligned() {
-        // SAFETY: valid by contract, aligned by the test above.
-        let word = unsafe { src.cast::<u32>().read_volatile() };
-        // SAFETY: as above.
-        unsafe { dst.cast::<u32>().write_volatile(word) };
-    } else {
-        // SAFETY: valid by contract; `copy` allows overlap.
-        unsafe { std::ptr::copy(src, dst, len) };
-    }
-}
-
-/// A 32-bit word in device-visible memory, native byte order, kept alive by this handle.
-#[derive(Clone, Debug)]
-pub struct Word32(Memory);
-
-impl Word32 {
-    /// The word as an atomic.
-    pub fn atomic(&self) -> &AtomicU32 {
-        // SAFETY: `Memory::word32`, the only constructor, checked range and alignment.
-        unsafe { self.0.ptr.cast::<AtomicU32>().as_ref() }
-    }
-
-    /// Reads the word; what its writer wrote before it is visible afterwards.
-    pub fn load(&self) -> u32 {
-        self.atomic().load(Ordering::Acquire)
-    }
-
-    /// Writes the word after everything this thread wrote before.
-    pub fn store(&self, value: u32) {
-        self.atomic().store(value, Ordering::Release);
-        self.0.fence();
-    }
-
-    /// Its address in work requests: see [`Memory::addr`].
-    pub fn addr(&self) -> u64 {
-        self.0.addr()
-    }
-
-    /// The memory of the word.
-    pub fn memory(&self) -> &Memory {
-        &self.0
-    }
-}
-
-/// A 64-bit word in device-visible memory, native byte order, kept alive by this handle.
-#[derive(Clone, Debug)]
-pub struct Word64(Memory);
-
-impl Word64 {
-    /// The word as an atomic.
-    pub fn atomic(&self) -> &AtomicU64 {
-        // SAFETY: `Memory::word64`, the only constructor, checked range and alignment.
-        unsafe { self.0.ptr.cast::<AtomicU64>().as_ref() }
-    }
-
-    /// Reads the word; what its writer wrote before it is visible afterwards.
-    pub fn load(&self) -> u64 {
-        self.atomic().load(Ordering::Acquire)
-    }
-
-    /// Writes the word after everything this thread wrote before.
-    pub fn store(&self, value: u64) {
-        self.atomic().store(value, Ordering::Release);
-        self.0.fence();
-    }
-
-    /// Its address in work requests: see [`Memory::addr`].
-    pub fn addr(&self) -> u64 {
-        self.0.addr()
-    }
-
-    /// The memory of the word.
-    pub fn memory(&self) -> &Memory {
-        &self.0
     }
 }

@@ -320,18 +320,4 @@ impl Gpu {
     pub(crate) fn kept(&self) -> &Kept {
         &self.0.kept
     }
-
-    /// Memory of the application by its address, told apart by what CUDA knows of it: GPU memory is mapped for the CPU, host
-    /// memory is taken as it is.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`] for memory that cannot be mapped or used, as managed memory.
-    ///
-    /// # Safety
-    /// The memory must stay allocated until every clone of the result is gone, and no Rust reference to it may be used
-    /// meanwhile.
-    pub unsafe fn wrap(&self, addr: u64, len: usize) -> Result<Memory> {
-        let mapping = self.gdr()?.map(addr, len).map_err(Error::cuda("mapping GPU memory"))?;
-        Ok(Memory::on_gpu(self, mapping, None))
-    }
 }

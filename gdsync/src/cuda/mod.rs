@@ -8,6 +8,7 @@ mod capabilities;
 mod gpu;
 mod kept;
 mod register;
+mod wrap;
 
 pub use calibrate::Calibration;
 pub use capabilities::{Capabilities, Flush};

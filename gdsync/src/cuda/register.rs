@@ -38,6 +38,11 @@ impl Registered {
         }
     }
 
+    /// What the application has registered or pinned itself.
+    pub(crate) fn of_application(addr: u64) -> Self {
+        Self { addr, ours: None }
+    }
+
     pub(crate) fn addr(&self) -> u64 {
         self.addr
     }
@@ -55,7 +60,7 @@ impl Gpu {
         let api = self.api();
         let _current = self.enter()?;
         if let Ok(addr) = self.device_pointer(ptr.as_ptr()) {
-            return Ok(Registered { addr, ours: None });
+            return Ok(Registered::of_application(addr));
         }
         let before = ptr.as_ptr().addr() % PAGE;
         let first = ptr.as_ptr().map_addr(|addr| addr - before);

@@ -5,6 +5,8 @@ mod context;
 mod copy;
 mod pointer;
 
+pub use self::pointer::info as pointer_info;
+
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
 use std::fmt;

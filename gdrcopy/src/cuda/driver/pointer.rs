@@ -48,8 +48,11 @@ pub(super) fn buffer_id(api: &Api, addr: u64) -> Result<u64> {
     Ok(id)
 }
 
-/// What lies at an address.
-pub(super) fn info(api: &Api, addr: u64) -> Result<PointerInfo> {
+/// What lies at an address; one that CUDA does not know is [`MemoryKind::Unknown`].
+///
+/// # Errors
+/// [`Error::Cuda`].
+pub fn info(api: &Api, addr: u64) -> Result<PointerInfo> {
     let [memory, managed, pool, ipc, device, buffer_id, fds, start, size, mapping_start, mapping_size] =
         attributes(
             api,

@@ -9,6 +9,8 @@ pub type Handle = usize;
 pub mod pointer_attribute {
     pub const CONTEXT: u32 = 1;
     pub const MEMORY_TYPE: u32 = 2;
+    pub const DEVICE_POINTER: u32 = 3;
+    pub const HOST_POINTER: u32 = 4;
     pub const SYNC_MEMOPS: u32 = 6;
     pub const BUFFER_ID: u32 = 7;
     pub const IS_MANAGED: u32 = 8;
@@ -227,6 +229,8 @@ mod tests {
         for (ours, theirs) in [
             (pointer_attribute::CONTEXT, Pointer::CU_POINTER_ATTRIBUTE_CONTEXT),
             (pointer_attribute::MEMORY_TYPE, Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE),
+            (pointer_attribute::DEVICE_POINTER, Pointer::CU_POINTER_ATTRIBUTE_DEVICE_POINTER),
+            (pointer_attribute::HOST_POINTER, Pointer::CU_POINTER_ATTRIBUTE_HOST_POINTER),
             (pointer_attribute::SYNC_MEMOPS, Pointer::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS),
             (pointer_attribute::BUFFER_ID, Pointer::CU_POINTER_ATTRIBUTE_BUFFER_ID),
             (pointer_attribute::IS_MANAGED, Pointer::CU_POINTER_ATTRIBUTE_IS_MANAGED),

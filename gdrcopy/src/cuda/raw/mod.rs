@@ -5,5 +5,6 @@ mod api;
 mod context;
 pub mod layout;
 
+pub use super::driver::pointer_info;
 pub use api::Api;
 pub use context::{Current, Relaxed};

@@ -1,0 +1,92 @@
+//! Words that devices and CPU share.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use super::Memory;
+use crate::error::Result;
+
+impl Memory {
+    /// A handle to the 32-bit word at `offset`, for stream waits and writes.
+    ///
+    /// # Errors
+    /// As [`Memory::atomic32`].
+    pub fn word32(&self, offset: usize) -> Result<Word32> {
+        self.atomic32(offset)?;
+        Ok(Word32(self.slice(offset, 4)?))
+    }
+
+    /// A handle to the 64-bit word at `offset`, for stream waits and writes.
+    ///
+    /// # Errors
+    /// As [`Memory::atomic64`].
+    pub fn word64(&self, offset: usize) -> Result<Word64> {
+        self.atomic64(offset)?;
+        Ok(Word64(self.slice(offset, 8)?))
+    }
+}
+
+/// A 32-bit word in device-visible memory, native byte order, kept alive by this handle.
+#[derive(Clone, Debug)]
+pub struct Word32(Memory);
+
+impl Word32 {
+    /// The word as an atomic.
+    pub fn atomic(&self) -> &AtomicU32 {
+        // SAFETY: `Memory::word32`, the only constructor, checked range and alignment.
+        unsafe { self.0.ptr.cast::<AtomicU32>().as_ref() }
+    }
+
+    /// Reads the word; what its writer wrote before it is visible afterwards.
+    pub fn load(&self) -> u32 {
+        self.atomic().load(Ordering::Acquire)
+    }
+
+    /// Writes the word after everything this thread wrote before.
+    pub fn store(&self, value: u32) {
+        self.atomic().store(value, Ordering::Release);
+        self.0.fence();
+    }
+
+    /// Its address in work requests: see [`Memory::addr`].
+    pub fn addr(&self) -> u64 {
+        self.0.addr()
+    }
+
+    /// The memory of the word.
+    pub fn memory(&self) -> &Memory {
+        &self.0
+    }
+}
+
+/// A 64-bit word in device-visible memory, native byte order, kept alive by this handle.
+#[derive(Clone, Debug)]
+pub struct Word64(Memory);
+
+impl Word64 {
+    /// The word as an atomic.
+    pub fn atomic(&self) -> &AtomicU64 {
+        // SAFETY: `Memory::word64`, the only constructor, checked range and alignment.
+        unsafe { self.0.ptr.cast::<AtomicU64>().as_ref() }
+    }
+
+    /// Reads the word; what its writer wrote before it is visible afterwards.
+    pub fn load(&self) -> u64 {
+        self.atomic().load(Ordering::Acquire)
+    }
+
+    /// Writes the word after everything this thread wrote before.
+    pub fn store(&self, value: u64) {
+        self.atomic().store(value, Ordering::Release);
+        self.0.fence();
+    }
+
+    /// Its address in work requests: see [`Memory::addr`].
+    pub fn addr(&self) -> u64 {
+        self.0.addr()
+    }
+
+    /// The memory of the word.
+    pub fn memory(&self) -> &Memory {
+        &self.0
+    }
+}
