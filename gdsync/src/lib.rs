@@ -55,6 +55,8 @@ pub mod hca;
 pub mod memory;
 pub mod mlx5;
 #[doc(hidden)]
+pub mod mover;
+#[doc(hidden)]
 pub mod protocol;
 pub mod stream;
 pub mod verbs;

@@ -258,6 +258,15 @@ impl Memory {
         }
     }
 
+    /// Lets this go where the calling thread must not wait: to free GPU memory, CUDA may wait for all work of the GPU.
+    pub(crate) fn let_go(self) {
+        let known = self.gpu().is_some() || self.owner.registered.get().is_some();
+        if known && Arc::strong_count(&self.owner) == 1 {
+            // Where no thread can be started, this one waits.
+            let _ = std::thread::Builder::new().name("gdsync-free".into()).spawn(move || drop(self));
+        }
+    }
+
     pub(crate) fn downgrade(&self) -> WeakMemory {
         let &Self { ptr, len, addr, reach, ref owner } = self;
         WeakMemory { memory: Parts { ptr, len, addr, reach }, owner: Arc::downgrade(owner) }

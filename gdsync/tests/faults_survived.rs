@@ -144,7 +144,7 @@ fn everything_at_once() {
 /// Writes, one at a time, on a fresh HCA that meets the faults of `seed`: what was counted.
 fn counted(seed: u64) -> HcaStats {
     let faults = FaultPlan { seed, drop: 0.1, duplicate: 0.1, ..FaultPlan::default() };
-    let context = Context::soft(&SoftHcaConfig { strict: true, faults }).unwrap();
+    let context = Context::soft(&SoftHcaConfig { strict: true, faults, ..SoftHcaConfig::default() }).unwrap();
     // Far longer than one write takes: only a lost packet lets the time run out.
     let (a, b) = fresh(&context, &context, |q| q.timeout(11).retry_cnt(7));
     for i in 0..100u8 {

@@ -1,7 +1,7 @@
 //! A GPU and the context that work runs in.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::Handle;
@@ -9,12 +9,12 @@ use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::{Gdr, GpuBuffer, Mapping};
 use parking_lot::Mutex;
 
-use super::RawStream;
 use super::arena::Arena;
 use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
 use super::kept::Kept;
 use super::register::unregister;
+use super::{Engine, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, page_round};
 use crate::stream::KickerSlot;
@@ -43,6 +43,8 @@ struct Inner {
     kept: Kept,
     kicker: KickerSlot,
     calibration: Mutex<Option<Calibration>>,
+    /// Its copy engine, as long as a device uses it. It keeps its GPU, so the GPU must not keep it.
+    engine: Mutex<Weak<Engine>>,
 }
 
 impl fmt::Debug for Gpu {
@@ -152,7 +154,7 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena, kept, kicker, calibration) = Default::default();
+        let (reached, arena, kept, kicker, calibration, engine) = Default::default();
         let gdr = Mutex::new(gdr);
         let inner = Inner {
             api,
@@ -167,6 +169,7 @@ impl Gpu {
             kept,
             kicker,
             calibration,
+            engine,
         };
         Self(Arc::new(inner))
     }
@@ -254,6 +257,17 @@ impl Gpu {
             }
             Err(error) => Err(Error::cuda("reaching the memory of another GPU")(error)),
         }
+    }
+
+    /// Its copy engine, started by the first call.
+    pub(crate) fn engine(&self) -> Result<Arc<Engine>> {
+        let mut slot = self.0.engine.lock();
+        if let Some(engine) = slot.upgrade() {
+            return Ok(engine);
+        }
+        let engine = Arc::new(Engine::start(self)?);
+        *slot = Arc::downgrade(&engine);
+        Ok(engine)
     }
 
     /// The mapper of its memory, opened by the first call.

@@ -5,13 +5,18 @@
 mod arena;
 mod calibrate;
 mod capabilities;
+mod engine;
+mod engines;
 mod gpu;
+mod handles;
 mod kept;
 mod register;
 mod wrap;
 
 pub use calibrate::Calibration;
 pub use capabilities::{Capabilities, Flush};
+pub(crate) use engine::Engine;
+pub(crate) use engines::Engines;
 pub use gpu::Gpu;
 pub(crate) use kept::{Block, Pages};
 pub(crate) use register::Registered;

@@ -1,5 +1,6 @@
 //! The state of a software HCA, and one step of its work.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::cqs::Cqs;
@@ -11,10 +12,12 @@ use super::packet::Header;
 use super::peeks::Peeks;
 use super::qp::{Env, SoftQp};
 use super::rung::{MAX_QPS, Rung};
+use super::soft::SoftHcaConfig;
 use super::stats::HcaStats;
 use super::wire::{LinkEnds, RxRing};
 use crate::error::{Error, Result};
 use crate::mlx5::Syndrome;
+use crate::mover::{Mover, Ticket};
 use crate::verbs::QpState;
 
 /// Packets taken from one link before others get their turn.
@@ -34,6 +37,9 @@ pub(crate) struct Core {
     pub(crate) cqs: Cqs,
     pub(crate) faults: Faults,
     pub(crate) stats: HcaStats,
+    pub(crate) mover: Arc<dyn Mover>,
+    /// Payload of so many bytes is left to copy engines.
+    by_reference: usize,
     links: Links,
     rings: Vec<RxRing>,
     /// Boxed, so that one is cheaply taken out while it works with the rest.
@@ -61,20 +67,22 @@ pub(super) fn index(qpn: u32) -> usize {
 }
 
 impl Core {
-    pub(crate) fn new(loopback: LinkEnds, strict: bool) -> Self {
+    pub(crate) fn new(loopback: LinkEnds, config: &SoftHcaConfig, mover: Arc<dyn Mover>) -> Self {
         let mut links = Links::default();
         let rings = vec![links.add(loopback)];
         Self {
             keys: Keys::default(),
             cqs: Cqs::default(),
-            faults: Faults::default(),
+            faults: Faults::new(config.faults.clone()),
             stats: HcaStats::default(),
+            mover,
+            by_reference: config.by_reference,
             links,
             rings,
             qps: Vec::new(),
             active: Vec::new(),
             watched: Vec::new(),
-            strict,
+            strict: config.strict,
             steps: 0,
             ticked: Instant::now(),
             held_back: false,
@@ -90,6 +98,8 @@ impl Core {
             links: &mut self.links,
             faults: &mut self.faults,
             stats: &mut self.stats,
+            mover: &*self.mover,
+            by_reference: self.by_reference,
             strict: self.strict,
         };
         let result = work(&mut qp, &mut env);
@@ -239,7 +249,8 @@ impl Core {
         for at in (0..self.active.len()).rev() {
             let i = self.active[at];
             let state = self.with(i, |qp, env| {
-                let any = qp.advance(env) | qp.answer(env);
+                qp.look_at_copies(env);
+                let any = qp.advance(env) | qp.answer(env) | qp.leave(env);
                 qp.active = qp.is_active();
                 (any, qp.active)
             });
@@ -251,6 +262,12 @@ impl Core {
         }
         for link in 0..self.rings.len() {
             worked |= self.receive(link);
+        }
+        for at in 0..self.active.len() {
+            let i = self.active[at];
+            if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.is_copying()) {
+                worked |= self.with(i, |qp, env| qp.conclude(env)).unwrap_or(false);
+            }
         }
         self.steps = self.steps.wrapping_add(1);
         if self.steps.is_multiple_of(STEPS) && self.is_active() {
@@ -272,12 +289,25 @@ impl Core {
             self.with(i, |qp, env| qp.tick(now, env));
         }
         for link in 0..self.rings.len() {
-            // What the peer sent before it died still counts.
-            if self.links.is_newly_dead(link) && !self.rings[link].has_record() {
+            if self.links.is_newly_dead(link) && !self.has_packet_of(self.links.peer(link)) {
                 self.bury(link);
             }
         }
         self.links.ring();
+    }
+
+    /// Whether copies are under way, whose end nobody announces.
+    pub(crate) fn is_copying(&self) -> bool {
+        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).any(|qp| qp.resp.is_copying())
+    }
+
+    /// The copies under way on a region.
+    pub(crate) fn copies_on(&self, key: u32) -> Vec<Ticket> {
+        self.active
+            .iter()
+            .filter_map(|&i| self.qps[i].qp.as_ref())
+            .flat_map(|qp| qp.resp.copies_on(key))
+            .collect()
     }
 
     /// When the next timer expires.
@@ -291,6 +321,13 @@ impl Core {
         for i in 0..self.qps.len() {
             self.ring_index(i);
         }
+    }
+
+    /// Whether a packet of this peer waits: what it sent before it died still counts. Two links lead to a peer when both sides
+    /// have made one at the same time.
+    fn has_packet_of(&mut self, peer: Option<Gid>) -> bool {
+        let (links, mut rings) = (&self.links, self.rings.iter_mut().enumerate());
+        rings.any(|(l, ring)| links.peer(l) == peer && !links.is_down(l) && ring.has_record())
     }
 
     fn look_at_watched(&mut self) -> bool {
@@ -319,7 +356,10 @@ impl Core {
         for _ in 0..BURST {
             let record = match self.rings[link].peek() {
                 Ok(Some(record)) => record,
-                Ok(None) => break,
+                Ok(None) => {
+                    self.links.note_taken(link, false);
+                    break;
+                }
                 Err(error) => {
                     tracing::error!(%error, "software HCA: link taken down");
                     self.bury(link);
@@ -327,12 +367,13 @@ impl Core {
                 }
             };
             any = true;
+            self.links.note_taken(link, true);
             self.stats.packets_received += 1;
             let header = Header::from_bytes(&record.header);
             if !self.faults.is_dead() {
                 // The ring cannot be borrowed while the queue pair borrows the rest, so it steps aside.
                 let ring = self.rings.swap_remove(link);
-                self.dispatch(link, &header, &Body { ring: &ring, record: &record });
+                self.dispatch(link, &header, &Body { ring: &ring, record: &record, link });
                 self.rings.push(ring);
                 let last = self.rings.len() - 1;
                 self.rings.swap(link, last);
@@ -368,6 +409,9 @@ impl Core {
     fn bury(&mut self, link: usize) {
         let peer = self.links.peer(link);
         self.links.take_down(link);
+        if let Some(process) = self.links.process(link) {
+            self.mover.forget(process);
+        }
         tracing::warn!(?peer, "software HCA: peer is gone");
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
@@ -383,6 +427,6 @@ impl Core {
 impl SoftQp {
     /// Whether the step has to come back to it.
     fn is_active(&self) -> bool {
-        (self.state == QpState::RTS && self.req.is_active()) || self.resp.is_active()
+        (self.state == QpState::RTS && self.req.is_active()) || self.req.is_leaving() || self.resp.is_active()
     }
 }

@@ -1,5 +1,8 @@
 //! Memory keys: what a work request or a peer may touch.
 
+use std::sync::Arc;
+
+use super::reference::Export;
 use crate::memory::Memory;
 use crate::mlx5::Syndrome;
 use crate::verbs::Access;
@@ -23,14 +26,22 @@ struct Region {
     pdn: u32,
     memory: Memory,
     access: Access,
+    /// How peers are referred to it, if they may be.
+    export: Option<Arc<Export>>,
 }
 
 /// First index: keys of small numbers would hide byte-order mistakes.
 const BASE: u32 = 0x1d3;
 
 impl Keys {
-    pub(crate) fn register(&mut self, pdn: u32, memory: &Memory, access: Access) -> u32 {
-        let region = Some(Region { pdn, memory: memory.clone(), access });
+    pub(crate) fn register(
+        &mut self,
+        pdn: u32,
+        memory: &Memory,
+        access: Access,
+        export: Option<Arc<Export>>,
+    ) -> u32 {
+        let region = Some(Region { pdn, memory: memory.clone(), access, export });
         let index = self.free.pop().unwrap_or(self.slots.len());
         match self.slots.get_mut(index) {
             Some(slot) => {
@@ -43,19 +54,22 @@ impl Keys {
         number << 8 | u32::from(self.slots[index].variant)
     }
 
-    /// Drops a key. The memory it held is returned, to be let go outside of locks.
-    pub(crate) fn deregister(&mut self, key: u32) -> Option<Memory> {
+    /// Drops a key. What it held is returned, to be let go outside of locks.
+    pub(crate) fn deregister(&mut self, key: u32) -> Option<impl Sized + use<>> {
         let index = Self::index(key)?;
         let slot = self.slots.get_mut(index)?;
         let region = if slot.variant == variant(key) { slot.region.take() } else { None };
-        region.map(|region| {
-            self.free.push(index);
-            region.memory
-        })
+        region.inspect(|_| self.free.push(index))
     }
 
     fn index(key: u32) -> Option<usize> {
         (key >> 8).checked_sub(BASE).map(|i| i as usize)
+    }
+
+    /// How peers are referred to the region of this key.
+    pub(super) fn export(&self, key: u32) -> Option<&Export> {
+        let slot = self.slots.get(Self::index(key)?).filter(|slot| slot.variant == variant(key))?;
+        slot.region.as_ref()?.export.as_deref()
     }
 
     /// The memory and offset of `len` bytes at `addr`, if `key` opens them for `access`.
@@ -107,7 +121,7 @@ mod tests {
     fn a_key_opens_its_range_domain_and_rights_and_nothing_else() {
         let mut keys = Keys::default();
         let memory = Memory::alloc(100).unwrap();
-        let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ);
+        let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ, None);
         let base = memory.addr();
         assert_eq!(keys.local(key, 7, base + 60, 40, true).unwrap().1, 60);
         assert_eq!(keys.local(key, 7, base + 61, 40, true).unwrap_err(), Syndrome::LOC_PROT_ERR);
@@ -125,10 +139,10 @@ mod tests {
     fn a_dead_key_stays_dead_when_its_slot_is_used_again() {
         let mut keys = Keys::default();
         let memory = Memory::alloc(8).unwrap();
-        let old = keys.register(1, &memory, Access::empty());
+        let old = keys.register(1, &memory, Access::empty(), None);
         assert!(keys.deregister(old).is_some());
         assert!(keys.deregister(old).is_none());
-        let new = keys.register(1, &memory, Access::empty());
+        let new = keys.register(1, &memory, Access::empty(), None);
         assert_eq!(old >> 8, new >> 8);
         assert!(keys.local(old, 1, memory.addr(), 8, false).is_err());
         assert!(keys.local(new, 1, memory.addr(), 8, false).is_ok());

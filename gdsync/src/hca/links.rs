@@ -5,10 +5,11 @@ use std::time::Instant;
 
 use super::fault::{Fate, Faults};
 use super::gid::Gid;
-use super::packet::Header;
+use super::packet::{self, Header};
 use super::stats::HcaStats;
-use super::wire::{Bell, Line, LinkEnds, Piece, Record, RxRing, TxRing};
+use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxRing};
 use crate::memory::Memory;
+use crate::mover::ProcessId;
 
 /// The links of one HCA, in the order they were made; number 0 leads to itself.
 #[derive(Debug, Default)]
@@ -26,6 +27,12 @@ struct Link {
     down: bool,
     /// Packets were pushed since the peer's bell was last rung.
     unrung: bool,
+    /// Times that all the peer had sent was seen to be taken.
+    quiet: u64,
+    /// Packets taken since.
+    taken: usize,
+    /// The process at the other end, once it has sent references.
+    process: Option<ProcessId>,
     /// Packets that a fault holds back.
     held: VecDeque<Held>,
 }
@@ -43,6 +50,8 @@ struct Held {
 pub(crate) struct Body<'a> {
     pub(crate) ring: &'a RxRing,
     pub(crate) record: &'a Record,
+    /// The link that it came on.
+    pub(crate) link: usize,
 }
 
 impl Body<'_> {
@@ -57,11 +66,16 @@ impl Body<'_> {
             .expect("checked against body and region");
     }
 
+    /// `N` bytes from `at` on.
+    pub(crate) fn array<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        self.ring.read_body(self.record, at, &mut bytes).ok()?;
+        Some(bytes)
+    }
+
     /// The `i`-th 64-bit word, little-endian.
     pub(crate) fn word(&self, i: usize) -> Option<u64> {
-        let mut bytes = [0; 8];
-        self.ring.read_body(self.record, 8 * i, &mut bytes).ok()?;
-        Some(u64::from_le_bytes(bytes))
+        self.array(8 * i).map(u64::from_le_bytes)
     }
 }
 
@@ -77,6 +91,9 @@ impl Links {
             broken: false,
             down: false,
             unrung: false,
+            quiet: 0,
+            taken: 0,
+            process: None,
             held: VecDeque::new(),
         });
         rx
@@ -163,6 +180,43 @@ impl Links {
         stats.packets_sent += 1;
         faults.count_packet();
         true
+    }
+
+    /// Sends a packet past the fault plan, and drops the references of its sender that the plan holds back. Returns false
+    /// when the link has no room now.
+    pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
+        let Some(link) = self.0.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
+        link.held.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
+        link.push(header, &[], &[])
+    }
+
+    /// The peer is this process.
+    pub(crate) fn note_process(&mut self, index: usize, process: ProcessId) {
+        if let Some(link) = self.0.get_mut(index) {
+            link.process = Some(process);
+        }
+    }
+
+    /// The process at the other end, if it has sent references.
+    pub(crate) fn process(&self, index: usize) -> Option<ProcessId> {
+        self.0.get(index)?.process
+    }
+
+    /// A packet of the peer was taken, or none was there.
+    pub(crate) fn note_taken(&mut self, index: usize, any: bool) {
+        if let Some(link) = self.0.get_mut(index) {
+            link.taken += usize::from(any);
+            // All that the ring can hold was taken since: also what was there then.
+            if !any || link.taken > MOST_RECORDS {
+                link.quiet += 1;
+                link.taken = 0;
+            }
+        }
+    }
+
+    /// A number that has grown when all that the peer had sent before was taken.
+    pub(crate) fn quiet(&self, index: usize) -> u64 {
+        self.0.get(index).map_or(0, |l| l.quiet)
     }
 
     /// Wakes the peers that packets were sent to.

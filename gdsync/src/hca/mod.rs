@@ -43,6 +43,7 @@ mod peeks;
 mod qp;
 #[cfg(test)]
 mod raw_doorbells;
+mod reference;
 mod requester;
 mod responder;
 mod rung;

@@ -27,17 +27,25 @@ impl PacketOp {
     pub(crate) const READ_RESPONSE: Self = Self(8);
     /// Extension: the old value.
     pub(crate) const ATOMIC_RESPONSE: Self = Self(9);
+    /// The payload that packet `psn` refers to is being copied.
+    pub(crate) const COPYING: Self = Self(10);
+    /// What this side has referred to and is not acknowledged must not complete any more: its bytes may change.
+    pub(crate) const WITHDRAW: Self = Self(11);
 }
 
 pub(crate) const FIRST: u8 = 1;
 pub(crate) const LAST: u8 = 2;
 pub(crate) const IMM: u8 = 4;
 pub(crate) const SOLICITED: u8 = 8;
+/// In place of the payload, `len` bytes, the body ends in a reference to it. All packets of the message in one.
+pub(crate) const REFERENCE: u8 = 16;
 
 /// NAK code: `psn` is the packet that was expected; something before it was lost.
 pub(crate) const NAK_SEQUENCE: u8 = 0;
 /// NAK code: no receive was posted; `len` carries the RNR timer code. Other codes are the syndrome for the requester.
 pub(crate) const NAK_RNR: u8 = 1;
+/// NAK code: the payload that `psn` refers to cannot be copied from here: it must be sent. No syndrome has this number.
+pub(crate) const NAK_REFERENCE: u8 = 0xfe;
 
 /// The header of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +68,7 @@ impl Header {
     }
 
     pub(crate) fn is_response(&self) -> bool {
-        self.op.0 >= PacketOp::ACK.0
+        (PacketOp::ACK.0..=PacketOp::COPYING.0).contains(&self.op.0)
     }
 
     pub(crate) fn to_bytes(self) -> [u8; HEADER] {

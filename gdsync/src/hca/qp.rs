@@ -13,6 +13,7 @@ use smallvec::SmallVec;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
 use crate::mlx5::{self, BB, Cqe, CqeOpcode, Ctrl, Opcode, Syndrome};
+use crate::mover::{Mover, Ticket};
 use crate::protocol;
 use crate::verbs::provider::QpRequest;
 use crate::verbs::{Access, QpAddress, QpAttr, QpState};
@@ -25,6 +26,9 @@ pub(crate) struct Env<'a> {
     pub(crate) links: &'a mut Links,
     pub(crate) faults: &'a mut Faults,
     pub(crate) stats: &'a mut HcaStats,
+    pub(crate) mover: &'a dyn Mover,
+    /// Payload of so many bytes is left to copy engines.
+    pub(crate) by_reference: usize,
     pub(crate) strict: bool,
 }
 
@@ -177,13 +181,42 @@ impl SoftQp {
     /// Goes to ERR: no more network, everything posted is flushed.
     pub(crate) fn go_error(&mut self, env: &mut Env<'_>) {
         self.state = QpState::ERR;
+        self.resp.cancel();
         self.flush(env);
     }
 
     /// Flushes sends up to the doorbell record (not the doorbell: as a card does), and receives.
+    ///
+    /// Not before the peer knows that references are void, and copies into receives are over: what is flushed is the
+    /// application's again.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>) {
-        while let Some((index, opcode)) = self.req.flush_pending() {
-            self.complete_send(index, opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
+        if self.withdraw(env) {
+            self.flush_sends(env);
+        }
+        if !self.resp.is_copying() {
+            self.flush_receives(env);
+        }
+    }
+
+    /// In ERR: goes on with a flush that had to wait. Returns whether it is over.
+    pub(crate) fn leave(&mut self, env: &mut Env<'_>) -> bool {
+        if self.state != QpState::ERR || !self.req.is_leaving() {
+            return false;
+        }
+        self.flush(env);
+        !self.req.is_leaving()
+    }
+
+    /// Before a reset: takes references back, and takes no more. The copies that are still under way, or `None` while
+    /// the link has no room.
+    pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
+        let copies = self.resp.close();
+        self.withdraw(env).then_some(copies)
+    }
+
+    fn flush_sends(&mut self, env: &mut Env<'_>) {
+        while let Some((index, opcode, syndrome)) = self.req.flush_pending() {
+            self.complete_send(index, opcode, Some(syndrome), 0, env);
         }
         let end = self.send_record(self.req.head());
         while self.req.head() < end && end - self.req.head() <= self.blocks() {
@@ -191,8 +224,11 @@ impl SoftQp {
             self.req.skip(wqe.blocks());
             self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
         }
+    }
+
+    fn flush_receives(&mut self, env: &mut Env<'_>) {
         let flushed = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
-        if let Some(counter) = self.resp.stop() {
+        for counter in self.resp.stop() {
             self.complete_recv(flushed, counter, env);
         }
         let tail = self.resp.tail();

@@ -1,8 +1,10 @@
 //! The sending side of a queue pair: what is under way, what is acknowledged, when to try again, completion in order.
 
 mod answers;
+mod refer;
 mod transmit;
 
+pub(in crate::hca) use refer::Reason;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -36,6 +38,7 @@ pub(crate) struct Requester {
     deadline: Option<Instant>,
     /// The receiver was not ready: nothing is sent before.
     rnr_until: Option<Instant>,
+    references: refer::References,
 }
 
 /// A send between fetch and completion. Its WQE stays in the ring and is read again when packets are sent again.
@@ -53,6 +56,10 @@ struct Pending {
     sent: u32,
     /// Packets acknowledged; of a READ, received.
     done: u32,
+    /// The key of the region that the peer is referred to, in place of the bytes.
+    referred: Option<u32>,
+    /// The peer may know of a reference.
+    is_known: bool,
     error: Option<Syndrome>,
 }
 
@@ -96,6 +103,7 @@ impl Requester {
             gap: false,
             deadline: None,
             rnr_until: None,
+            references: refer::References::default(),
         }
     }
 
@@ -133,10 +141,12 @@ impl Requester {
         }
     }
 
-    /// Takes the oldest outstanding send off, to be flushed.
-    pub(crate) fn flush_pending(&mut self) -> Option<(u16, Opcode)> {
+    /// Takes the oldest outstanding send off, to end with the error that it has or to be flushed.
+    pub(crate) fn flush_pending(&mut self) -> Option<(u16, Opcode, Syndrome)> {
         self.unsent = 0;
-        self.pending.pop_front().map(|p| (p.index, p.opcode))
+        let p = self.pending.pop_front()?;
+        self.count_reference(&p, false);
+        Some((p.index, p.opcode, p.error.unwrap_or(Syndrome::WR_FLUSH_ERR)))
     }
 
     /// Passes over a WQE that was never fetched.
@@ -149,6 +159,7 @@ impl Requester {
         self.head += blocks;
         self.next_psn = self.next_psn.wrapping_add(pending.packets);
         self.reads += usize::from(pending.needs_answer());
+        self.count_reference(&pending, true);
         self.pending.push_back(pending);
     }
 
@@ -220,14 +231,14 @@ impl SoftQp {
                 break;
             }
             any = true;
-            let p = self.req.pending.pop_front().expect("it was just looked at");
-            self.req.unsent = self.req.unsent.saturating_sub(1);
-            self.req.reads -= usize::from(p.needs_answer());
             if p.error.is_some() {
-                self.complete_send(p.index, p.opcode, p.error, 0, env);
                 self.go_error(env);
                 break;
             }
+            let p = self.req.pending.pop_front().expect("it was just looked at");
+            self.req.unsent = self.req.unsent.saturating_sub(1);
+            self.req.reads -= usize::from(p.needs_answer());
+            self.req.count_reference(&p, false);
             if p.completes {
                 let bytes = if p.needs_answer() { u32::try_from(p.len).expect("at most 1 GiB") } else { 0 };
                 self.complete_send(p.index, p.opcode, None, bytes, env);
@@ -238,6 +249,7 @@ impl SoftQp {
 
     /// Looks at the timers.
     pub(crate) fn tick(&mut self, now: Instant, env: &mut Env<'_>) {
+        self.limit_copies(now);
         if self.state != QpState::RTS {
             return;
         }

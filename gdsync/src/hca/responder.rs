@@ -1,14 +1,18 @@
 //! The receiving side of a queue pair: puts packets in order, places their bytes, answers.
 
+mod copies;
+
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
+use self::copies::Copies;
 use super::links::Body;
 use super::low16;
 use super::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
 use super::qp::{Env, SoftQp};
+use super::requester::Reason;
 use super::wire::Piece;
 use crate::mlx5::{self, Cqe, CqeOpcode, DataSeg, Syndrome};
 use crate::verbs::{Access, QpAttr, QpState};
@@ -32,6 +36,7 @@ pub(crate) struct Responder {
     replays: VecDeque<(u32, u64)>,
     rnr_timer: u8,
     max_reads: usize,
+    copies: Copies,
 }
 
 #[derive(Debug)]
@@ -46,19 +51,60 @@ struct Current {
 #[derive(Clone, Copy, Debug)]
 enum Answer {
     Ack(u32),
-    Nak { psn: u32, code: u8, arg: u32 },
-    Read { psn: u32, rkey: u32, addr: u64, left: usize },
-    Atomic { psn: u32, value: u64 },
+    Nak {
+        psn: u32,
+        code: u8,
+        arg: u32,
+    },
+    Read {
+        psn: u32,
+        rkey: u32,
+        addr: u64,
+        left: usize,
+    },
+    Atomic {
+        psn: u32,
+        value: u64,
+    },
+    /// This packet's message is being copied.
+    Copying(u32),
+}
+
+impl Answer {
+    fn psn(&self) -> u32 {
+        match *self {
+            Self::Ack(psn) | Self::Copying(psn) => psn,
+            Self::Nak { psn, .. } | Self::Read { psn, .. } | Self::Atomic { psn, .. } => psn,
+        }
+    }
 }
 
 /// Why a request was not done.
+#[derive(Clone, Copy, Debug)]
 enum Refusal {
     /// Nothing was posted to receive it.
     NotReady,
+    /// Payload cannot be copied by reference.
+    Reference(Reason),
     /// The requester's fault; this side goes to ERR.
     Remote(Syndrome),
     /// The receive failed: its completion, and what the requester is told.
     Receive { counter: u16, local: Syndrome, remote: Syndrome },
+}
+
+impl Refusal {
+    /// The receive that it takes.
+    fn counter(&self) -> Option<u16> {
+        match *self {
+            Self::Receive { counter, .. } => Some(counter),
+            Self::NotReady | Self::Reference(_) | Self::Remote(_) => None,
+        }
+    }
+
+    /// Whether it ends the queue pair.
+    fn is_final(&self) -> bool {
+        matches!(self, Self::Receive { .. } | Self::Remote(_))
+    }
 }
 
 impl Responder {
@@ -82,13 +128,15 @@ impl Responder {
         counter
     }
 
-    /// The queue pair is in ERR: takes the receive that was half filled, to be flushed. Answers still go out.
-    pub(crate) fn stop(&mut self) -> Option<u16> {
-        self.current.take().and_then(|current| current.counter)
+    /// The queue pair is in ERR: takes the receives that were half filled, to be flushed. Answers still go out.
+    pub(crate) fn stop(&mut self) -> Vec<u16> {
+        let mut counters = self.take_abandoned();
+        counters.extend(self.current.take().and_then(|current| current.counter));
+        counters
     }
 
     pub(crate) fn is_active(&self) -> bool {
-        !self.answers.is_empty()
+        !self.answers.is_empty() || self.is_copying()
     }
 
     fn ack(&mut self, through: u32) {
@@ -107,6 +155,9 @@ impl SoftQp {
             env.stats.packets_discarded += 1;
             return;
         }
+        if header.op == PacketOp::WITHDRAW {
+            return self.resp.withdrawn();
+        }
         let distance = ahead(header.psn, self.resp.expected);
         if distance > 0 {
             env.stats.packets_discarded += 1;
@@ -117,10 +168,15 @@ impl SoftQp {
         } else if distance < 0 {
             env.stats.packets_discarded += 1;
             self.repeated(header, body, env);
+        } else if self.resp.must_wait(header) {
+            env.stats.packets_discarded += 1;
         } else {
             self.resp.gap = false;
             match self.execute(header, body, env) {
                 Ok(packets) => self.resp.expected = self.resp.expected.wrapping_add(packets),
+                Err(refusal) if refusal.is_final() && self.resp.is_copying() => {
+                    self.resp.refuse_later(header, refusal);
+                }
                 Err(refusal) => self.refuse(header.psn, &refusal, env),
             }
         }
@@ -132,6 +188,10 @@ impl SoftQp {
             Refusal::NotReady => {
                 env.stats.rnr_naks += 1;
                 self.resp.answers.push_back(nak(packet::NAK_RNR, u32::from(self.resp.rnr_timer)));
+            }
+            Refusal::Reference(reason) => {
+                env.stats.references_refused += 1;
+                self.resp.answers.push_back(nak(packet::NAK_REFERENCE, reason.0));
             }
             Refusal::Remote(syndrome) => {
                 self.resp.answers.push_back(nak(syndrome.0, 0));
@@ -162,13 +222,17 @@ impl SoftQp {
                     self.resp.answers.push_back(Answer::Atomic { psn, value });
                 }
             }
-            _ => self.resp.ack(self.resp.expected.wrapping_sub(1)),
+            _ if self.resp.is_copied(header.psn) => self.resp.answers.push_front(Answer::Copying(header.psn)),
+            _ => self.resp.ack(self.resp.arrived()),
         }
     }
 
     /// Does a request. Returns how many sequence numbers it used.
     fn execute(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
         match header.op {
+            PacketOp::SEND | PacketOp::WRITE if header.flags & packet::REFERENCE != 0 => {
+                return self.referred(header, body, env);
+            }
             PacketOp::SEND => self.receive(header, body, env)?,
             PacketOp::WRITE => self.written(header, body, env)?,
             PacketOp::READ => return self.read(header, body, env),
@@ -346,6 +410,9 @@ impl SoftQp {
         let Some(remote) = self.remote else { return false };
         let mut any = false;
         while let Some(&answer) = self.resp.answers.front() {
+            if self.resp.is_early(&answer) {
+                break;
+            }
             let mut header = Header::new(PacketOp::ACK, remote.qpn, self.qpn, 0);
             let mut ext = [0; 8];
             let mut words = 0;
@@ -353,6 +420,7 @@ impl SoftQp {
             let mut rest = None;
             match answer {
                 Answer::Ack(psn) => header.psn = psn,
+                Answer::Copying(psn) => (header.op, header.psn) = (PacketOp::COPYING, psn),
                 Answer::Nak { psn, code, arg } => {
                     (header.op, header.psn, header.code, header.len) = (PacketOp::NAK, psn, code, arg);
                 }

@@ -144,7 +144,8 @@ impl Worker {
         let idle = now - *self.idle.get_or_insert(now);
         let mut core = self.shared.core.lock();
         core.tick(now);
-        let watching = core.is_watching();
+        // What is written without notice: doorbells, and what copy engines write.
+        let watching = core.is_watching() || core.is_copying();
         let timer = core.next_timer();
         let active = core.is_active();
         self.shared.settle(core);
@@ -170,7 +171,9 @@ impl Worker {
         let stop = &self.stop;
         let ready = || {
             let is_new = |mut core: MutexGuard<'_, Core>| {
-                core.has_packet() || core.is_watching() && !watching || core.is_active() && !active
+                core.has_packet()
+                    || (core.is_watching() || core.is_copying()) && !watching
+                    || core.is_active() && !active
             };
             stop.load(Ordering::Acquire)
                 || shared.port.has_accepted()

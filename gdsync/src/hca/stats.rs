@@ -18,6 +18,10 @@ pub struct HcaStats {
     pub packets_discarded: u64,
     /// Times a sender went back to an earlier packet.
     pub retransmissions: u64,
+    /// Messages received by reference: a copy engine moved their payload.
+    pub by_reference: u64,
+    /// References that could not be followed, so that the payload was sent after all.
+    pub references_refused: u64,
     /// Messages that found no receive.
     pub rnr_naks: u64,
     /// Completion queues that overran.

@@ -29,6 +29,7 @@ impl SoftQp {
             PacketOp::READ_RESPONSE => self.read_response(header, body, env),
             PacketOp::ATOMIC_RESPONSE => self.atomic_response(header, body, env),
             PacketOp::NAK => self.refused(header, env),
+            PacketOp::COPYING => self.copying(psn),
             _ => env.stats.packets_discarded += 1,
         }
         self.retire(env);
@@ -66,6 +67,7 @@ impl SoftQp {
                 self.req.rnr_until = Some(Instant::now() + rnr_pause(header.len));
                 self.again(env);
             }
+            packet::NAK_REFERENCE => self.reference_refused(psn, header.len, env),
             syndrome => self.fail_at(psn, Syndrome(syndrome)),
         }
     }

@@ -57,6 +57,9 @@ impl SoftQp {
             } else {
                 break;
             }
+            if !self.req.may_begin(i) {
+                break;
+            }
             let before = self.req.pending[i].sent;
             let complete = self.transmit(i, &wqe, &op, env);
             if let Some(p) = self.req.pending.get(i) {
@@ -83,6 +86,7 @@ impl SoftQp {
         }
         env.stats.wqes += 1;
         let packets = if kind == Kind::Nop { 0 } else { segments(len) };
+        let referred = self.may_refer(&op, wqe, len, env);
         let pending = Pending {
             begin: self.req.head,
             index: wqe.ctrl.index,
@@ -94,6 +98,8 @@ impl SoftQp {
             packets,
             sent: 0,
             done: 0,
+            referred,
+            is_known: false,
             error: error.or(env.faults.next_send()),
         };
         let failed = pending.error.is_some();
@@ -138,7 +144,12 @@ impl SoftQp {
         Ok((op, kind, len))
     }
 
-    pub(super) fn local<'k>(&self, sge: &DataSeg, write: bool, env: &Env<'k>) -> Result<Piece<'k>, Syndrome> {
+    pub(in crate::hca) fn local<'k>(
+        &self,
+        sge: &DataSeg,
+        write: bool,
+        env: &Env<'k>,
+    ) -> Result<Piece<'k>, Syndrome> {
         let len = sge.len as usize;
         let (memory, offset) = env.keys.local(sge.lkey, self.request.pdn, sge.addr, len, write)?;
         Ok(Piece { memory, offset, len })
@@ -148,6 +159,11 @@ impl SoftQp {
     fn transmit(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> bool {
         let bytes = wqe.as_bytes();
         let Some(remote) = self.remote else { return false };
+        if self.req.pending[i].referred.is_some()
+            && let Some(sent) = self.refer(i, wqe, op, env)
+        {
+            return sent;
+        }
         let (len, packets) = (self.req.pending[i].len, self.req.pending[i].packets);
         while self.req.pending[i].sent < packets {
             let p = &self.req.pending[i];

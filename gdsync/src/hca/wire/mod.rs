@@ -7,4 +7,4 @@ mod ring;
 
 pub(crate) use bell::Bell;
 pub(crate) use port::{Line, LinkEnds, Port};
-pub(crate) use ring::{HEADER, Peek, Piece, Record, RxRing, TxRing};
+pub(crate) use ring::{HEADER, MOST_RECORDS, Peek, Piece, Record, RxRing, TxRing};

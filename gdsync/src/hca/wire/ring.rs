@@ -17,6 +17,9 @@ const LINES: usize = 512 * 1024;
 /// Bytes of a ring: the consumer's position on a line of its own, then the lines.
 pub(crate) const RING_BYTES: usize = LINE + LINES;
 
+/// Records that a ring holds at most.
+pub(crate) const MOST_RECORDS: usize = LINES / LINE;
+
 const _: () = assert!(record::carries((LINES / LINE) as u64, MAX_BODY_LEN));
 
 /// A part of a record's body, where it is now.

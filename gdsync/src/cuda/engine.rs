@@ -1,0 +1,315 @@
+//! The copy engine of a GPU, and the thread that feeds it.
+//!
+//! One stream of the highest priority carries all copies of a GPU: every stream occupies a hardware queue, of which the
+//! application's blocked streams leave few. Behind each copy the stream writes a number to a word in host memory, so that
+//! whoever waits for a copy looks at the word, and calls nothing.
+//!
+//! Only the thread calls CUDA. A call may wait, for a lock of the driver that a thread of the application holds, or to open
+//! memory; then the copies wait, and nothing else.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::layout::{Handle, MemOp, STREAM_NON_BLOCKING};
+use parking_lot::{Condvar, Mutex};
+
+use super::Gpu;
+use super::handles::{Handles, Key};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word32};
+use crate::mover::{Part, ProcessId, Source, Ticket};
+
+/// How long the thread looks for the next copy before it sleeps.
+const SPIN: Duration = Duration::from_micros(20);
+/// How often it looks for copies that are over, to let their memory go.
+const REAP: Duration = Duration::from_millis(1);
+/// After this time it asks CUDA what is wrong.
+const SUSPICIOUS: Duration = Duration::from_secs(1);
+
+/// The copy engine of a GPU. What was asked for happens also after this is dropped.
+pub(crate) struct Engine {
+    gpu: Gpu,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    jobs: Mutex<Jobs>,
+    come: Condvar,
+    /// The number of jobs, to look at without the lock.
+    count: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Jobs {
+    list: VecDeque<Job>,
+    stop: bool,
+}
+
+enum Job {
+    Copy { parts: Vec<Part>, ticket: Ticket },
+    Forget(ProcessId),
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine of {:?}", self.gpu)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.shared.jobs.lock().stop = true;
+        self.shared.come.notify_one();
+    }
+}
+
+impl Engine {
+    pub(super) fn start(gpu: &Gpu) -> Result<Self> {
+        let shared = Arc::<Shared>::default();
+        let lane = Lane::open(gpu)?;
+        let worker = Worker {
+            gpu: gpu.clone(),
+            shared: shared.clone(),
+            lane,
+            running: VecDeque::new(),
+            handles: Handles::default(),
+            broken: None,
+        };
+        std::thread::Builder::new()
+            .name("gdsync-copy".into())
+            .spawn(move || worker.run())
+            .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
+        Ok(Self { gpu: gpu.clone(), shared })
+    }
+
+    pub(crate) fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Begins a copy.
+    pub(crate) fn copy(&self, parts: Vec<Part>) -> Ticket {
+        let ticket = Ticket::default();
+        self.push(Job::Copy { parts, ticket: ticket.clone() });
+        ticket
+    }
+
+    /// Closes the memory of a process that is gone.
+    pub(crate) fn forget(&self, process: ProcessId) {
+        self.push(Job::Forget(process));
+    }
+
+    fn push(&self, job: Job) {
+        let mut jobs = self.shared.jobs.lock();
+        jobs.list.push_back(job);
+        self.shared.count.store(jobs.list.len(), Ordering::Release);
+        drop(jobs);
+        self.shared.come.notify_one();
+    }
+}
+
+/// The stream, and the word that it writes.
+struct Lane {
+    stream: Handle,
+    word: Word32,
+    /// The word's address on the GPU.
+    addr: u64,
+    /// The number behind the last copy.
+    last: u32,
+}
+
+impl Lane {
+    fn open(gpu: &Gpu) -> Result<Self> {
+        let failed = Error::cuda("making a stream for copies");
+        let memory = Memory::alloc(4096)?;
+        let addr = memory.gpu_addr(gpu)?;
+        let _current = gpu.enter()?;
+        let (mut least, mut greatest, mut stream) = (0, 0, 0);
+        // SAFETY: places for the answers; a context is current.
+        unsafe { gpu.api().ctx_get_stream_priority_range(&mut least, &mut greatest) }.map_err(&failed)?;
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { gpu.api().stream_create(&mut stream, STREAM_NON_BLOCKING, greatest) }.map_err(&failed)?;
+        Ok(Self { stream, word: memory.word32(0)?, addr, last: 0 })
+    }
+}
+
+struct Worker {
+    gpu: Gpu,
+    shared: Arc<Shared>,
+    lane: Lane,
+    running: VecDeque<Running>,
+    handles: Handles,
+    /// The stream does nothing any more, and why.
+    broken: Option<String>,
+}
+
+/// A copy under way, with all that it needs.
+struct Running {
+    value: u32,
+    ticket: Ticket,
+    parts: Vec<Part>,
+    opened: Vec<Key>,
+    since: Instant,
+    /// Only a part of it was begun, and why.
+    failure: Option<String>,
+}
+
+impl Worker {
+    fn run(mut self) {
+        let gpu = self.gpu.clone();
+        let current = gpu.enter();
+        if let Err(error) = &current {
+            self.broken = Some(error.to_string());
+        }
+        while let Some(job) = self.next() {
+            match job {
+                Some(Job::Copy { parts, ticket }) => self.copy(parts, ticket),
+                Some(Job::Forget(process)) => self.handles.close_idle(&self.gpu, Some(process)),
+                None => {}
+            }
+            self.reap();
+        }
+        self.handles.close_idle(&self.gpu, None);
+        // SAFETY: made here, destroyed once; nothing runs on it.
+        if let Err(error) = unsafe { gpu.api().stream_destroy(self.lane.stream) } {
+            tracing::debug!(%error, "a stream for copies was not destroyed");
+        }
+    }
+
+    /// The next job; `Some(None)` when it is time to look at the copies under way, `None` at the end.
+    fn next(&self) -> Option<Option<Job>> {
+        let start = Instant::now();
+        while self.shared.count.load(Ordering::Acquire) == 0 && start.elapsed() < SPIN {
+            std::hint::spin_loop();
+        }
+        let mut jobs = self.shared.jobs.lock();
+        if jobs.list.is_empty() {
+            if !self.running.is_empty() {
+                self.shared.come.wait_for(&mut jobs, REAP);
+            } else if jobs.stop {
+                return None;
+            } else {
+                self.shared.come.wait(&mut jobs);
+            }
+        }
+        let job = jobs.list.pop_front();
+        self.shared.count.store(jobs.list.len(), Ordering::Release);
+        Some(job)
+    }
+
+    fn copy(&mut self, parts: Vec<Part>, ticket: Ticket) {
+        if !ticket.begin() {
+            return let_go(parts);
+        }
+        if let Some(why) = &self.broken {
+            ticket.fail(why.clone());
+            return let_go(parts);
+        }
+        let mut opened = Vec::new();
+        let failure = parts.iter().try_for_each(|part| self.begin(part, &mut opened)).err();
+        let value = self.lane.last.wrapping_add(1);
+        let mut write = MemOp::word(MemOp::WRITE_32, self.lane.addr, value.into(), 0);
+        // SAFETY: one operation on a word that lives as long as this thread; the stream is ours.
+        let marked = unsafe { self.gpu.api().stream_batch_mem_op(self.lane.stream, 1, &mut write, 0) };
+        if let Err(error) = marked {
+            // What was begun has no end that can be seen: its memory is never let go.
+            self.broken = Some(error.to_string());
+            ticket.fail(error.to_string());
+            std::mem::forget(parts);
+            return;
+        }
+        self.lane.last = value;
+        if failure.is_none() {
+            ticket.done_at(self.lane.word.clone(), value);
+        }
+        let (since, failure) = (Instant::now(), failure.map(|error| error.to_string()));
+        self.running.push_back(Running { value, ticket, parts, opened, since, failure });
+    }
+
+    /// Enqueues one part.
+    fn begin(&mut self, part: &Part, opened: &mut Vec<Key>) -> Result<()> {
+        let (api, own) = (self.gpu.api(), self.gpu.raw_context());
+        let (to, to_context) = self.find(&part.to)?;
+        let dst = to + part.at as u64;
+        let (src, from_context) = match &part.from {
+            Source::Here(memory, at) => {
+                let (from, context) = self.find(memory)?;
+                (from + *at as u64, context)
+            }
+            Source::Peer { process, handle, at } => {
+                let (key, base) = self.handles.acquire(&self.gpu, *process, handle)?;
+                opened.push(key);
+                (base + handle.offset + at, own)
+            }
+        };
+        let done = if to_context == from_context {
+            // SAFETY: both ranges were checked, and their owners are kept until the copy is over.
+            unsafe { api.memcpy_async(dst, src, part.len, self.lane.stream) }
+        } else {
+            // SAFETY: as above; the contexts are those of the memories.
+            unsafe { api.memcpy_peer_async(dst, to_context, src, from_context, part.len, self.lane.stream) }
+        };
+        done.map_err(Error::cuda("copying payload"))
+    }
+
+    /// The address of memory on the GPU, and the context that it is of.
+    fn find(&self, memory: &Memory) -> Result<(u64, Handle)> {
+        let Some(home) = memory.gpu() else {
+            return Ok((memory.gpu_addr(&self.gpu)?, self.gpu.raw_context()));
+        };
+        // Without direct access CUDA goes through host memory.
+        if let Err(error) = self.gpu.reach(home) {
+            tracing::debug!(%error, "copies between two GPUs go through host memory");
+        }
+        Ok((memory.addr(), home.raw_context()))
+    }
+
+    /// Lets go what copies that are over have used.
+    fn reap(&mut self) {
+        let seen = self.lane.word.load();
+        while self.running.front().is_some_and(|r| seen.wrapping_sub(r.value).cast_signed() >= 0) {
+            let Some(Running { ticket, parts, opened, failure, .. }) = self.running.pop_front() else {
+                return;
+            };
+            match failure {
+                None => ticket.done(),
+                Some(why) => ticket.fail(why),
+            }
+            opened.iter().for_each(|key| self.handles.release(key));
+            let_go(parts);
+        }
+        if self.running.front().is_some_and(|r| r.since.elapsed() > SUSPICIOUS) {
+            self.examine();
+        }
+    }
+
+    /// Copies take very long: asks CUDA whether the GPU still works.
+    fn examine(&mut self) {
+        // SAFETY: the stream is ours.
+        match unsafe { self.gpu.api().stream_query(self.lane.stream) } {
+            Ok(()) | Err(gdrcopy::Error::Cuda { status: CudaStatus::NOT_READY, .. }) => {}
+            Err(error) => {
+                tracing::error!(%error, gpu = ?self.gpu, "the GPU copies nothing any more");
+                let why = error.to_string();
+                for running in self.running.drain(..) {
+                    running.ticket.fail(why.clone());
+                    let_go(running.parts);
+                }
+                self.broken = Some(why);
+            }
+        }
+    }
+}
+
+fn let_go(parts: Vec<Part>) {
+    for Part { from, to, .. } in parts {
+        to.let_go();
+        if let Source::Here(memory, _) = from {
+            memory.let_go();
+        }
+    }
+}

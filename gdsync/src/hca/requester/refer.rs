@@ -1,0 +1,209 @@
+//! Sends whose payload stays where it is: the peer is referred to it, and copies it.
+//!
+//! A reference is one packet with the sequence numbers of all the packets that it replaces, so that the payload can be sent
+//! after all if the peer cannot follow it. Up to [`WINDOW`] references are under way at once; whatever else comes after them
+//! in the queue waits until they are acknowledged, so that the peer does not have to reorder anything.
+//!
+//! A peer that is not done says so when a reference comes again, and keeps the retries from running out. Before a send that
+//! the peer may have begun to copy is completed with an error, the reference is withdrawn: the application may then
+//! change the bytes, and the peer must not take them for the message.
+
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::{Pending, Requester};
+use crate::hca::packet::{self, Header, PacketOp, ahead};
+use crate::hca::qp::{Env, SoftQp, Wqe};
+use crate::mlx5::{DecodedOp, DecodedPayload};
+
+/// References under way at once.
+const WINDOW: usize = 8;
+/// Regions that the peer cannot be referred to; with more, it is referred to none.
+const MAX_REFUSED: usize = 64;
+/// How long a withdrawal may wait for room on the link.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What a requester knows of its references.
+#[derive(Debug, Default)]
+pub(super) struct References {
+    /// Pending sends that are sent as references.
+    pending: usize,
+    /// Regions that the peer cannot be referred to.
+    refused: SmallVec<[u32; 2]>,
+    /// They were withdrawn.
+    withdrawn: bool,
+    /// Since when the withdrawal waits for room.
+    leaving: Option<Instant>,
+}
+
+impl Pending {
+    /// The peer may be copying its payload.
+    fn is_out(&self) -> bool {
+        self.is_known && !self.is_done()
+    }
+}
+
+impl Requester {
+    /// Whether pending send `i` may go out as far as references are concerned.
+    pub(super) fn may_begin(&self, i: usize) -> bool {
+        if self.references.pending == 0 {
+            return true;
+        }
+        let out = self.pending.iter().take(i).filter(|p| p.referred.is_some() && !p.is_done()).count();
+        let Some(p) = self.pending.get(i).filter(|_| out > 0) else { return true };
+        p.packets == 0 || p.referred.is_some() && out < WINDOW
+    }
+
+    /// A send begins or ends.
+    pub(super) fn count_reference(&mut self, p: &Pending, begins: bool) {
+        let count = &mut self.references.pending;
+        *count = if begins {
+            *count + usize::from(p.referred.is_some())
+        } else {
+            *count - usize::from(p.referred.is_some())
+        };
+    }
+
+    /// A withdrawal waits for room on the link.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.references.leaving.is_some()
+    }
+}
+
+impl SoftQp {
+    /// The key of the region that the peer may be referred to for this message.
+    pub(super) fn may_refer(&self, op: &DecodedOp, wqe: &Wqe, len: usize, env: &Env<'_>) -> Option<u32> {
+        let payload = match op {
+            DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => payload,
+            _ => return None,
+        };
+        let DecodedPayload::Sges(list) = payload else { return None };
+        if len < env.by_reference.max(1) || list.len() != 1 {
+            return None;
+        }
+        let key = list.iter(wqe.as_bytes()).next()?.lkey;
+        let refused = &self.req.references.refused;
+        let may = refused.len() < MAX_REFUSED && !refused.contains(&key) && env.keys.export(key).is_some();
+        may.then_some(key)
+    }
+
+    /// Sends pending send `i` as a reference: whether it is out, or `None` to send its bytes.
+    pub(super) fn refer(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> Option<bool> {
+        let remote = self.remote?;
+        let p = &self.req.pending[i];
+        if p.sent == p.packets {
+            return Some(true);
+        }
+        let (psn, len, packets) = (p.psn, p.len, p.packets);
+        let mut header = Header::new(PacketOp::SEND, remote.qpn, self.qpn, psn);
+        header.flags = packet::FIRST | packet::LAST | packet::REFERENCE;
+        header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
+        header.len = u32::try_from(len).expect("messages are at most 1 GiB");
+        let mut ext: SmallVec<[u8; 128]> = SmallVec::new();
+        let (payload, imm) = match op {
+            DecodedOp::Send { payload, imm } => (payload, imm),
+            DecodedOp::Write { remote, payload, imm } => {
+                (header.op, header.rkey) = (PacketOp::WRITE, remote.rkey);
+                ext.extend_from_slice(&remote.addr.to_le_bytes());
+                (payload, imm)
+            }
+            _ => return None,
+        };
+        if let Some(imm) = *imm {
+            header.flags |= packet::IMM;
+            header.imm = imm;
+        }
+        let DecodedPayload::Sges(list) = payload else { return None };
+        let sge = list.iter(wqe.as_bytes()).next()?;
+        let piece = match self.local(&sge, false, env) {
+            Ok(piece) => piece,
+            Err(syndrome) => {
+                self.req.pending[i].error = Some(syndrome);
+                return Some(false);
+            }
+        };
+        ext.extend_from_slice(&env.keys.export(sge.lkey)?.reference(piece.offset).to_bytes());
+        if !env.links.send(self.link, &header, &ext, &[], self.packets, env.faults, env.stats) {
+            return Some(false);
+        }
+        self.packets += 1;
+        let p = &mut self.req.pending[i];
+        p.is_known = true;
+        p.sent = packets;
+        Some(true)
+    }
+
+    /// The peer is copying what packet `psn` refers to: there is nothing to send again.
+    pub(super) fn copying(&mut self, psn: u32) {
+        if self.req.find(psn).is_some_and(|p| p.is_out()) {
+            self.req.moved();
+        }
+    }
+
+    /// The peer cannot follow the reference in packet `psn`: the bytes are sent, now and for this region from now on.
+    pub(super) fn reference_refused(&mut self, psn: u32, reason: u32, env: &mut Env<'_>) {
+        if let Some(key) = self.req.find(psn).and_then(|p| p.referred) {
+            let refused = &mut self.req.references.refused;
+            if !refused.contains(&key) {
+                let why = Reason(reason).meaning();
+                tracing::warn!(
+                    qpn = self.qpn,
+                    lkey = key,
+                    why,
+                    "payload of this region is staged through host memory"
+                );
+                refused.push(key);
+            }
+            for p in self.req.pending.iter_mut().filter(|p| p.referred == Some(key) && ahead(p.psn, psn) >= 0)
+            {
+                p.referred = None;
+                self.req.references.pending -= 1;
+            }
+        }
+        self.again(env);
+    }
+
+    /// Takes back the references that the peer may still follow. Returns false while it waits for room on the link.
+    pub(crate) fn withdraw(&mut self, env: &mut Env<'_>) -> bool {
+        let is_out = self.req.pending.iter().any(Pending::is_out);
+        let references = &mut self.req.references;
+        let Some(remote) = self.remote.filter(|_| is_out && !references.withdrawn) else {
+            references.leaving = None;
+            return true;
+        };
+        let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.qpn, 0);
+        if !env.faults.is_dead() && !env.links.withdraw(self.link, &header) {
+            let since = *references.leaving.get_or_insert_with(Instant::now);
+            if since.elapsed() < PATIENCE {
+                return false;
+            }
+            tracing::warn!(
+                qpn = self.qpn,
+                "the peer takes no packets: it may complete a message whose send has failed"
+            );
+        }
+        references.withdrawn = true;
+        references.leaving = None;
+        true
+    }
+}
+
+/// Why a peer cannot follow a reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::hca) struct Reason(pub(in crate::hca) u32);
+
+impl Reason {
+    pub(in crate::hca) const CANNOT_OPEN: Self = Self(1);
+    pub(in crate::hca) const FAILED: Self = Self(2);
+
+    fn meaning(self) -> &'static str {
+        match self {
+            Self::CANNOT_OPEN => {
+                "the peer cannot open it: CUDA IPC needs memory of cudaMalloc, and no pool or container between the processes"
+            }
+            Self::FAILED => "the peer could not copy it: its log says why",
+            _ => "the peer refused",
+        }
+    }
+}

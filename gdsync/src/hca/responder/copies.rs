@@ -1,0 +1,366 @@
+//! Messages that came as a reference: their payload is being copied, and they complete in order when it is in place.
+//!
+//! A reference is checked as its payload would be: receive, length, keys. The copy then runs beside everything else. While
+//! any is under way only further references are taken, and nothing is answered that would tell the peer that a message after
+//! the oldest copy has arrived.
+//!
+//! *A copy that cannot be made.* The peer is asked for the payload itself. Receives that were taken for this message and
+//! those after it are put back, which nobody can see: they have not completed. First all their copies must be over.
+//!
+//! *A send that was withdrawn.* Its bytes may have changed in mid-copy. So a message completes only after everything was
+//! taken that the peer had sent when the copy was seen to be over: what it withdrew by then does not complete.
+//!
+//! *The end of the queue pair.* Receives are flushed when the copies into them are over. A copy that never ends (the GPU
+//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::super::links::Body;
+use super::super::packet::{self, Header, PacketOp, ahead, segments};
+use super::super::qp::{Env, SoftQp};
+use super::super::reference::{REFERENCE, Reference};
+use super::super::requester::Reason;
+use super::{Answer, Refusal, Responder};
+use crate::memory::Memory;
+use crate::mlx5::{CqeOpcode, DataSeg, MAX_MESSAGE, Syndrome};
+use crate::mover::{Part, Status, Ticket};
+use crate::verbs::{Access, QpState};
+
+/// Copies under way at once on a queue pair: more than a peer asks for.
+const MOST: usize = 16;
+/// How long a copy may take.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// The messages whose payload is being copied, in order.
+#[derive(Debug, Default)]
+pub(super) struct Copies {
+    list: VecDeque<Message>,
+    /// Receives of messages that will never complete.
+    abandoned: Vec<u16>,
+    /// Nothing more is taken until the queue pair is reset.
+    closed: bool,
+    /// What was taken will not complete: the peer may have changed it.
+    withdrawn: bool,
+}
+
+#[derive(Debug)]
+struct Message {
+    header: Header,
+    /// The link that it came on.
+    link: usize,
+    packets: u32,
+    /// The receive that it takes.
+    counter: Option<u16>,
+    /// Regions that the copy writes to.
+    keys: SmallVec<[u32; 2]>,
+    ticket: Ticket,
+    since: Instant,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Copying,
+    /// The payload is in place, seen when the link had this number of [`quiet`](super::super::links::Links::quiet).
+    Over(u64),
+    /// The copy was not made.
+    Failed,
+    /// The message is refused when its turn comes.
+    Refused(Refusal),
+}
+
+impl Message {
+    fn is_over(&self) -> bool {
+        !matches!(self.state, State::Copying)
+    }
+}
+
+/// Where the payload of a message goes.
+#[derive(Default)]
+struct Destination {
+    /// Memory, first byte, length.
+    places: SmallVec<[(Memory, usize, usize); 1]>,
+    keys: SmallVec<[u32; 2]>,
+}
+
+impl Destination {
+    fn add(&mut self, key: u32, memory: &Memory, offset: usize, len: usize) {
+        self.places.push((memory.clone(), offset, len));
+        self.keys.push(key);
+    }
+}
+
+impl Responder {
+    /// Whether copies are under way.
+    pub(crate) fn is_copying(&self) -> bool {
+        !self.copies.list.is_empty()
+    }
+
+    /// Whether a packet that comes now must wait, and so come again.
+    pub(super) fn must_wait(&self, header: &Header) -> bool {
+        let Copies { list, closed, .. } = &self.copies;
+        let refuses = list.iter().any(|m| matches!(m.state, State::Failed | State::Refused(_)));
+        *closed || refuses || !list.is_empty() && header.flags & packet::REFERENCE == 0 || list.len() >= MOST
+    }
+
+    /// The last packet that has arrived with all before it.
+    pub(super) fn arrived(&self) -> u32 {
+        self.copies.list.front().map_or(self.expected, |m| m.header.psn).wrapping_sub(1)
+    }
+
+    /// Whether packet `psn` is of a message that is being copied.
+    pub(super) fn is_copied(&self, psn: u32) -> bool {
+        self.is_copying() && ahead(psn, self.arrived()) > 0
+    }
+
+    /// Whether an answer would tell too much.
+    pub(super) fn is_early(&self, answer: &Answer) -> bool {
+        !matches!(answer, Answer::Copying(_)) && self.is_copied(answer.psn())
+    }
+
+    /// Refuses a message in its turn.
+    pub(super) fn refuse_later(&mut self, header: &Header, refusal: Refusal) {
+        self.copies.list.push_back(Message {
+            header: *header,
+            link: 0,
+            packets: 1,
+            counter: refusal.counter(),
+            keys: SmallVec::new(),
+            ticket: Ticket::failed("refused"),
+            since: Instant::now(),
+            state: State::Refused(refusal),
+        });
+    }
+
+    /// The receives of messages that will not complete.
+    pub(super) fn take_abandoned(&mut self) -> Vec<u16> {
+        std::mem::take(&mut self.copies.abandoned)
+    }
+
+    /// What is taken from now on comes again, and what has not begun will not begin. Returns the copies that have.
+    pub(crate) fn close(&mut self) -> Vec<Ticket> {
+        self.copies.closed = true;
+        self.cancel();
+        self.copies.list.iter().filter(|m| !m.is_over()).map(|m| m.ticket.clone()).collect()
+    }
+
+    pub(crate) fn cancel(&self) {
+        self.copies.list.iter().for_each(|m| m.ticket.cancel());
+    }
+
+    /// The copies under way into a region.
+    pub(crate) fn copies_on(&self, key: u32) -> impl Iterator<Item = Ticket> {
+        let on = self.copies.list.iter().filter(move |m| m.keys.contains(&key));
+        on.map(|m| m.ticket.clone()).filter(|ticket| !ticket.is_over())
+    }
+
+    /// The peer has taken back what it referred to.
+    pub(super) fn withdrawn(&mut self) {
+        (self.copies.closed, self.copies.withdrawn) = (true, true);
+        self.cancel();
+    }
+
+    /// Gives up all messages.
+    fn abandon(&mut self) {
+        let Copies { list, abandoned, .. } = &mut self.copies;
+        abandoned.extend(list.drain(..).filter_map(|m| m.counter));
+    }
+
+    /// Goes back to the state before the first message, and asks for its payload.
+    fn go_back(&mut self) {
+        let Some(first) = self.copies.list.front() else { return };
+        let psn = first.header.psn;
+        tracing::warn!(
+            reason = first.ticket.failure(),
+            "software HCA: payload cannot be copied by reference; the peer is asked to send it"
+        );
+        let taken = self.copies.list.iter().filter(|m| m.counter.is_some()).count();
+        self.tail -= taken as u64;
+        self.expected = psn;
+        self.gap = false;
+        self.copies.list.clear();
+        // What was to be said of later packets is void.
+        self.answers.retain(|answer| ahead(answer.psn(), psn) < 0);
+        self.answers.push_back(Answer::Nak { psn, code: packet::NAK_REFERENCE, arg: Reason::FAILED.0 });
+    }
+}
+
+impl SoftQp {
+    /// A message that came as a reference. Returns how many sequence numbers it used.
+    pub(super) fn referred(
+        &mut self,
+        header: &Header,
+        body: &Body<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<u32, Refusal> {
+        let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
+        let len = header.len as usize;
+        let whole = packet::FIRST | packet::LAST;
+        let is_write = header.op == PacketOp::WRITE;
+        let bytes = body.array::<REFERENCE>(if is_write { 8 } else { 0 });
+        let is_sound = header.flags & whole == whole
+            && (1..=MAX_MESSAGE).contains(&header.len)
+            && self.resp.current.is_none();
+        let reference =
+            bytes.filter(|_| is_sound).map(|bytes| Reference::from_bytes(&bytes)).ok_or_else(invalid)?;
+        if is_write {
+            self.allow(Access::REMOTE_WRITE)?;
+        }
+        let takes = !is_write || header.flags & packet::IMM != 0;
+        if takes && !self.has_receive() {
+            return Err(Refusal::NotReady);
+        }
+        let source = reference.source(0, len).ok_or(Refusal::Reference(Reason::CANNOT_OPEN))?;
+        let mut to = Destination::default();
+        if is_write {
+            let (addr, key) = (body.word(0).ok_or_else(invalid)?, header.rkey);
+            let place = env.keys.remote(key, self.request.pdn, addr, len, Access::REMOTE_WRITE);
+            let (memory, offset) = place.map_err(Refusal::Remote)?;
+            to.add(key, memory, offset, len);
+        }
+        let mut counter = None;
+        if takes {
+            let sges = self.next_receive();
+            let taken = self.resp.consume();
+            counter = Some(taken);
+            let failed = |(local, remote)| Refusal::Receive { counter: taken, local, remote };
+            if let Some(local) = env.faults.next_recv() {
+                return Err(failed((local, Syndrome::REM_OP_ERR)));
+            }
+            if !is_write {
+                self.spread(&sges, len, &mut to, env).map_err(failed)?;
+            }
+        }
+        let mut from = 0;
+        let parts = to.places.into_iter().map(|(to, at, len)| {
+            let part = Part { from: source.skip(from), to, at, len };
+            from += len;
+            part
+        });
+        let ticket = env.mover.start(parts.collect());
+        env.links.note_process(body.link, reference.process());
+        let (link, packets, since) = (body.link, segments(len), Instant::now());
+        let (keys, state) = (to.keys, State::Copying);
+        let message = Message { header: *header, link, packets, counter, keys, ticket, since, state };
+        self.resp.copies.list.push_back(message);
+        Ok(packets)
+    }
+
+    /// Spreads `len` bytes over the buffers of a receive. The error is that of the receive, and that of the requester.
+    fn spread(
+        &self,
+        sges: &[DataSeg],
+        len: usize,
+        to: &mut Destination,
+        env: &Env<'_>,
+    ) -> Result<(), (Syndrome, Syndrome)> {
+        let capacity: usize = sges.iter().map(|s| s.len as usize).sum();
+        if len > capacity {
+            return Err((Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
+        }
+        let mut left = len;
+        for sge in sges {
+            if left == 0 {
+                break;
+            }
+            let piece = self.local(sge, true, env).map_err(|local| (local, Syndrome::REM_OP_ERR))?;
+            let take = left.min(piece.len);
+            if take > 0 {
+                to.add(sge.lkey, piece.memory, piece.offset, take);
+            }
+            left -= take;
+        }
+        Ok(())
+    }
+
+    /// Sees which copies are over.
+    pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) {
+        for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
+            message.state = match message.ticket.status() {
+                Status::Pending => continue,
+                Status::Done => State::Over(env.links.quiet(message.link)),
+                Status::Failed => State::Failed,
+            };
+        }
+    }
+
+    /// Gives up copies that take too long.
+    pub(crate) fn limit_copies(&mut self, now: Instant) {
+        for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
+            if now.saturating_duration_since(message.since) < LIMIT {
+                continue;
+            }
+            tracing::error!(
+                qpn = self.qpn,
+                limit = ?LIMIT,
+                "a copy into a message does not end, and may still happen: let fewer streams wait at a time than \
+                 CUDA_DEVICE_MAX_CONNECTIONS, and see the kernel log for Xid lines"
+            );
+            message.ticket.cancel();
+            let remote = Syndrome::REM_OP_ERR;
+            message.state = State::Refused(match message.counter {
+                Some(counter) => Refusal::Receive { counter, local: Syndrome::LOC_QP_OP_ERR, remote },
+                None => Refusal::Remote(remote),
+            });
+        }
+    }
+
+    /// Completes the messages whose payload is in place, in order. Returns whether there was any.
+    pub(crate) fn conclude(&mut self, env: &mut Env<'_>) -> bool {
+        if self.state == QpState::ERR || self.resp.copies.withdrawn {
+            let over = self.resp.copies.list.iter().all(Message::is_over);
+            if over {
+                self.resp.abandon();
+                if self.state == QpState::ERR {
+                    self.flush(env);
+                }
+            }
+            return over;
+        }
+        let mut any = false;
+        while let Some(first) = self.resp.copies.list.front() {
+            match &first.state {
+                State::Over(seen) if *seen < env.links.quiet(first.link) || env.links.is_down(first.link) => {
+                }
+                State::Copying | State::Over(_) => break,
+                State::Failed => {
+                    let list = &self.resp.copies.list;
+                    if self.resp.copies.closed || !list.iter().all(Message::is_over) {
+                        break;
+                    }
+                    if list.iter().any(|m| !m.ticket.is_over()) {
+                        // What may still happen must not meet the payload when it comes again.
+                        self.refuse(first.header.psn, &Refusal::Remote(Syndrome::REM_OP_ERR), env);
+                        return true;
+                    }
+                    env.stats.references_refused += 1;
+                    self.resp.go_back();
+                    return true;
+                }
+                State::Refused(_) => {}
+            }
+            any = true;
+            let Some(message) = self.resp.copies.list.pop_front() else { break };
+            let psn = message.header.psn;
+            if let State::Refused(refusal) = message.state {
+                self.refuse(psn, &refusal, env);
+                break;
+            }
+            env.stats.by_reference += 1;
+            if let Some(counter) = message.counter {
+                let imm = message.header.flags & packet::IMM != 0;
+                let opcode = match (message.header.op, imm) {
+                    (PacketOp::WRITE, _) => CqeOpcode::RESP_WR_IMM,
+                    (_, true) => CqeOpcode::RESP_SEND_IMM,
+                    _ => CqeOpcode::RESP_SEND,
+                };
+                self.received(opcode, message.header.len as usize, counter, &message.header, env);
+            }
+            self.resp.ack(psn.wrapping_add(message.packets).wrapping_sub(1));
+        }
+        any
+    }
+}
