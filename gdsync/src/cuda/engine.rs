@@ -243,29 +243,28 @@ impl Worker {
             Source::Peer { process, handle, at } => {
                 let (key, base) = self.handles.acquire(&self.gpu, *process, handle)?;
                 opened.push(key);
-                (base + handle.offset + at, own)
+                (base + handle.offset + at, Some(own))
             }
         };
-        let done = if to_context == from_context {
-            // SAFETY: both ranges were checked, and their owners are kept until the copy is over.
-            unsafe { api.memcpy_async(dst, src, part.len, self.lane.stream) }
-        } else {
-            // SAFETY: as above; the contexts are those of the memories.
-            unsafe { api.memcpy_peer_async(dst, to_context, src, from_context, part.len, self.lane.stream) }
+        let done = match (to_context, from_context) {
+            (Some(to), Some(from)) if to != from => {
+                // SAFETY: both ranges were checked, their owners are kept until the copy is over, the contexts are theirs.
+                unsafe { api.memcpy_peer_async(dst, to, src, from, part.len, self.lane.stream) }
+            }
+            // SAFETY: as above; within one address space CUDA knows what is where.
+            _ => unsafe { api.memcpy_async(dst, src, part.len, self.lane.stream) },
         };
         done.map_err(Error::cuda("copying payload"))
     }
 
-    /// The address of memory on the GPU, and the context that it is of.
-    fn find(&self, memory: &Memory) -> Result<(u64, Handle)> {
-        let Some(home) = memory.gpu() else {
-            return Ok((memory.gpu_addr(&self.gpu)?, self.gpu.raw_context()));
-        };
+    /// The address of memory on the GPU, and the context that it is of; host memory is of all.
+    fn find(&self, memory: &Memory) -> Result<(u64, Option<Handle>)> {
+        let Some(home) = memory.gpu() else { return Ok((memory.gpu_addr(&self.gpu)?, None)) };
         // Without direct access CUDA goes through host memory.
         if let Err(error) = self.gpu.reach(home) {
             tracing::debug!(%error, "copies between two GPUs go through host memory");
         }
-        Ok((memory.addr(), home.raw_context()))
+        Ok((memory.addr(), Some(home.raw_context())))
     }
 
     /// Lets go what copies that are over have used.

@@ -10,7 +10,7 @@ use parking_lot::RwLock;
 use super::{Engine, Gpu};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mover::{Handle, Mover, Part, ProcessId, Source, Ticket};
+use crate::mover::{Handle, Mover, Part, ProcessId, Ticket};
 
 /// The engines of the GPUs whose memory is registered, or that drive a queue pair.
 #[derive(Default)]
@@ -23,18 +23,12 @@ impl fmt::Debug for Engines {
 }
 
 impl Engines {
-    /// The engine for a copy: that of the GPU that it goes to, or comes from, or any.
+    /// The engine for a copy: that of the GPU that it goes to, or always the same one. So copies to one place are in order.
     fn of(&self, parts: &[Part]) -> Option<Arc<Engine>> {
         let engines = self.0.read();
-        let of = |gpu: &Gpu| engines.iter().find(|e| e.gpu().raw_context() == gpu.raw_context()).cloned();
+        let of = |gpu: &Gpu| engines.iter().find(|e| e.gpu().raw_context() == gpu.raw_context());
         let to = parts.iter().find_map(|part| part.to.gpu().and_then(of));
-        let from = || {
-            parts.iter().find_map(|part| match &part.from {
-                Source::Here(memory, _) => memory.gpu().and_then(of),
-                Source::Peer { .. } => None,
-            })
-        };
-        to.or_else(from).or_else(|| engines.first().cloned())
+        to.or(engines.first()).cloned()
     }
 }
 

@@ -13,7 +13,8 @@ use crate::memory::Memory;
 
 pub use ticket::{Status, Ticket};
 
-/// Moves payload. Several copies may be under way at once and end in any order.
+/// Moves payload. Several copies may be under way at once and end in any order, but copies that write the same bytes happen
+/// in the order in which they were started.
 pub trait Mover: Send + Sync + fmt::Debug {
     /// Makes ready for memory on this GPU. May take a while.
     fn adopt(&self, gpu: &Gpu);

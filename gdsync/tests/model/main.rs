@@ -3,27 +3,37 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod list;
+#[path = "../common/mover.rs"]
+mod mover;
 mod run;
 mod sequential;
 
 use std::time::Duration;
 
-use common::{assert_clean, loopback, pair, stream};
+use common::{Side, assert_clean, connect, hca, stream};
 use gdsync::hca::FaultPlan;
 use gdsync::verbs::QpBuilder;
 use proptest::prelude::*;
 
 use list::{Drive, INLINE, REGION, Request, drive, requests};
+use mover::{Engine, Habits};
 use run::Run;
 use sequential::{Outcome, model, start};
 
-fn check(list: &[Request], drive: &Drive, faults: Option<FaultPlan>) {
+/// A copy engine, and the least payload that is left to it.
+type Left = Option<(Habits, usize)>;
+
+fn check(list: &[Request], drive: &Drive, faults: Option<FaultPlan>, left: Left) {
     let build = |q: QpBuilder| {
         let q =
             q.max_send_wr(drive.max_send_wr).max_recv_wr(drive.max_recv_wr).max_send_sge(3).max_recv_sge(3);
-        q.max_inline(INLINE).timeout(11).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
+        q.max_inline(INLINE).timeout(13).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
     };
-    let (a, b) = if drive.two_hcas { pair(REGION, build) } else { loopback(REGION, build) };
+    let engine = left.map(|(habits, bytes)| (Engine::start(habits), bytes));
+    let open = || engine.as_ref().map_or_else(hca, |(engine, bytes)| engine.hca(*bytes));
+    let first = open();
+    let second = if drive.two_hcas { open() } else { first.clone() };
+    let (a, b) = connect(Side::new(&first, REGION, build), Side::new(&second, REGION, build));
     for (side, seed) in [(&a, 1), (&b, 2)] {
         side.memory().write(0, &start(seed)).unwrap();
         side.context.inject(faults.clone().unwrap_or_default()).unwrap();
@@ -55,7 +65,7 @@ proptest! {
 
     #[test]
     fn queues_do_what_the_model_does(list in requests(), drive in drive()) {
-        check(&list, &drive, None);
+        check(&list, &drive, None, None);
     }
 }
 
@@ -66,6 +76,37 @@ proptest! {
     fn faults_of_the_network_change_nothing(list in requests(), drive in drive(), seed: u64) {
         let delay = (0.02, Duration::from_micros(100));
         let plan = FaultPlan { seed, drop: 0.02, duplicate: 0.05, reorder: 0.05, delay, ..FaultPlan::default() };
-        check(&list, &drive, Some(plan));
+        check(&list, &drive, Some(plan), None);
+    }
+}
+
+fn left() -> impl Strategy<Value = (Habits, usize)> {
+    let bytes = prop_oneof![Just(1usize), 1usize..3000];
+    let habits =
+        (any::<u64>(), any::<bool>(), prop_oneof![Just(0u64), 0u64..200], prop_oneof![Just(0u64), 1u64..20]);
+    (habits, bytes).prop_map(|((seed, shuffles, pause, fails), bytes)| {
+        (Habits { seed, shuffles, pause, fails, ..Habits::default() }, bytes)
+    })
+}
+
+proptest! {
+    #![proptest_config(config(150))]
+
+    #[test]
+    fn payload_left_to_a_copy_engine_is_the_same(list in requests(), drive in drive(), left in left()) {
+        check(&list, &drive, None, Some(left));
+    }
+}
+
+proptest! {
+    #![proptest_config(config(100))]
+
+    #[test]
+    fn faults_change_nothing_where_payload_is_left_to_a_copy_engine(
+        list in requests(), drive in drive(), left in left(), seed: u64
+    ) {
+        let delay = (0.02, Duration::from_micros(100));
+        let plan = FaultPlan { seed, drop: 0.02, duplicate: 0.05, reorder: 0.05, delay, ..FaultPlan::default() };
+        check(&list, &drive, Some(plan), Some(left));
     }
 }
