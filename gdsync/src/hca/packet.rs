@@ -29,7 +29,8 @@ impl PacketOp {
     pub(crate) const ATOMIC_RESPONSE: Self = Self(9);
     /// The payload that packet `psn` refers to is being copied.
     pub(crate) const COPYING: Self = Self(10);
-    /// What this side has referred to and is not acknowledged must not complete any more: its bytes may change.
+    /// What this side has referred to and is not acknowledged must not complete any more: its bytes may change. `psn` is the
+    /// first of the connection.
     pub(crate) const WITHDRAW: Self = Self(11);
 }
 

@@ -22,6 +22,8 @@ const REPLAYS: usize = 32;
 
 #[derive(Debug, Default)]
 pub(crate) struct Responder {
+    /// The first packet of the connection.
+    first: u32,
     /// The packet that must come next.
     expected: u32,
     /// Receives consumed.
@@ -109,7 +111,7 @@ impl Refusal {
 
 impl Responder {
     pub(crate) fn expect(&mut self, psn: u32) {
-        self.expected = psn;
+        (self.first, self.expected) = (psn, psn);
     }
 
     pub(crate) fn configure(&mut self, attr: &QpAttr) {
@@ -156,7 +158,7 @@ impl SoftQp {
             return;
         }
         if header.op == PacketOp::WITHDRAW {
-            return self.resp.withdrawn();
+            return self.resp.withdrawn(header.psn);
         }
         let distance = ahead(header.psn, self.resp.expected);
         if distance > 0 {

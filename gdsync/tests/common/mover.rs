@@ -41,6 +41,7 @@ struct Shared {
     held: AtomicBool,
     /// While set, a copy that has begun does not end.
     stuck: AtomicBool,
+    begun: AtomicU64,
     done: AtomicU64,
     habits: Habits,
 }
@@ -74,6 +75,11 @@ impl Engine {
     /// Copies that are asked for and have not ended.
     pub fn waiting(&self) -> usize {
         self.shared.jobs.lock().unwrap().len()
+    }
+
+    /// Copies begun.
+    pub fn begun(&self) -> u64 {
+        self.shared.begun.load(Ordering::Acquire)
     }
 
     /// Copies made.
@@ -114,6 +120,7 @@ impl Shared {
             if !ticket.begin() {
                 continue;
             }
+            self.begun.fetch_add(1, Ordering::AcqRel);
             std::thread::sleep(Duration::from_micros(next(self.habits.pause + 1)));
             while self.stuck.load(Ordering::Acquire) && !self.stop.load(Ordering::Acquire) {
                 std::thread::sleep(Duration::from_micros(50));

@@ -172,7 +172,7 @@ impl SoftQp {
             references.leaving = None;
             return true;
         };
-        let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.qpn, 0);
+        let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.qpn, self.psn);
         if !env.faults.is_dead() && !env.links.withdraw(self.link, &header) {
             let since = *references.leaving.get_or_insert_with(Instant::now);
             if since.elapsed() < PATIENCE {

@@ -157,8 +157,11 @@ impl Responder {
         on.map(|m| m.ticket.clone()).filter(|ticket| !ticket.is_over())
     }
 
-    /// The peer has taken back what it referred to.
-    pub(super) fn withdrawn(&mut self) {
+    /// The peer has taken back what it referred to in the connection that began with this packet.
+    pub(super) fn withdrawn(&mut self, first: u32) {
+        if first != self.first {
+            return;
+        }
         (self.copies.closed, self.copies.withdrawn) = (true, true);
         self.cancel();
     }
