@@ -23,7 +23,7 @@ use parking_lot::Mutex;
 
 use self::access::{load, store};
 pub use self::word::{Word32, Word64};
-use crate::cuda::{Block, Gpu, Pages, Registered};
+use crate::cuda::{Block, Flush, Gpu, Pages, Registered};
 use crate::error::{Error, Result};
 
 /// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
@@ -316,6 +316,13 @@ impl Memory {
     pub fn flush(&self) -> Result<()> {
         let Some((_, Some(mapping))) = self.owner.bytes.on_gpu() else { return Ok(()) };
         mapping.flush().map_err(Error::cuda("flushing writes to the GPU"))
+    }
+
+    /// Whether what was written through a mapping needs [`Memory::flush`] before the GPU's own later work sees it.
+    #[inline]
+    pub(crate) fn needs_flush(&self) -> bool {
+        let Reach::Mapped(_) = self.reach else { return false };
+        self.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded)
     }
 
     /// Orders what was written through a mapping before later stores, and sends it on its way. Nothing for host memory.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::cqs::Cqs;
 use super::fault::Faults;
 use super::gid::Gid;
+use super::inbound::Inbound;
 use super::keys::Keys;
 use super::links::{Body, Links};
 use super::packet::Header;
@@ -37,6 +38,7 @@ pub(crate) struct Core {
     pub(crate) cqs: Cqs,
     pub(crate) faults: Faults,
     pub(crate) stats: HcaStats,
+    inbound: Inbound,
     pub(crate) mover: Arc<dyn Mover>,
     /// Payload of so many bytes is left to copy engines.
     by_reference: usize,
@@ -75,6 +77,7 @@ impl Core {
             cqs: Cqs::default(),
             faults: Faults::new(config.faults.clone()),
             stats: HcaStats::default(),
+            inbound: Inbound::default(),
             mover,
             by_reference: config.by_reference,
             links,
@@ -98,6 +101,7 @@ impl Core {
             links: &mut self.links,
             faults: &mut self.faults,
             stats: &mut self.stats,
+            inbound: &mut self.inbound,
             mover: &*self.mover,
             by_reference: self.by_reference,
             strict: self.strict,

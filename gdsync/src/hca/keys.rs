@@ -66,16 +66,24 @@ impl Keys {
         (key >> 8).checked_sub(BASE).map(|i| i as usize)
     }
 
+    /// The memory of this key's region.
+    pub(super) fn memory(&self, key: u32) -> Option<&Memory> {
+        self.region(key).map(|region| &region.memory)
+    }
+
     /// How peers are referred to the region of this key.
     pub(super) fn export(&self, key: u32) -> Option<&Export> {
-        let slot = self.slots.get(Self::index(key)?).filter(|slot| slot.variant == variant(key))?;
-        slot.region.as_ref()?.export.as_deref()
+        self.region(key)?.export.as_deref()
+    }
+
+    fn region(&self, key: u32) -> Option<&Region> {
+        let slot = self.slots.get(Self::index(key)?)?;
+        slot.region.as_ref().filter(|_| slot.variant == variant(key))
     }
 
     /// The memory and offset of `len` bytes at `addr`, if `key` opens them for `access`.
     fn find(&self, key: u32, pdn: u32, addr: u64, len: usize, access: Access) -> Option<(&Memory, usize)> {
-        let slot = self.slots.get(Self::index(key)?)?;
-        let region = slot.region.as_ref().filter(|_| slot.variant == variant(key))?;
+        let region = self.region(key)?;
         if region.pdn != pdn || !region.access.contains(access) {
             return None;
         }

@@ -36,6 +36,7 @@ mod cqs;
 mod event;
 mod fault;
 mod gid;
+mod inbound;
 mod keys;
 mod links;
 mod packet;

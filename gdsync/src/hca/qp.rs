@@ -3,6 +3,7 @@
 use super::cqs::Cqs;
 use super::fault::Faults;
 use super::gid::random_psn;
+use super::inbound::Inbound;
 use super::keys::Keys;
 use super::links::Links;
 use super::requester::Requester;
@@ -26,6 +27,7 @@ pub(crate) struct Env<'a> {
     pub(crate) links: &'a mut Links,
     pub(crate) faults: &'a mut Faults,
     pub(crate) stats: &'a mut HcaStats,
+    pub(crate) inbound: &'a mut Inbound,
     pub(crate) mover: &'a dyn Mover,
     /// Payload of so many bytes is left to copy engines.
     pub(crate) by_reference: usize,
@@ -259,16 +261,28 @@ impl SoftQp {
             syndrome: syndrome.unwrap_or_default(),
             ..Cqe::default()
         };
-        if env.cqs.complete(self.request.send_cqn, cqe).is_err() {
-            self.overrun(env);
-        }
+        self.complete(self.request.send_cqn, cqe, env);
     }
 
     /// Writes a responder CQE for the receive with this counter.
     pub(crate) fn complete_recv(&mut self, cqe: Cqe, counter: u16, env: &mut Env<'_>) {
         let cqe = Cqe { qpn: self.qpn, wqe_counter: counter, ..cqe };
-        if env.cqs.complete(self.request.recv_cqn, cqe).is_err() {
+        self.complete(self.request.recv_cqn, cqe, env);
+    }
+
+    /// Writes a CQE, behind all data.
+    fn complete(&mut self, cqn: u32, mut cqe: Cqe, env: &mut Env<'_>) {
+        let flushed = env.inbound.flush(env.keys);
+        if let Err(error) = &flushed {
+            tracing::error!(qpn = self.qpn, %error, "software HCA: received data is not visible to its GPU");
+            cqe.syndrome = Syndrome::LOC_QP_OP_ERR;
+            let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
+            cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
+        }
+        if env.cqs.complete(cqn, cqe).is_err() {
             self.overrun(env);
+        } else if flushed.is_err() && self.state != QpState::ERR {
+            self.go_error(env);
         }
     }
 

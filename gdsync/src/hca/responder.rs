@@ -338,6 +338,7 @@ impl SoftQp {
                 .remote(header.rkey, self.request.pdn, addr, len, Access::REMOTE_WRITE)
                 .map_err(Refusal::Remote)?;
             body.copy_to(8, memory, offset, len);
+            env.inbound.written(header.rkey, memory);
         }
         // The immediate's receive reports the length of the whole message.
         let so_far = self.resp.current.take().map_or(0, |c| c.received) + len;

@@ -119,7 +119,7 @@ impl SoftQp {
         begin: u64,
         offset: usize,
         body: &Body<'_>,
-        env: &Env<'_>,
+        env: &mut Env<'_>,
     ) -> Result<(), Syndrome> {
         let wqe = self.fetch(begin);
         let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|e| e.syndrome())?;
@@ -134,7 +134,7 @@ impl SoftQp {
         mut offset: usize,
         body: &Body<'_>,
         from: usize,
-        env: &Env<'_>,
+        env: &mut Env<'_>,
     ) -> Result<(), Syndrome> {
         let mut at = from;
         for sge in sges {
@@ -148,6 +148,7 @@ impl SoftQp {
             }
             let take = (body.len() - at).min(piece.len - offset);
             body.copy_to(at, piece.memory, piece.offset + offset, take);
+            env.inbound.written(sge.lkey, piece.memory);
             offset = 0;
             at += take;
         }
