@@ -23,9 +23,9 @@ pub(crate) struct Placement {
     /// Where payload is.
     #[arg(long, value_enum, default_value_t = Place::Host)]
     payload: Place,
-    /// Where completion queues and doorbell records are.
-    #[arg(long, value_enum, default_value_t = Place::Host)]
-    placement: Place,
+    /// Where completion queues are, and doorbell records and send queues.
+    #[arg(long, value_enum, default_value_t = Queues::Host)]
+    placement: Queues,
     /// What runs the operations of a CUDA stream: memop, kernel or auto [default: memop].
     #[arg(long)]
     via: Option<Via>,
@@ -66,12 +66,34 @@ impl fmt::Display for Place {
     }
 }
 
+/// Which queues are in the memory of the rank's GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Queues {
+    /// None.
+    Host,
+    /// Completion queues, at which the GPU looks.
+    Gpu,
+    /// Doorbell records and send queues too.
+    All,
+}
+
+impl fmt::Display for Queues {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "host",
+            Self::Gpu => "gpu",
+            Self::All => "all of them gpu",
+        })
+    }
+}
+
 /// The choice of a rank, and its GPU if it needs one.
 #[derive(Clone, Debug)]
 pub(crate) struct Placed {
     pub(crate) engine: Engine,
     pub(crate) payload: Place,
-    pub(crate) placement: Place,
+    pub(crate) placement: Queues,
     pub(crate) via: Via,
     pub(crate) kick: Kick,
     pub(crate) gpu: Option<Gpu>,
@@ -84,7 +106,8 @@ impl Placement {
         if let (Engine::Host, Some(option)) = (self.stream, asked) {
             return Err(format!("{option} is for --stream cuda").into());
         }
-        let on_gpu = self.stream == Engine::Cuda || [self.payload, self.placement].contains(&Place::Gpu);
+        let on_gpu =
+            self.stream == Engine::Cuda || self.payload == Place::Gpu || self.placement != Queues::Host;
         if !on_gpu && !self.device.is_empty() {
             return Err("--device is for --stream cuda, --payload gpu and --placement gpu".into());
         }
@@ -115,8 +138,9 @@ impl Placed {
     /// A communicator whose queues are where they should be.
     pub(crate) fn builder(&self) -> Builder {
         let what = match self.placement {
-            Place::Host => OnGpu::empty(),
-            Place::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ | OnGpu::RECORDS,
+            Queues::Host => OnGpu::empty(),
+            Queues::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ,
+            Queues::All => OnGpu::all(),
         };
         match &self.gpu {
             Some(gpu) => Builder::default().gpu(gpu).on_gpu(what),
@@ -152,7 +176,7 @@ impl Placed {
 #[derive(Serialize)]
 pub(crate) struct Description {
     payload: Place,
-    placement: Place,
+    placement: Queues,
     /// With CUDA streams.
     via: Option<String>,
     kick: Option<String>,

@@ -20,7 +20,9 @@ pub struct Calibration {
     pub memop: (Duration, Duration),
     /// Median and 99th percentile of [`Via::Kernel`].
     pub kernel: (Duration, Duration),
-    /// The quicker one: [`Via::MemOp`] or [`Via::Kernel`].
+    /// Other processes with this library use the GPU: kernels that wait would keep them from it.
+    pub shared: bool,
+    /// What is best: [`Via::MemOp`] or [`Via::Kernel`].
     pub via: Via,
 }
 
@@ -30,11 +32,8 @@ impl fmt::Display for Calibration {
             format!("p50 {:.1} us, p99 {:.1} us", p50.as_secs_f64() * 1e6, p99.as_secs_f64() * 1e6)
         };
         let (memop, kernel) = (line(self.memop), line(self.kernel));
-        write!(
-            f,
-            "a wait is noticed by a memory operation after {memop}, by a kernel after {kernel}: {}",
-            self.via
-        )
+        write!(f, "a wait is noticed by a memory operation after {memop}, by a kernel after {kernel}: ")?;
+        write!(f, "{}{}", self.via, if self.shared { ", since other processes use the GPU" } else { "" })
     }
 }
 
@@ -47,8 +46,10 @@ impl Gpu {
     pub fn calibrate(&self) -> Result<Calibration> {
         self.calibrated(|| {
             let (memop, kernel) = (measure(self, Via::MemOp)?, measure(self, Via::Kernel)?);
-            let via = if kernel.0 + kernel.1 < memop.0 + memop.1 { Via::Kernel } else { Via::MemOp };
-            Ok(Calibration { memop, kernel, via })
+            let shared = self.has_neighbours();
+            let quicker = kernel.0 + kernel.1 < memop.0 + memop.1;
+            let via = if quicker && !shared { Via::Kernel } else { Via::MemOp };
+            Ok(Calibration { memop, kernel, shared, via })
         })
     }
 }

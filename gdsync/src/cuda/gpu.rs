@@ -1,5 +1,6 @@
 //! A GPU and the context that work runs in.
 
+use std::ffi::CStr;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
@@ -13,6 +14,7 @@ use super::arena::Arena;
 use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
 use super::kept::Kept;
+use super::neighbours::Sign;
 use super::register::unregister;
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
@@ -42,6 +44,7 @@ struct Inner {
     arena: Arena,
     kept: Kept,
     kicker: KickerSlot,
+    sign: Sign,
     calibration: Mutex<Option<Calibration>>,
     /// Its copy engine, as long as a device uses it. It keeps its GPU, so the GPU must not keep it.
     engine: Mutex<Weak<Engine>>,
@@ -156,6 +159,11 @@ impl Gpu {
     ) -> Self {
         let (reached, arena, kept, kicker, calibration, engine) = Default::default();
         let gdr = Mutex::new(gdr);
+        let mut pci = [0; 32];
+        // SAFETY: the buffer has room for 31 characters and a zero.
+        let named = unsafe { api.device_get_pci_bus_id(pci.as_mut_ptr().cast(), 32, device) };
+        let pci = CStr::from_bytes_until_nul(&pci).unwrap_or_default().to_string_lossy();
+        let sign = Sign::new(if named.is_ok() { &pci } else { "" });
         let inner = Inner {
             api,
             ordinal,
@@ -168,6 +176,7 @@ impl Gpu {
             arena,
             kept,
             kicker,
+            sign,
             calibration,
             engine,
         };
@@ -328,6 +337,14 @@ impl Gpu {
     /// The stream that wakes its others.
     pub(crate) fn kicker(&self) -> &KickerSlot {
         &self.0.kicker
+    }
+
+    /// Whether other processes with this library use the GPU, as far as can be seen.
+    pub(super) fn has_neighbours(&self) -> bool {
+        self.0.sign.others().unwrap_or_else(|error| {
+            tracing::debug!(%error, "it is not known who else uses the GPU");
+            false
+        })
     }
 
     /// Memory of this GPU that nobody uses, for another user.

@@ -10,6 +10,7 @@ mod engines;
 mod gpu;
 mod handles;
 mod kept;
+mod neighbours;
 mod register;
 mod wrap;
 

@@ -65,6 +65,7 @@ impl Gpu {
         let before = ptr.as_ptr().addr() % PAGE;
         let first = ptr.as_ptr().map_addr(|addr| addr - before);
         let len = (before + len).next_multiple_of(PAGE);
+        tracing::trace!(?first, len, "host memory is registered with CUDA");
         // SAFETY: pages of the process, which its owner keeps until the registration is gone.
         let known = unsafe { api.mem_host_register(first.cast(), len, PORTABLE_MAPPED) };
         let ours = match known {

@@ -17,6 +17,7 @@ use super::soft::SoftHcaConfig;
 use super::stats::HcaStats;
 use super::wire::{LinkEnds, RxRing};
 use crate::error::{Error, Result};
+use crate::memory::Word64;
 use crate::mlx5::Syndrome;
 use crate::mover::{Mover, Ticket};
 use crate::verbs::QpState;
@@ -195,6 +196,18 @@ impl Core {
             rung.forget(i);
             self.watched.retain(|&(w, _)| w != i);
         }
+    }
+
+    /// The doorbells that may be written without notice.
+    pub(crate) fn watched_doorbells(&self) -> Vec<Word64> {
+        let qps = self.watched.iter().filter_map(|&(i, _)| self.qps[i].qp.as_ref());
+        qps.map(|qp| qp.doorbell.clone()).collect()
+    }
+
+    /// Whether there is work that nobody tells of, or somebody to serve who cannot help: doorbells to look at, copies under
+    /// way, streams of GPUs that wait.
+    pub(crate) fn is_hot(&self) -> bool {
+        self.is_watching() || self.is_copying() || self.cqs.is_attended()
     }
 
     /// Whether a doorbell may be written that nobody tells us of.

@@ -19,6 +19,8 @@ pub(crate) struct Cqs {
     written: u64,
     /// GPUs to be kicked for what was written.
     kicks: Vec<Arc<dyn Kicks>>,
+    /// Queues that streams of GPUs wait on: they see what is written, but cannot help.
+    attended: Vec<u32>,
 }
 
 #[derive(Debug)]
@@ -33,6 +35,8 @@ struct SoftCq {
     consumed: u64,
     ignore_overrun: bool,
     overrun: bool,
+    /// Listed as attended.
+    attended: bool,
 }
 
 /// The queue is full: a card raises a CQ error event, and no completion is ever written again.
@@ -49,8 +53,17 @@ impl Cqs {
         log: u32,
         ignore_overrun: bool,
     ) -> u32 {
-        let cq =
-            SoftCq { ring, record, event, log, produced: 0, consumed: 0, ignore_overrun, overrun: false };
+        let cq = SoftCq {
+            ring,
+            record,
+            event,
+            log,
+            produced: 0,
+            consumed: 0,
+            ignore_overrun,
+            overrun: false,
+            attended: false,
+        };
         let index = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
         if index == self.slots.len() {
             self.slots.push(None);
@@ -64,7 +77,22 @@ impl Cqs {
         std::mem::take(&mut self.kicks)
     }
 
+    /// A stream of a GPU waits on this queue.
+    pub(crate) fn attend(&mut self, cqn: u32) {
+        let Some(Some(cq)) = slot(&mut self.slots, cqn) else { return };
+        if !cq.attended && !cq.event.rest(cq.produced) {
+            cq.attended = true;
+            self.attended.push(cqn);
+        }
+    }
+
+    /// Whether streams of GPUs wait on any queue.
+    pub(crate) fn is_attended(&self) -> bool {
+        !self.attended.is_empty()
+    }
+
     pub(crate) fn destroy(&mut self, cqn: u32) {
+        self.attended.retain(|&other| other != cqn);
         if let Some(slot) = self.slot(cqn) {
             *slot = None;
         }
@@ -97,6 +125,10 @@ impl Cqs {
             self.kicks.push(kicker.clone());
         }
         cq.produced += 1;
+        if cq.attended && cq.event.rest(cq.produced) {
+            cq.attended = false;
+            self.attended.retain(|&other| other != cqn);
+        }
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! Wakes those who sleep until completions arrive on a queue.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -20,8 +20,10 @@ pub trait Kicks: Send + Sync + fmt::Debug {
 #[derive(Debug, Default)]
 pub(crate) struct CqEvent {
     kicker: OnceLock<Arc<dyn Kicks>>,
-    /// Streams that want to be kicked wait for completions before this one.
-    kick_until: AtomicU64,
+    /// Streams of GPUs wait for completions before this one.
+    until: AtomicU64,
+    /// The device knows that.
+    attended: AtomicBool,
     sleepers: AtomicU32,
     sequence: AtomicU32,
     lock: Mutex<()>,
@@ -41,15 +43,35 @@ impl CqEvent {
         }
     }
 
-    /// Streams wait for completions before number `until`, and `kicker` wakes them.
-    pub(crate) fn kick_until(&self, until: u64, kicker: &Arc<dyn Kicks>) {
-        self.kicker.get_or_init(|| kicker.clone());
-        self.kick_until.fetch_max(until, Ordering::Release);
+    /// Streams of a GPU wait for completions before number `until`, and `kicker` wakes them. Returns whether the device
+    /// must be told.
+    pub(crate) fn attend(&self, until: u64, kicker: Option<&Arc<dyn Kicks>>) -> bool {
+        if let Some(kicker) = kicker {
+            self.kicker.get_or_init(|| kicker.clone());
+        }
+        self.until.fetch_max(until, Ordering::SeqCst);
+        !self.attended.swap(true, Ordering::SeqCst)
+    }
+
+    /// Whether a stream of a GPU waits for completion `n` or a later one.
+    pub(crate) fn is_awaited(&self, n: u64) -> bool {
+        n < self.until.load(Ordering::SeqCst)
+    }
+
+    /// The device has written `produced` completions. Returns whether it need not attend to the queue any more: it will be
+    /// told when that changes.
+    pub(crate) fn rest(&self, produced: u64) -> bool {
+        if self.is_awaited(produced) {
+            return false;
+        }
+        self.attended.store(false, Ordering::SeqCst);
+        // Either this sees a stream that came meanwhile, or that one saw that the device must be told.
+        !self.is_awaited(produced) || self.attended.swap(true, Ordering::SeqCst)
     }
 
     /// Who is to be kicked after completion `n` was written.
     pub(crate) fn kicker(&self, n: u64) -> Option<&Arc<dyn Kicks>> {
-        self.kicker.get().filter(|_| n < self.kick_until.load(Ordering::Acquire))
+        self.kicker.get().filter(|_| self.is_awaited(n))
     }
 
     /// Tells sleepers that a completion was written.

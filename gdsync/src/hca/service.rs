@@ -10,6 +10,7 @@ use parking_lot::MutexGuard;
 use super::core::Core;
 use super::soft::Shared;
 use crate::error::{Error, Result};
+use crate::memory::Word64;
 
 /// How long it looks for work before it sleeps.
 const SPIN: Duration = Duration::from_micros(20);
@@ -17,8 +18,8 @@ const SPIN: Duration = Duration::from_micros(20);
 const DEFER: Duration = Duration::from_millis(1);
 /// How long it looks busily at doorbells that will be written without notice.
 const WATCH_SPIN: Duration = Duration::from_millis(1);
-/// Looks at such doorbells between two at the clock.
-const REST_EVERY: u32 = 32;
+/// Looks for work for GPUs between two at timers and clock.
+const LOOKS: u32 = 64;
 /// The longest it leaves such a doorbell alone.
 const WATCH_NAP: Duration = Duration::from_millis(5);
 /// The longest it sleeps at all: then doorbells are looked at that nobody announced.
@@ -45,7 +46,8 @@ pub(super) struct Service {
 impl Service {
     pub(super) fn start(shared: Arc<Shared>) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let worker = Worker { shared: shared.clone(), stop: stop.clone(), lent: 0, idle: None, looks: 0 };
+        let worker =
+            Worker { shared: shared.clone(), stop: stop.clone(), lent: 0, idle: None, doorbells: Vec::new() };
         let thread = std::thread::Builder::new()
             .name("gdsync-hca".into())
             .spawn(move || worker.run())
@@ -95,27 +97,33 @@ struct Worker {
     lent: u64,
     /// Since when there has been nothing to do.
     idle: Option<Instant>,
-    /// Looks at watched doorbells since the clock was read.
-    looks: u32,
+    /// Those that are watched.
+    doorbells: Vec<Word64>,
 }
 
 impl Worker {
     fn run(mut self) {
         while !self.stop.load(Ordering::Acquire) {
             let lent = self.shared.lent.load(Ordering::Relaxed);
-            // What others do does not help a doorbell that a GPU writes: they may be gone by then.
-            if lent != self.lent && !self.shared.watching.load(Ordering::Relaxed) {
+            // What others do does not help a GPU: they may be gone when it writes a doorbell.
+            if lent != self.lent && !self.shared.hot.load(Ordering::Relaxed) {
                 self.lent = lent;
                 self.defer();
             } else if self.shared.try_step() == Some(true) {
                 self.idle = None;
-            } else if self.shared.watching.load(Ordering::Relaxed) && !self.looks.is_multiple_of(REST_EVERY) {
-                self.looks += 1;
-                std::hint::spin_loop();
-            } else {
-                self.looks = 1;
-                self.rest();
+            } else if self.rest() {
+                self.look_out();
             }
+        }
+    }
+
+    /// Looks for news for a moment, without lock or clock.
+    fn look_out(&self) {
+        for _ in 0..LOOKS {
+            if self.shared.has_news(&self.doorbells) {
+                return;
+            }
+            std::hint::spin_loop();
         }
     }
 
@@ -138,22 +146,24 @@ impl Worker {
         self.idle = None;
     }
 
-    /// There is nothing to do now.
-    fn rest(&mut self) {
+    /// There is nothing to do now. Returns whether it is worth while to look out for what may come any moment.
+    fn rest(&mut self) -> bool {
         let now = Instant::now();
         let idle = now - *self.idle.get_or_insert(now);
         let mut core = self.shared.core.lock();
         core.tick(now);
         // What is written without notice: doorbells, and what copy engines write.
         let watching = core.is_watching() || core.is_copying();
+        let (hot, copying) = (core.is_hot(), core.is_copying());
+        self.doorbells = core.watched_doorbells();
         let timer = core.next_timer();
         let active = core.is_active();
         self.shared.settle(core);
-        if idle < if watching { WATCH_SPIN } else { SPIN } {
+        if idle < if hot { WATCH_SPIN } else { SPIN } {
             if idle > SPIN / 2 {
                 std::thread::yield_now();
             }
-            return;
+            return hot && !copying;
         }
         let mut nap = SLEEP;
         if watching {
@@ -190,5 +200,6 @@ impl Worker {
         } else if !watching {
             self.idle = None;
         }
+        false
     }
 }

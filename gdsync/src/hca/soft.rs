@@ -22,9 +22,10 @@ use super::wire::{Bell, Port};
 use crate::cuda::Engines;
 use crate::env::variable;
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, Word64};
 use crate::mlx5::{self, BB, CQE_SIZE, INITIAL_CQE};
 use crate::mover::Mover;
+use crate::protocol;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAttr, QpState};
@@ -104,8 +105,8 @@ pub(super) struct Shared {
     pub(super) lent: AtomicU64,
     /// Unfinished work was seen when the core was last let go.
     pub(super) busy: AtomicBool,
-    /// Doorbells were watched, or copies were under way, when the core was last let go.
-    pub(super) watching: AtomicBool,
+    /// There was work that nobody tells of when the core was last let go: see [`Core::is_hot`].
+    pub(super) hot: AtomicBool,
     pub(super) duty: Mutex<service::Duty>,
     pub(super) duty_changed: Condvar,
     next_pd: AtomicU64,
@@ -118,7 +119,7 @@ impl Shared {
         let mut kicks = Vec::new();
         let mut note = |core: &mut Core| {
             self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
-            self.watching.store(core.is_watching() || core.is_copying(), Ordering::Relaxed);
+            self.hot.store(core.is_hot(), Ordering::Relaxed);
             kicks.append(&mut core.cqs.take_kicks());
         };
         let mut core = core;
@@ -158,6 +159,15 @@ impl Shared {
             || self.rung.looks_noted()
     }
 
+    /// Whether something came in since a step that found nothing more to do; timers and copies excepted. `doorbells` are
+    /// those watched.
+    pub(super) fn has_news(&self, doorbells: &[Word64]) -> bool {
+        self.peeks.any()
+            || self.port.has_accepted()
+            || self.rung.looks_noted()
+            || doorbells.iter().any(|doorbell| protocol::is_rung(doorbell.atomic()))
+    }
+
     /// Runs a step if nobody else does. `None` when somebody does.
     pub(super) fn try_step(&self) -> Option<bool> {
         let mut core = self.core.try_lock()?;
@@ -185,7 +195,7 @@ impl SoftHca {
             bell,
             lent: AtomicU64::new(0),
             busy: AtomicBool::new(false),
-            watching: AtomicBool::new(false),
+            hot: AtomicBool::new(false),
             duty: Mutex::default(),
             duty_changed: Condvar::new(),
             next_pd: AtomicU64::new(0x21),
@@ -376,6 +386,11 @@ impl Provider for SoftHca {
         // Without the lock, which the service thread has most of the time.
         self.shared.rung.announce(core::index(qpn), pi);
         self.shared.busy.store(true, Ordering::Relaxed);
+        self.shared.take_over();
+    }
+
+    fn attend(&self, cqn: u32) {
+        self.with(|core| core.cqs.attend(cqn));
         self.shared.take_over();
     }
 

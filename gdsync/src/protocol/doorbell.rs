@@ -25,12 +25,17 @@ pub fn recorded(record: &impl Atom32) -> u16 {
     mlx5::record_to_u16(record.load(Ordering::Acquire))
 }
 
+/// Whether a doorbell waits to be taken. A look only: nothing that was written before it is visible yet.
+pub fn is_rung(doorbell: &impl Atom64) -> bool {
+    doorbell.load(Ordering::Relaxed) != EMPTY
+}
+
 /// The software HCA takes a doorbell: what was rung since the last time, if anything.
 ///
 /// An exchange, because the register is memory: two equal doorbells in a row must both be seen. Doorbells are
 /// cumulative, so one that overwrites another loses nothing.
 pub fn take_doorbell(doorbell: &impl Atom64) -> Option<u64> {
-    if doorbell.load(Ordering::Relaxed) == EMPTY {
+    if !is_rung(doorbell) {
         return None;
     }
     let value = doorbell.swap(EMPTY, Ordering::Acquire);

@@ -9,7 +9,7 @@ mod doorbell;
 pub mod note;
 pub mod record;
 
-pub use doorbell::{recorded, ring_doorbell, take_doorbell};
+pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 

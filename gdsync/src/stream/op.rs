@@ -100,9 +100,9 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// completion it still owes arrives as an error. Idempotent.
     fn fail(&self, reason: &Error);
 
-    /// A stream of a GPU waits for the completions claimed so far: `kicker` wakes it when one was written. Where the device
-    /// cannot do that, nothing happens.
-    fn kick(&self, kicker: &Arc<dyn Kicks>) {
+    /// A stream of a GPU waits for the completions claimed so far. It cannot help the device, and where the device can do
+    /// that, `kicker` wakes it when one was written.
+    fn attend(&self, kicker: Option<&Arc<dyn Kicks>>) {
         let _ = kicker;
     }
 

@@ -483,10 +483,12 @@ impl CqInner {
         self.free(&mut state);
     }
 
-    /// A GPU waits for all completions that are claimed now: see [`Source::kick`].
-    pub(crate) fn kick_claimed(&self, kicker: &Arc<dyn Kicks>) {
+    /// A GPU waits for all completions that are claimed now: see [`Source::attend`].
+    pub(crate) fn attend_claimed(&self, kicker: Option<&Arc<dyn Kicks>>) {
         let until = self.state.lock().claim_next;
-        self.parts.event.kick_until(until, kicker);
+        if self.parts.event.attend(until, kicker) {
+            self.provider.attend(self.parts.cqn);
+        }
     }
 
     /// Whether there is a claim that is in no stream.

@@ -86,8 +86,8 @@ impl Source for StreamUse {
         self.0.qp.stop(reason);
     }
 
-    fn kick(&self, kicker: &Arc<dyn Kicks>) {
-        self.0.cq.kick_claimed(kicker);
+    fn attend(&self, kicker: Option<&Arc<dyn Kicks>>) {
+        self.0.cq.attend_claimed(kicker);
     }
 
     fn release(&self, at: &Word32) {

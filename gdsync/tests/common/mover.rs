@@ -111,7 +111,11 @@ impl Shared {
                 drop(self.come.wait_timeout(jobs, Duration::from_millis(1)).unwrap());
                 continue;
             }
-            let mut at = if self.habits.shuffles { next(jobs.len() as u64) as usize } else { 0 };
+            let mut at = if self.habits.shuffles {
+                usize::try_from(next(jobs.len() as u64)).expect("less than a length")
+            } else {
+                0
+            };
             while let Some(before) = (0..at).find(|&i| overlap(&jobs[i].0, &jobs[at].0)) {
                 at = before;
             }

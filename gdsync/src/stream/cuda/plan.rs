@@ -25,7 +25,7 @@ pub(super) enum Step {
         addr: u64,
         value: u64,
     },
-    /// A consumer index.
+    /// A consumer index: a 32-bit write that nothing has to be ordered before.
     Index {
         addr: u64,
         value: u32,
@@ -140,12 +140,19 @@ fn close(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
             part[at] == Step::Barrier
                 && matches!(part.get(at + 1), Some(Step::Write { .. } | Step::Mark { .. }))
         };
-        let part = (0..part.len()).filter(|&at| !is_extra(at)).map(|at| &part[at]);
+        // What such a barrier orders need not be ordered among itself, where that can be told.
+        let step = |at: usize| match (&part[at], part.get(at + 1)) {
+            (&Step::Write { bits: 32, addr, value }, Some(Step::Barrier)) if by_kernel => {
+                Step::Index { addr, value: u32::try_from(value).expect("a 32-bit value") }
+            }
+            (step, _) => *step,
+        };
+        let part = (0..part.len()).filter(|&at| !is_extra(at)).map(step);
         // A kernel cannot do what only the front end can.
-        let flushes = part.clone().any(|step| *step == Step::Flush);
+        let flushes = part.clone().any(|step| step == Step::Flush);
         calls.push(match by_kernel && !flushes {
-            true => Call::Kernel(part.map(LaneOp::from).collect()),
-            false => Call::MemOps(part.map(memop).collect()),
+            true => Call::Kernel(part.map(|step| LaneOp::from(&step)).collect()),
+            false => Call::MemOps(part.map(|step| memop(&step)).collect()),
         });
     }
 }

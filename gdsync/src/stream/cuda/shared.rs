@@ -227,9 +227,7 @@ impl Shared {
             return Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth });
         }
         let sources = sources_of(ops);
-        if let Some(kicker) = &self.kicker {
-            sources.iter().for_each(|(_, source)| source.kick(kicker));
-        }
+        sources.iter().for_each(|(_, source)| source.attend(self.kicker.as_ref()));
         let mut ops = mem::take(ops);
         self.submitted.store(seq, Ordering::Release);
         let issued = self.gpu.within(|_| self.issue(seq, calls, &mut ops));
