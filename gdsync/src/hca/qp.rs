@@ -315,7 +315,14 @@ impl SoftQp {
         }
         self.access = attr.access.unwrap_or(self.access);
         match attr.state {
-            Some(QpState::RESET) => self.reset()?,
+            Some(QpState::RESET) => {
+                // What was exposed late has its completion before the queue is emptied: somebody may have given up waiting
+                // for it and have put one of his own in its place, and the next one belongs behind it.
+                if self.state == QpState::ERR {
+                    self.flush(env);
+                }
+                self.reset()?;
+            }
             Some(QpState::ERR) => self.go_error(env),
             Some(QpState::INIT) if env.strict => {
                 env.cqs.check_initial(self.request.send_cqn)?;
