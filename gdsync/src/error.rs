@@ -140,6 +140,17 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
+    /// A wait of a graph would not be for the completion that it was captured for.
+    #[error(
+        "the graph waits for its sends on the {queue} queue of QP {qpn:#x} in another way than when it was captured; \
+         poll or wait for what was sent there before the launch, as it was then"
+    )]
+    GraphWaits {
+        /// "send" or "receive".
+        queue: &'static str,
+        /// The queue pair.
+        qpn: u32,
+    },
     /// The queue is in use by another stream or by the CPU.
     #[error(
         "the {queue} queue of QP {qpn:#x} still belongs to {owner}; \

@@ -136,6 +136,14 @@ pub fn nop_like(qpn: u32, index: u16, ds: u8) -> [u8; SEGMENT] {
     Ctrl { index, opcode: Opcode::NOP, qpn, ds, fm_ce_se: CE_ALWAYS, ..Ctrl::default() }.to_bytes()
 }
 
+/// Gives an encoded WQE, or its control segment, another index: all else in it is the same at any place of the ring.
+///
+/// # Panics
+/// Where `wqe` is shorter than 3 bytes.
+pub fn set_index(wqe: &mut [u8], index: u16) {
+    wqe[1..3].copy_from_slice(&index.to_be_bytes());
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::tests::changed;
@@ -183,6 +191,14 @@ mod tests {
         let always: Vec<_> = (0..4u8).filter(|ce| with(ce << 2).always_completes()).collect();
         assert_eq!(always, [2]);
         assert!(with(0x02).solicited() && !with(0xfd).solicited());
+    }
+
+    #[test]
+    fn an_index_is_all_that_changes() {
+        let mut bytes = Ctrl { index: 0xffff, qpn: 0xff_ffff, ds: 0x3f, ..Ctrl::default() }.to_bytes();
+        let before = decode_ctrl(&bytes);
+        set_index(&mut bytes, 0xa1b2);
+        assert_eq!(decode_ctrl(&bytes), Ctrl { index: 0xa1b2, ..before });
     }
 
     #[test]

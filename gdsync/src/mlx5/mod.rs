@@ -45,7 +45,7 @@ pub use cqe::{
 };
 pub use ctrl::{
     CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL, FM_MASK,
-    FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like,
+    FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like, set_index,
 };
 pub use decode::{DecodeError, DecodedOp, DecodedPayload, SgeList, decode_body};
 pub use doorbell::{

@@ -18,8 +18,8 @@ pub struct Batch {
     pub(super) ops: Vec<Op>,
     pub(super) sends: Vec<PreparedSend>,
     pub(super) waits: Vec<PreparedWait>,
-    /// Completions that an earlier wait should cover: checked when the stream is known.
-    pub(super) covered: Vec<Completion>,
+    /// Completions that a wait before this place should cover: checked when the stream is known.
+    pub(super) covered: Vec<(usize, Completion)>,
 }
 
 impl Batch {
@@ -31,7 +31,7 @@ impl Batch {
             .try_for_each(|send| send.submit(stream))
             .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream)))
             .and_then(|()| {
-                self.covered.iter().try_for_each(|c| c.end.cq.covers(c.n, stream, &c.end.tracker))
+                self.covered.iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream, &c.end.tracker))
             });
         marked.inspect_err(|_| self.unmark())
     }
@@ -45,7 +45,9 @@ impl Batch {
     /// The queue pairs it uses.
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
         let sends = self.sends.iter().map(|send| &send.queue.end.qp);
-        sends.chain(self.waits.iter().map(PreparedWait::core)).chain(self.covered.iter().map(|c| &c.end.qp))
+        sends
+            .chain(self.waits.iter().map(PreparedWait::core))
+            .chain(self.covered.iter().map(|(_, c)| &c.end.qp))
     }
 
     /// Lets go of what was marked, once its operations are with their engine.
@@ -87,7 +89,7 @@ impl Batch {
     }
 
     /// Adds sends prepared earlier.
-    pub fn post(&mut self, send: PreparedSend) -> Completion {
+    pub fn post(&mut self, mut send: PreparedSend) -> Completion {
         send.trigger_ops(&mut self.ops);
         let completion = send.completion();
         self.sends.push(send);
@@ -95,7 +97,7 @@ impl Batch {
     }
 
     /// Adds a wait prepared earlier.
-    pub fn post_wait(&mut self, wait: PreparedWait) -> Completion {
+    pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
         wait.wait_ops(&mut self.ops);
         let completion = wait.completion();
         self.waits.push(wait);
@@ -134,7 +136,7 @@ impl Batch {
     pub fn wait(&mut self, completion: &Completion) -> Result<()> {
         match PreparedWait::through(completion)? {
             Some(wait) => drop(self.post_wait(wait)),
-            None => self.covered.push(completion.clone()),
+            None => self.covered.push((self.ops.len(), completion.clone())),
         }
         Ok(())
     }

@@ -1,8 +1,10 @@
 //! What every stream engine offers: the host thread of [`super::host`], or a stream of a GPU.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
+use super::graph::Made;
 use super::op::Op;
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
@@ -31,6 +33,39 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
     /// engine failed with.
     fn submit(&self, ops: &mut Vec<Op>) -> Result<u64>;
+
+    /// From now on until [`Engine::end_capture`], batches come to [`Engine::record`], and nothing to the others. An engine
+    /// that takes a graph as any submission has nothing to do here.
+    ///
+    /// # Errors
+    /// What makes a capture impossible, or the error that the engine failed with.
+    fn begin_capture(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Records a batch.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    fn record(&self, _ops: &[Op]) -> Result<()> {
+        Ok(())
+    }
+
+    /// Ends the capture, also when it fails to make anything of it.
+    ///
+    /// # Errors
+    /// Why there is nothing to launch.
+    fn end_capture(&self) -> Result<Made> {
+        Ok(Arc::new(()))
+    }
+
+    /// Queues what was captured, once more, as one submission: the operations of all its batches, which end at `ends`.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`]; what was made by another engine may be refused.
+    fn launch(&self, _made: &Made, ops: &mut Vec<Op>, _ends: &[usize]) -> Result<u64> {
+        self.submit(ops)
+    }
 
     /// The number of submissions that have fully run, or were dropped by a failure. Submission `s`, counted from
     /// 1 as `submit` returns it, is over when this is at least `s`.

@@ -18,14 +18,51 @@
 //! | `GDS_CREATE_QP_*_ON_GPU` | [`QpBuilder::on_gpu`](crate::verbs::QpBuilder::on_gpu) |
 //! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
 //! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | with kernel-initiated posting, not yet |
+//! | none: libgdsync cannot be captured in CUDA graphs | [`Stream::capture`], [`Graph::launch`] |
+//!
+//! # Graphs
+//!
+//! What is submitted within [`Stream::capture`] is recorded, not run; each [`Graph::launch`] runs all of it with one
+//! submission, with fresh work requests. Eager work on the same queue pair may stand between launches.
+//!
+//! ```
+//! # use std::time::Duration;
+//! # use gdsync::memory::Memory;
+//! # use gdsync::stream::{Batch, HostStreamConfig, Stream};
+//! # use gdsync::verbs::{Access, Device, SendWr};
+//! # fn main() -> gdsync::Result<()> {
+//! # let pd = Device::find(None)?.open()?.alloc_pd()?;
+//! # let (a, b) = (pd.build_qp().build()?, pd.build_qp().build()?);
+//! # a.connect(b.address())?;
+//! # b.connect(a.address())?;
+//! # let ours = pd.register(&Memory::alloc(64)?, Access::all())?;
+//! # let theirs = pd.register(&Memory::alloc(64)?, Access::all())?;
+//! let stream = Stream::host(HostStreamConfig::default())?;
+//! let graph = stream.capture(|stream| {
+//!     // On a CUDA stream, launch kernels and copies on `stream.raw()` here: they are captured, too.
+//!     stream.send(&a, &SendWr::write(theirs.remote(0)?, &[ours.sge(0, 8)?]).id(7))?;
+//!     stream.wait_send(&a).map(drop)
+//! })?;
+//! for round in 0..100u64 {
+//!     stream.write_value64(&ours.memory().word64(0)?, round)?;
+//!     let launch = graph.launch(&stream)?;
+//!     stream.synchronize(Duration::from_secs(10))?;
+//!     assert_eq!(theirs.memory().word64(0)?.load(), round);
+//!     assert_eq!(launch.completions()[0].status()?.expect("it was waited for").wr_id, 7);
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 mod batch;
 mod cuda;
 mod engine;
 mod execute;
+mod graph;
 mod host;
 mod op;
 mod prepared;
+mod record;
 mod run;
 mod sources;
 
@@ -41,6 +78,9 @@ pub(crate) use cuda::KickerSlot;
 pub use cuda::{CudaStreamConfig, Kick, Via};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
+#[doc(hidden)]
+pub use graph::Made;
+pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 #[doc(hidden)]
@@ -54,6 +94,7 @@ use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 use cuda::CudaEngine;
 use host::HostEngine;
+use record::Recording;
 
 /// A stream. Clones share it. When the last one is dropped, pending work is aborted.
 #[derive(Clone)]
@@ -63,8 +104,15 @@ struct Inner {
     id: u64,
     name: String,
     engine: Arc<dyn Engine>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
     /// Queue pairs used since they were last reported on, and by which submission last.
-    used: Mutex<Vec<(Arc<QpCore>, u64)>>,
+    used: Vec<(Arc<QpCore>, u64)>,
+    /// What is submitted goes here while the stream is being captured.
+    recording: Option<Recording>,
 }
 
 impl fmt::Debug for Stream {
@@ -126,10 +174,11 @@ impl Stream {
     fn with(name: String, engine: Arc<dyn Engine>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::new(Inner { id, name, engine, used: Mutex::new(Vec::new()) }))
+        Self(Arc::new(Inner { id, name, engine, state: Mutex::default() }))
     }
 
-    /// The `CUstream`, to launch kernels on; `None` for a host stream.
+    /// The `CUstream`, to launch kernels on; `None` for a host stream. To capture it, use
+    /// [`Stream::capture`]: while the application captures it by itself, submissions are refused.
     pub fn raw(&self) -> Option<RawStream> {
         self.0.engine.raw()
     }
@@ -146,9 +195,28 @@ impl Stream {
     /// that broke a queue pair of the batch, or the one that failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
         // Held throughout: another thread's submission between mark and queue would ring doorbells backwards.
-        let mut used = self.0.used.lock();
+        let mut state = self.0.state.lock();
+        if let Some(recording) = &mut state.recording {
+            record::check(batch)?;
+            self.0.engine.record(&batch.ops)?;
+            recording.add(batch);
+            return Ok(());
+        }
+        self.put(&mut state, batch, |engine, ops| engine.submit(ops))?;
+        drop(state);
+        batch.hand_over();
+        Ok(())
+    }
+
+    /// Marks a batch, has the engine take it, and takes note of its queue pairs.
+    fn put(
+        &self,
+        state: &mut State,
+        batch: &mut Batch,
+        submit: impl FnOnce(&dyn Engine, &mut Vec<Op>) -> Result<u64>,
+    ) -> Result<()> {
         batch.mark(self.0.id)?;
-        let seq = match self.0.engine.submit(&mut batch.ops) {
+        let seq = match submit(&*self.0.engine, &mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.unmark();
@@ -159,13 +227,11 @@ impl Stream {
             batch.sends.iter().for_each(PreparedSend::watch);
         }
         for core in batch.cores() {
-            match used.iter_mut().find(|(known, _)| Arc::ptr_eq(known, core)) {
+            match state.used.iter_mut().find(|(known, _)| Arc::ptr_eq(known, core)) {
                 Some((_, last)) => *last = seq,
-                None => used.push((core.clone(), seq)),
+                None => state.used.push((core.clone(), seq)),
             }
         }
-        drop(used);
-        batch.hand_over();
         Ok(())
     }
 
@@ -174,10 +240,15 @@ impl Stream {
     /// # Errors
     /// As [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.
     pub fn submit_within(&self, batch: &mut Batch, timeout: Duration) -> Result<()> {
-        let deadline = deadline(timeout);
+        self.while_full(deadline(timeout), || self.submit(batch))
+    }
+
+    /// Tries again when there is room, until the deadline.
+    fn while_full(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<()>) -> Result<()> {
         loop {
-            match self.submit(batch) {
-                Err(Error::StreamFull { .. }) if self.0.engine.wait_room(deadline) => {}
+            match attempt() {
+                Err(Error::StreamFull { .. })
+                    if Instant::now() < deadline && self.0.engine.wait_room(deadline) => {}
                 other => return other,
             }
         }
@@ -283,11 +354,11 @@ impl Stream {
         if !self.0.engine.wait_completed(seq, deadline(timeout)) {
             return Err(Error::Deadline { what: "stream synchronize", after: timeout });
         }
-        let mut used = self.0.used.lock();
-        let cores: Vec<_> = used.iter().map(|(core, _)| core.clone()).collect();
+        let mut state = self.0.state.lock();
+        let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
         // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.
-        used.retain(|(_, last)| *last > seq);
-        drop(used);
+        state.used.retain(|(_, last)| *last > seq);
+        drop(state);
         if let Some(error) = self.0.engine.error() {
             return Err(error);
         }

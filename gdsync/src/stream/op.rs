@@ -164,6 +164,26 @@ pub enum Op {
     HostFn(Box<dyn FnOnce() + Send>),
 }
 
+impl Op {
+    /// The same operation once more; none of a host function, which can be called only once.
+    pub(super) fn again(&self) -> Option<Self> {
+        Some(match self {
+            Op::Write32 { at, value } => Op::Write32 { at: at.clone(), value: *value },
+            Op::Write64 { at, value } => Op::Write64 { at: at.clone(), value: *value },
+            Op::Wait32 { at, value, cond, source } => {
+                Op::Wait32 { at: at.clone(), value: *value, cond: *cond, source: source.clone() }
+            }
+            Op::Wait64 { at, value, cond, source } => {
+                Op::Wait64 { at: at.clone(), value: *value, cond: *cond, source: source.clone() }
+            }
+            Op::Barrier => Op::Barrier,
+            Op::Flush => Op::Flush,
+            Op::Signal(source) => Op::Signal(source.clone()),
+            Op::HostFn(_) => return None,
+        })
+    }
+}
+
 impl fmt::Debug for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

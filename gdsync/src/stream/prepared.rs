@@ -4,8 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::verbs::cq::Upto;
+use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
-use crate::verbs::sq::{Before, SendQueue};
+use crate::verbs::sq::{Before, SendQueue, Template};
 use crate::verbs::{Completion, Qp, SendWr};
 
 /// Sends whose WQEs are written, waiting for their doorbell.
@@ -16,11 +18,22 @@ use crate::verbs::{Completion, Qp, SendWr};
 #[must_use = "dropping it takes the sends back"]
 pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
-    range: Range<u64>,
+    pub(super) range: Range<u64>,
     submitted: Option<Before>,
+    /// Its operations in the batch that it was posted in.
+    pub(super) place: Range<usize>,
 }
 
 impl PreparedSend {
+    fn new(queue: &Arc<SendQueue>, range: Range<u64>) -> Self {
+        Self { queue: queue.clone(), range, submitted: None, place: 0..0 }
+    }
+
+    /// Prepares sends once more.
+    pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template]) -> Result<Self> {
+        Ok(Self::new(queue, queue.prepare_again(sends)?))
+    }
+
     pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
         self.submitted = Some(self.queue.submit(&self.range, stream)?);
         Ok(())
@@ -32,8 +45,10 @@ impl PreparedSend {
         }
     }
 
-    pub(super) fn trigger_ops(&self, ops: &mut Vec<super::Op>) {
+    pub(super) fn trigger_ops(&mut self, ops: &mut Vec<super::Op>) {
+        let start = ops.len();
         self.queue.trigger_ops(&self.range, ops);
+        self.place = start..ops.len();
     }
 
     /// The completion of the last of these sends.
@@ -54,6 +69,17 @@ impl Drop for PreparedSend {
     }
 }
 
+/// What a wait was asked for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Asked {
+    /// The next completions, so many of them.
+    Next,
+    /// Those of all sends.
+    All,
+    /// Those through a certain one.
+    Through,
+}
+
 /// A claim on the next completion of a queue, for a stream to wait for.
 ///
 /// Must be posted in claim order per queue. Dropped before that, it gives the completion back to
@@ -61,30 +87,48 @@ impl Drop for PreparedSend {
 #[derive(Debug)]
 #[must_use = "dropping it gives the completion back"]
 pub struct PreparedWait {
-    claim: Completion,
+    pub(super) claim: Completion,
     /// The first completion the claim covers.
-    first: u64,
+    pub(super) first: u64,
+    pub(super) asked: Asked,
     submitted: bool,
+    /// Its operations in the batch that it was posted in.
+    pub(super) place: Range<usize>,
 }
 
 impl PreparedWait {
-    /// Claims the next completion of `queue`'s queue, or all through `upto`.
-    fn claim(queue: Completion, upto: Option<u64>) -> Result<Self> {
+    /// Claims completions of `queue`'s queue.
+    fn claim(queue: Completion, upto: Upto, asked: Asked) -> Result<Self> {
         let nothing = Error::NothingToWaitFor { queue: queue.end.tracker.name(), qpn: queue.end.qp.qpn };
-        Self::claim_new(queue, upto)?.ok_or(nothing)
+        Self::claim_new(queue, upto, asked)?.ok_or(nothing)
     }
 
-    /// As `claim`; `None` when `upto` was claimed or taken before.
-    fn claim_new(queue: Completion, upto: Option<u64>) -> Result<Option<Self>> {
+    /// As `claim`; `None` when the last one was claimed or taken before.
+    fn claim_new(queue: Completion, upto: Upto, asked: Asked) -> Result<Option<Self>> {
         queue.end.qp.check()?;
         let claimed = queue.end.cq.claim(upto, &queue.end.tracker)?;
-        Ok(claimed.map(|(first, n)| Self { claim: Completion { n, ..queue }, first, submitted: false }))
+        let claim = |(first, n)| {
+            let claim = Completion { n, ..queue };
+            Self { claim, first, asked, submitted: false, place: 0..0 }
+        };
+        Ok(claimed.map(claim))
     }
 
     /// A wait through `completion`; `None` when it was claimed or taken before.
     pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
         completion.check_life()?;
-        Self::claim_new(completion.clone(), Some(completion.n))
+        Self::claim_new(completion.clone(), Upto::Through(completion.n), Asked::Through)
+    }
+
+    /// A wait for the next `count` completions of a queue.
+    pub(super) fn next(end: &Arc<QueueEnd>, count: u64) -> Result<Self> {
+        Self::claim(any_of(end), Upto::Next(count), Asked::Next)
+    }
+
+    /// A wait for all completions of a queue.
+    pub(super) fn all(end: &Arc<QueueEnd>) -> Result<Self> {
+        let last = end.tracker.posted().checked_sub(1);
+        Self::claim(any_of(end), last.map_or(Upto::Next(1), Upto::Through), Asked::All)
     }
 
     /// The completion this wait is for.
@@ -108,9 +152,15 @@ impl PreparedWait {
         }
     }
 
-    pub(super) fn wait_ops(&self, ops: &mut Vec<super::Op>) {
+    pub(super) fn wait_ops(&mut self, ops: &mut Vec<super::Op>) {
+        let start = ops.len();
         self.claim.end.cq.wait_ops(self.claim.n, self.claim.end.source(), ops);
+        self.place = start..ops.len();
     }
+}
+
+fn any_of(end: &Arc<QueueEnd>) -> Completion {
+    Completion { end: end.clone(), n: 0, life: end.tracker.life() }
 }
 
 impl Drop for PreparedWait {
@@ -131,7 +181,7 @@ impl Qp {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
         let range = self.send.prepare(wrs)?;
-        Ok(PreparedSend { queue: self.send.clone(), range, submitted: None })
+        Ok(PreparedSend::new(&self.send, range))
     }
 
     /// Claims the next send completion for a stream.
@@ -140,7 +190,7 @@ impl Qp {
     /// [`Error::NothingToWaitFor`] when every posted or prepared send is claimed or polled already;
     /// [`Error::Unsupported`] on a shared completion queue; the error that broke the queue pair.
     pub fn prepare_wait_send(&self) -> Result<PreparedWait> {
-        PreparedWait::claim(self.send.completion(0), None)
+        PreparedWait::next(&self.send.end, 1)
     }
 
     /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.
@@ -148,8 +198,7 @@ impl Qp {
     /// # Errors
     /// As [`Qp::prepare_wait_send`].
     pub fn prepare_wait_all_sends(&self) -> Result<PreparedWait> {
-        let last = self.send.end.tracker.posted().checked_sub(1);
-        PreparedWait::claim(self.send.completion(0), last)
+        PreparedWait::all(&self.send.end)
     }
 
     /// Claims the next receive completion for a stream.
@@ -157,6 +206,6 @@ impl Qp {
     /// # Errors
     /// As [`Qp::prepare_wait_send`], for receives.
     pub fn prepare_wait_recv(&self) -> Result<PreparedWait> {
-        PreparedWait::claim(self.recv.completion(0), None)
+        PreparedWait::next(&self.recv.end, 1)
     }
 }

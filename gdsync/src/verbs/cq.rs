@@ -92,6 +92,15 @@ impl Drop for CqInner {
 /// Vendor syndrome of completions that the library wrote in place of the device.
 const POISON: u8 = 0x67;
 
+/// Which completions a claim takes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Upto {
+    /// The next so many, at least one.
+    Next(u64),
+    /// All through this one.
+    Through(u64),
+}
+
 /// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
 const PARK: Duration = Duration::from_millis(5);
 
@@ -310,9 +319,9 @@ impl CqInner {
         found
     }
 
-    /// Claims the next completion of the queue for a stream wait, or all through `upto`: `None` when that one was
-    /// taken before. Returns the first and the last completion claimed.
-    pub(crate) fn claim(&self, upto: Option<u64>, tracker: &Tracker) -> Result<Option<(u64, u64)>> {
+    /// Claims completions of the queue for a stream wait: `None` when the last of them was taken before. Returns the
+    /// first and the last completion claimed.
+    pub(crate) fn claim(&self, upto: Upto, tracker: &Tracker) -> Result<Option<(u64, u64)>> {
         let mut state = self.state.lock();
         if state.attached != 1 {
             return Err(Error::Unsupported {
@@ -325,7 +334,10 @@ impl CqInner {
         while state.claim_next < posted && tracker.is_cancelled(state.claim_next) {
             state.claim_next += 1;
         }
-        let n = upto.unwrap_or(state.claim_next);
+        let n = match upto {
+            Upto::Next(count) => state.claim_next + count - 1,
+            Upto::Through(n) => n,
+        };
         if n >= posted {
             return Err(Error::NothingToWaitFor { queue: tracker.name(), qpn: tracker.qpn });
         }

@@ -4,7 +4,7 @@ mod attr;
 mod completion;
 pub(crate) mod cq;
 mod device;
-mod end;
+pub(crate) mod end;
 mod mr;
 pub(crate) mod placement;
 pub(crate) mod provider;

@@ -11,7 +11,7 @@ use super::track::{Entry, Owner, Track};
 use super::wr::SendWr;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, Word64};
-use crate::mlx5::{self, BB};
+use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
 use crate::stream::Op;
 
@@ -29,6 +29,18 @@ pub(crate) struct SendQueue {
 pub(crate) struct Before {
     owner: Owner,
     rung: u64,
+}
+
+/// A send as it was written, to be written again at other places of the ring.
+pub(crate) struct Template {
+    wr_id: u64,
+    wqe: Box<[u8]>,
+}
+
+impl fmt::Debug for Template {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "send {:#x} of {} bytes", self.wr_id, self.wqe.len())
+    }
 }
 
 impl fmt::Debug for SendQueue {
@@ -87,6 +99,30 @@ impl SendQueue {
         self.with_room(|track| self.write(track, wrs))
     }
 
+    /// Writes sends again, as [`SendQueue::prepare`].
+    pub(crate) fn prepare_again(&self, sends: &[Template]) -> Result<Range<u64>> {
+        let again = |track: &mut Track, send: &Template| {
+            self.put(track, send.wr_id, |out, index| {
+                out[..send.wqe.len()].copy_from_slice(&send.wqe);
+                mlx5::set_index(out, index);
+                Ok(u8::try_from(send.wqe.len() / mlx5::SEGMENT).expect("written by `put`"))
+            })
+        };
+        self.with_room(|track| self.write_all(track, sends, again))
+    }
+
+    /// What was prepared, to be written again.
+    pub(crate) fn templates(&self, range: &Range<u64>) -> Vec<Template> {
+        let track = self.end.tracker.lock();
+        let template = |n| {
+            let entry = track.entry(n);
+            let mut wqe = vec![0; usize::from(entry.ds) * mlx5::SEGMENT].into_boxed_slice();
+            self.load(entry.begin, &mut wqe);
+            Template { wr_id: entry.wr_id, wqe }
+        };
+        range.clone().map(template).collect()
+    }
+
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
     fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
         let attempt = || {
@@ -106,9 +142,19 @@ impl SendQueue {
     }
 
     fn write(&self, track: &mut Track, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
+        self.write_all(track, wrs, |track, wr| self.write_one(track, wr))
+    }
+
+    /// Writes all or none.
+    fn write_all<T>(
+        &self,
+        track: &mut Track,
+        sends: &[T],
+        one: impl Fn(&mut Track, &T) -> Result<()>,
+    ) -> Result<Range<u64>> {
         let first = track.posted;
-        for wr in wrs {
-            if let Err(error) = self.write_one(track, wr) {
+        for send in sends {
+            if let Err(error) = one(track, send) {
                 let range = first..track.posted;
                 self.undo(track, &range);
                 return Err(error);
@@ -125,9 +171,22 @@ impl SendQueue {
         {
             return Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"));
         }
+        self.put(track, wr.wr_id, |out, index| {
+            mlx5::encode_into(out, &wr.op, qpn, index, wr.flags)
+                .map_err(|e| Error::WorkRequest { qpn, source: e })
+        })
+    }
+
+    /// Writes one WQE, which `encode` puts into a buffer, for the index that it is given; it returns its `ds`.
+    fn put(
+        &self,
+        track: &mut Track,
+        wr_id: u64,
+        encode: impl FnOnce(&mut [u8; MAX_WQE_BYTES], u16) -> Result<u8>,
+    ) -> Result<()> {
+        let qpn = self.end.qp.qpn;
         let begin = track.head;
-        let ds = mlx5::encode_into(&mut track.scratch, &wr.op, qpn, low16(begin), wr.flags)
-            .map_err(|e| Error::WorkRequest { qpn, source: e })?;
+        let ds = encode(&mut track.scratch, low16(begin))?;
         let blocks = u64::from(mlx5::blocks(ds));
         if blocks > self.blocks {
             let value = format!("{blocks} blocks of 64 bytes");
@@ -148,16 +207,29 @@ impl SendQueue {
         self.store(begin, bytes);
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
-        track.push(Entry { wr_id: wr.wr_id, begin, end, doorbell, ds, cancelled: false, wc: None });
+        track.push(Entry { wr_id, begin, end, doorbell, ds, cancelled: false, wc: None });
         Ok(())
+    }
+
+    /// Where block `index` is in the ring, in bytes.
+    fn place(&self, index: u64) -> usize {
+        usize::try_from(index & (self.blocks - 1)).expect("a ring index fits in memory") * BB
     }
 
     /// Copies a WQE to block `index`, round the end of the ring if need be.
     fn store(&self, index: u64, bytes: &[u8]) {
-        let at = usize::try_from(index & (self.blocks - 1)).expect("a ring index fits in memory") * BB;
+        let at = self.place(index);
         let (head, wrapped) = bytes.split_at(bytes.len().min(self.ring.len() - at));
         self.ring.write(at, head).expect("split at the end of the ring");
         self.ring.write(0, wrapped).expect("a WQE is shorter than the ring");
+    }
+
+    /// Reads back what [`SendQueue::store`] wrote.
+    fn load(&self, index: u64, bytes: &mut [u8]) {
+        let at = self.place(index);
+        let (head, wrapped) = bytes.split_at_mut(bytes.len().min(self.ring.len() - at));
+        self.ring.read(at, head).expect("split at the end of the ring");
+        self.ring.read(0, wrapped).expect("a WQE is shorter than the ring");
     }
 
     /// Checks that `range` is next in prepare order, and counts it as exposed by a doorbell.

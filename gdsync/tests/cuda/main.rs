@@ -2,7 +2,10 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod graphs;
 mod place;
+#[path = "../common/replay.rs"]
+mod replay;
 mod simulated;
 mod waits;
 

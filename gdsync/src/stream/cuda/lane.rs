@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
 
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::cuda::raw::layout::Handle;
+use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams};
 
 use super::plan::Step;
 use crate::cuda::{Gpu, RawStream};
@@ -145,45 +145,69 @@ impl Lane {
         &self,
         api: &Api,
         stream: RawStream,
-        mut head: Head,
-        ops: &[LaneOp],
-    ) -> gdrcopy::Result<()> {
-        head.count = ops.len() as u64;
-        if ops.len() <= SMALL {
-            self.launch_sized::<SMALL>(api, self.small, stream, head, ops)
-        } else {
-            self.launch_sized::<LARGE>(api, self.large, stream, head, ops)
-        }
-    }
-
-    fn launch_sized<const N: usize>(
-        &self,
-        api: &Api,
-        function: Handle,
-        stream: RawStream,
         head: Head,
         ops: &[LaneOp],
     ) -> gdrcopy::Result<()> {
-        let mut program = Program { head, ops: [const { MaybeUninit::uninit() }; N] };
-        for (slot, op) in program.ops.iter_mut().zip(ops) {
-            slot.write(*op);
-        }
-        let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
-        // SAFETY: the function takes this one parameter, which the driver copies; what lies behind `count` is not used.
-        unsafe {
-            api.launch_kernel(
+        self.with_program(head, ops, |function, params| {
+            let none = std::ptr::null_mut();
+            // SAFETY: the function takes this one parameter, which the driver copies; what lies behind `count` is not
+            // used.
+            unsafe { api.launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, params, none) }
+        })
+    }
+
+    /// Has a kernel node of a graph run `ops` from the next launch on. The context must be current.
+    pub(super) fn arm(
+        &self,
+        api: &Api,
+        (graph, node): (Handle, Handle),
+        head: Head,
+        ops: &[LaneOp],
+    ) -> gdrcopy::Result<()> {
+        self.with_program(head, ops, |function, params| {
+            let one = [1; 3];
+            let extra = std::ptr::null_mut();
+            let (kernel, context) = (0, 0);
+            let node_params = KernelNodeParams {
                 function,
-                1,
-                1,
-                1,
-                1,
-                1,
-                1,
-                0,
-                stream,
-                params.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+                grid: one,
+                block: one,
+                shared: 0,
+                params,
+                extra,
+                kernel,
+                context,
+            };
+            // SAFETY: a graph and a node of it, as the caller says, and the one parameter of the function, which the
+            // driver copies.
+            unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params) }
+        })
+    }
+
+    /// Calls `call` with the kernel for so many operations, and with its parameters.
+    fn with_program<T>(
+        &self,
+        head: Head,
+        ops: &[LaneOp],
+        call: impl FnOnce(Handle, *mut *mut c_void) -> T,
+    ) -> T {
+        fn sized<const N: usize, T>(
+            head: Head,
+            ops: &[LaneOp],
+            call: impl FnOnce(*mut *mut c_void) -> T,
+        ) -> T {
+            let head = Head { count: ops.len() as u64, ..head };
+            let mut program = Program { head, ops: [const { MaybeUninit::uninit() }; N] };
+            for (slot, op) in program.ops.iter_mut().zip(ops) {
+                slot.write(*op);
+            }
+            let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
+            call(params.as_mut_ptr())
+        }
+        if ops.len() <= SMALL {
+            sized::<SMALL, T>(head, ops, |params| call(self.small, params))
+        } else {
+            sized::<LARGE, T>(head, ops, |params| call(self.large, params))
         }
     }
 }

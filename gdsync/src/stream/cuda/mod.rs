@@ -2,7 +2,7 @@
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
 //! failure); `plan` turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's
-//! front end; `watch` is the watchdog.
+//! front end; `graph` has captures and their launches; `watch` is the watchdog.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
 //! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
@@ -10,6 +10,7 @@
 //! application.
 
 mod config;
+mod graph;
 mod kicker;
 mod lane;
 mod plan;
@@ -26,6 +27,7 @@ pub use config::{CudaStreamConfig, Kick, Via};
 pub(crate) use self::kicker::Slot as KickerSlot;
 use self::shared::Shared;
 use super::engine::Engine;
+use super::graph::Made;
 use super::op::Op;
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
@@ -88,6 +90,23 @@ impl Engine for CudaEngine {
 
     fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
         self.shared.submit(ops)
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        self.shared.begin_capture()
+    }
+
+    fn record(&self, ops: &[Op]) -> Result<()> {
+        self.shared.record(ops)
+    }
+
+    fn end_capture(&self) -> Result<Made> {
+        Ok(self.shared.end_capture()?)
+    }
+
+    fn launch(&self, made: &Made, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
+        let exec = made.clone().downcast().map_err(|_| graph::elsewhere())?;
+        self.shared.launch(&exec, ops, ends)
     }
 
     fn completed(&self) -> u64 {

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::graph::{self, Captured, Exec};
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
 use super::plan::{self, Call, Calls};
@@ -30,7 +31,7 @@ use crate::stream::op::{Op, Source};
 use crate::stream::sources::{Use, sources_of};
 
 /// Calls between two marks.
-const MARK_EVERY: usize = 16;
+pub(super) const MARK_EVERY: usize = 16;
 /// Host functions that may be pending: some hundreds block the caller.
 const MAX_HOST_FNS: usize = 64;
 /// How long a caller spins for a completion before it sleeps.
@@ -43,7 +44,7 @@ pub(super) struct Shared {
     pub(super) gpu: Gpu,
     pub(super) stream: RawStream,
     owned: bool,
-    lane: Option<Lane>,
+    pub(super) lane: Option<Arc<Lane>>,
     kicker: Option<Arc<dyn Kicks>>,
     pub(super) status: StatusBlock,
     /// The mark, and the one of kernels that ran after the stream failed.
@@ -52,7 +53,7 @@ pub(super) struct Shared {
     state: Mutex<State>,
     /// For the watchdog: there is something to watch.
     pub(super) work: Condvar,
-    submitted: AtomicU64,
+    pub(super) submitted: AtomicU64,
     /// The driver refuses everything: what is pending will never be seen to complete.
     lost: AtomicBool,
     error: OnceLock<Error>,
@@ -67,20 +68,26 @@ pub(super) struct Shared {
 pub(super) struct State {
     pub(super) queue: VecDeque<Submission>,
     /// Calls and host functions pending.
-    calls: usize,
+    pub(super) calls: usize,
     host_fns: usize,
+    /// Calls and host functions that there was no room for.
+    wanted: (usize, usize),
     /// Calls since the last mark, and the submission that it names.
-    unmarked: usize,
+    pub(super) unmarked: usize,
     pub(super) marked: u64,
+    /// What has been captured so far, while the stream is.
+    pub(super) capture: Option<Captured>,
 }
 
 /// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
 pub(super) struct Submission {
     pub(super) seq: u64,
     pub(super) ops: Vec<Op>,
-    sources: Vec<Use>,
-    calls: usize,
-    host_fns: usize,
+    pub(super) sources: Vec<Use>,
+    pub(super) calls: usize,
+    pub(super) host_fns: usize,
+    /// The graph that it is a launch of.
+    pub(super) _graph: Option<Arc<Exec>>,
 }
 
 /// A host function on its way through the driver.
@@ -109,7 +116,7 @@ impl Shared {
             Via::Auto => gpu.calibrate()?.via,
             chosen => chosen,
         };
-        let lane = (via == Via::Kernel).then(|| Lane::load(gpu)).transpose()?;
+        let lane = (via == Via::Kernel).then(|| Lane::load(gpu).map(Arc::new)).transpose()?;
         let kicks = match config.kick {
             Kick::Auto => lane.is_none(),
             chosen => chosen == Kick::On,
@@ -170,10 +177,22 @@ impl Shared {
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
     }
 
+    /// Refuses what there is no room for.
+    pub(super) fn check_room(&self, state: &mut State, calls: usize, host_fns: usize) -> Result<()> {
+        if !self.full(state, calls, host_fns) {
+            return Ok(());
+        }
+        state.wanted = (calls, host_fns);
+        // So that the room that comes is seen.
+        self.put_mark(state);
+        Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth })
+    }
+
     pub(super) fn has_room(&self) -> bool {
         let mut state = self.lock();
         let done = self.retire(&mut state);
-        let room = !self.full(&state, 1, 1);
+        let (calls, host_fns) = state.wanted;
+        let room = !self.full(&state, calls.max(1), host_fns.max(1));
         drop(state);
         drop(done);
         room
@@ -196,12 +215,20 @@ impl Shared {
     }
 
     pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+        self.accept(|state| self.submit_locked(state, ops))
+    }
+
+    /// Accepts a submission unless the stream has failed. `put` queues it, and returns its number and what the driver said.
+    pub(super) fn accept(
+        &self,
+        put: impl FnOnce(&mut State) -> Result<(u64, gdrcopy::Result<()>)>,
+    ) -> Result<u64> {
         let mut state = self.lock();
         if let Some(error) = self.error() {
             return Err(error);
         }
         let done = self.retire(&mut state);
-        let result = self.submit_locked(&mut state, ops);
+        let result = put(&mut state);
         drop(state);
         drop(done);
         let (seq, issued) = result?;
@@ -213,21 +240,23 @@ impl Shared {
         Ok(seq)
     }
 
-    /// Returns the number of the submission, and what the driver said to it.
+    /// Whether the application captures the stream, so that what is queued now would not run.
+    fn is_captured_by_others(&self, state: &State) -> bool {
+        state.capture.is_none() && self.is_captured().unwrap_or(false)
+    }
+
     fn submit_locked(&self, state: &mut State, ops: &mut Vec<Op>) -> Result<(u64, gdrcopy::Result<()>)> {
+        if self.is_captured_by_others(state) {
+            return Err(graph::within_another());
+        }
         let seq = self.submitted() + 1;
         let marks = state.unmarked + 1 >= MARK_EVERY;
         let by_kernel = self.lane.is_some();
         let calls = plan::plan(&self.gpu, ops, marks.then_some((&self.mark, seq)), by_kernel)?;
         let host_fns = calls.iter().filter(|call| matches!(call, Call::HostFn(_))).count();
         let count = calls.len();
-        if self.full(state, count, host_fns) {
-            // So that the room that comes is seen.
-            self.put_mark(state);
-            return Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth });
-        }
-        let sources = sources_of(ops);
-        sources.iter().for_each(|(_, source)| source.attend(self.kicker.as_ref()));
+        self.check_room(state, count, host_fns)?;
+        let sources = self.sources(ops);
         let mut ops = mem::take(ops);
         self.submitted.store(seq, Ordering::Release);
         let issued = self.gpu.within(|_| self.issue(seq, calls, &mut ops));
@@ -235,46 +264,59 @@ impl Shared {
         state.host_fns += host_fns;
         state.unmarked = if marks { 0 } else { state.unmarked + count };
         state.marked = if marks { seq } else { state.marked };
-        state.queue.push_back(Submission { seq, ops, sources, calls: count, host_fns });
+        state.queue.push_back(Submission { seq, ops, sources, calls: count, host_fns, _graph: None });
         Ok((seq, issued))
+    }
+
+    /// The queues that operations use; they learn that a GPU waits.
+    pub(super) fn sources(&self, ops: &[Op]) -> Vec<Use> {
+        let sources = sources_of(ops);
+        sources.iter().for_each(|(_, source)| source.attend(self.kicker.as_ref()));
+        sources
     }
 
     /// Makes the calls of a submission.
     fn issue(&self, seq: u64, calls: Calls, ops: &mut [Op]) -> gdrcopy::Result<()> {
+        calls.into_iter().try_for_each(|mut call| self.make(seq, &mut call, ops))
+    }
+
+    /// What tells a kernel about its submission.
+    pub(super) fn head(&self, submission: u64) -> Head {
+        let limit_ns = u64::try_from(self.config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
+        Head { status: self.status.addr(), limit_ns, submission, count: 0 }
+    }
+
+    /// Makes a call. The context must be current.
+    pub(super) fn make(&self, seq: u64, call: &mut Call, ops: &mut [Op]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
-        for call in calls {
-            match call {
-                Call::MemOps(mut memops) => {
-                    let count = u32::try_from(memops.len()).expect("fewer than 256");
-                    // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
-                    unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }?;
+        match call {
+            Call::MemOps(memops) => {
+                let count = u32::try_from(memops.len()).expect("fewer than 256");
+                // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+                unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+            }
+            Call::Kernel(program) => {
+                let lane = self.lane.as_ref().expect("planned for a kernel only where there is one");
+                lane.launch(api, self.stream, self.head(seq), program)
+            }
+            Call::HostFn(place) => {
+                let Op::HostFn(f) = mem::replace(&mut ops[*place], Op::Barrier) else { return Ok(()) };
+                let data = Box::into_raw(Box::new(HostFn { f, shared: self.own.clone() }));
+                // SAFETY: the function takes the box over, once.
+                let launched = unsafe { api.launch_host_func(self.stream, run_host_fn, data.cast()) };
+                if launched.is_err() {
+                    // SAFETY: the driver did not take it.
+                    drop(unsafe { Box::from_raw(data) });
                 }
-                Call::Kernel(program) => {
-                    let lane = self.lane.as_ref().expect("planned for a kernel only where there is one");
-                    let limit_ns = u64::try_from(self.config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
-                    let head = Head { status: self.status.addr(), limit_ns, submission: seq, count: 0 };
-                    lane.launch(api, self.stream, head, &program)?;
-                }
-                Call::HostFn(place) => {
-                    let Op::HostFn(f) = mem::replace(&mut ops[place], Op::Barrier) else { continue };
-                    let data = Box::into_raw(Box::new(HostFn { f, shared: self.own.clone() }));
-                    // SAFETY: the function takes the box over, once.
-                    let launched = unsafe { api.launch_host_func(self.stream, run_host_fn, data.cast()) };
-                    if launched.is_err() {
-                        // SAFETY: the driver did not take it.
-                        drop(unsafe { Box::from_raw(data) });
-                    }
-                    launched?;
-                }
+                launched
             }
         }
-        Ok(())
     }
 
     /// Puts a mark behind all that was submitted, if there is none.
     pub(super) fn put_mark(&self, state: &mut State) {
         let seq = self.submitted();
-        if state.marked >= seq || self.lost.load(Ordering::Relaxed) {
+        if state.marked >= seq || self.lost.load(Ordering::Relaxed) || self.is_captured_by_others(state) {
             return;
         }
         let mark = plan::plan(&self.gpu, &[], Some((&self.mark, seq)), self.lane.is_some());

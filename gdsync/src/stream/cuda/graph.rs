@@ -1,0 +1,277 @@
+//! Graphs of CUDA: a batch that is captured becomes nodes, and each launch gives the nodes operations of its own first.
+//!
+//! A launch is one submission of its stream. What the driver lets change in an instantiated graph is just what changes
+//! from launch to launch: words, values and conditions of memory operations, and parameters of kernels.
+
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, MemOp, MemOpNodeParams};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+
+use super::lane::{self, Head, Lane};
+use super::plan::{self, Call, Calls};
+use super::shared::{MARK_EVERY, Shared, State, Submission};
+use crate::cuda::Gpu;
+use crate::error::{Error, Result};
+use crate::stream::op::Op;
+
+/// `CU_STREAM_CAPTURE_STATUS_NONE`.
+const NO_CAPTURE: u32 = 0;
+
+/// What a capture has recorded so far.
+#[derive(Default)]
+pub(super) struct Captured {
+    nodes: Vec<Node>,
+    /// A batch is in the capture in parts: nothing can be made of it.
+    spoiled: Option<Error>,
+}
+
+/// A call of a captured batch.
+#[derive(Debug)]
+struct Node {
+    handle: Handle,
+    shape: Shape,
+}
+
+/// What cannot change in a node.
+#[derive(Debug, PartialEq, Eq)]
+enum Shape {
+    /// These kinds of operations.
+    MemOps(SmallVec<[u32; 8]>),
+    Kernel {
+        is_small: bool,
+    },
+    HostFn,
+}
+
+/// An instantiated graph.
+#[derive(Debug)]
+pub(super) struct Exec {
+    gpu: Gpu,
+    /// Where its kernels are from.
+    lane: Option<Arc<Lane>>,
+    /// The nodes are those of this graph.
+    graph: Handle,
+    exec: Handle,
+    nodes: Vec<Node>,
+    /// Held while a launch gives the nodes their operations, until it is queued.
+    launching: Mutex<()>,
+}
+
+impl Shape {
+    fn of(call: &Call) -> Self {
+        match call {
+            Call::MemOps(memops) => Shape::MemOps(memops.iter().map(|memop| memop.operation).collect()),
+            Call::Kernel(program) => Shape::Kernel { is_small: program.len() <= lane::SMALL },
+            Call::HostFn(_) => Shape::HostFn,
+        }
+    }
+}
+
+/// For a graph that the stream cannot launch.
+pub(super) fn elsewhere() -> Error {
+    Error::Unsupported {
+        what: "launching a graph on a stream of another GPU, or one that runs operations by other means",
+        by: "CUDA graphs",
+        fix: "capture it on a stream of the same GPU and the same `Via`",
+    }
+}
+
+/// For a stream that the application is capturing.
+pub(super) fn within_another() -> Error {
+    Error::Unsupported {
+        what: "a submission to a stream that the application captures",
+        by: "CUDA graphs, whose launches repeat the same operations",
+        fix: "capture with Stream::capture instead, and launch the application's work on Stream::raw in it",
+    }
+}
+
+impl Shared {
+    /// Whether somebody is capturing the stream.
+    pub(super) fn is_captured(&self) -> gdrcopy::Result<bool> {
+        self.gpu.within(|api| capture_of(api, self.stream).map(|(status, _)| status != NO_CAPTURE))
+    }
+
+    pub(super) fn begin_capture(&self) -> Result<()> {
+        let mut state = self.lock();
+        if self.is_captured().map_err(Error::cuda("asking for a capture"))? {
+            return Err(within_another());
+        }
+        // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
+        self.put_mark(&mut state);
+        self.error().map_or(Ok(()), Err)?;
+        // SAFETY: a stream of this context.
+        let begun = self.gpu.within(|api| unsafe { api.stream_begin_capture(self.stream, CAPTURE_RELAXED) });
+        begun.map_err(Error::cuda("beginning a capture"))?;
+        state.capture = Some(Captured::default());
+        Ok(())
+    }
+
+    /// Captures a batch.
+    pub(super) fn record(&self, ops: &[Op]) -> Result<()> {
+        let mut state = self.lock();
+        if let Some(error) = self.error() {
+            return Err(error);
+        }
+        let calls = plan::plan(&self.gpu, ops, None, self.lane.is_some())?;
+        let captured = state.capture.get_or_insert_default();
+        if let Some(error) = &captured.spoiled {
+            return Err(error.clone());
+        }
+        let nodes = self.gpu.within(|api| calls.into_iter().map(|call| self.node(api, call)).collect());
+        match nodes {
+            Ok(nodes) => captured.nodes.extend::<Vec<_>>(nodes),
+            Err(error) => {
+                let error = Error::cuda("capturing a batch")(error);
+                captured.spoiled = Some(error.clone());
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Captures a call, and finds its node.
+    fn node(&self, api: &Api, mut call: Call) -> gdrcopy::Result<Node> {
+        let shape = Shape::of(&call);
+        self.make(0, &mut call, &mut [])?;
+        let (_, handle) = capture_of(api, self.stream)?;
+        Ok(Node { handle, shape })
+    }
+
+    pub(super) fn end_capture(&self) -> Result<Arc<Exec>> {
+        let captured = self.lock().capture.take().unwrap_or_default();
+        let mut graph = 0;
+        // SAFETY: a stream that is being captured, and a place for the graph.
+        let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
+        // From here on it is destroyed whatever happens.
+        let (gpu, lane) = (self.gpu.clone(), self.lane.clone());
+        let mut exec = Exec { gpu, lane, graph, exec: 0, nodes: captured.nodes, launching: Mutex::default() };
+        captured.spoiled.map_or(Ok(()), Err)?;
+        ended.map_err(Error::cuda("ending a capture"))?;
+        // SAFETY: a place for the answer, a graph, no flags.
+        let made = self.gpu.within(|api| unsafe { api.graph_instantiate(&mut exec.exec, graph, 0) });
+        made.map_err(Error::cuda("instantiating a graph"))?;
+        Ok(Arc::new(exec))
+    }
+
+    pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
+        let same_lane = self.lane.is_some() == exec.lane.is_some();
+        if self.gpu.raw_context() != exec.gpu.raw_context() || !same_lane {
+            return Err(elsewhere());
+        }
+        self.accept(|state| self.launch_locked(state, exec, ops, ends))
+    }
+
+    fn launch_locked(
+        &self,
+        state: &mut State,
+        exec: &Arc<Exec>,
+        ops: &mut Vec<Op>,
+        ends: &[usize],
+    ) -> Result<(u64, gdrcopy::Result<()>)> {
+        let seq = self.submitted() + 1;
+        let calls = exec.plan(ops, ends)?;
+        let count = 1 + calls.len();
+        self.check_room(state, count, 0)?;
+        let launching = exec.launching.lock();
+        let head = self.head(seq);
+        self.gpu.within(|api| exec.arm(api, head, calls)).map_err(Error::cuda("preparing a graph"))?;
+        let sources = self.sources(ops);
+        let ops = std::mem::take(ops);
+        self.submitted.store(seq, Ordering::Release);
+        // SAFETY: the submission keeps the graph alive, and all that its nodes touch.
+        let issued = self.gpu.within(|api| unsafe { api.graph_launch(exec.exec, self.stream) });
+        drop(launching);
+        state.calls += count;
+        state.unmarked += count;
+        let _graph = Some(exec.clone());
+        state.queue.push_back(Submission { seq, ops, sources, calls: count, host_fns: 0, _graph });
+        if state.unmarked >= MARK_EVERY && issued.is_ok() {
+            self.put_mark(state);
+        }
+        Ok((seq, issued))
+    }
+}
+
+impl Exec {
+    /// The calls of a launch whose batches end at `ends`: one for each node, of the same shape.
+    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Calls> {
+        let mut calls = Calls::new();
+        let mut start = 0;
+        for &end in ends {
+            calls.extend(plan::plan(&self.gpu, &ops[start..end], None, self.lane.is_some())?);
+            start = end;
+        }
+        let fits = |(call, node): (&Call, &Node)| Shape::of(call) == node.shape;
+        let same = calls.len() == self.nodes.len() && calls.iter().zip(&self.nodes).all(fits);
+        same.then_some(calls).ok_or(Error::Unsupported {
+            what: "a launch with other operations than were captured",
+            by: "CUDA graphs",
+            fix: "capture the graph again",
+        })
+    }
+
+    /// Gives the nodes their operations. The context must be current.
+    fn arm(&self, api: &Api, head: Head, calls: Calls) -> gdrcopy::Result<()> {
+        for (node, call) in self.nodes.iter().zip(calls) {
+            match (call, &self.lane) {
+                (Call::MemOps(mut memops), _) => self.arm_memops(api, node.handle, &mut memops)?,
+                (Call::Kernel(program), Some(lane)) => {
+                    lane.arm(api, (self.exec, node.handle), head, &program)?;
+                }
+                // Not in graphs, and not without a lane.
+                (Call::Kernel(_) | Call::HostFn(_), _) => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn arm_memops(&self, api: &Api, node: Handle, memops: &mut [MemOp]) -> gdrcopy::Result<()> {
+        let count = u32::try_from(memops.len()).expect("fewer than 256");
+        let context = self.gpu.raw_context();
+        let params = MemOpNodeParams { context, count, ops: memops.as_mut_ptr(), flags: 0 };
+        // SAFETY: a node of this graph with so many operations of these kinds, on words that the submission keeps alive.
+        unsafe { api.graph_exec_mem_op_node_set_params(self.exec, node, &params) }
+    }
+}
+
+impl Drop for Exec {
+    fn drop(&mut self) {
+        if self.graph == 0 {
+            return;
+        }
+        let done = self.gpu.enter().map(|_current| {
+            let api = self.gpu.api();
+            if self.exec != 0 {
+                // SAFETY: made for this value; a launch under way would keep the value.
+                let _ = unsafe { api.graph_exec_destroy(self.exec) }.inspect_err(not_destroyed);
+            }
+            // SAFETY: made for this value.
+            let _ = unsafe { api.graph_destroy(self.graph) }.inspect_err(not_destroyed);
+        });
+        if let Err(error) = done {
+            tracing::debug!(%error, "a graph was not destroyed");
+        }
+    }
+}
+
+fn not_destroyed(error: &gdrcopy::Error) {
+    tracing::debug!(%error, "a graph was not destroyed");
+}
+
+/// Whether a stream is being captured, and the node that what comes next there would depend on; 0 for none or several.
+fn capture_of(api: &Api, stream: Handle) -> gdrcopy::Result<(u32, Handle)> {
+    let (mut status, mut id, mut graph, mut nodes, mut count) = (NO_CAPTURE, 0, 0, ptr::null(), 0);
+    // SAFETY: places for the answers.
+    unsafe { api.stream_get_capture_info(stream, &mut status, &mut id, &mut graph, &mut nodes, &mut count) }?;
+    let node = match count {
+        // SAFETY: so many nodes, until the next call for this stream.
+        1 => unsafe { *nodes },
+        _ => 0,
+    };
+    Ok((status, node))
+}

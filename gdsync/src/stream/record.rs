@@ -1,0 +1,173 @@
+//! What a capture remembers of batches, so that they can be made again.
+//!
+//! A send is kept as the bytes of its WQEs, without their places in the ring. A wait is kept by what it was asked for:
+//! the next completions of its queue, or all through a send of the same graph.
+
+use std::mem;
+use std::sync::Arc;
+
+use super::batch::Batch;
+use super::op::Op;
+use super::prepared::{Asked, PreparedSend, PreparedWait};
+use crate::error::{Error, Result};
+use crate::verbs::Completion;
+use crate::verbs::end::QueueEnd;
+use crate::verbs::sq::{SendQueue, Template};
+
+/// A part of a batch. Places are those among the completions of the graph.
+#[derive(Debug)]
+pub(super) enum Part {
+    /// The same at each launch.
+    Op(Op),
+    Sends(Arc<SendQueue>, Vec<Template>),
+    Wait {
+        awaited: For,
+        /// Its completion was handed out.
+        told: bool,
+    },
+    /// An earlier wait of the graph covered the send at this place.
+    Covered(usize),
+    /// A wait outside of the graph covered this.
+    CoveredBefore(Completion),
+}
+
+/// What a wait is for.
+#[derive(Debug)]
+pub(super) enum For {
+    /// The next so many completions.
+    Next(Arc<QueueEnd>, u64),
+    /// The completions of all sends.
+    All(Arc<QueueEnd>),
+    /// All through that of the send at this place.
+    Through(usize),
+}
+
+/// A capture under way.
+#[derive(Debug, Default)]
+pub(super) struct Recording {
+    batches: Vec<Vec<Part>>,
+    /// Everything prepared stays so until the end, because later batches wait for it; then it is taken back.
+    sends: Vec<(usize, PreparedSend)>,
+    waits: Vec<PreparedWait>,
+    completions: usize,
+}
+
+/// Refuses what cannot be done more than once.
+pub(super) fn check(batch: &Batch) -> Result<()> {
+    match batch.ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
+        false => Ok(()),
+        true => Err(Error::Unsupported {
+            what: "a host function in a graph",
+            by: "the capture: a graph runs many times, a host function once",
+            fix: "submit the function to the stream before or after each launch",
+        }),
+    }
+}
+
+impl Recording {
+    /// Adds a batch, and empties it.
+    pub(super) fn add(&mut self, batch: &mut Batch) {
+        let Batch { ops, sends, waits, covered } = mem::take(batch);
+        let mut sends = sends.into_iter().peekable();
+        let mut waits = waits.into_iter().peekable();
+        let mut covered = covered.into_iter().peekable();
+        let mut parts = Vec::new();
+        // Where the operations of the last send or wait end.
+        let mut known = 0;
+        for (at, op) in ops.into_iter().enumerate() {
+            while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
+                parts.extend(self.covered(completion));
+            }
+            if let Some(send) = sends.next_if(|send| send.place.start == at) {
+                known = send.place.end;
+                parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.range)));
+                self.sends.push((self.completions, send));
+                self.completions += 1;
+            } else if let Some(wait) = waits.next_if(|wait| wait.place.start == at) {
+                known = wait.place.end;
+                let told = wait.asked != Asked::Through;
+                parts.push(Part::Wait { awaited: self.awaited(&wait), told });
+                self.completions += usize::from(told);
+                self.waits.push(wait);
+            } else if at >= known {
+                parts.push(Part::Op(op));
+            }
+        }
+        for (_, completion) in covered {
+            parts.extend(self.covered(completion));
+        }
+        self.batches.push(parts);
+    }
+
+    /// What was recorded. The sends are taken back, the completions given back.
+    pub(super) fn finish(self) -> Vec<Vec<Part>> {
+        self.batches
+    }
+
+    fn awaited(&self, wait: &PreparedWait) -> For {
+        let end = &wait.claim.end;
+        let next = || For::Next(end.clone(), wait.claim.n + 1 - wait.first);
+        match wait.asked {
+            Asked::Next => next(),
+            Asked::All => For::All(end.clone()),
+            Asked::Through => self.sent(&wait.claim).map_or_else(next, For::Through),
+        }
+    }
+
+    fn covered(&self, completion: Completion) -> Option<Part> {
+        if let Some(place) = self.sent(&completion) {
+            return Some(Part::Covered(place));
+        }
+        let covers = |wait: &PreparedWait| {
+            Arc::ptr_eq(&wait.claim.end, &completion.end)
+                && (wait.first..=wait.claim.n).contains(&completion.n)
+        };
+        // Of a receive that the graph waits for: so does the next launch, for another one.
+        (!self.waits.iter().any(covers)).then_some(Part::CoveredBefore(completion))
+    }
+
+    /// The place of the send of this graph that the completion is for.
+    fn sent(&self, completion: &Completion) -> Option<usize> {
+        let is_it = |(_, send): &&(usize, PreparedSend)| {
+            Arc::ptr_eq(&send.queue.end, &completion.end) && send.range.end - 1 == completion.n
+        };
+        self.sends.iter().rev().find(is_it).map(|(place, _)| *place)
+    }
+}
+
+impl Part {
+    /// Makes it again, as the next part of `batch`.
+    pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
+        match self {
+            Part::Op(op) => batch.ops.extend(op.again()),
+            Part::Sends(queue, sends) => {
+                let send = PreparedSend::again(queue, sends)?;
+                completions.push(batch.post(send));
+            }
+            Part::Wait { awaited, told } => {
+                let wait = match awaited {
+                    For::Next(end, count) => PreparedWait::next(end, *count)?,
+                    For::All(end) => PreparedWait::all(end)?,
+                    For::Through(place) => {
+                        let sent = &completions[*place];
+                        PreparedWait::through(sent)?.ok_or_else(|| differs(sent))?
+                    }
+                };
+                let completion = batch.post_wait(wait);
+                completions.extend(told.then_some(completion));
+            }
+            Part::Covered(place) => {
+                let sent = &completions[*place];
+                if PreparedWait::through(sent)?.is_some() {
+                    return Err(differs(sent));
+                }
+            }
+            Part::CoveredBefore(completion) => batch.covered.push((batch.ops.len(), completion.clone())),
+        }
+        Ok(())
+    }
+}
+
+fn differs(sent: &Completion) -> Error {
+    Error::GraphWaits { queue: sent.end.tracker.name(), qpn: sent.end.qp.qpn }
+}

@@ -1,0 +1,219 @@
+//! Graphs of CUDA: launches between eager work, and what fails in them.
+
+use std::time::Duration;
+
+use gdsync::error::Error;
+use gdsync::stream::{Cond, Stream, Via};
+use gdsync::verbs::{QpBuilder, SendWr};
+
+use super::common::{PATIENCE, Side, assert_clean, hca};
+use super::place::{Place, places};
+use super::replay::{self, Site};
+
+impl Site for Place {
+    fn side(&self, bytes: usize, build: &dyn Fn(QpBuilder) -> QpBuilder) -> Side {
+        self.side_with(&hca(), bytes, build)
+    }
+
+    fn stream(&self, wait_limit: Duration) -> Stream {
+        Place::stream(self, wait_limit)
+    }
+}
+
+fn everywhere(test: impl Fn(&Place)) {
+    for place in places() {
+        eprintln!("{} {:?}", place.via, place.on_gpu);
+        test(&place);
+    }
+}
+
+#[test]
+fn launches_and_eager_work_take_turns() {
+    let rounds = replay::replays(2000);
+    everywhere(|place| replay::mixed(place, rounds));
+}
+
+#[test]
+fn launches_wait_for_what_comes_later() {
+    everywhere(|place| replay::launched_ahead(place, 30));
+}
+
+#[test]
+fn a_launch_that_is_refused_leaves_no_trace() {
+    everywhere(replay::refusals);
+}
+
+#[test]
+fn a_failed_send_ends_a_launch_with_its_cause() {
+    everywhere(replay::a_send_fails);
+}
+
+#[test]
+fn a_peer_that_goes_away_ends_a_launch() {
+    everywhere(replay::the_peer_goes_away);
+}
+
+#[test]
+fn a_message_that_never_comes_ends_a_launch() {
+    everywhere(replay::a_message_never_comes);
+}
+
+#[test]
+fn a_graph_outlives_queue_pair_and_stream() {
+    everywhere(replay::outlives_all);
+}
+
+#[test]
+fn captures_that_fail_leave_no_trace() {
+    everywhere(replay::captures);
+}
+
+#[test]
+fn words_are_waited_for_and_written_each_time() {
+    everywhere(replay::words);
+}
+
+#[test]
+fn a_word_that_nobody_writes_ends_a_launch() {
+    for place in places() {
+        let stream = place.stream(Duration::from_millis(50));
+        let words = gdsync::memory::Memory::alloc(64).unwrap();
+        let (word, after) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let graph = stream
+            .capture(|stream| {
+                stream.wait_value32(&word, 1, Cond::Eq)?;
+                stream.write_value32(&after, 1)
+            })
+            .unwrap();
+        graph.launch(&stream).unwrap();
+        graph.launch(&stream).unwrap();
+        let error = stream.synchronize(PATIENCE).unwrap_err();
+        assert!(matches!(error, Error::StreamWait { .. }), "{error}");
+        assert!(matches!(graph.launch(&stream), Err(Error::StreamWait { .. })));
+        assert_eq!(stream.query().pending, 0);
+        drop((graph, stream));
+    }
+}
+
+/// One batch of more operations than a call of the driver takes: several nodes.
+#[test]
+fn long_batches_are_several_nodes() {
+    for place in places() {
+        let (a, b) = place.pair(4096, |q| q.max_send_wr(256));
+        let stream = place.stream(PATIENCE);
+        let remote = b.mr.remote(0).unwrap();
+        let graph = stream
+            .capture(|stream| {
+                let mut batch = gdsync::stream::Batch::new();
+                for id in 0..200 {
+                    batch.send(&a.qp, &SendWr::fetch_add(remote, 1, a.mr.sge(0, 8)?).id(id))?;
+                }
+                batch.wait_all_sends(&a.qp)?;
+                stream.submit(&mut batch)
+            })
+            .unwrap();
+        for _ in 0..10 {
+            let launch = graph.launch_within(&stream, PATIENCE).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
+            assert_eq!(launch.completions()[200].status().unwrap().unwrap().wr_id, 199);
+        }
+        assert_eq!(b.memory().word64(0).unwrap().load(), 2000);
+        assert_clean(&[&a, &b]);
+    }
+}
+
+#[test]
+fn a_graph_runs_where_it_was_captured() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        let graph = stream.capture(|_| Ok(())).unwrap();
+        let other = Place { via: if place.via == Via::MemOp { Via::Kernel } else { Via::MemOp }, ..place };
+        let error = graph.launch(&other.stream(PATIENCE)).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        let error = graph.launch(&super::common::stream("host")).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+    }
+}
+
+/// A full stream refuses launches, and takes one when there is room.
+#[test]
+fn a_full_stream_takes_a_launch_later() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        let words = gdsync::memory::Memory::alloc(64).unwrap();
+        let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let graph = stream.capture(|stream| stream.write_value32(&count, 1)).unwrap();
+        stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
+        let full = (0..2000).find_map(|_| graph.launch(&stream).err()).unwrap();
+        assert!(matches!(full, Error::StreamFull { depth: 256, .. }), "{full}");
+        gate.store(1);
+        graph.launch_within(&stream, PATIENCE).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        assert_eq!(count.load(), 1);
+    }
+}
+
+/// The application's own capture would repeat the same operations: it is not joined.
+#[test]
+fn a_capture_of_the_application_is_not_joined() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        let words = gdsync::memory::Memory::alloc(64).unwrap();
+        let word = words.word32(0).unwrap();
+        stream.write_value32(&word, 1).unwrap();
+        let (api, raw) = (place.gpu.api(), stream.raw().unwrap());
+        let current = place.gpu.enter().unwrap();
+        // SAFETY: a stream that lives, in relaxed mode.
+        unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
+        let refusals = [stream.write_value32(&word, 2).err(), stream.begin_capture().err()];
+        for error in refusals {
+            assert!(matches!(error, Some(Error::Unsupported { .. })), "{error:?}");
+        }
+        let mut graph = 0;
+        // SAFETY: a stream that is being captured, and a place for the graph.
+        unsafe { api.stream_end_capture(raw, &mut graph) }.unwrap();
+        // SAFETY: a graph that nobody uses.
+        unsafe { api.graph_destroy(graph) }.unwrap();
+        drop(current);
+        stream.synchronize(PATIENCE).unwrap();
+        stream.write_value32(&word, 3).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        assert_eq!(word.load(), 3);
+    }
+}
+
+/// Copies of the application are captured with the sends, and run between them.
+#[test]
+fn work_of_the_application_is_captured_too() {
+    for place in places() {
+        let (a, b) = place.pair(256, |q| q);
+        let stream = place.stream(PATIENCE);
+        let memory = place.gpu.alloc(64).unwrap();
+        let mr = a.pd.register(&memory, gdsync::verbs::Access::all()).unwrap();
+        let address = memory.gpu_addr(&place.gpu).unwrap();
+        let (api, raw) = (place.gpu.api(), stream.raw().unwrap());
+        let ours = [mr.sge(0, 4).unwrap()];
+        let remote = b.mr.remote(0).unwrap();
+        let graph = stream
+            .capture(|stream| {
+                for value in [3, 4] {
+                    let _current = place.gpu.enter()?;
+                    // SAFETY: memory of the GPU that lives as long as the graph, and a stream of its context.
+                    unsafe { api.memset_d32_async(address, value, 1, raw) }.unwrap();
+                    let to = gdsync::mlx5::RemoteAddr { addr: remote.addr + u64::from(value) * 4, ..remote };
+                    stream.send(&a.qp, &SendWr::write(to, &ours))?;
+                    stream.wait_send(&a.qp)?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        for _ in 0..20 {
+            b.memory().fill(0, 64, 0).unwrap();
+            graph.launch(&stream).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
+            let word = |at| b.memory().word32(at).unwrap().load();
+            assert_eq!([12, 16].map(word), [3, 4]);
+        }
+        assert_clean(&[&a, &b]);
+    }
+}
