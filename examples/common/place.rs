@@ -74,7 +74,9 @@ pub(crate) enum Queues {
     Host,
     /// Completion queues, at which the GPU looks.
     Gpu,
-    /// Doorbell records and send queues too.
+    /// Doorbell records too, which it writes.
+    Words,
+    /// And send queues.
     All,
 }
 
@@ -83,7 +85,8 @@ impl fmt::Display for Queues {
         f.write_str(match self {
             Self::Host => "host",
             Self::Gpu => "gpu",
-            Self::All => "all of them gpu",
+            Self::Words => "gpu, with records",
+            Self::All => "gpu, with records and send queues",
         })
     }
 }
@@ -140,6 +143,7 @@ impl Placed {
         let what = match self.placement {
             Queues::Host => OnGpu::empty(),
             Queues::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ,
+            Queues::Words => OnGpu::all() - OnGpu::SEND_QUEUE,
             Queues::All => OnGpu::all(),
         };
         match &self.gpu {

@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, OnceLock, Weak};
 
 use gdrcopy::copy::store_fence;
-use gdrcopy::{GpuBuffer, Mapping, MappingType};
+use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
 use self::access::{load, store};
 pub use self::word::{Word32, Word64};
-use crate::cuda::{Block, Flush, Gpu, Pages, Registered};
+use crate::cuda::{Block, Buffer, Flush, Gpu, Pages, Registered};
 use crate::error::{Error, Result};
 
 /// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
@@ -96,8 +96,9 @@ enum Bytes {
     Gpu {
         gpu: Gpu,
         mapping: Mapping,
-        _buffer: Option<GpuBuffer>,
     },
+    /// On a GPU, in a buffer of ours.
+    Buffer(Buffer),
     /// On a GPU, without a mapping, and why.
     Unmapped {
         gpu: Gpu,
@@ -111,7 +112,8 @@ impl Bytes {
     /// The GPU they are on, and their mapping if they have one.
     fn on_gpu(&self) -> Option<(&Gpu, Option<&Mapping>)> {
         match self {
-            Bytes::Gpu { gpu, mapping, .. } => Some((gpu, Some(mapping))),
+            Bytes::Gpu { gpu, mapping } => Some((gpu, Some(mapping))),
+            Bytes::Buffer(buffer) => Some((buffer.gpu(), Some(buffer.mapping()))),
             Bytes::Unmapped { gpu, .. } => Some((gpu, None)),
             Bytes::Block(block) => Some((block.gpu(), Some(block.mapping()))),
             Bytes::Mapped { .. } | Bytes::Lent { .. } => None,
@@ -133,12 +135,8 @@ impl Drop for Owner {
     fn drop(&mut self) {
         let registered = self.registered.take();
         if let Bytes::Mapped { ptr, len } = self.bytes {
-            if let Some(registered) = registered {
-                match registered.keep(ptr, len) {
-                    None => return,
-                    // Before the bytes go.
-                    Some(registered) => drop(registered),
-                }
+            if registered.is_some_and(|registered| registered.keep(ptr, len)) {
+                return;
             }
             // SAFETY: this owner made the mapping with this length and no clone is left to use it.
             unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
@@ -199,8 +197,13 @@ impl Memory {
     }
 
     /// GPU memory behind a mapping; the buffer where it is ours.
-    pub(crate) fn on_gpu(gpu: &Gpu, mapping: Mapping, buffer: Option<GpuBuffer>) -> Self {
-        Self::behind_mapping(Bytes::Gpu { gpu: gpu.clone(), mapping, _buffer: buffer })
+    pub(crate) fn on_gpu(gpu: &Gpu, mapping: Mapping) -> Self {
+        Self::behind_mapping(Bytes::Gpu { gpu: gpu.clone(), mapping })
+    }
+
+    /// A buffer of GPU memory.
+    pub(crate) fn buffer(buffer: Buffer) -> Self {
+        Self::behind_mapping(Bytes::Buffer(buffer))
     }
 
     /// A block of GPU memory.
@@ -292,6 +295,7 @@ impl Memory {
             Bytes::Gpu { gpu: home, .. } | Bytes::Unmapped { gpu: home, .. } => {
                 gpu.reach(home).map(|()| self.addr)
             }
+            Bytes::Buffer(buffer) => gpu.reach(buffer.gpu()).map(|()| self.addr),
             Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),
             &(Bytes::Mapped { ptr, len } | Bytes::Lent { ptr, len }) => {
                 let offset = self.ptr.as_ptr() as u64 - ptr.as_ptr() as u64;

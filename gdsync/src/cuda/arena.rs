@@ -2,7 +2,7 @@
 
 use parking_lot::Mutex;
 
-use super::{Block, Gpu};
+use super::{Block, Buffer, Gpu};
 use crate::error::Result;
 use crate::memory::{Memory, WeakMemory};
 
@@ -34,8 +34,11 @@ impl Arena {
 }
 
 fn block(gpu: &Gpu) -> Result<Memory> {
-    let (mapping, buffer) = gpu.kept().take_block().map_or_else(|| gpu.map_new(BLOCK), Ok)?;
-    Ok(Memory::block(Block::new(gpu, mapping, buffer)))
+    let buffer = match gpu.kept().take_block() {
+        Some((mapping, buffer)) => Buffer::new(gpu, mapping, buffer),
+        None => gpu.buffer(BLOCK)?,
+    };
+    Ok(Memory::block(Block::new(buffer)))
 }
 
 fn zeroed(memory: Memory) -> Result<Memory> {

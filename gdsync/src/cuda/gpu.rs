@@ -2,24 +2,26 @@
 
 use std::ffi::CStr;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
+use gdrcopy::Gdr;
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::Handle;
 use gdrcopy::cuda::raw::{Api, Current};
-use gdrcopy::{Gdr, GpuBuffer, Mapping};
 use parking_lot::Mutex;
 
+use super::Buffer;
 use super::arena::Arena;
 use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
 use super::kept::Kept;
 use super::neighbours::Sign;
-use super::register::unregister;
+use super::reaper::{Doomed, Reaper};
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, page_round};
-use crate::stream::KickerSlot;
+use crate::stream::{KickerSlot, Lane};
 
 /// A GPU, in one of its contexts. Clones share it.
 ///
@@ -43,6 +45,9 @@ struct Inner {
     gdr: Mutex<Option<Gdr>>,
     arena: Arena,
     kept: Kept,
+    reaper: Reaper,
+    /// Loaded at once: CUDA loads nothing while any stream waits.
+    lane: Result<Arc<Lane>>,
     kicker: KickerSlot,
     sign: Sign,
     calibration: Mutex<Option<Calibration>>,
@@ -58,22 +63,15 @@ impl fmt::Debug for Gpu {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let kept = self.kept.host();
-        if !kept.is_empty() {
-            // SAFETY: retained here, or kept alive as the maker of this value promised.
-            let current = unsafe { Current::enter(&self.api, self.context) };
-            let known = current.map(|_current| {
-                for pages in &kept {
-                    match unregister(&self.api, pages.ptr.as_ptr().addr()) {
-                        // SAFETY: mapped by a `Memory` that left it to the pages' keeper; nobody uses it.
-                        Ok(()) => drop(unsafe { libc::munmap(pages.ptr.as_ptr().cast(), pages.len) }),
-                        Err(error) => tracing::debug!(%error, "host memory stays registered"),
-                    }
+        // SAFETY: retained here, or kept alive as the maker of this value promised.
+        match unsafe { Current::enter(&self.api, self.context) } {
+            Ok(_current) => {
+                self.kept.give_back(&self.api);
+                if let Ok(lane) = &self.lane {
+                    lane.unload(&self.api);
                 }
-            });
-            if let Err(error) = known {
-                tracing::debug!(%error, "host memory stays registered");
             }
+            Err(error) => tracing::debug!(%error, "GPU {}: memory not given back", self.ordinal),
         }
         if self.primary {
             // SAFETY: retained once, given back once.
@@ -86,6 +84,9 @@ impl Drop for Inner {
 
 impl Gpu {
     /// A GPU by its CUDA ordinal, in its primary context: the one that the CUDA runtime uses.
+    ///
+    /// Do this before any stream of the process waits: CUDA loads the kernels of [`Via::Kernel`](crate::stream::Via::Kernel)
+    /// only then.
     ///
     /// # Errors
     /// [`Error::Cuda`] where there is no CUDA or no such GPU; [`Error::Unsupported`] names what an old one lacks.
@@ -157,13 +158,17 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena, kept, kicker, calibration, engine) = Default::default();
+        let (reached, arena, kept, reaper, kicker, calibration, engine) = Default::default();
         let gdr = Mutex::new(gdr);
         let mut pci = [0; 32];
         // SAFETY: the buffer has room for 31 characters and a zero.
         let named = unsafe { api.device_get_pci_bus_id(pci.as_mut_ptr().cast(), 32, device) };
         let pci = CStr::from_bytes_until_nul(&pci).unwrap_or_default().to_string_lossy();
         let sign = Sign::new(if named.is_ok() { &pci } else { "" });
+        // SAFETY: retained by the caller, or kept alive as the maker of this value promised.
+        let current =
+            unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
+        let lane = current.and_then(|_current| Lane::load(&api)).map(Arc::new);
         let inner = Inner {
             api,
             ordinal,
@@ -175,6 +180,8 @@ impl Gpu {
             gdr,
             arena,
             kept,
+            reaper,
+            lane,
             kicker,
             sign,
             calibration,
@@ -298,23 +305,36 @@ impl Gpu {
         }
     }
 
-    /// Allocates memory on the GPU, mapped for the CPU.
-    ///
-    /// To free it CUDA may wait for all work of the GPU: see [`gdrcopy::GpuBuffer`].
+    /// Allocates memory on the GPU, mapped for the CPU. When it is dropped, it is freed in time, by a thread of its own: CUDA
+    /// waits for all streams of the GPU to do it.
     ///
     /// # Errors
     /// [`Error::Cuda`] when the GPU is full, or its memory cannot be mapped: the reasons of all backends are in it.
     pub fn alloc(&self, len: usize) -> Result<Memory> {
-        let (mapping, buffer) = self.map_new(len)?;
-        Ok(Memory::on_gpu(self, mapping, Some(buffer)))
+        self.buffer(len).map(Memory::buffer)
     }
 
     /// Allocates memory on the GPU and maps it.
-    pub(super) fn map_new(&self, len: usize) -> Result<(Mapping, GpuBuffer)> {
+    pub(super) fn buffer(&self, len: usize) -> Result<Buffer> {
         let failed = Error::cuda("allocating GPU memory");
         let buffer = self.gdr()?.alloc(self.0.ordinal, len).map_err(failed)?;
         let mapping = buffer.map().map_err(Error::cuda("mapping GPU memory"))?;
-        Ok((mapping, buffer))
+        Ok(Buffer::new(self, mapping, buffer))
+    }
+
+    /// Gives memory back to CUDA, in time.
+    pub(super) fn doom(&self, doomed: Doomed) {
+        self.0.reaper.take(self.clone(), doomed);
+    }
+
+    /// Waits until none of these pages is being given back.
+    pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
+        self.0.reaper.settle(pages)
+    }
+
+    /// The kernels that run stream operations.
+    pub(crate) fn lane(&self) -> Result<Arc<Lane>> {
+        self.0.lane.clone()
     }
 
     /// Zeroed memory on the GPU for rings and words: small pieces share a block.

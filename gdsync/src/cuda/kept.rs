@@ -1,18 +1,19 @@
 //! Memory that stays registered or allocated when its user is gone, for the next one.
 //!
-//! To take a registration back, or to free GPU memory, CUDA waits for everything that runs on the GPU, also for streams that
-//! wait for something the calling thread has yet to do (seen on an H200 with driver 580). So what queues and streams drop
-//! is kept.
+//! To give it back to CUDA may take as long as any stream waits: see [`super::reaper`].
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
+use gdrcopy::cuda::raw::Api;
 use gdrcopy::{GpuBuffer, Mapping};
 use parking_lot::Mutex;
 
 use super::Gpu;
+use super::reaper::Doomed;
+use super::register::unregister;
 
-/// Bytes of host memory kept at most; what is beyond is given back, and that may take as long as the streams of the GPU.
+/// Bytes of host memory kept at most; what is beyond is given back.
 const MOST: usize = 64 << 20;
 
 /// Registered pages that nobody uses.
@@ -27,14 +28,14 @@ pub(crate) struct Pages {
 // SAFETY: an address range that nobody else uses.
 unsafe impl Send for Pages {}
 
-/// A block of GPU memory; it is kept when dropped.
-pub(crate) struct Block {
+/// Mapped memory of a GPU; it is freed in time when dropped.
+pub(crate) struct Buffer {
     gpu: Gpu,
     /// Always there until the drop.
     parts: Option<(Mapping, GpuBuffer)>,
 }
 
-impl Block {
+impl Buffer {
     pub(super) fn new(gpu: &Gpu, mapping: Mapping, buffer: GpuBuffer) -> Self {
         Self { gpu: gpu.clone(), parts: Some((mapping, buffer)) }
     }
@@ -48,9 +49,35 @@ impl Block {
     }
 }
 
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some((mapping, buffer)) = self.parts.take() {
+            self.gpu.doom(Doomed::Gpu { _mapping: mapping, _buffer: buffer });
+        }
+    }
+}
+
+/// A block of GPU memory; it is kept when dropped.
+pub(crate) struct Block(Buffer);
+
+impl Block {
+    pub(super) fn new(buffer: Buffer) -> Self {
+        Self(buffer)
+    }
+
+    pub(crate) fn gpu(&self) -> &Gpu {
+        self.0.gpu()
+    }
+
+    pub(crate) fn mapping(&self) -> &Mapping {
+        self.0.mapping()
+    }
+}
+
 impl Drop for Block {
     fn drop(&mut self) {
-        self.gpu.kept().blocks.lock().extend(self.parts.take());
+        let parts = self.0.parts.take();
+        self.gpu().kept().blocks.lock().extend(parts);
     }
 }
 
@@ -87,11 +114,17 @@ impl Kept {
         Ok(())
     }
 
-    /// All host memory that is kept.
-    pub(super) fn host(&self) -> Vec<Pages> {
+    /// Gives all host memory back, as the context goes, which must be current.
+    pub(super) fn give_back(&self, api: &Api) {
         let mut shelf = self.host.lock();
         shelf.bytes = 0;
-        shelf.by_len.drain().flat_map(|(_, pages)| pages).collect()
+        for pages in shelf.by_len.drain().flat_map(|(_, pages)| pages) {
+            match unregister(api, pages.ptr.as_ptr().addr()) {
+                // SAFETY: mapped by a `Memory` that left it here; nobody uses it.
+                Ok(()) => drop(unsafe { libc::munmap(pages.ptr.as_ptr().cast(), pages.len) }),
+                Err(error) => tracing::debug!(%error, "host memory stays registered"),
+            }
+        }
     }
 
     /// A block of GPU memory of the arena's size.

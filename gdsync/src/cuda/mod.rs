@@ -11,6 +11,7 @@ mod gpu;
 mod handles;
 mod kept;
 mod neighbours;
+mod reaper;
 mod register;
 mod wrap;
 
@@ -19,7 +20,7 @@ pub use capabilities::{Capabilities, Flush};
 pub(crate) use engine::Engine;
 pub(crate) use engines::Engines;
 pub use gpu::Gpu;
-pub(crate) use kept::{Block, Pages};
+pub(crate) use kept::{Block, Buffer, Pages};
 pub(crate) use register::Registered;
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.

@@ -2,11 +2,13 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
 
+use super::reaper::Doomed;
 use super::{Gpu, Pages};
 use crate::error::{Error, Result};
 
@@ -14,28 +16,29 @@ use crate::error::{Error, Result};
 const PORTABLE_MAPPED: u32 = 3;
 const PAGE: usize = 4096;
 
-/// Host memory registered with CUDA, until this is dropped.
+/// Host memory registered with CUDA. When this is dropped, it is given back in time: see [`super::reaper`].
 pub(crate) struct Registered {
     /// The GPU's address of the first byte that was asked for.
     addr: u64,
-    /// What was registered here; `None` where the application had done it.
-    ours: Option<(Gpu, usize)>,
+    /// The pages that were registered here; `None` where the application had done it.
+    ours: Option<(Gpu, Range<usize>)>,
 }
 
 impl Registered {
-    /// Takes back over what was registered before.
+    /// Takes over what was registered before.
     pub(crate) fn again(gpu: &Gpu, pages: Pages) -> Self {
-        Self { addr: pages.addr, ours: Some((gpu.clone(), pages.ptr.as_ptr().expose_provenance())) }
+        let first = pages.ptr.as_ptr().expose_provenance();
+        Self { addr: pages.addr, ours: Some((gpu.clone(), first..first + pages.len)) }
     }
 
-    /// The bytes, all registered here, are used no more: keeps them for another user, so that CUDA need not be asked.
-    /// Hands the registration back where that cannot be.
-    pub(crate) fn keep(mut self, ptr: NonNull<u8>, len: usize) -> Option<Self> {
-        let Some((gpu, _)) = self.ours.take() else { return Some(self) };
-        match gpu.kept().put_host(Pages { ptr, len, addr: self.addr }) {
-            Ok(()) => None,
-            Err(pages) => Some(Self::again(&gpu, pages)),
+    /// The bytes, mapped by the caller and used no more, go to another user, so that CUDA need not be asked, or back to the
+    /// system. Returns false where they are the caller's to unmap.
+    pub(crate) fn keep(mut self, ptr: NonNull<u8>, len: usize) -> bool {
+        let Some((gpu, pages)) = self.ours.take() else { return false };
+        if gpu.kept().put_host(Pages { ptr, len, addr: self.addr }).is_err() {
+            gpu.doom(Doomed::Host { first: pages.start, len, unmap: true });
         }
+        true
     }
 
     /// What the application has registered or pinned itself.
@@ -58,13 +61,15 @@ impl Gpu {
     /// Makes host memory known to CUDA. Pages that the application has pinned or registered are taken as they are.
     pub(crate) fn register(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
         let api = self.api();
+        let before = ptr.as_ptr().addr() % PAGE;
+        let first = ptr.as_ptr().map_addr(|addr| addr - before);
+        let len = (before + len).next_multiple_of(PAGE);
+        let pages = first.expose_provenance()..first.addr() + len;
+        self.settle(&pages)?;
         let _current = self.enter()?;
         if let Ok(addr) = self.device_pointer(ptr.as_ptr()) {
             return Ok(Registered::of_application(addr));
         }
-        let before = ptr.as_ptr().addr() % PAGE;
-        let first = ptr.as_ptr().map_addr(|addr| addr - before);
-        let len = (before + len).next_multiple_of(PAGE);
         tracing::trace!(?first, len, "host memory is registered with CUDA");
         // SAFETY: pages of the process, which its owner keeps until the registration is gone.
         let known = unsafe { api.mem_host_register(first.cast(), len, PORTABLE_MAPPED) };
@@ -73,7 +78,7 @@ impl Gpu {
             Err(gdrcopy::Error::Cuda { status: CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, .. }) => None,
             done => {
                 done.map_err(Error::cuda("registering host memory with CUDA"))?;
-                Some((self.clone(), first.expose_provenance()))
+                Some((self.clone(), pages))
             }
         };
         let addr = self.device_pointer(ptr.as_ptr()).map_err(Error::cuda("finding registered memory"))?;
@@ -91,10 +96,8 @@ impl Gpu {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let Some((gpu, first)) = self.ours.take() else { return };
-        let done = gpu.enter().and_then(|_current| unregister(gpu.api(), first));
-        if let Err(error) = done {
-            tracing::debug!(%error, "host memory stays registered");
+        if let Some((gpu, pages)) = self.ours.take() {
+            gpu.doom(Doomed::Host { first: pages.start, len: pages.len(), unmap: false });
         }
     }
 }

@@ -59,7 +59,7 @@ impl Gpu {
     fn wrap_own(&self, info: &PointerInfo, addr: u64, len: usize) -> Memory {
         let mapped = self.gdr().and_then(|gdr| gdr.map(addr, len).map_err(Error::cuda("mapping GPU memory")));
         match mapped {
-            Ok(mapping) => Memory::on_gpu(self, mapping, None),
+            Ok(mapping) => Memory::on_gpu(self, mapping),
             Err(error) => {
                 tracing::info!(addr, len, kind = ?info.kind, %error, "GPU memory without a mapping: copy engines move it");
                 Memory::unmapped(self, addr, len, error.to_string())

@@ -21,7 +21,7 @@ pub(super) unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usiz
     }
 }
 
-/// Copies from memory of either kind to host memory, with a fence behind what came through a mapping.
+/// Copies from memory of either kind to host memory, with fences around what comes through a mapping.
 ///
 /// # Safety
 /// As [`store`].
@@ -31,6 +31,8 @@ pub(super) unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize
         // SAFETY: what the caller promised.
         Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },
         Reach::Mapped(kind) => {
+            // After the word that announced the bytes: loads from a mapping are speculated.
+            load_fence(kind);
             // SAFETY: what the caller promised; the source is a mapping of this kind.
             unsafe { Copier::best().from_device(kind, dst, src, len) };
             load_fence(kind);

@@ -74,8 +74,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 pub use batch::Batch;
-pub(crate) use cuda::KickerSlot;
 pub use cuda::{CudaStreamConfig, Kick, Via};
+pub(crate) use cuda::{KickerSlot, Lane};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 #[doc(hidden)]

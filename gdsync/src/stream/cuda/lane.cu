@@ -53,17 +53,18 @@ static __device__ u64 now_ns()
     return time;
 }
 
+// Waits only look; what comes after the last of them is ordered by a fence.
 static __device__ u32 load_32(u64 addr)
 {
     u32 value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(addr) : "memory");
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(addr) : "memory");
     return value;
 }
 
 static __device__ u64 load_64(u64 addr)
 {
     u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
     return value;
 }
 
@@ -92,25 +93,32 @@ template <typename Word, typename Signed> static __device__ bool holds(u32 cond,
     }
 }
 
-// Waits until the word satisfies the operation; false when the time is over. The clock is read only now and then.
-static __device__ bool await(const Op &op, u64 limit_ns, bool failed, u32 *errors)
+template <typename Word> static __device__ Word load(u64 addr);
+template <> __device__ u32 load<u32>(u64 addr) { return load_32(addr); }
+template <> __device__ u64 load<u64>(u64 addr) { return load_64(addr); }
+
+// Waits until the word satisfies the operation, and gives it; false when the time is over. Several looks are under way at
+// a time, since each takes as long as the memory is far; the clock is read only now and then.
+template <typename Word, typename Signed>
+static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word)
 {
+    constexpr int AHEAD = 4;
+    Word looks[AHEAD];
     u64 start = 0;
-    for (u32 polls = 1;; ++polls) {
-        if (op.kind == WAIT_64) {
-            if (holds<u64, long long>(op.cond, load_64(op.addr), op.value))
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+        looks[i] = load<Word>(op.addr);
+    for (u32 rounds = 1;; ++rounds) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            *word = looks[i];
+            if (holds<Word, Signed>(op.cond, *word, (Word)op.value))
                 return true;
-        } else {
-            const u32 word = load_32(op.addr);
-            if (holds<u32, int>(op.cond, word, (u32)op.value)) {
-                // The opcode of a CQE: 13 and 14 are errors.
-                *errors += op.kind == WAIT_CQE && (word >> 28) >= 13;
-                return true;
-            }
+            looks[i] = load<Word>(op.addr);
         }
         if (failed)
             return false;
-        if (polls % 256 != 0)
+        if (rounds % 64 != 0)
             continue;
         const u64 time = now_ns();
         if (start == 0)
@@ -118,6 +126,19 @@ static __device__ bool await(const Op &op, u64 limit_ns, bool failed, u32 *error
         else if (time - start > limit_ns)
             return false;
     }
+}
+
+static __device__ bool await(const Op &op, u64 limit_ns, bool failed, u32 *errors)
+{
+    if (op.kind == WAIT_64) {
+        u64 word;
+        return await<u64, long long>(op, limit_ns, failed, &word);
+    }
+    u32 word;
+    const bool met = await<u32, int>(op, limit_ns, failed, &word);
+    // The opcode of a CQE: 13 and 14 are errors.
+    *errors += met && op.kind == WAIT_CQE && (word >> 28) >= 13;
+    return met;
 }
 
 static __device__ void run(const Head &head, const Op *ops)
@@ -163,6 +184,8 @@ static __device__ void run(const Head &head, const Op *ops)
             break;
         }
     }
+    // What the waits have seen, the kernels behind this one see too.
+    __threadfence_system();
     if (errors)
         atomicAdd_system(&head.status->errors, errors);
 }

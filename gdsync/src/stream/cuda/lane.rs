@@ -115,29 +115,32 @@ impl StatusBlock {
     }
 }
 
-/// The kernels, loaded in the context of a GPU.
+/// The kernels, loaded in a context.
 #[derive(Debug)]
-pub(super) struct Lane {
-    gpu: Gpu,
+pub(crate) struct Lane {
     module: Handle,
     small: Handle,
     large: Handle,
 }
 
 impl Lane {
-    /// Loads the kernels, at once: a kernel that is loaded when it is first launched may wait for those that run.
-    pub(super) fn load(gpu: &Gpu) -> Result<Self> {
+    /// Loads the kernels into the current context, at once: to load one later, CUDA would wait for streams that wait.
+    pub(crate) fn load(api: &Api) -> Result<Self> {
         const PTX: &str = concat!(include_str!("lane.ptx"), "\0");
-        let _current = gpu.enter()?;
-        let api = gpu.api();
         let mut module = 0;
         // SAFETY: a place for the answer and a text that ends in a zero.
         unsafe { api.module_load_data(&mut module, PTX.as_ptr().cast()) }
             .map_err(Error::cuda("loading the kernel lane"))?;
-        let mut lane = Self { gpu: gpu.clone(), module, small: 0, large: 0 };
-        lane.small = function(api, module, c"gds_run_12")?;
-        lane.large = function(api, module, c"gds_run_160")?;
-        Ok(lane)
+        let function = |name| function(api, module, name);
+        Ok(Self { module, small: function(c"gds_run_12")?, large: function(c"gds_run_160")? })
+    }
+
+    /// Unloads them. Their context must be current, and about to go.
+    pub(crate) fn unload(&self, api: &Api) {
+        // SAFETY: loaded here; the streams that used it are over.
+        if let Err(error) = unsafe { api.module_unload(self.module) } {
+            tracing::debug!(%error, "the kernel lane stays loaded");
+        }
     }
 
     /// Launches the kernel that runs `ops`. The context must be current.
@@ -222,18 +225,5 @@ fn function(api: &Api, module: Handle, name: &CStr) -> Result<Handle> {
         // Drivers before CUDA 12.4 load all of a module at once unless told otherwise.
         Ok(()) | Err(gdrcopy::Error::Unsupported { .. }) => Ok(function),
         Err(error) => Err(Error::cuda("loading a kernel of the lane")(error)),
-    }
-}
-
-impl Drop for Lane {
-    fn drop(&mut self) {
-        let done = self.gpu.enter().and_then(|_current| {
-            // SAFETY: loaded here; the stream that used it is over.
-            unsafe { self.gpu.api().module_unload(self.module) }
-                .map_err(Error::cuda("unloading the kernel lane"))
-        });
-        if let Err(error) = done {
-            tracing::debug!(%error, "the kernel lane stays loaded");
-        }
     }
 }

@@ -25,6 +25,7 @@ use std::time::Instant;
 pub use config::{CudaStreamConfig, Kick, Via};
 
 pub(crate) use self::kicker::Slot as KickerSlot;
+pub(crate) use self::lane::Lane;
 use self::shared::Shared;
 use super::engine::Engine;
 use super::graph::Made;

@@ -116,7 +116,7 @@ impl Shared {
             Via::Auto => gpu.calibrate()?.via,
             chosen => chosen,
         };
-        let lane = (via == Via::Kernel).then(|| Lane::load(gpu).map(Arc::new)).transpose()?;
+        let lane = (via == Via::Kernel).then(|| gpu.lane()).transpose()?;
         let kicks = match config.kick {
             Kick::Auto => lane.is_none(),
             chosen => chosen == Kick::On,
