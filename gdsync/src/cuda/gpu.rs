@@ -17,7 +17,7 @@ use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
 use super::kept::Kept;
 use super::neighbours::Sign;
-use super::reaper::{Doomed, Reaper};
+use super::reaper::{Activity, Doomed, Reaper};
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, page_round};
@@ -316,8 +316,14 @@ impl Gpu {
 
     /// Allocates memory on the GPU and maps it.
     pub(super) fn buffer(&self, len: usize) -> Result<Buffer> {
-        let failed = Error::cuda("allocating GPU memory");
-        let buffer = self.gdr()?.alloc(self.0.ordinal, len).map_err(failed)?;
+        let gdr = self.gdr()?;
+        let alloc = || gdr.alloc(self.0.ordinal, len);
+        let buffer = match alloc() {
+            // Dropped memory may not have been freed yet.
+            Err(gdrcopy::Error::Exhausted { .. }) if self.0.reaper.hurry() => alloc(),
+            other => other,
+        };
+        let buffer = buffer.map_err(Error::cuda("allocating GPU memory"))?;
         let mapping = buffer.map().map_err(Error::cuda("mapping GPU memory"))?;
         Ok(Buffer::new(self, mapping, buffer))
     }
@@ -325,6 +331,11 @@ impl Gpu {
     /// Gives memory back to CUDA, in time.
     pub(super) fn doom(&self, doomed: Doomed) {
         self.0.reaper.take(self.clone(), doomed);
+    }
+
+    /// Gives nothing back to CUDA while this stream has work.
+    pub(crate) fn mind(&self, stream: Weak<dyn Activity>) {
+        self.0.reaper.mind(stream);
     }
 
     /// Waits until none of these pages is being given back.

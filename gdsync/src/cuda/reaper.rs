@@ -1,13 +1,14 @@
-//! Gives memory back to CUDA without keeping anybody waiting.
+//! Gives memory back to CUDA when no stream waits.
 //!
 //! To take a registration back, or to free GPU memory, CUDA waits for everything that runs on the GPU, also for streams
-//! that wait for something the calling thread has yet to do (seen on an H200 with driver 580; other threads may go on using
-//! the GPU meanwhile). So a thread does it that nobody waits for. It is started when there is something to give back, and
-//! ends when all is done.
+//! that wait for something the calling thread has yet to do; and while one thread waits for that, others cannot register
+//! memory (seen on an H200 with driver 580). So a thread does it that nobody waits for, when the streams of this library have
+//! been idle for a moment. Of the application's own streams it knows nothing. The thread is started when there is something
+//! to give back, and ends when all is done.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use gdrcopy::{GpuBuffer, Mapping};
@@ -17,8 +18,18 @@ use super::Gpu;
 use super::register::unregister;
 use crate::error::{Error, Result};
 
-/// How long somebody waits who wants to register again what is being given back.
+/// Between two looks at the streams.
+const LOOK: Duration = Duration::from_millis(25);
+/// Looks in a row at which they must have been idle, with nothing new.
+const QUIET: u32 = 4;
+/// How long somebody waits who needs what is being given back.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A stream, as far as the reaper must know it.
+pub(crate) trait Activity: Send + Sync {
+    /// Submissions so far; `None` while any is pending.
+    fn idle_since(&self) -> Option<u64>;
+}
 
 /// What is given back.
 pub(super) enum Doomed {
@@ -54,7 +65,8 @@ pub(super) struct Reaper(Arc<Shared>);
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    done: Condvar,
+    /// There is a reason to hurry, or something was given back.
+    changed: Condvar,
 }
 
 #[derive(Default)]
@@ -62,10 +74,22 @@ struct State {
     queue: VecDeque<(Gpu, Doomed)>,
     /// Pages that are still registered.
     leaving: Vec<Range<usize>>,
+    streams: Vec<Weak<dyn Activity>>,
+    /// Threads that wait for what is in the queue.
+    waiting: usize,
+    /// Something is being given back at the moment.
+    busy: bool,
     running: bool,
 }
 
 impl Reaper {
+    /// Nothing is given back while this stream has work.
+    pub(super) fn mind(&self, stream: Weak<dyn Activity>) {
+        let mut state = self.0.state.lock();
+        state.streams.retain(|known| known.strong_count() > 0);
+        state.streams.push(stream);
+    }
+
     /// Gives memory of `gpu` back in time.
     pub(super) fn take(&self, gpu: Gpu, doomed: Doomed) {
         let mut state = self.0.state.lock();
@@ -83,43 +107,80 @@ impl Reaper {
         }
     }
 
-    /// Waits until none of these pages is being given back any more: a new registration would not be one.
+    /// Waits until none of these pages is left registered: a new registration would not be one.
     pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
         let overlaps =
             |state: &State| state.leaving.iter().any(|old| old.start < pages.end && pages.start < old.end);
-        let deadline = Instant::now() + PATIENCE;
-        let mut state = self.0.state.lock();
-        while overlaps(&state) {
-            if self.0.done.wait_until(&mut state, deadline).timed_out() {
-                let what = "giving back the former registration of this memory";
-                return Err(Error::Deadline { what, after: PATIENCE });
-            }
-        }
-        Ok(())
+        let what = "giving back the former registration of this memory";
+        self.0
+            .wait_until(|state| !overlaps(state))
+            .then_some(())
+            .ok_or(Error::Deadline { what, after: PATIENCE })
+    }
+
+    /// Waits until all is given back, as there is not enough. Returns whether there was anything.
+    pub(super) fn hurry(&self) -> bool {
+        let any = !self.0.state.lock().queue.is_empty();
+        any && self.0.wait_until(|state| state.queue.is_empty() && !state.busy)
     }
 }
 
 impl Shared {
+    fn wait_until(&self, done: impl Fn(&State) -> bool) -> bool {
+        let mut state = self.state.lock();
+        if done(&state) {
+            return true;
+        }
+        let deadline = Instant::now() + PATIENCE;
+        state.waiting += 1;
+        self.changed.notify_all();
+        while !done(&state) && !self.changed.wait_until(&mut state, deadline).timed_out() {}
+        state.waiting -= 1;
+        done(&state)
+    }
+
     fn run(&self) {
         loop {
+            self.await_quiet();
             let mut state = self.state.lock();
             let Some((gpu, doomed)) = state.queue.pop_front() else {
                 state.running = false;
                 return;
             };
+            state.busy = true;
             drop(state);
             let range = doomed.range();
             if let Err(error) = doomed.give_back(&gpu) {
                 tracing::debug!(%error, "memory was not given back to CUDA");
             }
             let mut state = self.state.lock();
+            state.busy = false;
             if let Some(at) = range.and_then(|range| state.leaving.iter().position(|known| *known == range)) {
                 state.leaving.swap_remove(at);
             }
             drop(state);
-            self.done.notify_all();
+            self.changed.notify_all();
             // Perhaps the last one: its context goes with it.
             drop(gpu);
+        }
+    }
+
+    /// Returns when the streams have been idle for a while, or at once when somebody waits.
+    fn await_quiet(&self) {
+        let mut quiet = 0;
+        let mut before = None;
+        let mut state = self.state.lock();
+        while quiet < QUIET && state.waiting == 0 {
+            let streams: Vec<_> = state.streams.iter().filter_map(Weak::upgrade).collect();
+            // Its last handle may be dropped here, and that wants this lock.
+            let now = parking_lot::MutexGuard::unlocked(&mut state, move || {
+                streams.iter().map(|stream| stream.idle_since()).collect::<Option<Vec<u64>>>()
+            });
+            quiet = if now.is_some() && (now == before || before.is_none()) { quiet + 1 } else { 0 };
+            before = now;
+            if quiet < QUIET && state.waiting == 0 {
+                self.changed.wait_for(&mut state, LOOK);
+            }
         }
     }
 }

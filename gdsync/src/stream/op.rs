@@ -24,7 +24,7 @@ pub enum Cond {
 
 impl Cond {
     /// Its number in `cuda.h`.
-    pub(crate) fn code(self) -> u32 {
+    pub(crate) fn code(self) -> u16 {
         match self {
             Cond::Geq => 0,
             Cond::Eq => 1,

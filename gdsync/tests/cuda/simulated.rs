@@ -28,7 +28,8 @@ struct Head {
 #[repr(C)]
 struct Op {
     kind: u32,
-    cond: u32,
+    cond: u16,
+    _near: u16,
     addr: u64,
     value: u64,
 }

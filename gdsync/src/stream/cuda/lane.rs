@@ -10,6 +10,7 @@ use super::plan::Step;
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
+use crate::stream::Cond;
 
 /// Operations that fit in the small program, which is quicker to launch.
 pub(super) const SMALL: usize = 12;
@@ -23,7 +24,9 @@ pub(super) struct LaneOp {
     /// What to do: see `From<&Step>`.
     pub(super) kind: u32,
     /// Of a wait: its condition.
-    pub(super) cond: u32,
+    pub(super) cond: u16,
+    /// Of a wait: whether the word is in memory of this GPU.
+    pub(super) near: u16,
     /// The word.
     pub(super) addr: u64,
     /// What is written or compared.
@@ -54,18 +57,21 @@ pub(super) struct Program<const N: usize> {
 
 impl From<&Step> for LaneOp {
     fn from(step: &Step) -> Self {
-        let (kind, cond, addr, value) = match *step {
-            Step::Write { bits: 32, addr, value } => (0, 0, addr, value),
-            Step::Write { addr, value, .. } => (1, 0, addr, value),
-            Step::Wait { bits: 32, addr, value, cond, is_cqe: false } => (2, cond.code(), addr, value),
-            Step::Wait { bits: 64, addr, value, cond, .. } => (3, cond.code(), addr, value),
-            Step::Wait { addr, value, cond, .. } => (4, cond.code(), addr, value),
+        let wait = |kind, cond: Cond, near: bool, addr, value| (kind, cond.code(), near.into(), addr, value);
+        let (kind, cond, near, addr, value) = match *step {
+            Step::Write { bits: 32, addr, value } => (0, 0, 0, addr, value),
+            Step::Write { addr, value, .. } => (1, 0, 0, addr, value),
+            Step::Wait { bits: 32, addr, value, cond, is_cqe: false, near } => {
+                wait(2, cond, near, addr, value)
+            }
+            Step::Wait { bits: 64, addr, value, cond, near, .. } => wait(3, cond, near, addr, value),
+            Step::Wait { addr, value, cond, near, .. } => wait(4, cond, near, addr, value),
             // A flush is a matter of the front end; the planner gives it memory operations.
-            Step::Barrier | Step::Flush => (5, 0, 0, 0),
-            Step::Index { addr, value } => (6, 0, addr, value.into()),
-            Step::Mark { addr, value } => (7, 0, addr, value),
+            Step::Barrier | Step::Flush => (5, 0, 0, 0, 0),
+            Step::Index { addr, value } => (6, 0, 0, addr, value.into()),
+            Step::Mark { addr, value } => (7, 0, 0, addr, value),
         };
-        Self { kind, cond, addr, value }
+        Self { kind, cond, near, addr, value }
     }
 }
 

@@ -18,7 +18,7 @@ mod shared;
 mod watch;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
@@ -67,6 +67,8 @@ impl CudaEngine {
 
     fn with(gpu: &Gpu, stream: RawStream, owned: bool, config: CudaStreamConfig) -> Result<Arc<Self>> {
         let shared = Shared::new(gpu, stream, owned, config)?;
+        let weak: Weak<Shared> = Arc::downgrade(&shared);
+        gpu.mind(weak);
         let watched = shared.clone();
         let watchdog =
             thread::Builder::new().name("gdsync-watchdog".into()).spawn(move || watched.watch()).map_err(

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::lane::{self, LaneOp};
 use crate::cuda::{Flush, Gpu};
 use crate::error::{Error, Result};
-use crate::memory::Word64;
+use crate::memory::{Memory, Word64};
 use crate::stream::{Cond, Op};
 
 /// The most operations of one call (`cuStreamBatchMemOp`: fewer than 256).
@@ -36,6 +36,8 @@ pub(super) enum Step {
         value: u64,
         cond: Cond,
         is_cqe: bool,
+        /// The word is in memory of this GPU.
+        near: bool,
     },
     Barrier,
     Flush,
@@ -84,8 +86,9 @@ pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kerne
             }
             Op::Wait32 { at, value, cond, source } => {
                 steps.append(&mut indices);
-                let (addr, is_cqe) = (at.memory().gpu_addr(gpu)?, source.is_some());
-                steps.push(Step::Wait { bits: 32, addr, value: (*value).into(), cond: *cond, is_cqe });
+                let (addr, is_cqe, near) =
+                    (at.memory().gpu_addr(gpu)?, source.is_some(), is_near(at.memory(), gpu));
+                steps.push(Step::Wait { bits: 32, addr, value: (*value).into(), cond: *cond, is_cqe, near });
                 if is_cqe && gpu.capabilities().flush == Flush::OnStream {
                     steps.push(Step::Flush);
                 }
@@ -94,7 +97,14 @@ pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kerne
             Op::Wait64 { at, value, cond, .. } => {
                 steps.append(&mut indices);
                 let addr = at.memory().gpu_addr(gpu)?;
-                steps.push(Step::Wait { bits: 64, addr, value: *value, cond: *cond, is_cqe: false });
+                steps.push(Step::Wait {
+                    bits: 64,
+                    addr,
+                    value: *value,
+                    cond: *cond,
+                    is_cqe: false,
+                    near: is_near(at.memory(), gpu),
+                });
             }
             Op::Barrier => steps.push(Step::Barrier),
             Op::Flush => steps.push(match gpu.capabilities().flush {
@@ -117,6 +127,10 @@ pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kerne
     }
     close(&mut calls, &steps, by_kernel);
     Ok(calls)
+}
+
+fn is_near(memory: &Memory, gpu: &Gpu) -> bool {
+    memory.gpu().is_some_and(|home| home.ordinal() == gpu.ordinal())
 }
 
 fn no_flush() -> Error {
@@ -175,9 +189,12 @@ pub(super) fn memop(step: &Step) -> MemOp {
         }
         Step::Index { addr, value } => MemOp::word(MemOp::WRITE_32, addr, value.into(), 0),
         Step::Mark { addr, value } => MemOp::word(MemOp::WRITE_64, addr, value, 0),
-        Step::Wait { bits, addr, value, cond, .. } => {
-            MemOp::word(if bits == 32 { MemOp::WAIT_32 } else { MemOp::WAIT_64 }, addr, value, cond.code())
-        }
+        Step::Wait { bits, addr, value, cond, .. } => MemOp::word(
+            if bits == 32 { MemOp::WAIT_32 } else { MemOp::WAIT_64 },
+            addr,
+            value,
+            cond.code().into(),
+        ),
         Step::Barrier => MemOp::barrier(),
         Step::Flush => MemOp { operation: MemOp::FLUSH, ..MemOp::default() },
     }

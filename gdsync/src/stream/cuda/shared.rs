@@ -22,7 +22,7 @@ use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
 use super::plan::{self, Call, Calls};
 use super::{CudaStreamConfig, Kick, Via};
-use crate::cuda::{Gpu, RawStream};
+use crate::cuda::{Activity, Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
@@ -422,6 +422,13 @@ impl Shared {
         let _state = self.lock();
         self.closing.store(true, Ordering::Release);
         self.work.notify_one();
+    }
+}
+
+impl Activity for Shared {
+    fn idle_since(&self) -> Option<u64> {
+        let submitted = self.submitted();
+        (self.completed() >= submitted).then_some(submitted)
     }
 }
 
