@@ -114,7 +114,12 @@ impl Cqs {
         cqe.owner = mlx5::lap(cq.produced, cq.log);
         let bytes = cqe.encode();
         let slot = usize::try_from(cq.produced & ((1 << cq.log) - 1)).expect("a ring index fits") * CQE_SIZE;
-        cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
+        if cq.ring.gpu().is_some() {
+            // One burst: bytes go through a mapping in the order of their addresses.
+            cq.ring.write(slot, &bytes).expect("CQEs lie in the ring");
+        } else {
+            cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
+        }
         let word = cq.ring.atomic32(slot + CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
         completion::publish(word, mlx5::op_own_word(&bytes));
         cq.ring.fence();

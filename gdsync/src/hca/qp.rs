@@ -159,19 +159,12 @@ impl SoftQp {
             env.stats.violation("a doorbell runs ahead of the ring");
             return;
         }
-        // On a GPU a look takes a microsecond, for what is only a check.
-        if self.record.gpu().is_some() && !env.strict {
-            self.req.extend(target);
-            return;
-        }
-        let record = self.send_record(head);
+        // A card executes the work all the same, but an error that comes before the record will not flush it at once.
+        let record = if env.strict { self.send_record(head) } else { target };
         if record < target || record - head > self.blocks() {
-            // A card executes the work all the same, but a later error will not flush it.
             env.stats.violation("a doorbell was rung before its doorbell record was written");
-            if env.strict {
-                self.fail(Syndrome::LOC_QP_OP_ERR, env);
-                return;
-            }
+            self.fail(Syndrome::LOC_QP_OP_ERR, env);
+            return;
         }
         self.req.extend(target);
     }

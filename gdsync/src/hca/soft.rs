@@ -96,6 +96,7 @@ pub(crate) struct SoftHca {
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) gid: Gid,
+    strict: bool,
     pub(super) core: Mutex<Core>,
     pub(super) rung: Rung,
     pub(super) peeks: Peeks,
@@ -188,6 +189,7 @@ impl SoftHca {
         let core = Core::new(port.loopback()?, config, mover.clone());
         let shared = Arc::new(Shared {
             gid,
+            strict: config.strict,
             core: Mutex::new(core),
             rung: Rung::default(),
             peeks: Peeks::default(),
@@ -361,6 +363,10 @@ impl Provider for SoftHca {
         }
         let qp = self.with(|core| core.remove_qp(qpn, &self.shared.rung));
         drop(qp);
+    }
+
+    fn record_may_lag(&self) -> bool {
+        !self.shared.strict
     }
 
     fn ring(&self, qpn: u32) {

@@ -72,6 +72,9 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     fn destroy_qp(&self, qpn: u32);
 
+    /// Whether a doorbell may be written before its record. A card may look at the record to recover a doorbell that it
+    /// missed, so there the record comes first.
+    fn record_may_lag(&self) -> bool;
     /// A doorbell of this queue pair was written by a CPU thread.
     fn ring(&self, qpn: u32);
     /// A doorbell of this queue pair will be written by something that cannot call [`Provider::ring`], up to the

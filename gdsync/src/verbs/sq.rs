@@ -302,12 +302,17 @@ impl SendQueue {
         track.owner = before.owner;
     }
 
-    /// The operations that make the HCA start everything up to the end of `range`: record, fence, doorbell.
+    /// The operations that make the HCA start everything up to the end of `range`: record, fence, doorbell; or first the
+    /// doorbell, which somebody waits for, and then the record, which only a failure needs.
     pub(crate) fn trigger_ops(&self, range: &Range<u64>, ops: &mut Vec<Op>) {
         let entry = *self.end.tracker.lock().entry(range.end - 1);
-        ops.push(Op::Write32 { at: self.record.clone(), value: mlx5::send_record(entry.end) });
-        ops.push(Op::Barrier);
-        ops.push(Op::Write64 { at: self.doorbell.clone(), value: entry.doorbell });
+        let record = Op::Write32 { at: self.record.clone(), value: mlx5::send_record(entry.end) };
+        let doorbell = Op::Write64 { at: self.doorbell.clone(), value: entry.doorbell };
+        if self.provider().record_may_lag() {
+            ops.extend([doorbell, record]);
+        } else {
+            ops.extend([record, Op::Barrier, doorbell]);
+        }
         ops.push(Op::Signal(self.end.source()));
     }
 
