@@ -38,6 +38,7 @@ mod fault;
 mod gid;
 mod inbound;
 mod keys;
+mod landing;
 mod links;
 mod packet;
 mod peeks;
@@ -50,6 +51,7 @@ mod responder;
 mod rung;
 mod service;
 mod soft;
+mod staging;
 mod stats;
 mod wire;
 

@@ -10,6 +10,7 @@ use super::core::{self, Core};
 use super::event::CqEvent;
 use super::fault::{FaultPlan, Faults};
 use super::gid::{self, Gid};
+use super::landing::Landing;
 use super::peeks::Peeks;
 use super::qp::SoftQp;
 use super::reference::Export;
@@ -17,6 +18,7 @@ use super::requester::Requester;
 use super::responder::Responder;
 use super::rung::Rung;
 use super::service::{self, Service};
+use super::staging::Stage;
 use super::stats::HcaStats;
 use super::wire::{Bell, Port};
 use crate::cuda::Engines;
@@ -333,6 +335,9 @@ impl Provider for SoftHca {
                 doorbell: doorbell.clone(),
                 req: Requester::new(psn),
                 resp: Responder::default(),
+                sends: Stage::default(),
+                answers: Stage::default(),
+                landing: Landing::default(),
                 packets: 0,
                 active: false,
             })
@@ -489,6 +494,8 @@ mod tests {
             assert!(start.elapsed() < PATIENCE, "nobody noticed");
             std::thread::yield_now();
         }
+        // The peer may have made a second link, and that is the one it has used.
+        a.hca.shared.accept(&mut core);
         core.tick(Instant::now());
         while core.step(&a.hca.shared.rung) {}
         let mut cqe = [0; CQE_SIZE];
