@@ -58,8 +58,10 @@ impl Stage {
         self.waits = false;
         for chunk in &mut self.chunks {
             // Where it is not over, its memory is still written to.
-            if chunk.as_ref().is_some_and(|chunk| !chunk.ticket.is_over()) {
-                self.memory = None;
+            if chunk.as_ref().is_some_and(|chunk| !chunk.ticket.is_over())
+                && let Some(memory) = self.memory.take()
+            {
+                memory.let_go();
             }
             *chunk = None;
         }

@@ -1,7 +1,7 @@
 //! Memory of every kind, filled and read by CUDA.
 
 use std::ffi::c_void;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{
@@ -11,6 +11,12 @@ use gdrcopy::cuda::raw::layout::{
 use gdrcopy::standin::driver;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
+
+/// As long as this lives, no other test of the process uses the GPU: its hardware queues are few.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Where memory of a test comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,7 +131,12 @@ pub(crate) fn memory(gpu: &Gpu, kind: Kind, len: usize) -> Option<Memory> {
         (Err(error), _) => error.to_string(),
         (_, None) => "only simulated".into(),
     };
-    eprintln!("skipped: no {kind:?} memory: {told}");
+    static TOLD: Mutex<Vec<Kind>> = Mutex::new(Vec::new());
+    let mut known = TOLD.lock().unwrap();
+    if !known.contains(&kind) {
+        known.push(kind);
+        eprintln!("skipped: no {kind:?} memory: {told}");
+    }
     None
 }
 

@@ -4,4 +4,5 @@
 mod common;
 mod kinds;
 mod pairs;
+mod processes;
 mod wrap;

@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdsync::cuda::Gpu;
+use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
 
 use super::common::{Side, assert_clean, connect, hca, received, sent};
-use super::kinds::{Kind, data, get, gpu, is_simulated, memory, new_stream, put};
+use super::kinds::{Kind, alone, data, get, gpu, is_simulated, memory, new_stream, put};
 
 /// Bytes of a region.
 fn size() -> usize {
@@ -112,12 +113,14 @@ fn all_pairs(first: &Gpu, second: &Gpu) {
 
 #[test]
 fn on_one_gpu() {
+    let _alone = alone();
     let Some(gpu) = gpu(0) else { return };
     all_pairs(&gpu, &gpu);
 }
 
 #[test]
 fn between_two_gpus() {
+    let _alone = alone();
     let (Some(first), Some(second)) = (gpu(0), gpu(1)) else {
         return eprintln!("skipped: fewer than two GPUs");
     };
@@ -126,6 +129,7 @@ fn between_two_gpus() {
 
 #[test]
 fn while_six_streams_wait() {
+    let _alone = alone();
     let Some(gpu) = gpu(0) else { return };
     let pairs: Vec<_> = [Kind::Malloc, Kind::Plain, Kind::Pinned]
         .into_iter()
@@ -144,4 +148,25 @@ fn while_six_streams_wait() {
     }
     drop(blocked);
     std::thread::sleep(Duration::from_millis(1));
+}
+
+#[test]
+fn through_faults_of_the_network() {
+    let _alone = alone();
+    let Some(gpu) = gpu(0) else { return };
+    for (from, to) in [
+        (Kind::Malloc, Kind::Malloc),
+        (Kind::Plain, Kind::Unmapped),
+        (Kind::Unmapped, Kind::Plain),
+        (Kind::Pool, Kind::Pool),
+    ] {
+        let Some((a, b)) = pair((&gpu, from), (&gpu, to)) else { continue };
+        for (end, seed) in [(&a, 1), (&b, 2)] {
+            let delay = (0.02, Duration::from_micros(100));
+            let plan =
+                FaultPlan { seed, drop: 0.01, duplicate: 0.05, reorder: 0.05, delay, ..FaultPlan::default() };
+            end.side.context.inject(plan).unwrap();
+        }
+        exchange(&a, &b);
+    }
 }

@@ -3,10 +3,11 @@
 use gdsync::Error;
 use gdsync::memory::Memory;
 
-use super::kinds::{Kind, get, gpu, is_simulated, memory, put};
+use super::kinds::{Kind, alone, get, gpu, is_simulated, memory, put};
 
 #[test]
 fn every_kind_is_told_apart() {
+    let _alone = alone();
     let Some(gpu) = gpu(0) else { return };
     for kind in Kind::ALL {
         let Some(memory) = memory(&gpu, kind, 10_000) else { continue };
@@ -37,6 +38,7 @@ fn every_kind_is_told_apart() {
 
 #[test]
 fn what_is_no_memory_of_the_gpu_is_refused() {
+    let _alone = alone();
     let Some(first) = gpu(0) else { return };
     let plain = Memory::alloc(4096).unwrap();
     // SAFETY: nothing comes of it.
