@@ -169,14 +169,14 @@ fn what_comes_after_a_reference_waits_for_it() {
 
 #[test]
 fn a_slow_copy_is_no_dead_peer() {
-    let hasty = |q: QpBuilder| patient(q).timeout(8).retry_cnt(1);
+    let hasty = |q: QpBuilder| patient(q).timeout(13).retry_cnt(7);
     let (engine, a, b) = pair_with(Habits::default(), hasty);
     engine.stick(true);
     receive(&b, 1, 0, BIG);
     send(&a, 1, 0, BIG);
     begun(&engine);
-    // The acknowledge timeout is 1 ms.
-    until(|| a.context.stats().retransmissions > 20);
+    // More often than the retries allow.
+    until(|| a.context.stats().retransmissions > 10);
     assert_eq!((a.qp.state(), a.qp.poll_send()), (QpState::RTS, None));
     engine.stick(false);
     ok(&received(&b), 1);
@@ -193,6 +193,28 @@ fn a_receive_posted_late_is_in_time() {
     ok(&received(&b), 1);
     ok(&sent(&a), 1);
     assert!(bytes(&b, 0, BIG) == pattern(SIZE, 1)[..BIG]);
+}
+
+#[test]
+fn a_refusal_of_a_later_message_says_nothing_of_an_earlier_one() {
+    for fails in [0, 100] {
+        let (engine, a, b) = pair_with(Habits { fails, ..Habits::default() }, patient);
+        engine.hold(true);
+        receive(&b, 1, 0, BIG);
+        send(&a, 1, 0, BIG);
+        // There is no receive for this one.
+        send(&a, 2, BIG, BIG);
+        until(|| b.context.stats().rnr_naks > 0);
+        std::thread::sleep(Duration::from_millis(5));
+        assert_eq!(a.qp.poll_send(), None, "the first is still being copied");
+        engine.hold(false);
+        ok(&received(&b), 1);
+        ok(&sent(&a), 1);
+        receive(&b, 2, BIG, BIG);
+        ok(&received(&b), 2);
+        ok(&sent(&a), 2);
+        assert!(bytes(&b, 0, 2 * BIG) == pattern(SIZE, 1)[..2 * BIG]);
+    }
 }
 
 /// Posts what is to be refused.
