@@ -46,6 +46,11 @@ fn send(a: &Side, id: u64, offset: usize, len: usize) {
     a.qp.post_send(&[SendWr::send(&[a.mr.sge(offset, len).unwrap()]).id(id)]).unwrap();
 }
 
+/// The `n`-th of parts of `len` bytes.
+fn part(n: u64, len: usize) -> usize {
+    usize::try_from(n).unwrap() * len
+}
+
 fn ok(wc: &Wc, id: u64) {
     assert_eq!((wc.wr_id, wc.syndrome), (id, None), "{wc:?}");
 }
@@ -119,7 +124,7 @@ fn many_are_under_way_and_complete_in_order() {
         pair_with(Habits { seed: 5, shuffles: true, pause: 50, ..Habits::default() }, patient);
     engine.hold(true);
     for id in 0..MESSAGES {
-        let at = id as usize * 20_000;
+        let at = part(id, 20_000);
         receive(&b, id, at, 20_000);
         send(&a, id, at, 20_000);
     }
@@ -129,7 +134,7 @@ fn many_are_under_way_and_complete_in_order() {
     engine.hold(false);
     for id in 0..MESSAGES {
         ok(&received(&b), id);
-        let at = id as usize * 20_000;
+        let at = part(id, 20_000);
         assert!(bytes(&b, at, 20_000) == pattern(SIZE, 1)[at..at + 20_000], "in place when it completes");
         ok(&sent(&a), id);
     }
@@ -164,14 +169,14 @@ fn what_comes_after_a_reference_waits_for_it() {
 
 #[test]
 fn a_slow_copy_is_no_dead_peer() {
-    let hasty = |q: QpBuilder| patient(q).timeout(8).retry_cnt(1);
+    let hasty = |q: QpBuilder| patient(q).timeout(13).retry_cnt(7);
     let (engine, a, b) = pair_with(Habits::default(), hasty);
     engine.stick(true);
     receive(&b, 1, 0, BIG);
     send(&a, 1, 0, BIG);
     begun(&engine);
-    // The acknowledge timeout is 1 ms.
-    until(|| a.context.stats().retransmissions > 20);
+    // More often than the retries allow.
+    until(|| a.context.stats().retransmissions > 10);
     assert_eq!((a.qp.state(), a.qp.poll_send()), (QpState::RTS, None));
     engine.stick(false);
     ok(&received(&b), 1);
@@ -190,8 +195,33 @@ fn a_receive_posted_late_is_in_time() {
     assert!(bytes(&b, 0, BIG) == pattern(SIZE, 1)[..BIG]);
 }
 
+#[test]
+fn a_refusal_of_a_later_message_says_nothing_of_an_earlier_one() {
+    for fails in [0, 100] {
+        let (engine, a, b) = pair_with(Habits { fails, ..Habits::default() }, patient);
+        engine.hold(true);
+        receive(&b, 1, 0, BIG);
+        send(&a, 1, 0, BIG);
+        // There is no receive for this one.
+        send(&a, 2, BIG, BIG);
+        until(|| b.context.stats().rnr_naks > 0);
+        std::thread::sleep(Duration::from_millis(5));
+        assert_eq!(a.qp.poll_send(), None, "the first is still being copied");
+        engine.hold(false);
+        ok(&received(&b), 1);
+        ok(&sent(&a), 1);
+        receive(&b, 2, BIG, BIG);
+        ok(&received(&b), 2);
+        ok(&sent(&a), 2);
+        assert!(bytes(&b, 0, 2 * BIG) == pattern(SIZE, 1)[..2 * BIG]);
+    }
+}
+
+/// Posts what is to be refused.
+type Ask = fn(&Side, &Side);
+
 /// What both sides see of a request that the other side refuses.
-fn refusal(least: usize, ask: impl Fn(&Side, &Side)) -> (Wc, Option<Wc>, QpState) {
+fn refusal(least: usize, ask: Ask) -> (Wc, Option<Wc>, QpState) {
     let engine = Engine::start(Habits::default());
     let (first, second) = (engine.hca(least), engine.hca(least));
     let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
@@ -204,32 +234,32 @@ fn refusal(least: usize, ask: impl Fn(&Side, &Side)) -> (Wc, Option<Wc>, QpState
 
 #[test]
 fn refusals_are_those_of_the_bytes() {
-    let cases: [&dyn Fn(&Side, &Side); 5] = [
+    let cases: [Ask; 5] = [
         // Too long for the receive.
-        &|a, b| {
+        |a, b| {
             receive(b, 1, 0, BIG - 1);
             send(a, 1, 0, BIG);
         },
         // The receive names a dead key.
-        &|a, b| {
+        |a, b| {
             let mut sge = b.mr.sge(0, BIG).unwrap();
             sge.lkey ^= 1;
             b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[sge] }]).unwrap();
             send(a, 1, 0, BIG);
         },
         // The write does.
-        &|a, b| {
+        |a, b| {
             let mut remote = b.mr.remote(0).unwrap();
             remote.rkey ^= 1;
             a.qp.post_send(&[SendWr::write(remote, &[a.mr.sge(0, BIG).unwrap()]).id(1)]).unwrap();
         },
         // It leaves the region.
-        &|a, b| {
+        |a, b| {
             let remote = b.mr.remote(SIZE - BIG + 1).unwrap();
             a.qp.post_send(&[SendWr::write(remote, &[a.mr.sge(0, BIG).unwrap()]).id(1)]).unwrap();
         },
         // The sender's key is dead.
-        &|a, b| {
+        |a, b| {
             receive(b, 1, 0, BIG);
             let mut sge = a.mr.sge(0, BIG).unwrap();
             sge.lkey ^= 1;
@@ -237,7 +267,7 @@ fn refusals_are_those_of_the_bytes() {
         },
     ];
     for (i, ask) in cases.iter().enumerate() {
-        let (by_reference, as_bytes) = (refusal(LEAST, ask), refusal(usize::MAX, ask));
+        let (by_reference, as_bytes) = (refusal(LEAST, *ask), refusal(usize::MAX, *ask));
         assert_eq!(by_reference, as_bytes, "case {i}");
         assert!(by_reference.0.syndrome.is_some());
     }
@@ -251,7 +281,7 @@ fn an_injected_receive_error_comes_in_its_turn() {
         .unwrap();
     engine.hold(true);
     for id in 0..3 {
-        receive(&b, id, id as usize * BIG, BIG);
+        receive(&b, id, part(id, BIG), BIG);
         send(&a, id, 0, BIG);
     }
     until(|| engine.waiting() > 0);
@@ -270,7 +300,7 @@ fn an_engine_that_fails_makes_the_bytes_be_sent() {
         let habits = Habits { seed, shuffles: true, pause: 20, fails: 100, ..Habits::default() };
         let (engine, a, b) = pair_with(habits, patient);
         for id in 0..8 {
-            let at = id as usize * BIG;
+            let at = part(id, BIG);
             receive(&b, id, at, BIG);
             send(&a, id, at, BIG);
         }
@@ -348,7 +378,7 @@ fn an_abort_of_the_receiver_flushes_when_the_copy_is_over() {
     let (engine, a, b) = pair();
     engine.stick(true);
     for id in 1..=3 {
-        receive(&b, id, id as usize * BIG, BIG);
+        receive(&b, id, part(id, BIG), BIG);
         send(&a, id, 0, BIG);
     }
     begun(&engine);
@@ -443,4 +473,63 @@ fn a_region_ends_when_the_copy_into_it_is_over() {
     ending.join().unwrap();
     ok(&sent(&a), 1);
     assert!(target.to_vec() == pattern(SIZE, 1)[..BIG]);
+}
+
+#[test]
+fn staged_payload_goes_out_in_chunks() {
+    let engine =
+        Engine::start(Habits { seed: 3, shuffles: true, pause: 100, stages: true, ..Habits::default() });
+    let (first, second) = (engine.hca(usize::MAX), engine.hca(usize::MAX));
+    let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
+    let data = pattern(SIZE, 1);
+    a.memory().write(0, &data).unwrap();
+    let (len, chunks) = (700_000, 3);
+    receive(&b, 1, 0, SIZE);
+    send(&a, 1, 9, len);
+    ok(&received(&b), 1);
+    ok(&sent(&a), 1);
+    assert!(bytes(&b, 0, len) == data[9..9 + len]);
+    assert_eq!(engine.done(), chunks);
+    // The answer to a READ too; what is small is read at once.
+    a.memory().fill(0, SIZE, 0).unwrap();
+    for (id, len, more) in [(2, len, chunks), (3, 4096, 0)] {
+        let read = [a.mr.sge(5, len).unwrap()];
+        let before = engine.done();
+        a.qp.post_send(&[SendWr::read(b.mr.remote(0).unwrap(), &read).id(id)]).unwrap();
+        ok(&sent(&a), id);
+        assert!(bytes(&a, 5, len) == data[9..9 + len]);
+        assert_eq!(engine.done(), before + more);
+    }
+    // Where staging fails the CPU does it.
+    let engine = Engine::start(Habits { stages: true, fails: 100, ..Habits::default() });
+    let (first, second) = (engine.hca(usize::MAX), engine.hca(usize::MAX));
+    let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
+    a.memory().write(0, &data).unwrap();
+    receive(&b, 1, 0, SIZE);
+    send(&a, 1, 9, len);
+    ok(&received(&b), 1);
+    assert!(bytes(&b, 0, len) == data[9..9 + len]);
+    assert_clean(&[&a, &b]);
+}
+
+#[test]
+fn staging_goes_on_where_streams_and_queues_are_reset() {
+    let engine = Engine::start(Habits { stages: true, ..Habits::default() });
+    let (first, second) = (engine.hca(usize::MAX), engine.hca(usize::MAX));
+    let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
+    for round in 0..20 {
+        a.memory().write(0, &pattern(SIZE, round)).unwrap();
+        engine.hold(true);
+        receive(&b, 1, 0, SIZE);
+        send(&a, 1, 0, SIZE);
+        until(|| engine.waiting() == 2);
+        reconnect(&a.qp, &b.qp);
+        a.memory().write(0, &pattern(SIZE, round + 1)).unwrap();
+        receive(&b, 2, 0, SIZE);
+        send(&a, 2, 0, SIZE);
+        engine.hold(false);
+        ok(&received(&b), 2);
+        ok(&sent(&a), 2);
+        assert!(bytes(&b, 0, SIZE) == pattern(SIZE, round + 1), "round {round}");
+    }
 }

@@ -11,6 +11,9 @@ use crate::error::{Error, Result};
 ///
 /// A completion says that the card has written the data. That the GPU's own later work sees it follows from the PCIe
 /// ordering that the driver states (`CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`).
+///
+/// The software HCA stores through the CPU's mapping, which is PCIe too. Unless nothing is needed it flushes
+/// ([`Memory::flush`](crate::memory::Memory::flush)) before it writes the completion; what copy engines have moved needs none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flush {
     /// Nothing: work of the GPU that owns the memory sees the data once it has seen the completion.

@@ -34,12 +34,19 @@ impl Engines {
 
 impl Mover for Engines {
     fn adopt(&self, gpu: &Gpu) {
-        let mut engines = self.0.write();
-        if engines.iter().any(|e| e.gpu().raw_context() == gpu.raw_context()) {
+        let is_known =
+            |engines: &[Arc<Engine>]| engines.iter().any(|e| e.gpu().raw_context() == gpu.raw_context());
+        if is_known(&self.0.read()) {
             return;
         }
+        // Without the lock, which the HCA takes under its own.
         match gpu.engine() {
-            Ok(engine) => engines.push(engine),
+            Ok(engine) => {
+                let mut engines = self.0.write();
+                if !is_known(&engines) {
+                    engines.push(engine);
+                }
+            }
             Err(error) => tracing::warn!(%error, ?gpu, "no copy engine: the CPU moves all payload"),
         }
     }

@@ -315,16 +315,12 @@ impl Core {
 
     /// Whether copies are under way, whose end nobody announces.
     pub(crate) fn is_copying(&self) -> bool {
-        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).any(|qp| qp.resp.is_copying())
+        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).any(|qp| qp.is_copying())
     }
 
     /// The copies under way on a region.
     pub(crate) fn copies_on(&self, key: u32) -> Vec<Ticket> {
-        self.active
-            .iter()
-            .filter_map(|&i| self.qps[i].qp.as_ref())
-            .flat_map(|qp| qp.resp.copies_on(key))
-            .collect()
+        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).flat_map(|qp| qp.copies_on(key)).collect()
     }
 
     /// When the next timer expires.
@@ -444,6 +440,8 @@ impl Core {
 impl SoftQp {
     /// Whether the step has to come back to it.
     fn is_active(&self) -> bool {
-        (self.state == QpState::RTS && self.req.is_active()) || self.req.is_leaving() || self.resp.is_active()
+        (self.state == QpState::RTS && self.req.is_active())
+            || (self.state == QpState::ERR && self.req.has_pending())
+            || self.resp.is_active()
     }
 }

@@ -24,6 +24,28 @@
 //!   than an eighth of the time it has waited, and at most 5 ms;
 //! - a doorbell that nobody announced is found within 100 ms.
 //!
+//! # Payload on GPUs
+//!
+//! The CPU reads GPU memory slowly and writes it fast, and some of it it does not reach at all. So the HCA takes for each
+//! message what is quickest:
+//!
+//! | payload | how it goes |
+//! |---|---|
+//! | up to 4 KiB, and all that comes from host memory | packets, read and written by the CPU through the mapping |
+//! | from GPU memory, [`SoftHcaConfig::by_reference`] bytes and more, in one buffer | by reference: one packet says where the payload is, and a copy engine of the receiver's GPU fetches it: over NVLink from another GPU, through CUDA IPC from another process (GPUDirect v2) |
+//! | from GPU memory otherwise; where the receiver cannot follow a reference; answers to READs | staged: a copy engine brings it to pinned host memory in chunks, packets are cut from there (GPUDirect v1) |
+//! | into GPU memory without a mapping | packets are put down in pinned host memory, and a copy engine brings them on |
+//!
+//! A receiver that cannot follow a reference (memory of pools and of `cuMemCreate`, containers that do not share IPC, GPUs
+//! without peer access, no GPU in use there) says so once for each region, and the sender logs it. CUDA is only called by
+//! the thread of a copy engine, never under the lock of the HCA; each GPU has one stream of the highest priority for all
+//! copies, which does not wait for streams of the application. Where so many of these wait that nothing moves on the GPU any
+//! more (`CUDA_DEVICE_MAX_CONNECTIONS`), a copy is given up after 10 s: the message fails, its error releases the streams.
+//!
+//! A message completes when its payload is in place, and in order. What was stored through a mapping is flushed first, where
+//! the GPU needs that: see [`Flush`](crate::cuda::Flush). A queue pair is reset or destroyed, and a region deregistered,
+//! when no copy into its memory is under way any more.
+//!
 //! # Peers
 //!
 //! Queue pairs of one process meet in memory. Other processes of the host are linked through shared memory, handed
@@ -38,6 +60,7 @@ mod fault;
 mod gid;
 mod inbound;
 mod keys;
+mod landing;
 mod links;
 mod packet;
 mod peeks;
@@ -50,6 +73,7 @@ mod responder;
 mod rung;
 mod service;
 mod soft;
+mod staging;
 mod stats;
 mod wire;
 

@@ -5,9 +5,11 @@ use super::fault::Faults;
 use super::gid::random_psn;
 use super::inbound::Inbound;
 use super::keys::Keys;
+use super::landing::Landing;
 use super::links::Links;
 use super::requester::Requester;
 use super::responder::Responder;
+use super::staging::Stage;
 use super::stats::HcaStats;
 use smallvec::SmallVec;
 
@@ -50,6 +52,12 @@ pub(crate) struct SoftQp {
     pub(crate) doorbell: Word64,
     pub(crate) req: Requester,
     pub(crate) resp: Responder,
+    /// Payload of sends on its way out of GPU memory.
+    pub(super) sends: Stage,
+    /// Answers to READs, likewise.
+    pub(super) answers: Stage,
+    /// Payload on its way into memory that the CPU does not reach.
+    pub(super) landing: Landing,
     /// Packets sent, for fault decisions.
     pub(crate) packets: u64,
     /// Listed as active in the core.
@@ -190,7 +198,7 @@ impl SoftQp {
     /// Not before the peer knows that references are void, and copies into receives are over: what is flushed is the
     /// application's again.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>) {
-        if self.withdraw(env) {
+        if self.withdraw(env) && !self.landing.is_busy() {
             self.flush_sends(env);
         }
         if !self.resp.is_copying() {
@@ -200,17 +208,31 @@ impl SoftQp {
 
     /// In ERR: goes on with a flush that had to wait. Returns whether it is over.
     pub(crate) fn leave(&mut self, env: &mut Env<'_>) -> bool {
-        if self.state != QpState::ERR || !self.req.is_leaving() {
+        if self.state != QpState::ERR || !self.req.has_pending() {
             return false;
         }
         self.flush(env);
-        !self.req.is_leaving()
+        !self.req.has_pending()
+    }
+
+    /// Whether copies are under way that this waits for.
+    pub(crate) fn is_copying(&self) -> bool {
+        self.resp.is_copying()
+            || self.sends.is_waiting()
+            || self.answers.is_waiting()
+            || self.landing.is_busy()
+    }
+
+    /// The copies under way into a region.
+    pub(crate) fn copies_on(&self, key: u32) -> impl Iterator<Item = Ticket> {
+        self.resp.copies_on(key).chain(self.landing.copies(Some(key)))
     }
 
     /// Before a reset: takes references back, and takes no more. The copies that are still under way, or `None` while
     /// the link has no room.
     pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
-        let copies = self.resp.close();
+        let mut copies = self.resp.close();
+        copies.extend(self.landing.copies(None));
         self.withdraw(env).then_some(copies)
     }
 
@@ -339,6 +361,8 @@ impl SoftQp {
         self.psn = random_psn()?;
         self.req = Requester::new(self.psn);
         self.resp = Responder::default();
+        self.sends.forget();
+        self.answers.forget();
         self.remote = None;
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         self.doorbell.store(mlx5::EMPTY);

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::packet::ahead;
 use super::qp::{Env, SoftQp};
 use crate::mlx5::{Opcode, Syndrome};
+use crate::mover::{Status, Ticket};
 use crate::verbs::{QpAttr, QpState};
 
 #[derive(Debug)]
@@ -60,6 +61,8 @@ struct Pending {
     referred: Option<u32>,
     /// The peer may know of a reference.
     is_known: bool,
+    /// Answers on their way to their place.
+    landing: Vec<Ticket>,
     error: Option<Syndrome>,
 }
 
@@ -78,6 +81,15 @@ impl Pending {
 
     fn needs_answer(&self) -> bool {
         matches!(self.kind, Kind::Read | Kind::Atomic)
+    }
+
+    /// An answer has come, and may be on its way to its place.
+    fn land(&mut self, ticket: Option<Ticket>) {
+        self.landing.extend(ticket);
+        if self.landing.iter().any(|ticket| ticket.status() == Status::Failed) {
+            self.error = Some(Syndrome::LOC_QP_OP_ERR);
+        }
+        self.landing.retain(|ticket| !ticket.is_over());
     }
 
     fn last_psn(&self) -> u32 {
@@ -132,6 +144,11 @@ impl Requester {
     /// Whether anything is to be done or waited for.
     pub(crate) fn is_active(&self) -> bool {
         !self.pending.is_empty() || self.head < self.target
+    }
+
+    /// Whether a send is outstanding.
+    pub(crate) fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
     }
 
     /// The oldest outstanding send is to complete with an error.
@@ -226,8 +243,9 @@ impl SoftQp {
     /// Completes what is done, in order, up to the first send that is not. Returns whether there was any.
     pub(crate) fn retire(&mut self, env: &mut Env<'_>) -> bool {
         let mut any = false;
-        while let Some(p) = self.req.pending.front() {
-            if p.error.is_none() && !p.is_done() {
+        while let Some(p) = self.req.pending.front_mut() {
+            p.land(None);
+            if p.error.is_none() && (!p.is_done() || !p.landing.is_empty()) {
                 break;
             }
             any = true;

@@ -1,21 +1,22 @@
 //! The receiving side of a queue pair: puts packets in order, places their bytes, answers.
 
 mod copies;
+mod messages;
+mod reads;
 
 use std::collections::VecDeque;
-use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
 use self::copies::Copies;
 use super::links::Body;
 use super::low16;
-use super::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
+use super::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use super::qp::{Env, SoftQp};
 use super::requester::Reason;
 use super::wire::Piece;
-use crate::mlx5::{self, Cqe, CqeOpcode, DataSeg, Syndrome};
-use crate::verbs::{Access, QpAttr, QpState};
+use crate::mlx5::{Cqe, CqeOpcode, DataSeg, Syndrome};
+use crate::verbs::{QpAttr, QpState};
 
 /// Old values of atomics kept, for requests that come again. More than a peer may have outstanding (16).
 const REPLAYS: usize = 32;
@@ -58,11 +59,13 @@ enum Answer {
         code: u8,
         arg: u32,
     },
+    /// `done` bytes of it were answered before.
     Read {
         psn: u32,
         rkey: u32,
         addr: u64,
         left: usize,
+        done: usize,
     },
     Atomic {
         psn: u32,
@@ -170,7 +173,7 @@ impl SoftQp {
         } else if distance < 0 {
             env.stats.packets_discarded += 1;
             self.repeated(header, body, env);
-        } else if self.resp.must_wait(header) {
+        } else if self.resp.must_wait(header) || !self.landing.has_room() {
             env.stats.packets_discarded += 1;
         } else {
             self.resp.gap = false;
@@ -238,174 +241,10 @@ impl SoftQp {
             PacketOp::SEND => self.receive(header, body, env)?,
             PacketOp::WRITE => self.written(header, body, env)?,
             PacketOp::READ => return self.read(header, body, env),
-            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
-                self.atomic(header, body, env)?;
-                return Ok(1);
-            }
+            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => self.atomic(header, body, env)?,
             _ => return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)),
         }
-        // Long messages are acknowledged on the way, so that the sender's window moves.
-        if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
-            self.resp.ack(header.psn);
-        }
         Ok(1)
-    }
-
-    fn has_receive(&mut self) -> bool {
-        if self.resp.posted == self.resp.tail {
-            self.resp.posted = self.recv_record(self.resp.tail);
-        }
-        self.resp.posted > self.resp.tail
-    }
-
-    /// The buffers of the next receive.
-    fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
-        let entries = 1u64 << self.request.log_rq;
-        let at = usize::try_from(self.resp.tail & (entries - 1)).expect("a ring index fits");
-        let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.request.rq_stride);
-        self.rq.read(at * self.request.rq_stride, &mut wqe).expect("entries lie in the ring");
-        mlx5::decode_recv(&wqe).collect()
-    }
-
-    fn receive(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
-        if header.flags & packet::FIRST != 0 {
-            if !self.has_receive() {
-                return Err(Refusal::NotReady);
-            }
-            let sges = self.next_receive();
-            let counter = self.resp.consume();
-            if let Some(local) = env.faults.next_recv() {
-                return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
-            }
-            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
-        }
-        let taken = self.resp.current.take();
-        let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
-            return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
-        };
-        let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
-        let failed = |local, remote| Refusal::Receive { counter, local, remote };
-        if current.received + body.len() > capacity {
-            return Err(failed(Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
-        }
-        self.scatter(current.sges.iter().copied(), current.received, body, 0, env)
-            .map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
-        current.received += body.len();
-        if header.flags & packet::LAST == 0 {
-            self.resp.current = Some(current);
-            return Ok(());
-        }
-        let with_imm = header.flags & packet::IMM != 0;
-        let opcode = if with_imm { CqeOpcode::RESP_SEND_IMM } else { CqeOpcode::RESP_SEND };
-        self.received(opcode, current.received, counter, header, env);
-        Ok(())
-    }
-
-    fn received(
-        &mut self,
-        opcode: CqeOpcode,
-        bytes: usize,
-        counter: u16,
-        header: &Header,
-        env: &mut Env<'_>,
-    ) {
-        let cqe = Cqe {
-            opcode,
-            byte_cnt: u32::try_from(bytes).expect("messages are at most 1 GiB"),
-            imm: header.imm,
-            solicited: header.flags & packet::SOLICITED != 0,
-            ..Cqe::default()
-        };
-        self.complete_recv(cqe, counter, env);
-    }
-
-    fn allow(&self, access: Access) -> Result<(), Refusal> {
-        if self.access.contains(access) { Ok(()) } else { Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)) }
-    }
-
-    fn written(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
-        self.allow(Access::REMOTE_WRITE)?;
-        let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
-        if notify && !self.has_receive() {
-            return Err(Refusal::NotReady);
-        }
-        let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
-        let len = body.len() - 8;
-        // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).
-        if len > 0 {
-            let (memory, offset) = env
-                .keys
-                .remote(header.rkey, self.request.pdn, addr, len, Access::REMOTE_WRITE)
-                .map_err(Refusal::Remote)?;
-            body.copy_to(8, memory, offset, len);
-            env.inbound.written(header.rkey, memory);
-        }
-        // The immediate's receive reports the length of the whole message.
-        let so_far = self.resp.current.take().map_or(0, |c| c.received) + len;
-        if notify {
-            let counter = self.resp.consume();
-            if let Some(local) = env.faults.next_recv() {
-                return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
-            }
-            self.received(CqeOpcode::RESP_WR_IMM, so_far, counter, header, env);
-        } else if header.flags & packet::LAST == 0 {
-            self.resp.current = Some(Current { counter: None, sges: SmallVec::new(), received: so_far });
-        }
-        Ok(())
-    }
-
-    fn read(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
-        self.allow(Access::REMOTE_READ)?;
-        let invalid = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
-        let Some(addr) = body.word(0) else { return Err(invalid) };
-        let left = header.len as usize;
-        env.keys
-            .remote(header.rkey, self.request.pdn, addr, left, Access::REMOTE_READ)
-            .map_err(Refusal::Remote)?;
-        let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
-        let mut reads = 0;
-        for answer in &mut self.resp.answers {
-            let Answer::Read { psn: next, left: rest, .. } = *answer else { continue };
-            if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
-                // The same READ, asked for again before all of it was answered: one answer will do.
-                if ahead(psn, next) < 0 {
-                    *answer = Answer::Read { psn, rkey, addr, left };
-                }
-                return Ok(packets);
-            }
-            reads += 1;
-        }
-        if reads >= self.resp.max_reads.max(1) {
-            return Err(invalid);
-        }
-        self.resp.answers.push_back(Answer::Read { psn, rkey, addr, left });
-        Ok(packets)
-    }
-
-    fn atomic(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
-        self.allow(Access::REMOTE_ATOMIC)?;
-        let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
-        let [addr, a, b] = [0, 1, 2].map(|i| body.word(i));
-        let (addr, a, b) = (addr.ok_or_else(invalid)?, a.ok_or_else(invalid)?, b.ok_or_else(invalid)?);
-        if !addr.is_multiple_of(8) {
-            return Err(invalid());
-        }
-        let (memory, offset) = env
-            .keys
-            .remote(header.rkey, self.request.pdn, addr, 8, Access::REMOTE_ATOMIC)
-            .map_err(Refusal::Remote)?;
-        let word = memory.atomic64(offset).map_err(|_| invalid())?;
-        let value = if header.op == PacketOp::FETCH_ADD {
-            word.fetch_add(a, Ordering::AcqRel)
-        } else {
-            word.compare_exchange(a, b, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|old| old)
-        };
-        if self.resp.replays.len() == REPLAYS {
-            self.resp.replays.pop_front();
-        }
-        self.resp.replays.push_back((header.psn, value));
-        self.resp.answers.push_back(Answer::Atomic { psn: header.psn, value });
-        Ok(())
     }
 
     /// Sends the answers that are due, as far as the link has room. Returns whether any went out.
@@ -419,7 +258,7 @@ impl SoftQp {
             let mut header = Header::new(PacketOp::ACK, remote.qpn, self.qpn, 0);
             let mut ext = [0; 8];
             let mut words = 0;
-            let mut piece = None;
+            let mut found = None;
             let mut rest = None;
             match answer {
                 Answer::Ack(psn) => header.psn = psn,
@@ -432,28 +271,27 @@ impl SoftQp {
                     ext = value.to_le_bytes();
                     words = 8;
                 }
-                Answer::Read { psn, rkey, addr, left } => {
+                Answer::Read { psn, rkey, addr, left, done } => {
                     (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
                     let len = left.min(SEGMENT);
-                    match env.keys.remote(rkey, self.request.pdn, addr, len, Access::REMOTE_READ) {
-                        Ok((memory, offset)) => piece = Some(Piece { memory, offset, len }),
+                    match self.look_up(&answer, env) {
+                        Ok(Some((memory, offset))) => found = Some((memory, offset, len)),
+                        // On its way from a GPU.
+                        Ok(None) => break,
                         Err(syndrome) => {
-                            // The region went away between request and answer.
                             self.resp.answers.pop_front();
                             self.refuse(psn, &Refusal::Remote(syndrome), env);
                             continue;
                         }
                     }
-                    let addr = addr + len as u64;
-                    rest = (left > len).then(|| Answer::Read {
-                        psn: psn.wrapping_add(1),
-                        rkey,
-                        addr,
-                        left: left - len,
-                    });
+                    let (psn, addr) = (psn.wrapping_add(1), addr + len as u64);
+                    let (left, done) = (left - len, done + len);
+                    rest = (left > 0).then_some(Answer::Read { psn, rkey, addr, left, done });
                 }
             }
             let link = self.link;
+            let piece =
+                found.as_ref().map(|(memory, offset, len)| Piece { memory, offset: *offset, len: *len });
             if !env.links.send(
                 link,
                 &header,

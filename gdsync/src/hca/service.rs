@@ -141,6 +141,7 @@ impl Worker {
         drop(duty);
         // Those who only look for completions neither run timers nor see that a peer is gone.
         let mut core = self.shared.core.lock();
+        self.shared.accept(&mut core);
         core.tick(Instant::now());
         self.shared.settle(core);
         self.idle = None;
@@ -151,6 +152,8 @@ impl Worker {
         let now = Instant::now();
         let idle = now - *self.idle.get_or_insert(now);
         let mut core = self.shared.core.lock();
+        // First: a peer that is gone may have sent its last packets on a new link.
+        self.shared.accept(&mut core);
         core.tick(now);
         // What is written without notice: doorbells, and what copy engines write.
         let watching = core.is_watching() || core.is_copying();

@@ -2,14 +2,85 @@
 
 use gdrcopy::copy::{Copier, load_fence, store_fence};
 
-use super::Reach;
+use super::{Memory, Reach};
+use crate::error::Result;
+
+impl Memory {
+    /// Copies bytes out, from `offset` on. A device that writes meanwhile may tear the result.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        let src = self.check(offset, out.len())?;
+        // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
+        // because no reference to device memory exists.
+        unsafe { load(self.reach, src.as_ptr(), out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes in, from `offset` on.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
+        let dst = self.check(offset, data.len())?;
+        // SAFETY: as in `read`, the other way round.
+        unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
+        Ok(())
+    }
+
+    /// Copies from another device memory (or this one) without a buffer between.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
+        let to = self.check(offset, len)?;
+        let from = src.check(src_offset, len)?;
+        if let Reach::Host = src.reach {
+            // SAFETY: both ranges were checked; host memory may overlap itself only.
+            unsafe { store(self.reach, from.as_ptr(), to.as_ptr(), len) };
+        } else if let Reach::Host = self.reach {
+            // SAFETY: both ranges were checked; a mapping and host memory do not overlap.
+            unsafe { load(src.reach, from.as_ptr(), to.as_ptr(), len) };
+        } else {
+            let mut part = [0; 4096];
+            for at in (0..len).step_by(part.len()) {
+                let part = &mut part[..(len - at).min(4096)];
+                src.read(src_offset + at, part)?;
+                self.write(offset + at, part)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets `len` bytes to `byte`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Result<()> {
+        let dst = self.check(offset, len)?;
+        // SAFETY: the range was checked.
+        unsafe { dst.as_ptr().write_bytes(byte, len) };
+        self.fence();
+        Ok(())
+    }
+
+    /// All bytes, copied out; none where the CPU does not reach them.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut out = vec![0; self.len];
+        if self.read(0, &mut out).is_err() {
+            out.clear();
+        }
+        out
+    }
+}
 
 /// Copies from host memory to memory of either kind, with a fence behind what goes through a mapping.
 ///
 /// # Safety
 /// Both ranges must be valid for `len` bytes, `dst` for writing. Only host memory may overlap.
 #[inline]
-pub(super) unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
+unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     match reach {
         // SAFETY: what the caller promised.
         Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },
@@ -26,7 +97,7 @@ pub(super) unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usiz
 /// # Safety
 /// As [`store`].
 #[inline]
-pub(super) unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
+unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     match reach {
         // SAFETY: what the caller promised.
         Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },

@@ -81,11 +81,11 @@ proptest! {
 }
 
 fn left() -> impl Strategy<Value = (Habits, usize)> {
-    let bytes = prop_oneof![Just(1usize), 1usize..3000];
-    let habits =
-        (any::<u64>(), any::<bool>(), prop_oneof![Just(0u64), 0u64..200], prop_oneof![Just(0u64), 1u64..20]);
-    (habits, bytes).prop_map(|((seed, shuffles, pause, fails), bytes)| {
-        (Habits { seed, shuffles, pause, fails, ..Habits::default() }, bytes)
+    let bytes = prop_oneof![Just(1usize), 1usize..3000, Just(usize::MAX)];
+    let rate = |most: u64| prop_oneof![Just(0u64), 0..most];
+    let habits = (any::<u64>(), any::<bool>(), rate(200), rate(20), any::<bool>());
+    (habits, bytes).prop_map(|((seed, shuffles, pause, fails, stages), bytes)| {
+        (Habits { seed, shuffles, pause, fails, stages }, bytes)
     })
 }
 

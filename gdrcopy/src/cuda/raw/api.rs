@@ -86,6 +86,9 @@ entry_points! {
     ipc_get_mem_handle = "cuIpcGetMemHandle" (handle: *mut [u8; 64], addr: u64);
     mem_alloc = "cuMemAlloc_v2" (addr: *mut u64, len: usize);
     mem_free = "cuMemFree_v2" (addr: u64);
+    mem_alloc_async = "cuMemAllocAsync" (addr: *mut u64, len: usize, stream: Handle);
+    mem_free_async = "cuMemFreeAsync" (addr: u64, stream: Handle);
+    mem_alloc_managed = "cuMemAllocManaged" (addr: *mut u64, len: usize, flags: u32);
     mem_host_alloc = "cuMemHostAlloc" (addr: *mut *mut c_void, len: usize, flags: u32);
     mem_free_host = "cuMemFreeHost" (addr: *mut c_void);
     ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange" (least: *mut i32, greatest: *mut i32);

@@ -3,10 +3,12 @@
 use std::time::Instant;
 
 use super::{Kind, rnr_pause};
+use crate::hca::landing;
 use crate::hca::links::Body;
 use crate::hca::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use crate::hca::qp::{Env, SoftQp};
 use crate::mlx5::{self, DataSeg, DecodedOp, Syndrome};
+use crate::mover::Ticket;
 use crate::verbs::QpState;
 
 impl SoftQp {
@@ -79,12 +81,17 @@ impl SoftQp {
     }
 
     fn read_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+        let has_room = self.landing.has_room();
         let Some(p) = self.req.find(header.psn).filter(|p| p.kind == Kind::Read) else {
             env.stats.packets_discarded += 1;
             return;
         };
         let at = header.psn.wrapping_sub(p.psn);
         let (begin, len, psn) = (p.begin, p.len, p.psn);
+        if !has_room {
+            env.stats.packets_discarded += 1;
+            return;
+        }
         if at != p.done {
             env.stats.packets_discarded += 1;
             if at > p.done {
@@ -105,9 +112,10 @@ impl SoftQp {
         };
         let p = self.req.find(header.psn).expect("found above");
         match result {
-            Ok(()) => {
+            Ok(landing) => {
                 p.done += 1;
                 p.sent = p.sent.max(p.done);
+                p.land(landing);
                 self.req.moved();
             }
             Err(syndrome) => p.error = Some(syndrome),
@@ -115,28 +123,30 @@ impl SoftQp {
     }
 
     fn scatter_read(
-        &self,
+        &mut self,
         begin: u64,
         offset: usize,
         body: &Body<'_>,
         env: &mut Env<'_>,
-    ) -> Result<(), Syndrome> {
+    ) -> Result<Option<Ticket>, Syndrome> {
         let wqe = self.fetch(begin);
         let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|e| e.syndrome())?;
         let DecodedOp::Read { sges, .. } = op else { return Err(Syndrome::LOC_QP_OP_ERR) };
         self.scatter(sges.iter(wqe.as_bytes()), offset, body, 0, env)
     }
 
-    /// Spreads a packet's body from `from` on over SGEs, skipping the first `offset` bytes of them.
+    /// Spreads a packet's body from `from` on over SGEs, skipping the first `offset` bytes of them. What the CPU does not reach
+    /// is landing then.
     pub(crate) fn scatter(
-        &self,
+        &mut self,
         sges: impl Iterator<Item = DataSeg>,
         mut offset: usize,
         body: &Body<'_>,
         from: usize,
         env: &mut Env<'_>,
-    ) -> Result<(), Syndrome> {
+    ) -> Result<Option<Ticket>, Syndrome> {
         let mut at = from;
+        let mut landing = Vec::new();
         for sge in sges {
             if at == body.len() {
                 break;
@@ -147,12 +157,24 @@ impl SoftQp {
                 continue;
             }
             let take = (body.len() - at).min(piece.len - offset);
-            body.copy_to(at, piece.memory, piece.offset + offset, take);
-            env.inbound.written(sge.lkey, piece.memory);
+            let to = piece.offset + offset;
+            if piece.memory.is_mapped() {
+                body.copy_to(at, piece.memory, to, take);
+                env.inbound.written(sge.lkey, piece.memory);
+            } else {
+                let (key, memory) = (sge.lkey, piece.memory.clone());
+                landing.push(landing::Piece { from: at, key, memory, at: to, len: take });
+            }
             offset = 0;
             at += take;
         }
-        if at == body.len() { Ok(()) } else { Err(Syndrome::LOC_LEN_ERR) }
+        if at != body.len() {
+            return Err(Syndrome::LOC_LEN_ERR);
+        }
+        if landing.is_empty() {
+            return Ok(None);
+        }
+        self.landing.put(body, landing, env.mover).map(Some).map_err(|_| Syndrome::LOC_QP_OP_ERR)
     }
 
     fn atomic_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
@@ -161,6 +183,10 @@ impl SoftQp {
             return;
         };
         let (begin, psn) = (p.begin, p.psn);
+        if !self.landing.has_room() {
+            env.stats.packets_discarded += 1;
+            return;
+        }
         if self.req.acknowledge(psn) {
             return self.missing(env);
         }
@@ -175,8 +201,9 @@ impl SoftQp {
         };
         let p = self.req.find(header.psn).expect("found above");
         match result {
-            Ok(()) => {
+            Ok(landing) => {
                 p.done = 1;
+                p.land(landing);
                 self.req.moved();
             }
             Err(syndrome) => p.error = Some(syndrome),

@@ -64,11 +64,6 @@ impl Requester {
             *count - usize::from(p.referred.is_some())
         };
     }
-
-    /// A withdrawal waits for room on the link.
-    pub(crate) fn is_leaving(&self) -> bool {
-        self.references.leaving.is_some()
-    }
 }
 
 impl SoftQp {

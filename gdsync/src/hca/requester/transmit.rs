@@ -6,7 +6,9 @@ use super::{Kind, Pending};
 use crate::hca::low16;
 use crate::hca::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
 use crate::hca::qp::{Env, SoftQp, Wqe};
+use crate::hca::staging::Staged;
 use crate::hca::wire::Piece;
+use crate::memory::Memory;
 use crate::mlx5::{self, DataSeg, DecodedOp, DecodedPayload, Syndrome};
 use crate::verbs::QpState;
 
@@ -100,6 +102,7 @@ impl SoftQp {
             done: 0,
             referred,
             is_known: false,
+            landing: Vec::new(),
             error: error.or(env.faults.next_send()),
         };
         let failed = pending.error.is_some();
@@ -179,6 +182,7 @@ impl SoftQp {
                 if p.sent == 0 { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
             header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
             let mut ext: SmallVec<[u8; 96]> = SmallVec::new();
+            let staged;
             let mut pieces: SmallVec<[Piece<'_>; 4]> = SmallVec::new();
             let mut immediate = |imm: Option<u32>| {
                 if let Some(imm) = imm {
@@ -228,6 +232,22 @@ impl SoftQp {
                 self.req.pending[i].error = Some(syndrome);
                 return false;
             }
+            if pieces.iter().any(|piece| Self::is_staged(piece.memory, len, env)) {
+                match self.stage(i, op, bytes, offset, env) {
+                    Ok(Some((memory, offset))) => {
+                        staged = memory;
+                        pieces.clear();
+                        pieces.push(Piece { memory: &staged, offset, len: size });
+                    }
+                    Ok(None) => return false,
+                    // The CPU does it, slowly.
+                    Err(_) if pieces.iter().all(|piece| piece.memory.is_mapped()) => {}
+                    Err(syndrome) => {
+                        self.req.pending[i].error = Some(syndrome);
+                        return false;
+                    }
+                }
+            }
             if header.op == PacketOp::SEND || header.op == PacketOp::WRITE {
                 header.len = u32::try_from(size).expect("a packet is short");
             }
@@ -239,6 +259,34 @@ impl SoftQp {
             self.req.pending[i].sent += step;
         }
         true
+    }
+
+    /// Where the staged bytes of a packet of pending send `i` are; `None` while they are on their way.
+    fn stage(
+        &mut self,
+        i: usize,
+        op: &DecodedOp,
+        wqe: &[u8],
+        offset: usize,
+        env: &Env<'_>,
+    ) -> Result<Option<(Memory, usize)>, Syndrome> {
+        let (DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. }) = op else {
+            return Err(Syndrome::LOC_QP_OP_ERR);
+        };
+        let (psn, total) = (self.req.pending[i].psn, self.req.pending[i].len);
+        let mut stage = std::mem::take(&mut self.sends);
+        let gather = |at, len| {
+            let (mut inline, mut pieces) = (SmallVec::new(), SmallVec::new());
+            self.gather(payload, wqe, at, len, &mut inline, &mut pieces, env)?;
+            Ok(pieces.iter().map(|piece| (piece.memory.clone(), piece.offset, piece.len)).collect())
+        };
+        let staged = stage.bring(psn, total, offset, gather, env.mover);
+        self.sends = stage;
+        match staged? {
+            Staged::Ready(memory, at) => Ok(Some((memory, at))),
+            Staged::OnTheirWay => Ok(None),
+            Staged::Failed => Err(Syndrome::LOC_QP_OP_ERR),
+        }
     }
 
     /// Collects `len` bytes of a payload from `offset` on: inline bytes into `ext`, others as pieces.

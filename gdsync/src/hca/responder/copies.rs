@@ -1,8 +1,9 @@
-//! Messages that came as a reference: their payload is being copied, and they complete in order when it is in place.
+//! Messages whose payload is being copied: they complete in order when it is in place.
 //!
 //! A reference is checked as its payload would be: receive, length, keys. The copy then runs beside everything else. While
 //! any is under way only further references are taken, and nothing is answered that would tell the peer that a message after
-//! the oldest copy has arrived.
+//! the oldest copy has arrived. Packets whose bytes are [landing](super::super::landing) wait here too, and what comes
+//! after them waits behind them.
 //!
 //! *A copy that cannot be made.* The peer is asked for the payload itself. Receives that were taken for this message and
 //! those after it are put back, which nobody can see: they have not completed. First all their copies must be over.
@@ -18,19 +19,20 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::super::links::Body;
+use super::super::links::{Body, Links};
 use super::super::packet::{self, Header, PacketOp, ahead, segments};
 use super::super::qp::{Env, SoftQp};
 use super::super::reference::{REFERENCE, Reference};
 use super::super::requester::Reason;
+use super::messages::Arrival;
 use super::{Answer, Refusal, Responder};
 use crate::memory::Memory;
-use crate::mlx5::{CqeOpcode, DataSeg, MAX_MESSAGE, Syndrome};
+use crate::mlx5::{DataSeg, MAX_MESSAGE, Syndrome};
 use crate::mover::{Part, Status, Ticket};
 use crate::verbs::{Access, QpState};
 
-/// Copies under way at once on a queue pair: more than a peer asks for.
-const MOST: usize = 16;
+/// Packets that wait at once on a queue pair: more than a peer has under way.
+const MOST: usize = 80;
 /// How long a copy may take.
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -48,12 +50,9 @@ pub(super) struct Copies {
 
 #[derive(Debug)]
 struct Message {
-    header: Header,
-    /// The link that it came on.
-    link: usize,
-    packets: u32,
-    /// The receive that it takes.
-    counter: Option<u16>,
+    arrival: Arrival,
+    /// The link of a message that came as a reference.
+    link: Option<usize>,
     /// Regions that the copy writes to.
     keys: SmallVec<[u32; 2]>,
     ticket: Ticket,
@@ -73,8 +72,28 @@ enum State {
 }
 
 impl Message {
+    fn is_reference(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Whether a message whose payload is in place since `quiet` was seen was not withdrawn by then.
+    fn may_complete(&self, quiet: u64, links: &Links) -> bool {
+        self.link.is_none_or(|link| quiet < links.quiet(link) || links.is_down(link))
+    }
+
     fn is_over(&self) -> bool {
         !matches!(self.state, State::Copying)
+    }
+}
+
+impl Arrival {
+    /// How it is refused when its bytes are not in place.
+    fn refusal(&self) -> Refusal {
+        let remote = Syndrome::REM_OP_ERR;
+        match self.counter {
+            Some(counter) => Refusal::Receive { counter, local: Syndrome::LOC_QP_OP_ERR, remote },
+            None => Refusal::Remote(remote),
+        }
     }
 }
 
@@ -103,12 +122,13 @@ impl Responder {
     pub(super) fn must_wait(&self, header: &Header) -> bool {
         let Copies { list, closed, .. } = &self.copies;
         let refuses = list.iter().any(|m| matches!(m.state, State::Failed | State::Refused(_)));
-        *closed || refuses || !list.is_empty() && header.flags & packet::REFERENCE == 0 || list.len() >= MOST
+        let is_bytes = header.flags & packet::REFERENCE == 0;
+        *closed || refuses || is_bytes && list.iter().any(Message::is_reference) || list.len() >= MOST
     }
 
     /// The last packet that has arrived with all before it.
     pub(super) fn arrived(&self) -> u32 {
-        self.copies.list.front().map_or(self.expected, |m| m.header.psn).wrapping_sub(1)
+        self.copies.list.front().map_or(self.expected, |m| m.arrival.header.psn).wrapping_sub(1)
     }
 
     /// Whether packet `psn` is of a message that is being copied.
@@ -123,16 +143,25 @@ impl Responder {
 
     /// Refuses a message in its turn.
     pub(super) fn refuse_later(&mut self, header: &Header, refusal: Refusal) {
-        self.copies.list.push_back(Message {
-            header: *header,
-            link: 0,
-            packets: 1,
-            counter: refusal.counter(),
-            keys: SmallVec::new(),
-            ticket: Ticket::failed("refused"),
-            since: Instant::now(),
-            state: State::Refused(refusal),
-        });
+        let arrival = Arrival { counter: refusal.counter(), ..Arrival::of(header) };
+        let (ticket, state) = (Ticket::failed("refused"), State::Refused(refusal));
+        self.push(arrival, None, SmallVec::new(), ticket, state);
+    }
+
+    /// Completes a packet in its turn, when its bytes are in place.
+    pub(super) fn complete_later(&mut self, arrival: Arrival, ticket: Ticket) {
+        self.push(arrival, None, SmallVec::new(), ticket, State::Copying);
+    }
+
+    fn push(
+        &mut self,
+        arrival: Arrival,
+        link: Option<usize>,
+        keys: SmallVec<[u32; 2]>,
+        ticket: Ticket,
+        state: State,
+    ) {
+        self.copies.list.push_back(Message { arrival, link, keys, ticket, since: Instant::now(), state });
     }
 
     /// The receives of messages that will not complete.
@@ -169,18 +198,18 @@ impl Responder {
     /// Gives up all messages.
     fn abandon(&mut self) {
         let Copies { list, abandoned, .. } = &mut self.copies;
-        abandoned.extend(list.drain(..).filter_map(|m| m.counter));
+        abandoned.extend(list.drain(..).filter_map(|m| m.arrival.counter));
     }
 
     /// Goes back to the state before the first message, and asks for its payload.
     fn go_back(&mut self) {
         let Some(first) = self.copies.list.front() else { return };
-        let psn = first.header.psn;
+        let psn = first.arrival.header.psn;
         tracing::warn!(
             reason = first.ticket.failure(),
             "software HCA: payload cannot be copied by reference; the peer is asked to send it"
         );
-        let taken = self.copies.list.iter().filter(|m| m.counter.is_some()).count();
+        let taken = self.copies.list.iter().filter(|m| m.arrival.counter.is_some()).count();
         self.tail -= taken as u64;
         self.expected = psn;
         self.gap = false;
@@ -245,10 +274,9 @@ impl SoftQp {
         });
         let ticket = env.mover.start(parts.collect());
         env.links.note_process(body.link, reference.process());
-        let (link, packets, since) = (body.link, segments(len), Instant::now());
-        let (keys, state) = (to.keys, State::Copying);
-        let message = Message { header: *header, link, packets, counter, keys, ticket, since, state };
-        self.resp.copies.list.push_back(message);
+        let packets = segments(len);
+        let arrival = Arrival { header: *header, packets, counter, bytes: len };
+        self.resp.push(arrival, Some(body.link), to.keys, ticket, State::Copying);
         Ok(packets)
     }
 
@@ -284,7 +312,7 @@ impl SoftQp {
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
             message.state = match message.ticket.status() {
                 Status::Pending => continue,
-                Status::Done => State::Over(env.links.quiet(message.link)),
+                Status::Done => State::Over(message.link.map_or(0, |link| env.links.quiet(link))),
                 Status::Failed => State::Failed,
             };
         }
@@ -303,11 +331,7 @@ impl SoftQp {
                  CUDA_DEVICE_MAX_CONNECTIONS, and see the kernel log for Xid lines"
             );
             message.ticket.cancel();
-            let remote = Syndrome::REM_OP_ERR;
-            message.state = State::Refused(match message.counter {
-                Some(counter) => Refusal::Receive { counter, local: Syndrome::LOC_QP_OP_ERR, remote },
-                None => Refusal::Remote(remote),
-            });
+            message.state = State::Refused(message.arrival.refusal());
         }
     }
 
@@ -326,9 +350,18 @@ impl SoftQp {
         let mut any = false;
         while let Some(first) = self.resp.copies.list.front() {
             match &first.state {
-                State::Over(seen) if *seen < env.links.quiet(first.link) || env.links.is_down(first.link) => {
-                }
+                State::Over(seen) if first.may_complete(*seen, env.links) => {}
                 State::Copying | State::Over(_) => break,
+                State::Failed if !first.is_reference() => {
+                    tracing::error!(
+                        reason = first.ticket.failure(),
+                        "software HCA: payload cannot be put in its place"
+                    );
+                    let (psn, refusal) = (first.arrival.header.psn, first.arrival.refusal());
+                    self.resp.copies.list.pop_front();
+                    self.refuse(psn, &refusal, env);
+                    return true;
+                }
                 State::Failed => {
                     let list = &self.resp.copies.list;
                     if self.resp.copies.closed || !list.iter().all(Message::is_over) {
@@ -336,7 +369,7 @@ impl SoftQp {
                     }
                     if list.iter().any(|m| !m.ticket.is_over()) {
                         // What may still happen must not meet the payload when it comes again.
-                        self.refuse(first.header.psn, &Refusal::Remote(Syndrome::REM_OP_ERR), env);
+                        self.refuse(first.arrival.header.psn, &Refusal::Remote(Syndrome::REM_OP_ERR), env);
                         return true;
                     }
                     env.stats.references_refused += 1;
@@ -347,22 +380,12 @@ impl SoftQp {
             }
             any = true;
             let Some(message) = self.resp.copies.list.pop_front() else { break };
-            let psn = message.header.psn;
             if let State::Refused(refusal) = message.state {
-                self.refuse(psn, &refusal, env);
+                self.refuse(message.arrival.header.psn, &refusal, env);
                 break;
             }
-            env.stats.by_reference += 1;
-            if let Some(counter) = message.counter {
-                let imm = message.header.flags & packet::IMM != 0;
-                let opcode = match (message.header.op, imm) {
-                    (PacketOp::WRITE, _) => CqeOpcode::RESP_WR_IMM,
-                    (_, true) => CqeOpcode::RESP_SEND_IMM,
-                    _ => CqeOpcode::RESP_SEND,
-                };
-                self.received(opcode, message.header.len as usize, counter, &message.header, env);
-            }
-            self.resp.ack(psn.wrapping_add(message.packets).wrapping_sub(1));
+            env.stats.by_reference += u64::from(message.is_reference());
+            self.complete_arrival(&message.arrival, env);
         }
         any
     }

@@ -1,0 +1,178 @@
+//! Messages that come as bytes: their receives, their places, their completions.
+
+use smallvec::SmallVec;
+
+use super::super::landing;
+use super::super::links::Body;
+use super::super::packet::{self, Header, PacketOp};
+use super::super::qp::{Env, SoftQp};
+use super::{Current, Refusal};
+use crate::mlx5::{self, Cqe, CqeOpcode, DataSeg, Syndrome};
+use crate::mover::Ticket;
+use crate::verbs::Access;
+
+/// What has arrived: a packet, or a message by reference.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Arrival {
+    pub(super) header: Header,
+    /// Sequence numbers that it has used.
+    pub(super) packets: u32,
+    /// The receive that it completes.
+    pub(super) counter: Option<u16>,
+    /// Bytes of the message so far.
+    pub(super) bytes: usize,
+}
+
+impl Arrival {
+    pub(super) fn of(header: &Header) -> Self {
+        Self { header: *header, packets: 1, counter: None, bytes: 0 }
+    }
+}
+
+impl SoftQp {
+    pub(super) fn has_receive(&mut self) -> bool {
+        if self.resp.posted == self.resp.tail {
+            self.resp.posted = self.recv_record(self.resp.tail);
+        }
+        self.resp.posted > self.resp.tail
+    }
+
+    /// The buffers of the next receive.
+    pub(super) fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
+        let entries = 1u64 << self.request.log_rq;
+        let at = usize::try_from(self.resp.tail & (entries - 1)).expect("a ring index fits");
+        let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.request.rq_stride);
+        self.rq.read(at * self.request.rq_stride, &mut wqe).expect("entries lie in the ring");
+        mlx5::decode_recv(&wqe).collect()
+    }
+
+    pub(super) fn receive(
+        &mut self,
+        header: &Header,
+        body: &Body<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<(), Refusal> {
+        if header.flags & packet::FIRST != 0 {
+            if !self.has_receive() {
+                return Err(Refusal::NotReady);
+            }
+            let sges = self.next_receive();
+            let counter = self.resp.consume();
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
+            }
+            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
+        }
+        let taken = self.resp.current.take();
+        let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
+            return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
+        };
+        let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
+        let failed = |local, remote| Refusal::Receive { counter, local, remote };
+        if current.received + body.len() > capacity {
+            return Err(failed(Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
+        }
+        let landing = self
+            .scatter(current.sges.iter().copied(), current.received, body, 0, env)
+            .map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
+        current.received += body.len();
+        let bytes = current.received;
+        let is_last = header.flags & packet::LAST != 0;
+        if !is_last {
+            self.resp.current = Some(current);
+        }
+        self.arrive(
+            Arrival { counter: is_last.then_some(counter), bytes, ..Arrival::of(header) },
+            landing,
+            env,
+        );
+        Ok(())
+    }
+
+    /// A packet has arrived; its bytes may still be landing.
+    fn arrive(&mut self, arrival: Arrival, landing: Option<Ticket>, env: &mut Env<'_>) {
+        if landing.is_none() && !self.resp.is_copying() {
+            return self.complete_arrival(&arrival, env);
+        }
+        let in_place = || {
+            let ticket = Ticket::default();
+            ticket.done();
+            ticket
+        };
+        self.resp.complete_later(arrival, landing.unwrap_or_else(in_place));
+    }
+
+    /// What has arrived completes its receive and is acknowledged.
+    pub(super) fn complete_arrival(&mut self, arrival: &Arrival, env: &mut Env<'_>) {
+        let header = &arrival.header;
+        if let Some(counter) = arrival.counter {
+            let imm = header.flags & packet::IMM != 0;
+            let opcode = match (header.op, imm) {
+                (PacketOp::WRITE, _) => CqeOpcode::RESP_WR_IMM,
+                (_, true) => CqeOpcode::RESP_SEND_IMM,
+                _ => CqeOpcode::RESP_SEND,
+            };
+            let cqe = Cqe {
+                opcode,
+                byte_cnt: u32::try_from(arrival.bytes).expect("messages are at most 1 GiB"),
+                imm: header.imm,
+                solicited: header.flags & packet::SOLICITED != 0,
+                ..Cqe::default()
+            };
+            self.complete_recv(cqe, counter, env);
+        }
+        // Long messages are acknowledged on the way, so that the sender's window moves.
+        if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
+            self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1));
+        }
+    }
+
+    pub(super) fn allow(&self, access: Access) -> Result<(), Refusal> {
+        if self.access.contains(access) { Ok(()) } else { Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)) }
+    }
+
+    pub(super) fn written(
+        &mut self,
+        header: &Header,
+        body: &Body<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<(), Refusal> {
+        self.allow(Access::REMOTE_WRITE)?;
+        let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
+        if notify && !self.has_receive() {
+            return Err(Refusal::NotReady);
+        }
+        let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        let len = body.len() - 8;
+        let mut landing = None;
+        // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).
+        if len > 0 {
+            let (memory, at) = env
+                .keys
+                .remote(header.rkey, self.request.pdn, addr, len, Access::REMOTE_WRITE)
+                .map_err(Refusal::Remote)?;
+            if memory.is_mapped() {
+                body.copy_to(8, memory, at, len);
+                env.inbound.written(header.rkey, memory);
+            } else {
+                let piece = landing::Piece { from: 8, key: header.rkey, memory: memory.clone(), at, len };
+                let refused = |_| Refusal::Remote(Syndrome::REM_OP_ERR);
+                landing = Some(self.landing.put(body, vec![piece], env.mover).map_err(refused)?);
+            }
+        }
+        // The immediate's receive reports the length of the whole message.
+        let bytes = self.resp.current.take().map_or(0, |c| c.received) + len;
+        let mut counter = None;
+        if notify {
+            let taken = self.resp.consume();
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter: taken, local, remote: Syndrome::REM_OP_ERR });
+            }
+            counter = Some(taken);
+        } else if header.flags & packet::LAST == 0 {
+            self.resp.current = Some(Current { counter: None, sges: SmallVec::new(), received: bytes });
+        }
+        self.arrive(Arrival { counter, bytes, ..Arrival::of(header) }, landing, env);
+        Ok(())
+    }
+}

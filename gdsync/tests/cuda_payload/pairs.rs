@@ -1,0 +1,172 @@
+//! From every kind of memory to every other, within one process.
+
+use std::time::Duration;
+
+use gdrcopy::cuda::raw::layout::{Handle, MemOp};
+use gdsync::cuda::Gpu;
+use gdsync::hca::FaultPlan;
+use gdsync::memory::Memory;
+use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
+
+use super::common::{Side, assert_clean, connect, hca, received, sent};
+use super::kinds::{Kind, alone, data, get, gpu, is_simulated, memory, new_stream, put};
+
+/// Bytes of a region.
+fn size() -> usize {
+    if is_simulated() { 4 << 20 } else { 64 << 20 }
+}
+
+/// Lengths round the thresholds, up to all of a region.
+pub(crate) fn lengths(size: usize) -> Vec<usize> {
+    let edges =
+        [1, 64, 4095, 4096, 4097, 16 << 10, (32 << 10) - 1, 32 << 10, (32 << 10) + 1, 300_001, 1 << 20];
+    edges.into_iter().chain([size - 7]).collect()
+}
+
+/// Streams of the application that wait for a word, and so occupy hardware queues.
+pub(crate) struct Blocked {
+    gpu: Gpu,
+    streams: Vec<Handle>,
+    word: Memory,
+}
+
+impl Blocked {
+    pub(crate) fn on(gpu: &Gpu, count: usize) -> Self {
+        let word = Memory::alloc(4096).unwrap();
+        let addr = word.gpu_addr(gpu).unwrap();
+        let streams: Vec<_> = (0..count).map(|_| new_stream(gpu)).collect();
+        let _current = gpu.enter().unwrap();
+        for stream in &streams {
+            let mut wait = MemOp::word(MemOp::WAIT_32, addr, 1, 0);
+            // SAFETY: one operation on a word that lives until the stream is released.
+            unsafe { gpu.api().stream_batch_mem_op(*stream, 1, &mut wait, 0) }.unwrap();
+        }
+        Self { gpu: gpu.clone(), streams, word }
+    }
+}
+
+impl Drop for Blocked {
+    fn drop(&mut self) {
+        self.word.word32(0).unwrap().store(1);
+        let _current = self.gpu.enter().unwrap();
+        for stream in &self.streams {
+            // SAFETY: a live stream, which ends now.
+            unsafe { self.gpu.api().stream_synchronize(*stream) }.unwrap();
+        }
+    }
+}
+
+struct End {
+    side: Side,
+    gpu: Gpu,
+    mr: Mr,
+    kind: Kind,
+}
+
+fn pair(from: (&Gpu, Kind), to: (&Gpu, Kind)) -> Option<(End, End)> {
+    let memories = (memory(from.0, from.1, size())?, memory(to.0, to.1, size())?);
+    let (a, b) = connect(Side::new(&hca(), 4096, |q| q), Side::new(&hca(), 4096, |q| q));
+    let end = |side: Side, (gpu, kind): (&Gpu, Kind), memory: &Memory| {
+        let mr = side.pd.register(memory, Access::all()).unwrap();
+        End { side, gpu: gpu.clone(), mr, kind }
+    };
+    Some((end(a, from, &memories.0), end(b, to, &memories.1)))
+}
+
+/// A message, a write and a read of every length.
+fn exchange(a: &End, b: &End) {
+    let what = format!("{:?} of {:?} to {:?} of {:?}", a.kind, a.gpu, b.kind, b.gpu);
+    for (n, len) in lengths(size()).into_iter().enumerate() {
+        let (there, back) = (data(len, n), data(len, n + 100));
+        let sge = [a.mr.sge(7, len).unwrap()];
+        let remote = b.mr.remote(3).unwrap();
+        for written in [false, true] {
+            put(&b.gpu, b.mr.memory(), 0, &vec![0xee; len + 7]);
+            put(&a.gpu, a.mr.memory(), 7, &there);
+            let into = if written { vec![] } else { vec![b.mr.sge(3, len).unwrap()] };
+            b.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &into }]).unwrap();
+            let wr = if written { SendWr::write(remote, &sge) } else { SendWr::send(&sge) };
+            a.side.qp.post_send(&[wr.imm(3)]).unwrap();
+            let (got, gone) = (received(&b.side), sent(&a.side));
+            assert_eq!((got.syndrome, gone.syndrome), (None, None), "{what}, {len} bytes");
+            let seen = get(&b.gpu, b.mr.memory(), 0, len + 7);
+            assert!(seen[3..3 + len] == there, "{what}, {len} bytes, written: {written}");
+            assert!(seen[..3] == [0xee; 3] && seen[3 + len..] == [0xee; 4], "{what}, {len} bytes: round it");
+        }
+        put(&b.gpu, b.mr.memory(), 3, &back);
+        a.side.qp.post_send(&[SendWr::read(remote, &sge)]).unwrap();
+        assert_eq!(sent(&a.side).syndrome, None, "{what}, {len} bytes read");
+        assert!(get(&a.gpu, a.mr.memory(), 7, len) == back, "{what}, {len} bytes read");
+    }
+    assert_clean(&[&a.side, &b.side]);
+}
+
+fn all_pairs(first: &Gpu, second: &Gpu) {
+    for from in Kind::ALL {
+        for to in Kind::ALL {
+            if let Some((a, b)) = pair((first, from), (second, to)) {
+                exchange(&a, &b);
+            }
+        }
+    }
+}
+
+#[test]
+fn on_one_gpu() {
+    let _alone = alone();
+    let Some(gpu) = gpu(0) else { return };
+    all_pairs(&gpu, &gpu);
+}
+
+#[test]
+fn between_two_gpus() {
+    let _alone = alone();
+    let (Some(first), Some(second)) = (gpu(0), gpu(1)) else {
+        return eprintln!("skipped: fewer than two GPUs");
+    };
+    all_pairs(&first, &second);
+}
+
+#[test]
+fn while_six_streams_wait() {
+    let _alone = alone();
+    let Some(gpu) = gpu(0) else { return };
+    let pairs: Vec<_> = [Kind::Malloc, Kind::Plain, Kind::Pinned]
+        .into_iter()
+        .filter_map(|kind| pair((&gpu, Kind::Malloc), (&gpu, kind)))
+        .collect();
+    let sizes = lengths(size());
+    let blocked = Blocked::on(&gpu, 6);
+    for (a, b) in &pairs {
+        for &len in &sizes {
+            let into = [b.mr.sge(0, len).unwrap()];
+            b.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &into }]).unwrap();
+            a.side.qp.post_send(&[SendWr::send(&[a.mr.sge(0, len).unwrap()])]).unwrap();
+            assert_eq!(received(&b.side).syndrome, None, "{len} bytes to {:?}", b.kind);
+            assert_eq!(sent(&a.side).syndrome, None);
+        }
+    }
+    drop(blocked);
+    std::thread::sleep(Duration::from_millis(1));
+}
+
+#[test]
+fn through_faults_of_the_network() {
+    let _alone = alone();
+    let Some(gpu) = gpu(0) else { return };
+    for (from, to) in [
+        (Kind::Malloc, Kind::Malloc),
+        (Kind::Plain, Kind::Unmapped),
+        (Kind::Unmapped, Kind::Plain),
+        (Kind::Pool, Kind::Pool),
+    ] {
+        let Some((a, b)) = pair((&gpu, from), (&gpu, to)) else { continue };
+        for (end, seed) in [(&a, 1), (&b, 2)] {
+            let delay = (0.02, Duration::from_micros(100));
+            let plan =
+                FaultPlan { seed, drop: 0.01, duplicate: 0.05, reorder: 0.05, delay, ..FaultPlan::default() };
+            end.side.context.inject(plan).unwrap();
+        }
+        exchange(&a, &b);
+    }
+}

@@ -1,0 +1,306 @@
+//! Between two processes, on one GPU or on two. CUDA IPC carries what it can; on the simulated driver, which has none across
+//! processes, everything is staged.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use gdsync::cuda::Gpu;
+use gdsync::mlx5::RemoteAddr;
+use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
+
+use super::common::{Side, assert_clean, hca, received, sent};
+use super::kinds::{Kind, alone, data, get, gpu, is_simulated, memory, put, stream};
+use super::pairs::{Blocked, lengths};
+
+/// Set in the child: its GPU.
+const ORDINAL: &str = "GDSYNC_TEST_GPU";
+const KINDS: [Kind; 6] = [Kind::Plain, Kind::Pinned, Kind::Mapped, Kind::Malloc, Kind::Vmm, Kind::Pool];
+/// Bytes that the bandwidth is measured with.
+const LARGE: usize = 64 << 20;
+
+fn size() -> usize {
+    if is_simulated() { 2 << 20 } else { LARGE }
+}
+
+/// One process: a queue pair, and memory of every kind that there is.
+struct Here {
+    side: Side,
+    gpu: Gpu,
+    mrs: Vec<Option<Mr>>,
+}
+
+impl Here {
+    fn on(gpu: Gpu) -> Self {
+        let side = Side::new(&hca(), 4096, |q| q.timeout(18));
+        let register = |kind| {
+            let memory = memory(&gpu, kind, size())?;
+            Some(side.pd.register(&memory, Access::all()).unwrap())
+        };
+        let mrs = KINDS.into_iter().map(register).collect();
+        Self { side, gpu, mrs }
+    }
+
+    fn mr(&self, kind: usize) -> &Mr {
+        self.mrs[kind].as_ref().unwrap()
+    }
+
+    fn fill(&self, kind: usize, len: usize, seed: usize) {
+        put(&self.gpu, self.mr(kind).memory(), 1, &data(len, seed));
+    }
+
+    fn holds(&self, kind: usize, len: usize, seed: usize) -> bool {
+        get(&self.gpu, self.mr(kind).memory(), 1, len) == data(len, seed)
+    }
+}
+
+/// Not a test of its own: the other process. It does what it is told, a line at a time.
+#[test]
+fn child() {
+    let Ok(ordinal) = std::env::var(ORDINAL) else { return };
+    let here = Here::on(gpu(ordinal.parse().unwrap()).unwrap());
+    let mut out = format!("peer {}", here.side.qp.address());
+    for mr in &here.mrs {
+        let remote = mr.as_ref().map(|mr| mr.remote(1).unwrap());
+        let RemoteAddr { addr, rkey } = remote.unwrap_or(RemoteAddr { addr: 0, rkey: 0 });
+        out += &format!(" {addr} {rkey}");
+    }
+    println!("{out}");
+    let mut blocked = None;
+    for line in std::io::stdin().lines().map(Result::unwrap) {
+        let words: Vec<_> = line.split(' ').collect();
+        let number = |i: usize| words[i].parse::<usize>().unwrap();
+        match words[0] {
+            "connect" => here.side.qp.connect(words[1].parse().unwrap()).unwrap(),
+            "post" => {
+                let sges = [here.mr(number(1)).sge(1, number(2)).unwrap()];
+                here.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &sges }]).unwrap();
+            }
+            "receive" => assert_eq!(received(&here.side).syndrome, None),
+            "fill" => here.fill(number(1), number(2), number(3)),
+            "check" => assert!(here.holds(number(1), number(2), number(3)), "{line}"),
+            "block" => blocked = Some(Blocked::on(&here.gpu, number(1))),
+            "release" => drop(blocked.take()),
+            "stats" => {
+                let stats = here.side.context.stats();
+                println!("stats {} {}", stats.by_reference, stats.references_refused);
+            }
+            other => panic!("'{other}'"),
+        }
+        println!("done");
+    }
+    assert_clean(&[&here.side]);
+}
+
+struct Peer {
+    child: Child,
+    stdin: ChildStdin,
+    lines: BufReader<ChildStdout>,
+    remotes: Vec<RemoteAddr>,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Peer {
+    fn start(ordinal: i32, here: &Here) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "processes::child", "--nocapture", "--test-threads=1"])
+            .env(ORDINAL, ordinal.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (stdin, lines) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut peer = Self { child, stdin, lines, remotes: Vec::new() };
+        let line = peer.hear("peer ");
+        let words: Vec<_> = line.split_whitespace().collect();
+        here.side.qp.connect(words[1].parse().unwrap()).unwrap();
+        let remote =
+            |pair: &[&str]| RemoteAddr { addr: pair[0].parse().unwrap(), rkey: pair[1].parse().unwrap() };
+        peer.remotes = words[2..].chunks(2).map(remote).collect();
+        peer.does(&format!("connect {}", here.side.qp.address()));
+        peer
+    }
+
+    /// The next line with this in it, from there on.
+    fn hear(&mut self, begin: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "the child ended before '{begin}'");
+            if let Some(at) = line.find(begin) {
+                return line[at..].trim().to_owned();
+            }
+        }
+    }
+
+    fn tell(&mut self, what: &str) {
+        writeln!(self.stdin, "{what}").unwrap();
+    }
+
+    fn does(&mut self, what: &str) {
+        self.tell(what);
+        self.hear("done");
+    }
+
+    fn has(&self, kind: usize) -> bool {
+        self.remotes[kind].rkey != 0
+    }
+
+    /// Messages received by reference, and references refused.
+    fn stats(&mut self) -> (u64, u64) {
+        self.tell("stats");
+        let line = self.hear("stats ");
+        self.hear("done");
+        let mut words = line.split(' ').skip(1).map(|word| word.parse().unwrap());
+        (words.next().unwrap(), words.next().unwrap())
+    }
+}
+
+/// A message, a write and a read of `len` bytes.
+fn exchange(here: &Here, peer: &mut Peer, from: usize, to: usize, len: usize, seed: usize) {
+    let what = format!("{:?} to {:?}, {len} bytes", KINDS[from], KINDS[to]);
+    let sge = [here.mr(from).sge(1, len).unwrap()];
+    let remote = peer.remotes[to];
+    let ended = || assert_eq!(sent(&here.side).syndrome, None, "{what}");
+    here.fill(from, len, seed);
+    peer.does(&format!("post {to} {len}"));
+    here.side.qp.post_send(&[SendWr::send(&sge)]).unwrap();
+    ended();
+    peer.does("receive");
+    peer.does(&format!("check {to} {len} {seed}"));
+    here.fill(from, len, seed + 1);
+    here.side.qp.post_send(&[SendWr::write(remote, &sge)]).unwrap();
+    ended();
+    peer.does(&format!("check {to} {len} {}", seed + 1));
+    peer.does(&format!("fill {to} {len} {}", seed + 2));
+    here.side.qp.post_send(&[SendWr::read(remote, &sge)]).unwrap();
+    ended();
+    assert!(here.holds(from, len, seed + 2), "{what}, read");
+}
+
+fn all_pairs(here: &Here, peer: &mut Peer) {
+    let mut seed = 0;
+    for from in (0..KINDS.len()).filter(|&kind| here.mrs[kind].is_some()) {
+        for to in (0..KINDS.len()).filter(|&kind| peer.has(kind)).collect::<Vec<_>>() {
+            for len in lengths(size()) {
+                exchange(here, peer, from, to, len, seed);
+                seed += 3;
+            }
+        }
+    }
+    assert_clean(&[&here.side]);
+}
+
+/// The GPUs of both sides.
+fn places() -> Vec<(Gpu, i32)> {
+    let (Some(first), second) = (gpu(0), gpu(1)) else { return vec![] };
+    if second.is_none() {
+        eprintln!("skipped: between two GPUs, as there is one");
+    }
+    [Some((first.clone(), 0)), second.map(|_| (first, 1))].into_iter().flatten().collect()
+}
+
+#[test]
+fn every_kind_to_every_kind() {
+    let _alone = alone();
+    for (gpu, other) in places() {
+        let here = Here::on(gpu);
+        let mut peer = Peer::start(other, &here);
+        all_pairs(&here, &mut peer);
+        let (by_reference, refused) = peer.stats();
+        eprintln!("to GPU {other}: {by_reference} messages by reference, {refused} references refused");
+        if !is_simulated() {
+            assert!(by_reference > 0, "CUDA IPC was never used");
+        }
+    }
+}
+
+#[test]
+fn while_six_streams_wait_on_both_sides() {
+    let _alone = alone();
+    for (gpu, other) in places() {
+        let here = Here::on(gpu);
+        let mut peer = Peer::start(other, &here);
+        // Once without: registrations and openings may wait for streams, copies must not.
+        exchange(&here, &mut peer, 3, 3, size() - 7, 0);
+        peer.does("block 6");
+        let blocked = Blocked::on(&here.gpu, 6);
+        let sge = [here.mr(3).sge(1, size() - 7).unwrap()];
+        for _ in 0..20 {
+            let wr = SendWr::write(peer.remotes[3], &sge);
+            here.side.qp.post_send(&[wr]).unwrap();
+            assert_eq!(sent(&here.side).syndrome, None);
+        }
+        drop(blocked);
+        peer.does("release");
+    }
+}
+
+/// Prints what 64 MiB from GPU to GPU take, beside `cuMemcpyPeerAsync`. It fails for wrong data only.
+#[test]
+fn bandwidth_of_64_mib() {
+    let _alone = alone();
+    if is_simulated() {
+        return eprintln!("skipped: no GPU");
+    }
+    for (first, other) in places() {
+        let second = gpu(other).unwrap();
+        let alone = baseline(&first, &second);
+        let here = Here::on(first);
+        let mut peer = Peer::start(other, &here);
+        let sge = [here.mr(3).sge(0, LARGE).unwrap()];
+        let remote = RemoteAddr { addr: peer.remotes[3].addr - 1, ..peer.remotes[3] };
+        let run = |count: usize, window: usize| {
+            let (start, mut posted) = (Instant::now(), 0);
+            for done in 0..count {
+                while posted < (done + window).min(count) {
+                    here.side.qp.post_send(&[SendWr::write(remote, &sge)]).unwrap();
+                    posted += 1;
+                }
+                assert_eq!(sent(&here.side).syndrome, None);
+            }
+            start.elapsed() / u32::try_from(count).unwrap()
+        };
+        run(4, 4);
+        for (name, window) in [("one at a time", 1), ("eight at a time", 8)] {
+            let each = run(64, window);
+            let share = 100.0 * alone.as_secs_f64() / each.as_secs_f64();
+            eprintln!(
+                "GPU 0 to GPU {other}, two processes, {name}: {each:?} for 64 MiB, {:.1} GB/s, {share:.0} % of \
+                 cuMemcpyPeerAsync ({alone:?})",
+                67.108_864e-3 / each.as_secs_f64()
+            );
+        }
+        here.fill(3, LARGE - 1, 5);
+        run(1, 1);
+        peer.does(&format!("check 3 {} 5", LARGE - 1));
+    }
+}
+
+/// What `cuMemcpyPeerAsync` takes for 64 MiB within one process, copies back to back.
+fn baseline(first: &Gpu, second: &Gpu) -> Duration {
+    let (from, to) =
+        (memory(first, Kind::Malloc, LARGE).unwrap(), memory(second, Kind::Malloc, LARGE).unwrap());
+    from.gpu_addr(second).unwrap();
+    to.gpu_addr(first).unwrap();
+    let _current = first.enter().unwrap();
+    let api = first.api();
+    let copies = |count: u32| {
+        let start = Instant::now();
+        for _ in 0..count {
+            let (dst, src) = ((to.addr(), second.raw_context()), (from.addr(), first.raw_context()));
+            // SAFETY: both live and are so long.
+            unsafe { api.memcpy_peer_async(dst.0, dst.1, src.0, src.1, LARGE, stream(first)) }.unwrap();
+        }
+        // SAFETY: a live stream.
+        unsafe { api.stream_synchronize(stream(first)) }.unwrap();
+        start.elapsed() / count
+    };
+    copies(4);
+    copies(64)
+}
