@@ -59,10 +59,21 @@ pub(crate) fn is_simulated() -> bool {
 
 /// GPU `ordinal`, simulated where there is none; `None` where there are fewer.
 pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
-    if is_simulated() {
-        return Some(Gpu::open_with(driver::api(), ordinal, Some(driver::gdr().unwrap())).unwrap());
+    // Never closed: the streams below are of its context, which goes with its last user.
+    static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+    let mut open = OPEN.lock().unwrap();
+    if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal() == ordinal) {
+        return Some(gpu.clone());
     }
-    (ordinal < Gpu::count().unwrap()).then(|| Gpu::open(ordinal).unwrap())
+    let gpu = if is_simulated() {
+        Gpu::open_with(driver::api(), ordinal, Some(driver::gdr().unwrap())).unwrap()
+    } else if ordinal < Gpu::count().unwrap() {
+        Gpu::open(ordinal).unwrap()
+    } else {
+        return None;
+    };
+    open.push(gpu.clone());
+    Some(gpu)
 }
 
 /// The same GPU, but nothing of it can be mapped.
