@@ -89,6 +89,7 @@ entry_points! {
     mem_alloc_async = "cuMemAllocAsync" (addr: *mut u64, len: usize, stream: Handle);
     mem_free_async = "cuMemFreeAsync" (addr: u64, stream: Handle);
     mem_alloc_managed = "cuMemAllocManaged" (addr: *mut u64, len: usize, flags: u32);
+    mem_get_info = "cuMemGetInfo_v2" (free: *mut usize, total: *mut usize);
     mem_host_alloc = "cuMemHostAlloc" (addr: *mut *mut c_void, len: usize, flags: u32);
     mem_free_host = "cuMemFreeHost" (addr: *mut c_void);
     ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange" (least: *mut i32, greatest: *mut i32);

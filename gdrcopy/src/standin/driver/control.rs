@@ -116,12 +116,12 @@ pub(super) fn blocked() {
     BLOCKED.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Whether memory is freed only when the GPU is idle.
+/// Whether memory is freed, and modules come and go, only when the GPU is idle.
 pub(super) fn frees_wait() -> bool {
     SETTINGS.lock().frees_wait
 }
 
-/// Memory is not freed at once.
+/// A call has to wait for the GPU.
 pub(super) fn stalled() {
     STALLED.fetch_add(1, Ordering::Relaxed);
 }
@@ -216,8 +216,8 @@ impl Control {
         SETTINGS.lock().patience = limit;
     }
 
-    /// Whether freeing and unregistering memory waits for all work of the GPU, as seen on an H200 (so it is at first), or
-    /// leaves work that still needs the memory to fail.
+    /// Whether freeing and unregistering memory, and loading and unloading modules, waits for all work of the GPU, as seen on
+    /// an H200 (so it is at first). Otherwise work that still needs freed memory fails.
     pub fn frees_wait(&self, wait: bool) {
         SETTINGS.lock().frees_wait = wait;
     }
@@ -228,6 +228,14 @@ impl Control {
     /// Where there is no such context.
     pub fn break_context(&self, handle: Handle, status: u32) {
         context::CONTEXTS.get(handle).expect("a live context").fail(CudaStatus(status));
+    }
+
+    /// Has a context that failed work again.
+    ///
+    /// # Panics
+    /// As [`break_context`](Self::break_context).
+    pub fn mend_context(&self, handle: Handle) {
+        context::CONTEXTS.get(handle).expect("a live context").mend();
     }
 
     /// Calls of the entry point of this name, also failed ones.
@@ -245,7 +253,7 @@ impl Control {
         BLOCKED.load(Ordering::Relaxed)
     }
 
-    /// Calls that freed or unregistered memory and had to wait for work.
+    /// Calls of memory and modules that had to wait for work.
     pub fn stalled(&self) -> u64 {
         STALLED.load(Ordering::Relaxed)
     }

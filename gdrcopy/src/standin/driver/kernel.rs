@@ -10,7 +10,7 @@ use super::command::Command;
 use super::context::current;
 use super::handles::Table;
 use super::stream::enqueue;
-use super::{Outcome, capture, get_all, put, require, status};
+use super::{Outcome, capture, get_all, put, queue, require, status};
 use crate::cuda::CudaStatus;
 use crate::cuda::raw::layout::Handle;
 
@@ -100,16 +100,19 @@ pub(super) fn forget(context: Handle) {
 }
 
 pub(super) fn load(module: *mut Handle, image: *const c_void) -> Outcome {
-    let context = current()?.handle;
+    let context = current()?;
     capture::unsafe_call()?;
     require(!module.is_null(), CudaStatus::INVALID_VALUE)?;
     require(!image.is_null(), status::INVALID_IMAGE)?;
-    put(module, MODULES.insert(|_| context))
+    queue::wait_for_idle(Some(context.device))?;
+    put(module, MODULES.insert(|_| context.handle))
 }
 
 pub(super) fn unload(module: Handle) -> Outcome {
-    current()?;
+    let context = current()?;
     capture::unsafe_call()?;
+    MODULES.get(module)?;
+    queue::wait_for_idle(Some(context.device))?;
     MODULES.remove(module)?;
     FUNCTIONS.forget(|function| function.module == module);
     Ok(())

@@ -11,7 +11,7 @@ use parking_lot::{Mutex, RecursiveRwLock};
 use super::context::{self, Context};
 use super::handles::number;
 use super::status::NOT_REGISTERED;
-use super::{Outcome, address, capture, control, put, queue, require};
+use super::{Outcome, address, capture, put, queue, require};
 use crate::backend::{MappingType, host_page};
 use crate::cpu_range::CpuRange;
 use crate::cuda::CudaStatus;
@@ -135,15 +135,22 @@ fn remove(addr: usize, kind: Kind) -> Option<Arc<Region>> {
     Some(region)
 }
 
+/// Bytes of the current context's GPU that are free, and all of them.
+pub(super) fn info(free: *mut usize, total: *mut usize) -> Outcome {
+    let device = context::current()?.device;
+    let is_there = |region: &&Arc<Region>| region.kind == Kind::Device && region.context.device == device;
+    let used: usize = REGIONS.lock().values().filter(is_there).map(|region| region.len).sum();
+    put(free, GPU_MEMORY.saturating_sub(used))?;
+    put(total, GPU_MEMORY)
+}
+
 /// Frees or unregisters what begins at an address. CUDA waits for the GPU, and for host memory this waits for both.
 fn give_back(addr: usize, kind: Kind, otherwise: CudaStatus) -> Outcome {
     context::current()?;
     capture::unsafe_call()?;
     let region =
         find(addr, 1).filter(|region| region.start == addr && region.kind == kind).ok_or(otherwise)?;
-    if control::frees_wait() {
-        queue::wait_for_all((kind == Kind::Device).then_some(region.context.device))?;
-    }
+    queue::wait_for_idle((kind == Kind::Device).then_some(region.context.device))?;
     remove(addr, kind).map(drop).ok_or(otherwise)
 }
 

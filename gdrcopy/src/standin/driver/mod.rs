@@ -7,14 +7,14 @@
 //!
 //! - Two GPUs like an H200. Contexts: the primary ones, and those that [`application_context`] makes. Calls that need a
 //!   current context fail with 201 without one. An error of running work sticks to its context, as in CUDA.
-//! - GPU memory is host memory, its GPU address its CPU address. Freeing and unregistering wait for all work of the GPU, as
-//!   seen on an H200, or with [`Control::frees_wait`] do not: then work that was enqueued on the memory before fails with
-//!   700, and the bytes stay until then. Memory of the other GPU needs peer access
-//!   in stream memory operations; contexts of one GPU reach each other's. Registrations may not overlap, but may share
-//!   pages. Kernels and host functions get plain addresses, which nothing checks.
+//! - GPU memory is host memory, its GPU address its CPU address. Freeing and unregistering memory, and loading and
+//!   unloading modules, wait for all work of the GPU, as seen on an H200, or with [`Control::frees_wait`] do not: then work
+//!   that was enqueued on the memory before fails with 700, and the bytes stay until then. Memory of the other GPU needs
+//!   peer access in stream memory operations; contexts of one GPU reach each other's. Registrations may not overlap, but
+//!   may share pages. Kernels and host functions get plain addresses, which nothing checks.
 //! - Each stream is a queue with a thread. Of its submissions 1,024 may be pending, and 256 host functions; one more
 //!   blocks the call, as measured on an H200, at most for [`Control::patience`]: then it fails with 702. So do
-//!   synchronizations, and frees. A destroyed stream finishes its work in the background.
+//!   synchronizations, frees and modules. A destroyed stream finishes its work in the background.
 //! - A write without a barrier shows when something other than a wait follows on its stream, or at a synchronization.
 //! - Copies from pageable memory take the bytes at once, copies to it return when they are there.
 //! - Capture: memory operations, kernels, host functions, fills, and copies without pageable memory become a chain of

@@ -81,8 +81,12 @@ impl Ticket {
     }
 }
 
-/// Waits for all work on a device, or on all of them, as long as a call may. Whether it succeeds does not matter.
-pub(super) fn wait_for_all(device: Option<i32>) -> Outcome {
+/// Waits for all work on a device, or on all of them, as long as a call may, where CUDA does. Whether the work succeeds does
+/// not matter.
+pub(super) fn wait_for_idle(device: Option<i32>) -> Outcome {
+    if !control::frees_wait() {
+        return Ok(());
+    }
     let queues: Vec<_> = QUEUES.lock().iter().filter_map(Weak::upgrade).collect();
     let of_it = queues.iter().filter(|queue| device.is_none_or(|device| queue.context.device == device));
     let busy: Vec<_> = of_it.map(Shared::last).filter(|ticket| !ticket.is_done()).collect();

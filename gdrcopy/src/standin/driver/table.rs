@@ -97,6 +97,7 @@ table! {
     ipc_close_mem_handle = "cuIpcCloseMemHandle" (addr: u64) pointer::close_ipc(addr);
     mem_alloc = "cuMemAlloc" (addr: *mut u64, len: usize) memory::alloc(addr, len);
     mem_free = "cuMemFree" (addr: u64) memory::free(addr);
+    mem_get_info = "cuMemGetInfo" (free: *mut usize, total: *mut usize) memory::info(free, total);
     mem_host_alloc = "cuMemHostAlloc" (addr: *mut *mut c_void, len: usize, flags: u32)
         memory::host_alloc(addr, len, flags);
     mem_free_host = "cuMemFreeHost" (addr: *mut c_void) memory::free_host(addr);

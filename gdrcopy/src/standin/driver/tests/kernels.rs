@@ -67,6 +67,29 @@ fn kernels_get_copies_of_their_parameters() {
 }
 
 #[test]
+fn modules_come_and_go_when_the_gpu_is_idle() {
+    let rig = Rig::new();
+    let (gate, stream, module) = (rig.words(1), rig.stream(), Module::load());
+    assert_eq!(batch(stream, &[wait(gate.at(0), 1, 0)]), 0);
+    rig.control.patience(Duration::from_millis(10));
+    let mut another = 0;
+    let mut load = || cuda!(module_load_data(&mut another, c"image".as_ptr().cast()));
+    assert_eq!([load(), cuda!(module_unload(module.module))], [702; 2]);
+    assert_eq!((rig.control.stalled(), rig.control.alive().modules), (2, 1));
+    // Its kernels run meanwhile.
+    assert_eq!(launch_add(module.add, 0, gate.at(0), 0), 0);
+    rig.control.frees_wait(false);
+    assert_eq!(load(), 0);
+    rig.control.frees_wait(true);
+    rig.control.patience(Duration::from_secs(60));
+    gate.set(0, 1);
+    assert_eq!([cuda!(module_unload(module.module)), cuda!(module_unload(another))], [0; 2]);
+    assert_eq!(cuda!(stream_destroy(stream)), 0);
+    gate.free();
+    rig.nothing_is_left();
+}
+
+#[test]
 fn wrong_modules_kernels_and_launches_are_refused() {
     let rig = Rig::new();
     let (stream, module) = (rig.stream(), Module::load());

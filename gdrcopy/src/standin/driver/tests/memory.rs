@@ -10,6 +10,9 @@ fn gpu_memory_comes_and_goes() {
     let words = rig.words(4);
     words.set(3, 9);
     assert_eq!(rig.control.alive().device_memory, 1);
+    let (mut free, mut total) = (0, 0);
+    assert_eq!(cuda!(mem_get_info(&mut free, &mut total)), 0);
+    assert_eq!(total - free, 32);
     assert_eq!(cuda!(mem_free(words.at(1))), INVALID_VALUE);
     let addr = words.addr;
     words.free();
