@@ -161,12 +161,14 @@ fn slot(slots: &mut [Option<SoftCq>], cqn: u32) -> Option<&mut Option<SoftCq>> {
 
 impl SoftCq {
     fn has_room(&mut self) -> bool {
-        if self.ignore_overrun || self.produced - self.consumed < 1 << self.log {
+        // A consumer that gave up may be ahead, past completions that are only written now.
+        let is_room = |cq: &Self| cq.produced.saturating_sub(cq.consumed) < 1 << cq.log;
+        if self.ignore_overrun || is_room(self) {
             return true;
         }
         let record = self.record.atomic32(0).expect("doorbell records are aligned");
         self.consumed = completion::passed(record, self.consumed);
-        self.produced - self.consumed < 1 << self.log
+        is_room(self)
     }
 }
 

@@ -158,10 +158,10 @@ impl Stream {
     }
 
     /// A stream of the application: what it queues there itself, as kernels and copies, and what is queued here run in the
-    /// order they are queued in. The default streams may be lent, too.
+    /// order they are queued in. The legacy default stream may be lent, too.
     ///
     /// # Errors
-    /// As [`Stream::cuda`].
+    /// As [`Stream::cuda`]; [`Error::Unsupported`] for the default stream of a thread.
     ///
     /// # Safety
     /// `stream` must be a stream of the context of `gpu` that lives as long as the result and its clones. It is not
@@ -368,7 +368,9 @@ impl Stream {
     /// What the stream is doing, without waiting.
     pub fn query(&self) -> StreamStatus {
         let engine = &self.0.engine;
-        StreamStatus { pending: engine.submitted() - engine.completed(), error: engine.error() }
+        // In this order: others may submit meanwhile.
+        let completed = engine.completed();
+        StreamStatus { pending: engine.submitted() - completed, error: engine.error() }
     }
 
     /// Gives up everything pending: the queue pairs it uses are stopped, waits are released, nothing more runs.

@@ -173,6 +173,11 @@ impl Qp {
         let modifying = core.modifying.lock();
         let from = if core.health.check().is_err() { QpState::ERR } else { core.state() };
         let to = attr.check(core.qpn, from)?;
+        if (from, to) == (QpState::ERR, QpState::RESET) && self.send.has_hidden() {
+            // The device need not have found the failure by itself.
+            core.provider.modify_qp(core.qpn, &QpAttr::to(QpState::ERR), CONNECT)?;
+            self.send.show_hidden();
+        }
         let psn = core.provider.modify_qp(core.qpn, attr, CONNECT)?;
         core.psn.store(psn, Ordering::Release);
         core.state.store(to.0, Ordering::Release);

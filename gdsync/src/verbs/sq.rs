@@ -331,6 +331,17 @@ impl SendQueue {
         &*self.end.qp.provider
     }
 
+    /// Whether there are requests that a stream was to expose, and gave up.
+    pub(crate) fn has_hidden(&self) -> bool {
+        self.record.load() != mlx5::send_record(self.end.tracker.lock().head)
+    }
+
+    /// Exposes them to the device, in the error state, before it is reset: their waits may have been released by completions
+    /// in place of the device's, and the next one belongs behind those.
+    pub(crate) fn show_hidden(&self) {
+        self.record.store(mlx5::send_record(self.end.tracker.lock().head));
+    }
+
     /// Forgets everything posted, after the queue pair was reset.
     pub(crate) fn reset(&self) {
         // What completed before the reset still counts; after this nothing more arrives.

@@ -6,7 +6,9 @@
 
 use std::fmt;
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
+use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::MemOp;
 use parking_lot::Mutex;
 
@@ -19,6 +21,8 @@ use crate::memory::Word64;
 const NON_BLOCKING: u32 = 1;
 /// Kicks that the GPU has not run: with more it does not move, and would only block the caller in the end.
 const MOST_PENDING: u64 = 4;
+/// How long the last of them may take.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A stream to kick with. One for each GPU is enough.
 pub(crate) struct Kicker {
@@ -75,8 +79,27 @@ impl Kicks for Kicker {
     }
 }
 
+impl Kicker {
+    /// Whether the GPU has run all kicks, or never will.
+    fn is_idle(&self) -> bool {
+        // SAFETY: a stream of this value.
+        let query = self.gpu.within(|api| unsafe { api.stream_query(self.stream) });
+        !matches!(query, Err(gdrcopy::Error::Cuda { status: CudaStatus::NOT_READY, .. }))
+    }
+}
+
 impl Drop for Kicker {
     fn drop(&mut self) {
+        // The word's next user must not find a kick in it. Nothing holds this stream, so it takes some microseconds.
+        let start = Instant::now();
+        while !self.is_idle() {
+            if start.elapsed() > PATIENCE {
+                tracing::error!("the GPU does not run kicks: their word stays allocated");
+                std::mem::forget(self.word.clone());
+                break;
+            }
+            std::thread::sleep(Duration::from_micros(20));
+        }
         let done = self.gpu.enter().and_then(|_current| {
             // SAFETY: made here, destroyed once.
             unsafe { self.gpu.api().stream_destroy(self.stream) }.map_err(Error::cuda("destroying a stream"))

@@ -1,8 +1,8 @@
 //! The CUDA engine: a stream of a GPU that runs the operations.
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
-//! failure); `plan` turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's
-//! front end; `graph` has captures and their launches; `watch` is the watchdog.
+//! failure); `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
+//! that can run them in place of the GPU's front end; `graph` has captures and their launches; `watch` is the watchdog.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
 //! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
@@ -14,6 +14,7 @@ mod graph;
 mod kicker;
 mod lane;
 mod plan;
+mod retire;
 mod shared;
 mod watch;
 
@@ -35,6 +36,9 @@ use crate::error::{Error, Result};
 
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
 const NON_BLOCKING: u32 = 1;
+
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD: RawStream = 2;
 
 /// A stream on a GPU.
 ///
@@ -62,6 +66,13 @@ impl CudaEngine {
     /// Takes a stream of the application into use, which must outlive the engine.
     pub(super) fn lent(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Arc<Self>> {
         config.check()?;
+        if stream == PER_THREAD {
+            return Err(Error::Unsupported {
+                what: "the default stream of a thread",
+                by: "streams, which several threads serve: in each of them it is another one",
+                fix: "make a stream, or lend the legacy default stream",
+            });
+        }
         Self::with(gpu, stream, false, config)
     }
 

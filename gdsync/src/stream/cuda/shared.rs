@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -60,6 +60,8 @@ pub(super) struct Shared {
     /// All sources were told of the error: waits may be released by force.
     pub(super) released: AtomicBool,
     pub(super) closing: AtomicBool,
+    /// Lots of retired submissions that are being dropped.
+    pub(super) retiring: AtomicUsize,
     /// For host functions.
     own: Weak<Shared>,
 }
@@ -69,7 +71,7 @@ pub(super) struct State {
     pub(super) queue: VecDeque<Submission>,
     /// Calls and host functions pending.
     pub(super) calls: usize,
-    host_fns: usize,
+    pub(super) host_fns: usize,
     /// Calls and host functions that there was no room for.
     wanted: (usize, usize),
     /// Calls since the last mark, and the submission that it names.
@@ -142,6 +144,7 @@ impl Shared {
             error: OnceLock::new(),
             released: AtomicBool::new(false),
             closing: AtomicBool::new(false),
+            retiring: AtomicUsize::new(0),
             own: own.clone(),
         }))
     }
@@ -196,22 +199,6 @@ impl Shared {
         drop(state);
         drop(done);
         room
-    }
-
-    /// Takes out of the queue what the GPU has completed; to be dropped without the lock.
-    #[must_use]
-    pub(super) fn retire(&self, state: &mut State) -> Vec<Submission> {
-        let completed = self.completed();
-        let over = state.queue.partition_point(|submission| submission.seq <= completed);
-        if over == 0 {
-            return Vec::new();
-        }
-        let done: Vec<_> = state.queue.drain(..over).collect();
-        for submission in &done {
-            state.calls -= submission.calls;
-            state.host_fns -= submission.host_fns;
-        }
-        done
     }
 
     pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
@@ -338,8 +325,9 @@ impl Shared {
         if !self.block_until(deadline, || self.completed() >= seq) {
             return false;
         }
-        // Another thread may still be telling the sources.
-        !self.failed() || self.block_until(deadline, || self.released.load(Ordering::Acquire))
+        // Another thread may still be telling the sources; then their queue pairs can be reset.
+        let is_over = || self.released.load(Ordering::Acquire) && self.has_let_go();
+        !self.failed() || self.block_until(deadline, is_over)
     }
 
     /// Blocks a caller until `done`, or the deadline.

@@ -32,6 +32,7 @@ impl Shared {
         // The wait that holds the stream, and since when it was seen to.
         let mut held: Option<(Place, Instant)> = None;
         let mut closed: Option<Instant> = None;
+        let mut released: Option<Instant> = None;
         loop {
             let mut state = self.lock();
             let done = self.retire(&mut state);
@@ -78,9 +79,9 @@ impl Shared {
             let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
             let what = late.map(|(place, _)| describe(&state, place));
             if failed && self.released.load(Ordering::Acquire) {
-                let waited = held.map_or(Duration::ZERO, |(_, since)| now - since);
-                if let Some((place, _)) = held {
-                    force(&state, place, waited >= FLUSH_TIME);
+                let released = *released.get_or_insert(now);
+                if let Some((place, since)) = held {
+                    force(&state, place, now - since.max(released) >= FLUSH_TIME);
                 }
                 self.put_mark(&mut state);
             }

@@ -1,0 +1,55 @@
+//! What becomes of submissions that the GPU has completed.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::shared::{Shared, State, Submission};
+
+/// Submissions that are over, on their way to be dropped.
+#[must_use = "to be dropped without the lock"]
+pub(super) struct Retired<'s> {
+    submissions: Vec<Submission>,
+    /// Counts it until it is dropped, unless it is empty.
+    retiring: Option<&'s AtomicUsize>,
+}
+
+impl Retired<'_> {
+    pub(super) fn is_empty(&self) -> bool {
+        self.submissions.is_empty()
+    }
+}
+
+impl Drop for Retired<'_> {
+    fn drop(&mut self) {
+        self.submissions.clear();
+        if let Some(retiring) = self.retiring {
+            retiring.fetch_sub(1, Ordering::Release);
+        }
+    }
+}
+
+impl Shared {
+    /// Takes out of the queue what the GPU has completed; to be dropped without the lock.
+    pub(super) fn retire(&self, state: &mut State) -> Retired<'_> {
+        let completed = self.completed();
+        let over = state.queue.partition_point(|submission| submission.seq <= completed);
+        if over == 0 {
+            return Retired { submissions: Vec::new(), retiring: None };
+        }
+        let submissions: Vec<_> = state.queue.drain(..over).collect();
+        for submission in &submissions {
+            state.calls -= submission.calls;
+            state.host_fns -= submission.host_fns;
+        }
+        self.retiring.fetch_add(1, Ordering::Relaxed);
+        Retired { submissions, retiring: Some(&self.retiring) }
+    }
+
+    /// Whether nothing is held any more for what the GPU has completed.
+    pub(super) fn has_let_go(&self) -> bool {
+        let mut state = self.lock();
+        let done = self.retire(&mut state);
+        drop(state);
+        drop(done);
+        self.retiring.load(Ordering::Acquire) == 0
+    }
+}
