@@ -1,23 +1,22 @@
 //! Two processes: streams over the shared-memory wire, and what the survivor sees when the other is killed or stopped.
 
 mod common;
+#[path = "common/peer.rs"]
+mod peer;
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{PATIENCE, Side, hca, stream};
 use gdsync::error::Error;
-use gdsync::mlx5::{RemoteAddr, Syndrome};
+use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Stream};
-use gdsync::verbs::{QpAddress, QpBuilder, RecvWr, SendWr};
+use gdsync::verbs::{QpBuilder, RecvWr, SendWr};
+use peer::{Peer, meet_parent, role};
 
 /// Rounds that both sides post ahead.
 const DEPTH: u64 = 32;
-/// Set in the child: what it does.
-const ROLE: &str = "GDSYNC_TEST_ROLE";
 
 /// The acknowledge timeout runs out in 8 x 17 ms; a peer that died is noticed before.
 fn build(q: QpBuilder) -> QpBuilder {
@@ -28,102 +27,12 @@ fn side() -> Side {
     Side::new(&hca(), 4096, build)
 }
 
-/// What one side tells the other.
-fn introduction(side: &Side) -> String {
-    let RemoteAddr { addr, rkey } = side.mr.remote(0).unwrap();
-    format!("peer {} {addr} {rkey}", side.qp.address())
-}
-
-fn read_introduction(line: &str) -> (QpAddress, RemoteAddr) {
-    let mut words = line.trim().split(' ').skip(1);
-    let mut next = || words.next().unwrap();
-    let address = next().parse().unwrap();
-    (address, RemoteAddr { addr: next().parse().unwrap(), rkey: next().parse().unwrap() })
-}
-
-/// The child of a test, in a process of its own, and what it said of itself.
-struct Peer {
-    child: Child,
-    stdin: ChildStdin,
-    lines: BufReader<std::process::ChildStdout>,
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // Gone already, where the test killed it.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Peer {
-    fn start(role: &str, side: &Side) -> (Self, RemoteAddr) {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env(ROLE, role)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (stdin, lines) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut peer = Self { child, stdin, lines };
-        let (address, remote) = read_introduction(&peer.hear("peer "));
-        side.qp.connect(address).unwrap();
-        peer.tell(&introduction(side));
-        peer.hear("ready");
-        (peer, remote)
-    }
-
-    fn tell(&mut self, line: &str) {
-        writeln!(self.stdin, "{line}").unwrap();
-    }
-
-    /// The next line that begins so, past what the test harness prints.
-    fn hear(&mut self, begin: &str) -> String {
-        loop {
-            let mut line = String::new();
-            assert_ne!(
-                self.lines.read_line(&mut line).unwrap(),
-                0,
-                "the child ended before it said '{begin}'"
-            );
-            if let Some(at) = line.find(begin) {
-                return line[at..].to_owned();
-            }
-        }
-    }
-
-    fn signal(&self, signal: i32) -> i32 {
-        let pid = i32::try_from(self.child.id()).unwrap();
-        // SAFETY: a plain call; the child has not been waited for, so the number is still its own.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
-        pid
-    }
-
-    /// Stops all its threads, and returns when they have stopped.
-    fn stop(&self) {
-        let pid = self.signal(libc::SIGSTOP);
-        let mut status = 0;
-        // SAFETY: the pointer is valid for one integer.
-        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
-        assert!(libc::WIFSTOPPED(status));
-    }
-
-    fn resume(&self) {
-        self.signal(libc::SIGCONT);
-    }
-}
-
 /// Not a test of its own: the other process of every test here.
 #[test]
 fn child() {
-    let Ok(role) = std::env::var(ROLE) else { return };
+    let Some(role) = role() else { return };
     let side = side();
-    println!("{}", introduction(&side));
-    let mut line = String::new();
-    std::io::stdin().read_line(&mut line).unwrap();
-    let (address, _) = read_introduction(&line);
-    side.qp.connect(address).unwrap();
+    meet_parent(&side);
     let s = stream("child");
     match role.as_str() {
         "pong" => {
@@ -149,7 +58,7 @@ fn child() {
         }
         "silent" => {
             println!("ready");
-            std::io::stdin().read_line(&mut line).unwrap();
+            std::io::stdin().read_line(&mut String::new()).unwrap();
         }
         other => panic!("role {other}"),
     }
@@ -191,7 +100,7 @@ fn ping(s: &Stream, side: &Side, i: u64, right: &Arc<AtomicU64>) -> Result<(), E
 #[test]
 fn streams_of_two_processes_play_ping_pong() {
     let side = side();
-    let (mut peer, _) = Peer::start("pong", &side);
+    let (mut peer, _) = Peer::start("child", "pong", &side);
     let s = stream("parent");
     let right = Arc::default();
     for i in 0..2000 {
@@ -220,7 +129,7 @@ fn retry_exceeded(side: &Side) {
 fn a_killed_peer_releases_the_survivor() {
     for round in 0..20 {
         let side = side();
-        let (mut peer, _) = Peer::start("forever", &side);
+        let (mut peer, _) = Peer::start("child", "forever", &side);
         let s = stream("survivor");
         let killed = Instant::now() + Duration::from_millis(round);
         let mut alive = true;
@@ -228,8 +137,7 @@ fn a_killed_peer_releases_the_survivor() {
         // In the middle of the game, at another point each time.
         let error = (0..).find_map(|i| {
             if alive && Instant::now() > killed {
-                peer.child.kill().unwrap();
-                peer.child.wait().unwrap();
+                peer.kill();
                 alive = false;
             }
             let played = ping(&s, &side, i, &right);
@@ -254,7 +162,7 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
     for _ in 0..20 {
         let side = side();
         // It posts no receives: the send stays under way until the process is gone.
-        let (mut peer, _) = Peer::start("silent", &side);
+        let (mut peer, _) = Peer::start("child", "silent", &side);
         let s = stream("survivor");
         let sent = s.send(&side.qp, &SendWr::send(&[]).id(0x5e4d)).unwrap();
         s.wait_send(&side.qp).unwrap();
@@ -264,8 +172,7 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
             assert!(start.elapsed() < PATIENCE, "the stream has not sent");
             std::thread::yield_now();
         }
-        peer.child.kill().unwrap();
-        peer.child.wait().unwrap();
+        peer.kill();
         let error = s.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Completion(e) if e.wr_id == 0x5e4d), "{error}");
         assert!(sent.status().is_err());
@@ -277,7 +184,7 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
 fn a_stopped_peer_costs_the_timeouts() {
     for _ in 0..5 {
         let side = side();
-        let (peer, remote) = Peer::start("silent", &side);
+        let (peer, remote) = Peer::start("child", "silent", &side);
         let s = stream("survivor");
         let write = || SendWr::write_inline(remote, &[1; 8]);
         s.send(&side.qp, &write().id(1)).unwrap();
@@ -297,7 +204,7 @@ fn a_stopped_peer_costs_the_timeouts() {
 #[test]
 fn a_peer_that_was_stopped_for_a_moment_is_not_lost() {
     let side = Side::new(&hca(), 4096, |q| q.timeout(16).retry_cnt(7));
-    let (peer, remote) = Peer::start("silent", &side);
+    let (peer, remote) = Peer::start("child", "silent", &side);
     for i in 0..10 {
         peer.stop();
         let sent = side.qp.post_send(&[SendWr::write_inline(remote, &[1; 8]).id(i)]).unwrap();

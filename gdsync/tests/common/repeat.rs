@@ -17,15 +17,16 @@ pub const TIMES: u32 = 100;
 
 /// What this process holds of the things that leak.
 #[derive(Debug, PartialEq)]
-struct Held {
-    files: usize,
-    threads: usize,
+pub struct Held {
+    pub files: usize,
+    /// Those of this library.
+    pub threads: usize,
     /// Mappings of memory shared with other HCAs.
-    links: usize,
+    pub links: usize,
 }
 
 impl Held {
-    fn now() -> Self {
+    pub fn now() -> Self {
         let files = fs::read_dir("/proc/self/fd").unwrap().count();
         let tasks = fs::read_dir("/proc/self/task").unwrap();
         let names = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("comm")).ok());

@@ -1,5 +1,7 @@
 //! Where and how a test runs.
+#![allow(dead_code, reason = "every test binary uses its own part")]
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
@@ -16,21 +18,32 @@ pub(crate) struct Place {
     pub(crate) on_gpu: OnGpu,
 }
 
-/// Every way to run a test here; none, with a printed reason, where there is no GPU.
+/// Whether the first GPU is a real one; otherwise all are simulated.
+pub(crate) fn is_real() -> bool {
+    static REAL: OnceLock<bool> = OnceLock::new();
+    *REAL.get_or_init(|| Gpu::open(0).inspect_err(|error| eprintln!("simulated: {error}")).is_ok())
+}
+
+/// A GPU by its ordinal, or `None` with a printed reason.
+pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
+    let opened = if is_real() { Gpu::open(ordinal) } else { super::simulated::gpu(ordinal) };
+    opened.inspect_err(|error| eprintln!("skipped: {error}")).ok()
+}
+
+/// Every way to run a test here.
 pub(crate) fn places() -> impl Iterator<Item = Place> {
-    let gpu = Gpu::open(0)
-        .inspect_err(|error| eprintln!("simulated: {error}"))
-        .or_else(|_| super::simulated::gpu())
-        .ok();
-    gpu.into_iter().flat_map(|gpu| {
-        let ways = [Via::MemOp, Via::Kernel].into_iter();
-        ways.flat_map(move |via| {
-            let gpu = gpu.clone();
-            [OnGpu::empty(), OnGpu::SEND_CQ | OnGpu::RECV_CQ, OnGpu::all()].map(move |on_gpu| Place {
-                gpu: gpu.clone(),
-                via,
-                on_gpu,
-            })
+    gpu(0).into_iter().flat_map(|gpu| places_on(&gpu))
+}
+
+/// Every way to run a test on a GPU.
+pub(crate) fn places_on(gpu: &Gpu) -> impl Iterator<Item = Place> + use<> {
+    let gpu = gpu.clone();
+    [Via::MemOp, Via::Kernel].into_iter().flat_map(move |via| {
+        let gpu = gpu.clone();
+        [OnGpu::empty(), OnGpu::SEND_CQ | OnGpu::RECV_CQ, OnGpu::all()].map(move |on_gpu| Place {
+            gpu: gpu.clone(),
+            via,
+            on_gpu,
         })
     })
 }

@@ -4,13 +4,19 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
+use gdrcopy::Gdr;
 use gdrcopy::standin::driver;
 use gdsync::cuda::Gpu;
 
-pub(crate) fn gpu() -> gdsync::Result<Gpu> {
+pub(crate) fn gpu(ordinal: i32) -> gdsync::Result<Gpu> {
+    Gpu::open_with(driver::api(), ordinal, Some(gdr()))
+}
+
+/// What maps its memory; the kernels are there from then on.
+pub(crate) fn gdr() -> Gdr {
     driver::kernel("gds_run_12", &[32 + 24 * 12], run);
     driver::kernel("gds_run_160", &[32 + 24 * 160], run);
-    Gpu::open_with(driver::api(), 0, Some(driver::gdr().expect("a simulated driver")))
+    driver::gdr().expect("a simulated driver")
 }
 
 /// `Head` of `lane.cu`.

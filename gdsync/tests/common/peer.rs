@@ -1,0 +1,119 @@
+//! A queue pair in a process of its own: a test program that is started again as another one's peer.
+#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use gdsync::mlx5::RemoteAddr;
+use gdsync::verbs::QpAddress;
+
+use super::common::Side;
+
+/// Set in the child: what it does.
+const ROLE: &str = "GDSYNC_TEST_ROLE";
+
+/// What this process is to do, if it is a child.
+pub fn role() -> Option<String> {
+    std::env::var(ROLE).ok()
+}
+
+/// What one side tells the other.
+fn introduction(side: &Side) -> String {
+    let RemoteAddr { addr, rkey } = side.mr.remote(0).unwrap();
+    format!("peer {} {addr} {rkey}", side.qp.address())
+}
+
+fn read_introduction(line: &str) -> (QpAddress, RemoteAddr) {
+    let mut words = line.trim().split(' ').skip(1);
+    let mut next = || words.next().unwrap();
+    let address = next().parse().unwrap();
+    (address, RemoteAddr { addr: next().parse().unwrap(), rkey: next().parse().unwrap() })
+}
+
+/// In the child: connects to the parent.
+pub fn meet_parent(side: &Side) {
+    println!("{}", introduction(side));
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    side.qp.connect(read_introduction(&line).0).unwrap();
+}
+
+/// The child of a test, in a process of its own, and what it said of itself.
+pub struct Peer {
+    child: Child,
+    stdin: ChildStdin,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Gone already, where the test killed it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Peer {
+    /// Starts the test of this name as a child with a role, and connects to it.
+    pub fn start(test: &str, role: &str, side: &Side) -> (Self, RemoteAddr) {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(ROLE, role)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (stdin, lines) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut peer = Self { child, stdin, lines };
+        let (address, remote) = read_introduction(&peer.hear("peer "));
+        side.qp.connect(address).unwrap();
+        peer.tell(&introduction(side));
+        peer.hear("ready");
+        (peer, remote)
+    }
+
+    pub fn tell(&mut self, line: &str) {
+        writeln!(self.stdin, "{line}").unwrap();
+    }
+
+    /// The next line that begins so, past what the test harness prints.
+    pub fn hear(&mut self, begin: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(
+                self.lines.read_line(&mut line).unwrap(),
+                0,
+                "the child ended before it said '{begin}'"
+            );
+            if let Some(at) = line.find(begin) {
+                return line[at..].to_owned();
+            }
+        }
+    }
+
+    /// Kills it, and returns when it is gone.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn signal(&self, signal: i32) -> i32 {
+        let pid = i32::try_from(self.child.id()).unwrap();
+        // SAFETY: a plain call; the child has not been waited for, so the number is still its own.
+        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+        pid
+    }
+
+    /// Stops all its threads, and returns when they have stopped.
+    pub fn stop(&self) {
+        let pid = self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        // SAFETY: the pointer is valid for one integer.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
+        assert!(libc::WIFSTOPPED(status));
+    }
+
+    pub fn resume(&self) {
+        self.signal(libc::SIGCONT);
+    }
+}

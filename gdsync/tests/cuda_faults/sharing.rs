@@ -1,0 +1,247 @@
+//! Several threads, GPUs and contexts at once, and streams that the application lends.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gdrcopy::Gdr;
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::standin::driver::{self, Alive, Control};
+use gdsync::cuda::Gpu;
+use gdsync::error::Error;
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
+use gdsync::verbs::{RecvWr, SendWr};
+
+use super::bed::{Bed, on_gpu};
+use super::common::{PATIENCE, assert_clean, bytes, connect, pattern};
+use super::matrix::{Rig, SIZE, Way};
+use super::place::{self, Place, places_on};
+use super::waits::{post_recvs, stopped};
+use super::{simulated, waits};
+
+const LIMIT: Duration = Duration::from_millis(3);
+
+#[test]
+fn eight_threads_share_a_gpu() {
+    let rounds = if place::is_real() { 400 } else { 20 };
+    on_gpu(|bed, _| {
+        thread::scope(|scope| {
+            for n in 0..8 {
+                scope.spawn(move || {
+                    let place = places_on(&bed.gpu).nth(n % 6).unwrap();
+                    let way = if n < 6 { Way::Eager } else { Way::Graph };
+                    let rig = Rig::new(&place, way, bed);
+                    let (a, b) = rig.pair(|q| q);
+                    let mut stream = rig.stream();
+                    for round in 0..rounds {
+                        rig.message(&stream, &a, &b, round);
+                        rig.message(&stream, &b, &a, round + 1);
+                        // Every other thread's streams keep failing.
+                        if n % 2 == 1 && round % 5 == 0 {
+                            let limited = rig.place.stream(LIMIT);
+                            post_recvs(&a, 1);
+                            rig.await_receives(&limited, &a, 1);
+                            let since = Instant::now();
+                            let is = |error: &Error| matches!(error, Error::StreamWait { .. });
+                            stopped(&rig, &limited, &a.qp, (since, LIMIT), is);
+                            stream = rig.stream();
+                            waits::starts_again(&rig, &a, &b);
+                        }
+                    }
+                    assert_clean(&[&a, &b]);
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn two_gpus_send_to_each_other() {
+    on_gpu(|bed, _| {
+        let Some(second) = place::gpu(1) else { return };
+        for (here, there) in places_on(&bed.gpu).zip(places_on(&second)) {
+            for way in [Way::Eager, Way::Graph] {
+                let (rig, far) = (Rig::new(&here, way, bed), Rig::new(&there, way, bed));
+                let (a, b) = connect(rig.side(&rig.a, |q| q), far.side(&rig.b, |q| q));
+                let (sa, sb) = (rig.stream(), far.stream());
+                for round in 0..20 {
+                    let data = pattern(300, round);
+                    a.memory().write(0, &data).unwrap();
+                    let sge = b.mr.sge(SIZE / 2, 300).unwrap();
+                    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[sge] }]).unwrap();
+                    far.queue(&sb, |batch| Ok(vec![batch.wait_recv(&b.qp)?])).unwrap();
+                    let ours = [a.mr.sge(0, 300).unwrap()];
+                    rig.queue(&sa, |batch| {
+                        batch.send(&a.qp, &SendWr::send(&ours))?;
+                        Ok(vec![batch.wait_send(&a.qp)?])
+                    })
+                    .unwrap();
+                    sa.synchronize(PATIENCE).unwrap();
+                    sb.synchronize(PATIENCE).unwrap();
+                    assert!(bytes(&b, SIZE / 2, 300) == data);
+                }
+                // One stream for the queue pairs of both.
+                rig.message(&sa, &a, &b, 1);
+                far.message(&sb, &a, &b, 2);
+                // What fails on one GPU leaves the other one alone.
+                let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+                let limited = here.stream(LIMIT);
+                let since = Instant::now();
+                limited.wait_value32(&gate, 1, Cond::Eq).unwrap();
+                far.message(&sb, &b, &a, 3);
+                let error = rig.released(&limited, since, LIMIT).unwrap_err();
+                assert!(matches!(error, Error::StreamWait { .. }), "{error}");
+                far.message(&sb, &a, &b, 4);
+                assert_clean(&[&a, &b]);
+            }
+        }
+    });
+}
+
+/// A context of the application with a stream, current for this thread.
+struct Application {
+    api: Api,
+    context: usize,
+    stream: usize,
+    /// What was there before.
+    before: Option<Alive>,
+}
+
+impl Application {
+    fn new(bed: &Bed) -> Self {
+        let api = if place::is_real() { Api::load().unwrap() } else { driver::api() };
+        // Contexts of its own can only be made where they are simulated.
+        let context = match bed.control {
+            Some(_) => driver::application_context(0),
+            None => bed.gpu.raw_context(),
+        };
+        let before = bed.control.as_ref().map(Control::alive);
+        let mut stream = 0;
+        // SAFETY: a context that lives until the end of this value.
+        unsafe { api.ctx_push_current(context) }.unwrap();
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { api.stream_create(&mut stream, 1, 0) }.unwrap();
+        Self { api, context, stream, before }
+    }
+
+    fn gpu(&self, raw: usize) -> Gpu {
+        let (api, gdr): (_, Option<Gdr>) = match place::is_real() {
+            true => (Api::load().unwrap(), None),
+            false => (driver::api(), Some(simulated::gdr())),
+        };
+        // SAFETY: a live stream, whose context lives until the end of this value.
+        unsafe { Gpu::of_stream_with(api, raw, gdr) }.unwrap()
+    }
+
+    /// All that is on a stream is over, and nothing of it failed.
+    fn synchronize(&self, raw: usize) {
+        // SAFETY: a live stream of the current context.
+        unsafe { self.api.stream_synchronize(raw) }.unwrap();
+    }
+
+    fn end(self, bed: &Bed) {
+        // SAFETY: nobody uses it any more.
+        unsafe { self.api.stream_destroy(self.stream) }.unwrap();
+        // SAFETY: a place for the answer.
+        unsafe { self.api.ctx_pop_current(&mut 0) }.unwrap();
+        if let Some(control) = &bed.control {
+            let start = Instant::now();
+            while Some(control.alive()) != self.before {
+                assert!(start.elapsed() < PATIENCE, "{:?}", control.alive());
+                thread::sleep(Duration::from_millis(1));
+            }
+            driver::destroy_context(self.context);
+        }
+    }
+}
+
+#[test]
+fn streams_of_the_application_are_lent() {
+    on_gpu(|bed, _| {
+        let app = Application::new(bed);
+        // The second and third are the legacy default stream.
+        for raw in [app.stream, 0, 1] {
+            let gpu = app.gpu(raw);
+            assert_eq!(gpu.raw_context(), app.context);
+            for place in places_on(&gpu) {
+                lend(bed, &app, raw, &place);
+            }
+        }
+        app.end(bed);
+    });
+}
+
+fn lent(raw: usize, place: &Place, wait_limit: Duration) -> Stream {
+    let config =
+        CudaStreamConfig { name: "lent".into(), via: place.via, wait_limit, ..CudaStreamConfig::default() };
+    // SAFETY: a stream of the GPU's context that outlives all of this.
+    unsafe { Stream::cuda_lent(&place.gpu, raw, config) }.unwrap()
+}
+
+fn lend(bed: &Bed, app: &Application, raw: usize, place: &Place) {
+    let own = raw == app.stream;
+    let rig = Rig::new(place, if own { Way::Graph } else { Way::Eager }, bed);
+    let (a, b) = rig.pair(|q| q);
+    let stream = lent(raw, place, PATIENCE);
+    assert_eq!(stream.raw(), Some(raw));
+    rig.message(&stream, &a, &b, 1);
+    // The application's own work is in order with ours.
+    let memory = place.gpu.alloc(64).unwrap();
+    let (from, word) = (memory.gpu_addr(&place.gpu).unwrap(), Memory::alloc(4).unwrap().word32(0).unwrap());
+    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
+    // SAFETY: memory of the GPU, and a stream of its context.
+    unsafe { app.api.memset_d32_async(from, 5, 1, raw) }.unwrap();
+    let mut batch = Batch::new();
+    batch.wait_value32(&memory.word32(0).unwrap(), 5, Cond::Eq);
+    batch.write_value32(&word, 6);
+    stream.submit(&mut batch).unwrap();
+    assert_eq!((memory.word32(0).unwrap().load(), word.load()), (0, 0));
+    gate.store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    assert_eq!(word.load(), 6);
+    if !own {
+        let refused = stream.capture(|_| Ok(())).unwrap_err();
+        assert!(matches!(refused, Error::Cuda { .. }), "{refused}");
+        rig.message(&stream, &a, &b, 2);
+    }
+    drop(stream);
+
+    // What fails on it, or is dropped while it waits, leaves it to the application.
+    let limited = lent(raw, place, LIMIT);
+    post_recvs(&a, 1);
+    let since = Instant::now();
+    rig.await_receives(&limited, &a, 1);
+    stopped(&rig, &limited, &a.qp, (since, LIMIT), |error| matches!(error, Error::StreamWait { .. }));
+    app.synchronize(raw);
+    drop(limited);
+    let again = lent(raw, place, PATIENCE);
+    rig.recover(&again, &a, &b);
+    post_recvs(&a, 1);
+    rig.await_receives(&again, &a, 1);
+    drop(again);
+    app.synchronize(raw);
+    rig.recover(&lent(raw, place, PATIENCE), &a, &b);
+}
+
+/// Handle 2 names another stream in each thread, and a stream here is served by several.
+#[test]
+fn the_default_stream_of_a_thread_is_refused() {
+    on_gpu(|bed, _| {
+        let app = Application::new(bed);
+        let gpu = app.gpu(2);
+        assert_eq!(gpu.raw_context(), app.context);
+        for via in [Via::MemOp, Via::Kernel] {
+            let config = CudaStreamConfig { via, ..CudaStreamConfig::default() };
+            // SAFETY: the thread's default stream of the current context.
+            let error = unsafe { Stream::cuda_lent(&gpu, 2, config) }.unwrap_err();
+            assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        }
+        // One of its own does.
+        let own = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
+        own.host_fn(|| {}).unwrap();
+        own.synchronize(PATIENCE).unwrap();
+        drop((own, gpu));
+        app.end(bed);
+    });
+}
