@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::error::Error;
 use crate::hca::Kicks;
-use crate::memory::{Word32, Word64};
+use crate::memory::{Memory, Word32, Word64};
 
 /// When a wait is satisfied, for the word `w` and the value `v` of the operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -165,6 +165,24 @@ pub enum Op {
 }
 
 impl Op {
+    /// The memory of its word.
+    pub(super) fn memory(&self) -> Option<&Memory> {
+        match self {
+            Op::Write32 { at, .. } | Op::Wait32 { at, .. } => Some(at.memory()),
+            Op::Write64 { at, .. } | Op::Wait64 { at, .. } => Some(at.memory()),
+            Op::Barrier | Op::Flush | Op::Signal(_) | Op::HostFn(_) => None,
+        }
+    }
+
+    /// Whether it is a wait that no word satisfies.
+    pub(super) fn is_endless(&self) -> bool {
+        match *self {
+            Op::Wait32 { value, cond, .. } => cond.satisfy32(0, value).is_none(),
+            Op::Wait64 { value, cond, .. } => cond.satisfy64(0, value).is_none(),
+            _ => false,
+        }
+    }
+
     /// The same operation once more; none of a host function, which can be called only once.
     pub(super) fn again(&self) -> Option<Self> {
         Some(match self {

@@ -10,7 +10,7 @@ use super::kernel::Launch;
 use super::memop::{Deferred, Op};
 use super::memory::{Kind, Region, find};
 use super::queue::Ticket;
-use super::{Outcome, require};
+use super::{Outcome, control, require};
 use crate::cuda::CudaStatus;
 
 thread_local! {
@@ -25,6 +25,9 @@ pub(super) fn begin_working() {
 
 /// Refuses calls of the driver by kernels and host functions.
 pub(super) fn not_working() -> Outcome {
+    if WORKING.get() {
+        control::misplaced();
+    }
     require(!WORKING.get(), CudaStatus::NOT_PERMITTED)
 }
 

@@ -77,6 +77,7 @@ static SETTINGS: Mutex<Settings> = Mutex::new(Settings::new());
 static MEMOPS: AtomicU64 = AtomicU64::new(0);
 static BLOCKED: AtomicU64 = AtomicU64::new(0);
 static STALLED: AtomicU64 = AtomicU64::new(0);
+static MISPLACED: AtomicU64 = AtomicU64::new(0);
 
 /// Notes a call, which may be told to fail.
 pub(super) fn enter(name: &'static str) -> Outcome {
@@ -124,6 +125,11 @@ pub(super) fn frees_wait() -> bool {
 /// A call has to wait for the GPU.
 pub(super) fn stalled() {
     STALLED.fetch_add(1, Ordering::Relaxed);
+}
+
+/// A call was made where none may be made.
+pub(super) fn misplaced() {
+    MISPLACED.fetch_add(1, Ordering::Relaxed);
 }
 
 /// A memory operation was executed.
@@ -258,6 +264,11 @@ impl Control {
         STALLED.load(Ordering::Relaxed)
     }
 
+    /// Calls in kernels and host functions.
+    pub fn misplaced(&self) -> u64 {
+        MISPLACED.load(Ordering::Relaxed)
+    }
+
     /// What is left.
     pub fn alive(&self) -> Alive {
         let [device_memory, host_memory, registrations] = memory::since(self.first);
@@ -286,6 +297,7 @@ fn reset() {
     MEMOPS.store(0, Ordering::Relaxed);
     BLOCKED.store(0, Ordering::Relaxed);
     STALLED.store(0, Ordering::Relaxed);
+    MISPLACED.store(0, Ordering::Relaxed);
     capture::forget(|_| true);
     context::CONTEXTS.for_each(|context| context.mend());
 }

@@ -10,8 +10,8 @@ use parking_lot::{Mutex, RecursiveRwLock};
 
 use super::context::{self, Context};
 use super::handles::number;
-use super::status::NOT_REGISTERED;
-use super::{Outcome, address, capture, put, queue, require};
+use super::status::{LAUNCH_TIMEOUT, NOT_REGISTERED};
+use super::{Outcome, address, capture, control, put, queue, require};
 use crate::backend::{MappingType, host_page};
 use crate::cpu_range::CpuRange;
 use crate::cuda::CudaStatus;
@@ -25,6 +25,8 @@ const GPU_MEMORY: usize = 141 << 30;
 /// `CU_MEMHOSTREGISTER_IOMEMORY`.
 const IO_MEMORY: u32 = 4;
 
+/// Held while host memory is unregistered, which others of the kind, and registrations, wait for.
+static REGISTERING: Mutex<()> = Mutex::new(());
 static REGIONS: Mutex<BTreeMap<usize, Arc<Region>>> = Mutex::new(BTreeMap::new());
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,6 +152,7 @@ fn give_back(addr: usize, kind: Kind, otherwise: CudaStatus) -> Outcome {
     capture::unsafe_call()?;
     let region =
         find(addr, 1).filter(|region| region.start == addr && region.kind == kind).ok_or(otherwise)?;
+    let _alone = (kind == Kind::HostRegistered).then(|| REGISTERING.lock());
     queue::wait_for_idle((kind == Kind::Device).then_some(region.context.device))?;
     remove(addr, kind).map(drop).ok_or(otherwise)
 }
@@ -191,6 +194,7 @@ pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
     let start = addr.expose_provenance();
     let end = start.checked_add(len).ok_or(CudaStatus::INVALID_VALUE)?;
     require(flags & IO_MEMORY != 0 || is_mapped(start, end), CudaStatus::INVALID_VALUE)?;
+    let _alone = REGISTERING.try_lock_for(control::patience()).ok_or(LAUNCH_TIMEOUT)?;
     let mut regions = REGIONS.lock();
     let overlapped = regions.range(..end).next_back().filter(|(_, region)| region.start + region.len > start);
     match overlapped {

@@ -11,7 +11,8 @@
 //!   unloading modules, wait for all work of the GPU, as seen on an H200, or with [`Control::frees_wait`] do not: then work
 //!   that was enqueued on the memory before fails with 700, and the bytes stay until then. Memory of the other GPU needs
 //!   peer access in stream memory operations; contexts of one GPU reach each other's. Registrations may not overlap, but
-//!   may share pages. Kernels and host functions get plain addresses, which nothing checks.
+//!   may share pages; one waits while another is taken back. Kernels and host functions get plain addresses, which nothing
+//!   checks.
 //! - Each stream is a queue with a thread. Of its submissions 1,024 may be pending, and 256 host functions; one more
 //!   blocks the call, as measured on an H200, at most for [`Control::patience`]: then it fails with 702. So do
 //!   synchronizations, frees and modules. A destroyed stream finishes its work in the background.

@@ -12,6 +12,7 @@ use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, MemOp, MemOpNodeParams
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
+use super::host_fn;
 use super::lane::{self, Head, Lane};
 use super::plan::{self, Call, Calls};
 use super::shared::{MARK_EVERY, Shared, State, Submission};
@@ -97,13 +98,14 @@ impl Shared {
     }
 
     pub(super) fn begin_capture(&self) -> Result<()> {
+        host_fn::refuse()?;
         let mut state = self.lock();
         if self.is_captured().map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
         // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
         self.put_mark(&mut state);
-        self.error().map_or(Ok(()), Err)?;
+        self.error().or(state.refused.clone()).map_or(Ok(()), Err)?;
         // SAFETY: a stream of this context.
         let begun = self.gpu.within(|api| unsafe { api.stream_begin_capture(self.stream, CAPTURE_RELAXED) });
         begun.map_err(Error::cuda("beginning a capture"))?;
@@ -113,6 +115,8 @@ impl Shared {
 
     /// Captures a batch.
     pub(super) fn record(&self, ops: &[Op]) -> Result<()> {
+        host_fn::refuse()?;
+        plan::check(&self.gpu, ops)?;
         let mut state = self.lock();
         if let Some(error) = self.error() {
             return Err(error);
@@ -163,6 +167,7 @@ impl Shared {
         if self.gpu.raw_context() != exec.gpu.raw_context() || !same_lane {
             return Err(elsewhere());
         }
+        plan::check(&self.gpu, ops)?;
         self.accept(|state| self.launch_locked(state, exec, ops, ends))
     }
 
@@ -173,6 +178,9 @@ impl Shared {
         ops: &mut Vec<Op>,
         ends: &[usize],
     ) -> Result<(u64, gdrcopy::Result<()>)> {
+        if self.is_captured_by_others(state) {
+            return Err(within_another());
+        }
         let seq = self.submitted() + 1;
         let calls = exec.plan(ops, ends)?;
         let count = 1 + calls.len();

@@ -12,6 +12,7 @@ use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::MemOp;
 use parking_lot::Mutex;
 
+use super::host_fn;
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -63,6 +64,9 @@ impl Kicker {
 
 impl Kicks for Kicker {
     fn kick(&self) {
+        if host_fn::is_running() {
+            return;
+        }
         // Who finds another thread at it has been kicked for.
         let Some(mut count) = self.count.try_lock() else { return };
         if *count - self.word.load() >= MOST_PENDING {

@@ -11,6 +11,7 @@
 
 mod config;
 mod graph;
+mod host_fn;
 mod kicker;
 mod lane;
 mod plan;
@@ -153,7 +154,7 @@ impl Drop for CudaEngine {
         self.shared.close();
         let here = thread::current().id();
         if let Some(watchdog) =
-            self.watchdog.take().filter(|w| w.thread().id() != here && !shared::in_host_fn())
+            self.watchdog.take().filter(|w| w.thread().id() != here && !host_fn::is_running())
         {
             // It catches nothing, and there is nobody to tell.
             let _ = watchdog.join();

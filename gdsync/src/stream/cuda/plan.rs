@@ -61,6 +61,17 @@ pub(super) enum Call {
 
 pub(super) type Calls = SmallVec<[Call; 1]>;
 
+/// Makes the words of operations known to the GPU, and refuses waits that could never be released. Not under a lock: to
+/// register memory, CUDA may take as long as streams wait, and the watchdog must release them.
+pub(super) fn check(gpu: &Gpu, ops: &[Op]) -> Result<()> {
+    ops.iter().try_for_each(|op| {
+        if op.is_endless() {
+            return Err(Error::invalid("wait", format!("{op:?}"), "a condition that some word satisfies"));
+        }
+        op.memory().map_or(Ok(()), |memory| memory.gpu_addr(gpu).map(drop))
+    })
+}
+
 /// Plans operations. `mark` is written at the end.
 pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kernel: bool) -> Result<Calls> {
     let mut calls = Calls::new();

@@ -6,9 +6,7 @@
 //!
 //! No foreign code (sources, host functions, drops of what operations hold) ever runs under the lock.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
-use std::ffi::c_void;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -18,15 +16,17 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::graph::{self, Captured, Exec};
+use super::host_fn;
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
 use super::plan::{self, Call, Calls};
+use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
 use crate::cuda::{Activity, Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
-use crate::stream::execute::{breathe, message_of};
+use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
 use crate::stream::sources::{Use, sources_of};
 
@@ -34,6 +34,8 @@ use crate::stream::sources::{Use, sources_of};
 pub(super) const MARK_EVERY: usize = 16;
 /// Host functions that may be pending: some hundreds block the caller.
 const MAX_HOST_FNS: usize = 64;
+/// Calls of one submission: about a thousand block the caller.
+const MAX_CALLS: usize = 512;
 /// How long a caller spins for a completion before it sleeps.
 const CALLER_SPIN: Duration = Duration::from_micros(20);
 /// The longest sleep of a caller between two looks.
@@ -54,16 +56,15 @@ pub(super) struct Shared {
     /// For the watchdog: there is something to watch.
     pub(super) work: Condvar,
     pub(super) submitted: AtomicU64,
-    /// The driver refuses everything: what is pending will never be seen to complete.
-    lost: AtomicBool,
+    /// Submissions up to here are over, as CUDA says: no mark tells.
+    pub(super) ended: AtomicU64,
     error: OnceLock<Error>,
     /// All sources were told of the error: waits may be released by force.
     pub(super) released: AtomicBool,
     pub(super) closing: AtomicBool,
     /// Lots of retired submissions that are being dropped.
     pub(super) retiring: AtomicUsize,
-    /// For host functions.
-    own: Weak<Shared>,
+    pub(super) own: Weak<Shared>,
 }
 
 #[derive(Default)]
@@ -77,6 +78,8 @@ pub(super) struct State {
     /// Calls since the last mark, and the submission that it names.
     pub(super) unmarked: usize,
     pub(super) marked: u64,
+    /// Why the driver took no mark: it is asked for no more.
+    pub(super) refused: Option<Error>,
     /// What has been captured so far, while the stream is.
     pub(super) capture: Option<Captured>,
 }
@@ -90,21 +93,6 @@ pub(super) struct Submission {
     pub(super) host_fns: usize,
     /// The graph that it is a launch of.
     pub(super) _graph: Option<Arc<Exec>>,
-}
-
-/// A host function on its way through the driver.
-struct HostFn {
-    f: Box<dyn FnOnce() + Send>,
-    shared: Weak<Shared>,
-}
-
-thread_local! {
-    static IN_HOST_FN: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Whether the calling thread runs a host function, where CUDA may not be called and nothing may be waited for.
-pub(super) fn in_host_fn() -> bool {
-    IN_HOST_FN.get()
 }
 
 impl Shared {
@@ -140,7 +128,7 @@ impl Shared {
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
-            lost: AtomicBool::new(false),
+            ended: AtomicU64::new(0),
             error: OnceLock::new(),
             released: AtomicBool::new(false),
             closing: AtomicBool::new(false),
@@ -153,12 +141,9 @@ impl Shared {
         self.submitted.load(Ordering::Acquire)
     }
 
-    /// As far as the last mark tells.
+    /// As far as the last mark tells, or CUDA.
     pub(super) fn completed(&self) -> u64 {
-        if self.lost.load(Ordering::Acquire) {
-            return self.submitted();
-        }
-        let mark = self.mark.load();
+        let mark = self.mark.load().max(self.ended.load(Ordering::Acquire));
         // Before that it may not be known yet why kernels stopped short.
         if self.released.load(Ordering::Acquire) { mark.max(self.mark_after.load()) } else { mark }
     }
@@ -202,6 +187,7 @@ impl Shared {
     }
 
     pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+        plan::check(&self.gpu, ops)?;
         self.accept(|state| self.submit_locked(state, ops))
     }
 
@@ -210,6 +196,7 @@ impl Shared {
         &self,
         put: impl FnOnce(&mut State) -> Result<(u64, gdrcopy::Result<()>)>,
     ) -> Result<u64> {
+        host_fn::refuse()?;
         let mut state = self.lock();
         if let Some(error) = self.error() {
             return Err(error);
@@ -228,8 +215,8 @@ impl Shared {
     }
 
     /// Whether the application captures the stream, so that what is queued now would not run.
-    fn is_captured_by_others(&self, state: &State) -> bool {
-        state.capture.is_none() && self.is_captured().unwrap_or(false)
+    pub(super) fn is_captured_by_others(&self, state: &State) -> bool {
+        state.capture.is_none() && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
     fn submit_locked(&self, state: &mut State, ops: &mut Vec<Op>) -> Result<(u64, gdrcopy::Result<()>)> {
@@ -242,6 +229,10 @@ impl Shared {
         let calls = plan::plan(&self.gpu, ops, marks.then_some((&self.mark, seq)), by_kernel)?;
         let host_fns = calls.iter().filter(|call| matches!(call, Call::HostFn(_))).count();
         let count = calls.len();
+        if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
+            let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
+            return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
+        }
         self.check_room(state, count, host_fns)?;
         let sources = self.sources(ops);
         let mut ops = mem::take(ops);
@@ -288,22 +279,16 @@ impl Shared {
             }
             Call::HostFn(place) => {
                 let Op::HostFn(f) = mem::replace(&mut ops[*place], Op::Barrier) else { return Ok(()) };
-                let data = Box::into_raw(Box::new(HostFn { f, shared: self.own.clone() }));
-                // SAFETY: the function takes the box over, once.
-                let launched = unsafe { api.launch_host_func(self.stream, run_host_fn, data.cast()) };
-                if launched.is_err() {
-                    // SAFETY: the driver did not take it.
-                    drop(unsafe { Box::from_raw(data) });
-                }
-                launched
+                host_fn::launch(api, self.stream, f, self.own.clone())
             }
         }
     }
 
-    /// Puts a mark behind all that was submitted, if there is none.
+    /// Puts a mark behind all that was submitted, if there is none. It is one more call of the last submission.
     pub(super) fn put_mark(&self, state: &mut State) {
         let seq = self.submitted();
-        if state.marked >= seq || self.lost.load(Ordering::Relaxed) || self.is_captured_by_others(state) {
+        let is_due = state.marked < seq && state.refused.is_none();
+        if !is_due || host_fn::is_running() || self.is_captured_by_others(state) {
             return;
         }
         let mark = plan::plan(&self.gpu, &[], Some((&self.mark, seq)), self.lane.is_some());
@@ -311,11 +296,17 @@ impl Shared {
             self.gpu.within(|_| self.issue(seq, calls, &mut [])).map_err(Error::cuda("marking the stream"))
         });
         match put {
-            Ok(()) => (state.marked, state.unmarked) = (seq, 0),
+            Ok(()) => {
+                (state.marked, state.unmarked) = (seq, 0);
+                if let Some(last) = state.queue.back_mut() {
+                    last.calls += 1;
+                    state.calls += 1;
+                }
+            }
             Err(error) => {
-                tracing::error!(stream = self.config.name, %error, "the GPU takes no more work: what is pending is lost");
-                self.lost.store(true, Ordering::Release);
-                let _ = self.error.set(error);
+                // The watchdog fails the stream, which cannot be done under the lock.
+                state.refused = Some(error);
+                self.work.notify_one();
             }
         }
     }
@@ -418,21 +409,4 @@ impl Activity for Shared {
         let submitted = self.submitted();
         (self.completed() >= submitted).then_some(submitted)
     }
-}
-
-/// Runs a host function in stream order, unless the stream has failed.
-extern "C" fn run_host_fn(data: *mut c_void) {
-    // SAFETY: made by `issue` from a box, and handed to the driver once.
-    let HostFn { f, shared } = *unsafe { Box::from_raw(data.cast::<HostFn>()) };
-    let shared = shared.upgrade();
-    IN_HOST_FN.set(true);
-    let run = shared.as_ref().is_some_and(|shared| !shared.failed());
-    // Also the drop of a function that is not run is foreign code.
-    let outcome = catch_unwind(AssertUnwindSafe(|| if run { f() } else { drop(f) }));
-    if let (Err(panic), Some(shared)) = (outcome, &shared) {
-        let message = message_of(panic.as_ref());
-        shared.fail(Error::HostFnPanicked { stream: shared.config.name.clone(), message });
-    }
-    drop(shared);
-    IN_HOST_FN.set(false);
 }

@@ -4,8 +4,11 @@
 //! It looks at the words that waits look at. The first wait that is neither satisfied nor known to be passed is the one
 //! that holds the stream.
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+
+use gdrcopy::cuda::CudaStatus;
 
 use super::lane::GivenUp;
 use super::shared::{Shared, State};
@@ -23,6 +26,9 @@ const FLUSH_TIME: Duration = Duration::from_millis(2);
 /// How long a dropped stream has to let go.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// `CUDA_ERROR_STREAM_CAPTURE_*`.
+const CAPTURES: RangeInclusive<u32> = 900..=908;
+
 /// A wait, by its submission and its place there.
 type Place = (u64, usize);
 
@@ -33,6 +39,8 @@ impl Shared {
         let mut held: Option<(Place, Instant)> = None;
         let mut closed: Option<Instant> = None;
         let mut released: Option<Instant> = None;
+        // When CUDA was last asked how the stream is.
+        let mut asked: Option<Instant> = None;
         loop {
             let mut state = self.lock();
             let done = self.retire(&mut state);
@@ -51,22 +59,27 @@ impl Shared {
             }
             let now = Instant::now();
             if closing && now - *closed.get_or_insert(now) > PATIENCE {
-                let left = std::mem::take(&mut state.queue);
                 drop(state);
                 tracing::error!(
                     stream = self.config.name,
                     "the GPU did not let go of a dropped stream: its memory stays allocated"
                 );
-                std::mem::forget(left);
+                // With the queue and the words that the GPU may still write.
+                std::mem::forget(self.own.upgrade());
                 break;
             }
             let holder = holder(&state);
             held = holder.map(|place| held.filter(|(known, _)| *known == place).unwrap_or((place, now)));
-            if held.is_none() {
-                // Nothing holds it that we know of: a mark tells when it is through.
+            if held.is_none_or(|(_, since)| now - since >= LOOK_MAX) {
+                // Nothing holds it that we know of, or what seems to was passed and the word has changed since: a mark tells
+                // when it is through.
                 self.put_mark(&mut state);
             }
             let failed = self.failed();
+            let asks = failed || held.is_none() && asked.is_none_or(|at| now - at >= LOOK_MAX);
+            let died = asks.then(|| self.find_out(&state)).flatten();
+            asked = if asks { Some(now) } else { asked };
+            let broken = died.or_else(|| state.refused.clone()).filter(|_| !failed);
             let pause = match held {
                 _ if failed => RELEASE_LOOK,
                 Some((_, since)) => {
@@ -85,13 +98,15 @@ impl Shared {
                 }
                 self.put_mark(&mut state);
             }
-            if !failed && what.is_none() {
+            if !failed && what.is_none() && broken.is_none() {
                 self.work.wait_for(&mut state, pause);
             }
             drop(state);
             drop(done);
             if failed {
                 std::thread::sleep(pause);
+            } else if let Some(error) = broken {
+                self.fail(error);
             } else if let Some(what) = self.given_up().or(what) {
                 let (stream, after) = (self.config.name.clone(), self.config.wait_limit);
                 self.fail(Error::StreamWait { stream, what, after });
@@ -99,6 +114,26 @@ impl Shared {
             }
         }
         self.destroy();
+    }
+
+    /// Asks CUDA whether all is over, which no mark may tell: the driver refused it, or the GPU is lost. Returns what it
+    /// died of.
+    fn find_out(&self, state: &State) -> Option<Error> {
+        // To ask would spoil a capture.
+        let answer = match self.is_captured() {
+            Ok(captured) if captured || state.capture.is_some() => return None,
+            // SAFETY: a stream of this context.
+            Ok(_) => self.gpu.within(|api| unsafe { api.stream_query(self.stream) }),
+            Err(error) => Err(error),
+        };
+        if answer.as_ref().is_err_and(tells_nothing) {
+            return None;
+        }
+        // What it died of is told first.
+        if answer.is_ok() || self.failed() {
+            self.ended.store(self.submitted(), Ordering::Release);
+        }
+        answer.err().map(Error::cuda("running the stream"))
     }
 
     /// What a kernel waited for in vain, unless that is known already.
@@ -115,13 +150,15 @@ impl Shared {
 
     /// Whether an operation waits for the word at this address of the GPU.
     fn is_at(&self, op: &Op, word: u64) -> bool {
-        let memory = match op {
-            Op::Wait32 { at, .. } => at.memory(),
-            Op::Wait64 { at, .. } => at.memory(),
-            _ => return false,
-        };
-        memory.gpu_addr(&self.gpu).is_ok_and(|addr| addr == word)
+        let memory = op.memory().filter(|_| is_wait(op));
+        memory.is_some_and(|memory| memory.gpu_addr(&self.gpu).is_ok_and(|addr| addr == word))
     }
+}
+
+/// Whether CUDA cannot tell now: work is pending, or somebody captures.
+pub(super) fn tells_nothing(error: &gdrcopy::Error) -> bool {
+    let gdrcopy::Error::Cuda { status, .. } = error else { return false };
+    *status == CudaStatus::NOT_READY || CAPTURES.contains(&status.0)
 }
 
 fn is_wait(op: &Op) -> bool {

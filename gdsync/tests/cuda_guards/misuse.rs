@@ -1,0 +1,118 @@
+//! What the application should not do is refused, and does no harm.
+
+use std::sync::mpsc::channel;
+
+use gdsync::error::Error;
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Cond, Stream};
+
+use super::common::PATIENCE;
+use super::{WAYS, rig, stream, until};
+
+#[test]
+fn waits_that_nothing_satisfies_are_refused() {
+    let (_control, gpu) = rig();
+    for via in WAYS {
+        let stream = stream(&gpu, via, PATIENCE);
+        let words = Memory::alloc(64).unwrap();
+        let (narrow, wide) = (words.word32(0).unwrap(), words.word64(8).unwrap());
+        for refused in [
+            stream.wait_value32(&narrow, 0, Cond::And),
+            stream.wait_value32(&narrow, u32::MAX, Cond::Nor),
+            stream.wait_value64(&wide, 0, Cond::And),
+            stream.wait_value64(&wide, u64::MAX, Cond::Nor),
+        ] {
+            assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
+        }
+        stream.synchronize(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn a_batch_that_the_driver_has_no_room_for_is_refused() {
+    let (control, gpu) = rig();
+    for via in WAYS {
+        let stream = stream(&gpu, via, PATIENCE);
+        let words = Memory::alloc(64).unwrap();
+        let gate = words.word32(0).unwrap();
+        let mut functions = Batch::new();
+        functions.wait_value32(&gate, 1, Cond::Geq);
+        (0..300).for_each(|_| functions.host_fn(|| {}));
+        let mut writes = Batch::new();
+        writes.wait_value32(&gate, 1, Cond::Geq);
+        (0..300_000).for_each(|n| writes.write_value32(&words.word32(4).unwrap(), n));
+        for batch in [&mut functions, &mut writes] {
+            let refused = stream.submit(batch);
+            assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{via}: {refused:?}");
+        }
+        assert_eq!(control.blocked(), 0);
+    }
+}
+
+#[test]
+fn host_functions_cannot_use_streams_and_let_them_go() {
+    let (_control, gpu) = rig();
+    for via in WAYS {
+        let (first, second) = (stream(&gpu, via, PATIENCE), stream(&gpu, via, PATIENCE));
+        let words = Memory::alloc(64).unwrap();
+        let (word, gate) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        second.wait_value32(&gate, 1, Cond::Geq).unwrap();
+        let (tx, rx) = channel();
+        let (weak, other) = (first.clone(), second.clone());
+        first
+            .host_fn(move || {
+                tx.send(weak.write_value32(&word, 1)).unwrap();
+                tx.send(weak.capture(|_| Ok(())).map(drop)).unwrap();
+                // Not even the last handle of a stream calls CUDA here.
+                drop((weak, other));
+            })
+            .unwrap();
+        for refused in [rx.recv_timeout(PATIENCE).unwrap(), rx.recv_timeout(PATIENCE).unwrap()] {
+            assert!(matches!(refused, Err(Error::Unsupported { .. })), "{via}: {refused:?}");
+        }
+        first.synchronize(PATIENCE).unwrap();
+        gate.store(1);
+        second.synchronize(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn a_stream_may_end_in_its_own_host_function() {
+    let (control, gpu) = rig();
+    for via in WAYS {
+        let streams = control.alive().streams;
+        let own = stream(&gpu, via, PATIENCE);
+        let (give, take) = channel::<Stream>();
+        own.host_fn(move || drop(take.recv())).unwrap();
+        give.send(own).unwrap();
+        until("the stream is destroyed", || control.alive().streams <= streams);
+    }
+    assert_eq!(control.misplaced(), 0, "CUDA was called in a host function");
+}
+
+/// A launch would become a part of the application's graph, and never run.
+#[test]
+fn a_graph_is_not_launched_into_a_capture_of_the_application() {
+    let (_control, gpu) = rig();
+    for via in WAYS {
+        let stream = stream(&gpu, via, PATIENCE);
+        let words = Memory::alloc(64).unwrap();
+        let word = words.word32(0).unwrap();
+        let graph = stream.capture(|stream| stream.write_value32(&word, 1)).unwrap();
+        let (api, raw) = (gpu.api(), stream.raw().unwrap());
+        let current = gpu.enter().unwrap();
+        // SAFETY: a stream of this context.
+        unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
+        let refused = graph.launch(&stream);
+        assert!(matches!(refused, Err(Error::Unsupported { .. })), "{via}: {refused:?}");
+        let mut captured = 0;
+        // SAFETY: a place for the graph.
+        unsafe { api.stream_end_capture(raw, &mut captured) }.unwrap();
+        // SAFETY: captured above.
+        unsafe { api.graph_destroy(captured) }.unwrap();
+        drop(current);
+        graph.launch(&stream).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        assert_eq!(word.load(), 1);
+    }
+}
