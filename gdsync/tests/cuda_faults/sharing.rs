@@ -99,16 +99,16 @@ fn two_gpus_send_to_each_other() {
 }
 
 /// A context of the application with a stream, current for this thread.
-struct Application {
+pub(crate) struct Application {
     api: Api,
-    context: usize,
-    stream: usize,
+    pub(crate) context: usize,
+    pub(crate) stream: usize,
     /// What was there before.
     before: Option<Alive>,
 }
 
 impl Application {
-    fn new(bed: &Bed) -> Self {
+    pub(crate) fn new(bed: &Bed) -> Self {
         let api = if place::is_real() { Api::load().unwrap() } else { driver::api() };
         // Contexts of its own can only be made where they are simulated.
         let context = match bed.control {
@@ -124,7 +124,7 @@ impl Application {
         Self { api, context, stream, before }
     }
 
-    fn gpu(&self, raw: usize) -> Gpu {
+    pub(crate) fn gpu(&self, raw: usize) -> Gpu {
         let (api, gdr): (_, Option<Gdr>) = match place::is_real() {
             true => (Api::load().unwrap(), None),
             false => (driver::api(), Some(simulated::gdr())),
@@ -137,6 +137,13 @@ impl Application {
     fn synchronize(&self, raw: usize) {
         // SAFETY: a live stream of the current context.
         unsafe { self.api.stream_synchronize(raw) }.unwrap();
+    }
+
+    /// The simulated context has failed.
+    pub(crate) fn lose(self) {
+        // SAFETY: a place for the answer.
+        unsafe { self.api.ctx_pop_current(&mut 0) }.unwrap();
+        driver::destroy_context(self.context);
     }
 
     fn end(self, bed: &Bed) {

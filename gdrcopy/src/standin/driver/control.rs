@@ -236,14 +236,6 @@ impl Control {
         context::CONTEXTS.get(handle).expect("a live context").fail(CudaStatus(status));
     }
 
-    /// Has a context that failed work again.
-    ///
-    /// # Panics
-    /// As [`break_context`](Self::break_context).
-    pub fn mend_context(&self, handle: Handle) {
-        context::CONTEXTS.get(handle).expect("a live context").mend();
-    }
-
     /// Calls of the entry point of this name, also failed ones.
     pub fn calls(&self, name: &str) -> u64 {
         SETTINGS.lock().calls.get(name).copied().unwrap_or(0)
