@@ -86,7 +86,6 @@ unsafe extern "C" fn batch_mem_op(stream: Handle, count: u32, ops: *mut MemOp, f
     unsafe { entry(stream, count, ops, flags) }
 }
 
-#[expect(clippy::too_many_arguments, reason = "those of the driver")]
 unsafe extern "C" fn launch_kernel(
     function: Handle,
     grid_x: u32,
@@ -103,8 +102,9 @@ unsafe extern "C" fn launch_kernel(
     note(stream, || {
         // SAFETY: kernels of streams have one parameter, which begins with its head.
         let param = unsafe { *params }.cast::<u64>();
-        // SAFETY: a word of the head.
-        let count = unsafe { *param.add(COUNT) };
+        // SAFETY: the head of the parameter.
+        let head = unsafe { param.cast::<[u64; HEAD]>().read() };
+        let count = head[COUNT];
         let fits = |most: &usize| u64::try_from(*most).is_ok_and(|most| count <= most);
         let most = PROGRAMS.into_iter().find(fits).unwrap_or_default();
         let mut words = vec![0; HEAD + OP * most];

@@ -80,7 +80,6 @@ unsafe extern "C" fn batch_mem_op(_stream: Handle, count: u32, ops: *mut MemOp, 
     QUEUE.add(unsafe { std::slice::from_raw_parts(ops, count as usize) }.iter().copied())
 }
 
-#[expect(clippy::too_many_arguments, reason = "those of the driver")]
 unsafe extern "C" fn launch_kernel(
     _function: Handle,
     _grid_x: u32,
@@ -94,12 +93,14 @@ unsafe extern "C" fn launch_kernel(
     params: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> u32 {
-    // SAFETY: kernels of streams have one parameter, which begins with a head of 4 words.
-    let param = unsafe { *params }.cast::<u64>();
-    // SAFETY: the last word of the head.
-    let count = usize::try_from(unsafe { *param.add(3) }).unwrap_or_default();
-    // SAFETY: so many operations of 3 words follow.
-    let ops = unsafe { std::slice::from_raw_parts(param.add(4).cast::<[u64; 3]>(), count) };
+    // SAFETY: kernels of streams have one parameter.
+    let head = unsafe { *params }.cast::<[u64; 4]>();
+    // SAFETY: it begins with a head of 4 words.
+    let [.., count] = unsafe { head.read() };
+    // SAFETY: the operations follow, 3 words each.
+    let first = unsafe { head.add(1) }.cast::<[u64; 3]>();
+    // SAFETY: so many of them.
+    let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(count).unwrap_or_default()) };
     QUEUE.add(ops.iter().map(|&[kind, address, value]| {
         // Numbers as in `lane.cu`.
         let operation = match kind & 0xffff_ffff {
@@ -109,7 +110,7 @@ unsafe extern "C" fn launch_kernel(
             3 => MemOp::WAIT_64,
             _ => MemOp::BARRIER,
         };
-        MemOp::word(operation, address, value, u32::try_from(kind >> 32).unwrap_or_default())
+        MemOp::word(operation, address, value, u32::try_from(kind >> 32 & 0xffff).unwrap_or_default())
     }))
 }
 
