@@ -37,6 +37,8 @@ fn bad_arguments_are_named() {
         (&["bench", "hca", "--rounds", "99"], "--rounds"),
         (&["bench", "hca", "--timeout", "18446744073709551615"], "--timeout"),
         (&["bench", "hca", "--rounds", "100", "--json", nowhere], nowhere),
+        (&["bench", "stream", "--calls", "99"], "--calls"),
+        (&["bench", "stream", "--json", nowhere], nowhere),
         (&["bench", "trigger", "--busy", "0,17"], "--busy"),
         (&["bench", "trigger", "--json", nowhere], nowhere),
     ] {
@@ -67,6 +69,30 @@ fn the_benchmark_writes_its_results() {
     }
     let floors = rows.iter().filter(|row| row["baseline"] == row["name"]);
     assert!(floors.inspect(|row| assert_eq!(row["ratio"], 1.0)).count() == 2, "{names:?}");
+}
+
+#[test]
+fn the_stream_benchmark_writes_its_results_or_says_that_it_needs_a_gpu() {
+    let json = Scratch::new("bench-stream");
+    let path = json.path().to_str().unwrap();
+    let (output, out, err) = run(tool(&["bench", "stream", "--calls", "200", "--json", path]));
+    if output.status.code() == Some(1) && err.contains("install the NVIDIA driver") {
+        assert!(out.is_empty() && !err.contains("panicked"), "{out}\n{err}");
+        println!("skipped: {err}");
+        return;
+    }
+    assert!(output.status.success(), "{}\n{out}\n{err}", output.status);
+    let report = json.json();
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 2 * 2 * 6, "{rows:?}");
+    for row in rows {
+        for who in ["library_us", "driver_us"] {
+            let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&row[who][name]));
+            assert!(min <= p50 && p50 <= p99, "{row}");
+        }
+        assert!(row["library_ns"].is_number(), "{row}");
+    }
+    assert!(out.contains("wait for a receive"), "{out}");
 }
 
 #[test]

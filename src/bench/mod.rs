@@ -4,6 +4,7 @@ mod copy;
 mod floor;
 mod hca;
 mod link;
+mod stream;
 mod trigger;
 
 use clap::Subcommand;
@@ -18,6 +19,8 @@ pub(crate) enum Bench {
     Hca(hca::Options),
     /// CPU mappings of GPU memory against CUDA's copies: every way, routine and number of threads at every size.
     Copy(copy::Options),
+    /// What the library costs the CPU for each send and wait on a stream, on top of the driver's call.
+    Stream(stream::Options),
     /// What it costs to have a stream trigger something and wait for something: every way, on an idle and a busy GPU.
     Trigger(trigger::Options),
 }
@@ -27,6 +30,7 @@ impl Bench {
         match self {
             Bench::Hca(options) => options.run(),
             Bench::Copy(options) => options.run(),
+            Bench::Stream(options) => options.run(),
             Bench::Trigger(options) => options.run(),
         }
     }

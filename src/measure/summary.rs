@@ -43,6 +43,11 @@ impl Samples {
         self.0 += &other.0;
     }
 
+    /// The mean in microseconds.
+    pub fn mean(&self) -> f64 {
+        self.0.mean() / 1e3
+    }
+
     /// The number of times collected.
     pub fn count(&self) -> u64 {
         self.0.len()
@@ -82,6 +87,7 @@ mod tests {
             (half.min - 0.5).abs() < 0.01 && (half.p50 - 250.0).abs() < 1.0 && (half.p99 - 495.0).abs() < 1.0
         );
         assert_eq!(samples.count(), 1000);
+        assert!((samples.mean() - 500.5).abs() < 1.0);
         let mut samples = Samples::default();
         samples.add_mean(Duration::from_micros(300), 100);
         assert_eq!(samples.count(), 100);

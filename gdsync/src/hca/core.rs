@@ -50,7 +50,9 @@ pub(crate) struct Core {
     /// Queue pairs with work or timers.
     active: Vec<usize>,
     /// Queue pairs whose doorbell will be written by something that cannot tell us, and up to which block.
-    watched: Vec<(usize, u64)>,
+    watched: Vec<usize>,
+    /// Those have changed since they were last told.
+    watches_others: bool,
     strict: bool,
     steps: u32,
     ticked: Instant,
@@ -86,6 +88,7 @@ impl Core {
             qps: Vec::new(),
             active: Vec::new(),
             watched: Vec::new(),
+            watches_others: false,
             strict: config.strict,
             steps: 0,
             ticked: Instant::now(),
@@ -141,9 +144,8 @@ impl Core {
     /// Removes a queue pair; what it held is returned, to be let go outside of locks.
     pub(crate) fn remove_qp(&mut self, qpn: u32, rung: &Rung) -> Option<Box<SoftQp>> {
         let i = self.find(qpn)?;
-        rung.forget(i);
+        self.forget_watched(i, rung);
         self.active.retain(|&a| a != i);
-        self.watched.retain(|&(w, _)| w != i);
         self.qps[i].qp.take()
     }
 
@@ -178,30 +180,51 @@ impl Core {
         });
     }
 
-    /// Looks at this doorbell from now on, until it was rung up to `pi`.
-    fn watch(&mut self, i: usize, pi: u64) {
-        let head = self.qps.get(i).and_then(|slot| slot.qp.as_ref()).map(|qp| qp.req.head());
-        if head.is_none_or(|head| head >= pi) {
-            return;
+    /// Looks at this doorbell from now on, if it will be rung.
+    fn watch(&mut self, i: usize, rung: &Rung) {
+        if !self.watched.contains(&i) && self.is_to_watch(i, rung) {
+            self.watched.push(i);
+            self.watches_others = true;
         }
-        match self.watched.iter_mut().find(|(w, _)| *w == i) {
-            Some((_, until)) => *until = pi,
-            None => self.watched.push((i, pi)),
-        }
+    }
+
+    /// Whether more will be rung than was.
+    fn is_to_watch(&self, i: usize, rung: &Rung) -> bool {
+        let qp = self.qps.get(i).and_then(|slot| slot.qp.as_ref());
+        qp.is_some_and(|qp| rung.is_to_watch(i, qp.req.head()))
+    }
+
+    /// Nothing has happened for a while: looks no more at doorbells that were rung as far as was announced, nor to queues that
+    /// no stream waits on. Before that, the next send or wait of a stream is likely, and cheaper where nothing need be told.
+    pub(crate) fn rest(&mut self, rung: &Rung) {
+        let mut watched = std::mem::take(&mut self.watched);
+        let before = watched.len();
+        watched.retain(|&i| self.is_to_watch(i, rung));
+        self.watches_others |= watched.len() != before;
+        self.watched = watched;
+        self.cqs.rest();
     }
 
     /// Looks at this doorbell no more: the queue pair was reset, what was announced will not be rung.
     pub(crate) fn unwatch(&mut self, qpn: u32, rung: &Rung) {
         if let Some(i) = self.find(qpn) {
-            rung.forget(i);
-            self.watched.retain(|&(w, _)| w != i);
+            self.forget_watched(i, rung);
         }
     }
 
-    /// The doorbells that may be written without notice.
-    pub(crate) fn watched_doorbells(&self) -> Vec<Word64> {
-        let qps = self.watched.iter().filter_map(|&(i, _)| self.qps[i].qp.as_ref());
-        qps.map(|qp| qp.doorbell.clone()).collect()
+    fn forget_watched(&mut self, i: usize, rung: &Rung) {
+        rung.forget(i);
+        self.watched.retain(|&w| w != i);
+        self.watches_others = true;
+    }
+
+    /// The doorbells that may be written without notice, if they are others than at the last call.
+    pub(crate) fn newly_watched(&mut self) -> Option<Vec<Word64>> {
+        if !std::mem::take(&mut self.watches_others) {
+            return None;
+        }
+        let qps = self.watched.iter().filter_map(|&i| self.qps[i].qp.as_ref());
+        Some(qps.map(|qp| qp.doorbell.clone()).collect())
     }
 
     /// Whether there is work that nobody tells of, or somebody to serve who cannot help: doorbells to look at, copies under
@@ -254,11 +277,12 @@ impl Core {
     /// One step: doorbells, sends and answers, packets, and now and then timers. Returns whether anything was done.
     pub(crate) fn step(&mut self, rung: &Rung) -> bool {
         let mut worked = false;
-        rung.drain(|i| {
+        let attended = rung.drain(|i| {
             self.ring_index(i);
-            self.watch(i, rung.announced(i));
+            self.watch(i, rung);
             worked = true;
         });
+        attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
         if !self.watched.is_empty() {
             worked |= self.look_at_watched();
         }
@@ -345,18 +369,10 @@ impl Core {
 
     fn look_at_watched(&mut self) -> bool {
         let mut worked = false;
-        for at in (0..self.watched.len()).rev() {
-            let (i, until) = self.watched[at];
+        for at in 0..self.watched.len() {
             let before = self.stats.doorbells;
-            let head = self.with(i, |qp, env| {
-                qp.take_doorbell(env);
-                qp.advance(env);
-                qp.req.head()
-            });
+            self.ring_index(self.watched[at]);
             worked |= self.stats.doorbells != before;
-            if head.is_none_or(|head| head >= until) {
-                self.watched.swap_remove(at);
-            }
         }
         worked
     }

@@ -80,13 +80,24 @@ impl Cqs {
     /// A stream of a GPU waits on this queue.
     pub(crate) fn attend(&mut self, cqn: u32) {
         let Some(Some(cq)) = slot(&mut self.slots, cqn) else { return };
-        if !cq.attended && !cq.event.rest(cq.produced) {
+        if !cq.attended {
             cq.attended = true;
             self.attended.push(cqn);
         }
     }
 
-    /// Whether streams of GPUs wait on any queue.
+    /// Nothing has happened for a while: attends no more to queues that no stream of a GPU waits on. Before that the next wait
+    /// may come any moment, and need not tell.
+    pub(crate) fn rest(&mut self) {
+        let slots = &mut self.slots;
+        self.attended.retain(|&cqn| {
+            let Some(Some(cq)) = slot(slots, cqn) else { return false };
+            cq.attended = !cq.event.rest(cq.produced);
+            cq.attended
+        });
+    }
+
+    /// Whether streams of GPUs wait on any queue, or did a moment ago.
     pub(crate) fn is_attended(&self) -> bool {
         !self.attended.is_empty()
     }
@@ -130,10 +141,6 @@ impl Cqs {
             self.kicks.push(kicker.clone());
         }
         cq.produced += 1;
-        if cq.attended && cq.event.rest(cq.produced) {
-            cq.attended = false;
-            self.attended.retain(|&other| other != cqn);
-        }
         Ok(())
     }
 

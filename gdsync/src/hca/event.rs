@@ -1,13 +1,13 @@
 //! Wakes those who sleep until completions arrive on a queue.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::protocol::bell;
+use crate::protocol::{bell, standing};
 
 /// Prods a GPU to look at what its streams wait for.
 pub trait Kicks: Send + Sync + fmt::Debug {
@@ -23,7 +23,7 @@ pub(crate) struct CqEvent {
     /// Streams of GPUs wait for completions before this one.
     until: AtomicU64,
     /// The device knows that.
-    attended: AtomicBool,
+    attended: AtomicU32,
     sleepers: AtomicU32,
     sequence: AtomicU32,
     lock: Mutex<()>,
@@ -49,8 +49,7 @@ impl CqEvent {
         if let Some(kicker) = kicker {
             self.kicker.get_or_init(|| kicker.clone());
         }
-        self.until.fetch_max(until, Ordering::SeqCst);
-        !self.attended.swap(true, Ordering::SeqCst)
+        standing::order(&self.until, &self.attended, until)
     }
 
     /// Whether a stream of a GPU waits for completion `n` or a later one.
@@ -58,15 +57,10 @@ impl CqEvent {
         n < self.until.load(Ordering::SeqCst)
     }
 
-    /// The device has written `produced` completions. Returns whether it need not attend to the queue any more: it will be
-    /// told when that changes.
+    /// The device has written `produced` completions, and would rest. Returns whether it need not attend to the queue any more:
+    /// it will be told when that changes.
     pub(crate) fn rest(&self, produced: u64) -> bool {
-        if self.is_awaited(produced) {
-            return false;
-        }
-        self.attended.store(false, Ordering::SeqCst);
-        // Either this sees a stream that came meanwhile, or that one saw that the device must be told.
-        !self.is_awaited(produced) || self.attended.swap(true, Ordering::SeqCst)
+        !standing::is_due(&self.until, &self.attended, produced)
     }
 
     /// Who is to be kicked after completion `n` was written.

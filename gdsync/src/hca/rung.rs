@@ -3,7 +3,9 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use crate::protocol::note;
+use parking_lot::Mutex;
+
+use crate::protocol::{note, standing};
 
 /// The most queue pairs of one HCA.
 pub(crate) const MAX_QPS: usize = 16 * 1024;
@@ -16,6 +18,10 @@ pub(crate) struct Rung {
     bits: Box<[AtomicU64]>,
     /// Up to where doorbells will be rung that nobody tells of, by queue pair.
     until: Box<[AtomicU64]>,
+    /// Whose doorbells are watched, so that what will come need not be told.
+    watched: Box<[AtomicU32]>,
+    /// Completion queues that streams of GPUs began to wait on.
+    attended: Mutex<Vec<u32>>,
 }
 
 impl Default for Rung {
@@ -25,6 +31,8 @@ impl Default for Rung {
             groups: std::array::from_fn(|_| AtomicU64::new(0)),
             bits: (0..MAX_QPS / 64).map(|_| AtomicU64::new(0)).collect(),
             until: (0..MAX_QPS).map(|_| AtomicU64::new(0)).collect(),
+            watched: (0..MAX_QPS).map(|_| AtomicU32::new(0)).collect(),
+            attended: Mutex::default(),
         }
     }
 }
@@ -37,19 +45,31 @@ impl Rung {
     }
 
     /// Puts in a queue pair whose doorbell will be written up to the producer index `until` by something that cannot tell.
-    pub(crate) fn announce(&self, index: usize, until: u64) {
-        self.until[index].fetch_max(until, Ordering::Relaxed);
-        self.insert(index);
+    /// Not where it is watched: returns whether it was put in.
+    pub(crate) fn announce(&self, index: usize, until: u64) -> bool {
+        let tells = standing::order(&self.until[index], &self.watched[index], until);
+        if tells {
+            self.insert(index);
+        }
+        tells
     }
 
-    /// Up to where the doorbell of a queue pair that came out of the set will be written.
-    pub(crate) fn announced(&self, index: usize) -> u64 {
-        self.until[index].load(Ordering::Relaxed)
+    /// Whether the doorbell of a queue pair will be written beyond the producer index `head`. If not it need not be watched:
+    /// the next who announces something puts it in again.
+    pub(crate) fn is_to_watch(&self, index: usize, head: u64) -> bool {
+        standing::is_due(&self.until[index], &self.watched[index], head)
     }
 
     /// What was announced of a queue pair will not come.
     pub(crate) fn forget(&self, index: usize) {
-        self.until[index].store(0, Ordering::Relaxed);
+        self.until[index].store(0, Ordering::SeqCst);
+        self.watched[index].store(0, Ordering::SeqCst);
+    }
+
+    /// Leaves word that streams of GPUs wait on a completion queue.
+    pub(crate) fn attend(&self, cqn: u32) {
+        self.attended.lock().push(cqn);
+        note::leave(&self.note);
     }
 
     /// As [`Rung::is_noted`], for those who only look whether a step is worth while: a note they miss is the holder's.
@@ -67,10 +87,10 @@ impl Rung {
         note::settle(&self.note, held, try_lock, work);
     }
 
-    /// Empties the set.
-    pub(crate) fn drain(&self, mut each: impl FnMut(usize)) {
+    /// Empties the set. Returns the completion queues that were left word of.
+    pub(crate) fn drain(&self, mut each: impl FnMut(usize)) -> Vec<u32> {
         if !note::take(&self.note) {
-            return;
+            return Vec::new();
         }
         for (g, group) in self.groups.iter().enumerate() {
             if group.load(Ordering::Relaxed) == 0 {
@@ -82,6 +102,7 @@ impl Rung {
                 }
             }
         }
+        std::mem::take(&mut *self.attended.lock())
     }
 }
 

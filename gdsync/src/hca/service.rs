@@ -18,6 +18,8 @@ const SPIN: Duration = Duration::from_micros(20);
 const DEFER: Duration = Duration::from_millis(1);
 /// How long it looks busily at doorbells that will be written without notice.
 const WATCH_SPIN: Duration = Duration::from_millis(1);
+/// How long it serves GPUs that have all they asked for: what they ask for next need not be announced so long.
+const LINGER: Duration = Duration::from_micros(100);
 /// Looks for work for GPUs between two at timers and clock.
 const LOOKS: u32 = 64;
 /// The longest it leaves such a doorbell alone.
@@ -155,10 +157,15 @@ impl Worker {
         // First: a peer that is gone may have sent its last packets on a new link.
         self.shared.accept(&mut core);
         core.tick(now);
+        if idle >= LINGER {
+            core.rest(&self.shared.rung);
+        }
         // What is written without notice: doorbells, and what copy engines write.
         let watching = core.is_watching() || core.is_copying();
         let (hot, copying) = (core.is_hot(), core.is_copying());
-        self.doorbells = core.watched_doorbells();
+        if let Some(doorbells) = core.newly_watched() {
+            self.doorbells = doorbells;
+        }
         let timer = core.next_timer();
         let active = core.is_active();
         self.shared.settle(core);

@@ -394,14 +394,20 @@ impl Provider for SoftHca {
     }
 
     fn watch(&self, qpn: u32, pi: u64) {
+        let shared = &self.shared;
         // Without the lock, which the service thread has most of the time.
-        self.shared.rung.announce(core::index(qpn), pi);
-        self.shared.busy.store(true, Ordering::Relaxed);
-        self.shared.take_over();
+        if shared.rung.announce(core::index(qpn), pi) {
+            shared.busy.store(true, Ordering::Relaxed);
+            shared.take_over();
+        } else if shared.bell.is_slept_on() {
+            // It looks at the doorbell, but only now and then.
+            shared.take_over();
+        }
     }
 
     fn attend(&self, cqn: u32) {
-        self.with(|core| core.cqs.attend(cqn));
+        self.shared.rung.attend(cqn);
+        self.shared.busy.store(true, Ordering::Relaxed);
         self.shared.take_over();
     }
 

@@ -53,6 +53,18 @@ impl Memory {
         Ok(())
     }
 
+    /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
+    pub(crate) fn prefetch_to_write(&self, offset: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if let (Reach::Host, Ok(())) = (self.reach, self.inside(offset, 1)) {
+            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+            // SAFETY: a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(self.ptr.as_ptr().wrapping_add(offset).cast()) };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = offset;
+    }
+
     /// Sets `len` bytes to `byte`.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ pub mod completion;
 mod doorbell;
 pub mod note;
 pub mod record;
+pub mod standing;
 
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
 
@@ -35,6 +36,8 @@ pub trait Atom64 {
     fn store(&self, value: u64, order: Ordering);
     /// Atomic exchange.
     fn swap(&self, value: u64, order: Ordering) -> u64;
+    /// Atomic maximum; returns the value before.
+    fn fetch_max(&self, value: u64, order: Ordering) -> u64;
 }
 
 impl Atom32 for AtomicU32 {
@@ -64,5 +67,8 @@ impl Atom64 for AtomicU64 {
     }
     fn swap(&self, value: u64, order: Ordering) -> u64 {
         self.swap(value, order)
+    }
+    fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
+        self.fetch_max(value, order)
     }
 }

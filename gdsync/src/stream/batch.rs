@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::op::{Cond, Op};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
@@ -16,10 +18,12 @@ use crate::verbs::{Completion, Qp, SendWr};
 #[must_use = "a batch does nothing until it is submitted"]
 pub struct Batch {
     pub(super) ops: Vec<Op>,
-    pub(super) sends: Vec<PreparedSend>,
-    pub(super) waits: Vec<PreparedWait>,
+    pub(super) sends: SmallVec<[PreparedSend; 1]>,
+    pub(super) waits: SmallVec<[PreparedWait; 1]>,
     /// Completions that a wait before this place should cover: checked when the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
+    /// The stream that it will be submitted to, where that is known: what is added is marked at once.
+    pub(super) stream: Option<u64>,
 }
 
 impl Batch {
@@ -85,7 +89,7 @@ impl Batch {
     /// # Errors
     /// As [`Qp::prepare_send`].
     pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Completion> {
-        qp.prepare_send(wrs).map(|prepared| self.post(prepared))
+        PreparedSend::new(qp, wrs, self.stream).map(|prepared| self.post(prepared))
     }
 
     /// Adds sends prepared earlier.
@@ -109,7 +113,7 @@ impl Batch {
     /// # Errors
     /// As [`Qp::prepare_wait_send`].
     pub fn wait_send(&mut self, qp: &Qp) -> Result<Completion> {
-        qp.prepare_wait_send().map(|wait| self.post_wait(wait))
+        PreparedWait::next(&qp.send.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }
 
     /// Waits for all sends of `qp` posted or prepared so far; the completion is the last one's.
@@ -125,7 +129,7 @@ impl Batch {
     /// # Errors
     /// As [`Qp::prepare_wait_recv`].
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
-        qp.prepare_wait_recv().map(|wait| self.post_wait(wait))
+        PreparedWait::next(&qp.recv.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }
 
     /// Waits for one work request, and with it for all earlier ones of its queue. Nothing is added when it was polled,

@@ -8,6 +8,7 @@ use super::graph::Made;
 use super::op::Op;
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
+use crate::hca::Kicks;
 
 /// Runs operations in order. The contract that [`super::Stream`] builds on:
 ///
@@ -24,8 +25,14 @@ pub trait Engine: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Whether the engine runs [`Op::Signal`]. Where it does not, the HCA is told to watch doorbells instead.
+    /// Whether the engine runs [`Op::Signal`]. Where it does not, the HCA is told to watch doorbells instead, and that streams
+    /// wait which cannot run it.
     fn signals(&self) -> bool;
+
+    /// What makes such a stream look at the words that it waits for.
+    fn kicker(&self) -> Option<&Arc<dyn Kicks>> {
+        None
+    }
 
     /// Queues operations. On refusal `ops` is left as it was.
     ///

@@ -155,7 +155,7 @@ impl Graph {
             if state.recording.is_some() {
                 return Err(within_capture("the launch of a graph"));
             }
-            stream.put(&mut state, &mut batch, |engine, ops| engine.launch(&self.made, ops, &ends))
+            stream.put(&mut state.used, &mut batch, |engine, ops| engine.launch(&self.made, ops, &ends))
         })?;
         batch.hand_over();
         Ok(Launch { completions })

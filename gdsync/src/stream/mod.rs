@@ -67,6 +67,7 @@ mod run;
 mod sources;
 
 use std::fmt;
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -107,12 +108,16 @@ struct Inner {
     state: Mutex<State>,
 }
 
+type Used = Vec<(Arc<QpCore>, u64)>;
+
 #[derive(Default)]
 struct State {
     /// Queue pairs used since they were last reported on, and by which submission last.
-    used: Vec<(Arc<QpCore>, u64)>,
+    used: Used,
     /// What is submitted goes here while the stream is being captured.
     recording: Option<Recording>,
+    /// For what is submitted one by one: empty, but with room.
+    spare: Batch,
 }
 
 impl fmt::Debug for Stream {
@@ -196,22 +201,32 @@ impl Stream {
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
         // Held throughout: another thread's submission between mark and queue would ring doorbells backwards.
         let mut state = self.0.state.lock();
-        if let Some(recording) = &mut state.recording {
-            record::check(batch)?;
-            self.0.engine.record(&batch.ops)?;
-            recording.add(batch);
-            return Ok(());
-        }
-        self.put(&mut state, batch, |engine, ops| engine.submit(ops))?;
+        let State { used, recording, .. } = &mut *state;
+        self.submit_locked(used, recording, batch)?;
         drop(state);
         batch.hand_over();
+        Ok(())
+    }
+
+    fn submit_locked(
+        &self,
+        used: &mut Used,
+        recording: &mut Option<Recording>,
+        batch: &mut Batch,
+    ) -> Result<()> {
+        let Some(recording) = recording else {
+            return self.put(used, batch, |engine, ops| engine.submit(ops));
+        };
+        record::check(batch)?;
+        self.0.engine.record(&batch.ops)?;
+        recording.add(batch);
         Ok(())
     }
 
     /// Marks a batch, has the engine take it, and takes note of its queue pairs.
     fn put(
         &self,
-        state: &mut State,
+        used: &mut Used,
         batch: &mut Batch,
         submit: impl FnOnce(&dyn Engine, &mut Vec<Op>) -> Result<u64>,
     ) -> Result<()> {
@@ -224,12 +239,17 @@ impl Stream {
             }
         };
         if !self.0.engine.signals() {
-            batch.sends.iter().for_each(PreparedSend::watch);
+            // The last doorbell of a queue stands for those before.
+            let last = |(at, send): &(usize, &PreparedSend)| {
+                batch.sends.get(at + 1).is_none_or(|next| !Arc::ptr_eq(&next.queue, &send.queue))
+            };
+            batch.sends.iter().enumerate().filter(last).for_each(|(_, send)| send.watch());
+            batch.waits.iter().for_each(|wait| wait.attend(self.0.engine.kicker()));
         }
         for core in batch.cores() {
-            match state.used.iter_mut().find(|(known, _)| Arc::ptr_eq(known, core)) {
+            match used.iter_mut().find(|(known, _)| Arc::ptr_eq(known, core)) {
                 Some((_, last)) => *last = seq,
-                None => state.used.push((core.clone(), seq)),
+                None => used.push((core.clone(), seq)),
             }
         }
         Ok(())
@@ -254,10 +274,29 @@ impl Stream {
         }
     }
 
-    fn one(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
-        let mut batch = Batch::new();
-        add(&mut batch);
-        self.submit(&mut batch)
+    /// Submits what `add` puts into a batch.
+    fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
+        let mut state = self.0.state.lock();
+        let State { used, recording, spare } = &mut *state;
+        spare.stream = recording.is_none().then_some(self.0.id);
+        let added = add(spare).and_then(|added| self.submit_locked(used, recording, spare).map(|()| added));
+        if added.is_err() {
+            let refused = mem::take(spare);
+            // To drop a host function is to run foreign code.
+            drop(state);
+            drop(refused);
+        } else {
+            spare.hand_over();
+        }
+        added
+    }
+
+    /// As [`Stream::one`], of what cannot be refused before it is submitted.
+    fn only(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
+        self.one(|batch| {
+            add(batch);
+            Ok(())
+        })
     }
 
     /// Sends in stream order.
@@ -265,10 +304,7 @@ impl Stream {
     /// # Errors
     /// As [`Batch::send`] and [`Stream::submit`].
     pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
-        let mut batch = Batch::new();
-        let completion = batch.send(qp, wr)?;
-        self.submit(&mut batch)?;
-        Ok(completion)
+        self.one(|batch| batch.send(qp, wr))
     }
 
     /// Holds the stream until the next send completion of `qp`.
@@ -276,10 +312,7 @@ impl Stream {
     /// # Errors
     /// As [`Batch::wait_send`] and [`Stream::submit`].
     pub fn wait_send(&self, qp: &Qp) -> Result<Completion> {
-        let mut batch = Batch::new();
-        let completion = batch.wait_send(qp)?;
-        self.submit(&mut batch)?;
-        Ok(completion)
+        self.one(|batch| batch.wait_send(qp))
     }
 
     /// Holds the stream until the next receive completion of `qp`.
@@ -287,10 +320,7 @@ impl Stream {
     /// # Errors
     /// As [`Batch::wait_recv`] and [`Stream::submit`].
     pub fn wait_recv(&self, qp: &Qp) -> Result<Completion> {
-        let mut batch = Batch::new();
-        let completion = batch.wait_recv(qp)?;
-        self.submit(&mut batch)?;
-        Ok(completion)
+        self.one(|batch| batch.wait_recv(qp))
     }
 
     /// Holds the stream until a work request has completed: see [`Batch::wait`].
@@ -298,9 +328,7 @@ impl Stream {
     /// # Errors
     /// As [`Batch::wait`] and [`Stream::submit`].
     pub fn wait(&self, completion: &Completion) -> Result<()> {
-        let mut batch = Batch::new();
-        batch.wait(completion)?;
-        self.submit(&mut batch)
+        self.one(|batch| batch.wait(completion))
     }
 
     /// Holds the stream until a word satisfies a condition.
@@ -308,7 +336,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::submit`].
     pub fn wait_value32(&self, word: &Word32, value: u32, cond: Cond) -> Result<()> {
-        self.one(|batch| batch.wait_value32(word, value, cond))
+        self.only(|batch| batch.wait_value32(word, value, cond))
     }
 
     /// Holds the stream until a word satisfies a condition.
@@ -316,7 +344,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::submit`].
     pub fn wait_value64(&self, word: &Word64, value: u64, cond: Cond) -> Result<()> {
-        self.one(|batch| batch.wait_value64(word, value, cond))
+        self.only(|batch| batch.wait_value64(word, value, cond))
     }
 
     /// Writes a word in stream order.
@@ -324,7 +352,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::submit`].
     pub fn write_value32(&self, word: &Word32, value: u32) -> Result<()> {
-        self.one(|batch| batch.write_value32(word, value))
+        self.only(|batch| batch.write_value32(word, value))
     }
 
     /// Writes a word in stream order.
@@ -332,7 +360,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::submit`].
     pub fn write_value64(&self, word: &Word64, value: u64) -> Result<()> {
-        self.one(|batch| batch.write_value64(word, value))
+        self.only(|batch| batch.write_value64(word, value))
     }
 
     /// Runs a function on the CPU in stream order: see [`Batch::host_fn`].
@@ -340,7 +368,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::submit`].
     pub fn host_fn(&self, f: impl FnOnce() + Send + 'static) -> Result<()> {
-        self.one(|batch| batch.host_fn(f))
+        self.only(|batch| batch.host_fn(f))
     }
 
     /// Blocks until everything submitted before has run, then reports the first failure of the stream or of a queue

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::Error;
-use crate::hca::Kicks;
 use crate::memory::{Memory, Word32, Word64};
 
 /// When a wait is satisfied, for the word `w` and the value `v` of the operation.
@@ -99,12 +98,6 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// The stream gives up: stop the queue behind this source, so that nothing more leaves it and every
     /// completion it still owes arrives as an error. Idempotent.
     fn fail(&self, reason: &Error);
-
-    /// A stream of a GPU waits for the completions claimed so far. It cannot help the device, and where the device can do
-    /// that, `kicker` wakes it when one was written.
-    fn attend(&self, kicker: Option<&Arc<dyn Kicks>>) {
-        let _ = kicker;
-    }
 
     /// No completion will come for which a wait looks at this word: puts one there that says so, and satisfies the wait.
     fn release(&self, at: &Word32) {

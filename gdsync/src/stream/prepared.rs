@@ -4,10 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::hca::Kicks;
 use crate::verbs::cq::Upto;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
-use crate::verbs::sq::{Before, SendQueue, Template};
+use crate::verbs::sq::{Before, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
 
 /// Sends whose WQEs are written, waiting for their doorbell.
@@ -18,24 +19,32 @@ use crate::verbs::{Completion, Qp, SendWr};
 #[must_use = "dropping it takes the sends back"]
 pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
-    pub(super) range: Range<u64>,
+    pub(super) sends: Written,
     submitted: Option<Before>,
     /// Its operations in the batch that it was posted in.
     pub(super) place: Range<usize>,
 }
 
 impl PreparedSend {
-    fn new(queue: &Arc<SendQueue>, range: Range<u64>) -> Self {
-        Self { queue: queue.clone(), range, submitted: None, place: 0..0 }
+    /// Prepares sends; with a `stream`, for it alone.
+    pub(super) fn new(qp: &Qp, wrs: &[SendWr<'_>], stream: Option<u64>) -> Result<Self> {
+        if wrs.is_empty() {
+            return Err(Error::invalid("sends to prepare", 0, "at least one"));
+        }
+        let (sends, submitted) = qp.send.prepare(wrs, stream)?;
+        Ok(Self { queue: qp.send.clone(), sends, submitted, place: 0..0 })
     }
 
     /// Prepares sends once more.
     pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template]) -> Result<Self> {
-        Ok(Self::new(queue, queue.prepare_again(sends)?))
+        let sends = queue.prepare_again(sends)?;
+        Ok(Self { queue: queue.clone(), sends, submitted: None, place: 0..0 })
     }
 
     pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
-        self.submitted = Some(self.queue.submit(&self.range, stream)?);
+        if self.submitted.is_none() {
+            self.submitted = Some(self.queue.submit(&self.sends.range, stream)?);
+        }
         Ok(())
     }
 
@@ -47,24 +56,24 @@ impl PreparedSend {
 
     pub(super) fn trigger_ops(&mut self, ops: &mut Vec<super::Op>) {
         let start = ops.len();
-        self.queue.trigger_ops(&self.range, ops);
+        self.queue.trigger_ops(&self.sends, ops);
         self.place = start..ops.len();
     }
 
     /// The completion of the last of these sends.
     pub fn completion(&self) -> Completion {
-        self.queue.completion(self.range.end - 1)
+        self.queue.completion(self.sends.range.end - 1)
     }
 
     pub(super) fn watch(&self) {
-        self.queue.watch(&self.range);
+        self.queue.watch(&self.sends);
     }
 }
 
 impl Drop for PreparedSend {
     fn drop(&mut self) {
         if self.submitted.is_none() {
-            self.queue.cancel(&self.range);
+            self.queue.cancel(&self.sends.range);
         }
     }
 }
@@ -98,37 +107,43 @@ pub struct PreparedWait {
 
 impl PreparedWait {
     /// Claims completions of `queue`'s queue.
-    fn claim(queue: Completion, upto: Upto, asked: Asked) -> Result<Self> {
+    fn claim(queue: Completion, upto: Upto, asked: Asked, stream: Option<u64>) -> Result<Self> {
         let nothing = Error::NothingToWaitFor { queue: queue.end.tracker.name(), qpn: queue.end.qp.qpn };
-        Self::claim_new(queue, upto, asked)?.ok_or(nothing)
+        Self::claim_new(queue, upto, asked, stream)?.ok_or(nothing)
     }
 
     /// As `claim`; `None` when the last one was claimed or taken before.
-    fn claim_new(queue: Completion, upto: Upto, asked: Asked) -> Result<Option<Self>> {
-        queue.end.qp.check()?;
-        let claimed = queue.end.cq.claim(upto, &queue.end.tracker)?;
+    fn claim_new(queue: Completion, upto: Upto, asked: Asked, stream: Option<u64>) -> Result<Option<Self>> {
+        let end = &queue.end;
+        let claimed = end.cq.claim(upto, &end.tracker, stream);
+        if let Err(error) = end.qp.check_known() {
+            if let Ok(Some((first, n))) = claimed {
+                end.cq.release(first, n);
+            }
+            return Err(error);
+        }
         let claim = |(first, n)| {
             let claim = Completion { n, ..queue };
-            Self { claim, first, asked, submitted: false, place: 0..0 }
+            Self { claim, first, asked, submitted: stream.is_some(), place: 0..0 }
         };
-        Ok(claimed.map(claim))
+        Ok(claimed?.map(claim))
     }
 
     /// A wait through `completion`; `None` when it was claimed or taken before.
     pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
         completion.check_life()?;
-        Self::claim_new(completion.clone(), Upto::Through(completion.n), Asked::Through)
+        Self::claim_new(completion.clone(), Upto::Through(completion.n), Asked::Through, None)
     }
 
-    /// A wait for the next `count` completions of a queue.
-    pub(super) fn next(end: &Arc<QueueEnd>, count: u64) -> Result<Self> {
-        Self::claim(any_of(end), Upto::Next(count), Asked::Next)
+    /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.
+    pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<u64>) -> Result<Self> {
+        Self::claim(any_of(end), Upto::Next(count), Asked::Next, stream)
     }
 
     /// A wait for all completions of a queue.
     pub(super) fn all(end: &Arc<QueueEnd>) -> Result<Self> {
         let last = end.tracker.posted().checked_sub(1);
-        Self::claim(any_of(end), last.map_or(Upto::Next(1), Upto::Through), Asked::All)
+        Self::claim(any_of(end), last.map_or(Upto::Next(1), Upto::Through), Asked::All, None)
     }
 
     /// The completion this wait is for.
@@ -141,8 +156,10 @@ impl PreparedWait {
     }
 
     pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
-        self.claim.end.cq.submit(self.claim.n, stream, &self.claim.end.tracker)?;
-        self.submitted = true;
+        if !self.submitted {
+            self.claim.end.cq.submit(self.claim.n, stream, &self.claim.end.tracker)?;
+            self.submitted = true;
+        }
         Ok(())
     }
 
@@ -150,6 +167,11 @@ impl PreparedWait {
         if std::mem::take(&mut self.submitted) {
             self.claim.end.cq.unsubmit(self.first, self.claim.n);
         }
+    }
+
+    /// Tells the device that a stream of a GPU waits for it.
+    pub(super) fn attend(&self, kicker: Option<&Arc<dyn Kicks>>) {
+        self.claim.end.cq.attend(self.claim.n, kicker);
     }
 
     pub(super) fn wait_ops(&mut self, ops: &mut Vec<super::Op>) {
@@ -177,11 +199,7 @@ impl Qp {
     /// # Errors
     /// As [`Qp::post_send`], and [`Error::InvalidArgument`] for an empty list.
     pub fn prepare_send(&self, wrs: &[SendWr<'_>]) -> Result<PreparedSend> {
-        if wrs.is_empty() {
-            return Err(Error::invalid("sends to prepare", 0, "at least one"));
-        }
-        let range = self.send.prepare(wrs)?;
-        Ok(PreparedSend::new(&self.send, range))
+        PreparedSend::new(self, wrs, None)
     }
 
     /// Claims the next send completion for a stream.
@@ -190,7 +208,7 @@ impl Qp {
     /// [`Error::NothingToWaitFor`] when every posted or prepared send is claimed or polled already;
     /// [`Error::Unsupported`] on a shared completion queue; the error that broke the queue pair.
     pub fn prepare_wait_send(&self) -> Result<PreparedWait> {
-        PreparedWait::next(&self.send.end, 1)
+        PreparedWait::next(&self.send.end, 1, None)
     }
 
     /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.
@@ -206,6 +224,6 @@ impl Qp {
     /// # Errors
     /// As [`Qp::prepare_wait_send`], for receives.
     pub fn prepare_wait_recv(&self) -> Result<PreparedWait> {
-        PreparedWait::next(&self.recv.end, 1)
+        PreparedWait::next(&self.recv.end, 1, None)
     }
 }

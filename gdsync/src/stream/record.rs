@@ -67,7 +67,7 @@ pub(super) fn check(batch: &Batch) -> Result<()> {
 impl Recording {
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let Batch { ops, sends, waits, covered } = mem::take(batch);
+        let Batch { ops, sends, waits, covered, stream: _ } = mem::take(batch);
         let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
@@ -80,7 +80,7 @@ impl Recording {
             }
             if let Some(send) = sends.next_if(|send| send.place.start == at) {
                 known = send.place.end;
-                parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.range)));
+                parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
                 self.sends.push((self.completions, send));
                 self.completions += 1;
             } else if let Some(wait) = waits.next_if(|wait| wait.place.start == at) {
@@ -129,7 +129,7 @@ impl Recording {
     /// The place of the send of this graph that the completion is for.
     fn sent(&self, completion: &Completion) -> Option<usize> {
         let is_it = |(_, send): &&(usize, PreparedSend)| {
-            Arc::ptr_eq(&send.queue.end, &completion.end) && send.range.end - 1 == completion.n
+            Arc::ptr_eq(&send.queue.end, &completion.end) && send.sends.range.end - 1 == completion.n
         };
         self.sends.iter().rev().find(is_it).map(|(place, _)| *place)
     }
@@ -146,7 +146,7 @@ impl Part {
             }
             Part::Wait { awaited, told } => {
                 let wait = match awaited {
-                    For::Next(end, count) => PreparedWait::next(end, *count)?,
+                    For::Next(end, count) => PreparedWait::next(end, *count, None)?,
                     For::All(end) => PreparedWait::all(end)?,
                     For::Through(place) => {
                         let sent = &completions[*place];

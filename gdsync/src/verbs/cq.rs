@@ -18,7 +18,7 @@ use super::track::Tracker;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
-use crate::memory::{Memory, Word32};
+use crate::memory::Word32;
 use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 use crate::protocol::completion;
 use crate::stream::{Cond, Op, Source};
@@ -30,6 +30,8 @@ pub struct Cq(pub(crate) Arc<CqInner>);
 pub(crate) struct CqInner {
     provider: Arc<dyn Provider>,
     parts: CqParts,
+    /// The consumer index in the doorbell record.
+    consumed: Word32,
     log: u32,
     /// Completions that may still arrive or are not freed yet. Never more than the ring holds.
     reserved: AtomicU64,
@@ -116,6 +118,7 @@ impl Cq {
         }
         let log = entries.next_power_of_two().trailing_zeros();
         let parts = provider.create_cq(log, ring, places)?;
+        let consumed = parts.record.word32(0)?;
         let slot = Slot { wc: None, taken: Taken::No };
         let state = CqState {
             reaped: 0,
@@ -134,6 +137,7 @@ impl Cq {
         Ok(Self(Arc::new(CqInner {
             provider,
             parts,
+            consumed,
             log,
             reserved: AtomicU64::new(0),
             state: Mutex::new(state),
@@ -257,7 +261,7 @@ impl CqInner {
 
     fn free(&self, state: &mut CqState) {
         let before = state.freed;
-        let record = self.parts.record.atomic32(0).expect("doorbell records are aligned");
+        let record = self.consumed.atomic();
         while state.freed < state.reaped {
             let at = self.index(state.freed);
             match state.slots[at].taken {
@@ -320,8 +324,13 @@ impl CqInner {
     }
 
     /// Claims completions of the queue for a stream wait: `None` when the last of them was taken before. Returns the
-    /// first and the last completion claimed.
-    pub(crate) fn claim(&self, upto: Upto, tracker: &Tracker) -> Result<Option<(u64, u64)>> {
+    /// first and the last completion claimed. With a `stream`, they are submitted to it, as by [`CqInner::submit`].
+    pub(crate) fn claim(
+        &self,
+        upto: Upto,
+        tracker: &Tracker,
+        stream: Option<u64>,
+    ) -> Result<Option<(u64, u64)>> {
         let mut state = self.state.lock();
         if state.attached != 1 {
             return Err(Error::Unsupported {
@@ -330,10 +339,17 @@ impl CqInner {
                 fix: "build the queue pair without send_cq and recv_cq, so that each queue gets its own",
             });
         }
-        let posted = tracker.posted();
-        while state.claim_next < posted && tracker.is_cancelled(state.claim_next) {
+        // Not where each look takes a microsecond: what has arrived there is taken when it must be, all at once.
+        if self.parts.ring.gpu().is_none() {
+            self.reap_locked(&mut state);
+            self.free(&mut state);
+        }
+        let track = tracker.lock();
+        let posted = track.posted;
+        while state.claim_next < posted && track.entry(state.claim_next).cancelled {
             state.claim_next += 1;
         }
+        drop(track);
         let n = match upto {
             Upto::Next(count) => state.claim_next + count - 1,
             Upto::Through(n) => n,
@@ -354,6 +370,11 @@ impl CqInner {
         state.claim_next = n + 1;
         state.in_stream += 1;
         state.unsubmitted.push_back((first, n));
+        if let Some(Err(error)) = stream.map(|stream| self.submit_locked(&mut state, n, stream, tracker)) {
+            drop(state);
+            self.release(first, n);
+            return Err(error);
+        }
         Ok(Some((first, n)))
     }
 
@@ -385,16 +406,22 @@ impl CqInner {
 
     /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`].
     pub(crate) fn submit(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
-        let mut state = self.state.lock();
+        self.submit_locked(&mut self.state.lock(), n, stream, tracker)
+    }
+
+    fn submit_locked(&self, state: &mut CqState, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         let (_, expected) =
             *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
         if expected != n {
             return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
         }
-        self.reap_locked(&mut state);
-        self.free(&mut state);
-        let held = state.in_stream - u64::try_from(state.unsubmitted.len()).expect("fits");
-        if held > 0 && state.stream != stream {
+        let held = |state: &CqState| state.in_stream > state.unsubmitted.len() as u64;
+        if state.stream != stream && held(state) {
+            // Unless it is past that by now.
+            self.reap_locked(state);
+            self.free(state);
+        }
+        if state.stream != stream && held(state) {
             let owner = format!("stream {}", state.stream);
             return Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner });
         }
@@ -427,9 +454,10 @@ impl CqInner {
     /// The operations that hold a stream for completion `n` and then move the consumer index past it.
     pub(crate) fn wait_ops(&self, n: u64, source: Arc<dyn Source>, ops: &mut Vec<Op>) {
         let (cond, value): (Cond, u32) = mlx5::wait_condition(n, self.log);
-        let at = self.word(&self.parts.ring, self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET);
+        let at = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
+        let at = self.parts.ring.word32(at).expect("words of rings are aligned and inside");
         ops.push(Op::Wait32 { at, value, cond, source: Some(source) });
-        ops.push(Op::Write32 { at: self.word(&self.parts.record, 0), value: mlx5::cq_ci_record(n + 1) });
+        ops.push(Op::Write32 { at: self.consumed.clone(), value: mlx5::cq_ci_record(n + 1) });
     }
 
     /// The queue pair is stopped, and still no completion came for which a stream waits at this word: writes one that says
@@ -454,10 +482,6 @@ impl CqInner {
         self.parts.ring.write(slot(n), &bytes[..mlx5::CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
         completion::publish(at.atomic(), mlx5::op_own_word(&bytes));
         self.parts.ring.fence();
-    }
-
-    fn word(&self, memory: &Memory, offset: usize) -> Word32 {
-        memory.word32(offset).expect("words of rings and records are aligned and inside")
     }
 
     /// Takes back the claims of streams that gave up: none is there any more to pass them.
@@ -495,10 +519,10 @@ impl CqInner {
         self.free(&mut state);
     }
 
-    /// A GPU waits for all completions that are claimed now: see [`Source::attend`].
-    pub(crate) fn attend_claimed(&self, kicker: Option<&Arc<dyn Kicks>>) {
-        let until = self.state.lock().claim_next;
-        if self.parts.event.attend(until, kicker) {
+    /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes
+    /// it when the completion was written.
+    pub(crate) fn attend(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
+        if self.parts.event.attend(n + 1, kicker) {
             self.provider.attend(self.parts.cqn);
         }
     }

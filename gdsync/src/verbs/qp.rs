@@ -104,6 +104,11 @@ impl QpCore {
         self.health.check()
     }
 
+    /// As [`QpCore::check`], of what is known without a look at the completion queues.
+    pub(crate) fn check_known(&self) -> Result<()> {
+        if self.health.is_broken() { self.check() } else { Ok(()) }
+    }
+
     /// Puts the queue pair into the error state for a reason of ours.
     pub(crate) fn stop(&self, reason: &Error) {
         // A failure that arrived before, but that nobody has looked at, is the root cause.

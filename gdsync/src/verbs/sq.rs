@@ -24,11 +24,23 @@ pub(crate) struct SendQueue {
     doorbell: Word64,
 }
 
+/// Blocks between the one that is written and the one that the CPU is told it will write.
+const AHEAD: u64 = 8;
+
 /// Who owned a queue, and up to where it was exposed, before a range was submitted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Before {
     owner: Owner,
     rung: u64,
+}
+
+/// Requests that were written, and what makes the last of them visible.
+#[derive(Clone, Debug)]
+pub(crate) struct Written {
+    pub(crate) range: Range<u64>,
+    /// The index of the block after the last one.
+    end: u64,
+    doorbell: u64,
 }
 
 /// A send as it was written, to be written again at other places of the ring.
@@ -94,13 +106,23 @@ impl SendQueue {
         Ok(range)
     }
 
-    /// Writes requests that nobody sees yet.
-    pub(crate) fn prepare(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
-        self.with_room(|track| self.write(track, wrs))
+    /// Writes requests, at least one, that nobody sees yet. With a `stream`, they are handed to it at once, as by
+    /// [`SendQueue::submit`].
+    pub(crate) fn prepare(
+        &self,
+        wrs: &[SendWr<'_>],
+        stream: Option<u64>,
+    ) -> Result<(Written, Option<Before>)> {
+        self.with_room(|track| {
+            let range = self.write(track, wrs)?;
+            let handed = stream.map(|stream| self.hand_over(track, &range, stream)).transpose();
+            let before = handed.inspect_err(|_| self.undo(track, &range))?;
+            Ok((written(track, range), before))
+        })
     }
 
     /// Writes sends again, as [`SendQueue::prepare`].
-    pub(crate) fn prepare_again(&self, sends: &[Template]) -> Result<Range<u64>> {
+    pub(crate) fn prepare_again(&self, sends: &[Template]) -> Result<Written> {
         let again = |track: &mut Track, send: &Template| {
             self.put(track, send.wr_id, |out, index| {
                 out[..send.wqe.len()].copy_from_slice(&send.wqe);
@@ -108,7 +130,7 @@ impl SendQueue {
                 Ok(u8::try_from(send.wqe.len() / mlx5::SEGMENT).expect("written by `put`"))
             })
         };
-        self.with_room(|track| self.write_all(track, sends, again))
+        self.with_room(|track| self.write_all(track, sends, again).map(|range| written(track, range)))
     }
 
     /// What was prepared, to be written again.
@@ -205,6 +227,8 @@ impl SendQueue {
         }
         let bytes = &track.scratch[..usize::from(ds) * 16];
         self.store(begin, bytes);
+        // The HCA has read there in the lap before.
+        (begin..end).for_each(|block| self.ring.prefetch_to_write(self.place(block + AHEAD)));
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
         track.push(Entry { wr_id, begin, end, doorbell, ds, cancelled: false, wc: None });
@@ -283,16 +307,18 @@ impl SendQueue {
     ///
     /// Returns what [`SendQueue::unsubmit`] needs.
     pub(crate) fn submit(&self, range: &Range<u64>, stream: u64) -> Result<Before> {
-        self.with_room(|track| {
-            let before = Before { owner: track.owner, rung: track.rung };
-            let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
-            if theirs && !track.is_idle() {
-                return Err(self.busy(track.owner));
-            }
-            self.expose(track, range)?;
-            track.owner = Owner::Stream(stream);
-            Ok(before)
-        })
+        self.with_room(|track| self.hand_over(track, range, stream))
+    }
+
+    fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
+        let before = Before { owner: track.owner, rung: track.rung };
+        let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
+        if theirs && !track.is_idle() {
+            return Err(self.busy(track.owner));
+        }
+        self.expose(track, range)?;
+        track.owner = Owner::Stream(stream);
+        Ok(before)
     }
 
     /// Undoes [`SendQueue::submit`].
@@ -302,12 +328,11 @@ impl SendQueue {
         track.owner = before.owner;
     }
 
-    /// The operations that make the HCA start everything up to the end of `range`: record, fence, doorbell; or first the
+    /// The operations that make the HCA start everything up to the end of `sends`: record, fence, doorbell; or first the
     /// doorbell, which somebody waits for, and then the record, which only a failure needs.
-    pub(crate) fn trigger_ops(&self, range: &Range<u64>, ops: &mut Vec<Op>) {
-        let entry = *self.end.tracker.lock().entry(range.end - 1);
-        let record = Op::Write32 { at: self.record.clone(), value: mlx5::send_record(entry.end) };
-        let doorbell = Op::Write64 { at: self.doorbell.clone(), value: entry.doorbell };
+    pub(crate) fn trigger_ops(&self, sends: &Written, ops: &mut Vec<Op>) {
+        let record = Op::Write32 { at: self.record.clone(), value: mlx5::send_record(sends.end) };
+        let doorbell = Op::Write64 { at: self.doorbell.clone(), value: sends.doorbell };
         if self.provider().record_may_lag() {
             ops.extend([doorbell, record]);
         } else {
@@ -321,10 +346,9 @@ impl SendQueue {
         Completion { end: self.end.clone(), n, life: self.end.tracker.life() }
     }
 
-    /// Tells the device that a stream which cannot signal will ring up to the end of `range`.
-    pub(crate) fn watch(&self, range: &Range<u64>) {
-        let end = self.end.tracker.lock().entry(range.end - 1).end;
-        self.provider().watch(self.end.qp.qpn, end);
+    /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
+    pub(crate) fn watch(&self, sends: &Written) {
+        self.provider().watch(self.end.qp.qpn, sends.end);
     }
 
     fn provider(&self) -> &dyn Provider {
@@ -350,6 +374,11 @@ impl SendQueue {
         self.record.store(0);
         self.end.cq.forget(&self.end.tracker, lost);
     }
+}
+
+fn written(track: &Track, range: Range<u64>) -> Written {
+    let last = track.entry(range.end - 1);
+    Written { range, end: last.end, doorbell: last.doorbell }
 }
 
 /// The 16 bits of a counter that go on the wire.

@@ -29,9 +29,13 @@ impl Health {
         self.broken.store(true, Ordering::Release);
     }
 
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
     /// The failure, if there was one.
     pub(crate) fn check(&self) -> Result<()> {
-        if !self.broken.load(Ordering::Acquire) {
+        if !self.is_broken() {
             return Ok(());
         }
         self.error.lock().clone().map_or(Ok(()), Err)
@@ -167,10 +171,6 @@ impl Tracker {
         track.lives.push(retired);
         self.life.store(track.lives.len(), Ordering::Release);
         track.reset()
-    }
-
-    pub(crate) fn is_cancelled(&self, n: u64) -> bool {
-        self.lock().entry(n).cancelled
     }
 
     /// What came of request `n`: `None` while it is outstanding, `Some(None)` when that is forgotten.

@@ -14,15 +14,28 @@ pub(crate) struct L32(pub(crate) AtomicU32);
 #[derive(Default)]
 pub(crate) struct L64(pub(crate) AtomicU64);
 
+/// Loom knows the total order of fences only: where an access is in it, one stands in.
+fn ordered<T>(order: Ordering, access: impl FnOnce() -> T) -> T {
+    let total = || {
+        if order == Ordering::SeqCst {
+            fence(order);
+        }
+    };
+    total();
+    let result = access();
+    total();
+    result
+}
+
 impl Atom32 for L32 {
     fn load(&self, order: Ordering) -> u32 {
-        self.0.load(order)
+        ordered(order, || self.0.load(order))
     }
     fn store(&self, value: u32, order: Ordering) {
-        self.0.store(value, order);
+        ordered(order, || self.0.store(value, order));
     }
     fn swap(&self, value: u32, order: Ordering) -> u32 {
-        self.0.swap(value, order)
+        ordered(order, || self.0.swap(value, order))
     }
     fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
         self.0.fetch_add(value, order)
@@ -34,7 +47,7 @@ impl Atom32 for L32 {
 
 impl Atom64 for L64 {
     fn load(&self, order: Ordering) -> u64 {
-        self.0.load(order)
+        ordered(order, || self.0.load(order))
     }
     fn store(&self, value: u64, order: Ordering) {
         // Loom does not know that nothing comes between what an exchange reads and what it leaves: it would let a plain
@@ -43,6 +56,9 @@ impl Atom64 for L64 {
     }
     fn swap(&self, value: u64, order: Ordering) -> u64 {
         self.0.swap(value, order)
+    }
+    fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
+        ordered(order, || self.0.fetch_max(value, order))
     }
 }
 

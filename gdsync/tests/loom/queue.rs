@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use gdsync::mlx5::{self, Cqe};
-use gdsync::protocol::{self, Atom32, completion, note};
+use gdsync::protocol::{self, Atom32, completion, note, standing};
 use loom::sync::Arc;
 use loom::thread;
 
@@ -309,5 +309,22 @@ fn no_note_is_lost() {
         hca.settle(guard);
         posters.into_iter().for_each(|p| p.join().unwrap());
         assert_eq!(hca.executed.each_ref().map(Plain::get), [1, 1]);
+    });
+}
+
+/// As streams of GPUs announce doorbells and waits to an HCA that is about to turn to something else.
+#[test]
+fn no_order_is_lost() {
+    explore(3, || {
+        let shared = Arc::new((L64::default(), L32::default()));
+        shared.1.store(1, Relaxed);
+        let orders = [1, 2].map(|number| {
+            let shared = shared.clone();
+            thread::spawn(move || standing::order(&shared.0, &shared.1, number))
+        });
+        let looks_on = standing::is_due(&shared.0, &shared.1, 0);
+        let told = orders.map(|order| order.join().unwrap());
+        assert!(looks_on || told != [false, false], "nobody looks");
+        assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
     });
 }

@@ -50,6 +50,11 @@ impl Bell {
         }
     }
 
+    /// Whether somebody seems to sleep.
+    pub(crate) fn is_slept_on(&self) -> bool {
+        self.word(SLEEPERS).load(Ordering::Relaxed) != 0
+    }
+
     /// Wakes every sleeper, also after a ringer died half-way.
     pub(crate) fn ring_hard(&self) {
         self.word(SEQUENCE).fetch_add(1, Ordering::Release);

@@ -121,7 +121,8 @@ impl Shared {
         if let Some(error) = self.error() {
             return Err(error);
         }
-        let calls = plan::plan(&self.gpu, ops, None, self.lane.is_some())?;
+        let mut calls = Calls::new();
+        plan::plan(&mut calls, &self.gpu, ops, None, self.lane.is_some())?;
         let captured = state.capture.get_or_insert_default();
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
@@ -188,7 +189,6 @@ impl Shared {
         let launching = exec.launching.lock();
         let head = self.head(seq);
         self.gpu.within(|api| exec.arm(api, head, calls)).map_err(Error::cuda("preparing a graph"))?;
-        let sources = self.sources(ops);
         let ops = std::mem::take(ops);
         self.submitted.store(seq, Ordering::Release);
         // SAFETY: the submission keeps the graph alive, and all that its nodes touch.
@@ -197,7 +197,7 @@ impl Shared {
         state.calls += count;
         state.unmarked += count;
         let _graph = Some(exec.clone());
-        state.queue.push_back(Submission { seq, ops, sources, calls: count, host_fns: 0, _graph });
+        state.queue.push_back(Submission { seq, ops, calls: count, host_fns: 0, _graph });
         if state.unmarked >= MARK_EVERY && issued.is_ok() {
             self.put_mark(state);
         }
@@ -211,7 +211,7 @@ impl Exec {
         let mut calls = Calls::new();
         let mut start = 0;
         for &end in ends {
-            calls.extend(plan::plan(&self.gpu, &ops[start..end], None, self.lane.is_some())?);
+            plan::plan(&mut calls, &self.gpu, &ops[start..end], None, self.lane.is_some())?;
             start = end;
         }
         let fits = |(call, node): (&Call, &Node)| Shape::of(call) == node.shape;

@@ -20,6 +20,7 @@ mod shared;
 mod watch;
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -34,6 +35,7 @@ use super::graph::Made;
 use super::op::Op;
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
+use crate::hca::Kicks;
 
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
 const NON_BLOCKING: u32 = 1;
@@ -95,11 +97,16 @@ impl Engine for CudaEngine {
         false
     }
 
+    fn kicker(&self) -> Option<&Arc<dyn Kicks>> {
+        self.shared.kicker.as_ref()
+    }
+
     fn kind(&self) -> &'static str {
         "cuda"
     }
 
     fn raw(&self) -> Option<RawStream> {
+        self.shared.shown.store(true, Ordering::Relaxed);
         Some(self.shared.stream)
     }
 

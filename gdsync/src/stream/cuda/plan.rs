@@ -72,9 +72,14 @@ pub(super) fn check(gpu: &Gpu, ops: &[Op]) -> Result<()> {
     })
 }
 
-/// Plans operations. `mark` is written at the end.
-pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kernel: bool) -> Result<Calls> {
-    let mut calls = Calls::new();
+/// Adds what operations become to `calls`. `mark` is written at the end.
+pub(super) fn plan(
+    calls: &mut Calls,
+    gpu: &Gpu,
+    ops: &[Op],
+    mark: Option<(&Word64, u64)>,
+    by_kernel: bool,
+) -> Result<()> {
     let mut steps: SmallVec<[Step; 12]> = SmallVec::new();
     let mut indices: SmallVec<[Step; 2]> = SmallVec::new();
     let mut after_cqe_wait = false;
@@ -126,7 +131,7 @@ pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kerne
             Op::Signal(_) => {}
             Op::HostFn(_) => {
                 steps.append(&mut indices);
-                close(&mut calls, &steps, by_kernel);
+                close(calls, &steps, by_kernel);
                 steps.clear();
                 calls.push(Call::HostFn(place));
             }
@@ -136,8 +141,8 @@ pub(super) fn plan(gpu: &Gpu, ops: &[Op], mark: Option<(&Word64, u64)>, by_kerne
     if let Some((word, value)) = mark {
         steps.push(Step::Mark { addr: word.memory().gpu_addr(gpu)?, value });
     }
-    close(&mut calls, &steps, by_kernel);
-    Ok(calls)
+    close(calls, &steps, by_kernel);
+    Ok(())
 }
 
 fn is_near(memory: &Memory, gpu: &Gpu) -> bool {
@@ -175,10 +180,16 @@ fn close(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
         let part = (0..part.len()).filter(|&at| !is_extra(at)).map(step);
         // A kernel cannot do what only the front end can.
         let flushes = part.clone().any(|step| step == Step::Flush);
+        // Filled where they are: calls are large.
         calls.push(match by_kernel && !flushes {
-            true => Call::Kernel(part.map(|step| LaneOp::from(&step)).collect()),
-            false => Call::MemOps(part.map(|step| memop(&step)).collect()),
+            true => Call::Kernel(SmallVec::new()),
+            false => Call::MemOps(SmallVec::new()),
         });
+        match calls.last_mut() {
+            Some(Call::Kernel(program)) => program.extend(part.map(|step| LaneOp::from(&step))),
+            Some(Call::MemOps(memops)) => memops.extend(part.map(|step| memop(&step))),
+            _ => {}
+        }
     }
 }
 

@@ -28,7 +28,7 @@ use crate::hca::Kicks;
 use crate::memory::Word64;
 use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
-use crate::stream::sources::{Use, sources_of};
+use crate::stream::sources::sources_of;
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
@@ -46,14 +46,16 @@ pub(super) struct Shared {
     pub(super) gpu: Gpu,
     pub(super) stream: RawStream,
     owned: bool,
+    /// The application knows the stream, and may be capturing it.
+    pub(super) shown: AtomicBool,
     pub(super) lane: Option<Arc<Lane>>,
-    kicker: Option<Arc<dyn Kicks>>,
+    pub(super) kicker: Option<Arc<dyn Kicks>>,
     pub(super) status: StatusBlock,
     /// The mark, and the one of kernels that ran after the stream failed.
     mark: Word64,
     mark_after: Word64,
     state: Mutex<State>,
-    /// For the watchdog: there is something to watch.
+    /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
     pub(super) work: Condvar,
     pub(super) submitted: AtomicU64,
     /// Submissions up to here are over, as CUDA says: no mark tells.
@@ -80,6 +82,10 @@ pub(super) struct State {
     pub(super) marked: u64,
     /// Why the driver took no mark: it is asked for no more.
     pub(super) refused: Option<Error>,
+    /// The watchdog sleeps until there is work.
+    pub(super) asleep: bool,
+    /// Lists for submissions to come: empty, but with room.
+    pub(super) spare: Vec<Vec<Op>>,
     /// What has been captured so far, while the stream is.
     pub(super) capture: Option<Captured>,
 }
@@ -88,7 +94,6 @@ pub(super) struct State {
 pub(super) struct Submission {
     pub(super) seq: u64,
     pub(super) ops: Vec<Op>,
-    pub(super) sources: Vec<Use>,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// The graph that it is a launch of.
@@ -120,6 +125,7 @@ impl Shared {
             gpu: gpu.clone(),
             stream,
             owned,
+            shown: AtomicBool::new(!owned),
             lane,
             kicker,
             status,
@@ -203,10 +209,13 @@ impl Shared {
         }
         let done = self.retire(&mut state);
         let result = put(&mut state);
+        let asleep = state.asleep;
         drop(state);
-        drop(done);
+        self.recycle(done);
         let (seq, issued) = result?;
-        self.work.notify_one();
+        if asleep {
+            self.work.notify_one();
+        }
         if let Err(error) = issued {
             // Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
             self.fail(Error::cuda("submitting to the stream")(error));
@@ -216,7 +225,8 @@ impl Shared {
 
     /// Whether the application captures the stream, so that what is queued now would not run.
     pub(super) fn is_captured_by_others(&self, state: &State) -> bool {
-        state.capture.is_none() && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
+        let may_be = self.shown.load(Ordering::Relaxed) && state.capture.is_none();
+        may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
     fn submit_locked(&self, state: &mut State, ops: &mut Vec<Op>) -> Result<(u64, gdrcopy::Result<()>)> {
@@ -226,7 +236,8 @@ impl Shared {
         let seq = self.submitted() + 1;
         let marks = state.unmarked + 1 >= MARK_EVERY;
         let by_kernel = self.lane.is_some();
-        let calls = plan::plan(&self.gpu, ops, marks.then_some((&self.mark, seq)), by_kernel)?;
+        let mut calls = Calls::new();
+        plan::plan(&mut calls, &self.gpu, ops, marks.then_some((&self.mark, seq)), by_kernel)?;
         let host_fns = calls.iter().filter(|call| matches!(call, Call::HostFn(_))).count();
         let count = calls.len();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
@@ -234,28 +245,20 @@ impl Shared {
             return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
         }
         self.check_room(state, count, host_fns)?;
-        let sources = self.sources(ops);
-        let mut ops = mem::take(ops);
+        let mut ops = mem::replace(ops, state.spare.pop().unwrap_or_default());
         self.submitted.store(seq, Ordering::Release);
-        let issued = self.gpu.within(|_| self.issue(seq, calls, &mut ops));
+        let issued = self.gpu.within(|_| self.issue(seq, &mut calls, &mut ops));
         state.calls += count;
         state.host_fns += host_fns;
         state.unmarked = if marks { 0 } else { state.unmarked + count };
         state.marked = if marks { seq } else { state.marked };
-        state.queue.push_back(Submission { seq, ops, sources, calls: count, host_fns, _graph: None });
+        state.queue.push_back(Submission { seq, ops, calls: count, host_fns, _graph: None });
         Ok((seq, issued))
     }
 
-    /// The queues that operations use; they learn that a GPU waits.
-    pub(super) fn sources(&self, ops: &[Op]) -> Vec<Use> {
-        let sources = sources_of(ops);
-        sources.iter().for_each(|(_, source)| source.attend(self.kicker.as_ref()));
-        sources
-    }
-
     /// Makes the calls of a submission.
-    fn issue(&self, seq: u64, calls: Calls, ops: &mut [Op]) -> gdrcopy::Result<()> {
-        calls.into_iter().try_for_each(|mut call| self.make(seq, &mut call, ops))
+    fn issue(&self, seq: u64, calls: &mut Calls, ops: &mut [Op]) -> gdrcopy::Result<()> {
+        calls.iter_mut().try_for_each(|call| self.make(seq, call, ops))
     }
 
     /// What tells a kernel about its submission.
@@ -291,9 +294,11 @@ impl Shared {
         if !is_due || host_fn::is_running() || self.is_captured_by_others(state) {
             return;
         }
-        let mark = plan::plan(&self.gpu, &[], Some((&self.mark, seq)), self.lane.is_some());
-        let put = mark.and_then(|calls| {
-            self.gpu.within(|_| self.issue(seq, calls, &mut [])).map_err(Error::cuda("marking the stream"))
+        let mut calls = Calls::new();
+        let mark = plan::plan(&mut calls, &self.gpu, &[], Some((&self.mark, seq)), self.lane.is_some());
+        let put = mark.and_then(|()| {
+            let issue = self.gpu.within(|_| self.issue(seq, &mut calls, &mut []));
+            issue.map_err(Error::cuda("marking the stream"))
         });
         match put {
             Ok(()) => {
@@ -354,9 +359,9 @@ impl Shared {
         let completed = self.completed();
         let mut sources: Vec<Arc<dyn Source>> = Vec::new();
         for submission in self.lock().queue.iter().filter(|submission| submission.seq > completed) {
-            for (_, source) in &submission.sources {
-                if !sources.iter().any(|known| Arc::ptr_eq(known, source)) {
-                    sources.push(source.clone());
+            for (_, source) in sources_of(&submission.ops) {
+                if !sources.iter().any(|known| Arc::ptr_eq(known, &source)) {
+                    sources.push(source);
                 }
             }
         }

@@ -19,6 +19,8 @@ use crate::stream::op::Op;
 /// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
 const LOOK_MIN: Duration = Duration::from_millis(1);
 const LOOK_MAX: Duration = Duration::from_millis(5);
+/// How long it looks at a stream that has nothing to do before it must be woken, which costs the caller microseconds.
+const LINGER: Duration = Duration::from_secs(1);
 /// Between two looks at a stream that has failed and is being released.
 const RELEASE_LOOK: Duration = Duration::from_micros(200);
 /// How long a stopped queue has to complete a wait by itself.
@@ -41,6 +43,8 @@ impl Shared {
         let mut released: Option<Instant> = None;
         // When CUDA was last asked how the stream is.
         let mut asked: Option<Instant> = None;
+        // Since when there has been nothing to do.
+        let mut dry: Option<Instant> = None;
         loop {
             let mut state = self.lock();
             let done = self.retire(&mut state);
@@ -51,12 +55,19 @@ impl Shared {
                 }
                 held = None;
                 if done.is_empty() {
-                    self.work.wait(&mut state);
+                    let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
+                    state.asleep = !lingers;
+                    match lingers {
+                        true => _ = self.work.wait_for(&mut state, LOOK_MAX),
+                        false => self.work.wait(&mut state),
+                    }
+                    state.asleep = false;
                 }
                 drop(state);
                 drop(done);
                 continue;
             }
+            dry = None;
             let now = Instant::now();
             if closing && now - *closed.get_or_insert(now) > PATIENCE {
                 drop(state);

@@ -1,0 +1,34 @@
+//! Standing orders: work that will come by itself up to some number is looked at until then, and need not be told of while
+//! it is.
+//!
+//! ```text
+//! orders                                looks
+//!   until = max(until, number)            reached a number below until? then look on
+//!   watched? then done                    watched = 0
+//!   watched = 1: if it was 0, tell        until beyond the number? then watched = 1: if it was 0, look on
+//! ```
+//!
+//! *No order is lost.* All of these are in one total order. If the look at `watched` comes before its being cleared, the
+//! last look at `until` sees the order. If it comes after, it sees 0, or the 1 of somebody who tells or looks on.
+
+use std::sync::atomic::Ordering::SeqCst;
+
+use super::{Atom32, Atom64};
+
+/// Orders work up to `number`. Returns whether the caller must tell.
+#[must_use = "nobody looks unless told"]
+pub fn order(until: &impl Atom64, watched: &impl Atom32, number: u64) -> bool {
+    until.fetch_max(number, SeqCst);
+    watched.load(SeqCst) == 0 && watched.swap(1, SeqCst) == 0
+}
+
+/// Whether whoever looks must look on, having reached `number`. If not, the next order is told.
+#[must_use = "orders to come are not told if this is true"]
+pub fn is_due(until: &impl Atom64, watched: &impl Atom32, number: u64) -> bool {
+    let more = || until.load(SeqCst) > number;
+    if more() {
+        return true;
+    }
+    watched.store(0, SeqCst);
+    more() && watched.swap(1, SeqCst) == 0
+}

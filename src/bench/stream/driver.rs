@@ -1,0 +1,220 @@
+//! The driver's calls as a stream makes them: seen once, and made again without the library.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use std::sync::OnceLock;
+
+use gdasync::gdrcopy::cuda::CudaStatus;
+use gdasync::gdrcopy::cuda::raw::Api;
+use gdasync::gdrcopy::cuda::raw::layout::{
+    Handle, MEMORY_TYPE_DEVICE, MemOp, STREAM_NON_BLOCKING, pointer_attribute,
+};
+use gdasync::gdsync::cuda::Gpu;
+use gdasync::gdsync::memory::Memory;
+
+use crate::bench::Result;
+
+/// The driver behind [`watched`].
+static DRIVER: OnceLock<Api> = OnceLock::new();
+
+thread_local! {
+    /// The stream whose calls of this thread are noted, and those noted.
+    static NOTED: RefCell<Option<(Handle, Vec<Call>)>> = const { RefCell::new(None) };
+}
+
+/// A call that a stream's operations became.
+#[derive(Clone, Debug)]
+pub(super) enum Call {
+    /// `cuStreamBatchMemOp`.
+    MemOps(Vec<MemOp>),
+    /// `cuLaunchKernel`, with its parameter in words.
+    Kernel(Handle, Vec<u64>),
+}
+
+/// Words of `Head` and of an operation in gdsync's `lane.cu`, where the head has the number of operations, and how many fit
+/// into the parameters of its kernels.
+const HEAD: usize = 4;
+const COUNT: usize = 3;
+const OP: usize = 3;
+const PROGRAMS: [usize; 2] = [12, 160];
+
+impl Call {
+    /// Operations in it.
+    pub(super) fn len(&self) -> u64 {
+        match self {
+            Call::MemOps(ops) => ops.len() as u64,
+            Call::Kernel(_, param) => param[COUNT],
+        }
+    }
+}
+
+/// The entry points of `driver`, noting the calls that trigger and wait while [`noting`] wants them.
+pub(super) fn watched(driver: Api) -> Api {
+    let driver = DRIVER.get_or_init(|| driver);
+    Api { stream_batch_mem_op: Some(batch_mem_op), launch_kernel: Some(launch_kernel), ..*driver }
+}
+
+/// The calls that this thread makes for `stream` meanwhile.
+pub(super) fn noting(stream: Handle, run: impl FnOnce() -> Result<()>) -> Result<Vec<Call>> {
+    NOTED.set(Some((stream, Vec::new())));
+    let ran = run();
+    let noted = NOTED.take().map(|(_, calls)| calls).unwrap_or_default();
+    ran.map(|()| noted)
+}
+
+fn note(stream: Handle, call: impl FnOnce() -> Call) {
+    NOTED.with_borrow_mut(|noted| {
+        if let Some((_, calls)) = noted.as_mut().filter(|(of, _)| *of == stream) {
+            calls.push(call());
+        }
+    });
+}
+
+fn driver() -> &'static Api {
+    DRIVER.get().expect("these entry points are only in a table of `watched`")
+}
+
+unsafe extern "C" fn batch_mem_op(stream: Handle, count: u32, ops: *mut MemOp, flags: u32) -> u32 {
+    note(stream, || {
+        // SAFETY: the caller passes so many operations.
+        let ops = unsafe { std::slice::from_raw_parts(ops, count as usize) };
+        Call::MemOps(ops.to_vec())
+    });
+    let Some(entry) = driver().stream_batch_mem_op else { return CudaStatus::NOT_SUPPORTED.0 };
+    // SAFETY: the caller's arguments.
+    unsafe { entry(stream, count, ops, flags) }
+}
+
+unsafe extern "C" fn launch_kernel(
+    function: Handle,
+    grid_x: u32,
+    grid_y: u32,
+    grid_z: u32,
+    block_x: u32,
+    block_y: u32,
+    block_z: u32,
+    shared: u32,
+    stream: Handle,
+    params: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> u32 {
+    note(stream, || {
+        // SAFETY: kernels of streams have one parameter, which begins with its head.
+        let param = unsafe { *params }.cast::<u64>();
+        // SAFETY: the head of the parameter.
+        let head = unsafe { param.cast::<[u64; HEAD]>().read() };
+        let count = head[COUNT];
+        let fits = |most: &usize| u64::try_from(*most).is_ok_and(|most| count <= most);
+        let most = PROGRAMS.into_iter().find(fits).unwrap_or_default();
+        let mut words = vec![0; HEAD + OP * most];
+        let used = HEAD + OP * usize::try_from(count).unwrap_or_default();
+        // SAFETY: so much of the parameter is written.
+        words[..used].copy_from_slice(unsafe { std::slice::from_raw_parts(param, used) });
+        Call::Kernel(function, words)
+    });
+    let Some(entry) = driver().launch_kernel else { return CudaStatus::NOT_SUPPORTED.0 };
+    // SAFETY: the caller's arguments.
+    unsafe {
+        entry(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, params, extra)
+    }
+}
+
+/// A stream without the library, and words that its operations may use.
+pub(super) struct Raw<'a> {
+    gpu: &'a Gpu,
+    stream: Handle,
+    host: Memory,
+    device: Option<Memory>,
+    /// Words in use.
+    words: Cell<usize>,
+}
+
+/// Bytes of the words in each kind of memory.
+const WORDS: usize = 4096;
+
+impl<'a> Raw<'a> {
+    /// The context must be current.
+    pub(super) fn new(gpu: &'a Gpu) -> Result<Self> {
+        let mut stream = 0;
+        // SAFETY: a place for the answer. The stream lives as long as the process.
+        unsafe { driver().stream_create(&raw mut stream, STREAM_NON_BLOCKING, 0) }?;
+        Ok(Self {
+            gpu,
+            stream,
+            host: Memory::alloc(WORDS)?,
+            device: gpu.alloc(WORDS).ok(),
+            words: Cell::new(0),
+        })
+    }
+
+    /// The call of the library that has no mark in it, made to touch nothing of the library.
+    pub(super) fn call(&self, calls: &[Call]) -> Result<Call> {
+        let call = calls.iter().min_by_key(|call| call.len()).ok_or("the library made no call")?;
+        match call.clone() {
+            Call::MemOps(mut ops) => {
+                for op in ops.iter_mut().filter(|op| op.address != 0) {
+                    self.divert(op)?;
+                }
+                Ok(Call::MemOps(ops))
+            }
+            Call::Kernel(function, mut param) => {
+                // The driver copies all of it; the kernel looks at what it has to do.
+                param[COUNT] = 0;
+                Ok(Call::Kernel(function, param))
+            }
+        }
+    }
+
+    /// Gives an operation a word of its own in memory of the same kind, which satisfies it if it is a wait.
+    fn divert(&self, op: &mut MemOp) -> Result<()> {
+        const AND: u32 = 2;
+        const NOR: u32 = 3;
+        let mut kind = 0_u32;
+        let kind_of = pointer_attribute::MEMORY_TYPE;
+        // SAFETY: a place for the answer, which has 4 bytes.
+        unsafe { driver().pointer_get_attribute((&raw mut kind).cast(), kind_of, op.address) }?;
+        let on_gpu = kind == MEMORY_TYPE_DEVICE;
+        let memory = self.device.as_ref().filter(|_| on_gpu).unwrap_or(&self.host);
+        let word = memory.word64(8 * self.words.replace(self.words.get() + 1))?;
+        op.address = word.memory().gpu_addr(self.gpu)?;
+        word.store(match op.flags {
+            NOR => 0,
+            AND if op.value == 0 => return Err("a wait that nothing satisfies".into()),
+            _ => op.value,
+        });
+        memory.flush()?;
+        Ok(())
+    }
+
+    /// Makes a call.
+    pub(super) fn make(&self, call: &mut Call) -> Result<()> {
+        match call {
+            Call::MemOps(ops) => {
+                let count = u32::try_from(ops.len())?;
+                // SAFETY: so many operations on words that live as long as this value.
+                unsafe { driver().stream_batch_mem_op(self.stream, count, ops.as_mut_ptr(), 0) }?;
+            }
+            Call::Kernel(function, param) => {
+                let mut params = [param.as_mut_ptr().cast::<c_void>()];
+                let (params, extra) = (params.as_mut_ptr(), null_mut());
+                // SAFETY: the kernel's one parameter, of its size; it has nothing to do.
+                unsafe {
+                    driver().launch_kernel(*function, 1, 1, 1, 1, 1, 1, 0, self.stream, params, extra)
+                }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all is done.
+    pub(super) fn is_idle(&self) -> Result<bool> {
+        use gdasync::gdrcopy::Error;
+        // SAFETY: never destroyed.
+        match unsafe { driver().stream_query(self.stream) } {
+            Ok(()) => Ok(true),
+            Err(Error::Cuda { status: CudaStatus::NOT_READY, .. }) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}

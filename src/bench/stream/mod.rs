@@ -1,0 +1,183 @@
+//! `gdasync bench stream`: what this library costs the CPU for each operation of a stream, on top of the driver's call.
+
+mod cases;
+mod driver;
+mod report;
+#[cfg(feature = "standin")]
+mod simulated;
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use gdasync::gdrcopy::cuda::raw::Api;
+use gdasync::gdsync::cuda::Gpu;
+use gdasync::gdsync::stream::{CudaStreamConfig, Stream, Via};
+use gdasync::gdsync::verbs::OnGpu;
+use gdasync::measure::{Machine, Samples};
+use indicatif::ProgressBar;
+
+use super::Result;
+use cases::{Case, GROUP, Sides, cases};
+use driver::{Call, Raw};
+use report::{Report, Row};
+
+/// Options of `gdasync bench stream`.
+#[derive(Args)]
+pub(crate) struct Options {
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    device: i32,
+    /// Calls of each kind.
+    #[arg(long, default_value_t = 4000, value_parser = clap::value_parser!(u64).range(100..=1_000_000))]
+    calls: u64,
+    /// Seconds after which a wait is given up, 1 to 60.
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=60))]
+    timeout: u64,
+    /// Writes the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Runs on a driver of no GPU, whose calls do next to nothing: for work on the library.
+    #[cfg(feature = "standin")]
+    #[arg(long, hide = true)]
+    simulated: bool,
+}
+
+/// Where the calls go.
+struct Machinery {
+    gpu: Gpu,
+    name: String,
+    /// Lets the GPU run what is queued, or not; a real one always does.
+    run: fn(bool),
+}
+
+impl Options {
+    pub(crate) fn run(&self) -> Result<()> {
+        // A path that cannot be written to is better known before the measurement than after it.
+        let create =
+            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
+        let file = self.json.as_ref().map(create).transpose()?;
+        let machinery = self.machinery()?;
+        let timeout = Duration::from_secs(self.timeout);
+        let bar = ProgressBar::new_spinner();
+        bar.enable_steady_tick(Duration::from_millis(500));
+        let mut rows = Vec::new();
+        for via in [Via::MemOp, Via::Kernel] {
+            for (place, on_gpu) in [("host", OnGpu::empty()), ("GPU", OnGpu::all())] {
+                bar.set_message(format!("{via}, queues in {place} memory"));
+                let bench = Bench { machinery: &machinery, via, place, timeout, calls: self.calls };
+                rows.extend(bench.measure(on_gpu)?);
+            }
+        }
+        bar.finish_and_clear();
+        let report = Report { machine: Machine::here(), gpu: machinery.name, rows };
+        report.print();
+        if let Some(file) = file {
+            serde_json::to_writer_pretty(file, &report)?;
+        }
+        Ok(())
+    }
+
+    fn machinery(&self) -> Result<Machinery> {
+        #[cfg(feature = "standin")]
+        if self.simulated {
+            return simulated::machinery();
+        }
+        let gpu = Gpu::open_with(driver::watched(Api::load()?), self.device, None)?;
+        let name = format!("GPU {}, {}", self.device, gpu.capabilities());
+        Ok(Machinery { gpu, name, run: |_| {} })
+    }
+}
+
+struct Bench<'a> {
+    machinery: &'a Machinery,
+    via: Via,
+    place: &'static str,
+    timeout: Duration,
+    calls: u64,
+}
+
+impl Bench<'_> {
+    /// The cases by turns, each with its baseline.
+    fn measure(&self, on_gpu: OnGpu) -> Result<Vec<Row>> {
+        let gpu = &self.machinery.gpu;
+        let _current = gpu.enter()?;
+        let config = CudaStreamConfig { via: self.via, ..CudaStreamConfig::default() };
+        let stream = Stream::cuda(gpu, config)?;
+        let sides = Sides::new(gpu, on_gpu)?;
+        let raw = Raw::new(gpu)?;
+        let mut lanes = Vec::new();
+        for mut case in cases(&sides, &stream)? {
+            let mut noted = Vec::new();
+            let handle = stream.raw().ok_or("a stream of a GPU has a handle")?;
+            // The first calls are slower than the rest, and the fifth of a group has no mark behind it.
+            for _ in 0..4 {
+                noted = self.noted(&mut case, &sides, &stream, handle)?;
+            }
+            lanes.push((case, raw.call(&noted)?, Samples::default(), Samples::default()));
+        }
+        for _ in 0..self.calls.div_ceil(GROUP) {
+            for (case, call, library, driver) in &mut lanes {
+                self.by_library(case, &sides, &stream, library)?;
+                self.by_driver(&raw, call, driver)?;
+            }
+        }
+        let row = |(case, call, library, driver): (Case<'_>, Call, Samples, Samples)| {
+            Row::new(case, (self.via, self.place), &call, &library, &driver)
+        };
+        Ok(lanes.into_iter().map(row).collect())
+    }
+
+    /// What the driver sees of a group.
+    fn noted(&self, case: &mut Case<'_>, sides: &Sides, stream: &Stream, handle: usize) -> Result<Vec<Call>> {
+        (case.before)()?;
+        (self.machinery.run)(false);
+        let noted = driver::noting(handle, || (0..GROUP).try_for_each(|_| (case.call)()));
+        self.drain(sides, stream)?;
+        noted
+    }
+
+    fn by_library(
+        &self,
+        case: &mut Case<'_>,
+        sides: &Sides,
+        stream: &Stream,
+        samples: &mut Samples,
+    ) -> Result<()> {
+        (case.before)()?;
+        (self.machinery.run)(false);
+        let done = timed(samples, || (case.call)());
+        self.drain(sides, stream)?;
+        done
+    }
+
+    fn by_driver(&self, raw: &Raw<'_>, call: &mut Call, samples: &mut Samples) -> Result<()> {
+        (self.machinery.run)(false);
+        let done = timed(samples, || raw.make(call));
+        (self.machinery.run)(true);
+        let start = Instant::now();
+        while !raw.is_idle()? {
+            if start.elapsed() > self.timeout {
+                return Err("the GPU does not run what was queued".into());
+            }
+        }
+        done
+    }
+
+    fn drain(&self, sides: &Sides, stream: &Stream) -> Result<()> {
+        (self.machinery.run)(true);
+        stream.synchronize(self.timeout)?;
+        sides.drain(self.timeout)
+    }
+}
+
+/// Times a group of calls one by one.
+fn timed(samples: &mut Samples, mut call: impl FnMut() -> Result<()>) -> Result<()> {
+    for _ in 0..GROUP {
+        let start = Instant::now();
+        call()?;
+        samples.add(start.elapsed());
+    }
+    Ok(())
+}
