@@ -9,7 +9,7 @@ impl Memory {
     /// Copies bytes out, from `offset` on. A device that writes meanwhile may tear the result.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let src = self.check(offset, out.len())?;
         // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
@@ -21,7 +21,7 @@ impl Memory {
     /// Copies bytes in, from `offset` on.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         let dst = self.check(offset, data.len())?;
         // SAFETY: as in `read`, the other way round.
@@ -32,7 +32,7 @@ impl Memory {
     /// Copies from another device memory (or this one) without a buffer between.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
         let to = self.check(offset, len)?;
         let from = src.check(src_offset, len)?;
@@ -68,7 +68,7 @@ impl Memory {
     /// Sets `len` bytes to `byte`.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::NotMapped`].
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Result<()> {
         let dst = self.check(offset, len)?;
         // SAFETY: the range was checked.
