@@ -343,6 +343,11 @@ impl Gpu {
         self.0.reaper.settle(pages)
     }
 
+    /// Whether any of these pages is being given back.
+    pub(super) fn is_leaving(&self, pages: &Range<usize>) -> bool {
+        self.0.reaper.is_leaving(pages)
+    }
+
     /// The kernels that run stream operations.
     pub(crate) fn lane(&self) -> Result<Arc<Lane>> {
         self.0.lane.clone()

@@ -82,6 +82,12 @@ struct State {
     running: bool,
 }
 
+impl State {
+    fn has_leaving(&self, pages: &Range<usize>) -> bool {
+        self.leaving.iter().any(|old| old.start < pages.end && pages.start < old.end)
+    }
+}
+
 impl Reaper {
     /// Nothing is given back while this stream has work.
     pub(super) fn mind(&self, stream: Weak<dyn Activity>) {
@@ -109,13 +115,16 @@ impl Reaper {
 
     /// Waits until none of these pages is left registered: a new registration would not be one.
     pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
-        let overlaps =
-            |state: &State| state.leaving.iter().any(|old| old.start < pages.end && pages.start < old.end);
         let what = "giving back the former registration of this memory";
         self.0
-            .wait_until(|state| !overlaps(state))
+            .wait_until(|state| !state.has_leaving(pages))
             .then_some(())
             .ok_or(Error::Deadline { what, after: PATIENCE })
+    }
+
+    /// Whether any of these pages is still registered, but not for long.
+    pub(super) fn is_leaving(&self, pages: &Range<usize>) -> bool {
+        self.0.state.lock().has_leaving(pages)
     }
 
     /// Waits until all is given back, as there is not enough. Returns whether there was anything.
