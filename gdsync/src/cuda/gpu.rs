@@ -4,6 +4,7 @@ use std::ffi::CStr;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use gdrcopy::Gdr;
 use gdrcopy::cuda::CudaStatus;
@@ -326,6 +327,17 @@ impl Gpu {
         let buffer = buffer.map_err(Error::cuda("allocating GPU memory"))?;
         let mapping = buffer.map().map_err(Error::cuda("mapping GPU memory"))?;
         Ok(Buffer::new(self, mapping, buffer))
+    }
+
+    /// Returns when all memory that was dropped so far has been given back to CUDA: then host memory of the application that
+    /// this GPU has used may be freed or unmapped (see [`Memory::from_raw`]). CUDA waits for all streams of the process to
+    /// do it.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout`: try again when no stream waits.
+    pub fn reclaim(&self, timeout: Duration) -> Result<()> {
+        let what = "giving memory back to CUDA";
+        self.0.reaper.finish(timeout).then_some(()).ok_or(Error::Deadline { what, after: timeout })
     }
 
     /// Gives memory back to CUDA, in time.

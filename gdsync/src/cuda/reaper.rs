@@ -117,7 +117,7 @@ impl Reaper {
     pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
         let what = "giving back the former registration of this memory";
         self.0
-            .wait_until(|state| !state.has_leaving(pages))
+            .wait_until(PATIENCE, |state| !state.has_leaving(pages))
             .then_some(())
             .ok_or(Error::Deadline { what, after: PATIENCE })
     }
@@ -130,17 +130,23 @@ impl Reaper {
     /// Waits until all is given back, as there is not enough. Returns whether there was anything.
     pub(super) fn hurry(&self) -> bool {
         let any = !self.0.state.lock().queue.is_empty();
-        any && self.0.wait_until(|state| state.queue.is_empty() && !state.busy)
+        any && self.finish(PATIENCE)
+    }
+
+    /// Waits until all is given back. Returns whether it is.
+    pub(super) fn finish(&self, timeout: Duration) -> bool {
+        self.0.wait_until(timeout, |state| state.queue.is_empty() && !state.busy)
     }
 }
 
 impl Shared {
-    fn wait_until(&self, done: impl Fn(&State) -> bool) -> bool {
+    fn wait_until(&self, timeout: Duration, done: impl Fn(&State) -> bool) -> bool {
         let mut state = self.state.lock();
         if done(&state) {
             return true;
         }
-        let deadline = Instant::now() + PATIENCE;
+        let now = Instant::now();
+        let deadline = now.checked_add(timeout).unwrap_or(now + PATIENCE);
         state.waiting += 1;
         self.changed.notify_all();
         while !done(&state) && !self.changed.wait_until(&mut state, deadline).timed_out() {}
