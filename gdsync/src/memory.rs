@@ -251,6 +251,9 @@ impl Memory {
     /// # Safety
     /// The range must stay mapped, readable and writable until every clone of the result is gone, and
     /// no Rust reference to it may be used meanwhile, except `&AtomicU32`-like or `&UnsafeCell`-like ones.
+    ///
+    /// Once a GPU has used it, CUDA knows its addresses until a moment after that, and would take new memory there for the old:
+    /// it must then stay mapped until [`Gpu::reclaim`] has returned.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Result<Self> {
         let ok =
             len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());

@@ -4,6 +4,7 @@ use std::ffi::CStr;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use gdrcopy::Gdr;
 use gdrcopy::cuda::CudaStatus;
@@ -328,6 +329,17 @@ impl Gpu {
         Ok(Buffer::new(self, mapping, buffer))
     }
 
+    /// Returns when all memory that was dropped so far has been given back to CUDA: then host memory of the application that
+    /// this GPU has used may be freed or unmapped (see [`Memory::from_raw`]). CUDA waits for all streams of the process to
+    /// do it.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout`: try again when no stream waits.
+    pub fn reclaim(&self, timeout: Duration) -> Result<()> {
+        let what = "giving memory back to CUDA";
+        self.0.reaper.finish(timeout).then_some(()).ok_or(Error::Deadline { what, after: timeout })
+    }
+
     /// Gives memory back to CUDA, in time.
     pub(super) fn doom(&self, doomed: Doomed) {
         self.0.reaper.take(self.clone(), doomed);
@@ -341,6 +353,11 @@ impl Gpu {
     /// Waits until none of these pages is being given back.
     pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
         self.0.reaper.settle(pages)
+    }
+
+    /// Whether any of these pages is being given back.
+    pub(super) fn is_leaving(&self, pages: &Range<usize>) -> bool {
+        self.0.reaper.is_leaving(pages)
     }
 
     /// The kernels that run stream operations.

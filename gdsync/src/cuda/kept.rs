@@ -15,6 +15,8 @@ use super::register::unregister;
 
 /// Bytes of host memory kept at most; what is beyond is given back.
 const MOST: usize = 64 << 20;
+/// Bytes of a part at most: rings and words come again, large buffers of the application would only fill the place.
+const LARGEST: usize = 4 << 20;
 
 /// Registered pages that nobody uses.
 #[derive(Clone, Copy, Debug)]
@@ -103,10 +105,10 @@ impl Kept {
         Some(pages)
     }
 
-    /// Keeps pages, or hands them back when there are too many.
+    /// Keeps pages, or hands them back when they are too many.
     pub(super) fn put_host(&self, pages: Pages) -> Result<(), Pages> {
         let mut shelf = self.host.lock();
-        if shelf.bytes + pages.len > MOST {
+        if pages.len > LARGEST || shelf.bytes + pages.len > MOST {
             return Err(pages);
         }
         shelf.bytes += pages.len;

@@ -82,6 +82,12 @@ struct State {
     running: bool,
 }
 
+impl State {
+    fn has_leaving(&self, pages: &Range<usize>) -> bool {
+        self.leaving.iter().any(|old| old.start < pages.end && pages.start < old.end)
+    }
+}
+
 impl Reaper {
     /// Nothing is given back while this stream has work.
     pub(super) fn mind(&self, stream: Weak<dyn Activity>) {
@@ -109,29 +115,38 @@ impl Reaper {
 
     /// Waits until none of these pages is left registered: a new registration would not be one.
     pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
-        let overlaps =
-            |state: &State| state.leaving.iter().any(|old| old.start < pages.end && pages.start < old.end);
         let what = "giving back the former registration of this memory";
         self.0
-            .wait_until(|state| !overlaps(state))
+            .wait_until(PATIENCE, |state| !state.has_leaving(pages))
             .then_some(())
             .ok_or(Error::Deadline { what, after: PATIENCE })
+    }
+
+    /// Whether any of these pages is still registered, but not for long.
+    pub(super) fn is_leaving(&self, pages: &Range<usize>) -> bool {
+        self.0.state.lock().has_leaving(pages)
     }
 
     /// Waits until all is given back, as there is not enough. Returns whether there was anything.
     pub(super) fn hurry(&self) -> bool {
         let any = !self.0.state.lock().queue.is_empty();
-        any && self.0.wait_until(|state| state.queue.is_empty() && !state.busy)
+        any && self.finish(PATIENCE)
+    }
+
+    /// Waits until all is given back. Returns whether it is.
+    pub(super) fn finish(&self, timeout: Duration) -> bool {
+        self.0.wait_until(timeout, |state| state.queue.is_empty() && !state.busy)
     }
 }
 
 impl Shared {
-    fn wait_until(&self, done: impl Fn(&State) -> bool) -> bool {
+    fn wait_until(&self, timeout: Duration, done: impl Fn(&State) -> bool) -> bool {
         let mut state = self.state.lock();
         if done(&state) {
             return true;
         }
-        let deadline = Instant::now() + PATIENCE;
+        let now = Instant::now();
+        let deadline = now.checked_add(timeout).unwrap_or(now + PATIENCE);
         state.waiting += 1;
         self.changed.notify_all();
         while !done(&state) && !self.changed.wait_until(&mut state, deadline).timed_out() {}

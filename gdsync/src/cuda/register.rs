@@ -1,12 +1,18 @@
 //! Host memory that CUDA knows, so that GPUs can reach it.
+//!
+//! CUDA registers pages, and each page once; memory of the application begins and ends anywhere, so that several may share
+//! a page. They share its registration then, which is given back when the last of them is gone.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::{Arc, Weak};
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
+use parking_lot::Mutex;
 
 use super::reaper::Doomed;
 use super::{Gpu, Pages};
@@ -16,34 +22,84 @@ use crate::error::{Error, Result};
 const PORTABLE_MAPPED: u32 = 3;
 const PAGE: usize = 4096;
 
+/// Registrations by driver and first page, and where they end. None overlap.
+type Table = BTreeMap<(usize, usize), (usize, Weak<Ours>)>;
+
+/// What is registered here: registrations are the process's.
+static REGISTERED: Mutex<Table> = Mutex::new(Table::new());
+/// Held while something is registered.
+static REGISTERING: Mutex<()> = Mutex::new(());
+
 /// Host memory registered with CUDA. When this is dropped, it is given back in time: see [`super::reaper`].
 pub(crate) struct Registered {
     /// The GPU's address of the first byte that was asked for.
     addr: u64,
-    /// The pages that were registered here; `None` where the application had done it.
-    ours: Option<(Gpu, Range<usize>)>,
+    /// The registrations made here; none where the application had done it.
+    ours: Vec<Arc<Ours>>,
+}
+
+/// A registration of pages.
+struct Ours {
+    gpu: Gpu,
+    pages: Range<usize>,
+    /// The pages go to another user.
+    kept: bool,
+}
+
+impl Ours {
+    /// Enters a registration in the table.
+    fn new(gpu: &Gpu, pages: Range<usize>) -> Arc<Self> {
+        let ours = Arc::new(Self { gpu: gpu.clone(), pages, kept: false });
+        REGISTERED.lock().insert(ours.key(), (ours.pages.end, Arc::downgrade(&ours)));
+        ours
+    }
+
+    fn key(&self) -> (usize, usize) {
+        (driver(self.gpu.api()), self.pages.start)
+    }
+}
+
+impl Drop for Ours {
+    fn drop(&mut self) {
+        // Under the lock, so that the pages are in the table, or known to be leaving.
+        let mut table = REGISTERED.lock();
+        table.remove(&self.key());
+        if !self.kept {
+            let (first, len) = (self.pages.start, self.pages.len());
+            self.gpu.doom(Doomed::Host { first, len, unmap: false });
+        }
+    }
+}
+
+/// Tells drivers apart.
+fn driver(api: &Api) -> usize {
+    api.mem_host_register.map_or(0, |entry| entry as usize)
 }
 
 impl Registered {
     /// Takes over what was registered before.
     pub(crate) fn again(gpu: &Gpu, pages: Pages) -> Self {
         let first = pages.ptr.as_ptr().expose_provenance();
-        Self { addr: pages.addr, ours: Some((gpu.clone(), first..first + pages.len)) }
+        let ours = Ours::new(gpu, first..first + pages.len);
+        Self { addr: pages.addr, ours: vec![ours] }
     }
 
     /// The bytes, mapped by the caller and used no more, go to another user, so that CUDA need not be asked, or back to the
     /// system. Returns false where they are the caller's to unmap.
     pub(crate) fn keep(mut self, ptr: NonNull<u8>, len: usize) -> bool {
-        let Some((gpu, pages)) = self.ours.take() else { return false };
+        let Some(mut ours) = self.ours.pop().and_then(Arc::into_inner) else { return false };
+        ours.kept = true;
+        let (gpu, first) = (ours.gpu.clone(), ours.pages.start);
+        drop(ours);
         if gpu.kept().put_host(Pages { ptr, len, addr: self.addr }).is_err() {
-            gpu.doom(Doomed::Host { first: pages.start, len, unmap: true });
+            gpu.doom(Doomed::Host { first, len, unmap: true });
         }
         true
     }
 
     /// What the application has registered or pinned itself.
     pub(crate) fn of_application(addr: u64) -> Self {
-        Self { addr, ours: None }
+        Self { addr, ours: Vec::new() }
     }
 
     pub(crate) fn addr(&self) -> u64 {
@@ -60,45 +116,81 @@ impl fmt::Debug for Registered {
 impl Gpu {
     /// Makes host memory known to CUDA. Pages that the application has pinned or registered are taken as they are.
     pub(crate) fn register(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
-        let api = self.api();
-        let before = ptr.as_ptr().addr() % PAGE;
-        let first = ptr.as_ptr().map_addr(|addr| addr - before);
-        let len = (before + len).next_multiple_of(PAGE);
-        let pages = first.expose_provenance()..first.addr() + len;
-        self.settle(&pages)?;
+        let start = ptr.as_ptr().expose_provenance();
+        let bytes = start..start + len;
+        let pages = start - start % PAGE..bytes.end.next_multiple_of(PAGE);
         let _current = self.enter()?;
-        if let Ok(addr) = self.device_pointer(ptr.as_ptr()) {
-            return Ok(Registered::of_application(addr));
-        }
-        tracing::trace!(?first, len, "host memory is registered with CUDA");
-        // SAFETY: pages of the process, which its owner keeps until the registration is gone.
-        let known = unsafe { api.mem_host_register(first.cast(), len, PORTABLE_MAPPED) };
-        let ours = match known {
-            // Another part of the same pages was registered meanwhile.
-            Err(gdrcopy::Error::Cuda { status: CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, .. }) => None,
-            done => {
-                done.map_err(Error::cuda("registering host memory with CUDA"))?;
-                Some((self.clone(), pages))
+        // Not the table's, which drops take: CUDA may make this wait as long as streams do.
+        let _alone = REGISTERING.lock();
+        let mut ours = loop {
+            self.settle(&pages)?;
+            if let Some(ours) = self.registered(&pages) {
+                break ours;
             }
+            // Another thread is about to give one of them back.
+            std::thread::yield_now();
         };
-        let addr = self.device_pointer(ptr.as_ptr()).map_err(Error::cuda("finding registered memory"))?;
+        let mut next = pages.start;
+        let mut gaps = Vec::new();
+        for known in &ours {
+            gaps.push(next..known.pages.start);
+            next = known.pages.end;
+        }
+        gaps.push(next..pages.end);
+        for gap in gaps.into_iter().filter(|gap| !gap.is_empty()) {
+            ours.extend(self.register_pages(gap, &bytes)?);
+        }
+        let addr = self.device_pointer(start).map_err(Error::cuda("finding registered memory"))?;
         Ok(Registered { addr, ours })
     }
 
-    /// The address of registered memory for this GPU, whose context must be current.
-    fn device_pointer(&self, ptr: *mut u8) -> gdrcopy::Result<u64> {
-        let mut addr = 0;
-        // SAFETY: a place for the answer; the driver checks the address.
-        unsafe { self.api().mem_host_get_device_pointer(&mut addr, ptr.cast(), 0) }?;
-        Ok(addr)
+    /// The registrations that have some of these pages, in order; `None` while one of them is being given back.
+    fn registered(&self, pages: &Range<usize>) -> Option<Vec<Arc<Ours>>> {
+        let table = REGISTERED.lock();
+        let before = table.range((driver(self.api()), 0)..(driver(self.api()), pages.end)).rev();
+        let overlap = before.map(|(_, known)| known).take_while(|(end, _)| *end > pages.start);
+        let found: Vec<_> = overlap.map(|(_, ours)| ours.upgrade()).collect();
+        let is_leaving = self.is_leaving(pages);
+        drop(table);
+        let found = found.into_iter().rev().collect::<Option<Vec<_>>>();
+        found.filter(|_| !is_leaving)
     }
-}
 
-impl Drop for Registered {
-    fn drop(&mut self) {
-        if let Some((gpu, pages)) = self.ours.take() {
-            gpu.doom(Doomed::Host { first: pages.start, len: pages.len(), unmap: false });
+    /// Registers pages of which nothing is registered here; none where the application has done it.
+    fn register_pages(&self, pages: Range<usize>, bytes: &Range<usize>) -> Result<Option<Arc<Ours>>> {
+        let ends = [pages.start.max(bytes.start), pages.end.min(bytes.end) - 1];
+        let is_known = |at: usize| self.device_pointer(at).is_ok();
+        if !ends.into_iter().any(is_known) {
+            tracing::trace!(?pages, "host memory is registered with CUDA");
+            let first = std::ptr::with_exposed_provenance_mut::<c_void>(pages.start);
+            // SAFETY: pages of the process, which its owner keeps until the registration is gone.
+            match unsafe { self.api().mem_host_register(first, pages.len(), PORTABLE_MAPPED) } {
+                // Other parts of the pages.
+                Err(gdrcopy::Error::Cuda { status: CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, .. }) => {}
+                done => {
+                    done.map_err(Error::cuda("registering host memory with CUDA"))?;
+                    return Ok(Some(Ours::new(self, pages)));
+                }
+            }
         }
+        if ends.into_iter().all(is_known) {
+            return Ok(None);
+        }
+        let value = format!("{} bytes at {:#x}", bytes.len(), bytes.start);
+        Err(Error::invalid(
+            "memory for a GPU",
+            value,
+            "memory that the application registered with CUDA whole or not at all",
+        ))
+    }
+
+    /// The address of registered memory for this GPU, whose context must be current.
+    fn device_pointer(&self, at: usize) -> gdrcopy::Result<u64> {
+        let mut addr = 0;
+        let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);
+        // SAFETY: a place for the answer; the driver checks the address.
+        unsafe { self.api().mem_host_get_device_pointer(&mut addr, at, 0) }?;
+        Ok(addr)
     }
 }
 

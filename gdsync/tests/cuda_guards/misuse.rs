@@ -116,3 +116,63 @@ fn a_graph_is_not_launched_into_a_capture_of_the_application() {
         assert_eq!(word.load(), 1);
     }
 }
+
+/// Memory of an application begins and ends anywhere; CUDA registers pages.
+#[test]
+fn parts_of_a_page_are_registered_once_and_for_all_of_their_users() {
+    let (control, gpu) = rig();
+    for via in WAYS {
+        let stream = stream(&gpu, via, PATIENCE);
+        let pages = Memory::alloc(3 * 4096).unwrap();
+        let part = |at: usize, len| {
+            let first = std::ptr::with_exposed_provenance_mut::<u8>(usize::try_from(pages.addr()).unwrap());
+            // SAFETY: inside the pages, which outlive the part.
+            unsafe { Memory::from_raw(first.wrapping_add(at), len) }.unwrap()
+        };
+        let write = |memory: &Memory, at| {
+            let word = memory.word32(at).unwrap();
+            let before = word.load();
+            stream.write_value32(&word, before + 1).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
+            assert_eq!(word.load(), before + 1, "{via}");
+        };
+        let before = control.alive().registrations;
+        let (first, long, inner) = (part(0, 64), part(64, 2 * 4096), part(2 * 4096, 128));
+        write(&first, 0);
+        // Of the page of the first and two others.
+        write(&long, 8188);
+        write(&inner, 124);
+        assert_eq!(control.alive().registrations, before + 2);
+        drop((first, long));
+        // What nobody uses is given back, and only that.
+        until("a page is given back", || control.alive().registrations == before + 1);
+        write(&inner, 0);
+        drop(inner);
+        until("all is given back", || control.alive().registrations == before);
+        let last = part(4000, 200);
+        write(&last, 196);
+        drop(last);
+        gpu.reclaim(PATIENCE).unwrap();
+        assert_eq!(control.alive().registrations, before);
+    }
+}
+
+#[test]
+fn memory_that_the_application_registered_in_part_is_refused() {
+    let (_control, gpu) = rig();
+    let stream = stream(&gpu, WAYS[0], PATIENCE);
+    let pages = Memory::alloc(2 * 4096).unwrap();
+    let first = std::ptr::with_exposed_provenance_mut(usize::try_from(pages.addr()).unwrap());
+    let current = gpu.enter().unwrap();
+    // SAFETY: a page of this test.
+    unsafe { gpu.api().mem_host_register(first, 4096, 3) }.unwrap();
+    drop(current);
+    let refused = stream.write_value32(&pages.word32(0).unwrap(), 1);
+    assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
+    let current = gpu.enter().unwrap();
+    // SAFETY: registered above.
+    unsafe { gpu.api().mem_host_unregister(first) }.unwrap();
+    drop(current);
+    stream.write_value32(&pages.word32(0).unwrap(), 1).unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+}

@@ -110,8 +110,13 @@ impl StatusBlock {
 
     /// The wait that a kernel gave up, if one did.
     pub(super) fn given_up(&self) -> Option<GivenUp> {
-        let word = |offset| self.memory.word64(offset).expect("words of the status block").load();
         let failed = self.memory.word32(0).expect("the first word of the status block").load();
+        // Copied out: loads from a mapping are not ordered by themselves.
+        let word = |offset| {
+            let mut bytes = [0; 8];
+            self.memory.read(offset, &mut bytes).expect("words of the status block");
+            u64::from_ne_bytes(bytes)
+        };
         (failed != 0).then(|| GivenUp { submission: word(8), word: word(16) })
     }
 

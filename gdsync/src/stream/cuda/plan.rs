@@ -25,7 +25,7 @@ pub(super) enum Step {
         addr: u64,
         value: u64,
     },
-    /// A consumer index: a 32-bit write that nothing has to be ordered before.
+    /// A consumer index, or the record of a send queue: a 32-bit write that nothing has to be ordered before.
     Index {
         addr: u64,
         value: u32,
@@ -93,6 +93,9 @@ pub(super) fn plan(
                     indices
                         .retain(|known| !matches!(known, Step::Index { addr: other, .. } if *other == addr));
                     indices.push(Step::Index { addr, value: *value });
+                } else if let [Op::Barrier, Op::Write64 { .. }, Op::Signal(_), ..] = ops[place + 1..] {
+                    // The record of a send queue: only the doorbell behind it is ordered, by the barrier.
+                    steps.push(Step::Index { addr, value: *value });
                 } else {
                     steps.push(Step::Write { bits: 32, addr, value: (*value).into() });
                 }
@@ -170,14 +173,7 @@ fn close(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
             part[at] == Step::Barrier
                 && matches!(part.get(at + 1), Some(Step::Write { .. } | Step::Mark { .. }))
         };
-        // What such a barrier orders need not be ordered among itself, where that can be told.
-        let step = |at: usize| match (&part[at], part.get(at + 1)) {
-            (&Step::Write { bits: 32, addr, value }, Some(Step::Barrier)) if by_kernel => {
-                Step::Index { addr, value: u32::try_from(value).expect("a 32-bit value") }
-            }
-            (step, _) => *step,
-        };
-        let part = (0..part.len()).filter(|&at| !is_extra(at)).map(step);
+        let part = (0..part.len()).filter(|&at| !is_extra(at)).map(|at| part[at]);
         // A kernel cannot do what only the front end can.
         let flushes = part.clone().any(|step| step == Step::Flush);
         // Filled where they are: calls are large.
@@ -219,5 +215,27 @@ pub(super) fn memop(step: &Step) -> MemOp {
         ),
         Step::Barrier => MemOp::barrier(),
         Step::Flush => MemOp { operation: MemOp::FLUSH, ..MemOp::default() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gdrcopy::standin::driver;
+
+    use super::*;
+
+    /// `INDEX` of `lane.cu` has no fence before it, unlike `WRITE_32`.
+    #[test]
+    fn writes_of_the_application_are_ordered_also_before_a_barrier() {
+        let _control = driver::Control::take();
+        let gpu = Gpu::open_with(driver::api(), 0, None).unwrap();
+        let words = Memory::alloc(64).unwrap();
+        let (narrow, wide) = (words.word32(0).unwrap(), words.word64(8).unwrap());
+        let write = || Op::Write32 { at: narrow.clone(), value: 1 };
+        let ops = [write(), write(), Op::Barrier, Op::Write64 { at: wide, value: 2 }];
+        let mut calls = Calls::new();
+        plan(&mut calls, &gpu, &ops, None, true).unwrap();
+        let [Call::Kernel(program)] = &calls[..] else { panic!("{calls:?}") };
+        assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
     }
 }

@@ -72,7 +72,7 @@ impl Shared {
         let mut state = self.lock();
         let done = self.retire(&mut state);
         drop(state);
-        drop(done);
+        self.recycle(done);
         self.retiring.load(Ordering::Acquire) == 0
     }
 }

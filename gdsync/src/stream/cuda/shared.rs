@@ -321,9 +321,9 @@ impl Shared {
         if !self.block_until(deadline, || self.completed() >= seq) {
             return false;
         }
-        // Another thread may still be telling the sources; then their queue pairs can be reset.
-        let is_over = || self.released.load(Ordering::Acquire) && self.has_let_go();
-        !self.failed() || self.block_until(deadline, is_over)
+        // Another thread may still be telling the sources, or be about to let go what was held: memory and queue pairs.
+        let is_told = || !self.failed() || self.released.load(Ordering::Acquire);
+        self.block_until(deadline, || is_told() && self.has_let_go())
     }
 
     /// Blocks a caller until `done`, or the deadline.

@@ -48,23 +48,24 @@ impl Shared {
         loop {
             let mut state = self.lock();
             let done = self.retire(&mut state);
+            if !done.is_empty() {
+                drop(state);
+                drop(done);
+                continue;
+            }
             let closing = self.closing.load(Ordering::Acquire);
             if state.queue.is_empty() {
                 if closing {
                     break;
                 }
                 held = None;
-                if done.is_empty() {
-                    let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
-                    state.asleep = !lingers;
-                    match lingers {
-                        true => _ = self.work.wait_for(&mut state, LOOK_MAX),
-                        false => self.work.wait(&mut state),
-                    }
-                    state.asleep = false;
+                let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
+                state.asleep = !lingers;
+                match lingers {
+                    true => _ = self.work.wait_for(&mut state, LOOK_MAX),
+                    false => self.work.wait(&mut state),
                 }
-                drop(state);
-                drop(done);
+                state.asleep = false;
                 continue;
             }
             dry = None;
@@ -113,7 +114,6 @@ impl Shared {
                 self.work.wait_for(&mut state, pause);
             }
             drop(state);
-            drop(done);
             if failed {
                 std::thread::sleep(pause);
             } else if let Some(error) = broken {
