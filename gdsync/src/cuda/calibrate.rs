@@ -39,7 +39,7 @@ impl fmt::Display for Calibration {
 
 impl Gpu {
     /// Measures how quickly streams notice what they wait for; takes a fraction of a second. Measured once for each
-    /// `Gpu::open`; what else runs on the GPU meanwhile, in this or other processes, counts.
+    /// GPU of the process; what else runs on the GPU meanwhile, in this or other processes, counts.
     ///
     /// # Errors
     /// [`Error::Cuda`]; [`Error::Deadline`] when the GPU is kept from running anything.

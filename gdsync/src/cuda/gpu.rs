@@ -86,14 +86,22 @@ impl Drop for Inner {
 impl Gpu {
     /// A GPU by its CUDA ordinal, in its primary context: the one that the CUDA runtime uses.
     ///
-    /// Do this before any stream of the process waits: CUDA loads the kernels of [`Via::Kernel`](crate::stream::Via::Kernel)
-    /// only then.
+    /// Opened once and kept open until the process ends, as the CUDA runtime does: to close it, CUDA would wait for every
+    /// stream of the process, and let nobody register memory meanwhile. Do this before any stream of the process waits: CUDA
+    /// loads the kernels of [`Via::Kernel`](crate::stream::Via::Kernel) only then.
     ///
     /// # Errors
     /// [`Error::Cuda`] where there is no CUDA or no such GPU; [`Error::Unsupported`] names what an old one lacks.
     pub fn open(ordinal: i32) -> Result<Self> {
+        static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock();
+        if let Some(gpu) = open.iter().find(|gpu| gpu.0.ordinal == ordinal) {
+            return Ok(gpu.clone());
+        }
         let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
-        Self::open_with(api, ordinal, None)
+        let gpu = Self::open_with(api, ordinal, None)?;
+        open.push(gpu.clone());
+        Ok(gpu)
     }
 
     /// As [`Gpu::open`], on a table of entry points and an open `gdrcopy` of the caller's.
