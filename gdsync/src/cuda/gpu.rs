@@ -18,7 +18,7 @@ use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
 use super::kept::Kept;
 use super::neighbours::Sign;
-use super::reaper::{Activity, Doomed, Reaper};
+use super::reaper::{Doomed, Reaper};
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, page_round};
@@ -351,11 +351,6 @@ impl Gpu {
     /// Gives memory back to CUDA, in time.
     pub(super) fn doom(&self, doomed: Doomed) {
         self.0.reaper.take(self.clone(), doomed);
-    }
-
-    /// Gives nothing back to CUDA while this stream has work.
-    pub(crate) fn mind(&self, stream: Weak<dyn Activity>) {
-        self.0.reaper.mind(stream);
     }
 
     /// Waits until none of these pages is being given back.

@@ -21,7 +21,7 @@ pub(crate) use engine::Engine;
 pub(crate) use engines::Engines;
 pub use gpu::Gpu;
 pub(crate) use kept::{Block, Buffer, Pages};
-pub(crate) use reaper::Activity;
+pub(crate) use reaper::{Activity, mind};
 pub(crate) use register::Registered;
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.

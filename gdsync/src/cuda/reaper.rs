@@ -31,6 +31,16 @@ pub(crate) trait Activity: Send + Sync {
     fn idle_since(&self) -> Option<u64>;
 }
 
+/// The streams of this process: CUDA waits for those of all GPUs.
+static STREAMS: Mutex<Vec<Weak<dyn Activity>>> = Mutex::new(Vec::new());
+
+/// Nothing is given back while this stream has work.
+pub(crate) fn mind(stream: Weak<dyn Activity>) {
+    let mut streams = STREAMS.lock();
+    streams.retain(|known| known.strong_count() > 0);
+    streams.push(stream);
+}
+
 /// What is given back.
 pub(super) enum Doomed {
     /// Registered pages from this address on. `unmap` says that they go back to the system too.
@@ -74,7 +84,6 @@ struct State {
     queue: VecDeque<(Gpu, Doomed)>,
     /// Pages that are still registered.
     leaving: Vec<Range<usize>>,
-    streams: Vec<Weak<dyn Activity>>,
     /// Threads that wait for what is in the queue.
     waiting: usize,
     /// Something is being given back at the moment.
@@ -89,13 +98,6 @@ impl State {
 }
 
 impl Reaper {
-    /// Nothing is given back while this stream has work.
-    pub(super) fn mind(&self, stream: Weak<dyn Activity>) {
-        let mut state = self.0.state.lock();
-        state.streams.retain(|known| known.strong_count() > 0);
-        state.streams.push(stream);
-    }
-
     /// Gives memory of `gpu` back in time.
     pub(super) fn take(&self, gpu: Gpu, doomed: Doomed) {
         let mut state = self.0.state.lock();
@@ -186,9 +188,9 @@ impl Shared {
         let mut before = None;
         let mut state = self.state.lock();
         while quiet < QUIET && state.waiting == 0 {
-            let streams: Vec<_> = state.streams.iter().filter_map(Weak::upgrade).collect();
-            // Its last handle may be dropped here, and that wants this lock.
-            let now = parking_lot::MutexGuard::unlocked(&mut state, move || {
+            // The last handle of a stream may be dropped here, and that wants this lock.
+            let now = parking_lot::MutexGuard::unlocked(&mut state, || {
+                let streams: Vec<_> = STREAMS.lock().iter().filter_map(Weak::upgrade).collect();
                 streams.iter().map(|stream| stream.idle_since()).collect::<Option<Vec<u64>>>()
             });
             quiet = if now.is_some() && (now == before || before.is_none()) { quiet + 1 } else { 0 };

@@ -152,6 +152,14 @@ static __device__ bool await(const Op &op, u64 limit_ns, bool failed, u32 *error
     return met;
 }
 
+// Tells how many completions with errors were met since the last time.
+static __device__ void count(const Head &head, u32 *errors)
+{
+    if (*errors)
+        atomicAdd_system(&head.status->errors, *errors);
+    *errors = 0;
+}
+
 static __device__ void run(const Head &head, const Op *ops)
 {
     u32 failed = 0;
@@ -190,6 +198,8 @@ static __device__ void run(const Head &head, const Op *ops)
             __threadfence_system();
             break;
         case MARK:
+            // Before the mark: behind it the status may be another stream's.
+            count(head, &errors);
             __threadfence_system();
             store_64(failed ? op.addr + 8 : op.addr, op.value);
             break;
@@ -197,8 +207,7 @@ static __device__ void run(const Head &head, const Op *ops)
     }
     // What the waits have seen, the kernels behind this one see too.
     __threadfence_system();
-    if (errors)
-        atomicAdd_system(&head.status->errors, errors);
+    count(head, &errors);
 }
 
 extern "C" __global__ void __launch_bounds__(1) gds_run_12(const __grid_constant__ Program<12> program)

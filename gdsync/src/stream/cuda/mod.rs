@@ -33,7 +33,7 @@ use self::shared::Shared;
 use super::engine::Engine;
 use super::graph::Made;
 use super::op::Op;
-use crate::cuda::{Gpu, RawStream};
+use crate::cuda::{Gpu, RawStream, mind};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 
@@ -82,7 +82,7 @@ impl CudaEngine {
     fn with(gpu: &Gpu, stream: RawStream, owned: bool, config: CudaStreamConfig) -> Result<Arc<Self>> {
         let shared = Shared::new(gpu, stream, owned, config)?;
         let weak: Weak<Shared> = Arc::downgrade(&shared);
-        gpu.mind(weak);
+        mind(weak);
         let watched = shared.clone();
         let watchdog =
             thread::Builder::new().name("gdsync-watchdog".into()).spawn(move || watched.watch()).map_err(
