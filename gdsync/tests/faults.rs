@@ -12,34 +12,14 @@ use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Cond};
-use gdsync::verbs::{Completion, Qp, QpBuilder, QpState, RecvWr, SendWr, Sge};
-use repeat::{BOTH, By, await_receives, broke, fresh, hasty, refuses, repeat, sends};
+use gdsync::verbs::{Qp, QpState, SendWr};
+use repeat::{
+    BOTH, By, FLUSH, RETRY, await_receives, broke, fresh, hasty, messages, patient, post_recvs, refuses,
+    repeat, sends, writes,
+};
 
-const FLUSH: Option<Syndrome> = Some(Syndrome::WR_FLUSH_ERR);
-const RETRY: Option<Syndrome> = Some(Syndrome::RETRY_EXC_ERR);
 /// For sends that wait for a receive, and for waits that nobody satisfies.
 const SHORT: Duration = Duration::from_millis(3);
-
-/// A receiver that is not ready never makes a send fail.
-fn patient(q: QpBuilder) -> QpBuilder {
-    q.rnr_retry(7).min_rnr_timer(1)
-}
-
-/// Writes of one byte each, with ids from 100.
-fn writes(to: &Side) -> [SendWr<'static>; 3] {
-    let remote = to.mr.remote(0).unwrap();
-    std::array::from_fn(|i| SendWr::write_inline(remote, b"x").id(100 + i as u64))
-}
-
-/// Empty sends, with ids from 100.
-fn messages() -> [SendWr<'static>; 3] {
-    std::array::from_fn(|i| SendWr::send(&[]).id(100 + i as u64))
-}
-
-fn post_recvs(side: &Side, count: u64, sges: &[Sge]) -> Completion {
-    let wrs: Vec<_> = (0..count).map(|i| RecvWr { wr_id: 200 + i, sges }).collect();
-    side.qp.post_recv(&wrs).unwrap()
-}
 
 fn syndromes() -> impl Iterator<Item = Syndrome> {
     (0..=u8::MAX).map(Syndrome).filter(|s| s.name().is_some())

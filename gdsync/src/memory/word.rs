@@ -25,68 +25,44 @@ impl Memory {
     }
 }
 
-/// A 32-bit word in device-visible memory, native byte order, kept alive by this handle.
-#[derive(Clone, Debug)]
-pub struct Word32(Memory);
+macro_rules! words {
+    ($($word:ident, $atomic:ident, $value:ty, $bits:literal;)*) => {$(
+        #[doc = concat!("A ", $bits, "-bit word in device-visible memory, native byte order, kept alive by this handle.")]
+        #[derive(Clone, Debug)]
+        pub struct $word(Memory);
 
-impl Word32 {
-    /// The word as an atomic.
-    pub fn atomic(&self) -> &AtomicU32 {
-        // SAFETY: `Memory::word32`, the only constructor, checked range and alignment.
-        unsafe { self.0.ptr.cast::<AtomicU32>().as_ref() }
-    }
+        impl $word {
+            /// The word as an atomic.
+            pub fn atomic(&self) -> &$atomic {
+                // SAFETY: the only constructor, in `Memory`, checked range and alignment.
+                unsafe { self.0.ptr.cast::<$atomic>().as_ref() }
+            }
 
-    /// Reads the word; what its writer wrote before it is visible afterwards.
-    pub fn load(&self) -> u32 {
-        self.atomic().load(Ordering::Acquire)
-    }
+            /// Reads the word; what its writer wrote before it is visible afterwards.
+            pub fn load(&self) -> $value {
+                self.atomic().load(Ordering::Acquire)
+            }
 
-    /// Writes the word after everything this thread wrote before.
-    pub fn store(&self, value: u32) {
-        self.atomic().store(value, Ordering::Release);
-        self.0.fence();
-    }
+            /// Writes the word after everything this thread wrote before.
+            pub fn store(&self, value: $value) {
+                self.atomic().store(value, Ordering::Release);
+                self.0.fence();
+            }
 
-    /// Its address in work requests: see [`Memory::addr`].
-    pub fn addr(&self) -> u64 {
-        self.0.addr()
-    }
+            /// Its address in work requests: see [`Memory::addr`].
+            pub fn addr(&self) -> u64 {
+                self.0.addr()
+            }
 
-    /// The memory of the word.
-    pub fn memory(&self) -> &Memory {
-        &self.0
-    }
+            /// The memory of the word.
+            pub fn memory(&self) -> &Memory {
+                &self.0
+            }
+        }
+    )*};
 }
 
-/// A 64-bit word in device-visible memory, native byte order, kept alive by this handle.
-#[derive(Clone, Debug)]
-pub struct Word64(Memory);
-
-impl Word64 {
-    /// The word as an atomic.
-    pub fn atomic(&self) -> &AtomicU64 {
-        // SAFETY: `Memory::word64`, the only constructor, checked range and alignment.
-        unsafe { self.0.ptr.cast::<AtomicU64>().as_ref() }
-    }
-
-    /// Reads the word; what its writer wrote before it is visible afterwards.
-    pub fn load(&self) -> u64 {
-        self.atomic().load(Ordering::Acquire)
-    }
-
-    /// Writes the word after everything this thread wrote before.
-    pub fn store(&self, value: u64) {
-        self.atomic().store(value, Ordering::Release);
-        self.0.fence();
-    }
-
-    /// Its address in work requests: see [`Memory::addr`].
-    pub fn addr(&self) -> u64 {
-        self.0.addr()
-    }
-
-    /// The memory of the word.
-    pub fn memory(&self) -> &Memory {
-        &self.0
-    }
+words! {
+    Word32, AtomicU32, u32, "32";
+    Word64, AtomicU64, u64, "64";
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use gdsync::error::Error;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Stream};
-use gdsync::verbs::{Completion, Context, Qp, QpBuilder, QpState, RecvWr, SendWr, Wc};
+use gdsync::verbs::{Completion, Context, Qp, QpBuilder, QpState, RecvWr, SendWr, Sge, Wc};
 
 use super::common::{PATIENCE, Side, hca, stream};
 
@@ -195,4 +195,28 @@ pub fn broke(side: &Side, wr_id: u64, syndrome: Syndrome) {
         assert!(text.contains(&part), "{text} lacks {part}");
     }
     refuses(&stream("late"), &side.qp, &error);
+}
+
+pub const FLUSH: Option<Syndrome> = Some(Syndrome::WR_FLUSH_ERR);
+pub const RETRY: Option<Syndrome> = Some(Syndrome::RETRY_EXC_ERR);
+
+/// A receiver that is not ready never makes a send fail.
+pub fn patient(q: QpBuilder) -> QpBuilder {
+    q.rnr_retry(7).min_rnr_timer(1)
+}
+
+/// Writes of one byte each, with ids from 100.
+pub fn writes(to: &Side) -> [SendWr<'static>; 3] {
+    let remote = to.mr.remote(0).unwrap();
+    std::array::from_fn(|i| SendWr::write_inline(remote, b"x").id(100 + i as u64))
+}
+
+/// Empty sends, with ids from 100.
+pub fn messages() -> [SendWr<'static>; 3] {
+    std::array::from_fn(|i| SendWr::send(&[]).id(100 + i as u64))
+}
+
+pub fn post_recvs(side: &Side, count: u64, sges: &[Sge]) -> Completion {
+    let wrs: Vec<_> = (0..count).map(|i| RecvWr { wr_id: 200 + i, sges }).collect();
+    side.qp.post_recv(&wrs).unwrap()
 }

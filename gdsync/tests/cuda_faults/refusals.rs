@@ -6,37 +6,15 @@ use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::mlx5::{RemoteAddr, Syndrome};
 use gdsync::stream::Cond;
-use gdsync::verbs::{Access, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Access, QpAttr, QpState, SendWr, Sge};
 
 use super::common::{Side, connect, hca, until};
 use super::matrix::{Rig, matrix};
-use super::repeat::{broke, hasty};
+use super::repeat::{FLUSH, RETRY, broke, hasty, messages, patient, post_recvs, writes};
 
 const AT_ONCE: Duration = Duration::ZERO;
-const FLUSH: Option<Syndrome> = Some(Syndrome::WR_FLUSH_ERR);
-const RETRY: Option<Syndrome> = Some(Syndrome::RETRY_EXC_ERR);
 /// The timers of [`hasty`]: two times 131 us without an answer.
 const HASTY: Duration = Duration::from_micros(262);
-
-fn patient(q: QpBuilder) -> QpBuilder {
-    q.rnr_retry(7).min_rnr_timer(1)
-}
-
-/// Writes of one byte each, with ids from 100.
-fn writes(to: &Side) -> [SendWr<'static>; 3] {
-    let remote = to.mr.remote(0).unwrap();
-    std::array::from_fn(|i| SendWr::write_inline(remote, b"x").id(100 + i as u64))
-}
-
-/// Empty sends, with ids from 100.
-fn messages() -> [SendWr<'static>; 3] {
-    std::array::from_fn(|i| SendWr::send(&[]).id(100 + i as u64))
-}
-
-fn post_recvs(side: &Side, count: u64, sges: &[Sge]) {
-    let wrs: Vec<_> = (0..count).map(|i| RecvWr { wr_id: 200 + i, sges }).collect();
-    side.qp.post_recv(&wrs).unwrap();
-}
 
 /// Every syndrome, each at another one of three requests than the one before, with what comes of the three.
 fn injected() -> impl Iterator<Item = (Syndrome, usize, [Option<Syndrome>; 3])> {
