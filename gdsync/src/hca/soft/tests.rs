@@ -1,6 +1,7 @@
 //! An HCA that nobody runs while its peer acts.
 
 use super::*;
+use crate::hca::served::Steps as _;
 use crate::mlx5::{Cqe, CqeOpcode, SendOp, WqeFlags};
 use crate::protocol;
 use crate::verbs::QpAddress;
