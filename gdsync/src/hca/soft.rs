@@ -297,7 +297,7 @@ impl Provider for SoftHca {
             })
         };
         self.shared.with(|core| core.add_qp(make))?;
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell })
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health: Arc::default() })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::attr::{Access, QpAttr};
 use super::placement::{OnGpu, Places};
+use super::track::Health;
 use crate::error::Result;
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats};
 use crate::memory::{Memory, Word64};
@@ -36,6 +37,10 @@ pub(crate) struct QpRequest {
     pub(crate) log_rq: u32,
     /// Bytes of a receive queue entry.
     pub(crate) rq_stride: usize,
+    /// Buffers of the largest send that was asked for. The ring may have room for more.
+    pub(crate) max_send_sge: usize,
+    /// Bytes of the longest inline send that was asked for, likewise.
+    pub(crate) max_inline: usize,
 }
 
 /// A queue pair as the device made it, in state RESET.
@@ -48,6 +53,8 @@ pub(crate) struct QpParts {
     /// The 8-byte doorbell record: receive counter, send counter.
     pub(crate) record: Memory,
     pub(crate) doorbell: Word64,
+    /// What broke it. A device that knows more than a CQE can say records that before the CQE is written.
+    pub(crate) health: Arc<Health>,
 }
 
 /// The keys of a memory region.
