@@ -46,7 +46,7 @@ impl Raw {
             max_inline: 64,
         };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
-        let itself = QpAddress { gid: hca.gid(), qpn: qp.qpn, psn: qp.psn };
+        let itself = hca.address(qp.qpn, qp.psn);
         let rtr = QpAttr::to(QpState::RTR).remote(itself).path_mtu(1024);
         let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(6).max_rd_atomic(1);
         for attr in

@@ -221,6 +221,14 @@ impl SoftHca {
 }
 
 impl Provider for SoftHca {
+    fn description(&self) -> &str {
+        "software HCA"
+    }
+
+    fn wire(&self) -> &str {
+        "shared memory"
+    }
+
     fn gid(&self) -> Gid {
         self.shared.gid
     }

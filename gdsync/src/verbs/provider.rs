@@ -6,6 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::address::QpAddress;
 use super::attr::{Access, QpAttr};
 use super::placement::{OnGpu, Places};
 use super::track::Health;
@@ -65,7 +66,15 @@ pub(crate) struct MrKeys {
 }
 
 pub(crate) trait Provider: Send + Sync + fmt::Debug {
+    /// What consumes the rings, for reports.
+    fn description(&self) -> &str;
+    /// How bytes travel to a peer, for reports.
+    fn wire(&self) -> &str;
     fn gid(&self) -> Gid;
+    /// Where a peer finds a queue pair of this device.
+    fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+        QpAddress::new(self.gid(), qpn, psn)
+    }
     fn alloc_pd(&self) -> Result<u32>;
     fn dealloc_pd(&self, pdn: u32);
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;

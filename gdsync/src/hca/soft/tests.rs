@@ -37,7 +37,7 @@ impl Side {
     }
 
     fn connect(&self, to: &Self) {
-        let remote = QpAddress { gid: to.hca.gid(), qpn: to.qp.qpn, psn: to.qp.psn };
+        let remote = to.hca.address(to.qp.qpn, to.qp.psn);
         let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(1024).max_dest_rd_atomic(1);
         let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(6).max_rd_atomic(1);
         let init = QpAttr::to(QpState::INIT).access(Access::all());
