@@ -185,7 +185,7 @@ impl Run<'_> {
         let link = self.link(self.comm.context())?;
         let addresses = self.comm.exchange(&link.qp.address().to_bytes(), self.timeout)?;
         let theirs = addresses[1 - self.comm.rank()].first_chunk().ok_or("a short address")?;
-        link.qp.connect(QpAddress::from_bytes(theirs))?;
+        link.qp.connect(QpAddress::from_bytes(theirs)?)?;
         Ok(link)
     }
 

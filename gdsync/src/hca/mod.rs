@@ -70,11 +70,14 @@ mod raw_doorbells;
 mod reference;
 mod requester;
 mod responder;
+mod rings;
 mod rung;
+mod served;
 mod service;
 mod soft;
 mod staging;
 mod stats;
+mod watched;
 mod wire;
 
 pub(crate) use event::CqEvent;

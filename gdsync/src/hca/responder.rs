@@ -255,7 +255,7 @@ impl SoftQp {
             if self.resp.is_early(&answer) {
                 break;
             }
-            let mut header = Header::new(PacketOp::ACK, remote.qpn, self.qpn, 0);
+            let mut header = Header::new(PacketOp::ACK, remote.qpn, self.rings.qpn, 0);
             let mut ext = [0; 8];
             let mut words = 0;
             let mut found = None;

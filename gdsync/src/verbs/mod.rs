@@ -1,5 +1,6 @@
 //! Devices, protection domains, memory regions, completion queues and queue pairs: RC verbs on mlx5 rings.
 
+mod address;
 mod attr;
 mod completion;
 pub(crate) mod cq;
@@ -14,7 +15,8 @@ pub(crate) mod sq;
 pub(crate) mod track;
 mod wr;
 
-pub use attr::{Access, QpAddress, QpAttr, QpState};
+pub use address::QpAddress;
+pub use attr::{Access, QpAttr, QpState};
 pub use completion::Completion;
 pub use cq::Cq;
 pub use device::{Context, Device, Pd};
