@@ -58,6 +58,7 @@ pub mod mlx5;
 pub mod mover;
 #[doc(hidden)]
 pub mod protocol;
+pub mod rdma;
 pub mod stream;
 pub mod verbs;
 

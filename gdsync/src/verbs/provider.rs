@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::address::QpAddress;
 use super::attr::{Access, QpAttr};
 use super::placement::{OnGpu, Places};
+use super::track::Health;
 use crate::error::Result;
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats};
 use crate::memory::{Memory, Word64};
@@ -80,6 +81,8 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// first packet sequence number of this side, which a reset changes.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     fn destroy_qp(&self, qpn: u32);
+    /// Failures of this queue pair that no completion tells are recorded there.
+    fn report_to(&self, _qpn: u32, _health: &Arc<Health>) {}
 
     /// Whether a doorbell may be written before its record. A card may look at the record to recover a doorbell that it
     /// missed, so there the record comes first.

@@ -411,6 +411,7 @@ impl QpBuilder {
         };
         let QpParts { qpn, psn, sq, rq, record, doorbell } = provider.create_qp(&request, places)?;
         let health = Arc::new(Health::default());
+        provider.report_to(qpn, &health);
         let core = Arc::new(QpCore {
             provider,
             qpn,

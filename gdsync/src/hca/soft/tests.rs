@@ -3,7 +3,6 @@
 use super::*;
 use crate::mlx5::{Cqe, CqeOpcode, SendOp, WqeFlags};
 use crate::protocol;
-use crate::verbs::QpAddress;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
