@@ -35,7 +35,16 @@ impl Raw {
         );
         let (send_cqn, recv_cqn) = (send_cq.cqn, recv_cq.cqn);
         let rq_stride = mlx5::recv_stride(1);
-        let request = QpRequest { pdn: 1, send_cqn, recv_cqn, log_sq: LOG, log_rq: LOG, rq_stride };
+        let request = QpRequest {
+            pdn: 1,
+            send_cqn,
+            recv_cqn,
+            log_sq: LOG,
+            log_rq: LOG,
+            rq_stride,
+            max_send_sge: 1,
+            max_inline: 64,
+        };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
         let itself = hca.address(qp.qpn, qp.psn);
         let rtr = QpAttr::to(QpState::RTR).remote(itself).path_mtu(1024);

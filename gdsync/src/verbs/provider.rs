@@ -38,6 +38,10 @@ pub(crate) struct QpRequest {
     pub(crate) log_rq: u32,
     /// Bytes of a receive queue entry.
     pub(crate) rq_stride: usize,
+    /// Buffers of the largest send that was asked for. The ring may have room for more.
+    pub(crate) max_send_sge: usize,
+    /// Bytes of the longest inline send that was asked for, likewise.
+    pub(crate) max_inline: usize,
 }
 
 /// A queue pair as the device made it, in state RESET.
@@ -50,6 +54,8 @@ pub(crate) struct QpParts {
     /// The 8-byte doorbell record: receive counter, send counter.
     pub(crate) record: Memory,
     pub(crate) doorbell: Word64,
+    /// What broke it. A device that knows more than a CQE can say records that before the CQE is written.
+    pub(crate) health: Arc<Health>,
 }
 
 /// The keys of a memory region.
@@ -81,8 +87,6 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// first packet sequence number of this side, which a reset changes.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     fn destroy_qp(&self, qpn: u32);
-    /// Failures of this queue pair that no completion tells are recorded there.
-    fn report_to(&self, _qpn: u32, _health: &Arc<Health>) {}
 
     /// Whether a doorbell may be written before its record. A card may look at the record to recover a doorbell that it
     /// missed, so there the record comes first.

@@ -408,10 +408,10 @@ impl QpBuilder {
             log_sq,
             log_rq,
             rq_stride,
+            max_send_sge: self.max_send_sge,
+            max_inline: self.max_inline,
         };
-        let QpParts { qpn, psn, sq, rq, record, doorbell } = provider.create_qp(&request, places)?;
-        let health = Arc::new(Health::default());
-        provider.report_to(qpn, &health);
+        let QpParts { qpn, psn, sq, rq, record, doorbell, health } = provider.create_qp(&request, places)?;
         let core = Arc::new(QpCore {
             provider,
             qpn,

@@ -1,6 +1,7 @@
 //! An HCA that nobody runs while its peer acts.
 
 use super::*;
+use crate::hca::served::Steps as _;
 use crate::mlx5::{Cqe, CqeOpcode, SendOp, WqeFlags};
 use crate::protocol;
 
@@ -20,7 +21,16 @@ impl Side {
             hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
         );
         let (send_cqn, recv_cqn, rq_stride) = (send_cq.cqn, recv_cq.cqn, mlx5::recv_stride(1));
-        let request = QpRequest { pdn: 1, send_cqn, recv_cqn, log_sq: 3, log_rq: 3, rq_stride };
+        let request = QpRequest {
+            pdn: 1,
+            send_cqn,
+            recv_cqn,
+            log_sq: 3,
+            log_rq: 3,
+            rq_stride,
+            max_send_sge: 1,
+            max_inline: 64,
+        };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
         Self { hca, recv_cq, qp }
     }
