@@ -93,6 +93,7 @@ pub(crate) use event::CqEvent;
 pub use event::Kicks;
 pub use fault::FaultPlan;
 pub use gid::Gid;
+pub(crate) use gid::random_psn;
 pub(crate) use soft::SoftHca;
 pub use soft::SoftHcaConfig;
 pub use stats::HcaStats;

@@ -9,6 +9,8 @@ use super::mr::Mr;
 use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
+use crate::cuda::Gpu;
+use crate::direct::Direct;
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
@@ -139,9 +141,10 @@ impl Device {
 
 /// What consumes the rings of an RDMA device.
 fn connect(survey: &Survey, config: &DeviceConfig, route: Option<Route>) -> Result<Arc<dyn Provider>> {
-    let open = rdma::Open::open(&survey.name, config)?;
-    let _ = (open, route);
-    Err(Error::Unsupported { what: "an RDMA device", by: "this release", fix: "use soft0" })
+    let open = rdma::Open::device(&survey.name, config)?;
+    let gpus = config.gpu.clone().map_or_else(Gpu::opened, |gpu| vec![gpu]);
+    let _ = route;
+    Ok(Arc::new(Direct::start(&open, &gpus)?))
 }
 
 /// An open device. Clones share it.
