@@ -1,0 +1,4 @@
+//! The CPU proxy.
+
+mod outcome;
+mod translate;
