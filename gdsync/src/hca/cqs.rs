@@ -6,8 +6,10 @@ use std::sync::atomic::Ordering;
 use super::event::{CqEvent, Kicks};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe};
+use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 use crate::protocol::completion;
+use crate::verbs::placement::{OnGpu, Places};
+use crate::verbs::provider::CqParts;
 
 /// First CQN: small numbers would hide byte-order mistakes.
 const BASE: u32 = 0x8a1;
@@ -43,20 +45,23 @@ struct SoftCq {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Overrun;
 
+/// The memory of a queue of `1 << log` entries, in the initial state, without a number yet.
+pub(crate) fn parts(log: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
+    let ring = places.alloc(ring, CQE_SIZE << log)?;
+    for slot in 0..1usize << log {
+        ring.write(slot * CQE_SIZE, &INITIAL_CQE)?;
+    }
+    let record = places.alloc(OnGpu::RECORDS, mlx5::CQ_DBREC_SIZE)?;
+    Ok(CqParts { cqn: 0, ring, record, event: Arc::default() })
+}
+
 impl Cqs {
-    /// Takes `ring` and `record` into service; the CQEs must be in the initial state.
-    pub(crate) fn create(
-        &mut self,
-        ring: Memory,
-        record: Memory,
-        event: Arc<CqEvent>,
-        log: u32,
-        ignore_overrun: bool,
-    ) -> u32 {
+    /// Takes a queue into service and returns its number; the CQEs must be in the initial state.
+    pub(crate) fn create(&mut self, parts: &CqParts, log: u32, ignore_overrun: bool) -> u32 {
         let cq = SoftCq {
-            ring,
-            record,
-            event,
+            ring: parts.ring.clone(),
+            record: parts.record.clone(),
+            event: parts.event.clone(),
             log,
             produced: 0,
             consumed: 0,
@@ -182,17 +187,13 @@ impl SoftCq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mlx5::{CqeOpcode, INITIAL_CQE, owned_by_software};
+    use crate::mlx5::{CqeOpcode, owned_by_software};
 
     fn queue(ignore_overrun: bool) -> (Cqs, u32, Memory, Memory) {
-        let ring = Memory::alloc(2 * CQE_SIZE).unwrap();
-        for slot in 0..2 {
-            ring.write(slot * CQE_SIZE, &INITIAL_CQE).unwrap();
-        }
-        let record = Memory::alloc(8).unwrap();
+        let parts = parts(1, OnGpu::empty(), &Places::default()).unwrap();
         let mut cqs = Cqs::default();
-        let cqn = cqs.create(ring.clone(), record.clone(), Arc::default(), 1, ignore_overrun);
-        (cqs, cqn, ring, record)
+        let cqn = cqs.create(&parts, 1, ignore_overrun);
+        (cqs, cqn, parts.ring, parts.record)
     }
 
     fn word(ring: &Memory, n: u64) -> u32 {

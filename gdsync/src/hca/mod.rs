@@ -80,7 +80,7 @@ mod stats;
 mod watched;
 mod wire;
 
-pub(crate) use cqs::Cqs;
+pub(crate) use cqs::{Cqs, parts as cq_parts};
 pub(crate) use event::CqEvent;
 #[doc(hidden)] // until applications can bring a stream engine of their own
 pub use event::Kicks;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::hca::served::Steps as _;
-use crate::mlx5::{Cqe, CqeOpcode, SendOp, WqeFlags};
+use crate::mlx5::{self, Cqe, CqeOpcode, SendOp, WqeFlags};
 use crate::protocol;
 use crate::verbs::QpAddress;
 
