@@ -272,6 +272,12 @@ impl Memory {
         }
     }
 
+    /// The same memory under another address in work requests.
+    #[cfg(feature = "standin")]
+    pub(crate) fn called(&self, addr: u64) -> Self {
+        Self { addr, owner: self.owner.clone(), ..*self }
+    }
+
     pub(crate) fn downgrade(&self) -> WeakMemory {
         let &Self { ptr, len, addr, reach, ref owner } = self;
         WeakMemory { memory: Parts { ptr, len, addr, reach }, owner: Arc::downgrade(owner) }

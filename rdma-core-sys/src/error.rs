@@ -24,12 +24,4 @@ pub enum LoadError {
         /// What the user can do.
         fix: String,
     },
-    /// The library is there, the driver behind this context does not offer the function.
-    #[error("{symbol} is not offered by the driver of this device; {fix}")]
-    NotOffered {
-        /// The function.
-        symbol: &'static str,
-        /// What the user can do.
-        fix: &'static str,
-    },
 }

@@ -3,7 +3,7 @@
 //!
 //! Types, constants and the `static inline` functions of libibverbs (`infiniband/verbs.h`) and libmlx5 (direct verbs and
 //! DevX, `infiniband/mlx5dv.h`), under their names in C, as of rdma-core 44. Nothing is linked and nothing of rdma-core
-//! is needed to build: [`Verbs`] is a table of entry points, filled at run time. A test compares every
+//! is needed to build: [`Verbs`] and [`Mlx5`] are tables of entry points, filled at run time. A test compares every
 //! declaration with the headers where they are installed.
 //!
 //! - A type `ibv_x` here is `struct ibv_x` (or `union`, or `enum`) there; all-zero bytes are a value of every structure.
@@ -16,8 +16,10 @@
 pub mod abi;
 mod error;
 mod library;
+pub mod mlx5;
 mod table;
 pub mod verbs;
 
 pub use error::LoadError;
+pub use mlx5::Mlx5;
 pub use verbs::Verbs;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::alarm::{Alarms, Belfry};
 use super::cqs::Cqs;
 use super::event::Kicks;
 use super::fault::Faults;
@@ -42,6 +43,7 @@ pub(crate) struct Core {
     pub(crate) cqs: Cqs,
     pub(crate) faults: Faults,
     pub(crate) stats: HcaStats,
+    alarms: Belfry,
     inbound: Inbound,
     pub(crate) mover: Arc<dyn Mover>,
     /// Payload of so many bytes is left to copy engines.
@@ -73,7 +75,12 @@ pub(super) fn index(qpn: u32) -> usize {
 }
 
 impl Core {
-    pub(crate) fn new(loopback: LinkEnds, config: &SoftHcaConfig, mover: Arc<dyn Mover>) -> Self {
+    pub(crate) fn new(
+        loopback: LinkEnds,
+        config: &SoftHcaConfig,
+        mover: Arc<dyn Mover>,
+        alarms: Option<Arc<dyn Alarms>>,
+    ) -> Self {
         let mut links = Links::default();
         let rings = vec![links.add(loopback)];
         Self {
@@ -81,6 +88,7 @@ impl Core {
             cqs: Cqs::default(),
             faults: Faults::new(config.faults.clone()),
             stats: HcaStats::default(),
+            alarms: Belfry::new(alarms),
             inbound: Inbound::default(),
             mover,
             by_reference: config.by_reference,
@@ -105,6 +113,7 @@ impl Core {
             links: &mut self.links,
             faults: &mut self.faults,
             stats: &mut self.stats,
+            alarms: &mut self.alarms,
             inbound: &mut self.inbound,
             mover: &*self.mover,
             by_reference: self.by_reference,
@@ -427,7 +436,9 @@ impl Steps for Core {
     }
 
     fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
-        self.cqs.take_kicks()
+        let mut kicks = self.cqs.take_kicks();
+        kicks.extend(self.alarms.take());
+        kicks
     }
 }
 

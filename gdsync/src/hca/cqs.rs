@@ -56,12 +56,27 @@ pub(crate) fn parts(log: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
 }
 
 impl Cqs {
-    /// Takes a queue into service and returns its number; the CQEs must be in the initial state.
-    pub(crate) fn create(&mut self, parts: &CqParts, log: u32, ignore_overrun: bool) -> u32 {
+    /// Takes the memory of a queue into service. A full one is written over: work is only posted with a slot set aside for its
+    /// completion, and gdsync asks the same of a card.
+    pub(crate) fn adopt(&mut self, parts: CqParts, log: u32) -> CqParts {
+        let CqParts { ring, record, event, .. } = &parts;
+        let cqn = self.create(ring.clone(), record.clone(), event.clone(), log, true);
+        CqParts { cqn, ..parts }
+    }
+
+    /// Takes `ring` and `record` into service; the CQEs must be in the initial state.
+    pub(crate) fn create(
+        &mut self,
+        ring: Memory,
+        record: Memory,
+        event: Arc<CqEvent>,
+        log: u32,
+        ignore_overrun: bool,
+    ) -> u32 {
         let cq = SoftCq {
-            ring: parts.ring.clone(),
-            record: parts.record.clone(),
-            event: parts.event.clone(),
+            ring,
+            record,
+            event,
             log,
             produced: 0,
             consumed: 0,
@@ -190,10 +205,10 @@ mod tests {
     use crate::mlx5::{CqeOpcode, owned_by_software};
 
     fn queue(ignore_overrun: bool) -> (Cqs, u32, Memory, Memory) {
-        let parts = parts(1, OnGpu::empty(), &Places::default()).unwrap();
+        let CqParts { ring, record, event, .. } = parts(1, OnGpu::empty(), &Places::default()).unwrap();
         let mut cqs = Cqs::default();
-        let cqn = cqs.create(&parts, 1, ignore_overrun);
-        (cqs, cqn, parts.ring, parts.record)
+        let cqn = cqs.create(ring.clone(), record.clone(), event, 1, ignore_overrun);
+        (cqs, cqn, ring, record)
     }
 
     fn word(ring: &Memory, n: u64) -> u32 {

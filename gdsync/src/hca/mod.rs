@@ -53,6 +53,9 @@
 //! When a process dies, its links report it at once: outstanding sends fail with a retry error, everything else is
 //! flushed. (A card would take its timeouts; a peer that only falls silent takes them here too.)
 
+mod alarm;
+#[cfg(feature = "standin")]
+mod card;
 mod core;
 mod cqs;
 mod event;
@@ -80,6 +83,11 @@ mod stats;
 mod watched;
 mod wire;
 
+#[doc(hidden)] // for the stand-in of rdma-core's libraries
+pub use alarm::{Alarm, Alarms};
+#[cfg(feature = "standin")]
+#[doc(hidden)]
+pub use card::{Card, CardQp};
 pub(crate) use cqs::{Cqs, parts as cq_parts};
 pub(crate) use event::CqEvent;
 #[doc(hidden)] // until applications can bring a stream engine of their own

@@ -1,5 +1,6 @@
 //! A queue pair inside the software HCA: its rings, its state, its doorbell.
 
+use super::alarm::{Alarm, Belfry};
 use super::cqs::Cqs;
 use super::fault::Faults;
 use super::gid::random_psn;
@@ -25,6 +26,7 @@ pub(crate) struct Env<'a> {
     pub(crate) links: &'a mut Links,
     pub(crate) faults: &'a mut Faults,
     pub(crate) stats: &'a mut HcaStats,
+    pub(crate) alarms: &'a mut Belfry,
     pub(crate) inbound: &'a mut Inbound,
     pub(crate) mover: &'a dyn Mover,
     /// Payload of so many bytes is left to copy engines.
@@ -191,15 +193,17 @@ impl SoftQp {
             cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
         }
         if env.cqs.complete(cqn, cqe).is_err() {
-            self.overrun(env);
+            self.overrun(cqn, env);
         } else if flushed.is_err() && self.state != QpState::ERR {
             self.go_error(env);
         }
     }
 
-    fn overrun(&mut self, env: &mut Env<'_>) {
+    fn overrun(&mut self, cqn: u32, env: &mut Env<'_>) {
         if self.state != QpState::ERR {
             env.stats.cq_overruns += 1;
+            env.alarms.raise(Alarm::CqError(cqn));
+            env.alarms.raise(Alarm::QpFatal(self.rings.qpn));
             tracing::error!(
                 qpn = self.rings.qpn,
                 "completion queue overrun: the queue pair goes to ERR, nothing completes any more"

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use smallvec::SmallVec;
 
 use self::copies::Copies;
+use super::alarm::Alarm;
 use super::links::Body;
 use super::low16;
 use super::packet::{self, Header, PacketOp, SEGMENT, ahead};
@@ -200,6 +201,7 @@ impl SoftQp {
             }
             Refusal::Remote(syndrome) => {
                 self.resp.answers.push_back(nak(syndrome.0, 0));
+                env.alarms.raise(Alarm::of_refusal(self.rings.qpn, syndrome));
                 self.go_error(env);
             }
             Refusal::Receive { counter, local, remote } => {

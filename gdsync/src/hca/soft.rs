@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::alarm::Alarms;
 use super::core::{self, Core};
 use super::cqs;
 use super::fault::{FaultPlan, Faults};
@@ -90,7 +91,7 @@ impl SoftHcaConfig {
 /// A software HCA. Dropping it ends its threads and links.
 #[derive(Debug)]
 pub(crate) struct SoftHca {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     _service: Service<Shared>,
 }
 
@@ -152,12 +153,17 @@ impl Served for Shared {
 
 impl SoftHca {
     pub(crate) fn start(config: &SoftHcaConfig) -> Result<Self> {
+        Self::start_with(config, None)
+    }
+
+    /// As [`SoftHca::start`]; `alarms` is told of what a driver must know.
+    pub(super) fn start_with(config: &SoftHcaConfig, alarms: Option<Arc<dyn Alarms>>) -> Result<Self> {
         config.faults.check()?;
         let gid = Gid::random()?;
         let bell = Bell::create()?;
         let port = Port::open(gid, bell.clone())?;
         let mover = config.mover.clone().unwrap_or_else(|| Arc::new(Engines::default()));
-        let core = Core::new(port.loopback()?, config, mover.clone());
+        let core = Core::new(port.loopback()?, config, mover.clone(), alarms);
         let shared = Arc::new(Shared {
             gid,
             strict: config.strict,
@@ -172,6 +178,32 @@ impl SoftHca {
         });
         let service = Service::start(shared.clone())?;
         Ok(Self { shared, _service: service })
+    }
+
+    /// Takes rings into service that belong to no queue pair yet. Returns its number and its first packet sequence number.
+    pub(super) fn add_qp(&self, rings: Rings) -> Result<(u32, u32)> {
+        let psn = gid::random_psn()?;
+        let mut qpn = 0;
+        let make = |number| {
+            qpn = number;
+            Box::new(SoftQp {
+                rings: Rings { qpn, ..rings },
+                psn,
+                state: QpState::RESET,
+                access: Access::empty(),
+                remote: None,
+                link: 0,
+                req: Requester::new(psn),
+                resp: Responder::default(),
+                sends: Stage::default(),
+                answers: Stage::default(),
+                landing: Landing::default(),
+                packets: 0,
+                active: false,
+            })
+        };
+        self.shared.with(|core| core.add_qp(make))?;
+        Ok((qpn, psn))
     }
 
     /// Before a queue pair is reset or destroyed: returns when no copy into its memory is under way.
@@ -260,9 +292,7 @@ impl Provider for SoftHca {
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
         let parts = cqs::parts(log_entries, ring, places)?;
-        // Overrun is ignored, as gdsync asks of a card too: work is only posted with a slot set aside for its completion.
-        let cqn = self.shared.with(|core| core.cqs.create(&parts, log_entries, true));
-        Ok(CqParts { cqn, ..parts })
+        Ok(self.shared.with(|core| core.cqs.adopt(parts, log_entries)))
     }
 
     fn destroy_cq(&self, cqn: u32) {
@@ -276,27 +306,7 @@ impl Provider for SoftHca {
         let rings = Rings::alloc(0, request, places)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
-        let psn = gid::random_psn()?;
-        let mut qpn = 0;
-        let make = |number| {
-            qpn = number;
-            Box::new(SoftQp {
-                rings: Rings { qpn, ..rings },
-                psn,
-                state: QpState::RESET,
-                access: Access::empty(),
-                remote: None,
-                link: 0,
-                req: Requester::new(psn),
-                resp: Responder::default(),
-                sends: Stage::default(),
-                answers: Stage::default(),
-                landing: Landing::default(),
-                packets: 0,
-                active: false,
-            })
-        };
-        self.shared.with(|core| core.add_qp(make))?;
+        let (qpn, psn) = self.add_qp(rings)?;
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health: Arc::default() })
     }
 

@@ -16,6 +16,7 @@ pub(crate) mod track;
 mod wr;
 
 pub use address::QpAddress;
+pub(crate) use address::{mtu_bytes, mtu_code};
 pub use attr::{Access, QpAttr, QpState};
 pub use completion::Completion;
 pub use cq::Cq;

@@ -76,7 +76,11 @@ fn each_error_number_is_explained_by_its_cause() {
         (qp(1), ENOSPC, &["destroy a queue pair"]),
         (qp(1), EPERM, &["CAP_NET_RAW"]),
         (qp(1), EINTR, &["dmesg"]),
-        (Call::Modify(step("RTR")), EINVAL, &["INIT to RTR", "4096", "entry 3", "port 2", "GDSYNC_GID_INDEX"]),
+        (
+            Call::Modify(step("RTR")),
+            EINVAL,
+            &["INIT to RTR", "4096", "entry 3", "port 2", "GDSYNC_GID_INDEX"],
+        ),
         (Call::Modify(step("RTS")), EINVAL, &["refuses INIT to RTS"]),
         (Call::Modify(step("RTR")), ETIMEDOUT, &["PEER has no address", "ping", "GID index 3"]),
         (Call::Modify(step("RTR")), EHOSTUNREACH, &["PEER has no address"]),
