@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdma_core_sys::verbs::{
-    ibv_comp_channel, ibv_cq, ibv_poll_cq, ibv_post_recv, ibv_post_send, ibv_qp, ibv_qp_init_attr, ibv_qp_type,
-    ibv_req_notify_cq, ibv_wc,
+    ibv_comp_channel, ibv_cq, ibv_poll_cq, ibv_post_recv, ibv_post_send, ibv_qp, ibv_qp_init_attr,
+    ibv_qp_type, ibv_req_notify_cq, ibv_wc,
 };
 
 use super::translate::{Buffers, Request, recv_wr};
@@ -65,7 +65,10 @@ impl Channel {
         let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
         // SAFETY: no pointers.
         if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
-            return Err(Error::last_os("fcntl", "the device gave no descriptor for completions: update rdma-core"));
+            return Err(Error::last_os(
+                "fcntl",
+                "the device gave no descriptor for completions: update rdma-core",
+            ));
         }
         Ok(channel)
     }
@@ -346,8 +349,7 @@ mod tests {
 
     #[test]
     fn wishes_shrink_to_an_end() {
-        let mut wish =
-            Granted { sends: 32768, receives: 100, send_sge: 30, recv_sge: 1, inline: 512 };
+        let mut wish = Granted { sends: 32768, receives: 100, send_sge: 30, recv_sge: 1, inline: 512 };
         let mut steps = 0;
         while let Some(less) = wish.less() {
             assert!(less.inline < wish.inline || less.sends < wish.sends || less.receives < wish.receives);

@@ -104,7 +104,9 @@ impl ProxyQp {
     /// The cause where the device refuses an operation.
     fn refusal(&self, opcode: Opcode, errno: i32) -> Error {
         let fix = match opcode {
-            Opcode::RDMA_WRITE_IMM | Opcode::SEND_IMM => "iWARP devices have no immediate data: send it as bytes",
+            Opcode::RDMA_WRITE_IMM | Opcode::SEND_IMM => {
+                "iWARP devices have no immediate data: send it as bytes"
+            }
             Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => {
                 "the device may have no atomics: see `atomic_cap` of `ibv_devinfo -v`"
             }
@@ -135,10 +137,7 @@ impl ProxyQp {
             let mut buffers: Buffers = wqe.into_iter().filter(|seg| seg.len > 0).map(sge).collect();
             if buffers.len() > granted.recv_sge {
                 let expected = "at most QpBuilder::max_recv_sge";
-                return self.fail(
-                    Some(Error::invalid("buffers of a receive", buffers.len(), expected)),
-                    env,
-                );
+                return self.fail(Some(Error::invalid("buffers of a receive", buffers.len(), expected)), env);
             }
             let number = self.taken & u64::from(u32::MAX);
             let wr_id = self.tag(true, u32::try_from(number).expect("masked"));

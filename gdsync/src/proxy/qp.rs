@@ -40,16 +40,14 @@ pub(super) struct Env<'a> {
 }
 
 impl Env<'_> {
-    fn given(&self, count: usize) {
+    pub(super) fn given(&self, count: usize) {
         // Written under the lock only.
         self.outstanding.store(self.outstanding.load(Ordering::Relaxed) + count, Ordering::Relaxed);
     }
 
     fn back(&self, count: usize) {
-        self.outstanding.store(
-            self.outstanding.load(Ordering::Relaxed).saturating_sub(count),
-            Ordering::Relaxed,
-        );
+        self.outstanding
+            .store(self.outstanding.load(Ordering::Relaxed).saturating_sub(count), Ordering::Relaxed);
     }
 
     /// Has GPUs see what the device wrote.
@@ -398,6 +396,7 @@ impl ProxyQp {
 /// What a status says for which cards have no syndrome.
 fn unnamed(wc: &ibv_wc, device: &DeviceQp) -> Error {
     let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
-    let why = format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err);
+    let why =
+        format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err);
     Error::Device { device: device.open().name().to_owned(), why }
 }

@@ -13,6 +13,7 @@ use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
+use crate::proxy::Proxy;
 use crate::rdma::{self, DeviceConfig, NearGpu, Port, Route, Survey};
 
 /// Name of the software HCA.
@@ -140,8 +141,17 @@ impl Device {
 /// What consumes the rings of an RDMA device.
 fn connect(survey: &Survey, config: &DeviceConfig, route: Option<Route>) -> Result<Arc<dyn Provider>> {
     let open = rdma::Open::open(&survey.name, config)?;
-    let _ = (open, route);
-    Err(Error::Unsupported { what: "an RDMA device", by: "this release", fix: "use soft0" })
+    if route == Some(Route::Direct) {
+        return Err(Error::Unsupported {
+            what: "the direct route",
+            by: "this release",
+            fix: "leave GDSYNC_PATH unset, or set it to proxy",
+        });
+    }
+    let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
+    let proxy = Proxy::start(open, strict)?;
+    proxy.inject(faults)?;
+    Ok(Arc::new(proxy))
 }
 
 /// An open device. Clones share it.
