@@ -143,7 +143,7 @@ stock_kernel() {
 
 resolve() {
     command -v apt-cache >/dev/null || return 0
-    apt-cache depends "$1" 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9][^ ]*\)$/\1/p' | head -1
+    { apt-cache depends "$1" 2>/dev/null || true; } | sed -n 's/^ *Depends: \(linux-image-[0-9][^ ]*\)$/\1/p' | head -1
 }
 
 # QEMU starts an uncompressed kernel directly; under emulation unpacking itself would take it seconds.
