@@ -7,8 +7,8 @@ debug_series=6.12
 debug_options='
 64BIT SMP PCI ACPI HYPERVISOR_GUEST PARAVIRT PVH TTY SERIAL_8250 SERIAL_8250_CONSOLE PRINTK_TIME DEVPORT MAGIC_SYSRQ
 BLK_DEV_INITRD BINFMT_ELF BINFMT_SCRIPT MODULES MODULE_UNLOAD PROC_FS SYSFS TMPFS TMPFS_XATTR TMPFS_POSIX_ACL DEVTMPFS
-UNIX98_PTYS SYSVIPC POSIX_MQUEUE HUGETLBFS MEMFD_CREATE CPUSETS CGROUPS NAMESPACES CROSS_MEMORY_ATTACH DMA_CMA
-TRANSPARENT_HUGEPAGE USERFAULTFD POSIX_TIMERS HIGH_RES_TIMERS NO_HZ_IDLE KALLSYMS KALLSYMS_ALL STRICT_DEVMEM
+UNIX98_PTYS SYSVIPC POSIX_MQUEUE HUGETLBFS MEMFD_CREATE CPUSETS CGROUPS NAMESPACES CROSS_MEMORY_ATTACH
+TRANSPARENT_HUGEPAGE USERFAULTFD POSIX_TIMERS HIGH_RES_TIMERS NO_HZ_IDLE KALLSYMS KALLSYMS_ALL
 VIRTIO_MENU VIRTIO_PCI NETWORK_FILESYSTEMS NET_9P NET_9P_VIRTIO 9P_FS OVERLAY_FS
 NET UNIX INET IPV6 NETDEVICES NET_CORE DUMMY VETH VIRTIO_NET NET_SCHED NET_SCH_NETEM
 INFINIBAND INFINIBAND_USER_ACCESS INFINIBAND_USER_MAD INFINIBAND_ADDR_TRANS RDMA_RXE RDMA_SIW
@@ -31,18 +31,14 @@ build_debug_kernel() {
             *) echo "CONFIG_$option=y" ;;
         esac
     done >"$new/options"
-    (
-        cd "$new/build"
-        KCONFIG_ALLCONFIG=$new/options make -s allnoconfig
-        for option in KASAN PROVE_LOCKING DEBUG_KMEMLEAK FAILSLAB RDMA_RXE RDMA_SIW 9P_FS OVERLAY_FS UDMABUF; do
-            grep -qx "CONFIG_$option=y" .config || fail "this source has no CONFIG_$option, or wants something more for it"
-        done
-        timeout 3600 make -s -j"$(nproc)" vmlinux modules
-        make -s INSTALL_MOD_PATH="$new/root" modules_install
-    ) >"$cache/debug_kernel.log" 2>&1 || {
-        tail -20 "$cache/debug_kernel.log" >&2
+    debug_make() { timeout 3600 make -s -C "$new/build" "$@" >>"$cache/debug_kernel.log" 2>&1; }
+    : >"$cache/debug_kernel.log"
+    KCONFIG_ALLCONFIG=$new/options debug_make allnoconfig
+    for option in KASAN PROVE_LOCKING DEBUG_KMEMLEAK FAILSLAB RDMA_RXE RDMA_SIW 9P_FS OVERLAY_FS UDMABUF; do
+        grep -qx "CONFIG_$option=y" "$new/build/.config" || fail "CONFIG_$option wants something that this source lacks"
+    done
+    debug_make -j"$(nproc)" vmlinux modules && debug_make INSTALL_MOD_PATH="$new/root" modules_install ||
         fail "the debug kernel did not build; see $cache/debug_kernel.log"
-    }
     cp "$new/build/vmlinux" "$new/vmlinux"
     make -s -C "$new/build" kernelrelease >"$new/release"
 }
