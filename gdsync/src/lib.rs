@@ -59,6 +59,7 @@ pub mod mlx5;
 pub mod mover;
 #[doc(hidden)]
 pub mod protocol;
+mod proxy;
 pub mod rdma;
 pub mod stream;
 pub mod verbs;

@@ -28,7 +28,7 @@ mod topology;
 use std::path::Path;
 
 pub use config::{DeviceConfig, Route};
-pub(crate) use events::{Events, Healths};
+pub(crate) use events::{Event, Events, Healths};
 pub(crate) use open::{Domain, Open};
 pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 pub(crate) use region::Region;
