@@ -22,7 +22,11 @@ pub enum Alarm {
 impl Alarm {
     /// What a request of a peer raises that is refused so.
     pub(super) fn of_refusal(qpn: u32, syndrome: Syndrome) -> Self {
-        if syndrome == Syndrome::REM_ACCESS_ERR { Self::QpAccessError(qpn) } else { Self::QpRequestError(qpn) }
+        if syndrome == Syndrome::REM_ACCESS_ERR {
+            Self::QpAccessError(qpn)
+        } else {
+            Self::QpRequestError(qpn)
+        }
     }
 }
 

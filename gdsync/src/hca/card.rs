@@ -96,16 +96,8 @@ impl Card {
     pub fn create_qp(&self, qp: CardQp) -> Result<u32> {
         let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, doorbell } = qp;
         let (log_sq, log_rq) = ((sq.len() / crate::mlx5::BB).ilog2(), (rq.len() / rq_stride).ilog2());
-        let request = QpRequest {
-            pdn,
-            send_cqn,
-            recv_cqn,
-            log_sq,
-            log_rq,
-            rq_stride,
-            max_send_sge: 1,
-            max_inline: 0,
-        };
+        let request =
+            QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
         doorbell.store(EMPTY);
         let (qpn, _) = self.0.add_qp(Rings { qpn: 0, request, sq, rq, record, doorbell })?;
         Ok(qpn)

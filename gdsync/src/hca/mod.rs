@@ -88,13 +88,20 @@ pub use alarm::{Alarm, Alarms};
 #[cfg(feature = "standin")]
 #[doc(hidden)]
 pub use card::{Card, CardQp};
+pub(crate) use cqs::{Cqs, parts as cq_parts};
 pub(crate) use event::CqEvent;
 #[doc(hidden)] // until applications can bring a stream engine of their own
 pub use event::Kicks;
 pub use fault::FaultPlan;
 pub use gid::Gid;
+pub(crate) use gid::random_psn;
+pub(crate) use rings::{Rings, Wqe};
+pub(crate) use rung::{MAX_QPS, Rung};
+pub(crate) use served::{Duties, Served, Steps};
+pub(crate) use service::Service;
 pub(crate) use soft::SoftHca;
 pub use soft::SoftHcaConfig;
 pub use stats::HcaStats;
+pub(crate) use watched::Watched;
 
 pub(crate) use crate::verbs::sq::low16;

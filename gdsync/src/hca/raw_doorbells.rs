@@ -11,7 +11,7 @@ use crate::mlx5::{self, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp,
 use crate::protocol;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, Provider, QpParts, QpRequest};
-use crate::verbs::{Access, QpAddress, QpAttr, QpState};
+use crate::verbs::{Access, QpAttr, QpState};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Log2 of all rings.

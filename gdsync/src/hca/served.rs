@@ -87,6 +87,10 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
     fn accept(&self, _core: &mut Self::Core) {}
     /// Whether something came in that is seen without the lock.
     fn has_arrivals(&self) -> bool;
+    /// Whether a look under the lock may find something that came in.
+    fn may_have_arrivals(&self) -> bool {
+        self.has_arrivals()
+    }
     /// Sleeps unless `ready`, until rung, until something comes in, or for `timeout`. May return for no reason.
     fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration);
     /// Wakes the sleeper.
@@ -145,7 +149,7 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
     /// Whether something came in since a step that found nothing more to do; timers and copies excepted. `doorbells` are
     /// those watched.
     fn has_news(&self, doorbells: &[Word64]) -> bool {
-        self.has_arrivals()
+        self.may_have_arrivals()
             || self.rung().looks_noted()
             || doorbells.iter().any(|doorbell| protocol::is_rung(doorbell.atomic()))
     }

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::alarm::Alarms;
 use super::core::{self, Core};
-use super::event::CqEvent;
+use super::cqs;
 use super::fault::{FaultPlan, Faults};
 use super::gid::{self, Gid};
 use super::landing::Landing;
@@ -28,7 +28,6 @@ use crate::cuda::Engines;
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mlx5::{self, CQE_SIZE, INITIAL_CQE};
 use crate::mover::Mover;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
@@ -292,17 +291,8 @@ impl Provider for SoftHca {
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
-        let ring = places.alloc(ring, CQE_SIZE << log_entries)?;
-        for slot in 0..1usize << log_entries {
-            ring.write(slot * CQE_SIZE, &INITIAL_CQE)?;
-        }
-        let record = places.alloc(OnGpu::RECORDS, mlx5::CQ_DBREC_SIZE)?;
-        let event = Arc::new(CqEvent::default());
-        // Overrun is ignored, as gdsync asks of a card too: work is only posted with a slot set aside for its completion.
-        let cqn = self
-            .shared
-            .with(|core| core.cqs.create(ring.clone(), record.clone(), event.clone(), log_entries, true));
-        Ok(CqParts { cqn, ring, record, event })
+        let parts = cqs::parts(log_entries, ring, places)?;
+        Ok(self.shared.with(|core| core.cqs.adopt(parts, log_entries)))
     }
 
     fn destroy_cq(&self, cqn: u32) {

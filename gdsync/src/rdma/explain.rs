@@ -146,10 +146,13 @@ fn register(len: usize, memlock: Memlock, errno: i32) -> String {
              register GPU memory as such (Gpu::alloc, Gpu::wrap)"
         ),
         libc::EACCES | libc::EPERM => {
-            "the memory is mapped read-only: leave LOCAL_WRITE and remote writes away, or map it writable".into()
+            "the memory is mapped read-only: leave LOCAL_WRITE and remote writes away, or map it writable"
+                .into()
         }
         libc::EINVAL => {
-            format!("{len} bytes or these access rights are not accepted: see `max_mr_size` of `ibv_devinfo -v`")
+            format!(
+                "{len} bytes or these access rights are not accepted: see `max_mr_size` of `ibv_devinfo -v`"
+            )
         }
         libc::EOPNOTSUPP | libc::ENOSYS => NOT_HERE.into(),
         libc::ENOSPC => "the card has no more keys: deregister memory, also of other processes".into(),
@@ -206,7 +209,9 @@ fn create(what: &str, asked: &[Asked], memlock: Memlock, errno: i32) -> String {
         libc::ENOSPC => format!("the card has no more of these: destroy a {what}, also of other processes"),
         libc::EOPNOTSUPP | libc::ENOSYS => NOT_HERE.into(),
         libc::EPERM | libc::EACCES => {
-            format!("the process may not create this {what}: give it CAP_NET_RAW, or access to /dev/infiniband")
+            format!(
+                "the process may not create this {what}: give it CAP_NET_RAW, or access to /dev/infiniband"
+            )
         }
         _ => INTERRUPTED.into(),
     }

@@ -215,9 +215,13 @@ mod tests {
         assert_eq!(good.refusal(), None);
         let why = |port: Port| port.refusal().unwrap();
         assert!(why(Port { state: PortState::DOWN, ..good.clone() }).contains("DOWN: check the cable"));
-        assert!(why(Port { gids: Vec::new(), ..good.clone() }).contains("no GID: give its network interface"));
+        assert!(
+            why(Port { gids: Vec::new(), ..good.clone() }).contains("no GID: give its network interface")
+        );
         let ib = Port { link: LinkLayer::InfiniBand, ..good };
-        assert!(why(Port { state: PortState::INIT, ..ib.clone() }).contains("INIT: check the cable, and that"));
+        assert!(
+            why(Port { state: PortState::INIT, ..ib.clone() }).contains("INIT: check the cable, and that")
+        );
         assert!(why(Port { lid: 0, ..ib }).contains("no LID"));
     }
 }

@@ -43,8 +43,7 @@ impl Survey {
         let class = Class::of(sysfs, name);
         let place = class.as_ref().and_then(|class| class.place(sysfs));
         let near = |place: &Place| {
-            let near =
-                |gpu: &Place| NearGpu { pci: gpu.address.clone(), distance: place.distance(gpu) };
+            let near = |gpu: &Place| NearGpu { pci: gpu.address.clone(), distance: place.distance(gpu) };
             let mut gpus: Vec<_> = gpus.iter().map(near).collect();
             gpus.sort_by_key(|gpu| gpu.distance);
             gpus
@@ -76,10 +75,12 @@ impl Survey {
     }
 }
 
-/// The device that is used where none is named: the first usable one among those nearest to a GPU.
-pub(crate) fn preferred(devices: &[Survey]) -> Option<&Survey> {
-    let usable = devices.iter().filter(|device| device.refusal().is_none());
-    usable.min_by_key(|device| device.nearest().map_or(u8::MAX, |distance| distance as u8))
+/// The device that is used where none is named: the first usable one among those nearest to a GPU; a card that reads rings
+/// itself before others.
+pub(crate) fn preferred(devices: &[Survey]) -> Option<usize> {
+    let usable = devices.iter().enumerate().filter(|(_, device)| device.refusal().is_none());
+    let order = |device: &Survey| (device.nearest().is_none(), device.nearest(), !device.is_mlx5);
+    usable.min_by_key(|(_, device)| order(device)).map(|(at, _)| at)
 }
 
 #[cfg(test)]
@@ -217,11 +218,11 @@ mod tests {
         tree.card("d_near", "pci0000:00/0000:00:02.0/0000:06:00.0", "4: ACTIVE");
         let mut devices: Vec<_> =
             ["a_far", "b_down", "c_iwarp", "d_near"].map(|name| tree.survey(name)).into();
-        assert_eq!(preferred(&devices).unwrap().name, "d_near");
+        assert_eq!(devices[preferred(&devices).unwrap()].name, "d_near");
         assert!(devices[1].refusal().unwrap().contains("port 1 is DOWN"));
         assert!(devices[2].refusal().unwrap().contains("iWARP"));
         devices.pop();
-        assert_eq!(preferred(&devices).unwrap().name, "a_far");
+        assert_eq!(devices[preferred(&devices).unwrap()].name, "a_far");
         assert_eq!(preferred(&devices[1..]), None);
     }
 

@@ -2,9 +2,8 @@
 
 use super::*;
 use crate::hca::served::Steps as _;
-use crate::mlx5::{Cqe, CqeOpcode, SendOp, WqeFlags};
+use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, SendOp, WqeFlags};
 use crate::protocol;
-use crate::verbs::QpAddress;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

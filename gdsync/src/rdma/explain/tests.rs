@@ -76,7 +76,11 @@ fn each_error_number_is_explained_by_its_cause() {
         (qp(1), ENOSPC, &["destroy a queue pair"]),
         (qp(1), EPERM, &["CAP_NET_RAW"]),
         (qp(1), EINTR, &["dmesg"]),
-        (Call::Modify(step("RTR")), EINVAL, &["INIT to RTR", "4096", "entry 3", "port 2", "GDSYNC_GID_INDEX"]),
+        (
+            Call::Modify(step("RTR")),
+            EINVAL,
+            &["INIT to RTR", "4096", "entry 3", "port 2", "GDSYNC_GID_INDEX"],
+        ),
         (Call::Modify(step("RTS")), EINVAL, &["refuses INIT to RTS"]),
         (Call::Modify(step("RTR")), ETIMEDOUT, &["PEER has no address", "ping", "GID index 3"]),
         (Call::Modify(step("RTR")), EHOSTUNREACH, &["PEER has no address"]),
@@ -123,8 +127,10 @@ fn the_error_names_call_subject_number_and_advice() {
         }
         assert!(matches!(error, Error::Verbs { call: "ibv_open_device", .. }));
     }
+    // SAFETY: it may be called at any time.
+    let place = unsafe { libc::__errno_location() };
     // SAFETY: the place of this thread's error number.
-    unsafe { *libc::__errno_location() = 0 };
+    unsafe { *place = 0 };
     assert!(failed_last("ibv_alloc_pd", "mlx5_0", &Call::Other).to_string().contains("os error 5"));
 }
 
