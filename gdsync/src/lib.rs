@@ -49,6 +49,7 @@
 //! - **Threads.** Everything may be used from any thread.
 
 pub mod cuda;
+mod direct;
 mod env;
 pub mod error;
 pub mod hca;

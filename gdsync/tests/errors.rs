@@ -53,9 +53,9 @@ fn memory_guards_its_bounds_and_alignment() {
 
 #[test]
 fn devices_and_keys_are_checked() {
-    let missing = error(Device::find(Some("mlx5_9")), &["mlx5_9", "available: soft0"]);
+    let missing = error(Device::find(Some("mlx5_9")), &["mlx5_9", "available: ", "soft0"]);
     assert!(matches!(missing, Error::NoDevice { .. }));
-    assert_eq!(Device::find(Some("soft0")).unwrap(), Device::list()[0]);
+    assert_eq!(Device::find(Some("soft0")).ok().as_ref(), Device::list().last());
 
     let pd = hca().alloc_pd().unwrap();
     let memory = Memory::alloc(100).unwrap();

@@ -48,5 +48,5 @@ pub(crate) fn survey() -> Vec<Survey> {
     let sysfs = Path::new(sysfs::SYSFS);
     let mut listed = list.devices().peekable();
     let gpus = listed.peek().map(|_| topology::gpus(sysfs)).unwrap_or_default();
-    listed.map(|one| Survey::of(sysfs, &one.name(), false, &gpus, || one.ask_ports())).collect()
+    listed.map(|one| Survey::of(sysfs, &one.name(), one.is_mlx5(), &gpus, || one.ask_ports())).collect()
 }

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rdma_core_sys::Verbs;
 use rdma_core_sys::verbs::{
     ibv_context, ibv_device, ibv_device_attr, ibv_fork_status, ibv_gid_entry, ibv_gid_type, ibv_link_layer,
     ibv_pd, ibv_port_attr, ibv_port_flags, ibv_transport_type,
 };
+use rdma_core_sys::{Mlx5, Verbs};
 
 use super::config::DeviceConfig;
 use super::explain::{Call, failed, failed_last};
@@ -95,7 +95,7 @@ impl List {
 /// An entry of the list.
 pub(super) struct Listed<'a> {
     list: &'a List,
-    pub(super) device: NonNull<ibv_device>,
+    device: NonNull<ibv_device>,
 }
 
 impl Listed<'_> {
@@ -124,6 +124,15 @@ impl Listed<'_> {
         transport == ibv_transport_type::IBV_TRANSPORT_IWARP
     }
 
+    /// Whether libmlx5 drives it.
+    pub(super) fn is_mlx5(&self) -> bool {
+        let asked = Mlx5::load().map(|mlx5| {
+            // SAFETY: the device is listed.
+            unsafe { mlx5.mlx5dv_is_supported(self.device.as_ptr()) }
+        });
+        asked.inspect_err(|error| tracing::debug!(%error, "no mlx5 cards")).unwrap_or(false)
+    }
+
     fn open(&self) -> Result<Context> {
         // SAFETY: the device is listed.
         let context = unsafe { self.list.verbs.ibv_open_device(self.device.as_ptr()) };
@@ -134,7 +143,7 @@ impl Listed<'_> {
 
     /// Its ports, asked of the device itself; none where it cannot be opened.
     pub(super) fn ask_ports(&self) -> Vec<Port> {
-        let asked = self.open().and_then(|context| Ok(context.ports()?));
+        let asked = self.open().and_then(|context| context.ports());
         asked
             .inspect_err(|error| tracing::debug!(%error, "a device does not tell its ports"))
             .map(|ports| ports.into_iter().map(|(port, _)| port).collect())
@@ -241,7 +250,7 @@ impl Open {
     ///
     /// # Errors
     /// [`Error::Library`], [`Error::NoDevice`], [`Error::Verbs`]; [`Error::Device`] where no port can be used.
-    pub(crate) fn open(name: &str, config: &DeviceConfig) -> Result<Arc<Self>> {
+    pub(crate) fn device(name: &str, config: &DeviceConfig) -> Result<Arc<Self>> {
         config.check()?;
         let list = List::get()?;
         let Some(listed) = list.devices().find(|listed| listed.name() == name) else {
@@ -277,6 +286,14 @@ impl Open {
 
     pub(crate) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Whether libmlx5 drives it.
+    pub(crate) fn is_mlx5(&self, mlx5: &Mlx5) -> bool {
+        // SAFETY: the device is open.
+        let device = unsafe { (*self.context.as_ptr()).device };
+        // SAFETY: the device of an open context.
+        unsafe { mlx5.mlx5dv_is_supported(device) }
     }
 
     /// The limits of the device.

@@ -92,10 +92,6 @@ impl Region {
         self.rkey
     }
 
-    pub(crate) fn way(&self) -> Way {
-        self.way
-    }
-
     fn new(domain: &Arc<Domain>, mr: NonNull<ibv_mr>, way: Way) -> Self {
         // SAFETY: a region that was just made.
         let lkey = unsafe { (*mr.as_ptr()).lkey };

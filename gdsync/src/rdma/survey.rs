@@ -75,10 +75,11 @@ impl Survey {
     }
 }
 
-/// The device that is used where none is named: the first usable one among those nearest to a GPU.
+/// The device that is used where none is named: the first usable one among those nearest to a GPU; a card that reads rings
+/// itself before others.
 pub(crate) fn preferred(devices: &[Survey]) -> Option<usize> {
     let usable = devices.iter().enumerate().filter(|(_, device)| device.refusal().is_none());
-    let order = |device: &Survey| device.nearest().map_or((true, None), |distance| (false, Some(distance)));
+    let order = |device: &Survey| (device.nearest().is_none(), device.nearest(), !device.is_mlx5);
     usable.min_by_key(|(_, device)| order(device)).map(|(at, _)| at)
 }
 

@@ -9,6 +9,8 @@ use super::mr::Mr;
 use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
+use crate::cuda::Gpu;
+use crate::direct::Direct;
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
@@ -133,31 +135,40 @@ impl Device {
                 Err(Error::invalid("route", route, expected))
             }
             (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
-            (Kind::Rdma(survey), route) => Ok(Context { provider: connect(survey, config, route)? }),
+            (Kind::Rdma(survey), _) => connect(survey, config),
         }
     }
 }
 
-/// What consumes the rings of an RDMA device.
-fn connect(survey: &Survey, config: &DeviceConfig, route: Option<Route>) -> Result<Arc<dyn Provider>> {
-    let open = rdma::Open::open(&survey.name, config)?;
-    if route == Some(Route::Direct) {
-        return Err(Error::Unsupported {
-            what: "the direct route",
-            by: "this release",
-            fix: "leave GDSYNC_PATH unset, or set it to proxy",
-        });
-    }
+/// Opens an RDMA device: the card reads the rings itself if it does that, and all who are to ring can.
+fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
+    let open = rdma::Open::device(&survey.name, config)?;
     let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
+    let direct = || {
+        let gpus = config.gpu.clone().map_or_else(Gpu::opened, |gpu| vec![gpu]);
+        let direct = Direct::start(&open, &gpus)?;
+        direct.inject(faults.clone()).map(|()| direct)
+    };
+    let not_direct = match config.route {
+        Some(Route::Direct) => return Ok(Context { provider: Arc::new(direct()?), not_direct: None }),
+        Some(_) => "another route was asked for (GDSYNC_PATH)".into(),
+        None => match direct() {
+            Ok(direct) => return Ok(Context { provider: Arc::new(direct), not_direct: None }),
+            Err(why) => why.to_string(),
+        },
+    };
+    tracing::info!(device = open.name(), why = not_direct, "a thread reads the rings in place of the card");
     let proxy = Proxy::start(open, strict)?;
     proxy.inject(faults)?;
-    Ok(Arc::new(proxy))
+    Ok(Context { provider: Arc::new(proxy), not_direct: Some(not_direct.into()) })
 }
 
 /// An open device. Clones share it.
 #[derive(Clone)]
 pub struct Context {
     provider: Arc<dyn Provider>,
+    /// Why an RDMA device does not read the rings itself.
+    not_direct: Option<Arc<str>>,
 }
 
 impl fmt::Debug for Context {
@@ -172,12 +183,18 @@ impl Context {
     /// # Errors
     /// As [`Device::open`].
     pub fn soft(config: &SoftHcaConfig) -> Result<Self> {
-        Ok(Self { provider: Arc::new(SoftHca::start(config)?) })
+        Ok(Self { provider: Arc::new(SoftHca::start(config)?), not_direct: None })
     }
 
     /// A description of the device for reports: what consumes the rings.
     pub fn description(&self) -> &str {
         self.provider.description()
+    }
+
+    /// Why a thread reads the rings of an RDMA device in place of the card, with the fix where there is one; `None` where the
+    /// card reads them, and for the software HCA.
+    pub fn not_direct(&self) -> Option<&str> {
+        self.not_direct.as_deref()
     }
 
     /// How bytes travel to a peer, for reports.

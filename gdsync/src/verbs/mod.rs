@@ -20,6 +20,7 @@ pub(crate) use address::{mtu_bytes, mtu_code};
 pub use attr::{Access, QpAttr, QpState};
 pub use completion::Completion;
 pub use cq::Cq;
+pub(crate) use cq::POISON;
 pub use device::{Context, Device, Pd};
 pub use mr::Mr;
 pub use placement::OnGpu;

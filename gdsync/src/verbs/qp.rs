@@ -261,6 +261,13 @@ impl Qp {
         self.core().check()
     }
 
+    /// Whether messages and RDMA WRITEs that it receives are written in order of their addresses, as the CPU sees it
+    /// (`ibv_query_qp_data_in_order`). Only then can payload be polled in place of its completion. `None` where the
+    /// device does not tell.
+    pub fn writes_in_order(&self) -> Option<bool> {
+        self.core().provider.writes_in_order(self.qpn())
+    }
+
     /// Moves the queue pair to ERR: everything outstanding completes with a flush error.
     ///
     /// # Errors

@@ -127,8 +127,10 @@ fn the_error_names_call_subject_number_and_advice() {
         }
         assert!(matches!(error, Error::Verbs { call: "ibv_open_device", .. }));
     }
+    // SAFETY: it may be called at any time.
+    let place = unsafe { libc::__errno_location() };
     // SAFETY: the place of this thread's error number.
-    unsafe { *libc::__errno_location() = 0 };
+    unsafe { *place = 0 };
     assert!(failed_last("ibv_alloc_pd", "mlx5_0", &Call::Other).to_string().contains("os error 5"));
 }
 
