@@ -210,9 +210,11 @@ impl Granted {
     pub(super) fn wish(open: &Open, request: &QpRequest) -> Self {
         let attr = open.attr();
         let sge = usize::try_from(limit(attr.max_sge)).unwrap_or(usize::MAX);
+        // Both complete on one queue.
+        let most = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2);
         Self {
-            sends: (1 << request.log_sq).min(limit(attr.max_qp_wr)),
-            receives: (1 << request.log_rq).min(limit(attr.max_qp_wr)),
+            sends: (1 << request.log_sq).min(most),
+            receives: (1 << request.log_rq).min(most),
             send_sge: request.max_send_sge.max(1).min(sge),
             recv_sge: (request.rq_stride / SEGMENT).min(sge),
             inline: request.max_inline,
