@@ -74,13 +74,16 @@ impl Direct {
     /// Uses an open device, whose doorbells these GPUs will write.
     ///
     /// # Errors
-    /// [`Error::Device`] for a device that is no mlx5 card; [`Error::Library`] without libmlx5; [`Error::Cuda`] when a GPU may
+    /// [`Error::Unsupported`] for a device that is no mlx5 card; [`Error::Library`] without libmlx5; [`Error::Cuda`] when a GPU may
     /// not write to the card's registers; [`Error::Verbs`].
     pub(crate) fn start(open: &Arc<Open>, gpus: &[Gpu]) -> Result<Self> {
         let mlx5 = Mlx5::load()?;
         if !open.is_mlx5(mlx5) {
-            let why = "it is no mlx5 card, and only these read rings themselves".into();
-            return Err(Error::Device { device: open.name().to_owned(), why });
+            return Err(Error::Unsupported {
+                what: "reading rings by itself (GDSYNC_PATH=direct)",
+                by: "a device that is no mlx5 card",
+                fix: "leave GDSYNC_PATH unset, or use proxy",
+            });
         }
         let base = Arc::new(open.alloc_pd()?);
         let shared = Arc::<Shared>::default();

@@ -43,7 +43,6 @@ impl FromStr for Route {
 
 /// What to use of a device. What is `None` is chosen when it is opened.
 #[derive(Clone, Debug, Default)]
-#[non_exhaustive]
 pub struct DeviceConfig {
     /// How its rings are consumed (`GDSYNC_PATH=direct|proxy|soft`). Chosen: the first of these that the device does.
     pub route: Option<Route>,
