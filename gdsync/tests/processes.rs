@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, Side, hca, stream};
+use common::{PATIENCE, Side, counts, hca, stream};
 use gdsync::error::Error;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Stream};
@@ -168,7 +168,7 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
         s.wait_send(&side.qp).unwrap();
         assert!(matches!(s.synchronize(Duration::from_millis(2)), Err(Error::Deadline { .. })));
         let start = Instant::now();
-        while side.context.stats().wqes == 0 {
+        while counts(&side.context) && side.context.stats().wqes == 0 {
             assert!(start.elapsed() < PATIENCE, "the stream has not sent");
             std::thread::yield_now();
         }
@@ -196,7 +196,7 @@ fn a_stopped_peer_costs_the_timeouts() {
         let error = s.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Completion(e) if e.wr_id == 2), "{error}");
         retry_exceeded(&side);
-        assert_eq!(side.context.stats().retransmissions, 7);
+        assert!(side.context.stats().retransmissions == 7 || !counts(&side.context));
         peer.resume();
     }
 }

@@ -103,6 +103,18 @@ pub fn bytes(side: &Side, offset: usize, len: usize) -> Vec<u8> {
     out
 }
 
+/// Whether this is the software HCA of this process, which counts what it does. Devices of the machine do not.
+pub fn counts(context: &Context) -> bool {
+    context.description() == "software HCA"
+}
+
+/// So many send WQEs were taken from the rings, as far as that can be known.
+pub fn assert_wqes(context: &Context, expected: u64, why: &str) {
+    if counts(context) {
+        assert_eq!(context.stats().wqes, expected, "{why}");
+    }
+}
+
 /// Nothing happened that a card would punish.
 pub fn assert_clean(sides: &[&Side]) {
     for side in sides {
