@@ -32,6 +32,11 @@ impl Side {
     }
 }
 
+/// Whether these tests use a device of the machine.
+pub fn is_device_named() -> bool {
+    std::env::var_os("GDSYNC_TEST_DEVICE").is_some_and(|name| !name.is_empty())
+}
+
 /// The device that `GDSYNC_TEST_DEVICE` names, through the route that the environment says.
 pub fn named_device() -> Option<Context> {
     let name = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty())?;
