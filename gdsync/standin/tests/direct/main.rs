@@ -1,5 +1,7 @@
 //! Cards that read our rings themselves: the whole library on the route that mlx5 cards take, with the stand-in for a card.
 
+#![allow(clippy::duplicate_mod, reason = "each file of tests brings what it shares with others")]
+
 #[path = "../../../tests/batch_run.rs"]
 mod batch_run;
 #[path = "../../../tests/common/mod.rs"]
