@@ -1,4 +1,6 @@
 //! Tests: doorbells written by something that cannot call the library, as a GPU's stores.
+//!
+//! With the software HCA, or with the proxy of the device that `GDSYNC_TEST_DEVICE` names.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,6 +11,8 @@ use super::soft::{SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
 use crate::mlx5::{self, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 use crate::protocol;
+use crate::proxy::Proxy;
+use crate::rdma::{DeviceConfig, Open};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAttr, QpState};
@@ -17,9 +21,13 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// Log2 of all rings.
 const LOG: u32 = 3;
 
+fn soft() -> SoftHca {
+    SoftHca::start(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap()
+}
+
 /// A queue pair connected to itself, driven by hand. Nothing here calls `progress`: only the service thread works.
 struct Raw {
-    hca: SoftHca,
+    hca: Arc<dyn Provider>,
     qp: QpParts,
     send_cq: CqParts,
     recv_cq: CqParts,
@@ -28,7 +36,16 @@ struct Raw {
 
 impl Raw {
     fn new() -> Self {
-        let hca = SoftHca::start(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap();
+        Self::over(match std::env::var("GDSYNC_TEST_DEVICE") {
+            Ok(name) if !name.is_empty() => {
+                let open = Open::device(&name, &DeviceConfig::default()).unwrap();
+                Arc::new(Proxy::start(open, true).unwrap())
+            }
+            _ => Arc::new(soft()),
+        })
+    }
+
+    fn over(hca: Arc<dyn Provider>) -> Self {
         let (send_cq, recv_cq) = (
             hca.create_cq(LOG, OnGpu::empty(), &Places::default()).unwrap(),
             hca.create_cq(LOG, OnGpu::empty(), &Places::default()).unwrap(),
@@ -36,7 +53,7 @@ impl Raw {
         let (send_cqn, recv_cqn) = (send_cq.cqn, recv_cq.cqn);
         let rq_stride = mlx5::recv_stride(1);
         let request = QpRequest {
-            pdn: 1,
+            pdn: hca.alloc_pd().unwrap(),
             send_cqn,
             recv_cqn,
             log_sq: LOG,
@@ -213,9 +230,10 @@ fn a_writer_thread_is_never_missed() {
 
 #[test]
 fn a_reset_ends_the_watch() {
-    let raw = Raw::new();
-    raw.hca.watch(raw.qp.qpn, 1);
-    assert!(raw.hca.is_watching());
-    raw.hca.modify_qp(raw.qp.qpn, &QpAttr::to(QpState::RESET), PATIENCE).unwrap();
-    assert!(!raw.hca.is_watching(), "what was announced will not be rung");
+    let hca = Arc::new(soft());
+    let raw = Raw::over(hca.clone());
+    hca.watch(raw.qp.qpn, 1);
+    assert!(hca.is_watching());
+    hca.modify_qp(raw.qp.qpn, &QpAttr::to(QpState::RESET), PATIENCE).unwrap();
+    assert!(!hca.is_watching(), "what was announced will not be rung");
 }

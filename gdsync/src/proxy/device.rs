@@ -24,6 +24,15 @@ pub(super) fn limit(value: i32) -> u32 {
     u32::try_from(value).ok().filter(|&value| value > 0).unwrap_or(u32::MAX >> 1)
 }
 
+/// What Soft-RoCE calls its vendor (`RXE_VENDOR_ID`).
+const SOFT_ROCE: u32 = 0x00ff_ffff;
+
+/// What the device is asked for: Soft-RoCE takes 7 retries for endless ones, and a peer that is gone would never be noticed.
+fn adapted(attr: &QpAttr, vendor: u32) -> QpAttr {
+    let retry_cnt = attr.retry_cnt.map(|count| if vendor == SOFT_ROCE { count.min(6) } else { count });
+    QpAttr { retry_cnt, ..attr.clone() }
+}
+
 /// Where the device tells of completions.
 pub(super) struct Channel {
     open: Arc<Open>,
@@ -201,9 +210,11 @@ impl Granted {
     pub(super) fn wish(open: &Open, request: &QpRequest) -> Self {
         let attr = open.attr();
         let sge = usize::try_from(limit(attr.max_sge)).unwrap_or(usize::MAX);
+        // Both complete on one queue.
+        let most = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2);
         Self {
-            sends: (1 << request.log_sq).min(limit(attr.max_qp_wr)),
-            receives: (1 << request.log_rq).min(limit(attr.max_qp_wr)),
+            sends: (1 << request.log_sq).min(most),
+            receives: (1 << request.log_rq).min(most),
             send_sge: request.max_send_sge.max(1).min(sge),
             recv_sge: (request.rq_stride / SEGMENT).min(sge),
             inline: request.max_inline,
@@ -311,8 +322,9 @@ impl DeviceQp {
 
     /// Goes through a transition that has passed [`QpAttr::check`].
     pub(super) fn modify(&self, psn: u32, from: QpState, attr: &QpAttr) -> Result<()> {
+        let attr = adapted(attr, self.open().attr().vendor_id);
         // SAFETY: the queue pair is of this device, and destroyed by `drop` only.
-        unsafe { self.open().modify(self.qp.as_ptr(), self.qpn, psn, from, attr) }
+        unsafe { self.open().modify(self.qp.as_ptr(), self.qpn, psn, from, &attr) }
     }
 
     /// Posts a send. The memory that its buffers name is the device's business: keys open it.
@@ -357,6 +369,14 @@ mod tests {
             (wish, steps) = (less, steps + 1);
         }
         assert_eq!((wish.inline, wish.sends, wish.receives, steps), (0, 16, 16, 12));
+    }
+
+    #[test]
+    fn soft_roce_does_not_retry_for_ever() {
+        let asked = QpAttr::to(QpState::RTS).retry_cnt(7).rnr_retry(7);
+        let adapted = |vendor| super::adapted(&asked, vendor);
+        assert_eq!([0x2c9, SOFT_ROCE].map(|vendor| adapted(vendor).retry_cnt), [Some(7), Some(6)]);
+        assert_eq!(adapted(SOFT_ROCE).rnr_retry, Some(7));
     }
 
     #[test]
