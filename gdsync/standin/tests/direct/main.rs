@@ -1,54 +1,74 @@
-//! gdsync's own tests of verbs and streams, through mlx5 direct verbs on the stand-in.
+//! Cards that read our rings themselves: the whole library on the route that mlx5 cards take, with the stand-in for a card.
 
-use std::env;
+#![allow(clippy::duplicate_mod, reason = "each file of tests brings what it shares with others")]
 
 #[path = "../../../tests/batch_run.rs"]
 mod batch_run;
-#[path = "../../../tests/devices.rs"]
-mod devices;
-#[path = "../../../tests/graphs.rs"]
-mod graphs;
-#[path = "../../../tests/graphs_model.rs"]
-mod graphs_model;
-#[path = "../../../tests/processes.rs"]
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+mod device;
+mod events;
+mod gpu;
+#[path = "../../../tests/common/peer.rs"]
+mod peer;
 mod processes;
-#[path = "../../../tests/queues.rs"]
 mod queues;
-#[path = "../../../tests/stream_queues.rs"]
-mod stream_queues;
-#[path = "../../../tests/streams.rs"]
-mod streams;
 #[path = "../../../tests/verbs.rs"]
 mod verbs;
-#[path = "../../../tests/verbs_device.rs"]
-mod verbs_device;
 #[path = "../../../tests/wraps.rs"]
 mod wraps;
 
-/// Runs before `main`, while there is one thread: names the libraries, the device and the route.
-#[used]
-// SAFETY: functions of this type are what the section holds.
-#[unsafe(link_section = ".init_array")]
-static NAME_THE_DEVICE: extern "C" fn() = {
-    extern "C" fn name_the_device() {
-        let test = env::current_exe().unwrap_or_default();
-        let mut places = test.ancestors().skip(1).take(2).map(|dir| dir.join("librdma_standin.so"));
-        let Some(library) = places.find(|path| path.exists()) else { return };
-        for (name, value) in [
-            ("GDSYNC_LIBIBVERBS", library.as_os_str()),
-            ("GDSYNC_LIBMLX5", library.as_os_str()),
-            ("GDSYNC_TEST_DEVICE", "mlx5_standin".as_ref()),
-            ("GDSYNC_PATH", "direct".as_ref()),
-        ] {
-            // SAFETY: there is no other thread yet.
-            unsafe { env::set_var(name, value) };
-        }
-    }
-    name_the_device
-};
+use std::ffi::{CString, c_char, c_void};
+use std::path::PathBuf;
 
-#[test]
-fn the_device_is_the_stand_in_and_its_rings_are_read_directly() {
-    let context = gdsync::verbs::Device::find(Some("mlx5_standin")).unwrap().open().unwrap();
-    assert_eq!((context.description(), context.wire()), ("mlx5 card mlx5_standin", "RoCE v2"));
+/// The device of the stand-in.
+const CARD: &str = "mlx5_standin";
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = choose_the_card;
+
+/// Before there are threads: the libraries are the stand-in, and tests run on its device.
+extern "C" fn choose_the_card() {
+    let library = library();
+    for (name, value) in [
+        ("GDSYNC_LIBIBVERBS", library.as_os_str()),
+        ("GDSYNC_LIBMLX5", library.as_os_str()),
+        ("GDSYNC_TEST_DEVICE", CARD.as_ref()),
+        ("GDSYNC_PATH", "".as_ref()),
+    ] {
+        // SAFETY: no other thread is there yet.
+        unsafe { std::env::set_var(name, value) };
+    }
+}
+
+/// The stand-in, as cargo has built it for this test.
+fn library() -> PathBuf {
+    let test = std::env::current_exe().unwrap_or_default();
+    let mut places = test.ancestors().skip(1).take(2).map(|dir| dir.join("librdma_standin.so"));
+    places.find(|path| path.exists()).unwrap_or_default()
+}
+
+/// What the stand-in has complained of so far in this process.
+fn complaints() -> String {
+    type Complaints = unsafe extern "C" fn(*mut c_char, usize) -> usize;
+    let path = CString::new(library().into_os_string().into_encoded_bytes()).unwrap();
+    // SAFETY: the library may be loaded at any time, and is already.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+    // SAFETY: the handle is that of a library.
+    let entry = unsafe { libc::dlsym(handle, c"gdsync_standin_complaints".as_ptr()) };
+    assert!(!entry.is_null());
+    // SAFETY: the type is that of the function.
+    let complaints = unsafe { std::mem::transmute::<*mut c_void, Complaints>(entry) };
+    let mut text = vec![0u8; 1 << 16];
+    // SAFETY: the buffer is that long.
+    let len = unsafe { complaints(text.as_mut_ptr().cast(), text.len()) };
+    text.truncate(len);
+    String::from_utf8(text).unwrap()
+}
+
+/// As [`complaints`], without those of peers that were gone.
+fn complaints_but_of_peers() -> String {
+    let all = complaints();
+    all.lines().filter(|line| !line.contains("peer")).collect()
 }
