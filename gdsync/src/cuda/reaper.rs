@@ -141,6 +141,25 @@ impl Reaper {
     }
 }
 
+/// How long the streams have been idle.
+#[derive(Default)]
+struct Quiet {
+    /// Looks in a row that found them so.
+    looks: u32,
+    /// The submissions of each so far.
+    submitted: Option<Vec<u64>>,
+}
+
+impl Quiet {
+    fn look(&mut self) {
+        let streams: Vec<_> = STREAMS.lock().iter().filter_map(Weak::upgrade).collect();
+        let now = streams.iter().map(|stream| stream.idle_since()).collect::<Option<Vec<_>>>();
+        let same = self.submitted.is_none() || now == self.submitted;
+        self.looks = if now.is_some() && same { self.looks + 1 } else { 0 };
+        self.submitted = now;
+    }
+}
+
 impl Shared {
     fn wait_until(&self, timeout: Duration, done: impl Fn(&State) -> bool) -> bool {
         let mut state = self.state.lock();
@@ -157,8 +176,9 @@ impl Shared {
     }
 
     fn run(&self) {
+        let mut quiet = Quiet::default();
         loop {
-            self.await_quiet();
+            self.await_quiet(&mut quiet);
             let mut state = self.state.lock();
             let Some((gpu, doomed)) = state.queue.pop_front() else {
                 state.running = false;
@@ -183,21 +203,15 @@ impl Shared {
     }
 
     /// Returns when the streams have been idle for a while, or at once when somebody waits.
-    fn await_quiet(&self) {
-        let mut quiet = 0;
-        let mut before = None;
+    fn await_quiet(&self, quiet: &mut Quiet) {
         let mut state = self.state.lock();
-        while quiet < QUIET && state.waiting == 0 {
+        while state.waiting == 0 {
             // The last handle of a stream may be dropped here, and that wants this lock.
-            let now = parking_lot::MutexGuard::unlocked(&mut state, || {
-                let streams: Vec<_> = STREAMS.lock().iter().filter_map(Weak::upgrade).collect();
-                streams.iter().map(|stream| stream.idle_since()).collect::<Option<Vec<u64>>>()
-            });
-            quiet = if now.is_some() && (now == before || before.is_none()) { quiet + 1 } else { 0 };
-            before = now;
-            if quiet < QUIET && state.waiting == 0 {
-                self.changed.wait_for(&mut state, LOOK);
+            parking_lot::MutexGuard::unlocked(&mut state, || quiet.look());
+            if quiet.looks >= QUIET || state.waiting > 0 {
+                return;
             }
+            self.changed.wait_for(&mut state, LOOK);
         }
     }
 }

@@ -11,7 +11,7 @@ use gdsync::stream::{CudaStreamConfig, Stream};
 
 use super::common::PATIENCE;
 use super::place;
-use super::repeat::{Held, alone};
+use super::repeat::{Held, alone, threads};
 
 /// Bytes of a GPU by which its free memory may differ: what CUDA takes for itself comes late.
 const TOLERANCE: usize = 32 << 20;
@@ -101,7 +101,8 @@ fn given_back(keeper: &Keeper, control: Option<&Control>, before: Option<(usize,
         // Streams and threads end a moment after they were told to.
         assert!(
             start.elapsed() < PATIENCE,
-            "before: {before:?} (files, bytes), after: {held:?} and {free} bytes free, {alive:?}"
+            "before: {before:?} (files, bytes), after: {held:?} {:?} and {free} bytes free, {alive:?}",
+            threads()
         );
         thread::sleep(Duration::from_millis(1));
     }
