@@ -8,10 +8,12 @@ use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Context, Device, OnGpu, RecvWr, SendWr};
 
 use crate::CARD;
-use crate::common::{PATIENCE, Side, bytes, connect};
+use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent};
 
 /// `CUDA_ERROR_NOT_PERMITTED`.
 const NOT_PERMITTED: u32 = 800;
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+const DMA_BUF_SUPPORTED: u32 = 124;
 
 fn gpu() -> Gpu {
     Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap()
@@ -82,10 +84,41 @@ fn queues_in_gpu_memory_are_refused() {
     }
 }
 
-/// The stand-in has no dma-bufs, and the machine no peer-memory module.
+/// From GPU to GPU, from and to any byte: the card takes the memory as a dma-buf of whole pages.
+#[test]
+fn payload_in_gpu_memory_is_sent_from_there() {
+    let _control = Control::take();
+    let gpu = gpu();
+    let context = open(Some(&gpu)).unwrap();
+    let (a, b) = connect(Side::new(&context, 64, |q| q), Side::new(&context, 64, |q| q));
+    let from = gpu.alloc(100_000).unwrap();
+    let to = gpu.alloc(100_000).unwrap();
+    // Not at the beginning of its allocation.
+    let part = to.slice(5003, 50_000).unwrap();
+    let source = a.pd.register(&from, Access::LOCAL_WRITE).unwrap();
+    let target = b.pd.register(&part, Access::all()).unwrap();
+    let data = pattern(40_000, 3);
+    from.write(77, &data).unwrap();
+    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[target.sge(1000, 40_000).unwrap()] }]).unwrap();
+    a.qp.post_send(&[SendWr::send(&[source.sge(77, 40_000).unwrap()])]).unwrap();
+    sent(&a).ok().unwrap();
+    received(&b).ok().unwrap();
+    let mut got = vec![0; 40_000];
+    to.read(6003, &mut got).unwrap();
+    assert!(got == data);
+    // By address and key, as a peer names it.
+    a.qp.post_send(&[SendWr::write(target.remote(49_000).unwrap(), &[source.sge(77, 1000).unwrap()])])
+        .unwrap();
+    sent(&a).ok().unwrap();
+    to.read(54_003, &mut got[..1000]).unwrap();
+    assert!(got[..1000] == data[..1000]);
+}
+
+/// No dma-bufs from this GPU, and no peer-memory module on this machine.
 #[test]
 fn gpu_memory_that_cannot_be_registered_names_both_ways() {
-    let _control = Control::take();
+    let control = Control::take();
+    control.attribute(0, DMA_BUF_SUPPORTED, 0);
     let gpu = gpu();
     let pd = open(Some(&gpu)).unwrap().alloc_pd().unwrap();
     let error = pd.register(&gpu.alloc(4096).unwrap(), Access::LOCAL_WRITE).unwrap_err();
