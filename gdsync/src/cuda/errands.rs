@@ -27,11 +27,14 @@ pub(super) struct Errands(Arc<Shared>);
 struct Shared {
     state: Mutex<State>,
     more: Condvar,
+    done: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     queue: VecDeque<Weak<dyn Errand>>,
+    /// The one that is being run.
+    current: Option<Weak<dyn Errand>>,
     running: bool,
 }
 
@@ -52,6 +55,15 @@ impl Errands {
             state.running = false;
         }
     }
+
+    /// Returns when this errand is run no more: it lets go of what it holds.
+    pub(super) fn end(&self, errand: &Weak<dyn Errand>) {
+        let mut state = self.0.state.lock();
+        state.queue.retain(|other| !other.ptr_eq(errand));
+        while state.current.as_ref().is_some_and(|current| current.ptr_eq(errand)) {
+            self.0.done.wait(&mut state);
+        }
+    }
 }
 
 impl Shared {
@@ -66,11 +78,14 @@ impl Shared {
                 }
                 continue;
             };
+            state.current = Some(errand.clone());
             drop(state);
             if let Some(errand) = errand.upgrade() {
                 errand.run();
             }
             state = self.state.lock();
+            state.current = None;
+            self.done.notify_all();
         }
     }
 }

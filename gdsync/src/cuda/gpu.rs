@@ -375,6 +375,11 @@ impl Gpu {
         self.0.errands.take(errand);
     }
 
+    /// Returns when these calls of the driver are made no more.
+    pub(crate) fn end_errand(&self, errand: &Weak<dyn Errand>) {
+        self.0.errands.end(errand);
+    }
+
     /// Waits until none of these pages is being given back.
     pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
         self.0.reaper.settle(pages)

@@ -23,7 +23,7 @@ pub(crate) use engines::Engines;
 pub(crate) use errands::Errand;
 pub use gpu::Gpu;
 pub(crate) use kept::{Block, Buffer, Pages};
-pub(crate) use reaper::{Activity, mind};
+pub(crate) use reaper::{Activity, mind, pass};
 pub(crate) use register::Registered;
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.

@@ -36,42 +36,6 @@ fn a_message_that_never_comes_releases_the_stream() {
     }
 }
 
-/// While one thread frees GPU memory, CUDA holds up all others until every stream is done.
-#[test]
-fn a_wait_ends_in_time_while_the_driver_is_held_up() {
-    for place in places() {
-        let bystander = place.stream(LIMIT);
-        let words = Memory::alloc(16).unwrap();
-        let (never, other) = (words.word32(0).unwrap(), words.word32(8).unwrap());
-        for _ in 0..4 {
-            let mut addr = 0;
-            let current = place.gpu.enter().unwrap();
-            // SAFETY: a place for the answer; a context is current.
-            unsafe { place.gpu.api().mem_alloc(&mut addr, 1 << 20) }.unwrap();
-            drop(current);
-            let held = place.stream(LIMIT);
-            never.store(0);
-            held.wait_value32(&never, 1, Cond::Eq).unwrap();
-            let start = Instant::now();
-            std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    let _current = place.gpu.enter().unwrap();
-                    // SAFETY: allocated above; nothing uses it.
-                    unsafe { place.gpu.api().mem_free(addr) }.unwrap();
-                });
-                scope.spawn(|| {
-                    bystander.write_value32(&other, 1).unwrap();
-                    bystander.synchronize(PATIENCE).unwrap();
-                });
-                // No mark was put before the driver was held up.
-                let error = held.synchronize(PATIENCE).unwrap_err();
-                assert!(matches!(error, Error::StreamWait { .. }), "{place:?}: {error}");
-            });
-            assert!(start.elapsed() < LIMIT + SLACK);
-        }
-    }
-}
-
 #[test]
 fn words_that_nobody_writes_release_the_stream() {
     for place in places() {

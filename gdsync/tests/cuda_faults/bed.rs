@@ -74,6 +74,8 @@ pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
         control = bed.control;
         drop(bed.gpu);
         before = Some(given_back(&keeper, control.as_ref(), before));
+        let stray = control.as_ref().map_or(0, Control::stray);
+        assert_eq!(stray, 0, "calls with handles of streams that are gone");
     }
 }
 

@@ -10,7 +10,7 @@
 //! - GPU memory is host memory, its GPU address its CPU address. Freeing and unregistering memory, and loading and
 //!   unloading modules, wait for all work of the GPU, as seen on an H200, or with [`Control::frees_wait`] do not: then work
 //!   that was enqueued on the memory before fails with 700, and the bytes stay until then. While such a call waits, nobody
-//!   can submit work. Memory of the other GPU needs
+//!   can submit anything but memory operations. Memory of the other GPU needs
 //!   peer access in stream memory operations; contexts of one GPU reach each other's. Registrations may not overlap, but
 //!   may share pages; one waits while another is taken back. Kernels and host functions get plain addresses, which nothing
 //!   checks.

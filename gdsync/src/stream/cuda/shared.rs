@@ -26,7 +26,7 @@ use super::plan::{self, Call, Calls};
 use super::retire::Retired;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
-use crate::cuda::{Activity, Gpu, RawStream};
+use crate::cuda::{Activity, Errand, Gpu, RawStream, pass};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
@@ -312,6 +312,7 @@ impl Shared {
         if asleep {
             self.work.notify_one();
         }
+        pass();
         Ok(seq)
     }
 
@@ -462,8 +463,10 @@ impl Shared {
         self.lane.is_some()
     }
 
-    /// Gives the stream back to CUDA, if it is ours. What it still runs, CUDA lets end.
+    /// Gives the stream back, to CUDA if it is ours. What it still runs, CUDA lets end.
     pub(super) fn destroy(&self) {
+        let errand: Weak<dyn Errand> = self.own.clone();
+        self.gpu.end_errand(&errand);
         if !self.owned {
             return;
         }
