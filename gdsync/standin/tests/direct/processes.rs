@@ -8,7 +8,7 @@ use crate::peer::{self, Peer};
 const TEST: &str = "processes::child";
 
 fn side() -> Side {
-    Side::new(&hca(), 1 << 16, |q| q.timeout(10).retry_cnt(2))
+    Side::new(&hca(), 1 << 16, |q| q.timeout(14).retry_cnt(7))
 }
 
 /// What the child does: echoes messages until it is told to end.

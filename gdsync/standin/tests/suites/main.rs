@@ -1,6 +1,8 @@
 //! gdsync's own tests of queues, streams, graphs and processes, through mlx5 direct verbs on the stand-in. Those of verbs and wraps
 //! are in `direct`.
 
+#![allow(clippy::duplicate_mod, reason = "each file of tests brings what it shares with others")]
+
 use std::env;
 
 #[path = "../../../tests/devices.rs"]
@@ -22,7 +24,6 @@ mod verbs_device;
 
 /// Runs before `main`, while there is one thread: names the libraries, the device and the route.
 #[used]
-// SAFETY: functions of this type are what the section holds.
 #[unsafe(link_section = ".init_array")]
 static NAME_THE_DEVICE: extern "C" fn() = {
     extern "C" fn name_the_device() {
