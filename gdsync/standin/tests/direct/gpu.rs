@@ -20,7 +20,11 @@ fn gpu() -> Gpu {
 }
 
 fn open(gpu: Option<&Gpu>) -> gdsync::Result<Context> {
-    let config = DeviceConfig { route: Some(Route::Direct), gpu: gpu.cloned(), ..DeviceConfig::default() };
+    open_by(Some(Route::Direct), gpu)
+}
+
+fn open_by(route: Option<Route>, gpu: Option<&Gpu>) -> gdsync::Result<Context> {
+    let config = DeviceConfig { route, gpu: gpu.cloned(), ..DeviceConfig::default() };
     Device::find(Some(CARD)).unwrap().open_with(&config)
 }
 
@@ -31,7 +35,12 @@ fn a_stream_of_a_gpu_triggers_and_waits() {
     let side =
         || Side::new(&open(Some(&gpu)).unwrap(), 4096, |q| q.max_send_wr(4).on_gpu(&gpu, OnGpu::empty()));
     let (a, b) = connect(side(), side());
-    let stream = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
+    round_trips(&gpu, &a, &b);
+}
+
+/// Messages that a stream of the GPU triggers and waits for.
+fn round_trips(gpu: &Gpu, a: &Side, b: &Side) {
+    let stream = Stream::cuda(gpu, CudaStreamConfig::default()).unwrap();
     for round in 0..20u8 {
         a.memory().write(0, &[round; 100]).unwrap();
         b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(1000, 100).unwrap()] }]).unwrap();
@@ -41,7 +50,7 @@ fn a_stream_of_a_gpu_triggers_and_waits() {
         batch.wait_recv(&b.qp).unwrap();
         stream.submit(&mut batch).unwrap();
         stream.synchronize(PATIENCE).unwrap();
-        assert_eq!(bytes(&b, 1000, 100), [round; 100]);
+        assert_eq!(bytes(b, 1000, 100), [round; 100]);
     }
 }
 
@@ -71,6 +80,24 @@ fn a_gpu_that_may_not_ring_is_refused_with_the_fix() {
     batch.send(&a.qp, &SendWr::nop()).unwrap();
     let error = stream.submit(&mut batch).unwrap_err();
     assert!(matches!(error, Error::Cuda { .. }), "{error:?}");
+}
+
+/// Where nothing else was asked for, a thread rings in place of the GPU, and the reason is kept.
+#[test]
+fn a_gpu_that_may_not_ring_is_helped_by_the_proxy() {
+    let control = Control::take();
+    let gpu = gpu();
+    let allowed = open_by(None, Some(&gpu)).unwrap();
+    assert_eq!((allowed.description(), allowed.not_direct()), ("mlx5 card mlx5_standin", None));
+    control.fail("cuMemHostRegister", NOT_PERMITTED);
+    let context = open_by(None, Some(&gpu)).unwrap();
+    control.mend("cuMemHostRegister");
+    assert_eq!(context.description(), "CPU proxy of mlx5_standin");
+    let why = context.not_direct().unwrap();
+    assert!(why.contains("PeerMappingOverride=1") && why.contains("CUDA_ERROR_NOT_PERMITTED"), "{why}");
+    let side = || Side::new(&context, 4096, |q| q.on_gpu(&gpu, OnGpu::empty()));
+    let (a, b) = connect(side(), side());
+    round_trips(&gpu, &a, &b);
 }
 
 #[test]
