@@ -1,7 +1,7 @@
 //! mlx5 cards that read our rings themselves, through verbs objects whose memory is ours.
 //!
 //! libibverbs and libmlx5 create the queues and change their states; after that nothing of them is called to send or to
-//! wait. The rings lie in our own host memory, which GPUs reach too, and the doorbell is a register of the card, which a GPU
+//! wait. Queues in GPU memory are made by commands to the firmware instead: see [`devx`]. The others lie in our own host memory, which GPUs reach too, and the doorbell is a register of the card, which a GPU
 //! may write if the NVIDIA driver lets it. So the CPU, a stream on a thread and a stream of a GPU trigger and wait the same way.
 //!
 //! # What is done against the defaults of libmlx5
@@ -15,6 +15,7 @@
 //! No card tells when it has completed something: whoever waits looks. A thread reads the asynchronous events, and records
 //! failures that no completion tells as the reason why a queue pair is broken.
 
+mod devx;
 mod queues;
 mod registers;
 mod rings;
@@ -28,6 +29,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 
+use self::devx::{Devx, DevxCq, DevxQp};
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
 use crate::cuda::Gpu;
@@ -47,9 +49,11 @@ pub(crate) struct Direct {
     mlx5: &'static Mlx5,
     domains: Mutex<HashMap<u32, Arc<Domain>>>,
     next_domain: AtomicU32,
-    cqs: Mutex<HashMap<u32, Arc<DirectCq>>>,
+    cqs: Mutex<HashMap<u32, Cq>>,
     regions: Mutex<HashMap<u32, Region>>,
     registers: Arc<Registers>,
+    /// Asked for by the first queue in GPU memory.
+    devx: Mutex<Option<Arc<Devx>>>,
     /// Completion queues belong to no domain, but take their memory from one.
     base: Arc<Domain>,
     open: Arc<Open>,
@@ -61,7 +65,71 @@ pub(crate) struct Direct {
 #[derive(Debug, Default)]
 struct Shared {
     healths: Healths,
-    qps: Mutex<HashMap<u32, Arc<DirectQp>>>,
+    qps: Mutex<HashMap<u32, Qp>>,
+}
+
+/// A completion queue.
+#[derive(Clone, Debug)]
+enum Cq {
+    Verbs(Arc<DirectCq>),
+    Devx(Arc<DevxCq>),
+}
+
+impl Cq {
+    fn cqn(&self) -> u32 {
+        match self {
+            Self::Verbs(cq) => cq.cqn,
+            Self::Devx(cq) => cq.cqn,
+        }
+    }
+
+    fn ring(&self) -> &Memory {
+        match self {
+            Self::Verbs(cq) => &cq.ring,
+            Self::Devx(cq) => &cq.ring,
+        }
+    }
+
+    fn record(&self) -> &Memory {
+        match self {
+            Self::Verbs(cq) => &cq.record,
+            Self::Devx(cq) => &cq.record,
+        }
+    }
+
+    /// Whether it is the verbs object at this address.
+    fn is(&self, cq: usize) -> bool {
+        matches!(self, Self::Verbs(own) if own.raw().addr().get() == cq)
+    }
+
+    /// The verbs object, which queue pairs of libmlx5 need.
+    fn verbs(&self) -> Result<&Arc<DirectCq>> {
+        match self {
+            Self::Verbs(cq) => Ok(cq),
+            Self::Devx(_) => Err(Error::Unsupported {
+                what: "a completion queue made for GPU memory, shared with a queue pair whose queues are in host memory",
+                by: "mlx5 cards",
+                fix: "build the queue pair with on_gpu too, or share a queue of Context::create_cq",
+            }),
+        }
+    }
+}
+
+/// A queue pair.
+#[derive(Clone, Debug)]
+enum Qp {
+    Verbs(Arc<DirectQp>),
+    Devx(Arc<DevxQp>),
+}
+
+impl Qp {
+    /// Whether it completes on the verbs object at this address.
+    fn uses(&self, cq: usize) -> bool {
+        match self {
+            Self::Verbs(qp) => qp.uses(cq),
+            Self::Devx(qp) => qp.uses(cq),
+        }
+    }
 }
 
 impl fmt::Debug for Direct {
@@ -103,6 +171,7 @@ impl Direct {
             cqs: Mutex::default(),
             regions: Mutex::default(),
             registers: Arc::new(Registers::new(open)),
+            devx: Mutex::default(),
             base,
             open: open.clone(),
             description: format!("mlx5 card {}", open.name()),
@@ -138,27 +207,30 @@ impl Direct {
         found.ok_or_else(|| Error::invalid("protection domain", pdn, "one of this device"))
     }
 
-    fn cq(&self, cqn: u32) -> Result<Arc<DirectCq>> {
+    fn cq(&self, cqn: u32) -> Result<Cq> {
         let found = self.cqs.lock().get(&cqn).cloned();
         found.ok_or_else(|| Error::invalid("completion queue", cqn, "one of this device"))
     }
 
-    fn qp(&self, qpn: u32) -> Result<Arc<DirectQp>> {
+    fn qp(&self, qpn: u32) -> Result<Qp> {
         let found = self.shared.qps.lock().get(&qpn).cloned();
         found.ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this device"))
     }
+
+    /// Commands to the firmware, if the device takes them.
+    fn devx(&self) -> Result<Arc<Devx>> {
+        let mut known = self.devx.lock();
+        if let Some(devx) = &*known {
+            return Ok(devx.clone());
+        }
+        let devx = Devx::new(&self.open, self.mlx5, &self.registers)?;
+        Ok(known.insert(Arc::new(devx)).clone())
+    }
 }
 
-/// Refuses what the kernel cannot lock for the card.
-fn check_places(places: &Places) -> Result<()> {
-    if places.on_gpu.is_empty() {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        what: "a queue or record in GPU memory (OnGpu)",
-        by: "an mlx5 card whose queues are verbs objects",
-        fix: "leave them in host memory, which GPUs reach too, or use GDSYNC_PATH=proxy",
-    })
+/// Whether something is asked for that the kernel cannot lock for verbs objects.
+fn needs_devx(places: &Places) -> bool {
+    places.gpu.is_some() && !places.on_gpu.is_empty()
 }
 
 impl Provider for Direct {
@@ -203,11 +275,14 @@ impl Provider for Direct {
         drop(region);
     }
 
-    fn create_cq(&self, log_entries: u32, _ring: OnGpu, places: &Places) -> Result<CqParts> {
-        check_places(places)?;
-        let cq = DirectCq::create(self.mlx5, &self.base, log_entries, places)?;
-        let (cqn, ring, record) = (cq.cqn, cq.ring.clone(), cq.record.clone());
-        self.cqs.lock().insert(cqn, Arc::new(cq));
+    fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
+        let cq = if needs_devx(places) {
+            Cq::Devx(Arc::new(DevxCq::create(&*self.devx()?, log_entries, ring, places)?))
+        } else {
+            Cq::Verbs(Arc::new(DirectCq::create(self.mlx5, &self.base, log_entries, places)?))
+        };
+        let (cqn, ring, record) = (cq.cqn(), cq.ring().clone(), cq.record().clone());
+        self.cqs.lock().insert(cqn, cq);
         Ok(CqParts { cqn, ring, record, event: Arc::new(CqEvent::silent()) })
     }
 
@@ -217,22 +292,34 @@ impl Provider for Direct {
     }
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
-        check_places(places)?;
         let (domain, psn) = (self.domain(request.pdn)?, random_psn()?);
-        let cqs = (&self.cq(request.send_cqn)?, &self.cq(request.recv_cqn)?);
-        let (qp, Parts { sq, rq, record, doorbell }) =
-            DirectQp::create(self.mlx5, &domain, &self.registers, cqs, request, places, psn)?;
+        let (send_cq, recv_cq) = (self.cq(request.send_cqn)?, self.cq(request.recv_cqn)?);
+        let (qpn, qp, parts) = if needs_devx(places) {
+            let cqs = (&send_cq, &recv_cq);
+            let (qp, parts) = DevxQp::create(&self.devx()?, &domain, cqs, request, places, psn)?;
+            (qp.qpn, Qp::Devx(Arc::new(qp)), parts)
+        } else {
+            let cqs = (send_cq.verbs()?, recv_cq.verbs()?);
+            let (qp, parts) =
+                DirectQp::create(self.mlx5, &domain, &self.registers, cqs, request, places, psn)?;
+            (qp.qpn, Qp::Verbs(Arc::new(qp)), parts)
+        };
+        let Parts { sq, rq, record, doorbell } = parts;
         if let Some(gpu) = &places.gpu {
             doorbell.memory().gpu_addr(gpu)?;
         }
-        let (qpn, health) = (qp.qpn, Arc::default());
+        let health = Arc::default();
         self.shared.healths.add(qpn, &health);
-        self.shared.qps.lock().insert(qpn, Arc::new(qp));
+        self.shared.qps.lock().insert(qpn, qp);
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
-        self.qp(qpn)?.modify(attr, random_psn()?, timeout)
+        let psn = random_psn()?;
+        match self.qp(qpn)? {
+            Qp::Verbs(qp) => qp.modify(attr, psn, timeout),
+            Qp::Devx(qp) => qp.modify(attr, psn, timeout),
+        }
     }
 
     fn destroy_qp(&self, qpn: u32) {
@@ -246,11 +333,18 @@ impl Provider for Direct {
     }
 
     fn writes_in_order(&self, qpn: u32) -> Option<bool> {
-        self.qp(qpn).ok()?.writes_in_order()
+        match self.qp(qpn).ok()? {
+            Qp::Verbs(qp) => qp.writes_in_order(),
+            Qp::Devx(_) => None,
+        }
     }
 
     fn record_may_lag(&self) -> bool {
         false
+    }
+
+    fn reads_by_itself(&self) -> bool {
+        true
     }
 
     // The card sees its doorbells, and completes, by itself.

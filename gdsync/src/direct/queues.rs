@@ -100,18 +100,6 @@ impl DirectCq {
     pub(super) fn raw(&self) -> NonNull<ibv_cq> {
         self.object.raw
     }
-
-    /// Whether the library's own completion stands where the card's for this queue pair has not come.
-    fn lacks(&self, qpn: u32) -> bool {
-        let slots = self.ring.len() / CQE_SIZE;
-        let is_ours = |slot: usize| {
-            let mut bytes = [0; CQE_SIZE];
-            self.ring.read(slot * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
-            let cqe = Cqe::decode(&bytes);
-            cqe.qpn == qpn && cqe.vendor == POISON
-        };
-        (0..slots).any(is_ours)
-    }
 }
 
 impl CqObject {
@@ -137,9 +125,7 @@ impl CqObject {
         let record = self.domain.find(told.dbrec.cast(), mlx5::CQ_DBREC_SIZE, "doorbell record")?;
         // rdma-core leaves owner 0, which would satisfy the waits of the first lap. The card writes nothing before a
         // queue pair leaves INIT.
-        for slot in 0..count {
-            ring.write(slot * CQE_SIZE, &INITIAL_CQE)?;
-        }
+        first_lap(&ring)?;
         Ok(DirectCq { object: self, cqn: told.cqn, ring, record })
     }
 }
@@ -334,7 +320,7 @@ impl DirectQp {
         let mut state = self.state.lock();
         let (from, psn) = *state;
         if attr.state == Some(QpState::RESET) && from == QpState::ERR {
-            self.settle(timeout)?;
+            settle([&self.send_cq.ring, &self.recv_cq.ring], self.qpn, timeout)?;
         }
         // SAFETY: it is destroyed when this is dropped.
         unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }?;
@@ -342,18 +328,35 @@ impl DirectQp {
         *state = (to, if to == QpState::RESET { fresh } else { psn });
         Ok(state.1)
     }
+}
 
-    /// Waits until the card has completed everything whose completion the library had to write in its place: the next one
-    /// belongs behind those.
-    fn settle(&self, timeout: Duration) -> Result<()> {
-        let start = Instant::now();
-        while self.send_cq.lacks(self.qpn) || self.recv_cq.lacks(self.qpn) {
-            if start.elapsed() >= timeout {
-                let what = "the card's completion of what was posted before the reset; destroy the queue pair instead: it";
-                return Err(Error::Deadline { what, after: timeout });
-            }
-            std::thread::sleep(Duration::from_micros(50));
+/// Waits until the card has completed everything of a queue pair whose completion the library had to write in its place: the
+/// next one belongs behind those.
+pub(super) fn settle(rings: [&Memory; 2], qpn: u32, timeout: Duration) -> Result<()> {
+    let start = Instant::now();
+    while rings.iter().any(|ring| lacks(ring, qpn)) {
+        if start.elapsed() >= timeout {
+            let what = "the card's completion of what was posted before the reset; destroy the queue pair instead: it";
+            return Err(Error::Deadline { what, after: timeout });
         }
-        Ok(())
+        std::thread::sleep(Duration::from_micros(50));
     }
+    Ok(())
+}
+
+/// Whether the library's own completion stands where the card's for this queue pair has not come.
+fn lacks(ring: &Memory, qpn: u32) -> bool {
+    let slots = ring.len() / CQE_SIZE;
+    let is_ours = |slot: usize| {
+        let mut bytes = [0; CQE_SIZE];
+        ring.read(slot * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
+        let cqe = Cqe::decode(&bytes);
+        cqe.qpn == qpn && cqe.vendor == POISON
+    };
+    (0..slots).any(is_ours)
+}
+
+/// Puts all CQEs into the state that waits need before the first lap.
+pub(super) fn first_lap(ring: &Memory) -> Result<()> {
+    (0..ring.len() / CQE_SIZE).try_for_each(|slot| ring.write(slot * CQE_SIZE, &INITIAL_CQE))
 }

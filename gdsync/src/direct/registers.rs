@@ -10,6 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_attr};
 
+use super::devx::Uar;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
@@ -62,7 +63,11 @@ impl fmt::Debug for Registers {
 }
 
 /// Keeps a page of registers mapped, until CUDA has forgotten it if it ever knew it.
-struct Mapped(Arc<Open>);
+struct Mapped {
+    open: Arc<Open>,
+    /// Whose page it is, where DevX gave it.
+    uar: Option<Arc<Uar>>,
+}
 
 impl Drop for Mapped {
     fn drop(&mut self) {
@@ -71,14 +76,14 @@ impl Drop for Mapped {
             return;
         }
         // The page's registration was given up just before, and is taken back when no stream waits.
-        let open = self.0.clone();
+        let (open, uar) = (self.open.clone(), self.uar.take());
         let close = move || {
             if !gpus.iter().all(|gpu| gpu.reclaim(FORGET).is_ok()) {
                 tracing::debug!(
                     device = open.name(),
                     "a device stays open: CUDA has not let its registers go"
                 );
-                std::mem::forget(open);
+                std::mem::forget((open, uar));
             }
         };
         if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(close) {
@@ -114,8 +119,17 @@ impl Registers {
         self.idle.lock().push(lane);
     }
 
-    /// The register at this address, as libmlx5 told it.
+    /// The register at this address, as libmlx5 told it of a queue pair.
     pub(super) fn doorbell(&self, at: *mut c_void) -> Result<Word64> {
+        self.find(at, None)
+    }
+
+    /// The register of this page of DevX.
+    pub(super) fn doorbell_of(&self, uar: &Arc<Uar>) -> Result<Word64> {
+        self.find(uar.register(), Some(uar))
+    }
+
+    fn find(&self, at: *mut c_void, uar: Option<&Arc<Uar>>) -> Result<Word64> {
         let addr = at.addr();
         if addr < PAGE || !addr.is_multiple_of(8) {
             let why =
@@ -126,8 +140,9 @@ impl Registers {
         let mut pages = self.pages.lock();
         let page = pages.entry(addr - offset).or_insert_with(|| {
             let ptr = NonNull::new(at.wrapping_byte_sub(offset).cast()).expect("it is not the first page");
-            // SAFETY: libmlx5 maps whole pages of registers, until the device is closed.
-            unsafe { Memory::io(ptr, PAGE, Arc::new(Mapped(self.open.clone()))) }
+            let mapped = Mapped { open: self.open.clone(), uar: uar.cloned() };
+            // SAFETY: libmlx5 maps whole pages of registers, until the device is closed, or the page of DevX freed.
+            unsafe { Memory::io(ptr, PAGE, Arc::new(mapped)) }
         });
         page.word64(offset)
     }

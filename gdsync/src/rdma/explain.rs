@@ -16,6 +16,8 @@ pub(crate) enum Call {
     Register { len: usize, memlock: Memlock },
     /// Registering GPU memory by a dma-buf.
     RegisterDmaBuf { len: usize },
+    /// Making GPU memory known to DevX by a dma-buf.
+    UmemDmaBuf { len: usize },
     /// Registering GPU memory by its address.
     RegisterGpu { len: usize },
     /// Creating a completion queue.
@@ -101,6 +103,7 @@ pub(crate) fn advice(call: &Call, errno: i32) -> String {
         Call::Open { node } => open(node.as_deref().map(|p| p.display().to_string()), errno),
         Call::Register { len, memlock } => register(*len, *memlock, errno),
         Call::RegisterDmaBuf { len } => register_dma_buf(*len, errno),
+        Call::UmemDmaBuf { len } => umem_dma_buf(*len, errno),
         Call::RegisterGpu { len } => register_gpu(*len, errno),
         Call::CreateCq { entries, most, memlock } => {
             let asked = [Asked { what: "the number of entries", value: *entries, most: *most }];
@@ -182,6 +185,15 @@ fn register_dma_buf(len: usize, errno: i32) -> String {
         }
         libc::EPERM | libc::EACCES => "the process may not register this dma-buf".into(),
         _ => INTERRUPTED.into(),
+    }
+}
+
+fn umem_dma_buf(len: usize, errno: i32) -> String {
+    match errno {
+        libc::EINVAL | libc::EOPNOTSUPP | libc::ENOSYS | libc::EPROTONOSUPPORT => {
+            "the kernel (before 6.1) or its mlx5_ib takes no dma-buf for DevX".into()
+        }
+        _ => register_dma_buf(len, errno),
     }
 }
 

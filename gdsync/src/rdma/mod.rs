@@ -34,7 +34,7 @@ pub(crate) use domain::Domain;
 pub(crate) use events::{Event, Events, Healths};
 pub(crate) use open::Open;
 pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
-pub(crate) use region::Region;
+pub(crate) use region::{Pages, Region, has_peermem};
 pub use survey::NearGpu;
 pub(crate) use survey::{Survey, preferred};
 pub use topology::Distance;

@@ -69,7 +69,11 @@ fn rights(access: Access) -> ibv_access_flags {
 }
 
 /// Whether a module hands GPU addresses to the kernel's RDMA core.
-fn has_peermem(sysfs: &Path) -> bool {
+pub(crate) fn has_peermem() -> bool {
+    peermem_in(Path::new(SYSFS))
+}
+
+fn peermem_in(sysfs: &Path) -> bool {
     ["nvidia_peermem", "nv_peer_mem"].iter().any(|name| sysfs.join("module").join(name).is_dir())
 }
 
@@ -130,7 +134,7 @@ impl Region {
             Err(error) => error.to_string(),
         };
         tracing::debug!(?memory, why = %dma_buf, "no registration by dma-buf");
-        let peermem = if has_peermem(Path::new(SYSFS)) {
+        let peermem = if has_peermem() {
             let call = Call::RegisterGpu { len: memory.len() };
             match Self::by_address(domain, memory, access, &call, Way::Peermem) {
                 Ok(region) => return Ok(region),
@@ -152,21 +156,8 @@ impl Region {
                 fix: "install rdma-core 34 or newer",
             });
         };
-        if !gpu.capabilities().dma_buf {
-            return Err(Error::Unsupported {
-                what: "the export of GPU memory as a dma-buf (device attribute 124)",
-                by: "this GPU's driver",
-                fix: "use the driver's open kernel modules",
-            });
-        }
-        order_copies(gpu, memory);
+        let Pages { fd, offset, .. } = Pages::export(gpu, memory)?;
         let (addr, len) = (memory.addr(), memory.len());
-        // Whole pages.
-        let offset = addr % PAGE;
-        let start = addr - offset;
-        let pages = (offset + len as u64).next_multiple_of(PAGE);
-        let pages = usize::try_from(pages).expect("64-bit hosts only");
-        let fd = export(gpu, start, pages)?;
         let rights = rights(access);
         // SAFETY: the range is inside the dma-buf, which the region keeps alive; the caller keeps the memory.
         let mr = unsafe { register(domain.raw().as_ptr(), offset, len, addr, fd.as_raw_fd(), rights) };
@@ -176,6 +167,35 @@ impl Region {
                 Err(failed_last("ibv_reg_dmabuf_mr", describe(open, memory), &Call::RegisterDmaBuf { len }))
             }
         }
+    }
+}
+
+/// The pages of GPU memory as a dma-buf.
+pub(crate) struct Pages {
+    pub(crate) fd: OwnedFd,
+    /// Where the memory begins in it.
+    pub(crate) offset: u64,
+    /// Bytes of all pages.
+    pub(crate) len: usize,
+}
+
+impl Pages {
+    /// # Errors
+    /// [`Error::Unsupported`] where the driver makes no dma-buf; [`Error::Cuda`].
+    pub(crate) fn export(gpu: &Gpu, memory: &Memory) -> Result<Self> {
+        if !gpu.capabilities().dma_buf {
+            return Err(Error::Unsupported {
+                what: "the export of GPU memory as a dma-buf (device attribute 124)",
+                by: "this GPU's driver",
+                fix: "use the driver's open kernel modules",
+            });
+        }
+        order_copies(gpu, memory);
+        let offset = memory.addr() % PAGE;
+        let len = (offset + memory.len() as u64).next_multiple_of(PAGE);
+        let len = usize::try_from(len).expect("64-bit hosts only");
+        let fd = export(gpu, memory.addr() - offset, len)?;
+        Ok(Self { fd, offset, len })
     }
 }
 
@@ -233,9 +253,9 @@ mod tests {
     #[test]
     fn peermem_is_a_loaded_module() {
         let root = std::env::temp_dir().join(format!("gdsync-peermem-{}", std::process::id()));
-        assert!(!has_peermem(&root));
+        assert!(!peermem_in(&root));
         std::fs::create_dir_all(root.join("module/nvidia_peermem")).unwrap();
-        assert!(has_peermem(&root));
+        assert!(peermem_in(&root));
         std::fs::remove_dir_all(root).unwrap();
     }
 }

@@ -139,6 +139,15 @@ impl Open {
         }
     }
 
+    /// A transition that has passed [`QpAttr::check`], of a queue pair whose first packet has number `psn`, and which
+    /// attributes of it count.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] for an address that this port cannot reach.
+    pub(crate) fn step(&self, psn: u32, attr: &QpAttr) -> Result<(ibv_qp_attr, mask)> {
+        self.from().build(attr, psn)
+    }
+
     /// Takes a queue pair that is in state `from`, and whose first packet has number `psn`, through a transition that has
     /// passed [`QpAttr::check`].
     ///
@@ -155,7 +164,7 @@ impl Open {
         from: QpState,
         attr: &QpAttr,
     ) -> Result<()> {
-        let (mut raw, given) = self.from().build(attr, psn)?;
+        let (mut raw, given) = self.step(psn, attr)?;
         // SAFETY: the caller vouches for the queue pair.
         let errno = unsafe { self.verbs().ibv_modify_qp(qp, &raw mut raw, given) };
         if errno == 0 {

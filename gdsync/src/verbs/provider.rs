@@ -99,6 +99,11 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// Whether a doorbell may be written before its record. A card may look at the record to recover a doorbell that it
     /// missed, so there the record comes first.
     fn record_may_lag(&self) -> bool;
+    /// Whether a card reads the rings over the bus, as soon as a doorbell is written by whomever: what the CPU wrote to GPU
+    /// memory must have arrived there before.
+    fn reads_by_itself(&self) -> bool {
+        false
+    }
     /// A doorbell of this queue pair was written by a CPU thread.
     fn ring(&self, qpn: u32);
     /// A doorbell of this queue pair will be written by something that cannot call [`Provider::ring`], up to the

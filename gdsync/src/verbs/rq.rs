@@ -69,12 +69,16 @@ impl RecvQueue {
         let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.stride);
         mlx5::encode_recv(wr.sges, self.stride, &mut wqe)
             .map_err(|e| Error::WorkRequest { qpn, source: e })?;
+        let at = usize::try_from(begin & (self.entries - 1)).expect("a ring index fits in memory");
+        self.ring.write(at * self.stride, &wqe).expect("entries lie in the ring");
+        if self.end.qp.provider.reads_by_itself() {
+            // The record may lie elsewhere, and must not be seen first.
+            self.ring.flush()?;
+        }
         if !self.end.cq.reserve() {
             let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
             return Err(Error::QueueFull { queue: "receive completion queue", qpn, outstanding, depth });
         }
-        let at = usize::try_from(begin & (self.entries - 1)).expect("a ring index fits in memory");
-        self.ring.write(at * self.stride, &wqe).expect("entries lie in the ring");
         let n = track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, ..Entry::default() });
         track.rung = track.posted;
         self.record.store(mlx5::recv_record(track.head));

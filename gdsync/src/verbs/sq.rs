@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::completion::Completion;
 use super::end::QueueEnd;
@@ -84,7 +85,7 @@ impl SendQueue {
             if range.is_empty() {
                 return Ok(range);
             }
-            if let Err(error) = self.expose(track, &range) {
+            if let Err(error) = self.arrive().and_then(|()| self.expose(track, &range)) {
                 self.undo(track, &range);
                 return Err(error);
             }
@@ -100,6 +101,10 @@ impl SendQueue {
                 || {
                     self.record.memory().fence();
                     settle();
+                    if self.provider().reads_by_itself() {
+                        // A load takes what was stored there before along, also to a GPU.
+                        self.record.atomic().load(Ordering::Acquire);
+                    }
                 },
                 self.doorbell.atomic(),
                 last.doorbell,
@@ -111,6 +116,11 @@ impl SendQueue {
             self.provider().ring(self.end.qp.qpn);
         }
         Ok(range)
+    }
+
+    /// Returns when requests that were written are where a card reads them. Nothing for a ring in host memory.
+    fn arrive(&self) -> Result<()> {
+        if self.provider().reads_by_itself() { self.ring.flush() } else { Ok(()) }
     }
 
     /// Writes requests, at least one, that nobody sees yet. With a `stream`, they are handed to it at once, as by

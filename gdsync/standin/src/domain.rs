@@ -1,10 +1,12 @@
 //! Protection domains, thread domains, and parent domains with an allocator.
 
 use std::cell::UnsafeCell;
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use parking_lot::Mutex;
 use rdma_core_sys::verbs::{
     ibv_context, ibv_domain_alloc, ibv_domain_free, ibv_parent_domain_init_attr,
     ibv_parent_domain_init_attr_mask as mask, ibv_pd, ibv_td, ibv_td_init_attr,
@@ -13,6 +15,17 @@ use rdma_core_sys::verbs::{
 use crate::complaint::complain;
 use crate::context::Context;
 use crate::errno::{self, code};
+
+/// The protection domains by number, each an address.
+static NUMBERED: Mutex<BTreeMap<u32, usize>> = Mutex::new(BTreeMap::new());
+
+/// Runs `f` on the protection domain of this number, which stays meanwhile; `None` where there is none.
+pub(crate) fn numbered<T>(pdn: u32, f: impl FnOnce(&Domain) -> T) -> Option<T> {
+    let all = NUMBERED.lock();
+    let pd = *all.get(&pdn)? as *mut ibv_pd;
+    // SAFETY: it is taken from the list before it is freed.
+    Some(f(unsafe { Domain::of(pd) }))
+}
 
 /// `struct ibv_pd`, and what is behind it.
 #[repr(C)]
@@ -122,7 +135,12 @@ pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut 
     // SAFETY: the caller vouches for the context.
     let hca = unsafe { Context::of(context) }.hca;
     let made = hca.card.alloc_pd().map(|pdn| Domain::new(context, pdn, Kind::Plain { pdn }));
-    errno::hand_out(made.map_err(|_| libc::ENOMEM))
+    let pd: *mut ibv_pd = errno::hand_out(made.map_err(|_| libc::ENOMEM));
+    if !pd.is_null() {
+        // SAFETY: just made.
+        NUMBERED.lock().insert(unsafe { Domain::of(pd) }.pdn(), pd.addr());
+    }
+    pd
 }
 
 /// # Safety
@@ -131,8 +149,14 @@ pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut 
 pub(crate) unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
     // SAFETY: the caller vouches for the domain.
     let domain = unsafe { Domain::of(pd) };
-    if let Err(errno) = domain.users.none() {
-        return errno;
+    {
+        let mut all = NUMBERED.lock();
+        if let Err(errno) = domain.users.none() {
+            return errno;
+        }
+        if let Kind::Plain { pdn } = domain.kind {
+            all.remove(&pdn);
+        }
     }
     if let Kind::Parent { of, td, .. } = domain.kind {
         // SAFETY: a domain outlives its parent domains.

@@ -4,20 +4,21 @@ use std::ffi::{c_int, c_void};
 
 use rdma_core_sys::mlx5::{
     mlx5dv_context, mlx5dv_context_attr, mlx5dv_context_attr_flags, mlx5dv_context_comp_mask as mask,
-    mlx5dv_context_flags, mlx5dv_cq_init_attr, mlx5dv_devx_obj, mlx5dv_devx_uar, mlx5dv_devx_umem,
-    mlx5dv_obj, mlx5dv_obj_type as kind, mlx5dv_pd, mlx5dv_qp_init_attr, mlx5dv_set_ctx_attr_type,
-    mlx5dv_uar_alloc_type,
+    mlx5dv_ah, mlx5dv_context_flags, mlx5dv_cq_init_attr, mlx5dv_obj, mlx5dv_obj_type as kind, mlx5dv_pd,
+    mlx5dv_qp_init_attr, mlx5dv_set_ctx_attr_type,
 };
 use rdma_core_sys::verbs::{
-    ibv_access_flags, ibv_context, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_device, ibv_qp, ibv_qp_init_attr_ex,
+    ibv_context, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_device, ibv_qp, ibv_qp_init_attr_ex,
 };
 
 use crate::complaint::complain;
 use crate::context::Context;
 use crate::cq::{self, Cq};
 use crate::device;
+use crate::devx;
 use crate::domain::Domain;
 use crate::errno;
+use crate::handle;
 use crate::qp::{self, Qp};
 
 /// # Safety
@@ -36,7 +37,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_open_device(
 ) -> *mut ibv_context {
     // SAFETY: the caller vouches for the attributes.
     let wants_devx = !attr.is_null() && unsafe { (*attr).flags } != mlx5dv_context_attr_flags::empty();
-    if wants_devx || !device::is_ours(device) {
+    if wants_devx && !devx::is_there() || !device::is_ours(device) {
         return errno::null(libc::EOPNOTSUPP);
     }
     Context::open(device).unwrap_or_else(errno::null)
@@ -109,7 +110,8 @@ pub(crate) unsafe extern "C" fn mlx5dv_create_qp(
 /// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: *mut mlx5dv_obj, asked: kind) -> c_int {
-    let known = kind::MLX5DV_OBJ_QP | kind::MLX5DV_OBJ_CQ | kind::MLX5DV_OBJ_PD;
+    let known =
+        kind::MLX5DV_OBJ_QP | kind::MLX5DV_OBJ_CQ | kind::MLX5DV_OBJ_PD | kind::MLX5DV_OBJ_AH;
     if asked.is_empty() || !known.contains(asked) {
         return libc::EOPNOTSUPP;
     }
@@ -139,34 +141,11 @@ pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: *mut mlx5dv_obj, asked: kin
         // SAFETY: the caller vouches for the place.
         unsafe { obj.pd.out.write(mlx5dv_pd { pdn, comp_mask: 0 }) };
     }
+    if asked.contains(kind::MLX5DV_OBJ_AH) {
+        // SAFETY: the caller vouches for the handle.
+        let av = unsafe { handle::vector(obj.ah.r#in) };
+        // SAFETY: the caller vouches for the place.
+        unsafe { obj.ah.out.write(mlx5dv_ah { av, comp_mask: 0 }) };
+    }
     0
-}
-
-/// DevX as of a device without it: `NULL` and `EOPNOTSUPP`, or `EOPNOTSUPP`.
-macro_rules! without_devx {
-    ($($name:ident($($type:ty),*) -> $returns:ty = $value:expr;)*) => {$(
-        /// # Safety
-        /// As its manual page asks.
-        #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name($(_: $type),*) -> $returns {
-            $value
-        }
-    )*};
-}
-
-without_devx! {
-    mlx5dv_devx_obj_create(*mut ibv_context, *const c_void, usize, *mut c_void, usize) -> *mut mlx5dv_devx_obj
-        = errno::null(libc::EOPNOTSUPP);
-    mlx5dv_devx_obj_query(*mut mlx5dv_devx_obj, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
-    mlx5dv_devx_obj_modify(*mut mlx5dv_devx_obj, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
-    mlx5dv_devx_obj_destroy(*mut mlx5dv_devx_obj) -> c_int = libc::EOPNOTSUPP;
-    mlx5dv_devx_general_cmd(*mut ibv_context, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
-    mlx5dv_devx_qp_query(*mut ibv_qp, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
-    mlx5dv_devx_umem_reg(*mut ibv_context, *mut c_void, usize, ibv_access_flags) -> *mut mlx5dv_devx_umem
-        = errno::null(libc::EOPNOTSUPP);
-    mlx5dv_devx_umem_dereg(*mut mlx5dv_devx_umem) -> c_int = libc::EOPNOTSUPP;
-    mlx5dv_devx_alloc_uar(*mut ibv_context, mlx5dv_uar_alloc_type) -> *mut mlx5dv_devx_uar
-        = errno::null(libc::EOPNOTSUPP);
-    mlx5dv_devx_free_uar(*mut mlx5dv_devx_uar) -> () = ();
-    mlx5dv_devx_query_eqn(*mut ibv_context, u32, *mut u32) -> c_int = libc::EOPNOTSUPP;
 }

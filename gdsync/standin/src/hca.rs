@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use gdsync::hca::{Alarm, Alarms, Card, SoftHcaConfig};
 use parking_lot::Mutex;
-use rdma_core_sys::verbs::{ibv_event_type, ibv_qp};
+use rdma_core_sys::verbs::{ibv_cq, ibv_event_type, ibv_qp};
 
 use crate::complaint::complain;
 use crate::events::Events;
@@ -68,6 +68,12 @@ impl Roster {
     pub(crate) fn with_qp<T>(&self, qpn: u32, f: impl FnOnce(*mut ibv_qp) -> Option<T>) -> Option<T> {
         let qps = self.qps.lock();
         f(qps.get(&qpn)?.element as *mut ibv_qp)
+    }
+
+    /// As [`Roster::with_qp`], of a completion queue.
+    pub(crate) fn with_cq<T>(&self, cqn: u32, f: impl FnOnce(*mut ibv_cq) -> T) -> Option<T> {
+        let cqs = self.cqs.lock();
+        Some(f(cqs.get(&cqn)?.element as *mut ibv_cq))
     }
 
     /// Nothing concerns it any more; returns when what was got of it is acknowledged.

@@ -14,7 +14,9 @@
 //! - Every queue pair has a doorbell of its own, also those of one thread domain: memory keeps only the last of two doorbells
 //!   that are written to one register.
 //! - A doorbell is found within 5 ms, not at once: the HCA has to look.
-//! - No DevX, no shared receive queues, no events of solicited completions alone.
+//! - DevX makes completion queues and queue pairs and changes them, and nothing else; a doorbell page is for one queue pair, and
+//!   a DMA-BUF must be one that can be mapped. `gdsync_standin_devx` takes DevX away, or DMA-BUFs from it.
+//! - No events of objects of DevX, no shared receive queues, no events of solicited completions alone.
 //! - Scatter to CQE does not happen; a queue pair whose rings are asked for (`mlx5dv_init_obj`) must be created without it.
 //! - The port is one of RoCE: GID 0 is RoCE v1 and leads nowhere, GID 1 is RoCE v2 and that of the HCA.
 
@@ -26,10 +28,12 @@ mod complaint;
 mod context;
 mod cq;
 mod device;
+mod devx;
 mod domain;
 mod dv;
 mod errno;
 mod events;
+mod handle;
 mod hca;
 mod modify;
 mod notify;

@@ -21,9 +21,39 @@ struct Region {
     mapped: Option<Mapped>,
 }
 
-struct Mapped {
+pub(crate) struct Mapped {
     addr: *mut c_void,
     len: usize,
+}
+
+// SAFETY: an address range that this alone unmaps.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// `length` bytes of a DMA-BUF from `offset` on, and the address of the first. The DMA-BUF is reached through a mapping
+    /// of it, so it must be one that can be mapped.
+    ///
+    /// # Errors
+    /// `EINVAL`, or `EOPNOTSUPP` for one that cannot be mapped.
+    pub(crate) fn dma_buf(fd: c_int, offset: u64, length: usize) -> Result<(Self, *mut c_void), c_int> {
+        let first = usize::try_from(offset).unwrap_or(usize::MAX) % pages::PAGE;
+        let (Some(len), Ok(begin)) = (length.checked_add(first), i64::try_from(offset - first as u64)) else {
+            return Err(libc::EINVAL);
+        };
+        // One of a simulated GPU stands where it begins in the memory that it is of; a real one has no position.
+        // SAFETY: no pointers.
+        let begin = begin + unsafe { libc::lseek(fd, 0, libc::SEEK_CUR) }.max(0);
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a fresh mapping touches no existing memory.
+        let addr = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_SHARED, fd, begin) };
+        if addr == libc::MAP_FAILED {
+            complain("a DMA-BUF cannot be mapped, so the software HCA does not reach it");
+            return Err(libc::EOPNOTSUPP);
+        }
+        Ok((Self { addr, len }, addr.wrapping_byte_add(first)))
+    }
 }
 
 impl Drop for Mapped {
@@ -103,8 +133,6 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
     errno::hand_out(unsafe { register(pd, addr, length, iova, access, None) })
 }
 
-/// A DMA-BUF is reached through a mapping of it, so it must be one that can be mapped.
-///
 /// # Safety
 /// As its manual page asks.
 #[unsafe(no_mangle)]
@@ -116,22 +144,10 @@ pub(crate) unsafe extern "C" fn ibv_reg_dmabuf_mr(
     fd: c_int,
     access: flags,
 ) -> *mut ibv_mr {
-    let first = usize::try_from(offset).unwrap_or(usize::MAX) % pages::PAGE;
-    let (Some(len), Ok(begin)) = (length.checked_add(first), i64::try_from(offset - first as u64)) else {
-        return errno::null(libc::EINVAL);
+    let (mapped, addr) = match Mapped::dma_buf(fd, offset, length) {
+        Ok((mapped, addr)) => (Some(mapped), addr),
+        Err(errno) => return errno::null(errno),
     };
-    // One of a simulated GPU stands where it begins in the memory that it is of; a real one has no position.
-    // SAFETY: no pointers.
-    let begin = begin + unsafe { libc::lseek(fd, 0, libc::SEEK_CUR) }.max(0);
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a fresh mapping touches no existing memory.
-    let mapping = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_SHARED, fd, begin) };
-    if mapping == libc::MAP_FAILED {
-        complain("a DMA-BUF cannot be mapped, so the software HCA does not reach it");
-        return errno::null(libc::EOPNOTSUPP);
-    }
-    let mapped = Some(Mapped { addr: mapping, len });
-    let addr = mapping.wrapping_byte_add(first);
     // SAFETY: the caller vouches for the domain, and the mapping goes with the region.
     errno::hand_out(unsafe { register(pd, addr, length, iova, access, mapped) })
 }

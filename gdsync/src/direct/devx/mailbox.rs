@@ -1,0 +1,256 @@
+//! Commands to the firmware, byte for byte. Offsets are in bits, as the headers of the manual (`mlx5_ifc.h`) count them.
+
+use rdma_core_sys::mlx5::{devx_get, devx_set, devx_set64};
+
+/// `MLX5_CMD_OP_*`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub(super) enum Opcode {
+    QueryHcaCap = 0x100,
+    CreateCq = 0x400,
+    CreateQp = 0x500,
+    Rst2Init = 0x502,
+    Init2Rtr = 0x503,
+    Rtr2Rts = 0x504,
+    Rts2Rts = 0x505,
+    ToErr = 0x507,
+    ToRst = 0x50a,
+    QueryQp = 0x50b,
+    Init2Init = 0x50e,
+}
+
+impl Opcode {
+    /// As the manual has it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::QueryHcaCap => "QUERY_HCA_CAP",
+            Self::CreateCq => "CREATE_CQ",
+            Self::CreateQp => "CREATE_QP",
+            Self::Rst2Init => "RST2INIT_QP",
+            Self::Init2Rtr => "INIT2RTR_QP",
+            Self::Rtr2Rts => "RTR2RTS_QP",
+            Self::Rts2Rts => "RTS2RTS_QP",
+            Self::ToErr => "2ERR_QP",
+            Self::ToRst => "2RST_QP",
+            Self::QueryQp => "QUERY_QP",
+            Self::Init2Init => "INIT2INIT_QP",
+        }
+    }
+}
+
+/// A command with a context: 272 bytes.
+const LONG: usize = 0x880 / 8;
+/// A command with a number alone.
+const SHORT: usize = 0x80 / 8;
+/// An answer with a number at most.
+pub(super) const ANSWER: usize = 0x80 / 8;
+
+/// A command.
+#[derive(Clone, Debug)]
+pub(super) struct Command {
+    pub(super) opcode: Opcode,
+    bytes: Vec<u8>,
+    /// Bytes of its answer.
+    pub(super) answer: usize,
+    /// Where the context begins.
+    context: usize,
+}
+
+/// The status and syndrome of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Status {
+    pub(super) status: u32,
+    pub(super) syndrome: u32,
+}
+
+impl Status {
+    pub(super) fn of(answer: &[u8]) -> Self {
+        Self { status: devx_get(answer, 0, 8), syndrome: devx_get(answer, 0x20, 32) }
+    }
+
+    /// `MLX5_CMD_STAT_*`
+    pub(super) fn name(self) -> &'static str {
+        match self.status {
+            0x00 => "no status of the firmware",
+            0x01 => "internal error",
+            0x02 => "bad operation",
+            0x03 => "bad parameter",
+            0x04 => "bad system state",
+            0x05 => "bad resource",
+            0x06 => "resource busy",
+            0x08 => "limit exceeded",
+            0x09 => "bad resource state",
+            0x0a => "bad index",
+            0x0f => "no resources",
+            0x10 => "bad QP state",
+            0x30 => "bad packet",
+            0x40 => "bad size",
+            0x50 => "bad input length",
+            0x51 => "bad output length",
+            _ => "unknown status",
+        }
+    }
+}
+
+impl Command {
+    fn new(opcode: Opcode, len: usize, context: usize, answer: usize) -> Self {
+        let mut bytes = vec![0; len];
+        devx_set(&mut bytes, 0, 16, u32::from(opcode as u16));
+        Self { opcode, bytes, answer, context }
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// A field of the command.
+    fn head(mut self, offset: usize, width: u32, value: u32) -> Self {
+        devx_set(&mut self.bytes, offset, width, value);
+        self
+    }
+
+    /// A field of 64 bits of the command.
+    fn head64(mut self, offset: usize, value: u64) -> Self {
+        devx_set64(&mut self.bytes, offset, value);
+        self
+    }
+
+    /// A field of the context.
+    pub(super) fn set(self, offset: usize, width: u32, value: u32) -> Self {
+        let at = self.context + offset;
+        self.head(at, width, value)
+    }
+
+    /// A field of 64 bits of the context.
+    fn set64(self, offset: usize, value: u64) -> Self {
+        let at = self.context + offset;
+        self.head64(at, value)
+    }
+
+    /// Bytes of the context.
+    pub(super) fn put(mut self, offset: usize, bytes: &[u8]) -> Self {
+        let at = (self.context + offset) / 8;
+        self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+        self
+    }
+}
+
+/// Where something lies in memory that the firmware knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) umem: u32,
+    /// Bytes from the beginning of that.
+    pub(super) offset: u64,
+}
+
+/// What a completion queue is made of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CqFields {
+    pub(super) log_entries: u32,
+    pub(super) uar_page: u32,
+    pub(super) eqn: u32,
+    pub(super) ring: Place,
+    pub(super) record: Place,
+}
+
+/// CREATE_CQ: CQEs of 64 bytes, neither compressed nor collapsed, and overrun is not looked for.
+pub(super) fn create_cq(fields: &CqFields) -> Command {
+    Command::new(Opcode::CreateCq, LONG, 0x80, ANSWER)
+        .set(0x06, 1, 1) // dbr_umem_valid
+        .set(0x0e, 1, 1) // oi
+        .set(0x20, 32, fields.record.umem)
+        .set(0x63, 5, fields.log_entries)
+        .set(0x68, 24, fields.uar_page)
+        .set(0xb8, 8, fields.eqn)
+        .set64(0x1c0, fields.record.offset)
+        .head64(0x280, fields.ring.offset)
+        .head(0x2c0, 32, fields.ring.umem)
+        .head(0x2e0, 1, 1) // cq_umem_valid
+}
+
+/// What a queue pair is made of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QpFields {
+    pub(super) pdn: u32,
+    pub(super) send_cqn: u32,
+    pub(super) recv_cqn: u32,
+    /// Of blocks of 64 bytes.
+    pub(super) log_sq: u32,
+    pub(super) log_rq: u32,
+    /// Of units of 16 bytes.
+    pub(super) log_rq_stride: u32,
+    pub(super) uar_page: u32,
+    /// The receive queue, and behind it the send queue.
+    pub(super) rings: Place,
+    pub(super) record: Place,
+}
+
+/// CREATE_QP: reliable connected. `cs_req` and `cs_res` stay 0: payload never goes into a completion.
+pub(super) fn create_qp(fields: &QpFields) -> Command {
+    Command::new(Opcode::CreateQp, LONG, 0xc0, ANSWER)
+        .set(0x13, 2, MIGRATED)
+        .set(0x28, 24, fields.pdn)
+        .set(0x49, 4, fields.log_rq)
+        .set(0x4d, 3, fields.log_rq_stride)
+        .set(0x51, 4, fields.log_sq)
+        .set(0x68, 24, fields.uar_page)
+        .set(0x3e8, 24, fields.send_cqn)
+        .set(0x4e8, 24, fields.recv_cqn)
+        .set64(0x500, fields.record.offset)
+        .set(0x683, 1, 1) // dbr_umem_valid
+        .set(0x720, 32, fields.record.umem)
+        .head64(0x800, fields.rings.offset)
+        .head(0x840, 32, fields.rings.umem)
+        .head(0x860, 1, 1) // wq_umem_valid
+}
+
+/// `pm_state` of a path that never changes.
+pub(super) const MIGRATED: u32 = 3;
+
+/// A transition of queue pair `qpn` with a context, of which `optional` parameters are taken.
+pub(super) fn step(opcode: Opcode, qpn: u32, optional: u32) -> Command {
+    Command::new(opcode, LONG, 0xc0, ANSWER).head(0x48, 24, qpn).head(0x80, 32, optional)
+}
+
+/// A transition to ERR or RST, which takes nothing.
+pub(super) fn end(opcode: Opcode, qpn: u32) -> Command {
+    Command::new(opcode, SHORT, 0, ANSWER).head(0x48, 24, qpn)
+}
+
+/// QUERY_QP. The answer's context is read by [`queried_state`].
+pub(super) fn query_qp(qpn: u32) -> Command {
+    Command::new(Opcode::QueryQp, SHORT, 0, LONG).head(0x48, 24, qpn)
+}
+
+/// The state in the answer to [`query_qp`], as the firmware counts: 0 RST, 1 INIT, 2 RTR, 3 RTS, 6 ERR.
+pub(super) fn queried_state(answer: &[u8]) -> u32 {
+    devx_get(answer, 0xc0, 4)
+}
+
+/// QUERY_HCA_CAP of the general capabilities, as they are now.
+pub(super) fn query_hca_cap() -> Command {
+    Command::new(Opcode::QueryHcaCap, SHORT, 0, (0x80 + 0x8000) / 8).head(0x30, 16, 1)
+}
+
+/// The largest queues that a card makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Limits {
+    pub(super) log_max_qp: u32,
+    pub(super) log_max_cq: u32,
+}
+
+impl Limits {
+    /// From the answer to [`query_hca_cap`].
+    pub(super) fn of(answer: &[u8]) -> Self {
+        Self { log_max_qp: devx_get(answer, 0x80 + 0x88, 8), log_max_cq: devx_get(answer, 0x80 + 0xc8, 8) }
+    }
+}
+
+/// The number of what was created.
+pub(super) fn created(answer: &[u8]) -> u32 {
+    devx_get(answer, 0x48, 24)
+}
+
+#[cfg(test)]
+#[path = "mailbox/tests.rs"]
+mod tests;

@@ -1,0 +1,300 @@
+//! DevX: commands to the firmware that make completion queues and queue pairs in registered memory, and change them.
+//!
+//! Mailboxes are read field by field, at the offsets of the manual. What a card would refuse is refused with a status and a
+//! syndrome; what it would take and misbehave later is refused too, with a complaint.
+
+mod cq;
+mod memory;
+mod qp;
+mod status;
+mod steps;
+
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rdma_core_sys::mlx5::{devx_get, devx_set, mlx5dv_devx_obj};
+use rdma_core_sys::verbs::{ibv_context, ibv_qp};
+
+use self::cq::DevxCq;
+use self::qp::DevxQp;
+use self::status::{Refusal, refuse};
+use crate::context::Context;
+use crate::errno;
+
+/// What of DevX there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Level {
+    /// The context has no user context of the firmware.
+    None,
+    /// The kernel takes no DMA-BUF.
+    NoDmaBuf,
+    All,
+}
+
+static LEVEL: AtomicU32 = AtomicU32::new(2);
+
+fn level() -> Level {
+    match LEVEL.load(Ordering::SeqCst) {
+        0 => Level::None,
+        1 => Level::NoDmaBuf,
+        _ => Level::All,
+    }
+}
+
+/// Whether there is any.
+pub(crate) fn is_there() -> bool {
+    level() != Level::None
+}
+
+/// From now on there is no DevX (0), one that takes no DMA-BUF (1), or all of it (2).
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn gdsync_standin_devx(level: u32) {
+    LEVEL.store(level, Ordering::SeqCst);
+}
+
+/// The event queue of vector 0.
+const EQN: u32 = 7;
+/// Log2 of the largest queues.
+const LOG_MAX_QP: u32 = 15;
+const LOG_MAX_CQ: u32 = 22;
+
+/// A mailbox of the caller. Fields are read at bit offsets from its beginning.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn get(&self, offset: usize, width: u32) -> u32 {
+        devx_get(self.0, offset, width)
+    }
+
+    fn get64(&self, offset: usize) -> u64 {
+        u64::from(self.get(offset, 32)) << 32 | u64::from(self.get(offset + 32, 32))
+    }
+
+    fn opcode(&self) -> u32 {
+        self.get(0, 16)
+    }
+
+    /// Fields that must have one value, each at an offset with a width: other ones ask for what this card does not do.
+    fn require(&self, fields: &[(usize, u32, u32, &str)]) -> Result<(), Refusal> {
+        for &(offset, width, value, name) in fields {
+            let found = self.get(offset, width);
+            if found != value {
+                return Err(refuse::parameter(0x10, format!("{name} is {found:#x} where {value:#x} is needed")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Mailboxes of at least these many bytes.
+fn long_enough(input: &[u8], least: usize, output: &[u8], least_output: usize) -> Result<(), Refusal> {
+    if input.len() < least {
+        return Err(refuse::length(true));
+    }
+    if output.len() < least_output { Err(refuse::length(false)) } else { Ok(()) }
+}
+
+/// Bytes of a mailbox with a context.
+const LONG: usize = 272;
+/// Bytes of one without.
+const SHORT: usize = 16;
+
+/// What `mlx5dv_devx_obj_create` made.
+enum Object {
+    Cq(DevxCq),
+    Qp(DevxQp),
+}
+
+fn create(context: &Context, input: &[u8], output: &mut [u8]) -> Result<Object, Refusal> {
+    long_enough(input, SHORT, output, SHORT)?;
+    let opcode = Input(input).opcode();
+    if !matches!(opcode, cq::CREATE | qp::CREATE) {
+        return Err(refuse::operation(0x20, format!("command {opcode:#x} creates nothing here")));
+    }
+    long_enough(input, LONG, output, SHORT)?;
+    let (object, number) = if opcode == cq::CREATE {
+        let cq = DevxCq::create(context.hca, &Input(input))?;
+        let cqn = cq.cqn();
+        (Object::Cq(cq), cqn)
+    } else {
+        let qp = DevxQp::create(context.hca, &Input(input))?;
+        let qpn = qp.qpn();
+        (Object::Qp(qp), qpn)
+    };
+    output.fill(0);
+    devx_set(output, 0x48, 24, number);
+    Ok(object)
+}
+
+/// The buffers of a command.
+///
+/// # Safety
+/// They must be as long as told, and the caller's alone.
+unsafe fn mailboxes<'a>(
+    (input, input_len): (*const c_void, usize),
+    (output, output_len): (*mut c_void, usize),
+) -> (&'a [u8], &'a mut [u8]) {
+    // SAFETY: the caller vouches for it.
+    let input = unsafe { std::slice::from_raw_parts(input.cast(), input_len) };
+    // SAFETY: as above.
+    (input, unsafe { std::slice::from_raw_parts_mut(output.cast(), output_len) })
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_create(
+    context: *mut ibv_context,
+    input: *const c_void,
+    input_len: usize,
+    output: *mut c_void,
+    output_len: usize,
+) -> *mut mlx5dv_devx_obj {
+    if !is_there() {
+        return errno::null(libc::EOPNOTSUPP);
+    }
+    // SAFETY: the caller vouches for the buffers.
+    let (input, output) = unsafe { mailboxes((input, input_len), (output, output_len)) };
+    // SAFETY: the caller vouches for the context.
+    let context = unsafe { Context::of(context) };
+    match create(context, input, output) {
+        Ok(object) => Box::into_raw(Box::new(object)).cast(),
+        Err(refusal) => errno::null(refusal.answer(output)),
+    }
+}
+
+/// Runs a command on a queue pair.
+unsafe fn on_qp(
+    object: *mut mlx5dv_devx_obj,
+    input: &[u8],
+    output: &mut [u8],
+    run: impl FnOnce(&DevxQp, &[u8], &mut [u8]) -> Result<(), Refusal>,
+) -> c_int {
+    // SAFETY: the caller vouches for it.
+    let object = unsafe { &*object.cast::<Object>() };
+    let done = long_enough(input, SHORT, output, SHORT).and_then(|()| match object {
+        Object::Qp(qp) if Input(input).get(0x48, 24) == qp.qpn() => run(qp, input, output),
+        Object::Qp(qp) => {
+            Err(refuse::resource(0x21, format!("a command names another queue pair than {:#x}", qp.qpn())))
+        }
+        Object::Cq(_) => Err(refuse::operation(0x22, "completion queues are neither changed nor asked here")),
+    });
+    done.map_or_else(|refusal| refusal.answer(output), |()| 0)
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_modify(
+    object: *mut mlx5dv_devx_obj,
+    input: *const c_void,
+    input_len: usize,
+    output: *mut c_void,
+    output_len: usize,
+) -> c_int {
+    // SAFETY: the caller vouches for the buffers.
+    let (input, output) = unsafe { mailboxes((input, input_len), (output, output_len)) };
+    // SAFETY: the caller vouches for the object.
+    unsafe {
+        on_qp(object, input, output, |qp, input, output| {
+            steps::run(qp, input)?;
+            output.fill(0);
+            Ok(())
+        })
+    }
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_query(
+    object: *mut mlx5dv_devx_obj,
+    input: *const c_void,
+    input_len: usize,
+    output: *mut c_void,
+    output_len: usize,
+) -> c_int {
+    // SAFETY: the caller vouches for the buffers.
+    let (input, output) = unsafe { mailboxes((input, input_len), (output, output_len)) };
+    // SAFETY: the caller vouches for the object.
+    unsafe { on_qp(object, input, output, DevxQp::query) }
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_destroy(object: *mut mlx5dv_devx_obj) -> c_int {
+    // SAFETY: the caller vouches for it.
+    if let Object::Cq(cq) = unsafe { &*object.cast::<Object>() }
+        && let Err(errno) = cq.leave()
+    {
+        return errno;
+    }
+    // SAFETY: a box of this module that nothing uses any more.
+    drop(unsafe { Box::from_raw(object.cast::<Object>()) });
+    0
+}
+
+fn general(input: &[u8], output: &mut [u8]) -> Result<(), Refusal> {
+    /// `QUERY_HCA_CAP`
+    const QUERY: u32 = 0x100;
+    long_enough(input, SHORT, output, SHORT)?;
+    let (opcode, general_now) = (Input(input).opcode(), Input(input).get(0x30, 16) == 1);
+    if opcode != QUERY || !general_now {
+        return Err(refuse::operation(0x23, format!("command {opcode:#x} is not one of a device here")));
+    }
+    long_enough(input, SHORT, output, SHORT + 0x8000 / 8)?;
+    output.fill(0);
+    devx_set(output, 0x80 + 0x88, 8, LOG_MAX_QP);
+    devx_set(output, 0x80 + 0xc8, 8, LOG_MAX_CQ);
+    Ok(())
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_devx_general_cmd(
+    _context: *mut ibv_context,
+    input: *const c_void,
+    input_len: usize,
+    output: *mut c_void,
+    output_len: usize,
+) -> c_int {
+    if !is_there() {
+        return libc::EOPNOTSUPP;
+    }
+    // SAFETY: the caller vouches for the buffers.
+    let (input, output) = unsafe { mailboxes((input, input_len), (output, output_len)) };
+    general(input, output).map_or_else(|refusal| refusal.answer(output), |()| 0)
+}
+
+/// Queue pairs of verbs are not asked by commands here.
+///
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_devx_qp_query(
+    _qp: *mut ibv_qp,
+    _input: *const c_void,
+    _input_len: usize,
+    _output: *mut c_void,
+    _output_len: usize,
+) -> c_int {
+    libc::EOPNOTSUPP
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_devx_query_eqn(
+    _context: *mut ibv_context,
+    vector: u32,
+    eqn: *mut u32,
+) -> c_int {
+    if !is_there() || vector != 0 {
+        return if vector == 0 { libc::EOPNOTSUPP } else { libc::EINVAL };
+    }
+    // SAFETY: the caller vouches for the place.
+    unsafe { eqn.write(EQN) };
+    0
+}
