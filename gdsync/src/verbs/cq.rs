@@ -178,6 +178,11 @@ impl Cq {
 }
 
 impl CqInner {
+    /// The queue as the device made it.
+    pub(crate) fn parts(&self) -> &CqParts {
+        &self.parts
+    }
+
     pub(crate) fn attach(&self, tracker: &Arc<Tracker>) {
         let mut state = self.state.lock();
         state.queues.push(tracker.clone());

@@ -17,9 +17,14 @@ bitflags::bitflags! {
     /// A GPU looks at a completion queue in its own memory without using the bus. The CPU, and with it the software HCA,
     /// writes there about as quickly as to host memory, but every look takes it a microsecond. Doorbells are
     /// registers of the card and never move.
+    ///
+    /// Where mlx5 cards read the rings by themselves, any of these makes the queue pair by DevX, which needs a dma-buf of GPU
+    /// memory for the card (Linux 6.1, the NVIDIA driver's open kernel modules) or nvidia-peermem: otherwise it is
+    /// refused, with the reason.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct OnGpu: u32 {
-        /// The send queue. The device must be able to read it there: the software HCA can.
+        /// The send queue. The device must be able to read it there: the software HCA can, and so can mlx5 cards. There the
+        /// receive queue lies beside it, in the same memory.
         const SEND_QUEUE = 1;
         /// The completion queue of sends, unless it is shared.
         const SEND_CQ = 2;

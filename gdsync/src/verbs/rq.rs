@@ -34,6 +34,11 @@ impl RecvQueue {
         Ok(Arc::new(Self { end, ring, stride, entries, record }))
     }
 
+    /// The ring, the record's word, and the bytes of an entry.
+    pub(crate) fn places(&self) -> (&Memory, &Memory, usize) {
+        (&self.ring, self.record.memory(), self.stride)
+    }
+
     pub(crate) fn post(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let result = self.post_all(wrs);
         // A device that has already given up on the queue pair has to flush them.

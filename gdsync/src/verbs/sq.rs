@@ -75,6 +75,11 @@ impl SendQueue {
         Ok(Arc::new(Self { end, ring, blocks, max_inline, record, doorbell }))
     }
 
+    /// The ring, the record's word, and the doorbell.
+    pub(crate) fn places(&self) -> (&Memory, &Memory, &Memory) {
+        (&self.ring, self.record.memory(), self.doorbell.memory())
+    }
+
     /// Posts requests and rings the doorbell, from the CPU.
     pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         let range = self.with_room(|track| {

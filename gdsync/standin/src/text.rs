@@ -2,11 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-use rdma_core_sys::verbs::{
-    ibv_ah, ibv_ah_attr, ibv_event_type, ibv_node_type, ibv_pd, ibv_port_state, ibv_wc_status,
-};
-
-use crate::errno;
+use rdma_core_sys::verbs::{ibv_event_type, ibv_node_type, ibv_port_state, ibv_wc_status};
 
 /// A function that names the values of an enumeration.
 macro_rules! names {
@@ -51,20 +47,11 @@ names! {
     }
 }
 
-/// Functions that do nothing here.
-macro_rules! idle {
-    ($($name:ident($($type:ty),*) $(-> $returns:ty)? = $value:expr;)*) => {$(
-        /// # Safety
-        /// As its manual page asks.
-        #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name($(_: $type),*) $(-> $returns)? {
-            $value
-        }
-    )*};
-}
-
-idle! {
-    ibv_fork_init() -> c_int = 0;
-    ibv_create_ah(*mut ibv_pd, *mut ibv_ah_attr) -> *mut ibv_ah = errno::null(libc::EOPNOTSUPP);
-    ibv_destroy_ah(*mut ibv_ah) -> c_int = libc::EOPNOTSUPP;
+/// There is nothing to do.
+///
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_fork_init() -> c_int {
+    0
 }

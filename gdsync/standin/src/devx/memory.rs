@@ -33,8 +33,8 @@ static NEXT: AtomicU32 = AtomicU32::new(0x51);
 pub(super) struct Umem {
     addr: *mut u8,
     len: usize,
-    mapped: bool,
-    _mapping: Option<Mapping>,
+    /// Of a DMA-BUF.
+    mapping: Option<Mapping>,
 }
 
 /// Keeps what is mapped.
@@ -50,6 +50,12 @@ impl std::fmt::Debug for Mapping {
 unsafe impl Send for Umem {}
 // SAFETY: as above.
 unsafe impl Sync for Umem {}
+
+/// How many are registered; those that came as DMA-BUFs alone, where that is asked.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn gdsync_standin_umems(as_dma_buf: bool) -> usize {
+    UMEMS.lock().values().filter(|umem| !as_dma_buf || umem.mapping.is_some()).count()
+}
 
 impl Umem {
     /// The memory of this number.
@@ -70,11 +76,6 @@ impl Umem {
         // SAFETY: it was pinned or mapped, and stays until this is dropped.
         unsafe { Memory::from_raw(self.addr.wrapping_add(start), len) }
             .map_err(|error| refuse::parameter(4, error.to_string()))
-    }
-
-    /// Whether it came as a DMA-BUF.
-    pub(super) fn is_dma_buf(&self) -> bool {
-        self.mapped
     }
 }
 
@@ -119,7 +120,7 @@ fn by_address(addr: *mut c_void, len: usize, rights: access) -> Result<Umem, c_i
         return Err(libc::EINVAL);
     }
     pages::pin(addr.addr(), len, true)?;
-    Ok(Umem { addr: addr.cast(), len, mapped: false, _mapping: None })
+    Ok(Umem { addr: addr.cast(), len, mapping: None })
 }
 
 /// # Safety
@@ -163,8 +164,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg_ex(
         Mapped::dma_buf(attr.dmabuf_fd, attr.addr.addr() as u64, attr.size).map(|(mapped, addr)| Umem {
             addr: addr.cast(),
             len: attr.size,
-            mapped: true,
-            _mapping: Some(Mapping(mapped)),
+            mapping: Some(Mapping(mapped)),
         })
     };
     made.map_or_else(errno::null, register)

@@ -1,0 +1,77 @@
+//! Where GPU memory cannot be had for queues: which call said no, and what to change.
+
+use gdrcopy::standin::driver::Control;
+use gdsync::Error;
+use gdsync::verbs::{OnGpu, QpBuilder};
+
+use crate::common::{Side, connect};
+use crate::traffic::message;
+use crate::{Less, gpu, open, pair, umems};
+
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+const DMA_BUF_SUPPORTED: u32 = 124;
+
+fn assert_says(error: &Error, words: &[&str]) {
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "'{text}' lacks '{word}'");
+    }
+}
+
+#[test]
+fn without_devx_the_command_and_its_needs_are_named() {
+    let _control = Control::take();
+    let gpu = gpu();
+    let context = open(&gpu);
+    let pd = context.alloc_pd().unwrap();
+    let less = Less::of(0);
+    for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
+        let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
+        assert!(matches!(error, Error::Verbs { call: "mlx5dv_devx_general_cmd", .. }), "{error:?}");
+        assert_says(&error, &["QUERY_HCA_CAP", "kernel", "user contexts", "UCTX_EN", "OnGpu::empty()"]);
+    }
+    // Queues in host memory do not need it.
+    let side = |build: fn(QpBuilder) -> QpBuilder| Side::new(&context, 64, |q| build(q));
+    let (a, b) = connect(side(|q| q), side(|q| q));
+    message(&a, &b, 1);
+    // Nor is the refusal remembered.
+    drop(less);
+    pd.build_qp().on_gpu(&gpu, OnGpu::all()).build().unwrap();
+}
+
+#[test]
+fn without_dma_bufs_both_ways_are_named() {
+    let control = Control::take();
+    let gpu = gpu();
+    let before = umems();
+    let pd = open(&gpu).alloc_pd().unwrap();
+    // The kernel's side.
+    let less = Less::of(1);
+    for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
+        let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
+        assert!(matches!(error, Error::Device { .. }), "{error:?}");
+        assert_says(&error, &["mlx5dv_devx_umem_reg_ex", "6.1", "nvidia_peermem", "OnGpu::empty()"]);
+    }
+    drop(less);
+    // What was made before it was refused is gone.
+    assert_eq!(umems(), before);
+    // The GPU driver's.
+    control.attribute(0, DMA_BUF_SUPPORTED, 0);
+    let closed = crate::gpu();
+    let pd = open(&closed).alloc_pd().unwrap();
+    let error = pd.build_qp().on_gpu(&closed, OnGpu::all()).build().unwrap_err();
+    assert_says(&error, &["attribute 124", "open kernel modules", "nvidia_peermem"]);
+}
+
+#[test]
+fn a_peer_without_an_address_is_named() {
+    let _control = Control::take();
+    let gpu = gpu();
+    let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q);
+    message(&a, &b, 1);
+    let side = Side::new(&open(&gpu), 64, |q| q.on_gpu(&gpu, OnGpu::all()));
+    let mut nowhere = b.qp.address();
+    nowhere.gid.0 = [0; 16];
+    let error = side.qp.connect(nowhere).unwrap_err();
+    assert!(matches!(error, Error::Peer { .. }), "{error:?}");
+}
