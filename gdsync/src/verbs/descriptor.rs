@@ -98,11 +98,13 @@ impl Qp {
         }
         let posted = self.send.end.tracker.posted() + self.recv.end.tracker.posted();
         if posted > 0 {
-            let expected = "none: kernels begin at index 0, so give them a queue pair that nothing was posted to";
+            let expected =
+                "none: kernels begin at index 0, so give them a queue pair that nothing was posted to";
             return Err(Error::invalid("posted requests", posted, expected));
         }
         let at = |memory: &Memory| memory.gpu_addr(gpu);
-        let ((sq, send_record, doorbell), (rq, recv_record, stride)) = (self.send.places(), self.recv.places());
+        let ((sq, send_record, doorbell), (rq, recv_record, stride)) =
+            (self.send.places(), self.recv.places());
         Ok(DeviceQp {
             sq: at(sq)?,
             rq: at(rq)?,

@@ -3,9 +3,9 @@
 use std::ffi::{c_int, c_void};
 
 use rdma_core_sys::mlx5::{
-    mlx5dv_context, mlx5dv_context_attr, mlx5dv_context_attr_flags, mlx5dv_context_comp_mask as mask,
-    mlx5dv_ah, mlx5dv_context_flags, mlx5dv_cq_init_attr, mlx5dv_obj, mlx5dv_obj_type as kind, mlx5dv_pd,
-    mlx5dv_qp_init_attr, mlx5dv_set_ctx_attr_type,
+    mlx5dv_ah, mlx5dv_context, mlx5dv_context_attr, mlx5dv_context_attr_flags,
+    mlx5dv_context_comp_mask as mask, mlx5dv_context_flags, mlx5dv_cq_init_attr, mlx5dv_obj,
+    mlx5dv_obj_type as kind, mlx5dv_pd, mlx5dv_qp_init_attr, mlx5dv_set_ctx_attr_type,
 };
 use rdma_core_sys::verbs::{
     ibv_context, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_device, ibv_qp, ibv_qp_init_attr_ex,
@@ -110,8 +110,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_create_qp(
 /// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: *mut mlx5dv_obj, asked: kind) -> c_int {
-    let known =
-        kind::MLX5DV_OBJ_QP | kind::MLX5DV_OBJ_CQ | kind::MLX5DV_OBJ_PD | kind::MLX5DV_OBJ_AH;
+    let known = kind::MLX5DV_OBJ_QP | kind::MLX5DV_OBJ_CQ | kind::MLX5DV_OBJ_PD | kind::MLX5DV_OBJ_AH;
     if asked.is_empty() || !known.contains(asked) {
         return libc::EOPNOTSUPP;
     }

@@ -41,6 +41,7 @@ mod pages;
 mod poll;
 mod qp;
 mod region;
+mod register;
 mod sizes;
 mod steps;
 mod text;

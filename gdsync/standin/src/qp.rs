@@ -26,12 +26,9 @@ use crate::cq::Cq;
 use crate::domain::Domain;
 use crate::errno;
 use crate::hca::{Concerned, Hca};
-use crate::pages::PAGE;
+use crate::register::Register;
 use crate::sizes::{BLOCK, QpSize};
 use crate::work::Work;
-
-/// Where the first doorbell lies in its page.
-const REGISTER: usize = 0x800;
 
 /// `struct ibv_qp`, and what is behind it.
 #[repr(C)]
@@ -46,8 +43,8 @@ pub(crate) struct Qp {
     pub(crate) work: Mutex<Work>,
     /// What was given so far.
     pub(crate) attr: Mutex<ibv_qp_attr>,
-    /// The page of its doorbell.
-    page: Memory,
+    /// Its doorbell.
+    register: Register,
     // Given back in this order.
     record: Buffer,
     rings: Buffer,
@@ -89,10 +86,8 @@ impl Qp {
 
     /// Writes a doorbell, unless there is none, and has the HCA look.
     pub(crate) fn ring(&self, doorbell: u64) {
-        if doorbell != EMPTY
-            && let Ok(register) = self.page.word64(REGISTER)
-        {
-            register.store(doorbell);
+        if doorbell != EMPTY {
+            self.register.word().store(doorbell);
         }
         self.hca.card.ring(self.qpn);
     }
@@ -118,12 +113,11 @@ impl Qp {
             wqe_cnt,
             stride,
         };
-        let register = (self.page.addr() as *mut u8).wrapping_add(REGISTER);
         mlx5dv_qp {
             dbrec: self.record.at(0).cast(),
             sq: ring(self.size.send_offset(), self.size.blocks, BLOCK),
             rq: ring(0, self.size.receives, self.size.stride),
-            bf: mlx5dv_qp_bf { reg: register.cast(), size: 256 },
+            bf: mlx5dv_qp_bf { reg: self.register.at().cast(), size: 256 },
             comp_mask: asked.intersection(mlx5dv_qp_comp_mask::MLX5DV_QP_MASK_UAR_MMAP_OFFSET),
             ..mlx5dv_qp::zeroed()
         }
@@ -202,7 +196,7 @@ pub(crate) unsafe fn create(
     let rings = Buffer::alloc(Some(domain), wanted)?;
     let wanted = Wanted { len: 8, align: 8, resource: MLX5DV_RES_TYPE_DBR, cleared: true };
     let record = Buffer::alloc(Some(domain), wanted)?;
-    let page = Memory::alloc(PAGE).map_err(|_| libc::ENOMEM)?;
+    let register = Register::alloc()?;
     // A queue that nobody asked for is one that nobody fills.
     let ring = |offset: usize, len: u32, least: usize| {
         let bytes = len as usize;
@@ -217,7 +211,7 @@ pub(crate) unsafe fn create(
         rq: ring(0, size.receives * size.stride, rq_stride as usize)?,
         rq_stride: rq_stride as usize,
         record: record.memory(0, 8)?,
-        doorbell: page.word64(REGISTER).map_err(|_| libc::ENOMEM)?,
+        doorbell: register.word(),
     };
     let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;
 
@@ -262,7 +256,7 @@ pub(crate) unsafe fn create(
         scatters,
         work: Mutex::default(),
         attr: Mutex::new(ibv_qp_attr { cap: attr.cap, ..ibv_qp_attr::zeroed() }),
-        page,
+        register,
         record,
         rings,
     });

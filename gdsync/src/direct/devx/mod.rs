@@ -23,9 +23,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
-use rdma_core_sys::mlx5::{
-    mlx5dv_context, mlx5dv_context_flags, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_pd,
-};
+use rdma_core_sys::mlx5::{mlx5dv_context, mlx5dv_context_flags, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_pd};
 
 use self::mailbox::Limits;
 use self::object::ask;

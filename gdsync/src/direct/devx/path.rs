@@ -91,9 +91,11 @@ impl Route {
                 let is_v2 = self.kind == GidKind::RoceV2;
                 let command = command.put(PATH + 0x130, &self.mac).set(PATH + 0x121, 3, sl & 7);
                 if is_v2 {
-                    command
-                        .set(PATH + 0x10a, 6, u32::from(grh.traffic_class >> 2))
-                        .set(PATH + 0x110, 16, self.udp_port.into())
+                    command.set(PATH + 0x10a, 6, u32::from(grh.traffic_class >> 2)).set(
+                        PATH + 0x110,
+                        16,
+                        self.udp_port.into(),
+                    )
                 } else {
                     command
                 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::Devx;
-use super::mailbox::{CqFields, QpFields, create_cq, create_qp, created, query_qp, queried_state};
+use super::mailbox::{CqFields, QpFields, create_cq, create_qp, created, queried_state, query_qp};
 use super::object::Object;
 use super::path::{self, Route, udp_port};
 use super::steps;

@@ -56,7 +56,8 @@ pub(super) fn command(
             .set(0x492, 1, atomic);
     }
     if has(mask::IBV_QP_PORT) {
-        command = command.set(PATH + 0x10, 16, attr.pkey_index.into()).set(PATH + 0x128, 8, attr.port_num.into());
+        command =
+            command.set(PATH + 0x10, 16, attr.pkey_index.into()).set(PATH + 0x128, 8, attr.port_num.into());
     }
     if let Some(route) = route {
         command = route

@@ -19,9 +19,7 @@ use crate::complaint::complain;
 use crate::errno;
 use crate::pages::{self, PAGE};
 use crate::region::Mapped;
-
-/// Where the doorbell lies in its page.
-const REGISTER: usize = 0x800;
+use crate::register::Register;
 
 static UMEMS: Mutex<BTreeMap<u32, Arc<Umem>>> = Mutex::new(BTreeMap::new());
 static UARS: Mutex<BTreeMap<u32, Arc<Page>>> = Mutex::new(BTreeMap::new());
@@ -60,7 +58,11 @@ pub(crate) extern "C" fn gdsync_standin_umems(as_dma_buf: bool) -> usize {
 impl Umem {
     /// The memory of this number.
     pub(super) fn find(id: u32) -> Result<Arc<Self>, Refusal> {
-        UMEMS.lock().get(&id).cloned().ok_or_else(|| refuse::resource(1, format!("umem {id:#x} is not there")))
+        UMEMS
+            .lock()
+            .get(&id)
+            .cloned()
+            .ok_or_else(|| refuse::resource(1, format!("umem {id:#x} is not there")))
     }
 
     /// `len` bytes at `offset`, a multiple of `align`. They must be gone before this.
@@ -82,7 +84,7 @@ impl Umem {
 /// A doorbell page.
 #[derive(Debug)]
 pub(super) struct Page {
-    memory: Memory,
+    register: Register,
     taken: AtomicBool,
 }
 
@@ -100,7 +102,7 @@ impl Page {
                 "a doorbell page is that of another queue pair: memory keeps one doorbell",
             ));
         }
-        self.memory.word64(REGISTER).map_err(|error| refuse::parameter(7, error.to_string()))
+        Ok(self.register.word())
     }
 
     /// The reverse.
@@ -205,12 +207,15 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_alloc_uar(
     if level() == Level::None || !known.contains(&asked) {
         return errno::null(libc::EOPNOTSUPP);
     }
-    let Ok(memory) = Memory::alloc(PAGE) else { return errno::null(libc::ENOMEM) };
+    let register = match Register::alloc() {
+        Ok(register) => register,
+        Err(errno) => return errno::null(errno),
+    };
     let page_id = NEXT.fetch_add(1, Ordering::SeqCst);
-    let base = memory.addr() as *mut u8;
-    UARS.lock().insert(page_id, Arc::new(Page { memory, taken: AtomicBool::new(false) }));
+    let (base, at) = (register.page(), register.at());
+    UARS.lock().insert(page_id, Arc::new(Page { register, taken: AtomicBool::new(false) }));
     Box::into_raw(Box::new(mlx5dv_devx_uar {
-        reg_addr: base.wrapping_add(REGISTER).cast(),
+        reg_addr: at.cast(),
         base_addr: base.cast(),
         page_id,
         ..mlx5dv_devx_uar::zeroed()

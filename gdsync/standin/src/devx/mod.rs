@@ -79,7 +79,10 @@ impl Input<'_> {
         for &(offset, width, value, name) in fields {
             let found = self.get(offset, width);
             if found != value {
-                return Err(refuse::parameter(0x10, format!("{name} is {found:#x} where {value:#x} is needed")));
+                return Err(refuse::parameter(
+                    0x10,
+                    format!("{name} is {found:#x} where {value:#x} is needed"),
+                ));
             }
         }
         Ok(())

@@ -47,7 +47,10 @@ impl DevxQp {
         let (log_sq, log_rq) = (input.get(CONTEXT + 0x51, 4), input.get(CONTEXT + 0x49, 4));
         let log_stride = input.get(CONTEXT + 0x4d, 3);
         if log_sq > LOG_MAX_QP || log_rq > LOG_MAX_QP || log_stride > 5 {
-            return Err(refuse::limit(0x40, format!("queues of 2^{log_sq} and 2^{log_rq}, stride {log_stride}")));
+            return Err(refuse::limit(
+                0x40,
+                format!("queues of 2^{log_sq} and 2^{log_rq}, stride {log_stride}"),
+            ));
         }
         let rq_stride = 16usize << log_stride;
         let (rq_len, sq_len) = (rq_stride << log_rq, 64usize << log_sq);

@@ -100,17 +100,6 @@ fn a_gpu_that_may_not_ring_is_helped_by_the_proxy() {
     round_trips(&gpu, &a, &b);
 }
 
-#[test]
-fn queues_in_gpu_memory_are_refused() {
-    let _control = Control::take();
-    let gpu = gpu();
-    let pd = open(Some(&gpu)).unwrap().alloc_pd().unwrap();
-    for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
-        let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
-        assert!(matches!(error, Error::Unsupported { .. }), "{what:?}: {error:?}");
-    }
-}
-
 /// From GPU to GPU, from and to any byte: the card takes the memory as a dma-buf of whole pages.
 #[test]
 fn payload_in_gpu_memory_is_sent_from_there() {

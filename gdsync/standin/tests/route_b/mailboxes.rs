@@ -6,8 +6,8 @@ use std::ptr;
 use gdrcopy::standin::driver::Control;
 use gdsync::memory::Memory;
 use rdma_core_sys::mlx5::{
-    devx_get, devx_set, devx_set64, mlx5dv_devx_obj, mlx5dv_devx_umem, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_pd,
-    mlx5dv_uar_alloc_type,
+    devx_get, devx_set, devx_set64, mlx5dv_devx_obj, mlx5dv_devx_umem, mlx5dv_obj, mlx5dv_obj_type,
+    mlx5dv_pd, mlx5dv_uar_alloc_type,
 };
 use rdma_core_sys::verbs::{ibv_access_flags, ibv_context, ibv_pd};
 use rdma_core_sys::{Mlx5, Verbs};
@@ -133,11 +133,8 @@ impl Card {
                 answer.len(),
             )
         };
-        let errno = if object.is_null() {
-            std::io::Error::last_os_error().raw_os_error().unwrap()
-        } else {
-            0
-        };
+        let errno =
+            if object.is_null() { std::io::Error::last_os_error().raw_os_error().unwrap() } else { 0 };
         let status = devx_get(&answer, 0, 8);
         assert_eq!(status != 0, devx_get(&answer, 0x20, 32) != 0, "a status has a syndrome");
         (object, (errno, status, devx_get(&answer, 0x48, 24)))

@@ -76,8 +76,7 @@ fn complaints() -> Vec<String> {
 /// Registered memory that the firmware knows: all of it, and what came as a dma-buf.
 fn umems() -> [usize; 2] {
     // SAFETY: the type is that of the function.
-    let count: extern "C" fn(bool) -> usize =
-        unsafe { std::mem::transmute(entry(c"gdsync_standin_umems")) };
+    let count: extern "C" fn(bool) -> usize = unsafe { std::mem::transmute(entry(c"gdsync_standin_umems")) };
     [count(false), count(true)]
 }
 

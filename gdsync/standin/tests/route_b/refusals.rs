@@ -2,7 +2,7 @@
 
 use gdrcopy::standin::driver::Control;
 use gdsync::Error;
-use gdsync::verbs::{OnGpu, QpBuilder};
+use gdsync::verbs::OnGpu;
 
 use crate::common::{Side, connect};
 use crate::traffic::message;
@@ -31,8 +31,8 @@ fn without_devx_the_command_and_its_needs_are_named() {
         assert_says(&error, &["QUERY_HCA_CAP", "kernel", "user contexts", "UCTX_EN", "OnGpu::empty()"]);
     }
     // Queues in host memory do not need it.
-    let side = |build: fn(QpBuilder) -> QpBuilder| Side::new(&context, 64, |q| build(q));
-    let (a, b) = connect(side(|q| q), side(|q| q));
+    let side = || Side::new(&context, 64, |q| q);
+    let (a, b) = connect(side(), side());
     message(&a, &b, 1);
     // Nor is the refusal remembered.
     drop(less);

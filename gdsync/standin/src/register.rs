@@ -1,0 +1,47 @@
+//! Doorbell pages. As those of libmlx5, they stay mapped when nobody uses them: CUDA may know them longer than their user did.
+
+use std::ffi::c_int;
+
+use gdsync::memory::{Memory, Word64};
+use parking_lot::Mutex;
+
+use crate::pages::PAGE;
+
+/// Where the first doorbell lies in its page.
+const REGISTER: usize = 0x800;
+
+static IDLE: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
+
+/// A page with one doorbell in use.
+#[derive(Debug)]
+pub(crate) struct Register(Memory);
+
+impl Register {
+    /// # Errors
+    /// `ENOMEM`
+    pub(crate) fn alloc() -> Result<Self, c_int> {
+        let idle = IDLE.lock().pop();
+        idle.map_or_else(|| Memory::alloc(PAGE), Ok).map(Self).map_err(|_| libc::ENOMEM)
+    }
+
+    /// The address of the page.
+    pub(crate) fn page(&self) -> *mut u8 {
+        self.0.addr() as *mut u8
+    }
+
+    /// The address of the doorbell.
+    pub(crate) fn at(&self) -> *mut u8 {
+        self.page().wrapping_add(REGISTER)
+    }
+
+    /// The doorbell.
+    pub(crate) fn word(&self) -> Word64 {
+        self.0.word64(REGISTER).expect("a doorbell lies in its page")
+    }
+}
+
+impl Drop for Register {
+    fn drop(&mut self) {
+        IDLE.lock().push(self.0.clone());
+    }
+}
