@@ -68,7 +68,7 @@ fn to_rtr_goes_with_the_path() {
     ];
     let gid = (0..16).map(|n| (PATH_AT + 16 + n, 9));
     let last = [
-        (CONTEXT + 145, 4 << 4),
+        (CONTEXT + 145, 4 << 5),
         (CONTEXT + 148, 12),
         (CONTEXT + 149, 0x65),
         (CONTEXT + 150, 0x43),
