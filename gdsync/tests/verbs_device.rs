@@ -42,6 +42,11 @@ fn recv(side: &Side, wr_id: u64) {
     side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(1024, 1024).unwrap()] }]).unwrap();
 }
 
+/// Whether the library reads the rings and asks the device for what stands there, as it does where the device does not.
+fn is_proxy(context: &Context) -> bool {
+    context.description().contains("proxy")
+}
+
 /// A message and its answer.
 fn exchange(a: &Side, b: &Side, seed: usize) {
     for (from, to) in [(a, b), (b, a)] {
@@ -70,7 +75,8 @@ const FLUSHED: Option<Syndrome> = Some(Syndrome::WR_FLUSH_ERR);
 #[test]
 fn a_device_says_how_it_is_used() {
     let Some(context) = device() else { return };
-    assert!(context.description().contains("proxy"), "{}", context.description());
+    let description = context.description();
+    assert!(is_proxy(&context) || description.contains("mlx5 card"), "{description}");
     assert!(["RoCE", "InfiniBand"].iter().any(|wire| context.wire().contains(wire)), "{}", context.wire());
     let plan = FaultPlan { drop: 0.5, ..FaultPlan::default() };
     let error = context.inject(plan).unwrap_err();
@@ -149,6 +155,10 @@ fn no_receive_in_time_is_told_as_that() {
 #[test]
 fn what_the_device_refuses_is_told_with_its_cause() {
     let Some((a, b)) = pair(|q| q.max_send_sge(1).max_send_wr(256)) else { return };
+    if !is_proxy(&a.context) {
+        println!("skipped: a device that reads the ring takes what fits");
+        return;
+    }
     (0..3).for_each(|id| recv(&b, id));
     // Room in the ring, but more than the device was asked for or can do.
     let sges = vec![a.mr.sge(0, 1).unwrap(); 61];
@@ -388,5 +398,5 @@ fn numbers_and_keys_are_those_of_the_device() {
     a.qp.post_send(&[SendWr::nop().id(9)]).unwrap();
     let wc = sent(&a).ok().unwrap();
     assert_eq!((wc.wr_id, wc.send_opcode), (9, Opcode::NOP));
-    until(|| a.context.stats().doorbells > 0);
+    until(|| !is_proxy(&a.context) || a.context.stats().doorbells > 0);
 }

@@ -10,7 +10,7 @@
 //!   it in memory.
 //! - Completion queues begin with owner 1, not 0, which would satisfy the first waits at once.
 //! - Overrun is not looked for: work is only posted with a slot set aside for its completion.
-//! - Each queue pair has a doorbell register of its own (a thread domain): nobody else writes there.
+//! - Each queue pair has a doorbell register of its own (a thread domain), as long as the card has some.
 //!
 //! No card tells when it has completed something: whoever waits looks. A thread reads the asynchronous events, and records
 //! failures that no completion tells as the reason why a queue pair is broken.
@@ -239,6 +239,10 @@ impl Provider for Direct {
         self.shared.healths.remove(qpn);
         let qp = self.shared.qps.lock().remove(&qpn);
         drop(qp);
+    }
+
+    fn rd_atomic(&self) -> u8 {
+        self.open.rd_atomic()
     }
 
     fn writes_in_order(&self, qpn: u32) -> Option<bool> {

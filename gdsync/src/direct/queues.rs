@@ -238,8 +238,8 @@ impl DirectQp {
         psn: u32,
     ) -> Result<(Self, Parts)> {
         let open = base.open();
-        let lane = registers.acquire()?;
-        let domain = RingDomain::new(base, Some(lane.td()), places)?;
+        let lane = registers.acquire();
+        let domain = RingDomain::new(base, lane.as_ref().map(Lane::td), places)?;
         let receives = 1u32 << request.log_rq;
         let recv_sges = u32::try_from(request.rq_stride / mlx5::SEGMENT).unwrap_or(u32::MAX);
         let mut attr = ibv_qp_init_attr_ex::zeroed();
@@ -278,7 +278,7 @@ impl DirectQp {
             recv_cq: recv_cq.clone(),
             state: Mutex::new((QpState::RESET, psn)),
             domain: Some(domain),
-            lane: Some(lane),
+            lane,
             registers: registers.clone(),
             base: base.clone(),
         };

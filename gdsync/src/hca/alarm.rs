@@ -48,8 +48,13 @@ impl Belfry {
         Self { listener, raised: Vec::new() }
     }
 
+    /// Whether a driver listens: the HCA stands for a card.
+    pub(super) fn is_heard(&self) -> bool {
+        self.listener.is_some()
+    }
+
     pub(super) fn raise(&mut self, alarm: Alarm) {
-        if self.listener.is_some() {
+        if self.is_heard() {
             self.raised.push(alarm);
         }
     }

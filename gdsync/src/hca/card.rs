@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::alarm::Alarms;
+use super::event::{CqEvent, Kicks};
 use super::gid::Gid;
 use super::requester::Requester;
 use super::rings::Rings;
@@ -77,11 +78,36 @@ impl Card {
         self.0.dereg_mr(MrKeys { lkey: key, rkey: key });
     }
 
-    /// Takes a completion queue into service: a power of two of CQEs, in the state that the application gave them. Returns
-    /// its number.
-    pub fn create_cq(&self, ring: Memory, record: Memory, ignore_overrun: bool) -> u32 {
+    /// Takes a completion queue into service: a power of two of CQEs, in the state that the application gave them. `kicks`
+    /// is called after each completion. Returns its number.
+    pub fn create_cq(
+        &self,
+        ring: Memory,
+        record: Memory,
+        ignore_overrun: bool,
+        kicks: Option<Arc<dyn Kicks>>,
+    ) -> u32 {
         let log = (ring.len() / CQE_SIZE).ilog2();
-        self.0.shared.with(|core| core.cqs.create(ring, record, Arc::default(), log, ignore_overrun))
+        let event = Arc::<CqEvent>::default();
+        if kicks.is_some() {
+            event.attend(u64::MAX, kicks.as_ref());
+        }
+        self.0.shared.with(|core| {
+            let cqn = core.cqs.create(ring, record, event, log, ignore_overrun);
+            core.cqs.read_by_owner(cqn, false);
+            cqn
+        })
+    }
+
+    /// The application reads this completion queue itself, and may look at the owner bit alone: no CQE may look written
+    /// before it is.
+    pub fn read_by_owner(&self, cqn: u32) {
+        self.0.shared.with(|core| core.cqs.read_by_owner(cqn, true));
+    }
+
+    /// Looks at the doorbell of a queue pair, which was just written.
+    pub fn ring(&self, qpn: u32) {
+        self.0.ring(qpn);
     }
 
     /// Ends a completion queue.

@@ -307,10 +307,12 @@ impl Core {
             self.mover.forget(process);
         }
         tracing::warn!(?peer, "software HCA: peer is gone");
+        // A card does not notice: its timeouts run out.
+        let is_card = self.alarms.is_heard();
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
                 let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
-                if lost && matches!(qp.state, QpState::RTR | QpState::RTS) {
+                if lost && (!is_card || qp.is_copying()) && matches!(qp.state, QpState::RTR | QpState::RTS) {
                     qp.fail(Syndrome::RETRY_EXC_ERR, env);
                 }
             });

@@ -39,6 +39,8 @@ struct SoftCq {
     overrun: bool,
     /// Listed as attended.
     attended: bool,
+    /// Its readers may look at the owner bit alone.
+    by_owner: bool,
 }
 
 /// The queue is full: a card raises a CQ error event, and no completion is ever written again.
@@ -83,6 +85,7 @@ impl Cqs {
             ignore_overrun,
             overrun: false,
             attended: false,
+            by_owner: true,
         };
         let index = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
         if index == self.slots.len() {
@@ -164,10 +167,18 @@ impl Cqs {
         Ok(())
     }
 
+    /// Whether readers of a queue may look at the owner bit alone, as they may unless this is called.
+    #[cfg(feature = "standin")]
+    pub(crate) fn read_by_owner(&mut self, cqn: u32, by_owner: bool) {
+        if let Some(Some(cq)) = self.slot(cqn) {
+            cq.by_owner = by_owner;
+        }
+    }
+
     /// What a card would punish: a CQE that looks written before it was.
     pub(crate) fn check_initial(&mut self, cqn: u32) -> Result<()> {
         let Some(Some(cq)) = self.slot(cqn) else { return Ok(()) };
-        if cq.produced > 0 {
+        if cq.produced > 0 || !cq.by_owner {
             return Ok(());
         }
         for n in 0..1usize << cq.log {

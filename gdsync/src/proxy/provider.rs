@@ -229,6 +229,10 @@ impl Provider for Proxy {
         }
     }
 
+    fn rd_atomic(&self) -> u8 {
+        self.open().rd_atomic()
+    }
+
     fn record_may_lag(&self) -> bool {
         !self.strict
     }

@@ -15,8 +15,10 @@
 //!   says what both need. Regions that the device writes keep PCIe's order, so that data is there when its completion is.
 
 mod config;
+mod domain;
 mod events;
 pub(crate) mod explain;
+mod list;
 mod open;
 mod port;
 mod region;
@@ -28,8 +30,9 @@ mod topology;
 use std::path::Path;
 
 pub use config::{DeviceConfig, Route};
+pub(crate) use domain::Domain;
 pub(crate) use events::{Event, Events, Healths};
-pub(crate) use open::{Domain, Open};
+pub(crate) use open::Open;
 pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 pub(crate) use region::Region;
 pub use survey::NearGpu;
@@ -38,7 +41,7 @@ pub use topology::Distance;
 
 /// The RDMA devices of this machine; none where there is no libibverbs.
 pub(crate) fn survey() -> Vec<Survey> {
-    let list = match open::List::get() {
+    let list = match list::List::get() {
         Ok(list) => list,
         Err(error) => {
             tracing::debug!(%error, "no RDMA devices");

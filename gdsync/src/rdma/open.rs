@@ -1,30 +1,21 @@
 //! An open RDMA device, with the port and the GID that its queue pairs use.
 
-use std::ffi::CStr;
 use std::fmt;
-use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rdma_core_sys::verbs::{
-    ibv_context, ibv_device, ibv_device_attr, ibv_fork_status, ibv_gid_entry, ibv_gid_type, ibv_link_layer,
-    ibv_pd, ibv_port_attr, ibv_port_flags, ibv_transport_type,
-};
+use rdma_core_sys::verbs::{ibv_context, ibv_device_attr};
 use rdma_core_sys::{Mlx5, Verbs};
 
 use super::config::DeviceConfig;
-use super::explain::{Call, failed, failed_last};
-use super::port::{GidEntry, GidKind, LinkLayer, Port, PortState};
-use super::sysfs::{Class, SYSFS};
+use super::list::{Handle, List};
+use super::port::{GidEntry, GidKind, LinkLayer, Port};
 use crate::error::{Error, Result};
-use crate::hca::Gid;
 use crate::verbs::QpAddress;
 
 /// An open RDMA device. Closed when the last clone of its `Arc` is gone: whoever makes something on it keeps one.
 pub(crate) struct Open {
-    verbs: &'static Verbs,
-    context: NonNull<ibv_context>,
-    name: String,
+    handle: Handle,
     attr: ibv_device_attr,
     port: Port,
     gid: GidEntry,
@@ -33,215 +24,9 @@ pub(crate) struct Open {
     config: DeviceConfig,
 }
 
-// SAFETY: libibverbs may be called from any thread; the rest is not changed after opening.
-unsafe impl Send for Open {}
-// SAFETY: as above.
-unsafe impl Sync for Open {}
-
 impl fmt::Debug for Open {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} port {}", self.name, self.port.number)
-    }
-}
-
-impl Drop for Open {
-    fn drop(&mut self) {
-        // SAFETY: opened here, closed once; what was made on it keeps it, so nothing is left.
-        let errno = unsafe { self.verbs.ibv_close_device(self.context.as_ptr()) };
-        if errno != 0 {
-            tracing::debug!(device = %self.name, errno, "a device was not closed");
-        }
-    }
-}
-
-/// The devices that libibverbs knows.
-pub(super) struct List {
-    verbs: &'static Verbs,
-    first: NonNull<*mut ibv_device>,
-    len: usize,
-}
-
-impl Drop for List {
-    fn drop(&mut self) {
-        // SAFETY: the list of `get`, freed once. Open devices stay open.
-        unsafe { self.verbs.ibv_free_device_list(self.first.as_ptr()) };
-    }
-}
-
-impl List {
-    /// The list; [`Error::Library`] where there is no libibverbs.
-    pub(super) fn get() -> Result<Self> {
-        let verbs = Verbs::load()?;
-        prepare_fork(verbs);
-        let mut len = 0;
-        // SAFETY: a place for the answer.
-        let list = unsafe { verbs.ibv_get_device_list(&raw mut len) };
-        let first = NonNull::new(list)
-            .ok_or_else(|| failed_last("ibv_get_device_list", "this machine", &Call::Open { node: None }))?;
-        Ok(Self { verbs, first, len: usize::try_from(len).unwrap_or(0) })
-    }
-
-    pub(super) fn devices(&self) -> impl Iterator<Item = Listed<'_>> {
-        (0..self.len).filter_map(|at| {
-            // SAFETY: the list has so many entries.
-            let place = unsafe { self.first.add(at) };
-            // SAFETY: entries are initialised.
-            let device = NonNull::new(unsafe { place.read() })?;
-            Some(Listed { list: self, device })
-        })
-    }
-}
-
-/// An entry of the list.
-pub(super) struct Listed<'a> {
-    list: &'a List,
-    device: NonNull<ibv_device>,
-}
-
-impl Listed<'_> {
-    pub(super) fn name(&self) -> String {
-        // SAFETY: the device is listed.
-        let name = unsafe { self.list.verbs.ibv_get_device_name(self.device.as_ptr()) };
-        if name.is_null() {
-            return String::new();
-        }
-        // SAFETY: libibverbs returns terminated text that lives as long as the list.
-        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-    }
-
-    /// The file that it is opened through.
-    fn node(&self) -> Option<PathBuf> {
-        // SAFETY: the device is listed, and its name an array of its own.
-        let name = unsafe { &raw const (*self.device.as_ptr()).dev_name };
-        // SAFETY: libibverbs keeps it terminated.
-        let name = unsafe { CStr::from_ptr(name.cast()) }.to_str().ok().filter(|name| !name.is_empty())?;
-        Some(Path::new("/dev/infiniband").join(name))
-    }
-
-    fn is_iwarp(&self) -> bool {
-        // SAFETY: the device is listed.
-        let transport = unsafe { (*self.device.as_ptr()).transport_type };
-        transport == ibv_transport_type::IBV_TRANSPORT_IWARP
-    }
-
-    /// Whether libmlx5 drives it.
-    pub(super) fn is_mlx5(&self) -> bool {
-        let asked = Mlx5::load().map(|mlx5| {
-            // SAFETY: the device is listed.
-            unsafe { mlx5.mlx5dv_is_supported(self.device.as_ptr()) }
-        });
-        asked.inspect_err(|error| tracing::debug!(%error, "no mlx5 cards")).unwrap_or(false)
-    }
-
-    fn open(&self) -> Result<Context> {
-        // SAFETY: the device is listed.
-        let context = unsafe { self.list.verbs.ibv_open_device(self.device.as_ptr()) };
-        let context = NonNull::new(context)
-            .ok_or_else(|| failed_last("ibv_open_device", self.name(), &Call::Open { node: self.node() }))?;
-        Ok(Context { verbs: self.list.verbs, context, name: self.name() })
-    }
-
-    /// Its ports, asked of the device itself; none where it cannot be opened.
-    pub(super) fn ask_ports(&self) -> Vec<Port> {
-        let asked = self.open().and_then(|context| context.ports());
-        asked
-            .inspect_err(|error| tracing::debug!(%error, "a device does not tell its ports"))
-            .map(|ports| ports.into_iter().map(|(port, _)| port).collect())
-            .unwrap_or_default()
-    }
-}
-
-/// Where the kernel needs help to keep registered memory whole in a process that forks.
-fn prepare_fork(verbs: &Verbs) {
-    let known = verbs.ibv_is_fork_initialized.map(|ask| {
-        // SAFETY: it may be called at any time.
-        unsafe { ask() }
-    });
-    if matches!(known, Some(ibv_fork_status::IBV_FORK_UNNEEDED | ibv_fork_status::IBV_FORK_ENABLED)) {
-        return;
-    }
-    // SAFETY: it may be called at any time, and refuses when it is too late.
-    let errno = unsafe { verbs.ibv_fork_init() };
-    if errno != 0 {
-        tracing::debug!(errno, "a fork of this process may break registered memory");
-    }
-}
-
-/// An open device, closed when this is dropped.
-struct Context {
-    verbs: &'static Verbs,
-    context: NonNull<ibv_context>,
-    name: String,
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        // SAFETY: opened once, closed once; nothing was made on it.
-        unsafe { self.verbs.ibv_close_device(self.context.as_ptr()) };
-    }
-}
-
-impl Context {
-    fn attr(&self) -> Result<ibv_device_attr> {
-        let mut attr = ibv_device_attr::zeroed();
-        // SAFETY: the device is open; a place for the answer.
-        let errno = unsafe { self.verbs.ibv_query_device(self.context.as_ptr(), &raw mut attr) };
-        if errno == 0 { Ok(attr) } else { Err(failed("ibv_query_device", &self.name, &Call::Other, errno)) }
-    }
-
-    /// Its ports, and whether addresses of each are always global.
-    fn ports(&self) -> Result<Vec<(Port, bool)>> {
-        let mut gids = self.gids(&mut Vec::new());
-        let count = self.attr()?.phys_port_cnt;
-        let ports = (1..=count).map(|number| {
-            let mut attr = ibv_port_attr::zeroed();
-            // SAFETY: the device is open.
-            let errno = unsafe { self.verbs.query_port(self.context.as_ptr(), number, &mut attr) };
-            if errno != 0 {
-                return Err(failed("ibv_query_port", &self.name, &Call::Other, errno));
-            }
-            let link = match attr.link_layer {
-                ibv_link_layer::IBV_LINK_LAYER_ETHERNET => LinkLayer::Ethernet,
-                // Devices of before RoCE do not tell.
-                _ => LinkLayer::InfiniBand,
-            };
-            let own = gids.extract_if(.., |(port, _)| *port == u32::from(number)).map(|(_, gid)| gid);
-            let mtu = u8::try_from(attr.active_mtu.0).ok().and_then(crate::verbs::mtu_bytes);
-            let state = PortState(u8::try_from(attr.state.0).unwrap_or(0));
-            let port = Port { number, state, link, lid: attr.lid, mtu, gids: own.collect() };
-            Ok((port, attr.flags.contains(ibv_port_flags::IBV_QPF_GRH_REQUIRED)))
-        });
-        ports.collect()
-    }
-
-    /// The entries of its GID tables, by port.
-    fn gids(&self, room: &mut Vec<ibv_gid_entry>) -> Vec<(u32, GidEntry)> {
-        room.resize(4096, ibv_gid_entry::zeroed());
-        // SAFETY: the device is open.
-        let count = unsafe { self.verbs.query_gid_table(self.context.as_ptr(), room) };
-        match count.map(usize::try_from) {
-            Ok(Ok(count)) => {
-                let entry = |entry: &ibv_gid_entry| {
-                    let kind = match entry.gid_type {
-                        ibv_gid_type::IBV_GID_TYPE_IB | ibv_gid_type::IBV_GID_TYPE_ROCE_V1 => {
-                            GidKind::IbOrRoceV1
-                        }
-                        ibv_gid_type::IBV_GID_TYPE_ROCE_V2 => GidKind::RoceV2,
-                        _ => GidKind::Unknown,
-                    };
-                    // SAFETY: all bytes of the union are plain.
-                    let gid = Gid(unsafe { entry.gid.raw });
-                    (entry.port_num, GidEntry { index: entry.gid_index, gid, kind })
-                };
-                room.iter().take(count).map(entry).collect()
-            }
-            // Before rdma-core 32.
-            _ => {
-                let ports = Class::of(Path::new(SYSFS), &self.name).map(|class| class.ports());
-                let of = |port: Port| port.gids.into_iter().map(move |gid| (u32::from(port.number), gid));
-                ports.into_iter().flatten().flat_map(of).collect()
-            }
-        }
+        write!(f, "{} port {}", self.name(), self.port.number)
     }
 }
 
@@ -263,35 +48,31 @@ impl Open {
                 "it speaks iWARP, whose connections only librdmacm makes: use an InfiniBand or RoCE device";
             return Err(unusable(why.into()));
         }
-        let context = listed.open()?;
-        let attr = context.attr()?;
-        let (port, needs_grh) = choose_port(context.ports()?, config.port).map_err(unusable)?;
+        let handle = listed.open()?;
+        let attr = handle.attr()?;
+        let (port, needs_grh) = choose_port(handle.ports()?, config.port).map_err(unusable)?;
         let gid = choose_gid(&port, config.gid_index).map_err(unusable)?;
-        let Context { verbs, context: raw, ref name } = context;
-        let name = name.clone();
-        // The value below closes it.
-        std::mem::forget(context);
-        let open = Self { verbs, context: raw, name, attr, port, gid, needs_grh, config: config.clone() };
-        tracing::debug!(device = %open.name, port = open.port.number, gid = %gid.gid, index = gid.index, "opened");
+        let open = Self { handle, attr, port, gid, needs_grh, config: config.clone() };
+        tracing::debug!(device = open.name(), port = open.port.number, gid = %gid.gid, index = gid.index, "opened");
         Ok(Arc::new(open))
     }
 
     pub(crate) fn verbs(&self) -> &'static Verbs {
-        self.verbs
+        self.handle.verbs
     }
 
     pub(crate) fn context(&self) -> NonNull<ibv_context> {
-        self.context
+        self.handle.raw
     }
 
     pub(crate) fn name(&self) -> &str {
-        &self.name
+        &self.handle.name
     }
 
     /// Whether libmlx5 drives it.
     pub(crate) fn is_mlx5(&self, mlx5: &Mlx5) -> bool {
         // SAFETY: the device is open.
-        let device = unsafe { (*self.context.as_ptr()).device };
+        let device = unsafe { (*self.context().as_ptr()).device };
         // SAFETY: the device of an open context.
         unsafe { mlx5.mlx5dv_is_supported(device) }
     }
@@ -299,6 +80,12 @@ impl Open {
     /// The limits of the device.
     pub(crate) fn attr(&self) -> &ibv_device_attr {
         &self.attr
+    }
+
+    /// READs and atomics that a queue pair may have outstanding each way, at most 16.
+    pub(crate) fn rd_atomic(&self) -> u8 {
+        let most = self.attr.max_qp_rd_atom.min(self.attr.max_qp_init_rd_atom);
+        u8::try_from(most.clamp(0, 16)).expect("at most 16")
     }
 
     /// The port that is used.
@@ -338,51 +125,6 @@ impl Open {
             (link, _) => link.to_string(),
         }
     }
-
-    /// Allocates a protection domain.
-    pub(crate) fn alloc_pd(self: &Arc<Self>) -> Result<Domain> {
-        // SAFETY: the device is open.
-        let pd = unsafe { self.verbs.ibv_alloc_pd(self.context.as_ptr()) };
-        let pd = NonNull::new(pd).ok_or_else(|| failed_last("ibv_alloc_pd", &self.name, &Call::Other))?;
-        Ok(Domain { open: self.clone(), pd })
-    }
-}
-
-/// A protection domain, freed when this is dropped: after all that was made in it.
-pub(crate) struct Domain {
-    open: Arc<Open>,
-    pd: NonNull<ibv_pd>,
-}
-
-// SAFETY: libibverbs may be called from any thread.
-unsafe impl Send for Domain {}
-// SAFETY: as above.
-unsafe impl Sync for Domain {}
-
-impl fmt::Debug for Domain {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "protection domain of {:?}", self.open)
-    }
-}
-
-impl Domain {
-    pub(crate) fn open(&self) -> &Arc<Open> {
-        &self.open
-    }
-
-    pub(crate) fn raw(&self) -> NonNull<ibv_pd> {
-        self.pd
-    }
-}
-
-impl Drop for Domain {
-    fn drop(&mut self) {
-        // SAFETY: allocated here, freed once.
-        let errno = unsafe { self.open.verbs.ibv_dealloc_pd(self.pd.as_ptr()) };
-        if errno != 0 {
-            tracing::debug!(device = %self.open.name, errno, "a protection domain was not freed");
-        }
-    }
 }
 
 /// The port to use: the one asked for, or the first that packets can leave. Otherwise why none can be used.
@@ -418,7 +160,9 @@ fn choose_gid(port: &Port, wanted: Option<u8>) -> std::result::Result<GidEntry, 
 
 #[cfg(test)]
 mod tests {
+    use super::super::port::PortState;
     use super::*;
+    use crate::hca::Gid;
 
     fn port(number: u8, state: PortState) -> (Port, bool) {
         let gid = |index, last| {

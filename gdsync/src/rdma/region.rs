@@ -10,8 +10,9 @@ use std::sync::Arc;
 use gdrcopy::cuda::raw::layout::{RANGE_HANDLE_DMA_BUF, pointer_attribute};
 use rdma_core_sys::verbs::{ibv_access_flags, ibv_mr};
 
+use super::domain::Domain;
 use super::explain::{Call, Memlock, failed_last, no_gpu_path};
-use super::open::{Domain, Open};
+use super::open::Open;
 use super::sysfs::SYSFS;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};

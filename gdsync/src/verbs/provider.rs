@@ -87,6 +87,10 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// first packet sequence number of this side, which a reset changes.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     fn destroy_qp(&self, qpn: u32);
+    /// READs and atomics that a queue pair may have outstanding, at most 16.
+    fn rd_atomic(&self) -> u8 {
+        16
+    }
     /// Whether messages that a queue pair receives are written in order of their addresses, if the device tells.
     fn writes_in_order(&self, _qpn: u32) -> Option<bool> {
         None

@@ -55,7 +55,8 @@ pub(crate) struct QpCore {
 struct Connect {
     access: Access,
     path_mtu: u32,
-    rd_atomic: u8,
+    /// As many as the device allows, where none are asked for.
+    rd_atomic: Option<u8>,
     min_rnr_timer: u8,
     timeout: u8,
     retry_cnt: u8,
@@ -205,10 +206,11 @@ impl Qp {
             self.init()?;
         }
         let with = &self.core().defaults;
+        let rd_atomic = with.rd_atomic.unwrap_or_else(|| self.core().provider.rd_atomic());
         let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(with.path_mtu);
-        self.modify(&rtr.max_dest_rd_atomic(with.rd_atomic).min_rnr_timer(with.min_rnr_timer))?;
+        self.modify(&rtr.max_dest_rd_atomic(rd_atomic).min_rnr_timer(with.min_rnr_timer))?;
         let rts = QpAttr::to(QpState::RTS).timeout(with.timeout).retry_cnt(with.retry_cnt);
-        self.modify(&rts.rnr_retry(with.rnr_retry).max_rd_atomic(with.rd_atomic))
+        self.modify(&rts.rnr_retry(with.rnr_retry).max_rd_atomic(rd_atomic))
     }
 
     /// Takes a fresh queue pair to INIT, where receives can be posted before the peer may send.
@@ -308,7 +310,7 @@ impl QpBuilder {
         let connect = Connect {
             access: Access::all(),
             path_mtu: 4096,
-            rd_atomic: 16,
+            rd_atomic: None,
             min_rnr_timer: 12,
             timeout: 14,
             retry_cnt: 7,
@@ -343,8 +345,6 @@ impl QpBuilder {
         access: Access => connect.access,
         /// Path MTU in bytes for [`Qp::connect`] (default 4096).
         path_mtu: u32 => connect.path_mtu,
-        /// READs and atomics outstanding each way, 0 to 16 (default 16).
-        rd_atomic: u8 => connect.rd_atomic,
         /// RNR timer code (default 12: 0.64 ms).
         min_rnr_timer: u8 => connect.min_rnr_timer,
         /// Acknowledge timeout, `4.096 us * 2^timeout` (default 14: 67 ms).
@@ -353,6 +353,12 @@ impl QpBuilder {
         retry_cnt: u8 => connect.retry_cnt,
         /// Retries after "receiver not ready", 7 for ever (default 6).
         rnr_retry: u8 => connect.rnr_retry,
+    }
+
+    /// READs and atomics outstanding each way, 0 to 16 (default 16, or what the device allows).
+    pub fn rd_atomic(mut self, value: u8) -> Self {
+        self.connect.rd_atomic = Some(value);
+        self
     }
 
     /// Completes sends on a queue shared with others. Streams cannot wait on a shared queue.

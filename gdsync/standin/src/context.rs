@@ -6,13 +6,12 @@ use std::mem::offset_of;
 use std::sync::Arc;
 
 use rdma_core_sys::verbs::{
-    ibv_atomic_cap, ibv_context, ibv_context_ops, ibv_cq, ibv_device, ibv_device_attr, ibv_device_attr_ex,
+    ibv_atomic_cap, ibv_context, ibv_context_ops, ibv_device, ibv_device_attr, ibv_device_attr_ex,
     ibv_device_cap_flags, ibv_link_layer, ibv_mtu, ibv_port_attr, ibv_port_cap_flags, ibv_port_state, ibv_qp,
-    ibv_query_device_ex_input, ibv_recv_wr, ibv_send_wr, ibv_wc, ibv_wr_opcode, verbs_context,
+    ibv_query_device_ex_input, ibv_wr_opcode, verbs_context,
 };
 
 use crate::address::{ENTRIES, PORT};
-use crate::complaint::complain;
 use crate::cq;
 use crate::device;
 use crate::domain;
@@ -20,8 +19,11 @@ use crate::errno;
 use crate::events::Events;
 use crate::hca::Hca;
 use crate::modify::MAX_RD_ATOMIC;
+use crate::notify;
+use crate::poll;
 use crate::qp;
 use crate::sizes::{MAX_CQES, MAX_RECEIVES, MAX_SGES};
+use crate::work;
 
 /// What the port's network allows.
 pub(crate) const ACTIVE_MTU: ibv_mtu = ibv_mtu::IBV_MTU_1024;
@@ -48,10 +50,10 @@ impl Context {
         let hca = Hca::get()?;
         let events = Arc::new(Events::new()?);
         let ops = ibv_context_ops {
-            poll_cq: Some(poll_cq),
-            req_notify_cq: Some(req_notify_cq),
-            post_send: Some(post_send),
-            post_recv: Some(post_recv),
+            poll_cq: Some(poll::poll_cq),
+            req_notify_cq: Some(notify::req_notify_cq),
+            post_send: Some(work::post_send),
+            post_recv: Some(work::post_recv),
             ..ibv_context_ops::zeroed()
         };
         let context = ibv_context {
@@ -223,29 +225,4 @@ pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
 ) -> c_int {
     // The software HCA writes payload in order, but a card need not.
     0
-}
-
-fn not_here(what: &str) -> c_int {
-    complain(format!("{what} is not part of the stand-in: queues are driven through their memory"));
-    libc::EOPNOTSUPP
-}
-
-unsafe extern "C" fn post_send(_: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> c_int {
-    // SAFETY: the caller vouches for the place.
-    unsafe { bad.write(wr) };
-    not_here("ibv_post_send")
-}
-
-unsafe extern "C" fn post_recv(_: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> c_int {
-    // SAFETY: the caller vouches for the place.
-    unsafe { bad.write(wr) };
-    not_here("ibv_post_recv")
-}
-
-unsafe extern "C" fn poll_cq(_: *mut ibv_cq, _: c_int, _: *mut ibv_wc) -> c_int {
-    -not_here("ibv_poll_cq")
-}
-
-unsafe extern "C" fn req_notify_cq(_: *mut ibv_cq, _: c_int) -> c_int {
-    not_here("ibv_req_notify_cq")
 }

@@ -3,7 +3,13 @@
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use gdsync::hca::Kicks;
+use gdsync::memory::Memory;
+use gdsync::mlx5;
+use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
     MLX5DV_RES_TYPE_CQ, MLX5DV_RES_TYPE_DBR, mlx5dv_cq, mlx5dv_cq_init_attr, mlx5dv_cq_init_attr_mask,
 };
@@ -18,6 +24,7 @@ use crate::context::Context;
 use crate::domain::{Domain, Users};
 use crate::errno;
 use crate::hca::{Concerned, Hca};
+use crate::notify::{Channel, Notice};
 use crate::pages::PAGE;
 use crate::sizes::{self, CQE};
 
@@ -30,8 +37,14 @@ pub(crate) struct Cq {
     base: UnsafeCell<ibv_cq_ex>,
     pub(crate) users: Users,
     pub(crate) cqn: u32,
-    entries: u32,
-    hca: &'static Hca,
+    pub(crate) entries: u32,
+    pub(crate) hca: &'static Hca,
+    /// Completions that were polled.
+    pub(crate) polled: Mutex<u64>,
+    /// Its ring was given away: it is polled by its owner.
+    described: AtomicBool,
+    channel: *mut ibv_comp_channel,
+    pub(crate) notice: Option<Arc<Notice>>,
     domain: *mut ibv_pd,
     // Given back in this order.
     record: Buffer,
@@ -46,8 +59,28 @@ impl Cq {
         unsafe { &*cq.cast() }
     }
 
-    /// `mlx5dv_init_obj`
+    /// Whether its ring was given away.
+    pub(crate) fn is_described(&self) -> bool {
+        self.described.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn ring(&self) -> Result<Memory, c_int> {
+        self.ring.memory(0, self.entries as usize * CQE)
+    }
+
+    /// Tells the HCA how many completions were polled.
+    pub(crate) fn consumed(&self, polled: u64) {
+        if let Ok(record) = self.record.memory(0, 8)
+            && let Ok(word) = record.atomic32(mlx5::CQ_DBREC_CI)
+        {
+            word.store(mlx5::cq_ci_record(polled), Ordering::Release);
+        }
+    }
+
+    /// `mlx5dv_init_obj`: from now on its owner polls it, and may look at the owner bit alone.
     pub(crate) fn describe(&self) -> mlx5dv_cq {
+        self.described.store(true, Ordering::Relaxed);
+        self.hca.card.read_by_owner(self.cqn);
         mlx5dv_cq {
             buf: self.ring.at(0).cast(),
             dbrec: self.record.at(0).cast(),
@@ -91,9 +124,12 @@ pub(crate) unsafe fn create(
     }
     // SAFETY: the caller vouches for the context.
     let owner = unsafe { Context::of(context) };
-    if !attr.channel.is_null() || attr.comp_vector != 0 {
+    if attr.comp_vector != 0 {
         return Err(libc::EINVAL);
     }
+    // SAFETY: the caller vouches for the channel.
+    let channel = (!attr.channel.is_null()).then(|| unsafe { Channel::of(attr.channel) });
+    let notice = channel.map(|channel| Arc::new(Notice::new(channel.events.clone())));
     let has_domain = attr.comp_mask.contains(mask::IBV_CQ_INIT_ATTR_MASK_PD);
     let domain_of = if has_domain { attr.parent_domain } else { ptr::null_mut() };
     // SAFETY: the caller vouches for the domain.
@@ -119,9 +155,12 @@ pub(crate) unsafe fn create(
     let words = record.memory(0, 8)?;
     words.write(0, &[0; 8]).map_err(|_| libc::EFAULT)?;
 
-    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun);
+    let kicks = notice.clone().map(|notice| notice as Arc<dyn Kicks>);
+    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, kicks);
+    channel.inspect(|channel| channel.users.add());
     let base = ibv_cq_ex {
         context,
+        channel: attr.channel,
         cq_context: attr.cq_context,
         handle: cqn,
         cqe: entries.cast_signed() - 1,
@@ -134,11 +173,18 @@ pub(crate) unsafe fn create(
         cqn,
         entries,
         hca: owner.hca,
+        polled: Mutex::default(),
+        described: AtomicBool::new(false),
+        channel: attr.channel,
+        notice,
         domain: domain_of,
         record,
         ring,
     });
     let element = ptr::from_ref(&*cq).addr();
+    if let Some(notice) = &cq.notice {
+        notice.element.store(element, Ordering::SeqCst);
+    }
     owner.hca.roster.add_cq(cqn, Concerned { events: owner.events.clone(), element });
     Ok(cq)
 }
@@ -184,8 +230,15 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     let cq = unsafe { Box::from_raw(cq.cast::<Cq>()) };
     cq.hca.card.destroy_cq(cq.cqn);
     cq.hca.roster.remove_cq(cq.cqn);
-    let domain = cq.domain;
+    if let Some(notice) = &cq.notice {
+        notice.events.forget(ptr::from_ref(&*cq).addr());
+    }
+    let (domain, channel) = (cq.domain, cq.channel);
     drop(cq);
+    if !channel.is_null() {
+        // SAFETY: a channel with queues cannot be destroyed.
+        unsafe { Channel::of(channel) }.users.remove();
+    }
     if !domain.is_null() {
         // SAFETY: a domain with queues cannot be freed.
         unsafe { Domain::of(domain) }.remove_user();

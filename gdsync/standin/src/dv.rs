@@ -118,6 +118,10 @@ pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: *mut mlx5dv_obj, asked: kin
     if asked.contains(kind::MLX5DV_OBJ_QP) {
         // SAFETY: the caller vouches for the queue pair.
         let qp = unsafe { Qp::of(obj.qp.r#in) };
+        if qp.scatters() {
+            complain("the rings of a queue pair that may scatter payload to CQEs are asked for");
+            return libc::EINVAL;
+        }
         // SAFETY: the caller vouches for the place, whose mask says what is asked for.
         let besides = unsafe { (*obj.qp.out).comp_mask };
         // SAFETY: as above.

@@ -56,7 +56,7 @@ impl Events {
     }
 
     /// The next event; blocks unless the application has made the descriptor non-blocking.
-    fn get(&self) -> Result<(usize, ibv_event_type), c_int> {
+    pub(crate) fn get(&self) -> Result<(usize, ibv_event_type), c_int> {
         loop {
             let mut count = [0u8; 8];
             // SAFETY: the eight bytes are a local variable.
@@ -72,7 +72,7 @@ impl Events {
         }
     }
 
-    fn acknowledge(&self, element: usize) {
+    pub(crate) fn acknowledge(&self, element: usize) {
         let mut state = self.state.lock();
         match state.pending.get_mut(&element) {
             Some(pending) if *pending > 0 => *pending -= 1,

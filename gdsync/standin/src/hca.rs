@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use gdsync::hca::{Alarm, Alarms, Card, SoftHcaConfig};
 use parking_lot::Mutex;
-use rdma_core_sys::verbs::ibv_event_type;
+use rdma_core_sys::verbs::{ibv_event_type, ibv_qp};
 
 use crate::complaint::complain;
 use crate::events::Events;
@@ -62,6 +62,12 @@ impl Roster {
 
     pub(crate) fn add_cq(&self, cqn: u32, concerned: Concerned) {
         self.cqs.lock().insert(cqn, concerned);
+    }
+
+    /// Runs `f` on the queue pair of this number, which stays meanwhile.
+    pub(crate) fn with_qp<T>(&self, qpn: u32, f: impl FnOnce(*mut ibv_qp) -> Option<T>) -> Option<T> {
+        let qps = self.qps.lock();
+        f(qps.get(&qpn)?.element as *mut ibv_qp)
     }
 
     /// Nothing concerns it any more; returns when what was got of it is acknowledged.

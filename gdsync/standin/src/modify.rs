@@ -70,6 +70,9 @@ fn modify(qp: &Qp, attr: &ibv_qp_attr, given: mask) -> Result<ibv_qp_state, c_in
     step.max_rd_atomic = has(mask::IBV_QP_MAX_QP_RD_ATOMIC).then_some(attr.max_rd_atomic);
     let psn = has(mask::IBV_QP_SQ_PSN).then_some(attr.sq_psn & 0x00ff_ffff);
     qp.hca.card.modify_qp(qp.qpn, &step, psn, PATIENCE).map_err(|error| refused(&error))?;
+    if to == ibv_qp_state::IBV_QPS_RESET {
+        qp.forget();
+    }
     remember(&mut qp.attr.lock(), attr, given);
     Ok(to)
 }

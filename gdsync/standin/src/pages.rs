@@ -12,6 +12,8 @@ struct Mapped {
     begin: usize,
     end: usize,
     writable: bool,
+    /// It is that of a device: it may have no pages.
+    is_device: bool,
 }
 
 /// Whether the kernel could pin `len` bytes at `addr`, to be written by the card where `write` says so.
@@ -20,37 +22,38 @@ struct Mapped {
 /// `EFAULT`.
 pub(crate) fn pin(addr: usize, len: usize, write: bool) -> Result<(), c_int> {
     let end = addr.checked_add(len).ok_or(libc::EINVAL)?;
+    let Ok(file) = fs::File::open("/proc/self/maps") else { return Ok(()) };
+    let lines = BufReader::new(file).lines().map_while(Result::ok);
     let mut next = addr;
-    let mut fits = |mapped: Option<Mapped>, is_device: bool| {
-        // In the order of their addresses.
-        let Some(mapped) = mapped else { return };
-        if mapped.begin <= next && next < mapped.end && !is_device && (mapped.writable || !write) {
+    // In the order of their addresses.
+    for mapped in lines.filter_map(|line| header(&line)) {
+        if mapped.begin <= next && next < mapped.end && next < end {
+            if (write && !mapped.writable) || (mapped.is_device && has_no_pages(mapped.begin)) {
+                return Err(libc::EFAULT);
+            }
             next = mapped.end;
         }
-    };
-    let Ok(file) = fs::File::open("/proc/self/smaps") else { return Ok(()) };
-    let mut current = None;
-    let mut is_device = false;
-    for line in BufReader::new(file).lines().map_while(Result::ok) {
-        if let Some(mapped) = header(&line) {
-            fits(current.replace(mapped), is_device);
-            is_device = false;
-        } else if let Some(flags) = line.strip_prefix("VmFlags:") {
-            // Of a device: without pages that could be pinned.
-            is_device = flags.split_ascii_whitespace().any(|flag| matches!(flag, "io" | "pf"));
-        }
     }
-    fits(current, is_device);
     if next >= end { Ok(()) } else { Err(libc::EFAULT) }
 }
 
-/// `begin-end rwxp ...`
+/// `begin-end rwxp offset device inode path`
 fn header(line: &str) -> Option<Mapped> {
     let mut words = line.split_ascii_whitespace();
     let (begin, end) = words.next()?.split_once('-')?;
     let hex = |text| usize::from_str_radix(text, 16).ok();
     let writable = words.next()?.as_bytes().get(1) == Some(&b'w');
-    Some(Mapped { begin: hex(begin)?, end: hex(end)?, writable })
+    let is_device = words.nth(3).is_some_and(|path| path.starts_with("/dev/"));
+    Some(Mapped { begin: hex(begin)?, end: hex(end)?, writable, is_device })
+}
+
+/// Whether the mapping that begins there is of addresses without pages. Slow: the kernel looks at all of them.
+fn has_no_pages(begin: usize) -> bool {
+    let Ok(file) = fs::File::open("/proc/self/smaps") else { return false };
+    let lines = BufReader::new(file).lines().map_while(Result::ok);
+    let mut of_it = lines.skip_while(|line| header(line).is_none_or(|mapped| mapped.begin != begin));
+    let flags = of_it.find_map(|line| line.strip_prefix("VmFlags:").map(str::to_owned));
+    flags.is_some_and(|flags| flags.split_ascii_whitespace().any(|flag| matches!(flag, "io" | "pf")))
 }
 
 #[cfg(test)]

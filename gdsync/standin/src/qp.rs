@@ -7,6 +7,7 @@ use std::ptr;
 
 use gdsync::hca::CardQp;
 use gdsync::memory::Memory;
+use gdsync::mlx5::EMPTY;
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
     MLX5DV_RES_TYPE_DBR, MLX5DV_RES_TYPE_QP, mlx5dv_qp, mlx5dv_qp_bf, mlx5dv_qp_comp_mask,
@@ -27,6 +28,7 @@ use crate::errno;
 use crate::hca::{Concerned, Hca};
 use crate::pages::PAGE;
 use crate::sizes::{BLOCK, QpSize};
+use crate::work::Work;
 
 /// Where the first doorbell lies in its page.
 const REGISTER: usize = 0x800;
@@ -37,8 +39,11 @@ pub(crate) struct Qp {
     base: UnsafeCell<ibv_qp>,
     pub(crate) qpn: u32,
     pub(crate) hca: &'static Hca,
-    size: QpSize,
+    pub(crate) size: QpSize,
     init: ibv_qp_init_attr,
+    /// Payload may come in CQEs: its rings are not given away.
+    scatters: bool,
+    pub(crate) work: Mutex<Work>,
     /// What was given so far.
     pub(crate) attr: Mutex<ibv_qp_attr>,
     /// The page of its doorbell.
@@ -62,6 +67,50 @@ impl Qp {
         unsafe { (*self.base.get()).state = state };
     }
 
+    pub(crate) fn max_send_sge(&self) -> u32 {
+        self.init.cap.max_send_sge
+    }
+
+    pub(crate) fn signals_all(&self) -> bool {
+        self.init.sq_sig_all != 0
+    }
+
+    pub(crate) fn sq(&self) -> Result<Memory, c_int> {
+        self.rings.memory(self.size.send_offset(), (self.size.blocks * BLOCK) as usize)
+    }
+
+    pub(crate) fn rq(&self) -> Result<Memory, c_int> {
+        self.rings.memory(0, self.size.send_offset())
+    }
+
+    pub(crate) fn record(&self) -> Result<Memory, c_int> {
+        self.record.memory(0, 8)
+    }
+
+    /// Writes a doorbell, unless there is none, and has the HCA look.
+    pub(crate) fn ring(&self, doorbell: u64) {
+        if doorbell != EMPTY
+            && let Ok(register) = self.page.word64(REGISTER)
+        {
+            register.store(doorbell);
+        }
+        self.hca.card.ring(self.qpn);
+    }
+
+    /// It was reset: what was posted is forgotten, and what had completed is not told.
+    pub(crate) fn forget(&self) {
+        // SAFETY: completion queues outlive their queue pairs.
+        let sends = unsafe { Cq::of(self.init.send_cq) }.count(self.qpn)[0];
+        // SAFETY: as above.
+        let receives = unsafe { Cq::of(self.init.recv_cq) }.count(self.qpn)[1];
+        self.work.lock().forget([sends, receives]);
+    }
+
+    /// Whether payload may come in CQEs.
+    pub(crate) fn scatters(&self) -> bool {
+        self.scatters
+    }
+
     /// `mlx5dv_init_obj`, where `asked` is what the application would know besides.
     pub(crate) fn describe(&self, asked: mlx5dv_qp_comp_mask) -> mlx5dv_qp {
         let ring = |offset: usize, wqe_cnt: u32, stride: u32| mlx5dv_qp_ring {
@@ -81,8 +130,8 @@ impl Qp {
     }
 }
 
-/// The provider's own flags.
-fn check_mlx5(mlx5: Option<&mlx5dv_qp_init_attr>) -> Result<(), c_int> {
+/// The provider's own flags. Returns whether payload may come in CQEs.
+fn check_mlx5(mlx5: Option<&mlx5dv_qp_init_attr>) -> Result<bool, c_int> {
     let mut scatters = env::var_os("MLX5_SCATTER_TO_CQE").is_none_or(|value| value != "0");
     if let Some(mlx5) = mlx5 {
         if !mlx5_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS.contains(mlx5.comp_mask) {
@@ -100,13 +149,13 @@ fn check_mlx5(mlx5: Option<&mlx5dv_qp_init_attr>) -> Result<(), c_int> {
             scatters = (scatters || flags.contains(allow)) && !flags.contains(disable);
         }
     }
-    if scatters {
+    if scatters && mlx5.is_some() {
         complain(
             "a queue pair may scatter payload to CQEs: create it with MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE",
         );
         return Err(libc::ENOTSUP);
     }
-    Ok(())
+    Ok(scatters)
 }
 
 /// `create_qp` of the provider.
@@ -129,7 +178,7 @@ pub(crate) unsafe fn create(
     if attr.qp_type != ibv_qp_type::IBV_QPT_RC || !attr.srq.is_null() {
         return Err(libc::EOPNOTSUPP);
     }
-    check_mlx5(mlx5)?;
+    let scatters = check_mlx5(mlx5)?;
     let has_ops = attr.comp_mask.contains(mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
     let size = QpSize::of(&attr.cap, has_ops.then_some(attr.send_ops_flags))?;
     if attr.send_cq.is_null() || attr.recv_cq.is_null() {
@@ -210,6 +259,8 @@ pub(crate) unsafe fn create(
         hca: owner.hca,
         size,
         init,
+        scatters,
+        work: Mutex::default(),
         attr: Mutex::new(ibv_qp_attr { cap: attr.cap, ..ibv_qp_attr::zeroed() }),
         page,
         record,

@@ -1,10 +1,9 @@
 //! Names of values, and functions that this library has only because every libibverbs has them.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int};
 
 use rdma_core_sys::verbs::{
-    ibv_ah, ibv_ah_attr, ibv_comp_channel, ibv_context, ibv_cq, ibv_event_type, ibv_node_type, ibv_pd,
-    ibv_port_state, ibv_wc_status,
+    ibv_ah, ibv_ah_attr, ibv_event_type, ibv_node_type, ibv_pd, ibv_port_state, ibv_wc_status,
 };
 
 use crate::errno;
@@ -66,10 +65,6 @@ macro_rules! idle {
 
 idle! {
     ibv_fork_init() -> c_int = 0;
-    ibv_create_comp_channel(*mut ibv_context) -> *mut ibv_comp_channel = errno::null(libc::EOPNOTSUPP);
-    ibv_destroy_comp_channel(*mut ibv_comp_channel) -> c_int = libc::EOPNOTSUPP;
-    ibv_get_cq_event(*mut ibv_comp_channel, *mut *mut ibv_cq, *mut *mut c_void) -> c_int = -1;
-    ibv_ack_cq_events(*mut ibv_cq, c_uint) = ();
     ibv_create_ah(*mut ibv_pd, *mut ibv_ah_attr) -> *mut ibv_ah = errno::null(libc::EOPNOTSUPP);
     ibv_destroy_ah(*mut ibv_ah) -> c_int = libc::EOPNOTSUPP;
 }

@@ -32,6 +32,11 @@ impl Side {
     }
 }
 
+/// Whether these tests use a device of the machine.
+pub fn is_device_named() -> bool {
+    std::env::var_os("GDSYNC_TEST_DEVICE").is_some_and(|name| !name.is_empty())
+}
+
 /// The device that `GDSYNC_TEST_DEVICE` names, through the route that the environment says.
 pub fn named_device() -> Option<Context> {
     let name = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty())?;
@@ -101,6 +106,18 @@ pub fn bytes(side: &Side, offset: usize, len: usize) -> Vec<u8> {
     let mut out = vec![0; len];
     side.memory().read(offset, &mut out).unwrap();
     out
+}
+
+/// Whether this is the software HCA of this process, which counts what it does. Devices of the machine do not.
+pub fn counts(context: &Context) -> bool {
+    context.description() == "software HCA"
+}
+
+/// So many send WQEs were taken from the rings, as far as that can be known.
+pub fn assert_wqes(context: &Context, expected: u64, why: &str) {
+    if counts(context) {
+        assert_eq!(context.stats().wqes, expected, "{why}");
+    }
 }
 
 /// Nothing happened that a card would punish.

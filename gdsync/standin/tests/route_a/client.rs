@@ -325,7 +325,7 @@ impl Queue {
             let at = usize::try_from((self.head + n as u64) % blocks).unwrap() * BB;
             self.sq.write(at, block).unwrap();
         }
-        self.head += u64::try_from(wqe.blocks()).unwrap();
+        self.head += u64::from(wqe.blocks());
         mlx5::doorbell_word(wqe.first8())
     }
 

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 
-use gdsync::mlx5::{CqeOpcode, Payload, SendOp};
+use gdsync::mlx5::{CqeOpcode, Payload, SendOp, Syndrome};
 use rdma_core_sys::verbs::ibv_gid;
 
 use crate::client::{Bed, Buffer, Queue};
@@ -113,7 +113,7 @@ fn two_processes_play_ping_pong() {
 }
 
 #[test]
-fn a_peer_that_is_gone_ends_what_was_sent_to_it() {
+fn sends_to_a_peer_that_is_gone_end_with_a_retry_error() {
     let bed = Bed::new();
     let mut queue = Queue::new(&bed);
     let buffer = Buffer::new(&bed, 64);
@@ -124,7 +124,8 @@ fn a_peer_that_is_gone_ends_what_was_sent_to_it() {
     peer.line("ready");
     drop(peer);
     queue.post(&SendOp::Send { payload: Payload::Sges(&[buffer.sge(0, 8)]), imm: None });
-    assert_eq!(queue.send_cq.wait().opcode, CqeOpcode::REQ_ERR);
+    let failed = queue.send_cq.wait();
+    assert_eq!((failed.opcode, failed.syndrome), (CqeOpcode::REQ_ERR, Syndrome::RETRY_EXC_ERR));
     queue.destroy(&bed);
     bed.deregister(buffer.mr);
     bed.close();
