@@ -97,7 +97,7 @@ fn addresses_lead_back_as_text_and_as_bytes() {
     a.qp.init().unwrap();
     assert_eq!(a.qp.state(), QpState::INIT);
     a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
-    a.qp.connect(QpAddress::from_bytes(&b.qp.address().to_bytes())).unwrap();
+    a.qp.connect(QpAddress::from_bytes(&b.qp.address().to_bytes()).unwrap()).unwrap();
     assert_eq!((a.qp.state(), b.qp.state()), (QpState::RTS, QpState::RTS));
     b.qp.post_send(&[SendWr::send(&[])]).unwrap();
     assert_eq!(received(&a).ok().unwrap().wr_id, 1);

@@ -93,8 +93,7 @@ impl Gpu {
     /// # Errors
     /// [`Error::Cuda`] where there is no CUDA or no such GPU; [`Error::Unsupported`] names what an old one lacks.
     pub fn open(ordinal: i32) -> Result<Self> {
-        static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
-        let mut open = OPEN.lock();
+        let mut open = Self::open_list().lock();
         if let Some(gpu) = open.iter().find(|gpu| gpu.0.ordinal == ordinal) {
             return Ok(gpu.clone());
         }
@@ -102,6 +101,16 @@ impl Gpu {
         let gpu = Self::open_with(api, ordinal, None)?;
         open.push(gpu.clone());
         Ok(gpu)
+    }
+
+    fn open_list() -> &'static Mutex<Vec<Gpu>> {
+        static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+        &OPEN
+    }
+
+    /// The GPUs that [`Gpu::open`] has opened in this process.
+    pub(crate) fn opened() -> Vec<Gpu> {
+        Self::open_list().lock().clone()
     }
 
     /// As [`Gpu::open`], on a table of entry points and an open `gdrcopy` of the caller's.

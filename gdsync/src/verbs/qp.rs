@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::attr::{Access, QpAddress, QpAttr, QpState};
+use super::address::QpAddress;
+use super::attr::{Access, QpAttr, QpState};
 use super::completion::Completion;
 use super::cq::{Cq, CqInner};
 use super::device::Pd;
@@ -136,7 +137,7 @@ impl Qp {
     /// connection must not be taken for those of the next.
     pub fn address(&self) -> QpAddress {
         let core = self.core();
-        QpAddress { gid: core.provider.gid(), qpn: core.qpn, psn: core.psn.load(Ordering::Acquire) }
+        core.provider.address(core.qpn, core.psn.load(Ordering::Acquire))
     }
 
     /// The state: ERR also when the HCA has gone there by itself and a completion told so.
@@ -258,6 +259,13 @@ impl Qp {
     /// That failure.
     pub fn check(&self) -> Result<()> {
         self.core().check()
+    }
+
+    /// Whether messages and RDMA WRITEs that it receives are written in order of their addresses, as the CPU sees it
+    /// (`ibv_query_qp_data_in_order`). Only then can payload be polled in place of its completion. `None` where the
+    /// device does not tell.
+    pub fn writes_in_order(&self) -> Option<bool> {
+        self.core().provider.writes_in_order(self.qpn())
     }
 
     /// Moves the queue pair to ERR: everything outstanding completes with a flush error.
@@ -407,9 +415,10 @@ impl QpBuilder {
             log_sq,
             log_rq,
             rq_stride,
+            max_send_sge: self.max_send_sge,
+            max_inline: self.max_inline,
         };
-        let QpParts { qpn, psn, sq, rq, record, doorbell } = provider.create_qp(&request, places)?;
-        let health = Arc::new(Health::default());
+        let QpParts { qpn, psn, sq, rq, record, doorbell, health } = provider.create_qp(&request, places)?;
         let core = Arc::new(QpCore {
             provider,
             qpn,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::{HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
+use gdsync::verbs::{Access, Context, Device, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
 
 /// How long a test waits for something that happens at once when all is well.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -32,8 +32,17 @@ impl Side {
     }
 }
 
-/// A strict software HCA, without faults from the environment.
+/// The device that `GDSYNC_TEST_DEVICE` names, through the route that the environment says.
+pub fn named_device() -> Option<Context> {
+    let name = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty())?;
+    Some(Device::find(Some(&name)).unwrap().open().unwrap())
+}
+
+/// A strict software HCA, without faults from the environment; or the device that [`named_device`] opens.
 pub fn hca() -> Context {
+    if let Some(device) = named_device() {
+        return device;
+    }
     Context::soft(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap()
 }
 
