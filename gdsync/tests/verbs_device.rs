@@ -355,6 +355,31 @@ fn completions_wake_those_who_sleep() {
     }
 }
 
+/// `GDSYNC_TEST_NETDEV` is the network device below the RDMA device, which is taken down and up: not for machines in use.
+#[test]
+fn a_port_that_goes_down_breaks_its_queue_pairs() {
+    let Ok(netdev) = std::env::var("GDSYNC_TEST_NETDEV") else {
+        println!("skipped: GDSYNC_TEST_NETDEV names no network device that may be taken down");
+        return;
+    };
+    let set = |state| {
+        let status = std::process::Command::new("ip").args(["link", "set", "dev", &netdev, state]).status();
+        assert!(status.unwrap().success(), "ip link set dev {netdev} {state}");
+    };
+    let Some((a, b)) = pair(|q| q) else { return };
+    recv(&b, 1);
+    let s = stream("waits");
+    s.wait_recv(&b.qp).unwrap();
+    set("down");
+    let error = s.synchronize(PATIENCE).unwrap_err();
+    set("up");
+    assert!(error.to_string().contains("IBV_EVENT_PORT_ERR"), "{error}");
+    assert!(a.qp.check().unwrap_err().to_string().contains("went down"));
+    until(|| Device::list().iter().any(|device| !device.is_software() && device.refusal().is_none()));
+    reconnect(&a.qp, &b.qp);
+    exchange(&a, &b, 1);
+}
+
 #[test]
 fn numbers_and_keys_are_those_of_the_device() {
     let Some((a, b)) = pair(|q| q) else { return };

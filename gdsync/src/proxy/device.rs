@@ -204,20 +204,34 @@ pub(super) struct Granted {
     pub(super) inline: usize,
 }
 
+/// The most that is asked of a device, whatever it can do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Most {
+    /// Sends outstanding, and receives.
+    pub(super) requests: u32,
+    /// Bytes.
+    pub(super) inline: usize,
+}
+
+impl Most {
+    pub(super) const ALL: Self = Self { requests: u32::MAX, inline: usize::MAX };
+}
+
 impl Granted {
     /// What is asked for first: all of it, as far as the device's limits go. With fewer requests outstanding than the rings hold,
     /// the rest waits in the rings.
-    pub(super) fn wish(open: &Open, request: &QpRequest) -> Self {
+    pub(super) fn wish(open: &Open, request: &QpRequest, most: Most) -> Self {
         let attr = open.attr();
         let sge = usize::try_from(limit(attr.max_sge)).unwrap_or(usize::MAX);
         // Both complete on one queue.
-        let most = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2);
+        let requests = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2).min(most.requests);
         Self {
-            sends: (1 << request.log_sq).min(most),
-            receives: (1 << request.log_rq).min(most),
-            send_sge: request.max_send_sge.max(1).min(sge),
+            sends: (1 << request.log_sq).min(requests),
+            receives: (1 << request.log_rq).min(requests),
+            // Inline data that is read from the ring may go round its end.
+            send_sge: request.max_send_sge.max(2).min(sge),
             recv_sge: (request.rq_stride / SEGMENT).min(sge),
-            inline: request.max_inline,
+            inline: request.max_inline.min(most.inline),
         }
     }
 
@@ -306,7 +320,7 @@ impl DeviceQp {
         let granted = Granted {
             send_sge: wish.send_sge.max(attr.cap.max_send_sge as usize),
             recv_sge: wish.recv_sge.max(attr.cap.max_recv_sge as usize),
-            inline: attr.cap.max_inline_data as usize,
+            inline: (attr.cap.max_inline_data as usize).min(wish.inline),
             ..wish
         };
         Ok(Self { domain: domain.clone(), qp, qpn, granted })

@@ -39,6 +39,8 @@ mod provider;
 mod qp;
 mod shared;
 mod tag;
+#[cfg(test)]
+mod tests;
 mod translate;
 
 pub(crate) use provider::Proxy;

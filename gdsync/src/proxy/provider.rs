@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::device::{DeviceQp, Granted};
+use super::device::{DeviceQp, Granted, Most};
 use super::qp::{DRAIN, ProxyQp};
 use super::shared::Shared;
 use crate::error::{Error, Result};
@@ -30,6 +30,7 @@ pub(crate) struct Proxy {
     rooms: Mutex<HashMap<u32, (usize, u32)>>,
     next_pd: AtomicU32,
     strict: bool,
+    most: Most,
     shared: Arc<Shared>,
     description: String,
     wire: String,
@@ -38,6 +39,11 @@ pub(crate) struct Proxy {
 impl Proxy {
     /// Starts the threads of a proxy. `strict` treats what a card would punish as an error, as on the software HCA.
     pub(crate) fn start(open: Arc<Open>, strict: bool) -> Result<Self> {
+        Self::start_within(open, strict, Most::ALL)
+    }
+
+    /// As [`Proxy::start`], asking no more of the device than this.
+    pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
         let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
         let shared = Arc::new(Shared::new(open.clone(), strict)?);
         let listener = shared.clone();
@@ -49,6 +55,7 @@ impl Proxy {
             rooms: Mutex::default(),
             next_pd: AtomicU32::new(1),
             strict,
+            most,
             shared,
             description,
             wire,
@@ -154,7 +161,7 @@ impl Provider for Proxy {
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
         let domain = self.domain(request.pdn)?;
-        let wish = Granted::wish(self.open(), request);
+        let wish = Granted::wish(self.open(), request, self.most);
         let room = wish.sends + wish.receives;
         // Under the lock: the queue must not move while the device is told of it.
         let (queue, device) = self.shared.with(|core| {
@@ -202,7 +209,10 @@ impl Provider for Proxy {
             if attr.state == Some(QpState::RESET) {
                 core.unwatch(place, self.shared.rung());
             }
-            core.with(place, |qp, env| qp.modify(attr, env))
+            let result = core.with(place, |qp, env| qp.modify(attr, env));
+            // What a former connection left takes room from the next.
+            core.poll();
+            result
         });
         // Receives of before, or a flush, may complete without anybody else looking.
         self.shared.wake();

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use rdma_core_sys::verbs::ibv_wc;
+use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
 use super::device::DeviceQp;
 use super::outcome::{Failure, is_unnamed, outcome, received};
@@ -159,9 +159,7 @@ impl ProxyQp {
         let at = tag.number.wrapping_sub(self.first) as usize;
         if let Some(sent) = self.sends.get_mut(at) {
             sent.outcome = Some(outcome(wc));
-            if is_unnamed(wc) {
-                sent.cause = Some(unnamed(wc, &self.device));
-            }
+            sent.cause = unexplained(wc, self.state, &self.device);
         }
         self.retire(env);
         self.advance(env);
@@ -171,8 +169,8 @@ impl ProxyQp {
         let counter = low16(self.received);
         self.received += 1;
         let mut cqe = received(wc);
-        if is_unnamed(wc) {
-            self.blame(unnamed(wc, &self.device));
+        if let Some(cause) = unexplained(wc, self.state, &self.device) {
+            self.blame(cause);
         }
         if !cqe.opcode.is_error()
             && let Err(error) = env.show()
@@ -393,10 +391,18 @@ impl ProxyQp {
     }
 }
 
-/// What a status says for which cards have no syndrome.
-fn unnamed(wc: &ibv_wc, device: &DeviceQp) -> Error {
-    let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
-    let why =
-        format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err);
-    Error::Device { device: device.open().name().to_owned(), why }
+/// What a status says that a CQE does not.
+fn unexplained(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
+    let why = if is_unnamed(wc) {
+        let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
+        format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err)
+    } else if wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR {
+        // Soft-RoCE tells a wrong lkey so.
+        "it flushed a request and told of no failure before: check lkey, range and rights of the buffers of the oldest \
+         request, and what the peer asked for"
+            .into()
+    } else {
+        return None;
+    };
+    Some(Error::Device { device: device.open().name().to_owned(), why })
 }

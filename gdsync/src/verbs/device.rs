@@ -178,6 +178,12 @@ impl fmt::Debug for Context {
 }
 
 impl Context {
+    /// An open device that a test has made.
+    #[cfg(test)]
+    pub(crate) fn over(provider: Arc<dyn Provider>) -> Self {
+        Self { provider, not_direct: None }
+    }
+
     /// Opens a software HCA with a configuration of its own.
     ///
     /// # Errors
