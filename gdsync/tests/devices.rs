@@ -59,6 +59,16 @@ fn what_is_preferred_can_be_used() {
 }
 
 #[test]
+fn what_is_refused_cannot_be_opened() {
+    for device in Device::list() {
+        if let Some(why) = device.refusal() {
+            println!("{}: {why}", device.name());
+            explained(device.open(), &["cannot be used"]);
+        }
+    }
+}
+
+#[test]
 fn a_route_that_a_device_does_not_have_is_refused() {
     let mut config = DeviceConfig::default();
     for route in [Route::Direct, Route::Proxy] {

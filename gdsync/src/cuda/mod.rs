@@ -7,6 +7,7 @@ mod calibrate;
 mod capabilities;
 mod engine;
 mod engines;
+mod errands;
 mod gpu;
 mod handles;
 mod kept;
@@ -19,9 +20,10 @@ pub use calibrate::Calibration;
 pub use capabilities::{Capabilities, Flush};
 pub(crate) use engine::Engine;
 pub(crate) use engines::Engines;
+pub(crate) use errands::Errand;
 pub use gpu::Gpu;
 pub(crate) use kept::{Block, Buffer, Pages};
-pub(crate) use reaper::{Activity, mind};
+pub(crate) use reaper::{Activity, mind, pass};
 pub(crate) use register::Registered;
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.

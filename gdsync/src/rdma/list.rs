@@ -31,7 +31,7 @@ impl Drop for List {
 }
 
 impl List {
-    /// The list; [`Error::Library`] where there is no libibverbs.
+    /// The list; [`Error::Library`](crate::Error::Library) where there is no libibverbs.
     pub(super) fn get() -> Result<Self> {
         let verbs = Verbs::load()?;
         prepare_fork(verbs);

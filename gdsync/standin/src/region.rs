@@ -120,6 +120,9 @@ pub(crate) unsafe extern "C" fn ibv_reg_dmabuf_mr(
     let (Some(len), Ok(begin)) = (length.checked_add(first), i64::try_from(offset - first as u64)) else {
         return errno::null(libc::EINVAL);
     };
+    // One of a simulated GPU stands where it begins in the memory that it is of; a real one has no position.
+    // SAFETY: no pointers.
+    let begin = begin + unsafe { libc::lseek(fd, 0, libc::SEEK_CUR) }.max(0);
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a fresh mapping touches no existing memory.
     let mapping = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_SHARED, fd, begin) };
