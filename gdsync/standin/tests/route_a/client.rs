@@ -314,6 +314,10 @@ impl Queue {
         let doorbell = self.write(op);
         let record = self.record.atomic32(mlx5::QP_DBREC_SEND).unwrap();
         record.store(mlx5::send_record(self.head), Ordering::Release);
+        self.ring(doorbell);
+    }
+
+    pub(crate) fn ring(&self, doorbell: u64) {
         self.register.atomic64(0).unwrap().store(doorbell, Ordering::Release);
     }
 
