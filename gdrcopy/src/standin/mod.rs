@@ -8,6 +8,7 @@ pub mod driver;
 mod gdrdrv;
 mod kernel;
 mod memory;
+pub mod provider;
 mod rm;
 mod uninitialised;
 mod vma;
