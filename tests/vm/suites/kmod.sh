@@ -14,7 +14,8 @@ host_build() {
     vm_build_module "$VM_REPOSITORY/kmod" GDR_TESTS=m
 }
 
-modules=${VM_OUT:-}/kmod
+# Steps run in shells of their own, to which only this is passed on.
+export modules=${VM_OUT:-}/kmod
 
 # load PROVIDER [PARAMETER...]: this driver and our module, freshly.
 load() {
