@@ -17,7 +17,7 @@ vm_devices() {
         ip link set "dummy$number" up
         case $name in
             rxe*) modprobe -a crc32_generic rdma_rxe ;; # no dependency names the hash
-            siw*) modprobe libcrc32c && modprobe iw_cm && { [ -e /sys/module/siw ] || insmod "$VM_SIW"; } ;;
+            siw*) modprobe libcrc32c && modprobe iw_cm && { [ "$VM_SIW" = builtin ] || insmod "$VM_SIW"; } ;;
         esac
         rdma link add "$name" type "${name%[0-9]}" netdev "dummy$number"
     done
