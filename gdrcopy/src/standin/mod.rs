@@ -9,6 +9,7 @@ mod gdrdrv;
 mod kernel;
 mod memory;
 pub mod provider;
+pub(crate) mod real;
 mod rm;
 mod uninitialised;
 mod vma;

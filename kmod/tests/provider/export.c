@@ -50,27 +50,31 @@ static void unmap_pieces(struct device *dev, struct sg_table *table, int count, 
 
 	for_each_sg(table->sgl, sg, count, i) {
 		if (sg_page(sg))
-			dma_unmap_page(dev, sg_dma_address(sg), CHUNK, dir);
+			dma_unmap_page(dev, sg_dma_address(sg), sg->length, dir);
 		else
-			dma_unmap_resource(dev, sg_dma_address(sg), CHUNK, dir, 0);
+			dma_unmap_resource(dev, sg_dma_address(sg), sg->length, dir, 0);
 	}
 }
 
-static dma_addr_t map_chunk(struct device *dev, const struct chunk *chunk, struct scatterlist *sg,
+/* The part of a chunk that lies in the buffer. */
+static dma_addr_t map_piece(struct device *dev, const struct exported *exported, u64 at, u64 len, struct scatterlist *sg,
 			    enum dma_data_direction dir)
 {
+	const struct chunk *chunk = &exported->object->chunks[at / CHUNK];
+
 	if (chunk->backing == PROVIDER_BAR) {
-		sg_set_page(sg, NULL, CHUNK, 0);
-		return dma_map_resource(dev, chunk->phys, CHUNK, dir, 0);
+		sg_set_page(sg, NULL, len, 0);
+		return dma_map_resource(dev, chunk->phys + at % CHUNK, len, dir, 0);
 	}
-	sg_set_page(sg, virt_to_page(chunk->cpu), CHUNK, 0);
-	return dma_map_page(dev, virt_to_page(chunk->cpu), 0, CHUNK, dir);
+	sg_set_page(sg, virt_to_page(chunk->cpu + at % CHUNK), len, 0);
+	return dma_map_page(dev, sg_page(sg), 0, len, dir);
 }
 
 static struct sg_table *exported_map(struct dma_buf_attachment *attachment, enum dma_data_direction dir)
 {
 	struct exported *exported = attachment->dmabuf->priv;
 	struct device *dev = attachment->dev;
+	u64 at = exported->offset, end = exported->offset + exported->len;
 	struct sg_table *table;
 	struct scatterlist *sg;
 	int i, ret;
@@ -81,11 +85,12 @@ static struct sg_table *exported_map(struct dma_buf_attachment *attachment, enum
 	table = kzalloc(sizeof(*table), GFP_KERNEL);
 	if (!table)
 		return ERR_PTR(-ENOMEM);
-	ret = sg_alloc_table(table, exported->len / CHUNK, GFP_KERNEL);
+	ret = sg_alloc_table(table, DIV_ROUND_UP(end, CHUNK) - at / CHUNK, GFP_KERNEL);
 	if (ret)
 		goto out;
 	for_each_sgtable_sg(table, sg, i) {
-		dma_addr_t addr = map_chunk(dev, &exported->object->chunks[exported->offset / CHUNK + i], sg, dir);
+		u64 len = min(end - at, CHUNK - at % CHUNK);
+		dma_addr_t addr = map_piece(dev, exported, at, len, sg, dir);
 
 		if (dma_mapping_error(dev, addr)) {
 			unmap_pieces(dev, table, i, dir);
@@ -94,7 +99,8 @@ static struct sg_table *exported_map(struct dma_buf_attachment *attachment, enum
 			goto out;
 		}
 		sg_dma_address(sg) = addr;
-		sg_dma_len(sg) = CHUNK;
+		sg_dma_len(sg) = len;
+		at += len;
 	}
 	if (fault(PROVIDER_FAULT_TABLE_ODD))
 		sg_dma_len(table->sgl) -= PAGE_SIZE / 2;
@@ -145,7 +151,7 @@ int object_export(struct object *object, u64 offset, u64 len, bool read_only)
 	struct dma_buf *dmabuf;
 	int fd;
 
-	if ((offset | len) % CHUNK || !len || offset > object->size || len > object->size - offset)
+	if (!PAGE_ALIGNED(offset | len) || !len || offset > object->size || len > object->size - offset)
 		return -EINVAL;
 	exported = kzalloc(sizeof(*exported), GFP_KERNEL);
 	if (!exported)

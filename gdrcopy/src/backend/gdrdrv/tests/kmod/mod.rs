@@ -2,7 +2,9 @@
 //! not loaded. One test at a time (`--test-threads=1`): faults and counters are the machine's.
 
 mod abi;
+mod both_ways;
 mod dmabuf;
+mod driverless;
 mod fuzz;
 mod maps;
 mod owners;
