@@ -3,6 +3,7 @@
 #define GDR_H
 
 #include <linux/atomic.h>
+#include <linux/bits.h>
 #include <linux/completion.h>
 #include <linux/device.h>
 #include <linux/fs.h>
@@ -21,7 +22,7 @@
 
 /* In units of this the GPU driver pins. */
 #define GDR_GPU_PAGE_SHIFT 16
-#define GDR_GPU_PAGE_SIZE (1ULL << GDR_GPU_PAGE_SHIFT)
+#define GDR_GPU_PAGE_SIZE BIT_ULL(GDR_GPU_PAGE_SHIFT)
 #define GDR_GPU_PAGE_MASK (~(GDR_GPU_PAGE_SIZE - 1))
 
 struct gdr_pin;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT OR GPL-2.0-only */
 /*
- * The peer-to-peer interface that NVIDIA's driver exports to other modules ("GPUDirect RDMA" in the CUDA documentation),
- * as far as it is used here: declarations of our own, so that nothing of NVIDIA is needed to build.
+ * The peer-to-peer interface that NVIDIA's driver exports to other modules ("GPUDirect RDMA" in the CUDA
+ * documentation), as far as it is used here: declarations of our own, so that nothing of NVIDIA is needed to build.
  */
 #ifndef GDR_NVP2P_H
 #define GDR_NVP2P_H

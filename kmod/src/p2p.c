@@ -15,7 +15,7 @@
 
 struct gdr_p2p_pin {
 	struct gdr_pin pin;
-	struct mutex lock;
+	struct mutex lock; /* the pin's source's */
 	struct gdr_p2p_api api;
 	struct gdr_p2p_request request;
 	struct nvidia_p2p_page_table *table;

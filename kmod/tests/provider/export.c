@@ -57,8 +57,8 @@ static void unmap_pieces(struct device *dev, struct sg_table *table, int count, 
 }
 
 /* The part of a chunk that lies in the buffer. */
-static dma_addr_t map_piece(struct device *dev, const struct exported *exported, u64 at, u64 len, struct scatterlist *sg,
-			    enum dma_data_direction dir)
+static dma_addr_t map_piece(struct device *dev, const struct exported *exported, u64 at, u64 len,
+			    struct scatterlist *sg, enum dma_data_direction dir)
 {
 	const struct chunk *chunk = &exported->object->chunks[at / CHUNK];
 

@@ -10,18 +10,21 @@ int nvidia_p2p_get_pages(u64 token, u32 va_space, u64 va, u64 len, struct nvidia
 {
 	return -EPERM;
 }
+
 STUB_EXPORT(nvidia_p2p_get_pages);
 
 int nvidia_p2p_put_pages(u64 token, u32 va_space, u64 va, struct nvidia_p2p_page_table *table)
 {
 	return -EPERM;
 }
+
 STUB_EXPORT(nvidia_p2p_put_pages);
 
 int nvidia_p2p_free_page_table(struct nvidia_p2p_page_table *table)
 {
 	return -EPERM;
 }
+
 STUB_EXPORT(nvidia_p2p_free_page_table);
 
 MODULE_DESCRIPTION("Exports that gdrdrv must not use");

@@ -11,7 +11,8 @@ tolerated='gdrdrv: (the driver|the GPU|no NVIDIA|nv-p2p-dummy)|failing symbol_ge
 
 host_build() {
     vm_cargo test --no-run -p gdrcopy --lib --test pin_stress
-    vm_build_module "$VM_REPOSITORY/kmod" GDR_TESTS=m
+    need sparse:sparse
+    vm_build_module "$VM_REPOSITORY/kmod" GDR_TESTS=m C=1 CF=-Wsparse-error
 }
 
 # Steps run in shells of their own, to which only this is passed on.
@@ -37,11 +38,11 @@ of() {
 }
 
 # What the crate's backends promise, on the module instead of a simulated one. Left out: what only a simulated one can be (of
-# another version, out of BAR1, lying), and tests of other backends.
+# another version, out of BAR1, lying, without dma-bufs), and tests of other backends.
 crate_tests() {
     load gdr_provider
     of backend::tests::{alike,children,revoked,located}:: backend::gdrdrv::tests::{errors,open,requests}:: \
-        --skip of_bar1_that_is_full --skip that_pins_something_else --skip where_the_memory_ends --skip that_comes_after_the_pin
+        --skip of_bar1_that_is_full --skip errors::of_a_pin --skip that_pins_something_else --skip where_the_memory_ends --skip that_comes_after_the_pin
     GDRCOPY_TEST_KMOD=1 "$(vm_built pin_stress)"
     load gdr_provider use_persistent_mapping=0
     of backend::gdrdrv::tests::volatile:: --skip kills_who_touches
