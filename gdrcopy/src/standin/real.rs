@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::provider::{Backing, CHUNK, Object};
 use super::{Module, VaRange};
 use crate::backend::gdrdrv::abi::{
-    self, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PATH, PinBuffer, PinBufferV2, ReqMappingType, Request,
-    UnpinBuffer,
+    self, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PATH, PinBuffer, PinBufferV2,
+    ReqMappingType, Request, UnpinBuffer,
 };
 use crate::cuda::MemoryKind;
 use crate::kernel::{Kernel, Linux};

@@ -76,7 +76,8 @@ static int chunk_alloc(struct chunk *chunk, u32 backing)
 	if (backing == PROVIDER_BAR) {
 		ret = chunk_alloc_bar(chunk);
 	} else {
-		chunk->cpu = (void *)__get_free_pages(GFP_KERNEL | __GFP_ZERO | __GFP_COMP, get_order(CHUNK));
+		chunk->cpu = (void *)__get_free_pages(GFP_KERNEL | __GFP_ZERO | __GFP_COMP | __GFP_NOWARN,
+						       get_order(CHUNK));
 		if (!chunk->cpu)
 			return -ENOMEM;
 		chunk->phys = virt_to_phys(chunk->cpu);

@@ -18,7 +18,12 @@ pub(super) fn is_the_other_way(error: &io::Error) -> bool {
 
 impl Gdrdrv {
     /// Pins the host pages of a range by way of a dma-buf from CUDA. `refused` is what the driver's way gave.
-    pub(super) fn pin_dma_buf(&self, request: &RefusedPin<'_>, part: &Part, refused: io::Error) -> Result<Pin> {
+    pub(super) fn pin_dma_buf(
+        &self,
+        request: &RefusedPin<'_>,
+        part: &Part,
+        refused: io::Error,
+    ) -> Result<Pin> {
         let RefusedPin { addr, len, flags, .. } = *request;
         let page = host_page() as u64;
         let va = addr & !(page - 1);
@@ -26,9 +31,8 @@ impl Gdrdrv {
         let span = end.and_then(|end| usize::try_from(end - va).ok());
         let span = span.ok_or_else(|| Error::invalid("length", len, "within the address space"))?;
         let cuda = self.system.cuda()?;
-        let fd = cuda
-            .dma_buf(part.start(), va, span, flags.contains(PinFlags::FORCE_PCIE))
-            .map_err(|error| {
+        let fd =
+            cuda.dma_buf(part.start(), va, span, flags.contains(PinFlags::FORCE_PCIE)).map_err(|error| {
                 tracing::debug!(%error, "no dma-buf of GPU memory either");
                 request.explain(refused)
             })?;

@@ -40,7 +40,8 @@ impl Pin {
     /// Takes over a handle and makes sure that it holds the `len` bytes at `addr`.
     pub(super) fn adopt(node: &Arc<Node>, handle: u64, addr: u64, len: usize) -> Result<Self> {
         let node = node.clone();
-        let mut pin = Self { node, handle, va: addr, len, page_size: 0, proof: None, located: None, released: false };
+        let mut pin =
+            Self { node, handle, va: addr, len, page_size: 0, proof: None, located: None, released: false };
         let info = pin.info().map_err(|e| explain::call(GetInfo::NAME, e))?;
         let end = addr.checked_sub(info.va).and_then(|offset| offset.checked_add(len as u64));
         if end.is_none_or(|end| end > info.len) {
@@ -58,9 +59,24 @@ impl Pin {
     }
 
     /// Takes over the handle of a dma-buf that holds whole host pages from `va` on.
-    pub(super) fn of_dma_buf(node: &Arc<Node>, handle: u64, va: u64, len: usize, cuda: Arc<dyn Cuda>) -> Self {
+    pub(super) fn of_dma_buf(
+        node: &Arc<Node>,
+        handle: u64,
+        va: u64,
+        len: usize,
+        cuda: Arc<dyn Cuda>,
+    ) -> Self {
         let page_size = u32::try_from(host_page()).expect("pages are small");
-        Self { node: node.clone(), handle, va, len, page_size, proof: Some(cuda), located: None, released: false }
+        Self {
+            node: node.clone(),
+            handle,
+            va,
+            len,
+            page_size,
+            proof: Some(cuda),
+            located: None,
+            released: false,
+        }
     }
 
     /// Looks at both ends of what a mapping shows of the GPU memory.

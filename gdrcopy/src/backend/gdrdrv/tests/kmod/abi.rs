@@ -54,7 +54,9 @@ fn unknown_numbers_are_enotty_and_other_types_einval() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     let mut room = [0_u64; 64];
-    for (magic, expected) in [(0xDA, libc::ENOTTY), (0xD9, libc::EINVAL), (0xDB, libc::EINVAL), (0x47, libc::EINVAL)] {
+    for (magic, expected) in
+        [(0xDA, libc::ENOTTY), (0xD9, libc::EINVAL), (0xDB, libc::EINVAL), (0x47, libc::EINVAL)]
+    {
         for nr in 0..=0xff {
             for high in [0xC008_0000, 0, 0xC001_0000, 0x8028_0000, 0xFFFF_0000_u32] {
                 let code = high | magic << 8 | nr;
@@ -71,7 +73,11 @@ fn addresses_that_are_no_memory_are_efault() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     for code in REQUESTS {
-        for bad in [ptr::null_mut(), ptr::without_provenance_mut(0xFFFF_8000_0000_0000), ptr::without_provenance_mut(8)] {
+        for bad in [
+            ptr::null_mut(),
+            ptr::without_provenance_mut(0xFFFF_8000_0000_0000),
+            ptr::without_provenance_mut(8),
+        ] {
             assert_eq!(raw.ioctl(code, bad), Err(libc::EFAULT), "{code:#x}");
         }
     }

@@ -31,7 +31,9 @@ fn every_range_is_read_and_written_where_it_lies() {
     memory.write(0, &model).unwrap();
     for errno in [libc::ENODEV, libc::EOPNOTSUPP, 524] {
         let _failing = Failing::new(Fault::Get, errno);
-        for (seed, (offset, len)) in (2..).zip([(0, SIZE), (0, 1), (5000, 1), (65_535, 70_000), (SIZE - 5, 5)]) {
+        for (seed, (offset, len)) in
+            (2..).zip([(0, SIZE), (0, 1), (5000, 1), (65_535, 70_000), (SIZE - 5, 5)])
+        {
             let pin = gdrdrv.pin(memory.addr() + offset as u64, len, NONE).unwrap();
             assert_eq!((pin.page_size(), counter("dmabuf_attachments")), (4096, 1));
             let skip = usize::try_from(memory.addr() + offset as u64 - pin.va()).unwrap();

@@ -89,9 +89,8 @@ fn moves_and_accesses_meet() {
     let raw = Raw::open();
     let object = Object::new(SIZE, Backing::Ram).unwrap();
     let fd = object.export(0, SIZE, false).unwrap();
-    let maps: Vec<Map> = (0..3)
-        .map(|_| raw.map(pin(&raw, fd.as_raw_fd(), 0, SIZE).unwrap(), SIZE).unwrap())
-        .collect();
+    let maps: Vec<Map> =
+        (0..3).map(|_| raw.map(pin(&raw, fd.as_raw_fd(), 0, SIZE).unwrap(), SIZE).unwrap()).collect();
     std::thread::scope(|scope| {
         for (thread, map) in maps.into_iter().enumerate() {
             scope.spawn(move || {

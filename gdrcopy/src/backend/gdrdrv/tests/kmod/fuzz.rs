@@ -33,8 +33,18 @@ struct Toys {
 }
 
 const CODES: [u32; 12] = [
-    0xC028_DA01, 0xC008_DA02, 0xC008_DA03, 0xC008_DA04, 0xC008_DA05, 0xC008_DA06, 0xC020_DA07, 0xC008_DA08,
-    0xC020_DAC0, 0xC008_DAFF, 0xC008_DA09, 0xC028_DA07,
+    0xC028_DA01,
+    0xC008_DA02,
+    0xC008_DA03,
+    0xC008_DA04,
+    0xC008_DA05,
+    0xC008_DA06,
+    0xC020_DA07,
+    0xC008_DA08,
+    0xC020_DAC0,
+    0xC008_DAFF,
+    0xC008_DA09,
+    0xC028_DA07,
 ];
 
 impl Toys {
@@ -121,8 +131,9 @@ impl Toys {
             // SAFETY: as above.
             unsafe { libc::close(pipe[1]) };
         }
+        let this = i32::try_from(std::process::id()).expect("a PID");
         // SAFETY: as above; device pages are refused.
-        unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) };
+        unsafe { libc::process_vm_readv(this, &raw const local, 1, &raw const remote, 1, 0) };
     }
 
     fn spoil(&mut self, numbers: &mut Numbers) {
@@ -134,7 +145,9 @@ impl Toys {
             1 => drop(map.protect(at, len.min(map.len - at), libc::PROT_READ)),
             _ => {
                 // SAFETY: no place is given up; nothing moves.
-                unsafe { libc::mremap(map.ptr.as_ptr().cast(), map.len, map.len + 4096, libc::MREMAP_MAYMOVE) };
+                unsafe {
+                    libc::mremap(map.ptr.as_ptr().cast(), map.len, map.len + 4096, libc::MREMAP_MAYMOVE)
+                };
             }
         }
     }
@@ -163,7 +176,8 @@ fn random_requests() {
     let Some(_machine) = Machine::new() else { return };
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock");
-    let seed = number("GDRCOPY_KMOD_SEED").unwrap_or(u64::from(now.subsec_nanos()) << 20 | now.as_secs() & 0xfffff);
+    let seed =
+        number("GDRCOPY_KMOD_SEED").unwrap_or(u64::from(now.subsec_nanos()) << 20 | now.as_secs() & 0xfffff);
     println!("GDRCOPY_KMOD_SEED={seed}");
     let end = Instant::now() + Duration::from_secs(number("GDRCOPY_KMOD_FUZZ").unwrap_or(5));
     std::thread::scope(|scope| {

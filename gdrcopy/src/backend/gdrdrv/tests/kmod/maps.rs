@@ -195,7 +195,7 @@ fn what_lies_over_a_mapping_ends_it_whole() {
     let map = raw.map(handle, SIZE).unwrap();
     let (prot, flags) = (libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
     // SAFETY: over half of this test's own mapping.
-    let over = unsafe { libc::mmap(map.ptr.as_ptr().cast(), map.len / 2 & !4095, prot, flags, -1, 0) };
+    let over = unsafe { libc::mmap(map.ptr.as_ptr().cast(), (map.len / 2) & !4095, prot, flags, -1, 0) };
     assert_eq!(over, libc::MAP_FAILED);
     assert_eq!(raw.info(handle).unwrap().mapping_type, CACHED);
     // SAFETY: over all of it.

@@ -7,6 +7,7 @@ mod dmabuf;
 mod driverless;
 mod fuzz;
 mod maps;
+mod nth;
 mod owners;
 mod pins;
 mod rig;

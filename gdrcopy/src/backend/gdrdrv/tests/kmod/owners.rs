@@ -62,8 +62,11 @@ fn send(socket: &UnixStream, fd: i32) -> bool {
     let (space, length) = (unsafe { libc::CMSG_SPACE(4) }, unsafe { libc::CMSG_LEN(4) });
     (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), space as usize);
     // SAFETY: there is room for one header.
-    let header = unsafe { &mut *libc::CMSG_FIRSTHDR(&raw const message) };
-    (header.cmsg_level, header.cmsg_type, header.cmsg_len) = (libc::SOL_SOCKET, libc::SCM_RIGHTS, length as usize);
+    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: as above, and nobody else knows of it.
+    let header = unsafe { &mut *header };
+    (header.cmsg_level, header.cmsg_type, header.cmsg_len) =
+        (libc::SOL_SOCKET, libc::SCM_RIGHTS, length as usize);
     // SAFETY: and behind it for a descriptor.
     let data = unsafe { libc::CMSG_DATA(header) };
     // SAFETY: as above.
@@ -167,7 +170,7 @@ fn a_process_that_dies_leaves_nothing() {
                 maps.push(map);
             }
             // SAFETY: ends this process.
-            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            unsafe { libc::raise(libc::SIGKILL) };
             false
         });
         assert_eq!(end, End::Killed(libc::SIGKILL));

@@ -35,14 +35,26 @@ fn any_address_is_pinned_in_whole_pages_of_the_gpu() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     let memory = Memory::new(SIZE);
-    for (offset, size, first, pages) in
-        [(0, 1, 0, 1), (1, 1, 0, 1), (65_535, 2, 0, 2), (65_536, 65_536, 1, 1), (70_000, 200_000, 1, 4), (0, SIZE, 0, 5)]
-    {
+    for (offset, size, first, pages) in [
+        (0, 1, 0, 1),
+        (1, 1, 0, 1),
+        (65_535, 2, 0, 2),
+        (65_536, 65_536, 1, 1),
+        (70_000, 200_000, 1, 4),
+        (0, SIZE, 0, 5),
+    ] {
         let handle = raw.pin(memory.va + offset, size).unwrap();
         let info = raw.info(handle).unwrap();
-        assert_eq!((info.va, info.mapped_size), (memory.va + first * CHUNK, pages * CHUNK), "{size} at {offset}");
+        assert_eq!(
+            (info.va, info.mapped_size),
+            (memory.va + first * CHUNK, pages * CHUNK),
+            "{size} at {offset}"
+        );
         // As ever: only what was asked for from the start of a page can be mapped.
-        assert_eq!(raw.map(handle, CHUNK).map(drop), if offset % CHUNK == 0 { Ok(()) } else { Err(libc::EINVAL) });
+        assert_eq!(
+            raw.map(handle, CHUNK).map(drop),
+            if offset % CHUNK == 0 { Ok(()) } else { Err(libc::EINVAL) }
+        );
         raw.unpin(handle).unwrap();
     }
 }
@@ -132,7 +144,11 @@ fn handles_are_disjoint_page_offsets_and_never_come_back() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     let memory = Memory::new(SIZE);
-    let first: u64 = std::fs::read_to_string("/sys/module/gdrdrv/parameters/first_handle").unwrap().trim().parse().unwrap();
+    let first: u64 = std::fs::read_to_string("/sys/module/gdrdrv/parameters/first_handle")
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
     let mut next = first;
     for pages in [1, 5, 2, 1, 3] {
         let handle = raw.pin(memory.va, pages * CHUNK).unwrap();

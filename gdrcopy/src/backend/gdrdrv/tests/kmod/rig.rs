@@ -270,7 +270,9 @@ impl Drop for Machine {
         let (before, after) = (self.0, provider::state().expect("the driver's state"));
         assert_eq!(after, State { callbacks: after.callbacks, ..before }, "left behind");
         assert_eq!(after.misuse, 0);
-        for name in ["open_files", "pins", "pinned_bytes", "driver_page_tables", "dmabuf_attachments", "mappings"] {
+        for name in
+            ["open_files", "pins", "pinned_bytes", "driver_page_tables", "dmabuf_attachments", "mappings"]
+        {
             assert_eq!(counter(name), 0, "{name}");
         }
     }

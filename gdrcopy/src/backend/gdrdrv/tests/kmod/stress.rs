@@ -28,8 +28,8 @@ fn pins_maps_unmaps_frees() {
             scope.spawn(move || {
                 let mut own = Raw::open();
                 let mut memory = Memory::new(2 * CHUNK);
-                while let Some(round) =
-                    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).ok()
+                while let Ok(round) =
+                    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
                 {
                     let byte = u8::try_from(round % 251).unwrap();
                     // A pin of everybody's memory in everybody's file.

@@ -42,7 +42,8 @@ fn a_free_takes_the_pages_and_is_told() {
     let unmapped = raw.pin(memory.va + CHUNK, CHUNK).unwrap();
     let neighbour = raw.pin(other.va, SIZE).unwrap();
     let (map, kept) = (raw.map(mapped, SIZE).unwrap(), raw.map(neighbour, SIZE).unwrap());
-    (map.store(0, 1), kept.store(0, 2));
+    map.store(0, 1);
+    kept.store(0, 2);
     assert_eq!((raw.flag(mapped), raw.flag(unmapped)), (Ok(0), Ok(0)));
     let revoked = counter("total_revoked");
     memory.free();
@@ -125,11 +126,15 @@ fn frees_and_unpins_meet() {
         let go = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !go.load(Ordering::Relaxed) {}
+                while !go.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
                 memory.free();
             });
             scope.spawn(|| {
-                while !go.load(Ordering::Relaxed) {}
+                while !go.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
                 handles.iter().for_each(|handle| raw.unpin(*handle).unwrap());
             });
             go.store(true, Ordering::Relaxed);
