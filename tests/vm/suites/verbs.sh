@@ -5,7 +5,7 @@
 timeout=600
 
 host_build() {
-    vm_cargo test --no-run --workspace --test processes --test devices --test verbs_device --test verbs --test queues \
+    vm_cargo test --no-run --workspace --test processes --test devices --test verbs_device --test interop --test verbs --test queues \
         --test streams --test stream_queues --test graphs --test batch_run
 }
 
@@ -16,6 +16,7 @@ guest_run() {
     export GDSYNC_TEST_DEVICE=rxe0
     vm_test devices
     vm_test verbs_device --skip a_port_that_goes_down # suite faults has it
+    vm_test interop # with ibv_rc_pingpong
     vm_test verbs
     vm_test queues
     # The one skipped wants the software HCA's counters, the other sends 100,000 messages.
