@@ -18,8 +18,8 @@ guest_run() {
     vm_test verbs_device --skip a_port_that_goes_down # suite faults has it
     vm_test interop # with ibv_rc_pingpong
     vm_test verbs
-    vm_test queues
-    # The one skipped wants the software HCA's counters, the other sends 100,000 messages.
+    # Left out: what wants the exact code of a wrong key, the software HCA's counters, or 100,000 messages.
+    vm_test queues --skip a_receive_that_was_half_filled
     vm_test streams --skip the_root_cause_is_what_happened_first
     vm_test stream_queues --skip streams_alone_keep_the_queues_going
     GDSYNC_TEST_REPLAYS=200 vm_test graphs
