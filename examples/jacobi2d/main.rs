@@ -35,9 +35,9 @@ use solver::Solver;
 
 #[derive(Serialize)]
 struct Report {
-    device: &'static str,
+    device: String,
     stream: &'static str,
-    wire: &'static str,
+    wire: String,
     ranks: usize,
     machine: Machine,
     #[serde(flatten)]
@@ -131,9 +131,9 @@ fn solve(options: &Options, placed: &Placed, comm: &Communicator) -> Result<Repo
     let timed = options.iters - warm_up;
     let iteration = time.as_secs_f64() / f64::from(timed);
     Ok(Report {
-        device: comm.context().description(),
+        device: comm.context().description().to_owned(),
         stream: lane.stream.kind(),
-        wire: comm.context().wire(),
+        wire: comm.context().wire().to_owned(),
         ranks,
         machine: Machine::here(),
         place: placed.describe(comm, timeout)?,

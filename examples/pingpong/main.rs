@@ -75,9 +75,9 @@ fn run(options: &Options) -> Result<bool> {
     };
     let context = comm.context();
     let report = Report {
-        device: context.description(),
+        device: context.description().to_owned(),
         stream: lane.stream.kind(),
-        wire: context.wire(),
+        wire: context.wire().to_owned(),
         ranks: comm.size(),
         machine: Machine::here(),
         settings,

@@ -11,9 +11,9 @@ use crate::options::Mode;
 
 #[derive(Serialize)]
 pub(crate) struct Report {
-    pub(crate) device: &'static str,
+    pub(crate) device: String,
     pub(crate) stream: &'static str,
-    pub(crate) wire: &'static str,
+    pub(crate) wire: String,
     pub(crate) ranks: usize,
     pub(crate) machine: Machine,
     pub(crate) settings: Settings,

@@ -73,6 +73,29 @@ pub enum Error {
         /// The names that exist.
         available: String,
     },
+    /// A library of rdma-core, or a function of it, is missing.
+    #[error(transparent)]
+    Library(#[from] rdma_core_sys::LoadError),
+    /// A call of libibverbs or libmlx5 failed.
+    #[error("{call} for {subject}: {source}; {advice}")]
+    Verbs {
+        /// The call.
+        call: &'static str,
+        /// What it was called for.
+        subject: String,
+        /// What the library said.
+        source: Arc<io::Error>,
+        /// What that means, and what the user can change.
+        advice: String,
+    },
+    /// An RDMA device cannot be used as asked.
+    #[error("{device} cannot be used: {why}")]
+    Device {
+        /// The device.
+        device: String,
+        /// Why not, and the fix.
+        why: String,
+    },
     /// The device, or this release, does not do this.
     #[error("{what} is not supported by {by}; {fix}")]
     Unsupported {

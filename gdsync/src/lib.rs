@@ -49,6 +49,7 @@
 //! - **Threads.** Everything may be used from any thread.
 
 pub mod cuda;
+mod direct;
 mod env;
 pub mod error;
 pub mod hca;
@@ -58,6 +59,8 @@ pub mod mlx5;
 pub mod mover;
 #[doc(hidden)]
 pub mod protocol;
+mod proxy;
+pub mod rdma;
 pub mod stream;
 pub mod verbs;
 

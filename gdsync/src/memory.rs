@@ -11,6 +11,7 @@
 mod access;
 mod word;
 
+use std::any::Any;
 use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
@@ -41,7 +42,7 @@ pub struct Memory {
 enum Reach {
     /// They are in host memory.
     Host,
-    /// They are on a GPU, behind a mapping that is cached so.
+    /// They are on a GPU, or registers of a device, behind a mapping that is cached so.
     Mapped(MappingType),
     /// They are on a GPU, and only copy engines reach them.
     Engine,
@@ -91,6 +92,12 @@ enum Bytes {
         ptr: NonNull<u8>,
         len: usize,
     },
+    /// Registers of a device, mapped as long as the keeper lives.
+    Io {
+        ptr: NonNull<u8>,
+        len: usize,
+        _keeper: Arc<dyn Any + Send + Sync>,
+    },
     /// On a GPU; the buffer where it is ours.
     Gpu {
         gpu: Gpu,
@@ -115,7 +122,7 @@ impl Bytes {
             Bytes::Buffer(buffer) => Some((buffer.gpu(), Some(buffer.mapping()))),
             Bytes::Unmapped { gpu, .. } => Some((gpu, None)),
             Bytes::Block(block) => Some((block.gpu(), Some(block.mapping()))),
-            Bytes::Mapped { .. } | Bytes::Lent { .. } => None,
+            Bytes::Mapped { .. } | Bytes::Lent { .. } | Bytes::Io { .. } => None,
         }
     }
 }
@@ -263,6 +270,15 @@ impl Memory {
         }
     }
 
+    /// Registers of a device, only to be written, which stay mapped as long as `keeper` lives.
+    ///
+    /// # Safety
+    /// The range must be mapped for writing until then.
+    pub(crate) unsafe fn io(ptr: NonNull<u8>, len: usize, keeper: Arc<dyn Any + Send + Sync>) -> Self {
+        let owner = Owner::new(Bytes::Io { ptr, len, _keeper: keeper });
+        Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Mapped(MappingType::WriteCombining), owner }
+    }
+
     /// Lets this go where the calling thread must not wait: to free GPU memory, CUDA may wait for all work of the GPU.
     pub(crate) fn let_go(self) {
         let known = self.gpu().is_some() || self.owner.registered.get().is_some();
@@ -270,6 +286,12 @@ impl Memory {
             // Where no thread can be started, this one waits.
             let _ = std::thread::Builder::new().name("gdsync-free".into()).spawn(move || drop(self));
         }
+    }
+
+    /// The same memory under another address in work requests.
+    #[cfg(feature = "standin")]
+    pub(crate) fn called(&self, addr: u64) -> Self {
+        Self { addr, owner: self.owner.clone(), ..*self }
     }
 
     pub(crate) fn downgrade(&self) -> WeakMemory {
@@ -300,18 +322,28 @@ impl Memory {
             Bytes::Buffer(buffer) => gpu.reach(buffer.gpu()).map(|()| self.addr),
             Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),
             &(Bytes::Mapped { ptr, len } | Bytes::Lent { ptr, len }) => {
-                let offset = self.ptr.as_ptr() as u64 - ptr.as_ptr() as u64;
-                if let Some(registered) = self.owner.registered.get() {
-                    return Ok(registered.addr() + offset);
-                }
-                let _once = self.owner.registering.lock();
-                if let Some(registered) = self.owner.registered.get() {
-                    return Ok(registered.addr() + offset);
-                }
-                let registered = gpu.register(ptr, len)?;
-                Ok(self.owner.registered.get_or_init(|| registered).addr() + offset)
+                self.registered_at(ptr, || gpu.register(ptr, len))
             }
+            &Bytes::Io { ptr, len, .. } => self.registered_at(ptr, || gpu.register_io(ptr, len)),
         }
+    }
+
+    /// The address on GPUs, of bytes whose owner's begin at `start`; registered by the first call.
+    fn registered_at(
+        &self,
+        start: NonNull<u8>,
+        register: impl FnOnce() -> Result<Registered>,
+    ) -> Result<u64> {
+        let offset = self.ptr.as_ptr() as u64 - start.as_ptr() as u64;
+        if let Some(registered) = self.owner.registered.get() {
+            return Ok(registered.addr() + offset);
+        }
+        let _once = self.owner.registering.lock();
+        if let Some(registered) = self.owner.registered.get() {
+            return Ok(registered.addr() + offset);
+        }
+        let registered = register()?;
+        Ok(self.owner.registered.get_or_init(|| registered).addr() + offset)
     }
 
     /// Returns when what this thread wrote has arrived on the GPU, visible to kernels that run: see

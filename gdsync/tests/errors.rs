@@ -53,9 +53,9 @@ fn memory_guards_its_bounds_and_alignment() {
 
 #[test]
 fn devices_and_keys_are_checked() {
-    let missing = error(Device::find(Some("mlx5_9")), &["mlx5_9", "available: soft0"]);
+    let missing = error(Device::find(Some("mlx5_9")), &["mlx5_9", "available: ", "soft0"]);
     assert!(matches!(missing, Error::NoDevice { .. }));
-    assert_eq!(Device::find(Some("soft0")).unwrap(), Device::list()[0]);
+    assert_eq!(Device::find(Some("soft0")).ok().as_ref(), Device::list().last());
 
     let pd = hca().alloc_pd().unwrap();
     let memory = Memory::alloc(100).unwrap();
@@ -119,7 +119,7 @@ fn transitions_are_explained() {
     step(&rtr.clone().path_mtu(1024).min_rnr_timer(32), &["min_rnr_timer is 32, at most 31"]);
     step(&rtr.clone().path_mtu(1024).retry_cnt(1), &["retry_cnt is not allowed"]);
     assert_eq!(side.qp.state(), QpState::INIT, "a refused step changes nothing");
-    let nobody = QpAddress { gid: Gid([0xfd; 16]), qpn: 0x123, psn: 0 };
+    let nobody = QpAddress::new(Gid([0xfd; 16]), 0x123, 0);
     for _ in 0..2 {
         let unknown = error(side.qp.connect(nobody), &["fdfd:fdfd"]);
         assert!(matches!(unknown, Error::Peer { .. }), "{unknown:?}");

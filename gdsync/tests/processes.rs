@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, Side, hca, stream};
+use common::{PATIENCE, Side, counts, hca, is_device_named, stream};
 use gdsync::error::Error;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Stream};
@@ -18,9 +18,10 @@ use peer::{Peer, meet_parent, role};
 /// Rounds that both sides post ahead.
 const DEPTH: u64 = 32;
 
-/// The acknowledge timeout runs out in 8 x 17 ms; a peer that died is noticed before.
+/// The acknowledge timeout runs out in 8 x 17 ms; the software HCA notices before that a peer has died. A device does not, and
+/// one that is simulated needs longer to answer where all tests run at once.
 fn build(q: QpBuilder) -> QpBuilder {
-    q.timeout(12).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
+    q.timeout(if is_device_named() { 15 } else { 12 }).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
 }
 
 fn side() -> Side {
@@ -168,7 +169,7 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
         s.wait_send(&side.qp).unwrap();
         assert!(matches!(s.synchronize(Duration::from_millis(2)), Err(Error::Deadline { .. })));
         let start = Instant::now();
-        while side.context.stats().wqes == 0 {
+        while counts(&side.context) && side.context.stats().wqes == 0 {
             assert!(start.elapsed() < PATIENCE, "the stream has not sent");
             std::thread::yield_now();
         }
@@ -196,7 +197,7 @@ fn a_stopped_peer_costs_the_timeouts() {
         let error = s.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Completion(e) if e.wr_id == 2), "{error}");
         retry_exceeded(&side);
-        assert_eq!(side.context.stats().retransmissions, 7);
+        assert!(side.context.stats().retransmissions == 7 || !counts(&side.context));
         peer.resume();
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{PATIENCE, loopback, pair, stream, stream_with};
+use common::{PATIENCE, counts, loopback, pair, stream, stream_with, until};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
@@ -301,8 +301,15 @@ fn threads_that_share_a_stream_and_a_queue_pair_cannot_mix_it_up() {
     });
     s.synchronize(PATIENCE).unwrap();
     // The sends given up in the middle need a doorbell behind them to get out of the way.
-    while a.qp.poll_send().is_some() {}
-    s.send(&a.qp, &SendWr::nop().id(u64::MAX)).unwrap();
+    until(|| {
+        while a.qp.poll_send().is_some() {}
+        match s.send(&a.qp, &SendWr::nop().id(u64::MAX)) {
+            Ok(_) => true,
+            // A card completes what the stream has rung a moment later.
+            Err(Error::QueueFull { .. }) => false,
+            Err(other) => panic!("{other}"),
+        }
+    });
     while a.qp.send_cq().wait(PATIENCE).unwrap().wr_id != u64::MAX {}
     assert_eq!(b.memory().word64(0).unwrap().load(), sent.load(Ordering::Relaxed));
     assert_eq!(a.context.stats().violations, 0);
@@ -337,6 +344,10 @@ fn synchronize_tells_the_root_cause_once_and_the_queue_pair_for_ever() {
 #[test]
 fn the_root_cause_is_what_happened_first_not_what_was_seen_first() {
     let (a, b) = pair(64, |q| q);
+    if !counts(&a.context) {
+        println!("skipped: nobody tells when the device has failed a send");
+        return;
+    }
     let s = stream_with("late", PATIENCE);
     let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
     a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap();

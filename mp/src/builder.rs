@@ -139,7 +139,8 @@ impl Builder {
                 peer.recv.connect(peer.send.address()).map_err(failed)?;
                 peer.send.connect(peer.recv.address()).map_err(failed)?;
             } else {
-                peer.send.connect(QpAddress::from_bytes(theirs)).map_err(failed)?;
+                let theirs = QpAddress::from_bytes(theirs).map_err(failed)?;
+                peer.send.connect(theirs).map_err(failed)?;
             }
         }
         // Nobody may send before everybody can receive.

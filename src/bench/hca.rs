@@ -35,8 +35,8 @@ pub(crate) struct Options {
 
 #[derive(Serialize)]
 struct Report {
-    device: &'static str,
-    wire: &'static str,
+    device: String,
+    wire: String,
     machine: Machine,
     results: Vec<Row>,
 }
@@ -91,7 +91,7 @@ impl Options {
             let idle = run.idle()?;
             run.bar.finish_and_clear();
             let context = comm.context();
-            let (device, wire) = (context.description(), context.wire());
+            let (device, wire) = (context.description().to_owned(), context.wire().to_owned());
             let report = Report { device, wire, machine: Machine::here(), results: run.rows };
             report.print(idle);
             if let Some(file) = file {
@@ -185,7 +185,7 @@ impl Run<'_> {
         let link = self.link(self.comm.context())?;
         let addresses = self.comm.exchange(&link.qp.address().to_bytes(), self.timeout)?;
         let theirs = addresses[1 - self.comm.rank()].first_chunk().ok_or("a short address")?;
-        link.qp.connect(QpAddress::from_bytes(theirs))?;
+        link.qp.connect(QpAddress::from_bytes(theirs)?)?;
         Ok(link)
     }
 

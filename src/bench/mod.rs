@@ -1,9 +1,11 @@
 //! `gdasync bench`: measurements that stay in the project, each with its baseline in the same run.
 
+mod bare;
 mod copy;
 mod floor;
 mod hca;
 mod link;
+mod proxy;
 mod stream;
 mod trigger;
 
@@ -19,6 +21,8 @@ pub(crate) enum Bench {
     Hca(hca::Options),
     /// CPU mappings of GPU memory against CUDA's copies: every way, routine and number of threads at every size.
     Copy(copy::Options),
+    /// What the CPU proxy costs on top of libibverbs, on an RDMA device.
+    Proxy(proxy::Options),
     /// What the library costs the CPU for each send and wait on a stream, on top of the driver's call.
     Stream(stream::Options),
     /// What it costs to have a stream trigger something and wait for something: every way, on an idle and a busy GPU.
@@ -30,6 +34,7 @@ impl Bench {
         match self {
             Bench::Hca(options) => options.run(),
             Bench::Copy(options) => options.run(),
+            Bench::Proxy(options) => options.run(),
             Bench::Stream(options) => options.run(),
             Bench::Trigger(options) => options.run(),
         }

@@ -30,7 +30,10 @@ const REAP: Duration = Duration::from_millis(1);
 /// After this time it asks CUDA what is wrong.
 const SUSPICIOUS: Duration = Duration::from_secs(1);
 
-/// The copy engine of a GPU. What was asked for happens also after this is dropped.
+/// How long a dropped engine may take to come to its end.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The copy engine of a GPU. What was asked for happens also when this is dropped.
 pub(crate) struct Engine {
     gpu: Gpu,
     shared: Arc<Shared>,
@@ -42,12 +45,15 @@ struct Shared {
     come: Condvar,
     /// The number of jobs, to look at without the lock.
     count: AtomicUsize,
+    ended: Condvar,
 }
 
 #[derive(Default)]
 struct Jobs {
     list: VecDeque<Job>,
     stop: bool,
+    /// The thread uses the GPU no more.
+    is_over: bool,
 }
 
 enum Job {
@@ -63,8 +69,10 @@ impl fmt::Debug for Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        self.shared.jobs.lock().stop = true;
+        let mut jobs = self.shared.jobs.lock();
+        jobs.stop = true;
         self.shared.come.notify_one();
+        self.shared.ended.wait_while_for(&mut jobs, |jobs| !jobs.is_over, PATIENCE);
     }
 }
 
@@ -82,7 +90,12 @@ impl Engine {
         };
         std::thread::Builder::new()
             .name("gdsync-copy".into())
-            .spawn(move || worker.run())
+            .spawn(move || {
+                let shared = worker.shared.clone();
+                worker.run();
+                shared.jobs.lock().is_over = true;
+                shared.ended.notify_all();
+            })
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
         Ok(Self { gpu: gpu.clone(), shared })
     }

@@ -16,13 +16,14 @@ use super::Buffer;
 use super::arena::Arena;
 use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
+use super::errands::{Errand, Errands};
 use super::kept::Kept;
 use super::neighbours::Sign;
 use super::reaper::{Doomed, Reaper};
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, page_round};
-use crate::stream::{KickerSlot, Lane};
+use crate::stream::{KickerSlot, Lane, reserve};
 
 /// A GPU, in one of its contexts. Clones share it.
 ///
@@ -47,6 +48,7 @@ struct Inner {
     arena: Arena,
     kept: Kept,
     reaper: Reaper,
+    errands: Errands,
     /// Loaded at once: CUDA loads nothing while any stream waits.
     lane: Result<Arc<Lane>>,
     kicker: KickerSlot,
@@ -87,14 +89,14 @@ impl Gpu {
     /// A GPU by its CUDA ordinal, in its primary context: the one that the CUDA runtime uses.
     ///
     /// Opened once and kept open until the process ends, as the CUDA runtime does: to close it, CUDA would wait for every
-    /// stream of the process, and let nobody register memory meanwhile. Do this before any stream of the process waits: CUDA
-    /// loads the kernels of [`Via::Kernel`](crate::stream::Via::Kernel) only then.
+    /// stream of the process, and let nobody register memory meanwhile. Do this before any stream of the process waits: only
+    /// then does CUDA load the kernels of [`Via::Kernel`](crate::stream::Via::Kernel), and get what it needs for more streams
+    /// and graphs; there is room for 64 of each afterwards.
     ///
     /// # Errors
     /// [`Error::Cuda`] where there is no CUDA or no such GPU; [`Error::Unsupported`] names what an old one lacks.
     pub fn open(ordinal: i32) -> Result<Self> {
-        static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
-        let mut open = OPEN.lock();
+        let mut open = Self::open_list().lock();
         if let Some(gpu) = open.iter().find(|gpu| gpu.0.ordinal == ordinal) {
             return Ok(gpu.clone());
         }
@@ -102,6 +104,16 @@ impl Gpu {
         let gpu = Self::open_with(api, ordinal, None)?;
         open.push(gpu.clone());
         Ok(gpu)
+    }
+
+    fn open_list() -> &'static Mutex<Vec<Gpu>> {
+        static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+        &OPEN
+    }
+
+    /// The GPUs that [`Gpu::open`] has opened in this process.
+    pub(crate) fn opened() -> Vec<Gpu> {
+        Self::open_list().lock().clone()
     }
 
     /// As [`Gpu::open`], on a table of entry points and an open `gdrcopy` of the caller's.
@@ -167,7 +179,7 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena, kept, reaper, kicker, calibration, engine) = Default::default();
+        let (reached, arena, kept, reaper, errands, kicker, calibration, engine) = Default::default();
         let gdr = Mutex::new(gdr);
         let mut pci = [0; 32];
         // SAFETY: the buffer has room for 31 characters and a zero.
@@ -177,7 +189,11 @@ impl Gpu {
         // SAFETY: retained by the caller, or kept alive as the maker of this value promised.
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
-        let lane = current.and_then(|_current| Lane::load(&api)).map(Arc::new);
+        let lane = current.and_then(|_current| {
+            let lane = Lane::load(&api)?;
+            reserve(&api, &lane);
+            Ok(Arc::new(lane))
+        });
         let inner = Inner {
             api,
             ordinal,
@@ -190,6 +206,7 @@ impl Gpu {
             arena,
             kept,
             reaper,
+            errands,
             lane,
             kicker,
             sign,
@@ -351,6 +368,16 @@ impl Gpu {
     /// Gives memory back to CUDA, in time.
     pub(super) fn doom(&self, doomed: Doomed) {
         self.0.reaper.take(self.clone(), doomed);
+    }
+
+    /// Has calls of the driver made, in time.
+    pub(crate) fn errand(&self, errand: Weak<dyn Errand>) {
+        self.0.errands.take(errand);
+    }
+
+    /// Returns when these calls of the driver are made no more.
+    pub(crate) fn end_errand(&self, errand: &Weak<dyn Errand>) {
+        self.0.errands.end(errand);
     }
 
     /// Waits until none of these pages is being given back.

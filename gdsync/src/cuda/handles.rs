@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use gdrcopy::cuda::raw::Api;
 
 use super::Gpu;
+use super::reaper::Doomed;
 use crate::error::{Error, Result};
 use crate::mover::{Handle, ProcessId};
 
@@ -71,22 +72,10 @@ impl Handles {
         idle.iter().for_each(|key| self.close(gpu, key));
     }
 
-    /// Closes an allocation in a thread of its own: CUDA may wait for all work of the GPU.
+    /// Closes an allocation, in time.
     fn close(&mut self, gpu: &Gpu, key: &Key) {
-        let Some(Opened { addr, .. }) = self.open.remove(key) else { return };
-        let gpu = gpu.clone();
-        let close = move || {
-            let done = gpu.enter().and_then(|_current| {
-                // SAFETY: opened in this context, closed once; no copy uses it.
-                unsafe { gpu.api().ipc_close_mem_handle(addr) }
-                    .map_err(Error::cuda("closing memory of a peer"))
-            });
-            if let Err(error) = done {
-                tracing::debug!(%error, "memory of a peer stays open");
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(close) {
-            tracing::debug!(%error, "memory of a peer stays open");
+        if let Some(Opened { addr, .. }) = self.open.remove(key) {
+            gpu.doom(Doomed::Ipc { addr });
         }
     }
 }

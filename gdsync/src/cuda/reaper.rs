@@ -3,11 +3,12 @@
 //! To take a registration back, or to free GPU memory, CUDA waits for everything that runs on the GPU, also for streams
 //! that wait for something the calling thread has yet to do; and while one thread waits for that, others cannot register
 //! memory (seen on an H200 with driver 580). So a thread does it that nobody waits for, when the streams of this library have
-//! been idle for a moment. Of the application's own streams it knows nothing. The thread is started when there is something
-//! to give back, and ends when all is done.
+//! been idle for a moment, and submissions wait meanwhile. Of the application's own streams it knows nothing. The thread is
+//! started when there is something to give back, and ends when all is done.
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,8 @@ use crate::error::{Error, Result};
 const LOOK: Duration = Duration::from_millis(25);
 /// Looks in a row at which they must have been idle, with nothing new.
 const QUIET: u32 = 4;
+/// How long a submission waits at most: an application's streams may hold up what is given back.
+const BRIEFLY: Duration = Duration::from_millis(100);
 /// How long somebody waits who needs what is being given back.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -34,6 +37,48 @@ pub(crate) trait Activity: Send + Sync {
 /// The streams of this process: CUDA waits for those of all GPUs.
 static STREAMS: Mutex<Vec<Weak<dyn Activity>>> = Mutex::new(Vec::new());
 
+/// Whether something is being given back: submissions wait until it is not.
+static GATE: Gate = Gate { closed: AtomicBool::new(false), lock: Mutex::new(()), opened: Condvar::new() };
+
+struct Gate {
+    closed: AtomicBool,
+    lock: Mutex<()>,
+    opened: Condvar,
+}
+
+/// Returns when nothing is being given back. The caller's stream has shown by now that it is not idle.
+pub(crate) fn pass() {
+    // The stream's submission is seen by a reaper that closes the gate later, or the gate is seen to be closed here.
+    fence(Ordering::SeqCst);
+    if GATE.closed.load(Ordering::Relaxed) {
+        let mut guard = GATE.lock.lock();
+        GATE.opened.wait_while_for(&mut guard, |()| GATE.closed.load(Ordering::Relaxed), BRIEFLY);
+    }
+}
+
+/// Gives something back unless a stream has work. Returns whether it did.
+fn while_idle(give_back: impl FnOnce()) -> bool {
+    // One at a time: there is a reaper for each GPU.
+    static REAPING: Mutex<()> = Mutex::new(());
+    let _reaping = REAPING.lock();
+    GATE.closed.store(true, Ordering::Relaxed);
+    fence(Ordering::SeqCst);
+    let idle = submitted().is_some();
+    if idle {
+        give_back();
+    }
+    drop(GATE.lock.lock());
+    GATE.closed.store(false, Ordering::Relaxed);
+    GATE.opened.notify_all();
+    idle
+}
+
+/// The submissions so far of each stream; `None` when one has work.
+fn submitted() -> Option<Vec<u64>> {
+    let streams: Vec<_> = STREAMS.lock().iter().filter_map(Weak::upgrade).collect();
+    streams.iter().map(|stream| stream.idle_since()).collect()
+}
+
 /// Nothing is given back while this stream has work.
 pub(crate) fn mind(stream: Weak<dyn Activity>) {
     let mut streams = STREAMS.lock();
@@ -43,6 +88,8 @@ pub(crate) fn mind(stream: Weak<dyn Activity>) {
 
 /// What is given back.
 pub(super) enum Doomed {
+    /// An allocation of another process, by its address here.
+    Ipc { addr: u64 },
     /// Registered pages from this address on. `unmap` says that they go back to the system too.
     Host { first: usize, len: usize, unmap: bool },
     /// Memory of the GPU.
@@ -53,13 +100,21 @@ impl Doomed {
     fn range(&self) -> Option<Range<usize>> {
         match *self {
             Doomed::Host { first, len, .. } => Some(first..first + len),
-            Doomed::Gpu { .. } => None,
+            Doomed::Gpu { .. } | Doomed::Ipc { .. } => None,
         }
     }
 
     fn give_back(self, gpu: &Gpu) -> Result<()> {
-        let Doomed::Host { first, len, unmap } = self else { return Ok(()) };
         let _current = gpu.enter()?;
+        let (first, len, unmap) = match self {
+            Doomed::Host { first, len, unmap } => (first, len, unmap),
+            Doomed::Gpu { .. } => return Ok(()),
+            Doomed::Ipc { addr } => {
+                // SAFETY: opened in this context, closed once; no copy uses it.
+                let closed = unsafe { gpu.api().ipc_close_mem_handle(addr) };
+                return closed.map_err(Error::cuda("closing memory of another process"));
+            }
+        };
         unregister(gpu.api(), first)?;
         if unmap {
             // SAFETY: mapped by a `Memory` that is gone; nobody else knows the pages.
@@ -141,6 +196,24 @@ impl Reaper {
     }
 }
 
+/// How long the streams have been idle.
+#[derive(Default)]
+struct Quiet {
+    /// Looks in a row that found them so.
+    looks: u32,
+    /// The submissions of each so far.
+    submitted: Option<Vec<u64>>,
+}
+
+impl Quiet {
+    fn look(&mut self) {
+        let now = submitted();
+        let same = self.submitted.is_none() || now == self.submitted;
+        self.looks = if now.is_some() && same { self.looks + 1 } else { 0 };
+        self.submitted = now;
+    }
+}
+
 impl Shared {
     fn wait_until(&self, timeout: Duration, done: impl Fn(&State) -> bool) -> bool {
         let mut state = self.state.lock();
@@ -157,8 +230,9 @@ impl Shared {
     }
 
     fn run(&self) {
+        let mut quiet = Quiet::default();
         loop {
-            self.await_quiet();
+            self.await_quiet(&mut quiet);
             let mut state = self.state.lock();
             let Some((gpu, doomed)) = state.queue.pop_front() else {
                 state.running = false;
@@ -167,10 +241,21 @@ impl Shared {
             state.busy = true;
             drop(state);
             let range = doomed.range();
-            if let Err(error) = doomed.give_back(&gpu) {
-                tracing::debug!(%error, "memory was not given back to CUDA");
-            }
+            let mut doomed = Some(doomed);
+            let gave_back = while_idle(|| {
+                let result = doomed.take().map_or(Ok(()), |doomed| doomed.give_back(&gpu));
+                if let Err(error) = result {
+                    tracing::debug!(%error, "memory was not given back to CUDA");
+                }
+            });
             let mut state = self.state.lock();
+            if let Some(doomed) = doomed.filter(|_| !gave_back) {
+                state.busy = false;
+                state.queue.push_front((gpu, doomed));
+                // Somebody may wait, but a stream has work.
+                self.changed.wait_for(&mut state, LOOK);
+                continue;
+            }
             state.busy = false;
             if let Some(at) = range.and_then(|range| state.leaving.iter().position(|known| *known == range)) {
                 state.leaving.swap_remove(at);
@@ -183,21 +268,15 @@ impl Shared {
     }
 
     /// Returns when the streams have been idle for a while, or at once when somebody waits.
-    fn await_quiet(&self) {
-        let mut quiet = 0;
-        let mut before = None;
+    fn await_quiet(&self, quiet: &mut Quiet) {
         let mut state = self.state.lock();
-        while quiet < QUIET && state.waiting == 0 {
+        while state.waiting == 0 {
             // The last handle of a stream may be dropped here, and that wants this lock.
-            let now = parking_lot::MutexGuard::unlocked(&mut state, || {
-                let streams: Vec<_> = STREAMS.lock().iter().filter_map(Weak::upgrade).collect();
-                streams.iter().map(|stream| stream.idle_since()).collect::<Option<Vec<u64>>>()
-            });
-            quiet = if now.is_some() && (now == before || before.is_none()) { quiet + 1 } else { 0 };
-            before = now;
-            if quiet < QUIET && state.waiting == 0 {
-                self.changed.wait_for(&mut state, LOOK);
+            parking_lot::MutexGuard::unlocked(&mut state, || quiet.look());
+            if quiet.looks >= QUIET || state.waiting > 0 {
+                return;
             }
+            self.changed.wait_for(&mut state, LOOK);
         }
     }
 }

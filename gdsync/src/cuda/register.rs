@@ -20,7 +20,13 @@ use crate::error::{Error, Result};
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for all contexts of the process, by address.
 const PORTABLE_MAPPED: u32 = 3;
+/// `CU_MEMHOSTREGISTER_IOMEMORY`: the registers of a device, which has no pages of memory.
+const IO_MEMORY: u32 = 4;
 const PAGE: usize = 4096;
+/// What needs a permission.
+const DOORBELLS: &str = "letting the GPU ring the card's doorbells, for which the NVIDIA driver asks for root or for its option \
+                         NVreg_RegistryDwords=\"PeerMappingOverride=1;\" (in /etc/modprobe.d, then reload it); \
+                         GDSYNC_PATH=proxy works without";
 
 /// Registrations by driver and first page, and where they end. None overlap.
 type Table = BTreeMap<(usize, usize), (usize, Weak<Ours>)>;
@@ -116,6 +122,23 @@ impl fmt::Debug for Registered {
 impl Gpu {
     /// Makes host memory known to CUDA. Pages that the application has pinned or registered are taken as they are.
     pub(crate) fn register(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
+        self.register_as(ptr, len, PORTABLE_MAPPED)
+    }
+
+    /// Makes registers of a device known to CUDA, so that the GPU can write them.
+    pub(crate) fn register_io(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
+        let refused = match self.register_as(ptr, len, PORTABLE_MAPPED | IO_MEMORY) {
+            Err(refused) => refused,
+            done => return done,
+        };
+        // A device in software has registers in memory, which is no IO memory; a card has none.
+        self.register_as(ptr, len, PORTABLE_MAPPED).map_err(|_| match refused {
+            Error::Cuda { source, .. } => Error::Cuda { what: DOORBELLS, source },
+            other => other,
+        })
+    }
+
+    fn register_as(&self, ptr: NonNull<u8>, len: usize, flags: u32) -> Result<Registered> {
         let start = ptr.as_ptr().expose_provenance();
         let bytes = start..start + len;
         let pages = start - start % PAGE..bytes.end.next_multiple_of(PAGE);
@@ -138,7 +161,7 @@ impl Gpu {
         }
         gaps.push(next..pages.end);
         for gap in gaps.into_iter().filter(|gap| !gap.is_empty()) {
-            ours.extend(self.register_pages(gap, &bytes)?);
+            ours.extend(self.register_pages(gap, &bytes, flags)?);
         }
         let addr = self.device_pointer(start).map_err(Error::cuda("finding registered memory"))?;
         Ok(Registered { addr, ours })
@@ -157,14 +180,19 @@ impl Gpu {
     }
 
     /// Registers pages of which nothing is registered here; none where the application has done it.
-    fn register_pages(&self, pages: Range<usize>, bytes: &Range<usize>) -> Result<Option<Arc<Ours>>> {
+    fn register_pages(
+        &self,
+        pages: Range<usize>,
+        bytes: &Range<usize>,
+        flags: u32,
+    ) -> Result<Option<Arc<Ours>>> {
         let ends = [pages.start.max(bytes.start), pages.end.min(bytes.end) - 1];
         let is_known = |at: usize| self.device_pointer(at).is_ok();
         if !ends.into_iter().any(is_known) {
             tracing::trace!(?pages, "host memory is registered with CUDA");
             let first = std::ptr::with_exposed_provenance_mut::<c_void>(pages.start);
             // SAFETY: pages of the process, which its owner keeps until the registration is gone.
-            match unsafe { self.api().mem_host_register(first, pages.len(), PORTABLE_MAPPED) } {
+            match unsafe { self.api().mem_host_register(first, pages.len(), flags) } {
                 // Other parts of the pages.
                 Err(gdrcopy::Error::Cuda { status: CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, .. }) => {}
                 done => {

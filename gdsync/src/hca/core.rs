@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::alarm::{Alarms, Belfry};
 use super::cqs::Cqs;
+use super::event::Kicks;
 use super::fault::Faults;
 use super::gid::Gid;
 use super::inbound::Inbound;
@@ -13,8 +15,10 @@ use super::packet::Header;
 use super::peeks::Peeks;
 use super::qp::{Env, SoftQp};
 use super::rung::{MAX_QPS, Rung};
+use super::served::Steps;
 use super::soft::SoftHcaConfig;
 use super::stats::HcaStats;
+use super::watched::Watched;
 use super::wire::{LinkEnds, RxRing};
 use crate::error::{Error, Result};
 use crate::memory::Word64;
@@ -39,6 +43,7 @@ pub(crate) struct Core {
     pub(crate) cqs: Cqs,
     pub(crate) faults: Faults,
     pub(crate) stats: HcaStats,
+    alarms: Belfry,
     inbound: Inbound,
     pub(crate) mover: Arc<dyn Mover>,
     /// Payload of so many bytes is left to copy engines.
@@ -50,9 +55,7 @@ pub(crate) struct Core {
     /// Queue pairs with work or timers.
     active: Vec<usize>,
     /// Queue pairs whose doorbell will be written by something that cannot tell us, and up to which block.
-    watched: Vec<usize>,
-    /// Those have changed since they were last told.
-    watches_others: bool,
+    watched: Watched,
     strict: bool,
     steps: u32,
     ticked: Instant,
@@ -72,7 +75,12 @@ pub(super) fn index(qpn: u32) -> usize {
 }
 
 impl Core {
-    pub(crate) fn new(loopback: LinkEnds, config: &SoftHcaConfig, mover: Arc<dyn Mover>) -> Self {
+    pub(crate) fn new(
+        loopback: LinkEnds,
+        config: &SoftHcaConfig,
+        mover: Arc<dyn Mover>,
+        alarms: Option<Arc<dyn Alarms>>,
+    ) -> Self {
         let mut links = Links::default();
         let rings = vec![links.add(loopback)];
         Self {
@@ -80,6 +88,7 @@ impl Core {
             cqs: Cqs::default(),
             faults: Faults::new(config.faults.clone()),
             stats: HcaStats::default(),
+            alarms: Belfry::new(alarms),
             inbound: Inbound::default(),
             mover,
             by_reference: config.by_reference,
@@ -87,8 +96,7 @@ impl Core {
             rings,
             qps: Vec::new(),
             active: Vec::new(),
-            watched: Vec::new(),
-            watches_others: false,
+            watched: Watched::default(),
             strict: config.strict,
             steps: 0,
             ticked: Instant::now(),
@@ -105,6 +113,7 @@ impl Core {
             links: &mut self.links,
             faults: &mut self.faults,
             stats: &mut self.stats,
+            alarms: &mut self.alarms,
             inbound: &mut self.inbound,
             mover: &*self.mover,
             by_reference: self.by_reference,
@@ -122,7 +131,7 @@ impl Core {
     /// The index of a queue pair that exists.
     fn find(&self, qpn: u32) -> Option<usize> {
         let i = index(qpn);
-        self.qps.get(i).and_then(|slot| slot.qp.as_ref()).is_some_and(|qp| qp.qpn == qpn).then_some(i)
+        self.qps.get(i).and_then(|slot| slot.qp.as_ref()).is_some_and(|qp| qp.rings.qpn == qpn).then_some(i)
     }
 
     /// Adds a queue pair that `make` builds for a QPN.
@@ -144,7 +153,7 @@ impl Core {
     /// Removes a queue pair; what it held is returned, to be let go outside of locks.
     pub(crate) fn remove_qp(&mut self, qpn: u32, rung: &Rung) -> Option<Box<SoftQp>> {
         let i = self.find(qpn)?;
-        self.forget_watched(i, rung);
+        self.watched.forget(i, rung);
         self.active.retain(|&a| a != i);
         self.qps[i].qp.take()
     }
@@ -159,20 +168,6 @@ impl Core {
         self.with(i, work)
     }
 
-    /// Takes the doorbell of a queue pair and does its work, to the end if the peer is on this HCA: its state would have
-    /// to move to another core's cache otherwise.
-    pub(crate) fn ring(&mut self, qpn: u32, rung: &Rung) {
-        if let Some(i) = self.find(qpn) {
-            self.ring_index(i);
-        }
-        self.links.ring();
-        for _ in 0..ROUNDS {
-            if !self.step(rung) {
-                break;
-            }
-        }
-    }
-
     fn ring_index(&mut self, index: usize) {
         self.with(index, |qp, env| {
             qp.take_doorbell(env);
@@ -182,9 +177,8 @@ impl Core {
 
     /// Looks at this doorbell from now on, if it will be rung.
     fn watch(&mut self, i: usize, rung: &Rung) {
-        if !self.watched.contains(&i) && self.is_to_watch(i, rung) {
-            self.watched.push(i);
-            self.watches_others = true;
+        if self.is_to_watch(i, rung) {
+            self.watched.add(i);
         }
     }
 
@@ -194,59 +188,11 @@ impl Core {
         qp.is_some_and(|qp| rung.is_to_watch(i, qp.req.head()))
     }
 
-    /// Nothing has happened for a while: looks no more at doorbells that were rung as far as was announced, nor to queues that
-    /// no stream waits on. Before that, the next send or wait of a stream is likely, and cheaper where nothing need be told.
-    pub(crate) fn rest(&mut self, rung: &Rung) {
-        let mut watched = std::mem::take(&mut self.watched);
-        let before = watched.len();
-        watched.retain(|&i| self.is_to_watch(i, rung));
-        self.watches_others |= watched.len() != before;
-        self.watched = watched;
-        self.cqs.rest();
-    }
-
     /// Looks at this doorbell no more: the queue pair was reset, what was announced will not be rung.
     pub(crate) fn unwatch(&mut self, qpn: u32, rung: &Rung) {
         if let Some(i) = self.find(qpn) {
-            self.forget_watched(i, rung);
+            self.watched.forget(i, rung);
         }
-    }
-
-    fn forget_watched(&mut self, i: usize, rung: &Rung) {
-        rung.forget(i);
-        self.watched.retain(|&w| w != i);
-        self.watches_others = true;
-    }
-
-    /// The doorbells that may be written without notice, if they are others than at the last call.
-    pub(crate) fn newly_watched(&mut self) -> Option<Vec<Word64>> {
-        if !std::mem::take(&mut self.watches_others) {
-            return None;
-        }
-        let qps = self.watched.iter().filter_map(|&i| self.qps[i].qp.as_ref());
-        Some(qps.map(|qp| qp.doorbell.clone()).collect())
-    }
-
-    /// Whether there is work that nobody tells of, or somebody to serve who cannot help: doorbells to look at, copies under
-    /// way, streams of GPUs that wait.
-    pub(crate) fn is_hot(&self) -> bool {
-        self.is_watching() || self.is_copying() || self.cqs.is_attended()
-    }
-
-    /// Whether a doorbell may be written that nobody tells us of.
-    pub(crate) fn is_watching(&self) -> bool {
-        !self.watched.is_empty()
-    }
-
-    /// Whether there is unfinished work or a running timer.
-    pub(crate) fn is_active(&self) -> bool {
-        !self.active.is_empty() || self.held_back
-    }
-
-    /// Whether a packet waits on any link.
-    pub(crate) fn has_packet(&mut self) -> bool {
-        let (links, mut rings) = (&self.links, self.rings.iter_mut().enumerate());
-        rings.any(|(l, ring)| links.is_newly_dead(l) || !links.is_down(l) && ring.has_record())
     }
 
     /// The link added last, for tests.
@@ -274,90 +220,9 @@ impl Core {
         self.rings.len() - 1
     }
 
-    /// One step: doorbells, sends and answers, packets, and now and then timers. Returns whether anything was done.
-    pub(crate) fn step(&mut self, rung: &Rung) -> bool {
-        let mut worked = false;
-        let attended = rung.drain(|i| {
-            self.ring_index(i);
-            self.watch(i, rung);
-            worked = true;
-        });
-        attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
-        if !self.watched.is_empty() {
-            worked |= self.look_at_watched();
-        }
-        // Backwards, because finished ones are swapped out.
-        for at in (0..self.active.len()).rev() {
-            let i = self.active[at];
-            let state = self.with(i, |qp, env| {
-                qp.look_at_copies(env);
-                let any = qp.advance(env) | qp.answer(env) | qp.leave(env);
-                qp.active = qp.is_active();
-                (any, qp.active)
-            });
-            let (any, active) = state.unwrap_or((false, false));
-            worked |= any;
-            if !active {
-                self.active.swap_remove(at);
-            }
-        }
-        for link in 0..self.rings.len() {
-            worked |= self.receive(link);
-        }
-        for at in 0..self.active.len() {
-            let i = self.active[at];
-            if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.is_copying()) {
-                worked |= self.with(i, |qp, env| qp.conclude(env)).unwrap_or(false);
-            }
-        }
-        self.steps = self.steps.wrapping_add(1);
-        if self.steps.is_multiple_of(STEPS) && self.is_active() {
-            let now = Instant::now();
-            if now - self.ticked >= TICK {
-                self.tick(now);
-            }
-        }
-        self.links.ring();
-        worked
-    }
-
-    /// Runs the timers.
-    pub(crate) fn tick(&mut self, now: Instant) {
-        self.ticked = now;
-        self.held_back = self.links.tick(now);
-        for at in 0..self.active.len() {
-            let i = self.active[at];
-            self.with(i, |qp, env| qp.tick(now, env));
-        }
-        for link in 0..self.rings.len() {
-            if self.links.is_newly_dead(link) && !self.has_packet_of(self.links.peer(link)) {
-                self.bury(link);
-            }
-        }
-        self.links.ring();
-    }
-
-    /// Whether copies are under way, whose end nobody announces.
-    pub(crate) fn is_copying(&self) -> bool {
-        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).any(|qp| qp.is_copying())
-    }
-
     /// The copies under way on a region.
     pub(crate) fn copies_on(&self, key: u32) -> Vec<Ticket> {
         self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).flat_map(|qp| qp.copies_on(key)).collect()
-    }
-
-    /// When the next timer expires.
-    pub(crate) fn next_timer(&self) -> Option<Instant> {
-        let qps = self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref());
-        qps.filter_map(|qp| qp.req.next_timer()).min()
-    }
-
-    /// Looks at every doorbell, for those that nobody announced.
-    pub(crate) fn look_at_all(&mut self) {
-        for i in 0..self.qps.len() {
-            self.ring_index(i);
-        }
     }
 
     /// Whether a packet of this peer waits: what it sent before it died still counts. Two links lead to a peer when both sides
@@ -371,7 +236,7 @@ impl Core {
         let mut worked = false;
         for at in 0..self.watched.len() {
             let before = self.stats.doorbells;
-            self.ring_index(self.watched[at]);
+            self.ring_index(self.watched.get(at));
             worked |= self.stats.doorbells != before;
         }
         worked
@@ -442,14 +307,140 @@ impl Core {
             self.mover.forget(process);
         }
         tracing::warn!(?peer, "software HCA: peer is gone");
+        // A card does not notice: its timeouts run out.
+        let is_card = self.alarms.is_heard();
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
                 let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
-                if lost && matches!(qp.state, QpState::RTR | QpState::RTS) {
+                if lost && (!is_card || qp.is_copying()) && matches!(qp.state, QpState::RTR | QpState::RTS) {
                     qp.fail(Syndrome::RETRY_EXC_ERR, env);
                 }
             });
         }
+    }
+}
+
+impl Steps for Core {
+    fn step(&mut self, rung: &Rung) -> bool {
+        let mut worked = false;
+        let attended = rung.drain(|i| {
+            self.ring_index(i);
+            self.watch(i, rung);
+            worked = true;
+        });
+        attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
+        if !self.watched.is_empty() {
+            worked |= self.look_at_watched();
+        }
+        // Backwards, because finished ones are swapped out.
+        for at in (0..self.active.len()).rev() {
+            let i = self.active[at];
+            let state = self.with(i, |qp, env| {
+                qp.look_at_copies(env);
+                let any = qp.advance(env) | qp.answer(env) | qp.leave(env);
+                qp.active = qp.is_active();
+                (any, qp.active)
+            });
+            let (any, active) = state.unwrap_or((false, false));
+            worked |= any;
+            if !active {
+                self.active.swap_remove(at);
+            }
+        }
+        for link in 0..self.rings.len() {
+            worked |= self.receive(link);
+        }
+        for at in 0..self.active.len() {
+            let i = self.active[at];
+            if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.is_copying()) {
+                worked |= self.with(i, |qp, env| qp.conclude(env)).unwrap_or(false);
+            }
+        }
+        self.steps = self.steps.wrapping_add(1);
+        if self.steps.is_multiple_of(STEPS) && self.is_active() {
+            let now = Instant::now();
+            if now - self.ticked >= TICK {
+                self.tick(now);
+            }
+        }
+        self.links.ring();
+        worked
+    }
+
+    // To the end if the peer is on this HCA: its state would have to move to another core's cache otherwise.
+    fn ring(&mut self, index: usize, rung: &Rung) {
+        self.ring_index(index);
+        self.links.ring();
+        for _ in 0..ROUNDS {
+            if !self.step(rung) {
+                break;
+            }
+        }
+    }
+
+    fn look_at_all(&mut self) {
+        for i in 0..self.qps.len() {
+            self.ring_index(i);
+        }
+    }
+
+    fn tick(&mut self, now: Instant) {
+        self.ticked = now;
+        self.held_back = self.links.tick(now);
+        for at in 0..self.active.len() {
+            let i = self.active[at];
+            self.with(i, |qp, env| qp.tick(now, env));
+        }
+        for link in 0..self.rings.len() {
+            if self.links.is_newly_dead(link) && !self.has_packet_of(self.links.peer(link)) {
+                self.bury(link);
+            }
+        }
+        self.links.ring();
+    }
+
+    fn rest(&mut self, rung: &Rung) {
+        let mut watched = std::mem::take(&mut self.watched);
+        watched.retain(|i| self.is_to_watch(i, rung));
+        self.watched = watched;
+        self.cqs.rest();
+    }
+
+    fn is_active(&self) -> bool {
+        !self.active.is_empty() || self.held_back
+    }
+
+    fn has_arrivals(&mut self) -> bool {
+        let (links, mut rings) = (&self.links, self.rings.iter_mut().enumerate());
+        rings.any(|(l, ring)| links.is_newly_dead(l) || !links.is_down(l) && ring.has_record())
+    }
+
+    fn is_watching(&self) -> bool {
+        !self.watched.is_empty()
+    }
+
+    fn is_copying(&self) -> bool {
+        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).any(|qp| qp.is_copying())
+    }
+
+    fn next_timer(&self) -> Option<Instant> {
+        let qps = self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref());
+        qps.filter_map(|qp| qp.req.next_timer()).min()
+    }
+
+    fn newly_watched(&mut self) -> Option<Vec<Word64>> {
+        let qps = &self.qps;
+        self.watched.news(|i| qps[i].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
+    }
+
+    fn is_attended(&self) -> bool {
+        self.cqs.is_attended()
+    }
+
+    fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
+        let mut kicks = self.cqs.take_kicks();
+        kicks.extend(self.alarms.take());
+        kicks
     }
 }
 

@@ -6,8 +6,10 @@ use std::sync::atomic::Ordering;
 use super::event::{CqEvent, Kicks};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe};
+use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 use crate::protocol::completion;
+use crate::verbs::placement::{OnGpu, Places};
+use crate::verbs::provider::CqParts;
 
 /// First CQN: small numbers would hide byte-order mistakes.
 const BASE: u32 = 0x8a1;
@@ -37,13 +39,33 @@ struct SoftCq {
     overrun: bool,
     /// Listed as attended.
     attended: bool,
+    /// Its readers may look at the owner bit alone.
+    by_owner: bool,
 }
 
 /// The queue is full: a card raises a CQ error event, and no completion is ever written again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Overrun;
 
+/// The memory of a queue of `1 << log` entries, in the initial state, without a number yet.
+pub(crate) fn parts(log: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
+    let ring = places.alloc(ring, CQE_SIZE << log)?;
+    for slot in 0..1usize << log {
+        ring.write(slot * CQE_SIZE, &INITIAL_CQE)?;
+    }
+    let record = places.alloc(OnGpu::RECORDS, mlx5::CQ_DBREC_SIZE)?;
+    Ok(CqParts { cqn: 0, ring, record, event: Arc::default() })
+}
+
 impl Cqs {
+    /// Takes the memory of a queue into service. A full one is written over: work is only posted with a slot set aside for its
+    /// completion, and gdsync asks the same of a card.
+    pub(crate) fn adopt(&mut self, parts: CqParts, log: u32) -> CqParts {
+        let CqParts { ring, record, event, .. } = &parts;
+        let cqn = self.create(ring.clone(), record.clone(), event.clone(), log, true);
+        CqParts { cqn, ..parts }
+    }
+
     /// Takes `ring` and `record` into service; the CQEs must be in the initial state.
     pub(crate) fn create(
         &mut self,
@@ -63,6 +85,7 @@ impl Cqs {
             ignore_overrun,
             overrun: false,
             attended: false,
+            by_owner: true,
         };
         let index = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
         if index == self.slots.len() {
@@ -144,10 +167,18 @@ impl Cqs {
         Ok(())
     }
 
+    /// Whether readers of a queue may look at the owner bit alone, as they may unless this is called.
+    #[cfg(feature = "standin")]
+    pub(crate) fn read_by_owner(&mut self, cqn: u32, by_owner: bool) {
+        if let Some(Some(cq)) = self.slot(cqn) {
+            cq.by_owner = by_owner;
+        }
+    }
+
     /// What a card would punish: a CQE that looks written before it was.
     pub(crate) fn check_initial(&mut self, cqn: u32) -> Result<()> {
         let Some(Some(cq)) = self.slot(cqn) else { return Ok(()) };
-        if cq.produced > 0 {
+        if cq.produced > 0 || !cq.by_owner {
             return Ok(());
         }
         for n in 0..1usize << cq.log {
@@ -182,16 +213,12 @@ impl SoftCq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mlx5::{CqeOpcode, INITIAL_CQE, owned_by_software};
+    use crate::mlx5::{CqeOpcode, owned_by_software};
 
     fn queue(ignore_overrun: bool) -> (Cqs, u32, Memory, Memory) {
-        let ring = Memory::alloc(2 * CQE_SIZE).unwrap();
-        for slot in 0..2 {
-            ring.write(slot * CQE_SIZE, &INITIAL_CQE).unwrap();
-        }
-        let record = Memory::alloc(8).unwrap();
+        let CqParts { ring, record, event, .. } = parts(1, OnGpu::empty(), &Places::default()).unwrap();
         let mut cqs = Cqs::default();
-        let cqn = cqs.create(ring.clone(), record.clone(), Arc::default(), 1, ignore_overrun);
+        let cqn = cqs.create(ring.clone(), record.clone(), event, 1, ignore_overrun);
         (cqs, cqn, ring, record)
     }
 

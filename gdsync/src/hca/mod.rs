@@ -53,6 +53,9 @@
 //! When a process dies, its links report it at once: outstanding sends fail with a retry error, everything else is
 //! flushed. (A card would take its timeouts; a peer that only falls silent takes them here too.)
 
+mod alarm;
+#[cfg(feature = "standin")]
+mod card;
 mod core;
 mod cqs;
 mod event;
@@ -70,20 +73,35 @@ mod raw_doorbells;
 mod reference;
 mod requester;
 mod responder;
+mod rings;
 mod rung;
+mod served;
 mod service;
 mod soft;
 mod staging;
 mod stats;
+mod watched;
 mod wire;
 
+#[doc(hidden)] // for the stand-in of rdma-core's libraries
+pub use alarm::{Alarm, Alarms};
+#[cfg(feature = "standin")]
+#[doc(hidden)]
+pub use card::{Card, CardQp};
+pub(crate) use cqs::{Cqs, parts as cq_parts};
 pub(crate) use event::CqEvent;
 #[doc(hidden)] // until applications can bring a stream engine of their own
 pub use event::Kicks;
 pub use fault::FaultPlan;
 pub use gid::Gid;
+pub(crate) use gid::random_psn;
+pub(crate) use rings::{Rings, Wqe};
+pub(crate) use rung::{MAX_QPS, Rung};
+pub(crate) use served::{Duties, Served, Steps};
+pub(crate) use service::Service;
 pub(crate) use soft::SoftHca;
 pub use soft::SoftHcaConfig;
 pub use stats::HcaStats;
+pub(crate) use watched::Watched;
 
 pub(crate) use crate::verbs::sq::low16;

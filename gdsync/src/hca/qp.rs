@@ -1,5 +1,6 @@
 //! A queue pair inside the software HCA: its rings, its state, its doorbell.
 
+use super::alarm::{Alarm, Belfry};
 use super::cqs::Cqs;
 use super::fault::Faults;
 use super::gid::random_psn;
@@ -9,16 +10,12 @@ use super::landing::Landing;
 use super::links::Links;
 use super::requester::Requester;
 use super::responder::Responder;
+use super::rings::Rings;
 use super::staging::Stage;
 use super::stats::HcaStats;
-use smallvec::SmallVec;
-
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word64};
-use crate::mlx5::{self, BB, Cqe, CqeOpcode, Ctrl, Opcode, Syndrome};
+use crate::mlx5::{Cqe, CqeOpcode, Opcode, Syndrome};
 use crate::mover::{Mover, Ticket};
-use crate::protocol;
-use crate::verbs::provider::QpRequest;
 use crate::verbs::{Access, QpAddress, QpAttr, QpState};
 
 /// What the queue pairs share while one of them works.
@@ -29,6 +26,7 @@ pub(crate) struct Env<'a> {
     pub(crate) links: &'a mut Links,
     pub(crate) faults: &'a mut Faults,
     pub(crate) stats: &'a mut HcaStats,
+    pub(crate) alarms: &'a mut Belfry,
     pub(crate) inbound: &'a mut Inbound,
     pub(crate) mover: &'a dyn Mover,
     /// Payload of so many bytes is left to copy engines.
@@ -38,18 +36,13 @@ pub(crate) struct Env<'a> {
 
 #[derive(Debug)]
 pub(crate) struct SoftQp {
-    pub(crate) qpn: u32,
+    pub(crate) rings: Rings,
     pub(crate) psn: u32,
-    pub(crate) request: QpRequest,
     pub(crate) state: QpState,
     pub(crate) access: Access,
     pub(crate) remote: Option<QpAddress>,
     /// The link to the remote HCA.
     pub(crate) link: usize,
-    pub(crate) sq: Memory,
-    pub(crate) rq: Memory,
-    pub(crate) record: Memory,
-    pub(crate) doorbell: Word64,
     pub(crate) req: Requester,
     pub(crate) resp: Responder,
     /// Payload of sends on its way out of GPU memory.
@@ -64,117 +57,17 @@ pub(crate) struct SoftQp {
     pub(crate) active: bool,
 }
 
-/// A send WQE fetched from the ring.
-#[derive(Debug)]
-pub(crate) struct Wqe {
-    pub(crate) ctrl: Ctrl,
-    /// Its blocks, the last one padded. Almost every WQE has one or two.
-    blocks: SmallVec<[u8; 2 * BB]>,
-}
-
-impl Wqe {
-    /// The WQE's bytes, without the padding of its last block.
-    pub(crate) fn as_bytes(&self) -> &[u8] {
-        &self.blocks[..(usize::from(self.ctrl.ds) * 16).min(self.blocks.len())]
-    }
-
-    /// Blocks it occupies: at least one, so that a broken one can be passed over.
-    pub(crate) fn blocks(&self) -> u64 {
-        blocks(self.ctrl.ds)
-    }
-}
-
-/// Blocks of a WQE with this many units of 16 bytes.
-fn blocks(ds: u8) -> u64 {
-    u64::from(ds.clamp(1, mlx5::MAX_DS)).div_ceil(4)
-}
-
 impl SoftQp {
-    fn record(&self, word: usize) -> u16 {
-        protocol::recorded(self.record.atomic32(word).expect("doorbell records are aligned"))
-    }
-
-    /// The send producer index of the doorbell record, at or after `from`.
-    pub(crate) fn send_record(&self, from: u64) -> u64 {
-        mlx5::extend16(from, self.record(mlx5::QP_DBREC_SEND))
-    }
-
-    /// The receive producer index of the doorbell record, at or after `from`.
-    pub(crate) fn recv_record(&self, from: u64) -> u64 {
-        mlx5::extend16(from, self.record(mlx5::QP_DBREC_RECV))
-    }
-
-    /// Basic blocks of the send queue.
-    fn blocks(&self) -> u64 {
-        1 << self.request.log_sq
-    }
-
-    /// Reads the send WQE that begins at block `index`, round the end of the ring if need be.
-    pub(crate) fn fetch(&self, index: u64) -> Wqe {
-        let mut blocks = SmallVec::new();
-        let mut block = [0; BB];
-        let mut read = |index: u64| {
-            let at = usize::try_from(index & (self.blocks() - 1)).expect("a ring index fits") * BB;
-            self.sq.read(at, &mut block).expect("blocks lie in the ring");
-            blocks.extend_from_slice(&block);
-            mlx5::decode_ctrl(block.first_chunk().expect("a block holds a control segment"))
-        };
-        let ctrl = read(index);
-        for next in 1..self::blocks(ctrl.ds).min(self.blocks()) {
-            read(index + next);
-        }
-        Wqe { ctrl, blocks }
-    }
-
     /// Takes the doorbell and moves the fetch target.
     pub(crate) fn take_doorbell(&mut self, env: &mut Env<'_>) {
-        if let Some(value) = protocol::take_doorbell(self.doorbell.atomic()) {
-            env.stats.doorbells += 1;
-            self.rung(mlx5::Doorbell::decode(value), env);
+        match self.rings.take_doorbell(self.req.head(), self.state, env.strict, env.stats) {
+            Ok(Some(target)) => self.req.extend(target),
+            Ok(None) => {}
+            Err(syndrome) => self.fail(syndrome, env),
         }
         if self.state == QpState::ERR {
             self.flush(env);
         }
-    }
-
-    fn rung(&mut self, doorbell: mlx5::Doorbell, env: &mut Env<'_>) {
-        if doorbell.qpn != self.qpn {
-            env.stats.violation("a doorbell names another QP than the one whose register it was written to");
-            return;
-        }
-        if self.state != QpState::RTS {
-            // In ERR the doorbell record decides what is flushed; before RTS a card's behaviour is undefined.
-            if self.state != QpState::ERR {
-                env.stats.violation("a doorbell was rung before the QP was ready to send");
-            }
-            return;
-        }
-        let head = self.req.head();
-        // Two forms are in use: the index of the last WQE with its opcode and size, or the next free index.
-        let last_wqe = doorbell.opcode != Opcode::NOP || doorbell.ds != 0;
-        let mut target = mlx5::extend16(head, doorbell.index);
-        if last_wqe {
-            // The last WQE can lie behind `head` when it was fetched on an earlier doorbell.
-            if target - head >= self.blocks() {
-                return;
-            }
-            target += blocks(doorbell.ds);
-        }
-        if target - head > self.blocks() {
-            if !last_wqe {
-                return;
-            }
-            env.stats.violation("a doorbell runs ahead of the ring");
-            return;
-        }
-        // A card executes the work all the same, but an error that comes before the record will not flush it at once.
-        let record = if env.strict { self.send_record(head) } else { target };
-        if record < target || record - head > self.blocks() {
-            env.stats.violation("a doorbell was rung before its doorbell record was written");
-            self.fail(Syndrome::LOC_QP_OP_ERR, env);
-            return;
-        }
-        self.req.extend(target);
     }
 
     /// Completes the oldest outstanding send, or all, with an error, and goes to ERR.
@@ -240,9 +133,9 @@ impl SoftQp {
         while let Some((index, opcode, syndrome)) = self.req.flush_pending() {
             self.complete_send(index, opcode, Some(syndrome), 0, env);
         }
-        let end = self.send_record(self.req.head());
-        while self.req.head() < end && end - self.req.head() <= self.blocks() {
-            let wqe = self.fetch(self.req.head());
+        let end = self.rings.send_record(self.req.head());
+        while self.req.head() < end && end - self.req.head() <= self.rings.blocks() {
+            let wqe = self.rings.fetch(self.req.head());
             self.req.skip(wqe.blocks());
             self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
         }
@@ -254,8 +147,8 @@ impl SoftQp {
             self.complete_recv(flushed, counter, env);
         }
         let tail = self.resp.tail();
-        let end = self.recv_record(tail);
-        if end - tail <= 1 << self.request.log_rq {
+        let end = self.rings.recv_record(tail);
+        if end - tail <= self.rings.receives() {
             for _ in tail..end {
                 let counter = self.resp.consume();
                 self.complete_recv(flushed, counter, env);
@@ -274,43 +167,45 @@ impl SoftQp {
     ) {
         let cqe = Cqe {
             opcode: if syndrome.is_some() { CqeOpcode::REQ_ERR } else { CqeOpcode::REQ },
-            qpn: self.qpn,
+            qpn: self.rings.qpn,
             wqe_counter: index,
             send_opcode: opcode,
             byte_cnt: bytes,
             syndrome: syndrome.unwrap_or_default(),
             ..Cqe::default()
         };
-        self.complete(self.request.send_cqn, cqe, env);
+        self.complete(self.rings.request.send_cqn, cqe, env);
     }
 
     /// Writes a responder CQE for the receive with this counter.
     pub(crate) fn complete_recv(&mut self, cqe: Cqe, counter: u16, env: &mut Env<'_>) {
-        let cqe = Cqe { qpn: self.qpn, wqe_counter: counter, ..cqe };
-        self.complete(self.request.recv_cqn, cqe, env);
+        let cqe = Cqe { qpn: self.rings.qpn, wqe_counter: counter, ..cqe };
+        self.complete(self.rings.request.recv_cqn, cqe, env);
     }
 
     /// Writes a CQE, behind all data.
     fn complete(&mut self, cqn: u32, mut cqe: Cqe, env: &mut Env<'_>) {
         let flushed = env.inbound.flush(env.keys);
         if let Err(error) = &flushed {
-            tracing::error!(qpn = self.qpn, %error, "software HCA: received data is not visible to its GPU");
+            tracing::error!(qpn = self.rings.qpn, %error, "software HCA: received data is not visible to its GPU");
             cqe.syndrome = Syndrome::LOC_QP_OP_ERR;
             let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
             cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
         }
         if env.cqs.complete(cqn, cqe).is_err() {
-            self.overrun(env);
+            self.overrun(cqn, env);
         } else if flushed.is_err() && self.state != QpState::ERR {
             self.go_error(env);
         }
     }
 
-    fn overrun(&mut self, env: &mut Env<'_>) {
+    fn overrun(&mut self, cqn: u32, env: &mut Env<'_>) {
         if self.state != QpState::ERR {
             env.stats.cq_overruns += 1;
+            env.alarms.raise(Alarm::CqError(cqn));
+            env.alarms.raise(Alarm::QpFatal(self.rings.qpn));
             tracing::error!(
-                qpn = self.qpn,
+                qpn = self.rings.qpn,
                 "completion queue overrun: the queue pair goes to ERR, nothing completes any more"
             );
             self.state = QpState::ERR;
@@ -323,7 +218,7 @@ impl SoftQp {
         let to = attr.state.unwrap_or(self.state);
         if self.state == QpState::ERR && !matches!(to, QpState::ERR | QpState::RESET) {
             let why = "the HCA has put it into ERR meanwhile; only RESET leads out".into();
-            return Err(Error::Transition { qpn: self.qpn, from: QpState::ERR, to, why });
+            return Err(Error::Transition { qpn: self.rings.qpn, from: QpState::ERR, to, why });
         }
         if let Some(remote) = attr.remote.filter(|_| link.is_some_and(|link| env.links.is_down(link))) {
             return Err(Error::Peer { peer: remote.gid.to_string(), why: "its process has ended".into() });
@@ -340,8 +235,8 @@ impl SoftQp {
             }
             Some(QpState::ERR) => self.go_error(env),
             Some(QpState::INIT) if env.strict => {
-                env.cqs.check_initial(self.request.send_cqn)?;
-                env.cqs.check_initial(self.request.recv_cqn)?;
+                env.cqs.check_initial(self.rings.request.send_cqn)?;
+                env.cqs.check_initial(self.rings.request.recv_cqn)?;
             }
             _ => {}
         }
@@ -364,8 +259,7 @@ impl SoftQp {
         self.sends.forget();
         self.answers.forget();
         self.remote = None;
-        self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
-        self.doorbell.store(mlx5::EMPTY);
+        self.rings.clear();
         Ok(())
     }
 }

@@ -1,4 +1,6 @@
 //! Tests: doorbells written by something that cannot call the library, as a GPU's stores.
+//!
+//! With the software HCA, or with the proxy of the device that `GDSYNC_TEST_DEVICE` names.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,17 +11,23 @@ use super::soft::{SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
 use crate::mlx5::{self, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 use crate::protocol;
+use crate::proxy::Proxy;
+use crate::rdma::{DeviceConfig, Open};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, Provider, QpParts, QpRequest};
-use crate::verbs::{Access, QpAddress, QpAttr, QpState};
+use crate::verbs::{Access, QpAttr, QpState};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Log2 of all rings.
 const LOG: u32 = 3;
 
+fn soft() -> SoftHca {
+    SoftHca::start(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap()
+}
+
 /// A queue pair connected to itself, driven by hand. Nothing here calls `progress`: only the service thread works.
 struct Raw {
-    hca: SoftHca,
+    hca: Arc<dyn Provider>,
     qp: QpParts,
     send_cq: CqParts,
     recv_cq: CqParts,
@@ -28,16 +36,34 @@ struct Raw {
 
 impl Raw {
     fn new() -> Self {
-        let hca = SoftHca::start(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap();
+        Self::over(match std::env::var("GDSYNC_TEST_DEVICE") {
+            Ok(name) if !name.is_empty() => {
+                let open = Open::device(&name, &DeviceConfig::default()).unwrap();
+                Arc::new(Proxy::start(open, true).unwrap())
+            }
+            _ => Arc::new(soft()),
+        })
+    }
+
+    fn over(hca: Arc<dyn Provider>) -> Self {
         let (send_cq, recv_cq) = (
             hca.create_cq(LOG, OnGpu::empty(), &Places::default()).unwrap(),
             hca.create_cq(LOG, OnGpu::empty(), &Places::default()).unwrap(),
         );
         let (send_cqn, recv_cqn) = (send_cq.cqn, recv_cq.cqn);
         let rq_stride = mlx5::recv_stride(1);
-        let request = QpRequest { pdn: 1, send_cqn, recv_cqn, log_sq: LOG, log_rq: LOG, rq_stride };
+        let request = QpRequest {
+            pdn: hca.alloc_pd().unwrap(),
+            send_cqn,
+            recv_cqn,
+            log_sq: LOG,
+            log_rq: LOG,
+            rq_stride,
+            max_send_sge: 1,
+            max_inline: 64,
+        };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
-        let itself = QpAddress { gid: hca.gid(), qpn: qp.qpn, psn: qp.psn };
+        let itself = hca.address(qp.qpn, qp.psn);
         let rtr = QpAttr::to(QpState::RTR).remote(itself).path_mtu(1024);
         let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(6).max_rd_atomic(1);
         for attr in
@@ -204,9 +230,10 @@ fn a_writer_thread_is_never_missed() {
 
 #[test]
 fn a_reset_ends_the_watch() {
-    let raw = Raw::new();
-    raw.hca.watch(raw.qp.qpn, 1);
-    assert!(raw.hca.is_watching());
-    raw.hca.modify_qp(raw.qp.qpn, &QpAttr::to(QpState::RESET), PATIENCE).unwrap();
-    assert!(!raw.hca.is_watching(), "what was announced will not be rung");
+    let hca = Arc::new(soft());
+    let raw = Raw::over(hca.clone());
+    hca.watch(raw.qp.qpn, 1);
+    assert!(hca.is_watching());
+    hca.modify_qp(raw.qp.qpn, &QpAttr::to(QpState::RESET), PATIENCE).unwrap();
+    assert!(!hca.is_watching(), "what was announced will not be rung");
 }

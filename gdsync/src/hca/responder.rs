@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use smallvec::SmallVec;
 
 use self::copies::Copies;
+use super::alarm::Alarm;
 use super::links::Body;
 use super::low16;
 use super::packet::{self, Header, PacketOp, SEGMENT, ahead};
@@ -200,6 +201,7 @@ impl SoftQp {
             }
             Refusal::Remote(syndrome) => {
                 self.resp.answers.push_back(nak(syndrome.0, 0));
+                env.alarms.raise(Alarm::of_refusal(self.rings.qpn, syndrome));
                 self.go_error(env);
             }
             Refusal::Receive { counter, local, remote } => {
@@ -255,7 +257,7 @@ impl SoftQp {
             if self.resp.is_early(&answer) {
                 break;
             }
-            let mut header = Header::new(PacketOp::ACK, remote.qpn, self.qpn, 0);
+            let mut header = Header::new(PacketOp::ACK, remote.qpn, self.rings.qpn, 0);
             let mut ext = [0; 8];
             let mut words = 0;
             let mut found = None;

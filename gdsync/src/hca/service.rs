@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use super::core::Core;
-use super::soft::Shared;
+use super::served::{Served, Steps};
 use crate::error::{Error, Result};
 use crate::memory::Word64;
 
@@ -27,42 +26,32 @@ const WATCH_NAP: Duration = Duration::from_millis(5);
 /// The longest it sleeps at all: then doorbells are looked at that nobody announced.
 const SLEEP: Duration = Duration::from_millis(100);
 
-/// What the service thread is doing, as others need to know it.
-#[derive(Debug, Default)]
-pub(super) struct Duty {
-    /// It leaves the work to others, and looks again in a while.
-    defers: bool,
-    /// Others have left: it must look now.
-    wanted: bool,
-    /// It sleeps on the bell.
-    asleep: bool,
-}
-
+/// The thread. Dropping it ends it.
 #[derive(Debug)]
-pub(super) struct Service {
-    shared: Arc<Shared>,
+pub(crate) struct Service<S: Served> {
+    shared: Arc<S>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Service {
-    pub(super) fn start(shared: Arc<Shared>) -> Result<Self> {
+impl<S: Served> Service<S> {
+    pub(crate) fn start(shared: Arc<S>) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let worker =
             Worker { shared: shared.clone(), stop: stop.clone(), lent: 0, idle: None, doorbells: Vec::new() };
         let thread = std::thread::Builder::new()
-            .name("gdsync-hca".into())
+            .name(S::THREAD.into())
             .spawn(move || worker.run())
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
         Ok(Self { shared, stop, thread: Some(thread) })
     }
 }
 
-impl Drop for Service {
+impl<S: Served> Drop for Service<S> {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.shared.take_over();
-        self.shared.bell.ring_hard();
+        self.shared.wake();
         if let Some(thread) = self.thread.take() {
             // A panic there was reported by the panic hook; there is nobody to return it to.
             let _ = thread.join();
@@ -70,30 +59,8 @@ impl Drop for Service {
     }
 }
 
-impl Shared {
-    /// Wakes the service thread if it sleeps while there is unfinished work.
-    pub(super) fn wake_if_unattended(&self) {
-        if self.busy.load(Ordering::Relaxed) {
-            self.bell.ring();
-        }
-    }
-
-    /// The caller stops running the HCA: the service thread takes over at once.
-    pub(super) fn take_over(&self) {
-        let mut duty = self.duty.lock();
-        // Also when it does not defer now: it may be just about to, for the sake of what the caller did before.
-        duty.wanted = true;
-        if duty.defers {
-            self.duty_changed.notify_one();
-        } else if duty.asleep {
-            drop(duty);
-            self.wake_if_unattended();
-        }
-    }
-}
-
-struct Worker {
-    shared: Arc<Shared>,
+struct Worker<S> {
+    shared: Arc<S>,
     stop: Arc<AtomicBool>,
     /// The count of others' steps when last looked at.
     lent: u64,
@@ -103,12 +70,12 @@ struct Worker {
     doorbells: Vec<Word64>,
 }
 
-impl Worker {
+impl<S: Served> Worker<S> {
     fn run(mut self) {
         while !self.stop.load(Ordering::Acquire) {
-            let lent = self.shared.lent.load(Ordering::Relaxed);
+            let lent = self.shared.duties().lent.load(Ordering::Relaxed);
             // What others do does not help a GPU: they may be gone when it writes a doorbell.
-            if lent != self.lent && !self.shared.hot.load(Ordering::Relaxed) {
+            if lent != self.lent && !self.shared.duties().hot.load(Ordering::Relaxed) {
                 self.lent = lent;
                 self.defer();
             } else if self.shared.try_step() == Some(true) {
@@ -131,18 +98,19 @@ impl Worker {
 
     /// Others run the HCA: stays out of their way, without being rung for every packet.
     fn defer(&mut self) {
-        let mut duty = self.shared.duty.lock();
+        let duties = self.shared.duties();
+        let mut duty = duties.duty.lock();
         duty.defers = true;
-        if !duty.wanted && !self.shared.rung.is_noted() && !self.stop.load(Ordering::Acquire) {
-            self.shared.duty_changed.wait_for(&mut duty, DEFER);
+        if !duty.wanted && !self.shared.rung().is_noted() && !self.stop.load(Ordering::Acquire) {
+            duties.changed.wait_for(&mut duty, DEFER);
         }
         duty.defers = false;
         if std::mem::take(&mut duty.wanted) {
-            self.lent = self.shared.lent.load(Ordering::Relaxed);
+            self.lent = self.shared.duties().lent.load(Ordering::Relaxed);
         }
         drop(duty);
         // Those who only look for completions neither run timers nor see that a peer is gone.
-        let mut core = self.shared.core.lock();
+        let mut core = self.shared.core().lock();
         self.shared.accept(&mut core);
         core.tick(Instant::now());
         self.shared.settle(core);
@@ -153,12 +121,12 @@ impl Worker {
     fn rest(&mut self) -> bool {
         let now = Instant::now();
         let idle = now - *self.idle.get_or_insert(now);
-        let mut core = self.shared.core.lock();
+        let mut core = self.shared.core().lock();
         // First: a peer that is gone may have sent its last packets on a new link.
         self.shared.accept(&mut core);
         core.tick(now);
         if idle >= LINGER {
-            core.rest(&self.shared.rung);
+            core.rest(self.shared.rung());
         }
         // What is written without notice: doorbells, and what copy engines write.
         let watching = core.is_watching() || core.is_copying();
@@ -185,26 +153,26 @@ impl Worker {
                 .min(timer.map_or(DEFER, |t| t.saturating_duration_since(now)))
                 .max(Duration::from_micros(5));
         }
-        self.shared.duty.lock().asleep = true;
-        let started = Instant::now();
         let shared = &self.shared;
+        shared.duties().duty.lock().asleep = true;
+        let started = Instant::now();
         let stop = &self.stop;
         let ready = || {
-            let is_new = |mut core: MutexGuard<'_, Core>| {
-                core.has_packet()
+            let is_new = |mut core: MutexGuard<'_, S::Core>| {
+                core.has_arrivals()
                     || (core.is_watching() || core.is_copying()) && !watching
                     || core.is_active() && !active
             };
             stop.load(Ordering::Acquire)
-                || shared.port.has_accepted()
-                || shared.core.try_lock().is_none_or(is_new)
+                || shared.has_arrivals()
+                || shared.core().try_lock().is_none_or(is_new)
                 // Last: a doorbell rung while the core was looked at has left a note.
-                || shared.rung.is_noted()
+                || shared.rung().is_noted()
         };
-        shared.bell.sleep(&ready, nap);
-        shared.duty.lock().asleep = false;
+        shared.sleep(&ready, nap);
+        shared.duties().duty.lock().asleep = false;
         if nap == SLEEP && started.elapsed() >= SLEEP {
-            let mut core = shared.core.lock();
+            let mut core = shared.core().lock();
             core.look_at_all();
             shared.settle(core);
         } else if !watching {

@@ -1,13 +1,14 @@
 //! The software HCA as a device: the control path, and who may run a step when.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::Mutex;
 
+use super::alarm::Alarms;
 use super::core::{self, Core};
-use super::event::CqEvent;
+use super::cqs;
 use super::fault::{FaultPlan, Faults};
 use super::gid::{self, Gid};
 use super::landing::Landing;
@@ -16,18 +17,18 @@ use super::qp::SoftQp;
 use super::reference::Export;
 use super::requester::Requester;
 use super::responder::Responder;
+use super::rings::Rings;
 use super::rung::Rung;
-use super::service::{self, Service};
+use super::served::{Duties, Served};
+use super::service::Service;
 use super::staging::Stage;
 use super::stats::HcaStats;
 use super::wire::{Bell, Port};
 use crate::cuda::Engines;
 use crate::env::variable;
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word64};
-use crate::mlx5::{self, BB, CQE_SIZE, INITIAL_CQE};
+use crate::memory::Memory;
 use crate::mover::Mover;
-use crate::protocol;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAttr, QpState};
@@ -90,8 +91,8 @@ impl SoftHcaConfig {
 /// A software HCA. Dropping it ends its threads and links.
 #[derive(Debug)]
 pub(crate) struct SoftHca {
-    shared: Arc<Shared>,
-    _service: Service,
+    pub(super) shared: Arc<Shared>,
+    _service: Service<Shared>,
 }
 
 /// What the service thread shares with everybody who calls in.
@@ -104,43 +105,28 @@ pub(super) struct Shared {
     pub(super) peeks: Peeks,
     pub(super) port: Port,
     pub(super) bell: Bell,
-    /// Steps run by threads other than the service thread.
-    pub(super) lent: AtomicU64,
-    /// Unfinished work was seen when the core was last let go.
-    pub(super) busy: AtomicBool,
-    /// There was work that nobody tells of when the core was last let go: see [`Core::is_hot`].
-    pub(super) hot: AtomicBool,
-    pub(super) duty: Mutex<service::Duty>,
-    pub(super) duty_changed: Condvar,
+    duties: Duties,
     next_pd: AtomicU64,
     mover: Arc<dyn Mover>,
 }
 
-impl Shared {
-    /// Lets the core go and acts on what others noted meanwhile.
-    pub(super) fn settle(&self, core: MutexGuard<'_, Core>) {
-        let mut kicks = Vec::new();
-        let mut note = |core: &mut Core| {
-            self.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
-            self.hot.store(core.is_hot(), Ordering::Relaxed);
-            kicks.append(&mut core.cqs.take_kicks());
-        };
-        let mut core = core;
-        note(&mut core);
-        self.rung.settle(
-            core,
-            || self.core.try_lock(),
-            |core| {
-                self.accept(core);
-                core.step(&self.rung);
-                note(core);
-            },
-        );
-        // Without the lock: CUDA may take its time.
-        kicks.iter().for_each(|kicker| kicker.kick());
+impl Served for Shared {
+    type Core = Core;
+    const THREAD: &str = "gdsync-hca";
+
+    fn core(&self) -> &Mutex<Core> {
+        &self.core
     }
 
-    pub(super) fn accept(&self, core: &mut Core) {
+    fn rung(&self) -> &Rung {
+        &self.rung
+    }
+
+    fn duties(&self) -> &Duties {
+        &self.duties
+    }
+
+    fn accept(&self, core: &mut Core) {
         if self.port.has_accepted() {
             for ends in self.port.take_accepted() {
                 core.add_link(ends, &self.peeks);
@@ -148,47 +134,36 @@ impl Shared {
         }
     }
 
-    /// Notes that a thread other than the service thread runs the HCA. That the count moves is all that matters, so two
-    /// threads may overwrite each other's.
-    fn lend(&self) {
-        self.lent.store(self.lent.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    fn has_arrivals(&self) -> bool {
+        self.peeks.any() || self.port.has_accepted()
     }
 
-    /// Whether a step may find something to do, as far as can be seen without the lock.
-    fn has_work(&self) -> bool {
-        self.busy.load(Ordering::Relaxed)
-            || self.peeks.any()
-            || self.port.has_accepted()
-            || self.rung.looks_noted()
+    fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        self.bell.sleep(ready, timeout);
     }
 
-    /// Whether something came in since a step that found nothing more to do; timers and copies excepted. `doorbells` are
-    /// those watched.
-    pub(super) fn has_news(&self, doorbells: &[Word64]) -> bool {
-        self.peeks.any()
-            || self.port.has_accepted()
-            || self.rung.looks_noted()
-            || doorbells.iter().any(|doorbell| protocol::is_rung(doorbell.atomic()))
+    fn wake(&self) {
+        self.bell.ring();
     }
 
-    /// Runs a step if nobody else does. `None` when somebody does.
-    pub(super) fn try_step(&self) -> Option<bool> {
-        let mut core = self.core.try_lock()?;
-        self.accept(&mut core);
-        let worked = core.step(&self.rung);
-        self.settle(core);
-        Some(worked)
+    fn is_slept_on(&self) -> bool {
+        self.bell.is_slept_on()
     }
 }
 
 impl SoftHca {
     pub(crate) fn start(config: &SoftHcaConfig) -> Result<Self> {
+        Self::start_with(config, None)
+    }
+
+    /// As [`SoftHca::start`]; `alarms` is told of what a driver must know.
+    pub(super) fn start_with(config: &SoftHcaConfig, alarms: Option<Arc<dyn Alarms>>) -> Result<Self> {
         config.faults.check()?;
         let gid = Gid::random()?;
         let bell = Bell::create()?;
         let port = Port::open(gid, bell.clone())?;
         let mover = config.mover.clone().unwrap_or_else(|| Arc::new(Engines::default()));
-        let core = Core::new(port.loopback()?, config, mover.clone());
+        let core = Core::new(port.loopback()?, config, mover.clone(), alarms);
         let shared = Arc::new(Shared {
             gid,
             strict: config.strict,
@@ -197,11 +172,7 @@ impl SoftHca {
             peeks: Peeks::default(),
             port,
             bell,
-            lent: AtomicU64::new(0),
-            busy: AtomicBool::new(false),
-            hot: AtomicBool::new(false),
-            duty: Mutex::default(),
-            duty_changed: Condvar::new(),
+            duties: Duties::default(),
             next_pd: AtomicU64::new(0x21),
             mover,
         });
@@ -209,19 +180,37 @@ impl SoftHca {
         Ok(Self { shared, _service: service })
     }
 
-    /// Runs `f` on the core, then serves the doorbells that were rung while it was locked.
-    fn with<T>(&self, f: impl FnOnce(&mut Core) -> T) -> T {
-        let mut core = self.shared.core.lock();
-        let result = f(&mut core);
-        self.shared.settle(core);
-        result
+    /// Takes rings into service that belong to no queue pair yet. Returns its number and its first packet sequence number.
+    pub(super) fn add_qp(&self, rings: Rings) -> Result<(u32, u32)> {
+        let psn = gid::random_psn()?;
+        let mut qpn = 0;
+        let make = |number| {
+            qpn = number;
+            Box::new(SoftQp {
+                rings: Rings { qpn, ..rings },
+                psn,
+                state: QpState::RESET,
+                access: Access::empty(),
+                remote: None,
+                link: 0,
+                req: Requester::new(psn),
+                resp: Responder::default(),
+                sends: Stage::default(),
+                answers: Stage::default(),
+                landing: Landing::default(),
+                packets: 0,
+                active: false,
+            })
+        };
+        self.shared.with(|core| core.add_qp(make))?;
+        Ok((qpn, psn))
     }
 
     /// Before a queue pair is reset or destroyed: returns when no copy into its memory is under way.
     fn quiesce(&self, qpn: u32, timeout: Duration) -> Result<()> {
         let end = Instant::now() + timeout;
         let over = loop {
-            match self.with(|core| core.with_qp(qpn, |qp, env| qp.quiesce(env))) {
+            match self.shared.with(|core| core.with_qp(qpn, |qp, env| qp.quiesce(env))) {
                 None => break true,
                 Some(Some(copies)) => break copies.iter().all(|copy| copy.wait(end)),
                 Some(None) => std::thread::yield_now(),
@@ -237,7 +226,8 @@ impl SoftHca {
     /// Whether a doorbell is watched.
     #[cfg(test)]
     pub(super) fn is_watching(&self) -> bool {
-        self.with(|core| {
+        use super::served::Steps as _;
+        self.shared.with(|core| {
             core.step(&self.shared.rung);
             core.is_watching()
         })
@@ -248,7 +238,7 @@ impl SoftHca {
         if peer == self.shared.gid {
             return Ok(0);
         }
-        let known = self.with(|core| {
+        let known = self.shared.with(|core| {
             self.shared.accept(core);
             core.link_to(peer)
         });
@@ -257,11 +247,19 @@ impl SoftHca {
         }
         // Not under the lock: the peer answers from a thread of its own, but that takes a while.
         let ends = self.shared.port.connect(peer, timeout)?;
-        Ok(self.with(|core| core.add_link(ends, &self.shared.peeks)))
+        Ok(self.shared.with(|core| core.add_link(ends, &self.shared.peeks)))
     }
 }
 
 impl Provider for SoftHca {
+    fn description(&self) -> &str {
+        "software HCA"
+    }
+
+    fn wire(&self) -> &str {
+        "shared memory"
+    }
+
     fn gid(&self) -> Gid {
         self.shared.gid
     }
@@ -278,12 +276,13 @@ impl Provider for SoftHca {
             self.shared.mover.adopt(gpu);
         }
         let export = self.shared.mover.export(memory).map(|handle| Export::new(memory, handle));
-        let key = self.with(|core| core.keys.register(pdn, memory, access, export));
+        let key = self.shared.with(|core| core.keys.register(pdn, memory, access, export));
         Ok(MrKeys { lkey: key, rkey: key })
     }
 
     fn dereg_mr(&self, keys: MrKeys) {
-        let (region, copies) = self.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
+        let (region, copies) =
+            self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
         let end = Instant::now() + PATIENCE;
         if !copies.iter().all(|copy| copy.wait(end)) {
             tracing::error!("a copy into a memory region does not end, and may still happen");
@@ -292,60 +291,23 @@ impl Provider for SoftHca {
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
-        let ring = places.alloc(ring, CQE_SIZE << log_entries)?;
-        for slot in 0..1usize << log_entries {
-            ring.write(slot * CQE_SIZE, &INITIAL_CQE)?;
-        }
-        let record = places.alloc(OnGpu::RECORDS, mlx5::CQ_DBREC_SIZE)?;
-        let event = Arc::new(CqEvent::default());
-        // Overrun is ignored, as gdsync asks of a card too: work is only posted with a slot set aside for its completion.
-        let cqn =
-            self.with(|core| core.cqs.create(ring.clone(), record.clone(), event.clone(), log_entries, true));
-        Ok(CqParts { cqn, ring, record, event })
+        let parts = cqs::parts(log_entries, ring, places)?;
+        Ok(self.shared.with(|core| core.cqs.adopt(parts, log_entries)))
     }
 
     fn destroy_cq(&self, cqn: u32) {
-        self.with(|core| core.cqs.destroy(cqn));
+        self.shared.with(|core| core.cqs.destroy(cqn));
     }
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
-        let sq = places.alloc(OnGpu::SEND_QUEUE, BB << request.log_sq)?;
-        let rq = Memory::alloc(request.rq_stride << request.log_rq)?;
-        let record = places.alloc(OnGpu::RECORDS, mlx5::QP_DBREC_SIZE)?;
-        // A page of registers for every queue pair: doorbells of two never overwrite each other.
         if let Some(gpu) = &places.gpu {
             self.shared.mover.adopt(gpu);
         }
-        let page = places.alloc(OnGpu::empty(), 4096)?;
-        let doorbell = page.word64(mlx5::BF_OFFSET)?;
-        doorbell.store(mlx5::EMPTY);
-        let psn = gid::random_psn()?;
-        let mut qpn = 0;
-        let make = |number| {
-            qpn = number;
-            Box::new(SoftQp {
-                qpn,
-                psn,
-                request: *request,
-                state: QpState::RESET,
-                access: Access::empty(),
-                remote: None,
-                link: 0,
-                sq: sq.clone(),
-                rq: rq.clone(),
-                record: record.clone(),
-                doorbell: doorbell.clone(),
-                req: Requester::new(psn),
-                resp: Responder::default(),
-                sends: Stage::default(),
-                answers: Stage::default(),
-                landing: Landing::default(),
-                packets: 0,
-                active: false,
-            })
-        };
-        self.with(|core| core.add_qp(make))?;
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell })
+        let rings = Rings::alloc(0, request, places)?;
+        let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
+        let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
+        let (qpn, psn) = self.add_qp(rings)?;
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health: Arc::default() })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
@@ -353,7 +315,7 @@ impl Provider for SoftHca {
             self.quiesce(qpn, timeout)?;
         }
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
-        let result = self.with(|core| {
+        let result = self.shared.with(|core| {
             if attr.state == Some(QpState::RESET) {
                 core.unwatch(qpn, &self.shared.rung);
             }
@@ -366,7 +328,7 @@ impl Provider for SoftHca {
         if let Err(error) = self.quiesce(qpn, PATIENCE) {
             tracing::error!(qpn, %error, "a queue pair is destroyed too early");
         }
-        let qp = self.with(|core| core.remove_qp(qpn, &self.shared.rung));
+        let qp = self.shared.with(|core| core.remove_qp(qpn, &self.shared.rung));
         drop(qp);
     }
 
@@ -375,46 +337,19 @@ impl Provider for SoftHca {
     }
 
     fn ring(&self, qpn: u32) {
-        match self.shared.core.try_lock() {
-            Some(mut core) => {
-                core.ring(qpn, &self.shared.rung);
-                self.shared.settle(core);
-            }
-            None => {
-                self.shared.rung.insert(core::index(qpn));
-                // Whoever holds the core looks at the notes after letting it go; if that was just before this one
-                // was left, the core is free now.
-                if let Some(core) = self.shared.core.try_lock() {
-                    self.shared.settle(core);
-                }
-            }
-        }
-        self.shared.lend();
-        self.shared.wake_if_unattended();
+        self.shared.ring_doorbell(core::index(qpn));
     }
 
     fn watch(&self, qpn: u32, pi: u64) {
-        let shared = &self.shared;
-        // Without the lock, which the service thread has most of the time.
-        if shared.rung.announce(core::index(qpn), pi) {
-            shared.busy.store(true, Ordering::Relaxed);
-            shared.take_over();
-        } else if shared.bell.is_slept_on() {
-            // It looks at the doorbell, but only now and then.
-            shared.take_over();
-        }
+        self.shared.watch_doorbell(core::index(qpn), pi);
     }
 
     fn attend(&self, cqn: u32) {
-        self.shared.rung.attend(cqn);
-        self.shared.busy.store(true, Ordering::Relaxed);
-        self.shared.take_over();
+        self.shared.attend_to(cqn);
     }
 
     fn progress(&self) -> bool {
-        let shared = &self.shared;
-        shared.lend();
-        shared.has_work() && shared.try_step().unwrap_or(false)
+        self.shared.lend_a_step()
     }
 
     fn leave(&self) {
@@ -423,12 +358,12 @@ impl Provider for SoftHca {
 
     fn inject(&self, plan: FaultPlan) -> Result<()> {
         plan.check()?;
-        self.with(|core| core.faults = Faults::new(plan));
+        self.shared.with(|core| core.faults = Faults::new(plan));
         Ok(())
     }
 
     fn stats(&self) -> HcaStats {
-        self.with(|core| core.stats.clone())
+        self.shared.with(|core| core.stats.clone())
     }
 }
 

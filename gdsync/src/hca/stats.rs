@@ -37,6 +37,6 @@ impl HcaStats {
     pub(crate) fn violation(&mut self, what: &'static str) {
         self.violations += 1;
         self.last_violation = Some(what);
-        tracing::warn!(what, "software HCA: violation");
+        tracing::warn!(what, "violation of the ring formats");
     }
 }

@@ -37,7 +37,7 @@ mod rq;
 mod segment;
 mod strict;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod wqe;
 
 pub use cqe::{

@@ -21,17 +21,18 @@ pub(super) fn sges(count: RangeInclusive<usize>) -> impl Strategy<Value = Vec<Da
 
 /// An operation without borrows, so that both sides can be compared.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Plain {
-    opcode: Opcode,
-    remote: RemoteAddr,
-    sges: Vec<DataSeg>,
-    inline: Vec<u8>,
-    imm: Option<u32>,
-    operands: [u64; 2],
+pub(crate) struct Plain {
+    pub(crate) opcode: Opcode,
+    pub(crate) remote: RemoteAddr,
+    pub(crate) sges: Vec<DataSeg>,
+    pub(crate) inline: Vec<u8>,
+    pub(crate) imm: Option<u32>,
+    /// Swapped in or added, compared.
+    pub(crate) operands: [u64; 2],
 }
 
 impl Plain {
-    fn op(&self) -> SendOp<'_> {
+    pub(crate) fn op(&self) -> SendOp<'_> {
         let (remote, sges, imm) = (self.remote, &self.sges[..], self.imm);
         let payload =
             if self.inline.is_empty() { Payload::Sges(sges) } else { Payload::Inline(&self.inline) };
@@ -75,7 +76,7 @@ impl Plain {
 }
 
 /// Any operation that has a WQE.
-fn legal() -> impl Strategy<Value = Plain> {
+pub(crate) fn legal() -> impl Strategy<Value = Plain> {
     let remote = || any::<(u64, u32)>().prop_map(|(addr, rkey)| RemoteAddr { addr, rkey });
     let result = || any::<(u64, u32)>().prop_map(|(addr, lkey)| vec![DataSeg { addr, len: 8, lkey }]);
     let payload = |max_sges, max_inline| {

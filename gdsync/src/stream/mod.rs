@@ -76,7 +76,7 @@ use parking_lot::Mutex;
 
 pub use batch::Batch;
 pub use cuda::{CudaStreamConfig, Kick, Via};
-pub(crate) use cuda::{KickerSlot, Lane};
+pub(crate) use cuda::{KickerSlot, Lane, reserve};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 #[doc(hidden)]

@@ -2,10 +2,9 @@
 //! (`ibv_modify_qp(3)`, RC rows; InfiniBand architecture 10.3).
 
 use std::fmt;
-use std::str::FromStr;
 
+use super::address::QpAddress;
 use crate::error::{Error, Result};
-use crate::hca::Gid;
 
 bitflags::bitflags! {
     /// What may be done to a memory region, or through a queue pair (`enum ibv_access_flags`).
@@ -59,64 +58,6 @@ impl fmt::Debug for QpState {
     }
 }
 
-/// Where a queue pair can be reached: what two sides exchange before they connect.
-///
-/// The text form is `gid/qpn/psn`, numbers in hexadecimal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct QpAddress {
-    /// The HCA.
-    pub gid: Gid,
-    /// The queue pair, 24 bits.
-    pub qpn: u32,
-    /// The first packet sequence number it will send, 24 bits.
-    pub psn: u32,
-}
-
-impl QpAddress {
-    /// Bytes of the binary form.
-    pub const BYTES: usize = 24;
-
-    /// The binary form: GID, then QPN and PSN in network byte order.
-    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
-        let mut out = [0; Self::BYTES];
-        out[..16].copy_from_slice(&self.gid.0);
-        out[16..20].copy_from_slice(&self.qpn.to_be_bytes());
-        out[20..].copy_from_slice(&self.psn.to_be_bytes());
-        out
-    }
-
-    /// Reads the binary form.
-    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let (gid, rest) = bytes.split_first_chunk::<16>().expect("24 bytes hold 16");
-        let (qpn, psn) = rest.split_first_chunk::<4>().expect("8 bytes hold 4");
-        let psn = psn.first_chunk::<4>().expect("4 bytes hold 4");
-        Self { gid: Gid(*gid), qpn: u32::from_be_bytes(*qpn), psn: u32::from_be_bytes(*psn) }
-    }
-}
-
-impl fmt::Display for QpAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{:x}/{:x}", self.gid, self.qpn, self.psn)
-    }
-}
-
-impl FromStr for QpAddress {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let bad = || Error::invalid("QP address", text, "gid/qpn/psn in hexadecimal");
-        let mut parts = text.split('/');
-        let mut next = || parts.next().ok_or_else(bad);
-        let gid = next()?.parse::<Gid>().map_err(|_| bad())?;
-        let mut number = || u32::from_str_radix(next()?, 16).map_err(|_| bad());
-        let address = Self { gid, qpn: number()?, psn: number()? };
-        if parts.next().is_some() || address.qpn >> 24 != 0 || address.psn >> 24 != 0 {
-            return Err(bad());
-        }
-        Ok(address)
-    }
-}
-
 /// Attributes of a transition; what is `None` is not given. See [`QpAttr::to`].
 #[derive(Clone, Debug, Default)]
 pub struct QpAttr {
@@ -126,7 +67,8 @@ pub struct QpAttr {
     pub access: Option<Access>,
     /// The other side (INIT to RTR).
     pub remote: Option<QpAddress>,
-    /// Path MTU in bytes, 256 to 4096 (INIT to RTR). The software HCA stores it; its packets are larger.
+    /// Path MTU in bytes, 256 to 4096 (INIT to RTR), at most: a card takes the smallest of this, of what its own port allows
+    /// and of [`QpAddress::mtu`]. The software HCA stores it; its packets are larger.
     pub path_mtu: Option<u32>,
     /// READs and atomics the peer may have outstanding here, 0 to 16 (INIT to RTR).
     pub max_dest_rd_atomic: Option<u8>,
@@ -250,9 +192,10 @@ impl QpAttr {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hca::Gid;
 
     fn address() -> QpAddress {
-        QpAddress { gid: Gid([7; 16]), qpn: 0x12_3456, psn: 0xab_cdef }
+        QpAddress::new(Gid([7; 16]), 0x12_3456, 0xab_cdef)
     }
 
     fn complete(to: QpState) -> QpAttr {
@@ -304,17 +247,5 @@ mod tests {
         assert!(text(QpAttr::default(), QpState::RTS).contains("no target state"));
         let missing = QpAttr { max_rd_atomic: None, ..complete(QpState::RTS) };
         assert!(text(missing, QpState::RTR).contains("QP 0x77"));
-    }
-
-    #[test]
-    fn addresses_survive_both_forms() {
-        let address = address();
-        assert_eq!(QpAddress::from_bytes(&address.to_bytes()), address);
-        assert_eq!(address.to_string().parse::<QpAddress>().unwrap(), address);
-        for bad in
-            ["", "1/2", "zz/1/1", &format!("{}/1000000/0", address.gid), &format!("{}/1/1/1", address.gid)]
-        {
-            assert!(bad.parse::<QpAddress>().is_err(), "{bad}");
-        }
     }
 }

@@ -92,7 +92,7 @@ impl Drop for CqInner {
 }
 
 /// Vendor syndrome of completions that the library wrote in place of the device.
-const POISON: u8 = 0x67;
+pub(crate) const POISON: u8 = 0x67;
 
 /// Which completions a claim takes.
 #[derive(Clone, Copy, Debug)]
@@ -118,6 +118,8 @@ impl Cq {
         }
         let log = entries.next_power_of_two().trailing_zeros();
         let parts = provider.create_cq(log, ring, places)?;
+        // A device may give more.
+        let log = (parts.ring.len() / CQE_SIZE).trailing_zeros();
         let consumed = parts.record.word32(0)?;
         let slot = Slot { wc: None, taken: Taken::No };
         let state = CqState {

@@ -9,61 +9,166 @@ use super::mr::Mr;
 use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
+use crate::cuda::Gpu;
+use crate::direct::Direct;
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
+use crate::proxy::Proxy;
+use crate::rdma::{self, DeviceConfig, NearGpu, Port, Route, Survey};
 
 /// Name of the software HCA.
 const SOFT: &str = "soft0";
 
-/// An RDMA device that can be opened.
+/// An RDMA device that can be opened: one of the machine, or the software HCA, which is always there.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Device {
-    name: String,
+pub struct Device(Kind);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    Soft,
+    Rdma(Box<Survey>),
 }
 
 impl Device {
-    /// All devices of this machine. This release knows the software HCA, which is always there.
+    /// All devices of this machine, the software HCA `soft0` last. Quick, and nothing else where there is no libibverbs.
     pub fn list() -> Vec<Device> {
-        vec![Device { name: SOFT.into() }]
+        let rdma = rdma::survey().into_iter().map(|survey| Device(Kind::Rdma(Box::new(survey))));
+        rdma.chain([Device(Kind::Soft)]).collect()
     }
 
-    /// The device called `name`, or the one `GDSYNC_DEVICE` names, or the first.
+    /// The device called `name`, or the one `GDSYNC_DEVICE` names, or the first usable one among those nearest to a GPU. Where
+    /// no device of the machine can be used, that is `soft0`; a log line says why.
     ///
     /// # Errors
     /// [`Error::NoDevice`] lists the devices there are.
     pub fn find(name: Option<&str>) -> Result<Device> {
         let wanted = name.map(str::to_owned).or_else(|| variable("GDSYNC_DEVICE"));
-        let mut all = Self::list();
-        let Some(wanted) = wanted else { return Ok(all.swap_remove(0)) };
-        match all.iter().find(|d| d.name == wanted) {
-            Some(device) => Ok(device.clone()),
-            None => {
-                let available = all.iter().map(|d| d.name.as_str()).collect::<Vec<_>>().join(", ");
-                Err(Error::NoDevice { name: wanted, available })
+        match wanted {
+            Some(wanted) if wanted == SOFT => Ok(Device(Kind::Soft)),
+            Some(wanted) => {
+                let all = Self::list();
+                let available = || all.iter().map(Device::name).collect::<Vec<_>>().join(", ");
+                let found = all.iter().find(|device| device.name() == wanted).cloned();
+                found.ok_or_else(|| Error::NoDevice { name: wanted, available: available() })
             }
+            None if DeviceConfig::from_env()?.route == Some(Route::Soft) => Ok(Device(Kind::Soft)),
+            None => Ok(Self::preferred()),
         }
     }
 
-    /// The device's name.
-    pub fn name(&self) -> &str {
-        &self.name
+    fn preferred() -> Device {
+        let mut devices = rdma::survey();
+        if let Some(at) = rdma::preferred(&devices) {
+            return Device(Kind::Rdma(Box::new(devices.swap_remove(at))));
+        }
+        for device in &devices {
+            let why = device.refusal().unwrap_or_default();
+            tracing::info!(device = %device.name, why, "an RDMA device that cannot be used");
+        }
+        tracing::info!("the software HCA is used: no RDMA device of this machine can be");
+        Device(Kind::Soft)
     }
 
-    /// Opens the device. Faults in `GDSYNC_FAULTS` are injected from the start: see [`FaultPlan`].
+    /// The device's name, such as `mlx5_0`, or `soft0`.
+    pub fn name(&self) -> &str {
+        match &self.0 {
+            Kind::Soft => SOFT,
+            Kind::Rdma(survey) => &survey.name,
+        }
+    }
+
+    /// Whether it is the software HCA.
+    pub fn is_software(&self) -> bool {
+        self.0 == Kind::Soft
+    }
+
+    fn survey(&self) -> Option<&Survey> {
+        if let Kind::Rdma(survey) = &self.0 { Some(survey) } else { None }
+    }
+
+    /// The PCI address of its card, `domain:bus:device.function` in lower-case hexadecimal; that of the network card below a
+    /// software RDMA device. `None` where there is none.
+    pub fn pci_address(&self) -> Option<&str> {
+        Some(&self.survey()?.place.as_ref()?.address)
+    }
+
+    /// The NUMA node of its card, if the kernel knows it.
+    pub fn numa_node(&self) -> Option<u32> {
+        self.survey()?.place.as_ref()?.numa
+    }
+
+    /// Its ports; none of the software HCA.
+    pub fn ports(&self) -> &[Port] {
+        self.survey().map_or(&[], |survey| &survey.ports)
+    }
+
+    /// The machine's GPUs, the nearest to its card first; none where it has no card.
+    pub fn gpus(&self) -> &[NearGpu] {
+        self.survey().map_or(&[], |survey| &survey.gpus)
+    }
+
+    /// Why it cannot be used, if so, with the fix.
+    pub fn refusal(&self) -> Option<String> {
+        self.survey()?.refusal()
+    }
+
+    /// Opens the device as the environment says: see [`DeviceConfig`]. On the software HCA, faults in `GDSYNC_FAULTS` are
+    /// injected from the start: see [`FaultPlan`].
     ///
     /// # Errors
-    /// [`Error::Sys`] when the system refuses memory, sockets or a thread.
+    /// As [`Device::open_with`].
     pub fn open(&self) -> Result<Context> {
-        Context::soft(&SoftHcaConfig::from_env()?)
+        self.open_with(&DeviceConfig::from_env()?)
     }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device; [`Error::Sys`] when the system refuses
+    /// memory, sockets or a thread.
+    pub fn open_with(&self, config: &DeviceConfig) -> Result<Context> {
+        match (&self.0, config.route) {
+            (Kind::Soft, Some(route @ (Route::Direct | Route::Proxy))) => {
+                let expected = "soft, which is the only one of soft0: name another device in GDSYNC_DEVICE, or no route in GDSYNC_PATH";
+                Err(Error::invalid("route", route, expected))
+            }
+            (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
+            (Kind::Rdma(survey), _) => connect(survey, config),
+        }
+    }
+}
+
+/// Opens an RDMA device: the card reads the rings itself if it does that, and all who are to ring can.
+fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
+    let open = rdma::Open::device(&survey.name, config)?;
+    let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
+    let direct = || {
+        let gpus = config.gpu.clone().map_or_else(Gpu::opened, |gpu| vec![gpu]);
+        let direct = Direct::start(&open, &gpus)?;
+        direct.inject(faults.clone()).map(|()| direct)
+    };
+    let not_direct = match config.route {
+        Some(Route::Direct) => return Ok(Context { provider: Arc::new(direct()?), not_direct: None }),
+        Some(_) => "another route was asked for (GDSYNC_PATH)".into(),
+        None => match direct() {
+            Ok(direct) => return Ok(Context { provider: Arc::new(direct), not_direct: None }),
+            Err(why) => why.to_string(),
+        },
+    };
+    tracing::info!(device = open.name(), why = not_direct, "a thread reads the rings in place of the card");
+    let proxy = Proxy::start(open, strict)?;
+    proxy.inject(faults)?;
+    Ok(Context { provider: Arc::new(proxy), not_direct: Some(not_direct.into()) })
 }
 
 /// An open device. Clones share it.
 #[derive(Clone)]
 pub struct Context {
     provider: Arc<dyn Provider>,
+    /// Why an RDMA device does not read the rings itself.
+    not_direct: Option<Arc<str>>,
 }
 
 impl fmt::Debug for Context {
@@ -73,22 +178,34 @@ impl fmt::Debug for Context {
 }
 
 impl Context {
+    /// An open device that a test has made.
+    #[cfg(test)]
+    pub(crate) fn over(provider: Arc<dyn Provider>) -> Self {
+        Self { provider, not_direct: None }
+    }
+
     /// Opens a software HCA with a configuration of its own.
     ///
     /// # Errors
     /// As [`Device::open`].
     pub fn soft(config: &SoftHcaConfig) -> Result<Self> {
-        Ok(Self { provider: Arc::new(SoftHca::start(config)?) })
+        Ok(Self { provider: Arc::new(SoftHca::start(config)?), not_direct: None })
     }
 
     /// A description of the device for reports: what consumes the rings.
-    pub fn description(&self) -> &'static str {
-        "software HCA"
+    pub fn description(&self) -> &str {
+        self.provider.description()
     }
 
-    /// How bytes travel to a peer.
-    pub fn wire(&self) -> &'static str {
-        "shared memory"
+    /// Why a thread reads the rings of an RDMA device in place of the card, with the fix where there is one; `None` where the
+    /// card reads them, and for the software HCA.
+    pub fn not_direct(&self) -> Option<&str> {
+        self.not_direct.as_deref()
+    }
+
+    /// How bytes travel to a peer, for reports.
+    pub fn wire(&self) -> &str {
+        self.provider.wire()
     }
 
     /// The address of the HCA.

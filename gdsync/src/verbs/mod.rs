@@ -1,5 +1,6 @@
 //! Devices, protection domains, memory regions, completion queues and queue pairs: RC verbs on mlx5 rings.
 
+mod address;
 mod attr;
 mod completion;
 pub(crate) mod cq;
@@ -14,9 +15,12 @@ pub(crate) mod sq;
 pub(crate) mod track;
 mod wr;
 
-pub use attr::{Access, QpAddress, QpAttr, QpState};
+pub use address::QpAddress;
+pub(crate) use address::{mtu_bytes, mtu_code};
+pub use attr::{Access, QpAttr, QpState};
 pub use completion::Completion;
 pub use cq::Cq;
+pub(crate) use cq::POISON;
 pub use device::{Context, Device, Pd};
 pub use mr::Mr;
 pub use placement::OnGpu;

@@ -6,8 +6,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::address::QpAddress;
 use super::attr::{Access, QpAttr};
 use super::placement::{OnGpu, Places};
+use super::track::Health;
 use crate::error::Result;
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats};
 use crate::memory::{Memory, Word64};
@@ -36,6 +38,10 @@ pub(crate) struct QpRequest {
     pub(crate) log_rq: u32,
     /// Bytes of a receive queue entry.
     pub(crate) rq_stride: usize,
+    /// Buffers of the largest send that was asked for. The ring may have room for more.
+    pub(crate) max_send_sge: usize,
+    /// Bytes of the longest inline send that was asked for, likewise.
+    pub(crate) max_inline: usize,
 }
 
 /// A queue pair as the device made it, in state RESET.
@@ -48,6 +54,8 @@ pub(crate) struct QpParts {
     /// The 8-byte doorbell record: receive counter, send counter.
     pub(crate) record: Memory,
     pub(crate) doorbell: Word64,
+    /// What broke it. A device that knows more than a CQE can say records that before the CQE is written.
+    pub(crate) health: Arc<Health>,
 }
 
 /// The keys of a memory region.
@@ -58,7 +66,15 @@ pub(crate) struct MrKeys {
 }
 
 pub(crate) trait Provider: Send + Sync + fmt::Debug {
+    /// What consumes the rings, for reports.
+    fn description(&self) -> &str;
+    /// How bytes travel to a peer, for reports.
+    fn wire(&self) -> &str;
     fn gid(&self) -> Gid;
+    /// Where a peer finds a queue pair of this device.
+    fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+        QpAddress::new(self.gid(), qpn, psn)
+    }
     fn alloc_pd(&self) -> Result<u32>;
     fn dealloc_pd(&self, pdn: u32);
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;
@@ -71,6 +87,14 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// first packet sequence number of this side, which a reset changes.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     fn destroy_qp(&self, qpn: u32);
+    /// READs and atomics that a queue pair may have outstanding, at most 16.
+    fn rd_atomic(&self) -> u8 {
+        16
+    }
+    /// Whether messages that a queue pair receives are written in order of their addresses, if the device tells.
+    fn writes_in_order(&self, _qpn: u32) -> Option<bool> {
+        None
+    }
 
     /// Whether a doorbell may be written before its record. A card may look at the record to recover a doorbell that it
     /// missed, so there the record comes first.

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::attr::{Access, QpAddress, QpAttr, QpState};
+use super::address::QpAddress;
+use super::attr::{Access, QpAttr, QpState};
 use super::completion::Completion;
 use super::cq::{Cq, CqInner};
 use super::device::Pd;
@@ -54,7 +55,8 @@ pub(crate) struct QpCore {
 struct Connect {
     access: Access,
     path_mtu: u32,
-    rd_atomic: u8,
+    /// As many as the device allows, where none are asked for.
+    rd_atomic: Option<u8>,
     min_rnr_timer: u8,
     timeout: u8,
     retry_cnt: u8,
@@ -136,7 +138,7 @@ impl Qp {
     /// connection must not be taken for those of the next.
     pub fn address(&self) -> QpAddress {
         let core = self.core();
-        QpAddress { gid: core.provider.gid(), qpn: core.qpn, psn: core.psn.load(Ordering::Acquire) }
+        core.provider.address(core.qpn, core.psn.load(Ordering::Acquire))
     }
 
     /// The state: ERR also when the HCA has gone there by itself and a completion told so.
@@ -204,10 +206,11 @@ impl Qp {
             self.init()?;
         }
         let with = &self.core().defaults;
+        let rd_atomic = with.rd_atomic.unwrap_or_else(|| self.core().provider.rd_atomic());
         let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(with.path_mtu);
-        self.modify(&rtr.max_dest_rd_atomic(with.rd_atomic).min_rnr_timer(with.min_rnr_timer))?;
+        self.modify(&rtr.max_dest_rd_atomic(rd_atomic).min_rnr_timer(with.min_rnr_timer))?;
         let rts = QpAttr::to(QpState::RTS).timeout(with.timeout).retry_cnt(with.retry_cnt);
-        self.modify(&rts.rnr_retry(with.rnr_retry).max_rd_atomic(with.rd_atomic))
+        self.modify(&rts.rnr_retry(with.rnr_retry).max_rd_atomic(rd_atomic))
     }
 
     /// Takes a fresh queue pair to INIT, where receives can be posted before the peer may send.
@@ -260,6 +263,13 @@ impl Qp {
         self.core().check()
     }
 
+    /// Whether messages and RDMA WRITEs that it receives are written in order of their addresses, as the CPU sees it
+    /// (`ibv_query_qp_data_in_order`). Only then can payload be polled in place of its completion. `None` where the
+    /// device does not tell.
+    pub fn writes_in_order(&self) -> Option<bool> {
+        self.core().provider.writes_in_order(self.qpn())
+    }
+
     /// Moves the queue pair to ERR: everything outstanding completes with a flush error.
     ///
     /// # Errors
@@ -300,7 +310,7 @@ impl QpBuilder {
         let connect = Connect {
             access: Access::all(),
             path_mtu: 4096,
-            rd_atomic: 16,
+            rd_atomic: None,
             min_rnr_timer: 12,
             timeout: 14,
             retry_cnt: 7,
@@ -335,8 +345,6 @@ impl QpBuilder {
         access: Access => connect.access,
         /// Path MTU in bytes for [`Qp::connect`] (default 4096).
         path_mtu: u32 => connect.path_mtu,
-        /// READs and atomics outstanding each way, 0 to 16 (default 16).
-        rd_atomic: u8 => connect.rd_atomic,
         /// RNR timer code (default 12: 0.64 ms).
         min_rnr_timer: u8 => connect.min_rnr_timer,
         /// Acknowledge timeout, `4.096 us * 2^timeout` (default 14: 67 ms).
@@ -345,6 +353,12 @@ impl QpBuilder {
         retry_cnt: u8 => connect.retry_cnt,
         /// Retries after "receiver not ready", 7 for ever (default 6).
         rnr_retry: u8 => connect.rnr_retry,
+    }
+
+    /// READs and atomics outstanding each way, 0 to 16 (default 16, or what the device allows).
+    pub fn rd_atomic(mut self, value: u8) -> Self {
+        self.connect.rd_atomic = Some(value);
+        self
     }
 
     /// Completes sends on a queue shared with others. Streams cannot wait on a shared queue.
@@ -407,9 +421,10 @@ impl QpBuilder {
             log_sq,
             log_rq,
             rq_stride,
+            max_send_sge: self.max_send_sge,
+            max_inline: self.max_inline,
         };
-        let QpParts { qpn, psn, sq, rq, record, doorbell } = provider.create_qp(&request, places)?;
-        let health = Arc::new(Health::default());
+        let QpParts { qpn, psn, sq, rq, record, doorbell, health } = provider.create_qp(&request, places)?;
         let core = Arc::new(QpCore {
             provider,
             qpn,

@@ -91,13 +91,20 @@ impl SendQueue {
             track.owner = Owner::Cpu;
             let last = *track.entry(range.end - 1);
             // Under the lock: a later producer index must not be overtaken by an earlier one.
+            // Nothing for a doorbell in memory; one of a card is in memory that the CPU writes when it likes.
+            let settle = || self.doorbell.memory().fence();
+            settle();
             protocol::ring_doorbell(
                 self.record.atomic(),
                 mlx5::send_record(last.end),
-                || self.record.memory().fence(),
+                || {
+                    self.record.memory().fence();
+                    settle();
+                },
                 self.doorbell.atomic(),
                 last.doorbell,
             );
+            settle();
             Ok(range)
         })?;
         if !range.is_empty() {

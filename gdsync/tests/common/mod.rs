@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::{HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
+use gdsync::verbs::{Access, Context, Device, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
 
 /// How long a test waits for something that happens at once when all is well.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -32,8 +32,22 @@ impl Side {
     }
 }
 
-/// A strict software HCA, without faults from the environment.
+/// Whether these tests use a device of the machine.
+pub fn is_device_named() -> bool {
+    std::env::var_os("GDSYNC_TEST_DEVICE").is_some_and(|name| !name.is_empty())
+}
+
+/// The device that `GDSYNC_TEST_DEVICE` names, through the route that the environment says.
+pub fn named_device() -> Option<Context> {
+    let name = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty())?;
+    Some(Device::find(Some(&name)).unwrap().open().unwrap())
+}
+
+/// A strict software HCA, without faults from the environment; or the device that [`named_device`] opens.
 pub fn hca() -> Context {
+    if let Some(device) = named_device() {
+        return device;
+    }
     Context::soft(&SoftHcaConfig { strict: true, ..SoftHcaConfig::default() }).unwrap()
 }
 
@@ -92,6 +106,18 @@ pub fn bytes(side: &Side, offset: usize, len: usize) -> Vec<u8> {
     let mut out = vec![0; len];
     side.memory().read(offset, &mut out).unwrap();
     out
+}
+
+/// Whether this is the software HCA of this process, which counts what it does. Devices of the machine do not.
+pub fn counts(context: &Context) -> bool {
+    context.description() == "software HCA"
+}
+
+/// So many send WQEs were taken from the rings, as far as that can be known.
+pub fn assert_wqes(context: &Context, expected: u64, why: &str) {
+    if counts(context) {
+        assert_eq!(context.stats().wqes, expected, "{why}");
+    }
 }
 
 /// Nothing happened that a card would punish.

@@ -54,10 +54,12 @@ impl Drop for Peer {
 }
 
 impl Peer {
-    /// Starts the test of this name as a child with a role, and connects to it.
+    /// Starts the test of this name, in the module that this one belongs to, as a child with a role, and connects to it.
     pub fn start(test: &str, role: &str, side: &Side) -> (Self, RemoteAddr) {
+        let (parent, _) = module_path!().rsplit_once("::").unwrap();
+        let test = parent.split("::").skip(1).chain([test]).collect::<Vec<_>>().join("::");
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .args(["--exact", &test, "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

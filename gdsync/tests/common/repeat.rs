@@ -28,13 +28,18 @@ pub struct Held {
 impl Held {
     pub fn now() -> Self {
         let files = fs::read_dir("/proc/self/fd").unwrap().count();
-        let tasks = fs::read_dir("/proc/self/task").unwrap();
-        let names = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("comm")).ok());
-        let threads = names.filter(|name| name.starts_with("gdsync-")).count();
+        let threads = threads().len();
         let maps = fs::read_to_string("/proc/self/maps").unwrap();
         let links = maps.lines().filter(|line| line.contains("memfd:gdsync")).count();
         Self { files, threads, links }
     }
+}
+
+/// The names of this library's threads.
+pub fn threads() -> Vec<String> {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("comm")).ok());
+    names.filter(|name| name.starts_with("gdsync-")).map(|name| name.trim().to_owned()).collect()
 }
 
 /// As long as this lives, no other test of the binary runs that asks for it.

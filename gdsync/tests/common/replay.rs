@@ -8,7 +8,7 @@ use gdsync::error::{Error, Result};
 use gdsync::stream::{Batch, Graph, Stream};
 use gdsync::verbs::{Completion, QpBuilder, RecvWr, SendWr};
 
-use super::common::{self, PATIENCE, Side, assert_clean, connect};
+use super::common::{self, PATIENCE, Side, assert_clean, connect, counts};
 
 /// Where queue pairs and streams of a test are.
 pub trait Site {
@@ -258,7 +258,8 @@ pub fn refusals(site: &impl Site) {
     graph.launch(&stream).unwrap();
     stream.synchronize(PATIENCE).unwrap();
     assert_eq!(b.qp.poll_recv(), None);
-    assert_eq!(b.context.stats().wqes + a.context.stats().wqes, 3 + 1 + 4 + 1, "as many as were accepted");
+    let wqes = b.context.stats().wqes + a.context.stats().wqes;
+    assert!(wqes == 3 + 1 + 4 + 1 || !counts(&a.context), "as many as were accepted: {wqes}");
     assert_clean(&[&a, &b]);
 }
 

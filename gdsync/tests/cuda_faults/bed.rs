@@ -11,7 +11,7 @@ use gdsync::stream::{CudaStreamConfig, Stream};
 
 use super::common::PATIENCE;
 use super::place;
-use super::repeat::{Held, alone};
+use super::repeat::{Held, alone, threads};
 
 /// Bytes of a GPU by which its free memory may differ: what CUDA takes for itself comes late.
 const TOLERANCE: usize = 32 << 20;
@@ -74,6 +74,8 @@ pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
         control = bed.control;
         drop(bed.gpu);
         before = Some(given_back(&keeper, control.as_ref(), before));
+        let stray = control.as_ref().map_or(0, Control::stray);
+        assert_eq!(stray, 0, "calls with handles of streams that are gone");
     }
 }
 
@@ -101,7 +103,8 @@ fn given_back(keeper: &Keeper, control: Option<&Control>, before: Option<(usize,
         // Streams and threads end a moment after they were told to.
         assert!(
             start.elapsed() < PATIENCE,
-            "before: {before:?} (files, bytes), after: {held:?} and {free} bytes free, {alive:?}"
+            "before: {before:?} (files, bytes), after: {held:?} {:?} and {free} bytes free, {alive:?}",
+            threads()
         );
         thread::sleep(Duration::from_millis(1));
     }

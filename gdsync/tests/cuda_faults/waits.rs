@@ -8,8 +8,10 @@ use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Cond, Stream};
 use gdsync::verbs::{Qp, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 
+use super::bed::on_gpu;
 use super::common::{PATIENCE, Side};
 use super::matrix::{Rig, matrix};
+use super::place::places_on;
 use super::repeat::{broke, refuses};
 
 /// How long streams wait in vain.
@@ -53,6 +55,39 @@ pub(crate) fn stopped(
 /// The queue pair of a stream that failed works again at once, with another stream.
 pub(crate) fn starts_again(rig: &Rig<'_>, a: &Side, b: &Side) {
     rig.recover(&rig.stream(), a, b);
+}
+
+/// While one thread frees GPU memory, CUDA holds up all others until every stream is done.
+#[test]
+fn the_driver_is_held_up() {
+    on_gpu(|bed, _| {
+        for place in places_on(&bed.gpu) {
+            let (held, bystander) = (place.stream(LIMIT), place.stream(LIMIT));
+            let words = Memory::alloc(16).unwrap();
+            let (never, other) = (words.word32(0).unwrap(), words.word32(8).unwrap());
+            let api = place.gpu.api();
+            let mut addr = 0;
+            let current = place.gpu.enter().unwrap();
+            // SAFETY: a place for the answer; a context is current.
+            unsafe { api.mem_alloc(&mut addr, 1 << 20) }.unwrap();
+            drop(current);
+            held.wait_value32(&never, 1, Cond::Eq).unwrap();
+            std::thread::scope(|scope| {
+                // Begins before the watchdog of the stream has looked at it.
+                scope.spawn(|| {
+                    let _current = place.gpu.enter().unwrap();
+                    // SAFETY: allocated above; nothing uses it.
+                    unsafe { api.mem_free(addr) }.unwrap();
+                });
+                scope.spawn(|| {
+                    bystander.write_value32(&other, 1).unwrap();
+                    bystander.synchronize(PATIENCE).unwrap();
+                });
+                let error = held.synchronize(PATIENCE).unwrap_err();
+                assert!(matches!(error, Error::StreamWait { .. }), "{place:?}: {error}");
+            });
+        }
+    });
 }
 
 #[test]

@@ -78,6 +78,7 @@ static MEMOPS: AtomicU64 = AtomicU64::new(0);
 static BLOCKED: AtomicU64 = AtomicU64::new(0);
 static STALLED: AtomicU64 = AtomicU64::new(0);
 static MISPLACED: AtomicU64 = AtomicU64::new(0);
+static STRAY: AtomicU64 = AtomicU64::new(0);
 
 /// Notes a call, which may be told to fail.
 pub(super) fn enter(name: &'static str) -> Outcome {
@@ -130,6 +131,11 @@ pub(super) fn stalled() {
 /// A call was made where none may be made.
 pub(super) fn misplaced() {
     MISPLACED.fetch_add(1, Ordering::Relaxed);
+}
+
+/// The handle of a stream was used that stands for nothing.
+pub(super) fn stray() {
+    STRAY.fetch_add(1, Ordering::Relaxed);
 }
 
 /// A memory operation was executed.
@@ -261,6 +267,11 @@ impl Control {
         MISPLACED.load(Ordering::Relaxed)
     }
 
+    /// Calls with handles that were no streams, or no more: with the real driver they may crash.
+    pub fn stray(&self) -> u64 {
+        STRAY.load(Ordering::Relaxed)
+    }
+
     /// What is left.
     pub fn alive(&self) -> Alive {
         let [device_memory, host_memory, registrations] = memory::since(self.first);
@@ -290,6 +301,7 @@ fn reset() {
     BLOCKED.store(0, Ordering::Relaxed);
     STALLED.store(0, Ordering::Relaxed);
     MISPLACED.store(0, Ordering::Relaxed);
+    STRAY.store(0, Ordering::Relaxed);
     capture::forget(|_| true);
     context::CONTEXTS.for_each(|context| context.mend());
 }

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::io::{Seek, SeekFrom};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RecursiveRwLock};
@@ -15,7 +16,7 @@ use super::{Outcome, address, capture, control, put, queue, require};
 use crate::backend::{MappingType, host_page};
 use crate::cpu_range::CpuRange;
 use crate::cuda::CudaStatus;
-use crate::cuda::raw::layout::Handle;
+use crate::cuda::raw::layout::{Handle, RANGE_HANDLE_DMA_BUF};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, Linux, check};
 use crate::memory_file::memory_file;
@@ -144,6 +145,25 @@ pub(super) fn info(free: *mut usize, total: *mut usize) -> Outcome {
     let used: usize = REGIONS.lock().values().filter(is_there).map(|region| region.len).sum();
     put(free, GPU_MEMORY.saturating_sub(used))?;
     put(total, GPU_MEMORY)
+}
+
+/// A dma-buf of whole pages of GPU memory: a descriptor as [`dma_buf_offset`](crate::standin::dma_buf_offset) reads it.
+pub(super) fn dma_buf(handle: *mut c_void, addr: u64, len: usize, kind: u32) -> Outcome {
+    let (start, page) = (address(addr)?, host_page());
+    let is_whole = len > 0 && start.is_multiple_of(page) && len.is_multiple_of(page);
+    require(is_whole && kind == RANGE_HANDLE_DMA_BUF, CudaStatus::INVALID_VALUE)?;
+    let region = find(start, 1).filter(|region| region.kind == Kind::Device);
+    let region = region.ok_or(CudaStatus::INVALID_VALUE)?;
+    let offset = start - region.start;
+    require(offset + len <= region.len.next_multiple_of(page), CudaStatus::INVALID_VALUE)?;
+    let file = &region.bytes.as_ref().ok_or(CudaStatus::NOT_SUPPORTED)?.file;
+    // Opened anew, because a duplicate would share its position.
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let opened = File::options().read(true).write(true).open(path);
+    let opened =
+        opened.and_then(|mut file| file.seek(SeekFrom::Start(offset as u64)).map(|_| OwnedFd::from(file)));
+    let fd = opened.map_err(|_| CudaStatus::OPERATING_SYSTEM)?;
+    put(handle.cast::<i32>(), fd.into_raw_fd())
 }
 
 /// Frees or unregisters what begins at an address. CUDA waits for the GPU, and for host memory this waits for both.

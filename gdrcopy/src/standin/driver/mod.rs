@@ -9,7 +9,8 @@
 //!   current context fail with 201 without one. An error of running work sticks to its context, as in CUDA.
 //! - GPU memory is host memory, its GPU address its CPU address. Freeing and unregistering memory, and loading and
 //!   unloading modules, wait for all work of the GPU, as seen on an H200, or with [`Control::frees_wait`] do not: then work
-//!   that was enqueued on the memory before fails with 700, and the bytes stay until then. Memory of the other GPU needs
+//!   that was enqueued on the memory before fails with 700, and the bytes stay until then. While such a call waits, nobody
+//!   can submit anything but memory operations. Memory of the other GPU needs
 //!   peer access in stream memory operations; contexts of one GPU reach each other's. Registrations may not overlap, but
 //!   may share pages; one waits while another is taken back. Kernels and host functions get plain addresses, which nothing
 //!   checks.

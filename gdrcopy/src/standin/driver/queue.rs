@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::command::{Command, begin_working};
 use super::context::Context;
@@ -81,6 +81,9 @@ impl Ticket {
     }
 }
 
+/// Held for writing by a call that waits for work: nothing but memory operations is submitted meanwhile.
+static HELD_UP: RwLock<()> = RwLock::new(());
+
 /// Waits for all work on a device, or on all of them, as long as a call may, where CUDA does. Whether the work succeeds does
 /// not matter.
 pub(super) fn wait_for_idle(device: Option<i32>) -> Outcome {
@@ -94,6 +97,7 @@ pub(super) fn wait_for_idle(device: Option<i32>) -> Outcome {
         control::stalled();
     }
     let deadline = Instant::now() + control::patience();
+    let _held = HELD_UP.write();
     let wait = |ticket: &Ticket| ticket.wait(deadline.saturating_duration_since(Instant::now()));
     require(busy.iter().all(wait), LAUNCH_TIMEOUT)
 }
@@ -117,6 +121,10 @@ impl Shared {
 
     /// Puts work at the end, when there is room.
     pub(super) fn submit(self: &Arc<Self>, command: Command) -> Outcome<Ticket> {
+        let _free = match command {
+            Command::MemOps(_) => None,
+            _ => Some(HELD_UP.try_read_for(control::patience()).ok_or(LAUNCH_TIMEOUT)?),
+        };
         let mut queue = self.queue.lock();
         if !queue.has_room(&command) {
             control::blocked();

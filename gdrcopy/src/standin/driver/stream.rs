@@ -12,7 +12,7 @@ use super::context::{Context, current};
 use super::handles::{Table, number};
 use super::queue::{Shared, Ticket};
 use super::status::CAPTURE_IMPLICIT;
-use super::{Outcome, address, capture, context, memop, put, require};
+use super::{Outcome, address, capture, context, control, memop, put, require};
 use crate::cuda::CudaStatus;
 use crate::cuda::raw::layout::{Handle, MemOp, STREAM_NON_BLOCKING};
 
@@ -67,7 +67,7 @@ impl Stream {
 /// The stream of a handle.
 pub(super) fn resolve(handle: Handle) -> Outcome<Arc<Stream>> {
     if handle > PER_THREAD {
-        return STREAMS.get(handle);
+        return STREAMS.get(handle).inspect_err(|_| control::stray());
     }
     let context = current()?;
     let made = |streams: &mut BTreeMap<Handle, Arc<Stream>>, is_legacy| {
@@ -133,7 +133,7 @@ pub(super) fn synchronize(stream: Handle) -> Outcome {
 }
 
 pub(super) fn destroy(stream: Handle) -> Outcome {
-    let found = STREAMS.get(stream)?;
+    let found = STREAMS.get(stream).inspect_err(|_| control::stray())?;
     if let Some(capture) = capture::of_stream(&found) {
         return Err(capture.spoil());
     }

@@ -98,6 +98,9 @@ table! {
     mem_alloc = "cuMemAlloc" (addr: *mut u64, len: usize) memory::alloc(addr, len);
     mem_free = "cuMemFree" (addr: u64) memory::free(addr);
     mem_get_info = "cuMemGetInfo" (free: *mut usize, total: *mut usize) memory::info(free, total);
+    mem_get_handle_for_address_range = "cuMemGetHandleForAddressRange"
+        (handle: *mut c_void, addr: u64, len: usize, kind: u32, _flags: u64)
+        memory::dma_buf(handle, addr, len, kind);
     mem_host_alloc = "cuMemHostAlloc" (addr: *mut *mut c_void, len: usize, flags: u32)
         memory::host_alloc(addr, len, flags);
     mem_free_host = "cuMemFreeHost" (addr: *mut c_void) memory::free_host(addr);

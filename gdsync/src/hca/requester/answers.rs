@@ -129,7 +129,7 @@ impl SoftQp {
         body: &Body<'_>,
         env: &mut Env<'_>,
     ) -> Result<Option<Ticket>, Syndrome> {
-        let wqe = self.fetch(begin);
+        let wqe = self.rings.fetch(begin);
         let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|e| e.syndrome())?;
         let DecodedOp::Read { sges, .. } = op else { return Err(Syndrome::LOC_QP_OP_ERR) };
         self.scatter(sges.iter(wqe.as_bytes()), offset, body, 0, env)
@@ -190,7 +190,7 @@ impl SoftQp {
         if self.req.acknowledge(psn) {
             return self.missing(env);
         }
-        let wqe = self.fetch(begin);
+        let wqe = self.rings.fetch(begin);
         let result = match mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()) {
             Ok(DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. })
                 if body.len() == 8 =>

@@ -14,7 +14,8 @@ use smallvec::SmallVec;
 
 use super::{Pending, Requester};
 use crate::hca::packet::{self, Header, PacketOp, ahead};
-use crate::hca::qp::{Env, SoftQp, Wqe};
+use crate::hca::qp::{Env, SoftQp};
+use crate::hca::rings::Wqe;
 use crate::mlx5::{DecodedOp, DecodedPayload};
 
 /// References under way at once.
@@ -91,7 +92,7 @@ impl SoftQp {
             return Some(true);
         }
         let (psn, len, packets) = (p.psn, p.len, p.packets);
-        let mut header = Header::new(PacketOp::SEND, remote.qpn, self.qpn, psn);
+        let mut header = Header::new(PacketOp::SEND, remote.qpn, self.rings.qpn, psn);
         header.flags = packet::FIRST | packet::LAST | packet::REFERENCE;
         header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
         header.len = u32::try_from(len).expect("messages are at most 1 GiB");
@@ -143,7 +144,7 @@ impl SoftQp {
             if !refused.contains(&key) {
                 let why = Reason(reason).meaning();
                 tracing::warn!(
-                    qpn = self.qpn,
+                    qpn = self.rings.qpn,
                     lkey = key,
                     why,
                     "payload of this region is staged through host memory"
@@ -167,14 +168,14 @@ impl SoftQp {
             references.leaving = None;
             return true;
         };
-        let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.qpn, self.psn);
+        let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.rings.qpn, self.psn);
         if !env.faults.is_dead() && !env.links.withdraw(self.link, &header) {
             let since = *references.leaving.get_or_insert_with(Instant::now);
             if since.elapsed() < PATIENCE {
                 return false;
             }
             tracing::warn!(
-                qpn = self.qpn,
+                qpn = self.rings.qpn,
                 "the peer takes no packets: it may complete a message whose send has failed"
             );
         }

@@ -3,9 +3,9 @@
 use smallvec::SmallVec;
 
 use super::{Kind, Pending};
-use crate::hca::low16;
 use crate::hca::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
-use crate::hca::qp::{Env, SoftQp, Wqe};
+use crate::hca::qp::{Env, SoftQp};
+use crate::hca::rings::Wqe;
 use crate::hca::staging::Staged;
 use crate::hca::wire::Piece;
 use crate::memory::Memory;
@@ -43,10 +43,10 @@ impl SoftQp {
                     break;
                 }
                 // Some of it was sent before. It was checked then, but a careless owner may have overwritten it.
-                wqe = self.fetch(self.req.pending[i].begin);
+                wqe = self.rings.fetch(self.req.pending[i].begin);
                 op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).unwrap_or(DecodedOp::Nop);
             } else if self.req.head < self.req.target && i < MAX_PENDING {
-                wqe = self.fetch(self.req.head);
+                wqe = self.rings.fetch(self.req.head);
                 match self.admit(&wqe, env) {
                     Admit::Ready(fresh) => op = fresh,
                     Admit::Failed => {
@@ -112,21 +112,7 @@ impl SoftQp {
 
     /// What a WQE asks for and how many bytes it moves, or how it must fail.
     fn inspect(&self, wqe: &Wqe, env: &mut Env<'_>) -> Result<(DecodedOp, Kind, usize), Syndrome> {
-        let stale = wqe.ctrl.index != low16(self.req.head) || wqe.ctrl.qpn != self.qpn;
-        if stale {
-            env.stats.violation("a doorbell exposed a WQE of another index or QP: it was not written yet");
-            return Err(Syndrome::LOC_QP_OP_ERR);
-        }
-        if env.strict
-            && let Some(what) = mlx5::strict_violations(&wqe.ctrl, wqe.as_bytes())
-        {
-            env.stats.violation(what);
-            return Err(Syndrome::LOC_QP_OP_ERR);
-        }
-        let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|error| {
-            tracing::debug!(qpn = self.qpn, %error, "software HCA: malformed WQE");
-            error.syndrome()
-        })?;
+        let op = self.rings.inspect(wqe, self.req.head, env.strict, env.stats)?;
         let (kind, len) = match &op {
             DecodedOp::Nop => (Kind::Nop, 0),
             DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => match payload {
@@ -154,7 +140,7 @@ impl SoftQp {
         env: &Env<'k>,
     ) -> Result<Piece<'k>, Syndrome> {
         let len = sge.len as usize;
-        let (memory, offset) = env.keys.local(sge.lkey, self.request.pdn, sge.addr, len, write)?;
+        let (memory, offset) = env.keys.local(sge.lkey, self.rings.request.pdn, sge.addr, len, write)?;
         Ok(Piece { memory, offset, len })
     }
 
@@ -177,7 +163,7 @@ impl SoftQp {
             let offset = p.sent as usize * SEGMENT;
             let size = SEGMENT.min(len - offset);
             let is_last = p.sent + 1 == packets;
-            let mut header = Header::new(PacketOp::SEND, remote.qpn, self.qpn, psn);
+            let mut header = Header::new(PacketOp::SEND, remote.qpn, self.rings.qpn, psn);
             header.flags =
                 if p.sent == 0 { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
             header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };

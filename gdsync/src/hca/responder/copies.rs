@@ -249,7 +249,7 @@ impl SoftQp {
         let mut to = Destination::default();
         if is_write {
             let (addr, key) = (body.word(0).ok_or_else(invalid)?, header.rkey);
-            let place = env.keys.remote(key, self.request.pdn, addr, len, Access::REMOTE_WRITE);
+            let place = env.keys.remote(key, self.rings.request.pdn, addr, len, Access::REMOTE_WRITE);
             let (memory, offset) = place.map_err(Refusal::Remote)?;
             to.add(key, memory, offset, len);
         }
@@ -325,7 +325,7 @@ impl SoftQp {
                 continue;
             }
             tracing::error!(
-                qpn = self.qpn,
+                qpn = self.rings.qpn,
                 limit = ?LIMIT,
                 "a copy into a message does not end, and may still happen: let fewer streams wait at a time than \
                  CUDA_DEVICE_MAX_CONNECTIONS, and see the kernel log for Xid lines"

@@ -7,7 +7,7 @@ use super::super::links::Body;
 use super::super::packet::{self, Header, PacketOp};
 use super::super::qp::{Env, SoftQp};
 use super::{Current, Refusal};
-use crate::mlx5::{self, Cqe, CqeOpcode, DataSeg, Syndrome};
+use crate::mlx5::{Cqe, CqeOpcode, DataSeg, Syndrome};
 use crate::mover::Ticket;
 use crate::verbs::Access;
 
@@ -32,18 +32,14 @@ impl Arrival {
 impl SoftQp {
     pub(super) fn has_receive(&mut self) -> bool {
         if self.resp.posted == self.resp.tail {
-            self.resp.posted = self.recv_record(self.resp.tail);
+            self.resp.posted = self.rings.recv_record(self.resp.tail);
         }
         self.resp.posted > self.resp.tail
     }
 
     /// The buffers of the next receive.
     pub(super) fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
-        let entries = 1u64 << self.request.log_rq;
-        let at = usize::try_from(self.resp.tail & (entries - 1)).expect("a ring index fits");
-        let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.request.rq_stride);
-        self.rq.read(at * self.request.rq_stride, &mut wqe).expect("entries lie in the ring");
-        mlx5::decode_recv(&wqe).collect()
+        self.rings.receive(self.resp.tail)
     }
 
     pub(super) fn receive(
@@ -149,7 +145,7 @@ impl SoftQp {
         if len > 0 {
             let (memory, at) = env
                 .keys
-                .remote(header.rkey, self.request.pdn, addr, len, Access::REMOTE_WRITE)
+                .remote(header.rkey, self.rings.request.pdn, addr, len, Access::REMOTE_WRITE)
                 .map_err(Refusal::Remote)?;
             if memory.is_mapped() {
                 body.copy_to(8, memory, at, len);

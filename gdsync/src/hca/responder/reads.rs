@@ -23,7 +23,7 @@ impl SoftQp {
         let Some(addr) = body.word(0) else { return Err(invalid) };
         let left = header.len as usize;
         env.keys
-            .remote(header.rkey, self.request.pdn, addr, left, Access::REMOTE_READ)
+            .remote(header.rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ)
             .map_err(Refusal::Remote)?;
         let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
         let mut reads = 0;
@@ -60,7 +60,7 @@ impl SoftQp {
         }
         let (memory, offset) = env
             .keys
-            .remote(header.rkey, self.request.pdn, addr, 8, Access::REMOTE_ATOMIC)
+            .remote(header.rkey, self.rings.request.pdn, addr, 8, Access::REMOTE_ATOMIC)
             .map_err(Refusal::Remote)?;
         let word = memory.atomic64(offset).map_err(|_| invalid())?;
         let value = if header.op == PacketOp::FETCH_ADD {
@@ -88,7 +88,7 @@ impl SoftQp {
         // The region may have gone away since the request.
         let begin = addr - done as u64;
         let (memory, offset) =
-            env.keys.remote(rkey, self.request.pdn, begin, done + left, Access::REMOTE_READ)?;
+            env.keys.remote(rkey, self.rings.request.pdn, begin, done + left, Access::REMOTE_READ)?;
         if !Self::is_staged(memory, done + left, env) {
             return Ok(Some((memory.clone(), offset + done)));
         }

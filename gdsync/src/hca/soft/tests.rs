@@ -1,9 +1,9 @@
 //! An HCA that nobody runs while its peer acts.
 
 use super::*;
-use crate::mlx5::{Cqe, CqeOpcode, SendOp, WqeFlags};
+use crate::hca::served::Steps as _;
+use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, SendOp, WqeFlags};
 use crate::protocol;
-use crate::verbs::QpAddress;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -21,13 +21,22 @@ impl Side {
             hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
         );
         let (send_cqn, recv_cqn, rq_stride) = (send_cq.cqn, recv_cq.cqn, mlx5::recv_stride(1));
-        let request = QpRequest { pdn: 1, send_cqn, recv_cqn, log_sq: 3, log_rq: 3, rq_stride };
+        let request = QpRequest {
+            pdn: 1,
+            send_cqn,
+            recv_cqn,
+            log_sq: 3,
+            log_rq: 3,
+            rq_stride,
+            max_send_sge: 1,
+            max_inline: 64,
+        };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
         Self { hca, recv_cq, qp }
     }
 
     fn connect(&self, to: &Self) {
-        let remote = QpAddress { gid: to.hca.gid(), qpn: to.qp.qpn, psn: to.qp.psn };
+        let remote = to.hca.address(to.qp.qpn, to.qp.psn);
         let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(1024).max_dest_rd_atomic(1);
         let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(6).max_rd_atomic(1);
         let init = QpAttr::to(QpState::INIT).access(Access::all());

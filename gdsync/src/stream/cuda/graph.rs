@@ -5,7 +5,6 @@
 
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, MemOp, MemOpNodeParams};
@@ -15,7 +14,8 @@ use smallvec::SmallVec;
 use super::host_fn;
 use super::lane::{self, Head, Lane};
 use super::plan::{self, Call, Calls};
-use super::shared::{MARK_EVERY, Shared, State, Submission};
+use super::retire::Retired;
+use super::shared::{Issued, MARK_EVERY, Shared, Turn};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::stream::op::Op;
@@ -99,17 +99,17 @@ impl Shared {
 
     pub(super) fn begin_capture(&self) -> Result<()> {
         host_fn::refuse()?;
-        let mut state = self.lock();
+        let mut turn = self.take_turn();
         if self.is_captured().map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
         // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
-        self.put_mark(&mut state);
-        self.error().or(state.refused.clone()).map_or(Ok(()), Err)?;
+        self.mark_in_turn(&mut turn);
+        self.error().or(self.lock().refused.clone()).map_or(Ok(()), Err)?;
         // SAFETY: a stream of this context.
         let begun = self.gpu.within(|api| unsafe { api.stream_begin_capture(self.stream, CAPTURE_RELAXED) });
         begun.map_err(Error::cuda("beginning a capture"))?;
-        state.capture = Some(Captured::default());
+        turn.capture = Some(Captured::default());
         Ok(())
     }
 
@@ -117,13 +117,13 @@ impl Shared {
     pub(super) fn record(&self, ops: &[Op]) -> Result<()> {
         host_fn::refuse()?;
         plan::check(&self.gpu, ops)?;
-        let mut state = self.lock();
+        let mut turn = self.take_turn();
         if let Some(error) = self.error() {
             return Err(error);
         }
         let mut calls = Calls::new();
         plan::plan(&mut calls, &self.gpu, ops, None, self.lane.is_some())?;
-        let captured = state.capture.get_or_insert_default();
+        let captured = turn.capture.get_or_insert_default();
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
         }
@@ -142,16 +142,18 @@ impl Shared {
     /// Captures a call, and finds its node.
     fn node(&self, api: &Api, mut call: Call) -> gdrcopy::Result<Node> {
         let shape = Shape::of(&call);
-        self.make(0, &mut call, &mut [])?;
+        self.make(0, &mut call)?;
         let (_, handle) = capture_of(api, self.stream)?;
         Ok(Node { handle, shape })
     }
 
     pub(super) fn end_capture(&self) -> Result<Arc<Exec>> {
-        let captured = self.lock().capture.take().unwrap_or_default();
+        let mut turn = self.take_turn();
+        let captured = turn.capture.take().unwrap_or_default();
         let mut graph = 0;
         // SAFETY: a stream that is being captured, and a place for the graph.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
+        self.end_turn(turn);
         // From here on it is destroyed whatever happens.
         let (gpu, lane) = (self.gpu.clone(), self.lane.clone());
         let mut exec = Exec { gpu, lane, graph, exec: 0, nodes: captured.nodes, launching: Mutex::default() };
@@ -169,39 +171,33 @@ impl Shared {
             return Err(elsewhere());
         }
         plan::check(&self.gpu, ops)?;
-        self.accept(|state| self.launch_locked(state, exec, ops, ends))
+        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, ends))
     }
 
-    fn launch_locked(
-        &self,
-        state: &mut State,
+    fn launch_in_turn<'s>(
+        &'s self,
+        (turn, done): (&mut Turn, &mut Retired<'s>),
         exec: &Arc<Exec>,
         ops: &mut Vec<Op>,
         ends: &[usize],
-    ) -> Result<(u64, gdrcopy::Result<()>)> {
-        if self.is_captured_by_others(state) {
+    ) -> Result<Issued> {
+        if self.is_captured_by_others(turn) {
             return Err(within_another());
         }
-        let seq = self.submitted() + 1;
         let calls = exec.plan(ops, ends)?;
         let count = 1 + calls.len();
-        self.check_room(state, count, 0)?;
         let launching = exec.launching.lock();
-        let head = self.head(seq);
+        let head = self.head(self.submitted() + 1);
         self.gpu.within(|api| exec.arm(api, head, calls)).map_err(Error::cuda("preparing a graph"))?;
-        let ops = std::mem::take(ops);
-        self.submitted.store(seq, Ordering::Release);
+        let seq = self.enqueue(turn, done, ops, (count, 0), Some(exec))?;
         // SAFETY: the submission keeps the graph alive, and all that its nodes touch.
-        let issued = self.gpu.within(|api| unsafe { api.graph_launch(exec.exec, self.stream) });
+        let answer = self.gpu.within(|api| unsafe { api.graph_launch(exec.exec, self.stream) });
         drop(launching);
-        state.calls += count;
-        state.unmarked += count;
-        let _graph = Some(exec.clone());
-        state.queue.push_back(Submission { seq, ops, calls: count, host_fns: 0, _graph });
-        if state.unmarked >= MARK_EVERY && issued.is_ok() {
-            self.put_mark(state);
+        turn.unmarked += count;
+        if turn.unmarked >= MARK_EVERY && answer.is_ok() {
+            self.mark_in_turn(turn);
         }
-        Ok((seq, issued))
+        Ok(Issued { seq, answer })
     }
 }
 

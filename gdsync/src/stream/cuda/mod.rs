@@ -2,7 +2,7 @@
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
 //! failure); `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
-//! that can run them in place of the GPU's front end; `graph` has captures and their launches; `watch` is the watchdog.
+//! that can run them in place of the GPU's front end; `reserve` makes room for streams; `graph` has captures and their launches; `watch` is the watchdog.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
 //! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
@@ -15,6 +15,7 @@ mod host_fn;
 mod kicker;
 mod lane;
 mod plan;
+mod reserve;
 mod retire;
 mod shared;
 mod watch;
@@ -29,6 +30,7 @@ pub use config::{CudaStreamConfig, Kick, Via};
 
 pub(crate) use self::kicker::Slot as KickerSlot;
 pub(crate) use self::lane::Lane;
+pub(crate) use self::reserve::reserve;
 use self::shared::Shared;
 use super::engine::Engine;
 use super::graph::Made;

@@ -19,6 +19,10 @@ pub(super) struct Retired<'s> {
 }
 
 impl Retired<'_> {
+    pub(super) fn nothing() -> Self {
+        Self { submissions: Vec::new(), retiring: None }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.submissions.is_empty()
     }
@@ -39,7 +43,7 @@ impl Shared {
         let completed = self.completed();
         let over = state.queue.partition_point(|submission| submission.seq <= completed);
         if over == 0 {
-            return Retired { submissions: Vec::new(), retiring: None };
+            return Retired::nothing();
         }
         let submissions: Vec<_> = state.queue.drain(..over).collect();
         for submission in &submissions {

@@ -4,7 +4,10 @@
 //! submission. Marks are written every few submissions, when somebody waits, and when the stream falls idle; so most
 //! submissions do not pay for one.
 //!
-//! No foreign code (sources, host functions, drops of what operations hold) ever runs under the lock.
+//! There are two locks. Who calls the driver for the stream has the *turn*, and may have to wait there: in the driver, one
+//! thread that frees memory, say, holds up all others until every stream of the process is done. So nothing that keeps
+//! deadlines ever waits for the turn: what it needs is in the *state*, whose lock is held for moments only. No foreign code
+//! (the driver, sources, host functions, drops of what operations hold) runs under that one.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -20,9 +23,10 @@ use super::host_fn;
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
 use super::plan::{self, Call, Calls};
+use super::retire::Retired;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
-use crate::cuda::{Activity, Gpu, RawStream};
+use crate::cuda::{Activity, Errand, Gpu, RawStream, pass};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
@@ -54,6 +58,9 @@ pub(super) struct Shared {
     /// The mark, and the one of kernels that ran after the stream failed.
     mark: Word64,
     mark_after: Word64,
+    turn: Mutex<Turn>,
+    /// A mark is due that somebody wanted who did not have the turn.
+    mark_wanted: AtomicBool,
     state: Mutex<State>,
     /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
     pub(super) work: Condvar,
@@ -69,6 +76,16 @@ pub(super) struct Shared {
     pub(super) own: Weak<Shared>,
 }
 
+/// What only those need who call the driver.
+#[derive(Default)]
+pub(super) struct Turn {
+    /// Calls since the last mark, and the submission that it names.
+    pub(super) unmarked: usize,
+    pub(super) marked: u64,
+    /// What has been captured so far, while the stream is.
+    pub(super) capture: Option<Captured>,
+}
+
 #[derive(Default)]
 pub(super) struct State {
     pub(super) queue: VecDeque<Submission>,
@@ -77,17 +94,21 @@ pub(super) struct State {
     pub(super) host_fns: usize,
     /// Calls and host functions that there was no room for.
     wanted: (usize, usize),
-    /// Calls since the last mark, and the submission that it names.
-    pub(super) unmarked: usize,
-    pub(super) marked: u64,
-    /// Why the driver took no mark: it is asked for no more.
+    /// Why the driver took no mark, or runs the stream no more: it is asked for no more marks.
     pub(super) refused: Option<Error>,
+    /// The driver is to be asked how the stream is, and somebody is about to.
+    pub(super) query: bool,
+    pub(super) asking: bool,
     /// The watchdog sleeps until there is work.
     pub(super) asleep: bool,
     /// Lists for submissions to come: empty, but with room.
     pub(super) spare: Vec<Vec<Op>>,
-    /// What has been captured so far, while the stream is.
-    pub(super) capture: Option<Captured>,
+}
+
+/// What the driver said to a submission.
+pub(super) struct Issued {
+    pub(super) seq: u64,
+    pub(super) answer: gdrcopy::Result<()>,
 }
 
 /// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
@@ -131,6 +152,8 @@ impl Shared {
             status,
             mark,
             mark_after,
+            turn: Mutex::default(),
+            mark_wanted: AtomicBool::new(false),
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
@@ -166,20 +189,30 @@ impl Shared {
         self.state.lock()
     }
 
+    /// Waits until nobody else calls the driver for this stream.
+    pub(super) fn take_turn(&self) -> MutexGuard<'_, Turn> {
+        self.turn.lock()
+    }
+
+    /// Ends a turn, and puts the mark that others wanted meanwhile.
+    pub(super) fn end_turn<'s>(&'s self, turn: MutexGuard<'s, Turn>) {
+        let mut turn = Some(turn);
+        while let Some(mut mine) = turn.take() {
+            if self.mark_wanted.load(Ordering::Relaxed) {
+                self.mark_wanted.store(false, Ordering::Relaxed);
+                self.mark_in_turn(&mut mine);
+            }
+            drop(mine);
+            // Wanted since then, by somebody who found the turn taken. If this misses it, the watchdog does not.
+            if self.mark_wanted.load(Ordering::SeqCst) {
+                turn = self.turn.try_lock();
+            }
+        }
+    }
+
     fn full(&self, state: &State, calls: usize, host_fns: usize) -> bool {
         let fits = |pending, more, most| pending == 0 || pending + more <= most;
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
-    }
-
-    /// Refuses what there is no room for.
-    pub(super) fn check_room(&self, state: &mut State, calls: usize, host_fns: usize) -> Result<()> {
-        if !self.full(state, calls, host_fns) {
-            return Ok(());
-        }
-        state.wanted = (calls, host_fns);
-        // So that the room that comes is seen.
-        self.put_mark(state);
-        Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth })
     }
 
     pub(super) fn has_room(&self) -> bool {
@@ -194,29 +227,22 @@ impl Shared {
 
     pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
         plan::check(&self.gpu, ops)?;
-        self.accept(|state| self.submit_locked(state, ops))
+        self.accept(|turn, done| self.submit_in_turn(turn, done, ops))
     }
 
-    /// Accepts a submission unless the stream has failed. `put` queues it, and returns its number and what the driver said.
-    pub(super) fn accept(
-        &self,
-        put: impl FnOnce(&mut State) -> Result<(u64, gdrcopy::Result<()>)>,
+    /// Accepts a submission unless the stream has failed. `put` queues it, and returns what the driver said.
+    pub(super) fn accept<'s>(
+        &'s self,
+        put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<Issued>,
     ) -> Result<u64> {
         host_fn::refuse()?;
-        let mut state = self.lock();
-        if let Some(error) = self.error() {
-            return Err(error);
-        }
-        let done = self.retire(&mut state);
-        let result = put(&mut state);
-        let asleep = state.asleep;
-        drop(state);
+        let mut done = Retired::nothing();
+        let mut turn = self.take_turn();
+        let put = self.error().map_or_else(|| put(&mut turn, &mut done), Err);
+        self.end_turn(turn);
         self.recycle(done);
-        let (seq, issued) = result?;
-        if asleep {
-            self.work.notify_one();
-        }
-        if let Err(error) = issued {
+        let Issued { seq, answer } = put?;
+        if let Err(error) = answer {
             // Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
             self.fail(Error::cuda("submitting to the stream")(error));
         }
@@ -224,17 +250,22 @@ impl Shared {
     }
 
     /// Whether the application captures the stream, so that what is queued now would not run.
-    pub(super) fn is_captured_by_others(&self, state: &State) -> bool {
-        let may_be = self.shown.load(Ordering::Relaxed) && state.capture.is_none();
+    pub(super) fn is_captured_by_others(&self, turn: &Turn) -> bool {
+        let may_be = self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
-    fn submit_locked(&self, state: &mut State, ops: &mut Vec<Op>) -> Result<(u64, gdrcopy::Result<()>)> {
-        if self.is_captured_by_others(state) {
+    fn submit_in_turn<'s>(
+        &'s self,
+        turn: &mut Turn,
+        done: &mut Retired<'s>,
+        ops: &mut Vec<Op>,
+    ) -> Result<Issued> {
+        if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
         }
         let seq = self.submitted() + 1;
-        let marks = state.unmarked + 1 >= MARK_EVERY;
+        let marks = turn.unmarked + 1 >= MARK_EVERY;
         let by_kernel = self.lane.is_some();
         let mut calls = Calls::new();
         plan::plan(&mut calls, &self.gpu, ops, marks.then_some((&self.mark, seq)), by_kernel)?;
@@ -244,21 +275,50 @@ impl Shared {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
         }
-        self.check_room(state, count, host_fns)?;
-        let mut ops = mem::replace(ops, state.spare.pop().unwrap_or_default());
+        self.enqueue(turn, done, ops, (count, host_fns), None)?;
+        turn.unmarked = if marks { 0 } else { turn.unmarked + count };
+        turn.marked = if marks { seq } else { turn.marked };
+        let answer = self.gpu.within(|_| self.issue(seq, &mut calls));
+        Ok(Issued { seq, answer })
+    }
+
+    /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
+    /// the driver takes it. Returns its number.
+    pub(super) fn enqueue<'s>(
+        &'s self,
+        turn: &mut Turn,
+        done: &mut Retired<'s>,
+        ops: &mut Vec<Op>,
+        (calls, host_fns): (usize, usize),
+        graph: Option<&Arc<Exec>>,
+    ) -> Result<u64> {
+        let mut state = self.lock();
+        *done = self.retire(&mut state);
+        if self.full(&state, calls, host_fns) {
+            state.wanted = (calls, host_fns);
+            drop(state);
+            // So that the room that comes is seen.
+            self.mark_in_turn(turn);
+            return Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth });
+        }
+        let ops = mem::replace(ops, state.spare.pop().unwrap_or_default());
+        let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);
-        let issued = self.gpu.within(|_| self.issue(seq, &mut calls, &mut ops));
-        state.calls += count;
+        state.calls += calls;
         state.host_fns += host_fns;
-        state.unmarked = if marks { 0 } else { state.unmarked + count };
-        state.marked = if marks { seq } else { state.marked };
-        state.queue.push_back(Submission { seq, ops, calls: count, host_fns, _graph: None });
-        Ok((seq, issued))
+        state.queue.push_back(Submission { seq, ops, calls, host_fns, _graph: graph.cloned() });
+        let asleep = state.asleep;
+        drop(state);
+        if asleep {
+            self.work.notify_one();
+        }
+        pass();
+        Ok(seq)
     }
 
     /// Makes the calls of a submission.
-    fn issue(&self, seq: u64, calls: &mut Calls, ops: &mut [Op]) -> gdrcopy::Result<()> {
-        calls.iter_mut().try_for_each(|call| self.make(seq, call, ops))
+    fn issue(&self, seq: u64, calls: &mut Calls) -> gdrcopy::Result<()> {
+        calls.iter_mut().try_for_each(|call| self.make(seq, call))
     }
 
     /// What tells a kernel about its submission.
@@ -268,7 +328,7 @@ impl Shared {
     }
 
     /// Makes a call. The context must be current.
-    pub(super) fn make(&self, seq: u64, call: &mut Call, ops: &mut [Op]) -> gdrcopy::Result<()> {
+    pub(super) fn make(&self, seq: u64, call: &mut Call) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
         match call {
             Call::MemOps(memops) => {
@@ -281,38 +341,61 @@ impl Shared {
                 lane.launch(api, self.stream, self.head(seq), program)
             }
             Call::HostFn(place) => {
-                let Op::HostFn(f) = mem::replace(&mut ops[*place], Op::Barrier) else { return Ok(()) };
-                host_fn::launch(api, self.stream, f, self.own.clone())
+                let f = self.take_host_fn(seq, *place);
+                f.map_or(Ok(()), |f| host_fn::launch(api, self.stream, f, self.own.clone()))
             }
         }
     }
 
-    /// Puts a mark behind all that was submitted, if there is none. It is one more call of the last submission.
-    pub(super) fn put_mark(&self, state: &mut State) {
-        let seq = self.submitted();
-        let is_due = state.marked < seq && state.refused.is_none();
-        if !is_due || host_fn::is_running() || self.is_captured_by_others(state) {
+    /// Takes a host function out of a submission in the queue.
+    fn take_host_fn(&self, seq: u64, place: usize) -> Option<Box<dyn FnOnce() + Send>> {
+        let mut state = self.lock();
+        let submission = state.queue.back_mut().filter(|last| last.seq == seq)?;
+        match mem::replace(&mut submission.ops[place], Op::Barrier) {
+            Op::HostFn(f) => Some(f),
+            other => {
+                submission.ops[place] = other;
+                None
+            }
+        }
+    }
+
+    /// Puts a mark behind all that was submitted, if there is none; leaves it to whoever has the turn.
+    pub(super) fn put_mark(&self) {
+        if host_fn::is_running() {
             return;
+        }
+        self.mark_wanted.store(true, Ordering::SeqCst);
+        if let Some(turn) = self.turn.try_lock() {
+            self.end_turn(turn);
+        }
+    }
+
+    /// Puts the mark. It is one more call of the last submission.
+    pub(super) fn mark_in_turn(&self, turn: &mut Turn) {
+        let seq = self.submitted();
+        let is_due = turn.marked < seq && self.lock().refused.is_none();
+        if !is_due || self.is_captured_by_others(turn) {
+            return;
+        }
+        (turn.marked, turn.unmarked) = (seq, 0);
+        {
+            let mut state = self.lock();
+            if let Some(last) = state.queue.back_mut() {
+                last.calls += 1;
+                state.calls += 1;
+            }
         }
         let mut calls = Calls::new();
         let mark = plan::plan(&mut calls, &self.gpu, &[], Some((&self.mark, seq)), self.lane.is_some());
         let put = mark.and_then(|()| {
-            let issue = self.gpu.within(|_| self.issue(seq, &mut calls, &mut []));
+            let issue = self.gpu.within(|_| self.issue(seq, &mut calls));
             issue.map_err(Error::cuda("marking the stream"))
         });
-        match put {
-            Ok(()) => {
-                (state.marked, state.unmarked) = (seq, 0);
-                if let Some(last) = state.queue.back_mut() {
-                    last.calls += 1;
-                    state.calls += 1;
-                }
-            }
-            Err(error) => {
-                // The watchdog fails the stream, which cannot be done under the lock.
-                state.refused = Some(error);
-                self.work.notify_one();
-            }
+        if let Err(error) = put {
+            // The watchdog fails the stream.
+            self.lock().refused = Some(error);
+            self.work.notify_one();
         }
     }
 
@@ -331,7 +414,7 @@ impl Shared {
         if done() {
             return true;
         }
-        self.put_mark(&mut self.lock());
+        self.put_mark();
         let start = Instant::now();
         loop {
             if done() {
@@ -380,8 +463,10 @@ impl Shared {
         self.lane.is_some()
     }
 
-    /// Gives the stream back to CUDA, if it is ours. What it still runs, CUDA lets end.
+    /// Gives the stream back, to CUDA if it is ours. What it still runs, CUDA lets end.
     pub(super) fn destroy(&self) {
+        let errand: Weak<dyn Errand> = self.own.clone();
+        self.gpu.end_errand(&errand);
         if !self.owned {
             return;
         }
@@ -397,7 +482,7 @@ impl Shared {
     /// The last handle is gone.
     pub(super) fn close(&self) {
         if self.completed() < self.submitted() {
-            self.put_mark(&mut self.lock());
+            self.put_mark();
             // Most streams are synchronized before they are dropped; then this finds them done.
             if !self.block_until(Instant::now() + CALLER_NAP, || self.completed() >= self.submitted()) {
                 self.fail(Error::StreamAborted { stream: self.config.name.clone() });

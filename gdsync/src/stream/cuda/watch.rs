@@ -2,16 +2,18 @@
 //! the GPU has finished with.
 //!
 //! It looks at the words that waits look at. The first wait that is neither satisfied nor known to be passed is the one
-//! that holds the stream.
+//! that holds the stream. It never calls the driver itself until all is over: an [`Errand`] does.
 
 use std::ops::RangeInclusive;
+use std::sync::Weak;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::CudaStatus;
 
 use super::lane::GivenUp;
-use super::shared::{Shared, State};
+use super::shared::{Shared, State, Turn};
+use crate::cuda::Errand;
 use crate::error::Error;
 use crate::mlx5;
 use crate::stream::op::Op;
@@ -41,8 +43,6 @@ impl Shared {
         let mut held: Option<(Place, Instant)> = None;
         let mut closed: Option<Instant> = None;
         let mut released: Option<Instant> = None;
-        // When CUDA was last asked how the stream is.
-        let mut asked: Option<Instant> = None;
         // Since when there has been nothing to do.
         let mut dry: Option<Instant> = None;
         loop {
@@ -82,16 +82,8 @@ impl Shared {
             }
             let holder = holder(&state);
             held = holder.map(|place| held.filter(|(known, _)| *known == place).unwrap_or((place, now)));
-            if held.is_none_or(|(_, since)| now - since >= LOOK_MAX) {
-                // Nothing holds it that we know of, or what seems to was passed and the word has changed since: a mark tells
-                // when it is through.
-                self.put_mark(&mut state);
-            }
             let failed = self.failed();
-            let asks = failed || held.is_none() && asked.is_none_or(|at| now - at >= LOOK_MAX);
-            let died = asks.then(|| self.find_out(&state)).flatten();
-            asked = if asks { Some(now) } else { asked };
-            let broken = died.or_else(|| state.refused.clone()).filter(|_| !failed);
+            let broken = state.refused.clone().filter(|_| !failed);
             let pause = match held {
                 _ if failed => RELEASE_LOOK,
                 Some((_, since)) => {
@@ -108,7 +100,11 @@ impl Shared {
                 if let Some((place, since)) = held {
                     force(&state, place, now - since.max(released) >= FLUSH_TIME);
                 }
-                self.put_mark(&mut state);
+            }
+            // Where nothing holds it that we know of, or what seems to was passed and the word has changed since, a mark tells
+            // when it is through.
+            if failed || held.is_none_or(|(_, since)| now - since >= LOOK_MAX) {
+                self.ask(&mut state, failed || held.is_none());
             }
             if !failed && what.is_none() && broken.is_none() {
                 self.work.wait_for(&mut state, pause);
@@ -127,12 +123,21 @@ impl Shared {
         self.destroy();
     }
 
+    /// Has the driver take a mark, and asked how the stream is, unless it is being asked.
+    fn ask(&self, state: &mut State, query: bool) {
+        state.query = query;
+        if !std::mem::replace(&mut state.asking, true) {
+            let errand: Weak<Self> = self.own.clone();
+            self.gpu.errand(errand);
+        }
+    }
+
     /// Asks CUDA whether all is over, which no mark may tell: the driver refused it, or the GPU is lost. Returns what it
     /// died of.
-    fn find_out(&self, state: &State) -> Option<Error> {
+    fn find_out(&self, turn: &Turn) -> Option<Error> {
         // To ask would spoil a capture.
         let answer = match self.is_captured() {
-            Ok(captured) if captured || state.capture.is_some() => return None,
+            Ok(captured) if captured || turn.capture.is_some() => return None,
             // SAFETY: a stream of this context.
             Ok(_) => self.gpu.within(|api| unsafe { api.stream_query(self.stream) }),
             Err(error) => Err(error),
@@ -163,6 +168,22 @@ impl Shared {
     fn is_at(&self, op: &Op, word: u64) -> bool {
         let memory = op.memory().filter(|_| is_wait(op));
         memory.is_some_and(|memory| memory.gpu_addr(&self.gpu).is_ok_and(|addr| addr == word))
+    }
+}
+
+impl Errand for Shared {
+    fn run(&self) {
+        let mut turn = self.take_turn();
+        self.mark_in_turn(&mut turn);
+        let query = self.lock().query;
+        let died = query.then(|| self.find_out(&turn)).flatten();
+        self.end_turn(turn);
+        let mut state = self.lock();
+        state.asking = false;
+        if died.is_some() {
+            state.refused = died;
+            self.work.notify_one();
+        }
     }
 }
 

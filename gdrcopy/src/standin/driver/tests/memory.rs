@@ -1,4 +1,7 @@
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+
 use super::*;
+use crate::backend::host_page;
 use crate::cuda::raw::layout::pointer_attribute;
 
 #[test]
@@ -17,6 +20,31 @@ fn gpu_memory_comes_and_goes() {
     let addr = words.addr;
     words.free();
     assert_eq!(cuda!(mem_free(addr)), INVALID_VALUE);
+    rig.nothing_is_left();
+}
+
+#[test]
+fn gpu_memory_has_dma_bufs() {
+    let rig = Rig::new();
+    let (page, mut addr, mut fd) = (host_page() as u64, 0, -1i32);
+    assert_eq!(cuda!(mem_alloc(&mut addr, 3 * host_page())), 0);
+    let mut export =
+        |start, len, kind| cuda!(mem_get_handle_for_address_range((&raw mut fd).cast(), start, len, kind, 0));
+    for (start, len, kind) in [
+        (addr + 8, host_page(), 1),
+        (addr, host_page() + 8, 1),
+        (addr, 0, 1),
+        (addr, host_page(), 2),
+        (addr + page, 3 * host_page(), 1),
+        (addr + 3 * page, host_page(), 1),
+    ] {
+        assert_eq!(export(start, len, kind), INVALID_VALUE, "{start:#x} {len} {kind}");
+    }
+    assert_eq!(export(addr + page, 2 * host_page(), 1), 0);
+    // SAFETY: the driver made it for this test.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    assert_eq!(crate::standin::dma_buf_offset(fd.as_fd()).unwrap(), page);
+    assert_eq!(cuda!(mem_free(addr)), 0);
     rig.nothing_is_left();
 }
 

@@ -1,0 +1,284 @@
+//! mlx5 cards that read our rings themselves, through verbs objects whose memory is ours.
+//!
+//! libibverbs and libmlx5 create the queues and change their states; after that nothing of them is called to send or to
+//! wait. The rings lie in our own host memory, which GPUs reach too, and the doorbell is a register of the card, which a GPU
+//! may write if the NVIDIA driver lets it. So the CPU, a stream on a thread and a stream of a GPU trigger and wait the same way.
+//!
+//! # What is done against the defaults of libmlx5
+//!
+//! - Payload never goes into a completion (`MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE`): whoever waits for the completion looks for
+//!   it in memory.
+//! - Completion queues begin with owner 1, not 0, which would satisfy the first waits at once.
+//! - Overrun is not looked for: work is only posted with a slot set aside for its completion.
+//! - Each queue pair has a doorbell register of its own (a thread domain), as long as the card has some.
+//!
+//! No card tells when it has completed something: whoever waits looks. A thread reads the asynchronous events, and records
+//! failures that no completion tells as the reason why a queue pair is broken.
+
+mod queues;
+mod registers;
+mod rings;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rdma_core_sys::Mlx5;
+
+use self::queues::{DirectCq, DirectQp, Parts};
+use self::registers::Registers;
+use crate::cuda::Gpu;
+use crate::error::{Error, Result};
+use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats, random_psn};
+use crate::memory::Memory;
+use crate::rdma::{Domain, Events, Healths, Open, Region};
+use crate::verbs::placement::{OnGpu, Places};
+use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
+use crate::verbs::{Access, QpAddress, QpAttr};
+
+/// An mlx5 card.
+pub(crate) struct Direct {
+    /// First, so that its thread ends before the rest is gone.
+    _events: Events,
+    shared: Arc<Shared>,
+    mlx5: &'static Mlx5,
+    domains: Mutex<HashMap<u32, Arc<Domain>>>,
+    next_domain: AtomicU32,
+    cqs: Mutex<HashMap<u32, Arc<DirectCq>>>,
+    regions: Mutex<HashMap<u32, Region>>,
+    registers: Arc<Registers>,
+    /// Completion queues belong to no domain, but take their memory from one.
+    base: Arc<Domain>,
+    open: Arc<Open>,
+    description: String,
+    wire: String,
+}
+
+/// What the thread that reads events needs.
+#[derive(Debug, Default)]
+struct Shared {
+    healths: Healths,
+    qps: Mutex<HashMap<u32, Arc<DirectQp>>>,
+}
+
+impl fmt::Debug for Direct {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Direct({:?})", self.open)
+    }
+}
+
+impl Direct {
+    /// Uses an open device, whose doorbells these GPUs will write.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a device that is no mlx5 card; [`Error::Library`] without libmlx5; [`Error::Cuda`] when a GPU may
+    /// not write to the card's registers; [`Error::Verbs`].
+    pub(crate) fn start(open: &Arc<Open>, gpus: &[Gpu]) -> Result<Self> {
+        let mlx5 = Mlx5::load()?;
+        if !open.is_mlx5(mlx5) {
+            return Err(Error::Unsupported {
+                what: "reading rings by itself (GDSYNC_PATH=direct)",
+                by: "a device that is no mlx5 card",
+                fix: "leave GDSYNC_PATH unset, or use proxy",
+            });
+        }
+        let base = Arc::new(open.alloc_pd()?);
+        let shared = Arc::<Shared>::default();
+        let events = {
+            let (open, shared) = (open.clone(), shared.clone());
+            Events::read(&open.clone(), move |event| {
+                let uses = |qpn: u32, cq| shared.qps.lock().get(&qpn).is_some_and(|qp| qp.uses(cq));
+                shared.healths.tell(&open, event, uses);
+            })?
+        };
+        let direct = Self {
+            _events: events,
+            shared,
+            mlx5,
+            domains: Mutex::default(),
+            next_domain: AtomicU32::new(1),
+            cqs: Mutex::default(),
+            regions: Mutex::default(),
+            registers: Arc::new(Registers::new(open)),
+            base,
+            open: open.clone(),
+            description: format!("mlx5 card {}", open.name()),
+            wire: open.link(),
+        };
+        if !gpus.is_empty() {
+            direct.probe(gpus)?;
+        }
+        Ok(direct)
+    }
+
+    /// Whether these GPUs may write to the card's registers, found out with those of a queue pair made for it.
+    fn probe(&self, gpus: &[Gpu]) -> Result<()> {
+        let places = Places::default();
+        let cq = Arc::new(DirectCq::create(self.mlx5, &self.base, 1, &places)?);
+        let request = QpRequest {
+            pdn: 0,
+            send_cqn: cq.cqn,
+            recv_cqn: cq.cqn,
+            log_sq: 2,
+            log_rq: 2,
+            rq_stride: crate::mlx5::recv_stride(1),
+            max_send_sge: 1,
+            max_inline: 0,
+        };
+        let (_qp, parts) =
+            DirectQp::create(self.mlx5, &self.base, &self.registers, (&cq, &cq), &request, &places, 0)?;
+        gpus.iter().try_for_each(|gpu| parts.doorbell.memory().gpu_addr(gpu).map(drop))
+    }
+
+    fn domain(&self, pdn: u32) -> Result<Arc<Domain>> {
+        let found = self.domains.lock().get(&pdn).cloned();
+        found.ok_or_else(|| Error::invalid("protection domain", pdn, "one of this device"))
+    }
+
+    fn cq(&self, cqn: u32) -> Result<Arc<DirectCq>> {
+        let found = self.cqs.lock().get(&cqn).cloned();
+        found.ok_or_else(|| Error::invalid("completion queue", cqn, "one of this device"))
+    }
+
+    fn qp(&self, qpn: u32) -> Result<Arc<DirectQp>> {
+        let found = self.shared.qps.lock().get(&qpn).cloned();
+        found.ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this device"))
+    }
+}
+
+/// Refuses what the kernel cannot lock for the card.
+fn check_places(places: &Places) -> Result<()> {
+    if places.on_gpu.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what: "a queue or record in GPU memory (OnGpu)",
+        by: "an mlx5 card whose queues are verbs objects",
+        fix: "leave them in host memory, which GPUs reach too, or use GDSYNC_PATH=proxy",
+    })
+}
+
+impl Provider for Direct {
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn wire(&self) -> &str {
+        &self.wire
+    }
+
+    fn gid(&self) -> Gid {
+        self.open.gid().gid
+    }
+
+    fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+        self.open.address(qpn, psn)
+    }
+
+    fn alloc_pd(&self) -> Result<u32> {
+        let domain = Arc::new(self.open.alloc_pd()?);
+        let pdn = self.next_domain.fetch_add(1, Ordering::Relaxed);
+        self.domains.lock().insert(pdn, domain);
+        Ok(pdn)
+    }
+
+    fn dealloc_pd(&self, pdn: u32) {
+        let domain = self.domains.lock().remove(&pdn);
+        drop(domain);
+    }
+
+    fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
+        let region = Region::register(&self.domain(pdn)?, memory, access)?;
+        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey() };
+        tracing::debug!(?region, "registered");
+        self.regions.lock().insert(keys.lkey, region);
+        Ok(keys)
+    }
+
+    fn dereg_mr(&self, keys: MrKeys) {
+        let region = self.regions.lock().remove(&keys.lkey);
+        drop(region);
+    }
+
+    fn create_cq(&self, log_entries: u32, _ring: OnGpu, places: &Places) -> Result<CqParts> {
+        check_places(places)?;
+        let cq = DirectCq::create(self.mlx5, &self.base, log_entries, places)?;
+        let (cqn, ring, record) = (cq.cqn, cq.ring.clone(), cq.record.clone());
+        self.cqs.lock().insert(cqn, Arc::new(cq));
+        Ok(CqParts { cqn, ring, record, event: Arc::new(CqEvent::silent()) })
+    }
+
+    fn destroy_cq(&self, cqn: u32) {
+        let cq = self.cqs.lock().remove(&cqn);
+        drop(cq);
+    }
+
+    fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
+        check_places(places)?;
+        let (domain, psn) = (self.domain(request.pdn)?, random_psn()?);
+        let cqs = (&self.cq(request.send_cqn)?, &self.cq(request.recv_cqn)?);
+        let (qp, Parts { sq, rq, record, doorbell }) =
+            DirectQp::create(self.mlx5, &domain, &self.registers, cqs, request, places, psn)?;
+        if let Some(gpu) = &places.gpu {
+            doorbell.memory().gpu_addr(gpu)?;
+        }
+        let (qpn, health) = (qp.qpn, Arc::default());
+        self.shared.healths.add(qpn, &health);
+        self.shared.qps.lock().insert(qpn, Arc::new(qp));
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health })
+    }
+
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
+        self.qp(qpn)?.modify(attr, random_psn()?, timeout)
+    }
+
+    fn destroy_qp(&self, qpn: u32) {
+        self.shared.healths.remove(qpn);
+        let qp = self.shared.qps.lock().remove(&qpn);
+        drop(qp);
+    }
+
+    fn rd_atomic(&self) -> u8 {
+        self.open.rd_atomic()
+    }
+
+    fn writes_in_order(&self, qpn: u32) -> Option<bool> {
+        self.qp(qpn).ok()?.writes_in_order()
+    }
+
+    fn record_may_lag(&self) -> bool {
+        false
+    }
+
+    // The card sees its doorbells, and completes, by itself.
+
+    fn ring(&self, _qpn: u32) {}
+
+    fn watch(&self, _qpn: u32, _pi: u64) {}
+
+    fn attend(&self, _cqn: u32) {}
+
+    fn progress(&self) -> bool {
+        false
+    }
+
+    fn leave(&self) {}
+
+    fn inject(&self, plan: FaultPlan) -> Result<()> {
+        if plan == FaultPlan::default() {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            what: "injecting faults",
+            by: "an mlx5 card",
+            fix: "use the software HCA (soft0)",
+        })
+    }
+
+    fn stats(&self) -> HcaStats {
+        HcaStats::default()
+    }
+}

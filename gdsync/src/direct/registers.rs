@@ -1,0 +1,134 @@
+//! The doorbell registers of a card: one for each queue pair, written by whoever triggers its sends.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_attr};
+
+use crate::cuda::Gpu;
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word64};
+use crate::rdma::Open;
+use crate::rdma::explain::{Call, failed_last};
+
+const PAGE: usize = 4096;
+/// How long CUDA may take to forget a page of registers. Streams that wait hold it up.
+const FORGET: Duration = Duration::from_secs(600);
+
+/// A thread domain: a register that libmlx5 gives to nobody else.
+pub(super) struct Lane {
+    open: Arc<Open>,
+    td: NonNull<ibv_td>,
+}
+
+// SAFETY: libibverbs may be called from any thread.
+unsafe impl Send for Lane {}
+// SAFETY: as above.
+unsafe impl Sync for Lane {}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // SAFETY: made here, freed once, after the domains over it.
+        let errno = unsafe { ibv_dealloc_td(self.td.as_ptr()) };
+        if errno != 0 {
+            tracing::debug!(device = self.open.name(), errno, "a thread domain was not freed");
+        }
+    }
+}
+
+impl Lane {
+    pub(super) fn td(&self) -> NonNull<ibv_td> {
+        self.td
+    }
+}
+
+/// The registers of a device, which are used again.
+pub(super) struct Registers {
+    open: Arc<Open>,
+    idle: Mutex<Vec<Lane>>,
+    /// Pages of registers, by address.
+    pages: Mutex<HashMap<usize, Memory>>,
+}
+
+impl fmt::Debug for Registers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} pages of registers of {:?}", self.pages.lock().len(), self.open)
+    }
+}
+
+/// Keeps a page of registers mapped, until CUDA has forgotten it if it ever knew it.
+struct Mapped(Arc<Open>);
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        let gpus = Gpu::opened();
+        if gpus.is_empty() {
+            return;
+        }
+        // The page's registration was given up just before, and is taken back when no stream waits.
+        let open = self.0.clone();
+        let close = move || {
+            if !gpus.iter().all(|gpu| gpu.reclaim(FORGET).is_ok()) {
+                tracing::debug!(
+                    device = open.name(),
+                    "a device stays open: CUDA has not let its registers go"
+                );
+                std::mem::forget(open);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(close) {
+            tracing::debug!(%error, "a device may be closed while CUDA knows its registers");
+        }
+    }
+}
+
+impl Registers {
+    pub(super) fn new(open: &Arc<Open>) -> Self {
+        Self { open: open.clone(), idle: Mutex::default(), pages: Mutex::default() }
+    }
+
+    /// A register that nobody uses; `None` where the card has none left, and libmlx5 takes one that several queue pairs share.
+    /// Doorbells of these do not disturb each other: each is one write of eight bytes.
+    pub(super) fn acquire(&self) -> Option<Lane> {
+        if let Some(lane) = self.idle.lock().pop() {
+            return Some(lane);
+        }
+        let mut attr = ibv_td_init_attr::zeroed();
+        // SAFETY: the device is open.
+        let td = unsafe { ibv_alloc_td(self.open.context().as_ptr(), &raw mut attr) };
+        let Some(td) = NonNull::new(td) else {
+            let error = failed_last("ibv_alloc_td", self.open.name(), &Call::Other);
+            tracing::debug!(%error, "a queue pair shares a doorbell register");
+            return None;
+        };
+        Some(Lane { open: self.open.clone(), td })
+    }
+
+    /// Takes a register back whose queue pair is gone.
+    pub(super) fn release(&self, lane: Lane) {
+        self.idle.lock().push(lane);
+    }
+
+    /// The register at this address, as libmlx5 told it.
+    pub(super) fn doorbell(&self, at: *mut c_void) -> Result<Word64> {
+        let addr = at.addr();
+        if addr < PAGE || !addr.is_multiple_of(8) {
+            let why =
+                format!("libmlx5 told {addr:#x} for a doorbell register: install rdma-core 36 or newer");
+            return Err(Error::Device { device: self.open.name().to_owned(), why });
+        }
+        let offset = addr % PAGE;
+        let mut pages = self.pages.lock();
+        let page = pages.entry(addr - offset).or_insert_with(|| {
+            let ptr = NonNull::new(at.wrapping_byte_sub(offset).cast()).expect("it is not the first page");
+            // SAFETY: libmlx5 maps whole pages of registers, until the device is closed.
+            unsafe { Memory::io(ptr, PAGE, Arc::new(Mapped(self.open.clone()))) }
+        });
+        page.word64(offset)
+    }
+}

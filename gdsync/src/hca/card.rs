@@ -1,0 +1,168 @@
+//! The software HCA as a card to the stand-in of rdma-core's libraries: rings and records are memory of its application.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::alarm::Alarms;
+use super::event::{CqEvent, Kicks};
+use super::gid::Gid;
+use super::requester::Requester;
+use super::rings::Rings;
+use super::served::Served as _;
+use super::soft::{SoftHca, SoftHcaConfig};
+use super::stats::HcaStats;
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word64};
+use crate::mlx5::{CQE_SIZE, EMPTY};
+use crate::verbs::provider::{MrKeys, Provider as _, QpRequest};
+use crate::verbs::{Access, QpAttr, QpState};
+
+/// A card.
+#[derive(Debug)]
+pub struct Card(SoftHca);
+
+/// A queue pair in the memory of an application.
+#[derive(Clone, Debug)]
+pub struct CardQp {
+    /// Its protection domain.
+    pub pdn: u32,
+    /// The completion queue of sends.
+    pub send_cqn: u32,
+    /// The completion queue of receives.
+    pub recv_cqn: u32,
+    /// The send queue: a power of two of basic blocks.
+    pub sq: Memory,
+    /// The receive queue: a power of two of entries.
+    pub rq: Memory,
+    /// Bytes of an entry of the receive queue.
+    pub rq_stride: usize,
+    /// The doorbell record, 8 bytes.
+    pub record: Memory,
+    /// The doorbell. Nobody else writes there.
+    pub doorbell: Word64,
+}
+
+impl Card {
+    /// Starts a card that tells `alarms` of asynchronous events.
+    ///
+    /// # Errors
+    /// As [`Context::soft`](crate::verbs::Context::soft).
+    pub fn start(config: &SoftHcaConfig, alarms: Arc<dyn Alarms>) -> Result<Self> {
+        SoftHca::start_with(config, Some(alarms)).map(Self)
+    }
+
+    /// Its address.
+    pub fn gid(&self) -> Gid {
+        self.0.gid()
+    }
+
+    /// A protection domain.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when there are too many.
+    pub fn alloc_pd(&self) -> Result<u32> {
+        self.0.alloc_pd()
+    }
+
+    /// Registers memory, whose first byte work requests call `iova`. Returns its key.
+    ///
+    /// # Errors
+    /// None so far.
+    pub fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
+        let keys = self.0.reg_mr(pdn, &memory.called(iova), access)?;
+        Ok(keys.lkey)
+    }
+
+    /// Ends a registration.
+    pub fn deregister(&self, key: u32) {
+        self.0.dereg_mr(MrKeys { lkey: key, rkey: key });
+    }
+
+    /// Takes a completion queue into service: a power of two of CQEs, in the state that the application gave them. `kicks`
+    /// is called after each completion. Returns its number.
+    pub fn create_cq(
+        &self,
+        ring: Memory,
+        record: Memory,
+        ignore_overrun: bool,
+        kicks: Option<Arc<dyn Kicks>>,
+    ) -> u32 {
+        let log = (ring.len() / CQE_SIZE).ilog2();
+        let event = Arc::<CqEvent>::default();
+        if kicks.is_some() {
+            event.attend(u64::MAX, kicks.as_ref());
+        }
+        self.0.shared.with(|core| {
+            let cqn = core.cqs.create(ring, record, event, log, ignore_overrun);
+            core.cqs.read_by_owner(cqn, false);
+            cqn
+        })
+    }
+
+    /// The application reads this completion queue itself, and may look at the owner bit alone: no CQE may look written
+    /// before it is.
+    pub fn read_by_owner(&self, cqn: u32) {
+        self.0.shared.with(|core| core.cqs.read_by_owner(cqn, true));
+    }
+
+    /// Looks at the doorbell of a queue pair, which was just written.
+    pub fn ring(&self, qpn: u32) {
+        self.0.ring(qpn);
+    }
+
+    /// Ends a completion queue.
+    pub fn destroy_cq(&self, cqn: u32) {
+        self.0.destroy_cq(cqn);
+    }
+
+    /// Takes a queue pair into service. Returns its number.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when there are too many.
+    pub fn create_qp(&self, qp: CardQp) -> Result<u32> {
+        let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, doorbell } = qp;
+        let (log_sq, log_rq) = ((sq.len() / crate::mlx5::BB).ilog2(), (rq.len() / rq_stride).ilog2());
+        let request =
+            QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
+        doorbell.store(EMPTY);
+        let (qpn, _) = self.0.add_qp(Rings { qpn: 0, request, sq, rq, record, doorbell })?;
+        Ok(qpn)
+    }
+
+    /// Changes a queue pair, as a driver does that has checked the step; `psn` is the first packet sequence number of its
+    /// sends, when it becomes ready to send. From then on its doorbell is looked at.
+    ///
+    /// # Errors
+    /// When the card has put it into ERR meanwhile, or finds a completion queue that it cannot use, or not the peer.
+    pub fn modify_qp(&self, qpn: u32, attr: &QpAttr, psn: Option<u32>, timeout: Duration) -> Result<()> {
+        if let Some(psn) = psn {
+            self.0.shared.with(|core| {
+                core.with_qp(qpn, |qp, _| (qp.psn, qp.req) = (psn, Requester::new(psn)));
+            });
+        }
+        self.0.modify_qp(qpn, attr, timeout)?;
+        if attr.state == Some(QpState::RTS) {
+            self.0.watch(qpn, u64::MAX);
+        }
+        Ok(())
+    }
+
+    /// The state of a queue pair, as the card knows it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a number that no queue pair has.
+    pub fn state(&self, qpn: u32) -> Result<QpState> {
+        let state = self.0.shared.with(|core| core.with_qp(qpn, |qp, _| qp.state));
+        state.ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this HCA"))
+    }
+
+    /// Ends a queue pair. Its memory is the application's again.
+    pub fn destroy_qp(&self, qpn: u32) {
+        self.0.destroy_qp(qpn);
+    }
+
+    /// What it has counted.
+    pub fn stats(&self) -> HcaStats {
+        self.0.stats()
+    }
+}

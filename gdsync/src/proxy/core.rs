@@ -1,0 +1,317 @@
+//! The state of a proxy, and one step of its work.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Instant;
+
+use rdma_core_sys::verbs::ibv_wc;
+
+use super::device::{Channel, DeviceCq, limit};
+use super::qp::{Env, ProxyQp};
+use super::tag::Tag;
+use crate::error::{Error, Result};
+use crate::hca::{Cqs, HcaStats, Kicks, MAX_QPS, Rung, Steps, Watched};
+use crate::memory::{Memory, Word64};
+use crate::protocol;
+use crate::rdma::Open;
+use crate::verbs::QpState;
+
+/// Completions taken from the device at once.
+const BURST: usize = 32;
+/// Such bursts from one queue before others get their turn.
+const ROUNDS: usize = 4;
+/// Entries of a completion queue of the device, where that many are not too many.
+const CQ_ENTRIES: u32 = 8192;
+
+#[derive(Debug)]
+pub(super) struct Core {
+    slots: Vec<Slot>,
+    /// After the queue pairs, which complete on them.
+    queues: Vec<DeviceCq>,
+    channel: Arc<Channel>,
+    open: Arc<Open>,
+    pub(super) cqs: Cqs,
+    pub(super) stats: HcaStats,
+    /// By key: memory that the device writes and whose GPU must be made to see it.
+    pub(super) unseen: Vec<(u32, Memory)>,
+    outstanding: Arc<AtomicUsize>,
+    watched: Watched,
+    /// Queue pairs in ERR that the device has not let go.
+    draining: Vec<usize>,
+    /// Where completions are put.
+    taken: Box<[ibv_wc]>,
+    strict: bool,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    /// Where the generations of the next queue pair here begin.
+    generation: u16,
+    qp: Option<Box<ProxyQp>>,
+}
+
+impl Core {
+    pub(super) fn new(
+        channel: Arc<Channel>,
+        open: Arc<Open>,
+        outstanding: Arc<AtomicUsize>,
+        strict: bool,
+    ) -> Self {
+        Self {
+            slots: Vec::new(),
+            queues: Vec::new(),
+            channel,
+            open,
+            cqs: Cqs::default(),
+            stats: HcaStats::default(),
+            unseen: Vec::new(),
+            outstanding,
+            watched: Watched::default(),
+            draining: Vec::new(),
+            taken: vec![ibv_wc::zeroed(); BURST].into(),
+            strict,
+        }
+    }
+
+    /// Runs `work` on a queue pair together with everything it needs.
+    pub(super) fn with<T>(
+        &mut self,
+        index: usize,
+        work: impl FnOnce(&mut ProxyQp, &mut Env<'_>) -> T,
+    ) -> Option<T> {
+        let qp = self.slots.get_mut(index)?.qp.as_mut()?;
+        let mut env = Env {
+            cqs: &mut self.cqs,
+            stats: &mut self.stats,
+            unseen: &self.unseen,
+            outstanding: &self.outstanding,
+            strict: self.strict,
+        };
+        let result = work(qp, &mut env);
+        if qp.deadline.is_some() && !qp.is_draining {
+            qp.is_draining = true;
+            self.draining.push(index);
+        }
+        Some(result)
+    }
+
+    /// A completion queue of the device with room for `entries` more, which are set aside.
+    pub(super) fn reserve(&mut self, entries: u32) -> Result<usize> {
+        if let Some(at) = self.queues.iter_mut().position(|queue| queue.reserve(entries)) {
+            return Ok(at);
+        }
+        let most = limit(self.open.attr().max_cqe);
+        let mut queue = DeviceCq::create(&self.channel, entries.max(CQ_ENTRIES.min(most)))?;
+        queue.reserve(entries);
+        self.queues.push(queue);
+        Ok(self.queues.len() - 1)
+    }
+
+    /// Gives room back, once nothing more completes there of the queue pair that had it.
+    pub(super) fn release(&mut self, queue: usize, entries: u32) {
+        // What it left there still takes room.
+        self.poll();
+        self.queues[queue].release(entries);
+    }
+
+    pub(super) fn queue(&self, at: usize) -> &DeviceCq {
+        &self.queues[at]
+    }
+
+    /// Adds the queue pair that `make` builds for a place and a generation. Returns the place.
+    pub(super) fn add_qp(&mut self, make: impl FnOnce((usize, u16)) -> ProxyQp) -> Result<usize> {
+        let index = self.slots.iter().position(|slot| slot.qp.is_none()).unwrap_or(self.slots.len());
+        if index == MAX_QPS {
+            return Err(Error::invalid("queue pairs", MAX_QPS + 1, "at most 16384 on one open device"));
+        }
+        if index == self.slots.len() {
+            self.slots.push(Slot::default());
+        }
+        let slot = &mut self.slots[index];
+        slot.qp = Some(Box::new(make((index, slot.generation))));
+        Ok(index)
+    }
+
+    /// Takes a queue pair out, to be dropped without the lock.
+    pub(super) fn remove_qp(&mut self, index: usize, rung: &Rung) -> Option<Box<ProxyQp>> {
+        self.with(index, |qp, env| qp.end(env))?;
+        self.watched.forget(index, rung);
+        self.draining.retain(|&other| other != index);
+        let slot = &mut self.slots[index];
+        let qp = slot.qp.take()?;
+        slot.generation = qp.generation;
+        Some(qp)
+    }
+
+    /// Looks at this doorbell no more: what was announced will not be rung.
+    pub(super) fn unwatch(&mut self, index: usize, rung: &Rung) {
+        self.watched.forget(index, rung);
+    }
+
+    fn look(&mut self, index: usize) {
+        self.with(index, |qp, env| qp.look(env));
+    }
+
+    /// Whether more will be rung than was.
+    fn is_to_watch(&self, index: usize, rung: &Rung) -> bool {
+        let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
+        qp.is_some_and(|qp| rung.is_to_watch(index, qp.head))
+    }
+
+    fn look_at_watched(&mut self) -> bool {
+        let mut worked = false;
+        for at in 0..self.watched.len() {
+            let index = self.watched.get(at);
+            let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
+            if qp.is_some_and(|qp| protocol::is_rung(qp.rings.doorbell.atomic())) {
+                self.look(index);
+                worked = true;
+            }
+        }
+        worked
+    }
+
+    /// Takes what the device has completed. Returns whether there was anything.
+    pub(super) fn poll(&mut self) -> bool {
+        let mut taken = std::mem::take(&mut self.taken);
+        let mut worked = false;
+        for at in 0..self.queues.len() {
+            for _ in 0..ROUNDS {
+                let count = self.queues[at].poll(&mut taken);
+                worked |= count > 0;
+                taken[..count].iter().for_each(|wc| self.completed(wc));
+                if count < taken.len() {
+                    break;
+                }
+            }
+        }
+        self.taken = taken;
+        worked
+    }
+
+    fn completed(&mut self, wc: &ibv_wc) {
+        let tag = Tag::from_wr_id(wc.wr_id);
+        self.with(tag.index, |qp, env| {
+            if qp.generation == tag.generation {
+                qp.completed(tag, wc, env);
+            }
+        });
+    }
+
+    /// Has completions of the device wake the sleeper. What is there now must be polled after this.
+    pub(super) fn arm(&self) {
+        self.queues.iter().for_each(DeviceCq::arm);
+    }
+
+    /// Takes the events of completions.
+    pub(super) fn take_events(&mut self) {
+        while let Some(cq) = self.channel.take() {
+            self.queues.iter().filter(|queue| queue.is(cq)).for_each(DeviceCq::disarm);
+        }
+    }
+
+    /// Breaks queue pairs: this one, or all that are connected.
+    pub(super) fn break_off(&mut self, index: Option<usize>, cause: &Error) {
+        let all = 0..self.slots.len();
+        for index in all.filter(|&other| index.is_none_or(|index| index == other)) {
+            self.with(index, |qp, env| {
+                if qp.state != QpState::RESET {
+                    qp.fail(Some(cause.clone()), env);
+                }
+            });
+        }
+    }
+
+    /// Takes from a device that is gone what it has: it will not give it back.
+    pub(super) fn force(&mut self) {
+        for index in 0..self.slots.len() {
+            self.with(index, |qp, env| {
+                if qp.state == QpState::ERR {
+                    qp.force(env);
+                }
+            });
+        }
+    }
+}
+
+impl Steps for Core {
+    fn step(&mut self, rung: &Rung) -> bool {
+        let mut worked = false;
+        let attended = rung.drain(|index| {
+            self.look(index);
+            if self.is_to_watch(index, rung) {
+                self.watched.add(index);
+            }
+            worked = true;
+        });
+        attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
+        if !self.watched.is_empty() {
+            worked |= self.look_at_watched();
+        }
+        self.poll() || worked
+    }
+
+    fn ring(&mut self, index: usize, _rung: &Rung) {
+        self.look(index);
+    }
+
+    fn look_at_all(&mut self) {
+        (0..self.slots.len()).for_each(|index| self.look(index));
+    }
+
+    fn tick(&mut self, now: Instant) {
+        for at in (0..self.draining.len()).rev() {
+            let index = self.draining[at];
+            let draining = self.with(index, |qp, env| {
+                qp.tick(now, env);
+                qp.is_draining = qp.deadline.is_some();
+                qp.is_draining
+            });
+            if draining != Some(true) {
+                self.draining.swap_remove(at);
+            }
+        }
+    }
+
+    fn rest(&mut self, rung: &Rung) {
+        let mut watched = std::mem::take(&mut self.watched);
+        watched.retain(|index| self.is_to_watch(index, rung));
+        self.watched = watched;
+        self.cqs.rest();
+    }
+
+    /// What the device has, it tells of by itself.
+    fn is_active(&self) -> bool {
+        !self.draining.is_empty()
+    }
+
+    fn has_arrivals(&mut self) -> bool {
+        false
+    }
+
+    fn is_watching(&self) -> bool {
+        !self.watched.is_empty()
+    }
+
+    fn is_copying(&self) -> bool {
+        false
+    }
+
+    fn is_attended(&self) -> bool {
+        self.cqs.is_attended()
+    }
+
+    fn next_timer(&self) -> Option<Instant> {
+        let qps = self.draining.iter().filter_map(|&index| self.slots[index].qp.as_ref());
+        qps.filter_map(|qp| qp.deadline).min()
+    }
+
+    fn newly_watched(&mut self) -> Option<Vec<Word64>> {
+        let slots = &self.slots;
+        self.watched.news(|index| slots[index].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
+    }
+
+    fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
+        self.cqs.take_kicks()
+    }
+}

@@ -1,0 +1,279 @@
+//! The proxy as a device: the control path.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::device::{DeviceQp, Granted, Most};
+use super::qp::{DRAIN, ProxyQp};
+use super::shared::Shared;
+use crate::error::{Error, Result};
+use crate::hca::{FaultPlan, Gid, HcaStats, Rings, Served, Service, Steps, cq_parts, random_psn};
+use crate::memory::Memory;
+use crate::rdma::{Domain, Events, Open, Region};
+use crate::verbs::placement::{OnGpu, Places};
+use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
+use crate::verbs::{Access, QpAddress, QpAttr, QpState};
+
+/// A proxy over an open device. Dropping it ends its threads.
+#[derive(Debug)]
+pub(crate) struct Proxy {
+    // The threads end first.
+    _events: Events,
+    _service: Service<Shared>,
+    regions: Mutex<HashMap<u32, Region>>,
+    domains: Mutex<HashMap<u32, Arc<Domain>>>,
+    /// Room that queue pairs have on completion queues of the device, by number: which, and how much.
+    rooms: Mutex<HashMap<u32, (usize, u32)>>,
+    next_pd: AtomicU32,
+    strict: bool,
+    most: Most,
+    shared: Arc<Shared>,
+    description: String,
+    wire: String,
+}
+
+impl Proxy {
+    /// Starts the threads of a proxy. `strict` treats what a card would punish as an error, as on the software HCA.
+    pub(crate) fn start(open: Arc<Open>, strict: bool) -> Result<Self> {
+        Self::start_within(open, strict, Most::ALL)
+    }
+
+    /// As [`Proxy::start`], asking no more of the device than this.
+    pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
+        let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
+        let shared = Arc::new(Shared::new(open.clone(), strict)?);
+        let listener = shared.clone();
+        Ok(Self {
+            _events: Events::read(&open, move |event| listener.tell(event))?,
+            _service: Service::start(shared.clone())?,
+            regions: Mutex::default(),
+            domains: Mutex::default(),
+            rooms: Mutex::default(),
+            next_pd: AtomicU32::new(1),
+            strict,
+            most,
+            shared,
+            description,
+            wire,
+        })
+    }
+
+    fn open(&self) -> &Arc<Open> {
+        &self.shared.open
+    }
+
+    fn domain(&self, pdn: u32) -> Result<Arc<Domain>> {
+        let found = self.domains.lock().get(&pdn).cloned();
+        found.ok_or_else(|| Error::invalid("protection domain", pdn, "one of this device"))
+    }
+
+    fn place(&self, qpn: u32) -> Result<usize> {
+        self.shared.place(qpn).ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this device"))
+    }
+
+    /// The send queue as memory of the device, where it takes less inline data than was asked for.
+    fn register_ring(
+        &self,
+        domain: &Arc<Domain>,
+        device: &DeviceQp,
+        rings: &Rings,
+    ) -> Result<Option<Region>> {
+        let wanted = rings.request.max_inline > device.granted.inline;
+        wanted.then(|| Region::register(domain, &rings.sq, Access::empty())).transpose()
+    }
+
+    /// Before a queue pair in ERR is reset: returns when the device has given back what it had, or when it had its time.
+    fn drain(&self, place: usize, timeout: Duration) {
+        let end = Instant::now() + timeout.min(DRAIN);
+        loop {
+            let is_over = self.shared.with(|core| {
+                core.step(self.shared.rung());
+                core.with(place, |qp, _| qp.state != QpState::ERR || qp.is_quiet())
+            });
+            if is_over != Some(false) || Instant::now() >= end {
+                return;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Provider for Proxy {
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn wire(&self) -> &str {
+        &self.wire
+    }
+
+    fn gid(&self) -> Gid {
+        self.open().gid().gid
+    }
+
+    fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+        self.open().address(qpn, psn)
+    }
+
+    fn alloc_pd(&self) -> Result<u32> {
+        let domain = Arc::new(self.open().alloc_pd()?);
+        let pdn = self.next_pd.fetch_add(1, Ordering::Relaxed);
+        self.domains.lock().insert(pdn, domain);
+        Ok(pdn)
+    }
+
+    fn dealloc_pd(&self, pdn: u32) {
+        let domain = self.domains.lock().remove(&pdn);
+        drop(domain);
+    }
+
+    fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
+        let region = Region::register(&self.domain(pdn)?, memory, access)?;
+        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey() };
+        self.regions.lock().insert(keys.lkey, region);
+        if memory.needs_flush() {
+            self.shared.with(|core| core.unseen.push((keys.lkey, memory.clone())));
+        }
+        Ok(keys)
+    }
+
+    fn dereg_mr(&self, keys: MrKeys) {
+        let region = self.regions.lock().remove(&keys.lkey);
+        let memory = self.shared.with(|core| {
+            let at = core.unseen.iter().position(|(key, _)| *key == keys.lkey);
+            at.map(|at| core.unseen.swap_remove(at))
+        });
+        drop((region, memory));
+    }
+
+    fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
+        let parts = cq_parts(log_entries, ring, places)?;
+        Ok(self.shared.with(|core| core.cqs.adopt(parts, log_entries)))
+    }
+
+    fn destroy_cq(&self, cqn: u32) {
+        self.shared.with(|core| core.cqs.destroy(cqn));
+    }
+
+    fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
+        let domain = self.domain(request.pdn)?;
+        let wish = Granted::wish(self.open(), request, self.most);
+        let room = wish.sends + wish.receives;
+        // Under the lock: the queue must not move while the device is told of it.
+        let (queue, device) = self.shared.with(|core| {
+            let queue = core.reserve(room)?;
+            let device = DeviceQp::create(&domain, core.queue(queue), wish);
+            if device.is_err() {
+                core.release(queue, room);
+            }
+            Ok::<_, Error>((queue, device?))
+        })?;
+        let qpn = device.qpn();
+        let release = |error| {
+            self.shared.with(|core| core.release(queue, room));
+            error
+        };
+        let make = || {
+            let rings = Rings::alloc(qpn, request, places)?;
+            let region = self.register_ring(&domain, &device, &rings)?;
+            Ok((rings, region, random_psn()?))
+        };
+        let (rings, region, psn) = make().map_err(release)?;
+        let health = Arc::default();
+        let parts = QpParts {
+            qpn,
+            psn,
+            sq: rings.sq.clone(),
+            rq: rings.rq.clone(),
+            record: rings.record.clone(),
+            doorbell: rings.doorbell.clone(),
+            health: Arc::clone(&health),
+        };
+        let make = |place| ProxyQp::new(device, rings, region, psn, health, place);
+        let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;
+        self.shared.insert(qpn, place);
+        self.rooms.lock().insert(qpn, (queue, room));
+        Ok(parts)
+    }
+
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
+        let place = self.place(qpn)?;
+        if attr.state == Some(QpState::RESET) {
+            self.drain(place, timeout);
+        }
+        let result = self.shared.with(|core| {
+            if attr.state == Some(QpState::RESET) {
+                core.unwatch(place, self.shared.rung());
+            }
+            let result = core.with(place, |qp, env| qp.modify(attr, env));
+            // What a former connection left takes room from the next.
+            core.poll();
+            result
+        });
+        // Receives of before, or a flush, may complete without anybody else looking.
+        self.shared.wake();
+        result.unwrap_or_else(|| Err(Error::invalid("QPN", qpn, "a queue pair of this device")))
+    }
+
+    fn destroy_qp(&self, qpn: u32) {
+        let Some(place) = self.shared.forget(qpn) else { return };
+        let qp = self.shared.with(|core| core.remove_qp(place, self.shared.rung()));
+        // Not under the lock: the device may take its time.
+        drop(qp);
+        if let Some((queue, room)) = self.rooms.lock().remove(&qpn) {
+            self.shared.with(|core| core.release(queue, room));
+        }
+    }
+
+    fn rd_atomic(&self) -> u8 {
+        self.open().rd_atomic()
+    }
+
+    fn record_may_lag(&self) -> bool {
+        !self.strict
+    }
+
+    fn ring(&self, qpn: u32) {
+        if let Some(place) = self.shared.place(qpn) {
+            self.shared.ring_doorbell(place);
+        }
+    }
+
+    fn watch(&self, qpn: u32, pi: u64) {
+        if let Some(place) = self.shared.place(qpn) {
+            self.shared.watch_doorbell(place, pi);
+        }
+    }
+
+    fn attend(&self, cqn: u32) {
+        self.shared.attend_to(cqn);
+    }
+
+    fn progress(&self) -> bool {
+        self.shared.lend_a_step()
+    }
+
+    fn leave(&self) {
+        self.shared.take_over();
+    }
+
+    fn inject(&self, plan: FaultPlan) -> Result<()> {
+        plan.check()?;
+        if plan == FaultPlan::default() {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            what: "a fault plan",
+            by: "the CPU proxy, whose packets are the device's",
+            fix: "inject faults on soft0, or drop packets of the device's network (`tc qdisc add dev DEV root netem loss 1%`)",
+        })
+    }
+
+    fn stats(&self) -> HcaStats {
+        self.shared.with(|core| core.stats.clone())
+    }
+}

@@ -1,0 +1,45 @@
+//! How a completion of the device finds its request.
+
+/// What a request is called at the device (`wr_id`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tag {
+    /// The place of its queue pair among all, less than 2^15.
+    pub(super) index: usize,
+    /// Changes with every connection in this place, so that a late completion does not meet its successor.
+    pub(super) generation: u16,
+    pub(super) is_receive: bool,
+    /// Low bits of its number in its queue.
+    pub(super) number: u32,
+}
+
+impl Tag {
+    pub(super) fn to_wr_id(self) -> u64 {
+        let index = (self.index as u64) << 48;
+        index | u64::from(self.is_receive) << 63 | u64::from(self.generation) << 32 | u64::from(self.number)
+    }
+
+    pub(super) fn from_wr_id(wr_id: u64) -> Self {
+        let [i0, i1, g0, g1, number @ ..] = wr_id.to_be_bytes();
+        Self {
+            index: usize::from(u16::from_be_bytes([i0 & 0x7f, i1])),
+            generation: u16::from_be_bytes([g0, g1]),
+            is_receive: i0 & 0x80 != 0,
+            number: u32::from_be_bytes(number),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn tags_survive(index in 0usize..1 << 15, generation: u16, is_receive: bool, number: u32) {
+            let tag = Tag { index, generation, is_receive, number };
+            prop_assert_eq!(Tag::from_wr_id(tag.to_wr_id()), tag);
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! What the caller did wrong that kernel and provider would not have seen.
+
+use std::ffi::c_char;
+
+use parking_lot::Mutex;
+
+/// More than this many are not kept.
+const KEPT: usize = 100;
+
+static COMPLAINTS: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Says what is wrong.
+pub(crate) fn complain(what: impl Into<String>) {
+    let what = what.into();
+    eprintln!("rdma stand-in: {what}");
+    let mut all = COMPLAINTS.lock();
+    if all.len() < KEPT {
+        all.push(what);
+    }
+}
+
+/// Copies all complaints so far, one a line, and a terminating zero to `text`, as far as its `len` bytes reach. Returns the
+/// bytes of all, without the zero; 0 where nothing was wrong.
+///
+/// # Safety
+/// `text` must be writable for `len` bytes, or null for none.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn gdsync_standin_complaints(text: *mut c_char, len: usize) -> usize {
+    let all = COMPLAINTS.lock().join("\n");
+    if text.is_null() || len == 0 {
+        return all.len();
+    }
+    let count = all.len().min(len - 1);
+    // SAFETY: the caller vouches for so many bytes.
+    unsafe { text.copy_from_nonoverlapping(all.as_ptr().cast(), count) };
+    // SAFETY: as above, and one is left.
+    unsafe { text.wrapping_add(count).write(0) };
+    all.len()
+}

@@ -1,0 +1,172 @@
+//! Direct verbs.
+
+use std::ffi::{c_int, c_void};
+
+use rdma_core_sys::mlx5::{
+    mlx5dv_context, mlx5dv_context_attr, mlx5dv_context_attr_flags, mlx5dv_context_comp_mask as mask,
+    mlx5dv_context_flags, mlx5dv_cq_init_attr, mlx5dv_devx_obj, mlx5dv_devx_uar, mlx5dv_devx_umem,
+    mlx5dv_obj, mlx5dv_obj_type as kind, mlx5dv_pd, mlx5dv_qp_init_attr, mlx5dv_set_ctx_attr_type,
+    mlx5dv_uar_alloc_type,
+};
+use rdma_core_sys::verbs::{
+    ibv_access_flags, ibv_context, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_device, ibv_qp, ibv_qp_init_attr_ex,
+};
+
+use crate::complaint::complain;
+use crate::context::Context;
+use crate::cq::{self, Cq};
+use crate::device;
+use crate::domain::Domain;
+use crate::errno;
+use crate::qp::{self, Qp};
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_is_supported(device: *mut ibv_device) -> bool {
+    device::is_ours(device)
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_open_device(
+    device: *mut ibv_device,
+    attr: *mut mlx5dv_context_attr,
+) -> *mut ibv_context {
+    // SAFETY: the caller vouches for the attributes.
+    let wants_devx = !attr.is_null() && unsafe { (*attr).flags } != mlx5dv_context_attr_flags::empty();
+    if wants_devx || !device::is_ours(device) {
+        return errno::null(libc::EOPNOTSUPP);
+    }
+    Context::open(device).unwrap_or_else(errno::null)
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_query_device(
+    _context: *mut ibv_context,
+    out: *mut mlx5dv_context,
+) -> c_int {
+    // SAFETY: the caller vouches for the structure.
+    let out = unsafe { &mut *out };
+    let known = out.comp_mask.intersection(mask::MLX5DV_CONTEXT_MASK_DYN_BFREGS);
+    *out = mlx5dv_context {
+        flags: mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1,
+        comp_mask: known,
+        max_dynamic_bfregs: if known.is_empty() { 0 } else { 1024 },
+        ..mlx5dv_context::zeroed()
+    };
+    0
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_set_context_attr(
+    _context: *mut ibv_context,
+    _kind: mlx5dv_set_ctx_attr_type,
+    _attr: *mut c_void,
+) -> c_int {
+    complain("mlx5dv_set_context_attr is not part of the stand-in: give a parent domain the allocator");
+    libc::EOPNOTSUPP
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_create_cq(
+    context: *mut ibv_context,
+    attr: *mut ibv_cq_init_attr_ex,
+    mlx5: *mut mlx5dv_cq_init_attr,
+) -> *mut ibv_cq_ex {
+    // SAFETY: the caller vouches for the attributes.
+    let attr = unsafe { &*attr };
+    // SAFETY: as above.
+    let mlx5 = unsafe { mlx5.as_ref() };
+    // SAFETY: as above.
+    errno::hand_out(unsafe { cq::create(context, attr, mlx5) })
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_create_qp(
+    context: *mut ibv_context,
+    attr: *mut ibv_qp_init_attr_ex,
+    mlx5: *mut mlx5dv_qp_init_attr,
+) -> *mut ibv_qp {
+    // SAFETY: the caller vouches for the attributes.
+    let attr = unsafe { &mut *attr };
+    // SAFETY: as above.
+    let mlx5 = unsafe { mlx5.as_ref() };
+    // SAFETY: as above.
+    errno::hand_out(unsafe { qp::create(context, attr, mlx5) })
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: *mut mlx5dv_obj, asked: kind) -> c_int {
+    let known = kind::MLX5DV_OBJ_QP | kind::MLX5DV_OBJ_CQ | kind::MLX5DV_OBJ_PD;
+    if asked.is_empty() || !known.contains(asked) {
+        return libc::EOPNOTSUPP;
+    }
+    // SAFETY: the caller vouches for the structure.
+    let obj = unsafe { &*obj };
+    if asked.contains(kind::MLX5DV_OBJ_QP) {
+        // SAFETY: the caller vouches for the queue pair.
+        let qp = unsafe { Qp::of(obj.qp.r#in) };
+        if qp.scatters() {
+            complain("the rings of a queue pair that may scatter payload to CQEs are asked for");
+            return libc::EINVAL;
+        }
+        // SAFETY: the caller vouches for the place, whose mask says what is asked for.
+        let besides = unsafe { (*obj.qp.out).comp_mask };
+        // SAFETY: as above.
+        unsafe { obj.qp.out.write(qp.describe(besides)) };
+    }
+    if asked.contains(kind::MLX5DV_OBJ_CQ) {
+        // SAFETY: the caller vouches for the queue.
+        let cq = unsafe { Cq::of(obj.cq.r#in) };
+        // SAFETY: the caller vouches for the place.
+        unsafe { obj.cq.out.write(cq.describe()) };
+    }
+    if asked.contains(kind::MLX5DV_OBJ_PD) {
+        // SAFETY: the caller vouches for the domain.
+        let pdn = unsafe { Domain::of(obj.pd.r#in) }.pdn();
+        // SAFETY: the caller vouches for the place.
+        unsafe { obj.pd.out.write(mlx5dv_pd { pdn, comp_mask: 0 }) };
+    }
+    0
+}
+
+/// DevX as of a device without it: `NULL` and `EOPNOTSUPP`, or `EOPNOTSUPP`.
+macro_rules! without_devx {
+    ($($name:ident($($type:ty),*) -> $returns:ty = $value:expr;)*) => {$(
+        /// # Safety
+        /// As its manual page asks.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name($(_: $type),*) -> $returns {
+            $value
+        }
+    )*};
+}
+
+without_devx! {
+    mlx5dv_devx_obj_create(*mut ibv_context, *const c_void, usize, *mut c_void, usize) -> *mut mlx5dv_devx_obj
+        = errno::null(libc::EOPNOTSUPP);
+    mlx5dv_devx_obj_query(*mut mlx5dv_devx_obj, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
+    mlx5dv_devx_obj_modify(*mut mlx5dv_devx_obj, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
+    mlx5dv_devx_obj_destroy(*mut mlx5dv_devx_obj) -> c_int = libc::EOPNOTSUPP;
+    mlx5dv_devx_general_cmd(*mut ibv_context, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
+    mlx5dv_devx_qp_query(*mut ibv_qp, *const c_void, usize, *mut c_void, usize) -> c_int = libc::EOPNOTSUPP;
+    mlx5dv_devx_umem_reg(*mut ibv_context, *mut c_void, usize, ibv_access_flags) -> *mut mlx5dv_devx_umem
+        = errno::null(libc::EOPNOTSUPP);
+    mlx5dv_devx_umem_dereg(*mut mlx5dv_devx_umem) -> c_int = libc::EOPNOTSUPP;
+    mlx5dv_devx_alloc_uar(*mut ibv_context, mlx5dv_uar_alloc_type) -> *mut mlx5dv_devx_uar
+        = errno::null(libc::EOPNOTSUPP);
+    mlx5dv_devx_free_uar(*mut mlx5dv_devx_uar) -> () = ();
+    mlx5dv_devx_query_eqn(*mut ibv_context, u32, *mut u32) -> c_int = libc::EOPNOTSUPP;
+}

@@ -1,0 +1,43 @@
+//! A stand-in for libibverbs and libmlx5: an mlx5 card where there is none.
+//!
+//! It is one library that has the functions of both, for `GDSYNC_LIBIBVERBS` and `GDSYNC_LIBMLX5`. Behind it is the software
+//! HCA of `gdsync`, strict: queues are made as rdma-core makes them, in memory of the caller's allocator; the caller writes
+//! WQEs, doorbell records and doorbells there, and the HCA takes them as a card would. Or it leaves that to `ibv_post_send`,
+//! `ibv_poll_cq` and completion channels. All processes of a user on a host can
+//! be connected.
+//!
+//! It checks its caller as kernel, provider and card would, and answers with their `errno`. Where they would take what is
+//! wrong and misbehave later, it refuses too, and says so on the standard error output and through
+//! `gdsync_standin_complaints`.
+//!
+//! What differs from rdma-core and a card:
+//! - Every queue pair has a doorbell of its own, also those of one thread domain: memory keeps only the last of two doorbells
+//!   that are written to one register.
+//! - A doorbell is found within 5 ms, not at once: the HCA has to look.
+//! - No DevX, no shared receive queues, no events of solicited completions alone.
+//! - Scatter to CQE does not happen; a queue pair whose rings are asked for (`mlx5dv_init_obj`) must be created without it.
+//! - The port is one of RoCE: GID 0 is RoCE v1 and leads nowhere, GID 1 is RoCE v2 and that of the HCA.
+
+#![allow(non_camel_case_types, reason = "the names of rdma-core")]
+
+mod address;
+mod buffer;
+mod complaint;
+mod context;
+mod cq;
+mod device;
+mod domain;
+mod dv;
+mod errno;
+mod events;
+mod hca;
+mod modify;
+mod notify;
+mod pages;
+mod poll;
+mod qp;
+mod region;
+mod sizes;
+mod steps;
+mod text;
+mod work;

@@ -1,0 +1,351 @@
+//! Queue pairs: created, described, destroyed.
+
+use std::cell::UnsafeCell;
+use std::env;
+use std::ffi::c_int;
+use std::ptr;
+
+use gdsync::hca::CardQp;
+use gdsync::memory::Memory;
+use gdsync::mlx5::EMPTY;
+use parking_lot::Mutex;
+use rdma_core_sys::mlx5::{
+    MLX5DV_RES_TYPE_DBR, MLX5DV_RES_TYPE_QP, mlx5dv_qp, mlx5dv_qp_bf, mlx5dv_qp_comp_mask,
+    mlx5dv_qp_create_flags as mlx5_flags, mlx5dv_qp_init_attr, mlx5dv_qp_init_attr_mask as mlx5_mask,
+    mlx5dv_qp_ring,
+};
+use rdma_core_sys::verbs::{
+    ibv_context, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_create_flags,
+    ibv_qp_init_attr, ibv_qp_init_attr_ex, ibv_qp_init_attr_mask as mask, ibv_qp_state, ibv_qp_type,
+};
+
+use crate::buffer::{Buffer, Wanted};
+use crate::complaint::complain;
+use crate::context::Context;
+use crate::cq::Cq;
+use crate::domain::Domain;
+use crate::errno;
+use crate::hca::{Concerned, Hca};
+use crate::pages::PAGE;
+use crate::sizes::{BLOCK, QpSize};
+use crate::work::Work;
+
+/// Where the first doorbell lies in its page.
+const REGISTER: usize = 0x800;
+
+/// `struct ibv_qp`, and what is behind it.
+#[repr(C)]
+pub(crate) struct Qp {
+    base: UnsafeCell<ibv_qp>,
+    pub(crate) qpn: u32,
+    pub(crate) hca: &'static Hca,
+    pub(crate) size: QpSize,
+    init: ibv_qp_init_attr,
+    /// Payload may come in CQEs: its rings are not given away.
+    scatters: bool,
+    pub(crate) work: Mutex<Work>,
+    /// What was given so far.
+    pub(crate) attr: Mutex<ibv_qp_attr>,
+    /// The page of its doorbell.
+    page: Memory,
+    // Given back in this order.
+    record: Buffer,
+    rings: Buffer,
+}
+
+impl Qp {
+    /// # Safety
+    /// It must be a queue pair of this library.
+    pub(crate) unsafe fn of<'a>(qp: *mut ibv_qp) -> &'a Self {
+        // SAFETY: the caller vouches for it.
+        unsafe { &*qp.cast() }
+    }
+
+    /// The application sees this state.
+    pub(crate) fn show_state(&self, state: ibv_qp_state) {
+        // SAFETY: the place is in a cell, and applications change queue pairs from one thread at a time.
+        unsafe { (*self.base.get()).state = state };
+    }
+
+    pub(crate) fn max_send_sge(&self) -> u32 {
+        self.init.cap.max_send_sge
+    }
+
+    pub(crate) fn signals_all(&self) -> bool {
+        self.init.sq_sig_all != 0
+    }
+
+    pub(crate) fn sq(&self) -> Result<Memory, c_int> {
+        self.rings.memory(self.size.send_offset(), (self.size.blocks * BLOCK) as usize)
+    }
+
+    pub(crate) fn rq(&self) -> Result<Memory, c_int> {
+        self.rings.memory(0, self.size.send_offset())
+    }
+
+    pub(crate) fn record(&self) -> Result<Memory, c_int> {
+        self.record.memory(0, 8)
+    }
+
+    /// Writes a doorbell, unless there is none, and has the HCA look.
+    pub(crate) fn ring(&self, doorbell: u64) {
+        if doorbell != EMPTY
+            && let Ok(register) = self.page.word64(REGISTER)
+        {
+            register.store(doorbell);
+        }
+        self.hca.card.ring(self.qpn);
+    }
+
+    /// It was reset: what was posted is forgotten, and what had completed is not told.
+    pub(crate) fn forget(&self) {
+        // SAFETY: completion queues outlive their queue pairs.
+        let sends = unsafe { Cq::of(self.init.send_cq) }.count(self.qpn)[0];
+        // SAFETY: as above.
+        let receives = unsafe { Cq::of(self.init.recv_cq) }.count(self.qpn)[1];
+        self.work.lock().forget([sends, receives]);
+    }
+
+    /// Whether payload may come in CQEs.
+    pub(crate) fn scatters(&self) -> bool {
+        self.scatters
+    }
+
+    /// `mlx5dv_init_obj`, where `asked` is what the application would know besides.
+    pub(crate) fn describe(&self, asked: mlx5dv_qp_comp_mask) -> mlx5dv_qp {
+        let ring = |offset: usize, wqe_cnt: u32, stride: u32| mlx5dv_qp_ring {
+            buf: self.rings.at(offset).cast(),
+            wqe_cnt,
+            stride,
+        };
+        let register = (self.page.addr() as *mut u8).wrapping_add(REGISTER);
+        mlx5dv_qp {
+            dbrec: self.record.at(0).cast(),
+            sq: ring(self.size.send_offset(), self.size.blocks, BLOCK),
+            rq: ring(0, self.size.receives, self.size.stride),
+            bf: mlx5dv_qp_bf { reg: register.cast(), size: 256 },
+            comp_mask: asked.intersection(mlx5dv_qp_comp_mask::MLX5DV_QP_MASK_UAR_MMAP_OFFSET),
+            ..mlx5dv_qp::zeroed()
+        }
+    }
+}
+
+/// The provider's own flags. Returns whether payload may come in CQEs.
+fn check_mlx5(mlx5: Option<&mlx5dv_qp_init_attr>) -> Result<bool, c_int> {
+    let mut scatters = env::var_os("MLX5_SCATTER_TO_CQE").is_none_or(|value| value != "0");
+    if let Some(mlx5) = mlx5 {
+        if !mlx5_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS.contains(mlx5.comp_mask) {
+            return Err(libc::EINVAL);
+        }
+        if mlx5.comp_mask.contains(mlx5_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS) {
+            let flags = mlx5.create_flags;
+            let (disable, allow) = (
+                mlx5_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE,
+                mlx5_flags::MLX5DV_QP_CREATE_ALLOW_SCATTER_TO_CQE,
+            );
+            if flags.contains(disable | allow) || !(disable | allow).contains(flags) {
+                return Err(libc::EINVAL);
+            }
+            scatters = (scatters || flags.contains(allow)) && !flags.contains(disable);
+        }
+    }
+    if scatters && mlx5.is_some() {
+        complain(
+            "a queue pair may scatter payload to CQEs: create it with MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE",
+        );
+        return Err(libc::ENOTSUP);
+    }
+    Ok(scatters)
+}
+
+/// `create_qp` of the provider.
+pub(crate) unsafe fn create(
+    context: *mut ibv_context,
+    attr: &mut ibv_qp_init_attr_ex,
+    mlx5: Option<&mlx5dv_qp_init_attr>,
+) -> Result<Box<Qp>, c_int> {
+    let known = mask::IBV_QP_INIT_ATTR_PD
+        | mask::IBV_QP_INIT_ATTR_CREATE_FLAGS
+        | mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    let has_flags = attr.comp_mask.contains(mask::IBV_QP_INIT_ATTR_CREATE_FLAGS);
+    if !known.contains(attr.comp_mask)
+        || !attr.comp_mask.contains(mask::IBV_QP_INIT_ATTR_PD)
+        || attr.pd.is_null()
+        || has_flags && attr.create_flags != ibv_qp_create_flags::empty()
+    {
+        return Err(libc::EINVAL);
+    }
+    if attr.qp_type != ibv_qp_type::IBV_QPT_RC || !attr.srq.is_null() {
+        return Err(libc::EOPNOTSUPP);
+    }
+    let scatters = check_mlx5(mlx5)?;
+    let has_ops = attr.comp_mask.contains(mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
+    let size = QpSize::of(&attr.cap, has_ops.then_some(attr.send_ops_flags))?;
+    if attr.send_cq.is_null() || attr.recv_cq.is_null() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: the caller vouches for the context.
+    let owner = unsafe { Context::of(context) };
+    // SAFETY: the caller vouches for the domain.
+    let domain = unsafe { Domain::of(attr.pd) };
+    // SAFETY: the caller vouches for the queues.
+    let send_cq = unsafe { Cq::of(attr.send_cq) };
+    // SAFETY: as above.
+    let recv_cq = unsafe { Cq::of(attr.recv_cq) };
+
+    let wanted = Wanted {
+        len: size.bytes().next_multiple_of(size.align()),
+        align: size.align(),
+        resource: MLX5DV_RES_TYPE_QP,
+        cleared: true,
+    };
+    let rings = Buffer::alloc(Some(domain), wanted)?;
+    let wanted = Wanted { len: 8, align: 8, resource: MLX5DV_RES_TYPE_DBR, cleared: true };
+    let record = Buffer::alloc(Some(domain), wanted)?;
+    let page = Memory::alloc(PAGE).map_err(|_| libc::ENOMEM)?;
+    // A queue that nobody asked for is one that nobody fills.
+    let ring = |offset: usize, len: u32, least: usize| {
+        let bytes = len as usize;
+        if bytes > 0 { rings.memory(offset, bytes) } else { Memory::alloc(least).map_err(|_| libc::ENOMEM) }
+    };
+    let rq_stride = size.stride.max(16);
+    let parts = CardQp {
+        pdn: domain.pdn(),
+        send_cqn: send_cq.cqn,
+        recv_cqn: recv_cq.cqn,
+        sq: ring(size.send_offset(), size.blocks * BLOCK, BLOCK as usize)?,
+        rq: ring(0, size.receives * size.stride, rq_stride as usize)?,
+        rq_stride: rq_stride as usize,
+        record: record.memory(0, 8)?,
+        doorbell: page.word64(REGISTER).map_err(|_| libc::ENOMEM)?,
+    };
+    let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;
+
+    attr.cap = ibv_qp_cap {
+        max_send_wr: size.cap.max_send_wr,
+        max_recv_wr: size.cap.max_recv_wr,
+        max_send_sge: attr.cap.max_send_sge,
+        max_recv_sge: size.cap.max_recv_sge,
+        max_inline_data: size.cap.max_inline_data,
+    };
+    for cq in [send_cq, recv_cq] {
+        cq.users.add();
+    }
+    domain.add_user();
+    let base = ibv_qp {
+        context,
+        qp_context: attr.qp_context,
+        pd: attr.pd,
+        send_cq: attr.send_cq,
+        recv_cq: attr.recv_cq,
+        handle: qpn,
+        qp_num: qpn,
+        state: ibv_qp_state::IBV_QPS_RESET,
+        qp_type: attr.qp_type,
+        ..ibv_qp::zeroed()
+    };
+    let init = ibv_qp_init_attr {
+        qp_context: attr.qp_context,
+        send_cq: attr.send_cq,
+        recv_cq: attr.recv_cq,
+        srq: ptr::null_mut(),
+        cap: attr.cap,
+        qp_type: attr.qp_type,
+        sq_sig_all: attr.sq_sig_all,
+    };
+    let qp = Box::new(Qp {
+        base: UnsafeCell::new(base),
+        qpn,
+        hca: owner.hca,
+        size,
+        init,
+        scatters,
+        work: Mutex::default(),
+        attr: Mutex::new(ibv_qp_attr { cap: attr.cap, ..ibv_qp_attr::zeroed() }),
+        page,
+        record,
+        rings,
+    });
+    let element = ptr::from_ref(&*qp).addr();
+    owner.hca.roster.add_qp(qpn, Concerned { events: owner.events.clone(), element });
+    Ok(qp)
+}
+
+/// `ibv_create_qp_ex`
+pub(crate) unsafe extern "C" fn create_qp_ex(
+    context: *mut ibv_context,
+    attr: *mut ibv_qp_init_attr_ex,
+) -> *mut ibv_qp {
+    // SAFETY: the caller vouches for the attributes.
+    let attr = unsafe { &mut *attr };
+    // SAFETY: as above.
+    errno::hand_out(unsafe { create(context, attr, None) })
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> *mut ibv_qp {
+    // SAFETY: the caller vouches for the domain.
+    let context = unsafe { (*pd).context };
+    // SAFETY: the caller vouches for the attributes.
+    let given = unsafe { &mut *attr };
+    let mut extended = ibv_qp_init_attr_ex {
+        qp_context: given.qp_context,
+        send_cq: given.send_cq,
+        recv_cq: given.recv_cq,
+        srq: given.srq,
+        cap: given.cap,
+        qp_type: given.qp_type,
+        sq_sig_all: given.sq_sig_all,
+        comp_mask: mask::IBV_QP_INIT_ATTR_PD,
+        pd,
+        ..ibv_qp_init_attr_ex::zeroed()
+    };
+    // SAFETY: as above.
+    let made = unsafe { create(context, &mut extended, None) };
+    given.cap = extended.cap;
+    errno::hand_out(made)
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_query_qp(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_attr,
+    _attr_mask: ibv_qp_attr_mask,
+    init_attr: *mut ibv_qp_init_attr,
+) -> c_int {
+    // SAFETY: the caller vouches for the queue pair.
+    let qp = unsafe { Qp::of(qp) };
+    let Ok(state) = qp.hca.card.state(qp.qpn) else { return libc::EINVAL };
+    let state = ibv_qp_state(u32::from(state.0));
+    qp.show_state(state);
+    let answer = ibv_qp_attr { qp_state: state, cur_qp_state: state, ..*qp.attr.lock() };
+    // SAFETY: the caller vouches for the place.
+    unsafe { attr.write(answer) };
+    // SAFETY: as above.
+    unsafe { init_attr.write(qp.init) };
+    0
+}
+
+/// # Safety
+/// As its manual page asks.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
+    // SAFETY: the caller vouches for it: a box of this module.
+    let qp = unsafe { Box::from_raw(qp.cast::<Qp>()) };
+    qp.hca.card.destroy_qp(qp.qpn);
+    qp.hca.roster.remove_qp(qp.qpn);
+    let ibv_qp { send_cq, recv_cq, pd, .. } = qp.base.into_inner();
+    for cq in [send_cq, recv_cq] {
+        // SAFETY: a completion queue with queue pairs cannot be destroyed.
+        unsafe { Cq::of(cq) }.users.remove();
+    }
+    drop(qp.record);
+    drop(qp.rings);
+    // SAFETY: a domain with queue pairs cannot be freed.
+    unsafe { Domain::of(pd) }.remove_user();
+    0
+}

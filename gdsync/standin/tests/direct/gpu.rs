@@ -1,0 +1,157 @@
+//! Streams of a GPU that ring the card's doorbells, on a simulated driver.
+
+use gdrcopy::standin::driver::{self, Control};
+use gdsync::Error;
+use gdsync::cuda::Gpu;
+use gdsync::rdma::{DeviceConfig, Route};
+use gdsync::stream::{Batch, CudaStreamConfig, Stream};
+use gdsync::verbs::{Access, Context, Device, OnGpu, RecvWr, SendWr};
+
+use crate::CARD;
+use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent};
+
+/// `CUDA_ERROR_NOT_PERMITTED`.
+const NOT_PERMITTED: u32 = 800;
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+const DMA_BUF_SUPPORTED: u32 = 124;
+
+fn gpu() -> Gpu {
+    Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap()
+}
+
+fn open(gpu: Option<&Gpu>) -> gdsync::Result<Context> {
+    open_by(Some(Route::Direct), gpu)
+}
+
+fn open_by(route: Option<Route>, gpu: Option<&Gpu>) -> gdsync::Result<Context> {
+    let config = DeviceConfig { route, gpu: gpu.cloned(), ..DeviceConfig::default() };
+    Device::find(Some(CARD)).unwrap().open_with(&config)
+}
+
+#[test]
+fn a_stream_of_a_gpu_triggers_and_waits() {
+    let _control = Control::take();
+    let gpu = gpu();
+    let side =
+        || Side::new(&open(Some(&gpu)).unwrap(), 4096, |q| q.max_send_wr(4).on_gpu(&gpu, OnGpu::empty()));
+    let (a, b) = connect(side(), side());
+    round_trips(&gpu, &a, &b);
+}
+
+/// Messages that a stream of the GPU triggers and waits for.
+fn round_trips(gpu: &Gpu, a: &Side, b: &Side) {
+    let stream = Stream::cuda(gpu, CudaStreamConfig::default()).unwrap();
+    for round in 0..20u8 {
+        a.memory().write(0, &[round; 100]).unwrap();
+        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(1000, 100).unwrap()] }]).unwrap();
+        let mut batch = Batch::new();
+        batch.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 100).unwrap()])).unwrap();
+        batch.wait_send(&a.qp).unwrap();
+        batch.wait_recv(&b.qp).unwrap();
+        stream.submit(&mut batch).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        assert_eq!(bytes(b, 1000, 100), [round; 100]);
+    }
+}
+
+#[test]
+fn a_gpu_that_may_not_ring_is_refused_with_the_fix() {
+    let control = Control::take();
+    let gpu = gpu();
+    control.fail("cuMemHostRegister", NOT_PERMITTED);
+    let refused = |error: Error| {
+        let text = error.to_string();
+        assert!(matches!(error, Error::Cuda { .. }), "{error:?}");
+        for word in ["doorbell", "PeerMappingOverride=1", "root", "GDSYNC_PATH=proxy"] {
+            assert!(text.contains(word), "'{text}' lacks '{word}'");
+        }
+    };
+    refused(open(Some(&gpu)).unwrap_err());
+    // Without a GPU it is not asked for.
+    let context = open(None).unwrap();
+    let (a, b) = connect(Side::new(&context, 64, |q| q), Side::new(&context, 64, |q| q));
+    crate::queues::message(&a, &b, 1);
+    // Found out late, by a stream: refused then.
+    let stream = Stream::cuda(&gpu, CudaStreamConfig::default());
+    control.mend("cuMemHostRegister");
+    let stream = stream.or_else(|_| Stream::cuda(&gpu, CudaStreamConfig::default())).unwrap();
+    control.fail("cuMemHostRegister", NOT_PERMITTED);
+    let mut batch = Batch::new();
+    batch.send(&a.qp, &SendWr::nop()).unwrap();
+    let error = stream.submit(&mut batch).unwrap_err();
+    assert!(matches!(error, Error::Cuda { .. }), "{error:?}");
+}
+
+/// Where nothing else was asked for, a thread rings in place of the GPU, and the reason is kept.
+#[test]
+fn a_gpu_that_may_not_ring_is_helped_by_the_proxy() {
+    let control = Control::take();
+    let gpu = gpu();
+    let allowed = open_by(None, Some(&gpu)).unwrap();
+    assert_eq!((allowed.description(), allowed.not_direct()), ("mlx5 card mlx5_standin", None));
+    control.fail("cuMemHostRegister", NOT_PERMITTED);
+    let context = open_by(None, Some(&gpu)).unwrap();
+    control.mend("cuMemHostRegister");
+    assert_eq!(context.description(), "CPU proxy of mlx5_standin");
+    let why = context.not_direct().unwrap();
+    assert!(why.contains("PeerMappingOverride=1") && why.contains("CUDA_ERROR_NOT_PERMITTED"), "{why}");
+    let side = || Side::new(&context, 4096, |q| q.on_gpu(&gpu, OnGpu::empty()));
+    let (a, b) = connect(side(), side());
+    round_trips(&gpu, &a, &b);
+}
+
+#[test]
+fn queues_in_gpu_memory_are_refused() {
+    let _control = Control::take();
+    let gpu = gpu();
+    let pd = open(Some(&gpu)).unwrap().alloc_pd().unwrap();
+    for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
+        let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{what:?}: {error:?}");
+    }
+}
+
+/// From GPU to GPU, from and to any byte: the card takes the memory as a dma-buf of whole pages.
+#[test]
+fn payload_in_gpu_memory_is_sent_from_there() {
+    let _control = Control::take();
+    let gpu = gpu();
+    let context = open(Some(&gpu)).unwrap();
+    let (a, b) = connect(Side::new(&context, 64, |q| q), Side::new(&context, 64, |q| q));
+    let from = gpu.alloc(100_000).unwrap();
+    let to = gpu.alloc(100_000).unwrap();
+    // Not at the beginning of its allocation.
+    let part = to.slice(5003, 50_000).unwrap();
+    let source = a.pd.register(&from, Access::LOCAL_WRITE).unwrap();
+    let target = b.pd.register(&part, Access::all()).unwrap();
+    let data = pattern(40_000, 3);
+    from.write(77, &data).unwrap();
+    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[target.sge(1000, 40_000).unwrap()] }]).unwrap();
+    a.qp.post_send(&[SendWr::send(&[source.sge(77, 40_000).unwrap()])]).unwrap();
+    sent(&a).ok().unwrap();
+    received(&b).ok().unwrap();
+    let mut got = vec![0; 40_000];
+    to.read(6003, &mut got).unwrap();
+    assert!(got == data);
+    // By address and key, as a peer names it.
+    a.qp.post_send(&[SendWr::write(target.remote(49_000).unwrap(), &[source.sge(77, 1000).unwrap()])])
+        .unwrap();
+    sent(&a).ok().unwrap();
+    to.read(54_003, &mut got[..1000]).unwrap();
+    assert!(got[..1000] == data[..1000]);
+}
+
+/// No dma-bufs from this GPU, and no peer-memory module on this machine.
+#[test]
+fn gpu_memory_that_cannot_be_registered_names_both_ways() {
+    let control = Control::take();
+    control.attribute(0, DMA_BUF_SUPPORTED, 0);
+    let gpu = gpu();
+    let pd = open(Some(&gpu)).unwrap().alloc_pd().unwrap();
+    let error = pd.register(&gpu.alloc(4096).unwrap(), Access::LOCAL_WRITE).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, Error::Device { .. }), "{error:?}");
+    for word in ["dma-buf", "nvidia-peermem", "modprobe"] {
+        assert!(text.contains(word), "'{text}' lacks '{word}'");
+    }
+}

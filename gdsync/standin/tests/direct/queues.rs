@@ -1,0 +1,158 @@
+//! Rings that go round, and everything that ends a queue pair.
+
+use std::time::Duration;
+
+use gdsync::Error;
+use gdsync::mlx5::Syndrome;
+use gdsync::stream::Batch;
+use gdsync::verbs::{Access, QpAttr, QpState, RecvWr, SendWr};
+
+use crate::common::{
+    PATIENCE, Side, bytes, connect, hca, loopback, pair, pattern, received, reconnect, sent, stream,
+    stream_with,
+};
+
+/// One message over the pair, with contents.
+pub(crate) fn message(a: &Side, b: &Side, wr_id: u64) {
+    let data = pattern(30, usize::try_from(wr_id & 0xff).unwrap());
+    a.memory().write(0, &data).unwrap();
+    b.qp.post_recv(&[RecvWr { wr_id: !wr_id, sges: &[b.mr.sge(32, 30).unwrap()] }]).unwrap();
+    a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 30).unwrap()]).id(wr_id)]).unwrap();
+    assert_eq!(sent(a).ok().unwrap().wr_id, wr_id);
+    assert_eq!(received(b).ok().unwrap().wr_id, !wr_id);
+    assert!(bytes(b, 32, 30) == data);
+}
+
+/// More than two laps of every ring, on each side.
+#[test]
+fn rings_go_round() {
+    let (a, b) = pair(64, |q| q.max_send_wr(4).max_recv_wr(4));
+    for round in 0..40 {
+        message(&a, &b, round);
+        message(&b, &a, round + 1000);
+    }
+}
+
+/// A stream rings the doorbells, and waits by the owner bit, over more than two laps: a completion queue that begins with owner 0
+/// would let it through before the first message.
+#[test]
+fn streams_send_and_wait_over_laps() {
+    let (a, b) = pair(4096, |q| q.max_send_wr(4).max_recv_wr(4));
+    let (sa, sb) = (stream("sender"), stream("receiver"));
+    for round in 0..20usize {
+        let data = pattern(1000, round);
+        a.memory().write(0, &data).unwrap();
+        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(2000, 1000).unwrap()] }]).unwrap();
+        let mut wait = Batch::new();
+        wait.wait_recv(&b.qp).unwrap();
+        sb.submit(&mut wait).unwrap();
+        let mut send = Batch::new();
+        send.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 1000).unwrap()])).unwrap();
+        send.wait_send(&a.qp).unwrap();
+        sa.submit(&mut send).unwrap();
+        sb.synchronize(PATIENCE).unwrap();
+        assert!(bytes(&b, 2000, 1000) == data, "round {round}");
+        sa.synchronize(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn a_wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
+    let (a, b) = pair(64, |q| q);
+    let mut wrong = b.mr.remote(0).unwrap();
+    wrong.rkey ^= 1;
+    a.qp.post_send(&[SendWr::write_inline(wrong, &[1; 4]).id(7)]).unwrap();
+    let error = sent(&a).ok().unwrap_err();
+    assert_eq!((error.wr_id, error.syndrome), (7, Syndrome::REM_ACCESS_ERR));
+    assert_eq!(a.qp.state(), QpState::ERR);
+    assert!(a.qp.check().unwrap_err().to_string().contains("0x7"));
+    assert!(matches!(a.qp.post_send(&[SendWr::nop()]), Err(Error::Completion(_))));
+}
+
+#[test]
+fn receives_are_flushed_by_err() {
+    let (a, b) = pair(64, |q| q.max_recv_wr(8));
+    for wr_id in 0..5 {
+        b.qp.post_recv(&[RecvWr { wr_id, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+    }
+    b.qp.abort().unwrap();
+    for wr_id in 0..5 {
+        let error = received(&b).ok().unwrap_err();
+        assert!(error.is_flush() && error.wr_id == wr_id, "{error}");
+    }
+    // The other side notices when it sends.
+    a.qp.post_send(&[SendWr::nop(), SendWr::send_inline(&[1; 8])]).unwrap();
+    sent(&a).ok().unwrap();
+    assert!(sent(&a).ok().is_err());
+}
+
+#[test]
+fn a_peer_without_receives_ends_the_retries() {
+    let (a, _b) = pair(64, |q| q.min_rnr_timer(1).rnr_retry(1).timeout(8).retry_cnt(1));
+    a.qp.post_send(&[SendWr::send_inline(&[1; 8])]).unwrap();
+    assert_eq!(sent(&a).ok().unwrap_err().syndrome, Syndrome::RNR_RETRY_EXC_ERR);
+}
+
+#[test]
+fn a_queue_pair_is_reset_and_used_again() {
+    let (a, b) = pair(64, |q| q.max_send_wr(4).max_recv_wr(4));
+    for round in 0..10 {
+        for i in 0..round % 6 {
+            message(&a, &b, i);
+        }
+        if round % 2 == 0 {
+            // With some outstanding.
+            b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+            b.qp.abort().unwrap();
+        }
+        reconnect(&a.qp, &b.qp);
+    }
+    message(&a, &b, 99);
+    assert_eq!(crate::complaints_but_of_peers(), "");
+}
+
+/// A stream gives up waiting, the library completes in place of the card, and the queue pair is reset: what comes then must be
+/// where both expect it.
+#[test]
+fn after_a_stream_gave_up_the_completions_stay_in_step() {
+    let (a, b) = pair(64, |q| q.max_send_wr(4).max_recv_wr(4));
+    for round in 0..6 {
+        let s = stream_with("impatient", Duration::from_millis(20));
+        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+        let mut batch = Batch::new();
+        batch.wait_recv(&b.qp).unwrap();
+        s.submit(&mut batch).unwrap();
+        assert!(matches!(s.synchronize(PATIENCE), Err(Error::StreamWait { .. })), "round {round}");
+        drop(s);
+        reconnect(&a.qp, &b.qp);
+        message(&a, &b, round);
+    }
+}
+
+#[test]
+fn transitions_out_of_turn_never_reach_the_card() {
+    let side = Side::new(&hca(), 64, |q| q);
+    let rts = QpAttr::to(QpState::RTS).timeout(1).retry_cnt(1).rnr_retry(1).max_rd_atomic(1);
+    assert!(matches!(side.qp.modify(&rts), Err(Error::Transition { .. })));
+    side.qp.init().unwrap();
+    side.qp.modify(&QpAttr::to(QpState::INIT).access(Access::REMOTE_READ)).unwrap();
+    side.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
+    let (a, b) = connect(side, Side::new(&hca(), 64, |q| q));
+    a.qp.modify(&QpAttr::to(QpState::RTS).min_rnr_timer(3).access(Access::all())).unwrap();
+    message(&a, &b, 1);
+}
+
+#[test]
+fn a_queue_pair_speaks_to_itself() {
+    let context = hca();
+    let side = Side::new(&context, 64, |q| q);
+    side.qp.connect(side.qp.address()).unwrap();
+    side.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[side.mr.sge(8, 8).unwrap()] }]).unwrap();
+    side.qp.post_send(&[SendWr::send_inline(b"to self!")]).unwrap();
+    sent(&side).ok().unwrap();
+    assert_eq!(received(&side).ok().unwrap().wr_id, 3);
+    assert_eq!(bytes(&side, 8, 8), b"to self!");
+    let (a, b) = loopback(64, |q| q);
+    message(&a, &b, 2);
+    assert_eq!(a.qp.writes_in_order(), a.qp.writes_in_order());
+}
