@@ -8,6 +8,7 @@
 export VMAPPEND=${VMAPPEND:-no_debug_objects kmemleak=off}
 
 host_build() {
+    # shellcheck disable=SC2154 # the runner's
     [ "$kernel_name" = debug ] || fail "suite kmod_debug wants VMKERNEL=debug"
     vm_cargo test --no-run -p gdrcopy --lib --test pin_stress
     vm_build_module "$VM_REPOSITORY/kmod" GDR_TESTS=m
