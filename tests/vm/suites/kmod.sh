@@ -3,7 +3,7 @@
 
 # shellcheck disable=SC2034 # for the runner
 devices=() timeout=1500 memory=3072
-# shellcheck disable=SC2034
+# shellcheck disable=SC2034,SC2054
 qemu_args=(-object memory-backend-memfd,id=bar,size=256M,share=on -device ivshmem-plain,memdev=bar)
 # What the module says when it is made to meet nonsense.
 # shellcheck disable=SC2034
