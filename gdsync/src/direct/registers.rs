@@ -5,20 +5,16 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_attr};
 
-use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
 use crate::rdma::Open;
 use crate::rdma::explain::{Call, failed_last};
 
 const PAGE: usize = 4096;
-/// How long CUDA may take to forget a page of registers. Streams that wait hold it up.
-const FORGET: Duration = Duration::from_secs(600);
 
 /// A thread domain: a register that libmlx5 gives to nobody else.
 pub(super) struct Lane {
@@ -58,32 +54,6 @@ pub(super) struct Registers {
 impl fmt::Debug for Registers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} pages of registers of {:?}", self.pages.lock().len(), self.open)
-    }
-}
-
-/// Keeps a page of registers mapped, until CUDA has forgotten it if it ever knew it.
-struct Mapped(Arc<Open>);
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        let gpus = Gpu::opened();
-        if gpus.is_empty() {
-            return;
-        }
-        // The page's registration was given up just before, and is taken back when no stream waits.
-        let open = self.0.clone();
-        let close = move || {
-            if !gpus.iter().all(|gpu| gpu.reclaim(FORGET).is_ok()) {
-                tracing::debug!(
-                    device = open.name(),
-                    "a device stays open: CUDA has not let its registers go"
-                );
-                std::mem::forget(open);
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(close) {
-            tracing::debug!(%error, "a device may be closed while CUDA knows its registers");
-        }
     }
 }
 
@@ -127,7 +97,7 @@ impl Registers {
         let page = pages.entry(addr - offset).or_insert_with(|| {
             let ptr = NonNull::new(at.wrapping_byte_sub(offset).cast()).expect("it is not the first page");
             // SAFETY: libmlx5 maps whole pages of registers, until the device is closed.
-            unsafe { Memory::io(ptr, PAGE, Arc::new(Mapped(self.open.clone()))) }
+            unsafe { Memory::io(ptr, PAGE, self.open.clone()) }
         });
         page.word64(offset)
     }
