@@ -11,6 +11,8 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 
 #[doc(hidden)]
+pub use driver::sysfs_address;
+#[doc(hidden)]
 pub use source::CudaSource;
 pub use status::CudaStatus;
 

@@ -7,9 +7,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdrcopy::Gdr;
-use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::Handle;
 use gdrcopy::cuda::raw::{Api, Current};
+use gdrcopy::cuda::{CudaStatus, sysfs_address};
 use parking_lot::Mutex;
 
 use super::Buffer;
@@ -53,6 +53,8 @@ struct Inner {
     lane: Result<Arc<Lane>>,
     kicker: KickerSlot,
     sign: Sign,
+    /// Its address on the PCI bus.
+    pci: Option<String>,
     calibration: Mutex<Option<Calibration>>,
     /// Its copy engine, as long as a device uses it. It keeps its GPU, so the GPU must not keep it.
     engine: Mutex<Weak<Engine>>,
@@ -185,7 +187,8 @@ impl Gpu {
         // SAFETY: the buffer has room for 31 characters and a zero.
         let named = unsafe { api.device_get_pci_bus_id(pci.as_mut_ptr().cast(), 32, device) };
         let pci = CStr::from_bytes_until_nul(&pci).unwrap_or_default().to_string_lossy();
-        let sign = Sign::new(if named.is_ok() { &pci } else { "" });
+        let pci = if named.is_ok() { &*pci } else { "" };
+        let (sign, pci) = (Sign::new(pci), sysfs_address(pci));
         // SAFETY: retained by the caller, or kept alive as the maker of this value promised.
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
@@ -210,6 +213,7 @@ impl Gpu {
             lane,
             kicker,
             sign,
+            pci,
             calibration,
             engine,
         };
@@ -233,6 +237,11 @@ impl Gpu {
     /// Its CUDA ordinal in this process.
     pub fn ordinal(&self) -> i32 {
         self.0.ordinal
+    }
+
+    /// Its PCI address as sysfs writes it, `domain:bus:device.function` in lower-case hexadecimal, if CUDA tells.
+    pub fn pci_address(&self) -> Option<&str> {
+        self.0.pci.as_deref()
     }
 
     /// What it can do for streams.

@@ -69,17 +69,22 @@ impl Survey {
         refusals.all(|refusal| refusal.is_some()).then_some(first)
     }
 
-    /// How far the nearest GPU is.
-    pub(crate) fn nearest(&self) -> Option<Distance> {
-        self.gpus.first().map(|gpu| gpu.distance)
+    /// How far the GPU at this PCI address is, or the nearest one.
+    fn distance(&self, gpu: Option<&str>) -> Option<Distance> {
+        self.gpus.iter().find(|near| gpu.is_none_or(|gpu| near.pci == gpu)).map(|near| near.distance)
     }
 }
 
 /// The device that is used where none is named: the first usable one among those nearest to a GPU; a card that reads rings
 /// itself before others.
-pub(crate) fn preferred(devices: &[Survey]) -> Option<usize> {
+///
+/// With the PCI address of a GPU, those nearest to that one.
+pub(crate) fn preferred(devices: &[Survey], gpu: Option<&str>) -> Option<usize> {
     let usable = devices.iter().enumerate().filter(|(_, device)| device.refusal().is_none());
-    let order = |device: &Survey| (device.nearest().is_none(), device.nearest(), !device.is_mlx5);
+    let order = |device: &Survey| {
+        let distance = device.distance(gpu);
+        (distance.is_none(), distance, !device.is_mlx5)
+    };
     usable.min_by_key(|(_, device)| order(device)).map(|(at, _)| at)
 }
 
@@ -218,12 +223,31 @@ mod tests {
         tree.card("d_near", "pci0000:00/0000:00:02.0/0000:06:00.0", "4: ACTIVE");
         let mut devices: Vec<_> =
             ["a_far", "b_down", "c_iwarp", "d_near"].map(|name| tree.survey(name)).into();
+        let preferred = |devices: &[Survey]| super::preferred(devices, None);
         assert_eq!(devices[preferred(&devices).unwrap()].name, "d_near");
         assert!(devices[1].refusal().unwrap().contains("port 1 is DOWN"));
         assert!(devices[2].refusal().unwrap().contains("iWARP"));
         devices.pop();
         assert_eq!(devices[preferred(&devices).unwrap()].name, "a_far");
         assert_eq!(preferred(&devices[1..]), None);
+    }
+
+    #[test]
+    fn a_gpu_has_a_device_of_its_own() {
+        let tree = Tree::new("pairs");
+        for (bridge, card, gpu) in [("01", "02", "03"), ("04", "05", "06")] {
+            let bridge = format!("pci0000:00/0000:00:{bridge}.0/0000:{bridge}:00.0");
+            tree.gpu(&format!("{bridge}/0000:{bridge}:01.0/0000:{gpu}:00.0"), "0");
+            tree.card(
+                &format!("mlx5_{card}"),
+                &format!("{bridge}/0000:{bridge}:02.0/0000:{card}:00.0"),
+                "4: ACTIVE",
+            );
+        }
+        let devices = ["mlx5_02", "mlx5_05"].map(|name| tree.survey(name));
+        assert_eq!(preferred(&devices, Some("0000:03:00.0")), Some(0));
+        assert_eq!(preferred(&devices, Some("0000:06:00.0")), Some(1));
+        assert_eq!(preferred(&devices, Some("0000:99:00.0")), Some(0));
     }
 
     #[test]
@@ -236,7 +260,7 @@ mod tests {
         let card = tree.0.join("devices/pci0000:00/0000:00:03.0/0000:09:00.0");
         symlink(card, tree.0.join("class/net/eth0/device")).unwrap();
         let device = tree.survey("rxe0");
-        assert_eq!(device.nearest(), Some(Distance::HostBridge));
+        assert_eq!(device.distance(None), Some(Distance::HostBridge));
         assert!(device.refusal().unwrap().contains("no port"));
         // On an interface without a card.
         tree.write("class/infiniband/rxe1/parent", "lo");

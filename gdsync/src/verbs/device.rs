@@ -54,13 +54,23 @@ impl Device {
                 found.ok_or_else(|| Error::NoDevice { name: wanted, available: available() })
             }
             None if DeviceConfig::from_env()?.route == Some(Route::Soft) => Ok(Device(Kind::Soft)),
-            None => Ok(Self::preferred()),
+            None => Ok(Self::preferred(None)),
         }
     }
 
-    fn preferred() -> Device {
+    /// The usable device nearest to this GPU, unless `GDSYNC_DEVICE` names one: see [`Device::find`].
+    ///
+    /// # Errors
+    /// As [`Device::find`].
+    pub fn near(gpu: &Gpu) -> Result<Device> {
+        let is_chosen =
+            variable("GDSYNC_DEVICE").is_some() || variable("GDSYNC_PATH").as_deref() == Some("soft");
+        if is_chosen { Self::find(None) } else { Ok(Self::preferred(gpu.pci_address())) }
+    }
+
+    fn preferred(gpu: Option<&str>) -> Device {
         let mut devices = rdma::survey();
-        if let Some(at) = rdma::preferred(&devices) {
+        if let Some(at) = rdma::preferred(&devices, gpu) {
             return Device(Kind::Rdma(Box::new(devices.swap_remove(at))));
         }
         for device in &devices {

@@ -343,7 +343,7 @@ impl QpBuilder {
         max_inline: usize => max_inline,
         /// What peers may do (default everything a region allows).
         access: Access => connect.access,
-        /// Path MTU in bytes for [`Qp::connect`] (default 4096).
+        /// Path MTU in bytes for [`Qp::connect`], at most (default 4096): see [`QpAttr::path_mtu`].
         path_mtu: u32 => connect.path_mtu,
         /// RNR timer code (default 12: 0.64 ms).
         min_rnr_timer: u8 => connect.min_rnr_timer,

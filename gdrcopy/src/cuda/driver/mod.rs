@@ -263,7 +263,7 @@ fn received_fd(make: impl FnOnce(*mut i32) -> Result<()>) -> Result<OwnedFd> {
 
 /// CUDA's PCI address as `/sys/bus/pci/devices` writes it. CUDA's is in capitals and its domain may have more
 /// zeros in front.
-fn sysfs_address(id: &str) -> Option<String> {
+pub fn sysfs_address(id: &str) -> Option<String> {
     let mut parts = id.split([':', '.']).map(|part| u32::from_str_radix(part, 16).ok());
     let (domain, bus, device, function) = (parts.next()??, parts.next()??, parts.next()??, parts.next()??);
     parts.next().is_none().then(|| format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}"))

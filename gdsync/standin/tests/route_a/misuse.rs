@@ -8,9 +8,8 @@ use rdma_core_sys::mlx5::*;
 use rdma_core_sys::verbs::*;
 
 use crate::arena::Conduct;
-use crate::client::{
-    Bed, Buffer, Queue, Step, all_access, complaints, errno, pair, to, to_init, to_rtr, to_rts,
-};
+use crate::client::{Bed, Buffer, Queue, complaints, errno, pair};
+use crate::steps::{Step, all_access, to, to_init, to_rtr, to_rts};
 
 #[test]
 fn an_allocator_that_fails_or_cheats_is_found_out() {
