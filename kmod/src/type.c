@@ -55,11 +55,12 @@ bool gdr_type_holds(const struct gdr_pin *pin)
 
 pgprot_t gdr_type_prot(u32 type, pgprot_t prot)
 {
+	/* What is behind PCIe does not take part in the encryption of memory. */
 	switch (type) {
 	case GDRDRV_MAPPING_WC:
-		return pgprot_writecombine(prot);
+		return pgprot_decrypted(pgprot_writecombine(prot));
 	case GDRDRV_MAPPING_DEVICE:
-		return pgprot_device(prot);
+		return pgprot_decrypted(pgprot_device(prot));
 	default:
 		return prot;
 	}

@@ -1,8 +1,11 @@
 # shellcheck shell=bash
-# our gdrdrv with a kernel that watches itself: KASAN, lockdep, kmemleak, every allocation failing once (VMKERNEL=debug)
+# our gdrdrv with a kernel that watches itself: KASAN, lockdep, every allocation failing once (VMKERNEL=debug)
 
 # shellcheck source=tests/vm/suites/kmod.sh
 . "${VM_REPOSITORY:?}/tests/vm/suites/kmod.sh"
+
+# Both make a boot last minutes on a machine that does other things too.
+export VMAPPEND=${VMAPPEND:-no_debug_objects kmemleak=off}
 
 host_build() {
     [ "$kernel_name" = debug ] || fail "suite kmod_debug wants VMKERNEL=debug"
@@ -12,10 +15,7 @@ host_build() {
 
 # Those of the calling task that ask for it (fail-nth), whatever they allocate.
 failing_allocations() {
-    local attribute=/sys/kernel/debug
-    echo N >$attribute/failslab/ignore-gfp-wait
-    echo 0 >$attribute/failslab/verbose
-    echo 0 >$attribute/fail_usercopy/verbose
+    echo N >/sys/kernel/debug/failslab/ignore-gfp-wait
     load gdr_provider
     of gdrdrv::tests::kmod::nth --nocapture
     load gdr_provider use_persistent_mapping=0
@@ -23,23 +23,15 @@ failing_allocations() {
     unload
 }
 
-# What nobody refers to any more. The first scan is of what others left.
-leaks() {
-    echo scan >/sys/kernel/debug/kmemleak
-    sleep 6 # younger objects are not reported
-    echo scan >/sys/kernel/debug/kmemleak
-    ! grep -A20 -E 'gdr_|nvidia_p2p|provider' /sys/kernel/debug/kmemleak
-}
-
 guest_run() {
     export VM_STEP_TIMEOUT=900
-    grep -q . /proc/lockdep_stats
+    # A failure that was asked for is not told with a trace.
+    echo 0 | tee /sys/kernel/debug/{failslab,fail_usercopy,fail_page_alloc}/verbose
     vm_step "persistent pins" raw_tests gdrdrv::tests::kmod gdr_provider
     vm_step "volatile pins" raw_tests gdrdrv::tests::kmod gdr_provider use_persistent_mapping=0
     vm_step "the crate" crate_tests
     vm_step "every allocation fails once" failing_allocations
     vm_step "loading and unloading" life
     vm_step "a fuzzer" fuzz 60
-    vm_step "no leak" leaks
     vm_step "lockdep is still on" grep -qE 'debug_locks: +1' /proc/lockdep_stats
 }

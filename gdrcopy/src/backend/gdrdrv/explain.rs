@@ -208,7 +208,7 @@ fn general(errno: Option<i32>) -> &'static str {
         Some(libc::EBUSY) => "the GPU is being reset or is in use: try again",
         Some(libc::ENODEV) => {
             "no NVIDIA driver serves the module (see the kernel log), or the GPU is gone from the bus: see nvidia-smi"
-        },
+        }
         Some(libc::ENOMEM) => "free system memory",
         _ => "this is not expected of gdrdrv: see the kernel log",
     }

@@ -22,6 +22,12 @@ fn fail_nth() -> Option<File> {
     file.ok()
 }
 
+/// From now on the calling thread's place of this number fails; 0 for none. To write that is a place too.
+fn arm(nth: &File, place: usize) {
+    let text = place.to_string();
+    (0..MOST).find(|_| nth.write_all_at(text.as_bytes(), 0).is_ok()).expect("fault injection");
+}
+
 /// Lets each place of a request fail, one after the other, each time with a file of its own.
 fn each_place(name: &str, mut request: impl FnMut(&Raw, &mut Vec<Map>) -> Result<(), i32>) {
     let Some(nth) = fail_nth() else { return };
@@ -29,12 +35,12 @@ fn each_place(name: &str, mut request: impl FnMut(&Raw, &mut Vec<Map>) -> Result
     for place in 1..MOST {
         let raw = Raw::open();
         let mut maps = Vec::with_capacity(2);
-        nth.write_all_at(place.to_string().as_bytes(), 0).unwrap();
+        arm(&nth, place);
         let result = request(&raw, &mut maps);
         let mut left = [0; 16];
         // The reading itself has places; then the request has had its own.
         let over = nth.read_at(&mut left, 0).map_or(true, |_| left[0] != b'0');
-        nth.write_all_at(b"0", 0).unwrap();
+        arm(&nth, 0);
         let failed = matches!(result, Err(libc::ENOMEM | libc::EFAULT));
         assert!(result.is_ok() || failed, "{name}, place {place}: {result:?}");
         drop((maps, raw));
@@ -107,10 +113,10 @@ fn no_failure_in_a_fault_harms() {
     let mut failed = 0;
     for place in 1..30 {
         memory.object.move_to(Backing::Ram).unwrap();
-        nth.write_all_at(place.to_string().as_bytes(), 0).unwrap();
+        arm(&nth, place);
         // SAFETY: the kernel reads the byte, or says that it cannot.
         let written = unsafe { libc::pwrite(sink.as_raw_fd(), map.at(0).cast(), 1, 0) };
-        nth.write_all_at(b"0", 0).unwrap();
+        arm(&nth, 0);
         failed += u32::from(written != 1);
         // Afterwards all is well.
         assert_eq!(map.load(0), 0);
