@@ -96,7 +96,7 @@ enum Bytes {
     Io {
         ptr: NonNull<u8>,
         len: usize,
-        _keeper: Arc<dyn Any + Send + Sync>,
+        keeper: Arc<dyn Any + Send + Sync>,
     },
     /// On a GPU; the buffer where it is ours.
     Gpu {
@@ -140,6 +140,9 @@ unsafe impl Sync for Owner {}
 impl Drop for Owner {
     fn drop(&mut self) {
         let registered = self.registered.take();
+        if let Bytes::Io { keeper, .. } = &self.bytes {
+            return registered.into_iter().for_each(|registered| registered.outlived_by(keeper.clone()));
+        }
         if let Bytes::Mapped { ptr, len } = self.bytes {
             if registered.is_some_and(|registered| registered.keep(ptr, len)) {
                 return;
@@ -275,7 +278,7 @@ impl Memory {
     /// # Safety
     /// The range must be mapped for writing until then.
     pub(crate) unsafe fn io(ptr: NonNull<u8>, len: usize, keeper: Arc<dyn Any + Send + Sync>) -> Self {
-        let owner = Owner::new(Bytes::Io { ptr, len, _keeper: keeper });
+        let owner = Owner::new(Bytes::Io { ptr, len, keeper });
         Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Mapped(MappingType::WriteCombining), owner }
     }
 

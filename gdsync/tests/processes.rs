@@ -128,6 +128,10 @@ fn retry_exceeded(side: &Side) {
 
 #[test]
 fn a_killed_peer_releases_the_survivor() {
+    if is_device_named() {
+        println!("skipped: a device says nothing of a peer that is gone while nothing is under way to it");
+        return;
+    }
     for round in 0..20 {
         let side = side();
         let (mut peer, _) = Peer::start("child", "forever", &side);

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::vma::Vma;
-use super::{Device, DeviceEnd, FileId, FreeWatcher, Machine, Object};
+use super::{Device, DeviceEnd, FileId, FreeWatcher, Machine, Object, real};
 use crate::backend::gdrdrv::abi::{
     self, GPU_PAGE, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PinBuffer, PinBufferV2,
     ReqMappingType, Request, UnpinBuffer,
@@ -116,11 +116,17 @@ impl Gdrdrv {
 
     /// The pins of all open files.
     pub fn live_pins(&self) -> usize {
+        if real::is_wanted() {
+            return real::counter("pins");
+        }
         self.files().values().map(|file| file.pins.len()).sum()
     }
 
     /// The files that are open.
     pub fn open_files(&self) -> usize {
+        if real::is_wanted() {
+            return real::counter("open_files");
+        }
         self.files().len()
     }
 
@@ -346,6 +352,9 @@ impl Gdrdrv {
 
 impl Device for Gdrdrv {
     fn open(&self) -> io::Result<OwnedFd> {
+        if real::is_wanted() {
+            return real::open();
+        }
         let (fd, end) = DeviceEnd::open()?;
         let file = OpenFile { end, opener: std::process::id(), next_handle: 0, pins: BTreeMap::new() };
         self.files().insert(file.end.id(), file);
@@ -354,6 +363,17 @@ impl Device for Gdrdrv {
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
         self.requests.fetch_add(1, Ordering::Relaxed);
+        if real::is_wanted() {
+            if !self.knows(request) {
+                return Err(errno(libc::ENOTTY));
+            }
+            real::faults_of(request).iter().try_for_each(|operation| self.fault(operation))?;
+            // SAFETY: the caller vouches for `arg`.
+            unsafe { real::ioctl(fd, request, arg) }?;
+            // SAFETY: as above.
+            unsafe { real::disguise(&self.module, request, arg) };
+            return Ok(());
+        }
         if request >> 8 & 0xff != 0xDA {
             return Err(errno(libc::EINVAL));
         }
@@ -373,6 +393,10 @@ impl Device for Gdrdrv {
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>> {
         self.fault("mmap")?;
+        if real::is_wanted() {
+            // SAFETY: the caller vouches for `at`.
+            return unsafe { real::mmap(fd, len, offset, at) };
+        }
         let (id, handle) = (FileId::of(fd)?, offset / host_page() as u64);
         self.file(fd, |_| Ok(()))?;
         let mut files = self.files();

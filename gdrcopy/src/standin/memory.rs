@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::{Arc, Weak};
 
+use super::{provider, real};
 use crate::cuda::MemoryKind;
 use crate::memory_file::memory_file;
 
@@ -21,6 +22,14 @@ pub const CLIENT: u32 = 0xc1d0_0001;
 /// The resource manager's handles of memory objects count from here.
 const FIRST_OBJECT: u32 = 0x5c00_0001;
 
+/// Where the bytes of an object are.
+#[derive(Debug)]
+enum Bytes {
+    File(File),
+    /// See [`real`].
+    Provider(provider::Object),
+}
+
 /// Physical memory of one GPU, alive while somebody holds it.
 #[derive(Debug)]
 pub struct Object {
@@ -28,7 +37,7 @@ pub struct Object {
     pub gpu: i32,
     /// Bytes.
     pub size: usize,
-    file: File,
+    bytes: Bytes,
     /// The inode, by which descriptors of this memory are known.
     inode: u64,
 }
@@ -36,30 +45,45 @@ pub struct Object {
 impl Object {
     /// Zeroed memory on a GPU.
     pub fn new(gpu: i32, size: usize) -> io::Result<Arc<Self>> {
-        let file = memory_file(c"gpu-memory", size as u64)?;
-        let inode = file.metadata()?.ino();
-        Ok(Arc::new(Self { gpu, size, file, inode }))
+        let bytes = if real::is_wanted() {
+            Bytes::Provider(real::memory(size)?)
+        } else {
+            Bytes::File(memory_file(c"gpu-memory", size as u64)?)
+        };
+        let mut object = Self { gpu, size, bytes, inode: 0 };
+        object.inode = object.file().metadata()?.ino();
+        Ok(Arc::new(object))
+    }
+
+    fn file(&self) -> &File {
+        match &self.bytes {
+            Bytes::File(file) => file,
+            Bytes::Provider(object) => object.file(),
+        }
     }
 
     /// The file to map.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        self.file().as_fd()
     }
 
     /// Writes bytes, as the GPU would.
     pub fn write(&self, offset: usize, data: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(data, offset as u64)
+        self.file().write_all_at(data, offset as u64)
     }
 
     /// Reads bytes, as the GPU would.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(out, offset as u64)
+        self.file().read_exact_at(out, offset as u64)
     }
 
     /// A dma-buf of the memory from `offset` on: a descriptor that stands at this position, see
     /// [`dma_buf_offset`].
     pub fn dma_buf(&self, offset: u64) -> io::Result<OwnedFd> {
-        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        if let Bytes::Provider(object) = &self.bytes {
+            return object.export(offset, self.size as u64 - offset, false);
+        }
+        let path = format!("/proc/self/fd/{}", self.file().as_raw_fd());
         // Opened anew, because a duplicate would share its position.
         let mut file = File::options().read(true).write(true).open(path)?;
         file.seek(SeekFrom::Start(offset))?;
@@ -118,6 +142,7 @@ impl Memory {
         let (ranges, open_blocks, objects, watchers) = Default::default();
         // Where the driver puts its allocations on x86.
         let next_va = 0x7f40_0000_0000;
+        let next_va = if real::is_wanted() { real::addresses(next_va >> 8) } else { next_va };
         Self { gpus, ranges, open_blocks, objects, next_object: FIRST_OBJECT, next_va, next_id: 1, watchers }
     }
 
@@ -165,8 +190,20 @@ impl Memory {
         self.next_id += 1;
         self.object_handle(&object);
         let exportable = kind == MemoryKind::Vmm;
-        self.ranges.insert(base, VaRange { base, len, object, offset, kind, exportable, buffer_id });
+        let range = VaRange { base, len, object, offset, kind, exportable, buffer_id };
+        if let Some((memory, (va, offset, len))) = self.shown_by(&range) {
+            memory.show(va, offset, len).expect("free addresses");
+        }
+        self.ranges.insert(base, range);
         base
+    }
+
+    /// The chunks of the made-up GPU that this allocation alone shows, where memory is of that kind.
+    fn shown_by<'a>(&self, range: &'a VaRange) -> Option<(&'a provider::Object, (u64, u64, u64))> {
+        let Bytes::Provider(memory) = &range.object.bytes else { return None };
+        let chunks = real::chunks(range);
+        let shared = self.ranges.values().any(|other| real::chunks(other).0 == chunks.0);
+        (!shared).then_some((memory, chunks))
     }
 
     /// Makes VMM memory exportable, as it is at first, or not.
@@ -218,6 +255,9 @@ impl Memory {
     /// Takes an allocation away; its object lives on while somebody else holds it.
     pub fn free(&mut self, base: u64) -> Option<VaRange> {
         let range = self.ranges.remove(&base)?;
+        if let Some((memory, (va, ..))) = self.shown_by(&range) {
+            memory.hide(va).expect("addresses that were shown");
+        }
         if !self.ranges.values().any(|other| Arc::ptr_eq(&other.object, &range.object)) {
             self.watchers.iter().filter_map(Weak::upgrade).for_each(|watcher| watcher.freed(&range.object));
         }

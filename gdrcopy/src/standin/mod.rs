@@ -8,6 +8,8 @@ pub mod driver;
 mod gdrdrv;
 mod kernel;
 mod memory;
+pub mod provider;
+pub(crate) mod real;
 mod rm;
 mod uninitialised;
 mod vma;

@@ -3,12 +3,14 @@
 //! CUDA registers pages, and each page once; memory of the application begins and ends anywhere, so that several may share
 //! a page. They share its registration then, which is given back when the last of them is gone.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
@@ -23,6 +25,8 @@ const PORTABLE_MAPPED: u32 = 3;
 /// `CU_MEMHOSTREGISTER_IOMEMORY`: the registers of a device, which has no pages of memory.
 const IO_MEMORY: u32 = 4;
 const PAGE: usize = 4096;
+/// How long CUDA may take to forget registers of a device. Streams that wait hold it up.
+const FORGET: Duration = Duration::from_secs(600);
 /// What needs a permission.
 const DOORBELLS: &str = "letting the GPU ring the card's doorbells, for which the NVIDIA driver asks for root or for its option \
                          NVreg_RegistryDwords=\"PeerMappingOverride=1;\" (in /etc/modprobe.d, then reload it); \
@@ -106,6 +110,22 @@ impl Registered {
     /// What the application has registered or pinned itself.
     pub(crate) fn of_application(addr: u64) -> Self {
         Self { addr, ours: Vec::new() }
+    }
+
+    /// Gives the registration back, and keeps what the bytes are mapped by until CUDA has forgotten them.
+    pub(crate) fn outlived_by(self, keeper: Arc<dyn Any + Send + Sync>) {
+        let gpu = self.ours.first().map(|ours| ours.gpu.clone());
+        drop(self);
+        let Some(gpu) = gpu else { return };
+        let wait = move || {
+            if gpu.reclaim(FORGET).is_err() {
+                tracing::debug!("a device stays open: CUDA has not let its registers go");
+                std::mem::forget(keeper);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(wait) {
+            tracing::debug!(%error, "a device may be closed while CUDA knows its registers");
+        }
     }
 
     pub(crate) fn addr(&self) -> u64 {

@@ -1,25 +1,22 @@
 //! The doorbell registers of a card: one for each queue pair, written by whoever triggers its sends.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_attr};
 
 use super::devx::Uar;
-use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
 use crate::rdma::Open;
 use crate::rdma::explain::{Call, failed_last};
 
 const PAGE: usize = 4096;
-/// How long CUDA may take to forget a page of registers. Streams that wait hold it up.
-const FORGET: Duration = Duration::from_secs(600);
 
 /// A thread domain: a register that libmlx5 gives to nobody else.
 pub(super) struct Lane {
@@ -59,36 +56,6 @@ pub(super) struct Registers {
 impl fmt::Debug for Registers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} pages of registers of {:?}", self.pages.lock().len(), self.open)
-    }
-}
-
-/// Keeps a page of registers mapped, until CUDA has forgotten it if it ever knew it.
-struct Mapped {
-    open: Arc<Open>,
-    /// Whose page it is, where DevX gave it.
-    uar: Option<Arc<Uar>>,
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        let gpus = Gpu::opened();
-        if gpus.is_empty() {
-            return;
-        }
-        // The page's registration was given up just before, and is taken back when no stream waits.
-        let (open, uar) = (self.open.clone(), self.uar.take());
-        let close = move || {
-            if !gpus.iter().all(|gpu| gpu.reclaim(FORGET).is_ok()) {
-                tracing::debug!(
-                    device = open.name(),
-                    "a device stays open: CUDA has not let its registers go"
-                );
-                std::mem::forget((open, uar));
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(close) {
-            tracing::debug!(%error, "a device may be closed while CUDA knows its registers");
-        }
     }
 }
 
@@ -140,9 +107,12 @@ impl Registers {
         let mut pages = self.pages.lock();
         let page = pages.entry(addr - offset).or_insert_with(|| {
             let ptr = NonNull::new(at.wrapping_byte_sub(offset).cast()).expect("it is not the first page");
-            let mapped = Mapped { open: self.open.clone(), uar: uar.cloned() };
+            let keeper: Arc<dyn Any + Send + Sync> = match uar {
+                Some(uar) => uar.clone(),
+                None => self.open.clone(),
+            };
             // SAFETY: libmlx5 maps whole pages of registers, until the device is closed, or the page of DevX freed.
-            unsafe { Memory::io(ptr, PAGE, Arc::new(mapped)) }
+            unsafe { Memory::io(ptr, PAGE, keeper) }
         });
         page.word64(offset)
     }

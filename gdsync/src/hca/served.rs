@@ -216,8 +216,9 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
     /// Runs a step on the calling thread if it may find something to do, as far as can be seen without the lock.
     fn lend_a_step(&self) -> bool {
         self.lend();
-        let has_work =
-            self.duties().busy.load(Ordering::Relaxed) || self.has_arrivals() || self.rung().looks_noted();
+        let has_work = self.duties().busy.load(Ordering::Relaxed)
+            || self.may_have_arrivals()
+            || self.rung().looks_noted();
         has_work && self.try_step().unwrap_or(false)
     }
 }

@@ -1,7 +1,7 @@
 //! A device that takes less than the rings hold: one that `GDSYNC_TEST_DEVICE` names, and of which little is asked.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::device::Most;
 use super::provider::Proxy;
@@ -72,4 +72,25 @@ fn inline_data_that_the_device_does_not_take_is_read_from_the_ring() {
         qp.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
         assert_eq!(mr.memory().to_vec()[..data.len()], data);
     }
+}
+
+/// A thread that polls takes what the device has completed; it does not wait for the proxy's own thread.
+#[test]
+fn who_polls_runs_the_proxy() {
+    let Some((qp, mr)) = itself(Most::ALL) else { return };
+    let sges = [mr.sge(0, 8).unwrap()];
+    let mut helped = 0;
+    for _ in 0..100 {
+        qp.post_send(&[SendWr::write(mr.remote(8).unwrap(), &sges)]).unwrap();
+        let end = Instant::now() + PATIENCE;
+        loop {
+            helped += u32::from(qp.core().provider.progress());
+            if let Some(wc) = qp.poll_send() {
+                wc.ok().unwrap();
+                break;
+            }
+            assert!(Instant::now() < end, "no completion");
+        }
+    }
+    assert!(helped > 0, "only the proxy's own thread took completions");
 }

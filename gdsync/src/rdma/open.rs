@@ -8,7 +8,7 @@ use rdma_core_sys::verbs::{ibv_context, ibv_device_attr};
 use rdma_core_sys::{Mlx5, Verbs};
 
 use super::config::DeviceConfig;
-use super::list::{Handle, List};
+use super::list::{Handle, IWARP, List};
 use super::port::{GidEntry, GidKind, LinkLayer, Port};
 use crate::error::{Error, Result};
 use crate::verbs::QpAddress;
@@ -44,9 +44,7 @@ impl Open {
         };
         let unusable = |why: String| Error::Device { device: name.to_owned(), why };
         if listed.is_iwarp() {
-            let why =
-                "it speaks iWARP, whose connections only librdmacm makes: use an InfiniBand or RoCE device";
-            return Err(unusable(why.into()));
+            return Err(unusable(IWARP.into()));
         }
         let handle = listed.open()?;
         let attr = handle.attr()?;

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::list::IWARP;
 use super::port::Port;
 use super::sysfs::Class;
 use super::topology::{Distance, Place};
@@ -61,8 +62,7 @@ impl Survey {
     /// Why no queue pair can be made on it, if so.
     pub(crate) fn refusal(&self) -> Option<String> {
         if self.is_iwarp {
-            let why = "it speaks iWARP, whose connections only librdmacm makes: use an InfiniBand or RoCE device, or soft0";
-            return Some(why.into());
+            return Some(IWARP.into());
         }
         let mut refusals = self.ports.iter().map(Port::refusal);
         let first = refusals.next().unwrap_or_else(|| Some("it has no port".into()))?;

@@ -250,7 +250,7 @@ impl Context {
         self.provider.inject(plan)
     }
 
-    /// What the software HCA has counted.
+    /// What the software HCA has counted; on the CPU proxy doorbells, WQEs and violations, on a card nothing.
     pub fn stats(&self) -> HcaStats {
         self.provider.stats()
     }

@@ -4,6 +4,8 @@ use std::ffi::c_char;
 
 use parking_lot::Mutex;
 
+use crate::hca::Hca;
+
 /// More than this many are not kept.
 const KEPT: usize = 100;
 
@@ -19,14 +21,17 @@ pub(crate) fn complain(what: impl Into<String>) {
     }
 }
 
-/// Copies all complaints so far, one a line, and a terminating zero to `text`, as far as its `len` bytes reach. Returns the
+/// Copies all complaints so far, one a line, and the last one of the HCA itself, and a terminating zero to `text`, as far as its `len` bytes reach. Returns the
 /// bytes of all, without the zero; 0 where nothing was wrong.
 ///
 /// # Safety
 /// `text` must be writable for `len` bytes, or null for none.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn gdsync_standin_complaints(text: *mut c_char, len: usize) -> usize {
-    let all = COMPLAINTS.lock().join("\n");
+    let mut all = COMPLAINTS.lock().clone();
+    // The HCA has its own.
+    all.extend(Hca::started().and_then(|hca| hca.card.stats().last_violation).map(str::to_owned));
+    let all = all.join("\n");
     if text.is_null() || len == 0 {
         return all.len();
     }

@@ -17,13 +17,19 @@ pub(crate) struct Hca {
     pub(crate) roster: Arc<Roster>,
 }
 
+static HCA: OnceLock<Option<Hca>> = OnceLock::new();
+
 impl Hca {
+    /// The card, if it has been started.
+    pub(crate) fn started() -> Option<&'static Self> {
+        HCA.get()?.as_ref()
+    }
+
     /// Started by the first call.
     ///
     /// # Errors
     /// `ENODEV`.
     pub(crate) fn get() -> Result<&'static Self, c_int> {
-        static HCA: OnceLock<Option<Hca>> = OnceLock::new();
         let started = HCA.get_or_init(|| {
             let roster = Arc::new(Roster::default());
             let config = SoftHcaConfig::from_env().map(|config| SoftHcaConfig { strict: true, ..config });

@@ -7,7 +7,6 @@ use std::ptr;
 
 use gdsync::hca::CardQp;
 use gdsync::memory::Memory;
-use gdsync::mlx5::EMPTY;
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
     MLX5DV_RES_TYPE_DBR, MLX5DV_RES_TYPE_QP, mlx5dv_qp, mlx5dv_qp_bf, mlx5dv_qp_comp_mask,
@@ -84,11 +83,13 @@ impl Qp {
         self.record.memory(0, 8)
     }
 
-    /// Writes a doorbell, unless there is none, and has the HCA look.
-    pub(crate) fn ring(&self, doorbell: u64) {
-        if doorbell != EMPTY {
-            self.register.word().store(doorbell);
-        }
+    /// Writes a doorbell.
+    pub(crate) fn write_doorbell(&self, doorbell: u64) {
+        self.register.word().store(doorbell);
+    }
+
+    /// Has the HCA look at the queue pair. Without locks: what it finds may be an event of this or another one.
+    pub(crate) fn have_looked(&self) {
         self.hca.card.ring(self.qpn);
     }
 

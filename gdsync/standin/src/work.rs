@@ -153,7 +153,7 @@ impl Qp {
         work.sends.push_back(Sent { index, blocks: taken, wr_id, signaled });
         let word = record.atomic32(mlx5::QP_DBREC_SEND).map_err(|_| libc::EFAULT)?;
         word.store(mlx5::send_record(work.head), Ordering::Release);
-        self.ring(mlx5::doorbell_word(wqe.first8()));
+        self.write_doorbell(mlx5::doorbell_word(wqe.first8()));
         Ok(())
     }
 
@@ -210,6 +210,7 @@ pub(crate) unsafe extern "C" fn post_send(
             wr = request.next;
         }
     }
+    qp.have_looked();
     refuse(posted, wr, bad)
 }
 
@@ -231,7 +232,7 @@ pub(crate) unsafe extern "C" fn post_recv(
         }
     }
     // What was written in ERR is flushed when the HCA looks.
-    qp.ring(mlx5::EMPTY);
+    qp.have_looked();
     refuse(posted, wr, bad)
 }
 

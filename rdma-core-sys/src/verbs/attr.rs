@@ -143,7 +143,7 @@ records! {
         compare_swap: ibv_pci_atomic_op_size,
     }
 
-    /// `struct ibv_device_attr_ex`: the library writes no more than the size that [`ibv_query_device_ex`] passes.
+    /// `struct ibv_device_attr_ex`: the library writes no more than the size that [`Verbs::query_device_ex`] passes.
     struct ibv_device_attr_ex grows {
         orig_attr: ibv_device_attr,
         comp_mask: u32,

@@ -50,13 +50,31 @@ vm_built() {
         { echo "host_build has not built $1" >&2 && return 1; }
 }
 
-# vm_tests [ARGUMENT...]: a step for each test program that host_build made by vm_cargo test.
+# vm_test NAME [ARGUMENT...]: a step for a test program that host_build made. What it skips fails: here is all it could ask for.
+vm_test() {
+    local name=$1 folder program found=0 device=${GDSYNC_TEST_DEVICE:-${GDSYNC_DEVICE:-}}
+    shift
+    while IFS=$'\t' read -r folder program; do
+        found=1
+        vm_step "$name${device:+ on $device}" vm_without_skips "$folder" "$program" --nocapture "$@"
+    done < <(awk -F '\t' -v name="$name" '$1 == name && $4 == "test" { print $2 "\t" $3 }' "$VM_OUT/built")
+    ((found)) || vm_step "$name, which host_build has not built" false
+}
+
+vm_without_skips() {
+    local folder=$1
+    shift
+    cd "$folder" || return
+    "$@" 2>&1 | tee /tmp/vm-test-output
+    ! grep -a '^skipped' /tmp/vm-test-output
+}
+
+# vm_tests [ARGUMENT...]: vm_test for all of them.
 vm_tests() {
-    local name folder program
-    while IFS=$'\t' read -r name folder program; do
-        cd "$folder" || return
-        vm_step "$name" "$program" "$@"
-    done < <(awk -F '\t' '$4 == "test"' "$VM_OUT/built" | cut -f 1-3)
+    local name
+    while read -r name; do
+        vm_test "$name" "$@"
+    done < <(awk -F '\t' '$4 == "test" { print $1 }' "$VM_OUT/built" | sort -u)
 }
 
 vm_suite() {

@@ -96,6 +96,7 @@ set_up() {
 }
 
 fill_cache() {
+    [ "$(uname -sm)" = "Linux x86_64" ] || cannot "the guest runs this machine's programs, and is x86-64 Linux"
     need qemu-system-x86_64:qemu-system-x86 modprobe:kmod cpio:cpio xz:xz-utils zstd:zstd rdma:iproute2 \
         :ibverbs-providers ibv_devinfo:ibverbs-utils rping:rdmacm-utils
     if [ ! -x "$cache/bin/busybox" ]; then
@@ -128,7 +129,7 @@ stock_kernel() {
         image=$(resolve "$meta")
     fi
     if [ -z "$image" ]; then
-        can_install && fail "apt knows no $meta"
+        can_install && grep -qx ID=debian /etc/os-release && fail "apt knows no $meta"
         cannot "apt knows no $meta: not Debian, or as root: apt-get update"
     fi
     name=${image#linux-image-}

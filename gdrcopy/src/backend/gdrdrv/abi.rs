@@ -17,6 +17,10 @@ pub(crate) const LIBRARY: u32 = version(2, 6);
 pub(crate) const ATTR_PERSISTENT: u32 = 1;
 /// `GDRDRV_ATTR_SUPPORT_PIN_FLAG_FORCE_PCIE`.
 pub(crate) const ATTR_FORCE_PCIE: u32 = 2;
+/// Bits of what our module can do beyond NVIDIA's, which knows no such attribute.
+pub(crate) const ATTR_EXTENSIONS: u32 = 0x1000;
+/// [`PinDmaBuf`] works on this machine.
+pub(crate) const EXTENSION_DMABUF: u32 = 1;
 /// `GDR_MR_NONE`: not mapped, or no type asked for.
 pub(crate) const TYPE_NONE: u32 = 0;
 
@@ -95,6 +99,10 @@ requests! {
     /// Chooses the type of the next mapping. Driver 2.5.
     ReqMappingType, "REQ_MAPPING_TYPE", code(8, POINTER), { handle: u64, mapping_type: u32, pad: u32 }
 
+    /// Pins whole host pages of a dma-buf: our module alone, `kmod/src/gdrdrv_abi.h`.
+    PinDmaBuf, "PIN_DMABUF", code(0xC0, size_of::<PinDmaBuf>()),
+    { fd: i32, flags: u32, offset: u64, size: u64, handle: u64 }
+
     /// Version of the driver and of the oldest library that it accepts.
     GetVersion, "GET_VERSION", code(255, POINTER), { driver: u32, minimum_library: u32 }
 }
@@ -117,6 +125,7 @@ mod tests {
             (GetAttr::CODE, size_of::<GetAttr>(), 0xC008_DA06, 8),
             (PinBufferV2::CODE, size_of::<PinBufferV2>(), 0xC020_DA07, 32),
             (ReqMappingType::CODE, size_of::<ReqMappingType>(), 0xC008_DA08, 16),
+            (PinDmaBuf::CODE, size_of::<PinDmaBuf>(), 0xC020_DAC0, 32),
             (GetVersion::CODE, size_of::<GetVersion>(), 0xC008_DAFF, 8),
         ];
         for (code, size, header_code, header_size) in requests {

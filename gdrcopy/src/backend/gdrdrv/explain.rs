@@ -206,7 +206,9 @@ fn general(errno: Option<i32>) -> &'static str {
             "the GPU or the device file is in an error state: see the kernel log, then open again"
         }
         Some(libc::EBUSY) => "the GPU is being reset or is in use: try again",
-        Some(libc::ENODEV) => "the GPU is gone from the bus or not initialised: see nvidia-smi",
+        Some(libc::ENODEV) => {
+            "no NVIDIA driver serves the module (see the kernel log), or the GPU is gone from the bus: see nvidia-smi"
+        }
         Some(libc::ENOMEM) => "free system memory",
         _ => "this is not expected of gdrdrv: see the kernel log",
     }

@@ -1,6 +1,7 @@
 //! The kernel module `gdrdrv`, NVIDIA's or one with its interface.
 
 pub(crate) mod abi;
+mod dma_buf;
 mod explain;
 mod node;
 mod pin;
@@ -15,6 +16,7 @@ use crate::cuda::AllocKind;
 use crate::error::{Error, Result};
 use crate::system::System;
 use abi::{GPU_PAGE, PinBuffer, PinBufferV2};
+use dma_buf::is_the_other_way;
 use explain::RefusedPin;
 use node::{Node, is_unknown};
 use pin::Pin;
@@ -29,6 +31,8 @@ pub(crate) struct Gdrdrv {
     version: (u16, u16),
     persistent: bool,
     force_pcie: bool,
+    /// The module is ours and can pin dma-bufs on this machine.
+    dma_bufs: bool,
 }
 
 impl Gdrdrv {
@@ -49,7 +53,9 @@ impl Gdrdrv {
             );
         }
         let force_pcie = node.attribute(abi::ATTR_FORCE_PCIE)?.is_some_and(|value| value != 0);
-        Ok(Self { node: Arc::new(node), system: system.clone(), version, persistent, force_pcie })
+        let dma_bufs =
+            node.attribute(abi::ATTR_EXTENSIONS)?.is_some_and(|bits| bits & abi::EXTENSION_DMABUF != 0);
+        Ok(Self { node: Arc::new(node), system: system.clone(), version, persistent, force_pcie, dma_bufs })
     }
 
     /// The newer request first; the older one where there is no newer and no flag needs it.
@@ -97,12 +103,20 @@ impl Backend for Gdrdrv {
         };
         // It always pins whole pages.
         let flags = flags - PinFlags::WHOLE_PAGES;
-        let handle = self.handle(start, end - start, flags).map_err(|error| {
-            let force_pcie = self.force_pcie;
-            let cuda = located.as_ref().map(|(cuda, part)| (*cuda, part.memory));
-            RefusedPin { addr, len, flags, force_pcie, cuda }.explain(error)
-        })?;
-        let mut pin = Pin::adopt(&self.node, handle, addr, len)?;
+        let request = RefusedPin {
+            addr,
+            len,
+            flags,
+            force_pcie: self.force_pcie,
+            cuda: located.as_ref().map(|(cuda, part)| (*cuda, part.memory)),
+        };
+        let mut pin = match (self.handle(start, end - start, flags), &located) {
+            (Ok(handle), _) => Pin::adopt(&self.node, handle, addr, len)?,
+            (Err(error), Some((_, part))) if self.dma_bufs && is_the_other_way(&error) => {
+                self.pin_dma_buf(&request, part, error)?
+            }
+            (Err(error), _) => return Err(request.explain(error)),
+        };
         if let Some((cuda, part)) = located {
             // The driver holds the memory from here on; was it still the same?
             if !part.is_live(cuda)? {

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use super::abi::{self, GetCallbackFlag, GetInfo, GetInfoV2, ReqMappingType, Request, UnpinBuffer};
 use super::explain;
 use super::node::{Node, is_unknown};
-use crate::backend::{MappingType, Part, Pinned, host_page, inside};
+use crate::backend::{MappingType, Part, Pinned, host_page, inside, proof};
 use crate::cpu_range::CpuRange;
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 
 /// A pin of this process.
@@ -18,6 +19,8 @@ pub(super) struct Pin {
     va: u64,
     len: usize,
     page_size: u32,
+    /// With which mappings of a dma-buf are compared: that its pages are where the module takes them to be.
+    proof: Option<Arc<dyn Cuda>>,
     /// What CUDA showed before and after the driver pinned.
     pub(super) located: Option<Part>,
     released: bool,
@@ -37,7 +40,8 @@ impl Pin {
     /// Takes over a handle and makes sure that it holds the `len` bytes at `addr`.
     pub(super) fn adopt(node: &Arc<Node>, handle: u64, addr: u64, len: usize) -> Result<Self> {
         let node = node.clone();
-        let mut pin = Self { node, handle, va: addr, len, page_size: 0, located: None, released: false };
+        let mut pin =
+            Self { node, handle, va: addr, len, page_size: 0, proof: None, located: None, released: false };
         let info = pin.info().map_err(|e| explain::call(GetInfo::NAME, e))?;
         let end = addr.checked_sub(info.va).and_then(|offset| offset.checked_add(len as u64));
         if end.is_none_or(|end| end > info.len) {
@@ -52,6 +56,43 @@ impl Pin {
             usize::try_from(info.len).map_err(|_| Error::invalid("length", info.len, "an address range"))?;
         pin.page_size = info.page_size;
         Ok(pin)
+    }
+
+    /// Takes over the handle of a dma-buf that holds whole host pages from `va` on.
+    pub(super) fn of_dma_buf(
+        node: &Arc<Node>,
+        handle: u64,
+        va: u64,
+        len: usize,
+        cuda: Arc<dyn Cuda>,
+    ) -> Self {
+        let page_size = u32::try_from(host_page()).expect("pages are small");
+        Self {
+            node: node.clone(),
+            handle,
+            va,
+            len,
+            page_size,
+            proof: Some(cuda),
+            located: None,
+            released: false,
+        }
+    }
+
+    /// Looks at both ends of what a mapping shows of the GPU memory.
+    fn prove(&self, range: &CpuRange) -> Result<()> {
+        let (Some(cuda), Some(part)) = (&self.proof, &self.located) else { return Ok(()) };
+        let shown = part.bytes()?;
+        let (from, to) = (shown.start.max(self.va), shown.end.min(self.va + range.len() as u64));
+        if from >= to {
+            return Ok(());
+        }
+        // Freed memory has nothing to be compared with any more.
+        if !part.is_live(&**cuda)? {
+            return Err(Error::Invalidated);
+        }
+        let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::invalid("length", bytes, "a size"));
+        proof::compare(&**cuda, part.memory.device, self.va, range, size(from - self.va)?, size(to - from)?)
     }
 
     fn info(&self) -> io::Result<Info> {
@@ -143,7 +184,7 @@ impl Pinned for Pin {
         let info = info.map_err(|error| explain::call(GetInfo::NAME, error))?;
         match (kind, request) {
             (Some(kind), Some(wish)) if kind != wish => Err(explain::mapping_type(wish)),
-            (Some(_), _) => Ok(range),
+            (Some(_), _) => self.prove(&range).map(|()| range),
             (None, _) => Err(Error::ProofFailed {
                 addr: self.va,
                 found: match info.mapping_type {

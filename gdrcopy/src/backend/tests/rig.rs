@@ -50,10 +50,13 @@ impl Rig {
     }
 }
 
-/// Every backend of this folder, each on a machine of its own.
+/// Every backend of this folder, each on a machine of its own; on a real module that backend alone.
 pub(crate) fn each(mut test: impl FnMut(&Rig, Box<dyn Backend>)) {
     let rig = Rig::new(Module::default());
     test(&rig, Box::new(Gdrdrv::open(&rig.system, false).unwrap()));
+    if crate::standin::real::is_wanted() {
+        return;
+    }
     let rig = Rig::new(Module::default());
     test(&rig, Box::new(DmaBuf::open(&rig.system).unwrap()));
     let rig = Rig::new(Module::default());

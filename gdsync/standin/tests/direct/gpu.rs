@@ -15,8 +15,28 @@ const NOT_PERMITTED: u32 = 800;
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 const DMA_BUF_SUPPORTED: u32 = 124;
 
-fn gpu() -> Gpu {
-    Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap()
+/// A simulated GPU for one test: the driver has forgotten all it knew when the next begins.
+struct Bench {
+    gpu: Gpu,
+    control: Control,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.control.mend("cuMemHostRegister");
+        let done = self.gpu.reclaim(PATIENCE);
+        assert!(done.is_ok() || std::thread::panicking(), "{done:?}");
+    }
+}
+
+fn bench() -> Bench {
+    bench_with(|_| {})
+}
+
+fn bench_with(settings: impl FnOnce(&Control)) -> Bench {
+    let control = Control::take();
+    settings(&control);
+    Bench { gpu: Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap(), control }
 }
 
 fn open(gpu: Option<&Gpu>) -> gdsync::Result<Context> {
@@ -30,8 +50,8 @@ fn open_by(route: Option<Route>, gpu: Option<&Gpu>) -> gdsync::Result<Context> {
 
 #[test]
 fn a_stream_of_a_gpu_triggers_and_waits() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = bench();
+    let gpu = bench.gpu.clone();
     let side =
         || Side::new(&open(Some(&gpu)).unwrap(), 4096, |q| q.max_send_wr(4).on_gpu(&gpu, OnGpu::empty()));
     let (a, b) = connect(side(), side());
@@ -56,8 +76,8 @@ fn round_trips(gpu: &Gpu, a: &Side, b: &Side) {
 
 #[test]
 fn a_gpu_that_may_not_ring_is_refused_with_the_fix() {
-    let control = Control::take();
-    let gpu = gpu();
+    let bench = bench();
+    let (gpu, control) = (bench.gpu.clone(), &bench.control);
     control.fail("cuMemHostRegister", NOT_PERMITTED);
     let refused = |error: Error| {
         let text = error.to_string();
@@ -85,10 +105,13 @@ fn a_gpu_that_may_not_ring_is_refused_with_the_fix() {
 /// Where nothing else was asked for, a thread rings in place of the GPU, and the reason is kept.
 #[test]
 fn a_gpu_that_may_not_ring_is_helped_by_the_proxy() {
-    let control = Control::take();
-    let gpu = gpu();
+    let bench = bench();
+    let (gpu, control) = (bench.gpu.clone(), &bench.control);
     let allowed = open_by(None, Some(&gpu)).unwrap();
     assert_eq!((allowed.description(), allowed.not_direct()), ("mlx5 card mlx5_standin", None));
+    drop(allowed);
+    // The stand-in uses its pages again at once, of which CUDA must not know any more.
+    gpu.reclaim(PATIENCE).unwrap();
     control.fail("cuMemHostRegister", NOT_PERMITTED);
     let context = open_by(None, Some(&gpu)).unwrap();
     control.mend("cuMemHostRegister");
@@ -103,8 +126,8 @@ fn a_gpu_that_may_not_ring_is_helped_by_the_proxy() {
 /// From GPU to GPU, from and to any byte: the card takes the memory as a dma-buf of whole pages.
 #[test]
 fn payload_in_gpu_memory_is_sent_from_there() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = bench();
+    let gpu = bench.gpu.clone();
     let context = open(Some(&gpu)).unwrap();
     let (a, b) = connect(Side::new(&context, 64, |q| q), Side::new(&context, 64, |q| q));
     let from = gpu.alloc(100_000).unwrap();
@@ -133,9 +156,8 @@ fn payload_in_gpu_memory_is_sent_from_there() {
 /// No dma-bufs from this GPU, and no peer-memory module on this machine.
 #[test]
 fn gpu_memory_that_cannot_be_registered_names_both_ways() {
-    let control = Control::take();
-    control.attribute(0, DMA_BUF_SUPPORTED, 0);
-    let gpu = gpu();
+    let bench = bench_with(|control| control.attribute(0, DMA_BUF_SUPPORTED, 0));
+    let gpu = bench.gpu.clone();
     let pd = open(Some(&gpu)).unwrap().alloc_pd().unwrap();
     let error = pd.register(&gpu.alloc(4096).unwrap(), Access::LOCAL_WRITE).unwrap_err();
     let text = error.to_string();

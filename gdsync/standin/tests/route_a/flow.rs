@@ -5,7 +5,8 @@ use rdma_core_sys::mlx5::*;
 use rdma_core_sys::verbs::*;
 
 use crate::arena::Conduct;
-use crate::client::{Bed, Buffer, Queue, pair, to};
+use crate::client::{Bed, Buffer, Queue, pair};
+use crate::steps::to;
 
 #[test]
 fn every_operation_arrives() {

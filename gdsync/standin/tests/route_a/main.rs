@@ -6,3 +6,5 @@ mod events;
 mod flow;
 mod misuse;
 mod processes;
+mod steps;
+mod work;

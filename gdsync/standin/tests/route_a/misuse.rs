@@ -1,6 +1,7 @@
 //! What kernel, provider or card would punish is refused.
 
 use std::ffi::c_void;
+use std::time::Instant;
 
 use gdsync::memory::Memory;
 use gdsync::mlx5::{CqeOpcode, Payload, SendOp, Syndrome};
@@ -8,9 +9,8 @@ use rdma_core_sys::mlx5::*;
 use rdma_core_sys::verbs::*;
 
 use crate::arena::Conduct;
-use crate::client::{
-    Bed, Buffer, Queue, Step, all_access, complaints, errno, pair, to, to_init, to_rtr, to_rts,
-};
+use crate::client::{Bed, Buffer, PATIENCE, Queue, complaints, errno, pair};
+use crate::steps::{Step, all_access, to, to_init, to_rtr, to_rts};
 
 #[test]
 fn an_allocator_that_fails_or_cheats_is_found_out() {
@@ -214,6 +214,23 @@ fn memory_that_is_not_registered_is_not_touched() {
     assert_eq!((result, attr.qp_state), (0, ibv_qp_state::IBV_QPS_ERR));
     assert_eq!(init.cap.max_send_wr, 16);
     bed.deregister(buffer.mr);
+    a.destroy(&bed);
+    b.destroy(&bed);
+    bed.close();
+}
+
+#[test]
+fn a_doorbell_before_its_record_is_an_error() {
+    let bed = Bed::new();
+    let (mut a, b) = pair(&bed);
+    let doorbell = a.write(&SendOp::Nop);
+    a.ring(doorbell);
+    let end = Instant::now() + PATIENCE;
+    while !complaints().contains("before its doorbell record") {
+        assert!(Instant::now() < end, "nobody complained");
+        std::thread::yield_now();
+    }
+    assert_eq!(a.send_cq.poll(), None);
     a.destroy(&bed);
     b.destroy(&bed);
     bed.close();

@@ -3,8 +3,6 @@
 
 #![allow(clippy::duplicate_mod, reason = "each file of tests brings what it shares with others")]
 
-use std::env;
-
 #[path = "../../../tests/devices.rs"]
 mod devices;
 #[path = "../../../tests/graphs.rs"]
@@ -15,6 +13,8 @@ mod graphs_model;
 mod processes;
 #[path = "../../../tests/queues.rs"]
 mod queues;
+#[path = "../setup/mod.rs"]
+mod setup;
 #[path = "../../../tests/stream_queues.rs"]
 mod stream_queues;
 #[path = "../../../tests/streams.rs"]
@@ -22,29 +22,16 @@ mod streams;
 #[path = "../../../tests/verbs_device.rs"]
 mod verbs_device;
 
-/// Runs before `main`, while there is one thread: names the libraries, the device and the route.
+/// Runs before `main`.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static NAME_THE_DEVICE: extern "C" fn() = {
-    extern "C" fn name_the_device() {
-        let test = env::current_exe().unwrap_or_default();
-        let mut places = test.ancestors().skip(1).take(2).map(|dir| dir.join("librdma_standin.so"));
-        let Some(library) = places.find(|path| path.exists()) else { return };
-        for (name, value) in [
-            ("GDSYNC_LIBIBVERBS", library.as_os_str()),
-            ("GDSYNC_LIBMLX5", library.as_os_str()),
-            ("GDSYNC_TEST_DEVICE", "mlx5_standin".as_ref()),
-            ("GDSYNC_PATH", "direct".as_ref()),
-        ] {
-            // SAFETY: there is no other thread yet.
-            unsafe { env::set_var(name, value) };
-        }
-    }
-    name_the_device
-};
+static BEFORE_MAIN: extern "C" fn() = before_main;
+
+extern "C" fn before_main() {
+    setup::use_the_stand_in("direct");
+}
 
 #[test]
-fn the_device_is_the_stand_in_and_its_rings_are_read_directly() {
-    let context = gdsync::verbs::Device::find(Some("mlx5_standin")).unwrap().open().unwrap();
-    assert_eq!((context.description(), context.wire()), ("mlx5 card mlx5_standin", "RoCE v2"));
+fn the_rings_are_read_by_the_card() {
+    assert_eq!(setup::used(), ("mlx5 card mlx5_standin".into(), "RoCE v2".into()));
 }

@@ -1,6 +1,7 @@
-//! The backend against every version and mode of the simulated module.
+//! The backend against every version and mode of the simulated module, and our module in a real kernel.
 
 mod errors;
+mod kmod;
 mod open;
 mod requests;
 mod types;
