@@ -21,7 +21,8 @@ pub(super) const NO_DEVX: &str = "queues in GPU memory need DevX: a kernel whose
 pub(super) struct Object {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
-    raw: NonNull<mlx5dv_devx_obj>,
+    /// `None` once it is destroyed.
+    raw: Option<NonNull<mlx5dv_devx_obj>>,
     what: &'static str,
 }
 
@@ -38,11 +39,7 @@ impl fmt::Debug for Object {
 
 impl Drop for Object {
     fn drop(&mut self) {
-        // SAFETY: made here, destroyed once.
-        let errno = unsafe { self.mlx5.mlx5dv_devx_obj_destroy(self.raw.as_ptr()) };
-        if errno != 0 {
-            tracing::error!(object = ?self, errno, "an object of DevX was not destroyed");
-        }
+        self.destroy();
     }
 }
 
@@ -70,17 +67,32 @@ impl Object {
             let errno = last_errno();
             return Err(refused("mlx5dv_devx_obj_create", open, command.opcode, &answer, errno));
         };
-        Ok((Self { open: open.clone(), mlx5, raw, what }, answer))
+        Ok((Self { open: open.clone(), mlx5, raw: Some(raw), what }, answer))
+    }
+
+    /// Destroys it. Returns false where the card still has it.
+    pub(super) fn destroy(&mut self) -> bool {
+        let Some(raw) = self.raw.take() else { return true };
+        // SAFETY: made here, destroyed once.
+        let errno = unsafe { self.mlx5.mlx5dv_devx_obj_destroy(raw.as_ptr()) };
+        if errno != 0 {
+            tracing::error!(object = ?self, errno, "an object of DevX was not destroyed");
+        }
+        errno == 0
+    }
+
+    fn raw(&self) -> *mut mlx5dv_devx_obj {
+        self.raw.map_or(std::ptr::null_mut(), NonNull::as_ptr)
     }
 
     /// Changes it.
     pub(super) fn modify(&self, command: &Command) -> Result<()> {
         let mut answer = vec![0; command.answer];
         let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the object is there, and the buffers are as long as told.
+        // SAFETY: the object is there until it is dropped, and the buffers are as long as told.
         let errno = unsafe {
             self.mlx5.mlx5dv_devx_obj_modify(
-                self.raw.as_ptr(),
+                self.raw(),
                 input.as_ptr().cast(),
                 input.len(),
                 output.as_mut_ptr().cast(),
@@ -94,10 +106,10 @@ impl Object {
     pub(super) fn query(&self, command: &Command) -> Result<Vec<u8>> {
         let mut answer = vec![0; command.answer];
         let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the object is there, and the buffers are as long as told.
+        // SAFETY: the object is there until it is dropped, and the buffers are as long as told.
         let errno = unsafe {
             self.mlx5.mlx5dv_devx_obj_query(
-                self.raw.as_ptr(),
+                self.raw(),
                 input.as_ptr().cast(),
                 input.len(),
                 output.as_mut_ptr().cast(),

@@ -88,7 +88,7 @@ pub(in crate::direct) struct DevxQp {
     state: Mutex<(QpState, u32)>,
     record: Memory,
     // Given up in this order.
-    object: Option<Object>,
+    object: Object,
     _umems: [Umem; 2],
     cqs: [Cq; 2],
     uar: Option<Arc<Uar>>,
@@ -104,9 +104,11 @@ impl fmt::Debug for DevxQp {
 
 impl Drop for DevxQp {
     fn drop(&mut self) {
-        self.object = None;
-        if let Some(uar) = self.uar.take() {
-            self.devx.uars.release(uar);
+        let is_gone = self.object.destroy();
+        match self.uar.take() {
+            Some(uar) if is_gone => self.devx.uars.release(uar),
+            // Its register is not for another one.
+            kept => std::mem::forget(kept),
         }
     }
 }
@@ -149,7 +151,7 @@ impl DevxQp {
             qpn,
             state: Mutex::new((QpState::RESET, psn)),
             record: record.clone(),
-            object: Some(object),
+            object,
             _umems: [rings_umem, record_umem],
             cqs: [cqs.0.clone(), cqs.1.clone()],
             uar: Some(uar),
@@ -189,8 +191,7 @@ impl DevxQp {
             }
         };
         let command = steps::command(self.qpn, (from, to), &raw, given, route.as_ref());
-        let object = self.object.as_ref().expect("only taken when it is dropped");
-        object.modify(&command).map_err(|error| self.explain(object, error))?;
+        self.object.modify(&command).map_err(|error| self.explain(error))?;
         if to == QpState::RESET {
             // The card begins at 0 again.
             self.record.fill(0, self.record.len(), 0)?;
@@ -201,9 +202,9 @@ impl DevxQp {
     }
 
     /// With the state that the card says the queue pair is in.
-    fn explain(&self, object: &Object, error: Error) -> Error {
+    fn explain(&self, error: Error) -> Error {
         let Error::Verbs { call, subject, source, advice } = error else { return error };
-        let state = match object.query(&query_qp(self.qpn)).map(|answer| queried_state(&answer)) {
+        let state = match self.object.query(&query_qp(self.qpn)).map(|answer| queried_state(&answer)) {
             Ok(0) => "RST",
             Ok(1) => "INIT",
             Ok(2) => "RTR",
