@@ -46,7 +46,7 @@ struct Gate {
     opened: Condvar,
 }
 
-/// Returns when nothing is being given back. The caller's stream has shown by now that it is not idle.
+/// Returns when nothing is being given back. The caller's stream shows by now that it is not idle.
 pub(crate) fn pass() {
     // The stream's submission is seen by a reaper that closes the gate later, or the gate is seen to be closed here.
     fence(Ordering::SeqCst);

@@ -30,9 +30,11 @@ pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
     opened.inspect_err(|error| eprintln!("skipped: {error}")).ok()
 }
 
-/// Every way to run a test here.
+/// Every way to run a test here, on a GPU that the tests of a process share and that stays open: to open or close one, CUDA
+/// waits for the streams of all tests.
 pub(crate) fn places() -> impl Iterator<Item = Place> {
-    gpu(0).into_iter().flat_map(|gpu| places_on(&gpu))
+    static SHARED: OnceLock<Option<Gpu>> = OnceLock::new();
+    SHARED.get_or_init(|| gpu(0)).iter().flat_map(places_on)
 }
 
 /// Every way to run a test on a GPU.

@@ -65,6 +65,8 @@ pub(super) struct Shared {
     /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
     pub(super) work: Condvar,
     pub(super) submitted: AtomicU64,
+    /// Something is about to be submitted: the reaper must not begin.
+    about_to_submit: AtomicBool,
     /// Submissions up to here are over, as CUDA says: no mark tells.
     pub(super) ended: AtomicU64,
     error: OnceLock<Error>,
@@ -157,6 +159,7 @@ impl Shared {
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
+            about_to_submit: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             error: OnceLock::new(),
             released: AtomicBool::new(false),
@@ -292,10 +295,14 @@ impl Shared {
         (calls, host_fns): (usize, usize),
         graph: Option<&Arc<Exec>>,
     ) -> Result<u64> {
+        self.about_to_submit.store(true, Ordering::Relaxed);
+        // Before the watchdog sees it: the time at this gate is none of its waits'.
+        pass();
         let mut state = self.lock();
         *done = self.retire(&mut state);
         if self.full(&state, calls, host_fns) {
             state.wanted = (calls, host_fns);
+            self.about_to_submit.store(false, Ordering::Release);
             drop(state);
             // So that the room that comes is seen.
             self.mark_in_turn(turn);
@@ -304,6 +311,7 @@ impl Shared {
         let ops = mem::replace(ops, state.spare.pop().unwrap_or_default());
         let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);
+        self.about_to_submit.store(false, Ordering::Release);
         state.calls += calls;
         state.host_fns += host_fns;
         state.queue.push_back(Submission { seq, ops, calls, host_fns, _graph: graph.cloned() });
@@ -312,7 +320,6 @@ impl Shared {
         if asleep {
             self.work.notify_one();
         }
-        pass();
         Ok(seq)
     }
 
@@ -496,7 +503,9 @@ impl Shared {
 
 impl Activity for Shared {
     fn idle_since(&self) -> Option<u64> {
+        // In this order: what is submitted meanwhile shows in one of the two.
+        let about_to_submit = self.about_to_submit.load(Ordering::Acquire);
         let submitted = self.submitted();
-        (self.completed() >= submitted).then_some(submitted)
+        (!about_to_submit && self.completed() >= submitted).then_some(submitted)
     }
 }
