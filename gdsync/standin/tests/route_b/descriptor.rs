@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use gdrcopy::standin::driver::Control;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::{self, Cqe, CqeOpcode};
@@ -10,7 +9,7 @@ use gdsync::verbs::{DeviceCq, DeviceQp, OnGpu, SendWr};
 use gdsync::{Error, hca};
 
 use crate::common::{PATIENCE, Side, bytes, connect, pattern, until};
-use crate::{gpu, open, pair};
+use crate::{Bench, open, pair};
 
 /// GPU memory, by the GPU's address.
 fn at(gpu: &Gpu, addr: u64, len: usize) -> Memory {
@@ -33,8 +32,8 @@ fn poll(gpu: &Gpu, cq: &DeviceCq, n: u32) -> Cqe {
 
 #[test]
 fn a_kernel_could_post_and_poll() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 4096, |q| q.max_send_wr(4));
     let qp: DeviceQp = a.qp.for_kernels(&gpu).unwrap();
     assert_eq!((qp.qpn, qp.send_cq.cqn), (a.qp.qpn(), a.qp.send_cq().cqn()));
@@ -63,8 +62,8 @@ fn a_kernel_could_post_and_poll() {
 
 #[test]
 fn what_is_not_for_kernels_is_refused() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, _b) = pair(&gpu, OnGpu::all(), 64, |q| q);
     a.qp.post_send(&[SendWr::nop()]).unwrap();
     a.qp.send_cq().wait(PATIENCE).unwrap();

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use gdrcopy::standin::driver::Control;
 use gdsync::Error;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::Batch;
@@ -10,12 +9,12 @@ use gdsync::verbs::{Access, OnGpu, QpAttr, QpState, RecvWr, SendWr};
 
 use crate::common::{PATIENCE, Side, connect, received, reconnect, sent, stream_with};
 use crate::traffic::message;
-use crate::{complaints, gpu, open, pair};
+use crate::{Bench, complaints, open, pair};
 
 #[test]
 fn a_wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q);
     let mut wrong = b.mr.remote(0).unwrap();
     wrong.rkey ^= 1;
@@ -36,8 +35,8 @@ fn a_wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
 
 #[test]
 fn receives_are_flushed_by_err() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q.max_recv_wr(8));
     for wr_id in 0..5 {
         b.qp.post_recv(&[RecvWr { wr_id, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
@@ -54,8 +53,8 @@ fn receives_are_flushed_by_err() {
 
 #[test]
 fn a_peer_without_receives_ends_the_retries() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, _b) = pair(&gpu, OnGpu::all(), 64, |q| q.min_rnr_timer(1).rnr_retry(1).timeout(8).retry_cnt(1));
     a.qp.post_send(&[SendWr::send_inline(&[1; 8])]).unwrap();
     assert_eq!(sent(&a).ok().unwrap_err().syndrome, Syndrome::RNR_RETRY_EXC_ERR);
@@ -63,9 +62,9 @@ fn a_peer_without_receives_ends_the_retries() {
 
 #[test]
 fn a_queue_pair_is_reset_and_used_again() {
-    let _control = Control::take();
+    let bench = Bench::take();
     let known = complaints();
-    let gpu = gpu();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q.max_send_wr(4).max_recv_wr(4));
     for round in 0..10 {
         for i in 0..round % 6 {
@@ -85,8 +84,8 @@ fn a_queue_pair_is_reset_and_used_again() {
 /// A stream gives up waiting, the library completes in place of the card, and the queue pair is reset.
 #[test]
 fn after_a_stream_gave_up_the_completions_stay_in_step() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q.max_send_wr(4).max_recv_wr(4));
     for round in 0..6 {
         let s = stream_with("impatient", Duration::from_millis(20));
@@ -104,8 +103,8 @@ fn after_a_stream_gave_up_the_completions_stay_in_step() {
 /// Steps that repeat a state, with their optional attributes.
 #[test]
 fn rights_and_pauses_are_changed_between_the_steps() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let side = |context| Side::new(context, 64, |q| q.on_gpu(&gpu, OnGpu::all()));
     let context = open(&gpu);
     let a = side(&context);

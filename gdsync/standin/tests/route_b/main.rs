@@ -14,12 +14,12 @@ mod traffic;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::PathBuf;
 
-use gdrcopy::standin::driver;
+use gdrcopy::standin::driver::{self, Control};
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Context, Device, OnGpu, QpBuilder};
 
-use crate::common::{Side, connect};
+use crate::common::{PATIENCE, Side, connect};
 
 /// The device of the stand-in.
 const CARD: &str = "mlx5_standin";
@@ -100,6 +100,26 @@ fn set_level(level: u32) {
     // SAFETY: the type is that of the function.
     let set: extern "C" fn(u32) = unsafe { std::mem::transmute(entry(c"gdsync_standin_devx")) };
     set(level);
+}
+
+/// A simulated GPU for one test: the driver has forgotten all it knew when the next begins.
+struct Bench {
+    gpu: Gpu,
+    control: Control,
+}
+
+impl Bench {
+    fn take() -> Self {
+        let control = Control::take();
+        Self { gpu: gpu(), control }
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        let done = self.gpu.reclaim(PATIENCE);
+        assert!(done.is_ok() || std::thread::panicking(), "{done:?}");
+    }
 }
 
 fn gpu() -> Gpu {

@@ -1,12 +1,11 @@
 //! Where GPU memory cannot be had for queues: which call said no, and what to change.
 
-use gdrcopy::standin::driver::Control;
 use gdsync::Error;
 use gdsync::verbs::OnGpu;
 
-use crate::common::{Side, connect};
+use crate::common::{PATIENCE, Side, connect};
 use crate::traffic::message;
-use crate::{Less, gpu, open, pair, umems};
+use crate::{Bench, Less, open, pair, umems};
 
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 const DMA_BUF_SUPPORTED: u32 = 124;
@@ -20,8 +19,8 @@ fn assert_says(error: &Error, words: &[&str]) {
 
 #[test]
 fn without_devx_the_command_and_its_needs_are_named() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let pd = context.alloc_pd().unwrap();
     let less = Less::of(0);
@@ -41,8 +40,8 @@ fn without_devx_the_command_and_its_needs_are_named() {
 
 #[test]
 fn without_dma_bufs_both_ways_are_named() {
-    let control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let before = umems();
     let pd = open(&gpu).alloc_pd().unwrap();
     // The kernel's side.
@@ -56,17 +55,19 @@ fn without_dma_bufs_both_ways_are_named() {
     // What was made before it was refused is gone.
     assert_eq!(umems(), before);
     // The GPU driver's.
-    control.attribute(0, DMA_BUF_SUPPORTED, 0);
+    bench.control.attribute(0, DMA_BUF_SUPPORTED, 0);
     let closed = crate::gpu();
     let pd = open(&closed).alloc_pd().unwrap();
     let error = pd.build_qp().on_gpu(&closed, OnGpu::all()).build().unwrap_err();
     assert_says(&error, &["attribute 124", "open kernel modules", "nvidia_peermem"]);
+    drop(pd);
+    closed.reclaim(PATIENCE).unwrap();
 }
 
 #[test]
 fn a_peer_without_an_address_is_named() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q);
     message(&a, &b, 1);
     let side = Side::new(&open(&gpu), 64, |q| q.on_gpu(&gpu, OnGpu::all()));

@@ -1,12 +1,11 @@
 //! Everything that is sent and waited for, with queues in GPU memory.
 
-use gdrcopy::standin::driver::Control;
 use gdsync::Error;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, RecvWr, SendWr};
 
 use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent, stream};
-use crate::{complaints, gpu, open, pair, umems};
+use crate::{Bench, complaints, open, pair, umems};
 
 /// One message, with contents.
 pub(crate) fn message(a: &Side, b: &Side, wr_id: u64) {
@@ -22,9 +21,9 @@ pub(crate) fn message(a: &Side, b: &Side, wr_id: u64) {
 /// What is asked for lies on the GPU, and nothing else does; more than two laps of every ring.
 #[test]
 fn every_placement_works_over_laps() {
-    let _control = Control::take();
+    let bench = Bench::take();
     let known = complaints();
-    let gpu = gpu();
+    let gpu = bench.gpu.clone();
     for bits in 1..16 {
         let what = OnGpu::from_bits(bits).unwrap();
         let before = umems();
@@ -48,8 +47,8 @@ fn every_placement_works_over_laps() {
 
 #[test]
 fn writes_reads_and_atomics() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 4096, |q| q.max_send_wr(4).max_inline(64));
     for round in 0..12u64 {
         let data = pattern(1000, usize::try_from(round).unwrap());
@@ -80,8 +79,8 @@ fn writes_reads_and_atomics() {
 /// A stream of the GPU and one of the CPU ring the doorbells, and wait by the owner bit.
 #[test]
 fn streams_send_and_wait_over_laps() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 4096, |q| q.max_send_wr(4).max_recv_wr(4));
     let streams = [Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap(), stream("of the CPU")];
     for round in 0..40usize {
@@ -103,9 +102,9 @@ fn streams_send_and_wait_over_laps() {
 /// Queue pairs of verbs and of DevX speak to each other, and share a completion queue of verbs.
 #[test]
 fn both_kinds_go_together() {
-    let _control = Control::take();
+    let bench = Bench::take();
     let known = complaints();
-    let gpu = gpu();
+    let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let shared = context.create_cq(64).unwrap();
     let a = Side::new(&context, 64, |q| q.on_gpu(&gpu, OnGpu::SEND_QUEUE).send_cq(&shared).recv_cq(&shared));
@@ -124,8 +123,8 @@ fn both_kinds_go_together() {
 
 #[test]
 fn payload_and_queues_share_the_gpu() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q);
     let (from, to) = (gpu.alloc(100_000).unwrap(), gpu.alloc(100_000).unwrap());
     let source = a.pd.register(&from, Access::LOCAL_WRITE).unwrap();
@@ -143,8 +142,8 @@ fn payload_and_queues_share_the_gpu() {
 /// Sizes at both ends of what can be asked for.
 #[test]
 fn queues_of_every_size_can_be_made() {
-    let _control = Control::take();
-    let gpu = gpu();
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let before = umems();
     for (sends, receives, sges, inline) in
