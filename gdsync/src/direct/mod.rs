@@ -36,7 +36,7 @@ use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats, random_psn};
 use crate::memory::Memory;
-use crate::rdma::{Domain, Events, Healths, Open, Region};
+use crate::rdma::{Domain, Event, Events, Healths, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAddress, QpAttr};
@@ -66,6 +66,17 @@ pub(crate) struct Direct {
 struct Shared {
     healths: Healths,
     qps: Mutex<HashMap<u32, Qp>>,
+}
+
+impl Shared {
+    /// The queue pair that an event is of, if it is of one.
+    fn verbs_qp(&self, event: Event) -> Option<Arc<DirectQp>> {
+        let Event::QueuePair { qpn, .. } = event else { return None };
+        match self.qps.lock().get(&qpn)? {
+            Qp::Verbs(qp) => Some(qp.clone()),
+            Qp::Devx(_) => None,
+        }
+    }
 }
 
 /// A completion queue.
@@ -159,7 +170,11 @@ impl Direct {
             let (open, shared) = (open.clone(), shared.clone());
             Events::read(&open.clone(), move |event| {
                 let uses = |qpn: u32, cq| shared.qps.lock().get(&qpn).is_some_and(|qp| qp.uses(cq));
-                shared.healths.tell(&open, event, uses);
+                let tell = || shared.healths.tell(&open, event, uses);
+                match shared.verbs_qp(event) {
+                    Some(qp) => qp.if_failed(tell),
+                    None => tell(),
+                }
             })?
         };
         let direct = Self {

@@ -315,6 +315,15 @@ impl DirectQp {
         unsafe { self.base.open().writes_in_order(self.raw.as_ptr()) }
     }
 
+    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    pub(super) fn if_failed(&self, then: impl FnOnce()) {
+        let _state = self.state.lock();
+        // SAFETY: it is destroyed when this is dropped.
+        if unsafe { self.base.open().has_failed(self.raw.as_ptr()) } {
+            then();
+        }
+    }
+
     /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
     pub(super) fn modify(&self, attr: &QpAttr, fresh: u32, timeout: Duration) -> Result<u32> {
         let mut state = self.state.lock();

@@ -210,12 +210,12 @@ impl Core {
         }
     }
 
-    /// Breaks queue pairs: this one, or all that are connected.
-    pub(super) fn break_off(&mut self, index: Option<usize>, cause: &Error) {
+    /// Breaks queue pairs: this one, if it has failed and was not reset since, or all that are connected.
+    pub(super) fn break_off(&mut self, only: Option<usize>, cause: &Error) {
         let all = 0..self.slots.len();
-        for index in all.filter(|&other| index.is_none_or(|index| index == other)) {
+        for index in all.filter(|&other| only.is_none_or(|only| only == other)) {
             self.with(index, |qp, env| {
-                if qp.state != QpState::RESET {
+                if qp.state != QpState::RESET && (only.is_none() || qp.device.has_failed()) {
                     qp.fail(Some(cause.clone()), env);
                 }
             });

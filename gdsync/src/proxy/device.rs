@@ -279,6 +279,12 @@ impl Drop for DeviceQp {
 }
 
 impl DeviceQp {
+    /// Whether the device has it in ERR.
+    pub(super) fn has_failed(&self) -> bool {
+        // SAFETY: it is destroyed when this is dropped.
+        unsafe { self.domain.open().has_failed(self.qp.as_ptr()) }
+    }
+
     /// A reliable connected queue pair whose completions go to `cq`. The device may grant less than `wish`.
     pub(super) fn create(domain: &Arc<Domain>, cq: &DeviceCq, wish: Granted) -> Result<Self> {
         let mut granted = wish;

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 use rdma_core_sys::verbs::{
-    ibv_async_event, ibv_event_type, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr, ibv_qp_state,
+    ibv_async_event, ibv_event_type, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr, ibv_qp_state,
 };
 
 use super::open::Open;
@@ -130,27 +130,12 @@ fn take(open: &Open) -> io::Result<Option<Event>> {
         // Without a number it was cut short: there is nothing to read.
         return Err(if error.raw_os_error() == Some(0) { io::ErrorKind::WouldBlock.into() } else { error });
     }
-    let event = read(&raw).filter(|event| !is_past(open, &raw, *event));
+    let event = read(&raw);
     // Destroying what it concerns waits for this.
     // SAFETY: the event that was just taken.
     unsafe { open.verbs().ibv_ack_async_event(&raw mut raw) };
     tracing::debug!(device = open.name(), kind = raw.event_type.name(), ?event, "asynchronous event");
     Ok(event)
-}
-
-/// Whether an event is of a life of its queue pair that a reset has ended.
-fn is_past(open: &Open, raw: &ibv_async_event, event: Event) -> bool {
-    if !matches!(event, Event::QueuePair { .. }) {
-        return false;
-    }
-    let (mut attr, mut init) = (ibv_qp_attr::zeroed(), ibv_qp_init_attr::zeroed());
-    // SAFETY: events of this kind are of a queue pair.
-    let qp = unsafe { raw.element.qp };
-    // SAFETY: it is not destroyed before the event is acknowledged; places for the answers.
-    let errno = unsafe {
-        open.verbs().ibv_query_qp(qp, &raw mut attr, ibv_qp_attr_mask::IBV_QP_STATE, &raw mut init)
-    };
-    errno == 0 && attr.qp_state != ibv_qp_state::IBV_QPS_ERR
 }
 
 fn read(raw: &ibv_async_event) -> Option<Event> {
@@ -179,6 +164,21 @@ fn read(raw: &ibv_async_event) -> Option<Event> {
             Some(Event::Port { number: u8::try_from(number).unwrap_or(0), kind })
         }
         _ => None,
+    }
+}
+
+impl Open {
+    /// Whether the device has a queue pair in ERR. An event of it may be of a life that a reset has ended: then it has not.
+    /// To be asked while nobody resets it.
+    ///
+    /// # Safety
+    /// `qp` must be a queue pair of this device that is not destroyed.
+    pub(crate) unsafe fn has_failed(&self, qp: *mut ibv_qp) -> bool {
+        let (mut attr, mut init) = (ibv_qp_attr::zeroed(), ibv_qp_init_attr::zeroed());
+        let (state, verbs) = (ibv_qp_attr_mask::IBV_QP_STATE, self.verbs());
+        // SAFETY: as the caller says; places for the answers.
+        let errno = unsafe { verbs.ibv_query_qp(qp, &raw mut attr, state, &raw mut init) };
+        errno != 0 || attr.qp_state == ibv_qp_state::IBV_QPS_ERR
     }
 }
 
