@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
-use gdsync::verbs::{Context, Device, OnGpu, Pd, Qp, QpAddress};
+use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
@@ -12,6 +12,7 @@ use crate::communicator::{Communicator, Inner};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
+use crate::link::Link;
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
 
@@ -118,31 +119,10 @@ impl Builder {
     ) -> Result<Communicator> {
         let (rank, size) = (bootstrap.rank(), bootstrap.size());
         let pd = context.alloc_pd()?;
-        let peers = (0..size)
-            .map(|peer| {
-                let send = self.queue_pair(&pd)?;
-                let recv = if peer == rank { self.queue_pair(&pd)? } else { send.clone() };
-                Ok(Peer::new(peer, send, recv, self.depth))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let table: Vec<u8> = peers.iter().flat_map(|p| p.send.address().to_bytes()).collect();
-        let tables = bootstrap.allgather(&table, deadline.remaining())?;
-        for (peer, table) in peers.iter().zip(&tables) {
-            let (addresses, rest) = table.as_chunks::<{ QpAddress::BYTES }>();
-            let theirs = addresses.get(rank).filter(|_| addresses.len() == size && rest.is_empty());
-            let theirs = theirs.ok_or_else(|| {
-                let fix = "run the same version and number of ranks everywhere";
-                Error::bootstrap(format!("rank {}", peer.rank), "its address table has the wrong size", fix)
-            })?;
-            let failed = |source| Error::Message { rank: peer.rank, operation: "connect", source };
-            if peer.rank == rank {
-                peer.recv.connect(peer.send.address()).map_err(failed)?;
-                peer.send.connect(peer.recv.address()).map_err(failed)?;
-            } else {
-                let theirs = QpAddress::from_bytes(theirs).map_err(failed)?;
-                peer.send.connect(theirs).map_err(failed)?;
-            }
-        }
+        let links = Link::all(&pd, rank, size, |pd| self.queues(pd))?;
+        let tables = bootstrap.allgather(&Link::table(&links), deadline.remaining())?;
+        links.iter().zip(&tables).try_for_each(|(link, table)| link.connect(table, rank, size))?;
+        let peers = links.into_iter().map(|link| Peer::new(link, self.depth)).collect();
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let bootstrap = Mutex::new(bootstrap);
@@ -153,16 +133,22 @@ impl Builder {
             peers,
             bootstrap,
             children: Mutex::new(children),
+            builder: self,
+            lanes: Mutex::default(),
         })))
     }
 
-    fn queue_pair(&self, pd: &Pd) -> Result<Qp> {
+    /// The queue pairs to build, as they were asked for.
+    pub(crate) fn queues(&self, pd: &Pd) -> QpBuilder {
         // A receive that is late is waited for: the deadlines of waits end what never comes.
         let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
-        let builder = match &self.gpu {
+        match &self.gpu {
             Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
             None => builder,
-        };
-        Ok(builder.build()?)
+        }
+    }
+
+    pub(crate) fn queue_depth(&self) -> usize {
+        self.depth
     }
 }

@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::peer::{Peer, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
+use crate::window::Lanes;
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 #[derive(Clone, Debug)]
@@ -28,6 +29,10 @@ pub(crate) struct Inner {
     pub(crate) peers: Vec<Peer>,
     pub(crate) bootstrap: Mutex<Bootstrap>,
     pub(crate) children: Mutex<Option<Children>>,
+    /// As it was built.
+    pub(crate) builder: Builder,
+    /// The connections of windows, also of dropped ones while something of them is under way.
+    pub(crate) lanes: Mutex<Vec<Arc<Lanes>>>,
 }
 
 /// Memory that messages can be sent from and received into. Clones share it.
@@ -128,7 +133,10 @@ impl Communicator {
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait(timeout)?;
-        self.peer(request.rank)?.recycle();
+        match request.lane.upgrade() {
+            Some(lane) => lane.recycle(),
+            None => self.peer(request.rank)?.recycle(),
+        }
         Ok(status)
     }
 
@@ -149,6 +157,7 @@ impl Communicator {
     /// for long.
     pub fn progress(&self) {
         self.0.peers.iter().for_each(Peer::recycle);
+        self.recycle_lanes();
     }
 
     /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.
@@ -172,13 +181,17 @@ impl Communicator {
         self.0.children.lock().as_ref()?.pid(rank)
     }
 
-    /// Waits for all ranks, then for the processes that [`Builder::spawn`] started.
+    /// Waits for what is under way in windows, for all ranks, then for the processes that [`Builder::spawn`] started.
     ///
     /// # Errors
-    /// As [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
+    /// As [`Window::flush_all`](crate::Window::flush_all) and [`Communicator::barrier`]; [`Error::Child`] for a process
+    /// that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        self.barrier(timeout)?;
+        let flushed = self.flush_lanes(&deadline);
+        // The others need not wait for a rank that this one cannot reach.
+        let met = self.barrier(deadline.remaining());
+        flushed.and(met)?;
         match self.0.children.lock().take() {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),

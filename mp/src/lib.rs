@@ -31,12 +31,17 @@ mod communicator;
 mod deadline;
 pub mod error;
 pub mod launch;
+mod link;
 mod on_stream;
 mod peer;
 mod request;
 pub mod spawn;
+mod window;
+mod word;
 
 pub use builder::Builder;
 pub use communicator::{Communicator, Registration};
 pub use error::{Error, Result};
 pub use request::{Request, Status};
+pub use window::{MAX_INLINE, Rma, Signal, Window};
+pub use word::{wait_value32, wait_value64};

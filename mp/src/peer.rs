@@ -1,13 +1,14 @@
 //! The connection to one rank.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::Weak;
 
 use gdsync::verbs::{Completion, Qp};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
+use crate::link::Link;
 use crate::request::Request;
 
 /// One queue pair, or for the own rank two that are connected to each other.
@@ -32,7 +33,8 @@ pub(crate) enum Way {
 }
 
 impl Peer {
-    pub(crate) fn new(rank: usize, send: Qp, recv: Qp, depth: usize) -> Self {
+    pub(crate) fn new(link: Link, depth: usize) -> Self {
+        let Link { rank, send, recv } = link;
         Self { rank, send, recv, depth, held: Default::default() }
     }
 
@@ -61,7 +63,7 @@ impl Peer {
             other => other,
         };
         let completion = posted.map_err(|source| Error::Message { rank: self.rank, operation, source })?;
-        let request = Request { rank: self.rank, operation, completion, bytes, kept: Arc::default() };
+        let request = Request::new(self.rank, operation, completion, bytes, Weak::new());
         held.push_back((request.clone(), buffer.clone()));
         Ok(request)
     }
@@ -93,7 +95,7 @@ impl Peer {
 }
 
 /// Lets go of the messages that are complete, and keeps what came of them.
-fn settle(held: &mut Held) {
+pub(crate) fn settle<T>(held: &mut VecDeque<(Request, T)>) {
     while let Some((request, _)) = held.front() {
         match request.test() {
             Ok(None) => break,

@@ -1,11 +1,12 @@
 //! Messages under way.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use gdsync::verbs::{Completion, Wc};
 
 use crate::error::{Error, Result};
+use crate::window::Lane;
 
 /// A message under way. Dropping it detaches: the message goes on, its resources come back by themselves.
 #[derive(Clone, Debug)]
@@ -17,6 +18,8 @@ pub struct Request {
     pub(crate) bytes: usize,
     /// What came of it, from before the queue forgets.
     pub(crate) kept: Arc<OnceLock<Status>>,
+    /// Where it is held, if it is an operation of a window.
+    pub(crate) lane: Weak<Lane>,
 }
 
 /// A message that is complete.
@@ -29,6 +32,16 @@ pub struct Status {
 }
 
 impl Request {
+    pub(crate) fn new(
+        rank: usize,
+        operation: &'static str,
+        completion: Completion,
+        bytes: usize,
+        lane: Weak<Lane>,
+    ) -> Self {
+        Self { rank, operation, completion, bytes, kept: Arc::default(), lane }
+    }
+
     /// The rank at the other end.
     pub fn rank(&self) -> usize {
         self.rank

@@ -1,0 +1,161 @@
+//! The connections that operations of windows take: apart from those of messages, which they neither wait for nor hold up.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use gdsync::cuda::Flush;
+use gdsync::memory::Memory;
+use gdsync::verbs::{Access, Completion, Mr, Qp, Sge};
+use parking_lot::Mutex;
+
+use crate::communicator::{Communicator, Registration};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::link::Link;
+use crate::peer::settle;
+use crate::request::Request;
+
+/// The connection to one rank.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) rank: usize,
+    pub(crate) qp: Qp,
+    /// The other end of the connection to the own rank; otherwise the same.
+    _far: Qp,
+    depth: usize,
+    /// Operations under way, oldest first, and their buffers.
+    held: Mutex<VecDeque<(Request, Vec<Registration>)>>,
+}
+
+impl Lane {
+    /// Posts an operation on `bytes` bytes, after recycling if the queue is full, and keeps its buffers registered until
+    /// it is complete.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        operation: &'static str,
+        bytes: usize,
+        buffers: Vec<Registration>,
+        mut post: impl FnMut(&Qp) -> gdsync::Result<Completion>,
+    ) -> Result<Request> {
+        // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
+        let mut held = self.held.lock();
+        if held.len() >= self.depth {
+            self.make_room(&mut held);
+        }
+        let posted = match self.room(held.len()).and_then(|()| post(&self.qp)) {
+            Err(gdsync::Error::QueueFull { .. }) if held.len() < self.depth => {
+                self.make_room(&mut held);
+                post(&self.qp)
+            }
+            other => other,
+        };
+        let completion = posted.map_err(|source| Error::Message { rank: self.rank, operation, source })?;
+        let request = Request::new(self.rank, operation, completion, bytes, Arc::downgrade(self));
+        held.push_back((request.clone(), buffers));
+        Ok(request)
+    }
+
+    fn room(&self, held: usize) -> gdsync::Result<()> {
+        if held < self.depth {
+            return Ok(());
+        }
+        self.qp.check()?;
+        let (outstanding, depth) = (held as u64, self.depth as u64);
+        Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.qp.qpn(), outstanding, depth })
+    }
+
+    fn make_room(&self, held: &mut VecDeque<(Request, Vec<Registration>)>) {
+        while self.qp.poll_send().is_some() {}
+        settle(held);
+        // Those of dropped batches, whose places in the queue nobody has taken since.
+        while held.pop_back_if(|(request, _)| request.completion.is_taken_back()).is_some() {}
+    }
+
+    /// Takes completions, and lets buffers go.
+    pub(crate) fn recycle(&self) {
+        self.make_room(&mut self.held.lock());
+    }
+
+    /// Blocks until nothing is under way.
+    pub(super) fn flush(&self, timeout: Duration) -> Result<()> {
+        let flushed = self.qp.wait_all_sends(timeout);
+        self.recycle();
+        flushed.map_err(|source| Error::Message { rank: self.rank, operation: "flush", source })
+    }
+
+    /// Whether nothing will come of it any more.
+    fn is_done(&self) -> bool {
+        self.recycle();
+        self.held.lock().is_empty()
+    }
+}
+
+/// The connections of a window, or of several.
+#[derive(Debug)]
+pub(crate) struct Lanes {
+    pub(super) lanes: Vec<Arc<Lane>>,
+    /// Where the results go that nobody wants: a word for each rank.
+    scratch: Mr,
+    /// Whether a window is on a GPU that does not see what comes in by itself.
+    flushes: AtomicBool,
+}
+
+impl Lanes {
+    pub(super) fn new(comm: &Communicator, links: Vec<Link>) -> Result<Arc<Self>> {
+        let scratch = comm.0.pd.register(&Memory::alloc(8 * links.len())?, Access::LOCAL_WRITE)?;
+        let depth = comm.0.builder.queue_depth();
+        let lane =
+            |Link { rank, send, recv }| Lane { rank, qp: send, _far: recv, depth, held: Mutex::default() };
+        let lanes = links.into_iter().map(|link| Arc::new(lane(link))).collect();
+        let lanes = Arc::new(Self { lanes, scratch, flushes: AtomicBool::new(false) });
+        let mut all = comm.0.lanes.lock();
+        all.retain(|lanes| !lanes.is_over());
+        all.push(lanes.clone());
+        Ok(lanes)
+    }
+
+    /// A window over these connections is in this memory.
+    pub(super) fn lead_to(&self, memory: &Memory) {
+        if memory.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded) {
+            self.flushes.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a stream must flush behind a wait for a signal.
+    pub(super) fn flushes(&self) -> bool {
+        self.flushes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn scratch(&self, rank: usize) -> gdsync::Result<Sge> {
+        self.scratch.sge(8 * rank, 8)
+    }
+
+    /// Waits for all of `lanes`, also after one has failed; returns the first failure.
+    pub(super) fn flush(&self, deadline: &Deadline) -> Result<()> {
+        let flush = |lane: &Arc<Lane>| lane.flush(deadline.remaining());
+        self.lanes.iter().map(flush).fold(Ok(()), Result::and)
+    }
+
+    /// Whether no window has them any more, and nothing is under way.
+    fn is_over(self: &Arc<Self>) -> bool {
+        Arc::strong_count(self) == 1 && self.lanes.iter().all(|lane| lane.is_done())
+    }
+}
+
+impl Communicator {
+    /// Moves operations of windows along, and gives up connections that nobody needs.
+    pub(crate) fn recycle_lanes(&self) {
+        self.0.lanes.lock().retain(|lanes| {
+            lanes.lanes.iter().for_each(|lane| lane.recycle());
+            !lanes.is_over()
+        });
+    }
+
+    /// Waits for the operations of all windows.
+    pub(crate) fn flush_lanes(&self, deadline: &Deadline) -> Result<()> {
+        let all = self.0.lanes.lock().clone();
+        all.iter().map(|lanes| lanes.flush(deadline)).fold(Ok(()), Result::and)
+    }
+}
