@@ -184,8 +184,8 @@ impl Communicator {
     /// Waits for what is under way in windows, for all ranks, then for the processes that [`Builder::spawn`] started.
     ///
     /// # Errors
-    /// As [`Window::flush_all`](crate::Window::flush_all) and [`Communicator::barrier`]; [`Error::Child`] for a process
-    /// that failed.
+    /// [`Error::Message`] for an operation on a window that failed, if no call on that window has told before; as
+    /// [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
         let flushed = self.flush_lanes(&deadline);

@@ -67,7 +67,9 @@ pub enum Error {
         size: usize,
     },
     /// An access would leave the window of a rank.
-    #[error("{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes")]
+    #[error(
+        "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
+    )]
     OutsideWindow {
         /// The rank whose window it is.
         rank: usize,

@@ -14,7 +14,12 @@ pub(crate) struct Link {
 
 impl Link {
     /// Links to all ranks, not yet connected.
-    pub(crate) fn all(pd: &Pd, rank: usize, size: usize, build: impl Fn(&Pd) -> QpBuilder) -> Result<Vec<Self>> {
+    pub(crate) fn all(
+        pd: &Pd,
+        rank: usize,
+        size: usize,
+        build: impl Fn(&Pd) -> QpBuilder,
+    ) -> Result<Vec<Self>> {
         let link = |peer| {
             let send = build(pd).build()?;
             let recv = if peer == rank { build(pd).build()? } else { send.clone() };

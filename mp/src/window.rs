@@ -25,6 +25,9 @@ use crate::link::Link;
 /// Elements of a list of pieces that one work request takes: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;
 
+/// Acknowledge timeout, a second: the target may have nobody but a thread of the device to answer, on a busy machine.
+const TIMEOUT: u8 = 18;
+
 /// A part of each rank's memory that all ranks may read and write by themselves. Clones share it; any thread may use it.
 ///
 /// Puts and signals from one rank to another take effect in the order they were started in. Gets and operations on words
@@ -90,13 +93,20 @@ impl Communicator {
     /// # Errors
     /// [`Error::Device`] for a range outside the registration, and from the device; [`Error::Bootstrap`] names a rank that
     /// is gone or could not make its part, [`Error::Deadline`] one that is late.
-    pub fn window(&self, registration: &Registration, range: Range<usize>, timeout: Duration) -> Result<Window> {
+    pub fn window(
+        &self,
+        registration: &Registration,
+        range: Range<usize>,
+        timeout: Duration,
+    ) -> Result<Window> {
         let deadline = Deadline::after(timeout);
         let (rank, size) = (self.rank(), self.size());
         let mut bootstrap = self.0.bootstrap.lock();
         let ours = part(registration, &range).and_then(|part| {
-            let queues = |pd: &_| self.0.builder.queues(pd).max_send_sge(MAX_SGES).max_inline(MAX_INLINE);
-            let links = Link::all(&self.0.pd, rank, size, |pd| queues(pd).max_recv_wr(1))?;
+            let links = Link::all(&self.0.pd, rank, size, |pd| {
+                let queues = self.0.builder.queues(pd).max_send_sge(MAX_SGES).max_inline(MAX_INLINE);
+                queues.max_recv_wr(1).timeout(TIMEOUT)
+            })?;
             Ok((part, links))
         });
         let record = match &ours {
@@ -104,16 +114,16 @@ impl Communicator {
             Err(_) => Vec::new(),
         };
         let records = bootstrap.allgather(&record, deadline.remaining())?;
+        // What is wrong here all ranks see alike, and none goes on.
         let links = ours.map(|(_, links)| links)?;
-        let lanes = parts_of(&records).and_then(|parts| {
-            let tables = parts.iter().zip(&links);
-            tables.map(|((_, table), link)| link.connect(table, rank, size)).collect::<Result<()>>()?;
-            let lanes = Lanes::new(self, links)?;
-            Ok((parts.into_iter().map(|(part, _)| part).collect(), lanes))
-        });
+        let parts = parts_of(&records)?;
+        let mut tables = parts.iter().zip(&links);
+        let lanes = tables.try_for_each(|((_, table), link)| link.connect(table, rank, size));
+        let lanes = lanes.and_then(|()| Lanes::new(self, links));
         // Nobody may write before everybody is connected.
-        let (parts, lanes) = agree(&mut bootstrap, lanes, &deadline)?;
+        let lanes = agree(&mut bootstrap, lanes, &deadline)?;
         drop(bootstrap);
+        let parts = parts.into_iter().map(|(part, _)| part).collect();
         Ok(Window::of(self, registration, range, parts, lanes))
     }
 }
@@ -125,7 +135,12 @@ impl Window {
     ///
     /// # Errors
     /// As [`Communicator::window`].
-    pub fn beside(&self, registration: &Registration, range: Range<usize>, timeout: Duration) -> Result<Self> {
+    pub fn beside(
+        &self,
+        registration: &Registration,
+        range: Range<usize>,
+        timeout: Duration,
+    ) -> Result<Self> {
         let deadline = Deadline::after(timeout);
         let comm = &self.0.comm;
         let ours = part(registration, &range);

@@ -170,13 +170,14 @@ fn pieces_are_put_and_got_in_one_go() {
             a.memory().write(0, &message(me, peer, n, 8192)).unwrap();
             b.memory().write(0, &message(peer, me, n + 100, 8192)).unwrap();
             let range = |i: usize| (i * 97) % 4000..(i * 97) % 4000 + (i * 31) % 150;
-            let of = |i: usize| if i % 3 == 0 { &a } else { &b };
+            let of = |i: usize| if i.is_multiple_of(3) { &a } else { &b };
             let pieces: Vec<_> = (0..count).map(|i| (of(i), range(i))).collect();
             let whole: Vec<u8> = (0..count).flat_map(|i| bytes(of(i), range(i))).collect();
             let put = window.start(&Rma::put_vectored(&pieces, peer, 16)).unwrap();
             assert_eq!(comm.wait(&put, LONG).unwrap(), Status { rank: peer, bytes: whole.len() });
             // The other way round, so that each piece has another length.
-            let places: Vec<_> = (0..count).rev().map(|i| (&back, 200 * i..200 * i + range(i).len())).collect();
+            let places: Vec<_> =
+                (0..count).rev().map(|i| (&back, 200 * i..200 * i + range(i).len())).collect();
             let get = window.start(&Rma::get_vectored(&places, peer, 16)).unwrap();
             assert_eq!(comm.wait(&get, LONG).unwrap(), Status { rank: peer, bytes: whole.len() });
             let got: Vec<u8> = places.iter().flat_map(|(_, range)| bytes(&back, range.clone())).collect();

@@ -25,6 +25,8 @@ pub(crate) struct Lane {
     /// The other end of the connection to the own rank; otherwise the same.
     _far: Qp,
     depth: usize,
+    /// Whether a call has returned why the connection is broken.
+    told: AtomicBool,
     /// Operations under way, oldest first, and their buffers.
     held: Mutex<VecDeque<(Request, Vec<Registration>)>>,
 }
@@ -51,7 +53,7 @@ impl Lane {
             }
             other => other,
         };
-        let completion = posted.map_err(|source| Error::Message { rank: self.rank, operation, source })?;
+        let completion = posted.map_err(|source| self.tell(operation, source))?;
         let request = Request::new(self.rank, operation, completion, bytes, Arc::downgrade(self));
         held.push_back((request.clone(), buffers));
         Ok(request)
@@ -82,13 +84,24 @@ impl Lane {
     pub(super) fn flush(&self, timeout: Duration) -> Result<()> {
         let flushed = self.qp.wait_all_sends(timeout);
         self.recycle();
-        flushed.map_err(|source| Error::Message { rank: self.rank, operation: "flush", source })
+        flushed.map_err(|source| self.tell("flush", source))
     }
 
-    /// Whether nothing will come of it any more.
-    fn is_done(&self) -> bool {
+    fn tell(&self, operation: &'static str, source: gdsync::Error) -> Error {
+        if self.qp.check().is_err() {
+            self.told.store(true, Ordering::Relaxed);
+        }
+        Error::Message { rank: self.rank, operation, source }
+    }
+
+    fn has_told(&self) -> bool {
+        self.told.load(Ordering::Relaxed)
+    }
+
+    /// Whether nothing will come of it any more, and there is nothing to tell.
+    fn is_over(&self) -> bool {
         self.recycle();
-        self.held.lock().is_empty()
+        self.held.lock().is_empty() && (self.has_told() || self.qp.check().is_ok())
     }
 }
 
@@ -106,8 +119,10 @@ impl Lanes {
     pub(super) fn new(comm: &Communicator, links: Vec<Link>) -> Result<Arc<Self>> {
         let scratch = comm.0.pd.register(&Memory::alloc(8 * links.len())?, Access::LOCAL_WRITE)?;
         let depth = comm.0.builder.queue_depth();
-        let lane =
-            |Link { rank, send, recv }| Lane { rank, qp: send, _far: recv, depth, held: Mutex::default() };
+        let lane = |Link { rank, send, recv }| {
+            let (told, held) = (AtomicBool::new(false), Mutex::default());
+            Lane { rank, qp: send, _far: recv, depth, told, held }
+        };
         let lanes = links.into_iter().map(|link| Arc::new(lane(link))).collect();
         let lanes = Arc::new(Self { lanes, scratch, flushes: AtomicBool::new(false) });
         let mut all = comm.0.lanes.lock();
@@ -138,9 +153,9 @@ impl Lanes {
         self.lanes.iter().map(flush).fold(Ok(()), Result::and)
     }
 
-    /// Whether no window has them any more, and nothing is under way.
+    /// Whether no window has them any more, nor anybody else a use for them.
     fn is_over(self: &Arc<Self>) -> bool {
-        Arc::strong_count(self) == 1 && self.lanes.iter().all(|lane| lane.is_done())
+        Arc::strong_count(self) == 1 && self.lanes.iter().all(|lane| lane.is_over())
     }
 }
 
@@ -153,9 +168,10 @@ impl Communicator {
         });
     }
 
-    /// Waits for the operations of all windows.
+    /// Waits for the operations of all windows. Returns the first failure that nobody was told of.
     pub(crate) fn flush_lanes(&self, deadline: &Deadline) -> Result<()> {
         let all = self.0.lanes.lock().clone();
-        all.iter().map(|lanes| lanes.flush(deadline)).fold(Ok(()), Result::and)
+        let lanes = all.iter().flat_map(|lanes| &lanes.lanes).filter(|lane| !lane.has_told());
+        lanes.map(|lane| lane.flush(deadline.remaining())).fold(Ok(()), Result::and)
     }
 }

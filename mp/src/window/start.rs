@@ -54,7 +54,13 @@ impl Window {
     ///
     /// # Errors
     /// As [`Window::start`].
-    pub fn iput(&self, from: &Registration, range: Range<usize>, rank: usize, offset: usize) -> Result<Request> {
+    pub fn iput(
+        &self,
+        from: &Registration,
+        range: Range<usize>,
+        rank: usize,
+        offset: usize,
+    ) -> Result<Request> {
         self.start(&Rma::put(from, range, rank, offset))
     }
 
@@ -70,7 +76,13 @@ impl Window {
     ///
     /// # Errors
     /// As [`Window::start`].
-    pub fn iget(&self, into: &Registration, range: Range<usize>, rank: usize, offset: usize) -> Result<Request> {
+    pub fn iget(
+        &self,
+        into: &Registration,
+        range: Range<usize>,
+        rank: usize,
+        offset: usize,
+    ) -> Result<Request> {
         self.start(&Rma::get(into, range, rank, offset))
     }
 
@@ -153,7 +165,8 @@ impl Window {
             What::Put(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::write(at, sges))),
             What::Get(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::read(at, sges))),
             What::PutBytes(bytes) if bytes.len() > MAX_INLINE => {
-                let (value, expected) = (bytes.len().to_string(), "at most mp::MAX_INLINE, or a registration");
+                let (value, expected) =
+                    (bytes.len().to_string(), "at most mp::MAX_INLINE, or a registration");
                 let source = gdsync::Error::InvalidArgument { what: "bytes to put", value, expected };
                 return Err(Error::Message { rank: rma.rank, operation: rma.name(), source });
             }

@@ -58,7 +58,13 @@ impl Window {
     ///
     /// # Errors
     /// As [`Window::word64`]; [`Error::Device`] with the stream's refusals.
-    pub fn wait_signal_on_stream(&self, stream: &Stream, offset: usize, value: u64, cond: Cond) -> Result<()> {
+    pub fn wait_signal_on_stream(
+        &self,
+        stream: &Stream,
+        offset: usize,
+        value: u64,
+        cond: Cond,
+    ) -> Result<()> {
         let mut batch = Batch::new();
         self.wait_signal_in_batch(&mut batch, offset, value, cond)?;
         Ok(stream.submit(&mut batch)?)
@@ -68,7 +74,13 @@ impl Window {
     ///
     /// # Errors
     /// As [`Window::word64`].
-    pub fn wait_signal_in_batch(&self, batch: &mut Batch, offset: usize, value: u64, cond: Cond) -> Result<()> {
+    pub fn wait_signal_in_batch(
+        &self,
+        batch: &mut Batch,
+        offset: usize,
+        value: u64,
+        cond: Cond,
+    ) -> Result<()> {
         batch.wait_value64(&self.word64(offset)?, value, cond);
         // No completion is seen here, behind which the data would be visible by itself.
         if self.0.lanes.flushes() {
