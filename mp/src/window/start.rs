@@ -240,3 +240,33 @@ fn aligned(rma: &Rma<'_>, at: RemoteAddr) -> Result<RemoteAddr> {
     let source = gdsync::Error::InvalidArgument { what, value, expected: "a multiple of 8" };
     Err(Error::Message { rank: rma.rank, operation: rma.name(), source })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LARGEST: u32 = gdsync::mlx5::MAX_MESSAGE;
+
+    fn split(lengths: &[u32]) -> Vec<(u64, Vec<u32>)> {
+        let sges: Vec<_> = lengths.iter().map(|&len| Sge { addr: 0x1000, len, lkey: 1 }).collect();
+        let mut parts = Vec::new();
+        chunks(RemoteAddr { addr: 5, rkey: 9 }, &sges, |at, sges| {
+            assert_eq!(at.rkey, 9);
+            parts.push((at.addr, sges.iter().map(|sge| sge.len).collect()));
+        });
+        parts
+    }
+
+    #[test]
+    fn work_requests_take_a_few_elements_and_a_gibibyte() {
+        assert_eq!(split(&[]), []);
+        assert_eq!(split(&[7]), [(5, vec![7])]);
+        assert_eq!(split(&[1; MAX_SGES]), [(5, vec![1; MAX_SGES])]);
+        let many = split(&[1; 2 * MAX_SGES + 1]);
+        assert_eq!(many, [(5, vec![1; 6]), (11, vec![1; 6]), (17, vec![1])]);
+        let gib = u64::from(LARGEST);
+        assert_eq!(split(&[LARGEST, LARGEST]), [(5, vec![LARGEST]), (5 + gib, vec![LARGEST])]);
+        assert_eq!(split(&[1, LARGEST]), [(5, vec![1]), (6, vec![LARGEST])]);
+        assert_eq!(split(&[LARGEST - 1, 1, 1]), [(5, vec![LARGEST - 1, 1]), (5 + gib, vec![1])]);
+    }
+}
