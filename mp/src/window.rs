@@ -1,5 +1,6 @@
 //! Windows: memory that other ranks read and write by themselves.
 
+mod few;
 mod lane;
 mod rma;
 mod start;

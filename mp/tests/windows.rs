@@ -216,6 +216,44 @@ fn bytes_are_put_without_a_registration() {
     });
 }
 
+/// Each takes several places in the queue; all are asked for after it went round many times.
+#[test]
+fn requests_outlive_the_depth_of_the_queues() {
+    let builder = Communicator::builder().depth(16);
+    job_with("requests_outlive_the_depth_of_the_queues", 2, builder, |comm| {
+        let peer = 1 - comm.rank();
+        let (local, target) = (buffer(comm, 64), buffer(comm, 128));
+        let window = comm.window(&target, 0..128, LONG).unwrap();
+        let pieces: Vec<_> = (0..40).map(|i| (&local, i..i + 1)).collect();
+        let mut puts = Vec::new();
+        for n in 0..300 {
+            let put = Rma::put_vectored(&pieces[..n % 41], peer, 0).with_signal(Signal::set(48, n as u64));
+            until("the queue stays full", || match window.start(&put) {
+                Ok(put) => {
+                    puts.push(put);
+                    true
+                }
+                Err(Error::Message { source: gdsync::Error::QueueFull { .. }, .. }) => false,
+                Err(other) => panic!("{other}"),
+            });
+        }
+        window.flush(peer, LONG).unwrap();
+        for (n, put) in puts.iter().enumerate() {
+            assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: n % 41 }), "put {n}");
+        }
+        assert_eq!(puts.len(), 300);
+        // More than the queue can ever take.
+        let pieces: Vec<_> = (0..64).flat_map(|_| [(&local, 0..1), (&local, 3..4)]).collect();
+        let error = window.start(&Rma::put_vectored(&pieces, peer, 0)).unwrap_err();
+        let full = matches!(
+            error,
+            Error::Message { source: gdsync::Error::QueueFull { outstanding: 22, depth: 16, .. }, .. }
+        );
+        assert!(full, "{error}");
+        window.destroy(LONG).unwrap();
+    });
+}
+
 /// Nobody waits for any of them; queues must not fill up, and nothing may be lost, not even with the window.
 #[test]
 fn puts_that_nobody_waits_for_arrive() {

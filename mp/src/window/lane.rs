@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::link::Link;
 use crate::peer::settle;
 use crate::request::Request;
+use crate::window::few::Few;
 
 /// The connection to one rank.
 #[derive(Debug)]
@@ -27,27 +28,42 @@ pub(crate) struct Lane {
     depth: usize,
     /// Whether a call has returned why the connection is broken.
     told: AtomicBool,
-    /// Operations under way, oldest first, and their buffers.
-    held: Mutex<VecDeque<(Request, Vec<Registration>)>>,
+    held: Mutex<Held>,
+}
+
+/// Operations under way, oldest first, and what they hold.
+#[derive(Debug, Default)]
+struct Held {
+    queue: VecDeque<(Request, Kept)>,
+    /// Work requests of all of them.
+    wrs: usize,
+}
+
+/// What an operation holds: its buffers, and so many places in the queue.
+#[derive(Debug)]
+struct Kept {
+    _buffers: Few<Registration>,
+    wrs: usize,
 }
 
 impl Lane {
-    /// Posts an operation on `bytes` bytes, after recycling if the queue is full, and keeps its buffers registered until
-    /// it is complete.
+    /// Posts an operation on `bytes` bytes that takes `wrs` work requests, after recycling if the queue is full, and keeps
+    /// its buffers registered until it is complete.
     pub(super) fn start(
         self: &Arc<Self>,
         operation: &'static str,
         bytes: usize,
-        buffers: Vec<Registration>,
+        buffers: Few<Registration>,
+        wrs: usize,
         mut post: impl FnMut(&Qp) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let mut held = self.held.lock();
-        if held.len() >= self.depth {
+        if held.wrs + wrs > self.depth {
             self.make_room(&mut held);
         }
-        let posted = match self.room(held.len()).and_then(|()| post(&self.qp)) {
-            Err(gdsync::Error::QueueFull { .. }) if held.len() < self.depth => {
+        let posted = match self.room(held.wrs + wrs).and_then(|()| post(&self.qp)) {
+            Err(gdsync::Error::QueueFull { .. }) if held.wrs + wrs <= self.depth => {
                 self.make_room(&mut held);
                 post(&self.qp)
             }
@@ -55,24 +71,26 @@ impl Lane {
         };
         let completion = posted.map_err(|source| self.tell(operation, source))?;
         let request = Request::new(self.rank, operation, completion, bytes, Arc::downgrade(self));
-        held.push_back((request.clone(), buffers));
+        held.queue.push_back((request.clone(), Kept { _buffers: buffers, wrs }));
+        held.wrs += wrs;
         Ok(request)
     }
 
-    fn room(&self, held: usize) -> gdsync::Result<()> {
-        if held < self.depth {
+    fn room(&self, wrs: usize) -> gdsync::Result<()> {
+        if wrs <= self.depth {
             return Ok(());
         }
         self.qp.check()?;
-        let (outstanding, depth) = (held as u64, self.depth as u64);
+        let (outstanding, depth) = (wrs as u64, self.depth as u64);
         Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.qp.qpn(), outstanding, depth })
     }
 
-    fn make_room(&self, held: &mut VecDeque<(Request, Vec<Registration>)>) {
+    fn make_room(&self, held: &mut Held) {
         while self.qp.poll_send().is_some() {}
-        settle(held);
+        settle(&mut held.queue);
         // Those of dropped batches, whose places in the queue nobody has taken since.
-        while held.pop_back_if(|(request, _)| request.completion.is_taken_back()).is_some() {}
+        while held.queue.pop_back_if(|(request, _)| request.completion.is_taken_back()).is_some() {}
+        held.wrs = held.queue.iter().map(|(_, kept)| kept.wrs).sum();
     }
 
     /// Takes completions, and lets buffers go.
@@ -101,7 +119,7 @@ impl Lane {
     /// Whether nothing will come of it any more, and there is nothing to tell.
     fn is_over(&self) -> bool {
         self.recycle();
-        self.held.lock().is_empty() && (self.has_told() || self.qp.check().is_ok())
+        self.held.lock().queue.is_empty() && (self.has_told() || self.qp.check().is_ok())
     }
 }
 

@@ -7,6 +7,7 @@ use gdsync::verbs::Sge;
 use crate::communicator::Registration;
 use crate::error::Result;
 use crate::window::Window;
+use crate::window::few::Few;
 
 /// The most bytes [`Rma::put_bytes`] takes.
 pub const MAX_INLINE: usize = 64;
@@ -141,21 +142,22 @@ impl<'a> Rma<'a> {
     }
 
     /// The local bytes it moves, in the order of the target's, and the registrations they are in.
-    pub(super) fn local(&self) -> Result<(Vec<Sge>, Vec<Registration>)> {
+    pub(super) fn local(&self) -> Result<(Few<Sge>, Few<Registration>)> {
+        let (mut sges, mut buffers) = (Few::None, Few::None);
         match &self.what {
             What::Put(pieces) | What::Get(pieces) => {
-                let pieces = pieces.list();
-                let mut sges = Vec::with_capacity(pieces.len());
-                for (buffer, range) in pieces {
+                for (buffer, range) in pieces.list() {
                     add_sges(&mut sges, buffer, range)?;
+                    buffers.push((*buffer).clone());
                 }
-                Ok((sges, pieces.iter().map(|(buffer, _)| (*buffer).clone()).collect()))
             }
             What::Add { result: Some((into, at)), .. } | What::CompareSwap { result: (into, at), .. } => {
-                Ok((vec![into.0.sge(*at, 8)?], vec![(*into).clone()]))
+                sges.push(into.0.sge(*at, 8)?);
+                buffers.push((*into).clone());
             }
-            What::PutBytes(_) | What::Add { .. } | What::Signal => Ok((Vec::new(), Vec::new())),
+            What::PutBytes(_) | What::Add { .. } | What::Signal => {}
         }
+        Ok((sges, buffers))
     }
 }
 
@@ -163,7 +165,7 @@ impl<'a> Rma<'a> {
 const MAX_SGE: usize = gdsync::mlx5::MAX_MESSAGE as usize;
 
 /// Adds the bytes `range` of a buffer: nothing if there are none, several elements if they are many.
-fn add_sges(sges: &mut Vec<Sge>, buffer: &Registration, range: &Range<usize>) -> Result<()> {
+fn add_sges(sges: &mut Few<Sge>, buffer: &Registration, range: &Range<usize>) -> Result<()> {
     let len = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
         what: "the range of the buffer",
         value: format!("{range:?}"),

@@ -6,6 +6,7 @@ use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{Completion, Qp, SendWr, Sge};
 
+use super::few::Few;
 use super::rma::{MAX_INLINE, Rma, What};
 use super::{MAX_SGES, Window};
 use crate::communicator::Registration;
@@ -126,7 +127,7 @@ impl Window {
         let len = match rma.what {
             What::Put(_) | What::Get(_) => {
                 // Ranges of memory that exists: only a list of many could pass the end of the numbers.
-                sges.iter().fold(0_usize, |len, sge| len.saturating_add(sge.len as usize))
+                sges.as_slice().iter().fold(0_usize, |len, sge| len.saturating_add(sge.len as usize))
             }
             What::PutBytes(bytes) => bytes.len(),
             What::Add { .. } | What::CompareSwap { .. } | What::Signal => 8,
@@ -138,8 +139,8 @@ impl Window {
             Some(window) => window.remote(name, rma.rank, rma.offset, len)?,
             None => self.remote(name, rma.rank, rma.offset, len)?,
         };
-        let mut wrs = Vec::with_capacity(2);
-        self.data(rma, at, &sges, &mut wrs)?;
+        let mut wrs = Few::None;
+        self.data(rma, at, sges.as_slice(), &mut wrs)?;
         let value = rma.signal.as_ref().map_or([0; 8], |signal| signal.value.to_ne_bytes());
         if let Some(signal) = self.signal(rma, &value)? {
             wrs.push(signal);
@@ -150,7 +151,8 @@ impl Window {
             *first = first.fence();
         }
         let lane = &self.0.lanes.lanes[rma.rank];
-        lane.start(name, len, buffers, |qp| post(qp, &wrs))
+        let wrs = wrs.as_slice();
+        lane.start(name, len, buffers, wrs.len(), |qp| post(qp, wrs))
     }
 
     /// The work requests that move data.
@@ -159,7 +161,7 @@ impl Window {
         rma: &Rma<'a>,
         at: RemoteAddr,
         sges: &'a [Sge],
-        wrs: &mut Vec<SendWr<'a>>,
+        wrs: &mut Few<SendWr<'a>>,
     ) -> Result<()> {
         match rma.what {
             What::Put(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::write(at, sges))),
@@ -180,12 +182,13 @@ impl Window {
                 wrs.push(SendWr::fetch_add(aligned(rma, at)?, add, result));
             }
             What::CompareSwap { compare, swap, .. } => {
-                let wr = |&result| Ok(SendWr::compare_swap(aligned(rma, at)?, compare, swap, result));
-                wrs.extend(sges.iter().map(wr).collect::<Result<Vec<_>>>()?);
+                for &result in sges {
+                    wrs.push(SendWr::compare_swap(aligned(rma, at)?, compare, swap, result));
+                }
             }
         }
         // Nothing to move, but to be complete in its turn.
-        if wrs.is_empty() && rma.signal.is_none() {
+        if wrs.as_slice().is_empty() && rma.signal.is_none() {
             wrs.push(SendWr::nop());
         }
         Ok(())
