@@ -9,12 +9,13 @@ use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
 use crate::communicator::{Communicator, Inner};
+use crate::connect::connect;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
-use crate::link::Link;
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
+use crate::watch::Watch;
 
 /// Builds a [`Communicator`].
 #[derive(Clone, Debug)]
@@ -24,6 +25,8 @@ pub struct Builder {
     spawn: Option<usize>,
     depth: usize,
     timeout: Duration,
+    max_pieces: u32,
+    watch: bool,
     gpu: Option<Gpu>,
     on_gpu: OnGpu,
 }
@@ -35,6 +38,8 @@ impl Default for Builder {
             spawn: None,
             depth: 512,
             timeout: Duration::from_secs(30),
+            max_pieces: 2,
+            watch: true,
             gpu: None,
             on_gpu: OnGpu::empty(),
         }
@@ -57,6 +62,20 @@ impl Builder {
     /// Messages that can be under way to and from each rank (default 512).
     pub fn depth(mut self, depth: usize) -> Self {
         self.depth = depth;
+        self
+    }
+
+    /// Pieces that a message can have (default 2, at most 30).
+    pub fn max_pieces(mut self, pieces: u32) -> Self {
+        self.max_pieces = pieces;
+        self
+    }
+
+    /// Whether a thread of the communicator looks after it four times a second (default yes): it takes back what finished
+    /// messages held, and asks ranks that are silent whether they are there. Without it the program calls
+    /// [`Communicator::progress`] now and then, or a stream that waits for a rank that is gone only goes on after its limit.
+    pub fn watch(mut self, watch: bool) -> Self {
+        self.watch = watch;
         self
     }
 
@@ -97,7 +116,7 @@ impl Builder {
             Some(context) => context.clone(),
             None => Device::find(None)?.open()?,
         };
-        self.connect(bootstrap, children, context, deadline)
+        self.finish(bootstrap, children, context, deadline)
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -110,45 +129,49 @@ impl Builder {
         Ok((Bootstrap::root(listener, &launch, self.timeout)?, Some(children)))
     }
 
-    fn connect(
+    fn finish(
         self,
         mut bootstrap: Bootstrap,
         children: Option<Children>,
         context: Context,
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let (rank, size) = (bootstrap.rank(), bootstrap.size());
         let pd = context.alloc_pd()?;
-        let links = Link::all(&pd, rank, size, |pd| self.queues(pd))?;
-        let tables = bootstrap.allgather(&Link::table(&links), deadline.remaining())?;
-        links.iter().zip(&tables).try_for_each(|(link, table)| link.connect(table, rank, size))?;
-        let peers = links.into_iter().map(|link| Peer::new(link, self.depth)).collect();
+        let build = || self.queue_pair(&pd);
+        let (links, credits) = connect(&pd, &mut bootstrap, self.depth, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
-        let bootstrap = Mutex::new(bootstrap);
+        let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
+        let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
+        let watch = self.watch.then(|| Watch::start(peers.clone(), lanes.clone())).transpose();
+        let fix = "allow the process another thread, or build with watch(false)";
+        let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
-            rank,
+            rank: bootstrap.rank(),
             context,
             pd,
+            _watch: watch,
             peers,
-            bootstrap,
+            _credits: credits,
+            bootstrap: Mutex::new(bootstrap),
             children: Mutex::new(children),
             builder: self,
-            lanes: Mutex::default(),
+            lanes,
         })))
-    }
-
-    /// The queue pairs to build, as they were asked for.
-    pub(crate) fn queues(&self, pd: &Pd) -> QpBuilder {
-        // A receive that is late is waited for: the deadlines of waits end what never comes.
-        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
-        match &self.gpu {
-            Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
-            None => builder,
-        }
     }
 
     pub(crate) fn queue_depth(&self) -> usize {
         self.depth
+    }
+
+    /// A queue pair to build, as was asked for.
+    pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
+        // A receive that is late is waited for: the deadlines of waits end what never comes.
+        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
+        let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
+        match &self.gpu {
+            Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
+            None => builder,
+        }
     }
 }

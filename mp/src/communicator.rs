@@ -5,16 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Completion, Context, Mr, Pd, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
 use crate::builder::Builder;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::peer::{Peer, Way};
+use crate::link::Link;
+use crate::peer::{Peer, Piece, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
+use crate::watch::Watch;
 use crate::window::Lanes;
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
@@ -26,13 +28,17 @@ pub(crate) struct Inner {
     pub(crate) rank: usize,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
-    pub(crate) peers: Vec<Peer>,
+    /// Ends before the words go that the peers write.
+    pub(crate) _watch: Option<Watch>,
+    pub(crate) peers: Arc<[Peer]>,
+    /// The words that the peers write.
+    pub(crate) _credits: Mr,
     pub(crate) bootstrap: Mutex<Bootstrap>,
     pub(crate) children: Mutex<Option<Children>>,
     /// As it was built.
     pub(crate) builder: Builder,
     /// The connections of windows, also of dropped ones while something of them is under way.
-    pub(crate) lanes: Mutex<Vec<Arc<Lanes>>>,
+    pub(crate) lanes: Arc<Mutex<Vec<Arc<Lanes>>>>,
 }
 
 /// Memory that messages can be sent from and received into. Clones share it.
@@ -93,9 +99,21 @@ impl Communicator {
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
     /// the connection broke, or too many messages are under way.
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
-        self.start("send", buffer, range, rank, Way::Send, |peer, sge| {
-            peer.send.post_send(&[SendWr::send(sge)])
-        })
+        self.isendv(&[(buffer, range)], rank)
+    }
+
+    /// As [`Communicator::isend`], of several pieces one after the other: as many as [`Builder::max_pieces`] says.
+    ///
+    /// # Errors
+    /// As [`Communicator::isend`].
+    pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let post = |link: &Link, sges: &[Sge]| {
+            let completion = link.send.post_send(&[SendWr::send(sges)])?;
+            // The CPU does not wait for the receive: the device does, by asking again.
+            link.credits.number(&completion, link.depth);
+            Ok((completion, ()))
+        };
+        Ok(self.peer(rank)?.start(Way::Send, "send", pieces, post)?.0)
     }
 
     /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both sides.
@@ -103,28 +121,20 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::isend`].
     pub fn irecv(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
-        self.start("receive", buffer, range, rank, Way::Recv, |peer, sges| {
-            peer.recv.post_recv(&[RecvWr { wr_id: 0, sges }])
-        })
+        self.irecvv(&[(buffer, range)], rank)
     }
 
-    pub(crate) fn start(
-        &self,
-        operation: &'static str,
-        buffer: &Registration,
-        range: Range<usize>,
-        rank: usize,
-        way: Way,
-        mut post: impl FnMut(&Peer, &[Sge]) -> gdsync::Result<Completion>,
-    ) -> Result<Request> {
-        let peer = self.peer(rank)?;
-        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-            what: "the range of the buffer",
-            value: format!("{range:?}"),
-            expected: "one that does not end before it starts",
-        })?;
-        let sge = buffer.0.sge(range.start, bytes)?;
-        peer.start(way, operation, buffer, bytes, || post(peer, &[sge]))
+    /// As [`Communicator::irecv`], into several pieces one after the other: as many as [`Builder::max_pieces`] says.
+    ///
+    /// # Errors
+    /// As [`Communicator::isend`].
+    pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let post = |link: &Link, sges: &[Sge]| {
+            let completion = link.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
+            link.credits.grant();
+            Ok((completion, ()))
+        };
+        Ok(self.peer(rank)?.start(Way::Recv, "receive", pieces, post)?.0)
     }
 
     /// Blocks until a message is complete.
@@ -133,9 +143,9 @@ impl Communicator {
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait(timeout)?;
-        match request.lane.upgrade() {
-            Some(lane) => lane.recycle(),
-            None => self.peer(request.rank)?.recycle(),
+        match &request.lane {
+            Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
+            None => self.peer(request.rank())?.recycle(),
         }
         Ok(status)
     }
@@ -153,11 +163,11 @@ impl Communicator {
         requests.into_iter().map(|request| self.wait(request, deadline.remaining())).collect()
     }
 
-    /// Moves messages along and takes back what finished ones held. Only needed by threads that neither wait nor send
-    /// for long.
+    /// Moves messages along, takes back what finished ones held, and asks ranks that are silent whether they are there. Only
+    /// needed by threads that neither wait nor send for long.
     pub fn progress(&self) {
         self.0.peers.iter().for_each(Peer::recycle);
-        self.recycle_lanes();
+        Lanes::recycle(&mut self.0.lanes.lock());
     }
 
     /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.

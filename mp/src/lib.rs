@@ -44,7 +44,7 @@
 //! | LibMP | here |
 //! |---|---|
 //! | `mp_window_create`, `mp_window_destroy` | [`Communicator::window`], [`Window::destroy`] or dropping it |
-//! | `mp_iput`, `mp_iget` | [`Window::iput`], [`Window::iget`]; pieces by [`Rma::put_vectored`], [`Rma::get_vectored`] |
+//! | `mp_iput`, `mp_iget` | [`Window::iput`], [`Window::iget`]; pieces by [`Rma::putv`], [`Rma::getv`] |
 //! | `MP_PUT_INLINE` | [`Rma::put_bytes`] |
 //! | `MP_PUT_NOWAIT` | [`Window::put`], and of any operation dropping its request; [`Window::flush`] |
 //! | `mp_iput_on_stream`, `mp_iget_on_stream` | [`Window::iput_on_stream`], [`Window::iget_on_stream`] |
@@ -56,12 +56,17 @@
 //!
 //! # Messages
 //!
-//! Messages between two ranks arrive in the order they were sent; there are no tags. A receive must be posted before
-//! its message arrives, or the sender pauses and tries again.
+//! Messages between two ranks arrive in the order they were sent; there are no tags. What a stream sends waits until the
+//! receive is posted; where the CPU sends, the device pauses and tries again.
+//!
+//! A rank that dies fails what is under way with it, and no more: waits and streams end with an error that names it, within
+//! seconds also where nothing was sent to it.
 
 pub mod bootstrap;
 mod builder;
 mod communicator;
+mod connect;
+mod credit;
 mod deadline;
 pub mod error;
 pub mod launch;
@@ -70,12 +75,15 @@ mod on_stream;
 mod peer;
 mod request;
 pub mod spawn;
+mod watch;
 mod window;
 mod word;
 
 pub use builder::Builder;
 pub use communicator::{Communicator, Registration};
 pub use error::{Error, Result};
+pub use on_stream::PreparedMessage;
+pub use peer::Piece;
 pub use request::{Request, Status};
 pub use window::{MAX_INLINE, Rma, Signal, Window};
 pub use word::{wait_value32, wait_value64};

@@ -1,5 +1,6 @@
 //! Windows: memory that other ranks read and write by themselves.
 
+mod ends;
 mod few;
 mod lane;
 mod rma;
@@ -21,7 +22,7 @@ use crate::bootstrap::Bootstrap;
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::link::Link;
+use ends::Ends;
 
 /// Elements of a list of pieces that one work request takes: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;
@@ -104,23 +105,23 @@ impl Communicator {
         let (rank, size) = (self.rank(), self.size());
         let mut bootstrap = self.0.bootstrap.lock();
         let ours = part(registration, &range).and_then(|part| {
-            let links = Link::all(&self.0.pd, rank, size, |pd| {
-                let queues = self.0.builder.queues(pd).max_send_sge(MAX_SGES).max_inline(MAX_INLINE);
-                queues.max_recv_wr(1).timeout(TIMEOUT)
+            let ends = Ends::all(rank, size, || {
+                let queues = self.0.builder.queue_pair(&self.0.pd).max_recv_wr(1).timeout(TIMEOUT);
+                queues.max_send_sge(MAX_SGES).max_inline(MAX_INLINE)
             })?;
-            Ok((part, links))
+            Ok((part, ends))
         });
         let record = match &ours {
-            Ok((part, links)) => [&part.to_bytes()[..], &Link::table(links)].concat(),
+            Ok((part, ends)) => [&part.to_bytes()[..], &Ends::table(ends)].concat(),
             Err(_) => Vec::new(),
         };
         let records = bootstrap.allgather(&record, deadline.remaining())?;
         // What is wrong here all ranks see alike, and none goes on.
-        let links = ours.map(|(_, links)| links)?;
+        let ends = ours.map(|(_, ends)| ends)?;
         let parts = parts_of(&records)?;
-        let mut tables = parts.iter().zip(&links);
-        let lanes = tables.try_for_each(|((_, table), link)| link.connect(table, rank, size));
-        let lanes = lanes.and_then(|()| Lanes::new(self, links));
+        let mut tables = parts.iter().zip(&ends);
+        let lanes = tables.try_for_each(|((_, table), ends)| ends.connect(table, rank, size));
+        let lanes = lanes.and_then(|()| Lanes::new(self, ends));
         // Nobody may write before everybody is connected.
         let lanes = agree(&mut bootstrap, lanes, &deadline)?;
         drop(bootstrap);

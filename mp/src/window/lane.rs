@@ -16,12 +16,14 @@ use crate::error::{Error, Result};
 use crate::link::Link;
 use crate::peer::settle;
 use crate::request::Request;
+use crate::window::ends::Ends;
 use crate::window::few::Few;
 
 /// The connection to one rank.
 #[derive(Debug)]
 pub(crate) struct Lane {
-    pub(crate) rank: usize,
+    /// That of the messages, which knows whether the rank is there.
+    link: Arc<Link>,
     pub(crate) qp: Qp,
     /// The other end of the connection to the own rank; otherwise the same.
     _far: Qp,
@@ -70,7 +72,8 @@ impl Lane {
             other => other,
         };
         let completion = posted.map_err(|source| self.tell(operation, source))?;
-        let request = Request::new(self.rank, operation, completion, bytes, Arc::downgrade(self));
+        let (link, lane) = (self.link.clone(), Some(Arc::downgrade(self)));
+        let request = Request { link, lane, operation, completion, bytes, kept: Arc::default() };
         held.queue.push_back((request.clone(), Kept { _buffers: buffers, wrs }));
         held.wrs += wrs;
         Ok(request)
@@ -109,7 +112,7 @@ impl Lane {
         if self.qp.check().is_err() {
             self.told.store(true, Ordering::Relaxed);
         }
-        Error::Message { rank: self.rank, operation, source }
+        Error::Message { rank: self.link.rank, operation, source }
     }
 
     fn has_told(&self) -> bool {
@@ -134,17 +137,17 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
-    pub(super) fn new(comm: &Communicator, links: Vec<Link>) -> Result<Arc<Self>> {
-        let scratch = comm.0.pd.register(&Memory::alloc(8 * links.len())?, Access::LOCAL_WRITE)?;
+    pub(super) fn new(comm: &Communicator, ends: Vec<Ends>) -> Result<Arc<Self>> {
+        let scratch = comm.0.pd.register(&Memory::alloc(8 * ends.len())?, Access::LOCAL_WRITE)?;
         let depth = comm.0.builder.queue_depth();
-        let lane = |Link { rank, send, recv }| {
+        let lane = |Ends { rank, qp, far }| {
             let (told, held) = (AtomicBool::new(false), Mutex::default());
-            Lane { rank, qp: send, _far: recv, depth, told, held }
+            Arc::new(Lane { link: comm.0.peers[rank].link.clone(), qp, _far: far, depth, told, held })
         };
-        let lanes = links.into_iter().map(|link| Arc::new(lane(link))).collect();
+        let lanes = ends.into_iter().map(lane).collect();
         let lanes = Arc::new(Self { lanes, scratch, flushes: AtomicBool::new(false) });
         let mut all = comm.0.lanes.lock();
-        all.retain(|lanes| !lanes.is_over());
+        Self::recycle(&mut all);
         all.push(lanes.clone());
         Ok(lanes)
     }
@@ -171,6 +174,14 @@ impl Lanes {
         self.lanes.iter().map(flush).fold(Ok(()), Result::and)
     }
 
+    /// Moves operations along, and gives up connections that nobody needs.
+    pub(crate) fn recycle(all: &mut Vec<Arc<Self>>) {
+        all.retain(|lanes| {
+            lanes.lanes.iter().for_each(|lane| lane.recycle());
+            !lanes.is_over()
+        });
+    }
+
     /// Whether no window has them any more, nor anybody else a use for them.
     fn is_over(self: &Arc<Self>) -> bool {
         Arc::strong_count(self) == 1 && self.lanes.iter().all(|lane| lane.is_over())
@@ -178,14 +189,6 @@ impl Lanes {
 }
 
 impl Communicator {
-    /// Moves operations of windows along, and gives up connections that nobody needs.
-    pub(crate) fn recycle_lanes(&self) {
-        self.0.lanes.lock().retain(|lanes| {
-            lanes.lanes.iter().for_each(|lane| lane.recycle());
-            !lanes.is_over()
-        });
-    }
-
     /// Waits for the operations of all windows. Returns the first failure that nobody was told of.
     pub(crate) fn flush_lanes(&self, deadline: &Deadline) -> Result<()> {
         let all = self.0.lanes.lock().clone();

@@ -6,6 +6,7 @@ use gdsync::verbs::Sge;
 
 use crate::communicator::Registration;
 use crate::error::Result;
+use crate::peer::Piece;
 use crate::window::Window;
 use crate::window::few::Few;
 
@@ -43,12 +44,12 @@ type Place<'a> = (&'a Registration, usize);
 /// Local bytes, in order.
 #[derive(Clone, Debug)]
 pub(super) enum Pieces<'a> {
-    One((&'a Registration, Range<usize>)),
-    Many(&'a [(&'a Registration, Range<usize>)]),
+    One(Piece<'a>),
+    Many(&'a [Piece<'a>]),
 }
 
 impl<'a> Pieces<'a> {
-    pub(super) fn list(&self) -> &[(&'a Registration, Range<usize>)] {
+    pub(super) fn list(&self) -> &[Piece<'a>] {
         match self {
             Self::One(piece) => std::slice::from_ref(piece),
             Self::Many(pieces) => pieces,
@@ -67,7 +68,7 @@ impl<'a> Rma<'a> {
     }
 
     /// Writes pieces of local memory, one behind the other, to `offset`.
-    pub fn put_vectored(pieces: &'a [(&'a Registration, Range<usize>)], rank: usize, offset: usize) -> Self {
+    pub fn putv(pieces: &'a [Piece<'a>], rank: usize, offset: usize) -> Self {
         Self::new(rank, offset, What::Put(Pieces::Many(pieces)))
     }
 
@@ -83,7 +84,7 @@ impl<'a> Rma<'a> {
     }
 
     /// Reads bytes from `offset` into pieces of local memory, one behind the other.
-    pub fn get_vectored(pieces: &'a [(&'a Registration, Range<usize>)], rank: usize, offset: usize) -> Self {
+    pub fn getv(pieces: &'a [Piece<'a>], rank: usize, offset: usize) -> Self {
         Self::new(rank, offset, What::Get(Pieces::Many(pieces)))
     }
 
