@@ -2,7 +2,7 @@
 # the tests of mp over rxe0; ping-pong and a stencil between two processes, also on the software HCA
 
 # shellcheck disable=SC2034
-timeout=600
+timeout=900
 
 host_build() {
     vm_cargo test --no-run --workspace --test bootstrap --test spawn --test failures --test messages --test on_stream --test credits \
