@@ -224,6 +224,20 @@ fn streams_wait_for_all_operations_on_a_rank() {
             comm.barrier(LONG).unwrap();
         }
         assert_eq!(after.load(Ordering::Relaxed), 40, "all are complete when the stream goes on");
+        // Only one stream can wait for them; another is not told that nothing is left.
+        let (word, other) = (Memory::alloc(4).unwrap().word32(0).unwrap(), stream("second"));
+        s.wait_value32(&word, 1, Cond::Eq).unwrap();
+        let _detached = window.iput_on_stream(&s, &outbox, 0..8, peer, 0).unwrap();
+        window.flush_on_stream(&s, peer).unwrap();
+        let error = window.flush_on_stream(&other, peer).unwrap_err();
+        assert!(
+            matches!(error, Error::Message { rank, source: gdsync::Error::Busy { .. }, .. } if rank == peer),
+            "{error}"
+        );
+        word.store(1);
+        s.synchronize(LONG).unwrap();
+        window.flush_on_stream(&other, peer).unwrap();
+        other.synchronize(LONG).unwrap();
         let error = window.flush_on_stream(&s, 2).unwrap_err();
         assert!(matches!(error, Error::NoSuchRank { rank: 2, size: 2 }), "{error}");
         window.destroy(LONG).unwrap();

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use gdsync::cuda::Flush;
 use gdsync::memory::Memory;
+use gdsync::stream::Stream;
 use gdsync::verbs::{Access, Completion, Mr, Qp, Sge};
 use parking_lot::Mutex;
 
@@ -106,6 +107,17 @@ impl Lane {
         let flushed = self.qp.wait_all_sends(timeout);
         self.recycle();
         flushed.map_err(|source| self.tell("flush", source))
+    }
+
+    /// Holds a stream until nothing is under way that is now.
+    pub(super) fn flush_on_stream(&self, stream: &Stream) -> Result<()> {
+        let mut held = self.held.lock();
+        self.make_room(&mut held);
+        let flushed = match held.queue.back() {
+            Some((last, _)) => stream.wait(&last.completion),
+            None => self.qp.check(),
+        };
+        flushed.map_err(|source| self.tell("flush on stream", source))
     }
 
     fn tell(&self, operation: &'static str, source: gdsync::Error) -> Error {

@@ -6,7 +6,7 @@ use gdsync::stream::{Batch, Cond, Stream};
 
 use super::Window;
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::word::wait_helping;
 
 impl Window {
@@ -28,24 +28,20 @@ impl Window {
         self.0.lanes.flush(&Deadline::after(timeout))
     }
 
-    /// Holds a stream until all operations on a rank are complete that were started or prepared so far.
+    /// Holds a stream until all operations on a rank are complete that were started so far, or prepared in a batch that is
+    /// there.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Message`]: the connection is broken, the stream is full or failed, or another stream
     /// waits for operations on this rank.
     pub fn flush_on_stream(&self, stream: &Stream, rank: usize) -> Result<()> {
         self.part(rank)?;
-        let qp = &self.0.lanes.lanes[rank].qp;
-        let mut batch = Batch::new();
-        let flushed = match batch.wait_all_sends(qp) {
-            Err(gdsync::Error::NothingToWaitFor { .. }) => qp.check(),
-            other => other.and_then(|_| stream.submit(&mut batch)),
-        };
-        flushed.map_err(|source| Error::Message { rank, operation: "flush on stream", source })
+        self.0.lanes.lanes[rank].flush_on_stream(stream)
     }
 
     /// Blocks until the 64-bit word at `offset` of the own part satisfies a condition, and returns it. What was put before
-    /// the [signal](super::Signal) is there then. A counter is best awaited with [`Cond::Geq`], which is cyclic.
+    /// the [signal](super::Signal) is there then. A counter is best awaited with [`Cond::Geq`], which is cyclic. That the rank
+    /// which was to signal has died is not noticed here.
     ///
     /// # Errors
     /// As [`Window::word64`] and [`wait_value64`](crate::wait_value64).
