@@ -27,6 +27,7 @@
 
 pub mod bootstrap;
 mod builder;
+pub mod cache;
 mod communicator;
 mod deadline;
 pub mod error;
