@@ -3,7 +3,6 @@
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::index::Entry;
 use crate::communicator::Registration;
@@ -20,7 +19,7 @@ impl Cached {
     /// A handle of a range within an entry, whose memory is proved to be the entry's.
     pub(super) fn new(entry: Arc<Entry>, range: &Range<u64>) -> gdsync::Result<Self> {
         let part = if *range == entry.range { None } else { Some(entry.part(range)?) };
-        entry.proofs.fetch_add(1, Ordering::Relaxed);
+        entry.count_handle(1);
         Ok(Self { entry, part })
     }
 }
@@ -35,14 +34,14 @@ impl Deref for Cached {
 
 impl Clone for Cached {
     fn clone(&self) -> Self {
-        self.entry.proofs.fetch_add(1, Ordering::Relaxed);
+        self.entry.count_handle(1);
         Self { entry: self.entry.clone(), part: self.part.clone() }
     }
 }
 
 impl Drop for Cached {
     fn drop(&mut self) {
-        self.entry.proofs.fetch_sub(1, Ordering::Relaxed);
+        self.entry.count_handle(-1);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
 
 use gdsync::cuda::Gpu;
 
@@ -18,19 +18,31 @@ pub(super) struct Entry {
     /// The GPU that the memory is on, and the number of its allocation.
     pub(super) home: Option<(Gpu, u64)>,
     pub(super) registration: Registration,
-    /// Handles: while there is one the memory cannot have been freed.
-    pub(super) proofs: AtomicUsize,
+    /// Handles of GPU memory: while there is one it cannot have been freed.
+    handles: AtomicIsize,
 }
 
 impl Entry {
     pub(super) fn new(range: Range<u64>, home: Option<(Gpu, u64)>, registration: Registration) -> Arc<Self> {
-        Arc::new(Self { range, home, registration, proofs: AtomicUsize::new(0) })
+        Arc::new(Self { range, home, registration, handles: AtomicIsize::new(0) })
     }
 
     /// The registration of a range within this one's.
     pub(super) fn part(&self, range: &Range<u64>) -> gdsync::Result<Registration> {
         let number = |bytes: u64| usize::try_from(bytes).expect("64-bit hosts only");
         self.registration.part(number(range.start - self.range.start), number(range.end - range.start))
+    }
+
+    /// Counts handles where that proves something.
+    #[inline]
+    pub(super) fn count_handle(&self, more: isize) {
+        if self.home.is_some() {
+            self.handles.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn has_handles(&self) -> bool {
+        self.handles.load(Ordering::Relaxed) > 0
     }
 
     pub(super) fn len(&self) -> u64 {

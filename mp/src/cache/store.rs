@@ -166,9 +166,7 @@ impl Cache {
     fn proves(&self, entry: &Entry, gpu: Option<&Gpu>, addr: u64) -> gdsync::Result<bool> {
         let (Some(gpu), Some((_, id))) = (gpu, &entry.home) else { return Ok(true) };
         Ok(entry.is_on(Some(gpu))
-            && (self.config.announced
-                || entry.proofs.load(Ordering::Relaxed) > 0
-                || gpu.buffer_id(addr)? == *id))
+            && (self.config.announced || entry.has_handles() || gpu.buffer_id(addr)? == *id))
     }
 
     fn miss(
