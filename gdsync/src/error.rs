@@ -202,6 +202,13 @@ pub enum Error {
     /// A work request failed, or was flushed because an earlier one had.
     #[error(transparent)]
     Completion(#[from] CompletionError),
+    /// The process at the other end of the queue pair is gone. The software HCA knows at once; cards learn it from sends that
+    /// nobody answers.
+    #[error("QP {qpn:#x}: the process at its other end is gone; connect it again when there is one")]
+    PeerGone {
+        /// The queue pair.
+        qpn: u32,
+    },
     /// A CQE is not what the queue's bookkeeping expects; nothing after it can be trusted.
     #[error(
         "the {queue} queue of QP {qpn:#x} got a CQE for WQE {counter:#x} (format {format}) where {expected:#x} was next; \

@@ -313,7 +313,7 @@ impl Core {
             self.with(i, |qp, env| {
                 let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
                 if lost && (!is_card || qp.is_copying()) && matches!(qp.state, QpState::RTR | QpState::RTS) {
-                    qp.fail(Syndrome::RETRY_EXC_ERR, env);
+                    qp.lose_peer(env);
                 }
             });
         }

@@ -31,6 +31,7 @@ use crate::memory::Memory;
 use crate::mover::Mover;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
+use crate::verbs::track::Health;
 use crate::verbs::{Access, QpAttr, QpState};
 
 /// From here on a copy engine is worth its start. Through a mapping, 32 KiB leave GPU memory in 44 us (H200), and reach it
@@ -188,13 +189,14 @@ impl SoftHca {
     }
 
     /// Takes rings into service that belong to no queue pair yet. Returns its number and its first packet sequence number.
-    pub(super) fn add_qp(&self, rings: Rings) -> Result<(u32, u32)> {
+    pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>) -> Result<(u32, u32)> {
         let psn = gid::random_psn()?;
         let mut qpn = 0;
         let make = |number| {
             qpn = number;
             Box::new(SoftQp {
                 rings: Rings { qpn, ..rings },
+                health,
                 psn,
                 state: QpState::RESET,
                 access: Access::empty(),
@@ -322,8 +324,9 @@ impl Provider for SoftHca {
         let rings = Rings::alloc(0, request, places)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
-        let (qpn, psn) = self.add_qp(rings)?;
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health: Arc::default() })
+        let health = Arc::default();
+        let (qpn, psn) = self.add_qp(rings, Arc::clone(&health))?;
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
