@@ -27,6 +27,7 @@ mod engines;
 mod errands;
 mod gpu;
 mod handles;
+mod identity;
 mod kept;
 mod neighbours;
 mod reaper;
