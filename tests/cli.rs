@@ -37,6 +37,8 @@ fn bad_arguments_are_named() {
         (&["bench", "hca", "--rounds", "99"], "--rounds"),
         (&["bench", "hca", "--timeout", "18446744073709551615"], "--timeout"),
         (&["bench", "hca", "--rounds", "100", "--json", nowhere], nowhere),
+        (&["bench", "register", "--bytes", "1"], "--bytes"),
+        (&["bench", "register", "--json", nowhere], nowhere),
         (&["bench", "stream", "--calls", "99"], "--calls"),
         (&["bench", "stream", "--json", nowhere], nowhere),
         (&["bench", "trigger", "--busy", "0,17"], "--busy"),

@@ -305,6 +305,18 @@ impl Error {
         Self::InvalidArgument { what, value: value.to_string(), expected }
     }
 
+    /// Whether something had run out that other registrations hold: memory that may be locked, keys, the GPU's window
+    /// (BAR1). With fewer of them the same call may succeed.
+    pub fn is_exhausted(&self) -> bool {
+        match self {
+            Self::Verbs { source, .. } | Self::Sys { source, .. } => {
+                matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::ENOSPC | libc::EAGAIN))
+            }
+            Self::Cuda { source, .. } => matches!(**source, gdrcopy::Error::Exhausted { .. }),
+            _ => false,
+        }
+    }
+
     /// Wraps what CUDA said while this was being done.
     pub(crate) fn cuda(what: &'static str) -> impl Fn(gdrcopy::Error) -> Self {
         move |source| Self::Cuda { what, source: Arc::new(source) }

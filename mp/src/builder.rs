@@ -8,6 +8,7 @@ use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
+use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
 use crate::deadline::Deadline;
@@ -29,6 +30,7 @@ pub struct Builder {
     watch: bool,
     gpu: Option<Gpu>,
     on_gpu: OnGpu,
+    cache: CacheConfig,
 }
 
 impl Default for Builder {
@@ -42,6 +44,7 @@ impl Default for Builder {
             watch: true,
             gpu: None,
             on_gpu: OnGpu::empty(),
+            cache: CacheConfig::default(),
         }
     }
 }
@@ -97,11 +100,18 @@ impl Builder {
         self
     }
 
+    /// What the registration cache keeps (default see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
+    pub fn cache(mut self, config: CacheConfig) -> Self {
+        self.cache = config;
+        self
+    }
+
     /// Joins the job. Every rank must call this.
     ///
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
-    /// address at fault; [`Error::Device`] from the RDMA device, or for queues on a GPU that was not given.
+    /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
+    /// `MP_REG_CACHE` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
@@ -111,12 +121,13 @@ impl Builder {
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
+        let cache = Cache::new(self.cache.clone().in_environment()?);
         let (bootstrap, children) = self.join()?;
         let context = match &self.context {
             Some(context) => context.clone(),
             None => Device::find(None)?.open()?,
         };
-        self.finish(bootstrap, children, context, deadline)
+        self.finish(bootstrap, children, context, cache, deadline)
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -134,6 +145,7 @@ impl Builder {
         mut bootstrap: Bootstrap,
         children: Option<Children>,
         context: Context,
+        cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
         let pd = context.alloc_pd()?;
@@ -150,6 +162,7 @@ impl Builder {
             rank: bootstrap.rank(),
             context,
             pd,
+            cache,
             _watch: watch,
             peers,
             _credits: credits,

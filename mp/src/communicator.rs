@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
 use crate::builder::Builder;
+use crate::cache::Cache;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::link::Link;
@@ -28,6 +29,7 @@ pub(crate) struct Inner {
     pub(crate) rank: usize,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
+    pub(crate) cache: Cache,
     /// Ends before the words go that the peers write.
     pub(crate) _watch: Option<Watch>,
     pub(crate) peers: Arc<[Peer]>,
@@ -46,6 +48,19 @@ pub(crate) struct Inner {
 pub struct Registration(pub(crate) Mr);
 
 impl Registration {
+    /// A part of the memory, which is registered as long as this is. Ranges count from its start.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`] when the part does not lie inside.
+    pub fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
+        self.0.slice(offset, len).map(Self)
+    }
+
+    /// Whether nothing else keeps the memory registered.
+    pub(crate) fn is_only(&self) -> bool {
+        self.0.is_only()
+    }
+
     /// The memory.
     pub fn memory(&self) -> &Memory {
         self.0.memory()

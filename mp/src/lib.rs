@@ -64,6 +64,7 @@
 
 pub mod bootstrap;
 mod builder;
+pub mod cache;
 mod communicator;
 mod connect;
 mod credit;
