@@ -22,7 +22,6 @@ use super::watched::Watched;
 use super::wire::{LinkEnds, RxRing};
 use crate::error::{Error, Result};
 use crate::memory::Word64;
-use crate::mlx5::Syndrome;
 use crate::mover::{Mover, Ticket};
 use crate::verbs::QpState;
 
