@@ -74,6 +74,25 @@ fn the_benchmark_writes_its_results() {
 }
 
 #[test]
+fn the_benchmark_of_the_registration_cache_writes_its_results() {
+    let json = Scratch::new("bench-register");
+    let path = json.path().to_str().unwrap();
+    let out = succeeds(tool(&["bench", "register", "--calls", "2000", "--bytes", "4096", "--json", path]));
+    assert!(out.contains("4 Ki bytes"), "{out}");
+    let report = json.json();
+    assert_eq!((&report["device"], &report["bytes"]), (&"software HCA".into(), &4096.into()));
+    let rows = report["results"].as_array().unwrap();
+    assert_eq!(rows.len(), 6, "{rows:?}");
+    for row in rows {
+        assert_eq!(row["memory"], "host", "{row}");
+        positive(&row["ratio"]);
+        let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&row["us"][name]));
+        assert!(min <= p50 && p50 <= p99, "{row}");
+    }
+    assert_eq!(rows[0]["ratio"], 1.0);
+}
+
+#[test]
 fn the_stream_benchmark_writes_its_results_or_says_that_it_needs_a_gpu() {
     let json = Scratch::new("bench-stream");
     let path = json.path().to_str().unwrap();

@@ -185,6 +185,30 @@ impl Communicator {
         Lanes::recycle(&mut self.0.lanes.lock());
     }
 
+    /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
+    ///
+    /// # Errors
+    /// [`Error::Message`] says what ended the connection; [`Error::NoSuchRank`].
+    pub fn check(&self, rank: usize) -> Result<()> {
+        let link = &self.peer(rank)?.link;
+        link.check().map_err(|source| Error::Message { rank, operation: "connection", source })
+    }
+
+    /// The ranks that can no longer be reached, as far as is known. What is under way with the others is not concerned.
+    pub fn lost(&self) -> Vec<usize> {
+        (0..self.size()).filter(|&rank| self.check(rank).is_err()).collect()
+    }
+
+    /// Ends the connection to a rank: all that is under way with it ends now, in waits and on streams, with an error that says
+    /// so, and nothing more can be sent to it or received from it. It notices as if this rank had died.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn give_up(&self, rank: usize) -> Result<()> {
+        self.peer(rank)?.link.fail(&gdsync::Error::GivenUp);
+        Ok(())
+    }
+
     /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.
     ///
     /// # Errors

@@ -70,7 +70,7 @@ struct Place {
 impl Place {
     /// The range of this number through a cache; it goes round.
     fn cached(&self, comm: &Communicator, n: usize, skip: usize) -> Result<Cached> {
-        let at = n * self.bytes % self.memory.len() + skip;
+        let at = n % MANY * self.bytes + skip;
         let (addr, len) = (self.memory.addr() + at as u64, self.bytes - skip);
         Ok(match &self.gpu {
             // SAFETY: the memory outlives all communicators.
@@ -162,7 +162,7 @@ impl Options {
         }
         // Registering GPU memory maps it too; so does this.
         let bare = |n: usize| {
-            let at = n * place.bytes % place.memory.len();
+            let at = n % MANY * place.bytes;
             let (addr, len) = (place.memory.addr() + at as u64, place.bytes);
             let memory = match &place.gpu {
                 // SAFETY: the memory outlives the result.

@@ -21,6 +21,7 @@ impl Communicator {
     /// until [`Cache::invalidate`] was called for it. While messages on it are under way no Rust reference to it may be used,
     /// except to read what is only sent. Once a GPU has used it, [`Memory::from_raw`](gdsync::memory::Memory::from_raw) says
     /// what else must be waited for.
+    #[inline]
     pub unsafe fn register_cached(&self, ptr: *mut u8, len: usize) -> Result<Cached> {
         // SAFETY: what the caller promises.
         unsafe { self.cached(None, ptr.expose_provenance() as u64, len) }
@@ -36,6 +37,7 @@ impl Communicator {
     /// # Safety
     /// The memory must stay allocated until the result, its clones and all messages on it are gone, and where
     /// [`CacheConfig::announced`](crate::cache::CacheConfig::announced) says so until [`Cache::invalidate`] was called for it.
+    #[inline]
     pub unsafe fn register_cached_gpu(&self, gpu: &Gpu, addr: u64, len: usize) -> Result<Cached> {
         // SAFETY: what the caller promises.
         unsafe { self.cached(Some(gpu), addr, len) }
@@ -48,6 +50,7 @@ impl Communicator {
 
     /// # Safety
     /// As the two functions above.
+    #[inline]
     unsafe fn cached(&self, gpu: Option<&Gpu>, addr: u64, len: usize) -> Result<Cached> {
         let range = range(addr, len)?;
         // Peers get no rights: the registration outlives its handle.

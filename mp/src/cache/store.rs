@@ -114,6 +114,7 @@ impl Cache {
     /// # Safety
     /// The memory must stay allocated until all handles, messages and clones of the registration are gone, host memory until
     /// it is invalidated; no Rust reference to it may be used while messages are under way.
+    #[inline]
     pub(crate) unsafe fn get(
         &self,
         gpu: Option<&Gpu>,
@@ -148,6 +149,7 @@ impl Cache {
         self.spaces.each_ref().map(|space| space.write())
     }
 
+    #[inline]
     fn hit(&self, gpu: Option<&Gpu>, range: &Range<u64>) -> gdsync::Result<Option<Cached>> {
         let index = self.space(gpu).read();
         let Some(slot) = index.covering(range) else { return Ok(None) };
@@ -169,6 +171,8 @@ impl Cache {
             && (self.config.announced || entry.has_handles() || gpu.buffer_id(addr)? == *id))
     }
 
+    #[cold]
+    #[inline(never)]
     fn miss(
         &self,
         gpu: Option<&Gpu>,

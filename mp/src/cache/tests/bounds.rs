@@ -30,12 +30,12 @@ fn what_was_not_used_for_longest_goes_first_and_what_is_used_stays() {
     bed.get(40..50);
     bed.get(20..25);
     bed.get(60..70);
-    assert_eq!(bed.kept(), [0..10, 20..30, 60..70]);
+    assert_eq!(bed.kept(), [(0, 10), (20, 30), (60, 70)]);
     bed.get(80..90);
-    assert_eq!(bed.kept(), [0..10, 60..70, 80..90]);
+    assert_eq!(bed.kept(), [(0, 10), (60, 70), (80, 90)]);
     drop(held);
     bed.get(100..110);
-    assert_eq!(bed.kept(), [60..70, 80..90, 100..110]);
+    assert_eq!(bed.kept(), [(60, 70), (80, 90), (100, 110)]);
     assert_eq!(bed.cache.stats().evictions, 3);
 }
 
@@ -44,10 +44,10 @@ fn a_message_under_way_counts_as_a_use() {
     let bed = Bed::new(64, config(1, 1 << 20));
     let message = Registration::clone(&bed.get(0..10));
     let other = bed.get(20..30);
-    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![0..10], 1));
+    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![(0, 10)], 1));
     drop((message, other));
     bed.get(20..30);
-    assert_eq!(bed.kept(), [20..30]);
+    assert_eq!(bed.kept(), [(20, 30)]);
 }
 
 #[test]
@@ -56,10 +56,10 @@ fn bytes_are_bounded_and_what_cannot_fit_evicts_nothing() {
     bed.get(0..40);
     bed.get(100..140);
     bed.get(200..301);
-    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![0..40, 100..140], 1));
+    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![(0, 40), (100, 140)], 1));
     bed.get(200..300);
     let stats = bed.cache.stats();
-    assert_eq!((bed.kept(), stats.bytes, stats.evictions), (vec![200..300], 100, 2));
+    assert_eq!((bed.kept(), stats.bytes, stats.evictions), (vec![(200, 300)], 100, 2));
 }
 
 #[test]
@@ -68,17 +68,17 @@ fn ranges_that_overlap_become_one() {
     bed.get(0..20);
     let held = bed.get(30..50);
     bed.get(10..40);
-    assert_eq!((bed.kept(), bed.cache.stats().merged), (vec![0..50], 2));
+    assert_eq!((bed.kept(), bed.cache.stats().merged), (vec![(0, 50)], 2));
     held.memory().write(0, b"still registered").unwrap();
     bed.get(50..60);
-    assert_eq!(bed.kept(), [0..50, 50..60], "neighbours do not overlap");
+    assert_eq!(bed.kept(), [(0, 50), (50, 60)], "neighbours do not overlap");
     bed.get(40..141);
-    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![0..50, 50..60], 1), "too long to be kept");
+    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![(0, 50), (50, 60)], 1), "too long to be kept");
     bed.get(59..100);
     bed.get(99..150);
-    assert_eq!(bed.kept(), [50..150], "the oldest made room");
+    assert_eq!(bed.kept(), [(50, 150)], "the oldest made room");
     bed.get(149..160);
-    assert_eq!(bed.kept(), [149..160], "together they would be too long");
+    assert_eq!(bed.kept(), [(149, 160)], "together they would be too long");
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn what_is_invalidated_is_registered_again() {
     }
     assert_eq!(bed.invalidate(5..11), 2);
     assert_eq!(bed.invalidate(5..11), 0);
-    assert_eq!(bed.kept(), [20..30]);
+    assert_eq!(bed.kept(), [(20, 30)]);
     let held = bed.get(20..30);
     assert_eq!(bed.cache.clear(), 1);
     assert_eq!(bed.cache.stats().entries, 0);
@@ -106,7 +106,7 @@ fn a_device_without_room_gets_some() {
     bed.get(20..30);
     bed.get(40..50);
     bed.get(60..80);
-    assert_eq!(bed.kept(), [0..10, 60..80], "as many bytes as are wanted");
+    assert_eq!(bed.kept(), [(0, 10), (60, 80)], "as many bytes as are wanted");
     let (second, third) = (bed.get(60..70), bed.get(100..110));
     let error = bed.try_get(120..130).unwrap_err();
     assert!(error.is_exhausted(), "{error}");
@@ -115,7 +115,7 @@ fn a_device_without_room_gets_some() {
     bed.get(120..130);
     drop(held);
     bed.get(140..160);
-    assert_eq!(bed.kept(), [120..130, 140..160]);
+    assert_eq!(bed.kept(), [(120, 130), (140, 160)]);
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn an_error_that_is_no_lack_of_room_evicts_nothing() {
     // SAFETY: the memory stays until the test ends.
     let refused = unsafe { bed.cache.get(None, &bed.at(&(20..30)), refuse) };
     assert!(matches!(refused, Err(gdsync::Error::OutOfBounds { .. })), "{refused:?}");
-    assert_eq!((bed.kept(), bed.cache.stats().evictions), (vec![0..10], 0));
+    assert_eq!((bed.kept(), bed.cache.stats().evictions), (vec![(0, 10)], 0));
 }
 
 /// The pages between may be gone, or of another kind.
@@ -140,7 +140,7 @@ fn what_cannot_be_registered_together_is_registered_alone() {
     };
     // SAFETY: the memory stays until the test ends.
     drop(unsafe { bed.cache.get(None, &bed.at(&(15..25)), only_short) }.unwrap());
-    assert_eq!(bed.kept(), [15..25]);
+    assert_eq!(bed.kept(), [(15, 25)]);
 }
 
 #[test]

@@ -60,13 +60,10 @@ impl Bed {
         self.cache.invalidate(self.at(&part).start, part.len())
     }
 
-    /// Which of the parts are there.
-    fn kept(&self) -> Vec<Range<usize>> {
-        let base = self.memory.addr();
-        let part =
-            |range: &Range<u64>| [range.start, range.end].map(|at| usize::try_from(at - base).unwrap());
-        let ranges = self.cache.ranges();
-        ranges.iter().map(part).map(|[start, end]| start..end).collect()
+    /// First and last offset of the parts that are there.
+    fn kept(&self) -> Vec<(usize, usize)> {
+        let offset = |at: u64| usize::try_from(at - self.memory.addr()).unwrap();
+        self.cache.ranges().iter().map(|range| (offset(range.start), offset(range.end))).collect()
     }
 }
 
