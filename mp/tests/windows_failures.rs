@@ -138,8 +138,10 @@ fn a_rank_that_is_given_up_ends_what_waits_for_it() {
 #[test]
 fn a_failure_that_nobody_asked_for_comes_out_at_the_end() {
     job("a_failure_that_nobody_asked_for_comes_out_at_the_end", 2, |comm| {
-        let target = buffer(comm, 64);
+        let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
         let window = comm.window(&target, 0..64, LONG).unwrap();
+        // So that the connections stay.
+        let _beside = window.beside(&kept, 0..64, LONG).unwrap();
         if comm.rank() == 1 {
             drop((window, target));
             comm.barrier(LONG).unwrap();
