@@ -154,7 +154,8 @@ impl Builder {
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
-        let watch = self.watch.then(|| Watch::start(peers.clone())).transpose();
+        let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
+        let watch = self.watch.then(|| Watch::start(peers.clone(), lanes.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
@@ -167,10 +168,17 @@ impl Builder {
             _credits: credits,
             bootstrap: Mutex::new(bootstrap),
             children: Mutex::new(children),
+            builder: self,
+            lanes,
         })))
     }
 
-    fn queue_pair(&self, pd: &Pd) -> QpBuilder {
+    pub(crate) fn queue_depth(&self) -> usize {
+        self.depth
+    }
+
+    /// A queue pair to build, as was asked for.
+    pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
         // A receive that is late is waited for: the deadlines of waits end what never comes.
         let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
         let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);

@@ -18,6 +18,7 @@ use crate::peer::{Peer, Piece, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
 use crate::watch::Watch;
+use crate::window::Lanes;
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 #[derive(Clone, Debug)]
@@ -36,6 +37,10 @@ pub(crate) struct Inner {
     pub(crate) _credits: Mr,
     pub(crate) bootstrap: Mutex<Bootstrap>,
     pub(crate) children: Mutex<Option<Children>>,
+    /// As it was built.
+    pub(crate) builder: Builder,
+    /// The connections of windows, also of dropped ones while something of them is under way.
+    pub(crate) lanes: Arc<Mutex<Vec<Arc<Lanes>>>>,
 }
 
 /// Memory that messages can be sent from and received into. Clones share it.
@@ -153,7 +158,10 @@ impl Communicator {
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait(timeout)?;
-        self.peer(request.rank())?.recycle();
+        match &request.lane {
+            Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
+            None => self.peer(request.rank())?.recycle(),
+        }
         Ok(status)
     }
 
@@ -174,6 +182,7 @@ impl Communicator {
     /// needed by threads that neither wait nor send for long.
     pub fn progress(&self) {
         self.0.peers.iter().for_each(Peer::recycle);
+        Lanes::recycle(&mut self.0.lanes.lock());
     }
 
     /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
@@ -221,13 +230,17 @@ impl Communicator {
         self.0.children.lock().as_ref()?.pid(rank)
     }
 
-    /// Waits for all ranks, then for the processes that [`Builder::spawn`] started.
+    /// Waits for what is under way in windows, for all ranks, then for the processes that [`Builder::spawn`] started.
     ///
     /// # Errors
-    /// As [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
+    /// [`Error::Message`] for an operation on a window that failed, if no call on that window has told before; as
+    /// [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        self.barrier(timeout)?;
+        let flushed = self.flush_lanes(&deadline);
+        // The others need not wait for a rank that this one cannot reach.
+        let met = self.barrier(deadline.remaining());
+        flushed.and(met)?;
         match self.0.children.lock().take() {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),

@@ -66,6 +66,22 @@ pub enum Error {
         /// Ranks there are.
         size: usize,
     },
+    /// An access would leave the window of a rank.
+    #[error(
+        "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
+    )]
+    OutsideWindow {
+        /// The rank whose window it is.
+        rank: usize,
+        /// What was tried.
+        operation: &'static str,
+        /// First byte of the access.
+        offset: usize,
+        /// Its length.
+        len: usize,
+        /// Bytes of the window.
+        size: usize,
+    },
     /// A message to or from a rank failed.
     #[error("{operation} with rank {rank}: {source}")]
     Message {

@@ -85,7 +85,7 @@ impl Peer {
         let (completion, posted) = posted.map_err(failed)?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
         let kept = Arc::new(OnceLock::new());
-        let request = Request { link: self.link.clone(), operation, completion, bytes, kept };
+        let request = Request { link: self.link.clone(), lane: None, operation, completion, bytes, kept };
         let mut buffers = pieces.iter().map(|(buffer, _)| (*buffer).clone());
         held.push_back((request.clone(), (buffers.next(), buffers.collect())));
         Ok((request, posted))
@@ -136,7 +136,7 @@ fn sge((buffer, range): &Piece<'_>) -> Result<Sge> {
 }
 
 /// Lets go of the messages that are complete, and keeps what came of them.
-fn settle(held: &mut Held) {
+pub(crate) fn settle<T>(held: &mut VecDeque<(Request, T)>) {
     while let Some((request, _)) = held.front() {
         match request.test() {
             Ok(None) => break,

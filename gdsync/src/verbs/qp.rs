@@ -255,6 +255,21 @@ impl Qp {
         self.recv.end.cq.poll()
     }
 
+    /// Blocks until all sends are complete that were posted, or that a stream was handed. Those that are only prepared, by
+    /// [`Qp::prepare_send`] or in a batch, are not waited for.
+    ///
+    /// # Errors
+    /// The root cause of the first failure of the queue pair; [`Error::Deadline`] after `timeout`.
+    pub fn wait_all_sends(&self, timeout: Duration) -> Result<()> {
+        let end = &self.send.end;
+        end.cq.wait_until(timeout, "waiting for all sends", || {
+            end.cq.reap();
+            let is_done = || end.tracker.lock().is_idle() || end.qp.check_known().is_err();
+            is_done() || (end.qp.provider.progress() && is_done())
+        })?;
+        self.check()
+    }
+
     /// Whether the queue pair still works: the root cause of the first failure otherwise.
     ///
     /// # Errors

@@ -2,10 +2,11 @@
 # the tests of mp over rxe0; ping-pong and a stencil between two processes, also on the software HCA
 
 # shellcheck disable=SC2034
-timeout=600
+timeout=900
 
 host_build() {
-    vm_cargo test --no-run --workspace --test bootstrap --test spawn --test failures --test messages --test on_stream --test credits
+    vm_cargo test --no-run --workspace --test bootstrap --test spawn --test failures --test messages --test on_stream --test credits \
+        --test windows --test windows_signals --test windows_on_stream --test windows_failures
     vm_cargo build --workspace --example pingpong --example jacobi2d
 }
 
@@ -18,6 +19,11 @@ guest_run() {
     vm_test messages
     vm_test on_stream
     vm_test credits
+    # What goes over the wire in a way of its own; the rest takes too long here.
+    vm_test windows two_ranks pieces bytes_are dropped_window
+    vm_test windows_signals a_signal_comes a_get_signals window_beside two_ranks compare_and_swap
+    vm_test windows_on_stream two_ranks at_once wait_for_their_stream wait_for_all
+    vm_test windows_failures
     local device
     # Many ranks of the software HCA on two emulated cores are too late for each other's timeouts.
     for device in rxe0 soft0; do
