@@ -1,6 +1,8 @@
-//! The exchange of addresses: a star of TCP connections through rank 0, used before any queue exists.
+//! The exchange of addresses, used before any queue exists. [`Exchange`] is what a communicator needs; whoever has ranks
+//! that can talk already, by MPI or a store of their own, implements it for
+//! [`Builder::init_over`](crate::Builder::init_over).
 //!
-//! Every call has a time limit, and the first error is final: the rank that sees it tells the others
+//! [`Bootstrap`] is the one of this crate: a star of TCP connections through rank 0. Every call has a time limit, and the first error is final: the rank that sees it tells the others
 //! through rank 0, and each later call returns it again. The connections stay open after an exchange,
 //! so that [`Bootstrap::check`] sees when a rank is gone. A rank that drops its `Bootstrap` is gone for
 //! the others; call [`Bootstrap::barrier`] first if they are to finish before.
@@ -11,11 +13,11 @@ mod conn;
 mod frame;
 mod lobby;
 
-use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
+use std::{fmt, io};
 
 use conn::{Conn, Failure, Step, drive};
 use frame::{Job, Kind};
@@ -35,6 +37,32 @@ const MAX_PAUSE: Duration = Duration::from_millis(500);
 
 const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and port, \
                         and that no firewall is between";
+
+/// Ranks that can exchange a few bytes: addresses and keys, not data.
+///
+/// All ranks make the same calls in the same order.
+pub trait Exchange: fmt::Debug + Send {
+    /// This rank, 0 to `size - 1`.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks, at least 1.
+    fn size(&self) -> usize;
+
+    /// Gives every rank the bytes of every rank, in rank order; lengths may differ and be 0.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late: it returns after
+    /// `timeout`, where what is below it can.
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>>;
+
+    /// Returns after every rank has called it.
+    ///
+    /// # Errors
+    /// As [`Exchange::allgather`].
+    fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        self.allgather(&[], timeout).map(drop)
+    }
+}
 
 /// The connections of one rank: rank 0 has one to everybody, the others one to rank 0.
 #[derive(Debug)]
@@ -249,6 +277,24 @@ impl Bootstrap {
             Ok(Step { done: ranks.is_empty(), events: libc::POLLIN | write })
         })?;
         Ok(parts)
+    }
+}
+
+impl Exchange for Bootstrap {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.allgather(bytes, timeout)
+    }
+
+    fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        self.barrier(timeout)
     }
 }
 

@@ -109,8 +109,9 @@ impl Peer {
     pub(crate) fn has_room(&self, way: Way, count: usize, operation: &'static str) -> Result<()> {
         self.recycle();
         let held = self.held[way as usize].lock().len();
-        let room = if held + count <= self.depth { Ok(()) } else { self.room(way, self.depth) };
-        room.map_err(|source| Error::Message { rank: self.rank, operation, source })
+        let depth = self.link.depth;
+        let room = if held + count <= depth { Ok(()) } else { self.room(way, depth) };
+        room.map_err(|source| Error::Message { rank: self.link.rank, operation, source })
     }
 
     /// Takes completions, so that the queues have room again.

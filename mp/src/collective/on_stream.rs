@@ -17,6 +17,9 @@ use crate::error::{Error, Result};
 use crate::peer::Way;
 use crate::request::Request;
 
+/// How long a full stream may take to make room.
+const ROOM: Duration = Duration::from_secs(10);
+
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
 ///
 /// [`Stream::synchronize`] reports what fails, this also with whom.
@@ -87,8 +90,8 @@ impl Collectives {
     ///
     /// # Errors
     /// [`Error::Message`] names a rank: its connection is broken, too many messages are under way (nothing is queued
-    /// then; synchronize the stream and try again), another stream uses it, or the stream failed. The error of an
-    /// earlier call.
+    /// then; synchronize the stream and try again), or another stream uses it. [`Error::Device`]: the stream failed, or
+    /// was full for 10 s. The error of an earlier call.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
         let all = || self.others().map(|rank| part(rank, &self.token, 0..0)).collect();
         self.enqueue("barrier", stream, Direct { sends: all(), receives: all(), ..Direct::default() })
@@ -248,7 +251,7 @@ impl Direct {
                 });
             }
         }
-        stream.submit(&mut batch)?;
+        stream.submit_within(&mut batch, ROOM)?;
         Ok(Pending { operation, receives, sends, last })
     }
 }
