@@ -257,6 +257,8 @@ fn two_communicators_at_once() {
                 });
             }
         });
+        // Whoever leaves early takes its connections along.
+        second.finalize(LONG).unwrap();
     });
 }
 
