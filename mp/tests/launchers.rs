@@ -76,9 +76,9 @@ fn program(name: &str) -> Option<PathBuf> {
 }
 
 /// As root, on few cores, in a container: what Open MPI refuses otherwise. MPICH ignores it.
-fn mpirun(program: &PathBuf, ranks: usize, what: &Command) -> Command {
+fn mpirun(program: &PathBuf, arguments: &[&str], ranks: usize, what: &Command) -> Command {
     let mut command = Command::new(program);
-    command.args(["-np", &ranks.to_string()]).arg(what.get_program()).args(what.get_args());
+    command.args(arguments).args(["-np", &ranks.to_string()]).arg(what.get_program()).args(what.get_args());
     for (name, value) in what.get_envs() {
         match value {
             Some(value) => command.env(name, value),
@@ -96,7 +96,13 @@ fn mpirun(program: &PathBuf, ranks: usize, what: &Command) -> Command {
 }
 
 /// Starts ranks by the first of the launchers that is there and can start anything.
-fn launched(test: &str, launchers: [&str; 2], kind: fn(&Root) -> bool, options: &[(&str, &str)]) {
+fn launched(
+    test: &str,
+    launchers: [&str; 2],
+    arguments: &[&str],
+    kind: fn(&Root) -> bool,
+    options: &[(&str, &str)],
+) {
     if is_part_of(test) {
         return rank(kind);
     }
@@ -104,7 +110,7 @@ fn launched(test: &str, launchers: [&str; 2], kind: fn(&Root) -> bool, options: 
         return println!("skipped: none of {launchers:?} is installed");
     };
     let name = launcher.display();
-    match mpirun(&launcher, 1, &Command::new("true")).output() {
+    match mpirun(&launcher, arguments, 1, &Command::new("true")).output() {
         Ok(output) if output.status.success() => {}
         Ok(output) => {
             return println!("skipped: {name} starts nothing: {}", String::from_utf8_lossy(&output.stderr));
@@ -112,7 +118,7 @@ fn launched(test: &str, launchers: [&str; 2], kind: fn(&Root) -> bool, options: 
         Err(error) => return println!("skipped: {name}: {error}"),
     }
     for ranks in [1, 2, 4] {
-        let mut command = mpirun(&launcher, ranks, &myself(test));
+        let mut command = mpirun(&launcher, arguments, ranks, &myself(test));
         command.envs(options.iter().copied());
         let text = output(command);
         for rank in 0..ranks {
@@ -127,12 +133,20 @@ const MPICH: [&str; 2] = ["mpiexec.hydra", "mpirun.mpich"];
 
 #[test]
 fn mpirun_of_open_mpi() {
-    launched("mpirun_of_open_mpi", OPEN_MPI, |root| matches!(root, Root::File(_) | Root::At(_)), &[]);
+    launched("mpirun_of_open_mpi", OPEN_MPI, &[], |root| matches!(root, Root::File(_) | Root::At(_)), &[]);
 }
 
 #[test]
 fn mpirun_of_mpich() {
-    launched("mpirun_of_mpich", MPICH, |root| matches!(root, Root::Pmi { .. }), &[]);
+    launched("mpirun_of_mpich", MPICH, &[], |root| matches!(root, Root::Pmi { .. }), &[]);
+}
+
+/// Names of this host that the launcher takes for two: rank 0 gives its own to the others.
+#[test]
+fn mpirun_of_mpich_on_two_hosts() {
+    let hosts = ["-launcher", "fork", "-hosts", "127.0.0.1,localhost"];
+    let named = |root: &Root| matches!(root, Root::Pmi { host: Some(host) } if host == "127.0.0.1" || host == "localhost");
+    launched("mpirun_of_mpich_on_two_hosts", MPICH, &hosts, named, &[]);
 }
 
 /// The variables win over what the launcher offers.
@@ -140,7 +154,7 @@ fn mpirun_of_mpich() {
 fn mpirun_of_mpich_with_variables() {
     let port = port(0);
     let options = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)];
-    launched("mpirun_of_mpich_with_variables", MPICH, |root| matches!(root, Root::At(_)), &options);
+    launched("mpirun_of_mpich_with_variables", MPICH, &[], |root| matches!(root, Root::At(_)), &options);
 }
 
 /// A port of this process, below those that the system hands out meanwhile.
