@@ -22,7 +22,7 @@ fn help_and_version_say_what_there_is() {
         assert!(help.contains(option), "{help}");
     }
     let help = succeeds(tool(&["bench", "mp", "--help"]));
-    for option in ["--sizes", "--modes", "--iters", "--work-us", "--no-calls", "--timeout", "--json"] {
+    for option in ["--sizes", "--modes", "--iters", "--work-us", "--calls", "--timeout", "--json"] {
         assert!(help.contains(option), "{help}");
     }
     let help = succeeds(tool(&["bench", "trigger", "--help"]));
@@ -45,7 +45,7 @@ fn bad_arguments_are_named() {
         (&["bench", "register", "--json", nowhere], nowhere),
         (&["bench", "mp", "--sizes", "0"], "--sizes"),
         (&["bench", "mp", "--modes", "fast"], "sync-work"),
-        (&["bench", "mp", "--no-calls", "--sizes", "8", "--json", nowhere], nowhere),
+        (&["bench", "mp", "--calls", "0", "--sizes", "8", "--json", nowhere], nowhere),
         (&["bench", "stream", "--calls", "99"], "--calls"),
         (&["bench", "stream", "--json", nowhere], nowhere),
         (&["bench", "trigger", "--busy", "0,17"], "--busy"),
@@ -85,7 +85,20 @@ fn the_benchmark_of_messages_writes_its_results() {
     let json = Scratch::new("bench-mp");
     let path = json.path().to_str().unwrap();
     // More iterations than a window has, and an odd one out.
-    let options = ["bench", "mp", "--sizes", "1,5000", "--iters", "501", "--work-us", "5", "--json", path];
+    let options = [
+        "bench",
+        "mp",
+        "--sizes",
+        "1,5000",
+        "--iters",
+        "501",
+        "--work-us",
+        "5",
+        "--calls",
+        "3",
+        "--json",
+        path,
+    ];
     let out = succeeds(tool(&options));
     assert!(out.contains("Async+Work") && out.contains("0 errors") && out.contains("mp adds ns"), "{out}");
     let report = json.json();
@@ -104,7 +117,8 @@ fn the_benchmark_of_messages_writes_its_results() {
     let calls = report["calls"].as_array().unwrap();
     assert_eq!(calls.len(), 3, "{report}");
     for call in calls {
-        ["mp_us", "gdsync_us"].map(|who| positive(&call[who]["p50"]));
+        positive(&call["mp_us"]["p50"]);
+        positive(&call["gdsync_us"]["p50"]);
         assert!(call["overhead_ns"].is_number(), "{call}");
     }
 }

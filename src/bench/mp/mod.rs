@@ -35,9 +35,9 @@ pub(crate) struct Options {
     /// Microseconds of work before each send in the modes that have some: a host function that keeps the stream busy.
     #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     work_us: u32,
-    /// Leaves out what single calls cost on top of gdsync.
-    #[arg(long)]
-    no_calls: bool,
+    /// Rounds that measure what single calls cost on top of gdsync, of 64 calls each; 0 leaves them out.
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
+    calls: u32,
     /// Seconds after which a wait is given up, 1 to 86400.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
@@ -90,7 +90,7 @@ impl Options {
         let file = json.map(create).transpose()?;
         let bar = if first { ProgressBar::new(self.sizes.len() as u64) } else { ProgressBar::hidden() };
         bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
-        let calls = if self.no_calls { Vec::new() } else { calls::measure(&comm, timeout)? };
+        let calls = calls::measure(&comm, self.calls, timeout)?;
         let config =
             HostStreamConfig { name: "mp".into(), wait_limit: timeout, ..HostStreamConfig::default() };
         let stream = Stream::host(config)?;
