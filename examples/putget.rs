@@ -27,7 +27,8 @@ fn main() -> mp::Result<()> {
         // The signal arrives behind the data, and the stream goes on with what the peer made of it. All in stream order.
         local.memory().write(0, b"put, then got back")?;
         let put = Rma::put(&local, 0..18, peer, TEXT).with_signal(Signal::set(SIGNAL, 1));
-        window.start_on_stream(&stream, &put)?;
+        // Nobody waits for the put itself: the answer to its signal says more.
+        let _ = window.start_on_stream(&stream, &put)?;
         window.wait_signal_on_stream(&stream, SIGNAL, 1, Cond::Geq)?;
         let got = window.iget_on_stream(&stream, &local, 32..50, peer, TEXT)?;
         comm.wait_on_stream(&stream, &got)?;

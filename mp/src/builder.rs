@@ -7,7 +7,7 @@ use gdsync::cuda::Gpu;
 use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::{Bootstrap, Exchange};
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
@@ -114,6 +114,29 @@ impl Builder {
     /// `MP_REG_CACHE` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
+        let cache = self.check()?;
+        let (bootstrap, children) = self.join()?;
+        self.finish(Box::new(bootstrap), children, cache, deadline)
+    }
+
+    /// As [`Builder::init`], but the ranks are those of `exchange`, and no launcher is asked: for ranks that can talk to
+    /// each other already.
+    ///
+    /// # Errors
+    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no sense.
+    pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
+        let deadline = Deadline::after(self.timeout);
+        let cache = self.check()?;
+        let (rank, size) = (exchange.rank(), exchange.size());
+        if rank >= size {
+            let what = format!("the exchange says that this is rank {rank} of {size}");
+            return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
+        }
+        self.finish(Box::new(exchange), None, cache, deadline)
+    }
+
+    /// Before anybody is waited for.
+    fn check(&self) -> Result<Cache> {
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
                 what: "what of the queues is on the GPU",
@@ -121,13 +144,7 @@ impl Builder {
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
-        let cache = Cache::new(self.cache.clone().in_environment()?);
-        let (bootstrap, children) = self.join()?;
-        let context = match &self.context {
-            Some(context) => context.clone(),
-            None => Device::find(None)?.open()?,
-        };
-        self.finish(bootstrap, children, context, cache, deadline)
+        Ok(Cache::new(self.cache.clone().in_environment()?))
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -142,15 +159,18 @@ impl Builder {
 
     fn finish(
         self,
-        mut bootstrap: Bootstrap,
+        mut bootstrap: Box<dyn Exchange>,
         children: Option<Children>,
-        context: Context,
         cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
+        let context = match &self.context {
+            Some(context) => context.clone(),
+            None => Device::find(None)?.open()?,
+        };
         let pd = context.alloc_pd()?;
         let build = || self.queue_pair(&pd);
-        let (links, credits) = connect(&pd, &mut bootstrap, self.depth, build, deadline.remaining())?;
+        let (links, credits) = connect(&pd, &mut *bootstrap, self.depth, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();

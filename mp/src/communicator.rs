@@ -8,7 +8,7 @@ use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Exchange;
 use crate::builder::Builder;
 use crate::cache::Cache;
 use crate::deadline::Deadline;
@@ -35,7 +35,7 @@ pub(crate) struct Inner {
     pub(crate) peers: Arc<[Peer]>,
     /// The words that the peers write.
     pub(crate) _credits: Mr,
-    pub(crate) bootstrap: Mutex<Bootstrap>,
+    pub(crate) bootstrap: Mutex<Box<dyn Exchange>>,
     pub(crate) children: Mutex<Option<Children>>,
     /// As it was built.
     pub(crate) builder: Builder,
@@ -209,7 +209,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.
+    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device: see
+    /// [`Collectives::barrier`](crate::collective::Collectives::barrier) for that.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
@@ -245,5 +246,20 @@ impl Communicator {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),
         }
+    }
+}
+
+/// The ranks of one communicator make another.
+impl Exchange for Communicator {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.exchange(bytes, timeout)
     }
 }

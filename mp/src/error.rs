@@ -92,6 +92,18 @@ pub enum Error {
         /// What went wrong.
         source: gdsync::Error,
     },
+    /// A rank took part in a collective otherwise than this one.
+    #[error(
+        "{operation} with rank {rank}: {what}; let all ranks call the same collectives with the same sizes, in one order"
+    )]
+    Collective {
+        /// The collective of this rank.
+        operation: &'static str,
+        /// The rank at the other end.
+        rank: usize,
+        /// What is wrong.
+        what: String,
+    },
     /// The layer below failed.
     #[error(transparent)]
     Device(#[from] gdsync::Error),

@@ -65,6 +65,7 @@
 pub mod bootstrap;
 mod builder;
 pub mod cache;
+pub mod collective;
 mod communicator;
 mod connect;
 mod credit;

@@ -105,6 +105,15 @@ impl Peer {
         Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth })
     }
 
+    /// Recycles, and refuses unless `count` more messages can be started.
+    pub(crate) fn has_room(&self, way: Way, count: usize, operation: &'static str) -> Result<()> {
+        self.recycle();
+        let held = self.held[way as usize].lock().len();
+        let depth = self.link.depth;
+        let room = if held + count <= depth { Ok(()) } else { self.room(way, depth) };
+        room.map_err(|source| Error::Message { rank: self.link.rank, operation, source })
+    }
+
     /// Takes completions, so that the queues have room again.
     fn poll(&self) {
         while self.link.send.poll_send().is_some() {}

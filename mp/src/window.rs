@@ -18,7 +18,7 @@ use gdsync::mlx5::RemoteAddr;
 pub(crate) use lane::{Lane, Lanes};
 pub use rma::{MAX_INLINE, Rma, Signal};
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Exchange;
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -123,7 +123,7 @@ impl Communicator {
         let lanes = tables.try_for_each(|((_, table), ends)| ends.connect(table, rank, size));
         let lanes = lanes.and_then(|()| Lanes::new(self, ends));
         // Nobody may write before everybody is connected.
-        let lanes = agree(&mut bootstrap, lanes, &deadline)?;
+        let lanes = agree(&mut **bootstrap, lanes, &deadline)?;
         drop(bootstrap);
         let parts = parts.into_iter().map(|(part, _)| part).collect();
         Ok(Window::of(self, registration, range, parts, lanes))
@@ -259,7 +259,7 @@ fn parts_of(records: &[Vec<u8>]) -> Result<Vec<(Part, &[u8])>> {
 }
 
 /// What this rank has made, if all ranks have.
-fn agree<T>(bootstrap: &mut Bootstrap, made: Result<T>, deadline: &Deadline) -> Result<T> {
+fn agree<T>(bootstrap: &mut dyn Exchange, made: Result<T>, deadline: &Deadline) -> Result<T> {
     let answers = bootstrap.allgather(&[u8::from(made.is_ok())], deadline.remaining());
     let made = made?;
     match answers?.iter().position(|answer| answer[..] != [1]) {

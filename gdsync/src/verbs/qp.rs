@@ -20,6 +20,7 @@ use super::sq::SendQueue;
 use super::track::{Health, Tracker};
 use super::wr::{RecvWr, SendWr, Wc};
 use crate::cuda::Gpu;
+use crate::direct::probe;
 use crate::error::{Error, Result};
 use crate::mlx5;
 
@@ -432,6 +433,9 @@ impl QpBuilder {
         let rq_stride = mlx5::recv_stride(self.max_recv_sge);
         let provider = self.pd.provider().clone();
         let places = &self.places;
+        if let Some(gpu) = &places.gpu {
+            provider.admit(gpu, &mut || probe(&self.pd, gpu))?;
+        }
         let own = |cq: Option<Cq>, log: u32, ring| {
             cq.map_or_else(|| Cq::create(provider.clone(), 1 << log, ring, places), Ok)
         };
