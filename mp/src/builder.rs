@@ -14,6 +14,7 @@ use crate::connect::connect;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
+use crate::path::{Local, Planes};
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
 use crate::watch::Watch;
@@ -31,6 +32,7 @@ pub struct Builder {
     gpu: Option<Gpu>,
     on_gpu: OnGpu,
     cache: CacheConfig,
+    local: Local,
 }
 
 impl Default for Builder {
@@ -45,6 +47,7 @@ impl Default for Builder {
             gpu: None,
             on_gpu: OnGpu::empty(),
             cache: CacheConfig::default(),
+            local: Local::Soft,
         }
     }
 }
@@ -100,6 +103,13 @@ impl Builder {
         self
     }
 
+    /// What the messages between ranks of the same host go through (default [`Local::Soft`]): where the other messages go
+    /// through an RDMA device, a software HCA beside it. `MP_LOCAL` in the environment overrides it.
+    pub fn local(mut self, local: Local) -> Self {
+        self.local = local;
+        self
+    }
+
     /// What the registration cache keeps (default see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
     pub fn cache(mut self, config: CacheConfig) -> Self {
         self.cache = config;
@@ -111,7 +121,7 @@ impl Builder {
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
     /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
-    /// `MP_REG_CACHE` that means nothing.
+    /// `MP_REG_CACHE` or `MP_LOCAL` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
@@ -122,12 +132,13 @@ impl Builder {
             }));
         }
         let cache = Cache::new(self.cache.clone().in_environment()?);
+        let local = self.local.clone().in_environment()?;
         let (bootstrap, children) = self.join()?;
         let context = match &self.context {
             Some(context) => context.clone(),
             None => Device::find(None)?.open()?,
         };
-        self.finish(bootstrap, children, context, cache, deadline)
+        self.finish(bootstrap, children, context, local, cache, deadline)
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -145,12 +156,13 @@ impl Builder {
         mut bootstrap: Bootstrap,
         children: Option<Children>,
         context: Context,
+        local: Local,
         cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let pd = context.alloc_pd()?;
-        let build = || self.queue_pair(&pd);
-        let (links, credits) = connect(&pd, &mut bootstrap, self.depth, build, deadline.remaining())?;
+        let planes = Planes::agree(&context, &local, &mut bootstrap, deadline.remaining())?;
+        let build = |pd: &Pd| self.queue_pair(pd);
+        let (links, credits) = connect(&planes, &mut bootstrap, self.depth, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
@@ -160,7 +172,9 @@ impl Builder {
         Ok(Communicator(Arc::new(Inner {
             rank: bootstrap.rank(),
             context,
-            pd,
+            pd: planes.far.pd,
+            near: planes.near,
+            paths: planes.paths,
             cache,
             _watch: watch,
             peers,

@@ -15,6 +15,8 @@ pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) rank: usize,
+    /// Through the device for ranks of the same host.
+    pub(crate) near: bool,
     pub(crate) send: Qp,
     pub(crate) recv: Qp,
     /// Messages that can be under way in each direction.
@@ -24,8 +26,8 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    pub(crate) fn new(rank: usize, send: Qp, recv: Qp, depth: usize, credits: Credits) -> Self {
-        Self { rank, send, recv, depth, credits, ended: AtomicBool::new(false) }
+    pub(crate) fn new(rank: usize, near: bool, send: Qp, recv: Qp, depth: usize, credits: Credits) -> Self {
+        Self { rank, near, send, recv, depth, credits, ended: AtomicBool::new(false) }
     }
 
     /// Whether the rank can be reached, as far as is known.
