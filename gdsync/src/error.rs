@@ -258,6 +258,9 @@ pub enum Error {
         /// Its bound.
         depth: usize,
     },
+    /// The application gave up the peer of a queue pair.
+    #[error("the application gave the peer up")]
+    GivenUp,
     /// The user aborted the stream.
     #[error("stream '{stream}' was aborted")]
     StreamAborted {

@@ -7,7 +7,7 @@ use gdsync::cuda::Gpu;
 use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::{Bootstrap, Exchange};
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
@@ -124,6 +124,29 @@ impl Builder {
     /// `MP_REG_CACHE` or `MP_LOCAL` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
+        let settings = self.check()?;
+        let (bootstrap, children) = self.join()?;
+        self.finish(Box::new(bootstrap), children, settings, deadline)
+    }
+
+    /// As [`Builder::init`], but the ranks are those of `exchange`, and no launcher is asked: for ranks that can talk to
+    /// each other already.
+    ///
+    /// # Errors
+    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no sense.
+    pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
+        let deadline = Deadline::after(self.timeout);
+        let settings = self.check()?;
+        let (rank, size) = (exchange.rank(), exchange.size());
+        if rank >= size {
+            let what = format!("the exchange says that this is rank {rank} of {size}");
+            return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
+        }
+        self.finish(Box::new(exchange), None, settings, deadline)
+    }
+
+    /// Before anybody is waited for.
+    fn check(&self) -> Result<(Cache, Local)> {
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
                 what: "what of the queues is on the GPU",
@@ -131,14 +154,7 @@ impl Builder {
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
-        let cache = Cache::new(self.cache.clone().in_environment()?);
-        let local = self.local.clone().in_environment()?;
-        let (bootstrap, children) = self.join()?;
-        let context = match &self.context {
-            Some(context) => context.clone(),
-            None => Device::find(None)?.open()?,
-        };
-        self.finish(bootstrap, children, context, local, cache, deadline)
+        Ok((Cache::new(self.cache.clone().in_environment()?), self.local.clone().in_environment()?))
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -153,20 +169,23 @@ impl Builder {
 
     fn finish(
         self,
-        mut bootstrap: Bootstrap,
+        mut bootstrap: Box<dyn Exchange>,
         children: Option<Children>,
-        context: Context,
-        local: Local,
-        cache: Cache,
+        (cache, local): (Cache, Local),
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let planes = Planes::agree(&context, &local, &mut bootstrap, deadline.remaining())?;
+        let context = match &self.context {
+            Some(context) => context.clone(),
+            None => Device::find(None)?.open()?,
+        };
+        let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
-        let (links, credits) = connect(&planes, &mut bootstrap, self.depth, build, deadline.remaining())?;
+        let (links, credits) = connect(&planes, &mut *bootstrap, self.depth, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
-        let watch = self.watch.then(|| Watch::start(peers.clone())).transpose();
+        let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
+        let watch = self.watch.then(|| Watch::start(peers.clone(), lanes.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
@@ -181,10 +200,17 @@ impl Builder {
             _credits: credits,
             bootstrap: Mutex::new(bootstrap),
             children: Mutex::new(children),
+            builder: self,
+            lanes,
         })))
     }
 
-    fn queue_pair(&self, pd: &Pd) -> QpBuilder {
+    pub(crate) fn queue_depth(&self) -> usize {
+        self.depth
+    }
+
+    /// A queue pair to build, as was asked for.
+    pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
         // A receive that is late is waited for: the deadlines of waits end what never comes.
         let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
         let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);

@@ -8,7 +8,7 @@ use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Exchange;
 use crate::builder::Builder;
 use crate::cache::Cache;
 use crate::deadline::Deadline;
@@ -19,6 +19,7 @@ use crate::peer::{Peer, Piece, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
 use crate::watch::Watch;
+use crate::window::Lanes;
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 #[derive(Clone, Debug)]
@@ -38,8 +39,12 @@ pub(crate) struct Inner {
     pub(crate) peers: Arc<[Peer]>,
     /// The words that the peers write.
     pub(crate) _credits: Registration,
-    pub(crate) bootstrap: Mutex<Bootstrap>,
+    pub(crate) bootstrap: Mutex<Box<dyn Exchange>>,
     pub(crate) children: Mutex<Option<Children>>,
+    /// As it was built.
+    pub(crate) builder: Builder,
+    /// The connections of windows, also of dropped ones while something of them is under way.
+    pub(crate) lanes: Arc<Mutex<Vec<Arc<Lanes>>>>,
 }
 
 impl Inner {
@@ -183,7 +188,10 @@ impl Communicator {
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait(timeout)?;
-        self.peer(request.rank())?.recycle();
+        match &request.lane {
+            Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
+            None => self.peer(request.rank())?.recycle(),
+        }
         Ok(status)
     }
 
@@ -204,9 +212,35 @@ impl Communicator {
     /// needed by threads that neither wait nor send for long.
     pub fn progress(&self) {
         self.0.peers.iter().for_each(Peer::recycle);
+        Lanes::recycle(&mut self.0.lanes.lock());
     }
 
-    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.
+    /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
+    ///
+    /// # Errors
+    /// [`Error::Message`] says what ended the connection; [`Error::NoSuchRank`].
+    pub fn check(&self, rank: usize) -> Result<()> {
+        let link = &self.peer(rank)?.link;
+        link.check().map_err(|source| Error::Message { rank, operation: "connection", source })
+    }
+
+    /// The ranks that can no longer be reached, as far as is known. What is under way with the others is not concerned.
+    pub fn lost(&self) -> Vec<usize> {
+        (0..self.size()).filter(|&rank| self.check(rank).is_err()).collect()
+    }
+
+    /// Ends the connection to a rank: all that is under way with it ends now, in waits and on streams, with an error that says
+    /// so, and nothing more can be sent to it or received from it. It notices as if this rank had died.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn give_up(&self, rank: usize) -> Result<()> {
+        self.peer(rank)?.link.fail(&gdsync::Error::GivenUp);
+        Ok(())
+    }
+
+    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device: see
+    /// [`Collectives::barrier`](crate::collective::Collectives::barrier) for that.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
@@ -227,16 +261,35 @@ impl Communicator {
         self.0.children.lock().as_ref()?.pid(rank)
     }
 
-    /// Waits for all ranks, then for the processes that [`Builder::spawn`] started.
+    /// Waits for what is under way in windows, for all ranks, then for the processes that [`Builder::spawn`] started.
     ///
     /// # Errors
-    /// As [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
+    /// [`Error::Message`] for an operation on a window that failed, if no call on that window has told before; as
+    /// [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        self.barrier(timeout)?;
+        let flushed = self.flush_lanes(&deadline);
+        // The others need not wait for a rank that this one cannot reach.
+        let met = self.barrier(deadline.remaining());
+        flushed.and(met)?;
         match self.0.children.lock().take() {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),
         }
+    }
+}
+
+/// The ranks of one communicator make another.
+impl Exchange for Communicator {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.exchange(bytes, timeout)
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use gdsync::mlx5::RemoteAddr;
 use gdsync::verbs::{Access, Pd, Qp, QpAddress, QpBuilder};
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Exchange;
 use crate::communicator::Registration;
 use crate::credit::{self, Credits, Way};
 use crate::error::{Error, Result};
@@ -53,7 +53,7 @@ impl Card {
 /// must live as long as the links: it has the words that the others write.
 pub(crate) fn connect(
     planes: &Planes,
-    bootstrap: &mut Bootstrap,
+    bootstrap: &mut dyn Exchange,
     depth: usize,
     build: impl Fn(&Pd) -> QpBuilder,
     timeout: Duration,
@@ -79,6 +79,10 @@ pub(crate) fn connect(
         cards.extend(card.to_bytes());
     }
     let cards = bootstrap.allgather(&cards, timeout)?;
+    if cards.len() != size {
+        let what = format!("gave the bytes of {} ranks, not of {size}", cards.len());
+        return Err(Error::bootstrap("the exchange", what, "let allgather return a part of every rank"));
+    }
     let links = ends.into_iter().zip(&cards).enumerate().map(|(peer, (ends, theirs))| {
         let (theirs, rest) = theirs.as_chunks::<{ Card::BYTES }>();
         let theirs = theirs.get(rank).filter(|_| theirs.len() == size && rest.is_empty());

@@ -154,8 +154,11 @@ impl Credits {
         (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
     }
 
-    /// Lets everything go that waits for the peer: it has failed.
-    pub(crate) fn open(&self) {
+    /// Lets everything go that waits for the peer, which is lost, and tells it no more: so it learns that it is.
+    pub(crate) fn end(&self, error: &gdsync::Error) {
+        if let Way::Remote { qp, .. } = &self.way {
+            qp.stop(error);
+        }
         self.ready.store(self.numbers.lock().next().wrapping_add(OPEN));
     }
 }

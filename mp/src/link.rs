@@ -67,6 +67,6 @@ impl Link {
         }
         self.send.stop(error);
         self.recv.stop(error);
-        self.credits.open();
+        self.credits.end(error);
     }
 }

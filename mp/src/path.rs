@@ -11,7 +11,7 @@ use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Pd};
 
 use self::host::Host;
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Exchange;
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
 
@@ -120,7 +120,7 @@ impl Planes {
     pub(crate) fn agree(
         far: &Context,
         local: &Local,
-        bootstrap: &mut Bootstrap,
+        bootstrap: &mut dyn Exchange,
         timeout: Duration,
     ) -> Result<Self> {
         let refusal = match local {

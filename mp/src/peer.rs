@@ -94,7 +94,7 @@ impl Peer {
         let (completion, posted) = posted.map_err(failed)?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
         let kept = Arc::new(OnceLock::new());
-        let request = Request { link: self.link.clone(), operation, completion, bytes, kept };
+        let request = Request { link: self.link.clone(), lane: None, operation, completion, bytes, kept };
         let mut buffers = pieces.iter().map(|(buffer, _)| (*buffer).clone());
         held.push_back((request.clone(), (buffers.next(), buffers.collect())));
         Ok((request, posted))
@@ -112,6 +112,15 @@ impl Peer {
         qp.check()?;
         let (outstanding, depth) = (held as u64, link.depth as u64);
         Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth })
+    }
+
+    /// Recycles, and refuses unless `count` more messages can be started.
+    pub(crate) fn has_room(&self, way: Way, count: usize, operation: &'static str) -> Result<()> {
+        self.recycle();
+        let held = self.held[way as usize].lock().len();
+        let depth = self.link.depth;
+        let room = if held + count <= depth { Ok(()) } else { self.room(way, depth) };
+        room.map_err(|source| Error::Message { rank: self.link.rank, operation, source })
     }
 
     /// Takes completions, so that the queues have room again.
@@ -136,7 +145,7 @@ impl Peer {
 }
 
 /// Lets go of the messages that are complete, and keeps what came of them.
-fn settle(held: &mut Held) {
+pub(crate) fn settle<T>(held: &mut VecDeque<(Request, T)>) {
     while let Some((request, _)) = held.front() {
         match request.test() {
             Ok(None) => break,

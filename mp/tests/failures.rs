@@ -247,6 +247,45 @@ fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
     std::process::exit(41);
 }
 
+/// One connection ends, from one side; the others, and the job, go on.
+#[test]
+fn a_rank_that_is_given_up_is_lost_and_no_other() {
+    job("a_rank_that_is_given_up_is_lost_and_no_other", 3, |comm| {
+        let (buffer, s) = (buffer(comm, 64), stream("given up"));
+        match comm.rank() {
+            0 => {
+                let received = comm.irecv(&buffer, 0..8, 1).unwrap();
+                let sent = comm.isend_on_stream(&s, &buffer, 8..16, 1).unwrap();
+                comm.wait_on_stream(&s, &received).unwrap();
+                assert_eq!(comm.lost(), []);
+                comm.give_up(1).unwrap();
+                for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
+                    assert!(error.to_string().contains("gave the peer up"), "{error}");
+                }
+                assert!(s.synchronize(LONG).unwrap_err().to_string().contains("gave the peer up"));
+                assert!(comm.check(1).unwrap_err().to_string().contains("rank 1"));
+                assert!(matches!(comm.give_up(3), Err(Error::NoSuchRank { rank: 3, size: 3 })));
+            }
+            1 => {
+                // It learns by asking.
+                let received = comm.irecv(&buffer, 0..8, 0).unwrap();
+                failed(&comm.wait(&received, LONG).unwrap_err(), 0, Syndrome::RETRY_EXC_ERR);
+            }
+            _ => {}
+        }
+        let expected = [vec![1], vec![0], vec![]];
+        assert_eq!(comm.lost(), expected[comm.rank()]);
+        if comm.rank() != 2 {
+            comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
+        } else {
+            for peer in [0, 1] {
+                comm.wait(&comm.irecv(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
+            }
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
 /// A port nobody listens at.
 fn free_port() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

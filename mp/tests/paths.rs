@@ -56,7 +56,7 @@ fn ranks_of_a_host_use_the_device_for_them() {
 
 #[test]
 fn the_software_hca_needs_no_other_one() {
-    let builder = Communicator::builder();
+    let builder = Communicator::builder().context(&hca());
     job_with("the_software_hca_needs_no_other_one", 2, builder, |comm| {
         for rank in 0..2 {
             let path = comm.path(rank).unwrap();
