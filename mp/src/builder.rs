@@ -14,6 +14,7 @@ use crate::connect::connect;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
+use crate::path::{Local, Planes};
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
 use crate::watch::Watch;
@@ -31,6 +32,7 @@ pub struct Builder {
     gpu: Option<Gpu>,
     on_gpu: OnGpu,
     cache: CacheConfig,
+    local: Local,
 }
 
 impl Default for Builder {
@@ -45,6 +47,7 @@ impl Default for Builder {
             gpu: None,
             on_gpu: OnGpu::empty(),
             cache: CacheConfig::default(),
+            local: Local::Soft,
         }
     }
 }
@@ -100,6 +103,13 @@ impl Builder {
         self
     }
 
+    /// What the messages between ranks of the same host go through (default [`Local::Soft`]): where the other messages go
+    /// through an RDMA device, a software HCA beside it. `MP_LOCAL` in the environment overrides it.
+    pub fn local(mut self, local: Local) -> Self {
+        self.local = local;
+        self
+    }
+
     /// What the registration cache keeps (default see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
     pub fn cache(mut self, config: CacheConfig) -> Self {
         self.cache = config;
@@ -111,12 +121,12 @@ impl Builder {
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
     /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
-    /// `MP_REG_CACHE` that means nothing.
+    /// `MP_REG_CACHE` or `MP_LOCAL` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
-        let cache = self.check()?;
+        let settings = self.check()?;
         let (bootstrap, children) = self.join()?;
-        self.finish(Box::new(bootstrap), children, cache, deadline)
+        self.finish(Box::new(bootstrap), children, settings, deadline)
     }
 
     /// As [`Builder::init`], but the ranks are those of `exchange`, and no launcher is asked: for ranks that can talk to
@@ -126,17 +136,17 @@ impl Builder {
     /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no sense.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
-        let cache = self.check()?;
+        let settings = self.check()?;
         let (rank, size) = (exchange.rank(), exchange.size());
         if rank >= size {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
-        self.finish(Box::new(exchange), None, cache, deadline)
+        self.finish(Box::new(exchange), None, settings, deadline)
     }
 
     /// Before anybody is waited for.
-    fn check(&self) -> Result<Cache> {
+    fn check(&self) -> Result<(Cache, Local)> {
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
                 what: "what of the queues is on the GPU",
@@ -144,7 +154,7 @@ impl Builder {
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
-        Ok(Cache::new(self.cache.clone().in_environment()?))
+        Ok((Cache::new(self.cache.clone().in_environment()?), self.local.clone().in_environment()?))
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -161,16 +171,16 @@ impl Builder {
         self,
         mut bootstrap: Box<dyn Exchange>,
         children: Option<Children>,
-        cache: Cache,
+        (cache, local): (Cache, Local),
         deadline: Deadline,
     ) -> Result<Communicator> {
         let context = match &self.context {
             Some(context) => context.clone(),
             None => Device::find(None)?.open()?,
         };
-        let pd = context.alloc_pd()?;
-        let build = || self.queue_pair(&pd);
-        let (links, credits) = connect(&pd, &mut *bootstrap, self.depth, build, deadline.remaining())?;
+        let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
+        let build = |pd: &Pd| self.queue_pair(pd);
+        let (links, credits) = connect(&planes, &mut *bootstrap, self.depth, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
@@ -181,7 +191,9 @@ impl Builder {
         Ok(Communicator(Arc::new(Inner {
             rank: bootstrap.rank(),
             context,
-            pd,
+            pd: planes.far.pd,
+            near: planes.near,
+            paths: planes.paths,
             cache,
             _watch: watch,
             peers,

@@ -14,6 +14,7 @@ use crate::cache::Cache;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::link::Link;
+use crate::path::{self, Path, Plane};
 use crate::peer::{Peer, Piece, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
@@ -29,12 +30,15 @@ pub(crate) struct Inner {
     pub(crate) rank: usize,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
+    /// The device for ranks of the same host, if messages with any go through it.
+    pub(crate) near: Option<Plane>,
+    pub(crate) paths: Vec<Path>,
     pub(crate) cache: Cache,
     /// Ends before the words go that the peers write.
     pub(crate) _watch: Option<Watch>,
     pub(crate) peers: Arc<[Peer]>,
     /// The words that the peers write.
-    pub(crate) _credits: Mr,
+    pub(crate) _credits: Registration,
     pub(crate) bootstrap: Mutex<Box<dyn Exchange>>,
     pub(crate) children: Mutex<Option<Children>>,
     /// As it was built.
@@ -43,9 +47,20 @@ pub(crate) struct Inner {
     pub(crate) lanes: Arc<Mutex<Vec<Arc<Lanes>>>>,
 }
 
+impl Inner {
+    /// Registers memory with all devices that messages go through.
+    pub(crate) fn register(&self, memory: &Memory, access: Access) -> gdsync::Result<Registration> {
+        path::register(&self.pd, self.near.as_ref(), memory, access)
+    }
+}
+
 /// Memory that messages can be sent from and received into. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Registration(pub(crate) Mr);
+pub struct Registration(
+    pub(crate) Mr,
+    /// With the device for ranks of the same host, if there is one.
+    pub(crate) Option<Mr>,
+);
 
 impl Registration {
     /// A part of the memory, which is registered as long as this is. Ranges count from its start.
@@ -53,12 +68,18 @@ impl Registration {
     /// # Errors
     /// [`gdsync::Error::OutOfBounds`] when the part does not lie inside.
     pub fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
-        self.0.slice(offset, len).map(Self)
+        let near = self.1.as_ref().map(|near| near.slice(offset, len)).transpose()?;
+        Ok(Self(self.0.slice(offset, len)?, near))
     }
 
     /// Whether nothing else keeps the memory registered.
     pub(crate) fn is_only(&self) -> bool {
-        self.0.is_only()
+        self.0.is_only() && self.1.as_ref().is_none_or(Mr::is_only)
+    }
+
+    /// The registration with the device for ranks of the same host, or with the other one.
+    pub(crate) fn on(&self, near: bool) -> &Mr {
+        self.1.as_ref().filter(|_| near).unwrap_or(&self.0)
     }
 
     /// The memory.
@@ -91,9 +112,18 @@ impl Communicator {
         self.0.peers.len()
     }
 
-    /// The device messages travel through.
+    /// The device messages travel through; those between ranks of the same host may have another one: see
+    /// [`Communicator::path`].
     pub fn context(&self) -> &Context {
         &self.0.context
+    }
+
+    /// What the messages with a rank go through, and why.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn path(&self, rank: usize) -> Result<&Path> {
+        self.0.paths.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
     }
 
     /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone.
@@ -101,7 +131,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Device`].
     pub fn register(&self, memory: &Memory) -> Result<Registration> {
-        Ok(Registration(self.0.pd.register(memory, Access::all())?))
+        Ok(self.0.register(memory, Access::all())?)
     }
 
     pub(crate) fn peer(&self, rank: usize) -> Result<&Peer> {

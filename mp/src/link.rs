@@ -18,6 +18,8 @@ pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) rank: usize,
+    /// Through the device for ranks of the same host.
+    pub(crate) near: bool,
     pub(crate) send: Qp,
     pub(crate) recv: Qp,
     /// Messages that can be under way in each direction.
@@ -29,8 +31,9 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    pub(crate) fn new(rank: usize, send: Qp, recv: Qp, depth: usize, credits: Credits) -> Self {
-        Self { rank, send, recv, depth, credits, ended: AtomicBool::new(false), lanes: Mutex::default() }
+    pub(crate) fn new(rank: usize, near: bool, send: Qp, recv: Qp, depth: usize, credits: Credits) -> Self {
+        let (ended, lanes) = (AtomicBool::new(false), Mutex::default());
+        Self { rank, near, send, recv, depth, credits, ended, lanes }
     }
 
     /// Whether the rank can be reached, as far as is known.

@@ -51,12 +51,21 @@ impl Peer {
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
         match pieces {
-            [piece] => self.hold(way, operation, pieces, &[sge(piece)?], post),
+            [piece] => self.hold(way, operation, pieces, &[self.sge(piece)?], post),
             _ => {
-                let sges = pieces.iter().map(sge).collect::<Result<Vec<_>>>()?;
+                let sges = pieces.iter().map(|piece| self.sge(piece)).collect::<Result<Vec<_>>>()?;
                 self.hold(way, operation, pieces, &sges, post)
             }
         }
+    }
+
+    fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
+        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
+            what: "the range of the buffer",
+            value: format!("{range:?}"),
+            expected: "one that does not end before it starts",
+        })?;
+        Ok(buffer.on(self.link.near).sge(range.start, bytes)?)
     }
 
     fn hold<T>(
@@ -133,15 +142,6 @@ impl Peer {
             self.link.tend();
         }
     }
-}
-
-fn sge((buffer, range): &Piece<'_>) -> Result<Sge> {
-    let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-        what: "the range of the buffer",
-        value: format!("{range:?}"),
-        expected: "one that does not end before it starts",
-    })?;
-    Ok(buffer.0.sge(range.start, bytes)?)
 }
 
 /// Lets go of the messages that are complete, and keeps what came of them.

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
 use gdsync::mlx5::RemoteAddr;
+use gdsync::verbs::Access;
 
 pub(crate) use lane::{Lane, Lanes};
 pub use rma::{MAX_INLINE, Rma, Signal};
@@ -232,6 +233,14 @@ impl Window {
 /// The part of this rank.
 fn part(registration: &Registration, range: &Range<usize>) -> Result<Part> {
     let size = registration.memory().len();
+    let access = registration.0.access();
+    if access != Access::all() {
+        return Err(Error::Device(gdsync::Error::InvalidArgument {
+            what: "the registration of the window",
+            value: format!("one from the cache, for {access:?}"),
+            expected: "one of Communicator::register: peers have no rights to what is cached",
+        }));
+    }
     match range.end.checked_sub(range.start) {
         Some(len) if range.end <= size => Ok(Part { at: registration.0.remote(range.start)?, size: len }),
         Some(len) => Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into()),

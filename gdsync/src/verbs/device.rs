@@ -224,6 +224,11 @@ impl Context {
         self.provider.wire()
     }
 
+    /// Whether it is a software HCA.
+    pub fn is_software(&self) -> bool {
+        self.provider.is_software()
+    }
+
     /// The address of the HCA.
     pub fn gid(&self) -> Gid {
         self.provider.gid()

@@ -71,6 +71,9 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn description(&self) -> &str;
     /// How bytes travel to a peer, for reports.
     fn wire(&self) -> &str;
+    fn is_software(&self) -> bool {
+        false
+    }
     fn gid(&self) -> Gid;
     /// Where a peer finds a queue pair of this device.
     fn address(&self, qpn: u32, psn: u32) -> QpAddress {

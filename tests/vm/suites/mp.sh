@@ -11,7 +11,8 @@ host_build() {
 }
 
 guest_run() {
-    export VM_STEP_TIMEOUT=240 GDSYNC_DEVICE=rxe0
+    # Ranks of one host would talk through the software HCA otherwise.
+    export VM_STEP_TIMEOUT=240 GDSYNC_DEVICE=rxe0 MP_LOCAL=device
     vm_test bootstrap
     vm_test spawn
     # Soft-RoCE has another code for it.
@@ -31,4 +32,6 @@ guest_run() {
         vm_step "pingpong on $device" "$(vm_built pingpong)" --sizes 8,4096 --iters 200 --json /tmp/pingpong.json
         vm_step "jacobi2d on $device" "$(vm_built jacobi2d)" --nx 128 --ny 128 --ranks 2
     done
+    export GDSYNC_DEVICE=rxe0 MP_LOCAL=soft
+    vm_step "pingpong of one host beside rxe0" "$(vm_built pingpong)" --sizes 8,4096 --iters 200 --json /tmp/pingpong.json
 }
