@@ -10,9 +10,6 @@
 #include "gdr.h"
 #include "p2p_api.h"
 
-/* What the kernel's own ENOTSUPP should have been for user space. */
-#define GDR_ENOTSUPP 524
-
 struct gdr_p2p_pin {
 	struct gdr_pin pin;
 	struct mutex lock; /* the pin's source's */
@@ -131,7 +128,8 @@ static int gdr_p2p_read_table(struct gdr_p2p_pin *p2p)
 	const struct nvidia_p2p_page_table *table = p2p->table;
 	struct gdr_pin *pin = &p2p->pin;
 	u32 major = table->version >> 16;
-	u64 i, pages = pin->size >> GDR_GPU_PAGE_SHIFT;
+	u64 i, next = 0, pages = pin->size >> GDR_GPU_PAGE_SHIFT;
+	size_t runs = 0;
 	bool cacheable;
 	int ret;
 
@@ -147,16 +145,19 @@ static int gdr_p2p_read_table(struct gdr_p2p_pin *p2p)
 		pr_warn_ratelimited("%u pages of the GPU for %llu\n", table->entries, pages);
 		return -EIO;
 	}
-	ret = gdr_runs_alloc(pin, pages);
-	if (ret)
-		return ret;
 	for (i = 0; i < pages; i++) {
 		u64 phys = table->pages[i]->physical_address;
 
 		if (!IS_ALIGNED(phys, GDR_GPU_PAGE_SIZE))
 			return -EIO;
-		gdr_runs_add(pin, phys, GDR_GPU_PAGE_SIZE);
+		runs += !i || phys != next;
+		next = phys + GDR_GPU_PAGE_SIZE;
 	}
+	ret = gdr_runs_alloc(pin, runs);
+	if (ret)
+		return ret;
+	for (i = 0; i < pages; i++)
+		gdr_runs_add(pin, table->pages[i]->physical_address, GDR_GPU_PAGE_SIZE);
 	cacheable = table->version >= NVP2P_TABLE_HAS_FLAGS && (table->flags & NVP2P_TABLE_CACHEABLE);
 	return gdr_runs_done(pin, cacheable);
 }
@@ -178,8 +179,7 @@ static int gdr_p2p_get_pages(struct gdr_p2p_pin *p2p)
 	if (ret) {
 		p2p->table = NULL;
 		gdr_say("the driver refuses %llu bytes at %#llx (%d)\n", r->size, r->addr, ret);
-		ret = ret == -GDR_ENOTSUPP ? -EOPNOTSUPP : ret;
-		return ret < 0 && ret >= -MAX_ERRNO ? ret : -EIO;
+		return gdr_errno(ret);
 	}
 	/* The callback cannot have come this far. */
 	p2p->counted = true;
@@ -194,6 +194,9 @@ static int gdr_p2p_check(const struct gdr_p2p_request *r, bool persistent)
 	if (!r->addr || !r->size || r->flags & ~GDRDRV_PIN_FORCE_PCIE)
 		return -EINVAL;
 	if (check_add_overflow(r->addr, r->size, &end) || end > GDR_GPU_PAGE_MASK)
+		return -EINVAL;
+	/* The driver counts pages in 32 bits, and takes memory for them before it looks at the range. */
+	if (r->size >> GDR_GPU_PAGE_SHIFT >= U32_MAX)
 		return -EINVAL;
 	if (persistent && (r->token || r->va_space))
 		return -EINVAL;

@@ -9,6 +9,19 @@
 /* mmap takes a signed offset in bytes. */
 #define GDR_HANDLE_END ((u64)LLONG_MAX >> PAGE_SHIFT)
 
+/* What the kernel's own ENOTSUPP should have been for user space. */
+#define GDR_ENOTSUPP 524
+/* From here on errors are the kernel's own. */
+#define GDR_ERRNO_END 512
+
+/* What another driver says, in numbers that user space knows. */
+int gdr_errno(int ret)
+{
+	if (ret == -GDR_ENOTSUPP)
+		return -EOPNOTSUPP;
+	return ret <= 0 && ret > -GDR_ERRNO_END ? ret : -EIO;
+}
+
 /* A pin takes as many handles as it has host pages: they are its offsets for mmap. None is given out twice. */
 static int gdr_handle_take(struct gdr_file *file, u64 size, u64 *handle)
 {

@@ -48,6 +48,8 @@ pub enum Fault {
     Odd,
     /// The page table says that the CPU may cache.
     Cacheable,
+    /// The GPU copies to where dma-bufs move until this is ended.
+    Copying,
 }
 
 /// What is alive.

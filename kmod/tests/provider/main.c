@@ -46,6 +46,8 @@ static int provider_set_fault(const struct provider_set_fault *args)
 	if (args->which >= PROVIDER_FAULTS)
 		return -EINVAL;
 	atomic_set(&faults[args->which], args->value);
+	if (!fault(PROVIDER_FAULT_COPYING))
+		copy_end();
 	return 0;
 }
 
@@ -155,6 +157,7 @@ static int __init provider_init(void)
 static void __exit provider_exit(void)
 {
 	misc_deregister(&provider_device);
+	copy_end();
 	bar_exit();
 }
 

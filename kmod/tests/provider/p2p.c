@@ -242,7 +242,7 @@ static int held_new(u64 va, u64 len, struct nvidia_p2p_page_table **table, void 
 	if (fault(PROVIDER_FAULT_GET))
 		return -fault(PROVIDER_FAULT_GET);
 	if (va % CHUNK || len % CHUNK || !len || len > SZ_1G) {
-		atomic64_add(va % CHUNK || len % CHUNK || !len, &counters.misuse);
+		atomic64_add(va % CHUNK || len % CHUNK || !len || len / CHUNK > U32_MAX, &counters.misuse);
 		return -EINVAL;
 	}
 	held = held_alloc(va, len);

@@ -68,4 +68,8 @@ void range_hide_all(struct object *object);
 int object_export(struct object *object, u64 offset, u64 len, bool read_only);
 void object_moved(struct object *object);
 
+/* copy.c */
+int copy_begin(struct dma_resv *resv);
+void copy_end(void);
+
 #endif

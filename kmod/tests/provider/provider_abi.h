@@ -59,6 +59,7 @@ enum provider_fault {
 	PROVIDER_FAULT_MAP, /* errno of a dma-buf */
 	PROVIDER_FAULT_TABLE_ODD, /* a dma-buf's table with pieces of half a page */
 	PROVIDER_FAULT_CACHEABLE, /* the flag of the page table */
+	PROVIDER_FAULT_COPYING, /* moves are not over before this is ended */
 	PROVIDER_FAULTS,
 };
 
