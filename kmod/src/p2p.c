@@ -2,6 +2,7 @@
 /* Pages from the GPU driver: kept until unpin (persistent), or until the memory is freed. */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
+#include <linux/module.h>
 #include <linux/overflow.h>
 #include <linux/rcupdate.h>
 #include <linux/slab.h>
@@ -19,6 +20,8 @@ struct gdr_p2p_pin {
 	bool persistent;
 	/* Pages are counted as outstanding. */
 	bool counted;
+	/* The driver did not take the pages back: its callback ends what gdr_p2p_release() could not. */
+	bool kept;
 	/* The request has come back from the driver, with a table or without. */
 	struct completion settled;
 	/* The driver's callback is through with this structure. */
@@ -65,20 +68,29 @@ static void gdr_p2p_uncount(struct gdr_p2p_pin *p2p)
 static void gdr_p2p_freed(void *data)
 {
 	struct gdr_p2p_pin *p2p = data;
+	bool kept;
 
 	wait_for_completion(&p2p->settled);
 	mutex_lock(&p2p->lock);
 	gdr_pin_revoke_locked(&p2p->pin);
 	gdr_p2p_uncount(p2p);
+	kept = p2p->kept;
 	mutex_unlock(&p2p->lock);
 	p2p->api.free_page_table(p2p->table);
+	if (kept) {
+		gdr_p2p_api_put(&p2p->api);
+		gdr_pin_put(&p2p->pin);
+		module_put(THIS_MODULE);
+		return;
+	}
 	/* The pin may be gone once this is seen. */
 	complete(&p2p->freed);
 }
 
 /*
  * While a callback runs, the driver lets nvidia_p2p_put_pages() wait for its end; afterwards it knows nothing of the
- * pages. What happens once, and in which order, is not left to that: pages that are known to be freed are not put.
+ * pages. What happens once, and in which order, is not left to that: pages that are known to be freed are not put. A driver
+ * that refuses to take pages back still has the callback and its argument.
  */
 static void gdr_p2p_release(struct gdr_pin *pin)
 {
@@ -100,6 +112,13 @@ static void gdr_p2p_release(struct gdr_pin *pin)
 		pr_warn_ratelimited("the driver did not take back %llu bytes at %#llx (%d)\n", r->size, r->addr, ret);
 	mutex_lock(&p2p->lock);
 	revoked = pin->revoked;
+	p2p->kept = ret && !p2p->persistent && !revoked;
+	if (p2p->kept) {
+		kref_get(&pin->ref);
+		__module_get(THIS_MODULE);
+		mutex_unlock(&p2p->lock);
+		return;
+	}
 	gdr_p2p_uncount(p2p);
 	mutex_unlock(&p2p->lock);
 	if (revoked)

@@ -112,11 +112,12 @@ void gdr_pin_zap(struct gdr_pin *pin)
 	unmap_mapping_range(pin->file->inode->i_mapping, pin->handle << PAGE_SHIFT, pin->size, 1);
 }
 
-/* The memory is not the process's any more. */
+/* The memory is not the process's any more. What is unpinned is not mapped, and its file may be gone. */
 void gdr_pin_revoke_locked(struct gdr_pin *pin)
 {
 	WRITE_ONCE(pin->revoked, true);
-	gdr_pin_zap(pin);
+	if (!pin->gone)
+		gdr_pin_zap(pin);
 	gdr_runs_drop(pin);
 	atomic64_inc(&gdr_stats.revoked);
 }

@@ -36,7 +36,8 @@ pub enum Fault {
     Misaligned,
     /// Success without a table.
     NoTable,
-    /// `errno` of `nvidia_p2p_put_pages`, which does its work all the same.
+    /// `errno` of `nvidia_p2p_put_pages`, which then keeps the pages: persistent ones until this ends, others until they are
+    /// freed.
     Put,
     /// Milliseconds before `nvidia_p2p_get_pages` returns, while callbacks may come.
     Delay,

@@ -48,6 +48,8 @@ static int provider_set_fault(const struct provider_set_fault *args)
 	atomic_set(&faults[args->which], args->value);
 	if (!fault(PROVIDER_FAULT_COPYING))
 		copy_end();
+	if (!fault(PROVIDER_FAULT_PUT))
+		held_end_kept();
 	return 0;
 }
 
@@ -158,6 +160,7 @@ static void __exit provider_exit(void)
 {
 	misc_deregister(&provider_device);
 	copy_end();
+	held_end_kept();
 	bar_exit();
 }
 

@@ -53,7 +53,7 @@ enum provider_fault {
 	PROVIDER_FAULT_ENTRIES, /* so many too few */
 	PROVIDER_FAULT_MISALIGNED,
 	PROVIDER_FAULT_NO_TABLE,
-	PROVIDER_FAULT_PUT, /* errno of put_pages */
+	PROVIDER_FAULT_PUT, /* errno of put_pages, which then keeps the pages */
 	PROVIDER_FAULT_DELAY, /* ms before get_pages returns, while a callback may come */
 	PROVIDER_FAULT_ATTACH, /* errno of a dma-buf */
 	PROVIDER_FAULT_MAP, /* errno of a dma-buf */
