@@ -37,6 +37,8 @@ fn bad_arguments_are_named() {
         (&["bench", "hca", "--rounds", "99"], "--rounds"),
         (&["bench", "hca", "--timeout", "18446744073709551615"], "--timeout"),
         (&["bench", "hca", "--rounds", "100", "--json", nowhere], nowhere),
+        (&["bench", "register", "--bytes", "1"], "--bytes"),
+        (&["bench", "register", "--json", nowhere], nowhere),
         (&["bench", "stream", "--calls", "99"], "--calls"),
         (&["bench", "stream", "--json", nowhere], nowhere),
         (&["bench", "trigger", "--busy", "0,17"], "--busy"),
@@ -69,6 +71,25 @@ fn the_benchmark_writes_its_results() {
     }
     let floors = rows.iter().filter(|row| row["baseline"] == row["name"]);
     assert!(floors.inspect(|row| assert_eq!(row["ratio"], 1.0)).count() == 2, "{names:?}");
+}
+
+#[test]
+fn the_benchmark_of_the_registration_cache_writes_its_results() {
+    let json = Scratch::new("bench-register");
+    let path = json.path().to_str().unwrap();
+    let out = succeeds(tool(&["bench", "register", "--calls", "2000", "--bytes", "4096", "--json", path]));
+    assert!(out.contains("4 Ki bytes"), "{out}");
+    let report = json.json();
+    assert_eq!((&report["device"], &report["bytes"]), (&"software HCA".into(), &4096.into()));
+    let rows = report["results"].as_array().unwrap();
+    assert_eq!(rows.len(), 6, "{rows:?}");
+    for row in rows {
+        assert_eq!(row["memory"], "host", "{row}");
+        positive(&row["ratio"]);
+        let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&row["us"][name]));
+        assert!(min <= p50 && p50 <= p99, "{row}");
+    }
+    assert_eq!(rows[0]["ratio"], 1.0);
 }
 
 #[test]

@@ -202,6 +202,13 @@ pub enum Error {
     /// A work request failed, or was flushed because an earlier one had.
     #[error(transparent)]
     Completion(#[from] CompletionError),
+    /// The process at the other end of the queue pair is gone. The software HCA knows at once; cards learn it from sends that
+    /// nobody answers.
+    #[error("QP {qpn:#x}: the process at its other end is gone; connect it again when there is one")]
+    PeerGone {
+        /// The queue pair.
+        qpn: u32,
+    },
     /// A CQE is not what the queue's bookkeeping expects; nothing after it can be trusted.
     #[error(
         "the {queue} queue of QP {qpn:#x} got a CQE for WQE {counter:#x} (format {format}) where {expected:#x} was next; \
@@ -251,6 +258,9 @@ pub enum Error {
         /// Its bound.
         depth: usize,
     },
+    /// The application gave up the peer of a queue pair.
+    #[error("the application gave the peer up")]
+    GivenUp,
     /// The user aborted the stream.
     #[error("stream '{stream}' was aborted")]
     StreamAborted {
@@ -296,6 +306,18 @@ pub enum Error {
 impl Error {
     pub(crate) fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Self {
         Self::InvalidArgument { what, value: value.to_string(), expected }
+    }
+
+    /// Whether something had run out that other registrations hold: memory that may be locked, keys, the GPU's window
+    /// (BAR1). With fewer of them the same call may succeed.
+    pub fn is_exhausted(&self) -> bool {
+        match self {
+            Self::Verbs { source, .. } | Self::Sys { source, .. } => {
+                matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::ENOSPC | libc::EAGAIN))
+            }
+            Self::Cuda { source, .. } => matches!(**source, gdrcopy::Error::Exhausted { .. }),
+            _ => false,
+        }
     }
 
     /// Wraps what CUDA said while this was being done.

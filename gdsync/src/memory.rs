@@ -9,6 +9,7 @@
 //! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
 
 mod access;
+mod pages;
 mod word;
 
 use std::any::Any;
@@ -189,15 +190,7 @@ impl Memory {
 
     fn mmap(len: usize, flags: i32, fd: i32) -> Result<Self> {
         let mapped = page_round(len)?;
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory.
-        let raw = unsafe { libc::mmap(std::ptr::null_mut(), mapped, prot, flags, fd, 0) };
-        if raw == libc::MAP_FAILED {
-            return Err(Error::last_os("mmap", "free memory or raise the address space limit (ulimit -v)"));
-        }
-        let ptr = NonNull::new(raw.cast()).expect("mmap without MAP_FIXED never returns 0");
-        // SAFETY: the range was just mapped; the advice only concerns fork.
-        unsafe { libc::madvise(raw, mapped, libc::MADV_DONTFORK) };
+        let ptr = pages::map(mapped, flags, fd)?;
         Ok(Self::host(ptr, len, Bytes::Mapped { ptr, len: mapped }))
     }
 

@@ -160,7 +160,9 @@ fn the_peer_goes_away() {
             let awaited = await_receives(by, &a, 2);
             drop(b);
             assert_eq!(awaited.ended(), [FLUSH; 2]);
-            broke(&a, 200, Syndrome::WR_FLUSH_ERR);
+            let root = a.qp.check().unwrap_err();
+            assert!(matches!(root, Error::PeerGone { qpn } if qpn == a.qp.qpn()), "{root}");
+            refuses(&stream("late"), &a.qp, &root);
         }
     });
 }

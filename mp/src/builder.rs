@@ -4,16 +4,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
-use gdsync::verbs::{Context, Device, OnGpu, Pd, Qp, QpAddress};
+use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
+use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
+use crate::connect::connect;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
+use crate::watch::Watch;
 
 /// Builds a [`Communicator`].
 #[derive(Clone, Debug)]
@@ -23,8 +26,11 @@ pub struct Builder {
     spawn: Option<usize>,
     depth: usize,
     timeout: Duration,
+    max_pieces: u32,
+    watch: bool,
     gpu: Option<Gpu>,
     on_gpu: OnGpu,
+    cache: CacheConfig,
 }
 
 impl Default for Builder {
@@ -34,8 +40,11 @@ impl Default for Builder {
             spawn: None,
             depth: 512,
             timeout: Duration::from_secs(30),
+            max_pieces: 2,
+            watch: true,
             gpu: None,
             on_gpu: OnGpu::empty(),
+            cache: CacheConfig::default(),
         }
     }
 }
@@ -59,6 +68,20 @@ impl Builder {
         self
     }
 
+    /// Pieces that a message can have (default 2, at most 30).
+    pub fn max_pieces(mut self, pieces: u32) -> Self {
+        self.max_pieces = pieces;
+        self
+    }
+
+    /// Whether a thread of the communicator looks after it four times a second (default yes): it takes back what finished
+    /// messages held, and asks ranks that are silent whether they are there. Without it the program calls
+    /// [`Communicator::progress`] now and then, or a stream that waits for a rank that is gone only goes on after its limit.
+    pub fn watch(mut self, watch: bool) -> Self {
+        self.watch = watch;
+        self
+    }
+
     /// How long the ranks may take to find each other (default 30 s).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -77,11 +100,18 @@ impl Builder {
         self
     }
 
+    /// What the registration cache keeps (default see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
+    pub fn cache(mut self, config: CacheConfig) -> Self {
+        self.cache = config;
+        self
+    }
+
     /// Joins the job. Every rank must call this.
     ///
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
-    /// address at fault; [`Error::Device`] from the RDMA device, or for queues on a GPU that was not given.
+    /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
+    /// `MP_REG_CACHE` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
@@ -91,12 +121,13 @@ impl Builder {
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
+        let cache = Cache::new(self.cache.clone().in_environment()?);
         let (bootstrap, children) = self.join()?;
         let context = match &self.context {
             Some(context) => context.clone(),
             None => Device::find(None)?.open()?,
         };
-        self.connect(bootstrap, children, context, deadline)
+        self.finish(bootstrap, children, context, cache, deadline)
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -109,60 +140,43 @@ impl Builder {
         Ok((Bootstrap::root(listener, &launch, self.timeout)?, Some(children)))
     }
 
-    fn connect(
+    fn finish(
         self,
         mut bootstrap: Bootstrap,
         children: Option<Children>,
         context: Context,
+        cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let (rank, size) = (bootstrap.rank(), bootstrap.size());
         let pd = context.alloc_pd()?;
-        let peers = (0..size)
-            .map(|peer| {
-                let send = self.queue_pair(&pd)?;
-                let recv = if peer == rank { self.queue_pair(&pd)? } else { send.clone() };
-                Ok(Peer::new(peer, send, recv, self.depth))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let table: Vec<u8> = peers.iter().flat_map(|p| p.send.address().to_bytes()).collect();
-        let tables = bootstrap.allgather(&table, deadline.remaining())?;
-        for (peer, table) in peers.iter().zip(&tables) {
-            let (addresses, rest) = table.as_chunks::<{ QpAddress::BYTES }>();
-            let theirs = addresses.get(rank).filter(|_| addresses.len() == size && rest.is_empty());
-            let theirs = theirs.ok_or_else(|| {
-                let fix = "run the same version and number of ranks everywhere";
-                Error::bootstrap(format!("rank {}", peer.rank), "its address table has the wrong size", fix)
-            })?;
-            let failed = |source| Error::Message { rank: peer.rank, operation: "connect", source };
-            if peer.rank == rank {
-                peer.recv.connect(peer.send.address()).map_err(failed)?;
-                peer.send.connect(peer.recv.address()).map_err(failed)?;
-            } else {
-                let theirs = QpAddress::from_bytes(theirs).map_err(failed)?;
-                peer.send.connect(theirs).map_err(failed)?;
-            }
-        }
+        let build = || self.queue_pair(&pd);
+        let (links, credits) = connect(&pd, &mut bootstrap, self.depth, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
-        let bootstrap = Mutex::new(bootstrap);
+        let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
+        let watch = self.watch.then(|| Watch::start(peers.clone())).transpose();
+        let fix = "allow the process another thread, or build with watch(false)";
+        let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
-            rank,
+            rank: bootstrap.rank(),
             context,
             pd,
+            cache,
+            _watch: watch,
             peers,
-            bootstrap,
+            _credits: credits,
+            bootstrap: Mutex::new(bootstrap),
             children: Mutex::new(children),
         })))
     }
 
-    fn queue_pair(&self, pd: &Pd) -> Result<Qp> {
+    fn queue_pair(&self, pd: &Pd) -> QpBuilder {
         // A receive that is late is waited for: the deadlines of waits end what never comes.
         let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
-        let builder = match &self.gpu {
+        let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
+        match &self.gpu {
             Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
             None => builder,
-        };
-        Ok(builder.build()?)
+        }
     }
 }

@@ -5,16 +5,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Completion, Context, Mr, Pd, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Bootstrap;
 use crate::builder::Builder;
+use crate::cache::Cache;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::peer::{Peer, Way};
+use crate::link::Link;
+use crate::peer::{Peer, Piece, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
+use crate::watch::Watch;
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 #[derive(Clone, Debug)]
@@ -25,7 +28,12 @@ pub(crate) struct Inner {
     pub(crate) rank: usize,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
-    pub(crate) peers: Vec<Peer>,
+    pub(crate) cache: Cache,
+    /// Ends before the words go that the peers write.
+    pub(crate) _watch: Option<Watch>,
+    pub(crate) peers: Arc<[Peer]>,
+    /// The words that the peers write.
+    pub(crate) _credits: Mr,
     pub(crate) bootstrap: Mutex<Bootstrap>,
     pub(crate) children: Mutex<Option<Children>>,
 }
@@ -35,6 +43,19 @@ pub(crate) struct Inner {
 pub struct Registration(pub(crate) Mr);
 
 impl Registration {
+    /// A part of the memory, which is registered as long as this is. Ranges count from its start.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`] when the part does not lie inside.
+    pub fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
+        self.0.slice(offset, len).map(Self)
+    }
+
+    /// Whether nothing else keeps the memory registered.
+    pub(crate) fn is_only(&self) -> bool {
+        self.0.is_only()
+    }
+
     /// The memory.
     pub fn memory(&self) -> &Memory {
         self.0.memory()
@@ -88,9 +109,21 @@ impl Communicator {
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
     /// the connection broke, or too many messages are under way.
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
-        self.start("send", buffer, range, rank, Way::Send, |peer, sge| {
-            peer.send.post_send(&[SendWr::send(sge)])
-        })
+        self.isendv(&[(buffer, range)], rank)
+    }
+
+    /// As [`Communicator::isend`], of several pieces one after the other: as many as [`Builder::max_pieces`] says.
+    ///
+    /// # Errors
+    /// As [`Communicator::isend`].
+    pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let post = |link: &Link, sges: &[Sge]| {
+            let completion = link.send.post_send(&[SendWr::send(sges)])?;
+            // The CPU does not wait for the receive: the device does, by asking again.
+            link.credits.number(&completion, link.depth);
+            Ok((completion, ()))
+        };
+        Ok(self.peer(rank)?.start(Way::Send, "send", pieces, post)?.0)
     }
 
     /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both sides.
@@ -98,28 +131,20 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::isend`].
     pub fn irecv(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
-        self.start("receive", buffer, range, rank, Way::Recv, |peer, sges| {
-            peer.recv.post_recv(&[RecvWr { wr_id: 0, sges }])
-        })
+        self.irecvv(&[(buffer, range)], rank)
     }
 
-    pub(crate) fn start(
-        &self,
-        operation: &'static str,
-        buffer: &Registration,
-        range: Range<usize>,
-        rank: usize,
-        way: Way,
-        mut post: impl FnMut(&Peer, &[Sge]) -> gdsync::Result<Completion>,
-    ) -> Result<Request> {
-        let peer = self.peer(rank)?;
-        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-            what: "the range of the buffer",
-            value: format!("{range:?}"),
-            expected: "one that does not end before it starts",
-        })?;
-        let sge = buffer.0.sge(range.start, bytes)?;
-        peer.start(way, operation, buffer, bytes, || post(peer, &[sge]))
+    /// As [`Communicator::irecv`], into several pieces one after the other: as many as [`Builder::max_pieces`] says.
+    ///
+    /// # Errors
+    /// As [`Communicator::isend`].
+    pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let post = |link: &Link, sges: &[Sge]| {
+            let completion = link.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
+            link.credits.grant();
+            Ok((completion, ()))
+        };
+        Ok(self.peer(rank)?.start(Way::Recv, "receive", pieces, post)?.0)
     }
 
     /// Blocks until a message is complete.
@@ -128,7 +153,7 @@ impl Communicator {
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait(timeout)?;
-        self.peer(request.rank)?.recycle();
+        self.peer(request.rank())?.recycle();
         Ok(status)
     }
 
@@ -145,10 +170,34 @@ impl Communicator {
         requests.into_iter().map(|request| self.wait(request, deadline.remaining())).collect()
     }
 
-    /// Moves messages along and takes back what finished ones held. Only needed by threads that neither wait nor send
-    /// for long.
+    /// Moves messages along, takes back what finished ones held, and asks ranks that are silent whether they are there. Only
+    /// needed by threads that neither wait nor send for long.
     pub fn progress(&self) {
         self.0.peers.iter().for_each(Peer::recycle);
+    }
+
+    /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
+    ///
+    /// # Errors
+    /// [`Error::Message`] says what ended the connection; [`Error::NoSuchRank`].
+    pub fn check(&self, rank: usize) -> Result<()> {
+        let link = &self.peer(rank)?.link;
+        link.check().map_err(|source| Error::Message { rank, operation: "connection", source })
+    }
+
+    /// The ranks that can no longer be reached, as far as is known. What is under way with the others is not concerned.
+    pub fn lost(&self) -> Vec<usize> {
+        (0..self.size()).filter(|&rank| self.check(rank).is_err()).collect()
+    }
+
+    /// Ends the connection to a rank: all that is under way with it ends now, in waits and on streams, with an error that says
+    /// so, and nothing more can be sent to it or received from it. It notices as if this rank had died.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn give_up(&self, rank: usize) -> Result<()> {
+        self.peer(rank)?.link.fail(&gdsync::Error::GivenUp);
+        Ok(())
     }
 
     /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.

@@ -40,7 +40,7 @@ pub enum Error {
         /// The time limit.
         after: Duration,
     },
-    /// A child process could not be started or controlled.
+    /// A child process or a thread could not be started or controlled.
     #[error("spawn: {what}{}; {fix}", cause(.source))]
     Spawn {
         /// What was tried.

@@ -22,21 +22,31 @@
 //! # }
 //! ```
 //!
-//! Messages between two ranks arrive in the order they were sent; there are no tags. A receive must be posted before
-//! its message arrives, or the sender pauses and tries again.
+//! Messages between two ranks arrive in the order they were sent; there are no tags. What a stream sends waits until the
+//! receive is posted; where the CPU sends, the device pauses and tries again.
+//!
+//! A rank that dies fails what is under way with it, and no more: waits and streams end with an error that names it, within
+//! seconds also where nothing was sent to it.
 
 pub mod bootstrap;
 mod builder;
+pub mod cache;
 mod communicator;
+mod connect;
+mod credit;
 mod deadline;
 pub mod error;
 pub mod launch;
+mod link;
 mod on_stream;
 mod peer;
 mod request;
 pub mod spawn;
+mod watch;
 
 pub use builder::Builder;
 pub use communicator::{Communicator, Registration};
 pub use error::{Error, Result};
+pub use on_stream::PreparedMessage;
+pub use peer::Piece;
 pub use request::{Request, Status};

@@ -1,28 +1,33 @@
-//! The connection to one rank.
+//! Messages under way to and from one rank.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
-use gdsync::verbs::{Completion, Qp};
+use gdsync::verbs::{Completion, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
+use crate::link::Link;
 use crate::request::Request;
 
-/// One queue pair, or for the own rank two that are connected to each other.
+/// A part of a message: bytes of registered memory.
+pub type Piece<'a> = (&'a Registration, Range<usize>);
+
+/// A rank, and what is under way with it.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    pub(crate) rank: usize,
-    pub(crate) send: Qp,
-    pub(crate) recv: Qp,
-    /// Messages under way in each direction: not more than the queues remember.
-    depth: usize,
+    pub(crate) link: Arc<Link>,
+    /// In each direction: not more than the queues remember.
     held: [Mutex<Held>; 2],
 }
 
 /// Messages under way, oldest first, and their buffers: they stay registered though their request is dropped.
-type Held = VecDeque<(Request, Registration)>;
+type Held = VecDeque<(Request, Buffers)>;
+
+/// Most messages have one; the others do not cost them an allocation.
+type Buffers = (Option<Registration>, Box<[Registration]>);
 
 /// Which of the two directions.
 #[derive(Clone, Copy, Debug)]
@@ -32,64 +37,102 @@ pub(crate) enum Way {
 }
 
 impl Peer {
-    pub(crate) fn new(rank: usize, send: Qp, recv: Qp, depth: usize) -> Self {
-        Self { rank, send, recv, depth, held: Default::default() }
+    pub(crate) fn new(link: Link) -> Self {
+        Self { link: Arc::new(link), held: Default::default() }
     }
 
-    /// Posts a message of `bytes` bytes, after recycling if the queue is full, and holds its buffer until it is
-    /// complete.
-    pub(crate) fn start(
+    /// Puts a message into its queue by `post`, which gets its pieces, after recycling if the queue is full. Its buffers are
+    /// held until it is complete.
+    pub(crate) fn start<T>(
         &self,
         way: Way,
         operation: &'static str,
-        buffer: &Registration,
-        bytes: usize,
-        mut post: impl FnMut() -> gdsync::Result<Completion>,
-    ) -> Result<Request> {
+        pieces: &[Piece<'_>],
+        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
+    ) -> Result<(Request, T)> {
+        match pieces {
+            [piece] => self.hold(way, operation, pieces, &[sge(piece)?], post),
+            _ => {
+                let sges = pieces.iter().map(sge).collect::<Result<Vec<_>>>()?;
+                self.hold(way, operation, pieces, &sges, post)
+            }
+        }
+    }
+
+    fn hold<T>(
+        &self,
+        way: Way,
+        operation: &'static str,
+        pieces: &[Piece<'_>],
+        sges: &[Sge],
+        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
+    ) -> Result<(Request, T)> {
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let mut held = self.held[way as usize].lock();
-        if held.len() >= self.depth {
+        if held.len() >= self.link.depth {
             self.poll();
             settle(&mut held);
         }
-        let posted = match self.room(way, held.len()).and_then(|()| post()) {
-            Err(gdsync::Error::QueueFull { .. }) if held.len() < self.depth => {
+        let posted = match self.room(way, held.len()).and_then(|()| post(&self.link, sges)) {
+            Err(gdsync::Error::QueueFull { .. }) if held.len() < self.link.depth => {
                 self.poll();
                 settle(&mut held);
-                post()
+                post(&self.link, sges)
             }
             other => other,
         };
-        let completion = posted.map_err(|source| Error::Message { rank: self.rank, operation, source })?;
-        let request = Request { rank: self.rank, operation, completion, bytes, kept: Arc::default() };
-        held.push_back((request.clone(), buffer.clone()));
-        Ok(request)
+        let failed = |source| Error::Message { rank: self.link.rank, operation, source };
+        let (completion, posted) = posted.map_err(failed)?;
+        let bytes = sges.iter().map(|sge| sge.len as usize).sum();
+        let kept = Arc::new(OnceLock::new());
+        let request = Request { link: self.link.clone(), operation, completion, bytes, kept };
+        let mut buffers = pieces.iter().map(|(buffer, _)| (*buffer).clone());
+        held.push_back((request.clone(), (buffers.next(), buffers.collect())));
+        Ok((request, posted))
     }
 
     fn room(&self, way: Way, held: usize) -> gdsync::Result<()> {
-        if held < self.depth {
+        let link = &self.link;
+        if held < link.depth {
             return Ok(());
         }
         let (qp, queue) = match way {
-            Way::Send => (&self.send, "send queue"),
-            Way::Recv => (&self.recv, "receive queue"),
+            Way::Send => (&link.send, "send queue"),
+            Way::Recv => (&link.recv, "receive queue"),
         };
         qp.check()?;
-        let (outstanding, depth) = (held as u64, self.depth as u64);
+        let (outstanding, depth) = (held as u64, link.depth as u64);
         Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth })
     }
 
     /// Takes completions, so that the queues have room again.
     fn poll(&self) {
-        while self.send.poll_send().is_some() {}
-        while self.recv.poll_recv().is_some() {}
+        while self.link.send.poll_send().is_some() {}
+        while self.link.recv.poll_recv().is_some() {}
     }
 
-    /// Takes completions, and lets buffers go.
+    /// Takes completions, lets buffers go, and asks a silent rank whether it is there if something is under way.
     pub(crate) fn recycle(&self) {
         self.poll();
-        self.held.iter().for_each(|held| settle(&mut held.lock()));
+        let mut under_way = false;
+        for held in &self.held {
+            let mut held = held.lock();
+            settle(&mut held);
+            under_way |= !held.is_empty();
+        }
+        if under_way || self.link.check().is_err() {
+            self.link.tend();
+        }
     }
+}
+
+fn sge((buffer, range): &Piece<'_>) -> Result<Sge> {
+    let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
+        what: "the range of the buffer",
+        value: format!("{range:?}"),
+        expected: "one that does not end before it starts",
+    })?;
+    Ok(buffer.0.sge(range.start, bytes)?)
 }
 
 /// Lets go of the messages that are complete, and keeps what came of them.

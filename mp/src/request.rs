@@ -5,13 +5,15 @@ use std::time::Duration;
 
 use gdsync::verbs::{Completion, Wc};
 
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::link::{Link, SILENCE};
 
 /// A message under way. Dropping it detaches: the message goes on, its resources come back by themselves.
 #[derive(Clone, Debug)]
 #[must_use = "a message nobody waits for may fail unnoticed"]
 pub struct Request {
-    pub(crate) rank: usize,
+    pub(crate) link: Arc<Link>,
     pub(crate) operation: &'static str,
     pub(crate) completion: Completion,
     pub(crate) bytes: usize,
@@ -31,7 +33,7 @@ pub struct Status {
 impl Request {
     /// The rank at the other end.
     pub fn rank(&self) -> usize {
-        self.rank
+        self.link.rank
     }
 
     /// Whether the message is complete; `None` while it is under way. A complete send may be overwritten.
@@ -43,13 +45,22 @@ impl Request {
         status.or_else(|error| self.recall(error).map(Some))
     }
 
-    /// Blocks until the message is complete.
+    /// Blocks until the message is complete. Now and then it asks whether the other rank is still there.
     ///
     /// # Errors
     /// As [`Request::test`], and [`gdsync::Error::Deadline`] inside after `timeout`: the message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
-        let status = self.completion.wait(timeout).map(|wc| self.complete(&wc));
-        status.or_else(|error| self.recall(error))
+        let deadline = Deadline::after(timeout);
+        let status = loop {
+            match self.completion.wait(deadline.remaining().min(SILENCE)) {
+                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => self.link.tend(),
+                Err(gdsync::Error::Deadline { what, .. }) => {
+                    break Err(gdsync::Error::Deadline { what, after: timeout });
+                }
+                other => break other,
+            }
+        };
+        status.map(|wc| self.complete(&wc)).or_else(|error| self.recall(error))
     }
 
     /// Success that was kept, if the queue has only forgotten it.
@@ -61,11 +72,18 @@ impl Request {
     }
 
     pub(crate) fn failed(&self, source: gdsync::Error) -> Error {
-        Error::Message { rank: self.rank, operation: self.operation, source }
+        let source = match source {
+            // It went down with the connection: that has the reason.
+            gdsync::Error::Completion(error) if error.is_flush() => {
+                self.link.check().err().unwrap_or(error.into())
+            }
+            other => other,
+        };
+        Error::Message { rank: self.link.rank, operation: self.operation, source }
     }
 
     fn complete(&self, wc: &Wc) -> Status {
         let bytes = if wc.is_send() { self.bytes } else { wc.byte_len as usize };
-        Status { rank: self.rank, bytes }
+        Status { rank: self.link.rank, bytes }
     }
 }

@@ -15,11 +15,22 @@ use mp::{Communicator, Error, Status};
 #[track_caller]
 fn failed(error: &Error, with: usize, syndrome: Syndrome) {
     match error {
-        Error::Message { rank, source: gdsync::Error::Completion(e), .. } => {
-            assert_eq!((*rank, e.syndrome), (with, syndrome), "{error}");
+        Error::Message { rank, source, .. } => {
+            assert_eq!((*rank, cause(source)), (with, Some(syndrome)), "{error}");
             assert!(error.to_string().contains(&format!("rank {with}")), "{error}");
         }
         other => panic!("{other}"),
+    }
+}
+
+/// What a queue pair failed for, or the one beside it for whose sake it was stopped.
+fn cause(error: &gdsync::Error) -> Option<Syndrome> {
+    match error {
+        gdsync::Error::Completion(error) => Some(error.syndrome),
+        gdsync::Error::QpStopped { reason, .. } => cause(reason),
+        // What the software HCA says where nothing was under way; others find out by a send of their own.
+        gdsync::Error::PeerGone { .. } => Some(Syndrome::RETRY_EXC_ERR),
+        _ => None,
     }
 }
 
@@ -150,7 +161,7 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
     }
     // By a wait on the CPU.
     let error = (0..).find_map(|_| play(1).err()).unwrap();
-    assert!(matches!(error, Error::Message { rank: 1, source: gdsync::Error::Completion(_), .. }), "{error}");
+    failed(&error, 1, Syndrome::RETRY_EXC_ERR);
     // On a stream: what it refuses names the rank, and so does the message that was to be sent.
     let refused = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap_err();
     assert!(
@@ -181,6 +192,29 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
     }
 }
 
+/// Nothing is sent to the rank that dies, so that no send can fail.
+#[test]
+fn a_receive_ends_when_the_rank_it_waits_for_dies() {
+    const NAME: &str = "a_receive_ends_when_the_rank_it_waits_for_dies";
+    if !is_part_of(NAME) {
+        let output = myself(NAME).output().unwrap();
+        assert_eq!(output.status.code(), Some(41), "{}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    // The wait itself must notice.
+    let comm = Communicator::builder().spawn(2).timeout(LONG).watch(false).init().unwrap();
+    if comm.rank() == 1 {
+        std::thread::sleep(2 * LONG);
+    }
+    let buffer = buffer(&comm, 64);
+    let received = comm.irecv(&buffer, 0..8, 1).unwrap();
+    let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
+    // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    failed(&comm.wait(&received, LONG).unwrap_err(), 1, Syndrome::RETRY_EXC_ERR);
+    std::process::exit(41);
+}
+
 /// A stream that holds for a message of a rank that dies goes on, and says why.
 #[test]
 fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
@@ -204,13 +238,52 @@ fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
     // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
     assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
     let error = s.synchronize(LONG).unwrap_err();
-    assert!(matches!(error, gdsync::Error::Completion(_)), "{error}");
+    assert_eq!(cause(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
     assert_eq!(s.query().pending, 0);
     failed(&sent.test().unwrap_err(), 1, Syndrome::RETRY_EXC_ERR);
     for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
         assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
     }
     std::process::exit(41);
+}
+
+/// One connection ends, from one side; the others, and the job, go on.
+#[test]
+fn a_rank_that_is_given_up_is_lost_and_no_other() {
+    job("a_rank_that_is_given_up_is_lost_and_no_other", 3, |comm| {
+        let (buffer, s) = (buffer(comm, 64), stream("given up"));
+        match comm.rank() {
+            0 => {
+                let received = comm.irecv(&buffer, 0..8, 1).unwrap();
+                let sent = comm.isend_on_stream(&s, &buffer, 8..16, 1).unwrap();
+                comm.wait_on_stream(&s, &received).unwrap();
+                assert_eq!(comm.lost(), []);
+                comm.give_up(1).unwrap();
+                for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
+                    assert!(error.to_string().contains("gave the peer up"), "{error}");
+                }
+                assert!(s.synchronize(LONG).unwrap_err().to_string().contains("gave the peer up"));
+                assert!(comm.check(1).unwrap_err().to_string().contains("rank 1"));
+                assert!(matches!(comm.give_up(3), Err(Error::NoSuchRank { rank: 3, size: 3 })));
+            }
+            1 => {
+                // It learns by asking.
+                let received = comm.irecv(&buffer, 0..8, 0).unwrap();
+                failed(&comm.wait(&received, LONG).unwrap_err(), 0, Syndrome::RETRY_EXC_ERR);
+            }
+            _ => {}
+        }
+        let expected = [vec![1], vec![0], vec![]];
+        assert_eq!(comm.lost(), expected[comm.rank()]);
+        if comm.rank() != 2 {
+            comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
+        } else {
+            for peer in [0, 1] {
+                comm.wait(&comm.irecv(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
+            }
+        }
+        comm.barrier(LONG).unwrap();
+    });
 }
 
 /// A port nobody listens at.

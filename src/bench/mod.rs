@@ -6,6 +6,7 @@ mod floor;
 mod hca;
 mod link;
 mod proxy;
+mod register;
 mod stream;
 mod trigger;
 
@@ -23,6 +24,8 @@ pub(crate) enum Bench {
     Copy(copy::Options),
     /// What the CPU proxy costs on top of libibverbs, on an RDMA device.
     Proxy(proxy::Options),
+    /// The registration cache against registering and deregistering memory each time.
+    Register(register::Options),
     /// What the library costs the CPU for each send and wait on a stream, on top of the driver's call.
     Stream(stream::Options),
     /// What it costs to have a stream trigger something and wait for something: every way, on an idle and a busy GPU.
@@ -35,6 +38,7 @@ impl Bench {
             Bench::Hca(options) => options.run(),
             Bench::Copy(options) => options.run(),
             Bench::Proxy(options) => options.run(),
+            Bench::Register(options) => options.run(),
             Bench::Stream(options) => options.run(),
             Bench::Trigger(options) => options.run(),
         }

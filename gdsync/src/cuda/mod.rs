@@ -27,6 +27,7 @@ mod engines;
 mod errands;
 mod gpu;
 mod handles;
+mod identity;
 mod kept;
 mod neighbours;
 mod reaper;
@@ -41,7 +42,7 @@ pub(crate) use errands::Errand;
 pub use gpu::Gpu;
 pub(crate) use kept::{Block, Buffer, Pages};
 pub(crate) use reaper::{Activity, mind, pass};
-pub(crate) use register::Registered;
+pub(crate) use register::{Registered, is_registered};
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.
 pub type RawStream = usize;

@@ -13,7 +13,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use gdrcopy::{GpuBuffer, Mapping};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::Gpu;
 use super::register::unregister;
@@ -37,13 +37,43 @@ pub(crate) trait Activity: Send + Sync {
 /// The streams of this process: CUDA waits for those of all GPUs.
 static STREAMS: Mutex<Vec<Weak<dyn Activity>>> = Mutex::new(Vec::new());
 
-/// Whether something is being given back: submissions wait until it is not.
-static GATE: Gate = Gate { closed: AtomicBool::new(false), lock: Mutex::new(()), opened: Condvar::new() };
+/// Submissions wait at it while something is being given back.
+static GATE: Gate = Gate {
+    closed: AtomicBool::new(false),
+    lock: Mutex::new(()),
+    opened: Condvar::new(),
+    reaping: Mutex::new(()),
+};
 
 struct Gate {
     closed: AtomicBool,
     lock: Mutex<()>,
     opened: Condvar,
+    /// One gives back at a time: there is a reaper for each GPU.
+    reaping: Mutex<()>,
+}
+
+/// The gate is closed until this is dropped.
+struct Closed(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
+
+impl Gate {
+    /// Nothing is submitted from here on; `None` when a stream has work.
+    fn close_if_idle(&'static self) -> Option<Closed> {
+        let closed = Closed(self.reaping.lock());
+        self.closed.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        submitted().is_some().then_some(closed)
+    }
+}
+
+impl Drop for Closed {
+    fn drop(&mut self) {
+        // Under the lock, or who has just seen the gate closed would miss the call.
+        let guard = GATE.lock.lock();
+        GATE.closed.store(false, Ordering::Relaxed);
+        drop(guard);
+        GATE.opened.notify_all();
+    }
 }
 
 /// Returns when nothing is being given back. The caller's stream shows by now that it is not idle.
@@ -54,23 +84,6 @@ pub(crate) fn pass() {
         let mut guard = GATE.lock.lock();
         GATE.opened.wait_while_for(&mut guard, |()| GATE.closed.load(Ordering::Relaxed), BRIEFLY);
     }
-}
-
-/// Gives something back unless a stream has work. Returns whether it did.
-fn while_idle(give_back: impl FnOnce()) -> bool {
-    // One at a time: there is a reaper for each GPU.
-    static REAPING: Mutex<()> = Mutex::new(());
-    let _reaping = REAPING.lock();
-    GATE.closed.store(true, Ordering::Relaxed);
-    fence(Ordering::SeqCst);
-    let idle = submitted().is_some();
-    if idle {
-        give_back();
-    }
-    drop(GATE.lock.lock());
-    GATE.closed.store(false, Ordering::Relaxed);
-    GATE.opened.notify_all();
-    idle
 }
 
 /// The submissions so far of each stream; `None` when one has work.
@@ -240,22 +253,20 @@ impl Shared {
             };
             state.busy = true;
             drop(state);
-            let range = doomed.range();
-            let mut doomed = Some(doomed);
-            let gave_back = while_idle(|| {
-                let result = doomed.take().map_or(Ok(()), |doomed| doomed.give_back(&gpu));
-                if let Err(error) = result {
-                    tracing::debug!(%error, "memory was not given back to CUDA");
-                }
-            });
-            let mut state = self.state.lock();
-            if let Some(doomed) = doomed.filter(|_| !gave_back) {
+            let Some(closed) = GATE.close_if_idle() else {
+                let mut state = self.state.lock();
                 state.busy = false;
                 state.queue.push_front((gpu, doomed));
                 // Somebody may wait, but a stream has work.
                 self.changed.wait_for(&mut state, LOOK);
                 continue;
+            };
+            let range = doomed.range();
+            if let Err(error) = doomed.give_back(&gpu) {
+                tracing::debug!(%error, "memory was not given back to CUDA");
             }
+            drop(closed);
+            let mut state = self.state.lock();
             state.busy = false;
             if let Some(at) = range.and_then(|range| state.leaving.iter().position(|known| *known == range)) {
                 state.leaving.swap_remove(at);

@@ -81,6 +81,13 @@ impl Drop for Ours {
     }
 }
 
+/// Whether any page of these is registered here.
+pub(crate) fn is_registered(pages: &Range<usize>) -> bool {
+    let overlaps = |start: usize, end: usize| start < pages.end && pages.start < end;
+    let table = REGISTERED.lock();
+    table.iter().any(|((_, start), (end, ours))| overlaps(*start, *end) && ours.strong_count() > 0)
+}
+
 /// Tells drivers apart.
 fn driver(api: &Api) -> usize {
     api.mem_host_register.map_or(0, |entry| entry as usize)
@@ -151,6 +158,7 @@ impl Gpu {
             Err(refused) => refused,
             done => return done,
         };
+        tracing::debug!(error = %refused, "CUDA does not take these registers of a device for IO memory");
         // A device in software has registers in memory, which is no IO memory; a card has none.
         self.register_as(ptr, len, PORTABLE_MAPPED).map_err(|_| match refused {
             Error::Cuda { source, .. } => Error::Cuda { what: DOORBELLS, source },

@@ -23,7 +23,6 @@ mod rings;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -36,7 +35,7 @@ use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats, random_psn};
 use crate::memory::Memory;
-use crate::rdma::{Domain, Event, Events, Healths, Open, Region};
+use crate::rdma::{Domain, Event, Events, Healths, Objects, Open};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAddress, QpAttr};
@@ -47,10 +46,8 @@ pub(crate) struct Direct {
     _events: Events,
     shared: Arc<Shared>,
     mlx5: &'static Mlx5,
-    domains: Mutex<HashMap<u32, Arc<Domain>>>,
-    next_domain: AtomicU32,
+    objects: Objects,
     cqs: Mutex<HashMap<u32, Cq>>,
-    regions: Mutex<HashMap<u32, Region>>,
     registers: Arc<Registers>,
     /// Asked for by the first queue in GPU memory.
     devx: Mutex<Option<Arc<Devx>>>,
@@ -181,10 +178,8 @@ impl Direct {
             _events: events,
             shared,
             mlx5,
-            domains: Mutex::default(),
-            next_domain: AtomicU32::new(1),
+            objects: Objects::new(open),
             cqs: Mutex::default(),
-            regions: Mutex::default(),
             registers: Arc::new(Registers::new(open)),
             devx: Mutex::default(),
             base,
@@ -215,11 +210,6 @@ impl Direct {
         let (_qp, parts) =
             DirectQp::create(self.mlx5, &self.base, &self.registers, (&cq, &cq), &request, &places, 0)?;
         gpus.iter().try_for_each(|gpu| parts.doorbell.memory().gpu_addr(gpu).map(drop))
-    }
-
-    fn domain(&self, pdn: u32) -> Result<Arc<Domain>> {
-        let found = self.domains.lock().get(&pdn).cloned();
-        found.ok_or_else(|| Error::invalid("protection domain", pdn, "one of this device"))
     }
 
     fn cq(&self, cqn: u32) -> Result<Cq> {
@@ -266,28 +256,19 @@ impl Provider for Direct {
     }
 
     fn alloc_pd(&self) -> Result<u32> {
-        let domain = Arc::new(self.open.alloc_pd()?);
-        let pdn = self.next_domain.fetch_add(1, Ordering::Relaxed);
-        self.domains.lock().insert(pdn, domain);
-        Ok(pdn)
+        self.objects.alloc_pd()
     }
 
     fn dealloc_pd(&self, pdn: u32) {
-        let domain = self.domains.lock().remove(&pdn);
-        drop(domain);
+        self.objects.dealloc_pd(pdn);
     }
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
-        let region = Region::register(&self.domain(pdn)?, memory, access)?;
-        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey() };
-        tracing::debug!(?region, "registered");
-        self.regions.lock().insert(keys.lkey, region);
-        Ok(keys)
+        self.objects.reg_mr(pdn, memory, access)
     }
 
     fn dereg_mr(&self, keys: MrKeys) {
-        let region = self.regions.lock().remove(&keys.lkey);
-        drop(region);
+        self.objects.dereg_mr(keys);
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
@@ -307,7 +288,7 @@ impl Provider for Direct {
     }
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
-        let (domain, psn) = (self.domain(request.pdn)?, random_psn()?);
+        let (domain, psn) = (self.objects.domain(request.pdn)?, random_psn()?);
         let (send_cq, recv_cq) = (self.cq(request.send_cqn)?, self.cq(request.recv_cqn)?);
         let (qpn, qp, parts) = if needs_devx(places) {
             let cqs = (&send_cq, &recv_cq);

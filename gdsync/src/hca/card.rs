@@ -125,7 +125,7 @@ impl Card {
         let request =
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
         doorbell.store(EMPTY);
-        let (qpn, _) = self.0.add_qp(Rings { qpn: 0, request, sq, rq, record, doorbell })?;
+        let (qpn, _) = self.0.add_qp(Rings { qpn: 0, request, sq, rq, record, doorbell }, Arc::default())?;
         Ok(qpn)
     }
 

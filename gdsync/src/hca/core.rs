@@ -22,7 +22,6 @@ use super::watched::Watched;
 use super::wire::{LinkEnds, RxRing};
 use crate::error::{Error, Result};
 use crate::memory::Word64;
-use crate::mlx5::Syndrome;
 use crate::mover::{Mover, Ticket};
 use crate::verbs::QpState;
 
@@ -313,7 +312,7 @@ impl Core {
             self.with(i, |qp, env| {
                 let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
                 if lost && (!is_card || qp.is_copying()) && matches!(qp.state, QpState::RTR | QpState::RTS) {
-                    qp.fail(Syndrome::RETRY_EXC_ERR, env);
+                    qp.lose_peer(env);
                 }
             });
         }

@@ -54,6 +54,11 @@ impl Keys {
         number << 8 | u32::from(self.slots[index].variant)
     }
 
+    /// The number of live regions.
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
     /// Drops a key. What it held is returned, to be let go outside of locks.
     pub(crate) fn deregister(&mut self, key: u32) -> Option<impl Sized + use<>> {
         let index = Self::index(key)?;
@@ -148,8 +153,10 @@ mod tests {
         let mut keys = Keys::default();
         let memory = Memory::alloc(8).unwrap();
         let old = keys.register(1, &memory, Access::empty(), None);
+        assert_eq!(keys.len(), 1);
         assert!(keys.deregister(old).is_some());
         assert!(keys.deregister(old).is_none());
+        assert_eq!(keys.len(), 0);
         let new = keys.register(1, &memory, Access::empty(), None);
         assert_eq!(old >> 8, new >> 8);
         assert!(keys.local(old, 1, memory.addr(), 8, false).is_err());

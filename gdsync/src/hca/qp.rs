@@ -1,5 +1,7 @@
 //! A queue pair inside the software HCA: its rings, its state, its doorbell.
 
+use std::sync::Arc;
+
 use super::alarm::{Alarm, Belfry};
 use super::cqs::Cqs;
 use super::fault::Faults;
@@ -16,6 +18,7 @@ use super::stats::HcaStats;
 use crate::error::{Error, Result};
 use crate::mlx5::{Cqe, CqeOpcode, Opcode, Syndrome};
 use crate::mover::{Mover, Ticket};
+use crate::verbs::track::Health;
 use crate::verbs::{Access, QpAddress, QpAttr, QpState};
 
 /// What the queue pairs share while one of them works.
@@ -37,6 +40,8 @@ pub(crate) struct Env<'a> {
 #[derive(Debug)]
 pub(crate) struct SoftQp {
     pub(crate) rings: Rings,
+    /// Where its owner learns of what no completion tells.
+    pub(crate) health: Arc<Health>,
     pub(crate) psn: u32,
     pub(crate) state: QpState,
     pub(crate) access: Access,
@@ -77,6 +82,14 @@ impl SoftQp {
         if self.state != QpState::ERR {
             self.go_error(env);
         }
+    }
+
+    /// Goes to ERR because its peer is gone.
+    pub(crate) fn lose_peer(&mut self, env: &mut Env<'_>) {
+        if !self.req.has_pending() {
+            self.health.record(Error::PeerGone { qpn: self.rings.qpn });
+        }
+        self.fail(Syndrome::RETRY_EXC_ERR, env);
     }
 
     /// Goes to ERR: no more network, everything posted is flushed.

@@ -31,11 +31,14 @@ use crate::memory::Memory;
 use crate::mover::Mover;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
+use crate::verbs::track::Health;
 use crate::verbs::{Access, QpAttr, QpState};
 
 /// From here on a copy engine is worth its start. Through a mapping, 32 KiB leave GPU memory in 44 us (H200), and reach it
 /// in 1.3 us; a copy engine takes 10 us, most of it to begin.
 const BY_REFERENCE: usize = 32 << 10;
+/// Keys have 24 bits for the index of a region; the first indices are not used.
+const MAX_REGIONS: usize = (1 << 24) - 1024;
 /// How long the end of a queue pair or region waits for copies into it. Longer than the HCA waits for one.
 const PATIENCE: Duration = Duration::from_secs(12);
 
@@ -49,6 +52,8 @@ pub struct SoftHcaConfig {
     /// Payload in GPU memory of so many bytes and more is left to a copy engine of the receiver (default 32 KiB; see
     /// [the module](super)).
     pub by_reference: usize,
+    /// Memory regions that it takes at a time, at most 2^24 - 1024 (the default).
+    pub max_regions: usize,
     /// What moves payload in place of CUDA's copy engines.
     #[doc(hidden)]
     pub mover: Option<Arc<dyn Mover>>,
@@ -56,7 +61,8 @@ pub struct SoftHcaConfig {
 
 impl Default for SoftHcaConfig {
     fn default() -> Self {
-        Self { strict: false, faults: FaultPlan::default(), by_reference: BY_REFERENCE, mover: None }
+        let faults = FaultPlan::default();
+        Self { strict: false, faults, by_reference: BY_REFERENCE, max_regions: MAX_REGIONS, mover: None }
     }
 }
 
@@ -84,7 +90,7 @@ impl SoftHcaConfig {
                 Error::invalid("GDSYNC_BY_REFERENCE", format!("'{text}'"), "a number of bytes")
             })?,
         };
-        Ok(Self { strict, faults, by_reference, mover: None })
+        Ok(Self { strict, faults, by_reference, ..Self::default() })
     }
 }
 
@@ -107,6 +113,7 @@ pub(super) struct Shared {
     pub(super) bell: Bell,
     duties: Duties,
     next_pd: AtomicU64,
+    max_regions: usize,
     mover: Arc<dyn Mover>,
 }
 
@@ -174,6 +181,7 @@ impl SoftHca {
             bell,
             duties: Duties::default(),
             next_pd: AtomicU64::new(0x21),
+            max_regions: config.max_regions.min(MAX_REGIONS),
             mover,
         });
         let service = Service::start(shared.clone())?;
@@ -181,13 +189,14 @@ impl SoftHca {
     }
 
     /// Takes rings into service that belong to no queue pair yet. Returns its number and its first packet sequence number.
-    pub(super) fn add_qp(&self, rings: Rings) -> Result<(u32, u32)> {
+    pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>) -> Result<(u32, u32)> {
         let psn = gid::random_psn()?;
         let mut qpn = 0;
         let make = |number| {
             qpn = number;
             Box::new(SoftQp {
                 rings: Rings { qpn, ..rings },
+                health,
                 psn,
                 state: QpState::RESET,
                 access: Access::empty(),
@@ -276,7 +285,16 @@ impl Provider for SoftHca {
             self.shared.mover.adopt(gpu);
         }
         let export = self.shared.mover.export(memory).map(|handle| Export::new(memory, handle));
-        let key = self.shared.with(|core| core.keys.register(pdn, memory, access, export));
+        let most = self.shared.max_regions;
+        let key = self
+            .shared
+            .with(|core| (core.keys.len() < most).then(|| core.keys.register(pdn, memory, access, export)));
+        let key = key.ok_or_else(|| Error::Verbs {
+            call: "registering memory",
+            subject: format!("{memory:?} on the software HCA"),
+            source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
+            advice: format!("it has {most} regions, and takes no more: deregister some"),
+        })?;
         Ok(MrKeys { lkey: key, rkey: key })
     }
 
@@ -306,8 +324,9 @@ impl Provider for SoftHca {
         let rings = Rings::alloc(0, request, places)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
-        let (qpn, psn) = self.add_qp(rings)?;
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health: Arc::default() })
+        let health = Arc::default();
+        let (qpn, psn) = self.add_qp(rings, Arc::clone(&health))?;
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {

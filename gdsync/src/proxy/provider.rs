@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -13,7 +12,7 @@ use super::shared::Shared;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, Rings, Served, Service, Steps, cq_parts, random_psn};
 use crate::memory::Memory;
-use crate::rdma::{Domain, Events, Open, Region};
+use crate::rdma::{Domain, Events, Objects, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAddress, QpAttr, QpState};
@@ -24,11 +23,9 @@ pub(crate) struct Proxy {
     // The threads end first.
     _events: Events,
     _service: Service<Shared>,
-    regions: Mutex<HashMap<u32, Region>>,
-    domains: Mutex<HashMap<u32, Arc<Domain>>>,
+    objects: Objects,
     /// Room that queue pairs have on completion queues of the device, by number: which, and how much.
     rooms: Mutex<HashMap<u32, (usize, u32)>>,
-    next_pd: AtomicU32,
     strict: bool,
     most: Most,
     shared: Arc<Shared>,
@@ -50,10 +47,8 @@ impl Proxy {
         Ok(Self {
             _events: Events::read(&open, move |event| listener.tell(event))?,
             _service: Service::start(shared.clone())?,
-            regions: Mutex::default(),
-            domains: Mutex::default(),
+            objects: Objects::new(&open),
             rooms: Mutex::default(),
-            next_pd: AtomicU32::new(1),
             strict,
             most,
             shared,
@@ -64,11 +59,6 @@ impl Proxy {
 
     fn open(&self) -> &Arc<Open> {
         &self.shared.open
-    }
-
-    fn domain(&self, pdn: u32) -> Result<Arc<Domain>> {
-        let found = self.domains.lock().get(&pdn).cloned();
-        found.ok_or_else(|| Error::invalid("protection domain", pdn, "one of this device"))
     }
 
     fn place(&self, qpn: u32) -> Result<usize> {
@@ -120,21 +110,15 @@ impl Provider for Proxy {
     }
 
     fn alloc_pd(&self) -> Result<u32> {
-        let domain = Arc::new(self.open().alloc_pd()?);
-        let pdn = self.next_pd.fetch_add(1, Ordering::Relaxed);
-        self.domains.lock().insert(pdn, domain);
-        Ok(pdn)
+        self.objects.alloc_pd()
     }
 
     fn dealloc_pd(&self, pdn: u32) {
-        let domain = self.domains.lock().remove(&pdn);
-        drop(domain);
+        self.objects.dealloc_pd(pdn);
     }
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
-        let region = Region::register(&self.domain(pdn)?, memory, access)?;
-        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey() };
-        self.regions.lock().insert(keys.lkey, region);
+        let keys = self.objects.reg_mr(pdn, memory, access)?;
         if memory.needs_flush() {
             self.shared.with(|core| core.unseen.push((keys.lkey, memory.clone())));
         }
@@ -142,12 +126,12 @@ impl Provider for Proxy {
     }
 
     fn dereg_mr(&self, keys: MrKeys) {
-        let region = self.regions.lock().remove(&keys.lkey);
         let memory = self.shared.with(|core| {
             let at = core.unseen.iter().position(|(key, _)| *key == keys.lkey);
             at.map(|at| core.unseen.swap_remove(at))
         });
-        drop((region, memory));
+        self.objects.dereg_mr(keys);
+        drop(memory);
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
@@ -160,7 +144,7 @@ impl Provider for Proxy {
     }
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
-        let domain = self.domain(request.pdn)?;
+        let domain = self.objects.domain(request.pdn)?;
         let wish = Granted::wish(self.open(), request, self.most);
         let room = wish.sends + wish.receives;
         // Under the lock: the queue must not move while the device is told of it.

@@ -131,6 +131,8 @@ impl Region {
     fn register_gpu(domain: &Arc<Domain>, gpu: &Gpu, memory: &Memory, access: Access) -> Result<Self> {
         let dma_buf = match Self::by_dma_buf(domain, gpu, memory, access) {
             Ok(region) => return Ok(region),
+            // The way is open; there is only no room.
+            Err(error) if error.is_exhausted() => return Err(error),
             Err(error) => error.to_string(),
         };
         tracing::debug!(?memory, why = %dma_buf, "no registration by dma-buf");
@@ -138,6 +140,7 @@ impl Region {
             let call = Call::RegisterGpu { len: memory.len() };
             match Self::by_address(domain, memory, access, &call, Way::Peermem) {
                 Ok(region) => return Ok(region),
+                Err(error) if error.is_exhausted() => return Err(error),
                 Err(error) => error.to_string(),
             }
         } else {

@@ -28,6 +28,11 @@ impl fmt::Debug for Completion {
 }
 
 impl Completion {
+    /// The number of the work request in its queue, from 0. One that is taken back gives it to the next.
+    pub fn index(&self) -> u64 {
+        self.n
+    }
+
     /// The completion, or `None` while it has not arrived.
     ///
     /// # Errors

@@ -14,16 +14,20 @@ use crate::mlx5::RemoteAddr;
 ///
 /// A work request that still names a dead key fails with a protection error; it cannot touch freed memory.
 #[derive(Clone, Debug)]
-pub struct Mr(Arc<MrInner>);
+pub struct Mr {
+    region: Arc<Region>,
+    /// What of its memory this is, if not all.
+    part: Option<Memory>,
+}
 
 #[derive(Debug)]
-struct MrInner {
+struct Region {
     pd: Pd,
     memory: Memory,
     keys: MrKeys,
 }
 
-impl Drop for MrInner {
+impl Drop for Region {
     fn drop(&mut self) {
         self.pd.provider().dereg_mr(self.keys);
     }
@@ -41,22 +45,36 @@ impl Mr {
             ));
         }
         let keys = pd.provider().reg_mr(pd.pdn(), memory, access)?;
-        Ok(Self(Arc::new(MrInner { pd, memory: memory.clone(), keys })))
+        Ok(Self { region: Arc::new(Region { pd, memory: memory.clone(), keys }), part: None })
+    }
+
+    /// A part of this region, which shares its keys: offsets count from the start of the part, and end with it. What a peer
+    /// may touch stays the whole region.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] when the part does not lie inside.
+    pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
+        Ok(Self { region: self.region.clone(), part: Some(self.memory().slice(offset, len)?) })
+    }
+
+    /// Whether this is the only clone or part of its region: dropping it ends the registration.
+    pub fn is_only(&self) -> bool {
+        Arc::strong_count(&self.region) == 1
     }
 
     /// The registered memory.
     pub fn memory(&self) -> &Memory {
-        &self.0.memory
+        self.part.as_ref().unwrap_or(&self.region.memory)
     }
 
     /// The key for local use.
     pub fn lkey(&self) -> u32 {
-        self.0.keys.lkey
+        self.region.keys.lkey
     }
 
     /// The key for peers.
     pub fn rkey(&self) -> u32 {
-        self.0.keys.rkey
+        self.region.keys.rkey
     }
 
     /// A scatter/gather element over `len` bytes at `offset`.
@@ -78,9 +96,10 @@ impl Mr {
     }
 
     fn at(&self, offset: usize, len: usize) -> Result<u64> {
-        let size = self.0.memory.len();
+        let memory = self.memory();
+        let size = memory.len();
         match offset.checked_add(len) {
-            Some(end) if end <= size => Ok(self.0.memory.addr() + offset as u64),
+            Some(end) if end <= size => Ok(memory.addr() + offset as u64),
             _ => Err(Error::OutOfBounds { offset, len, size }),
         }
     }

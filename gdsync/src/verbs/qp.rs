@@ -277,6 +277,13 @@ impl Qp {
     pub fn abort(&self) -> Result<()> {
         self.modify(&QpAttr::to(QpState::ERR))
     }
+
+    /// As [`Qp::abort`], for a reason that the queue pair cannot know, such as a peer that was lost: what is outstanding,
+    /// the streams that wait for it and all later calls end with [`Error::QpStopped`], which has the reason, unless the queue
+    /// pair failed before.
+    pub fn stop(&self, reason: &Error) {
+        self.core().stop(reason);
+    }
 }
 
 /// Builds a [`Qp`]. Nothing the caller passes is changed.

@@ -45,3 +45,17 @@ impl Drop for Register {
         IDLE.lock().push(self.0.clone());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pages;
+
+    #[test]
+    fn pages_that_nobody_uses_stay_mapped() {
+        let registers: Vec<_> = (0..8).map(|_| Register::alloc().unwrap()).collect();
+        let addrs: Vec<_> = registers.iter().map(|register| register.page().addr()).collect();
+        drop(registers);
+        assert!(addrs.iter().all(|addr| pages::pin(*addr, PAGE, true) == Ok(())));
+    }
+}

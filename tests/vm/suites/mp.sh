@@ -5,7 +5,7 @@
 timeout=600
 
 host_build() {
-    vm_cargo test --no-run --workspace --test bootstrap --test spawn --test failures --test messages --test on_stream
+    vm_cargo test --no-run --workspace --test bootstrap --test spawn --test failures --test messages --test on_stream --test credits
     vm_cargo build --workspace --example pingpong --example jacobi2d
 }
 
@@ -17,6 +17,7 @@ guest_run() {
     vm_test failures --skip a_message_longer_than_the_receive
     vm_test messages
     vm_test on_stream
+    vm_test credits
     local device
     # Many ranks of the software HCA on two emulated cores are too late for each other's timeouts.
     for device in rxe0 soft0; do

@@ -51,10 +51,10 @@ pub(super) struct Region {
     bytes: Option<Bytes>,
 }
 
-/// A memory file, mapped.
+/// A memory file, mapped until it is freed: the address may be used again though a mapping still holds the bytes.
 struct Bytes {
     file: File,
-    _range: CpuRange,
+    range: Mutex<Option<CpuRange>>,
 }
 
 impl Bytes {
@@ -63,7 +63,7 @@ impl Bytes {
         let file = memory_file(c"simulated-cuda", len as u64)
             .map_err(|e| Error::sys("memory file", e, "free memory"))?;
         let range = map(&file, 0, len)?;
-        Ok((range.ptr().as_ptr().expose_provenance(), Self { file, _range: range }))
+        Ok((range.ptr().as_ptr().expose_provenance(), Self { file, range: Mutex::new(Some(range)) }))
     }
 }
 
@@ -96,6 +96,9 @@ impl Region {
 
     fn end(&self) {
         *self.alive.write() = false;
+        if let Some(bytes) = &self.bytes {
+            bytes.range.lock().take();
+        }
     }
 }
 

@@ -187,9 +187,10 @@ impl Shared {
         let calls = exec.plan(ops, ends)?;
         let count = 1 + calls.len();
         let launching = exec.launching.lock();
-        let head = self.head(self.submitted() + 1);
+        let seq = self.submitted() + 1;
+        let head = self.head(seq);
         self.gpu.within(|api| exec.arm(api, head, calls)).map_err(Error::cuda("preparing a graph"))?;
-        let seq = self.enqueue(turn, done, ops, (count, 0), Some(exec))?;
+        self.enqueue(turn, done, ops, (count, 0), Some(exec))?;
         // SAFETY: the submission keeps the graph alive, and all that its nodes touch.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(exec.exec, self.stream) });
         drop(launching);

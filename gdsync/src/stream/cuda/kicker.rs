@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::CudaStatus;
-use gdrcopy::cuda::raw::layout::MemOp;
+use gdrcopy::cuda::raw::layout::{MemOp, STREAM_NON_BLOCKING};
 use parking_lot::Mutex;
 
 use super::host_fn;
@@ -18,8 +18,6 @@ use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
 
-/// `CU_STREAM_NON_BLOCKING`.
-const NON_BLOCKING: u32 = 1;
 /// Kicks that the GPU has not run: with more it does not move, and would only block the caller in the end.
 const MOST_PENDING: u64 = 4;
 /// How long the last of them may take.
@@ -54,7 +52,7 @@ impl Kicker {
         let _current = gpu.enter()?;
         let mut stream = 0;
         // SAFETY: a place for the answer; a context is current.
-        unsafe { gpu.api().stream_create(&mut stream, NON_BLOCKING, 0) }
+        unsafe { gpu.api().stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }
             .map_err(Error::cuda("making a stream"))?;
         let kicker = Arc::new(Self { gpu: gpu.clone(), stream, word, count: Mutex::new(0) });
         *slot = Arc::downgrade(&kicker);

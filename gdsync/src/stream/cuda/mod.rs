@@ -27,6 +27,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 pub use config::{CudaStreamConfig, Kick, Via};
+use gdrcopy::cuda::raw::layout::STREAM_NON_BLOCKING;
 
 pub(crate) use self::kicker::Slot as KickerSlot;
 pub(crate) use self::lane::Lane;
@@ -38,9 +39,6 @@ use super::op::Op;
 use crate::cuda::{Gpu, RawStream, mind};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
-
-/// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
-const NON_BLOCKING: u32 = 1;
 
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: RawStream = 2;
@@ -62,7 +60,7 @@ impl CudaEngine {
         let current = gpu.enter()?;
         let mut stream = 0;
         // SAFETY: a place for the answer; a context is current.
-        unsafe { gpu.api().stream_create(&mut stream, NON_BLOCKING, 0) }
+        unsafe { gpu.api().stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }
             .map_err(Error::cuda("making a stream"))?;
         drop(current);
         Self::with(gpu, stream, true, config)

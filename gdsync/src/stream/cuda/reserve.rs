@@ -5,9 +5,8 @@
 //! 10th and 31st graph with a kernel. What is made and destroyed here stays in the stock.
 
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
+use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, STREAM_NON_BLOCKING};
 
-use super::NON_BLOCKING;
 use super::lane::{Head, Lane, LaneOp, SMALL};
 
 /// Streams and graphs that there is room for afterwards.
@@ -38,7 +37,7 @@ fn make(api: &Api, lane: &Lane, streams: &mut Vec<Handle>, graphs: &mut Vec<Hand
     for _ in 0..STREAMS {
         let mut stream = 0;
         // SAFETY: a place for the answer.
-        unsafe { api.stream_create(&mut stream, NON_BLOCKING, 0) }?;
+        unsafe { api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
         streams.push(stream);
     }
     let graph = kernels(api, lane, streams[0])?;

@@ -286,7 +286,7 @@ impl Shared {
     }
 
     /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
-    /// the driver takes it. Returns its number.
+    /// the driver takes it. Its number is the next one.
     pub(super) fn enqueue<'s>(
         &'s self,
         turn: &mut Turn,
@@ -294,7 +294,7 @@ impl Shared {
         ops: &mut Vec<Op>,
         (calls, host_fns): (usize, usize),
         graph: Option<&Arc<Exec>>,
-    ) -> Result<u64> {
+    ) -> Result<()> {
         self.about_to_submit.store(true, Ordering::Relaxed);
         // Before the watchdog sees it: the time at this gate is none of its waits'.
         pass();
@@ -320,7 +320,7 @@ impl Shared {
         if asleep {
             self.work.notify_one();
         }
-        Ok(seq)
+        Ok(())
     }
 
     /// Makes the calls of a submission.

@@ -6,8 +6,8 @@ use gdsync::memory::Memory;
 use gdsync::rdma::{DeviceConfig, GidKind, Route};
 use gdsync::verbs::{Access, Context, Device};
 
-use crate::CARD;
 use crate::common::{Side, connect, hca};
+use crate::setup::CARD;
 
 fn card() -> Device {
     Device::find(Some(CARD)).unwrap()
@@ -76,7 +76,7 @@ fn queues_of_every_size_can_be_made() {
 fn queue_pairs_come_and_go() {
     fn once(context: &Context) {
         let (a, b) = connect(Side::new(context, 64, |q| q), Side::new(context, 64, |q| q));
-        crate::queues::message(&a, &b, 5);
+        crate::ends::message(&a, &b, 5);
     }
     let context = hca();
     for _ in 0..64 {
@@ -85,5 +85,5 @@ fn queue_pairs_come_and_go() {
     for _ in 0..8 {
         once(&hca());
     }
-    assert_eq!(crate::complaints(), "");
+    assert_eq!(crate::setup::complaints(), "");
 }

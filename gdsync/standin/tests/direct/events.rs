@@ -23,8 +23,8 @@ fn a_refused_peer_is_the_root_cause_of_the_other_side() {
     );
     // Others are not concerned.
     let (c, d) = pair(64, |q| q);
-    crate::queues::message(&c, &d, 1);
+    crate::ends::message(&c, &d, 1);
     // A new life begins without it.
     crate::common::reconnect(&a.qp, &b.qp);
-    crate::queues::message(&a, &b, 1);
+    crate::ends::message(&a, &b, 1);
 }

@@ -7,8 +7,8 @@ use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Context, Device, OnGpu, RecvWr, SendWr};
 
-use crate::CARD;
 use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent};
+use crate::setup::CARD;
 
 /// `CUDA_ERROR_NOT_PERMITTED`.
 const NOT_PERMITTED: u32 = 800;
@@ -90,7 +90,7 @@ fn a_gpu_that_may_not_ring_is_refused_with_the_fix() {
     // Without a GPU it is not asked for.
     let context = open(None).unwrap();
     let (a, b) = connect(Side::new(&context, 64, |q| q), Side::new(&context, 64, |q| q));
-    crate::queues::message(&a, &b, 1);
+    crate::ends::message(&a, &b, 1);
     // Found out late, by a stream: refused then.
     let stream = Stream::cuda(&gpu, CudaStreamConfig::default());
     control.mend("cuMemHostRegister");

@@ -1,8 +1,7 @@
 //! The client: sequence A of direct verbs, written down as a card asks for it.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::io;
-use std::path::PathBuf;
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
@@ -15,6 +14,7 @@ use rdma_core_sys::verbs::*;
 use rdma_core_sys::{Mlx5, Verbs};
 
 use crate::arena::{self, Arena};
+use crate::setup::library;
 use crate::steps::{Step, all_access, to_init, to_rtr, to_rts};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -23,13 +23,6 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) struct Libraries {
     pub(crate) verbs: Verbs,
     pub(crate) mlx5: Mlx5,
-}
-
-/// The stand-in, as cargo has built it for this test.
-pub(crate) fn library() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let mut places = test.ancestors().skip(1).take(2).map(|dir| dir.join("librdma_standin.so"));
-    places.find(|path| path.exists()).expect("cargo builds the library with its tests")
 }
 
 pub(crate) fn libraries() -> &'static Libraries {
@@ -42,24 +35,6 @@ pub(crate) fn libraries() -> &'static Libraries {
         let mlx5 = unsafe { Mlx5::load_from(&path) }.unwrap();
         Libraries { verbs, mlx5 }
     })
-}
-
-/// What the stand-in has complained of so far in this process.
-pub(crate) fn complaints() -> String {
-    let path = std::ffi::CString::new(library().into_os_string().into_encoded_bytes()).unwrap();
-    // SAFETY: the library is loaded already.
-    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-    // SAFETY: the handle is that of a library.
-    let entry = unsafe { libc::dlsym(handle, c"gdsync_standin_complaints".as_ptr()) };
-    assert!(!entry.is_null());
-    type Complaints = unsafe extern "C" fn(*mut c_char, usize) -> usize;
-    // SAFETY: the type is that of the function.
-    let complaints = unsafe { std::mem::transmute::<*mut c_void, Complaints>(entry) };
-    let mut text: Vec<c_char> = vec![0; 1 << 16];
-    // SAFETY: the buffer is that long.
-    unsafe { complaints(text.as_mut_ptr(), text.len()) };
-    // SAFETY: it is terminated.
-    unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
 }
 
 /// `errno`

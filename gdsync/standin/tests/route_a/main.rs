@@ -6,5 +6,7 @@ mod events;
 mod flow;
 mod misuse;
 mod processes;
+#[path = "../setup/mod.rs"]
+mod setup;
 mod steps;
 mod work;

@@ -9,7 +9,8 @@ use rdma_core_sys::mlx5::*;
 use rdma_core_sys::verbs::*;
 
 use crate::arena::Conduct;
-use crate::client::{Bed, Buffer, PATIENCE, Queue, complaints, errno, pair};
+use crate::client::{Bed, Buffer, PATIENCE, Queue, errno, pair};
+use crate::setup::complaints;
 use crate::steps::{Step, all_access, to, to_init, to_rtr, to_rts};
 
 #[test]

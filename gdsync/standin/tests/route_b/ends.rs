@@ -1,15 +1,13 @@
 //! Everything that ends a queue pair of DevX, and what comes after.
 
-use std::time::Duration;
-
 use gdsync::Error;
 use gdsync::mlx5::Syndrome;
-use gdsync::stream::Batch;
-use gdsync::verbs::{Access, OnGpu, QpAttr, QpState, RecvWr, SendWr};
+use gdsync::verbs::{Access, OnGpu, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 
-use crate::common::{PATIENCE, Side, connect, received, reconnect, sent, stream_with};
-use crate::traffic::message;
-use crate::{Bench, complaints, open, pair};
+use crate::common::{Side, connect, received, reconnect, sent};
+use crate::setup::complaints_but_of_peers;
+use crate::shared::{self, message};
+use crate::{Bench, open, pair};
 
 #[test]
 fn a_wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
@@ -36,68 +34,31 @@ fn a_wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
 #[test]
 fn receives_are_flushed_by_err() {
     let bench = Bench::take();
-    let gpu = bench.gpu.clone();
-    let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q.max_recv_wr(8));
-    for wr_id in 0..5 {
-        b.qp.post_recv(&[RecvWr { wr_id, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
-    }
-    b.qp.abort().unwrap();
-    for wr_id in 0..5 {
-        let error = received(&b).ok().unwrap_err();
-        assert!(error.is_flush() && error.wr_id == wr_id, "{error}");
-    }
-    a.qp.post_send(&[SendWr::nop(), SendWr::send_inline(&[1; 8])]).unwrap();
-    sent(&a).ok().unwrap();
-    assert!(sent(&a).ok().is_err());
+    let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q.max_recv_wr(8));
+    shared::receives_are_flushed_by_err(&a, &b);
 }
 
 #[test]
 fn a_peer_without_receives_ends_the_retries() {
     let bench = Bench::take();
-    let gpu = bench.gpu.clone();
-    let (a, _b) = pair(&gpu, OnGpu::all(), 64, |q| q.min_rnr_timer(1).rnr_retry(1).timeout(8).retry_cnt(1));
-    a.qp.post_send(&[SendWr::send_inline(&[1; 8])]).unwrap();
-    assert_eq!(sent(&a).ok().unwrap_err().syndrome, Syndrome::RNR_RETRY_EXC_ERR);
+    let quick = |q: QpBuilder| q.min_rnr_timer(1).rnr_retry(1).timeout(8).retry_cnt(1);
+    let (a, _b) = pair(&bench.gpu, OnGpu::all(), 64, quick);
+    shared::a_peer_without_receives_ends_the_retries(&a);
 }
 
 #[test]
 fn a_queue_pair_is_reset_and_used_again() {
     let bench = Bench::take();
-    let known = complaints();
-    let gpu = bench.gpu.clone();
-    let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q.max_send_wr(4).max_recv_wr(4));
-    for round in 0..10 {
-        for i in 0..round % 6 {
-            message(&a, &b, i);
-        }
-        if round % 2 == 0 {
-            // With some outstanding.
-            b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
-            b.qp.abort().unwrap();
-        }
-        reconnect(&a.qp, &b.qp);
-    }
-    message(&a, &b, 99);
-    assert_eq!(complaints(), known);
+    let known = complaints_but_of_peers();
+    let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q.max_send_wr(4).max_recv_wr(4));
+    shared::a_queue_pair_is_reset_and_used_again(&a, &b, &known);
 }
 
-/// A stream gives up waiting, the library completes in place of the card, and the queue pair is reset.
 #[test]
 fn after_a_stream_gave_up_the_completions_stay_in_step() {
     let bench = Bench::take();
-    let gpu = bench.gpu.clone();
-    let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q.max_send_wr(4).max_recv_wr(4));
-    for round in 0..6 {
-        let s = stream_with("impatient", Duration::from_millis(20));
-        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
-        let mut batch = Batch::new();
-        batch.wait_recv(&b.qp).unwrap();
-        s.submit(&mut batch).unwrap();
-        assert!(matches!(s.synchronize(PATIENCE), Err(Error::StreamWait { .. })), "round {round}");
-        drop(s);
-        reconnect(&a.qp, &b.qp);
-        message(&a, &b, round);
-    }
+    let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q.max_send_wr(4).max_recv_wr(4));
+    shared::after_a_stream_gave_up_the_completions_stay_in_step(&a, &b);
 }
 
 /// Steps that repeat a state, with their optional attributes.

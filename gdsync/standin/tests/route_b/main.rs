@@ -9,10 +9,11 @@ mod descriptor;
 mod ends;
 mod mailboxes;
 mod refusals;
+#[path = "../setup/mod.rs"]
+mod setup;
+#[path = "../setup/ends.rs"]
+mod shared;
 mod traffic;
-
-use std::ffi::{CStr, CString, c_char, c_void};
-use std::path::PathBuf;
 
 use gdrcopy::standin::driver::{self, Control};
 use gdsync::cuda::Gpu;
@@ -20,57 +21,15 @@ use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Context, Device, OnGpu, QpBuilder};
 
 use crate::common::{PATIENCE, Side, connect};
-
-/// The device of the stand-in.
-const CARD: &str = "mlx5_standin";
+use crate::setup::{CARD, entry};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = choose_the_card;
 
-/// Before there are threads: the libraries are the stand-in, and tests run on its device.
+/// Before there are threads.
 extern "C" fn choose_the_card() {
-    let library = library();
-    for (name, value) in [
-        ("GDSYNC_LIBIBVERBS", library.as_os_str()),
-        ("GDSYNC_LIBMLX5", library.as_os_str()),
-        ("GDSYNC_TEST_DEVICE", CARD.as_ref()),
-        ("GDSYNC_PATH", "direct".as_ref()),
-    ] {
-        // SAFETY: no other thread is there yet.
-        unsafe { std::env::set_var(name, value) };
-    }
-}
-
-/// The stand-in, as cargo has built it for this test.
-fn library() -> PathBuf {
-    let test = std::env::current_exe().unwrap_or_default();
-    let mut places = test.ancestors().skip(1).take(2).map(|dir| dir.join("librdma_standin.so"));
-    places.find(|path| path.exists()).unwrap_or_default()
-}
-
-/// A function of the stand-in that rdma-core does not have.
-fn entry(name: &CStr) -> *mut c_void {
-    let path = CString::new(library().into_os_string().into_encoded_bytes()).unwrap();
-    // SAFETY: the library may be loaded at any time, and is already.
-    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-    // SAFETY: the handle is that of a library.
-    let entry = unsafe { libc::dlsym(handle, name.as_ptr()) };
-    assert!(!entry.is_null(), "{name:?}");
-    entry
-}
-
-/// What the stand-in has complained of so far in this process, but of peers that were gone.
-fn complaints() -> Vec<String> {
-    type Complaints = unsafe extern "C" fn(*mut c_char, usize) -> usize;
-    // SAFETY: the type is that of the function.
-    let complaints: Complaints = unsafe { std::mem::transmute(entry(c"gdsync_standin_complaints")) };
-    let mut text = vec![0u8; 1 << 16];
-    // SAFETY: the buffer is that long.
-    let len = unsafe { complaints(text.as_mut_ptr().cast(), text.len()) };
-    text.truncate(len);
-    let text = String::from_utf8(text).unwrap();
-    text.lines().filter(|line| !line.contains("peer")).map(str::to_owned).collect()
+    setup::use_the_stand_in("direct");
 }
 
 /// Registered memory that the firmware knows: all of it, and what came as a dma-buf.

@@ -4,7 +4,7 @@ use gdsync::Error;
 use gdsync::verbs::OnGpu;
 
 use crate::common::{PATIENCE, Side, connect};
-use crate::traffic::message;
+use crate::shared::message;
 use crate::{Bench, Less, open, pair, umems};
 
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.

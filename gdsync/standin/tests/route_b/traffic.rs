@@ -4,25 +4,16 @@ use gdsync::Error;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, RecvWr, SendWr};
 
-use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent, stream};
-use crate::{Bench, complaints, open, pair, umems};
-
-/// One message, with contents.
-pub(crate) fn message(a: &Side, b: &Side, wr_id: u64) {
-    let data = pattern(30, usize::try_from(wr_id & 0xff).unwrap());
-    a.memory().write(0, &data).unwrap();
-    b.qp.post_recv(&[RecvWr { wr_id: !wr_id, sges: &[b.mr.sge(32, 30).unwrap()] }]).unwrap();
-    a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 30).unwrap()]).id(wr_id)]).unwrap();
-    assert_eq!(sent(a).ok().unwrap().wr_id, wr_id);
-    assert_eq!(received(b).ok().unwrap().wr_id, !wr_id);
-    assert!(bytes(b, 32, 30) == data);
-}
+use crate::common::{PATIENCE, Side, bytes, connect, pattern, sent, stream};
+use crate::setup::complaints_but_of_peers;
+use crate::shared::message;
+use crate::{Bench, open, pair, umems};
 
 /// What is asked for lies on the GPU, and nothing else does; more than two laps of every ring.
 #[test]
 fn every_placement_works_over_laps() {
     let bench = Bench::take();
-    let known = complaints();
+    let known = complaints_but_of_peers();
     let gpu = bench.gpu.clone();
     for bits in 1..16 {
         let what = OnGpu::from_bits(bits).unwrap();
@@ -42,7 +33,7 @@ fn every_placement_works_over_laps() {
         drop((a, b));
         assert_eq!(umems(), before, "{what:?}");
     }
-    assert_eq!(complaints(), known);
+    assert_eq!(complaints_but_of_peers(), known);
 }
 
 #[test]
@@ -103,7 +94,7 @@ fn streams_send_and_wait_over_laps() {
 #[test]
 fn both_kinds_go_together() {
     let bench = Bench::take();
-    let known = complaints();
+    let known = complaints_but_of_peers();
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let shared = context.create_cq(64).unwrap();
@@ -118,7 +109,7 @@ fn both_kinds_go_together() {
     let c = Side::new(&context, 64, |q| q.on_gpu(&gpu, OnGpu::SEND_CQ));
     let error = c.pd.build_qp().send_cq(&c.qp.send_cq()).build().unwrap_err();
     assert!(matches!(error, Error::Unsupported { by: "mlx5 cards", .. }), "{error:?}");
-    assert_eq!(complaints(), known);
+    assert_eq!(complaints_but_of_peers(), known);
 }
 
 #[test]

@@ -1,0 +1,145 @@
+//! Credits: what a stream sends never meets a missing receive. Prepared messages, and messages of several pieces.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{LONG, buffer, bytes, job, job_with, message, stream};
+use gdsync::stream::Batch;
+use mp::{Communicator, Error, Status};
+
+/// How long a stream is seen not to go on.
+const HELD: Duration = Duration::from_millis(30);
+
+#[test]
+fn a_stream_waits_for_receives() {
+    job("a_stream_waits_for_receives", 2, |comm| {
+        const COUNT: usize = 40;
+        let (buffer, s) = (buffer(comm, COUNT * 8), stream("sender"));
+        let slot = |n: usize| n * 8..n * 8 + 8;
+        if comm.rank() == 0 {
+            let send = |n: usize| {
+                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+                comm.isend_on_stream(&s, &buffer, slot(n), 1).unwrap()
+            };
+            let sent: Vec<_> = (0..COUNT).map(send).collect();
+            assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "nobody receives");
+            comm.barrier(LONG).unwrap();
+            s.synchronize(LONG).unwrap();
+            comm.wait_all(&sent, LONG).unwrap();
+        } else {
+            comm.barrier(LONG).unwrap();
+            for n in 0..COUNT {
+                let received = comm.irecv(&buffer, slot(n), 0).unwrap();
+                assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: 8 });
+                assert_eq!(bytes(&buffer, slot(n)), message(0, 1, n, 8), "{n}");
+            }
+            assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// Sends of the CPU in between, which wait for nothing, count too.
+#[test]
+fn sends_of_cpu_and_stream_take_turns() {
+    job("sends_of_cpu_and_stream_take_turns", 2, |comm| {
+        const COUNT: usize = 30;
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, inbox) = (buffer(comm, COUNT * 8), buffer(comm, COUNT * 8));
+        let s = stream("turns");
+        let slot = |n: usize| n * 8..n * 8 + 8;
+        let received: Vec<_> = (0..COUNT).map(|n| comm.irecv(&inbox, slot(n), peer).unwrap()).collect();
+        for n in 0..COUNT {
+            outbox.memory().write(n * 8, &message(me, peer, n, 8)).unwrap();
+            let sent = if n % 3 == 0 {
+                comm.isend(&outbox, slot(n), peer).unwrap()
+            } else {
+                comm.isend_on_stream(&s, &outbox, slot(n), peer).unwrap()
+            };
+            comm.wait(&sent, LONG).unwrap();
+        }
+        comm.wait_all(&received, LONG).unwrap();
+        for n in 0..COUNT {
+            assert_eq!(bytes(&inbox, slot(n)), message(peer, me, n, 8), "{n}");
+        }
+        s.synchronize(LONG).unwrap();
+    });
+}
+
+#[test]
+fn prepared_messages_leave_when_they_are_posted() {
+    job("prepared_messages_leave_when_they_are_posted", 2, |comm| {
+        let (buffer, s) = (buffer(comm, 64), stream("prepared"));
+        let slot = |n: usize| n * 8..n * 8 + 8;
+        if comm.rank() == 0 {
+            let prepare = |n: usize| comm.prepare_send(&buffer, slot(n), 1).unwrap();
+            let (first, second, third) = (prepare(0), prepare(1), prepare(2));
+            comm.barrier(LONG).unwrap();
+            // What they hold is read when they leave.
+            for n in 0..8 {
+                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+            }
+            assert_eq!(first.request().test().unwrap(), None);
+            let mut sent = vec![first.post_on_stream(&s).unwrap()];
+            // The newest are taken back, and make room for others.
+            drop(third);
+            drop(second);
+            sent.extend(comm.post_all_on_stream(&s, [prepare(1), prepare(2)]).unwrap());
+            let late = prepare(4);
+            let early = prepare(5);
+            let error = early.post_on_stream(&s).unwrap_err();
+            assert!(
+                matches!(error, Error::Message { rank: 1, source: gdsync::Error::OutOfOrder { .. }, .. }),
+                "{error}"
+            );
+            drop(late);
+            let mut batch = Batch::new();
+            sent.push(prepare(3).post_in_batch(&mut batch));
+            s.submit(&mut batch).unwrap();
+            comm.wait_all(&sent, LONG).unwrap();
+            s.synchronize(LONG).unwrap();
+        } else {
+            let received: Vec<_> = (0..4).map(|n| comm.irecv(&buffer, slot(n), 0).unwrap()).collect();
+            comm.barrier(LONG).unwrap();
+            comm.wait_all(&received, LONG).unwrap();
+            for n in 0..4 {
+                assert_eq!(bytes(&buffer, slot(n)), message(0, 1, n, 8), "{n}");
+            }
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+#[test]
+fn messages_have_pieces() {
+    let builder = Communicator::builder().max_pieces(5);
+    job_with("messages_have_pieces", 2, builder, |comm| {
+        let (one, two) = (buffer(comm, 4096), buffer(comm, 4096));
+        let whole = message(0, 1, 7, 3000);
+        let s = stream("pieces");
+        if comm.rank() == 0 {
+            one.memory().write(1000, &whole[..700]).unwrap();
+            two.memory().write(5, &whole[700..701]).unwrap();
+            one.memory().write(0, &whole[701..1001]).unwrap();
+            two.memory().write(2000, &whole[1001..]).unwrap();
+            let pieces = [(&one, 1000..1700), (&two, 5..6), (&one, 9..9), (&one, 0..300), (&two, 2000..3999)];
+            comm.wait(&comm.isendv(&pieces, 1).unwrap(), LONG).unwrap();
+            let prepared = comm.prepare_sendv(&pieces, 1).unwrap();
+            let sent = prepared.post_on_stream(&s).unwrap();
+            let last = comm.isendv_on_stream(&s, &pieces, 1).unwrap();
+            let nothing = comm.isendv(&[], 1).unwrap_err();
+            assert!(nothing.to_string().contains("rank 1"), "{nothing}");
+            let error = comm.isendv(&vec![(&one, 0..1); 6], 1).unwrap_err();
+            assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+            comm.wait_all([&sent, &last], LONG).unwrap();
+        } else {
+            for _ in 0..3 {
+                let received = comm.irecvv(&[(&two, 100..1100), (&one, 0..2000)], 0).unwrap();
+                assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 3000);
+                assert!(bytes(&two, 100..1100) == whole[..1000] && bytes(&one, 0..2000) == whole[1000..]);
+            }
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
