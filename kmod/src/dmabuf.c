@@ -7,8 +7,8 @@
  * kernel. So this is an importer like an RDMA adapter: attached dynamically, with peer memory allowed, told when the
  * exporter moves the buffer, and giving nobody more than a registration with such an adapter does.
  *
- * An importer gets DMA addresses for its device. Those of the device here (importer.c) are CPU addresses: it is behind no
- * IOMMU and reaches all memory directly. Where that does not hold there are no pins of dma-bufs.
+ * An importer gets DMA addresses for its device. Those of the device here (importer.c) are CPU addresses: it is behind
+ * no IOMMU and reaches all memory directly. Where that does not hold there are no pins of dma-bufs.
  *
  * Pages are mapped by faults under the reservation lock, and zapped under it when the exporter moves them: the next
  * access finds the new place.

@@ -101,7 +101,7 @@ life() {
 }
 
 guest_run() {
-    export VM_STEP_TIMEOUT=900
+    export VM_STEP_TIMEOUT=${VM_STEP_TIMEOUT:-900}
     vm_step "the crate" crate_tests
     vm_step "persistent pins" raw_tests gdrdrv::tests::kmod gdr_provider
     vm_step "volatile pins" raw_tests gdrdrv::tests::kmod gdr_provider use_persistent_mapping=0

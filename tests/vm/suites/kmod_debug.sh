@@ -25,7 +25,7 @@ failing_allocations() {
 }
 
 guest_run() {
-    export VM_STEP_TIMEOUT=900
+    export VM_STEP_TIMEOUT=${VM_STEP_TIMEOUT:-900}
     # A failure that was asked for is not told with a trace.
     echo 0 | tee /sys/kernel/debug/{failslab,fail_usercopy,fail_page_alloc}/verbose
     vm_step "persistent pins" raw_tests gdrdrv::tests::kmod gdr_provider
