@@ -89,8 +89,8 @@ static void gdr_p2p_freed(void *data)
 
 /*
  * While a callback runs, the driver lets nvidia_p2p_put_pages() wait for its end; afterwards it knows nothing of the
- * pages. What happens once, and in which order, is not left to that: pages that are known to be freed are not put. A driver
- * that refuses to take pages back still has the callback and its argument.
+ * pages. What happens once, and in which order, is not left to that: pages that are known to be freed are not put. A
+ * driver that refuses to take pages back still has the callback and its argument.
  */
 static void gdr_p2p_release(struct gdr_pin *pin)
 {
