@@ -177,7 +177,11 @@ fn queue_pairs_to_peers_leave_nothing_behind() {
         cycle(&device, round);
         if round % 50 == 49 {
             let (done, time) = (round + 1, start.elapsed().as_secs());
-            println!("{done} cycles, {time} s, {} KiB resident, {} KiB of the kernel", status("VmRSS:"), kernel_memory());
+            println!(
+                "{done} cycles, {time} s, {} KiB resident, {} KiB of the kernel",
+                status("VmRSS:"),
+                kernel_memory()
+            );
         }
     }
     assert_eq!(settled(&before), before, "after {cycles} cycles");

@@ -118,6 +118,12 @@ impl Core {
         &self.queues[at]
     }
 
+    /// The place of the queue pair that the device calls so.
+    pub(super) fn place_of(&self, number: u32) -> Option<usize> {
+        let is_it = |slot: &Slot| slot.qp.as_ref().is_some_and(|qp| qp.device.qpn() == number);
+        self.slots.iter().position(is_it)
+    }
+
     /// Adds the queue pair that `make` builds for a place and a generation. Returns the place.
     pub(super) fn add_qp(&mut self, make: impl FnOnce((usize, u16)) -> ProxyQp) -> Result<usize> {
         let index = self.slots.iter().position(|slot| slot.qp.is_none()).unwrap_or(self.slots.len());
@@ -210,12 +216,14 @@ impl Core {
         }
     }
 
-    /// Breaks queue pairs: this one, if it has failed and was not reset since, or all that are connected.
+    /// Breaks queue pairs: this one, if it has failed and was not reset since (on iWARP the device then has another one in its
+    /// place), or all that are connected.
     pub(super) fn break_off(&mut self, only: Option<usize>, cause: &Error) {
         let all = 0..self.slots.len();
         for index in all.filter(|&other| only.is_none_or(|only| only == other)) {
             self.with(index, |qp, env| {
-                if qp.state != QpState::RESET && (only.is_none() || qp.device.has_failed()) {
+                let is_now = only.is_none() || qp.link.is_some() || qp.device.has_failed();
+                if qp.state != QpState::RESET && is_now {
                     qp.fail(Some(cause.clone()), env);
                 }
             });

@@ -27,7 +27,7 @@ fn is_full(errno: i32) -> bool {
 impl ProxyQp {
     /// Posts what was rung, as far as the device takes it.
     pub(super) fn advance(&mut self, env: &mut Env<'_>) {
-        if self.state != QpState::RTS || self.head >= self.target {
+        if self.state != QpState::RTS || self.head >= self.target || !self.is_linked() {
             return;
         }
         while self.head < self.target && self.in_device < self.device.granted.sends && !self.is_failing() {

@@ -73,6 +73,17 @@ pub(super) fn in_ring(rings: &Rings, begin: u64, range: Range<usize>, lkey: u32)
 }
 
 impl Request {
+    /// A message without bytes.
+    pub(super) fn empty() -> Self {
+        Self {
+            opcode: ibv_wr_opcode::IBV_WR_SEND,
+            flags: ibv_send_flags::IBV_SEND_SIGNALED,
+            imm: 0,
+            target: Target::None,
+            payload: Buffers::new(),
+        }
+    }
+
     /// What `wqe`, which was decoded to `op`, asks of the device: nothing for a NOP. `inline` says where the bytes in the WQE
     /// are taken from. Every request asks for a completion.
     pub(super) fn of(op: &DecodedOp, wqe: &Wqe, inline: Inline) -> Option<Self> {
