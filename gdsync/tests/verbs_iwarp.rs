@@ -53,7 +53,8 @@ fn exchange(a: &Side, b: &Side, seed: usize) {
         from.memory().write(0, &data).unwrap();
         recv(to, 7);
         from.qp.post_send(&[SendWr::send(&[from.mr.sge(0, 100).unwrap()])]).unwrap();
-        assert_eq!(received(to).ok().unwrap().byte_len, 100);
+        let (wc, checks) = (received(to), [from, to].map(|side| side.qp.check()));
+        assert_eq!((wc.syndrome, wc.byte_len), (None, 100), "round {seed}: {checks:?}");
         assert_eq!(sent(from).ok().unwrap().opcode, CqeOpcode::REQ);
         assert_eq!(bytes(to, 1024, 100), data);
     }
@@ -138,7 +139,7 @@ fn what_iwarp_lacks_is_refused_with_its_cause() {
         (SendWr::write_inline(remote, &[1; 8]).imm(7), "immediate"),
         (SendWr::fetch_add(remote, 1, result), "atomic"),
         (SendWr::compare_swap(remote, 0, 1, result), "atomic"),
-        (SendWr::read(remote, &two), "one buffer"),
+        (SendWr::read(remote, &two), "more than one buffer"),
     ];
     for (round, (wr, word)) in lacking.into_iter().enumerate() {
         a.qp.post_send(&[wr.id(1), SendWr::nop().id(2)]).unwrap();

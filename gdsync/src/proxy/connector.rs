@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rdma_core_sys::cm::rdma_cm_event_type as Kind;
 
+use super::link::GONE;
 use super::request::Request;
 use crate::error::{Error, Result};
 use crate::hca::Gid;
@@ -56,6 +57,7 @@ pub(super) struct Told {
 struct Link {
     plan: Plan,
     is_active: bool,
+    /// When the peer must have asked. As long again it may take to settle.
     deadline: Instant,
     state: Mutex<State>,
 }
@@ -64,13 +66,22 @@ struct Link {
 struct State {
     id: Option<Id>,
     is_up: bool,
+    /// Both sides know of it.
+    is_settled: bool,
     /// It has failed, or nobody wants it any more.
     is_over: bool,
 }
 
+impl Link {
+    fn tell(&self, result: Result<bool>, tell: &impl Fn(Told) -> bool) {
+        let is_done = tell(Told { qpn: self.plan.qpn, psn: self.plan.psn, result });
+        self.state.lock().is_settled |= is_done;
+    }
+}
+
 impl State {
     fn is_unfinished(&self) -> bool {
-        !self.is_up && !self.is_over
+        !self.is_settled && !self.is_over
     }
 }
 
@@ -125,11 +136,11 @@ impl Drop for Connector {
 }
 
 impl Connector {
-    /// Listens on the device, and calls `tell` with what becomes of connections.
+    /// Listens on the device, and calls `tell` with what becomes of connections; until it returns true, again that they are made.
     ///
     /// # Errors
     /// [`Error::Library`] without librdmacm; [`Error::Verbs`]; [`Error::Device`] where it has no IP address.
-    pub(super) fn start(open: &Open, tell: impl Fn(Told) + Send + 'static) -> Result<Self> {
+    pub(super) fn start(open: &Open, tell: impl Fn(Told) -> bool + Send + 'static) -> Result<Self> {
         let channel = Arc::new(Channel::create()?);
         let (listener, ip) = bound(open, &channel)?;
         let port = listener.listen(i32::try_from(BACKLOG).expect("a small number"))?;
@@ -237,7 +248,8 @@ impl Shared {
         self.forget(plan.qpn);
         let is_active = order(&self.address(plan.qpn, plan.psn)) < order(&plan.peer);
         let token = self.next.fetch_add(1, Ordering::Relaxed);
-        let link = Link { plan, is_active, deadline: Instant::now() + LIMIT, state: Mutex::default() };
+        let deadline = Instant::now() + LIMIT;
+        let link = Link { plan, is_active, deadline, state: Mutex::default() };
         let link = Arc::new(link);
         let mut table = self.table.lock();
         table.tokens.insert(plan.qpn, token);
@@ -296,7 +308,7 @@ impl Shared {
     }
 
     /// The thread.
-    fn serve(&self, tell: &impl Fn(Told)) {
+    fn serve(&self, tell: &impl Fn(Told) -> bool) {
         while !self.is_over.load(Ordering::Acquire) {
             let is_unfinished = {
                 let table = self.table.lock();
@@ -329,7 +341,7 @@ impl Shared {
         unsafe { libc::read(self.bell.as_raw_fd(), (&raw mut rung).cast(), 8) };
     }
 
-    fn happened(&self, happened: Happened, tell: &impl Fn(Told)) {
+    fn happened(&self, happened: Happened, tell: &impl Fn(Told) -> bool) {
         tracing::debug!(
             device = self.device,
             kind = happened.kind.name(),
@@ -361,7 +373,7 @@ impl Shared {
         state.is_over = result.is_err();
         drop(state);
         if let Some(result) = result.transpose() {
-            tell(Told { qpn: link.plan.qpn, psn: link.plan.psn, result });
+            link.tell(result, tell);
         }
     }
 
@@ -369,10 +381,7 @@ impl Shared {
     fn ended(&self, plan: &Plan, kind: Kind, status: i32) -> Error {
         let name = kind.name().unwrap_or("an event without a name");
         let why = match kind {
-            Kind::RDMA_CM_EVENT_DISCONNECTED => {
-                "the connection is closed: the peer reset or destroyed its queue pair, or is gone; or iWARP gave the \
-                 connection up, as it does for a message without a receive, a wrong key, range or right"
-            }
+            Kind::RDMA_CM_EVENT_DISCONNECTED => GONE,
             Kind::RDMA_CM_EVENT_REJECTED => {
                 "it refused: has it connected to this queue pair within 9 s, and by the address that it has now?"
             }
@@ -382,7 +391,7 @@ impl Shared {
         Error::Peer { peer: plan.peer.to_string(), why: format!("{why} ({name} {status}, {})", self.device) }
     }
 
-    fn requested(&self, data: &[u8], id: Id, tell: &impl Fn(Told)) {
+    fn requested(&self, data: &[u8], id: Id, tell: &impl Fn(Told) -> bool) {
         let Some(request) = Request::from_bytes(data) else {
             tracing::warn!(device = self.device, "a program without this library asked for a connection");
             return id.reject();
@@ -403,29 +412,38 @@ impl Shared {
         drop(table);
         if let Err(error) = self.accept(token, &link, id) {
             link.state.lock().is_over = true;
-            tell(Told { qpn: link.plan.qpn, psn: link.plan.psn, result: Err(error) });
+            link.tell(Err(error), tell);
         }
     }
 
     /// Gives up what took too long.
-    fn look_at_clock(&self, tell: &impl Fn(Told)) {
+    fn look_at_clock(&self, tell: &impl Fn(Told) -> bool) {
         let now = Instant::now();
         let mut table = self.table.lock();
         let late: Vec<_> = table.early.extract_if(.., |early| now >= early.deadline).collect();
-        let links: Vec<_> = table.links.values().filter(|link| now >= link.deadline).cloned().collect();
+        let links: Vec<_> = table.links.values().cloned().collect();
         drop(table);
         late.into_iter().for_each(|early| early.id.reject());
         for link in links {
             let mut state = link.state.lock();
-            // Only the peer's silence: the kernel tells the end of what it has begun.
-            if !state.is_unfinished() || state.id.is_some() {
+            if !state.is_unfinished() {
                 continue;
             }
-            state.is_over = true;
+            // The kernel tells the end of what it has begun.
+            let is_up = state.is_up;
+            let is_late = match state.id {
+                Some(_) => is_up && now >= link.deadline + LIMIT,
+                None => now >= link.deadline,
+            };
+            state.is_over = is_late;
             drop(state);
-            let why = format!("it did not connect to this queue pair within {LIMIT:?} ({})", self.device);
-            let error = Error::Peer { peer: link.plan.peer.to_string(), why };
-            tell(Told { qpn: link.plan.qpn, psn: link.plan.psn, result: Err(error) });
+            if is_late {
+                let silent = if is_up { "sent nothing" } else { "did not connect to this queue pair" };
+                let why = format!("it {silent} within {LIMIT:?} ({})", self.device);
+                link.tell(Err(Error::Peer { peer: link.plan.peer.to_string(), why }), tell);
+            } else if is_up {
+                link.tell(Ok(link.is_active), tell);
+            }
         }
     }
 }

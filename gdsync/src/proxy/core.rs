@@ -22,6 +22,9 @@ const BURST: usize = 32;
 const ROUNDS: usize = 4;
 /// Entries of a completion queue of the device, where that many are not too many.
 const CQ_ENTRIES: u32 = 8192;
+/// The same on iWARP. rdma-core's provider of soft iWARP takes a queue that it maps from offset 0x90000 of its file for one that was
+/// not made; where the first one, of 32 bytes an entry, reaches beyond that, no queue begins there.
+const IWARP_CQ_ENTRIES: u32 = 32768;
 
 #[derive(Debug)]
 pub(super) struct Core {
@@ -101,7 +104,8 @@ impl Core {
             return Ok(at);
         }
         let most = limit(self.open.attr().max_cqe);
-        let mut queue = DeviceCq::create(&self.channel, entries.max(CQ_ENTRIES.min(most)))?;
+        let usual = if self.open.is_iwarp() { IWARP_CQ_ENTRIES } else { CQ_ENTRIES };
+        let mut queue = DeviceCq::create(&self.channel, entries.max(usual.min(most)))?;
         queue.reserve(entries);
         self.queues.push(queue);
         Ok(self.queues.len() - 1)

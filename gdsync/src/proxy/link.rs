@@ -5,13 +5,18 @@
 
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
-use super::device::DeviceQp;
+use super::device::{DeviceQp, limit};
 use super::qp::{Env, ProxyQp};
 use super::tag::Tag;
 use super::translate::{Buffers, Request};
 use crate::error::{Error, Result};
+use crate::mlx5::Opcode;
 use crate::rdma::cm::Offer;
 use crate::verbs::{QpAddress, QpAttr, QpState};
+
+/// Why a connection is not there any more, as far as one side can know.
+pub(super) const GONE: &str = "the connection is closed: the peer reset or destroyed its queue pair, or is gone; or iWARP gave it up, \
+     as it does for a message without a receive, a wrong key, range or right";
 
 /// How far a connection is.
 #[derive(Debug, Default)]
@@ -25,8 +30,9 @@ pub(super) struct Link {
     is_active: bool,
     /// The peer's greeting has come.
     is_greeted: bool,
-    /// Greetings that the device has.
-    outstanding: usize,
+    /// Greetings that the device has, as sends and as receives.
+    sends: usize,
+    receives: usize,
 }
 
 impl Link {
@@ -42,7 +48,8 @@ impl Link {
 
     /// Greetings that the device has are not waited for any more. Returns how many.
     pub(super) fn clear(&mut self) -> usize {
-        std::mem::take(self).outstanding
+        let Self { sends, receives, .. } = std::mem::take(self);
+        sends + receives
     }
 }
 
@@ -50,6 +57,25 @@ impl ProxyQp {
     /// Whether the device takes sends.
     pub(super) fn is_linked(&self) -> bool {
         self.link.as_ref().is_none_or(Link::can_send)
+    }
+
+    /// What iWARP does not do, where this asks for it.
+    pub(super) fn lacks(&self, opcode: Opcode, request: &Request) -> Option<Error> {
+        self.link.as_ref()?;
+        let most = limit(self.device.open().attr().max_sge_rd).max(1) as usize;
+        let (what, fix) = match opcode {
+            Opcode::RDMA_WRITE_IMM | Opcode::SEND_IMM => {
+                ("immediate data", "send it as bytes, or let a SEND follow the WRITE")
+            }
+            Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => {
+                ("an atomic operation", "let the owner of the memory do it, asked by a message")
+            }
+            Opcode::RDMA_READ if request.buffers() > most => {
+                ("a READ into more than one buffer", "READ each buffer by itself")
+            }
+            _ => return None,
+        };
+        Some(Error::Unsupported { what, by: "iWARP", fix })
     }
 
     /// A transition to INIT, RTR or RTS that was checked.
@@ -73,7 +99,8 @@ impl ProxyQp {
             let tag = self.tag_of_greeting(true);
             let posted = self.device.receive(&mut Buffers::new(), tag.to_wr_id());
             posted.map_err(|errno| self.device.refused("ibv_post_recv", errno))?;
-            self.greeting(env);
+            env.given(1);
+            link_of(self).receives += 1;
         }
         Ok(())
     }
@@ -82,49 +109,54 @@ impl ProxyQp {
         Tag { index: self.index, generation: self.generation, is_receive, number: 0, is_greeting: true }
     }
 
-    /// The device has one more.
-    fn greeting(&mut self, env: &Env<'_>) {
-        env.given(1);
-        if let Some(link) = &mut self.link {
-            link.outstanding += 1;
-        }
-    }
-
-    /// The connection is made.
-    pub(super) fn linked(&mut self, is_active: bool, env: &mut Env<'_>) {
-        if self.state == QpState::ERR {
-            return;
-        }
-        if let Some(link) = &mut self.link {
+    /// The connection is made. Returns whether it is known that the peer knows.
+    ///
+    /// Called again and again until then: a kernel may miss the greeting if it arrives while the peer's connection becomes one, and sees
+    /// it when anything else arrives.
+    pub(super) fn linked(&mut self, is_active: bool, env: &mut Env<'_>) -> bool {
+        let Some(link) = &mut self.link else { return true };
+        if !link.is_made {
             (link.is_made, link.is_active) = (true, is_active);
+            self.greet(&mut Request::empty(), env);
+        } else if is_active && !link.is_greeted && link.sends == 0 {
+            self.greet(&mut Request::empty_write(), env);
         }
-        self.greet(env);
+        link_of(self).is_greeted
     }
 
     /// A greeting came back from the device.
     pub(super) fn greeted(&mut self, tag: Tag, wc: &ibv_wc, env: &mut Env<'_>) {
         let Some(link) = &mut self.link else { return };
-        link.outstanding -= 1;
+        if !tag.is_receive {
+            link.sends -= 1;
+            return;
+        }
+        link.receives -= 1;
         // Where it failed, so does all that follows.
-        if tag.is_receive && wc.status == ibv_wc_status::IBV_WC_SUCCESS && self.state != QpState::ERR {
+        if wc.status == ibv_wc_status::IBV_WC_SUCCESS && self.state != QpState::ERR {
             link.is_greeted = true;
             if !link.is_active {
-                self.greet(env);
+                self.greet(&mut Request::empty(), env);
             }
         }
     }
 
     /// Greets the peer, and then sends what has waited.
-    fn greet(&mut self, env: &mut Env<'_>) {
+    fn greet(&mut self, request: &mut Request, env: &mut Env<'_>) {
         if !self.is_linked() {
             return;
         }
         let tag = self.tag_of_greeting(false);
-        if let Err(errno) = self.device.send(&mut Request::empty(), tag.to_wr_id()) {
+        if let Err(errno) = self.device.send(request, tag.to_wr_id()) {
             let cause: Error = self.device.refused("ibv_post_send", errno);
             return self.fail(Some(cause), env);
         }
-        self.greeting(env);
+        env.given(1);
+        link_of(self).sends += 1;
         self.advance(env);
     }
+}
+
+fn link_of(qp: &mut ProxyQp) -> &mut Link {
+    qp.link.as_mut().expect("a queue pair of iWARP has a link")
 }

@@ -99,16 +99,6 @@ impl Proxy {
         connector.begin(Plan { qpn, psn, peer, offer })
     }
 
-    /// On iWARP, for a reset: a queue pair of the device for the next connection.
-    fn another(&self, core: &mut Core, qpn: u32, place: usize) -> Result<Option<DeviceQp>> {
-        if self.connector.is_none() {
-            return Ok(None);
-        }
-        let Some(&(queue, _)) = self.rooms.lock().get(&qpn) else { return Ok(None) };
-        let made = core.with(place, |qp, _| qp.device.like());
-        made.map(|(domain, granted)| DeviceQp::create(&domain, core.queue(queue), granted)).transpose()
-    }
-
     /// Before a queue pair in ERR is reset: returns when the device has given back what it had, or when it had its time.
     fn drain(&self, place: usize, timeout: Duration) {
         let end = Instant::now() + timeout.min(DRAIN);
@@ -123,6 +113,12 @@ impl Proxy {
             std::thread::yield_now();
         }
     }
+}
+
+/// A queue pair of the device like the one in this place.
+fn another(core: &mut Core, queue: usize, place: usize) -> Result<Option<DeviceQp>> {
+    let like = core.with(place, |qp, _| qp.device.like());
+    like.map(|(domain, granted)| DeviceQp::create(&domain, core.queue(queue), granted)).transpose()
 }
 
 fn no_qp(qpn: u32) -> Error {
@@ -232,11 +228,14 @@ impl Provider for Proxy {
             self.drain(place, timeout);
         }
         self.check_link(qpn, attr)?;
+        // A queue pair of the device on iWARP is for one connection.
+        let is_renewed = is_reset && self.connector.is_some();
+        let queue = if is_renewed { self.rooms.lock().get(&qpn).map(|(queue, _)| *queue) } else { None };
         let result = self.shared.with(|core| {
             if is_reset {
                 core.unwatch(place, self.shared.rung());
             }
-            let fresh = is_reset.then(|| self.another(core, qpn, place)).transpose()?.flatten();
+            let fresh = queue.map(|queue| another(core, queue, place)).transpose()?.flatten();
             let result = core.with(place, |qp, env| {
                 let result = qp.modify(attr, env);
                 let former =
@@ -282,6 +281,10 @@ impl Provider for Proxy {
 
     fn ring(&self, qpn: u32) {
         if let Some(place) = self.shared.place(qpn) {
+            if self.connector.is_some() {
+                // A receive must be with the device when this returns: a message that finds none ends the connection.
+                self.shared.with(|core| core.ring(place, self.shared.rung()));
+            }
             self.shared.ring_doorbell(place);
         }
     }

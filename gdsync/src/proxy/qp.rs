@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
 use super::device::DeviceQp;
-use super::link::Link;
+use super::link::{GONE, Link};
 use super::outcome::{Failure, is_unnamed, outcome, received};
 use super::tag::Tag;
 use crate::error::{Error, Result};
@@ -413,9 +413,7 @@ impl ProxyQp {
 fn unexplained(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
     let is_flush = wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR;
     let why = if is_flush && device.open().is_iwarp() {
-        "the connection is gone: the peer reset or destroyed its queue pair; or iWARP gave it up, as it does for a message \
-         without a receive, a wrong key, range or right"
-            .into()
+        GONE.into()
     } else if is_unnamed(wc) {
         let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
         format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err)

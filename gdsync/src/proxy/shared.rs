@@ -95,19 +95,23 @@ impl Shared {
         }
     }
 
-    /// What became of a connection.
-    pub(super) fn told(&self, told: Told) {
-        let Some(place) = self.place(told.qpn) else { return };
-        self.with(|core| {
-            core.with(place, |qp, env| match told.result {
-                // Of a former life.
-                _ if qp.psn != told.psn => {}
-                Ok(is_active) => qp.linked(is_active, env),
-                Err(cause) if qp.state != QpState::ERR => qp.fail(Some(cause), env),
-                Err(_) => {}
+    /// What became of a connection. Returns whether there is nothing more to tell before its end.
+    pub(super) fn told(&self, told: Told) -> bool {
+        let Some(place) = self.place(told.qpn) else { return true };
+        let is_done = self.with(|core| {
+            core.with(place, |qp, env| {
+                // Not of a former life.
+                if qp.psn == told.psn && qp.state != QpState::ERR {
+                    match told.result {
+                        Ok(is_active) => return qp.linked(is_active, env),
+                        Err(cause) => qp.fail(Some(cause), env),
+                    }
+                }
+                true
             })
         });
         self.wake();
+        is_done.unwrap_or(true)
     }
 
     /// What the loss of the port that is used means.
