@@ -99,7 +99,9 @@ impl Channel {
             return if error.kind() == io::ErrorKind::WouldBlock { Ok(None) } else { Err(error) };
         }
         // SAFETY: the event that was just taken, which stays until it is acknowledged.
-        let happened = unsafe { self.read(&*event) };
+        let taken = unsafe { &*event };
+        // SAFETY: as above.
+        let happened = unsafe { self.read(taken) };
         // Destroying what it concerns waits for this.
         // SAFETY: the event that was just taken.
         unsafe { self.cm.rdma_ack_cm_event(event) };
