@@ -13,7 +13,8 @@ impl Window {
     /// Blocks until all operations on a rank are complete that were started, or that streams were given: at the target too.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Message`] for the first that failed, also if its request was dropped, and after
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Message`](crate::Error::Message) for the first that
+    /// failed, also if its request was dropped, and after
     /// `timeout`: they go on then.
     pub fn flush(&self, rank: usize, timeout: Duration) -> Result<()> {
         self.part(rank)?;
@@ -32,8 +33,8 @@ impl Window {
     /// there.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Message`]: the connection is broken, the stream is full or failed, or another stream
-    /// waits for operations on this rank.
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Message`](crate::Error::Message): the connection is broken,
+    /// the stream is full or failed, or another stream waits for operations on this rank.
     pub fn flush_on_stream(&self, stream: &Stream, rank: usize) -> Result<()> {
         self.part(rank)?;
         self.0.lanes.lanes[rank].flush_on_stream(stream)
@@ -53,7 +54,7 @@ impl Window {
     /// As [`Window::wait_signal`], and the stream waits.
     ///
     /// # Errors
-    /// As [`Window::word64`]; [`Error::Device`] with the stream's refusals.
+    /// As [`Window::word64`]; [`Error::Device`](crate::Error::Device) with the stream's refusals.
     pub fn wait_signal_on_stream(
         &self,
         stream: &Stream,
