@@ -41,11 +41,13 @@
 #define GDR_RESV_KERNEL false
 #endif
 
-/* Renamed once. */
+/* Renamed once, both ends. */
 #ifdef GDR_HAVE_INVALIDATE_MAPPINGS
 #define gdr_attach_moved invalidate_mappings
+#define gdr_dma_buf_moved dma_buf_invalidate_mappings
 #else
 #define gdr_attach_moved move_notify
+#define gdr_dma_buf_moved dma_buf_move_notify
 #endif
 
 #endif

@@ -7,20 +7,17 @@
  * kernel. So this is an importer like an RDMA adapter: attached dynamically, with peer memory allowed, told when the
  * exporter moves the buffer, and giving nobody more than a registration with such an adapter does.
  *
- * An importer gets DMA addresses for its device. Those of the device here are CPU addresses: it is behind no IOMMU and
- * reaches all memory directly. Where that does not hold there are no pins of dma-bufs.
+ * An importer gets DMA addresses for its device. Those of the device here (importer.c) are CPU addresses: it is behind
+ * no IOMMU and reaches all memory directly. Where that does not hold there are no pins of dma-bufs.
  *
  * Pages are mapped by faults under the reservation lock, and zapped under it when the exporter moves them: the next
  * access finds the new place.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
-#include <linux/cc_platform.h>
 #include <linux/dma-buf.h>
-#include <linux/dma-mapping.h>
 #include <linux/dma-resv.h>
 #include <linux/overflow.h>
-#include <linux/platform_device.h>
 #include <linux/slab.h>
 #include <linux/timex.h>
 
@@ -34,8 +31,6 @@ struct gdr_dmabuf_pin {
 	struct sg_table *sgt; /* while pin.runs are valid */
 	u64 offset;
 };
-
-static struct platform_device *gdr_importer;
 
 static struct gdr_dmabuf_pin *to_dmabuf(struct gdr_pin *pin)
 {
@@ -154,6 +149,7 @@ static void gdr_dmabuf_free(struct gdr_pin *pin)
 }
 
 static const struct gdr_source gdr_dmabuf_source = {
+	.cached_ram = true,
 	.lock = gdr_dmabuf_lock,
 	.lock_killable = gdr_dmabuf_lock_killable,
 	.unlock = gdr_dmabuf_unlock,
@@ -167,7 +163,7 @@ static int gdr_dmabuf_attach(struct gdr_dmabuf_pin *d)
 	struct dma_buf_attachment *attachment;
 	int ret;
 
-	attachment = dma_buf_dynamic_attach(d->dmabuf, &gdr_importer->dev, &gdr_attach_ops, d);
+	attachment = dma_buf_dynamic_attach(d->dmabuf, gdr_importer(), &gdr_attach_ops, d);
 	if (IS_ERR(attachment))
 		return PTR_ERR(attachment);
 	d->attachment = attachment;
@@ -187,7 +183,7 @@ int gdr_dmabuf_pin(struct gdr_file *file, int fd, u64 offset, u64 size, u64 *han
 	u64 end, start = get_cycles();
 	int ret;
 
-	if (!gdr_dmabuf_works())
+	if (!gdr_importer())
 		return -EOPNOTSUPP;
 	if (!size || !PAGE_ALIGNED(offset) || !PAGE_ALIGNED(size) || check_add_overflow(offset, size, &end))
 		return -EINVAL;
@@ -219,68 +215,10 @@ int gdr_dmabuf_pin(struct gdr_file *file, int fd, u64 offset, u64 size, u64 *han
 	ret = ret ?: gdr_pin_publish(&d->pin);
 	if (ret)
 		gdr_pin_destroy(&d->pin);
-	return ret == -EINTR ? -ERESTARTSYS : ret;
+	return ret == -EINTR || ret == -ERESTARTSYS ? -ERESTARTSYS : gdr_errno(ret);
 
 out:
 	dma_buf_put(d->dmabuf);
 	kfree(d);
 	return ret;
-}
-
-/* Whether the importer's DMA addresses are those of the CPU: no translation, no bounce buffers, no encryption. */
-static bool gdr_importer_is_direct(struct device *dev)
-{
-	struct page *page;
-	dma_addr_t addr;
-	bool direct;
-
-	if (device_iommu_mapped(dev) || cc_platform_has(CC_ATTR_MEM_ENCRYPT))
-		return false;
-	page = alloc_page(GFP_KERNEL);
-	if (!page)
-		return false;
-	addr = dma_map_page(dev, page, 0, PAGE_SIZE, DMA_TO_DEVICE);
-	direct = !dma_mapping_error(dev, addr) && addr == page_to_phys(page);
-	if (!dma_mapping_error(dev, addr))
-		dma_unmap_page(dev, addr, PAGE_SIZE, DMA_TO_DEVICE);
-	__free_page(page);
-	return direct;
-}
-
-bool gdr_dmabuf_works(void)
-{
-	return gdr_importer;
-}
-
-/* Without an importer all else works. */
-void gdr_dmabuf_init(void)
-{
-	const struct platform_device_info info = {
-		.name = GDR_NAME,
-		.id = PLATFORM_DEVID_NONE,
-		.dma_mask = DMA_BIT_MASK(64),
-	};
-	struct platform_device *importer;
-
-	if (!gdr_dmabuf_enabled)
-		return;
-	importer = platform_device_register_full(&info);
-	if (IS_ERR(importer)) {
-		pr_warn("no device to import dma-bufs with (%ld)\n", PTR_ERR(importer));
-		return;
-	}
-	if (!gdr_importer_is_direct(&importer->dev)) {
-		pr_info("DMA addresses are not CPU addresses here: no pins of dma-bufs\n");
-		platform_device_unregister(importer);
-		return;
-	}
-	dma_set_max_seg_size(&importer->dev, UINT_MAX);
-	gdr_importer = importer;
-}
-
-void gdr_dmabuf_exit(void)
-{
-	if (gdr_importer)
-		platform_device_unregister(gdr_importer);
-	gdr_importer = NULL;
 }

@@ -37,6 +37,11 @@ struct gdr_source {
 	int (*prepare)(struct gdr_pin *pin);
 	/* Gives the pages back: the pin is not mapped and nobody else can find it any more. */
 	void (*release)(struct gdr_pin *pin);
+	/*
+	 * RAM among its pages may have been anybody's: a mapping that goes round the caches would show what they have
+	 * not written back yet.
+	 */
+	bool cached_ram;
 	/* Frees the structure that the pin is part of. Until then the lock works. */
 	void (*free)(struct gdr_pin *pin);
 };
@@ -133,6 +138,7 @@ void gdr_pin_put(struct gdr_pin *pin);
 void gdr_pin_destroy(struct gdr_pin *pin);
 void gdr_pin_zap(struct gdr_pin *pin);
 void gdr_pin_revoke_locked(struct gdr_pin *pin);
+int gdr_errno(int ret);
 
 /* runs.c */
 int gdr_runs_alloc(struct gdr_pin *pin, size_t most);
@@ -142,6 +148,7 @@ void gdr_runs_drop(struct gdr_pin *pin);
 const struct gdr_run *gdr_runs_find(const struct gdr_pin *pin, u64 offset);
 
 /* type.c */
+void gdr_type_init(void);
 int gdr_type_choose(const struct gdr_pin *pin, u32 wish);
 pgprot_t gdr_type_prot(u32 type, pgprot_t prot);
 bool gdr_type_holds(const struct gdr_pin *pin);
@@ -164,10 +171,12 @@ int gdr_p2p_pin(struct gdr_file *file, const struct gdr_p2p_request *request, u6
 bool gdr_p2p_persistent(void);
 bool gdr_p2p_driver(char *name, size_t size);
 
+/* importer.c */
+void gdr_importer_init(void);
+void gdr_importer_exit(void);
+struct device *gdr_importer(void);
+
 /* dmabuf.c */
-void gdr_dmabuf_init(void);
-void gdr_dmabuf_exit(void);
-bool gdr_dmabuf_works(void);
 int gdr_dmabuf_pin(struct gdr_file *file, int fd, u64 offset, u64 size, u64 *handle);
 
 /* proc.c */

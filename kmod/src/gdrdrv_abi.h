@@ -105,8 +105,8 @@ struct gdrdrv_version {
  * Pins part of a dma-buf. The handle serves unpin, info, callback flag, mapping type and mmap like any other. offset
  * and size are whole host pages. The module takes its own reference: the descriptor may be closed.
  *
- * EBADF no descriptor, EINVAL no dma-buf, unknown flags or a range outside it, EOPNOTSUPP where DMA addresses are not
- * CPU addresses or the exporter lets no peer in, else what the exporter says.
+ * EBADF no descriptor, EACCES one that cannot be written, EINVAL no dma-buf, unknown flags or a range outside it,
+ * EOPNOTSUPP where DMA addresses are not CPU addresses or the exporter lets no peer in, else what the exporter says.
  */
 struct gdrdrv_pin_dmabuf {
 	__s32 fd;

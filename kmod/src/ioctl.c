@@ -141,7 +141,7 @@ static int gdr_ioc_attr(struct gdr_file *file, union gdr_args *args)
 		p->val = gdr_force_pcie && gdr_p2p_persistent();
 		return 0;
 	case GDRDRV_ATTR_EXTENSIONS:
-		p->val = gdr_dmabuf_works() ? GDRDRV_EXT_DMABUF : 0;
+		p->val = gdr_importer() ? GDRDRV_EXT_DMABUF : 0;
 		return 0;
 	default:
 		return -EINVAL;

@@ -114,22 +114,23 @@ static int __init gdr_init(void)
 	ret = gdr_p2p_init();
 	if (ret)
 		return ret;
-	gdr_dmabuf_init();
+	gdr_type_init();
+	gdr_importer_init();
 	ret = gdr_proc_init();
 	if (ret)
-		goto out_dmabuf;
+		goto out_importer;
 	ret = gdr_device_init();
 	if (ret)
 		goto out_proc;
 	pr_info("interface %u.%u, major number %u, %s mappings, dma-bufs %s\n", GDRDRV_ABI_VERSION >> 16,
 		GDRDRV_ABI_VERSION & 0xffff, MAJOR(gdr_devt), gdr_use_persistent ? "persistent" : "volatile",
-		gdr_dmabuf_works() ? "too" : "not available");
+		gdr_importer() ? "too" : "not available");
 	return 0;
 
 out_proc:
 	gdr_proc_exit();
-out_dmabuf:
-	gdr_dmabuf_exit();
+out_importer:
+	gdr_importer_exit();
 	gdr_p2p_exit();
 	return ret;
 }
@@ -138,7 +139,7 @@ static void __exit gdr_exit(void)
 {
 	gdr_device_exit();
 	gdr_proc_exit();
-	gdr_dmabuf_exit();
+	gdr_importer_exit();
 	gdr_p2p_exit();
 }
 

@@ -3,6 +3,7 @@
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/pfn.h>
+#include <linux/sched/signal.h>
 
 #include "compat.h"
 #include "gdr.h"
@@ -40,6 +41,15 @@ static int gdr_vma_mremap(struct vm_area_struct *vma)
 	return -EINVAL;
 }
 
+/*
+ * A signal came first: it is served, and the access tried again. The kernel's own access would be tried for ever, so a
+ * process that is to die gets none.
+ */
+static vm_fault_t gdr_interrupted(void)
+{
+	return fatal_signal_pending(current) ? VM_FAULT_SIGBUS : VM_FAULT_NOPAGE;
+}
+
 /* Maps the page of the fault, and what it can of those around it. */
 static vm_fault_t gdr_insert_block(struct vm_fault *vmf, const struct gdr_pin *pin)
 {
@@ -74,14 +84,13 @@ static vm_fault_t gdr_vma_fault(struct vm_fault *vmf)
 	int err;
 
 	atomic64_inc(&gdr_stats.faults);
-	/* A signal that comes first is served, and the access tried again. */
 	if (pin->source->lock_killable(pin))
-		return VM_FAULT_NOPAGE;
+		return gdr_interrupted();
 	if (pin->gone || pin->revoked)
 		goto out;
 	err = pin->source->prepare(pin);
 	if (err == -EINTR || err == -ERESTARTSYS)
-		ret = VM_FAULT_NOPAGE;
+		ret = gdr_interrupted();
 	else if (err == -ENOMEM)
 		ret = VM_FAULT_OOM;
 	else if (!err && gdr_type_holds(pin))

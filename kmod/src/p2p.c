@@ -2,6 +2,7 @@
 /* Pages from the GPU driver: kept until unpin (persistent), or until the memory is freed. */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
+#include <linux/module.h>
 #include <linux/overflow.h>
 #include <linux/rcupdate.h>
 #include <linux/slab.h>
@@ -9,9 +10,6 @@
 
 #include "gdr.h"
 #include "p2p_api.h"
-
-/* What the kernel's own ENOTSUPP should have been for user space. */
-#define GDR_ENOTSUPP 524
 
 struct gdr_p2p_pin {
 	struct gdr_pin pin;
@@ -22,6 +20,8 @@ struct gdr_p2p_pin {
 	bool persistent;
 	/* Pages are counted as outstanding. */
 	bool counted;
+	/* The driver did not take the pages back: its callback ends what gdr_p2p_release() could not. */
+	bool kept;
 	/* The request has come back from the driver, with a table or without. */
 	struct completion settled;
 	/* The driver's callback is through with this structure. */
@@ -68,20 +68,29 @@ static void gdr_p2p_uncount(struct gdr_p2p_pin *p2p)
 static void gdr_p2p_freed(void *data)
 {
 	struct gdr_p2p_pin *p2p = data;
+	bool kept;
 
 	wait_for_completion(&p2p->settled);
 	mutex_lock(&p2p->lock);
 	gdr_pin_revoke_locked(&p2p->pin);
 	gdr_p2p_uncount(p2p);
+	kept = p2p->kept;
 	mutex_unlock(&p2p->lock);
 	p2p->api.free_page_table(p2p->table);
+	if (kept) {
+		gdr_p2p_api_put(&p2p->api);
+		gdr_pin_put(&p2p->pin);
+		module_put(THIS_MODULE);
+		return;
+	}
 	/* The pin may be gone once this is seen. */
 	complete(&p2p->freed);
 }
 
 /*
  * While a callback runs, the driver lets nvidia_p2p_put_pages() wait for its end; afterwards it knows nothing of the
- * pages. What happens once, and in which order, is not left to that: pages that are known to be freed are not put.
+ * pages. What happens once, and in which order, is not left to that: pages that are known to be freed are not put. A
+ * driver that refuses to take pages back still has the callback and its argument.
  */
 static void gdr_p2p_release(struct gdr_pin *pin)
 {
@@ -103,6 +112,13 @@ static void gdr_p2p_release(struct gdr_pin *pin)
 		pr_warn_ratelimited("the driver did not take back %llu bytes at %#llx (%d)\n", r->size, r->addr, ret);
 	mutex_lock(&p2p->lock);
 	revoked = pin->revoked;
+	p2p->kept = ret && !p2p->persistent && !revoked;
+	if (p2p->kept) {
+		kref_get(&pin->ref);
+		__module_get(THIS_MODULE);
+		mutex_unlock(&p2p->lock);
+		return;
+	}
 	gdr_p2p_uncount(p2p);
 	mutex_unlock(&p2p->lock);
 	if (revoked)
@@ -131,7 +147,8 @@ static int gdr_p2p_read_table(struct gdr_p2p_pin *p2p)
 	const struct nvidia_p2p_page_table *table = p2p->table;
 	struct gdr_pin *pin = &p2p->pin;
 	u32 major = table->version >> 16;
-	u64 i, pages = pin->size >> GDR_GPU_PAGE_SHIFT;
+	u64 i, next = 0, pages = pin->size >> GDR_GPU_PAGE_SHIFT;
+	size_t runs = 0;
 	bool cacheable;
 	int ret;
 
@@ -147,16 +164,19 @@ static int gdr_p2p_read_table(struct gdr_p2p_pin *p2p)
 		pr_warn_ratelimited("%u pages of the GPU for %llu\n", table->entries, pages);
 		return -EIO;
 	}
-	ret = gdr_runs_alloc(pin, pages);
-	if (ret)
-		return ret;
 	for (i = 0; i < pages; i++) {
 		u64 phys = table->pages[i]->physical_address;
 
 		if (!IS_ALIGNED(phys, GDR_GPU_PAGE_SIZE))
 			return -EIO;
-		gdr_runs_add(pin, phys, GDR_GPU_PAGE_SIZE);
+		runs += !i || phys != next;
+		next = phys + GDR_GPU_PAGE_SIZE;
 	}
+	ret = gdr_runs_alloc(pin, runs);
+	if (ret)
+		return ret;
+	for (i = 0; i < pages; i++)
+		gdr_runs_add(pin, table->pages[i]->physical_address, GDR_GPU_PAGE_SIZE);
 	cacheable = table->version >= NVP2P_TABLE_HAS_FLAGS && (table->flags & NVP2P_TABLE_CACHEABLE);
 	return gdr_runs_done(pin, cacheable);
 }
@@ -178,8 +198,7 @@ static int gdr_p2p_get_pages(struct gdr_p2p_pin *p2p)
 	if (ret) {
 		p2p->table = NULL;
 		gdr_say("the driver refuses %llu bytes at %#llx (%d)\n", r->size, r->addr, ret);
-		ret = ret == -GDR_ENOTSUPP ? -EOPNOTSUPP : ret;
-		return ret < 0 && ret >= -MAX_ERRNO ? ret : -EIO;
+		return gdr_errno(ret);
 	}
 	/* The callback cannot have come this far. */
 	p2p->counted = true;
@@ -194,6 +213,9 @@ static int gdr_p2p_check(const struct gdr_p2p_request *r, bool persistent)
 	if (!r->addr || !r->size || r->flags & ~GDRDRV_PIN_FORCE_PCIE)
 		return -EINVAL;
 	if (check_add_overflow(r->addr, r->size, &end) || end > GDR_GPU_PAGE_MASK)
+		return -EINVAL;
+	/* The driver counts pages in 32 bits, and takes memory for them before it looks at the range. */
+	if (r->size >> GDR_GPU_PAGE_SHIFT >= U32_MAX)
 		return -EINVAL;
 	if (persistent && (r->token || r->va_space))
 		return -EINVAL;

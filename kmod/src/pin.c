@@ -9,6 +9,19 @@
 /* mmap takes a signed offset in bytes. */
 #define GDR_HANDLE_END ((u64)LLONG_MAX >> PAGE_SHIFT)
 
+/* What the kernel's own ENOTSUPP should have been for user space. */
+#define GDR_ENOTSUPP 524
+/* From here on errors are the kernel's own. */
+#define GDR_ERRNO_END 512
+
+/* What another driver says, in numbers that user space knows. */
+int gdr_errno(int ret)
+{
+	if (ret == -GDR_ENOTSUPP)
+		return -EOPNOTSUPP;
+	return ret <= 0 && ret > -GDR_ERRNO_END ? ret : -EIO;
+}
+
 /* A pin takes as many handles as it has host pages: they are its offsets for mmap. None is given out twice. */
 static int gdr_handle_take(struct gdr_file *file, u64 size, u64 *handle)
 {
@@ -99,11 +112,12 @@ void gdr_pin_zap(struct gdr_pin *pin)
 	unmap_mapping_range(pin->file->inode->i_mapping, pin->handle << PAGE_SHIFT, pin->size, 1);
 }
 
-/* The memory is not the process's any more. */
+/* The memory is not the process's any more. What is unpinned is not mapped, and its file may be gone. */
 void gdr_pin_revoke_locked(struct gdr_pin *pin)
 {
 	WRITE_ONCE(pin->revoked, true);
-	gdr_pin_zap(pin);
+	if (!pin->gone)
+		gdr_pin_zap(pin);
 	gdr_runs_drop(pin);
 	atomic64_inc(&gdr_stats.revoked);
 }

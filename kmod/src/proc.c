@@ -16,7 +16,7 @@ static int gdr_params_show(struct seq_file *out, void *unused)
 	seq_puts(out, "Built for NVIDIA driver flavor: any\n");
 	seq_printf(out, "NVIDIA driver: %s\n", gdr_p2p_driver(name, sizeof(name)) ? name : "none");
 	seq_printf(out, "Use persistent mapping: %s\n", gdr_p2p_persistent() ? "yes" : "no");
-	seq_printf(out, "dma-bufs: %s\n", gdr_dmabuf_works() ? "yes" : "no");
+	seq_printf(out, "dma-bufs: %s\n", gdr_importer() ? "yes" : "no");
 	seq_printf(out, "dbg_enabled: %d\n", gdr_debug);
 	seq_printf(out, "info_enabled: %d\n", gdr_info);
 	return 0;

@@ -5,30 +5,32 @@
 #include "gdr.h"
 
 /* BlueField-3's Arm cores reach a GPU through device memory only. */
-static bool gdr_platform_needs_device(void)
+static bool gdr_needs_device;
+
+void __init gdr_type_init(void)
 {
-	static const struct pci_device_id bluefield3[] = {
+	static const struct pci_device_id bluefield3[] __initconst = {
 		{ PCI_DEVICE(0x15b3, 0xa2da) },
 		{ PCI_DEVICE(0x15b3, 0xa2db) },
 		{ }
 	};
 
-	return IS_ENABLED(CONFIG_ARM64) && pci_dev_present(bluefield3);
+	gdr_needs_device = IS_ENABLED(CONFIG_ARM64) && pci_dev_present(bluefield3);
 }
 
 /* Whether the pages can be mapped so. */
 static bool gdr_type_fits(const struct gdr_pin *pin, u32 type)
 {
+	/* The PAT of x86 knows one type for a page of RAM, which is the kernel's. */
+	bool cached_only = pin->ram && (IS_ENABLED(CONFIG_X86) || pin->source->cached_ram);
+
 	switch (type) {
 	case GDRDRV_MAPPING_WC:
-		/* The PAT of x86 knows one type for a page of RAM, which is the kernel's. */
-		if (IS_ENABLED(CONFIG_X86) && pin->ram)
-			return false;
-		return !gdr_platform_needs_device();
+		return !cached_only && !gdr_needs_device;
 	case GDRDRV_MAPPING_CACHED:
 		return pin->cacheable;
 	case GDRDRV_MAPPING_DEVICE:
-		return gdr_platform_needs_device();
+		return !cached_only && gdr_needs_device;
 	default:
 		return false;
 	}
@@ -41,7 +43,7 @@ int gdr_type_choose(const struct gdr_pin *pin, u32 wish)
 		return gdr_type_fits(pin, wish) ? (int)wish : -EOPNOTSUPP;
 	if (pin->cacheable)
 		return GDRDRV_MAPPING_CACHED;
-	return gdr_platform_needs_device() ? GDRDRV_MAPPING_DEVICE : GDRDRV_MAPPING_WC;
+	return gdr_needs_device ? GDRDRV_MAPPING_DEVICE : GDRDRV_MAPPING_WC;
 }
 
 /*

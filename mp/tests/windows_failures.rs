@@ -24,6 +24,8 @@ fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
 fn cause(error: &gdsync::Error) -> Option<Syndrome> {
     match error {
         gdsync::Error::Completion(error) => Some(error.syndrome),
+        // For the sake of the connection of the messages.
+        gdsync::Error::QpStopped { reason, .. } => cause(reason),
         // What the software HCA says where nothing was under way.
         gdsync::Error::PeerGone { .. } => Some(Syndrome::RETRY_EXC_ERR),
         _ => None,
@@ -104,12 +106,42 @@ fn a_window_that_is_gone_is_told_to_who_uses_it() {
     });
 }
 
+/// Rank 0 gives up rank 1: what it has under way there ends, also on a stream, and nothing else.
+#[test]
+fn a_rank_that_is_given_up_ends_what_waits_for_it() {
+    job("a_rank_that_is_given_up_ends_what_waits_for_it", 3, |comm| {
+        let (local, target) = (buffer(comm, 64), buffer(comm, 64));
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        if comm.rank() == 0 {
+            let (s, word) = (stream("held"), local.memory().word32(32).unwrap());
+            s.wait_value32(&word, 1, Cond::Eq).unwrap();
+            let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
+            window.flush_on_stream(&s, 1).unwrap();
+            comm.give_up(1).unwrap();
+            let error = comm.wait(&put, LONG).unwrap_err();
+            assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+            let error = window.put(&local, 0..8, 1, 0).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains("rank 1") && text.contains(&gdsync::Error::GivenUp.to_string()), "{text}");
+            word.store(1);
+            assert!(s.synchronize(LONG).is_err());
+            window.put(&local, 0..8, 2, 0).unwrap();
+            window.flush(2, LONG).unwrap();
+        }
+        comm.barrier(LONG).unwrap();
+        assert_eq!(bytes(&target, 0..8), [0; 8]);
+    });
+}
+
 /// Nobody asks after the put that fails, until the end.
 #[test]
 fn a_failure_that_nobody_asked_for_comes_out_at_the_end() {
     job("a_failure_that_nobody_asked_for_comes_out_at_the_end", 2, |comm| {
-        let target = buffer(comm, 64);
+        let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
         let window = comm.window(&target, 0..64, LONG).unwrap();
+        // So that the connections stay.
+        let _beside = window.beside(&kept, 0..64, LONG).unwrap();
         if comm.rank() == 1 {
             drop((window, target));
             comm.barrier(LONG).unwrap();

@@ -36,7 +36,8 @@ pub enum Fault {
     Misaligned,
     /// Success without a table.
     NoTable,
-    /// `errno` of `nvidia_p2p_put_pages`, which does its work all the same.
+    /// `errno` of `nvidia_p2p_put_pages`, which then keeps the pages: persistent ones until this ends, others until they are
+    /// freed.
     Put,
     /// Milliseconds before `nvidia_p2p_get_pages` returns, while callbacks may come.
     Delay,
@@ -48,6 +49,8 @@ pub enum Fault {
     Odd,
     /// The page table says that the CPU may cache.
     Cacheable,
+    /// The GPU copies to where dma-bufs move until this is ended.
+    Copying,
 }
 
 /// What is alive.

@@ -198,7 +198,8 @@ impl Qp {
         Ok(())
     }
 
-    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes.
+    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes. Waits for nothing that the peer does; on
+    /// iWARP, where both sides have 9 s to connect to each other, sends wait instead, and fail with what went wrong.
     ///
     /// # Errors
     /// As [`Qp::modify`].
@@ -374,7 +375,7 @@ impl QpBuilder {
         timeout: u8 => connect.timeout,
         /// Retries after a timeout (default 7).
         retry_cnt: u8 => connect.retry_cnt,
-        /// Retries after "receiver not ready", 7 for ever (default 6).
+        /// Retries after "receiver not ready", 7 for ever (default 6). Not on iWARP: a message without a receive ends the connection.
         rnr_retry: u8 => connect.rnr_retry,
     }
 

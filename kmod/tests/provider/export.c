@@ -6,6 +6,7 @@
 #include <linux/dma-mapping.h>
 #include <linux/fcntl.h>
 #include <linux/module.h>
+#include <linux/pci.h>
 #include <linux/slab.h>
 
 #include "../../src/compat.h"
@@ -18,8 +19,15 @@ struct exported {
 	u64 offset, len;
 };
 
+/* NVIDIA's driver takes every importer for a PCI device, of which it reads the mask and looks for the bridges. */
+static bool is_pci(struct device *dev)
+{
+	return dev_is_pci(dev) && to_pci_dev(dev)->dma_mask == *dev->dma_mask && !pci_upstream_bridge(to_pci_dev(dev));
+}
+
 static int exported_attach(struct dma_buf *dmabuf, struct dma_buf_attachment *attachment)
 {
+	atomic64_add(!is_pci(attachment->dev), &counters.misuse);
 	if (fault(PROVIDER_FAULT_ATTACH))
 		return -fault(PROVIDER_FAULT_ATTACH);
 	if (!attachment->peer2peer)
@@ -188,7 +196,7 @@ void object_moved(struct object *object)
 	struct exported *exported;
 
 	list_for_each_entry(exported, &object->dmabufs, link)
-		dma_buf_move_notify(exported->dmabuf);
+		gdr_dma_buf_moved(exported->dmabuf);
 }
 
 GDR_IMPORT_NS(DMA_BUF);

@@ -46,6 +46,10 @@ static int provider_set_fault(const struct provider_set_fault *args)
 	if (args->which >= PROVIDER_FAULTS)
 		return -EINVAL;
 	atomic_set(&faults[args->which], args->value);
+	if (!fault(PROVIDER_FAULT_COPYING))
+		copy_end();
+	if (!fault(PROVIDER_FAULT_PUT))
+		held_end_kept();
 	return 0;
 }
 
@@ -155,6 +159,8 @@ static int __init provider_init(void)
 static void __exit provider_exit(void)
 {
 	misc_deregister(&provider_device);
+	copy_end();
+	held_end_kept();
 	bar_exit();
 }
 

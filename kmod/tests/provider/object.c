@@ -215,6 +215,7 @@ int object_move(struct object *object, u32 backing)
 	u64 i, count = object->size / CHUNK;
 	struct chunk *chunks;
 	void *bounce;
+	int ret = 0;
 
 	if (backing > PROVIDER_BAR)
 		return -EINVAL;
@@ -228,6 +229,10 @@ int object_move(struct object *object, u32 backing)
 	}
 	mutex_lock(&object->lock);
 	dma_resv_lock(&object->resv, NULL);
+	if (fault(PROVIDER_FAULT_COPYING))
+		ret = copy_begin(&object->resv);
+	if (ret)
+		goto out;
 	/* First nobody must write any more. */
 	object_moved(object);
 	for (i = 0; i < count; i++) {
@@ -241,9 +246,10 @@ int object_move(struct object *object, u32 backing)
 			memcpy(chunks[i].cpu, bounce, CHUNK);
 	}
 	swap(object->chunks, chunks);
+out:
 	dma_resv_unlock(&object->resv);
 	mutex_unlock(&object->lock);
 	kvfree(bounce);
 	chunks_free(chunks, count);
-	return 0;
+	return ret;
 }

@@ -19,6 +19,7 @@ struct held {
 	struct object **objects; /* by page */
 	u64 va, len;
 	bool persistent;
+	bool kept; /* after put_pages: nobody else will */
 	bool table_freed;
 	struct pid *owner;
 	void (*freed)(void *data);
@@ -242,7 +243,7 @@ static int held_new(u64 va, u64 len, struct nvidia_p2p_page_table **table, void 
 	if (fault(PROVIDER_FAULT_GET))
 		return -fault(PROVIDER_FAULT_GET);
 	if (va % CHUNK || len % CHUNK || !len || len > SZ_1G) {
-		atomic64_add(va % CHUNK || len % CHUNK || !len, &counters.misuse);
+		atomic64_add(va % CHUNK || len % CHUNK || !len || len / CHUNK > U32_MAX, &counters.misuse);
 		return -EINVAL;
 	}
 	held = held_alloc(va, len);
@@ -276,6 +277,11 @@ static int held_put(struct nvidia_p2p_page_table *table, u64 va, bool persistent
 
 	mutex_lock(&p2p_lock);
 	held = held_find(&live, table);
+	if (held && fault(PROVIDER_FAULT_PUT)) {
+		held->kept = persistent;
+		mutex_unlock(&p2p_lock);
+		return -fault(PROVIDER_FAULT_PUT);
+	}
 	if (held) {
 		if (held->persistent != persistent || held->va != va)
 			atomic64_inc(&counters.misuse);
@@ -289,7 +295,22 @@ static int held_put(struct nvidia_p2p_page_table *table, u64 va, bool persistent
 		mutex_lock(&p2p_lock);
 	}
 	mutex_unlock(&p2p_lock);
-	return -fault(PROVIDER_FAULT_PUT);
+	return 0;
+}
+
+void held_end_kept(void)
+{
+	struct held *held, *next;
+
+	mutex_lock(&p2p_lock);
+	list_for_each_entry_safe(held, next, &live, link) {
+		if (!held->kept)
+			continue;
+		list_del(&held->link);
+		atomic64_dec(&counters.pins);
+		held_free(held);
+	}
+	mutex_unlock(&p2p_lock);
 }
 
 int nvidia_p2p_get_pages(u64 token, u32 va_space, u64 va, u64 len, struct nvidia_p2p_page_table **table,

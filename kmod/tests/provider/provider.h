@@ -63,9 +63,14 @@ int object_move(struct object *object, u32 backing);
 int range_show(struct object *object, u64 va, u64 offset, u64 len);
 int range_hide(struct object *object, u64 va);
 void range_hide_all(struct object *object);
+void held_end_kept(void);
 
 /* export.c */
 int object_export(struct object *object, u64 offset, u64 len, bool read_only);
 void object_moved(struct object *object);
+
+/* copy.c */
+int copy_begin(struct dma_resv *resv);
+void copy_end(void);
 
 #endif

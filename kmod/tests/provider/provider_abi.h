@@ -53,12 +53,13 @@ enum provider_fault {
 	PROVIDER_FAULT_ENTRIES, /* so many too few */
 	PROVIDER_FAULT_MISALIGNED,
 	PROVIDER_FAULT_NO_TABLE,
-	PROVIDER_FAULT_PUT, /* errno of put_pages */
+	PROVIDER_FAULT_PUT, /* errno of put_pages, which then keeps the pages */
 	PROVIDER_FAULT_DELAY, /* ms before get_pages returns, while a callback may come */
 	PROVIDER_FAULT_ATTACH, /* errno of a dma-buf */
 	PROVIDER_FAULT_MAP, /* errno of a dma-buf */
 	PROVIDER_FAULT_TABLE_ODD, /* a dma-buf's table with pieces of half a page */
 	PROVIDER_FAULT_CACHEABLE, /* the flag of the page table */
+	PROVIDER_FAULT_COPYING, /* moves are not over before this is ended */
 	PROVIDER_FAULTS,
 };
 

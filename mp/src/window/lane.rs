@@ -29,6 +29,8 @@ pub(crate) struct Lane {
     /// The other end of the connection to the own rank; otherwise the same.
     _far: Qp,
     depth: usize,
+    /// Whether an operation has failed.
+    lost: AtomicBool,
     /// Whether a call has returned why the connection is broken.
     told: AtomicBool,
     held: Mutex<Held>,
@@ -91,9 +93,13 @@ impl Lane {
 
     fn make_room(&self, held: &mut Held) {
         while self.qp.poll_send().is_some() {}
-        settle(&mut held.queue);
         // Those of dropped batches, whose places in the queue nobody has taken since.
         while held.queue.pop_back_if(|(request, _)| request.completion.is_taken_back()).is_some() {}
+        // Where one fails, so do all behind it.
+        if held.queue.back().is_some_and(|(last, _)| last.test().is_err()) && self.qp.check().is_err() {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        settle(&mut held.queue);
         held.wrs = held.queue.iter().map(|(_, kept)| kept.wrs).sum();
     }
 
@@ -127,14 +133,27 @@ impl Lane {
         Error::Message { rank: self.link.rank, operation, source }
     }
 
-    fn has_told(&self) -> bool {
-        self.told.load(Ordering::Relaxed)
+    /// Whether something failed, and nobody knows.
+    fn has_to_tell(&self) -> bool {
+        self.lost.load(Ordering::Relaxed) && !self.told.load(Ordering::Relaxed)
+    }
+
+    /// As [`Lane::flush`], but a failure that somebody knows of, or that nothing met with, is none.
+    fn finish(&self, timeout: Duration) -> Result<()> {
+        let flushed = self.qp.wait_all_sends(timeout);
+        self.recycle();
+        match flushed {
+            Err(source) if self.has_to_tell() || matches!(source, gdsync::Error::Deadline { .. }) => {
+                Err(self.tell("flush", source))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether nothing will come of it any more, and there is nothing to tell.
     fn is_over(&self) -> bool {
         self.recycle();
-        self.held.lock().queue.is_empty() && (self.has_told() || self.qp.check().is_ok())
+        self.held.lock().queue.is_empty() && !self.has_to_tell()
     }
 }
 
@@ -153,8 +172,11 @@ impl Lanes {
         let scratch = comm.0.pd.register(&Memory::alloc(8 * ends.len())?, Access::LOCAL_WRITE)?;
         let depth = comm.0.builder.queue_depth();
         let lane = |Ends { rank, qp, far }| {
-            let (told, held) = (AtomicBool::new(false), Mutex::default());
-            Arc::new(Lane { link: comm.0.peers[rank].link.clone(), qp, _far: far, depth, told, held })
+            let ([lost, told], held) = ([false; 2].map(AtomicBool::new), Mutex::default());
+            let link = comm.0.peers[rank].link.clone();
+            let lane = Arc::new(Lane { link, qp, _far: far, depth, lost, told, held });
+            lane.link.accompany(&lane);
+            lane
         };
         let lanes = ends.into_iter().map(lane).collect();
         let lanes = Arc::new(Self { lanes, scratch, flushes: AtomicBool::new(false) });
@@ -204,7 +226,7 @@ impl Communicator {
     /// Waits for the operations of all windows. Returns the first failure that nobody was told of.
     pub(crate) fn flush_lanes(&self, deadline: &Deadline) -> Result<()> {
         let all = self.0.lanes.lock().clone();
-        let lanes = all.iter().flat_map(|lanes| &lanes.lanes).filter(|lane| !lane.has_told());
-        lanes.map(|lane| lane.flush(deadline.remaining())).fold(Ok(()), Result::and)
+        let lanes = all.iter().flat_map(|lanes| &lanes.lanes);
+        lanes.map(|lane| lane.finish(deadline.remaining())).fold(Ok(()), Result::and)
     }
 }

@@ -2,7 +2,7 @@
 # our gdrdrv in a real kernel, over a made-up GPU driver: every request, mappings, owners, frees, dma-bufs, threads
 
 # shellcheck disable=SC2034 # for the runner
-devices=() timeout=1500 memory=3072
+devices=() timeout=3600 memory=3072
 # shellcheck disable=SC2034,SC2054
 qemu_args=(-object memory-backend-memfd,id=bar,size=256M,share=on -device ivshmem-plain,memdev=bar)
 # What the module says when it is made to meet nonsense.
@@ -101,7 +101,7 @@ life() {
 }
 
 guest_run() {
-    export VM_STEP_TIMEOUT=900
+    export VM_STEP_TIMEOUT=2400 # minutes on a machine that does nothing else
     vm_step "the crate" crate_tests
     vm_step "persistent pins" raw_tests gdrdrv::tests::kmod gdr_provider
     vm_step "volatile pins" raw_tests gdrdrv::tests::kmod gdr_provider use_persistent_mapping=0
@@ -109,7 +109,8 @@ guest_run() {
     vm_step "without dma-bufs" raw_tests gdrdrv::tests::kmod::abi gdr_provider dmabuf=0
     vm_step "other drivers" other_drivers
     vm_step "loading and unloading" life
-    vm_step "100,000 pins and mappings in each mode" rounds 50000
+    local each=${KMOD_ROUNDS:-50000}
+    vm_step "$((2 * each)) pins and mappings in each mode" rounds "$each"
     vm_step "a fuzzer" fuzz 30
 }
 

@@ -3,6 +3,8 @@
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use super::rig::{Failing, Machine, Map, Raw, backings, counter};
 use crate::backend::gdrdrv::abi::{self, PinDmaBuf};
@@ -109,6 +111,73 @@ fn moves_and_accesses_meet() {
 }
 
 #[test]
+fn nobody_gets_in_before_the_exporters_copy_is_done() {
+    let Some(_machine) = machine() else { return };
+    let raw = Raw::open();
+    let object = Object::new(SIZE, Backing::Ram).unwrap();
+    let fd = object.export(0, SIZE, false).unwrap();
+    let map = raw.map(pin(&raw, fd.as_raw_fd(), 0, SIZE).unwrap(), SIZE).unwrap();
+    map.store(0, 7);
+    let copying = Failing::new(Fault::Copying, 1);
+    object.move_to(Backing::Ram).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let done = &done;
+        let reader = scope.spawn(move || (map.load(0), done.load(Ordering::SeqCst)));
+        std::thread::sleep(Duration::from_millis(300));
+        done.store(true, Ordering::SeqCst);
+        drop(copying);
+        assert_eq!(reader.join().unwrap(), (7, true));
+    });
+}
+
+/// Pins, maps and moves a dma-buf whose exporter then copies, and waits for that until a signal comes: by an access of this
+/// process, or of the kernel for it.
+fn wait_until_killed(by_kernel: bool) -> bool {
+    let (raw, Ok(object)) = (Raw::open(), Object::new(SIZE, Backing::Ram)) else { return false };
+    let Ok(fd) = object.export(0, SIZE, false) else { return false };
+    let Ok(handle) = pin(&raw, fd.as_raw_fd(), 0, SIZE) else { return false };
+    let Ok(map) = raw.map(handle, SIZE) else { return false };
+    if provider::set_fault(Fault::Copying, 1).is_err() || object.move_to(Backing::Ram).is_err() {
+        return false;
+    }
+    let mut pipe = [0; 2];
+    // SAFETY: a number.
+    unsafe { libc::alarm(1) };
+    // SAFETY: room for two descriptors.
+    if !by_kernel || unsafe { libc::pipe(pipe.as_mut_ptr()) } != 0 {
+        return map.load(0) == 1;
+    }
+    // SAFETY: the kernel reads the byte, or says that it cannot.
+    unsafe { libc::write(pipe[1], map.at(0).cast(), 1) == 1 }
+}
+
+#[test]
+fn who_waits_for_a_copy_can_be_killed() {
+    let Some(_machine) = machine() else { return };
+    for by_kernel in [false, true] {
+        let _copying = Failing::new(Fault::Copying, 0);
+        let (ended, given_up) = (AtomicBool::new(false), AtomicBool::new(false));
+        let end = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let deadline = Instant::now() + Duration::from_secs(30);
+                while !ended.load(Ordering::SeqCst) && Instant::now() < deadline {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                if !ended.load(Ordering::SeqCst) {
+                    given_up.store(true, Ordering::SeqCst);
+                    provider::set_fault(Fault::Copying, 0).expect("the driver's device");
+                }
+            });
+            let end = in_child(|| wait_until_killed(by_kernel));
+            ended.store(true, Ordering::SeqCst);
+            end
+        });
+        assert_eq!((end, given_up.into_inner()), (End::Killed(libc::SIGALRM), false), "{by_kernel}");
+    }
+}
+
+#[test]
 fn bad_arguments_and_exporters_that_refuse() {
     let Some(_machine) = machine() else { return };
     let raw = Raw::open();
@@ -141,6 +210,10 @@ fn bad_arguments_and_exporters_that_refuse() {
     for (fault, value, expected) in [
         (Fault::Attach, libc::ENOMEM, libc::ENOMEM),
         (Fault::Attach, libc::EOPNOTSUPP, libc::EOPNOTSUPP),
+        // The kernel's own numbers are not for programs. NVIDIA's driver says 524 to importers it does not serve.
+        (Fault::Attach, 524, libc::EOPNOTSUPP),
+        (Fault::Attach, 517, libc::EIO),
+        (Fault::Map, 524, libc::EOPNOTSUPP),
         (Fault::Map, libc::EBUSY, libc::EBUSY),
         (Fault::Map, libc::ENOMEM, libc::ENOMEM),
         (Fault::Odd, 1, libc::EIO),

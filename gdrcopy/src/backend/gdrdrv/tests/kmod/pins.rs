@@ -86,6 +86,9 @@ fn bad_ranges_and_flags_are_einval() {
         (u64::MAX, 1),
         (u64::MAX, u64::MAX),
         (va, u64::MAX),
+        // More pages than the driver can count.
+        (va, 1 << 48),
+        (va, 1 << 62),
         (va, u64::MAX - va),
         (u64::MAX - 65_535, 1),
         (va - 1, 1),
@@ -189,6 +192,7 @@ fn what_the_gpu_driver_refuses_is_passed_on_and_leaves_nothing() {
         (Fault::Get, libc::ENODEV, libc::ENODEV),
         // The kernel's own number is not for programs; no errno at all neither.
         (Fault::Get, 524, libc::EOPNOTSUPP),
+        (Fault::Get, 517, libc::EIO),
         (Fault::Get, 99_999, libc::EIO),
         (Fault::Get, -1, libc::EIO),
         (Fault::Version, 0x0003_0000, libc::EFAULT),
@@ -214,7 +218,9 @@ fn what_the_gpu_driver_refuses_is_passed_on_and_leaves_nothing() {
         let _failing = Failing::new(Fault::Version, version);
         raw.unpin(raw.pin(memory.va, SIZE).unwrap()).unwrap();
     }
-    // A driver that complains has the pages back all the same.
+    // It may keep the pages of an unpinned pin.
+    let handle = raw.pin(memory.va, SIZE).unwrap();
     let _failing = Failing::new(Fault::Put, libc::EIO);
-    raw.unpin(raw.pin(memory.va, SIZE).unwrap()).unwrap();
+    raw.unpin(handle).unwrap();
+    memory.free();
 }

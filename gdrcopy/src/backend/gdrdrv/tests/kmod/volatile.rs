@@ -114,6 +114,27 @@ fn memory_freed_while_it_is_being_pinned() {
     assert_eq!(provider::state().unwrap().callbacks, before.callbacks + 1);
 }
 
+/// What the driver calls back with must live until then.
+#[test]
+fn a_driver_that_keeps_pages_calls_back_later() {
+    let Some(_machine) = Machine::with_persistence(false) else { return };
+    let (raw, memory) = (Raw::open(), Memory::new(SIZE));
+    let handle = raw.pin(memory.va, SIZE).unwrap();
+    let before = provider::state().unwrap();
+    let failing = Failing::new(Fault::Put, libc::EIO);
+    raw.unpin(handle).unwrap();
+    assert_eq!(raw.unpin(handle), Err(libc::EINVAL));
+    drop((failing, raw));
+    assert_eq!((counter("pins"), counter("driver_page_tables")), (0, 1));
+    // Others take what room is free.
+    let other = Raw::open();
+    let handles: Vec<_> = (0..200).map(|_| other.pin(memory.va, 1).unwrap()).collect();
+    handles.iter().for_each(|handle| other.unpin(*handle).unwrap());
+    memory.free();
+    assert_eq!(provider::state().unwrap().callbacks, before.callbacks + 1);
+    assert_eq!(counter("driver_page_tables"), 0);
+}
+
 #[test]
 fn frees_and_unpins_meet() {
     let Some(_machine) = Machine::with_persistence(false) else { return };
