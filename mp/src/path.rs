@@ -2,7 +2,9 @@
 //! wire is shared memory, with payload in GPU memory copied from GPU to GPU.
 
 mod host;
+mod measure;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
@@ -11,14 +13,17 @@ use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Pd};
 
 use self::host::Host;
+use self::measure::measure;
 use crate::bootstrap::Exchange;
 use crate::communicator::Registration;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
 /// The variable that decides in place of the program.
 const VARIABLE: &str = "MP_LOCAL";
 
-/// What the messages between ranks of the same host go through. The environment's `MP_LOCAL` overrides it: `soft` or `device`.
+/// What the messages between ranks of the same host go through. The environment's `MP_LOCAL` overrides it: `soft`, `device` or
+/// `measure`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Local {
@@ -28,6 +33,9 @@ pub enum Local {
     Device,
     /// This device.
     Through(Context),
+    /// The software HCA or the device that all other messages go through, whichever is quicker between the first two ranks
+    /// of the host when the communicator is built, if these ask for it.
+    Measured,
 }
 
 impl Local {
@@ -40,10 +48,11 @@ impl Local {
             None | Some("") => Ok(self),
             Some("soft") => Ok(Self::Soft),
             Some("device") => Ok(Self::Device),
+            Some("measure") => Ok(Self::Measured),
             Some(other) => Err(gdsync::Error::InvalidArgument {
                 what: VARIABLE,
                 value: format!("'{other}'"),
-                expected: "soft or device",
+                expected: "soft, device or measure",
             }),
         }
     }
@@ -55,7 +64,7 @@ impl Local {
 pub struct Path {
     device: String,
     wire: String,
-    reason: &'static str,
+    reason: Cow<'static, str>,
     is_near: bool,
 }
 
@@ -72,7 +81,7 @@ impl Path {
 
     /// Why it is this one.
     pub fn reason(&self) -> &str {
-        self.reason
+        &self.reason
     }
 
     /// Whether the device is the one for ranks of the same host, beside that of the communicator.
@@ -126,30 +135,44 @@ impl Planes {
         let refusal = match local {
             Local::Soft if far.is_software() => Some("it is the software HCA already"),
             Local::Device => Some("this rank asked for it (MP_LOCAL, or the builder)"),
-            Local::Soft | Local::Through(_) => None,
+            Local::Soft | Local::Through(_) | Local::Measured => None,
         };
-        let host = Host::here();
-        let mine = Card { wants: refusal.is_none(), host };
-        let cards = bootstrap.allgather(&mine.to_bytes(), timeout)?;
-        let refusals = refusals(bootstrap.rank(), refusal, &mine, &cards)?;
+        let deadline = Deadline::after(timeout);
+        let measures = matches!(local, Local::Measured);
+        let mine = Card { wants: refusal.is_none(), measures, host: Host::here() };
+        let cards = read(&bootstrap.allgather(&mine.to_bytes(), timeout)?)?;
+        let refusals = refusals(bootstrap.rank(), refusal, &mine, &cards);
         let is_needed =
             refusals.iter().enumerate().any(|(rank, why)| why.is_none() && rank != bootstrap.rank());
         let near = match local {
             _ if !is_needed => None,
             Local::Through(context) => Some(Plane::new(context.clone())?),
-            Local::Soft | Local::Device => Some(Plane::new(Context::soft(&SoftHcaConfig::from_env()?)?)?),
+            Local::Soft | Local::Device | Local::Measured => {
+                Some(Plane::new(Context::soft(&SoftHcaConfig::from_env()?)?)?)
+            }
         };
         let far = Plane::new(far.clone())?;
-        let path = |why: &Option<&'static str>| {
-            let (plane, reason) = match (&near, why) {
-                (Some(near), None) => (near, "the rank is on this host"),
-                (None, None) => (&far, "no other rank is on this host"),
-                (_, Some(why)) => (&far, *why),
-            };
-            let (device, wire) = (plane.context.description().to_owned(), plane.context.wire().to_owned());
-            Path { device, wire, reason, is_near: near.is_some() && why.is_none() }
+        let costs = match cards.iter().any(|card| card.measures) {
+            true => {
+                let pair = pair(&refusals, &cards);
+                measure(pair, [near.as_ref(), Some(&far)], bootstrap, deadline.remaining())?
+            }
+            false => None,
         };
-        let paths = refusals.iter().map(path).collect();
+        let path = |why: &Option<&'static str>| {
+            let (plane, reason) = match (&near, why, costs) {
+                (Some(near), None, Some(costs)) if costs.is_near_better() => (near, costs.reason().into()),
+                (Some(_), None, Some(costs)) => (&far, costs.reason().into()),
+                (Some(near), None, None) => (near, "the rank is on this host".into()),
+                (None, None, _) => (&far, "no other rank is on this host".into()),
+                (_, Some(why), _) => (&far, (*why).into()),
+            };
+            let is_near = near.as_ref().is_some_and(|near| std::ptr::eq(plane, near));
+            let (device, wire) = (plane.context.description().to_owned(), plane.context.wire().to_owned());
+            Path { device, wire, reason, is_near }
+        };
+        let paths: Vec<_> = refusals.iter().map(path).collect();
+        let near = near.filter(|_| paths.iter().any(Path::is_near));
         Ok(Self { far, near, paths })
     }
 
@@ -183,36 +206,51 @@ pub(crate) fn register(
 struct Card {
     /// It would use a device of its own for ranks of its host.
     wants: bool,
+    /// It would have it measured.
+    measures: bool,
     host: Host,
 }
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        [&[u8::from(self.wants)], self.host.as_bytes()].concat()
+        [&[u8::from(self.wants), u8::from(self.measures)], self.host.as_bytes()].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (wants, host) = bytes.split_first()?;
-        Some(Self { wants: *wants != 0, host: Host::from_bytes(host) })
+        let ([wants, measures], host) = bytes.split_first_chunk()?;
+        Some(Self { wants: *wants != 0, measures: *measures != 0, host: Host::from_bytes(host) })
     }
 }
 
-/// Both sides of each pair of ranks come to the same answer.
-fn refusals(rank: usize, own: Option<&'static str>, mine: &Card, cards: &[Vec<u8>]) -> Result<Refusals> {
-    let refusal = |(peer, card): (usize, &Vec<u8>)| {
-        let theirs = Card::from_bytes(card).ok_or_else(|| {
+fn read(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
+    let read = |(peer, card): (usize, &Vec<u8>)| {
+        Card::from_bytes(card).ok_or_else(|| {
             let fix = "run the same version everywhere";
             Error::bootstrap(format!("rank {peer}"), "it does not say which host it is on", fix)
-        })?;
+        })
+    };
+    cards.iter().enumerate().map(read).collect()
+}
+
+/// Both sides of each pair of ranks come to the same answer.
+fn refusals(rank: usize, own: Option<&'static str>, mine: &Card, cards: &[Card]) -> Refusals {
+    let refusal = |(peer, theirs): (usize, &Card)| {
         let is_here = peer == rank || theirs.host.shares_memory_with(&mine.host);
-        Ok(match own {
+        match own {
             _ if !is_here => Some("the rank is on another host"),
             Some(why) => Some(why),
             None if !theirs.wants => Some("the rank there asked for it"),
             None => None,
-        })
+        }
     };
     cards.iter().enumerate().map(refusal).collect()
+}
+
+/// The two ranks that measure for this host, if they shall: the same for all ranks that are reached alike.
+fn pair(refusals: &Refusals, cards: &[Card]) -> Option<[usize; 2]> {
+    let mut alike = refusals.iter().enumerate().filter(|(_, why)| why.is_none()).map(|(rank, _)| rank);
+    let pair = [alike.next()?, alike.next()?];
+    pair.iter().all(|&rank| cards[rank].measures).then_some(pair)
 }
 
 #[cfg(test)]
@@ -221,7 +259,11 @@ mod tests {
 
     #[test]
     fn pairs_of_ranks_agree() {
-        let card = |wants, host: &str| Card { wants, host: Host::from_bytes(host.as_bytes()) };
+        let card = |wants, host: &str| Card {
+            wants,
+            measures: host == "a",
+            host: Host::from_bytes(host.as_bytes()),
+        };
         let cards = [
             card(true, "a"),
             card(true, "a"),
@@ -233,17 +275,17 @@ mod tests {
         let bytes: Vec<_> = cards.iter().map(Card::to_bytes).collect();
         let near = |rank: usize, peer: usize| {
             let own = (!cards[rank].wants).then_some("own wish");
-            refusals(rank, own, &cards[rank], &bytes).unwrap()[peer].is_none()
+            refusals(rank, own, &cards[rank], &cards)[peer].is_none()
         };
         for (a, b) in (0..cards.len()).flat_map(|a| (0..cards.len()).map(move |b| (a, b))) {
             assert_eq!(near(a, b), near(b, a), "{a} {b}");
             let expected = a == b && a != 2 || a < 2 && b < 2;
             assert_eq!(near(a, b), expected, "{a} {b}: unknown hosts are different ones");
         }
-        for (at, card) in cards.iter().enumerate() {
-            assert_eq!(Card::from_bytes(&bytes[at]).as_ref(), Some(card));
-        }
-        assert!(refusals(0, None, &cards[0], &[vec![]]).is_err());
+        let pair = |rank: usize| pair(&refusals(rank, None, &cards[rank], &cards), &cards);
+        assert_eq!([0, 1, 3, 4].map(pair), [Some([0, 1]), Some([0, 1]), None, None]);
+        assert_eq!(read(&bytes).unwrap(), cards);
+        assert!(read(&[vec![1]]).is_err());
     }
 
     #[test]
@@ -252,6 +294,7 @@ mod tests {
         assert!(matches!(Local::Device.with(Some(" soft ")), Ok(Local::Soft)));
         assert!(matches!(Local::Device.with(Some("")), Ok(Local::Device)));
         assert!(matches!(Local::Soft.with(None), Ok(Local::Soft)));
+        assert!(matches!(Local::Soft.with(Some("measure")), Ok(Local::Measured)));
         let error = Local::Soft.with(Some("nvlink")).unwrap_err().to_string();
         assert!(
             error.contains("MP_LOCAL") && error.contains("'nvlink'") && error.contains("soft"),

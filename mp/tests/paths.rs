@@ -86,6 +86,20 @@ fn both_ranks_of_a_pair_must_want_it() {
     });
 }
 
+/// Whichever it is, all ranks come to the same answer.
+#[test]
+fn what_is_measured_is_the_same_for_all_ranks() {
+    let builder = Communicator::builder().context(&hca()).local(Local::Measured);
+    job_with("what_is_measured_is_the_same_for_all_ranks", 3, builder, |comm| {
+        let paths: Vec<_> = (0..3).map(|rank| comm.path(rank).unwrap().clone()).collect();
+        assert!(paths.iter().all(|path| path == &paths[0]), "{paths:?}");
+        assert!(paths[0].reason().starts_with("measured, a round trip of 8 bytes"), "{}", paths[0]);
+        let chosen = [u8::from(paths[0].is_near())];
+        assert_eq!(comm.exchange(&chosen, LONG).unwrap(), [chosen; 3]);
+        all_pairs(comm);
+    });
+}
+
 #[test]
 fn one_rank_alone_has_one_device() {
     let (far, near) = (hca(), hca());
@@ -101,7 +115,12 @@ fn the_environment_decides_on_the_path() {
     const NAME: &str = "the_environment_decides_on_the_path";
     if !is_part_of(NAME) {
         let words = "MP_LOCAL, or the builder";
-        for (value, words) in [("device", words), ("", "is on this host"), ("nvlink", "soft or device")] {
+        for (value, words) in [
+            ("device", words),
+            ("", "is on this host"),
+            ("measure", "measured, a round trip"),
+            ("nvlink", "soft, device or measure"),
+        ] {
             let output = myself(NAME).env("MP_LOCAL", value).output().unwrap();
             let text = String::from_utf8_lossy(&output.stdout);
             assert!(output.status.success() && text.contains(words), "{value}: {text}");

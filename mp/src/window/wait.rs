@@ -6,6 +6,8 @@ use gdsync::stream::{Batch, Cond, Stream};
 
 use super::Window;
 use crate::deadline::Deadline;
+#[cfg(doc)]
+use crate::error::Error;
 use crate::error::Result;
 use crate::word::wait_helping;
 
