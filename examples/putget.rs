@@ -1,52 +1,60 @@
-//! One-sided access at the gdsync level: put, get and a remote counter, triggered by a stream; the target does nothing.
+//! One-sided access between two ranks, on streams: a put with a signal, the answer's signal, a get; then a remote counter.
 //!
-//! Two queue pairs of one process talk through the software HCA. `cargo run --example putget`
+//! Started alone it spawns its peer: `cargo run --example putget`
 
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Device, SendWr};
+use gdsync::stream::{Cond, HostStreamConfig, Stream};
+use mp::{Communicator, Rma, Signal};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
-fn main() -> gdsync::Result<()> {
-    let context = Device::find(None)?.open()?;
-    let pd = context.alloc_pd()?;
-    let (origin, target) = (pd.build_qp().build()?, pd.build_qp().build()?);
-    origin.connect(target.address())?;
-    target.connect(origin.address())?;
+/// Where things are in the window of each rank.
+const SIGNAL: usize = 0;
+const COUNTER: usize = 8;
+const TEXT: usize = 64;
 
-    let local = pd.register(&Memory::alloc(64)?, Access::LOCAL_WRITE)?;
-    let window = pd.register(&Memory::alloc(64)?, Access::all())?;
-    local.memory().write(0, b"put, then got back")?;
-
-    // Everything in one submission: put 18 bytes, raise a flag behind them, add to a counter, get the bytes back.
+fn main() -> mp::Result<()> {
+    let comm = Communicator::builder().spawn(2).init()?;
+    let peer = comm.rank() ^ 1;
+    let shared = comm.register(&Memory::alloc(128)?)?;
+    let window = comm.window(&shared, 0..128, PATIENCE)?;
+    let local = comm.register(&Memory::alloc(64)?)?;
     let stream = Stream::host(HostStreamConfig::default())?;
-    let mut batch = Batch::new();
-    batch.sends(
-        &origin,
-        &[
-            SendWr::write(window.remote(0)?, &[local.sge(0, 18)?]),
-            SendWr::write_inline(window.remote(32)?, &1u32.to_le_bytes()),
-            SendWr::fetch_add(window.remote(40)?, 5, local.sge(56, 8)?),
-            SendWr::read(window.remote(0)?, &[local.sge(32, 18)?]),
-        ],
-    )?;
-    let done = batch.wait_all_sends(&origin)?;
-    stream.submit(&mut batch)?;
 
-    // At the target another stream notices the flag. Data written before it on the same queue pair is there then.
-    let flag = window.memory().word32(32)?;
-    let observer = Stream::host(HostStreamConfig { name: "observer".into(), ..HostStreamConfig::default() })?;
-    observer.wait_value32(&flag, 1, Cond::Geq)?;
-    observer.synchronize(PATIENCE)?;
+    if comm.rank() == 0 {
+        // The signal arrives behind the data, and the stream goes on with what the peer made of it. All in stream order.
+        local.memory().write(0, b"put, then got back")?;
+        let put = Rma::put(&local, 0..18, peer, TEXT).with_signal(Signal::set(SIGNAL, 1));
+        // Nobody waits for the put itself: the answer to its signal says more.
+        let _ = window.start_on_stream(&stream, &put)?;
+        window.wait_signal_on_stream(&stream, SIGNAL, 1, Cond::Geq)?;
+        let got = window.iget_on_stream(&stream, &local, 32..50, peer, TEXT)?;
+        comm.wait_on_stream(&stream, &got)?;
+    } else {
+        window.wait_signal_on_stream(&stream, SIGNAL, 1, Cond::Geq)?;
+        let memory = shared.memory().clone();
+        stream.host_fn(move || {
+            let mut text = [0; 18];
+            memory.read(TEXT, &mut text).expect("the text is in the window");
+            memory.write(TEXT, &text.to_ascii_uppercase()).expect("the text is in the window");
+        })?;
+        let answer = window.start_on_stream(&stream, &Rma::signal(peer, Signal::set(SIGNAL, 1)))?;
+        comm.wait_on_stream(&stream, &answer)?;
+    }
     stream.synchronize(PATIENCE)?;
 
-    let mut text = [0; 18];
-    local.memory().read(32, &mut text)?;
-    println!("got back: {}", String::from_utf8_lossy(&text));
-    println!("counter:  {}", window.memory().word64(40)?.load());
-    println!("last:     {:?}", done.status()?);
-    Ok(())
+    // Both count at rank 0, by the CPU; the network adds.
+    let count = window.start(&Rma::fetch_add(5, 0, COUNTER, &local, 56))?;
+    comm.wait(&count, PATIENCE)?;
+    comm.barrier(PATIENCE)?;
+    if comm.rank() == 0 {
+        let mut text = [0; 18];
+        local.memory().read(32, &mut text)?;
+        println!("got back: {}", String::from_utf8_lossy(&text));
+        println!("counter:  {}", window.word64(COUNTER)?.load());
+    }
+    window.destroy(PATIENCE)?;
+    comm.finalize(PATIENCE)
 }

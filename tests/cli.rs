@@ -21,6 +21,10 @@ fn help_and_version_say_what_there_is() {
     for option in ["--rounds", "--timeout", "--json"] {
         assert!(help.contains(option), "{help}");
     }
+    let help = succeeds(tool(&["bench", "mp", "--help"]));
+    for option in ["--sizes", "--modes", "--iters", "--work-us", "--calls", "--timeout", "--json"] {
+        assert!(help.contains(option), "{help}");
+    }
     let help = succeeds(tool(&["bench", "trigger", "--help"]));
     for option in ["--device", "--rounds", "--busy", "--timeout", "--json"] {
         assert!(help.contains(option), "{help}");
@@ -39,6 +43,9 @@ fn bad_arguments_are_named() {
         (&["bench", "hca", "--rounds", "100", "--json", nowhere], nowhere),
         (&["bench", "register", "--bytes", "1"], "--bytes"),
         (&["bench", "register", "--json", nowhere], nowhere),
+        (&["bench", "mp", "--sizes", "0"], "--sizes"),
+        (&["bench", "mp", "--modes", "fast"], "sync-work"),
+        (&["bench", "mp", "--calls", "0", "--sizes", "8", "--json", nowhere], nowhere),
         (&["bench", "stream", "--calls", "99"], "--calls"),
         (&["bench", "stream", "--json", nowhere], nowhere),
         (&["bench", "trigger", "--busy", "0,17"], "--busy"),
@@ -90,6 +97,49 @@ fn the_benchmark_of_the_registration_cache_writes_its_results() {
         assert!(min <= p50 && p50 <= p99, "{row}");
     }
     assert_eq!(rows[0]["ratio"], 1.0);
+}
+
+#[test]
+fn the_benchmark_of_messages_writes_its_results() {
+    let json = Scratch::new("bench-mp");
+    let path = json.path().to_str().unwrap();
+    // More iterations than a window has, and an odd one out.
+    let options = [
+        "bench",
+        "mp",
+        "--sizes",
+        "1,5000",
+        "--iters",
+        "501",
+        "--work-us",
+        "5",
+        "--calls",
+        "3",
+        "--json",
+        path,
+    ];
+    let out = succeeds(tool(&options));
+    assert!(out.contains("Async+Work") && out.contains("0 errors") && out.contains("mp adds ns"), "{out}");
+    let report = json.json();
+    let modes = ["sync", "sync-work", "async", "async-work", "rate"];
+    let asked = [1, 5000].into_iter().flat_map(|bytes| modes.map(|mode| (mode, bytes)));
+    let lines = report["lines"].as_array().unwrap();
+    let got = lines.iter().map(|line| (line["mode"].as_str().unwrap(), line["bytes"].as_u64().unwrap()));
+    assert!(got.eq(asked), "{lines:?}");
+    for line in lines {
+        assert_eq!((&line["errors"], &line["iters"]), (&0.into(), &505.into()));
+        let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&line["us"][name]));
+        assert!(min <= p50 && p50 <= p99, "{line}");
+        // It is work, not a sleep, so it never takes less; half a round trip has one of both ranks'.
+        assert!(!line["mode"].as_str().unwrap().ends_with("work") || min > 4.9, "{line}");
+    }
+    let calls = report["calls"].as_array().unwrap();
+    assert_eq!(calls.len(), 3, "{report}");
+    for call in calls {
+        positive(&call["mp_us"]["p50"]);
+        positive(&call["gdsync_us"]["p50"]);
+        assert!(call["overhead_ns"].is_number(), "{call}");
+    }
 }
 
 #[test]

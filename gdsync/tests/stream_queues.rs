@@ -209,6 +209,49 @@ fn a_dropped_batch_takes_everything_back() {
 }
 
 #[test]
+fn the_cpu_waits_for_all_sends_but_those_only_prepared() {
+    let (a, b) = pair(64, |q| q.max_send_wr(8));
+    let (s, held) = (stream("waited for"), gate());
+    a.qp.wait_all_sends(PATIENCE).unwrap();
+    for n in 0..20 {
+        a.qp.post_send(&[write(&b, 0, &[n]), write(&b, 1, &[n])]).unwrap();
+        a.qp.wait_all_sends(PATIENCE).unwrap();
+        assert_eq!(b.memory().to_vec()[..2], [n; 2]);
+        // What a stream has not got to yet counts, what no stream has does not.
+        held.store(0);
+        s.wait_value32(&held, 1, Cond::Eq).unwrap();
+        let last = s.send(&a.qp, &write(&b, 0, &[n + 1])).unwrap();
+        let prepared = a.qp.prepare_send(&[write(&b, 0, &[255])]).unwrap();
+        let error = a.qp.wait_all_sends(Duration::from_millis(5)).unwrap_err();
+        assert!(matches!(error, Error::Deadline { .. }), "{error}");
+        held.store(1);
+        a.qp.wait_all_sends(PATIENCE).unwrap();
+        assert_eq!(last.status().unwrap().unwrap().wr_id, u64::from(n + 1));
+        let taken_back = prepared.completion();
+        assert!(!taken_back.is_taken_back() && !last.is_taken_back());
+        drop(prepared);
+        assert!(taken_back.is_taken_back() && !last.is_taken_back());
+        assert_eq!(b.memory().to_vec()[0], n + 1);
+        s.synchronize(PATIENCE).unwrap();
+        while a.qp.poll_send().is_some() {}
+    }
+    a.qp.abort().unwrap();
+    a.qp.wait_all_sends(PATIENCE).unwrap();
+}
+
+#[test]
+fn waiting_for_all_sends_tells_what_failed() {
+    let (a, b) = pair(64, |q| q);
+    let gone = b.mr.remote(0).unwrap();
+    let wrong = SendWr::write_inline(gdsync::mlx5::RemoteAddr { rkey: !gone.rkey, ..gone }, &[1]);
+    a.qp.post_send(&[wrong.id(3), SendWr::nop()]).unwrap();
+    for _ in 0..2 {
+        let error = a.qp.wait_all_sends(PATIENCE).unwrap_err();
+        assert!(matches!(&error, Error::Completion(c) if c.wr_id == 3 && !c.is_flush()), "{error}");
+    }
+}
+
+#[test]
 fn one_wait_covers_all_sends() {
     let (a, b) = pair(64, |q| q.max_send_wr(16));
     let s = stream("all");

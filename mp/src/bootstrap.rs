@@ -1,6 +1,8 @@
-//! The exchange of addresses: a star of TCP connections through rank 0, used before any queue exists.
+//! The exchange of addresses, used before any queue exists. [`Exchange`] is what a communicator needs; whoever has ranks
+//! that can talk already, by MPI or a store of their own, implements it for
+//! [`Builder::init_over`](crate::Builder::init_over).
 //!
-//! Every call has a time limit, and the first error is final: the rank that sees it tells the others
+//! [`Bootstrap`] is the one of this crate: a star of TCP connections through rank 0. Every call has a time limit, and the first error is final: the rank that sees it tells the others
 //! through rank 0, and each later call returns it again. The connections stay open after an exchange,
 //! so that [`Bootstrap::check`] sees when a rank is gone. A rank that drops its `Bootstrap` is gone for
 //! the others; call [`Bootstrap::barrier`] first if they are to finish before.
@@ -10,31 +12,50 @@
 mod conn;
 mod frame;
 mod lobby;
+mod meet;
+mod pmi;
 
-use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::fmt;
+use std::net::TcpListener;
 use std::sync::Arc;
-use std::thread::sleep;
 use std::time::Duration;
 
 use conn::{Conn, Failure, Step, drive};
 use frame::{Job, Kind};
+use meet::{Door, FIX_ROOT, Place, dial};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::launch::{Launch, is_loopback};
+use crate::launch::{Launch, Root};
 
 /// Most bytes one rank may contribute to an exchange.
 pub const MAX_PAYLOAD: usize = 64 << 20;
 
-/// Longest wait for one answer to a connection request; a lost packet should not eat the whole limit.
-const DIAL: Duration = Duration::from_secs(5);
+/// Ranks that can exchange a few bytes: addresses and keys, not data.
+///
+/// All ranks make the same calls in the same order.
+pub trait Exchange: fmt::Debug + Send {
+    /// This rank, 0 to `size - 1`.
+    fn rank(&self) -> usize;
 
-/// Longest pause between two connection requests.
-const MAX_PAUSE: Duration = Duration::from_millis(500);
+    /// The number of ranks, at least 1.
+    fn size(&self) -> usize;
 
-const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and port, \
-                        and that no firewall is between";
+    /// Gives every rank the bytes of every rank, in rank order; lengths may differ and be 0.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late: it returns after
+    /// `timeout`, where what is below it can.
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>>;
+
+    /// Returns after every rank has called it.
+    ///
+    /// # Errors
+    /// As [`Exchange::allgather`].
+    fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        self.allgather(&[], timeout).map(drop)
+    }
+}
 
 /// The connections of one rank: rank 0 has one to everybody, the others one to rank 0.
 #[derive(Debug)]
@@ -47,27 +68,37 @@ pub struct Bootstrap {
 }
 
 impl Bootstrap {
-    /// Connects all ranks of the job: rank 0 listens at [`Launch::root`], the others dial until it
-    /// answers. Returns when all ranks are there. A job of one rank opens no socket.
+    /// Connects all ranks of the job: rank 0 listens, the others dial until it answers, at the place that
+    /// [`Launch::root`] says. Returns when all ranks are there. A job of one rank opens no socket.
     ///
     /// Rank 0 listens on all addresses of its host, or on loopback only if `root` is there. Name
     /// resolution is the system's and may exceed `timeout`.
     ///
     /// # Errors
     /// [`Error::Launch`] for a contradictory `launch`, [`Error::Bootstrap`] when rank 0 cannot listen,
-    /// cannot be reached or refuses this rank, or a rank that had connected is gone;
+    /// cannot be reached or refuses this rank, a rank that had connected is gone, or the launcher does not help;
     /// [`Error::Deadline`] names the ranks that are missing (at rank 0).
     pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
-        let job = job_of(launch)?;
+        let mut job = job_of(launch)?;
         let deadline = Deadline::after(timeout);
         if launch.size == 1 {
             return Ok(Self { rank: 0, job, peers: Vec::new(), failed: None });
         }
-        if launch.rank == 0 {
-            return Self::assemble(&listen(&launch.root)?, job, &deadline);
-        }
-        let stream = dial(&launch.root, &deadline)?;
-        let peer = format!("rank 0 ({})", launch.root);
+        let place = match &launch.root {
+            Root::Pmi { host } => {
+                let session = pmi::session(launch.rank, host.as_deref(), &deadline)?;
+                if job.token == 0 {
+                    job.token = session.token;
+                }
+                session.place
+            }
+            root => meet::place(root, launch.rank)?,
+        };
+        let (stream, root) = match place {
+            Place::Here(door) => return Self::assemble(door, job, &deadline),
+            Place::There(root) => dial(&root, &deadline)?,
+        };
+        let peer = format!("rank 0 ({root})");
         let mut conn = Conn::new(stream, peer.clone())
             .map_err(|error| Error::bootstrap_os(peer, "cannot use the socket", error, FIX_ROOT))?;
         conn.max_payload = MAX_PAYLOAD;
@@ -89,11 +120,13 @@ impl Bootstrap {
             let what = format!("rank {} holds the socket of rank 0", launch.rank);
             return Err(Error::launch(what, "call Bootstrap::connect in all ranks but 0"));
         }
-        Self::assemble(&listener, job, &Deadline::after(timeout))
+        Self::assemble(Door::new(listener), job, &Deadline::after(timeout))
     }
 
-    fn assemble(listener: &TcpListener, job: Job, deadline: &Deadline) -> Result<Self> {
-        let peers = lobby::assemble(listener, job, deadline)?;
+    fn assemble(door: Door, job: Job, deadline: &Deadline) -> Result<Self> {
+        let peers = lobby::assemble(&door.listener, job, deadline)?;
+        // Before anybody is let in: who comes back for the next exchange must not knock here.
+        drop(door);
         let mut bootstrap = Self { rank: 0, job, peers, failed: None };
         let welcome = job.frame(Kind::Welcome, 0, &[]);
         bootstrap.guarded(|this| this.send_to_all(&welcome, Kind::Welcome, deadline))?;
@@ -252,6 +285,24 @@ impl Bootstrap {
     }
 }
 
+impl Exchange for Bootstrap {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.allgather(bytes, timeout)
+    }
+
+    fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        self.barrier(timeout)
+    }
+}
+
 fn job_of(launch: &Launch) -> Result<Job> {
     launch.check("rank", "size")?;
     let size = u32::try_from(launch.size).expect("checked to be at most 65536");
@@ -262,60 +313,4 @@ fn job_of(launch: &Launch) -> Result<Job> {
 fn announce(peers: &mut [Conn], job: &Job, failure: &Failure) {
     let frame = job.frame(Kind::Failed, failure.rank, failure.reason().as_bytes());
     peers.iter_mut().for_each(|conn| conn.farewell(frame.clone()));
-}
-
-fn listen(root: &str) -> Result<TcpListener> {
-    let (host, port) = split(root)?;
-    let bound = if is_loopback(host) {
-        TcpListener::bind(root)
-    } else if host.parse::<Ipv4Addr>().is_ok() {
-        TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))
-    } else {
-        // Not the addresses of the name: many hosts list their own name as 127.0.1.1.
-        let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)), (Ipv4Addr::UNSPECIFIED, port).into()];
-        TcpListener::bind(&any[..])
-    };
-    bound.map_err(|error| {
-        let fix = "stop what uses the port, or set MASTER_PORT to a free one for all ranks";
-        Error::bootstrap_os(root, "rank 0 cannot listen", error, fix)
-    })
-}
-
-fn split(root: &str) -> Result<(&str, u16)> {
-    let parts = root.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
-    parts.ok_or_else(|| Error::launch(format!("the root is '{root}'"), "write it as host:port"))
-}
-
-fn dial(root: &str, deadline: &Deadline) -> Result<TcpStream> {
-    split(root)?;
-    let mut pause = Duration::from_millis(10);
-    loop {
-        let error = match try_dial(root, deadline) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => error,
-        };
-        if deadline.is_over() {
-            let what = format!("rank 0 could not be reached for {:?}", deadline.limit());
-            return Err(Error::bootstrap_os(root, what, error, FIX_ROOT));
-        }
-        sleep(pause.min(deadline.remaining()));
-        pause = MAX_PAUSE.min(pause * 2);
-    }
-}
-
-fn try_dial(root: &str, deadline: &Deadline) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in root.to_socket_addrs()? {
-        // At least a moment: a limit of zero is an error of its own.
-        let limit = deadline.remaining().clamp(Duration::from_millis(1), DIAL);
-        match TcpStream::connect_timeout(&address, limit) {
-            // Without a listener, a socket that dials a port of its own range can reach itself.
-            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
-                last = io::ErrorKind::ConnectionRefused.into();
-            }
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
 }

@@ -7,13 +7,14 @@ use gdsync::cuda::Gpu;
 use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::{Bootstrap, Exchange};
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
+use crate::path::{Local, Planes};
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
 use crate::watch::Watch;
@@ -31,6 +32,7 @@ pub struct Builder {
     gpu: Option<Gpu>,
     on_gpu: OnGpu,
     cache: CacheConfig,
+    local: Local,
 }
 
 impl Default for Builder {
@@ -45,6 +47,7 @@ impl Default for Builder {
             gpu: None,
             on_gpu: OnGpu::empty(),
             cache: CacheConfig::default(),
+            local: Local::Soft,
         }
     }
 }
@@ -100,6 +103,13 @@ impl Builder {
         self
     }
 
+    /// What the messages between ranks of the same host go through (default [`Local::Soft`]): where the other messages go
+    /// through an RDMA device, a software HCA beside it. `MP_LOCAL` in the environment overrides it.
+    pub fn local(mut self, local: Local) -> Self {
+        self.local = local;
+        self
+    }
+
     /// What the registration cache keeps (default see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
     pub fn cache(mut self, config: CacheConfig) -> Self {
         self.cache = config;
@@ -111,9 +121,32 @@ impl Builder {
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
     /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
-    /// `MP_REG_CACHE` that means nothing.
+    /// `MP_REG_CACHE` or `MP_LOCAL` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
+        let settings = self.check()?;
+        let (bootstrap, children) = self.join()?;
+        self.finish(Box::new(bootstrap), children, settings, deadline)
+    }
+
+    /// As [`Builder::init`], but the ranks are those of `exchange`, and no launcher is asked: for ranks that can talk to
+    /// each other already.
+    ///
+    /// # Errors
+    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no sense.
+    pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
+        let deadline = Deadline::after(self.timeout);
+        let settings = self.check()?;
+        let (rank, size) = (exchange.rank(), exchange.size());
+        if rank >= size {
+            let what = format!("the exchange says that this is rank {rank} of {size}");
+            return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
+        }
+        self.finish(Box::new(exchange), None, settings, deadline)
+    }
+
+    /// Before anybody is waited for.
+    fn check(&self) -> Result<(Cache, Local)> {
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
                 what: "what of the queues is on the GPU",
@@ -121,13 +154,7 @@ impl Builder {
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
-        let cache = Cache::new(self.cache.clone().in_environment()?);
-        let (bootstrap, children) = self.join()?;
-        let context = match &self.context {
-            Some(context) => context.clone(),
-            None => Device::find(None)?.open()?,
-        };
-        self.finish(bootstrap, children, context, cache, deadline)
+        Ok((Cache::new(self.cache.clone().in_environment()?), self.local.clone().in_environment()?))
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -142,35 +169,48 @@ impl Builder {
 
     fn finish(
         self,
-        mut bootstrap: Bootstrap,
+        mut bootstrap: Box<dyn Exchange>,
         children: Option<Children>,
-        context: Context,
-        cache: Cache,
+        (cache, local): (Cache, Local),
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let pd = context.alloc_pd()?;
-        let build = || self.queue_pair(&pd);
-        let (links, credits) = connect(&pd, &mut bootstrap, self.depth, build, deadline.remaining())?;
+        let context = match &self.context {
+            Some(context) => context.clone(),
+            None => Device::find(None)?.open()?,
+        };
+        let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
+        let build = |pd: &Pd| self.queue_pair(pd);
+        let (links, credits) = connect(&planes, &mut *bootstrap, self.depth, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
-        let watch = self.watch.then(|| Watch::start(peers.clone())).transpose();
+        let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
+        let watch = self.watch.then(|| Watch::start(peers.clone(), lanes.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
             rank: bootstrap.rank(),
             context,
-            pd,
+            pd: planes.far.pd,
+            near: planes.near,
+            paths: planes.paths,
             cache,
             _watch: watch,
             peers,
             _credits: credits,
             bootstrap: Mutex::new(bootstrap),
             children: Mutex::new(children),
+            builder: self,
+            lanes,
         })))
     }
 
-    fn queue_pair(&self, pd: &Pd) -> QpBuilder {
+    pub(crate) fn queue_depth(&self) -> usize {
+        self.depth
+    }
+
+    /// A queue pair to build, as was asked for.
+    pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
         // A receive that is late is waited for: the deadlines of waits end what never comes.
         let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
         let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);

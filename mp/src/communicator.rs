@@ -8,16 +8,18 @@ use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Exchange;
 use crate::builder::Builder;
 use crate::cache::Cache;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::link::Link;
+use crate::path::{self, Path, Plane};
 use crate::peer::{Peer, Piece, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
 use crate::watch::Watch;
+use crate::window::Lanes;
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 #[derive(Clone, Debug)]
@@ -28,19 +30,37 @@ pub(crate) struct Inner {
     pub(crate) rank: usize,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
+    /// The device for ranks of the same host, if messages with any go through it.
+    pub(crate) near: Option<Plane>,
+    pub(crate) paths: Vec<Path>,
     pub(crate) cache: Cache,
     /// Ends before the words go that the peers write.
     pub(crate) _watch: Option<Watch>,
     pub(crate) peers: Arc<[Peer]>,
     /// The words that the peers write.
-    pub(crate) _credits: Mr,
-    pub(crate) bootstrap: Mutex<Bootstrap>,
+    pub(crate) _credits: Registration,
+    pub(crate) bootstrap: Mutex<Box<dyn Exchange>>,
     pub(crate) children: Mutex<Option<Children>>,
+    /// As it was built.
+    pub(crate) builder: Builder,
+    /// The connections of windows, also of dropped ones while something of them is under way.
+    pub(crate) lanes: Arc<Mutex<Vec<Arc<Lanes>>>>,
+}
+
+impl Inner {
+    /// Registers memory with all devices that messages go through.
+    pub(crate) fn register(&self, memory: &Memory, access: Access) -> gdsync::Result<Registration> {
+        path::register(&self.pd, self.near.as_ref(), memory, access)
+    }
 }
 
 /// Memory that messages can be sent from and received into. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Registration(pub(crate) Mr);
+pub struct Registration(
+    pub(crate) Mr,
+    /// With the device for ranks of the same host, if there is one.
+    pub(crate) Option<Mr>,
+);
 
 impl Registration {
     /// A part of the memory, which is registered as long as this is. Ranges count from its start.
@@ -48,12 +68,18 @@ impl Registration {
     /// # Errors
     /// [`gdsync::Error::OutOfBounds`] when the part does not lie inside.
     pub fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
-        self.0.slice(offset, len).map(Self)
+        let near = self.1.as_ref().map(|near| near.slice(offset, len)).transpose()?;
+        Ok(Self(self.0.slice(offset, len)?, near))
     }
 
     /// Whether nothing else keeps the memory registered.
     pub(crate) fn is_only(&self) -> bool {
-        self.0.is_only()
+        self.0.is_only() && self.1.as_ref().is_none_or(Mr::is_only)
+    }
+
+    /// The registration with the device for ranks of the same host, or with the other one.
+    pub(crate) fn on(&self, near: bool) -> &Mr {
+        self.1.as_ref().filter(|_| near).unwrap_or(&self.0)
     }
 
     /// The memory.
@@ -86,9 +112,18 @@ impl Communicator {
         self.0.peers.len()
     }
 
-    /// The device messages travel through.
+    /// The device messages travel through; those between ranks of the same host may have another one: see
+    /// [`Communicator::path`].
     pub fn context(&self) -> &Context {
         &self.0.context
+    }
+
+    /// What the messages with a rank go through, and why.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn path(&self, rank: usize) -> Result<&Path> {
+        self.0.paths.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
     }
 
     /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone.
@@ -96,7 +131,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Device`].
     pub fn register(&self, memory: &Memory) -> Result<Registration> {
-        Ok(Registration(self.0.pd.register(memory, Access::all())?))
+        Ok(self.0.register(memory, Access::all())?)
     }
 
     pub(crate) fn peer(&self, rank: usize) -> Result<&Peer> {
@@ -153,7 +188,10 @@ impl Communicator {
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait(timeout)?;
-        self.peer(request.rank())?.recycle();
+        match &request.lane {
+            Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
+            None => self.peer(request.rank())?.recycle(),
+        }
         Ok(status)
     }
 
@@ -174,6 +212,7 @@ impl Communicator {
     /// needed by threads that neither wait nor send for long.
     pub fn progress(&self) {
         self.0.peers.iter().for_each(Peer::recycle);
+        Lanes::recycle(&mut self.0.lanes.lock());
     }
 
     /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
@@ -200,7 +239,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device.
+    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device: see
+    /// [`Collectives::barrier`](crate::collective::Collectives::barrier) for that.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
@@ -221,16 +261,35 @@ impl Communicator {
         self.0.children.lock().as_ref()?.pid(rank)
     }
 
-    /// Waits for all ranks, then for the processes that [`Builder::spawn`] started.
+    /// Waits for what is under way in windows, for all ranks, then for the processes that [`Builder::spawn`] started.
     ///
     /// # Errors
-    /// As [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
+    /// [`Error::Message`] for an operation on a window that failed, if no call on that window has told before; as
+    /// [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        self.barrier(timeout)?;
+        let flushed = self.flush_lanes(&deadline);
+        // The others need not wait for a rank that this one cannot reach.
+        let met = self.barrier(deadline.remaining());
+        flushed.and(met)?;
         match self.0.children.lock().take() {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),
         }
+    }
+}
+
+/// The ranks of one communicator make another.
+impl Exchange for Communicator {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.exchange(bytes, timeout)
     }
 }

@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::{Access, Mr, Pd, Qp, QpAddress, QpBuilder};
+use gdsync::verbs::{Access, Pd, Qp, QpAddress, QpBuilder};
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Exchange;
+use crate::communicator::Registration;
 use crate::credit::{self, Credits, Way};
 use crate::error::{Error, Result};
 use crate::link::Link;
+use crate::path::{self, Planes};
 
 /// The queue pairs of one rank at this one.
 struct Ends {
@@ -50,18 +52,20 @@ impl Card {
 /// Makes queue pairs for `depth` messages to each rank by `build` and connects them with those of the other ranks. The region
 /// must live as long as the links: it has the words that the others write.
 pub(crate) fn connect(
-    pd: &Pd,
-    bootstrap: &mut Bootstrap,
+    planes: &Planes,
+    bootstrap: &mut dyn Exchange,
     depth: usize,
-    build: impl Fn() -> QpBuilder,
+    build: impl Fn(&Pd) -> QpBuilder,
     timeout: Duration,
-) -> Result<(Vec<Link>, Mr)> {
+) -> Result<(Vec<Link>, Registration)> {
     let (rank, size) = (bootstrap.rank(), bootstrap.size());
-    let table = pd.register(&credit::table(size)?, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+    let table = path::register(&planes.far.pd, planes.near.as_ref(), &credit::table(size)?, access)?;
     let ends = (0..size)
         .map(|peer| {
-            let send = build().build()?;
-            let recv = if peer == rank { build().build()? } else { send.clone() };
+            let pd = planes.pd(peer);
+            let send = build(pd).build()?;
+            let recv = if peer == rank { build(pd).build()? } else { send.clone() };
             // Four seconds: a rank that is only slow must not be given up.
             let credits =
                 pd.build_qp().max_send_wr(depth).max_recv_wr(1).max_inline(4).timeout(17).build()?;
@@ -70,11 +74,15 @@ pub(crate) fn connect(
         .collect::<Result<Vec<_>>>()?;
     let mut cards = Vec::with_capacity(size * Card::BYTES);
     for (peer, ends) in ends.iter().enumerate() {
-        let word = table.remote(credit::place(peer))?;
+        let word = table.on(planes.is_near(peer)).remote(credit::place(peer))?;
         let card = Card { messages: ends.send.address(), credits: ends.credits.address(), word };
         cards.extend(card.to_bytes());
     }
     let cards = bootstrap.allgather(&cards, timeout)?;
+    if cards.len() != size {
+        let what = format!("gave the bytes of {} ranks, not of {size}", cards.len());
+        return Err(Error::bootstrap("the exchange", what, "let allgather return a part of every rank"));
+    }
     let links = ends.into_iter().zip(&cards).enumerate().map(|(peer, (ends, theirs))| {
         let (theirs, rest) = theirs.as_chunks::<{ Card::BYTES }>();
         let theirs = theirs.get(rank).filter(|_| theirs.len() == size && rest.is_empty());
@@ -94,7 +102,8 @@ pub(crate) fn connect(
             Way::Remote { qp: ends.credits, word: theirs.word }
         };
         let word = table.memory().word32(credit::place(peer))?;
-        Ok(Link::new(peer, ends.send, ends.recv, depth, Credits::new(word, way)))
+        let credits = Credits::new(word, way);
+        Ok(Link::new(peer, planes.is_near(peer), ends.send, ends.recv, depth, credits))
     });
     Ok((links.collect::<Result<_>>()?, table))
 }

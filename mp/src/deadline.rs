@@ -20,6 +20,10 @@ impl Deadline {
         self.limit
     }
 
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
     pub(crate) fn remaining(&self) -> Duration {
         self.limit.saturating_sub(self.start.elapsed())
     }

@@ -66,6 +66,22 @@ pub enum Error {
         /// Ranks there are.
         size: usize,
     },
+    /// An access would leave the window of a rank.
+    #[error(
+        "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
+    )]
+    OutsideWindow {
+        /// The rank whose window it is.
+        rank: usize,
+        /// What was tried.
+        operation: &'static str,
+        /// First byte of the access.
+        offset: usize,
+        /// Its length.
+        len: usize,
+        /// Bytes of the window.
+        size: usize,
+    },
     /// A message to or from a rank failed.
     #[error("{operation} with rank {rank}: {source}")]
     Message {
@@ -75,6 +91,18 @@ pub enum Error {
         operation: &'static str,
         /// What went wrong.
         source: gdsync::Error,
+    },
+    /// A rank took part in a collective otherwise than this one.
+    #[error(
+        "{operation} with rank {rank}: {what}; let all ranks call the same collectives with the same sizes, in one order"
+    )]
+    Collective {
+        /// The collective of this rank.
+        operation: &'static str,
+        /// The rank at the other end.
+        rank: usize,
+        /// What is wrong.
+        what: String,
     },
     /// The layer below failed.
     #[error(transparent)]

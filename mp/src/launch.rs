@@ -9,17 +9,28 @@
 //!
 //! The first row that applies wins. An empty variable counts as unset.
 //!
-//! Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`. Without `MASTER_ADDR`, that is 127.0.0.1 when all ranks
-//! are on this host, and the first node of the step under srun (with `--distribution=arbitrary` rank 0
-//! may be elsewhere: set it then). Without `MASTER_PORT` it is 29500 for the first row, as in torchrun,
+//! Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`. Where these are not set:
+//!
+//! - **MPICH, Intel MPI** (`PMI_FD`): rank 0 takes a free port and says so through the launcher's PMI, version 1, also to
+//!   other hosts, which dial `MASTER_ADDR` or the name by which the launcher knows its host. A process can speak PMI
+//!   once: later communicators use the same port, and MPI can no longer be initialized after it. Where an MPI library is
+//!   loaded, PMI is its own: boot over MPI then ([`Builder::init_over`](crate::Builder::init_over)), or set both variables.
+//! - **Open MPI** on one host: rank 0 takes a free port and writes it to a file in the job's folder
+//!   (`PMIX_SERVER_TMPDIR`). Several hosts need `MASTER_ADDR` (`mpirun -x MASTER_ADDR=HOST`): only a PMIx library could
+//!   tell where rank 0 is.
+//! - **srun**: the first node of the step (with `--distribution=arbitrary` rank 0 may be elsewhere: set `MASTER_ADDR` then).
+//! - else 127.0.0.1 when all ranks are on this host.
+//!
+//! Without `MASTER_PORT` the port is 29500 for the first row, as in torchrun,
 //! and otherwise 20000 + FNV-1a-64(job id) mod 10000, which is below the ports Linux hands out itself.
 //! torchrun keeps `MASTER_PORT` for its own store (`TORCHELASTIC_USE_AGENT_STORE=True`); then the same
 //! formula over the run id and that port gives another one.
 //!
 //! `GDSYNC_JOB_TOKEN` (64-bit decimal) keeps jobs apart that share a port; it defaults to the hash of
-//! the job id, or 0.
+//! the job id (for PMI that of its key-value space), or 0.
 
 use std::num::NonZeroU16;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
@@ -56,12 +67,27 @@ pub struct Launch {
     pub local_rank: usize,
     /// Processes on this host, if known.
     pub local_size: Option<usize>,
-    /// Where rank 0 listens, as `host:port`; an IPv6 address is in brackets.
-    pub root: String,
+    /// Where the ranks find rank 0.
+    pub root: Root,
     /// Equal in all ranks of the job, different in others; 0 if unknown.
     pub token: u64,
     /// Who started this process.
     pub launcher: Launcher,
+}
+
+/// Where the ranks find rank 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Root {
+    /// It listens at this `host:port`; an IPv6 address is in brackets.
+    At(String),
+    /// It takes a free port and tells the others through the launcher's PMI.
+    Pmi {
+        /// The name or address of its own host that rank 0 gives to the others; without one, what the system calls it.
+        host: Option<String>,
+    },
+    /// It takes a free port of loopback and writes it to this file, of which there is one for each job.
+    File(PathBuf),
 }
 
 /// The variables of one kind of launcher.
@@ -144,7 +170,15 @@ impl Launch {
     /// As [`Launch::detect`].
     pub fn from_vars(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let vars = Vars(get);
-        let Some(family) = FAMILIES.iter().find(|family| family.applies(&vars)) else { return Ok(None) };
+        let Some(family) = FAMILIES.iter().find(|family| family.applies(&vars)) else {
+            return match vars.text("PMI_PORT") {
+                Some(port) => Err(Error::launch(
+                    format!("PMI_PORT is '{port}', but no variable tells the rank of this process"),
+                    "start the program without the option -pmi-port of mpiexec",
+                )),
+                None => Ok(None),
+            };
+        };
         let rank = vars.required(family.rank, family.size)?;
         let size = vars.required(family.size, family.rank)?;
         let local_size = match family.launcher {
@@ -154,18 +188,16 @@ impl Launch {
             _ => vars.first_number(family.local_size)?,
         };
         let job = vars.joined(family.job);
-        let host = vars.root_host(family.launcher, size, local_size)?;
+        let (root, all_here) = vars.root(family.launcher, size, local_size, job.as_deref())?;
         let local_rank = match vars.first_number(family.local_rank)? {
             Some(local_rank) => local_rank,
-            None if is_loopback(&host) => rank,
+            None if all_here => rank,
             None => 0,
         };
-        let port = vars.root_port(family.launcher, job.as_deref())?;
         let token = match vars.number("GDSYNC_JOB_TOKEN")? {
             Some(token) => token,
             None => job.map_or(0, |job| hash(&job)),
         };
-        let root = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
         let launch = Self { rank, size, local_rank, local_size, root, token, launcher: family.launcher };
         launch.check(family.rank, family.size)?;
         Ok(Some(launch))
@@ -232,6 +264,37 @@ impl Vars<'_> {
         (!set.is_empty()).then(|| set.join("."))
     }
 
+    /// Where rank 0 is, and whether that is this host.
+    fn root(
+        &self,
+        launcher: Launcher,
+        size: usize,
+        local_size: Option<usize>,
+        job: Option<&str>,
+    ) -> Result<(Root, bool)> {
+        let (given, port) = (self.text("MASTER_ADDR"), self.text("MASTER_PORT"));
+        let here = size == 1 || local_size == Some(size);
+        if launcher == Launcher::Pmi && port.is_none() && self.text("PMI_FD").is_some() {
+            let host = match given.is_some() || here {
+                true => Some(self.root_host(launcher, size, local_size)?),
+                false => self.text("MPIR_CVAR_CH3_INTERFACE_HOSTNAME"),
+            };
+            return Ok((Root::Pmi { host }, here));
+        }
+        if let (Launcher::OpenMpi, None, None, true) = (launcher, &given, &port, here)
+            && let (Some(folder), Some(job)) = (self.text("PMIX_SERVER_TMPDIR"), job)
+        {
+            // The key of the job's transports is random, the name of the job is not.
+            let key = self.text("OMPI_MCA_orte_precondition_transports").unwrap_or_default();
+            let name = format!("gdsync-{:016x}", hash(&format!("{job}:{key}")));
+            return Ok((Root::File(Path::new(&folder).join(name)), here));
+        }
+        let host = self.root_host(launcher, size, local_size)?;
+        let port = self.root_port(launcher, job)?;
+        let root = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        Ok((Root::At(root), is_loopback(&host)))
+    }
+
     fn root_host(&self, launcher: Launcher, size: usize, local_size: Option<usize>) -> Result<String> {
         const FIX: &str = "set MASTER_ADDR to the host name or address of rank 0, alike for all ranks \
                            (mpirun -x MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST)";
@@ -281,7 +344,7 @@ impl Vars<'_> {
 }
 
 /// FNV-1a, 64 bits: short, and the same in every build and on every host.
-fn hash(text: &str) -> u64 {
+pub(crate) fn hash(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, byte| (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 

@@ -22,6 +22,40 @@
 //! # }
 //! ```
 //!
+//! # One-sided operations
+//!
+//! Ranks write and read each other's [`Window`]s by themselves. A [`Signal`] behind a put tells the target, whose CPU or
+//! stream waits for it:
+//!
+//! ```no_run
+//! # use std::time::Duration;
+//! # use gdsync::stream::{Cond, Stream};
+//! # use mp::{Communicator, Registration, Rma, Signal};
+//! # fn step(comm: &Communicator, buffer: &Registration, stream: &Stream, peer: usize) -> mp::Result<()> {
+//! let window = comm.window(buffer, 0..2048, Duration::from_secs(1))?; // by all ranks
+//! let put = Rma::put(buffer, 2048..4000, peer, 64).with_signal(Signal::set(0, 1));
+//! let put = window.start_on_stream(stream, &put)?; // leaves when the stream gets there
+//! window.wait_signal_on_stream(stream, 0, 1, Cond::Geq)?; // the stream goes on when the peer's put is in
+//! comm.wait_on_stream(stream, &put)?; // and when the buffer may be written again
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | LibMP | here |
+//! |---|---|
+//! | `mp_window_create`, `mp_window_destroy` | [`Communicator::window`], [`Window::destroy`] or dropping it |
+//! | `mp_iput`, `mp_iget` | [`Window::iput`], [`Window::iget`]; pieces by [`Rma::putv`], [`Rma::getv`] |
+//! | `MP_PUT_INLINE` | [`Rma::put_bytes`] |
+//! | `MP_PUT_NOWAIT` | [`Window::put`], and of any operation dropping its request; [`Window::flush`] |
+//! | `mp_iput_on_stream`, `mp_iget_on_stream` | [`Window::iput_on_stream`], [`Window::iget_on_stream`] |
+//! | `mp_put_prepare`, `mp_iput_post_on_stream` | [`Window::start_in_batch`], [`Stream::submit`](gdsync::stream::Stream::submit) |
+//! | `mp_iput_post_all_on_stream` | the same, with all in one batch |
+//! | `mp_wait32` | [`wait_value32`], [`wait_value64`]; [`Window::wait_signal`] |
+//! | `mp_wait32_on_stream`, `mp_wait_dword_*_on_stream` | [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32), [`Window::wait_signal_on_stream`] |
+//! | none | [`Rma::with_signal`], [`Rma::fetch_add`], [`Rma::accumulate`], [`Rma::compare_swap`] |
+//!
+//! # Messages
+//!
 //! Messages between two ranks arrive in the order they were sent; there are no tags. What a stream sends waits until the
 //! receive is posted; where the CPU sends, the device pauses and tries again.
 //!
@@ -31,6 +65,7 @@
 pub mod bootstrap;
 mod builder;
 pub mod cache;
+pub mod collective;
 mod communicator;
 mod connect;
 mod credit;
@@ -39,14 +74,20 @@ pub mod error;
 pub mod launch;
 mod link;
 mod on_stream;
+mod path;
 mod peer;
 mod request;
 pub mod spawn;
 mod watch;
+mod window;
+mod word;
 
 pub use builder::Builder;
 pub use communicator::{Communicator, Registration};
 pub use error::{Error, Result};
 pub use on_stream::PreparedMessage;
+pub use path::{Local, Path};
 pub use peer::Piece;
 pub use request::{Request, Status};
+pub use window::{MAX_INLINE, Rma, Signal, Window};
+pub use word::{wait_value32, wait_value64};

@@ -1,12 +1,15 @@
 //! The connection to one rank: the queue pair of the messages, the credits beside it, and whether the rank is there.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::stream::{Batch, Cond, PreparedSend};
 use gdsync::verbs::{Completion, Qp, SendWr, Sge};
+use parking_lot::Mutex;
 
 use crate::credit::Credits;
+use crate::window::Lane;
 
 /// How long a rank may be silent before a wait asks whether it is there.
 pub(crate) const SILENCE: Duration = Duration::from_millis(250);
@@ -15,17 +18,22 @@ pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) rank: usize,
+    /// Through the device for ranks of the same host.
+    pub(crate) near: bool,
     pub(crate) send: Qp,
     pub(crate) recv: Qp,
     /// Messages that can be under way in each direction.
     pub(crate) depth: usize,
     pub(crate) credits: Credits,
     ended: AtomicBool,
+    /// The connections of windows to the same rank.
+    lanes: Mutex<Vec<Weak<Lane>>>,
 }
 
 impl Link {
-    pub(crate) fn new(rank: usize, send: Qp, recv: Qp, depth: usize, credits: Credits) -> Self {
-        Self { rank, send, recv, depth, credits, ended: AtomicBool::new(false) }
+    pub(crate) fn new(rank: usize, near: bool, send: Qp, recv: Qp, depth: usize, credits: Credits) -> Self {
+        let (ended, lanes) = (AtomicBool::new(false), Mutex::default());
+        Self { rank, near, send, recv, depth, credits, ended, lanes }
     }
 
     /// Whether the rank can be reached, as far as is known.
@@ -58,6 +66,19 @@ impl Link {
         }
     }
 
+    /// Ends a window's connection when this one does.
+    pub(crate) fn accompany(&self, lane: &Arc<Lane>) {
+        let mut lanes = self.lanes.lock();
+        lanes.retain(|lane| lane.strong_count() > 0);
+        lanes.push(Arc::downgrade(lane));
+        drop(lanes);
+        if self.ended.load(Ordering::Relaxed)
+            && let Err(error) = self.check()
+        {
+            lane.qp.stop(&error);
+        }
+    }
+
     /// Ends the connection: all that is under way ends with this error, unless it has one of its own.
     pub(crate) fn fail(&self, error: &gdsync::Error) {
         if self.ended.swap(true, Ordering::Relaxed) {
@@ -66,5 +87,7 @@ impl Link {
         self.send.stop(error);
         self.recv.stop(error);
         self.credits.end(error);
+        let lanes = self.lanes.lock().clone();
+        lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.qp.stop(error));
     }
 }

@@ -51,12 +51,21 @@ impl Peer {
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
         match pieces {
-            [piece] => self.hold(way, operation, pieces, &[sge(piece)?], post),
+            [piece] => self.hold(way, operation, pieces, &[self.sge(piece)?], post),
             _ => {
-                let sges = pieces.iter().map(sge).collect::<Result<Vec<_>>>()?;
+                let sges = pieces.iter().map(|piece| self.sge(piece)).collect::<Result<Vec<_>>>()?;
                 self.hold(way, operation, pieces, &sges, post)
             }
         }
+    }
+
+    fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
+        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
+            what: "the range of the buffer",
+            value: format!("{range:?}"),
+            expected: "one that does not end before it starts",
+        })?;
+        Ok(buffer.on(self.link.near).sge(range.start, bytes)?)
     }
 
     fn hold<T>(
@@ -85,7 +94,7 @@ impl Peer {
         let (completion, posted) = posted.map_err(failed)?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
         let kept = Arc::new(OnceLock::new());
-        let request = Request { link: self.link.clone(), operation, completion, bytes, kept };
+        let request = Request { link: self.link.clone(), lane: None, operation, completion, bytes, kept };
         let mut buffers = pieces.iter().map(|(buffer, _)| (*buffer).clone());
         held.push_back((request.clone(), (buffers.next(), buffers.collect())));
         Ok((request, posted))
@@ -103,6 +112,15 @@ impl Peer {
         qp.check()?;
         let (outstanding, depth) = (held as u64, link.depth as u64);
         Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth })
+    }
+
+    /// Recycles, and refuses unless `count` more messages can be started.
+    pub(crate) fn has_room(&self, way: Way, count: usize, operation: &'static str) -> Result<()> {
+        self.recycle();
+        let held = self.held[way as usize].lock().len();
+        let depth = self.link.depth;
+        let room = if held + count <= depth { Ok(()) } else { self.room(way, depth) };
+        room.map_err(|source| Error::Message { rank: self.link.rank, operation, source })
     }
 
     /// Takes completions, so that the queues have room again.
@@ -126,17 +144,8 @@ impl Peer {
     }
 }
 
-fn sge((buffer, range): &Piece<'_>) -> Result<Sge> {
-    let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-        what: "the range of the buffer",
-        value: format!("{range:?}"),
-        expected: "one that does not end before it starts",
-    })?;
-    Ok(buffer.0.sge(range.start, bytes)?)
-}
-
 /// Lets go of the messages that are complete, and keeps what came of them.
-fn settle(held: &mut Held) {
+pub(crate) fn settle<T>(held: &mut VecDeque<(Request, T)>) {
     while let Some((request, _)) = held.front() {
         match request.test() {
             Ok(None) => break,

@@ -1,6 +1,6 @@
 //! Messages under way.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use gdsync::verbs::{Completion, Wc};
@@ -8,12 +8,15 @@ use gdsync::verbs::{Completion, Wc};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::link::{Link, SILENCE};
+use crate::window::Lane;
 
 /// A message under way. Dropping it detaches: the message goes on, its resources come back by themselves.
 #[derive(Clone, Debug)]
 #[must_use = "a message nobody waits for may fail unnoticed"]
 pub struct Request {
     pub(crate) link: Arc<Link>,
+    /// The connection, if it is an operation of a window.
+    pub(crate) lane: Option<Weak<Lane>>,
     pub(crate) operation: &'static str,
     pub(crate) completion: Completion,
     pub(crate) bytes: usize,
@@ -75,7 +78,11 @@ impl Request {
         let source = match source {
             // It went down with the connection: that has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
-                self.link.check().err().unwrap_or(error.into())
+                let known = match &self.lane {
+                    Some(lane) => lane.upgrade().and_then(|lane| lane.qp.check().err()),
+                    None => self.link.check().err(),
+                };
+                known.unwrap_or(error.into())
             }
             other => other,
         };

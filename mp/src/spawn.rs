@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::launch::{Launch, Launcher};
+use crate::launch::{Launch, Launcher, Root};
 
 /// How often children are looked at while waiting for them.
 const TICK: Duration = Duration::from_millis(5);
@@ -66,7 +66,7 @@ pub fn spawn_command(
         size,
         local_rank: 0,
         local_size: Some(size),
-        root: address.to_string(),
+        root: Root::At(address.to_string()),
         token: random()?,
         launcher: Launcher::Env,
     };

@@ -8,6 +8,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::link::SILENCE;
 use crate::peer::Peer;
+use crate::window::Lanes;
 
 /// The thread; it ends when this is dropped.
 #[derive(Debug)]
@@ -17,7 +18,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    pub(crate) fn start(peers: Arc<[Peer]>) -> io::Result<Self> {
+    pub(crate) fn start(peers: Arc<[Peer]>, lanes: Arc<Mutex<Vec<Arc<Lanes>>>>) -> io::Result<Self> {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
         let told = stop.clone();
         let run = move || {
@@ -26,6 +27,7 @@ impl Watch {
             while !*stop {
                 changed.wait_for(&mut stop, SILENCE);
                 peers.iter().for_each(Peer::recycle);
+                Lanes::recycle(&mut lanes.lock());
             }
         };
         let thread = Builder::new().name("mp-watch".into()).spawn(run)?;

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mp::bootstrap::{Bootstrap, MAX_PAYLOAD};
-use mp::launch::{Launch, Launcher};
+use mp::launch::{Launch, Launcher, Root};
 use mp::{Error, Result};
 
 /// Generous: reached only by a test that fails.
@@ -22,7 +22,7 @@ fn launch(rank: usize, size: usize, root: &str) -> Launch {
         size,
         local_rank: rank,
         local_size: Some(size),
-        root: root.to_owned(),
+        root: Root::At(root.to_owned()),
         token: 7,
         launcher: Launcher::Env,
     }

@@ -79,6 +79,20 @@ fn plain_memory_is_sent_and_received_into() {
     });
 }
 
+/// The registration stays when its handle is gone, and so would the rights of peers.
+#[test]
+fn a_window_needs_a_registration_of_its_own() {
+    let name = "a_window_needs_a_registration_of_its_own";
+    job_with(name, 1, Communicator::builder(), |comm| {
+        let memory = Plain::new(4096);
+        let cached = memory.cached(comm, 0, 4096);
+        let error = comm.window(&cached, 0..64, LONG).unwrap_err().to_string();
+        assert!(error.contains("from the cache") && error.contains("Communicator::register"), "{error}");
+        drop(cached);
+        memory.free(comm);
+    });
+}
+
 #[test]
 fn a_device_of_few_regions_is_enough() {
     let config = SoftHcaConfig { max_regions: 16, ..SoftHcaConfig::default() };

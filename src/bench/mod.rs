@@ -5,6 +5,7 @@ mod copy;
 mod floor;
 mod hca;
 mod link;
+mod mp;
 mod proxy;
 mod register;
 mod stream;
@@ -22,6 +23,8 @@ pub(crate) enum Bench {
     Hca(hca::Options),
     /// CPU mappings of GPU memory against CUDA's copies: every way, routine and number of threads at every size.
     Copy(copy::Options),
+    /// Messages between two processes: ping-pong by the CPU and by streams, rates, and what a call adds to gdsync's.
+    Mp(mp::Options),
     /// What the CPU proxy costs on top of libibverbs, on an RDMA device.
     Proxy(proxy::Options),
     /// The registration cache against registering and deregistering memory each time.
@@ -37,6 +40,7 @@ impl Bench {
         match self {
             Bench::Hca(options) => options.run(),
             Bench::Copy(options) => options.run(),
+            Bench::Mp(options) => options.run(),
             Bench::Proxy(options) => options.run(),
             Bench::Register(options) => options.run(),
             Bench::Stream(options) => options.run(),

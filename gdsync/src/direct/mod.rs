@@ -16,6 +16,7 @@
 //! failures that no completion tells as the reason why a queue pair is broken.
 
 mod devx;
+mod probe;
 mod queues;
 mod registers;
 mod rings;
@@ -29,6 +30,7 @@ use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 
 use self::devx::{Devx, DevxCq, DevxQp};
+pub(crate) use self::probe::probe;
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
 use crate::cuda::Gpu;
@@ -49,6 +51,8 @@ pub(crate) struct Direct {
     objects: Objects,
     cqs: Mutex<HashMap<u32, Cq>>,
     registers: Arc<Registers>,
+    /// GPUs that ring, by their contexts.
+    admitted: Mutex<Vec<usize>>,
     /// Asked for by the first queue in GPU memory.
     devx: Mutex<Option<Arc<Devx>>>,
     /// Completion queues belong to no domain, but take their memory from one.
@@ -147,12 +151,11 @@ impl fmt::Debug for Direct {
 }
 
 impl Direct {
-    /// Uses an open device, whose doorbells these GPUs will write.
+    /// Uses an open device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a device that is no mlx5 card; [`Error::Library`] without libmlx5; [`Error::Cuda`] when a GPU may
-    /// not write to the card's registers; [`Error::Verbs`].
-    pub(crate) fn start(open: &Arc<Open>, gpus: &[Gpu]) -> Result<Self> {
+    /// [`Error::Unsupported`] for a device that is no mlx5 card; [`Error::Library`] without libmlx5; [`Error::Verbs`].
+    pub(crate) fn start(open: &Arc<Open>) -> Result<Self> {
         let mlx5 = Mlx5::load()?;
         if !open.is_mlx5(mlx5) {
             return Err(Error::Unsupported {
@@ -174,42 +177,20 @@ impl Direct {
                 }
             })?
         };
-        let direct = Self {
+        Ok(Self {
             _events: events,
             shared,
             mlx5,
             objects: Objects::new(open),
             cqs: Mutex::default(),
             registers: Arc::new(Registers::new(open)),
+            admitted: Mutex::default(),
             devx: Mutex::default(),
             base,
             open: open.clone(),
             description: format!("mlx5 card {}", open.name()),
             wire: open.link(),
-        };
-        if !gpus.is_empty() {
-            direct.probe(gpus)?;
-        }
-        Ok(direct)
-    }
-
-    /// Whether these GPUs may write to the card's registers, found out with those of a queue pair made for it.
-    fn probe(&self, gpus: &[Gpu]) -> Result<()> {
-        let places = Places::default();
-        let cq = Arc::new(DirectCq::create(self.mlx5, &self.base, 1, &places)?);
-        let request = QpRequest {
-            pdn: 0,
-            send_cqn: cq.cqn,
-            recv_cqn: cq.cqn,
-            log_sq: 2,
-            log_rq: 2,
-            rq_stride: crate::mlx5::recv_stride(1),
-            max_send_sge: 1,
-            max_inline: 0,
-        };
-        let (_qp, parts) =
-            DirectQp::create(self.mlx5, &self.base, &self.registers, (&cq, &cq), &request, &places, 0)?;
-        gpus.iter().try_for_each(|gpu| parts.doorbell.memory().gpu_addr(gpu).map(drop))
+        })
     }
 
     fn cq(&self, cqn: u32) -> Result<Cq> {
@@ -341,6 +322,16 @@ impl Provider for Direct {
 
     fn reads_by_itself(&self) -> bool {
         true
+    }
+
+    fn admit(&self, gpu: &Gpu, probe: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let context = gpu.raw_context();
+        if self.admitted.lock().contains(&context) {
+            return Ok(());
+        }
+        probe()?;
+        self.admitted.lock().push(context);
+        Ok(())
     }
 
     // The card sees its doorbells, and completes, by itself.

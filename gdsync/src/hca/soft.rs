@@ -269,6 +269,10 @@ impl Provider for SoftHca {
         "shared memory"
     }
 
+    fn is_software(&self) -> bool {
+        true
+    }
+
     fn gid(&self) -> Gid {
         self.shared.gid
     }

@@ -27,7 +27,7 @@ fn is_full(errno: i32) -> bool {
 impl ProxyQp {
     /// Posts what was rung, as far as the device takes it.
     pub(super) fn advance(&mut self, env: &mut Env<'_>) {
-        if self.state != QpState::RTS || self.head >= self.target {
+        if self.state != QpState::RTS || self.head >= self.target || !self.is_linked() {
             return;
         }
         while self.head < self.target && self.in_device < self.device.granted.sends && !self.is_failing() {
@@ -89,6 +89,9 @@ impl ProxyQp {
             (None, _) => Inline::Now,
         };
         let Some(mut request) = Request::of(&op, wqe, inline) else { return Posted::Done };
+        if let Some(cause) = self.lacks(wqe.ctrl.opcode, &request) {
+            return refused(cause);
+        }
         if request.buffers() > granted.send_sge {
             let expected = "at most QpBuilder::max_send_sge";
             return refused(Error::invalid("buffers of a send", request.buffers(), expected));
@@ -104,9 +107,6 @@ impl ProxyQp {
     /// The cause where the device refuses an operation.
     fn refusal(&self, opcode: Opcode, errno: i32) -> Error {
         let fix = match opcode {
-            Opcode::RDMA_WRITE_IMM | Opcode::SEND_IMM => {
-                "iWARP devices have no immediate data: send it as bytes"
-            }
             Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => {
                 "the device may have no atomics: see `atomic_cap` of `ibv_devinfo -v`"
             }

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::device::{DeviceQp, Granted, Most};
+use super::connector::{Connector, Plan};
+use super::core::Core;
+use super::device::{DeviceQp, Granted, Most, greetings};
 use super::qp::{DRAIN, ProxyQp};
 use super::shared::Shared;
 use crate::error::{Error, Result};
@@ -21,6 +23,7 @@ use crate::verbs::{Access, QpAddress, QpAttr, QpState};
 #[derive(Debug)]
 pub(crate) struct Proxy {
     // The threads end first.
+    connector: Option<Connector>,
     _events: Events,
     _service: Service<Shared>,
     objects: Objects,
@@ -43,8 +46,10 @@ impl Proxy {
     pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
         let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
         let shared = Arc::new(Shared::new(open.clone(), strict)?);
-        let listener = shared.clone();
+        let (listener, told) = (shared.clone(), shared.clone());
+        let connector = || Connector::start(&open, move |what| told.told(what));
         Ok(Self {
+            connector: open.is_iwarp().then(connector).transpose()?,
             _events: Events::read(&open, move |event| listener.tell(event))?,
             _service: Service::start(shared.clone())?,
             objects: Objects::new(&open),
@@ -62,7 +67,7 @@ impl Proxy {
     }
 
     fn place(&self, qpn: u32) -> Result<usize> {
-        self.shared.place(qpn).ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this device"))
+        self.shared.place(qpn).ok_or_else(|| no_qp(qpn))
     }
 
     /// The send queue as memory of the device, where it takes less inline data than was asked for.
@@ -74,6 +79,24 @@ impl Proxy {
     ) -> Result<Option<Region>> {
         let wanted = rings.request.max_inline > device.granted.inline;
         wanted.then(|| Region::register(domain, &rings.sq, Access::empty())).transpose()
+    }
+
+    /// On iWARP, before a transition: refuses peers that cannot be reached, and ends the connection that is there.
+    fn check_link(&self, qpn: u32, attr: &QpAttr) -> Result<()> {
+        let Some(connector) = &self.connector else { return Ok(()) };
+        if matches!(attr.state, Some(QpState::RESET | QpState::ERR)) {
+            connector.forget(qpn);
+        }
+        attr.remote.map_or(Ok(()), |peer| connector.check(qpn, &peer))
+    }
+
+    /// On iWARP, after the transition to RTS: begins to connect, once.
+    fn link(&self, qpn: u32, place: usize) -> Result<()> {
+        let Some(connector) = &self.connector else { return Ok(()) };
+        let wanted = |qp: &mut ProxyQp| Some((qp.psn, qp.link.as_mut()?.take_wanted(&qp.device)?));
+        let wanted = self.shared.with(|core| core.with(place, |qp, _| wanted(qp))).flatten();
+        let Some((psn, (peer, offer))) = wanted else { return Ok(()) };
+        connector.begin(Plan { qpn, psn, peer, offer })
     }
 
     /// Before a queue pair in ERR is reset: returns when the device has given back what it had, or when it had its time.
@@ -92,6 +115,16 @@ impl Proxy {
     }
 }
 
+/// A queue pair of the device like the one in this place.
+fn another(core: &mut Core, queue: usize, place: usize) -> Result<Option<DeviceQp>> {
+    let like = core.with(place, |qp, _| qp.device.like());
+    like.map(|(domain, granted)| DeviceQp::create(&domain, core.queue(queue), granted)).transpose()
+}
+
+fn no_qp(qpn: u32) -> Error {
+    Error::invalid("QPN", qpn, "a queue pair of this device")
+}
+
 impl Provider for Proxy {
     fn description(&self) -> &str {
         &self.description
@@ -102,11 +135,14 @@ impl Provider for Proxy {
     }
 
     fn gid(&self) -> Gid {
-        self.open().gid().gid
+        self.connector.as_ref().map_or(self.open().gid().gid, Connector::gid)
     }
 
     fn address(&self, qpn: u32, psn: u32) -> QpAddress {
-        self.open().address(qpn, psn)
+        match &self.connector {
+            Some(connector) => connector.address(qpn, psn),
+            None => self.open().address(qpn, psn),
+        }
     }
 
     fn alloc_pd(&self) -> Result<u32> {
@@ -146,7 +182,7 @@ impl Provider for Proxy {
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
         let domain = self.objects.domain(request.pdn)?;
         let wish = Granted::wish(self.open(), request, self.most);
-        let room = wish.sends + wish.receives;
+        let room = wish.sends + wish.receives + 2 * greetings(self.open());
         // Under the lock: the queue must not move while the device is told of it.
         let (queue, device) = self.shared.with(|core| {
             let queue = core.reserve(room)?;
@@ -156,8 +192,9 @@ impl Provider for Proxy {
             }
             Ok::<_, Error>((queue, device?))
         })?;
-        let qpn = device.qpn();
+        let qpn = self.shared.claim(device.qpn());
         let release = |error| {
+            self.shared.forget(qpn);
             self.shared.with(|core| core.release(queue, room));
             error
         };
@@ -186,25 +223,46 @@ impl Provider for Proxy {
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
         let place = self.place(qpn)?;
-        if attr.state == Some(QpState::RESET) {
+        let is_reset = attr.state == Some(QpState::RESET);
+        if is_reset {
             self.drain(place, timeout);
         }
+        self.check_link(qpn, attr)?;
+        // A queue pair of the device on iWARP is for one connection.
+        let is_renewed = is_reset && self.connector.is_some();
+        let queue = if is_renewed { self.rooms.lock().get(&qpn).map(|(queue, _)| *queue) } else { None };
         let result = self.shared.with(|core| {
-            if attr.state == Some(QpState::RESET) {
+            if is_reset {
                 core.unwatch(place, self.shared.rung());
             }
-            let result = core.with(place, |qp, env| qp.modify(attr, env));
+            let fresh = queue.map(|queue| another(core, queue, place)).transpose()?.flatten();
+            let result = core.with(place, |qp, env| {
+                let result = qp.modify(attr, env);
+                let former =
+                    fresh.filter(|_| result.is_ok()).map(|fresh| std::mem::replace(&mut qp.device, fresh));
+                (result, former)
+            });
             // What a former connection left takes room from the next.
             core.poll();
-            result
+            Ok::<_, Error>(result)
         });
         // Receives of before, or a flush, may complete without anybody else looking.
         self.shared.wake();
-        result.unwrap_or_else(|| Err(Error::invalid("QPN", qpn, "a queue pair of this device")))
+        let (result, former) = result?.ok_or_else(|| no_qp(qpn))?;
+        // Not under the lock: the device may take its time.
+        drop(former);
+        if attr.state == Some(QpState::RTS) && result.is_ok() {
+            self.link(qpn, place)?;
+        }
+        result
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        let Some(place) = self.shared.forget(qpn) else { return };
+        let Some(place) = self.shared.place(qpn) else { return };
+        if let Some(connector) = &self.connector {
+            connector.forget(qpn);
+        }
+        self.shared.forget(qpn);
         let qp = self.shared.with(|core| core.remove_qp(place, self.shared.rung()));
         // Not under the lock: the device may take its time.
         drop(qp);
@@ -223,6 +281,10 @@ impl Provider for Proxy {
 
     fn ring(&self, qpn: u32) {
         if let Some(place) = self.shared.place(qpn) {
+            if self.connector.is_some() {
+                // A receive must be with the device when this returns: a message that finds none ends the connection.
+                self.shared.with(|core| core.ring(place, self.shared.rung()));
+            }
             self.shared.ring_doorbell(place);
         }
     }

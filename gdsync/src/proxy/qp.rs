@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
 use super::device::DeviceQp;
+use super::link::{GONE, Link};
 use super::outcome::{Failure, is_unnamed, outcome, received};
 use super::tag::Tag;
 use crate::error::{Error, Result};
@@ -83,6 +84,8 @@ pub(super) struct ProxyQp {
     pub(super) state: QpState,
     pub(super) psn: u32,
     pub(super) health: Arc<Health>,
+    /// On iWARP.
+    pub(super) link: Option<Link>,
     /// The next block to fetch, and the one before which a doorbell allows that.
     pub(super) head: u64,
     pub(super) target: u64,
@@ -110,6 +113,7 @@ impl ProxyQp {
         health: Arc<Health>,
         (index, generation): (usize, u16),
     ) -> Self {
+        let link = device.open().is_iwarp().then(Link::default);
         Self {
             device,
             ring_region,
@@ -119,6 +123,7 @@ impl ProxyQp {
             state: QpState::RESET,
             psn,
             health,
+            link,
             head: 0,
             target: 0,
             sends: VecDeque::new(),
@@ -146,12 +151,16 @@ impl ProxyQp {
     }
 
     pub(super) fn tag(&self, is_receive: bool, number: u32) -> u64 {
-        Tag { index: self.index, generation: self.generation, is_receive, number }.to_wr_id()
+        let Self { index, generation, .. } = *self;
+        Tag { index, generation, is_receive, is_greeting: false, number }.to_wr_id()
     }
 
     /// A request came back from the device.
     pub(super) fn completed(&mut self, tag: Tag, wc: &ibv_wc, env: &mut Env<'_>) {
         env.back(1);
+        if tag.is_greeting {
+            return self.greeted(tag, wc, env);
+        }
         if tag.is_receive {
             return self.received(wc, env);
         }
@@ -297,7 +306,7 @@ impl ProxyQp {
         if self.is_quiet() {
             return;
         }
-        if let Err(error) = self.device.modify(self.psn, self.state, &QpAttr::to(QpState::RESET)) {
+        if let Err(error) = self.reset_device() {
             tracing::debug!(qpn = self.rings.qpn, %error, "the device does not reset a queue pair");
         }
         self.disown(env);
@@ -313,7 +322,8 @@ impl ProxyQp {
     /// What the device has of this connection is not waited for any more.
     fn disown(&mut self, env: &Env<'_>) {
         let receives = usize::try_from(self.taken - self.received).expect("fewer than the ring holds");
-        env.back(self.in_device as usize + receives);
+        let greetings = self.link.as_mut().map_or(0, Link::clear);
+        env.back(self.in_device as usize + receives + greetings);
         self.in_device = 0;
         self.generation = self.generation.wrapping_add(1);
     }
@@ -362,12 +372,20 @@ impl ProxyQp {
                     env.cqs.check_initial(self.rings.request.send_cqn)?;
                     env.cqs.check_initial(self.rings.request.recv_cqn)?;
                 }
-                self.device.modify(self.psn, self.state, attr)?;
+                self.step(attr, env)?;
                 self.state = to;
                 self.take_receives(env);
             }
         }
         Ok(self.psn)
+    }
+
+    /// On iWARP a queue pair of the device is for one connection: whoever resets puts another one in its place.
+    fn reset_device(&self) -> Result<()> {
+        match self.link {
+            Some(_) => Ok(()),
+            None => self.device.modify(self.psn, self.state, &QpAttr::to(QpState::RESET)),
+        }
     }
 
     fn reset(&mut self, env: &mut Env<'_>) -> Result<()> {
@@ -377,7 +395,7 @@ impl ProxyQp {
             self.flush(env);
         }
         let psn = random_psn()?;
-        self.device.modify(self.psn, self.state, &QpAttr::to(QpState::RESET))?;
+        self.reset_device()?;
         self.disown(env);
         self.rings.clear();
         self.sends.clear();
@@ -393,10 +411,13 @@ impl ProxyQp {
 
 /// What a status says that a CQE does not.
 fn unexplained(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
-    let why = if is_unnamed(wc) {
+    let is_flush = wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR;
+    let why = if is_flush && device.open().is_iwarp() {
+        GONE.into()
+    } else if is_unnamed(wc) {
         let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
         format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err)
-    } else if wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR {
+    } else if is_flush {
         // Soft-RoCE tells a wrong lkey so.
         "it flushed a request and told of no failure before: check lkey, range and rights of the buffers of the oldest \
          request, and what the peer asked for"

@@ -3,11 +3,13 @@
 /// What a request is called at the device (`wr_id`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tag {
-    /// The place of its queue pair among all, less than 2^15.
+    /// The place of its queue pair among all, less than 2^14.
     pub(super) index: usize,
     /// Changes with every connection in this place, so that a late completion does not meet its successor.
     pub(super) generation: u16,
     pub(super) is_receive: bool,
+    /// It is the library's own, of a connection on iWARP.
+    pub(super) is_greeting: bool,
     /// Low bits of its number in its queue.
     pub(super) number: u32,
 }
@@ -15,15 +17,17 @@ pub(super) struct Tag {
 impl Tag {
     pub(super) fn to_wr_id(self) -> u64 {
         let index = (self.index as u64) << 48;
-        index | u64::from(self.is_receive) << 63 | u64::from(self.generation) << 32 | u64::from(self.number)
+        let flags = u64::from(self.is_receive) << 63 | u64::from(self.is_greeting) << 62;
+        index | flags | u64::from(self.generation) << 32 | u64::from(self.number)
     }
 
     pub(super) fn from_wr_id(wr_id: u64) -> Self {
         let [i0, i1, g0, g1, number @ ..] = wr_id.to_be_bytes();
         Self {
-            index: usize::from(u16::from_be_bytes([i0 & 0x7f, i1])),
+            index: usize::from(u16::from_be_bytes([i0 & 0x3f, i1])),
             generation: u16::from_be_bytes([g0, g1]),
             is_receive: i0 & 0x80 != 0,
+            is_greeting: i0 & 0x40 != 0,
             number: u32::from_be_bytes(number),
         }
     }
@@ -37,8 +41,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tags_survive(index in 0usize..1 << 15, generation: u16, is_receive: bool, number: u32) {
-            let tag = Tag { index, generation, is_receive, number };
+        fn tags_survive(
+            index in 0usize..1 << 14, generation: u16, is_receive: bool, is_greeting: bool, number: u32,
+        ) {
+            let tag = Tag { index, generation, is_receive, is_greeting, number };
             prop_assert_eq!(Tag::from_wr_id(tag.to_wr_id()), tag);
         }
     }

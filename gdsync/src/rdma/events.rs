@@ -92,7 +92,7 @@ impl Events {
     }
 }
 
-fn set_nonblocking(fd: i32) -> Result<()> {
+pub(super) fn set_nonblocking(fd: i32) -> Result<()> {
     // SAFETY: no pointers.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     // SAFETY: no pointers.

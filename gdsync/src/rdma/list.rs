@@ -16,10 +16,6 @@ use super::sysfs::{Class, SYSFS};
 use crate::error::Result;
 use crate::hca::Gid;
 
-/// Why an iWARP device is not used.
-pub(super) const IWARP: &str =
-    "it speaks iWARP, whose connections only librdmacm makes: use an InfiniBand or RoCE device, or soft0";
-
 /// The devices that libibverbs knows.
 pub(super) struct List {
     verbs: &'static Verbs,

@@ -8,7 +8,7 @@ use rdma_core_sys::verbs::{ibv_context, ibv_device_attr};
 use rdma_core_sys::{Mlx5, Verbs};
 
 use super::config::DeviceConfig;
-use super::list::{Handle, IWARP, List};
+use super::list::{Handle, List};
 use super::port::{GidEntry, GidKind, LinkLayer, Port};
 use crate::error::{Error, Result};
 use crate::verbs::QpAddress;
@@ -21,6 +21,7 @@ pub(crate) struct Open {
     gid: GidEntry,
     /// Addresses between subnets are always written out.
     needs_grh: bool,
+    is_iwarp: bool,
     config: DeviceConfig,
 }
 
@@ -43,14 +44,17 @@ impl Open {
             return Err(Error::NoDevice { name: name.to_owned(), available: names.join(", ") });
         };
         let unusable = |why: String| Error::Device { device: name.to_owned(), why };
-        if listed.is_iwarp() {
-            return Err(unusable(IWARP.into()));
+        let is_iwarp = listed.is_iwarp();
+        if is_iwarp && config.gid_index.is_some() {
+            let why =
+                "it speaks iWARP, which has IP addresses in place of GIDs: choose no GID (GDSYNC_GID_INDEX)";
+            return Err(unusable(why.into()));
         }
         let handle = listed.open()?;
         let attr = handle.attr()?;
         let (port, needs_grh) = choose_port(handle.ports()?, config.port).map_err(unusable)?;
         let gid = choose_gid(&port, config.gid_index).map_err(unusable)?;
-        let open = Self { handle, attr, port, gid, needs_grh, config: config.clone() };
+        let open = Self { handle, attr, port, gid, needs_grh, is_iwarp, config: config.clone() };
         tracing::debug!(device = open.name(), port = open.port.number, gid = %gid.gid, index = gid.index, "opened");
         Ok(Arc::new(open))
     }
@@ -105,6 +109,11 @@ impl Open {
         self.needs_grh
     }
 
+    /// Whether it speaks iWARP: queue pairs are connected by librdmacm, over TCP.
+    pub(crate) fn is_iwarp(&self) -> bool {
+        self.is_iwarp
+    }
+
     pub(crate) fn config(&self) -> &DeviceConfig {
         &self.config
     }
@@ -118,6 +127,7 @@ impl Open {
     /// What packets travel over, for reports.
     pub(crate) fn link(&self) -> String {
         match (self.port.link, self.gid.kind) {
+            _ if self.is_iwarp => "iWARP".into(),
             (LinkLayer::Ethernet, GidKind::RoceV2) => "RoCE v2".into(),
             (LinkLayer::Ethernet, GidKind::IbOrRoceV1) => "RoCE v1".into(),
             (link, _) => link.to_string(),

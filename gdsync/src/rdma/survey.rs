@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use super::list::IWARP;
 use super::port::Port;
 use super::sysfs::Class;
 use super::topology::{Distance, Place};
@@ -61,9 +60,6 @@ impl Survey {
 
     /// Why no queue pair can be made on it, if so.
     pub(crate) fn refusal(&self) -> Option<String> {
-        if self.is_iwarp {
-            return Some(IWARP.into());
-        }
         let mut refusals = self.ports.iter().map(Port::refusal);
         let first = refusals.next().unwrap_or_else(|| Some("it has no port".into()))?;
         refusals.all(|refusal| refusal.is_some()).then_some(first)
@@ -76,14 +72,14 @@ impl Survey {
 }
 
 /// The device that is used where none is named: the first usable one among those nearest to a GPU; a card that reads rings
-/// itself before others.
+/// itself before others, and one that speaks iWARP, which does less, after all others.
 ///
 /// With the PCI address of a GPU, those nearest to that one.
 pub(crate) fn preferred(devices: &[Survey], gpu: Option<&str>) -> Option<usize> {
     let usable = devices.iter().enumerate().filter(|(_, device)| device.refusal().is_none());
     let order = |device: &Survey| {
         let distance = device.distance(gpu);
-        (distance.is_none(), distance, !device.is_mlx5)
+        (device.is_iwarp, distance.is_none(), distance, !device.is_mlx5)
     };
     usable.min_by_key(|(_, device)| order(device)).map(|(at, _)| at)
 }
@@ -226,10 +222,10 @@ mod tests {
         let preferred = |devices: &[Survey]| super::preferred(devices, None);
         assert_eq!(devices[preferred(&devices).unwrap()].name, "d_near");
         assert!(devices[1].refusal().unwrap().contains("port 1 is DOWN"));
-        assert!(devices[2].refusal().unwrap().contains("iWARP"));
         devices.pop();
         assert_eq!(devices[preferred(&devices).unwrap()].name, "a_far");
-        assert_eq!(preferred(&devices[1..]), None);
+        assert_eq!(devices[1..][preferred(&devices[1..]).unwrap()].name, "c_iwarp");
+        assert_eq!(preferred(&devices[1..2]), None);
     }
 
     #[test]

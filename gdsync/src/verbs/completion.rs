@@ -48,6 +48,11 @@ impl Completion {
         }
     }
 
+    /// Whether the request was taken back, as by dropping its batch, and none took its place: it will never complete.
+    pub fn is_taken_back(&self) -> bool {
+        self.n >= self.end.tracker.posted()
+    }
+
     /// Refuses a request that a reset has swept away: its number was given again.
     pub(crate) fn check_life(&self) -> Result<()> {
         match self.end.tracker.is_lost(self.n, self.life) {

@@ -10,7 +10,7 @@ use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
 use crate::cuda::Gpu;
-use crate::direct::Direct;
+use crate::direct::{Direct, probe};
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
@@ -156,15 +156,21 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
     let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
     let direct = || {
         let gpus = config.gpu.clone().map_or_else(Gpu::opened, |gpu| vec![gpu]);
-        let direct = Direct::start(&open, &gpus)?;
-        direct.inject(faults.clone()).map(|()| direct)
+        let direct = Direct::start(&open)?;
+        direct.inject(faults.clone())?;
+        let context = Context { provider: Arc::new(direct), not_direct: None };
+        for gpu in &gpus {
+            let pd = context.alloc_pd()?;
+            context.provider.admit(gpu, &mut || probe(&pd, gpu))?;
+        }
+        Ok(context)
     };
     let not_direct = match config.route {
-        Some(Route::Direct) => return Ok(Context { provider: Arc::new(direct()?), not_direct: None }),
+        Some(Route::Direct) => return direct(),
         Some(_) => "another route was asked for (GDSYNC_PATH)".into(),
         None => match direct() {
-            Ok(direct) => return Ok(Context { provider: Arc::new(direct), not_direct: None }),
-            Err(why) => why.to_string(),
+            Ok(context) => return Ok(context),
+            Err::<_, Error>(why) => why.to_string(),
         },
     };
     tracing::info!(device = open.name(), why = not_direct, "a thread reads the rings in place of the card");
@@ -216,6 +222,11 @@ impl Context {
     /// How bytes travel to a peer, for reports.
     pub fn wire(&self) -> &str {
         self.provider.wire()
+    }
+
+    /// Whether it is a software HCA.
+    pub fn is_software(&self) -> bool {
+        self.provider.is_software()
     }
 
     /// The address of the HCA.

@@ -24,6 +24,7 @@ pub struct Mr {
 struct Region {
     pd: Pd,
     memory: Memory,
+    access: Access,
     keys: MrKeys,
 }
 
@@ -45,7 +46,7 @@ impl Mr {
             ));
         }
         let keys = pd.provider().reg_mr(pd.pdn(), memory, access)?;
-        Ok(Self { region: Arc::new(Region { pd, memory: memory.clone(), keys }), part: None })
+        Ok(Self { region: Arc::new(Region { pd, memory: memory.clone(), access, keys }), part: None })
     }
 
     /// A part of this region, which shares its keys: offsets count from the start of the part, and end with it. What a peer
@@ -65,6 +66,11 @@ impl Mr {
     /// The registered memory.
     pub fn memory(&self) -> &Memory {
         self.part.as_ref().unwrap_or(&self.region.memory)
+    }
+
+    /// What it was registered for.
+    pub fn access(&self) -> Access {
+        self.region.access
     }
 
     /// The key for local use.

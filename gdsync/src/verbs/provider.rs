@@ -10,6 +10,7 @@ use super::address::QpAddress;
 use super::attr::{Access, QpAttr};
 use super::placement::{OnGpu, Places};
 use super::track::Health;
+use crate::cuda::Gpu;
 use crate::error::Result;
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats};
 use crate::memory::{Memory, Word64};
@@ -70,6 +71,9 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn description(&self) -> &str;
     /// How bytes travel to a peer, for reports.
     fn wire(&self) -> &str;
+    fn is_software(&self) -> bool {
+        false
+    }
     fn gid(&self) -> Gid;
     /// Where a peer finds a queue pair of this device.
     fn address(&self, qpn: u32, psn: u32) -> QpAddress {
@@ -103,6 +107,10 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// memory must have arrived there before.
     fn reads_by_itself(&self) -> bool {
         false
+    }
+    /// Before a queue pair is made for this GPU: has it probed whether it can ring, once.
+    fn admit(&self, _gpu: &Gpu, _probe: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        Ok(())
     }
     /// A doorbell of this queue pair was written by a CPU thread.
     fn ring(&self, qpn: u32);

@@ -20,6 +20,7 @@ use super::sq::SendQueue;
 use super::track::{Health, Tracker};
 use super::wr::{RecvWr, SendWr, Wc};
 use crate::cuda::Gpu;
+use crate::direct::probe;
 use crate::error::{Error, Result};
 use crate::mlx5;
 
@@ -197,7 +198,8 @@ impl Qp {
         Ok(())
     }
 
-    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes.
+    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes. Waits for nothing that the peer does; on
+    /// iWARP, where both sides have 9 s to connect to each other, sends wait instead, and fail with what went wrong.
     ///
     /// # Errors
     /// As [`Qp::modify`].
@@ -253,6 +255,21 @@ impl Qp {
     /// Takes the next receive completion, if it is there: see [`Cq::poll`].
     pub fn poll_recv(&self) -> Option<Wc> {
         self.recv.end.cq.poll()
+    }
+
+    /// Blocks until all sends are complete that were posted, or that a stream was handed. Those that are only prepared, by
+    /// [`Qp::prepare_send`] or in a batch, are not waited for.
+    ///
+    /// # Errors
+    /// The root cause of the first failure of the queue pair; [`Error::Deadline`] after `timeout`.
+    pub fn wait_all_sends(&self, timeout: Duration) -> Result<()> {
+        let end = &self.send.end;
+        end.cq.wait_until(timeout, "waiting for all sends", || {
+            end.cq.reap();
+            let is_done = || end.tracker.lock().is_idle() || end.qp.check_known().is_err();
+            is_done() || (end.qp.provider.progress() && is_done())
+        })?;
+        self.check()
     }
 
     /// Whether the queue pair still works: the root cause of the first failure otherwise.
@@ -358,7 +375,7 @@ impl QpBuilder {
         timeout: u8 => connect.timeout,
         /// Retries after a timeout (default 7).
         retry_cnt: u8 => connect.retry_cnt,
-        /// Retries after "receiver not ready", 7 for ever (default 6).
+        /// Retries after "receiver not ready", 7 for ever (default 6). Not on iWARP: a message without a receive ends the connection.
         rnr_retry: u8 => connect.rnr_retry,
     }
 
@@ -417,6 +434,9 @@ impl QpBuilder {
         let rq_stride = mlx5::recv_stride(self.max_recv_sge);
         let provider = self.pd.provider().clone();
         let places = &self.places;
+        if let Some(gpu) = &places.gpu {
+            provider.admit(gpu, &mut || probe(&self.pd, gpu))?;
+        }
         let own = |cq: Option<Cq>, log: u32, ring| {
             cq.map_or_else(|| Cq::create(provider.clone(), 1 << log, ring, places), Ok)
         };

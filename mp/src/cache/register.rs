@@ -6,7 +6,7 @@ use gdsync::cuda::Gpu;
 use gdsync::verbs::Access;
 
 use super::{Cache, Cached};
-use crate::communicator::{Communicator, Registration};
+use crate::communicator::Communicator;
 use crate::error::Result;
 
 impl Communicator {
@@ -54,7 +54,7 @@ impl Communicator {
     unsafe fn cached(&self, gpu: Option<&Gpu>, addr: u64, len: usize) -> Result<Cached> {
         let range = range(addr, len)?;
         // Peers get no rights: the registration outlives its handle.
-        let register = |memory: &_| self.0.pd.register(memory, Access::LOCAL_WRITE).map(Registration);
+        let register = |memory: &_| self.0.register(memory, Access::LOCAL_WRITE);
         // SAFETY: what the caller promises.
         Ok(unsafe { self.0.cache.get(gpu, &range, register) }?)
     }

@@ -13,6 +13,10 @@ fn launch(vars: &str) -> Launch {
     detect(vars).unwrap().expect("a launcher")
 }
 
+fn at(root: impl Into<String>) -> Root {
+    Root::At(root.into())
+}
+
 fn error(vars: &str) -> String {
     match detect(vars) {
         Err(error @ Error::Launch { .. }) => error.to_string(),
@@ -34,7 +38,7 @@ fn torchrun() {
         size: 8,
         local_rank: 1,
         local_size: Some(4),
-        root: "n1:1234".to_owned(),
+        root: at("n1:1234"),
         token: 0,
         launcher: Launcher::Env,
     };
@@ -44,18 +48,18 @@ fn torchrun() {
 #[test]
 fn the_port_of_the_torchrun_agent_is_left_to_it() {
     let vars = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1234 TORCHELASTIC_RUN_ID=job";
-    assert_eq!(launch(vars).root, "n1:1234");
+    assert_eq!(launch(vars).root, at("n1:1234"));
     let agent = launch(&format!("{vars} TORCHELASTIC_USE_AGENT_STORE=True"));
-    assert_eq!(agent.root, format!("n1:{}", port_of("job:1234")));
-    assert_ne!(agent.root, "n1:1234");
+    assert_eq!(agent.root, at(format!("n1:{}", port_of("job:1234"))));
+    assert_ne!(agent.root, at("n1:1234"));
 }
 
 #[test]
 fn by_hand_on_one_host() {
     let by_hand = launch("RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1");
-    assert_eq!((by_hand.root.as_str(), by_hand.local_rank, by_hand.local_size), ("127.0.0.1:29500", 1, None));
+    assert_eq!((by_hand.root, by_hand.local_rank, by_hand.local_size), (at("127.0.0.1:29500"), 1, None));
     assert_eq!(launch("RANK=1 WORLD_SIZE=2 MASTER_ADDR=n1").local_rank, 0);
-    assert_eq!(launch("RANK=0 WORLD_SIZE=1").root, "127.0.0.1:29500");
+    assert_eq!(launch("RANK=0 WORLD_SIZE=1").root, at("127.0.0.1:29500"));
 }
 
 #[test]
@@ -64,7 +68,7 @@ fn open_mpi() {
                 OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=prterun-n1-77@1";
     let found = launch(vars);
     assert_eq!((found.rank, found.size, found.local_rank, found.local_size), (3, 4, 3, Some(4)));
-    assert_eq!(found.root, format!("127.0.0.1:{}", port_of("prterun-n1-77@1")));
+    assert_eq!(found.root, at(format!("127.0.0.1:{}", port_of("prterun-n1-77@1"))));
     assert_eq!(found.token, hash("prterun-n1-77@1"));
     assert_eq!(found.launcher, Launcher::OpenMpi);
     // mpirun inside a Slurm allocation, and variables set by hand, which win.
@@ -77,9 +81,45 @@ fn hydra() {
     let vars = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2";
     let found = launch(&format!("{vars} MASTER_PORT=7000"));
     assert_eq!((found.rank, found.size, found.local_rank, found.local_size), (1, 2, 1, Some(2)));
-    assert_eq!((found.root.as_str(), found.launcher), ("127.0.0.1:7000", Launcher::Pmi));
+    assert_eq!((found.root, found.launcher), (at("127.0.0.1:7000"), Launcher::Pmi));
     assert!(error(vars).contains("set MASTER_PORT"));
     assert_eq!(launch("PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PALS_APID=x").local_rank, 1);
+}
+
+#[test]
+fn hydra_by_pmi() {
+    let pmi = |host: &str| Root::Pmi { host: Some(host.to_owned()) };
+    let vars = "PMI_RANK=1 PMI_SIZE=4 PMI_FD=8 MPI_LOCALRANKID=1";
+    let here = launch(&format!("{vars} MPI_LOCALNRANKS=4 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n1"));
+    assert_eq!((here.root, here.token), (pmi("127.0.0.1"), 0));
+    let several = format!("{vars} MPI_LOCALNRANKS=2");
+    assert_eq!(launch(&several).root, Root::Pmi { host: None });
+    assert_eq!(launch(&format!("{several} MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n1")).root, pmi("n1"));
+    assert_eq!(launch(&format!("{several} MASTER_ADDR=n2")).root, pmi("n2"));
+    assert_eq!(launch(&format!("{several} MASTER_ADDR=n2 MASTER_PORT=5")).root, at("n2:5"));
+    // srun says everything by itself.
+    assert!(matches!(launch(&format!("{SRUN} PMI_RANK=2 PMI_SIZE=4 PMI_FD=5")).root, Root::At(_)));
+}
+
+#[test]
+fn hydra_without_ranks() {
+    assert!(error("PMI_PORT=n1:4000 PMI_ID=0").contains("-pmi-port"));
+}
+
+#[test]
+fn open_mpi_by_file() {
+    let vars = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=7 PMIX_SERVER_TMPDIR=/tmp/x";
+    let one = format!("{vars} OMPI_COMM_WORLD_LOCAL_SIZE=2");
+    let file = |vars: &str| match launch(vars).root {
+        Root::File(path) => path,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(file(&one).parent(), Some(Path::new("/tmp/x")));
+    let keyed = format!("{one} OMPI_MCA_orte_precondition_transports=12-34");
+    assert_ne!(file(&one), file(&keyed));
+    assert_ne!(file(&one), file(&one.replace("NAMESPACE=7", "NAMESPACE=8")));
+    assert_eq!(launch(&format!("{one} MASTER_PORT=5")).root, at("127.0.0.1:5"));
+    assert!(error(&format!("{vars} OMPI_COMM_WORLD_LOCAL_SIZE=1")).contains("set MASTER_ADDR"));
 }
 
 const SRUN: &str = "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=42 SLURM_STEP_ID=1 \
@@ -89,12 +129,12 @@ const SRUN: &str = "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_
 fn srun() {
     let found = launch(SRUN);
     assert_eq!((found.rank, found.size, found.local_rank, found.local_size), (2, 4, 0, None));
-    assert_eq!(found.root, format!("node003:{}", port_of("42.1")));
+    assert_eq!(found.root, at(format!("node003:{}", port_of("42.1"))));
     assert_eq!((found.token, found.launcher), (hash("42.1"), Launcher::Slurm));
     let one_node = launch(&format!("{SRUN} SLURM_STEP_NUM_NODES=1"));
-    assert!(one_node.root.starts_with("127.0.0.1:"));
+    assert_eq!(one_node.root, at(format!("127.0.0.1:{}", port_of("42.1"))));
     assert_eq!(one_node.local_size, Some(4));
-    assert_eq!(launch(&format!("{SRUN} MASTER_ADDR=m MASTER_PORT=9")).root, "m:9");
+    assert_eq!(launch(&format!("{SRUN} MASTER_ADDR=m MASTER_PORT=9")).root, at("m:9"));
 }
 
 #[test]
@@ -120,7 +160,7 @@ fn several_hosts_need_an_address() {
 fn ipv6_is_bracketed() {
     for address in ["fe80::1", "[fe80::1]"] {
         let vars = format!("RANK=0 WORLD_SIZE=2 MASTER_PORT=5 MASTER_ADDR={address}");
-        assert_eq!(launch(&vars).root, "[fe80::1]:5");
+        assert_eq!(launch(&vars).root, at("[fe80::1]:5"));
     }
     assert_eq!(launch("RANK=1 WORLD_SIZE=2 MASTER_ADDR=::1").local_rank, 1);
 }

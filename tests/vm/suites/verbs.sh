@@ -2,10 +2,10 @@
 # gdsync's tests of verbs, streams and graphs over rxe0
 
 # shellcheck disable=SC2034
-timeout=600
+timeout=900
 
 host_build() {
-    vm_cargo test --no-run --workspace --test devices --test verbs_device --test interop --test verbs \
+    vm_cargo test --no-run --workspace --test devices --test verbs_device --test verbs_cycles --test interop --test verbs \
         --test queues --test streams --test stream_queues --test graphs --test batch_run
 }
 
@@ -15,6 +15,7 @@ guest_run() {
     export GDSYNC_TEST_DEVICE=rxe0
     vm_test devices
     vm_test verbs_device --skip a_port_that_goes_down # suite faults has it
+    GDSYNC_TEST_CYCLES=1 vm_test verbs_cycles
     vm_test interop # with ibv_rc_pingpong
     vm_test verbs
     # Left out: what wants the exact code of a wrong key, the software HCA's counters, or 100,000 messages.

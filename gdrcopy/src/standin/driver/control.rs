@@ -57,6 +57,7 @@ struct Settings {
     depth: usize,
     patience: Duration,
     frees_wait: bool,
+    loses_io: bool,
     calls: BTreeMap<&'static str, u64>,
 }
 
@@ -68,6 +69,7 @@ impl Settings {
             depth: DEPTH,
             patience: PATIENCE,
             frees_wait: true,
+            loses_io: false,
             calls: BTreeMap::new(),
         }
     }
@@ -121,6 +123,11 @@ pub(super) fn blocked() {
 /// Whether memory is freed, and modules come and go, only when the GPU is idle.
 pub(super) fn frees_wait() -> bool {
     SETTINGS.lock().frees_wait
+}
+
+/// Whether memory operations that write to registers of devices do nothing.
+pub(super) fn loses_io() -> bool {
+    SETTINGS.lock().loses_io
 }
 
 /// A call has to wait for the GPU.
@@ -232,6 +239,12 @@ impl Control {
     /// an H200 (so it is at first). Otherwise work that still needs freed memory fails.
     pub fn frees_wait(&self, wait: bool) {
         SETTINGS.lock().frees_wait = wait;
+    }
+
+    /// Whether what memory operations write to registers of devices gets lost, as where the bus lets nothing through from one
+    /// device to another.
+    pub fn loses_io(&self, lost: bool) {
+        SETTINGS.lock().loses_io = lost;
     }
 
     /// Fails a context as if work in it had failed: with 719, for example.

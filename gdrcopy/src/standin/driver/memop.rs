@@ -198,6 +198,9 @@ impl Op {
     }
 
     fn store(&self) -> Outcome {
+        if self.region.as_ref().is_some_and(|region| region.is_io) && control::loses_io() {
+            return Ok(());
+        }
         let (value, order) = (self.raw.value, Ordering::SeqCst);
         self.word(|word| word.store(low(value), order), |word| word.store(value, order))
     }

@@ -45,6 +45,8 @@ pub(super) struct Region {
     pub(super) context: Arc<Context>,
     /// Given to no other.
     pub(super) id: Handle,
+    /// Registers of a device.
+    pub(super) is_io: bool,
     /// Until it is freed or unregistered. Locked while work uses the memory.
     alive: RecursiveRwLock<bool>,
     /// What is not the application's.
@@ -187,7 +189,7 @@ fn allocate(len: usize, kind: Kind) -> Outcome<usize> {
     require(len <= GPU_MEMORY, CudaStatus::OUT_OF_MEMORY)?;
     let (start, bytes) = Bytes::new(len).map_err(|_| CudaStatus::OUT_OF_MEMORY)?;
     let (id, alive) = (number(), RecursiveRwLock::new(true));
-    let region = Region { start, len, kind, context, id, alive, bytes: Some(bytes) };
+    let region = Region { start, len, kind, context, id, is_io: false, alive, bytes: Some(bytes) };
     REGIONS.lock().insert(start, Arc::new(region));
     Ok(start)
 }
@@ -226,7 +228,8 @@ pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
         None => {}
     }
     let (id, alive) = (number(), RecursiveRwLock::new(true));
-    let region = Region { start, len, kind: Kind::HostRegistered, context, id, alive, bytes: None };
+    let is_io = flags & IO_MEMORY != 0;
+    let region = Region { start, len, kind: Kind::HostRegistered, context, id, is_io, alive, bytes: None };
     regions.insert(start, Arc::new(region));
     Ok(())
 }

@@ -123,6 +123,31 @@ fn a_gpu_that_may_not_ring_is_helped_by_the_proxy() {
     round_trips(&gpu, &a, &b);
 }
 
+/// The driver lets the GPU have the registers, but what it writes does not arrive.
+#[test]
+fn a_gpu_that_the_card_does_not_hear_is_refused_with_the_reason() {
+    let bench = bench();
+    let (gpu, control) = (bench.gpu.clone(), &bench.control);
+    // Opened before anything is known of a GPU.
+    let early = open_by(Some(Route::Direct), None).unwrap().alloc_pd().unwrap();
+    control.loses_io(true);
+    let build = || early.build_qp().on_gpu(&gpu, OnGpu::empty()).build();
+    let refused = build().unwrap_err();
+    assert!(matches!(refused, Error::Device { .. }), "{refused:?}");
+    let helped = open_by(None, Some(&gpu)).unwrap();
+    assert_eq!(helped.description(), "CPU proxy of mlx5_standin");
+    for text in [refused.to_string().as_str(), helped.not_direct().unwrap()] {
+        for word in ["GPU 0", "doorbell", "ACS", "IOMMU", "GDSYNC_PATH=proxy"] {
+            assert!(text.contains(word), "'{text}' lacks '{word}'");
+        }
+    }
+    // It is asked again, until it rings.
+    control.loses_io(false);
+    build().unwrap();
+    control.loses_io(true);
+    build().unwrap();
+}
+
 /// From GPU to GPU, from and to any byte: the card takes the memory as a dma-buf of whole pages.
 #[test]
 fn payload_in_gpu_memory_is_sent_from_there() {

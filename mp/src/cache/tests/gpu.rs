@@ -42,8 +42,9 @@ fn free(addr: u64) {
 }
 
 fn get(bed: &Bed, addr: u64, len: usize) -> Cached {
-    let register =
-        |memory: &gdsync::memory::Memory| bed.pd.register(memory, Access::LOCAL_WRITE).map(Registration);
+    let register = |memory: &gdsync::memory::Memory| {
+        bed.pd.register(memory, Access::LOCAL_WRITE).map(|mr| Registration(mr, None))
+    };
     // SAFETY: the memory is freed when the handle is gone.
     let cached = unsafe { bed.cache.get(Some(gpu()), &(addr..addr + len as u64), register) }.unwrap();
     assert_eq!((cached.memory().addr(), cached.memory().len()), (addr, len));

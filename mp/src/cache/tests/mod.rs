@@ -34,7 +34,7 @@ impl Bed {
     }
 
     fn register(&self, memory: &Memory) -> gdsync::Result<Registration> {
-        self.pd.register(memory, Access::LOCAL_WRITE).map(Registration)
+        self.pd.register(memory, Access::LOCAL_WRITE).map(|mr| Registration(mr, None))
     }
 
     /// The addresses of a part of the memory.

@@ -1,0 +1,54 @@
+//! Whether a GPU can ring the doorbells of a card: it rings one, and the card has to do something about it.
+//!
+//! The driver may refuse the GPU the registers. Or it lets it have them, and its writes get lost on the bus: where an IOMMU
+//! or the access control of PCIe switches sends them elsewhere, nobody says so.
+//!
+//! Asked of each GPU that is open when the device is opened, and of each other that a queue pair is built for.
+
+use std::time::Duration;
+
+use crate::cuda::Gpu;
+use crate::error::{Error, Result};
+use crate::stream::{CudaStreamConfig, Stream, Via};
+use crate::verbs::{Pd, Qp, SendWr};
+
+/// How long a card may take for a request that does nothing, and the GPU to ring for it.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// Has a queue pair made for it do nothing: first at the request of the CPU, then of the GPU.
+///
+/// # Errors
+/// [`Error::Cuda`] when the GPU may not write to the registers; [`Error::Device`] when what it writes does not arrive.
+pub(crate) fn probe(pd: &Pd, gpu: &Gpu) -> Result<()> {
+    let qp = pd.build_qp().max_send_wr(2).max_recv_wr(1).build()?;
+    let (_, _, doorbell) = qp.send.places();
+    doorbell.gpu_addr(gpu)?;
+    if let Err(error) = ring_by_cpu(&qp) {
+        // No link, for example: the GPU may have the registers, and more cannot be known now.
+        tracing::debug!(%error, "it is not known whether the card hears the GPU: it does not answer the CPU either");
+        return Ok(());
+    }
+    let config =
+        CudaStreamConfig { name: "doorbell probe".into(), via: Via::MemOp, ..CudaStreamConfig::default() };
+    let stream = Stream::cuda(gpu, config)?;
+    stream.send(&qp, &SendWr::nop())?;
+    stream.synchronize(LIMIT)?;
+    match qp.send_cq().wait(LIMIT) {
+        Ok(done) => done.ok().map(drop).map_err(Error::from),
+        Err(_) => Err(Error::Device {
+            device: pd.provider().description().to_owned(),
+            why: format!(
+                "GPU {} rang a doorbell of the card and nothing came of it, so the machine loses what they write to each \
+                 other: put them below one PCIe switch, and switch off its access control (ACS) and the IOMMU; \
+                 GDSYNC_PATH=proxy works without",
+                gpu.ordinal()
+            ),
+        }),
+    }
+}
+
+fn ring_by_cpu(qp: &Qp) -> Result<()> {
+    qp.connect(qp.address())?;
+    qp.post_send(&[SendWr::nop()])?;
+    Ok(qp.send_cq().wait(LIMIT)?.ok().map(drop)?)
+}

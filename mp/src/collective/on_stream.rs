@@ -1,0 +1,269 @@
+//! Collectives that a stream starts and awaits.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gdsync::stream::{Batch, Stream};
+use parking_lot::{Condvar, Mutex};
+
+use super::plan::{Due, Part, Step};
+use super::{Collectives, Number, Reduction, check_range, check_values, combine};
+use crate::communicator::{Communicator, Registration};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::peer::Way;
+use crate::request::Request;
+
+/// How long a full stream may take to make room.
+const ROOM: Duration = Duration::from_secs(10);
+
+/// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
+///
+/// [`Stream::synchronize`] reports what fails, this also with whom.
+#[derive(Clone)]
+#[must_use = "a collective nobody asks for may fail unnoticed"]
+pub struct Pending {
+    operation: &'static str,
+    receives: Vec<Due>,
+    sends: Vec<Request>,
+    last: Arc<Last>,
+}
+
+/// What the CPU does in the end.
+#[derive(Default)]
+struct Last {
+    outcome: Mutex<Option<Result<()>>>,
+    done: Condvar,
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({})", self.operation)
+    }
+}
+
+impl Pending {
+    /// Blocks until this rank has sent and received all that it had to, and has combined what it got.
+    ///
+    /// # Errors
+    /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] for one that is in
+    /// another collective; [`Error::Deadline`] when everything came but the stream did not get to the end.
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        let deadline = Deadline::after(timeout);
+        for receive in &self.receives {
+            receive.check(self.operation, receive.request.wait(deadline.remaining())?)?;
+        }
+        for send in &self.sends {
+            send.wait(deadline.remaining())?;
+        }
+        let mut outcome = self.last.outcome.lock();
+        while outcome.is_none() && !deadline.is_over() {
+            self.last.done.wait_for(&mut outcome, deadline.remaining());
+        }
+        let late = || deadline.error(format!("{}: waiting for its stream", self.operation));
+        outcome.clone().unwrap_or_else(|| Err(late()))
+    }
+}
+
+impl Last {
+    fn finish(&self, outcome: Result<()>) {
+        *self.outcome.lock() = Some(outcome);
+        self.done.notify_all();
+    }
+}
+
+/// Messages that all leave when the stream gets there.
+#[derive(Default)]
+struct Direct {
+    sends: Vec<Part>,
+    receives: Vec<Part>,
+    /// Senders wait for the receiver's stream: what is received into is the user's.
+    handshake: bool,
+    then: Option<Step>,
+}
+
+impl Collectives {
+    /// Holds a stream until the streams of all ranks are here.
+    ///
+    /// # Errors
+    /// [`Error::Message`] names a rank: its connection is broken, too many messages are under way (nothing is queued
+    /// then; synchronize the stream and try again), or another stream uses it. [`Error::Device`]: the stream failed, or
+    /// was full for 10 s. The error of an earlier call.
+    pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
+        let all = || self.others().map(|rank| part(rank, &self.token, 0..0)).collect();
+        self.enqueue("barrier", stream, Direct { sends: all(), receives: all(), ..Direct::default() })
+    }
+
+    /// Queues a [`Collectives::broadcast`].
+    ///
+    /// # Errors
+    /// As [`Collectives::barrier_on_stream`] and [`Collectives::broadcast`].
+    pub fn broadcast_on_stream(
+        &self,
+        stream: &Stream,
+        buffer: &Registration,
+        range: Range<usize>,
+        root: usize,
+    ) -> Result<Pending> {
+        self.check_rank(root)?;
+        check_range(buffer, &range)?;
+        let to = |rank| part(rank, buffer, range.clone());
+        let (sends, receives) = match self.comm.rank() == root {
+            true => (self.others().map(to).collect(), vec![]),
+            false => (vec![], vec![to(root)]),
+        };
+        self.enqueue("broadcast", stream, Direct { sends, receives, handshake: true, then: None })
+    }
+
+    /// Queues a [`Collectives::allgather`].
+    ///
+    /// # Errors
+    /// As [`Collectives::barrier_on_stream`] and [`Collectives::allgather`].
+    pub fn allgather_on_stream(
+        &self,
+        stream: &Stream,
+        buffer: &Registration,
+        range: Range<usize>,
+    ) -> Result<Pending> {
+        let parts = self.parts(buffer, &range)?;
+        let block = |rank| parts.bytes(&(rank..rank + 1));
+        let sends = self.others().map(|rank| part(rank, buffer, block(self.comm.rank()))).collect();
+        let receives = self.others().map(|rank| part(rank, buffer, block(rank))).collect();
+        self.enqueue("allgather", stream, Direct { sends, receives, handshake: true, then: None })
+    }
+
+    /// Queues a [`Collectives::alltoall`].
+    ///
+    /// # Errors
+    /// As [`Collectives::barrier_on_stream`] and [`Collectives::alltoall`].
+    pub fn alltoall_on_stream(
+        &self,
+        stream: &Stream,
+        from: (&Registration, Range<usize>),
+        to: (&Registration, Range<usize>),
+    ) -> Result<Pending> {
+        let (send, recv) = self.two_parts(&from, &to)?;
+        let all = || self.others().chain([self.comm.rank()]);
+        let sends = all().map(|rank| part(rank, from.0, send.bytes(&(rank..rank + 1)))).collect();
+        let receives = all().map(|rank| part(rank, to.0, recv.bytes(&(rank..rank + 1)))).collect();
+        self.enqueue("alltoall", stream, Direct { sends, receives, handshake: true, then: None })
+    }
+
+    /// Queues a [`Collectives::allreduce`]: a host function of the stream combines the values, in rank order. Each rank
+    /// sends its values to all others.
+    ///
+    /// # Errors
+    /// As [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].
+    pub fn allreduce_on_stream<T: Number>(
+        &self,
+        stream: &Stream,
+        buffer: &Registration,
+        range: Range<usize>,
+        how: Reduction,
+    ) -> Result<Pending> {
+        check_values::<T>(buffer, &range)?;
+        let (me, size, len) = (self.comm.rank(), self.comm.size(), range.len());
+        let scratch = self.scratch.take(&self.comm, len * size)?;
+        let slot = move |rank| rank * len..(rank + 1) * len;
+        let sends = self.others().map(|rank| part(rank, buffer, range.clone())).collect();
+        let receives = self.others().map(|rank| part(rank, &scratch, slot(rank))).collect();
+        let (buffer, pool) = (buffer.clone(), self.scratch.clone());
+        let then = move || {
+            // In rank order: with the own values in their place, all ranks round alike.
+            let mut values = vec![0; len];
+            buffer.memory().read(range.start, &mut values)?;
+            scratch.memory().write(slot(me).start, &values)?;
+            scratch.memory().read(0, &mut values)?;
+            buffer.memory().write(range.start, &values)?;
+            combine::<T>(&buffer, range, &scratch, (1..size).map(|rank| slot(rank).start), how)?;
+            pool.give_back(scratch);
+            Ok(())
+        };
+        self.enqueue(
+            "allreduce",
+            stream,
+            Direct { sends, receives, handshake: false, then: Some(Box::new(then)) },
+        )
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> {
+        // From the next on, so that not all begin with the same rank.
+        let (me, size) = (self.comm.rank(), self.comm.size());
+        (1..size).map(move |step| (me + step) % size)
+    }
+
+    fn enqueue(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
+        self.sticky(|| Ok(()))?;
+        // A ready and a message each way. What is refused here leaves the ranks in step.
+        for part in direct.sends.iter().chain(&direct.receives) {
+            let peer = self.comm.peer(part.rank)?;
+            [Way::Send, Way::Recv].into_iter().try_for_each(|way| peer.has_room(way, 2, operation))?;
+        }
+        self.sticky(|| direct.submit(&self.comm, &self.token, operation, stream))
+    }
+}
+
+fn part(rank: usize, buffer: &Registration, range: Range<usize>) -> Part {
+    Part { rank, buffer: buffer.clone(), range }
+}
+
+impl Direct {
+    fn submit(
+        self,
+        comm: &Communicator,
+        token: &Registration,
+        operation: &'static str,
+        stream: &Stream,
+    ) -> Result<Pending> {
+        let mut batch = Batch::new();
+        let (mut receives, mut sends, mut ready) = (Vec::new(), Vec::new(), BTreeMap::new());
+        if self.handshake {
+            // A rank is in step with itself.
+            let other = |part: &&Part| part.rank != comm.rank();
+            for part in self.sends.iter().filter(other) {
+                ready.insert(part.rank, Due::receive(comm, &super::on_stream::part(part.rank, token, 0..0))?);
+            }
+            for part in self.receives.iter().filter(other) {
+                sends.push(comm.isend_in_batch(&mut batch, token, 0..0, part.rank)?);
+            }
+        }
+        let data = self.receives.iter().map(|part| Due::receive(comm, part)).collect::<Result<Vec<_>>>()?;
+        for part in &self.sends {
+            if let Some(ready) = ready.remove(&part.rank) {
+                comm.wait_in_batch(&mut batch, &ready.request)?;
+                receives.push(ready);
+            }
+            sends.push(comm.isend_in_batch(&mut batch, &part.buffer, part.range.clone(), part.rank)?);
+        }
+        receives.extend(data);
+        let waits = receives.iter().map(|due| &due.request).chain(&sends);
+        waits.into_iter().try_for_each(|request| comm.wait_in_batch(&mut batch, request))?;
+        let last = Arc::new(Last::default());
+        match self.then {
+            None => last.finish(Ok(())),
+            Some(then) => {
+                let (receives, sends, last) = (receives.clone(), sends.clone(), last.clone());
+                batch.host_fn(move || {
+                    last.finish(arrived(operation, &receives, &sends).and_then(|()| then()))
+                });
+            }
+        }
+        stream.submit_within(&mut batch, ROOM)?;
+        Ok(Pending { operation, receives, sends, last })
+    }
+}
+
+/// On the stream: it goes on after failures too, so what is there is looked at before it is used.
+fn arrived(operation: &'static str, receives: &[Due], sends: &[Request]) -> Result<()> {
+    let missing = |request: &Request| {
+        let what = "the stream went on though the message is not complete".to_owned();
+        Error::Collective { operation, rank: request.rank(), what }
+    };
+    for receive in receives {
+        receive.check(operation, receive.request.test()?.ok_or_else(|| missing(&receive.request))?)?;
+    }
+    sends.iter().try_for_each(|send| send.test()?.map(drop).ok_or_else(|| missing(send)))
+}

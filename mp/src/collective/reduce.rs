@@ -1,0 +1,126 @@
+//! Values that can be combined, and how: the same bits on every rank, whatever the order of the two operands.
+
+use std::fmt;
+
+/// How an allreduce combines values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reduction {
+    /// The sum; integers wrap around. Its rounding depends on the number of ranks.
+    Sum,
+    /// The smallest; of -0.0 and 0.0 the former.
+    Min,
+    /// The largest; of -0.0 and 0.0 the latter.
+    Max,
+}
+
+/// Values of an allreduce, in memory as this machine writes them. A NaN makes the result NaN.
+///
+/// Sealed: `f32`, `f64`, `i32`, `i64` and `u64` are numbers.
+pub trait Number: sealed::Sealed + Copy + fmt::Debug + Send + 'static {}
+
+pub(super) mod sealed {
+    pub trait Sealed: Sized {
+        /// Combines two slices of equal length, a whole number of values each, into the first.
+        fn combine(into: &mut [u8], with: &[u8], how: super::Reduction);
+    }
+}
+
+macro_rules! number {
+    ($type:ty, $sum:expr, $min:expr, $max:expr) => {
+        impl Number for $type {}
+        impl sealed::Sealed for $type {
+            fn combine(into: &mut [u8], with: &[u8], how: Reduction) {
+                let operation: fn($type, $type) -> $type = match how {
+                    Reduction::Sum => $sum,
+                    Reduction::Min => $min,
+                    Reduction::Max => $max,
+                };
+                let (into, _) = into.as_chunks_mut::<{ size_of::<$type>() }>();
+                let (with, _) = with.as_chunks::<{ size_of::<$type>() }>();
+                for (a, b) in into.iter_mut().zip(with) {
+                    *a = operation(<$type>::from_ne_bytes(*a), <$type>::from_ne_bytes(*b)).to_ne_bytes();
+                }
+            }
+        }
+    };
+    (float $type:ty) => {
+        number!(
+            $type,
+            // One NaN for all of them: which operand's bits an addition keeps depends on their order.
+            |a, b| if (a + b).is_nan() { <$type>::NAN } else { a + b },
+            |a, b| match (a.is_nan() || b.is_nan(), a.total_cmp(&b).is_le()) {
+                (true, _) => <$type>::NAN,
+                (false, first) =>
+                    if first {
+                        a
+                    } else {
+                        b
+                    },
+            },
+            |a, b| match (a.is_nan() || b.is_nan(), a.total_cmp(&b).is_ge()) {
+                (true, _) => <$type>::NAN,
+                (false, first) =>
+                    if first {
+                        a
+                    } else {
+                        b
+                    },
+            }
+        );
+    };
+    (integer $type:ty) => {
+        number!($type, <$type>::wrapping_add, <$type as Ord>::min, <$type as Ord>::max);
+    };
+}
+
+number!(float f32);
+number!(float f64);
+number!(integer i32);
+number!(integer i64);
+number!(integer u64);
+
+#[cfg(test)]
+mod tests {
+    use super::sealed::Sealed;
+    use super::*;
+
+    fn f64s(a: f64, b: f64, how: Reduction) -> u64 {
+        let mut into = a.to_ne_bytes();
+        f64::combine(&mut into, &b.to_ne_bytes(), how);
+        u64::from_ne_bytes(into)
+    }
+
+    #[test]
+    fn the_order_of_the_operands_changes_no_bit() {
+        let odd_nan = f64::from_bits(f64::NAN.to_bits() | 7);
+        let values =
+            [0.0, -0.0, 1.5, -1.5, f64::MAX, f64::INFINITY, f64::NEG_INFINITY, f64::NAN, -odd_nan, odd_nan];
+        for how in [Reduction::Sum, Reduction::Min, Reduction::Max] {
+            for a in values {
+                for b in values {
+                    assert_eq!(f64s(a, b, how), f64s(b, a, how), "{a} {b} {how:?}");
+                    assert_eq!(
+                        f64::from_bits(f64s(a, b, how)).is_nan(),
+                        (a + b).is_nan() && how == Reduction::Sum || a.is_nan() || b.is_nan()
+                    );
+                }
+            }
+        }
+        assert_eq!(f64s(0.0, -0.0, Reduction::Min), (-0.0_f64).to_bits());
+        assert_eq!(f64s(-0.0, 0.0, Reduction::Max), 0.0_f64.to_bits());
+        assert_eq!(f64s(1.5, -2.0, Reduction::Sum), (-0.5_f64).to_bits());
+    }
+
+    #[test]
+    fn integers_wrap_and_every_value_is_combined() {
+        let mut into: Vec<u8> = [i32::MAX, -5, 7].iter().flat_map(|v| v.to_ne_bytes()).collect();
+        let with: Vec<u8> = [1, 3, -9].iter().flat_map(|v: &i32| v.to_ne_bytes()).collect();
+        i32::combine(&mut into, &with, Reduction::Sum);
+        let values: Vec<_> = into.as_chunks().0.iter().map(|v| i32::from_ne_bytes(*v)).collect();
+        assert_eq!(values, [i32::MIN, -2, -2]);
+        i32::combine(&mut into, &with, Reduction::Max);
+        let values: Vec<_> = into.as_chunks().0.iter().map(|v| i32::from_ne_bytes(*v)).collect();
+        assert_eq!(values, [1, 3, -2]);
+    }
+}

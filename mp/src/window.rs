@@ -1,0 +1,281 @@
+//! Windows: memory that other ranks read and write by themselves.
+
+mod ends;
+mod few;
+mod lane;
+mod rma;
+mod start;
+mod wait;
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gdsync::memory::{Word32, Word64};
+use gdsync::mlx5::RemoteAddr;
+use gdsync::verbs::Access;
+
+pub(crate) use lane::{Lane, Lanes};
+pub use rma::{MAX_INLINE, Rma, Signal};
+
+use crate::bootstrap::Exchange;
+use crate::communicator::{Communicator, Registration};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use ends::Ends;
+
+/// Elements of a list of pieces that one work request takes: as many as need no more room than inline data.
+const MAX_SGES: usize = 6;
+
+/// Acknowledge timeout, a second: the target may have nobody but a thread of the device to answer, on a busy machine.
+const TIMEOUT: u8 = 18;
+
+/// A part of each rank's memory that all ranks may read and write by themselves. Clones share it; any thread may use it.
+///
+/// Puts and signals from one rank to another take effect in the order they were started in. Gets and operations on words
+/// may be overtaken by what is started later, unless that says [`Rma::fence`].
+///
+/// A window has connections of its own: it waits for no message and for no other window, and a stream that
+/// puts through it is in nobody's way. Windows that share them, so that their operations are ordered too, are made with
+/// [`Window::beside`].
+///
+/// Dropping the last clone takes nothing back that is under way, but ends the others' access: see [`Window::destroy`].
+#[derive(Clone)]
+pub struct Window(Arc<Inner>);
+
+struct Inner {
+    comm: Communicator,
+    /// The own part.
+    registration: Registration,
+    range: Range<usize>,
+    /// The parts of all ranks.
+    parts: Vec<Part>,
+    lanes: Arc<Lanes>,
+}
+
+/// The part of one rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Part {
+    at: RemoteAddr,
+    size: usize,
+}
+
+impl Part {
+    const BYTES: usize = 20;
+
+    fn to_bytes(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..8].copy_from_slice(&self.at.addr.to_le_bytes());
+        bytes[8..16].copy_from_slice(&(self.size as u64).to_le_bytes());
+        bytes[16..].copy_from_slice(&self.at.rkey.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let (addr, rest) = bytes.split_first_chunk::<8>()?;
+        let (size, rkey) = rest.split_first_chunk::<8>()?;
+        let size = usize::try_from(u64::from_le_bytes(*size)).ok()?;
+        let rkey = u32::from_le_bytes(*rkey.first_chunk()?);
+        let at = RemoteAddr { addr: u64::from_le_bytes(*addr), rkey };
+        at.addr.checked_add(size as u64).map(|_| Self { at, size })
+    }
+}
+
+impl fmt::Debug for Window {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sizes: Vec<_> = self.0.parts.iter().map(|part| part.size).collect();
+        write!(f, "Window({sizes:?} bytes)")
+    }
+}
+
+impl Communicator {
+    /// Makes the bytes `range` of a registration, which may be none, the part of this rank in a new window. Every rank must
+    /// call this, for all windows in the same order; the parts may have different sizes.
+    ///
+    /// # Errors
+    /// [`Error::Device`] for a range outside the registration, and from the device; [`Error::Bootstrap`] names a rank that
+    /// is gone or could not make its part, [`Error::Deadline`] one that is late.
+    pub fn window(
+        &self,
+        registration: &Registration,
+        range: Range<usize>,
+        timeout: Duration,
+    ) -> Result<Window> {
+        let deadline = Deadline::after(timeout);
+        let (rank, size) = (self.rank(), self.size());
+        let mut bootstrap = self.0.bootstrap.lock();
+        let ours = part(registration, &range).and_then(|part| {
+            let ends = Ends::all(rank, size, || {
+                let queues = self.0.builder.queue_pair(&self.0.pd).max_recv_wr(1).timeout(TIMEOUT);
+                queues.max_send_sge(MAX_SGES).max_inline(MAX_INLINE)
+            })?;
+            Ok((part, ends))
+        });
+        let record = match &ours {
+            Ok((part, ends)) => [&part.to_bytes()[..], &Ends::table(ends)].concat(),
+            Err(_) => Vec::new(),
+        };
+        let records = bootstrap.allgather(&record, deadline.remaining())?;
+        // What is wrong here all ranks see alike, and none goes on.
+        let ends = ours.map(|(_, ends)| ends)?;
+        let parts = parts_of(&records)?;
+        let mut tables = parts.iter().zip(&ends);
+        let lanes = tables.try_for_each(|((_, table), ends)| ends.connect(table, rank, size));
+        let lanes = lanes.and_then(|()| Lanes::new(self, ends));
+        // Nobody may write before everybody is connected.
+        let lanes = agree(&mut **bootstrap, lanes, &deadline)?;
+        drop(bootstrap);
+        let parts = parts.into_iter().map(|(part, _)| part).collect();
+        Ok(Window::of(self, registration, range, parts, lanes))
+    }
+}
+
+impl Window {
+    /// As [`Communicator::window`], over the connections of this window: operations through both are ordered as if they were
+    /// through one, and signals behind puts through one may be in the other. So data can be on a GPU and its signals in
+    /// host memory.
+    ///
+    /// # Errors
+    /// As [`Communicator::window`].
+    pub fn beside(
+        &self,
+        registration: &Registration,
+        range: Range<usize>,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let deadline = Deadline::after(timeout);
+        let comm = &self.0.comm;
+        let ours = part(registration, &range);
+        let record = ours.as_ref().map(|part| part.to_bytes().to_vec()).unwrap_or_default();
+        let records = comm.0.bootstrap.lock().allgather(&record, deadline.remaining())?;
+        ours?;
+        let parts = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
+        Ok(Self::of(comm, registration, range, parts, self.0.lanes.clone()))
+    }
+
+    fn of(
+        comm: &Communicator,
+        registration: &Registration,
+        range: Range<usize>,
+        parts: Vec<Part>,
+        lanes: Arc<Lanes>,
+    ) -> Self {
+        lanes.lead_to(registration.memory());
+        let (comm, registration) = (comm.clone(), registration.clone());
+        Self(Arc::new(Inner { comm, registration, range, parts, lanes }))
+    }
+
+    /// Ends the window after all that is under way: waits for the own operations, then for all ranks, which must call
+    /// this too. Clones that are left keep the memory accessible.
+    ///
+    /// # Errors
+    /// As [`Window::flush_all`] and [`Communicator::barrier`].
+    pub fn destroy(self, timeout: Duration) -> Result<()> {
+        let deadline = Deadline::after(timeout);
+        let flushed = self.0.lanes.flush(&deadline);
+        let met = self.0.comm.barrier(deadline.remaining());
+        flushed.and(met)
+    }
+
+    /// The ranks that share it.
+    pub fn communicator(&self) -> &Communicator {
+        &self.0.comm
+    }
+
+    /// Bytes of the window of a rank.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn size_of(&self, rank: usize) -> Result<usize> {
+        self.part(rank).map(|part| part.size)
+    }
+
+    /// The 32-bit word at `offset` of the own part, for waits: see [`wait_value32`](crate::wait_value32) and
+    /// [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32).
+    ///
+    /// # Errors
+    /// [`Error::OutsideWindow`]; [`Error::Device`] for memory that the CPU cannot reach, or an address that is not a multiple
+    /// of 4.
+    pub fn word32(&self, offset: usize) -> Result<Word32> {
+        Ok(self.0.registration.memory().word32(self.own("word", offset, 4)?)?)
+    }
+
+    /// As [`Window::word32`], of 64 bits.
+    ///
+    /// # Errors
+    /// As [`Window::word32`].
+    pub fn word64(&self, offset: usize) -> Result<Word64> {
+        Ok(self.0.registration.memory().word64(self.own("word", offset, 8)?)?)
+    }
+
+    /// Where an access to the own part is in its registration.
+    fn own(&self, operation: &'static str, offset: usize, len: usize) -> Result<usize> {
+        self.remote(operation, self.0.comm.rank(), offset, len)?;
+        Ok(self.0.range.start + offset)
+    }
+
+    fn part(&self, rank: usize) -> Result<&Part> {
+        let size = self.0.parts.len();
+        self.0.parts.get(rank).ok_or(Error::NoSuchRank { rank, size })
+    }
+
+    /// Where `len` bytes at `offset` of the window of a rank are.
+    fn remote(&self, operation: &'static str, rank: usize, offset: usize, len: usize) -> Result<RemoteAddr> {
+        let &Part { at, size } = self.part(rank)?;
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            return Err(Error::OutsideWindow { rank, operation, offset, len, size });
+        }
+        Ok(RemoteAddr { addr: at.addr + offset as u64, rkey: at.rkey })
+    }
+}
+
+/// The part of this rank.
+fn part(registration: &Registration, range: &Range<usize>) -> Result<Part> {
+    let size = registration.memory().len();
+    let access = registration.0.access();
+    if access != Access::all() {
+        return Err(Error::Device(gdsync::Error::InvalidArgument {
+            what: "the registration of the window",
+            value: format!("one from the cache, for {access:?}"),
+            expected: "one of Communicator::register: peers have no rights to what is cached",
+        }));
+    }
+    match range.end.checked_sub(range.start) {
+        Some(len) if range.end <= size => Ok(Part { at: registration.0.remote(range.start)?, size: len }),
+        Some(len) => Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into()),
+        None => Err(Error::Device(gdsync::Error::InvalidArgument {
+            what: "the range of the window",
+            value: format!("{range:?}"),
+            expected: "one that does not end before it starts",
+        })),
+    }
+}
+
+/// The parts of all ranks, and what follows them in their records.
+fn parts_of(records: &[Vec<u8>]) -> Result<Vec<(Part, &[u8])>> {
+    let part = |(rank, record): (usize, &'_ Vec<u8>)| {
+        let (what, fix) = match record.is_empty() {
+            true => ("it could not make its part of the window", "see the error of that rank"),
+            false => ("its part of the window has a wrong form", "run the same version everywhere"),
+        };
+        let wrong = || Error::bootstrap(format!("rank {rank}"), what, fix);
+        let (part, _) = record.split_first_chunk().ok_or_else(wrong)?;
+        Part::from_bytes(part).map(|part| (part, rank)).ok_or_else(wrong)
+    };
+    let parts = records.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?;
+    Ok(parts.into_iter().map(|(part, rank)| (part, &records[rank][Part::BYTES..])).collect())
+}
+
+/// What this rank has made, if all ranks have.
+fn agree<T>(bootstrap: &mut dyn Exchange, made: Result<T>, deadline: &Deadline) -> Result<T> {
+    let answers = bootstrap.allgather(&[u8::from(made.is_ok())], deadline.remaining());
+    let made = made?;
+    match answers?.iter().position(|answer| answer[..] != [1]) {
+        Some(rank) => {
+            let fix = "see the error of that rank";
+            Err(Error::bootstrap(format!("rank {rank}"), "it could not connect its window", fix))
+        }
+        None => Ok(made),
+    }
+}

@@ -1,0 +1,55 @@
+//! A list that takes no allocation while it has one element, as nearly all lists here have.
+
+use std::slice;
+
+#[derive(Debug)]
+pub(super) enum Few<T> {
+    None,
+    One(T),
+    Many(Vec<T>),
+}
+
+impl<T> Few<T> {
+    pub(super) fn push(&mut self, item: T) {
+        *self = match std::mem::replace(self, Self::None) {
+            Self::None => Self::One(item),
+            Self::One(first) => Self::Many(vec![first, item]),
+            Self::Many(mut items) => {
+                items.push(item);
+                Self::Many(items)
+            }
+        };
+    }
+
+    pub(super) fn as_slice(&self) -> &[T] {
+        match self {
+            Self::None => &[],
+            Self::One(item) => slice::from_ref(item),
+            Self::Many(items) => items,
+        }
+    }
+
+    pub(super) fn first_mut(&mut self) -> Option<&mut T> {
+        match self {
+            Self::None => None,
+            Self::One(item) => Some(item),
+            Self::Many(items) => items.first_mut(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_pushed_is_there_in_order() {
+        let mut few = Few::None;
+        assert!(few.as_slice().is_empty() && few.first_mut().is_none());
+        for n in 1..=5 {
+            few.push(n);
+            assert_eq!(few.as_slice(), (1..=n).collect::<Vec<_>>());
+            assert_eq!(few.first_mut(), Some(&mut 1));
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The connections that operations of windows take: apart from those of messages, which they neither wait for nor hold up.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use gdsync::cuda::Flush;
+use gdsync::memory::Memory;
+use gdsync::stream::Stream;
+use gdsync::verbs::{Access, Completion, Mr, Qp, Sge};
+use parking_lot::Mutex;
+
+use crate::communicator::{Communicator, Registration};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::link::Link;
+use crate::peer::settle;
+use crate::request::Request;
+use crate::window::ends::Ends;
+use crate::window::few::Few;
+
+/// The connection to one rank.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    /// That of the messages, which knows whether the rank is there.
+    link: Arc<Link>,
+    pub(crate) qp: Qp,
+    /// The other end of the connection to the own rank; otherwise the same.
+    _far: Qp,
+    depth: usize,
+    /// Whether an operation has failed.
+    lost: AtomicBool,
+    /// Whether a call has returned why the connection is broken.
+    told: AtomicBool,
+    held: Mutex<Held>,
+}
+
+/// Operations under way, oldest first, and what they hold.
+#[derive(Debug, Default)]
+struct Held {
+    queue: VecDeque<(Request, Kept)>,
+    /// Work requests of all of them.
+    wrs: usize,
+}
+
+/// What an operation holds: its buffers, and so many places in the queue.
+#[derive(Debug)]
+struct Kept {
+    _buffers: Few<Registration>,
+    wrs: usize,
+}
+
+impl Lane {
+    /// Posts an operation on `bytes` bytes that takes `wrs` work requests, after recycling if the queue is full, and keeps
+    /// its buffers registered until it is complete.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        operation: &'static str,
+        bytes: usize,
+        buffers: Few<Registration>,
+        wrs: usize,
+        mut post: impl FnMut(&Qp) -> gdsync::Result<Completion>,
+    ) -> Result<Request> {
+        // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
+        let mut held = self.held.lock();
+        if held.wrs + wrs > self.depth {
+            self.make_room(&mut held);
+        }
+        let posted = match self.room(held.wrs + wrs).and_then(|()| post(&self.qp)) {
+            Err(gdsync::Error::QueueFull { .. }) if held.wrs + wrs <= self.depth => {
+                self.make_room(&mut held);
+                post(&self.qp)
+            }
+            other => other,
+        };
+        let completion = posted.map_err(|source| self.tell(operation, source))?;
+        let (link, lane) = (self.link.clone(), Some(Arc::downgrade(self)));
+        let request = Request { link, lane, operation, completion, bytes, kept: Arc::default() };
+        held.queue.push_back((request.clone(), Kept { _buffers: buffers, wrs }));
+        held.wrs += wrs;
+        Ok(request)
+    }
+
+    fn room(&self, wrs: usize) -> gdsync::Result<()> {
+        if wrs <= self.depth {
+            return Ok(());
+        }
+        self.qp.check()?;
+        let (outstanding, depth) = (wrs as u64, self.depth as u64);
+        Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.qp.qpn(), outstanding, depth })
+    }
+
+    fn make_room(&self, held: &mut Held) {
+        while self.qp.poll_send().is_some() {}
+        // Those of dropped batches, whose places in the queue nobody has taken since.
+        while held.queue.pop_back_if(|(request, _)| request.completion.is_taken_back()).is_some() {}
+        // Where one fails, so do all behind it.
+        if held.queue.back().is_some_and(|(last, _)| last.test().is_err()) && self.qp.check().is_err() {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        settle(&mut held.queue);
+        held.wrs = held.queue.iter().map(|(_, kept)| kept.wrs).sum();
+    }
+
+    /// Takes completions, and lets buffers go.
+    pub(crate) fn recycle(&self) {
+        self.make_room(&mut self.held.lock());
+    }
+
+    /// Blocks until nothing is under way.
+    pub(super) fn flush(&self, timeout: Duration) -> Result<()> {
+        let flushed = self.qp.wait_all_sends(timeout);
+        self.recycle();
+        flushed.map_err(|source| self.tell("flush", source))
+    }
+
+    /// Holds a stream until nothing is under way that is now.
+    pub(super) fn flush_on_stream(&self, stream: &Stream) -> Result<()> {
+        let mut held = self.held.lock();
+        self.make_room(&mut held);
+        let flushed = match held.queue.back() {
+            Some((last, _)) => stream.wait(&last.completion),
+            None => self.qp.check(),
+        };
+        flushed.map_err(|source| self.tell("flush on stream", source))
+    }
+
+    fn tell(&self, operation: &'static str, source: gdsync::Error) -> Error {
+        if self.qp.check().is_err() {
+            self.told.store(true, Ordering::Relaxed);
+        }
+        Error::Message { rank: self.link.rank, operation, source }
+    }
+
+    /// Whether something failed, and nobody knows.
+    fn has_to_tell(&self) -> bool {
+        self.lost.load(Ordering::Relaxed) && !self.told.load(Ordering::Relaxed)
+    }
+
+    /// As [`Lane::flush`], but a failure that somebody knows of, or that nothing met with, is none.
+    fn finish(&self, timeout: Duration) -> Result<()> {
+        let flushed = self.qp.wait_all_sends(timeout);
+        self.recycle();
+        match flushed {
+            Err(source) if self.has_to_tell() || matches!(source, gdsync::Error::Deadline { .. }) => {
+                Err(self.tell("flush", source))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether nothing will come of it any more, and there is nothing to tell.
+    fn is_over(&self) -> bool {
+        self.recycle();
+        self.held.lock().queue.is_empty() && !self.has_to_tell()
+    }
+}
+
+/// The connections of a window, or of several.
+#[derive(Debug)]
+pub(crate) struct Lanes {
+    pub(super) lanes: Vec<Arc<Lane>>,
+    /// Where the results go that nobody wants: a word for each rank.
+    scratch: Mr,
+    /// Whether a window is on a GPU that does not see what comes in by itself.
+    flushes: AtomicBool,
+}
+
+impl Lanes {
+    pub(super) fn new(comm: &Communicator, ends: Vec<Ends>) -> Result<Arc<Self>> {
+        let scratch = comm.0.pd.register(&Memory::alloc(8 * ends.len())?, Access::LOCAL_WRITE)?;
+        let depth = comm.0.builder.queue_depth();
+        let lane = |Ends { rank, qp, far }| {
+            let ([lost, told], held) = ([false; 2].map(AtomicBool::new), Mutex::default());
+            let link = comm.0.peers[rank].link.clone();
+            let lane = Arc::new(Lane { link, qp, _far: far, depth, lost, told, held });
+            lane.link.accompany(&lane);
+            lane
+        };
+        let lanes = ends.into_iter().map(lane).collect();
+        let lanes = Arc::new(Self { lanes, scratch, flushes: AtomicBool::new(false) });
+        let mut all = comm.0.lanes.lock();
+        Self::recycle(&mut all);
+        all.push(lanes.clone());
+        Ok(lanes)
+    }
+
+    /// A window over these connections is in this memory.
+    pub(super) fn lead_to(&self, memory: &Memory) {
+        if memory.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded) {
+            self.flushes.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a stream must flush behind a wait for a signal.
+    pub(super) fn flushes(&self) -> bool {
+        self.flushes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn scratch(&self, rank: usize) -> gdsync::Result<Sge> {
+        self.scratch.sge(8 * rank, 8)
+    }
+
+    /// Waits for all of `lanes`, also after one has failed; returns the first failure.
+    pub(super) fn flush(&self, deadline: &Deadline) -> Result<()> {
+        let flush = |lane: &Arc<Lane>| lane.flush(deadline.remaining());
+        self.lanes.iter().map(flush).fold(Ok(()), Result::and)
+    }
+
+    /// Moves operations along, and gives up connections that nobody needs.
+    pub(crate) fn recycle(all: &mut Vec<Arc<Self>>) {
+        all.retain(|lanes| {
+            lanes.lanes.iter().for_each(|lane| lane.recycle());
+            !lanes.is_over()
+        });
+    }
+
+    /// Whether no window has them any more, nor anybody else a use for them.
+    fn is_over(self: &Arc<Self>) -> bool {
+        Arc::strong_count(self) == 1 && self.lanes.iter().all(|lane| lane.is_over())
+    }
+}
+
+impl Communicator {
+    /// Waits for the operations of all windows. Returns the first failure that nobody was told of.
+    pub(crate) fn flush_lanes(&self, deadline: &Deadline) -> Result<()> {
+        let all = self.0.lanes.lock().clone();
+        let lanes = all.iter().flat_map(|lanes| &lanes.lanes);
+        lanes.map(|lane| lane.finish(deadline.remaining())).fold(Ok(()), Result::and)
+    }
+}

@@ -1,0 +1,120 @@
+//! Messages between ranks of one host through a device of their own.
+
+mod common;
+
+use common::{LONG, buffer, bytes, is_part_of, job_with, message, myself, stream};
+use gdsync::hca::SoftHcaConfig;
+use gdsync::memory::Memory;
+use gdsync::verbs::Context;
+use mp::{Communicator, Local, Registration};
+
+fn hca() -> Context {
+    Context::soft(&SoftHcaConfig::default()).unwrap()
+}
+
+/// Every rank sends to every rank, itself included; also from streams, and from a part of a registration.
+fn all_pairs(comm: &Communicator) {
+    let (me, all) = (comm.rank(), comm.size());
+    let stream = stream("paths");
+    for len in [8, 5000, 100_000] {
+        let (outbox, inbox) = (buffer(comm, all * len), buffer(comm, all * len));
+        let parts: Vec<Registration> = (0..all).map(|peer| outbox.part(peer * len, len).unwrap()).collect();
+        for (peer, part) in parts.iter().enumerate() {
+            part.memory().write(0, &message(me, peer, len, len)).unwrap();
+        }
+        let range = |peer: usize| peer * len..(peer + 1) * len;
+        let received: Vec<_> = (0..all).map(|peer| comm.irecv(&inbox, range(peer), peer).unwrap()).collect();
+        let sent = parts.iter().enumerate().map(|(peer, part)| match peer % 2 {
+            0 => comm.isend(part, 0..len, peer).unwrap(),
+            _ => comm.isend_on_stream(&stream, part, 0..len, peer).unwrap(),
+        });
+        let sent: Vec<_> = sent.collect();
+        comm.wait_all(received.iter().chain(&sent), LONG).unwrap();
+        stream.synchronize(LONG).unwrap();
+        for peer in 0..all {
+            assert!(bytes(&inbox, range(peer)) == message(peer, me, len, len), "{len} bytes of rank {peer}");
+        }
+    }
+}
+
+#[test]
+fn ranks_of_a_host_use_the_device_for_them() {
+    let (far, near) = (hca(), hca());
+    let builder = Communicator::builder().context(&far).local(Local::Through(near.clone()));
+    job_with("ranks_of_a_host_use_the_device_for_them", 3, builder, |comm| {
+        for rank in 0..3 {
+            let path = comm.path(rank).unwrap();
+            assert!(path.is_near(), "{path}");
+            assert_eq!(path.to_string(), "software HCA over shared memory: the rank is on this host");
+        }
+        assert!(comm.path(3).is_err());
+        all_pairs(comm);
+        let used = |context: &Context| context.stats().wqes;
+        assert!(used(&near) > 0 && used(&far) == 0, "{:?} {:?}", near.stats(), far.stats());
+    });
+}
+
+#[test]
+fn the_software_hca_needs_no_other_one() {
+    let builder = Communicator::builder().context(&hca());
+    job_with("the_software_hca_needs_no_other_one", 2, builder, |comm| {
+        for rank in 0..2 {
+            let path = comm.path(rank).unwrap();
+            assert!(!path.is_near() && path.reason() == "it is the software HCA already", "{path}");
+            assert_eq!((path.device(), path.wire()), (comm.context().description(), comm.context().wire()));
+        }
+    });
+}
+
+/// Rank 2 wants all its messages to go through the communicator's device, and so the others reach it there.
+#[test]
+fn both_ranks_of_a_pair_must_want_it() {
+    let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
+    let (far, near) = (hca(), hca());
+    let local = if is_last { Local::Device } else { Local::Through(near.clone()) };
+    let builder = Communicator::builder().context(&far).local(local);
+    job_with("both_ranks_of_a_pair_must_want_it", 3, builder, |comm| {
+        let me = comm.rank();
+        for rank in 0..3 {
+            let path = comm.path(rank).unwrap();
+            assert_eq!(path.is_near(), me < 2 && rank < 2, "from {me} to {rank}: {path}");
+            assert!(path.is_near() || path.reason().contains("asked for it"), "{path}");
+        }
+        all_pairs(comm);
+        let used = |context: &Context| context.stats().wqes > 0;
+        assert_eq!((used(&near), used(&far)), (me < 2, true));
+    });
+}
+
+#[test]
+fn one_rank_alone_has_one_device() {
+    let (far, near) = (hca(), hca());
+    let builder = Communicator::builder().context(&far).local(Local::Through(near));
+    job_with("one_rank_alone_has_one_device", 1, builder, |comm| {
+        assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
+        all_pairs(comm);
+    });
+}
+
+#[test]
+fn the_environment_decides_on_the_path() {
+    const NAME: &str = "the_environment_decides_on_the_path";
+    if !is_part_of(NAME) {
+        let words = "MP_LOCAL, or the builder";
+        for (value, words) in [("device", words), ("", "is on this host"), ("nvlink", "soft or device")] {
+            let output = myself(NAME).env("MP_LOCAL", value).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains(words), "{value}: {text}");
+        }
+        return;
+    }
+    let builder = Communicator::builder().context(&hca()).local(Local::Through(hca()));
+    match builder.spawn(2).timeout(LONG).init() {
+        Ok(comm) => {
+            println!("{}", comm.path(1 - comm.rank()).unwrap());
+            comm.register(&Memory::alloc(64).unwrap()).unwrap();
+            comm.finalize(LONG).unwrap();
+        }
+        Err(error) => println!("{error}"),
+    }
+}

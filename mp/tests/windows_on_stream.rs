@@ -1,0 +1,312 @@
+//! Operations on windows that streams start, and signals that streams wait for.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{LONG, buffer, bytes, job, job_with, message, stream, until};
+use gdsync::cuda::Gpu;
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
+use mp::{Communicator, Error, Rma, Signal, Status};
+
+/// One stream per rank puts with signals to all, itself too, and waits for theirs.
+fn exchange(comm: &Communicator) {
+    const LEN: usize = 5000;
+    let (me, all) = (comm.rank(), comm.size());
+    let (outbox, target) = (buffer(comm, all * LEN), buffer(comm, 64 * all + all * LEN));
+    let window = comm.window(&target, 0..target.memory().len(), LONG).unwrap();
+    let s = stream("exchange");
+    let right = Arc::new(AtomicUsize::new(0));
+    for n in 1..=30 {
+        let len = move |from: usize| 1 + (n * 311 + from) % LEN;
+        let mut puts = Vec::new();
+        for peer in 0..all {
+            // In stream order: the put takes what the buffer holds when the stream gets there.
+            let memory = outbox.memory().clone();
+            s.host_fn(move || memory.write(peer * LEN, &message(me, peer, n, len(me))).unwrap()).unwrap();
+            let put = Rma::put(&outbox, peer * LEN..peer * LEN + len(me), peer, 64 * all + me * LEN);
+            let put = put.with_signal(Signal::set(64 * me, n as u64));
+            puts.push(window.start_on_stream(&s, &put).unwrap());
+        }
+        for peer in 0..all {
+            window.wait_signal_on_stream(&s, 64 * peer, n as u64, Cond::Geq).unwrap();
+            let (memory, right) = (target.memory().clone(), right.clone());
+            s.host_fn(move || {
+                let mut came = vec![0; len(peer)];
+                memory.read(64 * all + peer * LEN, &mut came).unwrap();
+                right.fetch_add(usize::from(came == message(peer, me, n, len(peer))), Ordering::Relaxed);
+            })
+            .unwrap();
+        }
+        comm.wait_all_on_stream(&s, &puts).unwrap();
+        s.synchronize(LONG).unwrap();
+        for (peer, put) in puts.iter().enumerate() {
+            assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: len(me) }));
+        }
+        comm.barrier(LONG).unwrap();
+    }
+    assert_eq!(right.load(Ordering::Relaxed), 30 * all);
+    window.destroy(LONG).unwrap();
+}
+
+#[test]
+fn streams_of_two_ranks_put_with_signals() {
+    job("streams_of_two_ranks_put_with_signals", 2, exchange);
+}
+
+#[test]
+fn streams_of_four_ranks_put_with_signals() {
+    job("streams_of_four_ranks_put_with_signals", 4, exchange);
+}
+
+/// Nothing leaves before the stream gets there, and one window is not in the way of another.
+#[test]
+fn puts_and_gets_wait_for_their_stream() {
+    job("puts_and_gets_wait_for_their_stream", 2, |comm| {
+        let (local, target) = (buffer(comm, 64), buffer(comm, 64));
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        let other = comm.window(&target, 0..64, LONG).unwrap();
+        if comm.rank() == 1 {
+            target.memory().write(32, b"of the target").unwrap();
+            comm.barrier(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            assert_eq!(bytes(&target, 0..8), [0; 8]);
+            assert_eq!(bytes(&target, 16..24), b"overtake");
+            comm.barrier(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            assert_eq!(bytes(&target, 0..8), b"released");
+            return window.destroy(LONG).unwrap();
+        }
+        let s = stream("held");
+        let word = local.memory().word32(56).unwrap();
+        comm.barrier(LONG).unwrap();
+        s.wait_value32(&word, 1, Cond::Eq).unwrap();
+        let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
+        let get = window.iget_on_stream(&s, &local, 16..29, 1, 32).unwrap();
+        comm.wait_on_stream(&s, &get).unwrap();
+        // The connection belongs to the stream now; that of another window does not.
+        let error = window.put(&local, 0..8, 1, 8).unwrap_err();
+        assert!(
+            matches!(error, Error::Message { rank: 1, source: gdsync::Error::Busy { .. }, .. }),
+            "the CPU may not overtake the stream: {error}"
+        );
+        let _detached = other.start(&Rma::put_bytes(b"overtake", 1, 16)).unwrap();
+        other.flush(1, LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        assert_eq!((put.test().unwrap(), get.test().unwrap()), (None, None));
+        local.memory().write(0, b"released").unwrap();
+        word.store(1);
+        window.flush(1, LONG).unwrap();
+        assert_eq!(put.test().unwrap(), Some(Status { rank: 1, bytes: 8 }));
+        assert_eq!(get.test().unwrap(), Some(Status { rank: 1, bytes: 13 }));
+        assert_eq!(bytes(&local, 16..29), b"of the target");
+        s.synchronize(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        window.destroy(LONG).unwrap();
+    });
+}
+
+/// Operations of all kinds, prepared together, then started one by one or all at once.
+fn prepared(comm: &Communicator, at_once: bool) {
+    const AHEAD: usize = 20;
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, target) = (buffer(comm, AHEAD * 100), buffer(comm, 32 + AHEAD * 100));
+    let (back, drawn) = (buffer(comm, AHEAD * 100), buffer(comm, AHEAD * 8));
+    let window = comm.window(&target, 0..32 + AHEAD * 100, LONG).unwrap();
+    let s = stream("prepared");
+    for round in 0..5 {
+        let mut batches: Vec<Batch> = (0..if at_once { 1 } else { AHEAD }).map(|_| Batch::new()).collect();
+        let mut requests = Vec::new();
+        let done = |i: usize| (round * AHEAD + i + 1) as u64;
+        for i in 0..AHEAD {
+            outbox.memory().write(i * 100, &message(me, peer, round * AHEAD + i, 100)).unwrap();
+            let batch = &mut batches[if at_once { 0 } else { i }];
+            let range = i * 100..(i + 1) * 100;
+            let operations = [
+                Rma::put(&outbox, range.clone(), peer, 32 + i * 100).with_signal(Signal::set(0, done(i))),
+                Rma::get(&back, range, peer, 32 + i * 100),
+                Rma::fetch_add(3, peer, 8, &drawn, i * 8).fence(),
+            ];
+            for operation in &operations {
+                requests.push(window.start_in_batch(batch, operation).unwrap());
+            }
+            comm.wait_in_batch(batch, requests.last().unwrap()).unwrap();
+            window.wait_signal_in_batch(batch, 0, done(i), Cond::Geq).unwrap();
+        }
+        assert!(requests.iter().all(|request| request.test().unwrap().is_none()), "nothing leaves before");
+        // What is only prepared is not waited for.
+        window.flush(peer, LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        batches.iter_mut().for_each(|batch| s.submit(batch).unwrap());
+        s.synchronize(LONG).unwrap();
+        for (n, status) in comm.wait_all(&requests, LONG).unwrap().into_iter().enumerate() {
+            assert_eq!(status, Status { rank: peer, bytes: if n % 3 == 2 { 8 } else { 100 } });
+        }
+        assert!(back.memory().to_vec() == outbox.memory().to_vec(), "round {round}");
+        for i in 0..AHEAD {
+            let expected = message(peer, me, round * AHEAD + i, 100);
+            assert!(bytes(&target, 32 + i * 100..32 + (i + 1) * 100) == expected, "{round}, {i}");
+            assert_eq!(drawn.memory().word64(i * 8).unwrap().load(), 3 * (done(i) - 1));
+        }
+        comm.barrier(LONG).unwrap();
+    }
+    window.destroy(LONG).unwrap();
+}
+
+#[test]
+fn prepared_operations_start_one_by_one() {
+    job("prepared_operations_start_one_by_one", 2, |comm| prepared(comm, false));
+}
+
+#[test]
+fn prepared_operations_start_all_at_once() {
+    job("prepared_operations_start_all_at_once", 2, |comm| prepared(comm, true));
+}
+
+/// What was in a batch that nobody submits does not take part, nor room, nor time.
+#[test]
+fn dropped_batches_do_no_harm() {
+    job_with("dropped_batches_do_no_harm", 2, Communicator::builder().depth(16), |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, target) = (buffer(comm, 64), buffer(comm, 64));
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        let s = stream("dropped");
+        for n in 1..=100_u64 {
+            outbox.memory().write(0, &message(me, peer, usize::try_from(n).unwrap(), 48)).unwrap();
+            let mut dropped = Batch::new();
+            let put = window.start_in_batch(&mut dropped, &Rma::put(&outbox, 0..64, peer, 0)).unwrap();
+            comm.wait_in_batch(&mut dropped, &put).unwrap();
+            drop(dropped);
+            window.flush(peer, LONG).unwrap();
+            if n % 10 == 0 {
+                let put = Rma::put(&outbox, 0..48, peer, 8).with_signal(Signal::set(56, n));
+                let put = window.start_on_stream(&s, &put).unwrap();
+                window.wait_signal_on_stream(&s, 56, n, Cond::Eq).unwrap();
+                s.synchronize(LONG).unwrap();
+                comm.wait(&put, LONG).unwrap();
+                assert_eq!(bytes(&target, 0..8), [0; 8]);
+                assert!(bytes(&target, 8..56) == message(peer, me, usize::try_from(n).unwrap(), 48));
+                comm.barrier(LONG).unwrap();
+            }
+        }
+        window.destroy(LONG).unwrap();
+    });
+}
+
+#[test]
+fn streams_wait_for_all_operations_on_a_rank() {
+    job("streams_wait_for_all_operations_on_a_rank", 2, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, target) = (buffer(comm, 1 << 20), buffer(comm, 1 << 20));
+        let window = comm.window(&target, 0..1 << 20, LONG).unwrap();
+        let s = stream("flushing");
+        let after = Arc::new(AtomicUsize::new(0));
+        for n in 0..10 {
+            outbox.memory().write(0, &message(me, peer, n, 1 << 20)).unwrap();
+            let puts: Vec<_> = (0..4)
+                .map(|i| window.iput_on_stream(&s, &outbox, i << 18..(i + 1) << 18, peer, i << 18).unwrap())
+                .collect();
+            window.flush_on_stream(&s, peer).unwrap();
+            // And again, when nothing is left to wait for.
+            window.flush_on_stream(&s, peer).unwrap();
+            let after = after.clone();
+            s.host_fn(move || {
+                let done = puts.iter().filter(|put| matches!(put.test(), Ok(Some(_)))).count();
+                after.fetch_add(done, Ordering::Relaxed);
+            })
+            .unwrap();
+            s.synchronize(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            assert!(target.memory().to_vec() == message(peer, me, n, 1 << 20));
+            comm.barrier(LONG).unwrap();
+        }
+        assert_eq!(after.load(Ordering::Relaxed), 40, "all are complete when the stream goes on");
+        // Only one stream can wait for them; another is not told that nothing is left.
+        let (word, other) = (Memory::alloc(4).unwrap().word32(0).unwrap(), stream("second"));
+        s.wait_value32(&word, 1, Cond::Eq).unwrap();
+        let _detached = window.iput_on_stream(&s, &outbox, 0..8, peer, 0).unwrap();
+        window.flush_on_stream(&s, peer).unwrap();
+        let error = window.flush_on_stream(&other, peer).unwrap_err();
+        assert!(
+            matches!(error, Error::Message { rank, source: gdsync::Error::Busy { .. }, .. } if rank == peer),
+            "{error}"
+        );
+        word.store(1);
+        s.synchronize(LONG).unwrap();
+        window.flush_on_stream(&other, peer).unwrap();
+        other.synchronize(LONG).unwrap();
+        let error = window.flush_on_stream(&s, 2).unwrap_err();
+        assert!(matches!(error, Error::NoSuchRank { rank: 2, size: 2 }), "{error}");
+        window.destroy(LONG).unwrap();
+    });
+}
+
+/// Two streams put to one rank at a time, each through a window of its own.
+#[test]
+fn streams_with_windows_of_their_own_do_not_meet() {
+    job("streams_with_windows_of_their_own_do_not_meet", 2, |comm| {
+        const COUNT: u64 = 100;
+        let peer = 1 - comm.rank();
+        let target = buffer(comm, 16);
+        let windows = [(); 2].map(|()| comm.window(&target, 0..16, LONG).unwrap());
+        std::thread::scope(|scope| {
+            for (i, window) in windows.iter().enumerate() {
+                scope.spawn(move || {
+                    let s = stream("own");
+                    for n in 1..=COUNT {
+                        let signal = Rma::signal(peer, Signal::set(8 * i, n));
+                        let _detached = window.start_on_stream(&s, &signal).unwrap();
+                        window.wait_signal_on_stream(&s, 8 * i, n, Cond::Geq).unwrap();
+                        s.synchronize(LONG).unwrap();
+                    }
+                });
+            }
+        });
+        until("a signal is lost", || {
+            windows.iter().enumerate().all(|(i, window)| window.word64(8 * i).unwrap().load() == COUNT)
+        });
+        windows.into_iter().for_each(|window| window.destroy(LONG).unwrap());
+    });
+}
+
+/// Windows in GPU memory, signals in host memory beside them, both streams on the GPU.
+#[test]
+fn a_gpu_puts_and_waits() {
+    const NAME: &str = "a_gpu_puts_and_waits";
+    let gpu = match Gpu::count().and_then(|_| Gpu::open(0)) {
+        Ok(gpu) => gpu,
+        Err(reason) => return eprintln!("skipped: {reason}"),
+    };
+    job_with(NAME, 2, Communicator::builder().gpu(&gpu), |comm| {
+        const LEN: usize = 1 << 20;
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let [outbox, target] = [(); 2].map(|()| comm.register(&gpu.alloc(LEN).unwrap()).unwrap());
+        let words = comm.register(&Memory::alloc(64).unwrap()).unwrap();
+        let window = comm.window(&target, 0..LEN, LONG).unwrap();
+        let signals = window.beside(&words, 0..64, LONG).unwrap();
+        let config = CudaStreamConfig { name: "puts".into(), ..CudaStreamConfig::default() };
+        let s = Stream::cuda(&gpu, config).unwrap();
+        for n in 1..=50_u64 {
+            let (i, len) = (usize::try_from(n).unwrap(), LEN >> (n % 20));
+            outbox.memory().write(0, &message(me, peer, i, len)).unwrap();
+            outbox.memory().flush().unwrap();
+            let put = Rma::put(&outbox, 0..len, peer, 0).with_signal(Signal::set(0, n).of(&signals));
+            let put = window.start_on_stream(&s, &put).unwrap();
+            signals.wait_signal_on_stream(&s, 0, n, Cond::Geq).unwrap();
+            comm.wait_on_stream(&s, &put).unwrap();
+            s.synchronize(LONG).unwrap();
+            assert!(bytes(&target, 0..len) == message(peer, me, i, len), "round {n}");
+            comm.barrier(LONG).unwrap();
+            let get = window.iget_on_stream(&s, &outbox, 0..len, peer, 0).unwrap();
+            comm.wait_on_stream(&s, &get).unwrap();
+            s.synchronize(LONG).unwrap();
+            assert!(bytes(&outbox, 0..len) == message(me, peer, i, len), "round {n}, back");
+            comm.barrier(LONG).unwrap();
+        }
+        signals.destroy(LONG).unwrap();
+        window.destroy(LONG).unwrap();
+    });
+}

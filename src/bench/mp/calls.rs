@@ -1,0 +1,134 @@
+//! What a call costs the CPU on top of gdsync: 8 bytes to the other process, by queue pairs of both kinds in turns.
+
+use std::time::{Duration, Instant};
+
+use gdasync::gdsync::memory::Memory;
+use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr, Wc};
+use gdasync::measure::{Micros, Samples};
+use gdasync::mp::{Communicator, Registration};
+use serde::Serialize;
+
+use super::Result;
+
+/// Calls in a row whose time is taken together.
+const BURST: usize = 64;
+
+/// One kind of call.
+#[derive(Serialize)]
+pub(super) struct Call {
+    pub(super) name: &'static str,
+    pub(super) mp_us: Micros,
+    pub(super) gdsync_us: Micros,
+    /// The difference of the medians.
+    pub(super) overhead_ns: f64,
+}
+
+/// Times of the three calls.
+#[derive(Default)]
+struct Times([Samples; 3]);
+
+const NAMES: [&str; 3] = ["post a receive", "post a send", "take a message that is there"];
+
+impl Times {
+    fn add(&mut self, call: usize, start: Instant) {
+        self.0[call].add_mean(start.elapsed(), BURST as u64);
+    }
+}
+
+/// A queue pair without mp.
+struct Bare {
+    qp: Qp,
+    mr: Mr,
+}
+
+impl Bare {
+    fn new(comm: &Communicator, timeout: Duration) -> Result<Self> {
+        let pd = comm.context().alloc_pd()?;
+        let mr = pd.register(&Memory::alloc(64)?, Access::all())?;
+        let qp = pd.build_qp().max_send_wr(512).max_recv_wr(512).rnr_retry(7).build()?;
+        let addresses = comm.exchange(&qp.address().to_bytes(), timeout)?;
+        let theirs = addresses[1 - comm.rank()].first_chunk().ok_or("a short address")?;
+        qp.connect(QpAddress::from_bytes(theirs)?)?;
+        Ok(Self { qp, mr })
+    }
+
+    fn round(&self, comm: &Communicator, times: &mut Times, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        for _ in 0..BURST {
+            self.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[self.mr.sge(0, 8)?] }])?;
+        }
+        times.add(0, start);
+        comm.barrier(timeout)?;
+        let start = Instant::now();
+        for _ in 0..BURST {
+            self.qp.post_send(&[SendWr::send(&[self.mr.sge(8, 8)?])])?;
+        }
+        times.add(1, start);
+        // After this all messages are here.
+        take(timeout, || self.qp.poll_send())?;
+        comm.barrier(timeout)?;
+        let start = Instant::now();
+        take(timeout, || self.qp.poll_recv())?;
+        times.add(2, start);
+        Ok(())
+    }
+}
+
+/// Takes as many completions as there are calls in a burst.
+fn take(timeout: Duration, poll: impl Fn() -> Option<Wc>) -> Result<()> {
+    let deadline = Instant::now() + timeout;
+    for _ in 0..BURST {
+        let wc = loop {
+            match poll() {
+                Some(wc) => break wc,
+                None if Instant::now() > deadline => return Err("no completion came".into()),
+                None => {}
+            }
+        };
+        wc.ok()?;
+    }
+    Ok(())
+}
+
+fn round(comm: &Communicator, buffer: &Registration, times: &mut Times, timeout: Duration) -> Result<()> {
+    let peer = 1 - comm.rank();
+    let mut received = Vec::with_capacity(BURST);
+    let mut sent = Vec::with_capacity(BURST);
+    let start = Instant::now();
+    for _ in 0..BURST {
+        received.push(comm.irecv(buffer, 0..8, peer)?);
+    }
+    times.add(0, start);
+    comm.barrier(timeout)?;
+    let start = Instant::now();
+    for _ in 0..BURST {
+        sent.push(comm.isend(buffer, 8..16, peer)?);
+    }
+    times.add(1, start);
+    comm.wait_all(&sent, timeout)?;
+    comm.barrier(timeout)?;
+    let start = Instant::now();
+    for receive in &received {
+        comm.wait(receive, timeout)?;
+    }
+    times.add(2, start);
+    Ok(())
+}
+
+pub(super) fn measure(comm: &Communicator, rounds: u32, timeout: Duration) -> Result<Vec<Call>> {
+    if rounds == 0 {
+        return Ok(Vec::new());
+    }
+    let bare = Bare::new(comm, timeout)?;
+    let buffer = comm.register(&Memory::alloc(64)?)?;
+    let (mut theirs, mut ours) = (Times::default(), Times::default());
+    for _ in 0..rounds {
+        bare.round(comm, &mut theirs, timeout)?;
+        round(comm, &buffer, &mut ours, timeout)?;
+    }
+    let call = |(name, (mp, gdsync)): (_, (&Samples, &Samples))| {
+        let (mp_us, gdsync_us) = (mp.micros(1), gdsync.micros(1));
+        Call { name, mp_us, gdsync_us, overhead_ns: (mp_us.p50 - gdsync_us.p50) * 1e3 }
+    };
+    Ok(NAMES.into_iter().zip(ours.0.iter().zip(&theirs.0)).map(call).collect())
+}

@@ -1,0 +1,187 @@
+//! Windows of messages between two ranks, timed as a whole and checked afterwards.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use gdasync::gdsync::memory::Memory;
+use gdasync::gdsync::stream::{Batch, Stream};
+use gdasync::measure::{Pattern, Samples};
+use gdasync::mp::{self, Communicator, Registration, Request};
+
+use super::{Mode, Result};
+
+/// Iterations of a window: all receives are posted before it begins.
+const WINDOW: u64 = 100;
+
+/// Messages under way when a rate is measured.
+const UNDER_WAY: usize = 16;
+
+/// Both ranks' buffers for messages of one size: one to send from, two to receive into by turns.
+pub(super) struct Game<'a> {
+    comm: &'a Communicator,
+    stream: &'a Stream,
+    buffer: Registration,
+    bytes: usize,
+    work: Duration,
+    timeout: Duration,
+    /// Windows played: each has bytes of its own.
+    played: Cell<u64>,
+}
+
+impl<'a> Game<'a> {
+    pub(super) fn new(
+        comm: &'a Communicator,
+        stream: &'a Stream,
+        bytes: usize,
+        work: Duration,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let buffer = comm.register(&Memory::alloc(3 * bytes.next_multiple_of(64))?)?;
+        Ok(Self { comm, stream, buffer, bytes, work, timeout, played: Cell::new(0) })
+    }
+
+    /// Slot 0 is sent, 1 and 2 are received into.
+    fn slot(&self, slot: usize) -> Range<usize> {
+        let start = slot * self.bytes.next_multiple_of(64);
+        start..start + self.bytes
+    }
+
+    fn receive(&self, n: u64) -> mp::Result<Request> {
+        self.comm.irecv(&self.buffer, self.slot(1 + usize::from(n % 2 == 1)), self.peer())
+    }
+
+    /// Plays `count` iterations; the times of round trips, or of messages for a rate, as means of windows, and how many slots
+    /// had wrong data.
+    pub(super) fn play(&self, mode: Mode, count: u64) -> Result<(Samples, u64)> {
+        let (mut samples, mut wrong, mut left) = (Samples::default(), 0, count);
+        while left > 0 {
+            let window = left.min(WINDOW);
+            let receives = if mode == Mode::Rate && self.serves() { 0 } else { window };
+            self.prepare(receives)?;
+            // Large windows stay below the depth of the queues, and no message waits for its receive.
+            let received: Vec<_> = (0..receives).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
+            self.comm.barrier(self.timeout)?;
+            let start = Instant::now();
+            match mode {
+                Mode::Sync => self.by_cpu(&received, false)?,
+                Mode::SyncWork => self.by_cpu(&received, true)?,
+                Mode::Async => self.by_stream(&received, false)?,
+                Mode::AsyncWork => self.by_stream(&received, true)?,
+                Mode::Rate => self.one_way(&received, window)?,
+            }
+            samples.add_mean(start.elapsed(), window);
+            wrong += self.wrong(receives)?;
+            left -= window;
+        }
+        Ok((samples, wrong))
+    }
+
+    fn serves(&self) -> bool {
+        self.comm.rank() == 0
+    }
+
+    fn peer(&self) -> usize {
+        1 - self.comm.rank()
+    }
+
+    /// What a rank sends in this window.
+    fn pattern(&self, rank: usize) -> Pattern {
+        Pattern::new(rank as u64, self.played.get())
+    }
+
+    fn prepare(&self, receives: u64) -> Result<()> {
+        let memory = self.buffer.memory();
+        self.pattern(self.comm.rank()).fill(memory, self.slot(0).start, self.bytes)?;
+        for slot in 1..=used(receives) {
+            self.pattern(self.peer()).spoil(memory, self.slot(slot).start, self.bytes)?;
+        }
+        Ok(())
+    }
+
+    fn wrong(&self, receives: u64) -> Result<u64> {
+        let mut wrong = 0;
+        for slot in 1..=used(receives) {
+            let right =
+                self.pattern(self.peer()).check(self.buffer.memory(), self.slot(slot).start, self.bytes)?;
+            wrong += u64::from(!right);
+        }
+        self.played.set(self.played.get() + 1);
+        Ok(wrong)
+    }
+
+    fn send(&self) -> mp::Result<Request> {
+        self.comm.isend(&self.buffer, self.slot(0), self.peer())
+    }
+
+    /// Work that a stream does: the next send is after it.
+    fn work(&self) -> impl FnOnce() + Send + 'static {
+        let work = self.work;
+        move || {
+            let start = Instant::now();
+            while start.elapsed() < work {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn by_cpu(&self, received: &[Request], works: bool) -> Result<()> {
+        let send = || -> Result<Request> {
+            if works {
+                self.stream.host_fn(self.work())?;
+                self.stream.synchronize(self.timeout)?;
+            }
+            Ok(self.send()?)
+        };
+        for receive in received {
+            let sent = self.serves().then(send).transpose()?;
+            self.comm.wait(receive, self.timeout)?;
+            let sent = sent.map_or_else(send, Ok)?;
+            self.comm.wait(&sent, self.timeout)?;
+        }
+        Ok(())
+    }
+
+    fn by_stream(&self, received: &[Request], works: bool) -> Result<()> {
+        let mut batch = Batch::new();
+        let mut last = None;
+        for receive in received {
+            if !self.serves() {
+                self.comm.wait_in_batch(&mut batch, receive)?;
+            }
+            if works {
+                batch.host_fn(self.work());
+            }
+            last = Some(self.comm.isend_in_batch(&mut batch, &self.buffer, self.slot(0), self.peer())?);
+            if self.serves() {
+                self.comm.wait_in_batch(&mut batch, receive)?;
+            }
+            self.stream.submit_within(&mut batch, self.timeout)?;
+        }
+        if let Some(last) = last {
+            self.comm.wait_on_stream(self.stream, &last)?;
+        }
+        Ok(self.stream.synchronize(self.timeout)?)
+    }
+
+    fn one_way(&self, received: &[Request], window: u64) -> Result<()> {
+        if self.serves() {
+            let mut under_way = std::collections::VecDeque::new();
+            for _ in 0..window {
+                under_way.push_back(self.send()?);
+                if under_way.len() == UNDER_WAY {
+                    under_way.pop_front().map(|oldest| self.comm.wait(&oldest, self.timeout)).transpose()?;
+                }
+            }
+            self.comm.wait_all(&under_way, self.timeout)?;
+        } else {
+            self.comm.wait_all(received, self.timeout)?;
+        }
+        Ok(())
+    }
+}
+
+/// How many of the two slots so many messages use.
+fn used(receives: u64) -> usize {
+    usize::from(receives > 0) + usize::from(receives > 1)
+}
