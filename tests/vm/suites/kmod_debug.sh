@@ -4,8 +4,9 @@
 # shellcheck source=tests/vm/suites/kmod.sh
 . "${VM_REPOSITORY:?}/tests/vm/suites/kmod.sh"
 
-# Debug objects make a boot last minutes. With kmemleak ACPI gives up routing interrupts, which takes it more than 30 s of loops.
-export VMAPPEND=${VMAPPEND:-no_debug_objects pci=noacpi}
+# Debug objects make a boot last minutes. With kmemleak ACPI gives up routing interrupts, which takes it more than 30 s of loops; and
+# on a busy machine RCU takes the boot for stalled.
+export VMAPPEND=${VMAPPEND:-no_debug_objects pci=noacpi rcupdate.rcu_cpu_stall_timeout=300}
 
 host_build() {
     # shellcheck disable=SC2154 # the runner's
