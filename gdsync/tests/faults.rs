@@ -14,8 +14,8 @@ use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{Qp, QpState, SendWr};
 use repeat::{
-    BOTH, By, FLUSH, RETRY, await_receives, broke, fresh, hasty, messages, patient, post_recvs, refuses,
-    repeat, sends, writes,
+    BOTH, By, FLUSH, RETRY, await_receives, broke, fresh, hasty, lost_its_peer, messages, patient,
+    post_recvs, refuses, repeat, sends, writes,
 };
 
 /// For sends that wait for a receive, and for waits that nobody satisfies.
@@ -160,9 +160,7 @@ fn the_peer_goes_away() {
             let awaited = await_receives(by, &a, 2);
             drop(b);
             assert_eq!(awaited.ended(), [FLUSH; 2]);
-            let root = a.qp.check().unwrap_err();
-            assert!(matches!(root, Error::PeerGone { qpn } if qpn == a.qp.qpn()), "{root}");
-            refuses(&stream("late"), &a.qp, &root);
+            lost_its_peer(&a);
         }
     });
 }

@@ -152,12 +152,13 @@ fn a_killed_peer_releases_the_survivor() {
         assert!(!matches!(error, Error::Deadline { .. } | Error::StreamWait { .. }), "{error}");
         assert!(!alive, "{error}");
         match s.synchronize(PATIENCE) {
-            Ok(()) | Err(Error::Completion(_)) => {}
+            Ok(()) | Err(Error::Completion(_) | Error::PeerGone { .. }) => {}
             Err(other) => panic!("{other}"),
         }
         assert_eq!(s.query().pending, 0);
         let error = side.qp.check().unwrap_err();
-        assert!(matches!(error, Error::Completion(_)), "{error}");
+        // Whether a send was under way depends on the moment.
+        assert!(matches!(error, Error::Completion(_) | Error::PeerGone { .. }), "{error}");
         drop(peer);
     }
 }

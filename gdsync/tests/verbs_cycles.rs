@@ -35,7 +35,8 @@ impl End {
         let pd = context.alloc_pd().unwrap();
         let memory = Memory::alloc(2 * MESSAGE * qps).unwrap();
         let mr = pd.register(&memory, Access::all()).unwrap();
-        let build = |_| pd.build_qp().max_send_wr(4).max_recv_wr(4).build().unwrap();
+        // Receives may reach the device late on a busy machine.
+        let build = |_| pd.build_qp().max_send_wr(4).max_recv_wr(4).rnr_retry(7).build().unwrap();
         Self { qps: (0..qps).map(build).collect(), mr, _pd: pd, _context: context.clone() }
     }
 

@@ -320,8 +320,10 @@ impl Shared {
                     Ok(Some(happened)) => self.happened(happened, tell),
                     Ok(None) => break,
                     Err(error) => {
-                        tracing::error!(device = self.device, %error, "connections are not made any more");
-                        return;
+                        tracing::error!(device = self.device, %error, "an event of a connection is lost");
+                        // Not at once again; what waits for it has a deadline.
+                        std::thread::sleep(LOOK);
+                        break;
                     }
                 }
             }

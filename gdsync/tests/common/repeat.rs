@@ -202,6 +202,13 @@ pub fn broke(side: &Side, wr_id: u64, syndrome: Syndrome) {
     refuses(&stream("late"), &side.qp, &error);
 }
 
+/// The queue pair broke because the other side is gone, with nothing under way that could fail, and stays so.
+pub fn lost_its_peer(side: &Side) {
+    let error = side.qp.check().unwrap_err();
+    assert!(matches!(error, Error::PeerGone { qpn } if qpn == side.qp.qpn()), "{error}");
+    refuses(&stream("late"), &side.qp, &error);
+}
+
 pub const FLUSH: Option<Syndrome> = Some(Syndrome::WR_FLUSH_ERR);
 pub const RETRY: Option<Syndrome> = Some(Syndrome::RETRY_EXC_ERR);
 

@@ -102,6 +102,8 @@ fn play_until_death(stream: &Stream, side: &Side, peer: &mut Peer, after: Durati
 
 #[test]
 fn a_killed_process_releases_the_other_one() {
+    // Whether a send was under way depends on the moment.
+    let tells_the_death = |error: &Error| matches!(error, Error::Completion(_) | Error::PeerGone { .. });
     on_gpu(|bed, _| {
         for (n, place) in places_on(&bed.gpu).enumerate() {
             let side = side(&place);
@@ -112,10 +114,10 @@ fn a_killed_process_releases_the_other_one() {
                 let after = Duration::from_millis(2 + 5 * round);
                 let (error, took) = play_until_death(&stream, &side, &mut peer, after);
                 eprintln!("{} {:?}: told {took:?} after the death: {error}", place.via, place.on_gpu);
-                assert!(matches!(error, Error::Completion(_)), "{error}");
+                assert!(tells_the_death(&error), "{error}");
                 assert!(took < SLACK, "{took:?}");
                 let drained = stream.synchronize(PATIENCE);
-                assert!(matches!(drained, Ok(()) | Err(Error::Completion(_))), "{drained:?}");
+                assert!(drained.as_ref().map_or_else(tells_the_death, |()| true), "{drained:?}");
                 assert_eq!(stream.query().pending, 0);
                 assert!(stream.query().error.is_none(), "the queue pair failed, not the stream");
                 // The next peer, a process that has just come to the GPU, finds all as before.
@@ -146,8 +148,8 @@ fn a_stream_that_waits_for_a_killed_process_is_released() {
             let died = Instant::now();
             let error = stream.synchronize(PATIENCE).unwrap_err();
             assert!(died.elapsed() < SLACK, "{:?}", died.elapsed());
-            assert!(matches!(&error, Error::Completion(c) if c.wr_id == 77), "{error}");
-            assert_eq!(got.status().unwrap_err().to_string(), error.to_string());
+            assert!(matches!(error, Error::PeerGone { qpn } if qpn == side.qp.qpn()), "{error}");
+            assert!(matches!(got.status(), Err(Error::Completion(c)) if c.wr_id == 77 && c.is_flush()));
             assert_eq!(stream.query().pending, 0);
         }
     });

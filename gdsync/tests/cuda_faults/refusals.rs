@@ -10,7 +10,7 @@ use gdsync::verbs::{Access, QpAttr, QpState, SendWr, Sge};
 
 use super::common::{Side, connect, hca, until};
 use super::matrix::{Rig, matrix};
-use super::repeat::{FLUSH, RETRY, broke, hasty, messages, patient, post_recvs, writes};
+use super::repeat::{FLUSH, RETRY, broke, hasty, lost_its_peer, messages, patient, post_recvs, writes};
 
 const AT_ONCE: Duration = Duration::ZERO;
 /// The timers of [`hasty`]: two times 131 us without an answer.
@@ -231,7 +231,7 @@ fn the_device_of_the_peer_goes_away() {
         let since = Instant::now();
         drop(b);
         assert_eq!(rig.receives(&stream, &a, &awaited, since, AT_ONCE), [FLUSH; 2]);
-        broke(&a, 200, Syndrome::WR_FLUSH_ERR);
+        lost_its_peer(&a);
         rig.recover(&stream, &a, &rig.side(&rig.b, patient));
     });
 }
