@@ -57,7 +57,8 @@ too_little_memory() {
 }
 
 guest_run() {
-    export GDSYNC_DEVICE=rxe0 GDSYNC_TEST_DEVICE=rxe0 GDSYNC_TEST_NETDEV=dummy0
+    # Ranks of one host would talk through the software HCA otherwise.
+    export GDSYNC_DEVICE=rxe0 GDSYNC_TEST_DEVICE=rxe0 GDSYNC_TEST_NETDEV=dummy0 MP_LOCAL=device
     vm_test verbs_device --exact a_port_that_goes_down_breaks_its_queue_pairs
     vm_test verbs_device --exact a_killed_peer_ends_sends_with_a_retry_error
     vm_step "the link goes down under two ranks" disturbed link_down
