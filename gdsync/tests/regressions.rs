@@ -59,6 +59,7 @@ fn a_hot_poller_learns_of_the_death_of_its_peer() {
 #[test]
 fn a_queue_pair_in_error_leaves_it_by_reset_only() {
     let (a, b) = pair(64, |q| q);
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
     drop(b);
     let change = QpAttr::to(QpState::RTS).min_rnr_timer(1);
     let mut refused = None;
@@ -67,8 +68,9 @@ fn a_queue_pair_in_error_leaves_it_by_reset_only() {
         refused.is_some()
     });
     assert!(matches!(refused, Some(Error::Transition { from: QpState::ERR, .. })), "{refused:?}");
-    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
     assert!(received(&a).ok().unwrap_err().is_flush());
+    let error = a.qp.post_recv(&[RecvWr { wr_id: 2, sges: &[] }]).unwrap_err();
+    assert!(matches!(error, Error::PeerGone { .. }), "{error}");
 }
 
 #[test]
