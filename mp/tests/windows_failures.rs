@@ -4,33 +4,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{LONG, buffer, bytes, is_part_of, job, myself, stream, until};
+use common::{LONG, buffer, bytes, failed, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::Cond;
 use mp::{Communicator, Error, Rma, Signal};
-
-#[track_caller]
-fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
-    match error {
-        Error::Message { rank, source, .. } => {
-            assert_eq!(*rank, with, "{error}");
-            assert!(cause(source).is_some_and(|cause| syndromes.contains(&cause)), "{error}");
-            assert!(error.to_string().contains(&format!("rank {with}")), "{error}");
-        }
-        other => panic!("{other}"),
-    }
-}
-
-fn cause(error: &gdsync::Error) -> Option<Syndrome> {
-    match error {
-        gdsync::Error::Completion(error) => Some(error.syndrome),
-        // For the sake of the connection of the messages.
-        gdsync::Error::QpStopped { reason, .. } => cause(reason),
-        // What the software HCA says where nothing was under way.
-        gdsync::Error::PeerGone { .. } => Some(Syndrome::RETRY_EXC_ERR),
-        _ => None,
-    }
-}
 
 /// The rank that asks for what cannot be hears why, the others who it was; and the next window works.
 #[test]

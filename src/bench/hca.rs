@@ -15,9 +15,9 @@ use gdasync::mp::Communicator;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
-use super::Result;
 use super::floor;
 use super::link::Link;
+use super::{Result, create_json};
 
 /// Options of `gdasync bench hca`.
 #[derive(Args)]
@@ -74,11 +74,7 @@ impl Options {
             return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());
         }
         let first = comm.rank() == 0;
-        // A path that cannot be written to is better known before the measurement than after it.
-        let json = self.json.as_ref().filter(|_| first);
-        let create =
-            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-        let file = json.map(create).transpose()?;
+        let file = create_json(self.json.as_deref().filter(|_| first))?;
         let bar = if first { ProgressBar::new(11) } else { ProgressBar::hidden() };
         let mut run = Run { comm: &comm, options: self, timeout, bar, rows: Vec::new() };
         if first {

@@ -1,6 +1,5 @@
 //! `gdasync bench proxy`: what the CPU proxy costs on top of the device's own interface.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -13,8 +12,8 @@ use gdasync::gdsync::verbs::{Access, Context, Device, Mr, Qp, SendWr};
 use gdasync::measure::{Machine, Micros, Samples};
 use serde::Serialize;
 
-use super::Result;
 use super::bare::Bare;
+use super::{Result, create_json};
 
 /// Options of `gdasync bench proxy`.
 #[derive(Args)]
@@ -144,9 +143,7 @@ impl Options {
         let mut config = DeviceConfig::from_env()?;
         config.route = Some(Route::Proxy);
         let context = device.open_with(&config)?;
-        let create =
-            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-        let file = self.json.as_ref().map(create).transpose()?;
+        let file = create_json(self.json.as_deref())?;
         // In both, the queue pair is the only one, and connected to itself.
         let (ours, streamed) = (Ours::new(&context, timeout)?, Ours::new(&context, timeout)?);
         let bare = Bare::new(&device, &context, timeout)?;

@@ -1,6 +1,5 @@
 //! `gdasync bench register`: what the registration cache costs, against registering and deregistering without it.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -13,7 +12,7 @@ use gdasync::mp::Communicator;
 use gdasync::mp::cache::{CacheConfig, Cached};
 use serde::Serialize;
 
-use super::Result;
+use super::{Result, create_json};
 
 /// Options of `gdasync bench register`.
 #[derive(Args)]
@@ -128,10 +127,7 @@ impl<'a> Case<'a> {
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        // A path that cannot be written to is better known before the measurement than after it.
-        let create =
-            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-        let file = self.json.as_ref().map(create).transpose()?;
+        let file = create_json(self.json.as_deref())?;
         let bytes = usize::try_from(self.bytes)?;
         let mut places = vec![Place { name: "host", gpu: None, memory: Memory::alloc(bytes * MANY)?, bytes }];
         if let Some(ordinal) = self.gpu {

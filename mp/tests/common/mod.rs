@@ -8,8 +8,9 @@ use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use gdsync::memory::Memory;
+use gdsync::mlx5::Syndrome;
 use gdsync::stream::{HostStreamConfig, Stream};
-use mp::{Communicator, Registration};
+use mp::{Communicator, Error, Registration};
 
 /// Generous: reached only by a test that fails.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -60,6 +61,30 @@ pub fn job_with(name: &str, size: usize, builder: mp::Builder, body: impl FnOnce
     comm.finalize(LONG).unwrap();
     if first {
         exit(DONE);
+    }
+}
+
+/// What a failed message says of the other rank and the cause, which is one of these.
+#[track_caller]
+pub fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
+    match error {
+        Error::Message { rank, source, .. } => {
+            assert_eq!(*rank, with, "{error}");
+            assert!(cause(source).is_some_and(|cause| syndromes.contains(&cause)), "{error}");
+            assert!(error.to_string().contains(&format!("rank {with}")), "{error}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+/// What a queue pair failed for, or the one beside it for whose sake it was stopped.
+pub fn cause(error: &gdsync::Error) -> Option<Syndrome> {
+    match error {
+        gdsync::Error::Completion(error) => Some(error.syndrome),
+        gdsync::Error::QpStopped { reason, .. } => cause(reason),
+        // What the software HCA says where nothing was under way; others find out by a send of their own.
+        gdsync::Error::PeerGone { .. } => Some(Syndrome::RETRY_EXC_ERR),
+        _ => None,
     }
 }
 

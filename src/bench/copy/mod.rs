@@ -4,7 +4,6 @@ mod lane;
 mod report;
 
 use std::cell::RefCell;
-use std::fs::File;
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,7 +15,7 @@ use gdasync::gdrcopy::{BackendKind, Gdr, Mapping, Planner};
 use gdasync::measure::Machine;
 use indicatif::ProgressBar;
 
-use super::Result;
+use super::{Result, create_json};
 use lane::{Cuda, Lane, by_turns};
 use report::{Calibrated, Choice, Report, Row};
 
@@ -65,10 +64,7 @@ struct Bench {
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        // A path that cannot be written to is better known before the measurement than after it.
-        let create =
-            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-        let file = self.json.as_ref().map(create).transpose()?;
+        let file = create_json(self.json.as_deref())?;
         let mut builder = Gdr::builder();
         if let Some(kind) = self.backend {
             builder = builder.backend(kind);

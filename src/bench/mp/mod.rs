@@ -4,7 +4,6 @@ mod calls;
 mod game;
 mod report;
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use gdasync::mp::Communicator;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::Result;
+use super::{Result, create_json};
 use game::Game;
 use report::{Line, Report};
 
@@ -83,11 +82,7 @@ impl Options {
             return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());
         }
         let first = comm.rank() == 0;
-        // A path that cannot be written to is better known before the measurement than after it.
-        let json = self.json.as_ref().filter(|_| first);
-        let create =
-            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-        let file = json.map(create).transpose()?;
+        let file = create_json(self.json.as_deref().filter(|_| first))?;
         let bar = if first { ProgressBar::new(self.sizes.len() as u64) } else { ProgressBar::hidden() };
         bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
         let calls = calls::measure(&comm, self.calls, timeout)?;

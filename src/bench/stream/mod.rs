@@ -6,7 +6,6 @@ mod report;
 #[cfg(feature = "standin")]
 mod simulated;
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -18,7 +17,7 @@ use gdasync::gdsync::verbs::OnGpu;
 use gdasync::measure::{Machine, Samples};
 use indicatif::ProgressBar;
 
-use super::Result;
+use super::{Result, create_json};
 use cases::{Case, GROUP, Sides, cases};
 use driver::{Call, Raw};
 use report::{Report, Row};
@@ -54,10 +53,7 @@ struct Machinery {
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        // A path that cannot be written to is better known before the measurement than after it.
-        let create =
-            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-        let file = self.json.as_ref().map(create).transpose()?;
+        let file = create_json(self.json.as_deref())?;
         let machinery = self.machinery()?;
         let timeout = Duration::from_secs(self.timeout);
         let bar = ProgressBar::new_spinner();

@@ -13,7 +13,6 @@ mod wake;
 mod watch;
 mod words;
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,7 +21,7 @@ use gdasync::gdrcopy::Gdr;
 use gdasync::measure::Machine;
 use indicatif::ProgressBar;
 
-use super::Result;
+use super::{Result, create_json};
 use gpu::Gpu;
 use lab::Lab;
 use report::{Figure, Level, Report, Row};
@@ -68,10 +67,7 @@ struct Bench {
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        // A path that cannot be written to is better known before the measurement than after it.
-        let create =
-            |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-        let file = self.json.as_ref().map(create).transpose()?;
+        let file = create_json(self.json.as_deref())?;
         let connections = spread_streams();
         let gdr = Gdr::builder().require_gpu().open()?;
         let watch = Watch::start(Duration::from_secs(self.timeout));
