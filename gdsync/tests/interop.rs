@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -157,7 +157,20 @@ fn the_program_asks_and_we_answer() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     let mut program = Program::start(&device, index, port, Some("127.0.0.1"));
-    let (mut stream, _) = listener.accept().unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let start = Instant::now();
+    let mut stream = loop {
+        match listener.accept() {
+            Ok((stream, _)) => break stream,
+            Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock),
+        }
+        if let Some(status) = program.0.try_wait().unwrap() {
+            panic!("{PROGRAM} ended before it came, {status}");
+        }
+        assert!(start.elapsed() < PATIENCE, "{PROGRAM} did not come");
+        thread::sleep(Duration::from_millis(10));
+    };
+    stream.set_nonblocking(false).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let remote = read_introduction(&mut stream);
     side.qp.init().unwrap();
