@@ -60,13 +60,14 @@ fn has_no_pages(begin: usize) -> bool {
 mod tests {
     use super::*;
 
-    /// Fresh pages with this protection.
-    fn map(pages: usize, protection: c_int) -> usize {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    /// Fresh pages with this protection at an address where the system puts nothing by itself: what is unmapped there stays
+    /// so, whatever other threads map.
+    fn map(at: usize, pages: usize, protection: c_int) -> usize {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         // SAFETY: a fresh mapping touches no existing memory.
-        let addr = unsafe { libc::mmap(std::ptr::null_mut(), pages * PAGE, protection, flags, -1, 0) };
-        assert_ne!(addr, libc::MAP_FAILED);
-        addr.addr()
+        let addr = unsafe { libc::mmap(at as *mut _, pages * PAGE, protection, flags, -1, 0) };
+        assert_eq!(addr.addr(), at);
+        at
     }
 
     fn unmap(addr: usize, pages: usize) {
@@ -76,7 +77,7 @@ mod tests {
 
     #[test]
     fn memory_must_be_there_as_a_whole() {
-        let addr = map(4, libc::PROT_READ | libc::PROT_WRITE);
+        let addr = map(0x2000_0000, 4, libc::PROT_READ | libc::PROT_WRITE);
         assert_eq!(pin(addr + 10, 4 * PAGE - 10, true), Ok(()));
         unmap(addr + 2 * PAGE, 1);
         assert_eq!(pin(addr, 2 * PAGE, true), Ok(()));
@@ -90,7 +91,7 @@ mod tests {
 
     #[test]
     fn memory_for_writes_must_be_writable() {
-        let addr = map(1, libc::PROT_READ);
+        let addr = map(0x2100_0000, 1, libc::PROT_READ);
         assert_eq!(pin(addr, PAGE, false), Ok(()));
         assert_eq!(pin(addr, PAGE, true), Err(libc::EFAULT));
         unmap(addr, 1);
