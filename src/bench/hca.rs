@@ -17,7 +17,7 @@ use serde::Serialize;
 
 use super::floor;
 use super::link::Link;
-use super::{Result, create_json};
+use super::{Result, create_json, two_ranks};
 
 /// Options of `gdasync bench hca`.
 #[derive(Args)]
@@ -69,10 +69,7 @@ struct Run<'a> {
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let timeout = Duration::from_secs(self.timeout);
-        let comm = Communicator::builder().spawn(2).timeout(timeout).init()?;
-        if comm.size() != 2 {
-            return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());
-        }
+        let comm = two_ranks(timeout)?;
         let first = comm.rank() == 0;
         let file = create_json(self.json.as_deref().filter(|_| first))?;
         let bar = if first { ProgressBar::new(11) } else { ProgressBar::hidden() };

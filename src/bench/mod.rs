@@ -13,8 +13,10 @@ mod trigger;
 
 use std::fs::File;
 use std::path::Path;
+use std::time::Duration;
 
 use clap::Subcommand;
+use gdasync::mp::Communicator;
 
 /// What a benchmark may fail with.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -24,6 +26,15 @@ pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 fn create_json(path: Option<&Path>) -> Result<Option<File>> {
     let create = |path: &Path| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
     Ok(path.map(create).transpose()?)
+}
+
+/// This process and another one.
+fn two_ranks(timeout: Duration) -> Result<Communicator> {
+    let comm = Communicator::builder().spawn(2).timeout(timeout).init()?;
+    if comm.size() != 2 {
+        return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());
+    }
+    Ok(comm)
 }
 
 /// The benchmarks.

@@ -5,9 +5,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::QpAddress;
+use gdsync::verbs::{QpAddress, RecvWr, SendWr};
 
-use super::common::Side;
+use super::common::{Side, received, sent};
 
 /// Set in the child: what it does.
 const ROLE: &str = "GDSYNC_TEST_ROLE";
@@ -15,6 +15,42 @@ const ROLE: &str = "GDSYNC_TEST_ROLE";
 /// What this process is to do, if it is a child.
 pub fn role() -> Option<String> {
     std::env::var(ROLE).ok()
+}
+
+/// Messages each way of a game between two sides.
+const ROUNDS: u64 = 300;
+
+/// Posts a receive into the second KiB of the region.
+pub fn recv(side: &Side, wr_id: u64) {
+    side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(1024, 1024).unwrap()] }]).unwrap();
+}
+
+fn send(side: &Side, value: u64) {
+    side.memory().word64(0).unwrap().store(value);
+    side.qp.post_send(&[SendWr::send(&[side.mr.sge(0, 8).unwrap()])]).unwrap();
+}
+
+/// The game of the child, which has posted its first receive: it answers each number with the next one.
+pub fn answer(side: &Side) {
+    for i in 0..ROUNDS {
+        received(side).ok().unwrap();
+        recv(side, i + 1);
+        send(side, side.memory().word64(1024).unwrap().load() + 1);
+        sent(side).ok().unwrap();
+    }
+    println!("done");
+}
+
+/// The other half of the game, with a child that will [`answer`].
+pub fn ask(side: &Side, peer: &mut Peer) {
+    for i in 0..ROUNDS {
+        recv(side, i);
+        send(side, 3 * i);
+        assert_eq!(received(side).ok().unwrap().wr_id, i);
+        sent(side).ok().unwrap();
+        assert_eq!(side.memory().word64(1024).unwrap().load(), 3 * i + 1);
+    }
+    peer.hear("done");
 }
 
 /// What one side tells the other.

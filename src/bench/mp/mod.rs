@@ -14,7 +14,7 @@ use gdasync::mp::Communicator;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::{Result, create_json};
+use super::{Result, create_json, two_ranks};
 use game::Game;
 use report::{Line, Report};
 
@@ -77,10 +77,7 @@ impl Options {
 
     pub(crate) fn run(&self) -> Result<()> {
         let timeout = Duration::from_secs(self.timeout);
-        let comm = Communicator::builder().spawn(2).timeout(timeout).init()?;
-        if comm.size() != 2 {
-            return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());
-        }
+        let comm = two_ranks(timeout)?;
         let first = comm.rank() == 0;
         let file = create_json(self.json.as_deref().filter(|_| first))?;
         let bar = if first { ProgressBar::new(self.sizes.len() as u64) } else { ProgressBar::hidden() };
