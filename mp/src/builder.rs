@@ -14,6 +14,7 @@ use crate::connect::connect;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
+use crate::link::Most;
 use crate::path::{Local, Planes};
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
@@ -180,7 +181,8 @@ impl Builder {
         };
         let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
-        let (links, credits) = connect(&planes, &mut *bootstrap, self.depth, build, deadline.remaining())?;
+        let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
+        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();

@@ -9,7 +9,7 @@ use crate::bootstrap::Exchange;
 use crate::communicator::Registration;
 use crate::credit::{self, Credits, Way};
 use crate::error::{Error, Result};
-use crate::link::Link;
+use crate::link::{Link, Most};
 use crate::path::{self, Planes};
 
 /// The queue pairs of one rank at this one.
@@ -49,12 +49,12 @@ impl Card {
     }
 }
 
-/// Makes queue pairs for `depth` messages to each rank by `build` and connects them with those of the other ranks. The region
+/// Makes queue pairs with room for `most` messages to each rank by `build` and connects them with those of the other ranks. The region
 /// must live as long as the links: it has the words that the others write.
 pub(crate) fn connect(
     planes: &Planes,
     bootstrap: &mut dyn Exchange,
-    depth: usize,
+    most: Most,
     build: impl Fn(&Pd) -> QpBuilder,
     timeout: Duration,
 ) -> Result<(Vec<Link>, Registration)> {
@@ -68,7 +68,7 @@ pub(crate) fn connect(
             let recv = if peer == rank { build(pd).build()? } else { send.clone() };
             // Four seconds: a rank that is only slow must not be given up.
             let credits =
-                pd.build_qp().max_send_wr(depth).max_recv_wr(1).max_inline(4).timeout(17).build()?;
+                pd.build_qp().max_send_wr(most.depth).max_recv_wr(1).max_inline(4).timeout(17).build()?;
             Ok(Ends { send, recv, credits })
         })
         .collect::<Result<Vec<_>>>()?;
@@ -103,7 +103,7 @@ pub(crate) fn connect(
         };
         let word = table.memory().word32(credit::place(peer))?;
         let credits = Credits::new(word, way);
-        Ok(Link::new(peer, planes.is_near(peer), ends.send, ends.recv, depth, credits))
+        Ok(Link::new(peer, planes.is_near(peer), [ends.send, ends.recv], most, credits))
     });
     Ok((links.collect::<Result<_>>()?, table))
 }

@@ -24,16 +24,28 @@ pub(crate) struct Link {
     pub(crate) recv: Qp,
     /// Messages that can be under way in each direction.
     pub(crate) depth: usize,
+    /// Pieces that one may have.
+    pub(crate) pieces: usize,
     pub(crate) credits: Credits,
     ended: AtomicBool,
     /// The connections of windows to the same rank.
     lanes: Mutex<Vec<Weak<Lane>>>,
 }
 
+/// What a link has room for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Most {
+    /// Messages in each direction.
+    pub(crate) depth: usize,
+    /// Pieces of a message.
+    pub(crate) pieces: usize,
+}
+
 impl Link {
-    pub(crate) fn new(rank: usize, near: bool, send: Qp, recv: Qp, depth: usize, credits: Credits) -> Self {
+    pub(crate) fn new(rank: usize, near: bool, [send, recv]: [Qp; 2], most: Most, credits: Credits) -> Self {
         let (ended, lanes) = (AtomicBool::new(false), Mutex::default());
-        Self { rank, near, send, recv, depth, credits, ended, lanes }
+        let Most { depth, pieces } = most;
+        Self { rank, near, send, recv, depth, pieces, credits, ended, lanes }
     }
 
     /// Whether the rank can be reached, as far as is known.

@@ -53,6 +53,16 @@ impl Peer {
         match pieces {
             [piece] => self.hold(way, operation, pieces, &[self.sge(piece)?], post),
             _ => {
+                // Empty ones take no room.
+                let count = pieces.iter().filter(|(_, range)| !range.is_empty()).count();
+                if count > self.link.pieces {
+                    let source = gdsync::Error::InvalidArgument {
+                        what: "pieces of a message",
+                        value: count.to_string(),
+                        expected: "at most Builder::max_pieces",
+                    };
+                    return Err(Error::Message { rank: self.link.rank, operation, source });
+                }
                 let sges = pieces.iter().map(|piece| self.sge(piece)).collect::<Result<Vec<_>>>()?;
                 self.hold(way, operation, pieces, &sges, post)
             }

@@ -16,7 +16,7 @@ use super::end::QueueEnd;
 use super::placement::{OnGpu, Places};
 use super::provider::{Provider, QpParts, QpRequest};
 use super::rq::RecvQueue;
-use super::sq::SendQueue;
+use super::sq::{Most, SendQueue};
 use super::track::{Health, Tracker};
 use super::wr::{RecvWr, SendWr, Wc};
 use crate::cuda::Gpu;
@@ -470,7 +470,8 @@ impl QpBuilder {
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
         let end = QueueEnd::new(core.clone(), send_cq, send_tracker);
-        let send = SendQueue::new(end, sq, &record, doorbell, self.max_inline)?;
+        let most = Most { sges: self.max_send_sge, inline: self.max_inline };
+        let send = SendQueue::new(end, sq, &record, doorbell, most)?;
         let end = QueueEnd::new(core, recv_cq, recv_tracker);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })

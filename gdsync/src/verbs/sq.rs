@@ -20,9 +20,45 @@ pub(crate) struct SendQueue {
     pub(crate) end: Arc<QueueEnd>,
     ring: Memory,
     blocks: u64,
-    max_inline: usize,
+    most: Most,
     record: Word32,
     doorbell: Word64,
+}
+
+/// What one request may have, as the QP was built.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Most {
+    pub(crate) sges: usize,
+    pub(crate) inline: usize,
+}
+
+impl Most {
+    fn check(self, op: &mlx5::SendOp<'_>) -> Result<()> {
+        use mlx5::{Payload, SendOp};
+        match *op {
+            SendOp::Send { payload: Payload::Inline(data), .. }
+            | SendOp::Write { payload: Payload::Inline(data), .. }
+                if data.len() > self.inline =>
+            {
+                Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"))
+            }
+            SendOp::Send { payload: Payload::Sges(sges), .. }
+            | SendOp::Write { payload: Payload::Sges(sges), .. }
+            | SendOp::Read { sges, .. }
+                if sges.len() > self.sges =>
+            {
+                // Empty ones take no room.
+                let buffers = sges.iter().filter(|sge| sge.len > 0).count();
+                let expected = "at most the QP's max_send_sge";
+                if buffers > self.sges {
+                    Err(Error::invalid("buffers of a send", buffers, expected))
+                } else {
+                    Ok(())
+                }
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Blocks between the one that is written and the one that the CPU is told it will write.
@@ -68,11 +104,11 @@ impl SendQueue {
         ring: Memory,
         record: &Memory,
         doorbell: Word64,
-        max_inline: usize,
+        most: Most,
     ) -> Result<Arc<Self>> {
         let blocks = (ring.len() / BB) as u64;
         let record = record.word32(mlx5::QP_DBREC_SEND)?;
-        Ok(Arc::new(Self { end, ring, blocks, max_inline, record, doorbell }))
+        Ok(Arc::new(Self { end, ring, blocks, most, record, doorbell }))
     }
 
     /// The ring, the record's word, and the doorbell.
@@ -209,12 +245,7 @@ impl SendQueue {
 
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
-        if let mlx5::SendOp::Send { payload: mlx5::Payload::Inline(data), .. }
-        | mlx5::SendOp::Write { payload: mlx5::Payload::Inline(data), .. } = wr.op
-            && data.len() > self.max_inline
-        {
-            return Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"));
-        }
+        self.most.check(&wr.op)?;
         self.put(track, wr.wr_id, |out, index| {
             mlx5::encode_into(out, &wr.op, qpn, index, wr.flags)
                 .map_err(|e| Error::WorkRequest { qpn, source: e })
