@@ -5,6 +5,7 @@ mod bench;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use gdasync::doctor::Doctor;
 use gdasync::tools::Tool;
 
 /// GPUDirect Async: benchmarks and tests of stream-triggered RDMA and of GPU memory mappings.
@@ -20,6 +21,8 @@ enum Command {
     /// Measures this machine, each figure with its baseline in the same run.
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Probes this machine: what works, what does not, why it matters and what to do.
+    Doctor(Doctor),
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
     #[command(subcommand)]
     Gdrcopy(Tool),
@@ -29,6 +32,7 @@ fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
     match Cli::parse().command {
         Command::Gdrcopy(tool) => tool.run(),
+        Command::Doctor(doctor) => doctor.run(),
         Command::Bench(bench) => match bench.run() {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {

@@ -1,0 +1,1 @@
+//! Each probe, made to complain.
