@@ -9,7 +9,7 @@ use super::areas::topology::Pair;
 use super::probe::{Probe, Status, area_of};
 
 /// Names of the widest probe fit.
-const NAME: usize = 22;
+const NAME: usize = 24;
 
 /// Lists the probes.
 pub(super) fn list() -> Result<ExitCode, String> {
@@ -35,8 +35,21 @@ pub(super) fn text(out: &mut impl Write, report: &Report, verbose: bool) -> io::
             continue;
         }
         writeln!(out, "\n{}", area.title)?;
-        for (subjects, probe) in alike(&probes) {
-            line(out, &subjects, probe, color, verbose)?;
+        let lines = alike(&probes);
+        let skipped = |line: &(Vec<&str>, &Probe)| line.1.status == Status::Skip && line.1.fix.is_none();
+        let reasons: Vec<_> =
+            lines.iter().filter(|line| skipped(line)).map(|line| line.1.found.as_str()).collect();
+        for (at, (subjects, probe)) in lines.iter().enumerate() {
+            let same = |line: &&(Vec<&str>, &Probe)| skipped(line) && line.1.found == probe.found;
+            if verbose
+                || !skipped(&lines[at])
+                || reasons.iter().filter(|why| **why == probe.found).count() == 1
+            {
+                line(out, subjects, probe, color, verbose)?;
+            } else if !lines[..at].iter().any(|line| same(&line)) {
+                let names: Vec<_> = lines.iter().filter(same).map(|line| line.1.name).collect();
+                merged(out, &names, probe, color)?;
+            }
         }
         if area.name == "topology" {
             matrix(out, &report.topology)?;
@@ -92,6 +105,13 @@ fn line(
         Some(fix) => note(if is_wrong { "fix" } else { "advice" }, fix),
         None => Ok(()),
     }
+}
+
+/// Probes that were skipped for one reason.
+fn merged(out: &mut impl Write, names: &[&str], probe: &Probe, color: bool) -> io::Result<()> {
+    let (on, off) = if color { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
+    let name = format!("{}.* ({})", area_of(probe.name), names.len());
+    writeln!(out, "  {on}{:4}{off}  {name:NAME$}  {}", probe.status, probe.found)
 }
 
 /// The paths between all devices, as `nvidia-smi topo -m` shows them.

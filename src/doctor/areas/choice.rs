@@ -106,5 +106,10 @@ fn faster(machine: &Machine) -> Probe {
         Some(Route::Direct) if !has_gpu => "make the GPU work: see gpu.cuda".into(),
         Some(Route::Direct) => return FASTER.ok("nothing: a card that a GPU triggers"),
     };
-    FASTER.ok("one change would").advice(change)
+    let now = match route {
+        Some(Route::Soft) => "no card takes part now",
+        Some(Route::Proxy) => "a thread takes part in every message now",
+        _ => "a thread triggers now",
+    };
+    FASTER.ok(format!("one change would help: {now}")).advice(change)
 }

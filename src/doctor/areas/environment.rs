@@ -24,7 +24,7 @@ const THEIRS: Check = Check {
 pub(in crate::doctor) const CHECKS: &[&Check] = &[&CONNECTIONS, &OURS, &THEIRS];
 
 /// All that the crates of this repository read.
-const KNOWN: &[&str] = &[
+pub(in crate::doctor) const KNOWN: &[&str] = &[
     "GDSYNC_DEVICE",
     "GDSYNC_PATH",
     "GDSYNC_PORT",
@@ -39,6 +39,8 @@ const KNOWN: &[&str] = &[
     "GDSYNC_BY_REFERENCE",
     "GDSYNC_STRICT",
     "GDSYNC_JOB_TOKEN",
+    "GDSYNC_RECORDER",
+    "GDSYNC_RECORDER_DIR",
     "GDRCOPY_BACKEND",
     "GDRCOPY_STORE",
     "GDRCOPY_LOAD",

@@ -51,6 +51,11 @@ const UVA: Check = Check {
     tried: "attributes 41 (unified addressing) and 91 (registered memory at its own address)",
     why: "with one address space an address tells where memory is, and buffers of either kind can be passed",
 };
+const PEERS: Check = Check {
+    name: "gpu.peers",
+    tried: "cuDeviceCanAccessPeer to each other GPU",
+    why: "payload between GPUs that reach each other (NVLink, PCIe) is moved by a copy engine, without the host",
+};
 const BAR1: Check = Check {
     name: "gpu.bar1",
     tried: "nvmlDeviceGetBAR1MemoryInfo, else the PCI resources in sysfs",
@@ -58,7 +63,7 @@ const BAR1: Check = Check {
 };
 
 pub(in crate::doctor) const CHECKS: &[&Check] =
-    &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &UVA, &BAR1];
+    &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &UVA, &PEERS, &BAR1];
 
 /// BAR1 with less left is about to fail.
 const SMALL: u64 = 64 << 20;
@@ -87,7 +92,9 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
             ]
             .map(of),
         );
-        probes.extend([memop(gpu, trouble), capture(gpu, trouble), uva(gpu), bar1(machine, gpu)].map(of));
+        probes.extend(
+            [memop(gpu, trouble), capture(gpu, trouble), uva(gpu), peers(gpu), bar1(machine, gpu)].map(of),
+        );
     }
     probes
 }
@@ -104,7 +111,8 @@ fn init(machine: &Machine) -> Probe {
             "install the user part of the driver (libcuda1, nvidia-driver-cuda-libs); a container gets it by \
              `--gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility`",
         ),
-        (Some(Err(why)), ..) => INIT.skip(format!("no CUDA: {why}")).advice("none is needed without an NVIDIA GPU"),
+        (Some(Err(_)), ..) if machine.gpus().is_empty() => INIT.skip("no NVIDIA GPU, and no CUDA"),
+        (Some(Err(why)), ..) => INIT.skip(format!("no CUDA: {why}")),
         (_, Some(Err(why)), _) if machine.has_driver() => INIT.fail(
             why.as_str(),
             "compare the versions of libcuda and of the kernel driver (`nvidia-smi` names both), and look into `dmesg` \
@@ -158,8 +166,11 @@ fn rdma(machine: &Machine, gpu: &GpuFacts) -> Probe {
 
 fn dma_buf(machine: &Machine, gpu: &GpuFacts, trouble: &str) -> Probe {
     let claims = gpu.attribute(attribute::DMA_BUF) != 0;
-    let fix =
-        "install the open kernel modules (Turing and newer) on Linux 5.12 or newer, or load nvidia-peermem";
+    let has_modules = requirements::generation(gpu.compute()).is_none_or(|one| one.open_modules);
+    let fix = match has_modules {
+        true => "install the open kernel modules, or load nvidia-peermem",
+        false => "load nvidia-peermem: the open kernel modules do not drive this GPU",
+    };
     match (claims, &gpu.dma_buf) {
         (false, _) if machine.hcas().is_empty() => {
             DMA_BUF.ok("no; there is no RDMA device that would register one")
@@ -234,6 +245,22 @@ fn uva(gpu: &GpuFacts) -> Probe {
         (false, _) => UVA.fail(
             "GPU and host have address spaces of their own",
             "use a 64-bit system with a current driver",
+        ),
+    }
+}
+
+fn peers(gpu: &GpuFacts) -> Probe {
+    let list = |wanted: bool| {
+        let of = gpu.peers.iter().filter(|(_, can)| **can == wanted).map(|(other, _)| format!("GPU {other}"));
+        of.collect::<Vec<_>>().join(", ")
+    };
+    match (list(true), list(false)) {
+        (yes, no) if yes.is_empty() && no.is_empty() => PEERS.skip("no other GPU"),
+        (yes, no) if no.is_empty() => PEERS.ok(format!("reaches {yes}")),
+        (yes, no) => PEERS.warn(
+            format!("does not reach {no}{}", if yes.is_empty() { String::new() } else { format!("; reaches {yes}") }),
+            "payload between them goes through the host; `nvidia-smi topo -p2p r` says why: NVLink, one host bridge, or a \
+             driver that allows PCIe peer-to-peer is needed",
         ),
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
 use std::fmt::Display;
+use std::time::Duration;
 
 use gdrcopy::cuda::raw::layout::RANGE_HANDLE_DMA_BUF;
 use gdrcopy::cuda::raw::{Api, Current};
@@ -11,6 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use super::bar1::{self, Bar1};
 use super::{Teller, memops};
+
+/// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
+const PATIENCE: Duration = Duration::from_millis(1500);
 
 /// What was tried: what was seen, or what was said.
 pub(in crate::doctor) type Outcome = Result<String, String>;
@@ -36,6 +40,8 @@ pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) attributes: BTreeMap<u32, i32>,
     /// Its memory in bytes.
     pub(in crate::doctor) memory: Option<u64>,
+    /// Whether it can use the memory of another GPU, by ordinal.
+    pub(in crate::doctor) peers: BTreeMap<i32, bool>,
     pub(in crate::doctor) memop: Option<Outcome>,
     pub(in crate::doctor) capture: Option<Outcome>,
     pub(in crate::doctor) dma_buf: Option<Outcome>,
@@ -88,7 +94,7 @@ impl GpuFacts {
 pub(super) fn tell(teller: &Teller) {
     teller.step("loading libcuda.so.1");
     match Api::load() {
-        Ok(api) => drop(explore(&api, teller)),
+        Ok(api) => drop(explore(&api, teller, PATIENCE)),
         Err(error) => {
             teller.facts(&CudaFacts { version: Some(Err(error.to_string())), ..CudaFacts::default() })
         }
@@ -96,7 +102,7 @@ pub(super) fn tell(teller: &Teller) {
 }
 
 /// Asks and tries everything.
-pub(in crate::doctor) fn explore(api: &Api, teller: &Teller) -> CudaFacts {
+pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration) -> CudaFacts {
     let mut facts = CudaFacts::default();
     let mut version = 0;
     // SAFETY: a place for the answer.
@@ -107,7 +113,8 @@ pub(in crate::doctor) fn explore(api: &Api, teller: &Teller) -> CudaFacts {
     let count = count(api);
     facts.count = Some(count.as_ref().copied().map_err(text));
     teller.facts(&facts);
-    for ordinal in 0..count.unwrap_or(0) {
+    let count = count.unwrap_or(0);
+    for ordinal in 0..count {
         facts.gpus.push(GpuFacts { ordinal, ..GpuFacts::default() });
         let note = |gpu: &GpuFacts, facts: &mut CudaFacts| {
             if let Some(last) = facts.gpus.last_mut() {
@@ -116,7 +123,7 @@ pub(in crate::doctor) fn explore(api: &Api, teller: &Teller) -> CudaFacts {
             teller.facts(facts);
         };
         let mut gpu = GpuFacts { ordinal, ..GpuFacts::default() };
-        if let Err(error) = each(api, teller, &mut gpu, &mut |gpu| note(gpu, &mut facts)) {
+        if let Err(error) = each(api, teller, &mut gpu, (count, patience), &mut |gpu| note(gpu, &mut facts)) {
             // Nothing was tried for want of a context: what stands in the way of all is told for each.
             let error = text(error);
             for outcome in [&mut gpu.memop, &mut gpu.capture, &mut gpu.dma_buf] {
@@ -145,6 +152,7 @@ fn each(
     api: &Api,
     teller: &Teller,
     gpu: &mut GpuFacts,
+    (count, patience): (i32, Duration),
     note: &mut dyn FnMut(&GpuFacts),
 ) -> gdrcopy::Result<()> {
     let number = gpu.ordinal;
@@ -168,6 +176,14 @@ fn each(
             gpu.attributes.insert(number, value);
         }
     }
+    for other in (0..count).filter(|other| *other != number) {
+        let (mut peer, mut can) = (0, 0);
+        // SAFETY: a place for the answer; the driver checks the ordinal.
+        unsafe { api.device_get(&mut peer, other) }?;
+        // SAFETY: a place for the answer, and devices of this driver.
+        unsafe { api.device_can_access_peer(&mut can, device, peer) }?;
+        gpu.peers.insert(other, can != 0);
+    }
     note(gpu);
     teller.step(format!("making a context on GPU {number}"));
     let mut context = 0;
@@ -179,7 +195,7 @@ fn each(
     // SAFETY: places for the answers; a context is current.
     gpu.memory = unsafe { api.mem_get_info(&mut free, &mut total) }.is_ok().then_some(total as u64);
     teller.step(format!("running stream memory operations on GPU {number}"));
-    let bench = memops::Bench::new(api)?;
+    let bench = memops::Bench::new(api, patience)?;
     gpu.memop = Some(bench.run().map_err(text));
     note(gpu);
     teller.step(format!("capturing stream memory operations on GPU {number}"));

@@ -13,8 +13,6 @@ use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, M
 const HOST_ALLOC_MAPPED: u32 = 2;
 /// `CU_STREAM_WAIT_VALUE_EQ`.
 const WAIT_EQUAL: u32 = 1;
-/// What the GPU may take for a few operations. Idle ones take microseconds.
-const PATIENCE: Duration = Duration::from_millis(1500);
 const PAGE: usize = 4096;
 
 /// A stream, and three words that it and the CPU share.
@@ -24,13 +22,15 @@ pub(super) struct Bench<'a> {
     words: NonNull<[AtomicU64; 3]>,
     /// The GPU's address of the first.
     addr: u64,
+    /// What the GPU may take for a few operations.
+    patience: Duration,
 }
 
 /// What went wrong.
 #[derive(Debug)]
 pub(super) enum Trouble {
     Call(gdrcopy::Error),
-    Silent(&'static str),
+    Silent(&'static str, Duration),
     Hasty,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Display for Trouble {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Call(error) => error.fmt(f),
-            Self::Silent(what) => write!(f, "{what} did not show within {PATIENCE:?}"),
+            Self::Silent(what, patience) => write!(f, "{what} did not show within {patience:?}"),
             Self::Hasty => f.write_str("the stream passed a wait that was not satisfied"),
         }
     }
@@ -52,7 +52,7 @@ impl fmt::Display for Trouble {
 
 impl<'a> Bench<'a> {
     /// In the current context.
-    pub(super) fn new(api: &'a Api) -> gdrcopy::Result<Self> {
+    pub(super) fn new(api: &'a Api, patience: Duration) -> gdrcopy::Result<Self> {
         let (mut host, mut addr, mut stream) = (std::ptr::null_mut::<c_void>(), 0, 0);
         // SAFETY: a place for the answer; a context is current.
         unsafe { api.mem_host_alloc(&mut host, PAGE, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED) }?;
@@ -61,7 +61,7 @@ impl<'a> Bench<'a> {
         // SAFETY: a place for the answer; a context is current.
         unsafe { api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
         let words = NonNull::new(host.cast::<[AtomicU64; 3]>()).expect("the driver gave memory");
-        Ok(Self { api, stream, words, addr })
+        Ok(Self { api, stream, words, addr, patience })
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
@@ -88,24 +88,23 @@ impl<'a> Bench<'a> {
 
     /// The CPU's part of it. Returns the time of the whole.
     fn follow(&self, value: u64) -> Result<Duration, Trouble> {
+        let silent = |what| Err(Trouble::Silent(what, self.patience));
         let began = Instant::now();
         let first = self.shows(0, value);
         let hasty = self.word(2).load(Ordering::Acquire) == value;
         // Also where nothing showed: no stream may stay behind that waits.
         self.word(1).store(value, Ordering::Release);
         match () {
-            () if !first => Err(Trouble::Silent("what a stream wrote")),
+            () if !first => silent("what a stream wrote"),
             () if hasty => Err(Trouble::Hasty),
-            () if !self.shows(2, value) => {
-                Err(Trouble::Silent("what a stream wrote behind a satisfied wait"))
-            }
+            () if !self.shows(2, value) => silent("what a stream wrote behind a satisfied wait"),
             () => Ok(began.elapsed()),
         }
     }
 
     /// Whether a word gets this value in time.
     fn shows(&self, at: usize, value: u64) -> bool {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + self.patience;
         loop {
             if self.word(at).load(Ordering::Acquire) == value {
                 return true;
