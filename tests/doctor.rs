@@ -5,6 +5,7 @@ mod common;
 use std::ffi::CString;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -243,4 +244,35 @@ fn a_closed_output_is_told() {
     command.stdout(fs::OpenOptions::new().write(true).open("/dev/full").unwrap());
     let error = fails(command);
     assert!(error.contains("cannot write the output"), "{error}");
+}
+
+/// The stand-in for libibverbs and libmlx5, where cargo has built it: with `--workspace`.
+fn stand_in() -> Option<PathBuf> {
+    let test = std::env::current_exe().unwrap();
+    let mut places = test.ancestors().skip(1).take(2).map(|directory| directory.join("librdma_standin.so"));
+    places.find(|path| path.exists())
+}
+
+#[test]
+fn a_card_is_opened_and_chosen() {
+    let Some(library) = stand_in() else {
+        return eprintln!("skipped: no stand-in for libibverbs; `cargo test --workspace` builds it");
+    };
+    let root = Directory::new("card");
+    let card = root.0.join("sys/class/infiniband/mlx5_standin");
+    fs::create_dir_all(root.0.join("sys/bus/pci/drivers/mlx5_core")).unwrap();
+    fs::create_dir_all(card.join("device")).unwrap();
+    symlink("/sys/bus/pci/drivers/mlx5_core", card.join("device/driver")).unwrap();
+    let mut command = doctor(&["--json", "--only", "rdma,choice", "--root", root.text()]);
+    command.env("GDSYNC_LIBIBVERBS", &library).env("GDSYNC_LIBMLX5", &library);
+    let (_, probes) = probes(command);
+    let found = |name: &str| of(&probes, name)["found"].as_str().unwrap().to_owned();
+    for name in ["rdma.card", "rdma.devx"] {
+        assert_eq!(of(&probes, name)["status"], "ok", "{probes:#?}");
+        assert_eq!(of(&probes, name)["subject"], "mlx5_standin");
+    }
+    assert!(found("rdma.core").contains("librdma_standin.so"), "{probes:#?}");
+    assert!(found("rdma.card").contains("it reads our rings"), "{probes:#?}");
+    assert!(found("choice.device").starts_with("mlx5_standin direct"), "{probes:#?}");
+    assert!(found("rdma.node").contains("offers none"), "{probes:#?}");
 }
