@@ -12,6 +12,7 @@ use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
 use crate::deadline::Deadline;
+use crate::ends::ACK_TIMEOUT;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
 use crate::link::Most;
@@ -213,9 +214,9 @@ impl Builder {
 
     /// A queue pair to build, as was asked for.
     pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
-        // A receive that is late is waited for: the deadlines of waits end what never comes. Eight tries of half a second: a
-        // rank that is only slow must not be given up.
-        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7).timeout(17);
+        // A receive that is late is waited for: the deadlines of waits end what never comes.
+        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
+        let builder = builder.timeout(ACK_TIMEOUT);
         let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
         match &self.gpu {
             Some(gpu) => builder.on_gpu(gpu, self.on_gpu),

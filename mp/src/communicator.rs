@@ -153,7 +153,7 @@ impl Communicator {
     /// As [`Communicator::isend`].
     pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let post = |link: &Link, sges: &[Sge]| {
-            let completion = link.send.post_send(&[SendWr::send(sges)])?;
+            let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
             // The CPU does not wait for the receive: the device does, by asking again.
             link.credits.number(&completion, link.depth);
             Ok((completion, ()))
@@ -175,7 +175,7 @@ impl Communicator {
     /// As [`Communicator::isend`].
     pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let post = |link: &Link, sges: &[Sge]| {
-            let completion = link.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
+            let completion = link.ends.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
             link.credits.grant();
             Ok((completion, ()))
         };

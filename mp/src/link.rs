@@ -5,23 +5,23 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::stream::{Batch, Cond, PreparedSend};
-use gdsync::verbs::{Completion, Qp, SendWr, Sge};
+use gdsync::verbs::{Completion, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::credit::Credits;
+use crate::ends::Ends;
 use crate::window::Lane;
 
 /// How long a rank may be silent before a wait asks whether it is there.
 pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 
-/// One queue pair, or for the own rank two that are connected to each other.
+/// The connection to one rank.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) rank: usize,
     /// Through the device for ranks of the same host.
     pub(crate) near: bool,
-    pub(crate) send: Qp,
-    pub(crate) recv: Qp,
+    pub(crate) ends: Ends,
     /// Messages that can be under way in each direction.
     pub(crate) depth: usize,
     /// Pieces that one may have.
@@ -42,10 +42,10 @@ pub(crate) struct Most {
 }
 
 impl Link {
-    pub(crate) fn new(rank: usize, near: bool, [send, recv]: [Qp; 2], most: Most, credits: Credits) -> Self {
+    pub(crate) fn new(rank: usize, near: bool, ends: Ends, most: Most, credits: Credits) -> Self {
         let (ended, lanes) = (AtomicBool::new(false), Mutex::default());
         let Most { depth, pieces } = most;
-        Self { rank, near, send, recv, depth, pieces, credits, ended, lanes }
+        Self { rank, near, ends, depth, pieces, credits, ended, lanes }
     }
 
     /// Whether the rank can be reached, as far as is known.
@@ -53,13 +53,13 @@ impl Link {
     /// # Errors
     /// What ended the connection first.
     pub(crate) fn check(&self) -> gdsync::Result<()> {
-        self.send.check()?;
-        self.recv.check()
+        self.ends.send.check()?;
+        self.ends.recv.check()
     }
 
     /// Adds a message to a batch.
     pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
-        Ok(self.post_in_batch(batch, self.send.prepare_send(&[SendWr::send(sges)])?))
+        Ok(self.post_in_batch(batch, self.ends.send.prepare_send(&[SendWr::send(sges)])?))
     }
 
     /// Adds a message that was prepared to a batch, behind the wait for its receive if that is not posted yet.
@@ -87,7 +87,7 @@ impl Link {
         if self.ended.load(Ordering::Relaxed)
             && let Err(error) = self.check()
         {
-            lane.qp.stop(&error);
+            lane.ends.send.stop(&error);
         }
     }
 
@@ -96,10 +96,10 @@ impl Link {
         if self.ended.swap(true, Ordering::Relaxed) {
             return;
         }
-        self.send.stop(error);
-        self.recv.stop(error);
+        self.ends.send.stop(error);
+        self.ends.recv.stop(error);
         self.credits.end(error);
         let lanes = self.lanes.lock().clone();
-        lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.qp.stop(error));
+        lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.ends.send.stop(error));
     }
 }

@@ -134,7 +134,7 @@ impl Communicator {
     /// As [`Communicator::isend`].
     pub fn prepare_sendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
         let post = |link: &Link, sges: &[Sge]| {
-            let send = link.send.prepare_send(&[SendWr::send(sges)])?;
+            let send = link.ends.send.prepare_send(&[SendWr::send(sges)])?;
             Ok((send.completion(), send))
         };
         let (request, send) = self.peer(rank)?.start(Way::Send, "prepared send", pieces, post)?;

@@ -116,8 +116,8 @@ impl Peer {
             return Ok(());
         }
         let (qp, queue) = match way {
-            Way::Send => (&link.send, "send queue"),
-            Way::Recv => (&link.recv, "receive queue"),
+            Way::Send => (&link.ends.send, "send queue"),
+            Way::Recv => (&link.ends.recv, "receive queue"),
         };
         qp.check()?;
         let (outstanding, depth) = (held as u64, link.depth as u64);
@@ -135,8 +135,8 @@ impl Peer {
 
     /// Takes completions, so that the queues have room again.
     fn poll(&self) {
-        while self.link.send.poll_send().is_some() {}
-        while self.link.recv.poll_recv().is_some() {}
+        while self.link.ends.send.poll_send().is_some() {}
+        while self.link.ends.recv.poll_recv().is_some() {}
     }
 
     /// Takes completions, lets buffers go, and asks a silent rank whether it is there if something is under way.

@@ -79,7 +79,7 @@ impl Request {
             // It went down with the connection: that has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
                 let known = match &self.lane {
-                    Some(lane) => lane.upgrade().and_then(|lane| lane.qp.check().err()),
+                    Some(lane) => lane.upgrade().and_then(|lane| lane.ends.send.check().err()),
                     None => self.link.check().err(),
                 };
                 known.unwrap_or(error.into())
