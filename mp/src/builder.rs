@@ -183,12 +183,13 @@ impl Builder {
         let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
         let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
-        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, deadline.remaining())?;
+        let alarm = Arc::default();
+        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
         let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
-        let watch = self.watch.then(|| Watch::start(peers.clone(), lanes.clone())).transpose();
+        let watch = self.watch.then(|| Watch::start(alarm.clone(), peers.clone(), lanes.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
@@ -198,6 +199,7 @@ impl Builder {
             near: planes.near,
             paths: planes.paths,
             cache,
+            alarm,
             _watch: watch,
             peers,
             _credits: credits,

@@ -1,5 +1,6 @@
 //! How the queue pairs of all ranks find each other.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::mlx5::RemoteAddr;
@@ -12,6 +13,7 @@ use crate::ends::{ACK_TIMEOUT, Ends, row};
 use crate::error::{Error, Result};
 use crate::link::{Link, Most};
 use crate::path::{self, Planes};
+use crate::watch::Alarm;
 
 /// What a rank tells another one: where its messages, its credits and the word for its receives are taken.
 struct Card {
@@ -50,6 +52,7 @@ pub(crate) fn connect(
     bootstrap: &mut dyn Exchange,
     most: Most,
     build: impl Fn(&Pd) -> QpBuilder,
+    alarm: &Arc<Alarm>,
     timeout: Duration,
 ) -> Result<(Vec<Link>, Registration)> {
     let (rank, size) = (bootstrap.rank(), bootstrap.size());
@@ -86,7 +89,7 @@ pub(crate) fn connect(
             }
         };
         let word = table.memory().word32(credit::place(peer))?;
-        let credits = Credits::new(word, way);
+        let credits = Credits::new(word, way, alarm.clone());
         Ok(Link::new(peer, planes.is_near(peer), messages, most, credits))
     });
     Ok((links.collect::<Result<_>>()?, table))

@@ -4,12 +4,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use gdsync::memory::Word32;
 use gdsync::stream::{Batch, Cond, PreparedSend};
-use gdsync::verbs::{Completion, SendWr, Sge};
+use gdsync::verbs::{Completion, Cq, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::credit::Credits;
 use crate::ends::Ends;
+use crate::peer::Way;
 use crate::window::Lane;
 
 /// How long a rank may be silent before a wait asks whether it is there.
@@ -48,6 +50,14 @@ impl Link {
         Self { rank, near, ends, depth, pieces, credits, ended, lanes }
     }
 
+    /// Where messages of one direction complete.
+    pub(crate) fn queue(&self, way: Way) -> Cq {
+        match way {
+            Way::Send => self.ends.send.send_cq(),
+            Way::Recv => self.ends.recv.recv_cq(),
+        }
+    }
+
     /// Whether the rank can be reached, as far as is known.
     ///
     /// # Errors
@@ -59,15 +69,14 @@ impl Link {
 
     /// Adds a message to a batch.
     pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
-        Ok(self.post_in_batch(batch, self.ends.send.prepare_send(&[SendWr::send(sges)])?))
+        let send = self.ends.send.prepare_send(&[SendWr::send(sges)])?;
+        let credit = self.credits.next(&send.completion(), self.depth);
+        Ok(post_behind(batch, credit, send))
     }
 
-    /// Adds a message that was prepared to a batch, behind the wait for its receive if that is not posted yet.
+    /// Adds a message that was prepared before to a batch.
     pub(crate) fn post_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
-        if let Some((word, number)) = self.credits.number(&send.completion(), self.depth) {
-            batch.wait_value32(word, number, Cond::Geq);
-        }
-        batch.post(send)
+        post_behind(batch, self.credits.post(&send.completion(), self.depth), send)
     }
 
     /// Asks whether the rank is still there, if it has been silent: a receive alone would never learn it.
@@ -102,4 +111,12 @@ impl Link {
         let lanes = self.lanes.lock().clone();
         lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.ends.send.stop(error));
     }
+}
+
+/// Adds a send to a batch, behind the wait for its receive if that is not posted yet.
+fn post_behind(batch: &mut Batch, credit: Option<(&Word32, u32)>, send: PreparedSend) -> Completion {
+    if let Some((word, number)) = credit {
+        batch.wait_value32(word, number, Cond::Geq);
+    }
+    batch.post(send)
 }

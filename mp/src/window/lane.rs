@@ -1,8 +1,8 @@
 //! The connections that operations of windows take: apart from those of messages, which they neither wait for nor hold up.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gdsync::cuda::Flush;
@@ -16,8 +16,8 @@ use crate::deadline::Deadline;
 use crate::ends::Ends;
 use crate::error::{Error, Result};
 use crate::link::Link;
-use crate::peer::settle;
-use crate::request::Request;
+use crate::peer::{Way, settle};
+use crate::request::{Order, Request};
 use crate::window::few::Few;
 
 /// The connection to one rank.
@@ -74,7 +74,8 @@ impl Lane {
         };
         let completion = posted.map_err(|source| self.tell(operation, source))?;
         let (link, lane) = (self.link.clone(), Some(Arc::downgrade(self)));
-        let request = Request { link, lane, operation, completion, bytes, kept: Arc::default() };
+        let (way, kept) = (Way::Send, OnceLock::new());
+        let request = Request(Arc::new(Order { link, way, lane, operation, completion, bytes, kept }));
         held.queue.push_back((request.clone(), Kept { _buffers: buffers, wrs }));
         held.wrs += wrs;
         Ok(request)
@@ -90,9 +91,9 @@ impl Lane {
     }
 
     fn make_room(&self, held: &mut Held) {
-        while self.ends.send.poll_send().is_some() {}
+        self.ends.send.send_cq().drain();
         // Those of dropped batches, whose places in the queue nobody has taken since.
-        while held.queue.pop_back_if(|(request, _)| request.completion.is_taken_back()).is_some() {}
+        while held.queue.pop_back_if(|(request, _)| request.0.completion.is_taken_back()).is_some() {}
         // Where one fails, so do all behind it.
         if held.queue.back().is_some_and(|(last, _)| last.test().is_err()) && self.ends.send.check().is_err()
         {
@@ -119,7 +120,7 @@ impl Lane {
         let mut held = self.held.lock();
         self.make_room(&mut held);
         let flushed = match held.queue.back() {
-            Some((last, _)) => stream.wait(&last.completion),
+            Some((last, _)) => stream.wait(&last.0.completion),
             None => self.ends.send.check(),
         };
         flushed.map_err(|source| self.tell("flush on stream", source))
