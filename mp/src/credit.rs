@@ -72,7 +72,9 @@ pub(crate) enum Way {
 #[derive(Debug)]
 struct Announcement {
     written: Option<Completion>,
-    when: Instant,
+    /// It was since somebody last looked, which was then.
+    is_new: bool,
+    looked: Instant,
 }
 
 /// Whether the peer must be told of receives now. The receives that it knows of and that no message has filled are those it
@@ -87,7 +89,7 @@ fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
 
 impl Credits {
     pub(crate) fn new(ready: Word32, way: Way, alarm: Arc<Alarm>) -> Self {
-        let last = Mutex::new(Announcement { written: None, when: Instant::now() });
+        let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
         Self { ready, numbers: Numbers::default(), posted, announced, arrived, last, alarm, way }
     }
@@ -127,7 +129,7 @@ impl Credits {
         match &self.way {
             Way::Own => self.ready.store(posted),
             Way::Remote { qp, word } => {
-                last.when = Instant::now();
+                last.is_new = true;
                 let bytes = posted.to_le_bytes();
                 let post = || qp.post_send(&[SendWr::write_inline(*word, &bytes)]);
                 let written = post().or_else(|error| match error {
@@ -153,8 +155,11 @@ impl Credits {
         if let Way::Remote { qp, .. } = &self.way {
             let mut last = self.last.lock();
             qp.check()?;
+            if last.is_new {
+                (last.is_new, last.looked) = (false, Instant::now());
+            }
             let told = last.written.as_ref().is_none_or(|last| !matches!(last.status(), Ok(None)));
-            if self.is_behind() || told && last.when.elapsed() >= pause {
+            if self.is_behind() || told && last.looked.elapsed() >= pause {
                 self.announce(&mut last);
             }
         }

@@ -15,12 +15,15 @@ use crate::window::Lanes;
 /// How long receives may be held back.
 const SOON: Duration = Duration::from_millis(1);
 
+/// How often the thread looks so soon before it sleeps: waking it costs more than a look.
+const LOOKS: u32 = 50;
+
 /// Says that there are receives which a rank should soon be told of.
 #[derive(Debug, Default)]
 pub(crate) struct Alarm {
     /// There may be some.
     is_on: AtomicBool,
-    /// The thread knows, or there is none.
+    /// The thread looks soon, or there is none.
     is_heard: AtomicBool,
     stop: Mutex<bool>,
     changed: Condvar,
@@ -39,28 +42,37 @@ impl Alarm {
         }
     }
 
-    /// Tells everybody, if it is on.
-    pub(crate) fn answer(&self, peers: &[Peer]) {
-        if self.is_on.load(Ordering::Relaxed) {
+    /// Tells everybody, if it is on, and says whether it was.
+    pub(crate) fn answer(&self, peers: &[Peer]) -> bool {
+        let is_on = self.is_on.load(Ordering::SeqCst);
+        if is_on {
             // First: what is held back from here on switches it on again.
             self.is_on.store(false, Ordering::SeqCst);
             peers.iter().for_each(|peer| peer.link.credits.catch_up());
         }
+        is_on
     }
 
     fn watch(&self, peers: &[Peer], lanes: &Mutex<Vec<Arc<Lanes>>>) {
-        let mut tended = Instant::now();
+        let (mut tended, mut looks) = (Instant::now(), 0);
         let mut stop = self.stop.lock();
         while !*stop {
-            if !self.is_heard.load(Ordering::SeqCst) {
+            if looks > 0 {
+                self.changed.wait_for(&mut stop, SOON);
+            } else if !self.is_heard.load(Ordering::SeqCst) {
                 self.changed.wait_for(&mut stop, SILENCE.saturating_sub(tended.elapsed()));
             }
-            if !*stop && self.is_heard.load(Ordering::SeqCst) {
-                self.changed.wait_for(&mut stop, SOON);
-            }
             MutexGuard::unlocked(&mut stop, || {
-                self.is_heard.store(false, Ordering::SeqCst);
-                self.answer(peers);
+                if looks > 0 {
+                    looks = if self.answer(peers) { LOOKS } else { looks - 1 };
+                    if looks == 0 {
+                        self.is_heard.store(false, Ordering::SeqCst);
+                        // What nobody was woken for.
+                        self.answer(peers);
+                    }
+                } else if self.is_heard.load(Ordering::SeqCst) {
+                    looks = LOOKS;
+                }
                 if tended.elapsed() >= SILENCE {
                     peers.iter().for_each(Peer::recycle);
                     Lanes::recycle(&mut lanes.lock());
