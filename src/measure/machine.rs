@@ -1,9 +1,9 @@
 //! Where a measurement was made.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A description of machine and build, for reports.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Processor model.
     pub cpu: String,
@@ -12,11 +12,11 @@ pub struct Machine {
     /// Kernel release.
     pub kernel: String,
     /// Version of this package.
-    pub version: &'static str,
+    pub version: String,
     /// Commit it was built from.
-    pub commit: &'static str,
+    pub commit: String,
     /// Compiler it was built with.
-    pub rustc: &'static str,
+    pub rustc: String,
 }
 
 impl Machine {
@@ -29,9 +29,9 @@ impl Machine {
             cpu: model.map_or(std::env::consts::ARCH, |(_, model)| model).to_owned(),
             cpus: std::thread::available_parallelism().map_or(1, usize::from),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
-            version: env!("CARGO_PKG_VERSION"),
-            commit: env!("GDASYNC_COMMIT"),
-            rustc: env!("GDASYNC_RUSTC"),
+            version: env!("CARGO_PKG_VERSION").into(),
+            commit: env!("GDASYNC_COMMIT").into(),
+            rustc: env!("GDASYNC_RUSTC").into(),
         }
     }
 }
