@@ -1,6 +1,9 @@
 //! The command-line tool.
 
 mod bench;
+mod plot;
+mod report;
+mod results;
 
 use std::process::ExitCode;
 
@@ -23,18 +26,26 @@ enum Command {
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
     #[command(subcommand)]
     Gdrcopy(Tool),
+    /// Draws results as curves, bars or a timeline.
+    Plot(plot::Options),
+    /// Puts results into one page: pictures, tables, machine and command.
+    Report(report::Options),
 }
 
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
     match Cli::parse().command {
         Command::Gdrcopy(tool) => tool.run(),
-        Command::Bench(bench) => match bench.run() {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                eprintln!("gdasync: {error}");
-                ExitCode::FAILURE
-            }
-        },
+        Command::Bench(bench) => end(bench.run().map(|()| ExitCode::SUCCESS)),
+        Command::Plot(options) => end(options.run()),
+        Command::Report(options) => end(options.run()),
     }
+}
+
+/// The exit status, or the error for the user.
+fn end<E: std::fmt::Display>(result: Result<ExitCode, E>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("gdasync: {error}");
+        ExitCode::FAILURE
+    })
 }
