@@ -102,7 +102,7 @@ impl<'a> Canvas<'a> {
             Align::Left => HPos::Left,
             Align::Right => HPos::Right,
         };
-        self.draw(&Text::new(text.to_owned(), at, style.pos(Pos::new(h_pos, VPos::Center))))
+        self.draw(&Text::new(crate::report::printable(text), at, style.pos(Pos::new(h_pos, VPos::Center))))
     }
 
     /// A line of text; `at` is in the middle of its height.

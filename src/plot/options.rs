@@ -97,6 +97,24 @@ pub(crate) fn foot(results: &[Results]) -> Vec<String> {
     lines
 }
 
+/// All series in one group; a name that several files have is told apart by the files' labels.
+fn merge(groups: Vec<Group>, labels: &[String]) -> Group {
+    let names = || groups.iter().flat_map(|group| &group.series).map(|series| &series.name);
+    let twice: Vec<String> =
+        names().filter(|name| names().filter(|other| other == name).count() > 1).cloned().collect();
+    let mut labelled = groups.into_iter().zip(labels).map(|(mut group, label)| {
+        for series in group.series.iter_mut().filter(|series| twice.contains(&series.name)) {
+            series.name = format!("{label}: {}", series.name);
+        }
+        group
+    });
+    let first = labelled.next().expect("clap sees to one file");
+    labelled.fold(first, |mut all, group| {
+        all.series.extend(group.series);
+        all
+    })
+}
+
 impl Options {
     pub(crate) fn run(&self) -> Result<ExitCode> {
         let results = read(&self.files)?;
@@ -106,7 +124,6 @@ impl Options {
             self.picture(&results)?
         };
         write(&self.output, &svg)?;
-        println!("{}", self.output.display());
         Ok(ExitCode::SUCCESS)
     }
 
@@ -127,32 +144,26 @@ impl Options {
         }
         let stems: Vec<_> = results.iter().map(|results| results.stem.as_str()).collect();
         let labels = if self.label.is_empty() { labels(&stems) } else { self.label.clone() };
-        let mut merged: Option<Group> = None;
-        for (results, label) in results.iter().zip(&labels) {
-            let mut group = self.group(results, merged.as_ref())?;
+        let mut groups: Vec<Group> = Vec::new();
+        for results in results {
+            let group = self.group(results, groups.first())?;
             if results.groups.len() > 1 && self.group.is_none() {
                 let others = results.groups.iter().filter(|other| other.name != group.name);
                 let names: Vec<_> = others.map(|other| format!("`{}`", other.name)).collect();
                 eprintln!("{}: drawn is `{}`; --group draws {}", results.stem, group.name, names.join(", "));
             }
-            group.series.iter_mut().filter(|_| stems.len() > 1).for_each(|series| {
-                series.name = format!("{label}: {}", series.name);
-            });
-            match &mut merged {
-                None => merged = Some(group),
-                Some(merged) => {
-                    if merged.axis != group.axis || merged.unit != group.unit {
-                        let tell = |group: &Group| {
-                            format!("`{}`, {} by {}", group.name, quantity(group.unit), places(&group.axis))
-                        };
-                        let (file, what, first) = (results.stem.clone(), tell(&group), tell(merged));
-                        return Err(Error::Apart { file, what, first });
-                    }
-                    merged.series.extend(group.series);
-                }
+            if let Some(first) =
+                groups.first().filter(|first| first.axis != group.axis || first.unit != group.unit)
+            {
+                let tell = |group: &Group| {
+                    format!("`{}`, {} by {}", group.name, quantity(group.unit), places(&group.axis))
+                };
+                let (file, what, first) = (results.stem.clone(), tell(&group), tell(first));
+                return Err(Error::Apart { file, what, first });
             }
+            groups.push(group);
         }
-        let mut group = merged.ok_or_else(|| Error::Draw("no file was given".into()))?;
+        let mut group = merge(groups, &labels);
         self.filter(&mut group)?;
         let kinds: Vec<_> = results.iter().map(|results| results.kind.as_str()).collect();
         let kind = if kinds.windows(2).all(|pair| pair[0] == pair[1]) { kinds[0] } else { "" };

@@ -194,10 +194,12 @@ pub(crate) fn number(value: f64) -> String {
     format!("{sign}{grouped}{dot}{part}")
 }
 
-/// A size with its unit: `8 B`, `4 KiB`.
+/// A size with its unit: `8 B`, `4 KiB`; in bytes what no unit tells exactly.
 pub(crate) fn bytes(value: f64) -> String {
+    let value = value.round();
     let units = [(1_073_741_824.0, "GiB"), (1_048_576.0, "MiB"), (1024.0, "KiB")];
-    let unit = units.into_iter().find(|(factor, _)| value >= factor * 0.9999);
+    let unit =
+        units.into_iter().find(|(factor, _)| value >= *factor && (value * 4.0 / factor).fract() == 0.0);
     unit.map_or_else(
         || format!("{} B", number(value)),
         |(factor, name)| format!("{} {name}", number(value / factor)),
@@ -255,6 +257,9 @@ mod tests {
             numbers,
             ["0", "0", "0.05", "2.5", "10.2", "1,000", "1,000", "-1,234,567", "1.00e20", "1.00e-9"]
         );
-        assert_eq!([1.0, 4096.0, 1.5 * 1_048_576.0].map(bytes), ["1 B", "4 KiB", "1.5 MiB"]);
+        assert_eq!(
+            [1.0, 4096.0, 5000.0, 1.5 * 1_048_576.0].map(bytes),
+            ["1 B", "4 KiB", "5,000 B", "1.5 MiB"]
+        );
     }
 }

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use crate::plot::{self, Picture, bytes, number};
-use crate::results::{At, Axis, Group, Results, Value};
+use crate::plot::{self, Picture, number};
+use crate::results::{Group, Results, Value};
 
 /// Options of `gdasync report`.
 #[derive(Args)]
@@ -24,18 +24,21 @@ pub(crate) struct Options {
 
 const TEMPLATE: &str = include_str!("template.html");
 
-/// Text for HTML and XML, in elements and attributes. What XML does not know at all is left out.
+/// What XML may contain of a text: no control characters.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')).collect()
+}
+
+/// Text for HTML and XML, in elements and attributes.
 pub(crate) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
+    for c in printable(text).chars() {
         match c {
             '&' => escaped.push_str("&amp;"),
             '<' => escaped.push_str("&lt;"),
             '>' => escaped.push_str("&gt;"),
             '"' => escaped.push_str("&quot;"),
             '\'' => escaped.push_str("&#39;"),
-            '\t' | '\n' => escaped.push(c),
-            c if c.is_control() || matches!(c, '\u{fffe}' | '\u{ffff}') => {}
             c => escaped.push(c),
         }
     }
@@ -59,7 +62,6 @@ impl Options {
             }
         }
         plot::write(&self.output, &page)?;
-        println!("{}", self.output.display());
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -109,11 +111,6 @@ fn line(html: &mut String, text: &str) {
 
 /// All figures of a group: a row for each place, three columns for each series.
 fn table(group: &Group) -> String {
-    let place = |at: &At| match (at, &group.axis) {
-        #[expect(clippy::cast_precision_loss, reason = "four digits are shown")]
-        (At::Number(number), Axis::Bytes) => bytes(*number as f64),
-        (at, _) => at.to_string(),
-    };
     let cells = |value: Option<Value>| {
         let value = value.map(|value| [Some(value.p50), value.p99, value.min]).unwrap_or_default();
         value.map(|value| format!("<td>{}</td>", value.map(number).unwrap_or_default())).concat()
@@ -127,7 +124,7 @@ fn table(group: &Group) -> String {
     html.push_str("</tr></thead>\n<tbody>\n");
     for at in group.places() {
         let row: String = group.series.iter().map(|series| cells(series.at(at))).collect();
-        line(&mut html, &format!("<tr><th>{}</th>{row}</tr>", escape(&place(at))));
+        line(&mut html, &format!("<tr><th>{}</th>{row}</tr>", escape(&group.axis.label(at))));
     }
     html.push_str("</tbody></table></div>\n");
     html

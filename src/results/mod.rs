@@ -11,6 +11,7 @@ use gdasync::measure::{Micros, series::Unit};
 pub(crate) use timeline::{Message, STAGES};
 
 use node::Node;
+use serde::Serialize;
 
 /// Why a file is not read.
 #[derive(Debug, thiserror::Error)]
@@ -86,7 +87,8 @@ pub(crate) struct Point {
 }
 
 /// The place of a point.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
 pub(crate) enum At {
     Number(u64),
     Name(String),
@@ -116,6 +118,15 @@ impl Axis {
     /// Whether points are joined by lines.
     pub(crate) fn is_numeric(&self) -> bool {
         *self != Self::Names
+    }
+
+    /// A place for readers: sizes with their unit.
+    pub(crate) fn label(&self, at: &At) -> String {
+        match (self, at) {
+            #[expect(clippy::cast_precision_loss, reason = "sizes are below 2^53")]
+            (Self::Bytes, At::Number(number)) => crate::plot::bytes(*number as f64),
+            _ => at.to_string(),
+        }
     }
 }
 
