@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(labels(&[8, 4096]), ["8 B", "4 KiB"]);
         assert_eq!(labels(&[1000]), ["1,000 B"]);
         let all: Vec<u64> = (0..27).map(|i| 1 << i).collect();
-        assert_eq!(labels(&all)[..4], ["1 B", "32 B", "1 KiB", "32 KiB"]);
+        assert_eq!(labels(&all)[..6], ["1 B", "4 B", "16 B", "64 B", "256 B", "1 KiB"]);
         let few = Ticks::places(&Axis::Count("queue pairs".into()), &[1, 2, 3, 4]);
         assert_eq!(few.scale, Scale::Linear);
         assert_eq!(few.bold, [1.0, 2.0, 3.0, 4.0]);

@@ -24,9 +24,10 @@ pub(crate) struct Options {
 
 const TEMPLATE: &str = include_str!("template.html");
 
-/// What XML may contain of a text: no control characters.
+/// What XML may contain of a text, in one line.
 pub(crate) fn printable(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')).collect()
+    let text = text.chars().map(|c| if c.is_whitespace() { ' ' } else { c });
+    text.filter(|c| !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')).collect()
 }
 
 /// Text for HTML and XML, in elements and attributes.
@@ -136,9 +137,7 @@ mod tests {
 
     #[test]
     fn nothing_that_text_says_is_markup() {
-        assert_eq!(
-            escape("<a href=\"x\">'&amp;\u{1}\u{ffff}\n"),
-            "&lt;a href=&quot;x&quot;&gt;&#39;&amp;amp;\n"
-        );
+        let text = "<a href=\"x\">'&amp;\u{1}\u{ffff}\nb";
+        assert_eq!(escape(text), "&lt;a href=&quot;x&quot;&gt;&#39;&amp;amp; b");
     }
 }

@@ -2,6 +2,8 @@
 
 mod kinds;
 mod node;
+#[cfg(test)]
+mod tests;
 mod timeline;
 
 use std::path::{Path, PathBuf};
