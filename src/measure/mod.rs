@@ -3,6 +3,7 @@
 mod clock;
 mod machine;
 mod pattern;
+pub mod series;
 pub mod shared_page;
 mod summary;
 
