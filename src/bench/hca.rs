@@ -1,6 +1,5 @@
 //! `gdasync bench hca`: what the software HCA costs on top of the machine.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -184,12 +183,7 @@ impl Run<'_> {
 
     fn two_processes(&mut self) -> Result<()> {
         let (rounds, timeout, serves) = (self.options.rounds, self.timeout, self.comm.rank() == 0);
-        let (file, path) = shared_page::create()?;
-        let paths = self.comm.exchange(path.as_bytes(), timeout)?;
-        let opened = File::options().read(true).write(true).open(std::str::from_utf8(&paths[0])?)?;
-        let line = shared_page::map(&opened)?;
-        self.comm.barrier(timeout)?;
-        drop(file);
+        let line = shared_page::share(self.comm, shared_page::SIZE, timeout)?;
         let (cpu, rate, streamed) = (self.across()?, self.across()?, self.across()?);
         let stream = self.stream("ping")?;
         cpu.prepare(64)?;
