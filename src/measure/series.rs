@@ -103,8 +103,7 @@ pub struct Skipped {
 impl Point {
     /// Times, each divided by `parts`, in microseconds.
     pub fn time(x: u64, samples: &Samples, parts: u32) -> Self {
-        let Micros { min, p50, p99 } = samples.micros(parts);
-        Self { x, p50, p99, min, ratio: None }
+        samples.micros(parts).at(x)
     }
 
     /// What is got when a sample's time brings `amount`: rates in `amount` for each microsecond.
@@ -116,6 +115,14 @@ impl Point {
     /// A value that is known without samples of it.
     pub fn value(x: u64, value: f64) -> Self {
         Self { x, p50: value, p99: value, min: value, ratio: None }
+    }
+}
+
+impl Micros {
+    /// Times as a point of a curve.
+    pub fn at(self, x: u64) -> Point {
+        let Self { min, p50, p99 } = self;
+        Point { x, p50, p99, min, ratio: None }
     }
 }
 

@@ -12,14 +12,15 @@ use crate::lane::{Placed, Result};
 #[derive(Clone, Debug)]
 pub(super) struct Board {
     rank: u64,
+    lies: bool,
     pub(super) bytes: usize,
     pub(super) buffer: Registration,
 }
 
 impl Board {
-    pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize) -> Result<Self> {
+    pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize, wrong_bytes: bool) -> Result<Self> {
         let buffer = comm.register(&placed.memory(3 * stride(bytes))?)?;
-        Ok(Self { rank: u64::try_from(comm.rank())?, bytes, buffer })
+        Ok(Self { rank: comm.rank() as u64, lies: wrong_bytes && comm.rank() == 1, bytes, buffer })
     }
 
     fn slot(&self, slot: usize) -> Range<usize> {
@@ -43,7 +44,7 @@ impl Board {
 
     /// What this rank sends as message `n`.
     pub(super) fn ours(&self, n: u64) -> Pattern {
-        Pattern::new(self.rank, n)
+        Pattern::new(self.rank, if self.lies { !n } else { n })
     }
 
     /// What this rank receives as message `n`.

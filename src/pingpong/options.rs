@@ -34,6 +34,9 @@ pub struct Options {
     /// the other modes.
     #[arg(long)]
     pub no_kernels: bool,
+    /// Rank 1 sends what nobody expects: for tests of the check.
+    #[arg(long, hide = true)]
+    pub(super) wrong_bytes: bool,
     /// Seconds after which a wait is given up, 1 to 86400.
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
@@ -74,6 +77,12 @@ impl Options {
     /// Work on the stream before each send.
     pub fn work(&self) -> Duration {
         Duration::from_micros(self.kernel_us.into())
+    }
+
+    /// Iterations of a size, those included that warm up.
+    pub fn all_iterations(&self, bytes: usize) -> u64 {
+        let iterations = self.iterations(bytes);
+        warm_up(iterations) + iterations
     }
 
     /// Iterations of a size that are measured.

@@ -38,7 +38,7 @@ impl<'a> Player<'a> {
         placed: &Placed,
         bytes: usize,
     ) -> Result<Self> {
-        let board = Board::new(comm, placed, bytes)?;
+        let board = Board::new(comm, placed, bytes, options.wrong_bytes)?;
         let work = Work::new(lane, options.work())?;
         Ok(Self { options, comm, lane, board, work, peer: 1 - comm.rank(), timeout: options.timeout() })
     }
