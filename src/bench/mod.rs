@@ -1,5 +1,6 @@
 //! `gdasync bench`: measurements that stay in the project, each with its baseline in the same run.
 
+mod bandwidth;
 mod bare;
 mod copy;
 mod cpu;
@@ -52,6 +53,8 @@ fn pair(builder: Builder, timeout: Duration) -> Result<Communicator> {
 /// The benchmarks.
 #[derive(Subcommand)]
 pub(crate) enum Bench {
+    /// Bytes per second between hosts and GPUs, with copies and directly, as ratios to memcpy.
+    Bandwidth(bandwidth::Options),
     /// Latency and rate of the software HCA, as ratios to two threads or processes that bounce a cache line.
     Hca(hca::Options),
     /// CPU mappings of GPU memory against CUDA's copies: every way, routine and number of threads at every size.
@@ -81,6 +84,7 @@ pub(crate) enum Bench {
 impl Bench {
     pub(crate) fn run(self) -> Result<()> {
         match self {
+            Bench::Bandwidth(options) => options.run(),
             Bench::Hca(options) => options.run(),
             Bench::Copy(options) => options.run(),
             Bench::Cpu(options) => options.run(),
