@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, QpAddress, RecvWr, SendWr};
+use gdasync::lane::Placed;
 use gdasync::measure::Samples;
 use gdasync::mp::Communicator;
 
@@ -46,22 +47,29 @@ struct End {
 }
 
 impl<'a> Fleet<'a> {
-    /// Connects the queue pairs; both ranks call this.
+    /// Connects the queue pairs; both ranks call this. Queues and messages are in host memory, or where they are `placed`.
     pub(super) fn new(
         comm: &'a Communicator,
         context: &Context,
         checks: &'a Checks,
         shape: Shape,
+        placed: Option<&Placed>,
     ) -> Result<Self> {
         let (timeout, pd) = (checks.timeout(), context.alloc_pd()?);
         let slots = shape.qps * SLOTS + 1;
-        let mr = pd.register(&Memory::alloc(slots * shape.bytes.next_multiple_of(64))?, Access::all())?;
+        let len = slots * shape.bytes.next_multiple_of(64);
+        let memory = placed.map_or_else(|| Ok(Memory::alloc(len)?), |placed| placed.memory(len))?;
+        let mr = pd.register(&memory, Access::all())?;
         let sends = shape.outstanding + if shape.qps <= 64 { AHEAD } else { 0 };
         // As patient as the messaging layer: a rank that is only slow must not be given up.
-        let build = || {
-            pd.build_qp().max_send_wr(sends).max_recv_wr(2 * shape.outstanding + 1).rnr_retry(7).timeout(17)
+        let builder =
+            pd.build_qp().max_send_wr(sends).max_recv_wr(2 * shape.outstanding + 1).rnr_retry(7).timeout(17);
+        let builder = match placed.and_then(|placed| placed.gpu.as_ref().zip(Some(placed.on_gpu()))) {
+            Some((gpu, what)) => builder.on_gpu(gpu, what),
+            None => builder,
         };
-        let qps = (0..shape.qps).map(|_| build().build()).collect::<std::result::Result<Vec<_>, _>>()?;
+        let qps =
+            (0..shape.qps).map(|_| builder.clone().build()).collect::<std::result::Result<Vec<_>, _>>()?;
         let own: Vec<u8> = qps.iter().flat_map(|qp| qp.address().to_bytes()).collect();
         let all = comm.exchange(&own, timeout)?;
         let (addresses, rest) = all[1 - comm.rank()].as_chunks();
@@ -154,6 +162,7 @@ impl<'a> Fleet<'a> {
         for slot in 1..=self.qps.len() * SLOTS {
             expected(1 - rank, self.game).spoil(memory, self.slot(slot).start, self.shape.bytes)?;
         }
+        memory.flush()?;
         self.qps.iter_mut().for_each(|end| end.received = 0);
         Ok(self.comm.barrier(self.checks.timeout())?)
     }

@@ -1,7 +1,7 @@
 //! `gdasync bench rate`: messages per second, by what is outstanding, over how many queue pairs, of which size.
 
 use clap::Args;
-use gdasync::lane::{Lane, Placement};
+use gdasync::lane::{Lane, Placed, Placement};
 use gdasync::measure::Samples;
 use gdasync::measure::series::{Point, Series, Unit};
 use gdasync::mp::Communicator;
@@ -96,7 +96,7 @@ impl Options {
                 continue;
             }
             sheet.step(what);
-            let rates = self.of_shape(&comm, &lane, shape, &mut sheet)?;
+            let rates = self.of_shape(&comm, &placed, &lane, shape, &mut sheet)?;
             for (curve, samples) in sweeps[sweep].curves.iter_mut().zip(&rates) {
                 // A sample is the time of one message.
                 curve.points.push(Point::rate(x, samples, 1e6));
@@ -124,16 +124,15 @@ impl Options {
     fn of_shape(
         &self,
         comm: &Communicator,
+        placed: &Placed,
         lane: &Lane,
         shape: Shape,
         sheet: &mut Sheet,
     ) -> Result<[Samples; 3]> {
         let (mut all, count): ([Samples; 3], _) = (Default::default(), usize::try_from(self.messages)?);
+        let fleet = || Fleet::new(comm, comm.context(), &self.checks, shape, Some(placed));
         // A stream has queue pairs of its own: completions that it awaits are not polled.
-        let mut fleets = [
-            (Fleet::new(comm, comm.context(), &self.checks, shape)?, None),
-            (Fleet::new(comm, comm.context(), &self.checks, shape)?, Some(&lane.stream)),
-        ];
+        let mut fleets = [(fleet()?, None), (fleet()?, Some(&lane.stream))];
         let mut ring = Ring::new(comm, &self.checks, shape.bytes)?;
         for turn in 0..=self.slices {
             let mut found = Vec::with_capacity(all.len());

@@ -84,8 +84,11 @@ impl Sheet {
 
     /// Begins a step. Nothing is drawn while it is measured.
     pub(super) fn step(&self, what: impl Into<String>) {
+        // The step before this one is done.
+        if !self.bar.message().is_empty() {
+            self.bar.inc(1);
+        }
         self.bar.set_message(what.into());
-        self.bar.inc(1);
     }
 
     /// Whether the budget is used up.
@@ -190,7 +193,8 @@ fn print(report: &Report) {
     for series in &report.series {
         for point in &series.points {
             let number = |value: f64| match value.abs() {
-                large if large >= 1e4 => format!("{value:.0}"),
+                large if large >= 1e3 => format!("{value:.0}"),
+                small if small < 0.1 => format!("{value:.5}"),
                 _ => format!("{value:.3}"),
             };
             table.add_row([
@@ -211,7 +215,8 @@ fn print(report: &Report) {
         }
     }
     println!("{table}");
-    for Skipped { name, reason } in &report.skipped {
-        println!("skipped: {name}: {reason}");
+    for skipped in report.skipped.chunk_by(|a, b| a.reason == b.reason) {
+        let names: Vec<_> = skipped.iter().map(|skipped| skipped.name.as_str()).collect();
+        println!("skipped: {}: {}", names.join("; "), skipped[0].reason);
     }
 }

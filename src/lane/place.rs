@@ -147,16 +147,20 @@ impl Placement {
 }
 
 impl Placed {
-    /// A communicator whose queues are where they should be.
-    pub fn builder(&self) -> Builder {
-        let what = match self.placement {
+    /// What of the queues is on the GPU.
+    pub fn on_gpu(&self) -> OnGpu {
+        match self.placement {
             Queues::Host => OnGpu::empty(),
             Queues::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ,
             Queues::Words => OnGpu::all() - OnGpu::SEND_QUEUE,
             Queues::All => OnGpu::all(),
-        };
+        }
+    }
+
+    /// A communicator whose queues are where they should be.
+    pub fn builder(&self) -> Builder {
         match &self.gpu {
-            Some(gpu) => Builder::default().gpu(gpu).on_gpu(what),
+            Some(gpu) => Builder::default().gpu(gpu).on_gpu(self.on_gpu()),
             None => Builder::default(),
         }
     }

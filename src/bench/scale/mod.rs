@@ -94,7 +94,7 @@ impl Options {
             sheet.step(format!("{qps} queue pairs"));
             let outstanding = if qps <= 64 { 4 } else { 1 };
             let shape = Shape { qps: qps.into(), outstanding, bytes: BYTES };
-            let fleet = Fleet::new(comm, &Device::find(None)?.open()?, checks, shape)?;
+            let fleet = Fleet::new(comm, &Device::find(None)?.open()?, checks, shape, None)?;
             fleets.push((qps, fleet, Samples::default(), Samples::default(), Samples::default()));
         }
         let (floor, messages) = (Floor::new(comm, timeout)?, usize::try_from(self.messages)?);
