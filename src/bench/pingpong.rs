@@ -45,7 +45,11 @@ impl Options {
         let comm = super::pair(placed.builder(), timeout)?;
         let lane = Lane::new(&placed, timeout, PTX)?;
         let mut sheet = Sheet::new(output, comm.rank() == 0, play.sizes.len())?;
-        let floor = Floor::new(&comm, timeout)?;
+        // Without shared memory there is no floor: ranks on two hosts have none.
+        let floor = Floor::new(&comm, timeout);
+        if let Err(error) = &floor {
+            [FLOOR, FLAGS].into_iter().for_each(|name| sheet.skip(name, error.to_string()));
+        }
         let curve = |name| Series::new(name, "bytes", Unit::Micros);
         let (mut line, mut flags) = (curve(FLOOR), curve(FLAGS));
         let mut modes: Vec<_> = play.modes.iter().map(|&mode| curve(name(mode))).collect();
@@ -57,15 +61,17 @@ impl Options {
             }
             sheet.step(format!("{size} bytes"));
             let rounds = play.iterations(bytes);
-            // Its first rounds warm up.
-            floor.bounce(rounds.div_ceil(10))?;
-            line.points.push(Point::time(size.into(), &floor.bounce(rounds)?, 2));
             let mut keep = |curve: &mut Series, Line { half_rtt_us, errors, .. }: Line| {
                 curve.points.push(half_rtt_us.at(size.into()));
                 // Both ranks know the errors of both.
                 sheet.wrong(if comm.rank() == 0 { errors } else { 0 });
             };
-            keep(&mut flags, pingpong::floor(play, &comm, &lane)?);
+            if let Ok(floor) = &floor {
+                // Its first rounds warm up.
+                floor.bounce(rounds.div_ceil(10))?;
+                line.points.push(Point::time(size.into(), &floor.bounce(rounds)?, 2));
+                keep(&mut flags, pingpong::floor(play, &comm, &lane)?);
+            }
             for (&mode, curve) in play.modes.iter().zip(&mut modes) {
                 keep(curve, Player::new(play, &comm, &lane, &placed, bytes)?.play(mode)?);
             }

@@ -79,7 +79,7 @@ impl Options {
             Ok(Shape { qps: qps.into(), outstanding: outstanding.into(), bytes: usize::try_from(bytes)? })
         };
         let mut sweeps = ["bytes", "outstanding", "queue pairs"].map(Sweep::new);
-        let mut points = Vec::new();
+        let (mut points, mut no_floor) = (Vec::new(), None);
         for &bytes in &self.sizes {
             points.push((0, u64::from(bytes), shape(1, most, bytes)?));
         }
@@ -96,8 +96,10 @@ impl Options {
                 continue;
             }
             sheet.step(what);
-            let rates = self.of_shape(&comm, &placed, &lane, shape, &mut sheet)?;
-            for (curve, samples) in sweeps[sweep].curves.iter_mut().zip(&rates) {
+            let rates = self.of_shape(&comm, &placed, &lane, shape, &mut sheet, &mut no_floor)?;
+            for (curve, samples) in
+                sweeps[sweep].curves.iter_mut().zip(&rates).filter(|(_, all)| all.count() > 0)
+            {
                 // A sample is the time of one message.
                 curve.points.push(Point::rate(x, samples, 1e6));
             }
@@ -105,6 +107,9 @@ impl Options {
         for Sweep { curves: [cpu, stream, floor], .. } in &mut sweeps {
             cpu.compare(floor);
             stream.compare(floor);
+        }
+        if let Some(reason) = no_floor {
+            sheet.skip(FLOOR, reason);
         }
         sheet.add(sweeps.into_iter().flat_map(|sweep| sweep.curves));
         let options = json!({
@@ -128,18 +133,23 @@ impl Options {
         lane: &Lane,
         shape: Shape,
         sheet: &mut Sheet,
+        no_floor: &mut Option<String>,
     ) -> Result<[Samples; 3]> {
         let (mut all, count): ([Samples; 3], _) = (Default::default(), usize::try_from(self.messages)?);
         let fleet = || Fleet::new(comm, comm.context(), &self.checks, shape, Some(placed));
         // A stream has queue pairs of its own: completions that it awaits are not polled.
         let mut fleets = [(fleet()?, None), (fleet()?, Some(&lane.stream))];
-        let mut ring = Ring::new(comm, &self.checks, shape.bytes)?;
+        // The same at both ranks: those on two hosts have none.
+        let ring = Ring::new(comm, &self.checks, shape.bytes);
+        let mut ring = ring.map_err(|error| *no_floor = Some(error.to_string())).ok();
         for turn in 0..=self.slices {
             let mut found = Vec::with_capacity(all.len());
             for (fleet, stream) in &mut fleets {
                 found.push(fleet.flood(count, *stream)?);
             }
-            found.push(ring.flood(count)?);
+            if let Some(ring) = &mut ring {
+                found.push(ring.flood(count)?);
+            }
             for ((time, wrong), samples) in found.into_iter().zip(&mut all) {
                 sheet.wrong(wrong);
                 if turn > 0 {

@@ -132,8 +132,12 @@ impl Series {
         Self { name: name.into(), x: x.into(), unit, baseline: None, points: Vec::new() }
     }
 
-    /// Sets the ratios to the medians of another curve at the same places; where it has no point, there is no ratio.
+    /// Sets the ratios to the medians of another curve at the same places; where it has no point, there is no ratio, and without any
+    /// it is no baseline.
     pub fn compare(&mut self, baseline: &Series) {
+        if baseline.points.is_empty() {
+            return;
+        }
         self.baseline = Some(baseline.name.clone());
         for point in &mut self.points {
             point.ratio =
@@ -217,6 +221,9 @@ mod tests {
         curve.compare_with_first();
         assert_eq!(curve.baseline.as_deref(), Some("1 bytes"));
         assert_eq!(curve.points.iter().map(|point| point.ratio).collect::<Vec<_>>(), [Some(1.0), Some(1.5)]);
+        curve.baseline = None;
+        curve.compare(&series("none", &[]));
+        assert_eq!(curve.baseline, None);
         let mut empty = series("none", &[]);
         empty.compare_with_first();
         assert_eq!(empty.baseline, None);

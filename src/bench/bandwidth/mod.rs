@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::sheet::{Checks, Output, Sheet, objection};
 use super::{Result, two_ranks};
-use cuda::Peers;
+use cuda::{Peers, gpu_of};
 use end::{End, Kind};
 
 /// Options of `gdasync bench bandwidth`.
@@ -102,7 +102,12 @@ impl Options {
             others.iter_mut().for_each(|curve| curve.compare(memcpy));
         }
         sheet.add(curves);
-        sheet.finish(comm, "bandwidth", json!({ "sizes": self.sizes, "iters": self.iters }), timeout)
+        let own = gpu_of(comm.rank()).map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
+        let gpus = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
+        let gpus: Vec<_> =
+            gpus.iter().map(|gpu| String::from_utf8_lossy(gpu)).filter(|gpu| !gpu.is_empty()).collect();
+        let options = json!({ "sizes": self.sizes, "iters": self.iters, "gpus": gpus });
+        sheet.finish(comm, "bandwidth", options, timeout)
     }
 
     /// The rows that can be had, memcpy first; the others are noted.
