@@ -103,8 +103,7 @@ pub struct Skipped {
 impl Point {
     /// Times, each divided by `parts`, in microseconds.
     pub fn time(x: u64, samples: &Samples, parts: u32) -> Self {
-        let Micros { min, p50, p99 } = samples.micros(parts);
-        Self { x, p50, p99, min, ratio: None }
+        samples.micros(parts).at(x)
     }
 
     /// What is got when a sample's time brings `amount`: rates in `amount` for each microsecond.
@@ -119,14 +118,26 @@ impl Point {
     }
 }
 
+impl Micros {
+    /// Times as a point of a curve.
+    pub fn at(self, x: u64) -> Point {
+        let Self { min, p50, p99 } = self;
+        Point { x, p50, p99, min, ratio: None }
+    }
+}
+
 impl Series {
     /// A curve without points.
     pub fn new(name: impl Into<String>, x: impl Into<String>, unit: Unit) -> Self {
         Self { name: name.into(), x: x.into(), unit, baseline: None, points: Vec::new() }
     }
 
-    /// Sets the ratios to the medians of another curve at the same places; where it has no point, there is no ratio.
+    /// Sets the ratios to the medians of another curve at the same places; where it has no point, there is no ratio, and without any
+    /// it is no baseline.
     pub fn compare(&mut self, baseline: &Series) {
+        if baseline.points.is_empty() {
+            return;
+        }
         self.baseline = Some(baseline.name.clone());
         for point in &mut self.points {
             point.ratio =
@@ -210,6 +221,9 @@ mod tests {
         curve.compare_with_first();
         assert_eq!(curve.baseline.as_deref(), Some("1 bytes"));
         assert_eq!(curve.points.iter().map(|point| point.ratio).collect::<Vec<_>>(), [Some(1.0), Some(1.5)]);
+        curve.baseline = None;
+        curve.compare(&series("none", &[]));
+        assert_eq!(curve.baseline, None);
         let mut empty = series("none", &[]);
         empty.compare_with_first();
         assert_eq!(empty.baseline, None);

@@ -2,51 +2,64 @@
 
 use std::time::{Duration, Instant};
 
-use gdasync::measure::Samples;
+use crate::measure::Samples;
 use gdsync::stream::Batch;
 use mp::{Communicator, Request};
 
-use crate::board::Board;
-use crate::common::{Lane, Placed, Result};
-use crate::judge::{Judge, judge};
-use crate::options::{Mode, Options, warm_up};
-use crate::report::{Cost, Played};
-use crate::window::Windows;
+use super::board::Board;
+use super::judge::{Judge, judge};
+use super::options::{Mode, Options, warm_up};
+use super::report::{Cost, Line, Played};
+use super::window::Windows;
+use super::work::Work;
+use crate::lane::{Lane, Placed, Result};
 
 /// One rank's part in the ping-pong of one size. Rank 0 serves, rank 1 returns.
-pub(crate) struct Player<'a> {
+#[derive(Debug)]
+pub struct Player<'a> {
     options: &'a Options,
     comm: &'a Communicator,
     lane: &'a Lane,
     board: Board,
+    work: Work<'a>,
     peer: usize,
     timeout: Duration,
 }
 
 impl<'a> Player<'a> {
-    pub(crate) fn new(
+    /// Makes and registers the buffers.
+    ///
+    /// # Errors
+    /// When the memory cannot be had or registered.
+    pub fn new(
         options: &'a Options,
         comm: &'a Communicator,
         lane: &'a Lane,
         placed: &Placed,
         bytes: usize,
     ) -> Result<Self> {
-        let board = Board::new(comm, placed, bytes)?;
-        Ok(Self { options, comm, lane, board, peer: 1 - comm.rank(), timeout: options.timeout() })
+        let board = Board::new(comm, placed, bytes, options.wrong_bytes)?;
+        let work = Work::new(lane, options.work())?;
+        Ok(Self { options, comm, lane, board, work, peer: 1 - comm.rank(), timeout: options.timeout() })
     }
 
     fn serves(&self) -> bool {
         self.comm.rank() == 0
     }
 
-    /// Plays all iterations in one mode.
-    pub(crate) fn play(&self, mode: Mode) -> Result<Played> {
+    /// Plays all iterations in one mode. Both ranks must call this.
+    ///
+    /// # Errors
+    /// Of messages and streams; wrong data is no error, but counted.
+    pub fn play(&self, mode: Mode) -> Result<Line> {
         let iterations = self.options.iterations(self.board.bytes);
         let warm_up = warm_up(iterations);
-        match mode {
-            Mode::Stream if self.options.no_kernels => self.play_bare(warm_up, warm_up + iterations),
-            _ => self.play_judged(mode, warm_up, warm_up + iterations),
-        }
+        let total = warm_up + iterations;
+        let played = match mode {
+            Mode::Stream if self.options.no_kernels => self.play_bare(warm_up, total),
+            _ => self.play_judged(mode, warm_up, total),
+        }?;
+        played.line(self.comm, mode, self.board.bytes, self.timeout)
     }
 
     fn receive(&self, n: u64) -> mp::Result<Request> {
@@ -96,9 +109,9 @@ impl<'a> Player<'a> {
             if !self.serves() {
                 comm.wait_in_batch(&mut batch, receive)?;
             }
-            if judge.works() {
+            if !self.work.is_none() {
                 stream.submit(&mut batch)?;
-                judge.work()?;
+                self.work.enqueue()?;
             }
             let sent =
                 comm.isend_in_batch(&mut batch, &self.board.buffer, self.board.send_slot(), self.peer)?;
@@ -146,9 +159,9 @@ impl<'a> Player<'a> {
         if !self.serves() {
             wait()?;
         }
-        judge.work()?;
+        self.work.enqueue()?;
         // What the send must not overtake.
-        let on_stream = judge.always_on_stream() || judge.works();
+        let on_stream = judge.always_on_stream() || !self.work.is_none();
         if on_stream || (mode == Mode::Sync && !self.serves()) {
             lane.idle()?;
         }

@@ -2,24 +2,25 @@
 
 use std::ops::Range;
 
-use gdasync::measure::Pattern;
+use crate::measure::Pattern;
 use gdsync::memory::Memory;
 use mp::{Communicator, Registration};
 
-use crate::common::{Placed, Result};
+use crate::lane::{Placed, Result};
 
 /// The buffers of a rank for messages of one size: one to send from, two to receive into by turns.
-#[derive(Clone)]
-pub(crate) struct Board {
+#[derive(Clone, Debug)]
+pub(super) struct Board {
     rank: u64,
-    pub(crate) bytes: usize,
-    pub(crate) buffer: Registration,
+    lies: bool,
+    pub(super) bytes: usize,
+    pub(super) buffer: Registration,
 }
 
 impl Board {
-    pub(crate) fn new(comm: &Communicator, placed: &Placed, bytes: usize) -> Result<Self> {
+    pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize, wrong_bytes: bool) -> Result<Self> {
         let buffer = comm.register(&placed.memory(3 * stride(bytes))?)?;
-        Ok(Self { rank: u64::try_from(comm.rank())?, bytes, buffer })
+        Ok(Self { rank: comm.rank() as u64, lies: wrong_bytes && comm.rank() == 1, bytes, buffer })
     }
 
     fn slot(&self, slot: usize) -> Range<usize> {
@@ -28,26 +29,26 @@ impl Board {
     }
 
     /// Where messages leave.
-    pub(crate) fn send_slot(&self) -> Range<usize> {
+    pub(super) fn send_slot(&self) -> Range<usize> {
         self.slot(0)
     }
 
     /// Where message `n` arrives.
-    pub(crate) fn receive_slot(&self, n: u64) -> Range<usize> {
+    pub(super) fn receive_slot(&self, n: u64) -> Range<usize> {
         self.slot(1 + usize::from(n % 2 == 1))
     }
 
-    pub(crate) fn memory(&self) -> &Memory {
+    pub(super) fn memory(&self) -> &Memory {
         self.buffer.memory()
     }
 
     /// What this rank sends as message `n`.
-    pub(crate) fn ours(&self, n: u64) -> Pattern {
-        Pattern::new(self.rank, n)
+    pub(super) fn ours(&self, n: u64) -> Pattern {
+        Pattern::new(self.rank, if self.lies { !n } else { n })
     }
 
     /// What this rank receives as message `n`.
-    pub(crate) fn theirs(&self, n: u64) -> Pattern {
+    pub(super) fn theirs(&self, n: u64) -> Pattern {
         Pattern::new(1 - self.rank, n)
     }
 
@@ -66,7 +67,7 @@ impl Board {
     }
 
     /// Before the first iteration.
-    pub(crate) fn prepare(&self) -> gdsync::Result<()> {
+    pub(super) fn prepare(&self) -> gdsync::Result<()> {
         self.fill(0)?;
         self.spoil(0, self.receive_slot(0))?;
         self.spoil(1, self.receive_slot(1))?;
@@ -74,7 +75,7 @@ impl Board {
     }
 
     /// After iteration `n`: looks at what arrived, and prepares the next two. False for wrong data.
-    pub(crate) fn turn(&self, n: u64) -> gdsync::Result<bool> {
+    pub(super) fn turn(&self, n: u64) -> gdsync::Result<bool> {
         let right = self.arrived(n, self.receive_slot(n))?;
         self.spoil(n + 2, self.receive_slot(n + 2))?;
         self.fill(n + 1)?;
@@ -82,7 +83,7 @@ impl Board {
     }
 
     /// Before a window whose messages are all the same, number `n`; both slots receive.
-    pub(crate) fn prepare_window(&self, n: u64) -> gdsync::Result<()> {
+    pub(super) fn prepare_window(&self, n: u64) -> gdsync::Result<()> {
         self.fill(n)?;
         self.spoil(n, self.slot(1))?;
         self.spoil(n, self.slot(2))?;
@@ -90,12 +91,12 @@ impl Board {
     }
 
     /// After such a window: the number of slots with wrong data.
-    pub(crate) fn wrong_of_window(&self, n: u64, used: usize) -> gdsync::Result<u64> {
+    pub(super) fn wrong_of_window(&self, n: u64, used: usize) -> gdsync::Result<u64> {
         (0..used).try_fold(0, |wrong, slot| Ok(wrong + u64::from(!self.arrived(n, self.slot(2 - slot))?)))
     }
 
     /// Where a message of such a window arrives: the last has a slot for itself.
-    pub(crate) fn window_slot(&self, is_last: bool) -> Range<usize> {
+    pub(super) fn window_slot(&self, is_last: bool) -> Range<usize> {
         self.slot(if is_last { 2 } else { 1 })
     }
 }

@@ -5,16 +5,17 @@ use std::time::Duration;
 
 use gdsync::memory::Memory;
 
-use crate::board::Board;
-use crate::common::{Kernel, Kernels, Lane, Result};
-use crate::judge::{Judge, Verdict};
+use super::board::Board;
+use super::judge::{Judge, Verdict};
+use crate::lane::{Kernel, Kernels, Lane, Result};
 
 /// The compiled kernels.
-pub(crate) const PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("../kernels/pingpong.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("a text without NUL, and one at its end"),
-    };
+pub const PTX: &CStr = match CStr::from_bytes_with_nul(
+    concat!(include_str!("../../examples/kernels/pingpong.ptx"), "\0").as_bytes(),
+) {
+    Ok(text) => text,
+    Err(_) => panic!("a text without NUL, and one at its end"),
+};
 
 /// The arguments of `turn`, as in the source.
 #[derive(Clone, Copy)]
@@ -47,11 +48,10 @@ const MOST_BLOCKS: usize = 128;
 const BYTES_PER_THREAD: usize = 32;
 
 /// Kernels on the stream, in every mode.
-pub(crate) struct KernelJudge<'a> {
+pub(super) struct KernelJudge<'a> {
     lane: &'a Lane,
     kernels: &'a Kernels,
     board: Board,
-    work: Duration,
     total: u64,
     /// The score, then the times; and their address on the GPU.
     memory: Memory,
@@ -60,18 +60,11 @@ pub(crate) struct KernelJudge<'a> {
     buffers: u64,
     blocks: u32,
     stamp: Kernel<u64>,
-    work_for: Kernel<u64>,
     turn: Kernel<Turn>,
 }
 
 impl<'a> KernelJudge<'a> {
-    pub(crate) fn new(
-        kernels: &'a Kernels,
-        lane: &'a Lane,
-        board: &Board,
-        total: u64,
-        work: Duration,
-    ) -> Result<Self> {
+    pub(super) fn new(kernels: &'a Kernels, lane: &'a Lane, board: &Board, total: u64) -> Result<Self> {
         let gpu = lane.gpu()?;
         let memory = gpu.alloc(score::SIZE + 8 * usize::try_from(total)?)?;
         memory.fill(0, memory.len(), 0)?;
@@ -81,12 +74,10 @@ impl<'a> KernelJudge<'a> {
         let blocks = u32::try_from(blocks)?;
         // SAFETY: the parameter is one address.
         let stamp = unsafe { kernels.find(c"stamp") }?;
-        // SAFETY: the parameter is one u64.
-        let work_for = unsafe { kernels.find(c"work") }?;
         // SAFETY: the parameter has the layout of `Turn`.
         let turn = unsafe { kernels.find(c"turn") }?;
         let board = board.clone();
-        Ok(Self { lane, kernels, board, work, total, memory, addr, buffers, blocks, stamp, work_for, turn })
+        Ok(Self { lane, kernels, board, total, memory, addr, buffers, blocks, stamp, turn })
     }
 
     fn word(&self, at: usize) -> Result<u64> {
@@ -104,18 +95,6 @@ impl Judge for KernelJudge<'_> {
     fn start(&self) -> Result<()> {
         // SAFETY: a word of the score, which the judge keeps until the stream is idle.
         unsafe { self.kernels.launch(&self.stamp, 1, 1, self.addr + score::START as u64) }
-    }
-
-    fn works(&self) -> bool {
-        !self.work.is_zero()
-    }
-
-    fn work(&self) -> Result<()> {
-        if !self.works() {
-            return Ok(());
-        }
-        // SAFETY: the argument names no memory.
-        unsafe { self.kernels.launch(&self.work_for, 1, 1, u64::try_from(self.work.as_nanos())?) }
     }
 
     fn turn(&self, n: u64) -> Result<()> {

@@ -16,7 +16,7 @@ use super::Result;
 
 /// Options of streams and memory.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct Placement {
+pub struct Placement {
     /// What runs the streams.
     #[arg(long, value_enum, default_value_t = Engine::Host)]
     stream: Engine,
@@ -40,7 +40,7 @@ pub(crate) struct Placement {
 /// What runs a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Engine {
+pub enum Engine {
     /// A thread of the host.
     Host,
     /// A GPU.
@@ -50,7 +50,7 @@ pub(crate) enum Engine {
 /// Which memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Place {
+pub enum Place {
     /// The host's.
     Host,
     /// That of the rank's GPU.
@@ -69,7 +69,7 @@ impl fmt::Display for Place {
 /// Which queues are in the memory of the rank's GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Queues {
+pub enum Queues {
     /// None.
     Host,
     /// Completion queues, at which the GPU looks.
@@ -93,18 +93,27 @@ impl fmt::Display for Queues {
 
 /// The choice of a rank, and its GPU if it needs one.
 #[derive(Clone, Debug)]
-pub(crate) struct Placed {
-    pub(crate) engine: Engine,
-    pub(crate) payload: Place,
-    pub(crate) placement: Queues,
-    pub(crate) via: Via,
-    pub(crate) kick: Kick,
-    pub(crate) gpu: Option<Gpu>,
+pub struct Placed {
+    /// What runs the stream.
+    pub engine: Engine,
+    /// Where payload is.
+    pub payload: Place,
+    /// Where queues are.
+    pub placement: Queues,
+    /// What runs the operations of a CUDA stream.
+    pub via: Via,
+    /// Whether the CPU prods a GPU that waits.
+    pub kick: Kick,
+    /// The GPU, if one is used.
+    pub gpu: Option<Gpu>,
 }
 
 impl Placement {
     /// Opens what the options ask for. Called before the communicator is made, which it is for.
-    pub(crate) fn open(&self) -> Result<Placed> {
+    ///
+    /// # Errors
+    /// Names options that do not go together; of CUDA where a GPU is asked for.
+    pub fn open(&self) -> Result<Placed> {
         let asked = [self.via.map(|_| "--via"), self.kick.map(|_| "--kick")].into_iter().flatten().next();
         if let (Engine::Host, Some(option)) = (self.stream, asked) {
             return Err(format!("{option} is for --stream cuda").into());
@@ -138,22 +147,29 @@ impl Placement {
 }
 
 impl Placed {
-    /// A communicator whose queues are where they should be.
-    pub(crate) fn builder(&self) -> Builder {
-        let what = match self.placement {
+    /// What of the queues is on the GPU.
+    pub fn on_gpu(&self) -> OnGpu {
+        match self.placement {
             Queues::Host => OnGpu::empty(),
             Queues::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ,
             Queues::Words => OnGpu::all() - OnGpu::SEND_QUEUE,
             Queues::All => OnGpu::all(),
-        };
+        }
+    }
+
+    /// A communicator whose queues are where they should be.
+    pub fn builder(&self) -> Builder {
         match &self.gpu {
-            Some(gpu) => Builder::default().gpu(gpu).on_gpu(what),
+            Some(gpu) => Builder::default().gpu(gpu).on_gpu(self.on_gpu()),
             None => Builder::default(),
         }
     }
 
     /// Memory for payload. That of a GPU is not zeroed.
-    pub(crate) fn memory(&self, len: usize) -> Result<Memory> {
+    ///
+    /// # Errors
+    /// When there is no such memory left.
+    pub fn memory(&self, len: usize) -> Result<Memory> {
         Ok(match (&self.gpu, self.payload) {
             (Some(gpu), Place::Gpu) => gpu.alloc(len)?,
             _ => Memory::alloc(len)?,
@@ -161,7 +177,10 @@ impl Placed {
     }
 
     /// In words, for all ranks.
-    pub(crate) fn describe(&self, comm: &Communicator, timeout: Duration) -> Result<Description> {
+    ///
+    /// # Errors
+    /// Of the exchange between the ranks.
+    pub fn describe(&self, comm: &Communicator, timeout: Duration) -> Result<Description> {
         let gpu = self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
         let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), timeout)?;
         let gpus = gpus.iter().filter(|gpu| !gpu.is_empty()).map(|gpu| String::from_utf8_lossy(gpu).into());
@@ -177,8 +196,8 @@ impl Placed {
 }
 
 /// The choice, for a report.
-#[derive(Serialize)]
-pub(crate) struct Description {
+#[derive(Clone, Debug, Serialize)]
+pub struct Description {
     payload: Place,
     placement: Queues,
     /// With CUDA streams.

@@ -6,11 +6,11 @@ use gdsync::memory::{Memory, Word32, Word64};
 use gdsync::stream::{Batch, Cond};
 use mp::Communicator;
 
-use crate::common::{Kernel, Kernels, Lane, Result};
-use crate::report::Cost;
+use super::report::Cost;
+use crate::lane::{Kernel, Kernels, Lane, Result};
 
 /// Runs windows on the streams of both ranks; rank 0 begins.
-pub(crate) struct Windows<'a> {
+pub(super) struct Windows<'a> {
     comm: &'a Communicator,
     lane: &'a Lane,
     clock: Clock<'a>,
@@ -20,7 +20,7 @@ pub(crate) struct Windows<'a> {
 }
 
 impl<'a> Windows<'a> {
-    pub(crate) fn new(comm: &'a Communicator, lane: &'a Lane, timeout: Duration) -> Result<Self> {
+    pub(super) fn new(comm: &'a Communicator, lane: &'a Lane, timeout: Duration) -> Result<Self> {
         let clock = Clock::new(lane)?;
         let gate = Memory::alloc(4)?.word32(0)?;
         Ok(Self { comm, lane, clock, gate, opened: 0, timeout })
@@ -28,7 +28,7 @@ impl<'a> Windows<'a> {
 
     /// Runs what `fill` adds to a batch. Returns how long the stream took, and what `fill` did; `cost` gets what posting and
     /// waiting cost, but for waiting until the other rank has posted.
-    pub(crate) fn run<T>(
+    pub(super) fn run<T>(
         &mut self,
         cost: &mut Cost,
         fill: impl FnOnce(&mut Batch) -> Result<T>,

@@ -1,4 +1,4 @@
-//! A CUDA stream of the example's own, and kernels that are launched on it.
+//! A CUDA stream of the program's own, and kernels that are launched on it.
 
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
@@ -11,21 +11,24 @@ use super::Result;
 
 /// A stream and a module of kernels. Both stay as long as the process: nothing can outlive them.
 #[derive(Debug)]
-pub(crate) struct Kernels {
+pub struct Kernels {
     stream: &'static Arc<CudaStream>,
     module: sys::CUmodule,
 }
 
 /// A kernel of a loaded module, whose only parameter is an `A`.
 #[derive(Debug)]
-pub(crate) struct Kernel<A> {
+pub struct Kernel<A> {
     function: sys::CUfunction,
     argument: std::marker::PhantomData<A>,
 }
 
 impl Kernels {
     /// Makes a stream, and loads kernels from their PTX text.
-    pub(crate) fn load(gpu: &Gpu, ptx: &'static CStr) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub fn load(gpu: &Gpu, ptx: &'static CStr) -> Result<Self> {
         // SAFETY: loading the driver's library runs its initialisers, which any use of CUDA does.
         if !unsafe { sys::is_culib_present() } {
             return Err("libcuda.so.1 cannot be loaded a second time".into());
@@ -41,9 +44,12 @@ impl Kernels {
 
     /// Finds a kernel.
     ///
+    /// # Errors
+    /// When there is no kernel of that name.
+    ///
     /// # Safety
     /// Its only parameter must have the layout of `A`.
-    pub(crate) unsafe fn find<A: Copy>(&self, name: &CStr) -> Result<Kernel<A>> {
+    pub unsafe fn find<A: Copy>(&self, name: &CStr) -> Result<Kernel<A>> {
         // SAFETY: the module stays loaded.
         let function = unsafe { result::module::get_function(self.module, name.to_owned()) }
             .map_err(|e| format!("kernel {}: {e}", name.to_string_lossy()))?;
@@ -52,9 +58,12 @@ impl Kernels {
 
     /// Launches a kernel on the stream.
     ///
+    /// # Errors
+    /// Of the driver.
+    ///
     /// # Safety
     /// The memory that the argument names must be what the kernel takes it for, until the kernel has ended.
-    pub(crate) unsafe fn launch<A: Copy>(
+    pub unsafe fn launch<A: Copy>(
         &self,
         kernel: &Kernel<A>,
         blocks: u32,
@@ -72,13 +81,19 @@ impl Kernels {
     }
 
     /// Lends the stream, so that sends and waits run between the kernels.
-    pub(crate) fn lend(&self, gpu: &Gpu, config: CudaStreamConfig) -> Result<Stream> {
+    ///
+    /// # Errors
+    /// Of the stream.
+    pub fn lend(&self, gpu: &Gpu, config: CudaStreamConfig) -> Result<Stream> {
         // SAFETY: the stream stays as long as the process.
         Ok(unsafe { Stream::cuda_lent(gpu, self.stream.cu_stream().addr(), config) }?)
     }
 
     /// Blocks until everything on the stream is done, which its wait limit bounds.
-    pub(crate) fn synchronize(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub fn synchronize(&self) -> Result<()> {
         Ok(self.stream.synchronize()?)
     }
 }

@@ -1,39 +1,26 @@
 //! The floor: flags that the streams of both ranks bounce in shared host memory. No message can be faster.
 
-use std::fs::File;
-
-use gdasync::measure::{Samples, shared_page};
+use crate::measure::{Samples, shared_page};
 use gdsync::stream::Cond;
 use mp::Communicator;
 
-use crate::common::{Lane, Result};
-use crate::options::{Mode, Options, warm_up};
-use crate::report::{Cost, Line, Played};
-use crate::window::Windows;
+use super::options::{Mode, Options, warm_up};
+use super::report::{Cost, Line, Played};
+use super::window::Windows;
+use crate::lane::{Lane, Result};
 
 /// Bytes of a flag.
 const FLAG: usize = 4;
 /// Flags are on lines of their own.
 const LINE: usize = 64;
 
-/// Bounces flags for the number of iterations that small messages have.
-pub(crate) fn measure(options: &Options, comm: &Communicator, lane: &Lane) -> Result<Line> {
+/// Bounces flags between the streams of both ranks, as often as small messages are.
+///
+/// # Errors
+/// Of the streams, and of sharing memory between the ranks.
+pub fn floor(options: &Options, comm: &Communicator, lane: &Lane) -> Result<Line> {
     let timeout = options.timeout();
-    // Both ranks are on one host: the software HCA, and with it this wire, reaches no further.
-    let page = (comm.rank() == 0).then(shared_page::create).transpose()?;
-    let path = page.as_ref().map_or("", |(_, path)| path);
-    let paths = comm.exchange(path.as_bytes(), timeout)?;
-    let opened =
-        match &page {
-            Some((file, _)) => file.try_clone()?,
-            None => {
-                let path = std::str::from_utf8(&paths[0])?;
-                File::options().read(true).write(true).open(path).map_err(|e| {
-                    format!("{path}: {e}: the floor needs both ranks on one host, as one user")
-                })?
-            }
-        };
-    let memory = shared_page::map(&opened)?;
+    let memory = shared_page::share(comm, shared_page::SIZE, timeout)?;
     let (mine, theirs) = (memory.word32(comm.rank() * LINE)?, memory.word32((1 - comm.rank()) * LINE)?);
 
     let serves = comm.rank() == 0;
@@ -66,6 +53,5 @@ pub(crate) fn measure(options: &Options, comm: &Communicator, lane: &Lane) -> Re
     // The barrier of an exchange: both have written their last.
     comm.barrier(timeout)?;
     let errors = u64::from(u64::from(theirs.load()) != total);
-    let errors = crate::total(comm, errors, timeout)?;
-    Ok(Played { samples, cost, iterations: total, errors }.line(Mode::Floor, FLAG, errors))
+    Played { samples, cost, iterations: total, errors }.line(comm, Mode::Floor, FLAG, timeout)
 }

@@ -6,31 +6,25 @@ use std::time::{Duration, Instant};
 
 use gdsync::stream::Stream;
 
-use crate::board::Board;
-use crate::common::{Lane, Result};
-use crate::kernels::KernelJudge;
-use crate::options::Options;
+use super::board::Board;
+use super::kernels::KernelJudge;
+use super::options::Options;
+use crate::lane::{Lane, Result};
 
 /// What came of all iterations.
-pub(crate) struct Verdict {
+pub(super) struct Verdict {
     /// Nanoseconds of each.
-    pub(crate) times: Vec<u64>,
-    pub(crate) errors: u64,
+    pub(super) times: Vec<u64>,
+    pub(super) errors: u64,
 }
 
 /// Fills and checks the buffers of a rank, and takes the times.
-pub(crate) trait Judge {
+pub(super) trait Judge {
     /// Whether it does so on the stream in the modes too whose messages the CPU posts.
     fn always_on_stream(&self) -> bool;
 
     /// On the stream: the clock starts.
     fn start(&self) -> Result<()>;
-
-    /// Whether there is work before each send.
-    fn works(&self) -> bool;
-
-    /// On the stream: the work that goes before each send, if there is any.
-    fn work(&self) -> Result<()>;
 
     /// On the stream, after iteration `n`: the clock stops, what arrived is checked, the next message is prepared, the clock
     /// starts.
@@ -44,7 +38,7 @@ pub(crate) trait Judge {
 }
 
 /// The judge that the options ask for.
-pub(crate) fn judge<'a>(
+pub(super) fn judge<'a>(
     options: &Options,
     lane: &'a Lane,
     board: &Board,
@@ -52,17 +46,14 @@ pub(crate) fn judge<'a>(
 ) -> Result<Box<dyn Judge + 'a>> {
     board.prepare()?;
     Ok(match &lane.kernels {
-        Some(kernels) if !options.no_kernels => {
-            Box::new(KernelJudge::new(kernels, lane, board, total, options.work())?)
-        }
-        _ => Box::new(HostJudge::new(&lane.stream, board, total, options.work())),
+        Some(kernels) if !options.no_kernels => Box::new(KernelJudge::new(kernels, lane, board, total)?),
+        _ => Box::new(HostJudge::new(&lane.stream, board, total)),
     })
 }
 
 /// Host functions, or the thread that posts.
 struct HostJudge<'a> {
     stream: &'a Stream,
-    work: Duration,
     score: Arc<Score>,
 }
 
@@ -97,11 +88,11 @@ impl Score {
 }
 
 impl<'a> HostJudge<'a> {
-    fn new(stream: &'a Stream, board: &Board, total: u64, work: Duration) -> Self {
+    fn new(stream: &'a Stream, board: &Board, total: u64) -> Self {
         let times = (0..total).map(|_| AtomicU64::new(0)).collect();
         let (board, origin, started, errors) =
             (board.clone(), Instant::now(), AtomicU64::new(0), AtomicU64::new(0));
-        Self { stream, work, score: Arc::new(Score { board, origin, started, times, errors }) }
+        Self { stream, score: Arc::new(Score { board, origin, started, times, errors }) }
     }
 }
 
@@ -113,23 +104,6 @@ impl Judge for HostJudge<'_> {
     fn start(&self) -> Result<()> {
         let score = self.score.clone();
         Ok(self.stream.host_fn(move || score.start())?)
-    }
-
-    fn works(&self) -> bool {
-        !self.work.is_zero()
-    }
-
-    fn work(&self) -> Result<()> {
-        if !self.works() {
-            return Ok(());
-        }
-        let work = self.work;
-        Ok(self.stream.host_fn(move || {
-            let start = Instant::now();
-            while start.elapsed() < work {
-                std::hint::spin_loop();
-            }
-        })?)
     }
 
     fn turn(&self, n: u64) -> Result<()> {

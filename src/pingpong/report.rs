@@ -2,55 +2,62 @@
 
 use std::time::{Duration, Instant};
 
+use crate::measure::{Machine, Micros, Samples, process_cpu, size, thread_cpu};
 use comfy_table::{CellAlignment, Table, presets};
-use gdasync::measure::{Machine, Micros, Samples, process_cpu, size, thread_cpu};
 use serde::Serialize;
 
-use crate::common::Description;
-use crate::options::Mode;
+use mp::Communicator;
 
-#[derive(Serialize)]
-pub(crate) struct Report {
-    pub(crate) device: String,
-    pub(crate) stream: &'static str,
-    pub(crate) wire: String,
-    pub(crate) ranks: usize,
-    pub(crate) machine: Machine,
-    pub(crate) settings: Settings,
-    pub(crate) results: Vec<Line>,
+use super::options::{Mode, Options};
+use crate::lane::{Description, Lane, Placed, Result};
+
+/// A run of the ping-pong.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    device: String,
+    stream: &'static str,
+    wire: String,
+    ranks: usize,
+    machine: Machine,
+    settings: Settings,
+    results: Vec<Line>,
 }
 
 /// What was asked for.
-#[derive(Serialize)]
-pub(crate) struct Settings {
+#[derive(Debug, Serialize)]
+struct Settings {
     #[serde(flatten)]
-    pub(crate) place: Description,
-    pub(crate) ahead: u32,
-    pub(crate) work_us: u128,
-    pub(crate) no_kernels: bool,
+    place: Description,
+    ahead: u32,
+    work_us: u128,
+    no_kernels: bool,
 }
 
-#[derive(Serialize)]
-pub(crate) struct Line {
-    pub(crate) mode: Mode,
-    pub(crate) bytes: usize,
-    pub(crate) iters: u64,
+/// One mode at one size.
+#[derive(Clone, Debug, Serialize)]
+pub struct Line {
+    /// How messages were driven.
+    pub mode: Mode,
+    /// Bytes of a message.
+    pub bytes: usize,
+    /// Iterations that were measured.
+    pub iters: u64,
     /// Half of the time from the start of a send to the end of the wait for the answer. On a GPU that is from the end of the
     /// kernel that prepares the send to the start of the one that checks the answer, whoever posts, work included.
-    pub(crate) half_rtt_us: Micros,
+    pub half_rtt_us: Micros,
     /// A whole iteration by the CPU's clock, with posting, preparing, checking and work: the run over its iterations.
-    pub(crate) iteration_us: f64,
+    pub iteration_us: f64,
     /// CPU time of the application thread for each message it sends, without filling and checking buffers.
-    pub(crate) cpu_us_per_msg: f64,
+    pub cpu_us_per_msg: f64,
     /// CPU time of all threads of the process for each message it sends, filling and checking included.
-    pub(crate) process_cpu_us_per_msg: f64,
+    pub process_cpu_us_per_msg: f64,
     /// Messages with wrong data, on both sides.
-    pub(crate) errors: u64,
+    pub errors: u64,
 }
 
 /// What iterations cost.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Cost {
+pub(super) struct Cost {
     wall: Duration,
     thread: Duration,
     process: Duration,
@@ -58,7 +65,7 @@ pub(crate) struct Cost {
 
 impl Cost {
     /// Does some work, and adds what it costs.
-    pub(crate) fn add<T, E>(&mut self, work: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    pub(super) fn add<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let (wall, thread, process) = (Instant::now(), thread_cpu(), process_cpu());
         let result = work()?;
         self.wall += wall.elapsed();
@@ -68,26 +75,34 @@ impl Cost {
     }
 
     /// Takes back what the calling thread did that is not counted for it.
-    pub(crate) fn leave_out(&mut self, time: Duration) {
+    pub(super) fn leave_out(&mut self, time: Duration) {
         self.thread = self.thread.saturating_sub(time);
     }
 }
 
 /// What one rank measured in one mode at one size.
-pub(crate) struct Played {
-    pub(crate) samples: Samples,
+pub(super) struct Played {
+    pub(super) samples: Samples,
     /// Of all `iterations`, those that warm up included.
-    pub(crate) cost: Cost,
-    pub(crate) iterations: u64,
-    pub(crate) errors: u64,
+    pub(super) cost: Cost,
+    pub(super) iterations: u64,
+    pub(super) errors: u64,
 }
 
 impl Played {
     /// The line of the report, with the errors of all ranks.
-    pub(crate) fn line(&self, mode: Mode, bytes: usize, errors: u64) -> Line {
+    pub(super) fn line(
+        &self,
+        comm: &Communicator,
+        mode: Mode,
+        bytes: usize,
+        timeout: Duration,
+    ) -> Result<Line> {
+        let errors = comm.exchange(&self.errors.to_be_bytes(), timeout)?;
+        let errors = errors.iter().filter_map(|e| e.first_chunk()).map(|e| u64::from_be_bytes(*e)).sum();
         #[expect(clippy::cast_precision_loss, reason = "iterations are few")]
         let each = |time: Duration| time.as_secs_f64() * 1e6 / self.iterations as f64;
-        Line {
+        Ok(Line {
             mode,
             bytes,
             iters: self.samples.count(),
@@ -96,12 +111,46 @@ impl Played {
             cpu_us_per_msg: each(self.cost.thread),
             process_cpu_us_per_msg: each(self.cost.process),
             errors,
-        }
+        })
     }
 }
 
 impl Report {
-    pub(crate) fn print(&self) {
+    /// Of a run with these options.
+    ///
+    /// # Errors
+    /// Of the exchange between the ranks.
+    pub fn new(
+        options: &Options,
+        comm: &Communicator,
+        placed: &Placed,
+        lane: &Lane,
+        results: Vec<Line>,
+    ) -> Result<Self> {
+        let context = comm.context();
+        Ok(Self {
+            device: context.description().to_owned(),
+            stream: lane.stream.kind(),
+            wire: context.wire().to_owned(),
+            ranks: comm.size(),
+            machine: Machine::here(),
+            settings: Settings {
+                place: placed.describe(comm, options.timeout())?,
+                ahead: options.ahead,
+                work_us: options.work().as_micros(),
+                no_kernels: options.no_kernels,
+            },
+            results,
+        })
+    }
+
+    /// Whether every message arrived as it was sent.
+    pub fn is_right(&self) -> bool {
+        self.results.iter().all(|line| line.errors == 0)
+    }
+
+    /// Prints the table.
+    pub fn print(&self) {
         println!(
             "{} over {}, {} stream, {} ranks, {} x {}",
             self.device, self.wire, self.stream, self.ranks, self.machine.cpus, self.machine.cpu

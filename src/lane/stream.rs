@@ -1,4 +1,4 @@
-//! The stream of an example.
+//! The stream of a program.
 
 use std::ffi::CStr;
 use std::time::Duration;
@@ -13,12 +13,13 @@ use super::{Kernels, Result};
 /// Submissions that may be pending.
 const DEPTH: usize = 512;
 
-/// A stream, and the means to run the example's own work on it: host functions or kernels.
+/// A stream, and the means to run the program's own work on it: host functions or kernels.
 #[derive(Debug)]
-pub(crate) struct Lane {
-    pub(crate) stream: Stream,
+pub struct Lane {
+    /// The stream.
+    pub stream: Stream,
     /// Where a GPU runs the stream.
-    pub(crate) kernels: Option<Kernels>,
+    pub kernels: Option<Kernels>,
     gpu: Option<Gpu>,
     /// Written behind kernels, which the stream itself does not count.
     end: Word32,
@@ -27,7 +28,10 @@ pub(crate) struct Lane {
 
 impl Lane {
     /// A stream whose waits end after `timeout`. `ptx` has the kernels, for a GPU.
-    pub(crate) fn new(placed: &Placed, timeout: Duration, ptx: &'static CStr) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Of the stream, and of the driver that compiles the kernels.
+    pub fn new(placed: &Placed, timeout: Duration, ptx: &'static CStr) -> Result<Self> {
         let end = Memory::alloc(4)?.word32(0)?;
         let (stream, kernels) = match (&placed.gpu, placed.engine) {
             (Some(gpu), Engine::Cuda) => {
@@ -46,12 +50,18 @@ impl Lane {
     }
 
     /// The GPU, where there is one.
-    pub(crate) fn gpu(&self) -> Result<&Gpu> {
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn gpu(&self) -> Result<&Gpu> {
         self.gpu.as_ref().ok_or_else(|| "there is no GPU".into())
     }
 
     /// Blocks until the stream is idle, kernels included, and reports what went wrong on it. The CPU sleeps meanwhile.
-    pub(crate) fn finish(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// Of what ran on the stream, and when it takes longer than its limit.
+    pub fn finish(&self) -> Result<()> {
         if self.kernels.is_some() {
             self.stream.write_value32(&self.end, 1)?;
         }
@@ -60,7 +70,10 @@ impl Lane {
 
     /// Blocks until the stream is idle, as an application does that posts by CPU: on a GPU by `cuStreamSynchronize`.
     /// What went wrong on the stream is left to [`Lane::finish`].
-    pub(crate) fn idle(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// When it takes longer than the limit, and of the driver.
+    pub fn idle(&self) -> Result<()> {
         match &self.kernels {
             Some(kernels) => kernels.synchronize(),
             None => Ok(self.stream.synchronize(self.timeout)?),
@@ -68,7 +81,7 @@ impl Lane {
     }
 
     /// Returns when no kernel runs any more, so that the memory they use can go. What is still held is given up.
-    pub(crate) fn settle(&self) {
+    pub fn settle(&self) {
         let Some(kernels) = &self.kernels else { return };
         if self.stream.query().pending > 0 {
             self.stream.abort();
