@@ -8,7 +8,9 @@
 //! - [`mp`]: messages between ranks, over it.
 
 pub mod doctor;
+pub mod lane;
 pub mod measure;
+pub mod pingpong;
 pub mod tools;
 
 pub use gdrcopy;

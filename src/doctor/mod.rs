@@ -3,7 +3,8 @@
 //! Probes try things rather than compare versions. What may block or crash (CUDA, libibverbs) is tried by processes of their
 //! own, all at once, with a deadline. Nothing needs root, and nothing is changed.
 //!
-//! [`Doctor::run`] exits with 0 where nothing failed, 1 where something that is there does not work, 2 for wrong options.
+//! [`Doctor::run`] exits with 0 where nothing failed, 1 where something that is there does not work, 2 for wrong
+//! options and output that cannot be written.
 
 mod areas;
 mod live;
@@ -52,7 +53,7 @@ pub struct Doctor {
     verbose: bool,
     /// What GPUs and RDMA devices may take to answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = LIMIT.as_secs(), value_parser = clap::value_parser!(u64).range(1..=3600))]
-    limit: u64,
+    timeout: u64,
     /// Where sys, proc and dev are
     #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
     root: PathBuf,
@@ -138,7 +139,7 @@ impl Doctor {
 
     /// Asks all who are to be asked at once.
     fn machine(&self, asks: Vec<Live>) -> Machine {
-        let limit = Duration::from_secs(self.limit);
+        let limit = Duration::from_secs(self.timeout);
         let ask = |what: Live| asks.contains(&what).then(|| Asked::this_program(what, limit));
         let (cuda, mapping) = (ask(Live::Cuda), ask(Live::Mapping));
         let (verbs, choice) = (ask(Live::Verbs), ask(Live::Choice));

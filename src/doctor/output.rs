@@ -35,21 +35,14 @@ pub(super) fn text(out: &mut impl Write, report: &Report, verbose: bool) -> io::
             continue;
         }
         writeln!(out, "\n{}", area.title)?;
-        let lines = alike(&probes);
-        let skipped = |line: &(Vec<&str>, &Probe)| line.1.status == Status::Skip && line.1.fix.is_none();
-        let reasons: Vec<_> =
-            lines.iter().filter(|line| skipped(line)).map(|line| line.1.found.as_str()).collect();
-        for (at, (subjects, probe)) in lines.iter().enumerate() {
-            let same = |line: &&(Vec<&str>, &Probe)| skipped(line) && line.1.found == probe.found;
-            if verbose
-                || !skipped(&lines[at])
-                || reasons.iter().filter(|why| **why == probe.found).count() == 1
-            {
-                line(out, subjects, probe, color, verbose)?;
-            } else if !lines[..at].iter().any(|line| same(&line)) {
-                let names: Vec<_> = lines.iter().filter(same).map(|line| line.1.name).collect();
-                merged(out, &names, probe, color)?;
-            }
+        let order = |line: &Line| area.checks.iter().position(|check| check.name == line.names[0]);
+        let mut lines = alike(&probes);
+        lines.sort_by_key(order);
+        if !verbose {
+            lines = merged(lines);
+        }
+        for line in &lines {
+            write_line(out, line, color, verbose)?;
         }
         if area.name == "topology" {
             matrix(out, &report.topology)?;
@@ -58,41 +51,66 @@ pub(super) fn text(out: &mut impl Write, report: &Report, verbose: bool) -> io::
     let count = |status| report.probes.iter().filter(|probe| probe.status == status).count();
     let (fail, warn, skip, ok) =
         (count(Status::Fail), count(Status::Warn), count(Status::Skip), count(Status::Ok));
-    writeln!(out, "\n{ok} ok, {warn} warnings, {fail} failed, {skip} skipped")?;
+    writeln!(out, "\n{ok} ok, {warn} warn, {fail} fail, {skip} skip")?;
     out.flush()
 }
 
+/// A line: what a probe says, of some devices; or what some say that were skipped.
+#[derive(Debug)]
+struct Line<'a> {
+    names: Vec<&'a str>,
+    subjects: Vec<&'a str>,
+    probe: &'a Probe,
+}
+
 /// Probes that say the same of several devices are one line.
-fn alike<'a>(probes: &[&'a Probe]) -> Vec<(Vec<&'a str>, &'a Probe)> {
-    let mut lines: Vec<(Vec<&str>, &Probe)> = Vec::new();
+fn alike<'a>(probes: &[&'a Probe]) -> Vec<Line<'a>> {
+    let words = |probe: &Probe| Probe { subject: None, ..probe.clone() };
+    let mut lines: Vec<Line<'_>> = Vec::new();
     for probe in probes {
-        let same = |line: &&mut (Vec<&str>, &Probe)| {
-            Probe { subject: None, ..line.1.clone() } == Probe { subject: None, ..(*probe).clone() }
-        };
-        match lines.iter_mut().find(same) {
-            Some((subjects, _)) => subjects.extend(probe.subject.as_deref()),
-            None => lines.push((probe.subject.as_deref().into_iter().collect(), probe)),
+        let subject = probe.subject.as_deref();
+        match lines.iter_mut().find(|line| words(line.probe) == words(probe)) {
+            Some(line) => line.subjects.extend(subject),
+            None => {
+                lines.push(Line { names: vec![probe.name], subjects: subject.into_iter().collect(), probe })
+            }
         }
     }
     lines
 }
 
-fn line(
-    out: &mut impl Write,
-    subjects: &[&str],
-    probe: &Probe,
-    color: bool,
-    verbose: bool,
-) -> io::Result<()> {
-    let paint = match probe.status {
+/// Probes that were skipped for one reason are one line.
+fn merged(lines: Vec<Line<'_>>) -> Vec<Line<'_>> {
+    let mut rows: Vec<Line<'_>> = Vec::new();
+    for line in lines {
+        let is_plain = |probe: &Probe| probe.status == Status::Skip && probe.fix.is_none();
+        let same = |row: &&mut Line<'_>| is_plain(row.probe) && row.probe.found == line.probe.found;
+        match rows.iter_mut().find(same).filter(|_| is_plain(line.probe)) {
+            Some(row) => row.names.extend(line.names),
+            None => rows.push(line),
+        }
+    }
+    rows
+}
+
+fn write_line(out: &mut impl Write, line: &Line<'_>, color: bool, verbose: bool) -> io::Result<()> {
+    let probe = line.probe;
+    let (on, off) = match probe.status {
         _ if !color => ("", ""),
         Status::Ok => ("\x1b[32m", "\x1b[0m"),
         Status::Skip => ("\x1b[2m", "\x1b[0m"),
         Status::Warn => ("\x1b[33m", "\x1b[0m"),
         Status::Fail => ("\x1b[1;31m", "\x1b[0m"),
     };
-    let of = if subjects.is_empty() { String::new() } else { format!("{}: ", subjects.join(", ")) };
-    writeln!(out, "  {}{:4}{}  {:NAME$}  {of}{}", paint.0, probe.status, paint.1, probe.name, probe.found)?;
+    let name = match line.names[..] {
+        [name] => name.to_owned(),
+        _ => format!("{}.* ({})", area_of(probe.name), line.names.len()),
+    };
+    let of = match line.subjects[..] {
+        [] => String::new(),
+        _ => format!("{}: ", line.subjects.join(", ")),
+    };
+    writeln!(out, "  {on}{:4}{off}  {name:NAME$}  {of}{}", probe.status, probe.found)?;
     let is_wrong = probe.status >= Status::Warn;
     let mut note = |what: &str, text: &str| writeln!(out, "        {what}: {text}");
     if verbose {
@@ -105,13 +123,6 @@ fn line(
         Some(fix) => note(if is_wrong { "fix" } else { "advice" }, fix),
         None => Ok(()),
     }
-}
-
-/// Probes that were skipped for one reason.
-fn merged(out: &mut impl Write, names: &[&str], probe: &Probe, color: bool) -> io::Result<()> {
-    let (on, off) = if color { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
-    let name = format!("{}.* ({})", area_of(probe.name), names.len());
-    writeln!(out, "  {on}{:4}{off}  {name:NAME$}  {}", probe.status, probe.found)
 }
 
 /// The paths between all devices, as `nvidia-smi topo -m` shows them.

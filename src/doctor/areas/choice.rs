@@ -28,7 +28,7 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
 
 fn device(machine: &Machine) -> Probe {
     let facts = &machine.choice.facts;
-    let again = "try again with `--limit 60`; `GDSYNC_PATH=soft` uses no device";
+    let again = "try again with `--timeout 60`; `GDSYNC_PATH=soft` uses no device";
     let name = match (&facts.device, &machine.choice.trouble) {
         (Some(Ok(name)), _) => name,
         (Some(Err(why)), _) => {

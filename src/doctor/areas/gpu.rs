@@ -78,7 +78,7 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
         let trouble = machine.cuda.trouble.as_deref().unwrap_or("not come to");
         let of = |probe: Probe| probe.about(format!("GPU {}", gpu.ordinal));
         if gpu.attributes.is_empty() {
-            let fix = "try again with `--limit 60`; look into `dmesg` for messages of NVRM (Xid)";
+            let fix = "try again with `--timeout 60`; look into `dmesg` for messages of NVRM (Xid)";
             probes.push(of(CLASS.fail(format!("CUDA told nothing of it: {trouble}"), fix)));
             continue;
         }
@@ -102,7 +102,7 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
 fn init(machine: &Machine) -> Probe {
     let facts = &machine.cuda.facts;
     let trouble = |what: &str| {
-        let fix = "look whether `nvidia-smi` answers, and into `dmesg` for messages of NVRM (Xid); try again with `--limit 60`";
+        let fix = "look whether `nvidia-smi` answers, and into `dmesg` for messages of NVRM (Xid); try again with `--timeout 60`";
         INIT.fail(what.to_owned(), fix)
     };
     match (&facts.version, &facts.count, &machine.cuda.trouble) {

@@ -39,14 +39,13 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
     let each = ways.map(|(name, check)| match of(name) {
         Some(Backend { outcome: Ok(found), .. }) => check.ok(found.as_str()),
         Some(Backend { outcome: Err(why), .. }) => check.skip(why.as_str()),
-        None => {
-            check.fail(format!("not tried: {trouble}"), "try again with `--limit 60`, and look into `dmesg`")
-        }
+        None => check
+            .fail(format!("not tried: {trouble}"), "try again with `--timeout 60`, and look into `dmesg`"),
     });
     let works = facts.backends.iter().find(|backend| backend.outcome.is_ok());
     let any = match (works, &machine.mapping.trouble) {
         (Some(backend), _) => ANY.ok(format!("{} serves", backend.name)),
-        (None, Some(trouble)) => ANY.fail(trouble.as_str(), "try again with `--limit 60`, and look into `dmesg`"),
+        (None, Some(trouble)) => ANY.fail(trouble.as_str(), "try again with `--timeout 60`, and look into `dmesg`"),
         (None, None) => ANY.fail(
             "GPU memory cannot be mapped here",
             "see the reasons above; `GDRCOPY_BACKEND=rm RUST_LOG=debug gdasync gdrcopy sanity` says more; rings stay in \

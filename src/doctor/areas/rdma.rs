@@ -93,7 +93,7 @@ fn core(machine: &Machine, hcas: &[Hca]) -> Probe {
     match (&facts.libibverbs, &machine.verbs.trouble) {
         (_, Some(trouble)) => CORE.fail(
             trouble.as_str(),
-            "see whether `ibv_devinfo` answers, and `dmesg` for messages of the card's driver; try again with `--limit 60`",
+            "see whether `ibv_devinfo` answers, and `dmesg` for messages of the card's driver; try again with `--timeout 60`",
         ),
         (Some(Ok(file)), _) => {
             let version = version_of(file);

@@ -109,10 +109,10 @@ pub(super) const CASES: &[Case] = &[
             machine.mapping.trouble = Some("no answer within 4s".into());
         },
         says: &[
-            ("mapping.gdrdrv", "", Fail, "no answer", "--limit"),
-            ("mapping.dmabuf", "", Fail, "no answer", "--limit"),
-            ("mapping.rm", "", Fail, "no answer", "--limit"),
-            ("mapping.any", "", Fail, "no answer", "--limit"),
+            ("mapping.gdrdrv", "", Fail, "no answer", "--timeout"),
+            ("mapping.dmabuf", "", Fail, "no answer", "--timeout"),
+            ("mapping.rm", "", Fail, "no answer", "--timeout"),
+            ("mapping.any", "", Fail, "no answer", "--timeout"),
         ],
     },
     Case {

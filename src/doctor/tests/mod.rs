@@ -8,6 +8,7 @@ mod gpus;
 mod network;
 mod rig;
 mod surroundings;
+mod text;
 mod tree;
 mod trials;
 
