@@ -21,20 +21,26 @@ use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
 
 use areas::limits::Limits;
 use areas::topology::{Pair, pairs};
-use areas::{AREAS, is_wanted};
+use areas::{AREAS, Area, is_wanted};
 use live::{Answer, Asked, LIMIT, Live};
 use machine::Machine;
 pub use probe::{Probe, Status};
 use system::System;
 
 use crate::measure::Machine as Description;
+
+/// What the kernel may take at least, when devices have answered late.
+const LOOKING: Duration = Duration::from_secs(2);
 
 /// The options of `gdasync doctor`.
 #[derive(Args, Debug)]
@@ -126,20 +132,24 @@ impl Doctor {
     }
 
     fn report(&self) -> Report {
-        let wanted = |area: &&areas::Area| area.checks.iter().any(|check| is_wanted(check.name, &self.only));
+        let began = Instant::now();
+        let timeout = Duration::from_secs(self.timeout);
+        let wanted = |area: &&Area| area.checks.iter().any(|check| is_wanted(check.name, &self.only));
         let areas: Vec<_> = AREAS.iter().filter(wanted).collect();
-        let asks = areas.iter().flat_map(|area| area.asks).copied().collect();
-        let machine = self.machine(asks);
-        let mut probes = diagnose(&machine, areas.iter().copied());
+        let asks: Vec<_> = areas.iter().flat_map(|area| area.asks).copied().collect();
+        let machine = Arc::new(self.machine(&asks, timeout));
+        let looks: Vec<_> = areas.iter().map(|&area| look(&machine, area.probe)).collect();
+        let paths = areas.iter().any(|area| area.name == "topology").then(|| look(&machine, pairs));
+        let deadline = (began + timeout).max(Instant::now() + LOOKING);
+        let mut probes: Vec<_> =
+            areas.iter().zip(looks).flat_map(|(area, look)| seen(area, &look, deadline)).collect();
         probes.retain(|probe| is_wanted(probe.name, &self.only));
-        let has_pairs = probes.iter().any(|probe| probe.name.starts_with("topology."));
-        let topology = if has_pairs { pairs(&machine) } else { Vec::new() };
+        let topology = paths.and_then(|look| await_look(&look, deadline).ok()).unwrap_or_default();
         Report { machine: Description::here(), probes, topology }
     }
 
     /// Asks all who are to be asked at once.
-    fn machine(&self, asks: Vec<Live>) -> Machine {
-        let limit = Duration::from_secs(self.timeout);
+    fn machine(&self, asks: &[Live], limit: Duration) -> Machine {
         let ask = |what: Live| asks.contains(&what).then(|| Asked::this_program(what, limit));
         let (cuda, mapping) = (ask(Live::Cuda), ask(Live::Mapping));
         let (verbs, choice) = (ask(Live::Verbs), ask(Live::Choice));
@@ -173,7 +183,27 @@ fn answer<T: serde::de::DeserializeOwned + Default>(asked: Option<std::io::Resul
     }
 }
 
-/// Judges a machine.
-fn diagnose<'a>(machine: &Machine, areas: impl IntoIterator<Item = &'a areas::Area>) -> Vec<Probe> {
-    areas.into_iter().flat_map(|area| (area.probe)(machine)).collect()
+/// Looks at a machine in a thread of its own: the kernel may not answer, where a card hangs.
+fn look<T: Send + 'static>(machine: &Arc<Machine>, at: fn(&Machine) -> T) -> Receiver<T> {
+    let (send, seen) = channel();
+    let machine = machine.clone();
+    // Not joined, for it may never end. Nobody listens any more then.
+    thread::spawn(move || drop(send.send(at(&machine))));
+    seen
+}
+
+fn await_look<T>(look: &Receiver<T>, deadline: Instant) -> Result<T, RecvTimeoutError> {
+    look.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+}
+
+/// What was seen of an area, or that its probes fail.
+fn seen(area: &Area, look: &Receiver<Vec<Probe>>, deadline: Instant) -> Vec<Probe> {
+    await_look(look, deadline).unwrap_or_else(|error| {
+        let why = match error {
+            RecvTimeoutError::Timeout => "the kernel did not answer in time",
+            RecvTimeoutError::Disconnected => "the probe panicked",
+        };
+        let fix = "look into `dmesg` for messages of drivers, and at each device by itself; try again with `--timeout 60`";
+        area.checks.iter().map(|check| check.fail(why, fix)).collect()
+    })
 }

@@ -207,7 +207,8 @@ fn link(machine: &Machine, hca: &Hca) -> Probe {
         let rate =
             machine.system.text(&format!("/sys/class/infiniband/{}/ports/{}/rate", hca.name, port.number));
         let rate = rate.map(|rate| format!(", {rate}")).unwrap_or_default();
-        format!("port {} is {}, {}{rate}", port.number, port.state, port.link)
+        let link = if hca.class.is_iwarp() { IWARP.name.to_owned() } else { port.link.to_string() };
+        format!("port {} is {}, {link}{rate}", port.number, port.state)
     };
     let found = ports.iter().map(describe).collect::<Vec<_>>().join("; ");
     let refusals: Vec<_> = ports.iter().filter(|port| !port.is_active()).filter_map(Port::refusal).collect();

@@ -118,6 +118,15 @@ pub(super) const CASES: &[Case] = &[
         )],
     },
     Case {
+        what: "iWARP without its connection manager",
+        change: |tree, _| tree.write("sys/class/infiniband/mlx5_1/node_type", "4: RNIC"),
+        says: &[
+            ("rdma.link", "mlx5_1", Ok, "ACTIVE, iWARP", ""),
+            ("rdma.gids", "mlx5_1", Ok, "iWARP", ""),
+            ("rdma.node", "mlx5_1", Fail, "rdma_cm, which iWARP needs, is not", "modprobe rdma_ucm"),
+        ],
+    },
+    Case {
         what: "no ib_uverbs",
         change: |tree, _| tree.remove("sys/class/infiniband_verbs/uverbs1"),
         says: &[("rdma.node", "mlx5_1", Fail, "offers none", "modprobe ib_uverbs")],

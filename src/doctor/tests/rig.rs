@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use super::super::areas::AREAS;
 use super::super::areas::limits::Limits;
-use super::super::diagnose;
 use super::super::live::{
     Answer, Backend, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, GpuFacts, MappingFacts, Route, VerbsFacts,
     attribute,
@@ -81,7 +80,7 @@ pub(super) fn healthy(tree: &Tree) -> Machine {
 }
 
 pub(super) fn all(machine: &Machine) -> Vec<Probe> {
-    diagnose(machine, AREAS)
+    AREAS.iter().flat_map(|area| (area.probe)(machine)).collect()
 }
 
 /// Something that goes wrong, and all that must be said of it and was not said before.
