@@ -7,6 +7,8 @@
 //! - [`gdsync`]: verbs queues on mlx5 rings, streams that trigger and await them, the software HCA;
 //! - [`mp`]: messages between ranks, over it.
 
+#[cfg(doctest)]
+mod documents;
 pub mod measure;
 pub mod tools;
 

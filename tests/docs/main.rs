@@ -1,0 +1,115 @@
+//! The documents: each command in them runs, or names what exists; links and names lead somewhere. Their Rust programs are
+//! doctests, see `src/documents.rs`.
+//!
+//! A block of commands is fenced as `sh`. Comments before it say
+//!
+//! - `<!-- needs: gpu, mpirun -->`: what a plain machine may lack. Such a block is only checked for programs and options that
+//!   do not exist, unless `DOCS_RUN=gpu,...` says that the machine has it (`mpirun` is looked for);
+//! - `<!-- shorter: --rounds 100 -->`: options that a test adds to our programs, so as not to take long.
+
+mod check;
+#[path = "../common/mod.rs"]
+mod common;
+mod document;
+mod links;
+mod names;
+mod run;
+
+use document::{Document, documents};
+
+/// What a block may need.
+const NEEDS: [&str; 11] =
+    ["apptainer", "card", "docker", "gpu", "hosts", "kubernetes", "mpirun", "network", "root", "slurm", "vm"];
+
+#[test]
+fn every_command_exists() {
+    let mut wrong = Vec::new();
+    for document in documents() {
+        for block in &document.blocks {
+            let told = check::block(&block.text).into_iter();
+            wrong.extend(told.map(|what| format!("{}:{}: {what}", document.path, block.line)));
+            let unknown = block.needs.iter().filter(|need| !NEEDS.contains(&need.as_str()));
+            wrong.extend(unknown.map(|need| format!("{}:{}: needs {need}?", document.path, block.line)));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn commands_run() {
+    let stage = run::Stage::new();
+    let (mut ran, mut skipped, mut wrong) = (0, Vec::new(), Vec::new());
+    for document in documents().iter().filter(|document| document.runs()) {
+        for block in &document.blocks {
+            let lacking: Vec<_> = block.needs.iter().filter(|need| !run::has(need)).cloned().collect();
+            let place = format!("{}:{}", document.path, block.line);
+            if !lacking.is_empty() {
+                skipped.push(format!("{place}: needs {}", lacking.join(", ")));
+            } else if let Err(why) = stage.run(block) {
+                wrong.push(format!("{place}: {why}\n{}", block.text));
+            } else {
+                ran += 1;
+            }
+        }
+    }
+    println!("{ran} blocks of commands ran; skipped {}:\n{}", skipped.len(), skipped.join("\n"));
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(ran >= 5, "only {ran} blocks were found");
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let wrong: Vec<_> = documents().iter().flat_map(links::broken).collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn names_are_in_the_code() {
+    let sources = names::sources();
+    let wrong: Vec<_> = documents().iter().flat_map(|document| names::unknown(document, &sources)).collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_reference_has_every_variable() {
+    let reference = Document::read("docs/reference.md").text;
+    let lacking: Vec<_> =
+        names::variables().into_iter().filter(|name| !reference.contains(&format!("`{name}`"))).collect();
+    assert!(lacking.is_empty(), "docs/reference.md does not tell of {lacking:?}");
+}
+
+/// What says that everything is well must be able to say otherwise.
+#[test]
+fn mistakes_are_found() {
+    for (commands, expected) in [
+        ("cargo run --release --example pingpang", "pingpang"),
+        ("cargo run --release --example pingpong -- --size 8", "--size"),
+        ("target/release/gdasync bench hca --rounds 100 --loud", "--loud"),
+        ("cargo test -p gdsink", "gdsink"),
+        ("cargo test -p gdsync --test flows", "flows"),
+        ("tests/vm/walk smoke", "tests/vm/walk"),
+        ("gdrcopy/capi/install --suffix /usr", "--suffix"),
+        ("GDSYNC_STRICT=1 pingping --sizes 8", "pingping"),
+        ("docker run image && pingpong \\\n  --sighs 8", "--sighs"),
+    ] {
+        let told = check::block(commands);
+        assert!(told.len() == 1 && told[0].contains(expected), "{commands}: {told:?}");
+    }
+    assert_eq!(check::block("pingpong --sizes=8 # --sighs\n\n# tests/vm/walk"), Vec::<String>::new());
+
+    let sources = names::sources();
+    let document = Document::parse(
+        "docs/made-up.md",
+        "# One thing\n[a](guide.md) [b](nowhere.md) [c](#one-thing) [d](#two) [e](https://e.org) \
+         [f](guide.md#ring)\n`Stream::fly` `Stream::submit` `GDSYNC_TURBO`\n\n<!-- from the code -->\n```text\n\
+         is full (… submissions pending); jump\n```\n",
+    );
+    assert_eq!(links::broken(&document).len(), 3, "{:?}", links::broken(&document));
+    assert_eq!(names::unknown(&document, &sources).len(), 3, "{:?}", names::unknown(&document, &sources));
+
+    let stage = run::Stage::new();
+    let block = |text: &str| Document::parse("README.md", &format!("```sh\n{text}\n```\n")).blocks.remove(0);
+    assert!(stage.run(&block("true\nfalse\ntrue")).is_err());
+    assert!(stage.run(&block("gdasync bench gpu")).is_err());
+    assert!(stage.run(&block("cargo run --bin gdasync -- --version")).is_ok());
+}
