@@ -12,6 +12,8 @@ pub(crate) struct Block {
     pub(crate) needs: Vec<String>,
     /// Options that a test adds to our programs.
     pub(crate) shorter: String,
+    /// It may end with status 1: what it says depends on the machine.
+    pub(crate) may_fail: bool,
 }
 
 pub(crate) struct Document {
@@ -102,7 +104,8 @@ impl Document {
 impl Block {
     /// An empty one below these comments.
     fn below(notes: &[&str], line: usize) -> Self {
-        let mut block = Self { line, text: String::new(), needs: Vec::new(), shorter: String::new() };
+        let mut block =
+            Self { line, text: String::new(), needs: Vec::new(), shorter: String::new(), may_fail: false };
         for note in notes {
             let note = note.trim_start_matches("<!--").trim_end_matches("-->").trim();
             match note.split_once(':') {
@@ -110,7 +113,7 @@ impl Block {
                     block.needs.extend(what.split(',').map(|need| need.trim().to_owned()));
                 }
                 Some(("shorter", options)) => block.shorter = options.trim().to_owned(),
-                _ => {}
+                _ => block.may_fail |= note == "may fail",
             }
         }
         block

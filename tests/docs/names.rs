@@ -47,20 +47,32 @@ pub(crate) fn variables() -> BTreeSet<String> {
     quoted.filter(is_name).filter(of_users).map(str::to_owned).collect()
 }
 
-/// What a document quotes that the code does not have: `Type::name`, variables, and lines below `<!-- from the code -->`.
+/// What a document quotes that the repository does not have: `Type::name`, `folder/file`, variables, and lines below
+/// `<!-- from the code -->`.
 pub(crate) fn unknown(document: &Document, sources: &str) -> Vec<String> {
     let prose = document.prose();
     let tells_of_others = document.path == "docs/porting.md" || document.path == "docs/comparison.md";
-    let code = prose.split('`').skip(1).step_by(2);
-    let paths = code.filter_map(last_of_path).filter(|name| !has_word(sources, name));
+    let code: Vec<_> = prose.split('`').skip(1).step_by(2).collect();
+    let files = code.iter().copied().filter(|word| is_lost(document, word));
+    let paths = code.iter().copied().filter_map(last_of_path).filter(|name| !has_word(sources, name));
     let variables = prose
         .split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
         .filter(|_| !tells_of_others)
         .filter(|word| FAMILIES.iter().any(|family| word.len() > family.len() && word.starts_with(family)))
         .filter(|word| !word.contains("_TEST_") && !has_word(sources, word));
-    let unknown = paths.chain(variables).map(|name| format!("{}: there is no {name}", document.path));
+    let unknown =
+        files.chain(paths).chain(variables).map(|name| format!("{}: there is no {name}", document.path));
     let quotes = quotes(document).into_iter().filter(|part| !sources.contains(part.as_str()));
     unknown.chain(quotes.map(|part| format!("{}: nothing says '{part}'", document.path))).collect()
+}
+
+/// Whether it is written as the path of something in the repository, which is not there.
+fn is_lost(document: &Document, word: &str) -> bool {
+    let folder = word.split('/').next().expect("a part at least");
+    let is_path =
+        word.contains('/') && word.bytes().all(|b| b.is_ascii_alphanumeric() || b"/._-".contains(&b));
+    let is_ours = !folder.is_empty() && folder != "target" && root().join(folder).is_dir();
+    is_path && is_ours && !root().join(word).exists() && !document.folder().join(word).exists()
 }
 
 /// The last part of `A::b`, `A::b(...)`, if it is that.
