@@ -44,18 +44,18 @@ const FOREIGN: [&str; 31] = [
     "ulimit",
 ];
 
-/// What is wrong with a block of commands.
-pub(crate) fn block(text: &str) -> Vec<String> {
+/// What is wrong with a block of commands. Programs of others must be known where it is strict.
+pub(crate) fn block(text: &str, is_strict: bool) -> Vec<String> {
     let joined = text.replace("\\\n", " ");
     let lines = joined.lines().map(|line| {
         let end = if line.starts_with('#') { 0 } else { line.find(" #").unwrap_or(line.len()) };
         &line[..end]
     });
     let commands = lines.flat_map(|line| line.split("&&")).flat_map(|part| part.split(['|', ';']));
-    commands.filter_map(|command| one(command).err()).collect()
+    commands.filter_map(|command| one(command, is_strict).err()).collect()
 }
 
-fn one(command: &str) -> Result<(), String> {
+fn one(command: &str, is_strict: bool) -> Result<(), String> {
     let words: Vec<String> = command
         .split_whitespace()
         .map(|word| word.trim_matches(['[', ']', '"', '\'', '(', ')', '`', '$']).to_owned())
@@ -72,7 +72,7 @@ fn one(command: &str) -> Result<(), String> {
             _ => script(program, arguments),
         };
     }
-    if FOREIGN.contains(&first) { Ok(()) } else { Err(format!("there is no program {first}")) }
+    if !is_strict || FOREIGN.contains(&first) { Ok(()) } else { Err(format!("there is no program {first}")) }
 }
 
 fn is_assignment(word: &str) -> bool {
@@ -83,7 +83,7 @@ fn is_assignment(word: &str) -> bool {
 fn is_script(word: &str) -> bool {
     const FOLDERS: [&str; 6] = [".ci/", "benchmarks/", "gdrcopy/", "kmod/", "packages/", "tests/"];
     FOLDERS.iter().any(|folder| word.starts_with(folder))
-        && !word.ends_with('/')
+        && !root().join(word).is_dir()
         && !word.rsplit('/').next().is_some_and(|name| name.contains('.'))
 }
 
