@@ -14,6 +14,8 @@ pub(crate) struct Block {
     pub(crate) shorter: String,
     /// It may end with status 1: what it says depends on the machine.
     pub(crate) may_fail: bool,
+    /// The test that runs it in place of this one.
+    pub(crate) run_by: Option<String>,
 }
 
 pub(crate) struct Document {
@@ -104,14 +106,21 @@ impl Document {
 impl Block {
     /// An empty one below these comments.
     fn below(notes: &[&str], line: usize) -> Self {
-        let mut block =
-            Self { line, text: String::new(), needs: Vec::new(), shorter: String::new(), may_fail: false };
+        let mut block = Self {
+            line,
+            text: String::new(),
+            needs: Vec::new(),
+            shorter: String::new(),
+            may_fail: false,
+            run_by: None,
+        };
         for note in notes {
             let note = note.trim_start_matches("<!--").trim_end_matches("-->").trim();
             match note.split_once(':') {
                 Some(("needs", what)) => {
                     block.needs.extend(what.split(',').map(|need| need.trim().to_owned()));
                 }
+                Some(("run by", test)) => block.run_by = Some(test.trim().to_owned()),
                 Some(("shorter", options)) => block.shorter = options.trim().to_owned(),
                 _ => block.may_fail |= note == "may fail",
             }

@@ -6,6 +6,7 @@
 //! - `<!-- needs: gpu, mpirun -->`: what a plain machine may lack. Such a block is only checked for programs and options that
 //!   do not exist, unless `DOCS_RUN=gpu,...` says that the machine has it (`mpirun` is looked for);
 //! - `<!-- shorter: --rounds 100 -->`: options that a test adds to our programs, so as not to take long;
+//! - `<!-- run by: tests/cli.rs -->`: another test runs it, and this one only looks through it;
 //! - `<!-- may fail -->`: status 1 is as good as 0, as it depends on the machine.
 
 mod check;
@@ -54,6 +55,13 @@ fn commands_run() {
             let place = format!("{}:{}", document.path, block.line);
             if !lacking.is_empty() {
                 skipped.push(format!("{place}: needs {}", lacking.join(", ")));
+                continue;
+            }
+            if let Some(test) = &block.run_by {
+                let text = std::fs::read_to_string(document::root().join(test)).unwrap_or_default();
+                let is_named =
+                    block.text.split_whitespace().next_back().is_some_and(|word| text.contains(word));
+                wrong.extend((!is_named).then(|| format!("{place}: {test} does not run it")));
                 continue;
             }
             let start = Instant::now();
