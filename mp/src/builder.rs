@@ -12,6 +12,7 @@ use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
 use crate::deadline::Deadline;
+use crate::ends::ACK_TIMEOUT;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
 use crate::link::Most;
@@ -79,8 +80,10 @@ impl Builder {
     }
 
     /// Whether a thread of the communicator looks after it four times a second (default yes): it takes back what finished
-    /// messages held, and asks ranks that are silent whether they are there. Without it the program calls
-    /// [`Communicator::progress`] now and then, or a stream that waits for a rank that is gone only goes on after its limit.
+    /// messages held, and asks ranks that are silent whether they are there; of receives that were posted in a row it tells
+    /// the other ranks a millisecond later, if no call has before. Without it the program calls [`Communicator::progress`] now
+    /// and then, or a stream that waits for a rank that is gone only goes on after its limit, and one of another rank that
+    /// waits for the last receives of a row not before the next wait of this one.
     pub fn watch(mut self, watch: bool) -> Self {
         self.watch = watch;
         self
@@ -126,7 +129,8 @@ impl Builder {
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         let settings = self.check()?;
-        let (bootstrap, children) = self.join()?;
+        let (mut bootstrap, children) = self.join()?;
+        bootstrap.open_doors(deadline.remaining())?;
         self.finish(Box::new(bootstrap), children, settings, deadline)
     }
 
@@ -144,6 +148,12 @@ impl Builder {
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
         self.finish(Box::new(exchange), None, settings, deadline)
+    }
+
+    /// As [`Builder::init_over`], again.
+    pub(crate) fn rebuild(self, exchange: Box<dyn Exchange>, deadline: &Deadline) -> Result<Communicator> {
+        let settings = self.check()?;
+        self.finish(exchange, None, settings, Deadline::after(deadline.remaining()))
     }
 
     /// Before anybody is waited for.
@@ -182,12 +192,13 @@ impl Builder {
         let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
         let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
-        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, deadline.remaining())?;
+        let alarm = Arc::default();
+        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
         let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
-        let watch = self.watch.then(|| Watch::start(peers.clone(), lanes.clone())).transpose();
+        let watch = self.watch.then(|| Watch::start(alarm.clone(), peers.clone(), lanes.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
@@ -197,6 +208,7 @@ impl Builder {
             near: planes.near,
             paths: planes.paths,
             cache,
+            alarm,
             _watch: watch,
             peers,
             _credits: credits,
@@ -213,9 +225,9 @@ impl Builder {
 
     /// A queue pair to build, as was asked for.
     pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
-        // A receive that is late is waited for: the deadlines of waits end what never comes. Eight tries of half a second: a
-        // rank that is only slow must not be given up.
-        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7).timeout(17);
+        // A receive that is late is waited for: the deadlines of waits end what never comes.
+        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
+        let builder = builder.timeout(ACK_TIMEOUT);
         let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
         match &self.gpu {
             Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
