@@ -31,7 +31,14 @@ pub(crate) fn root() -> &'static Path {
 
 /// All documents of the repository.
 pub(crate) fn documents() -> Vec<Document> {
-    let named = ["README.md", "CONTRIBUTING.md", "BENCHMARKS.md", "TESTING.md", "kmod/README.md"];
+    let named = [
+        "README.md",
+        "CONTRIBUTING.md",
+        "BENCHMARKS.md",
+        "TESTING.md",
+        "kmod/README.md",
+        "docs/pictures/README.md",
+    ];
     let mut paths: Vec<_> = named.map(str::to_owned).into();
     let docs = fs::read_dir(root().join("docs")).unwrap();
     let names = docs.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -83,7 +90,8 @@ impl Document {
 
     /// Whether its commands run: those of the others are what was measured, for long, elsewhere.
     pub(crate) fn runs(&self) -> bool {
-        self.path.starts_with("docs/") || ["README.md", "CONTRIBUTING.md"].contains(&self.path.as_str())
+        let in_docs = self.path.strip_prefix("docs/").is_some_and(|name| !name.contains('/'));
+        in_docs || ["README.md", "CONTRIBUTING.md"].contains(&self.path.as_str())
     }
 
     /// The text without blocks of any kind.
