@@ -56,6 +56,7 @@
 mod alarm;
 #[cfg(feature = "standin")]
 mod card;
+mod chart;
 mod core;
 mod cqs;
 mod event;

@@ -2,12 +2,14 @@
 
 use smallvec::SmallVec;
 
+use super::chart::Chart;
 use super::low16;
 use super::stats::HcaStats;
 use crate::error::Result;
 use crate::memory::{Memory, Word64};
 use crate::mlx5::{self, BB, Ctrl, DataSeg, DecodedOp, Doorbell, Opcode, Syndrome};
 use crate::protocol;
+use crate::recorder::Log;
 use crate::verbs::QpState;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::QpRequest;
@@ -21,6 +23,7 @@ pub(crate) struct Rings {
     pub(crate) rq: Memory,
     pub(crate) record: Memory,
     pub(crate) doorbell: Word64,
+    pub(crate) chart: Chart,
 }
 
 /// A send WQE fetched from the ring.
@@ -57,11 +60,13 @@ impl Rings {
         let record = places.alloc(OnGpu::RECORDS, mlx5::QP_DBREC_SIZE)?;
         let doorbell = places.alloc(OnGpu::empty(), 4096)?.word64(mlx5::BF_OFFSET)?;
         doorbell.store(mlx5::EMPTY);
-        Ok(Self { qpn, request: *request, sq, rq, record, doorbell })
+        let chart = Chart::new(Log::open()?);
+        Ok(Self { qpn, request: *request, sq, rq, record, doorbell, chart })
     }
 
     /// As they were in the beginning, for the next connection.
-    pub(crate) fn clear(&self) {
+    pub(crate) fn clear(&mut self) {
+        self.chart.reset();
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         self.doorbell.store(mlx5::EMPTY);
     }
@@ -166,6 +171,7 @@ impl Rings {
             stats.violation("a doorbell was rung before its doorbell record was written");
             return Err(Syndrome::LOC_QP_OP_ERR);
         }
+        self.chart.triggered(self.qpn);
         Ok(Some(target))
     }
 

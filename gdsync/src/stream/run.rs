@@ -9,6 +9,7 @@ use super::Batch;
 use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use crate::error::{Error, Result};
+use crate::recorder::{By, Log};
 
 /// The stream that the CPU counts as while it runs a batch. Streams are numbered from 1.
 const CPU: u64 = 0;
@@ -34,7 +35,7 @@ impl Batch {
         let cores: Vec<_> = self.cores().cloned().collect();
         self.hand_over();
         let ops = mem::take(&mut self.ops);
-        let runner = Caller { deadline: deadline(timeout) };
+        let runner = Caller { deadline: deadline(timeout), log: Log::current() };
         let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {
@@ -59,6 +60,7 @@ impl Batch {
 /// The calling thread.
 struct Caller {
     deadline: Instant,
+    log: Log,
 }
 
 impl Runner for Caller {
@@ -68,6 +70,10 @@ impl Runner for Caller {
 
     fn left(&self, _waited: Duration) -> Duration {
         self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    fn log(&self) -> (&Log, By) {
+        (&self.log, By::Cpu)
     }
 
     fn spin(&self) -> Duration {

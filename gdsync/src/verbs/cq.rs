@@ -21,6 +21,7 @@ use crate::hca::Kicks;
 use crate::memory::Word32;
 use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 use crate::protocol::completion;
+use crate::recorder::{Awaited, By, Event, Hold, Log, NOTED_AFTER, Queue, Stage};
 use crate::stream::{Cond, Op, Source};
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
@@ -35,6 +36,7 @@ pub(crate) struct CqInner {
     log: u32,
     /// Completions that may still arrive or are not freed yet. Never more than the ring holds.
     reserved: AtomicU64,
+    recorder: Log,
     state: Mutex<CqState>,
 }
 
@@ -65,7 +67,8 @@ struct CqState {
 
 #[derive(Clone, Copy)]
 struct Slot {
-    wc: Option<Wc>,
+    /// The completion, and the number of its request.
+    wc: Option<(u64, Wc)>,
     taken: Taken,
 }
 
@@ -112,6 +115,7 @@ impl Cq {
         entries: usize,
         ring: OnGpu,
         places: &Places,
+        recorder: Log,
     ) -> Result<Self> {
         if !(1..=1 << 22).contains(&entries) {
             return Err(Error::invalid("completion queue entries", entries, "1 to 4194304"));
@@ -142,6 +146,7 @@ impl Cq {
             consumed,
             log,
             reserved: AtomicU64::new(0),
+            recorder,
             state: Mutex::new(state),
         })))
     }
@@ -169,7 +174,7 @@ impl Cq {
     /// [`Error::Deadline`] after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
         let mut found = None;
-        self.0.wait_until(timeout, "waiting for a completion", || {
+        self.0.wait_until(timeout, "waiting for a completion", || self.0.awaits_next(), || {
             found = self.poll();
             found.is_some()
         })?;
@@ -240,6 +245,28 @@ impl CqInner {
         self.free(&mut state);
     }
 
+    /// Which slot this word belongs to, and the mask of slot numbers.
+    pub(crate) fn slot_of(&self, at: &Word32) -> Option<(u64, u64)> {
+        let offset = at.addr().checked_sub(self.parts.ring.addr() + mlx5::CQE_OP_OWN_OFFSET as u64)?;
+        Some((offset / CQE_SIZE as u64, self.capacity() - 1))
+    }
+
+    /// A wait for the next completion to be polled.
+    fn awaits_next(&self) -> Awaited {
+        let state = self.state.lock();
+        match &*state.queues {
+            [queue] if state.attached == 1 => queue.awaits(state.poll_next),
+            _ => Awaited {
+                queue: Queue::Shared,
+                qpn: self.cqn(),
+                number: state.poll_next,
+                value: 0,
+                posted: self.reserved.load(Ordering::Relaxed) + state.freed,
+                completed: state.reaped,
+            },
+        }
+    }
+
     fn has_arrived(&self, n: u64) -> bool {
         let offset = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
         let word = self.parts.ring.atomic32(offset).expect("CQE words lie in the ring, aligned");
@@ -257,9 +284,9 @@ impl CqInner {
             let slot = &mut state.slots[at];
             slot.wc = None;
             match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
-                Some((wc, false)) => slot.wc = Some(wc),
+                Some((number, wc, false)) => slot.wc = Some((number, wc)),
                 // Of a request that was given up after it was prepared, or of a queue that is gone.
-                Some((_, true)) | None if slot.taken == Taken::No => slot.taken = Taken::Done,
+                Some((_, _, true)) | None if slot.taken == Taken::No => slot.taken = Taken::Done,
                 _ => {}
             }
             state.reaped += 1;
@@ -327,7 +354,14 @@ impl CqInner {
         }
         state.claim_next = state.claim_next.max(state.poll_next);
         self.free(state);
-        found
+        let (number, wc) = found?;
+        let queue = if wc.is_send() { Queue::Send } else { Queue::Receive };
+        self.recorder.note(|| {
+            let status = wc.syndrome.map_or(0, |syndrome| syndrome.0);
+            let event = Event::of(Stage::Released, queue, By::Cpu, wc.qpn, number);
+            Event { len: wc.byte_len, status, ..event }
+        });
+        Some(wc)
     }
 
     /// Claims completions of the queue for a stream wait: `None` when the last of them was taken before. Returns the
@@ -517,7 +551,7 @@ impl CqInner {
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
             let slot = &mut slots[self.index(n)];
-            let of_queue = slot.wc.is_none_or(|wc| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
+            let of_queue = slot.wc.is_none_or(|(_, wc)| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
             if slot.taken == Taken::No && of_queue {
                 slot.taken = Taken::Done;
             }
@@ -550,16 +584,20 @@ impl CqInner {
         self.parts.event.park(ready, timeout);
     }
 
-    /// Calls `done` until it is true: busy at first, then asleep between completions of this queue.
+    /// Calls `done` until it is true: busy at first, then asleep between completions of this queue. `awaited` says what it waits
+    /// for, to the flight recorder.
     pub(crate) fn wait_until(
         &self,
         timeout: Duration,
         what: &'static str,
+        awaited: impl Fn() -> Awaited,
         mut done: impl FnMut() -> bool,
     ) -> Result<()> {
         const SPIN: Duration = Duration::from_micros(50);
         let start = Instant::now();
         let mut rounds = 0u32;
+        let since = self.recorder.stamp();
+        let mut held = None;
         loop {
             if done() {
                 return Ok(());
@@ -571,7 +609,11 @@ impl CqInner {
             }
             let waited = start.elapsed();
             if waited >= timeout {
+                held.into_iter().for_each(Hold::give_up);
                 return Err(Error::Deadline { what, after: timeout });
+            }
+            if waited >= NOTED_AFTER {
+                held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
             }
             if waited < SPIN / 8 {
                 std::hint::spin_loop();
