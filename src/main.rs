@@ -1,6 +1,7 @@
 //! The command-line tool.
 
 mod bench;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -23,12 +24,15 @@ enum Command {
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
     #[command(subcommand)]
     Gdrcopy(Tool),
+    /// Shows what processes have recorded, also killed ones: which wait is stuck, on which peer and request.
+    Trace(trace::Options),
 }
 
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
     match Cli::parse().command {
         Command::Gdrcopy(tool) => tool.run(),
+        Command::Trace(options) => options.run(),
         Command::Bench(bench) => match bench.run() {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {

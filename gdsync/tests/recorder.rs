@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use common::{PATIENCE, Side, loopback, pair, received, reconnect, sent, stream};
-use gdsync::recorder::{By, Event, Marks, Queue, Recording, Stage};
+use gdsync::recorder::{By, Event, Marks, Peer, Queue, Recording, Stage, Wait};
 use gdsync::stream::Cond;
 use gdsync::verbs::{RecvWr, SendWr};
 
@@ -14,11 +14,24 @@ fn recording() -> Recording {
     Recording::read(&Marks::open().unwrap().path().unwrap()).unwrap()
 }
 
-/// The stages of a request, in the order of time.
+/// What the recording tells of a queue pair: those of other devices may have the same number.
+fn peer<'r>(recording: &'r Recording, side: &Side) -> &'r Peer {
+    let is_it = |peer: &&Peer| (peer.gid, peer.qpn) == (side.context.gid(), side.qp.qpn());
+    recording.peers.iter().find(is_it).unwrap()
+}
+
+/// What happened to a queue, in the order of time.
+fn events<'r>(recording: &'r Recording, side: &Side, queue: Queue) -> impl Iterator<Item = Event> + 'r {
+    let peer = peer(recording, side);
+    let is_it = move |event: &Event| (event.device, event.qpn, event.queue) == (peer.device, peer.qpn, queue);
+    recording.records.iter().map(|record| record.event).filter(is_it)
+}
+
+/// The stages of a request, in the order of time; not of waits, which may be made when it is complete or before.
 fn stages(recording: &Recording, side: &Side, queue: Queue, number: u64) -> Vec<(Stage, By)> {
-    let is_it = |event: &Event| (event.qpn, event.queue, event.number) == (side.qp.qpn(), queue, number);
-    let events = recording.records.iter().map(|record| record.event).filter(is_it);
-    events.map(|event| (event.stage, event.by)).collect()
+    let waits = [Stage::WaitSubmitted, Stage::WaitBegun, Stage::WaitEnded];
+    let all = events(recording, side, queue).filter(|event| event.number == number);
+    all.map(|event| (event.stage, event.by)).filter(|(stage, _)| !waits.contains(stage)).collect()
 }
 
 fn receive(side: &Side, n: u64) {
@@ -50,22 +63,15 @@ fn a_send_of_a_stream_has_all_stages() {
             (Stage::Completed, By::Hca),
             (Stage::Released, By::HostStream),
         ];
-        let mut sends = stages(&recording, &a, Queue::Send, n);
-        // It may be submitted before or after the send is complete.
-        sends.retain(|(stage, _)| *stage != Stage::WaitSubmitted);
-        sends.retain(|(stage, _)| !matches!(stage, Stage::WaitBegun | Stage::WaitEnded));
-        assert_eq!(sends, expected, "send {n}");
-        let mut receives = stages(&recording, &b, Queue::Receive, n);
-        receives.retain(|(stage, _)| !matches!(stage, Stage::WaitBegun | Stage::WaitEnded));
+        assert_eq!(stages(&recording, &a, Queue::Send, n), expected, "send {n}");
         let expected = [(Stage::Prepared, By::Cpu), (Stage::Completed, By::Hca), (Stage::Released, By::Cpu)];
-        assert_eq!(receives, expected, "receive {n}");
-        let fetched = recording.records.iter().map(|record| record.event);
-        let mut fetched = fetched.filter(|event| event.qpn == a.qp.qpn() && event.stage == Stage::Fetched);
-        assert!(fetched.all(|event| event.len == 24));
+        assert_eq!(stages(&recording, &b, Queue::Receive, n), expected, "receive {n}");
     }
-    let peer = recording.peer(a.qp.qpn()).unwrap();
-    assert_eq!(peer.remote, Some((b.context.gid(), b.qp.qpn())));
-    assert_eq!((peer.gid, peer.rank), (a.context.gid(), None));
+    let of_stage = |event: &Event| matches!(event.stage, Stage::Prepared | Stage::Fetched);
+    assert!(events(&recording, &a, Queue::Send).filter(of_stage).all(|event| event.len == 24));
+    let peer = peer(&recording, &a);
+    assert_eq!((peer.remote, peer.rank), (Some((b.context.gid(), b.qp.qpn())), None));
+    assert_eq!(recording.peer(peer.device, peer.qpn), Some(peer));
 }
 
 #[test]
@@ -90,9 +96,8 @@ fn numbers_go_on_after_a_reset_that_sweeps_requests_away() {
     received(&b).ok().unwrap();
     let recording = recording();
     let numbers = |side: &Side, queue, stage| -> Vec<_> {
-        let events = recording.records.iter().map(|record| record.event);
-        let of = |event: &Event| event.qpn == side.qp.qpn() && event.queue == queue && event.stage == stage;
-        events.filter(of).map(|event| event.number).collect()
+        let of_stage = events(&recording, side, queue).filter(|event| event.stage == stage);
+        of_stage.map(|event| event.number).collect()
     };
     assert_eq!(numbers(&a, Queue::Send, Stage::Completed), [0, 1]);
     assert_eq!(numbers(&b, Queue::Receive, Stage::Completed), [0, 1]);
@@ -112,8 +117,10 @@ fn waits_are_told_while_they_last() {
     let mut waits = Vec::new();
     common::until(|| {
         let recording = recording();
-        let ours = |wait: &&gdsync::recorder::Wait| {
-            wait.awaited.qpn == a.qp.qpn() || wait.awaited.number == word.addr()
+        let peer = peer(&recording, &a);
+        let ours = |wait: &&Wait| {
+            let awaited = &wait.awaited;
+            (awaited.device, awaited.qpn) == (peer.device, peer.qpn) || awaited.number == word.addr()
         };
         waits = recording.open_waits().filter(ours).copied().collect();
         waits.len() == 2
@@ -131,7 +138,8 @@ fn waits_are_told_while_they_last() {
     queue.synchronize(PATIENCE).unwrap();
     words.synchronize(PATIENCE).unwrap();
     let recording = recording();
-    assert!(recording.open_waits().all(|wait| wait.awaited.qpn != a.qp.qpn()), "{:?}", recording.waits);
+    let device = peer(&recording, &a).device;
+    assert!(recording.open_waits().all(|wait| wait.awaited.device != device), "{:?}", recording.waits);
     let released = stages(&recording, &a, Queue::Receive, 0).into_iter().next_back();
     assert_eq!(released, Some((Stage::Released, By::HostStream)));
     assert!(a.qp.recv_cq().wait(std::time::Duration::from_millis(1)).is_err());
@@ -151,9 +159,9 @@ fn failures_have_their_syndrome() {
     let error = sent(&a).ok().unwrap_err();
     received(&a).ok().unwrap_err();
     let recording = recording();
-    let failed = recording.last_of(a.qp.qpn(), Queue::Send, Some(Stage::Completed)).unwrap();
+    let failed = recording.last_of(peer(&recording, &a), Queue::Send, Some(Stage::Completed)).unwrap();
     assert_eq!(failed.event.status, error.syndrome.0);
-    let flushed = recording.last_of(a.qp.qpn(), Queue::Receive, Some(Stage::Completed)).unwrap();
+    let flushed = recording.last_of(peer(&recording, &a), Queue::Receive, Some(Stage::Completed)).unwrap();
     assert_eq!(flushed.event.status, gdsync::mlx5::Syndrome::WR_FLUSH_ERR.0);
 }
 

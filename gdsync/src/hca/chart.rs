@@ -3,6 +3,8 @@
 //! The rings only have the low bits of these. But every request is fetched once, in order, and has one completion; those that a
 //! reset swept away give their numbers to the next.
 
+use super::gid::Gid;
+use crate::error::Result;
 use crate::mlx5::{Cqe, CqeOpcode};
 use crate::recorder::{By, Event, Log, Queue, Stage};
 
@@ -17,8 +19,9 @@ pub(crate) struct Chart {
 }
 
 impl Chart {
-    pub(crate) fn new(log: Log) -> Self {
-        Self { log, ..Self::default() }
+    /// For a queue pair of the device at this address.
+    pub(crate) fn new(gid: Gid) -> Result<Self> {
+        Ok(Self { log: Log::open()?.on(gid), ..Self::default() })
     }
 
     /// The doorbell was found rung.

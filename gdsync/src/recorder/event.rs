@@ -112,6 +112,8 @@ pub struct Event {
     pub queue: Queue,
     /// By whom.
     pub by: By,
+    /// The open device, numbered from 1 in each process: queue pairs of two may have the same number. 0 for words and marks.
+    pub device: u8,
     /// The queue pair, 24 bits; 0 for words and marks.
     pub qpn: u32,
     /// The number of the work request in its queue, from 0, as [`Completion::index`](crate::verbs::Completion::index) tells it;
@@ -132,28 +134,30 @@ impl Event {
     /// One of a work request.
     #[inline]
     pub(crate) fn of(stage: Stage, queue: Queue, by: By, qpn: u32, number: u64) -> Self {
-        Self { stage, queue, by, qpn, number, len: 0, status: 0, stream: 0 }
+        Self { stage, queue, by, device: 0, qpn, number, len: 0, status: 0, stream: 0 }
     }
 
-    /// What follows the stamp in a record: the number, then the rest but for the check, which is the low half of the last.
+    /// What follows the stamp in a record: the number, then the rest but for the check, which is the low 24 bits of the last.
     #[inline]
     pub(super) fn pack(&self) -> [u64; 3] {
         let kind = u64::from(self.qpn & 0xff_ffff) | u64::from(self.stage as u8) << 24;
-        let rest = u64::from(self.queue as u8)
-            | u64::from(self.by as u8) << 2
-            | u64::from(self.status) << 8
-            | u64::from(self.stream) << 16;
-        [self.number, u64::from(self.len) | kind << 32, rest << 32]
+        let rest = u64::from(self.device) << 24
+            | u64::from(self.queue as u8) << 32
+            | u64::from(self.by as u8) << 34
+            | u64::from(self.status) << 40
+            | u64::from(self.stream) << 48;
+        [self.number, u64::from(self.len) | kind << 32, rest]
     }
 
     /// What [`Event::pack`] made; `None` of anything else.
     pub(super) fn unpack([number, middle, rest]: [u64; 3]) -> Option<Self> {
         let [l0, l1, l2, l3, q0, q1, q2, stage] = middle.to_le_bytes();
-        let [_, _, _, _, flags, status, s0, s1] = rest.to_le_bytes();
+        let [_, _, _, device, flags, status, s0, s1] = rest.to_le_bytes();
         Some(Self {
             stage: Stage::from_code(stage)?,
             queue: Queue::from_code(flags & 3)?,
             by: By::from_code(flags >> 2)?,
+            device,
             qpn: u32::from_le_bytes([q0, q1, q2, 0]),
             number,
             len: u32::from_le_bytes([l0, l1, l2, l3]),
@@ -168,6 +172,8 @@ impl Event {
 pub struct Awaited {
     /// The queue, or none for a word.
     pub queue: Queue,
+    /// Its device, as [`Event::device`].
+    pub device: u8,
     /// Its queue pair, or the number of a shared completion queue.
     pub qpn: u32,
     /// The number of the work request, or the address of the word.
@@ -185,12 +191,12 @@ impl Awaited {
     pub(crate) fn word(address: u64, value: u64) -> Self {
         let [v0, v1, v2, v3, ..] = value.to_le_bytes();
         let value = u32::from_le_bytes([v0, v1, v2, v3]);
-        Self { queue: Queue::None, qpn: 0, number: address, value, posted: 0, completed: 0 }
+        Self { queue: Queue::None, device: 0, qpn: 0, number: address, value, posted: 0, completed: 0 }
     }
 
     pub(super) fn event(&self, stage: Stage, by: By) -> Event {
-        let Self { queue, qpn, number, value, .. } = *self;
-        Event { len: value, ..Event::of(stage, queue, by, qpn, number) }
+        let Self { queue, device, qpn, number, value, .. } = *self;
+        Event { device, len: value, ..Event::of(stage, queue, by, qpn, number) }
     }
 }
 
@@ -198,6 +204,7 @@ impl Awaited {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::layout::CHECK;
     use super::*;
 
     proptest! {
@@ -206,13 +213,14 @@ mod tests {
             stage in prop::sample::select(Stage::ALL),
             queue in prop::sample::select(Queue::ALL),
             by in prop::sample::select(By::ALL),
-            (qpn, number, len, status, stream) in (0..1u32 << 24, any::<u64>(), any::<u32>(), any::<u8>(), any::<u16>()),
-            check in any::<u32>(),
+            (device, qpn, number) in (any::<u8>(), 0..1u32 << 24, any::<u64>()),
+            (len, status, stream) in (any::<u32>(), any::<u8>(), any::<u16>()),
+            check in 0..1u64 << 24,
         ) {
-            let event = Event { stage, queue, by, qpn, number, len, status, stream };
+            let event = Event { stage, queue, by, device, qpn, number, len, status, stream };
             let [a, b, c] = event.pack();
-            prop_assert_eq!(c & u64::from(u32::MAX), 0, "room for the check");
-            prop_assert_eq!(Event::unpack([a, b, c | u64::from(check)]), Some(event));
+            prop_assert_eq!(c & CHECK, 0, "room for the check");
+            prop_assert_eq!(Event::unpack([a, b, c | check]), Some(event));
         }
 
         #[test]

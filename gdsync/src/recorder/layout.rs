@@ -72,8 +72,14 @@ pub(super) const fn file_bytes(records: usize) -> usize {
     ring(LANES, records)
 }
 
-/// What the check of the `n`th record of a lane is, and of a wait or a row that was written so often: never 0.
+/// The bits of a record's check.
+pub(super) const CHECK: u64 = (1 << 24) - 1;
+
+/// What the check of the `n`th record of a lane is, and of a wait or a row that was written so often: never 0, and the number
+/// again up to the most records that a lane may have.
 #[inline]
 pub(super) fn check(n: u64) -> u64 {
-    (n & (u32::MAX >> 1) as u64) + 1
+    (n & (CHECK >> 1)) + 1
 }
+
+const _: () = assert!(MOST_RECORDS < CHECK >> 1);

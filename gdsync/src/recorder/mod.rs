@@ -53,6 +53,7 @@ pub use rows::Peer;
 
 use crate::env::variable;
 use crate::error::{Error, Result};
+use crate::hca::Gid;
 
 /// What the process has.
 enum Current {
@@ -72,7 +73,11 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A handle of the recorder of this process, or of none. While there is one, so is the file.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Log(Option<Arc<Recorder>>);
+pub(crate) struct Log {
+    recorder: Option<Arc<Recorder>>,
+    /// The number of the device that it is for, 0 for none.
+    device: u8,
+}
 
 impl Log {
     /// The recorder of this process; none where it is switched off, or where nobody asked for it and it cannot be had.
@@ -94,7 +99,7 @@ impl Log {
             Current::One(known) => {
                 let known = known.upgrade().filter(|known| known.is_of_this_process());
                 if known.is_some() {
-                    return Ok(Self(known));
+                    return Ok(Self { recorder: known, device: 0 });
                 }
             }
             Current::Refused(pid) if *pid == std::process::id() && !is_asked => return Ok(Self::default()),
@@ -106,7 +111,7 @@ impl Log {
                 let recorder = Arc::new(recorder);
                 tracing::debug!(path = %recorder.path().display(), records = recorder.records(), "flight recorder");
                 *current = Current::One(Arc::downgrade(&recorder));
-                Ok(Self(Some(recorder)))
+                Ok(Self { recorder: Some(recorder), device: 0 })
             }
             Err(error) if is_asked => Err(error),
             Err(error) => {
@@ -121,30 +126,40 @@ impl Log {
     pub(crate) fn current() -> Self {
         let Some(current) = CURRENT.try_lock() else { return Self::default() };
         let Current::One(known) = &*current else { return Self::default() };
-        Self(known.upgrade().filter(|known| known.is_of_this_process()))
+        Self { recorder: known.upgrade().filter(|known| known.is_of_this_process()), device: 0 }
     }
 
     fn recorder(&self) -> Option<&Arc<Recorder>> {
-        self.0.as_ref()
+        self.recorder.as_ref()
+    }
+
+    /// The same for what happens on a device.
+    pub(crate) fn on(self, gid: Gid) -> Self {
+        let device = self.recorder.as_ref().map_or(0, |recorder| recorder.rows.lock().device(gid));
+        Self { device, ..self }
+    }
+
+    pub(crate) fn device(&self) -> u8 {
+        self.device
     }
 
     /// Records an event.
     #[inline]
     pub(crate) fn note(&self, event: impl FnOnce() -> Event) {
-        if let Some(recorder) = &self.0 {
-            recorder.put(&event());
+        if let Some(recorder) = &self.recorder {
+            recorder.put(&Event { device: self.device, ..event() });
         }
     }
 
     /// A stamp, for a wait that may become one to note.
     #[inline]
     pub(crate) fn stamp(&self) -> u64 {
-        self.0.as_ref().map_or(0, |recorder| recorder.stamp())
+        self.recorder.as_ref().map_or(0, |recorder| recorder.stamp())
     }
 
     /// Notes that the calling thread has been in a wait since that stamp. It ends when the result is dropped.
     pub(crate) fn hold(&self, since: u64, awaited: Awaited, by: By) -> Hold {
-        let held = self.0.clone().map(|recorder| (recorder, awaited, by));
+        let held = self.recorder.clone().map(|recorder| (recorder, awaited, by));
         if let Some((recorder, awaited, by)) = &held {
             recorder.put_wait(awaited, Stage::WaitBegun, *by, since);
         }
@@ -204,7 +219,7 @@ impl Marks {
 
     /// Whether anything is recorded.
     pub fn is_recording(&self) -> bool {
-        self.0.0.is_some()
+        self.0.recorder.is_some()
     }
 
     /// The file, if there is one.

@@ -216,9 +216,9 @@ impl Recording {
         self.records.last().map(|record| record.at).into_iter().chain(waits).max().unwrap_or(self.begun)
     }
 
-    /// The queue pair of this number, the living one where there were several.
-    pub fn peer(&self, qpn: u32) -> Option<&Peer> {
-        let all = || self.peers.iter().filter(|peer| peer.qpn == qpn);
+    /// The queue pair of this number on this device, the living one where there were several.
+    pub fn peer(&self, device: u8, qpn: u32) -> Option<&Peer> {
+        let all = || self.peers.iter().filter(|peer| (peer.device, peer.qpn) == (device, qpn));
         all().find(|peer| !peer.is_gone).or_else(|| all().next_back())
     }
 
@@ -228,10 +228,11 @@ impl Recording {
     }
 
     /// What is known of the last event of a queue, and of the last one of a certain stage.
-    pub fn last_of(&self, qpn: u32, queue: Queue, stage: Option<Stage>) -> Option<&Record> {
+    pub fn last_of(&self, peer: &Peer, queue: Queue, stage: Option<Stage>) -> Option<&Record> {
         self.records.iter().rev().find(|record| {
             let event = &record.event;
-            event.qpn == qpn && event.queue == queue && stage.is_none_or(|stage| stage == event.stage)
+            let is_its = (event.device, event.qpn, event.queue) == (peer.device, peer.qpn, queue);
+            is_its && stage.is_none_or(|stage| stage == event.stage)
         })
     }
 }
@@ -263,8 +264,8 @@ fn thread(row: &[u8]) -> Thread {
 
 fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
     let [since, number, middle, rest, posted, completed, changed, _] = row;
-    let Event { stage, queue, by, qpn, number, len, .. } = Event::unpack([number, middle, rest])?;
-    let awaited = Awaited { queue, qpn, number, value: len, posted, completed };
+    let Event { stage, queue, by, device, qpn, number, len, .. } = Event::unpack([number, middle, rest])?;
+    let awaited = Awaited { queue, device, qpn, number, value: len, posted, completed };
     Some(Wait { awaited, by, stage, since: scale.at(since), changed: scale.at(changed), thread })
 }
 
@@ -276,7 +277,7 @@ fn whole(
     scale: &Scale,
 ) -> Option<Record> {
     let [at, number, middle, rest] = record;
-    let n = (rest & u64::from(u32::MAX)).checked_sub(1)?;
+    let n = (rest & layout::CHECK).checked_sub(1)?;
     let in_place = n & (capacity - 1) == slot as u64;
     let event = Event::unpack([number, middle, rest]).filter(|_| in_place)?;
     Some(Record { at: scale.at(at), thread: lane, event })

@@ -18,9 +18,20 @@ pub(super) struct Rows {
     /// Where the search for one to use again goes on.
     next: usize,
     written: u64,
+    /// Devices by number, the first one 1.
+    devices: Vec<Gid>,
 }
 
 impl Rows {
+    /// The number of a device; beyond the 255th they share one.
+    pub(super) fn device(&mut self, gid: Gid) -> u8 {
+        let at = self.devices.iter().position(|&known| known == gid).unwrap_or_else(|| {
+            self.devices.push(gid);
+            self.devices.len() - 1
+        });
+        u8::try_from(at + 1).unwrap_or(u8::MAX)
+    }
+
     /// A row: one that was never used, or one whose queue pair is long gone.
     fn take(&mut self) -> Option<usize> {
         if self.used.len() < QUEUE_PAIRS {
@@ -37,6 +48,8 @@ impl Rows {
 /// A queue pair as its row tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
+    /// The open device, numbered from 1 in each process.
+    pub device: u8,
     /// The queue pair, 24 bits.
     pub qpn: u32,
     /// The address of its HCA.
@@ -57,7 +70,8 @@ impl Peer {
         let flags = u64::from(self.remote.is_some()) << 62 | u64::from(self.is_gone) << 63;
         let rank = self.rank.map_or(0, |rank| u64::from(rank) + 1);
         let remote_qpn = self.remote.map_or(0, |(_, qpn)| qpn);
-        [u64::from(self.qpn) | flags, rank, u64::from(remote_qpn), own[0], own[1], remote[0], remote[1]]
+        let own_qp = u64::from(self.qpn) | u64::from(self.device) << 32;
+        [own_qp | flags, rank, u64::from(remote_qpn), own[0], own[1], remote[0], remote[1]]
     }
 
     pub(super) fn unpack([head, rank, remote_qpn, o0, o1, r0, r1]: [u64; 7]) -> Option<Self> {
@@ -67,9 +81,11 @@ impl Peer {
             bytes[8..].copy_from_slice(&halves[1].to_ne_bytes());
             Gid(bytes)
         };
-        let qpn = u32::try_from(head & !(3 << 62)).ok()?;
+        let [q0, q1, q2, q3, device, ..] = head.to_le_bytes();
+        let qpn = u32::from_le_bytes([q0, q1, q2, q3]);
         let remote_qpn = u32::try_from(remote_qpn).ok()?;
         Some(Self {
+            device,
             qpn,
             gid: gid([o0, o1]),
             remote: (head & 1 << 62 != 0).then_some((gid([r0, r1]), remote_qpn)),
@@ -88,9 +104,10 @@ pub(crate) struct QpLog {
 }
 
 impl QpLog {
+    /// The log must be on the device of the queue pair.
     pub(crate) fn new(log: Log, qpn: u32, gid: Gid) -> Self {
         let row = log.recorder().and_then(|recorder| recorder.rows.lock().take());
-        let peer = Peer { qpn, gid, remote: None, rank: None, is_gone: false };
+        let peer = Peer { device: log.device(), qpn, gid, remote: None, rank: None, is_gone: false };
         let this = Self { log, qpn, row, peer: Mutex::new(peer) };
         this.change(|_| {});
         this
@@ -166,7 +183,7 @@ mod tests {
         let (gid, other) = (Gid::random().unwrap(), Gid::random().unwrap());
         for remote in [None, Some((other, 0xff_ffff)), Some((gid, 0))] {
             for (rank, is_gone) in [(None, true), (Some(0), false), (Some(u32::MAX), true)] {
-                let peer = Peer { qpn: 0xff_ffff, gid, remote, rank, is_gone };
+                let peer = Peer { device: 255, qpn: 0xff_ffff, gid, remote, rank, is_gone };
                 assert_eq!(Peer::unpack(peer.pack()), Some(peer));
             }
         }
@@ -175,6 +192,8 @@ mod tests {
     #[test]
     fn rows_are_used_again_when_there_are_no_more() {
         let mut rows = Rows::default();
+        let (one, two) = (Gid::random().unwrap(), Gid::random().unwrap());
+        assert_eq!([one, two, one].map(|gid| rows.device(gid)), [1, 2, 1]);
         for row in 0..QUEUE_PAIRS {
             assert_eq!(rows.take(), Some(row));
         }

@@ -258,6 +258,7 @@ impl CqInner {
             [queue] if state.attached == 1 => queue.awaits(state.poll_next),
             _ => Awaited {
                 queue: Queue::Shared,
+                device: self.recorder.device(),
                 qpn: self.cqn(),
                 number: state.poll_next,
                 value: 0,

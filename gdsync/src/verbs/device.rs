@@ -257,7 +257,7 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
-        Cq::create(self.provider.clone(), entries, OnGpu::empty(), &Places::default(), self.log.clone())
+        Cq::create(self.provider.clone(), entries, OnGpu::empty(), &Places::default(), self.log.clone().on(self.gid()))
     }
 
     /// Injects faults into the software HCA until the next call; the default plan has none.

@@ -450,7 +450,7 @@ impl QpBuilder {
         if let Some(gpu) = &places.gpu {
             provider.admit(gpu, &mut || probe(&self.pd, gpu))?;
         }
-        let recorder = Log::open()?;
+        let recorder = Log::open()?.on(provider.gid());
         let own = |cq: Option<Cq>, log: u32, ring| {
             let create = || Cq::create(provider.clone(), 1 << log, ring, places, recorder.clone());
             cq.map_or_else(create, Ok)
@@ -468,7 +468,7 @@ impl QpBuilder {
             max_inline: self.max_inline,
         };
         let QpParts { qpn, psn, sq, rq, record, doorbell, health } = provider.create_qp(&request, places)?;
-        let found = if provider.reads_by_itself() { recorder.clone() } else { Log::default() };
+        let found = (recorder.clone(), provider.reads_by_itself());
         let log = QpLog::new(recorder, qpn, provider.address(qpn, psn).gid);
         let core = Arc::new(QpCore {
             provider,
@@ -483,8 +483,8 @@ impl QpBuilder {
             log,
             _pd: self.pd,
         });
-        let send_tracker = Tracker::new(qpn, true, log_sq, health.clone(), found.clone());
-        let recv_tracker = Tracker::new(qpn, false, log_rq, health, found);
+        let send_tracker = Tracker::new(qpn, true, 1 << log_sq, health.clone(), found.clone());
+        let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
         let end = QueueEnd::new(core.clone(), send_cq, send_tracker);

@@ -66,8 +66,9 @@ pub(crate) struct Tracker {
     /// What the state says of requests posted and retired, to be read without its lock.
     posted: AtomicU64,
     retired: AtomicU64,
-    /// Of a card: it does not record completions itself.
-    found: Log,
+    log: Log,
+    /// It is a card's, which does not record completions itself.
+    is_card: bool,
     state: Mutex<Track>,
 }
 
@@ -109,9 +110,15 @@ pub(crate) struct Entry {
 }
 
 impl Tracker {
-    /// For a queue of at most `1 << log` requests.
-    pub(crate) fn new(qpn: u32, is_send: bool, log: u32, health: Arc<Health>, found: Log) -> Arc<Self> {
-        let entries = vec![Entry::default(); 1 << log].into();
+    /// For a queue of at most so many requests, a power of two.
+    pub(crate) fn new(
+        qpn: u32,
+        is_send: bool,
+        entries: usize,
+        health: Arc<Health>,
+        (log, is_card): (Log, bool),
+    ) -> Arc<Self> {
+        let entries = vec![Entry::default(); entries].into();
         let scratch = Box::new([0; MAX_WQE_BYTES]);
         let state = Track {
             entries,
@@ -131,7 +138,8 @@ impl Tracker {
             life: AtomicUsize::new(0),
             posted: AtomicU64::new(0),
             retired: AtomicU64::new(0),
-            found,
+            log,
+            is_card,
             state: Mutex::new(state),
         })
     }
@@ -159,7 +167,8 @@ impl Tracker {
     /// A wait for the completion of request `n`.
     pub(crate) fn awaits(&self, n: u64) -> Awaited {
         let [posted, completed] = [&self.posted, &self.retired].map(|count| count.load(Ordering::Relaxed));
-        Awaited { queue: self.queue(), qpn: self.qpn, number: n, value: 0, posted, completed }
+        let device = self.log.device();
+        Awaited { queue: self.queue(), device, qpn: self.qpn, number: n, value: 0, posted, completed }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Track> {
@@ -248,11 +257,13 @@ impl Tracker {
         track.tail = entry.end;
         self.retired.store(track.retired, Ordering::Relaxed);
         drop(track);
-        self.found.note(|| {
-            let (len, status) = (cqe.byte_cnt, if failed { cqe.syndrome.0 } else { 0 });
-            let event = Event::of(Stage::Completed, self.queue(), By::Hca, self.qpn, n);
-            Event { len, status, ..event }
-        });
+        if self.is_card {
+            self.log.note(|| {
+                let (len, status) = (cqe.byte_cnt, if failed { cqe.syndrome.0 } else { 0 });
+                let event = Event::of(Stage::Completed, self.queue(), By::Hca, self.qpn, n);
+                Event { len, status, ..event }
+            });
+        }
         if let Err(error) = wc.ok() {
             self.health.record(error.into());
         }
@@ -319,7 +330,7 @@ mod tests {
         let bad = [Cqe { wqe_counter: 1, ..good }, Cqe { format: 1, ..good }];
         for (cqe, fine) in [(good, true), (bad[0], false), (bad[1], false)] {
             let health = Arc::new(Health::default());
-            let tracker = Tracker::new(5, true, 2, health.clone(), Log::default());
+            let tracker = Tracker::new(5, true, 4, health.clone(), (Log::default(), false));
             tracker.lock().push(Entry { end: 1, ..Entry::default() });
             assert!(tracker.complete(&cqe).is_some());
             assert_eq!(health.check().is_ok(), fine, "{:?}", health.check());

@@ -85,7 +85,8 @@ fn a_record_that_was_being_written_is_left_out() {
 #[test]
 fn a_wait_lasts_from_its_first_begin() {
     let recorder = Recorder::start(128).unwrap();
-    let awaited = Awaited { queue: Queue::Receive, qpn: 0x4_0101, number: 7, value: 0, posted: 9, completed: 6 };
+    let awaited =
+        Awaited { queue: Queue::Receive, device: 1, qpn: 0x4_0101, number: 7, value: 0, posted: 9, completed: 6 };
     let put = |stage| recorder.put_wait(&awaited, stage, By::Cpu, recorder.stamp());
     put(Stage::WaitBegun);
     let [begun] = read(&recorder).waits[..] else { panic!() };
