@@ -12,6 +12,7 @@ use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
 use crate::deadline::Deadline;
+use crate::ends::ACK_TIMEOUT;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
 use crate::link::Most;
@@ -182,12 +183,13 @@ impl Builder {
         let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
         let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
-        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, deadline.remaining())?;
+        let alarm = Arc::default();
+        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
         let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
-        let watch = self.watch.then(|| Watch::start(peers.clone(), lanes.clone())).transpose();
+        let watch = self.watch.then(|| Watch::start(alarm.clone(), peers.clone(), lanes.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
@@ -197,6 +199,7 @@ impl Builder {
             near: planes.near,
             paths: planes.paths,
             cache,
+            alarm,
             _watch: watch,
             peers,
             _credits: credits,
@@ -213,9 +216,9 @@ impl Builder {
 
     /// A queue pair to build, as was asked for.
     pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
-        // A receive that is late is waited for: the deadlines of waits end what never comes. Eight tries of half a second: a
-        // rank that is only slow must not be given up.
-        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7).timeout(17);
+        // A receive that is late is waited for: the deadlines of waits end what never comes.
+        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
+        let builder = builder.timeout(ACK_TIMEOUT);
         let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
         match &self.gpu {
             Some(gpu) => builder.on_gpu(gpu, self.on_gpu),

@@ -18,7 +18,7 @@ use crate::path::{self, Path, Plane};
 use crate::peer::{Peer, Piece, Way};
 use crate::request::{Request, Status};
 use crate::spawn::Children;
-use crate::watch::Watch;
+use crate::watch::{Alarm, Watch};
 use crate::window::Lanes;
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
@@ -34,6 +34,7 @@ pub(crate) struct Inner {
     pub(crate) near: Option<Plane>,
     pub(crate) paths: Vec<Path>,
     pub(crate) cache: Cache,
+    pub(crate) alarm: Arc<Alarm>,
     /// Ends before the words go that the peers write.
     pub(crate) _watch: Option<Watch>,
     pub(crate) peers: Arc<[Peer]>,
@@ -153,9 +154,9 @@ impl Communicator {
     /// As [`Communicator::isend`].
     pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let post = |link: &Link, sges: &[Sge]| {
-            let completion = link.send.post_send(&[SendWr::send(sges)])?;
+            let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
             // The CPU does not wait for the receive: the device does, by asking again.
-            link.credits.number(&completion, link.depth);
+            link.credits.count(&completion, link.depth);
             Ok((completion, ()))
         };
         Ok(self.peer(rank)?.start(Way::Send, "send", pieces, post)?.0)
@@ -175,8 +176,8 @@ impl Communicator {
     /// As [`Communicator::isend`].
     pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let post = |link: &Link, sges: &[Sge]| {
-            let completion = link.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
-            link.credits.grant();
+            let completion = link.ends.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
+            link.credits.grant(&completion);
             Ok((completion, ()))
         };
         Ok(self.peer(rank)?.start(Way::Recv, "receive", pieces, post)?.0)
@@ -187,10 +188,16 @@ impl Communicator {
     /// # Errors
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
-        let status = request.wait(timeout)?;
-        match &request.lane {
+        let status = match request.test()? {
+            Some(status) => status,
+            None => {
+                self.catch_up();
+                request.wait_long(timeout)?
+            }
+        };
+        match &request.0.lane {
             Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
-            None => self.peer(request.rank())?.recycle(),
+            None => self.peer(request.rank())?.finish(request, status),
         }
         Ok(status)
     }
@@ -211,8 +218,14 @@ impl Communicator {
     /// Moves messages along, takes back what finished ones held, and asks ranks that are silent whether they are there. Only
     /// needed by threads that neither wait nor send for long.
     pub fn progress(&self) {
+        self.catch_up();
         self.0.peers.iter().for_each(Peer::recycle);
         Lanes::recycle(&mut self.0.lanes.lock());
+    }
+
+    /// Tells the other ranks of receives that were held back.
+    fn catch_up(&self) {
+        self.0.alarm.answer(&self.0.peers);
     }
 
     /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
@@ -245,6 +258,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
     pub fn barrier(&self, timeout: Duration) -> Result<()> {
+        self.catch_up();
         self.0.bootstrap.lock().barrier(timeout)
     }
 
@@ -253,6 +267,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::barrier`].
     pub fn exchange(&self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.catch_up();
         self.0.bootstrap.lock().allgather(bytes, timeout)
     }
 

@@ -1,23 +1,19 @@
 //! How the queue pairs of all ranks find each other.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::{Access, Pd, Qp, QpAddress, QpBuilder};
+use gdsync::verbs::{Access, Pd, QpAddress, QpBuilder};
 
 use crate::bootstrap::Exchange;
 use crate::communicator::Registration;
 use crate::credit::{self, Credits, Way};
+use crate::ends::{ACK_TIMEOUT, Ends, row};
 use crate::error::{Error, Result};
 use crate::link::{Link, Most};
 use crate::path::{self, Planes};
-
-/// The queue pairs of one rank at this one.
-struct Ends {
-    send: Qp,
-    recv: Qp,
-    credits: Qp,
-}
+use crate::watch::Alarm;
 
 /// What a rank tells another one: where its messages, its credits and the word for its receives are taken.
 struct Card {
@@ -49,13 +45,14 @@ impl Card {
     }
 }
 
-/// Makes queue pairs with room for `most` messages to each rank by `build` and connects them with those of the other ranks. The region
-/// must live as long as the links: it has the words that the others write.
+/// Makes queue pairs with room for `most` messages to each rank by `build` and connects them with those of the other ranks.
+/// The region must live as long as the links: it has the words that the others write.
 pub(crate) fn connect(
     planes: &Planes,
     bootstrap: &mut dyn Exchange,
     most: Most,
     build: impl Fn(&Pd) -> QpBuilder,
+    alarm: &Arc<Alarm>,
     timeout: Duration,
 ) -> Result<(Vec<Link>, Registration)> {
     let (rank, size) = (bootstrap.rank(), bootstrap.size());
@@ -64,18 +61,15 @@ pub(crate) fn connect(
     let ends = (0..size)
         .map(|peer| {
             let pd = planes.pd(peer);
-            let send = build(pd).build()?;
-            let recv = if peer == rank { build(pd).build()? } else { send.clone() };
-            // Four seconds: a rank that is only slow must not be given up.
-            let credits =
-                pd.build_qp().max_send_wr(most.depth).max_recv_wr(1).max_inline(4).timeout(17).build()?;
-            Ok(Ends { send, recv, credits })
+            let queues = pd.build_qp().max_send_wr(most.depth).max_recv_wr(1).max_inline(4);
+            let credits = queues.timeout(ACK_TIMEOUT).build()?;
+            Ok((Ends::build(peer == rank, || build(pd))?, credits))
         })
         .collect::<Result<Vec<_>>>()?;
     let mut cards = Vec::with_capacity(size * Card::BYTES);
-    for (peer, ends) in ends.iter().enumerate() {
+    for (peer, (messages, credits)) in ends.iter().enumerate() {
         let word = table.on(planes.is_near(peer)).remote(credit::place(peer))?;
-        let card = Card { messages: ends.send.address(), credits: ends.credits.address(), word };
+        let card = Card { messages: messages.address(), credits: credits.address(), word };
         cards.extend(card.to_bytes());
     }
     let cards = bootstrap.allgather(&cards, timeout)?;
@@ -83,27 +77,20 @@ pub(crate) fn connect(
         let what = format!("gave the bytes of {} ranks, not of {size}", cards.len());
         return Err(Error::bootstrap("the exchange", what, "let allgather return a part of every rank"));
     }
-    let links = ends.into_iter().zip(&cards).enumerate().map(|(peer, (ends, theirs))| {
-        let (theirs, rest) = theirs.as_chunks::<{ Card::BYTES }>();
-        let theirs = theirs.get(rank).filter(|_| theirs.len() == size && rest.is_empty());
-        let theirs = theirs.ok_or_else(|| {
-            let fix = "run the same version and number of ranks everywhere";
-            Error::bootstrap(format!("rank {peer}"), "its address table has the wrong size", fix)
-        })?;
+    let links = ends.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
         let failed = |source| Error::Message { rank: peer, operation: "connect", source };
-        let theirs = Card::from_bytes(theirs).map_err(failed)?;
-        let way = if peer == rank {
-            ends.recv.connect(ends.send.address()).map_err(failed)?;
-            ends.send.connect(ends.recv.address()).map_err(failed)?;
-            Way::Own
-        } else {
-            ends.send.connect(theirs.messages).map_err(failed)?;
-            ends.credits.connect(theirs.credits).map_err(failed)?;
-            Way::Remote { qp: ends.credits, word: theirs.word }
+        let theirs = Card::from_bytes(row(theirs, peer, rank, size)?).map_err(failed)?;
+        messages.connect(theirs.messages).map_err(failed)?;
+        let way = match peer == rank {
+            true => Way::Own,
+            false => {
+                credits.connect(theirs.credits).map_err(failed)?;
+                Way::Remote { qp: credits, word: theirs.word }
+            }
         };
         let word = table.memory().word32(credit::place(peer))?;
-        let credits = Credits::new(word, way);
-        Ok(Link::new(peer, planes.is_near(peer), [ends.send, ends.recv], most, credits))
+        let credits = Credits::new(word, way, alarm.clone());
+        Ok(Link::new(peer, planes.is_near(peer), messages, most, credits))
     });
     Ok((links.collect::<Result<_>>()?, table))
 }

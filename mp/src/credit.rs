@@ -5,10 +5,16 @@
 //! that before it rings, so that what it sends never meets a missing receive, which costs a retry. Announcing the same number
 //! again does no harm, and shows whether the peer is still there.
 //!
+//! Not every receive is announced by itself: see [`is_due`]. One that is held back is announced by the next call that waits
+//! or that leaves a wait to a stream, and otherwise by the watching thread, about a millisecond later: see [`Alarm`].
+//!
 //! The words are written through queue pairs of their own: in the queue of the messages a write of the CPU would have to
 //! wait for sends that belong to a stream.
 
-use std::collections::VecDeque;
+mod numbers;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
@@ -16,6 +22,9 @@ use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::Cond;
 use gdsync::verbs::{Completion, Qp, SendWr};
 use parking_lot::Mutex;
+
+use crate::watch::Alarm;
+use numbers::{Numbers, low32};
 
 /// Bytes per word: a cache line, as each has a writer of its own.
 const SLOT: usize = 64;
@@ -38,8 +47,15 @@ pub(crate) fn place(rank: usize) -> usize {
 pub(crate) struct Credits {
     /// Receives the peer has posted for us.
     ready: Word32,
-    numbers: Mutex<Numbers>,
-    announced: Mutex<Announced>,
+    numbers: Numbers,
+    /// Receives posted for the peer. This and the next two are modulo 2^32.
+    posted: AtomicU32,
+    /// Of these, those that it was told of.
+    announced: AtomicU32,
+    /// Messages that have come from it, as far as anybody has looked.
+    arrived: AtomicU32,
+    last: Mutex<Announcement>,
+    alarm: Arc<Alarm>,
     way: Way,
 }
 
@@ -52,83 +68,83 @@ pub(crate) enum Way {
     Remote { qp: Qp, word: RemoteAddr },
 }
 
-/// What we have told the peer.
+/// The last one.
 #[derive(Debug)]
-struct Announced {
-    /// Receives posted for it.
-    posted: u32,
-    /// The queue was full when it should have been told.
-    behind: bool,
-    last: Option<Completion>,
-    when: Instant,
+struct Announcement {
+    written: Option<Completion>,
+    /// It was since somebody last looked, which was then.
+    is_new: bool,
+    looked: Instant,
 }
 
-/// Which send of the queue is which message. A send that is taken back gives its place in the queue, and so its number, to
-/// the next one.
-#[derive(Debug, Default)]
-struct Numbers {
-    /// The message before all of `sends`.
-    base: u32,
-    /// Places in the queue of the messages that follow.
-    sends: VecDeque<u64>,
-}
-
-impl Numbers {
-    /// The number of the message that would be sent next.
-    fn next(&self) -> u32 {
-        let after = u32::try_from(self.sends.len()).expect("bounded by the depth");
-        self.base.wrapping_add(after).wrapping_add(1)
-    }
-
-    /// The number of the message at this place, which is the last one now.
-    fn assign(&mut self, place: u64, depth: usize) -> u32 {
-        while self.sends.back().is_some_and(|&last| last >= place) {
-            self.sends.pop_back();
-        }
-        // What is further back than the queue is deep was sent.
-        while self.sends.len() > depth {
-            self.sends.pop_front();
-            self.base = self.base.wrapping_add(1);
-        }
-        let number = self.next();
-        self.sends.push_back(place);
-        number
-    }
+/// Whether the peer must be told of receives now. The receives that it knows of and that no message has filled are those it
+/// may still use: as long as these are more than what it does not know of, it need not wait yet. So one that waits for each
+/// receive is told at once, and of a row of them it is told a few times.
+fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
+    let held_back = posted.wrapping_sub(announced);
+    // Sends of the CPU do not wait until they are told: more may have come than was announced.
+    let left = announced.wrapping_sub(arrived);
+    left >= OPEN || held_back >= left
 }
 
 impl Credits {
-    pub(crate) fn new(ready: Word32, way: Way) -> Self {
-        let announced = Announced { posted: 0, behind: false, last: None, when: Instant::now() };
-        Self { ready, numbers: Mutex::default(), announced: Mutex::new(announced), way }
+    pub(crate) fn new(ready: Word32, way: Way, alarm: Arc<Alarm>) -> Self {
+        let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
+        let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
+        Self { ready, numbers: Numbers::default(), posted, announced, arrived, last, alarm, way }
     }
 
-    /// Tells the peer of one more receive.
-    pub(crate) fn grant(&self) {
-        let mut announced = self.announced.lock();
-        announced.posted = announced.posted.wrapping_add(1);
-        self.announce(&mut announced);
+    /// The peer has one more receive, the newest: tells it, or sees to it that it is told soon.
+    pub(crate) fn grant(&self, receive: &Completion) {
+        let posted = low32(receive.index()).wrapping_add(1);
+        // Before it looks at the alarm: whoever has switched that off sees this.
+        self.posted.store(posted, Ordering::SeqCst);
+        if is_due(posted, self.announced.load(Ordering::Relaxed), self.arrived.load(Ordering::Relaxed)) {
+            self.announce(&mut self.last.lock());
+        } else {
+            self.alarm.ring();
+        }
     }
 
-    fn announce(&self, announced: &mut Announced) {
+    /// A message is here; so are those before it.
+    pub(crate) fn arrived(&self, receive: &Completion) {
+        let arrived = low32(receive.index()).wrapping_add(1);
+        // Two threads may come in any order; the next message puts it right.
+        self.arrived.store(arrived, Ordering::Relaxed);
+    }
+
+    fn is_behind(&self) -> bool {
+        self.posted.load(Ordering::SeqCst) != self.announced.load(Ordering::Relaxed)
+    }
+
+    /// Tells the peer of the receives that were held back, if there are any.
+    pub(crate) fn catch_up(&self) {
+        if self.is_behind() {
+            self.announce(&mut self.last.lock());
+        }
+    }
+
+    fn announce(&self, last: &mut Announcement) {
+        let posted = self.posted.load(Ordering::SeqCst);
         match &self.way {
-            Way::Own => self.ready.store(announced.posted),
+            Way::Own => self.ready.store(posted),
             Way::Remote { qp, word } => {
-                let bytes = announced.posted.to_le_bytes();
+                last.is_new = true;
+                let bytes = posted.to_le_bytes();
                 let post = || qp.post_send(&[SendWr::write_inline(*word, &bytes)]);
-                let posted = post().or_else(|error| match error {
+                let written = post().or_else(|error| match error {
                     gdsync::Error::QueueFull { .. } => {
-                        while qp.poll_send().is_some() {}
+                        qp.send_cq().drain();
                         post()
                     }
                     other => Err(other),
                 });
-                announced.behind = posted.is_err();
-                if let Ok(completion) = posted {
-                    announced.last = Some(completion);
-                }
-                announced.when = Instant::now();
+                // Otherwise later.
+                let Ok(written) = written else { return };
+                last.written = Some(written);
             }
         }
+        self.announced.store(posted, Ordering::Relaxed);
     }
 
     /// Announces again what was not, or nothing for `pause`, so that a peer that is gone is noticed.
@@ -136,21 +152,41 @@ impl Credits {
     /// # Errors
     /// Why the peer could not be told.
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
-        let mut announced = self.announced.lock();
         if let Way::Remote { qp, .. } = &self.way {
+            let mut last = self.last.lock();
             qp.check()?;
-            let told = announced.last.as_ref().is_none_or(|last| !matches!(last.status(), Ok(None)));
-            if announced.behind || told && announced.when.elapsed() >= pause {
-                self.announce(&mut announced);
+            if last.is_new {
+                (last.is_new, last.looked) = (false, Instant::now());
+            }
+            let told = last.written.as_ref().is_none_or(|last| !matches!(last.status(), Ok(None)));
+            if self.is_behind() || told && last.looked.elapsed() >= pause {
+                self.announce(&mut last);
             }
         }
         Ok(())
     }
 
-    /// Numbers the message that was just put into a queue of `depth` sends. The word and value that it must wait for,
-    /// unless it may leave at once.
-    pub(crate) fn number(&self, message: &Completion, depth: usize) -> Option<(&Word32, u32)> {
-        let number = self.numbers.lock().assign(message.index(), depth);
+    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing.
+    pub(crate) fn count(&self, message: &Completion, depth: usize) {
+        self.numbers.next(message.index(), depth);
+    }
+
+    /// As [`Credits::count`]: the word and value that a stream must wait for before it sends it, unless it may leave at once.
+    pub(crate) fn next(&self, message: &Completion, depth: usize) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.next(message.index(), depth))
+    }
+
+    /// A message was put into the queue that does not count before it is posted.
+    pub(crate) fn prepare(&self, message: &Completion) {
+        self.numbers.prepare(message.index());
+    }
+
+    /// As [`Credits::next`], for a message that was prepared and is posted now.
+    pub(crate) fn post(&self, message: &Completion, depth: usize) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.post(message.index(), depth))
+    }
+
+    fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
         (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
     }
 
@@ -159,42 +195,69 @@ impl Credits {
         if let Way::Remote { qp, .. } = &self.way {
             qp.stop(error);
         }
-        self.ready.store(self.numbers.lock().next().wrapping_add(OPEN));
+        self.ready.store(self.numbers.latest().wrapping_add(OPEN));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Numbers;
+    use super::is_due;
 
+    /// What the peer may use is never less than what it does not know of, unless nothing is held back.
     #[test]
-    fn messages_are_counted_and_other_sends_are_not() {
-        let mut numbers = Numbers::default();
-        // Places 2 and 3 are no messages.
-        for (place, number) in [(0, 1), (1, 2), (4, 3), (5, 4)] {
-            assert_eq!(numbers.next(), number);
-            assert_eq!(numbers.assign(place, 8), number);
+    fn a_peer_that_may_have_to_wait_is_told() {
+        for start in [0_u32, u32::MAX - 20] {
+            for row in 1..40 {
+                let (mut posted, mut announced, mut arrived, mut told) = (start, start, start, 0);
+                for step in 0..400 {
+                    // Rows of receives, then as many messages, of which a varying number is noticed.
+                    if step % (2 * row) < row {
+                        posted = posted.wrapping_add(1);
+                        if is_due(posted, announced, arrived) {
+                            announced = posted;
+                            told += 1;
+                        }
+                    } else if arrived != posted && step % 3 > 0 {
+                        arrived = arrived.wrapping_add(1);
+                    }
+                    let held_back = posted.wrapping_sub(announced);
+                    let left = announced.wrapping_sub(arrived);
+                    // Of messages that came since, this rank learns by a call, which catches up.
+                    if step % (2 * row) < row {
+                        assert!(held_back == 0 || held_back < left, "{held_back} of {left}");
+                    }
+                }
+                assert!(told > 0);
+            }
         }
     }
 
     #[test]
-    fn what_is_taken_back_gives_its_number_away() {
-        let mut numbers = Numbers::default();
-        for place in 0..5 {
-            numbers.assign(place, 8);
+    fn one_receive_at_a_time_is_told_at_once() {
+        for n in [0, 1, u32::MAX] {
+            assert!(is_due(n.wrapping_add(1), n, n));
+            assert!(is_due(n.wrapping_add(2), n.wrapping_add(1), n), "two take turns");
         }
-        assert_eq!(numbers.assign(3, 8), 4, "3 and 4 were taken back");
-        assert_eq!(numbers.assign(4, 8), 5);
-        assert_eq!(numbers.assign(0, 8), 1);
     }
 
     #[test]
-    fn the_count_goes_round_and_memory_does_not_grow() {
-        let mut numbers = Numbers { base: u32::MAX - 5, ..Numbers::default() };
-        for place in 0..1000_u64 {
-            let expected = (u32::MAX - 4).wrapping_add(u32::try_from(place).unwrap());
-            assert_eq!(numbers.assign(place, 8), expected);
-            assert!(numbers.sends.len() <= 9);
-        }
+    fn a_row_is_told_a_few_times() {
+        let mut announced = 0;
+        let told: Vec<u32> = (1..=64)
+            .filter(|&posted| {
+                let due = is_due(posted, announced, 0);
+                if due {
+                    announced = posted;
+                }
+                due
+            })
+            .collect();
+        assert_eq!(told, [1, 2, 4, 8, 16, 32, 64]);
+    }
+
+    #[test]
+    fn more_may_have_come_than_was_announced() {
+        assert!(is_due(8, 3, 5));
+        assert!(is_due(2, u32::MAX - 3, u32::MAX), "also where the count goes round");
     }
 }

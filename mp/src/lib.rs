@@ -70,6 +70,7 @@ mod communicator;
 mod connect;
 mod credit;
 mod deadline;
+mod ends;
 pub mod error;
 pub mod launch;
 mod link;

@@ -4,24 +4,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use gdsync::memory::Word32;
 use gdsync::stream::{Batch, Cond, PreparedSend};
-use gdsync::verbs::{Completion, Qp, SendWr, Sge};
+use gdsync::verbs::{Completion, Cq, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::credit::Credits;
+use crate::ends::Ends;
+use crate::peer::Way;
 use crate::window::Lane;
 
 /// How long a rank may be silent before a wait asks whether it is there.
 pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 
-/// One queue pair, or for the own rank two that are connected to each other.
+/// The connection to one rank.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) rank: usize,
     /// Through the device for ranks of the same host.
     pub(crate) near: bool,
-    pub(crate) send: Qp,
-    pub(crate) recv: Qp,
+    pub(crate) ends: Ends,
     /// Messages that can be under way in each direction.
     pub(crate) depth: usize,
     /// Pieces that one may have.
@@ -42,10 +44,18 @@ pub(crate) struct Most {
 }
 
 impl Link {
-    pub(crate) fn new(rank: usize, near: bool, [send, recv]: [Qp; 2], most: Most, credits: Credits) -> Self {
+    pub(crate) fn new(rank: usize, near: bool, ends: Ends, most: Most, credits: Credits) -> Self {
         let (ended, lanes) = (AtomicBool::new(false), Mutex::default());
         let Most { depth, pieces } = most;
-        Self { rank, near, send, recv, depth, pieces, credits, ended, lanes }
+        Self { rank, near, ends, depth, pieces, credits, ended, lanes }
+    }
+
+    /// Where messages of one direction complete.
+    pub(crate) fn queue(&self, way: Way) -> Cq {
+        match way {
+            Way::Send => self.ends.send.send_cq(),
+            Way::Recv => self.ends.recv.recv_cq(),
+        }
     }
 
     /// Whether the rank can be reached, as far as is known.
@@ -53,21 +63,20 @@ impl Link {
     /// # Errors
     /// What ended the connection first.
     pub(crate) fn check(&self) -> gdsync::Result<()> {
-        self.send.check()?;
-        self.recv.check()
+        self.ends.send.check()?;
+        self.ends.recv.check()
     }
 
     /// Adds a message to a batch.
     pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
-        Ok(self.post_in_batch(batch, self.send.prepare_send(&[SendWr::send(sges)])?))
+        let send = self.ends.send.prepare_send(&[SendWr::send(sges)])?;
+        let credit = self.credits.next(&send.completion(), self.depth);
+        Ok(post_behind(batch, credit, send))
     }
 
-    /// Adds a message that was prepared to a batch, behind the wait for its receive if that is not posted yet.
+    /// Adds a message that was prepared before to a batch.
     pub(crate) fn post_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
-        if let Some((word, number)) = self.credits.number(&send.completion(), self.depth) {
-            batch.wait_value32(word, number, Cond::Geq);
-        }
-        batch.post(send)
+        post_behind(batch, self.credits.post(&send.completion(), self.depth), send)
     }
 
     /// Asks whether the rank is still there, if it has been silent: a receive alone would never learn it.
@@ -87,7 +96,7 @@ impl Link {
         if self.ended.load(Ordering::Relaxed)
             && let Err(error) = self.check()
         {
-            lane.qp.stop(&error);
+            lane.ends.send.stop(&error);
         }
     }
 
@@ -96,10 +105,18 @@ impl Link {
         if self.ended.swap(true, Ordering::Relaxed) {
             return;
         }
-        self.send.stop(error);
-        self.recv.stop(error);
+        self.ends.send.stop(error);
+        self.ends.recv.stop(error);
         self.credits.end(error);
         let lanes = self.lanes.lock().clone();
-        lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.qp.stop(error));
+        lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.ends.send.stop(error));
     }
+}
+
+/// Adds a send to a batch, behind the wait for its receive if that is not posted yet.
+fn post_behind(batch: &mut Batch, credit: Option<(&Word32, u32)>, send: PreparedSend) -> Completion {
+    if let Some((word, number)) = credit {
+        batch.wait_value32(word, number, Cond::Geq);
+    }
+    batch.post(send)
 }

@@ -29,7 +29,7 @@ impl PreparedMessage {
 
     /// Adds it to a batch, as [`Communicator::isend_in_batch`] does.
     pub fn post_in_batch(self, batch: &mut Batch) -> Request {
-        self.request.link.post_in_batch(batch, self.send);
+        self.request.0.link.post_in_batch(batch, self.send);
         self.request
     }
 
@@ -134,7 +134,8 @@ impl Communicator {
     /// As [`Communicator::isend`].
     pub fn prepare_sendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
         let post = |link: &Link, sges: &[Sge]| {
-            let send = link.send.prepare_send(&[SendWr::send(sges)])?;
+            let send = link.ends.send.prepare_send(&[SendWr::send(sges)])?;
+            link.credits.prepare(&send.completion());
             Ok((send.completion(), send))
         };
         let (request, send) = self.peer(rank)?.start(Way::Send, "prepared send", pieces, post)?;
@@ -165,7 +166,9 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
     pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
-        batch.wait(&request.completion).map_err(|source| request.failed(source))
+        // Whoever sends it may wait meanwhile, and nobody calls.
+        request.0.link.credits.catch_up();
+        batch.wait(&request.0.completion).map_err(|source| request.failed(source))
     }
 
     /// Holds a stream until a message is complete. A stream that is released by a failure goes on too: look at
@@ -175,7 +178,8 @@ impl Communicator {
     /// [`Error::Message`](crate::Error::Message): the connection is broken, the stream is full or failed, or another
     /// stream waits for the messages of this rank.
     pub fn wait_on_stream(&self, stream: &Stream, request: &Request) -> Result<()> {
-        stream.wait(&request.completion).map_err(|source| request.failed(source))
+        request.0.link.credits.catch_up();
+        stream.wait(&request.0.completion).map_err(|source| request.failed(source))
     }
 
     /// As [`Communicator::wait_on_stream`] for several messages, in one submission.

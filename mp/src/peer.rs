@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
 use crate::link::Link;
-use crate::request::Request;
+use crate::request::{Order, Request, Status};
 
 /// A part of a message: bytes of registered memory.
 pub type Piece<'a> = (&'a Registration, Range<usize>);
@@ -28,6 +28,9 @@ type Held = VecDeque<(Request, Buffers)>;
 
 /// Most messages have one; the others do not cost them an allocation.
 type Buffers = (Option<Registration>, Box<[Registration]>);
+
+/// Messages whose completions are taken together.
+const DRAIN: u64 = 32;
 
 /// Which of the two directions.
 #[derive(Clone, Copy, Debug)]
@@ -103,8 +106,8 @@ impl Peer {
         let failed = |source| Error::Message { rank: self.link.rank, operation, source };
         let (completion, posted) = posted.map_err(failed)?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let kept = Arc::new(OnceLock::new());
-        let request = Request { link: self.link.clone(), lane: None, operation, completion, bytes, kept };
+        let (link, kept) = (self.link.clone(), OnceLock::new());
+        let request = Request(Arc::new(Order { link, way, lane: None, operation, completion, bytes, kept }));
         let mut buffers = pieces.iter().map(|(buffer, _)| (*buffer).clone());
         held.push_back((request.clone(), (buffers.next(), buffers.collect())));
         Ok((request, posted))
@@ -116,8 +119,8 @@ impl Peer {
             return Ok(());
         }
         let (qp, queue) = match way {
-            Way::Send => (&link.send, "send queue"),
-            Way::Recv => (&link.recv, "receive queue"),
+            Way::Send => (&link.ends.send, "send queue"),
+            Way::Recv => (&link.ends.recv, "receive queue"),
         };
         qp.check()?;
         let (outstanding, depth) = (held as u64, link.depth as u64);
@@ -135,8 +138,29 @@ impl Peer {
 
     /// Takes completions, so that the queues have room again.
     fn poll(&self) {
-        while self.link.send.poll_send().is_some() {}
-        while self.link.recv.poll_recv().is_some() {}
+        self.link.ends.send.send_cq().drain();
+        self.link.ends.recv.recv_cq().drain();
+    }
+
+    /// A message was seen to be complete: lets it and those before it go, and takes the completions of its queue now and then.
+    pub(crate) fn finish(&self, request: &Request, status: Status) {
+        let Order { way, completion, .. } = &*request.0;
+        let index = completion.index();
+        if matches!(way, Way::Recv) {
+            self.link.credits.arrived(completion);
+        }
+        let mut held = self.held[*way as usize].lock();
+        // By whoever has seen a later one, too.
+        let mut over = held.pop_front_if(|(front, _)| Arc::ptr_eq(&front.0, &request.0));
+        if over.is_none() && held.front().is_some_and(|(front, _)| front.0.completion.index() <= index) {
+            settle(&mut held);
+        } else if let Some((request, _)) = &mut over {
+            let _ = request.0.kept.set(status);
+        }
+        drop(held);
+        if index.is_multiple_of(DRAIN) {
+            self.link.queue(*way).drain();
+        }
     }
 
     /// Takes completions, lets buffers go, and asks a silent rank whether it is there if something is under way.
@@ -160,7 +184,7 @@ pub(crate) fn settle<T>(held: &mut VecDeque<(Request, T)>) {
         match request.test() {
             Ok(None) => break,
             Ok(Some(status)) => {
-                let _ = request.kept.set(status);
+                let _ = request.0.kept.set(status);
             }
             // The queue pair is broken, and stays so.
             Err(_) => {}

@@ -8,20 +8,26 @@ use gdsync::verbs::{Completion, Wc};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::link::{Link, SILENCE};
+use crate::peer::Way;
 use crate::window::Lane;
 
 /// A message under way. Dropping it detaches: the message goes on, its resources come back by themselves.
 #[derive(Clone, Debug)]
 #[must_use = "a message nobody waits for may fail unnoticed"]
-pub struct Request {
+pub struct Request(pub(crate) Arc<Order>);
+
+/// What a message is, and where it went.
+#[derive(Debug)]
+pub(crate) struct Order {
     pub(crate) link: Arc<Link>,
+    pub(crate) way: Way,
     /// The connection, if it is an operation of a window.
     pub(crate) lane: Option<Weak<Lane>>,
     pub(crate) operation: &'static str,
     pub(crate) completion: Completion,
     pub(crate) bytes: usize,
     /// What came of it, from before the queue forgets.
-    pub(crate) kept: Arc<OnceLock<Status>>,
+    pub(crate) kept: OnceLock<Status>,
 }
 
 /// A message that is complete.
@@ -36,7 +42,7 @@ pub struct Status {
 impl Request {
     /// The rank at the other end.
     pub fn rank(&self) -> usize {
-        self.link.rank
+        self.0.link.rank
     }
 
     /// Whether the message is complete; `None` while it is under way. A complete send may be overwritten.
@@ -44,7 +50,7 @@ impl Request {
     /// # Errors
     /// [`Error::Message`] names the rank and why it failed.
     pub fn test(&self) -> Result<Option<Status>> {
-        let status = self.completion.status().map(|wc| wc.map(|wc| self.complete(&wc)));
+        let status = self.0.completion.status().map(|wc| wc.map(|wc| self.complete(&wc)));
         status.or_else(|error| self.recall(error).map(Some))
     }
 
@@ -53,10 +59,21 @@ impl Request {
     /// # Errors
     /// As [`Request::test`], and [`gdsync::Error::Deadline`] inside after `timeout`: the message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
+        match self.test()? {
+            Some(status) => Ok(status),
+            None => {
+                self.0.link.credits.catch_up();
+                self.wait_long(timeout)
+            }
+        }
+    }
+
+    /// As [`Request::wait`], where it is not complete.
+    pub(crate) fn wait_long(&self, timeout: Duration) -> Result<Status> {
         let deadline = Deadline::after(timeout);
         let status = loop {
-            match self.completion.wait(deadline.remaining().min(SILENCE)) {
-                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => self.link.tend(),
+            match self.0.completion.wait(deadline.remaining().min(SILENCE)) {
+                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => self.0.link.tend(),
                 Err(gdsync::Error::Deadline { what, .. }) => {
                     break Err(gdsync::Error::Deadline { what, after: timeout });
                 }
@@ -68,7 +85,7 @@ impl Request {
 
     /// Success that was kept, if the queue has only forgotten it.
     fn recall(&self, error: gdsync::Error) -> Result<Status> {
-        match (&error, self.kept.get()) {
+        match (&error, self.0.kept.get()) {
             (gdsync::Error::Forgotten { .. }, Some(status)) => Ok(*status),
             _ => Err(self.failed(error)),
         }
@@ -78,19 +95,19 @@ impl Request {
         let source = match source {
             // It went down with the connection: that has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
-                let known = match &self.lane {
-                    Some(lane) => lane.upgrade().and_then(|lane| lane.qp.check().err()),
-                    None => self.link.check().err(),
+                let known = match &self.0.lane {
+                    Some(lane) => lane.upgrade().and_then(|lane| lane.ends.send.check().err()),
+                    None => self.0.link.check().err(),
                 };
                 known.unwrap_or(error.into())
             }
             other => other,
         };
-        Error::Message { rank: self.link.rank, operation: self.operation, source }
+        Error::Message { rank: self.0.link.rank, operation: self.0.operation, source }
     }
 
     fn complete(&self, wc: &Wc) -> Status {
-        let bytes = if wc.is_send() { self.bytes } else { wc.byte_len as usize };
-        Status { rank: self.link.rank, bytes }
+        let bytes = if wc.is_send() { self.0.bytes } else { wc.byte_len as usize };
+        Status { rank: self.0.link.rank, bytes }
     }
 }

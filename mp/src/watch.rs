@@ -2,43 +2,111 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::link::SILENCE;
 use crate::peer::Peer;
 use crate::window::Lanes;
 
+/// How long receives may be held back.
+const SOON: Duration = Duration::from_millis(1);
+
+/// How often the thread looks so soon before it sleeps: waking it costs more than a look.
+const LOOKS: u32 = 50;
+
+/// Says that there are receives which a rank should soon be told of.
+#[derive(Debug, Default)]
+pub(crate) struct Alarm {
+    /// There may be some.
+    is_on: AtomicBool,
+    /// The thread looks soon, or there is none.
+    is_heard: AtomicBool,
+    stop: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Alarm {
+    /// Switches it on. Whoever switches it off sees what was written before with [`Ordering::SeqCst`].
+    pub(crate) fn ring(&self) {
+        if !self.is_on.load(Ordering::SeqCst) {
+            self.is_on.store(true, Ordering::SeqCst);
+        }
+        if !self.is_heard.load(Ordering::SeqCst) && !self.is_heard.swap(true, Ordering::SeqCst) {
+            // The thread is asleep, or looks before it is.
+            drop(self.stop.lock());
+            self.changed.notify_one();
+        }
+    }
+
+    /// Tells everybody, if it is on, and says whether it was.
+    pub(crate) fn answer(&self, peers: &[Peer]) -> bool {
+        let is_on = self.is_on.load(Ordering::SeqCst);
+        if is_on {
+            // First: what is held back from here on switches it on again.
+            self.is_on.store(false, Ordering::SeqCst);
+            peers.iter().for_each(|peer| peer.link.credits.catch_up());
+        }
+        is_on
+    }
+
+    fn watch(&self, peers: &[Peer], lanes: &Mutex<Vec<Arc<Lanes>>>) {
+        let (mut tended, mut looks) = (Instant::now(), 0);
+        let mut stop = self.stop.lock();
+        while !*stop {
+            if looks > 0 {
+                self.changed.wait_for(&mut stop, SOON);
+            } else if !self.is_heard.load(Ordering::SeqCst) {
+                self.changed.wait_for(&mut stop, SILENCE.saturating_sub(tended.elapsed()));
+            }
+            MutexGuard::unlocked(&mut stop, || {
+                if looks > 0 {
+                    looks = if self.answer(peers) { LOOKS } else { looks - 1 };
+                    if looks == 0 {
+                        self.is_heard.store(false, Ordering::SeqCst);
+                        // What nobody was woken for.
+                        self.answer(peers);
+                    }
+                } else if self.is_heard.load(Ordering::SeqCst) {
+                    looks = LOOKS;
+                }
+                if tended.elapsed() >= SILENCE {
+                    peers.iter().for_each(Peer::recycle);
+                    Lanes::recycle(&mut lanes.lock());
+                    tended = Instant::now();
+                }
+            });
+        }
+    }
+}
+
 /// The thread; it ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    stop: Arc<(Mutex<bool>, Condvar)>,
+    alarm: Arc<Alarm>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watch {
-    pub(crate) fn start(peers: Arc<[Peer]>, lanes: Arc<Mutex<Vec<Arc<Lanes>>>>) -> io::Result<Self> {
-        let stop = Arc::new((Mutex::new(false), Condvar::new()));
-        let told = stop.clone();
-        let run = move || {
-            let (stop, changed) = &*told;
-            let mut stop = stop.lock();
-            while !*stop {
-                changed.wait_for(&mut stop, SILENCE);
-                peers.iter().for_each(Peer::recycle);
-                Lanes::recycle(&mut lanes.lock());
-            }
-        };
+    pub(crate) fn start(
+        alarm: Arc<Alarm>,
+        peers: Arc<[Peer]>,
+        lanes: Arc<Mutex<Vec<Arc<Lanes>>>>,
+    ) -> io::Result<Self> {
+        let watched = alarm.clone();
+        let run = move || watched.watch(&peers, &lanes);
         let thread = Builder::new().name("mp-watch".into()).spawn(run)?;
-        Ok(Self { stop, thread: Some(thread) })
+        Ok(Self { alarm, thread: Some(thread) })
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        *self.stop.0.lock() = true;
-        self.stop.1.notify_one();
+        *self.alarm.stop.lock() = true;
+        self.alarm.changed.notify_one();
         if let Some(thread) = self.thread.take() {
             // It cannot fail, and nothing is to be done if it did.
             let _ = thread.join();

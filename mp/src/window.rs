@@ -1,6 +1,5 @@
 //! Windows: memory that other ranks read and write by themselves.
 
-mod ends;
 mod few;
 mod lane;
 mod rma;
@@ -14,7 +13,7 @@ use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
 use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::Access;
+use gdsync::verbs::{Access, QpAddress};
 
 pub(crate) use lane::{Lane, Lanes};
 pub use rma::{MAX_INLINE, Rma, Signal};
@@ -22,14 +21,11 @@ pub use rma::{MAX_INLINE, Rma, Signal};
 use crate::bootstrap::Exchange;
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
+use crate::ends::{Ends, row};
 use crate::error::{Error, Result};
-use ends::Ends;
 
 /// Elements of a list of pieces that one work request takes: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;
-
-/// Acknowledge timeout, a second: the target may have nobody but a thread of the device to answer, on a busy machine.
-const TIMEOUT: u8 = 18;
 
 /// A part of each rank's memory that all ranks may read and write by themselves. Clones share it; any thread may use it.
 ///
@@ -106,22 +102,30 @@ impl Communicator {
         let (rank, size) = (self.rank(), self.size());
         let mut bootstrap = self.0.bootstrap.lock();
         let ours = part(registration, &range).and_then(|part| {
-            let ends = Ends::all(rank, size, || {
-                let queues = self.0.builder.queue_pair(&self.0.pd).max_recv_wr(1).timeout(TIMEOUT);
+            let build = || {
+                let queues = self.0.builder.queue_pair(&self.0.pd).max_recv_wr(1);
                 queues.max_send_sge(MAX_SGES).max_inline(MAX_INLINE)
-            })?;
-            Ok((part, ends))
+            };
+            let ends = (0..size).map(|peer| Ends::build(peer == rank, build));
+            Ok((part, ends.collect::<gdsync::Result<Vec<_>>>()?))
         });
         let record = match &ours {
-            Ok((part, ends)) => [&part.to_bytes()[..], &Ends::table(ends)].concat(),
+            Ok((part, ends)) => {
+                let addresses = ends.iter().flat_map(|ends| ends.address().to_bytes());
+                part.to_bytes().into_iter().chain(addresses).collect()
+            }
             Err(_) => Vec::new(),
         };
         let records = bootstrap.allgather(&record, deadline.remaining())?;
         // What is wrong here all ranks see alike, and none goes on.
         let ends = ours.map(|(_, ends)| ends)?;
         let parts = parts_of(&records)?;
-        let mut tables = parts.iter().zip(&ends);
-        let lanes = tables.try_for_each(|((_, table), ends)| ends.connect(table, rank, size));
+        let connect = |(peer, ((_, table), ends)): (usize, (&(Part, &[u8]), &Ends))| {
+            let failed = |source| Error::Message { rank: peer, operation: "connect a window", source };
+            let theirs = QpAddress::from_bytes(row(table, peer, rank, size)?).map_err(failed)?;
+            ends.connect(theirs).map_err(failed)
+        };
+        let lanes = parts.iter().zip(&ends).enumerate().try_for_each(connect);
         let lanes = lanes.and_then(|()| Lanes::new(self, ends));
         // Nobody may write before everybody is connected.
         let lanes = agree(&mut **bootstrap, lanes, &deadline)?;

@@ -4,9 +4,9 @@ mod common;
 
 use std::time::Duration;
 
-use common::{LONG, buffer, bytes, job, job_with, message, stream};
+use common::{LONG, buffer, bytes, job, job_with, message, stream, until};
 use gdsync::stream::Batch;
-use mp::{Communicator, Error, Status};
+use mp::{Communicator, Error, Registration, Request, Rma, Signal, Status};
 
 /// How long a stream is seen not to go on.
 const HELD: Duration = Duration::from_millis(30);
@@ -141,6 +141,118 @@ fn messages_have_pieces() {
             }
             let empty = comm.irecvv(&[], 0).unwrap();
             assert_eq!(comm.wait(&empty, LONG).unwrap().bytes, 0);
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// What was received into a slot, seen without a call.
+fn is_here(buffer: &Registration, n: usize) -> bool {
+    bytes(buffer, n * 8..n * 8 + 8) == message(0, 1, n, 8)
+}
+
+/// The receiver computes, and calls nothing: its peer's stream goes on.
+#[test]
+fn a_receive_alone_is_announced_at_once() {
+    let builder = Communicator::builder().watch(false);
+    job_with("a_receive_alone_is_announced_at_once", 2, builder, |comm| {
+        let (buffer, s) = (buffer(comm, 5 * 8), stream("lonely"));
+        for n in 0..5 {
+            let slot = n * 8..n * 8 + 8;
+            if comm.rank() == 0 {
+                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+                let sent = comm.send_on_stream(&s, &buffer, slot, 1).unwrap();
+                s.synchronize(LONG).unwrap();
+                comm.wait(&sent, LONG).unwrap();
+            } else {
+                let received = comm.irecv(&buffer, slot, 0).unwrap();
+                until("the message comes", || is_here(&buffer, n));
+                comm.wait(&received, LONG).unwrap();
+            }
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// Of three in a row the third is held back while the peer may use two; nobody looks after it but `go_on`.
+#[track_caller]
+fn held_back(name: &str, go_on: impl Fn(&Communicator, &Request)) {
+    let builder = Communicator::builder().watch(false);
+    job_with(name, 2, builder, |comm| {
+        let (all, told, s) = (buffer(comm, 3 * 8), buffer(comm, 8), stream("held back"));
+        let slot = |n: usize| n * 8..n * 8 + 8;
+        let window = comm.window(&told, 0..8, LONG).unwrap();
+        if comm.rank() == 0 {
+            let send = |n: usize| {
+                all.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+                comm.send_on_stream(&s, &all, slot(n), 1).unwrap()
+            };
+            let sent: Vec<_> = (0..3).map(send).collect();
+            comm.wait_all(&sent[..2], LONG).unwrap();
+            assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "the third is held");
+            window.start(&Rma::signal(1, Signal::set(0, 1))).unwrap().wait(LONG).unwrap();
+            s.synchronize(LONG).unwrap();
+            comm.wait_all(&sent, LONG).unwrap();
+        } else {
+            let received: Vec<_> = (0..3).map(|n| comm.irecv(&all, slot(n), 0).unwrap()).collect();
+            let word = window.word64(0).unwrap();
+            until("the sender sees that it is held", || word.load() == 1);
+            assert!(is_here(&all, 0) && is_here(&all, 1) && !is_here(&all, 2));
+            go_on(comm, &received[2]);
+            until("the third comes", || is_here(&all, 2));
+            comm.wait_all(&received, LONG).unwrap();
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+#[test]
+fn progress_announces_what_was_held_back() {
+    held_back("progress_announces_what_was_held_back", |comm, _| comm.progress());
+}
+
+#[test]
+fn a_wait_announces_what_was_held_back() {
+    held_back("a_wait_announces_what_was_held_back", |comm, last| {
+        comm.wait(last, LONG).unwrap();
+    });
+}
+
+#[test]
+fn a_wait_of_a_request_announces_what_was_held_back() {
+    held_back("a_wait_of_a_request_announces_what_was_held_back", |_, last| {
+        last.wait(LONG).unwrap();
+    });
+}
+
+#[test]
+fn a_wait_on_a_stream_announces_what_was_held_back() {
+    let s = stream("waiting");
+    held_back("a_wait_on_a_stream_announces_what_was_held_back", |comm, last| {
+        comm.wait_on_stream(&s, last).unwrap();
+    });
+}
+
+/// The receiver computes, and calls nothing.
+#[test]
+fn the_watching_thread_announces_what_was_held_back() {
+    job("the_watching_thread_announces_what_was_held_back", 2, |comm| {
+        const COUNT: usize = 100;
+        let (buffer, s) = (buffer(comm, COUNT * 8), stream("watched"));
+        let slot = |n: usize| n * 8..n * 8 + 8;
+        if comm.rank() == 0 {
+            let send = |n: usize| {
+                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+                comm.isend_on_stream(&s, &buffer, slot(n), 1).unwrap()
+            };
+            let sent: Vec<_> = (0..COUNT).map(send).collect();
+            s.synchronize(LONG).unwrap();
+            comm.wait_all(&sent, LONG).unwrap();
+        } else {
+            let received: Vec<_> = (0..COUNT).map(|n| comm.irecv(&buffer, slot(n), 0).unwrap()).collect();
+            until("all messages come", || (0..COUNT).all(|n| is_here(&buffer, n)));
+            comm.wait_all(&received, LONG).unwrap();
+            assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
         }
         comm.barrier(LONG).unwrap();
     });

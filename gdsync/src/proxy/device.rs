@@ -234,8 +234,8 @@ impl Granted {
         Self {
             sends: (1 << request.log_sq).min(requests),
             receives: (1 << request.log_rq).min(requests),
-            // Inline data that is read from the ring may go round its end.
-            send_sge: request.max_send_sge.max(2).min(sge),
+            // Inline data that is read from the ring may go round its end. What was asked for is asked of the device.
+            send_sge: request.max_send_sge.max(sge.min(2)),
             recv_sge: (request.rq_stride / SEGMENT).min(sge),
             inline: request.max_inline.min(most.inline),
         }

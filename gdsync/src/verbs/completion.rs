@@ -40,8 +40,11 @@ impl Completion {
     /// [`Error::Reset`].
     pub fn status(&self) -> Result<Option<Wc>> {
         self.check_life()?;
-        self.end.cq.reap();
-        match self.end.tracker.outcome(self.n) {
+        let known = self.end.tracker.outcome(self.n).or_else(|| {
+            self.end.cq.reap();
+            self.end.tracker.outcome(self.n)
+        });
+        match known {
             Some(Some(wc)) => Ok(Some(wc.ok()?)),
             Some(None) => self.end.qp.check().and(Err(Error::Forgotten { qpn: self.end.qp.qpn })),
             None => self.end.qp.check().map(|()| None),

@@ -168,6 +168,12 @@ impl Cq {
         self.0.poll()
     }
 
+    /// Takes all completions that are there and that no stream wait has claimed, for those who ask each
+    /// [`Completion`](super::Completion) what came of it.
+    pub fn drain(&self) {
+        self.0.drain();
+    }
+
     /// Waits for the next completion that no stream wait has claimed.
     ///
     /// # Errors
@@ -226,6 +232,17 @@ impl CqInner {
             return self.take(&mut self.state.lock());
         }
         found
+    }
+
+    fn drain(&self) {
+        let take_all = || {
+            let mut state = self.state.lock();
+            while self.take(&mut state).is_some() {}
+        };
+        take_all();
+        if self.provider.progress() {
+            take_all();
+        }
     }
 
     /// Sets room aside for the completion of one more work request.

@@ -1,8 +1,8 @@
 //! The connections that operations of windows take: apart from those of messages, which they neither wait for nor hold up.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gdsync::cuda::Flush;
@@ -13,11 +13,11 @@ use parking_lot::Mutex;
 
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
+use crate::ends::Ends;
 use crate::error::{Error, Result};
 use crate::link::Link;
-use crate::peer::settle;
-use crate::request::Request;
-use crate::window::ends::Ends;
+use crate::peer::{Way, settle};
+use crate::request::{Order, Request};
 use crate::window::few::Few;
 
 /// The connection to one rank.
@@ -25,9 +25,7 @@ use crate::window::few::Few;
 pub(crate) struct Lane {
     /// That of the messages, which knows whether the rank is there.
     link: Arc<Link>,
-    pub(crate) qp: Qp,
-    /// The other end of the connection to the own rank; otherwise the same.
-    _far: Qp,
+    pub(crate) ends: Ends,
     depth: usize,
     /// Whether an operation has failed.
     lost: AtomicBool,
@@ -67,16 +65,17 @@ impl Lane {
         if held.wrs + wrs > self.depth {
             self.make_room(&mut held);
         }
-        let posted = match self.room(held.wrs + wrs).and_then(|()| post(&self.qp)) {
+        let posted = match self.room(held.wrs + wrs).and_then(|()| post(&self.ends.send)) {
             Err(gdsync::Error::QueueFull { .. }) if held.wrs + wrs <= self.depth => {
                 self.make_room(&mut held);
-                post(&self.qp)
+                post(&self.ends.send)
             }
             other => other,
         };
         let completion = posted.map_err(|source| self.tell(operation, source))?;
         let (link, lane) = (self.link.clone(), Some(Arc::downgrade(self)));
-        let request = Request { link, lane, operation, completion, bytes, kept: Arc::default() };
+        let (way, kept) = (Way::Send, OnceLock::new());
+        let request = Request(Arc::new(Order { link, way, lane, operation, completion, bytes, kept }));
         held.queue.push_back((request.clone(), Kept { _buffers: buffers, wrs }));
         held.wrs += wrs;
         Ok(request)
@@ -86,17 +85,18 @@ impl Lane {
         if wrs <= self.depth {
             return Ok(());
         }
-        self.qp.check()?;
+        self.ends.send.check()?;
         let (outstanding, depth) = (wrs as u64, self.depth as u64);
-        Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.qp.qpn(), outstanding, depth })
+        Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.ends.send.qpn(), outstanding, depth })
     }
 
     fn make_room(&self, held: &mut Held) {
-        while self.qp.poll_send().is_some() {}
+        self.ends.send.send_cq().drain();
         // Those of dropped batches, whose places in the queue nobody has taken since.
-        while held.queue.pop_back_if(|(request, _)| request.completion.is_taken_back()).is_some() {}
+        while held.queue.pop_back_if(|(request, _)| request.0.completion.is_taken_back()).is_some() {}
         // Where one fails, so do all behind it.
-        if held.queue.back().is_some_and(|(last, _)| last.test().is_err()) && self.qp.check().is_err() {
+        if held.queue.back().is_some_and(|(last, _)| last.test().is_err()) && self.ends.send.check().is_err()
+        {
             self.lost.store(true, Ordering::Relaxed);
         }
         settle(&mut held.queue);
@@ -110,7 +110,7 @@ impl Lane {
 
     /// Blocks until nothing is under way.
     pub(super) fn flush(&self, timeout: Duration) -> Result<()> {
-        let flushed = self.qp.wait_all_sends(timeout);
+        let flushed = self.ends.send.wait_all_sends(timeout);
         self.recycle();
         flushed.map_err(|source| self.tell("flush", source))
     }
@@ -120,14 +120,14 @@ impl Lane {
         let mut held = self.held.lock();
         self.make_room(&mut held);
         let flushed = match held.queue.back() {
-            Some((last, _)) => stream.wait(&last.completion),
-            None => self.qp.check(),
+            Some((last, _)) => stream.wait(&last.0.completion),
+            None => self.ends.send.check(),
         };
         flushed.map_err(|source| self.tell("flush on stream", source))
     }
 
     fn tell(&self, operation: &'static str, source: gdsync::Error) -> Error {
-        if self.qp.check().is_err() {
+        if self.ends.send.check().is_err() {
             self.told.store(true, Ordering::Relaxed);
         }
         Error::Message { rank: self.link.rank, operation, source }
@@ -140,7 +140,7 @@ impl Lane {
 
     /// As [`Lane::flush`], but a failure that somebody knows of, or that nothing met with, is none.
     fn finish(&self, timeout: Duration) -> Result<()> {
-        let flushed = self.qp.wait_all_sends(timeout);
+        let flushed = self.ends.send.wait_all_sends(timeout);
         self.recycle();
         match flushed {
             Err(source) if self.has_to_tell() || matches!(source, gdsync::Error::Deadline { .. }) => {
@@ -171,14 +171,14 @@ impl Lanes {
     pub(super) fn new(comm: &Communicator, ends: Vec<Ends>) -> Result<Arc<Self>> {
         let scratch = comm.0.pd.register(&Memory::alloc(8 * ends.len())?, Access::LOCAL_WRITE)?;
         let depth = comm.0.builder.queue_depth();
-        let lane = |Ends { rank, qp, far }| {
+        let lane = |(rank, ends): (usize, Ends)| {
             let ([lost, told], held) = ([false; 2].map(AtomicBool::new), Mutex::default());
             let link = comm.0.peers[rank].link.clone();
-            let lane = Arc::new(Lane { link, qp, _far: far, depth, lost, told, held });
+            let lane = Arc::new(Lane { link, ends, depth, lost, told, held });
             lane.link.accompany(&lane);
             lane
         };
-        let lanes = ends.into_iter().map(lane).collect();
+        let lanes = ends.into_iter().enumerate().map(lane).collect();
         let lanes = Arc::new(Self { lanes, scratch, flushes: AtomicBool::new(false) });
         let mut all = comm.0.lanes.lock();
         Self::recycle(&mut all);
