@@ -7,6 +7,7 @@ mod hca;
 mod link;
 mod mp;
 mod proxy;
+mod recorder;
 mod register;
 mod stream;
 mod trigger;
@@ -48,6 +49,8 @@ pub(crate) enum Bench {
     Mp(mp::Options),
     /// What the CPU proxy costs on top of libibverbs, on an RDMA device.
     Proxy(proxy::Options),
+    /// What a stamp of the flight recorder costs, and what the recorder costs a message.
+    Recorder(recorder::Options),
     /// The registration cache against registering and deregistering memory each time.
     Register(register::Options),
     /// What the library costs the CPU for each send and wait on a stream, on top of the driver's call.
@@ -63,6 +66,7 @@ impl Bench {
             Bench::Copy(options) => options.run(),
             Bench::Mp(options) => options.run(),
             Bench::Proxy(options) => options.run(),
+            Bench::Recorder(options) => options.run(),
             Bench::Register(options) => options.run(),
             Bench::Stream(options) => options.run(),
             Bench::Trigger(options) => options.run(),

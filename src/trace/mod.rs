@@ -81,7 +81,8 @@ impl Options {
         }
         let recordings = if self.list { all().collect() } else { self.recordings()? };
         if let Some(path) = &self.perfetto {
-            let written = File::create(path).map_err(Into::into).and_then(|file| perfetto::write(&recordings, file));
+            let written =
+                File::create(path).map_err(Into::into).and_then(|file| perfetto::write(&recordings, file));
             written.map_err(|error| format!("--perfetto {}: {error}", path.display()))?;
         }
         let others: Vec<_> = if self.list { Vec::new() } else { all().collect() };

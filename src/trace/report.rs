@@ -137,7 +137,12 @@ pub(super) fn status(event: &Event) -> Option<String> {
 
 impl Report {
     /// Of these processes; `others` are where their peers may be found. The last `records` of each are listed.
-    pub(super) fn of(recordings: &[Recording], others: &[Recording], stuck: Duration, records: usize) -> Self {
+    pub(super) fn of(
+        recordings: &[Recording],
+        others: &[Recording],
+        stuck: Duration,
+        records: usize,
+    ) -> Self {
         let stuck_after = u64::try_from(stuck.as_nanos()).unwrap_or(u64::MAX);
         let known: Vec<_> = recordings.iter().chain(others).collect();
         let processes: Vec<_> =
@@ -151,7 +156,8 @@ impl Report {
 impl Process {
     fn of(recording: &Recording, known: &[&Recording], stuck_after: u64, records: usize) -> Self {
         let since = |time: u64| seconds(recording.now.saturating_sub(time));
-        let waits = recording.open_waits().map(|wait| Waiting::of(recording, known, wait, stuck_after)).collect();
+        let waits =
+            recording.open_waits().map(|wait| Waiting::of(recording, known, wait, stuck_after)).collect();
         let first = recording.records.len().saturating_sub(records);
         Self {
             pid: recording.pid,
@@ -168,7 +174,10 @@ impl Process {
             lost: recording.lost,
             waits,
             queue_pairs: recording.peers.iter().map(|peer| QueuePair::of(recording, known, peer)).collect(),
-            last_records: recording.records[first..].iter().map(|record| Line::of(recording, record)).collect(),
+            last_records: recording.records[first..]
+                .iter()
+                .map(|record| Line::of(recording, record))
+                .collect(),
         }
     }
 }
@@ -224,7 +233,8 @@ impl Other {
     fn of(known: &[&Recording], peer: &Peer) -> Option<Self> {
         let (gid, qpn) = peer.remote?;
         let is_it = |other: &&Peer| (other.gid, other.qpn) == (gid, qpn);
-        let found = known.iter().find_map(|recording| Some((*recording, recording.peers.iter().find(is_it)?)));
+        let found =
+            known.iter().find_map(|recording| Some((*recording, recording.peers.iter().find(is_it)?)));
         Some(Self {
             rank: peer.rank.or(found.and_then(|(recording, _)| recording.rank)),
             qpn,
@@ -262,7 +272,8 @@ impl QueuePair {
             let Event { queue, number, .. } = record.event;
             Some(format!("{queue} {number}: {}", status(&record.event)?))
         });
-        let stopped = || its().any(|record| record.event.stage == Stage::Stopped).then(|| "stopped".to_owned());
+        let stopped =
+            || its().any(|record| record.event.stage == Stage::Stopped).then(|| "stopped".to_owned());
         Self {
             device: peer.device,
             qpn: peer.qpn,

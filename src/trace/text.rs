@@ -33,8 +33,10 @@ fn number(number: Option<u64>) -> String {
 
 /// One line for each recording.
 pub(super) fn list(report: &Report, out: &mut dyn Write) -> Result<()> {
-    let mut table =
-        table(["PID", "program", "rank", "state", "begun s ago", "idle s", "waits", "file"], &[0, 2, 4, 5, 6]);
+    let mut table = table(
+        ["PID", "program", "rank", "state", "begun s ago", "idle s", "waits", "file"],
+        &[0, 2, 4, 5, 6],
+    );
     for process in &report.processes {
         table.add_row([
             process.pid.to_string(),
@@ -69,7 +71,10 @@ pub(super) fn print(report: &Report, out: &mut dyn Write) -> Result<()> {
 fn head(process: &Process, out: &mut dyn Write) -> Result<()> {
     let Process { pid, command, state, age_s, idle_s, records, threads, torn, lost, .. } = process;
     let rank = process.rank.map_or_else(String::new, |rank| format!(", rank {rank}"));
-    writeln!(out, "process {pid} {command}{rank}, {state}; begun {age_s:.1} s ago, last event {idle_s:.3} s ago")?;
+    writeln!(
+        out,
+        "process {pid} {command}{rank}, {state}; begun {age_s:.1} s ago, last event {idle_s:.3} s ago"
+    )?;
     let torn = if *torn > 0 { format!(", {torn} being written") } else { String::new() };
     let lost = if *lost > 0 { format!(", {lost} lost: more than 256 threads") } else { String::new() };
     writeln!(out, "  {records} records of {threads} threads{torn}{lost}")
@@ -97,7 +102,10 @@ fn waiting(wait: &Waiting, out: &mut dyn Write) -> Result<()> {
     let Progress { prepared, fetched, completed, .. } = sends;
     let [prepared, fetched, completed] = [prepared, fetched, completed].map(number);
     let pid = other.pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    writeln!(out, "  last sends of the peer{pid}: prepared {prepared}, fetched {fetched}, completed {completed}")
+    writeln!(
+        out,
+        "  last sends of the peer{pid}: prepared {prepared}, fetched {fetched}, completed {completed}"
+    )
 }
 
 fn name(other: &Other) -> String {
@@ -116,14 +124,26 @@ fn queue_pairs(pairs: &[QueuePair], out: &mut dyn Write) -> Result<()> {
     }
     writeln!(out, "\nqueue pairs: the last request at each stage that the recording still has")?;
     let header = [
-        "device", "QP", "peer", "sends: prepared", "triggered", "fetched", "completed", "released",
-        "receives: prepared", "completed", "released", "idle s", "failure",
+        "device",
+        "QP",
+        "peer",
+        "sends: prepared",
+        "triggered",
+        "fetched",
+        "completed",
+        "released",
+        "receives: prepared",
+        "completed",
+        "released",
+        "idle s",
+        "failure",
     ];
     let mut table = table(header, &[0, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
     for pair in pairs {
         let Progress { prepared, triggered, fetched, completed, released } = pair.sends;
         let receives = [pair.receives.prepared, pair.receives.completed, pair.receives.released];
-        let numbers = [prepared, triggered, fetched, completed, released].into_iter().chain(receives).map(number);
+        let numbers =
+            [prepared, triggered, fetched, completed, released].into_iter().chain(receives).map(number);
         let gone = if pair.gone { " (gone)" } else { "" };
         let peer = pair.peer.as_ref().map_or_else(|| "-".into(), name);
         let idle = pair.idle_s.map_or_else(|| "-".into(), |idle| format!("{idle:.3}"));

@@ -107,7 +107,11 @@ impl Scale {
         #[expect(clippy::cast_precision_loss, reason = "exact to a nanosecond for months")]
         let time = Duration::try_from_secs_f64(ticks as f64 * self.rate / 1e9).unwrap_or(Duration::MAX);
         let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        if before { self.zero.monotonic.saturating_sub(time) } else { self.zero.monotonic.saturating_add(time) }
+        if before {
+            self.zero.monotonic.saturating_sub(time)
+        } else {
+            self.zero.monotonic.saturating_add(time)
+        }
     }
 }
 

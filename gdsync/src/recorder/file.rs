@@ -62,8 +62,13 @@ pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
             let again = if n == 0 { String::new() } else { format!("-{n}") };
             let path = folder.join(format!("gdsync-{pid}-{started}{again}.rec"));
             let mut options = File::options();
-            let created =
-                options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&path);
+            let created = options
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .custom_flags(libc::O_NOFOLLOW)
+                .open(&path);
             let sized = match created {
                 Ok(file) => file
                     .set_len(bytes as u64)
@@ -81,7 +86,8 @@ pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
             }
         }
     }
-    const FIX: &str = "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off";
+    const FIX: &str =
+        "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off";
     Err(Error::os("creating the file of the flight recorder", last, FIX))
 }
 

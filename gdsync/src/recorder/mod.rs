@@ -48,8 +48,8 @@ pub use event::{Awaited, By, Event, Queue, Stage};
 pub use file::Liveness;
 pub use read::{Record, Recording, Thread, Wait};
 use ring::Recorder;
-pub(crate) use rows::QpLog;
 pub use rows::Peer;
+pub(crate) use rows::QpLog;
 
 use crate::env::variable;
 use crate::error::{Error, Result};
@@ -248,7 +248,9 @@ mod tests {
 
     #[test]
     fn the_variable_says_off_or_how_many() {
-        for (text, records) in [("off", None), ("128", Some(128)), ("129", Some(256)), ("1048576", Some(1 << 20))] {
+        for (text, records) in
+            [("off", None), ("128", Some(128)), ("129", Some(256)), ("1048576", Some(1 << 20))]
+        {
             assert_eq!(records_of(text).unwrap(), records, "{text}");
         }
         for text in ["on", "0", "127", "1048577", "-1", "2k", "1 000"] {

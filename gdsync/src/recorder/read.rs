@@ -131,10 +131,12 @@ impl Recording {
             Error::invalid("recording", value, "a file of this release of the library, whole")
         };
         let about = file.metadata().map_err(failed)?;
-        let head = file::header_of(&file).filter(|_| about.is_file()).ok_or_else(|| not_one("(no header)"))?;
+        let head =
+            file::header_of(&file).filter(|_| about.is_file()).ok_or_else(|| not_one("(no header)"))?;
         let records = head[header::RECORDS];
         let is_fine = records.is_power_of_two() && records <= layout::MOST_RECORDS;
-        let capacity = usize::try_from(records).ok().filter(|_| is_fine).ok_or_else(|| not_one("(odd size)"))?;
+        let capacity =
+            usize::try_from(records).ok().filter(|_| is_fine).ok_or_else(|| not_one("(odd size)"))?;
         let clock = Clock::from_code(head[header::CLOCK]).ok_or_else(|| not_one("(unknown clock)"))?;
         if about.len() < layout::file_bytes(capacity) as u64 {
             return Err(not_one("(cut short)"));
@@ -270,12 +272,7 @@ fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
 }
 
 /// A record that is in its place.
-fn whole(
-    record: [u64; WORDS],
-    (lane, slot): (usize, usize),
-    capacity: u64,
-    scale: &Scale,
-) -> Option<Record> {
+fn whole(record: [u64; WORDS], (lane, slot): (usize, usize), capacity: u64, scale: &Scale) -> Option<Record> {
     let [at, number, middle, rest] = record;
     let n = (rest & layout::CHECK).checked_sub(1)?;
     let in_place = n & (capacity - 1) == slot as u64;

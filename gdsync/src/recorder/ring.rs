@@ -171,7 +171,8 @@ impl Recorder {
         next.store(n + 1, Ordering::Relaxed);
         let Ok(records) = usize::try_from(self.records) else { return };
         let Ok(slot) = usize::try_from(n & (self.records - 1)) else { return };
-        let Ok(words) = self.memory.words64::<WORDS>(layout::ring(lane, records) + slot * RECORD_BYTES) else {
+        let Ok(words) = self.memory.words64::<WORDS>(layout::ring(lane, records) + slot * RECORD_BYTES)
+        else {
             return;
         };
         let [number, middle, rest] = event.pack();
@@ -190,7 +191,8 @@ impl Recorder {
         let records = usize::try_from(self.records).expect("at most 2^20");
         if !lane.open.load(Ordering::Relaxed) {
             let (from, bytes) = (layout::ring(at, records), records * RECORD_BYTES);
-            let refused = lane.refused.load(Ordering::Relaxed) || file::allocate(&self.file, from, bytes).is_err();
+            let refused =
+                lane.refused.load(Ordering::Relaxed) || file::allocate(&self.file, from, bytes).is_err();
             lane.refused.store(refused, Ordering::Relaxed);
             if refused {
                 return false;

@@ -1,6 +1,5 @@
 //! The queue pairs of a process and who is at their other ends.
 
-
 use parking_lot::Mutex;
 
 use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, ROWS};
@@ -150,7 +149,6 @@ impl QpLog {
         let stream = u16::from_le_bytes([low, high]);
         self.log.note(|| Event { stream, ..Event::of(stage, queue, By::Cpu, self.qpn, number) });
     }
-
 }
 
 impl Drop for QpLog {

@@ -180,10 +180,15 @@ impl Cq {
     /// [`Error::Deadline`] after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
         let mut found = None;
-        self.0.wait_until(timeout, "waiting for a completion", || self.0.awaits_next(), || {
-            found = self.poll();
-            found.is_some()
-        })?;
+        self.0.wait_until(
+            timeout,
+            "waiting for a completion",
+            || self.0.awaits_next(),
+            || {
+                found = self.poll();
+                found.is_some()
+            },
+        )?;
         Ok(found.expect("wait_until returns Ok only when a completion was found"))
     }
 }
@@ -569,7 +574,8 @@ impl CqInner {
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
             let slot = &mut slots[self.index(n)];
-            let of_queue = slot.wc.is_none_or(|(_, wc)| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
+            let of_queue =
+                slot.wc.is_none_or(|(_, wc)| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
             if slot.taken == Taken::No && of_queue {
                 slot.taken = Taken::Done;
             }

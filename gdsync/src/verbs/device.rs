@@ -16,8 +16,8 @@ use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
 use crate::proxy::Proxy;
-use crate::recorder::Log;
 use crate::rdma::{self, DeviceConfig, NearGpu, Port, Route, Survey};
+use crate::recorder::Log;
 
 /// Name of the software HCA.
 const SOFT: &str = "soft0";
@@ -257,7 +257,13 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
-        Cq::create(self.provider.clone(), entries, OnGpu::empty(), &Places::default(), self.log.clone().on(self.gid()))
+        Cq::create(
+            self.provider.clone(),
+            entries,
+            OnGpu::empty(),
+            &Places::default(),
+            self.log.clone().on(self.gid()),
+        )
     }
 
     /// Injects faults into the software HCA until the next call; the default plan has none.

@@ -269,11 +269,16 @@ impl Qp {
     pub fn wait_all_sends(&self, timeout: Duration) -> Result<()> {
         let end = &self.send.end;
         let last = || end.tracker.posted().saturating_sub(1);
-        end.cq.wait_until(timeout, "waiting for all sends", || end.awaits(last()), || {
-            end.cq.reap();
-            let is_done = || end.tracker.lock().is_idle() || end.qp.check_known().is_err();
-            is_done() || (end.qp.provider.progress() && is_done())
-        })?;
+        end.cq.wait_until(
+            timeout,
+            "waiting for all sends",
+            || end.awaits(last()),
+            || {
+                end.cq.reap();
+                let is_done = || end.tracker.lock().is_idle() || end.qp.check_known().is_err();
+                is_done() || (end.qp.provider.progress() && is_done())
+            },
+        )?;
         self.check()
     }
 

@@ -85,8 +85,15 @@ fn a_record_that_was_being_written_is_left_out() {
 #[test]
 fn a_wait_lasts_from_its_first_begin() {
     let recorder = Recorder::start(128).unwrap();
-    let awaited =
-        Awaited { queue: Queue::Receive, device: 1, qpn: 0x4_0101, number: 7, value: 0, posted: 9, completed: 6 };
+    let awaited = Awaited {
+        queue: Queue::Receive,
+        device: 1,
+        qpn: 0x4_0101,
+        number: 7,
+        value: 0,
+        posted: 9,
+        completed: 6,
+    };
     let put = |stage| recorder.put_wait(&awaited, stage, By::Cpu, recorder.stamp());
     put(Stage::WaitBegun);
     let [begun] = read(&recorder).waits[..] else { panic!() };
@@ -96,7 +103,10 @@ fn a_wait_lasts_from_its_first_begin() {
     put(Stage::WaitBegun);
     let [again] = read(&recorder).waits[..] else { panic!() };
     // To a nanosecond: the rate of the clock is measured anew each time.
-    assert!(again.since.abs_diff(begun.since) < 100 + (again.changed - begun.since) / 100, "{begun:?} {again:?}");
+    assert!(
+        again.since.abs_diff(begun.since) < 100 + (again.changed - begun.since) / 100,
+        "{begun:?} {again:?}"
+    );
     assert!(again.changed > begun.changed && again.stage == Stage::WaitBegun);
     put(Stage::WaitEnded);
     let other = Awaited { number: 8, ..awaited };
