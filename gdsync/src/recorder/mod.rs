@@ -63,6 +63,7 @@ enum Current {
     Refused(u32),
 }
 
+/// One for the whole process: who wants to know why it hangs knows its number, and nothing of its contexts.
 static CURRENT: Mutex<Current> = Mutex::new(Current::One(Weak::new()));
 
 /// A wait is noted when it has lasted so long: those of a ping-pong take less, and must not take longer.
@@ -115,7 +116,7 @@ impl Log {
             }
             Err(error) if is_asked => Err(error),
             Err(error) => {
-                tracing::warn!(%error, "nothing is recorded");
+                tracing::info!(%error, "nothing is recorded");
                 *current = Current::Refused(std::process::id());
                 Ok(Self::default())
             }

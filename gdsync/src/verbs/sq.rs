@@ -249,7 +249,7 @@ impl SendQueue {
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
         self.most.check(&wr.op)?;
-        self.put(track, wr.wr_id, payload(&wr.op), |out, index| {
+        self.put(track, wr.wr_id, wr.op.payload_bytes(), |out, index| {
             mlx5::encode_into(out, &wr.op, qpn, index, wr.flags)
                 .map_err(|e| Error::WorkRequest { qpn, source: e })
         })
@@ -433,21 +433,6 @@ impl SendQueue {
         let lost = self.end.tracker.reset();
         self.record.store(0);
         self.end.cq.forget(&self.end.tracker, lost);
-    }
-}
-
-/// Bytes of payload.
-fn payload(op: &mlx5::SendOp<'_>) -> u32 {
-    use mlx5::{Payload, SendOp};
-    let sum = |sges: &[mlx5::DataSeg]| sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
-    match *op {
-        SendOp::Send { payload, .. } | SendOp::Write { payload, .. } => match payload {
-            Payload::Sges(sges) => sum(sges),
-            Payload::Inline(data) => u32::try_from(data.len()).unwrap_or(u32::MAX),
-        },
-        SendOp::Read { sges, .. } => sum(sges),
-        SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => 8,
-        SendOp::Nop => 0,
     }
 }
 
