@@ -120,7 +120,9 @@ pub(super) fn seconds(ns: u64) -> f64 {
 }
 
 pub(super) fn micros(ns: u64) -> f64 {
-    seconds(ns) * 1e6
+    // Seconds and the rest apart, so that nanoseconds stay what they are.
+    let time = Duration::from_nanos(ns);
+    f64::from(u32::try_from(time.as_secs()).unwrap_or(u32::MAX)) * 1e6 + f64::from(time.subsec_nanos()) / 1e3
 }
 
 pub(super) fn state(liveness: Liveness) -> &'static str {

@@ -139,7 +139,8 @@ fn queue_pairs(pairs: &[QueuePair], out: &mut dyn Write) -> Result<()> {
         "failure",
     ];
     let mut table = table(header, &[0, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
-    for pair in pairs {
+    // Those that came to nothing are in the JSON.
+    for pair in pairs.iter().filter(|pair| !pair.gone || pair.idle_s.is_some()) {
         let Progress { prepared, triggered, fetched, completed, released } = pair.sends;
         let receives = [pair.receives.prepared, pair.receives.completed, pair.receives.released];
         let numbers =

@@ -22,8 +22,8 @@ fn a_record_that_is_accepted_is_whole() {
         let words = Arc::new([L64::default(), L64::default(), L64::default()]);
         let writer = words.clone();
         let writer = thread::spawn(move || {
-            stamp::write(&*writer, [10, 100, 1]);
-            stamp::write(&*writer, [20, 200, 2]);
+            stamp::write(&writer, [10, 100, 1]);
+            stamp::write(&writer, [20, 200, 2]);
         });
         let (first, second) = (copy(&words), copy(&words));
         if let Some(record) = stamp::settled(first, second) {
