@@ -91,6 +91,7 @@ pub use prepared::{PreparedSend, PreparedWait};
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Word32, Word64};
+use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 use cuda::CudaEngine;
@@ -231,9 +232,12 @@ impl Stream {
         submit: impl FnOnce(&dyn Engine, &mut Vec<Op>) -> Result<u64>,
     ) -> Result<()> {
         batch.mark(self.0.id)?;
+        // Before the engine has it: it may run at once.
+        batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
         let seq = match submit(&*self.0.engine, &mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
+                batch.note(Stage::Refused, Stage::Refused, self.0.id);
                 batch.unmark();
                 return Err(error);
             }
