@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A description of machine and build, for reports.
+/// A description of machine, build and command, for reports.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Processor model.
@@ -17,6 +17,9 @@ pub struct Machine {
     pub commit: String,
     /// Compiler it was built with.
     pub rustc: String,
+    /// The command that this process was started with, as a shell takes it; empty in results of before it was noted.
+    #[serde(default)]
+    pub command: String,
 }
 
 impl Machine {
@@ -32,6 +35,34 @@ impl Machine {
             version: env!("CARGO_PKG_VERSION").into(),
             commit: env!("GDASYNC_COMMIT").into(),
             rustc: env!("GDASYNC_RUSTC").into(),
+            command: command(std::env::args_os().map(|arg| arg.to_string_lossy().into_owned())),
         }
+    }
+}
+
+/// Program and arguments as a shell takes them; of the program only its name.
+fn command(args: impl Iterator<Item = String>) -> String {
+    let name = |program: &str| program.rsplit('/').next().unwrap_or(program).to_owned();
+    let quote = |arg: String| {
+        let plain = |c: char| c.is_alphanumeric() || "_-+./,:=@%".contains(c);
+        if !arg.is_empty() && arg.chars().all(plain) {
+            arg
+        } else {
+            format!("'{}'", arg.replace('\'', r"'\''"))
+        }
+    };
+    let words = args.enumerate().map(|(i, arg)| quote(if i == 0 { name(&arg) } else { arg }));
+    words.collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_can_be_typed_again() {
+        let words = ["/usr/bin/gdasync", "bench", "--json", "my file", "", "it's", "a=b,c"];
+        let typed = command(words.into_iter().map(str::to_owned));
+        assert_eq!(typed, r"gdasync bench --json 'my file' '' 'it'\''s' a=b,c");
     }
 }
