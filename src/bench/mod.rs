@@ -16,6 +16,7 @@ mod rate;
 mod register;
 mod scale;
 mod sheet;
+mod slots;
 mod stream;
 mod trigger;
 
