@@ -17,6 +17,7 @@ mod recorder;
 mod register;
 mod scale;
 mod sheet;
+mod slots;
 mod stream;
 mod trigger;
 
