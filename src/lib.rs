@@ -7,6 +7,7 @@
 //! - [`gdsync`]: verbs queues on mlx5 rings, streams that trigger and await them, the software HCA;
 //! - [`mp`]: messages between ranks, over it.
 
+pub mod doctor;
 pub mod lane;
 pub mod measure;
 pub mod pingpong;

@@ -9,6 +9,7 @@ mod results;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use gdasync::doctor::Doctor;
 use gdasync::tools::Tool;
 
 /// GPUDirect Async: benchmarks and tests of stream-triggered RDMA and of GPU memory mappings.
@@ -23,6 +24,8 @@ struct Cli {
 enum Command {
     /// Measures this machine, each figure with its baseline in the same run.
     Bench(Benchmarks),
+    /// Probes this machine: what works, what does not, why it matters and what to do.
+    Doctor(Doctor),
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
     #[command(subcommand)]
     Gdrcopy(Tool),
@@ -45,6 +48,7 @@ struct Benchmarks {
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
     match Cli::parse().command {
+        Command::Doctor(doctor) => doctor.run(),
         Command::Gdrcopy(tool) => tool.run(),
         Command::Bench(Benchmarks { bench: Some(bench), .. }) => end(bench.run().map(|()| ExitCode::SUCCESS)),
         Command::Bench(Benchmarks { bench: None, compare }) => end(compare.run()),

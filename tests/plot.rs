@@ -58,6 +58,31 @@ const FIRST: &str = "#0072B2";
 const SECOND: &str = "#D55E00";
 
 #[test]
+fn help_tells_what_there_is() {
+    let help = succeeds(tool(&["--help"]));
+    assert!(help.contains("plot") && help.contains("report"), "{help}");
+    let help = succeeds(tool(&["plot", "--help"]));
+    for option in [
+        "--output",
+        "--group",
+        "--kind",
+        "--series",
+        "--without",
+        "--label",
+        "--title",
+        "--size",
+        "--log",
+        "--linear",
+    ] {
+        assert!(help.contains(option), "{option}: {help}");
+    }
+    let help = succeeds(tool(&["bench", "--help"]));
+    for option in ["--compare <A> <B>", "--threshold", "--fail", "--json", "noise", "hca"] {
+        assert!(help.contains(option), "{option}: {help}");
+    }
+}
+
+#[test]
 fn every_kept_result_is_drawn() {
     for file in kept() {
         let svg = plot(&[file.to_str().unwrap()]);
