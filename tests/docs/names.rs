@@ -25,7 +25,10 @@ pub(crate) fn sources() -> String {
 fn read(folder: &Path, text: &mut String) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_dir() {
+        let is_test = path.file_stem().is_some_and(|name| name == "tests");
+        if is_test {
+            continue;
+        } else if path.is_dir() {
             read(&path, text);
         } else if path.extension().is_some_and(|end| end == "rs") {
             text.push_str(&fs::read_to_string(&path).unwrap());
@@ -41,10 +44,12 @@ pub(crate) fn variables() -> BTreeSet<String> {
         word.bytes().all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_')
             && !FAMILIES.contains(word)
     };
-    let of_users = |word: &&str| {
-        !word.contains("_TEST_") && !word.starts_with("GDRCOPY_KMOD_") && !word.starts_with("GDASYNC_")
-    };
-    quoted.filter(is_name).filter(of_users).map(str::to_owned).collect()
+    quoted.filter(is_name).filter(|name| of_users(name)).map(str::to_owned).collect()
+}
+
+/// Whether a variable is for users: not for tests, nor for the build.
+fn of_users(name: &str) -> bool {
+    !name.contains("_TEST_") && !name.starts_with("GDRCOPY_KMOD_") && !name.starts_with("GDASYNC_")
 }
 
 /// What a document quotes that the repository does not have: `Type::name`, `folder/file`, variables, and lines below
@@ -59,7 +64,7 @@ pub(crate) fn unknown(document: &Document, sources: &str) -> Vec<String> {
         .split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
         .filter(|_| !tells_of_others)
         .filter(|word| FAMILIES.iter().any(|family| word.len() > family.len() && word.starts_with(family)))
-        .filter(|word| !word.contains("_TEST_") && !has_word(sources, word));
+        .filter(|word| of_users(word) && !has_word(sources, word));
     let unknown =
         files.chain(paths).chain(variables).map(|name| format!("{}: there is no {name}", document.path));
     let quotes = quotes(document).into_iter().filter(|part| !sources.contains(part.as_str()));
