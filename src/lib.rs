@@ -16,3 +16,6 @@ pub mod tools;
 pub use gdrcopy;
 pub use gdsync;
 pub use mp;
+
+#[cfg(doctest)]
+mod documents;

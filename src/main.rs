@@ -5,6 +5,7 @@ mod compare;
 mod plot;
 mod report;
 mod results;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -33,6 +34,8 @@ enum Command {
     Plot(plot::Options),
     /// Puts results into one page: pictures, tables, machine and command.
     Report(report::Options),
+    /// Shows what processes have recorded, also killed ones: which wait is stuck, on which peer and request.
+    Trace(trace::Options),
 }
 
 /// A benchmark, or the comparison of two results.
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         Command::Bench(Benchmarks { bench: None, compare }) => end(compare.run()),
         Command::Plot(options) => end(options.run()),
         Command::Report(options) => end(options.run()),
+        Command::Trace(options) => options.run(),
     }
 }
 

@@ -288,6 +288,7 @@ fn bad_arguments_are_named() {
         ("cpu", &["--runs", "0"], &["--runs", "0"]),
         ("cpu", &["--kernel-us", "5", "--no-kernels"], &["--kernel-us", "--no-kernels"]),
         ("scale", &["--ranks", "1"], &["--ranks", "1"]),
+        ("scale", &["--part", "ranks"], &["--part is for processes"]),
         ("scale", &["--qps", "1025"], &["--qps", "1025"]),
     ] {
         let error = fails(bench(name, args));

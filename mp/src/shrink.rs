@@ -32,7 +32,8 @@ impl Communicator {
     /// call it. Ranks that die meanwhile are left out too, or are found out by the first use of what it returns; it can be
     /// called on that again. What was registered belongs to this communicator, and has to be registered with the new one.
     ///
-    /// It ends all connections of this communicator, so that ranks which wait for this one learn that something has happened.
+    /// It ends all connections of this communicator, and its barriers and exchanges: ranks that wait for this one learn that
+    /// something has happened.
     /// A rank whose process is there is waited for, unless it was [given up](Communicator::give_up) by any rank: then it is
     /// left out, and told so if it calls this. Processes that [`Builder::spawn`](crate::Builder::spawn) started here belong to
     /// the new communicator afterwards; those of ranks that are left out are ended.

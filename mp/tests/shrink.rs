@@ -198,6 +198,26 @@ fn a_rank_dies_in_the_middle_of_it() {
     std::process::exit(DONE);
 }
 
+/// Only rank 1 notices anything; the others wait for it in a barrier.
+#[test]
+fn ranks_in_a_barrier_learn_that_one_shrinks() {
+    const NAME: &str = "ranks_in_a_barrier_learn_that_one_shrinks";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 3), 3);
+        return;
+    }
+    let comm = init();
+    if comm.rank() != 1 {
+        let error = comm.barrier(LONG).unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("shrink"), "{error}");
+    }
+    let shrunk = comm.shrink(LONG).unwrap();
+    assert_eq!(shrunk.former, [0, 1, 2], "nobody has died");
+    play(&shrunk.communicator).unwrap();
+    shrunk.communicator.finalize(LONG).unwrap();
+    std::process::exit(DONE);
+}
+
 /// Rank 2 hangs, and is not waited for: any rank may have given it up.
 #[test]
 fn a_rank_that_is_given_up_is_left_out() {

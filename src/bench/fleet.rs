@@ -90,6 +90,11 @@ impl<'a> Fleet<'a> {
         Ok(fleet)
     }
 
+    /// The number of queue pairs.
+    pub(super) fn len(&self) -> usize {
+        self.qps.len()
+    }
+
     fn serves(&self) -> bool {
         self.comm.rank() == 0
     }

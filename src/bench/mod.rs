@@ -13,9 +13,11 @@ mod overlap;
 mod pingpong;
 mod proxy;
 mod rate;
+mod recorder;
 mod register;
 mod scale;
 mod sheet;
+mod slots;
 mod stream;
 mod trigger;
 
@@ -71,6 +73,8 @@ pub(crate) enum Bench {
     Proxy(proxy::Options),
     /// Messages per second, by what is outstanding, by queue pairs and by size, against a ring in shared memory.
     Rate(rate::Options),
+    /// What a stamp of the flight recorder costs, and what the recorder costs a message.
+    Recorder(recorder::Options),
     /// The registration cache against registering and deregistering memory each time.
     Register(register::Options),
     /// Latency and rate of many queue pairs and of many ranks on this host, as ratios to one queue pair and two ranks.
@@ -93,6 +97,7 @@ impl Bench {
             Bench::Pingpong(options) => options.run(),
             Bench::Proxy(options) => options.run(),
             Bench::Rate(options) => options.run(),
+            Bench::Recorder(options) => options.run(),
             Bench::Register(options) => options.run(),
             Bench::Scale(options) => options.run(),
             Bench::Stream(options) => options.run(),

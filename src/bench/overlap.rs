@@ -1,6 +1,5 @@
 //! `gdasync bench overlap`: how much of an exchange of messages hides behind work on the stream.
 
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -14,6 +13,7 @@ use serde_json::json;
 
 use super::Result;
 use super::sheet::{Checks, Output, Sheet, expected};
+use super::slots::Slots;
 
 /// Options of `gdasync bench overlap`.
 #[derive(Args)]
@@ -62,7 +62,7 @@ struct Player<'a> {
     lane: &'a Lane,
     checks: &'a Checks,
     buffer: Registration,
-    bytes: usize,
+    slots: Slots,
     peer: usize,
     timeout: Duration,
     /// Windows with messages so far: each has bytes of its own.
@@ -148,16 +148,10 @@ impl Options {
 
 impl<'a> Player<'a> {
     fn new(options: &'a Options, comm: &'a Communicator, lane: &'a Lane, placed: &Placed) -> Result<Self> {
-        let bytes = usize::try_from(options.bytes)?;
-        let buffer = comm.register(&placed.memory(3 * bytes.next_multiple_of(64))?)?;
+        let slots = Slots::new(usize::try_from(options.bytes)?);
+        let buffer = comm.register(&placed.memory(slots.len())?)?;
         let (checks, timeout) = (&options.checks, options.checks.timeout());
-        Ok(Self { comm, lane, checks, buffer, bytes, peer: 1 - comm.rank(), timeout, window: 0 })
-    }
-
-    /// Slot 0 is sent, 1 and 2 are received into by turns.
-    fn slot(&self, slot: usize) -> Range<usize> {
-        let start = slot * self.bytes.next_multiple_of(64);
-        start..start + self.bytes
+        Ok(Self { comm, lane, checks, buffer, slots, peer: 1 - comm.rank(), timeout, window: 0 })
     }
 
     /// Times a window without messages.
@@ -177,15 +171,13 @@ impl<'a> Player<'a> {
     /// Times a window of exchanges with work. Also returns how many of the receiving slots had wrong data.
     fn exchange(&mut self, way: Way, work: &Work<'_>, count: u32) -> Result<(Duration, u64)> {
         self.window += 1;
-        let memory = self.buffer.memory();
+        let (memory, slots) = (self.buffer.memory(), self.slots);
         let theirs = expected(self.peer, self.window);
-        self.checks.sent(self.comm.rank(), self.window).fill(memory, self.slot(0).start, self.bytes)?;
-        for slot in [1, 2] {
-            theirs.spoil(memory, self.slot(slot).start, self.bytes)?;
-        }
+        slots.fill(memory, self.checks.sent(self.comm.rank(), self.window))?;
+        slots.spoil(memory, theirs, count.into())?;
         memory.flush()?;
-        let slot = |n: u32| self.slot(if n.is_multiple_of(2) { 1 } else { 2 });
-        let receives = (0..count).map(|n| self.comm.irecv(&self.buffer, slot(n), self.peer));
+        let receive = |n: u32| self.comm.irecv(&self.buffer, slots.received(n.into()), self.peer);
+        let receives = (0..count).map(receive);
         let receives = receives.collect::<mp::Result<Vec<_>>>()?;
         self.comm.barrier(self.timeout)?;
         let start = Instant::now();
@@ -208,20 +200,16 @@ impl<'a> Player<'a> {
         }
         self.lane.finish()?;
         let time = start.elapsed();
-        let mut wrong = 0;
-        for slot in [1, 2] {
-            wrong += u64::from(!theirs.check(memory, self.slot(slot).start, self.bytes)?);
-        }
-        Ok((time, wrong))
+        Ok((time, slots.wrong(memory, theirs, count.into())?))
     }
 
     fn send(&self) -> mp::Result<Request> {
-        self.comm.isend(&self.buffer, self.slot(0), self.peer)
+        self.comm.isend(&self.buffer, self.slots.sent(), self.peer)
     }
 
     fn on_stream(&self, work: &Work<'_>, receive: &Request) -> Result<()> {
         let mut batch = Batch::new();
-        let sent = self.comm.isend_in_batch(&mut batch, &self.buffer, self.slot(0), self.peer)?;
+        let sent = self.comm.isend_in_batch(&mut batch, &self.buffer, self.slots.sent(), self.peer)?;
         self.lane.stream.submit_within(&mut batch, self.timeout)?;
         work.enqueue()?;
         self.comm.wait_in_batch(&mut batch, receive)?;

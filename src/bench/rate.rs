@@ -18,7 +18,7 @@ use super::sheet::{Checks, Output, Sheet};
 #[command(after_long_help = "\
 What the numbers mean: rank 0 sends messages as fast as what may be outstanding lets it, rank 1 receives them by CPU, and the \
 clock stops when rank 0 hears that all have come. `cpu` is posted and polled by the sending thread; in `stream` a batch of the \
-stream sends what may be outstanding and waits for its completions. `floor` is a ring of 64 places in shared memory into which \
+stream sends what may be outstanding and waits for its completions, and runs dry every 256 messages of a queue pair. `floor` is a ring of 64 places in shared memory into which \
 one CPU copies messages and from which the other takes them: the ratios are to its rate at the same size. min and p99 are of \
 slices of a run: the slowest, and what 99 of 100 exceed. Three sweeps: over sizes, with the most outstanding on one queue pair; \
 over what is outstanding, and over queue pairs with the most outstanding, both with the smallest size.")]

@@ -6,7 +6,7 @@ mod place;
 mod stream;
 
 pub use kernels::{Kernel, Kernels};
-pub use place::{Description, Engine, Place, Placed, Placement, Queues};
+pub use place::{Description, Engine, Place, Placed, Placement, Queues, own_gpu};
 pub use stream::Lane;
 
 /// What programs on a lane may fail with.

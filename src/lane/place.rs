@@ -129,21 +129,26 @@ impl Placement {
             placement: self.placement,
             via: self.via.unwrap_or_default(),
             kick: self.kick.unwrap_or_default(),
-            gpu: on_gpu.then(|| self.gpu()).transpose()?,
+            gpu: on_gpu.then(|| own_gpu(&self.device)).transpose()?,
         })
     }
+}
 
-    fn gpu(&self) -> Result<Gpu> {
-        // Without a launcher this process becomes rank 0.
-        let (rank, local) = Launch::detect()?.map_or((0, 0), |launch| (launch.rank, launch.local_rank));
-        let count = usize::try_from(Gpu::count()?)?;
-        let turn = |number: usize, of: usize| number.checked_rem(of);
-        let ordinal = match turn(rank, self.device.len()) {
-            Some(listed) => self.device[listed],
-            None => i32::try_from(turn(local, count).ok_or("CUDA shows no GPU to this process")?)?,
-        };
-        Ok(Gpu::open(ordinal)?)
-    }
+/// The GPU of this rank: the one at its place in the list, or of all GPUs the one that its local rank is due by turns. Called
+/// before the communicator is made, or after.
+///
+/// # Errors
+/// Of CUDA, and when it shows no GPU.
+pub fn own_gpu(listed: &[i32]) -> Result<Gpu> {
+    // Without a launcher this process becomes rank 0.
+    let (rank, local) = Launch::detect()?.map_or((0, 0), |launch| (launch.rank, launch.local_rank));
+    let count = usize::try_from(Gpu::count()?)?;
+    let turn = |number: usize, of: usize| number.checked_rem(of);
+    let ordinal = match turn(rank, listed.len()) {
+        Some(at) => listed[at],
+        None => i32::try_from(turn(local, count).ok_or("CUDA shows no GPU to this process")?)?,
+    };
+    Ok(Gpu::open(ordinal)?)
 }
 
 impl Placed {

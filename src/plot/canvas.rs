@@ -126,11 +126,15 @@ impl<'a> Canvas<'a> {
         self.draw(&PathElement::new(points.to_vec(), ShapeStyle::from(color).stroke_width(width)))
     }
 
-    /// What lies between two lines, and the edge of the other one, pale.
+    /// A thin, pale line.
+    pub(super) fn pale(&self, points: &[(i32, i32)], color: RGBColor) -> Result<()> {
+        self.draw(&PathElement::new(points.to_vec(), ShapeStyle::from(color.mix(0.5)).stroke_width(1)))
+    }
+
+    /// What lies between two lines.
     pub(super) fn band(&self, line: &[(i32, i32)], other: &[(i32, i32)], color: RGBColor) -> Result<()> {
         let around: Vec<_> = line.iter().chain(other.iter().rev()).copied().collect();
-        self.draw(&Polygon::new(around, color.mix(0.1)))?;
-        self.draw(&PathElement::new(other.to_vec(), ShapeStyle::from(color.mix(0.5)).stroke_width(1)))
+        self.draw(&Polygon::new(around, color.mix(0.1)))
     }
 
     pub(super) fn rect(&self, corners: [(i32, i32); 2], color: RGBColor) -> Result<()> {

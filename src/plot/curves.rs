@@ -13,12 +13,20 @@ use crate::results::{At, Axis};
 const BELOW: i32 = 46;
 const LEFT: i32 = 76;
 
+/// Series up to which bands do not hide each other.
+const SHADED: usize = 5;
+
 pub(super) fn draw(picture: &Picture) -> Result<String> {
     let group = &picture.group;
     let size = picture.size.unwrap_or(SIZE);
     let with_p99 =
         group.series.iter().flat_map(|series| &series.points).any(|point| point.value.p99.is_some());
-    let subtitle = if with_p99 { "median; shaded: to the 99th percentile" } else { "" };
+    let shaded = group.series.len() <= SHADED;
+    let subtitle = match (with_p99, shaded) {
+        (true, true) => "median; shaded: to the 99th percentile",
+        (true, false) => "median; pale: 99th percentile",
+        (false, _) => "",
+    };
     let frame = picture.frame(subtitle, Sign::Curve, size.0);
     let (above, below) = (frame.above(), frame.below());
     enough(size, (2 * MARGIN + LEFT + 160, above + below + BELOW + 120))?;
@@ -62,9 +70,12 @@ pub(super) fn draw(picture: &Picture) -> Result<String> {
                 points.iter().filter_map(|point| Some(pixel(&point.at, value(&point.value)?))).collect()
             };
             let (medians, p99s) = (line(&|value| Some(value.p50)), line(&|value| value.p99));
-            canvas.band(&medians, &p99s, color(index))?;
+            if shaded {
+                canvas.band(&medians, &p99s, color(index))?;
+            }
+            canvas.pale(&p99s, color(index))?;
             if let ([from], [(x, y)]) = (&medians[..], &p99s[..]) {
-                // A band needs two points.
+                // A line needs two points.
                 canvas.line(&[*from, (*x, *y)], color(index), 1)?;
                 canvas.line(&[(x - 3, *y), (x + 3, *y)], color(index), 1)?;
             }

@@ -83,7 +83,8 @@ fn capital(text: &str) -> String {
 /// The title of a group if nobody gives one.
 pub(crate) fn title(group: &Group, kind: &str) -> String {
     let kind = kind.trim_start_matches("bench ");
-    if kind.is_empty() { capital(&group.name) } else { format!("{}: {}", capital(kind), group.name) }
+    let known = kind.is_empty() || group.name.starts_with(kind);
+    if known { capital(&group.name) } else { format!("{}: {}", capital(kind), group.name) }
 }
 
 /// The lines at the foot of a picture, each once.

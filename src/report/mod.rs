@@ -112,6 +112,11 @@ fn line(html: &mut String, text: &str) {
 
 /// All figures of a group: a row for each place, three columns for each series.
 fn table(group: &Group) -> String {
+    let place = |at| {
+        let label = group.axis.label(at);
+        // A size stays in one line; names of tests need more.
+        if group.axis.is_numeric() { label.replace(' ', "\u{a0}") } else { label }
+    };
     let cells = |value: Option<Value>| {
         let value = value.map(|value| [Some(value.p50), value.p99, value.min]).unwrap_or_default();
         value.map(|value| format!("<td>{}</td>", value.map(number).unwrap_or_default())).concat()
@@ -125,7 +130,7 @@ fn table(group: &Group) -> String {
     html.push_str("</tr></thead>\n<tbody>\n");
     for at in group.places() {
         let row: String = group.series.iter().map(|series| cells(series.at(at))).collect();
-        line(&mut html, &format!("<tr><th>{}</th>{row}</tr>", escape(&group.axis.label(at))));
+        line(&mut html, &format!("<tr><th>{}</th>{row}</tr>", escape(&place(at))));
     }
     html.push_str("</tbody></table></div>\n");
     html

@@ -13,10 +13,10 @@ use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::conn::{Conn, Step, drive, wait};
+use super::conn::{Conn, Failure, Step, drive, wait};
 use super::doors::Doors;
 use super::frame::{Job, Kind};
-use super::{Bootstrap, MAX_PAYLOAD};
+use super::{Bootstrap, MAX_PAYLOAD, announce};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -76,8 +76,9 @@ impl Bootstrap {
     /// # Errors
     /// [`Error::Bootstrap`] for a rank that the others leave out, or without [`Bootstrap::open_doors`];
     /// [`Error::Deadline`] names ranks that are there, and late.
-    pub(crate) fn regroup(&self, without: &[usize], timeout: Duration) -> Result<(Self, Vec<usize>)> {
+    pub(crate) fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Self, Vec<usize>)> {
         let deadline = Deadline::after(timeout);
+        self.leave();
         let Some(doors) = self.doors.clone() else {
             if self.job.size == 1 {
                 return Ok((Self::new(0, self.job, Vec::new()), vec![0]));
@@ -94,6 +95,19 @@ impl Bootstrap {
                 Err(Error::Bootstrap { .. }) if !deadline.is_over() => sleep(TICK),
                 Err(error) => return Err(error),
             }
+        }
+    }
+}
+
+impl Bootstrap {
+    /// Ends this exchange, so that nobody waits in it for this rank.
+    fn leave(&mut self) {
+        if self.failed.is_none() {
+            let what = "has left to shrink the communicator, as all that are left have to";
+            let error = Error::bootstrap(format!("rank {}", self.rank), what, "call Communicator::shrink");
+            let failure = Failure { rank: self.rank, error };
+            announce(&mut self.peers, &self.job, &failure);
+            self.failed = Some(failure.error);
         }
     }
 }

@@ -10,13 +10,6 @@ use gdasync::measure::Samples;
 use super::Result;
 use crate::bench::sheet::expected;
 
-/// The GPU of a rank.
-pub(super) fn gpu_of(rank: usize) -> Result<Gpu> {
-    let count = usize::try_from(Gpu::count()?)?;
-    let turn = rank.checked_rem(count).ok_or("CUDA shows no GPU to this process")?;
-    Ok(Gpu::open(i32::try_from(turn)?)?)
-}
-
 /// A part of a memory.
 #[derive(Clone, Copy)]
 pub(super) struct Part<'a>(pub(super) &'a Memory, pub(super) usize);

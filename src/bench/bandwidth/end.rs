@@ -4,12 +4,14 @@ use std::time::Instant;
 
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
+use gdasync::lane::own_gpu;
 use gdasync::measure::Samples;
 use gdasync::mp::{self, Communicator, Registration, Request};
 
 use super::Result;
-use super::cuda::{Part, gpu_of, to_gpu, to_host};
+use super::cuda::{Part, to_gpu, to_host};
 use crate::bench::sheet::{Checks, expected};
+use crate::bench::slots::Slots;
 
 /// Where payload is, and what lies between it and the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,35 +36,34 @@ pub(super) struct End<'a> {
     /// Pinned by CUDA, between payload and wire.
     staging: Option<Memory>,
     peer: usize,
-    /// Bytes of a slot.
-    stride: usize,
+    slots: Slots,
     game: u64,
 }
 
 impl<'a> End<'a> {
     /// For messages of at most `max` bytes.
     pub(super) fn new(kind: Kind, comm: &'a Communicator, checks: &'a Checks, max: usize) -> Result<Self> {
-        let stride = max.next_multiple_of(64);
+        let slots = Slots::new(max);
         let (mut payload, mut staging) = (None, None);
         let wire = match kind {
-            Kind::Host => Memory::alloc(3 * stride)?,
-            Kind::Direct => gpu_of(comm.rank())?.alloc(3 * stride)?,
+            Kind::Host => Memory::alloc(slots.len())?,
+            Kind::Direct => own_gpu(&[])?.alloc(slots.len())?,
             Kind::Copied { .. } | Kind::CopiedTwice => {
-                let gpu = gpu_of(comm.rank())?;
-                let (wire, pin) = (Memory::alloc(3 * stride)?, kind != Kind::Copied { pinned: false });
+                let gpu = own_gpu(&[])?;
+                let (wire, pin) = (Memory::alloc(slots.len())?, kind != Kind::Copied { pinned: false });
                 let pinned =
-                    if kind == Kind::CopiedTwice { Memory::alloc(3 * stride)? } else { wire.clone() };
+                    if kind == Kind::CopiedTwice { Memory::alloc(slots.len())? } else { wire.clone() };
                 if pin {
                     // Registers it with CUDA.
                     pinned.gpu_addr(&gpu)?;
                 }
                 staging = (kind == Kind::CopiedTwice).then_some(pinned);
-                payload = Some((gpu.clone(), gpu.alloc(3 * stride)?));
+                payload = Some((gpu.clone(), gpu.alloc(slots.len())?));
                 wire
             }
         };
         let wire = comm.register(&wire)?;
-        Ok(Self { comm, checks, wire, payload, staging, peer: 1 - comm.rank(), stride, game: 0 })
+        Ok(Self { comm, checks, wire, payload, staging, peer: 1 - comm.rank(), slots, game: 0 })
     }
 
     /// Brings a slot of the payload to the wire.
@@ -77,9 +78,9 @@ impl<'a> End<'a> {
     }
 
     /// Brings what arrived in a slot to the payload.
-    fn receive_side(&self, slot: usize, bytes: usize) -> Result<()> {
+    fn receive_side(&self, n: u64, bytes: usize) -> Result<()> {
         let Some((gpu, payload)) = &self.payload else { return Ok(()) };
-        let (wire, at) = (self.wire.memory(), slot * self.stride);
+        let (wire, at) = (self.wire.memory(), self.slots.received(n).start);
         if let Some(staging) = &self.staging {
             staging.copy_from(at, wire, at, bytes)?;
         }
@@ -87,28 +88,25 @@ impl<'a> End<'a> {
     }
 
     fn receive(&self, n: u64, bytes: usize) -> mp::Result<Request> {
-        let at = slot(n) * self.stride;
-        self.comm.irecv(&self.wire, at..at + bytes, self.peer)
+        self.comm.irecv(&self.wire, self.slots.of(bytes).received(n), self.peer)
     }
 
     fn send(&self, bytes: usize) -> mp::Result<Request> {
-        self.comm.isend(&self.wire, 0..bytes, self.peer)
+        self.comm.isend(&self.wire, self.slots.of(bytes).sent(), self.peer)
     }
 
     /// Plays ping-pong: the round trips as rank 0 sees them, from payload to payload, and how many slots had wrong data.
     pub(super) fn play(&mut self, bytes: usize, count: u64) -> Result<(Samples, u64)> {
         self.game += 1;
         let (timeout, rank) = (self.checks.timeout(), self.comm.rank());
-        let theirs = expected(self.peer, self.game);
+        let (slots, theirs) = (self.slots.of(bytes), expected(self.peer, self.game));
         let payload = self.payload.as_ref().map_or(self.wire.memory(), |(_, payload)| payload);
         // The right bytes are nowhere but in the payload that is sent.
         for memory in [Some(self.wire.memory()), Some(payload), self.staging.as_ref()].into_iter().flatten() {
-            expected(rank, self.game).spoil(memory, 0, bytes)?;
-            for slot in [1, 2] {
-                theirs.spoil(memory, slot * self.stride, bytes)?;
-            }
+            expected(rank, self.game).spoil(memory, slots.sent().start, bytes)?;
+            slots.spoil(memory, theirs, 2)?;
         }
-        self.checks.sent(rank, self.game).fill(payload, 0, bytes)?;
+        slots.fill(payload, self.checks.sent(rank, self.game))?;
         payload.flush()?;
         let mut samples = Samples::default();
         let mut receive = self.receive(0, bytes)?;
@@ -119,12 +117,12 @@ impl<'a> End<'a> {
                 self.send_side(bytes)?;
                 let sent = self.send(bytes)?;
                 self.comm.wait(&receive, timeout)?;
-                self.receive_side(slot(n), bytes)?;
+                self.receive_side(n, bytes)?;
                 samples.add(start.elapsed());
                 sent
             } else {
                 self.comm.wait(&receive, timeout)?;
-                self.receive_side(slot(n), bytes)?;
+                self.receive_side(n, bytes)?;
                 self.send_side(bytes)?;
                 // Before the answer is there, the next message cannot come.
                 if n + 1 < count {
@@ -137,15 +135,6 @@ impl<'a> End<'a> {
                 receive = self.receive(n + 1, bytes)?;
             }
         }
-        let mut wrong = 0;
-        for slot in (0..count.min(2)).map(slot) {
-            wrong += u64::from(!theirs.check(payload, slot * self.stride, bytes)?);
-        }
-        Ok((samples, wrong))
+        Ok((samples, slots.wrong(payload, theirs, count)?))
     }
-}
-
-/// Where message `n` arrives.
-fn slot(n: u64) -> usize {
-    1 + usize::from(n % 2 == 1)
 }

@@ -7,6 +7,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use gdasync::lane::own_gpu;
 use gdasync::measure::series::{Point, Series, Unit};
 use gdasync::measure::{Samples, size};
 use gdasync::mp::Communicator;
@@ -14,7 +15,7 @@ use serde_json::json;
 
 use super::sheet::{Checks, Output, Sheet, objection};
 use super::{Result, two_ranks};
-use cuda::{Peers, gpu_of};
+use cuda::Peers;
 use end::{End, Kind};
 
 /// Options of `gdasync bench bandwidth`.
@@ -25,7 +26,7 @@ it and what is sent are part of it. `host to host` sends host memory. `host to G
 copies it, from and to memory that is pageable or pinned. `GPU to GPU` has both there: with copies to memory that CUDA has \
 pinned and by the CPU from there to memory that is sent; with copies to one buffer that both CUDA and the network have pinned \
 (GPUDirect version 1); without copies, the memory of the GPU itself is sent (GPUDirect RDMA). `peer to peer` has no messages: CUDA \
-copies from one GPU of a process to another (GPUDirect P2P). Rank r uses GPU r modulo their number. The ratios are to memcpy by \
+copies from one GPU of a process to another (GPUDirect P2P). Local rank r uses GPU r modulo their number. The ratios are to memcpy by \
 one CPU, in the same slices. p99 and min are of round trips: what 99 of 100 exceed, and the slowest.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, 1 to 1073741824 each.
@@ -102,7 +103,7 @@ impl Options {
             others.iter_mut().for_each(|curve| curve.compare(memcpy));
         }
         sheet.add(curves);
-        let own = gpu_of(comm.rank()).map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
+        let own = own_gpu(&[]).map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
         let gpus = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
         let gpus: Vec<_> =
             gpus.iter().map(|gpu| String::from_utf8_lossy(gpu)).filter(|gpu| !gpu.is_empty()).collect();

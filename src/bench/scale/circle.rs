@@ -1,7 +1,6 @@
 //! Many ranks in a circle: each sends to the next.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use gdasync::gdsync::memory::Memory;
@@ -10,6 +9,7 @@ use gdasync::mp::{self, Communicator, Registration, Request};
 
 use super::Result;
 use crate::bench::sheet::{Checks, Sheet, expected};
+use crate::bench::slots::Slots;
 
 /// Bytes of a message.
 const BYTES: usize = 8;
@@ -23,6 +23,7 @@ pub(super) struct Circle<'a> {
     comm: &'a Communicator,
     checks: &'a Checks,
     buffer: Registration,
+    slots: Slots,
     next: usize,
     before: usize,
     game: u64,
@@ -31,22 +32,25 @@ pub(super) struct Circle<'a> {
 impl<'a> Circle<'a> {
     pub(super) fn new(comm: &'a Communicator, checks: &'a Checks) -> Result<Self> {
         let (rank, size) = (comm.rank(), comm.size());
-        let buffer = comm.register(&Memory::alloc(256)?)?;
-        Ok(Self { comm, checks, buffer, next: (rank + 1) % size, before: (rank + size - 1) % size, game: 0 })
-    }
-
-    /// Slot 0 is sent, 1 and 2 are received into by turns.
-    fn slot(slot: u32) -> Range<usize> {
-        let start = 64 * slot as usize;
-        start..start + BYTES
+        let slots = Slots::new(BYTES);
+        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
+        Ok(Self {
+            comm,
+            checks,
+            buffer,
+            slots,
+            next: (rank + 1) % size,
+            before: (rank + size - 1) % size,
+            game: 0,
+        })
     }
 
     fn receive(&self, n: u32) -> mp::Result<Request> {
-        self.comm.irecv(&self.buffer, Self::slot(1 + n % 2), self.before)
+        self.comm.irecv(&self.buffer, self.slots.received(n.into()), self.before)
     }
 
     fn send(&self) -> mp::Result<Request> {
-        self.comm.isend(&self.buffer, Self::slot(0), self.next)
+        self.comm.isend(&self.buffer, self.slots.sent(), self.next)
     }
 
     fn wait(&self, request: &Request) -> mp::Result<()> {
@@ -57,10 +61,8 @@ impl<'a> Circle<'a> {
     fn prepare(&mut self, receives: u32) -> Result<VecDeque<Request>> {
         self.game += 1;
         let memory = self.buffer.memory();
-        self.checks.sent(self.comm.rank(), self.game).fill(memory, 0, BYTES)?;
-        for slot in [1, 2] {
-            expected(self.before, self.game).spoil(memory, Self::slot(slot).start, BYTES)?;
-        }
+        self.slots.fill(memory, self.checks.sent(self.comm.rank(), self.game))?;
+        self.slots.spoil(memory, expected(self.before, self.game), 2)?;
         let receives = (0..receives).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
         self.comm.barrier(self.checks.timeout())?;
         Ok(receives)
@@ -68,12 +70,7 @@ impl<'a> Circle<'a> {
 
     /// After a game with so many messages: how many slots have wrong data.
     fn wrong(&self, messages: u32) -> Result<u64> {
-        let theirs = expected(self.before, self.game);
-        let mut wrong = 0;
-        for slot in 1..=messages.min(2) {
-            wrong += u64::from(!theirs.check(self.buffer.memory(), Self::slot(slot).start, BYTES)?);
-        }
-        Ok(wrong)
+        self.slots.wrong(self.buffer.memory(), expected(self.before, self.game), messages.into())
     }
 
     /// A token goes round; the laps as rank 0 sees them.

@@ -48,6 +48,13 @@ impl Job {
         Ok(Self { comm, children })
     }
 
+    /// The other end: what a process that [`Job::start`] started is a rank of.
+    pub(super) fn join(timeout: Duration) -> Result<Communicator> {
+        let launch = Launch::detect()?.ok_or("--part is for processes that this benchmark starts")?;
+        let bootstrap = Bootstrap::connect(&launch, timeout)?;
+        Ok(Communicator::builder().timeout(timeout).init_over(bootstrap)?)
+    }
+
     /// The end of all ranks.
     pub(super) fn end(self, timeout: Duration) -> Result<()> {
         self.comm.finalize(timeout)?;

@@ -23,7 +23,7 @@ use job::{Job, Part};
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: two ranks with so many queue pairs, all in use by turns: half a round trip of 8 bytes, and messages per \
-second with 4 under way on each of at most 64 queue pairs, else one; posted and polled by the CPU. Then so many ranks, processes \
+second with 64 under way over all queue pairs, but one at least over each; posted and polled by the CPU. Then so many ranks, processes \
 of this host in a circle: the time in which a token of 8 bytes gets from one to the next, and messages per second when all send \
 to the next at once, of all ranks together. The ratios are to the first point: 1 queue pair, 2 ranks. `cache line` is that of the \
 same moment, without messages. More ranks than cores take turns on them: then the figures are those of the scheduler too.")]
@@ -52,13 +52,15 @@ pub(crate) struct Options {
 }
 
 const BYTES: usize = 8;
+/// Messages under way over all queue pairs, but one at least over each.
+const UNDER_WAY: usize = 64;
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let timeout = self.checks.timeout();
         let mut sheet = Sheet::new(&self.output, self.part.is_none(), self.qps.len() + self.ranks.len())?;
         if let Some(part) = self.part {
-            let comm = Communicator::builder().timeout(timeout).init()?;
+            let comm = Job::join(timeout)?;
             match part {
                 Part::Qps => self.queue_pairs(&comm, &mut sheet)?,
                 Part::Ranks => drop(self.circle(&comm, &mut sheet)?),
@@ -92,10 +94,10 @@ impl Options {
                 continue;
             }
             sheet.step(format!("{qps} queue pairs"));
-            let outstanding = if qps <= 64 { 4 } else { 1 };
-            let shape = Shape { qps: qps.into(), outstanding, bytes: BYTES };
+            let qps = usize::from(qps);
+            let shape = Shape { qps, outstanding: (UNDER_WAY / qps).max(1), bytes: BYTES };
             let fleet = Fleet::new(comm, &Device::find(None)?.open()?, checks, shape, None)?;
-            fleets.push((qps, fleet, Samples::default(), Samples::default(), Samples::default()));
+            fleets.push((qps as u64, fleet, Samples::default(), Samples::default(), Samples::default()));
         }
         let (floor, messages) = (Floor::new(comm, timeout)?, usize::try_from(self.messages)?);
         // The first turn warms up.
@@ -104,8 +106,8 @@ impl Options {
                 sheet.out_of_time(format!("slices of queue pairs from {turn} on"));
                 break;
             }
-            for (qps, fleet, line, latency, rate) in &mut fleets {
-                let messages = messages.max((*qps).into());
+            for (_, fleet, line, latency, rate) in &mut fleets {
+                let messages = messages.max(fleet.len());
                 let bounced = floor.bounce(messages as u64)?;
                 let (trips, wrong) = fleet.ping(messages)?;
                 let (time, also_wrong) = fleet.flood(messages, None)?;
@@ -122,9 +124,9 @@ impl Options {
         let mut latencies = curve("latency", Unit::Micros);
         let mut rates = curve("rate", Unit::PerSecond);
         for (qps, _, line, latency, rate) in &fleets {
-            lines.points.push(Point::time((*qps).into(), line, 2));
-            latencies.points.push(Point::time((*qps).into(), latency, 2));
-            rates.points.push(Point::rate((*qps).into(), rate, 1e6));
+            lines.points.push(Point::time(*qps, line, 2));
+            latencies.points.push(Point::time(*qps, latency, 2));
+            rates.points.push(Point::rate(*qps, rate, 1e6));
         }
         latencies.compare_with_first();
         rates.compare_with_first();

@@ -4,27 +4,27 @@ use quick_xml::events::{BytesStart, Event};
 use quick_xml::{Reader, escape};
 
 #[derive(Debug)]
-pub(crate) struct Element {
-    pub(crate) name: String,
-    pub(crate) attributes: Vec<(String, String)>,
+pub(super) struct Element {
+    pub(super) name: String,
+    pub(super) attributes: Vec<(String, String)>,
     /// What stands directly in it.
-    pub(crate) text: String,
+    pub(super) text: String,
 }
 
 /// The elements of a document in the order of their beginnings.
 #[derive(Debug)]
-pub(crate) struct Document {
-    pub(crate) elements: Vec<Element>,
+pub(super) struct Document {
+    pub(super) elements: Vec<Element>,
 }
 
 impl Element {
     #[track_caller]
-    pub(crate) fn get(&self, name: &str) -> &str {
+    pub(super) fn get(&self, name: &str) -> &str {
         let attribute = self.attributes.iter().find(|(known, _)| known == name);
         attribute.map(|(_, value)| value.as_str()).unwrap_or_else(|| panic!("{self:?} lacks {name}"))
     }
 
-    pub(crate) fn get_or<'a>(&'a self, name: &str, other: &'a str) -> &'a str {
+    pub(super) fn get_or<'a>(&'a self, name: &str, other: &'a str) -> &'a str {
         let attribute = self.attributes.iter().find(|(known, _)| known == name);
         attribute.map_or(other, |(_, value)| value)
     }
@@ -32,12 +32,12 @@ impl Element {
 
 impl Document {
     /// All texts, without the blanks around them.
-    pub(crate) fn texts(&self) -> Vec<&str> {
+    pub(super) fn texts(&self) -> Vec<&str> {
         self.elements.iter().map(|element| element.text.trim()).filter(|text| !text.is_empty()).collect()
     }
 
     /// Full elements of this name and colour.
-    pub(crate) fn count(&self, name: &str, fill: &str) -> usize {
+    pub(super) fn count(&self, name: &str, fill: &str) -> usize {
         let same = |element: &&Element| element.name == name && element.get_or("fill", "") == fill;
         self.elements.iter().filter(same).count()
     }
@@ -55,7 +55,7 @@ fn element(start: &BytesStart<'_>) -> Element {
 
 /// Reads a document; panics at what XML does not allow.
 #[track_caller]
-pub(crate) fn elements(text: &str) -> Document {
+pub(super) fn elements(text: &str) -> Document {
     let bad = |c: char| c.is_control() && !matches!(c, '\n' | '\t' | '\r');
     assert!(!text.contains(bad), "a control character: {text:?}");
     let mut reader = Reader::from_str(text);
