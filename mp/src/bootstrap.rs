@@ -10,10 +10,12 @@
 //! The token keeps jobs apart, not attackers out: use it on networks you trust, as any launcher does.
 
 mod conn;
+mod doors;
 mod frame;
 mod lobby;
 mod meet;
 mod pmi;
+mod regroup;
 
 use std::fmt;
 use std::net::TcpListener;
@@ -21,6 +23,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use conn::{Conn, Failure, Step, drive};
+use doors::Doors;
 use frame::{Job, Kind};
 use meet::{Door, FIX_ROOT, Place, dial};
 
@@ -55,6 +58,18 @@ pub trait Exchange: fmt::Debug + Send {
     fn barrier(&mut self, timeout: Duration) -> Result<()> {
         self.allgather(&[], timeout).map(drop)
     }
+
+    /// Makes an exchange of the ranks that are left, in their order, and returns their former ranks too: those whose process
+    /// is there, but for those of `without` of any rank. All of them call it: [`Communicator::shrink`](crate::Communicator::shrink)
+    /// does. It works after failures of this exchange, and may be called again after one of its own.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] where it is not possible, as with what is provided; [`Error::Deadline`] names who is late.
+    fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
+        let _ = (without, timeout);
+        let what = "its exchange cannot leave ranks out";
+        Err(Error::bootstrap("this rank", what, "build it with Communicator::init, or restart the job"))
+    }
 }
 
 /// The connections of one rank: rank 0 has one to everybody, the others one to rank 0.
@@ -65,9 +80,17 @@ pub struct Bootstrap {
     /// Rank 0: ranks 1 and up, in order. Others: rank 0.
     peers: Vec<Conn>,
     failed: Option<Error>,
+    /// Where the ranks find each other without rank 0.
+    doors: Option<Arc<Doors>>,
+    /// Those of the ranks that were before, open so that none of them takes this one for gone.
+    _former: Option<Arc<Doors>>,
 }
 
 impl Bootstrap {
+    fn new(rank: u32, job: Job, peers: Vec<Conn>) -> Self {
+        Self { rank, job, peers, failed: None, doors: None, _former: None }
+    }
+
     /// Connects all ranks of the job: rank 0 listens, the others dial until it answers, at the place that
     /// [`Launch::root`] says. Returns when all ranks are there. A job of one rank opens no socket.
     ///
@@ -82,7 +105,7 @@ impl Bootstrap {
         let mut job = job_of(launch)?;
         let deadline = Deadline::after(timeout);
         if launch.size == 1 {
-            return Ok(Self { rank: 0, job, peers: Vec::new(), failed: None });
+            return Ok(Self::new(0, job, Vec::new()));
         }
         let place = match &launch.root {
             Root::Pmi { host } => {
@@ -104,7 +127,7 @@ impl Bootstrap {
         conn.max_payload = MAX_PAYLOAD;
         let rank = u32::try_from(launch.rank).expect("checked to be below the size");
         conn.send(job.frame(Kind::Hello, rank, &[]));
-        let mut bootstrap = Self { rank, job, peers: vec![conn], failed: None };
+        let mut bootstrap = Self::new(rank, job, vec![conn]);
         bootstrap.guarded(|this| this.exchange_with_root(Kind::Welcome, 1, &deadline)).map(drop)?;
         Ok(bootstrap)
     }
@@ -127,7 +150,7 @@ impl Bootstrap {
         let peers = lobby::assemble(&door.listener, job, deadline)?;
         // Before anybody is let in: who comes back for the next exchange must not knock here.
         drop(door);
-        let mut bootstrap = Self { rank: 0, job, peers, failed: None };
+        let mut bootstrap = Self::new(0, job, peers);
         let welcome = job.frame(Kind::Welcome, 0, &[]);
         bootstrap.guarded(|this| this.send_to_all(&welcome, Kind::Welcome, deadline))?;
         Ok(bootstrap)
@@ -215,7 +238,14 @@ impl Bootstrap {
                 for (part, rank) in parts.iter().zip(0..) {
                     this.job.put(&mut all, kind, rank, part);
                 }
-                this.send_to_all(&all.into(), kind, &deadline)?;
+                match this.send_to_all(&all.into(), kind, &deadline) {
+                    // All were in it, and the others go on: what one of them has missed comes out of the next call.
+                    Err(failure) if !matches!(failure.error, Error::Deadline { .. }) => {
+                        announce(&mut this.peers, &this.job, &failure);
+                        this.failed = Some(failure.error);
+                    }
+                    other => other?,
+                }
                 return Ok(parts);
             }
             let frame = this.job.frame(kind, this.rank, bytes);
@@ -245,7 +275,7 @@ impl Bootstrap {
         Ok(std::iter::once(own.to_vec()).chain(parts.into_iter().flatten()).collect())
     }
 
-    /// Rank 0: the same bytes for everybody.
+    /// Rank 0: the same bytes for everybody, also after one was found to be gone.
     fn send_to_all(
         &mut self,
         bytes: &Arc<[u8]>,
@@ -253,10 +283,17 @@ impl Bootstrap {
         deadline: &Deadline,
     ) -> std::result::Result<(), Failure> {
         self.peers.iter_mut().for_each(|conn| conn.send(bytes.clone()));
-        drive(&mut self.peers, 1, kind.name(), deadline, |_, conn| {
-            let done = conn.flush()?;
+        let mut failed = None;
+        drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
+            let done = conn.flush().unwrap_or_else(|error| {
+                let rank = u32::try_from(index + 1).expect("a rank");
+                failed.get_or_insert(Failure { rank, error });
+                conn.drop_output();
+                true
+            });
             Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
-        })
+        })?;
+        failed.map_or(Ok(()), Err)
     }
 
     /// Other ranks: sends what is queued and takes `count` frames, about ranks 0 and up.
@@ -300,6 +337,11 @@ impl Exchange for Bootstrap {
 
     fn barrier(&mut self, timeout: Duration) -> Result<()> {
         self.barrier(timeout)
+    }
+
+    fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
+        let (next, former) = Self::regroup(self, without, timeout)?;
+        Ok((Box::new(next), former))
     }
 }
 

@@ -80,8 +80,10 @@ impl Builder {
     }
 
     /// Whether a thread of the communicator looks after it four times a second (default yes): it takes back what finished
-    /// messages held, and asks ranks that are silent whether they are there. Without it the program calls
-    /// [`Communicator::progress`] now and then, or a stream that waits for a rank that is gone only goes on after its limit.
+    /// messages held, and asks ranks that are silent whether they are there; of receives that were posted in a row it tells
+    /// the other ranks a millisecond later, if no call has before. Without it the program calls [`Communicator::progress`] now
+    /// and then, or a stream that waits for a rank that is gone only goes on after its limit, and one of another rank that
+    /// waits for the last receives of a row not before the next wait of this one.
     pub fn watch(mut self, watch: bool) -> Self {
         self.watch = watch;
         self
@@ -127,7 +129,8 @@ impl Builder {
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         let settings = self.check()?;
-        let (bootstrap, children) = self.join()?;
+        let (mut bootstrap, children) = self.join()?;
+        bootstrap.open_doors(deadline.remaining())?;
         self.finish(Box::new(bootstrap), children, settings, deadline)
     }
 
@@ -145,6 +148,12 @@ impl Builder {
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
         self.finish(Box::new(exchange), None, settings, deadline)
+    }
+
+    /// As [`Builder::init_over`], again.
+    pub(crate) fn rebuild(self, exchange: Box<dyn Exchange>, deadline: &Deadline) -> Result<Communicator> {
+        let settings = self.check()?;
+        self.finish(exchange, None, settings, Deadline::after(deadline.remaining()))
     }
 
     /// Before anybody is waited for.

@@ -248,7 +248,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::NoSuchRank`].
     pub fn give_up(&self, rank: usize) -> Result<()> {
-        self.peer(rank)?.link.fail(&gdsync::Error::GivenUp);
+        self.peer(rank)?.link.give_up();
         Ok(())
     }
 
@@ -306,5 +306,9 @@ impl Exchange for Communicator {
 
     fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         self.exchange(bytes, timeout)
+    }
+
+    fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
+        Self::regroup(self, without, &Deadline::after(timeout))
     }
 }

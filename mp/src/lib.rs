@@ -60,7 +60,8 @@
 //! receive is posted; where the CPU sends, the device pauses and tries again.
 //!
 //! A rank that dies fails what is under way with it, and no more: waits and streams end with an error that names it, within
-//! seconds also where nothing was sent to it.
+//! seconds also where nothing was sent to it. The ranks that are left can go on in a new communicator:
+//! [`Communicator::shrink`].
 
 pub mod bootstrap;
 mod builder;
@@ -78,6 +79,7 @@ mod on_stream;
 mod path;
 mod peer;
 mod request;
+mod shrink;
 pub mod spawn;
 mod watch;
 mod window;
@@ -90,5 +92,6 @@ pub use on_stream::PreparedMessage;
 pub use path::{Local, Path};
 pub use peer::Piece;
 pub use request::{Request, Status};
+pub use shrink::Shrunk;
 pub use window::{MAX_INLINE, Rma, Signal, Window};
 pub use word::{wait_value32, wait_value64};

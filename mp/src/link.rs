@@ -30,6 +30,7 @@ pub(crate) struct Link {
     pub(crate) pieces: usize,
     pub(crate) credits: Credits,
     ended: AtomicBool,
+    given_up: AtomicBool,
     /// The connections of windows to the same rank.
     lanes: Mutex<Vec<Weak<Lane>>>,
 }
@@ -45,9 +46,9 @@ pub(crate) struct Most {
 
 impl Link {
     pub(crate) fn new(rank: usize, near: bool, ends: Ends, most: Most, credits: Credits) -> Self {
-        let (ended, lanes) = (AtomicBool::new(false), Mutex::default());
+        let ([ended, given_up], lanes) = ([false; 2].map(AtomicBool::new), Mutex::default());
         let Most { depth, pieces } = most;
-        Self { rank, near, ends, depth, pieces, credits, ended, lanes }
+        Self { rank, near, ends, depth, pieces, credits, ended, given_up, lanes }
     }
 
     /// Where messages of one direction complete.
@@ -98,6 +99,16 @@ impl Link {
         {
             lane.ends.send.stop(&error);
         }
+    }
+
+    /// Ends the connection as the program wants.
+    pub(crate) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+        self.fail(&gdsync::Error::GivenUp);
+    }
+
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
     }
 
     /// Ends the connection: all that is under way ends with this error, unless it has one of its own.

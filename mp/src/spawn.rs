@@ -17,7 +17,7 @@ const TICK: Duration = Duration::from_millis(5);
 
 /// The child processes of rank 0: ranks 1 and up. Dropping it kills and reaps those that still run.
 #[derive(Debug)]
-pub struct Children(Vec<Child>);
+pub struct Children(Vec<(usize, Child)>);
 
 /// Makes this process rank 0 of `size`, and starts its own program with its own arguments for the
 /// other ranks. Pass the result to [`Bootstrap::root`](crate::bootstrap::Bootstrap::root).
@@ -95,7 +95,7 @@ pub fn spawn_command(
                 "check the program and the process limit (ulimit -u)",
             )
         })?;
-        children.0.push(child);
+        children.0.push((rank, child));
     }
     Ok((launch, listener, children))
 }
@@ -126,7 +126,7 @@ fn random() -> Result<u64> {
 impl Children {
     /// The process id of a rank, also after it ended; `None` for a rank that is no child.
     pub fn pid(&self, rank: usize) -> Option<u32> {
-        self.0.get(rank.checked_sub(1)?).map(Child::id)
+        self.0.iter().find(|(other, _)| *other == rank).map(|(_, child)| child.id())
     }
 
     /// Kills a rank (SIGKILL); one that has ended already is left alone.
@@ -134,12 +134,21 @@ impl Children {
     /// # Errors
     /// [`Error::Spawn`] for a rank that is no child, or when the system refuses.
     pub fn kill(&mut self, rank: usize) -> Result<()> {
-        let count = self.0.len();
-        let what = || format!("kill rank {rank}; the children are ranks 1 to {count}");
+        let names: Vec<_> = self.0.iter().map(|(rank, _)| rank.to_string()).collect();
+        let what = || format!("kill rank {rank}; the children are ranks {}", names.join(", "));
         let fix = "pass the rank of a child";
-        let child = rank.checked_sub(1).and_then(|index| self.0.get_mut(index));
-        let child = child.ok_or_else(|| Error::Spawn { what: what(), source: None, fix })?;
+        let child = self.0.iter_mut().find(|(other, _)| *other == rank);
+        let (_, child) = child.ok_or_else(|| Error::Spawn { what: what(), source: None, fix })?;
         child.kill().map_err(|error| Error::spawn(what(), error, fix))
+    }
+
+    /// Those that have become ranks of a smaller job, which had the ranks `former` before. The others are killed and reaped.
+    pub(crate) fn keep(mut self, former: &[usize]) -> Self {
+        let rank = |child: &(usize, Child)| former.binary_search(&child.0).ok();
+        let (kept, gone) = std::mem::take(&mut self.0).into_iter().partition(|child| rank(child).is_some());
+        drop(Self(gone));
+        let kept: Vec<_> = kept;
+        Self(kept.into_iter().filter_map(|child| Some((rank(&child)?, child.1))).collect())
     }
 
     /// Looks, without waiting, whether a child has failed: [`Error::Child`] with its rank and status.
@@ -171,7 +180,8 @@ impl Children {
     /// The ranks that still run, or the error of one that ended badly.
     fn running(&mut self) -> Result<Vec<String>> {
         let mut running = Vec::new();
-        for (child, rank) in self.0.iter_mut().zip(1..) {
+        for (rank, child) in &mut self.0 {
+            let rank = *rank;
             let status = child.try_wait().map_err(|error| {
                 Error::spawn(
                     format!("wait for rank {rank}"),
@@ -193,10 +203,10 @@ impl Drop for Children {
     fn drop(&mut self) {
         // All are told before the first is waited for. A child that ended already makes no error here,
         // and nothing can be done about any other.
-        for child in &mut self.0 {
+        for (_, child) in &mut self.0 {
             let _ = child.kill();
         }
-        for child in &mut self.0 {
+        for (_, child) in &mut self.0 {
             let _ = child.wait();
         }
     }

@@ -17,7 +17,7 @@
 //! | `gds_query_param`, `GDS_API_VERSION` | [`VERSION`](crate::VERSION) |
 //! | `GDS_CREATE_QP_*_ON_GPU` | [`QpBuilder::on_gpu`](crate::verbs::QpBuilder::on_gpu) |
 //! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
-//! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | with kernel-initiated posting, not yet |
+//! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | [`Qp::for_kernels`]: kernels write requests themselves |
 //! | none: libgdsync cannot be captured in CUDA graphs | [`Stream::capture`], [`Graph::launch`] |
 //!
 //! # Graphs

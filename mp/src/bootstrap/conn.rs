@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,6 +44,11 @@ impl Conn {
         Ok(Self { stream, peer, max_payload: 0, input: Vec::new(), output: None })
     }
 
+    /// This end and the other.
+    pub(super) fn addresses(&self) -> io::Result<(IpAddr, IpAddr)> {
+        Ok((self.stream.local_addr()?.ip().to_canonical(), self.stream.peer_addr()?.ip().to_canonical()))
+    }
+
     pub(super) fn fd(&self) -> RawFd {
         self.stream.as_raw_fd()
     }
@@ -80,6 +85,11 @@ impl Conn {
             }
         }
         Ok(true)
+    }
+
+    /// Gives up what is to leave.
+    pub(super) fn drop_output(&mut self) {
+        self.output = None;
     }
 
     fn header(&self) -> Result<Option<Header>> {

@@ -2,8 +2,10 @@
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
 
 use std::env;
+use std::net::TcpListener;
 use std::ops::Range;
-use std::process::{Command, exit};
+use std::process::{Command, Output, Stdio, exit};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
@@ -19,7 +21,7 @@ pub const LONG: Duration = Duration::from_secs(60);
 const JOB: &str = "GDSYNC_TEST_JOB";
 
 /// How rank 0 leaves after its part: a filter that matches no test would leave with 0.
-const DONE: i32 = 40;
+pub const DONE: i32 = 40;
 
 /// A command that runs only the test `name` of this binary, without what any launcher around the tests has set.
 pub fn myself(name: &str) -> Command {
@@ -61,6 +63,32 @@ pub fn job_with(name: &str, size: usize, builder: mp::Builder, body: impl FnOnce
     comm.finalize(LONG).unwrap();
     if first {
         exit(DONE);
+    }
+}
+
+/// Runs the test called `name` in `size` processes, which join by themselves, each in the place of a rank: none is the parent of
+/// another. Returns when all have ended.
+pub fn ranks(name: &str, size: usize) -> Vec<Output> {
+    let port = free_port();
+    let start = |rank: usize| {
+        let mut command = myself(name);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", size.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let children: Vec<_> = (0..size).map(start).collect();
+    children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+}
+
+/// A port nobody listens at, and which the system gives to nobody who does not ask for it by number.
+pub fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let n = std::process::id() * 16 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = u16::try_from(10_000 + n % 20_000).unwrap();
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
     }
 }
 
