@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Scratch, fails, gdasync, run, succeeds};
+use common::{Scratch, fails, gdasync, positive, run, succeeds};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{HostStreamConfig, Stream};
 use gdasync::mp::Communicator;
@@ -291,4 +291,28 @@ fn wrong_arguments_and_unreadable_recordings_have_a_status_of_their_own() {
     for said in ["3 a wait is stuck", "--perfetto", "--timeline", "--stuck-after", "--clean"] {
         assert!(help.contains(said), "{help}");
     }
+}
+
+#[test]
+fn the_benchmark_of_the_recorder_writes_its_results() {
+    let json = Scratch::new("bench-recorder");
+    let bench = |args: &[&str]| {
+        let mut command = gdasync();
+        command.args(["bench", "recorder"]).args(args);
+        command
+    };
+    let out = succeeds(bench(&["--rounds", "100", "--json", json.path().to_str().unwrap()]));
+    assert!(out.contains("a stamp"), "{out}");
+    let report = json.json();
+    let rows = report["results"].as_array().unwrap();
+    assert_eq!(rows.len(), 6, "{rows:?}");
+    for row in rows {
+        positive(&row["ratio"]);
+        let [min, p50, p99] = ["min", "p50", "p99"].map(|name| positive(&row["us"][name]));
+        assert!(min <= p50 && p50 <= p99, "{row}");
+        assert!(rows.iter().any(|base| base["name"] == row["baseline"] && base["ratio"] == 1.0), "{row}");
+    }
+    let mut off = bench(&["--rounds", "100"]);
+    off.env("GDSYNC_RECORDER", "off");
+    assert!(fails(off).contains("unset GDSYNC_RECORDER"));
 }

@@ -138,7 +138,6 @@ impl SendQueue {
             // Nothing for a doorbell in memory; one of a card is in memory that the CPU writes when it likes.
             let settle = || self.doorbell.memory().fence();
             settle();
-            self.end.qp.log.note(Stage::Rung, Queue::Send, By::Cpu, range.end - 1, 0);
             protocol::ring_doorbell(
                 self.record.atomic(),
                 mlx5::send_record(last.end),
@@ -148,6 +147,8 @@ impl SendQueue {
                     if self.provider().reads_by_itself() {
                         // A load takes what was stored there before along, also to a GPU.
                         self.record.atomic().load(Ordering::Acquire);
+                        // The software HCA says so itself, at once.
+                        self.end.qp.log.note(Stage::Rung, Queue::Send, By::Cpu, range.end - 1, 0);
                     }
                 },
                 self.doorbell.atomic(),
