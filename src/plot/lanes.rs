@@ -1,12 +1,14 @@
 //! A timeline: messages as bars of their stages, in a lane for each rank.
 
+use std::collections::BTreeSet;
+
 use plotters::chart::ChartBuilder;
 
-use super::Result;
 use super::canvas::{Align, Canvas, FINE_GRID, GRID, INK, MUTED, color, font};
 use super::frame::{Frame, MARGIN, Sign};
 use super::picture::{SIZE, document, enough};
 use super::scale::{Scale, Ticks, number};
+use super::{Error, Result};
 use crate::results::{Message, STAGES};
 
 use gdasync::measure::series::Unit;
@@ -28,9 +30,69 @@ fn extent(message: &Message) -> (f64, f64) {
     times.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &time| (low.min(time), high.max(time)))
 }
 
+/// The first and the last time of several messages.
+fn whole<'a>(messages: impl Iterator<Item = &'a Message>) -> (f64, f64) {
+    messages
+        .map(extent)
+        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), (from, to)| (low.min(from), high.max(to)))
+}
+
+/// What part of time is drawn, microseconds as in the files.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Span {
+    from: f64,
+    to: f64,
+    /// Not all of the time, because nobody asked and little happens in most of it.
+    chosen: bool,
+}
+
+impl Span {
+    fn new(messages: &[Message], (from, to): (Option<f64>, Option<f64>)) -> Result<Self> {
+        let (first, last) = whole(messages.iter());
+        if from.is_some() || to.is_some() {
+            let (from, to) = (from.unwrap_or(first), to.unwrap_or(last));
+            let span = Self { from, to, chosen: false };
+            let any = from < to && messages.iter().any(|message| span.shows(message));
+            return if any { Ok(span) } else { Err(Error::Span { from, to, first, last }) };
+        }
+        // From its trigger on.
+        let active =
+            |message: &Message| message.times[1].map(|trigger| (trigger, extent(message).1.max(trigger)));
+        let under_way: f64 = messages.iter().filter_map(active).map(|(from, to)| to - from).sum();
+        let all = Self { from: first, to: last, chosen: false };
+        if under_way > (last - first) / 10.0 {
+            return Ok(all);
+        }
+        let ranks: BTreeSet<u64> = messages.iter().map(|message| message.rank).collect();
+        let end = |rank: &u64| {
+            let own = messages.iter().filter(|message| message.rank == *rank).filter_map(active);
+            own.max_by(|a, b| a.1.total_cmp(&b.1))
+        };
+        let ends = ranks.iter().filter_map(end);
+        let (from, to) = ends.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), (from, to)| {
+            (low.min(from), high.max(to))
+        });
+        let margin = (to - from) / 8.0;
+        Ok(if margin > 0.0 { Self { from: from - margin, to: to + margin / 2.0, chosen: true } } else { all })
+    }
+
+    fn shows(&self, message: &Message) -> bool {
+        let (from, to) = extent(message);
+        from <= self.to && to >= self.from
+    }
+
+    fn clip(&self, time: f64) -> f64 {
+        time.clamp(self.from, self.to)
+    }
+}
+
 /// Lanes by rank, and whether messages were left out.
-fn lanes(messages: &[Message], gap: f64) -> (Vec<Lane<'_>>, bool) {
-    let mut sorted: Vec<_> = messages.iter().collect();
+fn lanes<'a>(messages: &'a [Message], span: &Span, gap: f64) -> (Vec<Lane<'a>>, bool) {
+    let extent = |message: &Message| {
+        let (from, to) = extent(message);
+        (span.clip(from), span.clip(to))
+    };
+    let mut sorted: Vec<_> = messages.iter().filter(|message| span.shows(message)).collect();
     sorted.sort_by(|a, b| extent(a).0.total_cmp(&extent(b).0).then((a.rank, a.seq).cmp(&(b.rank, b.seq))));
     let mut ranks: Vec<u64> = messages.iter().map(|message| message.rank).collect();
     ranks.sort_unstable();
@@ -56,24 +118,31 @@ fn lanes(messages: &[Message], gap: f64) -> (Vec<Lane<'_>>, bool) {
     (lanes.collect(), cut)
 }
 
-/// The picture as SVG.
+/// The picture as SVG, of the time that is asked for.
 pub(super) fn draw(
     title: &str,
     messages: &[Message],
     foot: &[String],
     size: Option<(i32, i32)>,
+    asked: (Option<f64>, Option<f64>),
 ) -> Result<String> {
-    let drawn = lanes(messages, 0.0).0;
-    let shown = || drawn.iter().flat_map(|lane| lane.rows.iter().flatten());
-    let (start, end) = shown()
-        .map(|message| extent(message))
-        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), (from, to)| (low.min(from), high.max(to)));
+    let span = Span::new(messages, asked)?;
+    // If not all are drawn, the time of those that are.
+    let (drawn, cut) = lanes(messages, &span, 0.0);
+    let (first, last) = whole(drawn.iter().flat_map(|lane| lane.rows.iter().flatten().copied()));
+    let is_part = span.chosen || asked != (None, None);
+    let span = if is_part { span } else { Span { from: first, to: last, ..span } };
     // A message has its number above its beginning, which needs some room.
-    let (drawn, cut) = lanes(messages, (end - start) / 30.0);
-    let subtitle = if cut {
-        format!("the first {MESSAGES} messages of each rank, of {}", messages.len())
+    let drawn = lanes(messages, &span, (span.to - span.from) / 20.0).0;
+    let subtitle = match (cut, span.chosen) {
+        (true, _) => format!("the first {MESSAGES} messages of each rank, of {}", messages.len()),
+        (false, true) => format!("the last of {} messages, from their triggers on", messages.len()),
+        (false, false) => String::new(),
+    };
+    let x_name = if is_part {
+        format!("time, us, from {} on", number(span.from))
     } else {
-        String::new()
+        "time since the first enqueue, us".to_owned()
     };
     let wide = size.map_or(SIZE.0, |(wide, _)| wide);
     let legend = STAGES[1..].iter().map(|stage| stage.until).collect();
@@ -83,7 +152,7 @@ pub(super) fn draw(
     let needed = above + below + BELOW + ROW * i32::try_from(rows).unwrap_or(i32::MAX / ROW);
     let size = size.unwrap_or((wide, needed));
     enough(size, (LEFT + 240, needed))?;
-    let x = Ticks::values(Scale::Linear, 0.0, end - start);
+    let x = Ticks::values(Scale::Linear, 0.0, span.to - span.from);
     document(title, size, |canvas| {
         frame.draw(canvas)?;
         let area = canvas.root.clone().shrink((0, above), (size.0 - MARGIN, size.1 - above - below));
@@ -102,16 +171,16 @@ pub(super) fn draw(
             .label_style(font(12, INK))
             .axis_desc_style(font(13, INK))
             .x_label_formatter(&|&at| x.label(at, Unit::Micros))
-            .x_desc("time since the first enqueue, us")
+            .x_desc(x_name)
             .draw()?;
-        let along = |time: f64| chart.backend_coord(&(time - start, 0)).0;
+        let along = |time: f64| chart.backend_coord(&(span.clip(time) - span.from, 0)).0;
         let mut top = above;
         for lane in &drawn {
             let bottom = top + ROW * i32::try_from(lane.rows.len()).unwrap_or(0);
             let middle = i32::midpoint(top, bottom);
             canvas.text(&format!("rank {}", lane.rank), (LEFT - 10, middle), 13, INK, Align::Right)?;
             for (row, y) in lane.rows.iter().zip((top..).step_by(ROW.unsigned_abs() as usize)) {
-                row.iter().try_for_each(|message| bar(canvas, message, y, along))?;
+                row.iter().try_for_each(|message| bar(canvas, message, y, &span, along))?;
             }
             top = bottom;
             canvas.line(&[(LEFT, top), (size.0 - MARGIN, top)], MUTED, 1)?;
@@ -121,18 +190,62 @@ pub(super) fn draw(
 }
 
 /// A message, its stages marked, below `y`.
-fn bar(canvas: &Canvas<'_>, message: &Message, y: i32, along: impl Fn(f64) -> i32) -> Result<()> {
+fn bar(
+    canvas: &Canvas<'_>,
+    message: &Message,
+    y: i32,
+    span: &Span,
+    along: impl Fn(f64) -> i32,
+) -> Result<()> {
     let (top, bottom) = (y + 15, y + 28);
     let reached: Vec<_> =
         message.times.iter().enumerate().filter_map(|(stage, time)| Some((stage, (*time)?))).collect();
     for pair in reached.windows(2) {
         let [(_, from), (stage, to)] = [pair[0], pair[1]];
-        canvas.rect([(along(from.min(to)), top), (along(to.max(from)), bottom)], color(stage - 1))?;
+        let (left, right) = (along(from.min(to)), along(to.max(from)));
+        if left < right {
+            canvas.rect([(left, top), (right, bottom)], color(stage - 1))?;
+        }
     }
-    for &(_, time) in &reached {
+    for &(_, time) in reached.iter().filter(|(_, time)| (span.from..=span.to).contains(time)) {
         canvas.line(&[(along(time), top - 2), (along(time), bottom + 2)], INK, 1)?;
     }
     let (from, to) = extent(message);
-    let name = format!("{}: {} us", message.seq, number(to - from));
+    let name = match message.times[1] {
+        Some(trigger) if from < span.from => {
+            format!("{}: {} us from its trigger on", message.seq, number(to - trigger))
+        }
+        _ => format!("{}: {} us", message.seq, number(to - from)),
+    };
     canvas.text(&name, (along(from), y + 7), 10, MUTED, Align::Left)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(rank: u64, seq: u64, enqueue: f64, trigger: f64) -> Message {
+        let [enqueue, trigger, released] = [enqueue, trigger, trigger + 4.0].map(Some);
+        Message { rank, seq, times: [enqueue, trigger, None, None, released] }
+    }
+
+    #[test]
+    fn what_waits_long_is_drawn_from_its_trigger_on() {
+        let short = [message(0, 1, 0.0, 1.0), message(1, 1, 5.0, 6.0)];
+        assert_eq!(Span::new(&short, (None, None)).unwrap(), Span { from: 0.0, to: 10.0, chosen: false });
+        let long = [message(0, 1, 0.0, 50.0), message(0, 2, 100.0, 1000.0), message(1, 2, 100.0, 1004.0)];
+        let span = Span::new(&long, (None, None)).unwrap();
+        assert_eq!(span, Span { from: 999.0, to: 1008.5, chosen: true });
+        let shown = long.iter().map(|message| span.shows(message)).collect::<Vec<_>>();
+        assert_eq!(shown, [false, true, true]);
+        assert_eq!(
+            Span::new(&long, (Some(0.0), None)).unwrap(),
+            Span { from: 0.0, to: 1008.0, chosen: false }
+        );
+        for nothing in
+            [(Some(2000.0), None), (Some(60.0), Some(90.0)), (Some(5.0), Some(5.0)), (None, Some(-1.0))]
+        {
+            assert!(matches!(Span::new(&long, nothing), Err(Error::Span { .. })), "{nothing:?}");
+        }
+    }
 }

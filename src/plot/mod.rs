@@ -34,6 +34,8 @@ pub(crate) enum Error {
     NotPositive(f64),
     #[error("--size {}x{} is too small for this picture, which needs {}x{}", size.0, size.1, needed.0, needed.1)]
     Small { size: (i32, i32), needed: (i32, i32) },
+    #[error("no message is between {from} and {to} us; they are from {first} to {last} us: give other times")]
+    Span { from: f64, to: f64, first: f64, last: f64 },
     #[error("{labels} times --label for {files} files: give one for each")]
     Labels { labels: usize, files: usize },
     #[error("{}: {source}", path.display())]
@@ -52,5 +54,5 @@ impl<E: std::error::Error + Send + Sync> From<plotters::drawing::DrawingAreaErro
 
 /// The timeline of messages as SVG.
 pub(crate) fn timeline(title: &str, messages: &[Message], foot: &[String]) -> Result<String> {
-    lanes::draw(title, messages, foot, None)
+    lanes::draw(title, messages, foot, None, (None, None))
 }

@@ -46,6 +46,20 @@ pub(crate) struct Options {
     /// Values from 0 on.
     #[arg(long, conflicts_with = "log")]
     linear: bool,
+    /// Of a timeline only what is from this time on, microseconds. Default: all, or the last messages from their triggers on, where
+    /// most of the time they wait for them.
+    #[arg(long, value_name = "US", value_parser = time)]
+    from: Option<f64>,
+    /// Of a timeline only what is until this time, microseconds.
+    #[arg(long, value_name = "US", value_parser = time)]
+    to: Option<f64>,
+}
+
+fn time(text: &str) -> std::result::Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|time: &f64| time.is_finite())
+        .ok_or_else(|| "not a number of microseconds".into())
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -136,7 +150,7 @@ impl Options {
         }
         let messages: Vec<_> = results.iter().flat_map(|results| results.messages.clone()).collect();
         let title = self.title.as_deref().unwrap_or("Messages and their stages");
-        lanes::draw(title, &messages, &foot(results), self.size)
+        lanes::draw(title, &messages, &foot(results), self.size, (self.from, self.to))
     }
 
     fn picture(&self, results: &[Results]) -> Result<String> {

@@ -110,12 +110,28 @@ fn messages_are_drawn_in_lanes() {
     messages.push(json!({"rank": 1, "seq": 2, "enqueue": 19.0, "trigger": 19.5, "completed": null}));
     write(&file, &json!({"unit": "us", "messages": messages}));
     let svg = plot(&[path(&file)]);
-    for text in ["rank 0", "rank 1", "1: 3 us", "2: 3 us", "2: 0.5 us", "fetched, under way"] {
+    for text in [
+        "rank 0",
+        "rank 1",
+        "1: 3 us",
+        "2: 3 us",
+        "2: 0.5 us",
+        "enqueued, waits for its trigger",
+        "triggered, not fetched yet",
+        "fetched, under way",
+        "completed, the stream not yet released",
+    ] {
         assert!(svg.texts().contains(&text), "{text}: {:?}", svg.texts());
     }
     // The last one was never fetched, nor completed; one more of each is in the legend.
     let colors = [FIRST, SECOND, "#009E73", "#CC79A7"];
     assert_eq!(colors.map(|color| svg.count("rect", color)), [5, 4, 4, 4]);
+    // A part of them: the first of rank 0 without its first stage, that of rank 1 without its last.
+    let part = plot(&[path(&file), "--from", "11.2", "--to", "15"]);
+    assert_eq!(colors.map(|color| part.count("rect", color)), [2, 3, 3, 2], "{:?}", part.texts());
+    assert!(part.texts().contains(&"time, us, from 11.2 on"), "{:?}", part.texts());
+    let error = fails(tool(&["plot", path(&file), "--from", "50", "-o", "/dev/null"]));
+    assert!(error.contains("between 50 and"), "{error}");
     let many: Vec<_> =
         (0..100).map(|seq| message(0, seq, 2.0 * f64::from(u32::try_from(seq).unwrap()))).collect();
     write(&file, &json!({"unit": "us", "messages": many}));
