@@ -7,9 +7,15 @@
 //! - [`gdsync`]: verbs queues on mlx5 rings, streams that trigger and await them, the software HCA;
 //! - [`mp`]: messages between ranks, over it.
 
+pub mod doctor;
+pub mod lane;
 pub mod measure;
+pub mod pingpong;
 pub mod tools;
 
 pub use gdrcopy;
 pub use gdsync;
 pub use mp;
+
+#[cfg(doctest)]
+mod documents;

@@ -1,10 +1,16 @@
 //! The command-line tool.
 
 mod bench;
+mod compare;
+mod plot;
+mod report;
+mod results;
+mod trace;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
+use gdasync::doctor::Doctor;
 use gdasync::tools::Tool;
 
 /// GPUDirect Async: benchmarks and tests of stream-triggered RDMA and of GPU memory mappings.
@@ -18,23 +24,47 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Measures this machine, each figure with its baseline in the same run.
-    #[command(subcommand)]
-    Bench(bench::Bench),
+    Bench(Benchmarks),
+    /// Probes this machine: what works, what does not, why it matters and what to do.
+    Doctor(Doctor),
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
     #[command(subcommand)]
     Gdrcopy(Tool),
+    /// Draws results as curves, bars or a timeline.
+    Plot(plot::Options),
+    /// Puts results into one page: pictures, tables, machine and command.
+    Report(report::Options),
+    /// Shows what processes have recorded, also killed ones: which wait is stuck, on which peer and request.
+    Trace(trace::Options),
+}
+
+/// A benchmark, or the comparison of two results.
+#[derive(Args)]
+#[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
+struct Benchmarks {
+    #[command(subcommand)]
+    bench: Option<bench::Bench>,
+    #[command(flatten)]
+    compare: compare::Options,
 }
 
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
     match Cli::parse().command {
+        Command::Doctor(doctor) => doctor.run(),
         Command::Gdrcopy(tool) => tool.run(),
-        Command::Bench(bench) => match bench.run() {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                eprintln!("gdasync: {error}");
-                ExitCode::FAILURE
-            }
-        },
+        Command::Bench(Benchmarks { bench: Some(bench), .. }) => end(bench.run().map(|()| ExitCode::SUCCESS)),
+        Command::Bench(Benchmarks { bench: None, compare }) => end(compare.run()),
+        Command::Plot(options) => end(options.run()),
+        Command::Report(options) => end(options.run()),
+        Command::Trace(options) => options.run(),
     }
+}
+
+/// The exit status, or the error for the user.
+fn end<E: std::fmt::Display>(result: Result<ExitCode, E>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("gdasync: {error}");
+        ExitCode::FAILURE
+    })
 }

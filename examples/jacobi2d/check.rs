@@ -6,8 +6,8 @@ use gdsync::memory::Memory;
 use mp::{Communicator, Registration};
 use serde::Serialize;
 
-use crate::common::Result;
 use crate::grid::{Block, Extent, numbers, relax_row};
+use gdasync::lane::Result;
 
 /// How long the solution of rank 0 may take.
 const ALONE: Duration = Duration::from_secs(3600);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use gdsync::memory::Memory;
 
-use crate::common::Result;
+use gdasync::lane::Result;
 
 /// Bytes of a number.
 const NUMBER: usize = size_of::<f64>();

@@ -9,8 +9,6 @@
 //! A stream is a host thread, or with `--stream cuda` one of a GPU. Rank 0 compares the result with a solution of its own.
 
 mod check;
-#[path = "../common/mod.rs"]
-mod common;
 mod grid;
 mod options;
 mod relax;
@@ -27,7 +25,7 @@ use mp::Communicator;
 use serde::Serialize;
 
 use check::Difference;
-use common::{Description, Lane, Placed, Result};
+use gdasync::lane::{Description, Lane, Placed, Result};
 use grid::{Block, Extent};
 use options::{Mode, Options};
 use relax::Relaxer;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 
-use crate::common::Placement;
+use gdasync::lane::Placement;
 
 /// Jacobi iterations for the Laplace equation on a rectangle, split in blocks of rows over ranks that exchange halo rows on
 /// streams. The result is compared with that of one process, to the last bit.

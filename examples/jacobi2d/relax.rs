@@ -4,8 +4,8 @@ use std::ffi::CStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::common::{Kernel, Kernels, Lane, Result};
 use crate::grid::Block;
+use gdasync::lane::{Kernel, Kernels, Lane, Result};
 
 /// The compiled kernel.
 pub(crate) const PTX: &CStr =

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use gdsync::stream::Batch;
 use mp::{Communicator, Registration, Request};
 
-use crate::common::{Lane, Result};
 use crate::grid::Block;
 use crate::options::{Mode, Options};
 use crate::relax::Relaxer;
+use gdasync::lane::{Lane, Result};
 
 /// The iterations of one rank.
 pub(crate) struct Solver<'a> {

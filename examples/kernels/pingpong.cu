@@ -5,7 +5,7 @@
 //
 // or, with a CUDA 12.0 toolkit: nvcc -ptx -arch=compute_70 pingpong.cu
 //
-// The layout of the structures is that of `pingpong/kernels.rs`.
+// The layout of the structures is that of `src/pingpong/kernels.rs`.
 
 typedef unsigned char u8;
 typedef unsigned int u32;

@@ -8,34 +8,39 @@
 //!
 //! A stream is a host thread, or with `--stream cuda` one of a GPU. There a kernel between two iterations checks what
 //! arrived, prepares what leaves next and takes the time, in all three modes.
-
-mod board;
-#[path = "../common/mod.rs"]
-mod common;
-mod floor;
-mod judge;
-mod kernels;
-mod options;
-mod player;
-mod report;
-mod window;
+//!
+//! This page has the frame of such a program. The messages are in `src/pingpong/player.rs`, what fills and checks the
+//! buffers in `src/pingpong/judge.rs`; `gdasync bench` plays the same.
 
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::Parser;
-use gdasync::measure::{Machine, size};
+use gdasync::lane::{Lane, Result};
+use gdasync::measure::size;
+use gdasync::pingpong::{PTX, Player, Report, floor};
 use indicatif::{ProgressBar, ProgressStyle};
-use mp::Communicator;
 
-use common::{Lane, Result};
-use options::Options;
-use player::Player;
-use report::{Report, Settings};
+/// Stream-triggered ping-pong between two processes, data checked on every iteration.
+#[derive(Parser)]
+#[command(
+    version,
+    about,
+    after_help = "Example: cargo run --release --example pingpong -- --sizes 8,4096 --modes stream,cpu"
+)]
+struct Cli {
+    #[command(flatten)]
+    play: gdasync::pingpong::Options,
+    /// Also bounces a flag in shared host memory between the streams of both ranks, without any message.
+    #[arg(long)]
+    floor: bool,
+    /// Writes the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
 
-fn run(options: &Options) -> Result<bool> {
+fn run(Cli { play: options, floor: with_floor, json }: &Cli) -> Result<bool> {
     options.check()?;
     let timeout = options.timeout();
     let placed = options.placement.open()?;
@@ -43,46 +48,29 @@ fn run(options: &Options) -> Result<bool> {
     if comm.size() != 2 {
         return Err(format!("a ping-pong has 2 ranks, this job has {}", comm.size()).into());
     }
-    let lane = Lane::new(&placed, timeout, kernels::PTX)?;
+    let lane = Lane::new(&placed, timeout, PTX)?;
     let first = comm.rank() == 0;
     // A path that cannot be written to is better known before the measurement than after it.
-    let json = options.json.as_ref().filter(|_| first);
     let create = |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-    let file = json.map(create).transpose()?;
+    let file = json.as_ref().filter(|_| first).map(create).transpose()?;
     let steps = options.modes.len() * options.sizes.len();
     // Drawn on a terminal only, and never while a measurement runs.
     let bar = if first { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
     bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
     let mut results = Vec::new();
-    if options.floor {
-        results.push(floor::measure(options, &comm, &lane)?);
+    if *with_floor {
+        results.push(floor(options, &comm, &lane)?);
     }
     for &mode in &options.modes {
         for &bytes in &options.sizes {
             let bytes = usize::try_from(bytes)?;
             bar.set_message(format!("{mode:?}, {} B", size(bytes)));
-            let played = Player::new(options, &comm, &lane, &placed, bytes)?.play(mode)?;
-            results.push(played.line(mode, bytes, total(&comm, played.errors, timeout)?));
+            results.push(Player::new(options, &comm, &lane, &placed, bytes)?.play(mode)?);
             bar.inc(1);
         }
     }
     bar.finish_and_clear();
-    let settings = Settings {
-        place: placed.describe(&comm, timeout)?,
-        ahead: options.ahead,
-        work_us: options.work().as_micros(),
-        no_kernels: options.no_kernels,
-    };
-    let context = comm.context();
-    let report = Report {
-        device: context.description().to_owned(),
-        stream: lane.stream.kind(),
-        wire: context.wire().to_owned(),
-        ranks: comm.size(),
-        machine: Machine::here(),
-        settings,
-        results,
-    };
+    let report = Report::new(options, &comm, &placed, &lane, results)?;
     if first {
         report.print();
         if let Some(file) = file {
@@ -90,13 +78,7 @@ fn run(options: &Options) -> Result<bool> {
         }
     }
     comm.finalize(timeout)?;
-    Ok(report.results.iter().all(|line| line.errors == 0))
-}
-
-/// The errors of all ranks.
-fn total(comm: &Communicator, own: u64, timeout: Duration) -> Result<u64> {
-    let errors = comm.exchange(&own.to_be_bytes(), timeout)?;
-    Ok(errors.iter().filter_map(|e| e.first_chunk()).map(|e| u64::from_be_bytes(*e)).sum())
+    Ok(report.is_right())
 }
 
 fn main() -> ExitCode {
@@ -104,8 +86,7 @@ fn main() -> ExitCode {
         .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
         .with_writer(std::io::stderr)
         .init();
-    let options = Options::parse();
-    match run(&options) {
+    match run(&Cli::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
             eprintln!("pingpong: messages arrived with wrong data");

@@ -9,6 +9,7 @@
 //! - [`hca`]: the software HCA that consumes the rings where there is no card, with faults on demand;
 //! - [`memory`]: memory that a device may touch, and the only code that touches it;
 //! - [`cuda`]: GPUs, their memory and what they can do;
+//! - [`recorder`]: the flight recorder, which keeps when every request reached which stage;
 //! - [`mlx5`]: the ring formats, byte for byte.
 //!
 //! # A send on a stream
@@ -61,6 +62,7 @@ pub mod mover;
 pub mod protocol;
 mod proxy;
 pub mod rdma;
+pub mod recorder;
 pub mod stream;
 pub mod verbs;
 

@@ -80,6 +80,8 @@ pub(crate) fn connect(
     let links = ends.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
         let failed = |source| Error::Message { rank: peer, operation: "connect", source };
         let theirs = Card::from_bytes(row(theirs, peer, rank, size)?).map_err(failed)?;
+        messages.name_ranks(rank, peer);
+        credits.name_ranks(rank, peer);
         messages.connect(theirs.messages).map_err(failed)?;
         let way = match peer == rank {
             true => Way::Own,

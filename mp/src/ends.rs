@@ -38,6 +38,12 @@ impl Ends {
         self.recv.connect(self.send.address())?;
         self.send.connect(self.recv.address())
     }
+
+    /// Has the flight recorder name the own rank and the other one.
+    pub(crate) fn name_ranks(&self, own: usize, other: usize) {
+        self.send.name_ranks(own, other);
+        self.recv.name_ranks(own, other);
+    }
 }
 
 /// What rank `from` has for this one in its table, which has `N` bytes for each of `size` ranks.

@@ -128,6 +128,7 @@ impl Communicator {
         let connect = |(peer, ((_, table), ends)): (usize, (&(Part, &[u8]), &Ends))| {
             let failed = |source| Error::Message { rank: peer, operation: "connect a window", source };
             let theirs = QpAddress::from_bytes(row(table, peer, rank, size)?).map_err(failed)?;
+            ends.name_ranks(rank, peer);
             ends.connect(theirs).map_err(failed)
         };
         let lanes = parts.iter().zip(&ends).enumerate().try_for_each(connect);

@@ -1,6 +1,5 @@
 //! `gdasync bench hca`: what the software HCA costs on top of the machine.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -10,12 +9,12 @@ use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Context, Device, QpAddress};
-use gdasync::measure::{Machine, Micros, Samples, process_cpu, shared_page};
+use gdasync::measure::{Machine, Micros, Samples, process_cpu};
 use gdasync::mp::Communicator;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
-use super::floor;
+use super::floor::{Floor, bounce};
 use super::link::Link;
 use super::{Result, create_json, two_ranks};
 
@@ -148,8 +147,7 @@ impl Run<'_> {
         let streams = [self.stream("ping")?, self.stream("pong")?];
         let mut samples: [Samples; 5] = Default::default();
         for _ in 0..SLICES {
-            samples[0]
-                .append(&Self::both(|serves| floor::bounce(line.atomic64(0)?, serves, slice, timeout))?);
+            samples[0].append(&Self::both(|serves| bounce(line.atomic64(0)?, serves, slice, timeout))?);
             for (pairs, samples) in connected.iter().zip(&mut samples[1..]) {
                 let (a, b) = &pairs[0];
                 samples.append(&Self::both(|serves| if serves { a } else { b }.cpu(serves, slice))?);
@@ -184,12 +182,7 @@ impl Run<'_> {
 
     fn two_processes(&mut self) -> Result<()> {
         let (rounds, timeout, serves) = (self.options.rounds, self.timeout, self.comm.rank() == 0);
-        let (file, path) = shared_page::create()?;
-        let paths = self.comm.exchange(path.as_bytes(), timeout)?;
-        let opened = File::options().read(true).write(true).open(std::str::from_utf8(&paths[0])?)?;
-        let line = shared_page::map(&opened)?;
-        self.comm.barrier(timeout)?;
-        drop(file);
+        let floor = Floor::new(self.comm, timeout)?;
         let (cpu, rate, streamed) = (self.across()?, self.across()?, self.across()?);
         let stream = self.stream("ping")?;
         cpu.prepare(64)?;
@@ -197,14 +190,12 @@ impl Run<'_> {
         let slice = rounds / SLICES;
         let mut samples: [Samples; 4] = Default::default();
         for _ in 0..SLICES {
-            self.comm.barrier(timeout)?;
-            samples[0].append(&floor::bounce(line.atomic64(0)?, serves, slice, timeout)?);
+            samples[0].append(&floor.bounce(slice)?);
             samples[1].append(&cpu.cpu(serves, slice)?);
             samples[2].add(2 * rate.rate(serves, slice)?);
             streamed.prepare(Link::stream_receives(slice))?;
             self.comm.barrier(timeout)?;
             samples[3].append(&streamed.stream(&stream, serves, slice)?);
-            line.atomic64(0)?.store(0, Ordering::Release);
         }
         let names = [
             FLOOR_PROCESSES,

@@ -3,10 +3,11 @@
 mod clock;
 mod machine;
 mod pattern;
+pub mod series;
 pub mod shared_page;
 mod summary;
 
-pub use clock::{process_cpu, thread_cpu};
+pub use clock::{process_cpu, thread_cpu, threads_cpu};
 pub use machine::Machine;
 pub use pattern::Pattern;
 pub use summary::{Micros, Samples, size};

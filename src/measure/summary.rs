@@ -48,6 +48,13 @@ impl Samples {
         self.0.mean() / 1e3
     }
 
+    /// The longest in microseconds.
+    pub fn max_micros(&self) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "times below a minute are exact")]
+        let max = self.0.max() as f64;
+        max / 1e3
+    }
+
     /// The number of times collected.
     pub fn count(&self) -> u64 {
         self.0.len()

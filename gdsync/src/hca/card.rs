@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::alarm::Alarms;
+use super::chart::Chart;
 use super::event::{CqEvent, Kicks};
 use super::gid::Gid;
 use super::requester::Requester;
@@ -125,7 +126,10 @@ impl Card {
         let request =
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
         doorbell.store(EMPTY);
-        let (qpn, _) = self.0.add_qp(Rings { qpn: 0, request, sq, rq, record, doorbell }, Arc::default())?;
+        // Its numbers are those of another owner.
+        let chart = Chart::default();
+        let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, chart };
+        let (qpn, _) = self.0.add_qp(rings, Arc::default())?;
         Ok(qpn)
     }
 

@@ -56,6 +56,7 @@
 mod alarm;
 #[cfg(feature = "standin")]
 mod card;
+mod chart;
 mod core;
 mod cqs;
 mod event;
@@ -88,6 +89,7 @@ pub use alarm::{Alarm, Alarms};
 #[cfg(feature = "standin")]
 #[doc(hidden)]
 pub use card::{Card, CardQp};
+pub(crate) use chart::Chart;
 pub(crate) use cqs::{Cqs, parts as cq_parts};
 pub(crate) use event::CqEvent;
 #[doc(hidden)] // until applications can bring a stream engine of their own

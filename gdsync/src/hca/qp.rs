@@ -150,6 +150,7 @@ impl SoftQp {
         while self.req.head() < end && end - self.req.head() <= self.rings.blocks() {
             let wqe = self.rings.fetch(self.req.head());
             self.req.skip(wqe.blocks());
+            self.rings.chart.skipped();
             self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
         }
     }
@@ -205,6 +206,7 @@ impl SoftQp {
             let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
             cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
         }
+        self.rings.chart.completed(&cqe);
         if env.cqs.complete(cqn, cqe).is_err() {
             self.overrun(cqn, env);
         } else if flushed.is_err() && self.state != QpState::ERR {

@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use super::chart::Chart;
 use super::low16;
 use super::stats::HcaStats;
 use crate::error::Result;
@@ -21,6 +22,7 @@ pub(crate) struct Rings {
     pub(crate) rq: Memory,
     pub(crate) record: Memory,
     pub(crate) doorbell: Word64,
+    pub(crate) chart: Chart,
 }
 
 /// A send WQE fetched from the ring.
@@ -57,11 +59,12 @@ impl Rings {
         let record = places.alloc(OnGpu::RECORDS, mlx5::QP_DBREC_SIZE)?;
         let doorbell = places.alloc(OnGpu::empty(), 4096)?.word64(mlx5::BF_OFFSET)?;
         doorbell.store(mlx5::EMPTY);
-        Ok(Self { qpn, request: *request, sq, rq, record, doorbell })
+        Ok(Self { qpn, request: *request, sq, rq, record, doorbell, chart: Chart::default() })
     }
 
     /// As they were in the beginning, for the next connection.
-    pub(crate) fn clear(&self) {
+    pub(crate) fn clear(&mut self) {
+        self.chart.reset();
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         self.doorbell.store(mlx5::EMPTY);
     }
@@ -166,6 +169,7 @@ impl Rings {
             stats.violation("a doorbell was rung before its doorbell record was written");
             return Err(Syndrome::LOC_QP_OP_ERR);
         }
+        self.chart.triggered(self.qpn);
         Ok(Some(target))
     }
 

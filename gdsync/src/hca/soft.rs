@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::alarm::Alarms;
+use super::chart::Chart;
 use super::core::{self, Core};
 use super::cqs;
 use super::fault::{FaultPlan, Faults};
@@ -325,7 +326,8 @@ impl Provider for SoftHca {
         if let Some(gpu) = &places.gpu {
             self.shared.mover.adopt(gpu);
         }
-        let rings = Rings::alloc(0, request, places)?;
+        let chart = Chart::new(self.shared.gid)?;
+        let rings = Rings { chart, ..Rings::alloc(0, request, places)? };
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
         let health = Arc::default();

@@ -23,6 +23,14 @@ impl Memory {
         self.atomic64(offset)?;
         Ok(Word64(self.slice(offset, 8)?))
     }
+
+    /// The aligned 64-bit words from `offset` on, as atomics in native byte order.
+    #[inline]
+    pub(crate) fn words64<const N: usize>(&self, offset: usize) -> Result<&[AtomicU64; N]> {
+        let ptr = self.check_aligned::<[AtomicU64; N]>(offset)?;
+        // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
+        Ok(unsafe { ptr.as_ref() })
+    }
 }
 
 macro_rules! words {

@@ -79,6 +79,22 @@ pub enum SendOp<'a> {
     },
 }
 
+impl SendOp<'_> {
+    /// Bytes that it moves; as many as fit in the number, of more.
+    pub(crate) fn payload_bytes(&self) -> u32 {
+        let sum = |sges: &[DataSeg]| sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
+        match self {
+            Self::Send { payload, .. } | Self::Write { payload, .. } => match payload {
+                Payload::Sges(sges) => sum(sges),
+                Payload::Inline(data) => u32::try_from(data.len()).unwrap_or(u32::MAX),
+            },
+            Self::Read { sges, .. } => sum(sges),
+            Self::CompareSwap { .. } | Self::FetchAdd { .. } => 8,
+            Self::Nop => 0,
+        }
+    }
+}
+
 /// Options of a send WQE. Every WQE asks for a CQE: a wait for one must never be in vain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WqeFlags {

@@ -8,6 +8,7 @@ pub mod completion;
 mod doorbell;
 pub mod note;
 pub mod record;
+pub mod stamp;
 pub mod standing;
 
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
@@ -38,6 +39,8 @@ pub trait Atom64 {
     fn swap(&self, value: u64, order: Ordering) -> u64;
     /// Atomic maximum; returns the value before.
     fn fetch_max(&self, value: u64, order: Ordering) -> u64;
+    /// A fence of the same memory model.
+    fn fence(order: Ordering);
 }
 
 impl Atom32 for AtomicU32 {
@@ -70,5 +73,8 @@ impl Atom64 for AtomicU64 {
     }
     fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
         self.fetch_max(value, order)
+    }
+    fn fence(order: Ordering) {
+        fence(order);
     }
 }

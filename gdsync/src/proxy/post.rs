@@ -54,6 +54,7 @@ impl ProxyQp {
                 }
             }
             env.stats.wqes += 1;
+            self.rings.chart.fetched(self.rings.qpn, sent.bytes as usize);
             self.head += wqe.blocks();
             self.sends.push_back(sent);
         }

@@ -12,7 +12,7 @@ use super::device::{DeviceQp, Granted, Most, greetings};
 use super::qp::{DRAIN, ProxyQp};
 use super::shared::Shared;
 use crate::error::{Error, Result};
-use crate::hca::{FaultPlan, Gid, HcaStats, Rings, Served, Service, Steps, cq_parts, random_psn};
+use crate::hca::{Chart, FaultPlan, Gid, HcaStats, Rings, Served, Service, Steps, cq_parts, random_psn};
 use crate::memory::Memory;
 use crate::rdma::{Domain, Events, Objects, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
@@ -199,7 +199,7 @@ impl Provider for Proxy {
             error
         };
         let make = || {
-            let rings = Rings::alloc(qpn, request, places)?;
+            let rings = Rings { chart: Chart::new(self.gid())?, ..Rings::alloc(qpn, request, places)? };
             let region = self.register_ring(&domain, &device, &rings)?;
             Ok((rings, region, random_psn()?))
         };

@@ -268,6 +268,7 @@ impl ProxyQp {
             while self.head < end && end - self.head <= self.rings.blocks() {
                 let wqe = self.rings.fetch(self.head);
                 self.head += wqe.blocks();
+                self.rings.chart.skipped();
                 self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Err(Failure::FLUSHED), 0, env);
             }
             self.target = self.target.max(self.head);
@@ -347,6 +348,7 @@ impl ProxyQp {
             Ok(()) => Cqe { opcode: CqeOpcode::REQ, byte_cnt: bytes, ..cqe },
             Err(Failure { syndrome, vendor }) => Cqe { opcode: CqeOpcode::REQ_ERR, syndrome, vendor, ..cqe },
         };
+        self.rings.chart.completed(&cqe);
         // Queues with overrun ignored always have room.
         let _ = env.cqs.complete(self.rings.request.send_cqn, cqe);
     }
@@ -354,6 +356,7 @@ impl ProxyQp {
     /// Writes a responder CQE for the receive with this counter.
     fn complete_recv(&mut self, cqe: Cqe, counter: u16, env: &mut Env<'_>) {
         let cqe = Cqe { qpn: self.rings.qpn, wqe_counter: counter, ..cqe };
+        self.rings.chart.completed(&cqe);
         let _ = env.cqs.complete(self.rings.request.recv_cqn, cqe);
     }
 

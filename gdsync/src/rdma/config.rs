@@ -67,14 +67,27 @@ impl DeviceConfig {
     /// # Errors
     /// [`Error::InvalidArgument`] for a value that cannot be read.
     pub fn from_env() -> Result<Self> {
+        Self::from_variables(variable)
+    }
+
+    /// From variables of these names, `None` for those that are not set.
+    ///
+    /// # Errors
+    /// As [`DeviceConfig::from_env`].
+    #[doc(hidden)]
+    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let config = Self {
             route: variable("GDSYNC_PATH").map(|text| text.parse()).transpose()?,
-            port: number("GDSYNC_PORT", "the number of a port, from 1")?,
-            gid_index: number("GDSYNC_GID_INDEX", "an index of the port's GID table, 0 to 255")?,
-            pkey_index: number("GDSYNC_PKEY_INDEX", "an index of the port's table of partition keys")?
-                .unwrap_or(0),
-            service_level: number("GDSYNC_SERVICE_LEVEL", "0 to 15")?.unwrap_or(0),
-            traffic_class: number("GDSYNC_TRAFFIC_CLASS", "0 to 255")?.unwrap_or(0),
+            port: number(&variable, "GDSYNC_PORT", "the number of a port, from 1")?,
+            gid_index: number(&variable, "GDSYNC_GID_INDEX", "an index of the port's GID table, 0 to 255")?,
+            pkey_index: number(
+                &variable,
+                "GDSYNC_PKEY_INDEX",
+                "an index of the port's table of partition keys",
+            )?
+            .unwrap_or(0),
+            service_level: number(&variable, "GDSYNC_SERVICE_LEVEL", "0 to 15")?.unwrap_or(0),
+            traffic_class: number(&variable, "GDSYNC_TRAFFIC_CLASS", "0 to 255")?.unwrap_or(0),
             gpu: None,
         };
         config.check()?;
@@ -92,7 +105,11 @@ impl DeviceConfig {
     }
 }
 
-fn number<T: FromStr>(name: &'static str, expected: &'static str) -> Result<Option<T>> {
+fn number<T: FromStr>(
+    variable: &impl Fn(&str) -> Option<String>,
+    name: &'static str,
+    expected: &'static str,
+) -> Result<Option<T>> {
     let read = |text: String| text.parse().map_err(|_| Error::invalid(name, format!("'{text}'"), expected));
     variable(name).map(read).transpose()
 }

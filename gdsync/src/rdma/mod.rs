@@ -43,7 +43,11 @@ pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 pub(crate) use region::{Pages, Region, has_peermem};
 pub use survey::NearGpu;
 pub(crate) use survey::{Survey, preferred};
-pub use topology::Distance;
+#[doc(hidden)]
+pub use sysfs::Class as SysfsDevice;
+#[doc(hidden)]
+pub use topology::gpus;
+pub use topology::{Distance, Place};
 
 /// The RDMA devices of this machine; none where there is no libibverbs.
 pub(crate) fn survey() -> Vec<Survey> {

@@ -155,8 +155,8 @@ impl Port {
         if text.is_empty() { "it is empty".into() } else { text }
     }
 
-    /// Why no queue pair can use it, if so.
-    pub(crate) fn refusal(&self) -> Option<String> {
+    /// Why no queue pair can use it, if so, with the fix.
+    pub fn refusal(&self) -> Option<String> {
         let number = self.number;
         if !self.is_active() {
             let fix = match self.link {

@@ -24,20 +24,21 @@ pub(super) fn entries(path: &Path) -> Vec<String> {
     names
 }
 
-/// The directory of an RDMA device.
-pub(super) struct Class {
+/// An RDMA device as sysfs tells of it.
+#[derive(Debug)]
+pub struct Class {
     directory: PathBuf,
 }
 
 impl Class {
     /// Of the device called `name`, if the kernel has it.
-    pub(super) fn of(sysfs: &Path, name: &str) -> Option<Self> {
+    pub fn of(sysfs: &Path, name: &str) -> Option<Self> {
         let directory = sysfs.join("class/infiniband").join(name);
         directory.is_dir().then_some(Self { directory })
     }
 
     /// Where its card is on the PCI tree. A software device is where its network card is.
-    pub(super) fn place(&self, sysfs: &Path) -> Option<Place> {
+    pub fn place(&self, sysfs: &Path) -> Option<Place> {
         let of_network_card = || {
             let netdev = text(&self.directory.join("parent"))?;
             Place::of(&sysfs.join("class/net").join(netdev).join("device"))
@@ -46,12 +47,12 @@ impl Class {
     }
 
     /// Whether it speaks iWARP (`RDMA_NODE_RNIC`).
-    pub(super) fn is_iwarp(&self) -> bool {
+    pub fn is_iwarp(&self) -> bool {
         text(&self.directory.join("node_type")).is_some_and(|text| text.starts_with("4:"))
     }
 
     /// Its ports.
-    pub(super) fn ports(&self) -> Vec<Port> {
+    pub fn ports(&self) -> Vec<Port> {
         let ports = self.directory.join("ports");
         let mut found: Vec<_> = entries(&ports)
             .into_iter()

@@ -31,19 +31,21 @@ impl fmt::Display for Distance {
     }
 }
 
-/// Where one device is.
+/// Where a device is on the PCI tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+#[non_exhaustive]
+pub struct Place {
     /// `domain:bus:device.function`, in lower-case hexadecimal.
-    pub(crate) address: String,
-    pub(crate) numa: Option<u32>,
+    pub address: String,
+    /// Its NUMA node, if the kernel knows it.
+    pub numa: Option<u32>,
     /// The host bridge, then the bridges down to the device, and itself.
     chain: Vec<String>,
 }
 
 impl Place {
     /// Of the device with this directory in sysfs, or a link to it; `None` where that is no PCI device.
-    pub(super) fn of(directory: &Path) -> Option<Self> {
+    pub fn of(directory: &Path) -> Option<Self> {
         let real = fs::canonicalize(directory).ok()?;
         let names: Vec<_> = real
             .components()
@@ -56,8 +58,13 @@ impl Place {
         Some(Self { address, numa, chain })
     }
 
+    /// The addresses of the bridges above it, the root port first.
+    pub fn bridges(&self) -> &[String] {
+        self.chain.get(1..self.chain.len() - 1).unwrap_or_default()
+    }
+
     /// How far it is to another.
-    pub(crate) fn distance(&self, other: &Self) -> Distance {
+    pub fn distance(&self, other: &Self) -> Distance {
         let common = self.chain.iter().zip(&other.chain).take_while(|(a, b)| a == b).count();
         // From where they part, down to each: a switch has a port of its own for each device.
         let below = |chain: &[String]| chain.len() - common;
@@ -80,8 +87,8 @@ fn is_address(name: &str) -> bool {
     number(4) && number(2) && number(2) && number(1)
 }
 
-/// The GPUs of NVIDIA on the PCI bus.
-pub(super) fn gpus(sysfs: &Path) -> Vec<Place> {
+/// The GPUs of NVIDIA on the PCI bus, as the tree mounted at `sysfs` tells.
+pub fn gpus(sysfs: &Path) -> Vec<Place> {
     const NVIDIA: &str = "0x10de";
     // VGA and 3D controllers.
     const CLASSES: [&str; 2] = ["0x0300", "0x0302"];

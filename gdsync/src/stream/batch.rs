@@ -8,6 +8,7 @@ use super::op::{Cond, Op};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, Word64};
+use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 
@@ -44,6 +45,12 @@ impl Batch {
     pub(super) fn unmark(&mut self) {
         self.waits.iter_mut().rev().for_each(PreparedWait::unsubmit);
         self.sends.iter_mut().rev().for_each(PreparedSend::unsubmit);
+    }
+
+    /// Records a stage of its sends, and one of its waits.
+    pub(super) fn note(&self, of_sends: Stage, of_waits: Stage, stream: u64) {
+        self.sends.iter().for_each(|send| send.note(of_sends, stream));
+        self.waits.iter().for_each(|wait| wait.note(of_waits, stream));
     }
 
     /// The queue pairs it uses.

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::op::{Op, Source};
+use crate::recorder::{By, Hold, Log, NOTED_AFTER};
 
 /// The shortest sleep of a wait without a source.
 const NAP_MIN: Duration = Duration::from_micros(20);
@@ -23,6 +24,9 @@ pub(super) trait Runner {
 
     /// How long a wait may go on that has taken `waited` so far.
     fn left(&self, waited: Duration) -> Duration;
+
+    /// Where waits are recorded, and as whose.
+    fn log(&self) -> (&Log, By);
 
     /// How long a wait spins before it sleeps.
     fn spin(&self) -> Duration;
@@ -77,14 +81,21 @@ fn wait(
         return Ok(());
     }
     let start = Instant::now();
+    let (log, by) = runner.log();
+    let since = log.stamp();
+    let mut held = None;
     while !runner.released() {
         let helped = source.is_some_and(|source| source.progress());
         let Err(word) = look() else {
             return Ok(());
         };
         let waited = start.elapsed();
+        if held.is_none() && waited >= NOTED_AFTER {
+            held = op.awaited().map(|awaited| log.hold(since, awaited, by));
+        }
         let left = runner.left(waited);
         if left.is_zero() {
+            held.into_iter().for_each(Hold::give_up);
             return Err(Unsatisfied(match source {
                 Some(source) => source.describe(),
                 None => format!("{op:?} (the word is {word:#x})"),
@@ -99,6 +110,7 @@ fn wait(
             None => runner.nap(nap(waited).min(left)),
         }
     }
+    held.into_iter().for_each(Hold::give_up);
     Ok(())
 }
 

@@ -17,6 +17,7 @@ use self::shared::Shared;
 use super::engine::Engine;
 use super::op::Op;
 use crate::error::{Error, Result};
+use crate::recorder::Log;
 
 /// How a stream that runs on a host thread behaves.
 ///
@@ -85,7 +86,7 @@ impl HostEngine {
         config.check()?;
         // The kernel shows the first 15 bytes of it; Rust cuts them.
         let name = format!("gdsync-stream-{}", config.name);
-        let shared = Arc::new(Shared::new(config));
+        let shared = Arc::new(Shared::new(config, Log::open()?));
         let worker = shared.clone();
         let thread = thread::Builder::new().name(name).spawn(move || worker.work()).map_err(|e| {
             Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams")

@@ -17,7 +17,7 @@
 //! | `gds_query_param`, `GDS_API_VERSION` | [`VERSION`](crate::VERSION) |
 //! | `GDS_CREATE_QP_*_ON_GPU` | [`QpBuilder::on_gpu`](crate::verbs::QpBuilder::on_gpu) |
 //! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
-//! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | with kernel-initiated posting, not yet |
+//! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | [`Qp::for_kernels`]: kernels write requests themselves |
 //! | none: libgdsync cannot be captured in CUDA graphs | [`Stream::capture`], [`Graph::launch`] |
 //!
 //! # Graphs
@@ -91,6 +91,7 @@ pub use prepared::{PreparedSend, PreparedWait};
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Word32, Word64};
+use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 use cuda::CudaEngine;
@@ -231,9 +232,12 @@ impl Stream {
         submit: impl FnOnce(&dyn Engine, &mut Vec<Op>) -> Result<u64>,
     ) -> Result<()> {
         batch.mark(self.0.id)?;
+        // Before the engine has it: it may run at once.
+        batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
         let seq = match submit(&*self.0.engine, &mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
+                batch.note(Stage::Refused, Stage::Refused, self.0.id);
                 batch.unmark();
                 return Err(error);
             }

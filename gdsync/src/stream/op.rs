@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::error::Error;
 use crate::memory::{Memory, Word32, Word64};
+use crate::recorder::{Awaited, By};
 
 /// When a wait is satisfied, for the word `w` and the value `v` of the operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,6 +105,17 @@ pub trait Source: Send + Sync + fmt::Debug {
         let _ = at;
     }
 
+    /// What a wait that looks at this word waits for, to the flight recorder.
+    fn awaited(&self, at: &Word32) -> Option<Awaited> {
+        let _ = at;
+        None
+    }
+
+    /// A stream has passed the wait for a completion, and writes this consumer index: for the flight recorder.
+    fn passed(&self, index: u32, by: By) {
+        let _ = (index, by);
+    }
+
     /// What a wait on this source waits for, for error messages ("send completion 7 of QP 0x123").
     fn describe(&self) -> String;
 }
@@ -164,6 +176,16 @@ impl Op {
             Op::Write32 { at, .. } | Op::Wait32 { at, .. } => Some(at.memory()),
             Op::Write64 { at, .. } | Op::Wait64 { at, .. } => Some(at.memory()),
             Op::Barrier | Op::Flush | Op::Signal(_) | Op::HostFn(_) => None,
+        }
+    }
+
+    /// What it waits for, to the flight recorder.
+    pub(super) fn awaited(&self) -> Option<Awaited> {
+        match self {
+            Op::Wait32 { at, source: Some(source), .. } => source.awaited(at),
+            Op::Wait32 { at, value, .. } => Some(Awaited::word(at.addr(), (*value).into())),
+            Op::Wait64 { at, value, .. } => Some(Awaited::word(at.addr(), *value)),
+            _ => None,
         }
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
+use crate::recorder::{Queue, Stage};
 use crate::verbs::cq::Upto;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
@@ -63,6 +64,11 @@ impl PreparedSend {
     /// The completion of the last of these sends.
     pub fn completion(&self) -> Completion {
         self.queue.completion(self.sends.range.end - 1)
+    }
+
+    pub(super) fn note(&self, stage: Stage, stream: u64) {
+        let log = &self.queue.end.qp.log;
+        self.sends.range.clone().for_each(|n| log.note_in(stage, Queue::Send, stream, n));
     }
 
     pub(super) fn watch(&self) {
@@ -167,6 +173,11 @@ impl PreparedWait {
         if std::mem::take(&mut self.submitted) {
             self.claim.end.cq.unsubmit(self.first, self.claim.n);
         }
+    }
+
+    pub(super) fn note(&self, stage: Stage, stream: u64) {
+        let Completion { end, n, .. } = &self.claim;
+        end.qp.log.note_in(stage, end.tracker.queue(), stream, *n);
     }
 
     /// Tells the device that a stream of a GPU waits for it.

@@ -2,13 +2,16 @@
 
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Batch;
 use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
+use super::op::{Op, Source};
 use crate::error::{Error, Result};
+use crate::recorder::{By, Log};
 
 /// The stream that the CPU counts as while it runs a batch. Streams are numbered from 1.
 const CPU: u64 = 0;
@@ -34,8 +37,21 @@ impl Batch {
         let cores: Vec<_> = self.cores().cloned().collect();
         self.hand_over();
         let ops = mem::take(&mut self.ops);
-        let runner = Caller { deadline: deadline(timeout) };
-        let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));
+        let runner = Caller { deadline: deadline(timeout), log: Log::current() };
+        let all = || {
+            let mut waited: Option<Arc<dyn Source>> = None;
+            for op in ops {
+                // Behind each wait for a completion is the write of the consumer index.
+                if let (Some(source), Op::Write32 { value, .. }) = (waited.take(), &op) {
+                    source.passed(*value, By::Cpu);
+                }
+                if let Op::Wait32 { source, .. } = &op {
+                    waited.clone_from(source);
+                }
+                execute(op, &runner)?;
+            }
+            Ok(())
+        };
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {
             Ok(Ok(())) => return cores.iter().try_for_each(|core| core.check()),
@@ -59,6 +75,7 @@ impl Batch {
 /// The calling thread.
 struct Caller {
     deadline: Instant,
+    log: Log,
 }
 
 impl Runner for Caller {
@@ -68,6 +85,10 @@ impl Runner for Caller {
 
     fn left(&self, _waited: Duration) -> Duration {
         self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    fn log(&self) -> (&Log, By) {
+        (&self.log, By::Cpu)
     }
 
     fn spin(&self) -> Duration {

@@ -70,7 +70,8 @@ impl Completion {
     /// As [`Completion::status`], and [`Error::Deadline`] after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
         let mut found = None;
-        self.end.cq.wait_until(timeout, "waiting for a completion", || {
+        let awaited = || self.end.awaits(self.n);
+        self.end.cq.wait_until(timeout, "waiting for a completion", awaited, || {
             found = self.status().transpose();
             if found.is_none() && self.end.qp.provider.progress() {
                 found = self.status().transpose();

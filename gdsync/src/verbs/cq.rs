@@ -4,11 +4,13 @@
 //! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
 //! waits on it, passed by that stream.
 
+mod waiting;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -21,6 +23,7 @@ use crate::hca::Kicks;
 use crate::memory::Word32;
 use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 use crate::protocol::completion;
+use crate::recorder::{By, Event, Log, Queue, Stage};
 use crate::stream::{Cond, Op, Source};
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
@@ -35,6 +38,7 @@ pub(crate) struct CqInner {
     log: u32,
     /// Completions that may still arrive or are not freed yet. Never more than the ring holds.
     reserved: AtomicU64,
+    recorder: Log,
     state: Mutex<CqState>,
 }
 
@@ -65,7 +69,8 @@ struct CqState {
 
 #[derive(Clone, Copy)]
 struct Slot {
-    wc: Option<Wc>,
+    /// The completion, and the number of its request.
+    wc: Option<(u64, Wc)>,
     taken: Taken,
 }
 
@@ -103,15 +108,13 @@ pub(crate) enum Upto {
     Through(u64),
 }
 
-/// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
-const PARK: Duration = Duration::from_millis(5);
-
 impl Cq {
     pub(crate) fn create(
         provider: Arc<dyn Provider>,
         entries: usize,
         ring: OnGpu,
         places: &Places,
+        recorder: Log,
     ) -> Result<Self> {
         if !(1..=1 << 22).contains(&entries) {
             return Err(Error::invalid("completion queue entries", entries, "1 to 4194304"));
@@ -142,6 +145,7 @@ impl Cq {
             consumed,
             log,
             reserved: AtomicU64::new(0),
+            recorder,
             state: Mutex::new(state),
         })))
     }
@@ -175,10 +179,15 @@ impl Cq {
     /// [`Error::Deadline`] after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
         let mut found = None;
-        self.0.wait_until(timeout, "waiting for a completion", || {
-            found = self.poll();
-            found.is_some()
-        })?;
+        self.0.wait_until(
+            timeout,
+            "waiting for a completion",
+            || self.0.awaits_next(),
+            || {
+                found = self.poll();
+                found.is_some()
+            },
+        )?;
         Ok(found.expect("wait_until returns Ok only when a completion was found"))
     }
 }
@@ -274,9 +283,9 @@ impl CqInner {
             let slot = &mut state.slots[at];
             slot.wc = None;
             match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
-                Some((wc, false)) => slot.wc = Some(wc),
+                Some((number, wc, false)) => slot.wc = Some((number, wc)),
                 // Of a request that was given up after it was prepared, or of a queue that is gone.
-                Some((_, true)) | None if slot.taken == Taken::No => slot.taken = Taken::Done,
+                Some((_, _, true)) | None if slot.taken == Taken::No => slot.taken = Taken::Done,
                 _ => {}
             }
             state.reaped += 1;
@@ -344,7 +353,14 @@ impl CqInner {
         }
         state.claim_next = state.claim_next.max(state.poll_next);
         self.free(state);
-        found
+        let (number, wc) = found?;
+        let queue = if wc.is_send() { Queue::Send } else { Queue::Receive };
+        self.recorder.note(|| {
+            let status = wc.syndrome.map_or(0, |syndrome| syndrome.0);
+            let event = Event::of(Stage::Released, queue, By::Cpu, wc.qpn, number);
+            Event { len: wc.byte_len, status, ..event }
+        });
+        Some(wc)
     }
 
     /// Claims completions of the queue for a stream wait: `None` when the last of them was taken before. Returns the
@@ -534,7 +550,8 @@ impl CqInner {
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
             let slot = &mut slots[self.index(n)];
-            let of_queue = slot.wc.is_none_or(|wc| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
+            let of_queue =
+                slot.wc.is_none_or(|(_, wc)| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
             if slot.taken == Taken::No && of_queue {
                 slot.taken = Taken::Done;
             }
@@ -560,45 +577,5 @@ impl CqInner {
     pub(crate) fn is_awaited(&self) -> bool {
         self.reap();
         self.state.lock().in_stream > 0
-    }
-
-    pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
-        self.provider.leave();
-        self.parts.event.park(ready, timeout);
-    }
-
-    /// Calls `done` until it is true: busy at first, then asleep between completions of this queue.
-    pub(crate) fn wait_until(
-        &self,
-        timeout: Duration,
-        what: &'static str,
-        mut done: impl FnMut() -> bool,
-    ) -> Result<()> {
-        const SPIN: Duration = Duration::from_micros(50);
-        let start = Instant::now();
-        let mut rounds = 0u32;
-        loop {
-            if done() {
-                return Ok(());
-            }
-            rounds = rounds.wrapping_add(1);
-            if !rounds.is_multiple_of(64) {
-                std::hint::spin_loop();
-                continue;
-            }
-            let waited = start.elapsed();
-            if waited >= timeout {
-                return Err(Error::Deadline { what, after: timeout });
-            }
-            if waited < SPIN / 8 {
-                std::hint::spin_loop();
-            } else if waited < SPIN {
-                std::thread::yield_now();
-            } else {
-                let next = self.state.lock().reaped;
-                let ready = || self.has_arrived(next);
-                self.park(&ready, PARK.min(timeout - waited));
-            }
-        }
     }
 }

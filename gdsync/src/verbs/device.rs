@@ -17,6 +17,7 @@ use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
 use crate::proxy::Proxy;
 use crate::rdma::{self, DeviceConfig, NearGpu, Port, Route, Survey};
+use crate::recorder::Log;
 
 /// Name of the software HCA.
 const SOFT: &str = "soft0";
@@ -158,7 +159,7 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
         let gpus = config.gpu.clone().map_or_else(Gpu::opened, |gpu| vec![gpu]);
         let direct = Direct::start(&open)?;
         direct.inject(faults.clone())?;
-        let context = Context { provider: Arc::new(direct), not_direct: None };
+        let context = Context::with(Arc::new(direct), None)?;
         for gpu in &gpus {
             let pd = context.alloc_pd()?;
             context.provider.admit(gpu, &mut || probe(&pd, gpu))?;
@@ -176,7 +177,7 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
     tracing::info!(device = open.name(), why = not_direct, "a thread reads the rings in place of the card");
     let proxy = Proxy::start(open, strict)?;
     proxy.inject(faults)?;
-    Ok(Context { provider: Arc::new(proxy), not_direct: Some(not_direct.into()) })
+    Context::with(Arc::new(proxy), Some(not_direct.into()))
 }
 
 /// An open device. Clones share it.
@@ -185,6 +186,8 @@ pub struct Context {
     provider: Arc<dyn Provider>,
     /// Why an RDMA device does not read the rings itself.
     not_direct: Option<Arc<str>>,
+    /// While it is open, the process has a recording.
+    log: Log,
 }
 
 impl fmt::Debug for Context {
@@ -197,7 +200,11 @@ impl Context {
     /// An open device that a test has made.
     #[cfg(test)]
     pub(crate) fn over(provider: Arc<dyn Provider>) -> Self {
-        Self { provider, not_direct: None }
+        Self { provider, not_direct: None, log: Log::default() }
+    }
+
+    fn with(provider: Arc<dyn Provider>, not_direct: Option<Arc<str>>) -> Result<Self> {
+        Ok(Self { provider, not_direct, log: Log::open()? })
     }
 
     /// Opens a software HCA with a configuration of its own.
@@ -205,7 +212,7 @@ impl Context {
     /// # Errors
     /// As [`Device::open`].
     pub fn soft(config: &SoftHcaConfig) -> Result<Self> {
-        Ok(Self { provider: Arc::new(SoftHca::start(config)?), not_direct: None })
+        Self::with(Arc::new(SoftHca::start(config)?), None)
     }
 
     /// A description of the device for reports: what consumes the rings.
@@ -240,7 +247,7 @@ impl Context {
     /// From the device.
     pub fn alloc_pd(&self) -> Result<Pd> {
         let pdn = self.provider.alloc_pd()?;
-        Ok(Pd(Arc::new(PdInner { provider: self.provider.clone(), pdn })))
+        Ok(Pd(Arc::new(PdInner { provider: self.provider.clone(), pdn, _log: self.log.clone() })))
     }
 
     /// Creates a completion queue for sharing between queue pairs, polled by the CPU.
@@ -250,7 +257,13 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
-        Cq::create(self.provider.clone(), entries, OnGpu::empty(), &Places::default())
+        Cq::create(
+            self.provider.clone(),
+            entries,
+            OnGpu::empty(),
+            &Places::default(),
+            self.log.clone().on(self.gid()),
+        )
     }
 
     /// Injects faults into the software HCA until the next call; the default plan has none.
@@ -279,6 +292,7 @@ pub struct Pd(Arc<PdInner>);
 struct PdInner {
     provider: Arc<dyn Provider>,
     pdn: u32,
+    _log: Log,
 }
 
 impl Drop for PdInner {

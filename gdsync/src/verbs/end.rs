@@ -10,6 +10,8 @@ use super::qp::QpCore;
 use super::track::Tracker;
 use crate::error::Error;
 use crate::memory::Word32;
+use crate::mlx5;
+use crate::recorder::{Awaited, By, Stage};
 use crate::stream::Source;
 
 /// While it is alive, so are the queue pair and its completion queue.
@@ -27,6 +29,13 @@ impl Deref for QueueEnd {
 
     fn deref(&self) -> &Parts {
         &self.0
+    }
+}
+
+impl Parts {
+    /// A wait for the completion of request `n`.
+    pub(crate) fn awaits(&self, n: u64) -> Awaited {
+        self.tracker.awaits(n)
     }
 }
 
@@ -97,6 +106,17 @@ impl Source for Parts {
 
     fn release(&self, at: &Word32) {
         self.cq.poison(at, &self.tracker);
+    }
+
+    fn awaited(&self, at: &Word32) -> Option<Awaited> {
+        let (slot, mask) = self.cq.slot_of(at)?;
+        Some(self.awaits(self.tracker.last_like(slot, mask)))
+    }
+
+    fn passed(&self, index: u32, by: By) {
+        let after = u64::from(mlx5::record_to_u24(index));
+        let n = self.tracker.last_like(after.wrapping_sub(1), 0xff_ffff);
+        self.qp.log.note(Stage::Released, self.tracker.queue(), by, n, 0);
     }
 
     fn describe(&self) -> String {

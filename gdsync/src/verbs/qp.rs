@@ -23,6 +23,7 @@ use crate::cuda::Gpu;
 use crate::direct::probe;
 use crate::error::{Error, Result};
 use crate::mlx5;
+use crate::recorder::{By, Log, QpLog, Queue, Stage};
 
 /// How long a transition may take to reach the peer.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -48,6 +49,7 @@ pub(crate) struct QpCore {
     send_cq: Arc<CqInner>,
     recv_cq: Arc<CqInner>,
     defaults: Connect,
+    pub(crate) log: QpLog,
     _pd: Pd,
 }
 
@@ -118,6 +120,7 @@ impl QpCore {
         self.send_cq.reap();
         self.recv_cq.reap();
         self.health.record(Error::QpStopped { qpn: self.qpn, reason: Arc::new(reason.clone()) });
+        self.log.note(Stage::Stopped, Queue::None, By::Cpu, 0, 0);
         let _modifying = self.modifying.lock();
         if matches!(self.state(), QpState::RESET | QpState::ERR) {
             return;
@@ -190,6 +193,7 @@ impl Qp {
         core.psn.store(psn, Ordering::Release);
         core.state.store(to.0, Ordering::Release);
         drop(modifying);
+        attr.remote.into_iter().for_each(|remote| core.log.connected(remote));
         if to == QpState::RESET {
             self.send.reset();
             self.recv.reset();
@@ -264,11 +268,17 @@ impl Qp {
     /// The root cause of the first failure of the queue pair; [`Error::Deadline`] after `timeout`.
     pub fn wait_all_sends(&self, timeout: Duration) -> Result<()> {
         let end = &self.send.end;
-        end.cq.wait_until(timeout, "waiting for all sends", || {
-            end.cq.reap();
-            let is_done = || end.tracker.lock().is_idle() || end.qp.check_known().is_err();
-            is_done() || (end.qp.provider.progress() && is_done())
-        })?;
+        let last = || end.tracker.posted().saturating_sub(1);
+        end.cq.wait_until(
+            timeout,
+            "waiting for all sends",
+            || end.awaits(last()),
+            || {
+                end.cq.reap();
+                let is_done = || end.tracker.lock().is_idle() || end.qp.check_known().is_err();
+                is_done() || (end.qp.provider.progress() && is_done())
+            },
+        )?;
         self.check()
     }
 
@@ -300,6 +310,14 @@ impl Qp {
     /// pair failed before.
     pub fn stop(&self, reason: &Error) {
         self.core().stop(reason);
+    }
+
+    /// Has the flight recorder name the ranks of this process and of the one at the other end.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn name_ranks(&self, own: usize, peer: usize) {
+        if let (Ok(own), Ok(peer)) = (own.try_into(), peer.try_into()) {
+            self.core().log.name(own, peer);
+        }
     }
 }
 
@@ -437,8 +455,10 @@ impl QpBuilder {
         if let Some(gpu) = &places.gpu {
             provider.admit(gpu, &mut || probe(&self.pd, gpu))?;
         }
+        let recorder = Log::open()?.on(provider.gid());
         let own = |cq: Option<Cq>, log: u32, ring| {
-            cq.map_or_else(|| Cq::create(provider.clone(), 1 << log, ring, places), Ok)
+            let create = || Cq::create(provider.clone(), 1 << log, ring, places, recorder.clone());
+            cq.map_or_else(create, Ok)
         };
         let send_cq = own(self.send_cq, log_sq, OnGpu::SEND_CQ)?.0;
         let recv_cq = own(self.recv_cq, log_rq, OnGpu::RECV_CQ)?.0;
@@ -453,6 +473,8 @@ impl QpBuilder {
             max_inline: self.max_inline,
         };
         let QpParts { qpn, psn, sq, rq, record, doorbell, health } = provider.create_qp(&request, places)?;
+        let found = (recorder.clone(), provider.reads_by_itself());
+        let log = QpLog::new(recorder, qpn, provider.address(qpn, psn).gid);
         let core = Arc::new(QpCore {
             provider,
             qpn,
@@ -463,10 +485,11 @@ impl QpBuilder {
             send_cq: send_cq.clone(),
             recv_cq: recv_cq.clone(),
             defaults: self.connect,
+            log,
             _pd: self.pd,
         });
-        let send_tracker = Tracker::new(qpn, true, log_sq, health.clone());
-        let recv_tracker = Tracker::new(qpn, false, log_rq, health);
+        let send_tracker = Tracker::new(qpn, true, 1 << log_sq, health.clone(), found.clone());
+        let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
         let end = QueueEnd::new(core.clone(), send_cq, send_tracker);

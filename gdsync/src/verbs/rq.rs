@@ -12,6 +12,7 @@ use super::wr::RecvWr;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
 use crate::mlx5;
+use crate::recorder::{By, Queue, Stage};
 
 pub(crate) struct RecvQueue {
     pub(crate) end: Arc<QueueEnd>,
@@ -84,8 +85,11 @@ impl RecvQueue {
             let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
             return Err(Error::QueueFull { queue: "receive completion queue", qpn, outstanding, depth });
         }
-        let n = track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, ..Entry::default() });
+        let len = wr.sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
+        let n = track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, len, ..Entry::default() });
         track.rung = track.posted;
+        self.end.tracker.tell(&track);
+        self.end.qp.log.note(Stage::Prepared, Queue::Receive, By::Cpu, n, len);
         self.record.store(mlx5::recv_record(track.head));
         Ok(n)
     }

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, Word64};
 use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
+use crate::recorder::{By, Queue, Stage};
 use crate::stream::Op;
 
 pub(crate) struct SendQueue {
@@ -83,6 +84,7 @@ pub(crate) struct Written {
 /// A send as it was written, to be written again at other places of the ring.
 pub(crate) struct Template {
     wr_id: u64,
+    len: u32,
     wqe: Box<[u8]>,
 }
 
@@ -136,6 +138,7 @@ impl SendQueue {
             // Nothing for a doorbell in memory; one of a card is in memory that the CPU writes when it likes.
             let settle = || self.doorbell.memory().fence();
             settle();
+            self.end.qp.log.note(Stage::Rung, Queue::Send, By::Cpu, range.end - 1, 0);
             protocol::ring_doorbell(
                 self.record.atomic(),
                 mlx5::send_record(last.end),
@@ -182,7 +185,7 @@ impl SendQueue {
     /// Writes sends again, as [`SendQueue::prepare`].
     pub(crate) fn prepare_again(&self, sends: &[Template]) -> Result<Written> {
         let again = |track: &mut Track, send: &Template| {
-            self.put(track, send.wr_id, |out, index| {
+            self.put(track, send.wr_id, send.len, |out, index| {
                 out[..send.wqe.len()].copy_from_slice(&send.wqe);
                 mlx5::set_index(out, index);
                 Ok(u8::try_from(send.wqe.len() / mlx5::SEGMENT).expect("written by `put`"))
@@ -198,7 +201,7 @@ impl SendQueue {
             let entry = track.entry(n);
             let mut wqe = vec![0; usize::from(entry.ds) * mlx5::SEGMENT].into_boxed_slice();
             self.load(entry.begin, &mut wqe);
-            Template { wr_id: entry.wr_id, wqe }
+            Template { wr_id: entry.wr_id, len: entry.len, wqe }
         };
         range.clone().map(template).collect()
     }
@@ -246,17 +249,18 @@ impl SendQueue {
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
         self.most.check(&wr.op)?;
-        self.put(track, wr.wr_id, |out, index| {
+        self.put(track, wr.wr_id, wr.op.payload_bytes(), |out, index| {
             mlx5::encode_into(out, &wr.op, qpn, index, wr.flags)
                 .map_err(|e| Error::WorkRequest { qpn, source: e })
         })
     }
 
-    /// Writes one WQE, which `encode` puts into a buffer, for the index that it is given; it returns its `ds`.
+    /// Writes one WQE of `len` bytes of payload, which `encode` puts into a buffer, for the index that it is given; it returns its `ds`.
     fn put(
         &self,
         track: &mut Track,
         wr_id: u64,
+        len: u32,
         encode: impl FnOnce(&mut [u8; MAX_WQE_BYTES], u16) -> Result<u8>,
     ) -> Result<()> {
         let qpn = self.end.qp.qpn;
@@ -284,7 +288,9 @@ impl SendQueue {
         (begin..end).for_each(|block| self.ring.prefetch_to_write(self.place(block + AHEAD)));
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
-        track.push(Entry { wr_id, begin, end, doorbell, ds, cancelled: false, wc: None });
+        let n = track.push(Entry { wr_id, begin, end, doorbell, ds, cancelled: false, len, wc: None });
+        self.end.tracker.tell(track);
+        self.end.qp.log.note(Stage::Prepared, Queue::Send, By::Cpu, n, len);
         Ok(())
     }
 
@@ -340,6 +346,7 @@ impl SendQueue {
             track.head = track.entry(track.posted).begin;
             taken_back += 1;
         }
+        self.end.tracker.tell(track);
         self.end.cq.unreserve(taken_back);
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -10,6 +10,7 @@ use super::sq::low16;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES};
+use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
 
 /// Why a queue pair does no more work: the first failure, kept for every later call.
 #[derive(Debug, Default)]
@@ -62,6 +63,12 @@ pub(crate) struct Tracker {
     health: Arc<Health>,
     /// Resets so far.
     life: AtomicUsize,
+    /// What the state says of requests posted and retired, to be read without its lock.
+    posted: AtomicU64,
+    retired: AtomicU64,
+    log: Log,
+    /// It is a card's, which does not record completions itself.
+    is_card: bool,
     state: Mutex<Track>,
 }
 
@@ -96,14 +103,22 @@ pub(crate) struct Entry {
     pub(crate) doorbell: u64,
     pub(crate) ds: u8,
     pub(crate) cancelled: bool,
+    /// Bytes of payload.
+    pub(crate) len: u32,
     /// What came of it, once it has completed.
     pub(crate) wc: Option<Wc>,
 }
 
 impl Tracker {
-    /// For a queue of at most `1 << log` requests.
-    pub(crate) fn new(qpn: u32, is_send: bool, log: u32, health: Arc<Health>) -> Arc<Self> {
-        let entries = vec![Entry::default(); 1 << log].into();
+    /// For a queue of at most so many requests, a power of two.
+    pub(crate) fn new(
+        qpn: u32,
+        is_send: bool,
+        entries: usize,
+        health: Arc<Health>,
+        (log, is_card): (Log, bool),
+    ) -> Arc<Self> {
+        let entries = vec![Entry::default(); entries].into();
         let scratch = Box::new([0; MAX_WQE_BYTES]);
         let state = Track {
             entries,
@@ -116,11 +131,44 @@ impl Tracker {
             owner: Owner::Nobody,
             lives: Vec::new(),
         };
-        Arc::new(Self { qpn, is_send, health, life: AtomicUsize::new(0), state: Mutex::new(state) })
+        Arc::new(Self {
+            qpn,
+            is_send,
+            health,
+            life: AtomicUsize::new(0),
+            posted: AtomicU64::new(0),
+            retired: AtomicU64::new(0),
+            log,
+            is_card,
+            state: Mutex::new(state),
+        })
     }
 
     pub(crate) fn name(&self) -> &'static str {
         if self.is_send { "send" } else { "receive" }
+    }
+
+    /// The queue, as the flight recorder calls it.
+    pub(crate) fn queue(&self) -> Queue {
+        if self.is_send { Queue::Send } else { Queue::Receive }
+    }
+
+    /// Notes how many requests are posted, for those who do not take the lock.
+    pub(crate) fn tell(&self, track: &Track) {
+        self.posted.store(track.posted, Ordering::Relaxed);
+    }
+
+    /// The last request posted whose number ends in these bits.
+    pub(crate) fn last_like(&self, low: u64, mask: u64) -> u64 {
+        let last = self.posted.load(Ordering::Relaxed).wrapping_sub(1);
+        last.wrapping_sub(last.wrapping_sub(low) & mask)
+    }
+
+    /// A wait for the completion of request `n`.
+    pub(crate) fn awaits(&self, n: u64) -> Awaited {
+        let [posted, completed] = [&self.posted, &self.retired].map(|count| count.load(Ordering::Relaxed));
+        let device = self.log.device();
+        Awaited { queue: self.queue(), device, qpn: self.qpn, number: n, value: 0, posted, completed }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Track> {
@@ -170,7 +218,9 @@ impl Tracker {
         let retired = track.retired;
         track.lives.push(retired);
         self.life.store(track.lives.len(), Ordering::Release);
-        track.reset()
+        let lost = track.reset();
+        self.tell(&track);
+        lost
     }
 
     /// What came of request `n`: `None` while it is outstanding, `Some(None)` when that is forgotten.
@@ -186,8 +236,8 @@ impl Tracker {
         queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_send)
     }
 
-    /// Retires the oldest request. Returns its completion, and whether the request had been given up.
-    pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(Wc, bool)> {
+    /// Retires the oldest request. Returns its number, its completion, and whether the request had been given up.
+    pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(u64, Wc, bool)> {
         let mut track = self.state.lock();
         let n = track.retired;
         let entry = (n < track.posted).then(|| *track.entry(n))?;
@@ -205,7 +255,15 @@ impl Tracker {
         track.entry_mut(n).wc = Some(wc);
         track.retired += 1;
         track.tail = entry.end;
+        self.retired.store(track.retired, Ordering::Relaxed);
         drop(track);
+        if self.is_card {
+            self.log.note(|| {
+                let (len, status) = (cqe.byte_cnt, if failed { cqe.syndrome.0 } else { 0 });
+                let event = Event::of(Stage::Completed, self.queue(), By::Hca, self.qpn, n);
+                Event { len, status, ..event }
+            });
+        }
         if let Err(error) = wc.ok() {
             self.health.record(error.into());
         }
@@ -215,7 +273,7 @@ impl Tracker {
             let (counter, format) = (cqe.wqe_counter, cqe.format);
             self.health.record(Error::UnexpectedCqe { qpn: self.qpn, queue, counter, expected, format });
         }
-        Some((wc, entry.cancelled))
+        Some((n, wc, entry.cancelled))
     }
 }
 
@@ -272,7 +330,7 @@ mod tests {
         let bad = [Cqe { wqe_counter: 1, ..good }, Cqe { format: 1, ..good }];
         for (cqe, fine) in [(good, true), (bad[0], false), (bad[1], false)] {
             let health = Arc::new(Health::default());
-            let tracker = Tracker::new(5, true, 2, health.clone());
+            let tracker = Tracker::new(5, true, 4, health.clone(), (Log::default(), false));
             tracker.lock().push(Entry { end: 1, ..Entry::default() });
             assert!(tracker.complete(&cqe).is_some());
             assert_eq!(health.check().is_ok(), fine, "{:?}", health.check());

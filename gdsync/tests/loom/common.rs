@@ -60,6 +60,9 @@ impl Atom64 for L64 {
     fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
         ordered(order, || self.0.fetch_max(value, order))
     }
+    fn fence(order: Ordering) {
+        fence(order);
+    }
 }
 
 /// Bytes that a hand-over must protect: loom fails the test when two threads touch them and at least one writes,

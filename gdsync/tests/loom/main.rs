@@ -3,4 +3,5 @@
 
 mod common;
 mod queue;
+mod stamp;
 mod wire;

@@ -1,7 +1,6 @@
 //! Windows of messages between two ranks, timed as a whole and checked afterwards.
 
 use std::cell::Cell;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use gdasync::gdsync::memory::Memory;
@@ -10,6 +9,7 @@ use gdasync::measure::{Pattern, Samples};
 use gdasync::mp::{self, Communicator, Registration, Request};
 
 use super::{Mode, Result};
+use crate::bench::slots::Slots;
 
 /// Iterations of a window: all receives are posted before it begins.
 const WINDOW: u64 = 100;
@@ -22,7 +22,7 @@ pub(super) struct Game<'a> {
     comm: &'a Communicator,
     stream: &'a Stream,
     buffer: Registration,
-    bytes: usize,
+    slots: Slots,
     work: Duration,
     timeout: Duration,
     /// Windows played: each has bytes of its own.
@@ -37,18 +37,13 @@ impl<'a> Game<'a> {
         work: Duration,
         timeout: Duration,
     ) -> Result<Self> {
-        let buffer = comm.register(&Memory::alloc(3 * bytes.next_multiple_of(64))?)?;
-        Ok(Self { comm, stream, buffer, bytes, work, timeout, played: Cell::new(0) })
-    }
-
-    /// Slot 0 is sent, 1 and 2 are received into.
-    fn slot(&self, slot: usize) -> Range<usize> {
-        let start = slot * self.bytes.next_multiple_of(64);
-        start..start + self.bytes
+        let slots = Slots::new(bytes);
+        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
+        Ok(Self { comm, stream, buffer, slots, work, timeout, played: Cell::new(0) })
     }
 
     fn receive(&self, n: u64) -> mp::Result<Request> {
-        self.comm.irecv(&self.buffer, self.slot(1 + usize::from(n % 2 == 1)), self.peer())
+        self.comm.irecv(&self.buffer, self.slots.received(n), self.peer())
     }
 
     /// Plays `count` iterations; the times of round trips, or of messages for a rate, as means of windows, and how many slots
@@ -92,26 +87,18 @@ impl<'a> Game<'a> {
 
     fn prepare(&self, receives: u64) -> Result<()> {
         let memory = self.buffer.memory();
-        self.pattern(self.comm.rank()).fill(memory, self.slot(0).start, self.bytes)?;
-        for slot in 1..=used(receives) {
-            self.pattern(self.peer()).spoil(memory, self.slot(slot).start, self.bytes)?;
-        }
-        Ok(())
+        self.slots.fill(memory, self.pattern(self.comm.rank()))?;
+        self.slots.spoil(memory, self.pattern(self.peer()), receives)
     }
 
     fn wrong(&self, receives: u64) -> Result<u64> {
-        let mut wrong = 0;
-        for slot in 1..=used(receives) {
-            let right =
-                self.pattern(self.peer()).check(self.buffer.memory(), self.slot(slot).start, self.bytes)?;
-            wrong += u64::from(!right);
-        }
+        let wrong = self.slots.wrong(self.buffer.memory(), self.pattern(self.peer()), receives)?;
         self.played.set(self.played.get() + 1);
         Ok(wrong)
     }
 
     fn send(&self) -> mp::Result<Request> {
-        self.comm.isend(&self.buffer, self.slot(0), self.peer())
+        self.comm.isend(&self.buffer, self.slots.sent(), self.peer())
     }
 
     /// Work that a stream does: the next send is after it.
@@ -152,7 +139,8 @@ impl<'a> Game<'a> {
             if works {
                 batch.host_fn(self.work());
             }
-            last = Some(self.comm.isend_in_batch(&mut batch, &self.buffer, self.slot(0), self.peer())?);
+            last =
+                Some(self.comm.isend_in_batch(&mut batch, &self.buffer, self.slots.sent(), self.peer())?);
             if self.serves() {
                 self.comm.wait_in_batch(&mut batch, receive)?;
             }
@@ -179,9 +167,4 @@ impl<'a> Game<'a> {
         }
         Ok(())
     }
-}
-
-/// How many of the two slots so many messages use.
-fn used(receives: u64) -> usize {
-    usize::from(receives > 0) + usize::from(receives > 1)
 }

@@ -87,6 +87,7 @@ impl SoftQp {
             return Admit::Stall;
         }
         env.stats.wqes += 1;
+        self.rings.chart.fetched(self.rings.qpn, len);
         let packets = if kind == Kind::Nop { 0 } else { segments(len) };
         let referred = self.may_refer(&op, wqe, len, env);
         let pending = Pending {

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use smallvec::SmallVec;
 
 use super::shared::{MARK_EVERY, Shared, State, Submission};
+use crate::recorder::By;
+use crate::stream::op::Op;
 
 /// Lists of operations kept for later submissions, and the room that one may have.
 const MOST_SPARE: usize = 2 * MARK_EVERY;
@@ -37,6 +39,15 @@ impl Drop for Retired<'_> {
     }
 }
 
+/// Records that the stream has passed the waits of a submission: behind each is the write of the consumer index.
+fn note_passed(submission: &Submission) {
+    for pair in submission.ops.windows(2) {
+        if let [Op::Wait32 { source: Some(source), .. }, Op::Write32 { value, .. }] = pair {
+            source.passed(*value, By::CudaStream);
+        }
+    }
+}
+
 impl Shared {
     /// Takes out of the queue what the GPU has completed; to be dropped without the lock.
     pub(super) fn retire(&self, state: &mut State) -> Retired<'_> {
@@ -47,6 +58,7 @@ impl Shared {
         }
         let submissions: Vec<_> = state.queue.drain(..over).collect();
         for submission in &submissions {
+            note_passed(submission);
             state.calls -= submission.calls;
             state.host_fns -= submission.host_fns;
         }

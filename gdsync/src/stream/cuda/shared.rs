@@ -30,6 +30,7 @@ use crate::cuda::{Activity, Errand, Gpu, RawStream, pass};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
+use crate::recorder::Log;
 use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
 use crate::stream::sources::sources_of;
@@ -47,6 +48,7 @@ const CALLER_NAP: Duration = Duration::from_millis(1);
 
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
+    pub(super) log: Log,
     pub(super) gpu: Gpu,
     pub(super) stream: RawStream,
     owned: bool,
@@ -143,8 +145,10 @@ impl Shared {
         let status = StatusBlock::new(gpu)?;
         let marks = gpu.host_piece(16)?;
         let (mark, mark_after) = (marks.word64(0)?, marks.word64(8)?);
+        let log = Log::open()?;
         Ok(Arc::new_cyclic(|own| Self {
             config,
+            log,
             gpu: gpu.clone(),
             stream,
             owned,

@@ -16,6 +16,7 @@ use super::shared::{Shared, State, Turn};
 use crate::cuda::Errand;
 use crate::error::Error;
 use crate::mlx5;
+use crate::recorder::{By, Hold};
 use crate::stream::op::Op;
 
 /// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
@@ -41,6 +42,8 @@ impl Shared {
     pub(super) fn watch(&self) {
         // The wait that holds the stream, and since when it was seen to.
         let mut held: Option<(Place, Instant)> = None;
+        // The same, to the flight recorder.
+        let mut noted: Option<(Place, Hold)> = None;
         let mut closed: Option<Instant> = None;
         let mut released: Option<Instant> = None;
         // Since when there has been nothing to do.
@@ -58,7 +61,7 @@ impl Shared {
                 if closing {
                     break;
                 }
-                held = None;
+                (held, noted) = (None, None);
                 let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
                 state.asleep = !lingers;
                 match lingers {
@@ -82,6 +85,15 @@ impl Shared {
             }
             let holder = holder(&state);
             held = holder.map(|place| held.filter(|(known, _)| *known == place).unwrap_or((place, now)));
+            noted = holder.and_then(|place| match noted.take() {
+                Some(known) if known.0 == place => Some(known),
+                // The one before ends first.
+                before => {
+                    drop(before);
+                    let awaited = op_at(&state, place)?.awaited()?;
+                    Some((place, self.log.hold(self.log.stamp(), awaited, By::CudaStream)))
+                }
+            });
             let failed = self.failed();
             let broken = state.refused.clone().filter(|_| !failed);
             let pause = match held {

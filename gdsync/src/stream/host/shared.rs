@@ -17,6 +17,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::HostStreamConfig;
 use crate::error::{Error, Result};
+use crate::recorder::Log;
 use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
 use crate::stream::sources::{Use, sources_of};
@@ -40,6 +41,7 @@ struct State {
 
 pub(super) struct Shared {
     pub(super) config: HostStreamConfig,
+    pub(super) log: Log,
     state: Mutex<State>,
     /// Wakes the thread when it ran dry.
     work: Condvar,
@@ -57,9 +59,10 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(config: HostStreamConfig) -> Self {
+    pub(super) fn new(config: HostStreamConfig, log: Log) -> Self {
         Self {
             config,
+            log,
             state: Mutex::default(),
             work: Condvar::new(),
             release: Condvar::new(),

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::shared::Shared;
 use crate::error::Error;
+use crate::recorder::{By, Log};
 use crate::stream::execute::{Runner, Unsatisfied, execute, message_of};
 use crate::stream::op::{Op, Source};
 
@@ -32,10 +33,15 @@ impl Shared {
     /// Runs a submission, and drops what is left of it when the engine fails.
     fn run(&self, ops: Vec<Op>, helped: &mut Option<Arc<dyn Source>>) {
         let mut ops = ops.into_iter().enumerate();
+        let mut waited = false;
         while !self.failed()
             && let Some((position, op)) = ops.next()
         {
             self.advance(position);
+            // Behind each wait for a completion is the write of the consumer index.
+            if let (true, Some(source), Op::Write32 { value, .. }) = (waited, helped.as_ref(), &op) {
+                source.passed(*value, By::HostStream);
+            }
             let source = match &op {
                 Op::Wait32 { source: Some(source), .. } | Op::Wait64 { source: Some(source), .. } => {
                     Some(source.clone())
@@ -51,6 +57,7 @@ impl Shared {
                 _ => None,
             };
             self.guarded(|| self.step(op));
+            waited = source.is_some();
             *helped = source.or(helped.take());
         }
         // In this order: a failure that found these sources is seen, and one that comes later finds none.
@@ -85,6 +92,10 @@ impl Runner for Shared {
 
     fn left(&self, waited: Duration) -> Duration {
         self.config.wait_limit.saturating_sub(waited)
+    }
+
+    fn log(&self) -> (&Log, By) {
+        (&self.log, By::HostStream)
     }
 
     fn spin(&self) -> Duration {

@@ -1,0 +1,224 @@
+//! The files of recordings: where they are, how they are called, whose they are, and when they go.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::layout::{self, header};
+use crate::env::variable;
+use crate::error::{Error, Result};
+
+/// Recordings of dead processes that are kept.
+const KEPT: usize = 8;
+/// Names that are tried: two copies of the library in one process have a file each.
+const NAMES: u32 = 16;
+
+/// Whether the process that wrote a recording still runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Liveness {
+    /// It runs, or is stopped.
+    Alive,
+    /// It is gone.
+    Dead,
+    /// It belongs to another container or machine, and cannot be seen from here.
+    Unknown,
+}
+
+/// The folders that recordings may be in: the one that `GDSYNC_RECORDER_DIR` names, or those where memory files usually are.
+pub(super) fn folders() -> Vec<PathBuf> {
+    if let Some(folder) = variable("GDSYNC_RECORDER_DIR") {
+        return vec![folder.into()];
+    }
+    let runtime = variable("XDG_RUNTIME_DIR").map(PathBuf::from);
+    [Some("/dev/shm".into()), runtime, Some("/tmp".into())].into_iter().flatten().collect()
+}
+
+/// All files here that are called as recordings are.
+pub(super) fn list() -> Vec<PathBuf> {
+    let entries = folders().into_iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
+    let mut files: Vec<_> =
+        entries.flatten().map(|entry| entry.path()).filter(|path| pid_of(path).is_some()).collect();
+    files.sort();
+    files
+}
+
+/// The process that a file is named after.
+pub(super) fn pid_of(path: &Path) -> Option<u32> {
+    let name = path.file_name()?.to_str()?.strip_prefix("gdsync-")?.strip_suffix(".rec")?;
+    let mut numbers = name.split('-');
+    let pid = numbers.next()?.parse().ok()?;
+    numbers.next().filter(|started| started.parse::<u64>().is_ok()).map(|_| pid)
+}
+
+/// A new file for this process, of `bytes` bytes, of which the first `held` are there for good. It has no name left when an
+/// error is returned.
+pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
+    let (pid, started) = (std::process::id(), started(std::process::id()).unwrap_or(0));
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for folder in folders() {
+        for n in 0..NAMES {
+            let again = if n == 0 { String::new() } else { format!("-{n}") };
+            let path = folder.join(format!("gdsync-{pid}-{started}{again}.rec"));
+            let mut options = File::options();
+            let created = options
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .custom_flags(libc::O_NOFOLLOW)
+                .open(&path);
+            let sized = match created {
+                Ok(file) => file
+                    .set_len(bytes as u64)
+                    .and_then(|()| allocate(&file, 0, held))
+                    .map(|()| file)
+                    .inspect_err(|_| _ = fs::remove_file(&path)),
+                Err(error) => Err(error),
+            };
+            match sized {
+                Ok(file) => return Ok((path, file)),
+                Err(error) => last = error,
+            }
+            if last.kind() != io::ErrorKind::AlreadyExists {
+                break;
+            }
+        }
+    }
+    const FIX: &str =
+        "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off";
+    Err(Error::os("creating the file of the flight recorder", last, FIX))
+}
+
+/// Makes room in the file, so that writing there through a mapping cannot fail.
+pub(super) fn allocate(file: &File, from: usize, bytes: usize) -> io::Result<()> {
+    let (Ok(from), Ok(bytes)) = (libc::off_t::try_from(from), libc::off_t::try_from(bytes)) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    // SAFETY: a plain call on a valid descriptor.
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), from, bytes) } {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
+
+/// The words of a header, if the file has the layout of this release.
+pub(super) fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
+    let mut bytes = [0; header::WORDS * 8];
+    file.read_exact_at(&mut bytes, 0).ok()?;
+    let mut words = [0; header::WORDS];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_ne_bytes(*bytes);
+    }
+    (words[header::MAGIC] == layout::MAGIC).then_some(words)
+}
+
+/// Whether the process of a header lives.
+pub(super) fn liveness(words: &[u64; header::WORDS]) -> Liveness {
+    if !is_of_this_boot(words) || words[header::PID_NAMESPACE] != pid_namespace() {
+        return Liveness::Unknown;
+    }
+    let now = u32::try_from(words[header::PID]).ok().and_then(started);
+    if now == Some(words[header::STARTED]) { Liveness::Alive } else { Liveness::Dead }
+}
+
+/// Whether it was made since this machine was started.
+pub(super) fn is_of_this_boot(words: &[u64; header::WORDS]) -> bool {
+    words[header::BOOT_ID..header::BOOT_ID + 2] == boot_id()
+}
+
+/// When a process was started, in ticks; `None` if it is gone, though perhaps not buried.
+pub(super) fn started(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name may hold anything, also brackets.
+    let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+    fields.next().filter(|state| !matches!(*state, "Z" | "X"))?;
+    fields.nth(18)?.parse().ok()
+}
+
+pub(super) fn pid_namespace() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
+}
+
+/// What this start of the machine is called.
+pub(super) fn boot_id() -> [u64; 2] {
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let id = u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0);
+    let [a, b] = *id.to_ne_bytes().as_chunks::<8>().0 else { return [0; 2] };
+    [a, b].map(u64::from_ne_bytes)
+}
+
+/// Removes the recordings of this user's dead processes, all but the newest `keep`. Returns the files removed.
+pub(super) fn clean(keep: usize) -> Vec<PathBuf> {
+    // SAFETY: it only returns a number.
+    let user = unsafe { libc::geteuid() };
+    let mut dead: Vec<_> = list()
+        .into_iter()
+        .filter_map(|path| {
+            let file = File::options().read(true).custom_flags(libc::O_NOFOLLOW).open(&path).ok()?;
+            let about = file.metadata().ok().filter(|about| about.is_file() && about.uid() == user)?;
+            let is_dead = match header_of(&file) {
+                // Of an earlier start of the machine, nothing lives.
+                Some(words) => liveness(&words) == Liveness::Dead || !is_of_this_boot(&words),
+                // Of another release, or of a process that was killed, or is, while it began.
+                None => started(pid_of(&path)?).is_none(),
+            };
+            is_dead.then(|| ((about.mtime(), about.mtime_nsec()), path))
+        })
+        .collect();
+    dead.sort();
+    dead.truncate(dead.len().saturating_sub(keep));
+    dead.into_iter().map(|(_, path)| path).filter(|path| fs::remove_file(path).is_ok()).collect()
+}
+
+/// Keeps the number of left recordings small.
+pub(super) fn tidy() {
+    for path in clean(KEPT) {
+        tracing::debug!(path = %path.display(), "the recording of a dead process was removed: there are newer ones");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_known_by_their_names() {
+        for (name, pid) in [
+            ("/dev/shm/gdsync-12-345.rec", Some(12)),
+            ("/dev/shm/gdsync-12-345-1.rec", Some(12)),
+            ("/dev/shm/gdsync-12.rec", None),
+            ("/dev/shm/gdsync-12-x.rec", None),
+            ("/dev/shm/gdsync-99999999999-1.rec", None),
+            ("/dev/shm/other-12-345.rec", None),
+            ("/dev/shm/gdsync-12-345.recx", None),
+        ] {
+            assert_eq!(pid_of(Path::new(name)), pid, "{name}");
+        }
+    }
+
+    #[test]
+    fn this_process_lives_and_another_one_is_known_to_be_dead() {
+        let here = std::process::id();
+        let mut words = [0; header::WORDS];
+        words[header::PID] = here.into();
+        words[header::STARTED] = started(here).unwrap();
+        words[header::PID_NAMESPACE] = pid_namespace();
+        [words[header::BOOT_ID], words[header::BOOT_ID + 1]] = boot_id();
+        assert_eq!(liveness(&words), Liveness::Alive);
+        for (word, liveness_then) in [
+            (header::STARTED, Liveness::Dead),
+            (header::BOOT_ID, Liveness::Unknown),
+            (header::PID_NAMESPACE, Liveness::Unknown),
+        ] {
+            let mut words = words;
+            words[word] ^= 1;
+            assert_eq!(liveness(&words), liveness_then, "word {word}");
+        }
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        child.wait().unwrap();
+        assert_eq!(started(pid), None);
+    }
+}

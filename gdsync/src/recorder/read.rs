@@ -1,0 +1,281 @@
+//! Reading a recording, also that of another process, also while it is written.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::clock::{Clock, Moment, Scale};
+use super::event::{Awaited, By, Event, Queue, Stage, WORDS};
+use super::file::{self, Liveness};
+use super::layout::{self, LANE_BYTES, LANES, QUEUE_PAIRS, ROW_WORDS, WAIT_WORDS, header};
+use super::rows::Peer;
+use crate::error::{Error, Result};
+use crate::protocol::stamp;
+
+/// What a process has recorded, copied at one time.
+#[derive(Clone, Debug)]
+pub struct Recording {
+    /// The file.
+    pub path: PathBuf,
+    /// The process.
+    pub pid: u32,
+    /// The name of its program, at most 15 bytes.
+    pub command: String,
+    /// Its rank, where it has one.
+    pub rank: Option<u32>,
+    /// Whether it still runs.
+    pub liveness: Liveness,
+    /// The clock of its stamps.
+    pub clock: Clock,
+    /// When the recording was begun, in nanoseconds of the system's monotonic clock. All times below are of this clock, which
+    /// is the same for all processes of a machine.
+    pub begun: u64,
+    /// The same moment, in nanoseconds since 1970.
+    pub time_of_day: u64,
+    /// When it was read, or, of a machine that is not this one, the last event.
+    pub now: u64,
+    /// Its queue pairs, destroyed ones too as long as there is room.
+    pub peers: Vec<Peer>,
+    /// Waits that go on, and the last one of each thread that is in none.
+    pub waits: Vec<Wait>,
+    /// What the rings still hold, in the order of time.
+    pub records: Vec<Record>,
+    /// The threads that recorded.
+    pub threads: Vec<Thread>,
+    /// Records that each thread's ring has.
+    pub capacity: u64,
+    /// Records that were being written.
+    pub torn: u64,
+    /// Events that were not recorded, of threads beyond the 256th.
+    pub lost: u64,
+}
+
+/// An event with its time and thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Nanoseconds of the monotonic clock.
+    pub at: u64,
+    /// Index in [`Recording::threads`].
+    pub thread: usize,
+    /// What happened.
+    pub event: Event,
+}
+
+/// A wait of a thread, or of the stream that the thread runs or watches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wait {
+    /// What it waits for, and how far its queue was when it began.
+    pub awaited: Awaited,
+    /// Who waits.
+    pub by: By,
+    /// [`Stage::WaitBegun`] while it lasts.
+    pub stage: Stage,
+    /// When it began, in nanoseconds of the monotonic clock.
+    pub since: u64,
+    /// When it came to `stage`.
+    pub changed: u64,
+    /// Index in [`Recording::threads`].
+    pub thread: usize,
+}
+
+/// A thread that recorded. Where one has ended and another one has its place, only the newer one is known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Thread {
+    /// As the kernel counts them.
+    pub tid: u64,
+    /// Its name, at most 15 bytes.
+    pub name: String,
+}
+
+/// A part of the file that was copied out twice.
+struct Twice {
+    first: Vec<u8>,
+    second: Vec<u8>,
+}
+
+impl Twice {
+    fn read(file: &File, offset: usize, bytes: usize) -> std::io::Result<Self> {
+        let copy = || {
+            let mut bytes = vec![0; bytes];
+            file.read_exact_at(&mut bytes, offset as u64).map(|()| bytes)
+        };
+        Ok(Self { first: copy()?, second: copy()? })
+    }
+
+    /// All records of `N` words: `None` for those that are not whole or not there, and whether one was being written.
+    fn records<const N: usize>(&self) -> impl Iterator<Item = (Option<[u64; N]>, bool)> {
+        let words = |bytes: &[u8]| -> [u64; N] {
+            std::array::from_fn(|i| u64::from_ne_bytes(*bytes[i * 8..].first_chunk().expect("N words")))
+        };
+        self.first.chunks_exact(N * 8).zip(self.second.chunks_exact(N * 8)).map(move |(first, second)| {
+            let (first, second) = (words(first), words(second));
+            let whole = stamp::settled(first, second);
+            (whole, whole.is_none() && second != [0; N])
+        })
+    }
+}
+
+impl Recording {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] where it cannot be read, [`Error::InvalidArgument`] where it is not a recording of this release.
+    pub fn read(path: &Path) -> Result<Self> {
+        const FIX: &str = "name the file of a recording: `gdasync trace --list` lists them";
+        let failed = |error| Error::os("reading a recording", error, FIX);
+        // Not where it would wait for a writer.
+        let mut options = File::options();
+        let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
+        let not_one = |what: &str| {
+            let value = format!("{} {what}", path.display());
+            Error::invalid("recording", value, "a file of this release of the library, whole")
+        };
+        let about = file.metadata().map_err(failed)?;
+        let head =
+            file::header_of(&file).filter(|_| about.is_file()).ok_or_else(|| not_one("(no header)"))?;
+        let records = head[header::RECORDS];
+        let is_fine = records.is_power_of_two() && records <= layout::MOST_RECORDS;
+        let capacity =
+            usize::try_from(records).ok().filter(|_| is_fine).ok_or_else(|| not_one("(odd size)"))?;
+        let clock = Clock::from_code(head[header::CLOCK]).ok_or_else(|| not_one("(unknown clock)"))?;
+        if about.len() < layout::file_bytes(capacity) as u64 {
+            return Err(not_one("(cut short)"));
+        }
+        let is_here = file::is_of_this_boot(&head);
+        let read = |offset, bytes| Twice::read(&file, offset, bytes).map_err(failed);
+        let scale = scale(clock, &head, is_here);
+        let [zero, monotonic] = [head[header::ZERO], head[header::ZERO + 1]];
+
+        let threads = read(layout::LANE_TABLE, LANES * LANE_BYTES)?;
+        let threads: Vec<_> = threads.second.chunks_exact(LANE_BYTES).map(thread).collect();
+        let mut this = Self {
+            path: path.to_owned(),
+            pid: u32::try_from(head[header::PID]).map_err(|_| not_one("(odd process)"))?,
+            command: command(&head),
+            rank: head[header::RANK].checked_sub(1).and_then(|rank| u32::try_from(rank).ok()),
+            liveness: file::liveness(&head),
+            clock,
+            begun: scale.at(zero).max(monotonic),
+            time_of_day: head[header::TIME_OF_DAY],
+            now: monotonic,
+            peers: Vec::new(),
+            waits: Vec::new(),
+            records: Vec::new(),
+            threads,
+            capacity: records,
+            torn: 0,
+            lost: head[header::LOST],
+        };
+        for (row, _) in read(layout::ROWS, QUEUE_PAIRS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
+            let peer = row.and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
+            this.peers.extend(peer);
+        }
+        let waits = read(layout::WAITS, LANES * WAIT_WORDS * 8)?;
+        for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
+            this.waits.extend(row.and_then(|row| wait(row, thread, &scale)));
+        }
+        for lane in (0..LANES).filter(|&lane| this.threads[lane].tid != 0) {
+            let ring = read(layout::ring(lane, capacity), capacity * layout::RECORD_BYTES)?;
+            for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
+                this.torn += u64::from(torn);
+                this.records.extend(record.and_then(|record| whole(record, (lane, slot), records, &scale)));
+            }
+        }
+        this.records.sort_by_key(|record| record.at);
+        this.now = if is_here { super::clock::monotonic() } else { this.last() };
+        Ok(this)
+    }
+
+    /// Reads the recordings of a process, the newest first; there is more than one where it has several copies of the library.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] where it has none; as [`Recording::read`].
+    pub fn of_process(pid: u32) -> Result<Vec<Self>> {
+        let files: Vec<_> = file::list().into_iter().filter(|path| file::pid_of(path) == Some(pid)).collect();
+        if files.is_empty() {
+            let expected = "a process with a recording: `gdasync trace --list` lists them; it has none if it has ended in \
+                            order, or runs with GDSYNC_RECORDER=off";
+            return Err(Error::invalid("process", pid, expected));
+        }
+        let mut all = files.iter().map(|path| Self::read(path)).collect::<Result<Vec<_>>>()?;
+        all.sort_by_key(|recording| std::cmp::Reverse(recording.begun));
+        Ok(all)
+    }
+
+    /// The files that are called as recordings are, in the folders where they are made.
+    pub fn list() -> Vec<PathBuf> {
+        file::list()
+    }
+
+    /// Removes the recordings of this user's processes that are dead. Returns the files.
+    pub fn clean() -> Vec<PathBuf> {
+        file::clean(0)
+    }
+
+    /// When the last event was.
+    pub fn last(&self) -> u64 {
+        let waits = self.waits.iter().map(|wait| wait.changed);
+        self.records.last().map(|record| record.at).into_iter().chain(waits).max().unwrap_or(self.begun)
+    }
+
+    /// The queue pair of this number on this device, the living one where there were several.
+    pub fn peer(&self, device: u8, qpn: u32) -> Option<&Peer> {
+        let all = || self.peers.iter().filter(|peer| (peer.device, peer.qpn) == (device, qpn));
+        all().find(|peer| !peer.is_gone).or_else(|| all().next_back())
+    }
+
+    /// The waits that go on.
+    pub fn open_waits(&self) -> impl Iterator<Item = &Wait> {
+        self.waits.iter().filter(|wait| wait.stage == Stage::WaitBegun)
+    }
+
+    /// What is known of the last event of a queue, and of the last one of a certain stage.
+    pub fn last_of(&self, peer: &Peer, queue: Queue, stage: Option<Stage>) -> Option<&Record> {
+        self.records.iter().rev().find(|record| {
+            let event = &record.event;
+            let is_its = (event.device, event.qpn, event.queue) == (peer.device, peer.qpn, queue);
+            is_its && stage.is_none_or(|stage| stage == event.stage)
+        })
+    }
+}
+
+/// How stamps become times: by what this machine says now, or, elsewhere, by what the process has noted last.
+fn scale(clock: Clock, head: &[u64; header::WORDS], is_here: bool) -> Scale {
+    let zero = Moment { stamp: head[header::ZERO], monotonic: head[header::ZERO + 1] };
+    let [stamp, monotonic, check] = [0, 1, 2].map(|word| head[header::LATER + word]);
+    let noted = Some(Moment { stamp, monotonic }).filter(|_| check == stamp ^ monotonic | 1);
+    let later = if is_here { Moment::now(clock) } else { noted.unwrap_or(zero) };
+    Scale::between(clock, zero, later)
+}
+
+fn command(head: &[u64; header::WORDS]) -> String {
+    let words = &head[header::COMMAND..header::COMMAND + header::COMMAND_BYTES / 8];
+    text(&words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>())
+}
+
+/// The bytes before the first zero.
+fn text(bytes: &[u8]) -> String {
+    let bytes = bytes.split(|&byte| byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn thread(row: &[u8]) -> Thread {
+    let (tid, name) = row.split_first_chunk().expect("rows have 32 bytes");
+    Thread { tid: u64::from_ne_bytes(*tid), name: text(name) }
+}
+
+fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
+    let [since, number, middle, rest, posted, completed, changed, _] = row;
+    let Event { stage, queue, by, device, qpn, number, len, .. } = Event::unpack([number, middle, rest])?;
+    let awaited = Awaited { queue, device, qpn, number, value: len, posted, completed };
+    Some(Wait { awaited, by, stage, since: scale.at(since), changed: scale.at(changed), thread })
+}
+
+/// A record that is in its place.
+fn whole(record: [u64; WORDS], (lane, slot): (usize, usize), capacity: u64, scale: &Scale) -> Option<Record> {
+    let [at, number, middle, rest] = record;
+    let n = (rest & layout::CHECK).checked_sub(1)?;
+    let in_place = n & (capacity - 1) == slot as u64;
+    let event = Event::unpack([number, middle, rest]).filter(|_| in_place)?;
+    Some(Record { at: scale.at(at), thread: lane, event })
+}

@@ -1,0 +1,212 @@
+use std::sync::atomic::AtomicBool;
+
+use super::*;
+use crate::recorder::{Liveness, Queue, Recording};
+
+fn mark(number: u64, len: u32) -> Event {
+    Event { len, ..Event::of(Stage::Mark, Queue::None, By::Cpu, 0, number) }
+}
+
+/// A value that belongs to a number and to no other one.
+fn value_of(number: u64) -> u32 {
+    u32::try_from(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).unwrap()
+}
+
+fn read(recorder: &Recorder) -> Recording {
+    Recording::read(recorder.path()).unwrap()
+}
+
+#[test]
+fn a_ring_keeps_the_last_records_in_order() {
+    let recorder = Recorder::start(128).unwrap();
+    (0..300).for_each(|n| recorder.put(&mark(n, value_of(n))));
+    let recording = read(&recorder);
+    let numbers: Vec<_> = recording.records.iter().map(|record| record.event.number).collect();
+    assert_eq!(numbers, (172..300).collect::<Vec<_>>());
+    assert!(recording.records.iter().all(|record| record.event.len == value_of(record.event.number)));
+    assert!(recording.records.is_sorted_by_key(|record| record.at));
+    assert_eq!((recording.torn, recording.lost, recording.capacity), (0, 0, 128));
+    assert_eq!((recording.pid, recording.liveness), (std::process::id(), Liveness::Alive));
+    assert!(recording.begun <= recording.records[0].at && recording.last() <= recording.now);
+    assert!(!recording.command.is_empty() && !recording.threads[recording.records[0].thread].name.is_empty());
+}
+
+#[test]
+fn records_that_are_read_while_they_are_written_are_whole() {
+    let recorder = Recorder::start(128).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..3u64)
+            .map(|writer| {
+                let (recorder, stop) = (&recorder, &stop);
+                scope.spawn(move || {
+                    let mut n = 0;
+                    while !stop.load(Ordering::Relaxed) {
+                        let number = writer << 32 | n;
+                        recorder.put(&mark(number, value_of(number)));
+                        n += 1;
+                    }
+                    n
+                })
+            })
+            .collect();
+        for _ in 0..200 {
+            for record in read(&recorder).records {
+                assert_eq!(record.event.len, value_of(record.event.number), "{record:?}");
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        let written = writers.into_iter().map(|writer| writer.join().unwrap());
+        let lasts: Vec<_> = written.enumerate().map(|(writer, n)| (writer as u64) << 32 | (n - 1)).collect();
+        let recording = read(&recorder);
+        assert_eq!(recording.torn, 0, "nobody writes any more");
+        for last in lasts {
+            assert!(recording.records.iter().any(|record| record.event.number == last), "{last:#x}");
+        }
+    });
+}
+
+#[test]
+fn a_record_that_was_being_written_is_left_out() {
+    let recorder = Recorder::start(128).unwrap();
+    (0..3).for_each(|n| recorder.put(&mark(n, 0)));
+    let lane = Seat::with(|seat| seat.lane).unwrap().unwrap();
+    let word = |slot: usize, word: usize| {
+        recorder.memory.atomic64(layout::ring(lane, 128) + slot * RECORD_BYTES + word * 8).unwrap()
+    };
+    // As a writer that was killed leaves it; and one of a place where it does not belong.
+    word(1, 3).store(0, Ordering::Relaxed);
+    (0..4).for_each(|at| word(9, at).store(word(2, at).load(Ordering::Relaxed), Ordering::Relaxed));
+    let recording = read(&recorder);
+    let numbers: Vec<_> = recording.records.iter().map(|record| record.event.number).collect();
+    assert_eq!((numbers, recording.torn), (vec![0, 2], 1));
+}
+
+#[test]
+fn a_wait_lasts_from_its_first_begin() {
+    let recorder = Recorder::start(128).unwrap();
+    let awaited = Awaited {
+        queue: Queue::Receive,
+        device: 1,
+        qpn: 0x4_0101,
+        number: 7,
+        value: 0,
+        posted: 9,
+        completed: 6,
+    };
+    let put = |stage| recorder.put_wait(&awaited, stage, By::Cpu, recorder.stamp());
+    put(Stage::WaitBegun);
+    let [begun] = read(&recorder).waits[..] else { panic!() };
+    assert_eq!((begun.awaited, begun.stage, begun.by), (awaited, Stage::WaitBegun, By::Cpu));
+    put(Stage::WaitGivenUp);
+    assert_eq!(read(&recorder).open_waits().count(), 0);
+    put(Stage::WaitBegun);
+    let [again] = read(&recorder).waits[..] else { panic!() };
+    // To a nanosecond: the rate of the clock is measured anew each time.
+    assert!(
+        again.since.abs_diff(begun.since) < 100 + (again.changed - begun.since) / 100,
+        "{begun:?} {again:?}"
+    );
+    assert!(again.changed > begun.changed && again.stage == Stage::WaitBegun);
+    put(Stage::WaitEnded);
+    let other = Awaited { number: 8, ..awaited };
+    recorder.put_wait(&other, Stage::WaitBegun, By::Cpu, recorder.stamp());
+    let [other] = read(&recorder).waits[..] else { panic!() };
+    assert!(other.since > again.changed && other.awaited.number == 8, "another wait begins anew: {other:?}");
+    assert_eq!(read(&recorder).records.len(), 5, "each step is a record, too");
+}
+
+#[test]
+fn a_pause_records_nothing() {
+    let recorder = Recorder::start(128).unwrap();
+    recorder.put(&mark(1, 0));
+    recorder.pause(true);
+    recorder.put(&mark(2, 0));
+    recorder.pause(false);
+    recorder.put(&mark(3, 0));
+    let numbers: Vec<_> = read(&recorder).records.iter().map(|record| record.event.number).collect();
+    assert_eq!(numbers, [1, 3]);
+}
+
+#[test]
+fn the_file_is_private_and_goes_with_the_recorder() {
+    use std::os::unix::fs::PermissionsExt;
+    let recorder = Recorder::start(128).unwrap();
+    let path = recorder.path().to_owned();
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    let second = Recorder::start(128).unwrap();
+    assert_ne!(second.path(), path, "each has one of its own");
+    drop(recorder);
+    assert!(!path.exists() && second.path().exists());
+    assert!(Recording::read(&path).unwrap_err().to_string().contains("--list"));
+}
+
+#[test]
+fn a_forked_child_writes_nothing_to_the_file_of_its_parent_and_leaves_it_there() {
+    let recorder = Recorder::start(128).unwrap();
+    recorder.put(&mark(1, 0));
+    // SAFETY: the child only calls what needs no other thread, and ends without unwinding.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        recorder.put(&mark(2, 0));
+        recorder.set_rank(5);
+        let is_ours = recorder.is_of_this_process();
+        drop(recorder);
+        // SAFETY: it ends the child at once.
+        unsafe { libc::_exit(i32::from(is_ours)) };
+    }
+    let mut status = 0;
+    // SAFETY: the pointer is valid for one integer.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "{status:#x}");
+    let recording = read(&recorder);
+    assert_eq!((recording.records.len(), recording.rank), (1, None));
+    recorder.put(&mark(3, 0));
+    assert_eq!(read(&recorder).records.len(), 2, "the parent goes on");
+}
+
+#[test]
+fn files_that_are_no_recordings_are_refused() {
+    let recorder = Recorder::start(128).unwrap();
+    recorder.put(&mark(1, 0));
+    let whole = fs::read(recorder.path()).unwrap();
+    let folder = std::env::temp_dir().join(format!("gdsync-recorder-test-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("file");
+    let read = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        Recording::read(&path)
+    };
+    assert_eq!(read(&whole).unwrap().records.len(), 1, "a copy is as good");
+    let short = [0, 7, 200, 4096, layout::RINGS, whole.len() - 1];
+    for length in short {
+        assert!(read(&whole[..length]).is_err(), "{length} bytes");
+    }
+    for (word, value) in [
+        (header::MAGIC, 0),
+        (header::RECORDS, 0),
+        (header::RECORDS, 129),
+        (header::RECORDS, u64::MAX),
+        (header::RECORDS, 1 << 40),
+        (header::CLOCK, 9),
+        (header::PID, u64::MAX),
+    ] {
+        let mut bytes = whole.clone();
+        bytes[word * 8..word * 8 + 8].copy_from_slice(&value.to_ne_bytes());
+        assert!(read(&bytes).is_err(), "word {word} is {value:#x}");
+    }
+    // Nonsense anywhere else is left out, or read as it is.
+    let mut bytes = whole.clone();
+    let mut random = 1u64;
+    for byte in &mut bytes[header::ZERO * 8..header::RECORDS * 8] {
+        *byte = 0xff;
+    }
+    for byte in &mut bytes[layout::LANE_TABLE..] {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        *byte = random.to_le_bytes()[7];
+    }
+    let nonsense = read(&bytes).unwrap();
+    assert!(nonsense.records.len() < 128 * layout::LANES && nonsense.last() > 0);
+    assert!(Recording::read(&folder).is_err() && Recording::read("/dev/null".as_ref()).is_err());
+    fs::remove_dir_all(&folder).unwrap();
+}

@@ -1,0 +1,86 @@
+//! Which lane a thread writes to: a number that no other living thread of the process has.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::layout::LANES;
+
+const BITS: usize = 64;
+static TAKEN: [AtomicU64; LANES / BITS] = [const { AtomicU64::new(0) }; LANES / BITS];
+
+thread_local! {
+    static SEAT: Seat = Seat::take();
+}
+
+/// A thread's number, given back when the thread ends.
+pub(super) struct Seat {
+    /// None where all are taken.
+    pub(super) lane: Option<usize>,
+    /// The recorder that knows the thread.
+    pub(super) known_to: Cell<u64>,
+}
+
+impl Seat {
+    /// Runs `f` with the seat of the calling thread; not while the thread is ending.
+    #[inline]
+    pub(super) fn with<T>(f: impl FnOnce(&Self) -> T) -> Option<T> {
+        SEAT.try_with(f).ok()
+    }
+
+    fn take() -> Self {
+        let free = |(at, word): (usize, &AtomicU64)| loop {
+            let taken = word.load(Ordering::Relaxed);
+            let bit = taken.trailing_ones();
+            if bit == u64::BITS {
+                return None;
+            }
+            // Acquire: after all that the last one on this seat has written.
+            let before = word.fetch_or(1 << bit, Ordering::Acquire);
+            if before & 1 << bit == 0 {
+                return Some(at * BITS + bit as usize);
+            }
+        };
+        Self { lane: TAKEN.iter().enumerate().find_map(free), known_to: Cell::new(0) }
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if let Some(lane) = self.lane {
+            TAKEN[lane / BITS].fetch_and(!(1 << (lane % BITS)), Ordering::Release);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn living_threads_have_seats_of_their_own() {
+        let barrier = Barrier::new(8);
+        let seat = || {
+            let lane = Seat::with(|seat| seat.lane).unwrap().unwrap();
+            assert_eq!(Seat::with(|seat| seat.lane).unwrap(), Some(lane), "it stays");
+            barrier.wait();
+            lane
+        };
+        let mut lanes: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(seat)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        lanes.sort_unstable();
+        lanes.dedup();
+        assert_eq!(lanes.len(), 8);
+    }
+
+    #[test]
+    fn seats_come_back_when_threads_end() {
+        // Many more than there are seats; one of another test may be taken meanwhile.
+        for _ in 0..2 * LANES {
+            std::thread::spawn(|| assert!(Seat::with(|seat| seat.lane).unwrap().is_some())).join().unwrap();
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Waits of the CPU for completions.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::CqInner;
+use crate::error::{Error, Result};
+use crate::memory::Word32;
+use crate::mlx5::{self, CQE_SIZE};
+use crate::recorder::{Awaited, By, Hold, NOTED_AFTER, Queue};
+
+/// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
+const PARK: Duration = Duration::from_millis(5);
+
+impl CqInner {
+    /// Which slot this word belongs to, and the mask of slot numbers.
+    pub(crate) fn slot_of(&self, at: &Word32) -> Option<(u64, u64)> {
+        let offset = at.addr().checked_sub(self.parts.ring.addr() + mlx5::CQE_OP_OWN_OFFSET as u64)?;
+        Some((offset / CQE_SIZE as u64, self.capacity() - 1))
+    }
+
+    /// A wait for the next completion to be polled.
+    pub(super) fn awaits_next(&self) -> Awaited {
+        let state = self.state.lock();
+        match &*state.queues {
+            [queue] if state.attached == 1 => queue.awaits(state.poll_next),
+            _ => Awaited {
+                queue: Queue::Shared,
+                device: self.recorder.device(),
+                qpn: self.cqn(),
+                number: state.poll_next,
+                value: 0,
+                posted: self.reserved.load(Ordering::Relaxed) + state.freed,
+                completed: state.reaped,
+            },
+        }
+    }
+
+    pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        self.provider.leave();
+        self.parts.event.park(ready, timeout);
+    }
+
+    /// Calls `done` until it is true: busy at first, then asleep between completions of this queue. `awaited` says what it waits
+    /// for, to the flight recorder.
+    pub(crate) fn wait_until(
+        &self,
+        timeout: Duration,
+        what: &'static str,
+        awaited: impl Fn() -> Awaited,
+        mut done: impl FnMut() -> bool,
+    ) -> Result<()> {
+        const SPIN: Duration = Duration::from_micros(50);
+        let start = Instant::now();
+        let mut rounds = 0u32;
+        let since = self.recorder.stamp();
+        let mut held = None;
+        loop {
+            if done() {
+                return Ok(());
+            }
+            rounds = rounds.wrapping_add(1);
+            if !rounds.is_multiple_of(64) {
+                std::hint::spin_loop();
+                continue;
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                held.into_iter().for_each(Hold::give_up);
+                return Err(Error::Deadline { what, after: timeout });
+            }
+            if waited >= NOTED_AFTER {
+                held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
+            }
+            if waited < SPIN / 8 {
+                std::hint::spin_loop();
+            } else if waited < SPIN {
+                std::thread::yield_now();
+            } else {
+                let next = self.state.lock().reaped;
+                let ready = || self.has_arrived(next);
+                self.park(&ready, PARK.min(timeout - waited));
+            }
+        }
+    }
+}

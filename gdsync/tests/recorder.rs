@@ -1,0 +1,215 @@
+//! The flight recorder sees what happens to requests, under the numbers that the library gives them.
+
+mod common;
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use common::{PATIENCE, Side, loopback, pair, received, reconnect, sent, stream};
+use gdsync::recorder::{By, Event, Marks, Peer, Queue, Recording, Stage, Wait};
+use gdsync::stream::Cond;
+use gdsync::verbs::{RecvWr, SendWr};
+
+fn recording() -> Recording {
+    Recording::read(&Marks::open().unwrap().path().unwrap()).unwrap()
+}
+
+/// What the recording tells of a queue pair: those of other devices may have the same number.
+fn peer<'r>(recording: &'r Recording, side: &Side) -> &'r Peer {
+    let is_it = |peer: &&Peer| (peer.gid, peer.qpn) == (side.context.gid(), side.qp.qpn());
+    recording.peers.iter().find(is_it).unwrap()
+}
+
+/// What happened to a queue, in the order of time.
+fn events<'r>(recording: &'r Recording, side: &Side, queue: Queue) -> impl Iterator<Item = Event> + 'r {
+    let peer = peer(recording, side);
+    let is_it = move |event: &Event| (event.device, event.qpn, event.queue) == (peer.device, peer.qpn, queue);
+    recording.records.iter().map(|record| record.event).filter(is_it)
+}
+
+/// The stages of a request, in the order of time; not of waits, which may be made when it is complete or before.
+fn stages(recording: &Recording, side: &Side, queue: Queue, number: u64) -> Vec<(Stage, By)> {
+    let waits = [Stage::WaitSubmitted, Stage::WaitBegun, Stage::WaitEnded];
+    let all = events(recording, side, queue).filter(|event| event.number == number);
+    all.map(|event| (event.stage, event.by)).filter(|(stage, _)| !waits.contains(stage)).collect()
+}
+
+fn receive(side: &Side, n: u64) {
+    side.qp.post_recv(&[RecvWr { wr_id: n, sges: &[side.mr.sge(0, 64).unwrap()] }]).unwrap();
+}
+
+#[test]
+fn a_send_of_a_stream_has_all_stages() {
+    if common::is_device_named() {
+        println!("skipped: a device tells nothing of doorbells");
+        return;
+    }
+    let (a, b) = pair(64, |q| q);
+    let s = stream("all-stages");
+    for n in 0..3 {
+        receive(&b, n);
+        s.send(&a.qp, &SendWr::send_inline(&[7; 24])).unwrap();
+        s.wait_send(&a.qp).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+        received(&b).ok().unwrap();
+    }
+    let recording = recording();
+    for n in 0..3 {
+        let expected = [
+            (Stage::Prepared, By::Cpu),
+            (Stage::Submitted, By::Cpu),
+            (Stage::Triggered, By::Hca),
+            (Stage::Fetched, By::Hca),
+            (Stage::Completed, By::Hca),
+            (Stage::Released, By::HostStream),
+        ];
+        assert_eq!(stages(&recording, &a, Queue::Send, n), expected, "send {n}");
+        let expected = [(Stage::Prepared, By::Cpu), (Stage::Completed, By::Hca), (Stage::Released, By::Cpu)];
+        assert_eq!(stages(&recording, &b, Queue::Receive, n), expected, "receive {n}");
+    }
+    let of_stage = |event: &Event| matches!(event.stage, Stage::Prepared | Stage::Fetched);
+    assert!(events(&recording, &a, Queue::Send).filter(of_stage).all(|event| event.len == 24));
+    let peer = peer(&recording, &a);
+    assert_eq!((peer.remote, peer.rank), (Some((b.context.gid(), b.qp.qpn())), None));
+    assert_eq!(recording.peer(peer.device, peer.qpn), Some(peer));
+}
+
+#[test]
+fn numbers_go_on_after_a_reset_that_sweeps_requests_away() {
+    if common::is_device_named() {
+        println!("skipped: a device tells nothing of doorbells");
+        return;
+    }
+    let (a, b) = loopback(64, |q| q.rnr_retry(7));
+    receive(&b, 0);
+    a.qp.post_send(&[SendWr::send_inline(&[1])]).unwrap();
+    sent(&a).ok().unwrap();
+    received(&b).ok().unwrap();
+    // These two are under way, and a third one is prepared and taken back: nobody receives them.
+    a.qp.post_send(&[SendWr::send_inline(&[2]), SendWr::send_inline(&[3])]).unwrap();
+    drop(a.qp.prepare_send(&[SendWr::nop()]).unwrap());
+    reconnect(&a.qp, &b.qp);
+    receive(&b, 1);
+    let again = a.qp.post_send(&[SendWr::send_inline(&[4])]).unwrap();
+    assert_eq!(again.index(), 1, "the numbers of those that were swept away are given again");
+    again.wait(PATIENCE).unwrap();
+    received(&b).ok().unwrap();
+    let recording = recording();
+    let numbers = |side: &Side, queue, stage| -> Vec<_> {
+        let of_stage = events(&recording, side, queue).filter(|event| event.stage == stage);
+        of_stage.map(|event| event.number).collect()
+    };
+    assert_eq!(numbers(&a, Queue::Send, Stage::Completed), [0, 1]);
+    assert_eq!(numbers(&b, Queue::Receive, Stage::Completed), [0, 1]);
+    assert_eq!(numbers(&a, Queue::Send, Stage::Fetched).last(), Some(&1));
+    assert_eq!(numbers(&a, Queue::Send, Stage::Prepared), [0, 1, 2, 3, 1]);
+}
+
+#[test]
+fn waits_are_told_while_they_last() {
+    let (a, b) = pair(64, |q| q);
+    receive(&a, 0);
+    receive(&a, 1);
+    let word = a.memory().word64(32).unwrap();
+    let (queue, words) = (stream("waits-queue"), stream("waits-word"));
+    queue.wait_recv(&a.qp).unwrap();
+    words.wait_value64(&word, 0x1_0000_0005, Cond::Eq).unwrap();
+    let mut waits = Vec::new();
+    common::until(|| {
+        let recording = recording();
+        let peer = peer(&recording, &a);
+        let ours = |wait: &&Wait| {
+            let awaited = &wait.awaited;
+            (awaited.device, awaited.qpn) == (peer.device, peer.qpn) || awaited.number == word.addr()
+        };
+        waits = recording.open_waits().filter(ours).copied().collect();
+        waits.len() == 2
+    });
+    for wait in &waits {
+        assert_eq!(wait.by, By::HostStream);
+        let awaited = &wait.awaited;
+        match awaited.queue {
+            Queue::Receive => assert_eq!((awaited.number, awaited.posted, awaited.completed), (0, 2, 0)),
+            other => assert_eq!((other, awaited.number, awaited.value), (Queue::None, word.addr(), 5)),
+        }
+    }
+    b.qp.post_send(&[SendWr::send_inline(&[1])]).unwrap();
+    word.store(0x1_0000_0005);
+    queue.synchronize(PATIENCE).unwrap();
+    words.synchronize(PATIENCE).unwrap();
+    let recording = recording();
+    let device = peer(&recording, &a).device;
+    assert!(recording.open_waits().all(|wait| wait.awaited.device != device), "{:?}", recording.waits);
+    let released = stages(&recording, &a, Queue::Receive, 0).into_iter().next_back();
+    assert_eq!(released, Some((Stage::Released, By::HostStream)));
+    assert!(a.qp.recv_cq().wait(std::time::Duration::from_millis(1)).is_err());
+}
+
+#[test]
+fn failures_have_their_syndrome() {
+    if common::is_device_named() {
+        println!("skipped: how a device fails is its own");
+        return;
+    }
+    let (a, b) = pair(64, |q| q);
+    receive(&a, 0);
+    // A key that nobody has.
+    let remote = gdsync::mlx5::RemoteAddr { rkey: 1, ..b.mr.remote(0).unwrap() };
+    a.qp.post_send(&[SendWr::write_inline(remote, &[1; 8])]).unwrap();
+    let error = sent(&a).ok().unwrap_err();
+    received(&a).ok().unwrap_err();
+    let recording = recording();
+    let failed = recording.last_of(peer(&recording, &a), Queue::Send, Some(Stage::Completed)).unwrap();
+    assert_eq!(failed.event.status, error.syndrome.0);
+    let flushed = recording.last_of(peer(&recording, &a), Queue::Receive, Some(Stage::Completed)).unwrap();
+    assert_eq!(flushed.event.status, gdsync::mlx5::Syndrome::WR_FLUSH_ERR.0);
+}
+
+/// Not a test of its own: a process that says where its recording is, and ends in order, unless the variable is wrong.
+#[test]
+fn child() {
+    if std::env::var_os("GDSYNC_TEST_ROLE").is_none() {
+        return;
+    }
+    match gdsync::verbs::Context::soft(&gdsync::hca::SoftHcaConfig::default()) {
+        Ok(context) => {
+            let marks = Marks::open().unwrap();
+            marks.mark(1, 2);
+            println!("file {:?} {}", marks.path(), marks.path().is_some_and(|path| path.exists()));
+            drop((context, marks));
+            println!("after {:?}", Marks::open().unwrap().path());
+        }
+        Err(error) => println!("error {error}"),
+    }
+}
+
+fn run_child(variables: &[(&str, &str)]) -> String {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "child", "--nocapture", "--test-threads=1"]).env("GDSYNC_TEST_ROLE", "child");
+    let output = command.envs(variables.iter().copied()).output().unwrap();
+    assert!(output.status.success());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn a_process_that_ends_in_order_leaves_nothing() {
+    let folder = std::env::temp_dir().join(format!("gdsync-orderly-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let out = run_child(&[("GDSYNC_RECORDER_DIR", folder.to_str().unwrap())]);
+    assert!(out.contains("gdsync-") && out.contains("\") true"), "there was one: {out}");
+    let left: Vec<PathBuf> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn the_variable_switches_it_off_or_is_refused() {
+    assert!(run_child(&[("GDSYNC_RECORDER", "off")]).contains("file None false"));
+    let out = run_child(&[("GDSYNC_RECORDER", "many")]);
+    assert!(out.contains("error GDSYNC_RECORDER is 'many'"), "{out}");
+    // It was asked for, and cannot be had; by default it is done without.
+    let nowhere = ("GDSYNC_RECORDER_DIR", "/proc/no/such/folder");
+    let out = run_child(&[("GDSYNC_RECORDER", "1024"), nowhere]);
+    assert!(out.contains("error creating the file of the flight recorder"), "{out}");
+    assert!(run_child(&[nowhere]).contains("file None false"));
+}

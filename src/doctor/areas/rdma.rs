@@ -1,0 +1,300 @@
+//! rdma-core, and every RDMA device: card, firmware, link, addresses, rights.
+
+use std::path::Path;
+
+use gdsync::rdma::{GidKind, LinkLayer, Port};
+
+use super::super::live::DeviceFacts;
+use super::super::machine::{Hca, Machine};
+use super::super::probe::{Check, Probe};
+use super::super::requirements::{
+    self, CardUse, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, IWARP, KERNEL as LINUX, LIBIBVERBS, LIBMLX5, Links,
+    MELLANOX, ROCE_V1, ROCE_V2,
+};
+use super::super::system::Node;
+use super::driver::numbers;
+
+const CORE: Check = Check {
+    name: "rdma.core",
+    tried: "loading libibverbs.so.1, and the version in the name of its file",
+    why: "every RDMA device is reached through rdma-core; without it messages stay on this host",
+};
+const MLX5: Check = Check {
+    name: "rdma.mlx5",
+    tried: "loading libmlx5.so.1, and the version in the name of its file",
+    why: "direct verbs of libmlx5 make rings that cards read and GPUs trigger",
+};
+const CARD: Check = Check {
+    name: "rdma.card",
+    tried: "driver, PCI device number, firmware and board in sysfs; opening it by libibverbs",
+    why: "mlx5 cards read our rings themselves; to others a thread posts",
+};
+const LINK: Check = Check {
+    name: "rdma.link",
+    tried: "state, rate and link layer of each port in sysfs",
+    why: "queue pairs need a port with a link",
+};
+const GIDS: Check = Check {
+    name: "rdma.gids",
+    tried: "the GID table of each port in sysfs",
+    why: "both sides must use addresses of one kind that can be routed to each other",
+};
+const NODE: Check = Check {
+    name: "rdma.node",
+    tried: "access(2) to /dev/infiniband/uverbsN",
+    why: "devices are opened through these files",
+};
+const DEVX: Check = Check {
+    name: "rdma.devx",
+    tried: "mlx5dv_open_device with DevX",
+    why: "queues in GPU memory, and kernels that post by themselves, take commands of our own (DevX)",
+};
+
+const KERNEL: Check = Check {
+    name: "rdma.kernel",
+    tried: "/proc/sys/kernel/osrelease",
+    why: "older kernels take no dma-bufs for RDMA, so GPU memory needs nvidia-peermem there",
+};
+
+pub(in crate::doctor) const CHECKS: &[&Check] = &[&CORE, &MLX5, &KERNEL, &CARD, &LINK, &GIDS, &NODE, &DEVX];
+
+pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
+    let hcas = machine.hcas();
+    let mut probes = vec![core(machine, &hcas), mlx5(machine, &hcas), kernel(machine, &hcas)];
+    if hcas.is_empty() {
+        let none = "the kernel has no RDMA device";
+        probes.extend(CHECKS[3..].iter().map(|check| check.skip(none)));
+    }
+    for hca in &hcas {
+        let told = machine.verbs.facts.devices.iter().find(|device| device.name == hca.name);
+        let each = [
+            card(machine, hca, told),
+            link(machine, hca),
+            gids(hca),
+            node(machine, hca),
+            devx(machine, hca, told),
+        ];
+        probes.extend(each.map(|probe| probe.about(&hca.name)));
+    }
+    probes
+}
+
+/// The version of rdma-core that a library's file is of: `libibverbs.so.1.14.44.0` is of 44.0.
+fn version_of(file: &Path) -> Option<(u32, u32)> {
+    let name = file.file_name()?.to_str()?;
+    let numbers: Vec<u32> =
+        name.split_once(".so.")?.1.split('.').map_while(|part| part.parse().ok()).collect();
+    if let [_, _, major, minor] = numbers[..] { Some((major, minor)) } else { None }
+}
+
+fn core(machine: &Machine, hcas: &[Hca]) -> Probe {
+    let facts = &machine.verbs.facts;
+    let fix = "install libibverbs1 and ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL), of rdma-core 34 or newer";
+    match (&facts.libibverbs, &machine.verbs.trouble) {
+        (_, Some(trouble)) => CORE.fail(
+            trouble.as_str(),
+            "see whether `ibv_devinfo` answers, and `dmesg` for messages of the card's driver; try again with `--timeout 60`",
+        ),
+        (Some(Ok(file)), _) => {
+            let version = version_of(file);
+            let found = match version {
+                Some((major, minor)) => format!("rdma-core {major}.{minor} ({})", file.display()),
+                None => format!("{}, of a version that its name does not tell", file.display()),
+            };
+            match version {
+                _ if facts.no_list.is_some() && !hcas.is_empty() => {
+                    CORE.fail(format!("{found}: {}", facts.no_list.as_deref().unwrap_or_default()), "load the module ib_uverbs")
+                }
+                Some(pair) if !LIBIBVERBS.is_met(pair) => {
+ CORE.fail(format!("{found} is older than {}: no {}", LIBIBVERBS.least(), LIBIBVERBS.for_what), fix) },
+                _ if !facts.dma_bufs => CORE.warn(
+                    format!("{found} cannot register dma-bufs ({} needs {})", DMA_BUF_MR.for_what, DMA_BUF_MR.least()),
+                    fix,
+                ),
+                _ => CORE.ok(found),
+            }
+        }
+        (Some(Err(why)), _) if hcas.is_empty() => CORE.skip(why.as_str()),
+        (Some(Err(why)), _) => CORE.fail(why.as_str(), fix),
+        (None, _) => CORE.fail("libibverbs was not asked", fix),
+    }
+}
+
+fn mlx5(machine: &Machine, hcas: &[Hca]) -> Probe {
+    let has_card = hcas.iter().any(|hca| hca.is_mlx5(&machine.system));
+    let fix =
+        "install ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL), of rdma-core 35 or newer";
+    match &machine.verbs.facts.libmlx5 {
+        Some(Ok(file)) => match version_of(file) {
+            Some(pair) if !LIBMLX5.is_met(pair) => MLX5.warn(
+                format!("{} is older than {}: no {}", file.display(), LIBMLX5.least(), LIBMLX5.for_what),
+                fix,
+            ),
+            Some(pair) if has_card && !DMA_BUF_UMEM.is_met(pair) => MLX5.warn(
+                format!("{} is older than {}: no queues in GPU memory", file.display(), DMA_BUF_UMEM.least()),
+                fix,
+            ),
+            _ => MLX5.ok(file.display().to_string()),
+        },
+        Some(Err(why)) if has_card => MLX5.warn(format!("{why}: a thread posts to the card"), fix),
+        Some(Err(why)) => MLX5.skip(why.as_str()),
+        None => MLX5.skip("libibverbs is not here"),
+    }
+}
+
+fn kernel(machine: &Machine, hcas: &[Hca]) -> Probe {
+    let release = machine.system.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+    match numbers(&release) {
+        None => KERNEL.skip("the release of the kernel cannot be read"),
+        Some(pair) if !hcas.is_empty() && !LINUX.is_met(pair) => KERNEL.warn(
+            format!("{} {release} is older than {}: no {}", LINUX.name, LINUX.least(), LINUX.for_what),
+            "use a newer kernel, or load nvidia-peermem",
+        ),
+        Some(_) => KERNEL.ok(format!("{} {release}", LINUX.name)),
+    }
+}
+
+fn card(machine: &Machine, hca: &Hca, told: Option<&DeviceFacts>) -> Probe {
+    let system = &machine.system;
+    let of = |file: &str| system.text(&format!("/sys/class/infiniband/{}/{file}", hca.name));
+    let number = |file: &str| {
+        let text = of(&format!("device/{file}"))?;
+        u16::from_str_radix(text.trim_start_matches("0x"), 16).ok()
+    };
+    let known = number("device").filter(|_| number("vendor") == Some(MELLANOX)).and_then(requirements::card);
+    let driver = hca.driver(system).unwrap_or_else(|| "software".into());
+    let mut found =
+        known.map_or_else(|| format!("driver {driver}"), |card| format!("{}, driver {driver}", card.name));
+    for (what, file) in [("firmware", "fw_ver"), ("board", "board_id")] {
+        found += &of(file).map(|text| format!(", {what} {text}")).unwrap_or_default();
+    }
+    if let Some(place) = &hca.place {
+        found += &format!(", at {}", place.address);
+    }
+    let is_direct = hca.is_mlx5(system) && known.is_none_or(|card| card.use_here == CardUse::Direct);
+    found += if is_direct { ": it reads our rings" } else { ": a thread posts to it" };
+    let wrong_link = known.filter(|card| {
+        let is = |link| hca.class.ports().iter().any(|port| port.link == link);
+        card.links == Links::Ethernet && is(LinkLayer::InfiniBand)
+            || card.links == Links::InfiniBand && is(LinkLayer::Ethernet)
+    });
+    match told.and_then(|device| device.open.as_ref()) {
+        _ if wrong_link.is_some() => {
+            let links = wrong_link.map(|card| card.links.to_string()).unwrap_or_default();
+            CARD.warn(
+                format!("{found}; its ports should be {links}"),
+                "update firmware and driver; this program may mistake the card",
+            )
+        }
+        Some(Ok(())) => CARD.ok(found),
+        Some(Err(why)) => {
+            CARD.fail(format!("{found}; it does not open: {why}"), "see rdma.node, and `ibv_devinfo`")
+        }
+        None => {
+            let why = machine.verbs.trouble.as_deref().unwrap_or("libibverbs does not list it");
+            CARD.fail(
+                format!("{found}; {why}"),
+                "load ib_uverbs and the driver's RDMA half (`modprobe ib_uverbs mlx5_ib`); install its provider \
+                 (ibverbs-providers); a container takes `--device /dev/infiniband`",
+            )
+        }
+    }
+}
+
+fn link(machine: &Machine, hca: &Hca) -> Probe {
+    let ports = hca.class.ports();
+    let describe = |port: &Port| {
+        let rate =
+            machine.system.text(&format!("/sys/class/infiniband/{}/ports/{}/rate", hca.name, port.number));
+        let rate = rate.map(|rate| format!(", {rate}")).unwrap_or_default();
+        format!("port {} is {}, {}{rate}", port.number, port.state, port.link)
+    };
+    let found = ports.iter().map(describe).collect::<Vec<_>>().join("; ");
+    let refusals: Vec<_> = ports.iter().filter(|port| !port.is_active()).filter_map(Port::refusal).collect();
+    if ports.iter().any(Port::is_active) {
+        return LINK.ok(found);
+    }
+    let fix =
+        refusals.first().and_then(|text| text.split_once(": ")).map_or("check the cable", |(_, fix)| fix);
+    LINK.warn(if found.is_empty() { "no port".into() } else { found }, fix)
+}
+
+fn gids(hca: &Hca) -> Probe {
+    let ports = hca.class.ports();
+    let Some(port) = ports.iter().find(|port| port.is_active()) else {
+        return GIDS.skip("no port has a link");
+    };
+    let name = if hca.class.is_iwarp() {
+        format!("{} ({}; needs {})", IWARP.name, IWARP.use_here, IWARP.needs)
+    } else {
+        String::new()
+    };
+    match port.best_gid() {
+        None => {
+            let fix = "give its network interface an address: `ip addr add ADDRESS/24 dev DEV`";
+            GIDS.warn(format!("port {} has none", port.number), fix)
+        }
+        Some(_) if hca.class.is_iwarp() => GIDS.ok(name),
+        Some(_) if port.link == LinkLayer::InfiniBand && port.lid == 0 => GIDS.warn(
+            format!("port {} has no LID: {} needs {}", port.number, INFINIBAND.name, INFINIBAND.needs),
+            "start a subnet manager (`opensm`) on one host of the network",
+        ),
+        Some(best) => {
+            let (number, count, gid, index) = (port.number, port.gids.len(), best.gid, best.index);
+            let is_link_local = gid.0[0] == 0xfe && gid.0[1] & 0xc0 == 0x80;
+            let kind = match (port.link, best.kind) {
+                (LinkLayer::InfiniBand, _) => &INFINIBAND,
+                (_, GidKind::IbOrRoceV1) => &ROCE_V1,
+                _ => &ROCE_V2,
+            };
+            let found = format!("{count} at port {number}; {index} would be used: {gid} ({})", kind.name);
+            match port.link {
+                LinkLayer::Ethernet if is_link_local || best.kind == GidKind::IbOrRoceV1 => GIDS.warn(
+                    format!("{found}: peers must be in the same Ethernet segment"),
+                    format!("give its network interface an address (`ip addr add ADDRESS/24 dev DEV`); {} needs {}", ROCE_V2.name, ROCE_V2.needs),
+                ),
+                _ => GIDS.ok(found),
+            }
+        }
+    }
+}
+
+fn node(machine: &Machine, hca: &Hca) -> Probe {
+    let system = &machine.system;
+    let is_its = |name: &String| {
+        system.text(&format!("/sys/class/infiniband_verbs/{name}/ibdev")).as_ref() == Some(&hca.name)
+    };
+    let Some(name) = system.names("/sys/class/infiniband_verbs").into_iter().find(is_its) else {
+        return NODE
+            .fail("the kernel offers none for it", "load the module ib_uverbs (`modprobe ib_uverbs`)");
+    };
+    let path = format!("/dev/infiniband/{name}");
+    let cm = "/dev/infiniband/rdma_cm";
+    match system.node(&path) {
+        Node::Missing => NODE.fail(
+            format!("{path} is missing"),
+            "start the container with `--device /dev/infiniband`; on a host look at udev and rdma-core's rules",
+        ),
+        Node::Closed => NODE.fail(
+            format!("{path} is closed to this user"),
+            "install rdma-core, whose udev rule opens it to all, or `chmod 666` it; in a container pass it with `rw`",
+        ),
+        Node::Usable if hca.class.is_iwarp() && system.node(cm) != Node::Usable => NODE.fail(
+            format!("{path} is open to this user, and {cm}, which iWARP needs, is not"),
+            "`modprobe rdma_ucm`, and `chmod 666 /dev/infiniband/rdma_cm`",
+        ),
+        Node::Usable => NODE.ok(format!("{path} is open to this user")),
+    }
+}
+
+fn devx(machine: &Machine, hca: &Hca, told: Option<&DeviceFacts>) -> Probe {
+    match told.and_then(|device| device.devx.as_ref()) {
+        _ if !hca.is_mlx5(&machine.system) => DEVX.skip("no mlx5 card"),
+        Some(Ok(())) => DEVX.ok("allowed to this user"),
+        Some(Err(why)) => DEVX.warn(
+            format!("refused ({why}): no queues in GPU memory"),
+            "set UCTX_EN=1 by `mlxconfig` and restart the card's firmware; some commands need CAP_NET_RAW",
+        ),
+        None => DEVX.skip("the device was not opened by libmlx5"),
+    }
+}

@@ -1,0 +1,240 @@
+//! What CUDA says of each GPU, and what happens when it is tried.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char};
+use std::fmt::Display;
+use std::time::Duration;
+
+use gdrcopy::cuda::raw::layout::RANGE_HANDLE_DMA_BUF;
+use gdrcopy::cuda::raw::{Api, Current};
+use gdrcopy::cuda::sysfs_address;
+use serde::{Deserialize, Serialize};
+
+use super::bar1::{self, Bar1};
+use super::{Teller, memops};
+
+/// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
+const PATIENCE: Duration = Duration::from_millis(1500);
+
+/// What was tried: what was seen, or what was said.
+pub(in crate::doctor) type Outcome = Result<String, String>;
+
+/// All that CUDA told.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct CudaFacts {
+    /// `1000 * major + 10 * minor`, or why there is no `libcuda`.
+    pub(in crate::doctor) version: Option<Result<i32, String>>,
+    /// The number of GPUs, or why CUDA does not start.
+    pub(in crate::doctor) count: Option<Result<i32, String>>,
+    pub(in crate::doctor) gpus: Vec<GpuFacts>,
+}
+
+/// One GPU. What is `None` was not come to.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct GpuFacts {
+    pub(in crate::doctor) ordinal: i32,
+    pub(in crate::doctor) name: String,
+    /// As sysfs writes it.
+    pub(in crate::doctor) pci: String,
+    /// Those of [`attribute`] that the driver knows.
+    pub(in crate::doctor) attributes: BTreeMap<u32, i32>,
+    /// Its memory in bytes.
+    pub(in crate::doctor) memory: Option<u64>,
+    /// Whether it can use the memory of another GPU, by ordinal.
+    pub(in crate::doctor) peers: BTreeMap<i32, bool>,
+    pub(in crate::doctor) memop: Option<Outcome>,
+    pub(in crate::doctor) capture: Option<Outcome>,
+    pub(in crate::doctor) dma_buf: Option<Outcome>,
+    pub(in crate::doctor) bar1: Option<Result<Bar1, String>>,
+}
+
+/// `CU_DEVICE_ATTRIBUTE_*`.
+pub(in crate::doctor) mod attribute {
+    pub(in crate::doctor) const UNIFIED_ADDRESSING: u32 = 41;
+    pub(in crate::doctor) const COMPUTE_MAJOR: u32 = 75;
+    pub(in crate::doctor) const COMPUTE_MINOR: u32 = 76;
+    pub(in crate::doctor) const SAME_HOST_POINTER: u32 = 91;
+    pub(in crate::doctor) const FLUSH_REMOTE_WRITES: u32 = 98;
+    pub(in crate::doctor) const RDMA_WITH_VMM: u32 = 110;
+    pub(in crate::doctor) const RDMA: u32 = 116;
+    pub(in crate::doctor) const RDMA_FLUSH_OPTIONS: u32 = 117;
+    pub(in crate::doctor) const RDMA_WRITES_ORDERING: u32 = 118;
+    pub(in crate::doctor) const MEMOPS_64: u32 = 122;
+    pub(in crate::doctor) const WAIT_NOR: u32 = 123;
+    pub(in crate::doctor) const DMA_BUF: u32 = 124;
+
+    pub(super) const ALL: [u32; 12] = [
+        UNIFIED_ADDRESSING,
+        COMPUTE_MAJOR,
+        COMPUTE_MINOR,
+        SAME_HOST_POINTER,
+        FLUSH_REMOTE_WRITES,
+        RDMA_WITH_VMM,
+        RDMA,
+        RDMA_FLUSH_OPTIONS,
+        RDMA_WRITES_ORDERING,
+        MEMOPS_64,
+        WAIT_NOR,
+        DMA_BUF,
+    ];
+}
+
+impl GpuFacts {
+    /// An attribute; 0 where the driver does not know it.
+    pub(in crate::doctor) fn attribute(&self, number: u32) -> i32 {
+        self.attributes.get(&number).copied().unwrap_or(0)
+    }
+
+    /// Compute capability.
+    pub(in crate::doctor) fn compute(&self) -> (i32, i32) {
+        (self.attribute(attribute::COMPUTE_MAJOR), self.attribute(attribute::COMPUTE_MINOR))
+    }
+}
+
+pub(super) fn tell(teller: &Teller) {
+    teller.step("loading libcuda.so.1");
+    match Api::load() {
+        Ok(api) => drop(explore(&api, teller, PATIENCE)),
+        Err(error) => {
+            teller.facts(&CudaFacts { version: Some(Err(error.to_string())), ..CudaFacts::default() })
+        }
+    }
+}
+
+/// Asks and tries everything.
+pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration) -> CudaFacts {
+    let mut facts = CudaFacts::default();
+    let mut version = 0;
+    // SAFETY: a place for the answer.
+    let told = unsafe { api.driver_get_version(&mut version) };
+    facts.version = Some(told.map(|()| version).map_err(text));
+    teller.facts(&facts);
+    teller.step("cuInit");
+    let count = count(api);
+    facts.count = Some(count.as_ref().copied().map_err(text));
+    teller.facts(&facts);
+    let count = count.unwrap_or(0);
+    for ordinal in 0..count {
+        facts.gpus.push(GpuFacts { ordinal, ..GpuFacts::default() });
+        let note = |gpu: &GpuFacts, facts: &mut CudaFacts| {
+            if let Some(last) = facts.gpus.last_mut() {
+                *last = gpu.clone();
+            }
+            teller.facts(facts);
+        };
+        let mut gpu = GpuFacts { ordinal, ..GpuFacts::default() };
+        if let Err(error) = each(api, teller, &mut gpu, (count, patience), &mut |gpu| note(gpu, &mut facts)) {
+            // Nothing was tried for want of a context: what stands in the way of all is told for each.
+            let error = text(error);
+            for outcome in [&mut gpu.memop, &mut gpu.capture, &mut gpu.dma_buf] {
+                outcome.get_or_insert_with(|| Err(error.clone()));
+            }
+        }
+        note(&gpu, &mut facts);
+    }
+    facts
+}
+
+fn text(error: impl Display) -> String {
+    error.to_string()
+}
+
+fn count(api: &Api) -> gdrcopy::Result<i32> {
+    // SAFETY: no flags are defined.
+    unsafe { api.init(0) }?;
+    let mut count = 0;
+    // SAFETY: a place for the answer.
+    unsafe { api.device_get_count(&mut count) }?;
+    Ok(count)
+}
+
+fn each(
+    api: &Api,
+    teller: &Teller,
+    gpu: &mut GpuFacts,
+    (count, patience): (i32, Duration),
+    note: &mut dyn FnMut(&GpuFacts),
+) -> gdrcopy::Result<()> {
+    let number = gpu.ordinal;
+    let mut device = 0;
+    // SAFETY: a place for the answer; the driver checks the ordinal.
+    unsafe { api.device_get(&mut device, number) }?;
+    let told = filled(|buffer, len| {
+        // SAFETY: a buffer of this length.
+        unsafe { api.device_get_name(buffer, len, device) }
+    });
+    gpu.name = told?;
+    let told = filled(|buffer, len| {
+        // SAFETY: a buffer of this length.
+        unsafe { api.device_get_pci_bus_id(buffer, len, device) }
+    });
+    gpu.pci = sysfs_address(&told?).unwrap_or_default();
+    for number in attribute::ALL {
+        let mut value = 0;
+        // SAFETY: a place for the answer; the driver checks the number.
+        if unsafe { api.device_get_attribute(&mut value, number, device) }.is_ok() {
+            gpu.attributes.insert(number, value);
+        }
+    }
+    for other in (0..count).filter(|other| *other != number) {
+        let (mut peer, mut can) = (0, 0);
+        // SAFETY: a place for the answer; the driver checks the ordinal.
+        unsafe { api.device_get(&mut peer, other) }?;
+        // SAFETY: a place for the answer, and devices of this driver.
+        unsafe { api.device_can_access_peer(&mut can, device, peer) }?;
+        gpu.peers.insert(other, can != 0);
+    }
+    note(gpu);
+    teller.step(format!("making a context on GPU {number}"));
+    let mut context = 0;
+    // SAFETY: a place for the answer and a device of this driver. The process ends with it.
+    unsafe { api.primary_ctx_retain(&mut context, device) }?;
+    // SAFETY: retained above.
+    let _current = unsafe { Current::enter(api, context) }?;
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: places for the answers; a context is current.
+    gpu.memory = unsafe { api.mem_get_info(&mut free, &mut total) }.is_ok().then_some(total as u64);
+    teller.step(format!("running stream memory operations on GPU {number}"));
+    let bench = memops::Bench::new(api, patience)?;
+    gpu.memop = Some(bench.run().map_err(text));
+    note(gpu);
+    teller.step(format!("capturing stream memory operations on GPU {number}"));
+    // A stream that is stuck would hold up what follows for good.
+    let is_stuck = gpu.memop.as_ref().is_some_and(Result::is_err);
+    let stuck = || Err("not tried, for the stream does not run".into());
+    gpu.capture = Some(if is_stuck { stuck() } else { bench.capture().map_err(text) });
+    note(gpu);
+    teller.step(format!("exporting memory of GPU {number} as a dma-buf"));
+    gpu.dma_buf = Some(if is_stuck { stuck() } else { dma_buf(api).map_err(text) });
+    note(gpu);
+    teller.step(format!("asking NVML for BAR1 of GPU {number}"));
+    gpu.bar1 = Some(bar1::of(&gpu.pci));
+    Ok(())
+}
+
+/// Text that the driver writes into a buffer.
+fn filled(fill: impl FnOnce(*mut c_char, i32) -> gdrcopy::Result<()>) -> gdrcopy::Result<String> {
+    const LEN: u16 = 256;
+    let mut buffer = [0u8; LEN as usize];
+    fill(buffer.as_mut_ptr().cast(), LEN.into())?;
+    Ok(CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy().into_owned())
+}
+
+/// Exports one allocation.
+fn dma_buf(api: &Api) -> gdrcopy::Result<String> {
+    const LEN: usize = 2 << 20;
+    let (mut addr, mut fd) = (0, -1);
+    // SAFETY: a place for the answer; a context is current.
+    unsafe { api.mem_alloc(&mut addr, LEN) }?;
+    let place = (&raw mut fd).cast();
+    // SAFETY: a place for the descriptor, which is an int; the memory was allocated above.
+    let told = unsafe { api.mem_get_handle_for_address_range(place, addr, LEN, RANGE_HANDLE_DMA_BUF, 0) };
+    if fd >= 0 {
+        let fd: i32 = fd;
+        // SAFETY: a descriptor of this process, closed once.
+        unsafe { libc::close(fd) };
+    }
+    // SAFETY: allocated above, freed once; no stream uses it.
+    unsafe { api.mem_free(addr) }?;
+    told.map(|()| "2 MiB of its memory exported".into())
+}

@@ -1,0 +1,230 @@
+//! What runs the streams, and where payload and queues are.
+
+use std::fmt;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use gdsync::cuda::Gpu;
+use gdsync::memory::Memory;
+use gdsync::stream::{Kick, Via};
+use gdsync::verbs::OnGpu;
+use mp::launch::Launch;
+use mp::{Builder, Communicator};
+use serde::Serialize;
+
+use super::Result;
+
+/// Options of streams and memory.
+#[derive(Args, Clone, Debug)]
+pub struct Placement {
+    /// What runs the streams.
+    #[arg(long, value_enum, default_value_t = Engine::Host)]
+    stream: Engine,
+    /// Where payload is.
+    #[arg(long, value_enum, default_value_t = Place::Host)]
+    payload: Place,
+    /// Where completion queues are, and doorbell records and send queues.
+    #[arg(long, value_enum, default_value_t = Queues::Host)]
+    placement: Queues,
+    /// What runs the operations of a CUDA stream: memop, kernel or auto [default: memop].
+    #[arg(long)]
+    via: Option<Via>,
+    /// Whether the CPU prods a GPU that waits for completions: auto, on or off [default: auto].
+    #[arg(long)]
+    kick: Option<Kick>,
+    /// GPUs by rank, by their CUDA ordinals [default: the local rank modulo the number of GPUs].
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    device: Vec<i32>,
+}
+
+/// What runs a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// A thread of the host.
+    Host,
+    /// A GPU.
+    Cuda,
+}
+
+/// Which memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// The host's.
+    Host,
+    /// That of the rank's GPU.
+    Gpu,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "host",
+            Self::Gpu => "gpu",
+        })
+    }
+}
+
+/// Which queues are in the memory of the rank's GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Queues {
+    /// None.
+    Host,
+    /// Completion queues, at which the GPU looks.
+    Gpu,
+    /// Doorbell records too, which it writes.
+    Words,
+    /// And send queues.
+    All,
+}
+
+impl fmt::Display for Queues {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "host",
+            Self::Gpu => "gpu",
+            Self::Words => "gpu, with records",
+            Self::All => "gpu, with records and send queues",
+        })
+    }
+}
+
+/// The choice of a rank, and its GPU if it needs one.
+#[derive(Clone, Debug)]
+pub struct Placed {
+    /// What runs the stream.
+    pub engine: Engine,
+    /// Where payload is.
+    pub payload: Place,
+    /// Where queues are.
+    pub placement: Queues,
+    /// What runs the operations of a CUDA stream.
+    pub via: Via,
+    /// Whether the CPU prods a GPU that waits.
+    pub kick: Kick,
+    /// The GPU, if one is used.
+    pub gpu: Option<Gpu>,
+}
+
+impl Placement {
+    /// Opens what the options ask for. Called before the communicator is made, which it is for.
+    ///
+    /// # Errors
+    /// Names options that do not go together; of CUDA where a GPU is asked for.
+    pub fn open(&self) -> Result<Placed> {
+        let asked = [self.via.map(|_| "--via"), self.kick.map(|_| "--kick")].into_iter().flatten().next();
+        if let (Engine::Host, Some(option)) = (self.stream, asked) {
+            return Err(format!("{option} is for --stream cuda").into());
+        }
+        let on_gpu =
+            self.stream == Engine::Cuda || self.payload == Place::Gpu || self.placement != Queues::Host;
+        if !on_gpu && !self.device.is_empty() {
+            return Err("--device is for --stream cuda, --payload gpu and --placement gpu".into());
+        }
+        Ok(Placed {
+            engine: self.stream,
+            payload: self.payload,
+            placement: self.placement,
+            via: self.via.unwrap_or_default(),
+            kick: self.kick.unwrap_or_default(),
+            gpu: on_gpu.then(|| own_gpu(&self.device)).transpose()?,
+        })
+    }
+}
+
+/// The GPU of this rank: the one at its place in the list, or of all GPUs the one that its local rank is due by turns. Called
+/// before the communicator is made, or after.
+///
+/// # Errors
+/// Of CUDA, and when it shows no GPU.
+pub fn own_gpu(listed: &[i32]) -> Result<Gpu> {
+    // Without a launcher this process becomes rank 0.
+    let (rank, local) = Launch::detect()?.map_or((0, 0), |launch| (launch.rank, launch.local_rank));
+    let count = usize::try_from(Gpu::count()?)?;
+    let turn = |number: usize, of: usize| number.checked_rem(of);
+    let ordinal = match turn(rank, listed.len()) {
+        Some(at) => listed[at],
+        None => i32::try_from(turn(local, count).ok_or("CUDA shows no GPU to this process")?)?,
+    };
+    Ok(Gpu::open(ordinal)?)
+}
+
+impl Placed {
+    /// What of the queues is on the GPU.
+    pub fn on_gpu(&self) -> OnGpu {
+        match self.placement {
+            Queues::Host => OnGpu::empty(),
+            Queues::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ,
+            Queues::Words => OnGpu::all() - OnGpu::SEND_QUEUE,
+            Queues::All => OnGpu::all(),
+        }
+    }
+
+    /// A communicator whose queues are where they should be.
+    pub fn builder(&self) -> Builder {
+        match &self.gpu {
+            Some(gpu) => Builder::default().gpu(gpu).on_gpu(self.on_gpu()),
+            None => Builder::default(),
+        }
+    }
+
+    /// Memory for payload. That of a GPU is not zeroed.
+    ///
+    /// # Errors
+    /// When there is no such memory left.
+    pub fn memory(&self, len: usize) -> Result<Memory> {
+        Ok(match (&self.gpu, self.payload) {
+            (Some(gpu), Place::Gpu) => gpu.alloc(len)?,
+            _ => Memory::alloc(len)?,
+        })
+    }
+
+    /// In words, for all ranks.
+    ///
+    /// # Errors
+    /// Of the exchange between the ranks.
+    pub fn describe(&self, comm: &Communicator, timeout: Duration) -> Result<Description> {
+        let gpu = self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
+        let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), timeout)?;
+        let gpus = gpus.iter().filter(|gpu| !gpu.is_empty()).map(|gpu| String::from_utf8_lossy(gpu).into());
+        let cuda = self.engine == Engine::Cuda;
+        Ok(Description {
+            payload: self.payload,
+            placement: self.placement,
+            via: cuda.then(|| self.via.to_string()),
+            kick: cuda.then(|| self.kick.to_string()),
+            gpus: gpus.collect(),
+        })
+    }
+}
+
+/// The choice, for a report.
+#[derive(Clone, Debug, Serialize)]
+pub struct Description {
+    payload: Place,
+    placement: Queues,
+    /// With CUDA streams.
+    via: Option<String>,
+    kick: Option<String>,
+    /// By rank, those that were used.
+    gpus: Vec<String>,
+}
+
+/// What there is to say where GPUs are used; nothing otherwise.
+impl fmt::Display for Description {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.gpus.is_empty() {
+            return Ok(());
+        }
+        for (rank, gpu) in self.gpus.iter().enumerate() {
+            writeln!(f, "rank {rank}: {gpu}")?;
+        }
+        write!(f, "payload: {}, queues: {}", self.payload, self.placement)?;
+        if let (Some(via), Some(kick)) = (&self.via, &self.kick) {
+            write!(f, ", via: {via}, kick: {kick}")?;
+        }
+        writeln!(f)
+    }
+}

@@ -1,0 +1,107 @@
+//! The buffers of a rank, and what is in them.
+
+use std::ops::Range;
+
+use crate::measure::Pattern;
+use gdsync::memory::Memory;
+use mp::{Communicator, Registration};
+
+use crate::lane::{Placed, Result};
+
+/// The buffers of a rank for messages of one size: one to send from, two to receive into by turns.
+#[derive(Clone, Debug)]
+pub(super) struct Board {
+    rank: u64,
+    lies: bool,
+    pub(super) bytes: usize,
+    pub(super) buffer: Registration,
+}
+
+impl Board {
+    pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize, wrong_bytes: bool) -> Result<Self> {
+        let buffer = comm.register(&placed.memory(3 * stride(bytes))?)?;
+        Ok(Self { rank: comm.rank() as u64, lies: wrong_bytes && comm.rank() == 1, bytes, buffer })
+    }
+
+    fn slot(&self, slot: usize) -> Range<usize> {
+        let start = slot * stride(self.bytes);
+        start..start + self.bytes
+    }
+
+    /// Where messages leave.
+    pub(super) fn send_slot(&self) -> Range<usize> {
+        self.slot(0)
+    }
+
+    /// Where message `n` arrives.
+    pub(super) fn receive_slot(&self, n: u64) -> Range<usize> {
+        self.slot(1 + usize::from(n % 2 == 1))
+    }
+
+    pub(super) fn memory(&self) -> &Memory {
+        self.buffer.memory()
+    }
+
+    /// What this rank sends as message `n`.
+    pub(super) fn ours(&self, n: u64) -> Pattern {
+        Pattern::new(self.rank, if self.lies { !n } else { n })
+    }
+
+    /// What this rank receives as message `n`.
+    pub(super) fn theirs(&self, n: u64) -> Pattern {
+        Pattern::new(1 - self.rank, n)
+    }
+
+    /// Before iteration `n`: the message to send.
+    fn fill(&self, n: u64) -> gdsync::Result<()> {
+        self.ours(n).fill(self.memory(), self.send_slot().start, self.bytes)
+    }
+
+    /// Makes sure that message `n` is not yet where it is to arrive.
+    fn spoil(&self, n: u64, at: Range<usize>) -> gdsync::Result<()> {
+        self.theirs(n).spoil(self.memory(), at.start, self.bytes)
+    }
+
+    fn arrived(&self, n: u64, at: Range<usize>) -> gdsync::Result<bool> {
+        self.theirs(n).check(self.memory(), at.start, self.bytes)
+    }
+
+    /// Before the first iteration.
+    pub(super) fn prepare(&self) -> gdsync::Result<()> {
+        self.fill(0)?;
+        self.spoil(0, self.receive_slot(0))?;
+        self.spoil(1, self.receive_slot(1))?;
+        self.memory().flush()
+    }
+
+    /// After iteration `n`: looks at what arrived, and prepares the next two. False for wrong data.
+    pub(super) fn turn(&self, n: u64) -> gdsync::Result<bool> {
+        let right = self.arrived(n, self.receive_slot(n))?;
+        self.spoil(n + 2, self.receive_slot(n + 2))?;
+        self.fill(n + 1)?;
+        Ok(right)
+    }
+
+    /// Before a window whose messages are all the same, number `n`; both slots receive.
+    pub(super) fn prepare_window(&self, n: u64) -> gdsync::Result<()> {
+        self.fill(n)?;
+        self.spoil(n, self.slot(1))?;
+        self.spoil(n, self.slot(2))?;
+        self.memory().flush()
+    }
+
+    /// After such a window: the number of slots with wrong data.
+    pub(super) fn wrong_of_window(&self, n: u64, used: usize) -> gdsync::Result<u64> {
+        (0..used).try_fold(0, |wrong, slot| Ok(wrong + u64::from(!self.arrived(n, self.slot(2 - slot))?)))
+    }
+
+    /// Where a message of such a window arrives: the last has a slot for itself.
+    pub(super) fn window_slot(&self, is_last: bool) -> Range<usize> {
+        self.slot(if is_last { 2 } else { 1 })
+    }
+}
+
+/// Slots start on cache lines.
+fn stride(bytes: usize) -> usize {
+    bytes.next_multiple_of(64)
+}

@@ -1,0 +1,140 @@
+//! The kernels of `kernels/pingpong.cu`, and the judge they make.
+
+use std::ffi::CStr;
+use std::time::Duration;
+
+use gdsync::memory::Memory;
+
+use super::board::Board;
+use super::judge::{Judge, Verdict};
+use crate::lane::{Kernel, Kernels, Lane, Result};
+
+/// The compiled kernels.
+pub const PTX: &CStr = match CStr::from_bytes_with_nul(
+    concat!(include_str!("../../examples/kernels/pingpong.ptx"), "\0").as_bytes(),
+) {
+    Ok(text) => text,
+    Err(_) => panic!("a text without NUL, and one at its end"),
+};
+
+/// The arguments of `turn`, as in the source.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Turn {
+    score: u64,
+    time: u64,
+    received: u64,
+    sent: u64,
+    bytes: u64,
+    arrived: u64,
+    spoilt: u64,
+    next: u64,
+}
+
+const _: () = assert!(size_of::<Turn>() == 64, "as in the source");
+
+/// Places in `struct Score` of the source.
+mod score {
+    pub(super) const START: usize = 0;
+    pub(super) const TURNS: usize = 8;
+    pub(super) const ERRORS: usize = 16;
+    pub(super) const SIZE: usize = 32;
+}
+
+/// Threads of a block of `turn`, and the most blocks: enough for the memory's bandwidth, and all run at once.
+const THREADS: u32 = 256;
+const MOST_BLOCKS: usize = 128;
+/// Bytes for each thread before there is another block.
+const BYTES_PER_THREAD: usize = 32;
+
+/// Kernels on the stream, in every mode.
+pub(super) struct KernelJudge<'a> {
+    lane: &'a Lane,
+    kernels: &'a Kernels,
+    board: Board,
+    total: u64,
+    /// The score, then the times; and their address on the GPU.
+    memory: Memory,
+    addr: u64,
+    /// The address of the buffers on the GPU.
+    buffers: u64,
+    blocks: u32,
+    stamp: Kernel<u64>,
+    turn: Kernel<Turn>,
+}
+
+impl<'a> KernelJudge<'a> {
+    pub(super) fn new(kernels: &'a Kernels, lane: &'a Lane, board: &Board, total: u64) -> Result<Self> {
+        let gpu = lane.gpu()?;
+        let memory = gpu.alloc(score::SIZE + 8 * usize::try_from(total)?)?;
+        memory.fill(0, memory.len(), 0)?;
+        memory.flush()?;
+        let (addr, buffers) = (memory.gpu_addr(gpu)?, board.memory().gpu_addr(gpu)?);
+        let blocks = board.bytes.div_ceil(THREADS as usize * BYTES_PER_THREAD).min(MOST_BLOCKS);
+        let blocks = u32::try_from(blocks)?;
+        // SAFETY: the parameter is one address.
+        let stamp = unsafe { kernels.find(c"stamp") }?;
+        // SAFETY: the parameter has the layout of `Turn`.
+        let turn = unsafe { kernels.find(c"turn") }?;
+        let board = board.clone();
+        Ok(Self { lane, kernels, board, total, memory, addr, buffers, blocks, stamp, turn })
+    }
+
+    fn word(&self, at: usize) -> Result<u64> {
+        let mut bytes = [0; 8];
+        self.memory.read(at, &mut bytes)?;
+        Ok(u64::from_ne_bytes(bytes))
+    }
+}
+
+impl Judge for KernelJudge<'_> {
+    fn always_on_stream(&self) -> bool {
+        true
+    }
+
+    fn start(&self) -> Result<()> {
+        // SAFETY: a word of the score, which the judge keeps until the stream is idle.
+        unsafe { self.kernels.launch(&self.stamp, 1, 1, self.addr + score::START as u64) }
+    }
+
+    fn turn(&self, n: u64) -> Result<()> {
+        if n >= self.total {
+            return Err(format!("iteration {n} of {}", self.total).into());
+        }
+        let board = &self.board;
+        let turn = Turn {
+            score: self.addr,
+            time: self.addr + score::SIZE as u64 + 8 * n,
+            received: self.buffers + board.receive_slot(n).start as u64,
+            sent: self.buffers + board.send_slot().start as u64,
+            bytes: board.bytes as u64,
+            arrived: board.theirs(n).seed(),
+            spoilt: board.theirs(n + 2).seed(),
+            next: board.ours(n + 1).seed(),
+        };
+        // SAFETY: the slots have that many bytes, there is a time for each iteration, and the judge keeps both until the
+        // stream is idle.
+        unsafe { self.kernels.launch(&self.turn, self.blocks, THREADS, turn) }
+    }
+
+    fn turn_by_cpu(&self, n: u64, _time: Duration) -> Result<Duration> {
+        self.turn(n).map(|()| Duration::ZERO)
+    }
+
+    fn verdict(&self) -> Result<Verdict> {
+        let turns = self.word(score::TURNS)?;
+        if turns != self.total {
+            return Err(format!("{turns} of {} kernels checked their message", self.total).into());
+        }
+        let mut bytes = vec![0; 8 * usize::try_from(self.total)?];
+        self.memory.read(score::SIZE, &mut bytes)?;
+        let times = bytes.as_chunks::<8>().0.iter().map(|time| u64::from_ne_bytes(*time)).collect();
+        Ok(Verdict { times, errors: self.word(score::ERRORS)? })
+    }
+}
+
+impl Drop for KernelJudge<'_> {
+    fn drop(&mut self) {
+        self.lane.settle();
+    }
+}

@@ -1,0 +1,308 @@
+//! What the recordings of some processes come to.
+
+use std::time::Duration;
+
+use gdasync::gdsync::mlx5::Syndrome;
+use gdasync::gdsync::recorder::{Event, Liveness, Peer, Queue, Record, Recording, Stage, Wait};
+use serde::Serialize;
+
+/// All of it.
+#[derive(Serialize)]
+pub(super) struct Report {
+    pub(super) processes: Vec<Process>,
+    /// Waits that are stuck.
+    pub(super) stuck: usize,
+}
+
+#[derive(Serialize)]
+pub(super) struct Process {
+    pub(super) pid: u32,
+    pub(super) command: String,
+    pub(super) rank: Option<u32>,
+    /// "alive", "dead" or "unknown".
+    pub(super) state: &'static str,
+    pub(super) file: String,
+    /// Nanoseconds since 1970 when the recording was begun.
+    pub(super) begun_unix_ns: u64,
+    /// Seconds since then, and since the last event.
+    pub(super) age_s: f64,
+    pub(super) idle_s: f64,
+    pub(super) threads: usize,
+    pub(super) records: usize,
+    pub(super) torn: u64,
+    pub(super) lost: u64,
+    pub(super) waits: Vec<Waiting>,
+    pub(super) queue_pairs: Vec<QueuePair>,
+    /// The last ones.
+    pub(super) last_records: Vec<Line>,
+}
+
+/// A wait that goes on.
+#[derive(Serialize)]
+pub(super) struct Waiting {
+    pub(super) stuck: bool,
+    /// "CPU", "host stream" or "CUDA stream".
+    pub(super) by: &'static str,
+    pub(super) thread: String,
+    pub(super) tid: u64,
+    /// "send", "receive", "shared CQ" or "word".
+    pub(super) queue: &'static str,
+    pub(super) qpn: Option<u32>,
+    /// The number of the request that is waited for in its queue.
+    pub(super) sequence: Option<u64>,
+    /// Of a word.
+    pub(super) address: Option<String>,
+    pub(super) value: Option<u32>,
+    pub(super) peer: Option<Other>,
+    pub(super) for_s: f64,
+    /// Requests posted to the queue and completed when the wait began.
+    pub(super) posted: u64,
+    pub(super) completed: u64,
+    /// The last that was recorded of the request.
+    pub(super) last_state: String,
+}
+
+/// The other end of a queue pair.
+#[derive(Clone, Serialize)]
+pub(super) struct Other {
+    pub(super) rank: Option<u32>,
+    pub(super) qpn: u32,
+    pub(super) gid: String,
+    /// Its process, where that has a recording on this machine.
+    pub(super) pid: Option<u32>,
+    pub(super) state: Option<&'static str>,
+    /// The last of its sends that it has prepared, fetched and seen complete, there.
+    pub(super) sends: Option<Progress>,
+}
+
+/// Numbers of the last requests of a queue that reached a stage, as far as the recording still has them.
+#[derive(Clone, Copy, Default, Serialize)]
+pub(super) struct Progress {
+    pub(super) prepared: Option<u64>,
+    pub(super) triggered: Option<u64>,
+    pub(super) fetched: Option<u64>,
+    pub(super) completed: Option<u64>,
+    pub(super) released: Option<u64>,
+}
+
+#[derive(Serialize)]
+pub(super) struct QueuePair {
+    pub(super) device: u8,
+    pub(super) qpn: u32,
+    pub(super) gone: bool,
+    pub(super) peer: Option<Other>,
+    pub(super) sends: Progress,
+    pub(super) receives: Progress,
+    /// Seconds since its last event.
+    pub(super) idle_s: Option<f64>,
+    /// The first completion with an error that the recording still has, or that it was stopped.
+    pub(super) failure: Option<String>,
+}
+
+/// A record.
+#[derive(Serialize)]
+pub(super) struct Line {
+    /// Microseconds since the recording was begun.
+    pub(super) at_us: f64,
+    pub(super) thread: String,
+    pub(super) by: &'static str,
+    pub(super) stage: &'static str,
+    pub(super) queue: &'static str,
+    pub(super) qpn: Option<u32>,
+    pub(super) number: u64,
+    pub(super) len: u32,
+    pub(super) status: Option<String>,
+    pub(super) stream: Option<u16>,
+}
+
+pub(super) fn seconds(ns: u64) -> f64 {
+    Duration::from_nanos(ns).as_secs_f64()
+}
+
+pub(super) fn micros(ns: u64) -> f64 {
+    // Seconds and the rest apart, so that nanoseconds stay what they are.
+    let time = Duration::from_nanos(ns);
+    f64::from(u32::try_from(time.as_secs()).unwrap_or(u32::MAX)) * 1e6 + f64::from(time.subsec_nanos()) / 1e3
+}
+
+pub(super) fn state(liveness: Liveness) -> &'static str {
+    match liveness {
+        Liveness::Alive => "alive",
+        Liveness::Dead => "dead",
+        Liveness::Unknown => "unknown",
+    }
+}
+
+pub(super) fn status(event: &Event) -> Option<String> {
+    (event.status != 0).then(|| Syndrome(event.status).to_string())
+}
+
+impl Report {
+    /// Of these processes; `others` are where their peers may be found. The last `records` of each are listed.
+    pub(super) fn of(
+        recordings: &[Recording],
+        others: &[Recording],
+        stuck: Duration,
+        records: usize,
+    ) -> Self {
+        let stuck_after = u64::try_from(stuck.as_nanos()).unwrap_or(u64::MAX);
+        let known: Vec<_> = recordings.iter().chain(others).collect();
+        let processes: Vec<_> =
+            recordings.iter().map(|recording| Process::of(recording, &known, stuck_after, records)).collect();
+        let waits = processes.iter().flat_map(|process| &process.waits);
+        let stuck = waits.filter(|wait| wait.stuck).count();
+        Self { processes, stuck }
+    }
+}
+
+impl Process {
+    fn of(recording: &Recording, known: &[&Recording], stuck_after: u64, records: usize) -> Self {
+        let since = |time: u64| seconds(recording.now.saturating_sub(time));
+        let waits =
+            recording.open_waits().map(|wait| Waiting::of(recording, known, wait, stuck_after)).collect();
+        let first = recording.records.len().saturating_sub(records);
+        Self {
+            pid: recording.pid,
+            command: recording.command.clone(),
+            rank: recording.rank,
+            state: state(recording.liveness),
+            file: recording.path.display().to_string(),
+            begun_unix_ns: recording.time_of_day,
+            age_s: since(recording.begun),
+            idle_s: since(recording.last()),
+            threads: recording.threads.iter().filter(|thread| thread.tid != 0).count(),
+            records: recording.records.len(),
+            torn: recording.torn,
+            lost: recording.lost,
+            waits,
+            queue_pairs: recording.peers.iter().map(|peer| QueuePair::of(recording, known, peer)).collect(),
+            last_records: recording.records[first..]
+                .iter()
+                .map(|record| Line::of(recording, record))
+                .collect(),
+        }
+    }
+}
+
+impl Waiting {
+    fn of(recording: &Recording, known: &[&Recording], wait: &Wait, stuck_after: u64) -> Self {
+        let awaited = &wait.awaited;
+        let lasted = recording.now.saturating_sub(wait.since);
+        let thread = &recording.threads[wait.thread];
+        let is_word = awaited.queue == Queue::None;
+        let peer = recording.peer(awaited.device, awaited.qpn).filter(|_| !is_word);
+        Self {
+            stuck: recording.liveness == Liveness::Dead || lasted >= stuck_after,
+            by: wait.by.name(),
+            thread: thread.name.clone(),
+            tid: thread.tid,
+            queue: awaited.queue.name(),
+            qpn: (!is_word).then_some(awaited.qpn),
+            sequence: (!is_word).then_some(awaited.number),
+            address: is_word.then(|| format!("{:#x}", awaited.number)),
+            value: is_word.then_some(awaited.value),
+            peer: peer.and_then(|peer| Other::of(known, peer)),
+            for_s: seconds(lasted),
+            posted: awaited.posted,
+            completed: awaited.completed,
+            last_state: last_state(recording, wait),
+        }
+    }
+}
+
+/// What was last recorded of what a wait waits for.
+fn last_state(recording: &Recording, wait: &Wait) -> String {
+    let awaited = &wait.awaited;
+    let waits = [Stage::WaitSubmitted, Stage::WaitBegun, Stage::WaitEnded, Stage::WaitGivenUp];
+    let is_it = |record: &&Record| {
+        let event = &record.event;
+        (event.device, event.qpn, event.queue, event.number)
+            == (awaited.device, awaited.qpn, awaited.queue, awaited.number)
+            && !waits.contains(&event.stage)
+    };
+    if awaited.queue == Queue::None {
+        return "what it is set to, nobody records".into();
+    }
+    let Some(record) = recording.records.iter().rev().find(is_it) else {
+        return "no record of it is left: newer ones have its place".into();
+    };
+    let ago = seconds(recording.now.saturating_sub(record.at));
+    let status = status(&record.event).map_or_else(String::new, |status| format!(" with {status}"));
+    format!("{}{status} {ago:.3} s ago", record.event.stage)
+}
+
+impl Other {
+    fn of(known: &[&Recording], peer: &Peer) -> Option<Self> {
+        let (gid, qpn) = peer.remote?;
+        let is_it = |other: &&Peer| (other.gid, other.qpn) == (gid, qpn);
+        let found =
+            known.iter().find_map(|recording| Some((*recording, recording.peers.iter().find(is_it)?)));
+        Some(Self {
+            rank: peer.rank.or(found.and_then(|(recording, _)| recording.rank)),
+            qpn,
+            gid: gid.to_string(),
+            pid: found.map(|(recording, _)| recording.pid),
+            state: found.map(|(recording, _)| state(recording.liveness)),
+            sends: found.map(|(recording, other)| Progress::of(recording, other, Queue::Send)),
+        })
+    }
+}
+
+impl Progress {
+    fn of(recording: &Recording, peer: &Peer, queue: Queue) -> Self {
+        let last = |stage| recording.last_of(peer, queue, Some(stage)).map(|record| record.event.number);
+        Self {
+            prepared: last(Stage::Prepared),
+            triggered: last(Stage::Triggered),
+            fetched: last(Stage::Fetched),
+            completed: last(Stage::Completed),
+            released: last(Stage::Released),
+        }
+    }
+}
+
+impl QueuePair {
+    fn of(recording: &Recording, known: &[&Recording], peer: &Peer) -> Self {
+        let its = || {
+            let is_its = |record: &&Record| {
+                (record.event.device, record.event.qpn) == (peer.device, peer.qpn) && peer.qpn != 0
+            };
+            recording.records.iter().filter(is_its)
+        };
+        let failed = its().find(|record| record.event.stage == Stage::Completed && record.event.status != 0);
+        let failure = failed.and_then(|record| {
+            let Event { queue, number, .. } = record.event;
+            Some(format!("{queue} {number}: {}", status(&record.event)?))
+        });
+        let stopped =
+            || its().any(|record| record.event.stage == Stage::Stopped).then(|| "stopped".to_owned());
+        Self {
+            device: peer.device,
+            qpn: peer.qpn,
+            gone: peer.is_gone,
+            peer: Other::of(known, peer),
+            sends: Progress::of(recording, peer, Queue::Send),
+            receives: Progress::of(recording, peer, Queue::Receive),
+            idle_s: its().next_back().map(|record| seconds(recording.now.saturating_sub(record.at))),
+            failure: failure.or_else(stopped),
+        }
+    }
+}
+
+impl Line {
+    fn of(recording: &Recording, record: &Record) -> Self {
+        let event = &record.event;
+        Self {
+            at_us: micros(record.at.saturating_sub(recording.begun)),
+            thread: recording.threads[record.thread].name.clone(),
+            by: event.by.name(),
+            stage: event.stage.name(),
+            queue: event.queue.name(),
+            qpn: (event.qpn != 0).then_some(event.qpn),
+            number: event.number,
+            len: event.len,
+            status: status(event),
+            stream: (event.stream != 0).then_some(event.stream),
+        }
+    }
+}
