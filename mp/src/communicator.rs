@@ -49,6 +49,20 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
+    /// Whether all ranks are reached through the device for ranks of the same host. All ranks come to the same answer: each
+    /// that is not has another that it is not reached by.
+    pub(crate) fn is_all_near(&self) -> bool {
+        self.near.is_some() && self.paths.iter().all(Path::is_near)
+    }
+
+    /// The device for ranks of the same host, or the other one, and the domain there.
+    pub(crate) fn plane(&self, near: bool) -> (&Context, &Pd) {
+        match &self.near {
+            Some(plane) if near => (&plane.context, &plane.pd),
+            _ => (&self.context, &self.pd),
+        }
+    }
+
     /// Registers memory with all devices that messages go through.
     pub(crate) fn register(&self, memory: &Memory, access: Access) -> gdsync::Result<Registration> {
         path::register(&self.pd, self.near.as_ref(), memory, access)

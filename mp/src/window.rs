@@ -36,6 +36,10 @@ const MAX_SGES: usize = 6;
 /// puts through it is in nobody's way. Windows that share them, so that their operations are ordered too, are made with
 /// [`Window::beside`].
 ///
+/// Where all ranks are on one host, and reach each other through a device for that ([`Communicator::path`]), so do windows. If
+/// any does not, all of a window goes through the device of the communicator: what two devices do to a word would not be in one
+/// step for each other.
+///
 /// Dropping the last clone takes nothing back that is under way, but ends the others' access: see [`Window::destroy`].
 #[derive(Clone)]
 pub struct Window(Arc<Inner>);
@@ -101,9 +105,10 @@ impl Communicator {
         let deadline = Deadline::after(timeout);
         let (rank, size) = (self.rank(), self.size());
         let mut bootstrap = self.0.bootstrap.lock();
-        let ours = part(registration, &range).and_then(|part| {
+        let near = self.0.is_all_near();
+        let ours = part(registration, &range, near).and_then(|part| {
             let build = || {
-                let queues = self.0.builder.queue_pair(&self.0.pd).max_recv_wr(1);
+                let queues = self.0.builder.queue_pair(self.0.plane(near).1).max_recv_wr(1);
                 queues.max_send_sge(MAX_SGES).max_inline(MAX_INLINE)
             };
             let ends = (0..size).map(|peer| Ends::build(peer == rank, build));
@@ -127,7 +132,7 @@ impl Communicator {
             ends.connect(theirs).map_err(failed)
         };
         let lanes = parts.iter().zip(&ends).enumerate().try_for_each(connect);
-        let lanes = lanes.and_then(|()| Lanes::new(self, ends));
+        let lanes = lanes.and_then(|()| Lanes::new(self, near, ends));
         // Nobody may write before everybody is connected.
         let lanes = agree(&mut **bootstrap, lanes, &deadline)?;
         drop(bootstrap);
@@ -151,7 +156,7 @@ impl Window {
     ) -> Result<Self> {
         let deadline = Deadline::after(timeout);
         let comm = &self.0.comm;
-        let ours = part(registration, &range);
+        let ours = part(registration, &range, self.0.lanes.near);
         let record = ours.as_ref().map(|part| part.to_bytes().to_vec()).unwrap_or_default();
         let records = comm.0.bootstrap.lock().allgather(&record, deadline.remaining())?;
         ours?;
@@ -236,9 +241,10 @@ impl Window {
 }
 
 /// The part of this rank.
-fn part(registration: &Registration, range: &Range<usize>) -> Result<Part> {
+fn part(registration: &Registration, range: &Range<usize>, near: bool) -> Result<Part> {
     let size = registration.memory().len();
-    let access = registration.0.access();
+    let registration = registration.on(near);
+    let access = registration.access();
     if access != Access::all() {
         return Err(Error::Device(gdsync::Error::InvalidArgument {
             what: "the registration of the window",
@@ -247,7 +253,7 @@ fn part(registration: &Registration, range: &Range<usize>) -> Result<Part> {
         }));
     }
     match range.end.checked_sub(range.start) {
-        Some(len) if range.end <= size => Ok(Part { at: registration.0.remote(range.start)?, size: len }),
+        Some(len) if range.end <= size => Ok(Part { at: registration.remote(range.start)?, size: len }),
         Some(len) => Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into()),
         None => Err(Error::Device(gdsync::Error::InvalidArgument {
             what: "the range of the window",

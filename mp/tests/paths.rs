@@ -5,8 +5,9 @@ mod common;
 use common::{LONG, buffer, bytes, is_part_of, job_with, message, myself, stream};
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
+use gdsync::stream::Cond;
 use gdsync::verbs::Context;
-use mp::{Communicator, Local, Registration};
+use mp::{Communicator, Local, Registration, Rma, Signal};
 
 fn hca() -> Context {
     Context::soft(&SoftHcaConfig::default()).unwrap()
@@ -37,6 +38,36 @@ fn all_pairs(comm: &Communicator) {
     }
 }
 
+/// Every rank puts to, reads from and adds to every rank, itself included, and signals it.
+fn all_windows(comm: &Communicator) {
+    let (me, all, len) = (comm.rank(), comm.size(), 3000_usize);
+    let step = len.next_multiple_of(8);
+    // What each rank puts here, and behind that a word for their signals.
+    let (part, own) = (buffer(comm, all * step + 8), buffer(comm, all * step));
+    let window = comm.window(&part, 0..all * step + 8, LONG).unwrap();
+    for peer in 0..all {
+        own.memory().write(peer * step, &message(me, peer, 1, len)).unwrap();
+        let put = Rma::put(&own, peer * step..peer * step + len, peer, me * step);
+        let put = put.with_signal(Signal::add(all * step, 1));
+        comm.wait(&window.start(&put).unwrap(), LONG).unwrap();
+    }
+    window.wait_signal(all * step, all as u64, Cond::Geq, LONG).unwrap();
+    for peer in 0..all {
+        assert!(bytes(&part, peer * step..peer * step + len) == message(peer, me, 1, len), "of rank {peer}");
+    }
+    comm.barrier(LONG).unwrap();
+    let s = stream("windows");
+    for peer in 0..all {
+        drop(window.iget_on_stream(&s, &own, peer * step..peer * step + len, peer, me * step).unwrap());
+        window.flush_on_stream(&s, peer).unwrap();
+    }
+    s.synchronize(LONG).unwrap();
+    for peer in 0..all {
+        assert!(bytes(&own, peer * step..peer * step + len) == message(me, peer, 1, len), "at rank {peer}");
+    }
+    window.destroy(LONG).unwrap();
+}
+
 #[test]
 fn ranks_of_a_host_use_the_device_for_them() {
     let (far, near) = (hca(), hca());
@@ -49,6 +80,9 @@ fn ranks_of_a_host_use_the_device_for_them() {
         }
         assert!(comm.path(3).is_err());
         all_pairs(comm);
+        let before = near.stats().wqes;
+        all_windows(comm);
+        assert!(near.stats().wqes > before);
         let used = |context: &Context| context.stats().wqes;
         assert!(used(&near) > 0 && used(&far) == 0, "{:?} {:?}", near.stats(), far.stats());
     });
@@ -81,8 +115,17 @@ fn both_ranks_of_a_pair_must_want_it() {
             assert!(path.is_near() || path.reason().contains("asked for it"), "{path}");
         }
         all_pairs(comm);
-        let used = |context: &Context| context.stats().wqes > 0;
-        assert_eq!((used(&near), used(&far)), (me < 2, true));
+        let used = |context: &Context| context.stats().wqes;
+        assert_eq!((used(&near) > 0, used(&far) > 0), (me < 2, true));
+        comm.barrier(LONG).unwrap();
+        let before = used(&far);
+        // Words must be changed by one device.
+        let window = comm.window(&buffer(comm, 8), 0..8, LONG).unwrap();
+        comm.wait(&window.start(&Rma::accumulate(1, 1, 0)).unwrap(), LONG).unwrap();
+        assert!(used(&far) > before, "also between ranks that send through the other");
+        comm.barrier(LONG).unwrap();
+        assert_eq!(window.word64(0).unwrap().load(), if me == 1 { 3 } else { 0 });
+        all_windows(comm);
     });
 }
 

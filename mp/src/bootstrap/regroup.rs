@@ -184,7 +184,8 @@ impl Group {
         loop {
             while let Ok((stream, address)) = self.doors.own.accept() {
                 strangers.extend(Conn::new(stream, address.to_string()).map(|mut conn| {
-                    conn.max_payload = MAX_PAYLOAD;
+                    // Ranks to leave out, at most all.
+                    conn.max_payload = 8 * seats.len();
                     conn
                 }));
             }

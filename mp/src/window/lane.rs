@@ -161,6 +161,8 @@ impl Lane {
 #[derive(Debug)]
 pub(crate) struct Lanes {
     pub(super) lanes: Vec<Arc<Lane>>,
+    /// Through the device for ranks of the same host.
+    pub(super) near: bool,
     /// Where the results go that nobody wants: a word for each rank.
     scratch: Mr,
     /// Whether a window is on a GPU that does not see what comes in by itself.
@@ -168,8 +170,9 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
-    pub(super) fn new(comm: &Communicator, ends: Vec<Ends>) -> Result<Arc<Self>> {
-        let scratch = comm.0.pd.register(&Memory::alloc(8 * ends.len())?, Access::LOCAL_WRITE)?;
+    pub(super) fn new(comm: &Communicator, near: bool, ends: Vec<Ends>) -> Result<Arc<Self>> {
+        let (_, pd) = comm.0.plane(near);
+        let scratch = pd.register(&Memory::alloc(8 * ends.len())?, Access::LOCAL_WRITE)?;
         let depth = comm.0.builder.queue_depth();
         let lane = |(rank, ends): (usize, Ends)| {
             let ([lost, told], held) = ([false; 2].map(AtomicBool::new), Mutex::default());
@@ -179,7 +182,7 @@ impl Lanes {
             lane
         };
         let lanes = ends.into_iter().enumerate().map(lane).collect();
-        let lanes = Arc::new(Self { lanes, scratch, flushes: AtomicBool::new(false) });
+        let lanes = Arc::new(Self { lanes, near, scratch, flushes: AtomicBool::new(false) });
         let mut all = comm.0.lanes.lock();
         Self::recycle(&mut all);
         all.push(lanes.clone());

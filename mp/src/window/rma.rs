@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use gdsync::verbs::Sge;
+use gdsync::verbs::{Mr, Sge};
 
 use crate::communicator::Registration;
 use crate::error::Result;
@@ -142,18 +142,19 @@ impl<'a> Rma<'a> {
         }
     }
 
-    /// The local bytes it moves, in the order of the target's, and the registrations they are in.
-    pub(super) fn local(&self) -> Result<(Few<Sge>, Few<Registration>)> {
+    /// The local bytes it moves, in the order of the target's, as the device for ranks of the same host names them or the other
+    /// one, and the registrations they are in.
+    pub(super) fn local(&self, near: bool) -> Result<(Few<Sge>, Few<Registration>)> {
         let (mut sges, mut buffers) = (Few::None, Few::None);
         match &self.what {
             What::Put(pieces) | What::Get(pieces) => {
                 for (buffer, range) in pieces.list() {
-                    add_sges(&mut sges, buffer, range)?;
+                    add_sges(&mut sges, buffer.on(near), range)?;
                     buffers.push((*buffer).clone());
                 }
             }
             What::Add { result: Some((into, at)), .. } | What::CompareSwap { result: (into, at), .. } => {
-                sges.push(into.0.sge(*at, 8)?);
+                sges.push(into.on(near).sge(*at, 8)?);
                 buffers.push((*into).clone());
             }
             What::PutBytes(_) | What::Add { .. } | What::Signal => {}
@@ -166,7 +167,7 @@ impl<'a> Rma<'a> {
 const MAX_SGE: usize = gdsync::mlx5::MAX_MESSAGE as usize;
 
 /// Adds the bytes `range` of a buffer: nothing if there are none, several elements if they are many.
-fn add_sges(sges: &mut Few<Sge>, buffer: &Registration, range: &Range<usize>) -> Result<()> {
+fn add_sges(sges: &mut Few<Sge>, buffer: &Mr, range: &Range<usize>) -> Result<()> {
     let len = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
         what: "the range of the buffer",
         value: format!("{range:?}"),
@@ -178,7 +179,7 @@ fn add_sges(sges: &mut Few<Sge>, buffer: &Registration, range: &Range<usize>) ->
         return Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into());
     }
     for start in range.clone().step_by(MAX_SGE) {
-        sges.push(buffer.0.sge(start, (range.end - start).min(MAX_SGE))?);
+        sges.push(buffer.sge(start, (range.end - start).min(MAX_SGE))?);
     }
     Ok(())
 }

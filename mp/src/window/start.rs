@@ -123,7 +123,7 @@ impl Window {
         rma: &Rma<'_>,
         mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
-        let (sges, buffers) = rma.local()?;
+        let (sges, buffers) = rma.local(self.0.lanes.near)?;
         let len = match rma.what {
             What::Put(_) | What::Get(_) => {
                 // Ranges of memory that exists: only a list of many could pass the end of the numbers.

@@ -49,7 +49,7 @@ impl Window {
     /// # Errors
     /// As [`Window::word64`] and [`wait_value64`](crate::wait_value64).
     pub fn wait_signal(&self, offset: usize, value: u64, cond: Cond, timeout: Duration) -> Result<u64> {
-        let context = self.0.comm.context();
+        let context = &self.0.comm.0.plane(self.0.lanes.near).0;
         wait_helping(&self.word64(offset)?, value, cond, timeout, || context.progress())
     }
 
