@@ -27,7 +27,7 @@ impl Link {
     pub(super) fn new(context: &Context, timeout: Duration) -> Result<Self> {
         let pd = context.alloc_pd()?;
         let mr = pd.register(&Memory::alloc(64)?, Access::all())?;
-        let qp = pd.build_qp().max_send_wr(256).max_recv_wr(512).rnr_retry(7).build()?;
+        let qp = pd.build_qp().max_send_wr(256).max_recv_wr(512).rnr_retry(7).timeout(17).build()?;
         Ok(Self { qp, mr, timeout })
     }
 
