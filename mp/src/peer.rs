@@ -138,8 +138,7 @@ impl Peer {
 
     /// Takes completions, so that the queues have room again.
     fn poll(&self) {
-        self.link.ends.send.send_cq().drain();
-        self.link.ends.recv.recv_cq().drain();
+        [Way::Send, Way::Recv].into_iter().for_each(|way| self.link.queue(way).drain());
     }
 
     /// A message was seen to be complete: lets it and those before it go, and takes the completions of its queue now and then.

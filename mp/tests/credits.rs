@@ -5,11 +5,20 @@ mod common;
 use std::time::Duration;
 
 use common::{LONG, buffer, bytes, job, job_with, message, stream, until};
-use gdsync::stream::Batch;
+use gdsync::stream::{Batch, Stream};
 use mp::{Communicator, Error, Registration, Request, Rma, Signal, Status};
 
 /// How long a stream is seen not to go on.
 const HELD: Duration = Duration::from_millis(30);
+
+/// Messages of 8 bytes from rank 0 to rank 1, each from a slot of its own.
+fn send_on_stream(comm: &Communicator, s: &Stream, buffer: &Registration, count: usize) -> Vec<Request> {
+    let send = |n: usize| {
+        buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+        comm.isend_on_stream(s, buffer, n * 8..n * 8 + 8, 1).unwrap()
+    };
+    (0..count).map(send).collect()
+}
 
 #[test]
 fn a_stream_waits_for_receives() {
@@ -18,11 +27,7 @@ fn a_stream_waits_for_receives() {
         let (buffer, s) = (buffer(comm, COUNT * 8), stream("sender"));
         let slot = |n: usize| n * 8..n * 8 + 8;
         if comm.rank() == 0 {
-            let send = |n: usize| {
-                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-                comm.isend_on_stream(&s, &buffer, slot(n), 1).unwrap()
-            };
-            let sent: Vec<_> = (0..COUNT).map(send).collect();
+            let sent = send_on_stream(comm, &s, &buffer, COUNT);
             assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "nobody receives");
             comm.barrier(LONG).unwrap();
             s.synchronize(LONG).unwrap();
@@ -241,11 +246,7 @@ fn the_watching_thread_announces_what_was_held_back() {
         let (buffer, s) = (buffer(comm, COUNT * 8), stream("watched"));
         let slot = |n: usize| n * 8..n * 8 + 8;
         if comm.rank() == 0 {
-            let send = |n: usize| {
-                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-                comm.isend_on_stream(&s, &buffer, slot(n), 1).unwrap()
-            };
-            let sent: Vec<_> = (0..COUNT).map(send).collect();
+            let sent = send_on_stream(comm, &s, &buffer, COUNT);
             s.synchronize(LONG).unwrap();
             comm.wait_all(&sent, LONG).unwrap();
         } else {

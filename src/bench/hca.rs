@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Context, Device, QpAddress};
@@ -16,6 +15,7 @@ use serde::Serialize;
 
 use super::floor::{Floor, bounce};
 use super::link::Link;
+use super::rows::{Row, table};
 use super::{Result, create_json, two_ranks};
 
 /// Options of `gdasync bench hca`.
@@ -37,18 +37,8 @@ struct Report {
     device: String,
     wire: String,
     machine: Machine,
+    /// Half round trips, or for rates the times of one message.
     results: Vec<Row>,
-}
-
-#[derive(Serialize)]
-struct Row {
-    name: &'static str,
-    /// Half round trip, or for rates the time of one message, in microseconds.
-    us: Micros,
-    /// What `ratio` compares with.
-    baseline: &'static str,
-    /// The p50 over the baseline's.
-    ratio: f64,
 }
 
 /// Every test runs in so many slices, by turns with the others: what the cores of a virtual machine cost each other changes
@@ -242,25 +232,7 @@ impl Run<'_> {
 impl Report {
     fn print(&self, idle: f64) {
         println!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu);
-        let mut table = Table::new();
-        table.load_style(presets::NOTHING);
-        table.set_header(["8 bytes, half round trip", "p50 us", "p99 us", "min us", "ratio", "to"]);
-        for row in &self.results {
-            let Micros { min, p50, p99 } = row.us;
-            let numbers = [p50, p99, min].map(|us| format!("{us:.3}"));
-            let to = if row.baseline == row.name { "" } else { row.baseline };
-            table.add_row(
-                std::iter::once(row.name.to_owned())
-                    .chain(numbers)
-                    .chain([format!("{:.2}", row.ratio), to.to_owned()]),
-            );
-        }
-        table
-            .column_iter_mut()
-            .skip(1)
-            .take(4)
-            .for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-        println!("{table}");
+        println!("{}", table("8 bytes, half round trip", &self.results, 3));
         println!("CPU of 8 streams that wait: {idle:.2} % of a core");
     }
 }

@@ -15,6 +15,7 @@ mod proxy;
 mod rate;
 mod recorder;
 mod register;
+mod rows;
 mod scale;
 mod sheet;
 mod slots;

@@ -13,6 +13,7 @@ use gdasync::measure::{Machine, Micros, Samples};
 use serde::Serialize;
 
 use super::bare::Bare;
+use super::rows::Row;
 use super::{Result, create_json};
 
 /// Options of `gdasync bench proxy`.
@@ -37,17 +38,8 @@ struct Report {
     device: String,
     wire: String,
     machine: Machine,
+    /// From the post to the completion, or for rates the times of one message.
     results: Vec<Row>,
-}
-
-#[derive(Serialize)]
-struct Row {
-    name: &'static str,
-    /// From the post to the completion, or for rates the time of one message, in microseconds.
-    us: Micros,
-    baseline: &'static str,
-    /// The p50 over the baseline's.
-    ratio: f64,
 }
 
 /// Slices that the tests run in, by turns, for the reason that `bench hca` gives.

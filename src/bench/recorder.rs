@@ -4,15 +4,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::hca::SoftHcaConfig;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::recorder::Marks;
 use gdasync::gdsync::stream::{HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, RecvWr, SendWr};
-use gdasync::measure::{Machine, Micros, Samples};
+use gdasync::measure::{Machine, Samples};
 use serde::Serialize;
 
+use super::rows::{Row, table};
 use super::{Result, create_json};
 
 /// Options of `gdasync bench recorder`.
@@ -30,15 +30,6 @@ pub(crate) struct Options {
 struct Report {
     machine: Machine,
     results: Vec<Row>,
-}
-
-#[derive(Serialize)]
-struct Row {
-    name: &'static str,
-    us: Micros,
-    /// What `ratio` compares with.
-    baseline: &'static str,
-    ratio: f64,
 }
 
 /// Every test runs in so many slices, by turns with its baseline.
@@ -167,20 +158,6 @@ impl Bed {
 impl Report {
     fn print(&self) {
         println!("flight recorder, {} x {}", self.machine.cpus, self.machine.cpu);
-        let mut table = Table::new();
-        table.load_style(presets::NOTHING);
-        table.set_header(["", "p50 us", "p99 us", "min us", "ratio", "to"]);
-        for Row { name, us: Micros { min, p50, p99 }, baseline, ratio } in &self.results {
-            let to = if name == baseline { "" } else { baseline };
-            let numbers = [p50, p99, min].map(|us| format!("{us:.4}"));
-            let first = std::iter::once((*name).to_owned()).chain(numbers);
-            table.add_row(first.chain([format!("{ratio:.3}"), to.to_owned()]));
-        }
-        table
-            .column_iter_mut()
-            .skip(1)
-            .take(4)
-            .for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-        println!("{table}");
+        println!("{}", table("", &self.results, 4));
     }
 }

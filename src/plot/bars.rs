@@ -2,7 +2,7 @@
 
 use plotters::chart::ChartBuilder;
 
-use super::canvas::{Align, FINE_GRID, GRID, INK, MUTED, color, font, width, wrap};
+use super::canvas::{Align, INK, MUTED, color, dress, width, wrap};
 use super::frame::{MARGIN, Sign};
 use super::picture::{Picture, SIZE, document, enough, quantity};
 use super::scale::{Scale, Ticks, number};
@@ -60,15 +60,10 @@ pub(super) fn draw(picture: &Picture) -> Result<String> {
             .margin_left(left)
             .x_label_area_size(BELOW)
             .build_cartesian_2d(x.clone(), rows.clone())?;
-        chart
-            .configure_mesh()
-            .disable_y_mesh()
+        let mut mesh = chart.configure_mesh();
+        dress(&mut mesh);
+        mesh.disable_y_mesh()
             .disable_y_axis()
-            .bold_line_style(GRID)
-            .light_line_style(FINE_GRID)
-            .axis_style(MUTED)
-            .label_style(font(12, INK))
-            .axis_desc_style(font(13, INK))
             .x_label_formatter(&|&at| x.label(at, group.unit))
             .x_desc(quantity(group.unit))
             .draw()?;

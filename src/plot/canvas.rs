@@ -1,7 +1,9 @@
 //! What pictures are drawn on and look like: colours that differ for colour-blind readers (Okabe and Ito), marks, text.
 
-use plotters::backend::SVGBackend;
+use plotters::backend::{DrawingBackend, SVGBackend};
+use plotters::chart::MeshStyle;
 use plotters::coord::Shift;
+use plotters::coord::ranged1d::Ranged;
 use plotters::drawing::{DrawingArea, IntoDrawingArea};
 use plotters::element::{Circle, Drawable, PathElement, PointCollection, Polygon, Rectangle, Text};
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -71,6 +73,15 @@ pub(super) enum Align {
 pub(super) fn font(size: i32, color: RGBColor) -> TextStyle<'static> {
     // Plotters divides by this before it writes the size down.
     ("sans-serif", f64::from(size) * 1.24).into_font().color(&color)
+}
+
+/// What grid, axes and their texts look like, in all plots.
+pub(super) fn dress<X: Ranged, Y: Ranged, D: DrawingBackend>(mesh: &mut MeshStyle<'_, '_, X, Y, D>) {
+    mesh.bold_line_style(GRID)
+        .light_line_style(FINE_GRID)
+        .axis_style(MUTED)
+        .label_style(font(12, INK))
+        .axis_desc_style(font(13, INK));
 }
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;

@@ -3,7 +3,7 @@
 use plotters::chart::ChartBuilder;
 
 use super::Result;
-use super::canvas::{FINE_GRID, GRID, INK, MUTED, color, font};
+use super::canvas::{color, dress};
 use super::frame::{MARGIN, Sign};
 use super::picture::{Picture, SIZE, document, enough, quantity};
 use super::scale::Ticks;
@@ -47,14 +47,9 @@ pub(super) fn draw(picture: &Picture) -> Result<String> {
             .x_label_area_size(BELOW)
             .y_label_area_size(LEFT - 8)
             .build_cartesian_2d(x.clone(), y.clone())?;
-        chart
-            .configure_mesh()
-            .bold_line_style(GRID)
-            .light_line_style(FINE_GRID)
-            .axis_style(MUTED)
-            .label_style(font(12, INK))
-            .axis_desc_style(font(13, INK))
-            .x_label_formatter(&|&at| x.place_label(at, &group.axis))
+        let mut mesh = chart.configure_mesh();
+        dress(&mut mesh);
+        mesh.x_label_formatter(&|&at| x.place_label(at, &group.axis))
             .y_label_formatter(&|&at| y.label(at, group.unit))
             .x_desc(x_name)
             .y_desc(quantity(group.unit))

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use plotters::chart::ChartBuilder;
 
-use super::canvas::{Align, Canvas, FINE_GRID, GRID, INK, MUTED, color, font};
+use super::canvas::{Align, Canvas, INK, MUTED, color, dress};
 use super::frame::{Frame, MARGIN, Sign};
 use super::picture::{SIZE, document, enough};
 use super::scale::{Scale, Ticks, number};
@@ -161,15 +161,10 @@ pub(super) fn draw(
             .margin_left(LEFT)
             .x_label_area_size(BELOW)
             .build_cartesian_2d(x.clone(), 0..height)?;
-        chart
-            .configure_mesh()
-            .disable_y_mesh()
+        let mut mesh = chart.configure_mesh();
+        dress(&mut mesh);
+        mesh.disable_y_mesh()
             .disable_y_axis()
-            .bold_line_style(GRID)
-            .light_line_style(FINE_GRID)
-            .axis_style(MUTED)
-            .label_style(font(12, INK))
-            .axis_desc_style(font(13, INK))
             .x_label_formatter(&|&at| x.label(at, Unit::Micros))
             .x_desc(x_name)
             .draw()?;
