@@ -18,11 +18,12 @@ struct Brief {
 
 const PINGPONG: Brief = Brief {
     name: "pingpong",
-    args: &["--sizes", "8,5000", "--iters", "20", "--ahead", "10"],
+    args: &["--sizes", "8,5000", "--iters", "20", "--ahead", "10", "--graph", "7"],
     curves: &[
         ("cache line", &[8, 5000], false),
         ("stream flags", &[8, 5000], true),
         ("stream", &[8, 5000], true),
+        ("graph", &[8, 5000], true),
         ("sync", &[8, 5000], true),
         ("cpu", &[8, 5000], true),
     ],
@@ -71,11 +72,14 @@ const OVERLAP: Brief = Brief {
 
 const CPU: Brief = Brief {
     name: "cpu",
-    args: &["--sizes", "8,5000", "--iters", "20", "--ahead", "10", "--runs", "2"],
+    args: &["--sizes", "8,5000", "--iters", "20", "--ahead", "10", "--runs", "2", "--graph", "7"],
     curves: &[
         ("stream: application", &[8, 5000], true),
         ("stream: process", &[8, 5000], true),
         ("stream: service", &[8, 5000], false),
+        ("graph: application", &[8, 5000], true),
+        ("graph: process", &[8, 5000], true),
+        ("graph: service", &[8, 5000], false),
         ("sync: application", &[8, 5000], true),
         ("sync: process", &[8, 5000], true),
         ("sync: service", &[8, 5000], false),
@@ -279,7 +283,7 @@ fn bad_arguments_are_named() {
         assert!(error.contains("--json") && error.contains(nowhere), "{}: {error}", brief.name);
     }
     for (name, args, expected) in [
-        ("pingpong", &["--modes", "fast"][..], &["--modes", "stream, sync, cpu"][..]),
+        ("pingpong", &["--modes", "fast"][..], &["--modes", "stream, graph, sync, cpu"][..]),
         ("bandwidth", &["--sizes", "0"], &["--sizes", "0"]),
         ("bandwidth", &["--budget", "0"], &["--budget", "0"]),
         ("rate", &["--outstanding", "257"], &["--outstanding", "257"]),

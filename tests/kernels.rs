@@ -25,7 +25,7 @@ fn kernels_of_the_ping_pong() {
         &[
             ("stamp", ".u64 stamp_param_0"),
             ("work", ".u64 work_param_0"),
-            ("turn", ".align 8 .b8 turn_param_0[64]"),
+            ("turn", ".align 8 .b8 turn_param_0[72]"),
         ],
     );
 }

@@ -63,13 +63,25 @@ fn streams_of_a_gpu_play_ping_pong() {
         for (payload, placement) in [("host", "host"), ("gpu", "host"), ("host", "gpu"), ("gpu", "gpu")] {
             let place = ["--stream", "cuda", "--via", via, "--payload", payload, "--placement", placement];
             let name = format!("cuda-{via}-{payload}-{placement}");
-            plays(&name, &[&place[..], &["--sizes", "1,8,5003,300000"]].concat(), 3 * 4);
+            let graph = ["--sizes", "1,8,5003,300000", "--graph", "10"];
+            plays(&name, &[&place[..], &graph].concat(), 4 * 4);
             let bare = ["--sizes", "1,5003", "--no-kernels", "--floor"];
             plays(&name, &[&place[..], &bare].concat(), 1 + 3 * 2);
-            let work = ["--sizes", "8", "--kernel-us", "50"];
-            plays(&name, &[&place[..], &work].concat(), 3);
+            let work = ["--sizes", "8", "--kernel-us", "50", "--graph", "37"];
+            plays(&name, &[&place[..], &work].concat(), 4);
         }
     }
+}
+
+#[test]
+fn wrong_bytes_of_a_graph_are_noticed() {
+    if no_gpu() {
+        return;
+    }
+    let mut command = example("pingpong");
+    command.args(["--stream", "cuda", "--sizes", "8", "--iters", "10", "--modes", "graph", "--wrong-bytes"]);
+    let error = fails(command);
+    assert!(error.contains("wrong data"), "{error}");
 }
 
 /// The stream is a thread, but payload or queues are on the GPU.

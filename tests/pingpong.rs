@@ -40,7 +40,7 @@ fn check(report: &Value, modes: &[&str], sizes: &[u64], iters: u64) {
     }
 }
 
-const FIELDS: [&str; 8] = [
+const FIELDS: [&str; 10] = [
     "mode",
     "bytes",
     "iters",
@@ -48,7 +48,9 @@ const FIELDS: [&str; 8] = [
     "iteration_us",
     "cpu_us_per_msg",
     "process_cpu_us_per_msg",
+    "application_cpu_us_per_msg",
     "errors",
+    "of_sync",
 ];
 
 const MODES: [&str; 3] = ["stream", "sync", "cpu"];
@@ -63,6 +65,50 @@ fn all_modes_deliver_right_bytes() {
     for word in ["software HCA", "2 ranks", "stream", "sync", "cpu", "errors"] {
         assert!(out.contains(word), "{out}");
     }
+}
+
+/// Launches that do not divide the iterations, one that has all of them, and one of each; what they are of mode sync.
+#[test]
+fn graphs_deliver_right_bytes() {
+    const MODES: [&str; 3] = ["stream", "graph", "sync"];
+    for each in ["1", "10", "200"] {
+        let json = Scratch::new(&format!("graph-{each}"));
+        let path = json.path().to_str().unwrap();
+        let args = ["--sizes", "1,8,5000", "--iters", "37", "--modes", "stream,sync", "--graph", each];
+        succeeds(pingpong(&[&args[..], &["--json", path]].concat()));
+        let report = json.json();
+        check(&report, &MODES, &[1, 8, 5000], 37);
+        assert_eq!(report["settings"]["graph"].to_string(), each);
+        let results = report["results"].as_array().unwrap();
+        for line in results {
+            let sync =
+                results.iter().find(|of| of["mode"] == "sync" && of["bytes"] == line["bytes"]).unwrap();
+            let ratio = positive(&line["half_rtt_us"]["p50"]) / positive(&sync["half_rtt_us"]["p50"]);
+            assert!((positive(&line["of_sync"]["half_rtt"]) - ratio).abs() < 1e-9, "{line}");
+            let ratio = positive(&line["cpu_us_per_msg"]) / positive(&sync["cpu_us_per_msg"]);
+            assert!((positive(&line["of_sync"]["cpu"]) - ratio).abs() < 1e-9, "{line}");
+        }
+    }
+}
+
+/// Work is part of a graph.
+#[test]
+fn work_goes_before_each_send_of_a_graph() {
+    let json = Scratch::new("graph-work");
+    let path = json.path().to_str().unwrap();
+    let args = ["--kernel-us", "3000", "--sizes", "8", "--iters", "3", "--modes", "graph", "--graph", "2"];
+    succeeds(pingpong(&[&args[..], &["--json", path]].concat()));
+    let report = json.json();
+    check(&report, &["graph"], &[8], 3);
+    let line = &report["results"][0];
+    assert!(positive(&line["half_rtt_us"]["min"]) >= 2990.0, "{line}");
+    assert!(line["of_sync"].is_null(), "{line}");
+}
+
+#[test]
+fn wrong_bytes_of_a_graph_are_noticed() {
+    let error = fails(pingpong(&["--sizes", "8", "--iters", "10", "--modes", "graph", "--wrong-bytes"]));
+    assert!(error.contains("wrong data"), "{error}");
 }
 
 /// Only sends and waits on the stream, and the flags that are the floor; windows that do not divide the iterations.
@@ -123,6 +169,7 @@ fn help_mentions_every_option() {
     let help = succeeds(pingpong(&["--help"]));
     for word in [
         "--modes",
+        "--graph",
         "--sizes",
         "--iters",
         "--ahead",
@@ -153,8 +200,11 @@ fn bad_arguments_are_named() {
         (&["--sizes", "0"][..], &["--sizes", "0 is not in"][..]),
         (&["--sizes", "8,1073741825"], &["--sizes", "1073741825"]),
         (&["--sizes", "eight"], &["--sizes", "eight"]),
-        (&["--modes", "fast"], &["--modes", "fast", "stream, sync, cpu"]),
+        (&["--modes", "fast"], &["--modes", "fast", "stream, graph, sync, cpu"]),
         (&["--iters", "0"], &["--iters"]),
+        (&["--graph", "0"], &["--graph"]),
+        (&["--graph", "201"], &["--graph", "201"]),
+        (&["--graph", "5", "--no-kernels"], &["--graph", "--no-kernels"]),
         (&["--ahead", "201"], &["--ahead", "201"]),
         (&["--timeout", "0"], &["--timeout"]),
         (&["--modes", "floor"], &["--modes", "floor"]),

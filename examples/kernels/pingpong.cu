@@ -25,19 +25,19 @@ struct Score {
     u32 wrong;
 };
 
-// The arguments of `turn`.
+// The arguments of `turn`: the same in all iterations, so that a graph can repeat it.
 struct Turn {
     Score *score;
-    // Where the time of this iteration goes, nanoseconds.
-    u64 *time;
-    // What has arrived, and what leaves next: `bytes` bytes each, on 8-byte boundaries.
-    volatile u64 *received;
+    // Where the times of the iterations go, nanoseconds, and how many there are.
+    u64 *times;
+    u64 total;
+    // Where messages with even and with odd numbers arrive, and where they leave: `bytes` bytes each, on 8-byte boundaries.
+    volatile u64 *received[2];
     volatile u64 *sent;
     u64 bytes;
-    // Seeds of the patterns: of what should have arrived, of what arrives there next, of what leaves next.
-    u64 arrived;
-    u64 spoilt;
-    u64 next;
+    // Who sends from here, and whether it is to send what nobody expects.
+    u64 rank;
+    u64 lies;
 };
 
 static __device__ u64 now_ns()
@@ -47,7 +47,14 @@ static __device__ u64 now_ns()
     return time;
 }
 
-// Word `index` of a message: `Pattern` of the host.
+// The seed of a message: `Pattern` of the host.
+static __device__ u64 seed_of(u64 sender, u64 number)
+{
+    const u64 seed = ((sender << 56 ^ number) + 1) * 0x9e3779b97f4a7c15ull;
+    return (seed ^ seed >> 29) * 0xbf58476d1ce4e5b9ull;
+}
+
+// Word `index` of a message.
 static __device__ u64 word(u64 seed, u64 index)
 {
     const u64 word = seed + (index + 1) * 0x9e3779b97f4a7c15ull;
@@ -76,21 +83,27 @@ extern "C" __global__ void turn(Turn t)
     const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const u64 words = t.bytes / 8;
     const u64 end = now_ns();
+    // Counted on by the last block, when all have read it.
+    const u64 n = ((volatile Score *)t.score)->turns;
+    volatile u64 *const received = t.received[n % 2];
+    const u64 arrived = seed_of(1 - t.rank, n);
+    const u64 spoilt = seed_of(1 - t.rank, n + 2);
+    const u64 next = seed_of(t.rank, t.lies ? ~(n + 1) : n + 1);
     bool wrong = false;
 
-    if (first == 0)
-        *t.time = end - t.score->start;
+    if (first == 0 && n < t.total)
+        t.times[n] = end - t.score->start;
     for (u64 i = first; i < words; i += threads) {
-        wrong |= t.received[i] != word(t.arrived, i);
-        t.received[i] = ~word(t.spoilt, i);
-        t.sent[i] = word(t.next, i);
+        wrong |= received[i] != word(arrived, i);
+        received[i] = ~word(spoilt, i);
+        t.sent[i] = word(next, i);
     }
     if (first < t.bytes % 8) {
-        volatile u8 *received = (volatile u8 *)(t.received + words) + first;
+        volatile u8 *const tail = (volatile u8 *)(received + words) + first;
         const u32 shift = 8 * (u32)first;
-        wrong |= *received != (u8)(word(t.arrived, words) >> shift);
-        *received = (u8)(~word(t.spoilt, words) >> shift);
-        ((volatile u8 *)(t.sent + words))[first] = (u8)(word(t.next, words) >> shift);
+        wrong |= *tail != (u8)(word(arrived, words) >> shift);
+        *tail = (u8)(~word(spoilt, words) >> shift);
+        ((volatile u8 *)(t.sent + words))[first] = (u8)(word(next, words) >> shift);
     }
     const bool block_wrong = __syncthreads_or(wrong);
     if (threadIdx.x != 0)

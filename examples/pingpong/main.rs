@@ -53,7 +53,7 @@ fn run(Cli { play: options, floor: with_floor, json }: &Cli) -> Result<bool> {
     // A path that cannot be written to is better known before the measurement than after it.
     let create = |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
     let file = json.as_ref().filter(|_| first).map(create).transpose()?;
-    let steps = options.modes.len() * options.sizes.len();
+    let steps = options.modes().len() * options.sizes.len();
     // Drawn on a terminal only, and never while a measurement runs.
     let bar = if first { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
     bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
@@ -61,7 +61,7 @@ fn run(Cli { play: options, floor: with_floor, json }: &Cli) -> Result<bool> {
     if *with_floor {
         results.push(floor(options, &comm, &lane)?);
     }
-    for &mode in &options.modes {
+    for mode in options.modes() {
         for &bytes in &options.sizes {
             let bytes = usize::try_from(bytes)?;
             bar.set_message(format!("{mode:?}, {} B", size(bytes)));

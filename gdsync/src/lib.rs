@@ -10,6 +10,7 @@
 //! - [`memory`]: memory that a device may touch, and the only code that touches it;
 //! - [`cuda`]: GPUs, their memory and what they can do;
 //! - [`recorder`]: the flight recorder, which keeps when every request reached which stage;
+//! - [`nvtx`]: ranges for profilers, with the feature of this name;
 //! - [`mlx5`]: the ring formats, byte for byte.
 //!
 //! # A send on a stream
@@ -58,6 +59,7 @@ pub mod memory;
 pub mod mlx5;
 #[doc(hidden)]
 pub mod mover;
+pub mod nvtx;
 #[doc(hidden)]
 pub mod protocol;
 mod proxy;

@@ -4,10 +4,13 @@ mod common;
 #[path = "common/replay.rs"]
 mod replay;
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{Side, hca, stream_with};
-use gdsync::stream::Stream;
+use common::{PATIENCE, Side, hca, stream_with, until};
+use gdsync::error::Error;
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::QpBuilder;
 use replay::Site;
 
@@ -32,6 +35,48 @@ fn launches_and_eager_work_take_turns() {
 #[test]
 fn launches_wait_for_what_comes_later() {
     replay::launched_ahead(&Host, 30);
+}
+
+#[test]
+fn launches_are_waited_for() {
+    replay::waited_for(&Host);
+}
+
+/// Each launch calls it, in its place; the stream keeps it as long as it may.
+#[test]
+fn host_functions_are_repeated() {
+    let stream = stream_with("repeats", PATIENCE);
+    let words = Memory::alloc(64).unwrap();
+    let word = words.word32(0).unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let called = seen.clone();
+    let look = word.clone();
+    let graph = stream
+        .capture(|stream| {
+            let mut batch = Batch::new();
+            batch.write_value32(&word, 1);
+            batch.repeatable_host_fn(move || called.lock().unwrap().push(look.load()));
+            batch.write_value32(&word, 2);
+            stream.submit(&mut batch)?;
+            batch.host_fn(|| {});
+            assert!(matches!(stream.submit(&mut batch), Err(Error::Unsupported { .. })), "only once");
+            Ok(())
+        })
+        .unwrap();
+    assert!(seen.lock().unwrap().is_empty(), "nothing runs in a capture");
+    for _ in 0..3 {
+        graph.launch(&stream).unwrap();
+        stream.write_value32(&word, 7).unwrap();
+    }
+    let mut eager = Batch::new();
+    let (called, look) = (seen.clone(), word.clone());
+    eager.repeatable_host_fn(move || called.lock().unwrap().push(look.load()));
+    stream.submit(&mut eager).unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [1, 1, 1, 7]);
+    assert!(Arc::strong_count(&seen) > 1, "the graph has its function");
+    drop((graph, eager));
+    until(|| Arc::strong_count(&seen) == 1);
 }
 
 #[test]

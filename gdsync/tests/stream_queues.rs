@@ -272,6 +272,63 @@ fn one_wait_covers_all_sends() {
     }
 }
 
+/// The CPU looks at few of the completions that a stream has passed; each says what it says all the same.
+#[test]
+fn what_a_stream_has_passed_can_be_asked_for() {
+    let (a, b) = pair(64, |q| q.max_send_wr(8).max_recv_wr(8));
+    let s = stream("passed");
+    for round in 0..50u32 {
+        let place = [b.mr.sge(0, 64).unwrap()];
+        let receives: Vec<_> = (0..8).map(|wr_id| RecvWr { wr_id, sges: &place }).collect();
+        let last = b.qp.post_recv(&receives).unwrap().index();
+        let mut batch = Batch::new();
+        let (mut sent, mut received) = (Vec::new(), Vec::new());
+        for i in 0..8u32 {
+            let payload = [a.mr.sge(0, usize::try_from(i).unwrap()).unwrap()];
+            let send = SendWr::send(&payload).imm(100 * round + i).id(i.into());
+            sent.push(batch.send(&a.qp, &send).unwrap());
+            received.push(batch.wait_recv(&b.qp).unwrap());
+        }
+        batch.wait_all_sends(&a.qp).unwrap();
+        s.submit(&mut batch).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+        assert_eq!(received[7].index(), last);
+        for i in [7, 3, 0, 5, 5] {
+            let at = usize::try_from(i).unwrap();
+            let [sent, received] = [&sent, &received].map(|all| all[at].status().unwrap().unwrap());
+            assert_eq!((sent.wr_id, received.wr_id), (i.into(), i.into()));
+            assert_eq!((received.byte_len, received.imm), (i, Some(100 * round + i)), "round {round}");
+        }
+    }
+    assert!(a.qp.poll_send().is_none() && b.qp.poll_recv().is_none());
+}
+
+#[test]
+fn a_failure_among_completions_that_a_stream_has_passed_is_told() {
+    let (a, b) = pair(64, |q| q);
+    let s = stream("passed");
+    let gone = b.mr.remote(0).unwrap();
+    let gone = gdsync::mlx5::RemoteAddr { rkey: !gone.rkey, ..gone };
+    let mut batch = Batch::new();
+    let mut sent = Vec::new();
+    for i in 0..8u8 {
+        let value = [i];
+        let send = if i == 4 { SendWr::write_inline(gone, &value).id(4) } else { write(&b, 0, &value) };
+        sent.push(batch.send(&a.qp, &send).unwrap());
+    }
+    batch.wait_all_sends(&a.qp).unwrap();
+    s.submit(&mut batch).unwrap();
+    let error = s.synchronize(PATIENCE).unwrap_err();
+    assert!(matches!(&error, Error::Completion(c) if c.wr_id == 4 && !c.is_flush()), "{error}");
+    for (i, sent) in (0..).zip(&sent) {
+        match sent.status() {
+            Ok(Some(wc)) => assert!(i < 4 && wc.wr_id == i),
+            Err(Error::Completion(c)) => assert!(i >= 4 && c.wr_id == i && c.is_flush() == (i > 4)),
+            other => panic!("send {i}: {other:?}"),
+        }
+    }
+}
+
 #[test]
 fn a_queue_pair_belongs_to_one_stream_until_it_is_idle() {
     let (a, b) = pair(64, |q| q);

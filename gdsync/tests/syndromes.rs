@@ -301,7 +301,7 @@ fn a_late_receive_is_found_when_retries_never_end() {
 
 #[test]
 fn a_peer_that_does_not_answer_is_given_up() {
-    let build = |q: QpBuilder| q.timeout(8).retry_cnt(1);
+    let build = |q: QpBuilder| q.timeout(14).retry_cnt(1);
     both(build, |a, b| {
         b.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
         a.qp.post_send(&[SendWr::send(&[]).id(71), SendWr::nop().id(72)]).unwrap();

@@ -108,7 +108,8 @@ impl Builder {
     }
 
     /// What the messages between ranks of the same host go through (default [`Local::Soft`]): where the other messages go
-    /// through an RDMA device, a software HCA beside it. `MP_LOCAL` in the environment overrides it.
+    /// through an RDMA device, a software HCA beside it; short ones from CPU to CPU through slots of shared memory, unless
+    /// [`Builder::watch`] is off at a rank. `MP_LOCAL` in the environment overrides it.
     pub fn local(mut self, local: Local) -> Self {
         self.local = local;
         self
@@ -189,11 +190,12 @@ impl Builder {
             Some(context) => context.clone(),
             None => Device::find(None)?.open()?,
         };
-        let planes = Planes::agree(&context, &local, &mut *bootstrap, deadline.remaining())?;
+        let mut planes = Planes::agree(&context, &local, self.watch, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
         let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
         let alarm = Arc::default();
-        let (links, credits) = connect(&planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
+        let (links, credits) =
+            connect(&mut planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
         // Nobody may send before everybody can receive.
         bootstrap.barrier(deadline.remaining())?;
         let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();

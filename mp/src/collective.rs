@@ -176,11 +176,12 @@ impl Collectives {
     }
 
     /// Combines the values in `range` of `buffer` of all ranks, one by one, and leaves the result in all of them, with
-    /// the same bits. The CPU does it, in host memory; it is meant for a few values: each rank sends all of them to
-    /// log2(ranks) others.
+    /// the same bits. The CPU does it, in GPU memory through its mapping; it is meant for a few values: each rank sends all
+    /// of them to log2(ranks) others.
     ///
     /// # Errors
-    /// As [`Collectives::broadcast`]; [`Error::Device`] for GPU memory, or a length that is not a whole number of values.
+    /// As [`Collectives::broadcast`]; [`Error::Device`] for GPU memory without a mapping, or a length that is not a whole
+    /// number of values.
     pub fn allreduce<T: Number>(
         &self,
         buffer: &Registration,
@@ -314,13 +315,6 @@ fn check_values<T: Number>(buffer: &Registration, range: &Range<usize>) -> Resul
     if !range.len().is_multiple_of(size_of::<T>()) {
         return Err(invalid("the length of the range", range.len(), "a whole number of values"));
     }
-    if buffer.memory().gpu().is_some() {
-        return Err(Error::Device(gdsync::Error::Unsupported {
-            what: "an allreduce in GPU memory",
-            by: "the CPU",
-            fix: "use host memory, or allgather the values and combine them in a kernel of yours",
-        }));
-    }
     Ok(())
 }
 
@@ -338,5 +332,7 @@ fn combine<T: Number>(
         scratch.memory().read(slot, &mut theirs)?;
         T::combine(&mut values, &theirs, how);
     }
-    Ok(buffer.memory().write(range.start, &values)?)
+    buffer.memory().write(range.start, &values)?;
+    // The GPU reads them next, if they are on one.
+    Ok(buffer.memory().flush()?)
 }

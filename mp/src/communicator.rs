@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::link::Link;
 use crate::path::{self, Path, Plane};
 use crate::peer::{Peer, Piece, Way};
-use crate::request::{Request, Status};
+use crate::request::{Part, Request, Status};
 use crate::spawn::Children;
 use crate::watch::{Alarm, Watch};
 use crate::window::Lanes;
@@ -141,6 +141,24 @@ impl Communicator {
         self.0.paths.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
     }
 
+    /// Messages so far that took the way of short ones to and from a rank, through slots of shared memory: sent, and received.
+    /// Both are 0 for a rank that has none: see [`Path::has_slots`].
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn through_slots(&self, rank: usize) -> Result<(u64, u64)> {
+        let slots = self.peer(rank)?.link.slots.as_ref();
+        Ok(slots.map_or((0, 0), |slots| (slots.sent_count(), slots.received())))
+    }
+
+    /// The device that messages with a rank travel through.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`].
+    pub fn device(&self, rank: usize) -> Result<&Context> {
+        Ok(self.0.plane(self.path(rank)?.is_near()).0)
+    }
+
     /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone.
     ///
     /// # Errors
@@ -167,13 +185,24 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::isend`].
     pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let _range = crate::DOMAIN.range(c"isend");
         let post = |link: &Link, sges: &[Sge]| {
-            let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
-            // The CPU does not wait for the receive: the device does, by asking again.
-            link.credits.count(&completion, link.depth);
-            Ok((completion, ()))
+            let post = || {
+                let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
+                // The CPU does not wait for the receive: the device does, by asking again.
+                let number = link.credits.count(&completion, link.depth);
+                Ok((completion, number))
+            };
+            match &link.slots {
+                Some(slots) => Ok((slots.send_counted(pieces, post)?, ())),
+                None => Ok((post()?.0, ())),
+            }
         };
-        Ok(self.peer(rank)?.start(Way::Send, "send", pieces, post)?.0)
+        let peer = self.peer(rank)?;
+        match peer.send(pieces)? {
+            Some(request) => Ok(request),
+            None => Ok(peer.start(Way::Send, "send", pieces, post)?.0),
+        }
     }
 
     /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both sides.
@@ -189,12 +218,13 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::isend`].
     pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let _range = crate::DOMAIN.range(c"irecv");
         let post = |link: &Link, sges: &[Sge]| {
             let completion = link.ends.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
             link.credits.grant(&completion);
             Ok((completion, ()))
         };
-        Ok(self.peer(rank)?.start(Way::Recv, "receive", pieces, post)?.0)
+        self.peer(rank)?.receive(pieces, post)
     }
 
     /// Blocks until a message is complete.
@@ -202,16 +232,16 @@ impl Communicator {
     /// # Errors
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
-        let status = match request.test()? {
-            Some(status) => status,
-            None => {
-                self.catch_up();
-                request.wait_long(timeout)?
+        let status = request.wait_and(timeout, || self.catch_up())?;
+        match &request.part {
+            Part::Posted(order) => match &order.lane {
+                Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
+                None => self.peer(request.rank())?.finish(order, status),
+            },
+            Part::Kept(receive) if receive.bound().is_some() => {
+                request.link.slots.iter().for_each(|slots| slots.finish(&request.link));
             }
-        };
-        match &request.0.lane {
-            Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
-            None => self.peer(request.rank())?.finish(request, status),
+            Part::Kept(_) | Part::Copied { .. } => {}
         }
         Ok(status)
     }

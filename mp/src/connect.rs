@@ -48,7 +48,7 @@ impl Card {
 /// Makes queue pairs with room for `most` messages to each rank by `build` and connects them with those of the other ranks.
 /// The region must live as long as the links: it has the words that the others write.
 pub(crate) fn connect(
-    planes: &Planes,
+    planes: &mut Planes,
     bootstrap: &mut dyn Exchange,
     most: Most,
     build: impl Fn(&Pd) -> QpBuilder,
@@ -92,7 +92,8 @@ pub(crate) fn connect(
         };
         let word = table.memory().word32(credit::place(peer))?;
         let credits = Credits::new(word, way, alarm.clone());
-        Ok(Link::new(peer, planes.is_near(peer), messages, most, credits))
+        let slots = planes.slots.get_mut(peer).and_then(Option::take);
+        Ok(Link::new(peer, planes.is_near(peer), messages, most, credits, slots))
     });
     Ok((links.collect::<Result<_>>()?, table))
 }

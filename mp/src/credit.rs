@@ -116,6 +116,16 @@ impl Credits {
         self.arrived.store(arrived, Ordering::Relaxed);
     }
 
+    /// Receives posted for the peer, modulo 2^32.
+    pub(crate) fn posted(&self) -> u32 {
+        self.posted.load(Ordering::SeqCst)
+    }
+
+    /// Has the watching thread look soon.
+    pub(crate) fn ring(&self) {
+        self.alarm.ring();
+    }
+
     fn is_behind(&self) -> bool {
         self.posted.load(Ordering::SeqCst) != self.announced.load(Ordering::Relaxed)
     }
@@ -169,9 +179,9 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing.
-    pub(crate) fn count(&self, message: &Completion, depth: usize) {
-        self.numbers.next(message.index(), depth);
+    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing. Returns its number, from 1.
+    pub(crate) fn count(&self, message: &Completion, depth: usize) -> u32 {
+        self.numbers.next(message.index(), depth)
     }
 
     /// As [`Credits::count`]: the word and value that a stream must wait for before it sends it, unless it may leave at once.

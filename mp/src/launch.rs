@@ -135,6 +135,12 @@ const FAMILIES: [Family; 4] = [
     },
 ];
 
+/// Variables of launchers that start several processes without saying how many, and what to do then.
+const HALF: [(&str, &str); 2] = [
+    ("PMI_PORT", "start the program without the option -pmi-port of mpiexec"),
+    ("PMIX_RANK", "start the program with mpirun, or with prterun --personality ompi"),
+];
+
 impl Family {
     fn applies(&self, vars: &Vars<'_>) -> bool {
         let (rank, size) = (vars.text(self.rank), vars.text(self.size));
@@ -171,11 +177,12 @@ impl Launch {
     pub fn from_vars(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let vars = Vars(get);
         let Some(family) = FAMILIES.iter().find(|family| family.applies(&vars)) else {
-            return match vars.text("PMI_PORT") {
-                Some(port) => Err(Error::launch(
-                    format!("PMI_PORT is '{port}', but no variable tells the rank of this process"),
-                    "start the program without the option -pmi-port of mpiexec",
-                )),
+            return match HALF.iter().find_map(|(name, fix)| Some((name, vars.text(name)?, fix))) {
+                Some((name, value, fix)) => {
+                    let what =
+                        format!("{name} is '{value}', but no variable tells rank and size of this process");
+                    Err(Error::launch(what, fix))
+                }
                 None => Ok(None),
             };
         };
@@ -277,7 +284,10 @@ impl Vars<'_> {
         if launcher == Launcher::Pmi && port.is_none() && self.text("PMI_FD").is_some() {
             let host = match given.is_some() || here {
                 true => Some(self.root_host(launcher, size, local_size)?),
-                false => self.text("MPIR_CVAR_CH3_INTERFACE_HOSTNAME"),
+                // The first up to MPICH 4, the second since.
+                false => ["MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "PMI_HOSTNAME"]
+                    .iter()
+                    .find_map(|name| self.text(name)),
             };
             return Ok((Root::Pmi { host }, here));
         }

@@ -59,6 +59,9 @@
 //! Messages between two ranks arrive in the order they were sent; there are no tags. What a stream sends waits until the
 //! receive is posted; where the CPU sends, the device pauses and tries again.
 //!
+//! Short messages between CPUs of a host are copied through shared memory, beside the device: see
+//! [`Communicator::through_slots`]. A send is complete then when it is copied.
+//!
 //! A rank that dies fails what is under way with it, and no more: waits and streams end with an error that names it, within
 //! seconds also where nothing was sent to it. The ranks that are left can go on in a new communicator:
 //! [`Communicator::shrink`].
@@ -73,6 +76,7 @@ mod credit;
 mod deadline;
 mod ends;
 pub mod error;
+mod few;
 pub mod launch;
 mod link;
 mod on_stream;
@@ -80,6 +84,7 @@ mod path;
 mod peer;
 mod request;
 mod shrink;
+mod slots;
 pub mod spawn;
 mod watch;
 mod window;
@@ -95,3 +100,6 @@ pub use request::{Request, Status};
 pub use shrink::Shrunk;
 pub use window::{MAX_INLINE, Rma, Signal, Window};
 pub use word::{wait_value32, wait_value64};
+
+/// What profilers show the ranges of messages in.
+static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");

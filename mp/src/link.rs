@@ -5,13 +5,15 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::memory::Word32;
+use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::stream::{Batch, Cond, PreparedSend};
-use gdsync::verbs::{Completion, Cq, SendWr, Sge};
+use gdsync::verbs::{Completion, CompletionError, Cq, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::credit::Credits;
 use crate::ends::Ends;
 use crate::peer::Way;
+use crate::slots::{Receive, Slots};
 use crate::window::Lane;
 
 /// How long a rank may be silent before a wait asks whether it is there.
@@ -29,6 +31,8 @@ pub(crate) struct Link {
     /// Pieces that one may have.
     pub(crate) pieces: usize,
     pub(crate) credits: Credits,
+    /// Beside the queue pair, for short messages of the CPU.
+    pub(crate) slots: Option<Slots>,
     ended: AtomicBool,
     given_up: AtomicBool,
     /// The connections of windows to the same rank.
@@ -45,10 +49,17 @@ pub(crate) struct Most {
 }
 
 impl Link {
-    pub(crate) fn new(rank: usize, near: bool, ends: Ends, most: Most, credits: Credits) -> Self {
+    pub(crate) fn new(
+        rank: usize,
+        near: bool,
+        ends: Ends,
+        most: Most,
+        credits: Credits,
+        slots: Option<Slots>,
+    ) -> Self {
         let ([ended, given_up], lanes) = ([false; 2].map(AtomicBool::new), Mutex::default());
         let Most { depth, pieces } = most;
-        Self { rank, near, ends, depth, pieces, credits, ended, given_up, lanes }
+        Self { rank, near, ends, depth, pieces, credits, slots, ended, given_up, lanes }
     }
 
     /// Where messages of one direction complete.
@@ -70,9 +81,18 @@ impl Link {
 
     /// Adds a message to a batch.
     pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
-        let send = self.ends.send.prepare_send(&[SendWr::send(sges)])?;
+        let send = self.prepare_send(sges)?;
         let credit = self.credits.next(&send.completion(), self.depth);
         Ok(post_behind(batch, credit, send))
+    }
+
+    /// Prepares a send that a stream starts.
+    pub(crate) fn prepare_send(&self, sges: &[Sge]) -> gdsync::Result<PreparedSend> {
+        let prepare = || self.ends.send.prepare_send(&[SendWr::send(sges)]);
+        match &self.slots {
+            Some(slots) => slots.send_other(prepare),
+            None => prepare(),
+        }
     }
 
     /// Adds a message that was prepared before to a batch.
@@ -80,10 +100,56 @@ impl Link {
         post_behind(batch, self.credits.post(&send.completion(), self.depth), send)
     }
 
+    /// Takes what has come through slots. Returns whether receives wait for more.
+    pub(crate) fn take(&self) -> bool {
+        self.slots.as_ref().is_some_and(|slots| slots.take(self, true))
+    }
+
+    /// As [`Link::take`], and lets go of what is complete.
+    pub(crate) fn recycle_slots(&self) -> bool {
+        self.slots.as_ref().is_some_and(|slots| slots.recycle(self))
+    }
+
+    /// What came of a receive that is kept for slots, if the connection has ended: behind an error nothing is written to it.
+    ///
+    /// # Errors
+    /// What ended the connection.
+    pub(crate) fn outcome_at_end(&self, receive: &Receive) -> gdsync::Result<Option<usize>> {
+        let Err(error) = self.check() else { return Ok(None) };
+        // Takes what has come, and lets go of the other receives.
+        self.recycle_slots();
+        match receive.outcome()? {
+            None if receive.bound().is_none() => Err(error),
+            known => Ok(known),
+        }
+    }
+
+    /// As [`Link::take`], by the watching thread.
+    pub(crate) fn watch(&self) -> bool {
+        self.slots.as_ref().is_some_and(|slots| slots.watch(self))
+    }
+
     /// Asks whether the rank is still there, if it has been silent: a receive alone would never learn it.
     pub(crate) fn tend(&self) {
-        let there = self.check().and_then(|()| self.credits.tend(SILENCE));
+        let there = self.check().and_then(|()| self.is_refused()).and_then(|()| self.credits.tend(SILENCE));
         if let Err(error) = there {
+            self.fail(&error);
+        }
+    }
+
+    /// Whether the rank has refused a message that it got through a slot.
+    fn is_refused(&self) -> gdsync::Result<()> {
+        if self.slots.as_ref().is_some_and(Slots::is_refused) {
+            let (qpn, operation) = (self.ends.send.qpn(), Some(Opcode::SEND));
+            let syndrome = Syndrome::REM_INV_REQ_ERR;
+            return Err(CompletionError { qpn, wr_id: 0, operation, syndrome, vendor: 0 }.into());
+        }
+        Ok(())
+    }
+
+    /// Ends the connection if the rank has refused a message that it got through a slot.
+    pub(crate) fn end_if_refused(&self) {
+        if let Err(error) = self.is_refused() {
             self.fail(&error);
         }
     }
@@ -107,6 +173,11 @@ impl Link {
         self.fail(&gdsync::Error::GivenUp);
     }
 
+    /// Whether it is known to have ended: [`Link::check`] says why.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.ends.send.is_broken()
+    }
+
     pub(crate) fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Relaxed)
     }
@@ -118,6 +189,9 @@ impl Link {
         }
         self.ends.send.stop(error);
         self.ends.recv.stop(error);
+        if let Some(slots) = &self.slots {
+            slots.shut();
+        }
         self.credits.end(error);
         let lanes = self.lanes.lock().clone();
         lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.ends.send.stop(error));

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use gdsync::stream::{Batch, PreparedSend, Stream};
-use gdsync::verbs::{SendWr, Sge};
+use gdsync::verbs::Sge;
 
 use crate::communicator::{Communicator, Registration};
 use crate::error::Result;
@@ -29,7 +29,7 @@ impl PreparedMessage {
 
     /// Adds it to a batch, as [`Communicator::isend_in_batch`] does.
     pub fn post_in_batch(self, batch: &mut Batch) -> Request {
-        self.request.0.link.post_in_batch(batch, self.send);
+        self.request.link.post_in_batch(batch, self.send);
         self.request
     }
 
@@ -66,6 +66,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::isend_on_stream`].
     pub fn isendv_on_stream(&self, stream: &Stream, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let _range = crate::DOMAIN.range(c"isend_on_stream");
         let post = |link: &Link, sges: &[Sge]| {
             let mut batch = Batch::new();
             let completion = link.send_in_batch(&mut batch, sges)?;
@@ -134,7 +135,7 @@ impl Communicator {
     /// As [`Communicator::isend`].
     pub fn prepare_sendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
         let post = |link: &Link, sges: &[Sge]| {
-            let send = link.ends.send.prepare_send(&[SendWr::send(sges)])?;
+            let send = link.prepare_send(sges)?;
             link.credits.prepare(&send.completion());
             Ok((send.completion(), send))
         };
@@ -167,8 +168,11 @@ impl Communicator {
     /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
     pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
         // Whoever sends it may wait meanwhile, and nobody calls.
-        request.0.link.credits.catch_up();
-        batch.wait(&request.0.completion).map_err(|source| request.failed(source))
+        request.link.credits.catch_up();
+        match request.for_stream()? {
+            Some(completion) => batch.wait(completion).map_err(|source| request.failed(source)),
+            None => Ok(()),
+        }
     }
 
     /// Holds a stream until a message is complete. A stream that is released by a failure goes on too: look at
@@ -178,8 +182,11 @@ impl Communicator {
     /// [`Error::Message`](crate::Error::Message): the connection is broken, the stream is full or failed, or another
     /// stream waits for the messages of this rank.
     pub fn wait_on_stream(&self, stream: &Stream, request: &Request) -> Result<()> {
-        request.0.link.credits.catch_up();
-        stream.wait(&request.0.completion).map_err(|source| request.failed(source))
+        request.link.credits.catch_up();
+        match request.for_stream()? {
+            Some(completion) => stream.wait(completion).map_err(|source| request.failed(source)),
+            None => Ok(()),
+        }
     }
 
     /// As [`Communicator::wait_on_stream`] for several messages, in one submission.

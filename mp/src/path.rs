@@ -18,17 +18,21 @@ use crate::bootstrap::Exchange;
 use crate::communicator::Registration;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::slots::{Slots, share};
 
 /// The variable that decides in place of the program.
 const VARIABLE: &str = "MP_LOCAL";
 
-/// What the messages between ranks of the same host go through. The environment's `MP_LOCAL` overrides it: `soft`, `device` or
-/// `measure`.
+/// What the messages between ranks of the same host go through. The environment's `MP_LOCAL` overrides it: `soft`,
+/// `queues`, `device` or `measure`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Local {
-    /// The software HCA.
+    /// The software HCA, and short messages of the CPU through slots of shared memory beside it: also where all other messages
+    /// go through a software HCA too.
     Soft,
+    /// The software HCA, for all messages.
+    Queues,
     /// The device that all other messages go through.
     Device,
     /// This device.
@@ -47,25 +51,27 @@ impl Local {
         match variable.map(str::trim) {
             None | Some("") => Ok(self),
             Some("soft") => Ok(Self::Soft),
+            Some("queues") => Ok(Self::Queues),
             Some("device") => Ok(Self::Device),
             Some("measure") => Ok(Self::Measured),
             Some(other) => Err(gdsync::Error::InvalidArgument {
                 what: VARIABLE,
                 value: format!("'{other}'"),
-                expected: "soft, device or measure",
+                expected: "soft, queues, device or measure",
             }),
         }
     }
 }
 
 /// What the messages with a rank go through, and why: see [`Communicator::path`](crate::Communicator::path). It is written as
-/// `software HCA over shared memory: the rank is on this host`.
+/// `software HCA over shared memory, short messages through slots: the rank is on this host`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Path {
     device: String,
     wire: String,
     reason: Cow<'static, str>,
     is_near: bool,
+    has_slots: bool,
 }
 
 impl Path {
@@ -88,11 +94,17 @@ impl Path {
     pub fn is_near(&self) -> bool {
         self.is_near
     }
+
+    /// Whether short messages from CPU to CPU are copied through slots of shared memory, beside the device.
+    pub fn has_slots(&self) -> bool {
+        self.has_slots
+    }
 }
 
 impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} over {}: {}", self.device, self.wire, self.reason)
+        let slots = if self.has_slots { ", short messages through slots" } else { "" };
+        write!(f, "{} over {}{slots}: {}", self.device, self.wire, self.reason)
     }
 }
 
@@ -116,30 +128,34 @@ pub(crate) struct Planes {
     pub(crate) far: Plane,
     pub(crate) near: Option<Plane>,
     pub(crate) paths: Vec<Path>,
+    /// Those shared with each rank.
+    pub(crate) slots: Vec<Option<Slots>>,
 }
 
 /// Why a rank is not reached through the device for ranks of the same host; `None` where it is.
 type Refusals = Vec<Option<&'static str>>;
 
 impl Planes {
-    /// Decides with the other ranks. All must call it.
+    /// Decides with the other ranks. All must call it. Slots need the thread that watches.
     ///
     /// # Errors
     /// Of the exchange, and [`Error::Device`] from a device.
     pub(crate) fn agree(
         far: &Context,
         local: &Local,
+        watched: bool,
         bootstrap: &mut dyn Exchange,
         timeout: Duration,
     ) -> Result<Self> {
         let refusal = match local {
-            Local::Soft if far.is_software() => Some("it is the software HCA already"),
+            Local::Soft | Local::Queues if far.is_software() => Some("it is the software HCA already"),
             Local::Device => Some("this rank asked for it (MP_LOCAL, or the builder)"),
-            Local::Soft | Local::Through(_) | Local::Measured => None,
+            Local::Soft | Local::Queues | Local::Through(_) | Local::Measured => None,
         };
         let deadline = Deadline::after(timeout);
         let measures = matches!(local, Local::Measured);
-        let mine = Card { wants: refusal.is_none(), measures, host: Host::here() };
+        let slots = watched && matches!(local, Local::Soft);
+        let mine = Card { wants: refusal.is_none(), measures, slots, host: Host::here() };
         let cards = read(&bootstrap.allgather(&mine.to_bytes(), timeout)?)?;
         let refusals = refusals(bootstrap.rank(), refusal, &mine, &cards);
         let is_needed =
@@ -147,7 +163,7 @@ impl Planes {
         let near = match local {
             _ if !is_needed => None,
             Local::Through(context) => Some(Plane::new(context.clone())?),
-            Local::Soft | Local::Device | Local::Measured => {
+            Local::Soft | Local::Queues | Local::Device | Local::Measured => {
                 Some(Plane::new(Context::soft(&SoftHcaConfig::from_env()?)?)?)
             }
         };
@@ -169,11 +185,20 @@ impl Planes {
             };
             let is_near = near.as_ref().is_some_and(|near| std::ptr::eq(plane, near));
             let (device, wire) = (plane.context.description().to_owned(), plane.context.wire().to_owned());
-            Path { device, wire, reason, is_near }
+            Path { device, wire, reason, is_near, has_slots: false }
         };
-        let paths: Vec<_> = refusals.iter().map(path).collect();
+        let mut paths: Vec<_> = refusals.iter().map(path).collect();
         let near = near.filter(|_| paths.iter().any(Path::is_near));
-        Ok(Self { far, near, paths })
+        let is_beside = |(peer, theirs): (usize, &Card)| {
+            let is_here = peer != bootstrap.rank() && theirs.host.shares_memory_with(&mine.host);
+            mine.slots && theirs.slots && is_here
+        };
+        let wanted: Vec<_> = cards.iter().enumerate().map(is_beside).collect();
+        let slots = share(&wanted, bootstrap, deadline.remaining())?;
+        for (path, slots) in paths.iter_mut().zip(&slots) {
+            path.has_slots = slots.is_some();
+        }
+        Ok(Self { far, near, paths, slots })
     }
 
     /// Whether a rank is reached through the device for ranks of the same host.
@@ -208,17 +233,20 @@ struct Card {
     wants: bool,
     /// It would have it measured.
     measures: bool,
+    /// It has slots for ranks of its host that have them too.
+    slots: bool,
     host: Host,
 }
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        [&[u8::from(self.wants), u8::from(self.measures)], self.host.as_bytes()].concat()
+        [&[self.wants, self.measures, self.slots].map(u8::from), self.host.as_bytes()].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let ([wants, measures], host) = bytes.split_first_chunk()?;
-        Some(Self { wants: *wants != 0, measures: *measures != 0, host: Host::from_bytes(host) })
+        let ([wants, measures, slots], host) = bytes.split_first_chunk()?;
+        let [wants, measures, slots] = [wants, measures, slots].map(|&flag| flag != 0);
+        Some(Self { wants, measures, slots, host: Host::from_bytes(host) })
     }
 }
 
@@ -262,6 +290,7 @@ mod tests {
         let card = |wants, host: &str| Card {
             wants,
             measures: host == "a",
+            slots: false,
             host: Host::from_bytes(host.as_bytes()),
         };
         let cards = [

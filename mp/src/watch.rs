@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::link::SILENCE;
+use crate::link::{Link, SILENCE};
 use crate::peer::Peer;
 use crate::window::Lanes;
 
@@ -44,11 +44,22 @@ impl Alarm {
 
     /// Tells everybody, if it is on, and says whether it was.
     pub(crate) fn answer(&self, peers: &[Peer]) -> bool {
+        self.answer_and(peers, Link::take)
+    }
+
+    fn answer_and(&self, peers: &[Peer], look: impl Fn(&Link) -> bool) -> bool {
         let is_on = self.is_on.load(Ordering::SeqCst);
         if is_on {
             // First: what is held back from here on switches it on again.
             self.is_on.store(false, Ordering::SeqCst);
-            peers.iter().for_each(|peer| peer.link.credits.catch_up());
+            let mut again = false;
+            for Peer { link, .. } in peers {
+                link.credits.catch_up();
+                again |= look(link);
+            }
+            if again {
+                self.ring();
+            }
         }
         is_on
     }
@@ -64,11 +75,11 @@ impl Alarm {
             }
             MutexGuard::unlocked(&mut stop, || {
                 if looks > 0 {
-                    looks = if self.answer(peers) { LOOKS } else { looks - 1 };
+                    looks = if self.answer_and(peers, Link::watch) { LOOKS } else { looks - 1 };
                     if looks == 0 {
                         self.is_heard.store(false, Ordering::SeqCst);
                         // What nobody was woken for.
-                        self.answer(peers);
+                        self.answer_and(peers, Link::watch);
                     }
                 } else if self.is_heard.load(Ordering::SeqCst) {
                     looks = LOOKS;

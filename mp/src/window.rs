@@ -1,6 +1,5 @@
 //! Windows: memory that other ranks read and write by themselves.
 
-mod few;
 mod lane;
 mod rma;
 mod start;

@@ -158,7 +158,7 @@ fn strangers_neither_break_nor_block_the_job() {
     let mut garbage = TcpStream::connect(&root).unwrap();
     garbage.write_all(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n").unwrap();
     let mut partial = TcpStream::connect(&root).unwrap();
-    partial.write_all(b"GDSB\x00\x01").unwrap();
+    partial.write_all(b"GDSB\x00\x02").unwrap();
     let mut huge = TcpStream::connect(&root).unwrap();
     let mut hello = hello(1, 2, 7);
     hello[24..28].fill(0xff);
@@ -183,7 +183,7 @@ fn strangers_neither_break_nor_block_the_job() {
 
 /// Header of a hello, as the module documentation of the frame gives it.
 fn hello(rank: u32, size: u32, token: u64) -> Vec<u8> {
-    let mut bytes = b"GDSB\x00\x01\x00\x01".to_vec();
+    let mut bytes = b"GDSB\x00\x02\x00\x01".to_vec();
     bytes.extend(rank.to_be_bytes());
     bytes.extend(size.to_be_bytes());
     bytes.extend(token.to_be_bytes());
@@ -265,17 +265,17 @@ fn other_versions_are_told_apart_on_both_sides() {
         let mut newer = TcpStream::connect(&root).unwrap();
         newer.set_read_timeout(Some(LONG)).unwrap();
         let mut header = hello(1, 2, 7);
-        header[5] = 2;
+        header[5] = 3;
         newer.write_all(&header).unwrap();
         let mut answer = Vec::new();
         newer.read_to_end(&mut answer).unwrap();
-        assert_eq!(answer[..8], *b"GDSB\x00\x01\x00\x03");
-        assert!(String::from_utf8_lossy(&answer[28..]).contains("version 2"));
+        assert_eq!(answer[..8], *b"GDSB\x00\x02\x00\x03");
+        assert!(String::from_utf8_lossy(&answer[28..]).contains("version 3"));
         Bootstrap::connect(&launch(1, 2, &root), LONG).unwrap().barrier(LONG).unwrap();
         rank_0.join().unwrap().unwrap();
     });
     for (answer, expected) in
-        [(&header_of_version(2)[..], "version 2"), (&[b'x'; 28][..], "not a gdsync bootstrap")]
+        [(&header_of_version(3)[..], "version 3"), (&[b'x'; 28][..], "not a gdsync bootstrap")]
     {
         let (listener, root) = socket();
         thread::scope(|scope| {
@@ -372,7 +372,7 @@ fn different_operations_do_not_match() {
         _ => bootstrap.allgather(b"x", LONG).unwrap_err(),
     });
     for error in &errors {
-        assert!(blames(error, "rank 1").contains("is in allgather while this rank is in barrier"), "{error}");
+        assert!(blames(error, "rank 1").contains("is in allgather while rank 0 is in barrier"), "{error}");
     }
 }
 

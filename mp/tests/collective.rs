@@ -186,7 +186,7 @@ fn a_ring_in_shallow_queues() {
 #[test]
 fn streams_run_behind_the_cpu() {
     job("streams_run_behind_the_cpu", 3, |comm| {
-        const COUNT: usize = 40;
+        const COUNT: usize = 30;
         let all = collectives(comm);
         let (me, size) = (comm.rank(), comm.size());
         let (s, shared) = (stream("behind"), buffer(comm, 3 * 64));

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::env;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -9,6 +10,8 @@ use std::time::Duration;
 use common::{LONG, buffer, bytes, cause, failed, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
+use mp::bootstrap::Bootstrap;
+use mp::launch::Launch;
 use mp::{Communicator, Error, Status};
 
 #[test]
@@ -268,8 +271,8 @@ fn free_port() -> String {
 }
 
 /// Starts ranks by hand, each with the variables of its launcher, and waits for all of them.
-fn by_hand(name: &str, ranks: &[[(&str, &str); 2]], port: &str) -> Vec<Output> {
-    let start = |vars: &[(&str, &str); 2]| {
+fn by_hand<const N: usize>(name: &str, ranks: &[[(&str, &str); N]], port: &str) -> Vec<Output> {
+    let start = |vars: &[(&str, &str); N]| {
         let mut command: Command = myself(name);
         command.envs(vars.iter().copied()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -300,6 +303,36 @@ fn ranks_of_a_launcher_join_twice() {
         let ranks = ["0", "1"].map(|n| [(rank, n), (size, "2")]);
         for output in by_hand(NAME, &ranks, &free_port()) {
             assert_eq!(output.status.code(), Some(43), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+    }
+}
+
+/// Some ranks call `init`, others `init_over` with a bootstrap of their own.
+#[test]
+fn two_ways_to_begin_are_told_apart() {
+    const NAME: &str = "two_ways_to_begin_are_told_apart";
+    /// The rank that calls `init`.
+    const INIT_BY: &str = "GDSYNC_TEST_INIT_BY";
+    if is_part_of(NAME) {
+        let launch = Launch::detect().unwrap().unwrap();
+        let builder = Communicator::builder().timeout(LONG);
+        let error = match env::var(INIT_BY).unwrap().parse::<usize>().unwrap() == launch.rank {
+            true => builder.init().map(drop),
+            false => builder.init_over(Bootstrap::connect(&launch, LONG).unwrap()).map(drop),
+        };
+        let error = error.unwrap_err().to_string();
+        eprintln!("{error}");
+        assert!(
+            error.contains("is in Builder::init while") || error.contains("rank 0 is in Builder::init"),
+            "{error}"
+        );
+        assert!(error.contains("call Builder::init in all ranks, or Builder::init_over in all"), "{error}");
+        return;
+    }
+    for who in ["0", "1", "2"] {
+        let ranks = ["0", "1", "2"].map(|rank| [("RANK", rank), ("WORLD_SIZE", "3"), (INIT_BY, who)]);
+        for output in by_hand(NAME, &ranks, &free_port()) {
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }
     }
 }

@@ -162,7 +162,7 @@ fn the_environment_decides_on_the_path() {
             ("device", words),
             ("", "is on this host"),
             ("measure", "measured, a round trip"),
-            ("nvlink", "soft, device or measure"),
+            ("nvlink", "soft, queues, device or measure"),
         ] {
             let output = myself(NAME).env("MP_LOCAL", value).output().unwrap();
             let text = String::from_utf8_lossy(&output.stdout);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use gdasync::lane::{Lane, Placed};
 use gdasync::measure::series::{Point, Series, Unit};
-use gdasync::measure::{Samples, threads_cpu};
+use gdasync::measure::{SERVICES, Samples, threads_cpu};
 use gdasync::mp::Communicator;
 use gdasync::pingpong::{self, Mode, PTX, Player};
 use serde_json::json;
@@ -32,9 +32,8 @@ pub(crate) struct Options {
     output: Output,
 }
 
-/// Whose time it is; the services by the names of their threads.
+/// Whose time it is.
 const PARTS: [&str; 3] = ["application", "process", "service"];
-const SERVICES: [&str; 2] = ["gdsync-hca", "gdsync-proxy"];
 
 /// The times of one mode, in the order of [`PARTS`].
 #[derive(Default)]
@@ -51,7 +50,8 @@ impl Options {
         let mut sheet = Sheet::new(output, comm.rank() == 0, play.sizes.len())?;
         let curve =
             |mode: Mode, part: &str| Series::new(format!("{}: {part}", name(mode)), "bytes", Unit::Micros);
-        let mut curves: Vec<_> = play.modes.iter().map(|&mode| PARTS.map(|part| curve(mode, part))).collect();
+        let mut curves: Vec<_> =
+            play.modes().iter().map(|&mode| PARTS.map(|part| curve(mode, part))).collect();
         for (i, &size) in play.sizes.iter().enumerate() {
             if i > 0 && !sheet.goes_on(&comm, timeout)? {
                 sheet.out_of_time(format!("{size} bytes"));
@@ -65,7 +65,7 @@ impl Options {
                 }
             }
         }
-        if let Some(by_cpu) = play.modes.iter().position(|&mode| mode == Mode::Cpu) {
+        if let Some(by_cpu) = play.modes().iter().position(|&mode| mode == Mode::Cpu) {
             let baseline = curves[by_cpu].clone();
             curves
                 .iter_mut()
@@ -74,14 +74,12 @@ impl Options {
         }
         sheet.add(curves.into_iter().flatten());
         let options = json!({
-            "stream": lane.stream.kind(),
-            "place": placed.describe(&comm, timeout)?,
             "sizes": play.sizes,
+            "graph": play.graph(),
             "runs": self.runs,
             "work_us": play.work().as_micros(),
         });
-        drop(lane);
-        sheet.finish(comm, "cpu", options, timeout)
+        sheet.finish_lane(comm, lane, &placed, "cpu", options, timeout)
     }
 
     /// Runs all modes by turns; the first turn warms up.
@@ -95,9 +93,9 @@ impl Options {
     ) -> Result<Vec<Times>> {
         let play = &self.play;
         let messages = u32::try_from(play.all_iterations(bytes))?;
-        let mut all: Vec<_> = play.modes.iter().map(|_| Times::default()).collect();
+        let mut all: Vec<_> = play.modes().iter().map(|_| Times::default()).collect();
         for turn in 0..=self.runs {
-            for (&mode, Times(times)) in play.modes.iter().zip(&mut all) {
+            for (&mode, Times(times)) in play.modes().iter().zip(&mut all) {
                 let player = Player::new(play, comm, lane, placed, bytes)?;
                 let before = threads_cpu(&SERVICES)?;
                 let line = player.play(mode)?;

@@ -111,15 +111,12 @@ impl Options {
         }
         sheet.add(all.into_iter().flatten());
         let options = json!({
-            "stream": lane.stream.kind(),
-            "place": placed.describe(&comm, timeout)?,
             "bytes": self.bytes,
             "work_us": self.work_us,
             "ahead": self.ahead,
             "windows": self.windows,
         });
-        drop(lane);
-        sheet.finish(comm, "overlap", options, timeout)
+        sheet.finish_lane(comm, lane, &placed, "overlap", options, timeout)
     }
 
     /// Everything by turns; the first turn warms up.

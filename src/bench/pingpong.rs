@@ -30,6 +30,7 @@ const FLAGS: &str = "stream flags";
 pub(super) fn name(mode: Mode) -> &'static str {
     match mode {
         Mode::Stream => "stream",
+        Mode::Graph => "graph",
         Mode::Sync => "sync",
         Mode::Cpu => "cpu",
         Mode::Floor => FLAGS,
@@ -52,7 +53,7 @@ impl Options {
         }
         let curve = |name| Series::new(name, "bytes", Unit::Micros);
         let (mut line, mut flags) = (curve(FLOOR), curve(FLAGS));
-        let mut modes: Vec<_> = play.modes.iter().map(|&mode| curve(name(mode))).collect();
+        let mut modes: Vec<_> = play.modes().iter().map(|&mode| curve(name(mode))).collect();
         for (i, &size) in play.sizes.iter().enumerate() {
             let bytes = usize::try_from(size)?;
             if i > 0 && !sheet.goes_on(&comm, timeout)? {
@@ -72,7 +73,7 @@ impl Options {
                 line.points.push(Point::time(size.into(), &floor.bounce(rounds)?, 2));
                 keep(&mut flags, pingpong::floor(play, &comm, &lane)?);
             }
-            for (&mode, curve) in play.modes.iter().zip(&mut modes) {
+            for (&mode, curve) in play.modes().iter().zip(&mut modes) {
                 keep(curve, Player::new(play, &comm, &lane, &placed, bytes)?.play(mode)?);
             }
         }
@@ -80,13 +81,11 @@ impl Options {
         modes.iter_mut().for_each(|curve| curve.compare(&line));
         sheet.add([line, flags].into_iter().chain(modes));
         let options = json!({
-            "stream": lane.stream.kind(),
-            "place": placed.describe(&comm, timeout)?,
             "sizes": play.sizes,
             "ahead": play.ahead,
+            "graph": play.graph(),
             "work_us": play.work().as_micros(),
         });
-        drop(lane);
-        sheet.finish(comm, "pingpong", options, timeout)
+        sheet.finish_lane(comm, lane, &placed, "pingpong", options, timeout)
     }
 }

@@ -113,16 +113,13 @@ impl Options {
         }
         sheet.add(sweeps.into_iter().flat_map(|sweep| sweep.curves));
         let options = json!({
-            "stream": lane.stream.kind(),
-            "place": placed.describe(&comm, timeout)?,
             "sizes": self.sizes,
             "outstanding": self.outstanding,
             "qps": self.qps,
             "messages": self.messages,
             "slices": self.slices,
         });
-        drop(lane);
-        sheet.finish(comm, "rate", options, timeout)
+        sheet.finish_lane(comm, lane, &placed, "rate", options, timeout)
     }
 
     /// Both ways and the floor by turns; the first turn warms up.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::verbs::Context;
+use gdasync::lane::{Lane, Placed};
 use gdasync::measure::series::{Report, Series, Skipped};
 use gdasync::measure::{Machine, Pattern};
 use gdasync::mp::Communicator;
@@ -147,6 +148,22 @@ impl Sheet {
         let written = self.write(benchmark, &context, options);
         comm.finalize(timeout)?;
         written
+    }
+
+    /// The same of a benchmark on a lane, which the options tell as well.
+    pub(super) fn finish_lane(
+        self,
+        comm: Communicator,
+        lane: Lane,
+        placed: &Placed,
+        benchmark: &str,
+        mut options: serde_json::Value,
+        timeout: Duration,
+    ) -> Result<()> {
+        options["stream"] = lane.stream.kind().into();
+        options["place"] = serde_json::to_value(placed.describe(&comm, timeout)?)?;
+        drop(lane);
+        self.finish(comm, benchmark, options, timeout)
     }
 
     /// Prints and writes everything. Fails if there was wrong data.

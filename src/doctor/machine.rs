@@ -50,6 +50,11 @@ impl Machine {
         self.environment.get(name).map(|value| value.trim()).filter(|value| !value.is_empty())
     }
 
+    /// Whether the kernel shows its devices here.
+    pub(super) fn has_sysfs(&self) -> bool {
+        self.system.exists("/sys/class")
+    }
+
     /// Whether the NVIDIA kernel driver runs.
     pub(super) fn has_driver(&self) -> bool {
         self.system.exists("/proc/driver/nvidia/version")

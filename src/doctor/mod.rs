@@ -32,7 +32,8 @@ use serde::Serialize;
 use areas::limits::Limits;
 use areas::topology::{Pair, pairs};
 use areas::{AREAS, Area, is_wanted};
-use live::{Answer, Asked, LIMIT, Live};
+use gdsync::rdma::gpus;
+use live::{Answer, Asked, Live, limit};
 use machine::Machine;
 pub use probe::{Probe, Status};
 use system::System;
@@ -57,9 +58,9 @@ pub struct Doctor {
     /// Also why each probe matters and what it tried, not only where something is wrong
     #[arg(long, short)]
     verbose: bool,
-    /// What GPUs and RDMA devices may take to answer, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = LIMIT.as_secs(), value_parser = clap::value_parser!(u64).range(1..=3600))]
-    timeout: u64,
+    /// What GPUs and RDMA devices may take to answer, in seconds [default: 4, and 1 for each GPU beyond the first]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    timeout: Option<u64>,
     /// Where sys, proc and dev are
     #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
     root: PathBuf,
@@ -133,7 +134,8 @@ impl Doctor {
 
     fn report(&self) -> Report {
         let began = Instant::now();
-        let timeout = Duration::from_secs(self.timeout);
+        let by_gpus = || limit(gpus(&System::at(&self.root).sysfs()).len());
+        let timeout = self.timeout.map_or_else(by_gpus, Duration::from_secs);
         let wanted = |area: &&Area| area.checks.iter().any(|check| is_wanted(check.name, &self.only));
         let areas: Vec<_> = AREAS.iter().filter(wanted).collect();
         let asks: Vec<_> = areas.iter().flat_map(|area| area.asks).copied().collect();

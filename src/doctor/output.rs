@@ -157,6 +157,6 @@ fn matrix(out: &mut impl Write, pairs: &[Pair]) -> io::Result<()> {
     }
     writeln!(
         out,
-        "  PIX one switch, PXB several, PHB host bridge, NODE two host bridges of a NUMA node, SYS across sockets"
+        "  NV NVLink, PIX one switch, PXB several, PHB host bridge, NODE two host bridges of a NUMA node, SYS across sockets"
     )
 }

@@ -52,7 +52,8 @@ const fn mlx5(devices: &'static [u16], name: &'static str, links: Links) -> Card
     Card { devices, name, links, use_here: CardUse::Direct }
 }
 
-/// Mellanox and NVIDIA cards. The numbers are those of the kernel's mlx4 and mlx5 drivers; virtual functions come second.
+/// Mellanox and NVIDIA cards; virtual functions come second. Checked against the tables of Linux's mlx4 and mlx5 drivers,
+/// rdma-core 65 (`providers/mlx5/mlx5.c`) and pci.ids of 2026-08-22.
 pub(super) const CARDS: &[Card] = &[
     Card {
         devices: &[0x1003, 0x1004, 0x1007],
@@ -71,9 +72,12 @@ pub(super) const CARDS: &[Card] = &[
     mlx5(&[0x101e], "virtual function of ConnectX-6 Dx or newer", Links::Both),
     mlx5(&[0x1021], "ConnectX-7", Links::Both),
     mlx5(&[0x1023], "ConnectX-8", Links::Both),
+    mlx5(&[0x1025], "ConnectX-9", Links::Both),
+    mlx5(&[0x1027, 0x2101], "ConnectX-10", Links::Both),
     mlx5(&[0xa2d2, 0xa2d3], "BlueField", Links::Both),
     mlx5(&[0xa2d6], "BlueField-2", Links::Both),
     mlx5(&[0xa2dc], "BlueField-3", Links::Both),
+    mlx5(&[0xa2df], "BlueField-4", Links::Both),
 ];
 
 /// The vendor of [`CARDS`].
@@ -105,7 +109,14 @@ pub(super) const GENERATIONS: &[Generation] = &[
     Generation { name: "Ampere", compute: ((8, 0), (8, 8)), triggers: true, open_modules: true },
     Generation { name: "Ada", compute: ((8, 9), (8, 9)), triggers: true, open_modules: true },
     Generation { name: "Hopper", compute: ((9, 0), (9, 9)), triggers: true, open_modules: true },
-    Generation { name: "Blackwell", compute: ((10, 0), (12, 9)), triggers: true, open_modules: true },
+    Generation { name: "Blackwell", compute: ((10, 0), (10, 6)), triggers: true, open_modules: true },
+    Generation { name: "Rubin", compute: ((10, 7), (10, 9)), triggers: true, open_modules: true },
+    Generation {
+        name: "Blackwell (Thor, RTX, GB10)",
+        compute: ((11, 0), (12, 9)),
+        triggers: true,
+        open_modules: true,
+    },
 ];
 
 /// The generation of this compute capability.

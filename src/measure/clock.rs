@@ -21,6 +21,9 @@ pub fn process_cpu() -> Duration {
     clock(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
+/// The names of threads that do what a network card would: the software HCA's, and those of the proxy.
+pub const SERVICES: [&str; 2] = ["gdsync-hca", "gdsync-proxy"];
+
 /// CPU time that threads of this process with these names have used, those that have ended not counted. The kernel knows
 /// the first 15 bytes of a name.
 ///

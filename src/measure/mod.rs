@@ -7,7 +7,7 @@ pub mod series;
 pub mod shared_page;
 mod summary;
 
-pub use clock::{process_cpu, thread_cpu, threads_cpu};
+pub use clock::{SERVICES, process_cpu, thread_cpu, threads_cpu};
 pub use machine::Machine;
 pub use pattern::Pattern;
 pub use summary::{Micros, Samples, size};

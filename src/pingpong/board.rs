@@ -11,8 +11,9 @@ use crate::lane::{Placed, Result};
 /// The buffers of a rank for messages of one size: one to send from, two to receive into by turns.
 #[derive(Clone, Debug)]
 pub(super) struct Board {
-    rank: u64,
-    lies: bool,
+    pub(super) rank: u64,
+    /// It sends what nobody expects.
+    pub(super) lies: bool,
     pub(super) bytes: usize,
     pub(super) buffer: Registration,
 }

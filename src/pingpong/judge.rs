@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use gdsync::stream::Stream;
+use gdsync::stream::{Batch, Stream};
 
 use super::board::Board;
 use super::kernels::KernelJudge;
 use super::options::Options;
 use crate::lane::{Lane, Result};
+use crate::measure::thread_cpu;
 
 /// What came of all iterations.
 pub(super) struct Verdict {
@@ -26,12 +27,12 @@ pub(super) trait Judge {
     /// On the stream: the clock starts.
     fn start(&self) -> Result<()>;
 
-    /// On the stream, after iteration `n`: the clock stops, what arrived is checked, the next message is prepared, the clock
-    /// starts.
-    fn turn(&self, n: u64) -> Result<()>;
+    /// On the stream, also in a capture, after an iteration: the clock stops, what arrived is checked, the next message is
+    /// prepared, the clock starts. Iterations are counted where they run.
+    fn turn(&self) -> Result<()>;
 
-    /// After an iteration that the CPU posted, which took so long. Returns how long the CPU checked.
-    fn turn_by_cpu(&self, n: u64, time: Duration) -> Result<Duration>;
+    /// After an iteration that the CPU posted, which took so long. Returns the CPU time of checking.
+    fn turn_by_cpu(&self, time: Duration) -> Result<Duration>;
 
     /// When all is done.
     fn verdict(&self) -> Result<Verdict>;
@@ -61,6 +62,7 @@ struct Score {
     board: Board,
     origin: Instant,
     started: AtomicU64,
+    turns: AtomicU64,
     times: Vec<AtomicU64>,
     errors: AtomicU64,
 }
@@ -70,13 +72,12 @@ impl Score {
         u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    fn stop(&self, n: u64, time: u64) {
+    /// After an iteration that took so long.
+    fn turn(&self, time: u64) {
+        let n = self.turns.fetch_add(1, Ordering::Relaxed);
         if let Some(place) = usize::try_from(n).ok().and_then(|n| self.times.get(n)) {
             place.store(time, Ordering::Relaxed);
         }
-    }
-
-    fn turn(&self, n: u64) {
         if !matches!(self.board.turn(n), Ok(true)) {
             self.errors.fetch_add(1, Ordering::Relaxed);
         }
@@ -90,9 +91,9 @@ impl Score {
 impl<'a> HostJudge<'a> {
     fn new(stream: &'a Stream, board: &Board, total: u64) -> Self {
         let times = (0..total).map(|_| AtomicU64::new(0)).collect();
-        let (board, origin, started, errors) =
-            (board.clone(), Instant::now(), AtomicU64::new(0), AtomicU64::new(0));
-        Self { stream, score: Arc::new(Score { board, origin, started, times, errors }) }
+        let (board, origin) = (board.clone(), Instant::now());
+        let [started, turns, errors] = [0; 3].map(AtomicU64::new);
+        Self { stream, score: Arc::new(Score { board, origin, started, turns, times, errors }) }
     }
 }
 
@@ -106,23 +107,27 @@ impl Judge for HostJudge<'_> {
         Ok(self.stream.host_fn(move || score.start())?)
     }
 
-    fn turn(&self, n: u64) -> Result<()> {
+    fn turn(&self) -> Result<()> {
         let score = self.score.clone();
-        Ok(self.stream.host_fn(move || {
-            score.stop(n, score.now() - score.started.load(Ordering::Relaxed));
-            score.turn(n);
+        let mut batch = Batch::new();
+        batch.repeatable_host_fn(move || {
+            score.turn(score.now() - score.started.load(Ordering::Relaxed));
             score.start();
-        })?)
+        });
+        Ok(self.stream.submit(&mut batch)?)
     }
 
-    fn turn_by_cpu(&self, n: u64, time: Duration) -> Result<Duration> {
-        self.score.stop(n, u64::try_from(time.as_nanos())?);
-        let start = Instant::now();
-        self.score.turn(n);
-        Ok(start.elapsed())
+    fn turn_by_cpu(&self, time: Duration) -> Result<Duration> {
+        let start = thread_cpu();
+        self.score.turn(u64::try_from(time.as_nanos())?);
+        Ok(thread_cpu() - start)
     }
 
     fn verdict(&self) -> Result<Verdict> {
+        let (turns, total) = (self.score.turns.load(Ordering::Relaxed), self.score.times.len());
+        if usize::try_from(turns)? != total {
+            return Err(format!("{turns} of {total} messages were checked").into());
+        }
         let times = self.score.times.iter().map(|time| time.load(Ordering::Relaxed)).collect();
         Ok(Verdict { times, errors: self.score.errors.load(Ordering::Relaxed) })
     }

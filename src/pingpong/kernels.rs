@@ -22,16 +22,16 @@ pub const PTX: &CStr = match CStr::from_bytes_with_nul(
 #[repr(C)]
 struct Turn {
     score: u64,
-    time: u64,
-    received: u64,
+    times: u64,
+    total: u64,
+    received: [u64; 2],
     sent: u64,
     bytes: u64,
-    arrived: u64,
-    spoilt: u64,
-    next: u64,
+    rank: u64,
+    lies: u64,
 }
 
-const _: () = assert!(size_of::<Turn>() == 64, "as in the source");
+const _: () = assert!(size_of::<Turn>() == 72, "as in the source");
 
 /// Places in `struct Score` of the source.
 mod score {
@@ -97,28 +97,25 @@ impl Judge for KernelJudge<'_> {
         unsafe { self.kernels.launch(&self.stamp, 1, 1, self.addr + score::START as u64) }
     }
 
-    fn turn(&self, n: u64) -> Result<()> {
-        if n >= self.total {
-            return Err(format!("iteration {n} of {}", self.total).into());
-        }
+    fn turn(&self) -> Result<()> {
         let board = &self.board;
         let turn = Turn {
             score: self.addr,
-            time: self.addr + score::SIZE as u64 + 8 * n,
-            received: self.buffers + board.receive_slot(n).start as u64,
+            times: self.addr + score::SIZE as u64,
+            total: self.total,
+            received: [0, 1].map(|n| self.buffers + board.receive_slot(n).start as u64),
             sent: self.buffers + board.send_slot().start as u64,
             bytes: board.bytes as u64,
-            arrived: board.theirs(n).seed(),
-            spoilt: board.theirs(n + 2).seed(),
-            next: board.ours(n + 1).seed(),
+            rank: board.rank,
+            lies: board.lies.into(),
         };
         // SAFETY: the slots have that many bytes, there is a time for each iteration, and the judge keeps both until the
         // stream is idle.
         unsafe { self.kernels.launch(&self.turn, self.blocks, THREADS, turn) }
     }
 
-    fn turn_by_cpu(&self, n: u64, _time: Duration) -> Result<Duration> {
-        self.turn(n).map(|()| Duration::ZERO)
+    fn turn_by_cpu(&self, _time: Duration) -> Result<Duration> {
+        self.turn().map(|()| Duration::ZERO)
     }
 
     fn verdict(&self) -> Result<Verdict> {

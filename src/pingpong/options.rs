@@ -7,13 +7,19 @@ use serde::Serialize;
 
 use crate::lane::{Placement, Result};
 
+/// Iterations in a launch of mode graph, where nothing is asked for.
+const GRAPH: u32 = 50;
+
 /// Options of a ping-pong.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
 pub struct Options {
     /// How messages are driven.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Mode::Stream, Mode::Sync, Mode::Cpu])]
-    pub modes: Vec<Mode>,
+    modes: Vec<Mode>,
+    /// Also mode graph, with so many iterations in a launch, 1 to 200 [default in mode graph: 50].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=200))]
+    graph: Option<u32>,
     /// Message sizes in bytes, 1 to 1073741824 each.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
           default_values_t = [1, 8, 64, 512, 4096, 32768, 262_144, 1 << 20, 4 << 20])]
@@ -48,6 +54,8 @@ pub struct Options {
 pub enum Mode {
     /// Everything posted ahead on a stream, the CPU asleep.
     Stream,
+    /// As graphs: iterations captured once and launched again and again, by connections of their own.
+    Graph,
     /// The CPU waits for the stream and then posts.
     Sync,
     /// No stream.
@@ -66,7 +74,27 @@ impl Options {
         if self.no_kernels && self.kernel_us > 0 {
             return Err("--kernel-us puts work on the stream, which --no-kernels forbids".into());
         }
+        if self.no_kernels && self.modes().contains(&Mode::Graph) {
+            return Err(
+                "mode graph (--graph) checks every message on the stream, which --no-kernels forbids".into(),
+            );
+        }
         Ok(())
+    }
+
+    /// How messages are driven.
+    pub fn modes(&self) -> Vec<Mode> {
+        let mut modes = self.modes.clone();
+        if self.graph.is_some() && !modes.contains(&Mode::Graph) {
+            let behind_stream = modes.iter().position(|mode| *mode == Mode::Stream).map_or(0, |at| at + 1);
+            modes.insert(behind_stream, Mode::Graph);
+        }
+        modes
+    }
+
+    /// Iterations in a launch of mode graph.
+    pub fn graph(&self) -> u64 {
+        self.graph.unwrap_or(GRAPH).into()
     }
 
     /// After how long a wait is given up.

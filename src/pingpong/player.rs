@@ -8,7 +8,9 @@ use mp::{Communicator, Request};
 
 use super::board::Board;
 use super::judge::{Judge, judge};
+use super::launches::Launches;
 use super::options::{Mode, Options, warm_up};
+use super::pair::Pair;
 use super::report::{Cost, Line, Played};
 use super::window::Windows;
 use super::work::Work;
@@ -19,7 +21,8 @@ use crate::lane::{Lane, Placed, Result};
 pub struct Player<'a> {
     options: &'a Options,
     comm: &'a Communicator,
-    lane: &'a Lane,
+    pub(super) lane: &'a Lane,
+    placed: &'a Placed,
     board: Board,
     work: Work<'a>,
     peer: usize,
@@ -35,15 +38,16 @@ impl<'a> Player<'a> {
         options: &'a Options,
         comm: &'a Communicator,
         lane: &'a Lane,
-        placed: &Placed,
+        placed: &'a Placed,
         bytes: usize,
     ) -> Result<Self> {
         let board = Board::new(comm, placed, bytes, options.wrong_bytes)?;
         let work = Work::new(lane, options.work())?;
-        Ok(Self { options, comm, lane, board, work, peer: 1 - comm.rank(), timeout: options.timeout() })
+        let (peer, timeout) = (1 - comm.rank(), options.timeout());
+        Ok(Self { options, comm, lane, placed, board, work, peer, timeout })
     }
 
-    fn serves(&self) -> bool {
+    pub(super) fn serves(&self) -> bool {
         self.comm.rank() == 0
     }
 
@@ -57,6 +61,7 @@ impl<'a> Player<'a> {
         let total = warm_up + iterations;
         let played = match mode {
             Mode::Stream if self.options.no_kernels => self.play_bare(warm_up, total),
+            Mode::Graph => self.play_graphs(warm_up, total),
             _ => self.play_judged(mode, warm_up, total),
         }?;
         played.line(self.comm, mode, self.board.bytes, self.timeout)
@@ -79,8 +84,8 @@ impl<'a> Player<'a> {
             let end = total.min(n + window);
             let batch = &receives[..usize::try_from(end - n)?];
             let checking = cost.add(|| match mode {
-                Mode::Stream => self.window(&*judge, n, batch).map(|()| Duration::ZERO),
-                _ => self.iterations(&*judge, mode, n, batch),
+                Mode::Stream => self.window(&*judge, batch).map(|()| Duration::ZERO),
+                _ => self.iterations(&*judge, mode, batch),
             })?;
             cost.leave_out(checking);
             receives.drain(..usize::try_from(end - n)?);
@@ -92,27 +97,46 @@ impl<'a> Player<'a> {
             );
             n = end;
         }
-        let verdict = judge.verdict()?;
-        let mut samples = Samples::default();
-        for time in &verdict.times[usize::try_from(warm_up)?..] {
-            samples.add(Duration::from_nanos(*time));
+        Played::judged(&*judge, cost, warm_up)
+    }
+
+    /// Launches graphs of iterations, and sleeps until the stream has run them.
+    fn play_graphs(&self, warm_up: u64, total: u64) -> Result<Played> {
+        let each = self.options.graph();
+        let judge = judge(self.options, self.lane, &self.board, total)?;
+        let pair = Pair::new(self.options, self.comm, self.placed, &self.board, Launches::room(each)?)?;
+        let mut launches = Launches::new(self, &*judge, pair, each, total)?;
+        self.comm.barrier(self.timeout)?;
+        let mut cost = Cost::default();
+        cost.add(|| {
+            judge.start()?;
+            launches.run(&self.lane.stream, self.timeout)?;
+            self.lane.finish()
+        })?;
+        // Both have received all before the connection goes.
+        self.comm.barrier(self.timeout)?;
+        Played::judged(&*judge, cost, warm_up)
+    }
+
+    /// Puts the work on the stream behind what is in the batch, which is submitted then.
+    pub(super) fn work_after(&self, batch: &mut Batch) -> Result<()> {
+        if self.work.is_none() {
+            return Ok(());
         }
-        Ok(Played { samples, cost, iterations: total, errors: verdict.errors })
+        self.lane.stream.submit(batch)?;
+        self.work.enqueue()
     }
 
     /// Posts a window of iterations ahead and sleeps until the stream has run them.
-    fn window(&self, judge: &dyn Judge, first: u64, receives: &[Request]) -> Result<()> {
+    fn window(&self, judge: &dyn Judge, receives: &[Request]) -> Result<()> {
         let (comm, stream) = (self.comm, &self.lane.stream);
         judge.start()?;
-        for (n, receive) in (first..).zip(receives) {
+        for receive in receives {
             let mut batch = Batch::new();
             if !self.serves() {
                 comm.wait_in_batch(&mut batch, receive)?;
             }
-            if !self.work.is_none() {
-                stream.submit(&mut batch)?;
-                self.work.enqueue()?;
-            }
+            self.work_after(&mut batch)?;
             let sent =
                 comm.isend_in_batch(&mut batch, &self.board.buffer, self.board.send_slot(), self.peer)?;
             if self.serves() {
@@ -121,29 +145,23 @@ impl<'a> Player<'a> {
             // The buffer is filled anew below.
             comm.wait_in_batch(&mut batch, &sent)?;
             stream.submit(&mut batch)?;
-            judge.turn(n)?;
+            judge.turn()?;
         }
         self.lane.finish()
     }
 
-    /// Iterations that the CPU posts. Returns the time spent on checking.
-    fn iterations(
-        &self,
-        judge: &dyn Judge,
-        mode: Mode,
-        first: u64,
-        receives: &[Request],
-    ) -> Result<Duration> {
+    /// Iterations that the CPU posts. Returns the CPU time of checking.
+    fn iterations(&self, judge: &dyn Judge, mode: Mode, receives: &[Request]) -> Result<Duration> {
         let mut checking = Duration::ZERO;
         if judge.always_on_stream() {
             judge.start()?;
         }
-        for (n, receive) in (first..).zip(receives) {
+        for receive in receives {
             let start = Instant::now();
             let sent = self.exchange(judge, mode, receive)?;
             let time = start.elapsed();
             self.comm.wait(&sent, self.timeout)?;
-            checking += judge.turn_by_cpu(n, time)?;
+            checking += judge.turn_by_cpu(time)?;
         }
         self.lane.finish()?;
         Ok(checking)

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use gdsync::stream::Batch;
+
 use crate::lane::{Kernel, Kernels, Lane, Result};
 
 /// Work of a certain time: a host function that spins, or a kernel that does on a GPU.
@@ -43,12 +45,16 @@ impl<'a> Work<'a> {
         match &self.kernel {
             // SAFETY: the argument names no memory.
             Some((kernels, work)) => unsafe { kernels.launch(work, 1, 1, u64::try_from(time.as_nanos())?) },
-            None => Ok(self.lane.stream.host_fn(move || {
-                let start = Instant::now();
-                while start.elapsed() < time {
-                    std::hint::spin_loop();
-                }
-            })?),
+            None => {
+                let mut batch = Batch::new();
+                batch.repeatable_host_fn(move || {
+                    let start = Instant::now();
+                    while start.elapsed() < time {
+                        std::hint::spin_loop();
+                    }
+                });
+                Ok(self.lane.stream.submit(&mut batch)?)
+            }
         }
     }
 }

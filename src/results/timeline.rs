@@ -18,7 +18,7 @@ pub(crate) const STAGES: [Stage; 5] = [
     Stage { name: "trigger", until: "enqueued, waits for its trigger" },
     Stage { name: "fetched", until: "triggered, not fetched yet" },
     Stage { name: "completed", until: "fetched, under way" },
-    Stage { name: "released", until: "completed, the stream not yet released" },
+    Stage { name: "released", until: "completed, its release not seen by the CPU" },
 ];
 
 /// A message and when it reached its stages.

@@ -11,7 +11,7 @@ use crate::document::root;
 use crate::run::{built, is_ours};
 
 /// Programs of others that documents may name.
-const FOREIGN: &str = "apptainer docker ibv_devinfo kubectl make mpirun nvidia-smi podman rdma srun sudo torchrun ulimit numactl";
+const FOREIGN: &str = "apptainer docker ibv_devinfo ip kubectl make mpirun nsys nvidia-smi podman rdma srun sudo torchrun ulimit unshare numactl";
 
 /// What is wrong with a block of commands. Programs of others must be known where it is strict.
 pub(crate) fn block(text: &str, is_strict: bool) -> Vec<String> {

@@ -119,7 +119,7 @@ fn messages_are_drawn_in_lanes() {
         "enqueued, waits for its trigger",
         "triggered, not fetched yet",
         "fetched, under way",
-        "completed, the stream not yet released",
+        "completed, its release not seen by the CPU",
     ] {
         assert!(svg.texts().contains(&text), "{text}: {:?}", svg.texts());
     }

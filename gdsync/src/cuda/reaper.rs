@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -60,8 +60,7 @@ impl Gate {
     /// Nothing is submitted from here on; `None` when a stream has work.
     fn close_if_idle(&'static self) -> Option<Closed> {
         let closed = Closed(self.reaping.lock());
-        self.closed.store(true, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
+        self.closed.store(true, Ordering::SeqCst);
         submitted().is_some().then_some(closed)
     }
 }
@@ -76,11 +75,12 @@ impl Drop for Closed {
     }
 }
 
-/// Returns when nothing is being given back. The caller's stream shows by now that it is not idle.
-pub(crate) fn pass() {
-    // The stream's submission is seen by a reaper that closes the gate later, or the gate is seen to be closed here.
-    fence(Ordering::SeqCst);
-    if GATE.closed.load(Ordering::Relaxed) {
+/// Returns when nothing is being given back. By `shows` the caller's stream shows, from now on, that it is not idle.
+pub(crate) fn pass(shows: &AtomicBool) {
+    // It is seen by a reaper that closes the gate later, or the gate is seen to be closed here. An exchange is quicker than a
+    // store and a fence.
+    shows.swap(true, Ordering::SeqCst);
+    if GATE.closed.load(Ordering::SeqCst) {
         let mut guard = GATE.lock.lock();
         GATE.opened.wait_while_for(&mut guard, |()| GATE.closed.load(Ordering::Relaxed), BRIEFLY);
     }

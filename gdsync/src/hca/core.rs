@@ -36,7 +36,9 @@ const TICK: Duration = Duration::from_micros(20);
 /// First QPN: small numbers would hide byte-order mistakes.
 const QPN_BASE: u32 = 0x4_0100;
 
+// On lines of its own: who runs it writes here all the time.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(crate) struct Core {
     pub(crate) keys: Keys,
     pub(crate) cqs: Cqs,

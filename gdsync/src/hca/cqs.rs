@@ -33,6 +33,8 @@ struct SoftCq {
     log: u32,
     /// Completions written.
     produced: u64,
+    /// Streams of GPUs wait for completions before this one, as far as is known.
+    until: u64,
     /// The consumer index last read from the doorbell record.
     consumed: u64,
     ignore_overrun: bool,
@@ -81,6 +83,7 @@ impl Cqs {
             event,
             log,
             produced: 0,
+            until: 0,
             consumed: 0,
             ignore_overrun,
             overrun: false,
@@ -158,7 +161,7 @@ impl Cqs {
         completion::publish(word, mlx5::op_own_word(&bytes));
         cq.ring.fence();
         cq.event.raise();
-        if let Some(kicker) = cq.event.kicker(cq.produced)
+        if let Some(kicker) = cq.event.kicker(cq.produced, &mut cq.until)
             && !self.kicks.iter().any(|known| Arc::ptr_eq(known, kicker))
         {
             self.kicks.push(kicker.clone());

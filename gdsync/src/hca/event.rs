@@ -20,16 +20,23 @@ pub trait Kicks: Send + Sync + fmt::Debug {
 #[derive(Debug, Default)]
 pub(crate) struct CqEvent {
     kicker: OnceLock<Arc<dyn Kicks>>,
-    /// Streams of GPUs wait for completions before this one.
-    until: AtomicU64,
-    /// The device knows that.
-    attended: AtomicU32,
+    waits: Waits,
     sleepers: AtomicU32,
     sequence: AtomicU32,
     lock: Mutex<()>,
     raised: Condvar,
     /// Nobody raises it.
     is_silent: bool,
+}
+
+/// What streams of GPUs wait for. They write here at each wait, on lines that the device seldom looks at.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Waits {
+    /// Completions before this one.
+    until: AtomicU64,
+    /// The device knows that.
+    attended: AtomicU32,
 }
 
 /// The shortest and the longest rest between two looks at a queue whose device raises nothing.
@@ -66,23 +73,23 @@ impl CqEvent {
         if let Some(kicker) = kicker {
             self.kicker.get_or_init(|| kicker.clone());
         }
-        standing::order(&self.until, &self.attended, until)
-    }
-
-    /// Whether a stream of a GPU waits for completion `n` or a later one.
-    pub(crate) fn is_awaited(&self, n: u64) -> bool {
-        n < self.until.load(Ordering::SeqCst)
+        standing::order(&self.waits.until, &self.waits.attended, until)
     }
 
     /// The device has written `produced` completions, and would rest. Returns whether it need not attend to the queue any more:
     /// it will be told when that changes.
     pub(crate) fn rest(&self, produced: u64) -> bool {
-        !standing::is_due(&self.until, &self.attended, produced)
+        !standing::is_due(&self.waits.until, &self.waits.attended, produced)
     }
 
-    /// Who is to be kicked after completion `n` was written.
-    pub(crate) fn kicker(&self, n: u64) -> Option<&Arc<dyn Kicks>> {
-        self.kicker.get().filter(|_| self.is_awaited(n))
+    /// Who is to be kicked after completion `n` was written. `until` is what the device knows of the completions that streams
+    /// wait for.
+    pub(crate) fn kicker(&self, n: u64, until: &mut u64) -> Option<&Arc<dyn Kicks>> {
+        let kicker = self.kicker.get()?;
+        if n >= *until {
+            *until = self.waits.until.load(Ordering::SeqCst);
+        }
+        (n < *until).then_some(kicker)
     }
 
     /// Tells sleepers that a completion was written.

@@ -105,5 +105,6 @@ pub(crate) use soft::SoftHca;
 pub use soft::SoftHcaConfig;
 pub use stats::HcaStats;
 pub(crate) use watched::Watched;
+pub(crate) use wire::{check_memfd, memfd};
 
 pub(crate) use crate::verbs::sq::low16;

@@ -50,7 +50,10 @@ pub(crate) trait Steps: Send + fmt::Debug + 'static {
 }
 
 /// Who has time, and who sleeps.
+///
+/// On lines of its own: who runs the state writes here at each step, and what lies beside it others read at each call.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub(crate) struct Duties {
     /// Steps run by threads other than the service thread.
     pub(super) lent: AtomicU64,

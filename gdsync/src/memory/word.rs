@@ -1,8 +1,10 @@
 //! Words that devices and CPU share.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::Memory;
+use crate::cuda::Gpu;
 use crate::error::Result;
 
 impl Memory {
@@ -30,6 +32,49 @@ impl Memory {
         let ptr = self.check_aligned::<[AtomicU64; N]>(offset)?;
         // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
         Ok(unsafe { ptr.as_ref() })
+    }
+}
+
+/// Where a GPU has found memory, for who asks again and again.
+#[derive(Debug, Default)]
+pub(crate) struct Found(OnceLock<(usize, Place)>);
+
+/// Where a GPU finds memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// The address of the first byte.
+    pub(crate) addr: u64,
+    /// It is memory of this GPU.
+    pub(crate) is_near: bool,
+}
+
+impl Found {
+    /// Where `gpu` finds `memory`, which must be the same at each call.
+    ///
+    /// # Errors
+    /// As [`Memory::gpu_addr`].
+    #[inline]
+    pub(crate) fn place(&self, memory: &Memory, gpu: &Gpu) -> Result<Place> {
+        match self.0.get() {
+            Some(&(context, place)) if context == gpu.raw_context() => Ok(place),
+            _ => self.find(memory, gpu),
+        }
+    }
+
+    #[cold]
+    fn find(&self, memory: &Memory, gpu: &Gpu) -> Result<Place> {
+        let place = memory.place(gpu)?;
+        // Of the first GPU; it stays where it is, registered, as long as there is the memory.
+        self.0.get_or_init(|| (gpu.raw_context(), place));
+        Ok(place)
+    }
+}
+
+impl Memory {
+    /// Where `gpu` finds it: see [`Memory::gpu_addr`].
+    pub(crate) fn place(&self, gpu: &Gpu) -> Result<Place> {
+        let is_near = self.gpu().is_some_and(|home| home.ordinal() == gpu.ordinal());
+        Ok(Place { addr: self.gpu_addr(gpu)?, is_near })
     }
 }
 

@@ -8,6 +8,7 @@ pub mod completion;
 mod doorbell;
 pub mod note;
 pub mod record;
+pub mod slots;
 pub mod stamp;
 pub mod standing;
 
@@ -39,6 +40,13 @@ pub trait Atom64 {
     fn swap(&self, value: u64, order: Ordering) -> u64;
     /// Atomic maximum; returns the value before.
     fn fetch_max(&self, value: u64, order: Ordering) -> u64;
+    /// Atomic bitwise and; returns the value before.
+    fn fetch_and(&self, value: u64, order: Ordering) -> u64;
+    /// Atomic store of `new` if the value is `current`; returns the value before, as an error if it was another.
+    ///
+    /// # Errors
+    /// The value, if it is not `current`.
+    fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64>;
     /// A fence of the same memory model.
     fn fence(order: Ordering);
 }
@@ -73,6 +81,12 @@ impl Atom64 for AtomicU64 {
     }
     fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
         self.fetch_max(value, order)
+    }
+    fn fetch_and(&self, value: u64, order: Ordering) -> u64 {
+        self.fetch_and(value, order)
+    }
+    fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64> {
+        self.compare_exchange(current, new, yes, no)
     }
     fn fence(order: Ordering) {
         fence(order);

@@ -15,8 +15,8 @@ pub(super) const LANES: usize = 256;
 /// Queue pairs whose peers are remembered.
 pub(super) const QUEUE_PAIRS: usize = 1024;
 
-/// "GDSYNCR1" in memory: another layout has another one.
-pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR1");
+/// "GDSYNCR2" in memory: another layout has another one.
+pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR2");
 
 /// Words of the header.
 pub(super) mod header {

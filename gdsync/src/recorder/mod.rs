@@ -144,6 +144,11 @@ impl Log {
         self.device
     }
 
+    /// Whether events are recorded.
+    pub(crate) fn is_on(&self) -> bool {
+        self.recorder.is_some()
+    }
+
     /// Records an event.
     #[inline]
     pub(crate) fn note(&self, event: impl FnOnce() -> Event) {

@@ -178,7 +178,8 @@ impl Recording {
             let ring = read(layout::ring(lane, capacity), capacity * layout::RECORD_BYTES)?;
             for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
                 this.torn += u64::from(torn);
-                this.records.extend(record.and_then(|record| whole(record, (lane, slot), records, &scale)));
+                let record = record.and_then(|record| whole(record, (lane, slot), records, &scale));
+                this.records.extend(record.into_iter().flat_map(told));
             }
         }
         this.records.sort_by_key(|record| record.at);
@@ -269,6 +270,24 @@ fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
     let Event { stage, queue, by, device, qpn, number, len, .. } = Event::unpack([number, middle, rest])?;
     let awaited = Awaited { queue, device, qpn, number, value: len, posted, completed };
     Some(Wait { awaited, by, stage, since: scale.at(since), changed: scale.at(changed), thread })
+}
+
+/// What a record tells: it may stand for a send that was written and handed to a stream at once, or for requests in a row that
+/// were handed to one.
+fn told(record: Record) -> impl Iterator<Item = Record> {
+    let event = record.event;
+    let is_handed = matches!(event.stage, Stage::Submitted | Stage::WaitSubmitted | Stage::Refused);
+    let is_both = event.stage == Stage::Prepared && event.stream != 0;
+    // More than a queue holds is in damaged records only.
+    let more = u64::from(if is_handed { event.len.min(1 << 20) } else { 0 });
+    let prepared = is_both.then_some(Event { stream: 0, ..event });
+    let each =
+        (event.number.saturating_sub(more)..=event.number).map(move |number| match (is_both, is_handed) {
+            (true, _) => Event { stage: Stage::Submitted, len: 0, ..event },
+            (_, true) => Event { number, len: 0, ..event },
+            _ => event,
+        });
+    prepared.into_iter().chain(each).map(move |event| Record { event, ..record })
 }
 
 /// A record that is in its place.

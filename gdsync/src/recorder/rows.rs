@@ -1,5 +1,7 @@
 //! The queue pairs of a process and who is at their other ends.
 
+use std::ops::Range;
+
 use parking_lot::Mutex;
 
 use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, ROWS};
@@ -142,13 +144,31 @@ impl QpLog {
         self.log.note(|| Event { len, ..Event::of(stage, queue, by, self.qpn, number) });
     }
 
-    /// As [`QpLog::note`], of what is handed to a stream.
+    /// As [`QpLog::note`], of requests in a row that are handed to a stream: one record for all of them.
     #[inline]
-    pub(crate) fn note_in(&self, stage: Stage, queue: Queue, stream: u64, number: u64) {
-        let [low, high, ..] = stream.to_le_bytes();
-        let stream = u16::from_le_bytes([low, high]);
-        self.log.note(|| Event { stream, ..Event::of(stage, queue, By::Cpu, self.qpn, number) });
+    pub(crate) fn note_in(&self, stage: Stage, queue: Queue, stream: u64, numbers: Range<u64>) {
+        let (last, more) = (numbers.end - 1, numbers.end - 1 - numbers.start);
+        // A queue has fewer than 2^32 entries.
+        let len = u32::try_from(more).unwrap_or(u32::MAX);
+        let event = || Event::of(stage, queue, By::Cpu, self.qpn, last);
+        self.log.note(|| Event { stream: low16(stream), len, ..event() });
     }
+
+    /// A send of `len` bytes was written, and if there is a stream handed to it: one record for both. Returns whether the latter
+    /// is told; of one stream in 2^16 it must be noted.
+    #[inline]
+    pub(crate) fn note_prepared(&self, number: u64, len: u32, stream: Option<u64>) -> bool {
+        let stream = low16(stream.unwrap_or(0));
+        let event = || Event::of(Stage::Prepared, Queue::Send, By::Cpu, self.qpn, number);
+        self.log.note(|| Event { stream, len, ..event() });
+        stream != 0
+    }
+}
+
+/// The bits of a stream's number that are recorded.
+#[expect(clippy::cast_possible_truncation, reason = "a record has 16 bits for it")]
+fn low16(stream: u64) -> u16 {
+    stream as u16
 }
 
 impl Drop for QpLog {

@@ -1,5 +1,6 @@
 //! Batches: sends, waits and word operations that go to a stream in one submission, in order.
 
+use std::fmt;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -23,8 +24,20 @@ pub struct Batch {
     pub(super) waits: SmallVec<[PreparedWait; 1]>,
     /// Completions that a wait before this place should cover: checked when the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
+    /// The host functions at these places can be called more than once.
+    pub(super) repeatable: Vec<(usize, Repeatable)>,
     /// The stream that it will be submitted to, where that is known: what is added is marked at once.
     pub(super) stream: Option<u64>,
+}
+
+/// A host function that can be called more than once.
+#[derive(Clone)]
+pub(super) struct Repeatable(Arc<dyn Fn() + Send + Sync>);
+
+impl fmt::Debug for Repeatable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HOSTFN, repeatable")
+    }
 }
 
 impl Batch {
@@ -49,8 +62,18 @@ impl Batch {
 
     /// Records a stage of its sends, and one of its waits.
     pub(super) fn note(&self, of_sends: Stage, of_waits: Stage, stream: u64) {
-        self.sends.iter().for_each(|send| send.note(of_sends, stream));
+        for row in self.sends.chunk_by(PreparedSend::is_before) {
+            if let [first, ..] = row {
+                first.note_through(row.last().unwrap_or(first), of_sends, stream);
+            }
+        }
         self.waits.iter().for_each(|wait| wait.note(of_waits, stream));
+    }
+
+    /// What was marked is not submitted after all.
+    pub(super) fn refuse(&mut self, stream: u64) {
+        self.note(Stage::Refused, Stage::Refused, stream);
+        self.unmark();
     }
 
     /// The queue pairs it uses.
@@ -66,6 +89,7 @@ impl Batch {
         self.sends.clear();
         self.waits.clear();
         self.covered.clear();
+        self.repeatable.clear();
     }
 
     /// An empty batch.
@@ -145,7 +169,7 @@ impl Batch {
     /// # Errors
     /// As [`Qp::prepare_wait_send`]; at submission [`Error::Busy`] when another stream waits for it.
     pub fn wait(&mut self, completion: &Completion) -> Result<()> {
-        match PreparedWait::through(completion)? {
+        match PreparedWait::through(completion, None)? {
             Some(wait) => drop(self.post_wait(wait)),
             None => self.covered.push((self.ops.len(), completion.clone())),
         }
@@ -154,12 +178,12 @@ impl Batch {
 
     /// Waits until a 32-bit word satisfies a condition.
     pub fn wait_value32(&mut self, word: &Word32, value: u32, cond: Cond) {
-        self.ops.push(Op::Wait32 { at: word.clone(), value, cond, source: None });
+        self.ops.push(Op::Wait32 { at: word.clone(), value, cond });
     }
 
     /// Waits until a 64-bit word satisfies a condition.
     pub fn wait_value64(&mut self, word: &Word64, value: u64, cond: Cond) {
-        self.ops.push(Op::Wait64 { at: word.clone(), value, cond, source: None });
+        self.ops.push(Op::Wait64 { at: word.clone(), value, cond });
     }
 
     /// Writes a 32-bit word, after everything before it in the stream.
@@ -207,5 +231,16 @@ impl Batch {
     /// It must not wait for its own stream.
     pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
         self.ops.push(Op::HostFn(Box::new(f)));
+    }
+
+    /// As [`Batch::host_fn`], of a function that a graph may have: each launch calls it. Only on host streams, as kernels do the
+    /// same in graphs of CUDA.
+    pub fn repeatable_host_fn(&mut self, f: impl Fn() + Send + Sync + 'static) {
+        self.repeat(Repeatable(Arc::new(f)));
+    }
+
+    pub(super) fn repeat(&mut self, f: Repeatable) {
+        self.repeatable.push((self.ops.len(), f.clone()));
+        self.host_fn(move || f.0());
     }
 }

@@ -25,7 +25,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Whether the engine runs [`Op::Signal`]. Where it does not, the HCA is told to watch doorbells instead, and that streams
+    /// Whether the engine tells the device of each [`Op::Trigger`]. Where it does not, the HCA is told to watch doorbells instead, and that streams
     /// wait which cannot run it.
     fn signals(&self) -> bool;
 

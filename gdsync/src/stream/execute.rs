@@ -5,7 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::op::{Op, Source};
+use super::op::{Bell, Op, Ring, Source};
 use crate::recorder::{By, Hold, Log, NOTED_AFTER};
 
 /// The shortest sleep of a wait without a source.
@@ -17,8 +17,28 @@ const NAP_MAX: Duration = Duration::from_millis(20);
 /// The longest sleep in a source. A failure makes sources wake their sleepers; this is for those that do not.
 const PARK_MAX: Duration = Duration::from_millis(10);
 
+impl Bell {
+    /// Writes record and doorbell as a stream of a GPU would.
+    fn ring(&self, ring: Ring) {
+        let record = || self.record.store(ring.record);
+        fence(Ordering::SeqCst);
+        if !self.record_may_lag {
+            record();
+            fence(Ordering::SeqCst);
+        }
+        self.doorbell.store(ring.doorbell);
+        if self.record_may_lag {
+            fence(Ordering::SeqCst);
+            record();
+        }
+    }
+}
+
 /// The thread that runs operations: how long it may wait, and how.
 pub(super) trait Runner {
+    /// Whether nothing more is to be run.
+    fn failed(&self) -> bool;
+
     /// Whether waits are to be left unsatisfied.
     fn released(&self) -> bool;
 
@@ -51,20 +71,32 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
             fence(Ordering::SeqCst);
             at.store(value);
         }
-        Op::Wait32 { ref at, value, cond, ref source } => {
-            return wait(&op, source.as_deref(), runner, || {
+        Op::Wait32 { ref at, value, cond } => {
+            return wait(&op, None, runner, || {
                 let word = at.load();
                 if cond.holds32(word, value) { Ok(()) } else { Err(word.into()) }
             });
         }
-        Op::Wait64 { ref at, value, cond, ref source } => {
-            return wait(&op, source.as_deref(), runner, || {
+        Op::Wait64 { ref at, value, cond } => {
+            return wait(&op, None, runner, || {
                 let word = at.load();
                 if cond.holds64(word, value) { Ok(()) } else { Err(word) }
             });
         }
         Op::Barrier | Op::Flush => fence(Ordering::SeqCst),
-        Op::Signal(source) => source.signal(),
+        Op::Trigger(source, ring) => {
+            source.bell().into_iter().for_each(|bell| bell.ring(ring));
+            source.signal();
+        }
+        Op::Await(ref source, n) => {
+            let arrival = source.arrival(n);
+            wait(&op, Some(&**source), runner, || arrival.look().map_err(u64::from))?;
+            if !runner.failed() {
+                fence(Ordering::SeqCst);
+                arrival.index.store(arrival.passed);
+                source.passed(n, runner.log().1);
+            }
+        }
         Op::HostFn(f) => f(),
     }
     Ok(())

@@ -9,6 +9,7 @@ use super::batch::Batch;
 use super::record::{Part, Recording};
 use super::{Stream, deadline};
 use crate::error::{Error, Result};
+use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
 
 /// Sends, waits and word operations that were captured, to be launched as often as one likes. On a GPU it is a CUDA graph
@@ -34,6 +35,9 @@ pub type Made = Arc<dyn Any + Send + Sync>;
 #[derive(Clone, Debug)]
 pub struct Launch {
     completions: Vec<Completion>,
+    /// The stream, and the number of the submission there.
+    stream: u64,
+    seq: u64,
 }
 
 /// A capture under way: until it ends, what is submitted to the stream is recorded, not run.
@@ -122,7 +126,8 @@ impl Drop for Capture {
 impl Graph {
     /// Queues a launch behind everything submitted to the stream, all or nothing. The caller goes on at once.
     ///
-    /// It counts as one submission. Receives that it waits for must have been posted.
+    /// It counts as one submission. Receives that it waits for must have been posted. Of a CUDA graph with four kernels of
+    /// this library or more, three launches are pending at most, on all streams together: a fourth finds the stream full.
     ///
     /// # Errors
     /// Nothing is launched on any error. Those of [`Qp::prepare_send`](crate::verbs::Qp::prepare_send),
@@ -138,27 +143,30 @@ impl Graph {
     /// # Errors
     /// As [`Graph::launch`]; [`Error::StreamFull`] only after `timeout`.
     pub fn launch_within(&self, stream: &Stream, timeout: Duration) -> Result<Launch> {
+        let _range = DOMAIN.range(c"launch");
         if self.kind != stream.kind() {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        let mut batch = Batch::new();
+        let mut batch = Batch { stream: Some(stream.0.id), ..Batch::default() };
         let mut completions = Vec::new();
         let mut ends = Vec::with_capacity(self.batches.len());
-        for parts in &self.batches {
-            parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions))?;
-            ends.push(batch.ops.len());
-        }
-        let deadline = deadline(timeout);
-        stream.while_full(deadline, || {
+        let seq = stream.while_full(deadline(timeout), || {
+            // Held throughout: see `Stream::submit`.
             let mut state = stream.0.state.lock();
             if state.recording.is_some() {
                 return Err(within_capture("the launch of a graph"));
             }
+            // Once, also where the stream is full at first.
+            for parts in &self.batches[ends.len()..] {
+                let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
+                again.inspect_err(|_| batch.refuse(stream.0.id))?;
+                ends.push(batch.ops.len());
+            }
             stream.put(&mut state.used, &mut batch, |engine, ops| engine.launch(&self.made, ops, &ends))
         })?;
         batch.hand_over();
-        Ok(Launch { completions })
+        Ok(Launch { completions, stream: stream.0.id, seq })
     }
 }
 
@@ -167,6 +175,25 @@ impl Launch {
     /// one in the capture.
     pub fn completions(&self) -> &[Completion] {
         &self.completions
+    }
+
+    /// Blocks until the stream has run this launch, while those behind it go on; the CPU sleeps meanwhile. On a GPU, where
+    /// small graphs and those behind them may be told over together, it may wait for launches behind this one, too.
+    ///
+    /// A queue pair that broke lets the stream go on: [`Stream::synchronize`] and the next launch tell.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for another stream than it was launched on; [`Error::Deadline`] after `timeout` (the work
+    /// goes on); the stream's error.
+    pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<()> {
+        if self.stream != stream.0.id {
+            let expected = "the stream of the launch";
+            return Err(Error::invalid("stream to wait for a launch on", format!("{stream:?}"), expected));
+        }
+        if !stream.0.engine.wait_completed(self.seq, deadline(timeout)) {
+            return Err(Error::Deadline { what: "launch of a graph", after: timeout });
+        }
+        stream.0.engine.error().map_or(Ok(()), Err)
     }
 }
 

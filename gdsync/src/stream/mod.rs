@@ -85,12 +85,13 @@ pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 #[doc(hidden)]
-pub use op::{Op, Source};
+pub use op::{Arrival, Bell, Op, Ring, Source};
 pub use prepared::{PreparedSend, PreparedWait};
 
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Word32, Word64};
+use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
@@ -124,6 +125,14 @@ struct State {
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Stream({} '{}')", self.0.engine.kind(), self.0.name)
+    }
+}
+
+/// Takes note that a submission uses a queue pair: mostly the one that was used last.
+fn note_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
+    match used.iter_mut().rfind(|(known, _)| Arc::ptr_eq(known, core)) {
+        Some((_, last)) => *last = seq,
+        None => used.push((core.clone(), seq)),
     }
 }
 
@@ -215,8 +224,9 @@ impl Stream {
         recording: &mut Option<Recording>,
         batch: &mut Batch,
     ) -> Result<()> {
+        let _range = DOMAIN.range(c"submit");
         let Some(recording) = recording else {
-            return self.put(used, batch, |engine, ops| engine.submit(ops));
+            return self.put(used, batch, |engine, ops| engine.submit(ops)).map(drop);
         };
         record::check(batch)?;
         self.0.engine.record(&batch.ops)?;
@@ -224,39 +234,34 @@ impl Stream {
         Ok(())
     }
 
-    /// Marks a batch, has the engine take it, and takes note of its queue pairs.
+    /// Marks a batch, has the engine take it, and takes note of its queue pairs. Returns the number of the submission.
     fn put(
         &self,
         used: &mut Used,
         batch: &mut Batch,
         submit: impl FnOnce(&dyn Engine, &mut Vec<Op>) -> Result<u64>,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         batch.mark(self.0.id)?;
         // Before the engine has it: it may run at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
         let seq = match submit(&*self.0.engine, &mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
-                batch.note(Stage::Refused, Stage::Refused, self.0.id);
-                batch.unmark();
+                batch.refuse(self.0.id);
                 return Err(error);
             }
         };
         if !self.0.engine.signals() {
-            // The last doorbell of a queue stands for those before.
-            let last = |(at, send): &(usize, &PreparedSend)| {
-                batch.sends.get(at + 1).is_none_or(|next| !Arc::ptr_eq(&next.queue, &send.queue))
-            };
-            batch.sends.iter().enumerate().filter(last).for_each(|(_, send)| send.watch());
+            for (at, send) in batch.sends.iter().enumerate() {
+                // The last doorbell of a queue stands for those before.
+                if batch.sends.get(at + 1).is_none_or(|next| !Arc::ptr_eq(&next.queue, &send.queue)) {
+                    send.watch();
+                }
+            }
             batch.waits.iter().for_each(|wait| wait.attend(self.0.engine.kicker()));
         }
-        for core in batch.cores() {
-            match used.iter_mut().find(|(known, _)| Arc::ptr_eq(known, core)) {
-                Some((_, last)) => *last = seq,
-                None => used.push((core.clone(), seq)),
-            }
-        }
-        Ok(())
+        batch.cores().for_each(|core| note_use(used, core, seq));
+        Ok(seq)
     }
 
     /// As [`Stream::submit`], but waits for room in a full stream.
@@ -268,7 +273,7 @@ impl Stream {
     }
 
     /// Tries again when there is room, until the deadline.
-    fn while_full(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<()>) -> Result<()> {
+    fn while_full<T>(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         loop {
             match attempt() {
                 Err(Error::StreamFull { .. })
@@ -382,6 +387,7 @@ impl Stream {
     /// [`Error::Deadline`] after `timeout` (the work goes on), the stream's error, or the root cause of the first
     /// broken queue pair. A stream that ran to its end after such an error has *not* received what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        let _range = DOMAIN.range(c"synchronize");
         let seq = self.0.engine.submitted();
         if !self.0.engine.wait_completed(seq, deadline(timeout)) {
             return Err(Error::Deadline { what: "stream synchronize", after: timeout });

@@ -3,10 +3,12 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crate::error::Error;
-use crate::memory::{Memory, Word32, Word64};
+use crate::cuda::Gpu;
+use crate::error::{Error, Result};
+use crate::memory::{Found, Memory, Place, Word32, Word64};
 use crate::recorder::{Awaited, By};
 
 /// When a wait is satisfied, for the word `w` and the value `v` of the operation.
@@ -78,7 +80,66 @@ impl Cond {
     }
 }
 
-/// Who writes the word that a wait looks at, or consumes the doorbell that a write rings.
+/// The doorbell of a send queue and its record, as streams write them.
+#[derive(Debug)]
+pub struct Bell {
+    pub(crate) record: Word32,
+    pub(crate) doorbell: Word64,
+    /// The doorbell may be written first: somebody waits for it, and only a failure needs the record.
+    pub(crate) record_may_lag: bool,
+    /// Where a GPU finds record and doorbell.
+    pub(crate) found: [Found; 2],
+}
+
+/// What a stream writes to a [`Bell`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Ring {
+    pub(crate) record: u32,
+    pub(crate) doorbell: u64,
+}
+
+/// Where a completion arrives, and how a stream passes it.
+#[derive(Debug)]
+pub struct Arrival<'a> {
+    /// Its word is at this offset.
+    pub(crate) memory: &'a Memory,
+    pub(crate) offset: usize,
+    /// Where a GPU finds the memory, and the consumer index.
+    pub(crate) found: &'a [Found; 2],
+    pub(crate) cond: Cond,
+    pub(crate) value: u32,
+    /// The consumer index, and its value behind the completion.
+    pub(crate) index: &'a Word32,
+    pub(crate) passed: u32,
+}
+
+impl Arrival<'_> {
+    fn load(&self) -> u32 {
+        let word = self.memory.atomic32(self.offset).expect("the word lies in the memory, aligned");
+        word.load(Ordering::Acquire)
+    }
+
+    /// Whether it has arrived; the word if not.
+    pub(super) fn look(&self) -> std::result::Result<(), u32> {
+        let word = self.load();
+        if self.cond.holds32(word, self.value) { Ok(()) } else { Err(word) }
+    }
+
+    /// Where a GPU finds its word.
+    #[inline]
+    pub(super) fn word_on(&self, gpu: &Gpu) -> Result<Place> {
+        let Place { addr, is_near } = self.found[0].place(self.memory, gpu)?;
+        Ok(Place { addr: addr + self.offset as u64, is_near })
+    }
+
+    /// Where a GPU finds the consumer index.
+    #[inline]
+    pub(super) fn index_on(&self, gpu: &Gpu) -> Result<u64> {
+        self.found[1].place(self.index.memory(), gpu).map(|place| place.addr)
+    }
+}
+
+/// A queue of the device: who writes the word that a wait looks at, or consumes the doorbell that a stream rings.
 ///
 /// An engine whose thread runs on the CPU uses it to help and to sleep; a GPU engine cannot, and only
 /// uses [`Source::fail`].
@@ -100,20 +161,28 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// completion it still owes arrives as an error. Idempotent.
     fn fail(&self, reason: &Error);
 
-    /// No completion will come for which a wait looks at this word: puts one there that says so, and satisfies the wait.
-    fn release(&self, at: &Word32) {
-        let _ = at;
-    }
-
-    /// What a wait that looks at this word waits for, to the flight recorder.
-    fn awaited(&self, at: &Word32) -> Option<Awaited> {
-        let _ = at;
+    /// What a stream rings; none where to be told is enough.
+    fn bell(&self) -> Option<&Bell> {
         None
     }
 
-    /// A stream has passed the wait for a completion, and writes this consumer index: for the flight recorder.
-    fn passed(&self, index: u32, by: By) {
-        let _ = (index, by);
+    /// Where completion `n` arrives.
+    fn arrival(&self, n: u64) -> Arrival<'_>;
+
+    /// Completion `n` will not come: puts one there that says so, and satisfies waits for it.
+    fn release(&self, n: u64) {
+        let _ = n;
+    }
+
+    /// What a wait for completion `n` waits for, to the flight recorder.
+    fn awaited(&self, n: u64) -> Option<Awaited> {
+        let _ = n;
+        None
+    }
+
+    /// A stream has passed the wait for completion `n`: for the flight recorder.
+    fn passed(&self, n: u64, by: By) {
+        let _ = (n, by);
     }
 
     /// What a wait on this source waits for, for error messages ("send completion 7 of QP 0x123").
@@ -144,8 +213,6 @@ pub enum Op {
         value: u32,
         /// The condition.
         cond: Cond,
-        /// Who writes the word, if it is one of our queues.
-        source: Option<Arc<dyn Source>>,
     },
     /// Holds the stream until a 64-bit word satisfies a condition.
     Wait64 {
@@ -155,34 +222,25 @@ pub enum Op {
         value: u64,
         /// The condition.
         cond: Cond,
-        /// Who writes the word, if it is one of our queues.
-        source: Option<Arc<dyn Source>>,
     },
+    /// Rings the doorbell of a queue, and tells the device where the engine runs on the CPU and can.
+    Trigger(Arc<dyn Source>, Ring),
+    /// Holds the stream until this completion of a queue has arrived, then moves the consumer index past it.
+    Await(Arc<dyn Source>, u64),
     /// Orders all memory accesses before it, of the whole system, before all after it.
     Barrier,
     /// Makes writes that reached a GPU from outside, and whose completion a wait before this has seen, visible to what
     /// follows.
     Flush,
-    /// Follows a doorbell write: tells the device, where the engine runs on the CPU and can.
-    Signal(Arc<dyn Source>),
     /// Runs a function on the CPU, in stream order.
     HostFn(Box<dyn FnOnce() + Send>),
 }
 
 impl Op {
-    /// The memory of its word.
-    pub(super) fn memory(&self) -> Option<&Memory> {
-        match self {
-            Op::Write32 { at, .. } | Op::Wait32 { at, .. } => Some(at.memory()),
-            Op::Write64 { at, .. } | Op::Wait64 { at, .. } => Some(at.memory()),
-            Op::Barrier | Op::Flush | Op::Signal(_) | Op::HostFn(_) => None,
-        }
-    }
-
     /// What it waits for, to the flight recorder.
     pub(super) fn awaited(&self) -> Option<Awaited> {
         match self {
-            Op::Wait32 { at, source: Some(source), .. } => source.awaited(at),
+            Op::Await(source, n) => source.awaited(*n),
             Op::Wait32 { at, value, .. } => Some(Awaited::word(at.addr(), (*value).into())),
             Op::Wait64 { at, value, .. } => Some(Awaited::word(at.addr(), *value)),
             _ => None,
@@ -203,15 +261,12 @@ impl Op {
         Some(match self {
             Op::Write32 { at, value } => Op::Write32 { at: at.clone(), value: *value },
             Op::Write64 { at, value } => Op::Write64 { at: at.clone(), value: *value },
-            Op::Wait32 { at, value, cond, source } => {
-                Op::Wait32 { at: at.clone(), value: *value, cond: *cond, source: source.clone() }
-            }
-            Op::Wait64 { at, value, cond, source } => {
-                Op::Wait64 { at: at.clone(), value: *value, cond: *cond, source: source.clone() }
-            }
+            Op::Wait32 { at, value, cond } => Op::Wait32 { at: at.clone(), value: *value, cond: *cond },
+            Op::Wait64 { at, value, cond } => Op::Wait64 { at: at.clone(), value: *value, cond: *cond },
+            Op::Trigger(source, ring) => Op::Trigger(source.clone(), *ring),
+            Op::Await(source, n) => Op::Await(source.clone(), *n),
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
-            Op::Signal(source) => Op::Signal(source.clone()),
             Op::HostFn(_) => return None,
         })
     }
@@ -226,7 +281,8 @@ impl fmt::Debug for Op {
             Op::Wait64 { at, value, cond, .. } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),
-            Op::Signal(source) => write!(f, "SIGNAL {source:?}"),
+            Op::Trigger(source, ring) => write!(f, "TRIGGER {source:?} <- {:#x}", ring.doorbell),
+            Op::Await(source, n) => write!(f, "AWAIT {source:?} {n}"),
             Op::HostFn(_) => f.write_str("HOSTFN"),
         }
     }

@@ -3,13 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::op::Op;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::recorder::{Queue, Stage};
 use crate::verbs::cq::Upto;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
-use crate::verbs::sq::{Before, SendQueue, Template, Written};
+use crate::verbs::sq::{Before, Prepared, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
 
 /// Sends whose WQEs are written, waiting for their doorbell.
@@ -22,6 +23,8 @@ pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
     pub(super) sends: Written,
     submitted: Option<Before>,
+    /// The flight recorder knows of the submission.
+    is_told: bool,
     /// Its operations in the batch that it was posted in.
     pub(super) place: Range<usize>,
 }
@@ -32,14 +35,14 @@ impl PreparedSend {
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
-        let (sends, submitted) = qp.send.prepare(wrs, stream)?;
-        Ok(Self { queue: qp.send.clone(), sends, submitted, place: 0..0 })
+        let Prepared { sends, before, is_told } = qp.send.prepare(wrs, stream)?;
+        Ok(Self { queue: qp.send.clone(), sends, submitted: before, is_told, place: 0..0 })
     }
 
     /// Prepares sends once more.
-    pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template]) -> Result<Self> {
-        let sends = queue.prepare_again(sends)?;
-        Ok(Self { queue: queue.clone(), sends, submitted: None, place: 0..0 })
+    pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template], stream: Option<u64>) -> Result<Self> {
+        let Prepared { sends, before, is_told } = queue.prepare_again(sends, stream)?;
+        Ok(Self { queue: queue.clone(), sends, submitted: before, is_told, place: 0..0 })
     }
 
     pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
@@ -52,12 +55,13 @@ impl PreparedSend {
     pub(super) fn unsubmit(&mut self) {
         if let Some(before) = self.submitted.take() {
             self.queue.unsubmit(before);
+            self.is_told = false;
         }
     }
 
-    pub(super) fn trigger_ops(&mut self, ops: &mut Vec<super::Op>) {
+    pub(super) fn trigger_ops(&mut self, ops: &mut Vec<Op>) {
         let start = ops.len();
-        self.queue.trigger_ops(&self.sends, ops);
+        ops.push(self.queue.trigger(&self.sends));
         self.place = start..ops.len();
     }
 
@@ -66,9 +70,19 @@ impl PreparedSend {
         self.queue.completion(self.sends.range.end - 1)
     }
 
-    pub(super) fn note(&self, stage: Stage, stream: u64) {
-        let log = &self.queue.end.qp.log;
-        self.sends.range.clone().for_each(|n| log.note_in(stage, Queue::Send, stream, n));
+    /// Whether `next` goes on where this ends, and one record may stand for both.
+    pub(super) fn is_before(&self, next: &Self) -> bool {
+        let is_next = Arc::ptr_eq(&self.queue, &next.queue) && self.sends.range.end == next.sends.range.start;
+        is_next && self.is_told == next.is_told
+    }
+
+    /// Records a stage of this and those in a row with it, of which the last one is given.
+    pub(super) fn note_through(&self, last: &Self, stage: Stage, stream: u64) {
+        if stage == Stage::Submitted && self.is_told {
+            return;
+        }
+        let numbers = self.sends.range.start..last.sends.range.end;
+        self.queue.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
     }
 
     pub(super) fn watch(&self) {
@@ -135,10 +149,10 @@ impl PreparedWait {
         Ok(claimed?.map(claim))
     }
 
-    /// A wait through `completion`; `None` when it was claimed or taken before.
-    pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
+    /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, for it alone.
+    pub(super) fn through(completion: &Completion, stream: Option<u64>) -> Result<Option<Self>> {
         completion.check_life()?;
-        Self::claim_new(completion.clone(), Upto::Through(completion.n), Asked::Through, None)
+        Self::claim_new(completion.clone(), Upto::Through(completion.n), Asked::Through, stream)
     }
 
     /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.
@@ -146,10 +160,9 @@ impl PreparedWait {
         Self::claim(any_of(end), Upto::Next(count), Asked::Next, stream)
     }
 
-    /// A wait for all completions of a queue.
-    pub(super) fn all(end: &Arc<QueueEnd>) -> Result<Self> {
-        let last = end.tracker.posted().checked_sub(1);
-        Self::claim(any_of(end), last.map_or(Upto::Next(1), Upto::Through), Asked::All, None)
+    /// A wait for all completions of a queue; with a `stream`, for it alone.
+    pub(super) fn all(end: &Arc<QueueEnd>, stream: Option<u64>) -> Result<Self> {
+        Self::claim(any_of(end), Upto::All, Asked::All, stream)
     }
 
     /// The completion this wait is for.
@@ -177,7 +190,7 @@ impl PreparedWait {
 
     pub(super) fn note(&self, stage: Stage, stream: u64) {
         let Completion { end, n, .. } = &self.claim;
-        end.qp.log.note_in(stage, end.tracker.queue(), stream, *n);
+        end.qp.log.note_in(stage, end.tracker.queue(), stream, *n..*n + 1);
     }
 
     /// Tells the device that a stream of a GPU waits for it.
@@ -185,9 +198,9 @@ impl PreparedWait {
         self.claim.end.cq.attend(self.claim.n, kicker);
     }
 
-    pub(super) fn wait_ops(&mut self, ops: &mut Vec<super::Op>) {
+    pub(super) fn wait_ops(&mut self, ops: &mut Vec<Op>) {
         let start = ops.len();
-        self.claim.end.cq.wait_ops(self.claim.n, self.claim.end.source(), ops);
+        ops.push(Op::Await(self.claim.end.source(), self.claim.n));
         self.place = start..ops.len();
     }
 }
@@ -227,7 +240,7 @@ impl Qp {
     /// # Errors
     /// As [`Qp::prepare_wait_send`].
     pub fn prepare_wait_all_sends(&self) -> Result<PreparedWait> {
-        PreparedWait::all(&self.send.end)
+        PreparedWait::all(&self.send.end, None)
     }
 
     /// Claims the next receive completion for a stream.

@@ -6,7 +6,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::batch::Batch;
+use super::batch::{Batch, Repeatable};
 use super::op::Op;
 use super::prepared::{Asked, PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
@@ -19,6 +19,7 @@ use crate::verbs::sq::{SendQueue, Template};
 pub(super) enum Part {
     /// The same at each launch.
     Op(Op),
+    HostFn(Repeatable),
     Sends(Arc<SendQueue>, Vec<Template>),
     Wait {
         awaited: For,
@@ -54,12 +55,13 @@ pub(super) struct Recording {
 
 /// Refuses what cannot be done more than once.
 pub(super) fn check(batch: &Batch) -> Result<()> {
-    match batch.ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
-        false => Ok(()),
-        true => Err(Error::Unsupported {
+    let host_fns = batch.ops.iter().filter(|op| matches!(op, Op::HostFn(_))).count();
+    match host_fns == batch.repeatable.len() {
+        true => Ok(()),
+        false => Err(Error::Unsupported {
             what: "a host function in a graph",
             by: "the capture: a graph runs many times, a host function once",
-            fix: "submit the function to the stream before or after each launch",
+            fix: "use Batch::repeatable_host_fn, or submit the function to the stream before or after each launch",
         }),
     }
 }
@@ -67,10 +69,11 @@ pub(super) fn check(batch: &Batch) -> Result<()> {
 impl Recording {
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let Batch { ops, sends, waits, covered, stream: _ } = mem::take(batch);
+        let Batch { ops, sends, waits, covered, repeatable, stream: _ } = mem::take(batch);
         let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
+        let mut repeatable = repeatable.into_iter().peekable();
         let mut parts = Vec::new();
         // Where the operations of the last send or wait end.
         let mut known = 0;
@@ -89,6 +92,8 @@ impl Recording {
                 parts.push(Part::Wait { awaited: self.awaited(&wait), told });
                 self.completions += usize::from(told);
                 self.waits.push(wait);
+            } else if let Some((_, f)) = repeatable.next_if(|(place, _)| *place == at) {
+                parts.push(Part::HostFn(f));
             } else if at >= known {
                 parts.push(Part::Op(op));
             }
@@ -140,17 +145,18 @@ impl Part {
     pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {
             Part::Op(op) => batch.ops.extend(op.again()),
+            Part::HostFn(f) => batch.repeat(f.clone()),
             Part::Sends(queue, sends) => {
-                let send = PreparedSend::again(queue, sends)?;
+                let send = PreparedSend::again(queue, sends, batch.stream)?;
                 completions.push(batch.post(send));
             }
             Part::Wait { awaited, told } => {
                 let wait = match awaited {
-                    For::Next(end, count) => PreparedWait::next(end, *count, None)?,
-                    For::All(end) => PreparedWait::all(end)?,
+                    For::Next(end, count) => PreparedWait::next(end, *count, batch.stream)?,
+                    For::All(end) => PreparedWait::all(end, batch.stream)?,
                     For::Through(place) => {
                         let sent = &completions[*place];
-                        PreparedWait::through(sent)?.ok_or_else(|| differs(sent))?
+                        PreparedWait::through(sent, batch.stream)?.ok_or_else(|| differs(sent))?
                     }
                 };
                 let completion = batch.post_wait(wait);
@@ -158,7 +164,7 @@ impl Part {
             }
             Part::Covered(place) => {
                 let sent = &completions[*place];
-                if PreparedWait::through(sent)?.is_some() {
+                if PreparedWait::through(sent, None)?.is_some() {
                     return Err(differs(sent));
                 }
             }

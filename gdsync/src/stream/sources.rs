@@ -11,12 +11,7 @@ pub(super) type Use = (usize, Arc<dyn Source>);
 pub(super) fn sources_of(ops: &[Op]) -> Vec<Use> {
     let mut found: Vec<Use> = Vec::new();
     for (index, op) in ops.iter().enumerate() {
-        let (Op::Signal(source)
-        | Op::Wait32 { source: Some(source), .. }
-        | Op::Wait64 { source: Some(source), .. }) = op
-        else {
-            continue;
-        };
+        let (Op::Trigger(source, _) | Op::Await(source, _)) = op else { continue };
         match found.iter_mut().find(|(_, known)| Arc::ptr_eq(known, source)) {
             Some((last, _)) => *last = index,
             None => found.push((index, source.clone())),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::end::QueueEnd;
 use super::wr::Wc;
 use crate::error::{Error, Result};
+use crate::nvtx::DOMAIN;
 
 /// The completion of one work request: there or not yet. Looking at it takes nothing away from
 /// [`poll`](super::Cq::poll) or from a stream that waits.
@@ -40,9 +41,10 @@ impl Completion {
     /// [`Error::Reset`].
     pub fn status(&self) -> Result<Option<Wc>> {
         self.check_life()?;
-        let known = self.end.tracker.outcome(self.n).or_else(|| {
+        let outcome = || self.end.tracker.outcome(self.n, || self.end.cq.cqe(self.n));
+        let known = outcome().or_else(|| {
             self.end.cq.reap();
-            self.end.tracker.outcome(self.n)
+            outcome()
         });
         match known {
             Some(Some(wc)) => Ok(Some(wc.ok()?)),
@@ -69,6 +71,7 @@ impl Completion {
     /// # Errors
     /// As [`Completion::status`], and [`Error::Deadline`] after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
+        let _range = DOMAIN.range(c"wait");
         let mut found = None;
         let awaited = || self.end.awaits(self.n);
         self.end.cq.wait_until(timeout, "waiting for a completion", awaited, || {

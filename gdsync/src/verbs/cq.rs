@@ -4,27 +4,29 @@
 //! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
 //! waits on it, passed by that stream.
 
+mod passed;
+mod room;
 mod waiting;
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::room::Room;
 use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
-use crate::memory::Word32;
+use crate::memory::{Found, Word32};
 use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 use crate::protocol::completion;
 use crate::recorder::{By, Event, Log, Queue, Stage};
-use crate::stream::{Cond, Op, Source};
+use crate::stream::Arrival;
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
 #[derive(Clone, Debug)]
@@ -35,9 +37,10 @@ pub(crate) struct CqInner {
     parts: CqParts,
     /// The consumer index in the doorbell record.
     consumed: Word32,
+    /// Where a GPU finds ring and consumer index.
+    found: [Found; 2],
     log: u32,
-    /// Completions that may still arrive or are not freed yet. Never more than the ring holds.
-    reserved: AtomicU64,
+    room: Room,
     recorder: Log,
     state: Mutex<CqState>,
 }
@@ -99,6 +102,9 @@ impl Drop for CqInner {
 /// Vendor syndrome of completions that the library wrote in place of the device.
 pub(crate) const POISON: u8 = 0x67;
 
+/// Claims between two looks at what has arrived.
+const LOT: u64 = 16;
+
 /// Which completions a claim takes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Upto {
@@ -106,6 +112,8 @@ pub(crate) enum Upto {
     Next(u64),
     /// All through this one.
     Through(u64),
+    /// All of requests posted so far.
+    All,
 }
 
 impl Cq {
@@ -143,8 +151,9 @@ impl Cq {
             provider,
             parts,
             consumed,
+            found: Default::default(),
             log,
-            reserved: AtomicU64::new(0),
+            room: Room::new(1 << log),
             recorder,
             state: Mutex::new(state),
         })))
@@ -200,6 +209,13 @@ impl CqInner {
 
     pub(crate) fn attach(&self, tracker: &Arc<Tracker>) {
         let mut state = self.state.lock();
+        if state.attached > 0 {
+            self.room.share();
+            // Who has not seen that yet is done when its queue can be locked.
+            state.queues.iter().for_each(|known| drop(known.lock()));
+            // From here on the completions of one queue are not in a row.
+            state.queues.iter().for_each(|known| known.look_at_all(|n| self.cqe(n)));
+        }
         state.queues.push(tracker.clone());
         state.attached += 1;
     }
@@ -209,7 +225,7 @@ impl CqInner {
         let mut state = self.state.lock();
         for queue in state.queues.extract_if(.., |q| q.qpn == qpn) {
             // What was outstanding will never complete.
-            self.unreserve(queue.outstanding());
+            self.room.free(queue.outstanding());
         }
         if state.queues.is_empty() {
             self.abandon(&mut state);
@@ -249,14 +265,14 @@ impl CqInner {
         }
     }
 
-    /// Sets room aside for the completion of one more work request.
+    /// Sets room aside for the completion of one more work request, of a queue that the caller has locked.
     pub(crate) fn reserve(&self) -> bool {
-        let room = |r| (r < self.capacity()).then_some(r + 1);
-        self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).is_ok()
+        self.room.reserve()
     }
 
-    pub(crate) fn unreserve(&self, count: u64) {
-        self.reserved.fetch_sub(count, Ordering::Relaxed);
+    /// Takes it back for requests that will not be made. As [`CqInner::reserve`].
+    pub(crate) fn take_back(&self, count: u64) {
+        self.room.take_back(count);
     }
 
     /// Decodes what has arrived and frees what can be reused.
@@ -274,12 +290,13 @@ impl CqInner {
 
     fn reap_locked(&self, state: &mut CqState) {
         // A completion not reserved cannot arrive: `free` runs before its slot is used again.
+        if self.has_arrived(state.reaped) {
+            self.skip_passed(state);
+        }
         while self.has_arrived(state.reaped) {
             let n = state.reaped;
-            let mut bytes = [0; CQE_SIZE];
             let at = self.index(n);
-            self.parts.ring.read(at * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
-            let cqe = Cqe::decode(&bytes);
+            let cqe = self.cqe(n);
             let slot = &mut state.slots[at];
             slot.wc = None;
             match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
@@ -318,7 +335,7 @@ impl CqInner {
             // A freed slot belongs to the next lap: what a stream took is not polled again.
             state.poll_next = state.poll_next.max(state.freed);
             state.claim_next = state.claim_next.max(state.freed);
-            self.reserved.fetch_sub(freed, Ordering::Relaxed);
+            self.room.free(freed);
             // While a stream waits here the consumer index is the stream's to write.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
@@ -379,8 +396,11 @@ impl CqInner {
                 fix: "build the queue pair without send_cq and recv_cq, so that each queue gets its own",
             });
         }
-        // Not where each look takes a microsecond: what has arrived there is taken when it must be, all at once.
-        if self.parts.ring.gpu().is_none() {
+        // Not where each look takes a microsecond: what has arrived there is taken when it must be, all at once. Elsewhere in
+        // lots, too: the lines come from other cores, and several at a time are as quick as one.
+        let unseen = state.claim_next.saturating_sub(state.reaped);
+        let is_due = state.in_stream == 0 || unseen >= LOT.min(self.capacity() / 2);
+        if is_due && self.parts.ring.gpu().is_none() {
             self.reap_locked(&mut state);
             self.free(&mut state);
         }
@@ -393,6 +413,7 @@ impl CqInner {
         let n = match upto {
             Upto::Next(count) => state.claim_next + count - 1,
             Upto::Through(n) => n,
+            Upto::All => posted.saturating_sub(1),
         };
         if n >= posted {
             return Err(Error::NothingToWaitFor { queue: tracker.name(), qpn: tracker.qpn });
@@ -491,24 +512,23 @@ impl CqInner {
         self.state.lock().unsubmitted.push_front((first, n));
     }
 
-    /// The operations that hold a stream for completion `n` and then move the consumer index past it.
-    pub(crate) fn wait_ops(&self, n: u64, source: Arc<dyn Source>, ops: &mut Vec<Op>) {
-        let (cond, value): (Cond, u32) = mlx5::wait_condition(n, self.log);
-        let at = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
-        let at = self.parts.ring.word32(at).expect("words of rings are aligned and inside");
-        ops.push(Op::Wait32 { at, value, cond, source: Some(source) });
-        ops.push(Op::Write32 { at: self.consumed.clone(), value: mlx5::cq_ci_record(n + 1) });
+    /// Where completion `n` arrives, and how it is passed.
+    pub(crate) fn arrival(&self, n: u64) -> Arrival<'_> {
+        let (cond, value) = mlx5::wait_condition(n, self.log);
+        let offset = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
+        let passed = mlx5::cq_ci_record(n + 1);
+        let (memory, index, found) = (&self.parts.ring, &self.consumed, &self.found);
+        Arrival { memory, offset, found, cond, value, index, passed }
     }
 
-    /// The queue pair is stopped, and still no completion came for which a stream waits at this word: writes one that says
+    /// The queue pair is stopped, and still completion `n` did not come, for which a stream waits: writes one that says
     /// "flushed", as the device should have. Should it come after all, it replaces this one.
-    pub(crate) fn poison(&self, at: &Word32, tracker: &Tracker) {
+    pub(crate) fn poison(&self, n: u64, tracker: &Tracker) {
         self.reap();
         let _state = self.state.lock();
-        let slot = |n| self.index(n) * CQE_SIZE;
-        let is_awaited =
-            |&n: &u64| self.parts.ring.addr() + (slot(n) + mlx5::CQE_OP_OWN_OFFSET) as u64 == at.addr();
-        let Some(n) = tracker.awaited().find(is_awaited) else { return };
+        if !tracker.awaited().contains(&n) {
+            return;
+        }
         let cqe = Cqe {
             opcode: if tracker.is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR },
             qpn: tracker.qpn,
@@ -519,8 +539,10 @@ impl CqInner {
             ..Cqe::default()
         };
         let bytes = cqe.encode();
-        self.parts.ring.write(slot(n), &bytes[..mlx5::CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
-        completion::publish(at.atomic(), mlx5::op_own_word(&bytes));
+        let slot = self.index(n) * CQE_SIZE;
+        self.parts.ring.write(slot, &bytes[..mlx5::CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
+        let word = self.parts.ring.atomic32(slot + mlx5::CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
+        completion::publish(word, mlx5::op_own_word(&bytes));
         self.parts.ring.fence();
     }
 
@@ -546,7 +568,7 @@ impl CqInner {
         if state.attached == 1 {
             self.abandon(&mut state);
         }
-        self.unreserve(lost);
+        self.room.free(lost);
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
             let slot = &mut slots[self.index(n)];

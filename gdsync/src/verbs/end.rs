@@ -9,10 +9,8 @@ use super::cq::CqInner;
 use super::qp::QpCore;
 use super::track::Tracker;
 use crate::error::Error;
-use crate::memory::Word32;
-use crate::mlx5;
 use crate::recorder::{Awaited, By, Stage};
-use crate::stream::Source;
+use crate::stream::{Arrival, Bell, Source};
 
 /// While it is alive, so are the queue pair and its completion queue.
 pub(crate) struct QueueEnd(Arc<Parts>);
@@ -22,6 +20,8 @@ pub(crate) struct Parts {
     pub(crate) qp: Arc<QpCore>,
     pub(crate) cq: Arc<CqInner>,
     pub(crate) tracker: Arc<Tracker>,
+    /// Of a send queue.
+    bell: Option<Arc<Bell>>,
 }
 
 impl Deref for QueueEnd {
@@ -40,8 +40,13 @@ impl Parts {
 }
 
 impl QueueEnd {
-    pub(crate) fn new(qp: Arc<QpCore>, cq: Arc<CqInner>, tracker: Arc<Tracker>) -> Arc<Self> {
-        Arc::new(Self(Arc::new(Parts { qp, cq, tracker })))
+    pub(crate) fn new(
+        qp: Arc<QpCore>,
+        cq: Arc<CqInner>,
+        tracker: Arc<Tracker>,
+        bell: Option<Arc<Bell>>,
+    ) -> Arc<Self> {
+        Arc::new(Self(Arc::new(Parts { qp, cq, tracker, bell })))
     }
 
     /// The source that operations of a stream name.
@@ -104,18 +109,23 @@ impl Source for Parts {
         self.qp.stop(reason);
     }
 
-    fn release(&self, at: &Word32) {
-        self.cq.poison(at, &self.tracker);
+    fn bell(&self) -> Option<&Bell> {
+        self.bell.as_deref()
     }
 
-    fn awaited(&self, at: &Word32) -> Option<Awaited> {
-        let (slot, mask) = self.cq.slot_of(at)?;
-        Some(self.awaits(self.tracker.last_like(slot, mask)))
+    fn arrival(&self, n: u64) -> Arrival<'_> {
+        self.cq.arrival(n)
     }
 
-    fn passed(&self, index: u32, by: By) {
-        let after = u64::from(mlx5::record_to_u24(index));
-        let n = self.tracker.last_like(after.wrapping_sub(1), 0xff_ffff);
+    fn release(&self, n: u64) {
+        self.cq.poison(n, &self.tracker);
+    }
+
+    fn awaited(&self, n: u64) -> Option<Awaited> {
+        Some(self.awaits(n))
+    }
+
+    fn passed(&self, n: u64, by: By) {
         self.qp.log.note(Stage::Released, self.tracker.queue(), by, n, 0);
     }
 

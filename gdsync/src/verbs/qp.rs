@@ -23,7 +23,9 @@ use crate::cuda::Gpu;
 use crate::direct::probe;
 use crate::error::{Error, Result};
 use crate::mlx5;
+use crate::nvtx::DOMAIN;
 use crate::recorder::{By, Log, QpLog, Queue, Stage};
+use crate::stream::Bell;
 
 /// How long a transition may take to reach the peer.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -234,6 +236,7 @@ impl Qp {
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`];
     /// [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are outstanding.
     pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<Completion> {
+        let _range = DOMAIN.range(c"post_send");
         let range = self.send.post(wrs)?;
         let last = range.end.checked_sub(1).filter(|_| !range.is_empty());
         let last = last.ok_or_else(|| Error::invalid("sends to post", 0, "at least one"))?;
@@ -246,6 +249,7 @@ impl Qp {
     /// [`Error::InvalidArgument`] for an empty list;
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`].
     pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<Completion> {
+        let _range = DOMAIN.range(c"post_recv");
         let last = self.recv.post(wrs)?;
         let last = last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))?;
         Ok(self.recv.completion(last))
@@ -288,6 +292,11 @@ impl Qp {
     /// That failure.
     pub fn check(&self) -> Result<()> {
         self.core().check()
+    }
+
+    /// Whether it is known to be broken, without a look at the completion queues: [`Qp::check`] says why.
+    pub fn is_broken(&self) -> bool {
+        self.core().health.is_broken()
     }
 
     /// Whether messages and RDMA WRITEs that it receives are written in order of their addresses, as the CPU sees it
@@ -492,10 +501,13 @@ impl QpBuilder {
         let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
-        let end = QueueEnd::new(core.clone(), send_cq, send_tracker);
+        let record_may_lag = core.provider.record_may_lag();
+        let (record_word, found) = (record.word32(mlx5::QP_DBREC_SEND)?, Default::default());
+        let bell = Arc::new(Bell { record: record_word, doorbell, record_may_lag, found });
+        let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(bell.clone()));
         let most = Most { sges: self.max_send_sge, inline: self.max_inline };
-        let send = SendQueue::new(end, sq, &record, doorbell, most)?;
-        let end = QueueEnd::new(core, recv_cq, recv_tracker);
+        let send = SendQueue::new(end, sq, bell, most);
+        let end = QueueEnd::new(core, recv_cq, recv_tracker, None);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })
     }

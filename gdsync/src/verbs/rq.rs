@@ -1,13 +1,14 @@
 //! The receive queue: buffers posted by the CPU, early; their completions awaited by the CPU or a stream.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use super::completion::Completion;
 use super::end::QueueEnd;
-use super::track::Entry;
+use super::track::{Entry, Track};
 use super::wr::RecvWr;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
@@ -48,24 +49,55 @@ impl RecvQueue {
     }
 
     fn post_all(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
-        let mut last = None;
-        for wr in wrs {
-            last = Some(match self.post_one(wr) {
-                Err(Error::QueueFull { .. }) => {
+        let (mut last, mut rest, mut reaped) = (None, wrs, false);
+        while !rest.is_empty() {
+            let (posted, result) = self.post_some(rest);
+            last = posted.clone().last().or(last);
+            rest = &rest[posted.clone().count()..];
+            match result {
+                // Once more for each that did not fit.
+                Err(Error::QueueFull { .. }) if !reaped || !posted.is_empty() => {
                     self.end.qp.provider.progress();
                     self.end.cq.reap();
-                    self.post_one(wr)?
+                    reaped = true;
                 }
                 other => other?,
-            });
+            }
         }
         Ok(last)
     }
 
-    fn post_one(&self, wr: &RecvWr<'_>) -> Result<u64> {
+    /// Posts until one does not fit. Returns the requests posted, and what was wrong with the next.
+    fn post_some(&self, wrs: &[RecvWr<'_>]) -> (Range<u64>, Result<()>) {
         let mut track = self.end.tracker.lock();
+        let (first, begin) = (track.posted, track.head);
         // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
-        self.end.qp.check_post("post_recv")?;
+        let written = self.end.qp.check_post("post_recv");
+        let written = written.and_then(|()| wrs.iter().try_for_each(|wr| self.write(&mut track, wr)));
+        // The record may lie elsewhere, and must not be seen first.
+        if track.posted > first
+            && self.end.qp.provider.reads_by_itself()
+            && let Err(error) = self.ring.flush()
+        {
+            self.end.cq.take_back(track.posted - first);
+            (track.posted, track.head) = (first, begin);
+            return (first..first, Err(error));
+        }
+        let posted = first..track.posted;
+        if !posted.is_empty() {
+            track.rung = track.posted;
+            self.end.tracker.tell(&track);
+            for n in posted.clone() {
+                let len = track.entry(n).len;
+                self.end.qp.log.note(Stage::Prepared, Queue::Receive, By::Cpu, n, len);
+            }
+            self.record.store(mlx5::recv_record(track.head));
+        }
+        (posted, written)
+    }
+
+    /// Writes one receive, which nobody sees yet.
+    fn write(&self, track: &mut Track, wr: &RecvWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
         let begin = track.head;
         if begin - track.tail >= self.entries || !track.has_entry() {
@@ -75,23 +107,15 @@ impl RecvQueue {
         let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.stride);
         mlx5::encode_recv(wr.sges, self.stride, &mut wqe)
             .map_err(|e| Error::WorkRequest { qpn, source: e })?;
-        let at = usize::try_from(begin & (self.entries - 1)).expect("a ring index fits in memory");
-        self.ring.write(at * self.stride, &wqe).expect("entries lie in the ring");
-        if self.end.qp.provider.reads_by_itself() {
-            // The record may lie elsewhere, and must not be seen first.
-            self.ring.flush()?;
-        }
         if !self.end.cq.reserve() {
             let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
             return Err(Error::QueueFull { queue: "receive completion queue", qpn, outstanding, depth });
         }
+        let at = usize::try_from(begin & (self.entries - 1)).expect("a ring index fits in memory");
+        self.ring.write(at * self.stride, &wqe).expect("entries lie in the ring");
         let len = wr.sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
-        let n = track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, len, ..Entry::default() });
-        track.rung = track.posted;
-        self.end.tracker.tell(&track);
-        self.end.qp.log.note(Stage::Prepared, Queue::Receive, By::Cpu, n, len);
-        self.record.store(mlx5::recv_record(track.head));
-        Ok(n)
+        track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, len, ..Entry::default() });
+        Ok(())
     }
 
     /// The completion of request `n`.

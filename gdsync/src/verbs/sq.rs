@@ -11,19 +11,18 @@ use super::provider::Provider;
 use super::track::{Entry, Owner, Track};
 use super::wr::SendWr;
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word32, Word64};
+use crate::memory::Memory;
 use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
 use crate::recorder::{By, Queue, Stage};
-use crate::stream::Op;
+use crate::stream::{Bell, Op, Ring};
 
 pub(crate) struct SendQueue {
     pub(crate) end: Arc<QueueEnd>,
     ring: Memory,
     blocks: u64,
     most: Most,
-    record: Word32,
-    doorbell: Word64,
+    bell: Arc<Bell>,
 }
 
 /// What one request may have, as the QP was built.
@@ -81,6 +80,15 @@ pub(crate) struct Written {
     doorbell: u64,
 }
 
+/// Requests that were prepared.
+pub(crate) struct Prepared {
+    pub(crate) sends: Written,
+    /// They were handed to a stream.
+    pub(crate) before: Option<Before>,
+    /// The flight recorder knows that.
+    pub(crate) is_told: bool,
+}
+
 /// A send as it was written, to be written again at other places of the ring.
 pub(crate) struct Template {
     wr_id: u64,
@@ -101,21 +109,14 @@ impl fmt::Debug for SendQueue {
 }
 
 impl SendQueue {
-    pub(crate) fn new(
-        end: Arc<QueueEnd>,
-        ring: Memory,
-        record: &Memory,
-        doorbell: Word64,
-        most: Most,
-    ) -> Result<Arc<Self>> {
+    pub(crate) fn new(end: Arc<QueueEnd>, ring: Memory, bell: Arc<Bell>, most: Most) -> Arc<Self> {
         let blocks = (ring.len() / BB) as u64;
-        let record = record.word32(mlx5::QP_DBREC_SEND)?;
-        Ok(Arc::new(Self { end, ring, blocks, most, record, doorbell }))
+        Arc::new(Self { end, ring, blocks, most, bell })
     }
 
     /// The ring, the record's word, and the doorbell.
     pub(crate) fn places(&self) -> (&Memory, &Memory, &Memory) {
-        (&self.ring, self.record.memory(), self.doorbell.memory())
+        (&self.ring, self.bell.record.memory(), self.bell.doorbell.memory())
     }
 
     /// Posts requests and rings the doorbell, from the CPU.
@@ -128,6 +129,7 @@ impl SendQueue {
             if range.is_empty() {
                 return Ok(range);
             }
+            self.note_prepared(track, &range, None);
             if let Err(error) = self.arrive().and_then(|()| self.expose(track, &range)) {
                 self.undo(track, &range);
                 return Err(error);
@@ -136,22 +138,22 @@ impl SendQueue {
             let last = *track.entry(range.end - 1);
             // Under the lock: a later producer index must not be overtaken by an earlier one.
             // Nothing for a doorbell in memory; one of a card is in memory that the CPU writes when it likes.
-            let settle = || self.doorbell.memory().fence();
+            let settle = || self.bell.doorbell.memory().fence();
             settle();
             protocol::ring_doorbell(
-                self.record.atomic(),
+                self.bell.record.atomic(),
                 mlx5::send_record(last.end),
                 || {
-                    self.record.memory().fence();
+                    self.bell.record.memory().fence();
                     settle();
                     if self.provider().reads_by_itself() {
                         // A load takes what was stored there before along, also to a GPU.
-                        self.record.atomic().load(Ordering::Acquire);
+                        self.bell.record.atomic().load(Ordering::Acquire);
                         // The software HCA says so itself, at once.
                         self.end.qp.log.note(Stage::Rung, Queue::Send, By::Cpu, range.end - 1, 0);
                     }
                 },
-                self.doorbell.atomic(),
+                self.bell.doorbell.atomic(),
                 last.doorbell,
             );
             settle();
@@ -170,21 +172,33 @@ impl SendQueue {
 
     /// Writes requests, at least one, that nobody sees yet. With a `stream`, they are handed to it at once, as by
     /// [`SendQueue::submit`].
-    pub(crate) fn prepare(
-        &self,
-        wrs: &[SendWr<'_>],
-        stream: Option<u64>,
-    ) -> Result<(Written, Option<Before>)> {
+    pub(crate) fn prepare(&self, wrs: &[SendWr<'_>], stream: Option<u64>) -> Result<Prepared> {
         self.with_room(|track| {
             let range = self.write(track, wrs)?;
-            let handed = stream.map(|stream| self.hand_over(track, &range, stream)).transpose();
-            let before = handed.inspect_err(|_| self.undo(track, &range))?;
-            Ok((written(track, range), before))
+            self.prepared(track, range, stream)
         })
     }
 
+    /// Hands requests that were written to their stream, if there is one.
+    fn prepared(&self, track: &mut Track, range: Range<u64>, stream: Option<u64>) -> Result<Prepared> {
+        let handed = stream.map(|stream| self.hand_over(track, &range, stream)).transpose();
+        let before = handed.inspect_err(|_| self.undo(track, &range))?;
+        let is_told = self.note_prepared(track, &range, stream);
+        Ok(Prepared { sends: written(track, range), before, is_told })
+    }
+
+    /// Records that requests were written, and that they were handed to a stream. Returns whether the latter is told.
+    fn note_prepared(&self, track: &Track, range: &Range<u64>, stream: Option<u64>) -> bool {
+        let log = &self.end.qp.log;
+        let mut is_told = true;
+        for n in range.clone() {
+            is_told &= log.note_prepared(n, track.entry(n).len, stream);
+        }
+        is_told
+    }
+
     /// Writes sends again, as [`SendQueue::prepare`].
-    pub(crate) fn prepare_again(&self, sends: &[Template]) -> Result<Written> {
+    pub(crate) fn prepare_again(&self, sends: &[Template], stream: Option<u64>) -> Result<Prepared> {
         let again = |track: &mut Track, send: &Template| {
             self.put(track, send.wr_id, send.len, |out, index| {
                 out[..send.wqe.len()].copy_from_slice(&send.wqe);
@@ -192,7 +206,10 @@ impl SendQueue {
                 Ok(u8::try_from(send.wqe.len() / mlx5::SEGMENT).expect("written by `put`"))
             })
         };
-        self.with_room(|track| self.write_all(track, sends, again).map(|range| written(track, range)))
+        self.with_room(|track| {
+            let range = self.write_all(track, sends, again)?;
+            self.prepared(track, range, stream)
+        })
     }
 
     /// What was prepared, to be written again.
@@ -289,9 +306,8 @@ impl SendQueue {
         (begin..end).for_each(|block| self.ring.prefetch_to_write(self.place(block + AHEAD)));
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
-        let n = track.push(Entry { wr_id, begin, end, doorbell, ds, cancelled: false, len, wc: None });
+        track.push(Entry { wr_id, begin, end, doorbell, ds, len, ..Entry::default() });
         self.end.tracker.tell(track);
-        self.end.qp.log.note(Stage::Prepared, Queue::Send, By::Cpu, n, len);
         Ok(())
     }
 
@@ -305,7 +321,9 @@ impl SendQueue {
         let at = self.place(index);
         let (head, wrapped) = bytes.split_at(bytes.len().min(self.ring.len() - at));
         self.ring.write(at, head).expect("split at the end of the ring");
-        self.ring.write(0, wrapped).expect("a WQE is shorter than the ring");
+        if !wrapped.is_empty() {
+            self.ring.write(0, wrapped).expect("a WQE is shorter than the ring");
+        }
     }
 
     /// Reads back what [`SendQueue::store`] wrote.
@@ -348,7 +366,7 @@ impl SendQueue {
             taken_back += 1;
         }
         self.end.tracker.tell(track);
-        self.end.cq.unreserve(taken_back);
+        self.end.cq.take_back(taken_back);
     }
 
     /// A prepared range was dropped.
@@ -389,17 +407,10 @@ impl SendQueue {
         track.owner = before.owner;
     }
 
-    /// The operations that make the HCA start everything up to the end of `sends`: record, fence, doorbell; or first the
-    /// doorbell, which somebody waits for, and then the record, which only a failure needs.
-    pub(crate) fn trigger_ops(&self, sends: &Written, ops: &mut Vec<Op>) {
-        let record = Op::Write32 { at: self.record.clone(), value: mlx5::send_record(sends.end) };
-        let doorbell = Op::Write64 { at: self.doorbell.clone(), value: sends.doorbell };
-        if self.provider().record_may_lag() {
-            ops.extend([doorbell, record]);
-        } else {
-            ops.extend([record, Op::Barrier, doorbell]);
-        }
-        ops.push(Op::Signal(self.end.source()));
+    /// The operation that makes the HCA start everything up to the end of `sends`.
+    pub(crate) fn trigger(&self, sends: &Written) -> Op {
+        let ring = Ring { record: mlx5::send_record(sends.end), doorbell: sends.doorbell };
+        Op::Trigger(self.end.source(), ring)
     }
 
     /// The completion of request `n`.
@@ -418,13 +429,13 @@ impl SendQueue {
 
     /// Whether there are requests that a stream was to expose, and gave up.
     pub(crate) fn has_hidden(&self) -> bool {
-        self.record.load() != mlx5::send_record(self.end.tracker.lock().head)
+        self.bell.record.load() != mlx5::send_record(self.end.tracker.lock().head)
     }
 
     /// Exposes them to the device, in the error state, before it is reset: their waits may have been released by completions
     /// in place of the device's, and the next one belongs behind those.
     pub(crate) fn show_hidden(&self) {
-        self.record.store(mlx5::send_record(self.end.tracker.lock().head));
+        self.bell.record.store(mlx5::send_record(self.end.tracker.lock().head));
     }
 
     /// Forgets everything posted, after the queue pair was reset.
@@ -432,7 +443,7 @@ impl SendQueue {
         // What completed before the reset still counts; after this nothing more arrives.
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
-        self.record.store(0);
+        self.bell.record.store(0);
         self.end.cq.forget(&self.end.tracker, lost);
     }
 }

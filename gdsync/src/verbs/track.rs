@@ -107,6 +107,8 @@ pub(crate) struct Entry {
     pub(crate) len: u32,
     /// What came of it, once it has completed.
     pub(crate) wc: Option<Wc>,
+    /// It has completed, and nobody has looked at its CQE.
+    pub(crate) skipped: bool,
 }
 
 impl Tracker {
@@ -156,12 +158,6 @@ impl Tracker {
     /// Notes how many requests are posted, for those who do not take the lock.
     pub(crate) fn tell(&self, track: &Track) {
         self.posted.store(track.posted, Ordering::Relaxed);
-    }
-
-    /// The last request posted whose number ends in these bits.
-    pub(crate) fn last_like(&self, low: u64, mask: u64) -> u64 {
-        let last = self.posted.load(Ordering::Relaxed).wrapping_sub(1);
-        last.wrapping_sub(last.wrapping_sub(low) & mask)
     }
 
     /// A wait for the completion of request `n`.
@@ -223,26 +219,63 @@ impl Tracker {
         lost
     }
 
-    /// What came of request `n`: `None` while it is outstanding, `Some(None)` when that is forgotten.
-    pub(crate) fn outcome(&self, n: u64) -> Option<Option<Wc>> {
-        let track = self.lock();
-        let known = || track.posted - n <= track.entries.len() as u64;
-        (n < track.retired).then(|| track.entry(n).wc.filter(|_| known()))
+    /// What came of request `n`: `None` while it is outstanding, `Some(None)` when that is forgotten. `look` reads its CQE,
+    /// which is in its slot, for one that was skipped.
+    pub(crate) fn outcome(&self, n: u64, look: impl FnOnce() -> Cqe) -> Option<Option<Wc>> {
+        let mut track = self.lock();
+        if n >= track.retired {
+            return None;
+        }
+        let is_known = track.posted - n <= track.entries.len() as u64;
+        // Under the lock: what would take the slot cannot be posted.
+        Some(is_known.then(|| self.look_at(&mut track, n, look)).flatten())
     }
 
-    /// The queue that a CQE belongs to.
-    pub(crate) fn find<'a>(queues: &'a [Arc<Tracker>], cqe: &Cqe) -> Option<&'a Arc<Tracker>> {
-        let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
-        queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_send)
+    /// What came of a request that has completed and is known.
+    fn look_at(&self, track: &mut Track, n: u64, look: impl FnOnce() -> Cqe) -> Option<Wc> {
+        let entry = *track.entry(n);
+        if entry.skipped {
+            let wc = Some(self.wc(&entry, &look()));
+            *track.entry_mut(n) = Entry { skipped: false, wc, ..entry };
+        }
+        track.entry(n).wc
     }
 
-    /// Retires the oldest request. Returns its number, its completion, and whether the request had been given up.
-    pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(u64, Wc, bool)> {
-        let mut track = self.state.lock();
-        let n = track.retired;
-        let entry = (n < track.posted).then(|| *track.entry(n))?;
-        let failed = matches!(cqe.opcode, CqeOpcode::REQ_ERR | CqeOpcode::RESP_ERR);
-        let wc = Wc {
+    /// Looks at all that was skipped, while the CQEs are there.
+    pub(crate) fn look_at_all(&self, look: impl Fn(u64) -> Cqe) {
+        let mut track = self.lock();
+        for n in track.posted.saturating_sub(track.entries.len() as u64)..track.retired {
+            self.look_at(&mut track, n, || look(n));
+        }
+    }
+
+    /// Whether requests can be skipped on a completion queue of so many slots: CQEs stay as long as anybody may ask, and
+    /// nobody has to be told of each.
+    pub(crate) fn may_skip(&self, slots: u64) -> bool {
+        let is_told = self.is_card && self.log.is_on();
+        !is_told && self.lock().entries.len() as u64 <= slots
+    }
+
+    /// Retires requests whose completions nobody has looked at but for the last one's, unless that is an error or another's.
+    pub(crate) fn skip(&self, requests: Range<u64>, last: &Cqe) -> bool {
+        let mut track = self.lock();
+        let entry = *track.entry(requests.end - 1);
+        let is_its_own = last.qpn == self.qpn && is_of_send(last) == self.is_send;
+        let is_fine = is_its_own && !last.opcode.is_error() && is_as_expected(&entry, last);
+        if track.retired != requests.start || track.posted < requests.end || !is_fine {
+            return false;
+        }
+        requests.clone().for_each(|n| track.entry_mut(n).skipped = true);
+        track.retired = requests.end;
+        track.tail = entry.end;
+        self.retired.store(track.retired, Ordering::Relaxed);
+        true
+    }
+
+    /// What a CQE says of a request.
+    fn wc(&self, entry: &Entry, cqe: &Cqe) -> Wc {
+        let failed = cqe.opcode.is_error();
+        Wc {
             wr_id: entry.wr_id,
             qpn: self.qpn,
             opcode: cqe.opcode,
@@ -251,7 +284,20 @@ impl Tracker {
             imm: matches!(cqe.opcode, CqeOpcode::RESP_SEND_IMM | CqeOpcode::RESP_WR_IMM).then_some(cqe.imm),
             syndrome: failed.then_some(cqe.syndrome),
             vendor: cqe.vendor,
-        };
+        }
+    }
+
+    /// The queue that a CQE belongs to.
+    pub(crate) fn find<'a>(queues: &'a [Arc<Tracker>], cqe: &Cqe) -> Option<&'a Arc<Tracker>> {
+        queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_of_send(cqe))
+    }
+
+    /// Retires the oldest request. Returns its number, its completion, and whether the request had been given up.
+    pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(u64, Wc, bool)> {
+        let mut track = self.state.lock();
+        let n = track.retired;
+        let entry = (n < track.posted).then(|| *track.entry(n))?;
+        let wc = self.wc(&entry, cqe);
         track.entry_mut(n).wc = Some(wc);
         track.retired += 1;
         track.tail = entry.end;
@@ -259,7 +305,7 @@ impl Tracker {
         drop(track);
         if self.is_card {
             self.log.note(|| {
-                let (len, status) = (cqe.byte_cnt, if failed { cqe.syndrome.0 } else { 0 });
+                let (len, status) = (cqe.byte_cnt, wc.syndrome.map_or(0, |syndrome| syndrome.0));
                 let event = Event::of(Stage::Completed, self.queue(), By::Hca, self.qpn, n);
                 Event { len, status, ..event }
             });
@@ -267,14 +313,22 @@ impl Tracker {
         if let Err(error) = wc.ok() {
             self.health.record(error.into());
         }
-        // Payload in the CQE, compression, or a CQE of another request: what was counted on does not hold.
-        if cqe.format != 0 || cqe.wqe_counter != low16(entry.begin) {
+        if !is_as_expected(&entry, cqe) {
             let (queue, expected) = (self.name(), low16(entry.begin));
             let (counter, format) = (cqe.wqe_counter, cqe.format);
             self.health.record(Error::UnexpectedCqe { qpn: self.qpn, queue, counter, expected, format });
         }
         Some((n, wc, entry.cancelled))
     }
+}
+
+fn is_of_send(cqe: &Cqe) -> bool {
+    matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR)
+}
+
+/// Not so with payload in the CQE, compression, or a CQE of another request: then what was counted on does not hold.
+fn is_as_expected(entry: &Entry, cqe: &Cqe) -> bool {
+    cqe.format == 0 && cqe.wqe_counter == low16(entry.begin)
 }
 
 impl Track {
@@ -335,5 +389,57 @@ mod tests {
             assert!(tracker.complete(&cqe).is_some());
             assert_eq!(health.check().is_ok(), fine, "{:?}", health.check());
         }
+    }
+
+    /// Four requests, and what the CQE of each says.
+    fn four() -> (Arc<Health>, Arc<Tracker>, impl Fn(u64) -> Cqe) {
+        let health = Arc::new(Health::default());
+        let tracker = Tracker::new(5, true, 4, health.clone(), (Log::default(), false));
+        for n in 0..4 {
+            tracker.lock().push(Entry { wr_id: 10 + n, begin: n, end: n + 1, ..Entry::default() });
+        }
+        let cqe = |n| Cqe { qpn: 5, wqe_counter: low16(n), byte_cnt: 7, ..Cqe::default() };
+        (health, tracker, cqe)
+    }
+
+    #[test]
+    fn what_was_skipped_is_looked_at_once_when_asked() {
+        let (health, tracker, cqe) = four();
+        assert!(tracker.may_skip(4) && !tracker.may_skip(2), "its CQE may be gone");
+        assert!(tracker.skip(0..2, &cqe(1)));
+        assert_eq!((tracker.awaited(), tracker.lock().tail), (2..4, 2));
+        for look in [1, 0] {
+            let looks = std::cell::Cell::new(0);
+            let seen = tracker.outcome(0, || (looks.set(looks.get() + 1), cqe(0)).1);
+            let wc = seen.flatten().expect("it has completed");
+            assert_eq!((looks.get(), wc.wr_id, wc.byte_len), (look, 10, 7));
+        }
+        assert!(tracker.outcome(2, || unreachable!("it has not arrived")).is_none());
+        tracker.look_at_all(&cqe);
+        let known = tracker.outcome(1, || unreachable!("it was looked at"));
+        assert_eq!(known.flatten().map(|wc| wc.wr_id), Some(11));
+        // A request in its place: nothing may be read there any more.
+        tracker.skip(2..4, &cqe(3));
+        tracker.lock().push(Entry { end: 5, ..Entry::default() });
+        assert!(matches!(tracker.outcome(0, || unreachable!("overwritten")), Some(None)));
+        assert!(health.check().is_ok());
+    }
+
+    #[test]
+    fn nothing_is_skipped_before_an_error_or_what_was_not_expected() {
+        let (_, tracker, cqe) = four();
+        let good = cqe(1);
+        for bad in [
+            Cqe { opcode: CqeOpcode::REQ_ERR, ..good },
+            Cqe { opcode: CqeOpcode::RESP_SEND, ..good },
+            Cqe { qpn: 6, ..good },
+            Cqe { wqe_counter: 0, ..good },
+            Cqe { format: 1, ..good },
+        ] {
+            assert!(!tracker.skip(0..2, &bad), "{bad:?}");
+        }
+        assert!(!tracker.skip(1..2, &good), "0 is outstanding");
+        assert!(!tracker.skip(0..5, &Cqe { wqe_counter: 0, ..good }), "only four were posted");
+        assert_eq!(tracker.awaited(), 0..4);
     }
 }

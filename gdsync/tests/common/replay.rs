@@ -5,7 +5,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use gdsync::error::{Error, Result};
-use gdsync::stream::{Batch, Graph, Stream};
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Cond, Graph, Stream};
 use gdsync::verbs::{Completion, QpBuilder, RecvWr, SendWr};
 
 use super::common::{self, PATIENCE, Side, assert_clean, connect, counts};
@@ -195,6 +196,42 @@ pub fn launched_ahead(site: &impl Site, times: u32) {
     assert_clean(&[&a, &b]);
 }
 
+/// A launch is waited for while another one is held.
+pub fn waited_for(site: &impl Site) {
+    let stream = site.stream(PATIENCE);
+    let words = Memory::alloc(64).unwrap();
+    let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+    let graph = stream
+        .capture(|stream| {
+            stream.wait_value32(&gate, 1, Cond::Eq)?;
+            stream.write_value32(&count, 1)
+        })
+        .unwrap();
+    for _ in 0..20 {
+        gate.store(1);
+        count.store(0);
+        let first = graph.launch(&stream).unwrap();
+        first.wait(&stream, PATIENCE).unwrap();
+        assert_eq!(count.load(), 1, "all of it has run");
+        gate.store(0);
+        let second = graph.launch(&stream).unwrap();
+        first.wait(&stream, Duration::ZERO).unwrap();
+        let error = second.wait(&stream, Duration::from_millis(1)).unwrap_err();
+        assert!(matches!(error, Error::Deadline { what: "launch of a graph", .. }), "{error}");
+        gate.store(1);
+        second.wait(&stream, PATIENCE).unwrap();
+        assert_eq!(stream.query().pending, 0);
+    }
+    let other = site.stream(PATIENCE);
+    let launch = graph.launch(&other).unwrap();
+    assert!(matches!(launch.wait(&stream, PATIENCE), Err(Error::InvalidArgument { .. })));
+    launch.wait(&other, PATIENCE).unwrap();
+    gate.store(0);
+    let held = graph.launch(&stream).unwrap();
+    stream.abort();
+    assert!(matches!(held.wait(&stream, PATIENCE), Err(Error::StreamAborted { .. })));
+}
+
 /// What a launch is refused for leaves no trace, and the next launch finds all as before.
 pub fn refusals(site: &impl Site) {
     let (a, b) = site.pair(256, |q| q.max_send_wr(4).max_inline(0).max_recv_wr(16));
@@ -230,7 +267,7 @@ pub fn refusals(site: &impl Site) {
     // Another stream has the queue.
     let gate = b.memory().word32(0).unwrap();
     let other = site.stream(PATIENCE);
-    other.wait_value32(&gate, 1, gdsync::stream::Cond::Eq).unwrap();
+    other.wait_value32(&gate, 1, Cond::Eq).unwrap();
     other.send(&a.qp, &SendWr::nop()).unwrap();
     other.wait_send(&a.qp).unwrap();
     post().unwrap();
@@ -242,7 +279,7 @@ pub fn refusals(site: &impl Site) {
     stream.synchronize(PATIENCE).unwrap();
 
     // No room in the ring.
-    stream.wait_value32(&gate, 2, gdsync::stream::Cond::Eq).unwrap();
+    stream.wait_value32(&gate, 2, Cond::Eq).unwrap();
     let mut launched = 0;
     let full = loop {
         post().unwrap();
@@ -439,7 +476,7 @@ pub fn words(site: &impl Site) {
     let (gate, out, wide) = (memory.word32(0).unwrap(), memory.word32(4).unwrap(), memory.word64(8).unwrap());
     let graph = stream
         .capture(|stream| {
-            stream.wait_value32(&gate, 1, gdsync::stream::Cond::Eq)?;
+            stream.wait_value32(&gate, 1, Cond::Eq)?;
             stream.write_value64(&wide, u64::MAX)?;
             let mut batch = Batch::new();
             batch.write_value32(&gate, 0);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gdsync::error::Error;
-use gdsync::stream::{Cond, Stream, Via};
+use gdsync::stream::{Batch, Cond, Stream, Via};
 use gdsync::verbs::{QpBuilder, SendWr};
 
 use super::common::{PATIENCE, Side, assert_clean, hca};
@@ -36,6 +36,28 @@ fn launches_and_eager_work_take_turns() {
 #[test]
 fn launches_wait_for_what_comes_later() {
     everywhere(|place| replay::launched_ahead(place, 30));
+}
+
+#[test]
+fn launches_are_waited_for() {
+    everywhere(replay::waited_for);
+}
+
+/// Kernels do the same.
+#[test]
+fn host_functions_are_refused_also_repeatable_ones() {
+    everywhere(|place| {
+        let stream = place.stream(PATIENCE);
+        let refused = stream.capture(|stream| {
+            let mut batch = Batch::new();
+            batch.repeatable_host_fn(|| {});
+            stream.submit(&mut batch)
+        });
+        let error = refused.unwrap_err();
+        assert!(error.to_string().contains("host function in a graph of CUDA"), "{error}");
+        let nothing = stream.capture(|_| Ok(())).unwrap();
+        nothing.launch(&stream).unwrap().wait(&stream, PATIENCE).unwrap();
+    });
 }
 
 #[test]
@@ -104,7 +126,7 @@ fn long_batches_are_several_nodes() {
         let remote = b.mr.remote(0).unwrap();
         let graph = stream
             .capture(|stream| {
-                let mut batch = gdsync::stream::Batch::new();
+                let mut batch = Batch::new();
                 for id in 0..200 {
                     batch.send(&a.qp, &SendWr::fetch_add(remote, 1, a.mr.sge(0, 8)?).id(id))?;
                 }
@@ -119,6 +141,89 @@ fn long_batches_are_several_nodes() {
         }
         assert_eq!(b.memory().word64(0).unwrap().load(), 2000);
         assert_clean(&[&a, &b]);
+    }
+}
+
+/// A graph of many batches, launched again before it has run, on two streams, with eager work between; the rings go round
+/// often.
+#[test]
+fn launches_of_many_batches_keep_apart() {
+    const BATCHES: u64 = 7;
+    for place in places() {
+        let (a, b) = place.pair(4096, |q| q.max_send_wr(64));
+        let streams = [place.stream(PATIENCE), place.stream(PATIENCE)];
+        let (sum, sge) = (b.mr.remote(0).unwrap(), a.mr.sge(0, 8).unwrap());
+        let add = |n| SendWr::fetch_add(sum, n, sge);
+        let graph = streams[0]
+            .capture(|stream| {
+                (1..=BATCHES).try_for_each(|n| {
+                    let mut batch = Batch::new();
+                    batch.send(&a.qp, &add(n).id(n))?;
+                    batch.wait_send(&a.qp)?;
+                    stream.submit(&mut batch)
+                })
+            })
+            .unwrap();
+        let mut expected = 0;
+        for round in 0..150usize {
+            let stream = &streams[round / 10 % 2];
+            let launch = graph.launch_within(stream, PATIENCE).unwrap();
+            assert_eq!(launch.completions().len() as u64, 2 * BATCHES);
+            expected += BATCHES * (BATCHES + 1) / 2;
+            if round % 7 == 3 {
+                stream.send(&a.qp, &add(1000)).unwrap();
+                stream.wait_send(&a.qp).unwrap();
+                expected += 1000;
+            }
+            // A queue pair has one stream at a time.
+            if round % 10 == 9 {
+                launch.wait(stream, PATIENCE).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
+                let ids: Vec<_> =
+                    launch.completions().iter().map(|c| c.status().unwrap().unwrap().wr_id).collect();
+                assert!(ids.iter().copied().eq((1..=BATCHES).flat_map(|n| [n, n])), "{ids:?}");
+            }
+        }
+        assert_eq!(b.memory().word64(0).unwrap().load(), expected, "{place:?}");
+        assert_clean(&[&a, &b]);
+    }
+}
+
+/// Launches that no memory is left for are refused like those that no room is left for, and taken when there is.
+#[test]
+fn too_many_launches_of_many_batches_are_refused() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        let words = gdsync::memory::Memory::alloc(256).unwrap();
+        let word = |n: usize| words.word32(4 * n).unwrap();
+        let gate = word(0);
+        let graph = stream
+            .capture(|stream| {
+                stream.wait_value32(&gate, 1, Cond::Geq)?;
+                (1..10).try_for_each(|n| stream.write_value32(&word(n), 5))
+            })
+            .unwrap();
+        for round in 0..3 {
+            gate.store(0);
+            let full = (0..2000).find_map(|_| graph.launch(&stream).err()).unwrap();
+            assert!(matches!(full, Error::StreamFull { .. }), "{full}");
+            let pending = stream.query().pending;
+            let error = graph.launch_within(&stream, Duration::from_millis(2)).unwrap_err();
+            assert!(matches!(error, Error::StreamFull { .. }), "{error}");
+            assert_eq!(stream.query().pending, pending, "round {round}");
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(2));
+                    gate.store(1);
+                });
+                let launch = graph.launch_within(&stream, PATIENCE).unwrap();
+                launch.wait(&stream, PATIENCE).unwrap();
+            });
+            assert!((1..10).all(|n| word(n).load() == 5));
+            (1..10).for_each(|n| word(n).store(0));
+            graph.launch(&stream).unwrap().wait(&stream, PATIENCE).unwrap();
+            assert!((1..10).all(|n| word(n).load() == 5));
+        }
     }
 }
 

@@ -16,6 +16,7 @@ pub(crate) fn gpu(ordinal: i32) -> gdsync::Result<Gpu> {
 pub(crate) fn gdr() -> Gdr {
     driver::kernel("gds_run_12", &[32 + 24 * 12], run);
     driver::kernel("gds_run_160", &[32 + 24 * 160], run);
+    driver::kernel("gds_run_at", &[8], run_at);
     driver::gdr().expect("a simulated driver")
 }
 
@@ -54,6 +55,13 @@ fn word64(addr: u64) -> &'static AtomicU64 {
 
 fn low(value: u64) -> u32 {
     u32::try_from(value & 0xffff_ffff).unwrap()
+}
+
+/// The parameter is the program's address.
+fn run_at(params: &[*mut c_void]) {
+    // SAFETY: an address.
+    let at = unsafe { params[0].cast::<u64>().read() };
+    run(&[std::ptr::with_exposed_provenance_mut(usize::try_from(at).unwrap())]);
 }
 
 fn run(params: &[*mut c_void]) {

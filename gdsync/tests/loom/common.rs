@@ -52,13 +52,19 @@ impl Atom64 for L64 {
     fn store(&self, value: u64, order: Ordering) {
         // Loom does not know that nothing comes between what an exchange reads and what it leaves: it would let a plain
         // store by another thread be overwritten unseen. Its exchanges it does order.
-        self.0.swap(value, order);
+        ordered(order, || self.0.swap(value, order));
     }
     fn swap(&self, value: u64, order: Ordering) -> u64 {
-        self.0.swap(value, order)
+        ordered(order, || self.0.swap(value, order))
     }
     fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
         ordered(order, || self.0.fetch_max(value, order))
+    }
+    fn fetch_and(&self, value: u64, order: Ordering) -> u64 {
+        ordered(order, || self.0.fetch_and(value, order))
+    }
+    fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64> {
+        self.0.compare_exchange(current, new, yes, no)
     }
     fn fence(order: Ordering) {
         fence(order);

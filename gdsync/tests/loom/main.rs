@@ -3,5 +3,6 @@
 
 mod common;
 mod queue;
+mod slots;
 mod stamp;
 mod wire;

@@ -142,7 +142,7 @@ impl Conn {
                 Err(Error::bootstrap(&self.peer, what, FIX_REFUSED))
             }
             got if got == kind => Ok(frame),
-            got => Err(self.fault(format!("is in {} while this rank is in {}", got.name(), kind.name()))),
+            got => Err(self.fault(got.instead_of(kind))),
         }
     }
 

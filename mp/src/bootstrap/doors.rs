@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Bootstrap;
+use super::frame::Kind;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -36,14 +37,15 @@ impl Bootstrap {
         let is_local = self.peers.iter().all(|conn| {
             conn.addresses().is_ok_and(|(here, there)| here.is_loopback() && there.is_loopback())
         });
-        let locals = self.allgather(&[u8::from(is_local)], deadline.remaining())?;
+        let locals = self.exchange(Kind::Init, &[u8::from(is_local)], deadline.remaining())?;
         let is_one_host = locals.iter().all(|local| local[..] == [1]);
         let door = open(is_one_host.then_some(here)).and_then(|door| Ok((door.local_addr()?.port(), door)));
         let address = door.as_ref().map(|(port, _)| {
             let ip = if is_root || here.is_loopback() && !is_one_host { WITH_ROOT } else { here };
             SocketAddr::from((ip, *port)).to_string()
         });
-        let addresses = self.allgather(address.unwrap_or_default().as_bytes(), deadline.remaining())?;
+        let addresses =
+            self.exchange(Kind::Init, address.unwrap_or_default().as_bytes(), deadline.remaining())?;
         let (_, own) = door.map_err(|error| {
             Error::bootstrap_os(
                 "this rank",

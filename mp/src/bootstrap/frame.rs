@@ -14,7 +14,7 @@
 const MAGIC: [u8; 4] = *b"GDSB";
 
 /// Changes with the meaning of any field.
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 
 /// Length of the header.
 pub(super) const HEADER: usize = 28;
@@ -38,11 +38,14 @@ pub(super) enum Kind {
     Allgather = 5,
     /// The job cannot go on because of the rank in the header; the payload says why.
     Failed = 6,
+    /// One rank's part of what [`Builder::init`](crate::Builder::init) exchanges before it builds the communicator.
+    Init = 7,
 }
 
 impl Kind {
     fn from_wire(value: u16) -> Option<Self> {
-        let all = [Self::Hello, Self::Welcome, Self::Refused, Self::Barrier, Self::Allgather, Self::Failed];
+        use Kind::{Allgather, Barrier, Failed, Hello, Init, Refused, Welcome};
+        let all = [Hello, Welcome, Refused, Barrier, Allgather, Failed, Init];
         all.into_iter().find(|&kind| kind as u16 == value)
     }
 
@@ -53,6 +56,16 @@ impl Kind {
             Self::Barrier => "barrier",
             Self::Allgather => "allgather",
             Self::Failed => "failure",
+            Self::Init => "Builder::init",
+        }
+    }
+
+    /// What is wrong with a rank in this operation. Rank 0 finds it, and all are told.
+    pub(super) fn instead_of(self, expected: Self) -> String {
+        let what = format!("is in {} while rank 0 is in {}", self.name(), expected.name());
+        match self == Self::Init || expected == Self::Init {
+            true => format!("{what}: call Builder::init in all ranks, or Builder::init_over in all"),
+            false => what,
         }
     }
 }
@@ -157,7 +170,7 @@ mod tests {
 
     #[test]
     fn layout_is_fixed() {
-        let expected = b"GDSB\x00\x01\x00\x06\x01\x02\x03\x04\x05\x06\x07\x08\
+        let expected = b"GDSB\x00\x02\x00\x06\x01\x02\x03\x04\x05\x06\x07\x08\
                          \x11\x12\x13\x14\x15\x16\x17\x18\x00\x00\x00\x09";
         assert_eq!(&encoded(), expected);
     }

@@ -95,6 +95,7 @@ fn hydra_by_pmi() {
     let several = format!("{vars} MPI_LOCALNRANKS=2");
     assert_eq!(launch(&several).root, Root::Pmi { host: None });
     assert_eq!(launch(&format!("{several} MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n1")).root, pmi("n1"));
+    assert_eq!(launch(&format!("{several} PMI_HOSTNAME=n3")).root, pmi("n3"));
     assert_eq!(launch(&format!("{several} MASTER_ADDR=n2")).root, pmi("n2"));
     assert_eq!(launch(&format!("{several} MASTER_ADDR=n2 MASTER_PORT=5")).root, at("n2:5"));
     // srun says everything by itself.
@@ -102,8 +103,10 @@ fn hydra_by_pmi() {
 }
 
 #[test]
-fn hydra_without_ranks() {
+fn launchers_that_do_not_tell_ranks() {
     assert!(error("PMI_PORT=n1:4000 PMI_ID=0").contains("-pmi-port"));
+    assert!(error("PMIX_RANK=1 PMIX_NAMESPACE=prterun-n1-7@1").contains("--personality ompi"));
+    assert_eq!(launch(&format!("{SRUN} PMIX_RANK=2")).launcher, Launcher::Slurm);
 }
 
 #[test]

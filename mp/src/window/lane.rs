@@ -15,10 +15,10 @@ use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
 use crate::ends::Ends;
 use crate::error::{Error, Result};
+use crate::few::Few;
 use crate::link::Link;
 use crate::peer::{Way, settle};
-use crate::request::{Order, Request};
-use crate::window::few::Few;
+use crate::request::{Order, Part, Request};
 
 /// The connection to one rank.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ pub(crate) struct Lane {
 /// Operations under way, oldest first, and what they hold.
 #[derive(Debug, Default)]
 struct Held {
-    queue: VecDeque<(Request, Kept)>,
+    queue: VecDeque<(Arc<Order>, Kept)>,
     /// Work requests of all of them.
     wrs: usize,
 }
@@ -75,10 +75,10 @@ impl Lane {
         let completion = posted.map_err(|source| self.tell(operation, source))?;
         let (link, lane) = (self.link.clone(), Some(Arc::downgrade(self)));
         let (way, kept) = (Way::Send, OnceLock::new());
-        let request = Request(Arc::new(Order { link, way, lane, operation, completion, bytes, kept }));
-        held.queue.push_back((request.clone(), Kept { _buffers: buffers, wrs }));
+        let order = Arc::new(Order { way, lane, operation, completion, bytes, kept });
+        held.queue.push_back((order.clone(), Kept { _buffers: buffers, wrs }));
         held.wrs += wrs;
-        Ok(request)
+        Ok(Request { link, part: Part::Posted(order) })
     }
 
     fn room(&self, wrs: usize) -> gdsync::Result<()> {
@@ -93,9 +93,10 @@ impl Lane {
     fn make_room(&self, held: &mut Held) {
         self.ends.send.send_cq().drain();
         // Those of dropped batches, whose places in the queue nobody has taken since.
-        while held.queue.pop_back_if(|(request, _)| request.0.completion.is_taken_back()).is_some() {}
+        while held.queue.pop_back_if(|(order, _)| order.completion.is_taken_back()).is_some() {}
         // Where one fails, so do all behind it.
-        if held.queue.back().is_some_and(|(last, _)| last.test().is_err()) && self.ends.send.check().is_err()
+        if held.queue.back().is_some_and(|(last, _)| last.outcome().is_err())
+            && self.ends.send.check().is_err()
         {
             self.lost.store(true, Ordering::Relaxed);
         }
@@ -120,7 +121,7 @@ impl Lane {
         let mut held = self.held.lock();
         self.make_room(&mut held);
         let flushed = match held.queue.back() {
-            Some((last, _)) => stream.wait(&last.0.completion),
+            Some((last, _)) => stream.wait(&last.completion),
             None => self.ends.send.check(),
         };
         flushed.map_err(|source| self.tell("flush on stream", source))

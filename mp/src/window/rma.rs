@@ -6,9 +6,9 @@ use gdsync::verbs::{Mr, Sge};
 
 use crate::communicator::Registration;
 use crate::error::Result;
+use crate::few::Few;
 use crate::peer::Piece;
 use crate::window::Window;
-use crate::window::few::Few;
 
 /// The most bytes [`Rma::put_bytes`] takes.
 pub const MAX_INLINE: usize = 64;

@@ -6,11 +6,11 @@ use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{Completion, Qp, SendWr, Sge};
 
-use super::few::Few;
 use super::rma::{MAX_INLINE, Rma, What};
 use super::{MAX_SGES, Window};
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
+use crate::few::Few;
 use crate::request::Request;
 
 impl Window {

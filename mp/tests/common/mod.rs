@@ -5,13 +5,15 @@ use std::env;
 use std::net::TcpListener;
 use std::ops::Range;
 use std::process::{Command, Output, Stdio, exit};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
+use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
-use gdsync::stream::{HostStreamConfig, Stream};
+use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
 use mp::{Communicator, Error, Registration};
 
 /// Generous: reached only by a test that fails.
@@ -27,7 +29,8 @@ pub const DONE: i32 = 40;
 pub fn myself(name: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(JOB, name);
-    for launcher in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "SLURM_", "GDSYNC_JOB_TOKEN"] {
+    for launcher in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_", "GDSYNC_JOB_TOKEN"]
+    {
         let vars = env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
         vars.filter(|name| name.starts_with(launcher)).for_each(|name| {
             command.env_remove(name);
@@ -39,6 +42,18 @@ pub fn myself(name: &str) -> Command {
 /// Whether this process was started by [`myself`] for the test `name`.
 pub fn is_part_of(name: &str) -> bool {
     env::var(JOB).is_ok_and(|job| job == name)
+}
+
+/// The GPU of this rank, if `GDSYNC_TEST_GPU` says so (`memop` or `kernel`: what its streams are driven by): then streams are
+/// on it, and buffers in its memory. Ranks take the GPUs by turns.
+pub fn gpu() -> Option<&'static (Gpu, Via)> {
+    static GPU: OnceLock<Option<(Gpu, Via)>> = OnceLock::new();
+    GPU.get_or_init(|| {
+        let via = env::var("GDSYNC_TEST_GPU").ok()?.parse().expect("memop or kernel");
+        let rank: i32 = env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
+        Some((Gpu::open(rank % Gpu::count().unwrap()).unwrap(), via))
+    })
+    .as_ref()
 }
 
 /// Runs `body` in `size` processes, each with its communicator: call it from the test called `name`.
@@ -56,6 +71,7 @@ pub fn job_with(name: &str, size: usize, builder: mp::Builder, body: impl FnOnce
         assert_eq!(output.status.code(), Some(DONE), "{}\n{}", text[0], text[1]);
         return;
     }
+    let builder = gpu().into_iter().fold(builder, |builder, (gpu, _)| builder.gpu(gpu));
     let comm = builder.spawn(size).timeout(LONG).init().unwrap();
     assert_eq!(comm.size(), size);
     body(&comm);
@@ -126,8 +142,14 @@ pub fn message(from: usize, to: usize, n: usize, len: usize) -> Vec<u8> {
     words.flatten().take(len).collect()
 }
 
-pub fn buffer(comm: &Communicator, len: usize) -> Registration {
+/// Memory that the CPU can use also where [`gpu`] is asked for.
+pub fn host_buffer(comm: &Communicator, len: usize) -> Registration {
     comm.register(&Memory::alloc(len).unwrap()).unwrap()
+}
+
+pub fn buffer(comm: &Communicator, len: usize) -> Registration {
+    let memory = gpu().map_or_else(|| Memory::alloc(len), |(gpu, _)| gpu.alloc(len));
+    comm.register(&memory.unwrap()).unwrap()
 }
 
 pub fn bytes(buffer: &Registration, range: Range<usize>) -> Vec<u8> {
@@ -137,8 +159,15 @@ pub fn bytes(buffer: &Registration, range: Range<usize>) -> Vec<u8> {
 }
 
 pub fn stream(name: &str) -> Stream {
-    let config = HostStreamConfig { name: name.into(), wait_limit: LONG, ..HostStreamConfig::default() };
-    Stream::host(config).unwrap()
+    let (name, wait_limit) = (name.into(), LONG);
+    match gpu() {
+        None => Stream::host(HostStreamConfig { name, wait_limit, ..HostStreamConfig::default() }),
+        Some((gpu, via)) => {
+            let default = CudaStreamConfig::default();
+            Stream::cuda(gpu, CudaStreamConfig { name, wait_limit, via: *via, depth: 512, ..default })
+        }
+    }
+    .unwrap()
 }
 
 /// Waits until `done`.

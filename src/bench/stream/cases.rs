@@ -91,6 +91,13 @@ impl Sides {
         Ok(Self { ours, peer })
     }
 
+    /// Adds a send and a wait for it.
+    pub(super) fn hop(&self, batch: &mut Batch) -> gdasync::gdsync::Result<()> {
+        let (from, to) = (self.ours.mr.sge(0, LEN)?, self.peer.mr.remote(0)?);
+        batch.send(&self.ours.qp, &SendWr::write(to, &[from]))?;
+        batch.wait_send(&self.ours.qp).map(drop)
+    }
+
     /// Where writes go.
     fn target(&self) -> Result<RemoteAddr> {
         Ok(self.peer.mr.remote(0)?)

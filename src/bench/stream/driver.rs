@@ -4,11 +4,13 @@ use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use gdasync::gdrcopy::cuda::CudaStatus;
 use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdrcopy::cuda::raw::layout::{
-    Handle, MEMORY_TYPE_DEVICE, MemOp, STREAM_NON_BLOCKING, pointer_attribute,
+    Handle, KernelNodeParams, MEMORY_TYPE_DEVICE, MemOp, MemOpNodeParams, STREAM_NON_BLOCKING,
+    pointer_attribute,
 };
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
@@ -21,6 +23,7 @@ static DRIVER: OnceLock<Api> = OnceLock::new();
 thread_local! {
     /// The stream whose calls of this thread are noted, and those noted.
     static NOTED: RefCell<Option<(Handle, Vec<Call>)>> = const { RefCell::new(None) };
+    static SPENT: Cell<Spent> = const { Cell::new(Spent { launches: Duration::ZERO, nodes: Duration::ZERO }) };
 }
 
 /// A call that a stream's operations became.
@@ -49,10 +52,70 @@ impl Call {
     }
 }
 
-/// The entry points of `driver`, noting the calls that trigger and wait while [`noting`] wants them.
+/// Time that the calls of this thread for graphs have taken.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Spent {
+    /// `cuGraphLaunch`.
+    pub(super) launches: Duration,
+    /// `cuGraphExecBatchMemOpNodeSetParams` and `cuGraphExecKernelNodeSetParams`.
+    pub(super) nodes: Duration,
+}
+
+impl Spent {
+    pub(super) fn since(self, before: Self) -> Self {
+        Self { launches: self.launches - before.launches, nodes: self.nodes - before.nodes }
+    }
+}
+
+/// What this thread has spent so far.
+pub(super) fn spent() -> Spent {
+    SPENT.get()
+}
+
+/// Makes a call, and adds its time where `place` says.
+fn timed<P>(
+    entry: Option<P>,
+    place: impl FnOnce(&mut Spent) -> &mut Duration,
+    call: impl FnOnce(P) -> u32,
+) -> u32 {
+    let Some(entry) = entry else { return CudaStatus::NOT_SUPPORTED.0 };
+    let start = Instant::now();
+    let status = call(entry);
+    let mut spent = SPENT.get();
+    *place(&mut spent) += start.elapsed();
+    SPENT.set(spent);
+    status
+}
+
+unsafe extern "C" fn graph_launch(exec: Handle, stream: Handle) -> u32 {
+    // SAFETY: the caller's arguments.
+    timed(driver().graph_launch, |spent| &mut spent.launches, |entry| unsafe { entry(exec, stream) })
+}
+
+unsafe extern "C" fn mem_op_node(exec: Handle, node: Handle, params: *const MemOpNodeParams) -> u32 {
+    let entry = driver().graph_exec_mem_op_node_set_params;
+    // SAFETY: the caller's arguments.
+    timed(entry, |spent| &mut spent.nodes, |entry| unsafe { entry(exec, node, params) })
+}
+
+unsafe extern "C" fn kernel_node(exec: Handle, node: Handle, params: *const KernelNodeParams) -> u32 {
+    let entry = driver().graph_exec_kernel_node_set_params;
+    // SAFETY: the caller's arguments.
+    timed(entry, |spent| &mut spent.nodes, |entry| unsafe { entry(exec, node, params) })
+}
+
+/// The entry points of `driver`, noting the calls that trigger and wait while [`noting`] wants them; those for
+/// graphs are timed.
 pub(super) fn watched(driver: Api) -> Api {
     let driver = DRIVER.get_or_init(|| driver);
-    Api { stream_batch_mem_op: Some(batch_mem_op), launch_kernel: Some(launch_kernel), ..*driver }
+    Api {
+        stream_batch_mem_op: Some(batch_mem_op),
+        launch_kernel: Some(launch_kernel),
+        graph_launch: Some(graph_launch),
+        graph_exec_mem_op_node_set_params: Some(mem_op_node),
+        graph_exec_kernel_node_set_params: Some(kernel_node),
+        ..*driver
+    }
 }
 
 /// The calls that this thread makes for `stream` meanwhile.

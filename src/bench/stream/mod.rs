@@ -2,6 +2,7 @@
 
 mod cases;
 mod driver;
+mod graphs;
 mod report;
 #[cfg(feature = "standin")]
 mod simulated;
@@ -31,6 +32,9 @@ pub(crate) struct Options {
     /// Calls of each kind.
     #[arg(long, default_value_t = 4000, value_parser = clap::value_parser!(u64).range(100..=1_000_000))]
     calls: u64,
+    /// In place of single calls: launches of graphs with so many batches of a send and a wait for it, 1 to 200.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=200))]
+    graph: Option<u32>,
     /// Seconds after which a wait is given up, 1 to 60.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=60))]
     timeout: u64,
@@ -55,7 +59,15 @@ impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let file = create_json(self.json.as_deref())?;
         let machinery = self.machinery()?;
-        let timeout = Duration::from_secs(self.timeout);
+        if let Some(hops) = self.graph {
+            let report = graphs::Report::measure(self, machinery, hops)?;
+            report.print();
+            if let Some(file) = file {
+                serde_json::to_writer_pretty(file, &report)?;
+            }
+            return Ok(());
+        }
+        let timeout = self.timeout();
         let bar = ProgressBar::new_spinner();
         bar.enable_steady_tick(Duration::from_millis(500));
         let mut rows = Vec::new();
@@ -75,10 +87,14 @@ impl Options {
         Ok(())
     }
 
+    fn timeout(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+
     fn machinery(&self) -> Result<Machinery> {
         #[cfg(feature = "standin")]
         if self.simulated {
-            return simulated::machinery();
+            return simulated::machinery(self.graph.is_some());
         }
         let gpu = Gpu::open_with(driver::watched(Api::load()?), self.device, None)?;
         let name = format!("GPU {}, {}", self.device, gpu.capabilities());

@@ -56,10 +56,18 @@ impl Queue {
     }
 }
 
-pub(super) fn machinery() -> Result<Machinery> {
-    // Functions have to have names; they are never run.
-    for name in ["gds_run_12", "gds_run_160"] {
-        driver::kernel(name, &[], |_| {});
+/// For `graphs` the simulated driver runs all by itself: their calls are timed at its entry points.
+pub(super) fn machinery(graphs: bool) -> Result<Machinery> {
+    driver::kernel("gds_run_12", &[32 + 24 * 12], run_program);
+    driver::kernel("gds_run_160", &[32 + 24 * 160], run_program);
+    driver::kernel("gds_run_at", &[8], |params| {
+        // SAFETY: an address of a program.
+        let at = unsafe { params[0].cast::<u64>().read() };
+        run_program(&[std::ptr::with_exposed_provenance_mut(usize::try_from(at).unwrap_or_default())]);
+    });
+    if graphs {
+        let gpu = Gpu::open_with(watched(driver::api()), 0, Some(driver::gdr()?))?;
+        return Ok(Machinery { gpu, name: "no GPU".into(), run: |_| {} });
     }
     let api = Api {
         stream_batch_mem_op: Some(batch_mem_op),
@@ -94,14 +102,24 @@ unsafe extern "C" fn launch_kernel(
     _extra: *mut *mut c_void,
 ) -> u32 {
     // SAFETY: kernels of streams have one parameter.
-    let head = unsafe { *params }.cast::<[u64; 4]>();
+    QUEUE.add(program(unsafe { *params }))
+}
+
+/// A kernel of `lane.cu`.
+fn run_program(params: &[*mut c_void]) {
+    program(params[0]).for_each(|op| execute(&op));
+}
+
+/// The operations of a program, which lives as long as they are looked at.
+fn program(at: *mut c_void) -> impl Iterator<Item = MemOp> {
+    let head = at.cast::<[u64; 4]>();
     // SAFETY: it begins with a head of 4 words.
     let [.., count] = unsafe { head.read() };
     // SAFETY: the operations follow, 3 words each.
     let first = unsafe { head.add(1) }.cast::<[u64; 3]>();
     // SAFETY: so many of them.
     let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(count).unwrap_or_default()) };
-    QUEUE.add(ops.iter().map(|&[kind, address, value]| {
+    ops.iter().map(|&[kind, address, value]| {
         // Numbers as in `lane.cu`.
         let operation = match kind & 0xffff_ffff {
             0 | 6 => MemOp::WRITE_32,
@@ -111,7 +129,7 @@ unsafe extern "C" fn launch_kernel(
             _ => MemOp::BARRIER,
         };
         MemOp::word(operation, address, value, u32::try_from(kind >> 32 & 0xffff).unwrap_or_default())
-    }))
+    })
 }
 
 unsafe extern "C" fn stream_query(_stream: Handle) -> u32 {

@@ -60,6 +60,10 @@ fn device(machine: &Machine) -> Probe {
 fn streams(machine: &Machine) -> Probe {
     match &machine.choice.facts.gpu {
         Some(Ok(address)) => STREAMS.ok(format!("of GPU 0 at {address}")),
+        Some(Err(why)) if machine.cuda.facts.gpus.first().is_some_and(|gpu| gpu.is_taken) => STREAMS.warn(
+            format!("host streams, for GPU 0 may not be used now: {why}"),
+            "see gpu.memop_run; another GPU can be named when it is opened",
+        ),
         Some(Err(why)) if machine.has_driver() => {
             STREAMS.fail(why.as_str(), "follow the probes of gpu and driver; host streams work without")
         }

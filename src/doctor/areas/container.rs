@@ -8,19 +8,38 @@ const CONTAINER: Check = Check {
     tried: "/.dockerenv, /run/.containerenv, /run/systemd/container, /proc/1/cgroup and the environment",
     why: "a container sees only the devices, limits and capabilities that it was given",
 };
+const MOUNTS: Check = Check {
+    name: "container.mounts",
+    tried: "/proc/self and /sys/class",
+    why: "devices, limits and paths are looked for in /sys and /proc, and a program that starts its ranks itself needs /proc",
+};
 const DEVICES: Check = Check {
     name: "container.devices",
     tried: "device files in /dev for what sysfs and /proc show",
     why: "sysfs shows the host's devices also where the container may not use them",
 };
 
-pub(in crate::doctor) const CHECKS: &[&Check] = &[&CONTAINER, &DEVICES];
+pub(in crate::doctor) const CHECKS: &[&Check] = &[&CONTAINER, &MOUNTS, &DEVICES];
 
 pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
     let Some(kind) = kind(machine) else {
-        return vec![CONTAINER.ok("none"), DEVICES.skip("no container")];
+        return vec![CONTAINER.ok("none"), mounts(machine), DEVICES.skip("no container")];
     };
-    vec![CONTAINER.ok(kind), devices(machine)]
+    vec![CONTAINER.ok(kind), mounts(machine), devices(machine)]
+}
+
+fn mounts(machine: &Machine) -> Probe {
+    match (machine.system.exists("/proc/self"), machine.has_sysfs()) {
+        (true, true) => MOUNTS.ok("/proc and /sys are there"),
+        (false, _) => MOUNTS.fail(
+            "/proc is not mounted: what is said of GPUs, RDMA devices and the choice means nothing",
+            "mount it (`mount -t proc proc /proc`); containers have it unless told otherwise",
+        ),
+        (true, false) => MOUNTS.warn(
+            "/sys is not mounted: no device can be seen",
+            "mount it (`mount -t sysfs sysfs /sys`); containers have it unless told otherwise",
+        ),
+    }
 }
 
 fn kind(machine: &Machine) -> Option<String> {

@@ -32,6 +32,9 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
     let Some(text) = machine.system.text("/proc/driver/nvidia/version") else {
         let without = "the NVIDIA driver is not loaded";
         let first = match machine.gpus().len() {
+            0 if !machine.has_sysfs() => {
+                VERSION.skip("not known whether there is a GPU: /sys is not mounted")
+            }
             0 => VERSION.skip("no NVIDIA GPU on the PCI bus"),
             count => VERSION.warn(
                 format!("{count} NVIDIA GPU(s) on the PCI bus, and no driver for them"),

@@ -81,7 +81,7 @@ fn ours(machine: &Machine) -> Probe {
     if let Err(error) = DeviceConfig::from_variables(lookup) {
         return OURS.fail(
             format!("{found}: {error}"),
-            "correct or unset it; README.md has the table of all variables",
+            "correct or unset it; docs/reference.md has the table of all variables",
         );
     }
     if let Some(Err(error)) = machine.variable("GDRCOPY_BACKEND").map(str::parse::<gdrcopy::BackendKind>) {
@@ -90,7 +90,7 @@ fn ours(machine: &Machine) -> Probe {
     match () {
         () if !unknown.is_empty() => OURS.warn(
             format!("{} is no variable of this library", unknown.join(", ")),
-            "correct its name, or unset it; README.md has the table of all variables",
+            "correct its name, or unset it; docs/reference.md has the table of all variables",
         ),
         () if set.is_empty() => OURS.ok("none set"),
         () => OURS.ok(found),

@@ -65,6 +65,21 @@ const BAR1: Check = Check {
 pub(in crate::doctor) const CHECKS: &[&Check] =
     &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &UVA, &PEERS, &BAR1];
 
+/// What stands in the way of a trial where another process has the GPU, or nobody may use it.
+pub(super) fn taken(check: &Check, gpu: &GpuFacts) -> Option<Probe> {
+    let fix = "`nvidia-smi -c DEFAULT` as root lets all processes use it";
+    match gpu.attribute(attribute::COMPUTE_MODE) {
+        _ if !gpu.is_taken => None,
+        attribute::PROHIBITED => {
+            Some(check.fail("not tried: its compute mode PROHIBITED lets nobody use it", fix))
+        }
+        _ => Some(check.warn(
+            "not tried: its compute mode EXCLUSIVE_PROCESS lets one process use it, which is another one now",
+            format!("try again when that one has ended (`nvidia-smi` names it); {fix}"),
+        )),
+    }
+}
+
 /// BAR1 with less left is about to fail.
 const SMALL: u64 = 64 << 20;
 
@@ -171,6 +186,9 @@ fn dma_buf(machine: &Machine, gpu: &GpuFacts, trouble: &str) -> Probe {
         true => "install the open kernel modules, or load nvidia-peermem",
         false => "load nvidia-peermem: the open kernel modules do not drive this GPU",
     };
+    if let Some(probe) = taken(&DMA_BUF, gpu).filter(|_| claims) {
+        return probe;
+    }
     match (claims, &gpu.dma_buf) {
         (false, _) if machine.hcas().is_empty() => {
             DMA_BUF.ok("no; there is no RDMA device that would register one")
@@ -218,7 +236,16 @@ fn flush(machine: &Machine, gpu: &GpuFacts) -> Probe {
 }
 
 /// Something that was run.
-fn trial(check: &Check, outcome: Option<&Result<String, String>>, trouble: &str, fix: &str) -> Probe {
+fn trial(
+    check: &Check,
+    gpu: &GpuFacts,
+    outcome: Option<&Result<String, String>>,
+    trouble: &str,
+    fix: &str,
+) -> Probe {
+    if let Some(probe) = taken(check, gpu) {
+        return probe;
+    }
     match outcome {
         Some(Ok(found)) => check.ok(found.as_str()),
         Some(Err(why)) => check.fail(why.as_str(), fix),
@@ -228,12 +255,12 @@ fn trial(check: &Check, outcome: Option<&Result<String, String>>, trouble: &str,
 
 fn memop(gpu: &GpuFacts, trouble: &str) -> Probe {
     let fix = "see whether another process keeps the GPU busy (`nvidia-smi`), and `dmesg` for Xid; host streams work without";
-    trial(&MEMOP, gpu.memop.as_ref(), trouble, fix)
+    trial(&MEMOP, gpu, gpu.memop.as_ref(), trouble, fix)
 }
 
 fn capture(gpu: &GpuFacts, trouble: &str) -> Probe {
     let fix = "install a driver of CUDA 12 or newer; without capture, submit eagerly (`stream.submit`)";
-    trial(&CAPTURE, gpu.capture.as_ref(), trouble, fix)
+    trial(&CAPTURE, gpu, gpu.capture.as_ref(), trouble, fix)
 }
 
 fn uva(gpu: &GpuFacts) -> Probe {

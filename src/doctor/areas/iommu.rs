@@ -37,6 +37,7 @@ fn mode(machine: &Machine) -> Probe {
         if options.is_empty() { String::new() } else { format!(" (kernel options {})", options.join(" ")) };
     let translates = kinds.iter().any(|kind| kind.starts_with("DMA"));
     match () {
+        () if !machine.has_sysfs() => MODE.skip("not known: /sys is not mounted"),
         () if kinds.is_empty() && units == 0 => MODE.ok(format!("off{options}")),
         () if translates && has_pair => MODE.warn(
             format!("it translates for GPUs or cards{options}"),

@@ -33,6 +33,12 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
         let none = "the NVIDIA driver is not loaded";
         return CHECKS.iter().map(|check| check.skip(none)).collect();
     }
+    if machine.cuda.facts.gpus.first().is_some_and(|gpu| gpu.is_taken) {
+        return CHECKS
+            .iter()
+            .map(|check| check.skip("GPU 0 may not be used now; see gpu.memop_run"))
+            .collect();
+    }
     let facts = &machine.mapping.facts;
     let of = |name: &str| facts.backends.iter().find(|backend| backend.name == name);
     let trouble = machine.mapping.trouble.as_deref().unwrap_or("not come to");

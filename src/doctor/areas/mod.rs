@@ -35,7 +35,7 @@ pub(super) const AREAS: &[Area] = &[
         name: "mapping",
         title: "CPU mappings of GPU memory",
         checks: mapping::CHECKS,
-        asks: &[Live::Mapping],
+        asks: &[Live::Cuda, Live::Mapping],
         probe: mapping::probe,
     },
     Area {
@@ -54,7 +54,13 @@ pub(super) const AREAS: &[Area] = &[
     },
     Area { name: "limits", title: "Limits", checks: limits::CHECKS, asks: &[], probe: limits::probe },
     Area { name: "iommu", title: "IOMMU and PCIe", checks: iommu::CHECKS, asks: &[], probe: iommu::probe },
-    Area { name: "topology", title: "Topology", checks: topology::CHECKS, asks: &[], probe: topology::probe },
+    Area {
+        name: "topology",
+        title: "Topology",
+        checks: topology::CHECKS,
+        asks: &[Live::Cuda],
+        probe: topology::probe,
+    },
     Area {
         name: "container",
         title: "Container",
@@ -73,7 +79,7 @@ pub(super) const AREAS: &[Area] = &[
         name: "choice",
         title: "What is used here",
         checks: choice::CHECKS,
-        asks: &[Live::Choice],
+        asks: &[Live::Cuda, Live::Choice],
         probe: choice::probe,
     },
 ];

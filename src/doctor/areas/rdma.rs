@@ -62,7 +62,10 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
     let hcas = machine.hcas();
     let mut probes = vec![core(machine, &hcas), mlx5(machine, &hcas), kernel(machine, &hcas)];
     if hcas.is_empty() {
-        let none = "the kernel has no RDMA device";
+        let none = match machine.has_sysfs() {
+            true => "the kernel has no RDMA device",
+            false => "not known whether there is an RDMA device: /sys is not mounted",
+        };
         probes.extend(CHECKS[3..].iter().map(|check| check.skip(none)));
     }
     for hca in &hcas {

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use gdsync::rdma::{Distance, Place};
 use serde::Serialize;
 
+use super::super::live::GpuFacts;
 use super::super::machine::{Hca, Machine};
 use super::super::probe::{Check, Probe};
 
@@ -16,8 +17,9 @@ const HCA: Check = Check {
 };
 const PEER: Check = Check {
     name: "topology.gpu_gpu",
-    tried: "the PCI path of each GPU to each other, in sysfs",
-    why: "GPUs of one host copy to each other over NVLink, or over this path",
+    tried: "NVLink between each GPU and each other by nvmlDeviceGetP2PStatus, their PCI path in sysfs",
+    why: "payload between GPUs of one host goes over NVLink, or over this path: as fast as PCIe through switches (PIX, PXB), \
+          slower through a host bridge (PHB, NODE), slowest or staged across sockets (SYS)",
 };
 const CPUS: Check = Check {
     name: "topology.cpus",
@@ -32,7 +34,7 @@ pub(in crate::doctor) const CHECKS: &[&Check] = &[&HCA, &PEER, &CPUS];
 pub(in crate::doctor) struct Pair {
     pub(in crate::doctor) from: String,
     pub(in crate::doctor) to: String,
-    /// As `nvidia-smi topo -m` has it.
+    /// As `nvidia-smi topo -m` has it, but for the number of NVLinks.
     pub(in crate::doctor) path: &'static str,
 }
 
@@ -55,7 +57,11 @@ pub(in crate::doctor) fn pairs(machine: &Machine) -> Vec<Pair> {
     let mut pairs = Vec::new();
     for (at, (from, start)) in places.iter().enumerate() {
         for (to, end) in &places[at + 1..] {
-            pairs.push(Pair { from: from.clone(), to: to.clone(), path: short(start.distance(end)) });
+            let path = match way(machine, start, end) {
+                Way::NvLink => "NV",
+                _ => short(start.distance(end)),
+            };
+            pairs.push(Pair { from: from.clone(), to: to.clone(), path });
         }
     }
     pairs
@@ -71,7 +77,7 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
     let mut probes = Vec::new();
     for (at, gpu) in gpus.iter().enumerate() {
         probes.push(to_cards(gpu, &hcas).about(name(at, gpu)));
-        probes.push(to_peers(at, &gpus).about(name(at, gpu)));
+        probes.push(to_peers(machine, at, &gpus).about(name(at, gpu)));
         probes.push(cpus(machine, gpu).about(name(at, gpu)));
     }
     for (hca, place) in hcas.iter().filter_map(|hca| Some((hca, hca.place.as_ref()?))) {
@@ -127,11 +133,49 @@ fn to_cards(gpu: &Place, hcas: &[Hca]) -> Probe {
     }
 }
 
-fn to_peers(at: usize, gpus: &[Place]) -> Probe {
+/// How payload gets from one device to another, the best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Way {
+    NvLink,
+    Switches,
+    /// Past a host bridge, unless there is NVLink, of which nobody could be asked.
+    Unknown,
+    HostBridge,
+    Sockets,
+}
+
+fn way(machine: &Machine, from: &Place, to: &Place) -> Way {
+    let of = |gpu: &&GpuFacts| gpu.pci == from.address;
+    let facts = machine.cuda.facts.gpus.iter().find(of);
+    let joined = facts.and_then(|gpu| gpu.nvlinks.get(&to.address));
+    match (joined, from.distance(to)) {
+        (Some(true), _) => Way::NvLink,
+        (_, Distance::SameSwitch | Distance::SeveralSwitches) => Way::Switches,
+        (None, _) => Way::Unknown,
+        (_, Distance::HostBridge | Distance::SameNode) => Way::HostBridge,
+        (_, Distance::AcrossSockets) => Way::Sockets,
+    }
+}
+
+fn to_peers(machine: &Machine, at: usize, gpus: &[Place]) -> Probe {
     let others = gpus.iter().enumerate().filter(|(other, _)| *other != at);
-    let paths: Vec<_> =
-        others.map(|(other, gpu)| format!("GPU{other} {}", short(gpus[at].distance(gpu)))).collect();
-    if paths.is_empty() { PEER.skip("one GPU") } else { PEER.ok(paths.join(", ")) }
+    let ways: Vec<_> =
+        others.map(|(other, gpu)| (other, way(machine, &gpus[at], gpu), gpus[at].distance(gpu))).collect();
+    let name = |(other, way, distance): &(usize, Way, Distance)| match way {
+        Way::NvLink => format!("GPU{other} NV"),
+        _ => format!("GPU{other} {}", short(*distance)),
+    };
+    let found = ways.iter().map(name).collect::<Vec<_>>().join(", ");
+    let fix = "let ranks that exchange most use GPUs with NVLink or a switch between them (`nvidia-smi topo -m`); `gpu.peers` \
+               says whether they reach each other at all";
+    match ways.iter().map(|(_, way, _)| *way).max() {
+        None => PEER.skip("one GPU"),
+        Some(Way::NvLink) => PEER.ok(format!("{found}: NVLink")),
+        Some(Way::Switches) => PEER.ok(format!("{found}: no host bridge is in the way")),
+        Some(Way::Unknown) => PEER.skip(format!("{found}; NVML could not be asked for NVLink")),
+        Some(Way::HostBridge) => PEER.warn(format!("{found}: some traffic passes a host bridge"), fix),
+        Some(Way::Sockets) => PEER.warn(format!("{found}: some traffic crosses sockets"), fix),
+    }
 }
 
 /// The numbers of a list such as `0-3,8`.

@@ -12,8 +12,11 @@ use serde::de::DeserializeOwned;
 
 use super::{Line, Live};
 
-/// How long all of them together may take.
-pub(in crate::doctor) const LIMIT: Duration = Duration::from_secs(4);
+/// How long all of them together may take on a machine with so many GPUs, which CUDA starts one after the other.
+pub(in crate::doctor) fn limit(gpus: usize) -> Duration {
+    Duration::from_secs(4 + gpus.saturating_sub(1) as u64)
+}
+
 /// How long the kernel may take to end a process that was killed; longer where it hangs in a driver.
 const ENDING: Duration = Duration::from_millis(100);
 

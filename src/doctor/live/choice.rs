@@ -4,7 +4,7 @@ use gdsync::cuda::Gpu;
 use gdsync::verbs::Device;
 use serde::{Deserialize, Serialize};
 
-use super::Teller;
+use super::{Teller, turn};
 
 /// What was opened. What is `None` was not come to.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -32,6 +32,7 @@ pub(in crate::doctor) enum Route {
 pub(super) fn tell(teller: &Teller) {
     let mut facts = ChoiceFacts::default();
     teller.step("opening GPU 0");
+    let _turn = turn::of_first();
     let gpu = Gpu::open(0);
     facts.gpu = Some(match &gpu {
         Ok(gpu) => Ok(gpu.pci_address().unwrap_or_default().to_owned()),

@@ -10,8 +10,8 @@ use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::cuda::sysfs_address;
 use serde::{Deserialize, Serialize};
 
-use super::bar1::{self, Bar1};
-use super::{Teller, memops};
+use super::nvml::{Bar1, Nvml};
+use super::{Teller, memops, turn};
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
 const PATIENCE: Duration = Duration::from_millis(1500);
@@ -42,6 +42,10 @@ pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) memory: Option<u64>,
     /// Whether it can use the memory of another GPU, by ordinal.
     pub(in crate::doctor) peers: BTreeMap<i32, bool>,
+    /// Whether NVLink joins it to another GPU, by PCI address; those of which NVML said nothing are missing.
+    pub(in crate::doctor) nvlinks: BTreeMap<String, bool>,
+    /// Another process has it for itself, or nobody may use it: nothing was tried.
+    pub(in crate::doctor) is_taken: bool,
     pub(in crate::doctor) memop: Option<Outcome>,
     pub(in crate::doctor) capture: Option<Outcome>,
     pub(in crate::doctor) dma_buf: Option<Outcome>,
@@ -50,6 +54,7 @@ pub(in crate::doctor) struct GpuFacts {
 
 /// `CU_DEVICE_ATTRIBUTE_*`.
 pub(in crate::doctor) mod attribute {
+    pub(in crate::doctor) const COMPUTE_MODE: u32 = 20;
     pub(in crate::doctor) const UNIFIED_ADDRESSING: u32 = 41;
     pub(in crate::doctor) const COMPUTE_MAJOR: u32 = 75;
     pub(in crate::doctor) const COMPUTE_MINOR: u32 = 76;
@@ -63,7 +68,12 @@ pub(in crate::doctor) mod attribute {
     pub(in crate::doctor) const WAIT_NOR: u32 = 123;
     pub(in crate::doctor) const DMA_BUF: u32 = 124;
 
-    pub(super) const ALL: [u32; 12] = [
+    /// Of [`COMPUTE_MODE`]: `CU_COMPUTEMODE_PROHIBITED`, `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
+    pub(in crate::doctor) const PROHIBITED: i32 = 2;
+    pub(in crate::doctor) const EXCLUSIVE: i32 = 3;
+
+    pub(super) const ALL: [u32; 13] = [
+        COMPUTE_MODE,
         UNIFIED_ADDRESSING,
         COMPUTE_MAJOR,
         COMPUTE_MINOR,
@@ -114,6 +124,9 @@ pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration)
     facts.count = Some(count.as_ref().copied().map_err(text));
     teller.facts(&facts);
     let count = count.unwrap_or(0);
+    let _turn = turn::take(api);
+    teller.step("loading NVML");
+    let nvml = Nvml::load();
     for ordinal in 0..count {
         facts.gpus.push(GpuFacts { ordinal, ..GpuFacts::default() });
         let note = |gpu: &GpuFacts, facts: &mut CudaFacts| {
@@ -123,7 +136,9 @@ pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration)
             teller.facts(facts);
         };
         let mut gpu = GpuFacts { ordinal, ..GpuFacts::default() };
-        if let Err(error) = each(api, teller, &mut gpu, (count, patience), &mut |gpu| note(gpu, &mut facts)) {
+        let around = Around { count, patience, nvml: &nvml };
+        if let Err(error) = each(api, teller, &mut gpu, &around, &mut |gpu| note(gpu, &mut facts)) {
+            gpu.is_taken = turn::is_taken(&error);
             // Nothing was tried for want of a context: what stands in the way of all is told for each.
             let error = text(error);
             for outcome in [&mut gpu.memop, &mut gpu.capture, &mut gpu.dma_buf] {
@@ -148,11 +163,18 @@ fn count(api: &Api) -> gdrcopy::Result<i32> {
     Ok(count)
 }
 
+/// What is the same for all GPUs.
+struct Around<'a> {
+    count: i32,
+    patience: Duration,
+    nvml: &'a Result<Nvml, String>,
+}
+
 fn each(
     api: &Api,
     teller: &Teller,
     gpu: &mut GpuFacts,
-    (count, patience): (i32, Duration),
+    &Around { count, patience, nvml }: &Around<'_>,
     note: &mut dyn FnMut(&GpuFacts),
 ) -> gdrcopy::Result<()> {
     let number = gpu.ordinal;
@@ -164,11 +186,7 @@ fn each(
         unsafe { api.device_get_name(buffer, len, device) }
     });
     gpu.name = told?;
-    let told = filled(|buffer, len| {
-        // SAFETY: a buffer of this length.
-        unsafe { api.device_get_pci_bus_id(buffer, len, device) }
-    });
-    gpu.pci = sysfs_address(&told?).unwrap_or_default();
+    gpu.pci = address(api, device)?;
     for number in attribute::ALL {
         let mut value = 0;
         // SAFETY: a place for the answer; the driver checks the number.
@@ -183,12 +201,15 @@ fn each(
         // SAFETY: a place for the answer, and devices of this driver.
         unsafe { api.device_can_access_peer(&mut can, device, peer) }?;
         gpu.peers.insert(other, can != 0);
+        let pci = address(api, peer)?;
+        if let Ok(joined) = nvml.as_ref().map_err(Clone::clone).and_then(|nvml| nvml.nvlink(&gpu.pci, &pci)) {
+            gpu.nvlinks.insert(pci, joined);
+        }
     }
+    gpu.bar1 = Some(nvml.clone().and_then(|nvml| nvml.bar1(&gpu.pci)));
     note(gpu);
     teller.step(format!("making a context on GPU {number}"));
-    let mut context = 0;
-    // SAFETY: a place for the answer and a device of this driver. The process ends with it.
-    unsafe { api.primary_ctx_retain(&mut context, device) }?;
+    let context = turn::retain(api, device)?;
     // SAFETY: retained above.
     let _current = unsafe { Current::enter(api, context) }?;
     let (mut free, mut total) = (0, 0);
@@ -206,10 +227,16 @@ fn each(
     note(gpu);
     teller.step(format!("exporting memory of GPU {number} as a dma-buf"));
     gpu.dma_buf = Some(if is_stuck { stuck() } else { dma_buf(api).map_err(text) });
-    note(gpu);
-    teller.step(format!("asking NVML for BAR1 of GPU {number}"));
-    gpu.bar1 = Some(bar1::of(&gpu.pci));
     Ok(())
+}
+
+/// The PCI address of a device, as sysfs writes it.
+fn address(api: &Api, device: i32) -> gdrcopy::Result<String> {
+    let told = filled(|buffer, len| {
+        // SAFETY: a buffer of this length.
+        unsafe { api.device_get_pci_bus_id(buffer, len, device) }
+    });
+    Ok(sysfs_address(&told?).unwrap_or_default())
 }
 
 /// Text that the driver writes into a buffer.

@@ -3,7 +3,7 @@
 use gdrcopy::{BackendKind, Gdr};
 use serde::{Deserialize, Serialize};
 
-use super::Teller;
+use super::{Teller, turn};
 
 /// What became of each way; those that were not come to are missing.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -21,6 +21,8 @@ pub(in crate::doctor) struct Backend {
 
 pub(super) fn tell(teller: &Teller) {
     let mut facts = MappingFacts::default();
+    teller.step("cuInit");
+    let _turn = turn::of_first();
     for kind in BackendKind::LADDER.into_iter().filter(|kind| *kind != BackendKind::Host) {
         teller.step(format!("mapping GPU memory by {kind}"));
         let outcome = attempt(kind);

@@ -5,11 +5,12 @@
 //! whatever becomes of it, its parent knows how far it came.
 
 mod ask;
-mod bar1;
 mod choice;
 mod cuda;
 mod mapping;
 mod memops;
+mod nvml;
+mod turn;
 mod verbs;
 
 use std::cell::RefCell;
@@ -19,13 +20,15 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-pub(super) use ask::{Answer, Asked, LIMIT};
-pub(super) use bar1::Bar1;
+pub(super) use ask::{Answer, Asked, limit};
 pub(super) use choice::{ChoiceFacts, Route};
 #[cfg(test)]
 pub(super) use cuda::explore;
 pub(super) use cuda::{CudaFacts, GpuFacts, attribute};
 pub(super) use mapping::{Backend, MappingFacts};
+pub(super) use nvml::Bar1;
+#[cfg(test)]
+pub(super) use turn::take as take_turn;
 pub(super) use verbs::{DeviceFacts, VerbsFacts};
 
 /// What can be asked.

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
-use super::super::live::{Answer, Asked, CudaFacts};
+use super::super::live::{Answer, Asked, CudaFacts, limit};
 
 /// Longer than any test runs.
 const LONG: Duration = Duration::from_secs(600);
@@ -40,6 +40,11 @@ fn a_process_that_says_nothing_is_not_waited_for() {
     let answer = ask("exec sleep 1000", Duration::from_millis(50));
     assert!(answer.trouble.unwrap().contains("no answer within 50ms"));
     assert_eq!(answer.facts.version, None);
+}
+
+#[test]
+fn many_gpus_may_take_longer() {
+    assert_eq!([0, 1, 2, 8].map(|gpus| limit(gpus).as_secs()), [4, 4, 5, 11]);
 }
 
 #[test]

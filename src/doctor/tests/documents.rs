@@ -58,6 +58,9 @@ fn cards_and_generations_are_told_apart() {
     assert!(card(0x1572).is_none());
     assert_eq!(generation((7, 5)).unwrap().name, "Turing");
     assert_eq!(generation((8, 9)).unwrap().name, "Ada");
+    assert_eq!(generation((10, 3)).unwrap().name, "Blackwell");
+    assert_eq!(generation((10, 7)).unwrap().name, "Rubin");
+    assert_eq!(card(0x1025).unwrap().name, "ConnectX-9");
     assert_eq!(generation((8, 6)).unwrap().name, "Ampere");
     assert!(generation((99, 0)).is_none());
 }

@@ -10,6 +10,16 @@ fn set(machine: &mut Machine, number: u32, value: i32) {
     machine.cuda.facts.gpus[1].attributes.insert(number, value);
 }
 
+/// Has a GPU refuse contexts for its compute mode.
+fn taken(machine: &mut Machine, gpu: usize, mode: i32) {
+    let gpu = &mut machine.cuda.facts.gpus[gpu];
+    gpu.attributes.insert(attribute::COMPUTE_MODE, mode);
+    gpu.is_taken = true;
+    for outcome in [&mut gpu.memop, &mut gpu.capture, &mut gpu.dma_buf] {
+        *outcome = Some(Err("CUDA_ERROR_DEVICE_UNAVAILABLE".into()));
+    }
+}
+
 pub(super) const CASES: &[Case] = &[
     Case {
         what: "no libcuda",
@@ -39,6 +49,8 @@ pub(super) const CASES: &[Case] = &[
             ("gpu.uva", "", Skip, "", ""),
             ("gpu.peers", "", Skip, "", ""),
             ("gpu.bar1", "", Skip, "", ""),
+            ("topology.gpu_gpu", "GPU0", Skip, "GPU1 SYS; NVML", ""),
+            ("topology.gpu_gpu", "GPU1", Skip, "GPU0 SYS; NVML", ""),
         ],
     },
     Case {
@@ -140,6 +152,43 @@ pub(super) const CASES: &[Case] = &[
             machine.cuda.facts.gpus[1].memop = Some(Err("what a stream wrote did not show".into()))
         },
         says: &[("gpu.memop_run", "GPU 1", Fail, "did not show", "host streams")],
+    },
+    Case {
+        what: "a GPU that another process has for itself",
+        change: |_, machine| taken(machine, 1, attribute::EXCLUSIVE),
+        says: &[
+            ("gpu.dma_buf", "GPU 1", Warn, "EXCLUSIVE_PROCESS", "try again when"),
+            ("gpu.memop_run", "GPU 1", Warn, "EXCLUSIVE_PROCESS", "nvidia-smi -c DEFAULT"),
+            ("gpu.capture", "GPU 1", Warn, "EXCLUSIVE_PROCESS", "try again when"),
+        ],
+    },
+    Case {
+        what: "the first GPU, had by another process",
+        change: |_, machine| {
+            taken(machine, 0, attribute::EXCLUSIVE);
+            machine.mapping.facts.backends.iter_mut().for_each(|way| way.outcome = Err("taken".into()));
+            machine.choice.facts.gpu = Some(Err("taken".into()));
+        },
+        says: &[
+            ("gpu.dma_buf", "GPU 0", Warn, "EXCLUSIVE_PROCESS", ""),
+            ("gpu.memop_run", "GPU 0", Warn, "EXCLUSIVE_PROCESS", ""),
+            ("gpu.capture", "GPU 0", Warn, "EXCLUSIVE_PROCESS", ""),
+            ("mapping.gdrdrv", "", Skip, "see gpu.memop_run", ""),
+            ("mapping.dmabuf", "", Skip, "see gpu.memop_run", ""),
+            ("mapping.rm", "", Skip, "see gpu.memop_run", ""),
+            ("mapping.any", "", Skip, "see gpu.memop_run", ""),
+            ("choice.streams", "", Warn, "may not be used now: taken", "another GPU"),
+            ("choice.faster", "", Ok, "a thread triggers now", "gpu.cuda"),
+        ],
+    },
+    Case {
+        what: "a GPU that nobody may use",
+        change: |_, machine| taken(machine, 1, attribute::PROHIBITED),
+        says: &[
+            ("gpu.dma_buf", "GPU 1", Fail, "PROHIBITED", "nvidia-smi -c DEFAULT"),
+            ("gpu.memop_run", "GPU 1", Fail, "PROHIBITED", "nvidia-smi -c DEFAULT"),
+            ("gpu.capture", "GPU 1", Fail, "PROHIBITED", "nvidia-smi -c DEFAULT"),
+        ],
     },
     Case {
         what: "a capture that is refused",

@@ -1,9 +1,10 @@
 //! RDMA devices, limits, the PCI bus.
 
 use super::super::areas::limits::Limits;
+use super::super::areas::topology;
 use super::super::probe::Status::{Fail, Ok, Skip, Warn};
-use super::rig::Case;
-use super::tree::BRIDGES;
+use super::rig::{Case, healthy};
+use super::tree::{BRIDGES, Tree};
 
 pub(super) const CASES: &[Case] = &[
     Case {
@@ -227,6 +228,24 @@ pub(super) const CASES: &[Case] = &[
         ],
     },
     Case {
+        what: "GPUs on two sockets without NVLink",
+        change: |_, machine| {
+            machine.cuda.facts.gpus[1].nvlinks.values_mut().for_each(|joined| *joined = false)
+        },
+        says: &[(
+            "topology.gpu_gpu",
+            "GPU1",
+            Warn,
+            "GPU0 SYS: some traffic crosses sockets",
+            "nvidia-smi topo -m",
+        )],
+    },
+    Case {
+        what: "GPUs on two sockets and no NVML",
+        change: |_, machine| machine.cuda.facts.gpus[1].nvlinks.clear(),
+        says: &[("topology.gpu_gpu", "GPU1", Skip, "GPU0 SYS; NVML could not be asked", "")],
+    },
+    Case {
         what: "a process on the other socket",
         change: |tree, _| tree.write("proc/self/status", "Cpus_allowed_list:\t64-127"),
         says: &[
@@ -241,3 +260,25 @@ pub(super) const CASES: &[Case] = &[
         ],
     },
 ];
+
+#[test]
+fn ways_between_gpus_are_told_apart() {
+    let bridge = "pci0000:00/0000:00:05.0";
+    let switch = "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:02.0";
+    for (below, joined, status, found) in [
+        (bridge, Some(true), Ok, "GPU1 NV, GPU2 NV: NVLink"),
+        (bridge, Some(false), Warn, "GPU1 PHB, GPU2 NV: some traffic passes a host bridge"),
+        (bridge, None, Skip, "GPU1 PHB, GPU2 NV; NVML could not be asked"),
+        (switch, Some(false), Ok, "GPU1 PIX, GPU2 NV: no host bridge"),
+        (switch, None, Ok, "GPU1 PIX, GPU2 NV: no host bridge"),
+    ] {
+        let tree = Tree::healthy();
+        tree.pci(&format!("{below}/0000:09:00.0"), "0x030200", ("0x10de", "0x2335"), ("0", "0-63"));
+        let mut machine = healthy(&tree);
+        let links = &mut machine.cuda.facts.gpus[0].nvlinks;
+        links.extend(joined.map(|joined| ("0000:09:00.0".to_owned(), joined)));
+        let probes = topology::probe(&machine);
+        let peers = probes.iter().find(|probe| probe.name == "topology.gpu_gpu").expect("of GPU0");
+        assert!(peers.status == status && peers.found.starts_with(found), "{joined:?}: {peers:?}");
+    }
+}

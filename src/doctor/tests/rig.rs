@@ -39,6 +39,8 @@ fn gpu(ordinal: i32, pci: &str) -> GpuFacts {
         attributes: attributes.into(),
         memory: Some(140 << 30),
         peers: [(1 - ordinal, true)].into(),
+        nvlinks: GPUS.into_iter().filter(|other| *other != pci).map(|other| (other.into(), true)).collect(),
+        is_taken: false,
         memop: Some(Ok("ran".into())),
         capture: Some(Ok("ran".into())),
         dma_buf: Some(Ok("exported".into())),

@@ -32,6 +32,17 @@ pub(super) const CASES: &[Case] = &[
         ],
     },
     Case {
+        what: "no /proc",
+        change: |tree, _| tree.rename("proc/self", "proc/nobody"),
+        says: &[
+            ("container.mounts", "", Fail, "/proc is not mounted", "mount -t proc"),
+            ("topology.cpus", "GPU0", Ok, "CPUs 0-63", ""),
+            ("topology.cpus", "GPU1", Ok, "CPUs 64-127", ""),
+            ("topology.cpus", "mlx5_0", Ok, "CPUs 0-63", ""),
+            ("topology.cpus", "mlx5_1", Ok, "CPUs 64-127", ""),
+        ],
+    },
+    Case {
         what: "one hardware queue",
         change: |_, machine| set(machine, "CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         says: &[
@@ -50,7 +61,7 @@ pub(super) const CASES: &[Case] = &[
     Case {
         what: "a variable that is wrong",
         change: |_, machine| set(machine, "GDSYNC_PORT", "first"),
-        says: &[("environment.variables", "", Fail, "GDSYNC_PORT is 'first'", "README.md")],
+        says: &[("environment.variables", "", Fail, "GDSYNC_PORT is 'first'", "docs/reference.md")],
     },
     Case {
         what: "a backend that does not exist",

@@ -32,7 +32,7 @@ fn devices_that_say_the_same_share_a_line() {
 #[test]
 fn paths_are_a_matrix() {
     let text = text(&Tree::healthy(), false);
-    for row in ["GPU0 X SYS PIX SYS", "GPU1 SYS X SYS PIX", "mlx5_0 PIX SYS X SYS", "mlx5_1 SYS PIX SYS X"] {
+    for row in ["GPU0 X NV PIX SYS", "GPU1 NV X SYS PIX", "mlx5_0 PIX SYS X SYS", "mlx5_1 SYS PIX SYS X"] {
         assert!(has(&text, row), "{row}: {text}");
     }
 }

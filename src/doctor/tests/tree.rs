@@ -30,7 +30,7 @@ impl Tree {
         let memory = PathBuf::from("/dev/shm");
         let root = if memory.is_dir() { memory } else { std::env::temp_dir() }.join(name);
         let _ = fs::remove_dir_all(&root);
-        for directory in ["sys/bus/pci/devices", "proc", "dev"] {
+        for directory in ["sys/bus/pci/devices", "sys/class", "proc/self", "dev"] {
             fs::create_dir_all(root.join(directory)).unwrap();
         }
         fs::set_permissions(&root, fs::Permissions::from_mode(0o755)).unwrap();
@@ -97,8 +97,13 @@ impl Tree {
         if is_directory { fs::remove_dir_all(path) } else { fs::remove_file(path) }.unwrap();
     }
 
+    pub(super) fn rename(&self, from: &str, to: &str) {
+        fs::rename(self.0.join(from), self.0.join(to)).unwrap();
+    }
+
+    /// Also to the user of the tests, whose file it is.
     pub(super) fn close(&self, path: &str) {
-        fs::set_permissions(self.0.join(path), fs::Permissions::from_mode(0o600)).unwrap();
+        fs::set_permissions(self.0.join(path), fs::Permissions::from_mode(0o000)).unwrap();
     }
 
     pub(super) fn gdrdrv(&self, version: &str, flavour: &str, persistent: &str) {

@@ -8,7 +8,7 @@ use gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdrcopy::standin::driver::{Control, api};
 
 use super::super::areas::gpu;
-use super::super::live::{Answer, CudaFacts, Teller, attribute, explore};
+use super::super::live::{Answer, CudaFacts, Teller, attribute, explore, take_turn};
 use super::super::probe::{Probe, Status};
 use super::rig::healthy;
 use super::tree::Tree;
@@ -74,6 +74,43 @@ fn each_call_that_fails_is_told_by_its_probe() {
         assert_eq!(failed.iter().map(|(name, _)| *name).collect::<Vec<_>>(), names, "{call}: {said:?}");
         assert!(failed.iter().any(|(_, found)| found.contains(call)), "{call}: {said:?}");
     }
+}
+
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`.
+const UNAVAILABLE: u32 = 46;
+
+#[test]
+fn a_gpu_for_one_process_is_waited_for_and_not_called_broken() {
+    let control = Control::take();
+    no_dma_bufs(&control);
+    (0..2).for_each(|device| control.attribute(device, attribute::COMPUTE_MODE, attribute::EXCLUSIVE));
+    // The process before this one is still ending.
+    control.fail_once("cuDevicePrimaryCtxRetain", 0, UNAVAILABLE);
+    let names: Vec<_> = complaints(explored(&api(), LONG)).into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["gpu.dma_buf"]);
+    // Another process keeps it.
+    control.fail("cuDevicePrimaryCtxRetain", UNAVAILABLE);
+    let facts = explored(&api(), LONG);
+    assert!(facts.gpus.iter().all(|gpu| gpu.is_taken), "{facts:?}");
+    let said = judged(facts);
+    let run: Vec<_> = said.iter().filter(|probe| probe.name == "gpu.memop_run").collect();
+    assert!(run.len() == 2 && run.iter().all(|probe| probe.status == Status::Warn), "{run:#?}");
+    assert!(said.iter().all(|probe| probe.status != Status::Fail), "{said:#?}");
+}
+
+#[test]
+fn who_uses_a_gpu_for_one_process_waits_for_its_turn() {
+    let control = Control::take();
+    assert!(take_turn(&api()).is_none(), "any number of processes may use a GPU as it comes");
+    control.attribute(1, attribute::COMPUTE_MODE, attribute::EXCLUSIVE);
+    let first = take_turn(&api()).expect("nobody else has it");
+    let (send, told) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || send.send(take_turn(&api()).is_some()));
+        assert!(told.recv_timeout(Duration::from_millis(100)).is_err(), "two at a time");
+        drop(first);
+        assert_eq!(told.recv_timeout(LONG), Ok(true));
+    });
 }
 
 /// Takes operations, and does nothing about them.

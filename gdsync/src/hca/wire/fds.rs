@@ -14,7 +14,7 @@ const MAX_FDS: usize = 2;
 const CONTROL: usize = 64;
 
 /// A memory file of `size` bytes that nobody can shrink or grow: mapping it cannot fault later.
-pub(super) fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
+pub(crate) fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
     const FIX: &str = "raise the limit of open files (ulimit -n) or free memory";
     // SAFETY: the name is a C string.
     let raw = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
@@ -38,7 +38,7 @@ pub(super) fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
 }
 
 /// Checks that a peer's file holds `size` bytes for ever.
-pub(super) fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
+pub(crate) fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
     // SAFETY: a plain call on a valid descriptor.
     let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
     if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {

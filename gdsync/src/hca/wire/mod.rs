@@ -6,5 +6,6 @@ mod port;
 mod ring;
 
 pub(crate) use bell::Bell;
+pub(crate) use fds::{check_memfd, memfd};
 pub(crate) use port::{Line, LinkEnds, Port};
 pub(crate) use ring::{HEADER, MOST_RECORDS, Peek, Piece, Record, RxRing, TxRing};

@@ -1,18 +1,18 @@
 //! Graphs of CUDA: a batch that is captured becomes nodes, and each launch gives the nodes operations of its own first.
 //!
-//! A launch is one submission of its stream. What the driver lets change in an instantiated graph is just what changes
-//! from launch to launch: words, values and conditions of memory operations, and parameters of kernels.
+//! A launch is one submission of its stream.
 
 use std::ptr;
 use std::sync::Arc;
 
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, MemOp, MemOpNodeParams};
+use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::host_fn;
-use super::lane::{self, Head, Lane};
+use super::instance::Instance;
+use super::lane::Lane;
 use super::plan::{self, Call, Calls};
 use super::retire::Retired;
 use super::shared::{Issued, MARK_EVERY, Shared, Turn};
@@ -33,8 +33,8 @@ pub(super) struct Captured {
 
 /// A call of a captured batch.
 #[derive(Debug)]
-struct Node {
-    handle: Handle,
+pub(super) struct Node {
+    pub(super) handle: Handle,
     shape: Shape,
 }
 
@@ -43,13 +43,14 @@ struct Node {
 enum Shape {
     /// These kinds of operations.
     MemOps(SmallVec<[u32; 8]>),
+    /// So many.
     Kernel {
-        is_small: bool,
+        ops: usize,
     },
     HostFn,
 }
 
-/// An instantiated graph.
+/// A graph that can be launched.
 #[derive(Debug)]
 pub(super) struct Exec {
     gpu: Gpu,
@@ -57,8 +58,8 @@ pub(super) struct Exec {
     lane: Option<Arc<Lane>>,
     /// The nodes are those of this graph.
     graph: Handle,
-    exec: Handle,
     nodes: Vec<Node>,
+    instances: Vec<Arc<Instance>>,
     /// Held while a launch gives the nodes their operations, until it is queued.
     launching: Mutex<()>,
 }
@@ -67,7 +68,7 @@ impl Shape {
     fn of(call: &Call) -> Self {
         match call {
             Call::MemOps(memops) => Shape::MemOps(memops.iter().map(|memop| memop.operation).collect()),
-            Call::Kernel(program) => Shape::Kernel { is_small: program.len() <= lane::SMALL },
+            Call::Kernel(program) => Shape::Kernel { ops: program.len() },
             Call::HostFn(_) => Shape::HostFn,
         }
     }
@@ -116,13 +117,20 @@ impl Shared {
     /// Captures a batch.
     pub(super) fn record(&self, ops: &[Op]) -> Result<()> {
         host_fn::refuse()?;
+        if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
+            return Err(Error::Unsupported {
+                what: "a host function in a graph of CUDA",
+                by: "this library, whose launches give nodes other operations, but no other functions",
+                fix: "launch a kernel in its place, or submit the function before or after each launch",
+            });
+        }
         plan::check(&self.gpu, ops)?;
         let mut turn = self.take_turn();
         if let Some(error) = self.error() {
             return Err(error);
         }
         let mut calls = Calls::new();
-        plan::plan(&mut calls, &self.gpu, ops, None, self.lane.is_some())?;
+        plan::plan(&mut calls, &self.gpu, ops, self.lane.is_some())?;
         let captured = turn.capture.get_or_insert_default();
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
@@ -156,12 +164,11 @@ impl Shared {
         self.end_turn(turn);
         // From here on it is destroyed whatever happens.
         let (gpu, lane) = (self.gpu.clone(), self.lane.clone());
-        let mut exec = Exec { gpu, lane, graph, exec: 0, nodes: captured.nodes, launching: Mutex::default() };
+        let nodes = captured.nodes;
+        let mut exec = Exec { gpu, lane, graph, nodes, instances: Vec::new(), launching: Mutex::default() };
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
-        // SAFETY: a place for the answer, a graph, no flags.
-        let made = self.gpu.within(|api| unsafe { api.graph_instantiate(&mut exec.exec, graph, 0) });
-        made.map_err(Error::cuda("instantiating a graph"))?;
+        exec.instances = Instance::all(&exec.gpu, exec.lane.as_ref(), graph, &exec.nodes)?;
         Ok(Arc::new(exec))
     }
 
@@ -187,18 +194,30 @@ impl Shared {
         let calls = exec.plan(ops, ends)?;
         let count = 1 + calls.len();
         let launching = exec.launching.lock();
+        let instance = self.instance(turn, exec)?;
         let seq = self.submitted() + 1;
         let head = self.head(seq);
-        self.gpu.within(|api| exec.arm(api, head, calls)).map_err(Error::cuda("preparing a graph"))?;
-        self.enqueue(turn, done, ops, (count, 0), Some(exec))?;
-        // SAFETY: the submission keeps the graph alive, and all that its nodes touch.
-        let answer = self.gpu.within(|api| unsafe { api.graph_launch(exec.exec, self.stream) });
+        instance.arm(head, &exec.nodes, calls)?;
+        self.enqueue(turn, done, ops, (count, 0), Some(&instance))?;
+        // SAFETY: the submission keeps the instance alive, and all that its nodes touch.
+        let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
         turn.unmarked += count;
-        if turn.unmarked >= MARK_EVERY && answer.is_ok() {
+        // Who waits for an instance to be free must not wait for what was launched after it.
+        if answer.is_ok() && (turn.unmarked >= MARK_EVERY || instance.is_in_memory()) {
             self.mark_in_turn(turn);
         }
         Ok(Issued { seq, answer })
+    }
+}
+
+impl Node {
+    /// The operations of a kernel.
+    pub(super) fn kernel_ops(&self) -> Option<usize> {
+        match self.shape {
+            Shape::Kernel { ops } => Some(ops),
+            Shape::MemOps(_) | Shape::HostFn => None,
+        }
     }
 }
 
@@ -208,7 +227,7 @@ impl Exec {
         let mut calls = Calls::new();
         let mut start = 0;
         for &end in ends {
-            plan::plan(&mut calls, &self.gpu, &ops[start..end], None, self.lane.is_some())?;
+            plan::plan(&mut calls, &self.gpu, &ops[start..end], self.lane.is_some())?;
             start = end;
         }
         let fits = |(call, node): (&Call, &Node)| Shape::of(call) == node.shape;
@@ -220,27 +239,14 @@ impl Exec {
         })
     }
 
-    /// Gives the nodes their operations. The context must be current.
-    fn arm(&self, api: &Api, head: Head, calls: Calls) -> gdrcopy::Result<()> {
-        for (node, call) in self.nodes.iter().zip(calls) {
-            match (call, &self.lane) {
-                (Call::MemOps(mut memops), _) => self.arm_memops(api, node.handle, &mut memops)?,
-                (Call::Kernel(program), Some(lane)) => {
-                    lane.arm(api, (self.exec, node.handle), head, &program)?;
-                }
-                // Not in graphs, and not without a lane.
-                (Call::Kernel(_) | Call::HostFn(_), _) => {}
-            }
-        }
-        Ok(())
+    /// An instance that can be given other operations. Launches take one at a time.
+    pub(super) fn free(&self) -> Option<Arc<Instance>> {
+        self.instances.iter().find(|instance| instance.is_free()).cloned()
     }
 
-    fn arm_memops(&self, api: &Api, node: Handle, memops: &mut [MemOp]) -> gdrcopy::Result<()> {
-        let count = u32::try_from(memops.len()).expect("fewer than 256");
-        let context = self.gpu.raw_context();
-        let params = MemOpNodeParams { context, count, ops: memops.as_mut_ptr(), flags: 0 };
-        // SAFETY: a node of this graph with so many operations of these kinds, on words that the submission keeps alive.
-        unsafe { api.graph_exec_mem_op_node_set_params(self.exec, node, &params) }
+    /// Whether there is one.
+    pub(super) fn is_free(&self) -> bool {
+        self.instances.iter().any(|instance| instance.is_free())
     }
 }
 
@@ -249,23 +255,12 @@ impl Drop for Exec {
         if self.graph == 0 {
             return;
         }
-        let done = self.gpu.enter().map(|_current| {
-            let api = self.gpu.api();
-            if self.exec != 0 {
-                // SAFETY: made for this value; a launch under way would keep the value.
-                let _ = unsafe { api.graph_exec_destroy(self.exec) }.inspect_err(not_destroyed);
-            }
-            // SAFETY: made for this value.
-            let _ = unsafe { api.graph_destroy(self.graph) }.inspect_err(not_destroyed);
-        });
+        // SAFETY: made for this value; what was instantiated of it does not need it.
+        let done = self.gpu.within(|api| unsafe { api.graph_destroy(self.graph) });
         if let Err(error) = done {
             tracing::debug!(%error, "a graph was not destroyed");
         }
     }
-}
-
-fn not_destroyed(error: &gdrcopy::Error) {
-    tracing::debug!(%error, "a graph was not destroyed");
 }
 
 /// Whether a stream is being captured, and the node that what comes next there would depend on; 0 for none or several.

@@ -219,3 +219,32 @@ extern "C" __global__ void __launch_bounds__(1) gds_run_160(const __grid_constan
 {
     run(program.head, program.ops);
 }
+
+// 16 bytes of a program in memory.
+struct __align__(16) Piece {
+    u64 words[2];
+};
+
+static __device__ void fetch(Piece *to, u64 from, u32 index)
+{
+    u64 low, high;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from + 16 * index) : "memory");
+    to[index].words[0] = low;
+    to[index].words[1] = high;
+}
+
+// The same for a node of a graph, whose program the CPU puts into memory before each launch. A piece for each thread comes
+// at once, which is all of most programs; that much is always there.
+extern "C" __global__ void __launch_bounds__(32) gds_run_at(u64 at)
+{
+    __shared__ Piece pieces[sizeof(Program<160>) / sizeof(Piece)];
+    const Program<160> &program = *(const Program<160> *)pieces;
+    fetch(pieces, at, threadIdx.x);
+    __syncthreads();
+    const u64 used = sizeof(Head) + program.head.count * sizeof(Op);
+    for (u32 i = 32 + threadIdx.x; i * sizeof(Piece) < used; i += 32)
+        fetch(pieces, at, i);
+    __syncthreads();
+    if (threadIdx.x == 0)
+        run(program.head, program.ops);
+}

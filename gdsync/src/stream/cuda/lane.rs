@@ -17,6 +17,28 @@ pub(super) const SMALL: usize = 12;
 /// Operations that fit in the large one: kernel parameters have 4 KiB.
 pub(super) const LARGE: usize = 160;
 
+/// Threads of the kernel that finds its program in memory, and what they take at once, whether it is in use or not.
+const FETCHERS: u32 = 32;
+const FETCHED: usize = 32 * 16;
+
+/// Bytes of a program of so many operations in memory.
+pub(super) fn room(ops: usize) -> usize {
+    (size_of::<Head>() + ops * size_of::<LaneOp>()).next_multiple_of(16).max(FETCHED)
+}
+
+/// Puts a program into memory, or rather into an image of it, at the start of `to`.
+pub(super) fn put(to: &mut [u8], head: Head, ops: &[LaneOp]) {
+    let head = [head.status, head.limit_ns, head.submission, ops.len() as u64];
+    let op = |op: &LaneOp| {
+        let what = u64::from(op.kind) | u64::from(op.cond) << 32 | u64::from(op.near) << 48;
+        [what, op.addr, op.value]
+    };
+    let words = head.into_iter().chain(ops.iter().flat_map(op));
+    for (to, word) in to.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *to = word.to_ne_bytes();
+    }
+}
+
 /// `Op` of `lane.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +88,8 @@ impl From<&Step> for LaneOp {
             }
             Step::Wait { bits: 64, addr, value, cond, near, .. } => wait(3, cond, near, addr, value),
             Step::Wait { addr, value, cond, near, .. } => wait(4, cond, near, addr, value),
-            // A flush is a matter of the front end; the planner gives it memory operations.
-            Step::Barrier | Step::Flush => (5, 0, 0, 0, 0),
+            // A flush is a matter of the front end; the planner gives it memory operations. A host function is a call of its own.
+            Step::Barrier | Step::Flush | Step::HostFn(_) => (5, 0, 0, 0, 0),
             Step::Index { addr, value } => (6, 0, 0, addr, value.into()),
             Step::Mark { addr, value } => (7, 0, 0, addr, value),
         };
@@ -132,6 +154,8 @@ pub(crate) struct Lane {
     module: Handle,
     small: Handle,
     large: Handle,
+    /// Finds its program in memory.
+    at: Handle,
 }
 
 impl Lane {
@@ -143,7 +167,8 @@ impl Lane {
         unsafe { api.module_load_data(&mut module, PTX.as_ptr().cast()) }
             .map_err(Error::cuda("loading the kernel lane"))?;
         let function = |name| function(api, module, name);
-        Ok(Self { module, small: function(c"gds_run_12")?, large: function(c"gds_run_160")? })
+        let (small, large) = (function(c"gds_run_12")?, function(c"gds_run_160")?);
+        Ok(Self { module, small, large, at: function(c"gds_run_at")? })
     }
 
     /// Unloads them. Their context must be current, and about to go.
@@ -179,23 +204,24 @@ impl Lane {
         ops: &[LaneOp],
     ) -> gdrcopy::Result<()> {
         self.with_program(head, ops, |function, params| {
-            let one = [1; 3];
-            let extra = std::ptr::null_mut();
-            let (kernel, context) = (0, 0);
-            let node_params = KernelNodeParams {
-                function,
-                grid: one,
-                block: one,
-                shared: 0,
-                params,
-                extra,
-                kernel,
-                context,
-            };
             // SAFETY: a graph and a node of it, as the caller says, and the one parameter of the function, which the
             // driver copies.
-            unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params) }
+            unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params(function, 1, params)) }
         })
+    }
+
+    /// Has a kernel node of a graph run the program that is at this address of the GPU when it begins. The context must be
+    /// current.
+    pub(super) fn point(
+        &self,
+        api: &Api,
+        (graph, node): (Handle, Handle),
+        mut address: u64,
+    ) -> gdrcopy::Result<()> {
+        let mut params = [(&raw mut address).cast::<c_void>()];
+        let node_params = node_params(self.at, FETCHERS, params.as_mut_ptr());
+        // SAFETY: as above.
+        unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params) }
     }
 
     /// Calls `call` with the kernel for so many operations, and with its parameters.
@@ -224,6 +250,13 @@ impl Lane {
             sized::<LARGE, T>(head, ops, |params| call(self.large, params))
         }
     }
+}
+
+/// A node of one block.
+fn node_params(function: Handle, threads: u32, params: *mut *mut c_void) -> KernelNodeParams {
+    let (grid, block) = ([1; 3], [threads, 1, 1]);
+    let extra = std::ptr::null_mut();
+    KernelNodeParams { function, grid, block, shared: 0, params, extra, kernel: 0, context: 0 }
 }
 
 fn function(api: &Api, module: Handle, name: &CStr) -> Result<Handle> {

@@ -2,7 +2,7 @@
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
 //! failure); `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
-//! that can run them in place of the GPU's front end; `reserve` makes room for streams; `graph` has captures and their launches; `watch` is the watchdog.
+//! that can run them in place of the GPU's front end; `reserve` makes room for streams; `graph` has captures and their launches, `instance` what is launched; `watch` is the watchdog.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
 //! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
@@ -12,6 +12,7 @@
 mod config;
 mod graph;
 mod host_fn;
+mod instance;
 mod kicker;
 mod lane;
 mod plan;

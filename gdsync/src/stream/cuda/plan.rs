@@ -11,8 +11,8 @@ use smallvec::SmallVec;
 use super::lane::{self, LaneOp};
 use crate::cuda::{Flush, Gpu};
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word64};
-use crate::stream::{Cond, Op};
+use crate::memory::{Memory, Place};
+use crate::stream::{Bell, Cond, Op, Ring};
 
 /// The most operations of one call (`cuStreamBatchMemOp`: fewer than 256).
 const MAX_MEMOPS: usize = 255;
@@ -46,6 +46,8 @@ pub(super) enum Step {
         addr: u64,
         value: u64,
     },
+    /// The host function at this place of the submission.
+    HostFn(usize),
 }
 
 /// A call into the driver.
@@ -61,69 +63,48 @@ pub(super) enum Call {
 
 pub(super) type Calls = SmallVec<[Call; 1]>;
 
-/// Makes the words of operations known to the GPU, and refuses waits that could never be released. Not under a lock: to
-/// register memory, CUDA may take as long as streams wait, and the watchdog must release them.
-pub(super) fn check(gpu: &Gpu, ops: &[Op]) -> Result<()> {
-    ops.iter().try_for_each(|op| {
-        if op.is_endless() {
-            return Err(Error::invalid("wait", format!("{op:?}"), "a condition that some word satisfies"));
-        }
-        op.memory().map_or(Ok(()), |memory| memory.gpu_addr(gpu).map(drop))
-    })
-}
+/// The steps of a submission.
+pub(super) type Steps = SmallVec<[Step; 6]>;
 
-/// Adds what operations become to `calls`. `mark` is written at the end.
-pub(super) fn plan(
-    calls: &mut Calls,
-    gpu: &Gpu,
-    ops: &[Op],
-    mark: Option<(&Word64, u64)>,
-    by_kernel: bool,
-) -> Result<()> {
-    let mut steps: SmallVec<[Step; 12]> = SmallVec::new();
-    let mut indices: SmallVec<[Step; 2]> = SmallVec::new();
-    let mut after_cqe_wait = false;
+/// Consumer indices that are put off: where, and what.
+type Indices = SmallVec<[(u64, u32); 2]>;
+
+/// Adds what operations become, in steps: makes their words known to the GPU, and refuses waits that could never be released. Not
+/// under a lock: to register memory, CUDA may take as long as streams wait, and the watchdog must release them.
+pub(super) fn add_steps(steps: &mut Steps, gpu: &Gpu, ops: &[Op]) -> Result<()> {
+    let mut indices = Indices::new();
     for (place, op) in ops.iter().enumerate() {
-        let was_cqe_wait = std::mem::take(&mut after_cqe_wait);
-        match op {
-            Op::Write32 { at, value } => {
-                let addr = at.memory().gpu_addr(gpu)?;
-                if was_cqe_wait {
-                    // Of several for the same queue the last one says it all.
-                    indices
-                        .retain(|known| !matches!(known, Step::Index { addr: other, .. } if *other == addr));
-                    indices.push(Step::Index { addr, value: *value });
-                } else if let [Op::Barrier, Op::Write64 { .. }, Op::Signal(_), ..] = ops[place + 1..] {
-                    // The record of a send queue: only the doorbell behind it is ordered, by the barrier.
-                    steps.push(Step::Index { addr, value: *value });
-                } else {
-                    steps.push(Step::Write { bits: 32, addr, value: (*value).into() });
-                }
+        match *op {
+            Op::Trigger(ref source, ring) => {
+                source.bell().map_or(Ok(()), |bell| trigger(steps, gpu, bell, ring))?;
             }
-            Op::Write64 { at, value } => {
-                steps.push(Step::Write { bits: 64, addr: at.memory().gpu_addr(gpu)?, value: *value });
-            }
-            Op::Wait32 { at, value, cond, source } => {
-                steps.append(&mut indices);
-                let (addr, is_cqe, near) =
-                    (at.memory().gpu_addr(gpu)?, source.is_some(), is_near(at.memory(), gpu));
-                steps.push(Step::Wait { bits: 32, addr, value: (*value).into(), cond: *cond, is_cqe, near });
-                if is_cqe && gpu.capabilities().flush == Flush::OnStream {
+            Op::Await(ref source, n) => {
+                settle(steps, &mut indices);
+                let arrival = source.arrival(n);
+                let (Place { addr, is_near }, index) = (arrival.word_on(gpu)?, arrival.index_on(gpu)?);
+                let (cond, value) = (arrival.cond, arrival.value.into());
+                steps.push(Step::Wait { bits: 32, addr, value, cond, is_cqe: true, near: is_near });
+                if gpu.capabilities().flush == Flush::OnStream {
                     steps.push(Step::Flush);
                 }
-                after_cqe_wait = is_cqe;
+                // Of several for the same queue the last one says it all.
+                indices.retain(|(other, _)| *other != index);
+                indices.push((index, arrival.passed));
             }
-            Op::Wait64 { at, value, cond, .. } => {
-                steps.append(&mut indices);
+            Op::Write32 { ref at, value } => {
                 let addr = at.memory().gpu_addr(gpu)?;
-                steps.push(Step::Wait {
-                    bits: 64,
-                    addr,
-                    value: *value,
-                    cond: *cond,
-                    is_cqe: false,
-                    near: is_near(at.memory(), gpu),
-                });
+                steps.push(Step::Write { bits: 32, addr, value: value.into() });
+            }
+            Op::Write64 { ref at, value } => {
+                steps.push(Step::Write { bits: 64, addr: at.memory().gpu_addr(gpu)?, value });
+            }
+            Op::Wait32 { ref at, value, cond } => {
+                settle(steps, &mut indices);
+                steps.push(wait(gpu, op, at.memory(), (32, value.into(), cond))?);
+            }
+            Op::Wait64 { ref at, value, cond } => {
+                settle(steps, &mut indices);
+                steps.push(wait(gpu, op, at.memory(), (64, value, cond))?);
             }
             Op::Barrier => steps.push(Step::Barrier),
             Op::Flush => steps.push(match gpu.capabilities().flush {
@@ -131,25 +112,75 @@ pub(super) fn plan(
                 Flush::OnStream => Step::Flush,
                 Flush::OnCpu | Flush::Impossible => return Err(no_flush()),
             }),
-            Op::Signal(_) => {}
             Op::HostFn(_) => {
-                steps.append(&mut indices);
-                close(calls, &steps, by_kernel);
-                steps.clear();
-                calls.push(Call::HostFn(place));
+                settle(steps, &mut indices);
+                steps.push(Step::HostFn(place));
             }
         }
     }
-    steps.append(&mut indices);
-    if let Some((word, value)) = mark {
-        steps.push(Step::Mark { addr: word.memory().gpu_addr(gpu)?, value });
-    }
-    close(calls, &steps, by_kernel);
+    settle(steps, &mut indices);
     Ok(())
 }
 
-fn is_near(memory: &Memory, gpu: &Gpu) -> bool {
-    memory.gpu().is_some_and(|home| home.ordinal() == gpu.ordinal())
+/// Writes the consumer indices that were put off.
+fn settle(steps: &mut Steps, indices: &mut Indices) {
+    for &(addr, value) in &*indices {
+        steps.push(Step::Index { addr, value });
+    }
+    indices.clear();
+}
+
+/// A wait for a word of the application.
+fn wait(gpu: &Gpu, op: &Op, word: &Memory, (bits, value, cond): (u8, u64, Cond)) -> Result<Step> {
+    if op.is_endless() {
+        return Err(Error::invalid("wait", format!("{op:?}"), "a condition that some word satisfies"));
+    }
+    let Place { addr, is_near } = word.place(gpu)?;
+    Ok(Step::Wait { bits, addr, value, cond, is_cqe: false, near: is_near })
+}
+
+/// Record, barrier, doorbell; where the record may lag, the doorbell comes first.
+fn trigger(steps: &mut Steps, gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<()> {
+    let [record, doorbell] = &bell.found;
+    let record = record.place(bell.record.memory(), gpu)?.addr;
+    let doorbell = doorbell.place(bell.doorbell.memory(), gpu)?.addr;
+    let doorbell = Step::Write { bits: 64, addr: doorbell, value: ring.doorbell };
+    if bell.record_may_lag {
+        steps.push(doorbell);
+        steps.push(Step::Write { bits: 32, addr: record, value: ring.record.into() });
+    } else {
+        // Only the doorbell is ordered, by the barrier.
+        steps.push(Step::Index { addr: record, value: ring.record });
+        steps.push(Step::Barrier);
+        steps.push(doorbell);
+    }
+    Ok(())
+}
+
+/// As [`add_steps`], for who asks before a lock is taken.
+pub(super) fn check(gpu: &Gpu, ops: &[Op]) -> Result<()> {
+    add_steps(&mut Steps::new(), gpu, ops)
+}
+
+/// Adds what operations become to `calls`.
+pub(super) fn plan(calls: &mut Calls, gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<()> {
+    let mut steps = Steps::new();
+    add_steps(&mut steps, gpu, ops)?;
+    add_calls(calls, &steps, by_kernel);
+    Ok(())
+}
+
+/// Adds what steps become to `calls`.
+pub(super) fn add_calls(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
+    for part in steps.split_inclusive(|step| matches!(step, Step::HostFn(_))) {
+        match part {
+            &[ref steps @ .., Step::HostFn(place)] => {
+                close(calls, steps, by_kernel);
+                calls.push(Call::HostFn(place));
+            }
+            steps => close(calls, steps, by_kernel),
+        }
+    }
 }
 
 fn no_flush() -> Error {
@@ -167,26 +198,27 @@ fn close(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
         let part = part_of(steps, rest.clone(), if by_kernel { lane::LARGE } else { MAX_MEMOPS });
         rest.start = part.end;
         let part = &steps[part];
-        // Every write of the front end, and of the lane, has a fence before it (cuda.h, CU_STREAM_WRITE_VALUE_DEFAULT), and
-        // a barrier of its own takes 0.6 us on an H200.
-        let is_extra = |at: usize| {
-            part[at] == Step::Barrier
-                && matches!(part.get(at + 1), Some(Step::Write { .. } | Step::Mark { .. }))
-        };
-        let part = (0..part.len()).filter(|&at| !is_extra(at)).map(|at| part[at]);
         // A kernel cannot do what only the front end can.
-        let flushes = part.clone().any(|step| step == Step::Flush);
+        let by_kernel = by_kernel && !part.contains(&Step::Flush);
+        let part = part.iter().enumerate().filter(|&(at, _)| !is_extra(part, at)).map(|(_, step)| step);
         // Filled where they are: calls are large.
-        calls.push(match by_kernel && !flushes {
+        calls.push(match by_kernel {
             true => Call::Kernel(SmallVec::new()),
             false => Call::MemOps(SmallVec::new()),
         });
         match calls.last_mut() {
-            Some(Call::Kernel(program)) => program.extend(part.map(|step| LaneOp::from(&step))),
-            Some(Call::MemOps(memops)) => memops.extend(part.map(|step| memop(&step))),
+            Some(Call::Kernel(program)) => part.for_each(|step| program.push(step.into())),
+            Some(Call::MemOps(memops)) => part.for_each(|step| memops.push(memop(step))),
             _ => {}
         }
     }
+}
+
+/// Whether a barrier is too much: every write of the front end, and of the lane, has a fence before it (cuda.h,
+/// CU_STREAM_WRITE_VALUE_DEFAULT), and a barrier of its own takes 0.6 us on an H200.
+fn is_extra(steps: &[Step], at: usize) -> bool {
+    matches!(steps[at], Step::Barrier)
+        && matches!(steps.get(at + 1), Some(Step::Write { .. } | Step::Mark { .. }))
 }
 
 /// As many steps from the start of `rest` on as fit in a call, without tearing record, barrier and doorbell apart.
@@ -213,7 +245,8 @@ pub(super) fn memop(step: &Step) -> MemOp {
             value,
             cond.code().into(),
         ),
-        Step::Barrier => MemOp::barrier(),
+        // A host function is a call of its own.
+        Step::Barrier | Step::HostFn(_) => MemOp::barrier(),
         Step::Flush => MemOp { operation: MemOp::FLUSH, ..MemOp::default() },
     }
 }
@@ -234,7 +267,7 @@ mod tests {
         let write = || Op::Write32 { at: narrow.clone(), value: 1 };
         let ops = [write(), write(), Op::Barrier, Op::Write64 { at: wide, value: 2 }];
         let mut calls = Calls::new();
-        plan(&mut calls, &gpu, &ops, None, true).unwrap();
+        plan(&mut calls, &gpu, &ops, true).unwrap();
         let [Call::Kernel(program)] = &calls[..] else { panic!("{calls:?}") };
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
     }

@@ -39,11 +39,11 @@ impl Drop for Retired<'_> {
     }
 }
 
-/// Records that the stream has passed the waits of a submission: behind each is the write of the consumer index.
+/// Records that the stream has passed the waits of a submission.
 fn note_passed(submission: &Submission) {
-    for pair in submission.ops.windows(2) {
-        if let [Op::Wait32 { source: Some(source), .. }, Op::Write32 { value, .. }] = pair {
-            source.passed(*value, By::CudaStream);
+    for op in &submission.ops {
+        if let Op::Await(source, n) = op {
+            source.passed(*n, By::CudaStream);
         }
     }
 }
@@ -52,10 +52,10 @@ impl Shared {
     /// Takes out of the queue what the GPU has completed; to be dropped without the lock.
     pub(super) fn retire(&self, state: &mut State) -> Retired<'_> {
         let completed = self.completed();
-        let over = state.queue.partition_point(|submission| submission.seq <= completed);
-        if over == 0 {
+        if state.queue.front().is_none_or(|first| first.seq > completed) {
             return Retired::nothing();
         }
+        let over = state.queue.partition_point(|submission| submission.seq <= completed);
         let submissions: Vec<_> = state.queue.drain(..over).collect();
         for submission in &submissions {
             note_passed(submission);

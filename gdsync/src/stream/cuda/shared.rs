@@ -20,9 +20,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::graph::{self, Captured, Exec};
 use super::host_fn;
+use super::instance::Instance;
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
-use super::plan::{self, Call, Calls};
+use super::plan::{self, Call, Calls, Step, Steps};
 use super::retire::Retired;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
@@ -43,6 +44,8 @@ const MAX_HOST_FNS: usize = 64;
 const MAX_CALLS: usize = 512;
 /// How long a caller spins for a completion before it sleeps.
 const CALLER_SPIN: Duration = Duration::from_micros(20);
+/// The shortest sleep of a caller for whom a late look costs nothing.
+const IDLE_NAP: Duration = Duration::from_micros(50);
 /// The longest sleep of a caller between two looks.
 const CALLER_NAP: Duration = Duration::from_millis(1);
 
@@ -60,6 +63,8 @@ pub(super) struct Shared {
     /// The mark, and the one of kernels that ran after the stream failed.
     mark: Word64,
     mark_after: Word64,
+    /// The GPU's address of the mark.
+    mark_addr: u64,
     turn: Mutex<Turn>,
     /// A mark is due that somebody wanted who did not have the turn.
     mark_wanted: AtomicBool,
@@ -98,6 +103,8 @@ pub(super) struct State {
     pub(super) host_fns: usize,
     /// Calls and host functions that there was no room for.
     wanted: (usize, usize),
+    /// A graph that had no instance free.
+    wanted_graph: Option<Weak<Exec>>,
     /// Why the driver took no mark, or runs the stream no more: it is asked for no more marks.
     pub(super) refused: Option<Error>,
     /// The driver is to be asked how the stream is, and somebody is about to.
@@ -121,8 +128,8 @@ pub(super) struct Submission {
     pub(super) ops: Vec<Op>,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
-    /// The graph that it is a launch of.
-    pub(super) _graph: Option<Arc<Exec>>,
+    /// What it is a launch of.
+    pub(super) _graph: Option<Arc<Instance>>,
 }
 
 impl Shared {
@@ -144,7 +151,7 @@ impl Shared {
         let kicker = if kicks { Some(Kicker::of(gpu)? as Arc<dyn Kicks>) } else { None };
         let status = StatusBlock::new(gpu)?;
         let marks = gpu.host_piece(16)?;
-        let (mark, mark_after) = (marks.word64(0)?, marks.word64(8)?);
+        let (mark, mark_after, mark_addr) = (marks.word64(0)?, marks.word64(8)?, marks.gpu_addr(gpu)?);
         let log = Log::open()?;
         Ok(Arc::new_cyclic(|own| Self {
             config,
@@ -158,6 +165,7 @@ impl Shared {
             status,
             mark,
             mark_after,
+            mark_addr,
             turn: Mutex::default(),
             mark_wanted: AtomicBool::new(false),
             state: Mutex::default(),
@@ -227,14 +235,16 @@ impl Shared {
         let done = self.retire(&mut state);
         let (calls, host_fns) = state.wanted;
         let room = !self.full(&state, calls.max(1), host_fns.max(1));
+        let graph = state.wanted_graph.clone();
         drop(state);
         drop(done);
-        room
+        room && graph.and_then(|graph| graph.upgrade()).is_none_or(|graph| graph.is_free())
     }
 
     pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
-        plan::check(&self.gpu, ops)?;
-        self.accept(|turn, done| self.submit_in_turn(turn, done, ops))
+        let mut steps = Steps::new();
+        plan::add_steps(&mut steps, &self.gpu, ops)?;
+        self.accept(|turn, done| self.submit_in_turn(turn, done, ops, &mut steps))
     }
 
     /// Accepts a submission unless the stream has failed. `put` queues it, and returns what the driver said.
@@ -267,15 +277,18 @@ impl Shared {
         turn: &mut Turn,
         done: &mut Retired<'s>,
         ops: &mut Vec<Op>,
+        steps: &mut Steps,
     ) -> Result<Issued> {
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
         }
         let seq = self.submitted() + 1;
         let marks = turn.unmarked + 1 >= MARK_EVERY;
-        let by_kernel = self.lane.is_some();
+        if marks {
+            steps.push(self.mark_of(seq));
+        }
         let mut calls = Calls::new();
-        plan::plan(&mut calls, &self.gpu, ops, marks.then_some((&self.mark, seq)), by_kernel)?;
+        plan::add_calls(&mut calls, steps, self.by_kernel());
         let host_fns = calls.iter().filter(|call| matches!(call, Call::HostFn(_))).count();
         let count = calls.len();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
@@ -297,20 +310,17 @@ impl Shared {
         done: &mut Retired<'s>,
         ops: &mut Vec<Op>,
         (calls, host_fns): (usize, usize),
-        graph: Option<&Arc<Exec>>,
+        graph: Option<&Arc<Instance>>,
     ) -> Result<()> {
-        self.about_to_submit.store(true, Ordering::Relaxed);
         // Before the watchdog sees it: the time at this gate is none of its waits'.
-        pass();
+        pass(&self.about_to_submit);
         let mut state = self.lock();
         *done = self.retire(&mut state);
         if self.full(&state, calls, host_fns) {
-            state.wanted = (calls, host_fns);
+            (state.wanted, state.wanted_graph) = ((calls, host_fns), None);
             self.about_to_submit.store(false, Ordering::Release);
             drop(state);
-            // So that the room that comes is seen.
-            self.mark_in_turn(turn);
-            return Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth });
+            return Err(self.is_full(turn));
         }
         let ops = mem::replace(ops, state.spare.pop().unwrap_or_default());
         let seq = self.submitted() + 1;
@@ -325,6 +335,30 @@ impl Shared {
             self.work.notify_one();
         }
         Ok(())
+    }
+
+    /// Sees to it that the room that comes is seen.
+    fn is_full(&self, turn: &mut Turn) -> Error {
+        self.mark_in_turn(turn);
+        Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
+    }
+
+    /// An instance of a graph whose former launches are over.
+    pub(super) fn instance(&self, turn: &mut Turn, exec: &Arc<Exec>) -> Result<Arc<Instance>> {
+        if let Some(free) = exec.free() {
+            return Ok(free);
+        }
+        let mut state = self.lock();
+        let done = self.retire(&mut state);
+        (state.wanted, state.wanted_graph) = ((0, 0), Some(Arc::downgrade(exec)));
+        drop(state);
+        drop(done);
+        exec.free().ok_or_else(|| self.is_full(turn))
+    }
+
+    /// The mark behind a submission.
+    fn mark_of(&self, seq: u64) -> Step {
+        Step::Mark { addr: self.mark_addr, value: seq }
     }
 
     /// Makes the calls of a submission.
@@ -398,21 +432,19 @@ impl Shared {
             }
         }
         let mut calls = Calls::new();
-        let mark = plan::plan(&mut calls, &self.gpu, &[], Some((&self.mark, seq)), self.lane.is_some());
-        let put = mark.and_then(|()| {
-            let issue = self.gpu.within(|_| self.issue(seq, &mut calls));
-            issue.map_err(Error::cuda("marking the stream"))
-        });
-        if let Err(error) = put {
+        plan::add_calls(&mut calls, &[self.mark_of(seq)], self.by_kernel());
+        if let Err(error) = self.gpu.within(|_| self.issue(seq, &mut calls)) {
             // The watchdog fails the stream.
-            self.lock().refused = Some(error);
+            self.lock().refused = Some(Error::cuda("marking the stream")(error));
             self.work.notify_one();
         }
     }
 
     /// Blocks a caller until a submission is over, or the deadline. What made it end early is known by then.
     pub(super) fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        if !self.block_until(deadline, || self.completed() >= seq) {
+        // With work behind it nothing is lost by a late look.
+        let spin = if seq < self.submitted() { Duration::ZERO } else { CALLER_SPIN };
+        if !self.block(deadline, spin, || self.completed() >= seq) {
             return false;
         }
         // Another thread may still be telling the sources, or be about to let go what was held: memory and queue pairs.
@@ -422,6 +454,12 @@ impl Shared {
 
     /// Blocks a caller until `done`, or the deadline.
     pub(super) fn block_until(&self, deadline: Instant, done: impl Fn() -> bool) -> bool {
+        self.block(deadline, CALLER_SPIN, done)
+    }
+
+    /// As [`Shared::block_until`]; it spins for `spin` before it sleeps, and sleeps shorter if it does.
+    fn block(&self, deadline: Instant, spin: Duration, done: impl Fn() -> bool) -> bool {
+        let least = if spin.is_zero() { IDLE_NAP } else { CALLER_SPIN };
         if done() {
             return true;
         }
@@ -436,8 +474,8 @@ impl Shared {
                 return false;
             }
             let waited = now - start;
-            if !breathe(waited, CALLER_SPIN) {
-                let nap = (waited / 8).clamp(CALLER_SPIN, CALLER_NAP).min(deadline - now);
+            if !breathe(waited, spin) {
+                let nap = (waited / 8).clamp(least, CALLER_NAP).min(deadline - now);
                 std::thread::sleep(nap);
             }
         }
@@ -508,7 +546,7 @@ impl Shared {
 impl Activity for Shared {
     fn idle_since(&self) -> Option<u64> {
         // In this order: what is submitted meanwhile shows in one of the two.
-        let about_to_submit = self.about_to_submit.load(Ordering::Acquire);
+        let about_to_submit = self.about_to_submit.load(Ordering::SeqCst);
         let submitted = self.submitted();
         (!about_to_submit && self.completed() >= submitted).then_some(submitted)
     }

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::CudaStatus;
+use smallvec::SmallVec;
 
 use super::lane::GivenUp;
 use super::shared::{Shared, State, Turn};
@@ -17,7 +18,7 @@ use crate::cuda::Errand;
 use crate::error::Error;
 use crate::mlx5;
 use crate::recorder::{By, Hold};
-use crate::stream::op::Op;
+use crate::stream::op::{Arrival, Op};
 
 /// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
 const LOOK_MIN: Duration = Duration::from_millis(1);
@@ -178,8 +179,13 @@ impl Shared {
 
     /// Whether an operation waits for the word at this address of the GPU.
     fn is_at(&self, op: &Op, word: u64) -> bool {
-        let memory = op.memory().filter(|_| is_wait(op));
-        memory.is_some_and(|memory| memory.gpu_addr(&self.gpu).is_ok_and(|addr| addr == word))
+        let addr = match op {
+            Op::Wait32 { at, .. } => at.memory().gpu_addr(&self.gpu),
+            Op::Wait64 { at, .. } => at.memory().gpu_addr(&self.gpu),
+            Op::Await(source, n) => source.arrival(*n).word_on(&self.gpu).map(|place| place.addr),
+            _ => return false,
+        };
+        addr.is_ok_and(|addr| addr == word)
     }
 }
 
@@ -206,33 +212,52 @@ pub(super) fn tells_nothing(error: &gdrcopy::Error) -> bool {
 }
 
 fn is_wait(op: &Op) -> bool {
-    matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. })
+    matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. } | Op::Await(..))
 }
 
-fn is_satisfied(op: &Op) -> bool {
+/// Consumer indices by address, as they were found last: in GPU memory each look takes a microsecond.
+type Indices = SmallVec<[(u64, u32); 4]>;
+
+fn is_satisfied(op: &Op, indices: &mut Indices) -> bool {
     match op {
         Op::Wait32 { at, value, cond, .. } => cond.holds32(at.load(), *value),
         Op::Wait64 { at, value, cond, .. } => cond.holds64(at.load(), *value),
+        Op::Await(source, n) => {
+            let arrival = source.arrival(*n);
+            is_known_passed(&arrival, indices) || arrival.look().is_ok() || is_passed(&arrival, indices)
+        }
         _ => true,
     }
 }
 
-/// Whether the stream has moved a consumer index beyond a wait: its slot may have been used again since.
-fn is_passed(next: Option<&Op>) -> bool {
-    let Some(Op::Write32 { at, value }) = next else { return false };
-    let ahead = mlx5::record_to_u24(at.load()).wrapping_sub(mlx5::record_to_u24(*value)) & 0xff_ffff;
-    ahead < 1 << 23
+/// Whether the stream has moved the consumer index beyond a completion, as far as is known.
+fn is_known_passed(arrival: &Arrival<'_>, indices: &mut Indices) -> bool {
+    let addr = arrival.index.addr();
+    match indices.iter().find(|(known, _)| *known == addr) {
+        Some((_, index)) => is_beyond(*index, arrival.passed),
+        None => is_passed(arrival, indices),
+    }
+}
+
+/// Looks whether it has by now: the slot may have been used again since.
+fn is_passed(arrival: &Arrival<'_>, indices: &mut Indices) -> bool {
+    let (addr, index) = (arrival.index.addr(), arrival.index.load());
+    indices.retain(|(known, _)| *known != addr);
+    indices.push((addr, index));
+    is_beyond(index, arrival.passed)
+}
+
+fn is_beyond(index: u32, passed: u32) -> bool {
+    let [index, passed] = [index, passed].map(mlx5::record_to_u24);
+    index.wrapping_sub(passed) & 0xff_ffff < 1 << 23
 }
 
 /// The wait that holds the stream, as far as can be seen.
 fn holder(state: &State) -> Option<Place> {
+    let mut indices = Indices::new();
     state.queue.iter().find_map(|submission| {
         let mut waits = submission.ops.iter().enumerate().filter(|(_, op)| is_wait(op));
-        let holds = |&(place, op): &(usize, &Op)| {
-            let by_us = matches!(op, Op::Wait32 { source: Some(_), .. });
-            !(is_satisfied(op) || by_us && is_passed(submission.ops.get(place + 1)))
-        };
-        waits.find(holds).map(|(place, _)| (submission.seq, place))
+        waits.find(|(_, op)| !is_satisfied(op, &mut indices)).map(|(place, _)| (submission.seq, place))
     })
 }
 
@@ -243,9 +268,7 @@ fn op_at(state: &State, (seq, place): Place) -> Option<&Op> {
 
 fn what_of(op: &Op) -> String {
     match op {
-        Op::Wait32 { source: Some(source), .. } | Op::Wait64 { source: Some(source), .. } => {
-            source.describe()
-        }
+        Op::Await(source, _) => source.describe(),
         Op::Wait32 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
         Op::Wait64 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
         _ => format!("{op:?}"),
@@ -259,8 +282,8 @@ fn describe(state: &State, place: Place) -> String {
 /// Satisfies a wait of a failed stream. A stopped queue completes everything by itself, unless it is `late`.
 fn force(state: &State, place: Place, late: bool) {
     match op_at(state, place) {
-        Some(Op::Wait32 { at, source: Some(source), .. }) if late => source.release(at),
-        Some(Op::Wait32 { at, value, cond, source: None }) => {
+        Some(Op::Await(source, n)) if late => source.release(*n),
+        Some(Op::Wait32 { at, value, cond }) => {
             if let Some(word) = cond.satisfy32(at.load(), *value) {
                 at.store(word);
             }

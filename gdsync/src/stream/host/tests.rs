@@ -5,8 +5,8 @@ mod lifetime;
 mod waiting;
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,9 @@ use proptest::prelude::*;
 
 use super::{HostEngine, HostStreamConfig};
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word32, Word64};
+use crate::memory::{Found, Memory, Word32, Word64};
 use crate::stream::engine::Engine;
-use crate::stream::op::{Cond, Op, Source};
+use crate::stream::op::{Arrival, Cond, Op, Ring, Source};
 
 /// No test gets near it unless something hangs.
 const LONG: Duration = Duration::from_secs(60);
@@ -61,11 +61,18 @@ fn word64() -> Word64 {
 }
 
 fn wait_for(at: &Word32, value: u32) -> Op {
-    Op::Wait32 { at: at.clone(), value, cond: Cond::Eq, source: None }
+    Op::Wait32 { at: at.clone(), value, cond: Cond::Eq }
 }
 
+/// A wait for the word of a source, which is the first one that it is called with.
 fn wait_on(at: &Word32, value: u32, source: &Arc<Fake>) -> Op {
-    Op::Wait32 { at: at.clone(), value, cond: Cond::Eq, source: Some(source.clone()) }
+    assert_eq!(source.at.get_or_init(|| at.clone()).addr(), at.addr(), "one word for each source");
+    Op::Await(source.clone(), value.into())
+}
+
+/// Rings a source without a bell, which is told.
+fn tell(source: &Arc<Fake>) -> Op {
+    Op::Trigger(source.clone(), Ring::default())
 }
 
 /// Spins the calling thread until something happened.
@@ -101,13 +108,19 @@ type Act = Box<dyn Fn(Ask, u64) -> bool + Send + Sync>;
 /// What the act returns is the result of `progress`.
 struct Fake {
     counts: [AtomicU64; 4],
+    /// Where it completes, and the consumer index: what is waited for is the number of the completion itself.
+    at: OnceLock<Word32>,
+    index: Word32,
+    found: [Found; 2],
     act: Act,
     reason: Mutex<Option<Error>>,
 }
 
 impl Fake {
     fn new(act: impl Fn(Ask, u64) -> bool + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Self { counts: Default::default(), act: Box::new(act), reason: Mutex::default() })
+        let [index] = words32();
+        let (counts, at, found) = Default::default();
+        Arc::new(Self { counts, at, index, found, act: Box::new(act), reason: Mutex::default() })
     }
 
     fn idle() -> Arc<Self> {
@@ -162,6 +175,13 @@ impl Source for Fake {
     fn fail(&self, reason: &Error) {
         self.reason.lock().get_or_insert_with(|| reason.clone());
         self.on(Ask::Fail);
+    }
+
+    fn arrival(&self, n: u64) -> Arrival<'_> {
+        let value = u32::try_from(n).expect("waits are for 32 bits");
+        let memory = self.at.get().expect("only what `wait_on` made is waited for").memory();
+        let (index, found) = (&self.index, &self.found);
+        Arrival { memory, offset: 0, found, cond: Cond::Eq, value, index, passed: !value }
     }
 
     fn describe(&self) -> String {
@@ -222,11 +242,11 @@ fn writes_and_signals_happen_in_order() {
     });
     let ops = [
         Op::Write32 { at: word.clone(), value: 1 },
-        Op::Signal(doorbell.clone()),
+        tell(&doorbell),
         Op::Barrier,
         Op::Write32 { at: word.clone(), value: u32::MAX },
         Op::Write64 { at: wide.clone(), value: u64::MAX - 1 },
-        Op::Signal(doorbell.clone()),
+        tell(&doorbell),
     ];
     assert_eq!(submit(&engine, ops), 1);
     drain(&engine);

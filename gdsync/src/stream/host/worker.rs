@@ -33,31 +33,23 @@ impl Shared {
     /// Runs a submission, and drops what is left of it when the engine fails.
     fn run(&self, ops: Vec<Op>, helped: &mut Option<Arc<dyn Source>>) {
         let mut ops = ops.into_iter().enumerate();
-        let mut waited = false;
         while !self.failed()
             && let Some((position, op)) = ops.next()
         {
             self.advance(position);
-            // Behind each wait for a completion is the write of the consumer index.
-            if let (true, Some(source), Op::Write32 { value, .. }) = (waited, helped.as_ref(), &op) {
-                source.passed(*value, By::HostStream);
-            }
             let source = match &op {
-                Op::Wait32 { source: Some(source), .. } | Op::Wait64 { source: Some(source), .. } => {
-                    Some(source.clone())
-                }
+                Op::Await(source, _) => Some(source.clone()),
                 Op::HostFn(_) | Op::Wait32 { .. } | Op::Wait64 { .. } => {
                     self.finish(helped);
                     None
                 }
-                Op::Signal(_) => {
+                Op::Trigger(..) => {
                     *helped = None;
                     None
                 }
                 _ => None,
             };
             self.guarded(|| self.step(op));
-            waited = source.is_some();
             *helped = source.or(helped.take());
         }
         // In this order: a failure that found these sources is seen, and one that comes later finds none.
@@ -86,6 +78,10 @@ impl Shared {
 }
 
 impl Runner for Shared {
+    fn failed(&self) -> bool {
+        self.failed()
+    }
+
     fn released(&self) -> bool {
         self.released()
     }

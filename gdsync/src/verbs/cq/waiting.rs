@@ -1,24 +1,15 @@
 //! Waits of the CPU for completions.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::CqInner;
 use crate::error::{Error, Result};
-use crate::memory::Word32;
-use crate::mlx5::{self, CQE_SIZE};
 use crate::recorder::{Awaited, By, Hold, NOTED_AFTER, Queue};
 
 /// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
 const PARK: Duration = Duration::from_millis(5);
 
 impl CqInner {
-    /// Which slot this word belongs to, and the mask of slot numbers.
-    pub(crate) fn slot_of(&self, at: &Word32) -> Option<(u64, u64)> {
-        let offset = at.addr().checked_sub(self.parts.ring.addr() + mlx5::CQE_OP_OWN_OFFSET as u64)?;
-        Some((offset / CQE_SIZE as u64, self.capacity() - 1))
-    }
-
     /// A wait for the next completion to be polled.
     pub(super) fn awaits_next(&self) -> Awaited {
         let state = self.state.lock();
@@ -30,7 +21,7 @@ impl CqInner {
                 qpn: self.cqn(),
                 number: state.poll_next,
                 value: 0,
-                posted: self.reserved.load(Ordering::Relaxed) + state.freed,
+                posted: self.room.in_use() + state.freed,
                 completed: state.reaped,
             },
         }

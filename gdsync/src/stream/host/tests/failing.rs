@@ -42,19 +42,19 @@ fn sources_are_told_once_and_before_the_wait_is_released() {
         false
     });
     let (passed, signalled, queued) = (Fake::idle(), Fake::idle(), Fake::idle());
-    submit(&engine, [Op::Signal(passed.clone())]);
+    submit(&engine, [tell(&passed)]);
     submit(
         &engine,
         [
             wait_on(&word, 0, &passed),
             wait_on(&word, 1, &told),
             Op::Write32 { at: after.clone(), value: 1 },
-            Op::Signal(signalled.clone()),
-            Op::Signal(told.clone()),
+            tell(&signalled),
+            tell(&told),
             never(&dropped),
         ],
     );
-    submit(&engine, [wait_on(&word, 1, &told), Op::Signal(queued.clone()), never(&dropped)]);
+    submit(&engine, [wait_on(&word, 1, &told), tell(&queued), never(&dropped)]);
     until("the second wait", || told.parks() > 0);
     engine.fail(aborted("user"));
     engine.fail(aborted("too late"));
@@ -146,7 +146,7 @@ fn a_host_function_may_fail_its_engine() {
     submit(
         &engine,
         [
-            Op::Signal(before.clone()),
+            tell(&before),
             host_fn(move || {
                 own.fail(aborted("self"));
                 flag.store(true, Ordering::SeqCst);
@@ -201,7 +201,7 @@ fn a_panic_of_a_host_function_fails_the_engine() {
         let engine = engine();
         let dropped = Arc::new(AtomicU64::new(0));
         let source = Fake::idle();
-        submit(&engine, [Op::Barrier, op, never(&dropped), Op::Signal(source.clone())]);
+        submit(&engine, [Op::Barrier, op, never(&dropped), tell(&source)]);
         drain(&engine);
         let Some(Error::HostFnPanicked { stream, message }) = engine.error() else {
             panic!("{:?}", engine.error())
@@ -223,8 +223,8 @@ fn a_panic_of_anything_else_does_not_hang_the_stream() {
     let (dropped, bomb) = (Arc::new(AtomicU64::new(0)), Bomb);
     let engine = engine();
     let (bad, good) = (Fake::new(|ask, _| ask == Ask::Signal || panic!("source: {ask:?}")), Fake::idle());
-    submit(&engine, [Op::Signal(bad.clone()), wait_on(&word, 1, &bad), host_fn(move || drop(bomb))]);
-    submit(&engine, [Op::Signal(good.clone()), never(&dropped)]);
+    submit(&engine, [tell(&bad), wait_on(&word, 1, &bad), host_fn(move || drop(bomb))]);
+    submit(&engine, [tell(&good), never(&dropped)]);
     drain(&engine);
     assert!(
         matches!(engine.error(), Some(Error::HostFnPanicked { message, .. }) if message == "source: Progress")

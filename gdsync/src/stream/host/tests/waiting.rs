@@ -9,9 +9,9 @@ fn a_store_releases_a_wait() {
     submit(
         &engine,
         [
-            Op::Wait32 { at: word.clone(), value: 7, cond: Cond::Geq, source: None },
+            Op::Wait32 { at: word.clone(), value: 7, cond: Cond::Geq },
             Op::Write32 { at: after.clone(), value: 1 },
-            Op::Wait64 { at: wide.clone(), value: 1 << 40, cond: Cond::And, source: None },
+            Op::Wait64 { at: wide.clone(), value: 1 << 40, cond: Cond::And },
             Op::Write32 { at: after.clone(), value: 2 },
         ],
     );
@@ -38,12 +38,12 @@ fn the_engine_applies_the_condition_to_word_and_value_in_that_order() {
     {
         word.store(fails);
         wide.store(u64::from(fails) | (u64::from(fails >> 31) * (u64::from(u32::MAX) << 32)));
-        let narrow = Op::Wait32 { at: word.clone(), value, cond, source: None };
+        let narrow = Op::Wait32 { at: word.clone(), value, cond };
         let seq = submit(&engine, [narrow]);
         assert!(!engine.wait_completed(seq, Instant::now() + Duration::from_millis(5)), "{cond:?}");
         word.store(holds);
         drain(&engine);
-        let broad = Op::Wait64 { at: wide.clone(), value: value.into(), cond, source: None };
+        let broad = Op::Wait64 { at: wide.clone(), value: value.into(), cond };
         let seq = submit(&engine, [broad]);
         assert!(!engine.wait_completed(seq, Instant::now() + Duration::from_millis(5)), "{cond:?}");
         wide.store(holds.into());
@@ -176,7 +176,7 @@ fn the_wait_limit_says_what_was_waited_for() {
     let cases: [(Op, String); 3] = [
         (wait_for(&word, 0x11), format!("WAIT32 [{:#x}] Eq 0x11 (the word is 0xab)", word.addr())),
         (
-            Op::Wait64 { at: wide.clone(), value: 0, cond: Cond::Nor, source: None },
+            Op::Wait64 { at: wide.clone(), value: 0, cond: Cond::Nor },
             format!("WAIT64 [{:#x}] Nor 0x0 (the word is 0xffffffffffffffff)", wide.addr()),
         ),
         (wait_on(&word, 0x11, &source), "send completion 7 of QP 0x123".to_owned()),
@@ -201,7 +201,7 @@ fn every_wait_has_the_whole_limit() {
     let wait_limit = Duration::from_secs(1);
     let engine = start(HostStreamConfig { wait_limit, ..HostStreamConfig::default() });
     let [word] = words32();
-    let geq = |value| Op::Wait32 { at: word.clone(), value, cond: Cond::Geq, source: None };
+    let geq = |value| Op::Wait32 { at: word.clone(), value, cond: Cond::Geq };
     let begin = Instant::now();
     submit(&engine, (1..=12).map(geq).collect::<Vec<_>>());
     for value in 1..=12 {

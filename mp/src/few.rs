@@ -3,14 +3,14 @@
 use std::slice;
 
 #[derive(Debug)]
-pub(super) enum Few<T> {
+pub(crate) enum Few<T> {
     None,
     One(T),
     Many(Vec<T>),
 }
 
 impl<T> Few<T> {
-    pub(super) fn push(&mut self, item: T) {
+    pub(crate) fn push(&mut self, item: T) {
         *self = match std::mem::replace(self, Self::None) {
             Self::None => Self::One(item),
             Self::One(first) => Self::Many(vec![first, item]),
@@ -21,7 +21,7 @@ impl<T> Few<T> {
         };
     }
 
-    pub(super) fn as_slice(&self) -> &[T] {
+    pub(crate) fn as_slice(&self) -> &[T] {
         match self {
             Self::None => &[],
             Self::One(item) => slice::from_ref(item),
@@ -29,12 +29,20 @@ impl<T> Few<T> {
         }
     }
 
-    pub(super) fn first_mut(&mut self) -> Option<&mut T> {
+    pub(crate) fn first_mut(&mut self) -> Option<&mut T> {
         match self {
             Self::None => None,
             Self::One(item) => Some(item),
             Self::Many(items) => items.first_mut(),
         }
+    }
+}
+
+impl<T> FromIterator<T> for Few<T> {
+    fn from_iter<I: IntoIterator<Item = T>>(items: I) -> Self {
+        let mut few = Self::None;
+        items.into_iter().for_each(|item| few.push(item));
+        few
     }
 }
 

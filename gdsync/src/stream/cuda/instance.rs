@@ -1,0 +1,172 @@
+//! What is launched of a graph, and how its nodes get their operations.
+//!
+//! What the driver lets change in an instantiated graph is just what changes from launch to launch: words, values and
+//! conditions of memory operations, and parameters of kernels. That is a call for each node, and more work for the driver
+//! at the launch. So the kernels of a graph of several find their operations in memory, where each launch writes them all at
+//! once; such a graph is instantiated several times, because launches under way still read theirs.
+
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::cuda::raw::layout::{Handle, MemOp, MemOpNodeParams};
+
+use super::graph::Node;
+use super::lane::{self, Head, Lane};
+use super::plan::{Call, Calls};
+use crate::cuda::Gpu;
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+
+/// Kernels from which on a graph has their operations in memory, and the instances that it has then.
+const IN_MEMORY: usize = 4;
+const INSTANCES: usize = 3;
+
+/// An instantiated graph.
+#[derive(Debug)]
+pub(super) struct Instance {
+    gpu: Gpu,
+    /// Where its kernels are from.
+    lane: Option<Arc<Lane>>,
+    exec: Handle,
+    programs: Option<Programs>,
+}
+
+/// The operations of all kernels of an instance, where the GPU finds them.
+#[derive(Debug)]
+struct Programs {
+    memory: Memory,
+    /// Where each node has its own.
+    places: Vec<usize>,
+}
+
+impl Instance {
+    /// Instantiates a graph of these nodes, as often as it takes.
+    pub(super) fn all(
+        gpu: &Gpu,
+        lane: Option<&Arc<Lane>>,
+        graph: Handle,
+        nodes: &[Node],
+    ) -> Result<Vec<Arc<Self>>> {
+        let in_memory = lane.is_some()
+            && nodes.len() >= IN_MEMORY
+            && nodes.iter().all(|node| node.kernel_ops().is_some());
+        let one = || {
+            let mut instance = Self { gpu: gpu.clone(), lane: lane.cloned(), exec: 0, programs: None };
+            // SAFETY: a place for the answer, a graph, no flags.
+            gpu.within(|api| unsafe { api.graph_instantiate(&mut instance.exec, graph, 0) })
+                .map_err(Error::cuda("instantiating a graph"))?;
+            if in_memory {
+                instance.programs = Some(Programs::new(gpu, nodes)?);
+                instance.point(nodes)?;
+            }
+            Ok(Arc::new(instance))
+        };
+        (0..if in_memory { INSTANCES } else { 1 }).map(|_| one()).collect()
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        self.exec
+    }
+
+    /// Whether it can be given other operations: a launch under way reads those in memory.
+    pub(super) fn is_free(self: &Arc<Self>) -> bool {
+        if self.programs.is_some() && Arc::strong_count(self) > 1 {
+            return false;
+        }
+        // What is written to its programs next comes after all that its last holder has seen.
+        fence(Ordering::Acquire);
+        true
+    }
+
+    /// Whether its operations lie in memory: one of several instances, of which each has one launch under way at most.
+    pub(super) fn is_in_memory(&self) -> bool {
+        self.programs.is_some()
+    }
+
+    /// Tells the kernels where their programs are.
+    fn point(&self, nodes: &[Node]) -> Result<()> {
+        let (Some(lane), Some(programs)) = (&self.lane, &self.programs) else { return Ok(()) };
+        let base = programs.memory.gpu_addr(&self.gpu)?;
+        let each = || nodes.iter().zip(&programs.places);
+        let point = |api: &Api, (node, place): (&Node, &usize)| {
+            lane.point(api, (self.exec, node.handle), base + *place as u64)
+        };
+        let pointed = self.gpu.within(|api| each().try_for_each(|each| point(api, each)));
+        pointed.map_err(Error::cuda("preparing a graph"))
+    }
+
+    /// Gives the nodes their operations.
+    pub(super) fn arm(&self, head: Head, nodes: &[Node], calls: Calls) -> Result<()> {
+        if let Some(programs) = &self.programs {
+            return programs.put(head, &calls);
+        }
+        self.gpu
+            .within(|api| self.arm_each(api, head, nodes, calls))
+            .map_err(Error::cuda("preparing a graph"))
+    }
+
+    fn arm_each(&self, api: &Api, head: Head, nodes: &[Node], calls: Calls) -> gdrcopy::Result<()> {
+        for (node, call) in nodes.iter().zip(calls) {
+            match (call, &self.lane) {
+                (Call::MemOps(mut memops), _) => self.arm_memops(api, node.handle, &mut memops)?,
+                (Call::Kernel(program), Some(lane)) => {
+                    lane.arm(api, (self.exec, node.handle), head, &program)?;
+                }
+                // Not in graphs, and not without a lane.
+                (Call::Kernel(_) | Call::HostFn(_), _) => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn arm_memops(&self, api: &Api, node: Handle, memops: &mut [MemOp]) -> gdrcopy::Result<()> {
+        let count = u32::try_from(memops.len()).expect("fewer than 256");
+        let context = self.gpu.raw_context();
+        let params = MemOpNodeParams { context, count, ops: memops.as_mut_ptr(), flags: 0 };
+        // SAFETY: a node of this graph with so many operations of these kinds, on words that the submission keeps alive.
+        unsafe { api.graph_exec_mem_op_node_set_params(self.exec, node, &params) }
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        if self.exec == 0 {
+            return;
+        }
+        // SAFETY: made for this value; a launch under way would keep the value.
+        let done = self.gpu.within(|api| unsafe { api.graph_exec_destroy(self.exec) });
+        if let Err(error) = done {
+            tracing::debug!(%error, "an instantiated graph was not destroyed");
+        }
+    }
+}
+
+impl Programs {
+    /// On the GPU, where kernels read them quickly; in host memory where GPU memory cannot be mapped, or is not seen at once.
+    fn new(gpu: &Gpu, nodes: &[Node]) -> Result<Self> {
+        let mut len = 0;
+        let mut places = Vec::with_capacity(nodes.len());
+        for node in nodes {
+            places.push(len);
+            len += lane::room(node.kernel_ops().unwrap_or_default());
+        }
+        let memory = match gpu.piece(len) {
+            Ok(memory) if !memory.needs_flush() => memory,
+            _ => gpu.host_piece(len)?,
+        };
+        Ok(Self { memory, places })
+    }
+
+    fn put(&self, head: Head, calls: &Calls) -> Result<()> {
+        let mut image = vec![0; self.memory.len()];
+        for (place, call) in self.places.iter().zip(calls) {
+            if let Call::Kernel(program) = call {
+                lane::put(&mut image[*place..], head, program);
+            }
+        }
+        self.memory.write(0, &image)?;
+        self.memory.fence();
+        Ok(())
+    }
+}

@@ -1,0 +1,390 @@
+//! Short messages between CPUs of a host, through slots of shared memory, and all the reasons to take the queue pair instead.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{
+    LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, message, myself, stream, until,
+};
+use gdsync::hca::SoftHcaConfig;
+use gdsync::mlx5::Syndrome;
+use gdsync::verbs::Context;
+use mp::{Communicator, Error, Local, Registration, Status};
+
+/// So many messages one after the other let slots open, whatever happened before.
+const MANY: usize = 64;
+
+/// Microseconds until a rank is killed.
+const DELAY: &str = "GDSYNC_TEST_DELAY";
+
+fn play(comm: &Communicator, buffer: &Registration, n: usize, len: usize) {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    buffer.memory().write(0, &message(me, peer, n, len)).unwrap();
+    let received = comm.irecv(buffer, 8192..8192 + 8192, peer).unwrap();
+    let sent = comm.isend(buffer, 0..len, peer).unwrap();
+    assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len }, "{n}");
+    assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: peer, bytes: len });
+    assert!(bytes(buffer, 8192..8192 + len) == message(peer, me, n, len), "{n}");
+}
+
+/// Plays until messages to and from the other rank take slots, as both see.
+fn open(comm: &Communicator, buffer: &Registration) {
+    let peer = 1 - comm.rank();
+    until("slots open", || {
+        let before = comm.through_slots(peer).unwrap();
+        (0..MANY).for_each(|n| play(comm, buffer, n, 8));
+        let (sent, received) = comm.through_slots(peer).unwrap();
+        let open = [u8::from(sent > before.0 && received > before.1)];
+        comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
+    });
+}
+
+#[test]
+fn messages_of_all_sizes_take_slots_or_do_not() {
+    job("messages_of_all_sizes_take_slots_or_do_not", 2, |comm| {
+        let buffer = buffer(comm, 16384);
+        let path = comm.path(1 - comm.rank()).unwrap();
+        assert!(path.has_slots() && path.to_string().contains("short messages through slots"), "{path}");
+        assert!(!comm.path(comm.rank()).unwrap().has_slots());
+        for len in [0, 1, 7, 8, 55, 56, 57, 64, 1000, 4095, 4096] {
+            let before = comm.through_slots(1 - comm.rank()).unwrap();
+            (0..MANY).for_each(|n| play(comm, &buffer, n, len));
+            open(comm, &buffer);
+            assert!(comm.through_slots(1 - comm.rank()).unwrap() > before);
+        }
+        for n in 0..MANY {
+            play(comm, &buffer, n, [8, 4097, 8, 8192][n % 4]);
+        }
+    });
+}
+
+#[track_caller]
+fn declined(name: &str, local: Local, watch: bool) {
+    let context = Context::soft(&SoftHcaConfig::default()).unwrap();
+    let builder = Communicator::builder().context(&context).local(local).watch(watch);
+    job_with(name, 2, builder, |comm| {
+        let buffer = buffer(comm, 16384);
+        assert!(!comm.path(1 - comm.rank()).unwrap().has_slots());
+        (0..MANY).for_each(|n| play(comm, &buffer, n, 8));
+        assert_eq!(comm.through_slots(1 - comm.rank()).unwrap(), (0, 0));
+    });
+}
+
+#[test]
+fn queues_have_no_slots() {
+    declined("queues_have_no_slots", Local::Queues, true);
+}
+
+#[test]
+fn the_device_alone_has_no_slots() {
+    declined("the_device_alone_has_no_slots", Local::Device, true);
+}
+
+/// Whom nobody watches might hold a sender's stream up.
+#[test]
+fn without_a_watching_thread_there_are_no_slots() {
+    declined("without_a_watching_thread_there_are_no_slots", Local::Soft, false);
+}
+
+/// What comes before its receive waits in slots, and behind them in the queue pair.
+#[test]
+fn a_sender_that_is_ahead_does_not_wait() {
+    job("a_sender_that_is_ahead_does_not_wait", 2, |comm| {
+        const COUNT: usize = 300;
+        let all = buffer(comm, COUNT * 64);
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        for round in 0..3 {
+            open(comm, &buffer(comm, 16384));
+            if me == 0 {
+                let send = |n: usize| {
+                    all.memory().write(n * 64, &message(0, 1, n + round, n % 60)).unwrap();
+                    comm.isend(&all, n * 64..n * 64 + n % 60, peer).unwrap()
+                };
+                let sent: Vec<_> = (0..COUNT).map(send).collect();
+                comm.barrier(LONG).unwrap();
+                comm.wait_all(&sent, LONG).unwrap();
+            } else {
+                comm.barrier(LONG).unwrap();
+                for n in 0..COUNT {
+                    let received = comm.irecv(&all, n * 64..n * 64 + 64, peer).unwrap();
+                    assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: n % 60 });
+                    assert_eq!(bytes(&all, n * 64..n * 64 + n % 60), message(0, 1, n + round, n % 60), "{n}");
+                }
+            }
+            comm.barrier(LONG).unwrap();
+        }
+    });
+}
+
+/// Receives that are kept for slots, and a stream at the other end: it does not wait for a call of this rank.
+#[test]
+fn a_stream_sends_though_slots_were_open() {
+    job("a_stream_sends_though_slots_were_open", 2, |comm| {
+        let (peer, s) = (1 - comm.rank(), stream("sender"));
+        let buffer = buffer(comm, 16384);
+        for round in 0..3 {
+            open(comm, &buffer);
+            if comm.rank() == 0 {
+                comm.barrier(LONG).unwrap();
+                buffer.memory().write(0, &message(0, 1, round, 8)).unwrap();
+                let sent = comm.send_on_stream(&s, &buffer, 0..8, peer).unwrap();
+                s.synchronize(LONG).unwrap();
+                comm.wait(&sent, LONG).unwrap();
+            } else {
+                let received = comm.irecv(&buffer, 0..8, peer).unwrap();
+                comm.barrier(LONG).unwrap();
+                // Nobody here calls anything.
+                until("the message comes", || bytes(&buffer, 0..8) == message(0, 1, round, 8));
+                comm.wait(&received, LONG).unwrap();
+            }
+            comm.barrier(LONG).unwrap();
+        }
+    });
+}
+
+/// A stream is to wait for a receive that was kept: its message is in a slot, comes later, or is behind others in slots.
+#[test]
+fn a_stream_waits_though_slots_were_open() {
+    job("a_stream_waits_though_slots_were_open", 2, |comm| {
+        let (peer, s) = (1 - comm.rank(), stream("receiver"));
+        let buffer = buffer(comm, 16384);
+        let slot = |n: usize| n * 8..n * 8 + 8;
+        for round in 0..9 {
+            open(comm, &buffer);
+            // Messages that are there before the stream waits.
+            let early = round % 3;
+            if comm.rank() == 0 {
+                let send = |n: usize| {
+                    buffer.memory().write(n * 8, &message(0, 1, n + round, 8)).unwrap();
+                    comm.isend(&buffer, slot(n), peer).unwrap()
+                };
+                let mut sent: Vec<_> = (0..early).map(send).collect();
+                comm.barrier(LONG).unwrap();
+                comm.barrier(LONG).unwrap();
+                sent.extend((early..3).map(send));
+                comm.wait_all(&sent, LONG).unwrap();
+            } else {
+                buffer.memory().write(0, &[0; 24]).unwrap();
+                comm.barrier(LONG).unwrap();
+                let received: Vec<_> = (0..3).map(|n| comm.irecv(&buffer, slot(n), peer).unwrap()).collect();
+                comm.wait_on_stream(&s, &received[round / 3]).unwrap();
+                comm.barrier(LONG).unwrap();
+                s.synchronize(LONG).unwrap();
+                for n in 0..=round / 3 {
+                    assert_eq!(bytes(&buffer, slot(n)), message(0, 1, n + round, 8), "{round} {n}");
+                }
+                comm.wait_all(&received, LONG).unwrap();
+            }
+            comm.barrier(LONG).unwrap();
+        }
+    });
+}
+
+/// A wait that ends without a message has done no harm.
+#[test]
+fn a_wait_runs_out_and_the_message_comes() {
+    job("a_wait_runs_out_and_the_message_comes", 2, |comm| {
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
+        for limit in [0, 1, 100, 5000].map(Duration::from_micros) {
+            open(comm, &buffer);
+            if comm.rank() == 0 {
+                let received = comm.irecv(&buffer, 0..8, peer).unwrap();
+                assert_eq!(received.test().unwrap(), None);
+                for error in [comm.wait(&received, limit), received.wait(limit)].map(Result::unwrap_err) {
+                    assert!(
+                        matches!(error, Error::Message { rank: 1, source: gdsync::Error::Deadline { after, .. }, .. }
+                            if after == limit),
+                        "{error}"
+                    );
+                }
+                comm.barrier(LONG).unwrap();
+                until("the message comes", || received.test().unwrap().is_some());
+                assert_eq!(bytes(&buffer, 0..8), message(1, 0, 3, 8));
+            } else {
+                comm.barrier(LONG).unwrap();
+                buffer.memory().write(0, &message(1, 0, 3, 8)).unwrap();
+                comm.wait(&comm.isend(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
+            }
+        }
+    });
+}
+
+fn is_given_up(error: &Error) -> bool {
+    matches!(error, Error::Message { rank: 1, .. }) && error.to_string().contains("gave the peer up")
+}
+
+/// A receive that has failed has failed: what comes later is not written to it.
+#[test]
+fn a_receive_that_was_given_up_stays_so() {
+    job("a_receive_that_was_given_up_stays_so", 2, |comm| {
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
+        open(comm, &buffer);
+        if comm.rank() == 0 {
+            buffer.memory().write(0, &[0; 16]).unwrap();
+            let received = [0, 8].map(|at| comm.irecv(&buffer, at..at + 8, peer).unwrap());
+            comm.give_up(peer).unwrap();
+            let error = comm.wait(&received[0], LONG).unwrap_err();
+            assert!(is_given_up(&error), "{error}");
+            comm.barrier(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            for received in &received {
+                let error = received.test().unwrap_err();
+                assert!(is_given_up(&error), "{error}");
+            }
+            assert_eq!(bytes(&buffer, 0..16), [0; 16]);
+        } else {
+            comm.barrier(LONG).unwrap();
+            buffer.memory().write(0, &[7; 8]).unwrap();
+            let _ = comm.isend(&buffer, 0..8, peer);
+            comm.barrier(LONG).unwrap();
+        }
+    });
+}
+
+/// Who was given up is told when it sends, though slots were open.
+#[test]
+fn a_rank_that_was_given_up_cannot_send_through_slots() {
+    job("a_rank_that_was_given_up_cannot_send_through_slots", 2, |comm| {
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
+        open(comm, &buffer);
+        if comm.rank() == 0 {
+            comm.give_up(peer).unwrap();
+            comm.barrier(LONG).unwrap();
+        } else {
+            comm.barrier(LONG).unwrap();
+            let before = comm.through_slots(peer).unwrap().0;
+            let error = comm.isend(&buffer, 0..8, peer).and_then(|sent| comm.wait(&sent, LONG)).unwrap_err();
+            failed(&error, peer, &[Syndrome::RETRY_EXC_ERR]);
+            assert_eq!(comm.through_slots(peer).unwrap().0, before);
+        }
+        comm.barrier(LONG).unwrap();
+        assert_eq!(comm.lost(), [peer]);
+    });
+}
+
+#[test]
+fn a_message_longer_than_its_receive_ends_the_connection() {
+    job("a_message_longer_than_its_receive_ends_the_connection", 2, |comm| {
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
+        open(comm, &buffer);
+        if comm.rank() == 0 {
+            buffer.memory().write(0, &[0; 16]).unwrap();
+            let received = [0..7, 8..16].map(|range| comm.irecv(&buffer, range, peer).unwrap());
+            comm.barrier(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            failed(&comm.wait(&received[0], LONG).unwrap_err(), peer, &[Syndrome::LOC_LEN_ERR]);
+            failed(&received[0].test().unwrap_err(), peer, &[Syndrome::LOC_LEN_ERR]);
+            // It would have fitted, and nothing behind the first one is taken.
+            failed(&comm.wait(&received[1], LONG).unwrap_err(), peer, &[Syndrome::LOC_LEN_ERR]);
+            assert_eq!(bytes(&buffer, 8..16), [0; 8]);
+        } else {
+            comm.barrier(LONG).unwrap();
+            // Through a slot they leave before anybody can know.
+            let sent = [0..8, 0..8].map(|range| comm.isend(&buffer, range, peer));
+            comm.barrier(LONG).unwrap();
+            let [first, second] = sent.map(|sent| sent.and_then(|sent| comm.wait(&sent, LONG)));
+            let received = comm.irecv(&buffer, 0..8, peer).and_then(|received| comm.wait(&received, LONG));
+            for error in [first.err(), second.err(), received.err()].into_iter().flatten() {
+                failed(&error, peer, &[Syndrome::REM_INV_REQ_ERR]);
+            }
+            until("the rank is lost", || comm.lost() == [peer]);
+        }
+        for error in
+            [comm.isend(&buffer, 0..1, peer), comm.irecv(&buffer, 0..1, peer)].map(Result::unwrap_err)
+        {
+            assert!(matches!(&error, Error::Message { rank, .. } if *rank == peer), "{error}");
+        }
+        assert_eq!(comm.lost(), [peer]);
+    });
+}
+
+/// More receives than the depth are refused; all are used in the end.
+#[test]
+fn the_depth_bounds_receives_that_are_kept() {
+    let builder = Communicator::builder().depth(9);
+    job_with("the_depth_bounds_receives_that_are_kept", 2, builder, |comm| {
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
+        open(comm, &buffer);
+        let received: Vec<_> = (0..9).map(|n| comm.irecv(&buffer, n * 8..n * 8 + 8, peer).unwrap()).collect();
+        let error = comm.irecv(&buffer, 0..8, peer).unwrap_err();
+        assert!(error.to_string().contains("9 of 9"), "{error}");
+        comm.barrier(LONG).unwrap();
+        for n in 0..9 {
+            comm.wait(&comm.isend(&buffer, 8192..8192 + n, peer).unwrap(), LONG).unwrap();
+        }
+        let statuses = comm.wait_all(&received, LONG).unwrap();
+        assert_eq!(statuses, (0..9).map(|bytes| Status { rank: peer, bytes }).collect::<Vec<_>>());
+        // Also what was asked long ago.
+        (0..MANY).for_each(|n| play(comm, &buffer, n, 8));
+        assert_eq!(received[5].test().unwrap(), Some(Status { rank: peer, bytes: 5 }));
+    });
+}
+
+#[test]
+fn messages_have_pieces_in_slots() {
+    job("messages_have_pieces_in_slots", 2, |comm| {
+        let (peer, all) = (1 - comm.rank(), buffer(comm, 16384));
+        for (round, len) in [(0, 10), (1, 56), (2, 3000)] {
+            open(comm, &all);
+            let before = comm.through_slots(peer).unwrap();
+            let whole = message(comm.rank(), peer, round, len);
+            all.memory().write(100, &whole[..len / 3]).unwrap();
+            all.memory().write(4000, &whole[len / 3..]).unwrap();
+            let received = comm.irecvv(&[(&all, 8192..8195), (&all, 12000..16000)], peer).unwrap();
+            let pieces = [(&all, 100..100 + len / 3), (&all, 4000..4000 + len - len / 3)];
+            let sent = comm.isendv(&pieces, peer).unwrap();
+            assert_eq!(comm.wait(&received, LONG).unwrap().bytes, len);
+            comm.wait(&sent, LONG).unwrap();
+            let came = [bytes(&all, 8192..8195), bytes(&all, 12000..12000 + len - 3)].concat();
+            assert_eq!(came, message(peer, comm.rank(), round, len));
+            assert!(comm.through_slots(peer).unwrap() >= before);
+        }
+    });
+}
+
+/// A rank is killed among messages that take slots: the other one learns it in a wait, and what had come stays.
+#[test]
+fn the_death_of_a_rank_ends_waits_for_slots() {
+    const NAME: &str = "the_death_of_a_rank_ends_waits_for_slots";
+    if !is_part_of(NAME) {
+        for n in 0..4_u64 {
+            let output = myself(NAME).env(DELAY, (n * n * 300).to_string()).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(41), "{text}");
+        }
+        return;
+    }
+    let comm = Communicator::builder().spawn(2).timeout(LONG).init().unwrap();
+    let buffer = buffer(&comm, 16384);
+    open(&comm, &buffer);
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let play = |n: usize| {
+        let received = comm.irecv(&buffer, 8192..8200, peer)?;
+        buffer.memory().write(0, &message(me, peer, n, 8)).unwrap();
+        comm.wait(&comm.isend(&buffer, 0..8, peer)?, LONG)?;
+        comm.wait(&received, LONG)?;
+        assert_eq!(bytes(&buffer, 8192..8200), message(peer, me, n, 8), "{n}");
+        mp::Result::Ok(())
+    };
+    if me == 1 {
+        for n in 0.. {
+            play(n).unwrap();
+        }
+    }
+    let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
+    let delay = Duration::from_micros(std::env::var(DELAY).unwrap().parse().unwrap());
+    let killer = std::thread::spawn(move || {
+        std::thread::sleep(delay);
+        // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    });
+    let error = (0..).find_map(|n| play(n).err()).unwrap();
+    failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+    killer.join().unwrap();
+    assert_eq!(comm.lost(), [1]);
+    for error in [comm.isend(&buffer, 0..1, 1), comm.irecv(&buffer, 0..1, 1)].map(Result::unwrap_err) {
+        assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+    }
+    std::process::exit(41);
+}
