@@ -60,6 +60,7 @@ pub mod mlx5;
 #[doc(hidden)]
 pub mod mover;
 pub mod nvtx;
+mod pause;
 #[doc(hidden)]
 pub mod protocol;
 mod proxy;

@@ -21,13 +21,9 @@ use super::Gpu;
 use super::handles::{Handles, Key};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
-use crate::mover::{Part, ProcessId, Source, Ticket};
+use crate::mover::{FRESH, Part, ProcessId, Source, Ticket};
+use crate::pause::breathe;
 
-/// How long the thread looks for the next copy before it sleeps: as long as a large one and the answer to it may take. To be
-/// woken takes longer than most copies.
-const SPIN: Duration = Duration::from_micros(300);
-/// How long without offering its core to others.
-const EAGER: Duration = Duration::from_micros(20);
 /// How often it looks for copies that are over, to let their memory go.
 const REAP: Duration = Duration::from_millis(1);
 /// After this time it asks CUDA what is wrong.
@@ -199,13 +195,7 @@ impl Worker {
     /// The next job; `Some(None)` when it is time to look at the copies under way, `None` at the end.
     fn next(&self) -> Option<Option<Job>> {
         let start = Instant::now();
-        while self.shared.count.load(Ordering::Acquire) == 0 {
-            match start.elapsed() {
-                waited if waited < EAGER => std::hint::spin_loop(),
-                waited if waited < SPIN => std::thread::yield_now(),
-                _ => break,
-            }
-        }
+        while self.shared.count.load(Ordering::Acquire) == 0 && breathe(start.elapsed(), FRESH) {}
         let mut jobs = self.shared.jobs.lock();
         if jobs.list.is_empty() {
             if !self.running.is_empty() {

@@ -49,6 +49,8 @@ pub(crate) struct Core {
     pub(crate) mover: Arc<dyn Mover>,
     /// Payload of so many bytes is left to copy engines.
     by_reference: usize,
+    /// When a copy last began that nobody was told of yet.
+    copied: Option<Instant>,
     links: Links,
     rings: Vec<RxRing>,
     /// Boxed, so that one is cheaply taken out while it works with the rest.
@@ -94,6 +96,7 @@ impl Core {
             mover,
             by_reference: config.by_reference,
             links,
+            copied: None,
             rings,
             qps: Vec::new(),
             active: Vec::new(),
@@ -119,6 +122,7 @@ impl Core {
             mover: &*self.mover,
             by_reference: self.by_reference,
             strict: self.strict,
+            copied: &mut self.copied,
         };
         let result = work(&mut qp, &mut env);
         if !qp.active && qp.is_active() {
@@ -453,3 +457,7 @@ impl SoftQp {
             || self.resp.is_active()
     }
 }
+    fn take_copied(&mut self) -> Option<Instant> {
+        self.copied.take()
+    }
+

@@ -42,6 +42,9 @@
 //! copies, which does not wait for streams of the application. Where so many of these wait that nothing moves on the GPU any
 //! more (`CUDA_DEVICE_MAX_CONNECTIONS`), a copy is given up after 10 s: the message fails, its error releases the streams.
 //!
+//! For a millisecond after a copy began, none of the threads that have a part in it sleeps: those of the HCAs and copy
+//! engines, and those that wait for completions.
+//!
 //! A message completes when its payload is in place, and in order. What was stored through a mapping is flushed first, where
 //! the GPU needs that: see [`Flush`](crate::cuda::Flush). A queue pair is reset or destroyed, and a region deregistered,
 //! when no copy into its memory is under way any more.
@@ -66,6 +69,7 @@ mod inbound;
 mod keys;
 mod landing;
 mod links;
+mod lately;
 mod packet;
 mod peeks;
 mod qp;

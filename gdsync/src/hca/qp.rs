@@ -1,6 +1,7 @@
 //! A queue pair inside the software HCA: its rings, its state, its doorbell.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::alarm::{Alarm, Belfry};
 use super::cqs::Cqs;
@@ -34,6 +35,8 @@ pub(crate) struct Env<'a> {
     pub(crate) mover: &'a dyn Mover,
     /// Payload of so many bytes is left to copy engines.
     pub(crate) by_reference: usize,
+    /// When a copy has begun, here or at a peer.
+    pub(crate) copied: &'a mut Option<Instant>,
     pub(crate) strict: bool,
 }
 

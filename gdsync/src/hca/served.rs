@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::event::Kicks;
+use super::lately::Lately;
 use super::rung::Rung;
 use crate::memory::Word64;
 use crate::protocol;
@@ -39,6 +40,10 @@ pub(crate) trait Steps: Send + fmt::Debug + 'static {
     fn next_timer(&self) -> Option<Instant>;
     /// The doorbells that may be written without notice, if they are others than at the last call.
     fn newly_watched(&mut self) -> Option<Vec<Word64>>;
+    /// When a copy of payload has begun, here or at a peer, if one has since the last call.
+    fn take_copied(&mut self) -> Option<Instant> {
+        None
+    }
     /// The GPUs to be kicked, once the state is let go.
     fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>>;
 
@@ -61,6 +66,8 @@ pub(crate) struct Duties {
     busy: AtomicBool,
     /// There was work that nobody tells of when the state was last let go: see [`Steps::is_hot`].
     pub(super) hot: AtomicBool,
+    /// When a copy of payload last began, here or at a peer.
+    pub(super) copied: Lately,
     pub(super) duty: Mutex<Duty>,
     pub(super) changed: Condvar,
 }
@@ -108,6 +115,7 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
             let duties = self.duties();
             duties.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
             duties.hot.store(core.is_hot(), Ordering::Relaxed);
+            core.take_copied().into_iter().for_each(|at| duties.copied.note(at));
             kicks.append(&mut core.take_kicks());
         };
         let mut core = core;

@@ -381,6 +381,10 @@ impl Provider for SoftHca {
         self.shared.take_over();
     }
 
+    fn has_copied_lately(&self) -> bool {
+        self.shared.duties.copied.is_recent()
+    }
+
     fn inject(&self, plan: FaultPlan) -> Result<()> {
         plan.check()?;
         self.shared.with(|core| core.faults = Faults::new(plan));

@@ -2,10 +2,10 @@
 
 use std::any::Any;
 use std::sync::atomic::{Ordering, fence};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use super::op::{Bell, Op, Ring, Source};
+use crate::pause::breathe;
 use crate::recorder::{By, Hold, Log, NOTED_AFTER};
 
 /// The shortest sleep of a wait without a source.
@@ -157,20 +157,6 @@ fn wait(
 /// 0.3 to 0.5 ms. Eight streams that wait for a second use 0.3 to 0.7 % of a core; with 5 ms it was 1.3 %.
 fn nap(waited: Duration) -> Duration {
     (waited / 8).clamp(NAP_MIN, NAP_MAX)
-}
-
-/// A pause between two looks of a spinning thread: short in the first eighth of `spin`, offering the core to
-/// others after it: there may be more ranks than cores. Returns false when it is time to sleep instead.
-pub(super) fn breathe(waited: Duration, spin: Duration) -> bool {
-    if waited >= spin {
-        return false;
-    }
-    if waited < spin / 8 {
-        std::hint::spin_loop();
-    } else {
-        thread::yield_now();
-    }
-    true
 }
 
 /// What a panic said.

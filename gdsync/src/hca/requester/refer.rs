@@ -125,8 +125,10 @@ impl SoftQp {
         }
         self.packets += 1;
         let p = &mut self.req.pending[i];
-        p.is_known = true;
         p.sent = packets;
+        if !std::mem::replace(&mut p.is_known, true) {
+            *env.copied = Some(Instant::now());
+        }
         Some(true)
     }
 

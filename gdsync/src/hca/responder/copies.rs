@@ -118,6 +118,11 @@ impl Responder {
         !self.copies.list.is_empty()
     }
 
+    /// Whether a message is being copied that came over this link.
+    pub(crate) fn has_copy_from(&self, link: usize) -> bool {
+        self.copies.list.iter().any(|m| m.link == Some(link))
+    }
+
     /// Whether a packet that comes now must wait, and so come again.
     pub(super) fn must_wait(&self, header: &Header) -> bool {
         let Copies { list, closed, .. } = &self.copies;
@@ -273,6 +278,7 @@ impl SoftQp {
             part
         });
         let ticket = env.mover.start(parts.collect());
+        *env.copied = Some(Instant::now());
         env.links.note_process(body.link, reference.process());
         let packets = segments(len);
         let arrival = Arrival { header: *header, packets, counter, bytes: len };

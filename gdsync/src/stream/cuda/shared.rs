@@ -31,8 +31,8 @@ use crate::cuda::{Activity, Errand, Gpu, RawStream, pass};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
+use crate::pause::breathe;
 use crate::recorder::Log;
-use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
 use crate::stream::sources::sources_of;
 

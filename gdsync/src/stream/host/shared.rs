@@ -17,8 +17,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::HostStreamConfig;
 use crate::error::{Error, Result};
+use crate::pause::breathe;
 use crate::recorder::Log;
-use crate::stream::execute::breathe;
 use crate::stream::op::{Op, Source};
 use crate::stream::sources::{Use, sources_of};
 

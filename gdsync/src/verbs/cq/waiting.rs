@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::CqInner;
 use crate::error::{Error, Result};
+use crate::pause::breathe;
 use crate::recorder::{Awaited, By, Hold, NOTED_AFTER, Queue};
 
 /// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
@@ -27,7 +28,17 @@ impl CqInner {
         }
     }
 
+    /// Waits unless `ready`, until something completes or for `timeout`: asleep, or awake where large messages come and go. May
+    /// return for no reason.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        let start = Instant::now();
+        while self.provider.has_copied_lately() && start.elapsed() < timeout {
+            if ready() {
+                return;
+            }
+            self.provider.progress();
+            std::thread::yield_now();
+        }
         self.provider.leave();
         self.parts.event.park(ready, timeout);
     }
@@ -63,11 +74,7 @@ impl CqInner {
             if waited >= NOTED_AFTER {
                 held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
             }
-            if waited < SPIN / 8 {
-                std::hint::spin_loop();
-            } else if waited < SPIN {
-                std::thread::yield_now();
-            } else {
+            if !breathe(waited, SPIN) {
                 let next = self.state.lock().reaped;
                 let ready = || self.has_arrived(next);
                 self.park(&ready, PARK.min(timeout - waited));
