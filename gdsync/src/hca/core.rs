@@ -52,7 +52,8 @@ pub(crate) struct Core {
     /// When a copy last began that nobody was told of yet.
     copied: Option<Instant>,
     links: Links,
-    rings: Vec<RxRing>,
+    /// The receiving ends of the links, by their numbers.
+    rings: Vec<Option<RxRing>>,
     /// Boxed, so that one is cheaply taken out while it works with the rest.
     qps: Vec<Slot>,
     /// Queue pairs with work or timers.
@@ -85,7 +86,7 @@ impl Core {
         alarms: Option<Arc<dyn Alarms>>,
     ) -> Self {
         let mut links = Links::default();
-        let rings = vec![links.add(loopback)];
+        let rings = vec![Some(links.add(loopback).1)];
         Self {
             keys: Keys::default(),
             cqs: Cqs::default(),
@@ -95,8 +96,8 @@ impl Core {
             inbound: Inbound::default(),
             mover,
             by_reference: config.by_reference,
-            links,
             copied: None,
+            links,
             rings,
             qps: Vec::new(),
             active: Vec::new(),
@@ -121,8 +122,8 @@ impl Core {
             inbound: &mut self.inbound,
             mover: &*self.mover,
             by_reference: self.by_reference,
-            strict: self.strict,
             copied: &mut self.copied,
+            strict: self.strict,
         };
         let result = work(&mut qp, &mut env);
         if !qp.active && qp.is_active() {
@@ -160,7 +161,9 @@ impl Core {
         let i = self.find(qpn)?;
         self.watched.forget(i, rung);
         self.active.retain(|&a| a != i);
-        self.qps[i].qp.take()
+        let qp = self.qps[i].qp.take();
+        self.drop_dead_links();
+        qp
     }
 
     /// Runs `work` on the queue pair `qpn`.
@@ -200,6 +203,12 @@ impl Core {
         }
     }
 
+    /// The links that there are, the one to itself among them, and the numbers that links ever had, for tests.
+    #[cfg(test)]
+    pub(super) fn count_links(&self) -> (usize, usize) {
+        (self.rings.iter().flatten().count(), self.rings.len())
+    }
+
     /// The link added last, for tests.
     #[cfg(test)]
     pub(super) fn newest_link(&self) -> usize {
@@ -219,10 +228,24 @@ impl Core {
 
     /// Adds a link; what lets other threads see its records goes to `peeks`.
     pub(crate) fn add_link(&mut self, ends: LinkEnds, peeks: &Peeks) -> usize {
-        let ring = self.links.add(ends);
-        peeks.add(ring.peeker());
-        self.rings.push(ring);
-        self.rings.len() - 1
+        let (link, ring) = self.links.add(ends);
+        if let Some((number, peek)) = ring.peeker() {
+            peeks.add(number, peek);
+        }
+        self.rings.resize_with(self.rings.len().max(link + 1), || None);
+        self.rings[link] = Some(ring);
+        link
+    }
+
+    /// Lets go of the links that lead to nobody any more and that no queue pair is connected over.
+    pub(crate) fn drop_dead_links(&mut self) {
+        for link in 0..self.rings.len() {
+            let is_used = || self.qps.iter().filter_map(|slot| slot.qp.as_ref()).any(|qp| qp.uses(link));
+            if self.links.is_left_over(link) && !is_used() {
+                self.links.remove(link);
+                self.rings[link] = None;
+            }
+        }
     }
 
     /// The copies under way on a region.
@@ -233,7 +256,8 @@ impl Core {
     /// Whether a packet of this peer waits: what it sent before it died still counts. Two links lead to a peer when both sides
     /// have made one at the same time.
     fn has_packet_of(&mut self, peer: Option<Gid>) -> bool {
-        let (links, mut rings) = (&self.links, self.rings.iter_mut().enumerate());
+        let links = &self.links;
+        let mut rings = self.rings.iter_mut().enumerate().filter_map(|(l, ring)| Some((l, ring.as_mut()?)));
         rings.any(|(l, ring)| links.peer(l) == peer && !links.is_down(l) && ring.has_record())
     }
 
@@ -253,7 +277,8 @@ impl Core {
         }
         let mut any = false;
         for _ in 0..BURST {
-            let record = match self.rings[link].peek() {
+            let Some(ring) = self.rings[link].as_mut() else { break };
+            let record = match ring.peek() {
                 Ok(Some(record)) => record,
                 Ok(None) => {
                     self.links.note_taken(link, false);
@@ -269,17 +294,15 @@ impl Core {
             self.links.note_taken(link, true);
             self.stats.packets_received += 1;
             let header = Header::from_bytes(&record.header);
+            // The ring cannot be borrowed while the queue pair borrows the rest, so it steps aside.
+            let Some(mut ring) = self.rings[link].take() else { break };
             if !self.faults.is_dead() {
-                // The ring cannot be borrowed while the queue pair borrows the rest, so it steps aside.
-                let ring = self.rings.swap_remove(link);
                 self.dispatch(link, &header, &Body { ring: &ring, record: &record, link });
-                self.rings.push(ring);
-                let last = self.rings.len() - 1;
-                self.rings.swap(link, last);
             }
-            if self.rings[link].pop(record) {
+            if ring.pop(record) {
                 self.links.ring_one(link);
             }
+            self.rings[link] = Some(ring);
         }
         any
     }
@@ -322,6 +345,7 @@ impl Core {
                 }
             });
         }
+        self.drop_dead_links();
     }
 }
 
@@ -416,7 +440,8 @@ impl Steps for Core {
     }
 
     fn has_arrivals(&mut self) -> bool {
-        let (links, mut rings) = (&self.links, self.rings.iter_mut().enumerate());
+        let links = &self.links;
+        let mut rings = self.rings.iter_mut().enumerate().filter_map(|(l, ring)| Some((l, ring.as_mut()?)));
         rings.any(|(l, ring)| links.is_newly_dead(l) || !links.is_down(l) && ring.has_record())
     }
 
@@ -442,6 +467,10 @@ impl Steps for Core {
         self.cqs.is_attended()
     }
 
+    fn take_copied(&mut self) -> Option<Instant> {
+        self.copied.take()
+    }
+
     fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
         let mut kicks = self.cqs.take_kicks();
         kicks.extend(self.alarms.take());
@@ -457,7 +486,3 @@ impl SoftQp {
             || self.resp.is_active()
     }
 }
-    fn take_copied(&mut self) -> Option<Instant> {
-        self.copied.take()
-    }
-

@@ -11,9 +11,9 @@ use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxR
 use crate::memory::Memory;
 use crate::mover::ProcessId;
 
-/// The links of one HCA, in the order they were made; number 0 leads to itself.
+/// The links of one HCA by their numbers, which are given again when a link is gone; number 0 leads to itself.
 #[derive(Debug, Default)]
-pub(crate) struct Links(Vec<Link>);
+pub(crate) struct Links(Vec<Option<Link>>);
 
 #[derive(Debug)]
 struct Link {
@@ -80,10 +80,18 @@ impl Body<'_> {
 }
 
 impl Links {
-    /// Adds a link; the receiving end is returned.
-    pub(crate) fn add(&mut self, ends: LinkEnds) -> RxRing {
+    fn get(&self, index: usize) -> Option<&Link> {
+        self.0.get(index)?.as_ref()
+    }
+
+    fn get_mut(&mut self, index: usize) -> Option<&mut Link> {
+        self.0.get_mut(index)?.as_mut()
+    }
+
+    /// Adds a link; its number and the receiving end are returned.
+    pub(crate) fn add(&mut self, ends: LinkEnds) -> (usize, RxRing) {
         let LinkEnds { peer, tx, rx, bell, line } = ends;
-        self.0.push(Link {
+        let link = Some(Link {
             peer,
             tx,
             bell,
@@ -96,31 +104,49 @@ impl Links {
             process: None,
             held: VecDeque::new(),
         });
-        rx
+        let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
+        match self.0.get_mut(index) {
+            Some(slot) => *slot = link,
+            None => self.0.push(link),
+        }
+        (index, rx)
+    }
+
+    /// Lets a link go.
+    pub(crate) fn remove(&mut self, index: usize) {
+        if let Some(slot) = self.0.get_mut(index) {
+            *slot = None;
+        }
     }
 
     /// A living link to `peer`.
     pub(crate) fn find(&self, peer: Gid) -> Option<usize> {
-        self.0.iter().position(|l| l.peer == peer && !l.down && !l.is_lost())
+        let leads_there = |l: &Link| l.peer == peer && !l.down && !l.is_lost();
+        self.0.iter().position(|link| link.as_ref().is_some_and(leads_there))
     }
 
     pub(crate) fn peer(&self, index: usize) -> Option<Gid> {
-        self.0.get(index).map(|l| l.peer)
+        self.get(index).map(|l| l.peer)
     }
 
     /// Whether the peer's process is gone, or it broke the ring, and nobody has acted on it yet.
     pub(crate) fn is_newly_dead(&self, index: usize) -> bool {
-        self.0.get(index).is_some_and(|l| !l.down && l.is_lost())
+        self.get(index).is_some_and(|l| !l.down && l.is_lost())
     }
 
     /// Whether a link is used no more.
     pub(crate) fn is_down(&self, index: usize) -> bool {
-        self.0.get(index).is_none_or(|l| l.down)
+        self.get(index).is_none_or(|l| l.down)
+    }
+
+    /// Whether that is so, and it was not let go.
+    pub(crate) fn is_left_over(&self, index: usize) -> bool {
+        self.get(index).is_some_and(|l| l.down)
     }
 
     /// Uses a link no more.
     pub(crate) fn take_down(&mut self, index: usize) {
-        if let Some(link) = self.0.get_mut(index) {
+        if let Some(link) = self.get_mut(index) {
             link.down = true;
             link.held.clear();
         }
@@ -141,7 +167,7 @@ impl Links {
         faults: &mut Faults,
         stats: &mut HcaStats,
     ) -> bool {
-        let Some(link) = self.0.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
+        let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
         let fate = faults.fate(header.src, number);
         if fate == Fate::Pass && link.held.is_empty() {
             let sent = link.push(header, ext, pieces);
@@ -185,26 +211,26 @@ impl Links {
     /// Sends a packet past the fault plan, and drops the references of its sender that the plan holds back. Returns false
     /// when the link has no room now.
     pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
-        let Some(link) = self.0.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
+        let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
         link.held.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
         link.push(header, &[], &[])
     }
 
     /// The peer is this process.
     pub(crate) fn note_process(&mut self, index: usize, process: ProcessId) {
-        if let Some(link) = self.0.get_mut(index) {
+        if let Some(link) = self.get_mut(index) {
             link.process = Some(process);
         }
     }
 
     /// The process at the other end, if it has sent references.
     pub(crate) fn process(&self, index: usize) -> Option<ProcessId> {
-        self.0.get(index)?.process
+        self.get(index)?.process
     }
 
     /// A packet of the peer was taken, or none was there.
     pub(crate) fn note_taken(&mut self, index: usize, any: bool) {
-        if let Some(link) = self.0.get_mut(index) {
+        if let Some(link) = self.get_mut(index) {
             link.taken += usize::from(any);
             // All that the ring can hold was taken since: also what was there then.
             if !any || link.taken > MOST_RECORDS {
@@ -216,12 +242,12 @@ impl Links {
 
     /// A number that has grown when all that the peer had sent before was taken.
     pub(crate) fn quiet(&self, index: usize) -> u64 {
-        self.0.get(index).map_or(0, |l| l.quiet)
+        self.get(index).map_or(0, |l| l.quiet)
     }
 
     /// Wakes the peers that packets were sent to.
     pub(crate) fn ring(&mut self) {
-        for link in &mut self.0 {
+        for link in self.0.iter_mut().flatten() {
             if std::mem::take(&mut link.unrung) {
                 link.bell.ring();
             }
@@ -230,7 +256,7 @@ impl Links {
 
     /// Tells the peer of a link that it has room again.
     pub(crate) fn ring_one(&self, index: usize) {
-        if let Some(link) = self.0.get(index) {
+        if let Some(link) = self.get(index) {
             link.bell.ring();
         }
     }
@@ -238,7 +264,7 @@ impl Links {
     /// Sends delayed packets whose time has come, and lonely reordered ones. Returns whether any are left.
     pub(crate) fn tick(&mut self, now: Instant) -> bool {
         let mut left = false;
-        for link in &mut self.0 {
+        for link in self.0.iter_mut().flatten() {
             link.release(|held| held.until.is_none_or(|until| now >= until));
             left |= !link.held.is_empty();
         }

@@ -54,7 +54,8 @@
 //! Queue pairs of one process meet in memory. Other processes of the host are linked through shared memory, handed
 //! over an abstract Unix socket named after the [`Gid`]; both must belong to one user and one network namespace.
 //! When a process dies, its links report it at once: outstanding sends fail with a retry error, everything else is
-//! flushed. (A card would take its timeouts; a peer that only falls silent takes them here too.)
+//! flushed. (A card would take its timeouts; a peer that only falls silent takes them here too.) The links are let go when no
+//! queue pair is connected over them any more.
 
 mod alarm;
 #[cfg(feature = "standin")]
@@ -68,8 +69,8 @@ mod gid;
 mod inbound;
 mod keys;
 mod landing;
-mod links;
 mod lately;
+mod links;
 mod packet;
 mod peeks;
 mod qp;

@@ -5,10 +5,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::wire::Peek;
 
-/// Links that are looked at one by one; with more, the answer is always yes.
+/// Places that are looked at one by one; with more, the answer is always yes.
 const MAX: usize = 256;
 
-/// The receiving ends of all links. Links are added and never taken away.
+/// The receiving ends of all links, by their places. Links come and go; their places stay, and show nothing meanwhile.
 #[derive(Debug)]
 pub(crate) struct Peeks {
     count: AtomicUsize,
@@ -22,17 +22,17 @@ impl Default for Peeks {
 }
 
 impl Peeks {
-    /// Adds a link. Callers hold the core's lock.
-    pub(crate) fn add(&self, peek: Arc<Peek>) {
-        let at = self.count.fetch_add(1, Ordering::AcqRel);
-        if let Some(slot) = self.peeks.get(at) {
+    /// Adds the place with this number, if it is new.
+    pub(crate) fn add(&self, number: usize, peek: Arc<Peek>) {
+        if let Some(slot) = self.peeks.get(number) {
             slot.get_or_init(|| peek);
         }
+        self.count.fetch_max(number + 1, Ordering::AcqRel);
     }
 
     /// Whether a packet may wait.
     pub(crate) fn any(&self) -> bool {
         let count = self.count.load(Ordering::Acquire);
-        count > MAX || self.peeks[..count].iter().any(|peek| peek.get().is_none_or(|peek| peek.has_record()))
+        count > MAX || self.peeks[..count].iter().any(|peek| peek.get().is_some_and(|peek| peek.has_record()))
     }
 }

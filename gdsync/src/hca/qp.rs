@@ -137,6 +137,11 @@ impl SoftQp {
         self.resp.copies_on(key).chain(self.landing.copies(Some(key)))
     }
 
+    /// Whether it is connected over this link, or waits for what came over it.
+    pub(super) fn uses(&self, link: usize) -> bool {
+        self.remote.is_some() && self.link == link || self.resp.has_copy_from(link)
+    }
+
     /// Before a reset: takes references back, and takes no more. The copies that are still under way, or `None` while
     /// the link has no room.
     pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
@@ -238,7 +243,10 @@ impl SoftQp {
             let why = "the HCA has put it into ERR meanwhile; only RESET leads out".into();
             return Err(Error::Transition { qpn: self.rings.qpn, from: QpState::ERR, to, why });
         }
-        if let Some(remote) = attr.remote.filter(|_| link.is_some_and(|link| env.links.is_down(link))) {
+        // Since the link was made, its peer may have gone, and its number may have been given again.
+        let is_gone =
+            |remote: &QpAddress, link| env.links.is_down(link) || env.links.peer(link) != Some(remote.gid);
+        if let Some(remote) = attr.remote.filter(|remote| link.is_some_and(|link| is_gone(remote, link))) {
             return Err(Error::Peer { peer: remote.gid.to_string(), why: "its process has ended".into() });
         }
         self.access = attr.access.unwrap_or(self.access);

@@ -344,7 +344,11 @@ impl Provider for SoftHca {
             if attr.state == Some(QpState::RESET) {
                 core.unwatch(qpn, &self.shared.rung);
             }
-            core.with_qp(qpn, |qp, env| qp.modify(attr, link, env))
+            let result = core.with_qp(qpn, |qp, env| qp.modify(attr, link, env));
+            if attr.state == Some(QpState::RESET) {
+                core.drop_dead_links();
+            }
+            result
         });
         result.unwrap_or_else(|| Err(Error::invalid("QPN", qpn, "a queue pair of this HCA")))
     }
@@ -377,12 +381,12 @@ impl Provider for SoftHca {
         self.shared.lend_a_step()
     }
 
-    fn leave(&self) {
-        self.shared.take_over();
-    }
-
     fn has_copied_lately(&self) -> bool {
         self.shared.duties.copied.is_recent()
+    }
+
+    fn leave(&self) {
+        self.shared.take_over();
     }
 
     fn inject(&self, plan: FaultPlan) -> Result<()> {

@@ -1,7 +1,9 @@
 //! Pages of host memory.
 
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
+use super::{Bytes, Memory};
 use crate::cuda::is_registered;
 use crate::error::{Error, Result};
 
@@ -31,6 +33,37 @@ fn fresh(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
         return Err(Error::last_os("mmap", "free memory or raise the address space limit (ulimit -v)"));
     }
     Ok(NonNull::new(raw.cast()).expect("mmap without MAP_FIXED never returns 0"))
+}
+
+impl Memory {
+    /// Has pages that were mapped here show a shared memory file, or nothing, instead of what they showed. To those who look at
+    /// them meanwhile it is as if another process had written.
+    pub(crate) fn show(&self, file: Option<BorrowedFd<'_>>) -> Result<()> {
+        let (ptr, len) = match self.owner.bytes {
+            // A GPU would go on with the old pages.
+            Bytes::Mapped { ptr, len } if self.owner.registered.get().is_none() => (ptr, len),
+            _ => {
+                return Err(Error::invalid(
+                    "memory",
+                    format!("{self:?}"),
+                    "unregistered pages of the library",
+                ));
+            }
+        };
+        let (flags, fd) = match file {
+            Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
+            None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
+        };
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the range is a mapping of this memory, which is only used as memory that others write to as well.
+        let raw = unsafe { libc::mmap(ptr.as_ptr().cast(), len, prot, flags | libc::MAP_FIXED, fd, 0) };
+        if raw == libc::MAP_FAILED {
+            return Err(Error::last_os("mmap", "free memory or raise the address space limit (ulimit -v)"));
+        }
+        // SAFETY: the range was just mapped; the advice only concerns fork.
+        unsafe { libc::madvise(raw, len, libc::MADV_DONTFORK) };
+        Ok(())
+    }
 }
 
 #[cfg(test)]

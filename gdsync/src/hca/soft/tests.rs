@@ -3,7 +3,7 @@
 use super::*;
 use crate::hca::served::Steps as _;
 use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, SendOp, WqeFlags};
-use crate::protocol;
+use crate::protocol::{self, completion};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -55,6 +55,60 @@ impl Side {
         protocol::ring_doorbell(record, mlx5::send_record(1), || {}, self.qp.doorbell.atomic(), doorbell);
         self.hca.ring(self.qp.qpn);
     }
+}
+
+/// Mappings of links in this process.
+fn mapped_links() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains("memfd:gdsync-link")).count()
+}
+
+/// One that serves many, one after the other, as a scheduler does.
+#[test]
+fn links_to_peers_that_left_are_used_again() {
+    let a = Side::new();
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < PATIENCE, "{what}");
+            std::thread::yield_now();
+        }
+    };
+    let (mut most, mut places) = (0, 0);
+    for n in 0..300u64 {
+        let b = Side::new();
+        a.connect(&b);
+        b.connect(&a);
+        // Posted anew: the reset has emptied the queue.
+        a.qp.rq.write(0, &[0; 16]).unwrap();
+        a.qp.record.atomic32(mlx5::QP_DBREC_RECV).unwrap().store(mlx5::recv_record(1), Ordering::Release);
+        b.send();
+        let slot = usize::try_from(n % 8).unwrap() * CQE_SIZE;
+        let word = a.recv_cq.ring.atomic32(slot + mlx5::CQE_OP_OWN_OFFSET).unwrap();
+        until("the message is here", &|| completion::is_complete(word, n, 3));
+        completion::pass(a.recv_cq.record.atomic32(0).unwrap(), n + 1);
+        let mut cqe = [0; CQE_SIZE];
+        a.recv_cq.ring.read(slot, &mut cqe).unwrap();
+        assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND, "peer {n}");
+        let reset = QpAttr::to(QpState::RESET);
+        // By turns before the peer leaves and after that.
+        if n % 2 == 0 {
+            a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
+        }
+        drop(b);
+        if n % 2 == 1 {
+            let is_lost =
+                || a.hca.shared.with(|core| core.with_qp(a.qp.qpn, |qp, _| qp.state == QpState::ERR));
+            until("the queue pair fails", &|| is_lost() == Some(true));
+            assert!(a.hca.shared.core.lock().count_links().0 > 1, "a link that is used was let go");
+            a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
+        }
+        until("the link is let go", &|| a.hca.shared.with(|core| core.count_links().0) == 1);
+        let (_, numbers) = a.hca.shared.core.lock().count_links();
+        (most, places) = (most.max(numbers), places.max(mapped_links()));
+    }
+    // The other tests of this process have a few at the same time.
+    assert!(most <= 4 && places < 100, "{most} numbers, {places} mapped at a time");
 }
 
 #[test]

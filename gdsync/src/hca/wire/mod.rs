@@ -4,6 +4,7 @@ mod bell;
 mod fds;
 mod port;
 mod ring;
+mod span;
 
 pub(crate) use bell::Bell;
 pub(crate) use fds::{check_memfd, memfd};

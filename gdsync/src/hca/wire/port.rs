@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use super::bell::Bell;
 use super::fds;
 use super::ring::{RING_BYTES, RxRing, TxRing};
+use super::span::Spans;
 use crate::error::{Error, Result};
 use crate::hca::Gid;
 use crate::memory::Memory;
@@ -81,6 +82,8 @@ struct Shared {
     /// Links whose hang-up the control thread waits for.
     watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
     next: AtomicU64,
+    /// Where the rings of links are mapped.
+    spans: Spans,
     accepted: Mutex<Vec<LinkEnds>>,
     has_accepted: AtomicBool,
 }
@@ -113,6 +116,7 @@ impl Port {
             stop: AtomicBool::new(false),
             watched: Mutex::default(),
             next: AtomicU64::new(0),
+            spans: Spans::default(),
             accepted: Mutex::default(),
             has_accepted: AtomicBool::new(false),
         });
@@ -134,9 +138,9 @@ impl Port {
             ))
         })?;
         let answer = greet(&stream, &self.shared, deadline);
-        let (memory, bell) = answer
+        let (file, bell) = answer
             .map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
-        self.shared.link(peer, &memory, 0, bell, stream)
+        self.shared.link(peer, &file, 0, bell, stream)
     }
 
     /// A link from the HCA to itself, over ordinary memory.
@@ -206,7 +210,7 @@ fn read_greeting(bytes: &[u8]) -> io::Result<Gid> {
 }
 
 /// The connecting side of the handshake: makes the rings, sends them, and gets the peer's bell.
-fn greet(stream: &UnixStream, shared: &Shared, deadline: Instant) -> Handshake<(Memory, Bell)> {
+fn greet(stream: &UnixStream, shared: &Shared, deadline: Instant) -> Handshake<(OwnedFd, Bell)> {
     check_user(stream)?;
     let file = fds::memfd(c"gdsync-link", FILE)?;
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -217,7 +221,7 @@ fn greet(stream: &UnixStream, shared: &Shared, deadline: Instant) -> Handshake<(
     let (got, fds) = fds::receive(stream, &mut bytes)?;
     read_greeting(&bytes[..got])?;
     let [bell] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer carries no bell"))?;
-    Ok((Memory::map_shared(file.as_fd(), FILE)?, Bell::open(bell)?))
+    Ok((file, Bell::open(bell)?))
 }
 
 impl Shared {
@@ -231,12 +235,12 @@ impl Shared {
     fn link(
         &self,
         peer: Gid,
-        memory: &Memory,
+        file: &OwnedFd,
         side: usize,
         bell: Bell,
         stream: UnixStream,
     ) -> Result<LinkEnds> {
-        let half = |i: usize| memory.slice(i * RING_SPAN, RING_BYTES);
+        let span = self.spans.map(file.as_fd(), FILE)?;
         let alive = Arc::new(AtomicBool::new(true));
         let copy = stream
             .try_clone()
@@ -244,7 +248,8 @@ impl Shared {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.watched.lock().insert(id, (copy, alive.clone()));
         self.poke();
-        let (tx, rx) = (TxRing::new(half(side)?), RxRing::new(half(1 - side)?));
+        let tx = TxRing::of_link(&span, side * RING_SPAN)?;
+        let rx = RxRing::of_link(&span, (1 - side) * RING_SPAN)?;
         Ok(LinkEnds { peer, tx, rx, bell, line: Line { alive, stream: Some(stream) } })
     }
 }
@@ -332,10 +337,9 @@ impl Control {
         let [file, bell] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting carries two files"))?;
         fds::check_memfd(&file, FILE)?;
-        let memory = Memory::map_shared(file.as_fd(), FILE)?;
         let bell = Bell::open(bell)?;
         fds::send(&stream, &greeting(self.shared.gid), &[self.shared.bell.fd().as_raw_fd()])?;
-        let ends = self.shared.link(peer, &memory, 1, bell, stream)?;
+        let ends = self.shared.link(peer, &file, 1, bell, stream)?;
         let mut accepted = self.shared.accepted.lock();
         accepted.push(ends);
         self.shared.has_accepted.store(true, Ordering::Release);

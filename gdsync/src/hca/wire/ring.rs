@@ -1,8 +1,9 @@
 //! Rings of records in shared memory: one HCA produces, another consumes.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+use super::span::Span;
 use crate::error::Result;
 use crate::memory::Memory;
 use crate::protocol::record::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
@@ -60,12 +61,20 @@ fn at(line: u64) -> usize {
 pub(crate) struct TxRing {
     ring: Ring,
     producer: Producer,
+    /// Keeps the ring where it is.
+    _span: Option<Arc<Span>>,
 }
 
 impl TxRing {
     /// Over `memory` of [`RING_BYTES`], all zero.
     pub(super) fn new(memory: Memory) -> Self {
-        Self { ring: Ring(memory), producer: Producer::default() }
+        Self { ring: Ring(memory), producer: Producer::default(), _span: None }
+    }
+
+    /// The ring of a link that begins at this byte.
+    pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
+        let ring = Self::new(span.memory().slice(begin, RING_BYTES)?);
+        Ok(Self { _span: Some(span.clone()), ..ring })
     }
 
     /// Appends a record: its body is `ext`, then the pieces. Returns false when there is no room now.
@@ -104,18 +113,30 @@ pub(crate) struct RxRing {
     ring: Ring,
     consumer: Consumer,
     peek: Arc<Peek>,
+    /// Where the ring begins in the memory that is peeked into.
+    begin: usize,
+    /// Keeps the ring where it is.
+    span: Option<Arc<Span>>,
 }
 
-/// Lets other threads see whether a record waits, without the consumer's lock. A hint: it may be out of date.
+/// Lets other threads see whether a record waits, without the consumer's lock. A hint: it may be out of date, and of the
+/// link before in this place.
 #[derive(Debug)]
 pub(crate) struct Peek {
-    ring: Ring,
-    line: AtomicU64,
+    memory: Memory,
+    /// Where the marker of the next record is.
+    at: AtomicUsize,
 }
 
 impl Peek {
+    /// Into memory with a ring.
+    pub(super) fn into(memory: Memory) -> Self {
+        Self { memory, at: AtomicUsize::new(at(0)) }
+    }
+
     pub(crate) fn has_record(&self) -> bool {
-        self.ring.marker(self.line.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0
+        let marker = self.memory.atomic32(self.at.load(Ordering::Relaxed));
+        marker.expect("lines are aligned and lie in the memory").load(Ordering::Relaxed) != 0
     }
 }
 
@@ -130,13 +151,21 @@ pub(crate) struct Record {
 impl RxRing {
     /// Over `memory` of [`RING_BYTES`].
     pub(super) fn new(memory: Memory) -> Self {
-        let peek = Arc::new(Peek { ring: Ring(memory.clone()), line: AtomicU64::new(0) });
-        Self { ring: Ring(memory), consumer: Consumer::default(), peek }
+        let peek = Arc::new(Peek::into(memory.clone()));
+        Self { ring: Ring(memory), consumer: Consumer::default(), peek, begin: 0, span: None }
     }
 
-    /// What other threads may look at.
-    pub(crate) fn peeker(&self) -> Arc<Peek> {
-        self.peek.clone()
+    /// The ring of a link that begins at this byte.
+    pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
+        let ring = Ring(span.memory().slice(begin, RING_BYTES)?);
+        let (consumer, peek) = (Consumer::default(), span.peek().clone());
+        peek.at.store(begin + at(0), Ordering::Relaxed);
+        Ok(Self { ring, consumer, peek, begin, span: Some(span.clone()) })
+    }
+
+    /// What other threads may look at, and the number of the place that it looks into, which stays when the link goes.
+    pub(crate) fn peeker(&self) -> Option<(usize, Arc<Peek>)> {
+        self.span.as_ref().map(|span| (span.number(), self.peek.clone()))
     }
 
     /// The next record, if it is there.
@@ -180,7 +209,8 @@ impl RxRing {
     /// Gives the record's lines back. Returns whether a producer that waits for room can see it.
     pub(crate) fn pop(&mut self, record: Record) -> bool {
         let room = self.consumer.pop(&self.ring, record.found);
-        self.peek.line.store(self.consumer.line(&self.ring), Ordering::Relaxed);
+        let next = self.begin + at(self.consumer.line(&self.ring));
+        self.peek.at.store(next, Ordering::Relaxed);
         room
     }
 }
