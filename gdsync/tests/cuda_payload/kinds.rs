@@ -52,6 +52,45 @@ impl Kind {
     ];
 }
 
+/// Bytes of a region that messages of all lengths go between.
+pub(crate) fn size() -> usize {
+    if is_simulated() { MEDIUM } else { 64 << 20 }
+}
+
+/// Beyond all thresholds, of which the highest are a window of packets (1 MiB) and the slots that payload lands in (1.25 MiB).
+const MEDIUM: usize = 4 << 20;
+
+/// Lengths round the thresholds. Between memory of one kind, whatever it is, also all of a region; a message that goes from one
+/// kind to another is handled alike from [`MEDIUM`] on.
+pub(crate) fn lengths(from: Kind, to: Kind) -> impl Iterator<Item = usize> {
+    let edges =
+        [1, 64, 4095, 4096, 4097, 16 << 10, (32 << 10) - 1, 32 << 10, (32 << 10) + 1, 300_001, 1 << 20];
+    let longest = if from == to { size() } else { MEDIUM };
+    edges.into_iter().chain([longest - 7])
+}
+
+/// The two ends of a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    From,
+    To,
+}
+
+/// A region of [`size`] bytes for an end of a pair, made once: to make it takes longer than most messages. As
+/// [`memory`].
+pub(crate) fn region(gpu: &Gpu, kind: Kind, role: Role) -> Option<Memory> {
+    type Known = (i32, Kind, Role, Option<Memory>);
+    static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+    let mut known = KNOWN.lock().unwrap();
+    let is_it = |one: &&Known| (one.0, one.1, one.2) == (gpu.ordinal(), kind, role);
+    if let Some((.., memory)) = known.iter().find(is_it) {
+        return memory.clone();
+    }
+    let made = memory(gpu, kind, size());
+    known.push((gpu.ordinal(), kind, role, made.clone()));
+    made
+}
+
 /// Whether the simulated driver is used.
 pub(crate) fn is_simulated() -> bool {
     Gpu::count().map_or(true, |count| count == 0)

@@ -9,19 +9,7 @@ use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
 
 use super::common::{Side, assert_clean, connect, hca, received, sent};
-use super::kinds::{Kind, alone, data, get, gpu, is_simulated, memory, new_stream, put};
-
-/// Bytes of a region.
-fn size() -> usize {
-    if is_simulated() { 4 << 20 } else { 64 << 20 }
-}
-
-/// Lengths round the thresholds, up to all of a region.
-pub(crate) fn lengths(size: usize) -> Vec<usize> {
-    let edges =
-        [1, 64, 4095, 4096, 4097, 16 << 10, (32 << 10) - 1, 32 << 10, (32 << 10) + 1, 300_001, 1 << 20];
-    edges.into_iter().chain([size - 7]).collect()
-}
+use super::kinds::{Kind, Role, alone, data, get, gpu, lengths, new_stream, put, region, size};
 
 /// Streams of the application that wait for a word, and so occupy hardware queues.
 pub(crate) struct Blocked {
@@ -64,7 +52,7 @@ struct End {
 }
 
 fn pair(from: (&Gpu, Kind), to: (&Gpu, Kind)) -> Option<(End, End)> {
-    let memories = (memory(from.0, from.1, size())?, memory(to.0, to.1, size())?);
+    let memories = (region(from.0, from.1, Role::From)?, region(to.0, to.1, Role::To)?);
     let (a, b) = connect(Side::new(&hca(), 4096, |q| q), Side::new(&hca(), 4096, |q| q));
     let end = |side: Side, (gpu, kind): (&Gpu, Kind), memory: &Memory| {
         let mr = side.pd.register(memory, Access::all()).unwrap();
@@ -76,7 +64,7 @@ fn pair(from: (&Gpu, Kind), to: (&Gpu, Kind)) -> Option<(End, End)> {
 /// A message, a write and a read of every length.
 fn exchange(a: &End, b: &End) {
     let what = format!("{:?} of {:?} to {:?} of {:?}", a.kind, a.gpu, b.kind, b.gpu);
-    for (n, len) in lengths(size()).into_iter().enumerate() {
+    for (n, len) in lengths(a.kind, b.kind).enumerate() {
         let (there, back) = (data(len, n), data(len, n + 100));
         let sge = [a.mr.sge(7, len).unwrap()];
         let remote = b.mr.remote(3).unwrap();
@@ -135,10 +123,9 @@ fn while_six_streams_wait() {
         .into_iter()
         .filter_map(|kind| pair((&gpu, Kind::Malloc), (&gpu, kind)))
         .collect();
-    let sizes = lengths(size());
     let blocked = Blocked::on(&gpu, 6);
     for (a, b) in &pairs {
-        for &len in &sizes {
+        for len in lengths(Kind::Malloc, b.kind).chain([size() - 7]) {
             let into = [b.mr.sge(0, len).unwrap()];
             b.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &into }]).unwrap();
             a.side.qp.post_send(&[SendWr::send(&[a.mr.sge(0, len).unwrap()])]).unwrap();

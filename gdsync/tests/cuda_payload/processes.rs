@@ -10,18 +10,14 @@ use gdsync::mlx5::RemoteAddr;
 use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
 
 use super::common::{Side, assert_clean, hca, received, sent};
-use super::kinds::{Kind, alone, data, get, gpu, is_simulated, memory, put, stream};
-use super::pairs::{Blocked, lengths};
+use super::kinds::{Kind, Role, alone, data, get, gpu, is_simulated, lengths, put, region, size, stream};
+use super::pairs::Blocked;
 
 /// Set in the child: its GPU.
 const ORDINAL: &str = "GDSYNC_TEST_GPU";
 const KINDS: [Kind; 6] = [Kind::Plain, Kind::Pinned, Kind::Mapped, Kind::Malloc, Kind::Vmm, Kind::Pool];
 /// Bytes that the bandwidth is measured with.
 const LARGE: usize = 64 << 20;
-
-fn size() -> usize {
-    if is_simulated() { 2 << 20 } else { LARGE }
-}
 
 /// One process: a queue pair, and memory of every kind that there is.
 struct Here {
@@ -34,7 +30,7 @@ impl Here {
     fn on(gpu: Gpu) -> Self {
         let side = Side::new(&hca(), 4096, |q| q.timeout(18));
         let register = |kind| {
-            let memory = memory(&gpu, kind, size())?;
+            let memory = region(&gpu, kind, Role::From)?;
             Some(side.pd.register(&memory, Access::all()).unwrap())
         };
         let mrs = KINDS.into_iter().map(register).collect();
@@ -187,7 +183,7 @@ fn all_pairs(here: &Here, peer: &mut Peer) {
     let mut seed = 0;
     for from in (0..KINDS.len()).filter(|&kind| here.mrs[kind].is_some()) {
         for to in (0..KINDS.len()).filter(|&kind| peer.has(kind)).collect::<Vec<_>>() {
-            for len in lengths(size()) {
+            for len in lengths(KINDS[from], KINDS[to]) {
                 exchange(here, peer, from, to, len, seed);
                 seed += 3;
             }
@@ -196,109 +192,110 @@ fn all_pairs(here: &Here, peer: &mut Peer) {
     assert_clean(&[&here.side]);
 }
 
-/// The GPUs of both sides.
-fn places() -> Vec<(Gpu, i32)> {
-    let (Some(first), second) = (gpu(0), gpu(1)) else { return vec![] };
-    if second.is_none() {
-        eprintln!("skipped: between two GPUs, as there is one");
-    }
-    [Some((first.clone(), 0)), second.map(|_| (first, 1))].into_iter().flatten().collect()
-}
-
-#[test]
-fn every_kind_to_every_kind() {
+/// All tests between two processes, which are the same in all of them: to start one and to make its memory takes longer than
+/// most tests.
+fn play(ordinals: [i32; 2]) {
     let _alone = alone();
-    for (gpu, other) in places() {
-        let here = Here::on(gpu);
-        let mut peer = Peer::start(other, &here);
-        all_pairs(&here, &mut peer);
-        let (by_reference, refused) = peer.stats();
-        eprintln!("to GPU {other}: {by_reference} messages by reference, {refused} references refused");
-        if !is_simulated() {
-            assert!(by_reference > 0, "CUDA IPC was never used");
-        }
+    let Some(first) = gpu(ordinals[0]) else { return };
+    let Some(second) = gpu(ordinals[1]) else {
+        return eprintln!("skipped: fewer than two GPUs");
+    };
+    let here = Here::on(first);
+    let mut peer = Peer::start(ordinals[1], &here);
+    every_kind_to_every_kind(&here, &mut peer);
+    while_six_streams_wait_on_both_sides(&here, &mut peer);
+    if is_simulated() {
+        eprintln!("skipped: what 64 MiB take, as there is no GPU");
+    } else {
+        bandwidth_of_64_mib(&here, &mut peer, &second);
     }
 }
 
 #[test]
-fn while_six_streams_wait_on_both_sides() {
-    let _alone = alone();
-    for (gpu, other) in places() {
-        let here = Here::on(gpu);
-        let mut peer = Peer::start(other, &here);
-        // Once without: registrations and openings may wait for streams, copies must not.
-        exchange(&here, &mut peer, 3, 3, size() - 7, 0);
-        peer.does("block 6");
-        let blocked = Blocked::on(&here.gpu, 6);
-        let sge = [here.mr(3).sge(1, size() - 7).unwrap()];
-        for _ in 0..20 {
-            let wr = SendWr::write(peer.remotes[3], &sge);
-            here.side.qp.post_send(&[wr]).unwrap();
-            assert_eq!(sent(&here.side).syndrome, None);
-        }
-        drop(blocked);
-        peer.does("release");
+fn on_one_gpu() {
+    play([0, 0]);
+}
+
+#[test]
+fn between_two_gpus() {
+    play([0, 1]);
+}
+
+fn every_kind_to_every_kind(here: &Here, peer: &mut Peer) {
+    all_pairs(here, peer);
+    let (by_reference, refused) = peer.stats();
+    eprintln!("{by_reference} messages by reference, {refused} references refused");
+    if !is_simulated() {
+        assert!(by_reference > 0, "CUDA IPC was never used");
     }
+}
+
+fn while_six_streams_wait_on_both_sides(here: &Here, peer: &mut Peer) {
+    // Once without: registrations and openings may wait for streams, copies must not.
+    exchange(here, peer, 3, 3, size() - 7, 0);
+    peer.does("block 6");
+    let blocked = Blocked::on(&here.gpu, 6);
+    let sge = [here.mr(3).sge(1, size() - 7).unwrap()];
+    for _ in 0..20 {
+        let wr = SendWr::write(peer.remotes[3], &sge);
+        here.side.qp.post_send(&[wr]).unwrap();
+        assert_eq!(sent(&here.side).syndrome, None);
+    }
+    drop(blocked);
+    peer.does("release");
 }
 
 /// Prints what 64 MiB from GPU to GPU take, beside `cuMemcpyPeerAsync`. It fails for wrong data only.
-#[test]
-fn bandwidth_of_64_mib() {
-    let _alone = alone();
-    if is_simulated() {
-        return eprintln!("skipped: no GPU");
-    }
-    for (first, other) in places() {
-        let second = gpu(other).unwrap();
-        let alone = baseline(&first, &second);
-        let here = Here::on(first);
-        let mut peer = Peer::start(other, &here);
-        let sge = [here.mr(3).sge(0, LARGE).unwrap()];
-        let remote = RemoteAddr { addr: peer.remotes[3].addr - 1, ..peer.remotes[3] };
-        let run = |count: usize, window: usize| {
-            let (start, mut posted) = (Instant::now(), 0);
-            for done in 0..count {
-                while posted < (done + window).min(count) {
-                    here.side.qp.post_send(&[SendWr::write(remote, &sge)]).unwrap();
-                    posted += 1;
-                }
-                assert_eq!(sent(&here.side).syndrome, None);
+fn bandwidth_of_64_mib(here: &Here, peer: &mut Peer, second: &Gpu) {
+    let sge = [here.mr(3).sge(0, LARGE).unwrap()];
+    let remote = RemoteAddr { addr: peer.remotes[3].addr - 1, ..peer.remotes[3] };
+    let run = |count: u32, window: u32| {
+        let (start, mut posted) = (Instant::now(), 0);
+        for done in 0..count {
+            while posted < (done + window).min(count) {
+                here.side.qp.post_send(&[SendWr::write(remote, &sge)]).unwrap();
+                posted += 1;
             }
-            start.elapsed() / u32::try_from(count).unwrap()
-        };
-        run(4, 4);
-        for (name, window) in [("one at a time", 1), ("eight at a time", 8)] {
-            let each = run(64, window);
-            let share = 100.0 * alone.as_secs_f64() / each.as_secs_f64();
-            eprintln!(
-                "GPU 0 to GPU {other}, two processes, {name}: {each:?} for 64 MiB, {:.1} GB/s, {share:.0} % of \
-                 cuMemcpyPeerAsync ({alone:?})",
-                67.108_864e-3 / each.as_secs_f64()
-            );
+            assert_eq!(sent(&here.side).syndrome, None);
         }
-        here.fill(3, LARGE - 1, 5);
-        run(1, 1);
-        peer.does(&format!("check 3 {} 5", LARGE - 1));
+        start.elapsed() / count
+    };
+    run(4, 4);
+    for (name, window) in [("one at a time", 1), ("eight at a time", 8)] {
+        let each = run(64, window);
+        let alone = baseline(&here.gpu, second, window);
+        let share = 100.0 * alone.as_secs_f64() / each.as_secs_f64();
+        eprintln!(
+            "GPU 0 to GPU {}, two processes, {name}: {each:?} for 64 MiB, {:.1} GB/s, {share:.0} % of \
+             cuMemcpyPeerAsync ({alone:?})",
+            second.ordinal(),
+            67.108_864e-3 / each.as_secs_f64()
+        );
     }
+    here.fill(3, LARGE - 1, 5);
+    run(1, 1);
+    peer.does(&format!("check 3 {} 5", LARGE - 1));
 }
 
-/// What `cuMemcpyPeerAsync` takes for 64 MiB within one process, copies back to back.
-fn baseline(first: &Gpu, second: &Gpu) -> Duration {
-    let (from, to) =
-        (memory(first, Kind::Malloc, LARGE).unwrap(), memory(second, Kind::Malloc, LARGE).unwrap());
+/// What `cuMemcpyPeerAsync` takes for 64 MiB within one process, so many copies at a time.
+fn baseline(first: &Gpu, second: &Gpu, window: u32) -> Duration {
+    let from = region(first, Kind::Malloc, Role::From).unwrap();
+    let to = region(second, Kind::Malloc, Role::To).unwrap();
     from.gpu_addr(second).unwrap();
     to.gpu_addr(first).unwrap();
     let _current = first.enter().unwrap();
     let api = first.api();
     let copies = |count: u32| {
         let start = Instant::now();
-        for _ in 0..count {
+        for n in 1..=count {
             let (dst, src) = ((to.addr(), second.raw_context()), (from.addr(), first.raw_context()));
             // SAFETY: both live and are so long.
             unsafe { api.memcpy_peer_async(dst.0, dst.1, src.0, src.1, LARGE, stream(first)) }.unwrap();
+            if n % window == 0 {
+                // SAFETY: a live stream.
+                unsafe { api.stream_synchronize(stream(first)) }.unwrap();
+            }
         }
-        // SAFETY: a live stream.
-        unsafe { api.stream_synchronize(stream(first)) }.unwrap();
         start.elapsed() / count
     };
     copies(4);
