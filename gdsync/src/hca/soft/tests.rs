@@ -1,9 +1,13 @@
 //! An HCA that nobody runs while its peer acts.
 
 use super::*;
+use crate::cuda::Gpu;
 use crate::hca::served::Steps as _;
-use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, SendOp, WqeFlags};
+use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
+use crate::mover::{Handle, Part, ProcessId, Ticket};
 use crate::protocol::{self, completion};
+use crate::recorder::Log;
+use crate::verbs::cq::Cq;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -15,7 +19,11 @@ struct Side {
 
 impl Side {
     fn new() -> Self {
-        let hca = SoftHca::start(&SoftHcaConfig::default()).unwrap();
+        Self::with(&SoftHcaConfig::default())
+    }
+
+    fn with(config: &SoftHcaConfig) -> Self {
+        let hca = SoftHca::start(config).unwrap();
         let (send_cq, recv_cq) = (
             hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
             hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
@@ -47,8 +55,12 @@ impl Side {
 
     /// Posts a SEND of no bytes.
     fn send(&self) {
-        let send = SendOp::Send { payload: mlx5::Payload::Sges(&[]), imm: None };
-        let wqe = mlx5::encode(&send, self.qp.qpn, 0, WqeFlags::default()).unwrap();
+        self.post(&SendOp::Send { payload: Payload::Sges(&[]), imm: None });
+    }
+
+    /// Posts the first send.
+    fn post(&self, op: &SendOp<'_>) {
+        let wqe = mlx5::encode(op, self.qp.qpn, 0, WqeFlags::default()).unwrap();
         self.qp.sq.write(0, wqe.as_bytes()).unwrap();
         let record = self.qp.record.atomic32(mlx5::QP_DBREC_SEND).unwrap();
         let doorbell = mlx5::doorbell_word(wqe.first8());
@@ -142,4 +154,70 @@ fn what_a_peer_sent_before_it_died_arrives() {
     let mut cqe = [0; CQE_SIZE];
     a.recv_cq.ring.read(0, &mut cqe).unwrap();
     assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND);
+}
+
+/// Says that it copies, and that it has.
+#[derive(Debug)]
+struct Idle;
+
+impl Mover for Idle {
+    fn adopt(&self, _: &Gpu) {}
+    fn export(&self, _: &Memory) -> Option<Handle> {
+        Some(Handle { ipc: [0; 64], buffer: 0, offset: 0 })
+    }
+    fn stages(&self, _: &Memory) -> bool {
+        false
+    }
+    fn start(&self, _: Vec<Part>) -> Ticket {
+        let ticket = Ticket::default();
+        ticket.done();
+        ticket
+    }
+    fn forget(&self, _: ProcessId) {}
+}
+
+#[test]
+fn both_sides_know_when_a_copy_began() {
+    const LEN: usize = 4096;
+    let config = SoftHcaConfig { by_reference: LEN, mover: Some(Arc::new(Idle)), ..SoftHcaConfig::default() };
+    let (a, b) = (Side::with(&config), Side::with(&config));
+    a.connect(&b);
+    b.connect(&a);
+    let memory = Memory::alloc(LEN).unwrap();
+    let [own, other] = [&a, &b].map(|side| side.hca.reg_mr(1, &memory, Access::all()).unwrap());
+    let began = |side: &Side| side.hca.shared.duties.copied.when();
+    assert_eq!((began(&a), began(&b)), (None, None));
+    let start = Instant::now();
+    let sges = [DataSeg { addr: memory.addr(), len: u32::try_from(LEN).unwrap(), lkey: own.lkey }];
+    let remote = RemoteAddr { addr: memory.addr(), rkey: other.rkey };
+    a.post(&SendOp::Write { remote, payload: Payload::Sges(&sges), imm: None });
+    while b.hca.stats().by_reference == 0 {
+        assert!(start.elapsed() < PATIENCE, "nothing came by reference");
+        std::thread::yield_now();
+    }
+    // Who did the work tells of it when the state is let go, which it was since.
+    assert!(began(&b) >= Some(start), "{:?}", began(&b));
+    assert!(a.hca.stats().packets_sent > 0 && began(&a) >= Some(start), "{:?}", began(&a));
+}
+
+#[test]
+fn who_waits_after_a_copy_began_stays_awake() {
+    let hca = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+    let cq = Cq::create(hca.clone(), 8, OnGpu::empty(), &Places::default(), Log::current()).unwrap();
+    // Asleep it looks once or twice, and again when the time is up.
+    assert!(looks(&cq, Duration::from_millis(20)) < 100, "there was no copy");
+    // Of a moment to come, so that it is recent however slow this machine is.
+    hca.shared.duties.copied.note(Instant::now() + PATIENCE);
+    assert_eq!(looks(&cq, PATIENCE), 100);
+}
+
+/// How often a thread looks that waits until it has looked a hundred times.
+fn looks(cq: &Cq, timeout: Duration) -> u32 {
+    let looks = std::cell::Cell::new(0);
+    let look = || {
+        looks.set(looks.get() + 1);
+        looks.get() == 100
+    };
+    cq.0.park(&look, timeout);
+    looks.get()
 }
