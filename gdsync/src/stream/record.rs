@@ -75,26 +75,22 @@ impl Recording {
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
         let mut parts = Vec::new();
-        // Where the operations of the last send or wait end.
-        let mut known = 0;
         for (at, op) in ops.into_iter().enumerate() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 parts.extend(self.covered(completion));
             }
-            if let Some(send) = sends.next_if(|send| send.place.start == at) {
-                known = send.place.end;
+            if let Some(send) = sends.next_if(|send| send.place == at) {
                 parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
                 self.sends.push((self.completions, send));
                 self.completions += 1;
-            } else if let Some(wait) = waits.next_if(|wait| wait.place.start == at) {
-                known = wait.place.end;
+            } else if let Some(wait) = waits.next_if(|wait| wait.place == at) {
                 let told = wait.asked != Asked::Through;
                 parts.push(Part::Wait { awaited: self.awaited(&wait), told });
                 self.completions += usize::from(told);
                 self.waits.push(wait);
             } else if let Some((_, f)) = repeatable.next_if(|(place, _)| *place == at) {
                 parts.push(Part::HostFn(f));
-            } else if at >= known {
+            } else {
                 parts.push(Part::Op(op));
             }
         }

@@ -12,7 +12,6 @@ use smallvec::SmallVec;
 
 use super::host_fn;
 use super::instance::Instance;
-use super::lane::Lane;
 use super::plan::{self, Call, Calls};
 use super::retire::Retired;
 use super::shared::{Issued, MARK_EVERY, Shared, Turn};
@@ -54,8 +53,8 @@ enum Shape {
 #[derive(Debug)]
 pub(super) struct Exec {
     gpu: Gpu,
-    /// Where its kernels are from.
-    lane: Option<Arc<Lane>>,
+    /// Kernels run the operations.
+    by_kernel: bool,
     /// The nodes are those of this graph.
     graph: Handle,
     nodes: Vec<Node>,
@@ -124,13 +123,12 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        plan::check(&self.gpu, ops)?;
+        let mut calls = Calls::new();
+        plan::plan(&mut calls, &self.gpu, ops, self.by_kernel())?;
         let mut turn = self.take_turn();
         if let Some(error) = self.error() {
             return Err(error);
         }
-        let mut calls = Calls::new();
-        plan::plan(&mut calls, &self.gpu, ops, self.lane.is_some())?;
         let captured = turn.capture.get_or_insert_default();
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
@@ -163,22 +161,21 @@ impl Shared {
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
         self.end_turn(turn);
         // From here on it is destroyed whatever happens.
-        let (gpu, lane) = (self.gpu.clone(), self.lane.clone());
-        let nodes = captured.nodes;
-        let mut exec = Exec { gpu, lane, graph, nodes, instances: Vec::new(), launching: Mutex::default() };
+        let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel(), captured.nodes);
+        let mut exec =
+            Exec { gpu, by_kernel, graph, nodes, instances: Vec::new(), launching: Mutex::default() };
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
-        exec.instances = Instance::all(&exec.gpu, exec.lane.as_ref(), graph, &exec.nodes)?;
+        exec.instances = Instance::all(&exec.gpu, self.lane.as_ref(), graph, &exec.nodes)?;
         Ok(Arc::new(exec))
     }
 
     pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
-        let same_lane = self.lane.is_some() == exec.lane.is_some();
-        if self.gpu.raw_context() != exec.gpu.raw_context() || !same_lane {
+        if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
             return Err(elsewhere());
         }
-        plan::check(&self.gpu, ops)?;
-        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, ends))
+        let calls = exec.plan(ops, ends)?;
+        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, calls))
     }
 
     fn launch_in_turn<'s>(
@@ -186,12 +183,11 @@ impl Shared {
         (turn, done): (&mut Turn, &mut Retired<'s>),
         exec: &Arc<Exec>,
         ops: &mut Vec<Op>,
-        ends: &[usize],
+        calls: Calls,
     ) -> Result<Issued> {
         if self.is_captured_by_others(turn) {
             return Err(within_another());
         }
-        let calls = exec.plan(ops, ends)?;
         let count = 1 + calls.len();
         let launching = exec.launching.lock();
         let instance = self.instance(turn, exec)?;
@@ -227,7 +223,7 @@ impl Exec {
         let mut calls = Calls::new();
         let mut start = 0;
         for &end in ends {
-            plan::plan(&mut calls, &self.gpu, &ops[start..end], self.lane.is_some())?;
+            plan::plan(&mut calls, &self.gpu, &ops[start..end], self.by_kernel)?;
             start = end;
         }
         let fits = |(call, node): (&Call, &Node)| Shape::of(call) == node.shape;

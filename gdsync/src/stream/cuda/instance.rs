@@ -69,7 +69,8 @@ impl Instance {
         self.exec
     }
 
-    /// Whether it can be given other operations: a launch under way reads those in memory.
+    /// Whether it can be given other operations: a launch under way reads those in memory. Every clone counts as a launch, so
+    /// this makes none: the watchdog asks while others launch.
     pub(super) fn is_free(self: &Arc<Self>) -> bool {
         if self.programs.is_some() && Arc::strong_count(self) > 1 {
             return false;

@@ -157,12 +157,7 @@ fn trigger(steps: &mut Steps, gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<()> 
     Ok(())
 }
 
-/// As [`add_steps`], for who asks before a lock is taken.
-pub(super) fn check(gpu: &Gpu, ops: &[Op]) -> Result<()> {
-    add_steps(&mut Steps::new(), gpu, ops)
-}
-
-/// Adds what operations become to `calls`.
+/// Adds what operations become to `calls`; not under a lock, as [`add_steps`].
 pub(super) fn plan(calls: &mut Calls, gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<()> {
     let mut steps = Steps::new();
     add_steps(&mut steps, gpu, ops)?;
