@@ -51,6 +51,8 @@ pub(super) struct Recording {
     sends: Vec<(usize, PreparedSend)>,
     waits: Vec<PreparedWait>,
     completions: usize,
+    /// Operations of each batch, where batches are steps of a kernel.
+    pub(super) sizes: Option<Vec<usize>>,
 }
 
 /// Refuses what cannot be done more than once.
@@ -67,6 +69,11 @@ pub(super) fn check(batch: &Batch) -> Result<()> {
 }
 
 impl Recording {
+    /// Of steps of a kernel.
+    pub(super) fn of_steps() -> Self {
+        Self { sizes: Some(Vec::new()), ..Self::default() }
+    }
+
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let Batch { ops, sends, waits, covered, repeatable, stream: _ } = mem::take(batch);

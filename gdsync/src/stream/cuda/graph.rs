@@ -7,11 +7,10 @@ use std::sync::Arc;
 
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
-use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::host_fn;
-use super::instance::Instance;
+use super::instance::Pool;
 use super::plan::{self, Call, Calls};
 use super::retire::Retired;
 use super::shared::{Issued, MARK_EVERY, Shared, Turn};
@@ -56,11 +55,16 @@ pub(super) struct Exec {
     /// Kernels run the operations.
     by_kernel: bool,
     /// The nodes are those of this graph.
-    graph: Handle,
+    _graph: Captive,
     nodes: Vec<Node>,
-    instances: Vec<Arc<Instance>>,
-    /// Held while a launch gives the nodes their operations, until it is queued.
-    launching: Mutex<()>,
+    pool: Arc<Pool>,
+}
+
+/// A graph that is destroyed when it is dropped.
+#[derive(Debug)]
+struct Captive {
+    gpu: Gpu,
+    graph: Handle,
 }
 
 impl Shape {
@@ -160,14 +164,13 @@ impl Shared {
         // SAFETY: a stream that is being captured, and a place for the graph.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
         self.end_turn(turn);
-        // From here on it is destroyed whatever happens.
-        let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel(), captured.nodes);
-        let mut exec =
-            Exec { gpu, by_kernel, graph, nodes, instances: Vec::new(), launching: Mutex::default() };
+        // Destroyed whatever happens.
+        let captive = Captive { gpu: self.gpu.clone(), graph };
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
-        exec.instances = Instance::all(&exec.gpu, self.lane.as_ref(), graph, &exec.nodes)?;
-        Ok(Arc::new(exec))
+        let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel(), captured.nodes);
+        let pool = Arc::new(Pool::of_graph(&gpu, self.lane.as_ref(), graph, &nodes)?);
+        Ok(Arc::new(Exec { gpu, by_kernel, _graph: captive, nodes, pool }))
     }
 
     pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
@@ -189,8 +192,8 @@ impl Shared {
             return Err(within_another());
         }
         let count = 1 + calls.len();
-        let launching = exec.launching.lock();
-        let instance = self.instance(turn, exec)?;
+        let launching = exec.pool.lock();
+        let instance = self.instance(turn, &exec.pool)?;
         let seq = self.submitted() + 1;
         let head = self.head(seq);
         instance.arm(head, &exec.nodes, calls)?;
@@ -234,19 +237,9 @@ impl Exec {
             fix: "capture the graph again",
         })
     }
-
-    /// An instance that can be given other operations. Launches take one at a time.
-    pub(super) fn free(&self) -> Option<Arc<Instance>> {
-        self.instances.iter().find(|instance| instance.is_free()).cloned()
-    }
-
-    /// Whether there is one.
-    pub(super) fn is_free(&self) -> bool {
-        self.instances.iter().any(|instance| instance.is_free())
-    }
 }
 
-impl Drop for Exec {
+impl Drop for Captive {
     fn drop(&mut self) {
         if self.graph == 0 {
             return;
