@@ -64,7 +64,7 @@ struct Call {
     log: u64,
 }
 
-/// A kernel that runs steps in some order. It must live until the kernel has ended.
+/// A kernel that runs steps in some order, made before a stream waits. It must live until the kernel has ended.
 pub(crate) struct App {
     order: Memory,
     log: Memory,
@@ -81,12 +81,17 @@ impl App {
         for (at, step) in order.iter().enumerate() {
             app.order.word32(4 * at).unwrap().store(*step);
         }
-        app.log.fill(0, 16 * order.len(), 0xff).unwrap();
-        // Known to the GPU before a stream waits.
+        app.forget();
+        // Known to the GPU before a stream waits: CUDA could not take it then.
         for memory in [&app.order, &app.log] {
             memory.gpu_addr(&place.gpu).unwrap();
         }
         app
+    }
+
+    /// Forgets what it has logged.
+    pub(crate) fn forget(&self) {
+        self.log.fill(0, self.log.len(), 0xff).unwrap();
     }
 
     /// Launches it: it sends `first` and what follows from the first 8 bytes of `memory`, and looks at those at 64.

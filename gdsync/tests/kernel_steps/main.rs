@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use app::{App, kernel_places};
 use common::{PATIENCE, Side, assert_clean, until};
 use gdsync::Error;
-use gdsync::stream::{Batch, KernelSteps, Stream};
+use gdsync::stream::{Batch, KernelSteps, Launch, Stream};
 use gdsync::verbs::{RecvWr, SendWr};
 use place::Place;
 use simulated::OK;
@@ -59,6 +59,14 @@ impl<'a> Table<'a> {
         batch.send(&side.qp, &SendWr::send(&[side.mr.sge(0, 8)?]).id(5)).map(drop)
     }
 
+    /// Blocks until both streams are done, and all went well.
+    fn finish(&self) {
+        for stream in &self.streams {
+            stream.synchronize(PATIENCE).unwrap();
+        }
+        assert_clean(&[&self.sides[0], &self.sides[1]]);
+    }
+
     /// The first sends and waits in one step, the second waits in one and sends in the next.
     fn steps(&mut self, who: usize) -> KernelSteps {
         let stream = self.streams[who].clone();
@@ -84,6 +92,11 @@ impl<'a> Table<'a> {
     }
 }
 
+/// All steps of a side, in order.
+fn all(who: usize) -> Vec<u32> {
+    (0..BOUNCES * if who == 0 { 1 } else { 2 }).collect()
+}
+
 /// Two kernels play, two launches of each under way, with eager messages between them. Rings go round often.
 #[test]
 fn kernels_bounce_messages() {
@@ -91,28 +104,23 @@ fn kernels_bounce_messages() {
     for place in kernel_places() {
         let mut table = Table::new(&place);
         let steps = [0, 1].map(|who| table.steps(who));
-        assert_eq!([steps[0].len(), steps[1].len()], [BOUNCES as usize, 2 * BOUNCES as usize]);
+        assert_eq!([0, 1].map(|who| steps[who].len()), [0, 1].map(|who| all(who).len()));
+        let mut idle: VecDeque<_> = (0..2).map(|_| [0, 1].map(|who| App::new(&place, &all(who)))).collect();
         let mut under_way = VecDeque::new();
         for round in 0..ROUNDS {
             if under_way.len() == 2 {
-                check(&table, under_way.pop_front().unwrap());
+                idle.push_back(check(&table, under_way.pop_front().unwrap()));
             }
-            let round_apps = [0, 1].map(|who| {
+            let apps = idle.pop_front().unwrap();
+            let launches = [0, 1].map(|who| {
                 // The receives of the recording are those of the first round.
                 if round > 0 {
                     table.receive(who, BOUNCES);
                 }
-                let order: Vec<u32> = (0..u32::try_from(steps[who].len()).unwrap()).collect();
-                let app = App::new(&place, &order);
-                let (stream, memory) = (&table.streams[who], table.sides[who].memory());
-                let launch = |program| {
-                    app.launch(&place, stream, program, memory, 1000 * round);
-                    Ok::<_, Error>(())
-                };
-                let launch = steps[who].launch_within(stream, PATIENCE, launch).unwrap();
-                (app, launch)
+                apps[who].forget();
+                launch(&table, who, &steps[who], &apps[who], 1000 * round)
             });
-            under_way.push_back((round, round_apps));
+            under_way.push_back((round, apps, launches));
             if round % 7 == 3 {
                 table.receive(1, 1);
                 let mut batch = Batch::new();
@@ -122,42 +130,37 @@ fn kernels_bounce_messages() {
                 table.streams[1].wait_recv(&table.sides[1].qp).unwrap();
             }
         }
-        under_way.into_iter().for_each(|round| check(&table, round));
-        for stream in &table.streams {
-            stream.synchronize(PATIENCE).unwrap();
+        for round in under_way {
+            check(&table, round);
         }
-        assert_clean(&[&table.sides[0], &table.sides[1]]);
+        table.finish();
     }
 }
 
 /// What a round has received, in the order of its steps.
-fn check(table: &Table<'_>, (round, apps): (u64, [(App, gdsync::stream::Launch); 2])) {
-    for (who, (app, launch)) in apps.iter().enumerate() {
+fn check(table: &Table<'_>, (round, apps, launches): (u64, [App; 2], [Launch; 2])) -> [App; 2] {
+    for (who, (app, launch)) in apps.iter().zip(&launches).enumerate() {
         launch.wait(&table.streams[who], PATIENCE).unwrap();
-        for completion in launch.completions() {
-            assert!(completion.wait(PATIENCE).is_ok());
-        }
+        assert!(launch.completions().iter().all(|completion| completion.wait(PATIENCE).is_ok()));
         let log = app.log();
         assert!(log.iter().all(|(result, _)| *result == OK), "{:?} round {round}: {log:?}", table.place);
         // Behind a step that only sends, the next message may be there already.
-        let waits = log.iter().step_by(1 + who).map(|(_, received)| *received);
-        let sent_by_other =
-            (0..u64::from(BOUNCES)).map(|n| 1000 * round + if who == 0 { 2 * n + 1 } else { n });
-        let (received, expected): (Vec<_>, Vec<_>) = (waits.collect(), sent_by_other.collect());
+        let received: Vec<_> = log.iter().step_by(1 + who).map(|(_, received)| *received).collect();
+        let of_other = |n| 1000 * round + if who == 0 { 2 * n + 1 } else { n };
+        let expected: Vec<_> = (0..u64::from(BOUNCES)).map(of_other).collect();
         assert_eq!(received, expected, "{:?} round {round}", table.place);
     }
+    apps
 }
 
-/// A launch that runs steps in this order.
-fn launch(table: &Table<'_>, who: usize, steps: &KernelSteps, order: &[u32]) -> App {
-    let app = App::new(table.place, order);
+/// Launches a kernel that runs steps, and sends numbers from `first` on.
+fn launch(table: &Table<'_>, who: usize, steps: &KernelSteps, app: &App, first: u64) -> Launch {
     let (stream, memory) = (&table.streams[who], table.sides[who].memory());
-    let launched = steps.launch(stream, |program| {
-        app.launch(table.place, stream, program, memory, 0);
+    let launched = steps.launch_within(stream, PATIENCE, |program| {
+        app.launch(table.place, stream, program, memory, first);
         Ok::<_, Error>(())
     });
-    launched.unwrap();
-    app
+    launched.unwrap()
 }
 
 /// A kernel ends early, or is never launched: the stream runs what is left, and the other side need not wait.
@@ -166,25 +169,20 @@ fn steps_that_are_left_are_run_by_the_stream() {
     for place in kernel_places() {
         let mut table = Table::new(&place);
         let steps = [0, 1].map(|who| table.steps(who));
-        let two = launch(&table, 0, &steps[0], &[0, 1]);
+        let two = App::new(&place, &[0, 1]);
+        let apps = [0, 1].map(|who| App::new(&place, &all(who)));
+        launch(&table, 0, &steps[0], &two, 0);
         steps[1].launch(&table.streams[1], |_| Ok::<_, Error>(())).unwrap();
-        for stream in &table.streams {
-            stream.synchronize(PATIENCE).unwrap();
-        }
+        table.finish();
         assert_eq!(two.results(), [OK; 2]);
         // The rings are as if all had been run: another round is whole.
         for who in [0, 1] {
             table.receive(who, BOUNCES);
+            launch(&table, who, &steps[who], &apps[who], 0);
         }
-        let all: Vec<u32> = (0..2 * BOUNCES).collect();
-        let apps =
-            [launch(&table, 0, &steps[0], &all[..BOUNCES as usize]), launch(&table, 1, &steps[1], &all)];
-        for stream in &table.streams {
-            stream.synchronize(PATIENCE).unwrap();
-        }
+        table.finish();
         assert!(apps.iter().all(|app| app.results().iter().all(|result| *result == OK)));
         assert_eq!(table.sides[1].memory().word64(64).unwrap().load(), u64::from(BOUNCES) - 1);
-        assert_clean(&[&table.sides[0], &table.sides[1]]);
     }
 }
 
@@ -194,15 +192,11 @@ fn steps_run_once_and_in_order() {
     for place in kernel_places() {
         let mut table = Table::new(&place);
         let steps = [0, 1].map(|who| table.steps(who));
-        let order = [1, 0, 0, 1, 2, 3, 4, 99, 5, 6, 5];
-        let app = launch(&table, 0, &steps[0], &order);
-        launch(&table, 1, &steps[1], &(0..2 * BOUNCES).collect::<Vec<_>>());
-        for stream in &table.streams {
-            stream.synchronize(PATIENCE).unwrap();
-        }
+        let apps = [App::new(&place, &[1, 0, 0, 1, 2, 3, 4, 99, 5, 6, 5]), App::new(&place, &all(1))];
+        (0..2).for_each(|who| drop(launch(&table, who, &steps[who], &apps[who], 0)));
+        table.finish();
         let told = simulated::OUT_OF_ORDER;
-        assert_eq!(app.results(), [told, OK, told, OK, OK, OK, OK, told, OK, told, told]);
-        assert_clean(&[&table.sides[0], &table.sides[1]]);
+        assert_eq!(apps[0].results(), [told, OK, told, OK, OK, OK, OK, told, OK, told, told]);
     }
 }
 
@@ -213,16 +207,15 @@ fn a_second_kernel_goes_on_where_the_first_ended() {
         let mut table = Table::new(&place);
         let steps = [0, 1].map(|who| table.steps(who));
         let apps = [App::new(&place, &[0, 1]), App::new(&place, &[1, 2, 3, 4, 5])];
+        let other = App::new(&place, &all(1));
         let (stream, memory) = (&table.streams[0], table.sides[0].memory());
         let launched = steps[0].launch(stream, |program| {
             apps.iter().for_each(|app| app.launch(&place, stream, program, memory, 0));
             Ok::<_, Error>(())
         });
         launched.unwrap();
-        launch(&table, 1, &steps[1], &(0..2 * BOUNCES).collect::<Vec<_>>());
-        for stream in &table.streams {
-            stream.synchronize(PATIENCE).unwrap();
-        }
+        launch(&table, 1, &steps[1], &other, 0);
+        table.finish();
         assert_eq!(apps[0].results(), [OK, OK]);
         assert_eq!(apps[1].results(), [simulated::OUT_OF_ORDER, OK, OK, OK, OK]);
     }
