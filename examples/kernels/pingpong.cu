@@ -87,7 +87,7 @@ extern "C" __global__ void work(u64 ns)
 static __device__ bool check_and_fill(const Turn &t, u64 n, u64 first, u64 threads)
 {
     const u64 words = t.bytes / 8;
-    volatile u64 *const received = t.received[n % 2];
+    volatile u64 *const received = n % 2 ? t.received[1] : t.received[0];
     const u64 arrived = seed_of(1 - t.rank, n);
     const u64 spoilt = seed_of(1 - t.rank, n + 2);
     const u64 next = seed_of(t.rank, t.lies ? ~(n + 1) : n + 1);
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(1024) initiate(Initiate p)
         if (p.waits_first && gds::block_step(steps, step++) != gds::OK)
             return;
         // All others are at the barrier of the step meanwhile.
-        if (threadIdx.x == 0)
+        if (threadIdx.x == 0 && p.work_ns != 0)
             spin(p.work_ns);
         if (gds::block_step(steps, step++) != gds::OK)
             return;
