@@ -122,6 +122,13 @@ static __device__ __forceinline__ void store_64(u64 addr, u64 value)
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(addr), "l"(value) : "memory");
 }
 
+// What was written before is seen by all who see what is written behind it, and what was seen before came before what is
+// read behind it. A barrier of the application, `__threadfence_system`, orders all.
+static __device__ __forceinline__ void fence()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 // `Cond` of the host; a 32-bit word and its value come sign-extended for GEQ and zero-extended otherwise.
 template <typename Word, typename Signed> static __device__ __forceinline__ bool holds(u32 cond, Word word, Word value)
 {
@@ -222,13 +229,13 @@ static __device__ __forceinline__ void execute(const Head &head, const Op &op, u
             *failed = 1;
             store_64((u64)&head.status->submission, head.submission);
             store_64((u64)&head.status->word, op.addr);
-            __threadfence_system();
+            fence();
             store_32((u64)&head.status->failed, 1);
         }
         break;
     case WRITE_32:
     case WRITE_64:
-        __threadfence_system();
+        fence();
         if (*failed)
             break;
         if (op.kind == WRITE_32)
@@ -246,7 +253,7 @@ static __device__ __forceinline__ void execute(const Head &head, const Op &op, u
     case MARK:
         // Before the mark: behind it the status may be another stream's.
         tell(head, errors);
-        __threadfence_system();
+        fence();
         store_64(*failed ? op.addr + 8 : op.addr, op.value);
         break;
     }
@@ -325,7 +332,7 @@ private:
             // What the waits have seen, all see who meet this thread later. Before an index is written, which may take its
             // way over the bus: a fence behind it would wait for that.
             if (looked && (op.kind == INDEX || op.kind == END)) {
-                __threadfence_system();
+                detail::fence();
                 looked = false;
             }
             if (op.kind == END)

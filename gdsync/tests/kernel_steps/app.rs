@@ -47,6 +47,9 @@ fn function(place: &Place) -> usize {
         unsafe { place.gpu.api().module_load_data(&mut module, PTX.as_ptr().cast()) }.unwrap();
         // SAFETY: a place for the answer, a loaded module, a name.
         unsafe { place.gpu.api().module_get_function(&mut function, module, c"app".as_ptr()) }.unwrap();
+        // At once: CUDA would wait for streams that wait. Drivers before CUDA 12.4 cannot be told, and need not be.
+        // SAFETY: a function of a module that stays loaded.
+        let _ = unsafe { place.gpu.api().func_load(function) };
         function
     })
 }

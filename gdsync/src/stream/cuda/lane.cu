@@ -26,7 +26,7 @@ static __device__ void run(const Head &head, const Op *ops)
         detail::execute(head, op, &failed, &errors);
     }
     // What the waits have seen, the kernels behind this one see too.
-    __threadfence_system();
+    detail::fence();
     detail::tell(head, &errors);
 }
 
