@@ -89,7 +89,9 @@ impl Shared {
             return Err(Error::StreamAborted { stream: self.config.name.clone() });
         }
         let answer = lane.finish(self.gpu.api(), self.stream, addr);
-        (turn.marked, turn.unmarked) = (seq, 0);
+        if answer.is_ok() {
+            (turn.marked, turn.unmarked) = (seq, 0);
+        }
         Ok(Issued { seq, answer })
     }
 
