@@ -283,7 +283,7 @@ fn bad_arguments_are_named() {
         assert!(error.contains("--json") && error.contains(nowhere), "{}: {error}", brief.name);
     }
     for (name, args, expected) in [
-        ("pingpong", &["--modes", "fast"][..], &["--modes", "stream, graph, sync, cpu"][..]),
+        ("pingpong", &["--modes", "fast"][..], &["--modes", "stream, graph, initiate, sync, cpu"][..]),
         ("bandwidth", &["--sizes", "0"], &["--sizes", "0"]),
         ("bandwidth", &["--budget", "0"], &["--budget", "0"]),
         ("rate", &["--outstanding", "257"], &["--outstanding", "257"]),

@@ -73,15 +73,39 @@ fn streams_of_a_gpu_play_ping_pong() {
     }
 }
 
+/// A kernel waits and sends by itself: launches that do not divide the iterations, one that has all, one of each; with work, which
+/// makes two steps of an iteration, and without.
 #[test]
-fn wrong_bytes_of_a_graph_are_noticed() {
+fn kernels_play_ping_pong_by_themselves() {
     if no_gpu() {
         return;
     }
-    let mut command = example("pingpong");
-    command.args(["--stream", "cuda", "--sizes", "8", "--iters", "10", "--modes", "graph", "--wrong-bytes"]);
-    let error = fails(command);
-    assert!(error.contains("wrong data"), "{error}");
+    for (payload, placement) in
+        [("host", "host"), ("gpu", "host"), ("host", "gpu"), ("gpu", "words"), ("gpu", "all")]
+    {
+        let place = ["--stream", "cuda", "--via", "kernel", "--payload", payload, "--placement", placement];
+        let name = format!("initiate-{payload}-{placement}");
+        for each in ["1", "10", "200"] {
+            let sizes = ["--sizes", "1,8,5003,300000", "--modes", "initiate", "--initiate", each];
+            plays(&name, &[&place[..], &sizes].concat(), 4);
+        }
+        let work = ["--sizes", "8,70000", "--kernel-us", "50", "--modes", "sync", "--initiate", "10"];
+        plays(&name, &[&place[..], &work].concat(), 2 * 2);
+    }
+}
+
+#[test]
+fn wrong_bytes_of_launches_are_noticed() {
+    if no_gpu() {
+        return;
+    }
+    for mode in ["graph", "initiate"] {
+        let mut command = example("pingpong");
+        command.args(["--stream", "cuda", "--via", "kernel", "--sizes", "8", "--iters", "10"]);
+        command.args(["--modes", mode, "--wrong-bytes"]);
+        let error = fails(command);
+        assert!(error.contains("wrong data"), "{mode}: {error}");
+    }
 }
 
 /// The stream is a thread, but payload or queues are on the GPU.

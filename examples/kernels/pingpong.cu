@@ -1,15 +1,17 @@
 // Kernels of the ping-pong on a GPU's stream. The example loads `pingpong.ptx`, made from this file by NVRTC 12.0 for its
 // oldest architecture with memory-model instructions (PTX 8.0, which every CUDA 12 and newer driver compiles):
 //
-//     nvrtcCompileProgram(..., {"--gpu-architecture=compute_70", "--std=c++17"})
+//     nvrtcCompileProgram(..., {"--gpu-architecture=compute_70", "--std=c++17", "--include-path=gdsync/include"})
 //
-// or, with a CUDA 12.0 toolkit: nvcc -ptx -arch=compute_70 pingpong.cu
+// or, with a CUDA 12.0 toolkit: nvcc -ptx -arch=compute_70 -I gdsync/include pingpong.cu
 //
 // The layout of the structures is that of `src/pingpong/kernels.rs`.
 
+#include "gdsync.cuh"
+
 typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+using gds::u32;
+using gds::u64;
 
 // What the kernels keep from one iteration to the next.
 struct Score {
@@ -67,32 +69,30 @@ extern "C" __global__ void stamp(u64 *at)
     *at = now_ns();
 }
 
-// Work that takes so long.
-extern "C" __global__ void work(u64 ns)
+static __device__ void spin(u64 ns)
 {
     const u64 start = now_ns();
     while (now_ns() - start < ns) {
     }
 }
 
-// Between two iterations: stops the clock, checks what arrived, makes sure that what arrives there next is not there
-// yet, writes what leaves next, starts the clock.
-extern "C" __global__ void turn(Turn t)
+// Work that takes so long.
+extern "C" __global__ void work(u64 ns)
 {
-    const u64 threads = (u64)gridDim.x * blockDim.x;
-    const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    spin(ns);
+}
+
+// A thread's part of what is between iterations: checks what arrived in iteration `n`, makes sure that what arrives there
+// next is not there yet, writes what leaves next. Returns whether it found wrong data.
+static __device__ bool check_and_fill(const Turn &t, u64 n, u64 first, u64 threads)
+{
     const u64 words = t.bytes / 8;
-    const u64 end = now_ns();
-    // Counted on by the last block, when all have read it.
-    const u64 n = ((volatile Score *)t.score)->turns;
-    volatile u64 *const received = t.received[n % 2];
+    volatile u64 *const received = n % 2 ? t.received[1] : t.received[0];
     const u64 arrived = seed_of(1 - t.rank, n);
     const u64 spoilt = seed_of(1 - t.rank, n + 2);
     const u64 next = seed_of(t.rank, t.lies ? ~(n + 1) : n + 1);
     bool wrong = false;
 
-    if (first == 0 && n < t.total)
-        t.times[n] = end - t.score->start;
     for (u64 i = first; i < words; i += threads) {
         wrong |= received[i] != word(arrived, i);
         received[i] = ~word(spoilt, i);
@@ -105,7 +105,21 @@ extern "C" __global__ void turn(Turn t)
         *tail = (u8)(~word(spoilt, words) >> shift);
         ((volatile u8 *)(t.sent + words))[first] = (u8)(word(next, words) >> shift);
     }
-    const bool block_wrong = __syncthreads_or(wrong);
+    return wrong;
+}
+
+// Between two iterations: stops the clock, checks and fills, starts the clock.
+extern "C" __global__ void turn(Turn t)
+{
+    const u64 threads = (u64)gridDim.x * blockDim.x;
+    const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const u64 end = now_ns();
+    // Counted on by the last block, when all have read it.
+    const u64 n = ((volatile Score *)t.score)->turns;
+
+    if (first == 0 && n < t.total)
+        t.times[n] = end - t.score->start;
+    const bool block_wrong = __syncthreads_or(check_and_fill(t, n, first, threads));
     if (threadIdx.x != 0)
         return;
     if (block_wrong)
@@ -121,4 +135,46 @@ extern "C" __global__ void turn(Turn t)
     score->blocks = 0;
     score->turns += 1;
     score->start = now_ns();
+}
+
+// The arguments of `initiate`.
+struct Initiate {
+    Turn turn;
+    // The steps of these iterations, and how many iterations.
+    const gds::Program *program;
+    u64 iterations;
+    // Nanoseconds of work before each send.
+    u64 work_ns;
+    // Whether the message is awaited by a step of its own, before the work.
+    u64 waits_first;
+};
+
+// Several iterations, by one block that waits and sends by itself.
+extern "C" __global__ void __launch_bounds__(1024) initiate(Initiate p)
+{
+    volatile Score *const score = p.turn.score;
+    const u64 before = score->turns;
+    u64 start = score->start;
+    gds::Steps steps(p.program);
+    u32 step = 0;
+
+    for (u64 n = before; n < before + p.iterations; ++n) {
+        if (p.waits_first && gds::block_step(steps, step++) != gds::OK)
+            return;
+        // All others are at the barrier of the step meanwhile.
+        if (threadIdx.x == 0 && p.work_ns != 0)
+            spin(p.work_ns);
+        if (gds::block_step(steps, step++) != gds::OK)
+            return;
+        const u64 end = now_ns();
+        const bool wrong = __syncthreads_or(check_and_fill(p.turn, n, threadIdx.x, blockDim.x));
+        if (threadIdx.x != 0)
+            continue;
+        if (n < p.turn.total)
+            p.turn.times[n] = end - start;
+        score->errors += wrong;
+        score->turns = n + 1;
+        start = now_ns();
+        score->start = start;
+    }
 }

@@ -1,10 +1,13 @@
 //! Ping-pong between two processes, with data checked on every iteration.
 //!
-//! Started alone it spawns its peer; under mpirun, srun or torchrun-style variables it joins. Three modes:
+//! Started alone it spawns its peer; under mpirun, srun or torchrun-style variables it joins. Modes:
 //!
 //! - `stream`: sends and waits of many iterations are posted ahead on a stream, the CPU sleeps;
 //! - `sync`: the CPU waits for the stream, then posts the next send;
 //! - `cpu`: no stream, the CPU posts and polls.
+//!
+//! Two more are for what repeats: `graph`, captured once and launched again and again, and on a GPU `initiate`, one kernel for many
+//! iterations, which waits and sends by itself.
 //!
 //! A stream is a host thread, or with `--stream cuda` one of a GPU. There a kernel between two iterations checks what
 //! arrived, prepares what leaves next and takes the time, in all three modes.

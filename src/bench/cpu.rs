@@ -76,6 +76,7 @@ impl Options {
         let options = json!({
             "sizes": play.sizes,
             "graph": play.graph(),
+            "initiate": play.initiate(),
             "runs": self.runs,
             "work_us": play.work().as_micros(),
         });

@@ -31,6 +31,7 @@ pub(super) fn name(mode: Mode) -> &'static str {
     match mode {
         Mode::Stream => "stream",
         Mode::Graph => "graph",
+        Mode::Initiate => "initiate",
         Mode::Sync => "sync",
         Mode::Cpu => "cpu",
         Mode::Floor => FLAGS,
@@ -84,6 +85,7 @@ impl Options {
             "sizes": play.sizes,
             "ahead": play.ahead,
             "graph": play.graph(),
+            "initiate": play.initiate(),
             "work_us": play.work().as_micros(),
         });
         sheet.finish_lane(comm, lane, &placed, "pingpong", options, timeout)

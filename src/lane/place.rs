@@ -109,6 +109,11 @@ pub struct Placed {
 }
 
 impl Placement {
+    /// Whether kernels run the operations of the stream.
+    pub fn is_by_kernel(&self) -> bool {
+        self.stream == Engine::Cuda && self.via == Some(Via::Kernel)
+    }
+
     /// Opens what the options ask for. Called before the communicator is made, which it is for.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The kernels of `kernels/pingpong.cu`, and the judge they make.
+//! The kernels of `kernels/pingpong.cu`, and the judge they make; one of them plays by itself.
 
 use std::ffi::CStr;
 use std::time::Duration;
@@ -31,7 +31,18 @@ struct Turn {
     lies: u64,
 }
 
-const _: () = assert!(size_of::<Turn>() == 72, "as in the source");
+/// The arguments of `initiate`, as in the source.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Initiate {
+    turn: Turn,
+    program: u64,
+    iterations: u64,
+    work_ns: u64,
+    waits_first: u64,
+}
+
+const _: () = assert!(size_of::<Turn>() == 72 && size_of::<Initiate>() == 104, "as in the source");
 
 /// Places in `struct Score` of the source.
 mod score {
@@ -46,6 +57,8 @@ const THREADS: u32 = 256;
 const MOST_BLOCKS: usize = 128;
 /// Bytes for each thread before there is another block.
 const BYTES_PER_THREAD: usize = 32;
+/// Threads that wait and send by themselves: a warp for short messages, a thread for each word of long ones.
+const INITIATORS: std::ops::RangeInclusive<usize> = 32..=1024;
 
 /// Kernels on the stream, in every mode.
 pub(super) struct KernelJudge<'a> {
@@ -61,6 +74,7 @@ pub(super) struct KernelJudge<'a> {
     blocks: u32,
     stamp: Kernel<u64>,
     turn: Kernel<Turn>,
+    initiate: Kernel<Initiate>,
 }
 
 impl<'a> KernelJudge<'a> {
@@ -76,8 +90,41 @@ impl<'a> KernelJudge<'a> {
         let stamp = unsafe { kernels.find(c"stamp") }?;
         // SAFETY: the parameter has the layout of `Turn`.
         let turn = unsafe { kernels.find(c"turn") }?;
+        // SAFETY: the parameter has the layout of `Initiate`.
+        let initiate = unsafe { kernels.find(c"initiate") }?;
         let board = board.clone();
-        Ok(Self { lane, kernels, board, total, memory, addr, buffers, blocks, stamp, turn })
+        Ok(Self { lane, kernels, board, total, memory, addr, buffers, blocks, stamp, turn, initiate })
+    }
+
+    fn arguments(&self) -> Turn {
+        let board = &self.board;
+        Turn {
+            score: self.addr,
+            times: self.addr + score::SIZE as u64,
+            total: self.total,
+            received: [0, 1].map(|n| self.buffers + board.receive_slot(n).start as u64),
+            sent: self.buffers + board.send_slot().start as u64,
+            bytes: board.bytes as u64,
+            rank: board.rank,
+            lies: board.lies.into(),
+        }
+    }
+
+    /// Launches the kernel that plays so many iterations by itself, whose steps are this program; with work before each
+    /// send, behind a step of its own or not.
+    pub(super) fn initiate(
+        &self,
+        program: u64,
+        iterations: u64,
+        work: Duration,
+        waits_first: bool,
+    ) -> Result<()> {
+        let threads = self.board.bytes.div_ceil(8).next_multiple_of(32);
+        let threads = u32::try_from(threads.clamp(*INITIATORS.start(), *INITIATORS.end()))?;
+        let (turn, work_ns) = (self.arguments(), u64::try_from(work.as_nanos())?);
+        let arguments = Initiate { turn, program, iterations, work_ns, waits_first: waits_first.into() };
+        // SAFETY: as for `turn`; the stream keeps the program until the kernel has ended.
+        unsafe { self.kernels.launch(&self.initiate, 1, threads, arguments) }
     }
 
     fn word(&self, at: usize) -> Result<u64> {
@@ -98,20 +145,9 @@ impl Judge for KernelJudge<'_> {
     }
 
     fn turn(&self) -> Result<()> {
-        let board = &self.board;
-        let turn = Turn {
-            score: self.addr,
-            times: self.addr + score::SIZE as u64,
-            total: self.total,
-            received: [0, 1].map(|n| self.buffers + board.receive_slot(n).start as u64),
-            sent: self.buffers + board.send_slot().start as u64,
-            bytes: board.bytes as u64,
-            rank: board.rank,
-            lies: board.lies.into(),
-        };
         // SAFETY: the slots have that many bytes, there is a time for each iteration, and the judge keeps both until the
         // stream is idle.
-        unsafe { self.kernels.launch(&self.turn, self.blocks, THREADS, turn) }
+        unsafe { self.kernels.launch(&self.turn, self.blocks, THREADS, self.arguments()) }
     }
 
     fn turn_by_cpu(&self, _time: Duration) -> Result<Duration> {

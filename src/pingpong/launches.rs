@@ -1,12 +1,13 @@
-//! Mode graph: iterations are captured once and launched again and again. Two launches are under way, so that the stream
-//! never runs dry; the CPU sleeps meanwhile.
+//! Modes graph and initiate: iterations are captured or recorded once, and launched again and again. Two launches are under
+//! way, so that the stream never runs dry; the CPU sleeps meanwhile.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use gdsync::stream::{Batch, Graph, Launch, Stream};
+use gdsync::stream::{Batch, Launch, Stream};
 
 use super::judge::Judge;
+use super::kernels::KernelJudge;
 use super::pair::Pair;
 use super::player::Player;
 use crate::lane::Result;
@@ -14,29 +15,31 @@ use crate::lane::Result;
 /// Launches under way.
 const UNDER_WAY: usize = 2;
 
+/// Launches some iterations, and waits for room for so long.
+type Lap<'a> = Box<dyn Fn(&Stream, Duration) -> Result<Launch> + 'a>;
+
 /// The launches that it takes to play so many iterations.
-pub(super) struct Launches {
-    /// Iterations of a launch, and its graph; at last one of fewer, if need be.
-    graphs: Vec<(u64, Graph)>,
+pub(super) struct Launches<'a> {
+    /// Iterations of a launch, and how it is launched; at last one of fewer, if need be.
+    laps: Vec<(u64, Lap<'a>)>,
     each: u64,
     total: u64,
     pair: Pair,
 }
 
-impl Launches {
-    /// Captures the graphs, which have `each` iterations, and posts the receives of the first launches.
+impl<'a> Launches<'a> {
+    /// Makes laps of `each` iterations, and posts the receives of the first launches.
     pub(super) fn new(
-        player: &Player<'_>,
-        judge: &dyn Judge,
         mut pair: Pair,
         each: u64,
         total: u64,
+        lap: impl Fn(&Pair, u64) -> Result<Lap<'a>>,
     ) -> Result<Self> {
         let each = each.min(total);
         pair.receive_before(total.min(UNDER_WAY as u64 * each))?;
         let counts = [each, total % each].into_iter().filter(|&count| count > 0);
-        let graphs = counts.map(|count| Ok((count, capture(player, judge, &pair, count)?)));
-        Ok(Self { graphs: graphs.collect::<Result<_>>()?, each, total, pair })
+        let laps = counts.map(|count| Ok((count, lap(&pair, count)?)));
+        Ok(Self { laps: laps.collect::<Result<_>>()?, each, total, pair })
     }
 
     /// How many messages a queue needs room for: those of the launches under way, of the next, and of one that nobody has
@@ -56,18 +59,22 @@ impl Launches {
                 first.map_or(Ok(()), |launch| pace.wait(&launch, stream, timeout))?;
             }
             let count = self.each.min(self.total - done);
-            let graph = self.graphs.iter().find(|(of, _)| *of == count).map(|(_, graph)| graph);
+            let lap = self.laps.iter().find(|(of, _)| *of == count).map(|(_, lap)| lap);
             self.pair.receive_before(self.total.min(done + count + self.each))?;
-            let launch = graph.ok_or("a graph for each launch")?.launch_within(stream, timeout)?;
-            under_way.push_back(launch);
+            under_way.push_back(lap.ok_or("a lap for each launch")?(stream, timeout)?);
             done += count;
         }
         Ok(())
     }
 }
 
-/// Captures so many iterations.
-fn capture(player: &Player<'_>, judge: &dyn Judge, pair: &Pair, count: u64) -> Result<Graph> {
+/// Captures so many iterations as a graph.
+pub(super) fn captured<'a>(
+    player: &Player<'_>,
+    judge: &dyn Judge,
+    pair: &Pair,
+    count: u64,
+) -> Result<Lap<'a>> {
     let stream = &player.lane.stream;
     let capture = stream.begin_capture()?;
     for _ in 0..count {
@@ -85,7 +92,42 @@ fn capture(player: &Player<'_>, judge: &dyn Judge, pair: &Pair, count: u64) -> R
         stream.submit(&mut batch)?;
         judge.turn()?;
     }
-    Ok(capture.end()?)
+    let graph = capture.end()?;
+    Ok(Box::new(move |stream, timeout| Ok(graph.launch_within(stream, timeout)?)))
+}
+
+/// Records so many iterations for a kernel that waits and sends by itself.
+pub(super) fn initiated<'a>(
+    player: &Player<'_>,
+    judge: &'a KernelJudge<'_>,
+    pair: &Pair,
+    count: u64,
+) -> Result<Lap<'a>> {
+    let work = player.work_time();
+    // Behind the work; without any it is one step with the send.
+    let waits_first = !player.serves() && !work.is_zero();
+    let steps = player.lane.stream.record_steps(|stream| {
+        for _ in 0..count {
+            let mut batch = Batch::new();
+            if !player.serves() {
+                batch.wait_recv(&pair.qp)?;
+            }
+            if waits_first {
+                stream.submit(&mut batch)?;
+            }
+            pair.send(&mut batch)?;
+            // The buffer is filled anew behind this. It has left before the answer comes.
+            batch.wait_all_sends(&pair.qp)?;
+            if player.serves() {
+                batch.wait_recv(&pair.qp)?;
+            }
+            stream.submit(&mut batch)?;
+        }
+        Ok(())
+    })?;
+    Ok(Box::new(move |stream, timeout| {
+        steps.launch_within(stream, timeout, |program| judge.initiate(program, count, work, waits_first))
+    }))
 }
 
 /// How long launches take.

@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use crate::lane::{Placement, Result};
 
-/// Iterations in a launch of mode graph, where nothing is asked for.
-const GRAPH: u32 = 50;
+/// Iterations in a launch of modes graph and initiate, where nothing is asked for.
+const LAUNCH: u32 = 50;
 
 /// Options of a ping-pong.
 #[derive(Args, Clone, Debug)]
@@ -20,6 +20,9 @@ pub struct Options {
     /// Also mode graph, with so many iterations in a launch, 1 to 200 [default in mode graph: 50].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=200))]
     graph: Option<u32>,
+    /// Also mode initiate, with so many iterations in a launch, 1 to 200 [default in mode initiate: 50].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=200))]
+    initiate: Option<u32>,
     /// Message sizes in bytes, 1 to 1073741824 each.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
           default_values_t = [1, 8, 64, 512, 4096, 32768, 262_144, 1 << 20, 4 << 20])]
@@ -56,6 +59,8 @@ pub enum Mode {
     Stream,
     /// As graphs: iterations captured once and launched again and again, by connections of their own.
     Graph,
+    /// By a kernel that waits and sends by itself, for --stream cuda --via kernel.
+    Initiate,
     /// The CPU waits for the stream and then posts.
     Sync,
     /// No stream.
@@ -74,10 +79,17 @@ impl Options {
         if self.no_kernels && self.kernel_us > 0 {
             return Err("--kernel-us puts work on the stream, which --no-kernels forbids".into());
         }
-        if self.no_kernels && self.modes().contains(&Mode::Graph) {
+        let modes = self.modes();
+        if self.no_kernels && modes.contains(&Mode::Graph) {
             return Err(
                 "mode graph (--graph) checks every message on the stream, which --no-kernels forbids".into(),
             );
+        }
+        if self.no_kernels && modes.contains(&Mode::Initiate) {
+            return Err("mode initiate (--initiate) is a kernel, which --no-kernels forbids".into());
+        }
+        if modes.contains(&Mode::Initiate) && !self.placement.is_by_kernel() {
+            return Err("mode initiate (--initiate) is for --stream cuda --via kernel".into());
         }
         Ok(())
     }
@@ -85,16 +97,30 @@ impl Options {
     /// How messages are driven.
     pub fn modes(&self) -> Vec<Mode> {
         let mut modes = self.modes.clone();
-        if self.graph.is_some() && !modes.contains(&Mode::Graph) {
-            let behind_stream = modes.iter().position(|mode| *mode == Mode::Stream).map_or(0, |at| at + 1);
-            modes.insert(behind_stream, Mode::Graph);
+        let mut add = |mode, behind| {
+            if !modes.contains(&mode) {
+                let at = modes.iter().position(|known| *known == behind).map_or(0, |at| at + 1);
+                modes.insert(at, mode);
+            }
+        };
+        if self.graph.is_some() {
+            add(Mode::Graph, Mode::Stream);
+        }
+        if self.initiate.is_some() {
+            let behind = if self.graph.is_some() { Mode::Graph } else { Mode::Stream };
+            add(Mode::Initiate, behind);
         }
         modes
     }
 
     /// Iterations in a launch of mode graph.
     pub fn graph(&self) -> u64 {
-        self.graph.unwrap_or(GRAPH).into()
+        self.graph.unwrap_or(LAUNCH).into()
+    }
+
+    /// Iterations in a launch of mode initiate.
+    pub fn initiate(&self) -> u64 {
+        self.initiate.unwrap_or(LAUNCH).into()
     }
 
     /// After how long a wait is given up.

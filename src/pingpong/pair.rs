@@ -60,7 +60,7 @@ impl Pair {
     }
 
     /// Adds the send of what is to leave.
-    pub(super) fn send(&self, batch: &mut Batch) -> Result<()> {
+    pub(super) fn send(&self, batch: &mut Batch) -> gdsync::Result<()> {
         let place = self.board.send_slot();
         batch.send(&self.qp, &SendWr::send(&[self.mr.sge(place.start, place.len())?]))?;
         Ok(())

@@ -8,7 +8,8 @@ use mp::{Communicator, Request};
 
 use super::board::Board;
 use super::judge::{Judge, judge};
-use super::launches::Launches;
+use super::kernels::KernelJudge;
+use super::launches::{Launches, captured, initiated};
 use super::options::{Mode, Options, warm_up};
 use super::pair::Pair;
 use super::report::{Cost, Line, Played};
@@ -62,6 +63,7 @@ impl<'a> Player<'a> {
         let played = match mode {
             Mode::Stream if self.options.no_kernels => self.play_bare(warm_up, total),
             Mode::Graph => self.play_graphs(warm_up, total),
+            Mode::Initiate => self.play_initiated(warm_up, total),
             _ => self.play_judged(mode, warm_up, total),
         }?;
         played.line(self.comm, mode, self.board.bytes, self.timeout)
@@ -104,8 +106,29 @@ impl<'a> Player<'a> {
     fn play_graphs(&self, warm_up: u64, total: u64) -> Result<Played> {
         let each = self.options.graph();
         let judge = judge(self.options, self.lane, &self.board, total)?;
-        let pair = Pair::new(self.options, self.comm, self.placed, &self.board, Launches::room(each)?)?;
-        let mut launches = Launches::new(self, &*judge, pair, each, total)?;
+        let launches =
+            Launches::new(self.pair(each)?, each, total, |pair, count| captured(self, &*judge, pair, count))?;
+        self.launch(launches, &*judge, warm_up)
+    }
+
+    /// Launches a kernel of the program that waits and sends by itself.
+    fn play_initiated(&self, warm_up: u64, total: u64) -> Result<Played> {
+        let each = self.options.initiate();
+        let kernels =
+            self.lane.kernels.as_ref().ok_or("mode initiate has no kernel without --stream cuda")?;
+        self.board.prepare()?;
+        let judge = KernelJudge::new(kernels, self.lane, &self.board, total)?;
+        let launches =
+            Launches::new(self.pair(each)?, each, total, |pair, count| initiated(self, &judge, pair, count))?;
+        self.launch(launches, &judge, warm_up)
+    }
+
+    /// A connection for launches of so many iterations.
+    fn pair(&self, each: u64) -> Result<Pair> {
+        Pair::new(self.options, self.comm, self.placed, &self.board, Launches::room(each)?)
+    }
+
+    fn launch(&self, mut launches: Launches<'_>, judge: &dyn Judge, warm_up: u64) -> Result<Played> {
         self.comm.barrier(self.timeout)?;
         let mut cost = Cost::default();
         cost.add(|| {
@@ -115,7 +138,12 @@ impl<'a> Player<'a> {
         })?;
         // Both have received all before the connection goes.
         self.comm.barrier(self.timeout)?;
-        Played::judged(&*judge, cost, warm_up)
+        Played::judged(judge, cost, warm_up)
+    }
+
+    /// Work before each send.
+    pub(super) fn work_time(&self) -> Duration {
+        self.options.work()
     }
 
     /// Puts the work on the stream behind what is in the batch, which is submitted then.

@@ -31,6 +31,7 @@ struct Settings {
     place: Description,
     ahead: u32,
     graph: u64,
+    initiate: u64,
     work_us: u128,
     no_kernels: bool,
 }
@@ -200,6 +201,7 @@ impl Report {
                 place: placed.describe(comm, options.timeout())?,
                 ahead: options.ahead,
                 graph: options.graph(),
+                initiate: options.initiate(),
                 work_us: options.work().as_micros(),
                 no_kernels: options.no_kernels,
             },

@@ -125,7 +125,7 @@ impl Batch {
 
     /// Adds sends prepared earlier.
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
-        send.trigger_ops(&mut self.ops);
+        send.trigger_op(&mut self.ops);
         let completion = send.completion();
         self.sends.push(send);
         completion
@@ -133,7 +133,7 @@ impl Batch {
 
     /// Adds a wait prepared earlier.
     pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
-        wait.wait_ops(&mut self.ops);
+        wait.wait_op(&mut self.ops);
         let completion = wait.completion();
         self.waits.push(wait);
         completion

@@ -74,6 +74,37 @@ pub trait Engine: Send + Sync + fmt::Debug {
         self.submit(ops)
     }
 
+    /// How many operations a batch has as a step of a kernel of the application.
+    ///
+    /// # Errors
+    /// What makes it impossible.
+    fn size_of_step(&self, _ops: &[Op]) -> Result<usize> {
+        Err(no_kernels())
+    }
+
+    /// Makes room for steps of so many operations each.
+    ///
+    /// # Errors
+    /// When there is none.
+    fn make_steps(&self, _sizes: Vec<usize>) -> Result<Made> {
+        Err(no_kernels())
+    }
+
+    /// Queues steps as one submission: their operations end at `ends`. `kernel` gets their address, and launches what runs
+    /// them; if it says that it has not, nothing is queued, and the error means nothing.
+    ///
+    /// # Errors
+    /// As [`Engine::launch`].
+    fn launch_steps(
+        &self,
+        _made: &Made,
+        _ops: &mut Vec<Op>,
+        _ends: &[usize],
+        _kernel: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<u64> {
+        Err(no_kernels())
+    }
+
     /// The number of submissions that have fully run, or were dropped by a failure. Submission `s`, counted from
     /// 1 as `submit` returns it, is over when this is at least `s`.
     fn completed(&self) -> u64;
@@ -93,4 +124,12 @@ pub trait Engine: Send + Sync + fmt::Debug {
 
     /// What the engine failed with.
     fn error(&self) -> Option<Error>;
+}
+
+fn no_kernels() -> Error {
+    Error::Unsupported {
+        what: "steps of a kernel",
+        by: "a stream without kernels",
+        fix: "make the stream on a GPU, with Via::Kernel; or capture a Graph, which all streams launch",
+    }
 }

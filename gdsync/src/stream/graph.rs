@@ -3,9 +3,11 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::batch::Batch;
+use super::engine::Engine;
+use super::op::Op;
 use super::record::{Part, Recording};
 use super::{Stream, deadline};
 use crate::error::{Error, Result};
@@ -31,7 +33,7 @@ pub struct Graph {
 /// What an engine made of a capture.
 pub type Made = Arc<dyn Any + Send + Sync>;
 
-/// A launch of a [`Graph`].
+/// A launch of a [`Graph`], or of [`KernelSteps`](super::KernelSteps).
 #[derive(Clone, Debug)]
 pub struct Launch {
     completions: Vec<Completion>,
@@ -81,7 +83,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::capture`].
     pub fn begin_capture(&self) -> Result<Capture> {
-        let mut state = self.0.state.lock();
+        let mut state = self.state()?;
         if state.recording.is_some() {
             return Err(within_capture("a capture"));
         }
@@ -89,6 +91,35 @@ impl Stream {
         self.0.engine.begin_capture()?;
         state.recording = Some(Recording::default());
         Ok(Capture { stream: self.clone(), open: true })
+    }
+
+    /// Makes recorded batches again, and has the engine take them as one submission, waiting for room until the deadline.
+    pub(super) fn launch_again(
+        &self,
+        batches: &[Vec<Part>],
+        deadline: Instant,
+        mut launch: impl FnMut(&dyn Engine, &mut Vec<Op>, &[usize]) -> Result<u64>,
+    ) -> Result<Launch> {
+        let stream = self.0.id;
+        let mut batch = Batch { stream: Some(stream), ..Batch::default() };
+        let mut completions = Vec::new();
+        let mut ends = Vec::with_capacity(batches.len());
+        let seq = self.while_full(deadline, || {
+            // Held throughout: see `Stream::submit`.
+            let mut state = self.state()?;
+            if state.recording.is_some() {
+                return Err(within_capture("a launch"));
+            }
+            // Once, also where the stream is full at first.
+            for parts in &batches[ends.len()..] {
+                let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
+                again.inspect_err(|_| batch.refuse(stream))?;
+                ends.push(batch.ops.len());
+            }
+            self.put(&mut state.used, &mut batch, |engine, ops| launch(engine, ops, &ends))
+        })?;
+        batch.hand_over();
+        Ok(Launch { completions, stream, seq })
     }
 }
 
@@ -148,30 +179,14 @@ impl Graph {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        let mut batch = Batch { stream: Some(stream.0.id), ..Batch::default() };
-        let mut completions = Vec::new();
-        let mut ends = Vec::with_capacity(self.batches.len());
-        let seq = stream.while_full(deadline(timeout), || {
-            // Held throughout: see `Stream::submit`.
-            let mut state = stream.0.state.lock();
-            if state.recording.is_some() {
-                return Err(within_capture("the launch of a graph"));
-            }
-            // Once, also where the stream is full at first.
-            for parts in &self.batches[ends.len()..] {
-                let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
-                again.inspect_err(|_| batch.refuse(stream.0.id))?;
-                ends.push(batch.ops.len());
-            }
-            stream.put(&mut state.used, &mut batch, |engine, ops| engine.launch(&self.made, ops, &ends))
-        })?;
-        batch.hand_over();
-        Ok(Launch { completions, stream: stream.0.id, seq })
+        stream.launch_again(&self.batches, deadline(timeout), |engine, ops, ends| {
+            engine.launch(&self.made, ops, ends)
+        })
     }
 }
 
 impl Launch {
-    /// The completions of the sends and waits of this launch, in the order of the graph: one for each call that returned
+    /// The completions of the sends and waits of this launch, in the order of the recording: one for each call that returned
     /// one in the capture.
     pub fn completions(&self) -> &[Completion] {
         &self.completions
@@ -191,12 +206,12 @@ impl Launch {
             return Err(Error::invalid("stream to wait for a launch on", format!("{stream:?}"), expected));
         }
         if !stream.0.engine.wait_completed(self.seq, deadline(timeout)) {
-            return Err(Error::Deadline { what: "launch of a graph", after: timeout });
+            return Err(Error::Deadline { what: "launch", after: timeout });
         }
         stream.0.engine.error().map_or(Ok(()), Err)
     }
 }
 
-fn within_capture(what: &'static str) -> Error {
+pub(super) fn within_capture(what: &'static str) -> Error {
     Error::Unsupported { what, by: "a stream that is being captured", fix: "end the capture first" }
 }

@@ -19,6 +19,7 @@
 //! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
 //! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | [`Qp::for_kernels`]: kernels write requests themselves |
 //! | none: libgdsync cannot be captured in CUDA graphs | [`Stream::capture`], [`Graph::launch`] |
+//! | `gds_prepare_send`, and `device.cuh` to trigger it from a kernel | [`Stream::record_steps`], [`KernelSteps::launch`] |
 //!
 //! # Graphs
 //!
@@ -65,6 +66,7 @@ mod prepared;
 mod record;
 mod run;
 mod sources;
+mod steps;
 
 use std::fmt;
 use std::mem;
@@ -72,7 +74,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 pub use batch::Batch;
 pub use cuda::{CudaStreamConfig, Kick, Via};
@@ -87,6 +89,7 @@ pub use op::Cond;
 #[doc(hidden)]
 pub use op::{Arrival, Bell, Op, Ring, Source};
 pub use prepared::{PreparedSend, PreparedWait};
+pub use steps::{DEVICE_HEADER, KernelSteps};
 
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
@@ -210,7 +213,7 @@ impl Stream {
     /// that broke a queue pair of the batch, or the one that failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
         // Held throughout: another thread's submission between mark and queue would ring doorbells backwards.
-        let mut state = self.0.state.lock();
+        let mut state = self.state()?;
         let State { used, recording, .. } = &mut *state;
         self.submit_locked(used, recording, batch)?;
         drop(state);
@@ -229,9 +232,18 @@ impl Stream {
             return self.put(used, batch, |engine, ops| engine.submit(ops)).map(drop);
         };
         record::check(batch)?;
-        self.0.engine.record(&batch.ops)?;
+        match &mut recording.sizes {
+            None => self.0.engine.record(&batch.ops)?,
+            Some(sizes) => sizes.push(self.0.engine.size_of_step(&batch.ops)?),
+        }
         recording.add(batch);
         Ok(())
+    }
+
+    /// The state, unless the calling thread holds it already.
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        steps::refuse()?;
+        Ok(self.0.state.lock())
     }
 
     /// Marks a batch, has the engine take it, and takes note of its queue pairs. Returns the number of the submission.
@@ -285,7 +297,7 @@ impl Stream {
 
     /// Submits what `add` puts into a batch.
     fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
-        let mut state = self.0.state.lock();
+        let mut state = self.state()?;
         let State { used, recording, spare } = &mut *state;
         spare.stream = recording.is_none().then_some(self.0.id);
         let added = add(spare).and_then(|added| self.submit_locked(used, recording, spare).map(|()| added));
@@ -388,6 +400,7 @@ impl Stream {
     /// broken queue pair. A stream that ran to its end after such an error has *not* received what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
+        steps::refuse()?;
         let seq = self.0.engine.submitted();
         if !self.0.engine.wait_completed(seq, deadline(timeout)) {
             return Err(Error::Deadline { what: "stream synchronize", after: timeout });

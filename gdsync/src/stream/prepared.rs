@@ -1,6 +1,5 @@
 //! Sends and waits that are ready, but in no stream yet. Dropping one does no harm.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::op::Op;
@@ -25,8 +24,8 @@ pub struct PreparedSend {
     submitted: Option<Before>,
     /// The flight recorder knows of the submission.
     is_told: bool,
-    /// Its operations in the batch that it was posted in.
-    pub(super) place: Range<usize>,
+    /// The place of its operation in the batch that it was posted in.
+    pub(super) place: usize,
 }
 
 impl PreparedSend {
@@ -36,13 +35,13 @@ impl PreparedSend {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
         let Prepared { sends, before, is_told } = qp.send.prepare(wrs, stream)?;
-        Ok(Self { queue: qp.send.clone(), sends, submitted: before, is_told, place: 0..0 })
+        Ok(Self { queue: qp.send.clone(), sends, submitted: before, is_told, place: 0 })
     }
 
     /// Prepares sends once more.
     pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template], stream: Option<u64>) -> Result<Self> {
         let Prepared { sends, before, is_told } = queue.prepare_again(sends, stream)?;
-        Ok(Self { queue: queue.clone(), sends, submitted: before, is_told, place: 0..0 })
+        Ok(Self { queue: queue.clone(), sends, submitted: before, is_told, place: 0 })
     }
 
     pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
@@ -59,10 +58,9 @@ impl PreparedSend {
         }
     }
 
-    pub(super) fn trigger_ops(&mut self, ops: &mut Vec<Op>) {
-        let start = ops.len();
+    pub(super) fn trigger_op(&mut self, ops: &mut Vec<Op>) {
+        self.place = ops.len();
         ops.push(self.queue.trigger(&self.sends));
-        self.place = start..ops.len();
     }
 
     /// The completion of the last of these sends.
@@ -121,8 +119,8 @@ pub struct PreparedWait {
     pub(super) first: u64,
     pub(super) asked: Asked,
     submitted: bool,
-    /// Its operations in the batch that it was posted in.
-    pub(super) place: Range<usize>,
+    /// The place of its operation in the batch that it was posted in.
+    pub(super) place: usize,
 }
 
 impl PreparedWait {
@@ -144,7 +142,7 @@ impl PreparedWait {
         }
         let claim = |(first, n)| {
             let claim = Completion { n, ..queue };
-            Self { claim, first, asked, submitted: stream.is_some(), place: 0..0 }
+            Self { claim, first, asked, submitted: stream.is_some(), place: 0 }
         };
         Ok(claimed?.map(claim))
     }
@@ -198,10 +196,9 @@ impl PreparedWait {
         self.claim.end.cq.attend(self.claim.n, kicker);
     }
 
-    pub(super) fn wait_ops(&mut self, ops: &mut Vec<Op>) {
-        let start = ops.len();
+    pub(super) fn wait_op(&mut self, ops: &mut Vec<Op>) {
+        self.place = ops.len();
         ops.push(Op::Await(self.claim.end.source(), self.claim.n));
-        self.place = start..ops.len();
     }
 }
 

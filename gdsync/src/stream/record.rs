@@ -51,6 +51,8 @@ pub(super) struct Recording {
     sends: Vec<(usize, PreparedSend)>,
     waits: Vec<PreparedWait>,
     completions: usize,
+    /// Operations of each batch, where batches are steps of a kernel.
+    pub(super) sizes: Option<Vec<usize>>,
 }
 
 /// Refuses what cannot be done more than once.
@@ -67,6 +69,11 @@ pub(super) fn check(batch: &Batch) -> Result<()> {
 }
 
 impl Recording {
+    /// Of steps of a kernel.
+    pub(super) fn of_steps() -> Self {
+        Self { sizes: Some(Vec::new()), ..Self::default() }
+    }
+
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let Batch { ops, sends, waits, covered, repeatable, stream: _ } = mem::take(batch);
@@ -75,26 +82,22 @@ impl Recording {
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
         let mut parts = Vec::new();
-        // Where the operations of the last send or wait end.
-        let mut known = 0;
         for (at, op) in ops.into_iter().enumerate() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 parts.extend(self.covered(completion));
             }
-            if let Some(send) = sends.next_if(|send| send.place.start == at) {
-                known = send.place.end;
+            if let Some(send) = sends.next_if(|send| send.place == at) {
                 parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
                 self.sends.push((self.completions, send));
                 self.completions += 1;
-            } else if let Some(wait) = waits.next_if(|wait| wait.place.start == at) {
-                known = wait.place.end;
+            } else if let Some(wait) = waits.next_if(|wait| wait.place == at) {
                 let told = wait.asked != Asked::Through;
                 parts.push(Part::Wait { awaited: self.awaited(&wait), told });
                 self.completions += usize::from(told);
                 self.waits.push(wait);
             } else if let Some((_, f)) = repeatable.next_if(|(place, _)| *place == at) {
                 parts.push(Part::HostFn(f));
-            } else if at >= known {
+            } else {
                 parts.push(Part::Op(op));
             }
         }

@@ -217,7 +217,7 @@ pub fn waited_for(site: &impl Site) {
         let second = graph.launch(&stream).unwrap();
         first.wait(&stream, Duration::ZERO).unwrap();
         let error = second.wait(&stream, Duration::from_millis(1)).unwrap_err();
-        assert!(matches!(error, Error::Deadline { what: "launch of a graph", .. }), "{error}");
+        assert!(matches!(error, Error::Deadline { what: "launch", .. }), "{error}");
         gate.store(1);
         second.wait(&stream, PATIENCE).unwrap();
         assert_eq!(stream.query().pending, 0);

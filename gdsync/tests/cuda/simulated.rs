@@ -1,4 +1,5 @@
-//! A GPU where there is none: the simulated driver, and the kernels of `lane.cu` in Rust.
+//! A GPU where there is none: the simulated driver, and the kernels of `lane.cu` and the code of `gdsync.cuh` in Rust.
+#![allow(dead_code, reason = "every test binary uses its own part")]
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -17,10 +18,14 @@ pub(crate) fn gdr() -> Gdr {
     driver::kernel("gds_run_12", &[32 + 24 * 12], run);
     driver::kernel("gds_run_160", &[32 + 24 * 160], run);
     driver::kernel("gds_run_at", &[8], run_at);
+    driver::kernel("gds_finish", &[8], |params| {
+        // SAFETY: an address of steps.
+        Steps::new(unsafe { params[0].cast::<u64>().read() }).finish();
+    });
     driver::gdr().expect("a simulated driver")
 }
 
-/// `Head` of `lane.cu`.
+/// `Head` of `gdsync.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Head {
@@ -30,7 +35,7 @@ struct Head {
     count: u64,
 }
 
-/// `Op` of `lane.cu`.
+/// `Op` of `gdsync.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Op {
@@ -71,26 +76,105 @@ fn run(params: &[*mut c_void]) {
     let first = unsafe { params[0].cast::<Head>().add(1) }.cast::<Op>();
     // SAFETY: so many are there.
     let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(head.count).unwrap()) };
-    let mut failed = word32(head.status).load(Ordering::Relaxed) != 0;
+    let mut failed = has_failed(&head);
     let mut errors = 0;
-    for op in ops {
-        match op.kind {
-            2..=4 => {
-                if !wait(op, head.limit_ns, failed, &mut errors) && !failed {
-                    failed = true;
-                    word64(head.status + 8).store(head.submission, Ordering::Relaxed);
-                    word64(head.status + 16).store(op.addr, Ordering::Relaxed);
-                    word32(head.status).store(1, Ordering::SeqCst);
-                }
-            }
-            0 | 6 if !failed => word32(op.addr).store(low(op.value), Ordering::SeqCst),
-            1 if !failed => word64(op.addr).store(op.value, Ordering::SeqCst),
-            7 => word64(if failed { op.addr + 8 } else { op.addr }).store(op.value, Ordering::SeqCst),
-            _ => fence(Ordering::SeqCst),
-        }
-    }
+    ops.iter().for_each(|op| execute(&head, op, &mut failed, &mut errors));
+    tell(&head, errors);
+}
+
+fn has_failed(head: &Head) -> bool {
+    word32(head.status).load(Ordering::Relaxed) != 0
+}
+
+fn tell(head: &Head, errors: u32) {
     if errors > 0 {
         word32(head.status + 4).fetch_add(errors, Ordering::SeqCst);
+    }
+}
+
+fn execute(head: &Head, op: &Op, failed: &mut bool, errors: &mut u32) {
+    match op.kind {
+        2..=4 => {
+            if !wait(op, head.limit_ns, *failed, errors) && !*failed {
+                *failed = true;
+                word64(head.status + 8).store(head.submission, Ordering::Relaxed);
+                word64(head.status + 16).store(op.addr, Ordering::Relaxed);
+                word32(head.status).store(1, Ordering::SeqCst);
+            }
+        }
+        0 | 6 if !*failed => word32(op.addr).store(low(op.value), Ordering::SeqCst),
+        1 if !*failed => word64(op.addr).store(op.value, Ordering::SeqCst),
+        7 => word64(if *failed { op.addr + 8 } else { op.addr }).store(op.value, Ordering::SeqCst),
+        _ => fence(Ordering::SeqCst),
+    }
+}
+
+/// `Result` of `gdsync.cuh`.
+pub(crate) const OK: u64 = 0;
+pub(crate) const FAILED: u64 = 1;
+pub(crate) const COMPLETION_ERROR: u64 = 2;
+pub(crate) const OUT_OF_ORDER: u64 = 3;
+
+/// `Steps` of `gdsync.cuh`.
+pub(crate) struct Steps {
+    head: Head,
+    cursor: u64,
+    ops: u64,
+    next: u32,
+    place: u32,
+    dead: bool,
+}
+
+impl Steps {
+    pub(crate) fn new(program: u64) -> Self {
+        let word = |at: u64| word64(program + at).load(Ordering::SeqCst);
+        let head = Head { status: word(0), limit_ns: word(8), submission: word(16), count: word(24) };
+        let where_ = word(32);
+        let (cursor, ops) = (program + 32, program + 48);
+        Self { head, cursor, ops, next: low(where_), place: low(where_ >> 32), dead: false }
+    }
+
+    pub(crate) fn run(&mut self, i: u32) -> u64 {
+        match () {
+            () if self.dead => FAILED,
+            () if i != self.next || u64::from(i) >= self.head.count => OUT_OF_ORDER,
+            () => self.step(),
+        }
+    }
+
+    fn finish(&mut self) {
+        while u64::from(self.next) < self.head.count && self.step() != FAILED {}
+        while self.op().kind != 7 {
+            self.place += 1;
+        }
+        self.step();
+    }
+
+    fn op(&self) -> Op {
+        let at = usize::try_from(self.ops + 24 * u64::from(self.place)).unwrap();
+        // SAFETY: the place of an operation in memory that the submission keeps alive.
+        unsafe { std::ptr::with_exposed_provenance::<Op>(at).read() }
+    }
+
+    fn step(&mut self) -> u64 {
+        let (mut failed, mut errors) = (has_failed(&self.head), 0);
+        loop {
+            let op = self.op();
+            self.place += 1;
+            if op.kind == 8 {
+                break;
+            }
+            execute(&self.head, &op, &mut failed, &mut errors);
+        }
+        failed |= errors > 0 && has_failed(&self.head);
+        tell(&self.head, errors);
+        self.dead = failed;
+        self.next += 1;
+        if failed {
+            return FAILED;
+        }
+        word64(self.cursor).store(u64::from(self.place) << 32 | u64::from(self.next), Ordering::SeqCst);
+        if errors > 0 { COMPLETION_ERROR } else { OK }
     }
 }
 

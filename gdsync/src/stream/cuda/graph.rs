@@ -7,12 +7,10 @@ use std::sync::Arc;
 
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
-use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::host_fn;
-use super::instance::Instance;
-use super::lane::Lane;
+use super::instance::Pool;
 use super::plan::{self, Call, Calls};
 use super::retire::Retired;
 use super::shared::{Issued, MARK_EVERY, Shared, Turn};
@@ -54,14 +52,19 @@ enum Shape {
 #[derive(Debug)]
 pub(super) struct Exec {
     gpu: Gpu,
-    /// Where its kernels are from.
-    lane: Option<Arc<Lane>>,
+    /// Kernels run the operations.
+    by_kernel: bool,
     /// The nodes are those of this graph.
-    graph: Handle,
+    _graph: Captive,
     nodes: Vec<Node>,
-    instances: Vec<Arc<Instance>>,
-    /// Held while a launch gives the nodes their operations, until it is queued.
-    launching: Mutex<()>,
+    pool: Arc<Pool>,
+}
+
+/// A graph that is destroyed when it is dropped.
+#[derive(Debug)]
+struct Captive {
+    gpu: Gpu,
+    graph: Handle,
 }
 
 impl Shape {
@@ -124,13 +127,12 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        plan::check(&self.gpu, ops)?;
+        let mut calls = Calls::new();
+        plan::plan(&mut calls, &self.gpu, ops, self.by_kernel())?;
         let mut turn = self.take_turn();
         if let Some(error) = self.error() {
             return Err(error);
         }
-        let mut calls = Calls::new();
-        plan::plan(&mut calls, &self.gpu, ops, self.lane.is_some())?;
         let captured = turn.capture.get_or_insert_default();
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
@@ -162,23 +164,21 @@ impl Shared {
         // SAFETY: a stream that is being captured, and a place for the graph.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
         self.end_turn(turn);
-        // From here on it is destroyed whatever happens.
-        let (gpu, lane) = (self.gpu.clone(), self.lane.clone());
-        let nodes = captured.nodes;
-        let mut exec = Exec { gpu, lane, graph, nodes, instances: Vec::new(), launching: Mutex::default() };
+        // Destroyed whatever happens.
+        let captive = Captive { gpu: self.gpu.clone(), graph };
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
-        exec.instances = Instance::all(&exec.gpu, exec.lane.as_ref(), graph, &exec.nodes)?;
-        Ok(Arc::new(exec))
+        let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel(), captured.nodes);
+        let pool = Arc::new(Pool::of_graph(&gpu, self.lane.as_ref(), graph, &nodes)?);
+        Ok(Arc::new(Exec { gpu, by_kernel, _graph: captive, nodes, pool }))
     }
 
     pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
-        let same_lane = self.lane.is_some() == exec.lane.is_some();
-        if self.gpu.raw_context() != exec.gpu.raw_context() || !same_lane {
+        if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
             return Err(elsewhere());
         }
-        plan::check(&self.gpu, ops)?;
-        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, ends))
+        let calls = exec.plan(ops, ends)?;
+        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, calls))
     }
 
     fn launch_in_turn<'s>(
@@ -186,15 +186,14 @@ impl Shared {
         (turn, done): (&mut Turn, &mut Retired<'s>),
         exec: &Arc<Exec>,
         ops: &mut Vec<Op>,
-        ends: &[usize],
+        calls: Calls,
     ) -> Result<Issued> {
         if self.is_captured_by_others(turn) {
             return Err(within_another());
         }
-        let calls = exec.plan(ops, ends)?;
         let count = 1 + calls.len();
-        let launching = exec.launching.lock();
-        let instance = self.instance(turn, exec)?;
+        let launching = exec.pool.lock();
+        let instance = self.instance(turn, &exec.pool)?;
         let seq = self.submitted() + 1;
         let head = self.head(seq);
         instance.arm(head, &exec.nodes, calls)?;
@@ -227,7 +226,7 @@ impl Exec {
         let mut calls = Calls::new();
         let mut start = 0;
         for &end in ends {
-            plan::plan(&mut calls, &self.gpu, &ops[start..end], self.lane.is_some())?;
+            plan::plan(&mut calls, &self.gpu, &ops[start..end], self.by_kernel)?;
             start = end;
         }
         let fits = |(call, node): (&Call, &Node)| Shape::of(call) == node.shape;
@@ -238,19 +237,9 @@ impl Exec {
             fix: "capture the graph again",
         })
     }
-
-    /// An instance that can be given other operations. Launches take one at a time.
-    pub(super) fn free(&self) -> Option<Arc<Instance>> {
-        self.instances.iter().find(|instance| instance.is_free()).cloned()
-    }
-
-    /// Whether there is one.
-    pub(super) fn is_free(&self) -> bool {
-        self.instances.iter().any(|instance| instance.is_free())
-    }
 }
 
-impl Drop for Exec {
+impl Drop for Captive {
     fn drop(&mut self) {
         if self.graph == 0 {
             return;

@@ -8,12 +8,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
+use parking_lot::{Mutex, MutexGuard};
+
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp, MemOpNodeParams};
 
 use super::graph::Node;
 use super::lane::{self, Head, Lane};
-use super::plan::{Call, Calls};
+use super::plan::{Call, Calls, Program, Step};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -22,12 +24,21 @@ use crate::memory::Memory;
 const IN_MEMORY: usize = 4;
 const INSTANCES: usize = 3;
 
-/// An instantiated graph.
+/// Instances that launches take by turns.
+#[derive(Debug)]
+pub(super) struct Pool {
+    instances: Vec<Arc<Instance>>,
+    /// Held while a launch takes one and gives it its operations, until it is queued.
+    launching: Mutex<()>,
+}
+
+/// An instantiated graph; or the programs of steps, which need none.
 #[derive(Debug)]
 pub(super) struct Instance {
     gpu: Gpu,
     /// Where its kernels are from.
     lane: Option<Arc<Lane>>,
+    /// 0 without a graph.
     exec: Handle,
     programs: Option<Programs>,
 }
@@ -36,40 +47,73 @@ pub(super) struct Instance {
 #[derive(Debug)]
 struct Programs {
     memory: Memory,
+    /// The GPU's address of them.
+    addr: u64,
     /// Where each node has its own.
     places: Vec<usize>,
 }
 
-impl Instance {
+impl Pool {
+    fn new(instances: Result<Vec<Instance>>) -> Result<Self> {
+        Ok(Self { instances: instances?.into_iter().map(Arc::new).collect(), launching: Mutex::default() })
+    }
+
     /// Instantiates a graph of these nodes, as often as it takes.
-    pub(super) fn all(
+    pub(super) fn of_graph(
         gpu: &Gpu,
         lane: Option<&Arc<Lane>>,
         graph: Handle,
         nodes: &[Node],
-    ) -> Result<Vec<Arc<Self>>> {
+    ) -> Result<Self> {
         let in_memory = lane.is_some()
             && nodes.len() >= IN_MEMORY
             && nodes.iter().all(|node| node.kernel_ops().is_some());
         let one = || {
-            let mut instance = Self { gpu: gpu.clone(), lane: lane.cloned(), exec: 0, programs: None };
+            let mut instance = Instance { gpu: gpu.clone(), lane: lane.cloned(), exec: 0, programs: None };
             // SAFETY: a place for the answer, a graph, no flags.
             gpu.within(|api| unsafe { api.graph_instantiate(&mut instance.exec, graph, 0) })
                 .map_err(Error::cuda("instantiating a graph"))?;
             if in_memory {
-                instance.programs = Some(Programs::new(gpu, nodes)?);
+                instance.programs = Some(Programs::of_nodes(gpu, nodes)?);
                 instance.point(nodes)?;
             }
-            Ok(Arc::new(instance))
+            Ok(instance)
         };
-        (0..if in_memory { INSTANCES } else { 1 }).map(|_| one()).collect()
+        Self::new((0..if in_memory { INSTANCES } else { 1 }).map(|_| one()).collect())
     }
 
+    /// Room for the programs of steps, of so many operations each.
+    pub(super) fn of_steps(gpu: &Gpu, steps: &[usize]) -> Result<Self> {
+        let one = |_| {
+            let programs = Programs::new(gpu, lane::room_of_steps(steps), Vec::new())?;
+            Ok(Instance { gpu: gpu.clone(), lane: None, exec: 0, programs: Some(programs) })
+        };
+        Self::new((0..INSTANCES).map(one).collect())
+    }
+
+    /// To be held by a launch while it takes an instance and queues it.
+    pub(super) fn lock(&self) -> MutexGuard<'_, ()> {
+        self.launching.lock()
+    }
+
+    /// An instance that can be given other operations. Launches take one at a time.
+    pub(super) fn free(&self) -> Option<Arc<Instance>> {
+        self.instances.iter().find(|instance| instance.is_free()).cloned()
+    }
+
+    /// Whether there is one.
+    pub(super) fn is_free(&self) -> bool {
+        self.instances.iter().any(|instance| instance.is_free())
+    }
+}
+
+impl Instance {
     pub(super) fn handle(&self) -> Handle {
         self.exec
     }
 
-    /// Whether it can be given other operations: a launch under way reads those in memory.
+    /// Whether it can be given other operations: a launch under way reads those in memory. Every clone counts as a launch, so
+    /// this makes none: the watchdog asks while others launch.
     pub(super) fn is_free(self: &Arc<Self>) -> bool {
         if self.programs.is_some() && Arc::strong_count(self) > 1 {
             return false;
@@ -87,10 +131,9 @@ impl Instance {
     /// Tells the kernels where their programs are.
     fn point(&self, nodes: &[Node]) -> Result<()> {
         let (Some(lane), Some(programs)) = (&self.lane, &self.programs) else { return Ok(()) };
-        let base = programs.memory.gpu_addr(&self.gpu)?;
         let each = || nodes.iter().zip(&programs.places);
         let point = |api: &Api, (node, place): (&Node, &usize)| {
-            lane.point(api, (self.exec, node.handle), base + *place as u64)
+            lane.point(api, (self.exec, node.handle), programs.addr + *place as u64)
         };
         let pointed = self.gpu.within(|api| each().try_for_each(|each| point(api, each)));
         pointed.map_err(Error::cuda("preparing a graph"))
@@ -104,6 +147,14 @@ impl Instance {
         self.gpu
             .within(|api| self.arm_each(api, head, nodes, calls))
             .map_err(Error::cuda("preparing a graph"))
+    }
+
+    /// Puts the steps of a launch into its memory. Returns where the GPU finds them.
+    pub(super) fn arm_steps(&self, head: Head, steps: &[Program], mark: &Step) -> Result<u64> {
+        let Some(programs) = &self.programs else { return Ok(0) };
+        let mut image = vec![0; programs.memory.len()];
+        lane::put_steps(&mut image, head, steps, mark);
+        programs.write(&image).map(|()| programs.addr)
     }
 
     fn arm_each(&self, api: &Api, head: Head, nodes: &[Node], calls: Calls) -> gdrcopy::Result<()> {
@@ -144,18 +195,23 @@ impl Drop for Instance {
 
 impl Programs {
     /// On the GPU, where kernels read them quickly; in host memory where GPU memory cannot be mapped, or is not seen at once.
-    fn new(gpu: &Gpu, nodes: &[Node]) -> Result<Self> {
+    fn new(gpu: &Gpu, len: usize, places: Vec<usize>) -> Result<Self> {
+        let memory = match gpu.piece(len) {
+            Ok(memory) if !memory.needs_flush() => memory,
+            _ => gpu.host_piece(len)?,
+        };
+        let addr = memory.gpu_addr(gpu)?;
+        Ok(Self { memory, addr, places })
+    }
+
+    fn of_nodes(gpu: &Gpu, nodes: &[Node]) -> Result<Self> {
         let mut len = 0;
         let mut places = Vec::with_capacity(nodes.len());
         for node in nodes {
             places.push(len);
             len += lane::room(node.kernel_ops().unwrap_or_default());
         }
-        let memory = match gpu.piece(len) {
-            Ok(memory) if !memory.needs_flush() => memory,
-            _ => gpu.host_piece(len)?,
-        };
-        Ok(Self { memory, places })
+        Self::new(gpu, len, places)
     }
 
     fn put(&self, head: Head, calls: &Calls) -> Result<()> {
@@ -165,7 +221,11 @@ impl Programs {
                 lane::put(&mut image[*place..], head, program);
             }
         }
-        self.memory.write(0, &image)?;
+        self.write(&image)
+    }
+
+    fn write(&self, image: &[u8]) -> Result<()> {
+        self.memory.write(0, image)?;
         self.memory.fence();
         Ok(())
     }

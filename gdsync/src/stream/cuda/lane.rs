@@ -1,4 +1,4 @@
-//! The kernel lane: operations as a program that one thread of a kernel runs. `lane.cu` is the other side.
+//! The kernel lane: operations as a program that one thread of a kernel runs. `lane.cu` and `gdsync.cuh` are the other side.
 
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams};
 
-use super::plan::Step;
+use super::plan::{Program, Step};
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -28,18 +28,47 @@ pub(super) fn room(ops: usize) -> usize {
 
 /// Puts a program into memory, or rather into an image of it, at the start of `to`.
 pub(super) fn put(to: &mut [u8], head: Head, ops: &[LaneOp]) {
-    let head = [head.status, head.limit_ns, head.submission, ops.len() as u64];
+    put_words(to, head_words(head, ops.len()), ops);
+}
+
+fn head_words(head: Head, count: usize) -> [u64; 4] {
+    [head.status, head.limit_ns, head.submission, count as u64]
+}
+
+fn put_words(to: &mut [u8], before: impl IntoIterator<Item = u64>, ops: &[LaneOp]) {
     let op = |op: &LaneOp| {
         let what = u64::from(op.kind) | u64::from(op.cond) << 32 | u64::from(op.near) << 48;
         [what, op.addr, op.value]
     };
-    let words = head.into_iter().chain(ops.iter().flat_map(op));
+    let words = before.into_iter().chain(ops.iter().flat_map(op));
     for (to, word) in to.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *to = word.to_ne_bytes();
     }
 }
 
-/// `Op` of `lane.cu`.
+/// What comes before the operations of steps in memory: `Program` of `gdsync.cuh`, a head and the cursor.
+const BEFORE_STEPS: usize = size_of::<Head>() + 16;
+
+/// Bytes of steps of so many operations each in memory.
+pub(super) fn room_of_steps(steps: &[usize]) -> usize {
+    // An end behind each, the mark with its own, and one that a kernel may fetch behind it.
+    let ops = steps.iter().map(|ops| ops + 1).sum::<usize>() + 3;
+    BEFORE_STEPS + ops * size_of::<LaneOp>()
+}
+
+/// Puts the steps of a launch into an image of memory, with the mark behind the last one.
+pub(super) fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: &Step) {
+    let mut ops = Vec::with_capacity(to.len() / size_of::<LaneOp>());
+    for step in steps {
+        ops.extend_from_slice(step);
+        ops.push(LaneOp::END);
+    }
+    ops.extend([mark.into(), LaneOp::END]);
+    let cursor = [0, 0];
+    put_words(to, head_words(head, steps.len()).into_iter().chain(cursor), &ops);
+}
+
+/// `Op` of `gdsync.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaneOp {
@@ -55,7 +84,7 @@ pub(super) struct LaneOp {
     pub(super) value: u64,
 }
 
-/// `Head` of `lane.cu`.
+/// `Head` of `gdsync.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Head {
@@ -69,35 +98,57 @@ pub(super) struct Head {
     pub(super) count: u64,
 }
 
-/// `Program` of `lane.cu`.
+/// `Parameter` of `lane.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Program<const N: usize> {
+pub(super) struct Parameter<const N: usize> {
     head: Head,
     ops: [MaybeUninit<LaneOp>; N],
+}
+
+/// `Kind` of `gdsync.cuh`.
+mod kind {
+    pub(super) const WRITE_32: u32 = 0;
+    pub(super) const WRITE_64: u32 = 1;
+    pub(super) const WAIT_32: u32 = 2;
+    pub(super) const WAIT_64: u32 = 3;
+    pub(super) const WAIT_CQE: u32 = 4;
+    pub(super) const BARRIER: u32 = 5;
+    pub(super) const INDEX: u32 = 6;
+    pub(super) const MARK: u32 = 7;
+    pub(super) const END: u32 = 8;
+}
+
+impl LaneOp {
+    /// Does nothing.
+    pub(super) const BARRIER: Self = Self { kind: kind::BARRIER, cond: 0, near: 0, addr: 0, value: 0 };
+    /// Behind the last operation of a step.
+    const END: Self = Self { kind: kind::END, ..Self::BARRIER };
 }
 
 impl From<&Step> for LaneOp {
     fn from(step: &Step) -> Self {
         let wait = |kind, cond: Cond, near: bool, addr, value| (kind, cond.code(), near.into(), addr, value);
         let (kind, cond, near, addr, value) = match *step {
-            Step::Write { bits: 32, addr, value } => (0, 0, 0, addr, value),
-            Step::Write { addr, value, .. } => (1, 0, 0, addr, value),
+            Step::Write { bits: 32, addr, value } => (kind::WRITE_32, 0, 0, addr, value),
+            Step::Write { addr, value, .. } => (kind::WRITE_64, 0, 0, addr, value),
             Step::Wait { bits: 32, addr, value, cond, is_cqe: false, near } => {
-                wait(2, cond, near, addr, value)
+                wait(kind::WAIT_32, cond, near, addr, value)
             }
-            Step::Wait { bits: 64, addr, value, cond, near, .. } => wait(3, cond, near, addr, value),
-            Step::Wait { addr, value, cond, near, .. } => wait(4, cond, near, addr, value),
+            Step::Wait { bits: 64, addr, value, cond, near, .. } => {
+                wait(kind::WAIT_64, cond, near, addr, value)
+            }
+            Step::Wait { addr, value, cond, near, .. } => wait(kind::WAIT_CQE, cond, near, addr, value),
             // A flush is a matter of the front end; the planner gives it memory operations. A host function is a call of its own.
-            Step::Barrier | Step::Flush | Step::HostFn(_) => (5, 0, 0, 0, 0),
-            Step::Index { addr, value } => (6, 0, 0, addr, value.into()),
-            Step::Mark { addr, value } => (7, 0, 0, addr, value),
+            Step::Barrier | Step::Flush | Step::HostFn(_) => (kind::BARRIER, 0, 0, 0, 0),
+            Step::Index { addr, value } => (kind::INDEX, 0, 0, addr, value.into()),
+            Step::Mark { addr, value } => (kind::MARK, 0, 0, addr, value),
         };
         Self { kind, cond, near, addr, value }
     }
 }
 
-/// `Status` of `lane.cu`: what the kernels of a stream leave for each other and for the CPU. Also stamped by the CPU when a
+/// `Status` of `gdsync.cuh`: what the kernels of a stream leave for each other and for the CPU. Also stamped by the CPU when a
 /// stream without kernels fails.
 #[derive(Debug)]
 pub(super) struct StatusBlock {
@@ -156,6 +207,8 @@ pub(crate) struct Lane {
     large: Handle,
     /// Finds its program in memory.
     at: Handle,
+    /// Comes behind a kernel that runs steps.
+    finish: Handle,
 }
 
 impl Lane {
@@ -168,7 +221,8 @@ impl Lane {
             .map_err(Error::cuda("loading the kernel lane"))?;
         let function = |name| function(api, module, name);
         let (small, large) = (function(c"gds_run_12")?, function(c"gds_run_160")?);
-        Ok(Self { module, small, large, at: function(c"gds_run_at")? })
+        let (at, finish) = (function(c"gds_run_at")?, function(c"gds_finish")?);
+        Ok(Self { module, small, large, at, finish })
     }
 
     /// Unloads them. Their context must be current, and about to go.
@@ -193,6 +247,15 @@ impl Lane {
             // used.
             unsafe { api.launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, params, none) }
         })
+    }
+
+    /// Launches the kernel that runs what is left of the steps at this address of the GPU, and their mark. The context must
+    /// be current.
+    pub(super) fn finish(&self, api: &Api, stream: RawStream, mut address: u64) -> gdrcopy::Result<()> {
+        let mut params = [(&raw mut address).cast::<c_void>()];
+        let none = std::ptr::null_mut();
+        // SAFETY: the function takes an address, of steps that the submission keeps.
+        unsafe { api.launch_kernel(self.finish, 1, 1, 1, 1, 1, 1, 0, stream, params.as_mut_ptr(), none) }
     }
 
     /// Has a kernel node of a graph run `ops` from the next launch on. The context must be current.
@@ -237,7 +300,7 @@ impl Lane {
             call: impl FnOnce(*mut *mut c_void) -> T,
         ) -> T {
             let head = Head { count: ops.len() as u64, ..head };
-            let mut program = Program { head, ops: [const { MaybeUninit::uninit() }; N] };
+            let mut program = Parameter { head, ops: [const { MaybeUninit::uninit() }; N] };
             for (slot, op) in program.ops.iter_mut().zip(ops) {
                 slot.write(*op);
             }
@@ -269,5 +332,72 @@ fn function(api: &Api, module: Handle, name: &CStr) -> Result<Handle> {
         // Drivers before CUDA 12.4 load all of a module at once unless told otherwise.
         Ok(()) | Err(gdrcopy::Error::Unsupported { .. }) => Ok(function),
         Err(error) => Err(Error::cuda("loading a kernel of the lane")(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = include_str!("../../../include/gdsync.cuh");
+    const PTX: &str = include_str!("lane.ptx");
+
+    /// The names of an enum of the header, in order.
+    fn names(of: &str) -> Vec<&'static str> {
+        let (_, rest) = HEADER.split_once(&format!("enum {of} : u32 {{")).expect("an enum of the header");
+        rest.split_once('}').expect("its end").0.split(',').map(str::trim).collect()
+    }
+
+    #[test]
+    fn the_header_says_the_same() {
+        let kinds =
+            ["WRITE_32", "WRITE_64", "WAIT_32", "WAIT_64", "WAIT_CQE", "BARRIER", "INDEX", "MARK", "END"];
+        assert_eq!(names("Kind"), kinds);
+        let numbers = [kind::WRITE_32, kind::WRITE_64, kind::WAIT_32, kind::WAIT_64, kind::WAIT_CQE];
+        assert_eq!(numbers, [0, 1, 2, 3, 4]);
+        assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK, kind::END], [5, 6, 7, 8]);
+        let conds = names("Cond").into_iter().zip([Cond::Geq, Cond::Eq, Cond::And, Cond::Nor]);
+        for (at, (name, cond)) in conds.enumerate() {
+            assert_eq!((name, usize::from(cond.code())), (format!("{cond:?}").to_uppercase().as_str(), at));
+        }
+        for (name, size) in [
+            ("Op", size_of::<LaneOp>()),
+            ("Status", STATUS_BYTES),
+            ("Head", size_of::<Head>()),
+            ("Program", BEFORE_STEPS),
+        ] {
+            let checked = format!("static_assert(sizeof({name}) == {size}, \"{name}\");");
+            assert!(HEADER.contains(&checked), "{checked}");
+        }
+    }
+
+    #[test]
+    fn the_kernels_take_what_is_passed() {
+        let (small, large) = (size_of::<Parameter<SMALL>>(), size_of::<Parameter<LARGE>>());
+        for (kernel, parameter) in [
+            ("gds_run_12", format!(".align 8 .b8 gds_run_12_param_0[{small}]")),
+            ("gds_run_160", format!(".align 8 .b8 gds_run_160_param_0[{large}]")),
+            ("gds_run_at", ".u64 gds_run_at_param_0".to_owned()),
+            ("gds_finish", ".u64 gds_finish_param_0".to_owned()),
+        ] {
+            let entry = format!(".visible .entry {kernel}(\n\t.param {parameter}\n)");
+            assert!(PTX.contains(&entry), "{entry}");
+        }
+    }
+
+    #[test]
+    fn steps_lie_in_memory_as_the_header_reads_them() {
+        let write = |n| LaneOp { kind: kind::WRITE_64, addr: 8 * n, value: n, ..LaneOp::BARRIER };
+        let steps = [&[1, 2][..], &[], &[3]].map(|ops| ops.iter().copied().map(write).collect::<Program>());
+        let mut image = vec![0; room_of_steps(&[2, 0, 1])];
+        let head = Head { status: 11, limit_ns: 12, submission: 13, count: 0 };
+        put_steps(&mut image, head, &steps, &Step::Mark { addr: 64, value: 13 });
+        let words: Vec<u64> = image.as_chunks::<8>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect();
+        assert_eq!(words[..6], [11, 12, 13, 3, 0, 0], "head and cursor");
+        let ops: Vec<_> =
+            words[6..].as_chunks::<3>().0.iter().map(|[what, _, value]| (*what, *value)).collect();
+        let (one, end) = (u64::from(kind::WRITE_64), (u64::from(kind::END), 0));
+        let mark = (u64::from(kind::MARK), 13);
+        assert_eq!(ops, [(one, 1), (one, 2), end, end, (one, 3), end, mark, end, (0, 0)]);
     }
 }

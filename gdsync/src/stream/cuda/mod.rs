@@ -2,7 +2,7 @@
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
 //! failure); `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
-//! that can run them in place of the GPU's front end; `reserve` makes room for streams; `graph` has captures and their launches, `instance` what is launched; `watch` is the watchdog.
+//! that can run them in place of the GPU's front end; `reserve` makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what is launched; `watch` is the watchdog.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
 //! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
@@ -19,6 +19,7 @@ mod plan;
 mod reserve;
 mod retire;
 mod shared;
+mod steps;
 mod watch;
 
 use std::fmt;
@@ -130,6 +131,25 @@ impl Engine for CudaEngine {
     fn launch(&self, made: &Made, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
         let exec = made.clone().downcast().map_err(|_| graph::elsewhere())?;
         self.shared.launch(&exec, ops, ends)
+    }
+
+    fn size_of_step(&self, ops: &[Op]) -> Result<usize> {
+        self.shared.size_of_step(ops)
+    }
+
+    fn make_steps(&self, sizes: Vec<usize>) -> Result<Made> {
+        Ok(self.shared.make_steps(sizes)?)
+    }
+
+    fn launch_steps(
+        &self,
+        made: &Made,
+        ops: &mut Vec<Op>,
+        ends: &[usize],
+        kernel: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<u64> {
+        let armory = made.downcast_ref().ok_or_else(steps::elsewhere)?;
+        self.shared.launch_steps(armory, ops, ends, kernel)
     }
 
     fn completed(&self) -> u64 {

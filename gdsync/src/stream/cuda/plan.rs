@@ -56,12 +56,15 @@ pub(super) enum Call {
     /// `cuStreamBatchMemOp`.
     MemOps(SmallVec<[MemOp; 8]>),
     /// A kernel that runs these.
-    Kernel(SmallVec<[LaneOp; lane::SMALL]>),
+    Kernel(Program),
     /// `cuLaunchHostFunc` of the host function at this place of the submission.
     HostFn(usize),
 }
 
 pub(super) type Calls = SmallVec<[Call; 1]>;
+
+/// What a kernel runs.
+pub(super) type Program = SmallVec<[LaneOp; lane::SMALL]>;
 
 /// The steps of a submission.
 pub(super) type Steps = SmallVec<[Step; 6]>;
@@ -157,12 +160,7 @@ fn trigger(steps: &mut Steps, gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<()> 
     Ok(())
 }
 
-/// As [`add_steps`], for who asks before a lock is taken.
-pub(super) fn check(gpu: &Gpu, ops: &[Op]) -> Result<()> {
-    add_steps(&mut Steps::new(), gpu, ops)
-}
-
-/// Adds what operations become to `calls`.
+/// Adds what operations become to `calls`; not under a lock, as [`add_steps`].
 pub(super) fn plan(calls: &mut Calls, gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<()> {
     let mut steps = Steps::new();
     add_steps(&mut steps, gpu, ops)?;
@@ -183,6 +181,21 @@ pub(super) fn add_calls(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
     }
 }
 
+/// What operations become as a step of a kernel of the application; not under a lock, as [`add_steps`].
+pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
+    let mut steps = Steps::new();
+    add_steps(&mut steps, gpu, ops)?;
+    let alone = |step: &Step| matches!(step, Step::Flush | Step::HostFn(_));
+    if steps.iter().any(alone) {
+        return Err(Error::Unsupported {
+            what: "a host function, or a flush that this GPU leaves to its front end, in a step of a kernel",
+            by: "kernels, which cannot do either",
+            fix: "submit it to the stream before or after the kernel",
+        });
+    }
+    Ok(lane_ops(&steps).collect())
+}
+
 fn no_flush() -> Error {
     Error::Unsupported {
         what: "a flush of inbound writes on a stream",
@@ -200,18 +213,27 @@ fn close(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
         let part = &steps[part];
         // A kernel cannot do what only the front end can.
         let by_kernel = by_kernel && !part.contains(&Step::Flush);
-        let part = part.iter().enumerate().filter(|&(at, _)| !is_extra(part, at)).map(|(_, step)| step);
         // Filled where they are: calls are large.
         calls.push(match by_kernel {
             true => Call::Kernel(SmallVec::new()),
             false => Call::MemOps(SmallVec::new()),
         });
         match calls.last_mut() {
-            Some(Call::Kernel(program)) => part.for_each(|step| program.push(step.into())),
-            Some(Call::MemOps(memops)) => part.for_each(|step| memops.push(memop(step))),
+            Some(Call::Kernel(program)) => program.extend(lane_ops(part)),
+            Some(Call::MemOps(memops)) => memops.extend(needed(part).map(memop)),
             _ => {}
         }
     }
+}
+
+/// What a kernel does for steps.
+fn lane_ops(steps: &[Step]) -> impl Iterator<Item = LaneOp> {
+    needed(steps).map(LaneOp::from)
+}
+
+/// The steps but for barriers that are too much.
+fn needed(steps: &[Step]) -> impl Iterator<Item = &Step> {
+    steps.iter().enumerate().filter(|&(at, _)| !is_extra(steps, at)).map(|(_, step)| step)
 }
 
 /// Whether a barrier is too much: every write of the front end, and of the lane, has a fence before it (cuda.h,

@@ -56,11 +56,11 @@ fn make(api: &Api, lane: &Lane, streams: &mut Vec<Handle>, graphs: &mut Vec<Hand
 /// A graph of both kernels, without operations.
 fn kernels(api: &Api, lane: &Lane, stream: Handle) -> gdrcopy::Result<Handle> {
     let head = Head { status: 0, limit_ns: 0, submission: 0, count: 0 };
-    let op = LaneOp { kind: 5, cond: 0, near: 0, addr: 0, value: 0 };
     // SAFETY: an idle stream of this context.
     unsafe { api.stream_begin_capture(stream, CAPTURE_RELAXED) }?;
-    let launched =
-        lane.launch(api, stream, head, &[]).and_then(|()| lane.launch(api, stream, head, &[op; SMALL + 1]));
+    let launched = lane
+        .launch(api, stream, head, &[])
+        .and_then(|()| lane.launch(api, stream, head, &[LaneOp::BARRIER; SMALL + 1]));
     let mut graph = 0;
     // SAFETY: a stream that is being captured, and a place for the graph.
     let ended = unsafe { api.stream_end_capture(stream, &mut graph) };

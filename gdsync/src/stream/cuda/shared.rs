@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::graph::{self, Captured, Exec};
+use super::graph::{self, Captured};
 use super::host_fn;
-use super::instance::Instance;
+use super::instance::{Instance, Pool};
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
 use super::plan::{self, Call, Calls, Step, Steps};
@@ -103,8 +103,8 @@ pub(super) struct State {
     pub(super) host_fns: usize,
     /// Calls and host functions that there was no room for.
     wanted: (usize, usize),
-    /// A graph that had no instance free.
-    wanted_graph: Option<Weak<Exec>>,
+    /// Of a graph or steps that had no instance free.
+    wanted_pool: Option<Weak<Pool>>,
     /// Why the driver took no mark, or runs the stream no more: it is asked for no more marks.
     pub(super) refused: Option<Error>,
     /// The driver is to be asked how the stream is, and somebody is about to.
@@ -129,7 +129,7 @@ pub(super) struct Submission {
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// What it is a launch of.
-    pub(super) _graph: Option<Arc<Instance>>,
+    pub(super) _instance: Option<Arc<Instance>>,
 }
 
 impl Shared {
@@ -235,10 +235,10 @@ impl Shared {
         let done = self.retire(&mut state);
         let (calls, host_fns) = state.wanted;
         let room = !self.full(&state, calls.max(1), host_fns.max(1));
-        let graph = state.wanted_graph.clone();
+        let pool = state.wanted_pool.clone();
         drop(state);
         drop(done);
-        room && graph.and_then(|graph| graph.upgrade()).is_none_or(|graph| graph.is_free())
+        room && pool.and_then(|pool| pool.upgrade()).is_none_or(|pool| pool.is_free())
     }
 
     pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
@@ -310,14 +310,14 @@ impl Shared {
         done: &mut Retired<'s>,
         ops: &mut Vec<Op>,
         (calls, host_fns): (usize, usize),
-        graph: Option<&Arc<Instance>>,
+        instance: Option<&Arc<Instance>>,
     ) -> Result<()> {
         // Before the watchdog sees it: the time at this gate is none of its waits'.
         pass(&self.about_to_submit);
         let mut state = self.lock();
         *done = self.retire(&mut state);
         if self.full(&state, calls, host_fns) {
-            (state.wanted, state.wanted_graph) = ((calls, host_fns), None);
+            (state.wanted, state.wanted_pool) = ((calls, host_fns), None);
             self.about_to_submit.store(false, Ordering::Release);
             drop(state);
             return Err(self.is_full(turn));
@@ -328,7 +328,7 @@ impl Shared {
         self.about_to_submit.store(false, Ordering::Release);
         state.calls += calls;
         state.host_fns += host_fns;
-        state.queue.push_back(Submission { seq, ops, calls, host_fns, _graph: graph.cloned() });
+        state.queue.push_back(Submission { seq, ops, calls, host_fns, _instance: instance.cloned() });
         let asleep = state.asleep;
         drop(state);
         if asleep {
@@ -343,21 +343,21 @@ impl Shared {
         Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
     }
 
-    /// An instance of a graph whose former launches are over.
-    pub(super) fn instance(&self, turn: &mut Turn, exec: &Arc<Exec>) -> Result<Arc<Instance>> {
-        if let Some(free) = exec.free() {
+    /// An instance whose former launches are over.
+    pub(super) fn instance(&self, turn: &mut Turn, pool: &Arc<Pool>) -> Result<Arc<Instance>> {
+        if let Some(free) = pool.free() {
             return Ok(free);
         }
         let mut state = self.lock();
         let done = self.retire(&mut state);
-        (state.wanted, state.wanted_graph) = ((0, 0), Some(Arc::downgrade(exec)));
+        (state.wanted, state.wanted_pool) = ((0, 0), Some(Arc::downgrade(pool)));
         drop(state);
         drop(done);
-        exec.free().ok_or_else(|| self.is_full(turn))
+        pool.free().ok_or_else(|| self.is_full(turn))
     }
 
     /// The mark behind a submission.
-    fn mark_of(&self, seq: u64) -> Step {
+    pub(super) fn mark_of(&self, seq: u64) -> Step {
         Step::Mark { addr: self.mark_addr, value: seq }
     }
 

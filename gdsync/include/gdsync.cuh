@@ -1,0 +1,378 @@
+// Sends and waits from within a kernel: device code for nvcc and NVRTC, without any dependency.
+//
+// The CPU records steps once and arms them for each launch of the kernel: work requests are written, and what a step does
+// is in memory of the GPU. See `gdsync::stream::KernelSteps`. The kernel runs them, in order:
+//
+//     extern "C" __global__ void relax(gds::Program *program, ...)   // one block
+//     {
+//         gds::Steps steps(program);
+//         for (gds::u32 i = 0; i < steps.count(); ++i) {
+//             ... all threads fill what step i sends ...
+//             if (gds::block_step(steps, i) != gds::OK)               // sends, waits
+//                 return;
+//             ... all threads use what has arrived ...
+//         }
+//     }
+//
+// What it needs at least: `compute_70`, for loads and stores with a scope.
+
+#pragma once
+
+namespace gds {
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// What an operation is. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
+// write that goes to the next word when the stream has failed; END is behind the last operation of a step.
+enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, END };
+enum Cond : u32 { GEQ, EQ, AND, NOR };
+
+struct Op {
+    u32 kind;
+    // Of a wait: its condition, and whether the word is in memory of this GPU.
+    u16 cond;
+    u16 near;
+    u64 addr;
+    u64 value;
+};
+
+// Kept by the stream, in memory of the GPU where that can be mapped.
+struct Status {
+    // 1: a wait was not satisfied in time, and nothing is written any more.
+    u32 failed;
+    // Completions with errors that waits have met.
+    u32 errors;
+    // The wait that failed: the number of its submission, and its word.
+    u64 submission;
+    u64 word;
+};
+
+struct Head {
+    Status *status;
+    u64 limit_ns;
+    u64 submission;
+    // Operations that follow; of a program of steps, steps.
+    u64 count;
+};
+
+// Where a program of steps is: the one that is next, and the place of its first operation.
+struct Cursor {
+    u32 next;
+    u32 place;
+};
+
+// The steps of a launch, in memory. Their operations follow.
+struct Program {
+    Head head;
+    Cursor cursor;
+    u64 reserved;
+};
+
+// The layout of `lane.rs`.
+static_assert(sizeof(Op) == 24, "Op");
+static_assert(sizeof(Status) == 24, "Status");
+static_assert(sizeof(Head) == 32, "Head");
+static_assert(sizeof(Program) == 48, "Program");
+
+// What became of a step.
+enum Result : int {
+    // It was run.
+    OK = 0,
+    // A wait was not satisfied in time, or the stream has failed otherwise: nothing was written since, and nothing will be.
+    FAILED = 1,
+    // It was run, but what it waited for has completed with an error: data may be missing. `Stream::synchronize` tells.
+    COMPLETION_ERROR = 2,
+    // It has been run, it is not the next one, or there is no such step: nothing was done.
+    OUT_OF_ORDER = 3,
+};
+
+namespace detail {
+
+static __device__ __forceinline__ u64 now_ns()
+{
+    u64 time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+// Waits only look; what comes after the last of them is ordered by a fence.
+static __device__ __forceinline__ u32 load_32(u64 addr)
+{
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ u64 load_64(u64 addr)
+{
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ void store_32(u64 addr, u32 value)
+{
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(addr), "r"(value) : "memory");
+}
+
+static __device__ __forceinline__ void store_64(u64 addr, u64 value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(addr), "l"(value) : "memory");
+}
+
+// What was written before is seen by all who see what is written behind it, and what was seen before came before what is
+// read behind it. A barrier of the application, `__threadfence_system`, orders all.
+static __device__ __forceinline__ void fence()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+// `Cond` of the host; a 32-bit word and its value come sign-extended for GEQ and zero-extended otherwise.
+template <typename Word, typename Signed> static __device__ __forceinline__ bool holds(u32 cond, Word word, Word value)
+{
+    switch (cond) {
+    case GEQ:
+        return (Signed)(word - value) >= 0;
+    case EQ:
+        return word == value;
+    case AND:
+        return (word & value) != 0;
+    default:
+        return (Word)~(word | value) != 0;
+    }
+}
+
+template <typename Word> static __device__ __forceinline__ Word load(u64 addr);
+template <> __device__ __forceinline__ u32 load<u32>(u64 addr) { return load_32(addr); }
+template <> __device__ __forceinline__ u64 load<u64>(u64 addr) { return load_64(addr); }
+
+// Waits until the word satisfies the operation, and gives it; false when the time is over. `AHEAD` looks are under way at
+// a time; the clock is read only now and then.
+template <int AHEAD, typename Word, typename Signed>
+static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word)
+{
+    Word looks[AHEAD];
+    u64 start = 0;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+        looks[i] = load<Word>(op.addr);
+    for (u32 rounds = 1;; ++rounds) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            *word = looks[i];
+            if (holds<Word, Signed>(op.cond, *word, (Word)op.value))
+                return true;
+            looks[i] = load<Word>(op.addr);
+        }
+        if (failed)
+            return false;
+        if (rounds % 64 != 0)
+            continue;
+        const u64 time = now_ns();
+        if (start == 0)
+            start = time;
+        else if (time - start > limit_ns)
+            return false;
+    }
+}
+
+// On an H200 several looks under way are quicker in the GPU's own memory (a hop of a ping-pong takes 4.2 us instead of 4.6),
+// and slower over the bus (7.2 instead of 4.6).
+template <typename Word, typename Signed>
+static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word)
+{
+    return op.near ? await<4, Word, Signed>(op, limit_ns, failed, word)
+                   : await<1, Word, Signed>(op, limit_ns, failed, word);
+}
+
+static __device__ bool await(const Op &op, u64 limit_ns, bool failed, u32 *errors)
+{
+    if (op.kind == WAIT_64) {
+        u64 word;
+        return await<u64, long long>(op, limit_ns, failed, &word);
+    }
+    u32 word;
+    const bool met = await<u32, int>(op, limit_ns, failed, &word);
+    // The opcode of a CQE: 13 and 14 are errors.
+    *errors += met && op.kind == WAIT_CQE && (word >> 28) >= 13;
+    return met;
+}
+
+// Tells how many completions with errors were met since the last time.
+static __device__ __forceinline__ void tell(const Head &head, u32 *errors)
+{
+    if (*errors)
+        atomicAdd_system(&head.status->errors, *errors);
+    *errors = 0;
+}
+
+// Whether the stream has failed. The answer arrives while the first operation waits, or while its fence does.
+static __device__ __forceinline__ u32 has_failed(const Head &head)
+{
+    return load_32((u64)&head.status->failed);
+}
+
+static __device__ __forceinline__ bool is_wait(const Op &op)
+{
+    return op.kind == WAIT_32 || op.kind == WAIT_64 || op.kind == WAIT_CQE;
+}
+
+static __device__ __forceinline__ void execute(const Head &head, const Op &op, u32 *failed, u32 *errors)
+{
+    switch (op.kind) {
+    case WAIT_32:
+    case WAIT_64:
+    case WAIT_CQE:
+        if (!await(op, head.limit_ns, *failed != 0, errors) && !*failed) {
+            *failed = 1;
+            store_64((u64)&head.status->submission, head.submission);
+            store_64((u64)&head.status->word, op.addr);
+            fence();
+            store_32((u64)&head.status->failed, 1);
+        }
+        break;
+    case WRITE_32:
+    case WRITE_64:
+        fence();
+        if (*failed)
+            break;
+        if (op.kind == WRITE_32)
+            store_32(op.addr, (u32)op.value);
+        else
+            store_64(op.addr, op.value);
+        break;
+    case INDEX:
+        if (!*failed)
+            store_32(op.addr, (u32)op.value);
+        break;
+    case BARRIER:
+        __threadfence_system();
+        break;
+    case MARK:
+        // Before the mark: behind it the status may be another stream's.
+        tell(head, errors);
+        fence();
+        store_64(*failed ? op.addr + 8 : op.addr, op.value);
+        break;
+    }
+}
+
+static __device__ __forceinline__ Op fetch(const Op *at)
+{
+    const u64 from = (u64)at;
+    const u64 what = load_64(from);
+    return Op{(u32)what, (u16)(what >> 32), (u16)(what >> 48), load_64(from + 8), load_64(from + 16)};
+}
+
+} // namespace detail
+
+// A thread's view of the steps of a launch. One thread of the kernel runs them, or one after the other, each with a view of
+// its own that it made behind the last step of the one before. A kernel need not run all: those that it leaves are run
+// behind it by the stream.
+class Steps {
+public:
+    // `program` is what the CPU gave for this launch.
+    __device__ explicit Steps(const Program *program)
+    {
+        const u64 at = (u64)program;
+        head.status = (Status *)detail::load_64(at);
+        head.limit_ns = detail::load_64(at + 8);
+        head.submission = detail::load_64(at + 16);
+        head.count = detail::load_64(at + 24);
+        cursor = at + sizeof(Head);
+        ops = (const Op *)(program + 1);
+        const u64 where = detail::load_64(cursor);
+        next = (u32)where;
+        place = (u32)(where >> 32);
+        ahead = detail::fetch(ops + place);
+        dead = false;
+    }
+
+    // How many steps there are.
+    __device__ u32 count() const { return (u32)head.count; }
+
+    // The step that `run` takes.
+    __device__ u32 upcoming() const { return next; }
+
+    // Runs step `i`: its sends leave, with what this thread and those that it has met at a barrier have written, and its
+    // waits are over when this returns. A wait takes as long as a wait of the stream may. Returns a `Result`.
+    __device__ int run(u32 i)
+    {
+        if (dead)
+            return FAILED;
+        if (i != next || i >= count())
+            return OUT_OF_ORDER;
+        return step();
+    }
+
+    // Runs what is left, and what comes behind the last step: for the library.
+    __device__ void finish()
+    {
+        while (next < count() && step() != FAILED)
+            ;
+        // Behind a failure only the mark is left to do.
+        next = count();
+        for (; ahead.kind != MARK; ahead = detail::fetch(ops + place))
+            ++place;
+        step();
+    }
+
+private:
+    __device__ __forceinline__ int step()
+    {
+        u32 failed = detail::has_failed(head), errors = 0;
+        // A wait has looked since the last fence.
+        bool looked = false;
+        for (;;) {
+            const Op op = ahead;
+            // The one behind is on its way meanwhile, also if it is another step's.
+            ahead = detail::fetch(ops + ++place);
+            // What the waits have seen, all see who meet this thread later. Before an index is written, which may take its
+            // way over the bus: a fence behind it would wait for that.
+            if (looked && (op.kind == INDEX || op.kind == END)) {
+                detail::fence();
+                looked = false;
+            }
+            if (op.kind == END)
+                break;
+            detail::execute(head, op, &failed, &errors);
+            // All others have a fence of their own, or had one above.
+            looked = detail::is_wait(op);
+        }
+        // A stream that fails has its queues complete with errors.
+        if (errors)
+            failed |= detail::has_failed(head);
+        const int result = failed ? FAILED : errors ? COMPLETION_ERROR : OK;
+        detail::tell(head, &errors);
+        dead = failed != 0;
+        ++next;
+        if (!dead)
+            detail::store_64(cursor, (u64)place << 32 | next);
+        return result;
+    }
+
+    Head head;
+    u64 cursor;
+    const Op *ops;
+    // The operation at `place`.
+    Op ahead;
+    u32 next;
+    u32 place;
+    bool dead;
+};
+
+// The same for all threads of a block: step `i` is run when all have come, what they wrote before is sent, and what has
+// arrived all may read. Every thread gets the result. All call it, with views made of the same program.
+static __device__ inline int block_step(Steps &steps, u32 i)
+{
+    __shared__ int result;
+    __syncthreads();
+    if (threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0)
+        result = steps.run(i);
+    __syncthreads();
+    return result;
+}
+
+} // namespace gds
