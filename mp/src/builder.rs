@@ -19,7 +19,7 @@ use crate::link::Most;
 use crate::path::{Local, Planes};
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
-use crate::watch::Watch;
+use crate::watch::{Alarm, Watch};
 
 /// Builds a [`Communicator`].
 #[derive(Clone, Debug)]
@@ -193,7 +193,7 @@ impl Builder {
         let mut planes = Planes::agree(&context, &local, self.watch, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
         let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
-        let alarm = Arc::default();
+        let alarm = Arc::new(Alarm::new(self.watch));
         let (links, credits) =
             connect(&mut planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
         // Nobody may send before everybody can receive.

@@ -77,6 +77,7 @@ mod deadline;
 mod ends;
 pub mod error;
 mod few;
+mod held;
 pub mod launch;
 mod link;
 mod on_stream;

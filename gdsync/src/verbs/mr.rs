@@ -58,6 +58,11 @@ impl Mr {
         Ok(Self { region: self.region.clone(), part: Some(self.memory().slice(offset, len)?) })
     }
 
+    /// The whole region that this is, or is a part of.
+    pub fn whole(&self) -> Self {
+        Self { region: self.region.clone(), part: None }
+    }
+
     /// Whether this is the only clone or part of its region: dropping it ends the registration.
     pub fn is_only(&self) -> bool {
         Arc::strong_count(&self.region) == 1
