@@ -95,7 +95,7 @@ pub use builder::Builder;
 pub use communicator::{Communicator, Registration};
 pub use error::{Error, Result};
 pub use on_stream::PreparedMessage;
-pub use path::{Local, Path};
+pub use path::{BufferPath, GpuPath, Local, Path};
 pub use peer::Piece;
 pub use request::{Request, Status};
 pub use shrink::Shrunk;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::attr::Access;
 use super::device::Pd;
-use super::provider::MrKeys;
+use super::provider::{MrKeys, Provider};
 use super::wr::Sge;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -71,6 +71,10 @@ impl Mr {
     /// The registered memory.
     pub fn memory(&self) -> &Memory {
         self.part.as_ref().unwrap_or(&self.region.memory)
+    }
+
+    pub(crate) fn is_of(&self, provider: &Arc<dyn Provider>) -> bool {
+        Arc::ptr_eq(self.region.pd.provider(), provider)
     }
 
     /// What it was registered for.
