@@ -219,7 +219,7 @@ impl Planes {
                 .filter(|[first, second]| paths[*first].is_near == paths[*second].is_near);
             let is_near = pair.is_some_and(|[first, _]| paths[first].is_near);
             let plane = near.as_ref().filter(|_| is_near).unwrap_or(&far);
-            let pair = pair.filter(|_| plane.context.is_software());
+            let pair = pair.filter(|_| mine.measures_gpu && plane.context.is_software());
             gpu::measure(pair, plane, gpu, bootstrap, deadline.remaining())?;
         }
         let is_beside = |(peer, theirs): (usize, &Card)| {

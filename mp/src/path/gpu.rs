@@ -69,7 +69,7 @@ const SIZES: [usize; 6] = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256
 const ROUNDS: u32 = 20;
 
 /// Has the two ranks of `pair` send each other GPU memory through this device, fetched and staged, and sets the device of all
-/// ranks of the host up. All ranks must call it; each with the pair of its host, if there is one.
+/// ranks up that were given the pair. All ranks must call it.
 ///
 /// # Errors
 /// Of the exchange. What cannot be measured is not.
