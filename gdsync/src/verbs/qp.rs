@@ -308,8 +308,9 @@ impl Qp {
         self.core().provider.writes_in_order(self.qpn())
     }
 
-    /// How a message or RDMA WRITE of `len` bytes in one piece of this region would leave by this queue pair now, and why. What
-    /// is read from here by a peer leaves as it would, but for peer to peer: that is staged.
+    /// How a message or RDMA WRITE of `len` bytes in one piece of this region would leave by this queue pair now, and why. A peer
+    /// that cannot fetch says so at the first message, which is staged then. What is read from here by a peer leaves as it would,
+    /// but for peer to peer: that is staged.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a region of another device.

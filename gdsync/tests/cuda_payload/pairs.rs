@@ -79,13 +79,13 @@ fn exchange(a: &End, b: &End) {
             a.side.qp.post_send(&[wr.imm(3)]).unwrap();
             let (got, gone) = (received(&b.side), sent(&a.side));
             assert_eq!((got.syndrome, gone.syndrome), (None, None), "{what}, {len} bytes");
-            let referred = b.side.context.stats().by_reference - before;
-            assert_eq!(
-                referred > 0,
-                carriage.carrier() == Carrier::PeerToPeer,
-                "{what}, {len} bytes {carriage}"
-            );
-            let on_gpu = !matches!(a.kind, Kind::Plain | Kind::Pinned | Kind::Registered);
+            let referred = b.side.context.stats().by_reference > before;
+            let [on_gpu, to_gpu] =
+                [a, b].map(|end| !matches!(end.kind, Kind::Plain | Kind::Pinned | Kind::Registered));
+            let is_refused = a.side.qp.carriage(&a.mr, len).unwrap() != carriage;
+            assert!(!is_refused || !to_gpu, "{what}, {len} bytes: a copy engine is there");
+            let is_left = carriage.carrier() == Carrier::PeerToPeer && !is_refused;
+            assert_eq!(referred, is_left, "{what}, {len} bytes {carriage}");
             assert_eq!(carriage.carrier() != Carrier::Cpu, on_gpu, "{what}, {len} bytes {carriage}");
             let is_read = a.mr.memory().is_mapped() && len <= 4096 && on_gpu;
             assert_eq!(carriage.carrier() == Carrier::Mapping, is_read, "{what}, {len} bytes {carriage}");

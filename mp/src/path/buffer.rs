@@ -49,7 +49,8 @@ impl fmt::Display for BufferPath {
 impl Communicator {
     /// What a message of the bytes `range` of `buffer` would take to a rank now, and why: which device
     /// ([`Communicator::path`]), and for the device the card, the CPU or a copy engine, directly or staged. It depends on where
-    /// the buffer is and on the length; a message of several pieces is not left to a copy engine of the receiver.
+    /// the buffer is and on the length; a message of several pieces is not left to a copy engine of the receiver. A receiver that
+    /// cannot fetch a buffer says so at its first message, which is staged then, as later ones.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Device`](crate::Error::Device) for a range outside the buffer.
