@@ -16,10 +16,10 @@ use crate::ends::ACK_TIMEOUT;
 use crate::error::{Error, Result};
 use crate::launch::Launch;
 use crate::link::Most;
-use crate::path::{Local, Planes};
+use crate::path::{GpuPath, Local, Planes};
 use crate::peer::Peer;
 use crate::spawn::{Children, spawn_self};
-use crate::watch::Watch;
+use crate::watch::{Alarm, Watch};
 
 /// Builds a [`Communicator`].
 #[derive(Clone, Debug)]
@@ -35,6 +35,14 @@ pub struct Builder {
     on_gpu: OnGpu,
     cache: CacheConfig,
     local: Local,
+    gpu_path: GpuPath,
+}
+
+/// What the environment has a say in.
+struct Settings {
+    cache: Cache,
+    local: Local,
+    gpu_path: GpuPath,
 }
 
 impl Default for Builder {
@@ -50,6 +58,7 @@ impl Default for Builder {
             on_gpu: OnGpu::empty(),
             cache: CacheConfig::default(),
             local: Local::Soft,
+            gpu_path: GpuPath::BySize,
         }
     }
 }
@@ -115,6 +124,13 @@ impl Builder {
         self
     }
 
+    /// How payload in GPU memory gets to ranks of the same host where it goes through a software HCA (default
+    /// [`GpuPath::BySize`]). `MP_GPU_PATH` in the environment overrides it.
+    pub fn gpu_path(mut self, path: GpuPath) -> Self {
+        self.gpu_path = path;
+        self
+    }
+
     /// What the registration cache keeps (default see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
     pub fn cache(mut self, config: CacheConfig) -> Self {
         self.cache = config;
@@ -126,7 +142,7 @@ impl Builder {
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
     /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
-    /// `MP_REG_CACHE` or `MP_LOCAL` that means nothing.
+    /// `MP_REG_CACHE`, `MP_LOCAL` or `MP_GPU_PATH` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         let settings = self.check()?;
@@ -158,7 +174,7 @@ impl Builder {
     }
 
     /// Before anybody is waited for.
-    fn check(&self) -> Result<(Cache, Local)> {
+    fn check(&self) -> Result<Settings> {
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
                 what: "what of the queues is on the GPU",
@@ -166,7 +182,11 @@ impl Builder {
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
-        Ok((Cache::new(self.cache.clone().in_environment()?), self.local.clone().in_environment()?))
+        Ok(Settings {
+            cache: Cache::new(self.cache.clone().in_environment()?),
+            local: self.local.clone().in_environment()?,
+            gpu_path: self.gpu_path.in_environment()?,
+        })
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
@@ -183,17 +203,19 @@ impl Builder {
         self,
         mut bootstrap: Box<dyn Exchange>,
         children: Option<Children>,
-        (cache, local): (Cache, Local),
+        settings: Settings,
         deadline: Deadline,
     ) -> Result<Communicator> {
         let context = match &self.context {
             Some(context) => context.clone(),
             None => Device::find(None)?.open()?,
         };
-        let mut planes = Planes::agree(&context, &local, self.watch, &mut *bootstrap, deadline.remaining())?;
+        let Settings { cache, local, gpu_path } = settings;
+        let wishes = (&local, gpu_path, self.gpu.as_ref());
+        let mut planes = Planes::agree(&context, wishes, self.watch, &mut *bootstrap, deadline.remaining())?;
         let build = |pd: &Pd| self.queue_pair(pd);
         let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
-        let alarm = Arc::default();
+        let alarm = Arc::new(Alarm::new(self.watch));
         let (links, credits) =
             connect(&mut planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
         // Nobody may send before everybody can receive.

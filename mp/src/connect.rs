@@ -61,7 +61,7 @@ pub(crate) fn connect(
     let ends = (0..size)
         .map(|peer| {
             let pd = planes.pd(peer);
-            let queues = pd.build_qp().max_send_wr(most.depth).max_recv_wr(1).max_inline(4);
+            let queues = pd.build_qp().max_send_wr(most.depth).max_recv_wr(1).max_inline(credit::BYTES);
             let credits = queues.timeout(ACK_TIMEOUT).build()?;
             Ok((Ends::build(peer == rank, || build(pd))?, credits))
         })
@@ -90,8 +90,7 @@ pub(crate) fn connect(
                 Way::Remote { qp: credits, word: theirs.word }
             }
         };
-        let word = table.memory().word32(credit::place(peer))?;
-        let credits = Credits::new(word, way, alarm.clone());
+        let credits = Credits::new(table.memory(), peer, way, alarm.clone())?;
         let slots = planes.slots.get_mut(peer).and_then(Option::take);
         Ok(Link::new(peer, planes.is_near(peer), messages, most, credits, slots))
     });

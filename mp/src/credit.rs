@@ -5,8 +5,10 @@
 //! that before it rings, so that what it sends never meets a missing receive, which costs a retry. Announcing the same number
 //! again does no harm, and shows whether the peer is still there.
 //!
-//! Not every receive is announced by itself: see [`is_due`]. One that is held back is announced by the next call that waits
-//! or that leaves a wait to a stream, and otherwise by the watching thread, about a millisecond later: see [`Alarm`].
+//! Only streams look at the word: beside it the peer finds whether streams of this rank send to it. As long as none do, only the
+//! watching thread announces receives, about a millisecond later, and a call that leaves a wait to a stream: see [`Alarm`].
+//! From the first on, a rank announces sooner: rows of receives now and then, see [`is_due`], and those that were held back with
+//! the next call that waits. So does one that no thread watches.
 //!
 //! The words are written through queue pairs of their own: in the queue of the messages a write of the CPU would have to
 //! wait for sends that belong to a stream.
@@ -14,7 +16,7 @@
 mod numbers;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
@@ -26,8 +28,13 @@ use parking_lot::Mutex;
 use crate::watch::Alarm;
 use numbers::{Numbers, low32};
 
-/// Bytes per word: a cache line, as each has a writer of its own.
+/// Bytes per word and what is beside it: a cache line, as each has a writer of its own.
 const SLOT: usize = 64;
+
+/// Behind the word: not 0 when streams of the peer send to this rank. Both are written by one write.
+const WANTED: usize = 4;
+/// Bytes of both.
+pub(crate) const BYTES: usize = 8;
 
 /// How far ahead of all messages the word of a rank that failed is set, so that nothing waits for it any more.
 const OPEN: u32 = 1 << 30;
@@ -47,6 +54,12 @@ pub(crate) fn place(rank: usize) -> usize {
 pub(crate) struct Credits {
     /// Receives the peer has posted for us.
     ready: Word32,
+    /// Whether its streams send to us.
+    wanted: Word32,
+    /// Whether ours send to it.
+    wants: AtomicBool,
+    /// It costs nothing to tell the peer, or no thread would do it later.
+    is_prompt: bool,
     numbers: Numbers,
     /// Receives posted for the peer. This and the next two are modulo 2^32.
     posted: AtomicU32,
@@ -91,10 +104,20 @@ fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
 }
 
 impl Credits {
-    pub(crate) fn new(ready: Word32, way: Way, alarm: Arc<Alarm>) -> Self {
+    /// With what `rank` writes in the table.
+    pub(crate) fn new(table: &Memory, rank: usize, way: Way, alarm: Arc<Alarm>) -> gdsync::Result<Self> {
+        let ready = table.word32(place(rank))?;
+        let wanted = table.word32(place(rank) + WANTED)?;
         let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
-        Self { ready, numbers: Numbers::default(), posted, announced, arrived, last, alarm, way }
+        let is_prompt = matches!(way, Way::Own) || !alarm.is_watched();
+        let (wants, numbers) = (AtomicBool::new(false), Numbers::default());
+        Ok(Self { ready, wanted, wants, is_prompt, numbers, posted, announced, arrived, last, alarm, way })
+    }
+
+    /// Whether the peer is told before the watching thread looks.
+    fn is_eager(&self) -> bool {
+        self.is_prompt || self.wanted.load() != 0
     }
 
     /// The peer has one more receive, the newest: tells it, or sees to it that it is told soon.
@@ -102,7 +125,9 @@ impl Credits {
         let posted = low32(receive.index()).wrapping_add(1);
         // Before it looks at the alarm: whoever has switched that off sees this.
         self.posted.store(posted, Ordering::SeqCst);
-        if is_due(posted, self.announced.load(Ordering::Relaxed), self.arrived.load(Ordering::Relaxed)) {
+        let [announced, arrived] =
+            [&self.announced, &self.arrived].map(|count| count.load(Ordering::Relaxed));
+        if self.is_eager() && is_due(posted, announced, arrived) {
             self.announce(&mut self.last.lock());
         } else {
             self.alarm.ring();
@@ -137,13 +162,23 @@ impl Credits {
         }
     }
 
+    /// As [`Credits::catch_up`], where the watching thread need not do it. Returns whether it must.
+    pub(crate) fn catch_up_or_leave(&self) -> bool {
+        let leaves = !self.is_eager() && self.is_behind();
+        if !leaves {
+            self.catch_up();
+        }
+        leaves
+    }
+
     fn announce(&self, last: &mut Announcement) {
         let posted = self.posted.load(Ordering::SeqCst);
         match &self.way {
             Way::Own => self.ready.store(posted),
             Way::Remote { qp, word } => {
                 last.is_new = true;
-                let bytes = posted.to_le_bytes();
+                let wants = u32::from(self.wants.load(Ordering::Relaxed));
+                let bytes = (u64::from(wants) << 32 | u64::from(posted)).to_le_bytes();
                 let post = || qp.post_send(&[SendWr::write_inline(*word, &bytes)]);
                 let written = post().or_else(|error| match error {
                     gdsync::Error::QueueFull { .. } => {
@@ -200,7 +235,18 @@ impl Credits {
     }
 
     fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
+        if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
+            self.ask();
+        }
         (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
+    }
+
+    /// Has the peer announce its receives at once from here on.
+    #[cold]
+    fn ask(&self) {
+        if let Way::Remote { .. } = &self.way {
+            self.announce(&mut self.last.lock());
+        }
     }
 
     /// Lets everything go that waits for the peer, which is lost, and tells it no more: so it learns that it is.

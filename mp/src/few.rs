@@ -40,9 +40,12 @@ impl<T> Few<T> {
 
 impl<T> FromIterator<T> for Few<T> {
     fn from_iter<I: IntoIterator<Item = T>>(items: I) -> Self {
-        let mut few = Self::None;
-        items.into_iter().for_each(|item| few.push(item));
-        few
+        let mut items = items.into_iter();
+        match (items.next(), items.next()) {
+            (None, _) => Self::None,
+            (Some(only), None) => Self::One(only),
+            (Some(first), Some(second)) => Self::Many([first, second].into_iter().chain(items).collect()),
+        }
     }
 }
 
@@ -58,6 +61,7 @@ mod tests {
             few.push(n);
             assert_eq!(few.as_slice(), (1..=n).collect::<Vec<_>>());
             assert_eq!(few.first_mut(), Some(&mut 1));
+            assert_eq!((1..=n).collect::<Few<_>>().as_slice(), few.as_slice());
         }
     }
 }

@@ -1,6 +1,9 @@
 //! Which device the messages with each rank go through: the RDMA device, or for ranks of the same host the software HCA, whose
 //! wire is shared memory, with payload in GPU memory copied from GPU to GPU.
 
+mod buffer;
+mod duel;
+mod gpu;
 mod host;
 mod measure;
 
@@ -8,10 +11,13 @@ use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
+use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Pd};
 
+pub use self::buffer::BufferPath;
+pub use self::gpu::GpuPath;
 use self::host::Host;
 use self::measure::measure;
 use crate::bootstrap::Exchange;
@@ -95,6 +101,22 @@ impl Path {
         self.is_near
     }
 
+    /// That of a window, which goes through the device for ranks of the same host or through this one.
+    pub(crate) fn of_windows(&self, near: bool, far: &Context) -> Self {
+        let same = Self { has_slots: false, ..self.clone() };
+        if near == self.is_near {
+            return same;
+        }
+        let (device, wire) = (far.description().to_owned(), far.wire().to_owned());
+        Self {
+            device,
+            wire,
+            reason: "a rank of the window is not reached as this one is".into(),
+            is_near: near,
+            ..same
+        }
+    }
+
     /// Whether short messages from CPU to CPU are copied through slots of shared memory, beside the device.
     pub fn has_slots(&self) -> bool {
         self.has_slots
@@ -142,7 +164,7 @@ impl Planes {
     /// Of the exchange, and [`Error::Device`] from a device.
     pub(crate) fn agree(
         far: &Context,
-        local: &Local,
+        (local, gpu_path, gpu): (&Local, GpuPath, Option<&Gpu>),
         watched: bool,
         bootstrap: &mut dyn Exchange,
         timeout: Duration,
@@ -155,7 +177,8 @@ impl Planes {
         let deadline = Deadline::after(timeout);
         let measures = matches!(local, Local::Measured);
         let slots = watched && matches!(local, Local::Soft);
-        let mine = Card { wants: refusal.is_none(), measures, slots, host: Host::here() };
+        let measures_gpu = gpu_path == GpuPath::Measured && gpu.is_some();
+        let mine = Card { wants: refusal.is_none(), measures, measures_gpu, slots, host: Host::here() };
         let cards = read(&bootstrap.allgather(&mine.to_bytes(), timeout)?)?;
         let refusals = refusals(bootstrap.rank(), refusal, &mine, &cards);
         let is_needed =
@@ -168,6 +191,7 @@ impl Planes {
             }
         };
         let far = Plane::new(far.clone())?;
+        near.iter().chain([&far]).for_each(|plane| gpu_path.apply(&plane.context));
         let costs = match cards.iter().any(|card| card.measures) {
             true => {
                 let pair = pair(&refusals, &cards);
@@ -189,6 +213,15 @@ impl Planes {
         };
         let mut paths: Vec<_> = refusals.iter().map(path).collect();
         let near = near.filter(|_| paths.iter().any(Path::is_near));
+        if cards.iter().any(|card| card.measures_gpu) {
+            // Ranks of a host are all reached alike, or do not measure.
+            let pair = gpu_pair(&mine, &cards)
+                .filter(|[first, second]| paths[*first].is_near == paths[*second].is_near);
+            let is_near = pair.is_some_and(|[first, _]| paths[first].is_near);
+            let plane = near.as_ref().filter(|_| is_near).unwrap_or(&far);
+            let pair = pair.filter(|_| mine.measures_gpu && plane.context.is_software());
+            gpu::measure(pair, plane, gpu, bootstrap, deadline.remaining())?;
+        }
         let is_beside = |(peer, theirs): (usize, &Card)| {
             let is_here = peer != bootstrap.rank() && theirs.host.shares_memory_with(&mine.host);
             mine.slots && theirs.slots && is_here
@@ -233,6 +266,8 @@ struct Card {
     wants: bool,
     /// It would have it measured.
     measures: bool,
+    /// And how payload in its GPU's memory leaves.
+    measures_gpu: bool,
     /// It has slots for ranks of its host that have them too.
     slots: bool,
     host: Host,
@@ -240,13 +275,14 @@ struct Card {
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        [&[self.wants, self.measures, self.slots].map(u8::from), self.host.as_bytes()].concat()
+        let flags = [self.wants, self.measures, self.measures_gpu, self.slots];
+        [&flags.map(u8::from), self.host.as_bytes()].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let ([wants, measures, slots], host) = bytes.split_first_chunk()?;
-        let [wants, measures, slots] = [wants, measures, slots].map(|&flag| flag != 0);
-        Some(Self { wants, measures, slots, host: Host::from_bytes(host) })
+        let (flags, host) = bytes.split_first_chunk()?;
+        let [wants, measures, measures_gpu, slots] = flags.map(|flag| flag != 0);
+        Some(Self { wants, measures, measures_gpu, slots, host: Host::from_bytes(host) })
     }
 }
 
@@ -281,6 +317,13 @@ fn pair(refusals: &Refusals, cards: &[Card]) -> Option<[usize; 2]> {
     pair.iter().all(|&rank| cards[rank].measures).then_some(pair)
 }
 
+/// The two ranks of this host that measure how payload in GPU memory leaves, if both ask for it.
+fn gpu_pair(mine: &Card, cards: &[Card]) -> Option<[usize; 2]> {
+    let mut here = cards.iter().enumerate().filter(|(_, card)| card.host.shares_memory_with(&mine.host));
+    let pair = [here.next()?, here.next()?];
+    pair.iter().all(|(_, card)| card.measures_gpu).then_some(pair.map(|(rank, _)| rank))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,6 +333,7 @@ mod tests {
         let card = |wants, host: &str| Card {
             wants,
             measures: host == "a",
+            measures_gpu: host == "b",
             slots: false,
             host: Host::from_bytes(host.as_bytes()),
         };

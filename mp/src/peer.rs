@@ -1,15 +1,15 @@
 //! Messages under way to and from one rank.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use gdsync::verbs::{Completion, Sge};
+use gdsync::verbs::{Completion, Mr, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
 use crate::few::Few;
+use crate::held::Held;
 use crate::link::Link;
 use crate::request::{Order, Part, Request, Status};
 use crate::slots::Slots;
@@ -22,14 +22,11 @@ pub type Piece<'a> = (&'a Registration, Range<usize>);
 pub(crate) struct Peer {
     pub(crate) link: Arc<Link>,
     /// In each direction: not more than the queues remember.
-    held: [Mutex<Held>; 2],
+    held: [Mutex<Messages>; 2],
 }
 
-/// Messages under way, oldest first, and their buffers: they stay registered though their request is dropped.
-type Held = VecDeque<(Arc<Order>, Buffers)>;
-
-/// Most messages have one; the others do not cost them an allocation.
-type Buffers = (Option<Registration>, Box<[Registration]>);
+/// Messages under way, and their buffers: they stay registered though their request is dropped.
+type Messages = Held<Few<Mr>>;
 
 /// Messages whose completions are taken together.
 pub(crate) const DRAIN: u64 = 32;
@@ -55,22 +52,29 @@ impl Peer {
         pieces: &[Piece<'_>],
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
-        match pieces {
-            [piece] => self.hold(way, operation, pieces, &[self.sge(piece)?], post),
-            _ => {
-                let count = count(pieces);
-                if count > self.link.pieces {
-                    let source = gdsync::Error::InvalidArgument {
-                        what: "pieces of a message",
-                        value: count.to_string(),
-                        expected: "at most Builder::max_pieces",
-                    };
-                    return Err(Error::Message { rank: self.link.rank, operation, source });
-                }
-                let sges = pieces.iter().map(|piece| self.sge(piece)).collect::<Result<Vec<_>>>()?;
-                self.hold(way, operation, pieces, &sges, post)
-            }
+        let sges = self.sges(operation, pieces)?;
+        self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, &sges, post)
+    }
+
+    /// The pieces of a message, which are not too many and lie inside their buffers.
+    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
+        if let [piece] = pieces {
+            return Ok(Few::One(self.sge(piece)?));
         }
+        let count = count(pieces);
+        if count > self.link.pieces {
+            let source = gdsync::Error::InvalidArgument {
+                what: "pieces of a message",
+                value: count.to_string(),
+                expected: "at most Builder::max_pieces",
+            };
+            return Err(self.failed(operation, source));
+        }
+        pieces.iter().map(|piece| self.sge(piece)).collect()
+    }
+
+    fn failed(&self, operation: &'static str, source: gdsync::Error) -> Error {
+        Error::Message { rank: self.link.rank, operation, source }
     }
 
     fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
@@ -84,48 +88,43 @@ impl Peer {
 
     fn hold<T>(
         &self,
+        held: &mut Messages,
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        sges: &[Sge],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
-    ) -> Result<(Request, T)> {
-        self.hold_in(&mut self.held[way as usize].lock(), way, operation, pieces, sges, post)
-    }
-
-    fn hold_in<T>(
-        &self,
-        held: &mut Held,
-        way: Way,
-        operation: &'static str,
-        pieces: &[Piece<'_>],
-        sges: &[Sge],
+        sges: &Few<Sge>,
         mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
+        let sges = sges.as_slice();
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
-        if self.under_way(way, held) >= self.link.depth {
-            self.poll();
-            settle(held);
-            self.link.recycle_slots();
-        }
-        let posted = match self.room(way, self.under_way(way, held)).and_then(|()| post(&self.link, sges)) {
+        let room = match self.under_way(way, held) < self.link.depth {
+            true => Ok(()),
+            false => self.make_room(way, held),
+        };
+        let posted = match room.and_then(|()| post(&self.link, sges)) {
             Err(gdsync::Error::QueueFull { .. }) if self.under_way(way, held) < self.link.depth => {
-                self.poll();
-                settle(held);
-                post(&self.link, sges)
+                self.make_room(way, held).and_then(|()| post(&self.link, sges))
             }
             other => other,
         };
-        let failed = |source| Error::Message { rank: self.link.rank, operation, source };
-        let (completion, posted) = posted.map_err(failed)?;
+        let (completion, posted) = posted.map_err(|source| self.failed(operation, source))?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let order = Arc::new(Order { way, lane: None, operation, completion, bytes, kept: OnceLock::new() });
-        let mut buffers = pieces.iter().map(|(buffer, _)| (*buffer).clone());
-        held.push_back((order.clone(), (buffers.next(), buffers.collect())));
+        let order = Order { way, lane: None, operation, completion, bytes, kept: OnceLock::new() };
+        let buffers = pieces.iter().map(|(buffer, _)| buffer.on(self.link.near).whole());
+        let order = held.add(order, buffers.collect());
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
         Ok((self.request(Part::Posted(order)), posted))
+    }
+
+    /// Lets go of what is complete, for one more message.
+    #[cold]
+    fn make_room(&self, way: Way, held: &mut Messages) -> gdsync::Result<()> {
+        self.poll();
+        held.settle();
+        self.link.recycle_slots();
+        self.room(way, self.under_way(way, held))
     }
 
     fn request(&self, part: Part) -> Request {
@@ -133,7 +132,7 @@ impl Peer {
     }
 
     /// Messages of one direction that are under way, of which these are held here.
-    fn under_way(&self, way: Way, held: &Held) -> usize {
+    fn under_way(&self, way: Way, held: &Messages) -> usize {
         let slots = self.link.slots.as_ref().filter(|_| way == Way::Recv);
         held.len() + slots.map_or(0, Slots::under_way)
     }
@@ -166,26 +165,30 @@ impl Peer {
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, ())>,
     ) -> Result<Request> {
         const RECEIVE: &str = "receive";
-        let Some(slots) = self.link.slots.as_ref().filter(|_| count(pieces) <= self.link.pieces) else {
-            return Ok(self.start(Way::Recv, RECEIVE, pieces, post)?.0);
+        let sges = self.sges(RECEIVE, pieces)?;
+        let held = &self.held[Way::Recv as usize];
+        let mut held = match &self.link.slots {
+            None => held.lock(),
+            Some(slots) => {
+                let failed = |source| self.failed(RECEIVE, source);
+                if slots.may_receive()
+                    && let Some(kept) = slots.receive(&self.link, pieces, || false).map_err(failed)?
+                {
+                    return Ok(self.request(Part::Kept(kept)));
+                }
+                // While this is locked nobody else opens slots, nor posts a receive.
+                let mut held = held.lock();
+                let is_idle = || {
+                    held.settle();
+                    held.is_empty()
+                };
+                if let Some(kept) = slots.receive(&self.link, pieces, is_idle).map_err(failed)? {
+                    return Ok(self.request(Part::Kept(kept)));
+                }
+                held
+            }
         };
-        let sges = pieces.iter().map(|piece| self.sge(piece)).collect::<Result<Few<Sge>>>()?;
-        let failed = |source| Error::Message { rank: self.link.rank, operation: RECEIVE, source };
-        if slots.may_receive()
-            && let Some(kept) = slots.receive(&self.link, pieces, || false).map_err(failed)?
-        {
-            return Ok(self.request(Part::Kept(kept)));
-        }
-        // While this is locked nobody else opens slots, nor posts a receive.
-        let mut held = self.held[Way::Recv as usize].lock();
-        let is_idle = || {
-            settle(&mut held);
-            held.is_empty()
-        };
-        if let Some(kept) = slots.receive(&self.link, pieces, is_idle).map_err(failed)? {
-            return Ok(self.request(Part::Kept(kept)));
-        }
-        Ok(self.hold_in(&mut held, Way::Recv, RECEIVE, pieces, sges.as_slice(), post)?.0)
+        Ok(self.hold(&mut held, Way::Recv, RECEIVE, pieces, &sges, post)?.0)
     }
 
     fn room(&self, way: Way, held: usize) -> gdsync::Result<()> {
@@ -208,7 +211,7 @@ impl Peer {
         let held = self.under_way(way, &self.held[way as usize].lock());
         let depth = self.link.depth;
         let room = if held + count <= depth { Ok(()) } else { self.room(way, depth) };
-        room.map_err(|source| Error::Message { rank: self.link.rank, operation, source })
+        room.map_err(|source| self.failed(operation, source))
     }
 
     /// Takes completions, so that the queues have room again.
@@ -223,15 +226,7 @@ impl Peer {
         if matches!(way, Way::Recv) {
             self.link.credits.arrived(completion);
         }
-        let mut held = self.held[*way as usize].lock();
-        // By whoever has seen a later one, too.
-        let over = held.pop_front_if(|(front, _)| Arc::ptr_eq(front, order));
-        if over.is_none() && held.front().is_some_and(|(front, _)| front.completion.index() <= index) {
-            settle(&mut held);
-        } else if let Some((order, _)) = &over {
-            let _ = order.kept.set(status.bytes);
-        }
-        drop(held);
+        self.held[*way as usize].lock().finish(order, status.bytes);
         if index.is_multiple_of(DRAIN) {
             self.link.queue(*way).drain();
         }
@@ -243,7 +238,7 @@ impl Peer {
         let mut under_way = false;
         for held in &self.held {
             let mut held = held.lock();
-            settle(&mut held);
+            held.settle();
             under_way |= !held.is_empty();
         }
         under_way |= self.link.recycle_slots();
@@ -256,19 +251,4 @@ impl Peer {
 /// Pieces that take room: empty ones do not.
 fn count(pieces: &[Piece<'_>]) -> usize {
     pieces.iter().filter(|(_, range)| !range.is_empty()).count()
-}
-
-/// Lets go of the messages that are complete, and keeps what came of them.
-pub(crate) fn settle<T>(held: &mut VecDeque<(Arc<Order>, T)>) {
-    while let Some((order, _)) = held.front() {
-        match order.outcome() {
-            Ok(None) => break,
-            Ok(Some(bytes)) => {
-                let _ = order.kept.set(bytes);
-            }
-            // The queue pair is broken, and stays so.
-            Err(_) => {}
-        }
-        held.pop_front();
-    }
 }

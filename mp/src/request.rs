@@ -112,7 +112,9 @@ impl Request {
     /// # Errors
     /// As [`Request::test`], and [`gdsync::Error::Deadline`] inside after `timeout`: the message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
-        self.wait_and(timeout, || self.link.credits.catch_up())
+        self.wait_and(timeout, || {
+            self.link.credits.catch_up_or_leave();
+        })
     }
 
     /// As [`Request::wait`], and calls `meanwhile` once unless it is complete.

@@ -19,8 +19,9 @@ const SOON: Duration = Duration::from_millis(1);
 const LOOKS: u32 = 50;
 
 /// Says that there are receives which a rank should soon be told of.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Alarm {
+    is_watched: bool,
     /// There may be some.
     is_on: AtomicBool,
     /// The thread looks soon, or there is none.
@@ -30,6 +31,17 @@ pub(crate) struct Alarm {
 }
 
 impl Alarm {
+    /// With the thread, or without.
+    pub(crate) fn new(is_watched: bool) -> Self {
+        let [is_on, is_heard] = [false, !is_watched].map(AtomicBool::new);
+        Self { is_watched, is_on, is_heard, stop: Mutex::new(false), changed: Condvar::new() }
+    }
+
+    /// Whether there is the thread.
+    pub(crate) fn is_watched(&self) -> bool {
+        self.is_watched
+    }
+
     /// Switches it on. Whoever switches it off sees what was written before with [`Ordering::SeqCst`].
     pub(crate) fn ring(&self) {
         if !self.is_on.load(Ordering::SeqCst) {
@@ -42,11 +54,20 @@ impl Alarm {
         }
     }
 
-    /// Tells everybody, if it is on, and says whether it was.
-    pub(crate) fn answer(&self, peers: &[Peer]) -> bool {
-        self.answer_and(peers, Link::take)
+    /// Tells those who wait for it, if it is on.
+    pub(crate) fn answer(&self, peers: &[Peer]) {
+        self.answer_and(peers, |link| link.credits.catch_up_or_leave() | link.take());
     }
 
+    /// Tells everybody, if it is on, and says whether it was.
+    fn answer_all(&self, peers: &[Peer]) -> bool {
+        self.answer_and(peers, |link| {
+            link.credits.catch_up();
+            link.watch()
+        })
+    }
+
+    /// Looks after each, if it is on, and says whether it was: it stays so where somebody must look again.
     fn answer_and(&self, peers: &[Peer], look: impl Fn(&Link) -> bool) -> bool {
         let is_on = self.is_on.load(Ordering::SeqCst);
         if is_on {
@@ -54,7 +75,6 @@ impl Alarm {
             self.is_on.store(false, Ordering::SeqCst);
             let mut again = false;
             for Peer { link, .. } in peers {
-                link.credits.catch_up();
                 again |= look(link);
             }
             if again {
@@ -75,11 +95,11 @@ impl Alarm {
             }
             MutexGuard::unlocked(&mut stop, || {
                 if looks > 0 {
-                    looks = if self.answer_and(peers, Link::watch) { LOOKS } else { looks - 1 };
+                    looks = if self.answer_all(peers) { LOOKS } else { looks - 1 };
                     if looks == 0 {
                         self.is_heard.store(false, Ordering::SeqCst);
                         // What nobody was woken for.
-                        self.answer_and(peers, Link::watch);
+                        self.answer_all(peers);
                     }
                 } else if self.is_heard.load(Ordering::SeqCst) {
                     looks = LOOKS;

@@ -22,6 +22,7 @@ use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
 use crate::ends::{Ends, row};
 use crate::error::{Error, Result};
+use crate::path::BufferPath;
 
 /// Elements of a list of pieces that one work request takes: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;
@@ -190,6 +191,19 @@ impl Window {
     /// The ranks that share it.
     pub fn communicator(&self) -> &Communicator {
         &self.0.comm
+    }
+
+    /// What a put of the bytes `range` of `buffer` would take to a rank now, and why: as [`Communicator::path_of`], by the device
+    /// of the window. What a get brings leaves the target as the target's [`Communicator::path_of`] says, but that nothing is
+    /// fetched by a copy engine of the receiver: it is staged.
+    ///
+    /// # Errors
+    /// As [`Communicator::path_of`].
+    pub fn path_of(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<BufferPath> {
+        let Inner { comm, lanes, .. } = &*self.0;
+        self.part(rank)?;
+        let path = comm.path(rank)?.of_windows(lanes.near, comm.context());
+        BufferPath::new(path, &lanes.lanes[rank].ends.send, buffer, &range)
     }
 
     /// Bytes of the window of a rank.

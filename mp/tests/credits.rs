@@ -2,11 +2,11 @@
 
 mod common;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{LONG, buffer, bytes, job, job_with, message, stream, until};
 use gdsync::stream::{Batch, Stream};
-use mp::{Communicator, Error, Registration, Request, Rma, Signal, Status};
+use mp::{Communicator, Error, Local, Registration, Request, Rma, Signal, Status};
 
 /// How long a stream is seen not to go on.
 const HELD: Duration = Duration::from_millis(30);
@@ -235,6 +235,57 @@ fn a_wait_on_a_stream_announces_what_was_held_back() {
     let s = stream("waiting");
     held_back("a_wait_on_a_stream_announces_what_was_held_back", |comm, last| {
         comm.wait_on_stream(&s, last).unwrap();
+    });
+}
+
+/// Work requests of this rank so far: receives that are posted are none.
+fn work_requests(comm: &Communicator) -> u64 {
+    comm.context().stats().wqes
+}
+
+/// Nobody but the watching thread tells a rank of receives that it does not wait for.
+#[test]
+fn a_rank_whose_streams_send_nothing_is_told_now_and_then() {
+    let builder = Communicator::builder().local(Local::Queues);
+    job_with("a_rank_whose_streams_send_nothing_is_told_now_and_then", 2, builder, |comm| {
+        const COUNT: usize = 300;
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16));
+        let (start, before) = (Instant::now(), work_requests(comm));
+        let received: Vec<_> = (0..COUNT).map(|_| comm.irecv(&buffer, 0..8, peer).unwrap()).collect();
+        let (posted, looks) = (work_requests(comm) - before, start.elapsed().as_millis());
+        assert!(u128::from(posted) <= looks + 1, "{posted} announcements in {looks} ms");
+        for _ in 0..COUNT {
+            comm.wait(&comm.isend(&buffer, 8..16, peer).unwrap(), LONG).unwrap();
+        }
+        comm.wait_all(&received, LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// With the thread, too, once a stream of the sender has sent something.
+#[test]
+fn a_rank_whose_streams_send_is_told_at_once() {
+    let builder = Communicator::builder().local(Local::Queues);
+    job_with("a_rank_whose_streams_send_is_told_at_once", 2, builder, |comm| {
+        const COUNT: usize = 20;
+        let (buffer, s) = (buffer(comm, 16), stream("sender"));
+        let mut told = 0;
+        for _ in 0..COUNT {
+            if comm.rank() == 0 {
+                let sent = comm.send_on_stream(&s, &buffer, 0..8, 1).unwrap();
+                s.synchronize(LONG).unwrap();
+                comm.wait(&sent, LONG).unwrap();
+                comm.barrier(LONG).unwrap();
+            } else {
+                let before = work_requests(comm);
+                let received = comm.irecv(&buffer, 8..16, 0).unwrap();
+                // Now and then another thread has the HCA, and counts it a little later.
+                told += usize::from(work_requests(comm) > before);
+                comm.wait(&received, LONG).unwrap();
+                comm.barrier(LONG).unwrap();
+            }
+        }
+        assert!(comm.rank() == 0 || told >= COUNT / 2, "{told} of {COUNT} receives were announced at once");
     });
 }
 

@@ -2,12 +2,14 @@
 
 mod common;
 
-use common::{LONG, buffer, bytes, is_part_of, job_with, message, myself, stream};
+use common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
+use gdrcopy::standin::driver;
+use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
-use gdsync::verbs::Context;
-use mp::{Communicator, Local, Registration, Rma, Signal};
+use gdsync::verbs::{Carrier, Context};
+use mp::{Communicator, Error, GpuPath, Local, Registration, Rma, Signal};
 
 fn hca() -> Context {
     Context::soft(&SoftHcaConfig::default()).unwrap()
@@ -140,6 +142,119 @@ fn what_is_measured_is_the_same_for_all_ranks() {
         let chosen = [u8::from(paths[0].is_near())];
         assert_eq!(comm.exchange(&chosen, LONG).unwrap(), [chosen; 3]);
         all_pairs(comm);
+    });
+}
+
+#[test]
+fn a_buffer_has_a_path() {
+    let builder = Communicator::builder().context(&hca());
+    job_with("a_buffer_has_a_path", 2, builder, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let buffer = host_buffer(comm, 100_000);
+        for (range, has_slots) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
+            let path = comm.path_of(&buffer, range, peer).unwrap();
+            assert_eq!(path.carriage().carrier(), Carrier::Cpu, "{path}");
+            assert_eq!(path.path().has_slots(), has_slots, "{path}");
+            assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
+        }
+        assert!(!comm.path_of(&buffer, 0..8, me).unwrap().path().has_slots(), "none to itself");
+        let part = buffer.part(100, 50).unwrap();
+        assert!(comm.path_of(&part, 0..50, peer).is_ok() && comm.path_of(&part, 0..51, peer).is_err());
+        assert!(matches!(comm.path_of(&buffer, 0..8, 2), Err(Error::NoSuchRank { rank: 2, size: 2 })));
+        let window = comm.window(&buffer, 0..64, LONG).unwrap();
+        let path = window.path_of(&buffer, 0..8, peer).unwrap();
+        assert_eq!((path.path().has_slots(), path.carriage().carrier()), (false, Carrier::Cpu), "{path}");
+        assert!(window.path_of(&buffer, 0..8, 2).is_err());
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// A window of ranks that are not all reached alike goes through the device of the communicator, and says so.
+#[test]
+fn a_window_has_a_path_of_its_own() {
+    let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
+    let local = if is_last { Local::Device } else { Local::Through(hca()) };
+    let builder = Communicator::builder().context(&hca()).local(local);
+    job_with("a_window_has_a_path_of_its_own", 3, builder, |comm| {
+        let buffer = host_buffer(comm, 64);
+        let window = comm.window(&buffer, 0..64, LONG).unwrap();
+        for rank in 0..3 {
+            let message = comm.path_of(&buffer, 0..8, rank).unwrap();
+            let put = window.path_of(&buffer, 0..8, rank).unwrap();
+            assert_eq!(message.path().is_near(), comm.rank() < 2 && rank < 2, "{message}");
+            assert!(!put.path().is_near(), "{put}");
+            assert_eq!(put.path().reason().contains("of the window"), message.path().is_near(), "{put}");
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// The GPU of this machine, or a simulated one.
+fn any_gpu() -> (Gpu, bool) {
+    match Gpu::count() {
+        Ok(count) if count > 0 => (Gpu::open(0).unwrap(), false),
+        _ => (Gpu::open_with(driver::api(), 0, Some(driver::gdr().unwrap())).unwrap(), true),
+    }
+}
+
+/// Sends GPU memory of rank 0 to rank 1; what it says of each length before, and of the longest afterwards.
+fn from_gpu(comm: &Communicator, gpu: &Gpu) -> ([Carrier; 3], Carrier) {
+    const LEN: usize = 300_000;
+    let source = comm.register(&gpu.alloc(LEN).unwrap()).unwrap();
+    let inbox = host_buffer(comm, LEN);
+    let peer = 1 - comm.rank();
+    let carrier = |len| comm.path_of(&source, 0..len, peer).unwrap().carriage().carrier();
+    let before = [100, 10_000, LEN].map(carrier);
+    if comm.rank() == 0 {
+        source.memory().write(0, &message(0, 1, 7, LEN)).unwrap();
+        comm.wait(&comm.isend(&source, 0..LEN, 1).unwrap(), LONG).unwrap();
+    } else {
+        comm.wait(&comm.irecv(&inbox, 0..LEN, 0).unwrap(), LONG).unwrap();
+        assert!(bytes(&inbox, 0..LEN) == message(0, 1, 7, LEN));
+    }
+    comm.barrier(LONG).unwrap();
+    (before, carrier(LEN))
+}
+
+#[test]
+fn a_buffer_on_a_gpu_has_a_path() {
+    let builder = Communicator::builder().context(&hca());
+    job_with("a_buffer_on_a_gpu_has_a_path", 2, builder, |comm| {
+        let (gpu, is_simulated) = any_gpu();
+        let (before, after) = from_gpu(comm, &gpu);
+        assert_eq!(before, [Carrier::Mapping, Carrier::Staging, Carrier::PeerToPeer]);
+        if is_simulated && comm.rank() == 0 {
+            assert_eq!(after, Carrier::Staging, "no other process opens memory of a simulated GPU");
+        }
+    });
+}
+
+#[test]
+fn the_program_decides_how_payload_leaves_a_gpu() {
+    let builder = Communicator::builder().context(&hca()).gpu_path(GpuPath::Staged);
+    job_with("the_program_decides_how_payload_leaves_a_gpu", 2, builder, |comm| {
+        let (before, after) = from_gpu(comm, &any_gpu().0);
+        assert_eq!(before, [Carrier::Mapping, Carrier::Staging, Carrier::Staging]);
+        assert_eq!(after, Carrier::Staging);
+    });
+}
+
+#[test]
+fn both_ranks_find_out_how_payload_leaves_a_gpu() {
+    let (far, gpu) = (hca(), any_gpu().0);
+    // Nothing would be staged.
+    far.leave_by_reference(1);
+    let builder = Communicator::builder().context(&far).gpu(&gpu).gpu_path(GpuPath::Measured);
+    job_with("both_ranks_find_out_how_payload_leaves_a_gpu", 2, builder, |comm| {
+        let least = far.leave_by_reference(1).unwrap();
+        far.leave_by_reference(least);
+        assert!(
+            least >= 8192 && (least.is_power_of_two() || least == usize::MAX),
+            "{least}: it was not measured"
+        );
+        let least = least.to_string();
+        assert!(comm.exchange(least.as_bytes(), LONG).unwrap().iter().all(|other| other == least.as_bytes()));
+        from_gpu(comm, &gpu);
     });
 }
 

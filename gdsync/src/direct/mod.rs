@@ -40,7 +40,7 @@ use crate::memory::Memory;
 use crate::rdma::{Domain, Event, Events, Healths, Objects, Open};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
-use crate::verbs::{Access, QpAddress, QpAttr};
+use crate::verbs::{Access, Carriage, QpAddress, QpAttr};
 
 /// An mlx5 card.
 pub(crate) struct Direct {
@@ -250,6 +250,10 @@ impl Provider for Direct {
 
     fn dereg_mr(&self, keys: MrKeys) {
         self.objects.dereg_mr(keys);
+    }
+
+    fn carriage(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> Carriage {
+        self.objects.carriage(lkey)
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {

@@ -21,9 +21,9 @@ use super::stats::HcaStats;
 use super::watched::Watched;
 use super::wire::{LinkEnds, RxRing};
 use crate::error::{Error, Result};
-use crate::memory::Word64;
+use crate::memory::{Memory, Word64};
 use crate::mover::{Mover, Ticket};
-use crate::verbs::QpState;
+use crate::verbs::{Carriage, QpState};
 
 /// Packets taken from one link before others get their turn.
 const BURST: usize = 64;
@@ -107,6 +107,17 @@ impl Core {
             ticked: Instant::now(),
             held_back: false,
         }
+    }
+
+    /// How a message of `len` bytes of this memory, in the region of this key, would leave by a queue pair.
+    pub(super) fn carriage(&mut self, index: usize, key: u32, memory: &Memory, len: usize) -> Carriage {
+        let known = self.with(index, |qp, env| qp.carriage(key, memory, len, env));
+        known.expect("the caller has the queue pair")
+    }
+
+    /// Returns from how many bytes on it was.
+    pub(super) fn leave_by_reference(&mut self, bytes: usize) -> usize {
+        std::mem::replace(&mut self.by_reference, bytes)
     }
 
     /// Runs `work` on a queue pair together with everything it needs.

@@ -17,7 +17,7 @@ use crate::memory::Memory;
 use crate::rdma::{Domain, Events, Objects, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
-use crate::verbs::{Access, QpAddress, QpAttr, QpState};
+use crate::verbs::{Access, Carriage, QpAddress, QpAttr, QpState};
 
 /// A proxy over an open device. Dropping it ends its threads.
 #[derive(Debug)]
@@ -168,6 +168,10 @@ impl Provider for Proxy {
         });
         self.objects.dereg_mr(keys);
         drop(memory);
+    }
+
+    fn carriage(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> Carriage {
+        self.objects.carriage(lkey)
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {

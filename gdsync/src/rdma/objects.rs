@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 
+use super::region::Way;
 use super::{Domain, Open, Region};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::verbs::Access;
 use crate::verbs::provider::MrKeys;
+use crate::verbs::{Access, Carriage};
 
 /// The domains and regions of an open device. They are freed without locks: the kernel may take its time.
 #[derive(Debug)]
@@ -50,6 +51,12 @@ impl Objects {
         tracing::debug!(?region, "registered");
         self.regions.lock().insert(keys.lkey, region);
         Ok(keys)
+    }
+
+    /// How the device gets at what is in the region of this key.
+    pub(crate) fn carriage(&self, lkey: u32) -> Carriage {
+        let way = self.regions.lock().get(&lkey).map_or(Way::Host, Region::way);
+        way.carriage()
     }
 
     pub(crate) fn dereg_mr(&self, keys: MrKeys) {

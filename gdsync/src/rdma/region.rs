@@ -17,7 +17,7 @@ use super::sysfs::SYSFS;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::verbs::Access;
+use crate::verbs::{Access, Carriage, Carrier};
 
 const PAGE: u64 = 4096;
 
@@ -27,6 +27,19 @@ pub(crate) enum Way {
     Host,
     DmaBuf,
     Peermem,
+}
+
+impl Way {
+    pub(super) fn carriage(self) -> Carriage {
+        match self {
+            Self::Host => Carriage::new(Carrier::Card, "it is host memory"),
+            Self::DmaBuf => Carriage::new(Carrier::CardFromGpu, "it is registered by a dma-buf"),
+            Self::Peermem => Carriage::new(
+                Carrier::CardFromGpu,
+                "it is registered by nvidia-peermem: a dma-buf was refused",
+            ),
+        }
+    }
 }
 
 /// A registered memory region. Deregistered when this is dropped; the memory must stay until then.
@@ -91,6 +104,10 @@ impl Region {
 
     pub(crate) fn lkey(&self) -> u32 {
         self.lkey
+    }
+
+    pub(super) fn way(&self) -> Way {
+        self.way
     }
 
     pub(crate) fn rkey(&self) -> u32 {

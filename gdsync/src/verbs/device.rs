@@ -279,6 +279,12 @@ impl Context {
         self.provider.stats()
     }
 
+    /// Has the software HCA leave payload in GPU memory of so many bytes and more to copy engines of receivers from now on: see
+    /// [`SoftHcaConfig::by_reference`]. Returns from how many it was; `None` from other devices, which have no choice.
+    pub fn leave_by_reference(&self, bytes: usize) -> Option<usize> {
+        self.provider.leave_by_reference(bytes)
+    }
+
     /// Runs device work on the calling thread, as every poll does. Returns whether there was any.
     pub fn progress(&self) -> bool {
         self.provider.progress()

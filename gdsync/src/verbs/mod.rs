@@ -2,6 +2,7 @@
 
 mod address;
 mod attr;
+mod carriage;
 mod completion;
 pub(crate) mod cq;
 mod descriptor;
@@ -19,6 +20,7 @@ mod wr;
 pub use address::QpAddress;
 pub(crate) use address::{mtu_bytes, mtu_code};
 pub use attr::{Access, QpAttr, QpState};
+pub use carriage::{Carriage, Carrier};
 pub use completion::Completion;
 pub use cq::Cq;
 pub(crate) use cq::POISON;

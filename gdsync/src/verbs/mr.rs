@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::attr::Access;
 use super::device::Pd;
-use super::provider::MrKeys;
+use super::provider::{MrKeys, Provider};
 use super::wr::Sge;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -58,6 +58,11 @@ impl Mr {
         Ok(Self { region: self.region.clone(), part: Some(self.memory().slice(offset, len)?) })
     }
 
+    /// The whole region that this is, or is a part of.
+    pub fn whole(&self) -> Self {
+        Self { region: self.region.clone(), part: None }
+    }
+
     /// Whether this is the only clone or part of its region: dropping it ends the registration.
     pub fn is_only(&self) -> bool {
         Arc::strong_count(&self.region) == 1
@@ -66,6 +71,10 @@ impl Mr {
     /// The registered memory.
     pub fn memory(&self) -> &Memory {
         self.part.as_ref().unwrap_or(&self.region.memory)
+    }
+
+    pub(crate) fn is_of(&self, provider: &Arc<dyn Provider>) -> bool {
+        Arc::ptr_eq(self.region.pd.provider(), provider)
     }
 
     /// What it was registered for.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::address::QpAddress;
 use super::attr::{Access, QpAttr};
+use super::carriage::Carriage;
 use super::placement::{OnGpu, Places};
 use super::track::Health;
 use crate::cuda::Gpu;
@@ -83,6 +84,13 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn dealloc_pd(&self, pdn: u32);
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;
     fn dereg_mr(&self, keys: MrKeys);
+    /// How a message of `len` bytes of `memory`, in the region of this key, would leave by a queue pair.
+    fn carriage(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> Carriage;
+    /// From so many bytes on, payload in GPU memory is left to copy engines of receivers. Returns from how many it was; `None`
+    /// where there is no choice.
+    fn leave_by_reference(&self, _bytes: usize) -> Option<usize> {
+        None
+    }
     /// `ring` says which completion queue of a queue pair it will be, if any: it may be in GPU memory.
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts>;
     fn destroy_cq(&self, cqn: u32);

@@ -9,10 +9,12 @@ use parking_lot::Mutex;
 
 use super::address::QpAddress;
 use super::attr::{Access, QpAttr, QpState};
+use super::carriage::Carriage;
 use super::completion::Completion;
 use super::cq::{Cq, CqInner};
 use super::device::Pd;
 use super::end::QueueEnd;
+use super::mr::Mr;
 use super::placement::{OnGpu, Places};
 use super::provider::{Provider, QpParts, QpRequest};
 use super::rq::RecvQueue;
@@ -304,6 +306,24 @@ impl Qp {
     /// device does not tell.
     pub fn writes_in_order(&self) -> Option<bool> {
         self.core().provider.writes_in_order(self.qpn())
+    }
+
+    /// How a message or RDMA WRITE of `len` bytes in one piece of this region would leave by this queue pair now, and why. A peer
+    /// that cannot fetch says so at the first message, which is staged then. What is read from here by a peer leaves as it would,
+    /// but for peer to peer: that is staged.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a region of another device.
+    pub fn carriage(&self, mr: &Mr, len: usize) -> Result<Carriage> {
+        let core = self.core();
+        if !mr.is_of(&core.provider) {
+            return Err(Error::invalid(
+                "the region",
+                "one of another device",
+                "one of the queue pair's device",
+            ));
+        }
+        Ok(core.provider.carriage(core.qpn, mr.lkey(), mr.memory(), len))
     }
 
     /// Moves the queue pair to ERR: everything outstanding completes with a flush error.

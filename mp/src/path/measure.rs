@@ -1,20 +1,18 @@
 //! What a message costs through each of two devices, as the first two ranks of a host find it.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Completion, Mr, Qp, QpAddress, RecvWr, SendWr};
 
 use super::Plane;
+use super::duel::{End, duel};
 use crate::bootstrap::Exchange;
-use crate::deadline::Deadline;
 use crate::error::Result;
 
 /// Bytes of the messages: what waits for the way, and what fills it.
 const SIZES: [usize; 2] = [8, 64 << 10];
-/// Round trips of each size that are timed, behind some that are not.
+/// Round trips of each size.
 const ROUNDS: u32 = 50;
-const FIRST: u32 = 10;
 
 /// A round trip of each size, together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,95 +52,30 @@ impl Costs {
 /// Of the exchange. What cannot be measured is not.
 pub(super) fn measure(
     pair: Option<[usize; 2]>,
-    [near, far]: [Option<&Plane>; 2],
+    planes: [Option<&Plane>; 2],
     bootstrap: &mut dyn Exchange,
     timeout: Duration,
 ) -> Result<Option<Costs>> {
-    let deadline = Deadline::after(timeout);
-    let role = pair.and_then(|pair| pair.iter().position(|&rank| rank == bootstrap.rank()));
-    let ends = role.and_then(|_| {
-        let ends = [End::new(near?), End::new(far?)];
-        let [near, far] =
-            ends.map(|end| end.inspect_err(|error| tracing::debug!(%error, "no measurement")).ok());
-        Some([near?, far?])
-    });
-    let addresses = ends.iter().flatten().flat_map(|end| end.qp.address().to_bytes());
-    let records = bootstrap.allgather(&addresses.collect::<Vec<_>>(), deadline.remaining())?;
-    // The others wait meanwhile.
-    let patience = deadline.remaining() / 4;
-    let found = match (role, pair, &ends) {
-        (Some(role), Some(pair), Some(ends)) => records
-            .get(pair[1 - role])
-            .and_then(|theirs| play(ends, theirs, role == 0, patience))
-            .filter(|_| role == 0),
-        _ => None,
+    let make = || {
+        let ends = planes.into_iter().flatten().map(|plane| End::new(plane, &Memory::alloc(2 * SIZES[1])?));
+        ends.collect()
     };
-    let found = found.map(Costs::to_bytes).unwrap_or_default();
-    let found = bootstrap.allgather(&found, deadline.remaining())?;
-    Ok(pair.and_then(|[first, _]| Costs::from_bytes(found.get(first)?)))
-}
-
-fn play(ends: &[End; 2], theirs: &[u8], serves: bool, patience: Duration) -> Option<Costs> {
-    let (theirs, []) = theirs.as_chunks::<{ QpAddress::BYTES }>() else { return None };
-    let [near, far] = theirs else { return None };
-    let cost = |end: &End, theirs: &[u8; QpAddress::BYTES]| {
-        let cost = QpAddress::from_bytes(theirs).and_then(|theirs| end.cost(theirs, serves, patience));
-        cost.inspect_err(|error| tracing::info!(%error, "a path could not be measured")).ok()
+    let play = |ends: &[End], patience: Duration| {
+        // Both sides try both, so that neither waits for nothing.
+        let cost = |end: &End| {
+            SIZES
+                .iter()
+                .try_fold(Duration::ZERO, |all, &bytes| Ok(all + end.cost(bytes, ROUNDS, patience / 4)?))
+        };
+        let costs: Vec<_> = ends.iter().map(cost).collect();
+        let costs = costs.into_iter().collect::<gdsync::Result<Vec<_>>>()?;
+        Ok(match costs[..] {
+            [near, far] => Costs { near, far }.to_bytes(),
+            _ => Vec::new(),
+        })
     };
-    // Both sides try both, so that neither waits for nothing.
-    let (near, far) = (cost(&ends[0], near), cost(&ends[1], far));
-    Some(Costs { near: near?, far: far? })
-}
-
-/// One side of a connection through one device.
-struct End {
-    qp: Qp,
-    mr: Mr,
-}
-
-impl End {
-    fn new(plane: &Plane) -> gdsync::Result<Self> {
-        let mr = plane.pd.register(&Memory::alloc(2 * SIZES[1])?, Access::LOCAL_WRITE)?;
-        let qp = plane.pd.build_qp().max_send_wr(16).max_recv_wr(16).rnr_retry(7).build()?;
-        Ok(Self { qp, mr })
-    }
-
-    /// A round trip of each size, together.
-    fn cost(&self, theirs: QpAddress, serves: bool, patience: Duration) -> gdsync::Result<Duration> {
-        let deadline = Deadline::after(patience);
-        self.qp.connect(theirs)?;
-        let mut cost = Duration::ZERO;
-        let mut next = self.receive()?;
-        for bytes in SIZES {
-            let mut start = Instant::now();
-            for round in 0..FIRST + ROUNDS {
-                if round == FIRST {
-                    start = Instant::now();
-                }
-                if serves {
-                    self.send(bytes)?;
-                }
-                next.wait(deadline.remaining())?;
-                next = self.receive()?;
-                if !serves {
-                    self.send(bytes)?;
-                }
-                while self.qp.poll_send().is_some() {}
-                while self.qp.poll_recv().is_some() {}
-            }
-            cost += start.elapsed() / ROUNDS;
-        }
-        self.qp.wait_all_sends(deadline.remaining())?;
-        Ok(cost)
-    }
-
-    fn receive(&self) -> gdsync::Result<Completion> {
-        self.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[self.mr.sge(SIZES[1], SIZES[1])?] }])
-    }
-
-    fn send(&self, bytes: usize) -> gdsync::Result<()> {
-        self.qp.post_send(&[SendWr::send(&[self.mr.sge(0, bytes)?])]).map(drop)
-    }
+    let found = duel(pair, make, play, bootstrap, timeout)?;
+    Ok(found.and_then(|found| Costs::from_bytes(&found)))
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ use gdsync::protocol::slots::close;
 use parking_lot::Mutex;
 
 pub(crate) use receive::Receive;
+pub(crate) use send::fitting;
 pub(crate) use share::share;
 
 use receive::Inbox;

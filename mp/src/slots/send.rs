@@ -25,7 +25,7 @@ pub(super) struct Outbox {
 }
 
 /// Bytes of a message that the CPU could copy into a slot; `None` for any other.
-pub(super) fn fitting(pieces: &[Piece<'_>]) -> Option<usize> {
+pub(crate) fn fitting(pieces: &[Piece<'_>]) -> Option<usize> {
     let mut len = 0_usize;
     for (buffer, range) in pieces {
         let memory = buffer.memory();

@@ -1,6 +1,5 @@
 //! The connections that operations of windows take: apart from those of messages, which they neither wait for nor hold up.
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -16,8 +15,9 @@ use crate::deadline::Deadline;
 use crate::ends::Ends;
 use crate::error::{Error, Result};
 use crate::few::Few;
+use crate::held::Held;
 use crate::link::Link;
-use crate::peer::{Way, settle};
+use crate::peer::Way;
 use crate::request::{Order, Part, Request};
 
 /// The connection to one rank.
@@ -31,13 +31,13 @@ pub(crate) struct Lane {
     lost: AtomicBool,
     /// Whether a call has returned why the connection is broken.
     told: AtomicBool,
-    held: Mutex<Held>,
+    held: Mutex<Operations>,
 }
 
 /// Operations under way, oldest first, and what they hold.
 #[derive(Debug, Default)]
-struct Held {
-    queue: VecDeque<(Arc<Order>, Kept)>,
+struct Operations {
+    queue: Held<Kept>,
     /// Work requests of all of them.
     wrs: usize,
 }
@@ -75,8 +75,8 @@ impl Lane {
         let completion = posted.map_err(|source| self.tell(operation, source))?;
         let (link, lane) = (self.link.clone(), Some(Arc::downgrade(self)));
         let (way, kept) = (Way::Send, OnceLock::new());
-        let order = Arc::new(Order { way, lane, operation, completion, bytes, kept });
-        held.queue.push_back((order.clone(), Kept { _buffers: buffers, wrs }));
+        let order = Order { way, lane, operation, completion, bytes, kept };
+        let order = held.queue.add(order, Kept { _buffers: buffers, wrs });
         held.wrs += wrs;
         Ok(Request { link, part: Part::Posted(order) })
     }
@@ -90,18 +90,17 @@ impl Lane {
         Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.ends.send.qpn(), outstanding, depth })
     }
 
-    fn make_room(&self, held: &mut Held) {
+    fn make_room(&self, held: &mut Operations) {
         self.ends.send.send_cq().drain();
         // Those of dropped batches, whose places in the queue nobody has taken since.
-        while held.queue.pop_back_if(|(order, _)| order.completion.is_taken_back()).is_some() {}
+        held.queue.drop_newest(|order| order.completion.is_taken_back());
         // Where one fails, so do all behind it.
-        if held.queue.back().is_some_and(|(last, _)| last.outcome().is_err())
-            && self.ends.send.check().is_err()
+        if held.queue.newest().is_some_and(|last| last.outcome().is_err()) && self.ends.send.check().is_err()
         {
             self.lost.store(true, Ordering::Relaxed);
         }
-        settle(&mut held.queue);
-        held.wrs = held.queue.iter().map(|(_, kept)| kept.wrs).sum();
+        held.queue.settle();
+        held.wrs = held.queue.kept().map(|kept| kept.wrs).sum();
     }
 
     /// Takes completions, and lets buffers go.
@@ -120,8 +119,8 @@ impl Lane {
     pub(super) fn flush_on_stream(&self, stream: &Stream) -> Result<()> {
         let mut held = self.held.lock();
         self.make_room(&mut held);
-        let flushed = match held.queue.back() {
-            Some((last, _)) => stream.wait(&last.completion),
+        let flushed = match held.queue.newest() {
+            Some(last) => stream.wait(&last.completion),
             None => self.ends.send.check(),
         };
         flushed.map_err(|source| self.tell("flush on stream", source))

@@ -8,6 +8,7 @@
 //! the peer may have begun to copy is completed with an error, the reference is withdrawn: the application may then
 //! change the bytes, and the peer must not take them for the message.
 
+use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -16,7 +17,9 @@ use super::{Pending, Requester};
 use crate::hca::packet::{self, Header, PacketOp, ahead};
 use crate::hca::qp::{Env, SoftQp};
 use crate::hca::rings::Wqe;
+use crate::memory::Memory;
 use crate::mlx5::{DecodedOp, DecodedPayload};
+use crate::verbs::{Carriage, Carrier};
 
 /// References under way at once.
 const WINDOW: usize = 8;
@@ -79,9 +82,38 @@ impl SoftQp {
             return None;
         }
         let key = list.iter(wqe.as_bytes()).next()?.lkey;
-        let refused = &self.req.references.refused;
-        let may = refused.len() < MAX_REFUSED && !refused.contains(&key) && env.keys.export(key).is_some();
+        let may = !self.is_refused(key) && env.keys.export(key).is_some();
         may.then_some(key)
+    }
+
+    fn is_refused(&self, key: u32) -> bool {
+        let refused = &self.req.references.refused;
+        refused.len() >= MAX_REFUSED || refused.contains(&key)
+    }
+
+    /// How a message of `len` bytes of this memory, in the region of this key, would leave.
+    pub(crate) fn carriage(&self, key: u32, memory: &Memory, len: usize, env: &Env<'_>) -> Carriage {
+        let least = env.by_reference.max(1);
+        let is_exported = env.keys.export(key).is_some();
+        if len >= least && is_exported && !self.is_refused(key) {
+            return Carriage::new(Carrier::PeerToPeer, format!("{len} bytes are at least {least}"));
+        }
+        if Self::is_staged(memory, len, env) {
+            let reason = match () {
+                () if !memory.is_mapped() => "the CPU does not reach it".into(),
+                () if least == usize::MAX => "nothing is left to copy engines of receivers".into(),
+                () if len < least => {
+                    format!("{len} bytes are less than {least}, and many for the CPU").into()
+                }
+                () if is_exported => Cow::Borrowed("the peer cannot open it: the log says why"),
+                () => Cow::Borrowed("no peer can be referred to it"),
+            };
+            return Carriage::new(Carrier::Staging, reason);
+        }
+        match memory.gpu() {
+            Some(_) => Carriage::new(Carrier::Mapping, format!("{len} bytes are few")),
+            None => Carriage::new(Carrier::Cpu, "it is host memory"),
+        }
     }
 
     /// Sends pending send `i` as a reference: whether it is out, or `None` to send its bytes.

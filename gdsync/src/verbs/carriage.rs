@@ -1,0 +1,65 @@
+//! How payload leaves the memory that it is sent from.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// What takes payload out of its buffer, on its way to the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Carrier {
+    /// The card reads host memory.
+    Card,
+    /// The card reads GPU memory: GPUDirect RDMA (GPUDirect v3).
+    CardFromGpu,
+    /// The CPU copies host memory into memory that it shares with the peer.
+    Cpu,
+    /// The CPU reads GPU memory through a mapping, and copies it into memory that it shares with the peer.
+    Mapping,
+    /// A copy engine of the receiver's GPU fetches it, over NVLink or PCIe, and between processes by CUDA IPC (GPUDirect v2).
+    PeerToPeer,
+    /// A copy engine of this GPU brings it to pinned host memory in chunks, from where the CPU copies it on (GPUDirect v1).
+    Staging,
+}
+
+impl fmt::Display for Carrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Card => "read from host memory by the card",
+            Self::CardFromGpu => "read from GPU memory by the card (GPUDirect RDMA)",
+            Self::Cpu => "copied by the CPU",
+            Self::Mapping => "read by the CPU through a mapping of GPU memory",
+            Self::PeerToPeer => "fetched by a copy engine of the receiver's GPU (peer to peer)",
+            Self::Staging => "staged in pinned host memory by a copy engine",
+        })
+    }
+}
+
+/// What takes payload out of a buffer, and why: see [`Qp::carriage`](super::Qp::carriage). It is written as
+/// `copied by the CPU: it is host memory`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Carriage {
+    carrier: Carrier,
+    reason: Cow<'static, str>,
+}
+
+impl Carriage {
+    pub(crate) fn new(carrier: Carrier, reason: impl Into<Cow<'static, str>>) -> Self {
+        Self { carrier, reason: reason.into() }
+    }
+
+    /// What takes it.
+    pub fn carrier(&self) -> Carrier {
+        self.carrier
+    }
+
+    /// Why it is this one.
+    pub fn reason(&self) -> &str {
+        &self.reason
+    }
+}
+
+impl fmt::Display for Carriage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.carrier, self.reason)
+    }
+}
