@@ -108,6 +108,14 @@ impl Body<'_> {
 
     /// Returns the length of the message.
     fn sges(&mut self, sges: &[DataSeg]) -> Result<u64, WqeError> {
+        if let [sge] = sges
+            && (1..=MAX_MESSAGE).contains(&sge.len)
+            && self.room() > 0
+        {
+            // Nearly all have one buffer.
+            self.push(sge.to_bytes());
+            return Ok(sge.len.into());
+        }
         let mut len = 0;
         for sge in used_sges(sges, self.room())? {
             len += u64::from(sge.len);

@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::completion::Completion;
 use super::end::QueueEnd;
 use super::provider::Provider;
 use super::track::{Entry, Owner, Track};
@@ -225,8 +224,8 @@ impl SendQueue {
     }
 
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
-    fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
-        let attempt = || {
+    fn with_room<T>(&self, mut f: impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
+        let mut attempt = || {
             let mut track = self.end.tracker.lock();
             // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
             self.end.qp.check_post("post_send")?;
@@ -382,11 +381,19 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
     }
 
-    /// Hands a prepared range to a stream: after this the stream's doorbell will expose it.
-    ///
-    /// Returns what [`SendQueue::unsubmit`] needs.
-    pub(crate) fn submit(&self, range: &Range<u64>, stream: u64) -> Result<Before> {
-        self.with_room(|track| self.hand_over(track, range, stream))
+    /// Hands prepared ranges to a stream, those for which `all` calls what it is given: after this the stream's doorbell will expose
+    /// them. Each call returns what [`SendQueue::unsubmit`] needs.
+    pub(crate) fn submit(
+        &self,
+        stream: u64,
+        mut all: impl FnMut(&mut dyn FnMut(&Range<u64>) -> Result<Before>) -> Result<()>,
+    ) -> Result<()> {
+        self.with_room(|track| all(&mut |range| self.hand_over(track, range, stream)))
+    }
+
+    /// Records a stage of requests in a row.
+    pub(crate) fn note(&self, stage: Stage, numbers: Range<u64>, stream: u64) {
+        self.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
     }
 
     fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
@@ -411,11 +418,6 @@ impl SendQueue {
     pub(crate) fn trigger(&self, sends: &Written) -> Op {
         let ring = Ring { record: mlx5::send_record(sends.end), doorbell: sends.doorbell };
         Op::Trigger(self.end.source(), ring)
-    }
-
-    /// The completion of request `n`.
-    pub(crate) fn completion(&self, n: u64) -> Completion {
-        Completion { end: self.end.clone(), n, life: self.end.tracker.life() }
     }
 
     /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
