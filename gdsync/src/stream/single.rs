@@ -87,6 +87,7 @@ impl Stream {
     }
 
     /// Has the engine take an operation, and takes note of its queue pair.
+    #[inline(always)]
     fn put_one(&self, state: &mut State, op: Op, core: &Arc<QpCore>) -> Result<()> {
         let seq = self.0.engine.submit(&mut smallvec![op])?;
         note_use(&mut state.used, core, seq);

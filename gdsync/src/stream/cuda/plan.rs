@@ -121,11 +121,11 @@ pub(super) fn add_steps(steps: &mut Steps, gpu: &Gpu, ops: &[Op]) -> Result<()> 
 }
 
 /// Writes the consumer indices that were put off.
+#[inline(always)]
 fn settle(steps: &mut Steps, indices: &mut Indices) {
-    for &(addr, value) in &*indices {
+    for (addr, value) in indices.drain(..) {
         steps.push(Step::Index { addr, value });
     }
-    indices.clear();
 }
 
 /// A wait for a word of the application.
@@ -192,6 +192,7 @@ pub(super) enum Part<'a> {
 }
 
 /// Splits steps into calls, as few as the limits allow.
+#[inline(always)]
 pub(super) fn parts(steps: &[Step], by_kernel: bool) -> SmallVec<[Part<'_>; 2]> {
     let most = if by_kernel { lane::LARGE } else { MAX_MEMOPS };
     let mut parts = SmallVec::new();
@@ -212,6 +213,7 @@ pub(super) fn parts(steps: &[Step], by_kernel: bool) -> SmallVec<[Part<'_>; 2]> 
 
 impl Part<'_> {
     /// The call that it becomes, empty: to be filled where it is, as calls are large.
+    #[inline(always)]
     pub(super) fn kind(&self, by_kernel: bool) -> Call {
         match *self {
             Part::HostFn(place) => Call::HostFn(place),
@@ -223,6 +225,7 @@ impl Part<'_> {
         }
     }
 
+    #[inline(always)]
     pub(super) fn fill(&self, call: &mut Call) {
         let Part::Steps(steps) = *self else { return };
         let needed = steps.iter().enumerate().filter(|&(at, _)| !is_extra(steps, at)).map(|(_, step)| step);

@@ -285,6 +285,7 @@ impl Shared {
 
     /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
     /// the driver takes it. Its number is the next one.
+    #[inline(always)]
     pub(super) fn enqueue<'s>(
         &'s self,
         turn: &mut Turn,
@@ -350,6 +351,7 @@ impl Shared {
     }
 
     /// Makes the calls of a submission. The context must be current.
+    #[inline(always)]
     fn issue(&self, seq: u64, parts: &[Part<'_>]) -> gdrcopy::Result<()> {
         parts.iter().try_for_each(|part| {
             let mut call = part.kind(self.by_kernel());

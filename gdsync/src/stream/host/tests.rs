@@ -371,7 +371,7 @@ fn submitters_keep_their_own_order() {
                 scope.spawn(move || -> Vec<u64> {
                     let one = |i| {
                         let seen = seen.clone();
-                        submit_patiently(vec![host_fn(move || seen.lock().push((thread, i)))])
+                        submit_patiently(Ops::from_iter([host_fn(move || seen.lock().push((thread, i)))]))
                     };
                     (0..EACH).map(one).collect()
                 })
@@ -397,7 +397,7 @@ fn host_functions_may_use_their_engine() {
     submit(
         &engine,
         [host_fn(move || {
-            let seq: Result<u64> = own.submit(&mut vec![Op::Write32 { at, value: 3 }]);
+            let seq: Result<u64> = own.submit(&mut Ops::from_iter([Op::Write32 { at, value: 3 }]));
             *out.lock() =
                 Some((seq.expect("accepted"), own.completed(), own.wait_completed(1, Instant::now())));
         })],
