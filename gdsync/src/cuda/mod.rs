@@ -41,7 +41,7 @@ pub(crate) use engines::Engines;
 pub(crate) use errands::Errand;
 pub use gpu::Gpu;
 pub(crate) use kept::{Block, Buffer, Pages};
-pub(crate) use reaper::{Activity, mind, pass};
+pub(crate) use reaper::{Activity, gate, mind};
 pub(crate) use register::{Registered, is_registered};
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.

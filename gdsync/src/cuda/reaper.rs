@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A stream, as far as the reaper must know it.
 pub(crate) trait Activity: Send + Sync {
-    /// Submissions so far; `None` while any is pending.
+    /// Submissions so far; `None` while any is pending. It takes the lock under which submissions look at the [`gate`].
     fn idle_since(&self) -> Option<u64>;
 }
 
@@ -60,7 +60,7 @@ impl Gate {
     /// Nothing is submitted from here on; `None` when a stream has work.
     fn close_if_idle(&'static self) -> Option<Closed> {
         let closed = Closed(self.reaping.lock());
-        self.closed.store(true, Ordering::SeqCst);
+        self.closed.store(true, Ordering::Relaxed);
         submitted().is_some().then_some(closed)
     }
 }
@@ -75,14 +75,21 @@ impl Drop for Closed {
     }
 }
 
-/// Returns when nothing is being given back. By `shows` the caller's stream shows, from now on, that it is not idle.
-pub(crate) fn pass(shows: &AtomicBool) {
-    // It is seen by a reaper that closes the gate later, or the gate is seen to be closed here. An exchange is quicker than a
-    // store and a fence.
-    shows.swap(true, Ordering::SeqCst);
-    if GATE.closed.load(Ordering::SeqCst) {
+/// Where submissions wait while something is being given back. Who looks at it under a lock that its [`Activity`] takes, too, sees
+/// that it is closed, or is seen to be busy.
+pub(crate) mod gate {
+    use super::{BRIEFLY, GATE, Ordering};
+
+    #[inline]
+    pub(crate) fn is_closed() -> bool {
+        GATE.closed.load(Ordering::Relaxed)
+    }
+
+    /// Returns when it is open, or in a while.
+    #[cold]
+    pub(crate) fn wait() {
         let mut guard = GATE.lock.lock();
-        GATE.opened.wait_while_for(&mut guard, |()| GATE.closed.load(Ordering::Relaxed), BRIEFLY);
+        GATE.opened.wait_while_for(&mut guard, |()| is_closed(), BRIEFLY);
     }
 }
 

@@ -99,6 +99,7 @@ impl Body<'_> {
         self.ds += 1;
     }
 
+    #[inline(always)]
     fn payload(&mut self, payload: Payload<'_>) -> Result<(), WqeError> {
         match payload {
             Payload::Sges(sges) => self.sges(sges).map(drop),
@@ -107,7 +108,16 @@ impl Body<'_> {
     }
 
     /// Returns the length of the message.
+    #[inline(always)]
     fn sges(&mut self, sges: &[DataSeg]) -> Result<u64, WqeError> {
+        if let [sge] = sges
+            && (1..=MAX_MESSAGE).contains(&sge.len)
+            && self.room() > 0
+        {
+            // Nearly all have one buffer.
+            self.push(sge.to_bytes());
+            return Ok(sge.len.into());
+        }
         let mut len = 0;
         for sge in used_sges(sges, self.room())? {
             len += u64::from(sge.len);

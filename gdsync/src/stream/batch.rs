@@ -3,9 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
-use super::op::{Cond, Op};
+use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, Word64};
@@ -19,9 +17,9 @@ use crate::verbs::{Completion, Qp, SendWr};
 #[derive(Debug, Default)]
 #[must_use = "a batch does nothing until it is submitted"]
 pub struct Batch {
-    pub(super) ops: Vec<Op>,
-    pub(super) sends: SmallVec<[PreparedSend; 1]>,
-    pub(super) waits: SmallVec<[PreparedWait; 1]>,
+    pub(super) ops: Ops,
+    pub(super) sends: Vec<PreparedSend>,
+    pub(super) waits: Vec<PreparedWait>,
     /// Completions that a wait before this place should cover: checked when the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
     /// The host functions at these places can be called more than once.
@@ -40,13 +38,21 @@ impl fmt::Debug for Repeatable {
     }
 }
 
+/// Where one comes more do: a list that grows one by one is copied again and again.
+fn make_room<T>(list: &mut Vec<T>) {
+    const ROOM: usize = 8;
+    if list.is_empty() {
+        list.reserve(ROOM);
+    }
+}
+
 impl Batch {
     /// Marks sends and waits as submitted to `stream`, all or none.
     pub(super) fn mark(&mut self, stream: u64) -> Result<()> {
         let marked = self
             .sends
-            .iter_mut()
-            .try_for_each(|send| send.submit(stream))
+            .chunk_by_mut(PreparedSend::is_with)
+            .try_for_each(|row| PreparedSend::submit(row, stream))
             .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream)))
             .and_then(|()| {
                 self.covered.iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream, &c.end.tracker))
@@ -127,6 +133,7 @@ impl Batch {
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
         send.trigger_op(&mut self.ops);
         let completion = send.completion();
+        make_room(&mut self.sends);
         self.sends.push(send);
         completion
     }
@@ -135,6 +142,7 @@ impl Batch {
     pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
         wait.wait_op(&mut self.ops);
         let completion = wait.completion();
+        make_room(&mut self.waits);
         self.waits.push(wait);
         completion
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::graph::Made;
-use super::op::Op;
+use super::op::{Op, Ops};
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -39,7 +39,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
     /// engine failed with.
-    fn submit(&self, ops: &mut Vec<Op>) -> Result<u64>;
+    fn submit(&self, ops: &mut Ops) -> Result<u64>;
 
     /// From now on until [`Engine::end_capture`], batches come to [`Engine::record`], and nothing to the others. An engine
     /// that takes a graph as any submission has nothing to do here.
@@ -70,7 +70,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`]; what was made by another engine may be refused.
-    fn launch(&self, _made: &Made, ops: &mut Vec<Op>, _ends: &[usize]) -> Result<u64> {
+    fn launch(&self, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
         self.submit(ops)
     }
 
@@ -98,7 +98,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn launch_steps(
         &self,
         _made: &Made,
-        _ops: &mut Vec<Op>,
+        _ops: &mut Ops,
         _ends: &[usize],
         _kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::batch::Batch;
 use super::engine::Engine;
-use super::op::Op;
+use super::op::Ops;
 use super::record::{Part, Recording};
 use super::{Stream, deadline};
 use crate::error::{Error, Result};
@@ -98,7 +98,7 @@ impl Stream {
         &self,
         batches: &[Vec<Part>],
         deadline: Instant,
-        mut launch: impl FnMut(&dyn Engine, &mut Vec<Op>, &[usize]) -> Result<u64>,
+        mut launch: impl FnMut(&dyn Engine, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
         let stream = self.0.id;
         let mut batch = Batch { stream: Some(stream), ..Batch::default() };

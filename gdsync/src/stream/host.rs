@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use self::shared::Shared;
 use super::engine::Engine;
-use super::op::Op;
+use super::op::Ops;
 use crate::error::{Error, Result};
 use crate::recorder::Log;
 
@@ -104,7 +104,7 @@ impl Engine for HostEngine {
         "host"
     }
 
-    fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+    fn submit(&self, ops: &mut Ops) -> Result<u64> {
         self.shared.submit(ops)
     }
 

@@ -65,6 +65,7 @@ mod op;
 mod prepared;
 mod record;
 mod run;
+mod single;
 mod sources;
 mod steps;
 
@@ -87,7 +88,7 @@ pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 #[doc(hidden)]
-pub use op::{Arrival, Bell, Op, Ring, Source};
+pub use op::{Arrival, Bell, Op, Ops, Ring, Source};
 pub use prepared::{PreparedSend, PreparedWait};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 
@@ -96,8 +97,8 @@ use crate::error::{Error, Result};
 use crate::memory::{Word32, Word64};
 use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
+use crate::verbs::Completion;
 use crate::verbs::qp::QpCore;
-use crate::verbs::{Completion, Qp, SendWr};
 use cuda::CudaEngine;
 use host::HostEngine;
 use record::Recording;
@@ -251,7 +252,7 @@ impl Stream {
         &self,
         used: &mut Used,
         batch: &mut Batch,
-        submit: impl FnOnce(&dyn Engine, &mut Vec<Op>) -> Result<u64>,
+        submit: impl FnOnce(&dyn Engine, &mut Ops) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.0.id)?;
         // Before the engine has it: it may run at once.
@@ -298,8 +299,7 @@ impl Stream {
     /// Submits what `add` puts into a batch.
     fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
         let mut state = self.state()?;
-        let State { used, recording, spare } = &mut *state;
-        spare.stream = recording.is_none().then_some(self.0.id);
+        let State { used, recording, spare, .. } = &mut *state;
         let added = add(spare).and_then(|added| self.submit_locked(used, recording, spare).map(|()| added));
         if added.is_err() {
             let refused = mem::take(spare);
@@ -318,30 +318,6 @@ impl Stream {
             add(batch);
             Ok(())
         })
-    }
-
-    /// Sends in stream order.
-    ///
-    /// # Errors
-    /// As [`Batch::send`] and [`Stream::submit`].
-    pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
-        self.one(|batch| batch.send(qp, wr))
-    }
-
-    /// Holds the stream until the next send completion of `qp`.
-    ///
-    /// # Errors
-    /// As [`Batch::wait_send`] and [`Stream::submit`].
-    pub fn wait_send(&self, qp: &Qp) -> Result<Completion> {
-        self.one(|batch| batch.wait_send(qp))
-    }
-
-    /// Holds the stream until the next receive completion of `qp`.
-    ///
-    /// # Errors
-    /// As [`Batch::wait_recv`] and [`Stream::submit`].
-    pub fn wait_recv(&self, qp: &Qp) -> Result<Completion> {
-        self.one(|batch| batch.wait_recv(qp))
     }
 
     /// Holds the stream until a work request has completed: see [`Batch::wait`].

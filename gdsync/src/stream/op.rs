@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::{Found, Memory, Place, Word32, Word64};
@@ -188,6 +190,9 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// What a wait on this source waits for, for error messages ("send completion 7 of QP 0x123").
     fn describe(&self) -> String;
 }
+
+/// The operations of a submission: mostly one or two.
+pub type Ops = SmallVec<[Op; 2]>;
 
 /// One operation of a stream.
 pub enum Op {

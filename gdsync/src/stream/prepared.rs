@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::op::Op;
+use super::op::{Op, Ops};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
-use crate::recorder::{Queue, Stage};
+use crate::recorder::Stage;
 use crate::verbs::cq::Upto;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
@@ -34,21 +34,39 @@ impl PreparedSend {
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
-        let Prepared { sends, before, is_told } = qp.send.prepare(wrs, stream)?;
-        Ok(Self { queue: qp.send.clone(), sends, submitted: before, is_told, place: 0 })
+        qp.send.prepare(wrs, stream).map(|prepared| Self::of(&qp.send, prepared))
+    }
+
+    pub(super) fn of(queue: &Arc<SendQueue>, Prepared { sends, before, is_told }: Prepared) -> Self {
+        Self { queue: queue.clone(), sends, submitted: before, is_told, place: 0 }
     }
 
     /// Prepares sends once more.
     pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template], stream: Option<u64>) -> Result<Self> {
-        let Prepared { sends, before, is_told } = queue.prepare_again(sends, stream)?;
-        Ok(Self { queue: queue.clone(), sends, submitted: before, is_told, place: 0 })
+        queue.prepare_again(sends, stream).map(|prepared| Self::of(queue, prepared))
     }
 
-    pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
-        if self.submitted.is_none() {
-            self.submitted = Some(self.queue.submit(&self.sends.range, stream)?);
-        }
-        Ok(())
+    /// Hands a row of sends of one queue to a stream, those that were not handed over before.
+    pub(super) fn submit(row: &mut [Self], stream: u64) -> Result<()> {
+        let Some(send) = row.iter().find(|send| send.submitted.is_none()) else { return Ok(()) };
+        let queue = send.queue.clone();
+        queue.submit(stream, |hand_over| {
+            for send in row.iter_mut().filter(|send| send.submitted.is_none()) {
+                send.submitted = Some(hand_over(&send.sends.range)?);
+            }
+            Ok(())
+        })
+    }
+
+    /// It is of the same queue as `next`.
+    pub(super) fn is_with(&self, next: &Self) -> bool {
+        Arc::ptr_eq(&self.queue, &next.queue)
+    }
+
+    /// What was handed to a stream is not submitted after all.
+    pub(super) fn refuse(mut self, stream: u64) {
+        self.note_through(&self, Stage::Refused, stream);
+        self.unsubmit();
     }
 
     pub(super) fn unsubmit(&mut self) {
@@ -58,19 +76,19 @@ impl PreparedSend {
         }
     }
 
-    pub(super) fn trigger_op(&mut self, ops: &mut Vec<Op>) {
+    pub(super) fn trigger_op(&mut self, ops: &mut Ops) {
         self.place = ops.len();
         ops.push(self.queue.trigger(&self.sends));
     }
 
     /// The completion of the last of these sends.
     pub fn completion(&self) -> Completion {
-        self.queue.completion(self.sends.range.end - 1)
+        self.queue.end.completion(self.sends.range.end - 1)
     }
 
     /// Whether `next` goes on where this ends, and one record may stand for both.
     pub(super) fn is_before(&self, next: &Self) -> bool {
-        let is_next = Arc::ptr_eq(&self.queue, &next.queue) && self.sends.range.end == next.sends.range.start;
+        let is_next = self.is_with(next) && self.sends.range.end == next.sends.range.start;
         is_next && self.is_told == next.is_told
     }
 
@@ -79,8 +97,7 @@ impl PreparedSend {
         if stage == Stage::Submitted && self.is_told {
             return;
         }
-        let numbers = self.sends.range.start..last.sends.range.end;
-        self.queue.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
+        self.queue.note(stage, self.sends.range.start..last.sends.range.end, stream);
     }
 
     pub(super) fn watch(&self) {
@@ -124,14 +141,14 @@ pub struct PreparedWait {
 }
 
 impl PreparedWait {
-    /// Claims completions of `queue`'s queue.
-    fn claim(queue: Completion, upto: Upto, asked: Asked, stream: Option<u64>) -> Result<Self> {
+    /// Claims completions of a queue, of which one is given: the number of the first one, and the last one.
+    pub(super) fn claim(queue: Completion, upto: Upto, stream: Option<u64>) -> Result<(u64, Completion)> {
         let nothing = Error::NothingToWaitFor { queue: queue.end.tracker.name(), qpn: queue.end.qp.qpn };
-        Self::claim_new(queue, upto, asked, stream)?.ok_or(nothing)
+        Self::claim_new(queue, upto, stream)?.ok_or(nothing)
     }
 
     /// As `claim`; `None` when the last one was claimed or taken before.
-    fn claim_new(queue: Completion, upto: Upto, asked: Asked, stream: Option<u64>) -> Result<Option<Self>> {
+    fn claim_new(queue: Completion, upto: Upto, stream: Option<u64>) -> Result<Option<(u64, Completion)>> {
         let end = &queue.end;
         let claimed = end.cq.claim(upto, &end.tracker, stream);
         if let Err(error) = end.qp.check_known() {
@@ -140,27 +157,31 @@ impl PreparedWait {
             }
             return Err(error);
         }
-        let claim = |(first, n)| {
-            let claim = Completion { n, ..queue };
-            Self { claim, first, asked, submitted: stream.is_some(), place: 0 }
-        };
-        Ok(claimed?.map(claim))
+        Ok(claimed?.map(|(first, n)| (first, Completion { n, ..queue })))
+    }
+
+    /// With a `stream`, the claim was submitted to it.
+    pub(super) fn of((first, claim): (u64, Completion), asked: Asked, stream: Option<u64>) -> Self {
+        Self { claim, first, asked, submitted: stream.is_some(), place: 0 }
     }
 
     /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, for it alone.
     pub(super) fn through(completion: &Completion, stream: Option<u64>) -> Result<Option<Self>> {
         completion.check_life()?;
-        Self::claim_new(completion.clone(), Upto::Through(completion.n), Asked::Through, stream)
+        let claim = Self::claim_new(completion.clone(), Upto::Through(completion.n), stream)?;
+        Ok(claim.map(|claim| Self::of(claim, Asked::Through, stream)))
     }
 
     /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.
     pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<u64>) -> Result<Self> {
-        Self::claim(any_of(end), Upto::Next(count), Asked::Next, stream)
+        let claim = Self::claim(end.completion(0), Upto::Next(count), stream)?;
+        Ok(Self::of(claim, Asked::Next, stream))
     }
 
     /// A wait for all completions of a queue; with a `stream`, for it alone.
     pub(super) fn all(end: &Arc<QueueEnd>, stream: Option<u64>) -> Result<Self> {
-        Self::claim(any_of(end), Upto::All, Asked::All, stream)
+        let claim = Self::claim(end.completion(0), Upto::All, stream)?;
+        Ok(Self::of(claim, Asked::All, stream))
     }
 
     /// The completion this wait is for.
@@ -187,8 +208,13 @@ impl PreparedWait {
     }
 
     pub(super) fn note(&self, stage: Stage, stream: u64) {
-        let Completion { end, n, .. } = &self.claim;
-        end.qp.log.note_in(stage, end.tracker.queue(), stream, *n..*n + 1);
+        self.claim.note_wait(stage, stream);
+    }
+
+    /// What was handed to a stream is not submitted after all.
+    pub(super) fn refuse(mut self, stream: u64) {
+        self.note(Stage::Refused, stream);
+        self.unsubmit();
     }
 
     /// Tells the device that a stream of a GPU waits for it.
@@ -196,14 +222,10 @@ impl PreparedWait {
         self.claim.end.cq.attend(self.claim.n, kicker);
     }
 
-    pub(super) fn wait_op(&mut self, ops: &mut Vec<Op>) {
+    pub(super) fn wait_op(&mut self, ops: &mut Ops) {
         self.place = ops.len();
         ops.push(Op::Await(self.claim.end.source(), self.claim.n));
     }
-}
-
-fn any_of(end: &Arc<QueueEnd>) -> Completion {
-    Completion { end: end.clone(), n: 0, life: end.tracker.life() }
 }
 
 impl Drop for PreparedWait {

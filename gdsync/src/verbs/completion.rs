@@ -8,6 +8,7 @@ use super::end::QueueEnd;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
+use crate::recorder::Stage;
 
 /// The completion of one work request: there or not yet. Looking at it takes nothing away from
 /// [`poll`](super::Cq::poll) or from a stream that waits.
@@ -56,6 +57,11 @@ impl Completion {
     /// Whether the request was taken back, as by dropping its batch, and none took its place: it will never complete.
     pub fn is_taken_back(&self) -> bool {
         self.n >= self.end.tracker.posted()
+    }
+
+    /// Records a stage of a wait for it on a stream.
+    pub(crate) fn note_wait(&self, stage: Stage, stream: u64) {
+        self.end.qp.log.note_in(stage, self.end.tracker.queue(), stream, self.n..self.n + 1);
     }
 
     /// Refuses a request that a reset has swept away: its number was given again.

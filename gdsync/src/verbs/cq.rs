@@ -4,6 +4,7 @@
 //! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
 //! waits on it, passed by that stream.
 
+mod lost;
 mod passed;
 mod room;
 mod waiting;
@@ -15,6 +16,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub(crate) use self::lost::POISON;
 use self::room::Room;
 use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
@@ -23,7 +25,7 @@ use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::{Found, Word32};
-use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
+use crate::mlx5::{self, CQE_SIZE};
 use crate::protocol::completion;
 use crate::recorder::{By, Event, Log, Queue, Stage};
 use crate::stream::Arrival;
@@ -98,9 +100,6 @@ impl Drop for CqInner {
         self.provider.destroy_cq(self.parts.cqn);
     }
 }
-
-/// Vendor syndrome of completions that the library wrote in place of the device.
-pub(crate) const POISON: u8 = 0x67;
 
 /// Claims between two looks at what has arrived.
 const LOT: u64 = 16;
@@ -519,67 +518,6 @@ impl CqInner {
         let passed = mlx5::cq_ci_record(n + 1);
         let (memory, index, found) = (&self.parts.ring, &self.consumed, &self.found);
         Arrival { memory, offset, found, cond, value, index, passed }
-    }
-
-    /// The queue pair is stopped, and still completion `n` did not come, for which a stream waits: writes one that says
-    /// "flushed", as the device should have. Should it come after all, it replaces this one.
-    pub(crate) fn poison(&self, n: u64, tracker: &Tracker) {
-        self.reap();
-        let _state = self.state.lock();
-        if !tracker.awaited().contains(&n) {
-            return;
-        }
-        let cqe = Cqe {
-            opcode: if tracker.is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR },
-            qpn: tracker.qpn,
-            wqe_counter: tracker.wqe_counter(n),
-            syndrome: Syndrome::WR_FLUSH_ERR,
-            vendor: POISON,
-            owner: mlx5::lap(n, self.log),
-            ..Cqe::default()
-        };
-        let bytes = cqe.encode();
-        let slot = self.index(n) * CQE_SIZE;
-        self.parts.ring.write(slot, &bytes[..mlx5::CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
-        let word = self.parts.ring.atomic32(slot + mlx5::CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
-        completion::publish(word, mlx5::op_own_word(&bytes));
-        self.parts.ring.fence();
-    }
-
-    /// Takes back the claims of streams that gave up: none is there any more to pass them.
-    fn abandon(&self, state: &mut CqState) {
-        for n in state.freed..state.reaped {
-            let slot = &mut state.slots[self.index(n)];
-            if matches!(slot.taken, Taken::ByStream | Taken::Covered) {
-                slot.taken = Taken::Done;
-            }
-        }
-        for n in state.reaped..state.claim_next {
-            state.slots[self.index(n)].taken = Taken::No;
-        }
-        state.claim_next = state.claim_next.min(state.reaped).max(state.poll_next);
-        state.in_stream = 0;
-    }
-
-    /// After a queue was reset: forgets its completions, those nobody polled and the `lost` ones that will never come.
-    pub(crate) fn forget(&self, tracker: &Tracker, lost: u64) {
-        let mut state = self.state.lock();
-        self.reap_locked(&mut state);
-        if state.attached == 1 {
-            self.abandon(&mut state);
-        }
-        self.room.free(lost);
-        let CqState { slots, released, freed, reaped, .. } = &mut *state;
-        for n in *freed..*reaped {
-            let slot = &mut slots[self.index(n)];
-            let of_queue =
-                slot.wc.is_none_or(|(_, wc)| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
-            if slot.taken == Taken::No && of_queue {
-                slot.taken = Taken::Done;
-            }
-        }
-        released.retain(|&n| slots[self.index(n)].taken == Taken::No);
-        self.free(&mut state);
     }
 
     /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes

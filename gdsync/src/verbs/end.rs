@@ -5,6 +5,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::completion::Completion;
 use super::cq::CqInner;
 use super::qp::QpCore;
 use super::track::Tracker;
@@ -47,6 +48,11 @@ impl QueueEnd {
         bell: Option<Arc<Bell>>,
     ) -> Arc<Self> {
         Arc::new(Self(Arc::new(Parts { qp, cq, tracker, bell })))
+    }
+
+    /// The completion of request `n`.
+    pub(crate) fn completion(self: &Arc<Self>, n: u64) -> Completion {
+        Completion { end: self.clone(), n, life: self.tracker.life() }
     }
 
     /// The source that operations of a stream name.

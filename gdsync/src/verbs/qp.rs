@@ -242,7 +242,7 @@ impl Qp {
         let range = self.send.post(wrs)?;
         let last = range.end.checked_sub(1).filter(|_| !range.is_empty());
         let last = last.ok_or_else(|| Error::invalid("sends to post", 0, "at least one"))?;
-        Ok(self.send.completion(last))
+        Ok(self.send.end.completion(last))
     }
 
     /// Posts receives. Those before the first error stay posted. Returns the completion of the last one.
@@ -254,7 +254,7 @@ impl Qp {
         let _range = DOMAIN.range(c"post_recv");
         let last = self.recv.post(wrs)?;
         let last = last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))?;
-        Ok(self.recv.completion(last))
+        Ok(self.recv.end.completion(last))
     }
 
     /// Takes the next send completion, if it is there: see [`Cq::poll`].

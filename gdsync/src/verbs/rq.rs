@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::completion::Completion;
 use super::end::QueueEnd;
 use super::track::{Entry, Track};
 use super::wr::RecvWr;
@@ -116,11 +115,6 @@ impl RecvQueue {
         let len = wr.sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
         track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, len, ..Entry::default() });
         Ok(())
-    }
-
-    /// The completion of request `n`.
-    pub(crate) fn completion(&self, n: u64) -> Completion {
-        Completion { end: self.end.clone(), n, life: self.end.tracker.life() }
     }
 
     /// Forgets everything posted, after the queue pair was reset.

@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::completion::Completion;
 use super::end::QueueEnd;
 use super::provider::Provider;
 use super::track::{Entry, Owner, Track};
@@ -180,6 +179,7 @@ impl SendQueue {
     }
 
     /// Hands requests that were written to their stream, if there is one.
+    #[inline(always)]
     fn prepared(&self, track: &mut Track, range: Range<u64>, stream: Option<u64>) -> Result<Prepared> {
         let handed = stream.map(|stream| self.hand_over(track, &range, stream)).transpose();
         let before = handed.inspect_err(|_| self.undo(track, &range))?;
@@ -188,6 +188,7 @@ impl SendQueue {
     }
 
     /// Records that requests were written, and that they were handed to a stream. Returns whether the latter is told.
+    #[inline(always)]
     fn note_prepared(&self, track: &Track, range: &Range<u64>, stream: Option<u64>) -> bool {
         let log = &self.end.qp.log;
         let mut is_told = true;
@@ -225,28 +226,32 @@ impl SendQueue {
     }
 
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
-    fn with_room<T>(&self, f: impl Fn(&mut Track) -> Result<T>) -> Result<T> {
-        let attempt = || {
+    #[inline(always)]
+    fn with_room<T>(&self, mut f: impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
+        let mut reaped = false;
+        loop {
             let mut track = self.end.tracker.lock();
             // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
-            self.end.qp.check_post("post_send")?;
-            f(&mut track)
-        };
-        match attempt() {
-            Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
-                self.provider().progress();
-                self.end.cq.reap();
-                attempt()
+            let outcome = self.end.qp.check_post("post_send").and_then(|()| f(&mut track));
+            drop(track);
+            match outcome {
+                Err(Error::QueueFull { .. } | Error::Busy { .. }) if !reaped => {
+                    self.provider().progress();
+                    self.end.cq.reap();
+                    reaped = true;
+                }
+                other => return other,
             }
-            other => other,
         }
     }
 
+    #[inline(always)]
     fn write(&self, track: &mut Track, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         self.write_all(track, wrs, |track, wr| self.write_one(track, wr))
     }
 
     /// Writes all or none.
+    #[inline(always)]
     fn write_all<T>(
         &self,
         track: &mut Track,
@@ -264,6 +269,7 @@ impl SendQueue {
         Ok(first..track.posted)
     }
 
+    #[inline(always)]
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
         self.most.check(&wr.op)?;
@@ -274,6 +280,7 @@ impl SendQueue {
     }
 
     /// Writes one WQE of `len` bytes of payload, which `encode` puts into a buffer, for the index that it is given; it returns its `ds`.
+    #[inline(always)]
     fn put(
         &self,
         track: &mut Track,
@@ -317,6 +324,7 @@ impl SendQueue {
     }
 
     /// Copies a WQE to block `index`, round the end of the ring if need be.
+    #[inline(always)]
     fn store(&self, index: u64, bytes: &[u8]) {
         let at = self.place(index);
         let (head, wrapped) = bytes.split_at(bytes.len().min(self.ring.len() - at));
@@ -382,13 +390,22 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
     }
 
-    /// Hands a prepared range to a stream: after this the stream's doorbell will expose it.
-    ///
-    /// Returns what [`SendQueue::unsubmit`] needs.
-    pub(crate) fn submit(&self, range: &Range<u64>, stream: u64) -> Result<Before> {
-        self.with_room(|track| self.hand_over(track, range, stream))
+    /// Hands prepared ranges to a stream, those for which `all` calls what it is given: after this the stream's doorbell will expose
+    /// them. Each call returns what [`SendQueue::unsubmit`] needs.
+    pub(crate) fn submit(
+        &self,
+        stream: u64,
+        mut all: impl FnMut(&mut dyn FnMut(&Range<u64>) -> Result<Before>) -> Result<()>,
+    ) -> Result<()> {
+        self.with_room(|track| all(&mut |range| self.hand_over(track, range, stream)))
     }
 
+    /// Records a stage of requests in a row.
+    pub(crate) fn note(&self, stage: Stage, numbers: Range<u64>, stream: u64) {
+        self.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
+    }
+
+    #[inline(always)]
     fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
         let before = Before { owner: track.owner, rung: track.rung };
         let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
@@ -411,11 +428,6 @@ impl SendQueue {
     pub(crate) fn trigger(&self, sends: &Written) -> Op {
         let ring = Ring { record: mlx5::send_record(sends.end), doorbell: sends.doorbell };
         Op::Trigger(self.end.source(), ring)
-    }
-
-    /// The completion of request `n`.
-    pub(crate) fn completion(&self, n: u64) -> Completion {
-        Completion { end: self.end.clone(), n, life: self.end.tracker.life() }
     }
 
     /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.

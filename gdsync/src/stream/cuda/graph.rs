@@ -16,7 +16,7 @@ use super::retire::Retired;
 use super::shared::{Issued, MARK_EVERY, Shared, Turn};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
-use crate::stream::op::Op;
+use crate::stream::op::{Op, Ops};
 
 /// `CU_STREAM_CAPTURE_STATUS_NONE`.
 const NO_CAPTURE: u32 = 0;
@@ -96,15 +96,15 @@ pub(super) fn within_another() -> Error {
 }
 
 impl Shared {
-    /// Whether somebody is capturing the stream.
+    /// Whether somebody is capturing the stream. The context must be current.
     pub(super) fn is_captured(&self) -> gdrcopy::Result<bool> {
-        self.gpu.within(|api| capture_of(api, self.stream).map(|(status, _)| status != NO_CAPTURE))
+        capture_of(self.gpu.api(), self.stream).map(|(status, _)| status != NO_CAPTURE)
     }
 
     pub(super) fn begin_capture(&self) -> Result<()> {
         host_fn::refuse()?;
         let mut turn = self.take_turn();
-        if self.is_captured().map_err(Error::cuda("asking for a capture"))? {
+        if self.gpu.within(|_| self.is_captured()).map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
         // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
@@ -173,7 +173,7 @@ impl Shared {
         Ok(Arc::new(Exec { gpu, by_kernel, _graph: captive, nodes, pool }))
     }
 
-    pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
+    pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
         if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
             return Err(elsewhere());
         }
@@ -185,7 +185,7 @@ impl Shared {
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
         exec: &Arc<Exec>,
-        ops: &mut Vec<Op>,
+        ops: &mut Ops,
         calls: Calls,
     ) -> Result<Issued> {
         if self.is_captured_by_others(turn) {

@@ -1,7 +1,7 @@
 //! The CUDA engine: a stream of a GPU that runs the operations.
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
-//! failure); `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
+//! failure); `callers` has those who wait; `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
 //! that can run them in place of the GPU's front end; `reserve` makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what is launched; `watch` is the watchdog.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
@@ -9,6 +9,7 @@
 //! to words of the application that are queued behind them still happen ([`Via::MemOp`]), and so do kernels of the
 //! application.
 
+mod callers;
 mod config;
 mod graph;
 mod host_fn;
@@ -37,7 +38,7 @@ pub(crate) use self::reserve::reserve;
 use self::shared::Shared;
 use super::engine::Engine;
 use super::graph::Made;
-use super::op::Op;
+use super::op::{Op, Ops};
 use crate::cuda::{Gpu, RawStream, mind};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -112,7 +113,7 @@ impl Engine for CudaEngine {
         Some(self.shared.stream)
     }
 
-    fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+    fn submit(&self, ops: &mut Ops) -> Result<u64> {
         self.shared.submit(ops)
     }
 
@@ -128,7 +129,7 @@ impl Engine for CudaEngine {
         Ok(self.shared.end_capture()?)
     }
 
-    fn launch(&self, made: &Made, ops: &mut Vec<Op>, ends: &[usize]) -> Result<u64> {
+    fn launch(&self, made: &Made, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
         let exec = made.clone().downcast().map_err(|_| graph::elsewhere())?;
         self.shared.launch(&exec, ops, ends)
     }
@@ -144,7 +145,7 @@ impl Engine for CudaEngine {
     fn launch_steps(
         &self,
         made: &Made,
-        ops: &mut Vec<Op>,
+        ops: &mut Ops,
         ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {

@@ -3,8 +3,6 @@
 //! Consumer indices tell the CPU what a stream has passed, and nobody waits for them: they are put off behind the
 //! doorbells that follow a wait, until the next wait or the end of the submission.
 
-use std::ops::Range;
-
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
@@ -126,11 +124,11 @@ pub(super) fn add_steps(steps: &mut Steps, gpu: &Gpu, ops: &[Op]) -> Result<()> 
 }
 
 /// Writes the consumer indices that were put off.
+#[inline(always)]
 fn settle(steps: &mut Steps, indices: &mut Indices) {
-    for &(addr, value) in &*indices {
+    for (addr, value) in indices.drain(..) {
         steps.push(Step::Index { addr, value });
     }
-    indices.clear();
 }
 
 /// A wait for a word of the application.
@@ -170,14 +168,9 @@ pub(super) fn plan(calls: &mut Calls, gpu: &Gpu, ops: &[Op], by_kernel: bool) ->
 
 /// Adds what steps become to `calls`.
 pub(super) fn add_calls(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
-    for part in steps.split_inclusive(|step| matches!(step, Step::HostFn(_))) {
-        match part {
-            &[ref steps @ .., Step::HostFn(place)] => {
-                close(calls, steps, by_kernel);
-                calls.push(Call::HostFn(place));
-            }
-            steps => close(calls, steps, by_kernel),
-        }
+    for part in parts(steps, by_kernel) {
+        calls.push(part.kind(by_kernel));
+        calls.last_mut().into_iter().for_each(|call| part.fill(call));
     }
 }
 
@@ -204,24 +197,60 @@ fn no_flush() -> Error {
     }
 }
 
-/// Turns steps into calls, as few as the limits allow.
-fn close(calls: &mut Calls, steps: &[Step], by_kernel: bool) {
-    let mut rest = 0..steps.len();
-    while !rest.is_empty() {
-        let part = part_of(steps, rest.clone(), if by_kernel { lane::LARGE } else { MAX_MEMOPS });
-        rest.start = part.end;
-        let part = &steps[part];
-        // A kernel cannot do what only the front end can.
-        let by_kernel = by_kernel && !part.contains(&Step::Flush);
-        // Filled where they are: calls are large.
-        calls.push(match by_kernel {
-            true => Call::Kernel(SmallVec::new()),
-            false => Call::MemOps(SmallVec::new()),
-        });
-        match calls.last_mut() {
-            Some(Call::Kernel(program)) => program.extend(lane_ops(part)),
-            Some(Call::MemOps(memops)) => memops.extend(needed(part).map(memop)),
-            _ => {}
+/// What becomes one call.
+#[derive(Clone, Copy)]
+pub(super) enum Part<'a> {
+    Steps(&'a [Step]),
+    HostFn(usize),
+}
+
+/// Splits steps into calls, as few as the limits allow.
+#[inline(always)]
+pub(super) fn parts(steps: &[Step], by_kernel: bool) -> SmallVec<[Part<'_>; 2]> {
+    let most = if by_kernel { lane::LARGE } else { MAX_MEMOPS };
+    let mut parts = SmallVec::new();
+    let mut rest = steps;
+    while let Some(first) = rest.first() {
+        if let Step::HostFn(place) = *first {
+            parts.push(Part::HostFn(place));
+            rest = &rest[1..];
+            continue;
+        }
+        let end = rest.iter().position(|step| matches!(step, Step::HostFn(_))).unwrap_or(rest.len());
+        let (part, behind) = rest.split_at(end_of(&rest[..end], most));
+        parts.push(Part::Steps(part));
+        rest = behind;
+    }
+    parts
+}
+
+impl Part<'_> {
+    /// The call that it becomes, empty: to be filled where it is, as calls are large.
+    #[inline(always)]
+    pub(super) fn kind(&self, by_kernel: bool) -> Call {
+        match *self {
+            Part::HostFn(place) => Call::HostFn(place),
+            // A kernel cannot do what only the front end can.
+            Part::Steps(steps) if by_kernel && !steps.iter().any(|step| matches!(step, Step::Flush)) => {
+                Call::Kernel(SmallVec::new())
+            }
+            Part::Steps(_) => Call::MemOps(SmallVec::new()),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn fill(&self, call: &mut Call) {
+        let Part::Steps(steps) = *self else { return };
+        match call {
+            Call::Kernel(program) => {
+                program.reserve(steps.len());
+                lane_ops(steps).for_each(|op| program.push(op));
+            }
+            Call::MemOps(memops) => {
+                memops.reserve(steps.len());
+                needed(steps).for_each(|step| memops.push(memop(step)));
+            }
+            Call::HostFn(_) => {}
         }
     }
 }
@@ -243,15 +272,13 @@ fn is_extra(steps: &[Step], at: usize) -> bool {
         && matches!(steps.get(at + 1), Some(Step::Write { .. } | Step::Mark { .. }))
 }
 
-/// As many steps from the start of `rest` on as fit in a call, without tearing record, barrier and doorbell apart.
-fn part_of(steps: &[Step], rest: Range<usize>, most: usize) -> Range<usize> {
-    if rest.len() <= most {
-        return rest;
+/// How many of the first steps fit in a call, without tearing record, barrier and doorbell apart.
+fn end_of(steps: &[Step], most: usize) -> usize {
+    if steps.len() <= most {
+        return steps.len();
     }
     let tears = |at: usize| steps[at] == Step::Barrier || steps[at - 1] == Step::Barrier;
-    let longest = rest.start + most;
-    let end = (rest.start + 1..=longest).rev().find(|&at| !tears(at)).unwrap_or(longest);
-    rest.start..end
+    (1..=most).rev().find(|&at| !tears(at)).unwrap_or(most)
 }
 
 pub(super) fn memop(step: &Step) -> MemOp {

@@ -2,15 +2,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use smallvec::SmallVec;
-
-use super::shared::{MARK_EVERY, Shared, State, Submission};
+use super::shared::{Shared, State, Submission};
 use crate::recorder::By;
 use crate::stream::op::Op;
-
-/// Lists of operations kept for later submissions, and the room that one may have.
-const MOST_SPARE: usize = 2 * MARK_EVERY;
-const SPARE_OPS: usize = 16;
 
 /// Submissions that are over, on their way to be dropped.
 #[must_use = "to be dropped without the lock"]
@@ -66,29 +60,12 @@ impl Shared {
         Retired { submissions, retiring: Some(&self.retiring) }
     }
 
-    /// Drops what is over, and keeps its lists.
-    pub(super) fn recycle(&self, mut done: Retired<'_>) {
-        if done.is_empty() {
-            return;
-        }
-        let emptied = |submission: &mut Submission| {
-            submission.ops.clear();
-            std::mem::take(&mut submission.ops)
-        };
-        let lists = done.submissions.iter_mut().map(emptied).filter(|list| list.capacity() <= SPARE_OPS);
-        let lists: SmallVec<[_; MARK_EVERY]> = lists.collect();
-        drop(done);
-        let mut state = self.lock();
-        let room = MOST_SPARE.saturating_sub(state.spare.len());
-        state.spare.extend(lists.into_iter().take(room));
-    }
-
     /// Whether nothing is held any more for what the GPU has completed.
     pub(super) fn has_let_go(&self) -> bool {
         let mut state = self.lock();
         let done = self.retire(&mut state);
         drop(state);
-        self.recycle(done);
+        drop(done);
         self.retiring.load(Ordering::Acquire) == 0
     }
 }

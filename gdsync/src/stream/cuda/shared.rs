@@ -14,7 +14,6 @@ use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -23,17 +22,16 @@ use super::host_fn;
 use super::instance::{Instance, Pool};
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, StatusBlock};
-use super::plan::{self, Call, Calls, Step, Steps};
+use super::plan::{self, Call, Part, Step, Steps};
 use super::retire::Retired;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
-use crate::cuda::{Activity, Errand, Gpu, RawStream, pass};
+use crate::cuda::{Activity, Errand, Gpu, RawStream, gate};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
-use crate::pause::breathe;
 use crate::recorder::Log;
-use crate::stream::op::{Op, Source};
+use crate::stream::op::{Op, Ops, Source};
 use crate::stream::sources::sources_of;
 
 /// Calls between two marks.
@@ -42,13 +40,6 @@ pub(super) const MARK_EVERY: usize = 16;
 const MAX_HOST_FNS: usize = 64;
 /// Calls of one submission: about a thousand block the caller.
 const MAX_CALLS: usize = 512;
-/// How long a caller spins for a completion before it sleeps.
-const CALLER_SPIN: Duration = Duration::from_micros(20);
-/// The shortest sleep of a caller for whom a late look costs nothing.
-const IDLE_NAP: Duration = Duration::from_micros(50);
-/// The longest sleep of a caller between two looks.
-const CALLER_NAP: Duration = Duration::from_millis(1);
-
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
     pub(super) log: Log,
@@ -72,8 +63,6 @@ pub(super) struct Shared {
     /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
     pub(super) work: Condvar,
     pub(super) submitted: AtomicU64,
-    /// Something is about to be submitted: the reaper must not begin.
-    about_to_submit: AtomicBool,
     /// Submissions up to here are over, as CUDA says: no mark tells.
     pub(super) ended: AtomicU64,
     error: OnceLock<Error>,
@@ -102,9 +91,9 @@ pub(super) struct State {
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// Calls and host functions that there was no room for.
-    wanted: (usize, usize),
+    pub(super) wanted: (usize, usize),
     /// Of a graph or steps that had no instance free.
-    wanted_pool: Option<Weak<Pool>>,
+    pub(super) wanted_pool: Option<Weak<Pool>>,
     /// Why the driver took no mark, or runs the stream no more: it is asked for no more marks.
     pub(super) refused: Option<Error>,
     /// The driver is to be asked how the stream is, and somebody is about to.
@@ -112,8 +101,6 @@ pub(super) struct State {
     pub(super) asking: bool,
     /// The watchdog sleeps until there is work.
     pub(super) asleep: bool,
-    /// Lists for submissions to come: empty, but with room.
-    pub(super) spare: Vec<Vec<Op>>,
 }
 
 /// What the driver said to a submission.
@@ -125,7 +112,7 @@ pub(super) struct Issued {
 /// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
 pub(super) struct Submission {
     pub(super) seq: u64,
-    pub(super) ops: Vec<Op>,
+    pub(super) ops: Ops,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// What it is a launch of.
@@ -171,7 +158,6 @@ impl Shared {
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
-            about_to_submit: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             error: OnceLock::new(),
             released: AtomicBool::new(false),
@@ -225,29 +211,19 @@ impl Shared {
         }
     }
 
-    fn full(&self, state: &State, calls: usize, host_fns: usize) -> bool {
+    pub(super) fn full(&self, state: &State, calls: usize, host_fns: usize) -> bool {
         let fits = |pending, more, most| pending == 0 || pending + more <= most;
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
     }
 
-    pub(super) fn has_room(&self) -> bool {
-        let mut state = self.lock();
-        let done = self.retire(&mut state);
-        let (calls, host_fns) = state.wanted;
-        let room = !self.full(&state, calls.max(1), host_fns.max(1));
-        let pool = state.wanted_pool.clone();
-        drop(state);
-        drop(done);
-        room && pool.and_then(|pool| pool.upgrade()).is_none_or(|pool| pool.is_free())
-    }
-
-    pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+    pub(super) fn submit(&self, ops: &mut Ops) -> Result<u64> {
         let mut steps = Steps::new();
         plan::add_steps(&mut steps, &self.gpu, ops)?;
-        self.accept(|turn, done| self.submit_in_turn(turn, done, ops, &mut steps))
+        self.accept(|turn, done| self.submit_in_turn((turn, done), ops, &mut steps))
     }
 
-    /// Accepts a submission unless the stream has failed. `put` queues it, and returns what the driver said.
+    /// Accepts a submission unless the stream has failed. `put` queues it, and returns what the driver said; the context is current
+    /// then.
     pub(super) fn accept<'s>(
         &'s self,
         put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<Issued>,
@@ -255,9 +231,16 @@ impl Shared {
         host_fn::refuse()?;
         let mut done = Retired::nothing();
         let mut turn = self.take_turn();
-        let put = self.error().map_or_else(|| put(&mut turn, &mut done), Err);
+        let put = match self.error() {
+            None => self
+                .gpu
+                .within(|_| Ok(put(&mut turn, &mut done)))
+                .map_err(Error::cuda("entering the context"))
+                .flatten(),
+            Some(error) => Err(error),
+        };
         self.end_turn(turn);
-        self.recycle(done);
+        drop(done);
         let Issued { seq, answer } = put?;
         if let Err(error) = answer {
             // Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
@@ -266,7 +249,7 @@ impl Shared {
         Ok(seq)
     }
 
-    /// Whether the application captures the stream, so that what is queued now would not run.
+    /// Whether the application captures the stream, so that what is queued now would not run. The context must be current.
     pub(super) fn is_captured_by_others(&self, turn: &Turn) -> bool {
         let may_be = self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
@@ -274,9 +257,8 @@ impl Shared {
 
     fn submit_in_turn<'s>(
         &'s self,
-        turn: &mut Turn,
-        done: &mut Retired<'s>,
-        ops: &mut Vec<Op>,
+        (turn, done): (&mut Turn, &mut Retired<'s>),
+        ops: &mut Ops,
         steps: &mut Steps,
     ) -> Result<Issued> {
         if self.is_captured_by_others(turn) {
@@ -287,10 +269,9 @@ impl Shared {
         if marks {
             steps.push(self.mark_of(seq));
         }
-        let mut calls = Calls::new();
-        plan::add_calls(&mut calls, steps, self.by_kernel());
-        let host_fns = calls.iter().filter(|call| matches!(call, Call::HostFn(_))).count();
-        let count = calls.len();
+        let parts = plan::parts(steps, self.by_kernel());
+        let host_fns = parts.iter().filter(|part| matches!(part, Part::HostFn(_))).count();
+        let count = parts.len();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
@@ -298,36 +279,44 @@ impl Shared {
         self.enqueue(turn, done, ops, (count, host_fns), None)?;
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };
         turn.marked = if marks { seq } else { turn.marked };
-        let answer = self.gpu.within(|_| self.issue(seq, &mut calls));
+        let answer = self.issue(seq, &parts);
         Ok(Issued { seq, answer })
     }
 
     /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
     /// the driver takes it. Its number is the next one.
+    #[inline(always)]
     pub(super) fn enqueue<'s>(
         &'s self,
         turn: &mut Turn,
         done: &mut Retired<'s>,
-        ops: &mut Vec<Op>,
+        ops: &mut Ops,
         (calls, host_fns): (usize, usize),
         instance: Option<&Arc<Instance>>,
     ) -> Result<()> {
-        // Before the watchdog sees it: the time at this gate is none of its waits'.
-        pass(&self.about_to_submit);
         let mut state = self.lock();
-        *done = self.retire(&mut state);
-        if self.full(&state, calls, host_fns) {
+        // Under the lock, which the reaper takes after it has closed the gate: it sees the submission, or is seen here. And before
+        // the watchdog sees it: the time at the gate is none of its waits'.
+        if gate::is_closed() {
+            drop(state);
+            gate::wait();
+            state = self.lock();
+        }
+        let is_full = self.full(&state, calls, host_fns);
+        // Now and then by this thread, which has the counts of references; else the watchdog does it.
+        if is_full || turn.unmarked == 0 {
+            *done = self.retire(&mut state);
+        }
+        if is_full && self.full(&state, calls, host_fns) {
             (state.wanted, state.wanted_pool) = ((calls, host_fns), None);
-            self.about_to_submit.store(false, Ordering::Release);
             drop(state);
             return Err(self.is_full(turn));
         }
-        let ops = mem::replace(ops, state.spare.pop().unwrap_or_default());
         let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);
-        self.about_to_submit.store(false, Ordering::Release);
         state.calls += calls;
         state.host_fns += host_fns;
+        let ops = mem::take(ops);
         state.queue.push_back(Submission { seq, ops, calls, host_fns, _instance: instance.cloned() });
         let asleep = state.asleep;
         drop(state);
@@ -361,9 +350,14 @@ impl Shared {
         Step::Mark { addr: self.mark_addr, value: seq }
     }
 
-    /// Makes the calls of a submission.
-    fn issue(&self, seq: u64, calls: &mut Calls) -> gdrcopy::Result<()> {
-        calls.iter_mut().try_for_each(|call| self.make(seq, call))
+    /// Makes the calls of a submission. The context must be current.
+    #[inline(always)]
+    fn issue(&self, seq: u64, parts: &[Part<'_>]) -> gdrcopy::Result<()> {
+        parts.iter().try_for_each(|part| {
+            let mut call = part.kind(self.by_kernel());
+            part.fill(&mut call);
+            self.make(seq, &mut call)
+        })
     }
 
     /// What tells a kernel about its submission.
@@ -420,8 +414,19 @@ impl Shared {
     pub(super) fn mark_in_turn(&self, turn: &mut Turn) {
         let seq = self.submitted();
         let is_due = turn.marked < seq && self.lock().refused.is_none();
-        if !is_due || self.is_captured_by_others(turn) {
+        if !is_due {
             return;
+        }
+        if let Err(error) = self.gpu.within(|_| self.mark_now(turn, seq)) {
+            // The watchdog fails the stream.
+            self.lock().refused = Some(Error::cuda("marking the stream")(error));
+            self.work.notify_one();
+        }
+    }
+
+    fn mark_now(&self, turn: &mut Turn, seq: u64) -> gdrcopy::Result<()> {
+        if self.is_captured_by_others(turn) {
+            return Ok(());
         }
         (turn.marked, turn.unmarked) = (seq, 0);
         {
@@ -431,54 +436,7 @@ impl Shared {
                 state.calls += 1;
             }
         }
-        let mut calls = Calls::new();
-        plan::add_calls(&mut calls, &[self.mark_of(seq)], self.by_kernel());
-        if let Err(error) = self.gpu.within(|_| self.issue(seq, &mut calls)) {
-            // The watchdog fails the stream.
-            self.lock().refused = Some(Error::cuda("marking the stream")(error));
-            self.work.notify_one();
-        }
-    }
-
-    /// Blocks a caller until a submission is over, or the deadline. What made it end early is known by then.
-    pub(super) fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        // With work behind it nothing is lost by a late look.
-        let spin = if seq < self.submitted() { Duration::ZERO } else { CALLER_SPIN };
-        if !self.block(deadline, spin, || self.completed() >= seq) {
-            return false;
-        }
-        // Another thread may still be telling the sources, or be about to let go what was held: memory and queue pairs.
-        let is_told = || !self.failed() || self.released.load(Ordering::Acquire);
-        self.block_until(deadline, || is_told() && self.has_let_go())
-    }
-
-    /// Blocks a caller until `done`, or the deadline.
-    pub(super) fn block_until(&self, deadline: Instant, done: impl Fn() -> bool) -> bool {
-        self.block(deadline, CALLER_SPIN, done)
-    }
-
-    /// As [`Shared::block_until`]; it spins for `spin` before it sleeps, and sleeps shorter if it does.
-    fn block(&self, deadline: Instant, spin: Duration, done: impl Fn() -> bool) -> bool {
-        let least = if spin.is_zero() { IDLE_NAP } else { CALLER_SPIN };
-        if done() {
-            return true;
-        }
-        self.put_mark();
-        let start = Instant::now();
-        loop {
-            if done() {
-                return true;
-            }
-            let now = Instant::now();
-            if now >= deadline {
-                return false;
-            }
-            let waited = now - start;
-            if !breathe(waited, spin) {
-                let nap = (waited / 8).clamp(least, CALLER_NAP).min(deadline - now);
-                std::thread::sleep(nap);
-            }
-        }
+        self.issue(seq, &plan::parts(&[self.mark_of(seq)], self.by_kernel()))
     }
 
     /// Fails the stream: stops every queue that pending operations use, then lets the watchdog release the waits.
@@ -527,27 +485,13 @@ impl Shared {
             tracing::debug!(stream = self.config.name, %error, "stream not destroyed");
         }
     }
-
-    /// The last handle is gone.
-    pub(super) fn close(&self) {
-        if self.completed() < self.submitted() {
-            self.put_mark();
-            // Most streams are synchronized before they are dropped; then this finds them done.
-            if !self.block_until(Instant::now() + CALLER_NAP, || self.completed() >= self.submitted()) {
-                self.fail(Error::StreamAborted { stream: self.config.name.clone() });
-            }
-        }
-        let _state = self.lock();
-        self.closing.store(true, Ordering::Release);
-        self.work.notify_one();
-    }
 }
 
 impl Activity for Shared {
     fn idle_since(&self) -> Option<u64> {
-        // In this order: what is submitted meanwhile shows in one of the two.
-        let about_to_submit = self.about_to_submit.load(Ordering::SeqCst);
+        // See `Shared::enqueue`.
+        let _state = self.lock();
         let submitted = self.submitted();
-        (!about_to_submit && self.completed() >= submitted).then_some(submitted)
+        (self.completed() >= submitted).then_some(submitted)
     }
 }

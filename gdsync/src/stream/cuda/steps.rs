@@ -12,7 +12,7 @@ use super::retire::Retired;
 use super::shared::{Issued, Shared, Turn};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
-use crate::stream::op::Op;
+use crate::stream::op::{Op, Ops};
 
 /// Steps that can be launched.
 #[derive(Debug)]
@@ -51,7 +51,7 @@ impl Shared {
     pub(super) fn launch_steps(
         &self,
         armory: &Armory,
-        ops: &mut Vec<Op>,
+        ops: &mut Ops,
         ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
@@ -66,7 +66,7 @@ impl Shared {
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
         armory: &Armory,
-        ops: &mut Vec<Op>,
+        ops: &mut Ops,
         steps: &[Program],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<Issued> {
@@ -79,7 +79,6 @@ impl Shared {
         let instance = self.instance(turn, &armory.pool)?;
         let seq = self.submitted() + 1;
         let addr = instance.arm_steps(self.head(seq), steps, &self.mark_of(seq))?;
-        let _current = self.gpu.enter()?;
         self.enqueue(turn, done, ops, (CALLS, 0), Some(&instance))?;
         drop(launching);
         if !kernel(addr) {
@@ -96,7 +95,7 @@ impl Shared {
     }
 
     /// Gives the operations of the last submission back.
-    fn take_back(&self, seq: u64, ops: &mut Vec<Op>) {
+    fn take_back(&self, seq: u64, ops: &mut Ops) {
         let mut state = self.lock();
         if let Some(submission) = state.queue.back_mut().filter(|last| last.seq == seq) {
             std::mem::swap(&mut submission.ops, ops);

@@ -149,7 +149,7 @@ impl Shared {
     /// died of.
     fn find_out(&self, turn: &Turn) -> Option<Error> {
         // To ask would spoil a capture.
-        let answer = match self.is_captured() {
+        let answer = match self.gpu.within(|_| self.is_captured()) {
             Ok(captured) if captured || turn.capture.is_some() => return None,
             // SAFETY: a stream of this context.
             Ok(_) => self.gpu.within(|api| unsafe { api.stream_query(self.stream) }),

@@ -19,14 +19,14 @@ use super::HostStreamConfig;
 use crate::error::{Error, Result};
 use crate::pause::breathe;
 use crate::recorder::Log;
-use crate::stream::op::{Op, Source};
+use crate::stream::op::{Ops, Source};
 use crate::stream::sources::{Use, sources_of};
 
 /// How long a caller spins for a completion or for room before it sleeps: a short submission takes less.
 const CALLER_SPIN: Duration = Duration::from_micros(10);
 
 struct Submission {
-    ops: Vec<Op>,
+    ops: Ops,
     sources: Vec<Use>,
 }
 
@@ -101,7 +101,7 @@ impl Shared {
         self.submitted() - completed < self.config.depth as u64
     }
 
-    pub(super) fn submit(&self, ops: &mut Vec<Op>) -> Result<u64> {
+    pub(super) fn submit(&self, ops: &mut Ops) -> Result<u64> {
         let sources = sources_of(ops);
         let mut state = self.state.lock();
         if let Some(error) = self.error() {
@@ -146,7 +146,7 @@ impl Shared {
     }
 
     /// For the thread: the next submission, run or dropped with [`Shared::retire`] to follow. `None`: it is over.
-    pub(super) fn next(&self) -> Option<Vec<Op>> {
+    pub(super) fn next(&self) -> Option<Ops> {
         let dry = Instant::now();
         while self.submitted() == self.completed() && !self.failed() {
             if !breathe(dry.elapsed(), self.config.spin) {

@@ -17,7 +17,7 @@ use super::{HostEngine, HostStreamConfig};
 use crate::error::{Error, Result};
 use crate::memory::{Found, Memory, Word32, Word64};
 use crate::stream::engine::Engine;
-use crate::stream::op::{Arrival, Cond, Op, Ring, Source};
+use crate::stream::op::{Arrival, Cond, Op, Ops, Ring, Source};
 
 /// No test gets near it unless something hangs.
 const LONG: Duration = Duration::from_secs(60);
@@ -34,8 +34,8 @@ fn engine() -> Arc<HostEngine> {
     start(HostStreamConfig { wait_limit: LONG, ..HostStreamConfig::default() })
 }
 
-fn submit(engine: &HostEngine, ops: impl Into<Vec<Op>>) -> u64 {
-    let mut ops = ops.into();
+fn submit(engine: &HostEngine, ops: impl IntoIterator<Item = Op>) -> u64 {
+    let mut ops: Ops = ops.into_iter().collect();
     let seq = engine.submit(&mut ops).expect("the engine accepts it");
     assert!(ops.is_empty(), "accepted operations are taken");
     seq
@@ -310,7 +310,7 @@ fn a_full_stream_leaves_the_operations_usable() {
     let [gate, out] = words32();
     submit(&engine, [wait_for(&gate, 1)]);
     submit(&engine, []);
-    let mut ops = vec![Op::Barrier, Op::Write32 { at: out.clone(), value: 5 }];
+    let mut ops = Ops::from([Op::Barrier, Op::Write32 { at: out.clone(), value: 5 }]);
     let refusal = engine.submit(&mut ops);
     assert!(
         matches!(&refusal, Err(Error::StreamFull { stream, depth: 2 }) if stream == "narrow"),
@@ -357,7 +357,7 @@ fn submitters_keep_their_own_order() {
     const EACH: usize = 500;
     let engine = start(HostStreamConfig { depth: 8, ..HostStreamConfig::default() });
     let seen = Arc::new(Mutex::new(Vec::new()));
-    let submit_patiently = |mut ops: Vec<Op>| loop {
+    let submit_patiently = |mut ops: Ops| loop {
         match engine.submit(&mut ops) {
             Ok(seq) => return seq,
             Err(Error::StreamFull { .. }) => assert!(engine.wait_room(deadline())),
@@ -371,7 +371,7 @@ fn submitters_keep_their_own_order() {
                 scope.spawn(move || -> Vec<u64> {
                     let one = |i| {
                         let seen = seen.clone();
-                        submit_patiently(vec![host_fn(move || seen.lock().push((thread, i)))])
+                        submit_patiently(Ops::from_iter([host_fn(move || seen.lock().push((thread, i)))]))
                     };
                     (0..EACH).map(one).collect()
                 })
@@ -397,7 +397,7 @@ fn host_functions_may_use_their_engine() {
     submit(
         &engine,
         [host_fn(move || {
-            let seq: Result<u64> = own.submit(&mut vec![Op::Write32 { at, value: 3 }]);
+            let seq: Result<u64> = own.submit(&mut Ops::from_iter([Op::Write32 { at, value: 3 }]));
             *out.lock() =
                 Some((seq.expect("accepted"), own.completed(), own.wait_completed(1, Instant::now())));
         })],

@@ -8,7 +8,7 @@ use super::shared::Shared;
 use crate::error::Error;
 use crate::recorder::{By, Log};
 use crate::stream::execute::{Runner, Unsatisfied, execute, message_of};
-use crate::stream::op::{Op, Source};
+use crate::stream::op::{Op, Ops, Source};
 
 impl Shared {
     /// The life of the thread: until the engine failed and all that was pending is dropped.
@@ -31,7 +31,7 @@ impl Shared {
     }
 
     /// Runs a submission, and drops what is left of it when the engine fails.
-    fn run(&self, ops: Vec<Op>, helped: &mut Option<Arc<dyn Source>>) {
+    fn run(&self, ops: Ops, helped: &mut Option<Arc<dyn Source>>) {
         let mut ops = ops.into_iter().enumerate();
         while !self.failed()
             && let Some((position, op)) = ops.next()

@@ -1,0 +1,96 @@
+//! Sends and waits that are submitted one by one. They need no batch: there is one operation, and one thing to take back.
+
+use std::slice;
+use std::sync::Arc;
+
+use smallvec::smallvec;
+
+use super::op::Op;
+use super::prepared::{Asked, PreparedSend, PreparedWait};
+use super::{Batch, State, Stream, note_use};
+use crate::error::Result;
+use crate::nvtx::DOMAIN;
+use crate::recorder::Stage;
+use crate::verbs::cq::Upto;
+use crate::verbs::end::QueueEnd;
+use crate::verbs::qp::QpCore;
+use crate::verbs::{Completion, Qp, SendWr};
+
+impl Stream {
+    /// Sends in stream order.
+    ///
+    /// # Errors
+    /// As [`Batch::send`] and [`Stream::submit`].
+    pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
+        let send = |state: &mut State| {
+            let queue = &qp.send;
+            let prepared = queue.prepare(slice::from_ref(wr), Some(self.0.id))?;
+            if !prepared.is_told {
+                queue.note(Stage::Submitted, prepared.sends.range.clone(), self.0.id);
+            }
+            if let Err(error) = self.put_one(state, queue.trigger(&prepared.sends), &queue.end.qp) {
+                PreparedSend::of(queue, prepared).refuse(self.0.id);
+                return Err(error);
+            }
+            if !self.0.engine.signals() {
+                queue.watch(&prepared.sends);
+            }
+            Ok(queue.end.completion(prepared.sends.range.start))
+        };
+        self.single(send, |batch| batch.send(qp, wr))
+    }
+
+    /// Holds the stream until the next send completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Batch::wait_send`] and [`Stream::submit`].
+    pub fn wait_send(&self, qp: &Qp) -> Result<Completion> {
+        self.single(|state| self.wait_next(state, &qp.send.end), |batch| batch.wait_send(qp))
+    }
+
+    /// Holds the stream until the next receive completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Batch::wait_recv`] and [`Stream::submit`].
+    pub fn wait_recv(&self, qp: &Qp) -> Result<Completion> {
+        self.single(|state| self.wait_next(state, &qp.recv.end), |batch| batch.wait_recv(qp))
+    }
+
+    fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
+        let (first, claim) = PreparedWait::claim(end.completion(0), Upto::Next(1), Some(self.0.id))?;
+        claim.note_wait(Stage::WaitSubmitted, self.0.id);
+        if let Err(error) = self.put_one(state, Op::Await(end.source(), claim.n), &end.qp) {
+            PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+            return Err(error);
+        }
+        if !self.0.engine.signals() {
+            end.cq.attend(claim.n, self.0.engine.kicker());
+        }
+        Ok(claim)
+    }
+
+    /// Does it by `put`; while the stream is being captured, in a batch.
+    #[inline]
+    fn single<T>(
+        &self,
+        put: impl FnOnce(&mut State) -> Result<T>,
+        add: impl FnOnce(&mut Batch) -> Result<T>,
+    ) -> Result<T> {
+        // Held throughout: see `Stream::submit`.
+        let mut state = self.state()?;
+        if state.recording.is_none() {
+            let _range = DOMAIN.range(c"submit");
+            return put(&mut state);
+        }
+        drop(state);
+        self.one(add)
+    }
+
+    /// Has the engine take an operation, and takes note of its queue pair.
+    #[inline(always)]
+    fn put_one(&self, state: &mut State, op: Op, core: &Arc<QpCore>) -> Result<()> {
+        let seq = self.0.engine.submit(&mut smallvec![op])?;
+        note_use(&mut state.used, core, seq);
+        Ok(())
+    }
+}
