@@ -234,14 +234,14 @@ impl Communicator {
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait_and(timeout, || self.catch_up())?;
         match &request.part {
-            Part::Posted(order) => match &order.lane {
+            Part::Posted(_, order) => match &order.lane {
                 Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
                 None => self.peer(request.rank())?.finish(order, status),
             },
-            Part::Kept(receive) if receive.bound().is_some() => {
-                request.link.slots.iter().for_each(|slots| slots.finish(&request.link));
+            Part::Kept(link, receive) if receive.bound().is_some() => {
+                link.recycle_slots();
             }
-            Part::Kept(_) | Part::Copied { .. } => {}
+            Part::Kept(..) | Part::Copied(_) | Part::Behind(..) => {}
         }
         Ok(status)
     }
