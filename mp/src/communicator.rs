@@ -159,7 +159,8 @@ impl Communicator {
         Ok(self.0.plane(self.path(rank)?.is_near()).0)
     }
 
-    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone.
+    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone; after a receive
+    /// until the next one or [`Communicator::progress`], or a quarter of a second.
     ///
     /// # Errors
     /// [`Error::Device`].

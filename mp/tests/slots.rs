@@ -321,7 +321,10 @@ fn slots_open_though_a_receive_is_always_under_way() {
                     let status = comm.wait(&received.pop_front().unwrap(), LONG).unwrap();
                     assert_eq!(status, Status { rank: peer, bytes: len(n) }, "{n}");
                     let came = place(n).start..place(n).start + len(n);
-                    assert!(bytes(&buffer, came) == message(peer, me, n + turn, len(n)), "{n} of turn {turn}");
+                    assert!(
+                        bytes(&buffer, came) == message(peer, me, n + turn, len(n)),
+                        "{n} of turn {turn}"
+                    );
                     comm.wait(&sent, LONG).unwrap();
                     n += 1;
                 }

@@ -124,8 +124,8 @@ pub(super) struct Inbox {
     kept: VecDeque<Kept>,
     /// Those posted, and their buffers, oldest first.
     bound: VecDeque<Kept>,
-    /// Those that are over: the next receives take their place, which costs a wait nothing. There are not more than were under way
-    /// at a time.
+    /// Those that are over: to let them go is left to the next receives, which use them again, and to the watching thread, as a wait
+    /// is in a hurry. There are not more than were under way at a time.
     spent: VecDeque<Kept>,
     /// What was posted last before slots opened: nothing is taken out of them before.
     before: Vec<Before>,

@@ -10,22 +10,22 @@ use gdsync::protocol::slots::{Next, peek};
 use super::{Receive, Slots};
 use crate::link::{Link, SILENCE};
 
-/// Looks at the slot before a look at anything else: some microseconds. To read the word would take its line from the sender, and
-/// the clock takes as long as a message.
-const FIRST: u32 = 2000;
+/// Looks at the slot before a look at anything else: about a microsecond. To read the word would take its line from the sender,
+/// and the clock takes as long as a message.
+const FIRST: u32 = 256;
 
 /// The same, between looks at other things.
 const ROUNDS: u32 = 64;
 
 /// How long a wait is busy before it lets others run, and before it moves to the queue pair, where it can sleep.
-const SPIN: Duration = Duration::from_micros(6);
+const SPIN: Duration = Duration::from_micros(5);
 const PATIENCE: Duration = Duration::from_millis(10);
 
 /// How long a wait sleeps that cannot move there, as its sender was stopped while it copied.
 const NAP: Duration = Duration::from_micros(50);
 
 impl Slots {
-    /// Waits for some microseconds; the bytes that came, if that was enough.
+    /// Waits for about a microsecond; the bytes that came, if that was enough.
     #[inline]
     pub(crate) fn wait_shortly(&self, link: &Link, receive: &Receive) -> Option<usize> {
         for _ in 0..FIRST {
