@@ -369,6 +369,12 @@ impl Memory {
         }
     }
 
+    /// Whether the bytes are in host memory.
+    #[inline]
+    pub fn is_host(&self) -> bool {
+        matches!(self.reach, Reach::Host)
+    }
+
     /// Whether the CPU reaches the bytes. Where it does not, as in memory of a stream-ordered pool, queues move them with a
     /// copy engine, and the functions below that read or write fail.
     pub fn is_mapped(&self) -> bool {
@@ -395,6 +401,7 @@ impl Memory {
         Ok(Self { ptr, len, addr: self.addr + offset as u64, owner: self.owner.clone(), ..*self })
     }
 
+    #[inline]
     fn inside(&self, offset: usize, len: usize) -> Result<()> {
         match offset.checked_add(len) {
             Some(end) if end <= self.len => Ok(()),
@@ -412,6 +419,7 @@ impl Memory {
     }
 
     /// Where the CPU finds a part.
+    #[inline]
     fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
         self.inside(offset, len)?;
         if let Reach::Engine = self.reach {
@@ -425,6 +433,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 4.
+    #[inline]
     pub fn atomic32(&self, offset: usize) -> Result<&AtomicU32> {
         let ptr = self.check_aligned::<AtomicU32>(offset)?;
         // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
@@ -435,12 +444,14 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 8.
+    #[inline]
     pub fn atomic64(&self, offset: usize) -> Result<&AtomicU64> {
         let ptr = self.check_aligned::<AtomicU64>(offset)?;
         // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
         Ok(unsafe { ptr.as_ref() })
     }
 
+    #[inline]
     fn check_aligned<T>(&self, offset: usize) -> Result<NonNull<T>> {
         let ptr = self.check(offset, size_of::<T>())?.cast::<T>();
         if !ptr.is_aligned() {

@@ -159,7 +159,8 @@ impl Communicator {
         Ok(self.0.plane(self.path(rank)?.is_near()).0)
     }
 
-    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone.
+    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone; after a receive
+    /// until the next one or [`Communicator::progress`], or a quarter of a second.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -234,14 +235,14 @@ impl Communicator {
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait_and(timeout, || self.catch_up())?;
         match &request.part {
-            Part::Posted(order) => match &order.lane {
+            Part::Posted(_, order) => match &order.lane {
                 Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
                 None => self.peer(request.rank())?.finish(order, status),
             },
-            Part::Kept(receive) if receive.bound().is_some() => {
-                request.link.slots.iter().for_each(|slots| slots.finish(&request.link));
+            Part::Kept(link, receive) if receive.bound().is_some() => {
+                link.recycle_slots();
             }
-            Part::Kept(_) | Part::Copied { .. } => {}
+            Part::Kept(..) | Part::Copied(_) | Part::Behind(..) => {}
         }
         Ok(status)
     }

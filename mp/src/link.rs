@@ -119,7 +119,7 @@ impl Link {
         // Takes what has come, and lets go of the other receives.
         self.recycle_slots();
         match receive.outcome()? {
-            None if receive.bound().is_none() => Err(error),
+            None if receive.is_kept() => Err(error),
             known => Ok(known),
         }
     }

@@ -29,7 +29,9 @@ impl PreparedMessage {
 
     /// Adds it to a batch, as [`Communicator::isend_in_batch`] does.
     pub fn post_in_batch(self, batch: &mut Batch) -> Request {
-        self.request.link.post_in_batch(batch, self.send);
+        if let Some(link) = self.request.link() {
+            link.post_in_batch(batch, self.send);
+        }
         self.request
     }
 
@@ -168,7 +170,7 @@ impl Communicator {
     /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
     pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
         // Whoever sends it may wait meanwhile, and nobody calls.
-        request.link.credits.catch_up();
+        request.catch_up();
         match request.for_stream()? {
             Some(completion) => batch.wait(completion).map_err(|source| request.failed(source)),
             None => Ok(()),
@@ -182,7 +184,7 @@ impl Communicator {
     /// [`Error::Message`](crate::Error::Message): the connection is broken, the stream is full or failed, or another
     /// stream waits for the messages of this rank.
     pub fn wait_on_stream(&self, stream: &Stream, request: &Request) -> Result<()> {
-        request.link.credits.catch_up();
+        request.catch_up();
         match request.for_stream()? {
             Some(completion) => stream.wait(completion).map_err(|source| request.failed(source)),
             None => Ok(()),

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::few::Few;
 use crate::held::Held;
 use crate::link::Link;
-use crate::request::{Order, Part, Request, Status};
+use crate::request::{Order, Request, Status};
 use crate::slots::Slots;
 
 /// A part of a message: bytes of registered memory.
@@ -115,7 +115,7 @@ impl Peer {
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
-        Ok((self.request(Part::Posted(order)), posted))
+        Ok((Request::posted(&self.link, order), posted))
     }
 
     /// Lets go of what is complete, for one more message.
@@ -125,10 +125,6 @@ impl Peer {
         held.settle();
         self.link.recycle_slots();
         self.room(way, self.under_way(way, held))
-    }
-
-    fn request(&self, part: Part) -> Request {
-        Request { link: self.link.clone(), part }
     }
 
     /// Messages of one direction that are under way, of which these are held here.
@@ -147,7 +143,7 @@ impl Peer {
         if sent.is_none() {
             self.link.end_if_refused();
         }
-        Ok(sent.map(|(bytes, after)| self.request(Part::Copied { bytes, after })))
+        Ok(sent.map(|(bytes, after)| Request::copied(&self.link, bytes, after)))
     }
 
     /// Whether there are not too many pieces; they lie inside their buffers.
@@ -172,18 +168,20 @@ impl Peer {
             Some(slots) => {
                 let failed = |source| self.failed(RECEIVE, source);
                 if slots.may_receive()
-                    && let Some(kept) = slots.receive(&self.link, pieces, || false).map_err(failed)?
+                    && let Some(kept) = slots.keep(&self.link, pieces).map_err(failed)?
                 {
-                    return Ok(self.request(Part::Kept(kept)));
+                    return Ok(Request::kept(&self.link, kept));
                 }
                 // While this is locked nobody else opens slots, nor posts a receive.
                 let mut held = held.lock();
-                let is_idle = || {
+                slots.open(&self.link, pieces, || {
                     held.settle();
-                    held.is_empty()
-                };
-                if let Some(kept) = slots.receive(&self.link, pieces, is_idle).map_err(failed)? {
-                    return Ok(self.request(Part::Kept(kept)));
+                    (held.len(), held.newest().cloned())
+                });
+                if slots.may_receive()
+                    && let Some(kept) = slots.keep(&self.link, pieces).map_err(failed)?
+                {
+                    return Ok(Request::kept(&self.link, kept));
                 }
                 held
             }

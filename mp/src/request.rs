@@ -16,7 +16,7 @@ use crate::window::Lane;
 #[derive(Clone, Debug)]
 #[must_use = "a message nobody waits for may fail unnoticed"]
 pub struct Request {
-    pub(crate) link: Arc<Link>,
+    rank: usize,
     pub(crate) part: Part,
 }
 
@@ -24,11 +24,13 @@ pub struct Request {
 #[derive(Clone, Debug)]
 pub(crate) enum Part {
     /// Through a queue pair.
-    Posted(Arc<Order>),
-    /// It was sent through a slot: complete with what was sent before it.
-    Copied { bytes: usize, after: Option<Arc<Order>> },
+    Posted(Arc<Link>, Arc<Order>),
+    /// It was sent through a slot, and is complete.
+    Copied(usize),
+    /// The same, but complete only with what was sent before it.
+    Behind(Arc<Link>, Arc<Order>, usize),
     /// A receive of what comes through a slot, if slots do not close before.
-    Kept(Arc<Receive>),
+    Kept(Arc<Link>, Arc<Receive>),
 }
 
 /// What a message of a queue pair is, and where it went.
@@ -70,9 +72,35 @@ impl Order {
 }
 
 impl Request {
+    pub(crate) fn posted(link: &Arc<Link>, order: Arc<Order>) -> Self {
+        Self { rank: link.rank, part: Part::Posted(link.clone(), order) }
+    }
+
+    #[inline]
+    pub(crate) fn copied(link: &Arc<Link>, bytes: usize, after: Option<Arc<Order>>) -> Self {
+        let part = match after {
+            None => Part::Copied(bytes),
+            Some(before) => Part::Behind(link.clone(), before, bytes),
+        };
+        Self { rank: link.rank, part }
+    }
+
+    #[inline]
+    pub(crate) fn kept(link: &Arc<Link>, receive: Arc<Receive>) -> Self {
+        Self { rank: link.rank, part: Part::Kept(link.clone(), receive) }
+    }
+
+    /// The connection, unless nothing is under way any more.
+    pub(crate) fn link(&self) -> Option<&Link> {
+        match &self.part {
+            Part::Posted(link, _) | Part::Behind(link, ..) | Part::Kept(link, _) => Some(link),
+            Part::Copied(_) => None,
+        }
+    }
+
     /// The rank at the other end.
     pub fn rank(&self) -> usize {
-        self.link.rank
+        self.rank
     }
 
     /// Whether the message is complete; `None` while it is under way. A complete send may be overwritten.
@@ -86,21 +114,21 @@ impl Request {
 
     fn outcome(&self) -> gdsync::Result<Option<usize>> {
         match &self.part {
-            Part::Posted(order) => {
+            Part::Posted(link, order) => {
                 // What came before it through slots is complete before it.
                 if order.is_message(Way::Recv) {
-                    self.link.take();
+                    link.take();
                 }
                 order.outcome()
             }
-            Part::Copied { bytes, after: None } => Ok(Some(*bytes)),
-            Part::Copied { bytes, after: Some(before) } => Ok(before.outcome()?.map(|_| *bytes)),
-            Part::Kept(receive) => {
-                if !receive.is_known() {
-                    self.link.take();
+            Part::Copied(bytes) => Ok(Some(*bytes)),
+            Part::Behind(_, before, bytes) => Ok(before.outcome()?.map(|_| *bytes)),
+            Part::Kept(link, receive) => {
+                if receive.known().is_none() {
+                    link.take();
                 }
                 match receive.outcome()? {
-                    None if receive.bound().is_none() => self.link.outcome_at_end(receive),
+                    None if receive.is_kept() => link.outcome_at_end(receive),
                     known => Ok(known),
                 }
             }
@@ -113,18 +141,40 @@ impl Request {
     /// As [`Request::test`], and [`gdsync::Error::Deadline`] inside after `timeout`: the message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
         self.wait_and(timeout, || {
-            self.link.credits.catch_up_or_leave();
+            self.link().iter().for_each(|link| {
+                link.credits.catch_up_or_leave();
+            });
         })
     }
 
-    /// As [`Request::wait`], and calls `meanwhile` once unless it is complete.
+    /// Tells the other rank of receives that were held back.
+    pub(crate) fn catch_up(&self) {
+        self.link().iter().for_each(|link| link.credits.catch_up());
+    }
+
+    /// As [`Request::wait`], and calls `meanwhile` once unless it is complete soon.
     #[inline]
     pub(crate) fn wait_and(&self, timeout: Duration, meanwhile: impl FnOnce()) -> Result<Status> {
-        let bytes = match (&self.part, &self.link.slots) {
-            (Part::Copied { bytes, after: None }, _) => Ok(*bytes),
-            (Part::Kept(receive), Some(slots)) => {
+        let bytes = match &self.part {
+            Part::Copied(bytes) => Some(*bytes),
+            Part::Kept(link, receive) => {
                 let _range = crate::DOMAIN.range(c"wait");
-                let waited = slots.wait(&self.link, receive, timeout, meanwhile);
+                link.slots.as_ref().and_then(|slots| slots.wait_shortly(link, receive))
+            }
+            Part::Posted(..) | Part::Behind(..) => None,
+        };
+        match bytes {
+            Some(bytes) => Ok(self.status(bytes)),
+            None => self.wait_longer(timeout, meanwhile),
+        }
+    }
+
+    #[cold]
+    fn wait_longer(&self, timeout: Duration, meanwhile: impl FnOnce()) -> Result<Status> {
+        let bytes = match &self.part {
+            Part::Kept(link, receive) if let Some(slots) = &link.slots => {
+                let _range = crate::DOMAIN.range(c"wait");
+                let waited = slots.wait(link, receive, timeout, meanwhile);
                 waited.and_then(|waited| self.wait_long(timeout, waited))
             }
             _ => match self.outcome() {
@@ -145,13 +195,13 @@ impl Request {
         if let Some(bytes) = self.outcome()? {
             return Ok(bytes);
         }
-        let Some(completion) = self.completion() else {
+        let (Some(completion), Some(link)) = (self.completion(), self.link()) else {
             return Err(gdsync::Error::Deadline { what: "waiting for a message", after: timeout });
         };
         let deadline = Deadline::after(timeout.saturating_sub(waited));
         loop {
             match completion.wait(deadline.remaining().min(SILENCE)) {
-                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => self.link.tend(),
+                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => link.tend(),
                 Err(gdsync::Error::Deadline { what, .. }) => {
                     return Err(gdsync::Error::Deadline { what, after: timeout });
                 }
@@ -165,9 +215,9 @@ impl Request {
 
     fn completion(&self) -> Option<&Completion> {
         match &self.part {
-            Part::Posted(order) | Part::Copied { after: Some(order), .. } => Some(&order.completion),
-            Part::Copied { after: None, .. } => None,
-            Part::Kept(receive) => receive.bound(),
+            Part::Posted(_, order) | Part::Behind(_, order, _) => Some(&order.completion),
+            Part::Copied(_) => None,
+            Part::Kept(_, receive) => receive.bound(),
         }
     }
 
@@ -176,21 +226,18 @@ impl Request {
     /// # Errors
     /// As [`Request::test`].
     pub(crate) fn for_stream(&self) -> Result<Option<&Completion>> {
-        let receives = match &self.part {
-            Part::Posted(order) => order.is_message(Way::Recv),
-            Part::Copied { .. } => false,
-            Part::Kept(_) => true,
+        let link = match &self.part {
+            Part::Posted(link, order) if order.is_message(Way::Recv) => Some(link),
+            Part::Kept(link, _) => Some(link),
+            Part::Posted(..) | Part::Copied(_) | Part::Behind(..) => None,
         };
-        if let (true, Some(slots)) = (receives, &self.link.slots) {
-            slots.settle_for_stream(&self.link).map_err(|error| self.failed(error))?;
+        if let Some(link) = link
+            && let Some(slots) = &link.slots
+        {
+            slots.settle_for_stream(link).map_err(|error| self.failed(error))?;
         }
-        match &self.part {
-            Part::Posted(_) => {}
-            Part::Copied { .. } | Part::Kept(_) => {
-                if self.test()?.is_some() {
-                    return Ok(None);
-                }
-            }
+        if !matches!(self.part, Part::Posted(..)) && self.test()?.is_some() {
+            return Ok(None);
         }
         Ok(self.completion())
     }
@@ -200,26 +247,27 @@ impl Request {
             // It went down with the connection: that has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
                 let lane = match &self.part {
-                    Part::Posted(order) => order.lane.as_ref(),
-                    Part::Copied { .. } | Part::Kept(_) => None,
+                    Part::Posted(_, order) => order.lane.as_ref(),
+                    Part::Copied(_) | Part::Behind(..) | Part::Kept(..) => None,
                 };
                 let known = match lane {
                     Some(lane) => lane.upgrade().and_then(|lane| lane.ends.send.check().err()),
-                    None => self.link.check().err(),
+                    None => self.link().and_then(|link| link.check().err()),
                 };
                 known.unwrap_or(error.into())
             }
             other => other,
         };
         let operation = match &self.part {
-            Part::Posted(order) => order.operation,
-            Part::Copied { .. } => "send",
-            Part::Kept(_) => "receive",
+            Part::Posted(_, order) => order.operation,
+            Part::Copied(_) | Part::Behind(..) => "send",
+            Part::Kept(..) => "receive",
         };
-        Error::Message { rank: self.link.rank, operation, source }
+        Error::Message { rank: self.rank, operation, source }
     }
 
+    #[inline]
     fn status(&self, bytes: usize) -> Status {
-        Status { rank: self.link.rank, bytes }
+        Status { rank: self.rank, bytes }
     }
 }

@@ -2,11 +2,14 @@
 
 mod common;
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use common::{
     LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, message, myself, stream, until,
 };
+use gdrcopy::standin::driver;
+use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::Context;
@@ -296,6 +299,99 @@ fn a_message_longer_than_its_receive_ends_the_connection() {
             assert!(matches!(&error, Error::Message { rank, .. } if *rank == peer), "{error}");
         }
         assert_eq!(comm.lost(), [peer]);
+    });
+}
+
+/// A rank that posts its next receive before it waits for the last: there is always one under way.
+#[test]
+fn slots_open_though_a_receive_is_always_under_way() {
+    job("slots_open_though_a_receive_is_always_under_way", 2, |comm| {
+        let (me, peer, buffer) = (comm.rank(), 1 - comm.rank(), buffer(comm, 16384));
+        for (turn, ahead) in [1, 2, 7].into_iter().enumerate() {
+            let place = |n: usize| 8192 + 512 * (n % 8)..8192 + 512 * (n % 8) + 512;
+            let receive = |n: usize| comm.irecv(&buffer, place(n), peer).unwrap();
+            let mut received: VecDeque<_> = (0..ahead).map(receive).collect();
+            let len = |n: usize| [8, 56, 57, 500][n % 4];
+            let (mut n, before) = (0, comm.through_slots(peer).unwrap());
+            until("slots open", || {
+                for _ in 0..MANY {
+                    received.push_back(receive(n + ahead));
+                    buffer.memory().write(0, &message(me, peer, n + turn, len(n))).unwrap();
+                    let sent = comm.isend(&buffer, 0..len(n), peer).unwrap();
+                    let status = comm.wait(&received.pop_front().unwrap(), LONG).unwrap();
+                    assert_eq!(status, Status { rank: peer, bytes: len(n) }, "{n}");
+                    let came = place(n).start..place(n).start + len(n);
+                    assert!(
+                        bytes(&buffer, came) == message(peer, me, n + turn, len(n)),
+                        "{n} of turn {turn}"
+                    );
+                    comm.wait(&sent, LONG).unwrap();
+                    n += 1;
+                }
+                let (sent, received) = comm.through_slots(peer).unwrap();
+                let open = [u8::from(sent > before.0 && received > before.1)];
+                comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
+            });
+            // By streams, so that the next turn begins with slots that are closed.
+            let s = stream("last");
+            for request in received {
+                comm.send_on_stream(&s, &buffer, 0..8, peer).map(drop).unwrap();
+                comm.wait(&request, LONG).unwrap();
+            }
+            s.synchronize(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+        }
+    });
+}
+
+/// GPU memory that the CPU does not reach, on the simulated driver.
+fn unreached(comm: &Communicator) -> Registration {
+    let gpu = Gpu::open_with(driver::api(), 0, None).unwrap();
+    let mut addr = 0;
+    let current = gpu.enter().unwrap();
+    // SAFETY: a place for the answer.
+    unsafe { gpu.api().mem_alloc(&mut addr, 4096) }.unwrap();
+    drop(current);
+    // SAFETY: it is never freed.
+    let memory = unsafe { gpu.wrap(addr, 4096) }.unwrap();
+    assert!(!memory.is_mapped());
+    comm.register(&memory).unwrap()
+}
+
+/// The message is in a slot already when its receive turns out to be for memory that only copy engines reach.
+#[test]
+fn a_receive_that_the_cpu_cannot_fill_fails_alone() {
+    job("a_receive_that_the_cpu_cannot_fill_fails_alone", 2, |comm| {
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
+        let memory = (comm.rank() == 0).then(|| unreached(comm));
+        until("both messages take slots", || {
+            open(comm, &buffer);
+            // A wait that was long has closed them again.
+            let before = comm.through_slots(peer).unwrap().0;
+            let lens: &[usize] = if comm.rank() == 1 { &[8, 7] } else { &[] };
+            let sent: Vec<_> = lens.iter().map(|&len| comm.isend(&buffer, 0..len, peer).unwrap()).collect();
+            let taken = comm.through_slots(peer).unwrap().0 - before;
+            let are_there = comm.exchange(&[u8::from(taken == 2)], LONG).unwrap()[1] == [1];
+            if let Some(memory) = &memory {
+                let first = if are_there { memory } else { &buffer };
+                let received = comm.irecv(first, 0..8, peer).unwrap();
+                if are_there {
+                    for error in [comm.wait(&received, LONG).unwrap_err(), received.test().unwrap_err()] {
+                        let is_told = matches!(
+                            error,
+                            Error::Message { rank: 1, source: gdsync::Error::NotMapped { .. }, .. }
+                        );
+                        assert!(is_told, "{error}");
+                    }
+                }
+                let next = comm.irecv(&buffer, 0..8, peer).unwrap();
+                assert_eq!(comm.wait(&next, LONG).unwrap().bytes, 7, "the one behind it");
+            }
+            comm.wait_all(&sent, LONG).unwrap();
+            are_there
+        });
+        assert_eq!(comm.lost(), []);
+        open(comm, &buffer);
     });
 }
 

@@ -33,6 +33,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
+    #[inline]
     pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
         let to = self.check(offset, len)?;
         let from = src.check(src_offset, len)?;
@@ -128,6 +129,7 @@ unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
 ///
 /// # Safety
 /// Both ranges must be valid for `len` bytes, `dst` for writing.
+#[inline]
 unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     if len == 8 && src.cast::<u64>().is_aligned() && dst.cast::<u64>().is_aligned() {
         // SAFETY: valid by contract, aligned by the test above.

@@ -9,10 +9,11 @@
 //! fills it. *Closed*: messages take the other way. Either side closes by one atomic operation, which tells it the count: the
 //! messages below have or get slots, all later ones take the other way. Nobody waits for anybody.
 //!
-//! *Only the receiver opens*, when all it has posted on the other way, `resumed` receives, has arrived. The sender takes a slot
-//! only if it has sent exactly as many there. It counts in `begun` what it begins to send there *before* it looks at the word,
-//! and the receiver looks at `begun` *after* it has written the word, both in the order of [`SeqCst`]: either the sender sees
-//! that slots are open, and closes, or the receiver sees what was begun, and closes.
+//! *Only the receiver opens*, for what comes behind the `resumed` receives that it has posted on the other way. The sender goes
+//! on there until it has sent as many, and then takes slots; the receiver takes nothing out of a slot before those receives are
+//! complete. The sender counts in `begun` what it begins to send the other way *before* it looks at the word, and the receiver
+//! looks at `begun` *after* it has written the word, both in the order of [`SeqCst`]: of a message that is one too many either
+//! the sender sees that slots are open, and closes, or the receiver sees that it was begun, and closes.
 //!
 //! A slot's header has the number of its message and the length, or that the sender has closed: a receiver that waits for the
 //! next message need not look at the word, which would take its line from the sender.
@@ -30,6 +31,12 @@ const COUNT: u64 = PHASE - 1;
 
 /// In place of a length: the sender has closed.
 const CLOSED: u32 = u32::MAX;
+
+/// Whether a receive is posted for each of the messages that were begun; both numbers count modulo 2^32.
+#[inline]
+fn has_receives(posted: u32, begun: u32) -> bool {
+    posted.wrapping_sub(begun) < 1 << 31
+}
 
 /// The words that both sides touch, zero at first: closed.
 pub trait Slots {
@@ -66,9 +73,10 @@ fn filled(number: u64, len: u32) -> u64 {
 pub struct Sender {
     /// The phase that it sends in, if it does.
     phase: Option<u64>,
-    /// Messages sent the other way, if that is known for certain.
-    sent: Option<u32>,
+    /// Messages sent the other way.
     begun: u32,
+    /// There may be fewer of them.
+    is_uncertain: bool,
     /// Slots taken, as far as it has looked.
     taken: u64,
 }
@@ -81,35 +89,47 @@ impl Sender {
     pub fn claim<S: Slots>(&mut self, slots: &S, room: u64, looks: u32) -> Option<u64> {
         loop {
             let word = slots.word().load(Acquire);
-            if word & OPEN == 0 {
-                self.phase = None;
-                return None;
-            }
             let (phase, number) = (word & PHASES, word & COUNT);
-            if self.phase != Some(phase) && self.sent != Some(slots.resumed().load(Relaxed)) {
-                self.close(slots);
+            if word & OPEN == 0 || self.phase != Some(phase) && !self.enter(slots, phase) {
                 return None;
             }
             // The receiver writes what is taken: no value may do harm here.
-            if number.wrapping_sub(self.taken) >= room {
-                let has_room = (0..looks).any(|_| {
-                    self.taken = slots.taken().load(Acquire);
-                    number.wrapping_sub(self.taken) < room || {
-                        spin_loop();
-                        false
-                    }
-                });
-                if !has_room {
-                    self.close(slots);
-                    return None;
-                }
+            if number.wrapping_sub(self.taken) >= room && !self.waits_for_room(slots, number, room, looks) {
+                return None;
             }
             if slots.word().compare_exchange(word, word.wrapping_add(1), AcqRel, Relaxed).is_ok() {
-                self.phase = Some(phase);
                 return Some(number);
             }
             // Closed meanwhile, and perhaps opened again.
         }
+    }
+
+    /// Whether messages take slots in this phase from now on.
+    #[cold]
+    fn enter<S: Slots>(&mut self, slots: &S, phase: u64) -> bool {
+        let resumed = slots.resumed().load(Relaxed);
+        if !self.is_uncertain && self.begun == resumed {
+            self.phase = Some(phase);
+            return true;
+        }
+        if self.is_uncertain || !has_receives(resumed, self.begun) {
+            self.close(slots);
+        }
+        false
+    }
+
+    /// Whether there is room after a moment; closes otherwise.
+    #[cold]
+    fn waits_for_room<S: Slots>(&mut self, slots: &S, number: u64, room: u64, looks: u32) -> bool {
+        for _ in 0..looks {
+            self.taken = slots.taken().load(Acquire);
+            if number.wrapping_sub(self.taken) < room {
+                return true;
+            }
+            spin_loop();
+        }
+        self.close(slots);
+        false
     }
 
     /// The slot of this message is filled.
@@ -118,6 +138,7 @@ impl Sender {
         header_of(slots, number).store(filled(number, len), Release);
     }
 
+    #[cold]
     fn close<S: Slots>(&mut self, slots: &S) {
         self.phase = None;
         let word = slots.word().fetch_and(!OPEN, SeqCst);
@@ -128,29 +149,27 @@ impl Sender {
         }
     }
 
-    /// Before a message that takes the other way, as all after it do until the receiver opens again. Returns what
-    /// [`Sender::undo`] takes.
-    pub fn begin<S: Slots>(&mut self, slots: &S) -> Option<u32> {
+    /// Before a message that takes the other way. Returns what [`Sender::undo`] takes.
+    pub fn begin<S: Slots>(&mut self, slots: &S) -> bool {
         self.begun = self.begun.wrapping_add(1);
         slots.begun().store(self.begun, SeqCst);
-        if slots.word().load(SeqCst) & OPEN != 0 {
+        if slots.word().load(SeqCst) & OPEN != 0 && !has_receives(slots.resumed().load(Relaxed), self.begun) {
             self.close(slots);
         }
         self.phase = None;
-        self.sent.take()
+        std::mem::replace(&mut self.is_uncertain, true)
     }
 
     /// The message that was begun was not sent.
-    pub fn undo<S: Slots>(&mut self, slots: &S, sent: Option<u32>) {
-        self.sent = sent;
+    pub fn undo<S: Slots>(&mut self, slots: &S, was_uncertain: bool) {
+        self.is_uncertain = was_uncertain;
         self.begun = self.begun.wrapping_sub(1);
         slots.begun().store(self.begun, Release);
     }
 
     /// The message that was begun was sent, the `sent`th that took this way, modulo 2^32.
     pub fn count<S: Slots>(&mut self, slots: &S, sent: u32) {
-        self.sent = Some(sent);
-        self.begun = sent;
+        (self.begun, self.is_uncertain) = (sent, false);
         slots.begun().store(sent, Release);
     }
 
@@ -251,17 +270,18 @@ impl Receiver {
         *self.end.get_or_insert_with(close)
     }
 
-    /// Opens, if all messages are here and `posted` of them, modulo 2^32, took the other way: all that were posted there. Then
-    /// [`Receiver::end`] says how far: the sender may have closed already.
+    /// Opens behind the `posted` receives, modulo 2^32, that were ever posted on the other way, if all messages of slots are
+    /// here and no more than those were begun there. Then [`Receiver::end`] says how far: the sender may have closed already.
+    /// Nothing may be taken out of slots before those receives are complete.
     pub fn open<S: Slots>(&mut self, slots: &S, posted: u32) {
-        if self.end != Some(self.next) || slots.begun().load(Acquire) != posted {
+        if self.end != Some(self.next) || !has_receives(posted, slots.begun().load(Acquire)) {
             return;
         }
         slots.resumed().store(posted, Relaxed);
         self.phase = (self.phase + PHASE) & PHASES;
         self.end = None;
         slots.word().store(OPEN | self.phase | self.next, SeqCst);
-        if slots.begun().load(SeqCst) != posted {
+        if !has_receives(posted, slots.begun().load(SeqCst)) {
             self.close(slots);
         }
     }

@@ -107,6 +107,47 @@ fn receive(shared: &Shared, side: &mut Receiver, posted: &mut u32, message: u64,
     }
 }
 
+/// Posts `ahead` receives the other way and opens behind them, before any of them is complete; then receives so many messages.
+fn receive_behind(
+    shared: &Shared,
+    side: &mut Receiver,
+    posted: &mut u32,
+    first: u64,
+    ahead: u32,
+    count: u64,
+) {
+    let before = *posted;
+    *posted += ahead;
+    side.open(shared, *posted);
+    for place in 0..ahead {
+        while shared.sent.load(Acquire) <= before + place {
+            thread::yield_now();
+        }
+        let message = shared.others[(before + place) as usize].get();
+        assert_eq!(message, first + u64::from(place), "a receive that was posted before slots opened");
+    }
+    for message in first + u64::from(ahead)..first + count {
+        receive(shared, side, posted, message, Small);
+    }
+}
+
+/// The receiver always has receives under way.
+fn transfer_behind(preemptions: usize, ahead: u32, sends: &'static [Kind]) {
+    explore(preemptions, move || {
+        let shared = Arc::new(Shared::default());
+        let ours = shared.clone();
+        let thread = thread::spawn(move || {
+            let (mut sender, mut sent) = (Sender::default(), 0);
+            for (message, &kind) in sends.iter().enumerate() {
+                send(&ours, &mut sender, &mut sent, message as u64, kind);
+            }
+        });
+        let (mut receiver, mut posted) = (Receiver::default(), 0);
+        receive_behind(&shared, &mut receiver, &mut posted, 0, ahead, sends.len() as u64);
+        thread.join().unwrap();
+    });
+}
+
 /// Sends and receives the messages in these ways, the first `before` of them one after the other.
 fn transfer(preemptions: usize, before: usize, sends: &'static [Kind], receives: &'static [Kind]) {
     explore(preemptions, move || {
@@ -159,4 +200,16 @@ fn what_has_no_certain_number_keeps_the_slots_closed() {
 #[test]
 fn a_sender_that_is_ahead_closes() {
     transfer(2, 1, &[Small; 5], &[Small; 5]);
+}
+
+#[test]
+fn slots_open_behind_receives_that_are_posted() {
+    transfer_behind(3, 1, &[Small; 3]);
+    transfer_behind(2, 2, &[Small; 4]);
+}
+
+#[test]
+fn what_is_sent_the_other_way_behind_them_closes() {
+    transfer_behind(3, 1, &[Small, Other, Small]);
+    transfer_behind(3, 2, &[Other, Small, Small]);
 }

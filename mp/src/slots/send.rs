@@ -28,8 +28,7 @@ pub(super) struct Outbox {
 pub(crate) fn fitting(pieces: &[Piece<'_>]) -> Option<usize> {
     let mut len = 0_usize;
     for (buffer, range) in pieces {
-        let memory = buffer.memory();
-        if memory.gpu().is_some() || !memory.is_mapped() {
+        if !buffer.memory().is_host() {
             return None;
         }
         len = len.checked_add(range.len())?;
@@ -53,25 +52,15 @@ impl Slots {
         }
         outbox.side.publish(&self.tx, number, u32::try_from(len).expect("at most a page"));
         outbox.count += 1;
-        if outbox.last.as_ref().is_some_and(|last| !matches!(last.outcome(), Ok(None))) {
-            outbox.last = None;
+        if outbox.last.is_some() {
+            outbox.forget_last();
         }
         Some((len, outbox.last.clone()))
     }
 
     /// Sends a message the other way by `post`. It must not be called by two threads at a time.
     pub(crate) fn send_other<T>(&self, post: impl FnOnce() -> gdsync::Result<T>) -> gdsync::Result<T> {
-        let sent = self.outbox.lock().side.begin(&self.tx);
-        let posted = post();
-        let mut outbox = self.outbox.lock();
-        match &posted {
-            Ok(_) => {
-                outbox.run = 0;
-                self.tx.set_run(0);
-            }
-            Err(_) => outbox.side.undo(&self.tx, sent),
-        }
-        posted
+        self.begin(0, || Ok((post()?, None)))
     }
 
     /// As [`Slots::send_other`], and `post` is by the CPU and returns the message's number among those that took this way.
@@ -80,13 +69,32 @@ impl Slots {
         pieces: &[Piece<'_>],
         post: impl FnOnce() -> gdsync::Result<(T, u32)>,
     ) -> gdsync::Result<T> {
-        let run = self.outbox.lock().run;
-        let (posted, number) = self.send_other(post)?;
+        let step = u32::from(fitting(pieces).is_some());
+        self.begin(step, || post().map(|(posted, number)| (posted, Some(number))))
+    }
+
+    /// Sends a message the other way; `step` is 1 if it could have taken a slot, and 0 if not.
+    fn begin<T>(
+        &self,
+        step: u32,
+        post: impl FnOnce() -> gdsync::Result<(T, Option<u32>)>,
+    ) -> gdsync::Result<T> {
         let mut outbox = self.outbox.lock();
-        outbox.side.count(&self.tx, number);
-        outbox.run = fitting(pieces).map_or(0, |_| run.saturating_add(1));
-        self.tx.set_run(outbox.run);
-        Ok(posted)
+        let was_uncertain = outbox.side.begin(&self.tx);
+        match post() {
+            Ok((posted, number)) => {
+                if let Some(number) = number {
+                    outbox.side.count(&self.tx, number);
+                }
+                outbox.run = outbox.run.saturating_add(step) * step;
+                self.tx.set_run(outbox.run);
+                Ok(posted)
+            }
+            Err(error) => {
+                outbox.side.undo(&self.tx, was_uncertain);
+                Err(error)
+            }
+        }
     }
 
     /// What was sent the other way last.
@@ -97,5 +105,13 @@ impl Slots {
     /// Whether the receiver has refused a message.
     pub(crate) fn is_refused(&self) -> bool {
         Sender::is_broken(&self.tx)
+    }
+}
+
+impl Outbox {
+    /// Forgets what was sent the other way last once it is complete.
+    #[cold]
+    fn forget_last(&mut self) {
+        self.last.take_if(|last| !matches!(last.outcome(), Ok(None)));
     }
 }

@@ -18,7 +18,7 @@ use crate::few::Few;
 use crate::held::Held;
 use crate::link::Link;
 use crate::peer::Way;
-use crate::request::{Order, Part, Request};
+use crate::request::{Order, Request};
 
 /// The connection to one rank.
 #[derive(Debug)]
@@ -73,12 +73,12 @@ impl Lane {
             other => other,
         };
         let completion = posted.map_err(|source| self.tell(operation, source))?;
-        let (link, lane) = (self.link.clone(), Some(Arc::downgrade(self)));
+        let lane = Some(Arc::downgrade(self));
         let (way, kept) = (Way::Send, OnceLock::new());
         let order = Order { way, lane, operation, completion, bytes, kept };
         let order = held.queue.add(order, Kept { _buffers: buffers, wrs });
         held.wrs += wrs;
-        Ok(Request { link, part: Part::Posted(order) })
+        Ok(Request::posted(&self.link, order))
     }
 
     fn room(&self, wrs: usize) -> gdsync::Result<()> {
