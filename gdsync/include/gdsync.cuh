@@ -293,7 +293,7 @@ public:
     // How many steps there are.
     __device__ u32 count() const { return (u32)head.count; }
 
-    // The step that `run` takes.
+    // The step that `run` takes; of `block_step`, in the first thread.
     __device__ u32 upcoming() const { return next; }
 
     // Runs step `i`: its sends leave, with what this thread and those that it has met at a barrier have written, and its
@@ -303,7 +303,7 @@ public:
         if (dead)
             return FAILED;
         if (i != next || i >= count())
-            return OUT_OF_ORDER;
+            return detail::has_failed(head) ? FAILED : OUT_OF_ORDER;
         return step();
     }
 
@@ -313,10 +313,11 @@ public:
         while (next < count() && step() != FAILED)
             ;
         // Behind a failure only the mark is left to do.
-        next = count();
         for (; ahead.kind != MARK; ahead = detail::fetch(ops + place))
             ++place;
-        step();
+        // Behind the mark the memory may be another launch's.
+        u32 failed = detail::has_failed(head), errors = 0;
+        detail::execute(head, ahead, &failed, &errors);
     }
 
 private:

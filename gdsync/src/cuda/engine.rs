@@ -84,6 +84,7 @@ impl Engine {
             shared: shared.clone(),
             lane,
             running: VecDeque::new(),
+            last: Instant::now(),
             handles: Handles::default(),
             broken: None,
         };
@@ -154,6 +155,8 @@ struct Worker {
     shared: Arc<Shared>,
     lane: Lane,
     running: VecDeque<Running>,
+    /// When a copy began.
+    last: Instant,
     handles: Handles,
     /// The stream does nothing any more, and why.
     broken: Option<String>,
@@ -194,8 +197,7 @@ impl Worker {
 
     /// The next job; `Some(None)` when it is time to look at the copies under way, `None` at the end.
     fn next(&self) -> Option<Option<Job>> {
-        let start = Instant::now();
-        while self.shared.count.load(Ordering::Acquire) == 0 && breathe(start.elapsed(), FRESH) {}
+        while self.shared.count.load(Ordering::Acquire) == 0 && breathe(self.last.elapsed(), FRESH) {}
         let mut jobs = self.shared.jobs.lock();
         if jobs.list.is_empty() {
             if !self.running.is_empty() {
@@ -237,6 +239,7 @@ impl Worker {
             ticket.done_at(self.lane.word.clone(), value);
         }
         let (since, failure) = (Instant::now(), failure.map(|error| error.to_string()));
+        self.last = since;
         self.running.push_back(Running { value, ticket, parts, opened, since, failure });
     }
 

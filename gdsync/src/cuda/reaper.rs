@@ -40,14 +40,16 @@ static STREAMS: Mutex<Vec<Weak<dyn Activity>>> = Mutex::new(Vec::new());
 /// Submissions wait at it while something is being given back.
 static GATE: Gate = Gate {
     closed: AtomicBool::new(false),
-    lock: Mutex::new(()),
+    held_up: Mutex::new(0),
     opened: Condvar::new(),
     reaping: Mutex::new(()),
 };
 
 struct Gate {
+    /// Changed under the lock of `held_up`.
     closed: AtomicBool,
-    lock: Mutex<()>,
+    /// Submissions that wait, or were let through and are not queued yet: it is not closed again before them.
+    held_up: Mutex<usize>,
     opened: Condvar,
     /// One gives back at a time: there is a reaper for each GPU.
     reaping: Mutex<()>,
@@ -59,8 +61,14 @@ struct Closed(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
 impl Gate {
     /// Nothing is submitted from here on; `None` when a stream has work.
     fn close_if_idle(&'static self) -> Option<Closed> {
-        let closed = Closed(self.reaping.lock());
+        let reaping = self.reaping.lock();
+        let held_up = self.held_up.lock();
+        if *held_up > 0 {
+            return None;
+        }
         self.closed.store(true, Ordering::Relaxed);
+        drop(held_up);
+        let closed = Closed(reaping);
         submitted().is_some().then_some(closed)
     }
 }
@@ -68,7 +76,7 @@ impl Gate {
 impl Drop for Closed {
     fn drop(&mut self) {
         // Under the lock, or who has just seen the gate closed would miss the call.
-        let guard = GATE.lock.lock();
+        let guard = GATE.held_up.lock();
         GATE.closed.store(false, Ordering::Relaxed);
         drop(guard);
         GATE.opened.notify_all();
@@ -85,11 +93,22 @@ pub(crate) mod gate {
         GATE.closed.load(Ordering::Relaxed)
     }
 
+    /// A submission that was held up: to be dropped when it is queued.
+    pub(crate) struct HeldUp(());
+
+    impl Drop for HeldUp {
+        fn drop(&mut self) {
+            *GATE.held_up.lock() -= 1;
+        }
+    }
+
     /// Returns when it is open, or in a while.
     #[cold]
-    pub(crate) fn wait() {
-        let mut guard = GATE.lock.lock();
-        GATE.opened.wait_while_for(&mut guard, |()| is_closed(), BRIEFLY);
+    pub(crate) fn wait() -> HeldUp {
+        let mut held_up = GATE.held_up.lock();
+        *held_up += 1;
+        GATE.opened.wait_while_for(&mut held_up, |_| is_closed(), BRIEFLY);
+        HeldUp(())
     }
 }
 
@@ -206,7 +225,9 @@ impl Reaper {
 
     /// Waits until all is given back, as there is not enough. Returns whether there was anything.
     pub(super) fn hurry(&self) -> bool {
-        let any = !self.0.state.lock().queue.is_empty();
+        let state = self.0.state.lock();
+        let any = !state.queue.is_empty() || state.busy;
+        drop(state);
         any && self.finish(PATIENCE)
     }
 

@@ -201,6 +201,7 @@ impl Launch {
     /// [`Error::InvalidArgument`] for another stream than it was launched on; [`Error::Deadline`] after `timeout` (the work
     /// goes on); the stream's error.
     pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<()> {
+        super::steps::refuse()?;
         if self.stream != stream.0.id {
             let expected = "the stream of the launch";
             return Err(Error::invalid("stream to wait for a launch on", format!("{stream:?}"), expected));

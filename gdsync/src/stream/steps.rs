@@ -71,6 +71,9 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 ///   behind it return `gds::FAILED`, and every call on the stream tells the wait. A completion with an error ends the wait
 ///   (`gds::COMPLETION_ERROR`), the stream goes on, and [`Stream::synchronize`] tells, as ever.
 /// - A kernel that does not end holds its stream, as any kernel does.
+/// - The CPU, too, watches the waits, in case the kernel does not get to them: from when all before the launch is done it gives
+///   the first that is not satisfied the stream's limit. So a kernel must come to a wait within that time, and a word that a step waits
+///   for must satisfy it until the launch is over (completions do).
 pub struct KernelSteps {
     batches: Vec<Vec<Part>>,
     made: Made,
@@ -133,6 +136,8 @@ impl Stream {
         let recorder = Recorder(self);
         record(self)?;
         let mut recording = recorder.end().unwrap_or_default();
+        // It has ended; what is recorded from here on is another's.
+        std::mem::forget(recorder);
         let made = self.0.engine.make_steps(recording.sizes.take().unwrap_or_default())?;
         Ok(KernelSteps { batches: recording.finish(), made })
     }

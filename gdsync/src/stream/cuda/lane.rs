@@ -51,8 +51,8 @@ const BEFORE_STEPS: usize = size_of::<Head>() + 16;
 
 /// Bytes of steps of so many operations each in memory.
 pub(super) fn room_of_steps(steps: &[usize]) -> usize {
-    // An end behind each, the mark with its own, and one that a kernel may fetch behind it.
-    let ops = steps.iter().map(|ops| ops + 1).sum::<usize>() + 3;
+    // An end behind each, and the mark.
+    let ops = steps.iter().map(|ops| ops + 1).sum::<usize>() + 1;
     BEFORE_STEPS + ops * size_of::<LaneOp>()
 }
 
@@ -63,7 +63,7 @@ pub(super) fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: &Ste
         ops.extend_from_slice(step);
         ops.push(LaneOp::END);
     }
-    ops.extend([mark.into(), LaneOp::END]);
+    ops.push(mark.into());
     let cursor = [0, 0];
     put_words(to, head_words(head, steps.len()).into_iter().chain(cursor), &ops);
 }
@@ -398,6 +398,6 @@ mod tests {
             words[6..].as_chunks::<3>().0.iter().map(|[what, _, value]| (*what, *value)).collect();
         let (one, end) = (u64::from(kind::WRITE_64), (u64::from(kind::END), 0));
         let mark = (u64::from(kind::MARK), 13);
-        assert_eq!(ops, [(one, 1), (one, 2), end, end, (one, 3), end, mark, end, (0, 0)]);
+        assert_eq!(ops, [(one, 1), (one, 2), end, end, (one, 3), end, mark]);
     }
 }

@@ -10,26 +10,33 @@ use crate::stream::op::Op;
 #[must_use = "to be dropped without the lock"]
 pub(super) struct Retired<'s> {
     submissions: Vec<Submission>,
-    /// Counts it until it is dropped, unless it is empty.
-    retiring: Option<&'s AtomicUsize>,
+    /// Unless it is empty; dropped last.
+    _counted: Option<Counted<'s>>,
+}
+
+/// It counts until it is dropped.
+struct Counted<'s>(&'s AtomicUsize);
+
+impl<'s> Counted<'s> {
+    fn new(count: &'s AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
 }
 
 impl Retired<'_> {
     pub(super) fn nothing() -> Self {
-        Self { submissions: Vec::new(), retiring: None }
+        Self { submissions: Vec::new(), _counted: None }
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.submissions.is_empty()
-    }
-}
-
-impl Drop for Retired<'_> {
-    fn drop(&mut self) {
-        self.submissions.clear();
-        if let Some(retiring) = self.retiring {
-            retiring.fetch_sub(1, Ordering::Release);
-        }
     }
 }
 
@@ -56,8 +63,7 @@ impl Shared {
             state.calls -= submission.calls;
             state.host_fns -= submission.host_fns;
         }
-        self.retiring.fetch_add(1, Ordering::Relaxed);
-        Retired { submissions, retiring: Some(&self.retiring) }
+        Retired { submissions, _counted: Some(Counted::new(&self.retiring)) }
     }
 
     /// Whether nothing is held any more for what the GPU has completed.

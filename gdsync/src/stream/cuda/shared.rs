@@ -297,10 +297,15 @@ impl Shared {
         let mut state = self.lock();
         // Under the lock, which the reaper takes after it has closed the gate: it sees the submission, or is seen here. And before
         // the watchdog sees it: the time at the gate is none of its waits'.
+        let mut _held_up = None;
         if gate::is_closed() {
             drop(state);
-            gate::wait();
+            _held_up = Some(gate::wait());
             state = self.lock();
+        }
+        // Who fails the stream says so first, and then sees under this lock what is queued: nothing is queued unseen.
+        if let Some(error) = self.error() {
+            return Err(error);
         }
         let is_full = self.full(&state, calls, host_fns);
         // Now and then by this thread, which has the counts of references; else the watchdog does it.

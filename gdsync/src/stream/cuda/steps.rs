@@ -81,6 +81,8 @@ impl Shared {
         let addr = instance.arm_steps(self.head(seq), steps, &self.mark_of(seq))?;
         self.enqueue(turn, done, ops, (CALLS, 0), Some(&instance))?;
         drop(launching);
+        // Who waits for submissions that are over does not wait for the application.
+        *done = Retired::nothing();
         if !kernel(addr) {
             // Nothing runs: the submission is over as soon as the stream gets there.
             self.take_back(seq, ops);
