@@ -159,8 +159,9 @@ impl Communicator {
         Ok(self.0.plane(self.path(rank)?.is_near()).0)
     }
 
-    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone; after a receive
-    /// until the next one or [`Communicator::progress`], or a quarter of a second.
+    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone; a message that
+    /// nobody has waited for is gone after [`Communicator::progress`], or with [`Builder::watch`] after a quarter of a second.
+    /// So it is after receives of up to 4 KiB from a rank of this host also where somebody has.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -191,7 +192,8 @@ impl Communicator {
             let post = || {
                 let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
                 // The CPU does not wait for the receive: the device does, by asking again.
-                let number = link.credits.count(&completion, link.depth);
+                let gaps = link.ends.send.send_gaps();
+                let number = link.credits.count(&completion, link.depth, gaps);
                 Ok((completion, number))
             };
             match &link.slots {

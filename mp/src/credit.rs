@@ -214,9 +214,11 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing. Returns its number, from 1.
-    pub(crate) fn count(&self, message: &Completion, depth: usize) -> u32 {
-        self.numbers.next(message.index(), depth)
+    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing. `gaps` places before it are those of
+    /// sends that were taken back. Returns its number, from 1.
+    pub(crate) fn count(&self, message: &Completion, depth: usize, gaps: u64) -> u32 {
+        self.numbers.next(message.index(), depth);
+        numbers::low32((message.index() + 1).wrapping_sub(gaps))
     }
 
     /// As [`Credits::count`]: the word and value that a stream must wait for before it sends it, unless it may leave at once.

@@ -34,6 +34,11 @@ impl<K> Held<K> {
         self.queue.back().map(|(order, _)| order)
     }
 
+    /// All orders, oldest first.
+    pub(crate) fn orders(&self) -> impl Iterator<Item = &Arc<Order>> {
+        self.queue.iter().map(|(order, _)| order)
+    }
+
     /// What all keep.
     pub(crate) fn kept(&self) -> impl Iterator<Item = &K> {
         self.queue.iter().map(|(_, kept)| kept)
@@ -60,15 +65,7 @@ impl<K> Held<K> {
 
     /// Lets go of what is complete, and keeps what came of it.
     pub(crate) fn settle(&mut self) {
-        while let Some((order, _)) = self.queue.front() {
-            match order.outcome() {
-                Ok(None) => break,
-                Ok(Some(bytes)) => {
-                    let _ = order.kept.set(bytes);
-                }
-                // The queue pair is broken, and stays so.
-                Err(_) => {}
-            }
+        while self.queue.front().is_some_and(|(order, _)| order.keep()) {
             self.pop();
         }
     }

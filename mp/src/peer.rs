@@ -122,6 +122,7 @@ impl Peer {
     #[cold]
     fn make_room(&self, way: Way, held: &mut Messages) -> gdsync::Result<()> {
         self.poll();
+        held.drop_newest(|order| order.completion.is_taken_back());
         held.settle();
         self.link.recycle_slots();
         self.room(way, self.under_way(way, held))
@@ -176,7 +177,7 @@ impl Peer {
                 let mut held = held.lock();
                 slots.open(&self.link, pieces, || {
                     held.settle();
-                    (held.len(), held.newest().cloned())
+                    held.orders().cloned().collect()
                 });
                 if slots.may_receive()
                     && let Some(kept) = slots.keep(&self.link, pieces).map_err(failed)?
@@ -236,6 +237,7 @@ impl Peer {
         let mut under_way = false;
         for held in &self.held {
             let mut held = held.lock();
+            held.drop_newest(|order| order.completion.is_taken_back());
             held.settle();
             under_way |= !held.is_empty();
         }

@@ -66,6 +66,19 @@ impl Order {
         }
     }
 
+    /// Whether it is over; what came of it is kept, as the queue may forget it.
+    pub(crate) fn keep(&self) -> bool {
+        match self.outcome() {
+            Ok(None) => false,
+            Ok(Some(bytes)) => {
+                let _ = self.kept.set(bytes);
+                true
+            }
+            // The queue pair is broken, and stays so.
+            Err(_) => true,
+        }
+    }
+
     fn is_message(&self, way: Way) -> bool {
         self.lane.is_none() && self.way == way
     }

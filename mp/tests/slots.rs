@@ -12,8 +12,9 @@ use gdrcopy::standin::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::mlx5::Syndrome;
+use gdsync::stream::Batch;
 use gdsync::verbs::Context;
-use mp::{Communicator, Error, Local, Registration, Status};
+use mp::{Communicator, Error, Local, Registration, Request, Status};
 
 /// So many messages one after the other let slots open, whatever happened before.
 const MANY: usize = 64;
@@ -302,38 +303,47 @@ fn a_message_longer_than_its_receive_ends_the_connection() {
     });
 }
 
+/// Plays until messages take slots, always with so many receives under way, which are returned.
+fn open_with_receives_ahead(
+    comm: &Communicator,
+    buffer: &Registration,
+    ahead: usize,
+    turn: usize,
+) -> VecDeque<Request> {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let place = |n: usize| 8192 + 512 * (n % 8)..8192 + 512 * (n % 8) + 512;
+    let receive = |n: usize| comm.irecv(buffer, place(n), peer).unwrap();
+    let mut received: VecDeque<_> = (0..ahead).map(receive).collect();
+    let len = |n: usize| [8, 56, 57, 500][n % 4];
+    let (mut n, before) = (0, comm.through_slots(peer).unwrap());
+    until("slots open", || {
+        for _ in 0..MANY {
+            received.push_back(receive(n + ahead));
+            buffer.memory().write(0, &message(me, peer, n + turn, len(n))).unwrap();
+            let sent = comm.isend(buffer, 0..len(n), peer).unwrap();
+            let status = comm.wait(&received.pop_front().unwrap(), LONG).unwrap();
+            assert_eq!(status, Status { rank: peer, bytes: len(n) }, "{n}");
+            let came = place(n).start..place(n).start + len(n);
+            assert!(bytes(buffer, came) == message(peer, me, n + turn, len(n)), "{n} of turn {turn}");
+            comm.wait(&sent, LONG).unwrap();
+            n += 1;
+        }
+        let (sent, received) = comm.through_slots(peer).unwrap();
+        let open = [u8::from(sent > before.0 && received > before.1)];
+        comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
+    });
+    received
+}
+
 /// A rank that posts its next receive before it waits for the last: there is always one under way.
 #[test]
 fn slots_open_though_a_receive_is_always_under_way() {
     job("slots_open_though_a_receive_is_always_under_way", 2, |comm| {
-        let (me, peer, buffer) = (comm.rank(), 1 - comm.rank(), buffer(comm, 16384));
+        let buffer = buffer(comm, 16384);
         for (turn, ahead) in [1, 2, 7].into_iter().enumerate() {
-            let place = |n: usize| 8192 + 512 * (n % 8)..8192 + 512 * (n % 8) + 512;
-            let receive = |n: usize| comm.irecv(&buffer, place(n), peer).unwrap();
-            let mut received: VecDeque<_> = (0..ahead).map(receive).collect();
-            let len = |n: usize| [8, 56, 57, 500][n % 4];
-            let (mut n, before) = (0, comm.through_slots(peer).unwrap());
-            until("slots open", || {
-                for _ in 0..MANY {
-                    received.push_back(receive(n + ahead));
-                    buffer.memory().write(0, &message(me, peer, n + turn, len(n))).unwrap();
-                    let sent = comm.isend(&buffer, 0..len(n), peer).unwrap();
-                    let status = comm.wait(&received.pop_front().unwrap(), LONG).unwrap();
-                    assert_eq!(status, Status { rank: peer, bytes: len(n) }, "{n}");
-                    let came = place(n).start..place(n).start + len(n);
-                    assert!(
-                        bytes(&buffer, came) == message(peer, me, n + turn, len(n)),
-                        "{n} of turn {turn}"
-                    );
-                    comm.wait(&sent, LONG).unwrap();
-                    n += 1;
-                }
-                let (sent, received) = comm.through_slots(peer).unwrap();
-                let open = [u8::from(sent > before.0 && received > before.1)];
-                comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
-            });
+            let received = open_with_receives_ahead(comm, &buffer, ahead, turn);
             // By streams, so that the next turn begins with slots that are closed.
-            let s = stream("last");
+            let (peer, s) = (1 - comm.rank(), stream("last"));
             for request in received {
                 comm.send_on_stream(&s, &buffer, 0..8, peer).map(drop).unwrap();
                 comm.wait(&request, LONG).unwrap();
@@ -341,6 +351,32 @@ fn slots_open_though_a_receive_is_always_under_way() {
             s.synchronize(LONG).unwrap();
             comm.barrier(LONG).unwrap();
         }
+    });
+}
+
+/// A send is taken back that was to be posted before another, which then has its place: it is no message, and both sides agree on
+/// how many there were.
+#[test]
+fn sends_that_are_taken_back_do_not_count() {
+    job("sends_that_are_taken_back_do_not_count", 2, |comm| {
+        let (peer, s, buffer) = (1 - comm.rank(), stream("sender"), buffer(comm, 16384));
+        // The stream waits for one more than it needs: see `isend_in_batch`.
+        let [received, more] = [(); 2].map(|()| comm.irecv(&buffer, 8192..8200, peer).unwrap());
+        let [first, second] = [(); 2].map(|()| comm.prepare_send(&buffer, 0..8, peer).unwrap());
+        let mut batch = Batch::new();
+        drop(first.post_in_batch(&mut batch));
+        drop(batch);
+        let sent = second.post_on_stream(&s).unwrap();
+        comm.wait(&received, LONG).unwrap();
+        comm.wait(&sent, LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+        comm.isend(&buffer, 0..8, peer).unwrap();
+        comm.wait(&more, LONG).unwrap();
+        for request in open_with_receives_ahead(comm, &buffer, 1, 0) {
+            comm.isend(&buffer, 0..8, peer).unwrap();
+            comm.wait(&request, LONG).unwrap();
+        }
+        comm.barrier(LONG).unwrap();
     });
 }
 

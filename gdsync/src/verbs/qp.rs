@@ -342,6 +342,12 @@ impl Qp {
     }
 
     /// Has the flight recorder name the ranks of this process and of the one at the other end.
+    /// Sends that were taken back and that a doorbell has passed over since: they have places in the queue, and do nothing.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn send_gaps(&self) -> u64 {
+        self.send.end.tracker.lock().gaps
+    }
+
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn name_ranks(&self, own: usize, peer: usize) {
         if let (Ok(own), Ok(peer)) = (own.try_into(), peer.try_into()) {

@@ -68,6 +68,7 @@ const AHEAD: u64 = 8;
 pub(crate) struct Before {
     owner: Owner,
     rung: u64,
+    gaps: u64,
 }
 
 /// Requests that were written, and what makes the last of them visible.
@@ -351,6 +352,7 @@ impl SendQueue {
         if next != range.start {
             return Err(Error::OutOfOrder { qpn: self.end.qp.qpn, expected: next, got: range.start });
         }
+        track.gaps += next - track.rung;
         track.rung = range.end;
         Ok(())
     }
@@ -407,7 +409,7 @@ impl SendQueue {
 
     #[inline(always)]
     fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
-        let before = Before { owner: track.owner, rung: track.rung };
+        let before = Before { owner: track.owner, rung: track.rung, gaps: track.gaps };
         let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
         if theirs && !track.is_idle() {
             return Err(self.busy(track.owner));
@@ -421,6 +423,7 @@ impl SendQueue {
     pub(crate) fn unsubmit(&self, before: Before) {
         let mut track = self.end.tracker.lock();
         track.rung = before.rung;
+        track.gaps = before.gaps;
         track.owner = before.owner;
     }
 

@@ -84,6 +84,8 @@ pub(crate) struct Track {
     pub(crate) retired: u64,
     /// Requests before this one were made visible by a doorbell, on the CPU or in a stream.
     pub(crate) rung: u64,
+    /// Requests before that one that were taken back.
+    pub(crate) gaps: u64,
     /// Producer index: basic blocks of a send queue, entries of a receive queue.
     pub(crate) head: u64,
     /// Where the oldest request not yet completed begins.
@@ -128,6 +130,7 @@ impl Tracker {
             posted: 0,
             retired: 0,
             rung: 0,
+            gaps: 0,
             head: 0,
             tail: 0,
             owner: Owner::Nobody,

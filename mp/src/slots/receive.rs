@@ -129,8 +129,8 @@ pub(super) struct Inbox {
     spent: VecDeque<Kept>,
     /// What was posted last before slots opened: nothing is taken out of them before.
     before: Vec<Before>,
-    /// How many were posted elsewhere and under way then.
-    ahead: usize,
+    /// What was posted elsewhere and under way then.
+    ahead: Vec<Arc<Order>>,
     /// Receives in a row that could be filled by the CPU.
     run: u32,
     /// Length of a run behind which slots open.
@@ -163,7 +163,7 @@ impl Default for Inbox {
     fn default() -> Self {
         let ([kept, bound, spent], before) = <_>::default();
         let (side, wanted) = (Receiver::default(), FEW);
-        Self { side, kept, bound, spent, before, ahead: 0, run: 0, wanted, opened: 0, idle: (0, 0) }
+        Self { side, kept, bound, spent, before, ahead: Vec::new(), run: 0, wanted, opened: 0, idle: (0, 0) }
     }
 }
 
@@ -175,7 +175,7 @@ impl Inbox {
 
     /// Whether one more receive would be more than the queue pair takes, if all have to be posted there.
     fn is_full(&mut self, depth: usize) -> bool {
-        let ahead = if self.is_first() { 0 } else { self.ahead };
+        let ahead = if self.is_first() { 0 } else { self.ahead.len() };
         self.len() + ahead >= depth
     }
 
@@ -190,7 +190,12 @@ impl Inbox {
     fn is_first(&mut self) -> bool {
         self.before.is_empty() || {
             self.before.retain(|before| !before.is_over());
-            self.before.is_empty()
+            let is_first = self.before.is_empty();
+            if is_first {
+                // They count no more: by the time that somebody asks, the queue may have forgotten them.
+                self.ahead.drain(..).for_each(|order| _ = order.keep());
+            }
+            is_first
         }
     }
 
@@ -286,13 +291,8 @@ impl Slots {
     }
 
     /// Counts a receive that is about to be posted elsewhere, and opens slots if many could have been filled by the CPU and the
-    /// sender wants it too. `others` says how many are under way there, and the last of them; none can be posted while this runs.
-    pub(crate) fn open(
-        &self,
-        link: &Link,
-        pieces: &[Piece<'_>],
-        others: impl FnOnce() -> (usize, Option<Arc<Order>>),
-    ) {
+    /// sender wants it too. `others` says what is under way there, oldest first; nothing can be posted while this runs.
+    pub(crate) fn open(&self, link: &Link, pieces: &[Piece<'_>], others: impl FnOnce() -> Vec<Arc<Order>>) {
         let mut inbox = self.lock();
         inbox.run = if can_be_filled(pieces) { inbox.run.saturating_add(1) } else { 0 };
         let is_wanted = inbox.run >= inbox.wanted && self.rx.run() >= inbox.wanted;
@@ -301,9 +301,9 @@ impl Slots {
         }
         settle(link, &mut inbox);
         let bound = inbox.bound.back().map(|last| Before::Bound(last.receive.clone()));
-        let (ahead, last) = others();
-        inbox.before = last.map(Before::Posted).into_iter().chain(bound).collect();
-        inbox.ahead = ahead;
+        inbox.ahead = others();
+        let last = inbox.ahead.last().cloned().map(Before::Posted);
+        inbox.before = last.into_iter().chain(bound).collect();
         inbox.side.open(&self.rx, link.credits.posted());
         inbox.opened = inbox.side.next();
         if link.is_ended() {
@@ -506,7 +506,11 @@ fn bind(link: &Link, inbox: &mut Inbox) {
                 kept.receive.bind(completion);
                 inbox.bound.push_back(kept);
             }
-            Err(error) => kept.receive.finish(Err(error)),
+            Err(error) => {
+                // Its message would be taken for that of the next one.
+                link.fail(&error);
+                kept.receive.finish(Err(error));
+            }
         }
     }
     if posts {
