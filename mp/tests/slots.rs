@@ -370,11 +370,13 @@ fn sends_that_are_taken_back_do_not_count() {
         comm.wait(&received, LONG).unwrap();
         comm.wait(&sent, LONG).unwrap();
         s.synchronize(LONG).unwrap();
-        comm.isend(&buffer, 0..8, peer).unwrap();
+        let sent = comm.isend(&buffer, 0..8, peer).unwrap();
         comm.wait(&more, LONG).unwrap();
+        comm.wait(&sent, LONG).unwrap();
         for request in open_with_receives_ahead(comm, &buffer, 1, 0) {
-            comm.isend(&buffer, 0..8, peer).unwrap();
+            let sent = comm.isend(&buffer, 0..8, peer).unwrap();
             comm.wait(&request, LONG).unwrap();
+            comm.wait(&sent, LONG).unwrap();
         }
         comm.barrier(LONG).unwrap();
     });
