@@ -54,6 +54,13 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! [`Qp`]: crate::verbs::Qp
+//! [`Qp::prepare_send`]: crate::verbs::Qp::prepare_send
+//! [`Qp::prepare_wait_send`]: crate::verbs::Qp::prepare_wait_send
+//! [`Qp::post_send`]: crate::verbs::Qp::post_send
+//! [`Qp::post_recv`]: crate::verbs::Qp::post_recv
+//! [`Qp::for_kernels`]: crate::verbs::Qp::for_kernels
 
 mod batch;
 mod cuda;
