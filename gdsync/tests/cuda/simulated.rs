@@ -137,8 +137,9 @@ impl Steps {
     pub(crate) fn run(&mut self, i: u32) -> u64 {
         match () {
             () if self.dead => FAILED,
-            () if i != self.next || u64::from(i) >= self.head.count => OUT_OF_ORDER,
-            () => self.step(),
+            () if i == self.next && u64::from(i) < self.head.count => self.step(),
+            () if has_failed(&self.head) => FAILED,
+            () => OUT_OF_ORDER,
         }
     }
 
@@ -147,7 +148,8 @@ impl Steps {
         while self.op().kind != 7 {
             self.place += 1;
         }
-        self.step();
+        // Behind the mark the memory may be another launch's.
+        execute(&self.head, &self.op(), &mut has_failed(&self.head), &mut 0);
     }
 
     fn op(&self) -> Op {
