@@ -45,7 +45,8 @@ impl Bare {
     fn new(comm: &Communicator, timeout: Duration) -> Result<Self> {
         let pd = comm.context().alloc_pd()?;
         let mr = pd.register(&Memory::alloc(64)?, Access::all())?;
-        let qp = pd.build_qp().max_send_wr(512).max_recv_wr(512).rnr_retry(7).timeout(17).build()?;
+        let queues = pd.build_qp().max_send_wr(512).max_recv_wr(512).max_send_sge(2).max_recv_sge(2);
+        let qp = queues.rnr_retry(7).timeout(17).build()?;
         let addresses = comm.exchange(&qp.address().to_bytes(), timeout)?;
         let theirs = addresses[1 - comm.rank()].first_chunk().ok_or("a short address")?;
         qp.connect(QpAddress::from_bytes(theirs)?)?;
