@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicIsize, Ordering};
 
 use gdsync::cuda::Gpu;
 
@@ -74,7 +74,7 @@ pub(super) struct Slot {
     start: u64,
     end: u64,
     /// When it was used last.
-    pub(super) used: AtomicU64,
+    pub(super) used: u64,
     pub(super) entry: Arc<Entry>,
 }
 
@@ -96,9 +96,9 @@ impl Index {
 
     /// The entry that a range lies in.
     #[inline]
-    pub(super) fn covering(&self, range: &Range<u64>) -> Option<&Slot> {
+    pub(super) fn covering(&mut self, range: &Range<u64>) -> Option<&mut Slot> {
         let at = self.0.partition_point(|slot| slot.start <= range.start).checked_sub(1)?;
-        self.0.get(at).filter(|slot| range.end <= slot.end)
+        self.0.get_mut(at).filter(|slot| range.end <= slot.end)
     }
 
     /// Takes out what overlaps a range.
@@ -123,12 +123,12 @@ impl Index {
     pub(super) fn insert(&mut self, entry: Arc<Entry>, used: u64) {
         let Range { start, end } = entry.range;
         let at = self.0.partition_point(|slot| slot.start < start);
-        self.0.insert(at, Slot { start, end, used: AtomicU64::new(used), entry });
+        self.0.insert(at, Slot { start, end, used, entry });
     }
 
     /// The idle entry that was not used for longest, of those that `which` is true of: when that was, and its place.
     pub(super) fn oldest_idle(&self, which: impl Fn(&Slot) -> bool) -> Option<(u64, usize)> {
         let slots = self.0.iter().enumerate().filter(|(_, slot)| which(slot) && slot.is_idle());
-        slots.map(|(at, slot)| (slot.used.load(Ordering::Relaxed), at)).min()
+        slots.map(|(at, slot)| (slot.used, at)).min()
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
+use parking_lot::Mutex;
 
 use super::config::{CacheConfig, Keep};
 use super::handle::Cached;
@@ -21,12 +21,10 @@ const LOOKS: usize = 8;
 #[derive(Debug)]
 pub struct Cache {
     config: CacheConfig,
-    /// Of host memory, and of GPU memory: they are told apart by the caller, not by their addresses.
-    spaces: [RwLock<Index>; 2],
+    /// A lock that many could read at a time costs a hit more than one that nobody shares: it is held for some nanoseconds.
+    known: Mutex<Known>,
     /// Held by whoever adds entries or takes some out; where the next look at what may be freed begins.
     changing: Mutex<usize>,
-    /// The time: the number of lookups that found something, and of entries made.
-    clock: AtomicU64,
     made: AtomicU64,
     unproved: AtomicU64,
     misses: AtomicU64,
@@ -34,6 +32,42 @@ pub struct Cache {
     stale: AtomicU64,
     merged: AtomicU64,
     uncached: AtomicU64,
+}
+
+/// What can be looked up.
+#[derive(Debug, Default)]
+struct Known {
+    /// Of host memory, and of GPU memory: they are told apart by the caller, not by their addresses.
+    spaces: [Index; 2],
+    /// The time: the number of lookups that found something, and of entries made.
+    clock: u64,
+}
+
+impl Known {
+    fn space(&mut self, gpu: Option<&Gpu>) -> &mut Index {
+        &mut self.spaces[usize::from(gpu.is_some())]
+    }
+
+    fn slots(&self) -> impl Iterator<Item = &Slot> {
+        self.spaces.iter().flat_map(Index::slots)
+    }
+
+    /// The entry that a range lies in, which is used now.
+    #[inline]
+    fn used(&mut self, gpu: Option<&Gpu>, range: &Range<u64>) -> Option<Arc<Entry>> {
+        let now = self.clock + 1;
+        let slot = self.space(gpu).covering(range)?;
+        slot.used = now;
+        let entry = slot.entry.clone();
+        self.clock = now;
+        Some(entry)
+    }
+
+    fn insert(&mut self, gpu: Option<&Gpu>, entry: Arc<Entry>) {
+        self.clock += 1;
+        let now = self.clock;
+        self.space(gpu).insert(entry, now);
+    }
 }
 
 /// What a [`Cache`] has done, and has.
@@ -57,15 +91,15 @@ pub struct CacheStats {
     pub bytes: u64,
 }
 
-fn count(counter: &AtomicU64) -> u64 {
-    counter.fetch_add(1, Ordering::Relaxed) + 1
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
 }
 
 impl Cache {
     pub(crate) fn new(config: CacheConfig) -> Self {
-        let (spaces, changing, clock, made, unproved) = Default::default();
+        let (known, changing, made, unproved) = Default::default();
         let (misses, evictions, stale, merged, uncached) = Default::default();
-        Self { config, spaces, changing, clock, made, unproved, misses, evictions, stale, merged, uncached }
+        Self { config, known, changing, made, unproved, misses, evictions, stale, merged, uncached }
     }
 
     /// What it keeps.
@@ -77,9 +111,10 @@ impl Cache {
     pub fn stats(&self) -> CacheStats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let not_hits = load(&self.made) + load(&self.unproved);
-        let Room { entries, bytes, .. } = self.room(&self.write(), None, |_| true);
+        let known = self.known.lock();
+        let Room { entries, bytes, .. } = Room::of(known.slots(), None);
         CacheStats {
-            hits: load(&self.clock).saturating_sub(not_hits),
+            hits: known.clock.saturating_sub(not_hits),
             misses: load(&self.misses),
             evictions: load(&self.evictions),
             stale: load(&self.stale),
@@ -97,7 +132,9 @@ impl Cache {
     pub fn invalidate(&self, addr: u64, len: usize) -> usize {
         let range = addr..addr.saturating_add(len as u64);
         let _changing = self.changing.lock();
-        let taken = self.write().map(|mut index| index.take_overlapping(&range));
+        let mut known = self.known.lock();
+        let taken = known.spaces.each_mut().map(|index| index.take_overlapping(&range));
+        drop(known);
         taken.iter().map(Vec::len).sum()
     }
 
@@ -137,25 +174,12 @@ impl Cache {
     /// The ranges of its entries.
     #[cfg(test)]
     pub(super) fn ranges(&self) -> Vec<Range<u64>> {
-        let spaces = self.write();
-        spaces.iter().flat_map(|index| index.slots()).map(|slot| slot.entry.range.clone()).collect()
-    }
-
-    fn space(&self, gpu: Option<&Gpu>) -> &RwLock<Index> {
-        &self.spaces[usize::from(gpu.is_some())]
-    }
-
-    fn write(&self) -> [RwLockWriteGuard<'_, Index>; 2] {
-        self.spaces.each_ref().map(|space| space.write())
+        self.known.lock().slots().map(|slot| slot.entry.range.clone()).collect()
     }
 
     #[inline]
     fn hit(&self, gpu: Option<&Gpu>, range: &Range<u64>) -> gdsync::Result<Option<Cached>> {
-        let index = self.space(gpu).read();
-        let Some(slot) = index.covering(range) else { return Ok(None) };
-        slot.used.store(count(&self.clock), Ordering::Relaxed);
-        let entry = slot.entry.clone();
-        drop(index);
+        let Some(entry) = self.known.lock().used(gpu, range) else { return Ok(None) };
         if self.proves(&entry, gpu, range.start)? {
             return Cached::new(entry, range).map(Some);
         }
@@ -204,7 +228,7 @@ impl Cache {
         let entry = Entry::new(got, home, registration);
         let cached = Cached::new(entry.clone(), range)?;
         count(&self.made);
-        self.space(gpu).write().insert(entry, count(&self.clock));
+        self.known.lock().insert(gpu, entry);
         Ok(cached)
     }
 
@@ -234,26 +258,16 @@ impl Cache {
         Cached::new(Entry::new(range.clone(), None, registration), range)
     }
 
-    /// What the entries take that `which` is true of.
-    fn room(
-        &self,
-        spaces: &[RwLockWriteGuard<'_, Index>; 2],
-        gpu: Option<&Gpu>,
-        which: impl Fn(&Slot) -> bool,
-    ) -> Room {
-        Room::of(spaces.iter().flat_map(|index| index.slots()).filter(|slot| which(slot)), gpu)
-    }
-
     /// Whether a range fits beside all that is in use.
     fn could_have(&self, gpu: Option<&Gpu>, range: &Range<u64>) -> bool {
-        let in_use = self.room(&self.write(), gpu, |slot| !slot.is_idle());
+        let in_use = Room::of(self.known.lock().slots().filter(|slot| !slot.is_idle()), gpu);
         in_use.and(range, gpu.is_some()).fits(&self.config, gpu)
     }
 
     /// Takes out what overlaps a range, and returns the range that all of it and the range make, as far as it is alive.
     fn take_the_place_of(&self, home: &Option<(Gpu, u64)>, range: &Range<u64>) -> Range<u64> {
         let gpu = home.as_ref().map(|(gpu, _)| gpu);
-        let taken = self.space(gpu).write().take_overlapping(range);
+        let taken = self.known.lock().space(gpu).take_overlapping(range);
         taken.iter().fold(range.clone(), |hull, Slot { entry, .. }| {
             let number = |home: &Option<(Gpu, u64)>| home.as_ref().map(|(_, id)| *id);
             if !entry.is_on(gpu) || number(&entry.home) != number(home) {
@@ -268,7 +282,7 @@ impl Cache {
     /// Takes out idle entries until a range fits. Returns whether it does.
     fn make_room(&self, gpu: Option<&Gpu>, range: &Range<u64>) -> bool {
         loop {
-            let room = self.room(&self.write(), gpu, |_| true).and(range, gpu.is_some());
+            let room = Room::of(self.known.lock().slots(), gpu).and(range, gpu.is_some());
             if room.fits(&self.config, gpu) {
                 return true;
             }
@@ -282,11 +296,12 @@ impl Cache {
 
     /// Takes out the idle entry that was not used for longest, of those that `which` is true of. Returns its length.
     fn evict(&self, which: impl Fn(&Slot) -> bool) -> Option<u64> {
-        let mut spaces = self.write();
-        let oldest = spaces.iter().enumerate().filter_map(|(n, index)| Some((index.oldest_idle(&which)?, n)));
+        let mut known = self.known.lock();
+        let spaces = known.spaces.iter().enumerate();
+        let oldest = spaces.filter_map(|(n, index)| Some((index.oldest_idle(&which)?, n)));
         let ((_, at), n) = oldest.min()?;
-        let slot = spaces[n].take(at);
-        drop(spaces);
+        let slot = known.spaces[n].take(at);
+        drop(known);
         count(&self.evictions);
         Some(slot.entry.len())
     }
@@ -305,13 +320,15 @@ impl Cache {
     /// Asks CUDA about a few entries of GPU memory, from the `next` on.
     fn look_for_freed(&self, next: &mut usize) {
         let some: Vec<Arc<Entry>> = {
-            let index = self.spaces[1].read();
-            let (slots, first) = (index.slots(), *next);
+            let known = self.known.lock();
+            let (slots, first) = (known.spaces[1].slots(), *next);
             *next = if first + LOOKS < slots.len() { first + LOOKS } else { 0 };
             slots.iter().skip(first).take(LOOKS).map(|slot| slot.entry.clone()).collect()
         };
         for entry in some {
-            if matches!(entry.is_alive(), Ok(false)) && self.spaces[1].write().take_entry(&entry).is_some() {
+            if matches!(entry.is_alive(), Ok(false))
+                && self.known.lock().spaces[1].take_entry(&entry).is_some()
+            {
                 count(&self.stale);
             }
         }
