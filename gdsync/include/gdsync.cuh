@@ -97,7 +97,7 @@ static __device__ __forceinline__ u64 now_ns()
     return time;
 }
 
-// Waits only look; what comes after the last of them is ordered by a fence.
+// Looks only: they order nothing.
 static __device__ __forceinline__ u32 load_32(u64 addr)
 {
     u32 value;
@@ -109,6 +109,21 @@ static __device__ __forceinline__ u64 load_64(u64 addr)
 {
     u64 value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+// What is read behind these came after what the writer of the word wrote before it.
+static __device__ __forceinline__ u32 acquire_32(u64 addr)
+{
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ u64 acquire_64(u64 addr)
+{
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
     return value;
 }
 
@@ -144,9 +159,15 @@ template <typename Word, typename Signed> static __device__ __forceinline__ bool
     }
 }
 
-template <typename Word> static __device__ __forceinline__ Word load(u64 addr);
-template <> __device__ __forceinline__ u32 load<u32>(u64 addr) { return load_32(addr); }
-template <> __device__ __forceinline__ u64 load<u64>(u64 addr) { return load_64(addr); }
+// A look that is one of several under way, or the only one, which may as well acquire.
+template <int AHEAD> static __device__ __forceinline__ u32 look(u64 addr, u32)
+{
+    return AHEAD > 1 ? load_32(addr) : acquire_32(addr);
+}
+template <int AHEAD> static __device__ __forceinline__ u64 look(u64 addr, u64)
+{
+    return AHEAD > 1 ? load_64(addr) : acquire_64(addr);
+}
 
 // Waits until the word satisfies the operation, and gives it; false when the time is over. `AHEAD` looks are under way at
 // a time; the clock is read only now and then.
@@ -157,14 +178,14 @@ static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word
     u64 start = 0;
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
-        looks[i] = load<Word>(op.addr);
+        looks[i] = look<AHEAD>(op.addr, Word());
     for (u32 rounds = 1;; ++rounds) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             *word = looks[i];
             if (holds<Word, Signed>(op.cond, *word, (Word)op.value))
                 return true;
-            looks[i] = load<Word>(op.addr);
+            looks[i] = look<AHEAD>(op.addr, Word());
         }
         if (failed)
             return false;
@@ -217,6 +238,19 @@ static __device__ __forceinline__ u32 has_failed(const Head &head)
 static __device__ __forceinline__ bool is_wait(const Op &op)
 {
     return op.kind == WAIT_32 || op.kind == WAIT_64 || op.kind == WAIT_CQE;
+}
+
+// Between two operations: what a wait has seen comes before what is done behind it. Operations with a fence need no more; and
+// a word in memory of the host was read in this way already. Another look is quicker than a fence.
+static __device__ __forceinline__ void order(const Op &wait, u32 behind)
+{
+    const bool has_fence = behind == WRITE_32 || behind == WRITE_64 || behind == BARRIER || behind == MARK;
+    if (has_fence || !is_wait(wait) || !wait.near)
+        return;
+    if (wait.kind == WAIT_64)
+        acquire_64(wait.addr);
+    else
+        acquire_32(wait.addr);
 }
 
 static __device__ __forceinline__ void execute(const Head &head, const Op &op, u32 *failed, u32 *errors)
@@ -324,23 +358,16 @@ private:
     __device__ __forceinline__ int step()
     {
         u32 failed = detail::has_failed(head), errors = 0;
-        // A wait has looked since the last fence.
-        bool looked = false;
-        for (;;) {
+        for (Op before = {END};;) {
             const Op op = ahead;
             // The one behind is on its way meanwhile, also if it is another step's.
             ahead = detail::fetch(ops + ++place);
-            // What the waits have seen, all see who meet this thread later. Before an index is written, which may take its
-            // way over the bus: a fence behind it would wait for that.
-            if (looked && (op.kind == INDEX || op.kind == END)) {
-                detail::fence();
-                looked = false;
-            }
+            // What the waits have seen, all see who meet this thread later.
+            detail::order(before, op.kind);
             if (op.kind == END)
                 break;
             detail::execute(head, op, &failed, &errors);
-            // All others have a fence of their own, or had one above.
-            looked = detail::is_wait(op);
+            before = op;
         }
         // A stream that fails has its queues complete with errors.
         if (errors)

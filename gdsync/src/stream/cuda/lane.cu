@@ -21,12 +21,15 @@ template <int N> struct Parameter {
 static __device__ void run(const Head &head, const Op *ops)
 {
     u32 failed = detail::has_failed(head), errors = 0;
+    Op before = {END};
     for (u64 i = 0; i < head.count; ++i) {
         const Op op = ops[i];
+        detail::order(before, op.kind);
         detail::execute(head, op, &failed, &errors);
+        before = op;
     }
     // What the waits have seen, the kernels behind this one see too.
-    detail::fence();
+    detail::order(before, END);
     detail::tell(head, &errors);
 }
 
