@@ -21,15 +21,17 @@ template <int N> struct Parameter {
 static __device__ void run(const Head &head, const Op *ops)
 {
     u32 failed = detail::has_failed(head), errors = 0;
-    Op before = {END};
     for (u64 i = 0; i < head.count; ++i) {
         const Op op = ops[i];
-        detail::order(before, op.kind);
-        detail::execute(head, op, &failed, &errors);
-        before = op;
+        if (!detail::is_wait(op)) {
+            detail::act(head, op, false, failed, &errors);
+            continue;
+        }
+        detail::wait(head, op, &failed, &errors);
+        // What it has seen, the kernels behind this one see too.
+        if (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind))
+            detail::order(op);
     }
-    // What the waits have seen, the kernels behind this one see too.
-    detail::order(before, END);
     detail::tell(head, &errors);
 }
 
