@@ -249,14 +249,14 @@ static __device__ __forceinline__ bool has_fence(u32 kind)
 
 // What a wait has seen comes before what is done behind it: by another look, which is quicker than a fence. A word in memory
 // of the host was read in this way already.
-static __device__ __forceinline__ void order(const Op &before)
+static __device__ __forceinline__ void order(const Op &wait)
 {
-    if (!is_wait(before) || !(before.flags & NEAR))
+    if (!(wait.flags & NEAR))
         return;
-    if (before.kind == WAIT_64)
-        acquire_64(before.addr);
+    if (wait.kind == WAIT_64)
+        acquire_64(wait.addr);
     else
-        acquire_32(before.addr);
+        acquire_32(wait.addr);
 }
 
 static __device__ __forceinline__ void wait(const Head &head, const Op &op, u32 *failed, u32 *errors)
