@@ -60,7 +60,9 @@ fn streams_of_a_gpu_play_ping_pong() {
         return;
     }
     for via in ["memop", "kernel"] {
-        for (payload, placement) in [("host", "host"), ("gpu", "host"), ("host", "gpu"), ("gpu", "gpu")] {
+        for (payload, placement) in
+            [("host", "host"), ("gpu", "host"), ("host", "gpu"), ("gpu", "gpu"), ("near", "gpu")]
+        {
             let place = ["--stream", "cuda", "--via", via, "--payload", payload, "--placement", placement];
             let name = format!("cuda-{via}-{payload}-{placement}");
             let graph = ["--sizes", "1,8,5003,300000", "--graph", "10"];
@@ -80,9 +82,14 @@ fn kernels_play_ping_pong_by_themselves() {
     if no_gpu() {
         return;
     }
-    for (payload, placement) in
-        [("host", "host"), ("gpu", "host"), ("host", "gpu"), ("gpu", "words"), ("gpu", "all")]
-    {
+    for (payload, placement) in [
+        ("host", "host"),
+        ("gpu", "host"),
+        ("host", "gpu"),
+        ("gpu", "words"),
+        ("gpu", "all"),
+        ("near", "words"),
+    ] {
         let place = ["--stream", "cuda", "--via", "kernel", "--payload", payload, "--placement", placement];
         let name = format!("initiate-{payload}-{placement}");
         for each in ["1", "10", "200"] {
@@ -114,7 +121,7 @@ fn host_streams_use_memory_of_a_gpu() {
     if no_gpu() {
         return;
     }
-    for (payload, placement) in [("gpu", "host"), ("host", "gpu"), ("gpu", "gpu")] {
+    for (payload, placement) in [("gpu", "host"), ("host", "gpu"), ("gpu", "gpu"), ("near", "host")] {
         let place = ["--payload", payload, "--placement", placement, "--sizes", "1,5003"];
         plays(&format!("host-{payload}-{placement}"), &place, 3 * 2);
     }

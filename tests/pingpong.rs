@@ -217,7 +217,7 @@ fn bad_arguments_are_named() {
         (&["--via", "memop"], &["--via is for --stream cuda"]),
         (&["--kick", "off"], &["--kick is for --stream cuda"]),
         (&["--device", "0"], &["--device is for"]),
-        (&["--payload", "device"], &["--payload", "device", "host, gpu"]),
+        (&["--payload", "device"], &["--payload", "device", "host, gpu, near"]),
         (&["--kernel-us", "5", "--no-kernels"], &["--kernel-us", "--no-kernels"]),
         (&["--timeout", "18446744073709551615"], &["--timeout"]),
         (&["--sideways"], &["--sideways"]),

@@ -25,15 +25,17 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // What an operation is. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
-// write that goes to the next word when the stream has failed; END is behind the last operation of a step.
-enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, END };
+// write that goes to the next word when the stream has failed.
+enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK };
 enum Cond : u32 { GEQ, EQ, AND, NOR };
+// NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one.
+enum Flag : u32 { NEAR = 1, LAST = 2 };
 
 struct Op {
     u32 kind;
-    // Of a wait: its condition, and whether the word is in memory of this GPU.
+    // Of a wait.
     u16 cond;
-    u16 near;
+    u16 flags;
     u64 addr;
     u64 value;
 };
@@ -97,7 +99,7 @@ static __device__ __forceinline__ u64 now_ns()
     return time;
 }
 
-// Waits only look; what comes after the last of them is ordered by a fence.
+// Looks only: they order nothing.
 static __device__ __forceinline__ u32 load_32(u64 addr)
 {
     u32 value;
@@ -109,6 +111,21 @@ static __device__ __forceinline__ u64 load_64(u64 addr)
 {
     u64 value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+// What is read behind these came after what the writer of the word wrote before it.
+static __device__ __forceinline__ u32 acquire_32(u64 addr)
+{
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(addr) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ u64 acquire_64(u64 addr)
+{
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(addr) : "memory");
     return value;
 }
 
@@ -129,42 +146,50 @@ static __device__ __forceinline__ void fence()
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// `Cond` of the host; a 32-bit word and its value come sign-extended for GEQ and zero-extended otherwise.
-template <typename Word, typename Signed> static __device__ __forceinline__ bool holds(u32 cond, Word word, Word value)
-{
-    switch (cond) {
-    case GEQ:
-        return (Signed)(word - value) >= 0;
-    case EQ:
-        return word == value;
-    case AND:
-        return (word & value) != 0;
-    default:
-        return (Word)~(word | value) != 0;
-    }
-}
+// `Cond` of the host, all of them in one form, which takes no branch at each look.
+template <typename Word> struct Test {
+    Word minus, flip, mask;
+    // It holds when all bits of the mask are zero, not when any is set.
+    bool zero;
 
-template <typename Word> static __device__ __forceinline__ Word load(u64 addr);
-template <> __device__ __forceinline__ u32 load<u32>(u64 addr) { return load_32(addr); }
-template <> __device__ __forceinline__ u64 load<u64>(u64 addr) { return load_64(addr); }
+    __device__ __forceinline__ Test(u32 cond, Word value)
+        : minus(cond == GEQ || cond == EQ ? value : 0), flip(cond == NOR ? ~(Word)0 : 0),
+          mask(cond == GEQ ? (Word)1 << (8 * sizeof(Word) - 1) : cond == EQ ? ~(Word)0 : cond == NOR ? ~value : value),
+          zero(cond == GEQ || cond == EQ)
+    {
+    }
+
+    __device__ __forceinline__ bool holds(Word word) const { return ((((word - minus) ^ flip) & mask) == 0) == zero; }
+};
+
+// A look that is one of several under way, or the only one, which may as well acquire.
+template <int AHEAD> static __device__ __forceinline__ u32 look(u64 addr, u32)
+{
+    return AHEAD > 1 ? load_32(addr) : acquire_32(addr);
+}
+template <int AHEAD> static __device__ __forceinline__ u64 look(u64 addr, u64)
+{
+    return AHEAD > 1 ? load_64(addr) : acquire_64(addr);
+}
 
 // Waits until the word satisfies the operation, and gives it; false when the time is over. `AHEAD` looks are under way at
 // a time; the clock is read only now and then.
-template <int AHEAD, typename Word, typename Signed>
+template <int AHEAD, typename Word>
 static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word)
 {
+    const Test<Word> test(op.cond, (Word)op.value);
     Word looks[AHEAD];
     u64 start = 0;
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
-        looks[i] = load<Word>(op.addr);
+        looks[i] = look<AHEAD>(op.addr, Word());
     for (u32 rounds = 1;; ++rounds) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             *word = looks[i];
-            if (holds<Word, Signed>(op.cond, *word, (Word)op.value))
+            if (test.holds(*word))
                 return true;
-            looks[i] = load<Word>(op.addr);
+            looks[i] = look<AHEAD>(op.addr, Word());
         }
         if (failed)
             return false;
@@ -180,21 +205,19 @@ static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word
 
 // On an H200 several looks under way are quicker in the GPU's own memory (a hop of a ping-pong takes 4.2 us instead of 4.6),
 // and slower over the bus (7.2 instead of 4.6).
-template <typename Word, typename Signed>
-static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word)
+template <typename Word> static __device__ bool await(const Op &op, u64 limit_ns, bool failed, Word *word)
 {
-    return op.near ? await<4, Word, Signed>(op, limit_ns, failed, word)
-                   : await<1, Word, Signed>(op, limit_ns, failed, word);
+    return op.flags & NEAR ? await<4, Word>(op, limit_ns, failed, word) : await<1, Word>(op, limit_ns, failed, word);
 }
 
 static __device__ bool await(const Op &op, u64 limit_ns, bool failed, u32 *errors)
 {
     if (op.kind == WAIT_64) {
         u64 word;
-        return await<u64, long long>(op, limit_ns, failed, &word);
+        return await<u64>(op, limit_ns, failed, &word);
     }
     u32 word;
-    const bool met = await<u32, int>(op, limit_ns, failed, &word);
+    const bool met = await<u32>(op, limit_ns, failed, &word);
     // The opcode of a CQE: 13 and 14 are errors.
     *errors += met && op.kind == WAIT_CQE && (word >> 28) >= 13;
     return met;
@@ -219,24 +242,43 @@ static __device__ __forceinline__ bool is_wait(const Op &op)
     return op.kind == WAIT_32 || op.kind == WAIT_64 || op.kind == WAIT_CQE;
 }
 
-static __device__ __forceinline__ void execute(const Head &head, const Op &op, u32 *failed, u32 *errors)
+static __device__ __forceinline__ bool has_fence(u32 kind)
+{
+    return kind == WRITE_32 || kind == WRITE_64 || kind == BARRIER || kind == MARK;
+}
+
+// What a wait has seen comes before what is done behind it: by another look, which is quicker than a fence. A word in memory
+// of the host was read in this way already.
+static __device__ __forceinline__ void order(const Op &wait)
+{
+    if (!(wait.flags & NEAR))
+        return;
+    if (wait.kind == WAIT_64)
+        acquire_64(wait.addr);
+    else
+        acquire_32(wait.addr);
+}
+
+static __device__ __forceinline__ void wait(const Head &head, const Op &op, u32 *failed, u32 *errors)
+{
+    if (await(op, head.limit_ns, *failed != 0, errors) || *failed)
+        return;
+    *failed = 1;
+    store_64((u64)&head.status->submission, head.submission);
+    store_64((u64)&head.status->word, op.addr);
+    fence();
+    store_32((u64)&head.status->failed, 1);
+}
+
+// Any operation but a wait; `fenced` if there was a fence just before.
+static __device__ __forceinline__ void act(const Head &head, const Op &op, bool fenced, u32 failed, u32 *errors)
 {
     switch (op.kind) {
-    case WAIT_32:
-    case WAIT_64:
-    case WAIT_CQE:
-        if (!await(op, head.limit_ns, *failed != 0, errors) && !*failed) {
-            *failed = 1;
-            store_64((u64)&head.status->submission, head.submission);
-            store_64((u64)&head.status->word, op.addr);
-            fence();
-            store_32((u64)&head.status->failed, 1);
-        }
-        break;
     case WRITE_32:
     case WRITE_64:
-        fence();
-        if (*failed)
+        if (!fenced)
+            fence();
+        if (failed)
             break;
         if (op.kind == WRITE_32)
             store_32(op.addr, (u32)op.value);
@@ -244,7 +286,7 @@ static __device__ __forceinline__ void execute(const Head &head, const Op &op, u
             store_64(op.addr, op.value);
         break;
     case INDEX:
-        if (!*failed)
+        if (!failed)
             store_32(op.addr, (u32)op.value);
         break;
     case BARRIER:
@@ -254,16 +296,27 @@ static __device__ __forceinline__ void execute(const Head &head, const Op &op, u
         // Before the mark: behind it the status may be another stream's.
         tell(head, errors);
         fence();
-        store_64(*failed ? op.addr + 8 : op.addr, op.value);
+        store_64(failed ? op.addr + 8 : op.addr, op.value);
         break;
     }
 }
 
-static __device__ __forceinline__ Op fetch(const Op *at)
+// An operation on its way from memory. What takes it apart waits for it.
+struct Coming {
+    u64 what;
+    u64 addr;
+    u64 value;
+
+    __device__ __forceinline__ Op op() const
+    {
+        return Op{(u32)what, (u16)(what >> 32), (u16)(what >> 48), addr, value};
+    }
+};
+
+static __device__ __forceinline__ Coming fetch(const Op *at)
 {
     const u64 from = (u64)at;
-    const u64 what = load_64(from);
-    return Op{(u32)what, (u16)(what >> 32), (u16)(what >> 48), load_64(from + 8), load_64(from + 16)};
+    return Coming{load_64(from), load_64(from + 8), load_64(from + 16)};
 }
 
 } // namespace detail
@@ -286,7 +339,6 @@ public:
         const u64 where = detail::load_64(cursor);
         next = (u32)where;
         place = (u32)(where >> 32);
-        ahead = detail::fetch(ops + place);
         dead = false;
     }
 
@@ -313,34 +365,41 @@ public:
         while (next < count() && step() != FAILED)
             ;
         // Behind a failure only the mark is left to do.
-        for (; ahead.kind != MARK; ahead = detail::fetch(ops + place))
-            ++place;
+        Op op = detail::fetch(ops + place).op();
+        while (op.kind != MARK)
+            op = detail::fetch(ops + ++place).op();
         // Behind the mark the memory may be another launch's.
-        u32 failed = detail::has_failed(head), errors = 0;
-        detail::execute(head, ahead, &failed, &errors);
+        u32 errors = 0;
+        detail::act(head, op, false, detail::has_failed(head), &errors);
     }
 
 private:
     __device__ __forceinline__ int step()
     {
         u32 failed = detail::has_failed(head), errors = 0;
-        // A wait has looked since the last fence.
-        bool looked = false;
-        for (;;) {
-            const Op op = ahead;
-            // The one behind is on its way meanwhile, also if it is another step's.
-            ahead = detail::fetch(ops + ++place);
-            // What the waits have seen, all see who meet this thread later. Before an index is written, which may take its
-            // way over the bus: a fence behind it would wait for that.
-            if (looked && (op.kind == INDEX || op.kind == END)) {
-                detail::fence();
-                looked = false;
+        detail::Coming next_op = detail::fetch(ops + place);
+        // While these are on their way: what the block has written is seen by all before what the first operation writes. If
+        // that is a wait, the fence of a later step has less to do.
+        detail::fence();
+        for (bool fenced = true;; fenced = false) {
+            const Op op = next_op.op();
+            const bool last = op.flags & LAST;
+            ++place;
+            if (detail::is_wait(op)) {
+                // The next one is on its way meanwhile. It would hold up a write.
+                if (!last)
+                    next_op = detail::fetch(ops + place);
+                detail::wait(head, op, &failed, &errors);
+                // What it has seen, all see who meet this thread later.
+                if (last || !detail::has_fence(next_op.op().kind))
+                    detail::order(op);
+            } else {
+                detail::act(head, op, fenced, failed, &errors);
+                if (!last)
+                    next_op = detail::fetch(ops + place);
             }
-            if (op.kind == END)
+            if (last)
                 break;
-            detail::execute(head, op, &failed, &errors);
-            // All others have a fence of their own, or had one above.
-            looked = detail::is_wait(op);
         }
         // A stream that fails has its queues complete with errors.
         if (errors)
@@ -357,8 +416,6 @@ private:
     Head head;
     u64 cursor;
     const Op *ops;
-    // The operation at `place`.
-    Op ahead;
     u32 next;
     u32 place;
     bool dead;

@@ -55,6 +55,9 @@ pub enum Place {
     Host,
     /// That of the rank's GPU.
     Gpu,
+    /// What leaves in the host's, where its CPU reads it, and what arrives in that of the rank's GPU: nobody reads over the bus.
+    /// For programs that keep the two apart, as ping-pongs do.
+    Near,
 }
 
 impl fmt::Display for Place {
@@ -62,6 +65,7 @@ impl fmt::Display for Place {
         f.write_str(match self {
             Self::Host => "host",
             Self::Gpu => "gpu",
+            Self::Near => "near",
         })
     }
 }
@@ -124,9 +128,9 @@ impl Placement {
             return Err(format!("{option} is for --stream cuda").into());
         }
         let on_gpu =
-            self.stream == Engine::Cuda || self.payload == Place::Gpu || self.placement != Queues::Host;
+            self.stream == Engine::Cuda || self.payload != Place::Host || self.placement != Queues::Host;
         if !on_gpu && !self.device.is_empty() {
-            return Err("--device is for --stream cuda, --payload gpu and --placement gpu".into());
+            return Err("--device is for --stream cuda, --payload gpu or near, and --placement gpu".into());
         }
         Ok(Placed {
             engine: self.stream,
@@ -175,14 +179,39 @@ impl Placed {
         }
     }
 
-    /// Memory for payload. That of a GPU is not zeroed.
+    /// Memory for payload that leaves and arrives. That of a GPU is not zeroed.
+    ///
+    /// # Errors
+    /// When there is no such memory left, and where the two are to be apart.
+    pub fn memory(&self, len: usize) -> Result<Memory> {
+        match self.payload {
+            Place::Near => {
+                Err("--payload near is for ping-pongs, which keep what leaves apart from what arrives".into())
+            }
+            Place::Host | Place::Gpu => self.incoming(len),
+        }
+    }
+
+    /// Memory for payload that leaves; likewise.
     ///
     /// # Errors
     /// When there is no such memory left.
-    pub fn memory(&self, len: usize) -> Result<Memory> {
-        Ok(match (&self.gpu, self.payload) {
-            (Some(gpu), Place::Gpu) => gpu.alloc(len)?,
-            _ => Memory::alloc(len)?,
+    pub fn outgoing(&self, len: usize) -> Result<Memory> {
+        self.memory_on(self.payload == Place::Gpu, len)
+    }
+
+    /// Memory for payload that arrives; likewise.
+    ///
+    /// # Errors
+    /// When there is no such memory left.
+    pub fn incoming(&self, len: usize) -> Result<Memory> {
+        self.memory_on(self.payload != Place::Host, len)
+    }
+
+    fn memory_on(&self, gpu: bool, len: usize) -> Result<Memory> {
+        Ok(match self.gpu.as_ref().filter(|_| gpu) {
+            Some(gpu) => gpu.alloc(len)?,
+            None => Memory::alloc(len)?,
         })
     }
 

@@ -8,20 +8,23 @@ use mp::{Communicator, Registration};
 
 use crate::lane::{Placed, Result};
 
-/// The buffers of a rank for messages of one size: one to send from, two to receive into by turns.
+/// The buffers of a rank for messages of one size: a slot to send from, two to receive into by turns.
 #[derive(Clone, Debug)]
 pub(super) struct Board {
     pub(super) rank: u64,
     /// It sends what nobody expects.
     pub(super) lies: bool,
     pub(super) bytes: usize,
-    pub(super) buffer: Registration,
+    pub(super) outgoing: Registration,
+    pub(super) incoming: Registration,
 }
 
 impl Board {
     pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize, wrong_bytes: bool) -> Result<Self> {
-        let buffer = comm.register(&placed.memory(3 * stride(bytes))?)?;
-        Ok(Self { rank: comm.rank() as u64, lies: wrong_bytes && comm.rank() == 1, bytes, buffer })
+        let outgoing = comm.register(&placed.outgoing(stride(bytes))?)?;
+        let incoming = comm.register(&placed.incoming(2 * stride(bytes))?)?;
+        let lies = wrong_bytes && comm.rank() == 1;
+        Ok(Self { rank: comm.rank() as u64, lies, bytes, outgoing, incoming })
     }
 
     fn slot(&self, slot: usize) -> Range<usize> {
@@ -36,11 +39,12 @@ impl Board {
 
     /// Where message `n` arrives.
     pub(super) fn receive_slot(&self, n: u64) -> Range<usize> {
-        self.slot(1 + usize::from(n % 2 == 1))
+        self.slot(usize::from(n % 2 == 1))
     }
 
-    pub(super) fn memory(&self) -> &Memory {
-        self.buffer.memory()
+    /// That of both slots that receive.
+    fn received(&self) -> &Memory {
+        self.incoming.memory()
     }
 
     /// What this rank sends as message `n`.
@@ -55,16 +59,16 @@ impl Board {
 
     /// Before iteration `n`: the message to send.
     fn fill(&self, n: u64) -> gdsync::Result<()> {
-        self.ours(n).fill(self.memory(), self.send_slot().start, self.bytes)
+        self.ours(n).fill(self.outgoing.memory(), self.send_slot().start, self.bytes)
     }
 
     /// Makes sure that message `n` is not yet where it is to arrive.
     fn spoil(&self, n: u64, at: Range<usize>) -> gdsync::Result<()> {
-        self.theirs(n).spoil(self.memory(), at.start, self.bytes)
+        self.theirs(n).spoil(self.received(), at.start, self.bytes)
     }
 
     fn arrived(&self, n: u64, at: Range<usize>) -> gdsync::Result<bool> {
-        self.theirs(n).check(self.memory(), at.start, self.bytes)
+        self.theirs(n).check(self.received(), at.start, self.bytes)
     }
 
     /// Before the first iteration.
@@ -72,7 +76,12 @@ impl Board {
         self.fill(0)?;
         self.spoil(0, self.receive_slot(0))?;
         self.spoil(1, self.receive_slot(1))?;
-        self.memory().flush()
+        self.flush()
+    }
+
+    fn flush(&self) -> gdsync::Result<()> {
+        self.outgoing.memory().flush()?;
+        self.received().flush()
     }
 
     /// After iteration `n`: looks at what arrived, and prepares the next two. False for wrong data.
@@ -86,19 +95,19 @@ impl Board {
     /// Before a window whose messages are all the same, number `n`; both slots receive.
     pub(super) fn prepare_window(&self, n: u64) -> gdsync::Result<()> {
         self.fill(n)?;
+        self.spoil(n, self.slot(0))?;
         self.spoil(n, self.slot(1))?;
-        self.spoil(n, self.slot(2))?;
-        self.memory().flush()
+        self.flush()
     }
 
     /// After such a window: the number of slots with wrong data.
     pub(super) fn wrong_of_window(&self, n: u64, used: usize) -> gdsync::Result<u64> {
-        (0..used).try_fold(0, |wrong, slot| Ok(wrong + u64::from(!self.arrived(n, self.slot(2 - slot))?)))
+        (0..used).try_fold(0, |wrong, slot| Ok(wrong + u64::from(!self.arrived(n, self.slot(1 - slot))?)))
     }
 
     /// Where a message of such a window arrives: the last has a slot for itself.
     pub(super) fn window_slot(&self, is_last: bool) -> Range<usize> {
-        self.slot(if is_last { 2 } else { 1 })
+        self.slot(usize::from(is_last))
     }
 }
 

@@ -69,8 +69,9 @@ pub(super) struct KernelJudge<'a> {
     /// The score, then the times; and their address on the GPU.
     memory: Memory,
     addr: u64,
-    /// The address of the buffers on the GPU.
-    buffers: u64,
+    /// The addresses of the buffers on the GPU.
+    outgoing: u64,
+    incoming: u64,
     blocks: u32,
     stamp: Kernel<u64>,
     turn: Kernel<Turn>,
@@ -83,7 +84,9 @@ impl<'a> KernelJudge<'a> {
         let memory = gpu.alloc(score::SIZE + 8 * usize::try_from(total)?)?;
         memory.fill(0, memory.len(), 0)?;
         memory.flush()?;
-        let (addr, buffers) = (memory.gpu_addr(gpu)?, board.memory().gpu_addr(gpu)?);
+        let addr = memory.gpu_addr(gpu)?;
+        let outgoing = board.outgoing.memory().gpu_addr(gpu)?;
+        let incoming = board.incoming.memory().gpu_addr(gpu)?;
         let blocks = board.bytes.div_ceil(THREADS as usize * BYTES_PER_THREAD).min(MOST_BLOCKS);
         let blocks = u32::try_from(blocks)?;
         // SAFETY: the parameter is one address.
@@ -93,7 +96,20 @@ impl<'a> KernelJudge<'a> {
         // SAFETY: the parameter has the layout of `Initiate`.
         let initiate = unsafe { kernels.find(c"initiate") }?;
         let board = board.clone();
-        Ok(Self { lane, kernels, board, total, memory, addr, buffers, blocks, stamp, turn, initiate })
+        Ok(Self {
+            lane,
+            kernels,
+            board,
+            total,
+            memory,
+            addr,
+            outgoing,
+            incoming,
+            blocks,
+            stamp,
+            turn,
+            initiate,
+        })
     }
 
     fn arguments(&self) -> Turn {
@@ -102,8 +118,8 @@ impl<'a> KernelJudge<'a> {
             score: self.addr,
             times: self.addr + score::SIZE as u64,
             total: self.total,
-            received: [0, 1].map(|n| self.buffers + board.receive_slot(n).start as u64),
-            sent: self.buffers + board.send_slot().start as u64,
+            received: [0, 1].map(|n| self.incoming + board.receive_slot(n).start as u64),
+            sent: self.outgoing + board.send_slot().start as u64,
             bytes: board.bytes as u64,
             rank: board.rank,
             lies: board.lies.into(),

@@ -13,7 +13,8 @@ use crate::lane::{Placed, Result};
 #[derive(Debug)]
 pub(super) struct Pair {
     pub(super) qp: Qp,
-    mr: Mr,
+    outgoing: Mr,
+    incoming: Mr,
     board: Board,
     /// Receives posted so far.
     posted: u64,
@@ -30,7 +31,8 @@ impl Pair {
     ) -> Result<Self> {
         let (peer, timeout) = (1 - comm.rank(), options.timeout());
         let pd = comm.device(peer)?.alloc_pd()?;
-        let mr = pd.register(board.memory(), Access::all())?;
+        let [outgoing, incoming] =
+            [&board.outgoing, &board.incoming].map(|buffer| pd.register(buffer.memory(), Access::all()));
         let builder = pd.build_qp().max_send_wr(messages).max_recv_wr(messages);
         let builder = match &placed.gpu {
             Some(gpu) => builder.on_gpu(gpu, placed.on_gpu()),
@@ -40,13 +42,13 @@ impl Pair {
         let addresses = comm.exchange(&qp.address().to_bytes(), timeout)?;
         let theirs = addresses.get(peer).and_then(|address| address.as_slice().try_into().ok());
         qp.connect(QpAddress::from_bytes(theirs.ok_or("the peer told no address")?)?)?;
-        Ok(Self { qp, mr, board: board.clone(), posted: 0 })
+        Ok(Self { qp, outgoing: outgoing?, incoming: incoming?, board: board.clone(), posted: 0 })
     }
 
     /// Posts receives for messages up to this one, in one call.
     pub(super) fn receive_before(&mut self, end: u64) -> Result<()> {
         let places = [0, 1].map(|n| self.board.receive_slot(n));
-        let places = places.map(|place| self.mr.sge(place.start, place.len()));
+        let places = places.map(|place| self.incoming.sge(place.start, place.len()));
         let [even, odd] = places.map(|place| place.map(|sge| [sge]));
         let (even, odd) = (even?, odd?);
         let sges = |n: u64| if n.is_multiple_of(2) { &even } else { &odd };
@@ -62,7 +64,7 @@ impl Pair {
     /// Adds the send of what is to leave.
     pub(super) fn send(&self, batch: &mut Batch) -> gdsync::Result<()> {
         let place = self.board.send_slot();
-        batch.send(&self.qp, &SendWr::send(&[self.mr.sge(place.start, place.len())?]))?;
+        batch.send(&self.qp, &SendWr::send(&[self.outgoing.sge(place.start, place.len())?]))?;
         Ok(())
     }
 }

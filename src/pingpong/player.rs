@@ -70,7 +70,7 @@ impl<'a> Player<'a> {
     }
 
     fn receive(&self, n: u64) -> mp::Result<Request> {
-        self.comm.irecv(&self.board.buffer, self.board.receive_slot(n), self.peer)
+        self.comm.irecv(&self.board.incoming, self.board.receive_slot(n), self.peer)
     }
 
     fn play_judged(&self, mode: Mode, warm_up: u64, total: u64) -> Result<Played> {
@@ -166,7 +166,7 @@ impl<'a> Player<'a> {
             }
             self.work_after(&mut batch)?;
             let sent =
-                comm.isend_in_batch(&mut batch, &self.board.buffer, self.board.send_slot(), self.peer)?;
+                comm.isend_in_batch(&mut batch, &self.board.outgoing, self.board.send_slot(), self.peer)?;
             if self.serves() {
                 comm.wait_in_batch(&mut batch, receive)?;
             }
@@ -211,7 +211,7 @@ impl<'a> Player<'a> {
         if on_stream || (mode == Mode::Sync && !self.serves()) {
             lane.idle()?;
         }
-        let sent = comm.isend(&self.board.buffer, self.board.send_slot(), self.peer)?;
+        let sent = comm.isend(&self.board.outgoing, self.board.send_slot(), self.peer)?;
         if self.serves() {
             wait()?;
             // A judge on the stream has its place behind the wait.
@@ -232,7 +232,7 @@ impl<'a> Player<'a> {
             let end = if n < warm_up { warm_up } else { total }.min(n + u64::from(self.options.ahead));
             board.prepare_window(n)?;
             let receives: Vec<Request> = (n + 1..=end)
-                .map(|next| comm.irecv(&board.buffer, board.window_slot(next == end), self.peer))
+                .map(|next| comm.irecv(&board.incoming, board.window_slot(next == end), self.peer))
                 .collect::<mp::Result<_>>()?;
             let (time, sent) = windows.run(&mut cost, |batch| {
                 let mut sent = Vec::with_capacity(receives.len());
@@ -240,7 +240,7 @@ impl<'a> Player<'a> {
                     if !self.serves() {
                         comm.wait_in_batch(batch, receive)?;
                     }
-                    sent.push(comm.isend_in_batch(batch, &board.buffer, board.send_slot(), self.peer)?);
+                    sent.push(comm.isend_in_batch(batch, &board.outgoing, board.send_slot(), self.peer)?);
                     if self.serves() {
                         comm.wait_in_batch(batch, receive)?;
                     }

@@ -46,7 +46,8 @@ pub struct Line {
     /// Iterations that were measured.
     pub iters: u64,
     /// Half of the time from the start of a send to the end of the wait for the answer. On a GPU that is from the end of the
-    /// kernel that prepares the send to the start of the one that checks the answer, whoever posts, work included.
+    /// kernel that prepares the send, when all see what it wrote, to the start of the one that checks the answer, whoever posts,
+    /// work included.
     pub half_rtt_us: Micros,
     /// A whole iteration by the CPU's clock, with posting, preparing, checking and work: the run over its iterations.
     pub iteration_us: f64,

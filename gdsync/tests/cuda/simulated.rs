@@ -41,7 +41,7 @@ struct Head {
 struct Op {
     kind: u32,
     cond: u16,
-    _near: u16,
+    flags: u16,
     addr: u64,
     value: u64,
 }
@@ -163,10 +163,11 @@ impl Steps {
         loop {
             let op = self.op();
             self.place += 1;
-            if op.kind == 8 {
+            execute(&self.head, &op, &mut failed, &mut errors);
+            // The last of the step.
+            if op.flags & 2 != 0 {
                 break;
             }
-            execute(&self.head, &op, &mut failed, &mut errors);
         }
         failed |= errors > 0 && has_failed(&self.head);
         tell(&self.head, errors);

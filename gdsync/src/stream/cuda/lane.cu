@@ -23,10 +23,15 @@ static __device__ void run(const Head &head, const Op *ops)
     u32 failed = detail::has_failed(head), errors = 0;
     for (u64 i = 0; i < head.count; ++i) {
         const Op op = ops[i];
-        detail::execute(head, op, &failed, &errors);
+        if (!detail::is_wait(op)) {
+            detail::act(head, op, false, failed, &errors);
+            continue;
+        }
+        detail::wait(head, op, &failed, &errors);
+        // What it has seen, the kernels behind this one see too.
+        if (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind))
+            detail::order(op);
     }
-    // What the waits have seen, the kernels behind this one see too.
-    detail::fence();
     detail::tell(head, &errors);
 }
 

@@ -37,7 +37,7 @@ fn head_words(head: Head, count: usize) -> [u64; 4] {
 
 fn put_words(to: &mut [u8], before: impl IntoIterator<Item = u64>, ops: &[LaneOp]) {
     let op = |op: &LaneOp| {
-        let what = u64::from(op.kind) | u64::from(op.cond) << 32 | u64::from(op.near) << 48;
+        let what = u64::from(op.kind) | u64::from(op.cond) << 32 | u64::from(op.flags) << 48;
         [what, op.addr, op.value]
     };
     let words = before.into_iter().chain(ops.iter().flat_map(op));
@@ -51,8 +51,8 @@ const BEFORE_STEPS: usize = size_of::<Head>() + 16;
 
 /// Bytes of steps of so many operations each in memory.
 pub(super) fn room_of_steps(steps: &[usize]) -> usize {
-    // An end behind each, and the mark.
-    let ops = steps.iter().map(|ops| ops + 1).sum::<usize>() + 1;
+    // And the mark. A step of nothing has one that does nothing.
+    let ops = steps.iter().map(|&ops| ops.max(1)).sum::<usize>() + 1;
     BEFORE_STEPS + ops * size_of::<LaneOp>()
 }
 
@@ -60,8 +60,9 @@ pub(super) fn room_of_steps(steps: &[usize]) -> usize {
 pub(super) fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: &Step) {
     let mut ops = Vec::with_capacity(to.len() / size_of::<LaneOp>());
     for step in steps {
-        ops.extend_from_slice(step);
-        ops.push(LaneOp::END);
+        let (last, before) = step.split_last().unwrap_or((&LaneOp::BARRIER, &[]));
+        ops.extend_from_slice(before);
+        ops.push(LaneOp { flags: last.flags | flag::LAST, ..*last });
     }
     ops.push(mark.into());
     let cursor = [0, 0];
@@ -76,8 +77,8 @@ pub(super) struct LaneOp {
     pub(super) kind: u32,
     /// Of a wait: its condition.
     pub(super) cond: u16,
-    /// Of a wait: whether the word is in memory of this GPU.
-    pub(super) near: u16,
+    /// See [`flag`].
+    pub(super) flags: u16,
     /// The word.
     pub(super) addr: u64,
     /// What is written or compared.
@@ -116,20 +117,27 @@ mod kind {
     pub(super) const BARRIER: u32 = 5;
     pub(super) const INDEX: u32 = 6;
     pub(super) const MARK: u32 = 7;
-    pub(super) const END: u32 = 8;
+}
+
+/// `Flag` of `gdsync.cuh`.
+mod flag {
+    /// The word of a wait is in memory of this GPU.
+    pub(super) const NEAR: u16 = 1;
+    /// No operation of the step is behind this one.
+    pub(super) const LAST: u16 = 2;
 }
 
 impl LaneOp {
     /// Does nothing.
-    pub(super) const BARRIER: Self = Self { kind: kind::BARRIER, cond: 0, near: 0, addr: 0, value: 0 };
-    /// Behind the last operation of a step.
-    const END: Self = Self { kind: kind::END, ..Self::BARRIER };
+    pub(super) const BARRIER: Self = Self { kind: kind::BARRIER, cond: 0, flags: 0, addr: 0, value: 0 };
 }
 
 impl From<&Step> for LaneOp {
     fn from(step: &Step) -> Self {
-        let wait = |kind, cond: Cond, near: bool, addr, value| (kind, cond.code(), near.into(), addr, value);
-        let (kind, cond, near, addr, value) = match *step {
+        let wait = |kind, cond: Cond, near, addr, value| {
+            (kind, cond.code(), if near { flag::NEAR } else { 0 }, addr, value)
+        };
+        let (kind, cond, flags, addr, value) = match *step {
             Step::Write { bits: 32, addr, value } => (kind::WRITE_32, 0, 0, addr, value),
             Step::Write { addr, value, .. } => (kind::WRITE_64, 0, 0, addr, value),
             Step::Wait { bits: 32, addr, value, cond, is_cqe: false, near } => {
@@ -144,7 +152,7 @@ impl From<&Step> for LaneOp {
             Step::Index { addr, value } => (kind::INDEX, 0, 0, addr, value.into()),
             Step::Mark { addr, value } => (kind::MARK, 0, 0, addr, value),
         };
-        Self { kind, cond, near, addr, value }
+        Self { kind, cond, flags, addr, value }
     }
 }
 
@@ -350,12 +358,13 @@ mod tests {
 
     #[test]
     fn the_header_says_the_same() {
-        let kinds =
-            ["WRITE_32", "WRITE_64", "WAIT_32", "WAIT_64", "WAIT_CQE", "BARRIER", "INDEX", "MARK", "END"];
+        let kinds = ["WRITE_32", "WRITE_64", "WAIT_32", "WAIT_64", "WAIT_CQE", "BARRIER", "INDEX", "MARK"];
         assert_eq!(names("Kind"), kinds);
         let numbers = [kind::WRITE_32, kind::WRITE_64, kind::WAIT_32, kind::WAIT_64, kind::WAIT_CQE];
         assert_eq!(numbers, [0, 1, 2, 3, 4]);
-        assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK, kind::END], [5, 6, 7, 8]);
+        assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK], [5, 6, 7]);
+        let flags = format!("enum Flag : u32 {{ NEAR = {}, LAST = {} }};", flag::NEAR, flag::LAST);
+        assert!(HEADER.contains(&flags), "{flags}");
         let conds = names("Cond").into_iter().zip([Cond::Geq, Cond::Eq, Cond::And, Cond::Nor]);
         for (at, (name, cond)) in conds.enumerate() {
             assert_eq!((name, usize::from(cond.code())), (format!("{cond:?}").to_uppercase().as_str(), at));
@@ -396,8 +405,8 @@ mod tests {
         assert_eq!(words[..6], [11, 12, 13, 3, 0, 0], "head and cursor");
         let ops: Vec<_> =
             words[6..].as_chunks::<3>().0.iter().map(|[what, _, value]| (*what, *value)).collect();
-        let (one, end) = (u64::from(kind::WRITE_64), (u64::from(kind::END), 0));
-        let mark = (u64::from(kind::MARK), 13);
-        assert_eq!(ops, [(one, 1), (one, 2), end, end, (one, 3), end, mark]);
+        let [one, none, mark] = [kind::WRITE_64, kind::BARRIER, kind::MARK].map(u64::from);
+        let last = u64::from(flag::LAST) << 48;
+        assert_eq!(ops, [(one, 1), (one | last, 2), (none | last, 0), (one | last, 3), (mark, 13)]);
     }
 }
