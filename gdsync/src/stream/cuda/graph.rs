@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::host_fn;
 use super::instance::Pool;
-use super::plan::{self, Call, Calls};
+use super::plan::{self, Call};
 use super::retire::Retired;
 use super::shared::{Issued, MARK_EVERY, Shared, Turn};
 use crate::cuda::Gpu;
@@ -68,10 +68,10 @@ struct Captive {
 }
 
 impl Shape {
-    fn of(call: &Call) -> Self {
+    fn of(call: &Call, by_kernel: bool) -> Self {
         match call {
-            Call::MemOps(memops) => Shape::MemOps(memops.iter().map(|memop| memop.operation).collect()),
-            Call::Kernel(program) => Shape::Kernel { ops: program.len() },
+            Call::Ops(ops) if by_kernel && plan::fits_kernel(ops) => Shape::Kernel { ops: ops.len() },
+            Call::Ops(ops) => Shape::MemOps(ops.iter().map(|op| op.memop().operation).collect()),
             Call::HostFn(_) => Shape::HostFn,
         }
     }
@@ -127,8 +127,7 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        let mut calls = Calls::new();
-        plan::plan(&mut calls, &self.gpu, ops, self.by_kernel())?;
+        let calls = plan::list(&self.gpu, ops, self.by_kernel())?;
         let mut turn = self.take_turn();
         if let Some(error) = self.error() {
             return Err(error);
@@ -137,7 +136,7 @@ impl Shared {
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
         }
-        let nodes = self.gpu.within(|api| calls.into_iter().map(|call| self.node(api, call)).collect());
+        let nodes = self.gpu.within(|api| calls.iter().map(|call| self.node(api, call)).collect());
         match nodes {
             Ok(nodes) => captured.nodes.extend::<Vec<_>>(nodes),
             Err(error) => {
@@ -150,9 +149,11 @@ impl Shared {
     }
 
     /// Captures a call, and finds its node.
-    fn node(&self, api: &Api, mut call: Call) -> gdrcopy::Result<Node> {
-        let shape = Shape::of(&call);
-        self.make(0, &mut call)?;
+    fn node(&self, api: &Api, call: &Call) -> gdrcopy::Result<Node> {
+        let shape = Shape::of(call, self.by_kernel());
+        if let Call::Ops(ops) = call {
+            self.run(0, ops)?;
+        }
         let (_, handle) = capture_of(api, self.stream)?;
         Ok(Node { handle, shape })
     }
@@ -178,7 +179,7 @@ impl Shared {
             return Err(elsewhere());
         }
         let calls = exec.plan(ops, ends)?;
-        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, calls))
+        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, &calls))
     }
 
     fn launch_in_turn<'s>(
@@ -186,7 +187,7 @@ impl Shared {
         (turn, done): (&mut Turn, &mut Retired<'s>),
         exec: &Arc<Exec>,
         ops: &mut Ops,
-        calls: Calls,
+        calls: &[Call],
     ) -> Result<Issued> {
         if self.is_captured_by_others(turn) {
             return Err(within_another());
@@ -222,14 +223,14 @@ impl Node {
 
 impl Exec {
     /// The calls of a launch whose batches end at `ends`: one for each node, of the same shape.
-    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Calls> {
-        let mut calls = Calls::new();
+    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Call>> {
+        let mut calls = Vec::new();
         let mut start = 0;
         for &end in ends {
-            plan::plan(&mut calls, &self.gpu, &ops[start..end], self.by_kernel)?;
+            calls.extend(plan::list(&self.gpu, &ops[start..end], self.by_kernel)?);
             start = end;
         }
-        let fits = |(call, node): (&Call, &Node)| Shape::of(call) == node.shape;
+        let fits = |(call, node): (&Call, &Node)| Shape::of(call, self.by_kernel) == node.shape;
         let same = calls.len() == self.nodes.len() && calls.iter().zip(&self.nodes).all(fits);
         same.then_some(calls).ok_or(Error::Unsupported {
             what: "a launch with other operations than were captured",

@@ -21,8 +21,8 @@ use super::graph::{self, Captured};
 use super::host_fn;
 use super::instance::{Instance, Pool};
 use super::kicker::Kicker;
-use super::lane::{Head, Lane, StatusBlock};
-use super::plan::{self, Call, Part, Step, Steps};
+use super::lane::{Head, Lane, LaneOp, StatusBlock};
+use super::plan::{self, Calls};
 use super::retire::Retired;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
@@ -217,9 +217,9 @@ impl Shared {
     }
 
     pub(super) fn submit(&self, ops: &mut Ops) -> Result<u64> {
-        let mut steps = Steps::new();
-        plan::add_steps(&mut steps, &self.gpu, ops)?;
-        self.accept(|turn, done| self.submit_in_turn((turn, done), ops, &mut steps))
+        let mut calls = Calls::new(self.by_kernel());
+        calls.add(&self.gpu, ops)?;
+        self.accept(|turn, done| self.submit_in_turn((turn, done), ops, calls))
     }
 
     /// Accepts a submission unless the stream has failed. `put` queues it, and returns what the driver said; the context is current
@@ -259,7 +259,7 @@ impl Shared {
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
         ops: &mut Ops,
-        steps: &mut Steps,
+        mut calls: Calls,
     ) -> Result<Issued> {
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
@@ -267,11 +267,9 @@ impl Shared {
         let seq = self.submitted() + 1;
         let marks = turn.unmarked + 1 >= MARK_EVERY;
         if marks {
-            steps.push(self.mark_of(seq));
+            calls.put([self.mark_of(seq)]);
         }
-        let parts = plan::parts(steps, self.by_kernel());
-        let host_fns = parts.iter().filter(|part| matches!(part, Part::HostFn(_))).count();
-        let count = parts.len();
+        let (count, host_fns) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
@@ -279,7 +277,7 @@ impl Shared {
         self.enqueue(turn, done, ops, (count, host_fns), None)?;
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };
         turn.marked = if marks { seq } else { turn.marked };
-        let answer = self.issue(seq, &parts);
+        let answer = self.issue(seq, calls);
         Ok(Issued { seq, answer })
     }
 
@@ -351,18 +349,14 @@ impl Shared {
     }
 
     /// The mark behind a submission.
-    pub(super) fn mark_of(&self, seq: u64) -> Step {
-        Step::Mark { addr: self.mark_addr, value: seq }
+    pub(super) fn mark_of(&self, seq: u64) -> LaneOp {
+        LaneOp::mark(self.mark_addr, seq)
     }
 
     /// Makes the calls of a submission. The context must be current.
     #[inline(always)]
-    fn issue(&self, seq: u64, parts: &[Part<'_>]) -> gdrcopy::Result<()> {
-        parts.iter().try_for_each(|part| {
-            let mut call = part.kind(self.by_kernel());
-            part.fill(&mut call);
-            self.make(seq, &mut call)
-        })
+    fn issue(&self, seq: u64, calls: Calls) -> gdrcopy::Result<()> {
+        calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
     /// What tells a kernel about its submission.
@@ -371,24 +365,23 @@ impl Shared {
         Head { status: self.status.addr(), limit_ns, submission, count: 0 }
     }
 
-    /// Makes a call. The context must be current.
-    pub(super) fn make(&self, seq: u64, call: &mut Call) -> gdrcopy::Result<()> {
+    /// Has the GPU run operations by one call. The context must be current.
+    #[inline(always)]
+    pub(super) fn run(&self, seq: u64, ops: &[LaneOp]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
-        match call {
-            Call::MemOps(memops) => {
-                let count = u32::try_from(memops.len()).expect("fewer than 256");
-                // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
-                unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
-            }
-            Call::Kernel(program) => {
-                let lane = self.lane.as_ref().expect("planned for a kernel only where there is one");
-                lane.launch(api, self.stream, self.head(seq), program)
-            }
-            Call::HostFn(place) => {
-                let f = self.take_host_fn(seq, *place);
-                f.map_or(Ok(()), |f| host_fn::launch(api, self.stream, f, self.own.clone()))
-            }
+        if let Some(lane) = self.lane.as_ref().filter(|_| plan::fits_kernel(ops)) {
+            return lane.launch(api, self.stream, self.head(seq), ops);
         }
+        let mut memops = plan::memops(ops);
+        let count = u32::try_from(memops.len()).expect("fewer than 256");
+        // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+        unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+    }
+
+    #[cold]
+    fn launch_host_fn(&self, seq: u64, place: usize) -> gdrcopy::Result<()> {
+        let f = self.take_host_fn(seq, place);
+        f.map_or(Ok(()), |f| host_fn::launch(self.gpu.api(), self.stream, f, self.own.clone()))
     }
 
     /// Takes a host function out of a submission in the queue.
@@ -441,7 +434,9 @@ impl Shared {
                 state.calls += 1;
             }
         }
-        self.issue(seq, &plan::parts(&[self.mark_of(seq)], self.by_kernel()))
+        let mut calls = Calls::new(self.by_kernel());
+        calls.put([self.mark_of(seq)]);
+        self.issue(seq, calls)
     }
 
     /// Fails the stream: stops every queue that pending operations use, then lets the watchdog release the waits.
