@@ -1,6 +1,5 @@
 //! Sends and waits that are submitted one by one. They need no batch: there is one operation, and one thing to take back.
 
-use std::slice;
 use std::sync::Arc;
 
 use smallvec::smallvec;
@@ -24,18 +23,18 @@ impl Stream {
     pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
         let send = |state: &mut State| {
             let queue = &qp.send;
-            let prepared = queue.prepare(slice::from_ref(wr), Some(self.0.id))?;
-            if !prepared.is_told {
-                queue.note(Stage::Submitted, prepared.sends.range.clone(), self.0.id);
+            let sent = queue.prepare_one(wr, self.0.id)?;
+            if !sent.is_told {
+                queue.note(Stage::Submitted, sent.n..sent.n + 1, self.0.id);
             }
-            if let Err(error) = self.put_one(state, queue.trigger(&prepared.sends), &queue.end.qp) {
-                PreparedSend::of(queue, prepared).refuse(self.0.id);
+            if let Err(error) = self.put_one(state, Op::Trigger(queue.end.source(), sent.ring()), &queue.end.qp) {
+                PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
                 return Err(error);
             }
             if !self.0.engine.signals() {
-                queue.watch(&prepared.sends);
+                queue.watch_one(&sent);
             }
-            Ok(queue.end.completion(prepared.sends.range.start))
+            Ok(queue.end.completion(sent.n))
         };
         self.single(send, |batch| batch.send(qp, wr))
     }
@@ -76,7 +75,6 @@ impl Stream {
         put: impl FnOnce(&mut State) -> Result<T>,
         add: impl FnOnce(&mut Batch) -> Result<T>,
     ) -> Result<T> {
-        // Held throughout: see `Stream::submit`.
         let mut state = self.state()?;
         if state.recording.is_none() {
             let _range = DOMAIN.range(c"submit");
@@ -89,7 +87,7 @@ impl Stream {
     /// Has the engine take an operation, and takes note of its queue pair.
     #[inline(always)]
     fn put_one(&self, state: &mut State, op: Op, core: &Arc<QpCore>) -> Result<()> {
-        let seq = self.0.engine.submit(&mut smallvec![op])?;
+        let seq = self.0.engine.submit(&mut state.turn, &mut smallvec![op])?;
         note_use(&mut state.used, core, seq);
         Ok(())
     }

@@ -89,6 +89,31 @@ pub(crate) struct Prepared {
     pub(crate) is_told: bool,
 }
 
+/// A request that was prepared and handed to a stream.
+pub(crate) struct Sent {
+    pub(crate) n: u64,
+    /// The index of the block after it.
+    end: u64,
+    doorbell: u64,
+    before: Before,
+    /// The flight recorder knows of it.
+    pub(crate) is_told: bool,
+}
+
+impl Sent {
+    /// What makes it visible.
+    #[inline]
+    pub(crate) fn ring(&self) -> Ring {
+        Ring { record: mlx5::send_record(self.end), doorbell: self.doorbell }
+    }
+
+    /// The same as one of several.
+    pub(crate) fn prepared(self) -> Prepared {
+        let Self { n, end, doorbell, before, is_told } = self;
+        Prepared { sends: Written { range: n..n + 1, end, doorbell }, before: Some(before), is_told }
+    }
+}
+
 /// A send as it was written, to be written again at other places of the ring.
 pub(crate) struct Template {
     wr_id: u64,
@@ -179,6 +204,25 @@ impl SendQueue {
         })
     }
 
+    /// Writes a request and hands it to a stream, as [`SendQueue::prepare`] of one.
+    #[inline(always)]
+    pub(crate) fn prepare_one(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
+        self.with_room(|track| {
+            self.write_one(track, wr)?;
+            let n = track.posted - 1;
+            let before = match self.hand_over(track, &(n..n + 1), stream) {
+                Ok(before) => before,
+                Err(error) => {
+                    self.undo(track, &(n..n + 1));
+                    return Err(error);
+                }
+            };
+            let &Entry { len, end, doorbell, .. } = track.entry(n);
+            let is_told = self.end.qp.log.note_prepared(n, len, Some(stream));
+            Ok(Sent { n, end, doorbell, before, is_told })
+        })
+    }
+
     /// Hands requests that were written to their stream, if there is one.
     #[inline(always)]
     fn prepared(&self, track: &mut Track, range: Range<u64>, stream: Option<u64>) -> Result<Prepared> {
@@ -229,21 +273,28 @@ impl SendQueue {
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
     #[inline(always)]
     fn with_room<T>(&self, mut f: impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
-        let mut reaped = false;
-        loop {
-            let mut track = self.end.tracker.lock();
-            // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
-            let outcome = self.end.qp.check_post("post_send").and_then(|()| f(&mut track));
-            drop(track);
-            match outcome {
-                Err(Error::QueueFull { .. } | Error::Busy { .. }) if !reaped => {
-                    self.provider().progress();
-                    self.end.cq.reap();
-                    reaped = true;
-                }
-                other => return other,
-            }
+        match self.locked(&mut f) {
+            Err(Error::QueueFull { .. } | Error::Busy { .. }) => self.again(&mut f),
+            other => other,
         }
+    }
+
+    #[inline(always)]
+    fn locked<T>(&self, f: &mut impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
+        let mut track = self.end.tracker.lock();
+        // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
+        self.end.qp.check_send()?;
+        let done = f(&mut track);
+        self.end.tracker.tell(&track);
+        done
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn again<T>(&self, mut f: &mut dyn FnMut(&mut Track) -> Result<T>) -> Result<T> {
+        self.provider().progress();
+        self.end.cq.reap();
+        self.locked(&mut f)
     }
 
     #[inline(always)]
@@ -315,7 +366,6 @@ impl SendQueue {
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
         track.push(Entry { wr_id, begin, end, doorbell, ds, len, ..Entry::default() });
-        self.end.tracker.tell(track);
         Ok(())
     }
 
@@ -374,6 +424,9 @@ impl SendQueue {
             track.posted -= 1;
             track.head = track.entry(track.posted).begin;
             taken_back += 1;
+        }
+        if taken_back < range.end - range.start {
+            self.end.tracker.tell_gaps();
         }
         self.end.tracker.tell(track);
         self.end.cq.take_back(taken_back);
@@ -436,6 +489,12 @@ impl SendQueue {
     /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
     pub(crate) fn watch(&self, sends: &Written) {
         self.provider().watch(self.end.qp.qpn, sends.end);
+    }
+
+    /// The same of one.
+    #[inline]
+    pub(crate) fn watch_one(&self, sent: &Sent) {
+        self.provider().watch(self.end.qp.qpn, sent.end);
     }
 
     fn provider(&self) -> &dyn Provider {

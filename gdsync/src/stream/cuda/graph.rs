@@ -13,7 +13,7 @@ use super::host_fn;
 use super::instance::Pool;
 use super::plan::{self, Call};
 use super::retire::Retired;
-use super::shared::{Issued, MARK_EVERY, Shared, Turn};
+use super::shared::{MARK_EVERY, Shared, Turn};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::stream::op::{Op, Ops};
@@ -22,7 +22,7 @@ use crate::stream::op::{Op, Ops};
 const NO_CAPTURE: u32 = 0;
 
 /// What a capture has recorded so far.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Captured {
     nodes: Vec<Node>,
     /// A batch is in the capture in parts: nothing can be made of it.
@@ -101,14 +101,13 @@ impl Shared {
         capture_of(self.gpu.api(), self.stream).map(|(status, _)| status != NO_CAPTURE)
     }
 
-    pub(super) fn begin_capture(&self) -> Result<()> {
+    pub(super) fn begin_capture(&self, turn: &mut Turn) -> Result<()> {
         host_fn::refuse()?;
-        let mut turn = self.take_turn();
         if self.gpu.within(|_| self.is_captured()).map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
         // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
-        self.mark_in_turn(&mut turn);
+        self.mark_in_turn(turn);
         self.error().or(self.lock().refused.clone()).map_or(Ok(()), Err)?;
         // SAFETY: a stream of this context.
         let begun = self.gpu.within(|api| unsafe { api.stream_begin_capture(self.stream, CAPTURE_RELAXED) });
@@ -118,7 +117,7 @@ impl Shared {
     }
 
     /// Captures a batch.
-    pub(super) fn record(&self, ops: &[Op]) -> Result<()> {
+    pub(super) fn record(&self, turn: &mut Turn, ops: &[Op]) -> Result<()> {
         host_fn::refuse()?;
         if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
             return Err(Error::Unsupported {
@@ -128,7 +127,6 @@ impl Shared {
             });
         }
         let calls = plan::list(&self.gpu, ops, self.by_kernel())?;
-        let mut turn = self.take_turn();
         if let Some(error) = self.error() {
             return Err(error);
         }
@@ -158,13 +156,11 @@ impl Shared {
         Ok(Node { handle, shape })
     }
 
-    pub(super) fn end_capture(&self) -> Result<Arc<Exec>> {
-        let mut turn = self.take_turn();
+    pub(super) fn end_capture(&self, turn: &mut Turn) -> Result<Arc<Exec>> {
         let captured = turn.capture.take().unwrap_or_default();
         let mut graph = 0;
         // SAFETY: a stream that is being captured, and a place for the graph.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
-        self.end_turn(turn);
         // Destroyed whatever happens.
         let captive = Captive { gpu: self.gpu.clone(), graph };
         captured.spoiled.map_or(Ok(()), Err)?;
@@ -174,12 +170,18 @@ impl Shared {
         Ok(Arc::new(Exec { gpu, by_kernel, _graph: captive, nodes, pool }))
     }
 
-    pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
+    pub(super) fn launch(
+        &self,
+        turn: &mut Turn,
+        exec: &Arc<Exec>,
+        ops: &mut Ops,
+        ends: &[usize],
+    ) -> Result<u64> {
         if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
             return Err(elsewhere());
         }
         let calls = exec.plan(ops, ends)?;
-        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, &calls))
+        self.accept(turn, |turn, done| self.launch_in_turn((turn, done), exec, ops, &calls))
     }
 
     fn launch_in_turn<'s>(
@@ -188,7 +190,7 @@ impl Shared {
         exec: &Arc<Exec>,
         ops: &mut Ops,
         calls: &[Call],
-    ) -> Result<Issued> {
+    ) -> Result<u64> {
         if self.is_captured_by_others(turn) {
             return Err(within_another());
         }
@@ -207,7 +209,7 @@ impl Shared {
         if answer.is_ok() && (turn.unmarked >= MARK_EVERY || instance.is_in_memory()) {
             self.mark_in_turn(turn);
         }
-        Ok(Issued { seq, answer })
+        Ok(self.issued(seq, answer))
     }
 }
 

@@ -64,7 +64,7 @@ impl Calls {
     /// Makes the calls, by one function or the other, until one fails.
     #[inline(always)]
     pub(super) fn make(
-        mut self,
+        &mut self,
         ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
         host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
     ) -> gdrcopy::Result<()> {
@@ -216,9 +216,13 @@ pub(super) fn fits_kernel(ops: &[LaneOp]) -> bool {
 }
 
 /// The same for the front end.
-#[inline]
+#[inline(always)]
 pub(super) fn memops(ops: &[LaneOp]) -> MemOps {
-    ops.iter().map(LaneOp::memop).collect()
+    let mut memops = MemOps::new();
+    for op in ops {
+        memops.push(op.memop());
+    }
+    memops
 }
 
 /// Where the GPU finds the word of a wait of the application.

@@ -4,7 +4,7 @@
 //! submission. Marks are written every few submissions, when somebody waits, and when the stream falls idle; so most
 //! submissions do not pay for one.
 //!
-//! There are two locks. Who calls the driver for the stream has the *turn*, and may have to wait there: in the driver, one
+//! There are two locks. Who calls the driver for the stream has its *turn* ([`Turns`]), and may have to wait there: in the driver, one
 //! thread that frees memory, say, holds up all others until every stream of the process is done. So nothing that keeps
 //! deadlines ever waits for the turn: what it needs is in the *state*, whose lock is held for moments only. No foreign code
 //! (the driver, sources, host functions, drops of what operations hold) runs under that one.
@@ -33,6 +33,7 @@ use crate::memory::Word64;
 use crate::recorder::Log;
 use crate::stream::op::{Op, Ops, Source};
 use crate::stream::sources::sources_of;
+use crate::stream::turns::Turns;
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
@@ -56,9 +57,7 @@ pub(super) struct Shared {
     mark_after: Word64,
     /// The GPU's address of the mark.
     mark_addr: u64,
-    turn: Mutex<Turn>,
-    /// A mark is due that somebody wanted who did not have the turn.
-    mark_wanted: AtomicBool,
+    pub(super) turns: Arc<Turns>,
     state: Mutex<State>,
     /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
     pub(super) work: Condvar,
@@ -74,9 +73,9 @@ pub(super) struct Shared {
     pub(super) own: Weak<Shared>,
 }
 
-/// What only those need who call the driver.
-#[derive(Default)]
-pub(super) struct Turn {
+/// What only those need who call the driver: see [`Turns`].
+#[derive(Debug, Default)]
+pub struct Turn {
     /// Calls since the last mark, and the submission that it names.
     pub(super) unmarked: usize,
     pub(super) marked: u64,
@@ -103,12 +102,6 @@ pub(super) struct State {
     pub(super) asleep: bool,
 }
 
-/// What the driver said to a submission.
-pub(super) struct Issued {
-    pub(super) seq: u64,
-    pub(super) answer: gdrcopy::Result<()>,
-}
-
 /// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
 pub(super) struct Submission {
     pub(super) seq: u64,
@@ -122,9 +115,9 @@ pub(super) struct Submission {
 impl Shared {
     pub(super) fn new(
         gpu: &Gpu,
-        stream: RawStream,
-        owned: bool,
+        (stream, owned): (RawStream, bool),
         config: CudaStreamConfig,
+        turns: Arc<Turns>,
     ) -> Result<Arc<Self>> {
         let via = match config.via {
             Via::Auto => gpu.calibrate()?.via,
@@ -153,8 +146,7 @@ impl Shared {
             mark,
             mark_after,
             mark_addr,
-            turn: Mutex::default(),
-            mark_wanted: AtomicBool::new(false),
+            turns,
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
@@ -190,63 +182,43 @@ impl Shared {
         self.state.lock()
     }
 
-    /// Waits until nobody else calls the driver for this stream.
-    pub(super) fn take_turn(&self) -> MutexGuard<'_, Turn> {
-        self.turn.lock()
-    }
-
-    /// Ends a turn, and puts the mark that others wanted meanwhile.
-    pub(super) fn end_turn<'s>(&'s self, turn: MutexGuard<'s, Turn>) {
-        let mut turn = Some(turn);
-        while let Some(mut mine) = turn.take() {
-            if self.mark_wanted.load(Ordering::Relaxed) {
-                self.mark_wanted.store(false, Ordering::Relaxed);
-                self.mark_in_turn(&mut mine);
-            }
-            drop(mine);
-            // Wanted since then, by somebody who found the turn taken. If this misses it, the watchdog does not.
-            if self.mark_wanted.load(Ordering::SeqCst) {
-                turn = self.turn.try_lock();
-            }
-        }
-    }
-
     pub(super) fn full(&self, state: &State, calls: usize, host_fns: usize) -> bool {
         let fits = |pending, more, most| pending == 0 || pending + more <= most;
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
     }
 
-    pub(super) fn submit(&self, ops: &mut Ops) -> Result<u64> {
+    pub(super) fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
-        self.accept(|turn, done| self.submit_in_turn((turn, done), ops, calls))
+        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), ops, &mut calls))
     }
 
-    /// Accepts a submission unless the stream has failed. `put` queues it, and returns what the driver said; the context is current
-    /// then.
+    /// Accepts a submission unless the stream has failed. `put` queues it and returns its number; the context is current then.
+    #[inline(always)]
     pub(super) fn accept<'s>(
         &'s self,
-        put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<Issued>,
+        turn: &mut Turn,
+        put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<u64>,
     ) -> Result<u64> {
         host_fn::refuse()?;
+        if let Some(error) = self.error.get() {
+            return Err(error.clone());
+        }
         let mut done = Retired::nothing();
-        let mut turn = self.take_turn();
-        let put = match self.error() {
-            None => self
-                .gpu
-                .within(|_| Ok(put(&mut turn, &mut done)))
-                .map_err(Error::cuda("entering the context"))
-                .flatten(),
-            Some(error) => Err(error),
-        };
-        self.end_turn(turn);
-        drop(done);
-        let Issued { seq, answer } = put?;
+        match self.gpu.within(|_| Ok(put(turn, &mut done))) {
+            Ok(put) => put,
+            Err(error) => Err(Error::cuda("entering the context")(error)),
+        }
+    }
+
+    /// Submission `seq` was issued: what the driver said to it.
+    #[inline(always)]
+    pub(super) fn issued(&self, seq: u64, answer: gdrcopy::Result<()>) -> u64 {
         if let Err(error) = answer {
             // Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
             self.fail(Error::cuda("submitting to the stream")(error));
         }
-        Ok(seq)
+        seq
     }
 
     /// Whether the application captures the stream, so that what is queued now would not run. The context must be current.
@@ -255,12 +227,13 @@ impl Shared {
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
+    #[inline(always)]
     fn submit_in_turn<'s>(
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
         ops: &mut Ops,
-        mut calls: Calls,
-    ) -> Result<Issued> {
+        calls: &mut Calls,
+    ) -> Result<u64> {
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
         }
@@ -278,7 +251,7 @@ impl Shared {
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };
         turn.marked = if marks { seq } else { turn.marked };
         let answer = self.issue(seq, calls);
-        Ok(Issued { seq, answer })
+        Ok(self.issued(seq, answer))
     }
 
     /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
@@ -302,8 +275,8 @@ impl Shared {
             state = self.lock();
         }
         // Who fails the stream says so first, and then sees under this lock what is queued: nothing is queued unseen.
-        if let Some(error) = self.error() {
-            return Err(error);
+        if let Some(error) = self.error.get() {
+            return Err(error.clone());
         }
         let is_full = self.full(&state, calls, host_fns);
         // Now and then by this thread, which has the counts of references; else the watchdog does it.
@@ -355,7 +328,7 @@ impl Shared {
 
     /// Makes the calls of a submission. The context must be current.
     #[inline(always)]
-    fn issue(&self, seq: u64, calls: Calls) -> gdrcopy::Result<()> {
+    fn issue(&self, seq: u64, calls: &mut Calls) -> gdrcopy::Result<()> {
         calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
@@ -402,10 +375,7 @@ impl Shared {
         if host_fn::is_running() {
             return;
         }
-        self.mark_wanted.store(true, Ordering::SeqCst);
-        if let Some(turn) = self.turn.try_lock() {
-            self.end_turn(turn);
-        }
+        self.turns.want(|state| self.mark_in_turn(&mut state.turn));
     }
 
     /// Puts the mark. It is one more call of the last submission.
@@ -436,7 +406,7 @@ impl Shared {
         }
         let mut calls = Calls::new(self.by_kernel());
         calls.put([self.mark_of(seq)]);
-        self.issue(seq, calls)
+        self.issue(seq, &mut calls)
     }
 
     /// Fails the stream: stops every queue that pending operations use, then lets the watchdog release the waits.
