@@ -4,9 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use smallvec::smallvec;
+
 use super::cuda::Turn;
 use super::graph::Made;
-use super::op::{Op, Ops};
+use super::op::{Op, Ops, Ring, Source};
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -41,6 +43,20 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
     /// engine failed with.
     fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64>;
+
+    /// Queues one [`Op::Trigger`] of a source, which `own` returns to be kept.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    fn trigger(
+        &self,
+        turn: &mut Turn,
+        _source: &dyn Source,
+        own: &dyn Fn() -> Arc<dyn Source>,
+        ring: Ring,
+    ) -> Result<u64> {
+        self.submit(turn, &mut smallvec![Op::Trigger(own(), ring)])
+    }
 
     /// Does what another thread wanted that did not have the turn.
     fn mark(&self, _turn: &mut Turn) {}

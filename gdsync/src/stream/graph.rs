@@ -113,7 +113,8 @@ impl Stream {
             for parts in &batches[ends.len()..] {
                 let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
                 again.inspect_err(|_| batch.refuse(stream))?;
-                ends.push(batch.ops.len());
+                batch.part = batch.ops.len();
+                ends.push(batch.part);
             }
             let State { used, turn, .. } = &mut *state;
             self.put((used, turn), &mut batch, |engine, turn, ops| launch(engine, turn, ops, &ends))

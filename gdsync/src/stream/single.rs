@@ -12,7 +12,6 @@ use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
 use crate::verbs::cq::Upto;
 use crate::verbs::end::QueueEnd;
-use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 
 impl Stream {
@@ -25,16 +24,20 @@ impl Stream {
             let queue = &qp.send;
             let sent = queue.prepare_one(wr, self.0.id)?;
             if !sent.is_told {
-                queue.note(Stage::Submitted, sent.n..sent.n + 1, self.0.id);
+                queue.note(Stage::Submitted, sent.sends.range.clone(), self.0.id);
             }
-            if let Err(error) = self.put_one(state, Op::Trigger(queue.end.source(), sent.ring()), &queue.end.qp) {
-                PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
-                return Err(error);
+            let (source, own) = (queue.end.as_source(), || queue.end.source());
+            match self.0.engine.trigger(&mut state.turn, source, &own, sent.sends.ring()) {
+                Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
+                Err(error) => {
+                    PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
+                    return Err(error);
+                }
             }
             if !self.0.engine.signals() {
-                queue.watch_one(&sent);
+                queue.watch(&sent.sends);
             }
-            Ok(queue.end.completion(sent.n))
+            Ok(queue.end.completion(sent.sends.range.start))
         };
         self.single(send, |batch| batch.send(qp, wr))
     }
@@ -58,9 +61,13 @@ impl Stream {
     fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
         let (first, claim) = PreparedWait::claim(end.completion(0), Upto::Next(1), Some(self.0.id))?;
         claim.note_wait(Stage::WaitSubmitted, self.0.id);
-        if let Err(error) = self.put_one(state, Op::Await(end.source(), claim.n), &end.qp) {
-            PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
-            return Err(error);
+        let mut ops = smallvec![Op::Await(end.source(), claim.n)];
+        match self.0.engine.submit(&mut state.turn, &mut ops) {
+            Ok(seq) => note_use(&mut state.used, &end.qp, seq),
+            Err(error) => {
+                PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+                return Err(error);
+            }
         }
         if !self.0.engine.signals() {
             end.cq.attend(claim.n, self.0.engine.kicker());
@@ -82,13 +89,5 @@ impl Stream {
         }
         drop(state);
         self.one(add)
-    }
-
-    /// Has the engine take an operation, and takes note of its queue pair.
-    #[inline(always)]
-    fn put_one(&self, state: &mut State, op: Op, core: &Arc<QpCore>) -> Result<()> {
-        let seq = self.0.engine.submit(&mut state.turn, &mut smallvec![op])?;
-        note_use(&mut state.used, core, seq);
-        Ok(())
     }
 }

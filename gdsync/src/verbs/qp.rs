@@ -123,6 +123,7 @@ impl QpCore {
     }
 
     /// As [`QpCore::check`], of what is known without a look at the completion queues.
+    #[inline]
     pub(crate) fn check_known(&self) -> Result<()> {
         if self.health.is_broken() { self.check() } else { Ok(()) }
     }

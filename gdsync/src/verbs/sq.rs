@@ -14,7 +14,7 @@ use crate::memory::Memory;
 use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
 use crate::recorder::{By, Queue, Stage};
-use crate::stream::{Bell, Op, Ring};
+use crate::stream::{Bell, Ring};
 
 pub(crate) struct SendQueue {
     pub(crate) end: Arc<QueueEnd>,
@@ -32,6 +32,7 @@ pub(crate) struct Most {
 }
 
 impl Most {
+    #[inline]
     fn check(self, op: &mlx5::SendOp<'_>) -> Result<()> {
         use mlx5::{Payload, SendOp};
         match *op {
@@ -80,6 +81,14 @@ pub(crate) struct Written {
     doorbell: u64,
 }
 
+impl Written {
+    /// What makes the HCA start everything up to the end of them.
+    #[inline]
+    pub(crate) fn ring(&self) -> Ring {
+        Ring { record: mlx5::send_record(self.end), doorbell: self.doorbell }
+    }
+}
+
 /// Requests that were prepared.
 pub(crate) struct Prepared {
     pub(crate) sends: Written,
@@ -91,26 +100,17 @@ pub(crate) struct Prepared {
 
 /// A request that was prepared and handed to a stream.
 pub(crate) struct Sent {
-    pub(crate) n: u64,
-    /// The index of the block after it.
-    end: u64,
-    doorbell: u64,
+    pub(crate) sends: Written,
     before: Before,
     /// The flight recorder knows of it.
     pub(crate) is_told: bool,
 }
 
 impl Sent {
-    /// What makes it visible.
-    #[inline]
-    pub(crate) fn ring(&self) -> Ring {
-        Ring { record: mlx5::send_record(self.end), doorbell: self.doorbell }
-    }
-
     /// The same as one of several.
     pub(crate) fn prepared(self) -> Prepared {
-        let Self { n, end, doorbell, before, is_told } = self;
-        Prepared { sends: Written { range: n..n + 1, end, doorbell }, before: Some(before), is_told }
+        let Self { sends, before, is_told } = self;
+        Prepared { sends, before: Some(before), is_told }
     }
 }
 
@@ -219,7 +219,7 @@ impl SendQueue {
             };
             let &Entry { len, end, doorbell, .. } = track.entry(n);
             let is_told = self.end.qp.log.note_prepared(n, len, Some(stream));
-            Ok(Sent { n, end, doorbell, before, is_told })
+            Ok(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
         })
     }
 
@@ -480,21 +480,9 @@ impl SendQueue {
         track.owner = before.owner;
     }
 
-    /// The operation that makes the HCA start everything up to the end of `sends`.
-    pub(crate) fn trigger(&self, sends: &Written) -> Op {
-        let ring = Ring { record: mlx5::send_record(sends.end), doorbell: sends.doorbell };
-        Op::Trigger(self.end.source(), ring)
-    }
-
     /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
     pub(crate) fn watch(&self, sends: &Written) {
         self.provider().watch(self.end.qp.qpn, sends.end);
-    }
-
-    /// The same of one.
-    #[inline]
-    pub(crate) fn watch_one(&self, sent: &Sent) {
-        self.provider().watch(self.end.qp.qpn, sent.end);
     }
 
     fn provider(&self) -> &dyn Provider {

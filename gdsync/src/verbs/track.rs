@@ -30,6 +30,7 @@ impl Health {
         self.broken.store(true, Ordering::Release);
     }
 
+    #[inline]
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire)
     }

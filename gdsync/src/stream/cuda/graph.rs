@@ -200,7 +200,7 @@ impl Shared {
         let seq = self.submitted() + 1;
         let head = self.head(seq);
         instance.arm(head, &exec.nodes, calls)?;
-        self.enqueue(turn, done, ops, (count, 0), Some(&instance))?;
+        self.enqueue_launch(turn, done, ops, count, &instance)?;
         // SAFETY: the submission keeps the instance alive, and all that its nodes touch.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);

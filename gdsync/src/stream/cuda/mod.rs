@@ -40,7 +40,7 @@ pub use self::shared::Turn;
 use self::shared::Shared;
 use super::engine::Engine;
 use super::graph::Made;
-use super::op::{Op, Ops};
+use super::op::{Op, Ops, Ring, Source};
 use super::turns::Turns;
 use crate::cuda::{Gpu, RawStream, mind};
 use crate::error::{Error, Result};
@@ -128,6 +128,16 @@ impl Engine for CudaEngine {
 
     fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
         self.shared.submit(turn, ops)
+    }
+
+    fn trigger(
+        &self,
+        turn: &mut Turn,
+        source: &dyn Source,
+        own: &dyn Fn() -> Arc<dyn Source>,
+        ring: Ring,
+    ) -> Result<u64> {
+        self.shared.trigger(turn, (source, own), ring)
     }
 
     fn mark(&self, turn: &mut Turn) {

@@ -4,7 +4,6 @@
 //! doorbells that follow a wait, until the next wait or the end of the submission.
 
 use std::mem;
-use std::sync::Arc;
 
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
@@ -134,12 +133,7 @@ impl Calls {
         for (place, op) in ops.iter().enumerate() {
             match *op {
                 Op::Trigger(ref source, ring) => {
-                    // A doorbell says all: of several in a row the last one does.
-                    let next = ops.get(place + 1);
-                    let is_last = !matches!(next, Some(Op::Trigger(next, _)) if Arc::ptr_eq(next, source));
-                    if is_last && let Some(bell) = source.bell() {
-                        self.trigger(gpu, bell, ring)?;
-                    }
+                    source.bell().map_or(Ok(()), |bell| self.trigger(gpu, bell, ring))?;
                 }
                 Op::Await(ref source, n) => {
                     self.pass(&mut indices);
@@ -194,7 +188,7 @@ impl Calls {
 
     /// Record, barrier, doorbell; where the record may lag, the doorbell comes first.
     #[inline(always)]
-    fn trigger(&mut self, gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<()> {
+    pub(super) fn trigger(&mut self, gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<()> {
         let [record, doorbell] = &bell.found;
         let record = record.place(bell.record.memory(), gpu)?.addr;
         let doorbell = doorbell.place(bell.doorbell.memory(), gpu)?.addr;

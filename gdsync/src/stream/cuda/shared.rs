@@ -10,12 +10,13 @@
 //! (the driver, sources, host functions, drops of what operations hold) runs under that one.
 
 use std::collections::VecDeque;
-use std::mem;
+use std::{mem, ptr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use smallvec::smallvec;
 
 use super::graph::{self, Captured};
 use super::host_fn;
@@ -31,7 +32,7 @@ use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
 use crate::recorder::Log;
-use crate::stream::op::{Op, Ops, Source};
+use crate::stream::op::{Op, Ops, Ring, Source};
 use crate::stream::sources::sources_of;
 use crate::stream::turns::Turns;
 
@@ -104,12 +105,37 @@ pub(super) struct State {
 
 /// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
 pub(super) struct Submission {
+    /// Its number; of several that it stands for, the last one's.
     pub(super) seq: u64,
     pub(super) ops: Ops,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// What it is a launch of.
-    pub(super) _instance: Option<Arc<Instance>>,
+    pub(super) instance: Option<Arc<Instance>>,
+}
+
+/// What a submission is in the queue.
+#[derive(Clone, Copy)]
+pub(super) struct Entry {
+    seq: u64,
+    calls: usize,
+    host_fns: usize,
+}
+
+impl Submission {
+    #[inline(always)]
+    fn new(Entry { seq, calls, host_fns }: Entry, ops: Ops, instance: Option<Arc<Instance>>) -> Self {
+        Self { seq, ops, calls, host_fns, instance }
+    }
+
+    /// Whether all that it does is to ring for this source.
+    #[inline]
+    fn triggers_only(&self, source: &dyn Source) -> bool {
+        match &self.ops[..] {
+            [Op::Trigger(known, _)] => ptr::addr_eq(&raw const **known, source) && self.instance.is_none(),
+            _ => false,
+        }
+    }
 }
 
 impl Shared {
@@ -190,7 +216,29 @@ impl Shared {
     pub(super) fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
-        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), ops, &mut calls))
+        let put = |queue: &mut VecDeque<_>, entry| queue.push_back(Submission::new(entry, mem::take(ops), None));
+        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
+    }
+
+    /// Submits one trigger. Of those in a row for the same queue, one submission stands for all up to the next mark: nothing tells of
+    /// them one by one.
+    pub(super) fn trigger(
+        &self,
+        turn: &mut Turn,
+        (source, own): (&dyn Source, &dyn Fn() -> Arc<dyn Source>),
+        ring: Ring,
+    ) -> Result<u64> {
+        let mut calls = Calls::new(self.by_kernel());
+        source.bell().map_or(Ok(()), |bell| calls.trigger(&self.gpu, bell, ring))?;
+        let is_marked = turn.unmarked == 0;
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| match queue.back_mut() {
+            Some(last) if !is_marked && last.triggers_only(source) => {
+                last.seq = entry.seq;
+                last.calls += entry.calls;
+            }
+            _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(own(), ring)], None)),
+        };
+        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
     }
 
     /// Accepts a submission unless the stream has failed. `put` queues it and returns its number; the context is current then.
@@ -205,10 +253,8 @@ impl Shared {
             return Err(error.clone());
         }
         let mut done = Retired::nothing();
-        match self.gpu.within(|_| Ok(put(turn, &mut done))) {
-            Ok(put) => put,
-            Err(error) => Err(Error::cuda("entering the context")(error)),
-        }
+        let _joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        put(turn, &mut done)
     }
 
     /// Submission `seq` was issued: what the driver said to it.
@@ -231,8 +277,8 @@ impl Shared {
     fn submit_in_turn<'s>(
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
-        ops: &mut Ops,
         calls: &mut Calls,
+        put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<u64> {
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
@@ -247,7 +293,7 @@ impl Shared {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
         }
-        self.enqueue(turn, done, ops, (count, host_fns), None)?;
+        self.enqueue(turn, done, (count, host_fns), put)?;
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };
         turn.marked = if marks { seq } else { turn.marked };
         let answer = self.issue(seq, calls);
@@ -255,15 +301,14 @@ impl Shared {
     }
 
     /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
-    /// the driver takes it. Its number is the next one.
+    /// the driver takes it. Its number is the next one. `put` adds it to the queue, which is locked, with its operations.
     #[inline(always)]
     pub(super) fn enqueue<'s>(
         &'s self,
         turn: &mut Turn,
         done: &mut Retired<'s>,
-        ops: &mut Ops,
         (calls, host_fns): (usize, usize),
-        instance: Option<&Arc<Instance>>,
+        put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<()> {
         let mut state = self.lock();
         // Under the lock, which the reaper takes after it has closed the gate: it sees the submission, or is seen here. And before
@@ -292,14 +337,27 @@ impl Shared {
         self.submitted.store(seq, Ordering::Release);
         state.calls += calls;
         state.host_fns += host_fns;
-        let ops = mem::take(ops);
-        state.queue.push_back(Submission { seq, ops, calls, host_fns, _instance: instance.cloned() });
+        put(&mut state.queue, Entry { seq, calls, host_fns });
         let asleep = state.asleep;
         drop(state);
         if asleep {
             self.work.notify_one();
         }
         Ok(())
+    }
+
+    /// As [`Shared::enqueue`], of a launch.
+    pub(super) fn enqueue_launch<'s>(
+        &'s self,
+        turn: &mut Turn,
+        done: &mut Retired<'s>,
+        ops: &mut Ops,
+        calls: usize,
+        instance: &Arc<Instance>,
+    ) -> Result<()> {
+        self.enqueue(turn, done, (calls, 0), |queue, entry| {
+            queue.push_back(Submission::new(entry, mem::take(ops), Some(instance.clone())));
+        })
     }
 
     /// Sees to it that the room that comes is seen.

@@ -80,7 +80,7 @@ impl Shared {
         let instance = self.instance(turn, &armory.pool)?;
         let seq = self.submitted() + 1;
         let addr = instance.arm_steps(self.head(seq), steps, self.mark_of(seq))?;
-        self.enqueue(turn, done, ops, (CALLS, 0), Some(&instance))?;
+        self.enqueue_launch(turn, done, ops, CALLS, &instance)?;
         drop(launching);
         // Who waits for submissions that are over does not wait for the application.
         *done = Retired::nothing();
