@@ -87,10 +87,10 @@ use std::time::{Duration, Instant};
 use parking_lot::MutexGuard;
 
 pub use batch::Batch;
-pub use cuda::{CudaStreamConfig, Kick, Via};
-pub(crate) use cuda::{KickerSlot, Lane, reserve};
 #[doc(hidden)]
 pub use cuda::Turn;
+pub use cuda::{CudaStreamConfig, Kick, Via};
+pub(crate) use cuda::{KickerSlot, Lane, reserve};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 #[doc(hidden)]
@@ -431,11 +431,14 @@ impl Stream {
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse()?;
-        let seq = self.0.engine.submitted();
-        if !self.0.engine.wait_completed(seq, deadline(timeout)) {
-            return Err(Error::Deadline { what: "stream synchronize", after: timeout });
+        let (seq, deadline) = (self.0.engine.submitted(), deadline(timeout));
+        let late = || Error::Deadline { what: "stream synchronize", after: timeout };
+        if !self.0.engine.wait_completed(seq, deadline) {
+            return Err(late());
         }
-        let mut state = self.0.turn();
+        // Who has the turn may have to wait in the driver.
+        let state = self.0.turns.take_until(deadline).ok_or_else(late)?;
+        let mut state = Held { inner: &self.0, state: Some(state) };
         let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
         // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.
         state.used.retain(|(_, last)| *last > seq);

@@ -4,6 +4,7 @@
 //! doorbells backwards. What others find due meanwhile, as a mark of the stream, they leave to whoever has the turn.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -22,6 +23,11 @@ impl Turns {
     #[inline(always)]
     pub(super) fn take(&self) -> MutexGuard<'_, State> {
         self.state.lock()
+    }
+
+    /// As [`Turns::take`], until the deadline.
+    pub(super) fn take_until(&self, deadline: Instant) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock_until(deadline)
     }
 
     /// Ends a turn, and does what others wanted meanwhile.

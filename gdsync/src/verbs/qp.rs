@@ -112,7 +112,11 @@ impl QpCore {
     fn check_state(&self, what: &'static str, good: &[QpState], needs: &'static str) -> Result<()> {
         self.health.check()?;
         let state = self.state();
-        if good.contains(&state) { Ok(()) } else { Err(Error::WrongState { qpn: self.qpn, state, what, needs }) }
+        if good.contains(&state) {
+            Ok(())
+        } else {
+            Err(Error::WrongState { qpn: self.qpn, state, what, needs })
+        }
     }
 
     /// The root cause of the first failure, if there was one.

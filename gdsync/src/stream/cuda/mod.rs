@@ -35,9 +35,9 @@ use gdrcopy::cuda::raw::layout::STREAM_NON_BLOCKING;
 pub(crate) use self::kicker::Slot as KickerSlot;
 pub(crate) use self::lane::Lane;
 pub(crate) use self::reserve::reserve;
+use self::shared::Shared;
 #[doc(hidden)]
 pub use self::shared::Turn;
-use self::shared::Shared;
 use super::engine::Engine;
 use super::graph::Made;
 use super::op::{Op, Ops, Ring, Source};
@@ -141,7 +141,10 @@ impl Engine for CudaEngine {
     }
 
     fn mark(&self, turn: &mut Turn) {
-        self.shared.mark_in_turn(turn);
+        // Not within a host function, where CUDA must not be called: then the watchdog sees to it.
+        if !host_fn::is_running() {
+            self.shared.mark_in_turn(turn);
+        }
     }
 
     fn begin_capture(&self, turn: &mut Turn) -> Result<()> {

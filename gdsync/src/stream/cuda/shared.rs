@@ -10,10 +10,10 @@
 //! (the driver, sources, host functions, drops of what operations hold) runs under that one.
 
 use std::collections::VecDeque;
-use std::{mem, ptr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::{mem, ptr};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use smallvec::smallvec;
@@ -216,7 +216,8 @@ impl Shared {
     pub(super) fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
-        let put = |queue: &mut VecDeque<_>, entry| queue.push_back(Submission::new(entry, mem::take(ops), None));
+        let put =
+            |queue: &mut VecDeque<_>, entry| queue.push_back(Submission::new(entry, mem::take(ops), None));
         self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
     }
 

@@ -398,7 +398,8 @@ fn host_functions_may_use_their_engine() {
     submit(
         &engine,
         [host_fn(move || {
-            let seq: Result<u64> = own.submit(&mut Turn::default(), &mut Ops::from_iter([Op::Write32 { at, value: 3 }]));
+            let seq: Result<u64> =
+                own.submit(&mut Turn::default(), &mut Ops::from_iter([Op::Write32 { at, value: 3 }]));
             *out.lock() =
                 Some((seq.expect("accepted"), own.completed(), own.wait_completed(1, Instant::now())));
         })],
