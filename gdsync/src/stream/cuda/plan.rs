@@ -19,6 +19,7 @@ const MAX_MEMOPS: usize = 255;
 
 /// A call into the driver.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "host functions are rare")]
 pub(super) enum Call {
     /// A kernel or `cuStreamBatchMemOp` that runs these.
     Ops(Program),
