@@ -55,6 +55,24 @@ fn prepared_sends_must_be_posted_in_order() {
 }
 
 #[test]
+fn one_doorbell_starts_sends_in_a_row() {
+    let (a, b) = pair(64, |q| q);
+    let s = stream("row");
+    let mut batch = Batch::new();
+    for value in [[1], [2], [3]] {
+        batch.send(&a.qp, &write(&b, 0, &value)).unwrap();
+    }
+    assert_eq!(batch.len(), 1);
+    batch.wait_all_sends(&a.qp).unwrap();
+    batch.send(&a.qp, &write(&b, 1, &[4])).unwrap();
+    assert_eq!(batch.len(), 3, "none before a wait rings for what comes behind it");
+    s.submit(&mut batch).unwrap();
+    s.synchronize(PATIENCE).unwrap();
+    assert_eq!(polled(&a, 1), [4]);
+    assert_eq!(b.memory().to_vec()[..2], [3, 4]);
+}
+
+#[test]
 fn a_batch_with_one_part_out_of_order_marks_nothing() {
     let ((a, b), (c, d)) = (pair(64, |q| q), pair(64, |q| q));
     let s = stream("order");

@@ -60,6 +60,21 @@ struct Inner {
     engine: Mutex<Weak<Engine>>,
 }
 
+/// A context is current: see [`Gpu::join`].
+pub(crate) struct Joined<'a>(Option<&'a Api>);
+
+impl Drop for Joined<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let Some(api) = self.0 else { return };
+        let mut popped = 0;
+        // SAFETY: a place for the answer; pushed when this value was made.
+        if let Err(error) = unsafe { api.ctx_pop_current(&mut popped) } {
+            tracing::warn!(%error, "the CUDA context of the calling thread was not put back");
+        }
+    }
+}
+
 impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Gpu({})", self.0.ordinal)
@@ -273,20 +288,25 @@ impl Gpu {
     }
 
     /// Runs a call with its context current, and as part of a capture if there is one. Quick where it is current already.
+    #[inline]
     pub(crate) fn within<T>(&self, call: impl FnOnce(&Api) -> gdrcopy::Result<T>) -> gdrcopy::Result<T> {
+        let _joined = self.join()?;
+        call(&self.0.api)
+    }
+
+    /// Makes its context current until the result is dropped, as [`Gpu::within`] does.
+    #[inline]
+    pub(crate) fn join(&self) -> gdrcopy::Result<Joined<'_>> {
         let api = &self.0.api;
         let mut current = 0;
         // SAFETY: a place for the answer.
         unsafe { api.ctx_get_current(&mut current) }?;
-        if current == self.0.context {
-            return call(api);
+        let is_other = current != self.0.context;
+        if is_other {
+            // SAFETY: retained here, or kept alive as the maker of this value promised.
+            unsafe { api.ctx_push_current(self.0.context) }?;
         }
-        // SAFETY: retained here, or kept alive as the maker of this value promised.
-        unsafe { api.ctx_push_current(self.0.context) }?;
-        let result = call(api);
-        // SAFETY: a place for the answer; pushed above.
-        unsafe { api.ctx_pop_current(&mut current) }?;
-        result
+        Ok(Joined(is_other.then_some(api)))
     }
 
     /// Makes sure that work of this GPU can use memory of another one.

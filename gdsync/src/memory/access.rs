@@ -22,6 +22,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
+    #[inline]
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         let dst = self.check(offset, data.len())?;
         // SAFETY: as in `read`, the other way round.
@@ -55,6 +56,7 @@ impl Memory {
     }
 
     /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
+    #[inline]
     pub(crate) fn prefetch_to_write(&self, offset: usize) {
         #[cfg(target_arch = "x86_64")]
         if let (Reach::Host, Ok(())) = (self.reach, self.inside(offset, 1)) {

@@ -12,7 +12,7 @@ use super::event::{Awaited, By, Event, Stage, WORDS};
 use super::file;
 use super::layout::{self, LANE_BYTES, LANE_TABLE, LANES, RECORD_BYTES, WAIT_WORDS, WAITS, header};
 use super::rows::Rows;
-use super::seat::Seat;
+use super::seat::{self, Seat};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
 use crate::protocol::stamp;
@@ -150,17 +150,16 @@ impl Recorder {
 
     #[inline]
     fn put_at(&self, at: u64, event: &Event) {
-        let put = |seat: &Seat| self.lane_of(seat).map(|lane| self.write(lane, at, event));
-        if Seat::with(put).flatten().is_none() {
-            self.lose();
+        match self.lane() {
+            Some(lane) => self.write(lane, at, event),
+            None => self.lose(),
         }
     }
 
     /// The lane of the calling thread, if there is one.
     #[inline]
-    fn lane_of(&self, seat: &Seat) -> Option<usize> {
-        let lane = seat.lane?;
-        if seat.known_to.get() == self.serial || self.admit(seat, lane) { Some(lane) } else { None }
+    fn lane(&self) -> Option<usize> {
+        seat::known(self.serial).or_else(|| self.admit())
     }
 
     #[inline]
@@ -186,7 +185,9 @@ impl Recorder {
 
     /// A thread that is new here: makes room for its ring, if that is not there, and notes its name.
     #[cold]
-    fn admit(&self, seat: &Seat, at: usize) -> bool {
+    fn admit(&self) -> Option<usize> {
+        // Not while the thread is ending.
+        let at = Seat::with(|seat| seat.lane).flatten()?;
         let lane = &self.lanes[at];
         let records = usize::try_from(self.records).expect("at most 2^20");
         if !lane.open.load(Ordering::Relaxed) {
@@ -195,7 +196,7 @@ impl Recorder {
                 lane.refused.load(Ordering::Relaxed) || file::allocate(&self.file, from, bytes).is_err();
             lane.refused.store(refused, Ordering::Relaxed);
             if refused {
-                return false;
+                return None;
             }
             lane.open.store(true, Ordering::Relaxed);
         }
@@ -208,8 +209,8 @@ impl Recorder {
         let length = name.len().min(LANE_BYTES - 8);
         row[8..8 + length].copy_from_slice(&name[..length]);
         self.memory.write(LANE_TABLE + at * LANE_BYTES, &row).expect("the table has a row for each lane");
-        seat.known_to.set(self.serial);
-        true
+        seat::make_known(self.serial, at);
+        Some(at)
     }
 
     /// Notes that the calling thread is in a wait, or no more: one at a time. A wait that was given up and is taken up again has
@@ -220,7 +221,7 @@ impl Recorder {
         }
         let event = awaited.event(stage, by);
         self.put_at(at, &event);
-        let Some(lane) = Seat::with(|seat| self.lane_of(seat)).flatten() else { return };
+        let Some(lane) = self.lane() else { return };
         let offset = WAITS + lane * WAIT_WORDS * 8;
         let words = self.memory.words64::<WAIT_WORDS>(offset).expect("the table has a row for each lane");
         let was = words.each_ref().map(|word| word.load(Ordering::Relaxed));

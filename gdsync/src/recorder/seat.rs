@@ -10,14 +10,26 @@ static TAKEN: [AtomicU64; LANES / BITS] = [const { AtomicU64::new(0) }; LANES / 
 
 thread_local! {
     static SEAT: Seat = Seat::take();
+    /// The recorder that knows the thread, and its lane there.
+    static KNOWN: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
+}
+
+/// The lane of the calling thread, if the recorder of this number, which is not 0, knows it.
+#[inline]
+pub(super) fn known(serial: u64) -> Option<usize> {
+    let (known_to, lane) = KNOWN.get();
+    (known_to == serial).then_some(lane)
+}
+
+/// From now on the recorder of this number knows the calling thread by this lane, which is its seat's.
+pub(super) fn make_known(serial: u64, lane: usize) {
+    KNOWN.set((serial, lane));
 }
 
 /// A thread's number, given back when the thread ends.
 pub(super) struct Seat {
     /// None where all are taken.
     pub(super) lane: Option<usize>,
-    /// The recorder that knows the thread.
-    pub(super) known_to: Cell<u64>,
 }
 
 impl Seat {
@@ -40,12 +52,13 @@ impl Seat {
                 return Some(at * BITS + bit as usize);
             }
         };
-        Self { lane: TAKEN.iter().enumerate().find_map(free), known_to: Cell::new(0) }
+        Self { lane: TAKEN.iter().enumerate().find_map(free) }
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
+        KNOWN.set((0, 0));
         if let Some(lane) = self.lane {
             TAKEN[lane / BITS].fetch_and(!(1 << (lane % BITS)), Ordering::Release);
         }

@@ -26,6 +26,8 @@ pub struct Batch {
     pub(super) repeatable: Vec<(usize, Repeatable)>,
     /// The stream that it will be submitted to, where that is known: what is added is marked at once.
     pub(super) stream: Option<u64>,
+    /// The operations before this place are another part, whose doorbells ring for nothing behind it.
+    pub(super) part: usize,
 }
 
 /// A host function that can be called more than once.
@@ -91,6 +93,7 @@ impl Batch {
     }
 
     /// Lets go of what was marked, once its operations are with their engine.
+    #[inline]
     pub(super) fn hand_over(&mut self) {
         self.sends.clear();
         self.waits.clear();
@@ -113,7 +116,7 @@ impl Batch {
         self.ops.is_empty()
     }
 
-    /// Adds a send.
+    /// Adds a send. Of sends of a queue pair in a row the last one's doorbell starts all.
     ///
     /// # Errors
     /// As [`Qp::prepare_send`].
@@ -131,7 +134,7 @@ impl Batch {
 
     /// Adds sends prepared earlier.
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
-        send.trigger_op(&mut self.ops);
+        send.trigger_op(&mut self.ops, self.part);
         let completion = send.completion();
         make_room(&mut self.sends);
         self.sends.push(send);

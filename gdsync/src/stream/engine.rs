@@ -4,8 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use smallvec::smallvec;
+
+use super::cuda::Turn;
 use super::graph::Made;
-use super::op::{Op, Ops};
+use super::op::{Op, Ops, Ring, Source};
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -34,19 +37,36 @@ pub trait Engine: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Queues operations. On refusal `ops` is left as it was.
+    /// Queues operations; the caller has the turn of the stream. On refusal `ops` is left as it was.
     ///
     /// # Errors
     /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
     /// engine failed with.
-    fn submit(&self, ops: &mut Ops) -> Result<u64>;
+    fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64>;
+
+    /// Queues one [`Op::Trigger`] of a source, which `own` returns to be kept.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    fn trigger(
+        &self,
+        turn: &mut Turn,
+        _source: &dyn Source,
+        own: &dyn Fn() -> Arc<dyn Source>,
+        ring: Ring,
+    ) -> Result<u64> {
+        self.submit(turn, &mut smallvec![Op::Trigger(own(), ring)])
+    }
+
+    /// Does what another thread wanted that did not have the turn.
+    fn mark(&self, _turn: &mut Turn) {}
 
     /// From now on until [`Engine::end_capture`], batches come to [`Engine::record`], and nothing to the others. An engine
     /// that takes a graph as any submission has nothing to do here.
     ///
     /// # Errors
     /// What makes a capture impossible, or the error that the engine failed with.
-    fn begin_capture(&self) -> Result<()> {
+    fn begin_capture(&self, _turn: &mut Turn) -> Result<()> {
         Ok(())
     }
 
@@ -54,7 +74,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn record(&self, _ops: &[Op]) -> Result<()> {
+    fn record(&self, _turn: &mut Turn, _ops: &[Op]) -> Result<()> {
         Ok(())
     }
 
@@ -62,7 +82,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Why there is nothing to launch.
-    fn end_capture(&self) -> Result<Made> {
+    fn end_capture(&self, _turn: &mut Turn) -> Result<Made> {
         Ok(Arc::new(()))
     }
 
@@ -70,8 +90,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`]; what was made by another engine may be refused.
-    fn launch(&self, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
-        self.submit(ops)
+    fn launch(&self, turn: &mut Turn, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
+        self.submit(turn, ops)
     }
 
     /// How many operations a batch has as a step of a kernel of the application.
@@ -97,6 +117,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// As [`Engine::launch`].
     fn launch_steps(
         &self,
+        _turn: &mut Turn,
         _made: &Made,
         _ops: &mut Ops,
         _ends: &[usize],

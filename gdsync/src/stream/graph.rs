@@ -9,7 +9,7 @@ use super::batch::Batch;
 use super::engine::Engine;
 use super::op::Ops;
 use super::record::{Part, Recording};
-use super::{Stream, deadline};
+use super::{State, Stream, Turn, deadline};
 use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
@@ -88,7 +88,7 @@ impl Stream {
             return Err(within_capture("a capture"));
         }
         self.0.engine.error().map_or(Ok(()), Err)?;
-        self.0.engine.begin_capture()?;
+        self.0.engine.begin_capture(&mut state.turn)?;
         state.recording = Some(Recording::default());
         Ok(Capture { stream: self.clone(), open: true })
     }
@@ -98,14 +98,13 @@ impl Stream {
         &self,
         batches: &[Vec<Part>],
         deadline: Instant,
-        mut launch: impl FnMut(&dyn Engine, &mut Ops, &[usize]) -> Result<u64>,
+        mut launch: impl FnMut(&dyn Engine, &mut Turn, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
         let stream = self.0.id;
         let mut batch = Batch { stream: Some(stream), ..Batch::default() };
         let mut completions = Vec::new();
         let mut ends = Vec::with_capacity(batches.len());
         let seq = self.while_full(deadline, || {
-            // Held throughout: see `Stream::submit`.
             let mut state = self.state()?;
             if state.recording.is_some() {
                 return Err(within_capture("a launch"));
@@ -114,9 +113,11 @@ impl Stream {
             for parts in &batches[ends.len()..] {
                 let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
                 again.inspect_err(|_| batch.refuse(stream))?;
-                ends.push(batch.ops.len());
+                batch.part = batch.ops.len();
+                ends.push(batch.part);
             }
-            self.put(&mut state.used, &mut batch, |engine, ops| launch(engine, ops, &ends))
+            let State { used, turn, .. } = &mut *state;
+            self.put((used, turn), &mut batch, |engine, turn, ops| launch(engine, turn, ops, &ends))
         })?;
         batch.hand_over();
         Ok(Launch { completions, stream, seq })
@@ -137,8 +138,8 @@ impl Capture {
     fn close(&self) -> (Result<Made>, Recording) {
         let inner = &self.stream.0;
         // Under the lock: nothing is run before the engine has left the capture.
-        let mut state = inner.state.lock();
-        let made = inner.engine.end_capture();
+        let mut state = inner.turn();
+        let made = inner.engine.end_capture(&mut state.turn);
         let made = inner.engine.error().map_or(made, Err);
         (made, state.recording.take().unwrap_or_default())
     }
@@ -179,8 +180,8 @@ impl Graph {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        stream.launch_again(&self.batches, deadline(timeout), |engine, ops, ends| {
-            engine.launch(&self.made, ops, ends)
+        stream.launch_again(&self.batches, deadline(timeout), |engine, turn, ops, ends| {
+            engine.launch(turn, &self.made, ops, ends)
         })
     }
 }

@@ -14,6 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use self::shared::Shared;
+use super::cuda::Turn;
 use super::engine::Engine;
 use super::op::Ops;
 use crate::error::{Error, Result};
@@ -104,7 +105,7 @@ impl Engine for HostEngine {
         "host"
     }
 
-    fn submit(&self, ops: &mut Ops) -> Result<u64> {
+    fn submit(&self, _turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
         self.shared.submit(ops)
     }
 

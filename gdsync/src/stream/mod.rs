@@ -75,16 +75,20 @@ mod run;
 mod single;
 mod sources;
 mod steps;
+mod turns;
 
 use std::fmt;
 use std::mem;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::MutexGuard;
 
 pub use batch::Batch;
+#[doc(hidden)]
+pub use cuda::Turn;
 pub use cuda::{CudaStreamConfig, Kick, Via};
 pub(crate) use cuda::{KickerSlot, Lane, reserve};
 #[doc(hidden)] // until applications can bring an engine of their own
@@ -109,6 +113,7 @@ use crate::verbs::qp::QpCore;
 use cuda::CudaEngine;
 use host::HostEngine;
 use record::Recording;
+use turns::Turns;
 
 /// A stream. Clones share it. When the last one is dropped, pending work is aborted.
 #[derive(Clone)]
@@ -118,7 +123,7 @@ struct Inner {
     id: u64,
     name: String,
     engine: Arc<dyn Engine>,
-    state: Mutex<State>,
+    turns: Arc<Turns>,
 }
 
 type Used = Vec<(Arc<QpCore>, u64)>;
@@ -131,6 +136,45 @@ struct State {
     recording: Option<Recording>,
     /// For what is submitted one by one: empty, but with room.
     spare: Batch,
+    /// What the engine of a GPU keeps.
+    turn: Turn,
+}
+
+/// The turn of a stream, until it is dropped.
+struct Held<'a> {
+    inner: &'a Inner,
+    /// Always there until the drop.
+    state: Option<MutexGuard<'a, State>>,
+}
+
+impl Deref for Held<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        self.state.as_ref().expect("held until the drop")
+    }
+}
+
+impl DerefMut for Held<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        self.state.as_mut().expect("held until the drop")
+    }
+}
+
+impl Drop for Held<'_> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        if let Some(state) = self.state.take() {
+            self.inner.turns.end(state, |state| self.inner.engine.mark(&mut state.turn));
+        }
+    }
+}
+
+impl Inner {
+    #[inline(always)]
+    fn turn(&self) -> Held<'_> {
+        Held { inner: self, state: Some(self.turns.take()) }
+    }
 }
 
 impl fmt::Debug for Stream {
@@ -170,7 +214,7 @@ impl Stream {
     /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Sys`] when no thread can be had.
     pub fn host(config: HostStreamConfig) -> Result<Self> {
         let name = config.name.clone();
-        Ok(Self::with(name, HostEngine::start(config)?))
+        Ok(Self::with(name, HostEngine::start(config)?, Arc::default()))
     }
 
     /// A stream of our own on a GPU.
@@ -180,7 +224,8 @@ impl Stream {
     /// for its watchdog.
     pub fn cuda(gpu: &Gpu, config: CudaStreamConfig) -> Result<Self> {
         let name = config.name.clone();
-        Ok(Self::with(name, CudaEngine::start(gpu, config)?))
+        let turns = Arc::<Turns>::default();
+        Ok(Self::with(name, CudaEngine::start(gpu, config, turns.clone())?, turns))
     }
 
     /// A stream of the application: what it queues there itself, as kernels and copies, and what is queued here run in the
@@ -194,13 +239,14 @@ impl Stream {
     /// destroyed here.
     pub unsafe fn cuda_lent(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Self> {
         let name = config.name.clone();
-        Ok(Self::with(name, CudaEngine::lent(gpu, stream, config)?))
+        let turns = Arc::<Turns>::default();
+        Ok(Self::with(name, CudaEngine::lent(gpu, stream, config, turns.clone())?, turns))
     }
 
-    fn with(name: String, engine: Arc<dyn Engine>) -> Self {
+    fn with(name: String, engine: Arc<dyn Engine>, turns: Arc<Turns>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::new(Inner { id, name, engine, state: Mutex::default() }))
+        Self(Arc::new(Inner { id, name, engine, turns }))
     }
 
     /// The `CUstream`, to launch kernels on; `None` for a host stream. To capture it, use
@@ -220,10 +266,9 @@ impl Stream {
     /// Leaves the batch as it was, and returns [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`], the error
     /// that broke a queue pair of the batch, or the one that failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
-        // Held throughout: another thread's submission between mark and queue would ring doorbells backwards.
         let mut state = self.state()?;
-        let State { used, recording, .. } = &mut *state;
-        self.submit_locked(used, recording, batch)?;
+        let State { used, recording, turn, .. } = &mut *state;
+        self.submit_locked((used, turn), recording, batch)?;
         drop(state);
         batch.hand_over();
         Ok(())
@@ -231,17 +276,17 @@ impl Stream {
 
     fn submit_locked(
         &self,
-        used: &mut Used,
+        (used, turn): (&mut Used, &mut Turn),
         recording: &mut Option<Recording>,
         batch: &mut Batch,
     ) -> Result<()> {
         let _range = DOMAIN.range(c"submit");
         let Some(recording) = recording else {
-            return self.put(used, batch, |engine, ops| engine.submit(ops)).map(drop);
+            return self.put((used, turn), batch, |engine, turn, ops| engine.submit(turn, ops)).map(drop);
         };
         record::check(batch)?;
         match &mut recording.sizes {
-            None => self.0.engine.record(&batch.ops)?,
+            None => self.0.engine.record(turn, &batch.ops)?,
             Some(sizes) => sizes.push(self.0.engine.size_of_step(&batch.ops)?),
         }
         recording.add(batch);
@@ -249,22 +294,23 @@ impl Stream {
     }
 
     /// The state, unless the calling thread holds it already.
-    fn state(&self) -> Result<MutexGuard<'_, State>> {
+    #[inline(always)]
+    fn state(&self) -> Result<Held<'_>> {
         steps::refuse()?;
-        Ok(self.0.state.lock())
+        Ok(self.0.turn())
     }
 
     /// Marks a batch, has the engine take it, and takes note of its queue pairs. Returns the number of the submission.
     fn put(
         &self,
-        used: &mut Used,
+        (used, turn): (&mut Used, &mut Turn),
         batch: &mut Batch,
-        submit: impl FnOnce(&dyn Engine, &mut Ops) -> Result<u64>,
+        submit: impl FnOnce(&dyn Engine, &mut Turn, &mut Ops) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.0.id)?;
         // Before the engine has it: it may run at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
-        let seq = match submit(&*self.0.engine, &mut batch.ops) {
+        let seq = match submit(&*self.0.engine, turn, &mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.0.id);
@@ -306,8 +352,9 @@ impl Stream {
     /// Submits what `add` puts into a batch.
     fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
         let mut state = self.state()?;
-        let State { used, recording, spare, .. } = &mut *state;
-        let added = add(spare).and_then(|added| self.submit_locked(used, recording, spare).map(|()| added));
+        let State { used, recording, spare, turn } = &mut *state;
+        let added =
+            add(spare).and_then(|added| self.submit_locked((used, turn), recording, spare).map(|()| added));
         if added.is_err() {
             let refused = mem::take(spare);
             // To drop a host function is to run foreign code.
@@ -384,11 +431,14 @@ impl Stream {
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse()?;
-        let seq = self.0.engine.submitted();
-        if !self.0.engine.wait_completed(seq, deadline(timeout)) {
-            return Err(Error::Deadline { what: "stream synchronize", after: timeout });
+        let (seq, deadline) = (self.0.engine.submitted(), deadline(timeout));
+        let late = || Error::Deadline { what: "stream synchronize", after: timeout };
+        if !self.0.engine.wait_completed(seq, deadline) {
+            return Err(late());
         }
-        let mut state = self.0.state.lock();
+        // Who has the turn may have to wait in the driver.
+        let state = self.0.turns.take_until(deadline).ok_or_else(late)?;
+        let mut state = Held { inner: &self.0, state: Some(state) };
         let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
         // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.
         state.used.retain(|(_, last)| *last > seq);

@@ -76,9 +76,18 @@ impl PreparedSend {
         }
     }
 
-    pub(super) fn trigger_op(&mut self, ops: &mut Ops) {
-        self.place = ops.len();
-        ops.push(self.queue.trigger(&self.sends));
+    /// Adds its operation: where one of its queue comes last in the part that begins at this place, that one rings for both.
+    #[inline]
+    pub(super) fn trigger_op(&mut self, ops: &mut Ops, part: usize) {
+        let end = ops.len();
+        self.place = end;
+        match ops.last_mut() {
+            Some(Op::Trigger(source, ring)) if end > part && self.queue.end.is_source(source) => {
+                *ring = self.sends.ring();
+                self.place = end - 1;
+            }
+            _ => ops.push(Op::Trigger(self.queue.end.source(), self.sends.ring())),
+        }
     }
 
     /// The completion of the last of these sends.
@@ -142,14 +151,17 @@ pub struct PreparedWait {
 
 impl PreparedWait {
     /// Claims completions of a queue, of which one is given: the number of the first one, and the last one.
+    #[inline]
     pub(super) fn claim(queue: Completion, upto: Upto, stream: Option<u64>) -> Result<(u64, Completion)> {
-        let nothing = Error::NothingToWaitFor { queue: queue.end.tracker.name(), qpn: queue.end.qp.qpn };
-        Self::claim_new(queue, upto, stream)?.ok_or(nothing)
+        match Self::claim_of(&queue.end, upto, stream)? {
+            Some((first, n)) => Ok((first, Completion { n, ..queue })),
+            None => Err(Error::NothingToWaitFor { queue: queue.end.tracker.name(), qpn: queue.end.qp.qpn }),
+        }
     }
 
-    /// As `claim`; `None` when the last one was claimed or taken before.
-    fn claim_new(queue: Completion, upto: Upto, stream: Option<u64>) -> Result<Option<(u64, Completion)>> {
-        let end = &queue.end;
+    /// The numbers of the first and the last completion claimed; `None` when the last one was claimed or taken before.
+    #[inline]
+    fn claim_of(end: &QueueEnd, upto: Upto, stream: Option<u64>) -> Result<Option<(u64, u64)>> {
         let claimed = end.cq.claim(upto, &end.tracker, stream);
         if let Err(error) = end.qp.check_known() {
             if let Ok(Some((first, n))) = claimed {
@@ -157,7 +169,7 @@ impl PreparedWait {
             }
             return Err(error);
         }
-        Ok(claimed?.map(|(first, n)| (first, Completion { n, ..queue })))
+        claimed
     }
 
     /// With a `stream`, the claim was submitted to it.
@@ -168,8 +180,8 @@ impl PreparedWait {
     /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, for it alone.
     pub(super) fn through(completion: &Completion, stream: Option<u64>) -> Result<Option<Self>> {
         completion.check_life()?;
-        let claim = Self::claim_new(completion.clone(), Upto::Through(completion.n), stream)?;
-        Ok(claim.map(|claim| Self::of(claim, Asked::Through, stream)))
+        let claim = Self::claim_of(&completion.end, Upto::Through(completion.n), stream)?;
+        Ok(claim.map(|(first, _)| Self::of((first, completion.clone()), Asked::Through, stream)))
     }
 
     /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.

@@ -76,7 +76,7 @@ impl Recording {
 
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let Batch { ops, sends, waits, covered, repeatable, stream: _ } = mem::take(batch);
+        let Batch { ops, sends, waits, covered, repeatable, stream: _, part: _ } = mem::take(batch);
         let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
@@ -86,10 +86,12 @@ impl Recording {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 parts.extend(self.covered(completion));
             }
-            if let Some(send) = sends.next_if(|send| send.place == at) {
-                parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
-                self.sends.push((self.completions, send));
-                self.completions += 1;
+            if let Op::Trigger(..) = op {
+                while let Some(send) = sends.next_if(|send| send.place == at) {
+                    parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
+                    self.sends.push((self.completions, send));
+                    self.completions += 1;
+                }
             } else if let Some(wait) = waits.next_if(|wait| wait.place == at) {
                 let told = wait.asked != Asked::Through;
                 parts.push(Part::Wait { awaited: self.awaited(&wait), told });

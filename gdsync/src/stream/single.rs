@@ -1,6 +1,5 @@
 //! Sends and waits that are submitted one by one. They need no batch: there is one operation, and one thing to take back.
 
-use std::slice;
 use std::sync::Arc;
 
 use smallvec::smallvec;
@@ -13,7 +12,6 @@ use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
 use crate::verbs::cq::Upto;
 use crate::verbs::end::QueueEnd;
-use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 
 impl Stream {
@@ -24,18 +22,22 @@ impl Stream {
     pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
         let send = |state: &mut State| {
             let queue = &qp.send;
-            let prepared = queue.prepare(slice::from_ref(wr), Some(self.0.id))?;
-            if !prepared.is_told {
-                queue.note(Stage::Submitted, prepared.sends.range.clone(), self.0.id);
+            let sent = queue.prepare_one(wr, self.0.id)?;
+            if !sent.is_told {
+                queue.note(Stage::Submitted, sent.sends.range.clone(), self.0.id);
             }
-            if let Err(error) = self.put_one(state, queue.trigger(&prepared.sends), &queue.end.qp) {
-                PreparedSend::of(queue, prepared).refuse(self.0.id);
-                return Err(error);
+            let (source, own) = (queue.end.as_source(), || queue.end.source());
+            match self.0.engine.trigger(&mut state.turn, source, &own, sent.sends.ring()) {
+                Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
+                Err(error) => {
+                    PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
+                    return Err(error);
+                }
             }
             if !self.0.engine.signals() {
-                queue.watch(&prepared.sends);
+                queue.watch(&sent.sends);
             }
-            Ok(queue.end.completion(prepared.sends.range.start))
+            Ok(queue.end.completion(sent.sends.range.start))
         };
         self.single(send, |batch| batch.send(qp, wr))
     }
@@ -59,9 +61,13 @@ impl Stream {
     fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
         let (first, claim) = PreparedWait::claim(end.completion(0), Upto::Next(1), Some(self.0.id))?;
         claim.note_wait(Stage::WaitSubmitted, self.0.id);
-        if let Err(error) = self.put_one(state, Op::Await(end.source(), claim.n), &end.qp) {
-            PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
-            return Err(error);
+        let mut ops = smallvec![Op::Await(end.source(), claim.n)];
+        match self.0.engine.submit(&mut state.turn, &mut ops) {
+            Ok(seq) => note_use(&mut state.used, &end.qp, seq),
+            Err(error) => {
+                PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+                return Err(error);
+            }
         }
         if !self.0.engine.signals() {
             end.cq.attend(claim.n, self.0.engine.kicker());
@@ -76,7 +82,6 @@ impl Stream {
         put: impl FnOnce(&mut State) -> Result<T>,
         add: impl FnOnce(&mut Batch) -> Result<T>,
     ) -> Result<T> {
-        // Held throughout: see `Stream::submit`.
         let mut state = self.state()?;
         if state.recording.is_none() {
             let _range = DOMAIN.range(c"submit");
@@ -84,13 +89,5 @@ impl Stream {
         }
         drop(state);
         self.one(add)
-    }
-
-    /// Has the engine take an operation, and takes note of its queue pair.
-    #[inline(always)]
-    fn put_one(&self, state: &mut State, op: Op, core: &Arc<QpCore>) -> Result<()> {
-        let seq = self.0.engine.submit(&mut smallvec![op])?;
-        note_use(&mut state.used, core, seq);
-        Ok(())
     }
 }

@@ -107,7 +107,7 @@ struct Recorder<'a>(&'a Stream);
 
 impl Recorder<'_> {
     fn end(&self) -> Option<Recording> {
-        self.0.0.state.lock().recording.take()
+        self.0.0.turn().recording.take()
     }
 }
 
@@ -191,8 +191,8 @@ impl KernelSteps {
             IS_LAUNCHING.set(false);
             matches!(said.insert(answer), Ok(Ok(())))
         };
-        let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, ops, ends| {
-            engine.launch_steps(&self.made, ops, ends, &mut call)
+        let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, turn, ops, ends| {
+            engine.launch_steps(turn, &self.made, ops, ends, &mut call)
         });
         match said {
             None | Some(Ok(Ok(()))) => Ok(launch?),

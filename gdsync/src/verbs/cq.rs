@@ -403,12 +403,8 @@ impl CqInner {
             self.reap_locked(&mut state);
             self.free(&mut state);
         }
-        let track = tracker.lock();
-        let posted = track.posted;
-        while state.claim_next < posted && track.entry(state.claim_next).cancelled {
-            state.claim_next += 1;
-        }
-        drop(track);
+        let (posted, next) = tracker.next_from(state.claim_next);
+        state.claim_next = next;
         let n = match upto {
             Upto::Next(count) => state.claim_next + count - 1,
             Upto::Through(n) => n,

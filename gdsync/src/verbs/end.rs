@@ -60,6 +60,16 @@ impl QueueEnd {
         self.0.clone()
     }
 
+    /// The same, to look at.
+    pub(crate) fn as_source(&self) -> &dyn Source {
+        &*self.0
+    }
+
+    /// Whether that is this one.
+    pub(crate) fn is_source(&self, source: &Arc<dyn Source>) -> bool {
+        std::ptr::addr_eq(Arc::as_ptr(source), Arc::as_ptr(&self.0))
+    }
+
     fn is_in_stream(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }

@@ -95,15 +95,28 @@ impl QpCore {
         QpState(self.state.load(Ordering::Acquire))
     }
 
-    /// Refuses posting where it cannot work: broken, or in a state without that queue.
-    pub(crate) fn check_post(&self, what: &'static str) -> Result<()> {
+    /// Refuses sends where they cannot work: broken, or in a state without that queue.
+    #[inline(always)]
+    pub(crate) fn check_send(&self) -> Result<()> {
+        match !self.health.is_broken() && self.state() == QpState::RTS {
+            true => Ok(()),
+            false => self.check_state("post_send", &[QpState::RTS], "RTS"),
+        }
+    }
+
+    /// The same for receives.
+    pub(crate) fn check_recv(&self) -> Result<()> {
+        self.check_state("post_recv", &[QpState::INIT, QpState::RTR, QpState::RTS], "INIT, RTR or RTS")
+    }
+
+    fn check_state(&self, what: &'static str, good: &[QpState], needs: &'static str) -> Result<()> {
         self.health.check()?;
         let state = self.state();
-        let (ok, needs) = match what {
-            "post_recv" => (matches!(state, QpState::INIT | QpState::RTR | QpState::RTS), "INIT, RTR or RTS"),
-            _ => (state == QpState::RTS, "RTS"),
-        };
-        if ok { Ok(()) } else { Err(Error::WrongState { qpn: self.qpn, state, what, needs }) }
+        if good.contains(&state) {
+            Ok(())
+        } else {
+            Err(Error::WrongState { qpn: self.qpn, state, what, needs })
+        }
     }
 
     /// The root cause of the first failure, if there was one.
@@ -114,6 +127,7 @@ impl QpCore {
     }
 
     /// As [`QpCore::check`], of what is known without a look at the completion queues.
+    #[inline]
     pub(crate) fn check_known(&self) -> Result<()> {
         if self.health.is_broken() { self.check() } else { Ok(()) }
     }

@@ -71,7 +71,7 @@ impl RecvQueue {
         let mut track = self.end.tracker.lock();
         let (first, begin) = (track.posted, track.head);
         // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
-        let written = self.end.qp.check_post("post_recv");
+        let written = self.end.qp.check_recv();
         let written = written.and_then(|()| wrs.iter().try_for_each(|wr| self.write(&mut track, wr)));
         // The record may lie elsewhere, and must not be seen first.
         if track.posted > first

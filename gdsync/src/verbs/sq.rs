@@ -14,7 +14,7 @@ use crate::memory::Memory;
 use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
 use crate::recorder::{By, Queue, Stage};
-use crate::stream::{Bell, Op, Ring};
+use crate::stream::{Bell, Ring};
 
 pub(crate) struct SendQueue {
     pub(crate) end: Arc<QueueEnd>,
@@ -32,6 +32,7 @@ pub(crate) struct Most {
 }
 
 impl Most {
+    #[inline]
     fn check(self, op: &mlx5::SendOp<'_>) -> Result<()> {
         use mlx5::{Payload, SendOp};
         match *op {
@@ -80,6 +81,14 @@ pub(crate) struct Written {
     doorbell: u64,
 }
 
+impl Written {
+    /// What makes the HCA start everything up to the end of them.
+    #[inline]
+    pub(crate) fn ring(&self) -> Ring {
+        Ring { record: mlx5::send_record(self.end), doorbell: self.doorbell }
+    }
+}
+
 /// Requests that were prepared.
 pub(crate) struct Prepared {
     pub(crate) sends: Written,
@@ -87,6 +96,22 @@ pub(crate) struct Prepared {
     pub(crate) before: Option<Before>,
     /// The flight recorder knows that.
     pub(crate) is_told: bool,
+}
+
+/// A request that was prepared and handed to a stream.
+pub(crate) struct Sent {
+    pub(crate) sends: Written,
+    before: Before,
+    /// The flight recorder knows of it.
+    pub(crate) is_told: bool,
+}
+
+impl Sent {
+    /// The same as one of several.
+    pub(crate) fn prepared(self) -> Prepared {
+        let Self { sends, before, is_told } = self;
+        Prepared { sends, before: Some(before), is_told }
+    }
 }
 
 /// A send as it was written, to be written again at other places of the ring.
@@ -179,6 +204,25 @@ impl SendQueue {
         })
     }
 
+    /// Writes a request and hands it to a stream, as [`SendQueue::prepare`] of one.
+    #[inline(always)]
+    pub(crate) fn prepare_one(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
+        self.with_room(|track| {
+            self.write_one(track, wr)?;
+            let n = track.posted - 1;
+            let before = match self.hand_over(track, &(n..n + 1), stream) {
+                Ok(before) => before,
+                Err(error) => {
+                    self.undo(track, &(n..n + 1));
+                    return Err(error);
+                }
+            };
+            let &Entry { len, end, doorbell, .. } = track.entry(n);
+            let is_told = self.end.qp.log.note_prepared(n, len, Some(stream));
+            Ok(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
+        })
+    }
+
     /// Hands requests that were written to their stream, if there is one.
     #[inline(always)]
     fn prepared(&self, track: &mut Track, range: Range<u64>, stream: Option<u64>) -> Result<Prepared> {
@@ -229,21 +273,28 @@ impl SendQueue {
     /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
     #[inline(always)]
     fn with_room<T>(&self, mut f: impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
-        let mut reaped = false;
-        loop {
-            let mut track = self.end.tracker.lock();
-            // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
-            let outcome = self.end.qp.check_post("post_send").and_then(|()| f(&mut track));
-            drop(track);
-            match outcome {
-                Err(Error::QueueFull { .. } | Error::Busy { .. }) if !reaped => {
-                    self.provider().progress();
-                    self.end.cq.reap();
-                    reaped = true;
-                }
-                other => return other,
-            }
+        match self.locked(&mut f) {
+            Err(Error::QueueFull { .. } | Error::Busy { .. }) => self.again(&mut f),
+            other => other,
         }
+    }
+
+    #[inline(always)]
+    fn locked<T>(&self, f: &mut impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
+        let mut track = self.end.tracker.lock();
+        // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
+        self.end.qp.check_send()?;
+        let done = f(&mut track);
+        self.end.tracker.tell(&track);
+        done
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn again<T>(&self, mut f: &mut dyn FnMut(&mut Track) -> Result<T>) -> Result<T> {
+        self.provider().progress();
+        self.end.cq.reap();
+        self.locked(&mut f)
     }
 
     #[inline(always)]
@@ -315,7 +366,6 @@ impl SendQueue {
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
         track.push(Entry { wr_id, begin, end, doorbell, ds, len, ..Entry::default() });
-        self.end.tracker.tell(track);
         Ok(())
     }
 
@@ -375,6 +425,9 @@ impl SendQueue {
             track.head = track.entry(track.posted).begin;
             taken_back += 1;
         }
+        if taken_back < range.end - range.start {
+            self.end.tracker.tell_gaps();
+        }
         self.end.tracker.tell(track);
         self.end.cq.take_back(taken_back);
     }
@@ -425,12 +478,6 @@ impl SendQueue {
         track.rung = before.rung;
         track.gaps = before.gaps;
         track.owner = before.owner;
-    }
-
-    /// The operation that makes the HCA start everything up to the end of `sends`.
-    pub(crate) fn trigger(&self, sends: &Written) -> Op {
-        let ring = Ring { record: mlx5::send_record(sends.end), doorbell: sends.doorbell };
-        Op::Trigger(self.end.source(), ring)
     }
 
     /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.

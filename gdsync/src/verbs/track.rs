@@ -30,6 +30,7 @@ impl Health {
         self.broken.store(true, Ordering::Release);
     }
 
+    #[inline]
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire)
     }
@@ -66,6 +67,8 @@ pub(crate) struct Tracker {
     /// What the state says of requests posted and retired, to be read without its lock.
     posted: AtomicU64,
     retired: AtomicU64,
+    /// Requests were taken back, and stay where they are as others come behind them.
+    has_gaps: AtomicBool,
     log: Log,
     /// It is a card's, which does not record completions itself.
     is_card: bool,
@@ -143,6 +146,7 @@ impl Tracker {
             life: AtomicUsize::new(0),
             posted: AtomicU64::new(0),
             retired: AtomicU64::new(0),
+            has_gaps: AtomicBool::new(false),
             log,
             is_card,
             state: Mutex::new(state),
@@ -159,8 +163,29 @@ impl Tracker {
     }
 
     /// Notes how many requests are posted, for those who do not take the lock.
+    #[inline]
     pub(crate) fn tell(&self, track: &Track) {
-        self.posted.store(track.posted, Ordering::Relaxed);
+        self.posted.store(track.posted, Ordering::Release);
+    }
+
+    /// Notes that requests were taken back which others are behind.
+    pub(crate) fn tell_gaps(&self) {
+        self.has_gaps.store(true, Ordering::Relaxed);
+    }
+
+    /// Requests posted, and the first from `n` on that was not taken back.
+    #[inline]
+    pub(crate) fn next_from(&self, n: u64) -> (u64, u64) {
+        // Acquire: gaps before these are known then.
+        let posted = self.posted.load(Ordering::Acquire);
+        if self.has_gaps.load(Ordering::Relaxed) { self.next_behind_gaps(n) } else { (posted, n) }
+    }
+
+    #[cold]
+    fn next_behind_gaps(&self, n: u64) -> (u64, u64) {
+        let track = self.lock();
+        let next = (n..track.posted).find(|&n| !track.entry(n).cancelled);
+        (track.posted, next.unwrap_or(n.max(track.posted)))
     }
 
     /// A wait for the completion of request `n`.
@@ -218,6 +243,7 @@ impl Tracker {
         track.lives.push(retired);
         self.life.store(track.lives.len(), Ordering::Release);
         let lost = track.reset();
+        self.has_gaps.store(false, Ordering::Relaxed);
         self.tell(&track);
         lost
     }
@@ -353,13 +379,12 @@ impl Track {
         self.posted - self.retired < self.entries.len() as u64
     }
 
-    /// Adds a request and returns its number.
-    pub(crate) fn push(&mut self, entry: Entry) -> u64 {
-        let n = self.posted;
-        *self.entry_mut(n) = entry;
+    /// Adds a request.
+    #[inline(always)]
+    pub(crate) fn push(&mut self, entry: Entry) {
         self.head = entry.end;
+        *self.entry_mut(self.posted) = entry;
         self.posted += 1;
-        n
     }
 
     pub(crate) fn is_idle(&self) -> bool {

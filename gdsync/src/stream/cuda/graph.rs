@@ -11,9 +11,9 @@ use smallvec::SmallVec;
 
 use super::host_fn;
 use super::instance::Pool;
-use super::plan::{self, Call, Calls};
+use super::plan::{self, Call};
 use super::retire::Retired;
-use super::shared::{Issued, MARK_EVERY, Shared, Turn};
+use super::shared::{MARK_EVERY, Shared, Turn};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::stream::op::{Op, Ops};
@@ -22,7 +22,7 @@ use crate::stream::op::{Op, Ops};
 const NO_CAPTURE: u32 = 0;
 
 /// What a capture has recorded so far.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Captured {
     nodes: Vec<Node>,
     /// A batch is in the capture in parts: nothing can be made of it.
@@ -68,10 +68,10 @@ struct Captive {
 }
 
 impl Shape {
-    fn of(call: &Call) -> Self {
+    fn of(call: &Call, by_kernel: bool) -> Self {
         match call {
-            Call::MemOps(memops) => Shape::MemOps(memops.iter().map(|memop| memop.operation).collect()),
-            Call::Kernel(program) => Shape::Kernel { ops: program.len() },
+            Call::Ops(ops) if by_kernel && plan::fits_kernel(ops) => Shape::Kernel { ops: ops.len() },
+            Call::Ops(ops) => Shape::MemOps(ops.iter().map(|op| op.memop().operation).collect()),
             Call::HostFn(_) => Shape::HostFn,
         }
     }
@@ -101,14 +101,13 @@ impl Shared {
         capture_of(self.gpu.api(), self.stream).map(|(status, _)| status != NO_CAPTURE)
     }
 
-    pub(super) fn begin_capture(&self) -> Result<()> {
+    pub(super) fn begin_capture(&self, turn: &mut Turn) -> Result<()> {
         host_fn::refuse()?;
-        let mut turn = self.take_turn();
         if self.gpu.within(|_| self.is_captured()).map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
         // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
-        self.mark_in_turn(&mut turn);
+        self.mark_in_turn(turn);
         self.error().or(self.lock().refused.clone()).map_or(Ok(()), Err)?;
         // SAFETY: a stream of this context.
         let begun = self.gpu.within(|api| unsafe { api.stream_begin_capture(self.stream, CAPTURE_RELAXED) });
@@ -118,7 +117,7 @@ impl Shared {
     }
 
     /// Captures a batch.
-    pub(super) fn record(&self, ops: &[Op]) -> Result<()> {
+    pub(super) fn record(&self, turn: &mut Turn, ops: &[Op]) -> Result<()> {
         host_fn::refuse()?;
         if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
             return Err(Error::Unsupported {
@@ -127,9 +126,7 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        let mut calls = Calls::new();
-        plan::plan(&mut calls, &self.gpu, ops, self.by_kernel())?;
-        let mut turn = self.take_turn();
+        let calls = plan::list(&self.gpu, ops, self.by_kernel())?;
         if let Some(error) = self.error() {
             return Err(error);
         }
@@ -137,7 +134,7 @@ impl Shared {
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
         }
-        let nodes = self.gpu.within(|api| calls.into_iter().map(|call| self.node(api, call)).collect());
+        let nodes = self.gpu.within(|api| calls.iter().map(|call| self.node(api, call)).collect());
         match nodes {
             Ok(nodes) => captured.nodes.extend::<Vec<_>>(nodes),
             Err(error) => {
@@ -150,20 +147,20 @@ impl Shared {
     }
 
     /// Captures a call, and finds its node.
-    fn node(&self, api: &Api, mut call: Call) -> gdrcopy::Result<Node> {
-        let shape = Shape::of(&call);
-        self.make(0, &mut call)?;
+    fn node(&self, api: &Api, call: &Call) -> gdrcopy::Result<Node> {
+        let shape = Shape::of(call, self.by_kernel());
+        if let Call::Ops(ops) = call {
+            self.run(0, ops)?;
+        }
         let (_, handle) = capture_of(api, self.stream)?;
         Ok(Node { handle, shape })
     }
 
-    pub(super) fn end_capture(&self) -> Result<Arc<Exec>> {
-        let mut turn = self.take_turn();
+    pub(super) fn end_capture(&self, turn: &mut Turn) -> Result<Arc<Exec>> {
         let captured = turn.capture.take().unwrap_or_default();
         let mut graph = 0;
         // SAFETY: a stream that is being captured, and a place for the graph.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
-        self.end_turn(turn);
         // Destroyed whatever happens.
         let captive = Captive { gpu: self.gpu.clone(), graph };
         captured.spoiled.map_or(Ok(()), Err)?;
@@ -173,12 +170,18 @@ impl Shared {
         Ok(Arc::new(Exec { gpu, by_kernel, _graph: captive, nodes, pool }))
     }
 
-    pub(super) fn launch(&self, exec: &Arc<Exec>, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
+    pub(super) fn launch(
+        &self,
+        turn: &mut Turn,
+        exec: &Arc<Exec>,
+        ops: &mut Ops,
+        ends: &[usize],
+    ) -> Result<u64> {
         if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
             return Err(elsewhere());
         }
         let calls = exec.plan(ops, ends)?;
-        self.accept(|turn, done| self.launch_in_turn((turn, done), exec, ops, calls))
+        self.accept(turn, |turn, done| self.launch_in_turn((turn, done), exec, ops, &calls))
     }
 
     fn launch_in_turn<'s>(
@@ -186,8 +189,8 @@ impl Shared {
         (turn, done): (&mut Turn, &mut Retired<'s>),
         exec: &Arc<Exec>,
         ops: &mut Ops,
-        calls: Calls,
-    ) -> Result<Issued> {
+        calls: &[Call],
+    ) -> Result<u64> {
         if self.is_captured_by_others(turn) {
             return Err(within_another());
         }
@@ -197,7 +200,7 @@ impl Shared {
         let seq = self.submitted() + 1;
         let head = self.head(seq);
         instance.arm(head, &exec.nodes, calls)?;
-        self.enqueue(turn, done, ops, (count, 0), Some(&instance))?;
+        self.enqueue_launch(turn, done, ops, count, &instance)?;
         // SAFETY: the submission keeps the instance alive, and all that its nodes touch.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
@@ -206,7 +209,7 @@ impl Shared {
         if answer.is_ok() && (turn.unmarked >= MARK_EVERY || instance.is_in_memory()) {
             self.mark_in_turn(turn);
         }
-        Ok(Issued { seq, answer })
+        Ok(self.issued(seq, answer))
     }
 }
 
@@ -222,14 +225,14 @@ impl Node {
 
 impl Exec {
     /// The calls of a launch whose batches end at `ends`: one for each node, of the same shape.
-    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Calls> {
-        let mut calls = Calls::new();
+    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Call>> {
+        let mut calls = Vec::new();
         let mut start = 0;
         for &end in ends {
-            plan::plan(&mut calls, &self.gpu, &ops[start..end], self.by_kernel)?;
+            calls.extend(plan::list(&self.gpu, &ops[start..end], self.by_kernel)?);
             start = end;
         }
-        let fits = |(call, node): (&Call, &Node)| Shape::of(call) == node.shape;
+        let fits = |(call, node): (&Call, &Node)| Shape::of(call, self.by_kernel) == node.shape;
         let same = calls.len() == self.nodes.len() && calls.iter().zip(&self.nodes).all(fits);
         same.then_some(calls).ok_or(Error::Unsupported {
             what: "a launch with other operations than were captured",

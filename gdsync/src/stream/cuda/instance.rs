@@ -14,8 +14,8 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp, MemOpNodeParams};
 
 use super::graph::Node;
-use super::lane::{self, Head, Lane};
-use super::plan::{Call, Calls, Program, Step};
+use super::lane::{self, Head, Lane, LaneOp};
+use super::plan::{self, Call, Program};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -140,9 +140,9 @@ impl Instance {
     }
 
     /// Gives the nodes their operations.
-    pub(super) fn arm(&self, head: Head, nodes: &[Node], calls: Calls) -> Result<()> {
+    pub(super) fn arm(&self, head: Head, nodes: &[Node], calls: &[Call]) -> Result<()> {
         if let Some(programs) = &self.programs {
-            return programs.put(head, &calls);
+            return programs.put(head, calls);
         }
         self.gpu
             .within(|api| self.arm_each(api, head, nodes, calls))
@@ -150,22 +150,22 @@ impl Instance {
     }
 
     /// Puts the steps of a launch into its memory. Returns where the GPU finds them.
-    pub(super) fn arm_steps(&self, head: Head, steps: &[Program], mark: &Step) -> Result<u64> {
+    pub(super) fn arm_steps(&self, head: Head, steps: &[Program], mark: LaneOp) -> Result<u64> {
         let Some(programs) = &self.programs else { return Ok(0) };
         let mut image = vec![0; programs.memory.len()];
         lane::put_steps(&mut image, head, steps, mark);
         programs.write(&image).map(|()| programs.addr)
     }
 
-    fn arm_each(&self, api: &Api, head: Head, nodes: &[Node], calls: Calls) -> gdrcopy::Result<()> {
+    fn arm_each(&self, api: &Api, head: Head, nodes: &[Node], calls: &[Call]) -> gdrcopy::Result<()> {
         for (node, call) in nodes.iter().zip(calls) {
             match (call, &self.lane) {
-                (Call::MemOps(mut memops), _) => self.arm_memops(api, node.handle, &mut memops)?,
-                (Call::Kernel(program), Some(lane)) => {
-                    lane.arm(api, (self.exec, node.handle), head, &program)?;
+                (Call::Ops(ops), Some(lane)) if plan::fits_kernel(ops) => {
+                    lane.arm(api, (self.exec, node.handle), head, ops)?;
                 }
-                // Not in graphs, and not without a lane.
-                (Call::Kernel(_) | Call::HostFn(_), _) => {}
+                (Call::Ops(ops), _) => self.arm_memops(api, node.handle, &mut plan::memops(ops))?,
+                // Not in graphs.
+                (Call::HostFn(_), _) => {}
             }
         }
         Ok(())
@@ -214,10 +214,10 @@ impl Programs {
         Self::new(gpu, len, places)
     }
 
-    fn put(&self, head: Head, calls: &Calls) -> Result<()> {
+    fn put(&self, head: Head, calls: &[Call]) -> Result<()> {
         let mut image = vec![0; self.memory.len()];
         for (place, call) in self.places.iter().zip(calls) {
-            if let Call::Kernel(program) = call {
+            if let Call::Ops(program) = call {
                 lane::put(&mut image[*place..], head, program);
             }
         }

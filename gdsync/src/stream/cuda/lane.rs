@@ -4,12 +4,12 @@ use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
 
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams};
+use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOp};
 
-use super::plan::{Program, Step};
+use super::plan::Program;
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, Place};
 use crate::stream::Cond;
 
 /// Operations that fit in the small program, which is quicker to launch.
@@ -57,14 +57,14 @@ pub(super) fn room_of_steps(steps: &[usize]) -> usize {
 }
 
 /// Puts the steps of a launch into an image of memory, with the mark behind the last one.
-pub(super) fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: &Step) {
+pub(super) fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: LaneOp) {
     let mut ops = Vec::with_capacity(to.len() / size_of::<LaneOp>());
     for step in steps {
         let (last, before) = step.split_last().unwrap_or((&LaneOp::BARRIER, &[]));
         ops.extend_from_slice(before);
         ops.push(LaneOp { flags: last.flags | flag::LAST, ..*last });
     }
-    ops.push(mark.into());
+    ops.push(mark);
     let cursor = [0, 0];
     put_words(to, head_words(head, steps.len()).into_iter().chain(cursor), &ops);
 }
@@ -73,7 +73,7 @@ pub(super) fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: &Ste
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaneOp {
-    /// What to do: see `From<&Step>`.
+    /// What to do.
     pub(super) kind: u32,
     /// Of a wait: its condition.
     pub(super) cond: u16,
@@ -117,6 +117,8 @@ mod kind {
     pub(super) const BARRIER: u32 = 5;
     pub(super) const INDEX: u32 = 6;
     pub(super) const MARK: u32 = 7;
+    /// Not of the header.
+    pub(super) const FLUSH: u32 = 8;
 }
 
 /// `Flag` of `gdsync.cuh`.
@@ -128,31 +130,89 @@ mod flag {
 }
 
 impl LaneOp {
-    /// Does nothing.
-    pub(super) const BARRIER: Self = Self { kind: kind::BARRIER, cond: 0, flags: 0, addr: 0, value: 0 };
-}
+    /// Orders what is before it before what is after it.
+    pub(super) const BARRIER: Self = Self::of(kind::BARRIER, 0, 0);
+    /// Makes inbound writes visible: a matter of the front end, no kernel does it.
+    pub(super) const FLUSH: Self = Self::of(kind::FLUSH, 0, 0);
 
-impl From<&Step> for LaneOp {
-    fn from(step: &Step) -> Self {
-        let wait = |kind, cond: Cond, near, addr, value| {
-            (kind, cond.code(), if near { flag::NEAR } else { 0 }, addr, value)
+    #[inline]
+    const fn of(kind: u32, addr: u64, value: u64) -> Self {
+        Self { kind, cond: 0, flags: 0, addr, value }
+    }
+
+    /// Writes a word.
+    #[inline]
+    pub(super) const fn write32(addr: u64, value: u32) -> Self {
+        Self::of(kind::WRITE_32, addr, value as u64)
+    }
+
+    /// Writes a word.
+    #[inline]
+    pub(super) const fn write64(addr: u64, value: u64) -> Self {
+        Self::of(kind::WRITE_64, addr, value)
+    }
+
+    /// Writes a consumer index, or the record of a send queue: a word that nothing has to be ordered before.
+    #[inline]
+    pub(super) const fn index(addr: u64, value: u32) -> Self {
+        Self::of(kind::INDEX, addr, value as u64)
+    }
+
+    /// Writes the number of the submission; a kernel of a stream that has failed writes it to the next word.
+    #[inline]
+    pub(super) const fn mark(addr: u64, value: u64) -> Self {
+        Self::of(kind::MARK, addr, value)
+    }
+
+    /// Waits for a word.
+    #[inline]
+    pub(super) fn wait32(place: Place, value: u32, cond: Cond) -> Self {
+        Self::wait(kind::WAIT_32, place, value.into(), cond)
+    }
+
+    /// Waits for a word.
+    #[inline]
+    pub(super) fn wait64(place: Place, value: u64, cond: Cond) -> Self {
+        Self::wait(kind::WAIT_64, place, value, cond)
+    }
+
+    /// Waits for a completion.
+    #[inline]
+    pub(super) fn wait_cqe(place: Place, value: u32, cond: Cond) -> Self {
+        Self::wait(kind::WAIT_CQE, place, value.into(), cond)
+    }
+
+    #[inline]
+    fn wait(kind: u32, Place { addr, is_near }: Place, value: u64, cond: Cond) -> Self {
+        let flags = if is_near { flag::NEAR } else { 0 };
+        Self { kind, cond: cond.code(), flags, addr, value }
+    }
+
+    /// Whether it has a fence before what it writes.
+    #[inline]
+    pub(super) const fn is_fenced(&self) -> bool {
+        matches!(self.kind, kind::WRITE_32 | kind::WRITE_64 | kind::MARK)
+    }
+
+    /// Whether only the front end can do it.
+    #[inline]
+    pub(super) const fn is_flush(&self) -> bool {
+        self.kind == kind::FLUSH
+    }
+
+    /// The same for the front end.
+    #[inline]
+    pub(super) const fn memop(&self) -> MemOp {
+        let operation = match self.kind {
+            kind::WRITE_32 | kind::INDEX => MemOp::WRITE_32,
+            kind::WRITE_64 | kind::MARK => MemOp::WRITE_64,
+            kind::WAIT_32 | kind::WAIT_CQE => MemOp::WAIT_32,
+            kind::WAIT_64 => MemOp::WAIT_64,
+            kind::FLUSH => MemOp::FLUSH,
+            _ => MemOp::BARRIER,
         };
-        let (kind, cond, flags, addr, value) = match *step {
-            Step::Write { bits: 32, addr, value } => (kind::WRITE_32, 0, 0, addr, value),
-            Step::Write { addr, value, .. } => (kind::WRITE_64, 0, 0, addr, value),
-            Step::Wait { bits: 32, addr, value, cond, is_cqe: false, near } => {
-                wait(kind::WAIT_32, cond, near, addr, value)
-            }
-            Step::Wait { bits: 64, addr, value, cond, near, .. } => {
-                wait(kind::WAIT_64, cond, near, addr, value)
-            }
-            Step::Wait { addr, value, cond, near, .. } => wait(kind::WAIT_CQE, cond, near, addr, value),
-            // A flush is a matter of the front end; the planner gives it memory operations. A host function is a call of its own.
-            Step::Barrier | Step::Flush | Step::HostFn(_) => (kind::BARRIER, 0, 0, 0, 0),
-            Step::Index { addr, value } => (kind::INDEX, 0, 0, addr, value.into()),
-            Step::Mark { addr, value } => (kind::MARK, 0, 0, addr, value),
-        };
-        Self { kind, cond, flags, addr, value }
+        let (address, value, flags) = (self.addr, self.value, self.cond as u32);
+        MemOp { operation, barrier: 0, address, value, flags, pad: 0, alias: 0, end: 0 }
     }
 }
 
@@ -400,7 +460,7 @@ mod tests {
         let steps = [&[1, 2][..], &[], &[3]].map(|ops| ops.iter().copied().map(write).collect::<Program>());
         let mut image = vec![0; room_of_steps(&[2, 0, 1])];
         let head = Head { status: 11, limit_ns: 12, submission: 13, count: 0 };
-        put_steps(&mut image, head, &steps, &Step::Mark { addr: 64, value: 13 });
+        put_steps(&mut image, head, &steps, LaneOp::mark(64, 13));
         let words: Vec<u64> = image.as_chunks::<8>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect();
         assert_eq!(words[..6], [11, 12, 13, 3, 0, 0], "head and cursor");
         let ops: Vec<_> =

@@ -36,9 +36,12 @@ pub(crate) use self::kicker::Slot as KickerSlot;
 pub(crate) use self::lane::Lane;
 pub(crate) use self::reserve::reserve;
 use self::shared::Shared;
+#[doc(hidden)]
+pub use self::shared::Turn;
 use super::engine::Engine;
 use super::graph::Made;
-use super::op::{Op, Ops};
+use super::op::{Op, Ops, Ring, Source};
+use super::turns::Turns;
 use crate::cuda::{Gpu, RawStream, mind};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -58,7 +61,7 @@ pub(super) struct CudaEngine {
 
 impl CudaEngine {
     /// Makes a stream.
-    pub(super) fn start(gpu: &Gpu, config: CudaStreamConfig) -> Result<Arc<Self>> {
+    pub(super) fn start(gpu: &Gpu, config: CudaStreamConfig, turns: Arc<Turns>) -> Result<Arc<Self>> {
         config.check()?;
         let current = gpu.enter()?;
         let mut stream = 0;
@@ -66,11 +69,16 @@ impl CudaEngine {
         unsafe { gpu.api().stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }
             .map_err(Error::cuda("making a stream"))?;
         drop(current);
-        Self::with(gpu, stream, true, config)
+        Self::with(gpu, (stream, true), config, turns)
     }
 
     /// Takes a stream of the application into use, which must outlive the engine.
-    pub(super) fn lent(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Arc<Self>> {
+    pub(super) fn lent(
+        gpu: &Gpu,
+        stream: RawStream,
+        config: CudaStreamConfig,
+        turns: Arc<Turns>,
+    ) -> Result<Arc<Self>> {
         config.check()?;
         if stream == PER_THREAD {
             return Err(Error::Unsupported {
@@ -79,11 +87,16 @@ impl CudaEngine {
                 fix: "make a stream, or lend the legacy default stream",
             });
         }
-        Self::with(gpu, stream, false, config)
+        Self::with(gpu, (stream, false), config, turns)
     }
 
-    fn with(gpu: &Gpu, stream: RawStream, owned: bool, config: CudaStreamConfig) -> Result<Arc<Self>> {
-        let shared = Shared::new(gpu, stream, owned, config)?;
+    fn with(
+        gpu: &Gpu,
+        stream: (RawStream, bool),
+        config: CudaStreamConfig,
+        turns: Arc<Turns>,
+    ) -> Result<Arc<Self>> {
+        let shared = Shared::new(gpu, stream, config, turns)?;
         let weak: Weak<Shared> = Arc::downgrade(&shared);
         mind(weak);
         let watched = shared.clone();
@@ -113,25 +126,42 @@ impl Engine for CudaEngine {
         Some(self.shared.stream)
     }
 
-    fn submit(&self, ops: &mut Ops) -> Result<u64> {
-        self.shared.submit(ops)
+    fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
+        self.shared.submit(turn, ops)
     }
 
-    fn begin_capture(&self) -> Result<()> {
-        self.shared.begin_capture()
+    fn trigger(
+        &self,
+        turn: &mut Turn,
+        source: &dyn Source,
+        own: &dyn Fn() -> Arc<dyn Source>,
+        ring: Ring,
+    ) -> Result<u64> {
+        self.shared.trigger(turn, (source, own), ring)
     }
 
-    fn record(&self, ops: &[Op]) -> Result<()> {
-        self.shared.record(ops)
+    fn mark(&self, turn: &mut Turn) {
+        // Not within a host function, where CUDA must not be called: then the watchdog sees to it.
+        if !host_fn::is_running() {
+            self.shared.mark_in_turn(turn);
+        }
     }
 
-    fn end_capture(&self) -> Result<Made> {
-        Ok(self.shared.end_capture()?)
+    fn begin_capture(&self, turn: &mut Turn) -> Result<()> {
+        self.shared.begin_capture(turn)
     }
 
-    fn launch(&self, made: &Made, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
+    fn record(&self, turn: &mut Turn, ops: &[Op]) -> Result<()> {
+        self.shared.record(turn, ops)
+    }
+
+    fn end_capture(&self, turn: &mut Turn) -> Result<Made> {
+        Ok(self.shared.end_capture(turn)?)
+    }
+
+    fn launch(&self, turn: &mut Turn, made: &Made, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
         let exec = made.clone().downcast().map_err(|_| graph::elsewhere())?;
-        self.shared.launch(&exec, ops, ends)
+        self.shared.launch(turn, &exec, ops, ends)
     }
 
     fn size_of_step(&self, ops: &[Op]) -> Result<usize> {
@@ -144,13 +174,14 @@ impl Engine for CudaEngine {
 
     fn launch_steps(
         &self,
+        turn: &mut Turn,
         made: &Made,
         ops: &mut Ops,
         ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
         let armory = made.downcast_ref().ok_or_else(steps::elsewhere)?;
-        self.shared.launch_steps(armory, ops, ends, kernel)
+        self.shared.launch_steps(turn, armory, ops, ends, kernel)
     }
 
     fn completed(&self) -> u64 {

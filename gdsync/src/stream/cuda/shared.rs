@@ -4,25 +4,26 @@
 //! submission. Marks are written every few submissions, when somebody waits, and when the stream falls idle; so most
 //! submissions do not pay for one.
 //!
-//! There are two locks. Who calls the driver for the stream has the *turn*, and may have to wait there: in the driver, one
+//! There are two locks. Who calls the driver for the stream has its *turn* ([`Turns`]), and may have to wait there: in the driver, one
 //! thread that frees memory, say, holds up all others until every stream of the process is done. So nothing that keeps
 //! deadlines ever waits for the turn: what it needs is in the *state*, whose lock is held for moments only. No foreign code
 //! (the driver, sources, host functions, drops of what operations hold) runs under that one.
 
 use std::collections::VecDeque;
-use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::{mem, ptr};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use smallvec::smallvec;
 
 use super::graph::{self, Captured};
 use super::host_fn;
 use super::instance::{Instance, Pool};
 use super::kicker::Kicker;
-use super::lane::{Head, Lane, StatusBlock};
-use super::plan::{self, Call, Part, Step, Steps};
+use super::lane::{Head, Lane, LaneOp, StatusBlock};
+use super::plan::{self, Calls};
 use super::retire::Retired;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
@@ -31,8 +32,9 @@ use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
 use crate::recorder::Log;
-use crate::stream::op::{Op, Ops, Source};
+use crate::stream::op::{Op, Ops, Ring, Source};
 use crate::stream::sources::sources_of;
+use crate::stream::turns::Turns;
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
@@ -56,9 +58,7 @@ pub(super) struct Shared {
     mark_after: Word64,
     /// The GPU's address of the mark.
     mark_addr: u64,
-    turn: Mutex<Turn>,
-    /// A mark is due that somebody wanted who did not have the turn.
-    mark_wanted: AtomicBool,
+    pub(super) turns: Arc<Turns>,
     state: Mutex<State>,
     /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
     pub(super) work: Condvar,
@@ -74,9 +74,9 @@ pub(super) struct Shared {
     pub(super) own: Weak<Shared>,
 }
 
-/// What only those need who call the driver.
-#[derive(Default)]
-pub(super) struct Turn {
+/// What only those need who call the driver: see [`Turns`].
+#[derive(Debug, Default)]
+pub struct Turn {
     /// Calls since the last mark, and the submission that it names.
     pub(super) unmarked: usize,
     pub(super) marked: u64,
@@ -103,28 +103,47 @@ pub(super) struct State {
     pub(super) asleep: bool,
 }
 
-/// What the driver said to a submission.
-pub(super) struct Issued {
-    pub(super) seq: u64,
-    pub(super) answer: gdrcopy::Result<()>,
-}
-
 /// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
 pub(super) struct Submission {
+    /// Its number; of several that it stands for, the last one's.
     pub(super) seq: u64,
     pub(super) ops: Ops,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// What it is a launch of.
-    pub(super) _instance: Option<Arc<Instance>>,
+    pub(super) instance: Option<Arc<Instance>>,
+}
+
+/// What a submission is in the queue.
+#[derive(Clone, Copy)]
+pub(super) struct Entry {
+    seq: u64,
+    calls: usize,
+    host_fns: usize,
+}
+
+impl Submission {
+    #[inline(always)]
+    fn new(Entry { seq, calls, host_fns }: Entry, ops: Ops, instance: Option<Arc<Instance>>) -> Self {
+        Self { seq, ops, calls, host_fns, instance }
+    }
+
+    /// Whether all that it does is to ring for this source.
+    #[inline]
+    fn triggers_only(&self, source: &dyn Source) -> bool {
+        match &self.ops[..] {
+            [Op::Trigger(known, _)] => ptr::addr_eq(&raw const **known, source) && self.instance.is_none(),
+            _ => false,
+        }
+    }
 }
 
 impl Shared {
     pub(super) fn new(
         gpu: &Gpu,
-        stream: RawStream,
-        owned: bool,
+        (stream, owned): (RawStream, bool),
         config: CudaStreamConfig,
+        turns: Arc<Turns>,
     ) -> Result<Arc<Self>> {
         let via = match config.via {
             Via::Auto => gpu.calibrate()?.via,
@@ -153,8 +172,7 @@ impl Shared {
             mark,
             mark_after,
             mark_addr,
-            turn: Mutex::default(),
-            mark_wanted: AtomicBool::new(false),
+            turns,
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
@@ -190,63 +208,64 @@ impl Shared {
         self.state.lock()
     }
 
-    /// Waits until nobody else calls the driver for this stream.
-    pub(super) fn take_turn(&self) -> MutexGuard<'_, Turn> {
-        self.turn.lock()
-    }
-
-    /// Ends a turn, and puts the mark that others wanted meanwhile.
-    pub(super) fn end_turn<'s>(&'s self, turn: MutexGuard<'s, Turn>) {
-        let mut turn = Some(turn);
-        while let Some(mut mine) = turn.take() {
-            if self.mark_wanted.load(Ordering::Relaxed) {
-                self.mark_wanted.store(false, Ordering::Relaxed);
-                self.mark_in_turn(&mut mine);
-            }
-            drop(mine);
-            // Wanted since then, by somebody who found the turn taken. If this misses it, the watchdog does not.
-            if self.mark_wanted.load(Ordering::SeqCst) {
-                turn = self.turn.try_lock();
-            }
-        }
-    }
-
     pub(super) fn full(&self, state: &State, calls: usize, host_fns: usize) -> bool {
         let fits = |pending, more, most| pending == 0 || pending + more <= most;
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
     }
 
-    pub(super) fn submit(&self, ops: &mut Ops) -> Result<u64> {
-        let mut steps = Steps::new();
-        plan::add_steps(&mut steps, &self.gpu, ops)?;
-        self.accept(|turn, done| self.submit_in_turn((turn, done), ops, &mut steps))
+    pub(super) fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
+        let mut calls = Calls::new(self.by_kernel());
+        calls.add(&self.gpu, ops)?;
+        let put =
+            |queue: &mut VecDeque<_>, entry| queue.push_back(Submission::new(entry, mem::take(ops), None));
+        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
     }
 
-    /// Accepts a submission unless the stream has failed. `put` queues it, and returns what the driver said; the context is current
-    /// then.
+    /// Submits one trigger. Of those in a row for the same queue, one submission stands for all up to the next mark: nothing tells of
+    /// them one by one.
+    pub(super) fn trigger(
+        &self,
+        turn: &mut Turn,
+        (source, own): (&dyn Source, &dyn Fn() -> Arc<dyn Source>),
+        ring: Ring,
+    ) -> Result<u64> {
+        let mut calls = Calls::new(self.by_kernel());
+        source.bell().map_or(Ok(()), |bell| calls.trigger(&self.gpu, bell, ring))?;
+        let is_marked = turn.unmarked == 0;
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| match queue.back_mut() {
+            Some(last) if !is_marked && last.triggers_only(source) => {
+                last.seq = entry.seq;
+                last.calls += entry.calls;
+            }
+            _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(own(), ring)], None)),
+        };
+        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
+    }
+
+    /// Accepts a submission unless the stream has failed. `put` queues it and returns its number; the context is current then.
+    #[inline(always)]
     pub(super) fn accept<'s>(
         &'s self,
-        put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<Issued>,
+        turn: &mut Turn,
+        put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<u64>,
     ) -> Result<u64> {
         host_fn::refuse()?;
+        if let Some(error) = self.error.get() {
+            return Err(error.clone());
+        }
         let mut done = Retired::nothing();
-        let mut turn = self.take_turn();
-        let put = match self.error() {
-            None => self
-                .gpu
-                .within(|_| Ok(put(&mut turn, &mut done)))
-                .map_err(Error::cuda("entering the context"))
-                .flatten(),
-            Some(error) => Err(error),
-        };
-        self.end_turn(turn);
-        drop(done);
-        let Issued { seq, answer } = put?;
+        let _joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        put(turn, &mut done)
+    }
+
+    /// Submission `seq` was issued: what the driver said to it.
+    #[inline(always)]
+    pub(super) fn issued(&self, seq: u64, answer: gdrcopy::Result<()>) -> u64 {
         if let Err(error) = answer {
             // Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
             self.fail(Error::cuda("submitting to the stream")(error));
         }
-        Ok(seq)
+        seq
     }
 
     /// Whether the application captures the stream, so that what is queued now would not run. The context must be current.
@@ -255,44 +274,42 @@ impl Shared {
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
+    #[inline(always)]
     fn submit_in_turn<'s>(
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
-        ops: &mut Ops,
-        steps: &mut Steps,
-    ) -> Result<Issued> {
+        calls: &mut Calls,
+        put: impl FnOnce(&mut VecDeque<Submission>, Entry),
+    ) -> Result<u64> {
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
         }
         let seq = self.submitted() + 1;
         let marks = turn.unmarked + 1 >= MARK_EVERY;
         if marks {
-            steps.push(self.mark_of(seq));
+            calls.put([self.mark_of(seq)]);
         }
-        let parts = plan::parts(steps, self.by_kernel());
-        let host_fns = parts.iter().filter(|part| matches!(part, Part::HostFn(_))).count();
-        let count = parts.len();
+        let (count, host_fns) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
         }
-        self.enqueue(turn, done, ops, (count, host_fns), None)?;
+        self.enqueue(turn, done, (count, host_fns), put)?;
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };
         turn.marked = if marks { seq } else { turn.marked };
-        let answer = self.issue(seq, &parts);
-        Ok(Issued { seq, answer })
+        let answer = self.issue(seq, calls);
+        Ok(self.issued(seq, answer))
     }
 
     /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
-    /// the driver takes it. Its number is the next one.
+    /// the driver takes it. Its number is the next one. `put` adds it to the queue, which is locked, with its operations.
     #[inline(always)]
     pub(super) fn enqueue<'s>(
         &'s self,
         turn: &mut Turn,
         done: &mut Retired<'s>,
-        ops: &mut Ops,
         (calls, host_fns): (usize, usize),
-        instance: Option<&Arc<Instance>>,
+        put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<()> {
         let mut state = self.lock();
         // Under the lock, which the reaper takes after it has closed the gate: it sees the submission, or is seen here. And before
@@ -304,8 +321,8 @@ impl Shared {
             state = self.lock();
         }
         // Who fails the stream says so first, and then sees under this lock what is queued: nothing is queued unseen.
-        if let Some(error) = self.error() {
-            return Err(error);
+        if let Some(error) = self.error.get() {
+            return Err(error.clone());
         }
         let is_full = self.full(&state, calls, host_fns);
         // Now and then by this thread, which has the counts of references; else the watchdog does it.
@@ -321,14 +338,27 @@ impl Shared {
         self.submitted.store(seq, Ordering::Release);
         state.calls += calls;
         state.host_fns += host_fns;
-        let ops = mem::take(ops);
-        state.queue.push_back(Submission { seq, ops, calls, host_fns, _instance: instance.cloned() });
+        put(&mut state.queue, Entry { seq, calls, host_fns });
         let asleep = state.asleep;
         drop(state);
         if asleep {
             self.work.notify_one();
         }
         Ok(())
+    }
+
+    /// As [`Shared::enqueue`], of a launch.
+    pub(super) fn enqueue_launch<'s>(
+        &'s self,
+        turn: &mut Turn,
+        done: &mut Retired<'s>,
+        ops: &mut Ops,
+        calls: usize,
+        instance: &Arc<Instance>,
+    ) -> Result<()> {
+        self.enqueue(turn, done, (calls, 0), |queue, entry| {
+            queue.push_back(Submission::new(entry, mem::take(ops), Some(instance.clone())));
+        })
     }
 
     /// Sees to it that the room that comes is seen.
@@ -351,18 +381,14 @@ impl Shared {
     }
 
     /// The mark behind a submission.
-    pub(super) fn mark_of(&self, seq: u64) -> Step {
-        Step::Mark { addr: self.mark_addr, value: seq }
+    pub(super) fn mark_of(&self, seq: u64) -> LaneOp {
+        LaneOp::mark(self.mark_addr, seq)
     }
 
     /// Makes the calls of a submission. The context must be current.
     #[inline(always)]
-    fn issue(&self, seq: u64, parts: &[Part<'_>]) -> gdrcopy::Result<()> {
-        parts.iter().try_for_each(|part| {
-            let mut call = part.kind(self.by_kernel());
-            part.fill(&mut call);
-            self.make(seq, &mut call)
-        })
+    fn issue(&self, seq: u64, calls: &mut Calls) -> gdrcopy::Result<()> {
+        calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
     /// What tells a kernel about its submission.
@@ -371,24 +397,23 @@ impl Shared {
         Head { status: self.status.addr(), limit_ns, submission, count: 0 }
     }
 
-    /// Makes a call. The context must be current.
-    pub(super) fn make(&self, seq: u64, call: &mut Call) -> gdrcopy::Result<()> {
+    /// Has the GPU run operations by one call. The context must be current.
+    #[inline(always)]
+    pub(super) fn run(&self, seq: u64, ops: &[LaneOp]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
-        match call {
-            Call::MemOps(memops) => {
-                let count = u32::try_from(memops.len()).expect("fewer than 256");
-                // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
-                unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
-            }
-            Call::Kernel(program) => {
-                let lane = self.lane.as_ref().expect("planned for a kernel only where there is one");
-                lane.launch(api, self.stream, self.head(seq), program)
-            }
-            Call::HostFn(place) => {
-                let f = self.take_host_fn(seq, *place);
-                f.map_or(Ok(()), |f| host_fn::launch(api, self.stream, f, self.own.clone()))
-            }
+        if let Some(lane) = self.lane.as_ref().filter(|_| plan::fits_kernel(ops)) {
+            return lane.launch(api, self.stream, self.head(seq), ops);
         }
+        let mut memops = plan::memops(ops);
+        let count = u32::try_from(memops.len()).expect("fewer than 256");
+        // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+        unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+    }
+
+    #[cold]
+    fn launch_host_fn(&self, seq: u64, place: usize) -> gdrcopy::Result<()> {
+        let f = self.take_host_fn(seq, place);
+        f.map_or(Ok(()), |f| host_fn::launch(self.gpu.api(), self.stream, f, self.own.clone()))
     }
 
     /// Takes a host function out of a submission in the queue.
@@ -409,10 +434,7 @@ impl Shared {
         if host_fn::is_running() {
             return;
         }
-        self.mark_wanted.store(true, Ordering::SeqCst);
-        if let Some(turn) = self.turn.try_lock() {
-            self.end_turn(turn);
-        }
+        self.turns.want(|state| self.mark_in_turn(&mut state.turn));
     }
 
     /// Puts the mark. It is one more call of the last submission.
@@ -441,7 +463,9 @@ impl Shared {
                 state.calls += 1;
             }
         }
-        self.issue(seq, &plan::parts(&[self.mark_of(seq)], self.by_kernel()))
+        let mut calls = Calls::new(self.by_kernel());
+        calls.put([self.mark_of(seq)]);
+        self.issue(seq, &mut calls)
     }
 
     /// Fails the stream: stops every queue that pending operations use, then lets the watchdog release the waits.

@@ -9,7 +9,7 @@ use super::graph::within_another;
 use super::instance::Pool;
 use super::plan::{self, Program};
 use super::retire::Retired;
-use super::shared::{Issued, Shared, Turn};
+use super::shared::{Shared, Turn};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::stream::op::{Op, Ops};
@@ -50,6 +50,7 @@ impl Shared {
     /// Arms the steps that end at `ends`, and has `kernel` launch what runs them; what it says is passed on.
     pub(super) fn launch_steps(
         &self,
+        turn: &mut Turn,
         armory: &Armory,
         ops: &mut Ops,
         ends: &[usize],
@@ -59,7 +60,7 @@ impl Shared {
             return Err(elsewhere());
         }
         let steps = armory.plan(ops, ends)?;
-        self.accept(|turn, done| self.launch_steps_in_turn((turn, done), armory, ops, &steps, kernel))
+        self.accept(turn, |turn, done| self.launch_steps_in_turn((turn, done), armory, ops, &steps, kernel))
     }
 
     fn launch_steps_in_turn<'s>(
@@ -69,7 +70,7 @@ impl Shared {
         ops: &mut Ops,
         steps: &[Program],
         kernel: &mut dyn FnMut(u64) -> bool,
-    ) -> Result<Issued> {
+    ) -> Result<u64> {
         const CALLS: usize = 2;
         if self.is_captured_by_others(turn) {
             return Err(within_another());
@@ -78,8 +79,8 @@ impl Shared {
         let launching = armory.pool.lock();
         let instance = self.instance(turn, &armory.pool)?;
         let seq = self.submitted() + 1;
-        let addr = instance.arm_steps(self.head(seq), steps, &self.mark_of(seq))?;
-        self.enqueue(turn, done, ops, (CALLS, 0), Some(&instance))?;
+        let addr = instance.arm_steps(self.head(seq), steps, self.mark_of(seq))?;
+        self.enqueue_launch(turn, done, ops, CALLS, &instance)?;
         drop(launching);
         // Who waits for submissions that are over does not wait for the application.
         *done = Retired::nothing();
@@ -93,7 +94,7 @@ impl Shared {
         if answer.is_ok() {
             (turn.marked, turn.unmarked) = (seq, 0);
         }
-        Ok(Issued { seq, answer })
+        Ok(self.issued(seq, answer))
     }
 
     /// Gives the operations of the last submission back.

@@ -191,11 +191,11 @@ impl Shared {
 
 impl Errand for Shared {
     fn run(&self) {
-        let mut turn = self.take_turn();
-        self.mark_in_turn(&mut turn);
+        let mut held = self.turns.take();
+        self.mark_in_turn(&mut held.turn);
         let query = self.lock().query;
-        let died = query.then(|| self.find_out(&turn)).flatten();
-        self.end_turn(turn);
+        let died = query.then(|| self.find_out(&held.turn)).flatten();
+        self.turns.end(held, |state| self.mark_in_turn(&mut state.turn));
         let mut state = self.lock();
         state.asking = false;
         if died.is_some() {
