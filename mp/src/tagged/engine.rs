@@ -86,7 +86,8 @@ impl Engine {
         peer.add_credits(header.credits);
         match header.kind {
             Kind::Credits => {}
-            Kind::Cleared { id, bytes } => peer.clear(id, bytes as usize).ok_or_else(wrong)?,
+            Kind::Cleared { id } => peer.clear(id, true).ok_or_else(wrong)?,
+            Kind::Done { id } => peer.clear(id, false).ok_or_else(wrong)?,
             Kind::Announced { tag, id, bytes } => {
                 let bytes = bytes as usize;
                 match self.matcher.receive_for(rank, tag) {

@@ -11,8 +11,10 @@ pub(super) enum Kind {
     Eager { tag: u64 },
     /// A message; its payload stays where it is until it is cleared.
     Announced { tag: u64, id: u64, bytes: u32 },
-    /// So much of the payload of an announced message can be sent: all of it, or nothing.
-    Cleared { id: u64, bytes: u32 },
+    /// The payload of an announced message can be sent.
+    Cleared { id: u64 },
+    /// It need not: an announced message is done with.
+    Done { id: u64 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +32,8 @@ impl Header {
             Kind::Credits => (0, 0, 0, 0),
             Kind::Eager { tag } => (1, tag, 0, 0),
             Kind::Announced { tag, id, bytes } => (2, tag, id, bytes),
-            Kind::Cleared { id, bytes } => (3, 0, id, bytes),
+            Kind::Cleared { id } => (3, 0, id, 0),
+            Kind::Done { id } => (4, 0, id, 0),
         };
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&tag.to_le_bytes());
@@ -52,7 +55,8 @@ impl Header {
             [0, _] => Kind::Credits,
             [1, _] => Kind::Eager { tag },
             [2, _] => Kind::Announced { tag, id, bytes },
-            [3, _] => Kind::Cleared { id, bytes },
+            [3, _] => Kind::Cleared { id },
+            [4, _] => Kind::Done { id },
             _ => return None,
         };
         Some(Self { kind, credits: u16::from_le_bytes(*credits) })
@@ -82,7 +86,8 @@ mod tests {
             Kind::Credits,
             Kind::Eager { tag },
             Kind::Announced { tag, id, bytes },
-            Kind::Cleared { id, bytes },
+            Kind::Cleared { id },
+            Kind::Done { id },
         ];
         for (credits, kind) in (7..).zip(kinds) {
             let header = Header { kind, credits };

@@ -346,18 +346,4 @@ mod tests {
             agrees(ops);
         }
     }
-
-    #[test]
-    fn a_long_queue_is_not_searched() {
-        const MANY: u64 = 100_000;
-        let mut matcher = Matcher::<u64, u64>::default();
-        (0..MANY).for_each(|tag| matcher.keep(0, tag, tag));
-        // The newest first: one by one this would be five thousand million looks.
-        for tag in (0..MANY).rev() {
-            let taken = matcher.take(Key::new(Source::Any, Tag::Is(tag)));
-            assert_eq!(taken.map(|arrival| arrival.message), Some(tag));
-        }
-        (0..MANY).for_each(|tag| _ = matcher.post(Key::new(Source::Rank(0), Tag::Is(tag)), tag));
-        (0..MANY).rev().for_each(|tag| assert_eq!(matcher.receive_for(0, tag), Some(tag)));
-    }
 }

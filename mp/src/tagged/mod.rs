@@ -91,7 +91,7 @@ use request::{Incoming, Outgoing};
 ///
 /// It has connections of its own. Its messages never meet those of the communicator, nor those of another `Tagged`, and memory
 /// registered with the communicator is for both.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Tagged(Arc<Shared>);
 
 /// What requests need of it.
@@ -103,13 +103,7 @@ pub(crate) struct Shared {
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tagged(rank {} of {})", self.messages.rank(), self.messages.size())
-    }
-}
-
-impl fmt::Debug for Tagged {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        write!(f, "rank {} of {}", self.messages.rank(), self.messages.size())
     }
 }
 
@@ -155,7 +149,8 @@ impl Tagged {
             return Err(invalid("the length of the message", range.len(), "at most 1 GiB"));
         }
         let (shared, outcome) = (self.0.clone(), Arc::new(OnceLock::new()));
-        let outgoing = Outgoing { outcome: outcome.clone(), buffer: buffer.clone(), range, tag };
+        let status = Status { rank, tag, bytes: range.len() };
+        let outgoing = Outgoing { outcome: outcome.clone(), buffer: buffer.clone(), range, status };
         shared.engine.lock().send(rank, outgoing)?;
         Ok(Request { shared, outcome, rank: Some(rank), place: None })
     }

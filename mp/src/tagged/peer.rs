@@ -15,10 +15,10 @@ use crate::request::Request;
 const PLACE: usize = 4096;
 
 /// Bytes of the longest message whose payload is sent before it is asked for.
-pub(super) const EAGER: usize = PLACE - Header::BYTES;
+const EAGER: usize = PLACE - Header::BYTES;
 
 /// Such messages that a rank keeps for another one: its memory for them is bounded by this.
-pub(super) const CREDITS: u16 = 256;
+const CREDITS: u16 = 256;
 
 /// Messages to a rank that are under way: announcements of these are kept there, a few words each.
 const MOST: usize = 1 << 16;
@@ -52,10 +52,13 @@ impl Channels {
 #[derive(Debug)]
 enum Item {
     Send(Outgoing),
-    Cleared { id: u64, bytes: u32 },
+    Answer(Kind),
 }
 
-#[derive(Debug)]
+/// What is under way on a connection, oldest first, and what is complete with it.
+type UnderWay = VecDeque<(Request, Option<(Outcome, Status)>)>;
+
+#[derive(Debug, Default)]
 pub(super) struct Peer {
     rank: usize,
     /// Why it cannot be reached.
@@ -64,8 +67,8 @@ pub(super) struct Peer {
     receives: VecDeque<Request>,
     received: usize,
     backlog: VecDeque<Item>,
-    /// What has left and may not be complete, oldest first, and how many have left before.
-    leaving: VecDeque<(Request, Option<(Outcome, Status)>)>,
+    /// With headers, and how many have left.
+    leaving: UnderWay,
     left: usize,
     /// Eager messages that it has room for.
     credits: u16,
@@ -73,35 +76,16 @@ pub(super) struct Peer {
     owed: u16,
     announced: HashMap<u64, Outgoing>,
     next_id: u64,
-    /// Payload that can be sent and received as soon as the connection has room, and that which is under way.
-    cleared: VecDeque<(Outgoing, usize)>,
+    /// Payload that can be sent and received as soon as the connection has room, and what is under way of both.
+    cleared: VecDeque<Outgoing>,
     matched: VecDeque<(Incoming, Status, u64)>,
-    moving: [VecDeque<(Request, Outcome, Status)>; 2],
+    moving: [UnderWay; 2],
 }
 
 impl Peer {
     /// With receives posted.
     pub(super) fn new(rank: usize, channels: &Channels) -> Result<Self> {
-        let (lost, next_id, announced) = <_>::default();
-        let (receives, backlog, leaving, cleared, matched, moving) = <_>::default();
-        let ([received, left], owed) = <_>::default();
-        let credits = CREDITS;
-        let mut peer = Self {
-            rank,
-            lost,
-            receives,
-            received,
-            backlog,
-            leaving,
-            left,
-            credits,
-            owed,
-            announced,
-            next_id,
-            cleared,
-            matched,
-            moving,
-        };
+        let mut peer = Self { rank, credits: CREDITS, ..Self::default() };
         for place in 0..channels.places {
             peer.post(channels, place)?;
         }
@@ -116,12 +100,9 @@ impl Peer {
 
     /// The next thing that has come: where it is in the inbox, and its bytes. [`Peer::receive_again`] makes room for another.
     pub(super) fn next(&mut self, channels: &Channels) -> Result<Option<(usize, usize)>> {
-        let Some(bytes) = self.receives.front().map(|first| done(&channels.messages, first)).transpose()?
-        else {
-            return Ok(None);
-        };
+        let Some(first) = self.receives.front() else { return Ok(None) };
         let at = (self.rank * channels.places + self.received % channels.places) * PLACE;
-        Ok(bytes.map(|bytes| (at, bytes)))
+        Ok(done(&channels.messages, first)?.map(|bytes| (at, bytes)))
     }
 
     pub(super) fn receive_again(&mut self, channels: &Channels) -> Result<()> {
@@ -148,149 +129,113 @@ impl Peer {
     pub(super) fn send(&mut self, outgoing: Outgoing) -> Result<()> {
         let under_way = self.backlog.len() + self.announced.len();
         if under_way >= MOST {
-            let (outstanding, depth) = (under_way as u64, MOST as u64);
-            let source = gdsync::Error::QueueFull { queue: "tagged sends", qpn: 0, outstanding, depth };
+            let (qpn, outstanding, depth) = (0, under_way as u64, MOST as u64);
+            let source = gdsync::Error::QueueFull { queue: "queue of tagged sends", qpn, outstanding, depth };
             return Err(Error::Message { rank: self.rank, operation: "tagged send", source });
         }
         self.backlog.push_back(Item::Send(outgoing));
         Ok(())
     }
 
-    /// The rank wants so much of the payload of an announced message.
-    pub(super) fn clear(&mut self, id: u64, bytes: usize) -> Option<()> {
+    /// The rank wants the payload of an announced message, or is done with it. `None` if there is no such message.
+    pub(super) fn clear(&mut self, id: u64, is_wanted: bool) -> Option<()> {
         let outgoing = self.announced.remove(&id)?;
-        match bytes {
-            0 => finish(&outgoing.outcome, Ok(self.sent(&outgoing))),
-            _ if bytes == outgoing.range.len() => self.cleared.push_back((outgoing, bytes)),
-            _ => return None,
+        match is_wanted {
+            true => self.cleared.push_back(outgoing),
+            false => finish(&outgoing.outcome, Ok(outgoing.status)),
         }
         Some(())
     }
 
-    fn sent(&self, outgoing: &Outgoing) -> Status {
-        Status { rank: self.rank, tag: outgoing.tag, bytes: outgoing.range.len() }
-    }
-
     /// A receive matches an announced message: has its payload come.
     pub(super) fn accept(&mut self, incoming: Incoming, status: Status, id: u64) {
-        match &self.lost {
-            Some(error) => finish(&incoming.outcome, Err(error.clone())),
-            None => self.matched.push_back((incoming, status, id)),
+        let outcome = match &self.lost {
+            Some(error) => Err(error.clone()),
+            None => fits(&status, &incoming).map(|()| status),
+        };
+        if outcome.is_ok() && status.bytes > 0 {
+            self.matched.push_back((incoming, status, id));
+        } else {
+            self.backlog.push_back(Item::Answer(Kind::Done { id }));
+            finish(&incoming.outcome, outcome);
         }
     }
 
     /// Whether nothing is under way that this rank has to see to.
     pub(super) fn is_idle(&self) -> bool {
-        let waiting = self.backlog.len() + self.leaving.len() + self.announced.len();
         let payload =
-            self.cleared.len() + self.matched.len() + self.moving.iter().map(VecDeque::len).sum::<usize>();
-        self.lost.is_some() || waiting + payload == 0
+            self.cleared.is_empty() && self.matched.is_empty() && self.moving.iter().all(UnderWay::is_empty);
+        let messages = self.backlog.is_empty() && self.leaving.is_empty() && self.announced.is_empty();
+        self.lost.is_some() || payload && messages
     }
 
     /// Sees what is complete, and starts what there is room for.
     pub(super) fn flush(&mut self, channels: &Channels) -> Result<()> {
+        let (rank, payload) = (self.rank, &channels.payload);
         self.settle(channels)?;
-        while let Some((outgoing, bytes)) = self.cleared.front() {
-            let range = outgoing.range.start..outgoing.range.start + bytes;
-            let Some(request) = unless_full(channels.payload.isend(&outgoing.buffer, range, self.rank))?
-            else {
-                break;
-            };
-            let status = self.sent(outgoing);
+        while let Some(Outgoing { buffer, range, .. }) = self.cleared.front() {
+            let Some(request) = unless_full(payload.isend(buffer, range.clone(), rank))? else { break };
             let sent = self.cleared.pop_front();
-            self.moving[0].extend(sent.map(|(outgoing, _)| (request, outgoing.outcome, status)));
+            self.moving[0].extend(sent.map(|sent| (request, Some((sent.outcome, sent.status)))));
         }
-        while let Some((incoming, status, id)) = self.matched.front() {
-            let (id, bytes) = (*id, u32::try_from(status.bytes).unwrap_or_default());
-            let does_fit = status.bytes <= incoming.range.len();
-            if !does_fit || bytes == 0 {
-                // Nothing is to be sent, and the sender is to know.
-                self.backlog.push_back(Item::Cleared { id, bytes: 0 });
-                if let Some((incoming, status, _)) = self.matched.pop_front() {
-                    finish(&incoming.outcome, fits(&status, &incoming).map(|()| status));
-                }
-                continue;
-            }
-            let range = incoming.range.start..incoming.range.start + status.bytes;
-            let Some(request) = unless_full(channels.payload.irecv(&incoming.buffer, range, self.rank))?
-            else {
-                break;
-            };
-            self.backlog.push_back(Item::Cleared { id, bytes });
+        while let Some((Incoming { buffer, range, .. }, status, id)) = self.matched.front() {
+            let range = range.start..range.start + status.bytes;
+            let Some(request) = unless_full(payload.irecv(buffer, range, rank))? else { break };
+            self.backlog.push_back(Item::Answer(Kind::Cleared { id: *id }));
             let matched = self.matched.pop_front();
-            self.moving[1].extend(matched.map(|(incoming, status, _)| (request, incoming.outcome, status)));
+            self.moving[1].extend(matched.map(|(to, status, _)| (request, Some((to.outcome, status)))));
         }
-        while self.leaving.len() < channels.places && self.leave(channels)? {}
-        Ok(())
+        let mut has_left = false;
+        while self.leaving.len() < channels.places && self.leave(channels)? {
+            has_left = true;
+        }
+        // What was copied is complete already.
+        if has_left { settle(&mut self.leaving, &channels.messages) } else { Ok(()) }
     }
 
-    /// Sees what is complete.
     fn settle(&mut self, channels: &Channels) -> Result<()> {
-        while let Some((request, _)) = self.leaving.front()
-            && done(&channels.messages, request)?.is_some()
-        {
-            if let Some((_, Some((outcome, status)))) = self.leaving.pop_front() {
-                finish(&outcome, Ok(status));
-            }
-        }
-        for moving in &mut self.moving {
-            while let Some((request, ..)) = moving.front()
-                && done(&channels.payload, request)?.is_some()
-            {
-                if let Some((_, outcome, status)) = moving.pop_front() {
-                    finish(&outcome, Ok(status));
-                }
-            }
-        }
-        Ok(())
+        settle(&mut self.leaving, &channels.messages)?;
+        self.moving.iter_mut().try_for_each(|moving| settle(moving, &channels.payload))
     }
 
     /// Sends the next item of the backlog, or credits if many are owed. Returns whether there may be more to send.
     fn leave(&mut self, channels: &Channels) -> Result<bool> {
+        let mut pieces = [None, None];
         let kind = match self.backlog.front() {
-            Some(Item::Send(outgoing)) if self.credits > 0 && is_eager(outgoing) => {
-                Kind::Eager { tag: outgoing.tag }
+            Some(Item::Send(Outgoing { buffer, range, status, .. })) => {
+                let (tag, is_short) = (status.tag, range.len() <= EAGER && buffer.memory().is_host());
+                if is_short && self.credits > 0 {
+                    pieces[1] = Some((buffer, range.clone()));
+                    Kind::Eager { tag }
+                } else {
+                    let bytes = u32::try_from(range.len()).expect("at most 1 GiB: Tagged::isend looks");
+                    Kind::Announced { tag, id: self.next_id, bytes }
+                }
             }
-            Some(Item::Send(outgoing)) => {
-                let bytes = u32::try_from(outgoing.range.len()).unwrap_or(u32::MAX);
-                Kind::Announced { tag: outgoing.tag, id: self.next_id, bytes }
-            }
-            Some(&Item::Cleared { id, bytes }) => Kind::Cleared { id, bytes },
+            Some(Item::Answer(kind)) => *kind,
             None if self.owed >= CREDITS / 2 => Kind::Credits,
             None => return Ok(false),
         };
         let at = (self.rank * channels.places + self.left % channels.places) * Header::BYTES;
-        let headers = &channels.headers;
-        Header { kind, credits: self.owed }.write(headers.memory(), at)?;
-        let header = (headers, at..at + Header::BYTES);
-        let posted = match self.backlog.front() {
-            Some(Item::Send(Outgoing { buffer, range, .. })) if matches!(kind, Kind::Eager { .. }) => {
-                channels.messages.isendv(&[header, (buffer, range.clone())], self.rank)
-            }
-            _ => channels.messages.isendv(&[header], self.rank),
+        Header { kind, credits: self.owed }.write(channels.headers.memory(), at)?;
+        pieces[0] = Some((&channels.headers, at..at + Header::BYTES));
+        let posted = match pieces {
+            [Some(header), Some(payload)] => channels.messages.isendv(&[header, payload], self.rank),
+            [header, _] => channels.messages.isendv(header.as_slice(), self.rank),
         };
         let Some(request) = unless_full(posted)? else { return Ok(false) };
-        self.left += 1;
-        self.owed = 0;
-        let mut eager = None;
+        (self.left, self.owed) = (self.left + 1, 0);
+        let mut ends = None;
         if let Some(Item::Send(outgoing)) = self.backlog.pop_front() {
             if let Kind::Announced { id, .. } = kind {
                 self.next_id += 1;
                 self.announced.insert(id, outgoing);
             } else {
                 self.credits -= 1;
-                eager = Some((outgoing.outcome.clone(), self.sent(&outgoing)));
+                ends = Some((outgoing.outcome, outgoing.status));
             }
         }
-        match eager {
-            // Copied.
-            Some((outcome, status))
-                if self.leaving.is_empty() && done(&channels.messages, &request)?.is_some() =>
-            {
-                finish(&outcome, Ok(status));
-            }
-            eager => self.leaving.push_back((request, eager)),
-        }
+        self.leaving.push_back((request, ends));
         Ok(true)
     }
 
@@ -299,22 +244,28 @@ impl Peer {
         let _ = self.settle(channels);
         let backlog = self.backlog.drain(..).filter_map(|item| match item {
             Item::Send(outgoing) => Some(outgoing.outcome),
-            Item::Cleared { .. } => None,
+            Item::Answer(_) => None,
         });
-        let leaving = self.leaving.drain(..).filter_map(|(_, eager)| eager.map(|(outcome, _)| outcome));
-        let announced = self.announced.drain().map(|(_, outgoing)| outgoing.outcome);
-        let cleared = self.cleared.drain(..).map(|(outgoing, _)| outgoing.outcome);
+        let sends = self.announced.drain().map(|(_, outgoing)| outgoing).chain(self.cleared.drain(..));
+        let sends = sends.map(|outgoing| outgoing.outcome);
         let matched = self.matched.drain(..).map(|(incoming, ..)| incoming.outcome);
-        let moving =
-            self.moving.iter_mut().flat_map(|moving| moving.drain(..)).map(|(_, outcome, _)| outcome);
-        let all = backlog.chain(leaving).chain(announced).chain(cleared).chain(matched).chain(moving);
+        let queues = [&mut self.leaving].into_iter().chain(&mut self.moving);
+        let under_way = queues.flat_map(|queue| queue.drain(..)).filter_map(|(_, ends)| Some(ends?.0));
+        let all = backlog.chain(sends).chain(matched).chain(under_way);
         all.for_each(|outcome| finish(&outcome, Err(error.clone())));
     }
 }
 
-/// Whether the payload can be sent at once.
-fn is_eager(outgoing: &Outgoing) -> bool {
-    outgoing.range.len() <= EAGER && outgoing.buffer.memory().is_host()
+/// Completes what is.
+fn settle(under_way: &mut UnderWay, on: &Communicator) -> Result<()> {
+    while let Some((request, _)) = under_way.front()
+        && done(on, request)?.is_some()
+    {
+        if let Some((_, Some((outcome, status)))) = under_way.pop_front() {
+            finish(&outcome, Ok(status));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses a message that is longer than its receive.

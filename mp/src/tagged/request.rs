@@ -54,7 +54,7 @@ pub(super) struct Outgoing {
     pub(super) outcome: Outcome,
     pub(super) buffer: Registration,
     pub(super) range: Range<usize>,
-    pub(super) tag: u64,
+    pub(super) status: Status,
 }
 
 /// A tagged message under way. Dropping it detaches: the message goes on with the calls that follow.
@@ -94,7 +94,6 @@ impl Request {
         let deadline = Deadline::after(timeout);
         let mut tended = Duration::ZERO;
         loop {
-            self.shared.engine.lock().poll_all();
             for _ in 0..LOOKS {
                 if let Some(known) = self.known() {
                     return known;
@@ -107,6 +106,8 @@ impl Request {
                 drop(engine);
                 spin_loop();
             }
+            // Others may wait for this rank meanwhile.
+            self.shared.engine.lock().poll_all();
             let waited = deadline.elapsed();
             if deadline.is_over() {
                 let whom = self.rank.map_or("any rank".to_owned(), |rank| format!("rank {rank}"));
