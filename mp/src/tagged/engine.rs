@@ -45,6 +45,18 @@ impl Engine {
         Ok(Self { channels, peers, matcher: Matcher::default() })
     }
 
+    /// Moves all messages along. What [`Engine::poll_all`] does not look at is looked at, too.
+    pub(super) fn look(&mut self) {
+        for rank in 0..self.peers.len() {
+            if self.peers[rank].lost.is_none()
+                && let Err(error) = self.peers[rank].look()
+            {
+                self.lose(rank, error);
+            }
+            self.poll(rank);
+        }
+    }
+
     pub(super) fn poll_all(&mut self) {
         (0..self.peers.len()).for_each(|rank| self.poll(rank));
     }
@@ -161,7 +173,7 @@ impl Engine {
 
     /// The oldest message that a receive would get.
     pub(super) fn find(&mut self, key: Key) -> Result<Option<Status>> {
-        self.poll_all();
+        self.look();
         match self.matcher.find(key).map(status) {
             Some(status) => Ok(Some(status)),
             None => self.silence(&key).map_or(Ok(None), Err),

@@ -337,6 +337,7 @@ mod tests {
         assert_eq!(matcher.receives.len(), model.receives.len());
         assert_eq!(matcher.awaited.iter().map(|(_, count)| count).sum::<usize>(), model.receives.len());
         assert_eq!(matcher.messages.len(), model.messages.len());
+        assert!(matcher.entered.len() <= SHAPES);
         assert_eq!(matcher.entries.len(), matcher.messages.len() * matcher.entered.len());
     }
 

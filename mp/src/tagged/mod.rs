@@ -192,7 +192,7 @@ impl Tagged {
     /// Moves messages along, and asks ranks that are silent whether they are there. Only needed by programs that neither wait nor
     /// test for long.
     pub fn progress(&self) {
-        self.0.engine.lock().poll_all();
+        self.0.engine.lock().look();
         self.0.tend();
     }
 
@@ -215,7 +215,7 @@ impl Tagged {
         let deadline = Deadline::after(timeout);
         loop {
             let mut engine = self.0.engine.lock();
-            engine.poll_all();
+            engine.look();
             if engine.is_idle() {
                 break;
             }

@@ -101,8 +101,15 @@ impl Peer {
     /// The next thing that has come: where it is in the inbox, and its bytes. [`Peer::receive_again`] makes room for another.
     pub(super) fn next(&mut self, channels: &Channels) -> Result<Option<(usize, usize)>> {
         let Some(first) = self.receives.front() else { return Ok(None) };
+        let Some(status) = first.peek()? else { return Ok(None) };
+        channels.messages.wait(first, Duration::ZERO)?;
         let at = (self.rank * channels.places + self.received % channels.places) * PLACE;
-        Ok(done(&channels.messages, first)?.map(|bytes| (at, bytes)))
+        Ok(Some((at, status.bytes)))
+    }
+
+    /// Has what [`Peer::next`] does not look at looked at.
+    pub(super) fn look(&self) -> Result<()> {
+        self.receives.front().map_or(Ok(()), |first| first.test().map(drop))
     }
 
     pub(super) fn receive_again(&mut self, channels: &Channels) -> Result<()> {
@@ -259,8 +266,10 @@ impl Peer {
 /// Completes what is.
 fn settle(under_way: &mut UnderWay, on: &Communicator) -> Result<()> {
     while let Some((request, _)) = under_way.front()
-        && done(on, request)?.is_some()
+        && request.test()?.is_some()
     {
+        // Its buffer may go.
+        on.wait(request, Duration::ZERO)?;
         if let Some((_, Some((outcome, status)))) = under_way.pop_front() {
             finish(&outcome, Ok(status));
         }
@@ -272,14 +281,6 @@ fn settle(under_way: &mut UnderWay, on: &Communicator) -> Result<()> {
 pub(super) fn fits(status: &Status, incoming: &Incoming) -> Result<()> {
     let (&Status { rank, tag, bytes }, room) = (status, incoming.range.len());
     if bytes > room { Err(Error::Truncated { rank, tag, bytes, room }) } else { Ok(()) }
-}
-
-/// The bytes of a message that is complete, whose buffer may go then.
-fn done(on: &Communicator, request: &Request) -> Result<Option<usize>> {
-    match request.test()? {
-        Some(_) => Ok(Some(on.wait(request, Duration::ZERO)?.bytes)),
-        None => Ok(None),
-    }
 }
 
 /// `None` where the connection has no room now.

@@ -81,7 +81,7 @@ impl Request {
     /// [`Error::Message`] names the rank and why it failed; [`Error::Truncated`]; [`Error::Cancelled`].
     pub fn test(&self) -> Result<Option<Status>> {
         if self.outcome.get().is_none() {
-            self.shared.engine.lock().poll_all();
+            self.shared.engine.lock().look();
         }
         self.known().transpose()
     }
@@ -107,7 +107,7 @@ impl Request {
                 spin_loop();
             }
             // Others may wait for this rank meanwhile.
-            self.shared.engine.lock().poll_all();
+            self.shared.engine.lock().look();
             let waited = deadline.elapsed();
             if deadline.is_over() {
                 let whom = self.rank.map_or("any rank".to_owned(), |rank| format!("rank {rank}"));
