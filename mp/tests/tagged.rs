@@ -27,8 +27,8 @@ fn all_pairs(comm: &Communicator) {
     let range = |rank: usize, n: usize| at(rank, n)..at(rank, n) + SIZES[n];
     let (mut sent, mut received) = (Vec::new(), Vec::new());
     for peer in 0..all {
-        for n in 0..SIZES.len() {
-            outbox.memory().write(at(peer, n), &message(me, peer, n, SIZES[n])).unwrap();
+        for (n, len) in SIZES.into_iter().enumerate() {
+            outbox.memory().write(at(peer, n), &message(me, peer, n, len)).unwrap();
             sent.push(tagged.isend(&outbox, range(peer, n), peer, n as u64).unwrap());
         }
     }
@@ -262,7 +262,7 @@ fn tagged_and_plain_messages_never_mix() {
         let [first, second] = [(); 2].map(|()| Tagged::new(comm, LONG).unwrap());
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let (outbox, inbox) = (buffer(comm, 3 * 8), buffer(comm, 3 * 8));
-        outbox.memory().write(0, &[[me as u8; 8], [me as u8 + 10; 8], [me as u8 + 20; 8]].concat()).unwrap();
+        outbox.memory().write(0, &message(me, peer, 0, 24)).unwrap();
         let tagged = [(&second, 1), (&first, 0)].map(|(tagged, n)| {
             let range = n * 8..n * 8 + 8;
             (
@@ -277,8 +277,7 @@ fn tagged_and_plain_messages_never_mix() {
             sent.wait(LONG).unwrap();
             received.wait(LONG).unwrap();
         }
-        let peer = peer as u8;
-        assert_eq!(bytes(&inbox, 0..24), [[peer; 8], [peer + 10; 8], [peer + 20; 8]].concat());
+        assert_eq!(bytes(&inbox, 0..24), message(peer, me, 0, 24));
         comm.barrier(LONG).unwrap();
     });
 }
