@@ -108,6 +108,16 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
+    /// Moves all messages along, after running device work, as every wait does: without it they would wait for a thread of the
+    /// device. Returns whether there was any.
+    fn look(&self) -> bool {
+        let inner = &self.messages.0;
+        let near = inner.near.as_ref().is_some_and(|near| near.context.progress());
+        let helped = inner.context.progress() || near;
+        self.engine.lock().look();
+        helped
+    }
+
     /// Asks ranks that are silent whether they are there.
     fn tend(&self) {
         self.messages.progress();
@@ -192,7 +202,7 @@ impl Tagged {
     /// Moves messages along, and asks ranks that are silent whether they are there. Only needed by programs that neither wait nor
     /// test for long.
     pub fn progress(&self) {
-        self.0.engine.lock().look();
+        self.0.look();
         self.0.tend();
     }
 

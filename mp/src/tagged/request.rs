@@ -81,7 +81,7 @@ impl Request {
     /// [`Error::Message`] names the rank and why it failed; [`Error::Truncated`]; [`Error::Cancelled`].
     pub fn test(&self) -> Result<Option<Status>> {
         if self.outcome.get().is_none() {
-            self.shared.engine.lock().look();
+            self.shared.look();
         }
         self.known().transpose()
     }
@@ -107,7 +107,7 @@ impl Request {
                 spin_loop();
             }
             // Others may wait for this rank meanwhile.
-            self.shared.engine.lock().look();
+            let helped = self.shared.look();
             let waited = deadline.elapsed();
             if deadline.is_over() {
                 let whom = self.rank.map_or("any rank".to_owned(), |rank| format!("rank {rank}"));
@@ -117,7 +117,9 @@ impl Request {
                 self.shared.tend();
                 tended = waited;
             }
-            if waited > PATIENCE {
+            if helped {
+                // There may be more.
+            } else if waited > PATIENCE {
                 sleep(NAP);
             } else if waited > SPIN {
                 yield_now();
