@@ -121,7 +121,7 @@ fn the_benchmark_of_messages_writes_its_results() {
     let out = succeeds(tool(&options));
     assert!(out.contains("Async+Work") && out.contains("0 errors") && out.contains("mp adds ns"), "{out}");
     let report = json.json();
-    let modes = ["sync", "sync-work", "async", "async-work", "rate"];
+    let modes = ["sync", "sync-work", "async", "async-work", "tagged", "rate"];
     let asked = [1, 5000].into_iter().flat_map(|bytes| modes.map(|mode| (mode, bytes)));
     let lines = report["lines"].as_array().unwrap();
     let got = lines.iter().map(|line| (line["mode"].as_str().unwrap(), line["bytes"].as_u64().unwrap()));

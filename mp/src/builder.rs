@@ -212,7 +212,27 @@ impl Builder {
         };
         let Settings { cache, local, gpu_path } = settings;
         let wishes = (&local, gpu_path, self.gpu.as_ref());
-        let mut planes = Planes::agree(&context, wishes, self.watch, &mut *bootstrap, deadline.remaining())?;
+        let planes = Planes::agree(&context, wishes, self.watch, &mut *bootstrap, deadline.remaining())?;
+        self.connect(planes, bootstrap, children, cache, deadline)
+    }
+
+    /// The ranks of `comm` again, with connections of their own over the same devices: what is registered with either is for
+    /// both. All ranks must call it.
+    pub(crate) fn beside(self, comm: &Communicator, deadline: Deadline) -> Result<Communicator> {
+        let mut bootstrap = Box::new(comm.clone());
+        let planes = Planes::again(&comm.0, self.watch, &mut *bootstrap, deadline.remaining())?;
+        let cache = Cache::new(self.cache.clone());
+        self.connect(planes, bootstrap, None, cache, deadline)
+    }
+
+    fn connect(
+        self,
+        mut planes: Planes,
+        mut bootstrap: Box<dyn Exchange>,
+        children: Option<Children>,
+        cache: Cache,
+        deadline: Deadline,
+    ) -> Result<Communicator> {
         let build = |pd: &Pd| self.queue_pair(pd);
         let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
         let alarm = Arc::new(Alarm::new(self.watch));
@@ -227,7 +247,7 @@ impl Builder {
         let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
             rank: bootstrap.rank(),
-            context,
+            context: planes.far.context,
             pd: planes.far.pd,
             near: planes.near,
             paths: planes.paths,
@@ -241,6 +261,12 @@ impl Builder {
             builder: self,
             lanes,
         })))
+    }
+
+    /// With room for so many pieces of a message, or more.
+    pub(crate) fn at_least_pieces(self, pieces: u32) -> Self {
+        let pieces = self.max_pieces.max(pieces);
+        self.max_pieces(pieces)
     }
 
     pub(crate) fn queue_depth(&self) -> usize {

@@ -293,12 +293,12 @@ impl Collectives {
     }
 }
 
-fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Error {
+pub(crate) fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Error {
     Error::Device(gdsync::Error::InvalidArgument { what, value: value.to_string(), expected })
 }
 
 /// Before anything is sent: what is refused then leaves the ranks in step.
-fn check_range(buffer: &Registration, range: &Range<usize>) -> Result<()> {
+pub(crate) fn check_range(buffer: &Registration, range: &Range<usize>) -> Result<()> {
     let len = range.end.checked_sub(range.start);
     let len = len.ok_or_else(|| {
         invalid("the range", format!("{range:?}"), "one that does not end before it starts")

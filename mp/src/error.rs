@@ -104,6 +104,24 @@ pub enum Error {
         /// What is wrong.
         what: String,
     },
+    /// A message does not fit into the receive that it matched; it is lost, and nothing else is.
+    #[error(
+        "the message of {bytes} bytes from rank {rank} with tag {tag:#x} does not fit into the {room} bytes of its receive; \
+         ask for its size first (Tagged::improbe), or receive into more"
+    )]
+    Truncated {
+        /// The rank that sent it.
+        rank: usize,
+        /// Its tag.
+        tag: u64,
+        /// Its length.
+        bytes: usize,
+        /// That of the receive.
+        room: usize,
+    },
+    /// The program cancelled a receive before a message matched it.
+    #[error("the receive was cancelled before a message matched it; start another one")]
+    Cancelled,
     /// The layer below failed.
     #[error(transparent)]
     Device(#[from] gdsync::Error),

@@ -56,8 +56,8 @@
 //!
 //! # Messages
 //!
-//! Messages between two ranks arrive in the order they were sent; there are no tags. What a stream sends waits until the
-//! receive is posted; where the CPU sends, the device pauses and tries again.
+//! Messages between two ranks arrive in the order they were sent, without tags: [`tagged`] is a layer above that has them. What
+//! a stream sends waits until the receive is posted; where the CPU sends, the device pauses and tries again.
 //!
 //! Short messages between CPUs of a host are copied through shared memory, beside the device: see
 //! [`Communicator::through_slots`]. A send is complete then when it is copied.
@@ -87,6 +87,7 @@ mod request;
 mod shrink;
 mod slots;
 pub mod spawn;
+pub mod tagged;
 mod watch;
 mod window;
 mod word;

@@ -21,7 +21,7 @@ pub use self::gpu::GpuPath;
 use self::host::Host;
 use self::measure::measure;
 use crate::bootstrap::Exchange;
-use crate::communicator::Registration;
+use crate::communicator::{Inner, Registration};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::slots::{Slots, share};
@@ -232,6 +232,26 @@ impl Planes {
             path.has_slots = slots.is_some();
         }
         Ok(Self { far, near, paths, slots })
+    }
+
+    /// Those of a communicator, with slots of their own where ranks have some and are watched here and there. All ranks must
+    /// call it.
+    ///
+    /// # Errors
+    /// Of the exchange.
+    pub(crate) fn again(
+        of: &Inner,
+        watched: bool,
+        bootstrap: &mut dyn Exchange,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let wanted: Vec<_> = of.paths.iter().map(|path| watched && path.has_slots).collect();
+        let slots = share(&wanted, bootstrap, timeout)?;
+        let path =
+            |(path, slots): (&Path, &Option<Slots>)| Path { has_slots: slots.is_some(), ..path.clone() };
+        let paths = of.paths.iter().zip(&slots).map(path).collect();
+        let far = Plane { context: of.context.clone(), pd: of.pd.clone() };
+        Ok(Self { far, near: of.near.clone(), paths, slots })
     }
 
     /// Whether a rank is reached through the device for ranks of the same host.

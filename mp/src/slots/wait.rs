@@ -39,7 +39,7 @@ impl Slots {
 
     /// Takes what is in the next slot, if anything is.
     #[inline]
-    fn take_next(&self, link: &Link) {
+    pub(crate) fn take_next(&self, link: &Link) {
         if peek(&self.rx, self.next.load(Ordering::Relaxed)) != Next::Nothing {
             self.take(link, false);
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
 use gdasync::measure::{Pattern, Samples};
-use gdasync::mp::{self, Communicator, Registration, Request};
+use gdasync::mp::{self, Communicator, Registration, Request, tagged};
 
 use super::{Mode, Result};
 use crate::bench::slots::Slots;
@@ -20,6 +20,7 @@ const UNDER_WAY: usize = 16;
 /// Both ranks' buffers for messages of one size: one to send from, two to receive into by turns.
 pub(super) struct Game<'a> {
     comm: &'a Communicator,
+    tagged: &'a tagged::Tagged,
     stream: &'a Stream,
     buffer: Registration,
     slots: Slots,
@@ -31,7 +32,7 @@ pub(super) struct Game<'a> {
 
 impl<'a> Game<'a> {
     pub(super) fn new(
-        comm: &'a Communicator,
+        (comm, tagged): (&'a Communicator, &'a tagged::Tagged),
         stream: &'a Stream,
         bytes: usize,
         work: Duration,
@@ -39,7 +40,11 @@ impl<'a> Game<'a> {
     ) -> Result<Self> {
         let slots = Slots::new(bytes);
         let buffer = comm.register(&Memory::alloc(slots.len())?)?;
-        Ok(Self { comm, stream, buffer, slots, work, timeout, played: Cell::new(0) })
+        Ok(Self { comm, tagged, stream, buffer, slots, work, timeout, played: Cell::new(0) })
+    }
+
+    fn receive_tagged(&self, n: u64) -> mp::Result<tagged::Request> {
+        self.tagged.irecv(&self.buffer, self.slots.received(n), self.peer(), n)
     }
 
     fn receive(&self, n: u64) -> mp::Result<Request> {
@@ -55,7 +60,9 @@ impl<'a> Game<'a> {
             let receives = if mode == Mode::Rate && self.serves() { 0 } else { window };
             self.prepare(receives)?;
             // Large windows stay below the depth of the queues, and no message waits for its receive.
-            let received: Vec<_> = (0..receives).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
+            let (plain, tagged) = if mode == Mode::Tagged { (0, receives) } else { (receives, 0) };
+            let received: Vec<_> = (0..plain).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
+            let tagged: Vec<_> = (0..tagged).map(|n| self.receive_tagged(n)).collect::<mp::Result<_>>()?;
             self.comm.barrier(self.timeout)?;
             let start = Instant::now();
             match mode {
@@ -63,6 +70,7 @@ impl<'a> Game<'a> {
                 Mode::SyncWork => self.by_cpu(&received, true)?,
                 Mode::Async => self.by_stream(&received, false)?,
                 Mode::AsyncWork => self.by_stream(&received, true)?,
+                Mode::Tagged => self.by_tag(&tagged)?,
                 Mode::Rate => self.one_way(&received, window)?,
             }
             samples.add_mean(start.elapsed(), window);
@@ -125,6 +133,16 @@ impl<'a> Game<'a> {
             self.comm.wait(receive, self.timeout)?;
             let sent = sent.map_or_else(send, Ok)?;
             self.comm.wait(&sent, self.timeout)?;
+        }
+        Ok(())
+    }
+
+    fn by_tag(&self, received: &[tagged::Request]) -> Result<()> {
+        for (tag, receive) in (0..).zip(received) {
+            let send = || self.tagged.isend(&self.buffer, self.slots.sent(), self.peer(), tag);
+            let sent = self.serves().then(send).transpose()?;
+            receive.wait(self.timeout)?;
+            sent.map_or_else(send, Ok)?.wait(self.timeout)?;
         }
         Ok(())
     }

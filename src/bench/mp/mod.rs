@@ -11,6 +11,7 @@ use clap::{Args, ValueEnum};
 use gdasync::gdsync::stream::{HostStreamConfig, Stream};
 use gdasync::measure::{Machine, Samples, size};
 use gdasync::mp::Communicator;
+use gdasync::mp::tagged::Tagged;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -57,12 +58,15 @@ enum Mode {
     Async,
     /// The same, with the work on the stream before each send.
     AsyncWork,
+    /// Ping-pong by the CPU, each message with a tag of its own.
+    Tagged,
     /// One way, 16 messages under way, by the CPU.
     Rate,
 }
 
 impl Mode {
-    const ALL: [Self; 5] = [Self::Sync, Self::SyncWork, Self::Async, Self::AsyncWork, Self::Rate];
+    const ALL: [Self; 6] =
+        [Self::Sync, Self::SyncWork, Self::Async, Self::AsyncWork, Self::Tagged, Self::Rate];
 }
 
 /// Every column of a size runs in so many slices, by turns with the others, as in `bench hca`.
@@ -86,11 +90,12 @@ impl Options {
         let config =
             HostStreamConfig { name: "mp".into(), wait_limit: timeout, ..HostStreamConfig::default() };
         let stream = Stream::host(config)?;
+        let tagged = Tagged::new(&comm, timeout)?;
         let mut lines = Vec::new();
         for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?;
             bar.set_message(format!("{} B", size(bytes)));
-            lines.extend(self.of_size(&comm, &stream, bytes, timeout)?);
+            lines.extend(self.of_size((&comm, &tagged), &stream, bytes, timeout)?);
             bar.inc(1);
         }
         bar.finish_and_clear();
@@ -111,12 +116,13 @@ impl Options {
 
     fn of_size(
         &self,
-        comm: &Communicator,
+        (comm, tagged): (&Communicator, &Tagged),
         stream: &Stream,
         bytes: usize,
         timeout: Duration,
     ) -> Result<Vec<Line>> {
-        let game = Game::new(comm, stream, bytes, Duration::from_micros(self.work_us.into()), timeout)?;
+        let game =
+            Game::new((comm, tagged), stream, bytes, Duration::from_micros(self.work_us.into()), timeout)?;
         let slice = self.slice(bytes);
         let mut results = vec![(Samples::default(), 0); self.modes.len()];
         for turn in 0..=SLICES {

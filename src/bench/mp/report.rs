@@ -38,6 +38,7 @@ impl Report {
             Mode::SyncWork => "Sync+Work",
             Mode::Async => "Async",
             Mode::AsyncWork => "Async+Work",
+            Mode::Tagged => "Tagged",
             Mode::Rate => "Rate",
         };
         let mut table = table(std::iter::once("bytes").chain(modes.iter().map(name)));
