@@ -103,7 +103,7 @@ impl Core {
             qp.is_draining = true;
             self.draining.push(index);
         }
-        if !self.shadows.is_empty() && qp.staged.waits(&qp.sends) && !self.copying.contains(&index) {
+        if !self.shadows.is_empty() && qp.waits_for_copies() && !self.copying.contains(&index) {
             self.copying.push(index);
         }
         Some(result)
@@ -199,7 +199,7 @@ impl Core {
         for at in (0..before).rev() {
             let waits = self.with(self.copying[at], |qp, env| {
                 qp.copied(env);
-                qp.staged.waits(&qp.sends)
+                qp.waits_for_copies()
             });
             if waits != Some(true) {
                 self.copying.swap_remove(at);

@@ -3,12 +3,13 @@
 use std::collections::VecDeque;
 
 use super::outcome::Failure;
-use super::qp::{Env, ProxyQp, Sent};
+use super::qp::{Env, ProxyQp};
 use super::shadow::{Copy, Pieces, Shadows};
 use super::translate::{Inline, Request};
 use crate::error::Error;
 use crate::hca::HcaStats;
 use crate::mlx5::{Cqe, CqeOpcode, DecodedOp, Syndrome};
+use crate::verbs::QpState;
 
 /// Sends whose payload is brought ahead of their turn: so a copy engine does not rest while the device sends.
 const AHEAD: usize = 16;
@@ -85,14 +86,6 @@ pub(super) enum Brought {
 }
 
 impl Staged {
-    /// Whether copies are under way that hold something up.
-    pub(super) fn waits(&self, sends: &VecDeque<Sent>) -> bool {
-        let lands = |sent: &Sent| sent.landing.as_ref().is_some_and(|landing| !landing.is_over());
-        !self.has_landed()
-            || self.outgoing.front().is_some_and(|(_, copy)| !copy.is_over())
-            || sends.front().is_some_and(lands)
-    }
-
     /// Whether all receives that came back are in place.
     pub(super) fn has_landed(&self) -> bool {
         self.arrivals.is_empty()
@@ -123,6 +116,15 @@ impl Staged {
 }
 
 impl ProxyQp {
+    /// Whether it was held up by a copy, which may be over since: nobody tells of that.
+    pub(super) fn waits_for_copies(&self) -> bool {
+        let Staged { outgoing, .. } = &self.staged;
+        let may_send = self.state == QpState::RTS && self.in_device < self.device.granted.sends;
+        !self.staged.has_landed()
+            || self.sends.front().is_some_and(|sent| sent.outcome.is_some())
+            || may_send && outgoing.front().is_some_and(|(at, _)| *at == self.head)
+    }
+
     /// Begins to bring the payload of sends that were rung, from the next on.
     pub(super) fn bring(&mut self, env: &mut Env<'_>) {
         let head = self.head;
