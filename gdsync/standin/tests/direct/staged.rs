@@ -148,27 +148,37 @@ fn reads_and_atomics_bring_into_gpu_memory_and_a_fence_waits_for_that() {
     assert_eq!(b.side.memory().word64(250_000).unwrap().load(), 41);
 }
 
-/// Batches, and graphs of them, on a thread and on a GPU. The CPU looks at nothing meanwhile.
+/// Batches, and graphs of them, on a GPU and on a thread. The CPU looks at nothing meanwhile.
 #[test]
 fn streams_trigger_and_wait() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
+    let there_and_back = |stream: &Stream| {
+        let mut batch = Batch::new();
+        batch.send(&a.side.qp, &SendWr::send(&[a.mr.sge(0, 50_000).unwrap()]))?;
+        batch.wait_recv(&b.side.qp)?;
+        // Of what has just come.
+        batch.send(&b.side.qp, &SendWr::send(&[b.mr.sge(0, 50_000).unwrap()]))?;
+        batch.wait_recv(&a.side.qp)?;
+        batch.wait_send(&a.side.qp)?;
+        batch.wait_send(&b.side.qp)?;
+        stream.submit(&mut batch)
+    };
     let on_gpu = Stream::cuda(&bench.gpu, CudaStreamConfig::default()).unwrap();
     for stream in [&on_gpu, &stream_with("staged", PATIENCE)] {
-        for round in 0..10 {
+        // One more than there are messages, as a capture must see some to wait for.
+        b.receive(0, 50_000);
+        a.receive(100_000, 50_000);
+        let graph = stream.capture(there_and_back).unwrap();
+        for round in 0..20 {
             let data = pattern(50_000, round);
             a.mr.memory().write(0, &data).unwrap();
             b.receive(0, 50_000);
             a.receive(100_000, 50_000);
-            let mut batch = Batch::new();
-            batch.send(&a.side.qp, &SendWr::send(&[a.mr.sge(0, 50_000).unwrap()])).unwrap();
-            batch.wait_recv(&b.side.qp).unwrap();
-            // Of what has just come.
-            batch.send(&b.side.qp, &SendWr::send(&[b.mr.sge(0, 50_000).unwrap()])).unwrap();
-            batch.wait_recv(&a.side.qp).unwrap();
-            batch.wait_send(&a.side.qp).unwrap();
-            batch.wait_send(&b.side.qp).unwrap();
-            stream.submit(&mut batch).unwrap();
+            match round % 2 {
+                0 => there_and_back(stream).unwrap(),
+                _ => drop(graph.launch(stream).unwrap()),
+            }
             stream.synchronize(PATIENCE).unwrap();
             assert!(a.bytes(100_000, 50_000) == data, "round {round}");
         }
