@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
+use gdsync::rdma::DeviceConfig;
 use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
@@ -124,7 +125,7 @@ impl Builder {
         self
     }
 
-    /// How payload in GPU memory gets to ranks of the same host where it goes through a software HCA (default
+    /// How payload in GPU memory leaves, through a software HCA and through an RDMA device that a thread posts to (default
     /// [`GpuPath::BySize`]). `MP_GPU_PATH` in the environment overrides it.
     pub fn gpu_path(mut self, path: GpuPath) -> Self {
         self.gpu_path = path;
@@ -208,7 +209,7 @@ impl Builder {
     ) -> Result<Communicator> {
         let context = match &self.context {
             Some(context) => context.clone(),
-            None => Device::find(None)?.open()?,
+            None => self.open()?,
         };
         let Settings { cache, local, gpu_path } = settings;
         let wishes = (&local, gpu_path, self.gpu.as_ref());
@@ -267,6 +268,12 @@ impl Builder {
     pub(crate) fn at_least_pieces(self, pieces: u32) -> Self {
         let pieces = self.max_pieces.max(pieces);
         self.max_pieces(pieces)
+    }
+
+    /// The default device, for streams of the GPU if one was given.
+    fn open(&self) -> gdsync::Result<Context> {
+        let config = DeviceConfig { gpu: self.gpu.clone(), ..DeviceConfig::from_env()? };
+        Device::find(None)?.open_with(&config)
     }
 
     pub(crate) fn queue_depth(&self) -> usize {

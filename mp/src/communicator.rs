@@ -159,7 +159,8 @@ impl Communicator {
         Ok(self.0.plane(self.path(rank)?.is_near()).0)
     }
 
-    /// Registers memory for messages. It stays registered until the last clone and the last message of it are gone; a message that
+    /// Registers memory for messages. GPU memory that the device does not reach may be staged in host memory: see
+    /// [`Communicator::path_of`] and [`GpuPath`](crate::GpuPath). It stays registered until the last clone and the last message of it are gone; a message that
     /// nobody has waited for is gone after [`Communicator::progress`], or with [`Builder::watch`] after a quarter of a second.
     /// So it is after receives of up to 4 KiB from a rank of this host also where somebody has.
     ///

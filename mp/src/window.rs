@@ -94,7 +94,8 @@ impl Communicator {
     /// call this, for all windows in the same order; the parts may have different sizes.
     ///
     /// # Errors
-    /// [`Error::Device`] for a range outside the registration, and from the device; [`Error::Bootstrap`] names a rank that
+    /// [`Error::Device`] for a range outside the registration, for GPU memory that the device does not reach (what is put from
+    /// there, and what is got into it, is staged), and from the device; [`Error::Bootstrap`] names a rank that
     /// is gone or could not make its part, [`Error::Deadline`] one that is late.
     pub fn window(
         &self,

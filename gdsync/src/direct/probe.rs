@@ -1,4 +1,5 @@
-//! Whether a GPU can ring the doorbells of a card: it rings one, and the card has to do something about it.
+//! Whether a GPU can ring the doorbells of a card: it rings one, and the card has to do something about it. And whether the card
+//! can be given memory of the GPU.
 //!
 //! The driver may refuse the GPU the registers. Or it lets it have them, and its writes get lost on the bus: where an IOMMU
 //! or the access control of PCIe switches sends them elsewhere, nobody says so.
@@ -10,7 +11,7 @@ use std::time::Duration;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::stream::{CudaStreamConfig, Stream, Via};
-use crate::verbs::{Pd, Qp, SendWr};
+use crate::verbs::{Access, Pd, Qp, SendWr};
 
 /// How long a card may take for a request that does nothing, and the GPU to ring for it.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -45,6 +46,24 @@ pub(crate) fn probe(pd: &Pd, gpu: &Gpu) -> Result<()> {
             ),
         }),
     }
+}
+
+/// Registers a page of the GPU with the card.
+///
+/// # Errors
+/// Why the card does not take it.
+pub(crate) fn reach(pd: &Pd, gpu: &Gpu) -> Result<()> {
+    let page = match gpu.alloc(4096) {
+        Ok(page) => page,
+        Err(error) => {
+            tracing::debug!(%error, "it is not known whether the card reaches memory of the GPU");
+            return Ok(());
+        }
+    };
+    pd.register(&page, Access::LOCAL_WRITE).map(drop).or_else(|error| match error.is_exhausted() {
+        true => Ok(()),
+        false => Err(error),
+    })
 }
 
 fn ring_by_cpu(qp: &Qp) -> Result<()> {

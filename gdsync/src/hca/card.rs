@@ -76,7 +76,7 @@ impl Card {
 
     /// Ends a registration.
     pub fn deregister(&self, key: u32) {
-        self.0.dereg_mr(MrKeys { lkey: key, rkey: key });
+        self.0.dereg_mr(MrKeys { lkey: key, rkey: key, is_staged: false });
     }
 
     /// Takes a completion queue into service: a power of two of CQEs, in the state that the application gave them. `kicks`

@@ -26,7 +26,7 @@ impl Lately {
     }
 
     /// Whether that is less than [`FRESH`] ago.
-    pub(super) fn is_recent(&self) -> bool {
+    pub(crate) fn is_recent(&self) -> bool {
         self.when().is_some_and(|at| Instant::now() < at + FRESH)
     }
 

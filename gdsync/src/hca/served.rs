@@ -67,7 +67,7 @@ pub(crate) struct Duties {
     /// There was work that nobody tells of when the state was last let go: see [`Steps::is_hot`].
     pub(super) hot: AtomicBool,
     /// When a copy of payload last began, here or at a peer.
-    pub(super) copied: Lately,
+    pub(crate) copied: Lately,
     pub(super) duty: Mutex<Duty>,
     pub(super) changed: Condvar,
 }

@@ -300,7 +300,7 @@ impl Provider for SoftHca {
             source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
             advice: format!("it has {most} regions, and takes no more: deregister some"),
         })?;
-        Ok(MrKeys { lkey: key, rkey: key })
+        Ok(MrKeys { lkey: key, rkey: key, is_staged: false })
     }
 
     fn dereg_mr(&self, keys: MrKeys) {

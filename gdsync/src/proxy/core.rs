@@ -8,6 +8,7 @@ use rdma_core_sys::verbs::ibv_wc;
 
 use super::device::{Channel, DeviceCq, limit};
 use super::qp::{Env, ProxyQp};
+use super::shadow::Shadows;
 use super::tag::Tag;
 use crate::error::{Error, Result};
 use crate::hca::{Cqs, HcaStats, Kicks, MAX_QPS, Rung, Steps, Watched};
@@ -37,8 +38,12 @@ pub(super) struct Core {
     pub(super) stats: HcaStats,
     /// By key: memory that the device writes and whose GPU must be made to see it.
     pub(super) unseen: Vec<(u32, Memory)>,
+    /// In place of memory that the device does not reach.
+    pub(super) shadows: Shadows,
     outstanding: Arc<AtomicUsize>,
     watched: Watched,
+    /// Queue pairs that wait for copies.
+    copying: Vec<usize>,
     /// Queue pairs in ERR that the device has not let go.
     draining: Vec<usize>,
     /// Where completions are put.
@@ -68,8 +73,10 @@ impl Core {
             cqs: Cqs::default(),
             stats: HcaStats::default(),
             unseen: Vec::new(),
+            shadows: Shadows::default(),
             outstanding,
             watched: Watched::default(),
+            copying: Vec::new(),
             draining: Vec::new(),
             taken: vec![ibv_wc::zeroed(); BURST].into(),
             strict,
@@ -87,6 +94,7 @@ impl Core {
             cqs: &mut self.cqs,
             stats: &mut self.stats,
             unseen: &self.unseen,
+            shadows: &mut self.shadows,
             outstanding: &self.outstanding,
             strict: self.strict,
         };
@@ -94,6 +102,9 @@ impl Core {
         if qp.deadline.is_some() && !qp.is_draining {
             qp.is_draining = true;
             self.draining.push(index);
+        }
+        if !self.shadows.is_empty() && qp.waits_for_copies() && !self.copying.contains(&index) {
+            self.copying.push(index);
         }
         Some(result)
     }
@@ -147,6 +158,7 @@ impl Core {
         self.with(index, |qp, env| qp.end(env))?;
         self.watched.forget(index, rung);
         self.draining.retain(|&other| other != index);
+        self.copying.retain(|&other| other != index);
         let slot = &mut self.slots[index];
         let qp = slot.qp.take()?;
         slot.generation = qp.generation;
@@ -179,6 +191,21 @@ impl Core {
             }
         }
         worked
+    }
+
+    /// Goes on where copies have ended. Returns whether one has.
+    fn look_at_copies(&mut self) -> bool {
+        let before = self.copying.len();
+        for at in (0..before).rev() {
+            let waits = self.with(self.copying[at], |qp, env| {
+                qp.copied(env);
+                qp.waits_for_copies()
+            });
+            if waits != Some(true) {
+                self.copying.swap_remove(at);
+            }
+        }
+        self.copying.len() < before
     }
 
     /// Takes what the device has completed. Returns whether there was anything.
@@ -260,6 +287,9 @@ impl Steps for Core {
         if !self.watched.is_empty() {
             worked |= self.look_at_watched();
         }
+        if !self.copying.is_empty() {
+            worked |= self.look_at_copies();
+        }
         self.poll() || worked
     }
 
@@ -294,7 +324,7 @@ impl Steps for Core {
 
     /// What the device has, it tells of by itself.
     fn is_active(&self) -> bool {
-        !self.draining.is_empty()
+        !self.draining.is_empty() || !self.copying.is_empty()
     }
 
     fn has_arrivals(&mut self) -> bool {
@@ -306,7 +336,7 @@ impl Steps for Core {
     }
 
     fn is_copying(&self) -> bool {
-        false
+        !self.copying.is_empty()
     }
 
     fn is_attended(&self) -> bool {
@@ -316,6 +346,10 @@ impl Steps for Core {
     fn next_timer(&self) -> Option<Instant> {
         let qps = self.draining.iter().filter_map(|&index| self.slots[index].qp.as_ref());
         qps.filter_map(|qp| qp.deadline).min()
+    }
+
+    fn take_copied(&mut self) -> Option<Instant> {
+        self.shadows.take_begun()
     }
 
     fn newly_watched(&mut self) -> Option<Vec<Word64>> {

@@ -19,7 +19,7 @@
 //!   goes to ERR as well, gives back what it has, and the rings are flushed; a device that does not give it back is made to
 //!   forget it after 2 s. Asynchronous events (queue pair, port, device) break queue pairs with the event as their cause.
 //! - **GPU memory**: payload there is read and written by the device; what it wrote is flushed before a CQE is written, where the
-//!   GPU needs that. Rings and records may be there too, with the CPU reading them through the mapping.
+//!   GPU needs that. What the device cannot register is staged in pinned host memory by a copy engine. Rings and records may be there too, with the CPU reading them through the mapping.
 //!
 //! | file | object |
 //! |---|---|
@@ -30,6 +30,8 @@
 //! | `post` | a queue pair: from the rings to the device |
 //! | `translate` | a WQE as a request of the device |
 //! | `outcome` | a status of the device as a CQE |
+//! | `shadow` | GPU memory that the device cannot register |
+//! | `staged` | a queue pair: messages in such memory |
 //! | `tag` | how a completion finds its request |
 //! | `device` | queues of the device |
 //! | `connector` | connections on iWARP |
@@ -47,7 +49,9 @@ mod post;
 mod provider;
 mod qp;
 mod request;
+mod shadow;
 mod shared;
+mod staged;
 mod tag;
 #[cfg(test)]
 mod tests;

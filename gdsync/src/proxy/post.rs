@@ -2,20 +2,21 @@
 
 use super::outcome::Failure;
 use super::qp::{Env, ProxyQp, Sent};
+use super::staged::{Brought, Landing};
 use super::translate::{Buffers, Inline, Request, in_ring, inline_bytes, sge};
 use crate::error::Error;
-use crate::hca::Wqe;
+use crate::hca::{Wqe, low16};
 use crate::mlx5::{DecodedOp, Opcode};
 use crate::verbs::QpState;
 
 /// What became of a WQE.
 enum Posted {
-    /// The device has it, and will bring so many bytes.
-    InDevice(u32),
+    /// The device has it, and will bring so many bytes, which then have to be copied on.
+    InDevice(u32, Option<Box<Landing>>),
     /// It is done: there was nothing to do.
     Done,
-    /// The device takes no more now.
-    Full,
+    /// The device takes no more now, or the payload is not where it reads it.
+    NotNow,
     Failed(Failure, Option<Error>),
 }
 
@@ -31,6 +32,9 @@ impl ProxyQp {
             return;
         }
         while self.head < self.target && self.in_device < self.device.granted.sends && !self.is_failing() {
+            if !env.shadows.is_empty() {
+                self.bring(env);
+            }
             let wqe = self.rings.fetch(self.head);
             let mut sent = Sent {
                 index: wqe.ctrl.index,
@@ -39,15 +43,17 @@ impl ProxyQp {
                 completes: wqe.ctrl.always_completes(),
                 outcome: None,
                 cause: None,
+                landing: None,
             };
             match self.post(&wqe, env) {
-                Posted::InDevice(bytes) => {
+                Posted::InDevice(bytes, landing) => {
                     self.in_device += 1;
                     env.given(1);
                     sent.bytes = bytes;
+                    sent.landing = landing;
                 }
                 Posted::Done => sent.outcome = Some(Ok(())),
-                Posted::Full => break,
+                Posted::NotNow => break,
                 Posted::Failed(failure, cause) => {
                     sent.outcome = Some(Err(failure));
                     sent.cause = cause;
@@ -98,9 +104,22 @@ impl ProxyQp {
             return refused(Error::invalid("buffers of a send", request.buffers(), expected));
         }
         let number = self.first.wrapping_add(u32::try_from(self.sends.len()).expect("fewer than blocks"));
+        let mut landing = None;
+        if !env.shadows.is_empty() {
+            let pieces = env.shadows.redirect(request.buffers_mut());
+            if bytes > 0 {
+                landing = Landing::of(pieces);
+            } else if !pieces.is_empty() {
+                match self.staged.brought(self.head, self.device.open().name()) {
+                    Brought::InPlace => {}
+                    Brought::NotYet => return Posted::NotNow,
+                    Brought::Failed(cause) => return refused(cause),
+                }
+            }
+        }
         match self.device.send(&mut request, self.tag(false, number)) {
-            Ok(()) => Posted::InDevice(bytes),
-            Err(errno) if self.in_device > 0 && is_full(errno) => Posted::Full,
+            Ok(()) => Posted::InDevice(bytes, landing),
+            Err(errno) if self.in_device > 0 && is_full(errno) => Posted::NotNow,
             Err(errno) => refused(self.refusal(wqe.ctrl.opcode, errno)),
         }
     }
@@ -140,10 +159,14 @@ impl ProxyQp {
                 let expected = "at most QpBuilder::max_recv_sge";
                 return self.fail(Some(Error::invalid("buffers of a receive", buffers.len(), expected)), env);
             }
+            let staged = (!env.shadows.is_empty()).then(|| env.shadows.redirect(&mut buffers));
             let number = self.taken & u64::from(u32::MAX);
             let wr_id = self.tag(true, u32::try_from(number).expect("masked"));
             match self.device.receive(&mut buffers, wr_id) {
-                Ok(()) => env.given(1),
+                Ok(()) => {
+                    env.given(1);
+                    self.staged.expect(low16(self.taken), staged.unwrap_or_default());
+                }
                 Err(errno) if self.taken > self.received && is_full(errno) => return,
                 Err(errno) => return self.fail(Some(self.device.refused("ibv_post_recv", errno)), env),
             }

@@ -1,7 +1,7 @@
 //! The proxy as a device: the control path.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -10,14 +10,17 @@ use super::connector::{Connector, Plan};
 use super::core::Core;
 use super::device::{DeviceQp, Granted, Most, greetings};
 use super::qp::{DRAIN, ProxyQp};
+use super::shadow::Shadow;
 use super::shared::Shared;
+use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::hca::{Chart, FaultPlan, Gid, HcaStats, Rings, Served, Service, Steps, cq_parts, random_psn};
 use crate::memory::Memory;
+use crate::mover::Mover;
 use crate::rdma::{Domain, Events, Objects, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
-use crate::verbs::{Access, Carriage, QpAddress, QpAttr, QpState};
+use crate::verbs::{Access, Carriage, Carrier, QpAddress, QpAttr, QpState, Staging};
 
 /// A proxy over an open device. Dropping it ends its threads.
 #[derive(Debug)]
@@ -31,6 +34,10 @@ pub(crate) struct Proxy {
     rooms: Mutex<HashMap<u32, (usize, u32)>>,
     strict: bool,
     most: Most,
+    /// Which GPU memory is staged.
+    staging: Mutex<Staging>,
+    /// That some is was told.
+    told: Once,
     shared: Arc<Shared>,
     description: String,
     wire: String,
@@ -56,6 +63,8 @@ impl Proxy {
             rooms: Mutex::default(),
             strict,
             most,
+            staging: Mutex::default(),
+            told: Once::new(),
             shared,
             description,
             wire,
@@ -79,6 +88,35 @@ impl Proxy {
     ) -> Result<Option<Region>> {
         let wanted = rings.request.max_inline > device.granted.inline;
         wanted.then(|| Region::register(domain, &rings.sq, Access::empty())).transpose()
+    }
+
+    /// Registers pinned host memory in place of memory of a GPU, and why. The device writes there by itself only.
+    fn register_shadow(
+        &self,
+        pdn: u32,
+        memory: &Memory,
+        access: Access,
+        (gpu, why): (&Gpu, String),
+    ) -> Result<MrKeys> {
+        let host = Memory::alloc(memory.len())?;
+        host.gpu_addr(gpu)?;
+        let engines = self.shared.with(|core| core.shadows.engines().clone());
+        engines.adopt(gpu);
+        // On iWARP what a READ brings is written as by the peer.
+        let is_written_by_peers = self.connector.is_some();
+        let rights =
+            Access::LOCAL_WRITE | if is_written_by_peers { Access::REMOTE_WRITE } else { Access::empty() };
+        let keys = self.objects.reg_mr(pdn, &host, access & rights)?;
+        self.told.call_once(|| {
+            tracing::warn!(
+                device = self.open().name(),
+                %why,
+                "GPU memory is staged in pinned host memory: the device does not read and write it by itself"
+            );
+        });
+        let shadow = Shadow { gpu: memory.clone(), host, why };
+        self.shared.with(|core| core.shadows.add(keys.lkey, shadow));
+        Ok(MrKeys { is_staged: true, ..keys })
     }
 
     /// On iWARP, before a transition: refuses peers that cannot be reached, and ends the connection that is there.
@@ -154,24 +192,43 @@ impl Provider for Proxy {
     }
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
-        let keys = self.objects.reg_mr(pdn, memory, access)?;
-        if memory.needs_flush() {
-            self.shared.with(|core| core.unseen.push((keys.lkey, memory.clone())));
-        }
-        Ok(keys)
+        let staging = *self.staging.lock();
+        let why = match (memory.gpu(), staging) {
+            (Some(gpu), Staging::Always) => {
+                (gpu, "it was asked for (Context::stage, MP_GPU_PATH)".to_owned())
+            }
+            (gpu, _) => match (self.objects.reg_mr(pdn, memory, access), gpu) {
+                (Err(error), Some(gpu)) if staging == Staging::Refused && !error.is_exhausted() => {
+                    (gpu, error.to_string())
+                }
+                (other, _) => {
+                    let keys = other?;
+                    if memory.needs_flush() {
+                        self.shared.with(|core| core.unseen.push((keys.lkey, memory.clone())));
+                    }
+                    return Ok(keys);
+                }
+            },
+        };
+        self.register_shadow(pdn, memory, access, why)
+    }
+
+    fn stage(&self, which: Staging) -> Option<Staging> {
+        Some(std::mem::replace(&mut *self.staging.lock(), which))
     }
 
     fn dereg_mr(&self, keys: MrKeys) {
         let memory = self.shared.with(|core| {
             let at = core.unseen.iter().position(|(key, _)| *key == keys.lkey);
-            at.map(|at| core.unseen.swap_remove(at))
+            (at.map(|at| core.unseen.swap_remove(at)), core.shadows.remove(keys.lkey))
         });
         self.objects.dereg_mr(keys);
         drop(memory);
     }
 
     fn carriage(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> Carriage {
-        self.objects.carriage(lkey)
+        let staged = self.shared.with(|core| core.shadows.why(lkey).map(str::to_owned));
+        staged.map_or_else(|| self.objects.carriage(lkey), |why| Carriage::new(Carrier::Staging, why))
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
@@ -305,6 +362,10 @@ impl Provider for Proxy {
 
     fn progress(&self) -> bool {
         self.shared.lend_a_step()
+    }
+
+    fn has_copied_lately(&self) -> bool {
+        self.shared.duties().copied.is_recent()
     }
 
     fn leave(&self) {

@@ -16,6 +16,8 @@ use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 use super::device::DeviceQp;
 use super::link::{GONE, Link};
 use super::outcome::{Failure, is_unnamed, outcome, received};
+use super::shadow::Shadows;
+use super::staged::{Arrival, Landing, Staged};
 use super::tag::Tag;
 use crate::error::{Error, Result};
 use crate::hca::{Cqs, HcaStats, Rings, low16, random_psn};
@@ -35,6 +37,7 @@ pub(super) struct Env<'a> {
     pub(super) stats: &'a mut HcaStats,
     /// Memory that the device writes and whose GPU must be made to see it.
     pub(super) unseen: &'a [(u32, Memory)],
+    pub(super) shadows: &'a mut Shadows,
     /// Requests that the device has.
     pub(super) outstanding: &'a AtomicUsize,
     pub(super) strict: bool,
@@ -70,6 +73,15 @@ pub(super) struct Sent {
     pub(super) outcome: Option<std::result::Result<(), Failure>>,
     /// What a syndrome does not say.
     pub(super) cause: Option<Error>,
+    /// What it brings has yet to be copied on.
+    pub(super) landing: Option<Box<Landing>>,
+}
+
+impl Sent {
+    /// How it ended, once nothing more is to be done for it.
+    fn ended(&self) -> Option<std::result::Result<(), Failure>> {
+        self.outcome.filter(|_| self.landing.as_ref().is_none_or(|landing| landing.is_over()))
+    }
 }
 
 #[derive(Debug)]
@@ -101,6 +113,7 @@ pub(super) struct ProxyQp {
     pub(super) deadline: Option<Instant>,
     /// The core knows of the deadline.
     pub(super) is_draining: bool,
+    pub(super) staged: Staged,
 }
 
 impl ProxyQp {
@@ -133,6 +146,7 @@ impl ProxyQp {
             received: 0,
             deadline: None,
             is_draining: false,
+            staged: Staged::default(),
         }
     }
 
@@ -169,6 +183,9 @@ impl ProxyQp {
         if let Some(sent) = self.sends.get_mut(at) {
             sent.outcome = Some(outcome(wc));
             sent.cause = unexplained(wc, self.state, &self.device);
+            if let (Some(Ok(())), Some(landing)) = (sent.outcome, &mut sent.landing) {
+                landing.begin(sent.bytes, env.shadows);
+            }
         }
         self.retire(env);
         self.advance(env);
@@ -177,10 +194,20 @@ impl ProxyQp {
     fn received(&mut self, wc: &ibv_wc, env: &mut Env<'_>) {
         let counter = low16(self.received);
         self.received += 1;
-        let mut cqe = received(wc);
+        let cqe = received(wc);
         if let Some(cause) = unexplained(wc, self.state, &self.device) {
             self.blame(cause);
         }
+        let landing = self.staged.landing_of(counter, &cqe, env.shadows);
+        if landing.is_none() && self.staged.has_landed() {
+            self.arrived(cqe, counter, env);
+        } else {
+            self.staged.arrivals.push_back(Arrival { cqe, counter, landing });
+        }
+    }
+
+    /// What a receive has brought is in place.
+    pub(super) fn arrived(&mut self, mut cqe: Cqe, counter: u16, env: &mut Env<'_>) {
         if !cqe.opcode.is_error()
             && let Err(error) = env.show()
         {
@@ -201,9 +228,16 @@ impl ProxyQp {
 
     /// Writes the CQEs of the sends that have ended, in order.
     pub(super) fn retire(&mut self, env: &mut Env<'_>) {
-        while let Some(mut outcome) = self.sends.front().and_then(|sent| sent.outcome) {
+        while let Some(mut outcome) = self.sends.front().and_then(Sent::ended) {
             let sent = self.sends.pop_front().expect("it was just looked at");
             self.first = self.first.wrapping_add(1);
+            if outcome.is_ok()
+                && let Some(landing) = &sent.landing
+                && let Some(error) = landing.failure(self.device.open().name())
+            {
+                self.blame(error);
+                outcome = Err(Failure::REFUSED);
+            }
             if self.state == QpState::ERR && sent.opcode == Opcode::NOP && outcome.is_ok() {
                 outcome = Err(Failure::FLUSHED);
             }
@@ -257,7 +291,7 @@ impl ProxyQp {
 
     /// Whether the device has nothing of it.
     pub(super) fn is_quiet(&self) -> bool {
-        self.sends.is_empty() && self.received == self.taken
+        self.sends.is_empty() && self.received == self.taken && self.staged.has_landed()
     }
 
     /// In ERR: flushes what the device has not seen, once it has given back what it has seen. Sends up to the doorbell record,
@@ -273,7 +307,7 @@ impl ProxyQp {
             }
             self.target = self.target.max(self.head);
         }
-        if self.received == self.taken {
+        if self.received == self.taken && self.staged.has_landed() {
             let end = self.rings.recv_record(self.taken);
             if end - self.taken <= self.rings.receives() {
                 while self.taken < end {
@@ -314,6 +348,7 @@ impl ProxyQp {
         for sent in &mut self.sends {
             sent.outcome.get_or_insert(Err(Failure::FLUSHED));
         }
+        self.give_copies_up(env);
         while self.received < self.taken {
             self.flush_receive(env);
         }
@@ -402,6 +437,7 @@ impl ProxyQp {
         self.disown(env);
         self.rings.clear();
         self.sends.clear();
+        self.staged = Staged::default();
         // Another one, so that a late packet of this connection is not taken for one of the next.
         self.psn = psn;
         (self.head, self.target, self.first) = (0, 0, 0);

@@ -148,6 +148,11 @@ impl Request {
         self.payload.len()
     }
 
+    /// The same, to be found elsewhere.
+    pub(super) fn buffers_mut(&mut self) -> &mut Buffers {
+        &mut self.payload
+    }
+
     /// For `ibv_post_send`. It points into this request, and where the payload is taken from the WQE into that.
     pub(super) fn as_send_wr(&mut self, wr_id: u64) -> ibv_send_wr {
         let wr = match self.target {

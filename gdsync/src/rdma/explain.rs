@@ -169,7 +169,10 @@ const GPU_FIXES: &str = "either by a dma-buf (Linux 5.12, rdma-core 34, the NVID
 
 /// The advice where neither way to register GPU memory is open.
 pub(crate) fn no_gpu_path(dma_buf: &str, peermem: &str) -> String {
-    format!("by dma-buf: {dma_buf}; by nvidia-peermem: {peermem}; GPU memory is registered {GPU_FIXES}")
+    format!(
+        "by dma-buf: {dma_buf}; by nvidia-peermem: {peermem}; GPU memory is registered {GPU_FIXES}; \
+             GDSYNC_PATH=proxy stages it in host memory"
+    )
 }
 
 fn register_dma_buf(len: usize, errno: i32) -> String {

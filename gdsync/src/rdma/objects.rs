@@ -47,7 +47,7 @@ impl Objects {
 
     pub(crate) fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
         let region = Region::register(&self.domain(pdn)?, memory, access)?;
-        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey() };
+        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey(), is_staged: false };
         tracing::debug!(?region, "registered");
         self.regions.lock().insert(keys.lkey, region);
         Ok(keys)

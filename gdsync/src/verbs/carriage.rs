@@ -17,8 +17,23 @@ pub enum Carrier {
     Mapping,
     /// A copy engine of the receiver's GPU fetches it, over NVLink or PCIe, and between processes by CUDA IPC (GPUDirect v2).
     PeerToPeer,
-    /// A copy engine of this GPU brings it to pinned host memory in chunks, from where the CPU copies it on (GPUDirect v1).
+    /// A copy engine of this GPU brings it to pinned host memory, from where the CPU copies it on in chunks, or the card reads it
+    /// (GPUDirect v1).
     Staging,
+}
+
+/// Which GPU memory a device is given pinned host memory in place of, where a thread posts to it (the CPU proxy): see
+/// [`Context::stage`](super::Context::stage).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Staging {
+    /// What the device refuses to register.
+    #[default]
+    Refused,
+    /// All.
+    Always,
+    /// None: what the device refuses is refused.
+    Never,
 }
 
 impl fmt::Display for Carrier {

@@ -4,13 +4,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::attr::Access;
+use super::carriage::Staging;
 use super::cq::Cq;
 use super::mr::Mr;
 use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
 use crate::cuda::Gpu;
-use crate::direct::{Direct, probe};
+use crate::direct::{Direct, probe, reach};
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
@@ -151,7 +152,8 @@ impl Device {
     }
 }
 
-/// Opens an RDMA device: the card reads the rings itself if it does that, and all who are to ring can.
+/// Opens an RDMA device: the card reads the rings itself if it does that, all who are to ring can, and it reaches the memory of
+/// GPUs. Otherwise a thread does, which also stages what the card does not reach.
 fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
     let open = rdma::Open::device(&survey.name, config)?;
     let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
@@ -163,6 +165,9 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
         for gpu in &gpus {
             let pd = context.alloc_pd()?;
             context.provider.admit(gpu, &mut || probe(&pd, gpu))?;
+            if config.route.is_none() {
+                reach(&pd, gpu)?;
+            }
         }
         Ok(context)
     };
@@ -283,6 +288,14 @@ impl Context {
     /// [`SoftHcaConfig::by_reference`]. Returns from how many it was; `None` from other devices, which have no choice.
     pub fn leave_by_reference(&self, bytes: usize) -> Option<usize> {
         self.provider.leave_by_reference(bytes)
+    }
+
+    /// Has GPU memory that is registered from now on staged, or not, where a thread posts to an RDMA device: a copy engine brings
+    /// payload to pinned host memory of the same size before the device gets a request, and from there before a completion tells of
+    /// what came. Peers cannot name such memory: see [`Mr::remote`]. Returns which it was, [`Staging::Refused`] in the beginning;
+    /// `None` from other devices, which have no choice.
+    pub fn stage(&self, which: Staging) -> Option<Staging> {
+        self.provider.stage(which)
     }
 
     /// Runs device work on the calling thread, as every poll does. Returns whether there was any.

@@ -20,7 +20,7 @@ mod wr;
 pub use address::QpAddress;
 pub(crate) use address::{mtu_bytes, mtu_code};
 pub use attr::{Access, QpAttr, QpState};
-pub use carriage::{Carriage, Carrier};
+pub use carriage::{Carriage, Carrier, Staging};
 pub use completion::Completion;
 pub use cq::Cq;
 pub(crate) use cq::POISON;

@@ -105,8 +105,16 @@ impl Mr {
     /// How a peer names the byte at `offset`.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`]; [`Error::Unsupported`] for GPU memory that is [staged](super::Context::stage).
     pub fn remote(&self, offset: usize) -> Result<RemoteAddr> {
+        if self.region.keys.is_staged {
+            return Err(Error::Unsupported {
+                what: "access of peers to GPU memory that is staged in host memory",
+                by: "a device that does not reach GPU memory",
+                fix: "have peers access host memory, or the device reach the GPU by dma-bufs or nvidia-peermem (`gdasync doctor` \
+                      says what is missing)",
+            });
+        }
         Ok(RemoteAddr { addr: self.at(offset, 0)?, rkey: self.rkey() })
     }
 

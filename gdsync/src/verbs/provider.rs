@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::address::QpAddress;
 use super::attr::{Access, QpAttr};
-use super::carriage::Carriage;
+use super::carriage::{Carriage, Staging};
 use super::placement::{OnGpu, Places};
 use super::track::Health;
 use crate::cuda::Gpu;
@@ -65,6 +65,8 @@ pub(crate) struct QpParts {
 pub(crate) struct MrKeys {
     pub(crate) lkey: u32,
     pub(crate) rkey: u32,
+    /// They are of host memory in place of GPU memory: peers cannot name that.
+    pub(crate) is_staged: bool,
 }
 
 pub(crate) trait Provider: Send + Sync + fmt::Debug {
@@ -89,6 +91,10 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// From so many bytes on, payload in GPU memory is left to copy engines of receivers. Returns from how many it was; `None`
     /// where there is no choice.
     fn leave_by_reference(&self, _bytes: usize) -> Option<usize> {
+        None
+    }
+    /// Which GPU memory that is registered from now on is staged. Returns which it was; `None` where there is no choice.
+    fn stage(&self, _which: Staging) -> Option<Staging> {
         None
     }
     /// `ring` says which completion queue of a queue pair it will be, if any: it may be in GPU memory.

@@ -1,9 +1,9 @@
-//! How payload in GPU memory leaves by a software HCA.
+//! How payload in GPU memory leaves.
 
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
-use gdsync::verbs::Context;
+use gdsync::verbs::{Context, Staging};
 
 use super::Plane;
 use super::duel::{End, duel};
@@ -13,20 +13,24 @@ use crate::error::Result;
 /// The variable that decides in place of the program.
 const VARIABLE: &str = "MP_GPU_PATH";
 
-/// How payload in GPU memory gets to ranks of the same host where it goes through a software HCA. The environment's `MP_GPU_PATH`
-/// overrides it: `size`, `peer`, `staged` or `measure`.
+/// How payload in GPU memory leaves: to ranks of the same host through a software HCA, and through an RDMA device that a thread
+/// posts to. The environment's `MP_GPU_PATH` overrides it: `size`, `peer`, `staged` or `measure`.
 ///
-/// What a rank cannot open is staged whatever this says: see [`Communicator::path_of`](crate::Communicator::path_of).
+/// What another rank of the host cannot open is staged whatever this says: see
+/// [`Communicator::path_of`](crate::Communicator::path_of). A card that reads the rings itself reaches GPU memory itself, or refuses
+/// to register it. Opened without `GDSYNC_PATH` after a [`Gpu`](gdsync::cuda::Gpu) that it does not reach, it leaves the rings to a
+/// thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GpuPath {
     /// As the software HCA is set up: long payload is fetched by a copy engine of the receiver's GPU, other payload is staged.
-    /// `GDSYNC_BY_REFERENCE` says what is long.
+    /// `GDSYNC_BY_REFERENCE` says what is long. As the RDMA device is: it reads and writes what it can register (GPUDirect RDMA),
+    /// other memory is staged.
     BySize,
     /// All of it is fetched by a copy engine of the receiver's GPU: peer to peer, over NVLink or PCIe, between processes by CUDA
-    /// IPC.
+    /// IPC. Memory that the RDMA device cannot register is refused.
     PeerToPeer,
-    /// None of it is: it goes through pinned host memory.
+    /// None of it is: it goes through pinned host memory, for an RDMA device too.
     Staged,
     /// What is as long as what is fetched more quickly than staged between the first two ranks of the host when the communicator
     /// is built, if these ask for it and have a GPU ([`Builder::gpu`](crate::Builder::gpu)); otherwise as [`GpuPath::BySize`].
@@ -57,8 +61,14 @@ impl GpuPath {
     pub(super) fn apply(self, context: &Context) {
         match self {
             Self::BySize | Self::Measured => {}
-            Self::PeerToPeer => drop(context.leave_by_reference(0)),
-            Self::Staged => drop(context.leave_by_reference(usize::MAX)),
+            Self::PeerToPeer => {
+                context.leave_by_reference(0);
+                context.stage(Staging::Never);
+            }
+            Self::Staged => {
+                context.leave_by_reference(usize::MAX);
+                context.stage(Staging::Always);
+            }
         }
     }
 }

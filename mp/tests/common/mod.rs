@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
+use gdrcopy::standin::driver;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
@@ -28,7 +29,10 @@ pub const DONE: i32 = 40;
 /// A command that runs only the test `name` of this binary, without what any launcher around the tests has set.
 pub fn myself(name: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(JOB, name);
+    let thread = std::thread::current();
+    // In a binary of several files the name begins with the file's.
+    let test = thread.name().filter(|test| test.ends_with(&format!("::{name}"))).unwrap_or(name);
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(JOB, name);
     for launcher in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_", "GDSYNC_JOB_TOKEN"]
     {
         let vars = env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
@@ -45,13 +49,17 @@ pub fn is_part_of(name: &str) -> bool {
 }
 
 /// The GPU of this rank, if `GDSYNC_TEST_GPU` says so (`memop` or `kernel`: what its streams are driven by): then streams are
-/// on it, and buffers in its memory. Ranks take the GPUs by turns.
+/// on it, and buffers in its memory. Ranks take the GPUs by turns; where there is none, each has a simulated one.
 pub fn gpu() -> Option<&'static (Gpu, Via)> {
     static GPU: OnceLock<Option<(Gpu, Via)>> = OnceLock::new();
     GPU.get_or_init(|| {
         let via = env::var("GDSYNC_TEST_GPU").ok()?.parse().expect("memop or kernel");
         let rank: i32 = env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
-        Some((Gpu::open(rank % Gpu::count().unwrap()).unwrap(), via))
+        let gpu = match Gpu::count() {
+            Ok(count) if count > 0 => Gpu::open(rank % count),
+            _ => Gpu::open_with(driver::api(), 0, driver::gdr().ok()),
+        };
+        Some((gpu.unwrap(), via))
     })
     .as_ref()
 }

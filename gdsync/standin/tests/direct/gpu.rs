@@ -13,12 +13,12 @@ use crate::setup::CARD;
 /// `CUDA_ERROR_NOT_PERMITTED`.
 const NOT_PERMITTED: u32 = 800;
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
-const DMA_BUF_SUPPORTED: u32 = 124;
+pub(crate) const DMA_BUF_SUPPORTED: u32 = 124;
 
 /// A simulated GPU for one test: the driver has forgotten all it knew when the next begins.
-struct Bench {
-    gpu: Gpu,
-    control: Control,
+pub(crate) struct Bench {
+    pub(crate) gpu: Gpu,
+    pub(crate) control: Control,
 }
 
 impl Drop for Bench {
@@ -33,7 +33,7 @@ fn bench() -> Bench {
     bench_with(|_| {})
 }
 
-fn bench_with(settings: impl FnOnce(&Control)) -> Bench {
+pub(crate) fn bench_with(settings: impl FnOnce(&Control)) -> Bench {
     let control = Control::take();
     settings(&control);
     Bench { gpu: Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap(), control }
@@ -43,7 +43,7 @@ fn open(gpu: Option<&Gpu>) -> gdsync::Result<Context> {
     open_by(Some(Route::Direct), gpu)
 }
 
-fn open_by(route: Option<Route>, gpu: Option<&Gpu>) -> gdsync::Result<Context> {
+pub(crate) fn open_by(route: Option<Route>, gpu: Option<&Gpu>) -> gdsync::Result<Context> {
     let config = DeviceConfig { route, gpu: gpu.cloned(), ..DeviceConfig::default() };
     Device::find(Some(CARD)).unwrap().open_with(&config)
 }

@@ -17,6 +17,7 @@ mod processes;
 mod queues;
 #[path = "../setup/mod.rs"]
 mod setup;
+mod staged;
 #[path = "../../../tests/verbs.rs"]
 mod verbs;
 #[path = "../../../tests/wraps.rs"]

@@ -1,0 +1,38 @@
+//! Ranks on a card that does not reach the memory of their (simulated) GPUs: `mp`'s own tests of messages, with all buffers there
+//! and all streams on GPUs, and what is different.
+
+#![allow(clippy::duplicate_mod, reason = "each file of tests brings what it shares with others")]
+
+use gdrcopy::standin::driver::Control;
+
+#[path = "../../../../mp/tests/common/mod.rs"]
+mod common;
+#[path = "../../../../mp/tests/messages.rs"]
+mod messages;
+#[path = "../../../../mp/tests/on_stream.rs"]
+mod on_stream;
+#[path = "../setup/mod.rs"]
+mod setup;
+mod staged;
+
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+const DMA_BUF_SUPPORTED: u32 = 124;
+
+/// Runs before `main`.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = before_main;
+
+extern "C" fn before_main() {
+    setup::use_the_stand_in("");
+    let control = Control::take();
+    control.attribute(0, DMA_BUF_SUPPORTED, 0);
+    // As long as the process is there.
+    std::mem::forget(control);
+    for (name, value) in
+        [("GDSYNC_DEVICE", setup::CARD), ("GDSYNC_TEST_GPU", "memop"), ("MP_LOCAL", "device")]
+    {
+        // SAFETY: there is no other thread yet.
+        unsafe { std::env::set_var(name, value) };
+    }
+}
