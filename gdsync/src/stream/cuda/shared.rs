@@ -74,7 +74,7 @@ pub(super) struct Shared {
     pub(super) own: Weak<Shared>,
 }
 
-/// What only those need who call the driver: see [`Turns`].
+/// What only those need who call the driver, and therefore have the turn of the stream.
 #[derive(Debug, Default)]
 pub struct Turn {
     /// Calls since the last mark, and the submission that it names.
