@@ -40,7 +40,7 @@ pub(super) struct Channels {
 
 impl Channels {
     pub(super) fn new(messages: Communicator, payload: Communicator, depth: usize) -> Result<Self> {
-        let (places, size) = (PLACES.min(depth), messages.size());
+        let (places, size) = ((depth / 2).clamp(1, PLACES), messages.size());
         let memory = |bytes: usize| Memory::alloc((size * places * bytes).max(1));
         let inbox = messages.register(&memory(PLACE)?)?;
         let headers = messages.register(&memory(Header::BYTES)?)?;
@@ -86,15 +86,19 @@ impl Peer {
     /// With receives posted.
     pub(super) fn new(rank: usize, channels: &Channels) -> Result<Self> {
         let mut peer = Self { rank, credits: CREDITS, ..Self::default() };
-        for place in 0..channels.places {
-            peer.post(channels, place)?;
-        }
+        peer.fill(channels)?;
         Ok(peer)
     }
 
-    fn post(&mut self, channels: &Channels, place: usize) -> Result<()> {
-        let at = (self.rank * channels.places + place) * PLACE;
-        self.receives.push_back(channels.messages.irecv(&channels.inbox, at..at + PLACE, self.rank)?);
+    /// Posts receives for all places that are free; where the queue still counts others, as it may for a while, later.
+    fn fill(&mut self, channels: &Channels) -> Result<()> {
+        while self.receives.len() < channels.places {
+            let place = (self.received + self.receives.len()) % channels.places;
+            let at = (self.rank * channels.places + place) * PLACE;
+            let posted = channels.messages.irecv(&channels.inbox, at..at + PLACE, self.rank);
+            let Some(receive) = unless_full(posted)? else { break };
+            self.receives.push_back(receive);
+        }
         Ok(())
     }
 
@@ -113,10 +117,9 @@ impl Peer {
     }
 
     pub(super) fn receive_again(&mut self, channels: &Channels) -> Result<()> {
-        let place = self.received % channels.places;
         self.receives.pop_front();
         self.received += 1;
-        self.post(channels, place)
+        self.fill(channels)
     }
 
     /// The rank has room for more eager messages.
@@ -180,6 +183,7 @@ impl Peer {
     pub(super) fn flush(&mut self, channels: &Channels) -> Result<()> {
         let (rank, payload) = (self.rank, &channels.payload);
         self.settle(channels)?;
+        self.fill(channels)?;
         while let Some(Outgoing { buffer, range, .. }) = self.cleared.front() {
             let Some(request) = unless_full(payload.isend(buffer, range.clone(), rank))? else { break };
             let sent = self.cleared.pop_front();
