@@ -49,7 +49,7 @@ pub(crate) struct Core {
     pub(crate) mover: Arc<dyn Mover>,
     /// Payload of so many bytes is left to copy engines.
     by_reference: usize,
-    /// When a copy last began that nobody was told of yet.
+    /// When a long message, or a copy of one, last began that nobody was told of yet.
     copied: Option<Instant>,
     links: Links,
     /// The receiving ends of the links, by their numbers.

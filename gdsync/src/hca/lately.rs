@@ -1,4 +1,4 @@
-//! Whether a copy of payload began a moment ago: who waits then does not sleep.
+//! Whether a copy of payload, or a long message, began a moment ago: who waits then does not sleep.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

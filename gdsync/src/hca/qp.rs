@@ -35,7 +35,7 @@ pub(crate) struct Env<'a> {
     pub(crate) mover: &'a dyn Mover,
     /// Payload of so many bytes is left to copy engines.
     pub(crate) by_reference: usize,
-    /// When a copy has begun, here or at a peer.
+    /// When a message of several packets, or a copy of payload, has begun, here or at a peer.
     pub(crate) copied: &'a mut Option<Instant>,
     pub(crate) strict: bool,
 }

@@ -5,6 +5,7 @@ mod messages;
 mod reads;
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -236,6 +237,10 @@ impl SoftQp {
 
     /// Does a request. Returns how many sequence numbers it used.
     fn execute(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
+        if header.flags & (packet::FIRST | packet::LAST) == packet::FIRST {
+            // Of several packets.
+            *env.copied = Some(Instant::now());
+        }
         match header.op {
             PacketOp::SEND | PacketOp::WRITE if header.flags & packet::REFERENCE != 0 => {
                 return self.referred(header, body, env);

@@ -40,7 +40,7 @@ pub(crate) trait Steps: Send + fmt::Debug + 'static {
     fn next_timer(&self) -> Option<Instant>;
     /// The doorbells that may be written without notice, if they are others than at the last call.
     fn newly_watched(&mut self) -> Option<Vec<Word64>>;
-    /// When a copy of payload has begun, here or at a peer, if one has since the last call.
+    /// When a long message, or a copy of one, has begun, here or at a peer, if one has since the last call.
     fn take_copied(&mut self) -> Option<Instant> {
         None
     }
@@ -66,7 +66,7 @@ pub(crate) struct Duties {
     busy: AtomicBool,
     /// There was work that nobody tells of when the state was last let go: see [`Steps::is_hot`].
     pub(super) hot: AtomicBool,
-    /// When a copy of payload last began, here or at a peer.
+    /// When a long message, or a copy of one, last began, here or at a peer.
     pub(crate) copied: Lately,
     pub(super) duty: Mutex<Duty>,
     pub(super) changed: Condvar,

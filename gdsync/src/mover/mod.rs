@@ -14,9 +14,9 @@ use crate::memory::Memory;
 
 pub use ticket::{Status, Ticket};
 
-/// How long after a copy began everybody who has a part in it stays awake: 300 MB over NVLink, 50 MB over PCIe. So its end,
-/// the answer to it and the next copy are each noticed at once: a thread that sleeps takes 10 to 40 us to wake, and up to three
-/// would have to be woken one after the other for each message.
+/// How long after a copy, or a message of several packets, began everybody who has a part in it stays awake: 300 MB over NVLink,
+/// 50 MB over PCIe. So its end, the answer to it and the next copy are each noticed at once: a thread that sleeps takes 10 to
+/// 40 us to wake, and up to three would have to be woken one after the other for each message.
 pub(crate) const FRESH: Duration = Duration::from_millis(1);
 
 /// Moves payload. Several copies may be under way at once and end in any order, but copies that write the same bytes happen

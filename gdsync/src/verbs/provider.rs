@@ -135,7 +135,7 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn attend(&self, cqn: u32);
     /// Runs device work on the calling thread, if the device has such work and nobody else does it now.
     fn progress(&self) -> bool;
-    /// Whether a copy of payload began a moment ago, here or at a peer.
+    /// Whether a copy of payload, or a long message, began a moment ago, here or at a peer.
     fn has_copied_lately(&self) -> bool {
         false
     }

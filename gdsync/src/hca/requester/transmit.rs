@@ -1,5 +1,7 @@
 //! Fetching WQEs and cutting messages into packets.
 
+use std::time::Instant;
+
 use smallvec::SmallVec;
 
 use super::{Kind, Pending};
@@ -90,6 +92,9 @@ impl SoftQp {
         self.rings.chart.fetched(self.rings.qpn, len);
         let packets = if kind == Kind::Nop { 0 } else { segments(len) };
         let referred = self.may_refer(&op, wqe, len, env);
+        if packets > 1 {
+            *env.copied = Some(Instant::now());
+        }
         let pending = Pending {
             begin: self.req.head,
             index: wqe.ctrl.index,
