@@ -326,6 +326,13 @@ impl Memory {
         }
     }
 
+    /// Whether [`Memory::gpu_addr`] has nothing to register.
+    pub(crate) fn is_known_to_gpus(&self) -> bool {
+        let may_be_new =
+            matches!(self.owner.bytes, Bytes::Mapped { .. } | Bytes::Lent { .. } | Bytes::Io { .. });
+        !may_be_new || self.owner.registered.get().is_some()
+    }
+
     /// The address on GPUs, of bytes whose owner's begin at `start`; registered by the first call.
     fn registered_at(
         &self,

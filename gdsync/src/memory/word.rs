@@ -61,6 +61,12 @@ impl Found {
         }
     }
 
+    /// Whether that is known.
+    #[inline]
+    pub(crate) fn is_known(&self) -> bool {
+        self.0.get().is_some()
+    }
+
     #[cold]
     fn find(&self, memory: &Memory, gpu: &Gpu) -> Result<Place> {
         let place = memory.place(gpu)?;

@@ -103,7 +103,8 @@ impl Core {
             qp.is_draining = true;
             self.draining.push(index);
         }
-        if !self.shadows.is_empty() && qp.waits_for_copies() && !self.copying.contains(&index) {
+        let may_copy = !self.shadows.is_empty() || !qp.staged.has_landed();
+        if may_copy && qp.waits_for_copies() && !self.copying.contains(&index) {
             self.copying.push(index);
         }
         Some(result)

@@ -33,6 +33,11 @@ impl ProxyQp {
         }
         while self.head < self.target && self.in_device < self.device.granted.sends && !self.is_failing() {
             if !env.shadows.is_empty() {
+                // What is over holds up no send with a fence.
+                self.retire(env);
+                if self.state != QpState::RTS {
+                    return;
+                }
                 self.bring(env);
             }
             let wqe = self.rings.fetch(self.head);

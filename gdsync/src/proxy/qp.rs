@@ -297,6 +297,7 @@ impl ProxyQp {
     /// In ERR: flushes what the device has not seen, once it has given back what it has seen. Sends up to the doorbell record,
     /// not the doorbell, as a card does.
     fn flush(&mut self, env: &mut Env<'_>) {
+        self.staged.bring_no_more();
         if self.sends.is_empty() {
             let end = self.rings.send_record(self.head);
             while self.head < end && end - self.head <= self.rings.blocks() {

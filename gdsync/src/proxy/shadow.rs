@@ -144,7 +144,10 @@ impl Copy {
     pub(super) fn failure(&self, device: &str) -> Option<Error> {
         let why = match self.ticket.status() {
             Status::Done => return None,
-            Status::Pending => format!("its copy has not ended within {LIMIT:?}"),
+            Status::Pending => {
+                self.give_up();
+                format!("its copy has not ended within {LIMIT:?}")
+            }
             Status::Failed => self.ticket.failure().unwrap_or("its copy failed").to_owned(),
         };
         let why = format!("payload in GPU memory is staged in host memory, and cannot be: {why}");

@@ -101,6 +101,11 @@ impl Staged {
         }
     }
 
+    /// Nothing that was not sent yet will be.
+    pub(super) fn bring_no_more(&mut self) {
+        self.outgoing.drain(..).for_each(|(_, copy)| copy.give_up());
+    }
+
     /// The device has the receive with this counter.
     pub(super) fn expect(&mut self, counter: u16, pieces: Pieces) {
         if !pieces.is_empty() {
@@ -111,7 +116,9 @@ impl Staged {
     /// Begins to copy what the receive with this counter has brought, if that has to be.
     pub(super) fn landing_of(&mut self, counter: u16, cqe: &Cqe, shadows: &mut Shadows) -> Option<Copy> {
         let (_, pieces) = self.expected.pop_front_if(|(expected, _)| *expected == counter)?;
-        (!cqe.opcode.is_error()).then(|| shadows.land(pieces, cqe.byte_cnt))
+        // An immediate value of a WRITE takes a receive, and nothing comes into its buffers.
+        let has_come = !cqe.opcode.is_error() && cqe.opcode != CqeOpcode::RESP_WR_IMM;
+        has_come.then(|| shadows.land(pieces, cqe.byte_cnt))
     }
 }
 

@@ -37,6 +37,14 @@ pub trait Engine: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Refuses the calling thread, before it waits for anything, where the engine must not be called.
+    ///
+    /// # Errors
+    /// Why not.
+    fn refuse_here(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Queues operations; the caller has the turn of the stream. On refusal `ops` is left as it was.
     ///
     /// # Errors

@@ -297,6 +297,7 @@ impl Stream {
     #[inline(always)]
     fn state(&self) -> Result<Held<'_>> {
         steps::refuse()?;
+        self.0.engine.refuse_here()?;
         Ok(self.0.turn())
     }
 
@@ -437,7 +438,8 @@ impl Stream {
             return Err(late());
         }
         // Who has the turn may have to wait in the driver.
-        let state = self.0.turns.take_until(deadline).ok_or_else(late)?;
+        let patience = Instant::now() + Duration::from_millis(1);
+        let state = self.0.turns.take_until(deadline.max(patience)).ok_or_else(late)?;
         let mut state = Held { inner: &self.0, state: Some(state) };
         let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
         // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.

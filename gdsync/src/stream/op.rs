@@ -93,6 +93,14 @@ pub struct Bell {
     pub(crate) found: [Found; 2],
 }
 
+impl Bell {
+    /// Whether GPUs know both.
+    #[inline]
+    pub(super) fn is_found(&self) -> bool {
+        self.found.iter().all(Found::is_known)
+    }
+}
+
 /// What a stream writes to a [`Bell`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ring {
@@ -242,6 +250,17 @@ pub enum Op {
 }
 
 impl Op {
+    /// Whether GPUs know the words of it.
+    pub(super) fn is_found(&self) -> bool {
+        match self {
+            Self::Trigger(source, _) => source.bell().is_none_or(Bell::is_found),
+            Self::Await(source, n) => source.arrival(*n).found.iter().all(Found::is_known),
+            Self::Write32 { at, .. } | Self::Wait32 { at, .. } => at.memory().is_known_to_gpus(),
+            Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
+            Self::Barrier | Self::Flush | Self::HostFn(_) => true,
+        }
+    }
+
     /// What it waits for, to the flight recorder.
     pub(super) fn awaited(&self) -> Option<Awaited> {
         match self {

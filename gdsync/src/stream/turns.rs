@@ -25,6 +25,11 @@ impl Turns {
         self.state.lock()
     }
 
+    /// As [`Turns::take`], if nobody has it.
+    pub(super) fn try_take(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock()
+    }
+
     /// As [`Turns::take`], until the deadline.
     pub(super) fn take_until(&self, deadline: Instant) -> Option<MutexGuard<'_, State>> {
         self.state.try_lock_until(deadline)

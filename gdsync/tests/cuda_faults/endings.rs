@@ -189,13 +189,15 @@ fn the_driver_refuses_a_submission() {
         let Some(control) = &rig.bed.control else { return };
         let (a, b) = rig.pair(patient);
         let stream = rig.stream();
+        // CUDA knows it: before it is told of a new one, the stream is marked.
+        let word = Memory::alloc(4).unwrap().word32(0).unwrap();
+        stream.write_value32(&word, 0).unwrap();
         block(rig, &stream, &a);
         let call = match (rig.way, rig.place.via) {
             (Way::Graph, _) => "cuGraphLaunch",
             (Way::Eager, Via::Kernel) => "cuLaunchKernel",
             (Way::Eager, _) => "cuStreamBatchMemOp",
         };
-        let word = Memory::alloc(4).unwrap().word32(0).unwrap();
         control.fail_once(call, 0, 2);
         let since = Instant::now();
         // It may be on its way, so the stream fails, not the call.

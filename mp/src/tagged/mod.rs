@@ -82,6 +82,7 @@ use crate::deadline::Deadline;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::link::SILENCE;
 use engine::Engine;
 use matching::Key;
 use peer::Channels;
@@ -223,13 +224,17 @@ impl Tagged {
     /// [`Error::Deadline`]; as [`Communicator::barrier`].
     pub fn destroy(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
+        let mut tended = Duration::ZERO;
         loop {
-            let mut engine = self.0.engine.lock();
-            engine.look();
-            if engine.is_idle() {
+            self.0.look();
+            if self.0.engine.lock().is_idle() {
                 break;
             }
-            drop(engine);
+            let waited = deadline.elapsed();
+            if waited >= tended + SILENCE {
+                self.0.tend();
+                tended = waited;
+            }
             if deadline.is_over() {
                 return Err(
                     deadline.error("waiting for the tagged messages that this rank has sent".to_owned())

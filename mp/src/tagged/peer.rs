@@ -252,7 +252,11 @@ impl Peer {
 
     /// The rank cannot be reached any more: ends what is under way with it.
     pub(super) fn fail(&mut self, channels: &Channels, error: &Error) {
-        let _ = self.settle(channels);
+        // What is complete in one queue is, whatever another met with.
+        let _ = settle(&mut self.leaving, &channels.messages);
+        for moving in &mut self.moving {
+            let _ = settle(moving, &channels.payload);
+        }
         let backlog = self.backlog.drain(..).filter_map(|item| match item {
             Item::Send(outgoing) => Some(outgoing.outcome),
             Item::Answer(_) => None,

@@ -9,7 +9,6 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
 use smallvec::SmallVec;
 
-use super::host_fn;
 use super::instance::Pool;
 use super::plan::{self, Call};
 use super::retire::Retired;
@@ -102,7 +101,6 @@ impl Shared {
     }
 
     pub(super) fn begin_capture(&self, turn: &mut Turn) -> Result<()> {
-        host_fn::refuse()?;
         if self.gpu.within(|_| self.is_captured()).map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
@@ -118,7 +116,6 @@ impl Shared {
 
     /// Captures a batch.
     pub(super) fn record(&self, turn: &mut Turn, ops: &[Op]) -> Result<()> {
-        host_fn::refuse()?;
         if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
             return Err(Error::Unsupported {
                 what: "a host function in a graph of CUDA",
@@ -180,6 +177,7 @@ impl Shared {
         if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
             return Err(elsewhere());
         }
+        self.mark_before_registering(turn, ops);
         let calls = exec.plan(ops, ends)?;
         self.accept(turn, |turn, done| self.launch_in_turn((turn, done), exec, ops, &calls))
     }

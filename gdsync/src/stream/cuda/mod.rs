@@ -126,6 +126,10 @@ impl Engine for CudaEngine {
         Some(self.shared.stream)
     }
 
+    fn refuse_here(&self) -> Result<()> {
+        host_fn::refuse()
+    }
+
     fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
         self.shared.submit(turn, ops)
     }

@@ -214,6 +214,7 @@ impl Shared {
     }
 
     pub(super) fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
+        self.mark_before_registering(turn, ops);
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
         let put =
@@ -229,6 +230,9 @@ impl Shared {
         (source, own): (&dyn Source, &dyn Fn() -> Arc<dyn Source>),
         ring: Ring,
     ) -> Result<u64> {
+        if source.bell().is_some_and(|bell| !bell.is_found()) {
+            self.mark_in_turn(turn);
+        }
         let mut calls = Calls::new(self.by_kernel());
         source.bell().map_or(Ok(()), |bell| calls.trigger(&self.gpu, bell, ring))?;
         let is_marked = turn.unmarked == 0;
@@ -242,6 +246,15 @@ impl Shared {
         self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
     }
 
+    /// Memory that CUDA does not know yet may have to wait until all streams are seen to be dry: marks this one, as nobody else can
+    /// as long as this thread has the turn.
+    #[inline]
+    pub(super) fn mark_before_registering(&self, turn: &mut Turn, ops: &[Op]) {
+        if !ops.iter().all(Op::is_found) {
+            self.mark_in_turn(turn);
+        }
+    }
+
     /// Accepts a submission unless the stream has failed. `put` queues it and returns its number; the context is current then.
     #[inline(always)]
     pub(super) fn accept<'s>(
@@ -249,7 +262,6 @@ impl Shared {
         turn: &mut Turn,
         put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<u64>,
     ) -> Result<u64> {
-        host_fn::refuse()?;
         if let Some(error) = self.error.get() {
             return Err(error.clone());
         }

@@ -59,6 +59,7 @@ impl Shared {
         if self.gpu.raw_context() != armory.gpu.raw_context() || !self.by_kernel() {
             return Err(elsewhere());
         }
+        self.mark_before_registering(turn, ops);
         let steps = armory.plan(ops, ends)?;
         self.accept(turn, |turn, done| self.launch_steps_in_turn((turn, done), armory, ops, &steps, kernel))
     }

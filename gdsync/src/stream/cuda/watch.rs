@@ -191,7 +191,11 @@ impl Shared {
 
 impl Errand for Shared {
     fn run(&self) {
-        let mut held = self.turns.take();
+        // Who has the turn may wait for what other errands bring about: the watchdog asks again.
+        let Some(mut held) = self.turns.try_take() else {
+            self.lock().asking = false;
+            return;
+        };
         self.mark_in_turn(&mut held.turn);
         let query = self.lock().query;
         let died = query.then(|| self.find_out(&held.turn)).flatten();

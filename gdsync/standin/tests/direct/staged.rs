@@ -149,6 +149,27 @@ fn reads_and_atomics_bring_into_gpu_memory_and_a_fence_waits_for_that() {
 }
 
 /// Batches, and graphs of them, on a GPU and on a thread. The CPU looks at nothing meanwhile.
+/// A WRITE with an immediate value takes a receive, whose buffers stay as they are. What ends at once holds up no fence behind it.
+#[test]
+fn a_receive_of_an_immediate_value_stays_as_it_was() {
+    let bench = bench();
+    let (a, b) = ends(&bench.gpu);
+    let data = pattern(1000, 6);
+    a.mr.memory().write(0, &data).unwrap();
+    b.mr.memory().fill(0, LEN, 0xee).unwrap();
+    b.receive(0, 2000);
+    let payload = [a.mr.sge(0, 1000).unwrap()];
+    let write = SendWr::write(b.side.mr.remote(0).unwrap(), &payload).imm(6).fence();
+    a.side.qp.post_send(&[SendWr::nop(), write]).unwrap();
+    sent(&a.side).ok().unwrap();
+    sent(&a.side).ok().unwrap();
+    assert_eq!(received(&b.side).ok().unwrap().imm, Some(6));
+    let mut there = vec![0; 1000];
+    b.side.memory().read(0, &mut there).unwrap();
+    assert!(there == data);
+    assert_eq!(b.bytes(0, 2000), [0xee; 2000]);
+}
+
 #[test]
 fn streams_trigger_and_wait() {
     let bench = bench();
