@@ -160,9 +160,11 @@ impl Communicator {
     }
 
     /// Registers memory for messages. GPU memory that the device does not reach may be staged in host memory: see
-    /// [`Communicator::path_of`] and [`GpuPath`](crate::GpuPath). It stays registered until the last clone and the last message of it are gone; a message that
-    /// nobody has waited for is gone after [`Communicator::progress`], or with [`Builder::watch`] after a quarter of a second.
-    /// So it is after receives of up to 4 KiB from a rank of this host also where somebody has.
+    /// [`Communicator::path_of`] and [`GpuPath`](crate::GpuPath).
+    ///
+    /// It stays registered until the last clone and the last message of it are gone; a message that nobody has waited for is gone
+    /// after [`Communicator::progress`], or with [`Builder::watch`] after a quarter of a second. So it is after receives of up to
+    /// 4 KiB from a rank of this host also where somebody has.
     ///
     /// # Errors
     /// [`Error::Device`].

@@ -19,7 +19,8 @@
 //!   goes to ERR as well, gives back what it has, and the rings are flushed; a device that does not give it back is made to
 //!   forget it after 2 s. Asynchronous events (queue pair, port, device) break queue pairs with the event as their cause.
 //! - **GPU memory**: payload there is read and written by the device; what it wrote is flushed before a CQE is written, where the
-//!   GPU needs that. What the device cannot register is staged in pinned host memory by a copy engine. Rings and records may be there too, with the CPU reading them through the mapping.
+//!   GPU needs that. What the device cannot register is staged in pinned host memory by a copy engine. Rings and records may be
+//!   there too, with the CPU reading them through the mapping.
 //!
 //! | file | object |
 //! |---|---|

@@ -109,17 +109,15 @@ impl ProxyQp {
             return refused(Error::invalid("buffers of a send", request.buffers(), expected));
         }
         let number = self.first.wrapping_add(u32::try_from(self.sends.len()).expect("fewer than blocks"));
+        let pieces = env.shadows.redirect(request.buffers_mut());
         let mut landing = None;
-        if !env.shadows.is_empty() {
-            let pieces = env.shadows.redirect(request.buffers_mut());
-            if bytes > 0 {
-                landing = Landing::of(pieces);
-            } else if !pieces.is_empty() {
-                match self.staged.brought(self.head, self.device.open().name()) {
-                    Brought::InPlace => {}
-                    Brought::NotYet => return Posted::NotNow,
-                    Brought::Failed(cause) => return refused(cause),
-                }
+        if bytes > 0 {
+            landing = Landing::of(pieces);
+        } else if !pieces.is_empty() {
+            match self.staged.brought(self.head, self.device.open().name()) {
+                Brought::InPlace => {}
+                Brought::NotYet => return Posted::NotNow,
+                Brought::Failed(cause) => return refused(cause),
             }
         }
         match self.device.send(&mut request, self.tag(false, number)) {
@@ -164,13 +162,13 @@ impl ProxyQp {
                 let expected = "at most QpBuilder::max_recv_sge";
                 return self.fail(Some(Error::invalid("buffers of a receive", buffers.len(), expected)), env);
             }
-            let staged = (!env.shadows.is_empty()).then(|| env.shadows.redirect(&mut buffers));
+            let staged = env.shadows.redirect(&mut buffers);
             let number = self.taken & u64::from(u32::MAX);
             let wr_id = self.tag(true, u32::try_from(number).expect("masked"));
             match self.device.receive(&mut buffers, wr_id) {
                 Ok(()) => {
                     env.given(1);
-                    self.staged.expect(low16(self.taken), staged.unwrap_or_default());
+                    self.staged.expect(low16(self.taken), staged);
                 }
                 Err(errno) if self.taken > self.received && is_full(errno) => return,
                 Err(errno) => return self.fail(Some(self.device.refused("ibv_post_recv", errno)), env),
