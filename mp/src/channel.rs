@@ -54,21 +54,20 @@ use crate::peer::Piece;
 /// let channel = &channels[0];
 ///
 /// let stream = Stream::host(HostStreamConfig::default())?;
+/// let capture = stream.begin_capture()?;
 /// let mut batch = Batch::new();
-/// let graph = stream.capture(|stream| {
-///     channel.post_recv_in_batch(&mut batch)?; // the place is free: credit for the sender of this launch
-///     let sent = channel.send_in_batch(&mut batch, &buffer, 0..64)?; // waits for that
-///     channel.wait_recv_in_batch(&mut batch)?; // the message is in its place
-///     batch.wait(&sent)?; // and what was sent may be written again
-///     stream.submit(&mut batch)
-/// })?;
+/// channel.post_recv_in_batch(&mut batch)?; // the place is free: credit for the sender of this launch
+/// let sent = channel.send_in_batch(&mut batch, &buffer, 0..64)?; // waits for that
+/// channel.wait_recv_in_batch(&mut batch)?; // the message is in its place
+/// batch.wait(&sent)?; // and what was sent may be written again
+/// stream.submit(&mut batch)?;
+/// let graph = capture.end()?;
 /// for round in 1..=10 {
 ///     buffer.memory().write(0, &[round; 64])?;
 ///     graph.launch(&stream)?;
 ///     stream.synchronize(ten)?;
 ///     assert_eq!(buffer.memory().to_vec()[64..], [round; 64]);
 /// }
-/// # drop((graph, channels));
 /// # comm.finalize(ten)
 /// # }
 /// ```
