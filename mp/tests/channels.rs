@@ -325,6 +325,27 @@ fn a_launch_that_receives_ends_with_its_peer() {
     });
 }
 
+#[test]
+fn a_launch_ends_with_a_rank_that_is_given_up() {
+    job("a_launch_ends_with_a_rank_that_is_given_up", 2, |comm| {
+        let memory = buffer(comm, PLACE);
+        let channel = channel(comm, 1 - comm.rank(), &memory, 1);
+        if comm.rank() == 0 {
+            let s = stream("giving up");
+            let graph = s.capture(|s| {
+                channel.post_recv_on_stream(s).unwrap();
+                channel.wait_recv_on_stream(s).unwrap();
+                Ok(())
+            });
+            launch(&graph.unwrap(), &s);
+            comm.give_up(1).unwrap();
+            let error = s.synchronize(LONG).unwrap_err();
+            assert!(error.to_string().contains(&gdsync::Error::GivenUp.to_string()), "{error}");
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
 /// They are counted once.
 #[test]
 fn graphs_refuse_messages_of_a_communicator() {
