@@ -12,7 +12,7 @@ fn jacobi(args: &[&str]) -> Command {
     command
 }
 
-const MODES: [&str; 2] = ["stream", "sync"];
+const MODES: [&str; 3] = ["stream", "graph", "sync"];
 
 /// Any number of ranks, rows that do not divide evenly, windows that do not divide the iterations.
 #[test]
@@ -105,7 +105,7 @@ fn bad_arguments_are_named() {
         (&["--iters", "0"], &["--iters"]),
         (&["--ahead", "201"], &["--ahead"]),
         (&["--ranks", "0"], &["--ranks"]),
-        (&["--mode", "cpu"], &["--mode", "stream, sync"]),
+        (&["--mode", "cpu"], &["--mode", "stream, graph, sync"]),
         (&["--ranks", "3", "--ny", "2", "--nx", "2"], &["--ny 2", "3 ranks need a row each"]),
         (&["--via", "memop"], &["--via is for --stream cuda"]),
         (&["--nx", "2", "--ny", "2", "--json", nowhere], &["--json", nowhere, "No such file"]),

@@ -135,7 +135,9 @@ fn streams_of_a_gpu_solve_in_blocks() {
     }
     for via in ["memop", "kernel"] {
         for (payload, placement) in [("host", "host"), ("gpu", "host"), ("gpu", "gpu")] {
-            for (mode, ranks) in [("stream", "1"), ("stream", "2"), ("stream", "3"), ("sync", "2")] {
+            for (mode, ranks) in
+                [("stream", "1"), ("stream", "2"), ("stream", "3"), ("graph", "3"), ("sync", "2")]
+            {
                 let mut command = example("jacobi2d");
                 command.args(["--nx", "1100", "--ny", "65", "--iters", "60", "--ahead", "25"]);
                 command.args(["--mode", mode, "--ranks", ranks, "--stream", "cuda", "--via", via]);

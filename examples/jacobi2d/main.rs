@@ -1,9 +1,10 @@
 //! Jacobi iterations for the Laplace equation on a rectangle whose edges are fixed, split in blocks of rows over ranks.
 //!
 //! In every iteration a rank computes the first and the last of its rows, sends them to its neighbours, computes the rest
-//! while they travel, and waits for the rows of its neighbours. Two modes:
+//! while they travel, and waits for the rows of its neighbours. Three modes:
 //!
 //! - `stream`: kernels, sends and waits of many iterations are posted ahead on a stream, the CPU sleeps;
+//! - `graph`: they are captured once, and launched again and again;
 //! - `sync`: the CPU waits for the rows, sends them, and waits for those of the neighbours.
 //!
 //! A stream is a host thread, or with `--stream cuda` one of a GPU. Rank 0 compares the result with a solution of its own.
@@ -12,6 +13,7 @@ mod check;
 mod grid;
 mod options;
 mod relax;
+mod repeat;
 mod solver;
 
 use std::fs::File;

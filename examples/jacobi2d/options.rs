@@ -32,7 +32,7 @@ pub(crate) struct Options {
     /// Ranks, where no launcher says how many [default: 2].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) ranks: Option<u16>,
-    /// Iterations posted ahead in mode stream.
+    /// Iterations posted ahead in mode stream, or in a launch of mode graph, which makes it an even number.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=200))]
     pub(crate) ahead: u32,
     #[command(flatten)]
@@ -57,6 +57,8 @@ pub(crate) struct Options {
 pub(crate) enum Mode {
     /// Everything posted ahead on a stream, the CPU asleep.
     Stream,
+    /// As a graph, captured once and launched again and again, through channels.
+    Graph,
     /// The CPU waits for the stream, then sends, and waits for what it receives.
     Sync,
 }

@@ -4,6 +4,8 @@ use std::ffi::CStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use gdsync::stream::Batch;
+
 use crate::grid::Block;
 use gdasync::lane::{Kernel, Kernels, Lane, Result};
 
@@ -76,11 +78,13 @@ impl<'a> Relaxer<'a> {
     fn rows(&self, state: usize, first: usize, step: usize, count: usize) -> Result<()> {
         let Some((kernels, kernel, addr)) = &self.kernel else {
             let (block, failed) = (self.block.clone(), self.failed.clone());
-            return Ok(self.lane.stream.host_fn(move || {
+            let mut batch = Batch::new();
+            batch.repeatable_host_fn(move || {
                 if block.relax(state, (0..count).map(|row| first + row * step)).is_err() {
                     failed.store(true, Ordering::Relaxed);
                 }
-            })?);
+            });
+            return Ok(self.lane.stream.submit(&mut batch)?);
         };
         let rows = Rows {
             current: addr + self.block.state_at(state) as u64,

@@ -10,27 +10,28 @@ use mp::{Communicator, Registration, Request};
 use crate::grid::Block;
 use crate::options::{Mode, Options};
 use crate::relax::Relaxer;
+use crate::repeat::Repeated;
 use gdasync::lane::{Lane, Result};
 
 /// The iterations of one rank.
 pub(crate) struct Solver<'a> {
-    options: &'a Options,
-    comm: &'a Communicator,
-    lane: &'a Lane,
-    relaxer: Relaxer<'a>,
-    block: Block,
-    buffer: Registration,
-    neighbours: Vec<Neighbour>,
-    timeout: Duration,
+    pub(super) options: &'a Options,
+    pub(super) comm: &'a Communicator,
+    pub(super) lane: &'a Lane,
+    pub(super) relaxer: Relaxer<'a>,
+    pub(super) block: Block,
+    pub(super) buffer: Registration,
+    pub(super) neighbours: Vec<Neighbour>,
+    pub(super) timeout: Duration,
 }
 
 /// A rank above or below.
-struct Neighbour {
-    rank: usize,
+pub(super) struct Neighbour {
+    pub(super) rank: usize,
     /// The row of this block that it needs.
-    edge: usize,
+    pub(super) edge: usize,
     /// The row beside this block that it computes.
-    halo: usize,
+    pub(super) halo: usize,
 }
 
 impl<'a> Solver<'a> {
@@ -58,14 +59,22 @@ impl<'a> Solver<'a> {
     /// Runs all iterations; the time of those after `warm_up` is returned.
     pub(crate) fn solve(&self, warm_up: u32) -> Result<Duration> {
         let total = self.options.iters;
+        if self.options.mode == Mode::Graph {
+            let repeated = Repeated::new(self)?;
+            return self.time(warm_up, |iterations| repeated.run(iterations));
+        }
         let mut posted = 0..total;
         let mut receives = VecDeque::new();
         self.post_receives(&mut receives, posted.by_ref().take(2 * self.options.ahead as usize))?;
+        self.time(warm_up, |iterations| self.run(iterations, &mut posted, &mut receives))
+    }
+
+    fn time(&self, warm_up: u32, mut run: impl FnMut(Range<u32>) -> Result<()>) -> Result<Duration> {
         self.comm.barrier(self.timeout)?;
-        self.run(0..warm_up, &mut posted, &mut receives)?;
+        run(0..warm_up)?;
         self.comm.barrier(self.timeout)?;
         let start = Instant::now();
-        self.run(warm_up..total, &mut posted, &mut receives)?;
+        run(warm_up..self.options.iters)?;
         Ok(start.elapsed())
     }
 
@@ -99,12 +108,11 @@ impl<'a> Solver<'a> {
             for n in start..start + window {
                 let receives = receives.pop_front().ok_or("an iteration without its receives")?;
                 match self.options.mode {
-                    Mode::Stream => self.post_iteration(n, &receives)?,
                     Mode::Sync => self.drive_iteration(n, &receives)?,
+                    Mode::Stream | Mode::Graph => self.post_iteration(n, &receives)?,
                 }
             }
-            self.lane.finish()?;
-            self.relaxer.check()?;
+            self.finish()?;
             self.post_receives(receives, posted.by_ref().take(window as usize))?;
             start += window;
         }
@@ -128,7 +136,13 @@ impl<'a> Solver<'a> {
         self.submit(&mut batch)
     }
 
-    fn submit(&self, batch: &mut Batch) -> Result<()> {
+    /// Waits for all that is posted.
+    pub(super) fn finish(&self) -> Result<()> {
+        self.lane.finish()?;
+        self.relaxer.check()
+    }
+
+    pub(super) fn submit(&self, batch: &mut Batch) -> Result<()> {
         // A single rank has nobody to talk to.
         if batch.is_empty() { Ok(()) } else { Ok(self.lane.stream.submit(batch)?) }
     }
@@ -149,11 +163,11 @@ impl<'a> Solver<'a> {
 }
 
 /// The state that iteration `n` reads.
-fn before(n: u32) -> usize {
+pub(super) fn before(n: u32) -> usize {
     n as usize % 2
 }
 
 /// The state that iteration `n` writes.
-fn after(n: u32) -> usize {
+pub(super) fn after(n: u32) -> usize {
     1 - before(n)
 }

@@ -4,13 +4,14 @@ mod common;
 #[path = "common/replay.rs"]
 mod replay;
 
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{PATIENCE, Side, hca, stream_with, until};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Stream};
+use gdsync::stream::{Batch, Replenish, Stream};
 use gdsync::verbs::QpBuilder;
 use replay::Site;
 
@@ -112,4 +113,53 @@ fn captures_that_fail_leave_no_trace() {
 #[test]
 fn words_are_waited_for_and_written_each_time() {
     replay::words(&Host);
+}
+
+/// It comes once before each launch, however many batches ask for it, and may refuse.
+#[test]
+fn layers_above_come_before_each_launch() {
+    #[derive(Debug, Default)]
+    struct Above {
+        calls: AtomicU32,
+        refuses: AtomicBool,
+    }
+    impl Replenish for Above {
+        fn replenish(&self) -> gdsync::Result<()> {
+            self.calls.fetch_add(1, Ordering::Relaxed);
+            if self.refuses.load(Ordering::Relaxed) { Err(Error::GivenUp) } else { Ok(()) }
+        }
+    }
+    let stream = stream_with("above", PATIENCE);
+    let words = Memory::alloc(64).unwrap();
+    let word = words.word32(0).unwrap();
+    let above = Arc::new(Above::default());
+    let who: Arc<dyn Replenish> = above.clone();
+    let mut batch = Batch::new();
+    let graph = stream.capture(|stream| {
+        for value in [1, 2] {
+            batch.write_value32(&word, value);
+            batch.before_launches(&who);
+            batch.before_launches(&who);
+            stream.submit(&mut batch)?;
+        }
+        batch.only_once("this", "do that");
+        let error = stream.submit(&mut batch).unwrap_err().to_string();
+        assert!(error.contains("this") && error.contains("do that"), "{error}");
+        assert!(stream.refuse_in_capture("this", "do that").is_err());
+        Ok(())
+    });
+    let graph = graph.unwrap();
+    stream.refuse_in_capture("this", "do that").unwrap();
+    stream.submit(&mut batch).unwrap();
+    assert_eq!(above.calls.load(Ordering::Relaxed), 0);
+    for n in 1..=3 {
+        graph.launch(&stream).unwrap();
+        assert_eq!(above.calls.load(Ordering::Relaxed), n);
+    }
+    stream.synchronize(PATIENCE).unwrap();
+    above.refuses.store(true, Ordering::Relaxed);
+    word.store(7);
+    assert!(matches!(graph.launch(&stream), Err(Error::GivenUp)));
+    stream.synchronize(PATIENCE).unwrap();
+    assert_eq!(word.load(), 7, "nothing was launched");
 }

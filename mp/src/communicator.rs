@@ -97,6 +97,16 @@ impl Registration {
         self.1.as_ref().filter(|_| near).unwrap_or(&self.0)
     }
 
+    /// A range of it, for one of the devices.
+    pub(crate) fn sge(&self, near: bool, range: &Range<usize>) -> Result<Sge> {
+        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
+            what: "the range of the buffer",
+            value: format!("{range:?}"),
+            expected: "one that does not end before it starts",
+        })?;
+        Ok(self.on(near).sge(range.start, bytes)?)
+    }
+
     /// The memory.
     pub fn memory(&self) -> &Memory {
         self.0.memory()

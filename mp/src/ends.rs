@@ -2,6 +2,8 @@
 
 use gdsync::verbs::{Qp, QpAddress, QpBuilder};
 
+use crate::bootstrap::Exchange;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
 /// Acknowledge timeout of all queue pairs: about a second, eight times before a rank is given up. On a busy machine it may have
@@ -39,6 +41,17 @@ impl Ends {
         self.send.connect(self.recv.address())
     }
 
+    /// Ends what is under way: see [`Qp::stop`].
+    pub(crate) fn stop(&self, error: &gdsync::Error) {
+        self.send.stop(error);
+        self.recv.stop(error);
+    }
+
+    /// Whether a stream waits for completions of either.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.send.is_awaited() || self.recv.is_awaited()
+    }
+
     /// Has the flight recorder name the own rank and the other one.
     pub(crate) fn name_ranks(&self, own: usize, other: usize) {
         self.send.name_ranks(own, other);
@@ -53,6 +66,24 @@ pub(crate) fn row<const N: usize>(table: &[u8], from: usize, rank: usize, size: 
         let fix = "run the same version and number of ranks everywhere";
         Error::bootstrap(format!("rank {from}"), "its address table has the wrong size", fix)
     })
+}
+
+/// What this rank has made and connected, if all ranks have.
+pub(crate) fn agree<T>(
+    bootstrap: &mut dyn Exchange,
+    made: Result<T>,
+    what: &str,
+    deadline: &Deadline,
+) -> Result<T> {
+    let answers = bootstrap.allgather(&[u8::from(made.is_ok())], deadline.remaining());
+    let made = made?;
+    match answers?.iter().position(|answer| answer[..] != [1]) {
+        Some(rank) => {
+            let (what, fix) = (format!("it could not connect {what}"), "see the error of that rank");
+            Err(Error::bootstrap(format!("rank {rank}"), what, fix))
+        }
+        None => Ok(made),
+    }
 }
 
 #[cfg(test)]

@@ -54,6 +54,11 @@
 //! | `mp_wait32_on_stream`, `mp_wait_dword_*_on_stream` | [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32), [`Window::wait_signal_on_stream`] |
 //! | none | [`Rma::with_signal`], [`Rma::fetch_add`], [`Rma::accumulate`], [`Rma::compare_swap`] |
 //!
+//! # Graphs
+//!
+//! Messages of a communicator are counted, each once: a graph or a kernel with steps refuses them. A [`Channel`] is for messages
+//! that are repeated; each launch waits for credit of its own.
+//!
 //! # Messages
 //!
 //! Messages between two ranks arrive in the order they were sent, without tags: [`tagged`] is a layer above that has them. What
@@ -69,6 +74,7 @@
 pub mod bootstrap;
 mod builder;
 pub mod cache;
+mod channel;
 pub mod collective;
 mod communicator;
 mod connect;
@@ -93,6 +99,7 @@ mod window;
 mod word;
 
 pub use builder::Builder;
+pub use channel::Channel;
 pub use communicator::{Communicator, Registration};
 pub use error::{Error, Result};
 pub use on_stream::PreparedMessage;

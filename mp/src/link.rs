@@ -14,7 +14,6 @@ use crate::credit::Credits;
 use crate::ends::Ends;
 use crate::peer::Way;
 use crate::slots::{Receive, Slots};
-use crate::window::Lane;
 
 /// How long a rank may be silent before a wait asks whether it is there.
 pub(crate) const SILENCE: Duration = Duration::from_millis(250);
@@ -35,8 +34,8 @@ pub(crate) struct Link {
     pub(crate) slots: Option<Slots>,
     ended: AtomicBool,
     given_up: AtomicBool,
-    /// The connections of windows to the same rank.
-    lanes: Mutex<Vec<Weak<Lane>>>,
+    /// The connections of windows and channels to the same rank.
+    others: Mutex<Vec<Weak<Ends>>>,
 }
 
 /// What a link has room for.
@@ -57,9 +56,9 @@ impl Link {
         credits: Credits,
         slots: Option<Slots>,
     ) -> Self {
-        let ([ended, given_up], lanes) = ([false; 2].map(AtomicBool::new), Mutex::default());
+        let ([ended, given_up], others) = ([false; 2].map(AtomicBool::new), Mutex::default());
         let Most { depth, pieces } = most;
-        Self { rank, near, ends, depth, pieces, credits, slots, ended, given_up, lanes }
+        Self { rank, near, ends, depth, pieces, credits, slots, ended, given_up, others }
     }
 
     /// Where messages of one direction complete.
@@ -154,17 +153,26 @@ impl Link {
         }
     }
 
-    /// Ends a window's connection when this one does.
-    pub(crate) fn accompany(&self, lane: &Arc<Lane>) {
-        let mut lanes = self.lanes.lock();
-        lanes.retain(|lane| lane.strong_count() > 0);
-        lanes.push(Arc::downgrade(lane));
-        drop(lanes);
+    /// Ends the connection of a window or a channel when this one does.
+    pub(crate) fn accompany(&self, ends: &Arc<Ends>) {
+        let mut others = self.others.lock();
+        others.retain(|ends| ends.strong_count() > 0);
+        others.push(Arc::downgrade(ends));
+        drop(others);
         if self.ended.load(Ordering::Relaxed)
             && let Err(error) = self.check()
         {
-            lane.ends.send.stop(&error);
+            ends.stop(&error);
         }
+    }
+
+    fn others(&self) -> Vec<Arc<Ends>> {
+        self.others.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Whether streams wait for the rank at connections beside this one.
+    pub(crate) fn is_awaited_beside(&self) -> bool {
+        self.others().iter().any(|ends| ends.is_awaited())
     }
 
     /// Ends the connection as the program wants.
@@ -187,19 +195,23 @@ impl Link {
         if self.ended.swap(true, Ordering::Relaxed) {
             return;
         }
-        self.ends.send.stop(error);
-        self.ends.recv.stop(error);
+        self.ends.stop(error);
         if let Some(slots) = &self.slots {
             slots.shut();
         }
         self.credits.end(error);
-        let lanes = self.lanes.lock().clone();
-        lanes.iter().filter_map(Weak::upgrade).for_each(|lane| lane.ends.send.stop(error));
+        self.others().iter().for_each(|ends| ends.stop(error));
     }
 }
 
+/// Why graphs have no messages of a communicator, and what they can have.
+pub(crate) const ONLY_ONCE: (&str, &str) =
+    ("a message of a communicator, which is counted once", "send and receive through an mp::Channel");
+
 /// Adds a send to a batch, behind the wait for its receive if that is not posted yet.
 fn post_behind(batch: &mut Batch, credit: Option<(&Word32, u32)>, send: PreparedSend) -> Completion {
+    let (what, fix) = ONLY_ONCE;
+    batch.only_once(what, fix);
     if let Some((word, number)) = credit {
         batch.wait_value32(word, number, Cond::Geq);
     }

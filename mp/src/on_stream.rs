@@ -7,7 +7,7 @@ use gdsync::verbs::Sge;
 
 use crate::communicator::{Communicator, Registration};
 use crate::error::Result;
-use crate::link::Link;
+use crate::link::{Link, ONLY_ONCE};
 use crate::peer::{Piece, Way};
 use crate::request::Request;
 
@@ -49,7 +49,7 @@ impl PreparedMessage {
 
 impl Communicator {
     /// Queues a send on a stream: it leaves when the stream gets there and the rank has posted a receive for it, with what the
-    /// buffer holds then.
+    /// buffer holds then. A graph cannot have it: see [`Channel`](crate::Channel).
     ///
     /// # Errors
     /// As [`Communicator::isend`], and inside [`Error::Message`](crate::Error::Message) the stream's refusals.
@@ -169,6 +169,10 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
     pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
+        if request.is_message() {
+            let (what, fix) = ONLY_ONCE;
+            batch.only_once(what, fix);
+        }
         // Whoever sends it may wait meanwhile, and nobody calls.
         request.catch_up();
         match request.for_stream()? {
@@ -184,6 +188,10 @@ impl Communicator {
     /// [`Error::Message`](crate::Error::Message): the connection is broken, the stream is full or failed, or another
     /// stream waits for the messages of this rank.
     pub fn wait_on_stream(&self, stream: &Stream, request: &Request) -> Result<()> {
+        if request.is_message() {
+            let (what, fix) = ONLY_ONCE;
+            stream.refuse_in_capture(what, fix).map_err(|source| request.failed(source))?;
+        }
         request.catch_up();
         match request.for_stream()? {
             Some(completion) => stream.wait(completion).map_err(|source| request.failed(source)),

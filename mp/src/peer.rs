@@ -78,12 +78,7 @@ impl Peer {
     }
 
     fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
-        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-            what: "the range of the buffer",
-            value: format!("{range:?}"),
-            expected: "one that does not end before it starts",
-        })?;
-        Ok(buffer.on(self.link.near).sge(range.start, bytes)?)
+        buffer.sge(self.link.near, range)
     }
 
     fn hold<T>(
@@ -241,7 +236,7 @@ impl Peer {
             held.settle();
             under_way |= !held.is_empty();
         }
-        under_way |= self.link.recycle_slots();
+        under_way |= self.link.recycle_slots() || self.link.is_awaited_beside();
         if under_way || self.link.check().is_err() {
             self.link.tend();
         }

@@ -111,6 +111,11 @@ impl Request {
         }
     }
 
+    /// Whether it is a message, not an operation of a window.
+    pub(crate) fn is_message(&self) -> bool {
+        !matches!(&self.part, Part::Posted(_, order) if order.lane.is_some())
+    }
+
     /// The rank at the other end.
     pub fn rank(&self) -> usize {
         self.rank

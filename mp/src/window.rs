@@ -17,10 +17,9 @@ use gdsync::verbs::{Access, QpAddress};
 pub(crate) use lane::{Lane, Lanes};
 pub use rma::{MAX_INLINE, Rma, Signal};
 
-use crate::bootstrap::Exchange;
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
-use crate::ends::{Ends, row};
+use crate::ends::{Ends, agree, row};
 use crate::error::{Error, Result};
 use crate::path::BufferPath;
 
@@ -135,7 +134,7 @@ impl Communicator {
         let lanes = parts.iter().zip(&ends).enumerate().try_for_each(connect);
         let lanes = lanes.and_then(|()| Lanes::new(self, near, ends));
         // Nobody may write before everybody is connected.
-        let lanes = agree(&mut **bootstrap, lanes, &deadline)?;
+        let lanes = agree(&mut **bootstrap, lanes, "its window", &deadline)?;
         drop(bootstrap);
         let parts = parts.into_iter().map(|(part, _)| part).collect();
         Ok(Window::of(self, registration, range, parts, lanes))
@@ -290,17 +289,4 @@ fn parts_of(records: &[Vec<u8>]) -> Result<Vec<(Part, &[u8])>> {
     };
     let parts = records.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?;
     Ok(parts.into_iter().map(|(part, rank)| (part, &records[rank][Part::BYTES..])).collect())
-}
-
-/// What this rank has made, if all ranks have.
-fn agree<T>(bootstrap: &mut dyn Exchange, made: Result<T>, deadline: &Deadline) -> Result<T> {
-    let answers = bootstrap.allgather(&[u8::from(made.is_ok())], deadline.remaining());
-    let made = made?;
-    match answers?.iter().position(|answer| answer[..] != [1]) {
-        Some(rank) => {
-            let fix = "see the error of that rank";
-            Err(Error::bootstrap(format!("rank {rank}"), "it could not connect its window", fix))
-        }
-        None => Ok(made),
-    }
 }

@@ -51,6 +51,33 @@ fn exchange(comm: &Communicator) {
     window.destroy(LONG).unwrap();
 }
 
+/// Each launch puts what the buffer holds, and signals again.
+#[test]
+fn graphs_repeat_puts_and_signals() {
+    job("graphs_repeat_puts_and_signals", 2, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let (outbox, target) = (buffer(comm, 100), buffer(comm, 64 + 100));
+        let window = comm.window(&target, 0..164, LONG).unwrap();
+        let s = stream("graph");
+        let graph = s.capture(|s| {
+            let put = Rma::put(&outbox, 0..100, peer, 64).with_signal(Signal::add(0, 1));
+            let put = window.start_on_stream(s, &put).unwrap();
+            comm.wait_on_stream(s, &put).unwrap();
+            Ok(())
+        });
+        let graph = graph.unwrap();
+        for n in 1..=30 {
+            outbox.memory().write(0, &message(me, peer, n, 100)).unwrap();
+            graph.launch(&s).unwrap();
+            window.wait_signal_on_stream(&s, 0, n as u64, Cond::Eq).unwrap();
+            s.synchronize(LONG).unwrap();
+            assert_eq!(bytes(&target, 64..164), message(peer, me, n, 100), "launch {n}");
+            comm.barrier(LONG).unwrap();
+        }
+        window.destroy(LONG).unwrap();
+    });
+}
+
 #[test]
 fn streams_of_two_ranks_put_with_signals() {
     job("streams_of_two_ranks_put_with_signals", 2, exchange);

@@ -24,10 +24,24 @@ pub struct Batch {
     pub(super) covered: Vec<(usize, Completion)>,
     /// The host functions at these places can be called more than once.
     pub(super) repeatable: Vec<(usize, Repeatable)>,
+    /// Who comes before each launch of a graph that has this batch.
+    pub(super) before: Vec<Arc<dyn Replenish>>,
+    /// What of it can be done only once, and what can take its place in a graph.
+    pub(super) only_once: Option<(&'static str, &'static str)>,
     /// The stream that it will be submitted to, where that is known: what is added is marked at once.
     pub(super) stream: Option<u64>,
     /// The operations before this place are another part, whose doorbells ring for nothing behind it.
     pub(super) part: usize,
+}
+
+/// Who has something to do before each launch of a graph: a layer above, whose receives the launch waits for.
+#[doc(hidden)] // for messaging layers of this workspace
+pub trait Replenish: fmt::Debug + Send + Sync {
+    /// Called before each launch, also before one that is refused then.
+    ///
+    /// # Errors
+    /// Nothing is launched.
+    fn replenish(&self) -> Result<()>;
 }
 
 /// A host function that can be called more than once.
@@ -99,6 +113,8 @@ impl Batch {
         self.waits.clear();
         self.covered.clear();
         self.repeatable.clear();
+        self.before.clear();
+        self.only_once = None;
     }
 
     /// An empty batch.
@@ -253,5 +269,19 @@ impl Batch {
     pub(super) fn repeat(&mut self, f: Repeatable) {
         self.repeatable.push((self.ops.len(), f.clone()));
         self.host_fn(move || f.0());
+    }
+
+    /// Has a graph that the batch is recorded for call this before each launch, once for all its batches.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn before_launches(&mut self, who: &Arc<dyn Replenish>) {
+        if !self.before.iter().any(|other| Arc::ptr_eq(other, who)) {
+            self.before.push(who.clone());
+        }
+    }
+
+    /// No graph can have the batch: `what` would be wrong when repeated. `fix` is what to do instead.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn only_once(&mut self, what: &'static str, fix: &'static str) {
+        self.only_once = Some((what, fix));
     }
 }

@@ -88,6 +88,8 @@ use parking_lot::MutexGuard;
 
 pub use batch::Batch;
 #[doc(hidden)]
+pub use batch::Replenish;
+#[doc(hidden)]
 pub use cuda::Turn;
 pub use cuda::{CudaStreamConfig, Kick, Via};
 pub(crate) use cuda::{KickerSlot, Lane, reserve};
@@ -291,6 +293,15 @@ impl Stream {
         }
         recording.add(batch);
         Ok(())
+    }
+
+    /// Refuses `what`, which no graph can repeat, while the stream is being captured: see [`Batch::only_once`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn refuse_in_capture(&self, what: &'static str, fix: &'static str) -> Result<()> {
+        if self.state()?.recording.is_some() { Err(record::once(what, fix)) } else { Ok(()) }
     }
 
     /// The state, unless the calling thread holds it already.

@@ -6,7 +6,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::batch::{Batch, Repeatable};
+use super::batch::{Batch, Repeatable, Replenish};
 use super::op::Op;
 use super::prepared::{Asked, PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
@@ -20,6 +20,8 @@ pub(super) enum Part {
     /// The same at each launch.
     Op(Op),
     HostFn(Repeatable),
+    /// Before everything else.
+    Before(Arc<dyn Replenish>),
     Sends(Arc<SendQueue>, Vec<Template>),
     Wait {
         awaited: For,
@@ -51,12 +53,17 @@ pub(super) struct Recording {
     sends: Vec<(usize, PreparedSend)>,
     waits: Vec<PreparedWait>,
     completions: usize,
+    /// Who comes before each launch.
+    before: Vec<Arc<dyn Replenish>>,
     /// Operations of each batch, where batches are steps of a kernel.
     pub(super) sizes: Option<Vec<usize>>,
 }
 
 /// Refuses what cannot be done more than once.
 pub(super) fn check(batch: &Batch) -> Result<()> {
+    if let Some((what, fix)) = batch.only_once {
+        return Err(once(what, fix));
+    }
     let host_fns = batch.ops.iter().filter(|op| matches!(op, Op::HostFn(_))).count();
     match host_fns == batch.repeatable.len() {
         true => Ok(()),
@@ -68,6 +75,11 @@ pub(super) fn check(batch: &Batch) -> Result<()> {
     }
 }
 
+/// For what a graph would repeat wrongly.
+pub(super) fn once(what: &'static str, fix: &'static str) -> Error {
+    Error::Unsupported { what, by: "graphs and steps of kernels, which repeat what was recorded", fix }
+}
+
 impl Recording {
     /// Of steps of a kernel.
     pub(super) fn of_steps() -> Self {
@@ -76,7 +88,13 @@ impl Recording {
 
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let Batch { ops, sends, waits, covered, repeatable, stream: _, part: _ } = mem::take(batch);
+        let Batch { ops, sends, waits, covered, repeatable, before, only_once: _, stream: _, part: _ } =
+            mem::take(batch);
+        for who in before {
+            if !self.before.iter().any(|other| Arc::ptr_eq(other, &who)) {
+                self.before.push(who);
+            }
+        }
         let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
@@ -110,7 +128,10 @@ impl Recording {
     }
 
     /// What was recorded. The sends are taken back, the completions given back.
-    pub(super) fn finish(self) -> Vec<Vec<Part>> {
+    pub(super) fn finish(mut self) -> Vec<Vec<Part>> {
+        if let Some(first) = self.batches.first_mut() {
+            first.splice(0..0, mem::take(&mut self.before).into_iter().map(Part::Before));
+        }
         self.batches
     }
 
@@ -151,6 +172,7 @@ impl Part {
         match self {
             Part::Op(op) => batch.ops.extend(op.again()),
             Part::HostFn(f) => batch.repeat(f.clone()),
+            Part::Before(who) => who.replenish()?,
             Part::Sends(queue, sends) => {
                 let send = PreparedSend::again(queue, sends, batch.stream)?;
                 completions.push(batch.post(send));

@@ -355,13 +355,19 @@ impl Qp {
         self.core().stop(reason);
     }
 
-    /// Has the flight recorder name the ranks of this process and of the one at the other end.
+    /// Whether a stream waits for completions of it, as far as is known.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn is_awaited(&self) -> bool {
+        [&self.send.end, &self.recv.end].into_iter().any(|end| end.cq.is_awaited())
+    }
+
     /// Sends that were taken back and that a doorbell has passed over since: they have places in the queue, and do nothing.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn send_gaps(&self) -> u64 {
         self.send.end.tracker.lock().gaps
     }
 
+    /// Has the flight recorder name the ranks of this process and of the one at the other end.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn name_ranks(&self, own: usize, peer: usize) {
         if let (Ok(own), Ok(peer)) = (own.try_into(), peer.try_into()) {

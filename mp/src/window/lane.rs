@@ -25,7 +25,7 @@ use crate::request::{Order, Request};
 pub(crate) struct Lane {
     /// That of the messages, which knows whether the rank is there.
     link: Arc<Link>,
-    pub(crate) ends: Ends,
+    pub(crate) ends: Arc<Ends>,
     depth: usize,
     /// Whether an operation has failed.
     lost: AtomicBool,
@@ -177,9 +177,9 @@ impl Lanes {
         let lane = |(rank, ends): (usize, Ends)| {
             let ([lost, told], held) = ([false; 2].map(AtomicBool::new), Mutex::default());
             let link = comm.0.peers[rank].link.clone();
-            let lane = Arc::new(Lane { link, ends, depth, lost, told, held });
-            lane.link.accompany(&lane);
-            lane
+            let ends = Arc::new(ends);
+            link.accompany(&ends);
+            Arc::new(Lane { link, ends, depth, lost, told, held })
         };
         let lanes = ends.into_iter().enumerate().map(lane).collect();
         let lanes = Arc::new(Self { lanes, near, scratch, flushes: AtomicBool::new(false) });

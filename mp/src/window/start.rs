@@ -25,7 +25,8 @@ impl Window {
         self.begin(rma, |qp, wrs| qp.post_send(wrs))
     }
 
-    /// Queues an operation on a stream: it starts when the stream gets there, with what local buffers hold then.
+    /// Queues an operation on a stream: it starts when the stream gets there, with what local buffers hold then. In a graph each
+    /// launch does it again; its buffers must stay registered as long as the graph.
     ///
     /// # Errors
     /// As [`Window::start`], and inside [`Error::Message`] the stream's refusals.

@@ -53,7 +53,7 @@ impl Window {
         wait_helping(&self.word64(offset)?, value, cond, timeout, || context.progress())
     }
 
-    /// As [`Window::wait_signal`], and the stream waits.
+    /// As [`Window::wait_signal`], and the stream waits. A graph waits for the same value in each launch.
     ///
     /// # Errors
     /// As [`Window::word64`]; [`Error::Device`](crate::Error::Device) with the stream's refusals.
