@@ -31,6 +31,7 @@ guest_run() {
         export GDSYNC_DEVICE=$device
         vm_step "pingpong on $device" "$(vm_built pingpong)" --sizes 8,4096 --iters 200 --json /tmp/pingpong.json
         vm_step "jacobi2d on $device" "$(vm_built jacobi2d)" --nx 128 --ny 128 --ranks 2
+        vm_step "jacobi2d by graphs on $device" "$(vm_built jacobi2d)" --nx 128 --ny 128 --ranks 2 --mode graph
     done
     export GDSYNC_DEVICE=rxe0 MP_LOCAL=soft
     vm_step "pingpong of one host beside rxe0" "$(vm_built pingpong)" --sizes 8,4096 --iters 200 --json /tmp/pingpong.json
