@@ -24,6 +24,7 @@ impl SoftQp {
         }
         match header.op {
             PacketOp::ACK => {
+                self.arrived(psn, header.len);
                 if self.req.acknowledge(psn.wrapping_add(1)) {
                     self.missing(env);
                 }

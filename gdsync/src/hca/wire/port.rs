@@ -56,6 +56,12 @@ impl Line {
     pub(crate) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }
+
+    /// The process at the other end, by its number here, if this process sees it.
+    pub(crate) fn pid(&self) -> Option<libc::pid_t> {
+        let Some(stream) = &self.stream else { return libc::pid_t::try_from(std::process::id()).ok() };
+        fds::peer(stream).ok().map(|peer| peer.pid).filter(|pid| *pid > 0)
+    }
 }
 
 impl Drop for Line {
@@ -194,7 +200,7 @@ fn invalid(what: &str) -> io::Error {
 fn check_user(stream: &UnixStream) -> io::Result<()> {
     // SAFETY: a plain call.
     let own = unsafe { libc::geteuid() };
-    match fds::peer_uid(stream)? {
+    match fds::peer(stream)?.uid {
         uid if uid == own || uid == 0 || own == 0 => Ok(()),
         uid => Err(invalid(&format!("the process at the other end belongs to user {uid}"))),
     }
