@@ -43,6 +43,8 @@ pub struct FaultPlan {
     pub fail_recv: Option<(u64, Syndrome)>,
     /// Packets after which the HCA neither sends nor hears anything.
     pub die_after: Option<u64>,
+    /// How long this HCA stops in the middle of a copy that both sides make: as a sender, after it has claimed its part.
+    pub pause: Duration,
 }
 
 /// The text form in brief, for messages.
@@ -175,6 +177,11 @@ impl Faults {
         } else {
             Fate::Pass
         }
+    }
+
+    /// How long it stops in the middle of a copy.
+    pub(crate) fn pause(&self) -> Duration {
+        self.plan.pause
     }
 
     /// Counts a packet that went out.

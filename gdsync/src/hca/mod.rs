@@ -85,6 +85,7 @@ mod keys;
 mod landing;
 mod lately;
 mod links;
+mod offers;
 mod packet;
 mod peeks;
 mod pulls;

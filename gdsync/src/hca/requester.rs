@@ -1,6 +1,7 @@
 //! The sending side of a queue pair: what is under way, what is acknowledged, when to try again, completion in order.
 
 mod answers;
+mod help;
 mod refer;
 mod transmit;
 mod trial;

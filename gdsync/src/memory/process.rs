@@ -2,6 +2,7 @@
 
 use std::io;
 use std::mem::MaybeUninit;
+use std::ptr::NonNull;
 
 use super::{Memory, Reach};
 
@@ -47,6 +48,24 @@ impl Process {
         }
         if got == MARK + len { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EFAULT)) }
     }
+
+    /// Writes `len` bytes from `from` to `to`. What is there when it fails is anything.
+    ///
+    /// The kernel cannot look at the mark and write in one call. Between the two there are some hundred nanoseconds, in which
+    /// the process would have to end and all other numbers to be given away.
+    ///
+    /// # Safety
+    /// `from` must be valid for reading.
+    unsafe fn write(&self, to: u64, from: *mut u8, len: usize) -> io::Result<()> {
+        self.probe()?;
+        let there = std::ptr::without_provenance_mut(usize::try_from(to).unwrap_or(usize::MAX));
+        let local = libc::iovec { iov_base: from.cast(), iov_len: len };
+        let remote = libc::iovec { iov_base: there, iov_len: len };
+        // SAFETY: the local piece is valid for reading, by contract; addresses of the other process are only numbers here.
+        let got = unsafe { libc::process_vm_writev(self.pid, &raw const local, 1, &raw const remote, 1, 0) };
+        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        if got == len { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EFAULT)) }
+    }
 }
 
 impl Memory {
@@ -58,10 +77,22 @@ impl Memory {
 
     /// Copies `len` bytes at `from` of a process to `offset`, into host memory.
     pub(crate) fn pull(&self, offset: usize, len: usize, of: &Process, from: u64) -> io::Result<()> {
-        let to = self.check(offset, len).map_err(io::Error::other)?;
-        let Reach::Host = self.reach else { return Err(io::Error::other("it goes to memory of a GPU")) };
+        let to = self.host_bytes(offset, len)?;
         // SAFETY: the range was checked, and is of host memory.
         unsafe { of.read(from, to.as_ptr(), len) }
+    }
+
+    /// Copies `len` bytes at `offset` of host memory to `to` in a process.
+    pub(crate) fn push(&self, offset: usize, len: usize, of: &Process, to: u64) -> io::Result<()> {
+        let from = self.host_bytes(offset, len)?;
+        // SAFETY: the range was checked, and is of host memory.
+        unsafe { of.write(to, from.as_ptr(), len) }
+    }
+
+    fn host_bytes(&self, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
+        let bytes = self.check(offset, len).map_err(io::Error::other)?;
+        let Reach::Host = self.reach else { return Err(io::Error::other("it is memory of a GPU")) };
+        Ok(bytes)
     }
 }
 

@@ -21,7 +21,7 @@ use crate::hca::qp::{Env, SoftQp};
 use crate::hca::reference::Reference;
 use crate::hca::rings::Wqe;
 use crate::memory::Memory;
-use crate::mlx5::{DecodedOp, DecodedPayload};
+use crate::mlx5::{DataSeg, DecodedOp, DecodedPayload};
 use crate::verbs::{Carriage, Carrier};
 
 /// References under way at once.
@@ -50,7 +50,7 @@ pub(super) struct References {
 
 impl Pending {
     /// The peer may be copying its payload.
-    fn is_out(&self) -> bool {
+    pub(super) fn is_out(&self) -> bool {
         self.is_known && !self.is_done()
     }
 }
@@ -87,7 +87,8 @@ impl SoftQp {
         len: usize,
         env: &Env<'_>,
     ) -> (Option<u32>, Option<Way>) {
-        let Some(key) = Self::one_key(op, wqe).filter(|key| len > 0 && !self.is_refused(*key)) else {
+        let key = Self::one_buffer(op, wqe).map(|sge| sge.lkey);
+        let Some(key) = key.filter(|key| len > 0 && !self.is_refused(*key)) else {
             return (None, None);
         };
         if env.keys.export(key).is_some() {
@@ -112,15 +113,14 @@ impl SoftQp {
             && env.keys.memory(key).is_some_and(Memory::is_host)
     }
 
-    /// The key of payload in one buffer.
-    fn one_key(op: &DecodedOp, wqe: &Wqe) -> Option<u32> {
+    /// The buffer of payload in one.
+    pub(super) fn one_buffer(op: &DecodedOp, wqe: &Wqe) -> Option<DataSeg> {
         let payload = match op {
             DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => payload,
             _ => return None,
         };
         let DecodedPayload::Sges(list) = payload else { return None };
-        let one = list.iter(wqe.as_bytes()).next().filter(|_| list.len() == 1);
-        one.map(|sge| sge.lkey)
+        list.iter(wqe.as_bytes()).next().filter(|_| list.len() == 1)
     }
 
     /// What ends with packet `psn` took so long to arrive; 0 is not known.

@@ -25,7 +25,7 @@ use super::super::qp::{Env, SoftQp};
 use super::super::reference::{REFERENCE, Reference};
 use super::super::requester::Reason;
 use super::messages::Arrival;
-use super::pull::Pull;
+use super::pull::{Peer, Progress, Pull};
 use super::{Answer, Refusal, Responder};
 use crate::memory::{Memory, Process};
 use crate::mlx5::{DataSeg, MAX_MESSAGE, Syndrome};
@@ -88,18 +88,29 @@ impl Message {
         !matches!(self.state, State::Copying)
     }
 
-    /// Copies a piece of what the CPU copies. Returns whether there was any.
-    fn go_on(&mut self) -> bool {
+    /// Goes on with what the CPU copies. Returns whether there was any, or will be any moment.
+    fn go_on(&mut self, peer: &mut Peer<'_, '_>) -> bool {
         let Some(pull) = self.pull.as_mut().filter(|_| !self.ticket.is_over()) else { return false };
-        match pull.go_on() {
-            Ok(None) => {}
-            Ok(took) => {
-                self.arrival.took = took;
+        match pull.go_on(peer) {
+            Ok(Progress::More) => {}
+            Ok(Progress::Theirs) => {
+                // It cannot be given up: the peer may write.
+                let _ = self.ticket.begin();
+                return !pull.is_late();
+            }
+            Ok(Progress::Over(took)) => {
+                self.arrival.took = Some(took);
                 self.ticket.done();
             }
             Err(error) => self.ticket.fail(format!("memory of the peer cannot be read: {error}")),
         }
         true
+    }
+
+    /// Gives the copy up, if nobody else is at it.
+    fn cancel(&mut self) {
+        self.ticket.cancel();
+        self.pull.iter_mut().for_each(Pull::give_up);
     }
 }
 
@@ -220,8 +231,8 @@ impl Responder {
         self.copies.list.iter().filter(|m| !m.is_over()).map(|m| m.ticket.clone()).collect()
     }
 
-    pub(crate) fn cancel(&self) {
-        self.copies.list.iter().for_each(|m| m.ticket.cancel());
+    pub(crate) fn cancel(&mut self) {
+        self.copies.list.iter_mut().for_each(Message::cancel);
     }
 
     /// The copies under way into a region.
@@ -368,7 +379,7 @@ impl SoftQp {
 
     /// Goes on with the first copy that the CPU makes, and sees which are over. Returns whether there was any to go on with.
     pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) -> bool {
-        let any = self.resp.copies.list.iter_mut().any(Message::go_on);
+        let any = self.copy_on(env);
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
             message.state = match message.ticket.status() {
                 Status::Pending => continue,
@@ -379,9 +390,20 @@ impl SoftQp {
         any
     }
 
-    /// Gives up copies that take too long.
+    /// Goes on with the first copy that the CPU makes.
+    fn copy_on(&mut self, env: &mut Env<'_>) -> bool {
+        let Some(remote) = self.remote else { return false };
+        let (qpn, packets) = (self.rings.qpn, &mut self.packets);
+        self.resp.copies.list.iter_mut().any(|message| {
+            let Some(link) = message.link else { return false };
+            let header = Header::new(PacketOp::OFFER, remote.qpn, qpn, message.arrival.header.psn);
+            message.go_on(&mut Peer { env, link, header, packets })
+        })
+    }
+
+    /// Gives up copies of engines that take too long.
     pub(crate) fn limit_copies(&mut self, now: Instant) {
-        for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
+        for message in self.resp.copies.list.iter_mut().filter(|m| m.pull.is_none() && !m.is_over()) {
             if now.saturating_duration_since(message.since) < LIMIT {
                 continue;
             }

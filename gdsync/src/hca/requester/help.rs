@@ -1,0 +1,38 @@
+//! What the peer reads of this side's payload, and this side writes meanwhile: see [`offers`](crate::hca::offers).
+//!
+//! All of it under the lock of the HCA: nobody deregisters the payload meanwhile, and the link stays.
+
+use std::time::Instant;
+
+use super::Pending;
+use crate::hca::links::Body;
+use crate::hca::offers::{OFFER, Offer};
+use crate::hca::packet::Header;
+use crate::hca::qp::{Env, SoftQp};
+use crate::mlx5;
+
+impl SoftQp {
+    /// Takes an offer of the peer, if it is about a message that is still out. Returns whether it was taken.
+    pub(super) fn help(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Option<bool> {
+        let offer = Offer::from_bytes(&body.array::<OFFER>(0)?)?;
+        let is_meant = |p: &&mut Pending| p.psn == header.psn && p.referred.is_some() && p.is_out();
+        let p = self.req.find(header.psn).filter(is_meant)?;
+        let (begin, total) = (p.begin, p.len);
+        let (skip, len) = (usize::try_from(offer.skip).ok()?, header.len as usize);
+        let wqe = self.rings.fetch(begin);
+        let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).ok()?;
+        let piece = self.local(&Self::one_buffer(&op, &wqe)?, false, env).ok()?;
+        if piece.len != total || skip.checked_add(len).is_none_or(|end| end > total) {
+            return None;
+        }
+        let (process, to) = env.links.host_memory(body.link, &offer.to)?;
+        let pause = env.faults.pause();
+        let done = env.links.offers(body.link)?.help(offer.number, || {
+            std::thread::sleep(pause);
+            piece.memory.push(piece.offset + skip, len, &process, to).is_ok()
+        })?;
+        env.stats.pushed += u64::from(done);
+        *env.copied = Some(Instant::now());
+        Some(done)
+    }
+}
