@@ -3,6 +3,8 @@
 //! One word in each direction, in the shared memory of the link, says what became of the last offer:
 //! [`protocol::offer`](crate::protocol::offer).
 
+use std::time::{Duration, Instant};
+
 use super::reference::{REFERENCE, Reference};
 use crate::memory::Word64;
 use crate::protocol::offer::{self, Outcome};
@@ -34,6 +36,14 @@ impl Offers {
         }
         self.number = number;
         Some(number)
+    }
+
+    /// Waits until the peer has claimed what was offered, so long at most.
+    pub(super) fn await_claim(&self, number: u64, timeout: Duration) {
+        let end = Instant::now() + timeout;
+        while offer::is_open(self.ours.atomic(), number) && Instant::now() < end {
+            std::thread::yield_now();
+        }
     }
 
     /// Who does what was offered.

@@ -55,6 +55,11 @@ pub fn make(offer: &impl Atom64, number: u64) -> bool {
     is_over
 }
 
+/// Whether nobody has claimed it yet.
+pub fn is_open(offer: &impl Atom64, number: u64) -> bool {
+    offer.load(Acquire) == word(number, OFFERED)
+}
+
 /// Takes an offer. Whoever gets true must [`finish`].
 #[must_use = "a claim must be finished"]
 pub fn claim(offer: &impl Atom64, number: u64) -> bool {

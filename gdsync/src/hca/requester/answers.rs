@@ -33,7 +33,7 @@ impl SoftQp {
             PacketOp::ATOMIC_RESPONSE => self.atomic_response(header, body, env),
             PacketOp::NAK => self.refused(header, env),
             PacketOp::COPYING => self.copying(psn),
-            PacketOp::OFFER => drop(self.help(header, body, env)),
+            PacketOp::OFFER => self.offered(header, body, env),
             _ => env.stats.packets_discarded += 1,
         }
         self.retire(env);

@@ -12,27 +12,32 @@ use crate::hca::qp::{Env, SoftQp};
 use crate::mlx5;
 
 impl SoftQp {
-    /// Takes an offer of the peer, if it is about a message that is still out. Returns whether it was taken.
-    pub(super) fn help(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Option<bool> {
+    /// The peer offers a part of a message.
+    pub(super) fn offered(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+        if let Some(done) = self.help(header, body, env) {
+            env.stats.pushed += u64::from(done);
+            *env.copied = Some(Instant::now());
+        }
+    }
+
+    /// Takes an offer, if it still stands and is about a message that is out. Returns whether its part is written.
+    fn help(&self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Option<bool> {
         let offer = Offer::from_bytes(&body.array::<OFFER>(0)?)?;
-        let is_meant = |p: &&mut Pending| p.psn == header.psn && p.referred.is_some() && p.is_out();
-        let p = self.req.find(header.psn).filter(is_meant)?;
-        let (begin, total) = (p.begin, p.len);
+        let is_meant = |p: &&Pending| p.psn == header.psn && p.referred.is_some() && p.is_out();
+        let p = self.req.pending.iter().find(is_meant)?;
         let (skip, len) = (usize::try_from(offer.skip).ok()?, header.len as usize);
-        let wqe = self.rings.fetch(begin);
+        let wqe = self.rings.fetch(p.begin);
         let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).ok()?;
         let piece = self.local(&Self::one_buffer(&op, &wqe)?, false, env).ok()?;
-        if piece.len != total || skip.checked_add(len).is_none_or(|end| end > total) {
+        // The application may have changed the request since, which it must not.
+        if piece.len != p.len || skip.checked_add(len)? > p.len {
             return None;
         }
         let (process, to) = env.links.host_memory(body.link, &offer.to)?;
         let pause = env.faults.pause();
-        let done = env.links.offers(body.link)?.help(offer.number, || {
+        env.links.offers(body.link)?.help(offer.number, || {
             std::thread::sleep(pause);
             piece.memory.push(piece.offset + skip, len, &process, to).is_ok()
-        })?;
-        env.stats.pushed += u64::from(done);
-        *env.copied = Some(Instant::now());
-        Some(done)
+        })
     }
 }

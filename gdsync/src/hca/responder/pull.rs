@@ -48,6 +48,7 @@ pub(super) struct Pull {
     /// Bytes so far.
     done: usize,
     began: Option<Instant>,
+    /// What the peer may be writing.
     claimed: Option<Claim>,
     /// Why it ends when the peer has done its part.
     ended: Option<io::Error>,
@@ -96,6 +97,10 @@ impl Peer<'_, '_> {
         if env.links.send(self.link, &header, &body, &[], *self.packets, env.faults, env.stats) {
             *self.packets += 1;
         }
+        if env.faults.pause() > Duration::ZERO {
+            env.links.ring();
+            env.links.offers(self.link)?.await_claim(number, env.faults.pause());
+        }
         Some(number)
     }
 
@@ -141,7 +146,7 @@ impl Pull {
         self.ended = Some(io::Error::other("it was given up"));
     }
 
-    /// Whether the peer has claimed a part some time ago.
+    /// Whether the peer has had its part for long.
     pub(super) fn is_late(&self) -> bool {
         self.claimed.is_some_and(|claim| claim.since.elapsed() > FRESH)
     }

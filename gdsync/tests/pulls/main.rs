@@ -1,7 +1,9 @@
 //! Messages from host memory that the receiver reads in place: the same to the application as those that are sent.
 
+mod both;
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "common/peer.rs"]
+#[path = "../common/peer.rs"]
 mod peer;
 
 use std::sync::OnceLock;
@@ -55,13 +57,22 @@ fn ok(wc: &Wc, id: u64) {
 #[test]
 fn child() {
     let Some(role) = role() else { return };
-    assert_eq!(role, "flood");
+    if role == "write refused" {
+        forbid(libc::SYS_process_vm_writev);
+    }
     let side = Side::new(&hca(Pulls::From(1)), SIZE, patient);
     side.memory().write(0, data()).unwrap();
-    meet_parent(&side);
+    let remote = meet_parent(&side);
+    if let Some((_, pause)) = role.split_once("pause ") {
+        let pause = Duration::from_millis(pause.parse().unwrap());
+        side.context.inject(FaultPlan { pause, ..FaultPlan::default() }).unwrap();
+    }
     println!("ready");
+    let sge = [side.mr.sge(0, BIG).unwrap()];
+    let writes = role.starts_with("write,");
     for id in 0.. {
-        send(&side, id, 0, BIG);
+        let wr = if writes { SendWr::write(remote, &sge) } else { SendWr::send(&sge) };
+        side.qp.post_send(&[wr.id(id)]).unwrap();
         if sent(&side).syndrome.is_some() {
             break;
         }
@@ -257,12 +268,12 @@ fn a_killed_sender_releases_the_receiver() {
     }
 }
 
-/// From here on the kernel refuses `process_vm_readv` to this thread and those that it starts, as containers do.
-fn forbid_reading() {
+/// From here on the kernel refuses a system call to this thread and those that it starts, as containers do.
+fn forbid(call: libc::c_long) {
     let op = |code: u32, jt, jf, k| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     let equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
-    let call = u32::try_from(libc::SYS_process_vm_readv).unwrap();
+    let call = u32::try_from(call).unwrap();
     let refusal = libc::SECCOMP_RET_ERRNO | u32::try_from(libc::EPERM).unwrap();
     let mut filter = [
         op(load, 0, 0, 0),
@@ -281,7 +292,7 @@ fn forbid_reading() {
 #[test]
 fn where_the_kernel_refuses_all_is_sent() {
     std::thread::spawn(|| {
-        forbid_reading();
+        forbid(libc::SYS_process_vm_readv);
         let (a, b) = pair(Pulls::From(1));
         assert_eq!(a.qp.carriage(&a.mr, BIG).unwrap().carrier(), Carrier::Pull);
         for id in 0..20 {
