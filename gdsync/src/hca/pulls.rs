@@ -1,11 +1,12 @@
-//! Which payload in host memory the receiver reads in place.
+//! Which payload in host memory is copied in one.
 
 use std::str::FromStr;
 
 use crate::error::Error;
 
-/// Which payload in host memory, in one buffer, the receiver reads in place (`process_vm_readv`: one copy), and which is sent
-/// through shared memory (two copies, which overlap). Where the kernel does not let the receiver read, all is sent.
+/// Which payload in host memory, in one buffer, is copied in one, by receiver and sender together (`process_vm_readv`,
+/// `process_vm_writev`), and which is sent through shared memory (two copies, which overlap). Where the kernel does not let the
+/// receiver read, all is sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Pulls {

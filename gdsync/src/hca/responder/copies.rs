@@ -12,7 +12,8 @@
 //! taken that the peer had sent when the copy was seen to be over: what it withdrew by then does not complete.
 //!
 //! *The end of the queue pair.* Receives are flushed when the copies into them are over. A copy that never ends (the GPU
-//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it.
+//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it. One that CPUs
+//! [make](super::pull) ends by itself, or with the process at the other end.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
