@@ -164,10 +164,11 @@ impl SoftQp {
         if !self.may_be_pulled(key, len, env) || self.is_refused(key) {
             return Carriage::new(Carrier::Cpu, "it is host memory");
         }
+        let found = "it is host memory, and this is quicker, or is being tried";
         match (env.pull, self.req.references.trial.way(len)) {
-            (Pulls::Quicker, Way::Sent) => Carriage::new(Carrier::Cpu, "it was quicker so, or is tried"),
-            (Pulls::Quicker, Way::Pulled) => Carriage::new(Carrier::Pull, "it was quicker so, or is tried"),
-            _ => Carriage::new(Carrier::Pull, format!("{len} bytes are many")),
+            (Pulls::Quicker, Way::Sent) => Carriage::new(Carrier::Cpu, found),
+            (Pulls::Quicker, Way::Pulled) => Carriage::new(Carrier::Pull, found),
+            _ => Carriage::new(Carrier::Pull, format!("it is host memory, and {len} bytes are many")),
         }
     }
 
