@@ -68,7 +68,8 @@ fn memory_is_busy_while_a_sender_is_stopped_in_its_half() {
     if is_device_named() {
         return;
     }
-    let (side, peer) = start("pause 1000", PATIENCE);
+    // Time enough to stop it.
+    let (side, peer) = start("pause 8000", PATIENCE);
     claimed(&side);
     peer.stop();
     // What waits has its deadline. An abort releases nothing that is still written to, and a reset says so.
@@ -83,24 +84,18 @@ fn memory_is_busy_while_a_sender_is_stopped_in_its_half() {
 }
 
 #[test]
-fn a_region_does_not_go_while_a_sender_is_stopped_in_its_half() {
+fn a_region_does_not_go_while_a_sender_is_in_its_half() {
     if is_device_named() {
         return;
     }
-    let (side, peer) = start("write, pause 1000", PATIENCE);
+    let (side, mut peer) = start(&format!("write, {EVER}"), PATIENCE);
     claimed(&side);
-    peer.stop();
-    let Side { mr, qp, .. } = side;
-    let memory = mr.memory().clone();
+    let Side { mr, .. } = side;
     let going = std::thread::spawn(move || drop(mr));
     std::thread::sleep(Duration::from_millis(50));
     assert!(!going.is_finished());
-    peer.resume();
+    peer.kill();
     going.join().unwrap();
-    let mut half = [0; 100];
-    memory.read(BIG - 100, &mut half).unwrap();
-    assert_eq!(half, data()[BIG - 100..BIG], "written before it went");
-    drop(qp);
 }
 
 #[test]
