@@ -11,7 +11,7 @@
 //! flushed, its [`Ticket`](crate::mover::Ticket) holds up whoever deregisters the region, resets or destroys the queue pair.
 //! These wait for a limited time, and so does whoever waits for a completion. A peer that has ended [writes no
 //! more](super::super::links::Links::is_quiet). A queue pair that is destroyed all the same leaves the memory behind: it is never
-//! freed.
+//! freed. Memory that is only lent to this library is its owner's to keep: the log says so when its region went too early.
 //!
 //! The peer is told addresses inside of buffers that were checked against the receive or the key, and nothing else.
 
