@@ -56,7 +56,7 @@
 //! packet says where the payload is, the receiver has the kernel read the first half there (`process_vm_readv`), and the sender,
 //! which was told where the rest goes, writes that meanwhile (`process_vm_writev`). A sender that is not there in time writes
 //! nothing, and the receiver reads it all; who writes holds up everybody who would give the memory away (`responder/pull.rs`
-//! has the argument). Between two cores of an Intel Xeon, 1 MiB takes 47 us so, and 92 in two copies. On an AMD machine two copies were
+//! has the argument). Between two cores of an Intel Xeon, 1 MiB takes 48 us so, and 92 in two copies. On an AMD machine two copies were
 //! quicker. So each queue pair tries both, four messages each way for each power of two, keeps the quicker for the next thousand,
 //! and tries again: [`Pulls`]. The receiver measures, and tells with the acknowledgement.
 //!
