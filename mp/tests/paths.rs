@@ -153,7 +153,9 @@ fn a_buffer_has_a_path() {
         let buffer = host_buffer(comm, 100_000);
         for (range, has_slots) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
             let path = comm.path_of(&buffer, range, peer).unwrap();
-            assert_eq!(path.carriage().carrier(), Carrier::Cpu, "{path}");
+            // Long messages may have one copy or two.
+            let carrier = path.carriage().carrier();
+            assert!(carrier == Carrier::Cpu || carrier == Carrier::Pull && !has_slots, "{path}");
             assert_eq!(path.path().has_slots(), has_slots, "{path}");
             assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
         }

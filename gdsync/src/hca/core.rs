@@ -13,6 +13,7 @@ use super::keys::Keys;
 use super::links::{Body, Links};
 use super::packet::Header;
 use super::peeks::Peeks;
+use super::pulls::Pulls;
 use super::qp::{Env, SoftQp};
 use super::rung::{MAX_QPS, Rung};
 use super::served::Steps;
@@ -49,6 +50,8 @@ pub(crate) struct Core {
     pub(crate) mover: Arc<dyn Mover>,
     /// Payload of so many bytes is left to copy engines.
     by_reference: usize,
+    /// Which payload in host memory is left to the peer.
+    pull: Pulls,
     /// When a long message, or a copy of one, last began that nobody was told of yet.
     copied: Option<Instant>,
     links: Links,
@@ -96,6 +99,7 @@ impl Core {
             inbound: Inbound::default(),
             mover,
             by_reference: config.by_reference,
+            pull: config.pull,
             copied: None,
             links,
             rings,
@@ -133,6 +137,7 @@ impl Core {
             inbound: &mut self.inbound,
             mover: &*self.mover,
             by_reference: self.by_reference,
+            pull: self.pull,
             copied: &mut self.copied,
             strict: self.strict,
         };
@@ -376,8 +381,7 @@ impl Steps for Core {
         for at in (0..self.active.len()).rev() {
             let i = self.active[at];
             let state = self.with(i, |qp, env| {
-                qp.look_at_copies(env);
-                let any = qp.advance(env) | qp.answer(env) | qp.leave(env);
+                let any = qp.look_at_copies(env) | qp.advance(env) | qp.answer(env) | qp.leave(env);
                 qp.active = qp.is_active();
                 (any, qp.active)
             });
@@ -461,7 +465,7 @@ impl Steps for Core {
     }
 
     fn is_copying(&self) -> bool {
-        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).any(|qp| qp.is_copying())
+        self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).any(|qp| qp.awaits_engines())
     }
 
     fn next_timer(&self) -> Option<Instant> {

@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use super::fault::{Fate, Faults};
 use super::gid::Gid;
+use super::offers::Offers;
 use super::packet::{self, Header};
+use super::reference::Reference;
 use super::stats::HcaStats;
 use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxRing};
-use crate::memory::Memory;
+use crate::memory::{Memory, Process};
 use crate::mover::ProcessId;
 
 /// The links of one HCA by their numbers, which are given again when a link is gone; number 0 leads to itself.
@@ -33,6 +35,11 @@ struct Link {
     taken: usize,
     /// The process at the other end, once it has sent references.
     process: Option<ProcessId>,
+    /// The number of that process here.
+    pid: Option<libc::pid_t>,
+    /// Its memory was read.
+    readable: bool,
+    offers: Option<Offers>,
     /// Packets that a fault holds back.
     held: VecDeque<Held>,
 }
@@ -90,7 +97,8 @@ impl Links {
 
     /// Adds a link; its number and the receiving end are returned.
     pub(crate) fn add(&mut self, ends: LinkEnds) -> (usize, RxRing) {
-        let LinkEnds { peer, tx, rx, bell, line } = ends;
+        let LinkEnds { peer, tx, rx, bell, line, offers } = ends;
+        let pid = line.pid();
         let link = Some(Link {
             peer,
             tx,
@@ -102,6 +110,9 @@ impl Links {
             quiet: 0,
             taken: 0,
             process: None,
+            pid,
+            readable: false,
+            offers: offers.map(Offers::new),
             held: VecDeque::new(),
         });
         let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
@@ -226,6 +237,32 @@ impl Links {
     /// The process at the other end, if it has sent references.
     pub(crate) fn process(&self, index: usize) -> Option<ProcessId> {
         self.get(index)?.process
+    }
+
+    /// The host memory that a reference is to, if the kernel lets us read it there.
+    pub(crate) fn host_memory(&mut self, index: usize, reference: &Reference) -> Option<(Process, u64)> {
+        let link = self.get_mut(index)?;
+        let found = reference.in_process(link.pid?)?;
+        if !link.readable {
+            if let Err(error) = found.0.probe() {
+                tracing::debug!(peer = %link.peer, %error, "software HCA: memory of the peer cannot be read (process_vm_readv)");
+                return None;
+            }
+            link.readable = true;
+        }
+        Some(found)
+    }
+
+    /// What is offered over a link between two processes.
+    pub(crate) fn offers(&mut self, index: usize) -> Option<&mut Offers> {
+        self.get_mut(index)?.offers.as_mut()
+    }
+
+    /// Whether nobody at the other end runs any more: its process has ended, or has let the link go. The end of the socket comes
+    /// when the last thread of the process has closed it, and it does that behind its last system call; a living process lets the
+    /// link go under the lock of its HCA, under which it also helps with copies.
+    pub(crate) fn is_quiet(&self, index: usize) -> bool {
+        self.get(index).is_none_or(|l| !l.line.is_alive())
     }
 
     /// A packet of the peer was taken, or none was there.

@@ -11,6 +11,7 @@ use super::inbound::Inbound;
 use super::keys::Keys;
 use super::landing::Landing;
 use super::links::Links;
+use super::pulls::Pulls;
 use super::requester::Requester;
 use super::responder::Responder;
 use super::rings::Rings;
@@ -35,6 +36,8 @@ pub(crate) struct Env<'a> {
     pub(crate) mover: &'a dyn Mover,
     /// Payload of so many bytes is left to copy engines.
     pub(crate) by_reference: usize,
+    /// Which payload in host memory is left to the peer.
+    pub(crate) pull: Pulls,
     /// When a message of several packets, or a copy of payload, has begun, here or at a peer.
     pub(crate) copied: &'a mut Option<Instant>,
     pub(crate) strict: bool,
@@ -126,7 +129,12 @@ impl SoftQp {
 
     /// Whether copies are under way that this waits for.
     pub(crate) fn is_copying(&self) -> bool {
-        self.resp.is_copying()
+        self.resp.is_copying() || self.awaits_engines()
+    }
+
+    /// Whether some of them are made by others, whose end nobody announces.
+    pub(crate) fn awaits_engines(&self) -> bool {
+        self.resp.awaits_engines()
             || self.sends.is_waiting()
             || self.answers.is_waiting()
             || self.landing.is_busy()

@@ -1,6 +1,7 @@
 //! References to payload: what a requester sends in place of the bytes.
 //!
-//! A peer in the same process, where CUDA refuses to open its own handles, finds the memory in a table of the process.
+//! A peer in the same process, where CUDA refuses to open its own handles, finds the memory in a table of the process. Host
+//! memory is referred to by its address: the peer has the kernel read it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use super::gid::Gid;
-use crate::memory::{Memory, WeakMemory};
+use crate::memory::{MARK, Memory, Process, WeakMemory};
 use crate::mover::{Handle, ProcessId, Source};
 
 /// Bytes of a reference in a packet.
@@ -19,11 +20,19 @@ pub(super) const REFERENCE: usize = 112;
 /// strangers to each other, and CUDA is of the process too.
 static EXPORTS: Mutex<BTreeMap<u64, WeakMemory>> = Mutex::new(BTreeMap::new());
 
-/// This process. A forked child has another number.
-fn this_process() -> ProcessId {
+/// In place of the number of an export: it is host memory.
+const HOST: u64 = 0;
+
+/// Random bytes of this process, where its peers read them.
+fn nonce() -> &'static [u8; 16] {
     static NONCE: OnceLock<[u8; 16]> = OnceLock::new();
     // Without random numbers no HCA opens, so nobody is there to be mistaken for another.
-    let mut id = *NONCE.get_or_init(|| Gid::random().map_or([0; 16], |gid| gid.0));
+    NONCE.get_or_init(|| Gid::random().map_or([0; 16], |gid| gid.0))
+}
+
+/// This process. A forked child has another number.
+fn this_process() -> ProcessId {
+    let mut id = *nonce();
     id[..4].copy_from_slice(&std::process::id().to_le_bytes());
     id
 }
@@ -66,6 +75,23 @@ pub(super) struct Reference {
 }
 
 impl Reference {
+    /// To host memory of this process. Peers of versions that do not know it find nothing to open.
+    pub(super) fn to_host(addr: u64) -> Self {
+        let handle = Handle { ipc: [0; 64], buffer: nonce().as_ptr().addr() as u64, offset: 0 };
+        Self { process: this_process(), token: HOST, at: addr, handle }
+    }
+
+    pub(super) fn is_to_host(&self) -> bool {
+        self.token == HOST
+    }
+
+    /// The process, with this number here, and the address in it; `None` for other than host memory.
+    pub(super) fn in_process(&self, pid: libc::pid_t) -> Option<(Process, u64)> {
+        let [_, _, _, _, mark @ ..] = self.process;
+        let mark_at = self.handle.buffer.checked_add((16 - MARK) as u64)?;
+        self.is_to_host().then_some((Process { pid, mark, mark_at }, self.at))
+    }
+
     pub(super) fn process(&self) -> ProcessId {
         self.process
     }
@@ -121,6 +147,21 @@ mod tests {
         let closed = Handle { ipc: [0; 64], ..HANDLE };
         assert!(Reference { handle: closed, ..reference }.source(0, 1).is_none());
         assert!(Reference { at: u64::MAX, ..reference }.source(1, 1).is_none());
+    }
+
+    #[test]
+    fn host_memory_is_found_where_it_is() {
+        let memory = Memory::alloc(100).unwrap();
+        memory.write(0, &[7; 100]).unwrap();
+        let reference = Reference::to_host(memory.host_addr(10).unwrap());
+        let reference = Reference::from_bytes(&reference.to_bytes());
+        let pid = libc::pid_t::try_from(std::process::id()).unwrap();
+        let (process, at) = reference.in_process(pid).unwrap();
+        let copy = Memory::alloc(90).unwrap();
+        copy.pull(0, 90, &process, at).unwrap();
+        assert_eq!(copy.to_vec(), [7; 90]);
+        assert!(reference.source(0, 1).is_none(), "copy engines do not");
+        assert!(Reference { token: 1, ..reference }.in_process(pid).is_none());
     }
 
     #[test]

@@ -2,10 +2,11 @@
 
 mod copies;
 mod messages;
+mod pull;
 mod reads;
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -50,12 +51,27 @@ struct Current {
     counter: Option<u16>,
     sges: SmallVec<[DataSeg; 4]>,
     received: usize,
+    /// When the first of several packets came.
+    since: Option<Instant>,
+}
+
+impl Current {
+    /// How long a message of several packets took, now that its last is here. While the first was put into the ring, nothing
+    /// was to be seen of it: that is taken to be the share of one packet.
+    fn took(&self) -> Option<Duration> {
+        let took = self.since?.elapsed();
+        Some(took + took / packet::segments(self.received))
+    }
 }
 
 /// Something to tell the requester, in order.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
-    Ack(u32),
+    /// What ends with this packet took so many nanoseconds to arrive; 0 is not known.
+    Ack {
+        psn: u32,
+        took: u32,
+    },
     Nak {
         psn: u32,
         code: u8,
@@ -80,8 +96,11 @@ enum Answer {
 impl Answer {
     fn psn(&self) -> u32 {
         match *self {
-            Self::Ack(psn) | Self::Copying(psn) => psn,
-            Self::Nak { psn, .. } | Self::Read { psn, .. } | Self::Atomic { psn, .. } => psn,
+            Self::Copying(psn) => psn,
+            Self::Ack { psn, .. }
+            | Self::Nak { psn, .. }
+            | Self::Read { psn, .. }
+            | Self::Atomic { psn, .. } => psn,
         }
     }
 }
@@ -146,10 +165,12 @@ impl Responder {
         !self.answers.is_empty() || self.is_copying()
     }
 
-    fn ack(&mut self, through: u32) {
+    fn ack(&mut self, through: u32, took: Option<Duration>) {
+        let nanoseconds = |took: Duration| u32::try_from(took.as_nanos().max(1)).unwrap_or(u32::MAX);
+        let ack = Answer::Ack { psn: through, took: took.map_or(0, nanoseconds) };
         match self.answers.back_mut() {
-            Some(Answer::Ack(psn)) => *psn = through,
-            _ => self.answers.push_back(Answer::Ack(through)),
+            Some(last @ Answer::Ack { .. }) => *last = ack,
+            _ => self.answers.push_back(ack),
         }
     }
 }
@@ -231,7 +252,7 @@ impl SoftQp {
                 }
             }
             _ if self.resp.is_copied(header.psn) => self.resp.answers.push_front(Answer::Copying(header.psn)),
-            _ => self.resp.ack(self.resp.arrived()),
+            _ => self.resp.ack(self.resp.arrived(), None),
         }
     }
 
@@ -268,7 +289,7 @@ impl SoftQp {
             let mut found = None;
             let mut rest = None;
             match answer {
-                Answer::Ack(psn) => header.psn = psn,
+                Answer::Ack { psn, took } => (header.psn, header.len) = (psn, took),
                 Answer::Copying(psn) => (header.op, header.psn) = (PacketOp::COPYING, psn),
                 Answer::Nak { psn, code, arg } => {
                     (header.op, header.psn, header.code, header.len) = (PacketOp::NAK, psn, code, arg);

@@ -14,6 +14,7 @@ use super::fault::{FaultPlan, Faults};
 use super::gid::{self, Gid};
 use super::landing::Landing;
 use super::peeks::Peeks;
+use super::pulls::Pulls;
 use super::qp::SoftQp;
 use super::reference::Export;
 use super::requester::Requester;
@@ -53,6 +54,8 @@ pub struct SoftHcaConfig {
     /// Payload in GPU memory of so many bytes and more is left to a copy engine of the receiver (default 32 KiB; see
     /// [the module](super)).
     pub by_reference: usize,
+    /// Which payload in host memory the receiver reads in place.
+    pub pull: Pulls,
     /// Memory regions that it takes at a time, at most 2^24 - 1024 (the default).
     pub max_regions: usize,
     /// What moves payload in place of CUDA's copy engines.
@@ -63,12 +66,14 @@ pub struct SoftHcaConfig {
 impl Default for SoftHcaConfig {
     fn default() -> Self {
         let faults = FaultPlan::default();
-        Self { strict: false, faults, by_reference: BY_REFERENCE, max_regions: MAX_REGIONS, mover: None }
+        let (by_reference, pull) = (BY_REFERENCE, Pulls::default());
+        Self { strict: false, faults, by_reference, pull, max_regions: MAX_REGIONS, mover: None }
     }
 }
 
 impl SoftHcaConfig {
-    /// From the environment: `GDSYNC_STRICT=1`, `GDSYNC_FAULTS` as [`FaultPlan`] reads it, and `GDSYNC_BY_REFERENCE=bytes`.
+    /// From the environment: `GDSYNC_STRICT=1`, `GDSYNC_FAULTS` as [`FaultPlan`] reads it, `GDSYNC_BY_REFERENCE=bytes`, and
+    /// `GDSYNC_PULL` as [`Pulls`] reads it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a value that cannot be read.
@@ -91,7 +96,8 @@ impl SoftHcaConfig {
                 Error::invalid("GDSYNC_BY_REFERENCE", format!("'{text}'"), "a number of bytes")
             })?,
         };
-        Ok(Self { strict, faults, by_reference, ..Self::default() })
+        let pull = variable("GDSYNC_PULL").map_or(Ok(Pulls::default()), |text| text.parse())?;
+        Ok(Self { strict, faults, by_reference, pull, ..Self::default() })
     }
 }
 

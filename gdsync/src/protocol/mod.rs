@@ -7,6 +7,7 @@ pub mod bell;
 pub mod completion;
 mod doorbell;
 pub mod note;
+pub mod offer;
 pub mod record;
 pub mod slots;
 pub mod stamp;

@@ -66,12 +66,14 @@ fn read_introduction(line: &str) -> (QpAddress, RemoteAddr) {
     (address, RemoteAddr { addr: next().parse().unwrap(), rkey: next().parse().unwrap() })
 }
 
-/// In the child: connects to the parent.
-pub fn meet_parent(side: &Side) {
+/// In the child: connects to the parent. Returns where the parent's region begins.
+pub fn meet_parent(side: &Side) -> RemoteAddr {
     println!("{}", introduction(side));
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
-    side.qp.connect(read_introduction(&line).0).unwrap();
+    let (address, remote) = read_introduction(&line);
+    side.qp.connect(address).unwrap();
+    remote
 }
 
 /// The child of a test, in a process of its own, and what it said of itself.

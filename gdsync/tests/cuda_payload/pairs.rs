@@ -82,11 +82,16 @@ fn exchange(a: &End, b: &End) {
             let referred = b.side.context.stats().by_reference > before;
             let [on_gpu, to_gpu] =
                 [a, b].map(|end| !matches!(end.kind, Kind::Plain | Kind::Pinned | Kind::Registered));
-            let is_refused = a.side.qp.carriage(&a.mr, len).unwrap() != carriage;
+            // Of host memory it may be another, as what is quicker is tried.
+            let is_refused = on_gpu && a.side.qp.carriage(&a.mr, len).unwrap() != carriage;
             assert!(!is_refused || !to_gpu, "{what}, {len} bytes: a copy engine is there");
             let is_left = carriage.carrier() == Carrier::PeerToPeer && !is_refused;
             assert_eq!(referred, is_left, "{what}, {len} bytes {carriage}");
-            assert_eq!(carriage.carrier() != Carrier::Cpu, on_gpu, "{what}, {len} bytes {carriage}");
+            assert_eq!(
+                !matches!(carriage.carrier(), Carrier::Cpu | Carrier::Pull),
+                on_gpu,
+                "{what}, {len} bytes {carriage}"
+            );
             let is_read = a.mr.memory().is_mapped() && len <= 4096 && on_gpu;
             assert_eq!(carriage.carrier() == Carrier::Mapping, is_read, "{what}, {len} bytes {carriage}");
             let seen = get(&b.gpu, b.mr.memory(), 0, len + 7);

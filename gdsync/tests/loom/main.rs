@@ -2,6 +2,7 @@
 //! hand-overs in `gdsync::protocol`: what runs here is the code that the library runs.
 
 mod common;
+mod offer;
 mod queue;
 mod slots;
 mod stamp;

@@ -13,12 +13,15 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::trial::{self, Trial, Way};
 use super::{Pending, Requester};
 use crate::hca::packet::{self, Header, PacketOp, ahead};
+use crate::hca::pulls::Pulls;
 use crate::hca::qp::{Env, SoftQp};
+use crate::hca::reference::Reference;
 use crate::hca::rings::Wqe;
 use crate::memory::Memory;
-use crate::mlx5::{DecodedOp, DecodedPayload};
+use crate::mlx5::{DataSeg, DecodedOp, DecodedPayload};
 use crate::verbs::{Carriage, Carrier};
 
 /// References under way at once.
@@ -35,6 +38,10 @@ pub(super) struct References {
     pending: usize,
     /// Regions that the peer cannot be referred to.
     refused: SmallVec<[u32; 2]>,
+    /// The peer cannot read host memory of this process.
+    is_unreadable: bool,
+    /// What is quicker for host memory.
+    trial: Trial,
     /// They were withdrawn.
     withdrawn: bool,
     /// Since when the withdrawal waits for room.
@@ -43,7 +50,7 @@ pub(super) struct References {
 
 impl Pending {
     /// The peer may be copying its payload.
-    fn is_out(&self) -> bool {
+    pub(super) fn is_out(&self) -> bool {
         self.is_known && !self.is_done()
     }
 }
@@ -71,19 +78,60 @@ impl Requester {
 }
 
 impl SoftQp {
-    /// The key of the region that the peer may be referred to for this message.
-    pub(super) fn may_refer(&self, op: &DecodedOp, wqe: &Wqe, len: usize, env: &Env<'_>) -> Option<u32> {
+    /// The key of the region that the peer is referred to for this message, if it is. The way, where its payload is in host
+    /// memory and there is a choice.
+    pub(super) fn may_refer(
+        &mut self,
+        op: &DecodedOp,
+        wqe: &Wqe,
+        len: usize,
+        env: &Env<'_>,
+    ) -> (Option<u32>, Option<Way>) {
+        let key = Self::one_buffer(op, wqe).map(|sge| sge.lkey);
+        let Some(key) = key.filter(|key| len > 0 && !self.is_refused(*key)) else {
+            return (None, None);
+        };
+        if env.keys.export(key).is_some() {
+            return ((len >= env.by_reference).then_some(key), None);
+        }
+        let way = self.may_be_pulled(key, len, env).then(|| match env.pull {
+            Pulls::Quicker => self.req.references.trial.next(len),
+            Pulls::From(_) | Pulls::Never => Way::Pulled,
+        });
+        ((way == Some(Way::Pulled)).then_some(key), way)
+    }
+
+    /// Whether the peer may be left to read payload of this region, if it is quicker.
+    fn may_be_pulled(&self, key: u32, len: usize, env: &Env<'_>) -> bool {
+        let least = match env.pull {
+            Pulls::Quicker => trial::LEAST,
+            Pulls::From(bytes) => bytes,
+            Pulls::Never => return false,
+        };
+        len >= least
+            && !self.req.references.is_unreadable
+            && env.keys.memory(key).is_some_and(Memory::is_host)
+    }
+
+    /// The buffer of payload in one.
+    pub(super) fn one_buffer(op: &DecodedOp, wqe: &Wqe) -> Option<DataSeg> {
         let payload = match op {
             DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => payload,
             _ => return None,
         };
         let DecodedPayload::Sges(list) = payload else { return None };
-        if len < env.by_reference.max(1) || list.len() != 1 {
-            return None;
+        list.iter(wqe.as_bytes()).next().filter(|_| list.len() == 1)
+    }
+
+    /// What ends with packet `psn` took so long to arrive; 0 is not known.
+    pub(super) fn arrived(&mut self, psn: u32, nanoseconds: u32) {
+        if nanoseconds > 0
+            && let Some(p) = self.req.find(psn)
+            && let Some(way) = p.way
+        {
+            let len = p.len;
+            self.req.references.trial.took(len, way, nanoseconds);
         }
-        let key = list.iter(wqe.as_bytes()).next()?.lkey;
-        let may = !self.is_refused(key) && env.keys.export(key).is_some();
-        may.then_some(key)
     }
 
     fn is_refused(&self, key: u32) -> bool {
@@ -110,9 +158,17 @@ impl SoftQp {
             };
             return Carriage::new(Carrier::Staging, reason);
         }
-        match memory.gpu() {
-            Some(_) => Carriage::new(Carrier::Mapping, format!("{len} bytes are few")),
-            None => Carriage::new(Carrier::Cpu, "it is host memory"),
+        if memory.gpu().is_some() {
+            return Carriage::new(Carrier::Mapping, format!("{len} bytes are few"));
+        }
+        if !self.may_be_pulled(key, len, env) || self.is_refused(key) {
+            return Carriage::new(Carrier::Cpu, "it is host memory");
+        }
+        let found = "it is host memory, and this is quicker, or is being tried";
+        match (env.pull, self.req.references.trial.way(len)) {
+            (Pulls::Quicker, Way::Sent) => Carriage::new(Carrier::Cpu, found),
+            (Pulls::Quicker, Way::Pulled) => Carriage::new(Carrier::Pull, found),
+            _ => Carriage::new(Carrier::Pull, format!("it is host memory, and {len} bytes are many")),
         }
     }
 
@@ -151,7 +207,11 @@ impl SoftQp {
                 return Some(false);
             }
         };
-        ext.extend_from_slice(&env.keys.export(sge.lkey)?.reference(piece.offset).to_bytes());
+        let reference = match env.keys.export(sge.lkey) {
+            Some(export) => export.reference(piece.offset),
+            None => Reference::to_host(piece.memory.host_addr(piece.offset)?),
+        };
+        ext.extend_from_slice(&reference.to_bytes());
         if !env.links.send(self.link, &header, &ext, &[], self.packets, env.faults, env.stats) {
             return Some(false);
         }
@@ -173,22 +233,38 @@ impl SoftQp {
 
     /// The peer cannot follow the reference in packet `psn`: the bytes are sent, now and for this region from now on.
     pub(super) fn reference_refused(&mut self, psn: u32, reason: u32, env: &mut Env<'_>) {
-        if let Some(key) = self.req.find(psn).and_then(|p| p.referred) {
-            let refused = &mut self.req.references.refused;
-            if !refused.contains(&key) {
-                let why = Reason(reason).meaning();
-                tracing::warn!(
+        if let Some((key, way)) = self.req.find(psn).and_then(|p| Some((p.referred?, p.way))) {
+            let (reason, references) = (Reason(reason), &mut self.req.references);
+            let unreadable = way.is_some() && reason == Reason::CANNOT_OPEN;
+            references.is_unreadable |= unreadable;
+            if unreadable {
+                tracing::debug!(
                     qpn = self.rings.qpn,
-                    lkey = key,
-                    why,
-                    "payload of this region is staged through host memory"
+                    "the peer cannot read memory of this process: it is sent"
                 );
-                refused.push(key);
+            } else if !references.refused.contains(&key) {
+                let why = reason.meaning();
+                if way.is_some() {
+                    tracing::debug!(
+                        qpn = self.rings.qpn,
+                        lkey = key,
+                        why,
+                        "host memory of this region is sent"
+                    );
+                } else {
+                    tracing::warn!(
+                        qpn = self.rings.qpn,
+                        lkey = key,
+                        why,
+                        "payload of this region is staged through host memory"
+                    );
+                }
+                references.refused.push(key);
             }
-            for p in self.req.pending.iter_mut().filter(|p| p.referred == Some(key) && ahead(p.psn, psn) >= 0)
-            {
-                p.referred = None;
-                self.req.references.pending -= 1;
+            let is_void = |p: &Pending| p.referred == Some(key) || unreadable && p.way == Some(Way::Pulled);
+            for p in self.req.pending.iter_mut().filter(|p| is_void(p) && ahead(p.psn, psn) >= 0) {
+                references.pending -= usize::from(p.referred.take().is_some());
+                p.way = None;
             }
         }
         self.again(env);

@@ -91,7 +91,7 @@ impl SoftQp {
         env.stats.wqes += 1;
         self.rings.chart.fetched(self.rings.qpn, len);
         let packets = if kind == Kind::Nop { 0 } else { segments(len) };
-        let referred = self.may_refer(&op, wqe, len, env);
+        let (referred, way) = self.may_refer(&op, wqe, len, env);
         if packets > 1 {
             *env.copied = Some(Instant::now());
         }
@@ -107,6 +107,7 @@ impl SoftQp {
             sent: 0,
             done: 0,
             referred,
+            way,
             is_known: false,
             landing: Vec::new(),
             error: error.or(env.faults.next_send()),

@@ -12,7 +12,8 @@
 //! taken that the peer had sent when the copy was seen to be over: what it withdrew by then does not complete.
 //!
 //! *The end of the queue pair.* Receives are flushed when the copies into them are over. A copy that never ends (the GPU
-//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it.
+//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it. One that CPUs
+//! [make](super::pull) ends by itself, or with the process at the other end.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -25,10 +26,11 @@ use super::super::qp::{Env, SoftQp};
 use super::super::reference::{REFERENCE, Reference};
 use super::super::requester::Reason;
 use super::messages::Arrival;
+use super::pull::{Peer, Progress, Pull};
 use super::{Answer, Refusal, Responder};
-use crate::memory::Memory;
+use crate::memory::{Memory, Process};
 use crate::mlx5::{DataSeg, MAX_MESSAGE, Syndrome};
-use crate::mover::{Part, Status, Ticket};
+use crate::mover::{Part, Source, Status, Ticket};
 use crate::verbs::{Access, QpState};
 
 /// Packets that wait at once on a queue pair: more than a peer has under way.
@@ -56,6 +58,8 @@ struct Message {
     /// Regions that the copy writes to.
     keys: SmallVec<[u32; 2]>,
     ticket: Ticket,
+    /// Payload that this side's CPU copies.
+    pull: Option<Pull>,
     since: Instant,
     state: State,
 }
@@ -84,6 +88,31 @@ impl Message {
     fn is_over(&self) -> bool {
         !matches!(self.state, State::Copying)
     }
+
+    /// Goes on with what the CPU copies. Returns whether there was any, or will be any moment.
+    fn go_on(&mut self, peer: &mut Peer<'_, '_>) -> bool {
+        let Some(pull) = self.pull.as_mut().filter(|_| !self.ticket.is_over()) else { return false };
+        match pull.go_on(peer) {
+            Ok(Progress::More) => {}
+            Ok(Progress::Theirs) => {
+                // It cannot be given up: the peer may write.
+                let _ = self.ticket.begin();
+                return !pull.is_late();
+            }
+            Ok(Progress::Over(took)) => {
+                self.arrival.took = Some(took);
+                self.ticket.done();
+            }
+            Err(error) => self.ticket.fail(format!("memory of the peer cannot be read: {error}")),
+        }
+        true
+    }
+
+    /// Gives the copy up, if nobody else is at it.
+    fn cancel(&mut self) {
+        self.ticket.cancel();
+        self.pull.iter_mut().for_each(Pull::give_up);
+    }
 }
 
 impl Arrival {
@@ -95,6 +124,14 @@ impl Arrival {
             None => Refusal::Remote(remote),
         }
     }
+}
+
+/// Where the payload of a reference is.
+enum Payload {
+    /// Where copy engines reach it.
+    Engine(Source),
+    /// In host memory of a process, from this address on.
+    Host((Process, u64)),
 }
 
 /// Where the payload of a message goes.
@@ -116,6 +153,11 @@ impl Responder {
     /// Whether copies are under way.
     pub(crate) fn is_copying(&self) -> bool {
         !self.copies.list.is_empty()
+    }
+
+    /// Whether copies are under way that steps of the HCA do not make.
+    pub(crate) fn awaits_engines(&self) -> bool {
+        self.copies.list.iter().any(|m| m.pull.is_none())
     }
 
     /// Whether a message is being copied that came over this link.
@@ -150,12 +192,12 @@ impl Responder {
     pub(super) fn refuse_later(&mut self, header: &Header, refusal: Refusal) {
         let arrival = Arrival { counter: refusal.counter(), ..Arrival::of(header) };
         let (ticket, state) = (Ticket::failed("refused"), State::Refused(refusal));
-        self.push(arrival, None, SmallVec::new(), ticket, state);
+        self.push(arrival, None, SmallVec::new(), ticket, None, state);
     }
 
     /// Completes a packet in its turn, when its bytes are in place.
     pub(super) fn complete_later(&mut self, arrival: Arrival, ticket: Ticket) {
-        self.push(arrival, None, SmallVec::new(), ticket, State::Copying);
+        self.push(arrival, None, SmallVec::new(), ticket, None, State::Copying);
     }
 
     fn push(
@@ -164,9 +206,18 @@ impl Responder {
         link: Option<usize>,
         keys: SmallVec<[u32; 2]>,
         ticket: Ticket,
+        pull: Option<Pull>,
         state: State,
     ) {
-        self.copies.list.push_back(Message { arrival, link, keys, ticket, since: Instant::now(), state });
+        self.copies.list.push_back(Message {
+            arrival,
+            link,
+            keys,
+            ticket,
+            pull,
+            since: Instant::now(),
+            state,
+        });
     }
 
     /// The receives of messages that will not complete.
@@ -181,8 +232,8 @@ impl Responder {
         self.copies.list.iter().filter(|m| !m.is_over()).map(|m| m.ticket.clone()).collect()
     }
 
-    pub(crate) fn cancel(&self) {
-        self.copies.list.iter().for_each(|m| m.ticket.cancel());
+    pub(crate) fn cancel(&mut self) {
+        self.copies.list.iter_mut().for_each(Message::cancel);
     }
 
     /// The copies under way into a region.
@@ -210,10 +261,13 @@ impl Responder {
     fn go_back(&mut self) {
         let Some(first) = self.copies.list.front() else { return };
         let psn = first.arrival.header.psn;
-        tracing::warn!(
-            reason = first.ticket.failure(),
-            "software HCA: payload cannot be copied by reference; the peer is asked to send it"
-        );
+        let (reason, is_host) = (first.ticket.failure(), first.pull.is_some());
+        let what = "software HCA: payload cannot be copied by reference; the peer is asked to send it";
+        if is_host {
+            tracing::debug!(reason, what)
+        } else {
+            tracing::warn!(reason, what)
+        }
         let taken = self.copies.list.iter().filter(|m| m.arrival.counter.is_some()).count();
         self.tail -= taken as u64;
         self.expected = psn;
@@ -250,7 +304,12 @@ impl SoftQp {
         if takes && !self.has_receive() {
             return Err(Refusal::NotReady);
         }
-        let source = reference.source(0, len).ok_or(Refusal::Reference(Reason::CANNOT_OPEN))?;
+        let cannot_open = Refusal::Reference(Reason::CANNOT_OPEN);
+        let payload = if reference.is_to_host() {
+            Payload::Host(env.links.host_memory(body.link, &reference).ok_or(cannot_open)?)
+        } else {
+            Payload::Engine(reference.source(0, len).ok_or(cannot_open)?)
+        };
         let mut to = Destination::default();
         if is_write {
             let (addr, key) = (body.word(0).ok_or_else(invalid)?, header.rkey);
@@ -271,18 +330,24 @@ impl SoftQp {
                 self.spread(&sges, len, &mut to, env).map_err(failed)?;
             }
         }
-        let mut from = 0;
-        let parts = to.places.into_iter().map(|(to, at, len)| {
-            let part = Part { from: source.skip(from), to, at, len };
-            from += len;
-            part
-        });
-        let ticket = env.mover.start(parts.collect());
+        let (ticket, pull) = match payload {
+            Payload::Engine(source) => {
+                let mut from = 0;
+                let parts = to.places.into_iter().map(|(to, at, len)| {
+                    let part = Part { from: source.skip(from), to, at, len };
+                    from += len;
+                    part
+                });
+                let ticket = env.mover.start(parts.collect());
+                env.links.note_process(body.link, reference.process());
+                (ticket, None)
+            }
+            Payload::Host((process, from)) => (Ticket::default(), Some(Pull::new(process, from, to.places))),
+        };
         *env.copied = Some(Instant::now());
-        env.links.note_process(body.link, reference.process());
         let packets = segments(len);
-        let arrival = Arrival { header: *header, packets, counter, bytes: len };
-        self.resp.push(arrival, Some(body.link), to.keys, ticket, State::Copying);
+        let arrival = Arrival { packets, counter, bytes: len, ..Arrival::of(header) };
+        self.resp.push(arrival, Some(body.link), to.keys, ticket, pull, State::Copying);
         Ok(packets)
     }
 
@@ -313,8 +378,9 @@ impl SoftQp {
         Ok(())
     }
 
-    /// Sees which copies are over.
-    pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) {
+    /// Goes on with the first copy that the CPU makes, and sees which are over. Returns whether there was any to go on with.
+    pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) -> bool {
+        let any = self.copy_on(env);
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
             message.state = match message.ticket.status() {
                 Status::Pending => continue,
@@ -322,11 +388,23 @@ impl SoftQp {
                 Status::Failed => State::Failed,
             };
         }
+        any
     }
 
-    /// Gives up copies that take too long.
+    /// Goes on with the first copy that the CPU makes.
+    fn copy_on(&mut self, env: &mut Env<'_>) -> bool {
+        let Some(remote) = self.remote else { return false };
+        let (qpn, packets) = (self.rings.qpn, &mut self.packets);
+        self.resp.copies.list.iter_mut().any(|message| {
+            let Some(link) = message.link else { return false };
+            let header = Header::new(PacketOp::OFFER, remote.qpn, qpn, message.arrival.header.psn);
+            message.go_on(&mut Peer { env, link, header, packets })
+        })
+    }
+
+    /// Gives up copies of engines that take too long.
     pub(crate) fn limit_copies(&mut self, now: Instant) {
-        for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
+        for message in self.resp.copies.list.iter_mut().filter(|m| m.pull.is_none() && !m.is_over()) {
             if now.saturating_duration_since(message.since) < LIMIT {
                 continue;
             }
@@ -390,7 +468,8 @@ impl SoftQp {
                 self.refuse(message.arrival.header.psn, &refusal, env);
                 break;
             }
-            env.stats.by_reference += u64::from(message.is_reference());
+            env.stats.pulled += u64::from(message.pull.is_some());
+            env.stats.by_reference += u64::from(message.is_reference() && message.pull.is_none());
             self.complete_arrival(&message.arrival, env);
         }
         any

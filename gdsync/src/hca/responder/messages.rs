@@ -1,5 +1,7 @@
 //! Messages that come as bytes: their receives, their places, their completions.
 
+use std::time::{Duration, Instant};
+
 use smallvec::SmallVec;
 
 use super::super::landing;
@@ -21,12 +23,22 @@ pub(super) struct Arrival {
     pub(super) counter: Option<u16>,
     /// Bytes of the message so far.
     pub(super) bytes: usize,
+    /// How long the message took to arrive, where that is known.
+    pub(super) took: Option<Duration>,
 }
 
 impl Arrival {
     pub(super) fn of(header: &Header) -> Self {
-        Self { header: *header, packets: 1, counter: None, bytes: 0 }
+        Self { header: *header, packets: 1, counter: None, bytes: 0, took: None }
     }
+}
+
+/// When a message of several packets begins with this one.
+fn begins(header: &Header, env: &mut Env<'_>) -> Option<Instant> {
+    let ends = packet::FIRST | packet::LAST;
+    let since = (header.flags & ends == packet::FIRST).then(Instant::now)?;
+    *env.copied = Some(since);
+    Some(since)
 }
 
 impl SoftQp {
@@ -57,7 +69,8 @@ impl SoftQp {
             if let Some(local) = env.faults.next_recv() {
                 return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
             }
-            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
+            let since = begins(header, env);
+            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0, since });
         }
         let taken = self.resp.current.take();
         let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
@@ -74,14 +87,13 @@ impl SoftQp {
         current.received += body.len();
         let bytes = current.received;
         let is_last = header.flags & packet::LAST != 0;
-        if !is_last {
+        let (mut took, mut complete) = (None, None);
+        if is_last {
+            (took, complete) = (current.took(), Some(counter));
+        } else {
             self.resp.current = Some(current);
         }
-        self.arrive(
-            Arrival { counter: is_last.then_some(counter), bytes, ..Arrival::of(header) },
-            landing,
-            env,
-        );
+        self.arrive(Arrival { counter: complete, bytes, took, ..Arrival::of(header) }, landing, env);
         Ok(())
     }
 
@@ -119,7 +131,7 @@ impl SoftQp {
         }
         // Long messages are acknowledged on the way, so that the sender's window moves.
         if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
-            self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1));
+            self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1), arrival.took);
         }
     }
 
@@ -134,6 +146,7 @@ impl SoftQp {
         env: &mut Env<'_>,
     ) -> Result<(), Refusal> {
         self.allow(Access::REMOTE_WRITE)?;
+        let since = begins(header, env);
         let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
         if notify && !self.has_receive() {
             return Err(Refusal::NotReady);
@@ -156,8 +169,13 @@ impl SoftQp {
                 landing = Some(self.landing.put(body, vec![piece], env.mover).map_err(refused)?);
             }
         }
+        let none = Current { counter: None, sges: SmallVec::new(), received: 0, since };
+        let mut current = self.resp.current.take().unwrap_or(none);
         // The immediate's receive reports the length of the whole message.
-        let bytes = self.resp.current.take().map_or(0, |c| c.received) + len;
+        current.received += len;
+        let bytes = current.received;
+        let is_last = header.flags & packet::LAST != 0;
+        let took = if is_last { current.took() } else { None };
         let mut counter = None;
         if notify {
             let taken = self.resp.consume();
@@ -165,10 +183,10 @@ impl SoftQp {
                 return Err(Refusal::Receive { counter: taken, local, remote: Syndrome::REM_OP_ERR });
             }
             counter = Some(taken);
-        } else if header.flags & packet::LAST == 0 {
-            self.resp.current = Some(Current { counter: None, sges: SmallVec::new(), received: bytes });
+        } else if !is_last {
+            self.resp.current = Some(current);
         }
-        self.arrive(Arrival { counter, bytes, ..Arrival::of(header) }, landing, env);
+        self.arrive(Arrival { counter, bytes, took, ..Arrival::of(header) }, landing, env);
         Ok(())
     }
 }

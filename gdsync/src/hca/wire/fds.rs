@@ -57,8 +57,8 @@ pub(crate) fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
     }
 }
 
-/// The effective user of the process at the other end.
-pub(super) fn peer_uid(stream: &UnixStream) -> io::Result<libc::uid_t> {
+/// The process at the other end and its effective user; its number is 0 where this process cannot see it.
+pub(super) fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     // SAFETY: the structure is plain old data, for which zero bytes are valid.
     let mut cred: libc::ucred = unsafe { zeroed() };
     let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("a small structure");
@@ -67,7 +67,7 @@ pub(super) fn peer_uid(stream: &UnixStream) -> io::Result<libc::uid_t> {
     let rc = unsafe {
         libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut cred).cast(), &raw mut len)
     };
-    if rc == 0 { Ok(cred.uid) } else { Err(io::Error::last_os_error()) }
+    if rc == 0 { Ok(cred) } else { Err(io::Error::last_os_error()) }
 }
 
 #[repr(C, align(8))]

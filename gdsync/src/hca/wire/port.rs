@@ -19,14 +19,14 @@ use super::ring::{RING_BYTES, RxRing, TxRing};
 use super::span::Spans;
 use crate::error::{Error, Result};
 use crate::hca::Gid;
-use crate::memory::Memory;
+use crate::memory::{Memory, Word64};
 
 /// First bytes of a greeting: protocol and version.
-const MAGIC: &[u8; 8] = b"gdswire1";
+const MAGIC: &[u8; 8] = b"gdswire2";
 /// A greeting: magic, GID of the sender.
 const GREETING: usize = 24;
-/// Bytes of the file with the rings of both directions.
-const FILE: usize = 2 * RING_SPAN;
+/// Bytes of the file with the rings of both directions, and a page with the words of offers.
+const FILE: usize = 2 * RING_SPAN + 4096;
 /// A ring, rounded to pages.
 const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
 /// The handshake's errors only go into messages.
@@ -43,6 +43,8 @@ pub(crate) struct LinkEnds {
     /// Wakes the peer.
     pub(crate) bell: Bell,
     pub(crate) line: Line,
+    /// Words for what this side offers the peer, and the peer this side; none in a link to itself.
+    pub(crate) offers: Option<[Word64; 2]>,
 }
 
 /// The socket behind a link: it tells when the peer dies. Dropping it tells the peer that we left.
@@ -55,6 +57,12 @@ pub(crate) struct Line {
 impl Line {
     pub(crate) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
+    }
+
+    /// The process at the other end, by its number here, if this process sees it.
+    pub(crate) fn pid(&self) -> Option<libc::pid_t> {
+        let Some(stream) = &self.stream else { return libc::pid_t::try_from(std::process::id()).ok() };
+        fds::peer(stream).ok().map(|peer| peer.pid).filter(|pid| *pid > 0)
     }
 }
 
@@ -148,7 +156,7 @@ impl Port {
         let memory = Memory::alloc(RING_BYTES)?;
         let line = Line { alive: Arc::new(AtomicBool::new(true)), stream: None };
         let (tx, rx) = (TxRing::new(memory.clone()), RxRing::new(memory));
-        Ok(LinkEnds { peer: self.shared.gid, tx, rx, bell: self.shared.bell.clone(), line })
+        Ok(LinkEnds { peer: self.shared.gid, tx, rx, bell: self.shared.bell.clone(), line, offers: None })
     }
 
     /// Whether peers have linked to us since [`Port::take_accepted`].
@@ -194,7 +202,7 @@ fn invalid(what: &str) -> io::Error {
 fn check_user(stream: &UnixStream) -> io::Result<()> {
     // SAFETY: a plain call.
     let own = unsafe { libc::geteuid() };
-    match fds::peer_uid(stream)? {
+    match fds::peer(stream)?.uid {
         uid if uid == own || uid == 0 || own == 0 => Ok(()),
         uid => Err(invalid(&format!("the process at the other end belongs to user {uid}"))),
     }
@@ -250,7 +258,10 @@ impl Shared {
         self.poke();
         let tx = TxRing::of_link(&span, side * RING_SPAN)?;
         let rx = RxRing::of_link(&span, (1 - side) * RING_SPAN)?;
-        Ok(LinkEnds { peer, tx, rx, bell, line: Line { alive, stream: Some(stream) } })
+        // On lines that are not fetched together.
+        let word = |side: usize| span.memory().word64(2 * RING_SPAN + side * 128);
+        let offers = Some([word(side)?, word(1 - side)?]);
+        Ok(LinkEnds { peer, tx, rx, bell, line: Line { alive, stream: Some(stream) }, offers })
     }
 }
 
