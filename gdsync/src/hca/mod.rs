@@ -71,6 +71,7 @@ mod keys;
 mod landing;
 mod lately;
 mod links;
+mod outlook;
 mod packet;
 mod peeks;
 mod qp;
