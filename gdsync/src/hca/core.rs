@@ -31,8 +31,6 @@ const BURST: usize = 64;
 const ROUNDS: usize = 8;
 /// Steps between two looks at the clock.
 const STEPS: u32 = 64;
-/// Queue pairs whose next messages are looked at ahead of time.
-const OUTLOOK: usize = 4;
 /// Time between two looks at the timers.
 const TICK: Duration = Duration::from_micros(20);
 /// First QPN: small numbers would hide byte-order mistakes.
@@ -483,14 +481,6 @@ impl Steps for Core {
 
     fn is_attended(&self) -> bool {
         self.cqs.is_attended()
-    }
-
-    fn look_ahead(&self) {
-        for at in 0..self.watched.len().min(OUTLOOK) {
-            if let Some(qp) = &self.qps[self.watched.get(at)].qp {
-                qp.look_ahead(&self.keys);
-            }
-        }
     }
 
     fn take_copied(&mut self) -> Option<Instant> {

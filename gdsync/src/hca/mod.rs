@@ -71,7 +71,6 @@ mod keys;
 mod landing;
 mod lately;
 mod links;
-mod outlook;
 mod packet;
 mod peeks;
 mod qp;

@@ -40,8 +40,6 @@ pub(crate) trait Steps: Send + fmt::Debug + 'static {
     fn next_timer(&self) -> Option<Instant>;
     /// The doorbells that may be written without notice, if they are others than at the last call.
     fn newly_watched(&mut self) -> Option<Vec<Word64>>;
-    /// There is nothing to do: what comes next may be looked at.
-    fn look_ahead(&self) {}
     /// When a long message, or a copy of one, has begun, here or at a peer, if one has since the last call.
     fn take_copied(&mut self) -> Option<Instant> {
         None

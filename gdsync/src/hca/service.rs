@@ -131,7 +131,6 @@ impl<S: Served> Worker<S> {
         // What is written without notice: doorbells, and what copy engines write.
         let watching = core.is_watching() || core.is_copying();
         let copying = core.is_copying();
-        core.look_ahead();
         let hot = core.is_hot() || self.shared.duties().copied.is_recent();
         if let Some(doorbells) = core.newly_watched() {
             self.doorbells = doorbells;

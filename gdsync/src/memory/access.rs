@@ -55,28 +55,14 @@ impl Memory {
         Ok(())
     }
 
-    /// Tells the CPU that it will read at `offset` soon: it then fetches the line from whoever has written it.
-    #[inline]
-    pub(crate) fn prefetch(&self, offset: usize) {
-        const T0: i32 = 3;
-        self.hint::<T0>(offset);
-    }
-
     /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
     #[inline]
     pub(crate) fn prefetch_to_write(&self, offset: usize) {
-        const ET0: i32 = 7;
-        self.hint::<ET0>(offset);
-    }
-
-    /// A hint of x86; nothing elsewhere.
-    #[inline]
-    fn hint<const HINT: i32>(&self, offset: usize) {
         #[cfg(target_arch = "x86_64")]
         if let (Reach::Host, Ok(())) = (self.reach, self.inside(offset, 1)) {
-            use std::arch::x86_64::_mm_prefetch;
+            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
             // SAFETY: a hint.
-            unsafe { _mm_prefetch::<HINT>(self.ptr.as_ptr().wrapping_add(offset).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(self.ptr.as_ptr().wrapping_add(offset).cast()) };
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = offset;

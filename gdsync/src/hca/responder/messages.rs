@@ -38,7 +38,7 @@ impl SoftQp {
     }
 
     /// The buffers of the next receive.
-    pub(in crate::hca) fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
+    pub(super) fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
         self.rings.receive(self.resp.tail)
     }
 
