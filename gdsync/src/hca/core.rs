@@ -275,14 +275,9 @@ impl Core {
     fn look_at_watched(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.watched.len() {
-            let i = self.watched.get(at);
-            // In ERR what is only recorded counts as well.
-            let is_due = |qp: &SoftQp| qp.state == QpState::ERR || qp.rings.is_rung();
-            if self.qps[i].qp.as_deref().is_some_and(is_due) {
-                let before = self.stats.doorbells;
-                self.ring_index(i);
-                worked |= self.stats.doorbells != before;
-            }
+            let before = self.stats.doorbells;
+            self.ring_index(self.watched.get(at));
+            worked |= self.stats.doorbells != before;
         }
         worked
     }
