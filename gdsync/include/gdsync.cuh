@@ -353,7 +353,8 @@ public:
 
     // What this thread and those that it has met at a barrier have written so far is seen by all from here on, and the next send
     // does not wait for that: it carries what was written before this call, and may miss what is written after it. For messages that
-    // are ready before something else is waited for, or worked at. Called by the thread that runs the steps.
+    // are ready before something else is waited for, or worked at. Called by the thread that runs the steps. Whether
+    // the stream has failed since the step before, that send does not look.
     __device__ void publish()
     {
         detail::fence();
