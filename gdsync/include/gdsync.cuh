@@ -231,7 +231,8 @@ static __device__ __forceinline__ void tell(const Head &head, u32 *errors)
     *errors = 0;
 }
 
-// Whether the stream has failed. The answer arrives while the first operation waits, or while its fence does.
+// Whether the stream has failed. The answer arrives while the first operation waits, or while its fence does, or the work
+// between two steps.
 static __device__ __forceinline__ u32 has_failed(const Head &head)
 {
     return load_32((u64)&head.status->failed);
@@ -340,6 +341,8 @@ public:
         next = (u32)where;
         place = (u32)(where >> 32);
         dead = false;
+        published = false;
+        look_ahead();
     }
 
     // How many steps there are.
@@ -347,6 +350,16 @@ public:
 
     // The step that `run` takes; of `block_step`, in the first thread.
     __device__ u32 upcoming() const { return next; }
+
+    // What this thread and those that it has met at a barrier have written so far is seen by all from here on, and the next send
+    // does not wait for that: it carries what was written before this call, and may miss what is written after it. For messages that
+    // are ready before something else is waited for, or worked at. Called by the thread that runs the steps. Whether
+    // the stream has failed since the step before, that send does not look.
+    __device__ void publish()
+    {
+        detail::fence();
+        published = true;
+    }
 
     // Runs step `i`: its sends leave, with what this thread and those that it has met at a barrier have written, and its
     // waits are over when this returns. A wait takes as long as a wait of the stream may. Returns a `Result`.
@@ -365,7 +378,7 @@ public:
         while (next < count() && step() != FAILED)
             ;
         // Behind a failure only the mark is left to do.
-        Op op = detail::fetch(ops + place).op();
+        Op op = coming.op();
         while (op.kind != MARK)
             op = detail::fetch(ops + ++place).op();
         // Behind the mark the memory may be another launch's.
@@ -376,27 +389,33 @@ public:
 private:
     __device__ __forceinline__ int step()
     {
-        u32 failed = detail::has_failed(head), errors = 0;
-        detail::Coming next_op = detail::fetch(ops + place);
-        // While these are on their way: what the block has written is seen by all before what the first operation writes. If
-        // that is a wait, the fence of a later step has less to do.
-        detail::fence();
-        for (bool fenced = true;; fenced = false) {
-            const Op op = next_op.op();
+        u32 failed = has_failed, errors = 0;
+        if (!published) {
+            failed = detail::has_failed(head);
+            // While that is on its way: what the block has written is seen by all before what the first operation writes. If that
+            // is a wait, the fence of a later step has less to do.
+            detail::fence();
+        }
+        for (bool fenced = true;; fenced = published) {
+            const Op op = coming.op();
             const bool last = op.flags & LAST;
             ++place;
             if (detail::is_wait(op)) {
                 // The next one is on its way meanwhile. It would hold up a write.
                 if (!last)
-                    next_op = detail::fetch(ops + place);
+                    coming = detail::fetch(ops + place);
                 detail::wait(head, op, &failed, &errors);
                 // What it has seen, all see who meet this thread later.
-                if (last || !detail::has_fence(next_op.op().kind))
+                if (last || published || !detail::has_fence(coming.op().kind))
                     detail::order(op);
             } else {
                 detail::act(head, op, fenced, failed, &errors);
+                if (published && detail::has_fence(op.kind)) {
+                    published = false;
+                    failed = detail::has_failed(head);
+                }
                 if (!last)
-                    next_op = detail::fetch(ops + place);
+                    coming = detail::fetch(ops + place);
             }
             if (last)
                 break;
@@ -410,7 +429,15 @@ private:
         ++next;
         if (!dead)
             detail::store_64(cursor, (u64)place << 32 | next);
+        look_ahead();
         return result;
+    }
+
+    // What the next step needs from memory comes while the kernel does something else.
+    __device__ __forceinline__ void look_ahead()
+    {
+        has_failed = detail::has_failed(head);
+        coming = detail::fetch(ops + place);
     }
 
     Head head;
@@ -418,7 +445,12 @@ private:
     const Op *ops;
     u32 next;
     u32 place;
+    // The operation at that place, and whether the stream had failed, as looked at behind the last step.
+    detail::Coming coming;
+    u32 has_failed;
     bool dead;
+    // What the next send carries is seen by all.
+    bool published;
 };
 
 // The same for all threads of a block: step `i` is run when all have come, what they wrote before is sent, and what has

@@ -163,6 +163,14 @@ impl Links {
         }
     }
 
+    /// A packet will be sent in a moment.
+    #[inline]
+    pub(crate) fn expect(&self, index: usize) {
+        if let Some(link) = self.get(index) {
+            link.tx.expect();
+        }
+    }
+
     /// Sends a packet. Returns false when the link has no room now; a packet on a dead link is lost.
     #[expect(
         clippy::too_many_arguments,

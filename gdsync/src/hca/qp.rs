@@ -71,6 +71,10 @@ pub(crate) struct SoftQp {
 impl SoftQp {
     /// Takes the doorbell and moves the fetch target.
     pub(crate) fn take_doorbell(&mut self, env: &mut Env<'_>) {
+        if self.rings.is_rung() {
+            // The line comes while the request is read.
+            env.links.expect(self.link);
+        }
         match self.rings.take_doorbell(self.req.head(), self.state, env.strict, env.stats) {
             Ok(Some(target)) => self.req.extend(target),
             Ok(None) => {}

@@ -122,6 +122,12 @@ impl Rings {
         mlx5::decode_recv(&wqe).collect()
     }
 
+    /// Whether the doorbell waits to be taken.
+    #[inline]
+    pub(super) fn is_rung(&self) -> bool {
+        protocol::is_rung(self.doorbell.atomic())
+    }
+
     /// Takes the doorbell. Returns the block before which WQEs may be fetched now, if it names one; `head` is the next to fetch.
     ///
     /// # Errors

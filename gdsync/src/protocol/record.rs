@@ -115,7 +115,8 @@ impl Producer {
         self.advance(ring, lines_of(len), RECORD | len);
     }
 
-    fn line<R: Lines>(&self, ring: &R) -> u64 {
+    /// The line where the next record starts, if it fits before the end.
+    pub fn line<R: Lines>(&self, ring: &R) -> u64 {
         self.at & (ring.count() - 1)
     }
 

@@ -23,8 +23,12 @@ extern "C" __global__ void app(Call call)
 {
     gds::Steps steps(call.program);
     for (u64 i = 0; i < call.count; ++i) {
-        if (threadIdx.x == 0)
+        if (threadIdx.x == 0) {
             *call.sent = call.first + i;
+            // Every other time ahead of the step.
+            if (i % 2 == 1)
+                steps.publish();
+        }
         const int result = gds::block_step(steps, call.order[i]);
         // The last thread looks: what the first has waited for, all see.
         if (threadIdx.x == blockDim.x - 1) {

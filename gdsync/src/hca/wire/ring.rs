@@ -77,6 +77,12 @@ impl TxRing {
         Ok(Self { _span: Some(span.clone()), ..ring })
     }
 
+    /// A record comes soon: the consumer, who looks at its line, has to give it up.
+    #[inline]
+    pub(crate) fn expect(&self) {
+        self.ring.0.prefetch_to_write(at(self.producer.line(&self.ring)));
+    }
+
     /// Appends a record: its body is `ext`, then the pieces. Returns false when there is no room now.
     pub(crate) fn try_push(
         &mut self,
