@@ -8,6 +8,7 @@ use crate::mover::{Handle, Part, ProcessId, Ticket};
 use crate::protocol::{self, completion};
 use crate::recorder::Log;
 use crate::verbs::cq::Cq;
+use crate::verbs::{Context, RecvWr, SendWr};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -121,6 +122,35 @@ fn links_to_peers_that_left_are_used_again() {
     }
     // The other tests of this process have a few at the same time.
     assert!(most <= 4 && places < 100, "{most} numbers, {places} mapped at a time");
+}
+
+/// All at once: when they are quiet, nobody looks for packets.
+#[test]
+fn three_hundred_peers_leave_the_hca_quiet() {
+    let hub = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+    let build = |context: &Context| context.alloc_pd().unwrap().build_qp().build().unwrap();
+    let hub_context = Context::over(hub.clone());
+    let pairs: Vec<_> = (0..300)
+        .map(|_| {
+            let peer = Context::soft(&SoftHcaConfig::default()).unwrap();
+            let (here, there) = (build(&hub_context), build(&peer));
+            here.connect(there.address()).unwrap();
+            there.connect(here.address()).unwrap();
+            (here, there)
+        })
+        .collect();
+    assert_eq!(hub.shared.core.lock().count_links().0, 301);
+    for (n, (here, there)) in pairs.iter().enumerate().rev() {
+        here.post_recv(&[RecvWr { wr_id: n as u64, sges: &[] }]).unwrap();
+        there.post_send(&[SendWr::send(&[])]).unwrap();
+        assert_eq!(here.recv_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, n as u64);
+        there.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
+    }
+    let start = Instant::now();
+    while hub.shared.peeks.any() {
+        assert!(start.elapsed() < PATIENCE, "packets are seen where there are none");
+        std::thread::yield_now();
+    }
 }
 
 #[test]
