@@ -25,7 +25,7 @@ pub(super) struct Staged {
     expected: VecDeque<(u16, Pieces)>,
     /// Receives that came back, from the first on whose payload has yet to be copied.
     pub(super) arrivals: VecDeque<Arrival>,
-    /// Nobody wants them any more, but they run: from and to memory that is given back to its owner when they have ended.
+    /// Nobody wants them any more, but they run: nothing is flushed before they have ended.
     ending: Vec<Copy>,
     /// They were waited for in vain.
     stuck: Vec<Copy>,
@@ -182,10 +182,10 @@ impl ProxyQp {
             if let Ok(op @ (DecodedOp::Send { .. } | DecodedOp::Write { .. })) = op
                 && let Some(mut request) = Request::of(&op, &wqe, Inline::Now)
             {
-                let pieces = env.shadows.redirect(request.buffers_mut(), self.device.open().name());
-                if let Ok(pieces) = pieces
-                    && !pieces.is_empty()
-                {
+                // Where that is refused now, it is looked at again, or told, when it is its turn.
+                let redirected = env.shadows.redirect(request.buffers_mut(), self.device.open().name());
+                let Ok(pieces) = redirected else { return };
+                if !pieces.is_empty() {
                     self.staged.outgoing.push_back((at, env.shadows.bring(&pieces)));
                 }
             }
