@@ -70,7 +70,7 @@ pub(crate) enum Bench {
     Overlap(overlap::Options),
     /// Latency over sizes, driven by streams and by the CPU, as ratios to a cache line that two processes bounce.
     Pingpong(pingpong::Options),
-    /// What the CPU proxy costs on top of libibverbs, on an RDMA device.
+    /// What the CPU proxy costs on top of libibverbs, on an RDMA device; with --staged, what it costs to stage GPU memory.
     Proxy(proxy::Options),
     /// Messages per second, by what is outstanding, by queue pairs and by size, against a ring in shared memory.
     Rate(rate::Options),

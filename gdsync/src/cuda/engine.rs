@@ -36,6 +36,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct Engine {
     gpu: Gpu,
     shared: Arc<Shared>,
+    /// The lane's.
+    word: Word32,
 }
 
 #[derive(Default)]
@@ -79,6 +81,7 @@ impl Engine {
     pub(super) fn start(gpu: &Gpu) -> Result<Self> {
         let shared = Arc::<Shared>::default();
         let lane = Lane::open(gpu)?;
+        let word = lane.word.clone();
         let worker = Worker {
             gpu: gpu.clone(),
             shared: shared.clone(),
@@ -97,11 +100,16 @@ impl Engine {
                 shared.ended.notify_all();
             })
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
-        Ok(Self { gpu: gpu.clone(), shared })
+        Ok(Self { gpu: gpu.clone(), shared, word })
     }
 
     pub(crate) fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    /// Changes with every copy that ends.
+    pub(crate) fn ended(&self) -> u32 {
+        self.word.load()
     }
 
     /// Begins a copy.

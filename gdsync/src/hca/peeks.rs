@@ -5,34 +5,56 @@ use std::sync::{Arc, OnceLock};
 
 use super::wire::Peek;
 
-/// Places that are looked at one by one; with more, the answer is always yes.
-const MAX: usize = 256;
+/// Places of the first shelf; each further one has as many as all before it.
+const FIRST: usize = 64;
+/// Shelves: for more links than a process has descriptors for.
+const SHELVES: usize = 20;
+
+type Shelf = Box<[OnceLock<Arc<Peek>>]>;
 
 /// The receiving ends of all links, by their places. Links come and go; their places stay, and show nothing meanwhile.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Peeks {
     count: AtomicUsize,
-    peeks: [OnceLock<Arc<Peek>>; MAX],
+    shelves: [OnceLock<Shelf>; SHELVES],
 }
 
-impl Default for Peeks {
-    fn default() -> Self {
-        Self { count: AtomicUsize::new(0), peeks: [const { OnceLock::new() }; MAX] }
-    }
+/// The shelf that a place is on, and how many it has.
+fn shelf_of(number: usize) -> (usize, usize) {
+    let shelf = (number / FIRST).checked_ilog2().map_or(0, |log| log as usize + 1);
+    (shelf, if shelf == 0 { FIRST } else { FIRST << (shelf - 1) })
 }
 
 impl Peeks {
     /// Adds the place with this number, if it is new.
     pub(crate) fn add(&self, number: usize, peek: Arc<Peek>) {
-        if let Some(slot) = self.peeks.get(number) {
-            slot.get_or_init(|| peek);
-        }
+        let (at, len) = shelf_of(number);
+        let shelf = self.shelves[at].get_or_init(|| (0..len).map(|_| OnceLock::new()).collect());
+        shelf[number % len].get_or_init(|| peek);
         self.count.fetch_max(number + 1, Ordering::AcqRel);
     }
 
     /// Whether a packet may wait.
     pub(crate) fn any(&self) -> bool {
         let count = self.count.load(Ordering::Acquire);
-        count > MAX || self.peeks[..count].iter().any(|peek| peek.get().is_some_and(|peek| peek.has_record()))
+        let shelves = self.shelves.iter().map_while(OnceLock::get);
+        shelves.flatten().take(count).any(|peek| peek.get().is_some_and(|peek| peek.has_record()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_fill_shelves_one_after_the_other() {
+        let mut places = (0..SHELVES).flat_map(|shelf| {
+            let len = shelf_of(if shelf == 0 { 0 } else { FIRST << (shelf - 1) }).1;
+            (0..len).map(move |at| (shelf, at, len))
+        });
+        for number in 0..100_000 {
+            let (shelf, len) = shelf_of(number);
+            assert_eq!(places.next(), Some((shelf, number % len, len)), "place {number}");
+        }
     }
 }

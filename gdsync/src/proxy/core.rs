@@ -103,7 +103,7 @@ impl Core {
             qp.is_draining = true;
             self.draining.push(index);
         }
-        let may_copy = !self.shadows.is_empty() || !qp.staged.has_landed();
+        let may_copy = !self.shadows.is_empty() || !qp.staged.has_landed() || !qp.staged.has_left();
         if may_copy && qp.waits_for_copies() && !self.copying.contains(&index) {
             self.copying.push(index);
         }

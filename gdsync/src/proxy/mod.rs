@@ -32,6 +32,7 @@
 //! | `translate` | a WQE as a request of the device |
 //! | `outcome` | a status of the device as a CQE |
 //! | `shadow` | GPU memory that the device cannot register |
+//! | `copy` | what is copied from and to it |
 //! | `staged` | a queue pair: messages in such memory |
 //! | `tag` | how a completion finds its request |
 //! | `device` | queues of the device |
@@ -42,6 +43,7 @@
 
 mod bell;
 mod connector;
+mod copy;
 mod core;
 mod device;
 mod link;

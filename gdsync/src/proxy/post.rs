@@ -109,7 +109,10 @@ impl ProxyQp {
             return refused(Error::invalid("buffers of a send", request.buffers(), expected));
         }
         let number = self.first.wrapping_add(u32::try_from(self.sends.len()).expect("fewer than blocks"));
-        let pieces = env.shadows.redirect(request.buffers_mut());
+        let pieces = match env.shadows.redirect(request.buffers_mut(), self.device.open().name()) {
+            Ok(pieces) => pieces,
+            Err(cause) => return refused(cause),
+        };
         let mut landing = None;
         if bytes > 0 {
             landing = Landing::of(pieces);
@@ -162,7 +165,10 @@ impl ProxyQp {
                 let expected = "at most QpBuilder::max_recv_sge";
                 return self.fail(Some(Error::invalid("buffers of a receive", buffers.len(), expected)), env);
             }
-            let staged = env.shadows.redirect(&mut buffers);
+            let staged = match env.shadows.redirect(&mut buffers, self.device.open().name()) {
+                Ok(staged) => staged,
+                Err(cause) => return self.fail(Some(cause), env),
+            };
             let number = self.taken & u64::from(u32::MAX);
             let wr_id = self.tag(true, u32::try_from(number).expect("masked"));
             match self.device.receive(&mut buffers, wr_id) {

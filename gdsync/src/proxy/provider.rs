@@ -16,7 +16,6 @@ use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::hca::{Chart, FaultPlan, Gid, HcaStats, Rings, Served, Service, Steps, cq_parts, random_psn};
 use crate::memory::Memory;
-use crate::mover::Mover;
 use crate::rdma::{Domain, Events, Objects, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
@@ -100,8 +99,7 @@ impl Proxy {
     ) -> Result<MrKeys> {
         let host = Memory::alloc(memory.len())?;
         host.gpu_addr(gpu)?;
-        let engines = self.shared.with(|core| core.shadows.engines().clone());
-        engines.adopt(gpu);
+        let engine = gpu.engine()?;
         // On iWARP what a READ brings is written as by the peer.
         let is_written_by_peers = self.connector.is_some();
         let rights =
@@ -114,7 +112,7 @@ impl Proxy {
                 "GPU memory is staged in pinned host memory: the device does not read and write it by itself"
             );
         });
-        let shadow = Shadow { gpu: memory.clone(), host, why };
+        let shadow = Shadow::new(memory.clone(), host, engine, why);
         self.shared.with(|core| core.shadows.add(keys.lkey, shadow));
         Ok(MrKeys { is_staged: true, ..keys })
     }
@@ -137,15 +135,26 @@ impl Proxy {
         connector.begin(Plan { qpn, psn, peer, offer })
     }
 
-    /// Before a queue pair in ERR is reset: returns when the device has given back what it had, or when it had its time.
+    /// Before a queue pair is reset or destroyed. One in ERR, and so any that copies: returns when the device has given back what
+    /// it had, or when it had its time, and copies have ended or are waited for no more.
     fn drain(&self, place: usize, timeout: Duration) {
         let end = Instant::now() + timeout.min(DRAIN);
         loop {
+            let had_its_time = Instant::now() >= end;
             let is_over = self.shared.with(|core| {
                 core.step(self.shared.rung());
-                core.with(place, |qp, _| qp.state != QpState::ERR || qp.is_quiet())
+                let stages = !core.shadows.is_empty();
+                core.with(place, |qp, env| {
+                    if stages && !matches!(qp.state, QpState::RESET | QpState::ERR) {
+                        qp.fail(None, env);
+                    }
+                    if had_its_time && qp.state == QpState::ERR {
+                        qp.force(env);
+                    }
+                    qp.state != QpState::ERR || qp.is_quiet()
+                })
             });
-            if is_over != Some(false) || Instant::now() >= end {
+            if is_over != Some(false) {
                 return;
             }
             std::thread::yield_now();
@@ -223,7 +232,10 @@ impl Provider for Proxy {
             (at.map(|at| core.unseen.swap_remove(at)), core.shadows.remove(keys.lkey))
         });
         self.objects.dereg_mr(keys);
-        drop(memory);
+        // The application may do with its memory what it wants when this returns.
+        if let Some(error) = memory.1.and_then(|shadow| shadow.settle()?.failure(self.open().name())) {
+            tracing::error!(%error, "a region ends while a copy may write its memory");
+        }
     }
 
     fn carriage(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> Carriage {
@@ -324,7 +336,14 @@ impl Provider for Proxy {
             connector.forget(qpn);
         }
         self.shared.forget(qpn);
+        let stages = self.shared.with(|core| !core.shadows.is_empty());
+        if stages {
+            self.drain(place, DRAIN);
+        }
         let qp = self.shared.with(|core| core.remove_qp(place, self.shared.rung()));
+        if let Some(Err(error)) = qp.as_ref().map(|qp| qp.staged.check(self.open().name())) {
+            tracing::error!(qpn, %error, "a queue pair ends while a copy may write its memory");
+        }
         // Not under the lock: the device may take its time.
         drop(qp);
         if let Some((queue, room)) = self.rooms.lock().remove(&qpn) {

@@ -231,12 +231,11 @@ impl ProxyQp {
         while let Some(mut outcome) = self.sends.front().and_then(Sent::ended) {
             let sent = self.sends.pop_front().expect("it was just looked at");
             self.first = self.first.wrapping_add(1);
-            if outcome.is_ok()
-                && let Some(landing) = &sent.landing
-                && let Some(error) = landing.failure(self.device.open().name())
+            if let Some(copy) = sent.landing.as_ref().and_then(|landing| landing.copy())
+                && let Some(error) = self.staged.failure(copy, self.device.open().name())
             {
                 self.blame(error);
-                outcome = Err(Failure::REFUSED);
+                outcome = outcome.and(Err(Failure::REFUSED));
             }
             if self.state == QpState::ERR && sent.opcode == Opcode::NOP && outcome.is_ok() {
                 outcome = Err(Failure::FLUSHED);
@@ -290,15 +289,22 @@ impl ProxyQp {
     }
 
     /// Whether the device has nothing of it.
-    pub(super) fn is_quiet(&self) -> bool {
-        self.sends.is_empty() && self.received == self.taken && self.staged.has_landed()
+    fn is_returned(&self) -> bool {
+        self.in_device == 0 && self.received == self.taken
     }
 
-    /// In ERR: flushes what the device has not seen, once it has given back what it has seen. Sends up to the doorbell record,
-    /// not the doorbell, as a card does.
+    /// In ERR: whether neither the device nor a copy engine has anything of it.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.is_returned() && self.sends.is_empty() && self.staged.has_landed() && self.staged.has_left()
+    }
+
+    /// In ERR: flushes what the device has not seen, once it has given back what it has seen, and copies have ended. Sends up to
+    /// the doorbell record, not the doorbell, as a card does.
     fn flush(&mut self, env: &mut Env<'_>) {
-        self.staged.bring_no_more();
-        if self.sends.is_empty() {
+        if let Some(error) = self.staged.bring_no_more(self.device.open().name()) {
+            self.blame(error);
+        }
+        if self.sends.is_empty() && self.staged.has_left() {
             let end = self.rings.send_record(self.head);
             while self.head < end && end - self.head <= self.rings.blocks() {
                 let wqe = self.rings.fetch(self.head);
@@ -317,7 +323,7 @@ impl ProxyQp {
                 }
             }
         }
-        if self.is_quiet() {
+        if self.is_returned() {
             self.deadline = None;
         }
     }
@@ -339,7 +345,7 @@ impl ProxyQp {
 
     /// In ERR: takes from the device what it has, and flushes it.
     pub(super) fn force(&mut self, env: &mut Env<'_>) {
-        if self.is_quiet() {
+        if self.is_returned() {
             return;
         }
         if let Err(error) = self.reset_device() {
@@ -349,9 +355,13 @@ impl ProxyQp {
         for sent in &mut self.sends {
             sent.outcome.get_or_insert(Err(Failure::FLUSHED));
         }
-        self.give_copies_up(env);
         while self.received < self.taken {
-            self.flush_receive(env);
+            if self.staged.has_landed() {
+                self.flush_receive(env);
+            } else {
+                self.staged.arrivals.push_back(Arrival::flushed(low16(self.received)));
+                self.received += 1;
+            }
         }
         self.retire(env);
     }
@@ -433,6 +443,7 @@ impl ProxyQp {
             // What was exposed late has its completion before the queue is emptied.
             self.flush(env);
         }
+        self.staged.check(self.device.open().name())?;
         let psn = random_psn()?;
         self.reset_device()?;
         self.disown(env);

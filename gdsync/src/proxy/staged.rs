@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 
-use super::outcome::Failure;
+use super::copy::Copy;
 use super::qp::{Env, ProxyQp};
-use super::shadow::{Copy, Pieces, Shadows};
+use super::shadow::{Pieces, Shadows};
 use super::translate::{Inline, Request};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::hca::HcaStats;
 use crate::mlx5::{Cqe, CqeOpcode, DecodedOp, Syndrome};
 use crate::verbs::QpState;
@@ -25,6 +25,10 @@ pub(super) struct Staged {
     expected: VecDeque<(u16, Pieces)>,
     /// Receives that came back, from the first on whose payload has yet to be copied.
     pub(super) arrivals: VecDeque<Arrival>,
+    /// Nobody wants them any more, but they run: nothing is flushed before they have ended.
+    ending: Vec<Copy>,
+    /// They were waited for in vain.
+    stuck: Vec<Copy>,
 }
 
 /// A receive that came back.
@@ -36,6 +40,12 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
+    /// The device gave it back empty.
+    pub(super) fn flushed(counter: u16) -> Self {
+        let cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
+        Self { cqe, counter, landing: None }
+    }
+
     fn has_landed(&self) -> bool {
         self.landing.as_ref().is_none_or(Copy::is_over)
     }
@@ -56,11 +66,11 @@ impl Landing {
     /// So many bytes are in the shadow.
     pub(super) fn begin(&mut self, bytes: u32, shadows: &mut Shadows) {
         if let Self::Expected(pieces) = self {
-            *self = Self::Begun(shadows.land(std::mem::take(pieces), bytes));
+            *self = Self::Begun(shadows.land(pieces, bytes));
         }
     }
 
-    fn copy(&self) -> Option<&Copy> {
+    pub(super) fn copy(&self) -> Option<&Copy> {
         match self {
             Self::Expected(_) => None,
             Self::Begun(copy) => Some(copy),
@@ -70,11 +80,6 @@ impl Landing {
     /// Whether nothing is waited for any more; so it is where the request failed.
     pub(super) fn is_over(&self) -> bool {
         self.copy().is_none_or(Copy::is_over)
-    }
-
-    /// Why the bytes are not in place, once it is over.
-    pub(super) fn failure(&self, device: &str) -> Option<Error> {
-        self.copy()?.failure(device)
     }
 }
 
@@ -91,6 +96,11 @@ impl Staged {
         self.arrivals.is_empty()
     }
 
+    /// Whether nothing is copied out of the memory of sends.
+    pub(super) fn has_left(&self) -> bool {
+        self.outgoing.is_empty() && self.ending.is_empty()
+    }
+
     /// Whether the payload of the send at this block, which is the next, can be sent.
     pub(super) fn brought(&self, head: u64, device: &str) -> Brought {
         match self.outgoing.front() {
@@ -101,9 +111,31 @@ impl Staged {
         }
     }
 
-    /// Nothing that was not sent yet will be.
-    pub(super) fn bring_no_more(&mut self) {
-        self.outgoing.drain(..).for_each(|(_, copy)| copy.give_up());
+    /// Nothing that was not sent yet will be. Returns why what was on its way has not ended, once it is waited for no more.
+    pub(super) fn bring_no_more(&mut self, device: &str) -> Option<Error> {
+        self.outgoing.iter().for_each(|(_, copy)| copy.give_up());
+        self.ending.extend(self.outgoing.drain(..).map(|(_, copy)| copy));
+        self.ending.retain(|copy| !copy.has_ended());
+        let known = self.stuck.len();
+        self.stuck.extend(self.ending.extract_if(.., |copy| copy.is_over()));
+        self.stuck.get(known)?.failure(device)
+    }
+
+    /// Why the bytes of a copy that is over are not in place.
+    pub(super) fn failure(&mut self, copy: &Copy, device: &str) -> Option<Error> {
+        if copy.is_stuck() {
+            self.stuck.push(copy.clone());
+        }
+        copy.failure(device)
+    }
+
+    /// Whether the memory of all that was copied is its owner's again.
+    ///
+    /// # Errors
+    /// [`Error::Device`] where it is not, although nobody waits for it any more.
+    pub(super) fn check(&self, device: &str) -> Result<()> {
+        let stuck = self.stuck.iter().find(|copy| !copy.has_ended());
+        stuck.and_then(|copy| copy.failure(device)).map_or(Ok(()), Err)
     }
 
     /// The device has the receive with this counter.
@@ -118,16 +150,17 @@ impl Staged {
         let (_, pieces) = self.expected.pop_front_if(|(expected, _)| *expected == counter)?;
         // An immediate value of a WRITE takes a receive, and nothing comes into its buffers.
         let has_come = !cqe.opcode.is_error() && cqe.opcode != CqeOpcode::RESP_WR_IMM;
-        has_come.then(|| shadows.land(pieces, cqe.byte_cnt))
+        has_come.then(|| shadows.land(&pieces, cqe.byte_cnt))
     }
 }
 
 impl ProxyQp {
     /// Whether it was held up by a copy, which may be over since: nobody tells of that.
     pub(super) fn waits_for_copies(&self) -> bool {
-        let Staged { outgoing, .. } = &self.staged;
+        let Staged { outgoing, ending, .. } = &self.staged;
         let may_send = self.state == QpState::RTS && self.in_device < self.device.granted.sends;
         !self.staged.has_landed()
+            || !ending.is_empty()
             || self.sends.front().is_some_and(|sent| sent.outcome.is_some())
             || may_send && outgoing.front().is_some_and(|(at, _)| *at == self.head)
     }
@@ -149,9 +182,11 @@ impl ProxyQp {
             if let Ok(op @ (DecodedOp::Send { .. } | DecodedOp::Write { .. })) = op
                 && let Some(mut request) = Request::of(&op, &wqe, Inline::Now)
             {
-                let pieces = env.shadows.redirect(request.buffers_mut());
+                // Where that is refused now, it is looked at again, or told, when it is its turn.
+                let redirected = env.shadows.redirect(request.buffers_mut(), self.device.open().name());
+                let Ok(pieces) = redirected else { return };
                 if !pieces.is_empty() {
-                    self.staged.outgoing.push_back((at, env.shadows.bring(pieces)));
+                    self.staged.outgoing.push_back((at, env.shadows.bring(&pieces)));
                 }
             }
             self.staged.looked += wqe.blocks();
@@ -163,7 +198,7 @@ impl ProxyQp {
         while let Some(Arrival { mut cqe, counter, landing }) =
             self.staged.arrivals.pop_front_if(|arrival| arrival.has_landed())
         {
-            let failure = landing.and_then(|landing| landing.failure(self.device.open().name()));
+            let failure = landing.and_then(|copy| self.staged.failure(&copy, self.device.open().name()));
             if let Some(failure) = failure {
                 self.blame(failure);
                 let syndrome = Syndrome::LOC_QP_OP_ERR;
@@ -173,23 +208,5 @@ impl ProxyQp {
         }
         self.retire(env);
         self.advance(env);
-    }
-
-    /// In ERR: what has not been copied by now is flushed.
-    pub(super) fn give_copies_up(&mut self, env: &mut Env<'_>) {
-        for sent in &mut self.sends {
-            if let Some(landing) = sent.landing.take_if(|landing| !landing.is_over()) {
-                landing.copy().into_iter().for_each(Copy::give_up);
-                sent.outcome = Some(Err(Failure::FLUSHED));
-            }
-        }
-        for arrival in &mut self.staged.arrivals {
-            if let Some(landing) = arrival.landing.take_if(|landing| !landing.is_over()) {
-                landing.give_up();
-                let syndrome = Syndrome::WR_FLUSH_ERR;
-                arrival.cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome, ..Cqe::default() };
-            }
-        }
-        self.copied(env);
     }
 }

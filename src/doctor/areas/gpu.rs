@@ -173,7 +173,8 @@ fn rdma(machine: &Machine, gpu: &GpuFacts) -> Probe {
         (true, false) => RDMA.ok("yes, for memory of cudaMalloc only"),
         (false, _) if machine.hcas().is_empty() => RDMA.ok("no; there is no RDMA device that would use it"),
         (false, _) => RDMA.warn(
-            "no: payload in its memory is staged through the host",
+            "no: payload in its memory is staged in pinned host memory by the CPU proxy, which costs a copy before and after each \
+             message",
             "use a data-centre or RTX professional GPU; drivers of GeForce cards do not offer it",
         ),
     }
@@ -193,7 +194,10 @@ fn dma_buf(machine: &Machine, gpu: &GpuFacts, trouble: &str) -> Probe {
         (false, _) if machine.hcas().is_empty() => {
             DMA_BUF.ok("no; there is no RDMA device that would register one")
         }
-        (false, _) => DMA_BUF.warn("no: attribute 124 is 0", fix),
+        (false, _) => DMA_BUF.warn(
+            "no: attribute 124 is 0; without nvidia-peermem too, payload is staged by the CPU proxy",
+            fix,
+        ),
         (true, Some(Ok(found))) => DMA_BUF.ok(found.as_str()),
         (true, Some(Err(why))) => DMA_BUF.fail(format!("attribute 124 is 1, and yet: {why}"), fix),
         (true, None) => DMA_BUF.fail(format!("attribute 124 is 1; not tried: {trouble}"), fix),

@@ -91,8 +91,11 @@ fn peermem(machine: &Machine) -> Probe {
         None if gpus.is_empty() => PEERMEM.skip("not loaded; there is no GPU that CUDA shows"),
         None if has_dma_bufs => PEERMEM.skip("not loaded, and not needed: GPU memory is registered by dma-bufs"),
         None => PEERMEM.warn(
-            "not loaded, and there are no dma-bufs: GPU memory cannot be registered with RDMA devices",
-            "`modprobe nvidia-peermem` (needs the RDMA core of MLNX_OFED or DOCA-OFED), or install the open kernel modules",
+            "not loaded, and there are no dma-bufs: GPU memory cannot be registered with RDMA devices. The CPU proxy stages it in \
+             pinned host memory: a copy by the GPU before and after each message, a thread that rings in its place, as much host \
+             memory as is registered, and no windows over it",
+            "`modprobe nvidia-peermem` (needs the RDMA core of MLNX_OFED or DOCA-OFED), or install the open kernel modules; \
+             `MP_GPU_PATH=peer` has such memory refused instead of staged",
         ),
     }
 }

@@ -100,7 +100,13 @@ pub(super) const CASES: &[Case] = &[
     Case {
         what: "no dma-bufs",
         change: |_, machine| set(machine, attribute::DMA_BUF, 0),
-        says: &[("gpu.dma_buf", "GPU 1", Warn, "attribute 124", "open kernel modules, or")],
+        says: &[(
+            "gpu.dma_buf",
+            "GPU 1",
+            Warn,
+            "attribute 124 is 0; without nvidia-peermem too, payload is staged",
+            "open kernel modules, or",
+        )],
     },
     Case {
         what: "no dma-bufs and no peermem",
@@ -112,7 +118,13 @@ pub(super) const CASES: &[Case] = &[
         says: &[
             ("gpu.class", "GPU 1", Ok, "Volta", ""),
             ("gpu.dma_buf", "GPU 1", Warn, "attribute 124", "do not drive this GPU"),
-            ("modules.peermem", "", Warn, "cannot be registered", "modprobe nvidia-peermem"),
+            (
+                "modules.peermem",
+                "",
+                Warn,
+                "stages it in pinned host memory: a copy",
+                "modprobe nvidia-peermem",
+            ),
         ],
     },
     Case {

@@ -65,7 +65,10 @@ impl Command {
                 function(with_exposed_provenance_mut(*data));
                 Ok(())
             }
-            Self::Copy(copy) => copy.run(),
+            Self::Copy(copy) => {
+                control::copying(context.device);
+                copy.run()
+            }
             Self::Fill(fill) => fill.run(),
             Self::Mark => Ok(()),
             Self::After(ticket) => ticket.wait_in(context),

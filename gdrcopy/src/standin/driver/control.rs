@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{Outcome, capture, context, event, graph, handles, kernel, memory, require, stream, table};
 use crate::cuda::CudaStatus;
@@ -130,6 +130,23 @@ pub(super) fn loses_io() -> bool {
     SETTINGS.lock().loses_io
 }
 
+/// Copies of streams that wait for [`Control::hold_copies`].
+struct Held {
+    devices: Vec<i32>,
+    count: usize,
+}
+
+static HELD: Mutex<Held> = Mutex::new(Held { devices: Vec::new(), count: 0 });
+static LET_GO: Condvar = Condvar::new();
+
+/// A stream of this device has come to a copy.
+pub(super) fn copying(device: i32) {
+    let mut held = HELD.lock();
+    held.count += 1;
+    LET_GO.wait_while(&mut held, |held| held.devices.contains(&device));
+    held.count -= 1;
+}
+
 /// A call has to wait for the GPU.
 pub(super) fn stalled() {
     STALLED.fetch_add(1, Ordering::Relaxed);
@@ -247,6 +264,19 @@ impl Control {
         SETTINGS.lock().loses_io = lost;
     }
 
+    /// Whether streams of a device stop at copies, which have begun then and do not end.
+    pub fn hold_copies(&self, device: i32, held: bool) {
+        let devices = &mut HELD.lock().devices;
+        devices.retain(|known| *known != device);
+        devices.extend(held.then_some(device));
+        LET_GO.notify_all();
+    }
+
+    /// Copies that are held.
+    pub fn held_copies(&self) -> usize {
+        HELD.lock().count
+    }
+
     /// Fails a context as if work in it had failed: with 719, for example.
     ///
     /// # Panics
@@ -315,6 +345,8 @@ fn reset() {
     STALLED.store(0, Ordering::Relaxed);
     MISPLACED.store(0, Ordering::Relaxed);
     STRAY.store(0, Ordering::Relaxed);
+    HELD.lock().devices.clear();
+    LET_GO.notify_all();
     capture::forget(|_| true);
     context::CONTEXTS.for_each(|context| context.mend());
 }

@@ -8,6 +8,7 @@ use crate::mover::{Handle, Part, ProcessId, Ticket};
 use crate::protocol::{self, completion};
 use crate::recorder::Log;
 use crate::verbs::cq::Cq;
+use crate::verbs::{Context, RecvWr, SendWr};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -69,6 +70,9 @@ impl Side {
     }
 }
 
+/// Held by who counts the links of this process, or has very many.
+static LINKS: Mutex<()> = Mutex::new(());
+
 /// Mappings of links in this process.
 fn mapped_links() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -78,6 +82,7 @@ fn mapped_links() -> usize {
 /// One that serves many, one after the other, as a scheduler does.
 #[test]
 fn links_to_peers_that_left_are_used_again() {
+    let _alone = LINKS.lock();
     let a = Side::new();
     let until = |what: &str, done: &dyn Fn() -> bool| {
         let start = Instant::now();
@@ -121,6 +126,36 @@ fn links_to_peers_that_left_are_used_again() {
     }
     // The other tests of this process have a few at the same time.
     assert!(most <= 4 && places < 100, "{most} numbers, {places} mapped at a time");
+}
+
+/// All at once: when they are quiet, nobody looks for packets.
+#[test]
+fn three_hundred_peers_leave_the_hca_quiet() {
+    let _alone = LINKS.lock();
+    let hub = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+    let build = |context: &Context| context.alloc_pd().unwrap().build_qp().build().unwrap();
+    let hub_context = Context::over(hub.clone());
+    let pairs: Vec<_> = (0..300)
+        .map(|_| {
+            let peer = Context::soft(&SoftHcaConfig::default()).unwrap();
+            let (here, there) = (build(&hub_context), build(&peer));
+            here.connect(there.address()).unwrap();
+            there.connect(here.address()).unwrap();
+            (here, there)
+        })
+        .collect();
+    assert!(hub.shared.core.lock().count_links().0 > 300);
+    for (n, (here, there)) in pairs.iter().enumerate().rev() {
+        here.post_recv(&[RecvWr { wr_id: n as u64, sges: &[] }]).unwrap();
+        there.post_send(&[SendWr::send(&[])]).unwrap();
+        assert_eq!(here.recv_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, n as u64);
+        there.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
+    }
+    let start = Instant::now();
+    while hub.shared.peeks.any() {
+        assert!(start.elapsed() < PATIENCE, "packets are seen where there are none");
+        std::thread::yield_now();
+    }
 }
 
 #[test]

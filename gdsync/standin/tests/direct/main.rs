@@ -6,6 +6,7 @@
 mod batch_run;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
+mod copies;
 mod device;
 #[path = "../setup/ends.rs"]
 mod ends;

@@ -9,22 +9,22 @@ use gdsync::verbs::{Access, Carrier, Context, Mr, OnGpu, RecvWr, SendWr, Staging
 use crate::common::{PATIENCE, Side, pattern, received, reconnect, sent, stream_with};
 use crate::gpu::{Bench, DMA_BUF_SUPPORTED, bench_with, open_by};
 
-const LEN: usize = 300_000;
+pub(crate) const LEN: usize = 300_000;
 /// `CUDA_ERROR_LAUNCH_FAILED`.
 const LAUNCH_FAILED: u32 = 719;
 
-fn bench() -> Bench {
+pub(crate) fn bench() -> Bench {
     bench_with(|control| control.attribute(0, DMA_BUF_SUPPORTED, 0))
 }
 
 /// A side, and a region of GPU memory.
-struct End {
-    side: Side,
-    mr: Mr,
+pub(crate) struct End {
+    pub(crate) side: Side,
+    pub(crate) mr: Mr,
 }
 
 impl End {
-    fn new(context: &Context, gpu: &Gpu) -> Self {
+    pub(crate) fn new(context: &Context, gpu: &Gpu) -> Self {
         let build =
             |q: gdsync::verbs::QpBuilder| q.max_send_sge(2).max_recv_sge(2).on_gpu(gpu, OnGpu::empty());
         let side = Side::new(context, LEN, build);
@@ -32,19 +32,19 @@ impl End {
         Self { side, mr }
     }
 
-    fn receive(&self, at: usize, len: usize) {
+    pub(crate) fn receive(&self, at: usize, len: usize) {
         let sges = [self.mr.sge(at, len).unwrap()];
         self.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &sges }]).unwrap();
     }
 
-    fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         self.mr.memory().read(at, &mut out).unwrap();
         out
     }
 }
 
-fn ends(gpu: &Gpu) -> (End, End) {
+pub(crate) fn ends(gpu: &Gpu) -> (End, End) {
     let context = open_by(None, Some(gpu)).unwrap();
     let (a, b) = (End::new(&context, gpu), End::new(&context, gpu));
     a.side.qp.connect(b.side.qp.address()).unwrap();
@@ -148,7 +148,6 @@ fn reads_and_atomics_bring_into_gpu_memory_and_a_fence_waits_for_that() {
     assert_eq!(b.side.memory().word64(250_000).unwrap().load(), 41);
 }
 
-/// Batches, and graphs of them, on a GPU and on a thread. The CPU looks at nothing meanwhile.
 /// A WRITE with an immediate value takes a receive, whose buffers stay as they are. What ends at once holds up no fence behind it.
 #[test]
 fn a_receive_of_an_immediate_value_stays_as_it_was() {
@@ -170,6 +169,7 @@ fn a_receive_of_an_immediate_value_stays_as_it_was() {
     assert_eq!(b.bytes(0, 2000), [0xee; 2000]);
 }
 
+/// Batches, and graphs of them, on a GPU and on a thread. The CPU looks at nothing meanwhile.
 #[test]
 fn streams_trigger_and_wait() {
     let bench = bench();

@@ -1,14 +1,18 @@
-//! `gdasync bench proxy`: what the CPU proxy costs on top of the device's own interface.
+//! `gdasync bench proxy`: what the CPU proxy costs on top of the device's own interface, and to stage GPU memory.
+
+mod staged;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
+use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::rdma::{DeviceConfig, Route};
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Device, Mr, Qp, SendWr};
+use gdasync::lane::own_gpu;
 use gdasync::measure::{Machine, Micros, Samples};
 use serde::Serialize;
 
@@ -25,6 +29,17 @@ pub(crate) struct Options {
     /// Messages of each test.
     #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(100..=10_000_000))]
     rounds: u64,
+    /// Measures staging instead: messages between host memory and GPU memory that is staged in host memory, of `--sizes`.
+    #[arg(long)]
+    staged: bool,
+    /// Message sizes of `--staged` in bytes, 1 to 1073741824 each.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
+          default_values_t = [8, 4096, 65536, 1 << 20, 16 << 20])]
+    sizes: Vec<u32>,
+    /// Stages memory of a simulated GPU, whose copies are memcpy in a thread.
+    #[cfg(feature = "standin")]
+    #[arg(long, hide = true)]
+    simulated: bool,
     /// Seconds after which a wait is given up, 1 to 86400.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
@@ -34,12 +49,11 @@ pub(crate) struct Options {
 }
 
 #[derive(Serialize)]
-struct Report {
+struct Report<R> {
     device: String,
     wire: String,
     machine: Machine,
-    /// From the post to the completion, or for rates the times of one message.
-    results: Vec<Row>,
+    results: Vec<R>,
 }
 
 /// Slices that the tests run in, by turns, for the reason that `bench hca` gives.
@@ -136,6 +150,15 @@ impl Options {
         config.route = Some(Route::Proxy);
         let context = device.open_with(&config)?;
         let file = create_json(self.json.as_deref())?;
+        if self.staged {
+            let report = self.staged(&context, timeout)?;
+            report.print();
+            staged::print(&report.results);
+            if let Some(file) = file {
+                serde_json::to_writer_pretty(file, &report)?;
+            }
+            return Ok(());
+        }
         // In both, the queue pair is the only one, and connected to itself.
         let (ours, streamed) = (Ours::new(&context, timeout)?, Ours::new(&context, timeout)?);
         let bare = Bare::new(&device, &context, timeout)?;
@@ -160,23 +183,48 @@ impl Options {
             let base = if baseline == ONE { &micros[0] } else { &micros[3] };
             Row { name, us: *us, baseline, ratio: us.p50 / base.p50 }
         });
-        let report = Report {
-            device: context.description().to_owned(),
-            wire: context.wire().to_owned(),
-            machine: Machine::here(),
-            results: results.collect(),
-        };
+        let report = Report::new(&context, results.collect());
         report.print();
+        report.print_rows();
         if let Some(file) = file {
             serde_json::to_writer_pretty(file, &report)?;
         }
         Ok(())
     }
+
+    fn staged(&self, context: &Context, timeout: Duration) -> Result<Report<staged::Row>> {
+        let sizes = self
+            .sizes
+            .iter()
+            .map(|&size| usize::try_from(size))
+            .collect::<std::result::Result<Vec<_>, _>>()?;
+        let rows = staged::measure(context, &self.gpu()?, &sizes, self.rounds, timeout)?;
+        Ok(Report::new(context, rows))
+    }
+
+    fn gpu(&self) -> Result<Gpu> {
+        #[cfg(feature = "standin")]
+        if self.simulated {
+            use gdasync::gdrcopy::standin::driver;
+            return Ok(Gpu::open_with(driver::api(), 0, Some(driver::gdr()?))?);
+        }
+        own_gpu(&[])
+    }
 }
 
-impl Report {
+impl<R> Report<R> {
+    fn new(context: &Context, results: Vec<R>) -> Self {
+        let (device, wire) = (context.description().to_owned(), context.wire().to_owned());
+        Self { device, wire, machine: Machine::here(), results }
+    }
+
     fn print(&self) {
         println!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu);
+    }
+}
+
+impl Report<Row> {
+    fn print_rows(&self) {
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         table.set_header(["RDMA WRITE of 8 bytes, to itself", "p50 us", "p99 us", "min us", "ratio"]);
