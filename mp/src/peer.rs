@@ -1,7 +1,7 @@
 //! Messages under way to and from one rank.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use gdsync::verbs::{Completion, Mr, Sge};
 use parking_lot::Mutex;
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::few::Few;
 use crate::held::Held;
 use crate::link::Link;
-use crate::request::{Order, Request, Status};
+use crate::request::{Message, Order, Request, Status};
 use crate::slots::Slots;
 
 /// A part of a message: bytes of registered memory.
@@ -61,6 +61,10 @@ impl Peer {
         if let [piece] = pieces {
             return Ok(Few::One(self.sge(piece)?));
         }
+        self.many_sges(operation, pieces)
+    }
+
+    fn many_sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
         let count = count(pieces);
         if count > self.link.pieces {
             let source = gdsync::Error::InvalidArgument {
@@ -109,9 +113,9 @@ impl Peer {
         };
         let (completion, posted) = posted.map_err(|source| self.failed(operation, source))?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let order = Order { way, lane: None, operation, completion, bytes, kept: OnceLock::new() };
-        let buffers = pieces.iter().map(|(buffer, _)| buffer.on(self.link.near).whole());
-        let order = held.add(order, buffers.collect());
+        let buffers = Few::map(pieces, |(buffer, _)| buffer.on(self.link.near).whole());
+        let message = Message { operation, completion, bytes };
+        let order = held.add(message, buffers, |message| Order::new(way, None, message));
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
@@ -122,7 +126,7 @@ impl Peer {
     #[cold]
     fn make_room(&self, way: Way, held: &mut Messages) -> gdsync::Result<()> {
         self.poll();
-        held.drop_newest(|order| order.completion.is_taken_back());
+        held.drop_newest(|order| order.completion().is_taken_back());
         held.settle();
         self.link.recycle_slots();
         self.room(way, self.under_way(way, held))
@@ -135,8 +139,12 @@ impl Peer {
     }
 
     /// Sends a message through a slot, if there are any and it can now.
+    #[inline]
     pub(crate) fn send(&self, pieces: &[Piece<'_>]) -> Result<Option<Request>> {
-        let Some(slots) = &self.link.slots else { return Ok(None) };
+        self.link.slots.as_ref().map_or(Ok(None), |slots| self.send_through(slots, pieces))
+    }
+
+    fn send_through(&self, slots: &Slots, pieces: &[Piece<'_>]) -> Result<Option<Request>> {
         if self.link.is_ended() || !self.is_simple(pieces)? {
             return Ok(None);
         }
@@ -220,14 +228,13 @@ impl Peer {
 
     /// A message was seen to be complete: lets it and those before it go, and takes the completions of its queue now and then.
     pub(crate) fn finish(&self, order: &Arc<Order>, status: Status) {
-        let Order { way, completion, .. } = &**order;
-        let index = completion.index();
+        let (way, index) = (order.way(), order.index());
         if matches!(way, Way::Recv) {
-            self.link.credits.arrived(completion);
+            self.link.credits.arrived(order.completion());
         }
-        self.held[*way as usize].lock().finish(order, status.bytes);
+        self.held[way as usize].lock().finish(order, status.bytes);
         if index.is_multiple_of(DRAIN) {
-            self.link.queue(*way).drain();
+            self.link.queue(way).drain();
         }
     }
 
@@ -237,7 +244,7 @@ impl Peer {
         let mut under_way = false;
         for held in &self.held {
             let mut held = held.lock();
-            held.drop_newest(|order| order.completion.is_taken_back());
+            held.drop_newest(|order| order.completion().is_taken_back());
             held.settle();
             under_way |= !held.is_empty();
         }

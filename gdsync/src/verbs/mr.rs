@@ -59,6 +59,7 @@ impl Mr {
     }
 
     /// The whole region that this is, or is a part of.
+    #[inline]
     pub fn whole(&self) -> Self {
         Self { region: self.region.clone(), part: None }
     }
@@ -69,6 +70,7 @@ impl Mr {
     }
 
     /// The registered memory.
+    #[inline]
     pub fn memory(&self) -> &Memory {
         self.part.as_ref().unwrap_or(&self.region.memory)
     }
@@ -83,6 +85,7 @@ impl Mr {
     }
 
     /// The key for local use.
+    #[inline]
     pub fn lkey(&self) -> u32 {
         self.region.keys.lkey
     }
@@ -96,6 +99,7 @@ impl Mr {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] for 4 GiB and more.
+    #[inline]
     pub fn sge(&self, offset: usize, len: usize) -> Result<Sge> {
         let addr = self.at(offset, len)?;
         let len = u32::try_from(len).map_err(|_| Error::invalid("SGE length", len, "less than 4 GiB"))?;
@@ -118,6 +122,7 @@ impl Mr {
         Ok(RemoteAddr { addr: self.at(offset, 0)?, rkey: self.rkey() })
     }
 
+    #[inline]
     fn at(&self, offset: usize, len: usize) -> Result<u64> {
         let memory = self.memory();
         let size = memory.len();

@@ -28,7 +28,7 @@ struct Skipped {
 
 /// A count modulo 2^32.
 #[expect(clippy::cast_possible_truncation, reason = "counts on the wire go round")]
-pub(super) fn low32(count: u64) -> u32 {
+pub(crate) fn low32(count: u64) -> u32 {
     count as u32
 }
 

@@ -109,12 +109,17 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
-    /// Moves all messages along, after running device work, as every wait does: without it they would wait for a thread of the
-    /// device. Returns whether there was any.
-    fn look(&self) -> bool {
+    /// Runs device work, as every wait does: without it messages would wait for a thread of the device. Returns whether there was
+    /// any.
+    fn progress(&self) -> bool {
         let inner = &self.messages.0;
         let near = inner.near.as_ref().is_some_and(|near| near.context.progress());
-        let helped = inner.context.progress() || near;
+        inner.context.progress() || near
+    }
+
+    /// Moves all messages along. Returns whether there was device work.
+    fn look(&self) -> bool {
+        let helped = self.progress();
         self.engine.lock().look();
         helped
     }
