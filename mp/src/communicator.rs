@@ -139,7 +139,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::NoSuchRank`].
     pub fn path(&self, rank: usize) -> Result<&Path> {
-        self.0.paths.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
+        self.0.paths.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size: self.size() })
     }
 
     /// Messages so far that took the way of short ones to and from a rank, through slots of shared memory: sent, and received.
@@ -173,8 +173,9 @@ impl Communicator {
         Ok(self.0.register(memory, Access::all())?)
     }
 
+    #[inline]
     pub(crate) fn peer(&self, rank: usize) -> Result<&Peer> {
-        self.0.peers.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
+        self.0.peers.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size: self.size() })
     }
 
     /// Starts a send of the bytes `range` of `buffer` to a rank.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use gdsync::verbs::{Completion, Mr, Sge};
+use gdsync::verbs::{Completion, Keeper, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
@@ -26,7 +26,7 @@ pub(crate) struct Peer {
 }
 
 /// Messages under way, and their buffers: they stay registered though their request is dropped.
-type Messages = Held<Few<Mr>>;
+type Messages = Held<Few<Keeper>>;
 
 /// Messages whose completions are taken together.
 pub(crate) const DRAIN: u64 = 32;
@@ -57,6 +57,7 @@ impl Peer {
     }
 
     /// The pieces of a message, which are not too many and lie inside their buffers.
+    #[inline]
     fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
         if let [piece] = pieces {
             return Ok(Few::One(self.sge(piece)?));
@@ -64,6 +65,7 @@ impl Peer {
         self.many_sges(operation, pieces)
     }
 
+    #[cold]
     fn many_sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
         let count = count(pieces);
         if count > self.link.pieces {
@@ -81,6 +83,7 @@ impl Peer {
         Error::Message { rank: self.link.rank, operation, source }
     }
 
+    #[inline]
     fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
         let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
             what: "the range of the buffer",
@@ -113,7 +116,7 @@ impl Peer {
         };
         let (completion, posted) = posted.map_err(|source| self.failed(operation, source))?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let buffers = Few::map(pieces, |(buffer, _)| buffer.on(self.link.near).whole());
+        let buffers = Few::map(pieces, |(buffer, _)| buffer.on(self.link.near).keeper());
         let message = Message { operation, completion, bytes };
         let order = held.add(message, buffers, |message| Order::new(way, None, message));
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {

@@ -20,6 +20,12 @@ pub struct Mr {
     part: Option<Memory>,
 }
 
+/// Keeps a region registered, and no more: smaller than an [`Mr`].
+#[derive(Clone, Debug)]
+pub struct Keeper {
+    _region: Arc<Region>,
+}
+
 #[derive(Debug)]
 struct Region {
     pd: Pd,
@@ -58,13 +64,13 @@ impl Mr {
         Ok(Self { region: self.region.clone(), part: Some(self.memory().slice(offset, len)?) })
     }
 
-    /// The whole region that this is, or is a part of.
+    /// What keeps the region registered after this is dropped.
     #[inline]
-    pub fn whole(&self) -> Self {
-        Self { region: self.region.clone(), part: None }
+    pub fn keeper(&self) -> Keeper {
+        Keeper { _region: self.region.clone() }
     }
 
-    /// Whether this is the only clone or part of its region: dropping it ends the registration.
+    /// Whether this is the only clone or part of its region, and it has no [`Keeper`]: dropping it ends the registration.
     pub fn is_only(&self) -> bool {
         Arc::strong_count(&self.region) == 1
     }

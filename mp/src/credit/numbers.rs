@@ -34,6 +34,7 @@ pub(crate) fn low32(count: u64) -> u32 {
 
 impl Numbers {
     /// The number, from 1, of the message that was just put at this place, the last of a queue of `depth` sends.
+    #[inline]
     pub(super) fn next(&self, place: u64, depth: usize) -> u32 {
         let mut skipped = 0;
         if self.any.load(Ordering::Acquire) {
