@@ -26,8 +26,8 @@ use gdsync::verbs::{Completion, Qp, SendWr};
 use parking_lot::Mutex;
 
 use crate::watch::Alarm;
-pub(crate) use numbers::low32;
 use numbers::Numbers;
+pub(crate) use numbers::low32;
 
 /// Bytes per word and what is beside it: a cache line, as each has a writer of its own.
 const SLOT: usize = 64;

@@ -56,7 +56,12 @@ impl<K> Held<K> {
 
     /// Adds the newest order, of this message; `make` makes those of this queue.
     #[inline]
-    pub(crate) fn add(&mut self, message: Message, kept: K, make: impl FnOnce(Message) -> Order) -> Arc<Order> {
+    pub(crate) fn add(
+        &mut self,
+        message: Message,
+        kept: K,
+        make: impl FnOnce(Message) -> Order,
+    ) -> Arc<Order> {
         let at = self.under_way;
         self.under_way += 1;
         let Some(Place(order, keeps)) = self.all.get_mut(at) else {

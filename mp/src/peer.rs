@@ -65,7 +65,6 @@ impl Peer {
         self.many_sges(operation, pieces)
     }
 
-    #[cold]
     fn many_sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
         let count = count(pieces);
         if count > self.link.pieces {

@@ -1,7 +1,7 @@
 //! The connections that operations of windows take: apart from those of messages, which they neither wait for nor hold up.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gdsync::cuda::Flush;
