@@ -1,6 +1,7 @@
 //! Messages under way to and from one rank.
 
 use std::ops::Range;
+use std::slice;
 use std::sync::Arc;
 
 use gdsync::verbs::{Completion, Keeper, Sge};
@@ -52,37 +53,32 @@ impl Peer {
         pieces: &[Piece<'_>],
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
-        let sges = self.sges(operation, pieces)?;
-        self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, &sges, post)
+        self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, post)
     }
 
     /// The pieces of a message, which are not too many and lie inside their buffers.
-    #[inline]
-    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
-        if let [piece] = pieces {
-            return Ok(Few::One(self.sge(piece)?));
-        }
-        self.many_sges(operation, pieces)
-    }
-
-    fn many_sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
-        let count = count(pieces);
-        if count > self.link.pieces {
-            let source = gdsync::Error::InvalidArgument {
-                what: "pieces of a message",
-                value: count.to_string(),
-                expected: "at most Builder::max_pieces",
-            };
-            return Err(self.failed(operation, source));
+    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Vec<Sge>> {
+        if count(pieces) > self.link.pieces {
+            return Err(self.too_many(operation, pieces));
         }
         pieces.iter().map(|piece| self.sge(piece)).collect()
+    }
+
+    fn too_many(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Error {
+        let source = gdsync::Error::InvalidArgument {
+            what: "pieces of a message",
+            value: count(pieces).to_string(),
+            expected: "at most Builder::max_pieces",
+        };
+        self.failed(operation, source)
     }
 
     fn failed(&self, operation: &'static str, source: gdsync::Error) -> Error {
         Error::Message { rank: self.link.rank, operation, source }
     }
 
-    #[inline]
+    // Always: a result in memory is read back before it is there.
+    #[inline(always)]
     fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
         let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
             what: "the range of the buffer",
@@ -98,10 +94,19 @@ impl Peer {
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        sges: &Few<Sge>,
         mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
-        let sges = sges.as_slice();
+        let (one, several);
+        let sges = match pieces {
+            [piece] => {
+                one = self.sge(piece)?;
+                slice::from_ref(&one)
+            }
+            _ => {
+                several = self.sges(operation, pieces)?;
+                &several[..]
+            }
+        };
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let room = match self.under_way(way, held) < self.link.depth {
             true => Ok(()),
@@ -172,11 +177,13 @@ impl Peer {
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, ())>,
     ) -> Result<Request> {
         const RECEIVE: &str = "receive";
-        let sges = self.sges(RECEIVE, pieces)?;
         let held = &self.held[Way::Recv as usize];
         let mut held = match &self.link.slots {
             None => held.lock(),
             Some(slots) => {
+                if !self.is_simple(pieces)? {
+                    return Err(self.too_many(RECEIVE, pieces));
+                }
                 let failed = |source| self.failed(RECEIVE, source);
                 if slots.may_receive()
                     && let Some(kept) = slots.keep(&self.link, pieces).map_err(failed)?
@@ -197,7 +204,7 @@ impl Peer {
                 held
             }
         };
-        Ok(self.hold(&mut held, Way::Recv, RECEIVE, pieces, &sges, post)?.0)
+        Ok(self.hold(&mut held, Way::Recv, RECEIVE, pieces, post)?.0)
     }
 
     fn room(&self, way: Way, held: usize) -> gdsync::Result<()> {

@@ -241,7 +241,7 @@ impl Window {
 
     fn part(&self, rank: usize) -> Result<&Part> {
         let size = self.0.parts.len();
-        self.0.parts.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size })
+        self.0.parts.get(rank).ok_or(Error::NoSuchRank { rank, size })
     }
 
     /// Where `len` bytes at `offset` of the window of a rank are.

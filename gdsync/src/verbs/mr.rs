@@ -105,7 +105,7 @@ impl Mr {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] for 4 GiB and more.
-    #[inline]
+    #[inline(always)]
     pub fn sge(&self, offset: usize, len: usize) -> Result<Sge> {
         let addr = self.at(offset, len)?;
         let len = u32::try_from(len).map_err(|_| Error::invalid("SGE length", len, "less than 4 GiB"))?;
@@ -128,7 +128,7 @@ impl Mr {
         Ok(RemoteAddr { addr: self.at(offset, 0)?, rkey: self.rkey() })
     }
 
-    #[inline]
+    #[inline(always)]
     fn at(&self, offset: usize, len: usize) -> Result<u64> {
         let memory = self.memory();
         let size = memory.len();
