@@ -76,7 +76,7 @@ impl Bare {
 }
 
 /// Has one rank send after the other, when both have receives. While both send, each finds messages of the other in its own calls
-/// and takes them in there, the more the longer its calls are: whatever a call had of its own would count 1.6 times.
+/// and takes them in there, the more the longer its calls are: that is no cost of the call.
 fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Result<()>) -> Result<()> {
     comm.barrier(timeout)?;
     for rank in 0..comm.size() {
