@@ -93,6 +93,7 @@ impl Registration {
     }
 
     /// The registration with the device for ranks of the same host, or with the other one.
+    #[inline]
     pub(crate) fn on(&self, near: bool) -> &Mr {
         self.1.as_ref().filter(|_| near).unwrap_or(&self.0)
     }
@@ -148,7 +149,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::NoSuchRank`].
     pub fn path(&self, rank: usize) -> Result<&Path> {
-        self.0.paths.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
+        self.0.paths.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size: self.size() })
     }
 
     /// Messages so far that took the way of short ones to and from a rank, through slots of shared memory: sent, and received.
@@ -182,8 +183,9 @@ impl Communicator {
         Ok(self.0.register(memory, Access::all())?)
     }
 
+    #[inline]
     pub(crate) fn peer(&self, rank: usize) -> Result<&Peer> {
-        self.0.peers.get(rank).ok_or(Error::NoSuchRank { rank, size: self.size() })
+        self.0.peers.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size: self.size() })
     }
 
     /// Starts a send of the bytes `range` of `buffer` to a rank.
@@ -205,14 +207,18 @@ impl Communicator {
             let post = || {
                 let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
                 // The CPU does not wait for the receive: the device does, by asking again.
-                let gaps = link.ends.send.send_gaps();
-                let number = link.credits.count(&completion, link.depth, gaps);
-                Ok((completion, number))
+                link.credits.count(&completion, link.depth);
+                Ok(completion)
             };
-            match &link.slots {
-                Some(slots) => Ok((slots.send_counted(pieces, post)?, ())),
-                None => Ok((post()?.0, ())),
-            }
+            let completion = match &link.slots {
+                Some(slots) => slots.send_counted(pieces, || {
+                    let completion = post()?;
+                    let number = link.number_among_sent(&completion);
+                    Ok((completion, number))
+                }),
+                None => post(),
+            };
+            Ok((completion?, ()))
         };
         let peer = self.peer(rank)?;
         match peer.send(pieces)? {

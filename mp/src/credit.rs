@@ -26,7 +26,8 @@ use gdsync::verbs::{Completion, Qp, SendWr};
 use parking_lot::Mutex;
 
 use crate::watch::Alarm;
-use numbers::{Numbers, low32};
+use numbers::Numbers;
+pub(crate) use numbers::low32;
 
 /// Bytes per word and what is beside it: a cache line, as each has a writer of its own.
 const SLOT: usize = 64;
@@ -214,11 +215,10 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing. `gaps` places before it are those of
-    /// sends that were taken back. Returns its number, from 1.
-    pub(crate) fn count(&self, message: &Completion, depth: usize, gaps: u64) -> u32 {
+    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing.
+    #[inline]
+    pub(crate) fn count(&self, message: &Completion, depth: usize) {
         self.numbers.next(message.index(), depth);
-        numbers::low32((message.index() + 1).wrapping_sub(gaps))
     }
 
     /// As [`Credits::count`]: the word and value that a stream must wait for before it sends it, unless it may leave at once.

@@ -10,6 +10,15 @@ pub(crate) enum Few<T> {
 }
 
 impl<T> Few<T> {
+    /// One for each of `items`.
+    #[inline]
+    pub(crate) fn map<S>(items: &[S], of: impl Fn(&S) -> T) -> Self {
+        match items {
+            [item] => Self::One(of(item)),
+            items => items.iter().map(of).collect(),
+        }
+    }
+
     pub(crate) fn push(&mut self, item: T) {
         *self = match std::mem::replace(self, Self::None) {
             Self::None => Self::One(item),
@@ -21,6 +30,7 @@ impl<T> Few<T> {
         };
     }
 
+    #[inline]
     pub(crate) fn as_slice(&self) -> &[T] {
         match self {
             Self::None => &[],

@@ -3,88 +3,114 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::request::Order;
+use crate::request::{Message, Order};
 
 /// Orders under way, each with what it keeps.
 #[derive(Debug)]
 pub(crate) struct Held<K> {
-    queue: VecDeque<(Arc<Order>, K)>,
-    /// Orders that are over. A new one takes the place of the oldest that no request has any more: that is cheaper than memory
-    /// of its own. There are never more here and under way than were under way once.
-    over: VecDeque<Arc<Order>>,
+    /// First those under way. Behind them, those that are over: a new order takes the place of the oldest of these if no request has
+    /// that any more, which is cheaper than memory of its own. There are never more than were under way once.
+    all: VecDeque<Place<K>>,
+    under_way: usize,
 }
+
+/// Of an order, and what it keeps while it is under way.
+#[derive(Debug)]
+struct Place<K>(Arc<Order>, Option<K>);
 
 impl<K> Default for Held<K> {
     fn default() -> Self {
-        Self { queue: VecDeque::new(), over: VecDeque::new() }
+        Self { all: VecDeque::new(), under_way: 0 }
     }
 }
 
 impl<K> Held<K> {
+    #[inline]
     pub(crate) fn len(&self) -> usize {
-        self.queue.len()
+        self.under_way
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
+        self.under_way == 0
     }
 
     /// The newest order.
     pub(crate) fn newest(&self) -> Option<&Arc<Order>> {
-        self.queue.back().map(|(order, _)| order)
+        Some(&self.all[self.under_way.checked_sub(1)?].0)
+    }
+
+    /// The oldest order.
+    fn oldest(&self) -> Option<&Arc<Order>> {
+        self.all.front().filter(|_| !self.is_empty()).map(|Place(order, _)| order)
     }
 
     /// All orders, oldest first.
     pub(crate) fn orders(&self) -> impl Iterator<Item = &Arc<Order>> {
-        self.queue.iter().map(|(order, _)| order)
+        self.all.iter().take(self.under_way).map(|Place(order, _)| order)
     }
 
     /// What all keep.
     pub(crate) fn kept(&self) -> impl Iterator<Item = &K> {
-        self.queue.iter().map(|(_, kept)| kept)
+        self.all.iter().filter_map(|Place(_, kept)| kept.as_ref())
     }
 
-    /// Adds the newest order.
-    pub(crate) fn add(&mut self, order: Order, kept: K) -> Arc<Order> {
-        let mut oldest = self.over.pop_front();
-        let order = match oldest.as_mut().and_then(Arc::get_mut) {
-            Some(place) => {
-                *place = order;
-                oldest.expect("it was just written to")
-            }
-            None => Arc::new(order),
+    /// Adds the newest order, of this message; `make` makes those of this queue.
+    #[inline]
+    pub(crate) fn add(
+        &mut self,
+        message: Message,
+        kept: K,
+        make: impl FnOnce(Message) -> Order,
+    ) -> Arc<Order> {
+        let at = self.under_way;
+        self.under_way += 1;
+        let Some(Place(order, keeps)) = self.all.get_mut(at) else {
+            let order = Arc::new(make(message));
+            self.all.push_back(Place(order.clone(), Some(kept)));
+            return order;
         };
-        self.queue.push_back((order.clone(), kept));
-        order
+        match Arc::get_mut(order) {
+            Some(free) => free.renew(message),
+            None => *order = Arc::new(make(message)),
+        }
+        *keeps = Some(kept);
+        order.clone()
     }
 
     /// Lets go of the newest orders for which this holds.
     pub(crate) fn drop_newest(&mut self, mut is_gone: impl FnMut(&Order) -> bool) {
-        while self.queue.pop_back_if(|(order, _)| is_gone(order)).is_some() {}
+        while self.newest().is_some_and(|order| is_gone(order)) {
+            self.under_way -= 1;
+            self.all[self.under_way].1 = None;
+        }
     }
 
     /// Lets go of what is complete, and keeps what came of it.
     pub(crate) fn settle(&mut self) {
-        while self.queue.front().is_some_and(|(order, _)| order.keep()) {
-            self.pop();
+        while self.oldest().is_some_and(|order| order.keep()) {
+            self.drop_oldest();
         }
     }
 
     /// Somebody has seen that `order` is complete, with so many bytes: so are those before it.
+    #[inline]
     pub(crate) fn finish(&mut self, order: &Arc<Order>, bytes: usize) {
-        match self.queue.front() {
-            Some((front, _)) if Arc::ptr_eq(front, order) => {
-                let _ = order.kept.set(bytes);
-                self.pop();
+        match self.oldest() {
+            Some(oldest) if Arc::ptr_eq(oldest, order) => {
+                order.kept.set(bytes);
+                self.drop_oldest();
             }
-            Some((front, _)) if front.completion.index() <= order.completion.index() => self.settle(),
+            Some(oldest) if oldest.index() <= order.index() => self.settle(),
             // By whoever has seen a later one, too.
             _ => {}
         }
     }
 
-    /// Lets go of the oldest.
-    fn pop(&mut self) {
-        self.over.extend(self.queue.pop_front().map(|(order, _)| order));
+    #[inline]
+    fn drop_oldest(&mut self) {
+        if let Some(Place(order, _)) = self.all.pop_front() {
+            self.under_way -= 1;
+            self.all.push_back(Place(order, None));
+        }
     }
 }

@@ -10,7 +10,7 @@ use gdsync::stream::{Batch, Cond, PreparedSend};
 use gdsync::verbs::{Completion, CompletionError, Cq, SendWr, Sge};
 use parking_lot::Mutex;
 
-use crate::credit::Credits;
+use crate::credit::{Credits, low32};
 use crate::ends::Ends;
 use crate::peer::Way;
 use crate::slots::{Receive, Slots};
@@ -76,6 +76,11 @@ impl Link {
     pub(crate) fn check(&self) -> gdsync::Result<()> {
         self.ends.send.check()?;
         self.ends.recv.check()
+    }
+
+    /// The number, from 1, of the message that was just sent by the CPU, among those that were sent and not taken back.
+    pub(crate) fn number_among_sent(&self, message: &Completion) -> u32 {
+        low32((message.index() + 1).wrapping_sub(self.ends.send.send_gaps()))
     }
 
     /// Adds a message to a batch.

@@ -1,9 +1,10 @@
 //! Messages under way to and from one rank.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::slice;
+use std::sync::Arc;
 
-use gdsync::verbs::{Completion, Mr, Sge};
+use gdsync::verbs::{Completion, Keeper, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
@@ -11,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::few::Few;
 use crate::held::Held;
 use crate::link::Link;
-use crate::request::{Order, Request, Status};
+use crate::request::{Message, Order, Request, Status};
 use crate::slots::Slots;
 
 /// A part of a message: bytes of registered memory.
@@ -26,7 +27,7 @@ pub(crate) struct Peer {
 }
 
 /// Messages under way, and their buffers: they stay registered though their request is dropped.
-type Messages = Held<Few<Mr>>;
+type Messages = Held<Few<Keeper>>;
 
 /// Messages whose completions are taken together.
 pub(crate) const DRAIN: u64 = 32;
@@ -52,31 +53,32 @@ impl Peer {
         pieces: &[Piece<'_>],
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
-        let sges = self.sges(operation, pieces)?;
-        self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, &sges, post)
+        self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, post)
     }
 
     /// The pieces of a message, which are not too many and lie inside their buffers.
-    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Few<Sge>> {
-        if let [piece] = pieces {
-            return Ok(Few::One(self.sge(piece)?));
-        }
-        let count = count(pieces);
-        if count > self.link.pieces {
-            let source = gdsync::Error::InvalidArgument {
-                what: "pieces of a message",
-                value: count.to_string(),
-                expected: "at most Builder::max_pieces",
-            };
-            return Err(self.failed(operation, source));
+    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Vec<Sge>> {
+        if count(pieces) > self.link.pieces {
+            return Err(self.too_many(operation, pieces));
         }
         pieces.iter().map(|piece| self.sge(piece)).collect()
+    }
+
+    fn too_many(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Error {
+        let source = gdsync::Error::InvalidArgument {
+            what: "pieces of a message",
+            value: count(pieces).to_string(),
+            expected: "at most Builder::max_pieces",
+        };
+        self.failed(operation, source)
     }
 
     fn failed(&self, operation: &'static str, source: gdsync::Error) -> Error {
         Error::Message { rank: self.link.rank, operation, source }
     }
 
+    // Always: a result in memory is read back before it is there.
+    #[inline(always)]
     fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
         buffer.sge(self.link.near, range)
     }
@@ -87,10 +89,19 @@ impl Peer {
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        sges: &Few<Sge>,
         mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Request, T)> {
-        let sges = sges.as_slice();
+        let (one, several);
+        let sges = match pieces {
+            [piece] => {
+                one = self.sge(piece)?;
+                slice::from_ref(&one)
+            }
+            _ => {
+                several = self.sges(operation, pieces)?;
+                &several[..]
+            }
+        };
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let room = match self.under_way(way, held) < self.link.depth {
             true => Ok(()),
@@ -104,9 +115,9 @@ impl Peer {
         };
         let (completion, posted) = posted.map_err(|source| self.failed(operation, source))?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let order = Order { way, lane: None, operation, completion, bytes, kept: OnceLock::new() };
-        let buffers = pieces.iter().map(|(buffer, _)| buffer.on(self.link.near).whole());
-        let order = held.add(order, buffers.collect());
+        let buffers = Few::map(pieces, |(buffer, _)| buffer.on(self.link.near).keeper());
+        let message = Message { operation, completion, bytes };
+        let order = held.add(message, buffers, |message| Order::new(way, None, message));
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
@@ -117,7 +128,7 @@ impl Peer {
     #[cold]
     fn make_room(&self, way: Way, held: &mut Messages) -> gdsync::Result<()> {
         self.poll();
-        held.drop_newest(|order| order.completion.is_taken_back());
+        held.drop_newest(|order| order.completion().is_taken_back());
         held.settle();
         self.link.recycle_slots();
         self.room(way, self.under_way(way, held))
@@ -130,8 +141,12 @@ impl Peer {
     }
 
     /// Sends a message through a slot, if there are any and it can now.
+    #[inline]
     pub(crate) fn send(&self, pieces: &[Piece<'_>]) -> Result<Option<Request>> {
-        let Some(slots) = &self.link.slots else { return Ok(None) };
+        self.link.slots.as_ref().map_or(Ok(None), |slots| self.send_through(slots, pieces))
+    }
+
+    fn send_through(&self, slots: &Slots, pieces: &[Piece<'_>]) -> Result<Option<Request>> {
         if self.link.is_ended() || !self.is_simple(pieces)? {
             return Ok(None);
         }
@@ -157,11 +172,13 @@ impl Peer {
         post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, ())>,
     ) -> Result<Request> {
         const RECEIVE: &str = "receive";
-        let sges = self.sges(RECEIVE, pieces)?;
         let held = &self.held[Way::Recv as usize];
         let mut held = match &self.link.slots {
             None => held.lock(),
             Some(slots) => {
+                if !self.is_simple(pieces)? {
+                    return Err(self.too_many(RECEIVE, pieces));
+                }
                 let failed = |source| self.failed(RECEIVE, source);
                 if slots.may_receive()
                     && let Some(kept) = slots.keep(&self.link, pieces).map_err(failed)?
@@ -182,7 +199,7 @@ impl Peer {
                 held
             }
         };
-        Ok(self.hold(&mut held, Way::Recv, RECEIVE, pieces, &sges, post)?.0)
+        Ok(self.hold(&mut held, Way::Recv, RECEIVE, pieces, post)?.0)
     }
 
     fn room(&self, way: Way, held: usize) -> gdsync::Result<()> {
@@ -215,14 +232,13 @@ impl Peer {
 
     /// A message was seen to be complete: lets it and those before it go, and takes the completions of its queue now and then.
     pub(crate) fn finish(&self, order: &Arc<Order>, status: Status) {
-        let Order { way, completion, .. } = &**order;
-        let index = completion.index();
+        let (way, index) = (order.way(), order.index());
         if matches!(way, Way::Recv) {
-            self.link.credits.arrived(completion);
+            self.link.credits.arrived(order.completion());
         }
-        self.held[*way as usize].lock().finish(order, status.bytes);
+        self.held[way as usize].lock().finish(order, status.bytes);
         if index.is_multiple_of(DRAIN) {
-            self.link.queue(*way).drain();
+            self.link.queue(way).drain();
         }
     }
 
@@ -232,7 +248,7 @@ impl Peer {
         let mut under_way = false;
         for held in &self.held {
             let mut held = held.lock();
-            held.drop_newest(|order| order.completion.is_taken_back());
+            held.drop_newest(|order| order.completion().is_taken_back());
             held.settle();
             under_way |= !held.is_empty();
         }

@@ -1,6 +1,7 @@
 //! Messages under way.
 
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::verbs::Completion;
@@ -33,17 +34,47 @@ pub(crate) enum Part {
     Kept(Arc<Link>, Arc<Receive>),
 }
 
-/// What a message of a queue pair is, and where it went.
+/// A message in a queue.
 #[derive(Debug)]
-pub(crate) struct Order {
-    pub(crate) way: Way,
-    /// The connection, if it is an operation of a window.
-    pub(crate) lane: Option<Weak<Lane>>,
+pub(crate) struct Message {
     pub(crate) operation: &'static str,
     pub(crate) completion: Completion,
     pub(crate) bytes: usize,
+}
+
+/// What a message of a queue pair is, and where it went.
+#[derive(Debug)]
+pub(crate) struct Order {
+    way: Way,
+    /// The connection, if it is an operation of a window.
+    pub(crate) lane: Option<Weak<Lane>>,
+    message: Message,
     /// How many bytes came of it, from before the queue forgets.
-    pub(crate) kept: OnceLock<usize>,
+    pub(crate) kept: Kept,
+}
+
+/// A number of bytes that becomes known once.
+#[derive(Debug)]
+pub(crate) struct Kept(AtomicU64);
+
+impl Kept {
+    const UNKNOWN: u64 = u64::MAX;
+
+    fn get(&self) -> Option<usize> {
+        let bytes = self.0.load(Ordering::Relaxed);
+        (bytes != Self::UNKNOWN).then(|| usize::try_from(bytes).expect("it was one"))
+    }
+
+    #[inline]
+    pub(crate) fn set(&self, bytes: usize) {
+        self.0.store(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl Default for Kept {
+    fn default() -> Self {
+        Self(AtomicU64::new(Self::UNKNOWN))
+    }
 }
 
 /// A message that is complete.
@@ -56,12 +87,38 @@ pub struct Status {
 }
 
 impl Order {
+    pub(crate) fn new(way: Way, lane: Option<Weak<Lane>>, message: Message) -> Self {
+        Self { way, lane, message, kept: Kept::default() }
+    }
+
+    /// The same of another message of the queue.
+    #[inline]
+    pub(crate) fn renew(&mut self, message: Message) {
+        self.message = message;
+        self.kept = Kept::default();
+    }
+
+    pub(crate) fn way(&self) -> Way {
+        self.way
+    }
+
+    pub(crate) fn completion(&self) -> &Completion {
+        &self.message.completion
+    }
+
+    /// The place in its queue.
+    #[inline]
+    pub(crate) fn index(&self) -> u64 {
+        self.message.completion.index()
+    }
+
     /// Bytes sent or received, or `None` while it is under way.
     pub(crate) fn outcome(&self) -> gdsync::Result<Option<usize>> {
-        match self.completion.status() {
-            Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { self.bytes } else { wc.byte_len as usize })),
+        let Message { completion, bytes, .. } = &self.message;
+        match completion.status() {
+            Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { *bytes } else { wc.byte_len as usize })),
             // Success that was kept, if the queue has only forgotten it.
-            Err(gdsync::Error::Forgotten { .. }) if self.kept.get().is_some() => Ok(self.kept.get().copied()),
+            Err(gdsync::Error::Forgotten { .. }) if self.kept.get().is_some() => Ok(self.kept.get()),
             Err(error) => Err(error),
         }
     }
@@ -71,7 +128,7 @@ impl Order {
         match self.outcome() {
             Ok(None) => false,
             Ok(Some(bytes)) => {
-                let _ = self.kept.set(bytes);
+                self.kept.set(bytes);
                 true
             }
             // The queue pair is broken, and stays so.
@@ -85,6 +142,7 @@ impl Order {
 }
 
 impl Request {
+    #[inline]
     pub(crate) fn posted(link: &Arc<Link>, order: Arc<Order>) -> Self {
         Self { rank: link.rank, part: Part::Posted(link.clone(), order) }
     }
@@ -189,37 +247,38 @@ impl Request {
     /// As [`Request::wait`], and calls `meanwhile` once unless it is complete soon.
     #[inline]
     pub(crate) fn wait_and(&self, timeout: Duration, meanwhile: impl FnOnce()) -> Result<Status> {
-        let bytes = match &self.part {
-            Part::Copied(bytes) => Some(*bytes),
+        let known = match &self.part {
+            Part::Copied(bytes) => Ok(Some(*bytes)),
             Part::Kept(link, receive) => {
                 let _range = crate::DOMAIN.range(c"wait");
-                link.slots.as_ref().and_then(|slots| slots.wait_shortly(link, receive))
+                Ok(link.slots.as_ref().and_then(|slots| slots.wait_shortly(link, receive)))
             }
-            Part::Posted(..) | Part::Behind(..) => None,
+            Part::Posted(..) | Part::Behind(..) => self.outcome(),
         };
-        match bytes {
-            Some(bytes) => Ok(self.status(bytes)),
-            None => self.wait_longer(timeout, meanwhile),
+        match known {
+            Ok(Some(bytes)) => Ok(self.status(bytes)),
+            known => self.wait_longer(known, timeout, meanwhile),
         }
     }
 
     #[cold]
-    fn wait_longer(&self, timeout: Duration, meanwhile: impl FnOnce()) -> Result<Status> {
+    fn wait_longer(
+        &self,
+        known: gdsync::Result<Option<usize>>,
+        timeout: Duration,
+        meanwhile: impl FnOnce(),
+    ) -> Result<Status> {
         let bytes = match &self.part {
             Part::Kept(link, receive) if let Some(slots) = &link.slots => {
                 let _range = crate::DOMAIN.range(c"wait");
                 let waited = slots.wait(link, receive, timeout, meanwhile);
                 waited.and_then(|waited| self.wait_long(timeout, waited))
             }
-            _ => match self.outcome() {
-                Ok(None) => {
-                    let _range = crate::DOMAIN.range(c"wait");
-                    meanwhile();
-                    self.wait_long(timeout, Duration::ZERO)
-                }
-                Ok(Some(bytes)) => Ok(bytes),
-                Err(error) => Err(error),
-            },
+            _ => known.and_then(|_| {
+                let _range = crate::DOMAIN.range(c"wait");
+                meanwhile();
+                self.wait_long(timeout, Duration::ZERO)
+            }),
         };
         bytes.map(|bytes| self.status(bytes)).map_err(|error| self.failed(error))
     }
@@ -249,7 +308,7 @@ impl Request {
 
     fn completion(&self) -> Option<&Completion> {
         match &self.part {
-            Part::Posted(_, order) | Part::Behind(_, order, _) => Some(&order.completion),
+            Part::Posted(_, order) | Part::Behind(_, order, _) => Some(order.completion()),
             Part::Copied(_) => None,
             Part::Kept(_, receive) => receive.bound(),
         }
@@ -293,7 +352,7 @@ impl Request {
             other => other,
         };
         let operation = match &self.part {
-            Part::Posted(_, order) => order.operation,
+            Part::Posted(_, order) => order.message.operation,
             Part::Copied(_) | Part::Behind(..) => "send",
             Part::Kept(..) => "receive",
         };

@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::{LONG, buffer, bytes, failed, host_buffer, is_part_of, job, job_with, message, ranks, until};
 use gdsync::mlx5::Syndrome;
 use mp::tagged::{Request, Source, Status, Tag, Tagged};
-use mp::{Communicator, Error};
+use mp::{Communicator, Error, Shrunk};
 
 /// Around what is sent at once, and what is announced.
 const SIZES: [usize; 8] = [0, 1, 8, 4071, 4072, 4073, 70_000, 1 << 20];
@@ -19,7 +19,10 @@ const SURVIVED: i32 = 44;
 
 /// Every rank sends messages of all sizes to every rank, itself included; the receives are posted in another order.
 fn all_pairs(comm: &Communicator) {
-    let tagged = Tagged::new(comm, LONG).unwrap();
+    pairs(comm, Tagged::new(comm, LONG).unwrap());
+}
+
+fn pairs(comm: &Communicator, tagged: Tagged) {
     let (me, all) = (comm.rank(), comm.size());
     let total: usize = SIZES.iter().sum();
     let (outbox, inbox) = (buffer(comm, all * total), buffer(comm, all * total));
@@ -360,5 +363,41 @@ fn a_rank_that_dies_fails_what_concerns_it() {
     } else {
         tagged.irecv(&buffer, 16..24, peer, 10).unwrap().wait(LONG).unwrap();
     }
+    exit(SURVIVED);
+}
+
+#[test]
+fn ranks_that_are_left_shrink_and_go_on() {
+    const NAME: &str = "ranks_that_are_left_shrink_and_go_on";
+    if !is_part_of(NAME) {
+        let outputs = ranks(NAME, 3);
+        let codes: Vec<_> = outputs.iter().map(|output| output.status.code()).collect();
+        let text: Vec<_> = outputs.iter().map(|output| String::from_utf8_lossy(&output.stderr)).collect();
+        assert_eq!(codes, [Some(SURVIVED), None, Some(SURVIVED)], "{text:#?}");
+        return;
+    }
+    let comm = Communicator::builder().timeout(LONG).init().unwrap();
+    let tagged = Tagged::new(&comm, LONG).unwrap();
+    let buffer = host_buffer(&comm, 1 << 16);
+    if comm.rank() == 1 {
+        abort();
+    }
+    let peer = 2 - comm.rank();
+    tagged.isend(&buffer, 0..8, peer, 1).unwrap().wait(LONG).unwrap();
+    let announced = tagged.isend(&buffer, 0..1 << 16, peer, 2).unwrap();
+    let received = tagged.irecv(&buffer, 8..16, peer, 3).unwrap();
+    let left = comm.shrink(LONG).unwrap();
+    let smaller = tagged.shrink(&left, LONG).unwrap();
+    // There all is over but what has come.
+    for under_way in [announced, received] {
+        let error = under_way.wait(LONG).unwrap_err();
+        assert!(!matches!(error, Error::Deadline { .. }), "{error}");
+    }
+    assert_eq!(tagged.irecv(&buffer, 8..16, peer, 1).unwrap().wait(LONG).unwrap().bytes, 8);
+    tagged.isend(&buffer, 0..8, peer, 3).unwrap_err();
+    let Shrunk { communicator, former } = left;
+    assert_eq!(former, [0, 2]);
+    pairs(&communicator, smaller);
+    communicator.finalize(LONG).unwrap();
     exit(SURVIVED);
 }

@@ -31,6 +31,7 @@ impl fmt::Debug for Completion {
 
 impl Completion {
     /// The number of the work request in its queue, from 0. One that is taken back gives it to the next.
+    #[inline]
     pub fn index(&self) -> u64 {
         self.n
     }

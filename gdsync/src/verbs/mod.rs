@@ -26,7 +26,7 @@ pub use cq::Cq;
 pub(crate) use cq::POISON;
 pub use descriptor::{DeviceCq, DeviceQp};
 pub use device::{Context, Device, Pd};
-pub use mr::Mr;
+pub use mr::{Keeper, Mr};
 pub use placement::OnGpu;
 pub use qp::{Qp, QpBuilder};
 pub use wr::{CompletionError, RecvWr, SendWr, Sge, Wc};

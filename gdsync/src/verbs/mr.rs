@@ -20,6 +20,12 @@ pub struct Mr {
     part: Option<Memory>,
 }
 
+/// Keeps a region registered, and no more: smaller than an [`Mr`].
+#[derive(Clone, Debug)]
+pub struct Keeper {
+    _region: Arc<Region>,
+}
+
 #[derive(Debug)]
 struct Region {
     pd: Pd,
@@ -58,17 +64,19 @@ impl Mr {
         Ok(Self { region: self.region.clone(), part: Some(self.memory().slice(offset, len)?) })
     }
 
-    /// The whole region that this is, or is a part of.
-    pub fn whole(&self) -> Self {
-        Self { region: self.region.clone(), part: None }
+    /// What keeps the region registered after this is dropped.
+    #[inline]
+    pub fn keeper(&self) -> Keeper {
+        Keeper { _region: self.region.clone() }
     }
 
-    /// Whether this is the only clone or part of its region: dropping it ends the registration.
+    /// Whether this is the only clone or part of its region, and it has no [`Keeper`]: dropping it ends the registration.
     pub fn is_only(&self) -> bool {
         Arc::strong_count(&self.region) == 1
     }
 
     /// The registered memory.
+    #[inline]
     pub fn memory(&self) -> &Memory {
         self.part.as_ref().unwrap_or(&self.region.memory)
     }
@@ -83,6 +91,7 @@ impl Mr {
     }
 
     /// The key for local use.
+    #[inline]
     pub fn lkey(&self) -> u32 {
         self.region.keys.lkey
     }
@@ -96,6 +105,7 @@ impl Mr {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] for 4 GiB and more.
+    #[inline(always)]
     pub fn sge(&self, offset: usize, len: usize) -> Result<Sge> {
         let addr = self.at(offset, len)?;
         let len = u32::try_from(len).map_err(|_| Error::invalid("SGE length", len, "less than 4 GiB"))?;
@@ -118,6 +128,7 @@ impl Mr {
         Ok(RemoteAddr { addr: self.at(offset, 0)?, rkey: self.rkey() })
     }
 
+    #[inline(always)]
     fn at(&self, offset: usize, len: usize) -> Result<u64> {
         let memory = self.memory();
         let size = memory.len();

@@ -262,8 +262,8 @@ impl Tracker {
 
     /// What came of a request that has completed and is known.
     fn look_at(&self, track: &mut Track, n: u64, look: impl FnOnce() -> Cqe) -> Option<Wc> {
-        let entry = *track.entry(n);
-        if entry.skipped {
+        if track.entry(n).skipped {
+            let entry = *track.entry(n);
             let wc = Some(self.wc(&entry, &look()));
             *track.entry_mut(n) = Entry { skipped: false, wc, ..entry };
         }

@@ -28,12 +28,13 @@ struct Skipped {
 
 /// A count modulo 2^32.
 #[expect(clippy::cast_possible_truncation, reason = "counts on the wire go round")]
-pub(super) fn low32(count: u64) -> u32 {
+pub(crate) fn low32(count: u64) -> u32 {
     count as u32
 }
 
 impl Numbers {
     /// The number, from 1, of the message that was just put at this place, the last of a queue of `depth` sends.
+    #[inline]
     pub(super) fn next(&self, place: u64, depth: usize) -> u32 {
         let mut skipped = 0;
         if self.any.load(Ordering::Acquire) {

@@ -50,7 +50,7 @@
 //! # Ranks that die
 //!
 //! fail what is under way with them. A receive from [`Source::Any`] goes on as long as another rank might send; it fails when all
-//! others are gone. What had come from a rank whole can be received afterwards.
+//! others are gone. What had come from a rank whole can be received afterwards. [`Tagged::shrink`] goes on without them.
 //!
 //! # Memory of GPUs
 //!
@@ -83,6 +83,7 @@ use crate::deadline::Deadline;
 use crate::error::Error;
 use crate::error::Result;
 use crate::link::SILENCE;
+use crate::shrink::Shrunk;
 use engine::Engine;
 use matching::Key;
 use peer::Channels;
@@ -109,12 +110,17 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
-    /// Moves all messages along, after running device work, as every wait does: without it they would wait for a thread of the
-    /// device. Returns whether there was any.
-    fn look(&self) -> bool {
+    /// Runs device work, as every wait does: without it messages would wait for a thread of the device. Returns whether there was
+    /// any.
+    fn progress(&self) -> bool {
         let inner = &self.messages.0;
         let near = inner.near.as_ref().is_some_and(|near| near.context.progress());
-        let helped = inner.context.progress() || near;
+        inner.context.progress() || near
+    }
+
+    /// Moves all messages along. Returns whether there was device work.
+    fn look(&self) -> bool {
+        let helped = self.progress();
         self.engine.lock().look();
         helped
     }
@@ -215,6 +221,19 @@ impl Tagged {
         self.0.messages.give_up(rank)?;
         self.0.engine.lock().poll(rank);
         Ok(())
+    }
+
+    /// Makes connections for tagged messages between the ranks that [`Communicator::shrink`] has left, as [`Tagged::new`] does. All
+    /// of them must call this.
+    ///
+    /// Here all that is under way ends with an error, also between ranks that are left: they number each other anew, and need not
+    /// agree on what was to come. What had come whole, as every complete short send has, can be received here afterwards.
+    ///
+    /// # Errors
+    /// As [`Tagged::new`].
+    pub fn shrink(&self, left: &Shrunk, timeout: Duration) -> Result<Self> {
+        (0..self.0.messages.size()).try_for_each(|rank| self.give_up(rank))?;
+        Self::new(&left.communicator, timeout)
     }
 
     /// Waits until all that this rank has sent, or has begun to receive, is through, and then for all ranks, which must call this

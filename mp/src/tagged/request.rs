@@ -104,6 +104,7 @@ impl Request {
                     None => engine.poll_all(),
                 }
                 drop(engine);
+                self.shared.progress();
                 spin_loop();
             }
             // Others may wait for this rank meanwhile.

@@ -1,7 +1,7 @@
 //! The connections that operations of windows take: apart from those of messages, which they neither wait for nor hold up.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gdsync::cuda::Flush;
@@ -18,7 +18,7 @@ use crate::few::Few;
 use crate::held::Held;
 use crate::link::Link;
 use crate::peer::Way;
-use crate::request::{Order, Request};
+use crate::request::{Message, Order, Request};
 
 /// The connection to one rank.
 #[derive(Debug)]
@@ -73,10 +73,9 @@ impl Lane {
             other => other,
         };
         let completion = posted.map_err(|source| self.tell(operation, source))?;
-        let lane = Some(Arc::downgrade(self));
-        let (way, kept) = (Way::Send, OnceLock::new());
-        let order = Order { way, lane, operation, completion, bytes, kept };
-        let order = held.queue.add(order, Kept { _buffers: buffers, wrs });
+        let make = |message| Order::new(Way::Send, Some(Arc::downgrade(self)), message);
+        let order =
+            held.queue.add(Message { operation, completion, bytes }, Kept { _buffers: buffers, wrs }, make);
         held.wrs += wrs;
         Ok(Request::posted(&self.link, order))
     }
@@ -93,7 +92,7 @@ impl Lane {
     fn make_room(&self, held: &mut Operations) {
         self.ends.send.send_cq().drain();
         // Those of dropped batches, whose places in the queue nobody has taken since.
-        held.queue.drop_newest(|order| order.completion.is_taken_back());
+        held.queue.drop_newest(|order| order.completion().is_taken_back());
         // Where one fails, so do all behind it.
         if held.queue.newest().is_some_and(|last| last.outcome().is_err()) && self.ends.send.check().is_err()
         {
@@ -120,7 +119,7 @@ impl Lane {
         let mut held = self.held.lock();
         self.make_room(&mut held);
         let flushed = match held.queue.newest() {
-            Some(last) => stream.wait(&last.completion),
+            Some(last) => stream.wait(last.completion()),
             None => self.ends.send.check(),
         };
         flushed.map_err(|source| self.tell("flush on stream", source))
