@@ -11,12 +11,13 @@
 //! most, for which the receiver gives no more than R + D + P credits. The receiver is safe alike, as it has taken all but P of the
 //! messages that it gave credit for. So P may be D / 2.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::stream::{Batch, Replenish, Stream};
-use gdsync::verbs::{Completion, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Completion, Keeper, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::{Communicator, Registration};
@@ -100,8 +101,8 @@ struct Half {
 struct Posted {
     /// The place that the next receive is for.
     next: usize,
-    /// What the device reads and writes.
-    buffers: Vec<Mr>,
+    /// Keys of what the device reads and writes, and what keeps it registered.
+    buffers: HashMap<u32, Keeper>,
 }
 
 impl Half {
@@ -110,7 +111,7 @@ impl Half {
         qp: &Qp,
         ends: &Arc<Ends>,
         places: Vec<Option<Sge>>,
-        buffers: Vec<Mr>,
+        buffers: HashMap<u32, Keeper>,
     ) -> Arc<Self> {
         let posted = Mutex::new(Posted { next: 0, buffers });
         Arc::new(Self { link: link.clone(), qp: qp.clone(), _ends: ends.clone(), places, posted })
@@ -118,10 +119,7 @@ impl Half {
 
     /// Keeps a buffer registered.
     fn keep(&self, buffer: &Mr) {
-        let buffers = &mut self.posted.lock().buffers;
-        if !buffers.iter().any(|kept| kept.lkey() == buffer.lkey()) {
-            buffers.push(buffer.whole());
-        }
+        self.posted.lock().buffers.entry(buffer.lkey()).or_insert_with(|| buffer.keeper());
     }
 
     /// Adds a message, or credit for one, to a batch; a message takes a credit.
@@ -305,7 +303,7 @@ struct Fresh {
     link: Arc<Link>,
     ends: Arc<Ends>,
     places: Vec<Sge>,
-    buffers: Vec<Mr>,
+    buffers: HashMap<u32, Keeper>,
 }
 
 impl Fresh {
@@ -322,7 +320,7 @@ impl Fresh {
         ends.send.connect(theirs.into)?;
         ends.recv.connect(theirs.out)?;
         link.accompany(&ends);
-        let out = Half::new(&link, &ends.send, &ends, vec![None], Vec::new());
+        let out = Half::new(&link, &ends.send, &ends, vec![None], HashMap::new());
         let places = places.into_iter().map(Some).collect();
         let into = Half::new(&link, &ends.recv, &ends, places, buffers);
         out.replenish()?;
@@ -365,7 +363,8 @@ impl Communicator {
                 expected: "at most half of Builder::depth",
             }));
         }
-        let buffers: Vec<_> = places.iter().map(|(buffer, _)| buffer.on(link.near).whole()).collect();
+        let buffers = places.iter().map(|(buffer, _)| buffer.on(link.near));
+        let buffers = buffers.map(|buffer| (buffer.lkey(), buffer.keeper())).collect();
         let places = places.iter().map(|(buffer, range)| buffer.sge(link.near, range));
         let places = places.collect::<Result<Vec<_>>>()?;
         let build = || {
