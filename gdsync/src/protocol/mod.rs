@@ -7,10 +7,12 @@ pub mod bell;
 pub mod completion;
 mod doorbell;
 pub mod note;
+pub mod posted;
 pub mod record;
 pub mod slots;
 pub mod stamp;
 pub mod standing;
+pub mod turn;
 
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
 

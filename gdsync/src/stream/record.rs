@@ -77,7 +77,7 @@ impl Recording {
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let Batch { ops, sends, waits, covered, repeatable, stream: _, part: _ } = mem::take(batch);
-        let mut sends = sends.into_iter().peekable();
+        let mut sends = sends.into_iter().flat_map(PreparedSend::apart).peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();

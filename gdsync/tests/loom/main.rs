@@ -5,4 +5,5 @@ mod common;
 mod queue;
 mod slots;
 mod stamp;
+mod turn;
 mod wire;
