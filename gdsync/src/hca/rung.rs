@@ -53,6 +53,7 @@ impl Rung {
 
     /// Puts in a queue pair whose doorbell will be written up to the producer index `until` by something that cannot tell.
     /// Not where it is watched: returns whether it was put in.
+    #[inline]
     pub(crate) fn announce(&self, index: usize, until: u64) -> bool {
         let orders = &self.orders[index];
         let tells = standing::order(&orders.until, &orders.watched, until);

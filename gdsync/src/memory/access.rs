@@ -41,8 +41,9 @@ impl Memory {
             return self.write(offset, words.as_flattened());
         }
         for (at, word) in words.iter().enumerate() {
-            // SAFETY: the range was checked; each word lies in it, aligned.
-            unsafe { dst.add(at).write_volatile(u64::from_ne_bytes(*word)) };
+            let to = dst.as_ptr().wrapping_add(at);
+            // SAFETY: the range was checked, and the word lies in it, aligned.
+            unsafe { to.write_volatile(u64::from_ne_bytes(*word)) };
         }
         Ok(())
     }

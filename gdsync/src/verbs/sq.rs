@@ -405,6 +405,8 @@ impl SendQueue {
         for block in begin..end {
             self.ring.prefetch_to_write(self.place(block + AHEAD));
         }
+        // Its core may have taken the next one along since, reading what came before.
+        self.ring.prefetch_to_write(self.place(end));
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
         track.push(Entry { wr_id, begin, end, doorbell, ds, len, ..Entry::default() });
