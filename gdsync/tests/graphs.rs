@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{PATIENCE, Side, hca, stream_with, until};
+use common::{PATIENCE, Side, hca, pair, stream_with, until};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Replenish, Stream};
-use gdsync::verbs::QpBuilder;
+use gdsync::verbs::{QpBuilder, SendWr};
 use replay::Site;
 
 struct Host;
@@ -41,6 +41,29 @@ fn launches_wait_for_what_comes_later() {
 #[test]
 fn launches_are_waited_for() {
     replay::waited_for(&Host);
+}
+
+/// One doorbell starts them, but each can be asked for, and waited for.
+#[test]
+fn sends_in_a_row_have_completions_of_their_own() {
+    let (a, _b) = pair(64, |q| q);
+    let stream = stream_with("row", PATIENCE);
+    let graph = stream
+        .capture(|stream| {
+            let mut batch = Batch::new();
+            let sends = [7, 8, 9].map(|id| batch.send(&a.qp, &SendWr::nop().id(id)).unwrap());
+            batch.wait(&sends[1])?;
+            batch.wait_all_sends(&a.qp)?;
+            assert_eq!(batch.len(), 3);
+            stream.submit(&mut batch)
+        })
+        .unwrap();
+    for _ in 0..3 {
+        let launch = graph.launch(&stream).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        let ids = launch.completions().iter().map(|sent| sent.status().unwrap().unwrap().wr_id);
+        assert_eq!(ids.collect::<Vec<_>>(), [7, 8, 9, 9]);
+    }
 }
 
 /// Each launch calls it, in its place; the stream keeps it as long as it may.

@@ -114,10 +114,21 @@ impl CudaStatus {
         self.known().map_or("the CUDA driver manual explains the number", |known| known.fix)
     }
 
-    /// The result of a call that returned this.
-    pub(crate) fn check(self, call: &'static str) -> Result<()> {
-        if self == Self::SUCCESS { Ok(()) } else { Err(Error::Cuda { call, status: self, fix: self.fix() }) }
+    /// The result of a call of this symbol that returned this.
+    #[inline]
+    pub(crate) fn check(self, symbol: &'static str) -> Result<()> {
+        if self == Self::SUCCESS { Ok(()) } else { Err(self.error_of(symbol)) }
     }
+
+    #[cold]
+    fn error_of(self, symbol: &'static str) -> Error {
+        Error::Cuda { call: name_of(symbol), status: self, fix: self.fix() }
+    }
+}
+
+/// The name in the manual: a symbol without the number of its version.
+pub(super) fn name_of(symbol: &'static str) -> &'static str {
+    symbol.strip_suffix("_v2").unwrap_or(symbol)
 }
 
 impl fmt::Display for CudaStatus {

@@ -10,16 +10,24 @@ use crate::protocol::{note, standing};
 /// The most queue pairs of one HCA.
 pub(crate) const MAX_QPS: usize = 16 * 1024;
 
+/// What of a queue pair will be rung that nobody tells of: who posts looks at both each time, in one line.
+#[derive(Debug, Default)]
+#[repr(align(16))]
+struct Orders {
+    /// Doorbells up to here.
+    until: AtomicU64,
+    /// They are watched, so that what will come need not be told.
+    watched: AtomicU32,
+}
+
 /// A lock-free set of queue pair indices, with one word that says whether it may hold any.
 #[derive(Debug)]
 pub(crate) struct Rung {
     note: AtomicU32,
     groups: [AtomicU64; MAX_QPS / 64 / 64],
     bits: Box<[AtomicU64]>,
-    /// Up to where doorbells will be rung that nobody tells of, by queue pair.
-    until: Box<[AtomicU64]>,
-    /// Whose doorbells are watched, so that what will come need not be told.
-    watched: Box<[AtomicU32]>,
+    /// By queue pair.
+    orders: Box<[Orders]>,
     /// Completion queues that streams of GPUs began to wait on.
     attended: Mutex<Vec<u32>>,
 }
@@ -30,8 +38,7 @@ impl Default for Rung {
             note: AtomicU32::new(0),
             groups: std::array::from_fn(|_| AtomicU64::new(0)),
             bits: (0..MAX_QPS / 64).map(|_| AtomicU64::new(0)).collect(),
-            until: (0..MAX_QPS).map(|_| AtomicU64::new(0)).collect(),
-            watched: (0..MAX_QPS).map(|_| AtomicU32::new(0)).collect(),
+            orders: (0..MAX_QPS).map(|_| Orders::default()).collect(),
             attended: Mutex::default(),
         }
     }
@@ -46,8 +53,10 @@ impl Rung {
 
     /// Puts in a queue pair whose doorbell will be written up to the producer index `until` by something that cannot tell.
     /// Not where it is watched: returns whether it was put in.
+    #[inline]
     pub(crate) fn announce(&self, index: usize, until: u64) -> bool {
-        let tells = standing::order(&self.until[index], &self.watched[index], until);
+        let orders = &self.orders[index];
+        let tells = standing::order(&orders.until, &orders.watched, until);
         if tells {
             self.insert(index);
         }
@@ -57,13 +66,13 @@ impl Rung {
     /// Whether the doorbell of a queue pair will be written beyond the producer index `head`. If not it need not be watched:
     /// the next who announces something puts it in again.
     pub(crate) fn is_to_watch(&self, index: usize, head: u64) -> bool {
-        standing::is_due(&self.until[index], &self.watched[index], head)
+        standing::is_due(&self.orders[index].until, &self.orders[index].watched, head)
     }
 
     /// What was announced of a queue pair will not come.
     pub(crate) fn forget(&self, index: usize) {
-        self.until[index].store(0, Ordering::SeqCst);
-        self.watched[index].store(0, Ordering::SeqCst);
+        self.orders[index].until.store(0, Ordering::SeqCst);
+        self.orders[index].watched.store(0, Ordering::SeqCst);
     }
 
     /// Leaves word that streams of GPUs wait on a completion queue.

@@ -30,6 +30,24 @@ impl Memory {
         Ok(())
     }
 
+    /// As [`Memory::write`], of few words: a copy of any length costs more than they do.
+    ///
+    /// # Errors
+    /// As [`Memory::write`].
+    #[inline(always)]
+    pub(crate) fn write_words(&self, offset: usize, words: &[[u8; 8]]) -> Result<()> {
+        let dst = self.check(offset, size_of_val(words))?.cast::<u64>();
+        if !self.is_host() || !dst.is_aligned() {
+            return self.write(offset, words.as_flattened());
+        }
+        for (at, word) in words.iter().enumerate() {
+            let to = dst.as_ptr().wrapping_add(at);
+            // SAFETY: the range was checked, and the word lies in it, aligned.
+            unsafe { to.write_volatile(u64::from_ne_bytes(*word)) };
+        }
+        Ok(())
+    }
+
     /// Copies from another device memory (or this one) without a buffer between.
     ///
     /// # Errors
@@ -56,10 +74,10 @@ impl Memory {
     }
 
     /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn prefetch_to_write(&self, offset: usize) {
         #[cfg(target_arch = "x86_64")]
-        if let (Reach::Host, Ok(())) = (self.reach, self.inside(offset, 1)) {
+        if self.is_host() && offset < self.len {
             use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
             // SAFETY: a hint.
             unsafe { _mm_prefetch::<_MM_HINT_ET0>(self.ptr.as_ptr().wrapping_add(offset).cast()) };

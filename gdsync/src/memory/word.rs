@@ -92,6 +92,7 @@ macro_rules! words {
 
         impl $word {
             /// The word as an atomic.
+            #[inline]
             pub fn atomic(&self) -> &$atomic {
                 // SAFETY: the only constructor, in `Memory`, checked range and alignment.
                 unsafe { self.0.ptr.cast::<$atomic>().as_ref() }

@@ -81,6 +81,7 @@ struct Body<'a> {
 }
 
 impl Body<'_> {
+    #[inline(always)]
     fn put(&mut self, at: usize, bytes: &[u8]) {
         self.out[at..at + bytes.len()].copy_from_slice(bytes);
     }
@@ -94,6 +95,7 @@ impl Body<'_> {
         usize::from(MAX_DS - self.ds)
     }
 
+    #[inline(always)]
     fn push(&mut self, segment: [u8; SEGMENT]) {
         self.put(self.end(), &segment);
         self.ds += 1;

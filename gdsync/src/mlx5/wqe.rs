@@ -81,8 +81,12 @@ pub enum SendOp<'a> {
 
 impl SendOp<'_> {
     /// Bytes that it moves; as many as fit in the number, of more.
+    #[inline]
     pub(crate) fn payload_bytes(&self) -> u32 {
-        let sum = |sges: &[DataSeg]| sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
+        let sum = |sges: &[DataSeg]| match sges {
+            [one] => one.len,
+            _ => sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len)),
+        };
         match self {
             Self::Send { payload, .. } | Self::Write { payload, .. } => match payload {
                 Payload::Sges(sges) => sum(sges),

@@ -8,10 +8,12 @@ pub mod completion;
 mod doorbell;
 pub mod note;
 pub mod offer;
+pub mod posted;
 pub mod record;
 pub mod slots;
 pub mod stamp;
 pub mod standing;
+pub mod turn;
 
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
 
@@ -52,43 +54,56 @@ pub trait Atom64 {
     fn fence(order: Ordering);
 }
 
+// Inlined everywhere: as a call, each would have to find out which order is meant.
 impl Atom32 for AtomicU32 {
+    #[inline(always)]
     fn load(&self, order: Ordering) -> u32 {
         self.load(order)
     }
+    #[inline(always)]
     fn store(&self, value: u32, order: Ordering) {
         self.store(value, order);
     }
+    #[inline(always)]
     fn swap(&self, value: u32, order: Ordering) -> u32 {
         self.swap(value, order)
     }
+    #[inline(always)]
     fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
         self.fetch_add(value, order)
     }
+    #[inline(always)]
     fn fence(order: Ordering) {
         fence(order);
     }
 }
 
 impl Atom64 for AtomicU64 {
+    #[inline(always)]
     fn load(&self, order: Ordering) -> u64 {
         self.load(order)
     }
+    #[inline(always)]
     fn store(&self, value: u64, order: Ordering) {
         self.store(value, order);
     }
+    #[inline(always)]
     fn swap(&self, value: u64, order: Ordering) -> u64 {
         self.swap(value, order)
     }
+    #[inline(always)]
     fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
         self.fetch_max(value, order)
     }
+    #[inline(always)]
     fn fetch_and(&self, value: u64, order: Ordering) -> u64 {
         self.fetch_and(value, order)
     }
+    #[inline(always)]
     fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64> {
         self.compare_exchange(current, new, yes, no)
     }
+    #[inline(always)]
     fn fence(order: Ordering) {
         fence(order);
     }

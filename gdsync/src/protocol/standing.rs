@@ -17,6 +17,7 @@ use super::{Atom32, Atom64};
 
 /// Orders work up to `number`. Returns whether the caller must tell.
 #[must_use = "nobody looks unless told"]
+#[inline]
 pub fn order(until: &impl Atom64, watched: &impl Atom32, number: u64) -> bool {
     until.fetch_max(number, SeqCst);
     watched.load(SeqCst) == 0 && watched.swap(1, SeqCst) == 0

@@ -141,17 +141,18 @@ impl Recorder {
     }
 
     /// Records an event.
-    #[inline]
+    #[inline(always)]
     pub(super) fn put(&self, event: &Event) {
         if self.state.atomic().load(Ordering::Relaxed) == RECORDS {
-            self.put_at(self.clock.now(), event);
+            let [number, middle, rest] = event.pack();
+            self.put_at(self.clock.now(), number, middle, rest);
         }
     }
 
-    #[inline]
-    fn put_at(&self, at: u64, event: &Event) {
+    /// Each word by itself: so they stay in registers.
+    fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
         match self.lane() {
-            Some(lane) => self.write(lane, at, event),
+            Some(lane) => self.write(lane, [at, number, middle, rest]),
             None => self.lose(),
         }
     }
@@ -162,8 +163,8 @@ impl Recorder {
         seat::known(self.serial).or_else(|| self.admit())
     }
 
-    #[inline]
-    fn write(&self, lane: usize, at: u64, event: &Event) {
+    #[inline(always)]
+    fn write(&self, lane: usize, [at, number, middle, rest]: [u64; WORDS]) {
         let next = &self.lanes[lane].next;
         // Nobody else writes here.
         let n = next.load(Ordering::Relaxed);
@@ -174,7 +175,6 @@ impl Recorder {
         else {
             return;
         };
-        let [number, middle, rest] = event.pack();
         stamp::write(words, [at, number, middle, rest | layout::check(n)]);
     }
 
@@ -219,8 +219,8 @@ impl Recorder {
         if self.state.atomic().load(Ordering::Relaxed) != RECORDS {
             return;
         }
-        let event = awaited.event(stage, by);
-        self.put_at(at, &event);
+        let [number, middle, rest] = awaited.event(stage, by).pack();
+        self.put_at(at, number, middle, rest);
         let Some(lane) = self.lane() else { return };
         let offset = WAITS + lane * WAIT_WORDS * 8;
         let words = self.memory.words64::<WAIT_WORDS>(offset).expect("the table has a row for each lane");
@@ -228,7 +228,6 @@ impl Recorder {
         let given_up = awaited.event(Stage::WaitGivenUp, by).pack();
         let is_again = was[1..4] == given_up && stage == Stage::WaitBegun;
         let goes_on = stage != Stage::WaitBegun || is_again;
-        let [number, middle, rest] = event.pack();
         let n = self.lanes[lane].waits.fetch_add(1, Ordering::Relaxed);
         let Awaited { posted, completed, .. } = *awaited;
         let since = if goes_on { was[0] } else { at };

@@ -137,6 +137,16 @@ impl Batch {
     /// # Errors
     /// As [`Qp::prepare_send`].
     pub fn send(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
+        let end = self.ops.len();
+        // Where the doorbell of sends is the last operation, it may ring for one more.
+        if self.stream.is_none()
+            && end > self.part
+            && let Some(last) = self.sends.last_mut().filter(|last| last.place + 1 == end)
+            && let Some(completion) = last.add(qp, wr)?
+        {
+            last.ring_up(&mut self.ops);
+            return Ok(completion);
+        }
         self.sends(qp, std::slice::from_ref(wr))
     }
 

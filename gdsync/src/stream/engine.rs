@@ -66,6 +66,20 @@ pub trait Engine: Send + Sync + fmt::Debug {
         self.submit(turn, &mut smallvec![Op::Trigger(own(), ring)])
     }
 
+    /// Queues one [`Op::Await`] of completion `n` of a source, which `own` returns to be kept.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    fn wait(
+        &self,
+        turn: &mut Turn,
+        _source: &dyn Source,
+        own: &dyn Fn() -> Arc<dyn Source>,
+        n: u64,
+    ) -> Result<u64> {
+        self.submit(turn, &mut smallvec![Op::Await(own(), n)])
+    }
+
     /// Does what another thread wanted that did not have the turn.
     fn mark(&self, _turn: &mut Turn) {}
 

@@ -125,6 +125,8 @@ struct Inner {
     id: u64,
     name: String,
     engine: Arc<dyn Engine>,
+    /// What it says of itself.
+    signals: bool,
     turns: Arc<Turns>,
 }
 
@@ -248,7 +250,8 @@ impl Stream {
     fn with(name: String, engine: Arc<dyn Engine>, turns: Arc<Turns>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::new(Inner { id, name, engine, turns }))
+        let signals = engine.signals();
+        Self(Arc::new(Inner { id, name, engine, signals, turns }))
     }
 
     /// The `CUstream`, to launch kernels on; `None` for a host stream. To capture it, use
@@ -329,7 +332,7 @@ impl Stream {
                 return Err(error);
             }
         };
-        if !self.0.engine.signals() {
+        if !self.0.signals {
             for (at, send) in batch.sends.iter().enumerate() {
                 // The last doorbell of a queue stands for those before.
                 if batch.sends.get(at + 1).is_none_or(|next| !Arc::ptr_eq(&next.queue, &send.queue)) {

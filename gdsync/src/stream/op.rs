@@ -135,6 +135,12 @@ impl Arrival<'_> {
         if self.cond.holds32(word, self.value) { Ok(()) } else { Err(word) }
     }
 
+    /// Whether GPUs know where.
+    #[inline]
+    pub(super) fn is_found(&self) -> bool {
+        self.found.iter().all(Found::is_known)
+    }
+
     /// Where a GPU finds its word.
     #[inline]
     pub(super) fn word_on(&self, gpu: &Gpu) -> Result<Place> {
@@ -254,7 +260,7 @@ impl Op {
     pub(super) fn is_found(&self) -> bool {
         match self {
             Self::Trigger(source, _) => source.bell().is_none_or(Bell::is_found),
-            Self::Await(source, n) => source.arrival(*n).found.iter().all(Found::is_known),
+            Self::Await(source, n) => source.arrival(*n).is_found(),
             Self::Write32 { at, .. } | Self::Wait32 { at, .. } => at.memory().is_known_to_gpus(),
             Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
             Self::Barrier | Self::Flush | Self::HostFn(_) => true,

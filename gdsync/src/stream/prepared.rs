@@ -1,5 +1,6 @@
 //! Sends and waits that are ready, but in no stream yet. Dropping one does no harm.
 
+use std::mem;
 use std::sync::Arc;
 
 use super::op::{Op, Ops};
@@ -24,6 +25,8 @@ pub struct PreparedSend {
     submitted: Option<Before>,
     /// The flight recorder knows of the submission.
     is_told: bool,
+    /// Each of them has a completion of its own.
+    is_each: bool,
     /// The place of its operation in the batch that it was posted in.
     pub(super) place: usize,
 }
@@ -38,7 +41,32 @@ impl PreparedSend {
     }
 
     pub(super) fn of(queue: &Arc<SendQueue>, Prepared { sends, before, is_told }: Prepared) -> Self {
-        Self { queue: queue.clone(), sends, submitted: before, is_told, place: 0 }
+        let is_each = sends.range.end - sends.range.start == 1;
+        Self { queue: queue.clone(), sends, submitted: before, is_told, is_each, place: 0 }
+    }
+
+    /// Prepares one more send behind these, with a completion of its own. `None` where that cannot be: it is of another queue pair,
+    /// say.
+    pub(super) fn add(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Option<Completion>> {
+        let may_grow = self.is_each && self.submitted.is_none() && Arc::ptr_eq(&self.queue, &qp.send);
+        let grows = may_grow && self.queue.prepare_behind(&mut self.sends, wr)?;
+        Ok(grows.then(|| self.completion()))
+    }
+
+    /// Those that have completions of their own, each by itself.
+    pub(super) fn apart(mut self) -> Vec<Self> {
+        if !self.is_each {
+            return vec![self];
+        }
+        // What is taken out is not taken back.
+        let numbers = mem::take(&mut self.sends.range);
+        let one = |sends| {
+            let prepared = Prepared { sends, before: self.submitted, is_told: self.is_told };
+            let mut one = Self::of(&self.queue, prepared);
+            one.place = self.place;
+            one
+        };
+        self.queue.each(numbers).into_iter().map(one).collect()
     }
 
     /// Prepares sends once more.
@@ -87,6 +115,14 @@ impl PreparedSend {
                 self.place = end - 1;
             }
             _ => ops.push(Op::Trigger(self.queue.end.source(), self.sends.ring())),
+        }
+    }
+
+    /// Has its operation ring for all of them.
+    #[inline]
+    pub(super) fn ring_up(&self, ops: &mut Ops) {
+        if let Some(Op::Trigger(_, ring)) = ops.get_mut(self.place) {
+            *ring = self.sends.ring();
         }
     }
 
@@ -214,7 +250,7 @@ impl PreparedWait {
     }
 
     pub(super) fn unsubmit(&mut self) {
-        if std::mem::take(&mut self.submitted) {
+        if mem::take(&mut self.submitted) {
             self.claim.end.cq.unsubmit(self.first, self.claim.n);
         }
     }

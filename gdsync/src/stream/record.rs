@@ -95,7 +95,7 @@ impl Recording {
                 self.before.push(who);
             }
         }
-        let mut sends = sends.into_iter().peekable();
+        let mut sends = sends.into_iter().flat_map(PreparedSend::apart).peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();

@@ -2,9 +2,6 @@
 
 use std::sync::Arc;
 
-use smallvec::smallvec;
-
-use super::op::Op;
 use super::prepared::{Asked, PreparedSend, PreparedWait};
 use super::{Batch, State, Stream, note_use};
 use crate::error::Result;
@@ -34,7 +31,7 @@ impl Stream {
                     return Err(error);
                 }
             }
-            if !self.0.engine.signals() {
+            if !self.0.signals {
                 queue.watch(&sent.sends);
             }
             Ok(queue.end.completion(sent.sends.range.start))
@@ -61,15 +58,14 @@ impl Stream {
     fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
         let (first, claim) = PreparedWait::claim(end.completion(0), Upto::Next(1), Some(self.0.id))?;
         claim.note_wait(Stage::WaitSubmitted, self.0.id);
-        let mut ops = smallvec![Op::Await(end.source(), claim.n)];
-        match self.0.engine.submit(&mut state.turn, &mut ops) {
+        match self.0.engine.wait(&mut state.turn, end.as_source(), &|| end.source(), claim.n) {
             Ok(seq) => note_use(&mut state.used, &end.qp, seq),
             Err(error) => {
                 PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
                 return Err(error);
             }
         }
-        if !self.0.engine.signals() {
+        if !self.0.signals {
             end.cq.attend(claim.n, self.0.engine.kicker());
         }
         Ok(claim)

@@ -200,6 +200,14 @@ impl Cq {
     }
 }
 
+impl CqState {
+    /// Whether no other stream than this one waits on the queue.
+    #[inline]
+    fn is_free_for(&self, stream: u64) -> bool {
+        self.stream == stream || self.in_stream == self.unsubmitted.len() as u64
+    }
+}
+
 impl CqInner {
     /// The queue as the device made it.
     pub(crate) fn parts(&self) -> &CqParts {
@@ -424,7 +432,12 @@ impl CqInner {
         let at = self.index(n);
         state.slots[at].taken = Taken::ByStream;
         state.claim_next = n + 1;
+        let next = stream.filter(|&stream| state.unsubmitted.is_empty() && state.is_free_for(stream));
         state.in_stream += 1;
+        if let Some(stream) = next {
+            state.stream = stream;
+            return Ok(Some((first, n)));
+        }
         state.unsubmitted.push_back((first, n));
         if let Some(Err(error)) = stream.map(|stream| self.submit_locked(&mut state, n, stream, tracker)) {
             drop(state);
@@ -471,13 +484,12 @@ impl CqInner {
         if expected != n {
             return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
         }
-        let held = |state: &CqState| state.in_stream > state.unsubmitted.len() as u64;
-        if state.stream != stream && held(state) {
-            // Unless it is past that by now.
+        if !state.is_free_for(stream) {
+            // Unless the other one is past that by now.
             self.reap_locked(state);
             self.free(state);
         }
-        if state.stream != stream && held(state) {
+        if !state.is_free_for(stream) {
             let owner = format!("stream {}", state.stream);
             return Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner });
         }

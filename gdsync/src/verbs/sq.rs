@@ -32,7 +32,7 @@ pub(crate) struct Most {
 }
 
 impl Most {
-    #[inline]
+    #[inline(always)]
     fn check(self, op: &mlx5::SendOp<'_>) -> Result<()> {
         use mlx5::{Payload, SendOp};
         match *op {
@@ -47,17 +47,20 @@ impl Most {
             | SendOp::Read { sges, .. }
                 if sges.len() > self.sges =>
             {
-                // Empty ones take no room.
-                let buffers = sges.iter().filter(|sge| sge.len > 0).count();
-                let expected = "at most the QP's max_send_sge";
-                if buffers > self.sges {
-                    Err(Error::invalid("buffers of a send", buffers, expected))
-                } else {
-                    Ok(())
-                }
+                self.check_buffers(sges)
             }
             _ => Ok(()),
         }
+    }
+
+    #[cold]
+    fn check_buffers(self, sges: &[mlx5::DataSeg]) -> Result<()> {
+        // Empty ones take no room.
+        let buffers = sges.iter().filter(|sge| sge.len > 0).count();
+        if buffers > self.sges {
+            return Err(Error::invalid("buffers of a send", buffers, "at most the QP's max_send_sge"));
+        }
+        Ok(())
     }
 }
 
@@ -82,6 +85,12 @@ pub(crate) struct Written {
 }
 
 impl Written {
+    /// One more behind them.
+    fn grow(&mut self, &Entry { end, doorbell, .. }: &Entry) {
+        self.range.end += 1;
+        (self.end, self.doorbell) = (end, doorbell);
+    }
+
     /// What makes the HCA start everything up to the end of them.
     #[inline]
     pub(crate) fn ring(&self) -> Ring {
@@ -207,20 +216,51 @@ impl SendQueue {
     /// Writes a request and hands it to a stream, as [`SendQueue::prepare`] of one.
     #[inline(always)]
     pub(crate) fn prepare_one(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
+        // Not by one closure for both: it would be called, and what it returns copied.
+        match self.locked(&mut |track| self.send_one(track, wr, stream)) {
+            Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
+                self.again(&mut |track| self.send_one(track, wr, stream))
+            }
+            other => other,
+        }
+    }
+
+    #[inline(always)]
+    fn send_one(&self, track: &mut Track, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
+        self.write_one(track, wr)?;
+        let n = track.posted - 1;
+        let before = match self.hand_over(track, &(n..n + 1), stream) {
+            Ok(before) => before,
+            Err(error) => {
+                self.undo(track, &(n..n + 1));
+                return Err(error);
+            }
+        };
+        let &Entry { len, end, doorbell, .. } = track.entry(n);
+        let is_told = self.end.qp.log.note_prepared(n, len, Some(stream));
+        Ok(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
+    }
+
+    /// Writes one more request behind `sends`, which were prepared for no stream yet. Returns whether it could: there may be another
+    /// one behind them.
+    pub(crate) fn prepare_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
         self.with_room(|track| {
+            if track.posted != sends.range.end {
+                return Ok(false);
+            }
             self.write_one(track, wr)?;
-            let n = track.posted - 1;
-            let before = match self.hand_over(track, &(n..n + 1), stream) {
-                Ok(before) => before,
-                Err(error) => {
-                    self.undo(track, &(n..n + 1));
-                    return Err(error);
-                }
-            };
-            let &Entry { len, end, doorbell, .. } = track.entry(n);
-            let is_told = self.end.qp.log.note_prepared(n, len, Some(stream));
-            Ok(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
+            let n = sends.range.end;
+            let entry = track.entry(n);
+            sends.grow(entry);
+            self.end.qp.log.note_prepared(n, entry.len, None);
+            Ok(true)
         })
+    }
+
+    /// What was prepared, one by one.
+    pub(crate) fn each(&self, range: Range<u64>) -> Vec<Written> {
+        let track = self.end.tracker.lock();
+        range.map(|n| written(&track, n..n + 1)).collect()
     }
 
     /// Hands requests that were written to their stream, if there is one.
@@ -362,7 +402,11 @@ impl SendQueue {
         let bytes = &track.scratch[..usize::from(ds) * 16];
         self.store(begin, bytes);
         // The HCA has read there in the lap before.
-        (begin..end).for_each(|block| self.ring.prefetch_to_write(self.place(block + AHEAD)));
+        for block in begin..end {
+            self.ring.prefetch_to_write(self.place(block + AHEAD));
+        }
+        // Its core may have taken the next one along since, reading what came before.
+        self.ring.prefetch_to_write(self.place(end));
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
         track.push(Entry { wr_id, begin, end, doorbell, ds, len, ..Entry::default() });
@@ -370,6 +414,7 @@ impl SendQueue {
     }
 
     /// Where block `index` is in the ring, in bytes.
+    #[inline(always)]
     fn place(&self, index: u64) -> usize {
         usize::try_from(index & (self.blocks - 1)).expect("a ring index fits in memory") * BB
     }
@@ -378,10 +423,12 @@ impl SendQueue {
     #[inline(always)]
     fn store(&self, index: u64, bytes: &[u8]) {
         let at = self.place(index);
-        let (head, wrapped) = bytes.split_at(bytes.len().min(self.ring.len() - at));
-        self.ring.write(at, head).expect("split at the end of the ring");
+        // WQEs are made of 16 bytes, rings of 64.
+        let words = bytes.as_chunks::<8>().0;
+        let (head, wrapped) = words.split_at(words.len().min((self.ring.len() - at) / 8));
+        self.ring.write_words(at, head).expect("split at the end of the ring");
         if !wrapped.is_empty() {
-            self.ring.write(0, wrapped).expect("a WQE is shorter than the ring");
+            self.ring.write_words(0, wrapped).expect("a WQE is shorter than the ring");
         }
     }
 
@@ -426,9 +473,10 @@ impl SendQueue {
             taken_back += 1;
         }
         if taken_back < range.end - range.start {
-            self.end.tracker.tell_gaps();
+            self.end.tracker.tell_gaps(track);
+        } else {
+            self.end.tracker.tell(track);
         }
-        self.end.tracker.tell(track);
         self.end.cq.take_back(taken_back);
     }
 

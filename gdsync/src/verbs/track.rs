@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -10,6 +10,7 @@ use super::sq::low16;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES};
+use crate::protocol::posted;
 use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
 
 /// Why a queue pair does no more work: the first failure, kept for every later call.
@@ -68,7 +69,7 @@ pub(crate) struct Tracker {
     posted: AtomicU64,
     retired: AtomicU64,
     /// Requests were taken back, and stay where they are as others come behind them.
-    has_gaps: AtomicBool,
+    has_gaps: AtomicU32,
     log: Log,
     /// It is a card's, which does not record completions itself.
     is_card: bool,
@@ -146,7 +147,7 @@ impl Tracker {
             life: AtomicUsize::new(0),
             posted: AtomicU64::new(0),
             retired: AtomicU64::new(0),
-            has_gaps: AtomicBool::new(false),
+            has_gaps: AtomicU32::new(0),
             log,
             is_card,
             state: Mutex::new(state),
@@ -165,20 +166,21 @@ impl Tracker {
     /// Notes how many requests are posted, for those who do not take the lock.
     #[inline]
     pub(crate) fn tell(&self, track: &Track) {
-        self.posted.store(track.posted, Ordering::Release);
+        posted::tell(&self.posted, &self.has_gaps, track.posted, false);
     }
 
-    /// Notes that requests were taken back which others are behind.
-    pub(crate) fn tell_gaps(&self) {
-        self.has_gaps.store(true, Ordering::Relaxed);
+    /// As [`Tracker::tell`], and that requests were taken back which others are behind.
+    pub(crate) fn tell_gaps(&self, track: &Track) {
+        posted::tell(&self.posted, &self.has_gaps, track.posted, true);
     }
 
     /// Requests posted, and the first from `n` on that was not taken back.
     #[inline]
     pub(crate) fn next_from(&self, n: u64) -> (u64, u64) {
-        // Acquire: gaps before these are known then.
-        let posted = self.posted.load(Ordering::Acquire);
-        if self.has_gaps.load(Ordering::Relaxed) { self.next_behind_gaps(n) } else { (posted, n) }
+        match posted::look(&self.posted, &self.has_gaps) {
+            (_, true) => self.next_behind_gaps(n),
+            (posted, false) => (posted, n),
+        }
     }
 
     #[cold]
@@ -243,7 +245,7 @@ impl Tracker {
         track.lives.push(retired);
         self.life.store(track.lives.len(), Ordering::Release);
         let lost = track.reset();
-        self.has_gaps.store(false, Ordering::Relaxed);
+        self.has_gaps.store(0, Ordering::Relaxed);
         self.tell(&track);
         lost
     }
@@ -361,14 +363,17 @@ fn is_as_expected(entry: &Entry, cqe: &Cqe) -> bool {
 }
 
 impl Track {
+    #[inline(always)]
     fn at(&self, n: u64) -> usize {
         usize::try_from(n).expect("64-bit hosts only") & (self.entries.len() - 1)
     }
 
+    #[inline(always)]
     pub(crate) fn entry(&self, n: u64) -> &Entry {
         &self.entries[self.at(n)]
     }
 
+    #[inline(always)]
     pub(crate) fn entry_mut(&mut self, n: u64) -> &mut Entry {
         let at = self.at(n);
         &mut self.entries[at]

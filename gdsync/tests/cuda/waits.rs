@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use gdsync::error::Error;
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
 use gdsync::verbs::{RecvWr, SendWr};
 
 use super::common::{PATIENCE, connect, hca};
@@ -95,6 +95,42 @@ fn a_full_stream_says_so_and_never_blocks() {
         stream.submit_within(&mut batch, PATIENCE).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(count.load(), 5000);
+    }
+}
+
+/// Nothing is noted of them one by one.
+#[test]
+fn sends_in_a_row_fill_a_stream_and_end_with_it() {
+    const DEPTH: usize = 8;
+    for place in places() {
+        let (a, b) = connect(place.side(&hca(), 64), place.side(&hca(), 64));
+        let config = CudaStreamConfig { depth: DEPTH, via: place.via, ..CudaStreamConfig::default() };
+        let stream = Stream::cuda(&place.gpu, config).unwrap();
+        let gate = Memory::alloc(64).unwrap().word32(0).unwrap();
+        for round in 1..=3 {
+            stream.wait_value32(&gate, round, Cond::Geq).unwrap();
+            let (mut sent, mut full) = (Vec::new(), None);
+            while full.is_none() {
+                match stream.send(&a.qp, &SendWr::nop()) {
+                    Ok(send) => sent.push(send),
+                    Err(error) => full = Some(error),
+                }
+            }
+            assert!(matches!(full, Some(Error::StreamFull { depth: DEPTH, .. })), "{place:?}: {full:?}");
+            // Marks are calls, too.
+            assert!((DEPTH - 3..DEPTH).contains(&sent.len()), "{place:?}: {}", sent.len());
+            assert_eq!(stream.query().pending, sent.len() as u64 + 1, "{place:?}");
+            if round < 3 {
+                gate.store(round);
+                stream.synchronize(PATIENCE).unwrap();
+                sent.iter().for_each(|send| assert!(send.wait(PATIENCE).is_ok()));
+                continue;
+            }
+            stream.abort();
+            assert!(matches!(stream.synchronize(PATIENCE), Err(Error::StreamAborted { .. })));
+            sent.iter().for_each(|send| assert!(send.wait(PATIENCE).is_err(), "{place:?}: {send:?}"));
+        }
+        drop(b);
     }
 }
 

@@ -6,4 +6,5 @@ mod offer;
 mod queue;
 mod slots;
 mod stamp;
+mod turn;
 mod wire;

@@ -12,6 +12,7 @@ use cudarc::driver::sys;
 
 use super::layout::{AccessDesc, AllocationProp, Handle, KernelNodeParams, MemOp, MemOpNodeParams};
 use crate::cuda::CudaStatus;
+use crate::cuda::status::name_of;
 use crate::error::{Error, Result};
 
 /// Declares the table of entry points and a checked call for each.
@@ -54,11 +55,11 @@ macro_rules! entry_points {
                 ///
                 /// # Safety
                 /// The arguments must be what the CUDA driver's manual asks for.
+                #[inline]
                 pub unsafe fn $name(&self, $($arg: $ty),*) -> Result<()> {
-                    let entry = self.$name.ok_or_else(|| missing(name_of($symbol)))?;
+                    let Some(entry) = self.$name else { return Err(missing($symbol)) };
                     // SAFETY: the caller vouches for the arguments.
-                    let status = unsafe { entry($($arg),*) };
-                    CudaStatus(status).check(name_of($symbol))
+                    CudaStatus(unsafe { entry($($arg),*) }).check($symbol)
                 }
             )*
         }
@@ -177,14 +178,10 @@ fn present() -> bool {
     *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
 }
 
-/// The name in the manual: a symbol without the number of its version.
-fn name_of(symbol: &'static str) -> &'static str {
-    symbol.strip_suffix("_v2").unwrap_or(symbol)
-}
-
-fn missing(name: &str) -> Error {
+#[cold]
+fn missing(symbol: &'static str) -> Error {
     Error::Unsupported {
-        what: name.into(),
+        what: name_of(symbol).into(),
         by: "the installed CUDA driver",
         fix: "install a driver of CUDA 11.7 or newer",
     }

@@ -3,12 +3,12 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::fds;
 use crate::error::Result;
-use crate::memory::Memory;
+use crate::memory::{Memory, Word32};
 use crate::protocol::bell;
 
 /// Bytes of the shared page.
@@ -20,7 +20,8 @@ const SEQUENCE: usize = 64;
 /// Any number of threads of any process may sleep on it and ring it. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Bell {
-    memory: Memory,
+    sleepers: Word32,
+    sequence: Word32,
     fd: Arc<OwnedFd>,
 }
 
@@ -32,44 +33,42 @@ impl Bell {
     /// Maps a bell that a peer created, once its file is proven large enough and unable to shrink.
     pub(crate) fn open(fd: OwnedFd) -> Result<Self> {
         fds::check_memfd(&fd, SIZE)?;
-        Ok(Self { memory: Memory::map_shared(fd.as_fd(), SIZE)?, fd: Arc::new(fd) })
+        let memory = Memory::map_shared(fd.as_fd(), SIZE)?;
+        let (sleepers, sequence) = (memory.word32(SLEEPERS)?, memory.word32(SEQUENCE)?);
+        Ok(Self { sleepers, sequence, fd: Arc::new(fd) })
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    fn word(&self, offset: usize) -> &AtomicU32 {
-        self.memory.atomic32(offset).expect("the words are aligned and inside the page")
-    }
-
     /// Wakes every sleeper. While nobody sleeps this costs a fence and a load.
     pub(crate) fn ring(&self) {
-        if bell::ring(self.word(SLEEPERS), self.word(SEQUENCE)) {
+        if bell::ring(self.sleepers.atomic(), self.sequence.atomic()) {
             self.wake();
         }
     }
 
     /// Whether somebody seems to sleep.
     pub(crate) fn is_slept_on(&self) -> bool {
-        self.word(SLEEPERS).load(Ordering::Relaxed) != 0
+        self.sleepers.atomic().load(Ordering::Relaxed) != 0
     }
 
     /// Wakes every sleeper, also after a ringer died half-way.
     pub(crate) fn ring_hard(&self) {
-        self.word(SEQUENCE).fetch_add(1, Ordering::Release);
+        self.sequence.atomic().fetch_add(1, Ordering::Release);
         self.wake();
     }
 
     fn wake(&self) {
-        let word = self.word(SEQUENCE).as_ptr();
+        let word = self.sequence.atomic().as_ptr();
         // SAFETY: the word is mapped; FUTEX_WAKE only uses its address.
         unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX) };
     }
 
     /// Sleeps unless `ready`, until rung or for `timeout`. May return for no reason.
     pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
-        let ticket = bell::announce(self.word(SLEEPERS), self.word(SEQUENCE));
+        let ticket = bell::announce(self.sleepers.atomic(), self.sequence.atomic());
         if ready() {
             return;
         }
@@ -77,7 +76,7 @@ impl Bell {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        let word = self.word(SEQUENCE).as_ptr();
+        let word = self.sequence.atomic().as_ptr();
         // SAFETY: the word and the time are valid for the call; a time in seconds and nanoseconds is relative.
         unsafe {
             libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, ticket, &raw const time, null::<u32>(), 0)

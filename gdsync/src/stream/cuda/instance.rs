@@ -163,7 +163,9 @@ impl Instance {
                 (Call::Ops(ops), Some(lane)) if plan::fits_kernel(ops) => {
                     lane.arm(api, (self.exec, node.handle), head, ops)?;
                 }
-                (Call::Ops(ops), _) => self.arm_memops(api, node.handle, &mut plan::memops(ops))?,
+                (Call::Ops(ops), _) => {
+                    plan::with_memops(ops, |count, memops| self.arm_memops(api, node.handle, count, memops))?
+                }
                 // Not in graphs.
                 (Call::HostFn(_), _) => {}
             }
@@ -171,10 +173,9 @@ impl Instance {
         Ok(())
     }
 
-    fn arm_memops(&self, api: &Api, node: Handle, memops: &mut [MemOp]) -> gdrcopy::Result<()> {
-        let count = u32::try_from(memops.len()).expect("fewer than 256");
+    fn arm_memops(&self, api: &Api, node: Handle, count: u32, ops: *mut MemOp) -> gdrcopy::Result<()> {
         let context = self.gpu.raw_context();
-        let params = MemOpNodeParams { context, count, ops: memops.as_mut_ptr(), flags: 0 };
+        let params = MemOpNodeParams { context, count, ops, flags: 0 };
         // SAFETY: a node of this graph with so many operations of these kinds, on words that the submission keeps alive.
         unsafe { api.graph_exec_mem_op_node_set_params(self.exec, node, &params) }
     }

@@ -144,6 +144,16 @@ impl Engine for CudaEngine {
         self.shared.trigger(turn, (source, own), ring)
     }
 
+    fn wait(
+        &self,
+        turn: &mut Turn,
+        source: &dyn Source,
+        own: &dyn Fn() -> Arc<dyn Source>,
+        n: u64,
+    ) -> Result<u64> {
+        self.shared.wait(turn, (source, own), n)
+    }
+
     fn mark(&self, turn: &mut Turn) {
         // Not within a host function, where CUDA must not be called: then the watchdog sees to it.
         if !host_fn::is_running() {

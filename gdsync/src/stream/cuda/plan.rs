@@ -3,7 +3,7 @@
 //! Consumer indices tell the CPU what a stream has passed, and nobody waits for them: they are put off behind the
 //! doorbells that follow a wait, until the next wait or the end of the submission.
 
-use std::mem;
+use std::mem::{self, MaybeUninit};
 
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
@@ -12,7 +12,7 @@ use super::lane::{self, LaneOp};
 use crate::cuda::{Flush, Gpu};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Place};
-use crate::stream::{Bell, Op, Ring};
+use crate::stream::{Arrival, Bell, Op, Ring};
 
 /// The most operations of one call (`cuStreamBatchMemOp`: fewer than 256).
 const MAX_MEMOPS: usize = 255;
@@ -29,8 +29,69 @@ pub(super) enum Call {
 
 /// What one call runs.
 pub(super) type Program = SmallVec<[LaneOp; lane::SMALL]>;
-/// What `cuStreamBatchMemOp` runs.
-pub(super) type MemOps = SmallVec<[MemOp; 8]>;
+
+/// What a submission becomes, and the mark behind it.
+pub(super) trait Runs {
+    /// Adds the mark.
+    fn mark(&mut self, mark: LaneOp);
+
+    /// How many calls there are, and how many of them are for host functions.
+    fn count(&self) -> (usize, usize);
+
+    /// Makes the calls, by one function or the other, until one fails.
+    fn make(
+        &mut self,
+        ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
+        host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
+    ) -> gdrcopy::Result<()>;
+}
+
+/// One call of a few operations that are known beforehand: nothing is put off, and it never has to grow.
+pub(super) struct Few {
+    ops: [LaneOp; 4],
+    len: usize,
+}
+
+impl Few {
+    /// A send.
+    #[inline(always)]
+    pub(super) fn trigger(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<Self> {
+        let [first, second] = rung(gpu, bell, ring)?;
+        Ok(Self { ops: [first, second, LaneOp::BARRIER, LaneOp::BARRIER], len: 2 })
+    }
+
+    /// A wait for a completion.
+    #[inline(always)]
+    pub(super) fn wait(gpu: &Gpu, arrival: &Arrival<'_>) -> Result<Self> {
+        let [wait, index] = awaited(gpu, arrival)?;
+        Ok(match gpu.capabilities().flush {
+            Flush::OnStream => Self { ops: [wait, LaneOp::FLUSH, index, LaneOp::BARRIER], len: 3 },
+            _ => Self { ops: [wait, index, LaneOp::BARRIER, LaneOp::BARRIER], len: 2 },
+        })
+    }
+}
+
+impl Runs for Few {
+    #[inline(always)]
+    fn mark(&mut self, mark: LaneOp) {
+        self.ops[self.len] = mark;
+        self.len += 1;
+    }
+
+    #[inline(always)]
+    fn count(&self) -> (usize, usize) {
+        (1, 0)
+    }
+
+    #[inline(always)]
+    fn make(
+        &mut self,
+        ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
+        _host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
+    ) -> gdrcopy::Result<()> {
+        ops(&self.ops[..self.len])
+    }
+}
 
 /// The calls that operations become, as few as the limits allow. The last one, mostly the only one, grows where it is issued from:
 /// calls are large.
@@ -44,8 +105,8 @@ pub(super) struct Calls {
     host_fns: usize,
 }
 
-/// Consumer indices that are put off: where, and what.
-type Indices = SmallVec<[(u64, u32); 2]>;
+/// Consumer indices that are put off.
+type Indices = SmallVec<[LaneOp; 2]>;
 
 impl Calls {
     /// None so far.
@@ -55,32 +116,9 @@ impl Calls {
         Self { most, before: Vec::new(), last: Program::new(), barrier: false, host_fns: 0 }
     }
 
-    /// How many there are, and how many of them are for host functions.
-    #[inline]
-    pub(super) fn count(&self) -> (usize, usize) {
-        (self.before.len() + usize::from(!self.last.is_empty() || self.barrier), self.host_fns)
-    }
-
-    /// Makes the calls, by one function or the other, until one fails.
-    #[inline(always)]
-    pub(super) fn make(
-        &mut self,
-        ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
-        host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
-    ) -> gdrcopy::Result<()> {
-        self.settle();
-        for call in &self.before {
-            match call {
-                Call::Ops(part) => ops(part),
-                Call::HostFn(place) => host_fn(*place),
-            }?;
-        }
-        if self.last.is_empty() { Ok(()) } else { ops(&self.last) }
-    }
-
     /// Adds steps that belong into one call.
     #[inline(always)]
-    pub(super) fn put<const N: usize>(&mut self, steps: [LaneOp; N]) {
+    fn put<const N: usize>(&mut self, steps: [LaneOp; N]) {
         if self.last.len() + N + usize::from(self.barrier) > self.most {
             self.end();
         }
@@ -134,19 +172,20 @@ impl Calls {
         for (place, op) in ops.iter().enumerate() {
             match *op {
                 Op::Trigger(ref source, ring) => {
-                    source.bell().map_or(Ok(()), |bell| self.trigger(gpu, bell, ring))?;
+                    source
+                        .bell()
+                        .map_or(Ok(()), |bell| rung(gpu, bell, ring).map(|steps| self.put(steps)))?;
                 }
                 Op::Await(ref source, n) => {
                     self.pass(&mut indices);
-                    let arrival = source.arrival(n);
-                    let (word, index) = (arrival.word_on(gpu)?, arrival.index_on(gpu)?);
-                    self.put([LaneOp::wait_cqe(word, arrival.value, arrival.cond)]);
+                    let [wait, index] = awaited(gpu, &source.arrival(n))?;
+                    self.put([wait]);
                     if gpu.capabilities().flush == Flush::OnStream {
                         self.put([LaneOp::FLUSH]);
                     }
                     // Of several for the same queue the last one says it all.
-                    indices.retain(|(other, _)| *other != index);
-                    indices.push((index, arrival.passed));
+                    indices.retain(|other| other.addr != index.addr);
+                    indices.push(index);
                 }
                 Op::Write32 { ref at, value } => {
                     self.put([LaneOp::write32(at.memory().gpu_addr(gpu)?, value)]);
@@ -181,27 +220,58 @@ impl Calls {
     /// Writes the consumer indices that were put off.
     #[inline(always)]
     fn pass(&mut self, indices: &mut Indices) {
-        for &(addr, value) in indices.iter() {
-            self.put([LaneOp::index(addr, value)]);
+        for &index in indices.iter() {
+            self.put([index]);
         }
         indices.clear();
     }
+}
 
-    /// Record, barrier, doorbell; where the record may lag, the doorbell comes first.
-    #[inline(always)]
-    pub(super) fn trigger(&mut self, gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<()> {
-        let [record, doorbell] = &bell.found;
-        let record = record.place(bell.record.memory(), gpu)?.addr;
-        let doorbell = doorbell.place(bell.doorbell.memory(), gpu)?.addr;
-        let doorbell = LaneOp::write64(doorbell, ring.doorbell);
-        if bell.record_may_lag {
-            self.put([doorbell, LaneOp::write32(record, ring.record)]);
-        } else {
-            // Only the doorbell is ordered, by the barrier.
-            self.put([LaneOp::index(record, ring.record), LaneOp::BARRIER, doorbell]);
-        }
-        Ok(())
+impl Runs for Calls {
+    fn mark(&mut self, mark: LaneOp) {
+        self.put([mark]);
     }
+
+    #[inline]
+    fn count(&self) -> (usize, usize) {
+        (self.before.len() + usize::from(!self.last.is_empty() || self.barrier), self.host_fns)
+    }
+
+    #[inline(always)]
+    fn make(
+        &mut self,
+        ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
+        host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
+    ) -> gdrcopy::Result<()> {
+        self.settle();
+        for call in &self.before {
+            match call {
+                Call::Ops(part) => ops(part),
+                Call::HostFn(place) => host_fn(*place),
+            }?;
+        }
+        if self.last.is_empty() { Ok(()) } else { ops(&self.last) }
+    }
+}
+
+/// The record and then the doorbell, which has a fence before it; where the record may lag, the doorbell comes first.
+#[inline(always)]
+fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[LaneOp; 2]> {
+    let [record, doorbell] = &bell.found;
+    let record = record.place(bell.record.memory(), gpu)?.addr;
+    let doorbell = doorbell.place(bell.doorbell.memory(), gpu)?.addr;
+    let doorbell = LaneOp::write64(doorbell, ring.doorbell);
+    Ok(match bell.record_may_lag {
+        true => [doorbell, LaneOp::write32(record, ring.record)],
+        false => [LaneOp::index(record, ring.record), doorbell],
+    })
+}
+
+/// The wait, and the consumer index behind it.
+#[inline(always)]
+fn awaited(gpu: &Gpu, arrival: &Arrival<'_>) -> Result<[LaneOp; 2]> {
+    let (word, index) = (arrival.word_on(gpu)?, arrival.index_on(gpu)?);
+    Ok([LaneOp::wait_cqe(word, arrival.value, arrival.cond), LaneOp::index(index, arrival.passed)])
 }
 
 /// Whether a kernel can run these, or only the front end.
@@ -210,14 +280,20 @@ pub(super) fn fits_kernel(ops: &[LaneOp]) -> bool {
     !ops.iter().any(LaneOp::is_flush)
 }
 
-/// The same for the front end.
+/// Calls `call` with the same for the front end: how many, and where.
 #[inline(always)]
-pub(super) fn memops(ops: &[LaneOp]) -> MemOps {
-    let mut memops = MemOps::new();
-    for op in ops {
-        memops.push(op.memop());
+pub(super) fn with_memops<T>(ops: &[LaneOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
+    const FEW: usize = 4;
+    let count = u32::try_from(ops.len()).expect("fewer than 256");
+    if ops.len() > FEW {
+        let mut memops: Vec<_> = ops.iter().map(LaneOp::memop).collect();
+        return call(count, memops.as_mut_ptr());
     }
-    memops
+    let mut memops = [const { MaybeUninit::uninit() }; FEW];
+    for (to, op) in memops.iter_mut().zip(ops) {
+        to.write(op.memop());
+    }
+    call(count, memops.as_mut_ptr().cast())
 }
 
 /// Where the GPU finds the word of a wait of the application.

@@ -23,7 +23,7 @@ use super::host_fn;
 use super::instance::{Instance, Pool};
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, LaneOp, StatusBlock};
-use super::plan::{self, Calls};
+use super::plan::{self, Calls, Few, Runs};
 use super::retire::Retired;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
@@ -82,6 +82,24 @@ pub struct Turn {
     pub(super) marked: u64,
     /// What has been captured so far, while the stream is.
     pub(super) capture: Option<Captured>,
+    row: Row,
+}
+
+/// Sends in a row for one queue. The first of them is in the queue of submissions and stands for all: nothing is told of the others one
+/// by one, the GPU is not seen to complete any before the next mark, and whoever fails the stream finds their source. So only who
+/// has the turn knows of those that are not counted there yet, until the row ends: with the next mark or any other submission.
+#[derive(Debug, Default)]
+struct Row {
+    /// The address of their source; 0 where there is no row.
+    source: usize,
+    uncounted: usize,
+    /// Calls that there is room for.
+    room: usize,
+}
+
+/// What tells one source from others.
+fn address_of(source: &dyn Source) -> usize {
+    (&raw const *source).addr()
 }
 
 #[derive(Default)]
@@ -230,11 +248,16 @@ impl Shared {
         (source, own): (&dyn Source, &dyn Fn() -> Arc<dyn Source>),
         ring: Ring,
     ) -> Result<u64> {
-        if source.bell().is_some_and(|bell| !bell.is_found()) {
+        let Some(bell) = source.bell() else {
+            return self.submit(turn, &mut smallvec![Op::Trigger(own(), ring)]);
+        };
+        if !bell.is_found() {
             self.mark_in_turn(turn);
         }
-        let mut calls = Calls::new(self.by_kernel());
-        source.bell().map_or(Ok(()), |bell| calls.trigger(&self.gpu, bell, ring))?;
+        let mut few = Few::trigger(&self.gpu, bell, ring)?;
+        if self.goes_on(turn, source) {
+            return self.accept(turn, |turn, _done| self.submit_in_row(turn, &mut few));
+        }
         let is_marked = turn.unmarked == 0;
         let put = |queue: &mut VecDeque<Submission>, entry: Entry| match queue.back_mut() {
             Some(last) if !is_marked && last.triggers_only(source) => {
@@ -243,7 +266,58 @@ impl Shared {
             }
             _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(own(), ring)], None)),
         };
-        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        turn.row.source = if turn.unmarked > 0 { address_of(source) } else { 0 };
+        Ok(seq)
+    }
+
+    /// Whether one more send is of the row, without a mark behind it. While the gate is closed there is none.
+    #[inline]
+    fn goes_on(&self, turn: &Turn, source: &dyn Source) -> bool {
+        let row = &turn.row;
+        let is_of_row = row.source == address_of(source) && row.uncounted < row.room;
+        is_of_row && turn.unmarked + 1 < MARK_EVERY && !gate::is_closed()
+    }
+
+    #[inline(always)]
+    fn submit_in_row(&self, turn: &mut Turn, few: &mut Few) -> Result<u64> {
+        if self.is_captured_by_others(turn) {
+            return Err(graph::within_another());
+        }
+        let seq = self.submitted() + 1;
+        self.submitted.store(seq, Ordering::Release);
+        turn.row.uncounted += 1;
+        turn.unmarked += 1;
+        let answer = self.issue(seq, few);
+        Ok(self.issued(seq, answer))
+    }
+
+    /// Ends the row: counts its sends where all see it.
+    fn end_row(turn: &mut Turn, state: &mut State) {
+        let Row { uncounted, .. } = mem::take(&mut turn.row);
+        if let Some(first) = state.queue.back_mut().filter(|_| uncounted > 0) {
+            first.seq += uncounted as u64;
+            first.calls += uncounted;
+            state.calls += uncounted;
+        }
+    }
+
+    /// Submits one wait.
+    pub(super) fn wait(
+        &self,
+        turn: &mut Turn,
+        (source, own): (&dyn Source, &dyn Fn() -> Arc<dyn Source>),
+        n: u64,
+    ) -> Result<u64> {
+        let arrival = source.arrival(n);
+        if !arrival.is_found() {
+            self.mark_in_turn(turn);
+        }
+        let mut few = Few::wait(&self.gpu, &arrival)?;
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
+            queue.push_back(Submission::new(entry, smallvec![Op::Await(own(), n)], None));
+        };
+        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))
     }
 
     /// Memory that CUDA does not know yet may have to wait until all streams are seen to be dry: marks this one, as nobody else can
@@ -290,7 +364,7 @@ impl Shared {
     fn submit_in_turn<'s>(
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
-        calls: &mut Calls,
+        calls: &mut impl Runs,
         put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<u64> {
         if self.is_captured_by_others(turn) {
@@ -299,7 +373,7 @@ impl Shared {
         let seq = self.submitted() + 1;
         let marks = turn.unmarked + 1 >= MARK_EVERY;
         if marks {
-            calls.put([self.mark_of(seq)]);
+            calls.mark(self.mark_of(seq));
         }
         let (count, host_fns) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
@@ -336,6 +410,7 @@ impl Shared {
         if let Some(error) = self.error.get() {
             return Err(error.clone());
         }
+        Self::end_row(turn, &mut state);
         let is_full = self.full(&state, calls, host_fns);
         // Now and then by this thread, which has the counts of references; else the watchdog does it.
         if is_full || turn.unmarked == 0 {
@@ -351,6 +426,7 @@ impl Shared {
         state.calls += calls;
         state.host_fns += host_fns;
         put(&mut state.queue, Entry { seq, calls, host_fns });
+        turn.row.room = self.config.depth.saturating_sub(state.calls);
         let asleep = state.asleep;
         drop(state);
         if asleep {
@@ -399,7 +475,7 @@ impl Shared {
 
     /// Makes the calls of a submission. The context must be current.
     #[inline(always)]
-    fn issue(&self, seq: u64, calls: &mut Calls) -> gdrcopy::Result<()> {
+    fn issue(&self, seq: u64, calls: &mut impl Runs) -> gdrcopy::Result<()> {
         calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
@@ -416,10 +492,10 @@ impl Shared {
         if let Some(lane) = self.lane.as_ref().filter(|_| plan::fits_kernel(ops)) {
             return lane.launch(api, self.stream, self.head(seq), ops);
         }
-        let mut memops = plan::memops(ops);
-        let count = u32::try_from(memops.len()).expect("fewer than 256");
-        // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
-        unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+        plan::with_memops(ops, |count, memops| {
+            // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+            unsafe { api.stream_batch_mem_op(self.stream, count, memops, 0) }
+        })
     }
 
     #[cold]
@@ -452,9 +528,15 @@ impl Shared {
     /// Puts the mark. It is one more call of the last submission.
     pub(super) fn mark_in_turn(&self, turn: &mut Turn) {
         let seq = self.submitted();
-        let is_due = turn.marked < seq && self.lock().refused.is_none();
-        if !is_due {
+        if turn.marked == seq {
             return;
+        }
+        {
+            let mut state = self.lock();
+            Self::end_row(turn, &mut state);
+            if state.refused.is_some() {
+                return;
+            }
         }
         if let Err(error) = self.gpu.within(|_| self.mark_now(turn, seq)) {
             // The watchdog fails the stream.
@@ -475,9 +557,7 @@ impl Shared {
                 state.calls += 1;
             }
         }
-        let mut calls = Calls::new(self.by_kernel());
-        calls.put([self.mark_of(seq)]);
-        self.issue(seq, &mut calls)
+        self.run(seq, &[self.mark_of(seq)])
     }
 
     /// Fails the stream: stops every queue that pending operations use, then lets the watchdog release the waits.

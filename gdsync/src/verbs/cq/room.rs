@@ -32,6 +32,7 @@ impl Room {
     }
 
     /// Sets a slot aside for a request of a queue that the caller has locked.
+    #[inline]
     pub(super) fn reserve(&self) -> bool {
         // Acquire: what was freed had been set aside before.
         let freed = self.freed.load(Ordering::Acquire);

@@ -1,0 +1,98 @@
+//! The turn of a stream, what is wanted of whoever has it, and what is known of a queue without its lock.
+
+use gdsync::protocol::{posted, turn};
+use loom::sync::{Arc, Mutex, MutexGuard};
+use loom::thread;
+
+use super::common::{L32, L64, Plain, explore};
+
+/// A stream: submissions, and the last of them that a mark names.
+#[derive(Default)]
+struct Stream {
+    turn: Mutex<()>,
+    wanted: L32,
+    submitted: Plain,
+    marked: Plain,
+}
+
+impl Stream {
+    fn mark(&self) {
+        self.marked.set(self.submitted.get());
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, ()>> {
+        self.turn.try_lock().ok()
+    }
+
+    fn submit(&self) {
+        let turn = self.turn.lock().unwrap();
+        self.submitted.set(self.submitted.get() + 1);
+        turn::end(&self.wanted, turn, || self.try_lock(), |_| self.mark());
+    }
+
+    /// Wants a mark behind all that was submitted.
+    fn want(&self) {
+        turn::want(&self.wanted, || self.try_lock(), |_| self.mark());
+    }
+
+    /// What was submitted, and up to where it is marked, when nobody has the turn.
+    fn ends(&self) -> (u64, u64) {
+        let _turn = self.turn.lock().unwrap();
+        (self.submitted.get(), self.marked.get())
+    }
+}
+
+/// Who submits and then wants a mark gets one, by whomever.
+#[test]
+fn marks_that_are_wanted_are_put() {
+    explore(3, || {
+        let stream = Arc::new(Stream::default());
+        let both = || {
+            let stream = stream.clone();
+            thread::spawn(move || {
+                stream.submit();
+                stream.want();
+            })
+        };
+        let threads = [both(), both()];
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(stream.ends(), (2, 2));
+    });
+}
+
+/// One wants while two others submit: its own mark stands, or a later one.
+#[test]
+fn what_is_wanted_in_the_turn_of_others_is_done() {
+    explore(3, || {
+        let stream = Arc::new(Stream::default());
+        stream.submit();
+        let submit = || {
+            let stream = stream.clone();
+            thread::spawn(move || stream.submit())
+        };
+        let threads = [submit(), submit()];
+        stream.want();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        let (submitted, marked) = stream.ends();
+        assert!(submitted == 3 && (1..=3).contains(&marked), "{submitted} {marked}");
+    });
+}
+
+/// A request is taken back behind which there is another one, and a third is posted.
+#[test]
+fn who_sees_a_request_behind_a_gap_sees_the_gap() {
+    explore(3, || {
+        let queue = Arc::new((L64::default(), L32::default()));
+        let writer = queue.clone();
+        let writer = thread::spawn(move || {
+            let (posted, gap) = &*writer;
+            posted::tell(posted, gap, 2, false);
+            posted::tell(posted, gap, 2, true);
+            posted::tell(posted, gap, 3, false);
+        });
+        let (posted, is_gap) = posted::look(&queue.0, &queue.1);
+        assert!([0, 2, 3].contains(&posted) && (posted < 3 || is_gap), "{posted} {is_gap}");
+        writer.join().unwrap();
+        assert_eq!(posted::look(&queue.0, &queue.1), (3, true));
+    });
+}
