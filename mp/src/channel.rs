@@ -6,10 +6,14 @@
 //! counted wrongly when it is repeated.
 //!
 //! Receives are posted ahead, for the same places again and again, and before each launch those that have come are replaced. A message
-//! never meets a missing one. With room for D sends and 2 D receives, and P places, let the sender look when R of its sends are
-//! complete: their credits are taken, so it posts receives for almost R + 2 D. Until it looks again it has sent R + D messages at
-//! most, for which the receiver gives no more than R + D + P credits. The receiver is safe alike, as it has taken all but P of the
-//! messages that it gave credit for. So P may be D / 2.
+//! never meets a missing one. With room for D sends and 3 D receives, and P places, let the sender look when R of its sends are
+//! complete: their credits are taken, so it posts receives for almost R + 3 D. Until it looks again it has sent R + 2 D messages at
+//! most, D that found room then and D of the launch for which more became complete meanwhile, and the receiver gives no more than
+//! R + 2 D + P credits for them. The receiver is safe alike, as it has taken all but P of the messages that it gave credit for. So P
+//! may be D / 2.
+//!
+//! Who drops a channel may have credits under way to it that it will not use: the queue pair that they come to stays with the
+//! connection, or its rank would look dead to the one that gave them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -36,7 +40,8 @@ use crate::peer::Piece;
 /// any number of launches ahead of the receiver: it waits, without a retry of the device, and its stream's wait limit holds.
 ///
 /// A graph is right at each launch if it gives and awaits as many messages as a multiple of the places, so that each launch uses the
-/// same ones: with two places, iterations that take turns between two buffers are captured two at a time.
+/// same ones: with two places, iterations that take turns between two buffers are captured two at a time. Let a graph wait for its own
+/// sends only: the completion of an earlier one may be taken before a launch looks for it, which is refused then.
 ///
 /// Its messages are apart from those of the communicator, and of other channels. What was sent through it stays registered
 /// as long as the channel, or a graph that has messages of it.
@@ -146,6 +151,15 @@ impl Half {
 
     fn failed(&self, operation: &'static str, source: gdsync::Error) -> Error {
         Error::Message { rank: self.link.rank, operation, source }
+    }
+}
+
+impl Drop for Half {
+    fn drop(&mut self) {
+        let takes_credits = matches!(self.places[..], [None]);
+        if takes_credits && self.qp.wait_all_sends(Duration::ZERO).is_ok() {
+            self.link.retire(&self.qp);
+        }
     }
 }
 
@@ -336,7 +350,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside a registration, for more places than half of
-    /// [`Builder::depth`](crate::Builder::depth), and from the device; [`Error::Bootstrap`] names a rank that is gone, could not make
+    /// [`Builder::depth`](crate::Builder::depth), and from the device, also where it has no queues for three times as many receives; [`Error::Bootstrap`] names a rank that is gone, could not make
     /// its channels, or has other ones in its list, [`Error::Deadline`] one that is late.
     pub fn channels(&self, wanted: &[(usize, &[Piece<'_>])], timeout: Duration) -> Result<Vec<Channel>> {
         let deadline = Deadline::after(timeout);
@@ -369,7 +383,7 @@ impl Communicator {
         let places = places.collect::<Result<Vec<_>>>()?;
         let build = || {
             // Every send takes one place of its queue: no more fit than were asked for, but for a power of two.
-            let queues = self.0.builder.queue_pair(self.0.plane(link.near).1).max_recv_wr(2 * depth);
+            let queues = self.0.builder.queue_pair(self.0.plane(link.near).1).max_recv_wr(3 * depth);
             queues.max_send_sge(1).max_recv_sge(1).max_inline(0).build()
         };
         let ends = Arc::new(Ends { send: build()?, recv: build()? });

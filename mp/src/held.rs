@@ -51,7 +51,7 @@ impl<K> Held<K> {
 
     /// What all keep.
     pub(crate) fn kept(&self) -> impl Iterator<Item = &K> {
-        self.all.iter().filter_map(|Place(_, kept)| kept.as_ref())
+        self.all.iter().take(self.under_way).filter_map(|Place(_, kept)| kept.as_ref())
     }
 
     /// Adds the newest order, of this message; `make` makes those of this queue.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use gdsync::memory::Word32;
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::stream::{Batch, Cond, PreparedSend};
-use gdsync::verbs::{Completion, CompletionError, Cq, SendWr, Sge};
+use gdsync::verbs::{Completion, CompletionError, Cq, Qp, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::credit::{Credits, low32};
@@ -36,6 +36,8 @@ pub(crate) struct Link {
     given_up: AtomicBool,
     /// The connections of windows and channels to the same rank.
     others: Mutex<Vec<Weak<Ends>>>,
+    /// Of channels that were dropped here, and perhaps not by the rank yet.
+    retired: Mutex<Vec<Qp>>,
 }
 
 /// What a link has room for.
@@ -56,9 +58,10 @@ impl Link {
         credits: Credits,
         slots: Option<Slots>,
     ) -> Self {
-        let ([ended, given_up], others) = ([false; 2].map(AtomicBool::new), Mutex::default());
+        let [ended, given_up] = [false; 2].map(AtomicBool::new);
+        let (others, retired) = (Mutex::default(), Mutex::default());
         let Most { depth, pieces } = most;
-        Self { rank, near, ends, depth, pieces, credits, slots, ended, given_up, others }
+        Self { rank, near, ends, depth, pieces, credits, slots, ended, given_up, others, retired }
     }
 
     /// Where messages of one direction complete.
@@ -169,6 +172,11 @@ impl Link {
         {
             ends.stop(&error);
         }
+    }
+
+    /// Keeps a queue pair that has nothing left to do but to answer.
+    pub(crate) fn retire(&self, qp: &Qp) {
+        self.retired.lock().push(qp.clone());
     }
 
     fn others(&self) -> Vec<Arc<Ends>> {

@@ -252,8 +252,8 @@ impl Peer {
             held.settle();
             under_way |= !held.is_empty();
         }
-        under_way |= self.link.recycle_slots() || self.link.is_awaited_beside();
-        if under_way || self.link.check().is_err() {
+        under_way |= self.link.recycle_slots();
+        if under_way || self.link.is_awaited_beside() || self.link.check().is_err() {
             self.link.tend();
         }
     }

@@ -168,11 +168,12 @@ fn nothing_meets_a_missing_receive() {
         let channel = channel(comm, peer, &memory, 2 * me);
         let s = stream("full");
         let add = |batch: &mut Batch| match me {
-            0 => channel.send_in_batch(batch, &memory, 0..8).map(drop),
+            // What is waited for makes room in the middle of a launch.
+            0 => channel.send_in_batch(batch, &memory, 0..8).and_then(|sent| Ok(batch.wait(&sent)?)),
             _ => channel.post_recv_in_batch(batch).and_then(|()| channel.wait_recv_in_batch(batch)).map(drop),
         };
         let graph = s.capture(|s| {
-            (0..2).try_for_each(|_| {
+            (0..4).try_for_each(|_| {
                 let mut batch = Batch::new();
                 add(&mut batch).unwrap();
                 s.submit(&mut batch)
@@ -203,6 +204,31 @@ fn nothing_meets_a_missing_receive() {
         s.synchronize(LONG).unwrap();
         assert_eq!(comm.context().stats().rnr_naks, 0, "{refused} were refused");
         comm.barrier(LONG).unwrap();
+    });
+}
+
+/// What a rank has not used of its credit goes nowhere, and harms nobody.
+#[test]
+fn credit_comes_to_a_channel_that_is_gone() {
+    job("credit_comes_to_a_channel_that_is_gone", 2, |comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let memory = buffer(comm, 2 * PLACE);
+        let channel = channel(comm, peer, &memory, 2 * me);
+        let s = stream("gone");
+        if me == 0 {
+            drop(channel);
+            comm.barrier(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            sleep(HELD);
+            assert_eq!(comm.context().stats().packets_discarded, 0, "nobody was there");
+        } else {
+            comm.barrier(LONG).unwrap();
+            let mut batch = Batch::new();
+            (0..2).for_each(|_| channel.post_recv_in_batch(&mut batch).unwrap());
+            s.submit(&mut batch).unwrap();
+            s.synchronize(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+        }
     });
 }
 

@@ -283,6 +283,10 @@ fn bad_arguments_are_refused_before_anything_is_sent() {
         assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
         let error = all.broadcast_on_stream(&s, &buffer, 0..1, 3).unwrap_err();
         assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
+        let capture = s.begin_capture().unwrap();
+        device(all.barrier_on_stream(&s).map(drop), "mp::Channel");
+        drop(capture);
+        all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
         all.barrier(LONG).unwrap();
     });
 }

@@ -19,22 +19,24 @@ pub(crate) struct Offers {
     theirs: Word64,
     /// Of the last offer.
     number: u64,
+    /// The peer was at it when somebody last looked. What became of it must stay to be seen, also by another queue pair.
+    is_out: bool,
     /// The peer cannot write here.
     refused: bool,
 }
 
 impl Offers {
     pub(super) fn new([ours, theirs]: [Word64; 2]) -> Self {
-        Self { ours, theirs, number: 0, refused: false }
+        Self { ours, theirs, number: 0, is_out: false, refused: false }
     }
 
     /// Makes an offer, if the peer may be able to take it. Whoever makes it must [`settle`](Self::settle).
     pub(super) fn make(&mut self) -> Option<u64> {
         let number = self.number + 1;
-        if self.refused || !offer::make(self.ours.atomic(), number) {
+        if self.is_out || self.refused || !offer::make(self.ours.atomic(), number) {
             return None;
         }
-        self.number = number;
+        (self.number, self.is_out) = (number, true);
         Some(number)
     }
 
@@ -49,6 +51,7 @@ impl Offers {
     /// Who does what was offered.
     pub(super) fn settle(&mut self, number: u64) -> Outcome {
         let outcome = offer::settle(self.ours.atomic(), number);
+        self.is_out = outcome == Outcome::Theirs;
         if outcome == Outcome::Refused && !std::mem::replace(&mut self.refused, true) {
             tracing::debug!("software HCA: the peer cannot write memory of this process (process_vm_writev)");
         }
@@ -112,7 +115,7 @@ mod tests {
         let mut receiver = Offers::new([word(0), word(8)]);
         let sender = Offers::new([word(8), word(0)]);
         let first = receiver.make().unwrap();
-        assert_eq!(receiver.make(), None, "the first is open");
+        assert_eq!(receiver.make(), None, "the first is not settled");
         assert_eq!(receiver.settle(first), Outcome::Ours);
         assert_eq!(sender.help(first, || true), None, "taken back");
         let second = receiver.make().unwrap();
@@ -121,6 +124,7 @@ mod tests {
             assert_eq!(receiver.make(), None);
             true
         });
+        assert_eq!(receiver.make(), None, "done, and nobody has seen it");
         assert_eq!((seen, receiver.settle(second)), (Some(true), Outcome::Done));
         assert_eq!(sender.help(second, || true), None, "a packet that came twice");
         let third = receiver.make().unwrap();

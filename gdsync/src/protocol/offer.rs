@@ -11,7 +11,8 @@
 //! *One of the two does it.* Both leave OFFERED by compare-and-swap. So nobody waits for a helper that sleeps, only for one that
 //! is at it.
 //!
-//! *A helper that comes late does nothing*: numbers grow, and no offer is made while one is open or claimed.
+//! *A helper that comes late does nothing*: numbers grow, and no offer is made while one is open or claimed. Nor may one be before
+//! the offering side has seen what became of the last: the word has room for one.
 //!
 //! *What the helper did is there* when DONE is seen: stored with release, loaded with acquire.
 

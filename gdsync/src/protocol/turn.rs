@@ -11,8 +11,9 @@
 //! the other side finds the lock free, or taken by somebody whose load is still to come; else it sees what is wanted. What is wanted
 //! is all that was there when it was: so it is taken back before the work begins, and who wants it meanwhile has it done again.
 //!
-//! For that the unlock must not be put off behind the load, as it is not where it is a read-modify-write of x86. Elsewhere it may
-//! be, for moments, so somebody must look now and then who does not rely on this: of a stream the watchdog.
+//! For that neither the unlock may be put off behind the load, nor the store behind the look at the lock, as they are not where both
+//! are read-modify-writes of x86, which the model assumes. Elsewhere what is wanted may lie until the next turn, so somebody must
+//! look now and then who does not rely on this: of a stream the watchdog.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 

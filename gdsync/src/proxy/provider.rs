@@ -338,6 +338,7 @@ impl Provider for Proxy {
         self.shared.forget(qpn);
         let stages = self.shared.with(|core| !core.shadows.is_empty());
         if stages {
+            self.shared.with(|core| core.with(place, |qp, _| qp.is_ending = true));
             self.drain(place, DRAIN);
         }
         let qp = self.shared.with(|core| core.remove_qp(place, self.shared.rung()));

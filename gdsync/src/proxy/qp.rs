@@ -113,6 +113,8 @@ pub(super) struct ProxyQp {
     pub(super) deadline: Option<Instant>,
     /// The core knows of the deadline.
     pub(super) is_draining: bool,
+    /// It is being destroyed: nobody is told of what it had.
+    pub(super) is_ending: bool,
     pub(super) staged: Staged,
 }
 
@@ -146,6 +148,7 @@ impl ProxyQp {
             received: 0,
             deadline: None,
             is_draining: false,
+            is_ending: false,
             staged: Staged::default(),
         }
     }
@@ -394,6 +397,9 @@ impl ProxyQp {
             Ok(()) => Cqe { opcode: CqeOpcode::REQ, byte_cnt: bytes, ..cqe },
             Err(Failure { syndrome, vendor }) => Cqe { opcode: CqeOpcode::REQ_ERR, syndrome, vendor, ..cqe },
         };
+        if self.is_ending {
+            return;
+        }
         self.rings.chart.completed(&cqe);
         // Queues with overrun ignored always have room.
         let _ = env.cqs.complete(self.rings.request.send_cqn, cqe);
@@ -401,6 +407,9 @@ impl ProxyQp {
 
     /// Writes a responder CQE for the receive with this counter.
     fn complete_recv(&mut self, cqe: Cqe, counter: u16, env: &mut Env<'_>) {
+        if self.is_ending {
+            return;
+        }
         let cqe = Cqe { qpn: self.rings.qpn, wqe_counter: counter, ..cqe };
         self.rings.chart.completed(&cqe);
         let _ = env.cqs.complete(self.rings.request.recv_cqn, cqe);

@@ -55,7 +55,7 @@ impl PreparedSend {
 
     /// Those that have completions of their own, each by itself.
     pub(super) fn apart(mut self) -> Vec<Self> {
-        if !self.is_each {
+        if !self.is_each || self.sends.range.end - self.sends.range.start == 1 {
             return vec![self];
         }
         // What is taken out is not taken back.

@@ -129,6 +129,8 @@ impl Recording {
 
     /// What was recorded. The sends are taken back, the completions given back.
     pub(super) fn finish(mut self) -> Vec<Vec<Part>> {
+        // The newest first, so that none leaves a gap.
+        while self.sends.pop().is_some() {}
         if let Some(first) = self.batches.first_mut() {
             first.splice(0..0, mem::take(&mut self.before).into_iter().map(Part::Before));
         }

@@ -2,7 +2,7 @@
 //!
 //! With a pause in the fault plan, the receiver waits until the sender has claimed its half, and the sender stops there.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gdsync::Error;
 use gdsync::hca::{FaultPlan, Pulls};
@@ -26,11 +26,12 @@ fn start(role: &str, pause: Duration) -> (Side, Peer) {
 
 /// Returns when the peer has claimed a half, and is in the middle of it.
 fn claimed(side: &Side) {
-    let before = side.context.stats().packets_sent;
     receive(side, 0, 0, BIG);
     until(|| {
         assert_eq!(side.qp.poll_recv(), None, "half of it is missing");
-        side.context.stats().packets_sent > before
+        let stats = side.context.stats();
+        // An offer, beside refusals of what came before the receive.
+        stats.packets_sent > stats.rnr_naks
     });
 }
 
@@ -40,6 +41,7 @@ fn the_sender_writes_its_half() {
         return;
     }
     let (side, _peer) = start("pause 1", PATIENCE);
+    let began = Instant::now();
     for id in 0..20 {
         let at = usize::try_from(id).unwrap() * 1000;
         side.memory().fill(0, SIZE, 0).unwrap();
@@ -48,6 +50,7 @@ fn the_sender_writes_its_half() {
         assert!(bytes(&side, at, BIG) == data()[..BIG]);
         assert!(bytes(&side, at + BIG, SIZE - at - BIG).iter().all(|byte| *byte == 0), "and no more");
     }
+    assert!(began.elapsed() < PATIENCE, "offers that nobody claims are waited for");
     assert_eq!(side.context.stats().pulled, 20);
 }
 
@@ -95,7 +98,9 @@ fn a_region_does_not_go_while_a_sender_is_in_its_half() {
     std::thread::sleep(Duration::from_millis(50));
     assert!(!going.is_finished());
     peer.kill();
+    let killed = Instant::now();
     going.join().unwrap();
+    assert!(killed.elapsed() < Duration::from_secs(6), "it waits for the dead, which have 12 s");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use super::{Collectives, Number, Reduction, check_range, check_values, combine};
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::link::ONLY_ONCE;
 use crate::peer::Way;
 use crate::request::Request;
 
@@ -197,6 +198,8 @@ impl Collectives {
 
     fn enqueue(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
         self.sticky(|| Ok(()))?;
+        let (what, fix) = ONLY_ONCE;
+        stream.refuse_in_capture(what, fix)?;
         // A ready and a message each way. What is refused here leaves the ranks in step.
         for part in direct.sends.iter().chain(&direct.receives) {
             let peer = self.comm.peer(part.rank)?;

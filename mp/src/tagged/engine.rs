@@ -47,13 +47,26 @@ impl Engine {
 
     /// Moves all messages along. What [`Engine::poll_all`] does not look at is looked at, too.
     pub(super) fn look(&mut self) {
-        for rank in 0..self.peers.len() {
-            if self.peers[rank].lost.is_none()
-                && let Err(error) = self.peers[rank].look()
-            {
-                self.lose(rank, error);
-            }
+        (0..self.peers.len()).for_each(|rank| self.look_at(rank));
+    }
+
+    pub(super) fn look_at(&mut self, rank: usize) {
+        if self.peers[rank].lost.is_none()
+            && let Err(error) = self.peers[rank].look()
+        {
+            self.lose(rank, error);
+        }
+        self.poll(rank);
+    }
+
+    /// Takes all that has come from a rank.
+    pub(super) fn drain(&mut self, rank: usize) {
+        loop {
+            let before = self.peers[rank].received;
             self.poll(rank);
+            if self.peers[rank].received == before {
+                return;
+            }
         }
     }
 

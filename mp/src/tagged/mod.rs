@@ -219,7 +219,7 @@ impl Tagged {
     /// [`Error::NoSuchRank`].
     pub fn give_up(&self, rank: usize) -> Result<()> {
         self.0.messages.give_up(rank)?;
-        self.0.engine.lock().poll(rank);
+        self.0.engine.lock().look_at(rank);
         Ok(())
     }
 
@@ -227,12 +227,16 @@ impl Tagged {
     /// of them must call this.
     ///
     /// Here all that is under way ends with an error, also between ranks that are left: they number each other anew, and need not
-    /// agree on what was to come. What had come whole, as every complete short send has, can be received here afterwards.
+    /// agree on what was to come. What had come whole can be received here afterwards; of complete short sends from a rank whose
+    /// connection had ended before, the oldest 32 at most.
     ///
     /// # Errors
     /// As [`Tagged::new`].
     pub fn shrink(&self, left: &Shrunk, timeout: Duration) -> Result<Self> {
-        (0..self.0.messages.size()).try_for_each(|rank| self.give_up(rank))?;
+        for rank in 0..self.0.messages.size() {
+            self.0.engine.lock().drain(rank);
+            self.give_up(rank)?;
+        }
         Self::new(&left.communicator, timeout)
     }
 

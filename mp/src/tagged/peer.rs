@@ -65,7 +65,7 @@ pub(super) struct Peer {
     pub(super) lost: Option<Error>,
     /// For the next messages, oldest first, and how many have come.
     receives: VecDeque<Request>,
-    received: usize,
+    pub(super) received: usize,
     backlog: VecDeque<Item>,
     /// With headers, and how many have left.
     leaving: UnderWay,

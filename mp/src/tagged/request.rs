@@ -94,6 +94,7 @@ impl Request {
         let deadline = Deadline::after(timeout);
         let mut tended = Duration::ZERO;
         loop {
+            let mut helped = false;
             for _ in 0..LOOKS {
                 if let Some(known) = self.known() {
                     return known;
@@ -104,11 +105,11 @@ impl Request {
                     None => engine.poll_all(),
                 }
                 drop(engine);
-                self.shared.progress();
+                helped |= self.shared.progress();
                 spin_loop();
             }
             // Others may wait for this rank meanwhile.
-            let helped = self.shared.look();
+            helped |= self.shared.look();
             let waited = deadline.elapsed();
             if deadline.is_over() {
                 let whom = self.rank.map_or("any rank".to_owned(), |rank| format!("rank {rank}"));

@@ -26,7 +26,7 @@ use crate::verbs::{Carriage, Carrier};
 
 /// References under way at once.
 const WINDOW: usize = 8;
-/// Regions that the peer cannot be referred to; with more, it is referred to none.
+/// Regions of a kind that the peer cannot be referred to; with more, it is referred to none of that kind.
 const MAX_REFUSED: usize = 64;
 /// How long a withdrawal may wait for room on the link.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -38,6 +38,8 @@ pub(super) struct References {
     pending: usize,
     /// Regions that the peer cannot be referred to.
     refused: SmallVec<[u32; 2]>,
+    /// Of these, how many are for copy engines.
+    exports_refused: usize,
     /// The peer cannot read host memory of this process.
     is_unreadable: bool,
     /// What is quicker for host memory.
@@ -61,9 +63,11 @@ impl Requester {
         if self.references.pending == 0 {
             return true;
         }
-        let out = self.pending.iter().take(i).filter(|p| p.referred.is_some() && !p.is_done()).count();
-        let Some(p) = self.pending.get(i).filter(|_| out > 0) else { return true };
-        p.packets == 0 || p.referred.is_some() && out < WINDOW
+        let out = || self.pending.iter().take(i).filter(|p| p.referred.is_some() && !p.is_done());
+        let Some(p) = self.pending.get(i).filter(|_| out().next().is_some()) else { return true };
+        // What the peer's CPU copies and what its copy engines do is in no order.
+        let may_join = || out().count() < WINDOW && out().all(|other| other.way == p.way);
+        p.packets == 0 || p.referred.is_some() && may_join()
     }
 
     /// A send begins or ends.
@@ -135,8 +139,8 @@ impl SoftQp {
     }
 
     fn is_refused(&self, key: u32) -> bool {
-        let refused = &self.req.references.refused;
-        refused.len() >= MAX_REFUSED || refused.contains(&key)
+        let References { refused, exports_refused, .. } = &self.req.references;
+        *exports_refused >= MAX_REFUSED || refused.contains(&key)
     }
 
     /// How a message of `len` bytes of this memory, in the region of this key, would leave.
@@ -260,6 +264,9 @@ impl SoftQp {
                     );
                 }
                 references.refused.push(key);
+                references.exports_refused += usize::from(way.is_none());
+                let host = references.refused.len() - references.exports_refused;
+                references.is_unreadable |= host >= MAX_REFUSED;
             }
             let is_void = |p: &Pending| p.referred == Some(key) || unreadable && p.way == Some(Way::Pulled);
             for p in self.req.pending.iter_mut().filter(|p| is_void(p) && ahead(p.psn, psn) >= 0) {

@@ -91,7 +91,7 @@ impl Message {
 
     /// Goes on with what the CPU copies. Returns whether there was any, or will be any moment.
     fn go_on(&mut self, peer: &mut Peer<'_, '_>) -> bool {
-        let Some(pull) = self.pull.as_mut().filter(|_| !self.ticket.is_over()) else { return false };
+        let Some(pull) = &mut self.pull else { return false };
         match pull.go_on(peer) {
             Ok(Progress::More) => {}
             Ok(Progress::Theirs) => {
@@ -391,15 +391,18 @@ impl SoftQp {
         any
     }
 
-    /// Goes on with the first copy that the CPU makes.
+    /// Goes on with the first copy that the CPU makes: one after the other, also while the peer is late with its part, as they may
+    /// write the same bytes.
     fn copy_on(&mut self, env: &mut Env<'_>) -> bool {
         let Some(remote) = self.remote else { return false };
-        let (qpn, packets) = (self.rings.qpn, &mut self.packets);
-        self.resp.copies.list.iter_mut().any(|message| {
-            let Some(link) = message.link else { return false };
-            let header = Header::new(PacketOp::OFFER, remote.qpn, qpn, message.arrival.header.psn);
-            message.go_on(&mut Peer { env, link, header, packets })
-        })
+        let first = self.resp.copies.list.iter_mut().find(|m| m.pull.is_some() && !m.ticket.is_over());
+        let Some((message, link)) =
+            first.and_then(|message| Some((message.link?, message))).map(|(l, m)| (m, l))
+        else {
+            return false;
+        };
+        let header = Header::new(PacketOp::OFFER, remote.qpn, self.rings.qpn, message.arrival.header.psn);
+        message.go_on(&mut Peer { env, link, header, packets: &mut self.packets })
     }
 
     /// Gives up copies of engines that take too long.

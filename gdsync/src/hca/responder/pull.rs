@@ -30,7 +30,7 @@ use crate::protocol::offer::Outcome;
 
 /// Bytes of a round that this side does alone: 20 to 50 us.
 const ALONE: usize = 512 << 10;
-/// Bytes of a round that both sides share, in which this one has the lock of the HCA for 40 to 80 us.
+/// Bytes of a round that both sides share: 40 to 80 us, in which this one has the lock of the HCA.
 const SHARED: usize = 2 << 20;
 /// Less is not worth an offer: 64 KiB took 12 us with one, and 10 without.
 const LEAST: usize = 128 << 10;

@@ -59,10 +59,13 @@ impl Line {
         self.alive.load(Ordering::Acquire)
     }
 
-    /// The process at the other end, by its number here, if this process sees it.
+    /// The process at the other end, by its number here, if this process sees it and its user is the same: that of another user may
+    /// have become a different program since, whose memory root must not touch for it.
     pub(crate) fn pid(&self) -> Option<libc::pid_t> {
         let Some(stream) = &self.stream else { return libc::pid_t::try_from(std::process::id()).ok() };
-        fds::peer(stream).ok().map(|peer| peer.pid).filter(|pid| *pid > 0)
+        // SAFETY: a plain call.
+        let own = unsafe { libc::geteuid() };
+        fds::peer(stream).ok().filter(|peer| peer.pid > 0 && peer.uid == own).map(|peer| peer.pid)
     }
 }
 
