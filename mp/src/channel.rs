@@ -12,23 +12,23 @@
 //! R + 2 D + P credits for them. The receiver is safe alike, as it has taken all but P of the messages that it gave credit for. So P
 //! may be D / 2.
 //!
-//! Who drops a channel may have credits under way to it that it will not use: the queue pair that they come to stays with the
-//! connection, or its rank would look dead to the one that gave them.
+//! Who drops a channel may have credits under way to it that it will not use, and owe acknowledgements: its queue pairs stay with the
+//! connection, or its rank would look dead to the other one.
 
-use std::collections::HashMap;
+use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::stream::{Batch, Replenish, Stream};
-use gdsync::verbs::{Completion, Keeper, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Completion, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
 use crate::ends::{Ends, agree};
 use crate::error::{Error, Result};
-use crate::link::Link;
+use crate::link::{Keepers, Link};
 use crate::peer::Piece;
 
 /// A connection to one rank for messages that are sent again and again, from and to the same memory: in graphs
@@ -44,7 +44,8 @@ use crate::peer::Piece;
 /// sends only: the completion of an earlier one may be taken before a launch looks for it, which is refused then.
 ///
 /// Its messages are apart from those of the communicator, and of other channels. What was sent through it stays registered
-/// as long as the channel, or a graph that has messages of it.
+/// as long as the channel, or a graph that has messages of it. Its queue pairs stay until the communicator goes: use channels
+/// again rather than make new ones.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -107,7 +108,7 @@ struct Posted {
     /// The place that the next receive is for.
     next: usize,
     /// Keys of what the device reads and writes, and what keeps it registered.
-    buffers: HashMap<u32, Keeper>,
+    buffers: Keepers,
 }
 
 impl Half {
@@ -116,7 +117,7 @@ impl Half {
         qp: &Qp,
         ends: &Arc<Ends>,
         places: Vec<Option<Sge>>,
-        buffers: HashMap<u32, Keeper>,
+        buffers: Keepers,
     ) -> Arc<Self> {
         let posted = Mutex::new(Posted { next: 0, buffers });
         Arc::new(Self { link: link.clone(), qp: qp.clone(), _ends: ends.clone(), places, posted })
@@ -157,9 +158,9 @@ impl Half {
 impl Drop for Half {
     fn drop(&mut self) {
         let takes_credits = matches!(self.places[..], [None]);
-        if takes_credits && self.qp.wait_all_sends(Duration::ZERO).is_ok() {
-            self.link.retire(&self.qp);
-        }
+        let is_sending = takes_credits && self.qp.wait_all_sends(Duration::ZERO).is_err();
+        let buffers = mem::take(&mut self.posted.get_mut().buffers);
+        self.link.retire(&self.qp, is_sending.then_some(buffers));
     }
 }
 
@@ -317,7 +318,7 @@ struct Fresh {
     link: Arc<Link>,
     ends: Arc<Ends>,
     places: Vec<Sge>,
-    buffers: HashMap<u32, Keeper>,
+    buffers: Keepers,
 }
 
 impl Fresh {
@@ -334,7 +335,7 @@ impl Fresh {
         ends.send.connect(theirs.into)?;
         ends.recv.connect(theirs.out)?;
         link.accompany(&ends);
-        let out = Half::new(&link, &ends.send, &ends, vec![None], HashMap::new());
+        let out = Half::new(&link, &ends.send, &ends, vec![None], Keepers::new());
         let places = places.into_iter().map(Some).collect();
         let into = Half::new(&link, &ends.recv, &ends, places, buffers);
         out.replenish()?;

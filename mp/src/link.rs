@@ -1,5 +1,6 @@
 //! The connection to one rank: the queue pair of the messages, the credits beside it, and whether the rank is there.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -7,7 +8,7 @@ use std::time::Duration;
 use gdsync::memory::Word32;
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::stream::{Batch, Cond, PreparedSend};
-use gdsync::verbs::{Completion, CompletionError, Cq, Qp, SendWr, Sge};
+use gdsync::verbs::{Completion, CompletionError, Cq, Keeper, Qp, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::credit::{Credits, low32};
@@ -17,6 +18,9 @@ use crate::slots::{Receive, Slots};
 
 /// How long a rank may be silent before a wait asks whether it is there.
 pub(crate) const SILENCE: Duration = Duration::from_millis(250);
+
+/// What stays registered, by its key.
+pub(crate) type Keepers = HashMap<u32, Keeper>;
 
 /// The connection to one rank.
 #[derive(Debug)]
@@ -36,8 +40,8 @@ pub(crate) struct Link {
     given_up: AtomicBool,
     /// The connections of windows and channels to the same rank.
     others: Mutex<Vec<Weak<Ends>>>,
-    /// Of channels that were dropped here, and perhaps not by the rank yet.
-    retired: Mutex<Vec<Qp>>,
+    /// Of channels that were dropped here, and perhaps not by the rank yet; and what they still send.
+    retired: Mutex<Vec<(Qp, Option<Keepers>)>>,
 }
 
 /// What a link has room for.
@@ -174,9 +178,9 @@ impl Link {
         }
     }
 
-    /// Keeps a queue pair that has nothing left to do but to answer.
-    pub(crate) fn retire(&self, qp: &Qp) {
-        self.retired.lock().push(qp.clone());
+    /// Keeps a queue pair that has little left to do but to answer.
+    pub(crate) fn retire(&self, qp: &Qp, sends: Option<Keepers>) {
+        self.retired.lock().push((qp.clone(), sends));
     }
 
     fn others(&self) -> Vec<Arc<Ends>> {
