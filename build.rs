@@ -1,10 +1,17 @@
 //! Build facts for reports: which source and which compiler made this binary. Needs no system package.
 
+use std::path::Path;
 use std::process::Command;
 
 fn main() {
-    println!("cargo::rerun-if-changed=.git/HEAD");
     println!("cargo::rerun-if-changed=build.rs");
+    // The log of HEAD grows with each commit; HEAD itself names a branch.
+    for name in ["HEAD", "logs/HEAD"] {
+        let path = output(Command::new("git").args(["rev-parse", "--git-path", name]));
+        if let Some(path) = path.filter(|path| Path::new(path).exists()) {
+            println!("cargo::rerun-if-changed={path}");
+        }
+    }
     let commit = output(Command::new("git").args(["rev-parse", "--short=12", "HEAD"]));
     let rustc = std::env::var_os("RUSTC").and_then(|rustc| output(Command::new(rustc).arg("--version")));
     println!("cargo::rustc-env=GDASYNC_COMMIT={}", commit.as_deref().unwrap_or("unknown"));
