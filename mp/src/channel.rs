@@ -159,8 +159,11 @@ impl Drop for Half {
     fn drop(&mut self) {
         let takes_credits = matches!(self.places[..], [None]);
         let is_sending = takes_credits && self.qp.wait_all_sends(Duration::ZERO).is_err();
-        let buffers = mem::take(&mut self.posted.get_mut().buffers);
-        self.link.retire(&self.qp, is_sending.then_some(buffers));
+        let mut buffers = mem::take(&mut self.posted.get_mut().buffers);
+        if !is_sending {
+            buffers.clear();
+        }
+        self.link.retire(&self.qp, buffers);
     }
 }
 
@@ -351,8 +354,9 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside a registration, for more places than half of
-    /// [`Builder::depth`](crate::Builder::depth), and from the device, also where it has no queues for three times as many receives; [`Error::Bootstrap`] names a rank that is gone, could not make
-    /// its channels, or has other ones in its list, [`Error::Deadline`] one that is late.
+    /// [`Builder::depth`](crate::Builder::depth), and from the device, whose queues must hold three times as many receives;
+    /// [`Error::Bootstrap`] names a rank that is gone, could not make its channels, or has other ones in its list,
+    /// [`Error::Deadline`] one that is late.
     pub fn channels(&self, wanted: &[(usize, &[Piece<'_>])], timeout: Duration) -> Result<Vec<Channel>> {
         let deadline = Deadline::after(timeout);
         let mut bootstrap = self.0.bootstrap.lock();

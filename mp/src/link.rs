@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use gdsync::memory::Word32;
 use gdsync::mlx5::{Opcode, Syndrome};
-use gdsync::stream::{Batch, Cond, PreparedSend};
+use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
 use gdsync::verbs::{Completion, CompletionError, Cq, Keeper, Qp, SendWr, Sge};
 use parking_lot::Mutex;
 
@@ -41,7 +41,7 @@ pub(crate) struct Link {
     /// The connections of windows and channels to the same rank.
     others: Mutex<Vec<Weak<Ends>>>,
     /// Of channels that were dropped here, and perhaps not by the rank yet; and what they still send.
-    retired: Mutex<Vec<(Qp, Option<Keepers>)>>,
+    retired: Mutex<Vec<(Qp, Keepers)>>,
 }
 
 /// What a link has room for.
@@ -179,7 +179,7 @@ impl Link {
     }
 
     /// Keeps a queue pair that has little left to do but to answer.
-    pub(crate) fn retire(&self, qp: &Qp, sends: Option<Keepers>) {
+    pub(crate) fn retire(&self, qp: &Qp, sends: Keepers) {
         self.retired.lock().push((qp.clone(), sends));
     }
 
@@ -222,13 +222,24 @@ impl Link {
 }
 
 /// Why graphs have no messages of a communicator, and what they can have.
-pub(crate) const ONLY_ONCE: (&str, &str) =
+const ONLY_ONCE: (&str, &str) =
     ("a message of a communicator, which is counted once", "send and receive through an mp::Channel");
+
+/// Marks a batch that has to do with a message of a communicator: no graph can repeat it.
+pub(crate) fn only_once(batch: &mut Batch) {
+    let (what, fix) = ONLY_ONCE;
+    batch.only_once(what, fix);
+}
+
+/// Refuses a message of a communicator on a stream that is being captured.
+pub(crate) fn refuse_in_capture(stream: &Stream) -> gdsync::Result<()> {
+    let (what, fix) = ONLY_ONCE;
+    stream.refuse_in_capture(what, fix)
+}
 
 /// Adds a send to a batch, behind the wait for its receive if that is not posted yet.
 fn post_behind(batch: &mut Batch, credit: Option<(&Word32, u32)>, send: PreparedSend) -> Completion {
-    let (what, fix) = ONLY_ONCE;
-    batch.only_once(what, fix);
+    only_once(batch);
     if let Some((word, number)) = credit {
         batch.wait_value32(word, number, Cond::Geq);
     }

@@ -7,7 +7,7 @@ use gdsync::verbs::Sge;
 
 use crate::communicator::{Communicator, Registration};
 use crate::error::Result;
-use crate::link::{Link, ONLY_ONCE};
+use crate::link::{Link, only_once, refuse_in_capture};
 use crate::peer::{Piece, Way};
 use crate::request::Request;
 
@@ -170,8 +170,7 @@ impl Communicator {
     /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
     pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
         if request.is_message() {
-            let (what, fix) = ONLY_ONCE;
-            batch.only_once(what, fix);
+            only_once(batch);
         }
         // Whoever sends it may wait meanwhile, and nobody calls.
         request.catch_up();
@@ -189,8 +188,7 @@ impl Communicator {
     /// stream waits for the messages of this rank.
     pub fn wait_on_stream(&self, stream: &Stream, request: &Request) -> Result<()> {
         if request.is_message() {
-            let (what, fix) = ONLY_ONCE;
-            stream.refuse_in_capture(what, fix).map_err(|source| request.failed(source))?;
+            refuse_in_capture(stream).map_err(|source| request.failed(source))?;
         }
         request.catch_up();
         match request.for_stream()? {

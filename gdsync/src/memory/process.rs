@@ -9,6 +9,12 @@ use super::{Memory, Reach};
 /// Bytes of a mark.
 pub(crate) const MARK: usize = 12;
 
+/// The effective user of this process.
+pub(crate) fn user() -> libc::uid_t {
+    // SAFETY: it only returns a number.
+    unsafe { libc::geteuid() }
+}
+
 /// A process of this machine. Its mark is read with everything else that is read there: so what comes is of no other process
 /// that has its number now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -336,9 +336,14 @@ impl Provider for Proxy {
             connector.forget(qpn);
         }
         self.shared.forget(qpn);
-        let stages = self.shared.with(|core| !core.shadows.is_empty());
+        let stages = self.shared.with(|core| {
+            let stages = !core.shadows.is_empty();
+            if stages {
+                core.with(place, |qp, _| qp.is_ending = true);
+            }
+            stages
+        });
         if stages {
-            self.shared.with(|core| core.with(place, |qp, _| qp.is_ending = true));
             self.drain(place, DRAIN);
         }
         let qp = self.shared.with(|core| core.remove_qp(place, self.shared.rung()));

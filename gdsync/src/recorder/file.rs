@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use super::layout::{self, header};
 use crate::env::variable;
 use crate::error::{Error, Result};
+use crate::memory;
 
 /// Recordings of dead processes that are kept.
 const KEPT: usize = 8;
@@ -151,8 +152,7 @@ pub(super) fn boot_id() -> [u64; 2] {
 
 /// Removes the recordings of this user's dead processes, all but the newest `keep`. Returns the files removed.
 pub(super) fn clean(keep: usize) -> Vec<PathBuf> {
-    // SAFETY: it only returns a number.
-    let user = unsafe { libc::geteuid() };
+    let user = memory::user();
     let mut dead: Vec<_> = list()
         .into_iter()
         .filter_map(|path| {

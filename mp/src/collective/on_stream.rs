@@ -14,7 +14,7 @@ use super::{Collectives, Number, Reduction, check_range, check_values, combine};
 use crate::communicator::{Communicator, Registration};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::link::ONLY_ONCE;
+use crate::link::refuse_in_capture;
 use crate::peer::Way;
 use crate::request::Request;
 
@@ -198,8 +198,7 @@ impl Collectives {
 
     fn enqueue(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
         self.sticky(|| Ok(()))?;
-        let (what, fix) = ONLY_ONCE;
-        stream.refuse_in_capture(what, fix)?;
+        refuse_in_capture(stream)?;
         // A ready and a message each way. What is refused here leaves the ranks in step.
         for part in direct.sends.iter().chain(&direct.receives) {
             let peer = self.comm.peer(part.rank)?;

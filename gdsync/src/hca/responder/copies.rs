@@ -264,9 +264,9 @@ impl Responder {
         let (reason, is_host) = (first.ticket.failure(), first.pull.is_some());
         let what = "software HCA: payload cannot be copied by reference; the peer is asked to send it";
         if is_host {
-            tracing::debug!(reason, what)
+            tracing::debug!(reason, "{what}")
         } else {
-            tracing::warn!(reason, what)
+            tracing::warn!(reason, "{what}")
         }
         let taken = self.copies.list.iter().filter(|m| m.arrival.counter.is_some()).count();
         self.tail -= taken as u64;
@@ -396,9 +396,7 @@ impl SoftQp {
     fn copy_on(&mut self, env: &mut Env<'_>) -> bool {
         let Some(remote) = self.remote else { return false };
         let first = self.resp.copies.list.iter_mut().find(|m| m.pull.is_some() && !m.ticket.is_over());
-        let Some((message, link)) =
-            first.and_then(|message| Some((message.link?, message))).map(|(l, m)| (m, l))
-        else {
+        let Some((link, message)) = first.and_then(|message| Some((message.link?, message))) else {
             return false;
         };
         let header = Header::new(PacketOp::OFFER, remote.qpn, self.rings.qpn, message.arrival.header.psn);

@@ -19,7 +19,7 @@ use super::ring::{RING_BYTES, RxRing, TxRing};
 use super::span::Spans;
 use crate::error::{Error, Result};
 use crate::hca::Gid;
-use crate::memory::{Memory, Word64};
+use crate::memory::{Memory, Word64, user};
 
 /// First bytes of a greeting: protocol and version.
 const MAGIC: &[u8; 8] = b"gdswire2";
@@ -63,9 +63,7 @@ impl Line {
     /// have become a different program since, whose memory root must not touch for it.
     pub(crate) fn pid(&self) -> Option<libc::pid_t> {
         let Some(stream) = &self.stream else { return libc::pid_t::try_from(std::process::id()).ok() };
-        // SAFETY: a plain call.
-        let own = unsafe { libc::geteuid() };
-        fds::peer(stream).ok().filter(|peer| peer.pid > 0 && peer.uid == own).map(|peer| peer.pid)
+        fds::peer(stream).ok().filter(|peer| peer.pid > 0 && peer.uid == user()).map(|peer| peer.pid)
     }
 }
 
@@ -203,8 +201,7 @@ fn invalid(what: &str) -> io::Error {
 
 /// Abstract addresses have no permissions: whoever is at the other end must be the same user, or root.
 fn check_user(stream: &UnixStream) -> io::Result<()> {
-    // SAFETY: a plain call.
-    let own = unsafe { libc::geteuid() };
+    let own = user();
     match fds::peer(stream)?.uid {
         uid if uid == own || uid == 0 || own == 0 => Ok(()),
         uid => Err(invalid(&format!("the process at the other end belongs to user {uid}"))),
