@@ -30,6 +30,23 @@ fn a_long_read_survives_losses() {
     }
 }
 
+/// The acknowledgement of a message that had completed went with its queue pair, and the sender was told that it was lost.
+#[test]
+fn what_is_complete_is_acknowledged_before_its_queue_pair_goes() {
+    let leave: [fn(Side); 3] =
+        [|side| side.qp.modify(&QpAttr::to(QpState::RESET)).unwrap(), |side| drop(side.qp), drop];
+    for _ in 0..20 {
+        for leave in leave {
+            let (a, b) = pair(64, |q| q.timeout(10));
+            b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+            a.qp.post_send(&[SendWr::send(&[])]).unwrap();
+            until(|| b.qp.poll_recv().is_some());
+            leave(b);
+            sent(&a).ok().unwrap();
+        }
+    }
+}
+
 /// A thread that polled without a pause kept the service thread away, and nobody looked at the links.
 #[test]
 fn a_hot_poller_learns_of_the_death_of_its_peer() {

@@ -154,9 +154,10 @@ impl SoftQp {
         self.remote.is_some() && self.link == link || self.resp.has_copy_from(link)
     }
 
-    /// Before a reset: takes references back, and takes no more. The copies that are still under way, or `None` while
-    /// the link has no room.
+    /// Before a reset: acknowledges what is complete, takes references back, and takes no more. The copies that are still
+    /// under way, or `None` while the link has no room.
     pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
+        self.answer(env);
         let mut copies = self.resp.close();
         copies.extend(self.landing.copies(None));
         self.withdraw(env).then_some(copies)

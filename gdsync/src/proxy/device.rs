@@ -17,7 +17,7 @@ use crate::mlx5::SEGMENT;
 use crate::rdma::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::rdma::{Domain, Open};
 use crate::verbs::provider::QpRequest;
-use crate::verbs::{QpAttr, QpState};
+use crate::verbs::{MAX_RD_ATOMIC, QpAttr, QpState};
 
 /// A limit of the device, of which some drivers say -1 for none.
 pub(super) fn limit(value: i32) -> u32 {
@@ -27,10 +27,16 @@ pub(super) fn limit(value: i32) -> u32 {
 /// What Soft-RoCE calls its vendor (`RXE_VENDOR_ID`).
 const SOFT_ROCE: u32 = 0x00ff_ffff;
 
-/// What the device is asked for: Soft-RoCE takes 7 retries for endless ones, and a peer that is gone would never be noticed.
+/// What the device is asked for. Soft-RoCE takes 7 retries for endless ones: a peer that is gone would never be noticed. And
+/// where a queue pair is connected again with a larger `max_dest_rd_atomic`, its kernel module writes beyond the end of the
+/// smaller array before it frees it (seen in Linux 6.1): so it has the largest from the start.
 fn adapted(attr: &QpAttr, vendor: u32) -> QpAttr {
-    let retry_cnt = attr.retry_cnt.map(|count| if vendor == SOFT_ROCE { count.min(6) } else { count });
-    QpAttr { retry_cnt, ..attr.clone() }
+    let mut attr = attr.clone();
+    if vendor == SOFT_ROCE {
+        attr.retry_cnt = attr.retry_cnt.map(|count| count.min(6));
+        attr.max_dest_rd_atomic = attr.max_dest_rd_atomic.map(|_| MAX_RD_ATOMIC);
+    }
+    attr
 }
 
 /// Where the device tells of completions.
@@ -413,6 +419,17 @@ mod tests {
         let adapted = |vendor| super::adapted(&asked, vendor);
         assert_eq!([0x2c9, SOFT_ROCE].map(|vendor| adapted(vendor).retry_cnt), [Some(7), Some(6)]);
         assert_eq!(adapted(SOFT_ROCE).rnr_retry, Some(7));
+    }
+
+    #[test]
+    fn soft_roce_never_has_more_reads_than_before() {
+        let step = |reads, vendor| {
+            let asked = QpAttr::to(QpState::RTR).max_dest_rd_atomic(reads);
+            adapted(&asked, vendor).max_dest_rd_atomic
+        };
+        assert_eq!([1, 16].map(|reads| step(reads, SOFT_ROCE)), [Some(16); 2]);
+        assert_eq!([1, 16].map(|reads| step(reads, 0x2c9)), [Some(1), Some(16)]);
+        assert_eq!(adapted(&QpAttr::to(QpState::RESET), SOFT_ROCE).max_dest_rd_atomic, None);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::config::DeviceConfig;
 use super::list::{Handle, List};
 use super::port::{GidEntry, GidKind, LinkLayer, Port};
 use crate::error::{Error, Result};
-use crate::verbs::QpAddress;
+use crate::verbs::{MAX_RD_ATOMIC, QpAddress};
 
 /// An open RDMA device. Closed when the last clone of its `Arc` is gone: whoever makes something on it keeps one.
 pub(crate) struct Open {
@@ -84,10 +84,10 @@ impl Open {
         &self.attr
     }
 
-    /// READs and atomics that a queue pair may have outstanding each way, at most 16.
+    /// READs and atomics that a queue pair may have outstanding each way, at most [`MAX_RD_ATOMIC`].
     pub(crate) fn rd_atomic(&self) -> u8 {
         let most = self.attr.max_qp_rd_atom.min(self.attr.max_qp_init_rd_atom);
-        u8::try_from(most.clamp(0, 16)).expect("at most 16")
+        u8::try_from(most.clamp(0, MAX_RD_ATOMIC.into())).expect("at most 16")
     }
 
     /// The port that is used.

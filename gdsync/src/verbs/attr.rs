@@ -21,6 +21,9 @@ bitflags::bitflags! {
     }
 }
 
+/// The most READs and atomics that a queue pair has outstanding each way.
+pub(crate) const MAX_RD_ATOMIC: u8 = 16;
+
 /// State of a queue pair (`enum ibv_qp_state`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
@@ -129,12 +132,17 @@ impl QpAttr {
             ("access", self.access.is_some(), self.access.map_or(0, |a| a.bits()), Access::all().bits()),
             ("remote", self.remote.is_some(), 0, 0),
             ("path_mtu", self.path_mtu.is_some(), self.path_mtu.unwrap_or(256), 4096),
-            ("max_dest_rd_atomic", self.max_dest_rd_atomic.is_some(), small(self.max_dest_rd_atomic), 16),
+            (
+                "max_dest_rd_atomic",
+                self.max_dest_rd_atomic.is_some(),
+                small(self.max_dest_rd_atomic),
+                MAX_RD_ATOMIC.into(),
+            ),
             ("min_rnr_timer", self.min_rnr_timer.is_some(), small(self.min_rnr_timer), 31),
             ("timeout", self.timeout.is_some(), small(self.timeout), 31),
             ("retry_cnt", self.retry_cnt.is_some(), small(self.retry_cnt), 7),
             ("rnr_retry", self.rnr_retry.is_some(), small(self.rnr_retry), 7),
-            ("max_rd_atomic", self.max_rd_atomic.is_some(), small(self.max_rd_atomic), 16),
+            ("max_rd_atomic", self.max_rd_atomic.is_some(), small(self.max_rd_atomic), MAX_RD_ATOMIC.into()),
         ]
     }
 

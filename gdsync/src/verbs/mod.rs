@@ -19,6 +19,7 @@ mod wr;
 
 pub use address::QpAddress;
 pub(crate) use address::{mtu_bytes, mtu_code};
+pub(crate) use attr::MAX_RD_ATOMIC;
 pub use attr::{Access, QpAttr, QpState};
 pub use carriage::{Carriage, Carrier, Staging};
 pub use completion::Completion;

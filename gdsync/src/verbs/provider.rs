@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::address::QpAddress;
-use super::attr::{Access, QpAttr};
+use super::attr::{Access, MAX_RD_ATOMIC, QpAttr};
 use super::carriage::{Carriage, Staging};
 use super::placement::{OnGpu, Places};
 use super::track::Health;
@@ -105,9 +105,9 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// first packet sequence number of this side, which a reset changes.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     fn destroy_qp(&self, qpn: u32);
-    /// READs and atomics that a queue pair may have outstanding, at most 16.
+    /// READs and atomics that a queue pair may have outstanding, at most [`MAX_RD_ATOMIC`].
     fn rd_atomic(&self) -> u8 {
-        16
+        MAX_RD_ATOMIC
     }
     /// Whether messages that a queue pair receives are written in order of their addresses, if the device tells.
     fn writes_in_order(&self, _qpn: u32) -> Option<bool> {
