@@ -1,6 +1,8 @@
 //! Messages whose payload is left to a copy engine: the same to the application, whatever the engine does.
 
 mod common;
+#[path = "common/messages.rs"]
+mod messages;
 #[path = "common/mover.rs"]
 mod mover;
 
@@ -12,7 +14,8 @@ use common::{PATIENCE, Side, assert_clean, bytes, connect, pattern, received, re
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::mlx5::{CqeOpcode, Opcode, Syndrome};
-use gdsync::verbs::{Carrier, QpBuilder, QpState, RecvWr, SendWr, Wc};
+use gdsync::verbs::{Carrier, QpBuilder, QpState, RecvWr, SendWr};
+use messages::{Ask, REFUSED, ok, receive, refusal, send};
 use mover::{Engine, Habits};
 
 const SIZE: usize = 1 << 20;
@@ -37,23 +40,9 @@ fn pair() -> (Arc<Engine>, Side, Side) {
     pair_with(Habits::default(), patient)
 }
 
-/// Posts a receive of `len` bytes at `offset`.
-fn receive(b: &Side, id: u64, offset: usize, len: usize) {
-    b.qp.post_recv(&[RecvWr { wr_id: id, sges: &[b.mr.sge(offset, len).unwrap()] }]).unwrap();
-}
-
-/// Posts a send of `len` bytes from `offset`.
-fn send(a: &Side, id: u64, offset: usize, len: usize) {
-    a.qp.post_send(&[SendWr::send(&[a.mr.sge(offset, len).unwrap()]).id(id)]).unwrap();
-}
-
 /// The `n`-th of parts of `len` bytes.
 fn part(n: u64, len: usize) -> usize {
     usize::try_from(n).unwrap() * len
-}
-
-fn ok(wc: &Wc, id: u64) {
-    assert_eq!((wc.wr_id, wc.syndrome), (id, None), "{wc:?}");
 }
 
 fn begun(engine: &Engine) {
@@ -244,59 +233,25 @@ fn a_refusal_of_a_later_message_says_nothing_of_an_earlier_one() {
     }
 }
 
-/// Posts what is to be refused.
-type Ask = fn(&Side, &Side);
-
-/// What both sides see of a request that the other side refuses.
-fn refusal(least: usize, ask: Ask) -> (Wc, Option<Wc>, QpState) {
-    let engine = Engine::start(Habits::default());
-    let (first, second) = (engine.hca(least), engine.hca(least));
-    let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
-    ask(&a, &b);
-    let wc = Wc { qpn: 0, ..sent(&a) };
-    let received = b.qp.recv_cq().wait(Duration::from_millis(200)).ok().map(|wc| Wc { qpn: 0, ..wc });
-    assert_eq!(engine.done(), 0);
-    (wc, received, a.qp.state())
-}
-
 #[test]
 fn refusals_are_those_of_the_bytes() {
-    let cases: [Ask; 5] = [
-        // Too long for the receive.
-        |a, b| {
-            receive(b, 1, 0, BIG - 1);
-            send(a, 1, 0, BIG);
-        },
-        // The receive names a dead key.
-        |a, b| {
-            let mut sge = b.mr.sge(0, BIG).unwrap();
-            sge.lkey ^= 1;
-            b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[sge] }]).unwrap();
-            send(a, 1, 0, BIG);
-        },
-        // The write does.
-        |a, b| {
-            let mut remote = b.mr.remote(0).unwrap();
-            remote.rkey ^= 1;
-            a.qp.post_send(&[SendWr::write(remote, &[a.mr.sge(0, BIG).unwrap()]).id(1)]).unwrap();
-        },
-        // It leaves the region.
-        |a, b| {
-            let remote = b.mr.remote(SIZE - BIG + 1).unwrap();
-            a.qp.post_send(&[SendWr::write(remote, &[a.mr.sge(0, BIG).unwrap()]).id(1)]).unwrap();
-        },
-        // The sender's key is dead.
-        |a, b| {
-            receive(b, 1, 0, BIG);
-            let mut sge = a.mr.sge(0, BIG).unwrap();
-            sge.lkey ^= 1;
-            a.qp.post_send(&[SendWr::send(&[sge]).id(1)]).unwrap();
-        },
-    ];
-    for (i, ask) in cases.iter().enumerate() {
-        let (by_reference, as_bytes) = (refusal(LEAST, *ask), refusal(usize::MAX, *ask));
+    let too_long: Ask = |a, b, len| {
+        receive(b, 1, 0, len - 1);
+        send(a, 1, 0, len);
+    };
+    let refused = |least, ask: Ask| {
+        let engine = Engine::start(Habits::default());
+        let side = || Side::new(&engine.hca(least), SIZE, patient);
+        let (a, b) = connect(side(), side());
+        ask(&a, &b, BIG);
+        let refusal = refusal(&a, &b);
+        assert_eq!(engine.done(), 0);
+        refusal
+    };
+    for (i, ask) in REFUSED.into_iter().chain([too_long]).enumerate() {
+        let (by_reference, as_bytes) = (refused(LEAST, ask), refused(usize::MAX, ask));
         assert_eq!(by_reference, as_bytes, "case {i}");
-        assert!(by_reference.0.syndrome.is_some());
+        assert!(by_reference.sent.syndrome.is_some());
     }
 }
 

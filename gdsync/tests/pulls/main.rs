@@ -3,6 +3,8 @@
 mod both;
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/messages.rs"]
+mod messages;
 #[path = "../common/peer.rs"]
 mod peer;
 
@@ -12,7 +14,8 @@ use std::time::{Duration, Instant};
 use common::{PATIENCE, Side, assert_clean, bytes, connect, is_device_named, pattern, received, sent, until};
 use gdsync::hca::{FaultPlan, Pulls, SoftHcaConfig};
 use gdsync::mlx5::Syndrome;
-use gdsync::verbs::{Carrier, Context, QpBuilder, QpState, RecvWr, SendWr, Wc};
+use gdsync::verbs::{Carrier, Context, QpBuilder, RecvWr, SendWr};
+use messages::{Ask, REFUSED, ok, receive, refusal, send};
 use peer::{Peer, meet_parent, role};
 
 const SIZE: usize = 8 << 20;
@@ -39,18 +42,6 @@ fn pair(pull: Pulls) -> (Side, Side) {
     let (a, b) = connect(side(), side());
     a.memory().write(0, data()).unwrap();
     (a, b)
-}
-
-fn receive(b: &Side, id: u64, offset: usize, len: usize) {
-    b.qp.post_recv(&[RecvWr { wr_id: id, sges: &[b.mr.sge(offset, len).unwrap()] }]).unwrap();
-}
-
-fn send(a: &Side, id: u64, offset: usize, len: usize) {
-    a.qp.post_send(&[SendWr::send(&[a.mr.sge(offset, len).unwrap()]).id(id)]).unwrap();
-}
-
-fn ok(wc: &Wc, id: u64) {
-    assert_eq!((wc.wr_id, wc.syndrome), (id, None), "{wc:?}");
 }
 
 /// Not a test of its own: the other process of a test here.
@@ -144,53 +135,19 @@ fn what_is_quicker_is_found_out() {
     assert!(bytes(&b, 0, LEN) == data()[..LEN]);
 }
 
-/// Posts what is to be refused.
-type Ask = fn(&Side, &Side);
-
-/// What both sides see of a request that the other side refuses.
-fn refusal(pull: Pulls, ask: Ask) -> (Wc, Option<Wc>, QpState) {
-    let (a, b) = pair(pull);
-    ask(&a, &b);
-    let wc = Wc { qpn: 0, ..sent(&a) };
-    let received = b.qp.recv_cq().wait(Duration::from_millis(200)).ok().map(|wc| Wc { qpn: 0, ..wc });
-    assert!(bytes(&b, 0, SIZE).iter().all(|byte| *byte == 0), "nothing was written");
-    (wc, received, a.qp.state())
-}
-
 #[test]
 fn refusals_are_those_of_the_bytes() {
-    let cases: [Ask; 4] = [
-        // The receive names a dead key.
-        |a, b| {
-            let mut sge = b.mr.sge(0, BIG).unwrap();
-            sge.lkey ^= 1;
-            b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[sge] }]).unwrap();
-            send(a, 1, 0, BIG);
-        },
-        // The write does.
-        |a, b| {
-            let mut remote = b.mr.remote(0).unwrap();
-            remote.rkey ^= 1;
-            a.qp.post_send(&[SendWr::write(remote, &[a.mr.sge(0, BIG).unwrap()]).id(1)]).unwrap();
-        },
-        // It begins outside of the region.
-        |a, b| {
-            let mut remote = b.mr.remote(0).unwrap();
-            remote.addr -= 1;
-            a.qp.post_send(&[SendWr::write(remote, &[a.mr.sge(0, BIG).unwrap()]).id(1)]).unwrap();
-        },
-        // The sender's key is dead.
-        |a, b| {
-            receive(b, 1, 0, BIG);
-            let mut sge = a.mr.sge(0, BIG).unwrap();
-            sge.lkey ^= 1;
-            a.qp.post_send(&[SendWr::send(&[sge]).id(1)]).unwrap();
-        },
-    ];
-    for (i, ask) in cases.iter().enumerate() {
-        let (pulled, as_bytes) = (refusal(Pulls::From(1), *ask), refusal(Pulls::Never, *ask));
+    let refused = |pull, ask: Ask| {
+        let (a, b) = pair(pull);
+        ask(&a, &b, BIG);
+        let refusal = refusal(&a, &b);
+        assert!(bytes(&b, 0, SIZE).iter().all(|byte| *byte == 0), "nothing was written");
+        refusal
+    };
+    for (i, ask) in REFUSED.into_iter().enumerate() {
+        let (pulled, as_bytes) = (refused(Pulls::From(1), ask), refused(Pulls::Never, ask));
         assert_eq!(pulled, as_bytes, "case {i}");
-        assert!(pulled.0.syndrome.is_some());
+        assert!(pulled.sent.syndrome.is_some());
     }
     // Too long for the receive: of the bytes, some may be written first.
     let (a, b) = pair(Pulls::From(1));
