@@ -4,6 +4,9 @@
 # shellcheck disable=SC2034
 timeout=900
 
+# The kernel looks whether what writes to its memory stays within its own: what does not is told, and crashes nothing else later.
+export VMAPPEND=${VMAPPEND:-slub_debug=FZP,kmalloc-*}
+
 host_build() {
     vm_cargo test --no-run --workspace --test devices --test verbs_device --test verbs_cycles --test interop --test verbs \
         --test queues --test streams --test stream_queues --test graphs --test batch_run
