@@ -176,6 +176,7 @@ impl Shared {
             return self.run(seq, &ops);
         }
         let mut memops: [MemOp; N] = ops.map(|op| op.memop());
+        #[expect(clippy::cast_possible_truncation, reason = "a few")]
         let count = const { N as u32 };
         // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
         unsafe { self.gpu.api().stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
