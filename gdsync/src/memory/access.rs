@@ -73,14 +73,32 @@ impl Memory {
         Ok(())
     }
 
+    /// As [`Memory::write_words`], of a block; `false` where it does not fit, and nothing is written.
+    #[inline(always)]
+    pub(crate) fn write_block(&self, offset: usize, block: &[[u8; 8]; 8]) -> bool {
+        let fits = offset < self.len && self.len - offset >= size_of_val(block);
+        let to = self.ptr.as_ptr().wrapping_add(offset).cast::<u64>();
+        if !fits || !self.is_host() || !to.is_aligned() {
+            return self.write(offset, block.as_flattened()).is_ok();
+        }
+        for (at, word) in block.iter().enumerate() {
+            let to = to.wrapping_add(at);
+            // SAFETY: the range was checked, and the word lies in it, aligned.
+            unsafe { to.write_volatile(u64::from_ne_bytes(*word)) };
+        }
+        true
+    }
+
     /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
     #[inline(always)]
     pub(crate) fn prefetch_to_write(&self, offset: usize) {
         #[cfg(target_arch = "x86_64")]
         if self.is_host() && offset < self.len {
-            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+            let at = self.ptr.as_ptr().wrapping_add(offset);
+            // By itself: of the intrinsic the compiler makes one that only reads where it may not count on this one. Processors
+            // without it do nothing.
             // SAFETY: a hint.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(self.ptr.as_ptr().wrapping_add(offset).cast()) };
+            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags)) };
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = offset;

@@ -33,6 +33,15 @@ impl Memory {
         // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
         Ok(unsafe { ptr.as_ref() })
     }
+
+    /// As [`Memory::words64`], for who has nobody to tell why there are none. Of host memory only.
+    #[inline(always)]
+    pub(crate) fn host_words64<const N: usize>(&self, offset: usize) -> Option<&[AtomicU64; N]> {
+        let ptr = self.ptr.as_ptr().wrapping_add(offset).cast::<[AtomicU64; N]>();
+        let fits = offset < self.len && self.len - offset >= size_of::<[AtomicU64; N]>();
+        // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
+        (fits && self.is_host() && ptr.is_aligned()).then(|| unsafe { &*ptr })
+    }
 }
 
 /// Where a GPU has found memory, for who asks again and again.

@@ -58,29 +58,18 @@ pub struct Ctrl {
 impl Ctrl {
     /// The bytes in the ring. Bits beyond a field's width are dropped.
     pub const fn to_bytes(&self) -> [u8; SEGMENT] {
-        let [i0, i1] = self.index.to_be_bytes();
-        let [_, q0, q1, q2] = self.qpn.to_be_bytes();
         let ds = self.ds & DS_MASK | self.reserved & !DS_MASK;
-        let [s0, s1] = self.stream_id.to_be_bytes();
-        let [m0, m1, m2, m3] = self.imm;
-        [
-            self.opmod,
-            i0,
-            i1,
-            self.opcode.0,
-            q0,
-            q1,
-            q2,
-            ds, //
-            self.signature,
-            s0,
-            s1,
-            self.fm_ce_se,
-            m0,
-            m1,
-            m2,
-            m3,
-        ]
+        // Made as a whole, in registers: of bytes that were stored one by one a word would be read back late.
+        let high = (self.opmod as u64) << 56
+            | (self.index as u64) << 40
+            | (self.opcode.0 as u64) << 32
+            | (self.qpn as u64 & 0xff_ffff) << 8
+            | ds as u64;
+        let low = (self.signature as u64) << 56
+            | (self.stream_id as u64) << 40
+            | (self.fm_ce_se as u64) << 32
+            | u32::from_be_bytes(self.imm) as u64;
+        ((high as u128) << 64 | low as u128).to_be_bytes()
     }
 
     /// Number of 64-byte blocks the WQE occupies.

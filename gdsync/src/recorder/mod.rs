@@ -150,7 +150,7 @@ impl Log {
     }
 
     /// Records an event.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn note(&self, event: impl FnOnce() -> Event) {
         if let Some(recorder) = &self.recorder {
             recorder.put(&Event { device: self.device, ..event() });

@@ -143,15 +143,32 @@ impl Recorder {
     /// Records an event.
     #[inline(always)]
     pub(super) fn put(&self, event: &Event) {
+        let [number, middle, rest] = event.pack();
+        self.put_now(number, middle, rest);
+    }
+
+    /// One function for all, small enough to stay where the processor finds it at once.
+    #[inline(never)]
+    fn put_now(&self, number: u64, middle: u64, rest: u64) {
         if self.state.atomic().load(Ordering::Relaxed) == RECORDS {
-            let [number, middle, rest] = event.pack();
             self.put_at(self.clock.now(), number, middle, rest);
         }
     }
 
     /// Each word by itself: so they stay in registers.
+    #[inline(always)]
     fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
-        match self.lane() {
+        match seat::known(self.serial) {
+            Some(lane) => self.write(lane, [at, number, middle, rest]),
+            None => self.put_new(at, number, middle, rest),
+        }
+    }
+
+    /// As [`Recorder::put_at`], of a thread that is new here.
+    #[cold]
+    #[inline(never)]
+    fn put_new(&self, at: u64, number: u64, middle: u64, rest: u64) {
+        match self.admit() {
             Some(lane) => self.write(lane, [at, number, middle, rest]),
             None => self.lose(),
         }
@@ -171,10 +188,8 @@ impl Recorder {
         next.store(n + 1, Ordering::Relaxed);
         let Ok(records) = usize::try_from(self.records) else { return };
         let Ok(slot) = usize::try_from(n & (self.records - 1)) else { return };
-        let Ok(words) = self.memory.words64::<WORDS>(layout::ring(lane, records) + slot * RECORD_BYTES)
-        else {
-            return;
-        };
+        let place = layout::ring(lane, records) + slot * RECORD_BYTES;
+        let Some(words) = self.memory.host_words64::<WORDS>(place) else { return };
         stamp::write(words, [at, number, middle, rest | layout::check(n)]);
     }
 

@@ -8,7 +8,7 @@ use smallvec::smallvec;
 
 use super::cuda::Turn;
 use super::graph::Made;
-use super::op::{Op, Ops, Ring, Source};
+use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -52,32 +52,20 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// engine failed with.
     fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64>;
 
-    /// Queues one [`Op::Trigger`] of a source, which `own` returns to be kept.
+    /// Queues one [`Op::Trigger`] of a source that has this bell.
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn trigger(
-        &self,
-        turn: &mut Turn,
-        _source: &dyn Source,
-        own: &dyn Fn() -> Arc<dyn Source>,
-        ring: Ring,
-    ) -> Result<u64> {
-        self.submit(turn, &mut smallvec![Op::Trigger(own(), ring)])
+    fn trigger(&self, turn: &mut Turn, source: &Arc<dyn Source>, _bell: &Bell, ring: Ring) -> Result<u64> {
+        self.submit(turn, &mut smallvec![Op::Trigger(source.clone(), ring)])
     }
 
-    /// Queues one [`Op::Await`] of completion `n` of a source, which `own` returns to be kept.
+    /// Queues one [`Op::Await`] of completion `n` of a source, which arrives there.
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn wait(
-        &self,
-        turn: &mut Turn,
-        _source: &dyn Source,
-        own: &dyn Fn() -> Arc<dyn Source>,
-        n: u64,
-    ) -> Result<u64> {
-        self.submit(turn, &mut smallvec![Op::Await(own(), n)])
+    fn wait(&self, turn: &mut Turn, source: &Arc<dyn Source>, _arrival: &Arrival<'_>, n: u64) -> Result<u64> {
+        self.submit(turn, &mut smallvec![Op::Await(source.clone(), n)])
     }
 
     /// Does what another thread wanted that did not have the turn.

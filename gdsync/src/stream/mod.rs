@@ -76,6 +76,7 @@ mod single;
 mod sources;
 mod steps;
 mod turns;
+mod within;
 
 use std::fmt;
 use std::mem;
@@ -116,6 +117,7 @@ use cuda::CudaEngine;
 use host::HostEngine;
 use record::Recording;
 use turns::Turns;
+use within::Within;
 
 /// A stream. Clones share it. When the last one is dropped, pending work is aborted.
 #[derive(Clone)]
@@ -165,12 +167,25 @@ impl DerefMut for Held<'_> {
     }
 }
 
-impl Drop for Held<'_> {
+impl Held<'_> {
+    /// As to drop it, where it is called.
     #[inline(always)]
-    fn drop(&mut self) {
+    fn end(mut self) {
+        self.end_turn();
+        mem::forget(self);
+    }
+
+    #[inline(always)]
+    fn end_turn(&mut self) {
         if let Some(state) = self.state.take() {
             self.inner.turns.end(state, |state| self.inner.engine.mark(&mut state.turn));
         }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.end_turn();
     }
 }
 
@@ -310,9 +325,17 @@ impl Stream {
     /// The state, unless the calling thread holds it already.
     #[inline(always)]
     fn state(&self) -> Result<Held<'_>> {
-        steps::refuse()?;
-        self.0.engine.refuse_here()?;
+        if Within::any() {
+            self.refuse_here()?;
+        }
         Ok(self.0.turn())
+    }
+
+    /// Refuses a thread that must not use the stream where it is.
+    #[cold]
+    fn refuse_here(&self) -> Result<()> {
+        steps::refuse()?;
+        self.0.engine.refuse_here()
     }
 
     /// Marks a batch, has the engine take it, and takes note of its queue pairs. Returns the number of the submission.

@@ -114,7 +114,7 @@ impl PreparedSend {
                 *ring = self.sends.ring();
                 self.place = end - 1;
             }
-            _ => ops.push(Op::Trigger(self.queue.end.source(), self.sends.ring())),
+            _ => ops.push(Op::Trigger(self.queue.end.source().clone(), self.sends.ring())),
         }
     }
 
@@ -186,17 +186,32 @@ pub struct PreparedWait {
 }
 
 impl PreparedWait {
-    /// Claims completions of a queue, of which one is given: the number of the first one, and the last one.
+    /// Claims completions of a queue: the numbers of the first and the last one.
     #[inline]
-    pub(super) fn claim(queue: Completion, upto: Upto, stream: Option<u64>) -> Result<(u64, Completion)> {
-        match Self::claim_of(&queue.end, upto, stream)? {
-            Some((first, n)) => Ok((first, Completion { n, ..queue })),
-            None => Err(Error::NothingToWaitFor { queue: queue.end.tracker.name(), qpn: queue.end.qp.qpn }),
+    fn claim(end: &QueueEnd, upto: Upto, stream: Option<u64>) -> Result<(u64, u64)> {
+        let nothing = || Error::NothingToWaitFor { queue: end.tracker.name(), qpn: end.qp.qpn };
+        Self::claim_of(end, upto, stream)?.ok_or_else(nothing)
+    }
+
+    /// Claims the next completion of a queue for a wait that is submitted to a stream: its number, and that of the first one, which is
+    /// the same.
+    #[inline(always)]
+    pub(super) fn claim_next(end: &QueueEnd, stream: u64) -> Result<(u64, u64)> {
+        match end.cq.claim_short(&end.tracker, stream) {
+            Some(n) if !end.qp.is_broken() => Ok((n, n)),
+            claimed => Self::claim_any(end, claimed, stream),
         }
     }
 
+    #[cold]
+    #[inline(never)]
+    fn claim_any(end: &QueueEnd, claimed: Option<u64>, stream: u64) -> Result<(u64, u64)> {
+        let Some(n) = claimed else { return Self::claim(end, Upto::Next(1), Some(stream)) };
+        end.qp.check_known().inspect_err(|_| end.cq.release(n, n))?;
+        Ok((n, n))
+    }
+
     /// The numbers of the first and the last completion claimed; `None` when the last one was claimed or taken before.
-    #[inline]
     fn claim_of(end: &QueueEnd, upto: Upto, stream: Option<u64>) -> Result<Option<(u64, u64)>> {
         let claimed = end.cq.claim(upto, &end.tracker, stream);
         if let Err(error) = end.qp.check_known() {
@@ -222,14 +237,14 @@ impl PreparedWait {
 
     /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.
     pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<u64>) -> Result<Self> {
-        let claim = Self::claim(end.completion(0), Upto::Next(count), stream)?;
-        Ok(Self::of(claim, Asked::Next, stream))
+        let (first, n) = Self::claim(end, Upto::Next(count), stream)?;
+        Ok(Self::of((first, end.completion(n)), Asked::Next, stream))
     }
 
     /// A wait for all completions of a queue; with a `stream`, for it alone.
     pub(super) fn all(end: &Arc<QueueEnd>, stream: Option<u64>) -> Result<Self> {
-        let claim = Self::claim(end.completion(0), Upto::All, stream)?;
-        Ok(Self::of(claim, Asked::All, stream))
+        let (first, n) = Self::claim(end, Upto::All, stream)?;
+        Ok(Self::of((first, end.completion(n)), Asked::All, stream))
     }
 
     /// The completion this wait is for.
@@ -272,7 +287,7 @@ impl PreparedWait {
 
     pub(super) fn wait_op(&mut self, ops: &mut Ops) {
         self.place = ops.len();
-        ops.push(Op::Await(self.claim.end.source(), self.claim.n));
+        ops.push(Op::Await(self.claim.end.source().clone(), self.claim.n));
     }
 }
 

@@ -7,7 +7,6 @@ use super::{Batch, State, Stream, note_use};
 use crate::error::Result;
 use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
-use crate::verbs::cq::Upto;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::{Completion, Qp, SendWr};
 
@@ -23,8 +22,8 @@ impl Stream {
             if !sent.is_told {
                 queue.note(Stage::Submitted, sent.sends.range.clone(), self.0.id);
             }
-            let (source, own) = (queue.end.as_source(), || queue.end.source());
-            match self.0.engine.trigger(&mut state.turn, source, &own, sent.sends.ring()) {
+            let (source, bell) = (queue.end.source(), queue.bell());
+            match self.0.engine.trigger(&mut state.turn, source, bell, sent.sends.ring()) {
                 Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
                 Err(error) => {
                     PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
@@ -55,35 +54,39 @@ impl Stream {
         self.single(|state| self.wait_next(state, &qp.recv.end), |batch| batch.wait_recv(qp))
     }
 
+    #[inline(always)]
     fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
-        let (first, claim) = PreparedWait::claim(end.completion(0), Upto::Next(1), Some(self.0.id))?;
-        claim.note_wait(Stage::WaitSubmitted, self.0.id);
-        match self.0.engine.wait(&mut state.turn, end.as_source(), &|| end.source(), claim.n) {
+        let (first, n) = PreparedWait::claim_next(end, self.0.id)?;
+        end.note_wait(Stage::WaitSubmitted, n, self.0.id);
+        match self.0.engine.wait(&mut state.turn, end.source(), &end.cq.arrival(n), n) {
             Ok(seq) => note_use(&mut state.used, &end.qp, seq),
             Err(error) => {
-                PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+                let claim = (first, end.completion(n));
+                PreparedWait::of(claim, Asked::Next, Some(self.0.id)).refuse(self.0.id);
                 return Err(error);
             }
         }
         if !self.0.signals {
-            end.cq.attend(claim.n, self.0.engine.kicker());
+            end.cq.attend(n, self.0.engine.kicker());
         }
-        Ok(claim)
+        Ok(end.completion(n))
     }
 
     /// Does it by `put`; while the stream is being captured, in a batch.
-    #[inline]
+    #[inline(always)]
     fn single<T>(
         &self,
         put: impl FnOnce(&mut State) -> Result<T>,
         add: impl FnOnce(&mut Batch) -> Result<T>,
     ) -> Result<T> {
         let mut state = self.state()?;
-        if state.recording.is_none() {
-            let _range = DOMAIN.range(c"submit");
-            return put(&mut state);
+        if state.recording.is_some() {
+            drop(state);
+            return self.one(add);
         }
-        drop(state);
-        self.one(add)
+        let _range = DOMAIN.range(c"submit");
+        let done = put(&mut state);
+        state.end();
+        done
     }
 }

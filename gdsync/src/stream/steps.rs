@@ -1,12 +1,12 @@
 //! Steps: sends and waits that a kernel of the application runs by itself.
 
-use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 use std::{fmt, result};
 
 use super::graph::{Launch, Made, within_capture};
 use super::record::{Part, Recording};
+use super::within::Within;
 use super::{Stream, deadline};
 use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
@@ -85,14 +85,10 @@ impl fmt::Debug for KernelSteps {
     }
 }
 
-thread_local! {
-    static IS_LAUNCHING: Cell<bool> = const { Cell::new(false) };
-}
-
 /// Refuses a call within the launch of a kernel, which has the stream.
 #[inline]
 pub(super) fn refuse() -> Result<()> {
-    match IS_LAUNCHING.get() {
+    match Within::Launch.is_here() {
         false => Ok(()),
         true => Err(Error::Unsupported {
             what: "the use of a stream within the function that launches a kernel with steps",
@@ -186,9 +182,9 @@ impl KernelSteps {
         let mut said = None;
         let mut call = |program| {
             let Some(kernel) = kernel.take() else { return false };
-            IS_LAUNCHING.set(true);
+            Within::Launch.begin();
             let answer = catch_unwind(AssertUnwindSafe(|| kernel(program)));
-            IS_LAUNCHING.set(false);
+            Within::Launch.end();
             matches!(said.insert(answer), Ok(Ok(())))
         };
         let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, turn, ops, ends| {

@@ -273,6 +273,7 @@ impl CqInner {
     }
 
     /// Sets room aside for the completion of one more work request, of a queue that the caller has locked.
+    #[inline(always)]
     pub(crate) fn reserve(&self) -> bool {
         self.room.reserve()
     }
@@ -387,6 +388,31 @@ impl CqInner {
         Some(wc)
     }
 
+    /// Claims the next completion for a wait that is submitted to the stream whose waits are the last ones here: what most claims are.
+    /// `None` if there is anything else to be done, and then nothing is.
+    #[inline(always)]
+    pub(crate) fn claim_short(&self, tracker: &Tracker, stream: u64) -> Option<u64> {
+        let mut state = self.state.lock();
+        let n = state.claim_next;
+        let is_next = state.attached == 1 && state.stream == stream && state.unsubmitted.is_empty();
+        if !is_next || self.is_due(&state) || tracker.posted_without_gaps()? <= n {
+            return None;
+        }
+        let at = self.index(n);
+        state.slots.get_mut(at)?.taken = Taken::ByStream;
+        state.claim_next = n + 1;
+        state.in_stream += 1;
+        Some(n)
+    }
+
+    /// Whether a claim takes what has arrived. Not where each look takes a microsecond: what has arrived there is taken when it must
+    /// be, all at once. Elsewhere in lots, too: the lines come from other cores, and several at a time are as quick as one.
+    #[inline(always)]
+    fn is_due(&self, state: &CqState) -> bool {
+        let unseen = state.claim_next.saturating_sub(state.reaped);
+        (state.in_stream == 0 || unseen >= LOT.min(self.capacity() / 2)) && self.parts.ring.is_host()
+    }
+
     /// Claims completions of the queue for a stream wait: `None` when the last of them was taken before. Returns the
     /// first and the last completion claimed. With a `stream`, they are submitted to it, as by [`CqInner::submit`].
     pub(crate) fn claim(
@@ -403,11 +429,7 @@ impl CqInner {
                 fix: "build the queue pair without send_cq and recv_cq, so that each queue gets its own",
             });
         }
-        // Not where each look takes a microsecond: what has arrived there is taken when it must be, all at once. Elsewhere in
-        // lots, too: the lines come from other cores, and several at a time are as quick as one.
-        let unseen = state.claim_next.saturating_sub(state.reaped);
-        let is_due = state.in_stream == 0 || unseen >= LOT.min(self.capacity() / 2);
-        if is_due && self.parts.ring.gpu().is_none() {
+        if self.is_due(&state) {
             self.reap_locked(&mut state);
             self.free(&mut state);
         }
@@ -520,6 +542,7 @@ impl CqInner {
     }
 
     /// Where completion `n` arrives, and how it is passed.
+    #[inline]
     pub(crate) fn arrival(&self, n: u64) -> Arrival<'_> {
         let (cond, value) = mlx5::wait_condition(n, self.log);
         let offset = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;

@@ -14,7 +14,11 @@ use crate::recorder::{Awaited, By, Stage};
 use crate::stream::{Arrival, Bell, Source};
 
 /// While it is alive, so are the queue pair and its completion queue.
-pub(crate) struct QueueEnd(Arc<Parts>);
+pub(crate) struct QueueEnd {
+    parts: Arc<Parts>,
+    /// The same, as operations of streams name it.
+    source: Arc<dyn Source>,
+}
 
 /// The parts of an end, which the operations of streams hold too: as long as one does, a stream may ring or wait here.
 pub(crate) struct Parts {
@@ -29,7 +33,7 @@ impl Deref for QueueEnd {
     type Target = Parts;
 
     fn deref(&self) -> &Parts {
-        &self.0
+        &self.parts
     }
 }
 
@@ -37,6 +41,12 @@ impl Parts {
     /// A wait for the completion of request `n`.
     pub(crate) fn awaits(&self, n: u64) -> Awaited {
         self.tracker.awaits(n)
+    }
+
+    /// Records a stage of a wait on a stream for the completion of request `n`.
+    #[inline]
+    pub(crate) fn note_wait(&self, stage: Stage, n: u64, stream: u64) {
+        self.qp.log.note_in(stage, self.tracker.queue(), stream, n..n + 1);
     }
 }
 
@@ -47,7 +57,8 @@ impl QueueEnd {
         tracker: Arc<Tracker>,
         bell: Option<Arc<Bell>>,
     ) -> Arc<Self> {
-        Arc::new(Self(Arc::new(Parts { qp, cq, tracker, bell })))
+        let parts = Arc::new(Parts { qp, cq, tracker, bell });
+        Arc::new(Self { source: parts.clone(), parts })
     }
 
     /// The completion of request `n`.
@@ -56,22 +67,19 @@ impl QueueEnd {
     }
 
     /// The source that operations of a stream name.
-    pub(crate) fn source(&self) -> Arc<dyn Source> {
-        self.0.clone()
-    }
-
-    /// The same, to look at.
-    pub(crate) fn as_source(&self) -> &dyn Source {
-        &*self.0
+    #[inline]
+    pub(crate) fn source(&self) -> &Arc<dyn Source> {
+        &self.source
     }
 
     /// Whether that is this one.
     pub(crate) fn is_source(&self, source: &Arc<dyn Source>) -> bool {
-        std::ptr::addr_eq(Arc::as_ptr(source), Arc::as_ptr(&self.0))
+        std::ptr::addr_eq(Arc::as_ptr(source), Arc::as_ptr(&self.parts))
     }
 
     fn is_in_stream(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
+        // Both are of this value itself.
+        Arc::strong_count(&self.parts) > 2
     }
 
     /// Why the queue cannot be reset now.
@@ -94,7 +102,7 @@ impl QueueEnd {
 
 impl fmt::Debug for QueueEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        self.parts.fmt(f)
     }
 }
 

@@ -91,14 +91,26 @@ impl Drop for QpCore {
 }
 
 impl QpCore {
+    #[inline(always)]
     fn state(&self) -> QpState {
         QpState(self.state.load(Ordering::Acquire))
+    }
+
+    #[inline(always)]
+    pub(crate) fn is_broken(&self) -> bool {
+        self.health.is_broken()
+    }
+
+    /// Whether requests can be posted to the send queue.
+    #[inline(always)]
+    pub(crate) fn is_ready_to_send(&self) -> bool {
+        !self.health.is_broken() && self.state() == QpState::RTS
     }
 
     /// Refuses sends where they cannot work: broken, or in a state without that queue.
     #[inline(always)]
     pub(crate) fn check_send(&self) -> Result<()> {
-        match !self.health.is_broken() && self.state() == QpState::RTS {
+        match self.is_ready_to_send() {
             true => Ok(()),
             false => self.check_state("post_send", &[QpState::RTS], "RTS"),
         }
@@ -312,7 +324,7 @@ impl Qp {
 
     /// Whether it is known to be broken, without a look at the completion queues: [`Qp::check`] says why.
     pub fn is_broken(&self) -> bool {
-        self.core().health.is_broken()
+        self.core().is_broken()
     }
 
     /// Whether messages and RDMA WRITEs that it receives are written in order of their addresses, as the CPU sees it

@@ -113,7 +113,7 @@ impl RecvQueue {
         let at = usize::try_from(begin & (self.entries - 1)).expect("a ring index fits in memory");
         self.ring.write(at * self.stride, &wqe).expect("entries lie in the ring");
         let len = wr.sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
-        track.push(Entry { wr_id: wr.wr_id, begin, end: begin + 1, len, ..Entry::default() });
+        track.push(Entry { wr_id: wr.wr_id, begin, blocks: 1, len, ..Entry::default() });
         Ok(())
     }
 

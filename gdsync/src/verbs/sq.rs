@@ -5,9 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::cq::CqInner;
 use super::end::QueueEnd;
 use super::provider::Provider;
-use super::track::{Entry, Owner, Track};
+use super::qp::QpCore;
+use super::track::{Entry, Owner, Track, Tracker};
 use super::wr::SendWr;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -22,6 +24,11 @@ pub(crate) struct SendQueue {
     blocks: u64,
     most: Most,
     bell: Arc<Bell>,
+    /// Parts of the end: who sends need not look for them.
+    tracker: Arc<Tracker>,
+    cq: Arc<CqInner>,
+    qp: Arc<QpCore>,
+    qpn: u32,
 }
 
 /// What one request may have, as the QP was built.
@@ -86,9 +93,9 @@ pub(crate) struct Written {
 
 impl Written {
     /// One more behind them.
-    fn grow(&mut self, &Entry { end, doorbell, .. }: &Entry) {
+    fn grow(&mut self, entry: &Entry) {
         self.range.end += 1;
-        (self.end, self.doorbell) = (end, doorbell);
+        (self.end, self.doorbell) = (entry.end(), entry.doorbell);
     }
 
     /// What makes the HCA start everything up to the end of them.
@@ -145,7 +152,15 @@ impl fmt::Debug for SendQueue {
 impl SendQueue {
     pub(crate) fn new(end: Arc<QueueEnd>, ring: Memory, bell: Arc<Bell>, most: Most) -> Arc<Self> {
         let blocks = (ring.len() / BB) as u64;
-        Arc::new(Self { end, ring, blocks, most, bell })
+        let (tracker, cq, qp) = (end.tracker.clone(), end.cq.clone(), end.qp.clone());
+        let qpn = qp.qpn;
+        Arc::new(Self { end, ring, blocks, most, bell, tracker, cq, qp, qpn })
+    }
+
+    /// What a stream rings.
+    #[inline]
+    pub(crate) fn bell(&self) -> &Bell {
+        &self.bell
     }
 
     /// The ring, the record's word, and the doorbell.
@@ -176,7 +191,7 @@ impl SendQueue {
             settle();
             protocol::ring_doorbell(
                 self.bell.record.atomic(),
-                mlx5::send_record(last.end),
+                mlx5::send_record(last.end()),
                 || {
                     self.bell.record.memory().fence();
                     settle();
@@ -216,16 +231,36 @@ impl SendQueue {
     /// Writes a request and hands it to a stream, as [`SendQueue::prepare`] of one.
     #[inline(always)]
     pub(crate) fn prepare_one(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
-        // Not by one closure for both: it would be called, and what it returns copied.
-        match self.locked(&mut |track| self.send_one(track, wr, stream)) {
-            Err(Error::QueueFull { .. } | Error::Busy { .. }) => {
-                self.again(&mut |track| self.send_one(track, wr, stream))
-            }
-            other => other,
+        match self.send_short(wr, stream) {
+            Some(sent) => Ok(sent),
+            None => self.send_any(wr, stream),
         }
     }
 
+    /// One more short request behind those of the same stream, the most frequent kind: in a straight line. `None` if there is
+    /// anything else about it, and then nothing is done.
     #[inline(always)]
+    fn send_short(&self, wr: &SendWr<'_>, stream: u64) -> Option<Sent> {
+        let mut track = self.tracker.lock();
+        let n = track.posted;
+        if track.owner != Owner::Stream(stream) || track.rung != n || !self.qp.is_ready_to_send() {
+            return None;
+        }
+        let before = Before { owner: track.owner, rung: n, gaps: track.gaps };
+        let (end, doorbell, len) = self.write_short(&mut track, wr)?;
+        track.rung = n + 1;
+        self.tracker.tell(&track);
+        drop(track);
+        let is_told = self.qp.log.note_prepared(n, len, Some(stream));
+        Some(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn send_any(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
+        self.with_room(|track| self.send_one(track, wr, stream))
+    }
+
     fn send_one(&self, track: &mut Track, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
         self.write_one(track, wr)?;
         let n = track.posted - 1;
@@ -236,14 +271,32 @@ impl SendQueue {
                 return Err(error);
             }
         };
-        let &Entry { len, end, doorbell, .. } = track.entry(n);
-        let is_told = self.end.qp.log.note_prepared(n, len, Some(stream));
-        Ok(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
+        let is_told = self.qp.log.note_prepared(n, track.entry(n).len, Some(stream));
+        Ok(Sent { sends: written(track, n..n + 1), before, is_told })
     }
 
     /// Writes one more request behind `sends`, which were prepared for no stream yet. Returns whether it could: there may be another
     /// one behind them.
+    #[inline(always)]
     pub(crate) fn prepare_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
+        let short = || {
+            let mut track = self.tracker.lock();
+            if track.posted != sends.range.end || !self.qp.is_ready_to_send() {
+                return None;
+            }
+            let place = self.write_short(&mut track, wr)?;
+            self.tracker.tell(&track);
+            Some(place)
+        };
+        let Some((end, doorbell, len)) = short() else { return self.prepare_any_behind(sends, wr) };
+        self.qp.log.note_prepared(sends.range.end, len, None);
+        (sends.range.end, sends.end, sends.doorbell) = (sends.range.end + 1, end, doorbell);
+        Ok(true)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn prepare_any_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
         self.with_room(|track| {
             if track.posted != sends.range.end {
                 return Ok(false);
@@ -361,8 +414,44 @@ impl SendQueue {
         Ok(first..track.posted)
     }
 
+    /// Writes a request of one block, and returns the index behind it, its doorbell, and its payload in bytes. `None` if it is of another kind, or if there
+    /// is no room; then nothing is done.
+    #[inline(always)]
+    fn write_short(&self, track: &mut Track, wr: &SendWr<'_>) -> Option<(u64, u64, u32)> {
+        let begin = track.head;
+        let mlx5::Short { block, ds, len } = mlx5::encode_short(&wr.op, self.qpn, low16(begin), wr.flags)?;
+        let has_room = begin - track.tail < self.blocks && track.has_entry();
+        // Of the slot behind the last one nobody reads before it is posted, so it may also be written for nothing.
+        if !has_room || !self.ring.write_block(self.place(begin), &block) || !self.cq.reserve() {
+            return None;
+        }
+        let (end, doorbell) = (begin + 1, mlx5::doorbell_word(block[0]));
+        self.prefetch_behind(begin, end);
+        track.push(Entry { wr_id: wr.wr_id, begin, blocks: 1, doorbell, ds, len, ..Entry::default() });
+        Some((end, doorbell, len))
+    }
+
+    /// Has the lines come that are written next.
+    #[inline(always)]
+    fn prefetch_behind(&self, begin: u64, end: u64) {
+        // The HCA has read there in the lap before.
+        for block in begin..end {
+            self.ring.prefetch_to_write(self.place(block + AHEAD));
+        }
+        // Its core may have taken the next one along since, reading what came before.
+        self.ring.prefetch_to_write(self.place(end));
+    }
+
     #[inline(always)]
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
+        match self.write_short(track, wr) {
+            Some(_) => Ok(()),
+            None => self.write_any(track, wr),
+        }
+    }
+
+    #[inline(never)]
+    fn write_any(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
         self.most.check(&wr.op)?;
         self.put(track, wr.wr_id, wr.op.payload_bytes(), |out, index| {
@@ -383,7 +472,8 @@ impl SendQueue {
         let qpn = self.end.qp.qpn;
         let begin = track.head;
         let ds = encode(&mut track.scratch, low16(begin))?;
-        let blocks = u64::from(mlx5::blocks(ds));
+        let few = ds.div_ceil(4);
+        let blocks = u64::from(few);
         if blocks > self.blocks {
             let value = format!("{blocks} blocks of 64 bytes");
             let expected =
@@ -401,15 +491,10 @@ impl SendQueue {
         }
         let bytes = &track.scratch[..usize::from(ds) * 16];
         self.store(begin, bytes);
-        // The HCA has read there in the lap before.
-        for block in begin..end {
-            self.ring.prefetch_to_write(self.place(block + AHEAD));
-        }
-        // Its core may have taken the next one along since, reading what came before.
-        self.ring.prefetch_to_write(self.place(end));
+        self.prefetch_behind(begin, end);
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
-        track.push(Entry { wr_id, begin, end, doorbell, ds, len, ..Entry::default() });
+        track.push(Entry { wr_id, begin, blocks: few, doorbell, ds, len, ..Entry::default() });
         Ok(())
     }
 
@@ -530,7 +615,7 @@ impl SendQueue {
 
     /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
     pub(crate) fn watch(&self, sends: &Written) {
-        self.provider().watch(self.end.qp.qpn, sends.end);
+        self.qp.provider.watch(self.qpn, sends.end);
     }
 
     fn provider(&self) -> &dyn Provider {
@@ -560,7 +645,7 @@ impl SendQueue {
 
 fn written(track: &Track, range: Range<u64>) -> Written {
     let last = track.entry(range.end - 1);
-    Written { range, end: last.end, doorbell: last.doorbell }
+    Written { range, end: last.end(), doorbell: last.doorbell }
 }
 
 /// The 16 bits of a counter that go on the wire.

@@ -99,12 +99,14 @@ pub(crate) struct Track {
     lives: Vec<u64>,
 }
 
+/// In a cache line of its own.
 #[derive(Clone, Copy, Debug, Default)]
+#[repr(align(64))]
 pub(crate) struct Entry {
     pub(crate) wr_id: u64,
-    /// Index of the request's first block, and of the block after its last.
+    /// Index of the request's first block, and how many it has.
     pub(crate) begin: u64,
-    pub(crate) end: u64,
+    pub(crate) blocks: u8,
     /// The doorbell that makes this request the last one visible.
     pub(crate) doorbell: u64,
     pub(crate) ds: u8,
@@ -115,6 +117,16 @@ pub(crate) struct Entry {
     pub(crate) wc: Option<Wc>,
     /// It has completed, and nobody has looked at its CQE.
     pub(crate) skipped: bool,
+}
+
+const _: () = assert!(size_of::<Entry>() == 64);
+
+impl Entry {
+    /// The index of the block after the last one of the request.
+    #[inline(always)]
+    pub(crate) fn end(&self) -> u64 {
+        self.begin + u64::from(self.blocks)
+    }
 }
 
 impl Tracker {
@@ -183,6 +195,13 @@ impl Tracker {
         }
     }
 
+    /// Requests posted, unless any was taken back that others are behind.
+    #[inline(always)]
+    pub(crate) fn posted_without_gaps(&self) -> Option<u64> {
+        let (posted, has_gaps) = posted::look(&self.posted, &self.has_gaps);
+        (!has_gaps).then_some(posted)
+    }
+
     #[cold]
     fn next_behind_gaps(&self, n: u64) -> (u64, u64) {
         let track = self.lock();
@@ -197,6 +216,7 @@ impl Tracker {
         Awaited { queue: self.queue(), device, qpn: self.qpn, number: n, value: 0, posted, completed }
     }
 
+    #[inline(always)]
     pub(crate) fn lock(&self) -> MutexGuard<'_, Track> {
         self.state.lock()
     }
@@ -229,6 +249,7 @@ impl Tracker {
     }
 
     /// Resets so far.
+    #[inline(always)]
     pub(crate) fn life(&self) -> usize {
         self.life.load(Ordering::Acquire)
     }
@@ -298,7 +319,7 @@ impl Tracker {
         }
         requests.clone().for_each(|n| track.entry_mut(n).skipped = true);
         track.retired = requests.end;
-        track.tail = entry.end;
+        track.tail = entry.end();
         self.retired.store(track.retired, Ordering::Relaxed);
         true
     }
@@ -331,7 +352,7 @@ impl Tracker {
         let wc = self.wc(&entry, cqe);
         track.entry_mut(n).wc = Some(wc);
         track.retired += 1;
-        track.tail = entry.end;
+        track.tail = entry.end();
         self.retired.store(track.retired, Ordering::Relaxed);
         drop(track);
         if self.is_card {
@@ -380,6 +401,7 @@ impl Track {
     }
 
     /// Room for one more request in the table.
+    #[inline(always)]
     pub(crate) fn has_entry(&self) -> bool {
         self.posted - self.retired < self.entries.len() as u64
     }
@@ -387,7 +409,7 @@ impl Track {
     /// Adds a request.
     #[inline(always)]
     pub(crate) fn push(&mut self, entry: Entry) {
-        self.head = entry.end;
+        self.head = entry.end();
         *self.entry_mut(self.posted) = entry;
         self.posted += 1;
     }
@@ -418,7 +440,7 @@ mod tests {
         for (cqe, fine) in [(good, true), (bad[0], false), (bad[1], false)] {
             let health = Arc::new(Health::default());
             let tracker = Tracker::new(5, true, 4, health.clone(), (Log::default(), false));
-            tracker.lock().push(Entry { end: 1, ..Entry::default() });
+            tracker.lock().push(Entry { blocks: 1, ..Entry::default() });
             assert!(tracker.complete(&cqe).is_some());
             assert_eq!(health.check().is_ok(), fine, "{:?}", health.check());
         }
@@ -429,7 +451,7 @@ mod tests {
         let health = Arc::new(Health::default());
         let tracker = Tracker::new(5, true, 4, health.clone(), (Log::default(), false));
         for n in 0..4 {
-            tracker.lock().push(Entry { wr_id: 10 + n, begin: n, end: n + 1, ..Entry::default() });
+            tracker.lock().push(Entry { wr_id: 10 + n, begin: n, blocks: 1, ..Entry::default() });
         }
         let cqe = |n| Cqe { qpn: 5, wqe_counter: low16(n), byte_cnt: 7, ..Cqe::default() };
         (health, tracker, cqe)
@@ -453,7 +475,7 @@ mod tests {
         assert_eq!(known.flatten().map(|wc| wc.wr_id), Some(11));
         // A request in its place: nothing may be read there any more.
         tracker.skip(2..4, &cqe(3));
-        tracker.lock().push(Entry { end: 5, ..Entry::default() });
+        tracker.lock().push(Entry { blocks: 5, ..Entry::default() });
         assert!(matches!(tracker.outcome(0, || unreachable!("overwritten")), Some(None)));
         assert!(health.check().is_ok());
     }

@@ -90,6 +90,32 @@ fn the_driver_is_held_up() {
     });
 }
 
+/// Of waits in a row the first one stands for all: the watchdog knows of the others, too.
+#[test]
+fn the_last_of_waits_in_a_row() {
+    matrix("the last of waits in a row", |rig| {
+        let (a, b) = rig.pair(|q| q);
+        post_recvs(&a, 3);
+        b.qp.post_send(&[SendWr::send(&[]), SendWr::send(&[])]).unwrap();
+        b.qp.wait_all_sends(PATIENCE).unwrap();
+        let stream = rig.place.stream(LIMIT);
+        let since = Instant::now();
+        let [first, second, third] = [(); 3].map(|()| stream.wait_recv(&a.qp).unwrap());
+        stopped(
+            rig,
+            &stream,
+            &a.qp,
+            (since, LIMIT),
+            |error| matches!(error, Error::StreamWait { what, .. } if what.contains("receive completion")),
+        );
+        for (completion, id) in [(first, 200), (second, 201)] {
+            assert_eq!(completion.status().unwrap().unwrap().wr_id, id);
+        }
+        assert!(third.status().is_err());
+        starts_again(rig, &a, &b);
+    });
+}
+
 #[test]
 fn a_message_that_is_never_sent() {
     matrix("a message that is never sent", |rig| {

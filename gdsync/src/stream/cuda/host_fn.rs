@@ -1,6 +1,5 @@
 //! Host functions: closures that CUDA calls in stream order, on a thread of its own.
 
-use std::cell::Cell;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Weak;
@@ -11,6 +10,7 @@ use super::shared::Shared;
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
 use crate::stream::execute::message_of;
+use crate::stream::within::Within;
 
 /// A host function on its way through the driver.
 struct HostFn {
@@ -18,13 +18,9 @@ struct HostFn {
     shared: Weak<Shared>,
 }
 
-thread_local! {
-    static IS_RUNNING: Cell<bool> = const { Cell::new(false) };
-}
-
 /// Whether the calling thread runs a host function, where CUDA may not be called and nothing may be waited for.
 pub(super) fn is_running() -> bool {
-    IS_RUNNING.get()
+    Within::HostFn.is_here()
 }
 
 /// Refuses a call that needs CUDA within a host function.
@@ -61,7 +57,7 @@ extern "C" fn run(data: *mut c_void) {
     // SAFETY: made by `launch` from a box, and handed to the driver once.
     let HostFn { f, shared } = *unsafe { Box::from_raw(data.cast::<HostFn>()) };
     let shared = shared.upgrade();
-    IS_RUNNING.set(true);
+    Within::HostFn.begin();
     let run = shared.as_ref().is_some_and(|shared| !shared.failed());
     // Also the drop of a function that is not run is foreign code.
     let outcome = catch_unwind(AssertUnwindSafe(|| if run { f() } else { drop(f) }));
@@ -70,5 +66,5 @@ extern "C" fn run(data: *mut c_void) {
         shared.fail(Error::HostFnPanicked { stream: shared.config.name.clone(), message });
     }
     drop(shared);
-    IS_RUNNING.set(false);
+    Within::HostFn.end();
 }

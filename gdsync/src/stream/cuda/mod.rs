@@ -1,7 +1,7 @@
 //! The CUDA engine: a stream of a GPU that runs the operations.
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
-//! failure); `callers` has those who wait; `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
+//! failure); `row` has sends and waits that come one by one; `callers` has those who wait; `retire` gives back what is over; `plan` turns operations into calls of the driver, `lane` is the kernel
 //! that can run them in place of the GPU's front end; `reserve` makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what is launched; `watch` is the watchdog.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
@@ -19,6 +19,7 @@ mod lane;
 mod plan;
 mod reserve;
 mod retire;
+mod row;
 mod shared;
 mod steps;
 mod watch;
@@ -40,7 +41,7 @@ use self::shared::Shared;
 pub use self::shared::Turn;
 use super::engine::Engine;
 use super::graph::Made;
-use super::op::{Op, Ops, Ring, Source};
+use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use super::turns::Turns;
 use crate::cuda::{Gpu, RawStream, mind};
 use crate::error::{Error, Result};
@@ -134,24 +135,12 @@ impl Engine for CudaEngine {
         self.shared.submit(turn, ops)
     }
 
-    fn trigger(
-        &self,
-        turn: &mut Turn,
-        source: &dyn Source,
-        own: &dyn Fn() -> Arc<dyn Source>,
-        ring: Ring,
-    ) -> Result<u64> {
-        self.shared.trigger(turn, (source, own), ring)
+    fn trigger(&self, turn: &mut Turn, source: &Arc<dyn Source>, bell: &Bell, ring: Ring) -> Result<u64> {
+        self.shared.trigger(turn, source, bell, ring)
     }
 
-    fn wait(
-        &self,
-        turn: &mut Turn,
-        source: &dyn Source,
-        own: &dyn Fn() -> Arc<dyn Source>,
-        n: u64,
-    ) -> Result<u64> {
-        self.shared.wait(turn, (source, own), n)
+    fn wait(&self, turn: &mut Turn, source: &Arc<dyn Source>, arrival: &Arrival<'_>, n: u64) -> Result<u64> {
+        self.shared.wait(turn, source, arrival, n)
     }
 
     fn mark(&self, turn: &mut Turn) {

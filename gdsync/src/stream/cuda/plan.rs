@@ -53,21 +53,12 @@ pub(super) struct Few {
 }
 
 impl Few {
-    /// A send.
+    /// Of these, at most three.
     #[inline(always)]
-    pub(super) fn trigger(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<Self> {
-        let [first, second] = rung(gpu, bell, ring)?;
-        Ok(Self { ops: [first, second, LaneOp::BARRIER, LaneOp::BARRIER], len: 2 })
-    }
-
-    /// A wait for a completion.
-    #[inline(always)]
-    pub(super) fn wait(gpu: &Gpu, arrival: &Arrival<'_>) -> Result<Self> {
-        let [wait, index] = awaited(gpu, arrival)?;
-        Ok(match gpu.capabilities().flush {
-            Flush::OnStream => Self { ops: [wait, LaneOp::FLUSH, index, LaneOp::BARRIER], len: 3 },
-            _ => Self { ops: [wait, index, LaneOp::BARRIER, LaneOp::BARRIER], len: 2 },
-        })
+    pub(super) fn of<const N: usize>(ops: [LaneOp; N]) -> Self {
+        let mut few = Self { ops: [LaneOp::BARRIER; 4], len: N };
+        few.ops[..N].copy_from_slice(&ops);
+        few
     }
 }
 
@@ -256,7 +247,7 @@ impl Runs for Calls {
 
 /// The record and then the doorbell, which has a fence before it; where the record may lag, the doorbell comes first.
 #[inline(always)]
-fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[LaneOp; 2]> {
+pub(super) fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[LaneOp; 2]> {
     let [record, doorbell] = &bell.found;
     let record = record.place(bell.record.memory(), gpu)?.addr;
     let doorbell = doorbell.place(bell.doorbell.memory(), gpu)?.addr;
@@ -269,7 +260,7 @@ fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[LaneOp; 2]> {
 
 /// The wait, and the consumer index behind it.
 #[inline(always)]
-fn awaited(gpu: &Gpu, arrival: &Arrival<'_>) -> Result<[LaneOp; 2]> {
+pub(super) fn awaited(gpu: &Gpu, arrival: &Arrival<'_>) -> Result<[LaneOp; 2]> {
     let (word, index) = (arrival.word_on(gpu)?, arrival.index_on(gpu)?);
     Ok([LaneOp::wait_cqe(word, arrival.value, arrival.cond), LaneOp::index(index, arrival.passed)])
 }

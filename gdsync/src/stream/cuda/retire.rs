@@ -47,6 +47,9 @@ fn note_passed(submission: &Submission) {
             source.passed(*n, By::CudaStream);
         }
     }
+    if let (more @ 1.., Some(Op::Await(source, n))) = (submission.more, submission.ops.last()) {
+        (1..=more).for_each(|on| source.passed(n + on, By::CudaStream));
+    }
 }
 
 impl Shared {

@@ -10,21 +10,21 @@
 //! (the driver, sources, host functions, drops of what operations hold) runs under that one.
 
 use std::collections::VecDeque;
+use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::{mem, ptr};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use smallvec::smallvec;
 
 use super::graph::{self, Captured};
 use super::host_fn;
 use super::instance::{Instance, Pool};
 use super::kicker::Kicker;
 use super::lane::{Head, Lane, LaneOp, StatusBlock};
-use super::plan::{self, Calls, Few, Runs};
+use super::plan::{self, Calls, Runs};
 use super::retire::Retired;
+use super::row::Row;
 use super::watch::tells_nothing;
 use super::{CudaStreamConfig, Kick, Via};
 use crate::cuda::{Activity, Errand, Gpu, RawStream, gate};
@@ -32,7 +32,7 @@ use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::Word64;
 use crate::recorder::Log;
-use crate::stream::op::{Op, Ops, Ring, Source};
+use crate::stream::op::{Op, Ops, Source};
 use crate::stream::sources::sources_of;
 use crate::stream::turns::Turns;
 
@@ -58,6 +58,8 @@ pub(super) struct Shared {
     mark_after: Word64,
     /// The GPU's address of the mark.
     mark_addr: u64,
+    /// Waits of a row that are behind the last submission and not counted there yet. Only who has the turn writes it.
+    pub(super) behind: AtomicU64,
     pub(super) turns: Arc<Turns>,
     state: Mutex<State>,
     /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
@@ -82,24 +84,7 @@ pub struct Turn {
     pub(super) marked: u64,
     /// What has been captured so far, while the stream is.
     pub(super) capture: Option<Captured>,
-    row: Row,
-}
-
-/// Sends in a row for one queue. The first of them is in the queue of submissions and stands for all: nothing is told of the others one
-/// by one, the GPU is not seen to complete any before the next mark, and whoever fails the stream finds their source. So only who
-/// has the turn knows of those that are not counted there yet, until the row ends: with the next mark or any other submission.
-#[derive(Debug, Default)]
-struct Row {
-    /// The address of their source; 0 where there is no row.
-    source: usize,
-    uncounted: usize,
-    /// Calls that there is room for.
-    room: usize,
-}
-
-/// What tells one source from others.
-fn address_of(source: &dyn Source) -> usize {
-    (&raw const *source).addr()
+    pub(super) row: Row,
 }
 
 #[derive(Default)]
@@ -123,9 +108,12 @@ pub(super) struct State {
 
 /// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
 pub(super) struct Submission {
-    /// Its number; of several that it stands for, the last one's.
+    /// Its number; of several that it stands for, the first one's and the last one's.
+    pub(super) first: u64,
     pub(super) seq: u64,
     pub(super) ops: Ops,
+    /// Waits behind its last operation, which is one, for the completions that follow its own.
+    pub(super) more: u64,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// What it is a launch of.
@@ -135,22 +123,26 @@ pub(super) struct Submission {
 /// What a submission is in the queue.
 #[derive(Clone, Copy)]
 pub(super) struct Entry {
-    seq: u64,
-    calls: usize,
+    pub(super) seq: u64,
+    pub(super) calls: usize,
     host_fns: usize,
 }
 
 impl Submission {
     #[inline(always)]
-    fn new(Entry { seq, calls, host_fns }: Entry, ops: Ops, instance: Option<Arc<Instance>>) -> Self {
-        Self { seq, ops, calls, host_fns, instance }
+    pub(super) fn new(
+        Entry { seq, calls, host_fns }: Entry,
+        ops: Ops,
+        instance: Option<Arc<Instance>>,
+    ) -> Self {
+        Self { first: seq, seq, ops, more: 0, calls, host_fns, instance }
     }
 
     /// Whether all that it does is to ring for this source.
     #[inline]
-    fn triggers_only(&self, source: &dyn Source) -> bool {
+    pub(super) fn triggers_only(&self, source: &Arc<dyn Source>) -> bool {
         match &self.ops[..] {
-            [Op::Trigger(known, _)] => ptr::addr_eq(&raw const **known, source) && self.instance.is_none(),
+            [Op::Trigger(known, _)] => Arc::ptr_eq(known, source) && self.instance.is_none(),
             _ => false,
         }
     }
@@ -190,6 +182,7 @@ impl Shared {
             mark,
             mark_after,
             mark_addr,
+            behind: AtomicU64::new(0),
             turns,
             state: Mutex::default(),
             work: Condvar::new(),
@@ -203,6 +196,7 @@ impl Shared {
         }))
     }
 
+    #[inline(always)]
     pub(super) fn submitted(&self) -> u64 {
         self.submitted.load(Ordering::Acquire)
     }
@@ -240,86 +234,6 @@ impl Shared {
         self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
     }
 
-    /// Submits one trigger. Of those in a row for the same queue, one submission stands for all up to the next mark: nothing tells of
-    /// them one by one.
-    pub(super) fn trigger(
-        &self,
-        turn: &mut Turn,
-        (source, own): (&dyn Source, &dyn Fn() -> Arc<dyn Source>),
-        ring: Ring,
-    ) -> Result<u64> {
-        let Some(bell) = source.bell() else {
-            return self.submit(turn, &mut smallvec![Op::Trigger(own(), ring)]);
-        };
-        if !bell.is_found() {
-            self.mark_in_turn(turn);
-        }
-        let mut few = Few::trigger(&self.gpu, bell, ring)?;
-        if self.goes_on(turn, source) {
-            return self.accept(turn, |turn, _done| self.submit_in_row(turn, &mut few));
-        }
-        let is_marked = turn.unmarked == 0;
-        let put = |queue: &mut VecDeque<Submission>, entry: Entry| match queue.back_mut() {
-            Some(last) if !is_marked && last.triggers_only(source) => {
-                last.seq = entry.seq;
-                last.calls += entry.calls;
-            }
-            _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(own(), ring)], None)),
-        };
-        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
-        turn.row.source = if turn.unmarked > 0 { address_of(source) } else { 0 };
-        Ok(seq)
-    }
-
-    /// Whether one more send is of the row, without a mark behind it. While the gate is closed there is none.
-    #[inline]
-    fn goes_on(&self, turn: &Turn, source: &dyn Source) -> bool {
-        let row = &turn.row;
-        let is_of_row = row.source == address_of(source) && row.uncounted < row.room;
-        is_of_row && turn.unmarked + 1 < MARK_EVERY && !gate::is_closed()
-    }
-
-    #[inline(always)]
-    fn submit_in_row(&self, turn: &mut Turn, few: &mut Few) -> Result<u64> {
-        if self.is_captured_by_others(turn) {
-            return Err(graph::within_another());
-        }
-        let seq = self.submitted() + 1;
-        self.submitted.store(seq, Ordering::Release);
-        turn.row.uncounted += 1;
-        turn.unmarked += 1;
-        let answer = self.issue(seq, few);
-        Ok(self.issued(seq, answer))
-    }
-
-    /// Ends the row: counts its sends where all see it.
-    fn end_row(turn: &mut Turn, state: &mut State) {
-        let Row { uncounted, .. } = mem::take(&mut turn.row);
-        if let Some(first) = state.queue.back_mut().filter(|_| uncounted > 0) {
-            first.seq += uncounted as u64;
-            first.calls += uncounted;
-            state.calls += uncounted;
-        }
-    }
-
-    /// Submits one wait.
-    pub(super) fn wait(
-        &self,
-        turn: &mut Turn,
-        (source, own): (&dyn Source, &dyn Fn() -> Arc<dyn Source>),
-        n: u64,
-    ) -> Result<u64> {
-        let arrival = source.arrival(n);
-        if !arrival.is_found() {
-            self.mark_in_turn(turn);
-        }
-        let mut few = Few::wait(&self.gpu, &arrival)?;
-        let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
-            queue.push_back(Submission::new(entry, smallvec![Op::Await(own(), n)], None));
-        };
-        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))
-    }
-
     /// Memory that CUDA does not know yet may have to wait until all streams are seen to be dry: marks this one, as nobody else can
     /// as long as this thread has the turn.
     #[inline]
@@ -348,20 +262,26 @@ impl Shared {
     #[inline(always)]
     pub(super) fn issued(&self, seq: u64, answer: gdrcopy::Result<()>) -> u64 {
         if let Err(error) = answer {
-            // Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
-            self.fail(Error::cuda("submitting to the stream")(error));
+            self.not_issued(error);
         }
         seq
     }
 
+    /// Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
+    #[cold]
+    fn not_issued(&self, error: gdrcopy::Error) {
+        self.fail(Error::cuda("submitting to the stream")(error));
+    }
+
     /// Whether the application captures the stream, so that what is queued now would not run. The context must be current.
+    #[inline(always)]
     pub(super) fn is_captured_by_others(&self, turn: &Turn) -> bool {
         let may_be = self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
     #[inline(always)]
-    fn submit_in_turn<'s>(
+    pub(super) fn submit_in_turn<'s>(
         &'s self,
         (turn, done): (&mut Turn, &mut Retired<'s>),
         calls: &mut impl Runs,
@@ -410,7 +330,7 @@ impl Shared {
         if let Some(error) = self.error.get() {
             return Err(error.clone());
         }
-        Self::end_row(turn, &mut state);
+        self.end_row(turn, &mut state);
         let is_full = self.full(&state, calls, host_fns);
         // Now and then by this thread, which has the counts of references; else the watchdog does it.
         if is_full || turn.unmarked == 0 {
@@ -426,7 +346,7 @@ impl Shared {
         state.calls += calls;
         state.host_fns += host_fns;
         put(&mut state.queue, Entry { seq, calls, host_fns });
-        turn.row.room = self.config.depth.saturating_sub(state.calls);
+        turn.row = Row::of(self.config.depth.saturating_sub(state.calls));
         let asleep = state.asleep;
         drop(state);
         if asleep {
@@ -486,7 +406,6 @@ impl Shared {
     }
 
     /// Has the GPU run operations by one call. The context must be current.
-    #[inline(always)]
     pub(super) fn run(&self, seq: u64, ops: &[LaneOp]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
         if let Some(lane) = self.lane.as_ref().filter(|_| plan::fits_kernel(ops)) {
@@ -533,7 +452,7 @@ impl Shared {
         }
         {
             let mut state = self.lock();
-            Self::end_row(turn, &mut state);
+            self.end_row(turn, &mut state);
             if state.refused.is_some() {
                 return;
             }

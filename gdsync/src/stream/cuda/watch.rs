@@ -13,11 +13,11 @@ use gdrcopy::cuda::CudaStatus;
 use smallvec::SmallVec;
 
 use super::lane::GivenUp;
-use super::shared::{Shared, State, Turn};
+use super::shared::{Shared, State, Submission, Turn};
 use crate::cuda::Errand;
 use crate::error::Error;
 use crate::mlx5;
-use crate::recorder::{By, Hold};
+use crate::recorder::{Awaited, By, Hold};
 use crate::stream::op::{Arrival, Op};
 
 /// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
@@ -35,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_STREAM_CAPTURE_*`.
 const CAPTURES: RangeInclusive<u32> = 900..=908;
 
-/// A wait, by its submission and its place there.
+/// A wait, by the first number of its submission and its place there; those that only count there are behind its last operation.
 type Place = (u64, usize);
 
 impl Shared {
@@ -84,14 +84,15 @@ impl Shared {
                 std::mem::forget(self.own.upgrade());
                 break;
             }
-            let holder = holder(&state);
+            let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
+            let holder = seen.holder();
             held = holder.map(|place| held.filter(|(known, _)| *known == place).unwrap_or((place, now)));
             noted = holder.and_then(|place| match noted.take() {
                 Some(known) if known.0 == place => Some(known),
                 // The one before ends first.
                 before => {
                     drop(before);
-                    let awaited = op_at(&state, place)?.awaited()?;
+                    let awaited = seen.wait_at(place)?.awaited()?;
                     Some((place, self.log.hold(self.log.stamp(), awaited, By::CudaStream)))
                 }
             });
@@ -107,11 +108,11 @@ impl Shared {
                 None => LOOK_MAX,
             };
             let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
-            let what = late.map(|(place, _)| describe(&state, place));
+            let what = late.map(|(place, _)| seen.describe(place));
             if failed && self.released.load(Ordering::Acquire) {
                 let released = *released.get_or_insert(now);
                 if let Some((place, since)) = held {
-                    force(&state, place, now - since.max(released) >= FLUSH_TIME);
+                    seen.force(place, now - since.max(released) >= FLUSH_TIME);
                 }
             }
             // Where nothing holds it that we know of, or what seems to was passed and the word has changed since, a mark tells
@@ -172,17 +173,20 @@ impl Shared {
         }
         let GivenUp { submission, word } = self.status.given_up()?;
         let state = self.lock();
-        let found = state.queue.iter().find(|known| known.seq == submission);
-        let op = found.and_then(|known| known.ops.iter().find(|op| self.is_at(op, word)));
-        Some(op.map_or_else(|| format!("the word at {word:#x}"), what_of))
+        let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
+        let found = seen.submissions().find(|(known, more)| {
+            (known.first..=known.seq + more.saturating_sub(known.more)).contains(&submission)
+        });
+        let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(*wait, word)));
+        Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| what_of(wait.op)))
     }
 
-    /// Whether an operation waits for the word at this address of the GPU.
-    fn is_at(&self, op: &Op, word: u64) -> bool {
-        let addr = match op {
+    /// Whether a wait looks at the word at this address of the GPU.
+    fn is_at(&self, wait: Wait<'_>, word: u64) -> bool {
+        let addr = match wait.op {
             Op::Wait32 { at, .. } => at.memory().gpu_addr(&self.gpu),
             Op::Wait64 { at, .. } => at.memory().gpu_addr(&self.gpu),
-            Op::Await(source, n) => source.arrival(*n).word_on(&self.gpu).map(|place| place.addr),
+            Op::Await(source, n) => source.arrival(n + wait.on).word_on(&self.gpu).map(|place| place.addr),
             _ => return false,
         };
         addr.is_ok_and(|addr| addr == word)
@@ -215,19 +219,41 @@ pub(super) fn tells_nothing(error: &gdrcopy::Error) -> bool {
     *status == CudaStatus::NOT_READY || CAPTURES.contains(&status.0)
 }
 
-fn is_wait(op: &Op) -> bool {
-    matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. } | Op::Await(..))
+/// A wait: an operation, or of one for a completion the same for one so many further on.
+#[derive(Clone, Copy)]
+struct Wait<'a> {
+    op: &'a Op,
+    on: u64,
+}
+
+impl Wait<'_> {
+    /// What it waits for, to the flight recorder.
+    fn awaited(self) -> Option<Awaited> {
+        match self.op {
+            Op::Await(source, n) => source.awaited(n + self.on),
+            op => op.awaited(),
+        }
+    }
+}
+
+/// The waits of a submission, which has so many behind its last operation, and their places.
+fn waits_of((submission, more): (&Submission, u64)) -> impl Iterator<Item = (usize, Wait<'_>)> {
+    let is_wait = |op: &Op| matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. } | Op::Await(..));
+    let ops = submission.ops.iter().enumerate().filter(move |(_, op)| is_wait(op));
+    let behind =
+        submission.ops.last().into_iter().flat_map(move |op| (1..=more).map(move |on| Wait { op, on }));
+    ops.map(|(place, op)| (place, Wait { op, on: 0 })).chain((submission.ops.len()..).zip(behind))
 }
 
 /// Consumer indices by address, as they were found last: in GPU memory each look takes a microsecond.
 type Indices = SmallVec<[(u64, u32); 4]>;
 
-fn is_satisfied(op: &Op, indices: &mut Indices) -> bool {
-    match op {
+fn is_satisfied(wait: Wait<'_>, indices: &mut Indices) -> bool {
+    match wait.op {
         Op::Wait32 { at, value, cond, .. } => cond.holds32(at.load(), *value),
         Op::Wait64 { at, value, cond, .. } => cond.holds64(at.load(), *value),
         Op::Await(source, n) => {
-            let arrival = source.arrival(*n);
+            let arrival = source.arrival(n + wait.on);
             is_known_passed(&arrival, indices) || arrival.look().is_ok() || is_passed(&arrival, indices)
         }
         _ => true,
@@ -256,18 +282,58 @@ fn is_beyond(index: u32, passed: u32) -> bool {
     index.wrapping_sub(passed) & 0xff_ffff < 1 << 23
 }
 
-/// The wait that holds the stream, as far as can be seen.
-fn holder(state: &State) -> Option<Place> {
-    let mut indices = Indices::new();
-    state.queue.iter().find_map(|submission| {
-        let mut waits = submission.ops.iter().enumerate().filter(|(_, op)| is_wait(op));
-        waits.find(|(_, op)| !is_satisfied(op, &mut indices)).map(|(place, _)| (submission.seq, place))
-    })
+/// What is queued, with the waits that are behind the last submission and not counted there.
+struct Seen<'a> {
+    state: &'a State,
+    behind: u64,
 }
 
-fn op_at(state: &State, (seq, place): Place) -> Option<&Op> {
-    let submission = state.queue.iter().find(|submission| submission.seq == seq)?;
-    submission.ops.get(place)
+impl<'a> Seen<'a> {
+    /// Each with the waits that are behind its last operation.
+    fn submissions(&self) -> impl Iterator<Item = (&'a Submission, u64)> {
+        let (last, behind) = (self.state.queue.len().wrapping_sub(1), self.behind);
+        let more = move |(at, known): (usize, &'a Submission)| {
+            (known, if at == last { known.more + behind } else { known.more })
+        };
+        self.state.queue.iter().enumerate().map(more)
+    }
+
+    /// The wait that holds the stream, as far as can be seen.
+    fn holder(&self) -> Option<Place> {
+        let mut indices = Indices::new();
+        self.submissions().find_map(|known| {
+            let holds = waits_of(known).find(|(_, wait)| !is_satisfied(*wait, &mut indices));
+            holds.map(|(place, _)| (known.0.first, place))
+        })
+    }
+
+    fn wait_at(&self, (first, place): Place) -> Option<Wait<'a>> {
+        let known = self.submissions().find(|(known, _)| known.first == first)?;
+        waits_of(known).find(|(at, _)| *at == place).map(|(_, wait)| wait)
+    }
+
+    fn describe(&self, place: Place) -> String {
+        self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| what_of(wait.op))
+    }
+
+    /// Satisfies a wait of a failed stream. A stopped queue completes everything by itself, unless it is `late`.
+    fn force(&self, place: Place, late: bool) {
+        let Some(Wait { op, on }) = self.wait_at(place) else { return };
+        match op {
+            Op::Await(source, n) if late => source.release(n + on),
+            Op::Wait32 { at, value, cond } => {
+                if let Some(word) = cond.satisfy32(at.load(), *value) {
+                    at.store(word);
+                }
+            }
+            Op::Wait64 { at, value, cond, .. } => {
+                if let Some(word) = cond.satisfy64(at.load(), *value) {
+                    at.store(word);
+                }
+            }
+            _ => {}
+        }
+    }
 }
 
 fn what_of(op: &Op) -> String {
@@ -276,27 +342,5 @@ fn what_of(op: &Op) -> String {
         Op::Wait32 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
         Op::Wait64 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
         _ => format!("{op:?}"),
-    }
-}
-
-fn describe(state: &State, place: Place) -> String {
-    op_at(state, place).map_or_else(|| "a word".to_owned(), what_of)
-}
-
-/// Satisfies a wait of a failed stream. A stopped queue completes everything by itself, unless it is `late`.
-fn force(state: &State, place: Place, late: bool) {
-    match op_at(state, place) {
-        Some(Op::Await(source, n)) if late => source.release(*n),
-        Some(Op::Wait32 { at, value, cond }) => {
-            if let Some(word) = cond.satisfy32(at.load(), *value) {
-                at.store(word);
-            }
-        }
-        Some(Op::Wait64 { at, value, cond, .. }) => {
-            if let Some(word) = cond.satisfy64(at.load(), *value) {
-                at.store(word);
-            }
-        }
-        _ => {}
     }
 }

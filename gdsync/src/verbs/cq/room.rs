@@ -32,17 +32,25 @@ impl Room {
     }
 
     /// Sets a slot aside for a request of a queue that the caller has locked.
-    #[inline]
+    #[inline(always)]
     pub(super) fn reserve(&self) -> bool {
         // Acquire: what was freed had been set aside before.
         let freed = self.freed.load(Ordering::Acquire);
-        let more = |reserved: u64| (reserved - freed < self.slots).then_some(reserved + 1);
         if !self.is_own.load(Ordering::Relaxed) {
-            return self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
+            return self.reserve_shared(freed);
         }
-        let reserved = more(self.reserved.load(Ordering::Relaxed));
-        reserved.into_iter().for_each(|reserved| self.reserved.store(reserved, Ordering::Relaxed));
-        reserved.is_some()
+        let reserved = self.reserved.load(Ordering::Relaxed);
+        let fits = reserved - freed < self.slots;
+        if fits {
+            self.reserved.store(reserved + 1, Ordering::Relaxed);
+        }
+        fits
+    }
+
+    #[cold]
+    fn reserve_shared(&self, freed: u64) -> bool {
+        let more = |reserved: u64| (reserved - freed < self.slots).then_some(reserved + 1);
+        self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
     /// Takes back what was set aside for requests that will not be made, of a queue that the caller has locked.

@@ -1,0 +1,199 @@
+//! Sends and waits that come one by one, and rows of them for one queue: sends, or waits for one completion after the other.
+//!
+//! The first of a row is in the queue of submissions and stands for all: the GPU is not seen to complete any before the next mark, and
+//! whoever fails the stream finds their source. The others take no lock until the row ends: with the next mark or any other submission.
+//! Of sends nobody else has to know. Waits are what the watchdog keeps deadlines for, so it is told how many there are, before the
+//! driver takes them: by a word that only who has the turn writes.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use gdrcopy::cuda::raw::layout::MemOp;
+use smallvec::smallvec;
+
+use super::graph;
+use super::lane::LaneOp;
+use super::plan::{self, Few};
+use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, Turn};
+use crate::cuda::{Flush, gate};
+use crate::error::{Error, Result};
+use crate::stream::op::{Arrival, Bell, Op, Ring, Source};
+
+/// What who has the turn knows of a row.
+#[derive(Debug, Default)]
+pub(super) struct Row {
+    /// The address of their source; 0 where there is no row.
+    source: usize,
+    /// Of waits: the completion that the next one must be for.
+    next: Option<u64>,
+    /// Calls behind the first one.
+    uncounted: usize,
+    /// Calls that there is room for.
+    room: usize,
+}
+
+impl Row {
+    /// None yet, with room for so many calls.
+    pub(super) fn of(room: usize) -> Self {
+        Self { room, ..Self::default() }
+    }
+}
+
+/// What tells one source from others.
+#[inline(always)]
+fn address_of(source: &Arc<dyn Source>) -> usize {
+    Arc::as_ptr(source).addr()
+}
+
+impl Turn {
+    /// What was submitted last may be the first of a row: of sends, or of waits of which the next one is for completion `next`.
+    fn begin_row(&mut self, source: &Arc<dyn Source>, next: Option<u64>) {
+        if self.unmarked > 0 {
+            (self.row.source, self.row.next) = (address_of(source), next);
+        }
+    }
+}
+
+impl Shared {
+    /// Submits one trigger. Of those in a row for the same queue, one submission stands for all up to the next mark: nothing tells of
+    /// them one by one.
+    pub(super) fn trigger(
+        &self,
+        turn: &mut Turn,
+        source: &Arc<dyn Source>,
+        bell: &Bell,
+        ring: Ring,
+    ) -> Result<u64> {
+        if !bell.is_found() {
+            self.mark_in_turn(turn);
+        }
+        let ops = plan::rung(&self.gpu, bell, ring)?;
+        if self.goes_on(turn, source, None) {
+            return self.submit_in_row(turn, ops);
+        }
+        self.trigger_by_itself(turn, source, (ring, Few::of(ops)))
+    }
+
+    #[inline(never)]
+    fn trigger_by_itself(
+        &self,
+        turn: &mut Turn,
+        source: &Arc<dyn Source>,
+        (ring, mut few): (Ring, Few),
+    ) -> Result<u64> {
+        let is_marked = turn.unmarked == 0;
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| match queue.back_mut() {
+            Some(last) if !is_marked && last.triggers_only(source) => {
+                last.seq = entry.seq;
+                last.calls += entry.calls;
+            }
+            _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(source.clone(), ring)], None)),
+        };
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        turn.begin_row(source, None);
+        Ok(seq)
+    }
+
+    /// Submits one wait. Of those in a row for one completion after the other, one submission stands for all, as of triggers.
+    pub(super) fn wait(
+        &self,
+        turn: &mut Turn,
+        source: &Arc<dyn Source>,
+        arrival: &Arrival<'_>,
+        n: u64,
+    ) -> Result<u64> {
+        if !arrival.is_found() {
+            self.mark_in_turn(turn);
+        }
+        let [wait, index] = plan::awaited(&self.gpu, arrival)?;
+        let flushes = self.gpu.capabilities().flush == Flush::OnStream;
+        if self.goes_on(turn, source, Some(n)) {
+            return match flushes {
+                false => self.submit_in_row(turn, [wait, index]),
+                true => self.submit_in_row(turn, [wait, LaneOp::FLUSH, index]),
+            };
+        }
+        let few = if flushes { Few::of([wait, LaneOp::FLUSH, index]) } else { Few::of([wait, index]) };
+        self.wait_by_itself(turn, source, (n, few))
+    }
+
+    #[inline(never)]
+    fn wait_by_itself(
+        &self,
+        turn: &mut Turn,
+        source: &Arc<dyn Source>,
+        (n, mut few): (u64, Few),
+    ) -> Result<u64> {
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
+            queue.push_back(Submission::new(entry, smallvec![Op::Await(source.clone(), n)], None));
+        };
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        turn.begin_row(source, Some(n + 1));
+        Ok(seq)
+    }
+
+    /// Whether one more send, or wait for completion `n`, is of the row, without a mark behind it. While the gate is closed there is
+    /// none.
+    #[inline(always)]
+    fn goes_on(&self, turn: &Turn, source: &Arc<dyn Source>, n: Option<u64>) -> bool {
+        let row = &turn.row;
+        let is_of_row = row.source == address_of(source) && row.next == n && row.uncounted < row.room;
+        is_of_row && turn.unmarked + 1 < MARK_EVERY && !gate::is_closed()
+    }
+
+    /// Submits one more call of the row.
+    #[inline(always)]
+    fn submit_in_row<const N: usize>(&self, turn: &mut Turn, ops: [LaneOp; N]) -> Result<u64> {
+        if let Some(error) = self.error_in_row() {
+            return Err(error);
+        }
+        let _joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        if self.is_captured_by_others(turn) {
+            return Err(graph::within_another());
+        }
+        let seq = self.submitted() + 1;
+        self.submitted.store(seq, Ordering::Release);
+        turn.row.uncounted += 1;
+        turn.unmarked += 1;
+        if let Some(next) = &mut turn.row.next {
+            *next += 1;
+            self.behind.store(turn.row.uncounted as u64, Ordering::Release);
+        }
+        Ok(self.issued(seq, self.run_few(seq, ops)))
+    }
+
+    #[inline(always)]
+    fn error_in_row(&self) -> Option<Error> {
+        if self.failed() { self.error() } else { None }
+    }
+
+    /// As [`Shared::run`], of a few operations that are known where it is called.
+    #[inline(always)]
+    fn run_few<const N: usize>(&self, seq: u64, ops: [LaneOp; N]) -> gdrcopy::Result<()> {
+        if self.lane.is_some() {
+            return self.run(seq, &ops);
+        }
+        let mut memops: [MemOp; N] = ops.map(|op| op.memop());
+        #[expect(clippy::cast_possible_truncation, reason = "a few")]
+        let count = const { N as u32 };
+        // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+        unsafe { self.gpu.api().stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+    }
+
+    /// Ends the row: counts its calls where all see it.
+    pub(super) fn end_row(&self, turn: &mut Turn, state: &mut State) {
+        let Row { uncounted, next, .. } = mem::take(&mut turn.row);
+        if uncounted == 0 {
+            return;
+        }
+        self.behind.store(0, Ordering::Relaxed);
+        if let Some(first) = state.queue.back_mut() {
+            first.seq += uncounted as u64;
+            first.calls += uncounted;
+            first.more = if next.is_some() { uncounted as u64 } else { 0 };
+            state.calls += uncounted;
+        }
+    }
+}
