@@ -205,20 +205,19 @@ impl Communicator {
         let _range = crate::DOMAIN.range(c"isend");
         let post = |link: &Link, sges: &[Sge]| {
             let post = || {
-                let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
+                let number = link.ends.send.post_send_number(&[SendWr::send(sges)])?;
                 // The CPU does not wait for the receive: the device does, by asking again.
-                link.credits.count(&completion, link.depth);
-                Ok(completion)
+                link.credits.count(number.index(), link.depth);
+                Ok(number)
             };
-            let completion = match &link.slots {
+            let number = match &link.slots {
                 Some(slots) => slots.send_counted(pieces, || {
-                    let completion = post()?;
-                    let number = link.number_among_sent(&completion);
-                    Ok((completion, number))
+                    let number = post()?;
+                    Ok((number, link.number_among_sent(number.index())))
                 }),
                 None => post(),
             };
-            Ok((completion?, ()))
+            Ok((number?, ()))
         };
         let peer = self.peer(rank)?;
         match peer.send(pieces)? {
@@ -242,9 +241,9 @@ impl Communicator {
     pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = crate::DOMAIN.range(c"irecv");
         let post = |link: &Link, sges: &[Sge]| {
-            let completion = link.ends.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
-            link.credits.grant(&completion);
-            Ok((completion, ()))
+            let number = link.ends.recv.post_recv_number(&[RecvWr { wr_id: 0, sges }])?;
+            link.credits.grant(number.index());
+            Ok((number, ()))
         };
         self.peer(rank)?.receive(pieces, post)
     }
@@ -256,7 +255,7 @@ impl Communicator {
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait_and(timeout, || self.catch_up())?;
         match &request.part {
-            Part::Posted(_, order) => match &order.lane {
+            Part::Posted(order) => match &order.lane {
                 Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
                 None => self.peer(request.rank())?.finish(order, status),
             },

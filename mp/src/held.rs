@@ -14,7 +14,7 @@ pub(crate) struct Held<K> {
     under_way: usize,
 }
 
-/// Of an order, and what it keeps while it is under way.
+/// Of an order, and what it keeps while it is under way, unless the next one keeps it too.
 #[derive(Debug)]
 struct Place<K>(Arc<Order>, Option<K>);
 
@@ -54,6 +54,13 @@ impl<K> Held<K> {
         self.all.iter().take(self.under_way).filter_map(|Place(_, kept)| kept.as_ref())
     }
 
+    /// What the newest order keeps, if this holds for it: for the next one, which is over later.
+    #[inline]
+    pub(crate) fn take_newest_kept_if(&mut self, is_same: impl FnOnce(&K) -> bool) -> Option<K> {
+        let Place(_, kept) = &mut self.all[self.under_way.checked_sub(1)?];
+        kept.take_if(|kept| is_same(kept))
+    }
+
     /// Adds the newest order, of this message; `make` makes those of this queue.
     #[inline]
     pub(crate) fn add(
@@ -81,7 +88,13 @@ impl<K> Held<K> {
     pub(crate) fn drop_newest(&mut self, mut is_gone: impl FnMut(&Order) -> bool) {
         while self.newest().is_some_and(|order| is_gone(order)) {
             self.under_way -= 1;
-            self.all[self.under_way].1 = None;
+            let kept = self.all[self.under_way].1.take();
+            // To the one that it had it from.
+            if let Some(before) = self.under_way.checked_sub(1)
+                && let Place(_, none @ None) = &mut self.all[before]
+            {
+                *none = kept;
+            }
         }
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
 
-use gdsync::verbs::{Completion, Keeper, Sge};
+use gdsync::verbs::{Keeper, Number, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
@@ -51,7 +51,7 @@ impl Peer {
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
+        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Number, T)>,
     ) -> Result<(Request, T)> {
         self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, post)
     }
@@ -89,7 +89,7 @@ impl Peer {
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
+        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Number, T)>,
     ) -> Result<(Request, T)> {
         let (one, several);
         let sges = match pieces {
@@ -113,15 +113,29 @@ impl Peer {
             }
             other => other,
         };
-        let (completion, posted) = posted.map_err(|source| self.failed(operation, source))?;
+        let (number, posted) = posted.map_err(|source| self.failed(operation, source))?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let buffers = Few::map(pieces, |(buffer, _)| buffer.on(self.link.near).keeper());
-        let message = Message { operation, completion, bytes };
-        let order = held.add(message, buffers, |message| Order::new(way, None, message));
+        let buffers = self.keepers(held, pieces);
+        let make = |message| Order::new(&self.link, &self.link.ends, way, None, message);
+        let order = held.add(Message { operation, number, bytes }, buffers, make);
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
-        Ok((Request::posted(&self.link, order), posted))
+        Ok((Request::posted(order), posted))
+    }
+
+    /// What keeps the buffers of one more message registered: that of the message before, where it is the same one buffer, as that
+    /// is complete before this. So a row of messages of a buffer counts as one holder of it.
+    #[inline]
+    fn keepers(&self, held: &mut Messages, pieces: &[Piece<'_>]) -> Few<Keeper> {
+        let near = self.link.near;
+        if let [(buffer, _)] = pieces {
+            let same = |kept: &Few<Keeper>| matches!(kept, Few::One(one) if one.keeps(buffer.on(near)));
+            if let Some(same) = held.take_newest_kept_if(same) {
+                return same;
+            }
+        }
+        Few::map(pieces, |(buffer, _)| buffer.on(near).keeper())
     }
 
     /// Lets go of what is complete, for one more message.
@@ -154,7 +168,7 @@ impl Peer {
         if sent.is_none() {
             self.link.end_if_refused();
         }
-        Ok(sent.map(|(bytes, after)| Request::copied(&self.link, bytes, after)))
+        Ok(sent.map(|(bytes, after)| Request::copied(self.link.rank, bytes, after)))
     }
 
     /// Whether there are not too many pieces; they lie inside their buffers.
@@ -169,7 +183,7 @@ impl Peer {
     pub(crate) fn receive(
         &self,
         pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, ())>,
+        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Number, ())>,
     ) -> Result<Request> {
         const RECEIVE: &str = "receive";
         let held = &self.held[Way::Recv as usize];
@@ -234,7 +248,7 @@ impl Peer {
     pub(crate) fn finish(&self, order: &Arc<Order>, status: Status) {
         let (way, index) = (order.way(), order.index());
         if matches!(way, Way::Recv) {
-            self.link.credits.arrived(order.completion());
+            self.link.credits.arrived(index);
         }
         self.held[way as usize].lock().finish(order, status.bytes);
         if index.is_multiple_of(DRAIN) {
@@ -256,6 +270,13 @@ impl Peer {
         if under_way || self.link.is_awaited_beside() || self.link.check().is_err() {
             self.link.tend();
         }
+    }
+}
+
+impl Drop for Peer {
+    /// What is under way is held by its requests alone from here on, and holds the connection itself.
+    fn drop(&mut self) {
+        self.link.slots.iter().for_each(Slots::forget_orders);
     }
 }
 
