@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, Sge};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Exchange;
@@ -99,12 +99,10 @@ impl Registration {
     }
 
     /// A range of it, for one of the devices.
+    // Always inline: a result in memory is read back before it is there.
+    #[inline(always)]
     pub(crate) fn sge(&self, near: bool, range: &Range<usize>) -> Result<Sge> {
-        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-            what: "the range of the buffer",
-            value: format!("{range:?}"),
-            expected: "one that does not end before it starts",
-        })?;
+        let bytes = range.end.checked_sub(range.start).ok_or_else(|| ends_early(range))?;
         Ok(self.on(near).sge(range.start, bytes)?)
     }
 
@@ -112,6 +110,12 @@ impl Registration {
     pub fn memory(&self) -> &Memory {
         self.0.memory()
     }
+}
+
+#[cold]
+fn ends_early(range: &Range<usize>) -> gdsync::Error {
+    let (value, expected) = (format!("{range:?}"), "one that does not end before it starts");
+    gdsync::Error::InvalidArgument { what: "the range of the buffer", value, expected }
 }
 
 impl Communicator {
@@ -204,20 +208,14 @@ impl Communicator {
     pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = crate::DOMAIN.range(c"isend");
         let post = |link: &Link, sges: &[Sge]| {
-            let post = || {
-                let number = link.ends.send.post_send_number(&[SendWr::send(sges)])?;
-                // The CPU does not wait for the receive: the device does, by asking again.
-                link.credits.count(number.index(), link.depth);
-                Ok(number)
-            };
-            let number = match &link.slots {
+            let place = match &link.slots {
+                None => link.send(sges)?,
                 Some(slots) => slots.send_counted(pieces, || {
-                    let number = post()?;
-                    Ok((number, link.number_among_sent(number.index())))
-                }),
-                None => post(),
+                    let place = link.send(sges)?;
+                    Ok((place, link.number_among_sent(place)))
+                })?,
             };
-            Ok((number?, ()))
+            Ok((place, ()))
         };
         let peer = self.peer(rank)?;
         match peer.send(pieces)? {
@@ -241,9 +239,9 @@ impl Communicator {
     pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = crate::DOMAIN.range(c"irecv");
         let post = |link: &Link, sges: &[Sge]| {
-            let number = link.ends.recv.post_recv_number(&[RecvWr { wr_id: 0, sges }])?;
-            link.credits.grant(number.index());
-            Ok((number, ()))
+            let place = link.ends.recv.post_recv_index(&[RecvWr { wr_id: 0, sges }])?;
+            link.credits.grant(place);
+            Ok((place, ()))
         };
         self.peer(rank)?.receive(pieces, post)
     }

@@ -90,6 +90,15 @@ impl Link {
         low32((place + 1).wrapping_sub(self.ends.send.send_gaps()))
     }
 
+    /// Sends a message by the CPU. Returns its place in the queue.
+    #[inline]
+    pub(crate) fn send(&self, sges: &[Sge]) -> gdsync::Result<u64> {
+        let place = self.ends.send.post_send_index(&[SendWr::send(sges)])?;
+        // The CPU does not wait for the receive: the device does, by asking again.
+        self.credits.count(place, self.depth);
+        Ok(place)
+    }
+
     /// Adds a message to a batch.
     pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
         let send = self.prepare_send(sges)?;

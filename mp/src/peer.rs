@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
 
-use gdsync::verbs::{Keeper, Number, Sge};
+use gdsync::verbs::{Keeper, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
@@ -44,14 +44,14 @@ impl Peer {
         Self { link: Arc::new(link), held: Default::default() }
     }
 
-    /// Puts a message into its queue by `post`, which gets its pieces, after recycling if the queue is full. Its buffers are
+    /// Puts a message into its queue by `post`, which gets its pieces and returns its place there, after recycling if the queue is full. Its buffers are
     /// held until it is complete.
     pub(crate) fn start<T>(
         &self,
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Number, T)>,
+        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, T)>,
     ) -> Result<(Request, T)> {
         self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, post)
     }
@@ -77,7 +77,7 @@ impl Peer {
         Error::Message { rank: self.link.rank, operation, source }
     }
 
-    // Always: a result in memory is read back before it is there.
+    // Always, as Registration::sge.
     #[inline(always)]
     fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
         buffer.sge(self.link.near, range)
@@ -89,7 +89,7 @@ impl Peer {
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Number, T)>,
+        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, T)>,
     ) -> Result<(Request, T)> {
         let (one, several);
         let sges = match pieces {
@@ -102,40 +102,42 @@ impl Peer {
                 &several[..]
             }
         };
+        let failed = |source| self.failed(operation, source);
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
-        let room = match self.under_way(way, held) < self.link.depth {
-            true => Ok(()),
-            false => self.make_room(way, held),
+        if self.under_way(way, held) >= self.link.depth {
+            self.make_room(way, held).map_err(failed)?;
+        }
+        // A result that is only passed on is copied, and that waits for its parts to be written.
+        let (place, posted) = match post(&self.link, sges) {
+            Ok(posted) => posted,
+            Err(error) => self.again(way, held, error, &mut || post(&self.link, sges)).map_err(failed)?,
         };
-        let posted = match room.and_then(|()| post(&self.link, sges)) {
-            Err(gdsync::Error::QueueFull { .. }) if self.under_way(way, held) < self.link.depth => {
-                self.make_room(way, held).and_then(|()| post(&self.link, sges))
-            }
-            other => other,
-        };
-        let (number, posted) = posted.map_err(|source| self.failed(operation, source))?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let buffers = self.keepers(held, pieces);
+        let near = self.link.near;
+        let is_same = |kept: &Few<Keeper>| matches!((kept, pieces), (Few::One(kept), [(buffer, _)]) if kept.keeps(buffer.on(near)));
+        let keep = || Few::map(pieces, |(buffer, _)| buffer.on(near).keeper());
         let make = |message| Order::new(&self.link, &self.link.ends, way, None, message);
-        let order = held.add(Message { operation, number, bytes }, buffers, make);
+        let order = held.add(Message { operation, place, bytes }, is_same, keep, make);
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
         Ok((Request::posted(order), posted))
     }
 
-    /// What keeps the buffers of one more message registered: that of the message before, where it is the same one buffer, as that
-    /// is complete before this. So a row of messages of a buffer counts as one holder of it.
-    #[inline]
-    fn keepers(&self, held: &mut Messages, pieces: &[Piece<'_>]) -> Few<Keeper> {
-        let near = self.link.near;
-        if let [(buffer, _)] = pieces {
-            let same = |kept: &Few<Keeper>| matches!(kept, Few::One(one) if one.keeps(buffer.on(near)));
-            if let Some(same) = held.take_newest_kept_if(same) {
-                return same;
-            }
+    /// Posts once more if it failed for lack of room that can be made.
+    #[cold]
+    fn again<T>(
+        &self,
+        way: Way,
+        held: &mut Messages,
+        error: gdsync::Error,
+        post: &mut dyn FnMut() -> gdsync::Result<T>,
+    ) -> gdsync::Result<T> {
+        if !matches!(error, gdsync::Error::QueueFull { .. }) || self.under_way(way, held) >= self.link.depth {
+            return Err(error);
         }
-        Few::map(pieces, |(buffer, _)| buffer.on(near).keeper())
+        self.make_room(way, held)?;
+        post()
     }
 
     /// Lets go of what is complete, for one more message.
@@ -183,7 +185,7 @@ impl Peer {
     pub(crate) fn receive(
         &self,
         pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Number, ())>,
+        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, ())>,
     ) -> Result<Request> {
         const RECEIVE: &str = "receive";
         let held = &self.held[Way::Recv as usize];

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use gdsync::verbs::{Completion, Number};
+use gdsync::verbs::Completion;
 
 use crate::deadline::Deadline;
 use crate::ends::Ends;
@@ -39,11 +39,12 @@ pub(crate) enum Part {
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) operation: &'static str,
-    pub(crate) number: Number,
+    /// The place in its queue.
+    pub(crate) place: u64,
     pub(crate) bytes: usize,
 }
 
-/// What a message of a queue pair is, and where it went.
+/// What a message of a queue pair is, and where it went. There are no weak pointers to it: [`Held`](crate::held::Held) counts on that.
 #[derive(Debug)]
 pub(crate) struct Order {
     /// Here rather than in each request, which then counts as one holder of one thing.
@@ -99,19 +100,19 @@ impl Order {
         ends: &Ends,
         way: Way,
         lane: Option<Weak<Lane>>,
-        Message { operation, number, bytes }: Message,
+        Message { operation, place, bytes }: Message,
     ) -> Self {
         let completion = match way {
-            Way::Send => ends.send.send_completion(number),
-            Way::Recv => ends.recv.recv_completion(number),
+            Way::Send => ends.send.send_completion(place),
+            Way::Recv => ends.recv.recv_completion(place),
         };
         Self { link: link.clone(), way, lane, operation, completion, bytes, kept: Kept::default() }
     }
 
     /// The same of another message of the queue.
     #[inline]
-    pub(crate) fn renew(&mut self, Message { operation, number, bytes }: Message) {
-        self.completion.renew(number);
+    pub(crate) fn renew(&mut self, Message { operation, place, bytes }: Message) {
+        self.completion.renew(place);
         (self.operation, self.bytes, self.kept) = (operation, bytes, Kept::default());
     }
 

@@ -23,22 +23,6 @@ pub struct Completion {
     pub(crate) life: usize,
 }
 
-/// Which work request of its queue it is: what a [`Completion`] has beside its hold on the queue pair.
-#[doc(hidden)] // for messaging layers of this workspace
-#[derive(Clone, Copy, Debug)]
-pub struct Number {
-    pub(crate) n: u64,
-    pub(crate) life: usize,
-}
-
-impl Number {
-    /// As [`Completion::index`].
-    #[inline]
-    pub fn index(&self) -> u64 {
-        self.n
-    }
-}
-
 impl fmt::Debug for Completion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "completion {} of the {:?}", self.n, self.end)
@@ -52,18 +36,11 @@ impl Completion {
         self.n
     }
 
-    /// Which request it is.
+    /// Becomes that of another request of the queue, which was just made: the hold on the queue pair need not be counted again.
     #[doc(hidden)] // for messaging layers of this workspace
     #[inline]
-    pub fn number(&self) -> Number {
-        Number { n: self.n, life: self.life }
-    }
-
-    /// Becomes that of another request of the queue: the hold on the queue pair need not be counted again.
-    #[doc(hidden)] // for messaging layers of this workspace
-    #[inline]
-    pub fn renew(&mut self, Number { n, life }: Number) {
-        (self.n, self.life) = (n, life);
+    pub fn renew(&mut self, index: u64) {
+        (self.n, self.life) = (index, self.end.tracker.life());
     }
 
     /// The completion, or `None` while it has not arrived.

@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::completion::{Completion, Number};
+use super::completion::Completion;
 use super::cq::CqInner;
 use super::qp::QpCore;
 use super::track::Tracker;
@@ -52,17 +52,7 @@ impl QueueEnd {
 
     /// The completion of request `n`.
     pub(crate) fn completion(self: &Arc<Self>, n: u64) -> Completion {
-        self.completion_of(self.number(n))
-    }
-
-    /// Request `n`, which was just made.
-    #[inline]
-    pub(crate) fn number(&self, n: u64) -> Number {
-        Number { n, life: self.tracker.life() }
-    }
-
-    pub(crate) fn completion_of(self: &Arc<Self>, Number { n, life }: Number) -> Completion {
-        Completion { end: self.clone(), n, life }
+        Completion { end: self.clone(), n, life: self.tracker.life() }
     }
 
     /// The source that operations of a stream name.

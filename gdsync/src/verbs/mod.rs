@@ -21,7 +21,7 @@ pub use address::QpAddress;
 pub(crate) use address::{mtu_bytes, mtu_code};
 pub use attr::{Access, QpAttr, QpState};
 pub use carriage::{Carriage, Carrier, Staging};
-pub use completion::{Completion, Number};
+pub use completion::Completion;
 pub use cq::Cq;
 pub(crate) use cq::POISON;
 pub use descriptor::{DeviceCq, DeviceQp};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use gdsync::cuda::Flush;
 use gdsync::memory::Memory;
 use gdsync::stream::Stream;
-use gdsync::verbs::{Access, Mr, Number, Qp, Sge};
+use gdsync::verbs::{Access, Mr, Qp, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::{Communicator, Registration};
@@ -58,7 +58,7 @@ impl Lane {
         bytes: usize,
         buffers: Few<Registration>,
         wrs: usize,
-        mut post: impl FnMut(&Qp) -> gdsync::Result<Number>,
+        mut post: impl FnMut(&Qp) -> gdsync::Result<u64>,
     ) -> Result<Request> {
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let mut held = self.held.lock();
@@ -72,11 +72,11 @@ impl Lane {
             }
             other => other,
         };
-        let number = posted.map_err(|source| self.tell(operation, source))?;
+        let place = posted.map_err(|source| self.tell(operation, source))?;
         let lane = || Some(Arc::downgrade(self));
         let make = |message| Order::new(&self.link, &self.ends, Way::Send, lane(), message);
-        let order =
-            held.queue.add(Message { operation, number, bytes }, Kept { _buffers: buffers, wrs }, make);
+        let keep = || Kept { _buffers: buffers, wrs };
+        let order = held.queue.add(Message { operation, place, bytes }, |_| false, keep, make);
         held.wrs += wrs;
         Ok(Request::posted(order))
     }
