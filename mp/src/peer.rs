@@ -92,14 +92,14 @@ impl Peer {
         mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, T)>,
     ) -> Result<(Request, T)> {
         let (one, several);
-        let sges = match pieces {
+        let (sges, bytes) = match pieces {
             [piece] => {
                 one = self.sge(piece)?;
-                slice::from_ref(&one)
+                (slice::from_ref(&one), one.len as usize)
             }
             _ => {
                 several = self.sges(operation, pieces)?;
-                &several[..]
+                (&several[..], several.iter().map(|sge| sge.len as usize).sum())
             }
         };
         let failed = |source| self.failed(operation, source);
@@ -112,7 +112,6 @@ impl Peer {
             Ok(posted) => posted,
             Err(error) => self.again(way, held, error, &mut || post(&self.link, sges)).map_err(failed)?,
         };
-        let bytes = sges.iter().map(|sge| sge.len as usize).sum();
         let near = self.link.near;
         let is_same = |kept: &Few<Keeper>| matches!((kept, pieces), (Few::One(kept), [(buffer, _)]) if kept.keeps(buffer.on(near)));
         let keep = || Few::map(pieces, |(buffer, _)| buffer.on(near).keeper());

@@ -132,6 +132,9 @@ impl Order {
 
     /// Bytes sent or received, or `None` while it is under way.
     pub(crate) fn outcome(&self) -> gdsync::Result<Option<usize>> {
+        if let Some(len) = self.completion.known_len() {
+            return Ok(Some(if self.way == Way::Send { self.bytes } else { len as usize }));
+        }
         match self.completion.status() {
             Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { self.bytes } else { wc.byte_len as usize })),
             // Success that was kept, if the queue has only forgotten it.

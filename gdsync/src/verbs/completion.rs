@@ -43,6 +43,13 @@ impl Completion {
         (self.n, self.life) = (index, self.end.tracker.life());
     }
 
+    /// Bytes of a success that was seen before, as it is mostly when somebody asks: what [`Completion::status`] says, in fewer words.
+    #[doc(hidden)] // for messaging layers of this workspace
+    #[inline]
+    pub fn known_len(&self) -> Option<u32> {
+        self.end.tracker.known_len(self.n, self.life)
+    }
+
     /// The completion, or `None` while it has not arrived.
     ///
     /// # Errors
