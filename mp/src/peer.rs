@@ -103,6 +103,7 @@ impl Peer {
             }
         };
         let failed = |source| self.failed(operation, source);
+        held.prefetch();
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         if self.under_way(way, held) >= self.link.depth {
             self.make_room(way, held).map_err(failed)?;
