@@ -85,7 +85,8 @@ impl Link {
         self.ends.recv.check()
     }
 
-    /// The number, from 1, of the message that was just sent by the CPU at this place of the queue, among those that were sent and not taken back.
+    /// The number, from 1, of the message that the CPU has just put at this place of the queue, among those that were sent and
+    /// not taken back.
     pub(crate) fn number_among_sent(&self, place: u64) -> u32 {
         low32((place + 1).wrapping_sub(self.ends.send.send_gaps()))
     }

@@ -44,8 +44,8 @@ impl Peer {
         Self { link: Arc::new(link), held: Default::default() }
     }
 
-    /// Puts a message into its queue by `post`, which gets its pieces and returns its place there, after recycling if the queue is full. Its buffers are
-    /// held until it is complete.
+    /// Puts a message into its queue by `post`, which gets its pieces and returns its place there, after recycling if the queue
+    /// is full. Its buffers are held until it is complete.
     pub(crate) fn start<T>(
         &self,
         way: Way,
@@ -114,7 +114,10 @@ impl Peer {
             Err(error) => self.again(way, held, error, &mut || post(&self.link, sges)).map_err(failed)?,
         };
         let near = self.link.near;
-        let is_same = |kept: &Few<Keeper>| matches!((kept, pieces), (Few::One(kept), [(buffer, _)]) if kept.keeps(buffer.on(near)));
+        let is_same = |kept: &Few<Keeper>| match (kept, pieces) {
+            (Few::One(kept), [(buffer, _)]) => kept.keeps(buffer.on(near)),
+            _ => false,
+        };
         let keep = || Few::map(pieces, |(buffer, _)| buffer.on(near).keeper());
         let make = |message| Order::new(&self.link, &self.link.ends, way, None, message);
         let order = held.add(Message { operation, place, bytes }, is_same, keep, make);

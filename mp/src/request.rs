@@ -44,7 +44,8 @@ pub(crate) struct Message {
     pub(crate) bytes: usize,
 }
 
-/// What a message of a queue pair is, and where it went. There are no weak pointers to it: [`Held`](crate::held::Held) counts on that.
+/// What a message of a queue pair is, and where it went. There are no weak pointers to it: [`Held`](crate::held::Held) counts
+/// on that.
 #[derive(Debug)]
 pub(crate) struct Order {
     /// Here rather than in each request, which then counts as one holder of one thing.

@@ -252,7 +252,7 @@ impl Qp {
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`];
     /// [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are outstanding.
     pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<Completion> {
-        Ok(self.send.end.completion(self.post_send_index(wrs)?))
+        Ok(self.send.end.completion(self.send_all(wrs)?))
     }
 
     /// As [`Qp::post_send`], for who has a [`Completion`] to renew with its index.
@@ -261,6 +261,11 @@ impl Qp {
     /// As [`Qp::post_send`].
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn post_send_index(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
+        self.send_all(wrs)
+    }
+
+    #[inline(always)]
+    fn send_all(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_send");
         let range = self.send.post(wrs)?;
         let last = range.end.checked_sub(1).filter(|_| !range.is_empty());
@@ -273,7 +278,7 @@ impl Qp {
     /// [`Error::InvalidArgument`] for an empty list;
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`].
     pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<Completion> {
-        Ok(self.recv.end.completion(self.post_recv_index(wrs)?))
+        Ok(self.recv.end.completion(self.receive_all(wrs)?))
     }
 
     /// As [`Qp::post_recv`], for who has a [`Completion`] to renew with its index.
@@ -282,6 +287,11 @@ impl Qp {
     /// As [`Qp::post_recv`].
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn post_recv_index(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
+        self.receive_all(wrs)
+    }
+
+    #[inline(always)]
+    fn receive_all(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_recv");
         let last = self.recv.post(wrs)?;
         last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))
