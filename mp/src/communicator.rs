@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, Sge};
 use parking_lot::Mutex;
 
 use crate::bootstrap::Exchange;
@@ -99,12 +99,10 @@ impl Registration {
     }
 
     /// A range of it, for one of the devices.
+    // Always inline: a result in memory is read back before it is there.
+    #[inline(always)]
     pub(crate) fn sge(&self, near: bool, range: &Range<usize>) -> Result<Sge> {
-        let bytes = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-            what: "the range of the buffer",
-            value: format!("{range:?}"),
-            expected: "one that does not end before it starts",
-        })?;
+        let bytes = range.end.checked_sub(range.start).ok_or_else(|| ends_early(range))?;
         Ok(self.on(near).sge(range.start, bytes)?)
     }
 
@@ -112,6 +110,12 @@ impl Registration {
     pub fn memory(&self) -> &Memory {
         self.0.memory()
     }
+}
+
+#[cold]
+fn ends_early(range: &Range<usize>) -> gdsync::Error {
+    let (value, expected) = (format!("{range:?}"), "one that does not end before it starts");
+    gdsync::Error::InvalidArgument { what: "the range of the buffer", value, expected }
 }
 
 impl Communicator {
@@ -204,21 +208,14 @@ impl Communicator {
     pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = crate::DOMAIN.range(c"isend");
         let post = |link: &Link, sges: &[Sge]| {
-            let post = || {
-                let completion = link.ends.send.post_send(&[SendWr::send(sges)])?;
-                // The CPU does not wait for the receive: the device does, by asking again.
-                link.credits.count(&completion, link.depth);
-                Ok(completion)
-            };
-            let completion = match &link.slots {
+            let place = match &link.slots {
+                None => link.send(sges)?,
                 Some(slots) => slots.send_counted(pieces, || {
-                    let completion = post()?;
-                    let number = link.number_among_sent(&completion);
-                    Ok((completion, number))
-                }),
-                None => post(),
+                    let place = link.send(sges)?;
+                    Ok((place, link.number_among_sent(place)))
+                })?,
             };
-            Ok((completion?, ()))
+            Ok((place, ()))
         };
         let peer = self.peer(rank)?;
         match peer.send(pieces)? {
@@ -242,9 +239,9 @@ impl Communicator {
     pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = crate::DOMAIN.range(c"irecv");
         let post = |link: &Link, sges: &[Sge]| {
-            let completion = link.ends.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
-            link.credits.grant(&completion);
-            Ok((completion, ()))
+            let place = link.ends.recv.post_recv_index(&[RecvWr { wr_id: 0, sges }])?;
+            link.credits.grant(place);
+            Ok((place, ()))
         };
         self.peer(rank)?.receive(pieces, post)
     }
@@ -256,7 +253,7 @@ impl Communicator {
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait_and(timeout, || self.catch_up())?;
         match &request.part {
-            Part::Posted(_, order) => match &order.lane {
+            Part::Posted(order) => match &order.lane {
                 Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
                 None => self.peer(request.rank())?.finish(order, status),
             },

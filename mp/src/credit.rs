@@ -121,9 +121,9 @@ impl Credits {
         self.is_prompt || self.wanted.load() != 0
     }
 
-    /// The peer has one more receive, the newest: tells it, or sees to it that it is told soon.
-    pub(crate) fn grant(&self, receive: &Completion) {
-        let posted = low32(receive.index()).wrapping_add(1);
+    /// The peer has one more receive, the newest, at this place of its queue: tells it, or sees to it that it is told soon.
+    pub(crate) fn grant(&self, place: u64) {
+        let posted = low32(place).wrapping_add(1);
         // Before it looks at the alarm: whoever has switched that off sees this.
         self.posted.store(posted, Ordering::SeqCst);
         let [announced, arrived] =
@@ -135,9 +135,9 @@ impl Credits {
         }
     }
 
-    /// A message is here; so are those before it.
-    pub(crate) fn arrived(&self, receive: &Completion) {
-        let arrived = low32(receive.index()).wrapping_add(1);
+    /// The message of the receive at this place is here; so are those before it.
+    pub(crate) fn arrived(&self, place: u64) {
+        let arrived = low32(place).wrapping_add(1);
         // Two threads may come in any order; the next message puts it right.
         self.arrived.store(arrived, Ordering::Relaxed);
     }
@@ -215,25 +215,25 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts the message that was just put into a queue of `depth` sends, and waits for nothing.
+    /// Counts the message that was just put at this place, the last of a queue of `depth` sends, and waits for nothing.
     #[inline]
-    pub(crate) fn count(&self, message: &Completion, depth: usize) {
-        self.numbers.next(message.index(), depth);
+    pub(crate) fn count(&self, place: u64, depth: usize) {
+        self.numbers.next(place, depth);
     }
 
     /// As [`Credits::count`]: the word and value that a stream must wait for before it sends it, unless it may leave at once.
-    pub(crate) fn next(&self, message: &Completion, depth: usize) -> Option<(&Word32, u32)> {
-        self.wait_for(self.numbers.next(message.index(), depth))
+    pub(crate) fn next(&self, place: u64, depth: usize) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.next(place, depth))
     }
 
-    /// A message was put into the queue that does not count before it is posted.
-    pub(crate) fn prepare(&self, message: &Completion) {
-        self.numbers.prepare(message.index());
+    /// A message was put at this place that does not count before it is posted.
+    pub(crate) fn prepare(&self, place: u64) {
+        self.numbers.prepare(place);
     }
 
     /// As [`Credits::next`], for a message that was prepared and is posted now.
-    pub(crate) fn post(&self, message: &Completion, depth: usize) -> Option<(&Word32, u32)> {
-        self.wait_for(self.numbers.post(message.index(), depth))
+    pub(crate) fn post(&self, place: u64, depth: usize) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.post(place, depth))
     }
 
     fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {

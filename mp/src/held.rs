@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use crate::request::{Message, Order};
 
@@ -12,15 +13,18 @@ pub(crate) struct Held<K> {
     /// that any more, which is cheaper than memory of its own. There are never more than were under way once.
     all: VecDeque<Place<K>>,
     under_way: usize,
+    /// What the newest keeps, and those right before it that keep the same: it is over last. So a row of messages of a buffer
+    /// counts as one holder of that.
+    newest: Option<K>,
 }
 
-/// Of an order, and what it keeps while it is under way.
+/// Of an order, and what it keeps while it is under way, unless one behind it keeps the same.
 #[derive(Debug)]
 struct Place<K>(Arc<Order>, Option<K>);
 
 impl<K> Default for Held<K> {
     fn default() -> Self {
-        Self { all: VecDeque::new(), under_way: 0 }
+        Self { all: VecDeque::new(), under_way: 0, newest: None }
     }
 }
 
@@ -30,6 +34,7 @@ impl<K> Held<K> {
         self.under_way
     }
 
+    #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.under_way == 0
     }
@@ -40,6 +45,7 @@ impl<K> Held<K> {
     }
 
     /// The oldest order.
+    #[inline]
     fn oldest(&self) -> Option<&Arc<Order>> {
         self.all.front().filter(|_| !self.is_empty()).map(|Place(order, _)| order)
     }
@@ -51,29 +57,52 @@ impl<K> Held<K> {
 
     /// What all keep.
     pub(crate) fn kept(&self) -> impl Iterator<Item = &K> {
-        self.all.iter().take(self.under_way).filter_map(|Place(_, kept)| kept.as_ref())
+        let before = self.all.iter().take(self.under_way).filter_map(|Place(_, kept)| kept.as_ref());
+        before.chain(&self.newest)
     }
 
-    /// Adds the newest order, of this message; `make` makes those of this queue.
+    /// Tells the CPU that the next order will be written soon: it was let go of long ago, and its two lines may be far away.
+    #[inline]
+    pub(crate) fn prefetch(&self) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(Place(order, _)) = self.all.get(self.under_way) {
+            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+            // The counts are right before it.
+            let start = Arc::as_ptr(order).cast::<[usize; 2]>().wrapping_sub(1).cast::<i8>();
+            // SAFETY: a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(start) };
+            // SAFETY: a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(start.wrapping_add(64)) };
+        }
+    }
+
+    /// Adds the newest order, of this message; `make` makes those of this queue. It keeps what the one before it does if `is_same`
+    /// holds for that, and what `keep` returns if not.
     #[inline]
     pub(crate) fn add(
         &mut self,
         message: Message,
-        kept: K,
+        is_same: impl FnOnce(&K) -> bool,
+        keep: impl FnOnce() -> K,
         make: impl FnOnce(Message) -> Order,
     ) -> Arc<Order> {
+        if !self.newest.as_ref().is_some_and(is_same) {
+            let before = self.newest.replace(keep());
+            if let Some(newest) = self.under_way.checked_sub(1) {
+                self.all[newest].1 = before;
+            }
+        }
         let at = self.under_way;
         self.under_way += 1;
-        let Some(Place(order, keeps)) = self.all.get_mut(at) else {
+        let Some(Place(order, _)) = self.all.get_mut(at) else {
             let order = Arc::new(make(message));
-            self.all.push_back(Place(order.clone(), Some(kept)));
+            self.all.push_back(Place(order.clone(), None));
             return order;
         };
-        match Arc::get_mut(order) {
+        match only(order) {
             Some(free) => free.renew(message),
             None => *order = Arc::new(make(message)),
         }
-        *keeps = Some(kept);
         order.clone()
     }
 
@@ -81,7 +110,12 @@ impl<K> Held<K> {
     pub(crate) fn drop_newest(&mut self, mut is_gone: impl FnMut(&Order) -> bool) {
         while self.newest().is_some_and(|order| is_gone(order)) {
             self.under_way -= 1;
-            self.all[self.under_way].1 = None;
+            match self.under_way.checked_sub(1).map(|newest| self.all[newest].1.take()) {
+                // The one before it keeps the same.
+                Some(None) => {}
+                Some(kept) => self.newest = kept,
+                None => self.newest = None,
+            }
         }
     }
 
@@ -111,6 +145,21 @@ impl<K> Held<K> {
         if let Some(Place(order, _)) = self.all.pop_front() {
             self.under_way -= 1;
             self.all.push_back(Place(order, None));
+            if self.is_empty() {
+                self.newest = None;
+            }
         }
     }
+}
+
+/// The order, if nobody else has it. As [`Arc::get_mut`], which also locks out weak pointers: of orders there are none.
+#[inline]
+fn only(order: &mut Arc<Order>) -> Option<&mut Order> {
+    if Arc::strong_count(order) != 1 {
+        return None;
+    }
+    // Behind all that others did before they let go of it.
+    fence(Ordering::Acquire);
+    // SAFETY: this is the only pointer to it, and borrowed; no weak one is ever made that could become another.
+    Some(unsafe { &mut *Arc::as_ptr(order).cast_mut() })
 }

@@ -85,15 +85,25 @@ impl Link {
         self.ends.recv.check()
     }
 
-    /// The number, from 1, of the message that was just sent by the CPU, among those that were sent and not taken back.
-    pub(crate) fn number_among_sent(&self, message: &Completion) -> u32 {
-        low32((message.index() + 1).wrapping_sub(self.ends.send.send_gaps()))
+    /// The number, from 1, of the message that the CPU has just put at this place of the queue, among those that were sent and
+    /// not taken back.
+    pub(crate) fn number_among_sent(&self, place: u64) -> u32 {
+        low32((place + 1).wrapping_sub(self.ends.send.send_gaps()))
+    }
+
+    /// Sends a message by the CPU. Returns its place in the queue.
+    #[inline]
+    pub(crate) fn send(&self, sges: &[Sge]) -> gdsync::Result<u64> {
+        let place = self.ends.send.post_send_index(&[SendWr::send(sges)])?;
+        // The CPU does not wait for the receive: the device does, by asking again.
+        self.credits.count(place, self.depth);
+        Ok(place)
     }
 
     /// Adds a message to a batch.
     pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
         let send = self.prepare_send(sges)?;
-        let credit = self.credits.next(&send.completion(), self.depth);
+        let credit = self.credits.next(send.completion().index(), self.depth);
         Ok(post_behind(batch, credit, send))
     }
 
@@ -108,7 +118,7 @@ impl Link {
 
     /// Adds a message that was prepared before to a batch.
     pub(crate) fn post_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
-        post_behind(batch, self.credits.post(&send.completion(), self.depth), send)
+        post_behind(batch, self.credits.post(send.completion().index(), self.depth), send)
     }
 
     /// Takes what has come through slots. Returns whether receives wait for more.

@@ -73,7 +73,7 @@ impl Communicator {
             let mut batch = Batch::new();
             let completion = link.send_in_batch(&mut batch, sges)?;
             stream.submit(&mut batch)?;
-            Ok((completion, ()))
+            Ok((completion.index(), ()))
         };
         Ok(self.peer(rank)?.start(Way::Send, ON_STREAM, pieces, post)?.0)
     }
@@ -94,7 +94,7 @@ impl Communicator {
             let completion = link.send_in_batch(&mut batch, sges)?;
             batch.wait(&completion)?;
             stream.submit(&mut batch)?;
-            Ok((completion, ()))
+            Ok((completion.index(), ()))
         };
         Ok(self.peer(rank)?.start(Way::Send, ON_STREAM, &[(buffer, range)], post)?.0)
     }
@@ -113,7 +113,7 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let post = |link: &Link, sges: &[Sge]| Ok((link.send_in_batch(batch, sges)?, ()));
+        let post = |link: &Link, sges: &[Sge]| Ok((link.send_in_batch(batch, sges)?.index(), ()));
         Ok(self.peer(rank)?.start(Way::Send, "send in a batch", &[(buffer, range)], post)?.0)
     }
 
@@ -138,8 +138,9 @@ impl Communicator {
     pub fn prepare_sendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
         let post = |link: &Link, sges: &[Sge]| {
             let send = link.prepare_send(sges)?;
-            link.credits.prepare(&send.completion());
-            Ok((send.completion(), send))
+            let place = send.completion().index();
+            link.credits.prepare(place);
+            Ok((place, send))
         };
         let (request, send) = self.peer(rank)?.start(Way::Send, "prepared send", pieces, post)?;
         Ok(PreparedMessage { request, send })

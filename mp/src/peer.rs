@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
 
-use gdsync::verbs::{Completion, Keeper, Sge};
+use gdsync::verbs::{Keeper, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
@@ -44,14 +44,14 @@ impl Peer {
         Self { link: Arc::new(link), held: Default::default() }
     }
 
-    /// Puts a message into its queue by `post`, which gets its pieces, after recycling if the queue is full. Its buffers are
-    /// held until it is complete.
+    /// Puts a message into its queue by `post`, which gets its pieces and returns its place there, after recycling if the queue
+    /// is full. Its buffers are held until it is complete.
     pub(crate) fn start<T>(
         &self,
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
+        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, T)>,
     ) -> Result<(Request, T)> {
         self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, post)
     }
@@ -77,7 +77,7 @@ impl Peer {
         Error::Message { rank: self.link.rank, operation, source }
     }
 
-    // Always: a result in memory is read back before it is there.
+    // Always, as Registration::sge.
     #[inline(always)]
     fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
         buffer.sge(self.link.near, range)
@@ -89,39 +89,58 @@ impl Peer {
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, T)>,
+        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, T)>,
     ) -> Result<(Request, T)> {
         let (one, several);
-        let sges = match pieces {
+        let (sges, bytes) = match pieces {
             [piece] => {
                 one = self.sge(piece)?;
-                slice::from_ref(&one)
+                (slice::from_ref(&one), one.len as usize)
             }
             _ => {
                 several = self.sges(operation, pieces)?;
-                &several[..]
+                (&several[..], several.iter().map(|sge| sge.len as usize).sum())
             }
         };
+        let failed = |source| self.failed(operation, source);
+        held.prefetch();
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
-        let room = match self.under_way(way, held) < self.link.depth {
-            true => Ok(()),
-            false => self.make_room(way, held),
+        if self.under_way(way, held) >= self.link.depth {
+            self.make_room(way, held).map_err(failed)?;
+        }
+        // A result that is only passed on is copied, and that waits for its parts to be written.
+        let (place, posted) = match post(&self.link, sges) {
+            Ok(posted) => posted,
+            Err(error) => self.again(way, held, error, &mut || post(&self.link, sges)).map_err(failed)?,
         };
-        let posted = match room.and_then(|()| post(&self.link, sges)) {
-            Err(gdsync::Error::QueueFull { .. }) if self.under_way(way, held) < self.link.depth => {
-                self.make_room(way, held).and_then(|()| post(&self.link, sges))
-            }
-            other => other,
+        let near = self.link.near;
+        let is_same = |kept: &Few<Keeper>| match (kept, pieces) {
+            (Few::One(kept), [(buffer, _)]) => kept.keeps(buffer.on(near)),
+            _ => false,
         };
-        let (completion, posted) = posted.map_err(|source| self.failed(operation, source))?;
-        let bytes = sges.iter().map(|sge| sge.len as usize).sum();
-        let buffers = Few::map(pieces, |(buffer, _)| buffer.on(self.link.near).keeper());
-        let message = Message { operation, completion, bytes };
-        let order = held.add(message, buffers, |message| Order::new(way, None, message));
+        let keep = || Few::map(pieces, |(buffer, _)| buffer.on(near).keeper());
+        let make = |message| Order::new(&self.link, &self.link.ends, way, None, message);
+        let order = held.add(Message { operation, place, bytes }, is_same, keep, make);
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
-        Ok((Request::posted(&self.link, order), posted))
+        Ok((Request::posted(order), posted))
+    }
+
+    /// Posts once more if it failed for lack of room that can be made.
+    #[cold]
+    fn again<T>(
+        &self,
+        way: Way,
+        held: &mut Messages,
+        error: gdsync::Error,
+        post: &mut dyn FnMut() -> gdsync::Result<T>,
+    ) -> gdsync::Result<T> {
+        if !matches!(error, gdsync::Error::QueueFull { .. }) || self.under_way(way, held) >= self.link.depth {
+            return Err(error);
+        }
+        self.make_room(way, held)?;
+        post()
     }
 
     /// Lets go of what is complete, for one more message.
@@ -154,7 +173,7 @@ impl Peer {
         if sent.is_none() {
             self.link.end_if_refused();
         }
-        Ok(sent.map(|(bytes, after)| Request::copied(&self.link, bytes, after)))
+        Ok(sent.map(|(bytes, after)| Request::copied(self.link.rank, bytes, after)))
     }
 
     /// Whether there are not too many pieces; they lie inside their buffers.
@@ -169,7 +188,7 @@ impl Peer {
     pub(crate) fn receive(
         &self,
         pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(Completion, ())>,
+        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, ())>,
     ) -> Result<Request> {
         const RECEIVE: &str = "receive";
         let held = &self.held[Way::Recv as usize];
@@ -234,7 +253,7 @@ impl Peer {
     pub(crate) fn finish(&self, order: &Arc<Order>, status: Status) {
         let (way, index) = (order.way(), order.index());
         if matches!(way, Way::Recv) {
-            self.link.credits.arrived(order.completion());
+            self.link.credits.arrived(index);
         }
         self.held[way as usize].lock().finish(order, status.bytes);
         if index.is_multiple_of(DRAIN) {
@@ -256,6 +275,13 @@ impl Peer {
         if under_way || self.link.is_awaited_beside() || self.link.check().is_err() {
             self.link.tend();
         }
+    }
+}
+
+impl Drop for Peer {
+    /// What is under way is held by its requests alone from here on, and holds the connection itself.
+    fn drop(&mut self) {
+        self.link.slots.iter().for_each(Slots::forget_orders);
     }
 }
 

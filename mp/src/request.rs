@@ -7,6 +7,7 @@ use std::time::Duration;
 use gdsync::verbs::Completion;
 
 use crate::deadline::Deadline;
+use crate::ends::Ends;
 use crate::error::{Error, Result};
 use crate::link::{Link, SILENCE};
 use crate::peer::Way;
@@ -25,11 +26,11 @@ pub struct Request {
 #[derive(Clone, Debug)]
 pub(crate) enum Part {
     /// Through a queue pair.
-    Posted(Arc<Link>, Arc<Order>),
+    Posted(Arc<Order>),
     /// It was sent through a slot, and is complete.
     Copied(usize),
     /// The same, but complete only with what was sent before it.
-    Behind(Arc<Link>, Arc<Order>, usize),
+    Behind(Arc<Order>, usize),
     /// A receive of what comes through a slot, if slots do not close before.
     Kept(Arc<Link>, Arc<Receive>),
 }
@@ -38,17 +39,23 @@ pub(crate) enum Part {
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) operation: &'static str,
-    pub(crate) completion: Completion,
+    /// The place in its queue.
+    pub(crate) place: u64,
     pub(crate) bytes: usize,
 }
 
-/// What a message of a queue pair is, and where it went.
+/// What a message of a queue pair is, and where it went. There are no weak pointers to it: [`Held`](crate::held::Held) counts
+/// on that.
 #[derive(Debug)]
 pub(crate) struct Order {
+    /// Here rather than in each request, which then counts as one holder of one thing.
+    link: Arc<Link>,
     way: Way,
     /// The connection, if it is an operation of a window.
     pub(crate) lane: Option<Weak<Lane>>,
-    message: Message,
+    operation: &'static str,
+    completion: Completion,
+    bytes: usize,
     /// How many bytes came of it, from before the queue forgets.
     pub(crate) kept: Kept,
 }
@@ -87,15 +94,27 @@ pub struct Status {
 }
 
 impl Order {
-    pub(crate) fn new(way: Way, lane: Option<Weak<Lane>>, message: Message) -> Self {
-        Self { way, lane, message, kept: Kept::default() }
+    /// Of a message of these ends.
+    #[cold]
+    pub(crate) fn new(
+        link: &Arc<Link>,
+        ends: &Ends,
+        way: Way,
+        lane: Option<Weak<Lane>>,
+        Message { operation, place, bytes }: Message,
+    ) -> Self {
+        let completion = match way {
+            Way::Send => ends.send.send_completion(place),
+            Way::Recv => ends.recv.recv_completion(place),
+        };
+        Self { link: link.clone(), way, lane, operation, completion, bytes, kept: Kept::default() }
     }
 
     /// The same of another message of the queue.
     #[inline]
-    pub(crate) fn renew(&mut self, message: Message) {
-        self.message = message;
-        self.kept = Kept::default();
+    pub(crate) fn renew(&mut self, Message { operation, place, bytes }: Message) {
+        self.completion.renew(place);
+        (self.operation, self.bytes, self.kept) = (operation, bytes, Kept::default());
     }
 
     pub(crate) fn way(&self) -> Way {
@@ -103,20 +122,22 @@ impl Order {
     }
 
     pub(crate) fn completion(&self) -> &Completion {
-        &self.message.completion
+        &self.completion
     }
 
     /// The place in its queue.
     #[inline]
     pub(crate) fn index(&self) -> u64 {
-        self.message.completion.index()
+        self.completion.index()
     }
 
     /// Bytes sent or received, or `None` while it is under way.
     pub(crate) fn outcome(&self) -> gdsync::Result<Option<usize>> {
-        let Message { completion, bytes, .. } = &self.message;
-        match completion.status() {
-            Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { *bytes } else { wc.byte_len as usize })),
+        if let Some(len) = self.completion.known_len() {
+            return Ok(Some(if self.way == Way::Send { self.bytes } else { len as usize }));
+        }
+        match self.completion.status() {
+            Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { self.bytes } else { wc.byte_len as usize })),
             // Success that was kept, if the queue has only forgotten it.
             Err(gdsync::Error::Forgotten { .. }) if self.kept.get().is_some() => Ok(self.kept.get()),
             Err(error) => Err(error),
@@ -143,17 +164,17 @@ impl Order {
 
 impl Request {
     #[inline]
-    pub(crate) fn posted(link: &Arc<Link>, order: Arc<Order>) -> Self {
-        Self { rank: link.rank, part: Part::Posted(link.clone(), order) }
+    pub(crate) fn posted(order: Arc<Order>) -> Self {
+        Self { rank: order.link.rank, part: Part::Posted(order) }
     }
 
     #[inline]
-    pub(crate) fn copied(link: &Arc<Link>, bytes: usize, after: Option<Arc<Order>>) -> Self {
+    pub(crate) fn copied(rank: usize, bytes: usize, after: Option<Arc<Order>>) -> Self {
         let part = match after {
             None => Part::Copied(bytes),
-            Some(before) => Part::Behind(link.clone(), before, bytes),
+            Some(before) => Part::Behind(before, bytes),
         };
-        Self { rank: link.rank, part }
+        Self { rank, part }
     }
 
     #[inline]
@@ -164,14 +185,15 @@ impl Request {
     /// The connection, unless nothing is under way any more.
     pub(crate) fn link(&self) -> Option<&Link> {
         match &self.part {
-            Part::Posted(link, _) | Part::Behind(link, ..) | Part::Kept(link, _) => Some(link),
+            Part::Posted(order) | Part::Behind(order, _) => Some(&order.link),
+            Part::Kept(link, _) => Some(link),
             Part::Copied(_) => None,
         }
     }
 
     /// Whether it is a message, not an operation of a window.
     pub(crate) fn is_message(&self) -> bool {
-        !matches!(&self.part, Part::Posted(_, order) if order.lane.is_some())
+        !matches!(&self.part, Part::Posted(order) if order.lane.is_some())
     }
 
     /// The rank at the other end.
@@ -206,15 +228,15 @@ impl Request {
 
     fn outcome(&self) -> gdsync::Result<Option<usize>> {
         match &self.part {
-            Part::Posted(link, order) => {
+            Part::Posted(order) => {
                 // What came before it through slots is complete before it.
                 if order.is_message(Way::Recv) {
-                    link.take();
+                    order.link.take();
                 }
                 order.outcome()
             }
             Part::Copied(bytes) => Ok(Some(*bytes)),
-            Part::Behind(_, before, bytes) => Ok(before.outcome()?.map(|_| *bytes)),
+            Part::Behind(before, bytes) => Ok(before.outcome()?.map(|_| *bytes)),
             Part::Kept(link, receive) => {
                 if receive.known().is_none() {
                     link.take();
@@ -308,7 +330,7 @@ impl Request {
 
     fn completion(&self) -> Option<&Completion> {
         match &self.part {
-            Part::Posted(_, order) | Part::Behind(_, order, _) => Some(order.completion()),
+            Part::Posted(order) | Part::Behind(order, _) => Some(order.completion()),
             Part::Copied(_) => None,
             Part::Kept(_, receive) => receive.bound(),
         }
@@ -320,7 +342,7 @@ impl Request {
     /// As [`Request::test`].
     pub(crate) fn for_stream(&self) -> Result<Option<&Completion>> {
         let link = match &self.part {
-            Part::Posted(link, order) if order.is_message(Way::Recv) => Some(link),
+            Part::Posted(order) if order.is_message(Way::Recv) => Some(&order.link),
             Part::Kept(link, _) => Some(link),
             Part::Posted(..) | Part::Copied(_) | Part::Behind(..) => None,
         };
@@ -340,7 +362,7 @@ impl Request {
             // It went down with the connection: that has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
                 let lane = match &self.part {
-                    Part::Posted(_, order) => order.lane.as_ref(),
+                    Part::Posted(order) => order.lane.as_ref(),
                     Part::Copied(_) | Part::Behind(..) | Part::Kept(..) => None,
                 };
                 let known = match lane {
@@ -352,7 +374,7 @@ impl Request {
             other => other,
         };
         let operation = match &self.part {
-            Part::Posted(_, order) => order.message.operation,
+            Part::Posted(order) => order.operation,
             Part::Copied(_) | Part::Behind(..) => "send",
             Part::Kept(..) => "receive",
         };

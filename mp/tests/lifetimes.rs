@@ -119,6 +119,32 @@ fn registrations_are_held_until_their_messages_are_complete() {
     });
 }
 
+/// A row of messages of a buffer holds it once: the newest does. When that is taken back, the one before it must.
+#[test]
+fn a_message_that_is_taken_back_leaves_the_buffer_to_the_one_before() {
+    job("a_message_that_is_taken_back_leaves_the_buffer_to_the_one_before", 2, |comm| {
+        const SIZE: usize = 1 << 16;
+        let peer = 1 - comm.rank();
+        let memory = Memory::alloc(SIZE).unwrap();
+        let registration = comm.register(&memory).unwrap();
+        if comm.rank() == 0 {
+            memory.write(0, &message(0, 1, 0, SIZE)).unwrap();
+            let sent = comm.isend(&registration, 0..SIZE, peer).unwrap();
+            drop(comm.prepare_send(&registration, 0..8, peer).unwrap());
+            drop(registration);
+            comm.progress();
+            assert_eq!(sent.test().unwrap(), None, "the peer receives after the barrier");
+            comm.barrier(LONG).unwrap();
+            comm.wait(&sent, LONG).unwrap();
+        } else {
+            comm.barrier(LONG).unwrap();
+            let received = comm.irecv(&registration, 0..SIZE, peer).unwrap();
+            comm.wait(&received, LONG).unwrap();
+            assert!(memory.to_vec() == message(0, 1, 0, SIZE));
+        }
+    });
+}
+
 #[test]
 fn clones_outlive_each_other() {
     job("clones_outlive_each_other", 1, |comm| {

@@ -44,6 +44,29 @@ fn open(comm: &Communicator, buffer: &Registration) {
     });
 }
 
+/// Slots that this process has mapped.
+fn mapped() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|map| map.contains("/memfd:gdsync-mp-")).count()
+}
+
+/// Slots know the last message that did not take them, and that holds the connection, of which they are part.
+#[test]
+fn nothing_is_left_of_a_communicator_that_is_dropped() {
+    job("nothing_is_left_of_a_communicator_that_is_dropped", 2, |comm| {
+        let before = mapped();
+        let second = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+        let buffer = buffer(&second, 16384);
+        open(&second, &buffer);
+        play(&second, &buffer, 0, 8192);
+        assert!(mapped() > before);
+        // The other rank still waits until its message is acknowledged.
+        second.barrier(LONG).unwrap();
+        drop((buffer, second));
+        assert_eq!(mapped(), before);
+    });
+}
+
 #[test]
 fn messages_of_all_sizes_take_slots_or_do_not() {
     job("messages_of_all_sizes_take_slots_or_do_not", 2, |comm| {

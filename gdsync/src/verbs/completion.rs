@@ -36,6 +36,20 @@ impl Completion {
         self.n
     }
 
+    /// Becomes that of another request of the queue, which was just made: the hold on the queue pair need not be counted again.
+    #[doc(hidden)] // for messaging layers of this workspace
+    #[inline]
+    pub fn renew(&mut self, index: u64) {
+        (self.n, self.life) = (index, self.end.tracker.life());
+    }
+
+    /// Bytes of a success that was seen before, as it is mostly when somebody asks: what [`Completion::status`] says, in fewer words.
+    #[doc(hidden)] // for messaging layers of this workspace
+    #[inline]
+    pub fn known_len(&self) -> Option<u32> {
+        self.end.tracker.known_len(self.n, self.life)
+    }
+
     /// The completion, or `None` while it has not arrived.
     ///
     /// # Errors

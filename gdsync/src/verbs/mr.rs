@@ -23,7 +23,7 @@ pub struct Mr {
 /// Keeps a region registered, and no more: smaller than an [`Mr`].
 #[derive(Clone, Debug)]
 pub struct Keeper {
-    _region: Arc<Region>,
+    region: Arc<Region>,
 }
 
 #[derive(Debug)]
@@ -32,6 +32,14 @@ struct Region {
     memory: Memory,
     access: Access,
     keys: MrKeys,
+}
+
+impl Keeper {
+    /// Whether it keeps the region of this.
+    #[inline]
+    pub fn keeps(&self, mr: &Mr) -> bool {
+        Arc::ptr_eq(&self.region, &mr.region)
+    }
 }
 
 impl Drop for Region {
@@ -67,7 +75,7 @@ impl Mr {
     /// What keeps the region registered after this is dropped.
     #[inline]
     pub fn keeper(&self) -> Keeper {
-        Keeper { _region: self.region.clone() }
+        Keeper { region: self.region.clone() }
     }
 
     /// Whether this is the only clone or part of its region, and it has no [`Keeper`]: dropping it ends the registration.

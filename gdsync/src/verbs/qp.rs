@@ -264,11 +264,24 @@ impl Qp {
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`];
     /// [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are outstanding.
     pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<Completion> {
+        Ok(self.send.end.completion(self.send_all(wrs)?))
+    }
+
+    /// As [`Qp::post_send`], for who has a [`Completion`] to renew with its index.
+    ///
+    /// # Errors
+    /// As [`Qp::post_send`].
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn post_send_index(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
+        self.send_all(wrs)
+    }
+
+    #[inline(always)]
+    fn send_all(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_send");
         let range = self.send.post(wrs)?;
         let last = range.end.checked_sub(1).filter(|_| !range.is_empty());
-        let last = last.ok_or_else(|| Error::invalid("sends to post", 0, "at least one"))?;
-        Ok(self.send.end.completion(last))
+        last.ok_or_else(|| Error::invalid("sends to post", 0, "at least one"))
     }
 
     /// Posts receives. Those before the first error stay posted. Returns the completion of the last one.
@@ -277,10 +290,35 @@ impl Qp {
     /// [`Error::InvalidArgument`] for an empty list;
     /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`].
     pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<Completion> {
+        Ok(self.recv.end.completion(self.receive_all(wrs)?))
+    }
+
+    /// As [`Qp::post_recv`], for who has a [`Completion`] to renew with its index.
+    ///
+    /// # Errors
+    /// As [`Qp::post_recv`].
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn post_recv_index(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
+        self.receive_all(wrs)
+    }
+
+    #[inline(always)]
+    fn receive_all(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_recv");
         let last = self.recv.post(wrs)?;
-        let last = last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))?;
-        Ok(self.recv.end.completion(last))
+        last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))
+    }
+
+    /// The completion of a send that was just made.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn send_completion(&self, index: u64) -> Completion {
+        self.send.end.completion(index)
+    }
+
+    /// The completion of a receive that was just posted.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn recv_completion(&self, index: u64) -> Completion {
+        self.recv.end.completion(index)
     }
 
     /// Takes the next send completion, if it is there: see [`Cq::poll`].

@@ -40,6 +40,8 @@ impl RecvQueue {
         (&self.ring, self.record.memory(), self.stride)
     }
 
+    // Always: as large as it is, it has two callers.
+    #[inline(always)]
     pub(crate) fn post(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let result = self.post_all(wrs);
         // A device that has already given up on the queue pair has to flush them.
@@ -47,6 +49,7 @@ impl RecvQueue {
         result
     }
 
+    #[inline(always)]
     fn post_all(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let (mut last, mut rest, mut reaped) = (None, wrs, false);
         while !rest.is_empty() {

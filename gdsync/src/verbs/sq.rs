@@ -169,6 +169,8 @@ impl SendQueue {
     }
 
     /// Posts requests and rings the doorbell, from the CPU.
+    // Always: as large as it is, it has two callers.
+    #[inline(always)]
     pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         let range = self.with_room(|track| {
             if matches!(track.owner, Owner::Stream(_)) && !track.is_idle() {

@@ -283,6 +283,22 @@ impl Tracker {
         Some(is_known.then(|| self.look_at(&mut track, n, look)).flatten())
     }
 
+    /// Bytes of request `n` of a life, if it was seen to succeed.
+    pub(crate) fn known_len(&self, n: u64, life: usize) -> Option<u32> {
+        // Who waits asks often before it has.
+        if n >= self.retired.load(Ordering::Relaxed) {
+            return None;
+        }
+        let track = self.lock();
+        if life != track.lives.len() || n >= track.retired || track.posted - n > track.entries.len() as u64 {
+            return None;
+        }
+        match &track.entry(n).wc {
+            Some(Wc { syndrome: None, byte_len, .. }) => Some(*byte_len),
+            _ => None,
+        }
+    }
+
     /// What came of a request that has completed and is known.
     fn look_at(&self, track: &mut Track, n: u64, look: impl FnOnce() -> Cqe) -> Option<Wc> {
         if track.entry(n).skipped {
@@ -465,6 +481,7 @@ mod tests {
         assert_eq!((tracker.awaited(), tracker.lock().tail), (2..4, 2));
         for look in [1, 0] {
             let looks = std::cell::Cell::new(0);
+            assert_eq!(tracker.known_len(0, 0), (look == 0).then_some(7), "only what was looked at is known");
             let seen = tracker.outcome(0, || (looks.set(looks.get() + 1), cqe(0)).1);
             let wc = seen.flatten().expect("it has completed");
             assert_eq!((looks.get(), wc.wr_id, wc.byte_len), (look, 10, 7));
@@ -477,6 +494,12 @@ mod tests {
         tracker.skip(2..4, &cqe(3));
         tracker.lock().push(Entry { blocks: 5, ..Entry::default() });
         assert!(matches!(tracker.outcome(0, || unreachable!("overwritten")), Some(None)));
+        assert_eq!((tracker.known_len(0, 0), tracker.known_len(1, 0)), (None, Some(7)));
+        assert_eq!(
+            (tracker.known_len(1, 1), tracker.known_len(4, 0)),
+            (None, None),
+            "of another life, under way"
+        );
         assert!(health.check().is_ok());
     }
 

@@ -129,7 +129,7 @@ pub(super) struct Inbox {
     spent: VecDeque<Kept>,
     /// What was posted last before slots opened: nothing is taken out of them before.
     before: Vec<Before>,
-    /// What was posted elsewhere and under way then.
+    /// What was posted elsewhere and under way then. It holds the connection, and so this, until [`Slots::forget_orders`].
     ahead: Vec<Arc<Order>>,
     /// Receives in a row that could be filled by the CPU.
     run: u32,
@@ -144,18 +144,18 @@ pub(super) struct Inbox {
 /// A receive of the queue pair.
 #[derive(Debug)]
 enum Before {
-    Posted(Arc<Order>),
+    Posted(Completion),
     Bound(Arc<Receive>),
 }
 
 impl Before {
     /// Whether it is complete, or has failed.
     fn is_over(&self) -> bool {
-        let outcome = match self {
-            Self::Posted(order) => order.outcome(),
-            Self::Bound(receive) => receive.outcome(),
-        };
-        !matches!(outcome, Ok(None))
+        match self {
+            // Also if the queue has forgotten it.
+            Self::Posted(receive) => !matches!(receive.status(), Ok(None)),
+            Self::Bound(receive) => !matches!(receive.outcome(), Ok(None)),
+        }
     }
 }
 
@@ -302,7 +302,7 @@ impl Slots {
         settle(link, &mut inbox);
         let bound = inbox.bound.back().map(|last| Before::Bound(last.receive.clone()));
         inbox.ahead = others();
-        let last = inbox.ahead.last().cloned().map(Before::Posted);
+        let last = inbox.ahead.last().map(|last| Before::Posted(last.completion().clone()));
         inbox.before = last.into_iter().chain(bound).collect();
         inbox.side.open(&self.rx, link.credits.posted());
         inbox.opened = inbox.side.next();
@@ -313,6 +313,11 @@ impl Slots {
 
     fn lock(&self) -> Locked<'_> {
         Locked { slots: self, inbox: self.inbox.lock() }
+    }
+
+    /// No receive is posted any more, nor anything sent.
+    pub(super) fn forget_receives(&self) {
+        self.lock().ahead.clear();
     }
 
     /// Receives under way.
@@ -541,7 +546,7 @@ fn post(link: &Link, buffers: &Buffers) -> gdsync::Result<Completion> {
         }
         other => Err(other),
     })?;
-    link.credits.grant(&completion);
+    link.credits.grant(completion.index());
     Ok(completion)
 }
 
@@ -554,7 +559,7 @@ fn settle(link: &Link, inbox: &mut Inbox) {
             Err(_) => {}
         }
         if let Some(completion) = first.receive.bound.get() {
-            link.credits.arrived(completion);
+            link.credits.arrived(completion.index());
             if completion.index().is_multiple_of(DRAIN) {
                 link.queue(Way::Recv).drain();
             }

@@ -97,6 +97,12 @@ impl Slots {
         }
     }
 
+    /// Nothing is sent any more, nor received: lets go of messages of the queue pair, each of which holds the connection.
+    pub(crate) fn forget_orders(&self) {
+        self.outbox.lock().last = None;
+        self.forget_receives();
+    }
+
     /// What was sent the other way last.
     pub(crate) fn sent(&self, order: &Arc<Order>) {
         self.outbox.lock().last = Some(order.clone());

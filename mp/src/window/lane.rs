@@ -7,7 +7,7 @@ use std::time::Duration;
 use gdsync::cuda::Flush;
 use gdsync::memory::Memory;
 use gdsync::stream::Stream;
-use gdsync::verbs::{Access, Completion, Mr, Qp, Sge};
+use gdsync::verbs::{Access, Mr, Qp, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::{Communicator, Registration};
@@ -58,7 +58,7 @@ impl Lane {
         bytes: usize,
         buffers: Few<Registration>,
         wrs: usize,
-        mut post: impl FnMut(&Qp) -> gdsync::Result<Completion>,
+        mut post: impl FnMut(&Qp) -> gdsync::Result<u64>,
     ) -> Result<Request> {
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let mut held = self.held.lock();
@@ -72,12 +72,13 @@ impl Lane {
             }
             other => other,
         };
-        let completion = posted.map_err(|source| self.tell(operation, source))?;
-        let make = |message| Order::new(Way::Send, Some(Arc::downgrade(self)), message);
-        let order =
-            held.queue.add(Message { operation, completion, bytes }, Kept { _buffers: buffers, wrs }, make);
+        let place = posted.map_err(|source| self.tell(operation, source))?;
+        let lane = || Some(Arc::downgrade(self));
+        let make = |message| Order::new(&self.link, &self.ends, Way::Send, lane(), message);
+        let keep = || Kept { _buffers: buffers, wrs };
+        let order = held.queue.add(Message { operation, place, bytes }, |_| false, keep, make);
         held.wrs += wrs;
-        Ok(Request::posted(&self.link, order))
+        Ok(Request::posted(order))
     }
 
     fn room(&self, wrs: usize) -> gdsync::Result<()> {

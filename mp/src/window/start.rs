@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{Batch, Stream};
-use gdsync::verbs::{Completion, Qp, SendWr, Sge};
+use gdsync::verbs::{Qp, SendWr, Sge};
 
 use super::rma::{MAX_INLINE, Rma, What};
 use super::{MAX_SGES, Window};
@@ -22,7 +22,7 @@ impl Window {
     /// [`Error::Message`] with the reason: a word that is not aligned, too many inline bytes, a connection that broke, or
     /// that a stream uses now, or too many operations under way.
     pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
-        self.begin(rma, |qp, wrs| qp.post_send(wrs))
+        self.begin(rma, |qp, wrs| qp.post_send_index(wrs))
     }
 
     /// Queues an operation on a stream: it starts when the stream gets there, with what local buffers hold then. In a graph each
@@ -32,12 +32,12 @@ impl Window {
     /// As [`Window::start`], and inside [`Error::Message`] the stream's refusals.
     pub fn start_on_stream(&self, stream: &Stream, rma: &Rma<'_>) -> Result<Request> {
         self.begin(rma, |qp, wrs| match wrs {
-            [wr] => stream.send(qp, wr),
+            [wr] => Ok(stream.send(qp, wr)?.index()),
             _ => {
                 let mut batch = Batch::new();
                 let completion = batch.sends(qp, wrs)?;
                 stream.submit(&mut batch)?;
-                Ok(completion)
+                Ok(completion.index())
             }
         })
     }
@@ -49,7 +49,7 @@ impl Window {
     /// # Errors
     /// As [`Window::start`].
     pub fn start_in_batch(&self, batch: &mut Batch, rma: &Rma<'_>) -> Result<Request> {
-        self.begin(rma, |qp, wrs| batch.sends(qp, wrs))
+        self.begin(rma, |qp, wrs| Ok(batch.sends(qp, wrs)?.index()))
     }
 
     /// Starts to write the bytes `range` of `from` to `offset` of the window of a rank: see [`Rma::put`].
@@ -122,7 +122,7 @@ impl Window {
     fn begin(
         &self,
         rma: &Rma<'_>,
-        mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<Completion>,
+        mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<u64>,
     ) -> Result<Request> {
         let (sges, buffers) = rma.local(self.0.lanes.near)?;
         let len = match rma.what {
