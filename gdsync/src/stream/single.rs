@@ -57,19 +57,19 @@ impl Stream {
     #[inline(always)]
     fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
         let (first, n) = PreparedWait::claim_next(end, self.0.id)?;
-        end.note_wait(Stage::WaitSubmitted, n, self.0.id);
+        let claim = end.completion(n);
+        claim.note_wait(Stage::WaitSubmitted, self.0.id);
         match self.0.engine.wait(&mut state.turn, end.source(), &end.cq.arrival(n), n) {
             Ok(seq) => note_use(&mut state.used, &end.qp, seq),
             Err(error) => {
-                let claim = (first, end.completion(n));
-                PreparedWait::of(claim, Asked::Next, Some(self.0.id)).refuse(self.0.id);
+                PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
                 return Err(error);
             }
         }
         if !self.0.signals {
             end.cq.attend(n, self.0.engine.kicker());
         }
-        Ok(end.completion(n))
+        Ok(claim)
     }
 
     /// Does it by `put`; while the stream is being captured, in a batch.

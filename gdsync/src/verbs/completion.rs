@@ -76,7 +76,7 @@ impl Completion {
 
     /// Records a stage of a wait for it on a stream.
     pub(crate) fn note_wait(&self, stage: Stage, stream: u64) {
-        self.end.note_wait(stage, self.n, stream);
+        self.end.qp.log.note_in(stage, self.end.tracker.queue(), stream, self.n..self.n + 1);
     }
 
     /// Refuses a request that a reset has swept away: its number was given again.

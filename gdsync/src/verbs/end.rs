@@ -42,12 +42,6 @@ impl Parts {
     pub(crate) fn awaits(&self, n: u64) -> Awaited {
         self.tracker.awaits(n)
     }
-
-    /// Records a stage of a wait on a stream for the completion of request `n`.
-    #[inline]
-    pub(crate) fn note_wait(&self, stage: Stage, n: u64, stream: u64) {
-        self.qp.log.note_in(stage, self.tracker.queue(), stream, n..n + 1);
-    }
 }
 
 impl QueueEnd {

@@ -344,3 +344,32 @@ fn what_of(op: &Op) -> String {
         _ => format!("{op:?}"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+
+    use super::super::shared::Entry;
+    use super::*;
+    use crate::hca::SoftHcaConfig;
+    use crate::verbs::{Context, RecvWr, SendWr};
+
+    #[test]
+    fn waits_behind_the_last_submission_are_seen() {
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        a.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 3]).unwrap();
+        b.post_send(&[SendWr::send(&[])]).unwrap();
+        b.wait_all_sends(PATIENCE).unwrap();
+        let mut state = State::default();
+        let first = smallvec![Op::Await(a.recv.end.source().clone(), 0)];
+        state.queue.push_back(Submission::new(Entry { seq: 5, calls: 1, host_fns: 0 }, first, None));
+        let holder = |behind| Seen { state: &state, behind }.holder();
+        assert_eq!([0, 1, 2].map(holder), [None, Some((5, 1)), Some((5, 1))]);
+        let seen = Seen { state: &state, behind: 2 };
+        assert_eq!([1, 2].map(|place| seen.wait_at((5, place)).unwrap().on), [1, 2]);
+        assert!(seen.wait_at((5, 3)).is_none());
+    }
+}
