@@ -1,5 +1,6 @@
 //! Messages under way.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -46,7 +47,6 @@ pub(crate) struct Message {
 
 /// What a message of a queue pair is, and where it went. There are no weak pointers to it: [`Held`](crate::held::Held) counts
 /// on that.
-#[derive(Debug)]
 pub(crate) struct Order {
     /// Here rather than in each request, which then counts as one holder of one thing.
     link: Arc<Link>,
@@ -91,6 +91,14 @@ pub struct Status {
     pub rank: usize,
     /// Bytes sent or received.
     pub bytes: usize,
+}
+
+/// Without the connection, which has orders.
+impl fmt::Debug for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { way, operation, completion, bytes, .. } = self;
+        write!(f, "Order {{ {way:?}, {operation}, {bytes} bytes, {completion:?} }}")
+    }
 }
 
 impl Order {
