@@ -193,22 +193,21 @@ impl PreparedWait {
         Self::claim_of(end, upto, stream)?.ok_or_else(nothing)
     }
 
-    /// Claims the next completion of a queue for a wait that is submitted to a stream: its number, and that of the first one, which is
-    /// the same.
+    /// Claims the next completion of a queue for a wait that is submitted to a stream: its number.
     #[inline(always)]
-    pub(super) fn claim_next(end: &QueueEnd, stream: u64) -> Result<(u64, u64)> {
+    pub(super) fn claim_next(end: &QueueEnd, stream: u64) -> Result<u64> {
         match end.cq.claim_short(&end.tracker, stream) {
-            Some(n) if !end.qp.is_broken() => Ok((n, n)),
+            Some(n) if !end.qp.is_broken() => Ok(n),
             claimed => Self::claim_any(end, claimed, stream),
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn claim_any(end: &QueueEnd, claimed: Option<u64>, stream: u64) -> Result<(u64, u64)> {
-        let Some(n) = claimed else { return Self::claim(end, Upto::Next(1), Some(stream)) };
+    fn claim_any(end: &QueueEnd, claimed: Option<u64>, stream: u64) -> Result<u64> {
+        let Some(n) = claimed else { return Ok(Self::claim(end, Upto::Next(1), Some(stream))?.1) };
         end.qp.check_known().inspect_err(|_| end.cq.release(n, n))?;
-        Ok((n, n))
+        Ok(n)
     }
 
     /// The numbers of the first and the last completion claimed; `None` when the last one was claimed or taken before.

@@ -56,13 +56,13 @@ impl Stream {
 
     #[inline(always)]
     fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
-        let (first, n) = PreparedWait::claim_next(end, self.0.id)?;
+        let n = PreparedWait::claim_next(end, self.0.id)?;
         let claim = end.completion(n);
         claim.note_wait(Stage::WaitSubmitted, self.0.id);
         match self.0.engine.wait(&mut state.turn, end.source(), &end.cq.arrival(n), n) {
             Ok(seq) => note_use(&mut state.used, &end.qp, seq),
             Err(error) => {
-                PreparedWait::of((first, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+                PreparedWait::of((n, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
                 return Err(error);
             }
         }

@@ -1,5 +1,7 @@
 //! The send queue: WQEs are written now and made visible by a doorbell later, from the CPU or from a stream.
 
+mod single;
+
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -230,88 +232,6 @@ impl SendQueue {
         })
     }
 
-    /// Writes a request and hands it to a stream, as [`SendQueue::prepare`] of one.
-    #[inline(always)]
-    pub(crate) fn prepare_one(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
-        match self.send_short(wr, stream) {
-            Some(sent) => Ok(sent),
-            None => self.send_any(wr, stream),
-        }
-    }
-
-    /// One more short request behind those of the same stream, the most frequent kind: in a straight line. `None` if there is
-    /// anything else about it, and then nothing is done.
-    #[inline(always)]
-    fn send_short(&self, wr: &SendWr<'_>, stream: u64) -> Option<Sent> {
-        let mut track = self.tracker.lock();
-        let n = track.posted;
-        if track.owner != Owner::Stream(stream) || track.rung != n || !self.qp.is_ready_to_send() {
-            return None;
-        }
-        let before = Before { owner: track.owner, rung: n, gaps: track.gaps };
-        let (end, doorbell, len) = self.write_short(&mut track, wr)?;
-        track.rung = n + 1;
-        self.tracker.tell(&track);
-        drop(track);
-        let is_told = self.qp.log.note_prepared(n, len, Some(stream));
-        Some(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn send_any(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
-        self.with_room(|track| self.send_one(track, wr, stream))
-    }
-
-    fn send_one(&self, track: &mut Track, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
-        self.write_one(track, wr)?;
-        let n = track.posted - 1;
-        let before = match self.hand_over(track, &(n..n + 1), stream) {
-            Ok(before) => before,
-            Err(error) => {
-                self.undo(track, &(n..n + 1));
-                return Err(error);
-            }
-        };
-        let is_told = self.qp.log.note_prepared(n, track.entry(n).len, Some(stream));
-        Ok(Sent { sends: written(track, n..n + 1), before, is_told })
-    }
-
-    /// Writes one more request behind `sends`, which were prepared for no stream yet. Returns whether it could: there may be another
-    /// one behind them.
-    #[inline(always)]
-    pub(crate) fn prepare_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
-        let short = || {
-            let mut track = self.tracker.lock();
-            if track.posted != sends.range.end || !self.qp.is_ready_to_send() {
-                return None;
-            }
-            let place = self.write_short(&mut track, wr)?;
-            self.tracker.tell(&track);
-            Some(place)
-        };
-        let Some((end, doorbell, len)) = short() else { return self.prepare_any_behind(sends, wr) };
-        self.qp.log.note_prepared(sends.range.end, len, None);
-        (sends.range.end, sends.end, sends.doorbell) = (sends.range.end + 1, end, doorbell);
-        Ok(true)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn prepare_any_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
-        self.with_room(|track| {
-            if track.posted != sends.range.end {
-                return Ok(false);
-            }
-            self.write_one(track, wr)?;
-            let n = sends.range.end;
-            let entry = track.entry(n);
-            sends.grow(entry);
-            self.end.qp.log.note_prepared(n, entry.len, None);
-            Ok(true)
-        })
-    }
-
     /// What was prepared, one by one.
     pub(crate) fn each(&self, range: Range<u64>) -> Vec<Written> {
         let track = self.end.tracker.lock();
@@ -414,23 +334,6 @@ impl SendQueue {
             }
         }
         Ok(first..track.posted)
-    }
-
-    /// Writes a request of one block, and returns the index behind it, its doorbell, and its payload in bytes. `None` if it is of another kind, or if there
-    /// is no room; then nothing is done.
-    #[inline(always)]
-    fn write_short(&self, track: &mut Track, wr: &SendWr<'_>) -> Option<(u64, u64, u32)> {
-        let begin = track.head;
-        let mlx5::Short { block, ds, len } = mlx5::encode_short(&wr.op, self.qpn, low16(begin), wr.flags)?;
-        let has_room = begin - track.tail < self.blocks && track.has_entry();
-        // Of the slot behind the last one nobody reads before it is posted, so it may also be written for nothing.
-        if !has_room || !self.ring.write_block(self.place(begin), &block) || !self.cq.reserve() {
-            return None;
-        }
-        let (end, doorbell) = (begin + 1, mlx5::doorbell_word(block[0]));
-        self.prefetch_behind(begin, end);
-        track.push(Entry { wr_id: wr.wr_id, begin, blocks: 1, doorbell, ds, len, ..Entry::default() });
-        Some((end, doorbell, len))
     }
 
     /// Has the lines come that are written next.

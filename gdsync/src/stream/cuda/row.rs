@@ -146,7 +146,7 @@ impl Shared {
     /// Submits one more call of the row.
     #[inline(always)]
     fn submit_in_row<const N: usize>(&self, turn: &mut Turn, ops: [LaneOp; N]) -> Result<u64> {
-        if let Some(error) = self.error_in_row() {
+        if let Some(error) = self.error() {
             return Err(error);
         }
         let _joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
@@ -162,11 +162,6 @@ impl Shared {
             self.behind.store(turn.row.uncounted as u64, Ordering::Release);
         }
         Ok(self.issued(seq, self.run_few(seq, ops)))
-    }
-
-    #[inline(always)]
-    fn error_in_row(&self) -> Option<Error> {
-        if self.failed() { self.error() } else { None }
     }
 
     /// As [`Shared::run`], of a few operations that are known where it is called.
