@@ -9,8 +9,8 @@ use common::{LONG, buffer, bytes, job, job_with, message, stream};
 use gdsync::stream::{Batch, Cond};
 use mp::{Communicator, Status};
 
-/// Rounds that both sides post ahead. A stream of a GPU takes 64 host functions.
-const AHEAD: usize = 30;
+/// Rounds that both sides post ahead. A stream of a GPU takes 24 host functions.
+const AHEAD: usize = 12;
 
 #[test]
 fn streams_play_ping_pong() {

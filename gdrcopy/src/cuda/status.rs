@@ -39,7 +39,8 @@ statuses! {
     INVALID_VALUE = 1, "CUDA_ERROR_INVALID_VALUE", EINVAL,
         "check address, length and alignment, and that the memory is not freed";
     OUT_OF_MEMORY = 2, "CUDA_ERROR_OUT_OF_MEMORY", ENOMEM,
-        "free memory of this GPU; nvidia-smi shows who holds it";
+        "free memory of this GPU (nvidia-smi shows who holds it); if contexts of many processes use it, unset \
+         CUDA_DEVICE_MAX_CONNECTIONS";
     NOT_INITIALIZED = 3, "CUDA_ERROR_NOT_INITIALIZED", ENODEV,
         "CUDA does not work in a child forked after it was used: open it in the child, or use exec";
     DEINITIALIZED = 4, "CUDA_ERROR_DEINITIALIZED", ENODEV,

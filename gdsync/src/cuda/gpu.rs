@@ -23,7 +23,7 @@ use super::reaper::{Doomed, Reaper};
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, page_round};
-use crate::stream::{KickerSlot, Lane, reserve};
+use crate::stream::{Crowd, KickerSlot, Lane, reserve};
 
 /// A GPU, in one of its contexts. Clones share it.
 ///
@@ -52,6 +52,7 @@ struct Inner {
     /// Loaded at once: CUDA loads nothing while any stream waits.
     lane: Result<Arc<Lane>>,
     kicker: KickerSlot,
+    crowd: Crowd,
     sign: Sign,
     /// Its address on the PCI bus.
     pci: Option<String>,
@@ -227,6 +228,7 @@ impl Gpu {
             errands,
             lane,
             kicker,
+            crowd: Crowd::default(),
             sign,
             pci,
             calibration,
@@ -444,6 +446,11 @@ impl Gpu {
     /// The stream that wakes its others.
     pub(crate) fn kicker(&self) -> &KickerSlot {
         &self.0.kicker
+    }
+
+    /// Its streams that wait.
+    pub(crate) fn crowd(&self) -> &Crowd {
+        &self.0.crowd
     }
 
     /// Whether other processes with this library use the GPU, as far as can be seen.

@@ -92,8 +92,8 @@ pub use batch::Batch;
 pub use batch::Replenish;
 #[doc(hidden)]
 pub use cuda::Turn;
+pub(crate) use cuda::{Crowd, KickerSlot, Lane, reserve};
 pub use cuda::{CudaStreamConfig, Kick, Via};
-pub(crate) use cuda::{KickerSlot, Lane, reserve};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 #[doc(hidden)]

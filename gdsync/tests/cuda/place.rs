@@ -7,6 +7,7 @@ use std::time::Duration;
 use gdsync::cuda::Gpu;
 use gdsync::stream::{CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{Context, OnGpu, QpBuilder};
+use parking_lot::{Condvar, Mutex};
 
 use super::common::Side;
 
@@ -34,7 +35,41 @@ pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
 /// waits for the streams of all tests.
 pub(crate) fn places() -> impl Iterator<Item = Place> {
     static SHARED: OnceLock<Option<Gpu>> = OnceLock::new();
+    if is_real() {
+        TURN.with(|_| {});
+    }
     SHARED.get_or_init(|| gpu(0)).iter().flat_map(places_on)
+}
+
+/// Tests that have streams on the GPU.
+static AT_WORK: Mutex<usize> = Mutex::new(0);
+static DONE: Condvar = Condvar::new();
+
+thread_local! {
+    /// The turn of a test, until its thread ends.
+    static TURN: Turn = Turn::take();
+}
+
+struct Turn;
+
+impl Turn {
+    /// Waits until few enough others have theirs: a test has three streams at most that wait at a time, and if as many wait as the GPU
+    /// has channels for a process, nothing else moves there.
+    fn take() -> Self {
+        let said = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().and_then(|text| text.parse().ok());
+        let most = (said.unwrap_or(8) / 3).max(1);
+        let mut at_work = AT_WORK.lock();
+        DONE.wait_while(&mut at_work, |at_work| *at_work >= most);
+        *at_work += 1;
+        Self
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        *AT_WORK.lock() -= 1;
+        DONE.notify_one();
+    }
 }
 
 /// Every way to run a test on a GPU.

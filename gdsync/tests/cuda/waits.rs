@@ -98,6 +98,28 @@ fn a_full_stream_says_so_and_never_blocks() {
     }
 }
 
+/// Of host functions the driver takes few that have other work between them.
+#[test]
+fn host_functions_fill_a_stream_and_never_block() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        let words = Memory::alloc(64).unwrap();
+        let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
+        let pair = |n| {
+            stream.write_value32(&count, n)?;
+            let count = count.clone();
+            stream.host_fn(move || count.store(100 * n))
+        };
+        let full = (1..200).find_map(|n| pair(n).err()).unwrap();
+        assert!(matches!(full, Error::StreamFull { .. }), "{full}");
+        assert_eq!((count.load(), stream.query().error.is_none()), (0, true));
+        gate.store(1);
+        stream.synchronize(PATIENCE).unwrap();
+        assert!(count.load() >= 20, "{}", count.load());
+    }
+}
+
 /// Nothing is noted of them one by one.
 #[test]
 fn sends_in_a_row_fill_a_stream_and_end_with_it() {

@@ -1,10 +1,11 @@
 //! What the application should not do is refused, and does no harm.
 
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use gdsync::error::Error;
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, Stream};
+use gdsync::stream::{Batch, Cond, Stream, Via};
 
 use super::common::PATIENCE;
 use super::{WAYS, rig, stream, until};
@@ -46,6 +47,30 @@ fn a_batch_that_the_driver_has_no_room_for_is_refused() {
             assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{via}: {refused:?}");
         }
         assert_eq!(control.blocked(), 0);
+    }
+}
+
+/// Waits of the front end hold channels of the GPU, those of kernels do not.
+#[test]
+fn as_many_waits_as_the_gpu_has_channels_are_told_of() {
+    let said = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().and_then(|text| text.parse().ok());
+    let channels: usize = said.unwrap_or(8);
+    for via in WAYS {
+        for waiting in [channels - 1, channels] {
+            // Its own GPU: no other streams.
+            let (_control, gpu) = rig();
+            let words = Memory::alloc(4096).unwrap();
+            let limit = Duration::from_secs(1);
+            let streams: Vec<_> = (0..waiting).map(|_| stream(&gpu, via, limit)).collect();
+            for (n, stream) in streams.iter().enumerate() {
+                stream.wait_value32(&words.word32(4 * n).unwrap(), 1, Cond::Geq).unwrap();
+            }
+            let error = |stream: &Stream| stream.synchronize(PATIENCE).unwrap_err();
+            let errors: Vec<_> = streams.iter().map(error).collect();
+            assert!(errors.iter().all(|error| matches!(error, Error::StreamWait { .. })), "{errors:?}");
+            let told = errors.iter().any(|error| error.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"));
+            assert_eq!(told, via == Via::MemOp && waiting == channels, "{via}, {waiting}: {}", errors[0]);
+        }
     }
 }
 

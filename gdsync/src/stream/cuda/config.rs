@@ -67,8 +67,9 @@ words! {
 pub struct CudaStreamConfig {
     /// The stream's name in errors. Not empty.
     pub name: String,
-    /// How many calls into the driver may be pending, 1 to 512: about one for each submission. From about 1,000 on, what the
-    /// application has queued on the stream included, the driver blocks the caller until the stream moves.
+    /// How many calls into the driver may be pending, 1 to 512: about one for each submission. From 1,020 on the driver blocks
+    /// the caller, and whoever else calls it, until the stream moves; what the application has queued on the stream counts, too,
+    /// and what is queued on other streams that share its channel of the GPU.
     pub depth: usize,
     /// How long a single wait may hold the stream before the stream fails. Not zero.
     ///

@@ -4,7 +4,7 @@
 //! failure); `row` has sends and waits that come one by one; `callers` has those who wait; `retire` gives back what is over; `plan`
 //! turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's front end; `reserve`
 //! makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what
-//! is launched; `watch` is the watchdog.
+//! is launched; `watch` is the watchdog, `crowd` what it knows of other streams.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
 //! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
@@ -13,6 +13,7 @@
 
 mod callers;
 mod config;
+mod crowd;
 mod graph;
 mod host_fn;
 mod instance;
@@ -35,6 +36,7 @@ use std::time::Instant;
 pub use config::{CudaStreamConfig, Kick, Via};
 use gdrcopy::cuda::raw::layout::STREAM_NON_BLOCKING;
 
+pub(crate) use self::crowd::Crowd;
 pub(crate) use self::kicker::Slot as KickerSlot;
 pub(crate) use self::lane::Lane;
 pub(crate) use self::reserve::reserve;

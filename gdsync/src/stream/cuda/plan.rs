@@ -14,8 +14,9 @@ use crate::error::{Error, Result};
 use crate::memory::{Memory, Place};
 use crate::stream::{Arrival, Bell, Op, Ring};
 
-/// The most operations of one call (`cuStreamBatchMemOp`: fewer than 256).
-const MAX_MEMOPS: usize = 255;
+/// The most operations of one call. `cuStreamBatchMemOp` takes 255, and a channel of the GPU some 92,000 before the driver blocks the
+/// caller: with these, as many calls as may be pending are fewer.
+const MAX_MEMOPS: usize = 128;
 
 /// A call into the driver.
 #[derive(Debug)]

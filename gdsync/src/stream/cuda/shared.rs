@@ -38,10 +38,12 @@ use crate::stream::turns::Turns;
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
-/// Host functions that may be pending: some hundreds block the caller.
-const MAX_HOST_FNS: usize = 64;
-/// Calls of one submission: about a thousand block the caller.
+/// Host functions that may be pending. A channel of the GPU takes 55 that have other work between them, then the driver blocks
+/// the caller and whoever else calls it; two streams may share a channel.
+const MAX_HOST_FNS: usize = 24;
+/// Calls of one submission: of 1,020 that a channel takes.
 const MAX_CALLS: usize = 512;
+
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
     pub(super) log: Log,
@@ -298,7 +300,7 @@ impl Shared {
         let (count, host_fns) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
-            return Err(Error::invalid("batch", value, "at most 512 calls, and 64 host functions"));
+            return Err(Error::invalid("batch", value, "at most 512 calls, and 24 host functions"));
         }
         self.enqueue(turn, done, (count, host_fns), put)?;
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use gdrcopy::cuda::CudaStatus;
 use smallvec::SmallVec;
 
+use super::crowd::Standing;
 use super::lane::GivenUp;
 use super::shared::{Shared, State, Submission, Turn};
 use crate::cuda::Errand;
@@ -47,6 +48,8 @@ impl Shared {
         let mut noted: Option<(Place, Hold)> = None;
         let mut closed: Option<Instant> = None;
         let mut released: Option<Instant> = None;
+        // While it has been held for a while: others may be why.
+        let mut standing: Option<Standing<'_>> = None;
         // Since when there has been nothing to do.
         let mut dry: Option<Instant> = None;
         loop {
@@ -62,7 +65,7 @@ impl Shared {
                 if closing {
                     break;
                 }
-                (held, noted) = (None, None);
+                (held, noted, standing) = (None, None, None);
                 let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
                 state.asleep = !lingers;
                 match lingers {
@@ -107,8 +110,16 @@ impl Shared {
                 }
                 None => LOOK_MAX,
             };
+            // Kernels that wait hold no channel.
+            standing = match held {
+                Some((_, since)) if !failed && !self.by_kernel() && now - since >= LOOK_MAX => {
+                    Some(standing.unwrap_or_else(|| self.gpu.crowd().join()))
+                }
+                _ => None,
+            };
+            standing.iter_mut().for_each(Standing::look);
             let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
-            let what = late.map(|(place, _)| seen.describe(place));
+            let what = late.map(|(place, _)| seen.describe(place, standing.as_ref()));
             if failed && self.released.load(Ordering::Acquire) {
                 let released = *released.get_or_insert(now);
                 if let Some((place, since)) = held {
@@ -312,8 +323,12 @@ impl<'a> Seen<'a> {
         waits_of(known).find(|(at, _)| *at == place).map(|(_, wait)| wait)
     }
 
-    fn describe(&self, place: Place) -> String {
-        self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| what_of(wait.op))
+    fn describe(&self, place: Place, standing: Option<&Standing<'_>>) -> String {
+        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| what_of(wait.op));
+        match standing.and_then(Standing::advice) {
+            Some(advice) => format!("{what} ({advice})"),
+            None => what,
+        }
     }
 
     /// Satisfies a wait of a failed stream. A stopped queue completes everything by itself, unless it is `late`.

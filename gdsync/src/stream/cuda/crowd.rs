@@ -1,0 +1,109 @@
+//! Streams that wait at the same time. CUDA spreads the streams of a context over a few channels, and a wait of the GPU's front end
+//! holds its channel: when all are held, nothing else of the process moves on that GPU, whatever the waits wait for.
+//!
+//! Nothing can be done about it here but to say so: once in the log, and in the errors of waits that were not satisfied then.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// How many channels CUDA uses.
+const VARIABLE: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// Unless [`VARIABLE`] says another number, of 1 to 32.
+const USUAL: usize = 8;
+const FIX: &str = "let fewer streams wait at a time, or set CUDA_DEVICE_MAX_CONNECTIONS (at most 32) before CUDA is initialised";
+
+/// The streams that wait on a GPU.
+pub(crate) struct Crowd {
+    channels: usize,
+    standing: AtomicUsize,
+    told: AtomicBool,
+}
+
+impl Default for Crowd {
+    fn default() -> Self {
+        Self::of(std::env::var(VARIABLE).ok().as_deref())
+    }
+}
+
+impl Crowd {
+    fn of(variable: Option<&str>) -> Self {
+        let said = variable.and_then(|text| text.trim().parse().ok()).filter(|said| (1..=32).contains(said));
+        Self { channels: said.unwrap_or(USUAL), standing: AtomicUsize::new(0), told: AtomicBool::new(false) }
+    }
+
+    /// One more stream waits, until the result is dropped.
+    pub(super) fn join(&self) -> Standing<'_> {
+        self.standing.fetch_add(1, Ordering::Relaxed);
+        Standing { crowd: self, most: 0 }
+    }
+}
+
+/// A stream that waits.
+pub(super) struct Standing<'a> {
+    crowd: &'a Crowd,
+    /// Streams that were seen to wait at a time, this one among them.
+    most: usize,
+}
+
+impl Standing<'_> {
+    /// Looks at the others.
+    pub(super) fn look(&mut self) {
+        let (now, channels) = (self.crowd.standing.load(Ordering::Relaxed), self.crowd.channels);
+        self.most = self.most.max(now);
+        if now >= channels && !self.crowd.told.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                streams = now,
+                channels,
+                fix = FIX,
+                "as many streams wait on a GPU as it has channels for this process"
+            );
+        }
+    }
+
+    /// What to say of a wait that was not satisfied, if so many waited that it may be why.
+    pub(super) fn advice(&self) -> Option<String> {
+        let (most, channels) = (self.most, self.crowd.channels);
+        (most >= channels).then(|| {
+            format!(
+                "{most} streams waited on the GPU at a time, which has {channels} channels for this process and does nothing else \
+                 for it when all are held: {FIX}"
+            )
+        })
+    }
+}
+
+impl Drop for Standing<'_> {
+    fn drop(&mut self) {
+        self.crowd.standing.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_are_what_cuda_makes_of_the_variable() {
+        let of = |text| Crowd::of(text).channels;
+        assert_eq!(
+            [None, Some("32"), Some(" 1"), Some("0"), Some("33"), Some("many")].map(of),
+            [8, 32, 1, 8, 8, 8]
+        );
+    }
+
+    #[test]
+    fn who_waited_while_all_channels_were_held_is_told_even_when_others_are_gone() {
+        let crowd = Crowd::of(Some("2"));
+        let (mut first, mut second) = (crowd.join(), crowd.join());
+        first.look();
+        drop(first);
+        second.look();
+        assert_eq!(second.advice(), None, "it was not seen");
+        let third = crowd.join();
+        second.look();
+        drop(third);
+        second.look();
+        assert!(second.advice().unwrap().starts_with("2 streams waited"));
+        drop(second);
+        assert_eq!(crowd.standing.into_inner(), 0);
+    }
+}
