@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
@@ -11,6 +13,9 @@ use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 
+/// Sends, or waits, that need no memory of their own.
+const FEW: usize = 2;
+
 /// Operations collected for one [`submit`](super::Stream::submit).
 ///
 /// Sends are written to their queues as they are added; a batch dropped before it was submitted takes them back.
@@ -18,8 +23,8 @@ use crate::verbs::{Completion, Qp, SendWr};
 #[must_use = "a batch does nothing until it is submitted"]
 pub struct Batch {
     pub(super) ops: Ops,
-    pub(super) sends: Vec<PreparedSend>,
-    pub(super) waits: Vec<PreparedWait>,
+    pub(super) sends: SmallVec<[PreparedSend; FEW]>,
+    pub(super) waits: SmallVec<[PreparedWait; FEW]>,
     /// Completions that a wait before this place should cover: checked when the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
     /// The host functions at these places can be called more than once.
@@ -51,14 +56,6 @@ pub(super) struct Repeatable(Arc<dyn Fn() + Send + Sync>);
 impl fmt::Debug for Repeatable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("HOSTFN, repeatable")
-    }
-}
-
-/// Where one comes more do: a list that grows one by one is copied again and again.
-fn make_room<T>(list: &mut Vec<T>) {
-    const ROOM: usize = 8;
-    if list.is_empty() {
-        list.reserve(ROOM);
     }
 }
 
@@ -162,7 +159,6 @@ impl Batch {
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
         send.trigger_op(&mut self.ops, self.part);
         let completion = send.completion();
-        make_room(&mut self.sends);
         self.sends.push(send);
         completion
     }
@@ -171,7 +167,6 @@ impl Batch {
     pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
         wait.wait_op(&mut self.ops);
         let completion = wait.completion();
-        make_room(&mut self.waits);
         self.waits.push(wait);
         completion
     }
