@@ -11,15 +11,14 @@ use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::smallvec;
 
 use super::graph;
 use super::lane::LaneOp;
 use super::plan::{self, Few};
-use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, Turn};
+use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, Turn, not_joined};
 use crate::cuda::{Flush, gate};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::stream::op::{Arrival, Bell, Op, Ring, Source};
 
 /// What who has the turn knows of a row.
@@ -142,10 +141,10 @@ impl Shared {
     /// Submits one more call of the row, with so many waits.
     #[inline(always)]
     fn submit_in_row<const N: usize>(&self, turn: &mut Turn, waits: u64, ops: [LaneOp; N]) -> Result<u64> {
-        if let Some(error) = self.error() {
-            return Err(error);
+        if self.failed() {
+            return Err(self.why_failed());
         }
-        let _joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        let _joined = self.gpu.join().map_err(not_joined)?;
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
         }
@@ -167,7 +166,11 @@ impl Shared {
         if self.lane.is_some() {
             return self.run(seq, &ops);
         }
-        let mut memops: [MemOp; N] = ops.map(|op| op.memop());
+        // Not `map`, which is a function of its own.
+        let mut memops = [const { LaneOp::BARRIER.memop() }; N];
+        for (to, op) in memops.iter_mut().zip(&ops) {
+            *to = op.memop();
+        }
         #[expect(clippy::cast_possible_truncation, reason = "a few")]
         let count = const { N as u32 };
         // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
