@@ -50,6 +50,7 @@
 //! - **Room.** Queues and streams are bounded. A full one is an error at enqueue, never a stall later.
 //! - **Threads.** Everything may be used from any thread.
 
+mod brief;
 pub mod cuda;
 mod direct;
 mod env;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use crate::memory::prefetch_to_write;
 use crate::protocol::{note, standing};
 
 /// The most queue pairs of one HCA.
@@ -61,6 +62,14 @@ impl Rung {
             self.insert(index);
         }
         tells
+    }
+
+    /// Has the line come that [`Rung::announce`] writes to.
+    #[inline]
+    pub(crate) fn prefetch(&self, index: usize) {
+        if let Some(orders) = self.orders.get(index) {
+            prefetch_to_write(orders);
+        }
     }
 
     /// Whether the doorbell of a queue pair will be written beyond the producer index `head`. If not it need not be watched:

@@ -387,6 +387,10 @@ impl Provider for SoftHca {
         self.shared.watch_doorbell(core::index(qpn), pi);
     }
 
+    fn prefetch_watch(&self, qpn: u32) {
+        self.shared.rung.prefetch(core::index(qpn));
+    }
+
     fn attend(&self, cqn: u32) {
         self.shared.attend_to(cqn);
     }

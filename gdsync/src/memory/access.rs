@@ -5,6 +5,20 @@ use gdrcopy::copy::{Copier, load_fence, store_fence};
 use super::{Memory, Reach};
 use crate::error::Result;
 
+/// Tells the CPU that it will write there soon.
+#[inline(always)]
+pub(crate) fn prefetch_to_write<T>(at: *const T) {
+    // By itself: of the intrinsic the compiler makes one that only reads where it may not count on this one. Processors without it do
+    // nothing.
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint.
+    unsafe {
+        std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 impl Memory {
     /// Copies bytes out, from `offset` on. A device that writes meanwhile may tear the result.
     ///
@@ -92,16 +106,9 @@ impl Memory {
     /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
     #[inline(always)]
     pub(crate) fn prefetch_to_write(&self, offset: usize) {
-        #[cfg(target_arch = "x86_64")]
         if self.is_host() && offset < self.len {
-            let at = self.ptr.as_ptr().wrapping_add(offset);
-            // By itself: of the intrinsic the compiler makes one that only reads where it may not count on this one. Processors
-            // without it do nothing.
-            // SAFETY: a hint.
-            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags)) };
+            prefetch_to_write(self.ptr.as_ptr().wrapping_add(offset));
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = offset;
     }
 
     /// Sets `len` bytes to `byte`.

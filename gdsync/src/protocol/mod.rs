@@ -4,6 +4,7 @@
 //! Public for those tests only: this is not a stable API.
 
 pub mod bell;
+pub mod brief;
 pub mod completion;
 mod doorbell;
 pub mod note;

@@ -203,7 +203,16 @@ impl fmt::Debug for Stream {
 }
 
 /// Takes note that a submission uses a queue pair: mostly the one that was used last.
+#[inline]
 fn note_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
+    match used.last_mut() {
+        Some((known, last)) if Arc::ptr_eq(known, core) => *last = seq,
+        _ => note_other_use(used, core, seq),
+    }
+}
+
+#[inline(never)]
+fn note_other_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
     match used.iter_mut().rfind(|(known, _)| Arc::ptr_eq(known, core)) {
         Some((_, last)) => *last = seq,
         None => used.push((core.clone(), seq)),

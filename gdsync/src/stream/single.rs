@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use super::prepared::{Asked, PreparedSend, PreparedWait};
-use super::{Batch, State, Stream, note_use};
-use crate::error::Result;
+use super::{Batch, Held, State, Stream, note_use};
+use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
 use crate::verbs::end::QueueEnd;
+use crate::verbs::sq::{SendQueue, Sent};
 use crate::verbs::{Completion, Qp, SendWr};
 
 impl Stream {
@@ -16,26 +17,55 @@ impl Stream {
     /// # Errors
     /// As [`Batch::send`] and [`Stream::submit`].
     pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
-        let send = |state: &mut State| {
-            let queue = &qp.send;
-            let sent = queue.prepare_one(wr, self.0.id)?;
-            if !sent.is_told {
-                queue.note(Stage::Submitted, sent.sends.range.clone(), self.0.id);
-            }
-            let (source, bell) = (queue.end.source(), queue.bell());
-            match self.0.engine.trigger(&mut state.turn, source, bell, sent.sends.ring()) {
-                Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
-                Err(error) => {
-                    PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
-                    return Err(error);
-                }
-            }
-            if !self.0.signals {
-                queue.watch(&sent.sends);
-            }
-            Ok(queue.end.completion(sent.sends.range.start))
+        // Each way by itself: what was sent stays in registers where it is short.
+        let send = |state: &mut State| match qp.send.send_short(wr, self.0.id) {
+            Some(sent) => self.trigger(state, &qp.send, sent),
+            None => self.send_any(state, &qp.send, wr),
         };
         self.single(send, |batch| batch.send(qp, wr))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn send_any(&self, state: &mut State, queue: &Arc<SendQueue>, wr: &SendWr<'_>) -> Result<Completion> {
+        let sent = queue.send_any(wr, self.0.id)?;
+        self.trigger(state, queue, sent)
+    }
+
+    #[inline(always)]
+    fn trigger(&self, state: &mut State, queue: &Arc<SendQueue>, sent: Sent) -> Result<Completion> {
+        if !sent.is_told {
+            self.tell_sent(queue, sent.sends.range.start);
+        }
+        let (source, bell) = (queue.end.source(), queue.bell());
+        match self.0.engine.trigger(&mut state.turn, source, bell, sent.sends.ring()) {
+            Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
+            Err(error) => return Err(self.refuse_send(queue, sent, error)),
+        }
+        if !self.0.signals {
+            queue.watch(&sent.sends);
+        }
+        Ok(queue.end.completion(sent.sends.range.start))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn tell_sent(&self, queue: &SendQueue, n: u64) {
+        queue.note(Stage::Submitted, n..n + 1, self.0.id);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn refuse_send(&self, queue: &Arc<SendQueue>, sent: Sent, why: Error) -> Error {
+        PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
+        why
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn refuse_wait(&self, n: u64, claim: Completion, why: Error) -> Error {
+        PreparedWait::of((n, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+        why
     }
 
     /// Holds the stream until the next send completion of `qp`.
@@ -61,10 +91,7 @@ impl Stream {
         claim.note_wait(Stage::WaitSubmitted, self.0.id);
         match self.0.engine.wait(&mut state.turn, end.source(), &end.cq.arrival(n), n) {
             Ok(seq) => note_use(&mut state.used, &end.qp, seq),
-            Err(error) => {
-                PreparedWait::of((n, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
-                return Err(error);
-            }
+            Err(error) => return Err(self.refuse_wait(n, claim, error)),
         }
         if !self.0.signals {
             end.cq.attend(n, self.0.engine.kicker());
@@ -81,12 +108,18 @@ impl Stream {
     ) -> Result<T> {
         let mut state = self.state()?;
         if state.recording.is_some() {
-            drop(state);
-            return self.one(add);
+            return self.captured(state, add);
         }
         let _range = DOMAIN.range(c"submit");
         let done = put(&mut state);
         state.end();
         done
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn captured<T>(&self, state: Held<'_>, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
+        drop(state);
+        self.one(add)
     }
 }

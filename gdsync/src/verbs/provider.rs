@@ -131,6 +131,8 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// A doorbell of this queue pair will be written by something that cannot call [`Provider::ring`], up to the
     /// producer index `pi`.
     fn watch(&self, qpn: u32, pi: u64);
+    /// The caller is about to call [`Provider::watch`]: has what that needs come meanwhile.
+    fn prefetch_watch(&self, _qpn: u32) {}
     /// A stream of a GPU waits on this completion queue: nobody polls it, and what is done for it cannot wait.
     fn attend(&self, cqn: u32);
     /// Runs device work on the calling thread, if the device has such work and nobody else does it now.

@@ -4,10 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
-
 use super::sq::low16;
 use super::wr::Wc;
+use crate::brief::{Mutex, MutexGuard};
 use crate::error::{Error, Result};
 use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES};
 use crate::protocol::posted;

@@ -156,6 +156,29 @@ fn sends_in_a_row_fill_a_stream_and_end_with_it() {
     }
 }
 
+/// Of sends and waits in a row the watchdog knows how many waits there are.
+#[test]
+fn waits_between_sends_in_a_row_are_kept_to_their_deadline() {
+    for place in places() {
+        let (a, b) = connect(place.side(&hca(), 64), place.side(&hca(), 64));
+        let stream = place.stream(LIMIT);
+        a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 3]).unwrap();
+        b.qp.post_send(&[SendWr::send(&[]), SendWr::send(&[])]).unwrap();
+        let mut got = Vec::new();
+        for _ in 0..3 {
+            stream.send(&a.qp, &SendWr::nop()).unwrap();
+            got.push(stream.wait_recv(&a.qp).unwrap());
+        }
+        let behind = stream.send(&a.qp, &SendWr::nop()).unwrap();
+        let error = stream.synchronize(PATIENCE).unwrap_err();
+        let Error::StreamWait { what, .. } = &error else { panic!("{place:?}: {error}") };
+        assert!(what.contains("receive completion"), "{place:?}: {what}");
+        let came: Vec<_> = got.iter().map(|got| got.wait(PATIENCE).is_ok()).collect();
+        assert_eq!(came, [true, true, false], "{place:?}");
+        assert!(behind.wait(PATIENCE).is_err(), "{place:?}: its doorbell is behind the wait that failed");
+    }
+}
+
 #[test]
 fn an_error_completion_releases_the_stream_and_is_told() {
     for place in places() {

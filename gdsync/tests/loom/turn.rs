@@ -1,6 +1,6 @@
-//! The turn of a stream, what is wanted of whoever has it, and what is known of a queue without its lock.
+//! The turn of a stream, locks that are held for moments, what is wanted of whoever has it, and what is known of a queue without its lock.
 
-use gdsync::protocol::{posted, turn};
+use gdsync::protocol::{brief, posted, turn};
 use loom::sync::{Arc, Mutex, MutexGuard};
 use loom::thread;
 
@@ -94,5 +94,33 @@ fn who_sees_a_request_behind_a_gap_sees_the_gap() {
         assert!([0, 2, 3].contains(&posted) && (posted < 3 || is_gap), "{posted} {is_gap}");
         writer.join().unwrap();
         assert_eq!(posted::look(&queue.0, &queue.1), (3, true));
+    });
+}
+
+/// What one holder of such a lock wrote the next one reads, and there is one at a time.
+#[test]
+fn brief_locks_have_one_holder() {
+    explore(3, || {
+        let shared = Arc::new((L32::default(), Plain::default()));
+        let add = || {
+            let (taken, count) = &*shared;
+            brief::take(taken, |_| thread::yield_now());
+            count.set(count.get() + 1);
+            brief::give(taken);
+        };
+        let other = {
+            let shared = shared.clone();
+            thread::spawn(move || {
+                let (taken, count) = &*shared;
+                if brief::try_take(taken) {
+                    count.set(count.get() + 1);
+                    brief::give(taken);
+                }
+            })
+        };
+        add();
+        add();
+        other.join().unwrap();
+        assert!([2, 3].contains(&shared.1.get()));
     });
 }

@@ -155,6 +155,16 @@ pub(super) fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case
             }),
         },
         Case {
+            name: "send, wait, by turns",
+            parts: 2,
+            before: nothing(),
+            call: Box::new(move || {
+                stream.send(qp, &SendWr::write(to, &sges))?;
+                stream.wait_send(qp)?;
+                Ok(())
+            }),
+        },
+        Case {
             name: "send and wait, one batch",
             parts: 2,
             before: nothing(),

@@ -211,9 +211,17 @@ impl<'a> Raw<'a> {
         })
     }
 
-    /// The call of the library that has no mark in it, made to touch nothing of the library.
-    pub(super) fn call(&self, calls: &[Call]) -> Result<Call> {
-        let call = calls.iter().min_by_key(|call| call.len()).ok_or("the library made no call")?;
+    /// What one of `times` calls of the library became, one that has no mark in it, made to touch nothing of the library.
+    pub(super) fn calls(&self, noted: &[Call], times: u64) -> Result<Vec<Call>> {
+        let each = noted.len() / usize::try_from(times)?;
+        if each == 0 {
+            return Err("the library made no call".into());
+        }
+        let chosen = noted.chunks_exact(each).min_by_key(|calls| calls.iter().map(Call::len).sum::<u64>());
+        chosen.into_iter().flatten().map(|call| self.diverted(call)).collect()
+    }
+
+    fn diverted(&self, call: &Call) -> Result<Call> {
         match call.clone() {
             Call::MemOps(mut ops) => {
                 for op in ops.iter_mut().filter(|op| op.address != 0) {

@@ -127,16 +127,16 @@ impl Bench<'_> {
             for _ in 0..4 {
                 noted = self.noted(&mut case, &sides, &stream, handle)?;
             }
-            lanes.push((case, raw.call(&noted)?, Samples::default(), Samples::default()));
+            lanes.push((case, raw.calls(&noted, GROUP)?, Samples::default(), Samples::default()));
         }
         for _ in 0..self.calls.div_ceil(GROUP) {
-            for (case, call, library, driver) in &mut lanes {
+            for (case, calls, library, driver) in &mut lanes {
                 self.by_library(case, &sides, &stream, library)?;
-                self.by_driver(&raw, call, driver)?;
+                self.by_driver(&raw, calls, driver)?;
             }
         }
-        let row = |(case, call, library, driver): (Case<'_>, Call, Samples, Samples)| {
-            Row::new(case, (self.via, self.place), &call, &library, &driver)
+        let row = |(case, calls, library, driver): (Case<'_>, Vec<Call>, Samples, Samples)| {
+            Row::new(case, (self.via, self.place), &calls, &library, &driver)
         };
         Ok(lanes.into_iter().map(row).collect())
     }
@@ -164,9 +164,9 @@ impl Bench<'_> {
         done
     }
 
-    fn by_driver(&self, raw: &Raw<'_>, call: &mut Call, samples: &mut Samples) -> Result<()> {
+    fn by_driver(&self, raw: &Raw<'_>, calls: &mut [Call], samples: &mut Samples) -> Result<()> {
         (self.machinery.run)(false);
-        let done = timed(samples, || raw.make(call));
+        let done = timed(samples, || calls.iter_mut().try_for_each(|call| raw.make(call)));
         (self.machinery.run)(true);
         let start = Instant::now();
         while !raw.is_idle()? {

@@ -44,7 +44,7 @@ impl Row {
     pub(super) fn new(
         case: Case<'_>,
         (via, queues): (Via, &'static str),
-        call: &Call,
+        calls: &[Call],
         library: &Samples,
         driver: &Samples,
     ) -> Self {
@@ -56,7 +56,7 @@ impl Row {
             queues,
             call: case.name,
             operations: case.parts,
-            memops: call.len(),
+            memops: calls.iter().map(Call::len).sum(),
             library_us,
             library_mean_us,
             driver_us,

@@ -86,6 +86,7 @@ pub(super) fn elsewhere() -> Error {
 }
 
 /// For a stream that the application is capturing.
+#[cold]
 pub(super) fn within_another() -> Error {
     Error::Unsupported {
         what: "a submission to a stream that the application captures",

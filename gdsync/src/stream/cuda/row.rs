@@ -1,35 +1,37 @@
-//! Sends and waits that come one by one, and rows of them for one queue: sends, or waits for one completion after the other.
+//! Sends and waits that come one by one, and rows of them: sends on one queue, and waits for one completion after the other, mixed.
 //!
-//! The first of a row is in the queue of submissions and stands for all: the GPU is not seen to complete any before the next mark, and
-//! whoever fails the stream finds their source. The others take no lock until the row ends: with the next mark or any other submission.
-//! Of sends nobody else has to know. Waits are what the watchdog keeps deadlines for, so it is told how many there are, before the
-//! driver takes them: by a word that only who has the turn writes.
+//! The first of a row is in the queue of submissions and stands for all: the GPU is not seen to complete any before the next mark. The
+//! others take no lock until the row ends: with the next mark or any other submission. Whoever fails the stream finds their sources: that
+//! of the waits in the first one, that of the sends there or in one that came before it and after the last mark. Of sends nobody else has
+//! to know. Waits are what the watchdog keeps deadlines for, so it is told how many there are, before the driver takes them: by a word
+//! that only who has the turn writes.
 
 use std::collections::VecDeque;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::smallvec;
 
 use super::graph;
 use super::lane::LaneOp;
 use super::plan::{self, Few};
-use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, Turn};
+use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, Turn, not_joined};
 use crate::cuda::{Flush, gate};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::stream::op::{Arrival, Bell, Op, Ring, Source};
 
 /// What who has the turn knows of a row.
 #[derive(Debug, Default)]
 pub(super) struct Row {
-    /// The address of their source; 0 where there is no row.
-    source: usize,
-    /// Of waits: the completion that the next one must be for.
-    next: Option<u64>,
-    /// Calls behind the first one.
+    /// The address of what its sends ring, which a submission since the last mark names; 0 where nothing does.
+    rung: usize,
+    /// The address of what its waits wait for, and the completion that the next one must be for; 0 where the first is no wait.
+    awaited: usize,
+    next: u64,
+    /// Calls behind the first one, and waits among them.
     uncounted: usize,
+    waits: u64,
     /// Calls that there is room for.
     room: usize,
 }
@@ -47,15 +49,6 @@ fn address_of(source: &Arc<dyn Source>) -> usize {
     Arc::as_ptr(source).addr()
 }
 
-impl Turn {
-    /// What was submitted last may be the first of a row: of sends, or of waits of which the next one is for completion `next`.
-    fn begin_row(&mut self, source: &Arc<dyn Source>, next: Option<u64>) {
-        if self.unmarked > 0 {
-            (self.row.source, self.row.next) = (address_of(source), next);
-        }
-    }
-}
-
 impl Shared {
     /// Submits one trigger. Of those in a row for the same queue, one submission stands for all up to the next mark: nothing tells of
     /// them one by one.
@@ -70,8 +63,8 @@ impl Shared {
             self.mark_in_turn(turn);
         }
         let ops = plan::rung(&self.gpu, bell, ring)?;
-        if self.goes_on(turn, source, None) {
-            return self.submit_in_row(turn, ops);
+        if turn.row.rung == address_of(source) && self.goes_on(turn) {
+            return self.submit_in_row(turn, 0, ops);
         }
         self.trigger_by_itself(turn, source, (ring, Few::of(ops)))
     }
@@ -92,7 +85,9 @@ impl Shared {
             _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(source.clone(), ring)], None)),
         };
         let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
-        turn.begin_row(source, None);
+        if turn.unmarked > 0 {
+            turn.row.rung = address_of(source);
+        }
         Ok(seq)
     }
 
@@ -109,10 +104,10 @@ impl Shared {
         }
         let [wait, index] = plan::awaited(&self.gpu, arrival)?;
         let flushes = self.gpu.capabilities().flush == Flush::OnStream;
-        if self.goes_on(turn, source, Some(n)) {
+        if turn.row.awaited == address_of(source) && turn.row.next == n && self.goes_on(turn) {
             return match flushes {
-                false => self.submit_in_row(turn, [wait, index]),
-                true => self.submit_in_row(turn, [wait, LaneOp::FLUSH, index]),
+                false => self.submit_in_row(turn, 1, [wait, index]),
+                true => self.submit_in_row(turn, 1, [wait, LaneOp::FLUSH, index]),
             };
         }
         let few = if flushes { Few::of([wait, LaneOp::FLUSH, index]) } else { Few::of([wait, index]) };
@@ -129,27 +124,27 @@ impl Shared {
         let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
             queue.push_back(Submission::new(entry, smallvec![Op::Await(source.clone(), n)], None));
         };
+        let rung = turn.row.rung;
         let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
-        turn.begin_row(source, Some(n + 1));
+        if turn.unmarked > 0 {
+            (turn.row.rung, turn.row.awaited, turn.row.next) = (rung, address_of(source), n + 1);
+        }
         Ok(seq)
     }
 
-    /// Whether one more send, or wait for completion `n`, is of the row, without a mark behind it. While the gate is closed there is
-    /// none.
+    /// Whether one more call that the row is for goes on with it, without a mark behind it. While the gate is closed none does.
     #[inline(always)]
-    fn goes_on(&self, turn: &Turn, source: &Arc<dyn Source>, n: Option<u64>) -> bool {
-        let row = &turn.row;
-        let is_of_row = row.source == address_of(source) && row.next == n && row.uncounted < row.room;
-        is_of_row && turn.unmarked + 1 < MARK_EVERY && !gate::is_closed()
+    fn goes_on(&self, turn: &Turn) -> bool {
+        turn.row.uncounted < turn.row.room && turn.unmarked + 1 < MARK_EVERY && !gate::is_closed()
     }
 
-    /// Submits one more call of the row.
+    /// Submits one more call of the row, with so many waits.
     #[inline(always)]
-    fn submit_in_row<const N: usize>(&self, turn: &mut Turn, ops: [LaneOp; N]) -> Result<u64> {
-        if let Some(error) = self.error() {
-            return Err(error);
+    fn submit_in_row<const N: usize>(&self, turn: &mut Turn, waits: u64, ops: [LaneOp; N]) -> Result<u64> {
+        if self.failed() {
+            return Err(self.why_failed());
         }
-        let _joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        let _joined = self.gpu.join().map_err(not_joined)?;
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
         }
@@ -157,9 +152,10 @@ impl Shared {
         self.submitted.store(seq, Ordering::Release);
         turn.row.uncounted += 1;
         turn.unmarked += 1;
-        if let Some(next) = &mut turn.row.next {
-            *next += 1;
-            self.behind.store(turn.row.uncounted as u64, Ordering::Release);
+        if waits > 0 {
+            turn.row.next += waits;
+            turn.row.waits += waits;
+            self.behind.store(turn.row.waits, Ordering::Release);
         }
         Ok(self.issued(seq, self.run_few(seq, ops)))
     }
@@ -170,7 +166,11 @@ impl Shared {
         if self.lane.is_some() {
             return self.run(seq, &ops);
         }
-        let mut memops: [MemOp; N] = ops.map(|op| op.memop());
+        // Not `map`, which is a function of its own.
+        let mut memops = [const { LaneOp::BARRIER.memop() }; N];
+        for (to, op) in memops.iter_mut().zip(&ops) {
+            *to = op.memop();
+        }
         #[expect(clippy::cast_possible_truncation, reason = "a few")]
         let count = const { N as u32 };
         // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
@@ -179,7 +179,7 @@ impl Shared {
 
     /// Ends the row: counts its calls where all see it.
     pub(super) fn end_row(&self, turn: &mut Turn, state: &mut State) {
-        let Row { uncounted, next, .. } = mem::take(&mut turn.row);
+        let Row { uncounted, waits, .. } = mem::take(&mut turn.row);
         if uncounted == 0 {
             return;
         }
@@ -187,7 +187,7 @@ impl Shared {
         if let Some(first) = state.queue.back_mut() {
             first.seq += uncounted as u64;
             first.calls += uncounted;
-            first.more = if next.is_some() { uncounted as u64 } else { 0 };
+            first.more = waits;
             state.calls += uncounted;
         }
     }

@@ -214,8 +214,16 @@ impl Shared {
         self.error.get().cloned()
     }
 
+    #[inline]
     pub(super) fn failed(&self) -> bool {
         self.error.get().is_some()
+    }
+
+    /// The error of a stream that has failed.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn why_failed(&self) -> Error {
+        self.error().unwrap_or_else(|| Error::StreamAborted { stream: self.config.name.clone() })
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -252,11 +260,11 @@ impl Shared {
         turn: &mut Turn,
         put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<u64>,
     ) -> Result<u64> {
-        if let Some(error) = self.error.get() {
-            return Err(error.clone());
+        if self.failed() {
+            return Err(self.why_failed());
         }
         let mut done = Retired::nothing();
-        let _joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        let _joined = self.gpu.join().map_err(not_joined)?;
         put(turn, &mut done)
     }
 
@@ -527,6 +535,12 @@ impl Shared {
             tracing::debug!(stream = self.config.name, %error, "stream not destroyed");
         }
     }
+}
+
+#[cold]
+#[inline(never)]
+pub(super) fn not_joined(error: gdrcopy::Error) -> Error {
+    Error::cuda("entering the context")(error)
 }
 
 impl Activity for Shared {

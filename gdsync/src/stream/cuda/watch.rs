@@ -185,9 +185,8 @@ impl Shared {
         let GivenUp { submission, word } = self.status.given_up()?;
         let state = self.lock();
         let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
-        let found = seen.submissions().find(|(known, more)| {
-            (known.first..=known.seq + more.saturating_sub(known.more)).contains(&submission)
-        });
+        // What is behind the last one belongs to it.
+        let found = seen.submissions().take_while(|(known, _)| known.first <= submission).last();
         let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(*wait, word)));
         Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| what_of(wait.op)))
     }

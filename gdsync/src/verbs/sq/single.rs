@@ -8,19 +8,11 @@ use crate::verbs::track::{Entry, Owner, Track};
 use crate::verbs::wr::SendWr;
 
 impl SendQueue {
-    /// Writes a request and hands it to a stream, as [`SendQueue::prepare`] of one.
+    /// Writes a request and hands it to a stream: one more short one behind those of the same stream, the most frequent kind, in a
+    /// straight line. `None` if there is anything else about it, and then nothing is done.
     #[inline(always)]
-    pub(crate) fn prepare_one(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
-        match self.send_short(wr, stream) {
-            Some(sent) => Ok(sent),
-            None => self.send_any(wr, stream),
-        }
-    }
-
-    /// One more short request behind those of the same stream, the most frequent kind: in a straight line. `None` if there is
-    /// anything else about it, and then nothing is done.
-    #[inline(always)]
-    fn send_short(&self, wr: &SendWr<'_>, stream: u64) -> Option<Sent> {
+    pub(crate) fn send_short(&self, wr: &SendWr<'_>, stream: u64) -> Option<Sent> {
+        self.qp.provider.prefetch_watch(self.qpn);
         let mut track = self.tracker.lock();
         let n = track.posted;
         if track.owner != Owner::Stream(stream) || track.rung != n || !self.qp.is_ready_to_send() {
@@ -35,9 +27,8 @@ impl SendQueue {
         Some(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
     }
 
-    #[cold]
-    #[inline(never)]
-    fn send_any(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
+    /// As [`SendQueue::prepare`] of one.
+    pub(crate) fn send_any(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
         self.with_room(|track| self.send_one(track, wr, stream))
     }
 
