@@ -67,6 +67,30 @@ fn nothing_is_left_of_a_communicator_that_is_dropped() {
     });
 }
 
+/// Slots that opened while receives were under way know those, too, as messages behind them wait for them.
+#[test]
+fn nothing_is_left_of_receives_that_slots_opened_behind() {
+    job("nothing_is_left_of_receives_that_slots_opened_behind", 2, |comm| {
+        let before = mapped();
+        let peer = 1 - comm.rank();
+        let second = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+        let buffer = buffer(&second, 16);
+        let receive = || second.irecv(&buffer, 0..8, peer).unwrap();
+        let mut received: Vec<_> = (0..2 * MANY).map(|_| receive()).collect();
+        second.barrier(LONG).unwrap();
+        let sent: Vec<_> = (0..MANY).map(|_| second.isend(&buffer, 8..16, peer).unwrap()).collect();
+        second.wait_all(&sent, LONG).unwrap();
+        second.barrier(LONG).unwrap();
+        // Both sides want slots by now; the receives of the second half are under way.
+        received.push(receive());
+        assert_eq!(received[2 * MANY - 1].test().unwrap(), None);
+        second.barrier(LONG).unwrap();
+        assert!(mapped() > before);
+        drop((sent, received, buffer, second));
+        assert_eq!(mapped(), before);
+    });
+}
+
 #[test]
 fn messages_of_all_sizes_take_slots_or_do_not() {
     job("messages_of_all_sizes_take_slots_or_do_not", 2, |comm| {

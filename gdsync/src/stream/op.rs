@@ -170,6 +170,9 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// was not urgent, as an acknowledgement, should be done now. By default there is no such thing.
     fn finish(&self) {}
 
+    /// Wakes whoever runs the device, if it sleeps while there is work; the calling thread runs nothing of it.
+    fn wake(&self) {}
+
     /// Sleeps until `ready` may have become true, or for `timeout`. Spurious returns are allowed.
     fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration);
 

@@ -119,6 +119,10 @@ impl Source for Parts {
         self.qp.provider.progress();
     }
 
+    fn wake(&self) {
+        self.qp.provider.leave();
+    }
+
     fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         self.cq.park(ready, timeout);
     }

@@ -50,7 +50,9 @@ impl Shared {
             }
             let waited = now - start;
             if !breathe(waited, spin) {
-                let nap = (waited / 8).clamp(least, CALLER_NAP).min(deadline - now);
+                // The end of a stream that has failed is near, however long it was held.
+                let most = if self.failed() { IDLE_NAP } else { CALLER_NAP };
+                let nap = (waited / 8).clamp(least, most).min(deadline - now);
                 std::thread::sleep(nap);
             }
         }

@@ -192,3 +192,57 @@ impl Shared {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use gdrcopy::standin::driver;
+
+    use super::super::{CudaEngine, CudaStreamConfig, Via};
+    use crate::cuda::Gpu;
+    use crate::error::Error;
+    use crate::hca::SoftHcaConfig;
+    use crate::stream::engine::Engine;
+    use crate::stream::turns::Turns;
+    use crate::verbs::{Context, RecvWr, SendWr};
+
+    const LIMIT: Duration = Duration::from_millis(3);
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Who submits keeps the turn, as where the driver holds it up: no mark ends the row, and only what the row itself tells is known.
+    #[test]
+    fn the_deadline_of_a_later_wait_of_an_open_row_is_kept() {
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        a.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 4]).unwrap();
+        b.post_send(&[SendWr::send(&[]), SendWr::send(&[])]).unwrap();
+        b.wait_all_sends(PATIENCE).unwrap();
+        let turns = std::sync::Arc::<Turns>::default();
+        let config = CudaStreamConfig { wait_limit: LIMIT, via: Via::MemOp, ..CudaStreamConfig::default() };
+        let engine = CudaEngine::start(&gpu, config, turns.clone()).unwrap();
+        let mut held = turns.take();
+        let end = &a.recv.end;
+        let start = Instant::now();
+        for n in 0..4 {
+            engine.wait(&mut held.turn, end.source(), &end.cq.arrival(n), n).unwrap();
+        }
+        let error = loop {
+            match engine.error() {
+                Some(error) => break error,
+                None => assert!(start.elapsed() < PATIENCE, "nobody keeps the deadline of the third wait"),
+            }
+            std::thread::yield_now();
+        };
+        assert!(start.elapsed() >= LIMIT);
+        let (name, qp) = (end.source().describe(), format!("QP {:#x}", a.qpn()));
+        assert!(matches!(&error, Error::StreamWait { what, after: LIMIT, .. } if *what == name), "{error}");
+        assert!(name.contains("receive completion") && name.contains(&qp), "{name}");
+        // The waits are released, too: the third and the one behind it.
+        turns.end(held, |state| engine.mark(&mut state.turn));
+        assert!(engine.wait_completed(4, Instant::now() + PATIENCE));
+    }
+}

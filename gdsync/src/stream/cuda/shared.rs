@@ -14,6 +14,7 @@ use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -92,6 +93,9 @@ pub struct Turn {
 #[derive(Default)]
 pub(super) struct State {
     pub(super) queue: VecDeque<Submission>,
+    /// The last submission that found nothing queued before it, and when, until the watchdog looks: what it waits for first holds
+    /// the stream since then.
+    pub(super) begun: Option<(u64, Instant)>,
     /// Calls and host functions pending.
     pub(super) calls: usize,
     pub(super) host_fns: usize,
@@ -355,6 +359,9 @@ impl Shared {
         self.submitted.store(seq, Ordering::Release);
         state.calls += calls;
         state.host_fns += host_fns;
+        if state.queue.is_empty() {
+            state.begun = Some((seq, Instant::now()));
+        }
         put(&mut state.queue, Entry { seq, calls, host_fns });
         turn.row = Row::of(self.config.depth.saturating_sub(state.calls));
         let asleep = state.asleep;

@@ -69,7 +69,7 @@ impl Shared {
                 let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
                 state.asleep = !lingers;
                 match lingers {
-                    true => _ = self.work.wait_for(&mut state, LOOK_MAX),
+                    true => _ = self.work.wait_for(&mut state, self.longest_look()),
                     false => self.work.wait(&mut state),
                 }
                 state.asleep = false;
@@ -87,9 +87,17 @@ impl Shared {
                 std::mem::forget(self.own.upgrade());
                 break;
             }
+            let begun = state.begun.take();
             let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
             let holder = seen.holder();
-            held = holder.map(|place| held.filter(|(known, _)| *known == place).unwrap_or((place, now)));
+            let since = |place| {
+                // Not earlier than it should have looked: where it could not, the deadline is not over at first sight.
+                let begun = begun.filter(|(first, _)| seen.is_first(place, *first));
+                begun.map_or(now, |(_, begun)| begun.max(now - self.longest_look()))
+            };
+            held = holder.map(|place| {
+                held.filter(|(known, _)| *known == place).unwrap_or_else(|| (place, since(place)))
+            });
             noted = holder.and_then(|place| match noted.take() {
                 Some(known) if known.0 == place => Some(known),
                 // The one before ends first.
@@ -108,7 +116,7 @@ impl Shared {
                     let left = self.config.wait_limit.saturating_sub(waited);
                     (waited / 8).clamp(LOOK_MIN, LOOK_MAX).min(left.max(RELEASE_LOOK))
                 }
-                None => LOOK_MAX,
+                None => self.longest_look(),
             };
             // Kernels that wait hold no channel.
             standing = match held {
@@ -128,7 +136,7 @@ impl Shared {
             }
             // Where nothing holds it that we know of, or what seems to was passed and the word has changed since, a mark tells
             // when it is through.
-            if failed || held.is_none_or(|(_, since)| now - since >= LOOK_MAX) {
+            if failed || held.is_none_or(|(_, since)| now - since >= self.longest_look()) {
                 self.ask(&mut state, failed || held.is_none());
             }
             if !failed && what.is_none() && broken.is_none() {
@@ -146,6 +154,11 @@ impl Shared {
             }
         }
         self.destroy();
+    }
+
+    /// Between two looks at a stream that no wait is seen to hold: the next is seen, and a mark asked for, before its deadline.
+    fn longest_look(&self) -> Duration {
+        (self.config.wait_limit / 2).clamp(LOOK_MIN, LOOK_MAX)
     }
 
     /// Has the driver take a mark, and asked how the stream is, unless it is being asked.
@@ -317,6 +330,12 @@ impl<'a> Seen<'a> {
         })
     }
 
+    /// Whether this is the first wait of submission `seq`, and that is the oldest.
+    fn is_first(&self, (first, place): Place, seq: u64) -> bool {
+        let oldest = self.submissions().next().filter(|(known, _)| first == seq && known.first == seq);
+        oldest.and_then(|known| waits_of(known).next()).is_some_and(|(at, _)| at == place)
+    }
+
     fn wait_at(&self, (first, place): Place) -> Option<Wait<'a>> {
         let known = self.submissions().find(|(known, _)| known.first == first)?;
         waits_of(known).find(|(at, _)| *at == place).map(|(_, wait)| wait)
@@ -335,6 +354,8 @@ impl<'a> Seen<'a> {
         let Some(Wait { op, on }) = self.wait_at(place) else { return };
         match op {
             Op::Await(source, n) if late => source.release(n + on),
+            // The device may be asleep, as nobody could tell it what the stream has rung since.
+            Op::Await(source, _) => source.wake(),
             Op::Wait32 { at, value, cond } => {
                 if let Some(word) = cond.satisfy32(at.load(), *value) {
                     at.store(word);
@@ -385,5 +406,8 @@ mod tests {
         let seen = Seen { state: &state, behind: 2 };
         assert_eq!([1, 2].map(|place| seen.wait_at((5, place)).unwrap().on), [1, 2]);
         assert!(seen.wait_at((5, 3)).is_none());
+        // Only the first wait of all can have begun to hold the stream when it was queued.
+        assert!(seen.is_first((5, 0), 5) && !seen.is_first((5, 0), 6));
+        assert!(!seen.is_first((5, 1), 5) && !seen.is_first((6, 0), 6));
     }
 }
