@@ -1,11 +1,13 @@
-//! What a call costs the CPU on top of gdsync: 8 bytes to the other process, by queue pairs of both kinds in turns.
+//! What a call costs the CPU on top of gdsync: 8 bytes to the other process, by queue pairs of both kinds in turns, as messages and
+//! as puts and gets.
 
 use std::time::{Duration, Instant};
 
 use gdasync::gdsync::memory::Memory;
+use gdasync::gdsync::mlx5::RemoteAddr;
 use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr, Wc};
 use gdasync::measure::{Micros, Samples};
-use gdasync::mp::{Communicator, Registration};
+use gdasync::mp::{self, Communicator, Registration, Window};
 use serde::Serialize;
 
 use super::Result;
@@ -23,11 +25,12 @@ pub(super) struct Call {
     pub(super) overhead_ns: f64,
 }
 
-/// Times of the three calls.
+/// Times of the calls.
 #[derive(Default)]
-struct Times([Samples; 3]);
+struct Times([Samples; 5]);
 
-const NAMES: [&str; 3] = ["post a receive", "post a send", "take a message that is there"];
+const NAMES: [&str; 5] =
+    ["post a receive", "post a send", "take a message that is there", "start a put", "start a get"];
 
 impl Times {
     fn add(&mut self, call: usize, start: Instant) {
@@ -39,6 +42,8 @@ impl Times {
 struct Bare {
     qp: Qp,
     mr: Mr,
+    /// The other one's memory.
+    remote: RemoteAddr,
 }
 
 impl Bare {
@@ -47,10 +52,16 @@ impl Bare {
         let mr = pd.register(&Memory::alloc(64)?, Access::all())?;
         let queues = pd.build_qp().max_send_wr(512).max_recv_wr(512).max_send_sge(2).max_recv_sge(2);
         let qp = queues.rnr_retry(7).timeout(17).build()?;
-        let addresses = comm.exchange(&qp.address().to_bytes(), timeout)?;
-        let theirs = addresses[1 - comm.rank()].first_chunk().ok_or("a short address")?;
+        let RemoteAddr { addr, rkey } = mr.remote(0)?;
+        let ours = [&qp.address().to_bytes()[..], &addr.to_be_bytes(), &rkey.to_be_bytes()].concat();
+        let records = comm.exchange(&ours, timeout)?;
+        let short = || "a short address";
+        let (theirs, rest) = records[1 - comm.rank()].split_first_chunk().ok_or_else(short)?;
+        let (addr, rkey) = rest.split_first_chunk().ok_or_else(short)?;
+        let rkey = rkey.first_chunk().ok_or_else(short)?;
+        let remote = RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: u32::from_be_bytes(*rkey) };
         qp.connect(QpAddress::from_bytes(theirs)?)?;
-        Ok(Self { qp, mr })
+        Ok(Self { qp, mr, remote })
     }
 
     fn round(&self, comm: &Communicator, times: &mut Times, timeout: Duration) -> Result<()> {
@@ -71,6 +82,17 @@ impl Bare {
         let start = Instant::now();
         take(timeout, || self.qp.poll_recv())?;
         times.add(2, start);
+        let sges = [self.mr.sge(8, 8)?];
+        for (call, wr) in [(3, SendWr::write(self.remote, &sges)), (4, SendWr::read(self.remote, &sges))] {
+            by_turns(comm, timeout, || {
+                let start = Instant::now();
+                for _ in 0..BURST {
+                    self.qp.post_send(&[wr])?;
+                }
+                times.add(call, start);
+                take(timeout, || self.qp.poll_send())
+            })?;
+        }
         Ok(())
     }
 }
@@ -104,7 +126,12 @@ fn take(timeout: Duration, poll: impl Fn() -> Option<Wc>) -> Result<()> {
     Ok(())
 }
 
-fn round(comm: &Communicator, buffer: &Registration, times: &mut Times, timeout: Duration) -> Result<()> {
+fn round(
+    comm: &Communicator,
+    (buffer, window): (&Registration, &Window),
+    times: &mut Times,
+    timeout: Duration,
+) -> Result<()> {
     let peer = 1 - comm.rank();
     let mut received = Vec::with_capacity(BURST);
     let mut sent = Vec::with_capacity(BURST);
@@ -127,6 +154,25 @@ fn round(comm: &Communicator, buffer: &Registration, times: &mut Times, timeout:
         comm.wait(receive, timeout)?;
     }
     times.add(2, start);
+    let put = || window.put(buffer, 8..16, peer, 0);
+    let get = || window.iget(buffer, 8..16, peer, 0).map(drop);
+    by_turns(comm, timeout, || one_sided(window, (3, times), timeout, put))?;
+    by_turns(comm, timeout, || one_sided(window, (4, times), timeout, get))
+}
+
+/// Starts a burst of operations on a window.
+fn one_sided(
+    window: &Window,
+    (call, times): (usize, &mut Times),
+    timeout: Duration,
+    start_one: impl Fn() -> mp::Result<()>,
+) -> Result<()> {
+    let start = Instant::now();
+    for _ in 0..BURST {
+        start_one()?;
+    }
+    times.add(call, start);
+    window.flush_all(timeout)?;
     Ok(())
 }
 
@@ -136,11 +182,13 @@ pub(super) fn measure(comm: &Communicator, rounds: u32, timeout: Duration) -> Re
     }
     let bare = Bare::new(comm, timeout)?;
     let buffer = comm.register(&Memory::alloc(64)?)?;
+    let window = comm.window(&buffer, 0..8, timeout)?;
     let (mut theirs, mut ours) = (Times::default(), Times::default());
     for _ in 0..rounds {
         bare.round(comm, &mut theirs, timeout)?;
-        round(comm, &buffer, &mut ours, timeout)?;
+        round(comm, (&buffer, &window), &mut ours, timeout)?;
     }
+    window.destroy(timeout)?;
     let call = |(name, (mp, gdsync)): (_, (&Samples, &Samples))| {
         let (mp_us, gdsync_us) = (mp.micros(1), gdsync.micros(1));
         Call { name, mp_us, gdsync_us, overhead_ns: (mp_us.p50 - gdsync_us.p50) * 1e3 }

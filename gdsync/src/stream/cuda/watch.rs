@@ -93,7 +93,7 @@ impl Shared {
             let since = |place| {
                 // Not earlier than it should have looked: where it could not, the deadline is not over at first sight.
                 let begun = begun.filter(|(first, _)| seen.is_first(place, *first));
-                begun.map_or(now, |(_, begun)| begun.max(now - self.longest_look()))
+                begun.map_or(now, |(_, begun)| begun.max(now - LOOK_MAX.min(self.config.wait_limit / 2)))
             };
             held = holder.map(|place| {
                 held.filter(|(known, _)| *known == place).unwrap_or_else(|| (place, since(place)))
