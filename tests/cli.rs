@@ -134,7 +134,7 @@ fn the_benchmark_of_messages_writes_its_results() {
         assert!(!line["mode"].as_str().unwrap().ends_with("work") || min > 4.9, "{line}");
     }
     let calls = report["calls"].as_array().unwrap();
-    assert_eq!(calls.len(), 3, "{report}");
+    assert_eq!(calls.len(), 5, "{report}");
     for call in calls {
         positive(&call["mp_us"]["p50"]);
         positive(&call["gdsync_us"]["p50"]);

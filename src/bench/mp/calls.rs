@@ -82,11 +82,15 @@ impl Bare {
         let start = Instant::now();
         take(timeout, || self.qp.poll_recv())?;
         times.add(2, start);
-        let sges = [self.mr.sge(8, 8)?];
-        for (call, wr) in [(3, SendWr::write(self.remote, &sges)), (4, SendWr::read(self.remote, &sges))] {
+        for (call, is_put) in [(3, true), (4, false)] {
             by_turns(comm, timeout, || {
                 let start = Instant::now();
                 for _ in 0..BURST {
+                    let sges = [self.mr.sge(8, 8)?];
+                    let wr = match is_put {
+                        true => SendWr::write(self.remote, &sges),
+                        false => SendWr::read(self.remote, &sges),
+                    };
                     self.qp.post_send(&[wr])?;
                 }
                 times.add(call, start);
