@@ -52,7 +52,7 @@ struct Inner {
     /// Loaded at once: CUDA loads nothing while any stream waits.
     lane: Result<Arc<Lane>>,
     kicker: KickerSlot,
-    crowd: Crowd,
+    crowd: Arc<Crowd>,
     sign: Sign,
     /// Its address on the PCI bus.
     pci: Option<String>,
@@ -228,7 +228,7 @@ impl Gpu {
             errands,
             lane,
             kicker,
-            crowd: Crowd::default(),
+            crowd: Crowd::of_context(context),
             sign,
             pci,
             calibration,

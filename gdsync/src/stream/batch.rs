@@ -260,7 +260,7 @@ impl Batch {
 
     /// Runs a function on the CPU, in stream order: it starts when all before it is done, and holds the stream.
     ///
-    /// It must not wait for its own stream. A stream of a GPU takes 24 that have not run.
+    /// It must not wait for its own stream. A stream of a GPU takes 24 that are not known to have run.
     pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
         self.ops.push(Op::HostFn(Box::new(f)));
     }

@@ -14,13 +14,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 pub(crate) use self::lost::POISON;
 use self::room::Room;
 use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
-use crate::brief::Mutex;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::{Found, Word32};

@@ -154,7 +154,8 @@ impl Collectives {
     }
 
     /// Queues a [`Collectives::allreduce`]: a host function of the stream combines the values, in rank order. Each rank
-    /// sends its values to all others.
+    /// sends its values to all others. A stream of a GPU takes 24 host functions: with more of these ahead of it the call waits
+    /// for room, and if there is none for 10 s the collectives are broken.
     ///
     /// # Errors
     /// As [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].

@@ -14,7 +14,7 @@
 //!   peer access in stream memory operations; contexts of one GPU reach each other's. Registrations may not overlap, but
 //!   may share pages; one waits while another is taken back. Kernels and host functions get plain addresses, which nothing
 //!   checks.
-//! - Each stream is a queue with a thread. Of its submissions 1,024 may be pending, and 256 host functions; one more
+//! - Each stream is a queue with a thread. Of its submissions 1,024 may be pending, and 55 host functions; one more
 //!   blocks the call, as measured on an H200, at most for [`Control::patience`]: then it fails with 702. So do
 //!   synchronizations, frees and modules. A destroyed stream finishes its work in the background.
 //! - A write without a barrier shows when something other than a wait follows on its stream, or at a synchronization.

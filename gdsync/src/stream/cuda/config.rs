@@ -73,8 +73,8 @@ pub struct CudaStreamConfig {
     pub depth: usize,
     /// How long a single wait may hold the stream before the stream fails. Not zero.
     ///
-    /// It counts from when all that this library queued before the wait is done: kernels that the application queued in
-    /// between count too.
+    /// It counts from when all that this library queued before the wait is done, but for host functions: these, and kernels
+    /// that the application queued in between, count too.
     pub wait_limit: Duration,
     /// What runs the operations.
     pub via: Via,

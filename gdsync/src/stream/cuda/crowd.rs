@@ -4,6 +4,10 @@
 //! Nothing can be done about it here but to say so: once in the log, and in the errors of waits that were not satisfied then.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use gdrcopy::cuda::raw::layout::Handle;
+use parking_lot::Mutex;
 
 /// How many channels CUDA uses.
 const VARIABLE: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
@@ -11,20 +15,31 @@ const VARIABLE: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 const USUAL: usize = 8;
 const FIX: &str = "let fewer streams wait at a time, or set CUDA_DEVICE_MAX_CONNECTIONS (at most 32) before CUDA is initialised";
 
-/// The streams that wait on a GPU.
+/// The streams that wait in a context of a GPU.
 pub(crate) struct Crowd {
     channels: usize,
     standing: AtomicUsize,
     told: AtomicBool,
 }
 
-impl Default for Crowd {
-    fn default() -> Self {
-        Self::of(std::env::var(VARIABLE).ok().as_deref())
-    }
-}
+/// Those of the contexts in use.
+static CROWDS: Mutex<Vec<(Handle, Weak<Crowd>)>> = Mutex::new(Vec::new());
 
 impl Crowd {
+    /// The streams of a context, however often it is opened.
+    pub(crate) fn of_context(context: Handle) -> Arc<Self> {
+        let mut crowds = CROWDS.lock();
+        crowds.retain(|(_, crowd)| crowd.strong_count() > 0);
+        if let Some(known) =
+            crowds.iter().find(|(known, _)| *known == context).and_then(|(_, crowd)| crowd.upgrade())
+        {
+            return known;
+        }
+        let crowd = Arc::new(Self::of(std::env::var(VARIABLE).ok().as_deref()));
+        crowds.push((context, Arc::downgrade(&crowd)));
+        crowd
+    }
+
     fn of(variable: Option<&str>) -> Self {
         let said = variable.and_then(|text| text.trim().parse().ok()).filter(|said| (1..=32).contains(said));
         Self { channels: said.unwrap_or(USUAL), standing: AtomicUsize::new(0), told: AtomicBool::new(false) }
@@ -105,5 +120,11 @@ mod tests {
         assert!(second.advice().unwrap().starts_with("2 streams waited"));
         drop(second);
         assert_eq!(crowd.standing.into_inner(), 0);
+    }
+
+    #[test]
+    fn a_context_that_is_opened_twice_has_one_crowd() {
+        let [one, same, other] = [usize::MAX, usize::MAX, usize::MAX - 1].map(Crowd::of_context);
+        assert!(Arc::ptr_eq(&one, &same) && !Arc::ptr_eq(&one, &other));
     }
 }

@@ -207,7 +207,7 @@ mod tests {
     use crate::stream::turns::Turns;
     use crate::verbs::{Context, RecvWr, SendWr};
 
-    const LIMIT: Duration = Duration::from_millis(3);
+    const LIMIT: Duration = Duration::from_millis(100);
     const PATIENCE: Duration = Duration::from_secs(60);
 
     /// Who submits keeps the turn, as where the driver holds it up: no mark ends the row, and only what the row itself tells is known.

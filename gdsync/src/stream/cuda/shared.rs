@@ -7,7 +7,8 @@
 //! There are two locks. Who calls the driver for the stream has its *turn* ([`Turns`]), and may have to wait there: in the driver, one
 //! thread that frees memory, say, holds up all others until every stream of the process is done. So nothing that keeps
 //! deadlines ever waits for the turn: what it needs is in the *state*, whose lock is held for moments only, and in
-//! [`Shared::behind`]. No foreign code (the driver, sources, host functions, drops of what operations hold) runs under that one.
+//! [`Shared::behind`]. No foreign code (the driver, host functions, drops of what operations hold) runs under that one;
+//! sources are looked at there, released and woken, which waits for nobody.
 
 use std::collections::VecDeque;
 use std::mem;
