@@ -242,7 +242,7 @@ fn a_user_aborts() {
         let (a, _b) = fresh(a, b, patient);
         post_recvs(&a, 1, &[]);
         let s = stream("abort");
-        let sent: Vec<_> = messages().iter().map(|wr| s.send(&a.qp, wr).unwrap()).collect();
+        let sent: Vec<_> = messages().iter().map(|wr| s.send(&a.qp, wr).unwrap().completion()).collect();
         s.wait_recv(&a.qp).unwrap();
         let late = s.clone();
         let waiter = std::thread::spawn(move || late.synchronize(PATIENCE));
@@ -273,7 +273,7 @@ fn a_deadline_of_the_cpu_breaks_nothing() {
     repeat(|a, b| {
         let (a, b) = fresh(a, b, patient);
         let s = stream("deadline");
-        let sent = s.send(&a.qp, &messages()[0]).unwrap();
+        let sent = s.send(&a.qp, &messages()[0]).unwrap().completion();
         s.wait_send(&a.qp).unwrap();
         assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { after: SHORT, .. })));
         assert!(matches!(sent.wait(Duration::ZERO), Err(Error::Deadline { .. })));

@@ -18,9 +18,9 @@ fn a_stream_sends_and_another_receives() {
         let (sa, sb) = (stream("a"), stream("b"));
         a.memory().write(0, b"over the stream").unwrap();
         b.qp.post_recv(&[RecvWr { wr_id: 9, sges: &[b.mr.sge(100, 50).unwrap()] }]).unwrap();
-        let got = sb.wait_recv(&b.qp).unwrap();
+        let got = sb.wait_recv(&b.qp).unwrap().completion();
         sa.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 15).unwrap()]).id(5).imm(77)).unwrap();
-        let sent = sa.wait_send(&a.qp).unwrap();
+        let sent = sa.wait_send(&a.qp).unwrap().completion();
         sa.synchronize(PATIENCE).unwrap();
         sb.synchronize(PATIENCE).unwrap();
         assert_eq!(sent.status().unwrap().unwrap().wr_id, 5);
@@ -324,8 +324,9 @@ fn synchronize_tells_the_root_cause_once_and_the_queue_pair_for_ever() {
     // Nothing fails before all is submitted.
     let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
-    let bad = s.send(&a.qp, &SendWr::write_inline(wrong, &[1; 4]).id(0xbad)).unwrap();
-    let flushed = s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), &[1; 4]).id(2)).unwrap();
+    let bad = s.send(&a.qp, &SendWr::write_inline(wrong, &[1; 4]).id(0xbad)).unwrap().completion();
+    let flushed =
+        s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), &[1; 4]).id(2)).unwrap().completion();
     s.wait_send(&a.qp).unwrap();
     s.wait_send(&a.qp).unwrap();
     gate.store(1);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::memory::prefetch_to_write;
 use crate::protocol::{bell, standing};
 
 /// Prods a GPU to look at what its streams wait for.
@@ -74,6 +75,12 @@ impl CqEvent {
             self.kicker.get_or_init(|| kicker.clone());
         }
         standing::order(&self.waits.until, &self.waits.attended, until)
+    }
+
+    /// Has the line come that [`CqEvent::attend`] writes to.
+    #[inline(always)]
+    pub(crate) fn prefetch_attend(&self) {
+        prefetch_to_write(&raw const self.waits);
     }
 
     /// The device has written `produced` completions, and would rest. Returns whether it need not attend to the queue any more:

@@ -93,7 +93,7 @@ impl Memory {
         let fits = offset < self.len && self.len - offset >= size_of_val(block);
         let to = self.ptr.as_ptr().wrapping_add(offset).cast::<u64>();
         if !fits || !self.is_host() || !to.is_aligned() {
-            return self.write(offset, block.as_flattened()).is_ok();
+            return self.write_elsewhere(offset, block.as_flattened());
         }
         for (at, word) in block.iter().enumerate() {
             let to = to.wrapping_add(at);
@@ -101,6 +101,13 @@ impl Memory {
             unsafe { to.write_volatile(u64::from_ne_bytes(*word)) };
         }
         true
+    }
+
+    /// By itself, so that what calls [`Memory::write_block`] stays short.
+    #[cold]
+    #[inline(never)]
+    fn write_elsewhere(&self, offset: usize, bytes: &[u8]) -> bool {
+        self.write(offset, bytes).is_ok()
     }
 
     /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.

@@ -270,7 +270,7 @@ impl PreparedWait {
     }
 
     pub(super) fn note(&self, stage: Stage, stream: u64) {
-        self.claim.note_wait(stage, stream);
+        self.claim.end.note_wait(stage, self.claim.n, stream);
     }
 
     /// What was handed to a stream is not submitted after all.

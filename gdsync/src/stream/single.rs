@@ -9,31 +9,36 @@ use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Sent};
-use crate::verbs::{Completion, Qp, SendWr};
+use crate::verbs::{Completion, Qp, SendWr, Submitted};
 
 impl Stream {
     /// Sends in stream order.
     ///
     /// # Errors
     /// As [`Batch::send`] and [`Stream::submit`].
-    pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
+    pub fn send<'q>(&self, qp: &'q Qp, wr: &SendWr<'_>) -> Result<Submitted<'q>> {
         // Each way by itself: what was sent stays in registers where it is short.
         let send = |state: &mut State| match qp.send.send_short(wr, self.0.id) {
             Some(sent) => self.trigger(state, &qp.send, sent),
             None => self.send_any(state, &qp.send, wr),
         };
-        self.single(send, |batch| batch.send(qp, wr))
+        self.single(&qp.send.end, send, |batch| batch.send(qp, wr))
     }
 
     #[cold]
     #[inline(never)]
-    fn send_any(&self, state: &mut State, queue: &Arc<SendQueue>, wr: &SendWr<'_>) -> Result<Completion> {
+    fn send_any<'q>(
+        &self,
+        state: &mut State,
+        queue: &'q Arc<SendQueue>,
+        wr: &SendWr<'_>,
+    ) -> Result<Submitted<'q>> {
         let sent = queue.send_any(wr, self.0.id)?;
         self.trigger(state, queue, sent)
     }
 
     #[inline(always)]
-    fn trigger(&self, state: &mut State, queue: &Arc<SendQueue>, sent: Sent) -> Result<Completion> {
+    fn trigger<'q>(&self, state: &mut State, queue: &'q Arc<SendQueue>, sent: Sent) -> Result<Submitted<'q>> {
         if !sent.is_told {
             self.tell_sent(queue, sent.sends.range.start);
         }
@@ -45,7 +50,7 @@ impl Stream {
         if !self.0.signals {
             queue.watch(&sent.sends);
         }
-        Ok(queue.end.completion(sent.sends.range.start))
+        Ok(Submitted::new(&queue.end, sent.sends.range.start))
     }
 
     #[cold]
@@ -63,8 +68,8 @@ impl Stream {
 
     #[cold]
     #[inline(never)]
-    fn refuse_wait(&self, n: u64, claim: Completion, why: Error) -> Error {
-        PreparedWait::of((n, claim), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+    fn refuse_wait(&self, end: &Arc<QueueEnd>, n: u64, why: Error) -> Error {
+        PreparedWait::of((n, end.completion(n)), Asked::Next, Some(self.0.id)).refuse(self.0.id);
         why
     }
 
@@ -72,43 +77,44 @@ impl Stream {
     ///
     /// # Errors
     /// As [`Batch::wait_send`] and [`Stream::submit`].
-    pub fn wait_send(&self, qp: &Qp) -> Result<Completion> {
-        self.single(|state| self.wait_next(state, &qp.send.end), |batch| batch.wait_send(qp))
+    pub fn wait_send<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
+        self.single(&qp.send.end, |state| self.wait_next(state, &qp.send.end), |batch| batch.wait_send(qp))
     }
 
     /// Holds the stream until the next receive completion of `qp`.
     ///
     /// # Errors
     /// As [`Batch::wait_recv`] and [`Stream::submit`].
-    pub fn wait_recv(&self, qp: &Qp) -> Result<Completion> {
-        self.single(|state| self.wait_next(state, &qp.recv.end), |batch| batch.wait_recv(qp))
+    pub fn wait_recv<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
+        self.single(&qp.recv.end, |state| self.wait_next(state, &qp.recv.end), |batch| batch.wait_recv(qp))
     }
 
     #[inline(always)]
-    fn wait_next(&self, state: &mut State, end: &Arc<QueueEnd>) -> Result<Completion> {
+    fn wait_next<'q>(&self, state: &mut State, end: &'q Arc<QueueEnd>) -> Result<Submitted<'q>> {
+        end.cq.prefetch_attend();
         let n = PreparedWait::claim_next(end, self.0.id)?;
-        let claim = end.completion(n);
-        claim.note_wait(Stage::WaitSubmitted, self.0.id);
+        end.note_wait(Stage::WaitSubmitted, n, self.0.id);
         match self.0.engine.wait(&mut state.turn, end.source(), &end.cq.arrival(n), n) {
             Ok(seq) => note_use(&mut state.used, &end.qp, seq),
-            Err(error) => return Err(self.refuse_wait(n, claim, error)),
+            Err(error) => return Err(self.refuse_wait(end, n, error)),
         }
         if !self.0.signals {
             end.cq.attend(n, self.0.engine.kicker());
         }
-        Ok(claim)
+        Ok(Submitted::new(end, n))
     }
 
     /// Does it by `put`; while the stream is being captured, in a batch.
     #[inline(always)]
-    fn single<T>(
+    fn single<'q>(
         &self,
-        put: impl FnOnce(&mut State) -> Result<T>,
-        add: impl FnOnce(&mut Batch) -> Result<T>,
-    ) -> Result<T> {
+        end: &'q Arc<QueueEnd>,
+        put: impl FnOnce(&mut State) -> Result<Submitted<'q>>,
+        add: impl FnOnce(&mut Batch) -> Result<Completion>,
+    ) -> Result<Submitted<'q>> {
         let mut state = self.state()?;
         if state.recording.is_some() {
-            return self.captured(state, add);
+            return self.captured(state, add).map(|n| Submitted::new(end, n));
         }
         let _range = DOMAIN.range(c"submit");
         let done = put(&mut state);
@@ -118,8 +124,8 @@ impl Stream {
 
     #[cold]
     #[inline(never)]
-    fn captured<T>(&self, state: Held<'_>, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
+    fn captured(&self, state: Held<'_>, add: impl FnOnce(&mut Batch) -> Result<Completion>) -> Result<u64> {
         drop(state);
-        self.one(add)
+        self.one(add).map(|completion| completion.index())
     }
 }

@@ -8,7 +8,6 @@ use super::end::QueueEnd;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
-use crate::recorder::Stage;
 
 /// The completion of one work request: there or not yet. Looking at it takes nothing away from
 /// [`poll`](super::Cq::poll) or from a stream that waits.
@@ -21,6 +20,39 @@ pub struct Completion {
     pub(crate) n: u64,
     /// Resets of the queue before the request was made.
     pub(crate) life: usize,
+}
+
+/// A work request that was handed to a stream: what it is known by, for nothing. To keep it takes a [`Submitted::completion`].
+#[derive(Clone)]
+pub struct Submitted<'q> {
+    end: &'q Arc<QueueEnd>,
+    n: u64,
+    life: usize,
+}
+
+impl<'q> Submitted<'q> {
+    #[inline(always)]
+    pub(crate) fn new(end: &'q Arc<QueueEnd>, n: u64) -> Self {
+        Self { end, n, life: end.tracker.life() }
+    }
+
+    /// As [`Completion::index`].
+    #[inline]
+    pub fn index(&self) -> u64 {
+        self.n
+    }
+
+    /// Its completion, which holds on to the queue pair.
+    #[inline]
+    pub fn completion(&self) -> Completion {
+        Completion { end: self.end.clone(), n: self.n, life: self.life }
+    }
+}
+
+impl fmt::Debug for Submitted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "work request {} of the {:?}", self.n, self.end)
+    }
 }
 
 impl fmt::Debug for Completion {
@@ -72,11 +104,6 @@ impl Completion {
     /// Whether the request was taken back, as by dropping its batch, and none took its place: it will never complete.
     pub fn is_taken_back(&self) -> bool {
         self.n >= self.end.tracker.posted()
-    }
-
-    /// Records a stage of a wait for it on a stream.
-    pub(crate) fn note_wait(&self, stage: Stage, stream: u64) {
-        self.end.qp.log.note_in(stage, self.end.tracker.queue(), stream, self.n..self.n + 1);
     }
 
     /// Refuses a request that a reset has swept away: its number was given again.

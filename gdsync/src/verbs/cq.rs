@@ -559,6 +559,12 @@ impl CqInner {
         }
     }
 
+    /// Has the line come that [`CqInner::attend`] writes to.
+    #[inline(always)]
+    pub(crate) fn prefetch_attend(&self) {
+        self.parts.event.prefetch_attend();
+    }
+
     /// Whether there is a claim that is in no stream.
     pub(crate) fn is_claimed(&self) -> bool {
         !self.state.lock().unsubmitted.is_empty()

@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::completion::Completion;
+use super::completion::{Completion, Submitted};
 use super::cq::CqInner;
 use super::qp::QpCore;
 use super::track::Tracker;
@@ -57,7 +57,12 @@ impl QueueEnd {
 
     /// The completion of request `n`.
     pub(crate) fn completion(self: &Arc<Self>, n: u64) -> Completion {
-        Completion { end: self.clone(), n, life: self.tracker.life() }
+        Submitted::new(self, n).completion()
+    }
+
+    /// Records a stage of a wait of a stream for the completion of request `n`.
+    pub(crate) fn note_wait(&self, stage: Stage, n: u64, stream: u64) {
+        self.qp.log.note_in(stage, self.tracker.queue(), stream, n..n + 1);
     }
 
     /// The source that operations of a stream name.

@@ -22,7 +22,7 @@ pub(crate) use address::{mtu_bytes, mtu_code};
 pub(crate) use attr::MAX_RD_ATOMIC;
 pub use attr::{Access, QpAttr, QpState};
 pub use carriage::{Carriage, Carrier, Staging};
-pub use completion::Completion;
+pub use completion::{Completion, Submitted};
 pub use cq::Cq;
 pub(crate) use cq::POISON;
 pub use descriptor::{DeviceCq, DeviceQp};

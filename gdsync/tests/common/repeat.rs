@@ -146,7 +146,7 @@ pub struct Awaited<'a> {
 pub fn await_receives(by: By, side: &Side, count: usize) -> Awaited<'_> {
     let wait = || {
         let s = stream("receives");
-        let waits = (0..count).map(|_| s.wait_recv(&side.qp).unwrap()).collect();
+        let waits = (0..count).map(|_| s.wait_recv(&side.qp).unwrap().completion()).collect();
         (s, waits)
     };
     Awaited { side, count, stream: (by == By::Stream).then(wait) }

@@ -131,7 +131,7 @@ pub fn mixed(site: &impl Site, rounds: u64) {
             (ids.map(|(c, id)| (c.clone(), id)).to_vec(), vec![Message::Number(round), Message::Fixed])
         };
         let got = if eager || round % 5 == 0 {
-            messages.iter().map(|_| sb.wait_recv(&b.qp).unwrap()).collect()
+            messages.iter().map(|_| sb.wait_recv(&b.qp).unwrap().completion()).collect()
         } else {
             receive.launch_within(&sb, PATIENCE).unwrap().completions().to_vec()
         };

@@ -24,9 +24,9 @@ fn a_stream_sends_and_another_receives() {
         let (sa, sb) = (place.stream(PATIENCE), place.stream(PATIENCE));
         a.memory().write(0, b"over the stream").unwrap();
         b.qp.post_recv(&[RecvWr { wr_id: 9, sges: &[b.mr.sge(100, 50).unwrap()] }]).unwrap();
-        let got = sb.wait_recv(&b.qp).unwrap();
+        let got = sb.wait_recv(&b.qp).unwrap().completion();
         sa.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 15).unwrap()]).id(5).imm(77)).unwrap();
-        let sent = sa.wait_send(&a.qp).unwrap();
+        let sent = sa.wait_send(&a.qp).unwrap().completion();
         sa.synchronize(PATIENCE).unwrap();
         sb.synchronize(PATIENCE).unwrap();
         assert_eq!(sent.status().unwrap().unwrap().wr_id, 5);
@@ -36,6 +36,39 @@ fn a_stream_sends_and_another_receives() {
         b.memory().read(100, &mut out).unwrap();
         assert_eq!(&out, b"over the stream");
         assert_eq!(a.context.stats().violations + b.context.stats().violations, 0);
+    }
+}
+
+/// The first call of a row makes the context current for itself; the others leave the thread what it has.
+#[test]
+fn sends_and_waits_come_from_threads_with_another_context_or_none() {
+    let elsewhere = place::gpu(1);
+    for place in places() {
+        let (a, b) = connect(place.side(&hca(), 64), place.side(&hca(), 64));
+        let stream = place.stream(PATIENCE);
+        let (from, to) = (a.mr.sge(0, 8).unwrap(), b.mr.remote(8).unwrap());
+        let word = a.memory().word64(0).unwrap();
+        let send = |value| {
+            stream.write_value64(&word, value).unwrap();
+            for _ in 0..3 {
+                stream.send(&a.qp, &SendWr::write(to, &[from])).unwrap();
+                stream.wait_send(&a.qp).unwrap();
+            }
+        };
+        send(1);
+        std::thread::scope(|scope| {
+            scope.spawn(|| send(2)).join().unwrap();
+            if let Some(elsewhere) = &elsewhere {
+                let other = || {
+                    let _current = elsewhere.enter().unwrap();
+                    send(3);
+                };
+                scope.spawn(other).join().unwrap();
+            }
+        });
+        stream.synchronize(PATIENCE).unwrap();
+        let last = 2 + u64::from(elsewhere.is_some());
+        assert_eq!(b.memory().word64(8).unwrap().load(), last, "{place:?}");
     }
 }
 

@@ -20,7 +20,7 @@ fn a_message_that_never_comes_releases_the_stream() {
         let (a, b) = connect(place.side(&hca(), 64), place.side(&hca(), 64));
         let stream = place.stream(LIMIT);
         b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
-        let got = stream.wait_recv(&b.qp).unwrap();
+        let got = stream.wait_recv(&b.qp).unwrap().completion();
         let start = Instant::now();
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(start.elapsed() < LIMIT + SLACK);
@@ -134,7 +134,7 @@ fn sends_in_a_row_fill_a_stream_and_end_with_it() {
             let (mut sent, mut full) = (Vec::new(), None);
             while full.is_none() {
                 match stream.send(&a.qp, &SendWr::nop()) {
-                    Ok(send) => sent.push(send),
+                    Ok(send) => sent.push(send.completion()),
                     Err(error) => full = Some(error),
                 }
             }
@@ -167,9 +167,9 @@ fn waits_between_sends_in_a_row_are_kept_to_their_deadline() {
         let mut got = Vec::new();
         for _ in 0..3 {
             stream.send(&a.qp, &SendWr::nop()).unwrap();
-            got.push(stream.wait_recv(&a.qp).unwrap());
+            got.push(stream.wait_recv(&a.qp).unwrap().completion());
         }
-        let behind = stream.send(&a.qp, &SendWr::nop()).unwrap();
+        let behind = stream.send(&a.qp, &SendWr::nop()).unwrap().completion();
         let error = stream.synchronize(PATIENCE).unwrap_err();
         let Error::StreamWait { what, .. } = &error else { panic!("{place:?}: {error}") };
         assert!(what.contains("receive completion"), "{place:?}: {what}");

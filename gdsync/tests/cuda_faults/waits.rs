@@ -100,7 +100,7 @@ fn the_last_of_waits_in_a_row() {
         b.qp.wait_all_sends(PATIENCE).unwrap();
         let stream = rig.place.stream(LIMIT);
         let since = Instant::now();
-        let [first, second, third] = [(); 3].map(|()| stream.wait_recv(&a.qp).unwrap());
+        let [first, second, third] = [(); 3].map(|()| stream.wait_recv(&a.qp).unwrap().completion());
         stopped(
             rig,
             &stream,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use gdsync::error::Error;
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, Stream, Via};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 
 use super::common::PATIENCE;
 use super::{WAYS, rig, stream, until};
@@ -139,6 +139,36 @@ fn a_graph_is_not_launched_into_a_capture_of_the_application() {
         graph.launch(&stream).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(word.load(), 1);
+    }
+}
+
+/// Who promises not to capture is not asked: broken, the promise puts what is submitted into the application's graph.
+#[test]
+fn a_capture_is_looked_for_unless_there_will_be_none() {
+    let (_control, gpu) = rig();
+    for (via, looked_for) in WAYS.into_iter().flat_map(|via| [(via, true), (via, false)]) {
+        let config = CudaStreamConfig { via, captured_by_others: looked_for, ..CudaStreamConfig::default() };
+        let stream = Stream::cuda(&gpu, config).unwrap();
+        let word = Memory::alloc(64).unwrap().word32(0).unwrap();
+        stream.write_value32(&word, 1).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        let (api, raw) = (gpu.api(), stream.raw().unwrap());
+        let _current = gpu.enter().unwrap();
+        // SAFETY: a stream of this context.
+        unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
+        let done = stream.write_value32(&word, 2);
+        assert_eq!(matches!(done, Err(Error::Unsupported { .. })), looked_for, "{via}: {done:?}");
+        let mut captured = 0;
+        // SAFETY: a place for the graph.
+        unsafe { api.stream_end_capture(raw, &mut captured) }.unwrap();
+        // SAFETY: captured above.
+        unsafe { api.graph_destroy(captured) }.unwrap();
+        assert_eq!(word.load(), 1, "{via}: it was not run");
+        if looked_for {
+            stream.write_value32(&word, 3).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
+            assert_eq!(word.load(), 3);
+        }
     }
 }
 

@@ -53,7 +53,7 @@ impl Row {
         via: Via,
         (queues, on_gpu): (&'static str, OnGpu),
     ) -> Result<Self> {
-        let gpu = &machinery.gpu;
+        let gpu = &machinery.watched;
         let _current = gpu.enter()?;
         let stream = Stream::cuda(gpu, CudaStreamConfig { via, ..CudaStreamConfig::default() })?;
         let sides = Sides::new(gpu, on_gpu)?;

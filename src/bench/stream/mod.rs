@@ -50,6 +50,8 @@ pub(crate) struct Options {
 /// Where the calls go.
 struct Machinery {
     gpu: Gpu,
+    /// The same with entry points that note and time what is called.
+    watched: Gpu,
     name: String,
     /// Lets the GPU run what is queued, or not; a real one always does.
     run: fn(bool),
@@ -96,11 +98,15 @@ impl Options {
         if self.simulated {
             return simulated::machinery(self.graph.is_some());
         }
-        let gpu = Gpu::open_with(driver::watched(Api::load()?), self.device, None)?;
+        let (driver, open) = (Api::load()?, |api| Gpu::open_with(api, self.device, None));
+        let (gpu, watched) = (open(driver)?, open(driver::watched(driver))?);
         let name = format!("GPU {}, {}", self.device, gpu.capabilities());
-        Ok(Machinery { gpu, name, run: |_| {} })
+        Ok(Machinery { gpu, watched, name, run: |_| {} })
     }
 }
+
+/// Groups of calls that nobody counts.
+const WARM_UP: u32 = 4;
 
 struct Bench<'a> {
     machinery: &'a Machinery,
@@ -115,17 +121,14 @@ impl Bench<'_> {
     fn measure(&self, on_gpu: OnGpu) -> Result<Vec<Row>> {
         let gpu = &self.machinery.gpu;
         let _current = gpu.enter()?;
-        let config = CudaStreamConfig { via: self.via, ..CudaStreamConfig::default() };
-        let stream = Stream::cuda(gpu, config)?;
-        let sides = Sides::new(gpu, on_gpu)?;
+        let noted = self.noted(on_gpu)?;
+        let (stream, sides) = self.rig(gpu, on_gpu)?;
         let raw = Raw::new(gpu)?;
         let mut lanes = Vec::new();
-        for mut case in cases(&sides, &stream)? {
-            let mut noted = Vec::new();
-            let handle = stream.raw().ok_or("a stream of a GPU has a handle")?;
-            // The first calls are slower than the rest, and the fifth of a group has no mark behind it.
-            for _ in 0..4 {
-                noted = self.noted(&mut case, &sides, &stream, handle)?;
+        for (mut case, noted) in cases(&sides, &stream)?.into_iter().zip(noted) {
+            // The first calls are slower than the rest.
+            for _ in 0..WARM_UP {
+                self.by_library(&mut case, &sides, &stream, &mut Samples::default())?;
             }
             lanes.push((case, raw.calls(&noted, GROUP)?, Samples::default(), Samples::default()));
         }
@@ -141,13 +144,27 @@ impl Bench<'_> {
         Ok(lanes.into_iter().map(row).collect())
     }
 
-    /// What the driver sees of a group.
-    fn noted(&self, case: &mut Case<'_>, sides: &Sides, stream: &Stream, handle: usize) -> Result<Vec<Call>> {
-        (case.before)()?;
-        (self.machinery.run)(false);
-        let noted = driver::noting(handle, || (0..GROUP).try_for_each(|_| (case.call)()));
-        self.drain(sides, stream)?;
-        noted
+    fn rig(&self, gpu: &Gpu, on_gpu: OnGpu) -> Result<(Stream, Sides)> {
+        let config = CudaStreamConfig { via: self.via, ..CudaStreamConfig::default() };
+        Ok((Stream::cuda(gpu, config)?, Sides::new(gpu, on_gpu)?))
+    }
+
+    /// What the driver sees of a group of each case.
+    fn noted(&self, on_gpu: OnGpu) -> Result<Vec<Vec<Call>>> {
+        let (stream, sides) = self.rig(&self.machinery.watched, on_gpu)?;
+        let handle = stream.raw().ok_or("a stream of a GPU has a handle")?;
+        let noted = |mut case: Case<'_>| {
+            let mut noted = Ok(Vec::new());
+            // In the first group memory is made known to the GPU, which puts more marks.
+            for _ in 0..WARM_UP {
+                (case.before)()?;
+                (self.machinery.run)(false);
+                noted = driver::noting(handle, || (0..GROUP).try_for_each(|_| (case.call)()));
+                self.drain(&sides, &stream)?;
+            }
+            noted
+        };
+        cases(&sides, &stream)?.into_iter().map(noted).collect()
     }
 
     fn by_library(

@@ -67,9 +67,16 @@ pub(super) fn machinery(graphs: bool) -> Result<Machinery> {
     });
     // Nothing here launches steps, but the kernel is looked for.
     driver::kernel("gds_finish", &[8], |_| {});
+    let name = "no GPU".to_owned();
+    let open = |api| {
+        Ok::<_, Box<dyn std::error::Error>>((
+            Gpu::open_with(api, 0, Some(driver::gdr()?))?,
+            Gpu::open_with(watched(api), 0, Some(driver::gdr()?))?,
+        ))
+    };
     if graphs {
-        let gpu = Gpu::open_with(watched(driver::api()), 0, Some(driver::gdr()?))?;
-        return Ok(Machinery { gpu, name: "no GPU".into(), run: |_| {} });
+        let (gpu, watched) = open(driver::api())?;
+        return Ok(Machinery { gpu, watched, name, run: |_| {} });
     }
     let api = Api {
         stream_batch_mem_op: Some(batch_mem_op),
@@ -79,10 +86,10 @@ pub(super) fn machinery(graphs: bool) -> Result<Machinery> {
         ctx_get_current: Some(ctx_get_current),
         ..driver::api()
     };
-    let gpu = Gpu::open_with(watched(api), 0, Some(driver::gdr()?))?;
+    let (gpu, watched) = open(api)?;
     CONTEXT.store(gpu.raw_context(), Ordering::Relaxed);
     std::thread::Builder::new().name("no-gpu".into()).spawn(|| QUEUE.run())?;
-    Ok(Machinery { gpu, name: "no GPU".into(), run: |may| QUEUE.may_run(may) })
+    Ok(Machinery { gpu, watched, name, run: |may| QUEUE.may_run(may) })
 }
 
 unsafe extern "C" fn batch_mem_op(_stream: Handle, count: u32, ops: *mut MemOp, _flags: u32) -> u32 {

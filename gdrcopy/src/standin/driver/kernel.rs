@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::command::Command;
 use super::context::current;
 use super::handles::Table;
-use super::stream::enqueue;
+use super::stream::enqueue_anywhere;
 use super::{Outcome, capture, get_all, put, queue, require, status};
 use crate::cuda::CudaStatus;
 use crate::cuda::raw::layout::Handle;
@@ -141,7 +141,7 @@ pub(super) fn launch(
     params: *mut *mut c_void,
     extra: *mut *mut c_void,
 ) -> Outcome {
-    enqueue(stream, |context| {
+    enqueue_anywhere(stream, |context| {
         Launch::new(context.handle, function, shape, params, extra).map(Command::Kernel)
     })
     .map(drop)

@@ -90,6 +90,14 @@ pub(super) fn enqueue(
     build: impl FnOnce(&Arc<Context>) -> Outcome<Command>,
 ) -> Outcome<Option<Ticket>> {
     current()?;
+    enqueue_anywhere(handle, build)
+}
+
+/// As [`enqueue`], whatever context the thread has, as CUDA 13.0 does with memory operations and launches.
+pub(super) fn enqueue_anywhere(
+    handle: Handle,
+    build: impl FnOnce(&Arc<Context>) -> Outcome<Command>,
+) -> Outcome<Option<Ticket>> {
     let stream = resolve(handle)?;
     stream.context.check()?;
     if stream.is_legacy && capture::spoil_blocking(stream.context.handle) {
@@ -145,7 +153,8 @@ pub(super) fn get_context(stream: Handle, context: *mut Handle) -> Outcome {
 }
 
 pub(super) fn batch_mem_op(stream: Handle, count: u32, ops: *mut MemOp, flags: u32) -> Outcome {
-    enqueue(stream, |context| memop::batch(context, count, ops, flags).map(Command::MemOps)).map(drop)
+    enqueue_anywhere(stream, |context| memop::batch(context, count, ops, flags).map(Command::MemOps))
+        .map(drop)
 }
 
 pub(super) fn launch_host(

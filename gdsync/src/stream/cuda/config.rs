@@ -80,6 +80,13 @@ pub struct CudaStreamConfig {
     pub via: Via,
     /// Whether the CPU prods the GPU after completions.
     pub kick: Kick,
+    /// Whether the application, which knows the stream, may capture it by other means than [`Stream::capture`]: with
+    /// `cuStreamBeginCapture`, or by an event of a stream that is being captured. Then CUDA is asked before each submission, which takes
+    /// some 40 ns, and within such a capture none is taken. `false` is a promise: were it broken, sends and waits would go into
+    /// that graph, and not run.
+    ///
+    /// [`Stream::capture`]: crate::stream::Stream::capture
+    pub captured_by_others: bool,
 }
 
 impl Default for CudaStreamConfig {
@@ -90,6 +97,7 @@ impl Default for CudaStreamConfig {
             wait_limit: Duration::from_secs(30),
             via: Via::default(),
             kick: Kick::default(),
+            captured_by_others: true,
         }
     }
 }

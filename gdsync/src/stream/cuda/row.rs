@@ -144,7 +144,7 @@ impl Shared {
         if self.failed() {
             return Err(self.why_failed());
         }
-        let _joined = self.gpu.join().map_err(not_joined)?;
+        let _joined = if self.needs_context { Some(self.gpu.join().map_err(not_joined)?) } else { None };
         if self.is_captured_by_others(turn) {
             return Err(graph::within_another());
         }

@@ -28,7 +28,7 @@ use super::plan::{self, Calls, Runs};
 use super::retire::Retired;
 use super::row::Row;
 use super::watch::tells_nothing;
-use super::{CudaStreamConfig, Kick, Via};
+use super::{CudaStreamConfig, Kick, PER_THREAD, Via};
 use crate::cuda::{Activity, Errand, Gpu, RawStream, gate};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
@@ -43,6 +43,9 @@ pub(super) const MARK_EVERY: usize = 16;
 /// Host functions that may be pending. A channel of the GPU takes 55 that have other work between them, then the driver blocks
 /// the caller and whoever else calls it; two streams may share a channel.
 const MAX_HOST_FNS: usize = 24;
+/// From this version of CUDA on, memory operations, launches and questions on a stream that was made are taken from any thread,
+/// whatever context it has, and mean the stream's: seen with 13.0, with none, another one of the GPU, and another GPU's.
+const ANYWHERE: i32 = 13_000;
 /// Calls of one submission: of 1,020 that a channel takes.
 const MAX_CALLS: usize = 512;
 
@@ -52,6 +55,8 @@ pub(super) struct Shared {
     pub(super) gpu: Gpu,
     pub(super) stream: RawStream,
     owned: bool,
+    /// Whether the driver takes calls on the stream only from a thread that has its context.
+    pub(super) needs_context: bool,
     /// The application knows the stream, and may be capturing it.
     pub(super) shown: AtomicBool,
     pub(super) lane: Option<Arc<Lane>>,
@@ -182,6 +187,7 @@ impl Shared {
             gpu: gpu.clone(),
             stream,
             owned,
+            needs_context: stream <= PER_THREAD || gpu.capabilities().driver_version < ANYWHERE,
             shown: AtomicBool::new(!owned),
             lane,
             kicker,
@@ -288,10 +294,12 @@ impl Shared {
         self.fail(Error::cuda("submitting to the stream")(error));
     }
 
-    /// Whether the application captures the stream, so that what is queued now would not run. The context must be current.
+    /// Whether the application captures the stream, so that what is queued now would not run. As of all calls on the stream,
+    /// see [`Shared::needs_context`].
     #[inline(always)]
     pub(super) fn is_captured_by_others(&self, turn: &Turn) -> bool {
-        let may_be = self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
+        let may_be =
+            self.config.captured_by_others && self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
