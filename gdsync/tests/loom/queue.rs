@@ -315,16 +315,21 @@ fn no_note_is_lost() {
 /// As streams of GPUs announce doorbells and waits to an HCA that is about to turn to something else.
 #[test]
 fn no_order_is_lost() {
-    explore(3, || {
+    (0..2).for_each(no_order_is_lost_behind);
+}
+
+fn no_order_is_lost_behind(reached: u64) {
+    explore(3, move || {
         let shared = Arc::new((L64::default(), L32::default()));
         shared.1.store(1, Relaxed);
         let orders = [1, 2].map(|number| {
             let shared = shared.clone();
             thread::spawn(move || standing::order(&shared.0, &shared.1, number))
         });
-        let looks_on = standing::is_due(&shared.0, &shared.1, 0);
+        let looks_on = standing::is_due(&shared.0, &shared.1, reached);
         let told = orders.map(|order| order.join().unwrap());
         assert!(looks_on || told != [false, false], "nobody looks");
+        assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
         assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
     });
 }
