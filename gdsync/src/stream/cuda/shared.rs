@@ -388,7 +388,7 @@ impl Shared {
     }
 
     /// Sees to it that the room that comes is seen.
-    fn is_full(&self, turn: &mut Turn) -> Error {
+    pub(super) fn is_full(&self, turn: &mut Turn) -> Error {
         self.mark_in_turn(turn);
         Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
     }
