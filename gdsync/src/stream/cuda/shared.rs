@@ -45,6 +45,8 @@ pub(super) const MARK_EVERY: usize = 16;
 const MAX_HOST_FNS: usize = 24;
 /// Calls of one submission: of 1,020 that a channel takes.
 const MAX_CALLS: usize = 512;
+/// Both, in words.
+const MOST: &str = "at most 512 calls, and 24 host functions";
 
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
@@ -313,7 +315,7 @@ impl Shared {
         let (count, host_fns) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
-            return Err(Error::invalid("batch", value, "at most 512 calls, and 24 host functions"));
+            return Err(Error::invalid("batch", value, MOST));
         }
         self.enqueue(turn, done, (count, host_fns), put)?;
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };
@@ -557,5 +559,15 @@ impl Activity for Shared {
         let _state = self.lock();
         let submitted = self.submitted();
         (self.completed() >= submitted).then_some(submitted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_words_for_the_limits_are_the_limits() {
+        assert_eq!(MOST, format!("at most {MAX_CALLS} calls, and {MAX_HOST_FNS} host functions"));
     }
 }
