@@ -4,8 +4,8 @@ mod common;
 
 use std::time::Duration;
 
-use common::{LONG, buffer, bytes, job, job_with, message, stream};
-use gdsync::stream::Cond;
+use common::{LONG, buffer, bytes, gpu, job, job_with, message, stream};
+use gdsync::stream::{Cond, HostStreamConfig, Stream};
 use mp::collective::{Collectives, Number, Pending, Reduction};
 use mp::{Communicator, Error, Registration};
 
@@ -21,7 +21,7 @@ fn collectives(comm: &Communicator) -> Collectives {
 /// The two forms of each collective as one.
 struct Form<'a> {
     all: &'a Collectives,
-    stream: Option<gdsync::stream::Stream>,
+    stream: Option<Stream>,
 }
 
 impl Form<'_> {
@@ -314,6 +314,46 @@ fn full_queues_leave_the_ranks_in_step() {
         gate.store(1);
         s.synchronize(LONG).unwrap();
         all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
+        all.barrier(LONG).unwrap();
+    });
+}
+
+/// A stream that takes no more refuses before anything is posted. On a GPU its host functions are what is bounded.
+#[test]
+fn full_streams_leave_the_ranks_in_step() {
+    job("full_streams_leave_the_ranks_in_step", 2, |comm| {
+        let (all, words) = (collectives(comm), buffer(comm, 64));
+        let s = match gpu() {
+            Some(_) => stream("full"),
+            None => {
+                Stream::host(HostStreamConfig { wait_limit: LONG, depth: 4, ..Default::default() }).unwrap()
+            }
+        };
+        let gate = words.memory().word32(0).unwrap();
+        s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+        let mut queued: Vec<(Registration, Pending)> = Vec::new();
+        let start = |n: u64| {
+            let buffer = buffer(comm, 64);
+            buffer.memory().write(0, &(n + comm.rank() as u64).to_ne_bytes()).unwrap();
+            let pending = all.allreduce_on_stream::<u64>(&s, &buffer, 0..8, Reduction::Sum)?;
+            Ok((buffer, pending))
+        };
+        let error = loop {
+            match start(queued.len() as u64) {
+                Ok(one) => queued.push(one),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::Device(gdsync::Error::StreamFull { .. })), "{error}");
+        assert_eq!(queued.len(), if gpu().is_some() { 24 } else { 3 });
+        comm.barrier(LONG).unwrap();
+        gate.store(1);
+        queued.push(start(queued.len() as u64).unwrap());
+        s.synchronize(LONG).unwrap();
+        for (n, (buffer, pending)) in queued.iter().enumerate() {
+            pending.wait(LONG).unwrap();
+            assert_eq!(bytes(buffer, 0..8), (2 * n as u64 + 1).to_ne_bytes(), "{n}");
+        }
         all.barrier(LONG).unwrap();
     });
 }

@@ -22,6 +22,8 @@
 mod arena;
 mod calibrate;
 mod capabilities;
+#[doc(hidden)] // for the doctor and tests of this workspace
+pub mod channels;
 mod engine;
 mod engines;
 mod errands;

@@ -98,9 +98,16 @@ pub(super) fn allocate(file: &File, from: usize, bytes: usize) -> io::Result<()>
         return Err(io::ErrorKind::InvalidInput.into());
     };
     // SAFETY: a plain call on a valid descriptor.
-    match unsafe { libc::posix_fallocate(file.as_raw_fd(), from, bytes) } {
-        0 => Ok(()),
-        errno => Err(io::Error::from_raw_os_error(errno)),
+    uninterrupted(|| unsafe { libc::posix_fallocate(file.as_raw_fd(), from, bytes) })
+}
+
+/// Calls again what a signal has interrupted, a profiler's or a stop: the thread would record nothing for the rest of its life.
+fn uninterrupted(call: impl Fn() -> libc::c_int) -> io::Result<()> {
+    const TRIES: usize = 100;
+    match std::iter::repeat_with(call).take(TRIES).find(|errno| *errno != libc::EINTR) {
+        Some(0) => Ok(()),
+        Some(errno) => Err(io::Error::from_raw_os_error(errno)),
+        None => Err(io::ErrorKind::Interrupted.into()),
     }
 }
 
@@ -196,6 +203,17 @@ mod tests {
         ] {
             assert_eq!(pid_of(Path::new(name)), pid, "{name}");
         }
+    }
+
+    #[test]
+    fn room_is_made_in_spite_of_signals() {
+        let answers = |answers: &[libc::c_int]| {
+            let left = std::cell::RefCell::new(answers.iter().copied());
+            uninterrupted(|| left.borrow_mut().next().unwrap_or(libc::EINTR)).map_err(|error| error.kind())
+        };
+        assert_eq!(answers(&[libc::EINTR, libc::EINTR, 0]), Ok(()));
+        assert_eq!(answers(&[libc::EINTR, libc::ENOSPC, 0]), Err(io::ErrorKind::StorageFull));
+        assert_eq!(answers(&[]), Err(io::ErrorKind::Interrupted), "it does not hang");
     }
 
     #[test]

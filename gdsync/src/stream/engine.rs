@@ -146,7 +146,13 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Blocks until `completed() >= seq` or the deadline; returns whether it is.
     fn wait_completed(&self, seq: u64, deadline: Instant) -> bool;
 
-    /// Blocks until a submission would find room, or the deadline; returns whether it would.
+    /// Whether a batch of so many operations, some of them host functions, would find room.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    fn ask_room(&self, turn: &mut Turn, ops: usize, host_fns: usize) -> Result<()>;
+
+    /// Blocks until what was refused last would find room, or the deadline; returns whether it would.
     fn wait_room(&self, deadline: Instant) -> bool;
 
     /// Fails the engine with `error`, unless it failed before: first every [`super::Source`] of pending operations

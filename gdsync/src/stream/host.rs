@@ -121,6 +121,10 @@ impl Engine for HostEngine {
         self.shared.block_until(deadline, || self.shared.completed() >= seq, || seq)
     }
 
+    fn ask_room(&self, _turn: &mut Turn, _ops: usize, _host_fns: usize) -> Result<()> {
+        self.shared.ask_room()
+    }
+
     /// A failed engine has room: the submission that tries it learns the error.
     fn wait_room(&self, deadline: Instant) -> bool {
         let shared = &self.shared;

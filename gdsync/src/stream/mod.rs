@@ -385,6 +385,16 @@ impl Stream {
         self.while_full(deadline(timeout), || self.submit(batch))
     }
 
+    /// Waits for room for a batch of `ops` operations, `host_fns` of them host functions: for who must know before it posts what
+    /// the batch needs. Another thread may take the room.
+    ///
+    /// # Errors
+    /// [`Error::StreamFull`] after `timeout`, and the error that failed the stream.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn wait_room(&self, ops: usize, host_fns: usize, timeout: Duration) -> Result<()> {
+        self.while_full(deadline(timeout), || self.0.engine.ask_room(&mut self.state()?.turn, ops, host_fns))
+    }
+
     /// Tries again when there is room, until the deadline.
     fn while_full<T>(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         loop {

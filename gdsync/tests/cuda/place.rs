@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use gdsync::cuda::Gpu;
+use gdsync::cuda::{Gpu, channels};
 use gdsync::stream::{CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{Context, OnGpu, QpBuilder};
 use parking_lot::{Condvar, Mutex};
@@ -56,8 +56,7 @@ impl Turn {
     /// Waits until few enough others have theirs: a test has three streams at most that wait at a time, and if as many wait as the GPU
     /// has channels for a process, nothing else moves there.
     fn take() -> Self {
-        let said = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().and_then(|text| text.parse().ok());
-        let most = (said.unwrap_or(8) / 3).max(1);
+        let most = (channels::here() / 3).max(1);
         let mut at_work = AT_WORK.lock();
         DONE.wait_while(&mut at_work, |at_work| *at_work >= most);
         *at_work += 1;

@@ -3,6 +3,7 @@
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use gdsync::cuda::channels;
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
@@ -53,10 +54,9 @@ fn a_batch_that_the_driver_has_no_room_for_is_refused() {
 /// Waits of the front end hold channels of the GPU, those of kernels do not.
 #[test]
 fn as_many_waits_as_the_gpu_has_channels_are_told_of() {
-    let said = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().and_then(|text| text.parse().ok());
-    let channels: usize = said.unwrap_or(8);
+    let most = channels::here();
     for via in WAYS {
-        for waiting in [channels - 1, channels] {
+        for waiting in [most - 1, most] {
             // Its own GPU: no other streams.
             let (_control, gpu) = rig();
             let words = Memory::alloc(4096).unwrap();
@@ -68,8 +68,8 @@ fn as_many_waits_as_the_gpu_has_channels_are_told_of() {
             let error = |stream: &Stream| stream.synchronize(PATIENCE).unwrap_err();
             let errors: Vec<_> = streams.iter().map(error).collect();
             assert!(errors.iter().all(|error| matches!(error, Error::StreamWait { .. })), "{errors:?}");
-            let told = errors.iter().any(|error| error.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"));
-            assert_eq!(told, via == Via::MemOp && waiting == channels, "{via}, {waiting}: {}", errors[0]);
+            let told = errors.iter().any(|error| error.to_string().contains(channels::VARIABLE));
+            assert_eq!(told, via == Via::MemOp && waiting == most, "{via}, {waiting}: {}", errors[0]);
         }
     }
 }

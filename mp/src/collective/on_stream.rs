@@ -92,7 +92,8 @@ impl Collectives {
     /// # Errors
     /// [`Error::Message`] names a rank: its connection is broken, too many messages are under way (nothing is queued
     /// then; synchronize the stream and try again), or another stream uses it. [`Error::Device`]: the stream failed, or
-    /// was full for 10 s. The error of an earlier call.
+    /// was full for 10 s ([`StreamFull`](gdsync::Error::StreamFull); nothing is queued then, either). The error of an
+    /// earlier call.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
         let all = || self.others().map(|rank| part(rank, &self.token, 0..0)).collect();
         self.enqueue("barrier", stream, Direct { sends: all(), receives: all(), ..Direct::default() })
@@ -155,7 +156,7 @@ impl Collectives {
 
     /// Queues a [`Collectives::allreduce`]: a host function of the stream combines the values, in rank order. Each rank
     /// sends its values to all others. A stream of a GPU takes 24 host functions: with more of these ahead of it the call waits
-    /// for room, and if there is none for 10 s the collectives are broken.
+    /// for room.
     ///
     /// # Errors
     /// As [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].
@@ -200,7 +201,9 @@ impl Collectives {
     fn enqueue(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
         self.sticky(|| Ok(()))?;
         refuse_in_capture(stream)?;
-        // A ready and a message each way. What is refused here leaves the ranks in step.
+        // What is refused here leaves the ranks in step.
+        stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), ROOM)?;
+        // A ready and a message each way.
         for part in direct.sends.iter().chain(&direct.receives) {
             let peer = self.comm.peer(part.rank)?;
             [Way::Send, Way::Recv].into_iter().try_for_each(|way| peer.has_room(way, 2, operation))?;
@@ -214,6 +217,14 @@ fn part(rank: usize, buffer: &Registration, range: Range<usize>) -> Part {
 }
 
 impl Direct {
+    /// At most so many operations of a stream.
+    fn ops(&self) -> usize {
+        // Each has a ready perhaps. A send waits for its receive, and each is awaited; one more for the host function.
+        const EACH: usize = 3;
+        let messages = (self.sends.len() + self.receives.len()) * if self.handshake { 2 } else { 1 };
+        messages * EACH + 1
+    }
+
     fn submit(
         self,
         comm: &Communicator,
@@ -254,6 +265,7 @@ impl Direct {
                 });
             }
         }
+        // Where another thread has taken the room.
         stream.submit_within(&mut batch, ROOM)?;
         Ok(Pending { operation, receives, sends, last })
     }

@@ -1,5 +1,6 @@
 //! Variables that change what CUDA, rdma-core and this library do.
 
+use gdsync::cuda::channels;
 use gdsync::rdma::DeviceConfig;
 
 use super::super::machine::Machine;
@@ -7,7 +8,7 @@ use super::super::probe::{Check, Probe};
 
 const CONNECTIONS: Check = Check {
     name: "environment.connections",
-    tried: "CUDA_DEVICE_MAX_CONNECTIONS",
+    tried: channels::VARIABLE,
     why: "as many streams blocked in waits as it says (8, if not set) stop everything else of the process on that GPU",
 };
 const OURS: Check = Check {
@@ -59,11 +60,11 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
 
 fn connections(machine: &Machine) -> Probe {
     const FIX: &str = "unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 32 where many streams wait at once";
-    match machine.variable("CUDA_DEVICE_MAX_CONNECTIONS").map(|text| (text, text.parse::<u32>())) {
-        None => CONNECTIONS.ok("not set: 8 hardware queues"),
-        Some((_, Ok(1))) => CONNECTIONS.warn("1: a single stream that waits stops all others", FIX),
-        Some((_, Ok(count @ 2..=32))) => CONNECTIONS.ok(format!("{count} hardware queues")),
-        Some((text, _)) => CONNECTIONS.warn(format!("'{text}': CUDA takes 1 to 32"), FIX),
+    match machine.variable(channels::VARIABLE).map(|text| (text, channels::asked(text))) {
+        None => CONNECTIONS.ok(format!("not set: {} hardware queues", channels::USUAL)),
+        Some((_, Some(1))) => CONNECTIONS.warn("1: a single stream that waits stops all others", FIX),
+        Some((_, Some(count))) => CONNECTIONS.ok(format!("{count} hardware queues")),
+        Some((text, None)) => CONNECTIONS.warn(format!("'{text}': CUDA takes 1 to 32"), FIX),
     }
 }
 

@@ -160,7 +160,8 @@ fn a_forked_child_writes_nothing_to_the_file_of_its_parent_and_leaves_it_there()
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "{status:#x}");
     let recording = read(&recorder);
-    assert_eq!((recording.records.len(), recording.rank), (1, None));
+    let Recording { torn, lost, rank, .. } = recording;
+    assert_eq!((recording.records.len(), torn, lost, rank), (1, 0, 0, None));
     recorder.put(&mark(3, 0));
     assert_eq!(read(&recorder).records.len(), 2, "the parent goes on");
 }

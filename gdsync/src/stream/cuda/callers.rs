@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::shared::Shared;
-use crate::error::Error;
+use super::plan;
+use super::shared::{Shared, Turn};
+use crate::error::{Error, Result};
 use crate::pause::breathe;
 
 /// How long a caller spins for a completion before it sleeps.
@@ -56,6 +57,24 @@ impl Shared {
                 std::thread::sleep(nap);
             }
         }
+    }
+
+    /// Refuses what a submission of so many operations and host functions would be refused for.
+    pub(super) fn ask_room(&self, turn: &mut Turn, ops: usize, host_fns: usize) -> Result<()> {
+        if self.failed() {
+            return Err(self.why_failed());
+        }
+        let calls = plan::most_calls(ops, host_fns, self.by_kernel());
+        let mut state = self.lock();
+        self.end_row(turn, &mut state);
+        let done = self.retire(&mut state);
+        let is_full = self.full(&state, calls, host_fns);
+        if is_full {
+            (state.wanted, state.wanted_pool) = ((calls, host_fns), None);
+        }
+        drop(state);
+        drop(done);
+        if is_full { Err(self.is_full(turn)) } else { Ok(()) }
     }
 
     pub(super) fn has_room(&self) -> bool {

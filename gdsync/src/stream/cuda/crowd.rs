@@ -9,10 +9,8 @@ use std::sync::{Arc, Weak};
 use gdrcopy::cuda::raw::layout::Handle;
 use parking_lot::Mutex;
 
-/// How many channels CUDA uses.
-const VARIABLE: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// Unless [`VARIABLE`] says another number, of 1 to 32.
-const USUAL: usize = 8;
+use crate::cuda::channels;
+
 const FIX: &str = "let fewer streams wait at a time, or set CUDA_DEVICE_MAX_CONNECTIONS (at most 32) before CUDA is initialised";
 
 /// The streams that wait in a context of a GPU.
@@ -35,14 +33,13 @@ impl Crowd {
         {
             return known;
         }
-        let crowd = Arc::new(Self::of(std::env::var(VARIABLE).ok().as_deref()));
+        let crowd = Arc::new(Self::of(channels::here()));
         crowds.push((context, Arc::downgrade(&crowd)));
         crowd
     }
 
-    fn of(variable: Option<&str>) -> Self {
-        let said = variable.and_then(|text| text.trim().parse().ok()).filter(|said| (1..=32).contains(said));
-        Self { channels: said.unwrap_or(USUAL), standing: AtomicUsize::new(0), told: AtomicBool::new(false) }
+    fn of(channels: usize) -> Self {
+        Self { channels, standing: AtomicUsize::new(0), told: AtomicBool::new(false) }
     }
 
     /// One more stream waits, until the result is dropped.
@@ -97,17 +94,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn channels_are_what_cuda_makes_of_the_variable() {
-        let of = |text| Crowd::of(text).channels;
-        assert_eq!(
-            [None, Some("32"), Some(" 1"), Some("0"), Some("33"), Some("many")].map(of),
-            [8, 32, 1, 8, 8, 8]
-        );
-    }
-
-    #[test]
     fn who_waited_while_all_channels_were_held_is_told_even_when_others_are_gone() {
-        let crowd = Crowd::of(Some("2"));
+        let crowd = Crowd::of(2);
         let (mut first, mut second) = (crowd.join(), crowd.join());
         first.look();
         drop(first);

@@ -203,6 +203,10 @@ impl Engine for CudaEngine {
         self.shared.wait_completed(seq, deadline)
     }
 
+    fn ask_room(&self, turn: &mut Turn, ops: usize, host_fns: usize) -> Result<()> {
+        self.shared.ask_room(turn, ops, host_fns)
+    }
+
     fn wait_room(&self, deadline: Instant) -> bool {
         self.shared.block_until(deadline, || self.shared.failed() || self.shared.has_room())
     }

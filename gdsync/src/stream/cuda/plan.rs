@@ -97,6 +97,19 @@ pub(super) struct Calls {
     host_fns: usize,
 }
 
+/// The most operations of a call.
+fn most_ops(by_kernel: bool) -> usize {
+    if by_kernel { lane::LARGE } else { MAX_MEMOPS }
+}
+
+/// At most so many calls become of so many operations and host functions, with the mark behind them, whatever they are.
+pub(super) fn most_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize {
+    // A barrier, a wait, a flush and an index. Two that belong together may leave a call one or two short.
+    const STEPS: usize = 4;
+    // A host function is a call, and ends the one before it.
+    (ops * STEPS + 1).div_ceil(most_ops(by_kernel) - 2) + 2 * host_fns
+}
+
 /// Consumer indices that are put off.
 type Indices = SmallVec<[LaneOp; 2]>;
 
@@ -104,8 +117,13 @@ impl Calls {
     /// None so far.
     #[inline(always)]
     pub(super) fn new(by_kernel: bool) -> Self {
-        let most = if by_kernel { lane::LARGE } else { MAX_MEMOPS };
-        Self { most, before: Vec::new(), last: Program::new(), barrier: false, host_fns: 0 }
+        Self {
+            most: most_ops(by_kernel),
+            before: Vec::new(),
+            last: Program::new(),
+            barrier: false,
+            host_fns: 0,
+        }
     }
 
     /// Adds steps that belong into one call.
@@ -332,6 +350,7 @@ mod tests {
     use gdrcopy::standin::driver;
 
     use super::*;
+    use crate::stream::{Cond, Ops};
 
     /// `INDEX` of `lane.cu` has no fence before it, unlike `WRITE_32`.
     #[test]
@@ -345,5 +364,31 @@ mod tests {
         let calls = list(&gpu, &ops, true).unwrap();
         let [Call::Ops(program)] = &calls[..] else { panic!("{calls:?}") };
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
+    }
+
+    #[test]
+    fn no_batch_becomes_more_calls_than_are_asked_for() {
+        let _control = driver::Control::take();
+        let gpu = Gpu::open_with(driver::api(), 0, None).unwrap();
+        let word = Memory::alloc(64).unwrap().word32(0).unwrap();
+        for by_kernel in [false, true] {
+            for (len, every) in [(0, 1), (1, 1), (4, 2), (127, 200), (128, 200), (500, 200), (500, 100)] {
+                let mut ops = Ops::new();
+                for n in 1..=len {
+                    ops.push(match n % every {
+                        0 => Op::HostFn(Box::new(|| ())),
+                        n if n % 2 == 0 => Op::Barrier,
+                        _ => Op::Wait32 { at: word.clone(), value: 1, cond: Cond::Eq },
+                    });
+                }
+                let mut calls = Calls::new(by_kernel);
+                calls.add(&gpu, &ops).unwrap();
+                calls.mark(LaneOp::mark(0, 1));
+                let (count, host_fns) = calls.count();
+                let most = most_calls(len, host_fns, by_kernel);
+                assert_eq!(host_fns, len / every);
+                assert!((count..=5 * count).contains(&most), "{len}, {every}: {count}, not {most}");
+            }
+        }
     }
 }

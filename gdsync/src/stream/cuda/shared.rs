@@ -48,6 +48,8 @@ const MAX_HOST_FNS: usize = 24;
 const ANYWHERE: i32 = 13_000;
 /// Calls of one submission: of 1,020 that a channel takes.
 const MAX_CALLS: usize = 512;
+/// Both, in words.
+const MOST: &str = "at most 512 calls, and 24 host functions";
 
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
@@ -321,7 +323,7 @@ impl Shared {
         let (count, host_fns) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
-            return Err(Error::invalid("batch", value, "at most 512 calls, and 24 host functions"));
+            return Err(Error::invalid("batch", value, MOST));
         }
         self.enqueue(turn, done, (count, host_fns), put)?;
         turn.unmarked = if marks { 0 } else { turn.unmarked + count };
@@ -396,7 +398,7 @@ impl Shared {
     }
 
     /// Sees to it that the room that comes is seen.
-    fn is_full(&self, turn: &mut Turn) -> Error {
+    pub(super) fn is_full(&self, turn: &mut Turn) -> Error {
         self.mark_in_turn(turn);
         Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
     }
@@ -565,5 +567,15 @@ impl Activity for Shared {
         let _state = self.lock();
         let submitted = self.submitted();
         (self.completed() >= submitted).then_some(submitted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_words_for_the_limits_are_the_limits() {
+        assert_eq!(MOST, format!("at most {MAX_CALLS} calls, and {MAX_HOST_FNS} host functions"));
     }
 }

@@ -101,15 +101,19 @@ impl Shared {
         self.submitted() - completed < self.config.depth as u64
     }
 
+    /// Refuses what a submission would be refused for.
+    pub(super) fn ask_room(&self) -> Result<()> {
+        match self.error() {
+            Some(error) => Err(error),
+            None if self.has_room() => Ok(()),
+            None => Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }),
+        }
+    }
+
     pub(super) fn submit(&self, ops: &mut Ops) -> Result<u64> {
         let sources = sources_of(ops);
         let mut state = self.state.lock();
-        if let Some(error) = self.error() {
-            return Err(error);
-        }
-        if !self.has_room() {
-            return Err(Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth });
-        }
+        self.ask_room()?;
         state.queue.push_back(Submission { ops: mem::take(ops), sources });
         let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);

@@ -1,0 +1,198 @@
+//! How a queue pair is made: what the caller may choose, and the queues that come of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU32};
+
+use parking_lot::Mutex;
+
+use super::connect::Connect;
+use super::{Qp, QpCore};
+use crate::cuda::Gpu;
+use crate::direct::probe;
+use crate::error::{Error, Result};
+use crate::mlx5;
+use crate::recorder::{Log, QpLog};
+use crate::stream::Bell;
+use crate::verbs::attr::{Access, QpState};
+use crate::verbs::cq::Cq;
+use crate::verbs::device::Pd;
+use crate::verbs::end::QueueEnd;
+use crate::verbs::placement::{OnGpu, Places};
+use crate::verbs::provider::{QpParts, QpRequest};
+use crate::verbs::rq::RecvQueue;
+use crate::verbs::sq::{Most, SendQueue};
+use crate::verbs::track::Tracker;
+
+/// Builds a [`Qp`]. Nothing the caller passes is changed.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct QpBuilder {
+    pd: Pd,
+    send_cq: Option<Cq>,
+    recv_cq: Option<Cq>,
+    max_send_wr: usize,
+    max_recv_wr: usize,
+    max_send_sge: usize,
+    max_recv_sge: u32,
+    max_inline: usize,
+    places: Places,
+    connect: Connect,
+}
+
+macro_rules! builder {
+    ($($(#[$doc:meta])* $name:ident: $type:ty => $($field:ident).+,)*) => {$(
+        $(#[$doc])*
+        pub fn $name(mut self, value: $type) -> Self {
+            self.$($field).+ = value;
+            self
+        }
+    )*};
+}
+
+impl QpBuilder {
+    pub(crate) fn new(pd: Pd) -> Self {
+        Self {
+            pd,
+            send_cq: None,
+            recv_cq: None,
+            max_send_wr: 128,
+            max_recv_wr: 128,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 64,
+            places: Places::default(),
+            connect: Connect::default(),
+        }
+    }
+
+    builder! {
+        /// Sends that can be outstanding, 1 to 32768 (default 128).
+        max_send_wr: usize => max_send_wr,
+        /// Receives that can be outstanding, 1 to 32768 (default 128).
+        max_recv_wr: usize => max_recv_wr,
+        /// SGEs of a send, 1 to 30 (default 1). More fit if the queue is not full.
+        max_send_sge: usize => max_send_sge,
+        /// SGEs of a receive, 1 to 32 (default 1).
+        max_recv_sge: u32 => max_recv_sge,
+        /// Bytes of inline data, 0 to 512 (default 64).
+        max_inline: usize => max_inline,
+        /// What peers may do (default everything a region allows).
+        access: Access => connect.access,
+        /// Path MTU in bytes for [`Qp::connect`], at most (default 4096): see [`QpAttr::path_mtu`](crate::verbs::QpAttr::path_mtu).
+        path_mtu: u32 => connect.path_mtu,
+        /// RNR timer code (default 12: 0.64 ms).
+        min_rnr_timer: u8 => connect.min_rnr_timer,
+        /// Acknowledge timeout, `4.096 us * 2^timeout` (default 14: 67 ms).
+        timeout: u8 => connect.timeout,
+        /// Retries after a timeout (default 7).
+        retry_cnt: u8 => connect.retry_cnt,
+        /// Retries after "receiver not ready", 7 for ever (default 6). Not on iWARP: a message without a receive ends the connection.
+        rnr_retry: u8 => connect.rnr_retry,
+    }
+
+    /// READs and atomics outstanding each way, 0 to 16 (default 16, or what the device allows).
+    pub fn rd_atomic(mut self, value: u8) -> Self {
+        self.connect.rd_atomic = Some(value);
+        self
+    }
+
+    /// Completes sends on a queue shared with others. Streams cannot wait on a shared queue.
+    pub fn send_cq(mut self, cq: &Cq) -> Self {
+        self.send_cq = Some(cq.clone());
+        self
+    }
+
+    /// Completes receives on a queue shared with others. Streams cannot wait on a shared queue.
+    pub fn recv_cq(mut self, cq: &Cq) -> Self {
+        self.recv_cq = Some(cq.clone());
+        self
+    }
+
+    /// Drives the queue pair from streams of this GPU, with `what` in its memory. Without this it can be driven too, but then
+    /// its host memory is registered with CUDA by the first submission instead of here.
+    pub fn on_gpu(mut self, gpu: &Gpu, what: OnGpu) -> Self {
+        self.places = Places { gpu: Some(gpu.clone()), on_gpu: what };
+        self
+    }
+
+    /// Creates the queue pair, in RESET.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] names the value out of range; [`Error::Sys`] when memory is short; [`Error::Verbs`] and
+    /// [`Error::Device`] where a card refuses, as it may queues in GPU memory: see [`OnGpu`].
+    pub fn build(self) -> Result<Qp> {
+        let check = |what, value: usize, range: std::ops::RangeInclusive<usize>, expected| {
+            if range.contains(&value) { Ok(()) } else { Err(Error::invalid(what, value, expected)) }
+        };
+        check("max_send_wr", self.max_send_wr, 1..=32768, "1 to 32768")?;
+        check("max_recv_wr", self.max_recv_wr, 1..=32768, "1 to 32768")?;
+        check("max_send_sge", self.max_send_sge, 1..=30, "1 to 30")?;
+        check("max_recv_sge", self.max_recv_sge as usize, 1..=32, "1 to 32")?;
+        check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
+
+        // The largest request of each kind: control, remote address, then SGEs or inline data.
+        let wqe = 32 + (16 * self.max_send_sge).max((4 + self.max_inline).next_multiple_of(16));
+        let blocks = self.max_send_wr * wqe.div_ceil(mlx5::BB);
+        let log_sq = blocks.next_power_of_two().trailing_zeros();
+        if log_sq > 15 {
+            return Err(Error::invalid(
+                "send queue",
+                blocks,
+                "at most 32768 blocks of 64 bytes: fewer or smaller requests",
+            ));
+        }
+        let log_rq = self.max_recv_wr.next_power_of_two().trailing_zeros();
+        let rq_stride = mlx5::recv_stride(self.max_recv_sge);
+        let provider = self.pd.provider().clone();
+        let places = &self.places;
+        if let Some(gpu) = &places.gpu {
+            provider.admit(gpu, &mut || probe(&self.pd, gpu))?;
+        }
+        let recorder = Log::open()?.on(provider.gid());
+        let own = |cq: Option<Cq>, log: u32, ring| {
+            let create = || Cq::create(provider.clone(), 1 << log, ring, places, recorder.clone());
+            cq.map_or_else(create, Ok)
+        };
+        let send_cq = own(self.send_cq, log_sq, OnGpu::SEND_CQ)?.0;
+        let recv_cq = own(self.recv_cq, log_rq, OnGpu::RECV_CQ)?.0;
+        let request = QpRequest {
+            pdn: self.pd.pdn(),
+            send_cqn: send_cq.cqn(),
+            recv_cqn: recv_cq.cqn(),
+            log_sq,
+            log_rq,
+            rq_stride,
+            max_send_sge: self.max_send_sge,
+            max_inline: self.max_inline,
+        };
+        let QpParts { qpn, psn, sq, rq, record, doorbell, health } = provider.create_qp(&request, places)?;
+        let found = (recorder.clone(), provider.reads_by_itself());
+        let log = QpLog::new(recorder, qpn, provider.address(qpn, psn).gid);
+        let core = Arc::new(QpCore {
+            provider,
+            qpn,
+            psn: AtomicU32::new(psn),
+            state: AtomicU8::new(QpState::RESET.0),
+            modifying: Mutex::new(()),
+            health: health.clone(),
+            send_cq: send_cq.clone(),
+            recv_cq: recv_cq.clone(),
+            defaults: self.connect,
+            log,
+            _pd: self.pd,
+        });
+        let send_tracker = Tracker::new(qpn, true, 1 << log_sq, health.clone(), found.clone());
+        let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);
+        send_cq.attach(&send_tracker);
+        recv_cq.attach(&recv_tracker);
+        let record_may_lag = core.provider.record_may_lag();
+        let (record_word, found) = (record.word32(mlx5::QP_DBREC_SEND)?, Default::default());
+        let bell = Arc::new(Bell { record: record_word, doorbell, record_may_lag, found });
+        let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(bell.clone()));
+        let most = Most { sges: self.max_send_sge, inline: self.max_inline };
+        let send = SendQueue::new(end, sq, bell, most);
+        let end = QueueEnd::new(core, recv_cq, recv_tracker, None);
+        let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
+        Ok(Qp { send, recv })
+    }
+}
