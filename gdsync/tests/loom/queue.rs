@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use gdsync::mlx5::{self, Cqe};
-use gdsync::protocol::{self, Atom32, completion, note, standing};
+use gdsync::protocol::{self, Atom32, Atom64, completion, note, standing};
 use loom::sync::Arc;
 use loom::thread;
 
