@@ -9,6 +9,7 @@ use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdasync::gdrcopy::standin::driver;
 use gdasync::gdsync::cuda::Gpu;
+use gdasync::gdsync::error::Error;
 
 use super::Machinery;
 use super::driver::watched;
@@ -68,14 +69,10 @@ pub(super) fn machinery(graphs: bool) -> Result<Machinery> {
     // Nothing here launches steps, but the kernel is looked for.
     driver::kernel("gds_finish", &[8], |_| {});
     let name = "no GPU".to_owned();
-    let open = |api| {
-        Ok::<_, Box<dyn std::error::Error>>((
-            Gpu::open_with(api, 0, Some(driver::gdr()?))?,
-            Gpu::open_with(watched(api), 0, Some(driver::gdr()?))?,
-        ))
-    };
+    let open = |api| Gpu::open_with(api, 0, Some(driver::gdr()?));
+    let both = |api| Ok::<_, Error>((open(api)?, open(watched(api))?));
     if graphs {
-        let (gpu, watched) = open(driver::api())?;
+        let (gpu, watched) = both(driver::api())?;
         return Ok(Machinery { gpu, watched, name, run: |_| {} });
     }
     let api = Api {
@@ -86,7 +83,7 @@ pub(super) fn machinery(graphs: bool) -> Result<Machinery> {
         ctx_get_current: Some(ctx_get_current),
         ..driver::api()
     };
-    let (gpu, watched) = open(api)?;
+    let (gpu, watched) = both(api)?;
     CONTEXT.store(gpu.raw_context(), Ordering::Relaxed);
     std::thread::Builder::new().name("no-gpu".into()).spawn(|| QUEUE.run())?;
     Ok(Machinery { gpu, watched, name, run: |may| QUEUE.may_run(may) })

@@ -96,7 +96,7 @@ pub(super) fn within_another() -> Error {
 }
 
 impl Shared {
-    /// Whether somebody is capturing the stream. The context must be current.
+    /// Whether somebody is capturing the stream. The context must be current, if the driver needs that.
     pub(super) fn is_captured(&self) -> gdrcopy::Result<bool> {
         capture_of(self.gpu.api(), self.stream).map(|(status, _)| status != NO_CAPTURE)
     }

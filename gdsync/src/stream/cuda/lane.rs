@@ -107,6 +107,19 @@ pub(super) struct Parameter<const N: usize> {
     ops: [MaybeUninit<LaneOp>; N],
 }
 
+impl<const N: usize> Parameter<N> {
+    /// What lies behind so many operations is not used.
+    #[inline(always)]
+    fn of(head: Head, ops: &[LaneOp]) -> Self {
+        let head = Head { count: ops.len() as u64, ..head };
+        let mut program = Self { head, ops: [const { MaybeUninit::uninit() }; N] };
+        for (slot, op) in program.ops.iter_mut().zip(ops) {
+            slot.write(*op);
+        }
+        program
+    }
+}
+
 /// `Kind` of `gdsync.cuh`.
 mod kind {
     pub(super) const WRITE_32: u32 = 0;
@@ -310,20 +323,33 @@ impl Lane {
         ops: &[LaneOp],
     ) -> gdrcopy::Result<()> {
         self.with_program(head, ops, |function, params| {
-            let none = std::ptr::null_mut();
-            // SAFETY: the function takes this one parameter, which the driver copies; what lies behind `count` is not
-            // used.
-            unsafe { api.launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, params, none) }
+            // SAFETY: the function takes this one parameter.
+            unsafe { launch(api, function, stream, params) }
         })
+    }
+
+    /// As [`Lane::launch`], of a few operations that are known where it is called.
+    #[inline(always)]
+    pub(super) fn launch_few<const N: usize>(
+        &self,
+        api: &Api,
+        stream: RawStream,
+        head: Head,
+        ops: [LaneOp; N],
+    ) -> gdrcopy::Result<()> {
+        const { assert!(N <= SMALL) };
+        let mut program = Parameter::<SMALL>::of(head, &ops);
+        let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
+        // SAFETY: the function takes this one parameter.
+        unsafe { launch(api, self.small, stream, params.as_mut_ptr()) }
     }
 
     /// Launches the kernel that runs what is left of the steps at this address of the GPU, and their mark. The context must
     /// be current.
     pub(super) fn finish(&self, api: &Api, stream: RawStream, mut address: u64) -> gdrcopy::Result<()> {
         let mut params = [(&raw mut address).cast::<c_void>()];
-        let none = std::ptr::null_mut();
         // SAFETY: the function takes an address, of steps that the submission keeps.
-        unsafe { api.launch_kernel(self.finish, 1, 1, 1, 1, 1, 1, 0, stream, params.as_mut_ptr(), none) }
+        unsafe { launch(api, self.finish, stream, params.as_mut_ptr()) }
     }
 
     /// Has a kernel node of a graph run `ops` from the next launch on. The context must be current.
@@ -367,11 +393,7 @@ impl Lane {
             ops: &[LaneOp],
             call: impl FnOnce(*mut *mut c_void) -> T,
         ) -> T {
-            let head = Head { count: ops.len() as u64, ..head };
-            let mut program = Parameter { head, ops: [const { MaybeUninit::uninit() }; N] };
-            for (slot, op) in program.ops.iter_mut().zip(ops) {
-                slot.write(*op);
-            }
+            let mut program = Parameter::<N>::of(head, ops);
             let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
             call(params.as_mut_ptr())
         }
@@ -381,6 +403,21 @@ impl Lane {
             sized::<LARGE, T>(head, ops, |params| call(self.large, params))
         }
     }
+}
+
+/// Launches a kernel of one thread.
+///
+/// # Safety
+/// The function must take these parameters, which the driver copies.
+#[inline(always)]
+unsafe fn launch(
+    api: &Api,
+    function: Handle,
+    stream: RawStream,
+    params: *mut *mut c_void,
+) -> gdrcopy::Result<()> {
+    // SAFETY: the caller's.
+    unsafe { api.launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, params, std::ptr::null_mut()) }
 }
 
 /// A node of one block.

@@ -163,8 +163,9 @@ impl Shared {
     /// As [`Shared::run`], of a few operations that are known where it is called.
     #[inline(always)]
     fn run_few<const N: usize>(&self, seq: u64, ops: [LaneOp; N]) -> gdrcopy::Result<()> {
-        if self.lane.is_some() {
-            return self.run(seq, &ops);
+        let api = self.gpu.api();
+        if let Some(lane) = self.lane.as_ref().filter(|_| plan::fits_kernel(&ops)) {
+            return lane.launch_few(api, self.stream, self.head(seq), ops);
         }
         // Not `map`, which is a function of its own.
         let mut memops = [const { LaneOp::BARRIER.memop() }; N];
@@ -174,7 +175,7 @@ impl Shared {
         #[expect(clippy::cast_possible_truncation, reason = "a few")]
         let count = const { N as u32 };
         // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
-        unsafe { self.gpu.api().stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+        unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
     }
 
     /// Ends the row: counts its calls where all see it.

@@ -64,6 +64,8 @@ pub(super) struct Shared {
     pub(super) lane: Option<Arc<Lane>>,
     pub(super) kicker: Option<Arc<dyn Kicks>>,
     pub(super) status: StatusBlock,
+    /// What all programs of kernels begin with.
+    head: Head,
     /// The mark, and the one of kernels that ran after the stream failed.
     mark: Word64,
     mark_after: Word64,
@@ -180,6 +182,8 @@ impl Shared {
         };
         let kicker = if kicks { Some(Kicker::of(gpu)? as Arc<dyn Kicks>) } else { None };
         let status = StatusBlock::new(gpu)?;
+        let limit_ns = u64::try_from(config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
+        let head = Head { status: status.addr(), limit_ns, submission: 0, count: 0 };
         let marks = gpu.host_piece(16)?;
         let (mark, mark_after, mark_addr) = (marks.word64(0)?, marks.word64(8)?, marks.gpu_addr(gpu)?);
         let log = Log::open()?;
@@ -194,6 +198,7 @@ impl Shared {
             lane,
             kicker,
             status,
+            head,
             mark,
             mark_after,
             mark_addr,
@@ -296,8 +301,8 @@ impl Shared {
         self.fail(Error::cuda("submitting to the stream")(error));
     }
 
-    /// Whether the application captures the stream, so that what is queued now would not run. As of all calls on the stream,
-    /// see [`Shared::needs_context`].
+    /// Whether the application captures the stream, so that what is queued now would not run. The context must be current, if the driver
+    /// needs that.
     #[inline(always)]
     pub(super) fn is_captured_by_others(&self, turn: &Turn) -> bool {
         let may_be =
@@ -429,8 +434,7 @@ impl Shared {
 
     /// What tells a kernel about its submission.
     pub(super) fn head(&self, submission: u64) -> Head {
-        let limit_ns = u64::try_from(self.config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
-        Head { status: self.status.addr(), limit_ns, submission, count: 0 }
+        Head { submission, ..self.head }
     }
 
     /// Has the GPU run operations by one call. The context must be current.
