@@ -124,7 +124,8 @@ impl Window {
         rma: &Rma<'_>,
         mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<u64>,
     ) -> Result<Request> {
-        let (sges, buffers) = rma.local(self.0.lanes.near)?;
+        let near = self.0.lanes.near;
+        let sges = rma.sges(near)?;
         let len = match rma.what {
             What::Put(_) | What::Get(_) => {
                 // Ranges of memory that exists: only a list of many could pass the end of the numbers.
@@ -153,7 +154,7 @@ impl Window {
         }
         let lane = &self.0.lanes.lanes[rma.rank];
         let wrs = wrs.as_slice();
-        lane.start(name, len, buffers, wrs.len(), |qp| post(qp, wrs))
+        lane.start(name, len, (rma.pieces(), near), wrs.len(), |qp| post(qp, wrs))
     }
 
     /// The work requests that move data.
@@ -220,6 +221,10 @@ impl Window {
 
 /// Calls `one` for as many elements at a time as a work request takes, and where they go.
 fn chunks<'a>(mut at: RemoteAddr, sges: &'a [Sge], mut one: impl FnMut(RemoteAddr, &'a [Sge])) {
+    // As nearly all.
+    if let [_] = sges {
+        return one(at, sges);
+    }
     let mut rest = sges;
     while !rest.is_empty() {
         let mut len = 0;
