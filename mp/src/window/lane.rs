@@ -36,6 +36,8 @@ pub(crate) struct Lane {
 impl Lane {
     /// Posts an operation on `bytes` bytes that takes `wrs` work requests, after recycling if the queue is full, and keeps
     /// its buffers registered until it is complete.
+    // Always inline, as Window::begin.
+    #[inline(always)]
     pub(super) fn start(
         self: &Arc<Self>,
         operation: &'static str,
@@ -47,17 +49,15 @@ impl Lane {
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let mut held = self.held.lock();
         held.prefetch();
+        let failed = |source| self.tell(operation, source);
         if held.places() + wrs > self.depth {
-            self.make_room(&mut held);
+            self.make_room_for(&mut held, wrs).map_err(failed)?;
         }
-        let posted = match self.room(held.places() + wrs).and_then(|()| post(&self.ends.send)) {
-            Err(gdsync::Error::QueueFull { .. }) if held.places() + wrs <= self.depth => {
-                self.make_room(&mut held);
-                post(&self.ends.send)
-            }
-            other => other,
+        // A result that is only passed on is copied, and that waits for its parts to be written.
+        let place = match post(&self.ends.send) {
+            Ok(place) => place,
+            Err(error) => self.again(&mut held, error, &mut || post(&self.ends.send)).map_err(failed)?,
         };
-        let place = posted.map_err(|source| self.tell(operation, source))?;
         let lane = || Some(Arc::downgrade(self));
         let make = |message| Order::new(&self.link, &self.ends, Way::Send, lane(), message);
         let places = u32::try_from(wrs).expect("a queue has fewer");
@@ -65,7 +65,25 @@ impl Lane {
         Ok(Request::posted(order))
     }
 
-    fn room(&self, wrs: usize) -> gdsync::Result<()> {
+    /// Posts once more if it failed for lack of room that can be made.
+    #[cold]
+    fn again(
+        &self,
+        held: &mut Held,
+        error: gdsync::Error,
+        post: &mut dyn FnMut() -> gdsync::Result<u64>,
+    ) -> gdsync::Result<u64> {
+        if !matches!(error, gdsync::Error::QueueFull { .. }) {
+            return Err(error);
+        }
+        self.make_room(held);
+        post()
+    }
+
+    #[cold]
+    fn make_room_for(&self, held: &mut Held, wrs: usize) -> gdsync::Result<()> {
+        self.make_room(held);
+        let wrs = held.places() + wrs;
         if wrs <= self.depth {
             return Ok(());
         }
@@ -74,13 +92,13 @@ impl Lane {
         Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.ends.send.qpn(), outstanding, depth })
     }
 
+    /// Takes completions, and lets go of what is complete.
     fn make_room(&self, held: &mut Held) {
         self.ends.send.send_cq().drain();
         // Those of dropped batches, whose places in the queue nobody has taken since.
         held.drop_newest(|order| order.completion().is_taken_back());
         // Where one fails, so do all behind it.
-        if held.newest().is_some_and(|last| last.outcome().is_err()) && self.ends.send.check().is_err()
-        {
+        if held.newest().is_some_and(|last| last.outcome().is_err()) && self.ends.send.check().is_err() {
             self.lost.store(true, Ordering::Relaxed);
         }
         held.settle();
@@ -109,6 +127,7 @@ impl Lane {
         flushed.map_err(|source| self.tell("flush on stream", source))
     }
 
+    #[cold]
     fn tell(&self, operation: &'static str, source: gdsync::Error) -> Error {
         if self.ends.send.check().is_err() {
             self.told.store(true, Ordering::Relaxed);

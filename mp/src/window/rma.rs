@@ -51,6 +51,7 @@ pub(super) enum Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
+    #[inline]
     pub(super) fn list(&self) -> &[Piece<'a>] {
         match self {
             Self::One(piece) => std::slice::from_ref(piece),
@@ -60,6 +61,7 @@ impl<'a> Pieces<'a> {
 }
 
 impl<'a> Rma<'a> {
+    #[inline]
     fn new(rank: usize, offset: usize, what: What<'a>) -> Self {
         Self { rank, offset, what, signal: None, fence: false }
     }
@@ -132,6 +134,7 @@ impl<'a> Rma<'a> {
     }
 
     /// Its name in errors.
+    #[inline]
     pub(super) fn name(&self) -> &'static str {
         match &self.what {
             What::Put(_) | What::PutBytes(_) if self.signal.is_some() => "put with signal",
