@@ -113,7 +113,7 @@ impl Registration {
 }
 
 #[cold]
-fn ends_early(range: &Range<usize>) -> gdsync::Error {
+pub(crate) fn ends_early(range: &Range<usize>) -> gdsync::Error {
     let (value, expected) = (format!("{range:?}"), "one that does not end before it starts");
     gdsync::Error::InvalidArgument { what: "the range of the buffer", value, expected }
 }

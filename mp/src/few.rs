@@ -19,15 +19,24 @@ impl<T> Few<T> {
         }
     }
 
+    // Always inline: the one element is written where it stays, not copied there.
+    #[inline(always)]
     pub(crate) fn push(&mut self, item: T) {
-        *self = match std::mem::replace(self, Self::None) {
-            Self::None => Self::One(item),
-            Self::One(first) => Self::Many(vec![first, item]),
-            Self::Many(mut items) => {
-                items.push(item);
-                Self::Many(items)
-            }
+        match self {
+            Self::None => *self = Self::One(item),
+            Self::One(_) | Self::Many(_) => self.push_behind(item),
+        }
+    }
+
+    #[cold]
+    fn push_behind(&mut self, item: T) {
+        let mut items: Vec<T> = match std::mem::replace(self, Self::None) {
+            Self::None => Vec::new(),
+            Self::One(first) => vec![first],
+            Self::Many(items) => items,
         };
+        items.push(item);
+        *self = Self::Many(items);
     }
 
     #[inline]

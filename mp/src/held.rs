@@ -4,34 +4,35 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
+use gdsync::verbs::Keeper;
+
+use crate::few::Few;
+use crate::peer::Piece;
 use crate::request::{Message, Order};
 
-/// Orders under way, each with what it keeps.
-#[derive(Debug)]
-pub(crate) struct Held<K> {
+/// Orders under way, each with the buffers that it keeps registered.
+#[derive(Debug, Default)]
+pub(crate) struct Held {
     /// First those under way. Behind them, those that are over: a new order takes the place of the oldest of these if no request has
     /// that any more, which is cheaper than memory of its own. There are never more than were under way once.
-    all: VecDeque<Place<K>>,
+    all: VecDeque<Place>,
     under_way: usize,
+    /// In the queue, of all that are under way.
+    places: usize,
     /// What the newest keeps, and those right before it that keep the same: it is over last. So a row of messages of a buffer
     /// counts as one holder of that.
-    newest: Option<K>,
+    newest: Option<Few<Keeper>>,
 }
 
 /// Of an order, and what it keeps while it is under way, unless one behind it keeps the same.
 #[derive(Debug)]
-struct Place<K>(Arc<Order>, Option<K>);
+struct Place(Arc<Order>, Option<Few<Keeper>>);
 
-impl<K> Default for Held<K> {
-    fn default() -> Self {
-        Self { all: VecDeque::new(), under_way: 0, newest: None }
-    }
-}
-
-impl<K> Held<K> {
+impl Held {
+    /// Places in the queue that those under way take.
     #[inline]
-    pub(crate) fn len(&self) -> usize {
-        self.under_way
+    pub(crate) fn places(&self) -> usize {
+        self.places
     }
 
     #[inline]
@@ -55,12 +56,6 @@ impl<K> Held<K> {
         self.all.iter().take(self.under_way).map(|Place(order, _)| order)
     }
 
-    /// What all keep.
-    pub(crate) fn kept(&self) -> impl Iterator<Item = &K> {
-        let before = self.all.iter().take(self.under_way).filter_map(|Place(_, kept)| kept.as_ref());
-        before.chain(&self.newest)
-    }
-
     /// Tells the CPU that the next order will be written soon: it was let go of long ago, and its two lines may be far away.
     #[inline]
     pub(crate) fn prefetch(&self) {
@@ -76,22 +71,28 @@ impl<K> Held<K> {
         }
     }
 
-    /// Adds the newest order, of this message; `make` makes those of this queue. It keeps what the one before it does if `is_same`
-    /// holds for that, and what `keep` returns if not.
+    /// Adds the newest order, of this message with these pieces, by the device for ranks of the same host or the other one; `make`
+    /// makes those of this queue.
     #[inline]
     pub(crate) fn add(
         &mut self,
         message: Message,
-        is_same: impl FnOnce(&K) -> bool,
-        keep: impl FnOnce() -> K,
+        pieces: &[Piece<'_>],
+        near: bool,
         make: impl FnOnce(Message) -> Order,
     ) -> Arc<Order> {
-        if !self.newest.as_ref().is_some_and(is_same) {
-            let before = self.newest.replace(keep());
+        let is_same = match (&self.newest, pieces) {
+            (Some(Few::One(kept)), [(buffer, _)]) => kept.keeps(buffer.on(near)),
+            _ => false,
+        };
+        if !is_same {
+            let keep = Few::map(pieces, |(buffer, _)| buffer.on(near).keeper());
+            let before = self.newest.replace(keep);
             if let Some(newest) = self.under_way.checked_sub(1) {
                 self.all[newest].1 = before;
             }
         }
+        self.places += message.places as usize;
         let at = self.under_way;
         self.under_way += 1;
         let Some(Place(order, _)) = self.all.get_mut(at) else {
@@ -108,7 +109,8 @@ impl<K> Held<K> {
 
     /// Lets go of the newest orders for which this holds.
     pub(crate) fn drop_newest(&mut self, mut is_gone: impl FnMut(&Order) -> bool) {
-        while self.newest().is_some_and(|order| is_gone(order)) {
+        while let Some(order) = self.newest().filter(|order| is_gone(order)) {
+            self.places -= order.places as usize;
             self.under_way -= 1;
             match self.under_way.checked_sub(1).map(|newest| self.all[newest].1.take()) {
                 // The one before it keeps the same.
@@ -144,6 +146,7 @@ impl<K> Held<K> {
     fn drop_oldest(&mut self) {
         if let Some(Place(order, _)) = self.all.pop_front() {
             self.under_way -= 1;
+            self.places -= order.places as usize;
             self.all.push_back(Place(order, None));
             if self.is_empty() {
                 self.newest = None;

@@ -1,15 +1,14 @@
-//! Messages under way to and from one rank.
+//! Held under way to and from one rank.
 
 use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
 
-use gdsync::verbs::{Keeper, Sge};
+use gdsync::verbs::Sge;
 use parking_lot::Mutex;
 
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
-use crate::few::Few;
 use crate::held::Held;
 use crate::link::Link;
 use crate::request::{Message, Order, Request, Status};
@@ -23,13 +22,10 @@ pub type Piece<'a> = (&'a Registration, Range<usize>);
 pub(crate) struct Peer {
     pub(crate) link: Arc<Link>,
     /// In each direction: not more than the queues remember.
-    held: [Mutex<Messages>; 2],
+    held: [Mutex<Held>; 2],
 }
 
-/// Messages under way, and their buffers: they stay registered though their request is dropped.
-type Messages = Held<Few<Keeper>>;
-
-/// Messages whose completions are taken together.
+/// Held whose completions are taken together.
 pub(crate) const DRAIN: u64 = 32;
 
 /// Which of the two directions.
@@ -85,7 +81,7 @@ impl Peer {
 
     fn hold<T>(
         &self,
-        held: &mut Messages,
+        held: &mut Held,
         way: Way,
         operation: &'static str,
         pieces: &[Piece<'_>],
@@ -113,14 +109,9 @@ impl Peer {
             Ok(posted) => posted,
             Err(error) => self.again(way, held, error, &mut || post(&self.link, sges)).map_err(failed)?,
         };
-        let near = self.link.near;
-        let is_same = |kept: &Few<Keeper>| match (kept, pieces) {
-            (Few::One(kept), [(buffer, _)]) => kept.keeps(buffer.on(near)),
-            _ => false,
-        };
-        let keep = || Few::map(pieces, |(buffer, _)| buffer.on(near).keeper());
         let make = |message| Order::new(&self.link, &self.link.ends, way, None, message);
-        let order = held.add(Message { operation, place, bytes }, is_same, keep, make);
+        let message = Message { operation, place, places: 1, bytes };
+        let order = held.add(message, pieces, self.link.near, make);
         if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
             slots.sent(&order);
         }
@@ -132,7 +123,7 @@ impl Peer {
     fn again<T>(
         &self,
         way: Way,
-        held: &mut Messages,
+        held: &mut Held,
         error: gdsync::Error,
         post: &mut dyn FnMut() -> gdsync::Result<T>,
     ) -> gdsync::Result<T> {
@@ -145,7 +136,7 @@ impl Peer {
 
     /// Lets go of what is complete, for one more message.
     #[cold]
-    fn make_room(&self, way: Way, held: &mut Messages) -> gdsync::Result<()> {
+    fn make_room(&self, way: Way, held: &mut Held) -> gdsync::Result<()> {
         self.poll();
         held.drop_newest(|order| order.completion().is_taken_back());
         held.settle();
@@ -153,10 +144,10 @@ impl Peer {
         self.room(way, self.under_way(way, held))
     }
 
-    /// Messages of one direction that are under way, of which these are held here.
-    fn under_way(&self, way: Way, held: &Messages) -> usize {
+    /// Held of one direction that are under way, of which these are held here.
+    fn under_way(&self, way: Way, held: &Held) -> usize {
         let slots = self.link.slots.as_ref().filter(|_| way == Way::Recv);
-        held.len() + slots.map_or(0, Slots::under_way)
+        held.places() + slots.map_or(0, Slots::under_way)
     }
 
     /// Sends a message through a slot, if there are any and it can now.

@@ -42,6 +42,8 @@ pub(crate) struct Message {
     pub(crate) operation: &'static str,
     /// The place in its queue.
     pub(crate) place: u64,
+    /// How many places it takes: that one and those right before it.
+    pub(crate) places: u32,
     pub(crate) bytes: usize,
 }
 
@@ -51,6 +53,7 @@ pub(crate) struct Order {
     /// Here rather than in each request, which then counts as one holder of one thing.
     link: Arc<Link>,
     way: Way,
+    pub(crate) places: u32,
     /// The connection, if it is an operation of a window.
     pub(crate) lane: Option<Weak<Lane>>,
     operation: &'static str,
@@ -109,20 +112,20 @@ impl Order {
         ends: &Ends,
         way: Way,
         lane: Option<Weak<Lane>>,
-        Message { operation, place, bytes }: Message,
+        Message { operation, place, places, bytes }: Message,
     ) -> Self {
         let completion = match way {
             Way::Send => ends.send.send_completion(place),
             Way::Recv => ends.recv.recv_completion(place),
         };
-        Self { link: link.clone(), way, lane, operation, completion, bytes, kept: Kept::default() }
+        Self { link: link.clone(), way, places, lane, operation, completion, bytes, kept: Kept::default() }
     }
 
     /// The same of another message of the queue.
     #[inline]
-    pub(crate) fn renew(&mut self, Message { operation, place, bytes }: Message) {
+    pub(crate) fn renew(&mut self, Message { operation, place, places, bytes }: Message) {
         self.completion.renew(place);
-        (self.operation, self.bytes, self.kept) = (operation, bytes, Kept::default());
+        (self.operation, self.places, self.bytes, self.kept) = (operation, places, bytes, Kept::default());
     }
 
     pub(crate) fn way(&self) -> Way {

@@ -238,12 +238,18 @@ impl Window {
         Ok(self.0.range.start + offset)
     }
 
+    #[inline(always)]
     fn part(&self, rank: usize) -> Result<&Part> {
-        let size = self.0.parts.len();
-        self.0.parts.get(rank).ok_or(Error::NoSuchRank { rank, size })
+        let parts = &self.0.parts;
+        match parts.get(rank) {
+            Some(part) => Ok(part),
+            // Made only here: what is made for nothing has to be dropped.
+            None => Err(Error::NoSuchRank { rank, size: parts.len() }),
+        }
     }
 
     /// Where `len` bytes at `offset` of the window of a rank are.
+    #[inline(always)]
     fn remote(&self, operation: &'static str, rank: usize, offset: usize, len: usize) -> Result<RemoteAddr> {
         let &Part { at, size } = self.part(rank)?;
         if offset.checked_add(len).is_none_or(|end| end > size) {

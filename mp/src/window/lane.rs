@@ -10,14 +10,13 @@ use gdsync::stream::Stream;
 use gdsync::verbs::{Access, Mr, Qp, Sge};
 use parking_lot::Mutex;
 
-use crate::communicator::{Communicator, Registration};
+use crate::communicator::Communicator;
 use crate::deadline::Deadline;
 use crate::ends::Ends;
 use crate::error::{Error, Result};
-use crate::few::Few;
 use crate::held::Held;
 use crate::link::Link;
-use crate::peer::Way;
+use crate::peer::{Piece, Way};
 use crate::request::{Message, Order, Request};
 
 /// The connection to one rank.
@@ -31,57 +30,60 @@ pub(crate) struct Lane {
     lost: AtomicBool,
     /// Whether a call has returned why the connection is broken.
     told: AtomicBool,
-    held: Mutex<Operations>,
-}
-
-/// Operations under way, oldest first, and what they hold.
-#[derive(Debug, Default)]
-struct Operations {
-    queue: Held<Kept>,
-    /// Work requests of all of them.
-    wrs: usize,
-}
-
-/// What an operation holds: its buffers, and so many places in the queue.
-#[derive(Debug)]
-struct Kept {
-    _buffers: Few<Registration>,
-    wrs: usize,
+    held: Mutex<Held>,
 }
 
 impl Lane {
     /// Posts an operation on `bytes` bytes that takes `wrs` work requests, after recycling if the queue is full, and keeps
     /// its buffers registered until it is complete.
+    // Always inline, as Window::begin.
+    #[inline(always)]
     pub(super) fn start(
         self: &Arc<Self>,
         operation: &'static str,
         bytes: usize,
-        buffers: Few<Registration>,
+        (pieces, near): (&[Piece<'_>], bool),
         wrs: usize,
         mut post: impl FnMut(&Qp) -> gdsync::Result<u64>,
     ) -> Result<Request> {
         // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
         let mut held = self.held.lock();
-        if held.wrs + wrs > self.depth {
-            self.make_room(&mut held);
+        held.prefetch();
+        let failed = |source| self.tell(operation, source);
+        if held.places() + wrs > self.depth {
+            self.make_room_for(&mut held, wrs).map_err(failed)?;
         }
-        let posted = match self.room(held.wrs + wrs).and_then(|()| post(&self.ends.send)) {
-            Err(gdsync::Error::QueueFull { .. }) if held.wrs + wrs <= self.depth => {
-                self.make_room(&mut held);
-                post(&self.ends.send)
-            }
-            other => other,
+        // A result that is only passed on is copied, and that waits for its parts to be written.
+        let place = match post(&self.ends.send) {
+            Ok(place) => place,
+            Err(error) => self.again(&mut held, error, &mut || post(&self.ends.send)).map_err(failed)?,
         };
-        let place = posted.map_err(|source| self.tell(operation, source))?;
         let lane = || Some(Arc::downgrade(self));
         let make = |message| Order::new(&self.link, &self.ends, Way::Send, lane(), message);
-        let keep = || Kept { _buffers: buffers, wrs };
-        let order = held.queue.add(Message { operation, place, bytes }, |_| false, keep, make);
-        held.wrs += wrs;
+        let places = u32::try_from(wrs).expect("a queue has fewer");
+        let order = held.add(Message { operation, place, places, bytes }, pieces, near, make);
         Ok(Request::posted(order))
     }
 
-    fn room(&self, wrs: usize) -> gdsync::Result<()> {
+    /// Posts once more if it failed for lack of room that can be made.
+    #[cold]
+    fn again(
+        &self,
+        held: &mut Held,
+        error: gdsync::Error,
+        post: &mut dyn FnMut() -> gdsync::Result<u64>,
+    ) -> gdsync::Result<u64> {
+        if !matches!(error, gdsync::Error::QueueFull { .. }) {
+            return Err(error);
+        }
+        self.make_room(held);
+        post()
+    }
+
+    #[cold]
+    fn make_room_for(&self, held: &mut Held, wrs: usize) -> gdsync::Result<()> {
+        self.make_room(held);
+        let wrs = held.places() + wrs;
         if wrs <= self.depth {
             return Ok(());
         }
@@ -90,17 +92,16 @@ impl Lane {
         Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.ends.send.qpn(), outstanding, depth })
     }
 
-    fn make_room(&self, held: &mut Operations) {
+    /// Takes completions, and lets go of what is complete.
+    fn make_room(&self, held: &mut Held) {
         self.ends.send.send_cq().drain();
         // Those of dropped batches, whose places in the queue nobody has taken since.
-        held.queue.drop_newest(|order| order.completion().is_taken_back());
+        held.drop_newest(|order| order.completion().is_taken_back());
         // Where one fails, so do all behind it.
-        if held.queue.newest().is_some_and(|last| last.outcome().is_err()) && self.ends.send.check().is_err()
-        {
+        if held.newest().is_some_and(|last| last.outcome().is_err()) && self.ends.send.check().is_err() {
             self.lost.store(true, Ordering::Relaxed);
         }
-        held.queue.settle();
-        held.wrs = held.queue.kept().map(|kept| kept.wrs).sum();
+        held.settle();
     }
 
     /// Takes completions, and lets buffers go.
@@ -119,13 +120,14 @@ impl Lane {
     pub(super) fn flush_on_stream(&self, stream: &Stream) -> Result<()> {
         let mut held = self.held.lock();
         self.make_room(&mut held);
-        let flushed = match held.queue.newest() {
+        let flushed = match held.newest() {
             Some(last) => stream.wait(last.completion()),
             None => self.ends.send.check(),
         };
         flushed.map_err(|source| self.tell("flush on stream", source))
     }
 
+    #[cold]
     fn tell(&self, operation: &'static str, source: gdsync::Error) -> Error {
         if self.ends.send.check().is_err() {
             self.told.store(true, Ordering::Relaxed);
@@ -153,7 +155,7 @@ impl Lane {
     /// Whether nothing will come of it any more, and there is nothing to tell.
     fn is_over(&self) -> bool {
         self.recycle();
-        self.held.lock().queue.is_empty() && !self.has_to_tell()
+        self.held.lock().is_empty() && !self.has_to_tell()
     }
 }
 

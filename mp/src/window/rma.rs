@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use gdsync::verbs::{Mr, Sge};
 
-use crate::communicator::Registration;
+use crate::communicator::{Registration, ends_early};
 use crate::error::Result;
 use crate::few::Few;
 use crate::peer::Piece;
@@ -33,13 +33,15 @@ pub(super) enum What<'a> {
     Put(Pieces<'a>),
     PutBytes(&'a [u8]),
     Get(Pieces<'a>),
-    Add { add: u64, result: Option<Place<'a>> },
-    CompareSwap { compare: u64, swap: u64, result: Place<'a> },
+    Add { add: u64, result: Option<Piece<'a>> },
+    CompareSwap { compare: u64, swap: u64, result: Piece<'a> },
     Signal,
 }
 
-/// A registration, and the first byte in it.
-type Place<'a> = (&'a Registration, usize);
+/// A word in a registration.
+fn word(into: &Registration, at: usize) -> Piece<'_> {
+    (into, at..at.saturating_add(8))
+}
 
 /// Local bytes, in order.
 #[derive(Clone, Debug)]
@@ -49,6 +51,7 @@ pub(super) enum Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
+    #[inline]
     pub(super) fn list(&self) -> &[Piece<'a>] {
         match self {
             Self::One(piece) => std::slice::from_ref(piece),
@@ -58,6 +61,7 @@ impl<'a> Pieces<'a> {
 }
 
 impl<'a> Rma<'a> {
+    #[inline]
     fn new(rank: usize, offset: usize, what: What<'a>) -> Self {
         Self { rank, offset, what, signal: None, fence: false }
     }
@@ -95,7 +99,7 @@ impl<'a> Rma<'a> {
 
     /// As [`Rma::accumulate`], and the old value of the word goes to the 8 bytes at `at` of `into`.
     pub fn fetch_add(add: u64, rank: usize, offset: usize, into: &'a Registration, at: usize) -> Self {
-        Self::new(rank, offset, What::Add { add, result: Some((into, at)) })
+        Self::new(rank, offset, What::Add { add, result: Some(word(into, at)) })
     }
 
     /// Writes `swap` to the word at `offset` if that is `compare`. Its old value goes to the 8 bytes at `at` of `into`.
@@ -107,7 +111,7 @@ impl<'a> Rma<'a> {
         into: &'a Registration,
         at: usize,
     ) -> Self {
-        Self::new(rank, offset, What::CompareSwap { compare, swap, result: (into, at) })
+        Self::new(rank, offset, What::CompareSwap { compare, swap, result: word(into, at) })
     }
 
     /// A signal alone. It arrives after all puts to the rank that were started before it.
@@ -130,6 +134,7 @@ impl<'a> Rma<'a> {
     }
 
     /// Its name in errors.
+    #[inline]
     pub(super) fn name(&self) -> &'static str {
         match &self.what {
             What::Put(_) | What::PutBytes(_) if self.signal.is_some() => "put with signal",
@@ -142,24 +147,25 @@ impl<'a> Rma<'a> {
         }
     }
 
-    /// The local bytes it moves, in the order of the target's, as the device for ranks of the same host names them or the other
-    /// one, and the registrations they are in.
-    pub(super) fn local(&self, near: bool) -> Result<(Few<Sge>, Few<Registration>)> {
-        let (mut sges, mut buffers) = (Few::None, Few::None);
+    /// The local bytes it moves, in the order of the target's.
+    #[inline]
+    pub(super) fn pieces(&self) -> &[Piece<'a>] {
         match &self.what {
-            What::Put(pieces) | What::Get(pieces) => {
-                for (buffer, range) in pieces.list() {
-                    add_sges(&mut sges, buffer.on(near), range)?;
-                    buffers.push((*buffer).clone());
-                }
-            }
-            What::Add { result: Some((into, at)), .. } | What::CompareSwap { result: (into, at), .. } => {
-                sges.push(into.on(near).sge(*at, 8)?);
-                buffers.push((*into).clone());
-            }
-            What::PutBytes(_) | What::Add { .. } | What::Signal => {}
+            What::Put(pieces) | What::Get(pieces) => pieces.list(),
+            What::Add { result, .. } => result.as_slice(),
+            What::CompareSwap { result, .. } => std::slice::from_ref(result),
+            What::PutBytes(_) | What::Signal => &[],
         }
-        Ok((sges, buffers))
+    }
+
+    /// The same, as the device for ranks of the same host names them or the other one.
+    #[inline(always)]
+    pub(super) fn sges(&self, near: bool) -> Result<Few<Sge>> {
+        let mut sges = Few::None;
+        for (buffer, range) in self.pieces() {
+            add_sges(&mut sges, buffer.on(near), range)?;
+        }
+        Ok(sges)
     }
 }
 
@@ -167,19 +173,19 @@ impl<'a> Rma<'a> {
 const MAX_SGE: usize = gdsync::mlx5::MAX_MESSAGE as usize;
 
 /// Adds the bytes `range` of a buffer: nothing if there are none, several elements if they are many.
+#[inline(always)]
 fn add_sges(sges: &mut Few<Sge>, buffer: &Mr, range: &Range<usize>) -> Result<()> {
-    let len = range.end.checked_sub(range.start).ok_or_else(|| gdsync::Error::InvalidArgument {
-        what: "the range of the buffer",
-        value: format!("{range:?}"),
-        expected: "one that does not end before it starts",
-    })?;
+    let len = range.end.checked_sub(range.start).ok_or_else(|| ends_early(range))?;
     // The whole range, also where it is empty.
     let size = buffer.memory().len();
     if range.end > size {
         return Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into());
     }
-    for start in range.clone().step_by(MAX_SGE) {
-        sges.push(buffer.sge(start, (range.end - start).min(MAX_SGE))?);
+    let mut start = range.start;
+    while start < range.end {
+        let len = (range.end - start).min(MAX_SGE);
+        sges.push(buffer.sge(start, len)?);
+        start += len;
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{Qp, SendWr, Sge};
 
-use super::rma::{MAX_INLINE, Rma, What};
+use super::rma::{MAX_INLINE, Rma, Signal, What};
 use super::{MAX_SGES, Window};
 use crate::communicator::Registration;
 use crate::error::{Error, Result};
@@ -22,7 +22,7 @@ impl Window {
     /// [`Error::Message`] with the reason: a word that is not aligned, too many inline bytes, a connection that broke, or
     /// that a stream uses now, or too many operations under way.
     pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
-        self.begin(rma, |qp, wrs| qp.post_send_index(wrs))
+        self.begin(rma, Qp::post_send_index)
     }
 
     /// Queues an operation on a stream: it starts when the stream gets there, with what local buffers hold then. In a graph each
@@ -63,7 +63,7 @@ impl Window {
         rank: usize,
         offset: usize,
     ) -> Result<Request> {
-        self.start(&Rma::put(from, range, rank, offset))
+        self.begin(&Rma::put(from, range, rank, offset), Qp::post_send_index)
     }
 
     /// As [`Window::iput`] for those who do not wait: [`Window::flush`] does, for all of a rank.
@@ -85,7 +85,7 @@ impl Window {
         rank: usize,
         offset: usize,
     ) -> Result<Request> {
-        self.start(&Rma::get(into, range, rank, offset))
+        self.begin(&Rma::get(into, range, rank, offset), Qp::post_send_index)
     }
 
     /// [`Window::iput`] in stream order.
@@ -119,12 +119,15 @@ impl Window {
     }
 
     /// Checks an operation, and has its work requests posted.
+    // Always inline, and all of what it calls that a put does: where the kind is known, little is left of it.
+    #[inline(always)]
     fn begin(
         &self,
         rma: &Rma<'_>,
         mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<u64>,
     ) -> Result<Request> {
-        let (sges, buffers) = rma.local(self.0.lanes.near)?;
+        let near = self.0.lanes.near;
+        let sges = rma.sges(near)?;
         let len = match rma.what {
             What::Put(_) | What::Get(_) => {
                 // Ranges of memory that exists: only a list of many could pass the end of the numbers.
@@ -143,8 +146,8 @@ impl Window {
         let mut wrs = Few::None;
         self.data(rma, at, sges.as_slice(), &mut wrs)?;
         let value = rma.signal.as_ref().map_or([0; 8], |signal| signal.value.to_ne_bytes());
-        if let Some(signal) = self.signal(rma, &value)? {
-            wrs.push(signal);
+        if let Some(signal) = &rma.signal {
+            wrs.push(self.signal(rma, signal, &value)?);
         }
         if rma.fence
             && let Some(first) = wrs.first_mut()
@@ -153,10 +156,11 @@ impl Window {
         }
         let lane = &self.0.lanes.lanes[rma.rank];
         let wrs = wrs.as_slice();
-        lane.start(name, len, buffers, wrs.len(), |qp| post(qp, wrs))
+        lane.start(name, len, (rma.pieces(), near), wrs.len(), |qp| post(qp, wrs))
     }
 
     /// The work requests that move data.
+    #[inline(always)]
     fn data<'a>(
         &self,
         rma: &Rma<'a>,
@@ -167,12 +171,7 @@ impl Window {
         match rma.what {
             What::Put(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::write(at, sges))),
             What::Get(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::read(at, sges))),
-            What::PutBytes(bytes) if bytes.len() > MAX_INLINE => {
-                let (value, expected) =
-                    (bytes.len().to_string(), "at most mp::MAX_INLINE, or a registration");
-                let source = gdsync::Error::InvalidArgument { what: "bytes to put", value, expected };
-                return Err(Error::Message { rank: rma.rank, operation: rma.name(), source });
-            }
+            What::PutBytes(bytes) if bytes.len() > MAX_INLINE => return Err(too_long(rma, bytes)),
             What::PutBytes(bytes) if !bytes.is_empty() => wrs.push(SendWr::write_inline(at, bytes)),
             What::PutBytes(_) | What::Signal => {}
             What::Add { add, .. } => {
@@ -196,8 +195,7 @@ impl Window {
     }
 
     /// The work request that signals with a `value`.
-    fn signal<'a>(&self, rma: &Rma<'_>, value: &'a [u8; 8]) -> Result<Option<SendWr<'a>>> {
-        let Some(signal) = &rma.signal else { return Ok(None) };
+    fn signal<'a>(&self, rma: &Rma<'_>, signal: &Signal<'_>, value: &'a [u8; 8]) -> Result<SendWr<'a>> {
         let window = signal.window.unwrap_or(self);
         if !std::sync::Arc::ptr_eq(&window.0.lanes, &self.0.lanes) {
             let source = gdsync::Error::InvalidArgument {
@@ -214,12 +212,24 @@ impl Window {
         };
         // Writes are in order by themselves.
         let is_overtaken = matches!(rma.what, What::Get(_) | What::Add { .. } | What::CompareSwap { .. });
-        Ok(Some(if is_overtaken { wr.fence() } else { wr }))
+        Ok(if is_overtaken { wr.fence() } else { wr })
     }
 }
 
+#[cold]
+fn too_long(rma: &Rma<'_>, bytes: &[u8]) -> Error {
+    let (value, expected) = (bytes.len().to_string(), "at most mp::MAX_INLINE, or a registration");
+    let source = gdsync::Error::InvalidArgument { what: "bytes to put", value, expected };
+    Error::Message { rank: rma.rank, operation: rma.name(), source }
+}
+
 /// Calls `one` for as many elements at a time as a work request takes, and where they go.
+#[inline(always)]
 fn chunks<'a>(mut at: RemoteAddr, sges: &'a [Sge], mut one: impl FnMut(RemoteAddr, &'a [Sge])) {
+    // As nearly all.
+    if let [_] = sges {
+        return one(at, sges);
+    }
     let mut rest = sges;
     while !rest.is_empty() {
         let mut len = 0;

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::mlx5::RemoteAddr;
-use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr, Wc};
+use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr, Sge, Wc};
 use gdasync::measure::{Micros, Samples};
-use gdasync::mp::{self, Communicator, Registration, Window};
+use gdasync::mp::{self, Communicator, Registration, Request, Window};
 use serde::Serialize;
 
 use super::Result;
@@ -70,34 +70,31 @@ impl Bare {
             self.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[self.mr.sge(0, 8)?] }])?;
         }
         times.add(0, start);
-        by_turns(comm, timeout, || {
-            let start = Instant::now();
-            for _ in 0..BURST {
-                self.qp.post_send(&[SendWr::send(&[self.mr.sge(8, 8)?])])?;
-            }
-            times.add(1, start);
-            // After this all messages are there.
-            take(timeout, || self.qp.poll_send())
-        })?;
+        self.posts(comm, (1, times), timeout, |sges| SendWr::send(sges))?;
+        // Now all messages are there.
         let start = Instant::now();
         take(timeout, || self.qp.poll_recv())?;
         times.add(2, start);
-        for (call, is_put) in [(3, true), (4, false)] {
-            by_turns(comm, timeout, || {
-                let start = Instant::now();
-                for _ in 0..BURST {
-                    let sges = [self.mr.sge(8, 8)?];
-                    let wr = match is_put {
-                        true => SendWr::write(self.remote, &sges),
-                        false => SendWr::read(self.remote, &sges),
-                    };
-                    self.qp.post_send(&[wr])?;
-                }
-                times.add(call, start);
-                take(timeout, || self.qp.poll_send())
-            })?;
-        }
-        Ok(())
+        self.posts(comm, (3, times), timeout, |sges| SendWr::write(self.remote, sges))?;
+        self.posts(comm, (4, times), timeout, |sges| SendWr::read(self.remote, sges))
+    }
+
+    /// Posts a burst of one kind.
+    fn posts(
+        &self,
+        comm: &Communicator,
+        (call, times): (usize, &mut Times),
+        timeout: Duration,
+        request: impl for<'a> Fn(&'a [Sge]) -> SendWr<'a>,
+    ) -> Result<()> {
+        by_turns(comm, timeout, || {
+            let start = Instant::now();
+            for _ in 0..BURST {
+                self.qp.post_send(&[request(&[self.mr.sge(8, 8)?])])?;
+            }
+            times.add(call, start);
+            take(timeout, || self.qp.poll_send())
+        })
     }
 }
 
@@ -138,46 +135,38 @@ fn round(
 ) -> Result<()> {
     let peer = 1 - comm.rank();
     let mut received = Vec::with_capacity(BURST);
-    let mut sent = Vec::with_capacity(BURST);
     let start = Instant::now();
     for _ in 0..BURST {
         received.push(comm.irecv(buffer, 0..8, peer)?);
     }
     times.add(0, start);
-    by_turns(comm, timeout, || {
-        let start = Instant::now();
-        for _ in 0..BURST {
-            sent.push(comm.isend(buffer, 8..16, peer)?);
-        }
-        times.add(1, start);
-        comm.wait_all(&sent, timeout)?;
-        Ok(())
-    })?;
+    starts(comm, (1, times), timeout, || comm.isend(buffer, 8..16, peer))?;
     let start = Instant::now();
     for receive in &received {
         comm.wait(receive, timeout)?;
     }
     times.add(2, start);
-    let put = || window.put(buffer, 8..16, peer, 0);
-    let get = || window.iget(buffer, 8..16, peer, 0).map(drop);
-    by_turns(comm, timeout, || one_sided(window, (3, times), timeout, put))?;
-    by_turns(comm, timeout, || one_sided(window, (4, times), timeout, get))
+    starts(comm, (3, times), timeout, || window.iput(buffer, 8..16, peer, 0))?;
+    starts(comm, (4, times), timeout, || window.iget(buffer, 8..16, peer, 0))
 }
 
-/// Starts a burst of operations on a window.
-fn one_sided(
-    window: &Window,
+/// Starts a burst of one kind.
+fn starts(
+    comm: &Communicator,
     (call, times): (usize, &mut Times),
     timeout: Duration,
-    start_one: impl Fn() -> mp::Result<()>,
+    start_one: impl Fn() -> mp::Result<Request>,
 ) -> Result<()> {
-    let start = Instant::now();
-    for _ in 0..BURST {
-        start_one()?;
-    }
-    times.add(call, start);
-    window.flush_all(timeout)?;
-    Ok(())
+    by_turns(comm, timeout, || {
+        let mut started = Vec::with_capacity(BURST);
+        let start = Instant::now();
+        for _ in 0..BURST {
+            started.push(start_one()?);
+        }
+        times.add(call, start);
+        comm.wait_all(&started, timeout)?;
+        Ok(())
+    })
 }
 
 pub(super) fn measure(comm: &Communicator, rounds: u32, timeout: Duration) -> Result<Vec<Call>> {
