@@ -1,4 +1,4 @@
-//! Held under way to and from one rank.
+//! Messages under way to and from one rank.
 
 use std::ops::Range;
 use std::slice;
@@ -25,7 +25,7 @@ pub(crate) struct Peer {
     held: [Mutex<Held>; 2],
 }
 
-/// Held whose completions are taken together.
+/// Messages whose completions are taken together.
 pub(crate) const DRAIN: u64 = 32;
 
 /// Which of the two directions.
@@ -144,7 +144,7 @@ impl Peer {
         self.room(way, self.under_way(way, held))
     }
 
-    /// Held of one direction that are under way, of which these are held here.
+    /// Messages of one direction that are under way, of which these are held here.
     fn under_way(&self, way: Way, held: &Held) -> usize {
         let slots = self.link.slots.as_ref().filter(|_| way == Way::Recv);
         held.places() + slots.map_or(0, Slots::under_way)

@@ -207,12 +207,10 @@ impl Recorder {
         let records = usize::try_from(self.records).expect("at most 2^20");
         if !lane.open.load(Ordering::Relaxed) {
             let (from, bytes) = (layout::ring(at, records), records * RECORD_BYTES);
-            if lane.refused.load(Ordering::Relaxed) {
-                return None;
-            }
-            if let Err(error) = file::allocate(&self.file, from, bytes) {
-                lane.refused.store(true, Ordering::Relaxed);
-                tracing::info!(%error, "there is no room for what a thread records");
+            let refused =
+                lane.refused.load(Ordering::Relaxed) || file::allocate(&self.file, from, bytes).is_err();
+            lane.refused.store(refused, Ordering::Relaxed);
+            if refused {
                 return None;
             }
             lane.open.store(true, Ordering::Relaxed);

@@ -279,7 +279,8 @@ impl Stream {
     }
 
     /// The `CUstream`, to launch kernels on; `None` for a host stream. To capture it, use
-    /// [`Stream::capture`]: while the application captures it by itself, submissions are refused.
+    /// [`Stream::capture`]: while the application captures it by itself, submissions are refused, unless it has promised
+    /// ([`CudaStreamConfig::captured_by_others`]) that it never will.
     pub fn raw(&self) -> Option<RawStream> {
         self.0.engine.raw()
     }

@@ -3,13 +3,16 @@
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use gdrcopy::standin::driver::Control;
 use gdsync::cuda::channels;
 use gdsync::error::Error;
+use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
+use gdsync::verbs::{Context, SendWr};
 
 use super::common::PATIENCE;
-use super::{WAYS, rig, stream, until};
+use super::{WAYS, rig, simulated, stream, until};
 
 #[test]
 fn waits_that_nothing_satisfies_are_refused() {
@@ -139,6 +142,30 @@ fn a_graph_is_not_launched_into_a_capture_of_the_application() {
         graph.launch(&stream).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(word.load(), 1);
+    }
+}
+
+/// They take calls on streams only from a thread with a context: each makes it current, also in a row.
+#[test]
+fn older_drivers_have_a_context_for_each_call() {
+    let control = Control::take();
+    control.version(12_090);
+    let gpu = simulated::gpu(0).unwrap();
+    for via in WAYS {
+        let stream = stream(&gpu, via, PATIENCE);
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        let hops = || {
+            for _ in 0..3 {
+                stream.send(&a, &SendWr::nop()).unwrap();
+                stream.wait_send(&a).unwrap();
+            }
+        };
+        hops();
+        std::thread::scope(|scope| scope.spawn(hops).join().unwrap());
+        stream.synchronize(PATIENCE).unwrap();
     }
 }
 

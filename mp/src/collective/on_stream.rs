@@ -92,8 +92,8 @@ impl Collectives {
     /// # Errors
     /// [`Error::Message`] names a rank: its connection is broken, too many messages are under way (nothing is queued
     /// then; synchronize the stream and try again), or another stream uses it. [`Error::Device`]: the stream failed, or
-    /// was full for 10 s ([`StreamFull`](gdsync::Error::StreamFull); nothing is queued then, either). The error of an
-    /// earlier call.
+    /// was full for 10 s ([`StreamFull`](gdsync::Error::StreamFull); nothing is queued then, either, unless another thread has
+    /// taken the room meanwhile). The error of an earlier call.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
         let all = || self.others().map(|rank| part(rank, &self.token, 0..0)).collect();
         self.enqueue("barrier", stream, Direct { sends: all(), receives: all(), ..Direct::default() })

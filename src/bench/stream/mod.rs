@@ -154,15 +154,16 @@ impl Bench<'_> {
         let (stream, sides) = self.rig(&self.machinery.watched, on_gpu)?;
         let handle = stream.raw().ok_or("a stream of a GPU has a handle")?;
         let noted = |mut case: Case<'_>| {
-            let mut noted = Ok(Vec::new());
+            let mut calls = Vec::new();
             // In the first group memory is made known to the GPU, which puts more marks.
             for _ in 0..WARM_UP {
                 (case.before)()?;
                 (self.machinery.run)(false);
-                noted = driver::noting(handle, || (0..GROUP).try_for_each(|_| (case.call)()));
+                let noted = driver::noting(handle, || (0..GROUP).try_for_each(|_| (case.call)()));
                 self.drain(&sides, &stream)?;
+                calls = noted?;
             }
-            noted
+            Ok(calls)
         };
         cases(&sides, &stream)?.into_iter().map(noted).collect()
     }

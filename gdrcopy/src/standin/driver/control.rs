@@ -16,6 +16,8 @@ const DEPTH: usize = 1024;
 const HOST_FUNCTIONS: usize = 55;
 /// How long a call may block.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// CUDA 13.0.
+const VERSION: i32 = 13_000;
 /// Attributes from here on are newer than the driver.
 const ATTRIBUTES_END: u32 = 161;
 /// Attributes of a device that are not 0.
@@ -58,6 +60,7 @@ struct Settings {
     patience: Duration,
     frees_wait: bool,
     loses_io: bool,
+    version: i32,
     calls: BTreeMap<&'static str, u64>,
 }
 
@@ -70,6 +73,7 @@ impl Settings {
             patience: PATIENCE,
             frees_wait: true,
             loses_io: false,
+            version: VERSION,
             calls: BTreeMap::new(),
         }
     }
@@ -96,6 +100,11 @@ pub(super) fn enter(name: &'static str) -> Outcome {
         settings.faults.remove(name);
     }
     Err(status)
+}
+
+/// The driver's version.
+pub(super) fn version() -> i32 {
+    SETTINGS.lock().version
 }
 
 /// An attribute of a device.
@@ -240,6 +249,11 @@ impl Control {
     /// Sets an attribute of a device.
     pub fn attribute(&self, device: i32, number: u32, value: i32) {
         SETTINGS.lock().attributes.insert((device, number), value);
+    }
+
+    /// The driver's version, `1000 * major + 10 * minor`. Those before 13.0 take calls on streams from threads with a context only.
+    pub fn version(&self, version: i32) {
+        SETTINGS.lock().version = version;
     }
 
     /// So many submissions may be pending on a stream (1,024).

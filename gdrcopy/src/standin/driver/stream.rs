@@ -93,11 +93,14 @@ pub(super) fn enqueue(
     enqueue_anywhere(handle, build)
 }
 
-/// As [`enqueue`], whatever context the thread has, as CUDA 13.0 does with memory operations and launches.
+/// As [`enqueue`], whatever context the thread has, as CUDA does from 13.0 on with memory operations and launches.
 pub(super) fn enqueue_anywhere(
     handle: Handle,
     build: impl FnOnce(&Arc<Context>) -> Outcome<Command>,
 ) -> Outcome<Option<Ticket>> {
+    if control::version() < 13_000 {
+        current()?;
+    }
     let stream = resolve(handle)?;
     stream.context.check()?;
     if stream.is_legacy && capture::spoil_blocking(stream.context.handle) {

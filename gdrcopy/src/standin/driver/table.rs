@@ -55,7 +55,7 @@ macro_rules! table {
 
 table! {
     init = "cuInit" (flags: u32) context::init(flags);
-    driver_get_version = "cuDriverGetVersion" (version: *mut i32) put(version, 13000);
+    driver_get_version = "cuDriverGetVersion" (version: *mut i32) put(version, control::version());
     device_get_count = "cuDeviceGetCount" (count: *mut i32) put(count, context::DEVICES);
     device_get = "cuDeviceGet" (device: *mut i32, ordinal: i32) context::get_device(device, ordinal);
     device_get_name = "cuDeviceGetName" (name: *mut c_char, len: i32, device: i32)

@@ -64,7 +64,8 @@ impl Shared {
         if self.failed() {
             return Err(self.why_failed());
         }
-        let calls = plan::most_calls(ops, host_fns, self.by_kernel());
+        // More than it takes in all, by this count: then it must be dry, and need not be dryer.
+        let calls = plan::most_calls(ops, host_fns, self.by_kernel()).min(self.config.depth);
         let mut state = self.lock();
         self.end_row(turn, &mut state);
         let done = self.retire(&mut state);
@@ -81,7 +82,7 @@ impl Shared {
         let mut state = self.lock();
         let done = self.retire(&mut state);
         let (calls, host_fns) = state.wanted;
-        let room = !self.full(&state, calls.max(1), host_fns.max(1));
+        let room = !self.full(&state, calls.max(1), host_fns);
         let pool = state.wanted_pool.clone();
         drop(state);
         drop(done);

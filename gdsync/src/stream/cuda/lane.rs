@@ -314,7 +314,7 @@ impl Lane {
         }
     }
 
-    /// Launches the kernel that runs `ops`. The context must be current.
+    /// Launches the kernel that runs `ops`. The context must be current, if the driver needs that.
     pub(super) fn launch(
         &self,
         api: &Api,
