@@ -9,7 +9,6 @@ use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdasync::gdrcopy::standin::driver;
 use gdasync::gdsync::cuda::Gpu;
-use gdasync::gdsync::error::Error;
 
 use super::Machinery;
 use super::driver::watched;
@@ -69,8 +68,8 @@ pub(super) fn machinery(graphs: bool) -> Result<Machinery> {
     // Nothing here launches steps, but the kernel is looked for.
     driver::kernel("gds_finish", &[8], |_| {});
     let name = "no GPU".to_owned();
-    let open = |api| Gpu::open_with(api, 0, Some(driver::gdr()?));
-    let both = |api| Ok::<_, Error>((open(api)?, open(watched(api))?));
+    let open = |api| -> Result<Gpu> { Ok(Gpu::open_with(api, 0, Some(driver::gdr()?))?) };
+    let both = |api| -> Result<_> { Ok((open(api)?, open(watched(api))?)) };
     if graphs {
         let (gpu, watched) = both(driver::api())?;
         return Ok(Machinery { gpu, watched, name, run: |_| {} });
