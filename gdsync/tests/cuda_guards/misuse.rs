@@ -4,14 +4,13 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use gdrcopy::standin::driver::Control;
-use gdsync::cuda::channels;
+use gdsync::cuda::{Gpu, channels};
 use gdsync::error::Error;
-use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
-use gdsync::verbs::{Context, SendWr};
+use gdsync::verbs::SendWr;
 
-use super::common::PATIENCE;
+use super::common::{PATIENCE, loopback};
 use super::{WAYS, rig, simulated, stream, until};
 
 #[test]
@@ -118,6 +117,21 @@ fn a_stream_may_end_in_its_own_host_function() {
     assert_eq!(control.misplaced(), 0, "CUDA was called in a host function");
 }
 
+/// What `work` returns while the application captures the stream.
+fn within_a_capture<T>(gpu: &Gpu, stream: &Stream, work: impl FnOnce() -> T) -> T {
+    let (api, raw) = (gpu.api(), stream.raw().unwrap());
+    let _current = gpu.enter().unwrap();
+    // SAFETY: a stream of this context.
+    unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
+    let done = work();
+    let mut captured = 0;
+    // SAFETY: a place for the graph.
+    unsafe { api.stream_end_capture(raw, &mut captured) }.unwrap();
+    // SAFETY: captured above.
+    unsafe { api.graph_destroy(captured) }.unwrap();
+    done
+}
+
 /// A launch would become a part of the application's graph, and never run.
 #[test]
 fn a_graph_is_not_launched_into_a_capture_of_the_application() {
@@ -127,18 +141,8 @@ fn a_graph_is_not_launched_into_a_capture_of_the_application() {
         let words = Memory::alloc(64).unwrap();
         let word = words.word32(0).unwrap();
         let graph = stream.capture(|stream| stream.write_value32(&word, 1)).unwrap();
-        let (api, raw) = (gpu.api(), stream.raw().unwrap());
-        let current = gpu.enter().unwrap();
-        // SAFETY: a stream of this context.
-        unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
-        let refused = graph.launch(&stream);
+        let refused = within_a_capture(&gpu, &stream, || graph.launch(&stream));
         assert!(matches!(refused, Err(Error::Unsupported { .. })), "{via}: {refused:?}");
-        let mut captured = 0;
-        // SAFETY: a place for the graph.
-        unsafe { api.stream_end_capture(raw, &mut captured) }.unwrap();
-        // SAFETY: captured above.
-        unsafe { api.graph_destroy(captured) }.unwrap();
-        drop(current);
         graph.launch(&stream).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(word.load(), 1);
@@ -153,14 +157,11 @@ fn older_drivers_have_a_context_for_each_call() {
     let gpu = simulated::gpu(0).unwrap();
     for via in WAYS {
         let stream = stream(&gpu, via, PATIENCE);
-        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
-        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
-        a.connect(b.address()).unwrap();
-        b.connect(a.address()).unwrap();
+        let (a, _b) = loopback(64, |q| q);
         let hops = || {
             for _ in 0..3 {
-                stream.send(&a, &SendWr::nop()).unwrap();
-                stream.wait_send(&a).unwrap();
+                stream.send(&a.qp, &SendWr::nop()).unwrap();
+                stream.wait_send(&a.qp).unwrap();
             }
         };
         hops();
@@ -179,17 +180,8 @@ fn a_capture_is_looked_for_unless_there_will_be_none() {
         let word = Memory::alloc(64).unwrap().word32(0).unwrap();
         stream.write_value32(&word, 1).unwrap();
         stream.synchronize(PATIENCE).unwrap();
-        let (api, raw) = (gpu.api(), stream.raw().unwrap());
-        let _current = gpu.enter().unwrap();
-        // SAFETY: a stream of this context.
-        unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
-        let done = stream.write_value32(&word, 2);
+        let done = within_a_capture(&gpu, &stream, || stream.write_value32(&word, 2));
         assert_eq!(matches!(done, Err(Error::Unsupported { .. })), looked_for, "{via}: {done:?}");
-        let mut captured = 0;
-        // SAFETY: a place for the graph.
-        unsafe { api.stream_end_capture(raw, &mut captured) }.unwrap();
-        // SAFETY: captured above.
-        unsafe { api.graph_destroy(captured) }.unwrap();
         assert_eq!(word.load(), 1, "{via}: it was not run");
         if looked_for {
             stream.write_value32(&word, 3).unwrap();

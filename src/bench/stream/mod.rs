@@ -157,11 +157,9 @@ impl Bench<'_> {
             let mut calls = Vec::new();
             // In the first group memory is made known to the GPU, which puts more marks.
             for _ in 0..WARM_UP {
-                (case.before)()?;
-                (self.machinery.run)(false);
-                let noted = driver::noting(handle, || (0..GROUP).try_for_each(|_| (case.call)()));
-                self.drain(&sides, &stream)?;
-                calls = noted?;
+                calls = self.group(&mut case, &sides, &stream, |call| {
+                    driver::noting(handle, || (0..GROUP).try_for_each(|_| call()))
+                })?;
             }
             Ok(calls)
         };
@@ -175,9 +173,20 @@ impl Bench<'_> {
         stream: &Stream,
         samples: &mut Samples,
     ) -> Result<()> {
+        self.group(case, sides, stream, |call| timed(samples, call))
+    }
+
+    /// Has `run` make a group of calls, on a stream that is dry before and after.
+    fn group<T>(
+        &self,
+        case: &mut Case<'_>,
+        sides: &Sides,
+        stream: &Stream,
+        run: impl FnOnce(&mut dyn FnMut() -> Result<()>) -> Result<T>,
+    ) -> Result<T> {
         (case.before)()?;
         (self.machinery.run)(false);
-        let done = timed(samples, || (case.call)());
+        let done = run(&mut *case.call);
         self.drain(sides, stream)?;
         done
     }

@@ -69,13 +69,12 @@ impl Shared {
         let mut state = self.lock();
         self.end_row(turn, &mut state);
         let done = self.retire(&mut state);
-        let is_full = self.full(&state, calls, host_fns);
-        if is_full {
-            (state.wanted, state.wanted_pool) = ((calls, host_fns), None);
+        if self.full(&state, calls, host_fns) {
+            return Err(self.no_room(turn, state, (calls, host_fns)));
         }
         drop(state);
         drop(done);
-        if is_full { Err(self.is_full(turn)) } else { Ok(()) }
+        Ok(())
     }
 
     pub(super) fn has_room(&self) -> bool {

@@ -28,7 +28,6 @@ mod steps;
 mod watch;
 
 use std::fmt;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -127,7 +126,7 @@ impl Engine for CudaEngine {
     }
 
     fn raw(&self) -> Option<RawStream> {
-        self.shared.shown.store(true, Ordering::Relaxed);
+        self.shared.show();
         Some(self.shared.stream)
     }
 

@@ -43,13 +43,13 @@ pub(super) const MARK_EVERY: usize = 16;
 /// Host functions that may be pending. A channel of the GPU takes 55 that have other work between them, then the driver blocks
 /// the caller and whoever else calls it; two streams may share a channel.
 const MAX_HOST_FNS: usize = 24;
-/// From this version of CUDA on, memory operations, launches and questions on a stream that was made are taken from any thread,
-/// whatever context it has, and mean the stream's: seen with 13.0, with none, another one of the GPU, and another GPU's.
-const ANYWHERE: i32 = 13_000;
 /// Calls of one submission: of 1,020 that a channel takes.
 const MAX_CALLS: usize = 512;
 /// Both, in words.
 const MOST: &str = "at most 512 calls, and 24 host functions";
+/// From this version of CUDA on, memory operations, launches and questions on a stream that was made are taken from any thread,
+/// whatever context it has, and mean the stream's: seen with 13.0, with none, another one of the GPU, and another GPU's.
+const ANYWHERE: i32 = 13_000;
 
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
@@ -60,7 +60,7 @@ pub(super) struct Shared {
     /// Whether the driver takes calls on the stream only from a thread that has its context.
     pub(super) needs_context: bool,
     /// The application knows the stream, and may be capturing it.
-    pub(super) shown: AtomicBool,
+    shown: AtomicBool,
     pub(super) lane: Option<Arc<Lane>>,
     pub(super) kicker: Option<Arc<dyn Kicks>>,
     pub(super) status: StatusBlock,
@@ -184,6 +184,7 @@ impl Shared {
         let status = StatusBlock::new(gpu)?;
         let limit_ns = u64::try_from(config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
         let head = Head { status: status.addr(), limit_ns, submission: 0, count: 0 };
+        let shown = !owned && config.captured_by_others;
         let marks = gpu.host_piece(16)?;
         let (mark, mark_after, mark_addr) = (marks.word64(0)?, marks.word64(8)?, marks.gpu_addr(gpu)?);
         let log = Log::open()?;
@@ -194,7 +195,7 @@ impl Shared {
             stream,
             owned,
             needs_context: stream <= PER_THREAD || gpu.capabilities().driver_version < ANYWHERE,
-            shown: AtomicBool::new(!owned),
+            shown: shown.into(),
             lane,
             kicker,
             status,
@@ -301,12 +302,16 @@ impl Shared {
         self.fail(Error::cuda("submitting to the stream")(error));
     }
 
+    /// The application gets to know the stream.
+    pub(super) fn show(&self) {
+        self.shown.fetch_or(self.config.captured_by_others, Ordering::Relaxed);
+    }
+
     /// Whether the application captures the stream, so that what is queued now would not run. The context must be current, if the driver
     /// needs that.
     #[inline(always)]
     pub(super) fn is_captured_by_others(&self, turn: &Turn) -> bool {
-        let may_be =
-            self.config.captured_by_others && self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
+        let may_be = self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
@@ -367,9 +372,7 @@ impl Shared {
             *done = self.retire(&mut state);
         }
         if is_full && self.full(&state, calls, host_fns) {
-            (state.wanted, state.wanted_pool) = ((calls, host_fns), None);
-            drop(state);
-            return Err(self.is_full(turn));
+            return Err(self.no_room(turn, state, (calls, host_fns)));
         }
         let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);
@@ -402,8 +405,21 @@ impl Shared {
         })
     }
 
+    /// There is no room for so many calls and host functions: somebody may wait for it.
+    #[cold]
+    pub(super) fn no_room(
+        &self,
+        turn: &mut Turn,
+        mut state: MutexGuard<'_, State>,
+        wanted: (usize, usize),
+    ) -> Error {
+        (state.wanted, state.wanted_pool) = (wanted, None);
+        drop(state);
+        self.is_full(turn)
+    }
+
     /// Sees to it that the room that comes is seen.
-    pub(super) fn is_full(&self, turn: &mut Turn) -> Error {
+    fn is_full(&self, turn: &mut Turn) -> Error {
         self.mark_in_turn(turn);
         Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
     }
