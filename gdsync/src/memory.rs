@@ -25,7 +25,6 @@ use gdrcopy::copy::store_fence;
 use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
-pub(crate) use self::access::prefetch_to_write;
 pub(crate) use self::process::{MARK, Process, user};
 pub(crate) use self::word::{Found, Place};
 pub use self::word::{Word32, Word64};

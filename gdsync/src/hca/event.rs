@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::memory::prefetch_to_write;
 use crate::protocol::{bell, standing};
 
 /// Prods a GPU to look at what its streams wait for.
@@ -77,10 +76,29 @@ impl CqEvent {
         standing::order(&self.waits.until, &self.waits.attended, until)
     }
 
-    /// Has the line come that [`CqEvent::attend`] writes to.
+    /// The first half of [`CqEvent::attend`], by who has the claims of the queue locked.
     #[inline(always)]
-    pub(crate) fn prefetch_attend(&self) {
-        prefetch_to_write(&raw const self.waits);
+    pub(crate) fn foresee(&self, until: u64) {
+        standing::foresee(&self.waits.until, until);
+    }
+
+    /// As [`CqEvent::foresee`], by who has let the lock go.
+    pub(crate) fn foresee_late(&self, until: u64) {
+        self.waits.until.fetch_max(until, Ordering::SeqCst);
+    }
+
+    /// The second half, behind a lock that was let go.
+    #[inline(always)]
+    pub(crate) fn attend_foreseen(&self, kicker: Option<&Arc<dyn Kicks>>) -> bool {
+        if let Some(kicker) = kicker {
+            self.kicker.get_or_init(|| kicker.clone());
+        }
+        standing::is_to_tell(&self.waits.attended)
+    }
+
+    /// What was foreseen will not be waited for: only what is before it.
+    pub(crate) fn withdraw(&self, until: u64, before: u64) {
+        standing::withdraw(&self.waits.until, until, before);
     }
 
     /// The device has written `produced` completions, and would rest. Returns whether it need not attend to the queue any more:

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::memory::prefetch_to_write;
 use crate::protocol::{note, standing};
 
 /// The most queue pairs of one HCA.
@@ -64,12 +63,27 @@ impl Rung {
         tells
     }
 
-    /// Has the line come that [`Rung::announce`] writes to.
+    /// The first half of [`Rung::announce`], by who has the queue pair's sends locked.
     #[inline]
-    pub(crate) fn prefetch(&self, index: usize) {
+    pub(crate) fn foresee(&self, index: usize, until: u64) {
         if let Some(orders) = self.orders.get(index) {
-            prefetch_to_write(orders);
+            standing::foresee(&orders.until, until);
         }
+    }
+
+    /// The second half, behind a lock that was let go.
+    #[inline]
+    pub(crate) fn announce_foreseen(&self, index: usize) -> bool {
+        let tells = standing::is_to_tell(&self.orders[index].watched);
+        if tells {
+            self.insert(index);
+        }
+        tells
+    }
+
+    /// What was foreseen will not come: only what is before it.
+    pub(crate) fn withdraw(&self, index: usize, until: u64, before: u64) {
+        standing::withdraw(&self.orders[index].until, until, before);
     }
 
     /// Whether the doorbell of a queue pair will be written beyond the producer index `head`. If not it need not be watched:

@@ -208,7 +208,17 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
     /// A doorbell will be written by something that cannot tell, up to the producer index `pi`.
     fn watch_doorbell(&self, index: usize, pi: u64) {
         // Without the lock, which the service thread has most of the time.
-        if self.rung().announce(index, pi) {
+        self.watch_announced(self.rung().announce(index, pi));
+    }
+
+    /// As [`Served::watch_doorbell`], of one that was foreseen.
+    fn watch_foreseen_doorbell(&self, index: usize) {
+        self.watch_announced(self.rung().announce_foreseen(index));
+    }
+
+    #[inline(always)]
+    fn watch_announced(&self, is_new: bool) {
+        if is_new {
             self.duties().busy.store(true, Ordering::Relaxed);
             self.take_over();
         } else if self.is_slept_on() {

@@ -387,8 +387,16 @@ impl Provider for SoftHca {
         self.shared.watch_doorbell(core::index(qpn), pi);
     }
 
-    fn prefetch_watch(&self, qpn: u32) {
-        self.shared.rung.prefetch(core::index(qpn));
+    fn foresee(&self, qpn: u32, pi: u64) {
+        self.shared.rung.foresee(core::index(qpn), pi);
+    }
+
+    fn watch_foreseen(&self, qpn: u32, _pi: u64) {
+        self.shared.watch_foreseen_doorbell(core::index(qpn));
+    }
+
+    fn withdraw(&self, qpn: u32, pi: u64, before: u64) {
+        self.shared.rung.withdraw(core::index(qpn), pi, before);
     }
 
     fn attend(&self, cqn: u32) {

@@ -7,7 +7,7 @@ use crate::error::Result;
 
 /// Tells the CPU that it will write there soon.
 #[inline(always)]
-pub(crate) fn prefetch_to_write<T>(at: *const T) {
+fn prefetch_to_write<T>(at: *const T) {
     // By itself: of the intrinsic the compiler makes one that only reads where it may not count on this one. Processors without it do
     // nothing.
     #[cfg(target_arch = "x86_64")]

@@ -12,8 +12,12 @@
 //! *No order is lost.* All of these are in one total order. If the look at `watched` comes before its being cleared, the
 //! last look at `until` sees the order, or a smaller one of somebody who puts back what it was, and then looks at `watched`
 //! himself. If it comes after, it sees 0, or the 1 of somebody who tells or looks on.
+//!
+//! Who has a lock under which numbers only grow can order in two halves, without an exchange: [`foresee`] under the lock, and
+//! [`is_to_tell`] when he has let a lock go since, which is the fence that it takes between a store and a load. What was foreseen and
+//! will not come is taken back by [`withdraw`], while it keeps the number.
 
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use super::{Atom32, Atom64};
 
@@ -27,6 +31,26 @@ pub fn order(until: &impl Atom64, watched: &impl Atom32, number: u64) -> bool {
         until.fetch_max(before, SeqCst);
     }
     watched.load(SeqCst) == 0 && watched.swap(1, SeqCst) == 0
+}
+
+/// The first half of [`order`], under a lock, of a number that is none of those before.
+#[inline(always)]
+pub fn foresee(until: &impl Atom64, number: u64) {
+    until.store(number, Relaxed);
+}
+
+/// The second half, behind a lock that was let go: whether the caller must tell.
+#[must_use = "nobody looks unless told"]
+#[inline(always)]
+pub fn is_to_tell<A: Atom32>(watched: &A) -> bool {
+    A::fence_behind_rmw();
+    watched.load(Relaxed) == 0 && watched.swap(1, SeqCst) == 0
+}
+
+/// Takes back what was foreseen, unless there are further orders by now: then those count.
+pub fn withdraw(until: &impl Atom64, number: u64, before: u64) {
+    // Nobody need know.
+    let _ = until.compare_exchange(number, before, SeqCst, Relaxed);
 }
 
 /// Whether whoever looks must look on, having reached `number`. If not, the next order is told.

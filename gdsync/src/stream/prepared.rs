@@ -193,20 +193,29 @@ impl PreparedWait {
         Self::claim_of(end, upto, stream)?.ok_or_else(nothing)
     }
 
-    /// Claims the next completion of a queue for a wait that is submitted to a stream: its number.
+    /// Claims the next completion of a queue for a wait that is submitted to a stream, of a GPU or not: its number.
     #[inline(always)]
-    pub(super) fn claim_next(end: &QueueEnd, stream: u64) -> Result<u64> {
-        match end.cq.claim_short(&end.tracker, stream) {
+    pub(super) fn claim_next(end: &QueueEnd, stream: u64, by_gpu: bool) -> Result<u64> {
+        match end.cq.claim_short(&end.tracker, stream, by_gpu) {
             Some(n) if !end.qp.is_broken() => Ok(n),
-            claimed => Self::claim_any(end, claimed, stream),
+            claimed => Self::claim_any(end, claimed, (stream, by_gpu)),
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn claim_any(end: &QueueEnd, claimed: Option<u64>, stream: u64) -> Result<u64> {
-        let Some(n) = claimed else { return Ok(Self::claim(end, Upto::Next(1), Some(stream))?.1) };
-        end.qp.check_known().inspect_err(|_| end.cq.release(n, n))?;
+    fn claim_any(end: &QueueEnd, claimed: Option<u64>, (stream, by_gpu): (u64, bool)) -> Result<u64> {
+        let Some(n) = claimed else {
+            let (_, n) = Self::claim(end, Upto::Next(1), Some(stream))?;
+            if by_gpu {
+                end.cq.foresee(n);
+            }
+            return Ok(n);
+        };
+        end.qp.check_known().inspect_err(|_| {
+            end.cq.withdraw(n);
+            end.cq.release(n, n);
+        })?;
         Ok(n)
     }
 

@@ -18,11 +18,12 @@ impl Stream {
     /// As [`Batch::send`] and [`Stream::submit`].
     pub fn send<'q>(&self, qp: &'q Qp, wr: &SendWr<'_>) -> Result<Submitted<'q>> {
         // Each way by itself: what was sent stays in registers where it is short.
-        let send = |state: &mut State| match qp.send.send_short(wr, self.0.id) {
+        let send = |state: &mut State| match qp.send.send_short(wr, self.0.id, !self.0.signals) {
             Some(sent) => self.trigger(state, &qp.send, sent),
             None => self.send_any(state, &qp.send, wr),
         };
-        self.single(&qp.send.end, send, |batch| batch.send(qp, wr))
+        let tell = |end| qp.send.watch_foreseen(end);
+        self.single(&qp.send.end, send, tell, |batch| batch.send(qp, wr))
     }
 
     #[cold]
@@ -32,13 +33,19 @@ impl Stream {
         state: &mut State,
         queue: &'q Arc<SendQueue>,
         wr: &SendWr<'_>,
-    ) -> Result<Submitted<'q>> {
-        let sent = queue.send_any(wr, self.0.id)?;
+    ) -> Result<(Submitted<'q>, u64)> {
+        let sent = queue.send_any(wr, self.0.id, !self.0.signals)?;
         self.trigger(state, queue, sent)
     }
 
+    /// Returns what was submitted, and up to where it will be rung.
     #[inline(always)]
-    fn trigger<'q>(&self, state: &mut State, queue: &'q Arc<SendQueue>, sent: Sent) -> Result<Submitted<'q>> {
+    fn trigger<'q>(
+        &self,
+        state: &mut State,
+        queue: &'q Arc<SendQueue>,
+        sent: Sent,
+    ) -> Result<(Submitted<'q>, u64)> {
         if !sent.is_told {
             self.tell_sent(queue, sent.sends.range.start);
         }
@@ -47,10 +54,7 @@ impl Stream {
             Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
             Err(error) => return Err(self.refuse_send(queue, sent, error)),
         }
-        if !self.0.signals {
-            queue.watch(&sent.sends);
-        }
-        Ok(Submitted::new(&queue.end, sent.sends.range.start))
+        Ok((Submitted::new(&queue.end, sent.sends.range.start), sent.sends.end))
     }
 
     #[cold]
@@ -62,6 +66,7 @@ impl Stream {
     #[cold]
     #[inline(never)]
     fn refuse_send(&self, queue: &Arc<SendQueue>, sent: Sent, why: Error) -> Error {
+        queue.withdraw(&sent.sends);
         PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
         why
     }
@@ -69,6 +74,7 @@ impl Stream {
     #[cold]
     #[inline(never)]
     fn refuse_wait(&self, end: &Arc<QueueEnd>, n: u64, why: Error) -> Error {
+        end.cq.withdraw(n);
         PreparedWait::of((n, end.completion(n)), Asked::Next, Some(self.0.id)).refuse(self.0.id);
         why
     }
@@ -78,7 +84,7 @@ impl Stream {
     /// # Errors
     /// As [`Batch::wait_send`] and [`Stream::submit`].
     pub fn wait_send<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
-        self.single(&qp.send.end, |state| self.wait_next(state, &qp.send.end), |batch| batch.wait_send(qp))
+        self.wait_single(&qp.send.end, |batch| batch.wait_send(qp))
     }
 
     /// Holds the stream until the next receive completion of `qp`.
@@ -86,30 +92,39 @@ impl Stream {
     /// # Errors
     /// As [`Batch::wait_recv`] and [`Stream::submit`].
     pub fn wait_recv<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
-        self.single(&qp.recv.end, |state| self.wait_next(state, &qp.recv.end), |batch| batch.wait_recv(qp))
+        self.wait_single(&qp.recv.end, |batch| batch.wait_recv(qp))
     }
 
     #[inline(always)]
-    fn wait_next<'q>(&self, state: &mut State, end: &'q Arc<QueueEnd>) -> Result<Submitted<'q>> {
-        end.cq.prefetch_attend();
-        let n = PreparedWait::claim_next(end, self.0.id)?;
+    fn wait_single<'q>(
+        &self,
+        end: &'q Arc<QueueEnd>,
+        add: impl FnOnce(&mut Batch) -> Result<Completion>,
+    ) -> Result<Submitted<'q>> {
+        let tell = |_| end.cq.attend_foreseen(self.0.engine.kicker());
+        self.single(end, |state| self.wait_next(state, end), tell, add)
+    }
+
+    /// Returns what was submitted, and the completion that is waited for.
+    #[inline(always)]
+    fn wait_next<'q>(&self, state: &mut State, end: &'q Arc<QueueEnd>) -> Result<(Submitted<'q>, u64)> {
+        let n = PreparedWait::claim_next(end, self.0.id, !self.0.signals)?;
         end.note_wait(Stage::WaitSubmitted, n, self.0.id);
         match self.0.engine.wait(&mut state.turn, end.source(), &end.cq.arrival(n), n) {
             Ok(seq) => note_use(&mut state.used, &end.qp, seq),
             Err(error) => return Err(self.refuse_wait(end, n, error)),
         }
-        if !self.0.signals {
-            end.cq.attend(n, self.0.engine.kicker());
-        }
-        Ok(Submitted::new(end, n))
+        Ok((Submitted::new(end, n), n))
     }
 
-    /// Does it by `put`; while the stream is being captured, in a batch.
+    /// Does it by `put`, which says what the device foresees, and tells it by `tell` where a GPU does it; while the stream is being
+    /// captured, in a batch.
     #[inline(always)]
     fn single<'q>(
         &self,
         end: &'q Arc<QueueEnd>,
-        put: impl FnOnce(&mut State) -> Result<Submitted<'q>>,
+        put: impl FnOnce(&mut State) -> Result<(Submitted<'q>, u64)>,
+        tell: impl FnOnce(u64),
         add: impl FnOnce(&mut Batch) -> Result<Completion>,
     ) -> Result<Submitted<'q>> {
         let mut state = self.state()?;
@@ -119,7 +134,12 @@ impl Stream {
         let _range = DOMAIN.range(c"submit");
         let done = put(&mut state);
         state.end();
-        done
+        let (submitted, foreseen) = done?;
+        // The turn was let go.
+        if !self.0.signals {
+            tell(foreseen);
+        }
+        Ok(submitted)
     }
 
     #[cold]

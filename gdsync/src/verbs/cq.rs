@@ -14,7 +14,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 
 pub(crate) use self::lost::POISON;
 use self::room::Room;
@@ -22,6 +21,7 @@ use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
+use crate::brief::Mutex;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::{Found, Word32};
@@ -389,9 +389,10 @@ impl CqInner {
     }
 
     /// Claims the next completion for a wait that is submitted to the stream whose waits are the last ones here: what most claims are.
-    /// `None` if there is anything else to be done, and then nothing is.
+    /// `None` if there is anything else to be done, and then nothing is. Where a GPU will wait, the device is to be told: by
+    /// [`CqInner::attend_foreseen`].
     #[inline(always)]
-    pub(crate) fn claim_short(&self, tracker: &Tracker, stream: u64) -> Option<u64> {
+    pub(crate) fn claim_short(&self, tracker: &Tracker, stream: u64, by_gpu: bool) -> Option<u64> {
         let mut state = self.state.lock();
         let n = state.claim_next;
         let is_next = state.attached == 1 && state.stream == stream && state.unsubmitted.is_empty();
@@ -402,6 +403,9 @@ impl CqInner {
         state.slots.get_mut(at)?.taken = Taken::ByStream;
         state.claim_next = n + 1;
         state.in_stream += 1;
+        if by_gpu {
+            self.parts.event.foresee(n + 1);
+        }
         Some(n)
     }
 
@@ -559,10 +563,22 @@ impl CqInner {
         }
     }
 
-    /// Has the line come that [`CqInner::attend`] writes to.
+    /// Foresees a claim that was made by [`CqInner::claim`].
+    pub(crate) fn foresee(&self, n: u64) {
+        self.parts.event.foresee_late(n + 1);
+    }
+
+    /// As [`CqInner::attend`], of a claim that was foreseen, when the caller has let a lock go since.
     #[inline(always)]
-    pub(crate) fn prefetch_attend(&self) {
-        self.parts.event.prefetch_attend();
+    pub(crate) fn attend_foreseen(&self, kicker: Option<&Arc<dyn Kicks>>) {
+        if self.parts.event.attend_foreseen(kicker) {
+            self.provider.attend(self.parts.cqn);
+        }
+    }
+
+    /// No stream will wait for completion `n`, which was foreseen.
+    pub(crate) fn withdraw(&self, n: u64) {
+        self.parts.event.withdraw(n + 1, n);
     }
 
     /// Whether there is a claim that is in no stream.

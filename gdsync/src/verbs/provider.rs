@@ -131,8 +131,15 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// A doorbell of this queue pair will be written by something that cannot call [`Provider::ring`], up to the
     /// producer index `pi`.
     fn watch(&self, qpn: u32, pi: u64);
-    /// The caller is about to call [`Provider::watch`]: has what that needs come meanwhile.
-    fn prefetch_watch(&self, _qpn: u32) {}
+    /// The caller, who has the sends of the queue pair locked, will call [`Provider::watch_foreseen`], or
+    /// [`Provider::withdraw`] while they keep their places.
+    fn foresee(&self, _qpn: u32, _pi: u64) {}
+    /// As [`Provider::watch`], of what was foreseen, when the caller has let a lock go since.
+    fn watch_foreseen(&self, qpn: u32, pi: u64) {
+        self.watch(qpn, pi);
+    }
+    /// What was foreseen up to the producer index `pi` will not come, only what is `before`.
+    fn withdraw(&self, _qpn: u32, _pi: u64, _before: u64) {}
     /// A stream of a GPU waits on this completion queue: nobody polls it, and what is done for it cannot wait.
     fn attend(&self, cqn: u32);
     /// Runs device work on the calling thread, if the device has such work and nobody else does it now.

@@ -89,7 +89,7 @@ pub(crate) struct Before {
 pub(crate) struct Written {
     pub(crate) range: Range<u64>,
     /// The index of the block after the last one.
-    end: u64,
+    pub(crate) end: u64,
     doorbell: u64,
 }
 
@@ -521,6 +521,18 @@ impl SendQueue {
     /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
     pub(crate) fn watch(&self, sends: &Written) {
         self.qp.provider.watch(self.qpn, sends.end);
+    }
+
+    /// As [`SendQueue::watch`], of sends that were foreseen up to here, when the caller has let a lock go since.
+    #[inline(always)]
+    pub(crate) fn watch_foreseen(&self, end: u64) {
+        self.qp.provider.watch_foreseen(self.qpn, end);
+    }
+
+    /// Sends that were foreseen will not be rung.
+    pub(crate) fn withdraw(&self, sends: &Written) {
+        let begin = self.tracker.lock().entry(sends.range.start).begin;
+        self.qp.provider.withdraw(self.qpn, sends.end, begin);
     }
 
     fn provider(&self) -> &dyn Provider {

@@ -43,6 +43,9 @@ impl Atom32 for L32 {
     fn fence(order: Ordering) {
         fence(order);
     }
+    fn fence_behind_rmw() {
+        fence(Ordering::SeqCst);
+    }
 }
 
 impl Atom64 for L64 {

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use gdsync::mlx5::{self, Cqe};
 use gdsync::protocol::{self, Atom32, Atom64, completion, note, standing};
-use loom::sync::Arc;
+use loom::sync::{Arc, Mutex};
 use loom::thread;
 
 use super::common::{Event, L32, L64, Plain, explore};
@@ -316,6 +316,55 @@ fn no_note_is_lost() {
 #[test]
 fn no_order_is_lost() {
     (0..2).for_each(no_order_is_lost_behind);
+}
+
+/// The same in two halves, by who has a lock between them.
+#[test]
+fn nothing_foreseen_is_lost() {
+    (0..2).for_each(nothing_foreseen_is_lost_behind);
+}
+
+fn nothing_foreseen_is_lost_behind(reached: u64) {
+    explore(3, move || {
+        let shared = Arc::new((L64::default(), L32::default(), Mutex::new(0)));
+        shared.1.store(1, Relaxed);
+        let orders = [false, true].map(|at_once| {
+            let shared = shared.clone();
+            thread::spawn(move || {
+                let (until, watched, last) = &*shared;
+                let mut last = last.lock().unwrap();
+                *last += 1;
+                let number = *last;
+                if !at_once {
+                    standing::foresee(until, number);
+                }
+                drop(last);
+                // As batches do, which order late.
+                if at_once { standing::order(until, watched, number) } else { standing::is_to_tell(watched) }
+            })
+        });
+        let looks_on = standing::is_due(&shared.0, &shared.1, reached);
+        let told = orders.map(|order| order.join().unwrap());
+        assert!(looks_on || told != [false, false], "nobody looks");
+        assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
+        assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
+    });
+}
+
+/// Who takes back what he foresaw does not take back what others ordered.
+#[test]
+fn only_what_was_foreseen_is_withdrawn() {
+    explore(3, || {
+        let shared = Arc::new((L64::default(), L32::default()));
+        standing::foresee(&shared.0, 1);
+        let later = {
+            let shared = shared.clone();
+            thread::spawn(move || standing::order(&shared.0, &shared.1, 2))
+        };
+        standing::withdraw(&shared.0, 1, 0);
+        assert!(later.join().unwrap(), "nobody looked");
+        assert_eq!(shared.0.load(Relaxed), 2);
+    });
 }
 
 fn no_order_is_lost_behind(reached: u64) {

@@ -9,10 +9,10 @@ use crate::verbs::wr::SendWr;
 
 impl SendQueue {
     /// Writes a request and hands it to a stream: one more short one behind those of the same stream, the most frequent kind, in a
-    /// straight line. `None` if there is anything else about it, and then nothing is done.
+    /// straight line. `None` if there is anything else about it, and then nothing is done. Where a GPU will ring, the device is to
+    /// be told: by [`SendQueue::watch_foreseen`].
     #[inline(always)]
-    pub(crate) fn send_short(&self, wr: &SendWr<'_>, stream: u64) -> Option<Sent> {
-        self.qp.provider.prefetch_watch(self.qpn);
+    pub(crate) fn send_short(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Option<Sent> {
         let mut track = self.tracker.lock();
         let n = track.posted;
         if track.owner != Owner::Stream(stream) || track.rung != n || !self.qp.is_ready_to_send() {
@@ -22,14 +22,23 @@ impl SendQueue {
         let (end, doorbell, len) = self.write_short(&mut track, wr)?;
         track.rung = n + 1;
         self.tracker.tell(&track);
+        if by_gpu {
+            self.qp.provider.foresee(self.qpn, end);
+        }
         drop(track);
         let is_told = self.qp.log.note_prepared(n, len, Some(stream));
         Some(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_told })
     }
 
-    /// As [`SendQueue::prepare`] of one.
-    pub(crate) fn send_any(&self, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
-        self.with_room(|track| self.send_one(track, wr, stream))
+    /// As [`SendQueue::send_short`] of any.
+    pub(crate) fn send_any(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Result<Sent> {
+        self.with_room(|track| {
+            let sent = self.send_one(track, wr, stream)?;
+            if by_gpu {
+                self.qp.provider.foresee(self.qpn, sent.sends.end);
+            }
+            Ok(sent)
+        })
     }
 
     fn send_one(&self, track: &mut Track, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
