@@ -292,7 +292,7 @@ impl Provider for Direct {
         let health = Arc::default();
         self.shared.healths.add(qpn, &health);
         self.shared.qps.lock().insert(qpn, qp);
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health })
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice: None })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {

@@ -450,6 +450,10 @@ impl Steps for Core {
         self.cqs.rest();
     }
 
+    fn doze(&self, rung: &Rung) {
+        self.watched.doze(rung);
+    }
+
     fn is_active(&self) -> bool {
         !self.active.is_empty() || self.held_back
     }

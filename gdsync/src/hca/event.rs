@@ -76,7 +76,7 @@ impl CqEvent {
         standing::order(&self.waits.until, &self.waits.attended, until)
     }
 
-    /// The first half of [`CqEvent::attend`], by who has the claims of the queue locked.
+    /// Streams wait for completions before number `until`: said by who has the claims of the queue locked.
     #[inline(always)]
     pub(crate) fn foresee(&self, until: u64) {
         standing::foresee(&self.waits.until, until);
@@ -87,13 +87,10 @@ impl CqEvent {
         self.waits.until.fetch_max(until, Ordering::SeqCst);
     }
 
-    /// The second half, behind a lock that was let go.
+    /// Whether the device attends to them, and kicks if it `is_to_kick`, now that the caller has let a lock go.
     #[inline(always)]
-    pub(crate) fn attend_foreseen(&self, kicker: Option<&Arc<dyn Kicks>>) -> bool {
-        if let Some(kicker) = kicker {
-            self.kicker.get_or_init(|| kicker.clone());
-        }
-        standing::is_to_tell(&self.waits.attended)
+    pub(crate) fn is_attended(&self, is_to_kick: bool) -> bool {
+        standing::is_looked_at(&self.waits.attended) && (!is_to_kick || self.kicker.get().is_some())
     }
 
     /// What was foreseen will not be waited for: only what is before it.

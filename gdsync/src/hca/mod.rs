@@ -122,7 +122,7 @@ pub use gid::Gid;
 pub(crate) use gid::random_psn;
 pub use pulls::Pulls;
 pub(crate) use rings::{Rings, Wqe};
-pub(crate) use rung::{MAX_QPS, Rung};
+pub(crate) use rung::{MAX_QPS, Notice, Rung};
 pub(crate) use served::{Duties, Served, Steps};
 pub(crate) use service::Service;
 pub(crate) use soft::SoftHca;

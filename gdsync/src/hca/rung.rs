@@ -1,6 +1,7 @@
 //! Which queue pairs had their doorbell rung while another thread was running the HCA, or will have it written by
 //! something that cannot tell.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
@@ -20,6 +21,32 @@ struct Orders {
     watched: AtomicU32,
 }
 
+/// The same of one queue pair, for who posts there: what need not be told the device is told here.
+#[derive(Debug)]
+pub(crate) struct Notice {
+    all: Arc<[Orders]>,
+    index: usize,
+}
+
+impl Notice {
+    /// Doorbells up to the producer index `until` will be rung: said by who has the sends locked.
+    #[inline(always)]
+    pub(crate) fn foresee(&self, until: u64) {
+        standing::foresee(&self.all[self.index].until, until);
+    }
+
+    /// Whether the device sees that they are, now that the caller has let a lock go.
+    #[inline(always)]
+    pub(crate) fn is_watched(&self) -> bool {
+        standing::is_looked_at(&self.all[self.index].watched)
+    }
+
+    /// What was foreseen will not come: only what is before it.
+    pub(crate) fn withdraw(&self, until: u64, before: u64) {
+        standing::withdraw(&self.all[self.index].until, until, before);
+    }
+}
+
 /// A lock-free set of queue pair indices, with one word that says whether it may hold any.
 #[derive(Debug)]
 pub(crate) struct Rung {
@@ -27,7 +54,7 @@ pub(crate) struct Rung {
     groups: [AtomicU64; MAX_QPS / 64 / 64],
     bits: Box<[AtomicU64]>,
     /// By queue pair.
-    orders: Box<[Orders]>,
+    orders: Arc<[Orders]>,
     /// Completion queues that streams of GPUs began to wait on.
     attended: Mutex<Vec<u32>>,
 }
@@ -63,27 +90,14 @@ impl Rung {
         tells
     }
 
-    /// The first half of [`Rung::announce`], by who has the queue pair's sends locked.
-    #[inline]
-    pub(crate) fn foresee(&self, index: usize, until: u64) {
-        if let Some(orders) = self.orders.get(index) {
-            standing::foresee(&orders.until, until);
-        }
+    /// For who sends on a queue pair.
+    pub(crate) fn notice(&self, index: usize) -> Notice {
+        Notice { all: self.orders.clone(), index }
     }
 
-    /// The second half, behind a lock that was let go.
-    #[inline]
-    pub(crate) fn announce_foreseen(&self, index: usize) -> bool {
-        let tells = standing::is_to_tell(&self.orders[index].watched);
-        if tells {
-            self.insert(index);
-        }
-        tells
-    }
-
-    /// What was foreseen will not come: only what is before it.
-    pub(crate) fn withdraw(&self, index: usize, until: u64, before: u64) {
-        standing::withdraw(&self.orders[index].until, until, before);
+    /// From now on the doorbell of a queue pair is looked at only now and then: the next that is announced must be told.
+    pub(crate) fn look_away(&self, index: usize) {
+        self.orders[index].watched.store(0, Ordering::SeqCst);
     }
 
     /// Whether the doorbell of a queue pair will be written beyond the producer index `head`. If not it need not be watched:

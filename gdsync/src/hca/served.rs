@@ -26,6 +26,8 @@ pub(crate) trait Steps: Send + fmt::Debug + 'static {
     /// Nothing has happened for a while: looks no more at doorbells that were rung as far as was announced, nor to queues that
     /// no stream waits on. Before that, the next send or wait of a stream is likely, and cheaper where nothing need be told.
     fn rest(&mut self, rung: &Rung);
+    /// From now on doorbells that were announced are looked at only now and then, until the next is announced.
+    fn doze(&self, rung: &Rung);
     /// Whether there is unfinished work that only steps carry on, or a running timer.
     fn is_active(&self) -> bool;
     /// Whether something came in.
@@ -105,8 +107,6 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
     fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration);
     /// Wakes the sleeper.
     fn wake(&self);
-    /// Whether somebody sleeps.
-    fn is_slept_on(&self) -> bool;
 
     /// Lets the state go and acts on what others noted meanwhile.
     fn settle(&self, core: MutexGuard<'_, Self::Core>) {
@@ -208,21 +208,8 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
     /// A doorbell will be written by something that cannot tell, up to the producer index `pi`.
     fn watch_doorbell(&self, index: usize, pi: u64) {
         // Without the lock, which the service thread has most of the time.
-        self.watch_announced(self.rung().announce(index, pi));
-    }
-
-    /// As [`Served::watch_doorbell`], of one that was foreseen.
-    fn watch_foreseen_doorbell(&self, index: usize) {
-        self.watch_announced(self.rung().announce_foreseen(index));
-    }
-
-    #[inline(always)]
-    fn watch_announced(&self, is_new: bool) {
-        if is_new {
+        if self.rung().announce(index, pi) {
             self.duties().busy.store(true, Ordering::Relaxed);
-            self.take_over();
-        } else if self.is_slept_on() {
-            // It looks at the doorbell, but only now and then.
             self.take_over();
         }
     }

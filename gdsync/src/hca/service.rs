@@ -137,8 +137,12 @@ impl<S: Served> Worker<S> {
         }
         let timer = core.next_timer();
         let active = core.is_active();
+        let is_awake = idle < if hot { WATCH_SPIN } else { SPIN };
+        if !is_awake {
+            core.doze(self.shared.rung());
+        }
         self.shared.settle(core);
-        if idle < if hot { WATCH_SPIN } else { SPIN } {
+        if is_awake {
             if idle > SPIN / 2 {
                 std::thread::yield_now();
             }

@@ -159,10 +159,6 @@ impl Served for Shared {
     fn wake(&self) {
         self.bell.ring();
     }
-
-    fn is_slept_on(&self) -> bool {
-        self.bell.is_slept_on()
-    }
 }
 
 impl SoftHca {
@@ -346,7 +342,8 @@ impl Provider for SoftHca {
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
         let health = Arc::default();
         let (qpn, psn) = self.add_qp(rings, Arc::clone(&health))?;
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health })
+        let notice = Some(self.shared.rung.notice(core::index(qpn)));
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
@@ -385,18 +382,6 @@ impl Provider for SoftHca {
 
     fn watch(&self, qpn: u32, pi: u64) {
         self.shared.watch_doorbell(core::index(qpn), pi);
-    }
-
-    fn foresee(&self, qpn: u32, pi: u64) {
-        self.shared.rung.foresee(core::index(qpn), pi);
-    }
-
-    fn watch_foreseen(&self, qpn: u32, _pi: u64) {
-        self.shared.watch_foreseen_doorbell(core::index(qpn));
-    }
-
-    fn withdraw(&self, qpn: u32, pi: u64, before: u64) {
-        self.shared.rung.withdraw(core::index(qpn), pi, before);
     }
 
     fn attend(&self, cqn: u32) {

@@ -39,6 +39,11 @@ impl Watched {
         self.changed |= self.list.len() != before;
     }
 
+    /// Looks at them only now and then, until the next is announced.
+    pub(crate) fn doze(&self, rung: &Rung) {
+        self.list.iter().for_each(|&index| rung.look_away(index));
+    }
+
     /// Looks at this doorbell no more: what was announced will not be rung.
     pub(crate) fn forget(&mut self, index: usize, rung: &Rung) {
         rung.forget(index);

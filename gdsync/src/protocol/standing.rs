@@ -13,9 +13,11 @@
 //! last look at `until` sees the order, or a smaller one of somebody who puts back what it was, and then looks at `watched`
 //! himself. If it comes after, it sees 0, or the 1 of somebody who tells or looks on.
 //!
-//! Who has a lock under which numbers only grow can order in two halves, without an exchange: [`foresee`] under the lock, and
-//! [`is_to_tell`] when he has let a lock go since, which is the fence that it takes between a store and a load. What was foreseen and
-//! will not come is taken back by [`withdraw`], while it keeps the number.
+//! Who has a lock under which numbers only grow can order without an exchange: [`foresee`]s under the lock, and when he has let a lock
+//! go since, which is the fence that it takes between a store and a load, [`is_looked_at`] says whether that will do. What was foreseen
+//! and will not come is taken back by [`withdraw`], while it keeps the number.
+//!
+//! Who looks only now and then can clear `watched` at any time: then the next order is told.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -33,18 +35,18 @@ pub fn order(until: &impl Atom64, watched: &impl Atom32, number: u64) -> bool {
     watched.load(SeqCst) == 0 && watched.swap(1, SeqCst) == 0
 }
 
-/// The first half of [`order`], under a lock, of a number that is none of those before.
+/// Has work looked at up to `number`, which is larger than all before, under the lock that makes it so.
 #[inline(always)]
 pub fn foresee(until: &impl Atom64, number: u64) {
     until.store(number, Relaxed);
 }
 
-/// The second half, behind a lock that was let go: whether the caller must tell.
+/// Whether what the caller foresaw is looked at, now that he has let a lock go. If not, he orders it.
 #[must_use = "nobody looks unless told"]
 #[inline(always)]
-pub fn is_to_tell<A: Atom32>(watched: &A) -> bool {
+pub fn is_looked_at<A: Atom32>(watched: &A) -> bool {
     A::fence_behind_rmw();
-    watched.load(Relaxed) == 0 && watched.swap(1, SeqCst) == 0
+    watched.load(Relaxed) != 0
 }
 
 /// Takes back what was foreseen, unless there are further orders by now: then those count.

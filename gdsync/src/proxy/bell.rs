@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -38,11 +38,6 @@ impl Bell {
         }
     }
 
-    /// Whether somebody seems to sleep.
-    pub(super) fn is_slept_on(&self) -> bool {
-        self.sleepers.load(Ordering::Relaxed) != 0
-    }
-
     /// Sleeps unless `ready`, until rung, until `other` is readable, or for `timeout`. May return for no reason. Returns whether
     /// `other` is readable.
     pub(super) fn sleep(&self, other: RawFd, ready: &dyn Fn() -> bool, timeout: Duration) -> bool {
@@ -70,7 +65,7 @@ impl Bell {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::AtomicU64;
+    use std::sync::atomic::{AtomicU64, Ordering};
     use std::time::Instant;
 
     use super::*;

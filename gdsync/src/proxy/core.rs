@@ -323,6 +323,10 @@ impl Steps for Core {
         self.cqs.rest();
     }
 
+    fn doze(&self, rung: &Rung) {
+        self.watched.doze(rung);
+    }
+
     /// What the device has, it tells of by itself.
     fn is_active(&self) -> bool {
         !self.draining.is_empty() || !self.copying.is_empty()

@@ -19,6 +19,7 @@ use crate::memory::Memory;
 use crate::rdma::{Domain, Events, Objects, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
+use crate::verbs::track::Health;
 use crate::verbs::{Access, Carriage, Carrier, QpAddress, QpAttr, QpState, Staging};
 
 /// A proxy over an open device. Dropping it ends its threads.
@@ -277,21 +278,16 @@ impl Provider for Proxy {
             Ok((rings, region, random_psn()?))
         };
         let (rings, region, psn) = make().map_err(release)?;
-        let health = Arc::default();
-        let parts = QpParts {
-            qpn,
-            psn,
-            sq: rings.sq.clone(),
-            rq: rings.rq.clone(),
-            record: rings.record.clone(),
-            doorbell: rings.doorbell.clone(),
-            health: Arc::clone(&health),
-        };
-        let make = |place| ProxyQp::new(device, rings, region, psn, health, place);
+        let health: Arc<Health> = Arc::default();
+        let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
+        let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
+        let kept = Arc::clone(&health);
+        let make = |place| ProxyQp::new(device, rings, region, psn, kept, place);
         let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;
         self.shared.insert(qpn, place);
         self.rooms.lock().insert(qpn, (queue, room));
-        Ok(parts)
+        let notice = Some(self.shared.rung().notice(place));
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {

@@ -166,8 +166,4 @@ impl Served for Shared {
     fn wake(&self) {
         self.bell.ring();
     }
-
-    fn is_slept_on(&self) -> bool {
-        self.bell.is_slept_on()
-    }
 }

@@ -108,6 +108,7 @@ pub use steps::{DEVICE_HEADER, KernelSteps};
 
 use crate::cuda::{Gpu, RawStream};
 use crate::error::{Error, Result};
+use crate::hca::Kicks;
 use crate::memory::{Word32, Word64};
 use crate::nvtx::DOMAIN;
 use crate::recorder::Stage;
@@ -129,6 +130,7 @@ struct Inner {
     engine: Arc<dyn Engine>,
     /// What it says of itself.
     signals: bool,
+    kicker: Option<Arc<dyn Kicks>>,
     turns: Arc<Turns>,
 }
 
@@ -274,8 +276,8 @@ impl Stream {
     fn with(name: String, engine: Arc<dyn Engine>, turns: Arc<Turns>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        let signals = engine.signals();
-        Self(Arc::new(Inner { id, name, engine, signals, turns }))
+        let (signals, kicker) = (engine.signals(), engine.kicker().cloned());
+        Self(Arc::new(Inner { id, name, engine, signals, kicker, turns }))
     }
 
     /// The `CUstream`, to launch kernels on; `None` for a host stream. To capture it, use
@@ -372,7 +374,7 @@ impl Stream {
                     send.watch();
                 }
             }
-            batch.waits.iter().for_each(|wait| wait.attend(self.0.engine.kicker()));
+            batch.waits.iter().for_each(|wait| wait.attend(self.0.kicker.as_ref()));
         }
         batch.cores().for_each(|core| note_use(used, core, seq));
         Ok(seq)

@@ -101,7 +101,7 @@ impl Stream {
         end: &'q Arc<QueueEnd>,
         add: impl FnOnce(&mut Batch) -> Result<Completion>,
     ) -> Result<Submitted<'q>> {
-        let tell = |_| end.cq.attend_foreseen(self.0.engine.kicker());
+        let tell = |n| end.cq.attend_foreseen(n, self.0.kicker.as_ref());
         self.single(end, |state| self.wait_next(state, end), tell, add)
     }
 

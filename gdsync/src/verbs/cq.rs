@@ -14,7 +14,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-
 pub(crate) use self::lost::POISON;
 use self::room::Room;
 use super::placement::{OnGpu, Places};
@@ -557,6 +556,7 @@ impl CqInner {
 
     /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes
     /// it when the completion was written.
+    #[inline(never)]
     pub(crate) fn attend(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
         if self.parts.event.attend(n + 1, kicker) {
             self.provider.attend(self.parts.cqn);
@@ -570,9 +570,9 @@ impl CqInner {
 
     /// As [`CqInner::attend`], of a claim that was foreseen, when the caller has let a lock go since.
     #[inline(always)]
-    pub(crate) fn attend_foreseen(&self, kicker: Option<&Arc<dyn Kicks>>) {
-        if self.parts.event.attend_foreseen(kicker) {
-            self.provider.attend(self.parts.cqn);
+    pub(crate) fn attend_foreseen(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
+        if !self.parts.event.is_attended(kicker.is_some()) {
+            self.attend(n, kicker);
         }
     }
 

@@ -13,7 +13,7 @@ use super::placement::{OnGpu, Places};
 use super::track::Health;
 use crate::cuda::Gpu;
 use crate::error::Result;
-use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats};
+use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats, Notice};
 use crate::memory::{Memory, Word64};
 
 /// A completion queue as the device made it.
@@ -58,6 +58,8 @@ pub(crate) struct QpParts {
     pub(crate) doorbell: Word64,
     /// What broke it. A device that knows more than a CQE can say records that before the CQE is written.
     pub(crate) health: Arc<Health>,
+    /// What spares most calls of [`Provider::watch`], if the device needs any.
+    pub(crate) notice: Option<Notice>,
 }
 
 /// The keys of a memory region.
@@ -131,15 +133,6 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     /// A doorbell of this queue pair will be written by something that cannot call [`Provider::ring`], up to the
     /// producer index `pi`.
     fn watch(&self, qpn: u32, pi: u64);
-    /// The caller, who has the sends of the queue pair locked, will call [`Provider::watch_foreseen`], or
-    /// [`Provider::withdraw`] while they keep their places.
-    fn foresee(&self, _qpn: u32, _pi: u64) {}
-    /// As [`Provider::watch`], of what was foreseen, when the caller has let a lock go since.
-    fn watch_foreseen(&self, qpn: u32, pi: u64) {
-        self.watch(qpn, pi);
-    }
-    /// What was foreseen up to the producer index `pi` will not come, only what is `before`.
-    fn withdraw(&self, _qpn: u32, _pi: u64, _before: u64) {}
     /// A stream of a GPU waits on this completion queue: nobody polls it, and what is done for it cannot wait.
     fn attend(&self, cqn: u32);
     /// Runs device work on the calling thread, if the device has such work and nobody else does it now.

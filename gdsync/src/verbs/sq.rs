@@ -14,6 +14,7 @@ use super::qp::QpCore;
 use super::track::{Entry, Owner, Track, Tracker};
 use super::wr::SendWr;
 use crate::error::{Error, Result};
+use crate::hca::Notice;
 use crate::memory::Memory;
 use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
@@ -26,6 +27,7 @@ pub(crate) struct SendQueue {
     blocks: u64,
     most: Most,
     bell: Arc<Bell>,
+    notice: Option<Notice>,
     /// Parts of the end: who sends need not look for them.
     tracker: Arc<Tracker>,
     cq: Arc<CqInner>,
@@ -152,11 +154,17 @@ impl fmt::Debug for SendQueue {
 }
 
 impl SendQueue {
-    pub(crate) fn new(end: Arc<QueueEnd>, ring: Memory, bell: Arc<Bell>, most: Most) -> Arc<Self> {
+    pub(crate) fn new(
+        end: Arc<QueueEnd>,
+        ring: Memory,
+        bell: Arc<Bell>,
+        most: Most,
+        notice: Option<Notice>,
+    ) -> Arc<Self> {
         let blocks = (ring.len() / BB) as u64;
         let (tracker, cq, qp) = (end.tracker.clone(), end.cq.clone(), end.qp.clone());
         let qpn = qp.qpn;
-        Arc::new(Self { end, ring, blocks, most, bell, tracker, cq, qp, qpn })
+        Arc::new(Self { end, ring, blocks, most, bell, notice, tracker, cq, qp, qpn })
     }
 
     /// What a stream rings.
@@ -523,16 +531,28 @@ impl SendQueue {
         self.qp.provider.watch(self.qpn, sends.end);
     }
 
-    /// As [`SendQueue::watch`], of sends that were foreseen up to here, when the caller has let a lock go since.
+    /// The same of sends up to block `end`, first under the lock of the queue.
+    #[inline(always)]
+    fn foresee(&self, end: u64) {
+        if let Some(notice) = &self.notice {
+            notice.foresee(end);
+        }
+    }
+
+    /// And then, when the caller has let a lock go since.
     #[inline(always)]
     pub(crate) fn watch_foreseen(&self, end: u64) {
-        self.qp.provider.watch_foreseen(self.qpn, end);
+        if self.notice.as_ref().is_some_and(|notice| !notice.is_watched()) {
+            self.qp.provider.watch(self.qpn, end);
+        }
     }
 
     /// Sends that were foreseen will not be rung.
     pub(crate) fn withdraw(&self, sends: &Written) {
         let begin = self.tracker.lock().entry(sends.range.start).begin;
-        self.qp.provider.withdraw(self.qpn, sends.end, begin);
+        if let Some(notice) = &self.notice {
+            notice.withdraw(sends.end, begin);
+        }
     }
 
     fn provider(&self) -> &dyn Provider {

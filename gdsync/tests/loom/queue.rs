@@ -339,8 +339,8 @@ fn nothing_foreseen_is_lost_behind(reached: u64) {
                     standing::foresee(until, number);
                 }
                 drop(last);
-                // As batches do, which order late.
-                if at_once { standing::order(until, watched, number) } else { standing::is_to_tell(watched) }
+                // Others order late.
+                !(!at_once && standing::is_looked_at(watched)) && standing::order(until, watched, number)
             })
         });
         let looks_on = standing::is_due(&shared.0, &shared.1, reached);

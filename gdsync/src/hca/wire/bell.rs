@@ -49,11 +49,6 @@ impl Bell {
         }
     }
 
-    /// Whether somebody seems to sleep.
-    pub(crate) fn is_slept_on(&self) -> bool {
-        self.sleepers.atomic().load(Ordering::Relaxed) != 0
-    }
-
     /// Wakes every sleeper, also after a ringer died half-way.
     pub(crate) fn ring_hard(&self) {
         self.sequence.atomic().fetch_add(1, Ordering::Release);

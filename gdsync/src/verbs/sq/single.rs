@@ -23,7 +23,7 @@ impl SendQueue {
         track.rung = n + 1;
         self.tracker.tell(&track);
         if by_gpu {
-            self.qp.provider.foresee(self.qpn, end);
+            self.foresee(end);
         }
         drop(track);
         let is_told = self.qp.log.note_prepared(n, len, Some(stream));
@@ -35,7 +35,7 @@ impl SendQueue {
         self.with_room(|track| {
             let sent = self.send_one(track, wr, stream)?;
             if by_gpu {
-                self.qp.provider.foresee(self.qpn, sent.sends.end);
+                self.foresee(sent.sends.end);
             }
             Ok(sent)
         })
