@@ -237,3 +237,42 @@ fn a_reset_ends_the_watch() {
     hca.modify_qp(raw.qp.qpn, &QpAttr::to(QpState::RESET), PATIENCE).unwrap();
     assert!(!hca.is_watching(), "what was announced will not be rung");
 }
+
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        thread::sleep(Duration::from_micros(100));
+    }
+}
+
+#[test]
+fn who_dozes_has_the_next_doorbell_told() {
+    let mut raw = Raw::new();
+    let notice = raw.qp.notice.take().unwrap();
+    raw.hca.watch(raw.qp.qpn, 1);
+    for n in 0..3 {
+        until("nobody dozes", || !notice.is_watched());
+        let doorbell = raw.write_nop();
+        // One more than is rung: it goes on watching.
+        notice.foresee(raw.posted + 1);
+        if !notice.is_watched() {
+            raw.hca.watch(raw.qp.qpn, raw.posted + 1);
+        }
+        raw.qp.doorbell.store(doorbell);
+        assert_eq!(Raw::wait(&raw.send_cq, n).opcode, CqeOpcode::REQ);
+    }
+}
+
+#[test]
+fn what_is_withdrawn_is_not_watched_for() {
+    let hca = Arc::new(soft());
+    let mut raw = Raw::over(hca.clone());
+    let notice = raw.qp.notice.take().unwrap();
+    raw.hca.watch(raw.qp.qpn, 1);
+    notice.withdraw(2, 1);
+    thread::sleep(Duration::from_millis(5));
+    assert!(hca.is_watching(), "that was another one");
+    notice.withdraw(1, 0);
+    until("what will not come is watched for", || !hca.is_watching());
+}
