@@ -340,7 +340,8 @@ fn nothing_foreseen_is_lost_behind(reached: u64) {
                 }
                 drop(last);
                 // Others order late.
-                !(!at_once && standing::is_looked_at(watched)) && standing::order(until, watched, number)
+                let is_to_order = at_once || !standing::is_looked_at(watched);
+                is_to_order && standing::order(until, watched, number)
             })
         });
         let looks_on = standing::is_due(&shared.0, &shared.1, reached);
