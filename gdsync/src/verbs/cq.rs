@@ -14,13 +14,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 pub(crate) use self::lost::POISON;
 use self::room::Room;
 use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
-use crate::brief::Mutex;
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::memory::{Found, Word32};
@@ -43,6 +44,7 @@ pub(crate) struct CqInner {
     log: u32,
     room: Room,
     recorder: Log,
+    /// Not a brief lock: several threads may poll all the time, and it must not be left to chance who is next.
     state: Mutex<CqState>,
 }
 
