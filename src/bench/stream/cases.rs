@@ -19,6 +19,8 @@ pub(super) const GROUP: u64 = 16;
 const MANY: u32 = 16;
 /// Bytes of a message.
 const LEN: usize = 8;
+/// In it the HCA does what it was asked for.
+const SETTLED: Duration = Duration::from_micros(50);
 
 /// A call.
 pub(super) struct Case<'a> {
@@ -110,6 +112,14 @@ impl Sides {
     }
 }
 
+/// Lets the HCA finish: it would share memory with what is measured.
+fn settle() {
+    let start = Instant::now();
+    while start.elapsed() < SETTLED {
+        std::hint::spin_loop();
+    }
+}
+
 /// All calls.
 pub(super) fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case<'a>>> {
     let Sides { ours, peer } = sides;
@@ -132,7 +142,11 @@ pub(super) fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case
         Case {
             name: "wait for a send",
             parts: 1,
-            before: Box::new(move || (0..GROUP).try_for_each(|_| ours.post(SendWr::write(to, &sges)))),
+            before: Box::new(move || {
+                (0..GROUP).try_for_each(|_| ours.post(SendWr::write(to, &sges)))?;
+                settle();
+                Ok(())
+            }),
             call: Box::new(move || {
                 stream.wait_send(qp)?;
                 Ok(())
@@ -147,6 +161,7 @@ pub(super) fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case
                     peer.post(SendWr::send(&theirs))?;
                     peer.note_sent(1);
                 }
+                settle();
                 Ok(())
             }),
             call: Box::new(move || {

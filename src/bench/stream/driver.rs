@@ -35,12 +35,17 @@ pub(super) enum Call {
     Kernel(Handle, Vec<u64>),
 }
 
-/// Words of `Head` and of an operation in gdsync's `lane.cu`, where the head has the number of operations, and how many fit
-/// into the parameters of its kernels.
+/// Words of `Head` and of an operation in gdsync's `lane.cu`, where the head has the status and the number of operations, and
+/// how many fit into the parameters of its kernels.
 const HEAD: usize = 4;
+const STATUS: usize = 0;
 const COUNT: usize = 3;
 const OP: usize = 3;
 const PROGRAMS: [usize; 2] = [12, 160];
+
+/// Conditions of waits, as memory operations and kernels have them.
+const AND: u32 = 2;
+const NOR: u32 = 3;
 
 impl Call {
     /// Operations in it.
@@ -222,40 +227,44 @@ impl<'a> Raw<'a> {
     }
 
     fn diverted(&self, call: &Call) -> Result<Call> {
-        match call.clone() {
-            Call::MemOps(mut ops) => {
-                for op in ops.iter_mut().filter(|op| op.address != 0) {
-                    self.divert(op)?;
+        let mut call = call.clone();
+        match &mut call {
+            Call::MemOps(ops) => {
+                for op in ops {
+                    op.address = self.diverted_word(op.address, op.value, op.flags)?;
                 }
-                Ok(Call::MemOps(ops))
             }
-            Call::Kernel(function, mut param) => {
-                // The driver copies all of it; the kernel looks at what it has to do.
-                param[COUNT] = 0;
-                Ok(Call::Kernel(function, param))
+            Call::Kernel(_, param) => {
+                let used = OP * usize::try_from(param[COUNT])?;
+                let (head, ops) = param.split_at_mut(HEAD);
+                head[STATUS] = self.diverted_word(head[STATUS], 0, 0)?;
+                for [what, address, value] in ops[..used].as_chunks_mut::<OP>().0 {
+                    *address = self.diverted_word(*address, *value, u32::try_from(*what >> 32 & 0xffff)?)?;
+                }
             }
         }
+        Ok(call)
     }
 
-    /// Gives an operation a word of its own in memory of the same kind, which satisfies it if it is a wait.
-    fn divert(&self, op: &mut MemOp) -> Result<()> {
-        const AND: u32 = 2;
-        const NOR: u32 = 3;
+    /// A word in memory of the same kind, for one operation alone, which satisfies it if it is a wait. Operations without one have none.
+    fn diverted_word(&self, address: u64, value: u64, cond: u32) -> Result<u64> {
+        if address == 0 {
+            return Ok(0);
+        }
         let mut kind = 0_u32;
         let kind_of = pointer_attribute::MEMORY_TYPE;
         // SAFETY: a place for the answer, which has 4 bytes.
-        unsafe { driver().pointer_get_attribute((&raw mut kind).cast(), kind_of, op.address) }?;
+        unsafe { driver().pointer_get_attribute((&raw mut kind).cast(), kind_of, address) }?;
         let on_gpu = kind == MEMORY_TYPE_DEVICE;
         let memory = self.device.as_ref().filter(|_| on_gpu).unwrap_or(&self.host);
         let word = memory.word64(8 * self.words.replace(self.words.get() + 1))?;
-        op.address = word.memory().gpu_addr(self.gpu)?;
-        word.store(match op.flags {
+        word.store(match cond {
             NOR => 0,
-            AND if op.value == 0 => return Err("a wait that nothing satisfies".into()),
-            _ => op.value,
+            AND if value == 0 => return Err("a wait that nothing satisfies".into()),
+            _ => value,
         });
         memory.flush()?;
-        Ok(())
+        Ok(word.memory().gpu_addr(self.gpu)?)
     }
 
     /// Makes a call.
@@ -269,7 +278,7 @@ impl<'a> Raw<'a> {
             Call::Kernel(function, param) => {
                 let mut params = [param.as_mut_ptr().cast::<c_void>()];
                 let (params, extra) = (params.as_mut_ptr(), null_mut());
-                // SAFETY: the kernel's one parameter, of its size; it has nothing to do.
+                // SAFETY: the kernel's one parameter, of its size; its words live as long as this value.
                 unsafe {
                     driver().launch_kernel(*function, 1, 1, 1, 1, 1, 1, 0, self.stream, params, extra)
                 }?;
