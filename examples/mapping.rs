@@ -6,6 +6,11 @@ use gdrcopy::planner::Direction;
 use gdrcopy::{Gdr, Planner};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // No options; `--help` says what it shows.
+    clap::Command::new("mapping")
+        .about("GPU memory in the address space of the CPU: data, flush, flag")
+        .get_matches();
+
     let gdr = Gdr::open()?;
     println!("GPU memory is mapped by {gdr}");
 

@@ -16,6 +16,11 @@ const COUNTER: usize = 8;
 const TEXT: usize = 64;
 
 fn main() -> mp::Result<()> {
+    // No options; `--help` says what it shows.
+    clap::Command::new("putget")
+        .about("A put with a signal and a get between two processes, in the order of a stream")
+        .get_matches();
+
     let comm = Communicator::builder().spawn(2).init()?;
     let peer = comm.rank() ^ 1;
     let shared = comm.register(&Memory::alloc(128)?)?;

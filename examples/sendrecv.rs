@@ -11,6 +11,11 @@ use gdsync::verbs::{Access, Device, RecvWr, SendWr};
 const PATIENCE: Duration = Duration::from_secs(10);
 
 fn main() -> gdsync::Result<()> {
+    // No options; `--help` says what it shows.
+    clap::Command::new("sendrecv")
+        .about("A kernel-like step, a send and a receive on streams, no CPU between them")
+        .get_matches();
+
     // The device, and on it two queue pairs that know each other's address.
     let context = Device::find(None)?.open()?;
     let pd = context.alloc_pd()?;

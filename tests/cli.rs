@@ -42,6 +42,7 @@ fn bad_arguments_are_named() {
         (&["bench", "hca", "--timeout", "18446744073709551615"], "--timeout"),
         (&["bench", "hca", "--rounds", "100", "--json", nowhere], nowhere),
         (&["bench", "register", "--bytes", "1"], "--bytes"),
+        (&["bench", "register", "--json", "-"], "name a file"),
         (&["bench", "register", "--json", nowhere], nowhere),
         (&["bench", "mp", "--sizes", "0"], "--sizes"),
         (&["bench", "mp", "--modes", "fast"], "sync-work"),

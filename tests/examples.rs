@@ -30,6 +30,16 @@ fn mapping_writes_through_and_outlives_its_buffer() {
 }
 
 #[test]
+fn those_without_options_refuse_any() {
+    for name in ["sendrecv", "putget", "mapping"] {
+        let mut command = example(name);
+        command.arg("--stream");
+        let error = fails(command);
+        assert!(error.contains("--stream") && error.contains(&format!("Usage: {name}")), "{error}");
+    }
+}
+
+#[test]
 fn they_keep_the_rules_of_strict_rings() {
     for name in ["sendrecv", "putget"] {
         let mut command = example(name);

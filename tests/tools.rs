@@ -94,6 +94,7 @@ fn wrong_options_are_named_and_give_status_2() {
         (PPLAT, "--flush", "--flush"),
         (SANITY, "-t no_such_case", "no_such_case"),
         (SANITY, "--threads 0", "--threads"),
+        (SANITY, "-d 9", "no GPU 9"),
     ] {
         let (output, out, err) = run(tool(path, args));
         assert_eq!(output.status.code(), Some(2), "{path} {args}: {out}{err}");
@@ -242,6 +243,7 @@ fn sanity_passes_where_there_is_no_gpu() {
     let count = |status: &str| rows(&report).iter().filter(|row| row["status"] == status).count();
     let (total, passed, waived) = (rows(&report).len(), count("passed"), count("waived"));
     assert!(passed >= 30 && passed + waived == total, "{said}");
+    assert!(said.contains("NOTE: no GPU takes part"), "{said}");
     assert!(
         said.contains(&format!("Total: {total}, Passed: {passed}, Failed: 0, Waived: {waived}")),
         "{said}"

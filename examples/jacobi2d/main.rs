@@ -16,13 +16,11 @@ mod relax;
 mod repeat;
 mod solver;
 
-use std::fs::File;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use gdasync::measure::Machine;
+use gdasync::measure::{Machine, create_json};
 use mp::Communicator;
 use serde::Serialize;
 
@@ -92,10 +90,7 @@ fn run(options: &Options) -> Result<bool> {
     if options.ranks.is_some_and(|asked| usize::from(asked) != comm.size()) {
         return Err(format!("--ranks is not the {} ranks that the launcher started", comm.size()).into());
     }
-    // A path that cannot be written to is better known before the measurement than after it.
-    let json = options.json.as_ref().filter(|_| first);
-    let create = |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-    let file = json.map(create).transpose()?;
+    let file = create_json(options.json.as_deref().filter(|_| first))?;
     let report = solve(options, &placed, &comm)?;
     if first {
         report.print();

@@ -15,13 +15,12 @@
 //! This page has the frame of such a program. The messages are in `src/pingpong/player.rs`, what fills and checks the
 //! buffers in `src/pingpong/judge.rs`; `gdasync bench` plays the same.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
 use gdasync::lane::{Lane, Result};
-use gdasync::measure::size;
+use gdasync::measure::{create_json, size};
 use gdasync::pingpong::{PTX, Player, Report, floor};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -53,9 +52,7 @@ fn run(Cli { play: options, floor: with_floor, json }: &Cli) -> Result<bool> {
     }
     let lane = Lane::new(&placed, timeout, PTX)?;
     let first = comm.rank() == 0;
-    // A path that cannot be written to is better known before the measurement than after it.
-    let create = |path: &PathBuf| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-    let file = json.as_ref().filter(|_| first).map(create).transpose()?;
+    let file = create_json(json.as_deref().filter(|_| first))?;
     let steps = options.modes().len() * options.sizes.len();
     // Drawn on a terminal only, and never while a measurement runs.
     let bar = if first { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };

@@ -8,7 +8,7 @@ use clap::Args;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Context, Device, QpAddress};
-use gdasync::measure::{Machine, Micros, Samples, process_cpu};
+use gdasync::measure::{Machine, Micros, Samples, create_json, process_cpu};
 use gdasync::mp::Communicator;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use super::floor::{Floor, bounce};
 use super::link::Link;
 use super::rows::{Row, table};
-use super::{Result, create_json, two_ranks};
+use super::{Result, two_ranks};
 
 /// Options of `gdasync bench hca`.
 #[derive(Args)]

@@ -22,8 +22,6 @@ mod slots;
 mod stream;
 mod trigger;
 
-use std::fs::File;
-use std::path::Path;
 use std::time::Duration;
 
 use clap::Subcommand;
@@ -31,13 +29,6 @@ use gdasync::mp::{Builder, Communicator};
 
 /// What a benchmark may fail with.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-
-/// The file for the results, if one is wanted: a path that cannot be written to is better known before the measurement than
-/// after it.
-fn create_json(path: Option<&Path>) -> Result<Option<File>> {
-    let create = |path: &Path| File::create(path).map_err(|e| format!("--json {}: {e}", path.display()));
-    Ok(path.map(create).transpose()?)
-}
 
 /// This process and another one.
 fn two_ranks(timeout: Duration) -> Result<Communicator> {

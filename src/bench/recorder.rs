@@ -9,11 +9,11 @@ use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::recorder::Marks;
 use gdasync::gdsync::stream::{HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, RecvWr, SendWr};
-use gdasync::measure::{Machine, Samples};
+use gdasync::measure::{Machine, Samples, create_json};
 use serde::Serialize;
 
+use super::Result;
 use super::rows::{Row, table};
-use super::{Result, create_json};
 
 /// Options of `gdasync bench recorder`.
 #[derive(Args)]

@@ -7,12 +7,12 @@ use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
-use gdasync::measure::{Machine, Micros, Samples, size};
+use gdasync::measure::{Machine, Micros, Samples, create_json, size};
 use gdasync::mp::Communicator;
 use gdasync::mp::cache::{CacheConfig, Cached};
 use serde::Serialize;
 
-use super::{Result, create_json};
+use super::Result;
 
 /// Options of `gdasync bench register`.
 #[derive(Args)]

@@ -9,11 +9,11 @@ use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::verbs::Context;
 use gdasync::lane::{Lane, Placed};
 use gdasync::measure::series::{Report, Series, Skipped};
-use gdasync::measure::{Machine, Pattern};
+use gdasync::measure::{Machine, Pattern, create_json};
 use gdasync::mp::Communicator;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::{Result, create_json};
+use super::Result;
 
 /// Where results go, and how long it may take to get them.
 #[derive(Args, Clone, Debug)]

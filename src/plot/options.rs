@@ -1,5 +1,6 @@
 //! What the command line asks for, and how several files become one picture.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -17,7 +18,7 @@ pub(crate) struct Options {
     #[arg(required = true, value_name = "FILES")]
     files: Vec<PathBuf>,
     /// The picture, SVG.
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", value_parser = svg)]
     output: PathBuf,
     /// Which figures of a file. Default: what its benchmark is about; the others are told.
     #[arg(long, value_name = "NAME")]
@@ -53,6 +54,17 @@ pub(crate) struct Options {
     /// Of a timeline only what is until this time, microseconds.
     #[arg(long, value_name = "US", value_parser = time)]
     to: Option<f64>,
+}
+
+fn svg(text: &str) -> std::result::Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    let other = ["png", "jpg", "jpeg", "gif", "webp", "pdf", "eps"];
+    match path.extension().and_then(OsStr::to_str) {
+        Some(name) if other.contains(&&*name.to_ascii_lowercase()) => {
+            Err("a picture is SVG: name it .svg".into())
+        }
+        _ => Ok(path),
+    }
 }
 
 fn time(text: &str) -> std::result::Result<f64, String> {

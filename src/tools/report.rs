@@ -7,6 +7,8 @@ use gdrcopy::{BackendKind, Gdr};
 use serde::{Deserialize, Serialize};
 
 use super::cuda;
+use super::failure::Result;
+use super::output::{Output, say};
 use crate::measure::Machine;
 
 /// The results of a tool and all that is needed to understand them.
@@ -46,6 +48,22 @@ pub(super) struct Gpu {
 }
 
 impl Setup {
+    /// Says with what, and why with nothing better.
+    pub(super) fn tell(&self, output: &Output) -> Result<()> {
+        let Self { backend, refused, .. } = self;
+        let refused = refused.iter().map(|why| format!("; not {why}")).collect::<String>();
+        say!(output, "backend: {backend}{refused}")?;
+        match self.is_plain() {
+            true => say!(output, "NOTE: no GPU takes part; all of it is about plain memory"),
+            false => Ok(()),
+        }
+    }
+
+    /// No GPU takes part.
+    pub(super) fn is_plain(&self) -> bool {
+        self.backend == BackendKind::Host.name()
+    }
+
     /// Of an opened library.
     pub(super) fn of(gdr: &Gdr, gpus: &[GpuInfo], ordinal: i32) -> Self {
         let gpu = gpus

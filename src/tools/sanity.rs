@@ -19,7 +19,6 @@ mod runner;
 use std::time::Duration;
 
 use clap::Args;
-use gdrcopy::BackendKind;
 use serde::Serialize;
 
 use super::Program;
@@ -90,7 +89,7 @@ impl Program for Sanity {
         let cases = self.selected()?;
         let runner = Runner::new(self.verbose)?;
         let setup = self.describe(&runner)?;
-        say!(output, "backend: {}", setup.backend)?;
+        setup.tell(&output)?;
         output.steps(cases.len());
         let mut results = Vec::new();
         for case in cases {
@@ -157,9 +156,7 @@ impl Sanity {
         }
         let setup: Setup = serde_json::from_str(&said)?;
         let gpu = self.common.gpu;
-        usage(setup.gpu.is_some() || setup.backend == BackendKind::Host.name(), || {
-            format!("there is no GPU {gpu}")
-        })?;
+        usage(setup.gpu.is_some() || setup.is_plain() && gpu == 0, || format!("there is no GPU {gpu}"))?;
         Ok(setup)
     }
 

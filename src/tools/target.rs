@@ -36,11 +36,9 @@ impl Target {
             return Err(Failure::Usage(format!("there is no GPU {gpu}; CUDA shows {} of them", gpus.len())));
         }
         say!(output, "selecting device {gpu}")?;
-        say!(output, "backend: {gdr}")?;
-        if gdr.backend() == BackendKind::Host {
-            say!(output, "NOTE: no GPU takes part; all figures are of plain memory")?;
-        }
-        Ok(Self { setup: Setup::of(&gdr, &gpus, gpu), gdr, gpu })
+        let setup = Setup::of(&gdr, &gpus, gpu);
+        setup.tell(output)?;
+        Ok(Self { setup, gdr, gpu })
     }
 
     /// Allocates and tells where.

@@ -27,7 +27,8 @@ const STUCK: u8 = 3;
 #[command(
     after_help = "Exit status: 0 nothing is stuck, 3 a wait is stuck, 1 a recording cannot be read, 2 wrong arguments.\n\
                   A wait is stuck that has lasted for --stuck-after seconds, or that its process died in.\n\
-                  Recordings are in /dev/shm, or where GDSYNC_RECORDER_DIR says; GDSYNC_RECORDER=off makes none."
+                  Recordings are in /dev/shm, or where GDSYNC_RECORDER_DIR says; GDSYNC_RECORDER=off makes none. Of processes\n\
+                  that are dead the newest eight are kept when the next one begins: copy those of larger jobs first."
 )]
 pub(crate) struct Options {
     /// Processes, or files of recordings.
@@ -112,7 +113,10 @@ impl Options {
         for target in &self.targets {
             match target.parse() {
                 Ok(pid) => recordings.extend(Recording::of_process(pid)?),
-                Err(_) => recordings.push(Recording::read(Path::new(target))?),
+                Err(_) => {
+                    let recording = Recording::read(Path::new(target));
+                    recordings.push(recording.map_err(|error| format!("{target}: {error}"))?);
+                }
             }
         }
         Ok(recordings)

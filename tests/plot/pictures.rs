@@ -153,6 +153,7 @@ fn what_cannot_be_drawn_is_told_and_nothing_is_written() {
         assert!(!output.path().exists(), "{text} {args:?}");
     };
     refuse("{", &[], &["not JSON", "plot-bad"]);
+    assert!(fails(tool(&["plot", path(&file), "-o", "a.PNG"])).contains("name it .svg"));
     refuse("", &[], &["not JSON"]);
     refuse("[]", &[], &["it lacks", "results"]);
     refuse("{\"name\": 1}", &[], &["it lacks", "`series`"]);

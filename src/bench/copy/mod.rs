@@ -12,10 +12,10 @@ use clap::Args;
 use gdasync::gdrcopy::copy::{Copier, Routine, load_fence, store_fence};
 use gdasync::gdrcopy::planner::{Direction, Way, read_by, write_by};
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping, Planner};
-use gdasync::measure::Machine;
+use gdasync::measure::{Machine, create_json};
 use indicatif::ProgressBar;
 
-use super::{Result, create_json};
+use super::Result;
 use lane::{Cuda, Lane, by_turns};
 use report::{Calibrated, Choice, Report, Row};
 

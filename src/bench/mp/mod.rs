@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use gdasync::gdsync::stream::{HostStreamConfig, Stream};
-use gdasync::measure::{Machine, Samples, size};
+use gdasync::measure::{Machine, Samples, create_json, size};
 use gdasync::mp::Communicator;
 use gdasync::mp::tagged::Tagged;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::{Result, create_json, two_ranks};
+use super::{Result, two_ranks};
 use game::Game;
 use report::{Line, Report};
 

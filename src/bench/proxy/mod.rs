@@ -13,12 +13,12 @@ use gdasync::gdsync::rdma::{DeviceConfig, Route};
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Device, Mr, Qp, SendWr};
 use gdasync::lane::own_gpu;
-use gdasync::measure::{Machine, Micros, Samples};
+use gdasync::measure::{Machine, Micros, Samples, create_json};
 use serde::Serialize;
 
+use super::Result;
 use super::bare::Bare;
 use super::rows::Row;
-use super::{Result, create_json};
 
 /// Options of `gdasync bench proxy`.
 #[derive(Args)]

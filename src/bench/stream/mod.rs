@@ -15,10 +15,10 @@ use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::stream::{CudaStreamConfig, Stream, Via};
 use gdasync::gdsync::verbs::OnGpu;
-use gdasync::measure::{Machine, Samples};
+use gdasync::measure::{Machine, Samples, create_json};
 use indicatif::ProgressBar;
 
-use super::{Result, create_json};
+use super::Result;
 use cases::{Case, GROUP, Sides, cases};
 use driver::{Call, Raw};
 use report::{Report, Row};

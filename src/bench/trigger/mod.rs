@@ -18,10 +18,10 @@ use std::time::Duration;
 
 use clap::Args;
 use gdasync::gdrcopy::Gdr;
-use gdasync::measure::Machine;
+use gdasync::measure::{Machine, create_json};
 use indicatif::ProgressBar;
 
-use super::{Result, create_json};
+use super::Result;
 use gpu::Gpu;
 use lab::Lab;
 use report::{Figure, Level, Report, Row};
