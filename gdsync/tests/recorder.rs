@@ -2,13 +2,18 @@
 
 mod common;
 
+use std::fmt;
+use std::fs::File;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::{Arc, Mutex};
 
 use common::{PATIENCE, Side, loopback, pair, received, reconnect, sent, stream};
 use gdsync::recorder::{By, Event, Marks, Peer, Queue, Recording, Stage, Wait};
 use gdsync::stream::Cond;
 use gdsync::verbs::{RecvWr, SendWr};
+use tracing::field::Field;
+use tracing::{Metadata, span};
 
 fn recording() -> Recording {
     Recording::read(&Marks::open().unwrap().path().unwrap()).unwrap()
@@ -165,17 +170,19 @@ fn failures_have_their_syndrome() {
     assert_eq!(flushed.event.status, gdsync::mlx5::Syndrome::WR_FLUSH_ERR.0);
 }
 
-/// Not a test of its own: a process that says where its recording is, and ends in order, unless the variable is wrong.
+/// Not a test of its own: a process that says where its recording is, and ends in order, unless the variable is wrong
+/// or its role is to exit.
 #[test]
 fn child() {
-    if std::env::var_os("GDSYNC_TEST_ROLE").is_none() {
-        return;
-    }
+    let Some(role) = std::env::var_os("GDSYNC_TEST_ROLE") else { return };
     match gdsync::verbs::Context::soft(&gdsync::hca::SoftHcaConfig::default()) {
         Ok(context) => {
             let marks = Marks::open().unwrap();
             marks.mark(1, 2);
             println!("file {:?} {}", marks.path(), marks.path().is_some_and(|path| path.exists()));
+            if role == "exit" {
+                std::process::exit(0);
+            }
             drop((context, marks));
             println!("after {:?}", Marks::open().unwrap().path());
         }
@@ -191,10 +198,16 @@ fn run_child(variables: &[(&str, &str)]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// An empty folder for recordings.
+fn folder(name: &str) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("gdsync-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
 #[test]
 fn a_process_that_ends_in_order_leaves_nothing() {
-    let folder = std::env::temp_dir().join(format!("gdsync-orderly-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
+    let folder = folder("orderly");
     let out = run_child(&[("GDSYNC_RECORDER_DIR", folder.to_str().unwrap())]);
     assert!(out.contains("gdsync-") && out.contains("\") true"), "there was one: {out}");
     let left: Vec<PathBuf> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -212,4 +225,92 @@ fn the_variable_switches_it_off_or_is_refused() {
     let out = run_child(&[("GDSYNC_RECORDER", "1024"), nowhere]);
     assert!(out.contains("error creating the file of the flight recorder"), "{out}");
     assert!(run_child(&[nowhere]).contains("file None false"));
+}
+
+/// What the recorder logs.
+#[derive(Clone, Default)]
+struct Logged(Arc<Mutex<Vec<String>>>);
+
+impl Logged {
+    fn count(&self, text: &str) -> usize {
+        self.0.lock().unwrap().iter().filter(|line| line.contains(text)).count()
+    }
+}
+
+impl tracing::Subscriber for Logged {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target().starts_with("gdsync::recorder")
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut line = String::new();
+        event.record(&mut |field: &Field, value: &dyn fmt::Debug| line += &format!("{field}={value:?} "));
+        self.0.lock().unwrap().push(line);
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// All descriptors that this process may still open.
+fn hoard() -> Vec<File> {
+    std::iter::from_fn(|| File::open("/dev/null").ok()).collect()
+}
+
+/// Not a test of its own: a process that may open a few files only. It runs beside the recording of a dead process, in a folder
+/// that nobody else uses.
+#[test]
+fn child_without_descriptors() {
+    if std::env::var_os("GDSYNC_TEST_SHORT").is_none() {
+        return;
+    }
+    let logged = Logged::default();
+    tracing::subscriber::set_global_default(logged.clone()).unwrap();
+    let marks = Marks::open().unwrap();
+    let own = marks.path().unwrap();
+    let (mut taken, mut removed) = (hoard(), Vec::new());
+    assert_eq!(Recording::list(), [] as [PathBuf; 0], "nobody can look");
+    // With none, one, two ... of them: each may be the one that is missing where something is looked at.
+    for left in 0..8 {
+        removed.extend(Recording::clean());
+        assert!(own.exists(), "{left} descriptors are left, and that of a living process is removed");
+        drop(taken.pop());
+    }
+    assert_eq!((removed.len(), logged.count("may be left")), (1, 1), "{removed:?}");
+    drop(marks);
+    assert!(!own.exists());
+    taken.extend(hoard());
+    for _ in 0..3 {
+        assert!(!Marks::open().unwrap().is_recording());
+    }
+    assert_eq!(logged.count("nothing is recorded"), 1);
+    // As many as there may be, where one of them is missing in the middle of it.
+    while !Marks::open().unwrap().is_recording() {
+        assert_eq!(Recording::list().len(), 0, "what was begun is removed");
+        drop(taken.pop().expect("with all of them it records"));
+    }
+    assert_eq!(logged.count("nothing is recorded"), 1);
+    println!("passed");
+}
+
+/// It took what it could not look at for dead, and removed what living processes record; and recorded nothing from then on.
+#[test]
+fn a_process_without_descriptors_leaves_recordings_and_tries_again_later() {
+    let folder = folder("short");
+    let named = ("GDSYNC_RECORDER_DIR", folder.to_str().unwrap());
+    run_child(&[named, ("GDSYNC_TEST_ROLE", "exit")]);
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "it ended without order");
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 48; exec \"$@\"", "sh"]).arg(std::env::current_exe().unwrap());
+    command.args(["--exact", "child_without_descriptors", "--nocapture", "--test-threads=1"]);
+    let output = command.envs([named, ("GDSYNC_TEST_SHORT", "1")]).output().unwrap();
+    std::fs::remove_dir_all(&folder).unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("passed"), "{output:?}");
 }

@@ -166,3 +166,6 @@ fn only(order: &mut Arc<Order>) -> Option<&mut Order> {
     // SAFETY: this is the only pointer to it, and borrowed; no weak one is ever made that could become another.
     Some(unsafe { &mut *Arc::as_ptr(order).cast_mut() })
 }
+
+#[cfg(test)]
+mod tests;

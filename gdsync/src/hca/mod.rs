@@ -104,6 +104,7 @@ mod service;
 mod soft;
 mod staging;
 mod stats;
+mod stuck;
 mod watched;
 mod wire;
 

@@ -25,12 +25,13 @@ use super::served::{Duties, Served};
 use super::service::Service;
 use super::staging::Stage;
 use super::stats::HcaStats;
+use super::stuck::Stuck;
 use super::wire::{Bell, Port};
 use crate::cuda::Engines;
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mover::Mover;
+use crate::mover::{Mover, Ticket};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::track::Health;
@@ -41,7 +42,8 @@ use crate::verbs::{Access, Carriage, QpAttr, QpState};
 const BY_REFERENCE: usize = 32 << 10;
 /// Keys have 24 bits for the index of a region; the first indices are not used.
 const MAX_REGIONS: usize = (1 << 24) - 1024;
-/// How long the end of a queue pair or region waits for copies into it. Longer than the HCA waits for one.
+/// How long the end of a queue pair or region waits for copies into it, once for each GPU that hangs. Longer than the HCA waits for
+/// one.
 const PATIENCE: Duration = Duration::from_secs(12);
 
 /// How a software HCA is set up.
@@ -122,6 +124,7 @@ pub(super) struct Shared {
     next_pd: AtomicU64,
     max_regions: usize,
     mover: Arc<dyn Mover>,
+    stuck: Stuck,
 }
 
 impl Served for Shared {
@@ -186,6 +189,7 @@ impl SoftHca {
             next_pd: AtomicU64::new(0x21),
             max_regions: config.max_regions.min(MAX_REGIONS),
             mover,
+            stuck: Stuck::default(),
         });
         let service = Service::start(shared.clone())?;
         Ok(Self { shared, _service: service })
@@ -218,21 +222,15 @@ impl SoftHca {
         Ok((qpn, psn))
     }
 
-    /// Before a queue pair is reset or destroyed: returns when no copy into its memory is under way.
-    fn quiesce(&self, qpn: u32, timeout: Duration) -> Result<()> {
-        let end = Instant::now() + timeout;
-        let over = loop {
+    /// Before a queue pair is reset or destroyed: the copies into its memory that are under way. None begins from now on.
+    fn quiesce(&self, qpn: u32) -> Vec<Ticket> {
+        loop {
             match self.shared.with(|core| core.with_qp(qpn, |qp, env| qp.quiesce(env))) {
-                None => break true,
-                Some(Some(copies)) => break copies.iter().all(|copy| copy.wait(end)),
+                None => return Vec::new(),
+                Some(Some(copies)) => return copies,
                 Some(None) => std::thread::yield_now(),
             }
-        };
-        let late = Error::Deadline {
-            what: "a copy into memory of the queue pair, which may still happen,",
-            after: timeout,
-        };
-        if over { Ok(()) } else { Err(late) }
+        }
     }
 
     /// Whether a doorbell is watched.
@@ -308,8 +306,7 @@ impl Provider for SoftHca {
     fn dereg_mr(&self, keys: MrKeys) {
         let (region, copies) =
             self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
-        let end = Instant::now() + PATIENCE;
-        if !copies.iter().all(|copy| copy.wait(end)) {
+        if !self.shared.stuck.wait(&copies, Instant::now() + PATIENCE) {
             tracing::error!("a copy into a memory region does not end, and may still happen");
         }
         drop(region);
@@ -348,7 +345,11 @@ impl Provider for SoftHca {
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
         if attr.state == Some(QpState::RESET) {
-            self.quiesce(qpn, timeout)?;
+            let end = Instant::now() + timeout;
+            if !self.quiesce(qpn).iter().all(|copy| copy.wait(end)) {
+                let what = "a copy into memory of the queue pair, which may still happen,";
+                return Err(Error::Deadline { what, after: timeout });
+            }
         }
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
         let result = self.shared.with(|core| {
@@ -365,8 +366,8 @@ impl Provider for SoftHca {
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        if let Err(error) = self.quiesce(qpn, PATIENCE) {
-            tracing::error!(qpn, %error, "a queue pair is destroyed too early");
+        if !self.shared.stuck.wait(&self.quiesce(qpn), Instant::now() + PATIENCE) {
+            tracing::error!(qpn, "a queue pair is destroyed while a copy into its memory may still happen");
         }
         let qp = self.shared.with(|core| core.remove_qp(qpn, &self.shared.rung));
         drop(qp);

@@ -1,5 +1,6 @@
 //! What has become of a copy.
 
+use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -87,6 +88,17 @@ impl Ticket {
     /// Whether it is over, one way or the other.
     pub fn is_over(&self) -> bool {
         self.status() != Status::Pending
+    }
+
+    /// Whether it cannot be over before `other` is: it is the same, or comes behind it in the same engine.
+    pub(crate) fn is_behind(&self, other: &Self) -> bool {
+        let word = |ticket: &'_ Self| {
+            ticket.0.word.get().map(|(word, value)| (ptr::from_ref(word.atomic()), *value))
+        };
+        Arc::ptr_eq(&self.0, &other.0)
+            || word(self).zip(word(other)).is_some_and(|((own, value), (others, before))| {
+                own == others && value.wrapping_sub(before).cast_signed() >= 0
+            })
     }
 
     /// Why it failed.

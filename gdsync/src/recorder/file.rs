@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 use super::layout::{self, header};
 use crate::env::variable;
@@ -16,6 +17,9 @@ const KEPT: usize = 8;
 /// Names that are tried: two copies of the library in one process have a file each.
 const NAMES: u32 = 16;
 
+/// What helps where there are no descriptors.
+pub(super) const RAISE: &str = "raise the limit of open files (ulimit -n)";
+
 /// Whether the process that wrote a recording still runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Liveness {
@@ -23,7 +27,7 @@ pub enum Liveness {
     Alive,
     /// It is gone.
     Dead,
-    /// It belongs to another container or machine, and cannot be seen from here.
+    /// It belongs to another container or machine, and cannot be seen from here; or there is no file descriptor left to look.
     Unknown,
 }
 
@@ -36,13 +40,28 @@ pub(super) fn folders() -> Vec<PathBuf> {
     [Some("/dev/shm".into()), runtime, Some("/tmp".into())].into_iter().flatten().collect()
 }
 
+/// Whether a call failed only because there is no file descriptor left: later there may be.
+pub(super) fn is_short(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
 /// All files here that are called as recordings are.
-pub(super) fn list() -> Vec<PathBuf> {
-    let entries = folders().into_iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
-    let mut files: Vec<_> =
-        entries.flatten().map(|entry| entry.path()).filter(|path| pid_of(path).is_some()).collect();
+///
+/// # Errors
+/// There is no descriptor left to look.
+pub(super) fn list() -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for folder in folders() {
+        match fs::read_dir(folder) {
+            Ok(entries) => files
+                .extend(entries.flatten().map(|entry| entry.path()).filter(|path| pid_of(path).is_some())),
+            Err(error) if is_short(&error) => return Err(error),
+            // There is no such folder.
+            Err(_) => {}
+        }
+    }
     files.sort();
-    files
+    Ok(files)
 }
 
 /// The process that a file is named after.
@@ -56,7 +75,8 @@ pub(super) fn pid_of(path: &Path) -> Option<u32> {
 /// A new file for this process, of `bytes` bytes, of which the first `held` are there for good. It has no name left when an
 /// error is returned.
 pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
-    let (pid, started) = (std::process::id(), started(std::process::id()).unwrap_or(0));
+    let pid = std::process::id();
+    let started = started(pid).map_err(failed)?.unwrap_or(0);
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for folder in folders() {
         for n in 0..NAMES {
@@ -87,9 +107,18 @@ pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
             }
         }
     }
-    const FIX: &str =
-        "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off";
-    Err(Error::os("creating the file of the flight recorder", last, FIX))
+    Err(failed(last))
+}
+
+/// No file can be made.
+pub(super) fn failed(why: io::Error) -> Error {
+    let fix = match is_short(&why) {
+        true => RAISE,
+        false => {
+            "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off"
+        }
+    };
+    Error::os("creating the file of the flight recorder", why, fix)
 }
 
 /// Makes room in the file, so that writing there through a mapping cannot fail.
@@ -123,26 +152,52 @@ pub(super) fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
 }
 
 /// Whether the process of a header lives.
-pub(super) fn liveness(words: &[u64; header::WORDS]) -> Liveness {
-    if !is_of_this_boot(words) || words[header::PID_NAMESPACE] != pid_namespace() {
-        return Liveness::Unknown;
+///
+/// # Errors
+/// There is no descriptor left to look.
+pub(super) fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
+    if !is_of_this_boot(words)? || words[header::PID_NAMESPACE] != pid_namespace() {
+        return Ok(Liveness::Unknown);
     }
-    let now = u32::try_from(words[header::PID]).ok().and_then(started);
-    if now == Some(words[header::STARTED]) { Liveness::Alive } else { Liveness::Dead }
+    let now = match u32::try_from(words[header::PID]) {
+        Ok(pid) => started(pid)?,
+        Err(_) => None,
+    };
+    Ok(if now == Some(words[header::STARTED]) { Liveness::Alive } else { Liveness::Dead })
 }
 
 /// Whether it was made since this machine was started.
-pub(super) fn is_of_this_boot(words: &[u64; header::WORDS]) -> bool {
-    words[header::BOOT_ID..header::BOOT_ID + 2] == boot_id()
+///
+/// # Errors
+/// There is no descriptor left to look.
+pub(super) fn is_of_this_boot(words: &[u64; header::WORDS]) -> io::Result<bool> {
+    Ok(words[header::BOOT_ID..header::BOOT_ID + 2] == boot_id()?)
+}
+
+/// What a file of the kernel says, or nothing where there is none.
+///
+/// # Errors
+/// There is no descriptor left to look: that must not be taken for a file that is not there.
+fn said(file: &str) -> io::Result<String> {
+    match fs::read_to_string(file) {
+        Err(error) if is_short(&error) => Err(error),
+        said => Ok(said.unwrap_or_default()),
+    }
 }
 
 /// When a process was started, in ticks; `None` if it is gone, though perhaps not buried.
-pub(super) fn started(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may hold anything, also brackets.
-    let mut fields = stat.rsplit_once(") ")?.1.split(' ');
-    fields.next().filter(|state| !matches!(*state, "Z" | "X"))?;
-    fields.nth(18)?.parse().ok()
+///
+/// # Errors
+/// There is no descriptor left to look.
+pub(super) fn started(pid: u32) -> io::Result<Option<u64>> {
+    let stat = said(&format!("/proc/{pid}/stat"))?;
+    let parse = || {
+        // The name may hold anything, also brackets.
+        let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+        fields.next().filter(|state| !matches!(*state, "Z" | "X"))?;
+        fields.nth(18)?.parse().ok()
+    };
+    Ok(parse())
 }
 
 pub(super) fn pid_namespace() -> u64 {
@@ -150,30 +205,52 @@ pub(super) fn pid_namespace() -> u64 {
 }
 
 /// What this start of the machine is called.
-pub(super) fn boot_id() -> [u64; 2] {
-    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+///
+/// # Errors
+/// There is no descriptor left to look.
+pub(super) fn boot_id() -> io::Result<[u64; 2]> {
+    let text = said("/proc/sys/kernel/random/boot_id")?;
     let id = u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0);
-    let [a, b] = *id.to_ne_bytes().as_chunks::<8>().0 else { return [0; 2] };
-    [a, b].map(u64::from_ne_bytes)
+    let [a, b] = *id.to_ne_bytes().as_chunks::<8>().0 else { return Ok([0; 2]) };
+    Ok([a, b].map(u64::from_ne_bytes))
 }
 
-/// Removes the recordings of this user's dead processes, all but the newest `keep`. Returns the files removed.
+/// When the recording of a dead process of this user was last written; `None` for other files.
+fn death(path: &Path) -> io::Result<Option<(i64, i64)>> {
+    let file = File::options().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    let about = file.metadata()?;
+    if !about.is_file() || about.uid() != memory::user() {
+        return Ok(None);
+    }
+    let is_dead = match (header_of(&file), pid_of(path)) {
+        // Of an earlier start of the machine, nothing lives.
+        (Some(words), _) => liveness(&words)? == Liveness::Dead || !is_of_this_boot(&words)?,
+        // Of another release, or of a process that was killed, or is, while it began.
+        (None, Some(pid)) => started(pid)?.is_none(),
+        (None, None) => false,
+    };
+    Ok(is_dead.then(|| (about.mtime(), about.mtime_nsec())))
+}
+
+/// Removes the recordings of this user's dead processes, all but the newest `keep`. Returns the files removed. Those that cannot be
+/// looked at are left to the next call.
 pub(super) fn clean(keep: usize) -> Vec<PathBuf> {
-    let user = memory::user();
-    let mut dead: Vec<_> = list()
-        .into_iter()
-        .filter_map(|path| {
-            let file = File::options().read(true).custom_flags(libc::O_NOFOLLOW).open(&path).ok()?;
-            let about = file.metadata().ok().filter(|about| about.is_file() && about.uid() == user)?;
-            let is_dead = match header_of(&file) {
-                // Of an earlier start of the machine, nothing lives.
-                Some(words) => liveness(&words) == Liveness::Dead || !is_of_this_boot(&words),
-                // Of another release, or of a process that was killed, or is, while it began.
-                None => started(pid_of(&path)?).is_none(),
-            };
-            is_dead.then(|| ((about.mtime(), about.mtime_nsec()), path))
-        })
-        .collect();
+    static TOLD: Once = Once::new();
+    let tell = |error: &io::Error| {
+        TOLD.call_once(|| tracing::info!(%error, "recordings of dead processes may be left for now"));
+    };
+    let mut dead = Vec::new();
+    for path in list().inspect_err(tell).unwrap_or_default() {
+        match death(&path) {
+            Ok(at) => dead.extend(at.map(|at| (at, path))),
+            Err(error) if is_short(&error) => {
+                tell(&error);
+                break;
+            }
+            // It is gone, or somebody else's.
+            Err(_) => {}
+        }
+    }
     dead.sort();
     dead.truncate(dead.len().saturating_sub(keep));
     dead.into_iter().map(|(_, path)| path).filter(|path| fs::remove_file(path).is_ok()).collect()
@@ -221,10 +298,10 @@ mod tests {
         let here = std::process::id();
         let mut words = [0; header::WORDS];
         words[header::PID] = here.into();
-        words[header::STARTED] = started(here).unwrap();
+        words[header::STARTED] = started(here).unwrap().unwrap();
         words[header::PID_NAMESPACE] = pid_namespace();
-        [words[header::BOOT_ID], words[header::BOOT_ID + 1]] = boot_id();
-        assert_eq!(liveness(&words), Liveness::Alive);
+        [words[header::BOOT_ID], words[header::BOOT_ID + 1]] = boot_id().unwrap();
+        assert_eq!(liveness(&words).unwrap(), Liveness::Alive);
         for (word, liveness_then) in [
             (header::STARTED, Liveness::Dead),
             (header::BOOT_ID, Liveness::Unknown),
@@ -232,11 +309,11 @@ mod tests {
         ] {
             let mut words = words;
             words[word] ^= 1;
-            assert_eq!(liveness(&words), liveness_then, "word {word}");
+            assert_eq!(liveness(&words).unwrap(), liveness_then, "word {word}");
         }
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = child.id();
         child.wait().unwrap();
-        assert_eq!(started(pid), None);
+        assert_eq!(started(pid).unwrap(), None);
     }
 }

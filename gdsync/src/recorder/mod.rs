@@ -59,8 +59,8 @@ use crate::hca::Gid;
 enum Current {
     /// Nobody has asked yet, or all who did are gone.
     One(Weak<Recorder>),
-    /// None can be made in the process of this number.
-    Refused(u32),
+    /// None could be made in the process of this number; is it worth while to try again?
+    Refused { pid: u32, again: bool },
 }
 
 /// One for the whole process: who wants to know why it hangs knows its number, and nothing of its contexts.
@@ -103,8 +103,10 @@ impl Log {
                     return Ok(Self { recorder: known, device: 0 });
                 }
             }
-            Current::Refused(pid) if *pid == std::process::id() && !is_asked => return Ok(Self::default()),
-            Current::Refused(_) => {}
+            Current::Refused { pid, again: false } if *pid == std::process::id() && !is_asked => {
+                return Ok(Self::default());
+            }
+            Current::Refused { .. } => {}
         }
         file::tidy();
         match Recorder::start(records) {
@@ -116,8 +118,12 @@ impl Log {
             }
             Err(error) if is_asked => Err(error),
             Err(error) => {
-                tracing::info!(%error, "nothing is recorded");
-                *current = Current::Refused(std::process::id());
+                let own = std::process::id();
+                if !matches!(*current, Current::Refused { pid, .. } if pid == own) {
+                    tracing::info!(%error, "nothing is recorded");
+                }
+                let again = matches!(&error, Error::Sys { source, .. } if file::is_short(source));
+                *current = Current::Refused { pid: own, again };
                 Ok(Self::default())
             }
         }

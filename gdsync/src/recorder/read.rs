@@ -141,7 +141,7 @@ impl Recording {
         if about.len() < layout::file_bytes(capacity) as u64 {
             return Err(not_one("(cut short)"));
         }
-        let is_here = file::is_of_this_boot(&head);
+        let is_here = file::is_of_this_boot(&head).unwrap_or(false);
         let read = |offset, bytes| Twice::read(&file, offset, bytes).map_err(failed);
         let scale = scale(clock, &head, is_here);
         let [zero, monotonic] = [head[header::ZERO], head[header::ZERO + 1]];
@@ -153,7 +153,7 @@ impl Recording {
             pid: u32::try_from(head[header::PID]).map_err(|_| not_one("(odd process)"))?,
             command: command(&head),
             rank: head[header::RANK].checked_sub(1).and_then(|rank| u32::try_from(rank).ok()),
-            liveness: file::liveness(&head),
+            liveness: file::liveness(&head).unwrap_or(Liveness::Unknown),
             clock,
             begun: scale.at(zero).max(monotonic),
             time_of_day: head[header::TIME_OF_DAY],
@@ -192,7 +192,8 @@ impl Recording {
     /// # Errors
     /// [`Error::InvalidArgument`] where it has none; as [`Recording::read`].
     pub fn of_process(pid: u32) -> Result<Vec<Self>> {
-        let files: Vec<_> = file::list().into_iter().filter(|path| file::pid_of(path) == Some(pid)).collect();
+        let all = file::list().map_err(|error| Error::os("listing recordings", error, file::RAISE))?;
+        let files: Vec<_> = all.into_iter().filter(|path| file::pid_of(path) == Some(pid)).collect();
         if files.is_empty() {
             let expected = "a process with a recording: `gdasync trace --list` lists them; it has none if it has ended in \
                             order, or runs with GDSYNC_RECORDER=off";
@@ -205,7 +206,7 @@ impl Recording {
 
     /// The files that are called as recordings are, in the folders where they are made.
     pub fn list() -> Vec<PathBuf> {
-        file::list()
+        file::list().unwrap_or_default()
     }
 
     /// Removes the recordings of this user's processes that are dead. Returns the files.

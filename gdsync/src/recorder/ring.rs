@@ -76,7 +76,8 @@ impl Recorder {
             lanes: Box::new([const { Lane::new() }; LANES]),
             rows: Mutex::default(),
         };
-        this.write_header()?;
+        // Its drop would leave the file: it does not record yet.
+        this.write_header().inspect_err(|_| _ = fs::remove_file(&this.path))?;
         this.state.store(RECORDS);
         Ok(this)
     }
@@ -86,9 +87,10 @@ impl Recorder {
         let Moment { stamp, monotonic } = Moment::now(self.clock);
         let set = |at: usize, value| self.header(at).store(value, Ordering::Relaxed);
         set(header::PID, pid.into());
-        set(header::STARTED, file::started(pid).unwrap_or(0));
+        set(header::STARTED, file::started(pid).map_err(file::failed)?.unwrap_or(0));
         set(header::PID_NAMESPACE, file::pid_namespace());
-        (header::BOOT_ID..).zip(file::boot_id()).for_each(|(at, word)| set(at, word));
+        let boot = file::boot_id().map_err(file::failed)?;
+        (header::BOOT_ID..).zip(boot).for_each(|(at, word)| set(at, word));
         set(header::CLOCK, self.clock.code());
         (header::ZERO..).zip([stamp, monotonic]).for_each(|(at, word)| set(at, word));
         set(header::TIME_OF_DAY, time_of_day());

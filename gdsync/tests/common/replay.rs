@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use gdsync::error::{Error, Result};
-use gdsync::memory::Memory;
+use gdsync::memory::{Memory, Word32};
 use gdsync::stream::{Batch, Cond, Graph, Stream};
 use gdsync::verbs::{Completion, QpBuilder, RecvWr, SendWr};
 
@@ -196,9 +196,8 @@ pub fn launched_ahead(site: &impl Site, times: u32) {
     assert_clean(&[&a, &b]);
 }
 
-/// A launch is waited for while another one is held.
-pub fn waited_for(site: &impl Site) {
-    let stream = site.stream(PATIENCE);
+/// A graph that waits until the first word is 1, and then writes 1 to the second.
+pub fn gated(stream: &Stream) -> (Graph, Word32, Word32) {
     let words = Memory::alloc(64).unwrap();
     let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
     let graph = stream
@@ -207,6 +206,13 @@ pub fn waited_for(site: &impl Site) {
             stream.write_value32(&count, 1)
         })
         .unwrap();
+    (graph, gate, count)
+}
+
+/// A launch is waited for while another one is held.
+pub fn waited_for(site: &impl Site) {
+    let stream = site.stream(PATIENCE);
+    let (graph, gate, count) = gated(&stream);
     for _ in 0..20 {
         gate.store(1);
         count.store(0);

@@ -6,6 +6,7 @@ use gdsync::error::Error;
 use gdsync::stream::{Batch, Cond, Stream, Via};
 use gdsync::verbs::{QpBuilder, SendWr};
 
+use super::capture::within_a_capture;
 use super::common::{PATIENCE, Side, assert_clean, hca};
 use super::place::{Place, places};
 use super::replay::{self, Site};
@@ -99,14 +100,7 @@ fn words_are_waited_for_and_written_each_time() {
 fn a_word_that_nobody_writes_ends_a_launch() {
     for place in places() {
         let stream = place.stream(Duration::from_millis(50));
-        let words = gdsync::memory::Memory::alloc(64).unwrap();
-        let (word, after) = (words.word32(0).unwrap(), words.word32(4).unwrap());
-        let graph = stream
-            .capture(|stream| {
-                stream.wait_value32(&word, 1, Cond::Eq)?;
-                stream.write_value32(&after, 1)
-            })
-            .unwrap();
+        let (graph, ..) = replay::gated(&stream);
         graph.launch(&stream).unwrap();
         graph.launch(&stream).unwrap();
         let error = stream.synchronize(PATIENCE).unwrap_err();
@@ -266,20 +260,12 @@ fn a_capture_of_the_application_is_not_joined() {
         let words = gdsync::memory::Memory::alloc(64).unwrap();
         let word = words.word32(0).unwrap();
         stream.write_value32(&word, 1).unwrap();
-        let (api, raw) = (place.gpu.api(), stream.raw().unwrap());
-        let current = place.gpu.enter().unwrap();
-        // SAFETY: a stream that lives, in relaxed mode.
-        unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
-        let refusals = [stream.write_value32(&word, 2).err(), stream.begin_capture().err()];
+        let refusals = within_a_capture(&place.gpu, &stream, || {
+            [stream.write_value32(&word, 2).err(), stream.begin_capture().err()]
+        });
         for error in refusals {
             assert!(matches!(error, Some(Error::Unsupported { .. })), "{error:?}");
         }
-        let mut graph = 0;
-        // SAFETY: a stream that is being captured, and a place for the graph.
-        unsafe { api.stream_end_capture(raw, &mut graph) }.unwrap();
-        // SAFETY: a graph that nobody uses.
-        unsafe { api.graph_destroy(graph) }.unwrap();
-        drop(current);
         stream.synchronize(PATIENCE).unwrap();
         stream.write_value32(&word, 3).unwrap();
         stream.synchronize(PATIENCE).unwrap();

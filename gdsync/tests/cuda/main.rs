@@ -1,5 +1,7 @@
 //! Streams on GPUs: the same tests by memory operations and by kernels, with rings in host and in GPU memory.
 
+#[path = "../common/capture.rs"]
+mod capture;
 #[path = "../common/mod.rs"]
 mod common;
 mod graphs;

@@ -1,5 +1,7 @@
 //! What a stream of a GPU survives: a driver that refuses, a GPU that is lost, misuse. On the simulated driver.
 
+#[path = "../common/capture.rs"]
+mod capture;
 #[path = "../common/mod.rs"]
 mod common;
 mod driver;

@@ -4,12 +4,13 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use gdrcopy::standin::driver::Control;
-use gdsync::cuda::{Gpu, channels};
+use gdsync::cuda::channels;
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use gdsync::verbs::SendWr;
 
+use super::capture::within_a_capture;
 use super::common::{PATIENCE, loopback};
 use super::{WAYS, rig, simulated, stream, until};
 
@@ -115,21 +116,6 @@ fn a_stream_may_end_in_its_own_host_function() {
         until("the stream is destroyed", || control.alive().streams <= streams);
     }
     assert_eq!(control.misplaced(), 0, "CUDA was called in a host function");
-}
-
-/// What `work` returns while the application captures the stream.
-fn within_a_capture<T>(gpu: &Gpu, stream: &Stream, work: impl FnOnce() -> T) -> T {
-    let (api, raw) = (gpu.api(), stream.raw().unwrap());
-    let _current = gpu.enter().unwrap();
-    // SAFETY: a stream of this context.
-    unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
-    let done = work();
-    let mut captured = 0;
-    // SAFETY: a place for the graph.
-    unsafe { api.stream_end_capture(raw, &mut captured) }.unwrap();
-    // SAFETY: captured above.
-    unsafe { api.graph_destroy(captured) }.unwrap();
-    done
 }
 
 /// A launch would become a part of the application's graph, and never run.

@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod hang;
 mod kinds;
 mod pairs;
 mod processes;

@@ -173,7 +173,7 @@ impl Collectives {
         let slot = move |rank| rank * len..(rank + 1) * len;
         let sends = self.others().map(|rank| part(rank, buffer, range.clone())).collect();
         let receives = self.others().map(|rank| part(rank, &scratch, slot(rank))).collect();
-        let (buffer, pool) = (buffer.clone(), self.scratch.clone());
+        let (buffer, pool, unused) = (buffer.clone(), self.scratch.clone(), scratch.clone());
         let then = move || {
             // In rank order: with the own values in their place, all ranks round alike.
             let mut values = vec![0; len];
@@ -185,11 +185,10 @@ impl Collectives {
             pool.give_back(scratch);
             Ok(())
         };
-        self.enqueue(
-            "allreduce",
-            stream,
-            Direct { sends, receives, handshake: false, then: Some(Box::new(then)) },
-        )
+        let direct = Direct { sends, receives, handshake: false, then: Some(Box::new(then)) };
+        // Of what fails later, messages may still arrive in it.
+        self.admit("allreduce", stream, &direct).inspect_err(|_| self.scratch.give_back(unused))?;
+        self.submit("allreduce", stream, direct)
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
@@ -199,15 +198,24 @@ impl Collectives {
     }
 
     fn enqueue(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
+        self.admit(operation, stream, &direct)?;
+        self.submit(operation, stream, direct)
+    }
+
+    /// What is refused here leaves the ranks in step.
+    fn admit(&self, operation: &'static str, stream: &Stream, direct: &Direct) -> Result<()> {
         self.sticky(|| Ok(()))?;
         refuse_in_capture(stream)?;
-        // What is refused here leaves the ranks in step.
         stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), ROOM)?;
         // A ready and a message each way.
         for part in direct.sends.iter().chain(&direct.receives) {
             let peer = self.comm.peer(part.rank)?;
             [Way::Send, Way::Recv].into_iter().try_for_each(|way| peer.has_room(way, 2, operation))?;
         }
+        Ok(())
+    }
+
+    fn submit(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
         self.sticky(|| direct.submit(&self.comm, &self.token, operation, stream))
     }
 }
@@ -281,4 +289,35 @@ fn arrived(operation: &'static str, receives: &[Due], sends: &[Request]) -> Resu
         receive.check(operation, receive.request.test()?.ok_or_else(|| missing(&receive.request))?)?;
     }
     sends.iter().try_for_each(|send| send.test()?.map(drop).ok_or_else(|| missing(send)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gdsync::memory::Memory;
+    use gdsync::stream::HostStreamConfig;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn what_is_refused_leaves_its_scratch_to_the_next() -> Result<()> {
+        let comm = Communicator::builder().spawn(1).init()?;
+        let (all, buffer) = (Collectives::new(&comm)?, comm.register(&Memory::alloc(64)?)?);
+        let stream = Stream::host(HostStreamConfig::default())?;
+        let start = || all.allreduce_on_stream::<u64>(&stream, &buffer, 0..64, Reduction::Sum);
+        let free = || all.scratch.0.lock().iter().map(|one| one.memory().addr()).collect::<Vec<_>>();
+        start()?.wait(LONG)?;
+        let first = free();
+        assert_eq!(first.len(), 1);
+        let capture = stream.begin_capture()?;
+        for _ in 0..2 {
+            assert!(matches!(start(), Err(Error::Device(gdsync::Error::Unsupported { .. }))));
+            assert_eq!(free(), first, "neither given back to the device nor another one");
+        }
+        drop(capture);
+        start()?.wait(LONG)?;
+        assert_eq!(free(), first);
+        drop(all);
+        comm.finalize(LONG)
+    }
 }
