@@ -60,11 +60,11 @@ pub(super) struct Recording {
 }
 
 /// Refuses what cannot be done more than once.
-pub(super) fn check(batch: &Batch) -> Result<()> {
+pub(super) fn check(batch: &mut Batch) -> Result<()> {
     if let Some((what, fix)) = batch.only_once {
         return Err(once(what, fix));
     }
-    let host_fns = batch.ops.iter().filter(|op| matches!(op, Op::HostFn(_))).count();
+    let host_fns = batch.ops().iter().filter(|op| matches!(op, Op::HostFn(_))).count();
     match host_fns == batch.repeatable.len() {
         true => Ok(()),
         false => Err(Error::Unsupported {
@@ -88,8 +88,8 @@ impl Recording {
 
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let Batch { ops, sends, waits, covered, repeatable, before, only_once: _, stream: _, part: _ } =
-            mem::take(batch);
+        let ops = mem::take(batch.ops());
+        let Batch { sends, waits, covered, repeatable, before, .. } = mem::take(batch);
         for who in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &who)) {
                 self.before.push(who);
@@ -172,7 +172,7 @@ impl Part {
     /// Makes it again, as the next part of `batch`.
     pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {
-            Part::Op(op) => batch.ops.extend(op.again()),
+            Part::Op(op) => batch.ops().extend(op.again()),
             Part::HostFn(f) => batch.repeat(f.clone()),
             Part::Before(who) => who.replenish()?,
             Part::Sends(queue, sends) => {
@@ -197,7 +197,7 @@ impl Part {
                     return Err(differs(sent));
                 }
             }
-            Part::CoveredBefore(completion) => batch.covered.push((batch.ops.len(), completion.clone())),
+            Part::CoveredBefore(completion) => batch.covered.push((batch.len(), completion.clone())),
         }
         Ok(())
     }

@@ -500,9 +500,15 @@ impl CqInner {
         self.reap();
     }
 
-    /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`].
-    pub(crate) fn submit(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
-        self.submit_locked(&mut self.state.lock(), n, stream, tracker)
+    /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. Where a GPU will wait, the device is to
+    /// be told: by [`CqInner::attend_foreseen`].
+    pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
+        let mut state = self.state.lock();
+        self.submit_locked(&mut state, n, stream, tracker)?;
+        if by_gpu {
+            self.parts.event.foresee(n + 1);
+        }
+        Ok(())
     }
 
     fn submit_locked(&self, state: &mut CqState, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
@@ -542,8 +548,11 @@ impl CqInner {
         Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner })
     }
 
+    /// Undoes [`CqInner::submit`], also of what was foreseen.
     pub(crate) fn unsubmit(&self, first: u64, n: u64) {
-        self.state.lock().unsubmitted.push_front((first, n));
+        let mut state = self.state.lock();
+        state.unsubmitted.push_front((first, n));
+        self.parts.event.withdraw(n + 1, first);
     }
 
     /// Where completion `n` arrives, and how it is passed.
@@ -576,11 +585,6 @@ impl CqInner {
         if !self.parts.event.is_attended(kicker.is_some()) {
             self.attend(n, kicker);
         }
-    }
-
-    /// No stream will wait for completion `n`, which was foreseen.
-    pub(crate) fn withdraw(&self, n: u64) {
-        self.parts.event.withdraw(n + 1, n);
     }
 
     /// Whether there is a claim that is in no stream.

@@ -491,14 +491,17 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
     }
 
-    /// Hands prepared ranges to a stream, those for which `all` calls what it is given: after this the stream's doorbell will expose
-    /// them. Each call returns what [`SendQueue::unsubmit`] needs.
-    pub(crate) fn submit(
-        &self,
-        stream: u64,
-        mut all: impl FnMut(&mut dyn FnMut(&Range<u64>) -> Result<Before>) -> Result<()>,
-    ) -> Result<()> {
-        self.with_room(|track| all(&mut |range| self.hand_over(track, range, stream)))
+    /// Hands prepared requests to a stream: after this the stream's doorbell will expose them. Where a GPU will ring, the device is to
+    /// be told: by [`SendQueue::watch_foreseen`]. Returns what [`SendQueue::unsubmit`] needs.
+    #[inline]
+    pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
+        self.with_room(|track| {
+            let before = self.hand_over(track, &sends.range, stream)?;
+            if by_gpu {
+                self.foresee(sends.end);
+            }
+            Ok(before)
+        })
     }
 
     /// Records a stage of requests in a row.
@@ -518,9 +521,12 @@ impl SendQueue {
         Ok(before)
     }
 
-    /// Undoes [`SendQueue::submit`].
-    pub(crate) fn unsubmit(&self, before: Before) {
+    /// Undoes [`SendQueue::submit`], also of what was foreseen.
+    pub(crate) fn unsubmit(&self, sends: &Written, before: Before) {
         let mut track = self.end.tracker.lock();
+        if let Some(notice) = &self.notice {
+            notice.withdraw(sends.end, track.entry(before.rung).begin);
+        }
         track.rung = before.rung;
         track.gaps = before.gaps;
         track.owner = before.owner;
@@ -540,18 +546,10 @@ impl SendQueue {
     }
 
     /// And then, when the caller has let a lock go since.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn watch_foreseen(&self, end: u64) {
         if self.notice.as_ref().is_some_and(|notice| !notice.is_watched()) {
             self.qp.provider.watch(self.qpn, end);
-        }
-    }
-
-    /// Sends that were foreseen will not be rung.
-    pub(crate) fn withdraw(&self, sends: &Written) {
-        let begin = self.tracker.lock().entry(sends.range.start).begin;
-        if let Some(notice) = &self.notice {
-            notice.withdraw(sends.end, begin);
         }
     }
 

@@ -146,6 +146,15 @@ impl Engine for CudaEngine {
         self.shared.wait(turn, source, arrival, n)
     }
 
+    fn hop(
+        &self,
+        turn: &mut Turn,
+        trigger: (&Arc<dyn Source>, &Bell, Ring),
+        wait: (&Arc<dyn Source>, &Arrival<'_>, u64),
+    ) -> Result<u64> {
+        self.shared.hop(turn, trigger, wait)
+    }
+
     fn mark(&self, turn: &mut Turn) {
         // Not within a host function, where CUDA must not be called: then the watchdog sees to it.
         if !host_fn::is_running() {

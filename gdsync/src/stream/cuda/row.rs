@@ -132,6 +132,53 @@ impl Shared {
         Ok(seq)
     }
 
+    /// Submits a trigger and a wait by one call. They go on with a row that has both, and begin one.
+    pub(super) fn hop(
+        &self,
+        turn: &mut Turn,
+        (source, bell, ring): (&Arc<dyn Source>, &Bell, Ring),
+        (end, arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
+    ) -> Result<u64> {
+        if !(bell.is_found() && arrival.is_found()) {
+            self.mark_in_turn(turn);
+        }
+        let [record, doorbell] = plan::rung(&self.gpu, bell, ring)?;
+        let [wait, index] = plan::awaited(&self.gpu, arrival)?;
+        let flushes = self.gpu.capabilities().flush == Flush::OnStream;
+        let row = &turn.row;
+        let is_next = row.awaited == address_of(end) && row.next == n;
+        if is_next && row.rung == address_of(source) && self.goes_on(turn) {
+            return match flushes {
+                false => self.submit_in_row(turn, 1, [record, doorbell, wait, index]),
+                true => self.submit_in_row(turn, 1, [record, doorbell, wait, LaneOp::FLUSH, index]),
+            };
+        }
+        let few = match flushes {
+            false => Few::of([record, doorbell, wait, index]),
+            true => Few::of([record, doorbell, wait, LaneOp::FLUSH, index]),
+        };
+        self.hop_by_itself(turn, (source, ring), (end, n), few)
+    }
+
+    #[inline(never)]
+    fn hop_by_itself(
+        &self,
+        turn: &mut Turn,
+        (source, ring): (&Arc<dyn Source>, Ring),
+        (end, n): (&Arc<dyn Source>, u64),
+        mut few: Few,
+    ) -> Result<u64> {
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
+            let ops = smallvec![Op::Trigger(source.clone(), ring), Op::Await(end.clone(), n)];
+            queue.push_back(Submission::new(entry, ops, None));
+        };
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        if turn.unmarked > 0 {
+            (turn.row.rung, turn.row.awaited, turn.row.next) = (address_of(source), address_of(end), n + 1);
+        }
+        Ok(seq)
+    }
+
     /// Whether one more call that the row is for goes on with it, without a mark behind it. While the gate is closed none does.
     #[inline(always)]
     fn goes_on(&self, turn: &Turn) -> bool {
