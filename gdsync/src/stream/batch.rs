@@ -29,6 +29,17 @@ pub struct Batch {
     placed: Ops,
     pub(super) sends: SmallVec<[PreparedSend; FEW]>,
     pub(super) waits: SmallVec<[PreparedWait; FEW]>,
+    /// One pointer, so that most batches are made and dropped in no time.
+    pub(super) seldom: Option<Box<Seldom>>,
+    /// The stream that it will be submitted to, where that is known: what is added is marked at once.
+    pub(super) stream: Option<u64>,
+    /// The operations before this place are another part, whose doorbells ring for nothing behind it.
+    pub(super) part: usize,
+}
+
+/// What few batches have.
+#[derive(Debug, Default)]
+pub(super) struct Seldom {
     /// Completions that a wait before this place should cover: checked when the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
     /// The host functions at these places can be called more than once.
@@ -37,10 +48,6 @@ pub struct Batch {
     pub(super) before: Vec<Arc<dyn Replenish>>,
     /// What of it can be done only once, and what can take its place in a graph.
     pub(super) only_once: Option<(&'static str, &'static str)>,
-    /// The stream that it will be submitted to, where that is known: what is added is marked at once.
-    pub(super) stream: Option<u64>,
-    /// The operations before this place are another part, whose doorbells ring for nothing behind it.
-    pub(super) part: usize,
 }
 
 /// Who has something to do before each launch of a graph: a layer above, whose receives the launch waits for.
@@ -72,7 +79,7 @@ impl Batch {
             .try_for_each(|send| send.submit(stream, by_gpu))
             .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream, by_gpu)))
             .and_then(|()| {
-                self.covered.iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream, &c.end.tracker))
+                self.covered().iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream, &c.end.tracker))
             });
         marked.inspect_err(|_| self.unmark())
     }
@@ -111,12 +118,21 @@ impl Batch {
         self.unmark();
     }
 
+    fn covered(&self) -> &[(usize, Completion)] {
+        self.seldom.as_ref().map_or(&[], |seldom| &seldom.covered)
+    }
+
+    pub(super) fn seldom(&mut self) -> &mut Seldom {
+        self.seldom.get_or_insert_default()
+    }
+
     /// The queue pairs it uses.
+    #[inline]
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
         let sends = self.sends.iter().map(|send| &send.queue.end.qp);
         sends
             .chain(self.waits.iter().map(PreparedWait::core))
-            .chain(self.covered.iter().map(|(_, c)| &c.end.qp))
+            .chain(self.covered().iter().map(|(_, c)| &c.end.qp))
     }
 
     /// Lets go of what was marked, once its operations are with their engine.
@@ -124,10 +140,7 @@ impl Batch {
     pub(super) fn hand_over(&mut self) {
         self.sends.clear();
         self.waits.clear();
-        self.covered.clear();
-        self.repeatable.clear();
-        self.before.clear();
-        self.only_once = None;
+        self.seldom = None;
     }
 
     /// An empty batch that will be submitted to this stream.
@@ -212,24 +225,36 @@ impl Batch {
     }
 
     /// Adds sends prepared earlier.
+    #[inline]
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
         if !self.is_empty() {
-            let part = self.part;
-            send.trigger_op(self.ops(), part);
+            self.place_send(&mut send);
         }
         let completion = send.completion();
         self.sends.push(send);
         completion
     }
 
+    #[inline(never)]
+    fn place_send(&mut self, send: &mut PreparedSend) {
+        let part = self.part;
+        send.trigger_op(self.ops(), part);
+    }
+
     /// Adds a wait prepared earlier.
+    #[inline]
     pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
         if !(self.placed.is_empty() && self.waits.is_empty()) {
-            wait.wait_op(self.ops());
+            self.place_wait(&mut wait);
         }
         let completion = wait.completion();
         self.waits.push(wait);
         completion
+    }
+
+    #[inline(never)]
+    fn place_wait(&mut self, wait: &mut PreparedWait) {
+        wait.wait_op(self.ops());
     }
 
     /// Waits for the next send completion of `qp`.
@@ -264,9 +289,15 @@ impl Batch {
     pub fn wait(&mut self, completion: &Completion) -> Result<()> {
         match PreparedWait::through(completion, None)? {
             Some(wait) => drop(self.post_wait(wait)),
-            None => self.covered.push((self.len(), completion.clone())),
+            None => self.cover(completion),
         }
         Ok(())
+    }
+
+    /// An earlier wait of the stream must cover this.
+    pub(super) fn cover(&mut self, completion: &Completion) {
+        let place = self.len();
+        self.seldom().covered.push((place, completion.clone()));
     }
 
     /// Waits until a 32-bit word satisfies a condition.
@@ -334,21 +365,23 @@ impl Batch {
     }
 
     pub(super) fn repeat(&mut self, f: Repeatable) {
-        self.repeatable.push((self.len(), f.clone()));
+        let place = self.len();
+        self.seldom().repeatable.push((place, f.clone()));
         self.host_fn(move || f.0());
     }
 
     /// Has a graph that the batch is recorded for call this before each launch, once for all its batches.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn before_launches(&mut self, who: &Arc<dyn Replenish>) {
-        if !self.before.iter().any(|other| Arc::ptr_eq(other, who)) {
-            self.before.push(who.clone());
+        let before = &mut self.seldom().before;
+        if !before.iter().any(|other| Arc::ptr_eq(other, who)) {
+            before.push(who.clone());
         }
     }
 
     /// No graph can have the batch: `what` would be wrong when repeated. `fix` is what to do instead.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn only_once(&mut self, what: &'static str, fix: &'static str) {
-        self.only_once = Some((what, fix));
+        self.seldom().only_once = Some((what, fix));
     }
 }

@@ -6,7 +6,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::batch::{Batch, Repeatable, Replenish};
+use super::batch::{Batch, Repeatable, Replenish, Seldom};
 use super::op::Op;
 use super::prepared::{Asked, PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
@@ -61,11 +61,11 @@ pub(super) struct Recording {
 
 /// Refuses what cannot be done more than once.
 pub(super) fn check(batch: &mut Batch) -> Result<()> {
-    if let Some((what, fix)) = batch.only_once {
+    if let Some((what, fix)) = batch.seldom.as_ref().and_then(|seldom| seldom.only_once) {
         return Err(once(what, fix));
     }
     let host_fns = batch.ops().iter().filter(|op| matches!(op, Op::HostFn(_))).count();
-    match host_fns == batch.repeatable.len() {
+    match host_fns == batch.seldom.as_ref().map_or(0, |seldom| seldom.repeatable.len()) {
         true => Ok(()),
         false => Err(Error::Unsupported {
             what: "a host function in a graph",
@@ -89,7 +89,8 @@ impl Recording {
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let ops = mem::take(batch.ops());
-        let Batch { sends, waits, covered, repeatable, before, .. } = mem::take(batch);
+        let Batch { sends, waits, seldom, .. } = mem::take(batch);
+        let Seldom { covered, repeatable, before, only_once: _ } = *seldom.unwrap_or_default();
         for who in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &who)) {
                 self.before.push(who);
@@ -197,7 +198,7 @@ impl Part {
                     return Err(differs(sent));
                 }
             }
-            Part::CoveredBefore(completion) => batch.covered.push((batch.len(), completion.clone())),
+            Part::CoveredBefore(completion) => batch.cover(completion),
         }
         Ok(())
     }

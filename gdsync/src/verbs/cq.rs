@@ -502,6 +502,7 @@ impl CqInner {
 
     /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. Where a GPU will wait, the device is to
     /// be told: by [`CqInner::attend_foreseen`].
+    #[inline]
     pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
         let mut state = self.state.lock();
         self.submit_locked(&mut state, n, stream, tracker)?;
@@ -511,6 +512,7 @@ impl CqInner {
         Ok(())
     }
 
+    #[inline]
     fn submit_locked(&self, state: &mut CqState, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         let (_, expected) =
             *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");

@@ -495,6 +495,24 @@ impl SendQueue {
     /// be told: by [`SendQueue::watch_foreseen`]. Returns what [`SendQueue::unsubmit`] needs.
     #[inline]
     pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
+        let mut track = self.tracker.lock();
+        // One behind those of the same stream, as most are.
+        let is_next = track.owner == Owner::Stream(stream) && track.rung == sends.range.start;
+        if !(is_next && self.qp.is_ready_to_send()) {
+            drop(track);
+            return self.submit_any(sends, stream, by_gpu);
+        }
+        let before = Before { owner: track.owner, rung: track.rung, gaps: track.gaps };
+        track.rung = sends.range.end;
+        if by_gpu {
+            self.foresee(sends.end);
+        }
+        Ok(before)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn submit_any(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
         self.with_room(|track| {
             let before = self.hand_over(track, &sends.range, stream)?;
             if by_gpu {
