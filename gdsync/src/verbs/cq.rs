@@ -4,6 +4,7 @@
 //! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
 //! waits on it, passed by that stream.
 
+mod attended;
 mod lost;
 mod passed;
 mod room;
@@ -23,7 +24,6 @@ use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
 use crate::error::{Error, Result};
-use crate::hca::Kicks;
 use crate::memory::{Found, Word32};
 use crate::mlx5::{self, CQE_SIZE};
 use crate::protocol::completion;
@@ -565,28 +565,6 @@ impl CqInner {
         let passed = mlx5::cq_ci_record(n + 1);
         let (memory, index, found) = (&self.parts.ring, &self.consumed, &self.found);
         Arrival { memory, offset, found, cond, value, index, passed }
-    }
-
-    /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes
-    /// it when the completion was written.
-    #[inline(never)]
-    pub(crate) fn attend(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
-        if self.parts.event.attend(n + 1, kicker) {
-            self.provider.attend(self.parts.cqn);
-        }
-    }
-
-    /// Foresees a claim that was made by [`CqInner::claim`].
-    pub(crate) fn foresee(&self, n: u64) {
-        self.parts.event.foresee_late(n + 1);
-    }
-
-    /// As [`CqInner::attend`], of a claim that was foreseen, when the caller has let a lock go since.
-    #[inline(always)]
-    pub(crate) fn attend_foreseen(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
-        if !self.parts.event.is_attended(kicker.is_some()) {
-            self.attend(n, kicker);
-        }
     }
 
     /// Whether there is a claim that is in no stream.

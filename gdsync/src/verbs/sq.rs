@@ -1,5 +1,6 @@
 //! The send queue: WQEs are written now and made visible by a doorbell later, from the CPU or from a stream.
 
+mod hand_over;
 mod single;
 
 use std::fmt;
@@ -7,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+pub(crate) use self::hand_over::Before;
 use super::cq::CqInner;
 use super::end::QueueEnd;
 use super::provider::Provider;
@@ -77,14 +79,6 @@ impl Most {
 
 /// Blocks between the one that is written and the one that the CPU is told it will write.
 const AHEAD: u64 = 8;
-
-/// Who owned a queue, and up to where it was exposed, before a range was submitted.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Before {
-    owner: Owner,
-    rung: u64,
-    gaps: u64,
-}
 
 /// Requests that were written, and what makes the last of them visible.
 #[derive(Clone, Debug)]
@@ -491,84 +485,9 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
     }
 
-    /// Hands prepared requests to a stream: after this the stream's doorbell will expose them. Where a GPU will ring, the device is to
-    /// be told: by [`SendQueue::watch_foreseen`]. Returns what [`SendQueue::unsubmit`] needs.
-    #[inline]
-    pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
-        let mut track = self.tracker.lock();
-        // One behind those of the same stream, as most are.
-        let is_next = track.owner == Owner::Stream(stream) && track.rung == sends.range.start;
-        if !(is_next && self.qp.is_ready_to_send()) {
-            drop(track);
-            return self.submit_any(sends, stream, by_gpu);
-        }
-        let before = Before { owner: track.owner, rung: track.rung, gaps: track.gaps };
-        track.rung = sends.range.end;
-        if by_gpu {
-            self.foresee(sends.end);
-        }
-        Ok(before)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn submit_any(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
-        self.with_room(|track| {
-            let before = self.hand_over(track, &sends.range, stream)?;
-            if by_gpu {
-                self.foresee(sends.end);
-            }
-            Ok(before)
-        })
-    }
-
     /// Records a stage of requests in a row.
     pub(crate) fn note(&self, stage: Stage, numbers: Range<u64>, stream: u64) {
         self.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
-    }
-
-    #[inline(always)]
-    fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
-        let before = Before { owner: track.owner, rung: track.rung, gaps: track.gaps };
-        let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
-        if theirs && !track.is_idle() {
-            return Err(self.busy(track.owner));
-        }
-        self.expose(track, range)?;
-        track.owner = Owner::Stream(stream);
-        Ok(before)
-    }
-
-    /// Undoes [`SendQueue::submit`], also of what was foreseen.
-    pub(crate) fn unsubmit(&self, sends: &Written, before: Before) {
-        let mut track = self.end.tracker.lock();
-        if let Some(notice) = &self.notice {
-            notice.withdraw(sends.end, track.entry(before.rung).begin);
-        }
-        track.rung = before.rung;
-        track.gaps = before.gaps;
-        track.owner = before.owner;
-    }
-
-    /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
-    pub(crate) fn watch(&self, sends: &Written) {
-        self.qp.provider.watch(self.qpn, sends.end);
-    }
-
-    /// The same of sends up to block `end`, first under the lock of the queue.
-    #[inline(always)]
-    fn foresee(&self, end: u64) {
-        if let Some(notice) = &self.notice {
-            notice.foresee(end);
-        }
-    }
-
-    /// And then, when the caller has let a lock go since.
-    #[inline]
-    pub(crate) fn watch_foreseen(&self, end: u64) {
-        if self.notice.as_ref().is_some_and(|notice| !notice.is_watched()) {
-            self.qp.provider.watch(self.qpn, end);
-        }
     }
 
     fn provider(&self) -> &dyn Provider {
