@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod few;
 mod graphs;
 mod place;
 #[path = "../common/replay.rs"]

@@ -253,6 +253,7 @@ mod tests {
     use crate::hca::SoftHcaConfig;
     use crate::stream::engine::Engine;
     use crate::stream::turns::Turns;
+    use crate::stream::{Batch, Stream};
     use crate::verbs::{Context, RecvWr, SendWr};
 
     const LIMIT: Duration = Duration::from_millis(100);
@@ -292,5 +293,25 @@ mod tests {
         // The waits are released, too: the third and the one behind it.
         turns.end(held, |state| engine.mark(&mut state.turn));
         assert!(engine.wait_completed(4, Instant::now() + PATIENCE));
+    }
+
+    #[test]
+    fn what_a_stream_refuses_the_device_does_not_attend_to() {
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        let stream = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
+        let may_rest = || a.send.end.cq.parts().event.rest(0);
+        let mut batch = Batch::new();
+        batch.send(&a, &SendWr::nop()).unwrap();
+        batch.wait_send(&a).unwrap();
+        batch.mark(7, true).unwrap();
+        assert!(!may_rest(), "marked, it is foreseen");
+        batch.unmark();
+        stream.abort();
+        assert!(matches!(stream.submit(&mut batch), Err(Error::StreamAborted { .. })));
+        assert!(may_rest());
     }
 }

@@ -91,3 +91,32 @@ impl SendQueue {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::hca::SoftHcaConfig;
+    use crate::verbs::{Context, SendWr};
+
+    #[test]
+    fn what_is_taken_back_is_foreseen_no_more() {
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        let queue = &a.send;
+        let foreseen = || queue.notice.as_ref().unwrap().foreseen();
+        let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().sends;
+        let [first, dropped, last] = [prepare(), prepare(), prepare()];
+        // On a stream of the host nobody need foresee it.
+        let before = queue.submit(&first, 1, false).unwrap();
+        assert_eq!(foreseen(), 0);
+        queue.unsubmit(&first, before);
+        queue.submit(&first, 1, true).unwrap();
+        assert_eq!(foreseen(), 2);
+        queue.cancel(&dropped.range);
+        let before = queue.submit(&last, 1, true).unwrap();
+        assert_eq!(foreseen(), 6);
+        queue.unsubmit(&last, before);
+        assert_eq!(foreseen(), 2, "what is between them will not be rung either");
+    }
+}
