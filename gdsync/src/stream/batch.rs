@@ -213,7 +213,7 @@ impl Batch {
             last.ring_up(&mut self.placed);
             return Ok(completion);
         }
-        PreparedSend::one(qp, wr, self.stream).map(|prepared| self.post(prepared))
+        self.sends(qp, std::slice::from_ref(wr))
     }
 
     /// Adds several sends that one doorbell starts. The completion is the last one's.

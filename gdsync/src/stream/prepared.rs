@@ -1,7 +1,7 @@
 //! Sends and waits that are ready, but in no stream yet. Dropping one does no harm.
 
+use std::mem;
 use std::sync::Arc;
-use std::{mem, slice};
 
 use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use crate::error::{Error, Result};
@@ -35,21 +35,18 @@ pub struct PreparedSend {
 
 impl PreparedSend {
     /// Prepares sends; with a `stream`, for it alone.
+    #[inline]
     pub(super) fn new(qp: &Qp, wrs: &[SendWr<'_>], stream: Option<u64>) -> Result<Self> {
+        // Mostly a short one that nothing stands in the way of.
+        if let ([wr], None) = (wrs, stream)
+            && let Some(sends) = qp.send.prepare_short(wr, |_| true)
+        {
+            return Ok(Self::of(&qp.send, Prepared { sends, before: None, is_told: false }));
+        }
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
         qp.send.prepare(wrs, stream).map(|prepared| Self::of(&qp.send, prepared))
-    }
-
-    /// As [`PreparedSend::new`], of one: mostly a short one that nothing stands in the way of.
-    #[inline]
-    pub(super) fn one(qp: &Qp, wr: &SendWr<'_>, stream: Option<u64>) -> Result<Self> {
-        let short = if stream.is_none() { qp.send.prepare_short(wr, |_| true) } else { None };
-        match short {
-            Some(sends) => Ok(Self::of(&qp.send, Prepared { sends, before: None, is_told: false })),
-            None => Self::new(qp, slice::from_ref(wr), stream),
-        }
     }
 
     pub(super) fn of(queue: &Arc<SendQueue>, Prepared { sends, before, is_told }: Prepared) -> Self {

@@ -1,4 +1,5 @@
-//! Sends and waits that come one by one, and rows of them: sends on one queue, and waits for one completion after the other, mixed.
+//! Sends and waits that come one by one, or a send and a wait in one call, and rows of them: sends on one queue, and waits for one
+//! completion after the other, mixed.
 //!
 //! The first of a row is in the queue of submissions and stands for all: the GPU is not seen to complete any before the next mark. The
 //! others take no lock until the row ends: with the next mark or any other submission. Whoever fails the stream finds their sources: that
