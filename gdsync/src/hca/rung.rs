@@ -41,6 +41,12 @@ impl Notice {
         standing::is_looked_at(&self.all[self.index].watched)
     }
 
+    /// Up to where they are foreseen.
+    #[cfg(test)]
+    pub(crate) fn foreseen(&self) -> u64 {
+        self.all[self.index].until.load(Ordering::SeqCst)
+    }
+
     /// What was foreseen will not come: only what is before it.
     pub(crate) fn withdraw(&self, until: u64, before: u64) {
         standing::withdraw(&self.all[self.index].until, until, before);

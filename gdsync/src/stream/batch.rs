@@ -5,9 +5,12 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::Turn;
+use super::engine::Engine;
 use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
+use crate::hca::Kicks;
 use crate::memory::{Memory, Word32, Word64};
 use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
@@ -22,9 +25,21 @@ const FEW: usize = 2;
 #[derive(Debug, Default)]
 #[must_use = "a batch does nothing until it is submitted"]
 pub struct Batch {
-    pub(super) ops: Ops,
+    /// Its operations, once there is more than a send, a wait, or one and the other: until then none is made, as the engine needs none.
+    placed: Ops,
     pub(super) sends: SmallVec<[PreparedSend; FEW]>,
     pub(super) waits: SmallVec<[PreparedWait; FEW]>,
+    /// One pointer, so that most batches are made and dropped in no time.
+    pub(super) seldom: Option<Box<Seldom>>,
+    /// The stream that it will be submitted to, where that is known: what is added is marked at once.
+    pub(super) stream: Option<u64>,
+    /// The operations before this place are another part, whose doorbells ring for nothing behind it.
+    pub(super) part: usize,
+}
+
+/// What few batches have.
+#[derive(Debug, Default)]
+pub(super) struct Seldom {
     /// Completions that a wait before this place should cover: checked when the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
     /// The host functions at these places can be called more than once.
@@ -33,10 +48,6 @@ pub struct Batch {
     pub(super) before: Vec<Arc<dyn Replenish>>,
     /// What of it can be done only once, and what can take its place in a graph.
     pub(super) only_once: Option<(&'static str, &'static str)>,
-    /// The stream that it will be submitted to, where that is known: what is added is marked at once.
-    pub(super) stream: Option<u64>,
-    /// The operations before this place are another part, whose doorbells ring for nothing behind it.
-    pub(super) part: usize,
 }
 
 /// Who has something to do before each launch of a graph: a layer above, whose receives the launch waits for.
@@ -60,15 +71,15 @@ impl fmt::Debug for Repeatable {
 }
 
 impl Batch {
-    /// Marks sends and waits as submitted to `stream`, all or none.
-    pub(super) fn mark(&mut self, stream: u64) -> Result<()> {
+    /// Marks sends and waits as submitted to `stream`, of a GPU or not, all or none.
+    pub(super) fn mark(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
         let marked = self
             .sends
-            .chunk_by_mut(PreparedSend::is_with)
-            .try_for_each(|row| PreparedSend::submit(row, stream))
-            .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream)))
+            .iter_mut()
+            .try_for_each(|send| send.submit(stream, by_gpu))
+            .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream, by_gpu)))
             .and_then(|()| {
-                self.covered.iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream, &c.end.tracker))
+                self.covered().iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream, &c.end.tracker))
             });
         marked.inspect_err(|_| self.unmark())
     }
@@ -89,18 +100,39 @@ impl Batch {
         self.waits.iter().for_each(|wait| wait.note(of_waits, stream));
     }
 
+    /// Tells the device that a stream of a GPU rings and waits, when the caller has let a lock go since it was marked.
+    #[inline]
+    pub(super) fn tell(&self, kicker: Option<&Arc<dyn Kicks>>) {
+        for (at, send) in self.sends.iter().enumerate() {
+            // The last doorbell of a queue stands for those before.
+            if self.sends.get(at + 1).is_none_or(|next| !send.is_with(next)) {
+                send.watch();
+            }
+        }
+        self.waits.iter().for_each(|wait| wait.attend(kicker));
+    }
+
     /// What was marked is not submitted after all.
     pub(super) fn refuse(&mut self, stream: u64) {
         self.note(Stage::Refused, Stage::Refused, stream);
         self.unmark();
     }
 
+    fn covered(&self) -> &[(usize, Completion)] {
+        self.seldom.as_ref().map_or(&[], |seldom| &seldom.covered)
+    }
+
+    pub(super) fn seldom(&mut self) -> &mut Seldom {
+        self.seldom.get_or_insert_default()
+    }
+
     /// The queue pairs it uses.
+    #[inline]
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
         let sends = self.sends.iter().map(|send| &send.queue.end.qp);
         sends
             .chain(self.waits.iter().map(PreparedWait::core))
-            .chain(self.covered.iter().map(|(_, c)| &c.end.qp))
+            .chain(self.covered().iter().map(|(_, c)| &c.end.qp))
     }
 
     /// Lets go of what was marked, once its operations are with their engine.
@@ -108,10 +140,12 @@ impl Batch {
     pub(super) fn hand_over(&mut self) {
         self.sends.clear();
         self.waits.clear();
-        self.covered.clear();
-        self.repeatable.clear();
-        self.before.clear();
-        self.only_once = None;
+        self.seldom = None;
+    }
+
+    /// An empty batch that will be submitted to this stream.
+    pub(super) fn for_stream(stream: u64) -> Self {
+        Self { stream: Some(stream), ..Self::default() }
     }
 
     /// An empty batch.
@@ -121,12 +155,47 @@ impl Batch {
 
     /// The number of stream operations collected.
     pub fn len(&self) -> usize {
-        self.ops.len()
+        match self.placed.len() {
+            0 => self.sends.len() + self.waits.len(),
+            placed => placed,
+        }
     }
 
     /// Whether nothing was collected.
     pub fn is_empty(&self) -> bool {
-        self.ops.is_empty()
+        self.len() == 0
+    }
+
+    /// Its operations.
+    pub(super) fn ops(&mut self) -> &mut Ops {
+        if self.placed.is_empty() {
+            self.sends.iter_mut().for_each(|send| send.trigger_op(&mut self.placed, self.part));
+            self.waits.iter_mut().for_each(|wait| wait.wait_op(&mut self.placed));
+        }
+        &mut self.placed
+    }
+
+    /// Has the engine take it. On refusal it is left as it was.
+    #[inline]
+    pub(super) fn put(&mut self, engine: &dyn Engine, turn: &mut Turn) -> Result<u64> {
+        if self.placed.is_empty() {
+            match (&self.sends[..], &self.waits[..]) {
+                ([send], []) => {
+                    let (source, bell, ring) = send.trigger();
+                    return engine.trigger(turn, source, bell, ring);
+                }
+                ([], [wait]) => {
+                    let (source, arrival, n) = wait.wait();
+                    return engine.wait(turn, source, &arrival, n);
+                }
+                ([send], [wait]) => {
+                    let (source, arrival, n) = wait.wait();
+                    return engine.hop(turn, send.trigger(), (source, &arrival, n));
+                }
+                _ => {}
+            }
+        }
+        engine.submit(turn, self.ops())
     }
 
     /// Adds a send. Of sends of a queue pair in a row the last one's doorbell starts all.
@@ -134,14 +203,14 @@ impl Batch {
     /// # Errors
     /// As [`Qp::prepare_send`].
     pub fn send(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
-        let end = self.ops.len();
+        let end = self.len();
         // Where the doorbell of sends is the last operation, it may ring for one more.
         if self.stream.is_none()
             && end > self.part
             && let Some(last) = self.sends.last_mut().filter(|last| last.place + 1 == end)
             && let Some(completion) = last.add(qp, wr)?
         {
-            last.ring_up(&mut self.ops);
+            last.ring_up(&mut self.placed);
             return Ok(completion);
         }
         self.sends(qp, std::slice::from_ref(wr))
@@ -156,19 +225,36 @@ impl Batch {
     }
 
     /// Adds sends prepared earlier.
+    #[inline]
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
-        send.trigger_op(&mut self.ops, self.part);
+        if !self.is_empty() {
+            self.place_send(&mut send);
+        }
         let completion = send.completion();
         self.sends.push(send);
         completion
     }
 
+    #[inline(never)]
+    fn place_send(&mut self, send: &mut PreparedSend) {
+        let part = self.part;
+        send.trigger_op(self.ops(), part);
+    }
+
     /// Adds a wait prepared earlier.
+    #[inline]
     pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
-        wait.wait_op(&mut self.ops);
+        if !(self.placed.is_empty() && self.waits.is_empty()) {
+            self.place_wait(&mut wait);
+        }
         let completion = wait.completion();
         self.waits.push(wait);
         completion
+    }
+
+    #[inline(never)]
+    fn place_wait(&mut self, wait: &mut PreparedWait) {
+        wait.wait_op(self.ops());
     }
 
     /// Waits for the next send completion of `qp`.
@@ -203,29 +289,35 @@ impl Batch {
     pub fn wait(&mut self, completion: &Completion) -> Result<()> {
         match PreparedWait::through(completion, None)? {
             Some(wait) => drop(self.post_wait(wait)),
-            None => self.covered.push((self.ops.len(), completion.clone())),
+            None => self.cover(completion),
         }
         Ok(())
     }
 
+    /// An earlier wait of the stream must cover this.
+    pub(super) fn cover(&mut self, completion: &Completion) {
+        let place = self.len();
+        self.seldom().covered.push((place, completion.clone()));
+    }
+
     /// Waits until a 32-bit word satisfies a condition.
     pub fn wait_value32(&mut self, word: &Word32, value: u32, cond: Cond) {
-        self.ops.push(Op::Wait32 { at: word.clone(), value, cond });
+        self.ops().push(Op::Wait32 { at: word.clone(), value, cond });
     }
 
     /// Waits until a 64-bit word satisfies a condition.
     pub fn wait_value64(&mut self, word: &Word64, value: u64, cond: Cond) {
-        self.ops.push(Op::Wait64 { at: word.clone(), value, cond });
+        self.ops().push(Op::Wait64 { at: word.clone(), value, cond });
     }
 
     /// Writes a 32-bit word, after everything before it in the stream.
     pub fn write_value32(&mut self, word: &Word32, value: u32) {
-        self.ops.push(Op::Write32 { at: word.clone(), value });
+        self.ops().push(Op::Write32 { at: word.clone(), value });
     }
 
     /// Writes a 64-bit word, after everything before it in the stream.
     pub fn write_value64(&mut self, word: &Word64, value: u64) {
-        self.ops.push(Op::Write64 { at: word.clone(), value });
+        self.ops().push(Op::Write64 { at: word.clone(), value });
     }
 
     /// Writes a few bytes, taken now, as one word write per 4 bytes. Meant for control structures, not payload.
@@ -242,27 +334,28 @@ impl Batch {
             let at = memory.word32(offset + 4 * i)?;
             Ok(Op::Write32 { at, value: u32::from_ne_bytes(*word) })
         });
-        self.ops.extend(ops.collect::<Result<Vec<_>>>()?);
+        let ops = ops.collect::<Result<Vec<_>>>()?;
+        self.ops().extend(ops);
         Ok(())
     }
 
     /// Orders everything before it, of the whole system, before everything after it.
     pub fn barrier(&mut self) {
-        self.ops.push(Op::Barrier);
+        self.ops().push(Op::Barrier);
     }
 
     /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to what follows. Waits for
     /// completions do this by themselves where [`Capabilities::flush`](crate::cuda::Capabilities::flush) says that a stream
     /// must; this is for waits on plain words. Where a stream cannot, the submission is refused.
     pub fn flush(&mut self) {
-        self.ops.push(Op::Flush);
+        self.ops().push(Op::Flush);
     }
 
     /// Runs a function on the CPU, in stream order: it starts when all before it is done, and holds the stream.
     ///
     /// It must not wait for its own stream. A stream of a GPU takes 24 that are not known to have run.
     pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
-        self.ops.push(Op::HostFn(Box::new(f)));
+        self.ops().push(Op::HostFn(Box::new(f)));
     }
 
     /// As [`Batch::host_fn`], of a function that a graph may have: each launch calls it. Only on host streams, as kernels do the
@@ -272,21 +365,23 @@ impl Batch {
     }
 
     pub(super) fn repeat(&mut self, f: Repeatable) {
-        self.repeatable.push((self.ops.len(), f.clone()));
+        let place = self.len();
+        self.seldom().repeatable.push((place, f.clone()));
         self.host_fn(move || f.0());
     }
 
     /// Has a graph that the batch is recorded for call this before each launch, once for all its batches.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn before_launches(&mut self, who: &Arc<dyn Replenish>) {
-        if !self.before.iter().any(|other| Arc::ptr_eq(other, who)) {
-            self.before.push(who.clone());
+        let before = &mut self.seldom().before;
+        if !before.iter().any(|other| Arc::ptr_eq(other, who)) {
+            before.push(who.clone());
         }
     }
 
     /// No graph can have the batch: `what` would be wrong when repeated. `fix` is what to do instead.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn only_once(&mut self, what: &'static str, fix: &'static str) {
-        self.only_once = Some((what, fix));
+        self.seldom().only_once = Some((what, fix));
     }
 }

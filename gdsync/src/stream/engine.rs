@@ -68,6 +68,19 @@ pub trait Engine: Send + Sync + fmt::Debug {
         self.submit(turn, &mut smallvec![Op::Await(source.clone(), n)])
     }
 
+    /// Queues both as one submission: the trigger, then the wait.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    fn hop(
+        &self,
+        turn: &mut Turn,
+        (source, _bell, ring): (&Arc<dyn Source>, &Bell, Ring),
+        (end, _arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
+    ) -> Result<u64> {
+        self.submit(turn, &mut smallvec![Op::Trigger(source.clone(), ring), Op::Await(end.clone(), n)])
+    }
+
     /// Does what another thread wanted that did not have the turn.
     fn mark(&self, _turn: &mut Turn) {}
 

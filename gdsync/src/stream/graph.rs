@@ -101,7 +101,7 @@ impl Stream {
         mut launch: impl FnMut(&dyn Engine, &mut Turn, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
         let stream = self.0.id;
-        let mut batch = Batch { stream: Some(stream), ..Batch::default() };
+        let mut batch = Batch::for_stream(stream);
         let mut completions = Vec::new();
         let mut ends = Vec::with_capacity(batches.len());
         let seq = self.while_full(deadline, || {
@@ -113,13 +113,15 @@ impl Stream {
             for parts in &batches[ends.len()..] {
                 let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
                 again.inspect_err(|_| batch.refuse(stream))?;
-                batch.part = batch.ops.len();
+                batch.part = batch.len();
                 ends.push(batch.part);
             }
             let State { used, turn, .. } = &mut *state;
-            self.put((used, turn), &mut batch, |engine, turn, ops| launch(engine, turn, ops, &ends))
+            self.put((used, turn), &mut batch, |batch, turn| {
+                launch(&*self.0.engine, turn, batch.ops(), &ends)
+            })
         })?;
-        batch.hand_over();
+        self.hand_over(&mut batch);
         Ok(Launch { completions, stream, seq })
     }
 }

@@ -142,8 +142,6 @@ struct State {
     used: Used,
     /// What is submitted goes here while the stream is being captured.
     recording: Option<Recording>,
-    /// For what is submitted one by one: empty, but with room.
-    spare: Batch,
     /// What the engine of a GPU keeps.
     turn: Turn,
 }
@@ -299,10 +297,10 @@ impl Stream {
     /// that broke a queue pair of the batch, or the one that failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
         let mut state = self.state()?;
-        let State { used, recording, turn, .. } = &mut *state;
+        let State { used, recording, turn } = &mut *state;
         self.submit_locked((used, turn), recording, batch)?;
-        drop(state);
-        batch.hand_over();
+        state.end();
+        self.hand_over(batch);
         Ok(())
     }
 
@@ -314,12 +312,12 @@ impl Stream {
     ) -> Result<()> {
         let _range = DOMAIN.range(c"submit");
         let Some(recording) = recording else {
-            return self.put((used, turn), batch, |engine, turn, ops| engine.submit(turn, ops)).map(drop);
+            return self.put((used, turn), batch, |batch, turn| batch.put(&*self.0.engine, turn)).map(drop);
         };
         record::check(batch)?;
         match &mut recording.sizes {
-            None => self.0.engine.record(turn, &batch.ops)?,
-            Some(sizes) => sizes.push(self.0.engine.size_of_step(&batch.ops)?),
+            None => self.0.engine.record(turn, batch.ops())?,
+            Some(sizes) => sizes.push(self.0.engine.size_of_step(batch.ops())?),
         }
         recording.add(batch);
         Ok(())
@@ -355,29 +353,29 @@ impl Stream {
         &self,
         (used, turn): (&mut Used, &mut Turn),
         batch: &mut Batch,
-        submit: impl FnOnce(&dyn Engine, &mut Turn, &mut Ops) -> Result<u64>,
+        submit: impl FnOnce(&mut Batch, &mut Turn) -> Result<u64>,
     ) -> Result<u64> {
-        batch.mark(self.0.id)?;
+        batch.mark(self.0.id, !self.0.signals)?;
         // Before the engine has it: it may run at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
-        let seq = match submit(&*self.0.engine, turn, &mut batch.ops) {
+        let seq = match submit(batch, turn) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.0.id);
                 return Err(error);
             }
         };
-        if !self.0.signals {
-            for (at, send) in batch.sends.iter().enumerate() {
-                // The last doorbell of a queue stands for those before.
-                if batch.sends.get(at + 1).is_none_or(|next| !Arc::ptr_eq(&next.queue, &send.queue)) {
-                    send.watch();
-                }
-            }
-            batch.waits.iter().for_each(|wait| wait.attend(self.0.kicker.as_ref()));
-        }
         batch.cores().for_each(|core| note_use(used, core, seq));
         Ok(seq)
+    }
+
+    /// Lets go of a batch that the engine has, now that the turn was let go: the device is told of it.
+    #[inline]
+    fn hand_over(&self, batch: &mut Batch) {
+        if !self.0.signals {
+            batch.tell(self.0.kicker.as_ref());
+        }
+        batch.hand_over();
     }
 
     /// As [`Stream::submit`], but waits for room in a full stream.
@@ -411,19 +409,15 @@ impl Stream {
 
     /// Submits what `add` puts into a batch.
     fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
+        // Dropped after the turn: to drop a host function is to run foreign code.
+        let mut batch = Batch::new();
         let mut state = self.state()?;
-        let State { used, recording, spare, turn } = &mut *state;
-        let added =
-            add(spare).and_then(|added| self.submit_locked((used, turn), recording, spare).map(|()| added));
-        if added.is_err() {
-            let refused = mem::take(spare);
-            // To drop a host function is to run foreign code.
-            drop(state);
-            drop(refused);
-        } else {
-            spare.hand_over();
-        }
-        added
+        let State { used, recording, turn } = &mut *state;
+        let added = add(&mut batch)?;
+        self.submit_locked((used, turn), recording, &mut batch)?;
+        state.end();
+        self.hand_over(&mut batch);
+        Ok(added)
     }
 
     /// As [`Stream::one`], of what cannot be refused before it is submitted.

@@ -3,7 +3,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::op::{Op, Ops};
+use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::recorder::Stage;
@@ -25,6 +25,8 @@ pub struct PreparedSend {
     submitted: Option<Before>,
     /// The flight recorder knows of the submission.
     is_told: bool,
+    /// The device foresees them.
+    is_foreseen: bool,
     /// Each of them has a completion of its own.
     is_each: bool,
     /// The place of its operation in the batch that it was posted in.
@@ -33,7 +35,14 @@ pub struct PreparedSend {
 
 impl PreparedSend {
     /// Prepares sends; with a `stream`, for it alone.
+    #[inline]
     pub(super) fn new(qp: &Qp, wrs: &[SendWr<'_>], stream: Option<u64>) -> Result<Self> {
+        // Mostly a short one that nothing stands in the way of.
+        if let ([wr], None) = (wrs, stream)
+            && let Some(sends) = qp.send.prepare_short(wr, |_| true)
+        {
+            return Ok(Self::of(&qp.send, Prepared { sends, before: None, is_told: false }));
+        }
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
@@ -42,7 +51,15 @@ impl PreparedSend {
 
     pub(super) fn of(queue: &Arc<SendQueue>, Prepared { sends, before, is_told }: Prepared) -> Self {
         let is_each = sends.range.end - sends.range.start == 1;
-        Self { queue: queue.clone(), sends, submitted: before, is_told, is_each, place: 0 }
+        Self {
+            queue: queue.clone(),
+            sends,
+            submitted: before,
+            is_told,
+            is_foreseen: false,
+            is_each,
+            place: 0,
+        }
     }
 
     /// Prepares one more send behind these, with a completion of its own. `None` where that cannot be: it is of another queue pair,
@@ -74,16 +91,14 @@ impl PreparedSend {
         queue.prepare_again(sends, stream).map(|prepared| Self::of(queue, prepared))
     }
 
-    /// Hands a row of sends of one queue to a stream, those that were not handed over before.
-    pub(super) fn submit(row: &mut [Self], stream: u64) -> Result<()> {
-        let Some(send) = row.iter().find(|send| send.submitted.is_none()) else { return Ok(()) };
-        let queue = send.queue.clone();
-        queue.submit(stream, |hand_over| {
-            for send in row.iter_mut().filter(|send| send.submitted.is_none()) {
-                send.submitted = Some(hand_over(&send.sends.range)?);
-            }
-            Ok(())
-        })
+    /// Hands it to a stream, of a GPU or not, unless it was handed over before.
+    #[inline]
+    pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
+        if self.submitted.is_none() {
+            self.submitted = Some(self.queue.submit(&self.sends, stream, by_gpu)?);
+            self.is_foreseen = by_gpu;
+        }
+        Ok(())
     }
 
     /// It is of the same queue as `next`.
@@ -99,9 +114,15 @@ impl PreparedSend {
 
     pub(super) fn unsubmit(&mut self) {
         if let Some(before) = self.submitted.take() {
-            self.queue.unsubmit(before);
-            self.is_told = false;
+            self.queue.unsubmit(&self.sends, before);
+            (self.is_told, self.is_foreseen) = (false, false);
         }
+    }
+
+    /// What its operation is made of.
+    #[inline]
+    pub(super) fn trigger(&self) -> (&Arc<dyn Source>, &Bell, Ring) {
+        (self.queue.end.source(), self.queue.bell(), self.sends.ring())
     }
 
     /// Adds its operation: where one of its queue comes last in the part that begins at this place, that one rings for both.
@@ -145,8 +166,12 @@ impl PreparedSend {
         self.queue.note(stage, self.sends.range.start..last.sends.range.end, stream);
     }
 
+    /// Tells the device that a stream of a GPU will ring for it.
     pub(super) fn watch(&self) {
-        self.queue.watch(&self.sends);
+        match self.is_foreseen {
+            true => self.queue.watch_foreseen(self.sends.end),
+            false => self.queue.watch(&self.sends),
+        }
     }
 }
 
@@ -181,6 +206,8 @@ pub struct PreparedWait {
     pub(super) first: u64,
     pub(super) asked: Asked,
     submitted: bool,
+    /// The device foresees it.
+    is_foreseen: bool,
     /// The place of its operation in the batch that it was posted in.
     pub(super) place: usize,
 }
@@ -213,7 +240,7 @@ impl PreparedWait {
             return Ok(n);
         };
         end.qp.check_known().inspect_err(|_| {
-            end.cq.withdraw(n);
+            end.cq.unsubmit(n, n);
             end.cq.release(n, n);
         })?;
         Ok(n)
@@ -233,7 +260,7 @@ impl PreparedWait {
 
     /// With a `stream`, the claim was submitted to it.
     pub(super) fn of((first, claim): (u64, Completion), asked: Asked, stream: Option<u64>) -> Self {
-        Self { claim, first, asked, submitted: stream.is_some(), place: 0 }
+        Self { claim, first, asked, submitted: stream.is_some(), is_foreseen: false, place: 0 }
     }
 
     /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, for it alone.
@@ -264,16 +291,18 @@ impl PreparedWait {
         &self.claim.end.qp
     }
 
-    pub(super) fn submit(&mut self, stream: u64) -> Result<()> {
+    /// Hands it to a stream, of a GPU or not, unless it was handed over before.
+    pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
         if !self.submitted {
-            self.claim.end.cq.submit(self.claim.n, stream, &self.claim.end.tracker)?;
-            self.submitted = true;
+            self.claim.end.cq.submit(self.claim.n, (stream, by_gpu), &self.claim.end.tracker)?;
+            (self.submitted, self.is_foreseen) = (true, by_gpu);
         }
         Ok(())
     }
 
     pub(super) fn unsubmit(&mut self) {
         if mem::take(&mut self.submitted) {
+            self.is_foreseen = false;
             self.claim.end.cq.unsubmit(self.first, self.claim.n);
         }
     }
@@ -290,7 +319,17 @@ impl PreparedWait {
 
     /// Tells the device that a stream of a GPU waits for it.
     pub(super) fn attend(&self, kicker: Option<&Arc<dyn Kicks>>) {
-        self.claim.end.cq.attend(self.claim.n, kicker);
+        match self.is_foreseen {
+            true => self.claim.end.cq.attend_foreseen(self.claim.n, kicker),
+            false => self.claim.end.cq.attend(self.claim.n, kicker),
+        }
+    }
+
+    /// What its operation is made of.
+    #[inline]
+    pub(super) fn wait(&self) -> (&Arc<dyn Source>, Arrival<'_>, u64) {
+        let Completion { end, n, .. } = &self.claim;
+        (end.source(), end.cq.arrival(*n), *n)
     }
 
     pub(super) fn wait_op(&mut self, ops: &mut Ops) {

@@ -6,7 +6,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::batch::{Batch, Repeatable, Replenish};
+use super::batch::{Batch, Repeatable, Replenish, Seldom};
 use super::op::Op;
 use super::prepared::{Asked, PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
@@ -60,12 +60,12 @@ pub(super) struct Recording {
 }
 
 /// Refuses what cannot be done more than once.
-pub(super) fn check(batch: &Batch) -> Result<()> {
-    if let Some((what, fix)) = batch.only_once {
+pub(super) fn check(batch: &mut Batch) -> Result<()> {
+    if let Some((what, fix)) = batch.seldom.as_ref().and_then(|seldom| seldom.only_once) {
         return Err(once(what, fix));
     }
-    let host_fns = batch.ops.iter().filter(|op| matches!(op, Op::HostFn(_))).count();
-    match host_fns == batch.repeatable.len() {
+    let host_fns = batch.ops().iter().filter(|op| matches!(op, Op::HostFn(_))).count();
+    match host_fns == batch.seldom.as_ref().map_or(0, |seldom| seldom.repeatable.len()) {
         true => Ok(()),
         false => Err(Error::Unsupported {
             what: "a host function in a graph",
@@ -88,8 +88,9 @@ impl Recording {
 
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let Batch { ops, sends, waits, covered, repeatable, before, only_once: _, stream: _, part: _ } =
-            mem::take(batch);
+        let ops = mem::take(batch.ops());
+        let Batch { sends, waits, seldom, .. } = mem::take(batch);
+        let Seldom { covered, repeatable, before, only_once: _ } = *seldom.unwrap_or_default();
         for who in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &who)) {
                 self.before.push(who);
@@ -172,7 +173,7 @@ impl Part {
     /// Makes it again, as the next part of `batch`.
     pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {
-            Part::Op(op) => batch.ops.extend(op.again()),
+            Part::Op(op) => batch.ops().extend(op.again()),
             Part::HostFn(f) => batch.repeat(f.clone()),
             Part::Before(who) => who.replenish()?,
             Part::Sends(queue, sends) => {
@@ -197,7 +198,7 @@ impl Part {
                     return Err(differs(sent));
                 }
             }
-            Part::CoveredBefore(completion) => batch.covered.push((batch.ops.len(), completion.clone())),
+            Part::CoveredBefore(completion) => batch.cover(completion),
         }
         Ok(())
     }

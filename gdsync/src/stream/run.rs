@@ -31,10 +31,10 @@ impl Batch {
     /// # Panics
     /// As a host function of the batch does, after the queue pairs of the batch are stopped.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
-        self.mark(CPU)?;
+        self.mark(CPU, false)?;
         let cores: Vec<_> = self.cores().cloned().collect();
+        let ops = mem::take(self.ops());
         self.hand_over();
-        let ops = mem::take(&mut self.ops);
         let runner = Caller { deadline: deadline(timeout), log: Log::current() };
         let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));
         let outcome = catch_unwind(AssertUnwindSafe(all));

@@ -66,7 +66,6 @@ impl Stream {
     #[cold]
     #[inline(never)]
     fn refuse_send(&self, queue: &Arc<SendQueue>, sent: Sent, why: Error) -> Error {
-        queue.withdraw(&sent.sends);
         PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
         why
     }
@@ -74,7 +73,6 @@ impl Stream {
     #[cold]
     #[inline(never)]
     fn refuse_wait(&self, end: &Arc<QueueEnd>, n: u64, why: Error) -> Error {
-        end.cq.withdraw(n);
         PreparedWait::of((n, end.completion(n)), Asked::Next, Some(self.0.id)).refuse(self.0.id);
         why
     }

@@ -4,6 +4,7 @@
 //! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
 //! waits on it, passed by that stream.
 
+mod attended;
 mod lost;
 mod passed;
 mod room;
@@ -23,7 +24,6 @@ use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
 use crate::error::{Error, Result};
-use crate::hca::Kicks;
 use crate::memory::{Found, Word32};
 use crate::mlx5::{self, CQE_SIZE};
 use crate::protocol::completion;
@@ -500,11 +500,19 @@ impl CqInner {
         self.reap();
     }
 
-    /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`].
-    pub(crate) fn submit(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
-        self.submit_locked(&mut self.state.lock(), n, stream, tracker)
+    /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. Where a GPU will wait, the device is to
+    /// be told: by [`CqInner::attend_foreseen`].
+    #[inline]
+    pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
+        let mut state = self.state.lock();
+        self.submit_locked(&mut state, n, stream, tracker)?;
+        if by_gpu {
+            self.parts.event.foresee(n + 1);
+        }
+        Ok(())
     }
 
+    #[inline]
     fn submit_locked(&self, state: &mut CqState, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         let (_, expected) =
             *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
@@ -542,8 +550,11 @@ impl CqInner {
         Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner })
     }
 
+    /// Undoes [`CqInner::submit`], also of what was foreseen.
     pub(crate) fn unsubmit(&self, first: u64, n: u64) {
-        self.state.lock().unsubmitted.push_front((first, n));
+        let mut state = self.state.lock();
+        state.unsubmitted.push_front((first, n));
+        self.parts.event.withdraw(n + 1, first);
     }
 
     /// Where completion `n` arrives, and how it is passed.
@@ -554,33 +565,6 @@ impl CqInner {
         let passed = mlx5::cq_ci_record(n + 1);
         let (memory, index, found) = (&self.parts.ring, &self.consumed, &self.found);
         Arrival { memory, offset, found, cond, value, index, passed }
-    }
-
-    /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes
-    /// it when the completion was written.
-    #[inline(never)]
-    pub(crate) fn attend(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
-        if self.parts.event.attend(n + 1, kicker) {
-            self.provider.attend(self.parts.cqn);
-        }
-    }
-
-    /// Foresees a claim that was made by [`CqInner::claim`].
-    pub(crate) fn foresee(&self, n: u64) {
-        self.parts.event.foresee_late(n + 1);
-    }
-
-    /// As [`CqInner::attend`], of a claim that was foreseen, when the caller has let a lock go since.
-    #[inline(always)]
-    pub(crate) fn attend_foreseen(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
-        if !self.parts.event.is_attended(kicker.is_some()) {
-            self.attend(n, kicker);
-        }
-    }
-
-    /// No stream will wait for completion `n`, which was foreseen.
-    pub(crate) fn withdraw(&self, n: u64) {
-        self.parts.event.withdraw(n + 1, n);
     }
 
     /// Whether there is a claim that is in no stream.

@@ -1,5 +1,6 @@
 //! The send queue: WQEs are written now and made visible by a doorbell later, from the CPU or from a stream.
 
+mod hand_over;
 mod single;
 
 use std::fmt;
@@ -7,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+pub(crate) use self::hand_over::Before;
 use super::cq::CqInner;
 use super::end::QueueEnd;
 use super::provider::Provider;
@@ -77,14 +79,6 @@ impl Most {
 
 /// Blocks between the one that is written and the one that the CPU is told it will write.
 const AHEAD: u64 = 8;
-
-/// Who owned a queue, and up to where it was exposed, before a range was submitted.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Before {
-    owner: Owner,
-    rung: u64,
-    gaps: u64,
-}
 
 /// Requests that were written, and what makes the last of them visible.
 #[derive(Clone, Debug)]
@@ -491,68 +485,9 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
     }
 
-    /// Hands prepared ranges to a stream, those for which `all` calls what it is given: after this the stream's doorbell will expose
-    /// them. Each call returns what [`SendQueue::unsubmit`] needs.
-    pub(crate) fn submit(
-        &self,
-        stream: u64,
-        mut all: impl FnMut(&mut dyn FnMut(&Range<u64>) -> Result<Before>) -> Result<()>,
-    ) -> Result<()> {
-        self.with_room(|track| all(&mut |range| self.hand_over(track, range, stream)))
-    }
-
     /// Records a stage of requests in a row.
     pub(crate) fn note(&self, stage: Stage, numbers: Range<u64>, stream: u64) {
         self.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
-    }
-
-    #[inline(always)]
-    fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
-        let before = Before { owner: track.owner, rung: track.rung, gaps: track.gaps };
-        let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
-        if theirs && !track.is_idle() {
-            return Err(self.busy(track.owner));
-        }
-        self.expose(track, range)?;
-        track.owner = Owner::Stream(stream);
-        Ok(before)
-    }
-
-    /// Undoes [`SendQueue::submit`].
-    pub(crate) fn unsubmit(&self, before: Before) {
-        let mut track = self.end.tracker.lock();
-        track.rung = before.rung;
-        track.gaps = before.gaps;
-        track.owner = before.owner;
-    }
-
-    /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
-    pub(crate) fn watch(&self, sends: &Written) {
-        self.qp.provider.watch(self.qpn, sends.end);
-    }
-
-    /// The same of sends up to block `end`, first under the lock of the queue.
-    #[inline(always)]
-    fn foresee(&self, end: u64) {
-        if let Some(notice) = &self.notice {
-            notice.foresee(end);
-        }
-    }
-
-    /// And then, when the caller has let a lock go since.
-    #[inline(always)]
-    pub(crate) fn watch_foreseen(&self, end: u64) {
-        if self.notice.as_ref().is_some_and(|notice| !notice.is_watched()) {
-            self.qp.provider.watch(self.qpn, end);
-        }
-    }
-
-    /// Sends that were foreseen will not be rung.
-    pub(crate) fn withdraw(&self, sends: &Written) {
-        let begin = self.tracker.lock().entry(sends.range.start).begin;
-        if let Some(notice) = &self.notice {
-            notice.withdraw(sends.end, begin);
-        }
     }
 
     fn provider(&self) -> &dyn Provider {

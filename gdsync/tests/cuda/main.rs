@@ -4,6 +4,7 @@
 mod capture;
 #[path = "../common/mod.rs"]
 mod common;
+mod few;
 mod graphs;
 mod place;
 #[path = "../common/replay.rs"]

@@ -1,7 +1,7 @@
 //! The CUDA engine: a stream of a GPU that runs the operations.
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
-//! failure); `row` has sends and waits that come one by one; `callers` has those who wait; `retire` gives back what is over; `plan`
+//! failure); `row` has sends and waits that come one by one, or one of each; `callers` has those who wait; `retire` gives back what is over; `plan`
 //! turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's front end; `reserve`
 //! makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what
 //! is launched; `watch` is the watchdog, `crowd` what it knows of other streams.
@@ -144,6 +144,15 @@ impl Engine for CudaEngine {
 
     fn wait(&self, turn: &mut Turn, source: &Arc<dyn Source>, arrival: &Arrival<'_>, n: u64) -> Result<u64> {
         self.shared.wait(turn, source, arrival, n)
+    }
+
+    fn hop(
+        &self,
+        turn: &mut Turn,
+        trigger: (&Arc<dyn Source>, &Bell, Ring),
+        wait: (&Arc<dyn Source>, &Arrival<'_>, u64),
+    ) -> Result<u64> {
+        self.shared.hop(turn, trigger, wait)
     }
 
     fn mark(&self, turn: &mut Turn) {

@@ -47,17 +47,21 @@ pub(super) trait Runs {
     ) -> gdrcopy::Result<()>;
 }
 
+/// The most of a few: a send, a wait, and the mark.
+const FEW: usize = 6;
+
 /// One call of a few operations that are known beforehand: nothing is put off, and it never has to grow.
 pub(super) struct Few {
-    ops: [LaneOp; 4],
+    ops: [LaneOp; FEW],
     len: usize,
 }
 
 impl Few {
-    /// Of these, at most three.
+    /// Of these, which leave room for the mark.
     #[inline(always)]
     pub(super) fn of<const N: usize>(ops: [LaneOp; N]) -> Self {
-        let mut few = Self { ops: [LaneOp::BARRIER; 4], len: N };
+        const { assert!(N < FEW) };
+        let mut few = Self { ops: [LaneOp::BARRIER; FEW], len: N };
         few.ops[..N].copy_from_slice(&ops);
         few
     }
@@ -293,7 +297,6 @@ pub(super) fn fits_kernel(ops: &[LaneOp]) -> bool {
 /// Calls `call` with the same for the front end: how many, and where.
 #[inline(always)]
 pub(super) fn with_memops<T>(ops: &[LaneOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
-    const FEW: usize = 4;
     let count = u32::try_from(ops.len()).expect("fewer than 256");
     if ops.len() > FEW {
         let mut memops: Vec<_> = ops.iter().map(LaneOp::memop).collect();

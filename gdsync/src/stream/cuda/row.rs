@@ -1,4 +1,5 @@
-//! Sends and waits that come one by one, and rows of them: sends on one queue, and waits for one completion after the other, mixed.
+//! Sends and waits that come one by one, or a send and a wait in one call, and rows of them: sends on one queue, and waits for one
+//! completion after the other, mixed.
 //!
 //! The first of a row is in the queue of submissions and stands for all: the GPU is not seen to complete any before the next mark. The
 //! others take no lock until the row ends: with the next mark or any other submission. Whoever fails the stream finds their sources: that
@@ -132,6 +133,53 @@ impl Shared {
         Ok(seq)
     }
 
+    /// Submits a trigger and a wait by one call. They go on with a row that has both, and begin one.
+    pub(super) fn hop(
+        &self,
+        turn: &mut Turn,
+        (source, bell, ring): (&Arc<dyn Source>, &Bell, Ring),
+        (end, arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
+    ) -> Result<u64> {
+        if !(bell.is_found() && arrival.is_found()) {
+            self.mark_in_turn(turn);
+        }
+        let [record, doorbell] = plan::rung(&self.gpu, bell, ring)?;
+        let [wait, index] = plan::awaited(&self.gpu, arrival)?;
+        let flushes = self.gpu.capabilities().flush == Flush::OnStream;
+        let row = &turn.row;
+        let is_next = row.awaited == address_of(end) && row.next == n;
+        if is_next && row.rung == address_of(source) && self.goes_on(turn) {
+            return match flushes {
+                false => self.submit_in_row(turn, 1, [record, doorbell, wait, index]),
+                true => self.submit_in_row(turn, 1, [record, doorbell, wait, LaneOp::FLUSH, index]),
+            };
+        }
+        let few = match flushes {
+            false => Few::of([record, doorbell, wait, index]),
+            true => Few::of([record, doorbell, wait, LaneOp::FLUSH, index]),
+        };
+        self.hop_by_itself(turn, (source, ring), (end, n), few)
+    }
+
+    #[inline(never)]
+    fn hop_by_itself(
+        &self,
+        turn: &mut Turn,
+        (source, ring): (&Arc<dyn Source>, Ring),
+        (end, n): (&Arc<dyn Source>, u64),
+        mut few: Few,
+    ) -> Result<u64> {
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
+            let ops = smallvec![Op::Trigger(source.clone(), ring), Op::Await(end.clone(), n)];
+            queue.push_back(Submission::new(entry, ops, None));
+        };
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        if turn.unmarked > 0 {
+            (turn.row.rung, turn.row.awaited, turn.row.next) = (address_of(source), address_of(end), n + 1);
+        }
+        Ok(seq)
+    }
+
     /// Whether one more call that the row is for goes on with it, without a mark behind it. While the gate is closed none does.
     #[inline(always)]
     fn goes_on(&self, turn: &Turn) -> bool {
@@ -206,6 +254,7 @@ mod tests {
     use crate::hca::SoftHcaConfig;
     use crate::stream::engine::Engine;
     use crate::stream::turns::Turns;
+    use crate::stream::{Batch, Stream};
     use crate::verbs::{Context, RecvWr, SendWr};
 
     const LIMIT: Duration = Duration::from_millis(100);
@@ -245,5 +294,25 @@ mod tests {
         // The waits are released, too: the third and the one behind it.
         turns.end(held, |state| engine.mark(&mut state.turn));
         assert!(engine.wait_completed(4, Instant::now() + PATIENCE));
+    }
+
+    #[test]
+    fn what_a_stream_refuses_the_device_does_not_attend_to() {
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        let stream = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
+        let may_rest = || a.send.end.cq.parts().event.rest(0);
+        let mut batch = Batch::new();
+        batch.send(&a, &SendWr::nop()).unwrap();
+        batch.wait_send(&a).unwrap();
+        batch.mark(7, true).unwrap();
+        assert!(!may_rest(), "marked, it is foreseen");
+        batch.unmark();
+        stream.abort();
+        assert!(matches!(stream.submit(&mut batch), Err(Error::StreamAborted { .. })));
+        assert!(may_rest());
     }
 }

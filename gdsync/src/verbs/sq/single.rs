@@ -55,22 +55,30 @@ impl SendQueue {
         Ok(Sent { sends: written(track, n..n + 1), before, is_told })
     }
 
+    /// Writes a short request that is for no stream yet. `None` if there is anything else about it, or if it `may_be` none of this
+    /// number, and then nothing is done.
+    #[inline(always)]
+    pub(crate) fn prepare_short(&self, wr: &SendWr<'_>, may_be: impl FnOnce(u64) -> bool) -> Option<Written> {
+        let mut track = self.tracker.lock();
+        let n = track.posted;
+        if !may_be(n) || !self.qp.is_ready_to_send() {
+            return None;
+        }
+        let (end, doorbell, len) = self.write_short(&mut track, wr)?;
+        self.tracker.tell(&track);
+        drop(track);
+        self.qp.log.note_prepared(n, len, None);
+        Some(Written { range: n..n + 1, end, doorbell })
+    }
+
     /// Writes one more request behind `sends`, which were prepared for no stream yet. Returns whether it could: there may be another
     /// one behind them.
     #[inline(always)]
     pub(crate) fn prepare_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
-        let short = || {
-            let mut track = self.tracker.lock();
-            if track.posted != sends.range.end || !self.qp.is_ready_to_send() {
-                return None;
-            }
-            let place = self.write_short(&mut track, wr)?;
-            self.tracker.tell(&track);
-            Some(place)
+        let Some(next) = self.prepare_short(wr, |n| n == sends.range.end) else {
+            return self.prepare_any_behind(sends, wr);
         };
-        let Some((end, doorbell, len)) = short() else { return self.prepare_any_behind(sends, wr) };
-        self.qp.log.note_prepared(sends.range.end, len, None);
-        (sends.range.end, sends.end, sends.doorbell) = (sends.range.end + 1, end, doorbell);
+        *sends = Written { range: sends.range.start..next.range.end, ..next };
         Ok(true)
     }
 
