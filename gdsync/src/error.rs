@@ -293,6 +293,16 @@ pub enum Error {
         /// Its deadline.
         after: Duration,
     },
+    /// It belongs to the process that made it.
+    #[error(
+        "made by process {owner}, used by process {caller}; a forked child must open the device and make its streams itself"
+    )]
+    OtherProcess {
+        /// The process that made it.
+        owner: u32,
+        /// The one that called.
+        caller: u32,
+    },
     /// The other side of a connection cannot be reached.
     #[error("peer {peer}: {why}")]
     Peer {

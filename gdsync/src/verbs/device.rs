@@ -15,6 +15,7 @@ use crate::direct::{Direct, probe, reach};
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
+use crate::home::Home;
 use crate::memory::Memory;
 use crate::proxy::Proxy;
 use crate::rdma::{self, DeviceConfig, NearGpu, Port, Route, Survey};
@@ -189,10 +190,18 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
 #[derive(Clone)]
 pub struct Context {
     provider: Arc<dyn Provider>,
+    home: Home,
     /// Why an RDMA device does not read the rings itself.
     not_direct: Option<Arc<str>>,
     /// While it is open, the process has a recording.
     log: Log,
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // Nothing of its own: it is the provider that a child must not end.
+        self.home.may_end(&self.provider);
+    }
 }
 
 impl fmt::Debug for Context {
@@ -205,11 +214,11 @@ impl Context {
     /// An open device that a test has made.
     #[cfg(test)]
     pub(crate) fn over(provider: Arc<dyn Provider>) -> Self {
-        Self { provider, not_direct: None, log: Log::default() }
+        Self { provider, home: Home::default(), not_direct: None, log: Log::default() }
     }
 
     fn with(provider: Arc<dyn Provider>, not_direct: Option<Arc<str>>) -> Result<Self> {
-        Ok(Self { provider, not_direct, log: Log::open()? })
+        Ok(Self { provider, home: Home::default(), not_direct, log: Log::open()? })
     }
 
     /// Opens a software HCA with a configuration of its own.
@@ -251,8 +260,9 @@ impl Context {
     /// # Errors
     /// From the device.
     pub fn alloc_pd(&self) -> Result<Pd> {
-        let pdn = self.provider.alloc_pd()?;
-        Ok(Pd(Arc::new(PdInner { provider: self.provider.clone(), pdn, _log: self.log.clone() })))
+        self.home.check()?;
+        let (provider, home, pdn) = (self.provider.clone(), self.home, self.provider.alloc_pd()?);
+        Ok(Pd(Arc::new(PdInner { provider, home, pdn, _log: self.log.clone() })))
     }
 
     /// Creates a completion queue for sharing between queue pairs, polled by the CPU.
@@ -262,6 +272,7 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
+        self.home.check()?;
         Cq::create(
             self.provider.clone(),
             entries,
@@ -310,13 +321,16 @@ pub struct Pd(Arc<PdInner>);
 
 struct PdInner {
     provider: Arc<dyn Provider>,
+    home: Home,
     pdn: u32,
     _log: Log,
 }
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        self.provider.dealloc_pd(self.pdn);
+        if self.home.may_end(&self.provider) {
+            self.provider.dealloc_pd(self.pdn);
+        }
     }
 }
 
@@ -333,6 +347,15 @@ impl Pd {
 
     pub(crate) fn pdn(&self) -> u32 {
         self.0.pdn
+    }
+
+    pub(crate) fn is_here(&self) -> bool {
+        self.0.home.is_here()
+    }
+
+    /// Refuses a forked child of the process that opened the device.
+    pub(crate) fn check_here(&self) -> Result<()> {
+        self.0.home.check()
     }
 
     /// Registers memory, so that work requests can name it.

@@ -121,6 +121,7 @@ impl QpBuilder {
     /// [`Error::InvalidArgument`] names the value out of range; [`Error::Sys`] when memory is short; [`Error::Verbs`] and
     /// [`Error::Device`] where a card refuses, as it may queues in GPU memory: see [`OnGpu`].
     pub fn build(self) -> Result<Qp> {
+        self.pd.check_here()?;
         let check = |what, value: usize, range: std::ops::RangeInclusive<usize>, expected| {
             if range.contains(&value) { Ok(()) } else { Err(Error::invalid(what, value, expected)) }
         };

@@ -43,6 +43,9 @@ impl Default for Connect {
 impl QpCore {
     /// Puts the queue pair into the error state for a reason of ours.
     pub(crate) fn stop(&self, reason: &Error) {
+        if !self.health.home.is_here() {
+            return;
+        }
         // A failure that arrived before, but that nobody has looked at, is the root cause.
         self.send_cq.reap();
         self.recv_cq.reap();
@@ -68,6 +71,7 @@ impl Qp {
     /// send or wait is held.
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
+        core.health.home.check()?;
         if attr.state == Some(QpState::RESET) {
             for end in [&self.send.end, &self.recv.end] {
                 if let Some(owner) = end.owner() {
