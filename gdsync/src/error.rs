@@ -140,8 +140,9 @@ pub enum Error {
     },
     /// The queue has no room for another work request now.
     #[error(
-        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding); \
-         take completions (poll, or wait on the stream and let it pass), or build the QP with a larger depth"
+        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding{}); \
+         take completions (poll, or wait on the stream and let it pass), or build the QP with a larger depth",
+        not_taken(*.untaken)
     )]
     QueueFull {
         /// Send queue or receive queue, or its completion queue.
@@ -152,6 +153,9 @@ pub enum Error {
         outstanding: u64,
         /// What fits.
         depth: u64,
+        /// Of a completion queue: what has completed, and still has its place because nobody took it. Of one that several queues
+        /// share, what those have outstanding too.
+        untaken: u64,
     },
     /// A wait was asked for, but no work request is left whose completion it could wait for.
     #[error(
@@ -311,6 +315,16 @@ pub enum Error {
         /// What happened, and the fix.
         why: String,
     },
+}
+
+/// Who only waits on the CPU sees every completion come, and must be told why the queue is full all the same.
+fn not_taken(untaken: u64) -> String {
+    match untaken {
+        0 => String::new(),
+        n => format!(
+            ", {n} completed and not taken: poll_send, poll_recv, Cq::drain and waits of streams take, Completion::wait only looks"
+        ),
+    }
 }
 
 impl Error {

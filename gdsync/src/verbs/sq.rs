@@ -396,11 +396,16 @@ impl SendQueue {
         let end = begin + blocks;
         if end - track.tail > self.blocks || !track.has_entry() {
             let outstanding = begin - track.tail;
-            return Err(Error::QueueFull { queue: "send queue", qpn, outstanding, depth: self.blocks });
+            return Err(Error::QueueFull {
+                queue: "send queue",
+                qpn,
+                outstanding,
+                depth: self.blocks,
+                untaken: 0,
+            });
         }
         if !self.end.cq.reserve() {
-            let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
-            return Err(Error::QueueFull { queue: "send completion queue", qpn, outstanding, depth });
+            return Err(self.end.cq_full(track.posted - track.retired));
         }
         let bytes = &track.scratch[..usize::from(ds) * 16];
         self.store(begin, bytes);
