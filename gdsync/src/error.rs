@@ -252,6 +252,14 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
+    /// The work request was taken back before a doorbell or a stream had it.
+    #[error(
+        "QP {qpn:#x}: the work request was taken back, as its batch or prepared send was dropped; it will never complete"
+    )]
+    TakenBack {
+        /// The queue pair.
+        qpn: u32,
+    },
     /// The stream holds as many pending submissions as it may.
     #[error(
         "stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline"
