@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use self::shared::Shared;
 use super::cuda::Turn;
 use super::engine::Engine;
-use super::op::Ops;
+use super::op::{Op, Ops};
 use crate::error::{Error, Result};
 use crate::home::Home;
 use crate::recorder::Log;
@@ -109,6 +109,7 @@ impl Engine for HostEngine {
 
     fn submit(&self, _turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
         self.home.check()?;
+        ops.iter().try_for_each(Op::check)?;
         self.shared.submit(ops)
     }
 
