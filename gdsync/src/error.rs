@@ -1,5 +1,6 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
+use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,8 +11,8 @@ use crate::verbs::{CompletionError, QpState};
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong. Cheap to clone: sticky errors are handed out again and again.
-#[derive(Clone, Debug, thiserror::Error)]
+/// What can go wrong. Cheap to clone: sticky errors are handed out again and again. `{:?}` prints what `{}` does.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An argument lies outside what the call accepts.
@@ -323,6 +324,13 @@ pub enum Error {
         /// What happened, and the fix.
         why: String,
     },
+}
+
+/// As Display: what failed and the fix, also where a program's `main` returns it or `unwrap` panics with it.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Who only waits on the CPU sees every completion come, and must be told why the queue is full all the same.

@@ -30,6 +30,18 @@ fn outside<T>(result: Result<T, Error>) {
     assert!(matches!(error, Error::OutOfBounds { .. }), "{error:?}");
 }
 
+/// So that `fn main() -> gdsync::Result<()>` ends with the fix.
+#[test]
+fn debug_output_is_the_message() {
+    let error = Device::find(Some("nope")).unwrap_err();
+    let text = format!("{error:?}");
+    assert_eq!(text, error.to_string());
+    assert!(
+        text.starts_with("no RDMA device 'nope'; available: ") && text.contains("name one of these"),
+        "{text}"
+    );
+}
+
 #[test]
 fn memory_guards_its_bounds_and_alignment() {
     invalid(Memory::alloc(0), &["memory length is 0", "1 byte"]);
