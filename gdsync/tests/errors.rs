@@ -102,6 +102,13 @@ fn sizes_of_queues_are_checked() {
         (build(|q| q.max_recv_sge(0)), ["max_recv_sge", "1 to 32"]),
         (build(|q| q.max_recv_sge(33)), ["max_recv_sge", "1 to 32"]),
         (build(|q| q.max_inline(513)), ["max_inline", "0 to 512"]),
+        (build(|q| q.timeout(40)), ["timeout is 40", "at most 31"]),
+        (build(|q| q.retry_cnt(9)), ["retry_cnt is 9", "at most 7"]),
+        (build(|q| q.rnr_retry(8)), ["rnr_retry is 8", "at most 7"]),
+        (build(|q| q.min_rnr_timer(32)), ["min_rnr_timer is 32", "at most 31"]),
+        (build(|q| q.path_mtu(1000)), ["path_mtu is 1000", "1024"]),
+        (build(|q| q.path_mtu(8192)), ["path_mtu is 8192", "4096"]),
+        (build(|q| q.rd_atomic(17)), ["rd_atomic is 17", "at most 16"]),
         (build(|q| q.max_send_wr(32768)), ["send queue", "fewer or smaller requests"]),
         (build(|q| q.max_send_wr(5000).max_send_sge(30)), ["send queue", "fewer or smaller requests"]),
     ] {
@@ -180,7 +187,7 @@ fn work_requests_that_fit_nowhere_are_refused_and_leave_no_trace() {
     invalid(a.qp.post_send(&[]), &["sends to post", "at least one"]);
     invalid(a.qp.post_recv(&[]), &["receives to post", "at least one"]);
     invalid(a.qp.prepare_send(&[]), &["sends to prepare", "at least one"]);
-    invalid(post(SendWr::send_inline(&[0; 21])), &["inline data length is 21", "max_inline"]);
+    invalid(post(SendWr::send_inline(&[0; 21])), &["inline data length is 21, where 20 fit", "max_inline"]);
     invalid(post(SendWr::write_inline(remote, &[0; 21])), &["inline data length is 21", "max_inline"]);
     for sges in [3, 30, 63] {
         invalid(post(SendWr::send(&[sge; 63][..sges])), &["buffers of a send is", "max_send_sge"]);

@@ -51,7 +51,8 @@ impl Most {
             | SendOp::Write { payload: Payload::Inline(data), .. }
                 if data.len() > self.inline =>
             {
-                Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"))
+                let value = format!("{}, where {} fit", data.len(), self.inline);
+                Err(Error::invalid("inline data length", value, "at most the QP's max_inline"))
             }
             SendOp::Send { payload: Payload::Sges(sges), .. }
             | SendOp::Write { payload: Payload::Sges(sges), .. }
@@ -69,7 +70,8 @@ impl Most {
         // Empty ones take no room.
         let buffers = sges.iter().filter(|sge| sge.len > 0).count();
         if buffers > self.sges {
-            return Err(Error::invalid("buffers of a send", buffers, "at most the QP's max_send_sge"));
+            let value = format!("{buffers}, where {} fit", self.sges);
+            return Err(Error::invalid("buffers of a send", value, "at most the QP's max_send_sge"));
         }
         Ok(())
     }

@@ -130,6 +130,7 @@ impl QpBuilder {
         check("max_send_sge", self.max_send_sge, 1..=30, "1 to 30")?;
         check("max_recv_sge", self.max_recv_sge as usize, 1..=32, "1 to 32")?;
         check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
+        self.connect.check()?;
 
         // The largest request of each kind: control, remote address, then SGEs or inline data.
         let wqe = 32 + (16 * self.max_send_sge).max((4 + self.max_inline).next_multiple_of(16));
