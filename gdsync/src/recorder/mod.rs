@@ -116,7 +116,11 @@ impl Log {
             }
             Err(error) if is_asked => Err(error),
             Err(error) => {
-                tracing::info!(%error, "nothing is recorded");
+                // Who names a folder may look for the file there.
+                match variable("GDSYNC_RECORDER_DIR") {
+                    Some(_) => tracing::warn!(%error, "nothing is recorded"),
+                    None => tracing::info!(%error, "nothing is recorded"),
+                }
                 *current = Current::Refused(std::process::id());
                 Ok(Self::default())
             }

@@ -45,19 +45,21 @@ impl Device {
     /// no device of the machine can be used, that is `soft0`; a log line says why.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] lists the devices there are.
+    /// [`Error::NoDevice`] lists the devices there are; [`Error::Library`] where `GDSYNC_LIBIBVERBS` or `GDSYNC_LIBMLX5` names what
+    /// cannot be loaded, unless it is `soft0` that is asked for.
     pub fn find(name: Option<&str>) -> Result<Device> {
         let wanted = name.map(str::to_owned).or_else(|| variable("GDSYNC_DEVICE"));
         match wanted {
             Some(wanted) if wanted == SOFT => Ok(Device(Kind::Soft)),
             Some(wanted) => {
+                rdma::check_named()?;
                 let all = Self::list();
                 let available = || all.iter().map(Device::name).collect::<Vec<_>>().join(", ");
                 let found = all.iter().find(|device| device.name() == wanted).cloned();
                 found.ok_or_else(|| Error::NoDevice { name: wanted, available: available() })
             }
             None if DeviceConfig::from_env()?.route == Some(Route::Soft) => Ok(Device(Kind::Soft)),
-            None => Ok(Self::preferred(None)),
+            None => Self::preferred(None),
         }
     }
 
@@ -68,20 +70,21 @@ impl Device {
     pub fn near(gpu: &Gpu) -> Result<Device> {
         let is_chosen =
             variable("GDSYNC_DEVICE").is_some() || variable("GDSYNC_PATH").as_deref() == Some("soft");
-        if is_chosen { Self::find(None) } else { Ok(Self::preferred(gpu.pci_address())) }
+        if is_chosen { Self::find(None) } else { Self::preferred(gpu.pci_address()) }
     }
 
-    fn preferred(gpu: Option<&str>) -> Device {
+    fn preferred(gpu: Option<&str>) -> Result<Device> {
+        rdma::check_named()?;
         let mut devices = rdma::survey();
         if let Some(at) = rdma::preferred(&devices, gpu) {
-            return Device(Kind::Rdma(Box::new(devices.swap_remove(at))));
+            return Ok(Device(Kind::Rdma(Box::new(devices.swap_remove(at)))));
         }
         for device in &devices {
             let why = device.refusal().unwrap_or_default();
             tracing::info!(device = %device.name, why, "an RDMA device that cannot be used");
         }
         tracing::info!("the software HCA is used: no RDMA device of this machine can be");
-        Device(Kind::Soft)
+        Ok(Device(Kind::Soft))
     }
 
     /// The device's name, such as `mlx5_0`, or `soft0`.
