@@ -35,8 +35,8 @@ fn help_and_version_say_what_there_is() {
 fn a_folder_for_recordings_that_cannot_be_written_is_a_warning() {
     let nowhere = "/proc/no/such/folder";
     let mut command = tool(&["bench", "hca", "--rounds", "100"]);
-    let output = command.env("GDSYNC_RECORDER_DIR", nowhere).env("RUST_LOG", "warn").output().unwrap();
-    let logged = String::from_utf8_lossy(&output.stderr);
+    command.env("GDSYNC_RECORDER_DIR", nowhere).env("RUST_LOG", "warn");
+    let (output, _, logged) = run(command);
     assert!(output.status.success() && logged.contains("nothing is recorded"), "{logged}");
 }
 

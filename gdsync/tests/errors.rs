@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::process::Command;
 use std::time::Duration;
 
 use common::{PATIENCE, Side, hca, loopback, stream};
@@ -28,6 +29,29 @@ fn invalid<T>(result: Result<T, Error>, words: &[&str]) {
 fn outside<T>(result: Result<T, Error>) {
     let error = error(result, &["do not fit in a memory of"]);
     assert!(matches!(error, Error::OutOfBounds { .. }), "{error:?}");
+}
+
+/// `soft0` would do without it, for who wanted a card.
+#[test]
+fn a_library_that_is_named_must_load() {
+    const NOWHERE: &str = "/no/such/library.so";
+    const ROLE: &str = "GDSYNC_TEST_NAMED";
+    let Ok(variable) = std::env::var(ROLE) else {
+        for variable in ["GDSYNC_LIBIBVERBS", "GDSYNC_LIBMLX5"] {
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", "a_library_that_is_named_must_load"]).env(ROLE, variable);
+            child.env_remove("GDSYNC_DEVICE").env_remove("GDSYNC_PATH").env(variable, NOWHERE);
+            let output = child.output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        }
+        return;
+    };
+    for name in [None, Some("mlx5_0")] {
+        let error = error(Device::find(name), &[NOWHERE, &variable]);
+        assert!(matches!(error, Error::Library(_)), "{error}");
+    }
+    assert!(Device::find(Some("soft0")).unwrap().is_software());
 }
 
 /// So that `fn main() -> gdsync::Result<()>` ends with the fix.

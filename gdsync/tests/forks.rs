@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use common::{PATIENCE, Side, loopback, pair, stream};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
@@ -27,6 +29,12 @@ fn in_child(child: impl FnOnce() -> bool) -> bool {
     status == 0
 }
 
+/// One at a time: a child has the locks of the process as other threads held them when it was forked.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A write that both sides see.
 fn works(a: &Side, b: &Side, value: u64) {
     a.memory().word64(0).unwrap().store(value);
@@ -41,6 +49,7 @@ fn is_refused<T>(result: Result<T, Error>) -> bool {
 
 #[test]
 fn what_a_child_drops_is_left_to_its_parent() {
+    let _alone = alone();
     let (a, b) = pair(4096, |q| q);
     let (c, d) = loopback(4096, |q| q);
     let s = stream("parent");
@@ -72,6 +81,7 @@ fn what_a_child_drops_is_left_to_its_parent() {
 
 #[test]
 fn calls_in_a_child_are_refused() {
+    let _alone = alone();
     let (a, b) = pair(4096, |q| q);
     let s = stream("parent");
     works(&a, &b, 1);
@@ -104,6 +114,7 @@ fn calls_in_a_child_are_refused() {
 
 #[test]
 fn a_child_opens_a_device_of_its_own() {
+    let _alone = alone();
     let (a, b) = pair(4096, |q| q);
     works(&a, &b, 1);
     assert!(in_child(|| {
