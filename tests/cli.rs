@@ -32,6 +32,15 @@ fn help_and_version_say_what_there_is() {
 }
 
 #[test]
+fn a_folder_for_recordings_that_cannot_be_written_is_a_warning() {
+    let nowhere = "/proc/no/such/folder";
+    let mut command = tool(&["bench", "hca", "--rounds", "100"]);
+    command.env("GDSYNC_RECORDER_DIR", nowhere).env("RUST_LOG", "warn");
+    let (output, _, logged) = run(command);
+    assert!(output.status.success() && logged.contains("nothing is recorded"), "{logged}");
+}
+
+#[test]
 fn bad_arguments_are_named() {
     let nowhere = "/proc/no/such/folder/results.json";
     for (args, expected) in [

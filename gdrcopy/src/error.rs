@@ -1,5 +1,6 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
+use std::fmt;
 use std::io;
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ pub struct Refusal {
     pub error: Error,
 }
 
-/// What can go wrong.
-#[derive(Debug, thiserror::Error)]
+/// What can go wrong. `{:?}` prints what `{}` does.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An argument lies outside what the call accepts.
@@ -164,6 +165,13 @@ fn join(refusals: &[Refusal]) -> String {
     refusals.iter().map(ToString::to_string).collect::<Vec<_>>().join(" | ")
 }
 
+/// As Display: what failed and the fix, also where a program's `main` returns it or `unwrap` panics with it.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl Error {
     pub(crate) fn invalid(what: &'static str, value: impl std::fmt::Display, expected: &'static str) -> Self {
         Self::InvalidArgument { what, value: value.to_string(), expected }
@@ -192,5 +200,16 @@ impl Error {
             Self::Rm { .. } => libc::EIO,
             Self::NoBackend(_) => libc::ENODEV,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_output_is_the_message() {
+        let error = Error::invalid("offset", 7, "a multiple of 8");
+        assert_eq!(format!("{error:?}"), "offset is 7: expected a multiple of 8");
     }
 }

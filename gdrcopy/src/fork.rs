@@ -14,23 +14,30 @@ use crate::kernel::check;
 /// token of which a child finds nothing. A child that shares its parent's memory (`vfork`, `CLONE_VM`) counts as
 /// another thread of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Owner(Token);
+pub struct Owner(Token);
 
 /// The PID in the low half; above it a number that none of the process's ancestors had.
 type Token = u64;
 
 impl Owner {
-    pub(crate) fn this_process() -> Self {
+    /// The process that calls.
+    #[inline]
+    pub fn this_process() -> Self {
         Self(token(page()))
     }
 
-    /// Whether the caller is the owner, and not a child forked since.
-    pub(crate) fn is_caller(self) -> bool {
+    /// Whether the caller is the owner, and not a child forked since. Some loads, where the kernel has pages that children find
+    /// empty.
+    #[inline]
+    pub fn is_caller(self) -> bool {
         self == Self::this_process()
     }
 
     /// Refuses a child forked since.
-    pub(crate) fn check(self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::OtherProcess`].
+    pub fn check(self) -> Result<()> {
         let caller = Self::this_process();
         if self == caller {
             return Ok(());

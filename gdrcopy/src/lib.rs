@@ -48,7 +48,8 @@ pub mod copy;
 mod cpu_range;
 pub mod cuda;
 mod error;
-mod fork;
+#[doc(hidden)]
+pub mod fork;
 mod gdr;
 mod kernel;
 mod late;

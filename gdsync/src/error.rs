@@ -1,5 +1,6 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
+use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,8 +11,8 @@ use crate::verbs::{CompletionError, QpState};
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong. Cheap to clone: sticky errors are handed out again and again.
-#[derive(Clone, Debug, thiserror::Error)]
+/// What can go wrong. Cheap to clone: sticky errors are handed out again and again. `{:?}` prints what `{}` does.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An argument lies outside what the call accepts.
@@ -140,8 +141,9 @@ pub enum Error {
     },
     /// The queue has no room for another work request now.
     #[error(
-        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding); \
-         take completions (poll, or wait on the stream and let it pass), or build the QP with a larger depth"
+        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding{}); \
+         take completions (poll, or wait on the stream and let it pass), or build the QP with a larger depth",
+        not_taken(*.untaken)
     )]
     QueueFull {
         /// Send queue or receive queue, or its completion queue.
@@ -152,6 +154,9 @@ pub enum Error {
         outstanding: u64,
         /// What fits.
         depth: u64,
+        /// Of a completion queue: what has completed, and still has its place because nobody took it. Of one that several queues
+        /// share, what those have outstanding too.
+        untaken: u64,
     },
     /// A wait was asked for, but no work request is left whose completion it could wait for.
     #[error(
@@ -248,6 +253,14 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
+    /// The work request was taken back before a doorbell or a stream had it.
+    #[error(
+        "QP {qpn:#x}: the work request was taken back, as its batch or prepared send was dropped; it will never complete"
+    )]
+    TakenBack {
+        /// The queue pair.
+        qpn: u32,
+    },
     /// The stream holds as many pending submissions as it may.
     #[error(
         "stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline"
@@ -293,6 +306,16 @@ pub enum Error {
         /// Its deadline.
         after: Duration,
     },
+    /// It belongs to the process that made it.
+    #[error(
+        "made by process {owner}, used by process {caller}; a forked child must open the device and make its streams itself"
+    )]
+    OtherProcess {
+        /// The process that made it.
+        owner: u32,
+        /// The one that called.
+        caller: u32,
+    },
     /// The other side of a connection cannot be reached.
     #[error("peer {peer}: {why}")]
     Peer {
@@ -301,6 +324,23 @@ pub enum Error {
         /// What happened, and the fix.
         why: String,
     },
+}
+
+/// As Display: what failed and the fix, also where a program's `main` returns it or `unwrap` panics with it.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Who only waits on the CPU sees every completion come, and must be told why the queue is full all the same.
+fn not_taken(untaken: u64) -> String {
+    match untaken {
+        0 => String::new(),
+        n => format!(
+            ", {n} completed and not taken: poll_send, poll_recv, Cq::drain and waits of streams take, Completion::wait only looks"
+        ),
+    }
 }
 
 impl Error {

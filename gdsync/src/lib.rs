@@ -49,6 +49,9 @@
 //!   A released stream does not mean that data arrived: [`stream::Stream::synchronize`] and the completion tell.
 //! - **Room.** Queues and streams are bounded. A full one is an error at enqueue, never a stall later.
 //! - **Threads.** Everything may be used from any thread.
+//! - **Forks.** What was made belongs to the process that made it. In a child forked since, calls are refused with
+//!   [`Error::OtherProcess`], dropping does nothing, and [`memory::Memory::alloc`]'s bytes are zeros. The child may open a device of
+//!   its own.
 
 mod brief;
 pub mod cuda;
@@ -56,6 +59,7 @@ mod direct;
 mod env;
 pub mod error;
 pub mod hca;
+mod home;
 pub mod memory;
 pub mod mlx5;
 #[doc(hidden)]

@@ -15,11 +15,11 @@ mod shared;
 mod word;
 
 use std::any::Any;
-use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, OnceLock, Weak};
+use std::{fmt, mem};
 
 use gdrcopy::copy::store_fence;
 use gdrcopy::{Mapping, MappingType};
@@ -30,6 +30,7 @@ pub(crate) use self::word::{Found, Place};
 pub use self::word::{Word32, Word64};
 use crate::cuda::{Block, Buffer, Flush, Gpu, Pages, Registered};
 use crate::error::{Error, Result};
+use crate::home::Home;
 
 /// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
 #[derive(Clone)]
@@ -86,6 +87,7 @@ struct Owner {
     registered: OnceLock<Registered>,
     /// Held while they are registered.
     registering: Mutex<()>,
+    home: Home,
 }
 
 enum Bytes {
@@ -145,6 +147,10 @@ unsafe impl Sync for Owner {}
 impl Drop for Owner {
     fn drop(&mut self) {
         let registered = self.registered.take();
+        if !self.home.is_here() {
+            // The registration is the parent's, and other pages of the child may be where these are not.
+            return mem::forget(registered);
+        }
         if let Bytes::Io { keeper, .. } = &self.bytes {
             return registered.into_iter().for_each(|registered| registered.outlived_by(keeper.clone()));
         }
@@ -160,7 +166,8 @@ impl Drop for Owner {
 
 impl Owner {
     fn new(bytes: Bytes) -> Arc<Self> {
-        Arc::new(Self { bytes, registered: OnceLock::new(), registering: Mutex::default() })
+        let (registered, registering, home) = Default::default();
+        Arc::new(Self { bytes, registered, registering, home })
     }
 }
 
@@ -178,7 +185,7 @@ pub(crate) fn page_round(len: usize) -> Result<usize> {
 }
 
 impl Memory {
-    /// Allocates `len` zeroed bytes, page-aligned, and keeps them out of forked children.
+    /// Allocates `len` zeroed bytes, page-aligned. Forked children find zeros there.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a length of 0, [`Error::Sys`] when the kernel refuses.

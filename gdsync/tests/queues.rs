@@ -140,6 +140,37 @@ fn after_a_reset_completions_belong_to_the_new_requests() {
 }
 
 #[test]
+fn who_only_waits_is_told_that_nobody_takes_the_completions() {
+    let (a, b) = loopback(64, |q| q.max_send_wr(4).max_recv_wr(4).max_inline(0));
+    let send = || a.qp.post_send(&[SendWr::nop()]).and_then(|sent| sent.wait(PATIENCE));
+    for _ in 0..4 {
+        send().unwrap();
+    }
+    let text = send().unwrap_err().to_string();
+    assert!(text.contains("(0 of 4 outstanding, 4 completed and not taken: poll_send, "), "{text}");
+    let receive = || {
+        let received = b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }])?;
+        a.qp.poll_send();
+        a.qp.post_send(&[SendWr::send(&[])])?;
+        received.wait(PATIENCE)
+    };
+    for _ in 0..4 {
+        receive().unwrap();
+    }
+    let text = receive().unwrap_err().to_string();
+    assert!(
+        text.starts_with("receive completion queue") && text.contains("4 completed and not taken"),
+        "{text}"
+    );
+    // As the guide has it.
+    a.qp.send_cq().drain();
+    for _ in 0..20 {
+        send().unwrap();
+        a.qp.poll_send().unwrap();
+    }
+}
+
+#[test]
 fn full_queues_say_so_and_have_room_again_after_a_poll() {
     let full = |result: Result<_, Error>, of: &str| match result {
         Err(error @ Error::QueueFull { .. }) => {

@@ -249,6 +249,8 @@ fn the_cpu_waits_for_all_sends_but_those_only_prepared() {
         assert!(!taken_back.is_taken_back() && !last.is_taken_back());
         drop(prepared);
         assert!(taken_back.is_taken_back() && !last.is_taken_back());
+        assert!(matches!(taken_back.wait(PATIENCE), Err(Error::TakenBack { .. })));
+        last.wait(PATIENCE).unwrap();
         assert_eq!(b.memory().to_vec()[0], n + 1);
         s.synchronize(PATIENCE).unwrap();
         while a.qp.poll_send().is_some() {}

@@ -119,6 +119,22 @@ fn words_written_by_a_batch_are_checked_when_added() {
 }
 
 #[test]
+fn a_wait_that_no_word_satisfies_is_refused() {
+    let s = stream("endless");
+    let words = Memory::alloc(16).unwrap();
+    let (narrow, wide) = (words.word32(0).unwrap(), words.word64(8).unwrap());
+    for refused in [
+        s.wait_value32(&narrow, 0, Cond::And),
+        s.wait_value32(&narrow, u32::MAX, Cond::Nor),
+        s.wait_value64(&wide, 0, Cond::And),
+        s.wait_value64(&wide, u64::MAX, Cond::Nor),
+    ] {
+        assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
+    }
+    s.synchronize(PATIENCE).unwrap();
+}
+
+#[test]
 fn a_full_stream_leaves_the_batch_as_it_was() {
     let (a, b) = pair(64, |q| q);
     let gate = Memory::alloc(4).unwrap().word32(0).unwrap();

@@ -1,5 +1,6 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
+use std::fmt;
 use std::io;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -8,8 +9,8 @@ use std::time::Duration;
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong. Cheap to clone: sticky errors are handed out again and again.
-#[derive(Clone, Debug, thiserror::Error)]
+/// What can go wrong. Cheap to clone: sticky errors are handed out again and again. `{:?}` prints what `{}` does.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// What the launcher said about this process is missing, malformed or contradictory.
@@ -131,6 +132,13 @@ fn cause(source: &Option<Arc<io::Error>>) -> String {
     source.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
 }
 
+/// As Display: what failed and the fix, also where a program's `main` returns it or `unwrap` panics with it.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl Error {
     pub(crate) fn launch(what: impl Into<String>, fix: &'static str) -> Self {
         Self::Launch { what: what.into(), fix }
@@ -151,5 +159,18 @@ impl Error {
 
     pub(crate) fn spawn(what: impl Into<String>, source: io::Error, fix: &'static str) -> Self {
         Self::Spawn { what: what.into(), source: Some(Arc::new(source)), fix }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_output_is_the_message() {
+        let error = Error::launch("no rank", "start it with mpirun");
+        assert_eq!(format!("{error:?}"), "launch: no rank; start it with mpirun");
+        let below = Error::from(gdsync::Error::GivenUp);
+        assert_eq!(format!("{below:?}"), "the application gave the peer up");
     }
 }

@@ -223,7 +223,7 @@ impl Peer {
         };
         qp.check()?;
         let (outstanding, depth) = (held as u64, link.depth as u64);
-        Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth })
+        Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth, untaken: 0 })
     }
 
     /// Recycles, and refuses unless `count` more messages can be started.

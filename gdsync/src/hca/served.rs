@@ -10,6 +10,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::event::Kicks;
 use super::lately::Lately;
 use super::rung::Rung;
+use crate::home::Home;
 use crate::memory::Word64;
 use crate::protocol;
 
@@ -62,6 +63,8 @@ pub(crate) trait Steps: Send + fmt::Debug + 'static {
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Duties {
+    /// The process that has the service thread, and what the state shares with peers.
+    pub(super) home: Home,
     /// Steps run by threads other than the service thread.
     pub(super) lent: AtomicU64,
     /// Unfinished work was seen when the state was last let go.
@@ -174,6 +177,9 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
 
     /// The caller stops running the HCA: the service thread takes over at once.
     fn take_over(&self) {
+        if !self.duties().home.is_here() {
+            return;
+        }
         let mut duty = self.duties().duty.lock();
         // Also when it does not defer now: it may be just about to, for the sake of what the caller did before.
         duty.wanted = true;
@@ -187,6 +193,9 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
 
     /// A CPU thread has rung a doorbell: does its work, or leaves word to whoever runs the HCA.
     fn ring_doorbell(&self, index: usize) {
+        if !self.duties().home.is_here() {
+            return;
+        }
         match self.core().try_lock() {
             Some(mut core) => {
                 core.ring(index, self.rung());
@@ -223,6 +232,9 @@ pub(crate) trait Served: Send + Sync + fmt::Debug + 'static {
 
     /// Runs a step on the calling thread if it may find something to do, as far as can be seen without the lock.
     fn lend_a_step(&self) -> bool {
+        if !self.duties().home.is_here() {
+            return false;
+        }
         self.lend();
         let has_work = self.duties().busy.load(Ordering::Relaxed)
             || self.may_have_arrivals()

@@ -49,6 +49,10 @@ impl<S: Served> Service<S> {
 
 impl<S: Served> Drop for Service<S> {
     fn drop(&mut self) {
+        // A forked child has no such thread, and the part of it that holds on to the state goes on doing so.
+        if !self.shared.duties().home.is_here() {
+            return;
+        }
         self.stop.store(true, Ordering::Release);
         self.shared.take_over();
         self.shared.wake();

@@ -7,7 +7,7 @@ use super::{Bytes, Memory};
 use crate::cuda::is_registered;
 use crate::error::{Error, Result};
 
-/// Maps pages for reading and writing, and keeps them out of forked children.
+/// Maps pages for reading and writing, and keeps what is in them out of forked children.
 ///
 /// Never where CUDA knows pages that their owner has unmapped without a word: GPUs would go on using those in place of
 /// the new ones, and see stale bytes.
@@ -16,13 +16,22 @@ pub(super) fn map(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
         let pages = fresh(len, flags, fd)?;
         let start = pages.addr().get();
         if !is_registered(&(start..start + len)) {
-            // SAFETY: the range was just mapped; the advice only concerns fork.
-            unsafe { libc::madvise(pages.as_ptr().cast(), len, libc::MADV_DONTFORK) };
+            keep_from_children(pages, len, flags);
             return Ok(pages);
         }
         // They stay mapped, so that nobody else gets them either.
         tracing::warn!(?pages, len, "CUDA knows memory that was unmapped: its place is not used again");
     }
+}
+
+/// Neither copied, so that a device goes on with the pages of the parent, nor shared. Of private pages, which users touch, children
+/// get zeros; of shared ones, which only the library does, nothing.
+fn keep_from_children(pages: NonNull<u8>, len: usize, flags: i32) {
+    let wipe = (flags & libc::MAP_PRIVATE != 0).then_some(libc::MADV_WIPEONFORK);
+    let _done = wipe.into_iter().chain([libc::MADV_DONTFORK]).find(|&advice| {
+        // SAFETY: the caller's fresh mapping; the advice only concerns fork.
+        unsafe { libc::madvise(pages.as_ptr().cast(), len, advice) == 0 }
+    });
 }
 
 fn fresh(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
@@ -60,8 +69,7 @@ impl Memory {
         if raw == libc::MAP_FAILED {
             return Err(Error::last_os("mmap", "free memory or raise the address space limit (ulimit -v)"));
         }
-        // SAFETY: the range was just mapped; the advice only concerns fork.
-        unsafe { libc::madvise(raw, len, libc::MADV_DONTFORK) };
+        keep_from_children(ptr, len, flags);
         Ok(())
     }
 }

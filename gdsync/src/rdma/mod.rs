@@ -40,6 +40,7 @@ pub(crate) use events::{Event, Events, Healths};
 pub(crate) use objects::Objects;
 pub(crate) use open::Open;
 pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
+use rdma_core_sys::{Mlx5, Verbs};
 pub(crate) use region::{Pages, Region, has_peermem};
 pub use survey::NearGpu;
 pub(crate) use survey::{Survey, preferred};
@@ -48,6 +49,20 @@ pub use sysfs::Class as SysfsDevice;
 #[doc(hidden)]
 pub use topology::gpus;
 pub use topology::{Distance, Place};
+
+use crate::env::variable;
+use crate::error::Result;
+
+/// Refuses libraries that the environment names and that cannot be loaded: who names one does not mean to do without.
+pub(crate) fn check_named() -> Result<()> {
+    if variable("GDSYNC_LIBIBVERBS").is_some() {
+        Verbs::load()?;
+    }
+    if variable("GDSYNC_LIBMLX5").is_some() {
+        Mlx5::load()?;
+    }
+    Ok(())
+}
 
 /// The RDMA devices of this machine; none where there is no libibverbs.
 pub(crate) fn survey() -> Vec<Survey> {

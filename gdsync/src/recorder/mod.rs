@@ -119,8 +119,12 @@ impl Log {
             Err(error) if is_asked => Err(error),
             Err(error) => {
                 let own = std::process::id();
-                if !matches!(*current, Current::Refused { pid, .. } if pid == own) {
-                    tracing::info!(%error, "nothing is recorded");
+                let is_told = matches!(*current, Current::Refused { pid, .. } if pid == own);
+                match variable("GDSYNC_RECORDER_DIR") {
+                    _ if is_told => {}
+                    // Who names a folder may look for the file there.
+                    Some(_) => tracing::warn!(%error, "nothing is recorded"),
+                    None => tracing::info!(%error, "nothing is recorded"),
                 }
                 let again = matches!(&error, Error::Sys { source, .. } if file::is_short(source));
                 *current = Current::Refused { pid: own, again };

@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use self::shared::Shared;
 use super::cuda::Turn;
 use super::engine::Engine;
-use super::op::Ops;
+use super::op::{Op, Ops};
 use crate::error::{Error, Result};
+use crate::home::Home;
 use crate::recorder::Log;
 
 /// How a stream that runs on a host thread behaves.
@@ -72,6 +73,7 @@ impl HostStreamConfig {
 /// Dropping the last handle fails what is pending with [`Error::StreamAborted`] and joins the thread, which
 /// ends after the host function it may be running. Dropped by that very host function, it is left to end.
 pub(crate) struct HostEngine {
+    home: Home,
     shared: Arc<Shared>,
     /// Always there until the drop.
     thread: Option<JoinHandle<()>>,
@@ -92,7 +94,7 @@ impl HostEngine {
         let thread = thread::Builder::new().name(name).spawn(move || worker.work()).map_err(|e| {
             Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams")
         })?;
-        Ok(Arc::new(Self { shared, thread: Some(thread) }))
+        Ok(Arc::new(Self { home: Home::default(), shared, thread: Some(thread) }))
     }
 }
 
@@ -106,6 +108,8 @@ impl Engine for HostEngine {
     }
 
     fn submit(&self, _turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
+        self.home.check()?;
+        ops.iter().try_for_each(Op::check)?;
         self.shared.submit(ops)
     }
 
@@ -118,30 +122,42 @@ impl Engine for HostEngine {
     }
 
     fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        self.shared.block_until(deadline, || self.shared.completed() >= seq, || seq)
+        !self.home.is_here() || self.shared.block_until(deadline, || self.shared.completed() >= seq, || seq)
     }
 
     fn ask_room(&self, _turn: &mut Turn, _ops: usize, _host_fns: usize) -> Result<()> {
+        self.home.check()?;
         self.shared.ask_room()
     }
 
-    /// A failed engine has room: the submission that tries it learns the error.
+    /// A failed engine, or that of another process, has room: the submission that tries it learns the error.
     fn wait_room(&self, deadline: Instant) -> bool {
         let shared = &self.shared;
-        shared.block_until(deadline, || shared.failed() || shared.has_room(), || shared.completed() + 1)
+        !self.home.is_here()
+            || shared.block_until(
+                deadline,
+                || shared.failed() || shared.has_room(),
+                || shared.completed() + 1,
+            )
     }
 
     fn fail(&self, error: Error) {
-        self.shared.fail(error);
+        if self.home.is_here() {
+            self.shared.fail(error);
+        }
     }
 
     fn error(&self) -> Option<Error> {
-        self.shared.error()
+        self.home.check().err().or_else(|| self.shared.error())
     }
 }
 
 impl Drop for HostEngine {
     fn drop(&mut self) {
+        // The thread, and its hold on what is pending, are not in a forked child.
+        if !self.home.is_here() {
+            return;
+        }
         self.shared.fail(Error::StreamAborted { stream: self.shared.config.name.clone() });
         if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != thread::current().id()) {
             // The thread catches panics; should one escape, there is nobody to tell.

@@ -428,7 +428,8 @@ impl Stream {
         })
     }
 
-    /// Holds the stream until a work request has completed: see [`Batch::wait`].
+    /// Holds the stream until a work request has completed: see [`Batch::wait`]. One that was prepared may be posted later, by whatever
+    /// stream; if it is dropped instead, the wait is for whichever send takes its number, and else runs into its limit.
     ///
     /// # Errors
     /// As [`Batch::wait`] and [`Stream::submit`].

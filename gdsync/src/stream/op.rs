@@ -280,12 +280,16 @@ impl Op {
         }
     }
 
-    /// Whether it is a wait that no word satisfies.
-    pub(super) fn is_endless(&self) -> bool {
-        match *self {
+    /// Refuses a wait that no word satisfies.
+    pub(super) fn check(&self) -> Result<()> {
+        let is_endless = match *self {
             Op::Wait32 { value, cond, .. } => cond.satisfy32(0, value).is_none(),
             Op::Wait64 { value, cond, .. } => cond.satisfy64(0, value).is_none(),
             _ => false,
+        };
+        match is_endless {
+            true => Err(Error::invalid("wait", format!("{self:?}"), "a condition that some word satisfies")),
+            false => Ok(()),
         }
     }
 

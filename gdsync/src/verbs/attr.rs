@@ -125,25 +125,40 @@ impl QpAttr {
         max_rd_atomic: u8,
     }
 
-    /// The given attributes by name, with the largest legal value of the numeric ones.
-    fn given(&self) -> [(&'static str, bool, u32, u32); 9] {
-        let small = |v: Option<u8>| u32::from(v.unwrap_or(0));
+    /// The attributes by name, whether they are given, the value of the numeric ones, and the rule where it breaks that.
+    fn given(&self) -> [(&'static str, bool, u32, Option<&'static str>); 9] {
+        let numeric = |name, value: Option<u8>, most: u8, rule| {
+            let number = value.unwrap_or(0);
+            (name, value.is_some(), number.into(), (number > most).then_some(rule))
+        };
+        let timer = |name, value| numeric(name, value, 31, "at most 31");
+        let count = |name, value| numeric(name, value, 7, "at most 7");
+        let atomics = |name, value| numeric(name, value, MAX_RD_ATOMIC, "at most 16");
+        let access = self.access.unwrap_or(Access::empty());
+        let mtu = self.path_mtu.unwrap_or(256);
+        let is_mtu = mtu.is_power_of_two() && (256..=4096).contains(&mtu);
         [
-            ("access", self.access.is_some(), self.access.map_or(0, |a| a.bits()), Access::all().bits()),
-            ("remote", self.remote.is_some(), 0, 0),
-            ("path_mtu", self.path_mtu.is_some(), self.path_mtu.unwrap_or(256), 4096),
             (
-                "max_dest_rd_atomic",
-                self.max_dest_rd_atomic.is_some(),
-                small(self.max_dest_rd_atomic),
-                MAX_RD_ATOMIC.into(),
+                "access",
+                self.access.is_some(),
+                access.bits(),
+                (!Access::all().contains(access)).then_some("of the known rights"),
             ),
-            ("min_rnr_timer", self.min_rnr_timer.is_some(), small(self.min_rnr_timer), 31),
-            ("timeout", self.timeout.is_some(), small(self.timeout), 31),
-            ("retry_cnt", self.retry_cnt.is_some(), small(self.retry_cnt), 7),
-            ("rnr_retry", self.rnr_retry.is_some(), small(self.rnr_retry), 7),
-            ("max_rd_atomic", self.max_rd_atomic.is_some(), small(self.max_rd_atomic), MAX_RD_ATOMIC.into()),
+            ("remote", self.remote.is_some(), 0, None),
+            ("path_mtu", self.path_mtu.is_some(), mtu, (!is_mtu).then_some("256, 512, 1024, 2048 or 4096")),
+            atomics("max_dest_rd_atomic", self.max_dest_rd_atomic),
+            timer("min_rnr_timer", self.min_rnr_timer),
+            timer("timeout", self.timeout),
+            count("retry_cnt", self.retry_cnt),
+            count("rnr_retry", self.rnr_retry),
+            atomics("max_rd_atomic", self.max_rd_atomic),
         ]
+    }
+
+    /// Refuses values that no step takes.
+    pub(super) fn check_values(&self) -> Result<()> {
+        let wrong = self.given().into_iter().find_map(|(name, _, value, rule)| Some((name, value, rule?)));
+        wrong.map_or(Ok(()), |(name, value, rule)| Err(Error::invalid(name, value, rule)))
     }
 
     /// Checks the transition of queue pair `qpn` from `from` and returns the state it leads to.
@@ -172,21 +187,16 @@ impl QpAttr {
                 );
             }
         };
-        for (name, given, value, max) in self.given() {
+        for (name, given, value, rule) in self.given() {
             if required.contains(&name) && !given {
                 return fail(format!("attribute {name} is required"));
             }
             if given && !required.contains(&name) && !optional.contains(&name) {
                 return fail(format!("attribute {name} is not allowed in this step"));
             }
-            if value > max {
-                return fail(format!("attribute {name} is {value}, at most {max} is allowed"));
+            if let Some(rule) = rule {
+                return fail(format!("attribute {name} is {value}, {rule} is allowed"));
             }
-        }
-        if let Some(mtu) = self.path_mtu
-            && !(mtu.is_power_of_two() && mtu >= 256)
-        {
-            return fail(format!("attribute path_mtu is {mtu}, allowed are 256, 512, 1024, 2048, 4096"));
         }
         if let Some(remote) = self.remote
             && (remote.qpn >> 24 != 0 || remote.psn >> 24 != 0)

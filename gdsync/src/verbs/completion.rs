@@ -114,10 +114,11 @@ impl Completion {
         }
     }
 
-    /// Blocks until it has arrived.
+    /// Blocks until it has arrived. Takes nothing: see [`Cq::drain`](super::Cq::drain).
     ///
     /// # Errors
-    /// As [`Completion::status`], and [`Error::Deadline`] after `timeout`.
+    /// As [`Completion::status`]; [`Error::TakenBack`] as soon as it [is](Completion::is_taken_back); [`Error::Deadline`] after
+    /// `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
         let _range = DOMAIN.range(c"wait");
         let mut found = None;
@@ -126,6 +127,9 @@ impl Completion {
             found = self.status().transpose();
             if found.is_none() && self.end.qp.provider.progress() {
                 found = self.status().transpose();
+            }
+            if found.is_none() && self.is_taken_back() {
+                found = Some(Err(Error::TakenBack { qpn: self.end.qp.qpn }));
             }
             found.is_some()
         })?;

@@ -24,6 +24,7 @@ use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
 use crate::error::{Error, Result};
+use crate::home::Home;
 use crate::memory::{Found, Word32};
 use crate::mlx5::{self, CQE_SIZE};
 use crate::protocol::completion;
@@ -36,6 +37,7 @@ pub struct Cq(pub(crate) Arc<CqInner>);
 
 pub(crate) struct CqInner {
     provider: Arc<dyn Provider>,
+    home: Home,
     parts: CqParts,
     /// The consumer index in the doorbell record.
     consumed: Word32,
@@ -98,7 +100,9 @@ impl fmt::Debug for CqInner {
 
 impl Drop for CqInner {
     fn drop(&mut self) {
-        self.provider.destroy_cq(self.parts.cqn);
+        if self.home.may_end(&self.provider) {
+            self.provider.destroy_cq(self.parts.cqn);
+        }
     }
 }
 
@@ -131,7 +135,6 @@ impl Cq {
         let parts = provider.create_cq(log, ring, places)?;
         // A device may give more.
         let log = (parts.ring.len() / CQE_SIZE).trailing_zeros();
-        let consumed = parts.record.word32(0)?;
         let slot = Slot { wc: None, taken: Taken::No };
         let state = CqState {
             reaped: 0,
@@ -149,8 +152,9 @@ impl Cq {
         };
         Ok(Self(Arc::new(CqInner {
             provider,
+            home: Home::default(),
+            consumed: parts.record.word32(0)?,
             parts,
-            consumed,
             found: Default::default(),
             log,
             room: Room::new(1 << log),

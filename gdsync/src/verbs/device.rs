@@ -15,6 +15,7 @@ use crate::direct::{Direct, probe, reach};
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
+use crate::home::Home;
 use crate::memory::Memory;
 use crate::proxy::Proxy;
 use crate::rdma::{self, DeviceConfig, NearGpu, Port, Route, Survey};
@@ -44,19 +45,21 @@ impl Device {
     /// no device of the machine can be used, that is `soft0`; a log line says why.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] lists the devices there are.
+    /// [`Error::NoDevice`] lists the devices there are; [`Error::Library`] where `GDSYNC_LIBIBVERBS` or `GDSYNC_LIBMLX5` names what
+    /// cannot be loaded, unless it is `soft0` that is asked for.
     pub fn find(name: Option<&str>) -> Result<Device> {
         let wanted = name.map(str::to_owned).or_else(|| variable("GDSYNC_DEVICE"));
         match wanted {
             Some(wanted) if wanted == SOFT => Ok(Device(Kind::Soft)),
             Some(wanted) => {
+                rdma::check_named()?;
                 let all = Self::list();
                 let available = || all.iter().map(Device::name).collect::<Vec<_>>().join(", ");
                 let found = all.iter().find(|device| device.name() == wanted).cloned();
                 found.ok_or_else(|| Error::NoDevice { name: wanted, available: available() })
             }
             None if DeviceConfig::from_env()?.route == Some(Route::Soft) => Ok(Device(Kind::Soft)),
-            None => Ok(Self::preferred(None)),
+            None => Self::preferred(None),
         }
     }
 
@@ -67,20 +70,21 @@ impl Device {
     pub fn near(gpu: &Gpu) -> Result<Device> {
         let is_chosen =
             variable("GDSYNC_DEVICE").is_some() || variable("GDSYNC_PATH").as_deref() == Some("soft");
-        if is_chosen { Self::find(None) } else { Ok(Self::preferred(gpu.pci_address())) }
+        if is_chosen { Self::find(None) } else { Self::preferred(gpu.pci_address()) }
     }
 
-    fn preferred(gpu: Option<&str>) -> Device {
+    fn preferred(gpu: Option<&str>) -> Result<Device> {
+        rdma::check_named()?;
         let mut devices = rdma::survey();
         if let Some(at) = rdma::preferred(&devices, gpu) {
-            return Device(Kind::Rdma(Box::new(devices.swap_remove(at))));
+            return Ok(Device(Kind::Rdma(Box::new(devices.swap_remove(at)))));
         }
         for device in &devices {
             let why = device.refusal().unwrap_or_default();
             tracing::info!(device = %device.name, why, "an RDMA device that cannot be used");
         }
         tracing::info!("the software HCA is used: no RDMA device of this machine can be");
-        Device(Kind::Soft)
+        Ok(Device(Kind::Soft))
     }
 
     /// The device's name, such as `mlx5_0`, or `soft0`.
@@ -189,10 +193,18 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
 #[derive(Clone)]
 pub struct Context {
     provider: Arc<dyn Provider>,
+    home: Home,
     /// Why an RDMA device does not read the rings itself.
     not_direct: Option<Arc<str>>,
     /// While it is open, the process has a recording.
     log: Log,
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // Nothing of its own: it is the provider that a child must not end.
+        self.home.may_end(&self.provider);
+    }
 }
 
 impl fmt::Debug for Context {
@@ -205,11 +217,11 @@ impl Context {
     /// An open device that a test has made.
     #[cfg(test)]
     pub(crate) fn over(provider: Arc<dyn Provider>) -> Self {
-        Self { provider, not_direct: None, log: Log::default() }
+        Self { provider, home: Home::default(), not_direct: None, log: Log::default() }
     }
 
     fn with(provider: Arc<dyn Provider>, not_direct: Option<Arc<str>>) -> Result<Self> {
-        Ok(Self { provider, not_direct, log: Log::open()? })
+        Ok(Self { provider, home: Home::default(), not_direct, log: Log::open()? })
     }
 
     /// Opens a software HCA with a configuration of its own.
@@ -251,8 +263,9 @@ impl Context {
     /// # Errors
     /// From the device.
     pub fn alloc_pd(&self) -> Result<Pd> {
-        let pdn = self.provider.alloc_pd()?;
-        Ok(Pd(Arc::new(PdInner { provider: self.provider.clone(), pdn, _log: self.log.clone() })))
+        self.home.check()?;
+        let (provider, home, pdn) = (self.provider.clone(), self.home, self.provider.alloc_pd()?);
+        Ok(Pd(Arc::new(PdInner { provider, home, pdn, _log: self.log.clone() })))
     }
 
     /// Creates a completion queue for sharing between queue pairs, polled by the CPU.
@@ -262,6 +275,7 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
+        self.home.check()?;
         Cq::create(
             self.provider.clone(),
             entries,
@@ -310,13 +324,16 @@ pub struct Pd(Arc<PdInner>);
 
 struct PdInner {
     provider: Arc<dyn Provider>,
+    home: Home,
     pdn: u32,
     _log: Log,
 }
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        self.provider.dealloc_pd(self.pdn);
+        if self.home.may_end(&self.provider) {
+            self.provider.dealloc_pd(self.pdn);
+        }
     }
 }
 
@@ -333,6 +350,15 @@ impl Pd {
 
     pub(crate) fn pdn(&self) -> u32 {
         self.0.pdn
+    }
+
+    pub(crate) fn is_here(&self) -> bool {
+        self.0.home.is_here()
+    }
+
+    /// Refuses a forked child of the process that opened the device.
+    pub(crate) fn check_here(&self) -> Result<()> {
+        self.0.home.check()
     }
 
     /// Registers memory, so that work requests can name it.

@@ -76,6 +76,19 @@ impl QueueEnd {
         std::ptr::addr_eq(Arc::as_ptr(source), Arc::as_ptr(&self.parts))
     }
 
+    /// There is no room for one more completion, of so many requests that are outstanding.
+    pub(crate) fn cq_full(&self, outstanding: u64) -> Error {
+        let queue = if self.tracker.is_send { "send completion queue" } else { "receive completion queue" };
+        let depth = self.cq.capacity();
+        Error::QueueFull {
+            queue,
+            qpn: self.qp.qpn,
+            outstanding,
+            depth,
+            untaken: depth.saturating_sub(outstanding),
+        }
+    }
+
     fn is_in_stream(&self) -> bool {
         // Both are of this value itself.
         Arc::strong_count(&self.parts) > 2

@@ -44,7 +44,9 @@ impl Keeper {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        self.pd.provider().dereg_mr(self.keys);
+        if self.pd.is_here() {
+            self.pd.provider().dereg_mr(self.keys);
+        }
     }
 }
 
@@ -59,6 +61,7 @@ impl Mr {
                 "LOCAL_WRITE with REMOTE_WRITE or REMOTE_ATOMIC",
             ));
         }
+        pd.check_here()?;
         let keys = pd.provider().reg_mr(pd.pdn(), memory, access)?;
         Ok(Self { region: Arc::new(Region { pd, memory: memory.clone(), access, keys }), part: None })
     }

@@ -64,9 +64,11 @@ impl fmt::Debug for QpCore {
 
 impl Drop for QpCore {
     fn drop(&mut self) {
-        self.provider.destroy_qp(self.qpn);
-        self.send_cq.detach(self.qpn);
-        self.recv_cq.detach(self.qpn);
+        if self.health.home.may_end(&self.provider) {
+            self.provider.destroy_qp(self.qpn);
+            self.send_cq.detach(self.qpn);
+            self.recv_cq.detach(self.qpn);
+        }
     }
 }
 
@@ -113,6 +115,7 @@ impl QpCore {
 
     /// The root cause of the first failure, if there was one.
     pub(crate) fn check(&self) -> Result<()> {
+        self.health.home.check()?;
         self.send_cq.reap();
         self.recv_cq.reap();
         self.health.check()

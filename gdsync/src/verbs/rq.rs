@@ -104,14 +104,19 @@ impl RecvQueue {
         let begin = track.head;
         if begin - track.tail >= self.entries || !track.has_entry() {
             let outstanding = begin - track.tail;
-            return Err(Error::QueueFull { queue: "receive queue", qpn, outstanding, depth: self.entries });
+            return Err(Error::QueueFull {
+                queue: "receive queue",
+                qpn,
+                outstanding,
+                depth: self.entries,
+                untaken: 0,
+            });
         }
         let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.stride);
         mlx5::encode_recv(wr.sges, self.stride, &mut wqe)
             .map_err(|e| Error::WorkRequest { qpn, source: e })?;
         if !self.end.cq.reserve() {
-            let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
-            return Err(Error::QueueFull { queue: "receive completion queue", qpn, outstanding, depth });
+            return Err(self.end.cq_full(track.posted - track.retired));
         }
         let at = usize::try_from(begin & (self.entries - 1)).expect("a ring index fits in memory");
         self.ring.write(at * self.stride, &wqe).expect("entries lie in the ring");

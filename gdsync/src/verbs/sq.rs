@@ -53,7 +53,8 @@ impl Most {
             | SendOp::Write { payload: Payload::Inline(data), .. }
                 if data.len() > self.inline =>
             {
-                Err(Error::invalid("inline data length", data.len(), "at most the QP's max_inline"))
+                let value = format!("{}, where {} fit", data.len(), self.inline);
+                Err(Error::invalid("inline data length", value, "at most the QP's max_inline"))
             }
             SendOp::Send { payload: Payload::Sges(sges), .. }
             | SendOp::Write { payload: Payload::Sges(sges), .. }
@@ -71,7 +72,8 @@ impl Most {
         // Empty ones take no room.
         let buffers = sges.iter().filter(|sge| sge.len > 0).count();
         if buffers > self.sges {
-            return Err(Error::invalid("buffers of a send", buffers, "at most the QP's max_send_sge"));
+            let value = format!("{buffers}, where {} fit", self.sges);
+            return Err(Error::invalid("buffers of a send", value, "at most the QP's max_send_sge"));
         }
         Ok(())
     }
@@ -390,11 +392,16 @@ impl SendQueue {
         let end = begin + blocks;
         if end - track.tail > self.blocks || !track.has_entry() {
             let outstanding = begin - track.tail;
-            return Err(Error::QueueFull { queue: "send queue", qpn, outstanding, depth: self.blocks });
+            return Err(Error::QueueFull {
+                queue: "send queue",
+                qpn,
+                outstanding,
+                depth: self.blocks,
+                untaken: 0,
+            });
         }
         if !self.end.cq.reserve() {
-            let (outstanding, depth) = (track.posted - track.retired, self.end.cq.capacity());
-            return Err(Error::QueueFull { queue: "send completion queue", qpn, outstanding, depth });
+            return Err(self.end.cq_full(track.posted - track.retired));
         }
         let bytes = &track.scratch[..usize::from(ds) * 16];
         self.store(begin, bytes);

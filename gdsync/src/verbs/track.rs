@@ -8,14 +8,16 @@ use super::sq::low16;
 use super::wr::Wc;
 use crate::brief::{Mutex, MutexGuard};
 use crate::error::{Error, Result};
+use crate::home::Home;
 use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES};
 use crate::protocol::posted;
 use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
 
-/// Why a queue pair does no more work: the first failure, kept for every later call.
+/// Why a queue pair does no more work: the first failure, kept for every later call; or this is not its process.
 #[derive(Debug, Default)]
 pub(crate) struct Health {
     broken: AtomicBool,
+    pub(crate) home: Home,
     error: Mutex<Option<Error>>,
 }
 
@@ -32,7 +34,7 @@ impl Health {
 
     #[inline]
     pub(crate) fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Acquire)
+        self.broken.load(Ordering::Acquire) || !self.home.is_here()
     }
 
     /// The failure, if there was one.
@@ -40,6 +42,7 @@ impl Health {
         if !self.is_broken() {
             return Ok(());
         }
+        self.home.check()?;
         self.error.lock().clone().map_or(Ok(()), Err)
     }
 

@@ -279,7 +279,7 @@ impl Slots {
         if inbox.is_full(link.depth) {
             let (qpn, full) = (link.ends.recv.qpn(), link.depth as u64);
             let queue = "receive queue";
-            return Err(gdsync::Error::QueueFull { queue, qpn, outstanding: full, depth: full });
+            return Err(gdsync::Error::QueueFull { queue, qpn, outstanding: full, depth: full, untaken: 0 });
         }
         let receive = inbox.make();
         let part = |(buffer, range): &Piece<'_>| ((*buffer).clone(), range.start, range.len());

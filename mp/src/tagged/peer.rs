@@ -140,7 +140,13 @@ impl Peer {
         let under_way = self.backlog.len() + self.announced.len();
         if under_way >= MOST {
             let (qpn, outstanding, depth) = (0, under_way as u64, MOST as u64);
-            let source = gdsync::Error::QueueFull { queue: "queue of tagged sends", qpn, outstanding, depth };
+            let source = gdsync::Error::QueueFull {
+                queue: "queue of tagged sends",
+                qpn,
+                outstanding,
+                depth,
+                untaken: 0,
+            };
             return Err(Error::Message { rank: self.rank, operation: "tagged send", source });
         }
         self.backlog.push_back(Item::Send(outgoing));

@@ -89,7 +89,13 @@ impl Lane {
         }
         self.ends.send.check()?;
         let (outstanding, depth) = (wrs as u64, self.depth as u64);
-        Err(gdsync::Error::QueueFull { queue: "send queue", qpn: self.ends.send.qpn(), outstanding, depth })
+        Err(gdsync::Error::QueueFull {
+            queue: "send queue",
+            qpn: self.ends.send.qpn(),
+            outstanding,
+            depth,
+            untaken: 0,
+        })
     }
 
     /// Takes completions, and lets go of what is complete.

@@ -49,6 +49,7 @@ use super::turns::Turns;
 use crate::cuda::{Gpu, RawStream, mind};
 use crate::error::{Error, Result};
 use crate::hca::Kicks;
+use crate::home::Home;
 
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: RawStream = 2;
@@ -58,6 +59,7 @@ const PER_THREAD: RawStream = 2;
 /// Dropping the last handle fails what is pending with [`Error::StreamAborted`], and waits until the GPU has let go of
 /// it: a fraction of a second unless kernels of the application hold the stream.
 pub(super) struct CudaEngine {
+    home: Home,
     shared: Arc<Shared>,
     /// Always there until the drop.
     watchdog: Option<JoinHandle<()>>,
@@ -108,7 +110,7 @@ impl CudaEngine {
             thread::Builder::new().name("gdsync-watchdog".into()).spawn(move || watched.watch()).map_err(
                 |e| Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams"),
             )?;
-        Ok(Arc::new(Self { shared, watchdog: Some(watchdog) }))
+        Ok(Arc::new(Self { home: Home::default(), shared, watchdog: Some(watchdog) }))
     }
 }
 
@@ -230,6 +232,10 @@ impl Engine for CudaEngine {
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
+        // The watchdog is not in a forked child, where CUDA does not work either.
+        if !self.home.is_here() {
+            return;
+        }
         self.shared.close();
         let here = thread::current().id();
         if let Some(watchdog) =

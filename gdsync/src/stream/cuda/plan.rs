@@ -311,10 +311,8 @@ pub(super) fn with_memops<T>(ops: &[LaneOp], call: impl FnOnce(u32, *mut MemOp) 
 
 /// Where the GPU finds the word of a wait of the application.
 fn word(gpu: &Gpu, op: &Op, word: &Memory) -> Result<Place> {
-    match op.is_endless() {
-        true => Err(Error::invalid("wait", format!("{op:?}"), "a condition that some word satisfies")),
-        false => word.place(gpu),
-    }
+    op.check()?;
+    word.place(gpu)
 }
 
 /// The calls of a batch, to be kept; not under a lock, as [`Calls::add`].

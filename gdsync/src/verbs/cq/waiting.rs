@@ -66,6 +66,7 @@ impl CqInner {
                 std::hint::spin_loop();
                 continue;
             }
+            self.home.check()?;
             let waited = start.elapsed();
             if waited >= timeout {
                 held.into_iter().for_each(Hold::give_up);

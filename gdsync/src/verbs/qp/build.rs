@@ -121,6 +121,7 @@ impl QpBuilder {
     /// [`Error::InvalidArgument`] names the value out of range; [`Error::Sys`] when memory is short; [`Error::Verbs`] and
     /// [`Error::Device`] where a card refuses, as it may queues in GPU memory: see [`OnGpu`].
     pub fn build(self) -> Result<Qp> {
+        self.pd.check_here()?;
         let check = |what, value: usize, range: std::ops::RangeInclusive<usize>, expected| {
             if range.contains(&value) { Ok(()) } else { Err(Error::invalid(what, value, expected)) }
         };
@@ -129,6 +130,7 @@ impl QpBuilder {
         check("max_send_sge", self.max_send_sge, 1..=30, "1 to 30")?;
         check("max_recv_sge", self.max_recv_sge as usize, 1..=32, "1 to 32")?;
         check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
+        self.connect.check()?;
 
         // The largest request of each kind: control, remote address, then SGEs or inline data.
         let wqe = 32 + (16 * self.max_send_sge).max((4 + self.max_inline).next_multiple_of(16));

@@ -40,9 +40,32 @@ impl Default for Connect {
     }
 }
 
+impl Connect {
+    /// The step to RTR, but for the other side.
+    fn rtr(&self, rd_atomic: u8) -> QpAttr {
+        let rtr = QpAttr::to(QpState::RTR).path_mtu(self.path_mtu);
+        rtr.max_dest_rd_atomic(rd_atomic).min_rnr_timer(self.min_rnr_timer)
+    }
+
+    fn rts(&self, rd_atomic: u8) -> QpAttr {
+        let rts = QpAttr::to(QpState::RTS).timeout(self.timeout).retry_cnt(self.retry_cnt);
+        rts.rnr_retry(self.rnr_retry).max_rd_atomic(rd_atomic)
+    }
+
+    /// Refuses what [`Qp::connect`] would be refused for with any peer.
+    pub(super) fn check(&self) -> Result<()> {
+        let rd_atomic = self.rd_atomic.unwrap_or(0);
+        self.rtr(rd_atomic).check_values()?;
+        self.rts(rd_atomic).check_values()
+    }
+}
+
 impl QpCore {
     /// Puts the queue pair into the error state for a reason of ours.
     pub(crate) fn stop(&self, reason: &Error) {
+        if !self.health.home.is_here() {
+            return;
+        }
         // A failure that arrived before, but that nobody has looked at, is the root cause.
         self.send_cq.reap();
         self.recv_cq.reap();
@@ -68,6 +91,7 @@ impl Qp {
     /// send or wait is held.
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
+        core.health.home.check()?;
         if attr.state == Some(QpState::RESET) {
             for end in [&self.send.end, &self.recv.end] {
                 if let Some(owner) = end.owner() {
@@ -108,10 +132,8 @@ impl Qp {
         }
         let with = &self.core().defaults;
         let rd_atomic = with.rd_atomic.unwrap_or_else(|| self.core().provider.rd_atomic());
-        let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(with.path_mtu);
-        self.modify(&rtr.max_dest_rd_atomic(rd_atomic).min_rnr_timer(with.min_rnr_timer))?;
-        let rts = QpAttr::to(QpState::RTS).timeout(with.timeout).retry_cnt(with.retry_cnt);
-        self.modify(&rts.rnr_retry(with.rnr_retry).max_rd_atomic(rd_atomic))
+        self.modify(&with.rtr(rd_atomic).remote(remote))?;
+        self.modify(&with.rts(rd_atomic))
     }
 
     /// Takes a fresh queue pair to INIT, where receives can be posted before the peer may send.

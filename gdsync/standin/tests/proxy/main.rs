@@ -5,6 +5,8 @@
 
 #[path = "../../../tests/batch_run.rs"]
 mod batch_run;
+#[path = "../../../tests/forks.rs"]
+mod forks;
 #[path = "../../../tests/graphs.rs"]
 mod graphs;
 #[path = "../../../tests/graphs_model.rs"]

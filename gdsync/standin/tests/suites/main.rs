@@ -5,6 +5,8 @@
 
 #[path = "../../../tests/devices.rs"]
 mod devices;
+#[path = "../../../tests/forks.rs"]
+mod forks;
 #[path = "../../../tests/graphs.rs"]
 mod graphs;
 #[path = "../../../tests/graphs_model.rs"]
