@@ -261,6 +261,9 @@ pub enum Error {
     /// The application gave up the peer of a queue pair.
     #[error("the application gave the peer up")]
     GivenUp,
+    /// The application at the other end of a queue pair gave this one up.
+    #[error("the peer ended the connection: it gave this one up, or goes on without it")]
+    GivenUpByPeer,
     /// The user aborted the stream.
     #[error("stream '{stream}' was aborted")]
     StreamAborted {

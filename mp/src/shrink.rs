@@ -33,8 +33,8 @@ impl Communicator {
     /// called on that again. What was registered belongs to this communicator, and has to be registered with the new one;
     /// [`Tagged`](crate::tagged::Tagged) has a [`shrink`](crate::tagged::Tagged::shrink) of its own, to be called then.
     ///
-    /// It ends all connections of this communicator, and its barriers and exchanges: ranks that wait for this one learn that
-    /// something has happened.
+    /// It ends all connections of this communicator, and its barriers and exchanges: ranks that wait for this one learn within
+    /// a second that something has happened, as from [`Communicator::give_up`].
     /// A rank whose process is there is waited for, unless it was [given up](Communicator::give_up) by any rank: then it is
     /// left out, and told so if it calls this. Processes that [`Builder::spawn`](crate::Builder::spawn) started here belong to
     /// the new communicator afterwards; those of ranks that are left out are ended.

@@ -5,7 +5,7 @@ mod common;
 use std::env;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{LONG, buffer, bytes, cause, failed, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
@@ -13,6 +13,9 @@ use gdsync::verbs::OnGpu;
 use mp::bootstrap::Bootstrap;
 use mp::launch::Launch;
 use mp::{Communicator, Error, Status};
+
+/// A rank that waits for one that has ended the connection knows by then: much less than its retries take.
+const SOON: Duration = Duration::from_secs(4);
 
 #[test]
 fn bad_arguments_are_refused_and_do_no_harm() {
@@ -247,7 +250,8 @@ fn a_rank_that_is_given_up_is_lost_and_no_other() {
             1 => {
                 // It learns by asking.
                 let received = comm.irecv(&buffer, 0..8, 0).unwrap();
-                failed(&comm.wait(&received, LONG).unwrap_err(), 0, &[Syndrome::RETRY_EXC_ERR]);
+                let error = comm.wait(&received, LONG).unwrap_err();
+                assert!(is_left(&error, 0), "{error}");
             }
             _ => {}
         }
@@ -258,6 +262,56 @@ fn a_rank_that_is_given_up_is_lost_and_no_other() {
         } else {
             for peer in [0, 1] {
                 comm.wait(&comm.irecv(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
+            }
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// Whether it says that a rank has ended the connection.
+fn is_left(error: &Error, by: usize) -> bool {
+    let is_said = error.to_string().contains(&gdsync::Error::GivenUpByPeer.to_string());
+    matches!(error, Error::Message { rank, .. } if *rank == by) && is_said
+}
+
+/// Rank 1 gives rank 0 up when its last message is out: rank 0 has them all, and learns by what it waits for then, soon, in a wait
+/// and on a stream. So does rank 2, which sends to a rank that receives nothing.
+#[test]
+fn a_rank_learns_soon_that_it_was_given_up() {
+    job("a_rank_learns_soon_that_it_was_given_up", 3, |comm| {
+        let (buffer, s) = (buffer(comm, 1 << 20), stream("left"));
+        let (small, large) = (0..8, 8..1 << 19);
+        match comm.rank() {
+            0 => {
+                let received = [&small, &large].map(|range| comm.irecv(&buffer, range.clone(), 1).unwrap());
+                let more =
+                    [0, 8].map(|at| comm.irecv(&buffer, (1 << 19) + at..(1 << 19) + at + 8, 1).unwrap());
+                comm.wait_on_stream(&s, &more[0]).unwrap();
+                comm.barrier(LONG).unwrap();
+                comm.barrier(LONG).unwrap();
+                let start = Instant::now();
+                let error = comm.wait(&more[1], LONG).unwrap_err();
+                assert!(is_left(&error, 1), "{error}");
+                s.synchronize(LONG).unwrap_err();
+                assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+                comm.wait_all(&received, LONG).unwrap();
+                assert!(bytes(&buffer, 0..1 << 19).iter().all(|&byte| byte == 7), "sent before");
+            }
+            1 => {
+                buffer.memory().write(0, &[7; 1 << 19]).unwrap();
+                comm.barrier(LONG).unwrap();
+                let sent = [small, large].map(|range| comm.isend(&buffer, range, 0).unwrap());
+                comm.wait_all(&sent, LONG).unwrap();
+                [0, 2].iter().for_each(|&rank| comm.give_up(rank).unwrap());
+                comm.barrier(LONG).unwrap();
+            }
+            _ => {
+                comm.barrier(LONG).unwrap();
+                comm.barrier(LONG).unwrap();
+                let start = Instant::now();
+                let error = comm.wait(&comm.isend(&buffer, large, 1).unwrap(), LONG).unwrap_err();
+                assert!(is_left(&error, 1), "{error}");
+                assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
             }
         }
         comm.barrier(LONG).unwrap();
