@@ -118,7 +118,7 @@ impl Bootstrap {
             root => meet::place(root, launch.rank)?,
         };
         let (stream, root) = match place {
-            Place::Here(door) => return Self::assemble(door, job, &deadline),
+            Place::Here(door) => return Self::assemble(door, job, &deadline, &mut || Ok(())),
             Place::There(root) => dial(&root, &deadline)?,
         };
         let peer = format!("rank 0 ({root})");
@@ -138,16 +138,31 @@ impl Bootstrap {
     /// # Errors
     /// As [`Bootstrap::connect`]; [`Error::Launch`] when `launch` is not rank 0.
     pub fn root(listener: TcpListener, launch: &Launch, timeout: Duration) -> Result<Self> {
+        Self::root_while(listener, launch, timeout, &mut || Ok(()))
+    }
+
+    /// As [`Bootstrap::root`], as long as `can_come` has no error: it looks now and then at who is awaited.
+    pub(crate) fn root_while(
+        listener: TcpListener,
+        launch: &Launch,
+        timeout: Duration,
+        can_come: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
         let job = job_of(launch)?;
         if launch.rank != 0 {
             let what = format!("rank {} holds the socket of rank 0", launch.rank);
             return Err(Error::launch(what, "call Bootstrap::connect in all ranks but 0"));
         }
-        Self::assemble(Door::new(listener), job, &Deadline::after(timeout))
+        Self::assemble(Door::new(listener), job, &Deadline::after(timeout), can_come)
     }
 
-    fn assemble(door: Door, job: Job, deadline: &Deadline) -> Result<Self> {
-        let peers = lobby::assemble(&door.listener, job, deadline)?;
+    fn assemble(
+        door: Door,
+        job: Job,
+        deadline: &Deadline,
+        can_come: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let peers = lobby::assemble(&door.listener, job, deadline, can_come)?;
         // Before anybody is let in: who comes back for the next exchange must not knock here.
         drop(door);
         let mut bootstrap = Self::new(0, job, peers);

@@ -19,7 +19,7 @@ use crate::launch::Launch;
 use crate::link::Most;
 use crate::path::{GpuPath, Local, Planes};
 use crate::peer::Peer;
-use crate::spawn::{Children, spawn_self};
+use crate::spawn::{Children, explain, spawn_self};
 use crate::watch::{Alarm, Watch};
 
 /// Builds a [`Communicator`].
@@ -71,7 +71,8 @@ impl Builder {
         self
     }
 
-    /// Where no launcher started this process, starts the program again as ranks 1 to `size - 1` of this host.
+    /// Where no launcher started this process, starts the program again as ranks 1 to `size - 1` of this host. They are killed
+    /// with the *thread* that calls [`Builder::init`] (a rule of Linux): call it on one that stays, best the main thread.
     pub fn spawn(mut self, size: usize) -> Self {
         self.spawn = Some(size);
         self
@@ -142,14 +143,17 @@ impl Builder {
     ///
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
-    /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
+    /// address at fault; [`Error::Child`] when a process that [`Builder::spawn`] has started ends before; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
     /// `MP_REG_CACHE`, `MP_LOCAL` or `MP_GPU_PATH` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         let settings = self.check()?;
-        let (mut bootstrap, children) = self.join()?;
-        bootstrap.open_doors(deadline.remaining())?;
-        self.finish(Box::new(bootstrap), children, settings, deadline)
+        let (mut bootstrap, mut children) = self.join()?;
+        let opened = bootstrap.open_doors(deadline.remaining());
+        let communicator = opened.and_then(|()| self.finish(Box::new(bootstrap), settings, deadline));
+        let communicator = communicator.map_err(|error| explain(children.as_mut(), error))?;
+        *communicator.0.children.lock() = children;
+        Ok(communicator)
     }
 
     /// As [`Builder::init`], but the ranks are those of `exchange`, and no launcher is asked: for ranks that can talk to
@@ -165,13 +169,13 @@ impl Builder {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
-        self.finish(Box::new(exchange), None, settings, deadline)
+        self.finish(Box::new(exchange), settings, deadline)
     }
 
     /// As [`Builder::init_over`], again.
     pub(crate) fn rebuild(self, exchange: Box<dyn Exchange>, deadline: &Deadline) -> Result<Communicator> {
         let settings = self.check()?;
-        self.finish(exchange, None, settings, Deadline::after(deadline.remaining()))
+        self.finish(exchange, settings, Deadline::after(deadline.remaining()))
     }
 
     /// Before anybody is waited for.
@@ -196,14 +200,16 @@ impl Builder {
         }
         let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
         let size = self.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;
-        let (launch, listener, children) = spawn_self(size)?;
-        Ok((Bootstrap::root(listener, &launch, self.timeout)?, Some(children)))
+        let (launch, listener, mut children) = spawn_self(size)?;
+        let bootstrap =
+            Bootstrap::root_while(listener, &launch, self.timeout, &mut || children.check_all_run())
+                .map_err(|error| children.explain(error))?;
+        Ok((bootstrap, Some(children)))
     }
 
     fn finish(
         self,
         mut bootstrap: Box<dyn Exchange>,
-        children: Option<Children>,
         settings: Settings,
         deadline: Deadline,
     ) -> Result<Communicator> {
@@ -214,7 +220,7 @@ impl Builder {
         let Settings { cache, local, gpu_path } = settings;
         let wishes = (&local, gpu_path, self.gpu.as_ref());
         let planes = Planes::agree(&context, wishes, self.watch, &mut *bootstrap, deadline.remaining())?;
-        self.connect(planes, bootstrap, children, cache, deadline)
+        self.connect(planes, bootstrap, cache, deadline)
     }
 
     /// The ranks of `comm` again, with connections of their own over the same devices: what is registered with either is for
@@ -223,14 +229,13 @@ impl Builder {
         let mut bootstrap = Box::new(comm.clone());
         let planes = Planes::again(&comm.0, self.watch, &mut *bootstrap, deadline.remaining())?;
         let cache = Cache::new(self.cache.clone());
-        self.connect(planes, bootstrap, None, cache, deadline)
+        self.connect(planes, bootstrap, cache, deadline)
     }
 
     fn connect(
         self,
         mut planes: Planes,
         mut bootstrap: Box<dyn Exchange>,
-        children: Option<Children>,
         cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
@@ -258,7 +263,7 @@ impl Builder {
             peers,
             _credits: credits,
             bootstrap: Mutex::new(bootstrap),
-            children: Mutex::new(children),
+            children: Mutex::default(),
             builder: self,
             lanes,
         })))

@@ -17,7 +17,7 @@ use crate::link::Link;
 use crate::path::{self, Path, Plane};
 use crate::peer::{Peer, Piece, Way};
 use crate::request::{Part, Request, Status};
-use crate::spawn::Children;
+use crate::spawn::{Children, explain};
 use crate::watch::{Alarm, Watch};
 use crate::window::Lanes;
 
@@ -350,7 +350,7 @@ impl Communicator {
         let flushed = self.flush_lanes(&deadline);
         // The others need not wait for a rank that this one cannot reach.
         let met = self.barrier(deadline.remaining());
-        flushed.and(met)?;
+        flushed.and(met).map_err(|error| explain(self.0.children.lock().as_mut(), error))?;
         match self.0.children.lock().take() {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),

@@ -268,6 +268,37 @@ fn a_rank_that_is_given_up_is_lost_and_no_other() {
     });
 }
 
+/// A rank that was spawned ends before it joins, well or not, or later: its status is the error, long before the timeout.
+#[test]
+fn a_spawned_rank_that_ends_is_told_by_its_status() {
+    const NAME: &str = "a_spawned_rank_that_ends_is_told_by_its_status";
+    /// How rank 1 ends, and whether it joins before.
+    const END: &str = "GDSYNC_TEST_END";
+    if !is_part_of(NAME) {
+        for end in ["7", "0", "7 joined"] {
+            let output = myself(NAME).env(END, end).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(41), "{end}: {text}");
+        }
+        return;
+    }
+    let end = env::var(END).unwrap();
+    let code = end[..1].parse().unwrap();
+    let is_child = Launch::detect().unwrap().is_some();
+    if is_child && end.len() == 1 {
+        std::process::exit(code);
+    }
+    let start = Instant::now();
+    let joined = Communicator::builder().spawn(3).timeout(LONG).init();
+    if is_child {
+        std::process::exit(code);
+    }
+    let error = joined.and_then(|comm| comm.finalize(LONG)).unwrap_err();
+    assert!(matches!(error, Error::Child { status, .. } if status.code() == Some(code)), "{error}");
+    assert!(start.elapsed() < LONG / 3, "{:?}", start.elapsed());
+    std::process::exit(41);
+}
+
 /// Whether it says that a rank has ended the connection.
 fn is_left(error: &Error, by: usize) -> bool {
     let is_said = error.to_string().contains(&gdsync::Error::GivenUpByPeer.to_string());
