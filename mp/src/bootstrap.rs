@@ -9,6 +9,7 @@
 //!
 //! The token keeps jobs apart, not attackers out: use it on networks you trust, as any launcher does.
 
+mod checked;
 mod conn;
 mod doors;
 mod frame;
@@ -22,6 +23,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub(crate) use checked::Checked;
 use conn::{Conn, Failure, Step, drive};
 use doors::Doors;
 use frame::{Job, Kind};
@@ -44,7 +46,7 @@ pub trait Exchange: fmt::Debug + Send {
     /// The number of ranks, at least 1.
     fn size(&self) -> usize;
 
-    /// Gives every rank the bytes of every rank, in rank order; lengths may differ and be 0.
+    /// Gives every rank the bytes of every rank, in rank order: as many parts as there are ranks. Lengths may differ and be 0.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late: it returns after

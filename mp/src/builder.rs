@@ -8,7 +8,7 @@ use gdsync::rdma::DeviceConfig;
 use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
-use crate::bootstrap::{Bootstrap, Exchange};
+use crate::bootstrap::{Bootstrap, Checked, Exchange};
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
@@ -160,7 +160,8 @@ impl Builder {
     /// each other already.
     ///
     /// # Errors
-    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no sense.
+    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no
+    /// sense, [`Error::Bootstrap`] when it does not give a part of every rank.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         let settings = self.check()?;
@@ -169,7 +170,7 @@ impl Builder {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
-        self.finish(Box::new(exchange), settings, deadline)
+        self.finish(Box::new(Checked(Box::new(exchange))), settings, deadline)
     }
 
     /// As [`Builder::init_over`], again.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use common::{LONG, buffer, bytes, cause, failed, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
-use mp::bootstrap::Bootstrap;
+use mp::bootstrap::{Bootstrap, Exchange};
 use mp::launch::Launch;
 use mp::{Communicator, Error, Status};
 
@@ -297,6 +297,48 @@ fn a_spawned_rank_that_ends_is_told_by_its_status() {
     assert!(matches!(error, Error::Child { status, .. } if status.code() == Some(code)), "{error}");
     assert!(start.elapsed() < LONG / 3, "{:?}", start.elapsed());
     std::process::exit(41);
+}
+
+/// Gives as many parts as it likes from some call on: each call of the library looks.
+#[test]
+fn an_exchange_that_leaves_ranks_out_is_told_so() {
+    #[derive(Debug)]
+    struct Wrong {
+        calls: usize,
+        parts: usize,
+    }
+
+    impl Exchange for Wrong {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn size(&self) -> usize {
+            1
+        }
+
+        fn allgather(&mut self, bytes: &[u8], _: Duration) -> mp::Result<Vec<Vec<u8>>> {
+            let parts = if self.calls == 0 { self.parts } else { 1 };
+            self.calls = self.calls.saturating_sub(1);
+            Ok(vec![bytes.to_vec(); parts])
+        }
+
+        fn barrier(&mut self, _: Duration) -> mp::Result<()> {
+            Ok(())
+        }
+    }
+
+    for parts in [0, 2] {
+        let build = |calls| Communicator::builder().init_over(Wrong { calls, parts });
+        let is_told = |error: Error| {
+            let text = format!("gave the bytes of {parts} ranks, not of 1");
+            assert!(matches!(error, Error::Bootstrap { .. }) && error.to_string().contains(&text), "{error}");
+        };
+        let calls = (0..20).find_map(|calls| build(calls).map_err(is_told).ok().map(|comm| (calls, comm)));
+        let (calls, comm) = calls.expect("none of the calls was a wrong one");
+        assert!(calls >= 2, "the paths and the addresses");
+        is_told(comm.exchange(b"later", LONG).unwrap_err());
+    }
 }
 
 /// Whether it says that a rank has ended the connection.
