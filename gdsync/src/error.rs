@@ -271,7 +271,10 @@ pub enum Error {
         stream: String,
     },
     /// A wait on a stream was not satisfied in time; the stream was released and does no more work.
-    #[error("stream '{stream}': wait for {what} was not satisfied within {after:?}")]
+    #[error(
+        "stream '{stream}': wait for {what} was not satisfied within {after:?}; look at what should have (a peer that is gone \
+         ends waits for completions, not for words), or raise wait_limit"
+    )]
     StreamWait {
         /// The stream.
         stream: String,

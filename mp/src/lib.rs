@@ -68,7 +68,8 @@
 //! [`Communicator::through_slots`]. A send is complete then when it is copied.
 //!
 //! A rank that dies fails what is under way with it, and no more: waits and streams end with an error that names it, within
-//! seconds also where nothing was sent to it. The ranks that are left can go on in a new communicator:
+//! seconds also where nothing was sent to it. A wait for a word or a [`Signal`] does not say whose it is, and goes on to its own
+//! limit: [`Communicator::lost`] says who could not be reached then. The ranks that are left can go on in a new communicator:
 //! [`Communicator::shrink`].
 
 pub mod bootstrap;
