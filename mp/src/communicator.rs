@@ -196,7 +196,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
-    /// the connection broke, or too many messages are under way.
+    /// the connection broke, too many messages are under way, or ([`gdsync::Error::Busy`]) a send to this rank that a stream
+    /// started is not complete yet: see [`Communicator::isend_on_stream`].
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
         self.isendv(&[(buffer, range)], rank)
     }
