@@ -1,5 +1,6 @@
 //! Building a communicator: who takes part, over which device.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -78,7 +79,7 @@ impl Builder {
         self
     }
 
-    /// Messages that can be under way to and from each rank (default 512).
+    /// Messages that can be under way to and from each rank (default 512, at most 32768).
     pub fn depth(mut self, depth: usize) -> Self {
         self.depth = depth;
         self
@@ -143,7 +144,8 @@ impl Builder {
     ///
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
-    /// address at fault; [`Error::Child`] when a process that [`Builder::spawn`] has started ends before; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
+    /// address at fault; [`Error::Child`] when a process that [`Builder::spawn`] has started ends before; [`Error::Device`] from
+    /// the RDMA device, for a depth or a number of pieces out of range, for queues on a GPU that was not given, or for an
     /// `MP_REG_CACHE`, `MP_LOCAL` or `MP_GPU_PATH` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
@@ -181,6 +183,13 @@ impl Builder {
 
     /// Before anybody is waited for.
     fn check(&self) -> Result<Settings> {
+        let within = |what, value: usize, range: RangeInclusive<usize>, expected| match range.contains(&value)
+        {
+            true => Ok(()),
+            false => Err(gdsync::Error::InvalidArgument { what, value: value.to_string(), expected }),
+        };
+        within("Builder::depth", self.depth, 1..=32768, "1 to 32768")?;
+        within("Builder::max_pieces", self.max_pieces as usize, 1..=30, "1 to 30")?;
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
                 what: "what of the queues is on the GPU",

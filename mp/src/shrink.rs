@@ -28,7 +28,8 @@ impl Shrunk {
 }
 
 impl Communicator {
-    /// Makes a communicator of the ranks that are left, built as this one was, where ranks have died. All that are left must
+    /// Makes a communicator of the ranks that are left, built as this one was, where ranks have died
+    /// ([`Error::is_rank_lost`] tells). All that are left must
     /// call it. Ranks that die meanwhile are left out too, or are found out by the first use of what it returns; it can be
     /// called on that again. What was registered belongs to this communicator, and has to be registered with the new one;
     /// [`Tagged`](crate::tagged::Tagged) has a [`shrink`](crate::tagged::Tagged::shrink) of its own, to be called then.

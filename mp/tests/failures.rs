@@ -61,7 +61,15 @@ fn builders_say_what_is_wrong() {
     let fails = |builder: mp::Builder| builder.init().map(drop).unwrap_err().to_string();
     for depth in [0, 1 << 20] {
         let text = fails(Communicator::builder().spawn(1).depth(depth));
-        assert!(text.contains(&depth.to_string()) && text.contains("1 to 32768"), "{text}");
+        assert!(
+            text.contains(&format!("Builder::depth is {depth}")) && text.contains("1 to 32768"),
+            "{text}"
+        );
+    }
+    for pieces in [0, 31] {
+        let text = fails(Communicator::builder().spawn(1).max_pieces(pieces));
+        let named = format!("Builder::max_pieces is {pieces}");
+        assert!(text.contains(&named) && text.contains("1 to 30"), "{text}");
     }
     let text = fails(Communicator::builder().spawn(1).on_gpu(OnGpu::RECV_CQ));
     assert!(text.contains("RECV_CQ") && text.contains("given a GPU"), "{text}");
@@ -100,6 +108,7 @@ fn a_message_longer_than_the_receive_fails_on_both_sides() {
                 [comm.isend(&buffer, 0..1, peer), comm.irecv(&buffer, 0..1, peer)].map(Result::unwrap_err)
             {
                 assert!(matches!(&error, Error::Message { rank, .. } if *rank == peer), "{error}");
+                assert!(!error.is_rank_lost(), "{error}");
             }
             comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
         } else {
@@ -145,6 +154,7 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
     // By a wait on the CPU.
     let error = (0..).find_map(|_| play(1).err()).unwrap();
     failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+    assert!(error.is_rank_lost() && error.to_string().contains("rank 1"), "{error}");
     // On a stream: what it refuses names the rank, and so does the message that was to be sent.
     let refused = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap_err();
     assert!(
@@ -194,7 +204,9 @@ fn a_receive_ends_when_the_rank_it_waits_for_dies() {
     let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
     // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
     assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
-    failed(&comm.wait(&received, LONG).unwrap_err(), 1, &[Syndrome::RETRY_EXC_ERR]);
+    let error = comm.wait(&received, LONG).unwrap_err();
+    failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+    assert!(error.is_rank_lost(), "{error}");
     std::process::exit(41);
 }
 
@@ -222,6 +234,7 @@ fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
     assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
     let error = s.synchronize(LONG).unwrap_err();
     assert_eq!(cause(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    assert!(Error::from(error).is_rank_lost());
     assert_eq!(s.query().pending, 0);
     failed(&sent.test().unwrap_err(), 1, &[Syndrome::RETRY_EXC_ERR]);
     for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
@@ -344,7 +357,7 @@ fn an_exchange_that_leaves_ranks_out_is_told_so() {
 /// Whether it says that a rank has ended the connection.
 fn is_left(error: &Error, by: usize) -> bool {
     let is_said = error.to_string().contains(&gdsync::Error::GivenUpByPeer.to_string());
-    matches!(error, Error::Message { rank, .. } if *rank == by) && is_said
+    matches!(error, Error::Message { rank, .. } if *rank == by) && is_said && error.is_rank_lost()
 }
 
 /// Rank 1 gives rank 0 up when its last message is out: rank 0 has them all, and learns by what it waits for then, soon, in a wait

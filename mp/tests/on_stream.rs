@@ -188,6 +188,8 @@ fn a_send_leaves_when_the_stream_gets_there() {
             matches!(error, mp::Error::Message { rank: 1, source: gdsync::Error::Busy { .. }, .. }),
             "the CPU may not overtake the stream: {error}"
         );
+        let text = error.to_string();
+        assert!(text.contains("wait for the requests") && !text.contains("one QP per stream"), "{text}");
         buffer.memory().write(0, b"released").unwrap();
         word.store(1);
         comm.wait(&sent, LONG).unwrap();

@@ -81,6 +81,11 @@ fn round(comm: &Communicator, dead: &[usize]) -> Communicator {
     let Shrunk { communicator, former } = comm.shrink(LONG).unwrap();
     let left: Vec<_> = (0..comm.size()).filter(|rank| !dead.contains(rank)).collect();
     assert_eq!(former, left);
+    let error = comm.clone().finalize(LONG).unwrap_err().to_string();
+    assert!(
+        error.contains("this communicator") && error.contains("that Communicator::shrink returns"),
+        "{error}"
+    );
     assert_eq!((communicator.size(), former[communicator.rank()]), (left.len(), comm.rank()));
     play(&communicator).unwrap();
     communicator
