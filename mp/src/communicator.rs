@@ -225,7 +225,9 @@ impl Communicator {
         }
     }
 
-    /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both sides.
+    /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both
+    /// sides, and ends the connection: nothing more is sent to this rank or received from it. With
+    /// [`tagged`](crate::tagged) only the message is lost.
     ///
     /// # Errors
     /// As [`Communicator::isend`].
