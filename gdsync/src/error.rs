@@ -274,6 +274,9 @@ pub enum Error {
     /// The application gave up the peer of a queue pair.
     #[error("the application gave the peer up")]
     GivenUp,
+    /// The application at the other end of a queue pair gave this one up.
+    #[error("the peer ended the connection: it gave this one up, or goes on without it")]
+    GivenUpByPeer,
     /// The user aborted the stream.
     #[error("stream '{stream}' was aborted")]
     StreamAborted {
@@ -281,7 +284,10 @@ pub enum Error {
         stream: String,
     },
     /// A wait on a stream was not satisfied in time; the stream was released and does no more work.
-    #[error("stream '{stream}': wait for {what} was not satisfied within {after:?}")]
+    #[error(
+        "stream '{stream}': wait for {what} was not satisfied within {after:?}; look at what should have (a peer that is gone \
+         ends waits for completions, not for words), or raise wait_limit"
+    )]
     StreamWait {
         /// The stream.
         stream: String,

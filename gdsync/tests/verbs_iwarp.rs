@@ -13,7 +13,7 @@ use gdsync::hca::Gid;
 use gdsync::mlx5::{CqeOpcode, Opcode, Syndrome};
 use gdsync::rdma::DeviceConfig;
 use gdsync::stream::Batch;
-use gdsync::verbs::{Context, Device, QpAddress, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
+use gdsync::verbs::{Access, Context, Device, QpAddress, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 use peer::{Peer, answer, ask, meet_parent, recv, role};
 
 const SIZE: usize = 256 << 10;
@@ -147,6 +147,9 @@ fn what_iwarp_lacks_is_refused_with_its_cause() {
         reconnect(&a.qp, &b.qp);
         exchange(&a, &b, round);
     }
+    let error = a.qp.modify(&QpAttr::to(QpState::RTS).access(Access::empty())).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    exchange(&a, &b, 5);
 }
 
 #[test]

@@ -9,6 +9,7 @@
 //!
 //! The token keeps jobs apart, not attackers out: use it on networks you trust, as any launcher does.
 
+mod checked;
 mod conn;
 mod doors;
 mod frame;
@@ -22,6 +23,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub(crate) use checked::Checked;
 use conn::{Conn, Failure, Step, drive};
 use doors::Doors;
 use frame::{Job, Kind};
@@ -44,7 +46,7 @@ pub trait Exchange: fmt::Debug + Send {
     /// The number of ranks, at least 1.
     fn size(&self) -> usize;
 
-    /// Gives every rank the bytes of every rank, in rank order; lengths may differ and be 0.
+    /// Gives every rank the bytes of every rank, in rank order: as many parts as there are ranks. Lengths may differ and be 0.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late: it returns after
@@ -118,7 +120,7 @@ impl Bootstrap {
             root => meet::place(root, launch.rank)?,
         };
         let (stream, root) = match place {
-            Place::Here(door) => return Self::assemble(door, job, &deadline),
+            Place::Here(door) => return Self::assemble(door, job, &deadline, &mut || Ok(())),
             Place::There(root) => dial(&root, &deadline)?,
         };
         let peer = format!("rank 0 ({root})");
@@ -138,16 +140,31 @@ impl Bootstrap {
     /// # Errors
     /// As [`Bootstrap::connect`]; [`Error::Launch`] when `launch` is not rank 0.
     pub fn root(listener: TcpListener, launch: &Launch, timeout: Duration) -> Result<Self> {
+        Self::root_while(listener, launch, timeout, &mut || Ok(()))
+    }
+
+    /// As [`Bootstrap::root`], as long as `can_come` has no error: it looks now and then at who is awaited.
+    pub(crate) fn root_while(
+        listener: TcpListener,
+        launch: &Launch,
+        timeout: Duration,
+        can_come: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
         let job = job_of(launch)?;
         if launch.rank != 0 {
             let what = format!("rank {} holds the socket of rank 0", launch.rank);
             return Err(Error::launch(what, "call Bootstrap::connect in all ranks but 0"));
         }
-        Self::assemble(Door::new(listener), job, &Deadline::after(timeout))
+        Self::assemble(Door::new(listener), job, &Deadline::after(timeout), can_come)
     }
 
-    fn assemble(door: Door, job: Job, deadline: &Deadline) -> Result<Self> {
-        let peers = lobby::assemble(&door.listener, job, deadline)?;
+    fn assemble(
+        door: Door,
+        job: Job,
+        deadline: &Deadline,
+        can_come: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let peers = lobby::assemble(&door.listener, job, deadline, can_come)?;
         // Before anybody is let in: who comes back for the next exchange must not knock here.
         drop(door);
         let mut bootstrap = Self::new(0, job, peers);

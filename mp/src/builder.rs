@@ -1,5 +1,6 @@
 //! Building a communicator: who takes part, over which device.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use gdsync::rdma::DeviceConfig;
 use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
-use crate::bootstrap::{Bootstrap, Exchange};
+use crate::bootstrap::{Bootstrap, Checked, Exchange};
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner};
 use crate::connect::connect;
@@ -19,7 +20,7 @@ use crate::launch::Launch;
 use crate::link::Most;
 use crate::path::{GpuPath, Local, Planes};
 use crate::peer::Peer;
-use crate::spawn::{Children, spawn_self};
+use crate::spawn::{Children, explain, spawn_self};
 use crate::watch::{Alarm, Watch};
 
 /// Builds a [`Communicator`].
@@ -71,13 +72,14 @@ impl Builder {
         self
     }
 
-    /// Where no launcher started this process, starts the program again as ranks 1 to `size - 1` of this host.
+    /// Where no launcher started this process, starts the program again as ranks 1 to `size - 1` of this host. They are killed
+    /// with the *thread* that calls [`Builder::init`] (a rule of Linux): call it on one that stays, best the main thread.
     pub fn spawn(mut self, size: usize) -> Self {
         self.spawn = Some(size);
         self
     }
 
-    /// Messages that can be under way to and from each rank (default 512).
+    /// Messages that can be under way to and from each rank (default 512, at most 32768).
     pub fn depth(mut self, depth: usize) -> Self {
         self.depth = depth;
         self
@@ -142,21 +144,26 @@ impl Builder {
     ///
     /// # Errors
     /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
-    /// address at fault; [`Error::Device`] from the RDMA device, for queues on a GPU that was not given, or for an
+    /// address at fault; [`Error::Child`] when a process that [`Builder::spawn`] has started ends before; [`Error::Device`] from
+    /// the RDMA device, for a depth or a number of pieces out of range, for queues on a GPU that was not given, or for an
     /// `MP_REG_CACHE`, `MP_LOCAL` or `MP_GPU_PATH` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         let settings = self.check()?;
-        let (mut bootstrap, children) = self.join()?;
-        bootstrap.open_doors(deadline.remaining())?;
-        self.finish(Box::new(bootstrap), children, settings, deadline)
+        let (mut bootstrap, mut children) = self.join()?;
+        let opened = bootstrap.open_doors(deadline.remaining());
+        let communicator = opened.and_then(|()| self.finish(Box::new(bootstrap), settings, deadline));
+        let communicator = communicator.map_err(|error| explain(children.as_mut(), error))?;
+        *communicator.0.children.lock() = children;
+        Ok(communicator)
     }
 
     /// As [`Builder::init`], but the ranks are those of `exchange`, and no launcher is asked: for ranks that can talk to
     /// each other already.
     ///
     /// # Errors
-    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no sense.
+    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no
+    /// sense, [`Error::Bootstrap`] when it does not give a part of every rank.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
         let deadline = Deadline::after(self.timeout);
         let settings = self.check()?;
@@ -165,17 +172,24 @@ impl Builder {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
-        self.finish(Box::new(exchange), None, settings, deadline)
+        self.finish(Box::new(Checked(Box::new(exchange))), settings, deadline)
     }
 
     /// As [`Builder::init_over`], again.
     pub(crate) fn rebuild(self, exchange: Box<dyn Exchange>, deadline: &Deadline) -> Result<Communicator> {
         let settings = self.check()?;
-        self.finish(exchange, None, settings, Deadline::after(deadline.remaining()))
+        self.finish(exchange, settings, Deadline::after(deadline.remaining()))
     }
 
     /// Before anybody is waited for.
     fn check(&self) -> Result<Settings> {
+        let within = |what, value: usize, range: RangeInclusive<usize>, expected| match range.contains(&value)
+        {
+            true => Ok(()),
+            false => Err(gdsync::Error::InvalidArgument { what, value: value.to_string(), expected }),
+        };
+        within("Builder::depth", self.depth, 1..=32768, "1 to 32768")?;
+        within("Builder::max_pieces", self.max_pieces as usize, 1..=30, "1 to 30")?;
         if self.gpu.is_none() && !self.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
                 what: "what of the queues is on the GPU",
@@ -196,14 +210,16 @@ impl Builder {
         }
         let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
         let size = self.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;
-        let (launch, listener, children) = spawn_self(size)?;
-        Ok((Bootstrap::root(listener, &launch, self.timeout)?, Some(children)))
+        let (launch, listener, mut children) = spawn_self(size)?;
+        let bootstrap =
+            Bootstrap::root_while(listener, &launch, self.timeout, &mut || children.check_all_run())
+                .map_err(|error| children.explain(error))?;
+        Ok((bootstrap, Some(children)))
     }
 
     fn finish(
         self,
         mut bootstrap: Box<dyn Exchange>,
-        children: Option<Children>,
         settings: Settings,
         deadline: Deadline,
     ) -> Result<Communicator> {
@@ -214,7 +230,7 @@ impl Builder {
         let Settings { cache, local, gpu_path } = settings;
         let wishes = (&local, gpu_path, self.gpu.as_ref());
         let planes = Planes::agree(&context, wishes, self.watch, &mut *bootstrap, deadline.remaining())?;
-        self.connect(planes, bootstrap, children, cache, deadline)
+        self.connect(planes, bootstrap, cache, deadline)
     }
 
     /// The ranks of `comm` again, with connections of their own over the same devices: what is registered with either is for
@@ -223,14 +239,13 @@ impl Builder {
         let mut bootstrap = Box::new(comm.clone());
         let planes = Planes::again(&comm.0, self.watch, &mut *bootstrap, deadline.remaining())?;
         let cache = Cache::new(self.cache.clone());
-        self.connect(planes, bootstrap, None, cache, deadline)
+        self.connect(planes, bootstrap, cache, deadline)
     }
 
     fn connect(
         self,
         mut planes: Planes,
         mut bootstrap: Box<dyn Exchange>,
-        children: Option<Children>,
         cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
@@ -258,7 +273,7 @@ impl Builder {
             peers,
             _credits: credits,
             bootstrap: Mutex::new(bootstrap),
-            children: Mutex::new(children),
+            children: Mutex::default(),
             builder: self,
             lanes,
         })))

@@ -17,7 +17,7 @@ use crate::link::Link;
 use crate::path::{self, Path, Plane};
 use crate::peer::{Peer, Piece, Way};
 use crate::request::{Part, Request, Status};
-use crate::spawn::Children;
+use crate::spawn::{Children, explain};
 use crate::watch::{Alarm, Watch};
 use crate::window::Lanes;
 
@@ -196,7 +196,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
-    /// the connection broke, or too many messages are under way.
+    /// the connection broke, too many messages are under way, or ([`gdsync::Error::Busy`]) a send to this rank that a stream
+    /// started is not complete yet: see [`Communicator::isend_on_stream`].
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
         self.isendv(&[(buffer, range)], rank)
     }
@@ -224,7 +225,9 @@ impl Communicator {
         }
     }
 
-    /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both sides.
+    /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both
+    /// sides, and ends the connection: nothing more is sent to this rank or received from it. With
+    /// [`tagged`](crate::tagged) only the message is lost.
     ///
     /// # Errors
     /// As [`Communicator::isend`].
@@ -305,8 +308,10 @@ impl Communicator {
         (0..self.size()).filter(|&rank| self.check(rank).is_err()).collect()
     }
 
-    /// Ends the connection to a rank: all that is under way with it ends now, in waits and on streams, with an error that says
-    /// so, and nothing more can be sent to it or received from it. It notices as if this rank had died.
+    /// Ends the connection to a rank: all that is under way with it ends now, in waits and on streams, but for
+    /// [waits for signals](crate::Window::wait_signal_on_stream), with an error that says so, and nothing more can be sent to it or
+    /// received from it. It learns that when it waits for this rank, within a second ([`gdsync::Error::GivenUpByPeer`]); on a
+    /// device of iWARP, as if this rank had died. What was complete before is not lost.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].
@@ -349,7 +354,7 @@ impl Communicator {
         let flushed = self.flush_lanes(&deadline);
         // The others need not wait for a rank that this one cannot reach.
         let met = self.barrier(deadline.remaining());
-        flushed.and(met)?;
+        flushed.and(met).map_err(|error| explain(self.0.children.lock().as_mut(), error))?;
         match self.0.children.lock().take() {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),

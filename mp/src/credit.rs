@@ -20,9 +20,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
-use gdsync::mlx5::RemoteAddr;
+use gdsync::mlx5::{RemoteAddr, Syndrome};
 use gdsync::stream::Cond;
-use gdsync::verbs::{Completion, Qp, SendWr};
+use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, SendWr};
 use parking_lot::Mutex;
 
 use crate::watch::Alarm;
@@ -199,11 +199,12 @@ impl Credits {
     /// Announces again what was not, or nothing for `pause`, so that a peer that is gone is noticed.
     ///
     /// # Errors
-    /// Why the peer could not be told.
+    /// Why the peer could not be told, which is [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
         if let Way::Remote { qp, .. } = &self.way {
             let mut last = self.last.lock();
-            qp.check()?;
+            qp.check()
+                .map_err(|error| if is_refusal(&error) { gdsync::Error::GivenUpByPeer } else { error })?;
             if last.is_new {
                 (last.is_new, last.looked) = (false, Instant::now());
             }
@@ -251,13 +252,24 @@ impl Credits {
         }
     }
 
-    /// Lets everything go that waits for the peer, which is lost, and tells it no more: so it learns that it is.
+    /// Lets everything go that waits for the peer, which is lost, and takes no more from it: so it learns that it is, when it
+    /// announces the next time. A queue pair in ERR would not answer, and it would take the peer all its retries to give up.
     pub(crate) fn end(&self, error: &gdsync::Error) {
         if let Way::Remote { qp, .. } = &self.way {
-            qp.stop(error);
+            let refuse = QpAttr::to(QpState::RTS).access(Access::empty());
+            // It has failed already, or its device has no such step.
+            if qp.modify(&refuse).is_err() {
+                qp.stop(error);
+            }
         }
         self.ready.store(self.numbers.latest().wrapping_add(OPEN));
     }
+}
+
+/// Whether the peer has refused to be told: what is written is right as long as it takes anything.
+fn is_refusal(error: &gdsync::Error) -> bool {
+    let refusals = [Syndrome::REM_INV_REQ_ERR, Syndrome::REM_ACCESS_ERR];
+    matches!(error, gdsync::Error::Completion(error) if refusals.contains(&error.syndrome))
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::mlx5::Syndrome;
+
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -84,7 +86,7 @@ pub enum Error {
         size: usize,
     },
     /// A message to or from a rank failed.
-    #[error("{operation} with rank {rank}: {source}")]
+    #[error("{operation} with rank {rank}: {}", reason(.source))]
     Message {
         /// The rank at the other end.
         rank: usize,
@@ -139,7 +141,49 @@ impl fmt::Debug for Error {
     }
 }
 
+/// What went wrong with a message, where the advice for queue pairs is not for those who have ranks.
+fn reason(source: &gdsync::Error) -> String {
+    use gdsync::Error as E;
+    match source {
+        E::PeerGone { qpn } => {
+            format!("QP {qpn:#x}: the process of the rank is gone; go on without it: Communicator::shrink")
+        }
+        E::QueueFull { queue, qpn, outstanding, depth, .. } => format!(
+            "the {queue} of QP {qpn:#x} is full ({outstanding} of {depth} under way); wait for requests, or build with a larger \
+             Builder::depth"
+        ),
+        E::Busy { queue, qpn, owner } => format!(
+            "the {queue} queue of QP {qpn:#x} still belongs to {owner}; wait for the requests of that first"
+        ),
+        E::QpStopped { qpn, reason: why } => format!("QP {qpn:#x} was stopped: {}", reason(why)),
+        other => other.to_string(),
+    }
+}
+
+/// Whether it is for want of the other side that this happened to a queue pair.
+fn is_peer_lost(error: &gdsync::Error) -> bool {
+    use gdsync::Error as E;
+    match error {
+        E::PeerGone { .. } | E::Peer { .. } | E::GivenUp | E::GivenUpByPeer => true,
+        E::Completion(failed) => failed.syndrome == Syndrome::RETRY_EXC_ERR,
+        E::QpStopped { reason, .. } => is_peer_lost(reason),
+        _ => false,
+    }
+}
+
 impl Error {
+    /// Whether it says that a rank can no longer be reached, in whichever of the forms that has: it died, does not answer, or
+    /// one of the two gave the other up. [`Communicator::lost`](crate::Communicator::lost) says which, and
+    /// [`Communicator::shrink`](crate::Communicator::shrink) goes on without it. An error of the exchange
+    /// ([`Error::Bootstrap`]) does not tell, but names the rank.
+    pub fn is_rank_lost(&self) -> bool {
+        match self {
+            Self::Message { source, .. } | Self::Device(source) => is_peer_lost(source),
+            Self::Child { .. } => true,
+            _ => false,
+        }
+    }
+
     pub(crate) fn launch(what: impl Into<String>, fix: &'static str) -> Self {
         Self::Launch { what: what.into(), fix }
     }
@@ -164,7 +208,55 @@ impl Error {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use gdsync::Error as E;
+    use gdsync::verbs::CompletionError;
+
     use super::*;
+
+    fn message(source: E) -> Error {
+        Error::Message { rank: 3, operation: "send", source }
+    }
+
+    #[test]
+    fn advice_is_for_those_who_have_ranks() {
+        let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 8, depth: 8, untaken: 0 };
+        let stopped = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 8 }) };
+        for (error, advice) in [
+            (full, "Builder::depth"),
+            (E::PeerGone { qpn: 7 }, "Communicator::shrink"),
+            (stopped, "Communicator::shrink"),
+        ] {
+            let below = error.to_string();
+            let text = message(error).to_string();
+            assert!(text.contains("rank 3") && text.contains("QP 0x7") && text.contains(advice), "{text}");
+            assert!(!text.contains(below.split_once("; ").unwrap().1), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_lost_rank_has_many_forms() {
+        let failed =
+            |syndrome| E::from(CompletionError { qpn: 7, wr_id: 0, operation: None, syndrome, vendor: 0 });
+        let stopped = |reason| E::QpStopped { qpn: 7, reason: Arc::new(reason) };
+        let lost = [
+            failed(Syndrome::RETRY_EXC_ERR),
+            stopped(failed(Syndrome::RETRY_EXC_ERR)),
+            E::PeerGone { qpn: 7 },
+            stopped(E::GivenUpByPeer),
+            E::GivenUp,
+        ];
+        let other =
+            [failed(Syndrome::LOC_LEN_ERR), stopped(failed(Syndrome::REM_INV_REQ_ERR)), E::Reset { qpn: 7 }];
+        for (errors, is_lost) in [(&lost[..], true), (&other[..], false)] {
+            for error in errors {
+                assert_eq!(message(error.clone()).is_rank_lost(), is_lost, "{error}");
+                assert_eq!(Error::from(error.clone()).is_rank_lost(), is_lost, "{error}");
+            }
+        }
+        assert!(!Error::Cancelled.is_rank_lost());
+    }
 
     #[test]
     fn debug_output_is_the_message() {

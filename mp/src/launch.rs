@@ -188,6 +188,8 @@ impl Launch {
         };
         let rank = vars.required(family.rank, family.size)?;
         let size = vars.required(family.size, family.rank)?;
+        // First: what is asked of so many ranks would be misleading.
+        check_rank((family.rank, rank), (family.size, size))?;
         let local_size = match family.launcher {
             Launcher::Slurm => {
                 vars.number("SLURM_STEP_NUM_NODES")?.filter(|&nodes: &usize| nodes == 1).map(|_| size)
@@ -212,13 +214,7 @@ impl Launch {
 
     /// Checks the numbers against each other; `rank` and `size` are their names for the message.
     pub(crate) fn check(&self, rank: &str, size: &str) -> Result<()> {
-        let fix = "give every rank of the job the same size, and each rank below it once";
-        if self.size == 0 || self.size > MAX_SIZE {
-            return Err(Error::launch(format!("{size} is {}: expected 1 to {MAX_SIZE}", self.size), fix));
-        }
-        if self.rank >= self.size {
-            return Err(Error::launch(format!("{rank} is {} but {size} is {}", self.rank, self.size), fix));
-        }
+        check_rank((rank, self.rank), (size, self.size))?;
         match self.local_size {
             Some(local) if local > self.size || self.local_rank >= local => Err(Error::launch(
                 format!("local rank {} of {local} does not fit {size} {}", self.local_rank, self.size),
@@ -227,6 +223,18 @@ impl Launch {
             _ => Ok(()),
         }
     }
+}
+
+/// Checks a rank and a size, each with its name.
+fn check_rank((rank_name, rank): (&str, usize), (size_name, size): (&str, usize)) -> Result<()> {
+    let fix = "give every rank of the job the same size, and each rank below it once";
+    if size == 0 || size > MAX_SIZE {
+        return Err(Error::launch(format!("{size_name} is {size}: expected 1 to {MAX_SIZE}"), fix));
+    }
+    if rank >= size {
+        return Err(Error::launch(format!("{rank_name} is {rank} but {size_name} is {size}"), fix));
+    }
+    Ok(())
 }
 
 /// True for a host that names this very machine.

@@ -68,7 +68,9 @@
 //! [`Communicator::through_slots`]. A send is complete then when it is copied.
 //!
 //! A rank that dies fails what is under way with it, and no more: waits and streams end with an error that names it, within
-//! seconds also where nothing was sent to it. The ranks that are left can go on in a new communicator:
+//! seconds also where nothing was sent to it. A wait for a word or a [`Signal`] does not say whose it is, and goes on to its own
+//! limit: [`Communicator::lost`] says who could not be reached then. A process that is stopped, by a debugger or a machine that sleeps,
+//! is lost as well if anybody waits for it and it does not answer for about 9 s, also when it goes on later. The ranks that are left can go on in a new communicator:
 //! [`Communicator::shrink`].
 
 pub mod bootstrap;

@@ -51,8 +51,13 @@ impl Communicator {
     /// Queues a send on a stream: it leaves when the stream gets there and the rank has posted a receive for it, with what the
     /// buffer holds then. A graph cannot have it: see [`Channel`](crate::Channel).
     ///
+    /// Until it is complete, the CPU and other streams cannot send to the same rank. The stream does not wait for that, so
+    /// [`Stream::synchronize`] does not tell: wait for the request, or have the stream wait by
+    /// [`Communicator::send_on_stream`].
+    ///
     /// # Errors
-    /// As [`Communicator::isend`], and inside [`Error::Message`](crate::Error::Message) the stream's refusals.
+    /// As [`Communicator::isend`], also [`Busy`](gdsync::Error::Busy) for a send of the CPU or of another stream; and inside
+    /// [`Error::Message`](crate::Error::Message) the stream's refusals.
     pub fn isend_on_stream(
         &self,
         stream: &Stream,

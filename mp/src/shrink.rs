@@ -28,13 +28,14 @@ impl Shrunk {
 }
 
 impl Communicator {
-    /// Makes a communicator of the ranks that are left, built as this one was, where ranks have died. All that are left must
+    /// Makes a communicator of the ranks that are left, built as this one was, where ranks have died
+    /// ([`Error::is_rank_lost`] tells). All that are left must
     /// call it. Ranks that die meanwhile are left out too, or are found out by the first use of what it returns; it can be
     /// called on that again. What was registered belongs to this communicator, and has to be registered with the new one;
     /// [`Tagged`](crate::tagged::Tagged) has a [`shrink`](crate::tagged::Tagged::shrink) of its own, to be called then.
     ///
-    /// It ends all connections of this communicator, and its barriers and exchanges: ranks that wait for this one learn that
-    /// something has happened.
+    /// It ends all connections of this communicator, and its barriers and exchanges: ranks that wait for this one learn within
+    /// a second that something has happened, as from [`Communicator::give_up`].
     /// A rank whose process is there is waited for, unless it was [given up](Communicator::give_up) by any rank: then it is
     /// left out, and told so if it calls this. Processes that [`Builder::spawn`](crate::Builder::spawn) started here belong to
     /// the new communicator afterwards; those of ranks that are left out are ended.

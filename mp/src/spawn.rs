@@ -4,7 +4,7 @@ use std::env;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command};
+use std::process::{Child, Command, ExitStatus};
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -14,6 +14,9 @@ use crate::launch::{Launch, Launcher, Root};
 
 /// How often children are looked at while waiting for them.
 const TICK: Duration = Duration::from_millis(5);
+
+/// How long after its connections a process may end that has failed.
+const LAST: Duration = Duration::from_millis(500);
 
 /// The child processes of rank 0: ranks 1 and up. Dropping it kills and reaps those that still run.
 #[derive(Debug)]
@@ -177,25 +180,57 @@ impl Children {
         }
     }
 
+    /// Whether all still run: one that has ended well has not, either.
+    pub(crate) fn check_all_run(&mut self) -> Result<()> {
+        self.statuses()?
+            .into_iter()
+            .find_map(|(rank, _, status)| Some(Error::Child { rank, status: status? }))
+            .map_or(Ok(()), Err)
+    }
+
+    /// The failure of a child in place of what this process has seen of it.
+    pub(crate) fn explain(&mut self, error: Error) -> Error {
+        let deadline = Deadline::after(LAST);
+        while matches!(error, Error::Bootstrap { .. } | Error::Message { .. }) && !deadline.is_over() {
+            if let Some(failed) = self.failed() {
+                return failed;
+            }
+            sleep(TICK);
+        }
+        error
+    }
+
     /// The ranks that still run, or the error of one that ended badly.
     fn running(&mut self) -> Result<Vec<String>> {
         let mut running = Vec::new();
-        for (rank, child) in &mut self.0 {
-            let rank = *rank;
-            let status = child.try_wait().map_err(|error| {
-                Error::spawn(
-                    format!("wait for rank {rank}"),
-                    error,
-                    "let nothing else reap children of this process",
-                )
-            })?;
+        for (rank, pid, status) in self.statuses()? {
             match status {
-                None => running.push(format!("rank {rank} (pid {})", child.id())),
+                None => running.push(format!("rank {rank} (pid {pid})")),
                 Some(status) if status.success() => {}
                 Some(status) => return Err(Error::Child { rank, status }),
             }
         }
         Ok(running)
+    }
+
+    /// The rank and the number of each, and how it ended, if it has.
+    fn statuses(&mut self) -> Result<Vec<(usize, u32, Option<ExitStatus>)>> {
+        let status = |(rank, child): &mut (usize, Child)| {
+            let status = child.try_wait().map_err(|error| {
+                let fix = "let nothing else reap children of this process";
+                Error::spawn(format!("wait for rank {rank}"), error, fix)
+            })?;
+            Ok((*rank, child.id(), status))
+        };
+        self.0.iter_mut().map(status).collect()
+    }
+}
+
+/// As [`Children::explain`], if this process has started any.
+pub(crate) fn explain(children: Option<&mut Children>, error: Error) -> Error {
+    match children {
+        Some(children) => children.explain(error),
+        None => error,
     }
 }
 

@@ -5,14 +5,17 @@ mod common;
 use std::env;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{LONG, buffer, bytes, cause, failed, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
-use mp::bootstrap::Bootstrap;
+use mp::bootstrap::{Bootstrap, Exchange};
 use mp::launch::Launch;
 use mp::{Communicator, Error, Status};
+
+/// A rank that waits for one that has ended the connection knows by then: much less than its retries take.
+const SOON: Duration = Duration::from_secs(4);
 
 #[test]
 fn bad_arguments_are_refused_and_do_no_harm() {
@@ -58,7 +61,15 @@ fn builders_say_what_is_wrong() {
     let fails = |builder: mp::Builder| builder.init().map(drop).unwrap_err().to_string();
     for depth in [0, 1 << 20] {
         let text = fails(Communicator::builder().spawn(1).depth(depth));
-        assert!(text.contains(&depth.to_string()) && text.contains("1 to 32768"), "{text}");
+        assert!(
+            text.contains(&format!("Builder::depth is {depth}")) && text.contains("1 to 32768"),
+            "{text}"
+        );
+    }
+    for pieces in [0, 31] {
+        let text = fails(Communicator::builder().spawn(1).max_pieces(pieces));
+        let named = format!("Builder::max_pieces is {pieces}");
+        assert!(text.contains(&named) && text.contains("1 to 30"), "{text}");
     }
     let text = fails(Communicator::builder().spawn(1).on_gpu(OnGpu::RECV_CQ));
     assert!(text.contains("RECV_CQ") && text.contains("given a GPU"), "{text}");
@@ -97,6 +108,7 @@ fn a_message_longer_than_the_receive_fails_on_both_sides() {
                 [comm.isend(&buffer, 0..1, peer), comm.irecv(&buffer, 0..1, peer)].map(Result::unwrap_err)
             {
                 assert!(matches!(&error, Error::Message { rank, .. } if *rank == peer), "{error}");
+                assert!(!error.is_rank_lost(), "{error}");
             }
             comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
         } else {
@@ -142,6 +154,7 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
     // By a wait on the CPU.
     let error = (0..).find_map(|_| play(1).err()).unwrap();
     failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+    assert!(error.is_rank_lost() && error.to_string().contains("rank 1"), "{error}");
     // On a stream: what it refuses names the rank, and so does the message that was to be sent.
     let refused = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap_err();
     assert!(
@@ -191,7 +204,9 @@ fn a_receive_ends_when_the_rank_it_waits_for_dies() {
     let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
     // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
     assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
-    failed(&comm.wait(&received, LONG).unwrap_err(), 1, &[Syndrome::RETRY_EXC_ERR]);
+    let error = comm.wait(&received, LONG).unwrap_err();
+    failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+    assert!(error.is_rank_lost(), "{error}");
     std::process::exit(41);
 }
 
@@ -219,6 +234,7 @@ fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
     assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
     let error = s.synchronize(LONG).unwrap_err();
     assert_eq!(cause(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    assert!(Error::from(error).is_rank_lost());
     assert_eq!(s.query().pending, 0);
     failed(&sent.test().unwrap_err(), 1, &[Syndrome::RETRY_EXC_ERR]);
     for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
@@ -247,7 +263,8 @@ fn a_rank_that_is_given_up_is_lost_and_no_other() {
             1 => {
                 // It learns by asking.
                 let received = comm.irecv(&buffer, 0..8, 0).unwrap();
-                failed(&comm.wait(&received, LONG).unwrap_err(), 0, &[Syndrome::RETRY_EXC_ERR]);
+                let error = comm.wait(&received, LONG).unwrap_err();
+                assert!(is_left(&error, 0), "{error}");
             }
             _ => {}
         }
@@ -258,6 +275,129 @@ fn a_rank_that_is_given_up_is_lost_and_no_other() {
         } else {
             for peer in [0, 1] {
                 comm.wait(&comm.irecv(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
+            }
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// A rank that was spawned ends before it joins, well or not, or later: its status is the error, long before the timeout.
+#[test]
+fn a_spawned_rank_that_ends_is_told_by_its_status() {
+    const NAME: &str = "a_spawned_rank_that_ends_is_told_by_its_status";
+    /// How rank 1 ends, and whether it joins before.
+    const END: &str = "GDSYNC_TEST_END";
+    if !is_part_of(NAME) {
+        for end in ["7", "0", "7 joined"] {
+            let output = myself(NAME).env(END, end).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(41), "{end}: {text}");
+        }
+        return;
+    }
+    let end = env::var(END).unwrap();
+    let code = end[..1].parse().unwrap();
+    let is_child = Launch::detect().unwrap().is_some();
+    if is_child && end.len() == 1 {
+        std::process::exit(code);
+    }
+    let start = Instant::now();
+    let joined = Communicator::builder().spawn(3).timeout(LONG).init();
+    if is_child {
+        std::process::exit(code);
+    }
+    let error = joined.and_then(|comm| comm.finalize(LONG)).unwrap_err();
+    assert!(matches!(error, Error::Child { status, .. } if status.code() == Some(code)), "{error}");
+    assert!(start.elapsed() < LONG / 3, "{:?}", start.elapsed());
+    std::process::exit(41);
+}
+
+/// Gives as many parts as it likes from some call on: each call of the library looks.
+#[test]
+fn an_exchange_that_leaves_ranks_out_is_told_so() {
+    #[derive(Debug)]
+    struct Wrong {
+        calls: usize,
+        parts: usize,
+    }
+
+    impl Exchange for Wrong {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn size(&self) -> usize {
+            1
+        }
+
+        fn allgather(&mut self, bytes: &[u8], _: Duration) -> mp::Result<Vec<Vec<u8>>> {
+            let parts = if self.calls == 0 { self.parts } else { 1 };
+            self.calls = self.calls.saturating_sub(1);
+            Ok(vec![bytes.to_vec(); parts])
+        }
+
+        fn barrier(&mut self, _: Duration) -> mp::Result<()> {
+            Ok(())
+        }
+    }
+
+    for parts in [0, 2] {
+        let build = |calls| Communicator::builder().init_over(Wrong { calls, parts });
+        let is_told = |error: Error| {
+            let text = format!("gave the bytes of {parts} ranks, not of 1");
+            assert!(matches!(error, Error::Bootstrap { .. }) && error.to_string().contains(&text), "{error}");
+        };
+        let calls = (0..20).find_map(|calls| build(calls).map_err(is_told).ok().map(|comm| (calls, comm)));
+        let (calls, comm) = calls.expect("none of the calls was a wrong one");
+        assert!(calls >= 2, "the paths and the addresses");
+        is_told(comm.exchange(b"later", LONG).unwrap_err());
+    }
+}
+
+/// Whether it says that a rank has ended the connection.
+fn is_left(error: &Error, by: usize) -> bool {
+    let is_said = error.to_string().contains(&gdsync::Error::GivenUpByPeer.to_string());
+    matches!(error, Error::Message { rank, .. } if *rank == by) && is_said && error.is_rank_lost()
+}
+
+/// Rank 1 gives rank 0 up when its last message is out: rank 0 has them all, and learns by what it waits for then, soon, in a wait
+/// and on a stream. So does rank 2, which sends to a rank that receives nothing.
+#[test]
+fn a_rank_learns_soon_that_it_was_given_up() {
+    job("a_rank_learns_soon_that_it_was_given_up", 3, |comm| {
+        let (buffer, s) = (buffer(comm, 1 << 20), stream("left"));
+        let (small, large) = (0..8, 8..1 << 19);
+        match comm.rank() {
+            0 => {
+                let received = [&small, &large].map(|range| comm.irecv(&buffer, range.clone(), 1).unwrap());
+                let more =
+                    [0, 8].map(|at| comm.irecv(&buffer, (1 << 19) + at..(1 << 19) + at + 8, 1).unwrap());
+                comm.wait_on_stream(&s, &more[0]).unwrap();
+                comm.barrier(LONG).unwrap();
+                comm.barrier(LONG).unwrap();
+                let start = Instant::now();
+                let error = comm.wait(&more[1], LONG).unwrap_err();
+                assert!(is_left(&error, 1), "{error}");
+                s.synchronize(LONG).unwrap_err();
+                assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+                comm.wait_all(&received, LONG).unwrap();
+                assert!(bytes(&buffer, 0..1 << 19).iter().all(|&byte| byte == 7), "sent before");
+            }
+            1 => {
+                buffer.memory().write(0, &[7; 1 << 19]).unwrap();
+                comm.barrier(LONG).unwrap();
+                let sent = [small, large].map(|range| comm.isend(&buffer, range, 0).unwrap());
+                comm.wait_all(&sent, LONG).unwrap();
+                [0, 2].iter().for_each(|&rank| comm.give_up(rank).unwrap());
+                comm.barrier(LONG).unwrap();
+            }
+            _ => {
+                comm.barrier(LONG).unwrap();
+                comm.barrier(LONG).unwrap();
+                let start = Instant::now();
+                let error = comm.wait(&comm.isend(&buffer, large, 1).unwrap(), LONG).unwrap_err();
+                assert!(is_left(&error, 1), "{error}");
+                assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
             }
         }
         comm.barrier(LONG).unwrap();

@@ -176,11 +176,9 @@ fn more_messages_than_the_depth_are_refused_while_none_is_received() {
         if first {
             let sent: Vec<_> = (0..5).map(|_| comm.isend(&buffer, 0..8, peer).unwrap()).collect();
             let error = comm.isend(&buffer, 0..8, peer).unwrap_err();
-            let full = gdsync::Error::QueueFull { queue: "", qpn: 0, outstanding: 5, depth: 5, untaken: 0 };
-            let text = full.to_string();
-            let hint = text.split_once("; ").unwrap().1;
-            assert!(error.to_string().contains("rank 1") && error.to_string().contains("5 of 5"), "{error}");
-            assert!(error.to_string().ends_with(hint), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("rank 1") && text.contains("5 of 5"), "{text}");
+            assert!(text.ends_with("wait for requests, or build with a larger Builder::depth"), "{text}");
             comm.barrier(LONG).unwrap();
             comm.wait_all(&sent, LONG).unwrap();
             comm.wait(&comm.isend(&buffer, 0..8, peer).unwrap(), LONG).unwrap();

@@ -172,6 +172,7 @@ fn a_send_leaves_when_the_stream_gets_there() {
             comm.barrier(LONG).unwrap();
             comm.wait(&received, LONG).unwrap();
             assert_eq!(bytes(&buffer, 0..8), b"released");
+            comm.wait(&comm.irecv(&buffer, 0..8, 0).unwrap(), LONG).unwrap();
             return;
         }
         let s = stream("held");
@@ -187,9 +188,13 @@ fn a_send_leaves_when_the_stream_gets_there() {
             matches!(error, mp::Error::Message { rank: 1, source: gdsync::Error::Busy { .. }, .. }),
             "the CPU may not overtake the stream: {error}"
         );
+        let text = error.to_string();
+        assert!(text.contains("wait for the requests") && !text.contains("one QP per stream"), "{text}");
         buffer.memory().write(0, b"released").unwrap();
         word.store(1);
         comm.wait(&sent, LONG).unwrap();
+        // What the stream has sent is complete, so the CPU's turn has come.
+        comm.wait(&comm.isend(&buffer, 0..8, 1).unwrap(), LONG).unwrap();
         s.synchronize(LONG).unwrap();
     });
 }

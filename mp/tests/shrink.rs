@@ -6,7 +6,7 @@ use std::env;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
 use std::thread::{sleep, spawn};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{LONG, buffer, bytes, is_part_of, message, ranks, stream, until};
 use mp::collective::{Collectives, Reduction};
@@ -81,6 +81,11 @@ fn round(comm: &Communicator, dead: &[usize]) -> Communicator {
     let Shrunk { communicator, former } = comm.shrink(LONG).unwrap();
     let left: Vec<_> = (0..comm.size()).filter(|rank| !dead.contains(rank)).collect();
     assert_eq!(former, left);
+    let error = comm.clone().finalize(LONG).unwrap_err().to_string();
+    assert!(
+        error.contains("this communicator") && error.contains("that Communicator::shrink returns"),
+        "{error}"
+    );
     assert_eq!((communicator.size(), former[communicator.rank()]), (left.len(), comm.rank()));
     play(&communicator).unwrap();
     communicator
@@ -215,6 +220,26 @@ fn ranks_in_a_barrier_learn_that_one_shrinks() {
     assert_eq!(shrunk.former, [0, 1, 2], "nobody has died");
     play(&shrunk.communicator).unwrap();
     shrunk.communicator.finalize(LONG).unwrap();
+    std::process::exit(DONE);
+}
+
+/// Rank 2 dies and only rank 1 waits for it; rank 0 waits for rank 1, which shrinks.
+#[test]
+fn a_rank_that_waits_for_one_that_shrinks_learns_soon() {
+    const NAME: &str = "a_rank_that_waits_for_one_that_shrinks_learns_soon";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 3), 2);
+        return;
+    }
+    let comm = init();
+    if comm.rank() == 2 {
+        die();
+    }
+    let start = Instant::now();
+    miss(&comm, comm.rank() + 1);
+    assert_eq!(comm.shrink(LONG).unwrap().former, [0, 1]);
+    // Less than the retries of a queue pair take.
+    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
     std::process::exit(DONE);
 }
 

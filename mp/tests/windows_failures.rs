@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use common::{LONG, buffer, bytes, failed, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
-use gdsync::stream::Cond;
+use gdsync::stream::{Cond, HostStreamConfig, Stream};
 use mp::{Communicator, Error, Rma, Signal};
 
 /// The rank that asks for what cannot be hears why, the others who it was; and the next window works.
@@ -142,6 +142,12 @@ fn waits_for_signals_end() {
         let error = window.wait_signal(8, 1, Cond::Geq, soon).unwrap_err();
         assert!(matches!(error, Error::Deadline { after, .. } if after == soon), "{error}");
         assert!(error.to_string().contains("Geq 0x1 (it is 0x0)"), "{error}");
+        let config = HostStreamConfig { wait_limit: soon, ..HostStreamConfig::default() };
+        let held = Stream::host(config).unwrap();
+        window.wait_signal_on_stream(&held, 8, 1, Cond::Geq).unwrap();
+        let text = held.synchronize(LONG).unwrap_err().to_string();
+        let named = ["Geq 0x1", "peer that is gone", "wait_limit"];
+        assert!(named.iter().all(|name| text.contains(name)), "{text}");
         // Nothing is put meanwhile, and the operations behind it still work.
         let _detached = window.start(&Rma::signal(0, Signal::set(8, 5))).unwrap();
         assert_eq!(window.wait_signal(8, 1, Cond::Geq, Duration::MAX).unwrap(), 5);

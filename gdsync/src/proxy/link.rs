@@ -84,6 +84,11 @@ impl ProxyQp {
         let Some(link) = &mut self.link else {
             return self.device.modify(self.psn, self.state, attr);
         };
+        if (self.state, to) == (QpState::RTS, QpState::RTS) && attr.access.is_some() {
+            // There keys alone have rights.
+            let (what, fix) = ("a change of a connected queue pair's rights", "end the connection");
+            return Err(Error::Unsupported { what, by: "iWARP", fix });
+        }
         if let Some(access) = attr.access {
             // Nothing else of a transition is the device's business.
             self.device.modify(self.psn, QpState::INIT, &QpAttr::to(QpState::INIT).access(access))?;

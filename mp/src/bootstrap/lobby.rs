@@ -31,8 +31,13 @@ struct Lobby<'a> {
     turned_away: Option<String>,
 }
 
-/// Waits until ranks 1 to `size - 1` have connected; they come back in this order.
-pub(super) fn assemble(listener: &TcpListener, job: Job, deadline: &Deadline) -> Result<Vec<Conn>> {
+/// Waits until ranks 1 to `size - 1` have connected, as long as `can_come` has no error; they come back in this order.
+pub(super) fn assemble(
+    listener: &TcpListener,
+    job: Job,
+    deadline: &Deadline,
+    can_come: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Conn>> {
     let address =
         listener.local_addr().map_or_else(|_| "its socket".to_owned(), |address| address.to_string());
     listener.set_nonblocking(true).map_err(|error| {
@@ -40,7 +45,7 @@ pub(super) fn assemble(listener: &TcpListener, job: Job, deadline: &Deadline) ->
     })?;
     let seats = (1..job.size).map(|_| None).collect();
     let mut lobby = Lobby { listener, job, seats, strangers: Vec::new(), turned_away: None };
-    let outcome = lobby.fill_seats(&address, deadline);
+    let outcome = lobby.fill_seats(&address, deadline, can_come);
     let mut conns: Vec<Conn> = lobby.seats.into_iter().flatten().collect();
     match outcome {
         Ok(()) => Ok(conns),
@@ -52,7 +57,12 @@ pub(super) fn assemble(listener: &TcpListener, job: Job, deadline: &Deadline) ->
 }
 
 impl Lobby<'_> {
-    fn fill_seats(&mut self, address: &str, deadline: &Deadline) -> std::result::Result<(), Failure> {
+    fn fill_seats(
+        &mut self,
+        address: &str,
+        deadline: &Deadline,
+        can_come: &mut dyn FnMut() -> Result<()>,
+    ) -> std::result::Result<(), Failure> {
         loop {
             self.accept();
             self.listen_to_strangers();
@@ -63,6 +73,7 @@ impl Lobby<'_> {
             let missing: Vec<u32> =
                 (1..).zip(&self.seats).filter(|(_, seat)| seat.is_none()).map(|(rank, _)| rank).collect();
             let Some(&rank) = missing.first() else { return Ok(()) };
+            can_come().map_err(|error| Failure { rank, error })?;
             if deadline.is_over() {
                 return Err(Failure { rank, error: deadline.error(self.report(address, &missing)) });
             }

@@ -105,10 +105,11 @@ impl Bootstrap {
         if self.failed.is_none() {
             let what = "has left to shrink the communicator, as all that are left have to";
             let error = Error::bootstrap(format!("rank {}", self.rank), what, "call Communicator::shrink");
-            let failure = Failure { rank: self.rank, error };
-            announce(&mut self.peers, &self.job, &failure);
-            self.failed = Some(failure.error);
+            announce(&mut self.peers, &self.job, &Failure { rank: self.rank, error });
         }
+        let fix = "use the communicator that Communicator::shrink returns";
+        self.failed =
+            Some(Error::bootstrap("this communicator", "has ended: this rank left it to shrink", fix));
     }
 }
 

@@ -184,6 +184,8 @@ fn errors_name_variable_and_value() {
         ("RANK=x WORLD_SIZE=2", "RANK is 'x'"),
         ("RANK=-1 WORLD_SIZE=2", "RANK is '-1'"),
         ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=a", "RANK is 2 but WORLD_SIZE is 2"),
+        ("RANK=5 WORLD_SIZE=2", "RANK is 5 but WORLD_SIZE is 2"),
+        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE is 0"),
         ("RANK=0 WORLD_SIZE=0 MASTER_ADDR=a", "WORLD_SIZE is 0"),
         ("RANK=0 WORLD_SIZE=65537 MASTER_ADDR=a", "WORLD_SIZE is 65537"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=65536", "MASTER_PORT is '65536'"),

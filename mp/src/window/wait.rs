@@ -43,8 +43,9 @@ impl Window {
     }
 
     /// Blocks until the 64-bit word at `offset` of the own part satisfies a condition, and returns it. What was put before
-    /// the [signal](super::Signal) is there then. A counter is best awaited with [`Cond::Geq`], which is cyclic. That the rank
-    /// which was to signal has died is not noticed here.
+    /// the [signal](super::Signal) is there then. A counter is best awaited with [`Cond::Geq`], which is cyclic. It says
+    /// nothing of who signals: where that rank has died the wait goes on to its timeout, and
+    /// [`Communicator::lost`](crate::Communicator::lost) tells.
     ///
     /// # Errors
     /// As [`Window::word64`] and [`wait_value64`](crate::wait_value64).
@@ -53,7 +54,8 @@ impl Window {
         wait_helping(&self.word64(offset)?, value, cond, timeout, || context.progress())
     }
 
-    /// As [`Window::wait_signal`], and the stream waits. A graph waits for the same value in each launch.
+    /// As [`Window::wait_signal`], and the stream waits: where the rank that was to signal has died, as long as the
+    /// stream's limit for waits. A graph waits for the same value in each launch.
     ///
     /// # Errors
     /// As [`Window::word64`]; [`Error::Device`](crate::Error::Device) with the stream's refusals.
