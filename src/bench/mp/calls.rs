@@ -93,8 +93,8 @@ impl Bare {
                 self.qp.post_send(&[request(&[self.mr.sge(8, 8)?])])?;
             }
             times.add(call, start);
-            // As mp waits, not by polling: a wait leaves the device to its thread in the end, which is then at work when the next
-            // burst begins, and that takes longer, whichever it is.
+            // As mp waits, not by polling: a wait leaves the device to its thread in the end, and a burst behind one takes longer,
+            // whichever it is.
             self.qp.wait_all_sends(timeout)?;
             take(timeout, || self.qp.poll_send())
         })
