@@ -13,8 +13,12 @@ use crate::kernel::check;
 /// A number of the process is not enough: in a new PID namespace a child of process 1 is process 1 too. So this is a
 /// token of which a child finds nothing. A child that shares its parent's memory (`vfork`, `CLONE_VM`) counts as
 /// another thread of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Owner(Token);
+#[derive(Clone, Copy, Debug)]
+pub struct Owner {
+    /// Where its processes keep their tokens, so that a look takes one load.
+    page: &'static AtomicU64,
+    token: Token,
+}
 
 /// The PID in the low half; above it a number that none of the process's ancestors had.
 type Token = u64;
@@ -23,14 +27,21 @@ impl Owner {
     /// The process that calls.
     #[inline]
     pub fn this_process() -> Self {
-        Self(token(page()))
+        let page = page();
+        Self { page, token: token(page) }
     }
 
-    /// Whether the caller is the owner, and not a child forked since. Some loads, where the kernel has pages that children find
+    /// Whether the caller is the owner, and not a child forked since. One load, where the kernel has pages that children find
     /// empty.
-    #[inline]
+    #[inline(always)]
     pub fn is_caller(self) -> bool {
-        self == Self::this_process()
+        self.page.load(Ordering::Relaxed) == self.token || self.is_drawn()
+    }
+
+    /// As [`Owner::is_caller`], where no token is kept yet, or none is ever.
+    #[cold]
+    fn is_drawn(self) -> bool {
+        token(self.page) == self.token
     }
 
     /// Refuses a child forked since.
@@ -38,17 +49,17 @@ impl Owner {
     /// # Errors
     /// [`Error::OtherProcess`].
     pub fn check(self) -> Result<()> {
-        let caller = Self::this_process();
-        if self == caller {
+        if self.is_caller() {
             return Ok(());
         }
-        Err(Error::OtherProcess { owner: self.pid(), caller: caller.pid() })
+        Err(Error::OtherProcess { owner: pid(self.token), caller: pid(token(self.page)) })
     }
+}
 
-    fn pid(self) -> u32 {
-        let [_, _, _, _, pid @ ..] = self.0.to_be_bytes();
-        u32::from_be_bytes(pid)
-    }
+/// The process of a token.
+fn pid(token: Token) -> u32 {
+    let [_, _, _, _, pid @ ..] = token.to_be_bytes();
+    u32::from_be_bytes(pid)
 }
 
 /// Stands for a page that could not be had. Children find what is here, so nothing is kept here.
@@ -128,7 +139,7 @@ mod tests {
     /// What a child forked by this process finds, whatever its PID is.
     fn is_other_process_at_any_pid(owner: Owner) -> bool {
         let here = Owner::this_process();
-        !owner.is_caller() && here.is_caller() && here.0 >> 32 > owner.0 >> 32
+        !owner.is_caller() && here.is_caller() && here.token >> 32 > owner.token >> 32
     }
 
     fn is_pid_alone() -> bool {
@@ -145,7 +156,7 @@ mod tests {
             return;
         }
         let owner = Owner::this_process();
-        assert!(owner.is_caller() && owner.pid() == std::process::id());
+        assert!(owner.is_caller() && pid(owner.token) == std::process::id());
         let end = in_child(|| {
             let child = Owner::this_process();
             let grandchild = || is_other_process_at_any_pid(child) && is_other_process_at_any_pid(owner);
@@ -211,10 +222,9 @@ mod tests {
 
     #[test]
     fn without_a_page_the_pid_tells() {
-        let pid = || u64::from(std::process::id());
-        let parent = pid();
-        assert_eq!((token(&NO_PAGE), Owner(parent).pid()), (parent, std::process::id()));
-        let end = in_child(|| token(&NO_PAGE) == pid() && token(&NO_PAGE) != parent);
-        assert_eq!(end, End::Said(true));
+        let own = || u64::from(std::process::id());
+        let parent = Owner { page: &NO_PAGE, token: own() };
+        assert!(token(&NO_PAGE) == own() && parent.is_caller() && pid(parent.token) == std::process::id());
+        assert_eq!(in_child(|| token(&NO_PAGE) == own() && !parent.is_caller()), End::Said(true));
     }
 }
