@@ -69,6 +69,8 @@ pub(crate) struct Credits {
     /// Messages that have come from it, as far as anybody has looked.
     arrived: AtomicU32,
     last: Mutex<Announcement>,
+    /// Nothing is announced any more.
+    has_ended: AtomicBool,
     alarm: Arc<Alarm>,
     way: Way,
 }
@@ -112,8 +114,21 @@ impl Credits {
         let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
         let is_prompt = matches!(way, Way::Own) || !alarm.is_watched();
-        let (wants, numbers) = (AtomicBool::new(false), Numbers::default());
-        Ok(Self { ready, wanted, wants, is_prompt, numbers, posted, announced, arrived, last, alarm, way })
+        let (wants, has_ended, numbers) = Default::default();
+        Ok(Self {
+            ready,
+            wanted,
+            wants,
+            is_prompt,
+            numbers,
+            posted,
+            announced,
+            arrived,
+            last,
+            has_ended,
+            alarm,
+            way,
+        })
     }
 
     /// Whether the peer is told before the watching thread looks.
@@ -173,6 +188,9 @@ impl Credits {
     }
 
     fn announce(&self, last: &mut Announcement) {
+        if self.has_ended.load(Ordering::Relaxed) {
+            return;
+        }
         let posted = self.posted.load(Ordering::SeqCst);
         match &self.way {
             Way::Own => self.ready.store(posted),
@@ -255,6 +273,7 @@ impl Credits {
     /// Lets everything go that waits for the peer, which is lost, and takes no more from it: so it learns that it is, when it
     /// announces the next time. A queue pair in ERR would not answer, and it would take the peer all its retries to give up.
     pub(crate) fn end(&self, error: &gdsync::Error) {
+        self.has_ended.store(true, Ordering::Relaxed);
         if let Way::Remote { qp, .. } = &self.way {
             let refuse = QpAttr::to(QpState::RTS).access(Access::empty());
             // It has failed already, or its device has no such step.

@@ -20,7 +20,11 @@ const LAST: Duration = Duration::from_millis(500);
 
 /// The child processes of rank 0: ranks 1 and up. Dropping it kills and reaps those that still run.
 #[derive(Debug)]
-pub struct Children(Vec<(usize, Child)>);
+pub struct Children {
+    started: Vec<(usize, Child)>,
+    /// The process that started them.
+    by: u32,
+}
 
 /// Makes this process rank 0 of `size`, and starts its own program with its own arguments for the
 /// other ranks. Pass the result to [`Bootstrap::root`](crate::bootstrap::Bootstrap::root).
@@ -75,7 +79,7 @@ pub fn spawn_command(
     };
     launch.check("rank", "size")?;
     let parent = std::process::id();
-    let mut children = Children(Vec::new());
+    let mut children = Children { started: Vec::new(), by: std::process::id() };
     for rank in 1..size {
         let mut command = command(rank);
         for (name, value) in
@@ -98,7 +102,7 @@ pub fn spawn_command(
                 "check the program and the process limit (ulimit -u)",
             )
         })?;
-        children.0.push((rank, child));
+        children.started.push((rank, child));
     }
     Ok((launch, listener, children))
 }
@@ -129,7 +133,7 @@ fn random() -> Result<u64> {
 impl Children {
     /// The process id of a rank, also after it ended; `None` for a rank that is no child.
     pub fn pid(&self, rank: usize) -> Option<u32> {
-        self.0.iter().find(|(other, _)| *other == rank).map(|(_, child)| child.id())
+        self.started.iter().find(|(other, _)| *other == rank).map(|(_, child)| child.id())
     }
 
     /// Kills a rank (SIGKILL); one that has ended already is left alone.
@@ -137,10 +141,10 @@ impl Children {
     /// # Errors
     /// [`Error::Spawn`] for a rank that is no child, or when the system refuses.
     pub fn kill(&mut self, rank: usize) -> Result<()> {
-        let names: Vec<_> = self.0.iter().map(|(rank, _)| rank.to_string()).collect();
+        let names: Vec<_> = self.started.iter().map(|(rank, _)| rank.to_string()).collect();
         let what = || format!("kill rank {rank}; the children are ranks {}", names.join(", "));
         let fix = "pass the rank of a child";
-        let child = self.0.iter_mut().find(|(other, _)| *other == rank);
+        let child = self.started.iter_mut().find(|(other, _)| *other == rank);
         let (_, child) = child.ok_or_else(|| Error::Spawn { what: what(), source: None, fix })?;
         child.kill().map_err(|error| Error::spawn(what(), error, fix))
     }
@@ -148,10 +152,11 @@ impl Children {
     /// Those that have become ranks of a smaller job, which had the ranks `former` before. The others are killed and reaped.
     pub(crate) fn keep(mut self, former: &[usize]) -> Self {
         let rank = |child: &(usize, Child)| former.binary_search(&child.0).ok();
-        let (kept, gone) = std::mem::take(&mut self.0).into_iter().partition(|child| rank(child).is_some());
-        drop(Self(gone));
-        let kept: Vec<_> = kept;
-        Self(kept.into_iter().filter_map(|child| Some((rank(&child)?, child.1))).collect())
+        let all = std::mem::take(&mut self.started).into_iter();
+        let (kept, gone): (Vec<_>, _) = all.partition(|child| rank(child).is_some());
+        drop(Self { started: gone, by: self.by });
+        let started = kept.into_iter().filter_map(|child| Some((rank(&child)?, child.1))).collect();
+        Self { started, by: self.by }
     }
 
     /// Looks, without waiting, whether a child has failed: [`Error::Child`] with its rank and status.
@@ -222,7 +227,7 @@ impl Children {
             })?;
             Ok((*rank, child.id(), status))
         };
-        self.0.iter_mut().map(status).collect()
+        self.started.iter_mut().map(status).collect()
     }
 }
 
@@ -236,13 +241,37 @@ pub(crate) fn explain(children: Option<&mut Children>, error: Error) -> Error {
 
 impl Drop for Children {
     fn drop(&mut self) {
+        // A process that was forked since has no say in them.
+        if self.by != std::process::id() {
+            return;
+        }
         // All are told before the first is waited for. A child that ended already makes no error here,
         // and nothing can be done about any other.
-        for (_, child) in &mut self.0 {
+        for (_, child) in &mut self.started {
             let _ = child.kill();
         }
-        for (_, child) in &mut self.0 {
+        for (_, child) in &mut self.started {
             let _ = child.wait();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_who_started_them_ends_them() {
+        let sleep = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = libc::pid_t::try_from(sleep.id()).unwrap();
+        drop(Children { started: vec![(1, sleep)], by: std::process::id() + 1 });
+        let mut status = 0;
+        // SAFETY: a child of this process, and a place for the answer.
+        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+        // SAFETY: the same child, which nobody else waits for.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+        // SAFETY: as above.
+        let reaped = unsafe { libc::waitpid(pid, &raw mut status, 0) };
+        assert_eq!((ended, reaped), (0, pid));
     }
 }

@@ -1,10 +1,10 @@
 //! A thread that looks after the connections, so that the program and its streams need not.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
+use std::{io, mem};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -119,6 +119,8 @@ impl Alarm {
 pub(crate) struct Watch {
     alarm: Arc<Alarm>,
     thread: Option<JoinHandle<()>>,
+    /// The process that has it.
+    of: u32,
 }
 
 impl Watch {
@@ -130,12 +132,16 @@ impl Watch {
         let watched = alarm.clone();
         let run = move || watched.watch(&peers, &lanes);
         let thread = Builder::new().name("mp-watch".into()).spawn(run)?;
-        Ok(Self { alarm, thread: Some(thread) })
+        Ok(Self { alarm, thread: Some(thread), of: std::process::id() })
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
+        if self.of != std::process::id() {
+            // Nor may its handle be dropped: its number may be that of another thread here.
+            return mem::forget(self.thread.take());
+        }
         *self.alarm.stop.lock() = true;
         self.alarm.changed.notify_one();
         if let Some(thread) = self.thread.take() {

@@ -6,7 +6,7 @@ use std::env;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
 use std::thread::{sleep, spawn};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::{LONG, buffer, bytes, is_part_of, message, ranks, stream, until};
 use mp::collective::{Collectives, Reduction};
@@ -64,11 +64,12 @@ fn play(comm: &Communicator) -> mp::Result<()> {
 }
 
 /// Waits until the connection to a rank breaks.
-fn miss(comm: &Communicator, rank: usize) {
+fn miss(comm: &Communicator, rank: usize) -> Error {
     let memory = buffer(comm, 8);
     let error = comm.irecv(&memory, 0..8, rank).and_then(|received| comm.wait(&received, LONG)).unwrap_err();
     assert!(matches!(error, Error::Message { rank: other, .. } if other == rank), "{error}");
     assert!(comm.lost().contains(&rank), "{:?}", comm.lost());
+    error
 }
 
 /// The ranks `dead` of `comm` die, all at once; the others shrink, and play.
@@ -232,13 +233,12 @@ fn a_rank_that_waits_for_one_that_shrinks_learns_soon() {
         return;
     }
     let comm = init();
-    let start = Instant::now();
     if comm.rank() == 0 {
-        miss(&comm, 1);
+        // Not by the retries of a queue pair, which take long.
+        let error = miss(&comm, 1).to_string();
+        assert!(error.contains(&gdsync::Error::GivenUpByPeer.to_string()), "{error}");
     }
     assert_eq!(comm.shrink(LONG).unwrap().former, [0, 1]);
-    // Less than the retries of a queue pair take.
-    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
     std::process::exit(DONE);
 }
 

@@ -154,9 +154,11 @@ pub(super) fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
 /// Whether the process of a header lives.
 ///
 /// # Errors
-/// There is no descriptor left to look.
+/// It cannot be seen.
 pub(super) fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
-    if !is_of_this_boot(words)? || words[header::PID_NAMESPACE] != pid_namespace() {
+    // Where there is no /proc, it could not say when it was started.
+    let is_blind = words[header::STARTED] == 0;
+    if is_blind || !is_of_this_boot(words)? || words[header::PID_NAMESPACE] != pid_namespace() {
         return Ok(Liveness::Unknown);
     }
     let now = match u32::try_from(words[header::PID]) {
@@ -166,31 +168,29 @@ pub(super) fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
     Ok(if now == Some(words[header::STARTED]) { Liveness::Alive } else { Liveness::Dead })
 }
 
-/// Whether it was made since this machine was started.
+/// Whether it was made since this machine was started, or may have been.
 ///
 /// # Errors
 /// There is no descriptor left to look.
 pub(super) fn is_of_this_boot(words: &[u64; header::WORDS]) -> io::Result<bool> {
-    Ok(words[header::BOOT_ID..header::BOOT_ID + 2] == boot_id()?)
-}
-
-/// What a file of the kernel says, or nothing where there is none.
-///
-/// # Errors
-/// There is no descriptor left to look: that must not be taken for a file that is not there.
-fn said(file: &str) -> io::Result<String> {
-    match fs::read_to_string(file) {
-        Err(error) if is_short(&error) => Err(error),
-        said => Ok(said.unwrap_or_default()),
-    }
+    const UNKNOWN: [u64; 2] = [0; 2];
+    let (then, now) = ([words[header::BOOT_ID], words[header::BOOT_ID + 1]], boot_id()?);
+    Ok(then == now || then == UNKNOWN || now == UNKNOWN)
 }
 
 /// When a process was started, in ticks; `None` if it is gone, though perhaps not buried.
 ///
 /// # Errors
-/// There is no descriptor left to look.
+/// It cannot be seen, for lack of a descriptor or of a right: that must not be taken for a process that is gone.
 pub(super) fn started(pid: u32) -> io::Result<Option<u64>> {
-    let stat = said(&format!("/proc/{pid}/stat"))?;
+    let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Err(error)
+            if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH) =>
+        {
+            return Ok(None);
+        }
+        stat => stat?,
+    };
     let parse = || {
         // The name may hold anything, also brackets.
         let mut fields = stat.rsplit_once(") ")?.1.split(' ');
@@ -204,12 +204,15 @@ pub(super) fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
 }
 
-/// What this start of the machine is called.
+/// What this start of the machine is called; zeros where that cannot be seen.
 ///
 /// # Errors
 /// There is no descriptor left to look.
 pub(super) fn boot_id() -> io::Result<[u64; 2]> {
-    let text = said("/proc/sys/kernel/random/boot_id")?;
+    let text = match fs::read_to_string("/proc/sys/kernel/random/boot_id") {
+        Err(error) if is_short(&error) => return Err(error),
+        text => text.unwrap_or_default(),
+    };
     let id = u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0);
     let [a, b] = *id.to_ne_bytes().as_chunks::<8>().0 else { return Ok([0; 2]) };
     Ok([a, b].map(u64::from_ne_bytes))
@@ -311,6 +314,12 @@ mod tests {
             words[word] ^= 1;
             assert_eq!(liveness(&words).unwrap(), liveness_then, "word {word}");
         }
+        // What it could not see itself is no sign of death.
+        let (mut unstarted, mut nowhen) = (words, words);
+        unstarted[header::STARTED] = 0;
+        assert_eq!(liveness(&unstarted).unwrap(), Liveness::Unknown);
+        nowhen[header::BOOT_ID..header::BOOT_ID + 2].fill(0);
+        assert!(is_of_this_boot(&nowhen).unwrap() && liveness(&nowhen).unwrap() == Liveness::Alive);
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = child.id();
         child.wait().unwrap();

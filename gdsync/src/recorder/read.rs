@@ -204,9 +204,13 @@ impl Recording {
         Ok(all)
     }
 
-    /// The files that are called as recordings are, in the folders where they are made.
+    /// The files that are called as recordings are, in the folders where they are made. None, and a warning in the log, where no file
+    /// descriptor is left to look.
     pub fn list() -> Vec<PathBuf> {
-        file::list().unwrap_or_default()
+        file::list().unwrap_or_else(|error| {
+            tracing::warn!(%error, fix = file::RAISE, "recordings cannot be listed");
+            Vec::new()
+        })
     }
 
     /// Removes the recordings of this user's processes that are dead. Returns the files.

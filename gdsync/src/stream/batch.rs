@@ -29,6 +29,8 @@ pub struct Batch {
     placed: Ops,
     pub(super) sends: SmallVec<[PreparedSend; FEW]>,
     pub(super) waits: SmallVec<[PreparedWait; FEW]>,
+    /// What of it can be done only once, and what can take its place in a graph.
+    pub(super) only_once: Option<(&'static str, &'static str)>,
     /// One pointer, so that most batches are made and dropped in no time.
     pub(super) seldom: Option<Box<Seldom>>,
     /// The stream that it will be submitted to, where that is known: what is added is marked at once.
@@ -46,8 +48,6 @@ pub(super) struct Seldom {
     pub(super) repeatable: Vec<(usize, Repeatable)>,
     /// Who comes before each launch of a graph that has this batch.
     pub(super) before: Vec<Arc<dyn Replenish>>,
-    /// What of it can be done only once, and what can take its place in a graph.
-    pub(super) only_once: Option<(&'static str, &'static str)>,
 }
 
 /// Who has something to do before each launch of a graph: a layer above, whose receives the launch waits for.
@@ -141,6 +141,7 @@ impl Batch {
         self.sends.clear();
         self.waits.clear();
         self.seldom = None;
+        self.only_once = None;
     }
 
     /// An empty batch that will be submitted to this stream.
@@ -382,6 +383,6 @@ impl Batch {
     /// No graph can have the batch: `what` would be wrong when repeated. `fix` is what to do instead.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn only_once(&mut self, what: &'static str, fix: &'static str) {
-        self.seldom().only_once = Some((what, fix));
+        self.only_once = Some((what, fix));
     }
 }

@@ -61,7 +61,7 @@ pub(super) struct Recording {
 
 /// Refuses what cannot be done more than once.
 pub(super) fn check(batch: &mut Batch) -> Result<()> {
-    if let Some((what, fix)) = batch.seldom.as_ref().and_then(|seldom| seldom.only_once) {
+    if let Some((what, fix)) = batch.only_once {
         return Err(once(what, fix));
     }
     let host_fns = batch.ops().iter().filter(|op| matches!(op, Op::HostFn(_))).count();
@@ -90,7 +90,7 @@ impl Recording {
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let ops = mem::take(batch.ops());
         let Batch { sends, waits, seldom, .. } = mem::take(batch);
-        let Seldom { covered, repeatable, before, only_once: _ } = *seldom.unwrap_or_default();
+        let Seldom { covered, repeatable, before } = *seldom.unwrap_or_default();
         for who in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &who)) {
                 self.before.push(who);

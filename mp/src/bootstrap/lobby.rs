@@ -73,7 +73,13 @@ impl Lobby<'_> {
             let missing: Vec<u32> =
                 (1..).zip(&self.seats).filter(|(_, seat)| seat.is_none()).map(|(rank, _)| rank).collect();
             let Some(&rank) = missing.first() else { return Ok(()) };
-            can_come().map_err(|error| Failure { rank, error })?;
+            can_come().map_err(|error| {
+                let gone = match error {
+                    Error::Child { rank, .. } => u32::try_from(rank).unwrap_or(u32::MAX),
+                    _ => rank,
+                };
+                Failure { rank: gone, error }
+            })?;
             if deadline.is_over() {
                 return Err(Failure { rank, error: deadline.error(self.report(address, &missing)) });
             }
