@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::{PATIENCE, Side, is_device_named, loopback, pair, stream};
@@ -19,7 +20,8 @@ fn in_child(child: impl FnOnce() -> bool) -> bool {
     if pid == 0 {
         // SAFETY: a number only; a child that hangs is ended.
         unsafe { libc::alarm(20) };
-        let code = i32::from(!child());
+        // A panic would end the thread, which is the only one here, and so the process, with 0.
+        let code = i32::from(!catch_unwind(AssertUnwindSafe(child)).unwrap_or(false));
         // SAFETY: ends this process at once.
         unsafe { libc::_exit(code) };
     }
@@ -129,4 +131,20 @@ fn a_child_opens_a_device_of_its_own() {
         true
     }));
     works(&a, &b, 3);
+}
+
+/// The system gives threads of the child the numbers that threads of the parent have.
+#[test]
+fn what_a_child_drops_is_none_of_its_own_threads() {
+    let _alone = alone();
+    let mut parents: Vec<_> = (0..4).map(|_| stream("parent")).collect();
+    assert!(in_child(|| {
+        let own: Vec<_> = (0..8).map(|_| stream("child")).collect();
+        parents.clear();
+        own.iter().try_for_each(|own| own.synchronize(PATIENCE)).unwrap();
+        // Joins their threads.
+        drop(own);
+        true
+    }));
+    parents.iter().try_for_each(|parent| parent.synchronize(PATIENCE)).unwrap();
 }

@@ -233,14 +233,9 @@ impl Engine for CudaEngine {
 impl Drop for CudaEngine {
     fn drop(&mut self) {
         // The watchdog is not in a forked child, where CUDA does not work either.
-        if !self.home.is_here() {
-            return;
-        }
+        let Some(watchdog) = self.home.take_thread(&mut self.watchdog) else { return };
         self.shared.close();
-        let here = thread::current().id();
-        if let Some(watchdog) =
-            self.watchdog.take().filter(|w| w.thread().id() != here && !host_fn::is_running())
-        {
+        if watchdog.thread().id() != thread::current().id() && !host_fn::is_running() {
             // It catches nothing, and there is nobody to tell.
             let _ = watchdog.join();
         }
