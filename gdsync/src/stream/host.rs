@@ -113,6 +113,11 @@ impl Engine for HostEngine {
         self.shared.submit(ops)
     }
 
+    fn record(&self, _turn: &mut Turn, ops: &[Op]) -> Result<()> {
+        self.home.check()?;
+        ops.iter().try_for_each(Op::check)
+    }
+
     fn completed(&self) -> u64 {
         self.shared.completed()
     }
