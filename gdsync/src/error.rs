@@ -344,7 +344,8 @@ fn not_taken(untaken: u64) -> String {
     match untaken {
         0 => String::new(),
         n => format!(
-            ", {n} completed and not taken: poll_send, poll_recv, Cq::drain and waits of streams take, Completion::wait only looks"
+            ", {n} completed and not taken, or of other queues: poll_send, poll_recv, Cq::drain and waits of streams take, \
+             Completion::wait only looks"
         ),
     }
 }

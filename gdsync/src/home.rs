@@ -3,6 +3,7 @@
 
 use std::mem;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 
 use gdrcopy::fork::Owner;
 
@@ -33,6 +34,17 @@ impl Home {
             Err(gdrcopy::Error::OtherProcess { owner, caller }) => Err(Error::OtherProcess { owner, caller }),
             Err(other) => Err(Error::cuda("asking which process this is")(other)),
         }
+    }
+
+    /// For the drop of what has a thread: takes the thread to be joined, if there is one. In a child there is none, and its handle
+    /// is not dropped either: that would detach the thread of the child that has its number now.
+    pub(crate) fn take_thread(self, thread: &mut Option<JoinHandle<()>>) -> Option<JoinHandle<()>> {
+        let thread = thread.take();
+        if self.is_here() {
+            return thread;
+        }
+        mem::forget(thread);
+        None
     }
 
     /// For the drop of something that holds on to `kept`: whether to go about it. In a child `kept` then outlives it.

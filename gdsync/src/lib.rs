@@ -50,8 +50,9 @@
 //! - **Room.** Queues and streams are bounded. A full one is an error at enqueue, never a stall later.
 //! - **Threads.** Everything may be used from any thread.
 //! - **Forks.** What was made belongs to the process that made it. In a child forked since, calls are refused with
-//!   [`Error::OtherProcess`], dropping does nothing, and [`memory::Memory::alloc`]'s bytes are zeros. The child may open a device of
-//!   its own.
+//!   [`Error::OtherProcess`], dropping does nothing, and [`memory::Memory::alloc`]'s bytes are zeros. GPU memory is not there. The
+//!   child may open a device of its own. What it drops, and completions that it polls or asks for, wait for nobody; other calls may
+//!   wait for ever for a thread that was within the library when the process forked: fork while none is.
 
 mod brief;
 pub mod cuda;

@@ -148,8 +148,9 @@ impl Drop for Owner {
     fn drop(&mut self) {
         let registered = self.registered.take();
         if !self.home.is_here() {
-            // The registration is the parent's, and other pages of the child may be where these are not.
-            return mem::forget(registered);
+            // Registration, mapping and GPU are the parent's, and other pages of the child may be where these are not.
+            let nothing = Bytes::Lent { ptr: NonNull::dangling(), len: 0 };
+            return mem::forget((registered, mem::replace(&mut self.bytes, nothing)));
         }
         if let Bytes::Io { keeper, .. } = &self.bytes {
             return registered.into_iter().for_each(|registered| registered.outlived_by(keeper.clone()));

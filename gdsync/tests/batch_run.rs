@@ -42,6 +42,22 @@ fn the_caller_runs_a_batch_of_everything_in_order() {
 }
 
 #[test]
+fn a_wait_that_no_word_satisfies_is_refused_before_anything_runs() {
+    let (a, _b) = pair(64, |q| q);
+    let word = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let mut batch = Batch::new();
+    batch.write_value32(&word, 1);
+    let sent = batch.send(&a.qp, &SendWr::nop()).unwrap();
+    batch.wait_value32(&word, 0, Cond::And);
+    for _ in 0..2 {
+        let refused = batch.run(SHORT);
+        assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
+    }
+    assert_eq!((word.load(), batch.len(), sent.status().unwrap()), (0, 3, None));
+    a.qp.check().unwrap();
+}
+
+#[test]
 fn streams_and_the_caller_take_turns_on_a_queue_pair() {
     let (a, b) = pair(64, |q| q.max_send_wr(8));
     let s = stream("turns");

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::iter;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -11,7 +12,7 @@ use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond};
-use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
+use gdsync::verbs::{Access, Completion, QpAttr, QpState, RecvWr, SendWr};
 
 /// Every response behind a lost one used to ask for the whole rest again: the requests piled up at the responder, which
 /// then refused one as too many and broke the queue pair.
@@ -233,4 +234,35 @@ fn a_completion_queue_outlives_the_claims_of_a_stream_that_gave_up() {
         a.qp.post_send(&[SendWr::nop().id(id)]).unwrap();
         assert_eq!(cq.wait(PATIENCE).unwrap().ok().unwrap().wr_id, id);
     }
+}
+
+/// Between two questions of a wait, whether its request has completed and whether it was taken back, a reset gave the number away:
+/// nobody had taken anything back.
+#[test]
+fn who_waits_is_told_of_a_reset() {
+    let (a, _b) = pair(64, |q| q);
+    let (ask, asked) = mpsc::channel::<Completion>();
+    let (tell, told) = mpsc::channel();
+    // So short that it never sleeps.
+    let spell = Duration::from_micros(40);
+    let waiter = std::thread::spawn(move || {
+        for completion in asked {
+            tell.send(None).unwrap();
+            let is_late = |error: &Error| matches!(error, Error::Deadline { .. });
+            let error = iter::repeat_with(|| completion.wait(spell).unwrap_err()).find(|e| !is_late(e));
+            tell.send(error).unwrap();
+        }
+    });
+    a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
+    for _ in 0..2000 {
+        a.qp.modify(&QpAttr::to(QpState::INIT).access(Access::empty())).unwrap();
+        ask.send(a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap()).unwrap();
+        // It asks all the time from now on.
+        assert!(told.recv_timeout(PATIENCE).unwrap().is_none());
+        a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
+        let error = told.recv_timeout(PATIENCE).unwrap();
+        assert!(matches!(error, Some(Error::Reset { .. })), "{error:?}");
+    }
+    drop(ask);
+    waiter.join().unwrap();
 }

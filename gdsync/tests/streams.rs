@@ -131,6 +131,8 @@ fn a_wait_that_no_word_satisfies_is_refused() {
     ] {
         assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
     }
+    let captured = s.capture(|s| s.wait_value32(&narrow, 0, Cond::And));
+    assert!(matches!(captured, Err(Error::InvalidArgument { .. })), "{captured:?}");
     s.synchronize(PATIENCE).unwrap();
 }
 

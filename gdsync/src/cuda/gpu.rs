@@ -22,6 +22,7 @@ use super::neighbours::Sign;
 use super::reaper::{Doomed, Reaper};
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
+use crate::home::Home;
 use crate::memory::{Memory, page_round};
 use crate::stream::{Crowd, KickerSlot, Lane, reserve};
 
@@ -33,6 +34,7 @@ use crate::stream::{Crowd, KickerSlot, Lane, reserve};
 pub struct Gpu(Arc<Inner>);
 
 struct Inner {
+    home: Home,
     api: Api,
     /// CUDA ordinal in this process.
     ordinal: i32,
@@ -84,6 +86,9 @@ impl fmt::Debug for Gpu {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if !self.home.is_here() {
+            return;
+        }
         // SAFETY: retained here, or kept alive as the maker of this value promised.
         match unsafe { Current::enter(&self.api, self.context) } {
             Ok(_current) => {
@@ -214,6 +219,7 @@ impl Gpu {
             Ok(Arc::new(lane))
         });
         let inner = Inner {
+            home: Home::default(),
             api,
             ordinal,
             device,
@@ -269,6 +275,11 @@ impl Gpu {
     /// The context (`CUcontext`) that work runs in, for launching kernels beside it.
     pub fn raw_context(&self) -> usize {
         self.0.context
+    }
+
+    /// Whether this is the process that opened it: in a child CUDA does not work.
+    pub(crate) fn is_here(&self) -> bool {
+        self.0.home.is_here()
     }
 
     /// The entry points of the driver.

@@ -50,16 +50,13 @@ impl<S: Served> Service<S> {
 impl<S: Served> Drop for Service<S> {
     fn drop(&mut self) {
         // A forked child has no such thread, and the part of it that holds on to the state goes on doing so.
-        if !self.shared.duties().home.is_here() {
-            return;
-        }
+        let home = self.shared.duties().home;
+        let Some(thread) = home.take_thread(&mut self.thread) else { return };
         self.stop.store(true, Ordering::Release);
         self.shared.take_over();
         self.shared.wake();
-        if let Some(thread) = self.thread.take() {
-            // A panic there was reported by the panic hook; there is nobody to return it to.
-            let _ = thread.join();
-        }
+        // A panic there was reported by the panic hook; there is nobody to return it to.
+        let _ = thread.join();
     }
 }
 

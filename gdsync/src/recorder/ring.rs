@@ -292,15 +292,11 @@ fn forgotten_in_children() -> Result<Word64> {
     const PAGE: usize = 4096;
     let page = Memory::alloc(PAGE)?;
     let address = std::ptr::with_exposed_provenance_mut(usize::try_from(page.addr()).unwrap_or(0));
-    // Memory of this crate is kept out of children; this page is there, empty.
-    for advice in [libc::MADV_DOFORK, libc::MADV_WIPEONFORK] {
-        // SAFETY: the page was just mapped, and the advice only concerns forked children.
-        if unsafe { libc::madvise(address, PAGE, advice) } != 0 {
-            return Err(Error::last_os(
-                "madvise(MADV_WIPEONFORK)",
-                "use Linux 4.14 or newer, or set GDSYNC_RECORDER=off",
-            ));
-        }
+    // As memory of this crate is, where the kernel can do that; where it cannot, children do not have it. Here that must be known.
+    // SAFETY: the page was just mapped, and the advice only concerns forked children.
+    if unsafe { libc::madvise(address, PAGE, libc::MADV_WIPEONFORK) } != 0 {
+        let fix = "use Linux 4.14 or newer, or set GDSYNC_RECORDER=off";
+        return Err(Error::last_os("madvise(MADV_WIPEONFORK)", fix));
     }
     page.word64(0)
 }

@@ -174,7 +174,9 @@ fn low16(stream: u64) -> u16 {
 impl Drop for QpLog {
     fn drop(&mut self) {
         self.change(|peer| peer.is_gone = true);
-        if let (Some(row), Some(recorder)) = (self.row, self.log.recorder()) {
+        if let (Some(row), Some(recorder)) = (self.row, self.log.recorder())
+            && recorder.is_of_this_process()
+        {
             recorder.rows.lock().used[row] = false;
         }
     }

@@ -11,6 +11,7 @@ use super::op::Ops;
 use super::record::{Part, Recording};
 use super::{State, Stream, Turn, deadline};
 use crate::error::{Error, Result};
+use crate::home::Home;
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
 
@@ -48,6 +49,7 @@ pub struct Launch {
 #[derive(Debug)]
 #[must_use = "dropping it ends the capture"]
 pub struct Capture {
+    home: Home,
     stream: Stream,
     open: bool,
 }
@@ -90,7 +92,7 @@ impl Stream {
         self.0.engine.error().map_or(Ok(()), Err)?;
         self.0.engine.begin_capture(&mut state.turn)?;
         state.recording = Some(Recording::default());
-        Ok(Capture { stream: self.clone(), open: true })
+        Ok(Capture { home: Home::default(), stream: self.clone(), open: true })
     }
 
     /// Makes recorded batches again, and has the engine take them as one submission, waiting for room until the deadline.
@@ -132,6 +134,7 @@ impl Capture {
     /// # Errors
     /// [`Error::Cuda`], also for what the application did in the capture; the error that failed the stream.
     pub fn end(mut self) -> Result<Graph> {
+        self.home.check()?;
         self.open = false;
         let (made, recording) = self.close();
         Ok(Graph { kind: self.stream.kind(), made: made?, batches: recording.finish() })
@@ -150,6 +153,7 @@ impl Capture {
 impl Drop for Capture {
     fn drop(&mut self) {
         if self.open
+            && self.home.is_here()
             && let (Err(error), _) = self.close()
         {
             tracing::debug!(stream = self.stream.0.name, %error, "capture given up");

@@ -113,6 +113,11 @@ impl Engine for HostEngine {
         self.shared.submit(ops)
     }
 
+    fn record(&self, _turn: &mut Turn, ops: &[Op]) -> Result<()> {
+        self.home.check()?;
+        ops.iter().try_for_each(Op::check)
+    }
+
     fn completed(&self) -> u64 {
         self.shared.completed()
     }
@@ -154,12 +159,10 @@ impl Engine for HostEngine {
 
 impl Drop for HostEngine {
     fn drop(&mut self) {
-        // The thread, and its hold on what is pending, are not in a forked child.
-        if !self.home.is_here() {
-            return;
-        }
+        // The thread is not in a forked child, where its hold on what is pending stays.
+        let Some(thread) = self.home.take_thread(&mut self.thread) else { return };
         self.shared.fail(Error::StreamAborted { stream: self.shared.config.name.clone() });
-        if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != thread::current().id()) {
+        if thread.thread().id() != thread::current().id() {
             // The thread catches panics; should one escape, there is nobody to tell.
             let _ = thread.join();
         }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::Batch;
 use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
+use super::op::Op;
 use crate::error::{Error, Result};
 use crate::recorder::{By, Log};
 
@@ -31,6 +32,7 @@ impl Batch {
     /// # Panics
     /// As a host function of the batch does, after the queue pairs of the batch are stopped.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
+        self.ops().iter().try_for_each(Op::check)?;
         self.mark(CPU, false)?;
         let cores: Vec<_> = self.cores().cloned().collect();
         let ops = mem::take(self.ops());

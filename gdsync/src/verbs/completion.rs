@@ -88,6 +88,7 @@ impl Completion {
     /// The failure of this work request; what broke the queue pair before it could complete; [`Error::Forgotten`];
     /// [`Error::Reset`].
     pub fn status(&self) -> Result<Option<Wc>> {
+        self.end.qp.check_home()?;
         self.check_life()?;
         let outcome = || self.end.tracker.outcome(self.n, || self.end.cq.cqe(self.n));
         let known = outcome().or_else(|| {
@@ -129,7 +130,9 @@ impl Completion {
                 found = self.status().transpose();
             }
             if found.is_none() && self.is_taken_back() {
-                found = Some(Err(Error::TakenBack { qpn: self.end.qp.qpn }));
+                // Once more: a reset between the two questions takes its requests back, too.
+                let taken_back = || Error::TakenBack { qpn: self.end.qp.qpn };
+                found = Some(self.status().and_then(|wc| wc.ok_or_else(taken_back)));
             }
             found.is_some()
         })?;

@@ -259,6 +259,9 @@ impl CqInner {
     }
 
     pub(crate) fn poll(&self) -> Option<Wc> {
+        if !self.home.is_here() {
+            return None;
+        }
         let found = self.take(&mut self.state.lock());
         if found.is_none() && self.provider.progress() {
             return self.take(&mut self.state.lock());
@@ -267,6 +270,9 @@ impl CqInner {
     }
 
     fn drain(&self) {
+        if !self.home.is_here() {
+            return;
+        }
         let take_all = || {
             let mut state = self.state.lock();
             while self.take(&mut state).is_some() {}
@@ -288,8 +294,11 @@ impl CqInner {
         self.room.take_back(count);
     }
 
-    /// Decodes what has arrived and frees what can be reused.
+    /// Decodes what has arrived and frees what can be reused. Nothing in a child, where a ring on a GPU is not mapped.
     pub(crate) fn reap(&self) {
+        if !self.home.is_here() {
+            return;
+        }
         let mut state = self.state.lock();
         self.reap_locked(&mut state);
         self.free(&mut state);
@@ -430,6 +439,7 @@ impl CqInner {
         tracker: &Tracker,
         stream: Option<u64>,
     ) -> Result<Option<(u64, u64)>> {
+        self.home.check()?;
         let mut state = self.state.lock();
         if state.attached != 1 {
             return Err(Error::Unsupported {
@@ -479,8 +489,11 @@ impl CqInner {
     }
 
     /// Gives a claim back that never reached a stream: `poll` may take the completions, or a later claim those that
-    /// nothing behind them is claimed of.
+    /// nothing behind them is claimed of. In a child it is left.
     pub(crate) fn release(&self, first: u64, n: u64) {
+        if !self.home.is_here() {
+            return;
+        }
         let mut state = self.state.lock();
         state.unsubmitted.retain(|&(_, m)| m != n);
         state.in_stream -= 1;
@@ -508,6 +521,7 @@ impl CqInner {
     /// be told: by [`CqInner::attend_foreseen`].
     #[inline]
     pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
+        self.home.check()?;
         let mut state = self.state.lock();
         self.submit_locked(&mut state, n, stream, tracker)?;
         if by_gpu {
@@ -540,6 +554,7 @@ impl CqInner {
     /// Whether `stream`, when it gets here, is past completion `n`, which it need not wait for: it is here, or an earlier
     /// wait of the same stream covers it.
     pub(crate) fn covers(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
+        self.home.check()?;
         self.reap();
         let state = self.state.lock();
         let held = state.unsubmitted.front().is_some_and(|&(first, _)| first <= n);

@@ -78,6 +78,11 @@ impl QpCore {
         QpState(self.state.load(Ordering::Acquire))
     }
 
+    /// Whether this is the process that made it, and not a child.
+    pub(crate) fn is_here(&self) -> bool {
+        self.health.home.is_here()
+    }
+
     #[inline(always)]
     pub(crate) fn is_broken(&self) -> bool {
         self.health.is_broken()
@@ -113,9 +118,14 @@ impl QpCore {
         }
     }
 
+    /// Refuses a child.
+    pub(crate) fn check_home(&self) -> Result<()> {
+        self.health.home.check()
+    }
+
     /// The root cause of the first failure, if there was one.
     pub(crate) fn check(&self) -> Result<()> {
-        self.health.home.check()?;
+        self.check_home()?;
         self.send_cq.reap();
         self.recv_cq.reap();
         self.health.check()

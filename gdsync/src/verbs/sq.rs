@@ -479,9 +479,11 @@ impl SendQueue {
         self.end.cq.take_back(taken_back);
     }
 
-    /// A prepared range was dropped.
+    /// A prepared range was dropped. In a child it is left.
     pub(crate) fn cancel(&self, range: &Range<u64>) {
-        self.undo(&mut self.end.tracker.lock(), range);
+        if self.qp.is_here() {
+            self.undo(&mut self.end.tracker.lock(), range);
+        }
     }
 
     fn busy(&self, owner: Owner) -> Error {

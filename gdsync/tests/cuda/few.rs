@@ -7,6 +7,7 @@ use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, Stream};
 use gdsync::verbs::{Completion, Qp, RecvWr, SendWr};
 
+use super::capture::within_a_capture;
 use super::common::{PATIENCE, Side, connect, hca};
 use super::place::{Place, places};
 
@@ -190,17 +191,9 @@ fn a_failed_stream_refuses_short_batches() {
 fn a_capture_of_the_application_refuses_short_batches() {
     for place in places() {
         let stream = place.stream(PATIENCE);
-        let (api, raw) = (place.gpu.api(), stream.raw().unwrap());
-        let current = place.gpu.enter().unwrap();
-        // SAFETY: a stream that lives, in relaxed mode.
-        unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
-        refuses(&stream, &place, |error| matches!(error, Error::Unsupported { .. }));
-        let mut graph = 0;
-        // SAFETY: a stream that is being captured, and a place for the graph.
-        unsafe { api.stream_end_capture(raw, &mut graph) }.unwrap();
-        // SAFETY: a graph that nobody uses.
-        unsafe { api.graph_destroy(graph) }.unwrap();
-        drop(current);
+        within_a_capture(&place.gpu, &stream, || {
+            refuses(&stream, &place, |error| matches!(error, Error::Unsupported { .. }));
+        });
     }
 }
 

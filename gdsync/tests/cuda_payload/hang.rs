@@ -30,21 +30,25 @@ fn a_gpu_that_hangs_is_waited_for_once() {
         (a, b, regions)
     });
     control.hold_copies(0, true);
+    let copies = || control.calls("cuMemcpyAsync");
     let (told, tells) = channel();
-    let ending = thread::spawn(move || {
-        for (a, b, regions) in pairs {
-            b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[regions.1.sge(0, LEN).unwrap()] }]).unwrap();
-            a.qp.post_send(&[SendWr::send(&[regions.0.sge(0, LEN).unwrap()])]).unwrap();
-            // The first copy is held; those behind it are queued, which cannot be seen.
-            thread::sleep(Duration::from_millis(200));
-            drop((regions, a, b));
-        }
-        told.send(()).unwrap();
+    let ended = thread::scope(|scope| {
+        scope.spawn(|| {
+            for (a, b, regions) in pairs {
+                let before = copies();
+                b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[regions.1.sge(0, LEN).unwrap()] }]).unwrap();
+                a.qp.post_send(&[SendWr::send(&[regions.0.sge(0, LEN).unwrap()])]).unwrap();
+                // The first copy is held; those behind it are queued.
+                until(|| copies() > before);
+                drop((regions, a, b));
+            }
+            told.send(()).unwrap();
+        });
+        until(|| control.held_copies() == 1);
+        // Once is 12 s, three times 36.
+        let ended = tells.recv_timeout(Duration::from_secs(24));
+        control.hold_copies(0, false);
+        ended
     });
-    until(|| control.held_copies() == 1);
-    // Once is 12 s, three times 36.
-    let ended = tells.recv_timeout(Duration::from_secs(24));
-    control.hold_copies(0, false);
-    ending.join().unwrap();
     ended.expect("each waits for itself");
 }

@@ -243,7 +243,7 @@ impl Exec {
 
 impl Drop for Captive {
     fn drop(&mut self) {
-        if self.graph == 0 {
+        if self.graph == 0 || !self.gpu.is_here() {
             return;
         }
         // SAFETY: made for this value; what was instantiated of it does not need it.

@@ -183,7 +183,7 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        if self.exec == 0 {
+        if self.exec == 0 || !self.gpu.is_here() {
             return;
         }
         // SAFETY: made for this value; a launch under way would keep the value.

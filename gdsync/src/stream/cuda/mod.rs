@@ -137,8 +137,11 @@ impl Engine for CudaEngine {
     }
 
     fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
+        self.home.check()?;
         self.shared.submit(turn, ops)
     }
+
+    // Of the next three none is asked for in a child: its queue pairs have refused.
 
     fn trigger(&self, turn: &mut Turn, source: &Arc<dyn Source>, bell: &Bell, ring: Ring) -> Result<u64> {
         self.shared.trigger(turn, source, bell, ring)
@@ -159,33 +162,39 @@ impl Engine for CudaEngine {
 
     fn mark(&self, turn: &mut Turn) {
         // Not within a host function, where CUDA must not be called: then the watchdog sees to it.
-        if !host_fn::is_running() {
+        if self.home.is_here() && !host_fn::is_running() {
             self.shared.mark_in_turn(turn);
         }
     }
 
     fn begin_capture(&self, turn: &mut Turn) -> Result<()> {
+        self.home.check()?;
         self.shared.begin_capture(turn)
     }
 
     fn record(&self, turn: &mut Turn, ops: &[Op]) -> Result<()> {
+        self.home.check()?;
         self.shared.record(turn, ops)
     }
 
     fn end_capture(&self, turn: &mut Turn) -> Result<Made> {
+        self.home.check()?;
         Ok(self.shared.end_capture(turn)?)
     }
 
     fn launch(&self, turn: &mut Turn, made: &Made, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
+        self.home.check()?;
         let exec = made.clone().downcast().map_err(|_| graph::elsewhere())?;
         self.shared.launch(turn, &exec, ops, ends)
     }
 
     fn size_of_step(&self, ops: &[Op]) -> Result<usize> {
+        self.home.check()?;
         self.shared.size_of_step(ops)
     }
 
     fn make_steps(&self, sizes: Vec<usize>) -> Result<Made> {
+        self.home.check()?;
         Ok(self.shared.make_steps(sizes)?)
     }
 
@@ -197,6 +206,7 @@ impl Engine for CudaEngine {
         ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
+        self.home.check()?;
         let armory = made.downcast_ref().ok_or_else(steps::elsewhere)?;
         self.shared.launch_steps(turn, armory, ops, ends, kernel)
     }
@@ -210,37 +220,36 @@ impl Engine for CudaEngine {
     }
 
     fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        self.shared.wait_completed(seq, deadline)
+        !self.home.is_here() || self.shared.wait_completed(seq, deadline)
     }
 
     fn ask_room(&self, turn: &mut Turn, ops: usize, host_fns: usize) -> Result<()> {
+        self.home.check()?;
         self.shared.ask_room(turn, ops, host_fns)
     }
 
     fn wait_room(&self, deadline: Instant) -> bool {
-        self.shared.block_until(deadline, || self.shared.failed() || self.shared.has_room())
+        !self.home.is_here()
+            || self.shared.block_until(deadline, || self.shared.failed() || self.shared.has_room())
     }
 
     fn fail(&self, error: Error) {
-        self.shared.fail(error);
+        if self.home.is_here() {
+            self.shared.fail(error);
+        }
     }
 
     fn error(&self) -> Option<Error> {
-        self.shared.error()
+        self.home.check().err().or_else(|| self.shared.error())
     }
 }
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
         // The watchdog is not in a forked child, where CUDA does not work either.
-        if !self.home.is_here() {
-            return;
-        }
+        let Some(watchdog) = self.home.take_thread(&mut self.watchdog) else { return };
         self.shared.close();
-        let here = thread::current().id();
-        if let Some(watchdog) =
-            self.watchdog.take().filter(|w| w.thread().id() != here && !host_fn::is_running())
-        {
+        if watchdog.thread().id() != thread::current().id() && !host_fn::is_running() {
             // It catches nothing, and there is nobody to tell.
             let _ = watchdog.join();
         }
