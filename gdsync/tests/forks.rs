@@ -5,8 +5,9 @@ mod common;
 mod simulated;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::{env, thread};
 
 use common::{PATIENCE, Side, hca, is_device_named, loopback, pair, stream};
 use gdrcopy::standin::driver::Control;
@@ -35,10 +36,20 @@ fn in_child(child: impl FnOnce() -> bool) -> bool {
     status == 0
 }
 
-/// One at a time: a child has the locks of the process as other threads held them when it was forked.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+/// A child has the locks of its parent as other threads held them when it was forked, so each test has a process of its own, without
+/// other tests. Whether this is it; if not, the test has passed there.
+fn is_alone() -> bool {
+    const ALONE: &str = "GDSYNC_TEST_ALONE";
+    if env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let test = thread::current().name().unwrap().to_owned();
+    let mut command = Command::new(env::current_exe().unwrap());
+    let output = command.args(["--exact", &test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
+    println!("{said}");
+    false
 }
 
 /// A write that both sides see.
@@ -55,7 +66,9 @@ fn is_refused<T>(result: Result<T, Error>) -> bool {
 
 #[test]
 fn what_a_child_drops_is_left_to_its_parent() {
-    let _alone = alone();
+    if !is_alone() {
+        return;
+    }
     let (a, b) = pair(4096, |q| q);
     let (c, d) = loopback(4096, |q| q);
     let s = stream("parent");
@@ -87,7 +100,9 @@ fn what_a_child_drops_is_left_to_its_parent() {
 
 #[test]
 fn calls_in_a_child_are_refused() {
-    let _alone = alone();
+    if !is_alone() {
+        return;
+    }
     let (a, b) = pair(4096, |q| q);
     let s = stream("parent");
     works(&a, &b, 1);
@@ -120,7 +135,9 @@ fn calls_in_a_child_are_refused() {
 
 #[test]
 fn a_child_opens_a_device_of_its_own() {
-    let _alone = alone();
+    if !is_alone() {
+        return;
+    }
     if is_device_named() {
         return println!(
             "skipped: a card that is simulated is a thread of this process, and no child has it"
@@ -140,7 +157,9 @@ fn a_child_opens_a_device_of_its_own() {
 /// The system gives threads of the child the numbers that threads of the parent have.
 #[test]
 fn what_a_child_drops_is_none_of_its_own_threads() {
-    let _alone = alone();
+    if !is_alone() {
+        return;
+    }
     let mut parents: Vec<_> = (0..4).map(|_| stream("parent")).collect();
     assert!(in_child(|| {
         let own: Vec<_> = (0..8).map(|_| stream("child")).collect();
@@ -156,7 +175,9 @@ fn what_a_child_drops_is_none_of_its_own_threads() {
 /// What another thread of the parent was at when it forked, none ends in the child.
 #[test]
 fn what_others_have_locked_is_not_waited_for() {
-    let _alone = alone();
+    if !is_alone() {
+        return;
+    }
     let (a, b) = pair(4096, |q| q);
     let mut batch = Batch::new();
     batch.send(&a.qp, &SendWr::nop()).unwrap();
@@ -165,7 +186,7 @@ fn what_others_have_locked_is_not_waited_for() {
     let pending = b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
     let mut all = Some((batch, prepared));
     let is_over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Ordering::Relaxed) {
                 // The locks of completion queues, and those of the queues behind them.
@@ -194,7 +215,9 @@ fn what_others_have_locked_is_not_waited_for() {
 /// Rings on a GPU are not mapped in a child, which would be ended if it touched them.
 #[test]
 fn rings_on_a_gpu_are_left_alone() {
-    let _alone = alone();
+    if !is_alone() {
+        return;
+    }
     if is_device_named() {
         return println!("skipped: the GPU is simulated, for the software HCA");
     }
@@ -259,7 +282,9 @@ fn a_child_gives_nothing_back_to_cuda() {
         "cuMemHostUnregister",
         "cuStreamDestroy",
     ];
-    let _alone = alone();
+    if !is_alone() {
+        return;
+    }
     let control = Control::take();
     // Of one nothing but the GPU itself.
     let (gpu, bare) = (simulated::gpu(0).unwrap(), simulated::gpu(1).unwrap());
