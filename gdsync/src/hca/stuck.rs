@@ -1,10 +1,13 @@
 //! Copies that do not end: each is waited for once, by whoever first ends something that it uses.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use crate::mover::Ticket;
+
+/// How long one is waited for until it is asked again what holds it up.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Those that were waited for in vain.
 #[derive(Debug, Default)]
@@ -19,14 +22,19 @@ impl Stuck {
     }
 
     fn wait_for(&self, copy: &Ticket, deadline: Instant) -> bool {
-        if self.holds_up(copy) {
-            return false;
+        loop {
+            if self.holds_up(copy) {
+                return false;
+            }
+            // What it is behind is known only a moment after it has begun, and others may find out meanwhile.
+            if copy.wait(deadline.min(Instant::now() + LOOK)) {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                self.0.lock().push(copy.clone());
+                return false;
+            }
         }
-        let is_over = copy.wait(deadline);
-        if !is_over {
-            self.0.lock().push(copy.clone());
-        }
-        is_over
     }
 
     /// Whether it cannot be over, as far as is known.
@@ -39,8 +47,6 @@ impl Stuck {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::memory::{Memory, Word32};
 
