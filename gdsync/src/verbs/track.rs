@@ -223,8 +223,10 @@ impl Tracker {
         self.state.lock()
     }
 
+    /// Requests posted.
+    #[inline]
     pub(crate) fn posted(&self) -> u64 {
-        self.lock().posted
+        posted::look(&self.posted, &self.has_gaps).0
     }
 
     /// Requests whose completion has not arrived, by number.

@@ -1,9 +1,9 @@
 //! The CUDA engine: a stream of a GPU that runs the operations.
 //!
 //! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
-//! failure); `row` has sends and waits that come one by one, or one of each; `callers` has those who wait; `retire` gives back what is over; `plan`
-//! turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's front end; `reserve`
-//! makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what
+//! failure); `row` has sends and waits that come one by one, or one of each; `callers` has those who wait; `retire` gives back what
+//! is over; `plan` turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's front
+//! end; `reserve` makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what
 //! is launched; `watch` is the watchdog, `crowd` what it knows of other streams.
 //!
 //! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
