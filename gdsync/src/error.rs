@@ -380,3 +380,25 @@ impl Error {
         Self::Sys { call, source: Arc::new(source), fix }
     }
 }
+
+/// A text of another process, with control characters escaped, so that it can be printed: a terminal obeys escape sequences.
+pub fn printable(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| {
+            let (escaped, plain) =
+                if c.is_control() { (Some(c.escape_default()), None) } else { (None, Some(c)) };
+            escaped.into_iter().flatten().chain(plain)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn escape_sequences_of_others_do_not_reach_the_terminal() {
+        assert_eq!(
+            super::printable("rank 1 \u{1b}[31mred\u{7} \u{9b}2J\nä"),
+            "rank 1 \\u{1b}[31mred\\u{7} \\u{9b}2J\\nä"
+        );
+    }
+}

@@ -17,6 +17,7 @@ use super::pulls::Pulls;
 use super::qp::{Env, SoftQp};
 use super::rung::{MAX_QPS, Rung};
 use super::served::Steps;
+use super::shuffle::Shuffle;
 use super::soft::SoftHcaConfig;
 use super::stats::HcaStats;
 use super::watched::Watched;
@@ -34,13 +35,16 @@ const ROUNDS: usize = 8;
 const STEPS: u32 = 64;
 /// Time between two looks at the timers.
 const TICK: Duration = Duration::from_micros(20);
-/// First QPN: small numbers would hide byte-order mistakes.
-const QPN_BASE: u32 = 0x4_0100;
+/// Queue pair numbers with a meaning of their own lie below, as do small ones, which would hide byte-order mistakes.
+const FIRST_QPN: u32 = 0x100;
+/// All queue pairs of a multicast group.
+const MULTICAST: u32 = 0xff_ffff;
 
 // On lines of its own: who runs it writes here all the time.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Core {
+    qpns: QpNumbers,
     pub(crate) keys: Keys,
     pub(crate) cqs: Cqs,
     pub(crate) faults: Faults,
@@ -76,9 +80,32 @@ struct Slot {
     qp: Option<Box<SoftQp>>,
 }
 
-/// The slot of a QPN.
-pub(super) fn index(qpn: u32) -> usize {
-    (qpn.wrapping_sub(QPN_BASE) as usize) % MAX_QPS
+/// How queue pairs are numbered: slot and generation, shuffled, so that who was not told a number cannot guess it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QpNumbers(Shuffle<24>);
+
+impl QpNumbers {
+    pub(super) fn random() -> Result<Self> {
+        Shuffle::random().map(Self)
+    }
+
+    /// The slot of a queue pair.
+    #[inline]
+    pub(super) fn index(self, qpn: u32) -> usize {
+        self.0.find(qpn) as usize % MAX_QPS
+    }
+
+    /// The number of the next queue pair in a slot.
+    fn next(self, index: usize, generation: &mut u32) -> u32 {
+        let [index, slots] = [index, MAX_QPS].map(|n| u32::try_from(n).expect("at most MAX_QPS"));
+        loop {
+            *generation = (*generation + 1) % ((1 << 24) / slots);
+            let qpn = self.0.hide(*generation * slots + index);
+            if (FIRST_QPN..MULTICAST).contains(&qpn) {
+                return qpn;
+            }
+        }
+    }
 }
 
 impl Core {
@@ -87,11 +114,13 @@ impl Core {
         config: &SoftHcaConfig,
         mover: Arc<dyn Mover>,
         alarms: Option<Arc<dyn Alarms>>,
-    ) -> Self {
+        qpns: QpNumbers,
+    ) -> Result<Self> {
         let mut links = Links::default();
         let rings = vec![Some(links.add(loopback).1)];
-        Self {
-            keys: Keys::default(),
+        Ok(Self {
+            qpns,
+            keys: Keys::new()?,
             cqs: Cqs::default(),
             faults: Faults::new(config.faults.clone()),
             stats: HcaStats::default(),
@@ -110,7 +139,7 @@ impl Core {
             steps: 0,
             ticked: Instant::now(),
             held_back: false,
-        }
+        })
     }
 
     /// How a message of `len` bytes of this memory, in the region of this key, would leave by a queue pair.
@@ -152,7 +181,7 @@ impl Core {
 
     /// The index of a queue pair that exists.
     fn find(&self, qpn: u32) -> Option<usize> {
-        let i = index(qpn);
+        let i = self.qpns.index(qpn);
         self.qps.get(i).and_then(|slot| slot.qp.as_ref()).is_some_and(|qp| qp.rings.qpn == qpn).then_some(i)
     }
 
@@ -166,9 +195,7 @@ impl Core {
             self.qps.push(Slot::default());
         }
         let slot = &mut self.qps[i];
-        slot.generation = slot.generation.wrapping_add(1) % 512;
-        let step = u32::try_from(MAX_QPS).expect("a small constant") * slot.generation;
-        slot.qp = Some(make(QPN_BASE + step + u32::try_from(i).expect("fewer than MAX_QPS")));
+        slot.qp = Some(make(self.qpns.next(i, &mut slot.generation)));
         Ok(())
     }
 

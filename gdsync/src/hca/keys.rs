@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use super::reference::Export;
+use super::shuffle::Shuffle;
 use crate::memory::Memory;
 use crate::mlx5::Syndrome;
 use crate::verbs::Access;
 
-/// The memory regions of one HCA. A key is `index << 8 | variant`: the variant changes at every registration, so that
-/// a stale key does not open its successor.
-#[derive(Debug, Default)]
+/// The memory regions of one HCA. A key is `index << 8 | variant`, shuffled: the variant changes at every registration, so that
+/// a stale key does not open its successor, and who was not told a key cannot guess it.
+#[derive(Debug)]
 pub(crate) struct Keys {
+    shuffle: Shuffle<32>,
     slots: Vec<Slot>,
     free: Vec<usize>,
 }
@@ -30,10 +32,14 @@ struct Region {
     export: Option<Arc<Export>>,
 }
 
-/// First index: keys of small numbers would hide byte-order mistakes.
-const BASE: u32 = 0x1d3;
+/// Keys with a meaning of their own: that of no region, the terminator of a receive's scatter list, and the reserved one.
+const RESERVED: [u32; 3] = [0, 0x100, u32::MAX];
 
 impl Keys {
+    pub(crate) fn new() -> crate::error::Result<Self> {
+        Ok(Self { shuffle: Shuffle::random()?, slots: Vec::new(), free: Vec::new() })
+    }
+
     pub(crate) fn register(
         &mut self,
         pdn: u32,
@@ -43,15 +49,19 @@ impl Keys {
     ) -> u32 {
         let region = Some(Region { pdn, memory: memory.clone(), access, export });
         let index = self.free.pop().unwrap_or(self.slots.len());
-        match self.slots.get_mut(index) {
-            Some(slot) => {
-                slot.variant = slot.variant.wrapping_add(1);
-                slot.region = region;
-            }
-            None => self.slots.push(Slot { variant: 0x2b, region }),
+        if index == self.slots.len() {
+            self.slots.push(Slot { variant: 0, region: None });
         }
-        let number = u32::try_from(index).expect("fewer than 2^24 regions") + BASE;
-        number << 8 | u32::from(self.slots[index].variant)
+        let slot = &mut self.slots[index];
+        slot.region = region;
+        let number = u32::try_from(index).expect("fewer than 2^24 regions") << 8;
+        loop {
+            slot.variant = slot.variant.wrapping_add(1);
+            let key = self.shuffle.hide(number | u32::from(slot.variant));
+            if !RESERVED.contains(&key) {
+                return key;
+            }
+        }
     }
 
     /// The number of live regions.
@@ -61,14 +71,17 @@ impl Keys {
 
     /// Drops a key. What it held is returned, to be let go outside of locks.
     pub(crate) fn deregister(&mut self, key: u32) -> Option<impl Sized + use<>> {
-        let index = Self::index(key)?;
+        let (index, variant) = self.split(key);
         let slot = self.slots.get_mut(index)?;
-        let region = if slot.variant == variant(key) { slot.region.take() } else { None };
+        let region = if slot.variant == variant { slot.region.take() } else { None };
         region.inspect(|_| self.free.push(index))
     }
 
-    fn index(key: u32) -> Option<usize> {
-        (key >> 8).checked_sub(BASE).map(|i| i as usize)
+    /// The index and the variant of a key.
+    fn split(&self, key: u32) -> (usize, u8) {
+        let [variant, index @ ..] = self.shuffle.find(key).to_le_bytes();
+        let [a, b, c] = index;
+        (u32::from_le_bytes([a, b, c, 0]) as usize, variant)
     }
 
     /// The memory of this key's region.
@@ -82,8 +95,9 @@ impl Keys {
     }
 
     fn region(&self, key: u32) -> Option<&Region> {
-        let slot = self.slots.get(Self::index(key)?)?;
-        slot.region.as_ref().filter(|_| slot.variant == variant(key))
+        let (index, variant) = self.split(key);
+        let slot = self.slots.get(index)?;
+        slot.region.as_ref().filter(|_| slot.variant == variant)
     }
 
     /// The memory and offset of `len` bytes at `addr`, if `key` opens them for `access`.
@@ -122,17 +136,13 @@ impl Keys {
     }
 }
 
-fn variant(key: u32) -> u8 {
-    key.to_le_bytes()[0]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_key_opens_its_range_domain_and_rights_and_nothing_else() {
-        let mut keys = Keys::default();
+        let mut keys = Keys::new().unwrap();
         let memory = Memory::alloc(100).unwrap();
         let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ, None);
         let base = memory.addr();
@@ -150,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_dead_key_stays_dead_when_its_slot_is_used_again() {
-        let mut keys = Keys::default();
+        let mut keys = Keys::new().unwrap();
         let memory = Memory::alloc(8).unwrap();
         let old = keys.register(1, &memory, Access::empty(), None);
         assert_eq!(keys.len(), 1);
@@ -158,7 +168,7 @@ mod tests {
         assert!(keys.deregister(old).is_none());
         assert_eq!(keys.len(), 0);
         let new = keys.register(1, &memory, Access::empty(), None);
-        assert_eq!(old >> 8, new >> 8);
+        assert_eq!(keys.split(old).0, keys.split(new).0);
         assert!(keys.local(old, 1, memory.addr(), 8, false).is_err());
         assert!(keys.local(new, 1, memory.addr(), 8, false).is_ok());
         assert!(keys.deregister(old).is_none() && keys.local(new, 1, memory.addr(), 8, false).is_ok());

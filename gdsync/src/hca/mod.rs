@@ -68,7 +68,7 @@
 //! # Peers
 //!
 //! Queue pairs of one process meet in memory. Other processes of the host are linked through shared memory, handed
-//! over an abstract Unix socket named after the [`Gid`]; both must belong to one user and one network namespace.
+//! over an abstract Unix socket whose name is a hash of the [`Gid`]; both must belong to one user and one network namespace.
 //! When a process dies, its links report it at once: outstanding sends fail with a retry error, everything else is
 //! flushed. (A card would take its timeouts; a peer that only falls silent takes them here too.) The links are let go when no
 //! queue pair is connected over them any more.
@@ -101,6 +101,7 @@ mod rings;
 mod rung;
 mod served;
 mod service;
+mod shuffle;
 mod soft;
 mod staging;
 mod stats;

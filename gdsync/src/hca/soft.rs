@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::alarm::Alarms;
 use super::chart::Chart;
-use super::core::{self, Core};
+use super::core::{Core, QpNumbers};
 use super::cqs;
 use super::fault::{FaultPlan, Faults};
 use super::gid::{self, Gid};
@@ -114,6 +114,7 @@ pub(crate) struct SoftHca {
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) gid: Gid,
+    qpns: QpNumbers,
     strict: bool,
     pub(super) core: Mutex<Core>,
     pub(super) rung: Rung,
@@ -176,9 +177,11 @@ impl SoftHca {
         let bell = Bell::create()?;
         let port = Port::open(gid, bell.clone())?;
         let mover = config.mover.clone().unwrap_or_else(|| Arc::new(Engines::default()));
-        let core = Core::new(port.loopback()?, config, mover.clone(), alarms);
+        let qpns = QpNumbers::random()?;
+        let core = Core::new(port.loopback()?, config, mover.clone(), alarms, qpns)?;
         let shared = Arc::new(Shared {
             gid,
+            qpns,
             strict: config.strict,
             core: Mutex::new(core),
             rung: Rung::default(),
@@ -313,7 +316,7 @@ impl Provider for SoftHca {
     }
 
     fn carriage(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> Carriage {
-        self.shared.with(|core| core.carriage(core::index(qpn), lkey, memory, len))
+        self.shared.with(|core| core.carriage(self.shared.qpns.index(qpn), lkey, memory, len))
     }
 
     fn leave_by_reference(&self, bytes: usize) -> Option<usize> {
@@ -339,7 +342,7 @@ impl Provider for SoftHca {
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
         let health = Arc::default();
         let (qpn, psn) = self.add_qp(rings, Arc::clone(&health))?;
-        let notice = Some(self.shared.rung.notice(core::index(qpn)));
+        let notice = Some(self.shared.rung.notice(self.shared.qpns.index(qpn)));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice })
     }
 
@@ -378,11 +381,11 @@ impl Provider for SoftHca {
     }
 
     fn ring(&self, qpn: u32) {
-        self.shared.ring_doorbell(core::index(qpn));
+        self.shared.ring_doorbell(self.shared.qpns.index(qpn));
     }
 
     fn watch(&self, qpn: u32, pi: u64) {
-        self.shared.watch_doorbell(core::index(qpn), pi);
+        self.shared.watch_doorbell(self.shared.qpns.index(qpn), pi);
     }
 
     fn attend(&self, cqn: u32) {

@@ -1,7 +1,7 @@
 //! Reading a recording, also that of another process, also while it is written.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::clock::{Clock, Moment, Scale};
@@ -123,16 +123,13 @@ impl Recording {
     pub fn read(path: &Path) -> Result<Self> {
         const FIX: &str = "name the file of a recording: `gdasync trace --list` lists them";
         let failed = |error| Error::os("reading a recording", error, FIX);
-        // Not where it would wait for a writer.
-        let mut options = File::options();
-        let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
+        let file = file::open(path).map_err(failed)?;
         let not_one = |what: &str| {
             let value = format!("{} {what}", path.display());
             Error::invalid("recording", value, "a file of this release of the library, whole")
         };
         let about = file.metadata().map_err(failed)?;
-        let head =
-            file::header_of(&file).filter(|_| about.is_file()).ok_or_else(|| not_one("(no header)"))?;
+        let head = file::header_of(&file).ok_or_else(|| not_one("(no header)"))?;
         let records = head[header::RECORDS];
         let is_fine = records.is_power_of_two() && records <= layout::MOST_RECORDS;
         let capacity =
@@ -187,35 +184,43 @@ impl Recording {
         Ok(this)
     }
 
-    /// Reads the recordings of a process, the newest first; there is more than one where it has several copies of the library.
+    /// Reads the recordings of a process, the newest first; there is more than one where it has several copies of the library. Files
+    /// of other users and broken ones are left out, with a warning in the log.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where it has none; as [`Recording::read`].
+    /// [`Error::InvalidArgument`] where it has none; [`Error::Sys`] where files cannot be listed.
     pub fn of_process(pid: u32) -> Result<Vec<Self>> {
-        let all = file::list().map_err(|error| Error::os("listing recordings", error, file::RAISE))?;
-        let files: Vec<_> = all.into_iter().filter(|path| file::pid_of(path) == Some(pid)).collect();
-        if files.is_empty() {
+        let all =
+            file::list(usize::MAX).map_err(|error| Error::os("listing recordings", error, file::RAISE))?;
+        let files = all.into_iter().filter(|path| file::pid_of(path) == Some(pid) && is_trusted(path));
+        let told = |path: &PathBuf, error: &Error| {
+            tracing::warn!(path = %path.display(), %error, "a file is no recording and is left out");
+        };
+        let read = |path: PathBuf| Self::read(&path).inspect_err(|error| told(&path, error)).ok();
+        let mut all: Vec<_> = files.filter_map(read).collect();
+        if all.is_empty() {
             let expected = "a process with a recording: `gdasync trace --list` lists them; it has none if it has ended in \
                             order, or runs with GDSYNC_RECORDER=off";
             return Err(Error::invalid("process", pid, expected));
         }
-        let mut all = files.iter().map(|path| Self::read(path)).collect::<Result<Vec<_>>>()?;
         all.sort_by_key(|recording| std::cmp::Reverse(recording.begun));
         Ok(all)
     }
 
-    /// The files that are called as recordings are, in the folders where they are made. None, and a warning in the log, where no file
-    /// descriptor is left to look.
+    /// The files named as recordings in the folders where they are made, less those that belong to another user than their process,
+    /// which the log warns of. None, and a warning in the log, where no file descriptor is left to look.
     pub fn list() -> Vec<PathBuf> {
-        file::list().unwrap_or_else(|error| {
+        let mut files = file::list(usize::MAX).unwrap_or_else(|error| {
             tracing::warn!(%error, fix = file::RAISE, "recordings cannot be listed");
             Vec::new()
-        })
+        });
+        files.retain(|path| is_trusted(path));
+        files
     }
 
     /// Removes the recordings of this user's processes that are dead. Returns the files.
     pub fn clean() -> Vec<PathBuf> {
-        file::clean(0)
+        file::clean(0, usize::MAX)
     }
 
     /// When the last event was.
@@ -259,10 +264,24 @@ fn command(head: &[u64; header::WORDS]) -> String {
     text(&words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>())
 }
 
-/// The bytes before the first zero.
+/// The bytes before the first zero, with control characters escaped: another process has written them, and they are printed.
 fn text(bytes: &[u8]) -> String {
     let bytes = bytes.split(|&byte| byte == 0).next().unwrap_or_default();
-    String::from_utf8_lossy(bytes).into_owned()
+    crate::error::printable(&String::from_utf8_lossy(bytes))
+}
+
+/// Whether a file may be taken for that of the process that it is named after.
+fn is_trusted(path: &Path) -> bool {
+    let told = |error: &std::io::Error| {
+        if error.kind() != std::io::ErrorKind::NotFound {
+            tracing::warn!(path = %path.display(), %error, "a file is left out: it may be forged");
+        }
+    };
+    match file::check_owner(path).inspect_err(told) {
+        // It is gone: reading says so.
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+        Ok(()) => true,
+    }
 }
 
 fn thread(row: &[u8]) -> Thread {

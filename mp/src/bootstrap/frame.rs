@@ -126,7 +126,7 @@ impl Frame {
     /// The payload of a refusal or failure, cut to what a message can bear.
     pub(super) fn text(&self) -> String {
         let end = self.payload.len().min(MAX_TEXT);
-        String::from_utf8_lossy(&self.payload[..end]).into_owned()
+        gdsync::error::printable(&String::from_utf8_lossy(&self.payload[..end]))
     }
 }
 

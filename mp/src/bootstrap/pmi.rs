@@ -22,6 +22,9 @@ use crate::launch::{hash, is_loopback};
 /// The key of the address of rank 0.
 const KEY: &str = "gdsync-root";
 
+/// Longer lines are not read. PMI allows 1,024 bytes.
+const MAX_LINE: usize = 64 << 10;
+
 const WHO: &str = "the launcher (PMI)";
 
 const FIX: &str = "set MASTER_ADDR and MASTER_PORT to the host and a free port of rank 0 \
@@ -164,17 +167,15 @@ impl<'a> Client<'a> {
             }
             _ => Error::bootstrap_os(WHO, format!("{name} failed"), error, FIX),
         };
-        // At least a moment: a limit of zero is an error of its own.
-        let limit = Some(self.deadline.remaining().max(Duration::from_millis(1)));
-        let socket = *self.stream.get_ref();
-        socket.set_read_timeout(limit).map_err(lost)?;
-        socket.set_write_timeout(limit).map_err(lost)?;
-        let mut writer = socket;
-        writer.write_all(format!("cmd={command}\n").as_bytes()).map_err(lost)?;
-        let mut line = String::new();
-        self.stream.read_line(&mut line).map_err(lost)?;
+        let mut socket = *self.stream.get_ref();
+        self.limit(socket).map_err(lost)?;
+        socket.write_all(format!("cmd={command}\n").as_bytes()).map_err(lost)?;
+        let line = self.read_line().map_err(lost)?;
         if !line.ends_with('\n') {
-            let what = format!("closed the connection in {name}: a process can use it only once");
+            let what = match line.len() {
+                ..MAX_LINE => format!("closed the connection in {name}: a process can use it only once"),
+                _ => format!("answered {name} with a line of more than {MAX_LINE} bytes"),
+            };
             return Err(Error::bootstrap(WHO, what, FIX));
         }
         let answer = Answer(line);
@@ -184,6 +185,34 @@ impl<'a> Client<'a> {
             return Err(Error::bootstrap(WHO, what, FIX));
         }
         Ok(answer)
+    }
+
+    /// Lets the next call on the socket last until the deadline.
+    fn limit(&self, socket: &UnixStream) -> std::io::Result<()> {
+        // At least a moment: a limit of zero is an error of its own.
+        let limit = Some(self.deadline.remaining().max(Duration::from_millis(1)));
+        socket.set_read_timeout(limit)?;
+        socket.set_write_timeout(limit)
+    }
+
+    /// A line with its end, or what came before the end of the connection or of the longest line. The deadline is that of the line:
+    /// a launcher that sends a byte at a time does not put it off.
+    fn read_line(&mut self) -> std::io::Result<String> {
+        let mut line = Vec::new();
+        while !line.ends_with(b"\n") && line.len() < MAX_LINE {
+            if self.deadline.remaining().is_zero() {
+                return Err(std::io::ErrorKind::TimedOut.into());
+            }
+            self.limit(self.stream.get_ref())?;
+            let some = self.stream.fill_buf()?;
+            let end = some.iter().position(|byte| *byte == b'\n').map_or(some.len(), |at| at + 1);
+            line.extend_from_slice(&some[..end]);
+            self.stream.consume(end);
+            if end == 0 {
+                break;
+            }
+        }
+        Ok(String::from_utf8_lossy(&line).into_owned())
     }
 }
 

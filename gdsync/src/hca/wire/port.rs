@@ -1,7 +1,13 @@
-//! Where an HCA is reached: an abstract Unix socket named after its GID, and one thread that greets and buries peers.
+//! Where an HCA is reached: an abstract Unix socket, and one thread that accepts links and notices their end.
+//!
+//! Abstract sockets have no permissions and their names are public, so three things protect a link:
+//! - both ends belong to the same user (`SO_PEERCRED`), root not excepted;
+//! - the socket's name is a hash of the GID, and a greeting names the GID that it is for: only who was told the address can link;
+//! - the process that claims a GID serves the socket of that GID.
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -12,6 +18,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::bell::Bell;
 use super::fds;
@@ -22,9 +29,9 @@ use crate::hca::Gid;
 use crate::memory::{Memory, Word64, user};
 
 /// First bytes of a greeting: protocol and version.
-const MAGIC: &[u8; 8] = b"gdswire2";
-/// A greeting: magic, GID of the sender.
-const GREETING: usize = 24;
+const MAGIC: &[u8; 8] = b"gdswire3";
+/// A greeting: magic, GID of the receiver, GID of the sender.
+const GREETING: usize = 40;
 /// Bytes of the file with the rings of both directions, and a page with the words of offers.
 const FILE: usize = 2 * RING_SPAN + 4096;
 /// A ring, rounded to pages.
@@ -33,6 +40,10 @@ const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
 type Handshake<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Connections that have not greeted yet; the oldest goes when one more comes.
 const MAX_STRANGERS: usize = 64;
+/// Pause of the listener when a connection cannot be accepted, for lack of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Pause between two attempts to connect to a port whose backlog is full.
+const CONNECT_PAUSE: Duration = Duration::from_millis(2);
 
 /// Both ends of a link, as one HCA holds them.
 #[derive(Debug)]
@@ -107,7 +118,7 @@ impl Port {
     /// Opens the port. `bell` is rung when a link comes or goes.
     pub(crate) fn open(gid: Gid, bell: Bell) -> Result<Self> {
         let fix = "raise the limit of open files (ulimit -n)";
-        let listener = address(gid)
+        let listener = SocketAddr::from_abstract_name(name(gid))
             .and_then(|address| UnixListener::bind_addr(&address))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .map_err(|e| Error::os("bind of an abstract Unix socket", e, fix))?;
@@ -129,7 +140,7 @@ impl Port {
             accepted: Mutex::default(),
             has_accepted: AtomicBool::new(false),
         });
-        let control = Control { shared: shared.clone(), listener, strangers: Vec::new() };
+        let control = Control { shared: shared.clone(), listener, strangers: Vec::new(), paused: None };
         let control = std::thread::Builder::new()
             .name("gdsync-port".into())
             .spawn(move || control.run())
@@ -141,12 +152,25 @@ impl Port {
     pub(crate) fn connect(&self, peer: Gid, timeout: Duration) -> Result<LinkEnds> {
         let deadline = Instant::now() + timeout;
         let failed = |why: String| Error::Peer { peer: peer.to_string(), why };
-        let stream = address(peer).and_then(|address| UnixStream::connect_addr(&address)).map_err(|e| {
-            failed(format!(
-                "no process of this host and network namespace serves this GID ({e}); start it first"
-            ))
-        })?;
-        let answer = greet(&stream, &self.shared, deadline);
+        let stream = loop {
+            match try_connect(peer) {
+                Ok(stream) => break stream,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    if Instant::now() >= deadline {
+                        let why = "its process accepts no connections: it is stopped, or another process fills its queue of \
+                                   connections; let it run on (kill -CONT), or end the other one";
+                        return Err(failed(why.to_owned()));
+                    }
+                    std::thread::sleep(CONNECT_PAUSE);
+                }
+                Err(e) => {
+                    return Err(failed(format!(
+                        "no process of this host and network namespace serves this GID ({e}); start it first"
+                    )));
+                }
+            }
+        };
+        let answer = greet(&stream, peer, &self.shared, deadline);
         let (file, bell) = answer
             .map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
         self.shared.link(peer, &file, 0, bell, stream)
@@ -184,14 +208,26 @@ impl Drop for Port {
     }
 }
 
-fn address(gid: Gid) -> io::Result<SocketAddr> {
-    SocketAddr::from_abstract_name(format!("gdsync/{gid}"))
+/// The name of a port's socket. A hash of 64 bits fits 2^56 GIDs: whoever reads it in `/proc/net/unix` does not learn the GID.
+fn name(gid: Gid) -> String {
+    let mut hasher = DefaultHasher::new();
+    gid.0.hash(&mut hasher);
+    format!("gdsync/{:016x}", hasher.finish())
 }
 
-fn greeting(gid: Gid) -> [u8; GREETING] {
+/// Connects to a port, without waiting: `WouldBlock` where its queue of connections is full.
+fn try_connect(gid: Gid) -> io::Result<UnixStream> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name(gid).as_bytes())?)?;
+    Ok(UnixStream::from(socket))
+}
+
+fn greeting(to: Gid, from: Gid) -> [u8; GREETING] {
     let mut out = [0; GREETING];
     out[..8].copy_from_slice(MAGIC);
-    out[8..].copy_from_slice(&gid.0);
+    out[8..24].copy_from_slice(&to.0);
+    out[24..].copy_from_slice(&from.0);
     out
 }
 
@@ -199,35 +235,52 @@ fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-/// Abstract addresses have no permissions: whoever is at the other end must be the same user, or root.
+/// Abstract addresses have no permissions: the process at the other end must be of the same user.
 fn check_user(stream: &UnixStream) -> io::Result<()> {
     let own = user();
     match fds::peer(stream)?.uid {
-        uid if uid == own || uid == 0 || own == 0 => Ok(()),
-        uid => Err(invalid(&format!("the process at the other end belongs to user {uid}"))),
+        uid if uid == own => Ok(()),
+        uid => Err(invalid(&format!(
+            "the process at the other end belongs to user {uid}, this one to {own}; run both as the same user"
+        ))),
     }
 }
 
-/// The GID in a greeting.
-fn read_greeting(bytes: &[u8]) -> io::Result<Gid> {
-    let (magic, gid) = bytes.split_first_chunk::<8>().ok_or_else(|| invalid("short greeting"))?;
-    match gid.try_into() {
-        Ok(gid) if magic == MAGIC => Ok(Gid(gid)),
-        _ => Err(invalid("not a greeting of this version")),
+/// Checks that the process at the other end serves the socket of the GID that it claims.
+fn check_claim(stream: &UnixStream, claimed: Gid) -> io::Result<()> {
+    let claimant = fds::peer(stream)?;
+    let owner = fds::peer(&try_connect(claimed)?)?;
+    if (owner.pid, owner.uid) == (claimant.pid, claimant.uid) {
+        return Ok(());
+    }
+    Err(invalid("the process at the other end claims the GID of another one"))
+}
+
+/// The GID of the sender in a greeting to `own`.
+fn read_greeting(bytes: &[u8], own: Gid) -> io::Result<Gid> {
+    let bytes: &[u8; GREETING] = bytes.try_into().map_err(|_| invalid("not a greeting of this version"))?;
+    let mut gids = bytes[8..].as_chunks::<16>().0.iter().map(|gid| Gid(*gid));
+    match (bytes.starts_with(MAGIC), gids.next(), gids.next()) {
+        (false, ..) => Err(invalid("not a greeting of this version")),
+        (true, Some(to), Some(from)) if to == own => Ok(from),
+        _ => Err(invalid("a greeting for another GID")),
     }
 }
 
 /// The connecting side of the handshake: makes the rings, sends them, and gets the peer's bell.
-fn greet(stream: &UnixStream, shared: &Shared, deadline: Instant) -> Handshake<(OwnedFd, Bell)> {
+fn greet(stream: &UnixStream, peer: Gid, shared: &Shared, deadline: Instant) -> Handshake<(OwnedFd, Bell)> {
     check_user(stream)?;
+    stream.set_nonblocking(false)?;
     let file = fds::memfd(c"gdsync-link", FILE)?;
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_write_timeout(Some(left))?;
     stream.set_read_timeout(Some(left))?;
-    fds::send(stream, &greeting(shared.gid), &[file.as_raw_fd(), shared.bell.fd().as_raw_fd()])?;
+    fds::send(stream, &greeting(peer, shared.gid), &[file.as_raw_fd(), shared.bell.fd().as_raw_fd()])?;
     let mut bytes = [0; GREETING];
     let (got, fds) = fds::receive(stream, &mut bytes)?;
-    read_greeting(&bytes[..got])?;
+    if read_greeting(&bytes[..got], shared.gid)? != peer {
+        return Err(invalid("the answer comes from another GID").into());
+    }
     let [bell] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer carries no bell"))?;
     Ok((file, Bell::open(bell)?))
 }
@@ -270,6 +323,8 @@ struct Control {
     shared: Arc<Shared>,
     listener: UnixListener,
     strangers: Vec<UnixStream>,
+    /// Until when no connection is accepted.
+    paused: Option<Instant>,
 }
 
 impl Control {
@@ -291,8 +346,15 @@ impl Control {
                 .map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 })
                 .collect();
             let count = polled.len() as libc::nfds_t;
+            self.paused = self.paused.filter(|until| Instant::now() < *until);
+            let mut timeout = -1;
+            if self.paused.is_some() {
+                // A descriptor below 0 is left out.
+                polled[1].fd = -1;
+                timeout = i32::try_from(ACCEPT_PAUSE.as_millis()).expect("a short pause");
+            }
             // SAFETY: the array is valid for its length.
-            unsafe { libc::poll(polled.as_mut_ptr(), count, -1) };
+            unsafe { libc::poll(polled.as_mut_ptr(), count, timeout) };
             let ready = |i: usize| polled[i].revents != 0;
             if ready(0) {
                 let mut drained = 0u64;
@@ -326,7 +388,17 @@ impl Control {
     }
 
     fn accept(&mut self) {
-        while let Ok((stream, _)) = self.listener.accept() {
+        loop {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    if error.kind() != io::ErrorKind::WouldBlock {
+                        tracing::warn!(%error, "software HCA: a connection waits to be accepted");
+                        self.paused = Some(Instant::now() + ACCEPT_PAUSE);
+                    }
+                    return;
+                }
+            };
             if let Err(error) = check_user(&stream) {
                 tracing::warn!(%error, "software HCA: refused a connection");
                 continue;
@@ -344,12 +416,17 @@ impl Control {
     fn welcome(&self, stream: UnixStream) -> Handshake<()> {
         let mut bytes = [0; GREETING];
         let (got, fds) = fds::receive(&stream, &mut bytes)?;
-        let peer = read_greeting(&bytes[..got])?;
+        if got == 0 {
+            // Somebody who gave up, or looked who serves this GID.
+            return Ok(());
+        }
+        let peer = read_greeting(&bytes[..got], self.shared.gid)?;
+        check_claim(&stream, peer)?;
         let [file, bell] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting carries two files"))?;
         fds::check_memfd(&file, FILE)?;
         let bell = Bell::open(bell)?;
-        fds::send(&stream, &greeting(self.shared.gid), &[self.shared.bell.fd().as_raw_fd()])?;
+        fds::send(&stream, &greeting(peer, self.shared.gid), &[self.shared.bell.fd().as_raw_fd()])?;
         let ends = self.shared.link(peer, &file, 1, bell, stream)?;
         let mut accepted = self.shared.accepted.lock();
         accepted.push(ends);

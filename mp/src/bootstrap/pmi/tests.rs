@@ -119,3 +119,26 @@ fn symbols_are_found_where_they_are() {
     assert!(symbol(c"getpid"));
     assert!(!symbol(c"MPI_Init"));
 }
+
+#[test]
+fn a_launcher_that_drips_does_not_put_the_deadline_off() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    thread::scope(|scope| {
+        // Until the other side has given up.
+        scope.spawn(move || {
+            while (&theirs).write_all(b"c").is_ok() {
+                thread::sleep(Duration::from_millis(1))
+            }
+        });
+        let error = talk(&ours, None, &Deadline::after(Duration::from_millis(100))).unwrap_err();
+        drop(ours);
+        assert!(error.to_string().contains("init"), "{error}");
+    });
+}
+
+#[test]
+fn a_line_without_an_end_is_refused() {
+    let (found, _) = played(None, &[&"c".repeat(MAX_LINE + 1)], LONG);
+    let error = found.unwrap_err().to_string();
+    assert!(error.contains("65536 bytes"), "{error}");
+}
