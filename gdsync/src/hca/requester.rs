@@ -28,6 +28,8 @@ pub(crate) struct Requester {
     unsent: usize,
     /// Sequence number of the next new message.
     next_psn: u32,
+    /// Behind the last packet that was ever sent: the peer cannot have seen more.
+    sent_psn: u32,
     /// READs and atomics in progress.
     reads: usize,
     max_reads: usize,
@@ -110,6 +112,7 @@ impl Requester {
             pending: VecDeque::new(),
             unsent: 0,
             next_psn: psn,
+            sent_psn: psn,
             reads: 0,
             max_reads: 0,
             timeout: None,
@@ -183,6 +186,16 @@ impl Requester {
         self.reads += usize::from(pending.needs_answer());
         self.count_reference(&pending, true);
         self.pending.push_back(pending);
+    }
+
+    /// The packets of pending send `i` before its packet `sent` were sent.
+    fn note_sent(&mut self, i: usize, sent: u32) {
+        let p = &mut self.pending[i];
+        p.sent = sent;
+        let behind = p.psn.wrapping_add(sent);
+        if ahead(behind, self.sent_psn) > 0 {
+            self.sent_psn = behind;
+        }
     }
 
     /// Everything before `psn` has arrived. Returns whether something must be sent again: an answer that was lost.

@@ -1,5 +1,6 @@
 //! The receiving side of a queue pair: puts packets in order, places their bytes, answers.
 
+mod check;
 mod copies;
 mod messages;
 mod pull;
@@ -21,6 +22,9 @@ use super::wire::Piece;
 use crate::mlx5::{Cqe, CqeOpcode, DataSeg, Syndrome};
 use crate::verbs::{QpAttr, QpState};
 
+/// Answers that wait for room on the link, a READ of any length being one. The requests of a peer that takes no more are dropped, as if
+/// the network had lost them: it sends them again. More than a peer has under way that takes its answers.
+const MOST_ANSWERS: usize = 256;
 /// Old values of atomics kept, for requests that come again. More than a peer may have outstanding (16).
 const REPLAYS: usize = 32;
 
@@ -165,6 +169,20 @@ impl Responder {
         !self.answers.is_empty() || self.is_copying()
     }
 
+    /// Refuses a packet, once while that waits to be sent.
+    fn nak(&mut self, psn: u32, code: u8, arg: u32) {
+        let same = |a: &Answer| matches!(a, Answer::Nak { psn: p, code: c, .. } if (*p, *c) == (psn, code));
+        if !self.answers.iter().any(same) {
+            self.answers.push_back(Answer::Nak { psn, code, arg });
+        }
+    }
+
+    /// READs and atomics that are not answered yet: more than agreed are refused.
+    fn has_room_for_read(&self) -> bool {
+        let waits = |a: &&Answer| matches!(a, Answer::Read { .. } | Answer::Atomic { .. });
+        self.answers.iter().filter(waits).count() < self.max_reads.max(1)
+    }
+
     fn ack(&mut self, through: u32, took: Option<Duration>) {
         let nanoseconds = |took: Duration| u32::try_from(took.as_nanos().max(1)).unwrap_or(u32::MAX);
         let ack = Answer::Ack { psn: through, took: took.map_or(0, nanoseconds) };
@@ -186,12 +204,15 @@ impl SoftQp {
         if header.op == PacketOp::WITHDRAW {
             return self.resp.withdrawn(header.psn);
         }
+        if self.resp.answers.len() >= MOST_ANSWERS {
+            env.stats.packets_discarded += 1;
+            return;
+        }
         let distance = ahead(header.psn, self.resp.expected);
         if distance > 0 {
             env.stats.packets_discarded += 1;
             if !std::mem::replace(&mut self.resp.gap, true) {
-                let psn = self.resp.expected;
-                self.resp.answers.push_back(Answer::Nak { psn, code: packet::NAK_SEQUENCE, arg: 0 });
+                self.resp.nak(self.resp.expected, packet::NAK_SEQUENCE, 0);
             }
         } else if distance < 0 {
             env.stats.packets_discarded += 1;
@@ -200,7 +221,8 @@ impl SoftQp {
             env.stats.packets_discarded += 1;
         } else {
             self.resp.gap = false;
-            match self.execute(header, body, env) {
+            let done = self.check_request(header, body).and_then(|()| self.execute(header, body, env));
+            match done {
                 Ok(packets) => self.resp.expected = self.resp.expected.wrapping_add(packets),
                 Err(refusal) if refusal.is_final() && self.resp.is_copying() => {
                     self.resp.refuse_later(header, refusal);
@@ -211,23 +233,22 @@ impl SoftQp {
     }
 
     fn refuse(&mut self, psn: u32, refusal: &Refusal, env: &mut Env<'_>) {
-        let nak = |code, arg| Answer::Nak { psn, code, arg };
         match *refusal {
             Refusal::NotReady => {
                 env.stats.rnr_naks += 1;
-                self.resp.answers.push_back(nak(packet::NAK_RNR, u32::from(self.resp.rnr_timer)));
+                self.resp.nak(psn, packet::NAK_RNR, u32::from(self.resp.rnr_timer));
             }
             Refusal::Reference(reason) => {
                 env.stats.references_refused += 1;
-                self.resp.answers.push_back(nak(packet::NAK_REFERENCE, reason.0));
+                self.resp.nak(psn, packet::NAK_REFERENCE, reason.0);
             }
             Refusal::Remote(syndrome) => {
-                self.resp.answers.push_back(nak(syndrome.0, 0));
+                self.resp.nak(psn, syndrome.0, 0);
                 env.alarms.raise(Alarm::of_refusal(self.rings.qpn, syndrome));
                 self.go_error(env);
             }
             Refusal::Receive { counter, local, remote } => {
-                self.resp.answers.push_back(nak(remote.0, 0));
+                self.resp.nak(psn, remote.0, 0);
                 let cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: local, ..Cqe::default() };
                 self.complete_recv(cqe, counter, env);
                 self.go_error(env);
@@ -239,7 +260,8 @@ impl SoftQp {
     fn repeated(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         match header.op {
             PacketOp::READ => {
-                if let Err(refusal) = self.read(header, body, env) {
+                let read = check::sizes(header, body.len()).and_then(|()| self.read(header, body, env));
+                if let Err(refusal) = read {
                     self.refuse(header.psn, &refusal, env);
                 }
             }
@@ -251,7 +273,12 @@ impl SoftQp {
                     self.resp.answers.push_back(Answer::Atomic { psn, value });
                 }
             }
-            _ if self.resp.is_copied(header.psn) => self.resp.answers.push_front(Answer::Copying(header.psn)),
+            _ if self.resp.is_copied(header.psn) => {
+                let same = |a: &Answer| matches!(a, Answer::Copying(psn) if *psn == header.psn);
+                if !self.resp.answers.iter().any(same) {
+                    self.resp.answers.push_front(Answer::Copying(header.psn));
+                }
+            }
             _ => self.resp.ack(self.resp.arrived(), None),
         }
     }

@@ -18,7 +18,8 @@ impl SoftQp {
             return;
         }
         let psn = header.psn;
-        if ahead(psn, self.req.next_psn) > 0 {
+        // The one check of what an answer is about: a packet that was sent. Otherwise sends could complete that never left.
+        if ahead(psn, self.req.sent_psn) >= 0 {
             env.stats.packets_discarded += 1;
             return;
         }
@@ -72,7 +73,11 @@ impl SoftQp {
                 self.again(env);
             }
             packet::NAK_REFERENCE => self.reference_refused(psn, header.len, env),
-            syndrome => self.fail_at(psn, Syndrome(syndrome)),
+            syndrome => {
+                let allowed = [Syndrome::REM_INV_REQ_ERR, Syndrome::REM_ACCESS_ERR, Syndrome::REM_OP_ERR];
+                let known = allowed.into_iter().find(|known| known.0 == syndrome);
+                self.fail_at(psn, known.unwrap_or(Syndrome::BAD_RESP_ERR));
+            }
         }
     }
 

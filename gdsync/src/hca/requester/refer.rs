@@ -220,8 +220,8 @@ impl SoftQp {
             return Some(false);
         }
         self.packets += 1;
+        self.req.note_sent(i, packets);
         let p = &mut self.req.pending[i];
-        p.sent = packets;
         if !std::mem::replace(&mut p.is_known, true) {
             *env.copied = Some(Instant::now());
         }

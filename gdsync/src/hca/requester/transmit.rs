@@ -11,7 +11,7 @@ use crate::hca::rings::Wqe;
 use crate::hca::staging::Staged;
 use crate::hca::wire::Piece;
 use crate::memory::Memory;
-use crate::mlx5::{self, DataSeg, DecodedOp, DecodedPayload, Syndrome};
+use crate::mlx5::{self, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, Syndrome};
 use crate::verbs::QpState;
 
 /// Sends in progress at once; more wait in the ring.
@@ -137,6 +137,10 @@ impl SoftQp {
                 (Kind::Atomic, 8)
             }
         };
+        // The application writes its rings itself, and may ask for more than a message can have.
+        if len > MAX_MESSAGE as usize {
+            return Err(Syndrome::LOC_LEN_ERR);
+        }
         Ok((op, kind, len))
     }
 
@@ -249,7 +253,7 @@ impl SoftQp {
                 return false;
             }
             self.packets += 1;
-            self.req.pending[i].sent += step;
+            self.req.note_sent(i, self.req.pending[i].sent + step);
         }
         true
     }

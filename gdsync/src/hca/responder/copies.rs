@@ -29,7 +29,7 @@ use super::messages::Arrival;
 use super::pull::{Peer, Progress, Pull};
 use super::{Answer, Refusal, Responder};
 use crate::memory::{Memory, Process};
-use crate::mlx5::{DataSeg, MAX_MESSAGE, Syndrome};
+use crate::mlx5::{DataSeg, Syndrome};
 use crate::mover::{Part, Source, Status, Ticket};
 use crate::verbs::{Access, QpState};
 
@@ -289,14 +289,9 @@ impl SoftQp {
     ) -> Result<u32, Refusal> {
         let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
         let len = header.len as usize;
-        let whole = packet::FIRST | packet::LAST;
         let is_write = header.op == PacketOp::WRITE;
         let bytes = body.array::<REFERENCE>(if is_write { 8 } else { 0 });
-        let is_sound = header.flags & whole == whole
-            && (1..=MAX_MESSAGE).contains(&header.len)
-            && self.resp.current.is_none();
-        let reference =
-            bytes.filter(|_| is_sound).map(|bytes| Reference::from_bytes(&bytes)).ok_or_else(invalid)?;
+        let reference = bytes.map(|bytes| Reference::from_bytes(&bytes)).ok_or_else(invalid)?;
         if is_write {
             self.allow(Access::REMOTE_WRITE)?;
         }

@@ -73,6 +73,7 @@ impl SoftQp {
             self.resp.current = Some(Current { counter: Some(counter), sges, received: 0, since });
         }
         let taken = self.resp.current.take();
+        // Checked: a packet that is not the first belongs to a SEND under way.
         let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
             return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
         };
@@ -152,6 +153,7 @@ impl SoftQp {
             return Err(Refusal::NotReady);
         }
         let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        // Checked: the address is there.
         let len = body.len() - 8;
         let mut landing = None;
         // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).

@@ -26,7 +26,6 @@ impl SoftQp {
             .remote(header.rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ)
             .map_err(Refusal::Remote)?;
         let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
-        let mut reads = 0;
         for answer in &mut self.resp.answers {
             let Answer::Read { psn: next, left: rest, .. } = *answer else { continue };
             if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
@@ -36,9 +35,8 @@ impl SoftQp {
                 }
                 return Ok(packets);
             }
-            reads += 1;
         }
-        if reads >= self.resp.max_reads.max(1) {
+        if !self.resp.has_room_for_read() {
             return Err(invalid);
         }
         self.resp.answers.push_back(Answer::Read { psn, rkey, addr, left, done: 0 });
@@ -55,7 +53,7 @@ impl SoftQp {
         let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
         let [addr, a, b] = [0, 1, 2].map(|i| body.word(i));
         let (addr, a, b) = (addr.ok_or_else(invalid)?, a.ok_or_else(invalid)?, b.ok_or_else(invalid)?);
-        if !addr.is_multiple_of(8) {
+        if !addr.is_multiple_of(8) || !self.resp.has_room_for_read() {
             return Err(invalid());
         }
         let (memory, offset) = env
