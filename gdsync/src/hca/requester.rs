@@ -140,6 +140,12 @@ impl Requester {
         self.max_reads = attr.max_rd_atomic.map_or(self.max_reads, usize::from);
     }
 
+    /// Behind the last packet that was ever sent, for tests.
+    #[cfg(test)]
+    pub(crate) fn sent_psn(&self) -> u32 {
+        self.sent_psn
+    }
+
     pub(crate) fn head(&self) -> u64 {
         self.head
     }

@@ -147,6 +147,18 @@ impl Responder {
         self.max_reads = attr.max_dest_rd_atomic.map_or(self.max_reads, usize::from);
     }
 
+    /// What is held for the peer: answers, messages that wait, old values. For tests.
+    #[cfg(test)]
+    pub(crate) fn held(&self) -> usize {
+        self.answers.len() + self.copies.len() + self.replays.len()
+    }
+
+    /// The packet that must come next, for tests.
+    #[cfg(test)]
+    pub(crate) fn expected_psn(&self) -> u32 {
+        self.expected
+    }
+
     pub(crate) fn tail(&self) -> u64 {
         self.tail
     }

@@ -416,4 +416,6 @@ impl Provider for SoftHca {
 }
 
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod tests;

@@ -50,6 +50,13 @@ pub(super) struct Copies {
     withdrawn: bool,
 }
 
+impl Copies {
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.list.len() + self.abandoned.len()
+    }
+}
+
 #[derive(Debug)]
 struct Message {
     arrival: Arrival,
