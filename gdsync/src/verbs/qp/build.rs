@@ -182,7 +182,7 @@ impl QpBuilder {
             recv_cq: recv_cq.clone(),
             defaults: self.connect,
             log,
-            _pd: self.pd,
+            pd: self.pd,
         });
         let send_tracker = Tracker::new(qpn, true, 1 << log_sq, health.clone(), found.clone());
         let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);

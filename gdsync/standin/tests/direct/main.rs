@@ -11,6 +11,7 @@ mod device;
 #[path = "../setup/ends.rs"]
 mod ends;
 mod events;
+mod flush;
 mod gpu;
 #[path = "../../../tests/common/peer.rs"]
 mod peer;
