@@ -22,6 +22,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::{fmt, mem};
 
 use gdrcopy::copy::store_fence;
+pub use gdrcopy::host_page;
 use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
@@ -179,8 +180,7 @@ impl fmt::Debug for Memory {
 }
 
 pub(crate) fn page_round(len: usize) -> Result<usize> {
-    const PAGE: usize = 4096;
-    len.checked_next_multiple_of(PAGE)
+    len.checked_next_multiple_of(host_page())
         .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
         .ok_or(Error::invalid("memory length", len, "1 byte to half the address space"))
 }

@@ -16,10 +16,8 @@ use super::open::Open;
 use super::sysfs::SYSFS;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, host_page};
 use crate::verbs::{Access, Carriage, Carrier};
-
-const PAGE: u64 = 4096;
 
 /// How the device got at the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -211,8 +209,10 @@ impl Pages {
             });
         }
         order_copies(gpu, memory);
-        let offset = memory.addr() % PAGE;
-        let len = (offset + memory.len() as u64).next_multiple_of(PAGE);
+        // The driver exports pages of the host.
+        let page = host_page() as u64;
+        let offset = memory.addr() % page;
+        let len = (offset + memory.len() as u64).next_multiple_of(page);
         let len = usize::try_from(len).expect("64-bit hosts only");
         let fd = export(gpu, memory.addr() - offset, len)?;
         Ok(Self { fd, offset, len })

@@ -16,19 +16,18 @@ use super::umem::Umem;
 use crate::direct::Cq;
 use crate::direct::queues::{Parts, first_lap, settle};
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, host_page};
 use crate::mlx5::{self, BB, CQE_SIZE, SEGMENT};
 use crate::rdma::Domain;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::QpRequest;
 use crate::verbs::{QpAttr, QpState};
 
-const PAGE: usize = 4096;
-
 /// Whole pages for rings, with the card's view of them; what shares a page with a ring is no ring.
 fn pages(devx: &Devx, what: OnGpu, len: usize, places: &Places) -> Result<(Memory, Umem)> {
-    let whole = places.alloc(what, len + PAGE)?;
-    let skip = whole.addr().next_multiple_of(PAGE as u64) - whole.addr();
+    let page = host_page();
+    let whole = places.alloc(what, len.next_multiple_of(page) + page)?;
+    let skip = whole.addr().next_multiple_of(page as u64) - whole.addr();
     let memory = whole.slice(usize::try_from(skip).expect("less than a page"), len)?;
     let umem = Umem::register(&devx.open, devx.mlx5, &memory)?;
     Ok((memory, umem))

@@ -14,7 +14,7 @@ use super::mailbox::Place;
 use super::object::last_errno;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, host_page};
 use crate::rdma::explain::{Call, Memlock, failed};
 use crate::rdma::{Open, Pages, has_peermem};
 
@@ -49,7 +49,7 @@ impl Drop for Umem {
     }
 }
 
-/// Page sizes that the firmware may use: all from 4 KiB.
+/// Page sizes that the firmware may use: all from its own smallest, 4 KiB.
 const PAGE_SIZES: u64 = !0xfff;
 
 impl Umem {
@@ -115,9 +115,9 @@ impl Umem {
         call: impl FnOnce(usize) -> Call,
     ) -> Result<Self> {
         // Whole pages, as the kernel pins them.
-        const PAGE: u64 = 4096;
-        let offset = memory.addr() % PAGE;
-        let len = usize::try_from((offset + memory.len() as u64).next_multiple_of(PAGE));
+        let page = host_page() as u64;
+        let offset = memory.addr() % page;
+        let len = usize::try_from((offset + memory.len() as u64).next_multiple_of(page));
         let len = len.expect("64-bit hosts only");
         let start = usize::try_from(memory.addr() - offset).expect("64-bit hosts only");
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(start);
