@@ -87,9 +87,9 @@ impl Umem {
     fn by_dma_buf(open: &Arc<Open>, mlx5: &'static Mlx5, gpu: &Gpu, memory: &Memory) -> Result<Self> {
         let Some(register) = mlx5.mlx5dv_devx_umem_reg_ex else {
             return Err(Error::Unsupported {
-                what: "mlx5dv_devx_umem_reg_ex",
+                what: "a dma-buf for DevX (mlx5dv_devx_umem_reg_ex with MLX5DV_UMEM_MASK_DMABUF)",
                 by: "the installed libmlx5",
-                fix: "install rdma-core 35 or newer",
+                fix: "install rdma-core 43 or newer",
             });
         };
         let Pages { fd, offset, len } = Pages::export(gpu, memory)?;
@@ -150,7 +150,7 @@ fn no_way(open: &Open, dma_buf: &Error, peermem: &str) -> Error {
         device: format!("{} for queues in GPU memory", open.name()),
         why: format!(
             "by dma-buf: {dma_buf}; by nvidia-peermem: {peermem}; either a kernel that takes a dma-buf for DevX (Linux 6.1, \
-             rdma-core 35, the NVIDIA driver's open kernel modules, CUDA 11.7), or `sudo modprobe nvidia-peermem` on \
+             rdma-core 43, the NVIDIA driver's open kernel modules, CUDA 11.7), or `sudo modprobe nvidia-peermem` on \
              MLNX_OFED or DOCA-OFED; or leave the queues in host memory (OnGpu::empty())"
         ),
     }

@@ -26,8 +26,10 @@ use crate::errno;
 enum Level {
     /// The context has no user context of the firmware.
     None,
-    /// The kernel takes no DMA-BUF.
+    /// The kernel, or a libmlx5 before 43, takes no DMA-BUF.
     NoDmaBuf,
+    /// A libmlx5 of 43 or 44: no doorbell page is dedicated.
+    NoDedicated,
     All,
 }
 
@@ -37,6 +39,7 @@ fn level() -> Level {
     match LEVEL.load(Ordering::SeqCst) {
         0 => Level::None,
         1 => Level::NoDmaBuf,
+        3 => Level::NoDedicated,
         _ => Level::All,
     }
 }
@@ -46,7 +49,7 @@ pub(crate) fn is_there() -> bool {
     level() != Level::None
 }
 
-/// From now on there is no DevX (0), one that takes no DMA-BUF (1), or all of it (2).
+/// From now on there is no DevX (0), one that takes no DMA-BUF (1) or has no dedicated doorbell pages (1, 3), or all of it (2).
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn gdsync_standin_devx(level: u32) {
     LEVEL.store(level, Ordering::SeqCst);

@@ -38,5 +38,5 @@ extern "C" fn choose_the_card() {
 
 #[test]
 fn all_works_on_larger_pages() {
-    pages::run_again_on_larger(&["gpu::", "flush::", "queues::rings", "queues::streams"]);
+    pages::run_again_on_larger(&["gpu::a_stream", "gpu::payload", "flush::payload", "queues::rings"]);
 }

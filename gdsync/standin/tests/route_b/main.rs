@@ -41,7 +41,7 @@ fn umems() -> [usize; 2] {
     [count(false), count(true)]
 }
 
-/// While it is there, the device has no DevX (0), or one that takes no dma-buf (1).
+/// While it is there, the device has no DevX (0), or one that takes no dma-buf (1) or has no dedicated doorbell pages (3).
 struct Less;
 
 impl Less {

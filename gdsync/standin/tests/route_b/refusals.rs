@@ -50,6 +50,8 @@ fn without_dma_bufs_both_ways_are_named() {
         let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
         assert!(matches!(error, Error::Device { .. }), "{error:?}");
         assert_says(&error, &["mlx5dv_devx_umem_reg_ex", "6.1", "nvidia_peermem", "OnGpu::empty()"]);
+        assert_says(&error, &["before rdma-core 43", "MLX5DV_UMEM_MASK_DMABUF"]);
+        assert!(!error.to_string().contains("rdma-core 35"), "{error}");
     }
     drop(less);
     // What was made before it was refused is gone.
@@ -62,6 +64,14 @@ fn without_dma_bufs_both_ways_are_named() {
     assert_says(&error, &["attribute 124", "open kernel modules", "nvidia_peermem"]);
     drop(pd);
     closed.reclaim(PATIENCE).unwrap();
+}
+
+#[test]
+fn without_dedicated_doorbell_pages_others_are_taken() {
+    let bench = Bench::take();
+    let _less = Less::of(3);
+    let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q);
+    message(&a, &b, 1);
 }
 
 #[test]
