@@ -313,6 +313,10 @@ impl Provider for Direct {
         self.open.rd_atomic()
     }
 
+    fn rights(&self) -> Access {
+        self.open.rights()
+    }
+
     fn writes_in_order(&self, qpn: u32) -> Option<bool> {
         match self.qp(qpn).ok()? {
             Qp::Verbs(qp) => qp.writes_in_order(),

@@ -357,6 +357,10 @@ impl Provider for Proxy {
         self.open().rd_atomic()
     }
 
+    fn rights(&self) -> Access {
+        self.open().rights()
+    }
+
     fn record_may_lag(&self) -> bool {
         !self.strict
     }

@@ -178,7 +178,8 @@ impl DevxQp {
         let route = match &attr.remote {
             None => None,
             Some(remote) => {
-                let (link, kind) = (open.port().link, open.gid().kind);
+                let link = open.port().link;
+                let kind = path::known_kind(link, open.gid(), open.name())?;
                 let is_ethernet = link == crate::rdma::LinkLayer::Ethernet;
                 let mac = if is_ethernet {
                     path::resolve(&self.domain, self.devx.mlx5, &raw.ah_attr, &remote.to_string())?

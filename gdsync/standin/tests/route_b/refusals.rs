@@ -1,9 +1,10 @@
 //! Where GPU memory cannot be had for queues: which call said no, and what to change.
 
 use gdsync::Error;
-use gdsync::verbs::OnGpu;
+use gdsync::verbs::{Access, OnGpu};
 
 use crate::common::{PATIENCE, Side, connect};
+use crate::setup::entry;
 use crate::shared::message;
 use crate::{Bench, Less, open, pair, umems};
 
@@ -72,6 +73,29 @@ fn without_dedicated_doorbell_pages_others_are_taken() {
     let _less = Less::of(3);
     let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q);
     message(&a, &b, 1);
+}
+
+/// Some virtual functions have none.
+#[test]
+fn without_atomics_queue_pairs_connect_without_the_right() {
+    struct NoAtomics(extern "C" fn(bool));
+    impl Drop for NoAtomics {
+        fn drop(&mut self) {
+            (self.0)(true);
+        }
+    }
+    let bench = Bench::take();
+    // SAFETY: the type is that of the function.
+    let set: extern "C" fn(bool) = unsafe { std::mem::transmute(entry(c"gdsync_standin_atomics")) };
+    set(false);
+    let _back = NoAtomics(set);
+    for what in [OnGpu::empty(), OnGpu::all()] {
+        let (a, b) = pair(&bench.gpu, what, 64, |q| q);
+        message(&a, &b, 1);
+        // Who asks for it is told.
+        let asked = a.pd.build_qp().on_gpu(&bench.gpu, what).access(Access::all()).build().unwrap();
+        assert!(matches!(asked.init(), Err(Error::Verbs { .. })), "{what:?}");
+    }
 }
 
 #[test]
