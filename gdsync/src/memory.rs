@@ -179,6 +179,36 @@ impl fmt::Debug for Memory {
     }
 }
 
+/// Orders stores to host memory before later ones, as devices see them: on Arm the fences of `std`, which are for CPUs alone, leave those out.
+#[inline]
+pub(crate) fn host_fence() {
+    fence_for_devices(MappingType::Cached);
+}
+
+#[inline]
+fn fence_for_devices(kind: MappingType) {
+    #[cfg(test)]
+    fences::COUNT.set(fences::COUNT.get() + 1);
+    store_fence(kind);
+}
+
+/// Fences for devices in tests: where they matter, nothing else tells whether they are there.
+#[cfg(test)]
+pub(crate) mod fences {
+    use std::cell::Cell;
+
+    thread_local! {
+        pub(super) static COUNT: Cell<usize> = const { Cell::new(0) };
+    }
+
+    /// How many this thread has made while `f` ran.
+    pub(crate) fn during(f: impl FnOnce()) -> usize {
+        let before = COUNT.get();
+        f();
+        COUNT.get() - before
+    }
+}
+
 pub(crate) fn page_round(len: usize) -> Result<usize> {
     len.checked_next_multiple_of(host_page())
         .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
@@ -382,7 +412,7 @@ impl Memory {
     #[inline]
     pub(crate) fn fence(&self) {
         if let Reach::Mapped(kind) = self.reach {
-            store_fence(kind);
+            fence_for_devices(kind);
         }
     }
 
