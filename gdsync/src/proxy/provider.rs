@@ -57,7 +57,7 @@ impl Proxy {
         let connector = || Connector::start(&open, move |what| told.told(what));
         Ok(Self {
             connector: open.is_iwarp().then(connector).transpose()?,
-            _events: Events::read(&open, move |event| listener.tell(event))?,
+            _events: Events::read(&open, None, move |event| listener.tell(event))?,
             _service: Service::start(shared.clone())?,
             objects: Objects::new(&open),
             rooms: Mutex::default(),

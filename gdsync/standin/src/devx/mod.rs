@@ -4,6 +4,7 @@
 //! syndrome; what it would take and misbehave later is refused too, with a complaint.
 
 mod cq;
+mod events;
 mod memory;
 mod qp;
 mod status;
@@ -16,6 +17,7 @@ use rdma_core_sys::mlx5::{devx_get, devx_set, mlx5dv_devx_obj};
 use rdma_core_sys::verbs::{ibv_context, ibv_qp};
 
 use self::cq::DevxCq;
+pub(crate) use self::events::raise;
 use self::qp::DevxQp;
 use self::status::{Refusal, refuse};
 use crate::context::Context;
@@ -109,6 +111,16 @@ const SHORT: usize = 16;
 enum Object {
     Cq(DevxCq),
     Qp(DevxQp),
+}
+
+impl Object {
+    /// Whether it is a completion queue, and its number.
+    fn number(&self) -> (bool, u32) {
+        match self {
+            Self::Cq(cq) => (true, cq.cqn()),
+            Self::Qp(qp) => (false, qp.qpn()),
+        }
+    }
 }
 
 fn create(context: &Context, input: &[u8], output: &mut [u8]) -> Result<Object, Refusal> {
@@ -237,7 +249,9 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_destroy(object: *mut mlx5dv_devx
         return errno;
     }
     // SAFETY: a box of this module that nothing uses any more.
-    drop(unsafe { Box::from_raw(object.cast::<Object>()) });
+    let object = unsafe { Box::from_raw(object.cast::<Object>()) };
+    events::forget(&object);
+    drop(object);
     0
 }
 
