@@ -9,6 +9,8 @@
 //! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
 
 mod access;
+#[cfg(test)]
+pub(crate) mod fences;
 mod pages;
 mod process;
 mod shared;
@@ -188,25 +190,8 @@ pub(crate) fn host_fence() {
 #[inline]
 fn fence_for_devices(kind: MappingType) {
     #[cfg(test)]
-    fences::COUNT.set(fences::COUNT.get() + 1);
+    fences::count();
     store_fence(kind);
-}
-
-/// Fences for devices in tests: where they matter, nothing else tells whether they are there.
-#[cfg(test)]
-pub(crate) mod fences {
-    use std::cell::Cell;
-
-    thread_local! {
-        pub(super) static COUNT: Cell<usize> = const { Cell::new(0) };
-    }
-
-    /// How many this thread has made while `f` ran.
-    pub(crate) fn during(f: impl FnOnce()) -> usize {
-        let before = COUNT.get();
-        f();
-        COUNT.get() - before
-    }
 }
 
 pub(crate) fn page_round(len: usize) -> Result<usize> {

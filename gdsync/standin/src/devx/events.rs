@@ -101,7 +101,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_subscribe_devx_event(
 ) -> c_int {
     // SAFETY: the caller vouches for it.
     let channel = unsafe { &*channel.cast::<Channel>() };
-    if object.is_null() || events_size % 2 != 0 {
+    if object.is_null() || !events_size.is_multiple_of(2) {
         return libc::EINVAL;
     }
     // SAFETY: the caller vouches for it.
