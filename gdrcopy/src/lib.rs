@@ -63,7 +63,7 @@ pub mod standin;
 mod survey;
 mod system;
 
-pub use backend::{Attribute, BackendKind, MappingType, PinFlags};
+pub use backend::{Attribute, BackendKind, MappingType, PinFlags, host_page};
 pub use buffer::GpuBuffer;
 pub use builder::GdrBuilder;
 pub use error::{Error, Refusal, Result};

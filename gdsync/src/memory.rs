@@ -9,6 +9,8 @@
 //! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
 
 mod access;
+#[cfg(test)]
+pub(crate) mod fences;
 mod pages;
 mod process;
 mod shared;
@@ -22,6 +24,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::{fmt, mem};
 
 use gdrcopy::copy::store_fence;
+pub use gdrcopy::host_page;
 use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
@@ -178,9 +181,21 @@ impl fmt::Debug for Memory {
     }
 }
 
+/// Orders stores to host memory before later ones, as devices see them: on Arm the fences of `std`, which are for CPUs alone, leave those out.
+#[inline]
+pub(crate) fn host_fence() {
+    fence_for_devices(MappingType::Cached);
+}
+
+#[inline]
+fn fence_for_devices(kind: MappingType) {
+    #[cfg(test)]
+    fences::count();
+    store_fence(kind);
+}
+
 pub(crate) fn page_round(len: usize) -> Result<usize> {
-    const PAGE: usize = 4096;
-    len.checked_next_multiple_of(PAGE)
+    len.checked_next_multiple_of(host_page())
         .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
         .ok_or(Error::invalid("memory length", len, "1 byte to half the address space"))
 }
@@ -382,7 +397,7 @@ impl Memory {
     #[inline]
     pub(crate) fn fence(&self) {
         if let Reach::Mapped(kind) = self.reach {
-            store_fence(kind);
+            fence_for_devices(kind);
         }
     }
 

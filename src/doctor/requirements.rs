@@ -172,8 +172,13 @@ pub(super) const DMA_BUF_MR: Software =
     Software { name: "rdma-core (dma-bufs)", least: (34, 0), for_what: "`ibv_reg_dmabuf_mr`" };
 pub(super) const DMA_BUF_UMEM: Software = Software {
     name: "rdma-core (queues in GPU memory)",
-    least: (35, 0),
-    for_what: "`mlx5dv_devx_umem_reg_ex` with a dma-buf",
+    least: (43, 0),
+    for_what: "`mlx5dv_devx_umem_reg_ex` with a dma-buf (`MLX5DV_UMEM_MASK_DMABUF`)",
+};
+pub(super) const DEDICATED_UAR: Software = Software {
+    name: "rdma-core (doorbell registers)",
+    least: (45, 0),
+    for_what: "a register of its own for each queue pair in GPU memory; before, those of a process share one",
 };
 pub(super) const GDRDRV: Software = Software {
     name: "gdrdrv, where it is used",
@@ -183,8 +188,18 @@ pub(super) const GDRDRV: Software = Software {
 
 /// All of them, in the order of the document.
 #[cfg(test)]
-pub(super) const SOFTWARE: &[&Software] =
-    &[&DRIVER, &OPEN_MODULES, &CUDA, &KERNEL, &LIBIBVERBS, &LIBMLX5, &DMA_BUF_MR, &DMA_BUF_UMEM, &GDRDRV];
+pub(super) const SOFTWARE: &[&Software] = &[
+    &DRIVER,
+    &OPEN_MODULES,
+    &CUDA,
+    &KERNEL,
+    &LIBIBVERBS,
+    &LIBMLX5,
+    &DMA_BUF_MR,
+    &DMA_BUF_UMEM,
+    &DEDICATED_UAR,
+    &GDRDRV,
+];
 
 /// What packets travel over.
 #[derive(Debug)]

@@ -125,7 +125,7 @@ impl Held {
         let info = self.pin.info();
         let skip = usize::try_from(self.pin.addr() - info.va).unwrap_or(usize::MAX);
         size.saturating_add(skip)
-            .checked_next_multiple_of(page_size())
+            .checked_next_multiple_of(gdrcopy::host_page())
             .map_or(info.mapped_size, |wanted| wanted.min(info.mapped_size))
     }
 
@@ -162,13 +162,6 @@ impl Held {
     pub(crate) fn is_mapped(&self) -> bool {
         self.mapped.is_some()
     }
-}
-
-/// Granularity of mappings, bytes.
-fn page_size() -> usize {
-    // SAFETY: no pointers are passed.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(size).unwrap_or(4096)
 }
 
 /// The refusal of what needs a mapping.

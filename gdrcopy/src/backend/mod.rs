@@ -151,8 +151,10 @@ pub(crate) const GPU_PAGE: u64 = 64 << 10;
 /// `ENOTSUPP`: a number of the Linux kernel's own that NVIDIA's driver lets out.
 pub(crate) const ENOTSUPP: i32 = 524;
 
-/// Page size of the host, bytes.
-pub(crate) fn host_page() -> usize {
+/// Bytes of a page of host memory, in which the kernel maps and pins: 4 KiB on x86-64, up to 64 KiB on aarch64.
+///
+/// NVIDIA's GPU pages (64 KiB) and the register pages of mlx5 cards (4 KiB) do not depend on it.
+pub fn host_page() -> usize {
     // SAFETY: no arguments but a known name.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(size).expect("POSIX has a page size")

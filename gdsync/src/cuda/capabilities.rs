@@ -20,9 +20,10 @@ pub enum Flush {
     NotNeeded,
     /// The stream flushes (`CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES`).
     OnStream,
-    /// The CPU flushes (`cuFlushGPUDirectRDMAWrites`) when it has seen the completion: a stream cannot by itself.
+    /// The CPU flushes (`cuFlushGPUDirectRDMAWrites`) when it has seen the completion: a stream cannot by itself, and its waits for
+    /// payload that an mlx5 card writes to the GPU are refused.
     OnCpu,
-    /// The driver offers no way.
+    /// The driver offers no way; waits are refused likewise.
     Impossible,
 }
 
@@ -39,6 +40,9 @@ pub struct Capabilities {
     pub memops_nor: bool,
     /// What is needed after inbound writes (attributes 98, 117 and 118).
     pub flush: Flush,
+    /// Inbound writes to its memory are ordered for all GPUs, not for itself alone (attribute 118): streams of other GPUs may wait for
+    /// them.
+    pub ordered_for_all: bool,
     /// Registered host memory has the same address on the GPU (attribute 91).
     pub same_address: bool,
     /// GPU memory can be exported as a dma-buf (attribute 124).
@@ -60,6 +64,8 @@ mod attribute {
 
 /// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`.
 const ORDERED_FOR_OWNER: i32 = 100;
+/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES`.
+const ORDERED_FOR_ALL: i32 = 200;
 /// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST`.
 const FLUSH_BY_HOST: i32 = 1;
 /// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_MEMOPS`.
@@ -88,6 +94,7 @@ impl Capabilities {
             memops_64bit: ask(attribute::MEMOPS_64)? != 0,
             memops_nor: ask(attribute::WAIT_NOR)? != 0,
             flush: Self::decide(ordering, on_stream, options),
+            ordered_for_all: ordering >= ORDERED_FOR_ALL,
             same_address: ask(attribute::HOST_POINTER_OF_REGISTERED)? != 0,
             dma_buf: ask(attribute::DMA_BUF)? != 0,
         })

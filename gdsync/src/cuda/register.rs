@@ -19,12 +19,12 @@ use parking_lot::Mutex;
 use super::reaper::Doomed;
 use super::{Gpu, Pages};
 use crate::error::{Error, Result};
+use crate::memory::host_page;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for all contexts of the process, by address.
 const PORTABLE_MAPPED: u32 = 3;
 /// `CU_MEMHOSTREGISTER_IOMEMORY`: the registers of a device, which has no pages of memory.
 const IO_MEMORY: u32 = 4;
-const PAGE: usize = 4096;
 /// How long CUDA may take to forget registers of a device. Streams that wait hold it up.
 const FORGET: Duration = Duration::from_secs(600);
 /// What needs a permission.
@@ -169,7 +169,8 @@ impl Gpu {
     fn register_as(&self, ptr: NonNull<u8>, len: usize, flags: u32) -> Result<Registered> {
         let start = ptr.as_ptr().expose_provenance();
         let bytes = start..start + len;
-        let pages = start - start % PAGE..bytes.end.next_multiple_of(PAGE);
+        let page = host_page();
+        let pages = start - start % page..bytes.end.next_multiple_of(page);
         let _current = self.enter()?;
         // Not the table's, which drops take: CUDA may make this wait as long as streams do.
         let _alone = REGISTERING.lock();

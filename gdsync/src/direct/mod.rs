@@ -29,7 +29,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 
-use self::devx::{Devx, DevxCq, DevxQp};
+use self::devx::{Devx, DevxCq, DevxQp, EventChannel};
 pub(crate) use self::probe::{probe, reach};
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
@@ -37,7 +37,7 @@ use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats, random_psn};
 use crate::memory::Memory;
-use crate::rdma::{Domain, Event, Events, Healths, Objects, Open};
+use crate::rdma::{Domain, Event, Events, FailedCq, Healths, More, Objects, Open};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, Carriage, QpAddress, QpAttr};
@@ -55,6 +55,8 @@ pub(crate) struct Direct {
     admitted: Mutex<Vec<usize>>,
     /// Asked for by the first queue in GPU memory.
     devx: Mutex<Option<Arc<Devx>>>,
+    /// What tells of failures of objects made by DevX.
+    channel: Option<Arc<EventChannel>>,
     /// Completion queues belong to no domain, but take their memory from one.
     base: Arc<Domain>,
     open: Arc<Open>,
@@ -71,12 +73,9 @@ struct Shared {
 
 impl Shared {
     /// The queue pair that an event is of, if it is of one.
-    fn verbs_qp(&self, event: Event) -> Option<Arc<DirectQp>> {
+    fn qp_of(&self, event: Event) -> Option<Qp> {
         let Event::QueuePair { qpn, .. } = event else { return None };
-        match self.qps.lock().get(&qpn)? {
-            Qp::Verbs(qp) => Some(qp.clone()),
-            Qp::Devx(_) => None,
-        }
+        self.qps.lock().get(&qpn).cloned()
     }
 }
 
@@ -109,9 +108,12 @@ impl Cq {
         }
     }
 
-    /// Whether it is the verbs object at this address.
-    fn is(&self, cq: usize) -> bool {
-        matches!(self, Self::Verbs(own) if own.raw().addr().get() == cq)
+    fn is(&self, failed: FailedCq) -> bool {
+        match (self, failed) {
+            (Self::Verbs(cq), FailedCq::Object(at)) => cq.raw().addr().get() == at,
+            (Self::Devx(cq), FailedCq::Number(number)) => cq.cqn == number,
+            _ => false,
+        }
     }
 
     /// The verbs object, which queue pairs of libmlx5 need.
@@ -135,11 +137,19 @@ enum Qp {
 }
 
 impl Qp {
-    /// Whether it completes on the verbs object at this address.
-    fn uses(&self, cq: usize) -> bool {
+    /// Whether it completes on this queue.
+    fn uses(&self, cq: FailedCq) -> bool {
         match self {
             Self::Verbs(qp) => qp.uses(cq),
             Self::Devx(qp) => qp.uses(cq),
+        }
+    }
+
+    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    fn if_failed(&self, then: impl FnOnce()) {
+        match self {
+            Self::Verbs(qp) => qp.if_failed(then),
+            Self::Devx(qp) => qp.if_failed(then),
         }
     }
 }
@@ -166,12 +176,14 @@ impl Direct {
         }
         let base = Arc::new(open.alloc_pd()?);
         let shared = Arc::<Shared>::default();
+        let channel = EventChannel::open(open, mlx5);
         let events = {
             let (open, shared) = (open.clone(), shared.clone());
-            Events::read(&open.clone(), move |event| {
+            let more = channel.clone().map(|channel| channel as Arc<dyn More>);
+            Events::read(&open.clone(), more, move |event| {
                 let uses = |qpn: u32, cq| shared.qps.lock().get(&qpn).is_some_and(|qp| qp.uses(cq));
                 let tell = || shared.healths.tell(&open, event, uses);
-                match shared.verbs_qp(event) {
+                match shared.qp_of(event) {
                     Some(qp) => qp.if_failed(tell),
                     None => tell(),
                 }
@@ -186,6 +198,7 @@ impl Direct {
             registers: Arc::new(Registers::new(open)),
             admitted: Mutex::default(),
             devx: Mutex::default(),
+            channel,
             base,
             open: open.clone(),
             description: format!("mlx5 card {}", open.name()),
@@ -209,7 +222,7 @@ impl Direct {
         if let Some(devx) = &*known {
             return Ok(devx.clone());
         }
-        let devx = Devx::new(&self.open, self.mlx5, &self.registers)?;
+        let devx = Devx::new(&self.open, self.mlx5, &self.registers, self.channel.clone())?;
         Ok(known.insert(Arc::new(devx)).clone())
     }
 }
@@ -311,6 +324,10 @@ impl Provider for Direct {
 
     fn rd_atomic(&self) -> u8 {
         self.open.rd_atomic()
+    }
+
+    fn rights(&self) -> Access {
+        self.open.rights()
     }
 
     fn writes_in_order(&self, qpn: u32) -> Option<bool> {

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
 use crate::mlx5::{self, BB, CQE_SIZE, Cqe, INITIAL_CQE};
 use crate::rdma::explain::{Asked, Call, Memlock, failed, failed_last};
-use crate::rdma::{Domain, Open};
+use crate::rdma::{Domain, FailedCq, Open};
 use crate::verbs::placement::Places;
 use crate::verbs::provider::QpRequest;
 use crate::verbs::{POISON, QpAttr, QpState};
@@ -304,9 +304,10 @@ impl DirectQp {
         })
     }
 
-    /// Whether it completes on the queue with this `ibv_cq`.
-    pub(super) fn uses(&self, cq: usize) -> bool {
-        [&self.send_cq, &self.recv_cq].iter().any(|own| own.raw().addr().get() == cq)
+    /// Whether it completes on this queue.
+    pub(super) fn uses(&self, cq: FailedCq) -> bool {
+        let is = |own: &DirectCq| cq == FailedCq::Object(own.raw().addr().get());
+        is(&self.send_cq) || is(&self.recv_cq)
     }
 
     /// Whether messages are written in order of their addresses, if the library can tell.

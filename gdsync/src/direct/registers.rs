@@ -1,6 +1,5 @@
 //! The doorbell registers of a card: one for each queue pair, written by whoever triggers its sends.
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -12,11 +11,9 @@ use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_att
 
 use super::devx::Uar;
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word64};
+use crate::memory::{Memory, Word64, host_page};
 use crate::rdma::Open;
 use crate::rdma::explain::{Call, failed_last};
-
-const PAGE: usize = 4096;
 
 /// A thread domain: a register that libmlx5 gives to nobody else.
 pub(super) struct Lane {
@@ -49,8 +46,21 @@ impl Lane {
 pub(super) struct Registers {
     open: Arc<Open>,
     idle: Mutex<Vec<Lane>>,
-    /// Pages of registers, by address.
-    pages: Mutex<HashMap<usize, Memory>>,
+    /// Pages of the host with registers, by address.
+    pages: Mutex<HashMap<usize, Page>>,
+}
+
+/// A page of the host with registers. A card has them in pages of 4 KiB, of which one of the host may have several; CUDA takes whole pages
+/// of the host, each once, so all registers in one share its registration.
+struct Page {
+    memory: Memory,
+    mapped_by: Arc<MappedBy>,
+}
+
+/// What keeps the registers of a page mapped.
+struct MappedBy {
+    _open: Arc<Open>,
+    uars: Mutex<Vec<Arc<Uar>>>,
 }
 
 impl fmt::Debug for Registers {
@@ -97,23 +107,28 @@ impl Registers {
     }
 
     fn find(&self, at: *mut c_void, uar: Option<&Arc<Uar>>) -> Result<Word64> {
-        let addr = at.addr();
-        if addr < PAGE || !addr.is_multiple_of(8) {
+        let (addr, size) = (at.addr(), host_page());
+        if addr < size || !addr.is_multiple_of(8) {
             let why =
                 format!("libmlx5 told {addr:#x} for a doorbell register: install rdma-core 36 or newer");
             return Err(Error::Device { device: self.open.name().to_owned(), why });
         }
-        let offset = addr % PAGE;
+        let offset = addr % size;
         let mut pages = self.pages.lock();
         let page = pages.entry(addr - offset).or_insert_with(|| {
             let ptr = NonNull::new(at.wrapping_byte_sub(offset).cast()).expect("it is not the first page");
-            let keeper: Arc<dyn Any + Send + Sync> = match uar {
-                Some(uar) => uar.clone(),
-                None => self.open.clone(),
-            };
-            // SAFETY: libmlx5 maps whole pages of registers, until the device is closed, or the page of DevX freed.
-            unsafe { Memory::io(ptr, PAGE, keeper) }
+            let mapped_by = Arc::new(MappedBy { _open: self.open.clone(), uars: Mutex::default() });
+            // SAFETY: libmlx5 maps whole pages of the host, until the device is closed, or all pages of DevX in it freed: `mapped_by`
+            // keeps the device open, and gets each of those pages.
+            let memory = unsafe { Memory::io(ptr, size, mapped_by.clone()) };
+            Page { memory, mapped_by }
         });
-        page.word64(offset)
+        if let Some(uar) = uar {
+            let mut uars = page.mapped_by.uars.lock();
+            if !uars.iter().any(|known| Arc::ptr_eq(known, uar)) {
+                uars.push(uar.clone());
+            }
+        }
+        page.memory.word64(offset)
     }
 }

@@ -15,7 +15,7 @@ use rdma_core_sys::verbs::{
 };
 
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, host_page};
 use crate::rdma::Domain;
 use crate::rdma::explain::{Call, failed_last};
 use crate::verbs::placement::{OnGpu, Places};
@@ -116,9 +116,8 @@ impl RingDomain {
 impl Rings {
     /// `len` zeroed bytes that stay where they are in a fork, at a multiple of `align`.
     fn take(&self, len: usize, align: usize) -> Result<NonNull<c_void>> {
-        const PAGE: usize = 4096;
         // The library may want more than pages.
-        let spare = if align > PAGE { align } else { 0 };
+        let spare = if align > host_page() { align } else { 0 };
         let whole = self.places.alloc(OnGpu::empty(), len.max(1) + spare)?;
         let addr = usize::try_from(whole.addr()).expect("64-bit hosts only");
         let memory = whole.slice(addr.next_multiple_of(align.max(1)) - addr, len.max(1))?;

@@ -10,6 +10,11 @@ use crate::error::{Error, Result};
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
+    /// Whether it is an IPv4 address, mapped into IPv6.
+    pub(crate) fn is_ipv4(self) -> bool {
+        self.0[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff]
+    }
+
     /// A random one, in the range for local use.
     pub(crate) fn random() -> Result<Self> {
         let mut bytes = random()?;

@@ -97,6 +97,11 @@ impl SendOp<'_> {
             Self::Nop => 0,
         }
     }
+
+    /// Whether it brings payload from the peer.
+    pub(crate) fn fetches(&self) -> bool {
+        matches!(self, Self::Read { .. } | Self::CompareSwap { .. } | Self::FetchAdd { .. })
+    }
 }
 
 /// Options of a send WQE. Every WQE asks for a CQE: a wait for one must never be in vain.

@@ -57,7 +57,7 @@ impl Proxy {
         let connector = || Connector::start(&open, move |what| told.told(what));
         Ok(Self {
             connector: open.is_iwarp().then(connector).transpose()?,
-            _events: Events::read(&open, move |event| listener.tell(event))?,
+            _events: Events::read(&open, None, move |event| listener.tell(event))?,
             _service: Service::start(shared.clone())?,
             objects: Objects::new(&open),
             rooms: Mutex::default(),
@@ -355,6 +355,10 @@ impl Provider for Proxy {
 
     fn rd_atomic(&self) -> u8 {
         self.open().rd_atomic()
+    }
+
+    fn rights(&self) -> Access {
+        self.open().rights()
     }
 
     fn record_may_lag(&self) -> bool {

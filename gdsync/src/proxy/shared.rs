@@ -82,7 +82,7 @@ impl Shared {
                 // It is gone meanwhile.
                 None => return,
             },
-            Event::CompletionQueue { .. } | Event::Device | Event::Port { .. } => None,
+            Event::CompletionQueue(_) | Event::Device | Event::Port { .. } => None,
         };
         if let Some(cause) = event.cause(&self.open).or_else(|| self.is_unplugged(event)) {
             self.with(|core| {

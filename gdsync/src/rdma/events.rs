@@ -21,12 +21,30 @@ use crate::verbs::track::Health;
 pub(crate) enum Event {
     /// A queue pair failed without a completion.
     QueuePair { qpn: u32, kind: ibv_event_type },
-    /// A completion queue failed, or ran over. Its `ibv_cq`, as an address.
-    CompletionQueue { cq: usize },
+    /// A completion queue failed, or ran over.
+    CompletionQueue(FailedCq),
     /// The device is in a fatal state, or gone.
     Device,
     /// The state of a port changed.
     Port { number: u8, kind: ibv_event_type },
+}
+
+/// Which completion queue failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FailedCq {
+    /// An `ibv_cq`, by its address.
+    Object(usize),
+    /// One that DevX made, by its number.
+    Number(u32),
+}
+
+/// Another descriptor that tells of events.
+pub(crate) trait More: Send + Sync {
+    /// It stays open as long as this is there.
+    fn fd(&self) -> i32;
+
+    /// Takes one; `None` of those that nobody needs. The descriptor does not block.
+    fn take(&self) -> io::Result<Option<Event>>;
 }
 
 /// A thread that reads the events of a device until this is dropped.
@@ -56,11 +74,15 @@ impl Drop for Events {
 }
 
 impl Events {
-    /// Calls `tell` with each event, in a thread of its own.
+    /// Calls `tell` with each event of the device, and of `more`, in a thread of its own.
     ///
     /// # Errors
     /// [`Error::Sys`] when the system refuses a descriptor or a thread.
-    pub(crate) fn read(open: &Arc<Open>, tell: impl Fn(Event) + Send + 'static) -> Result<Self> {
+    pub(crate) fn read(
+        open: &Arc<Open>,
+        more: Option<Arc<dyn More>>,
+        tell: impl Fn(Event) + Send + 'static,
+    ) -> Result<Self> {
         // SAFETY: no pointers.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if raw < 0 {
@@ -71,11 +93,23 @@ impl Events {
         // SAFETY: the device is open.
         let fd = unsafe { (*open.context().as_ptr()).async_fd };
         set_nonblocking(fd)?;
+        if let Some(more) = &more {
+            set_nonblocking(more.fd())?;
+        }
         let (open, until) = (open.clone(), stop.clone());
         let thread = std::thread::Builder::new()
             .name("gdsync-events".into())
             .spawn(move || {
-                while wait(fd, until.as_raw_fd()) {
+                let mut more = more;
+                while wait(fd, more.as_ref().map(|more| more.fd()), until.as_raw_fd()) {
+                    match more.as_ref().map(|more| more.take()) {
+                        Some(Ok(Some(event))) => tell(event),
+                        Some(Err(error)) if error.kind() != io::ErrorKind::WouldBlock => {
+                            tracing::debug!(device = open.name(), %error, "events of DevX are not read any more");
+                            more = None;
+                        }
+                        _ => {}
+                    }
                     match take(&open) {
                         Ok(Some(event)) => tell(event),
                         Ok(None) => {}
@@ -106,14 +140,15 @@ pub(super) fn set_nonblocking(fd: i32) -> Result<()> {
 }
 
 /// Returns true when there is an event, false when it is time to end.
-fn wait(fd: i32, stop: i32) -> bool {
+fn wait(fd: i32, more: Option<i32>, stop: i32) -> bool {
     let entry = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    let mut fds = [entry(fd), entry(stop)];
+    // A negative one is not looked at.
+    let mut fds = [entry(stop), entry(fd), entry(more.unwrap_or(-1))];
     loop {
-        // SAFETY: two entries.
-        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
+        // SAFETY: three entries.
+        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 3, -1) };
         if ready >= 0 {
-            return fds[1].revents == 0;
+            return fds[0].revents == 0;
         }
         if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
             return false;
@@ -152,7 +187,8 @@ fn read(raw: &ibv_async_event) -> Option<Event> {
         }
         ibv_event_type::IBV_EVENT_CQ_ERR => {
             // SAFETY: events of this kind are of a completion queue.
-            Some(Event::CompletionQueue { cq: unsafe { raw.element.cq }.addr() })
+            let cq = unsafe { raw.element.cq };
+            Some(Event::CompletionQueue(FailedCq::Object(cq.addr())))
         }
         ibv_event_type::IBV_EVENT_DEVICE_FATAL => Some(Event::Device),
         ibv_event_type::IBV_EVENT_PORT_ERR
@@ -198,8 +234,8 @@ impl Healths {
     }
 
     /// Records what an event means, for the queue pairs that it concerns: `of_cq` says whether one of these uses a
-    /// completion queue, by the address of its `ibv_cq`.
-    pub(crate) fn tell(&self, open: &Open, event: Event, of_cq: impl Fn(u32, usize) -> bool) {
+    /// completion queue.
+    pub(crate) fn tell(&self, open: &Open, event: Event, of_cq: impl Fn(u32, FailedCq) -> bool) {
         let Some(error) = event.cause(open) else {
             if let Event::Port { number, kind } = event {
                 tracing::warn!(device = open.name(), port = number, event = kind.name(), "a port changed");
@@ -209,7 +245,7 @@ impl Healths {
         tracing::error!(%error);
         let concerns = |qpn: u32| match event {
             Event::QueuePair { qpn: of, .. } => of == qpn,
-            Event::CompletionQueue { cq } => of_cq(qpn, cq),
+            Event::CompletionQueue(cq) => of_cq(qpn, cq),
             Event::Device => true,
             Event::Port { .. } => false,
         };
@@ -239,7 +275,7 @@ impl Event {
                 };
                 format!("QP {qpn:#x}: {what}")
             }
-            Self::CompletionQueue { .. } => {
+            Self::CompletionQueue(_) => {
                 "a completion queue failed (IBV_EVENT_CQ_ERR): look at `dmesg`, and build the queue pair again".into()
             }
             Self::Device => {

@@ -194,7 +194,9 @@ fn register_dma_buf(len: usize, errno: i32) -> String {
 fn umem_dma_buf(len: usize, errno: i32) -> String {
     match errno {
         libc::EINVAL | libc::EOPNOTSUPP | libc::ENOSYS | libc::EPROTONOSUPPORT => {
-            "the kernel (before 6.1) or its mlx5_ib takes no dma-buf for DevX".into()
+            "the kernel (before Linux 6.1) or its mlx5_ib takes no dma-buf for DevX, or libmlx5 does not (before rdma-core 43, which \
+             brought MLX5DV_UMEM_MASK_DMABUF): update the older of both"
+                .into()
         }
         _ => register_dma_buf(len, errno),
     }

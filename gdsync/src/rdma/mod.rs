@@ -36,7 +36,7 @@ use std::path::Path;
 
 pub use config::{DeviceConfig, Route};
 pub(crate) use domain::Domain;
-pub(crate) use events::{Event, Events, Healths};
+pub(crate) use events::{Event, Events, FailedCq, Healths, More};
 pub(crate) use objects::Objects;
 pub(crate) use open::Open;
 pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};

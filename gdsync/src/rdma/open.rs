@@ -4,14 +4,14 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rdma_core_sys::verbs::{ibv_context, ibv_device_attr};
+use rdma_core_sys::verbs::{ibv_atomic_cap, ibv_context, ibv_device_attr};
 use rdma_core_sys::{Mlx5, Verbs};
 
 use super::config::DeviceConfig;
 use super::list::{Handle, List};
 use super::port::{GidEntry, GidKind, LinkLayer, Port};
 use crate::error::{Error, Result};
-use crate::verbs::{MAX_RD_ATOMIC, QpAddress};
+use crate::verbs::{Access, MAX_RD_ATOMIC, QpAddress};
 
 /// An open RDMA device. Closed when the last clone of its `Arc` is gone: whoever makes something on it keeps one.
 pub(crate) struct Open {
@@ -88,6 +88,19 @@ impl Open {
     pub(crate) fn rd_atomic(&self) -> u8 {
         let most = self.attr.max_qp_rd_atom.min(self.attr.max_qp_init_rd_atom);
         u8::try_from(most.clamp(0, MAX_RD_ATOMIC.into())).expect("at most 16")
+    }
+
+    /// What queue pairs may let peers do. Drivers refuse the right to atomics where the device has none, as some virtual functions.
+    pub(crate) fn rights(&self) -> Access {
+        let has_atomics = self.attr.atomic_cap != ibv_atomic_cap::IBV_ATOMIC_NONE;
+        if has_atomics {
+            return Access::all();
+        }
+        tracing::debug!(
+            device = self.name(),
+            "no atomics (atomic_cap): queue pairs do not allow them to peers"
+        );
+        Access::all() - Access::REMOTE_ATOMIC
     }
 
     /// The port that is used.

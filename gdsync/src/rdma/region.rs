@@ -16,10 +16,8 @@ use super::open::Open;
 use super::sysfs::SYSFS;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, host_page};
 use crate::verbs::{Access, Carriage, Carrier};
-
-const PAGE: u64 = 4096;
 
 /// How the device got at the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,8 +71,8 @@ impl Drop for Region {
     }
 }
 
-/// The rights of a region, as libibverbs names them. What the device never writes may be read in any order; what it
-/// writes must be there when the completion is.
+/// The rights of a region, as libibverbs names them. What the device never writes may be read in any order; what it writes is written in
+/// order unless [`Access::RELAXED_ORDERING`] was asked for, as it may be polled.
 fn rights(access: Access) -> ibv_access_flags {
     let rights = ibv_access_flags::from_bits_retain(access.bits());
     let is_written = access.intersects(Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
@@ -211,8 +209,10 @@ impl Pages {
             });
         }
         order_copies(gpu, memory);
-        let offset = memory.addr() % PAGE;
-        let len = (offset + memory.len() as u64).next_multiple_of(PAGE);
+        // The driver exports pages of the host.
+        let page = host_page() as u64;
+        let offset = memory.addr() % page;
+        let len = (offset + memory.len() as u64).next_multiple_of(page);
         let len = usize::try_from(len).expect("64-bit hosts only");
         let fd = export(gpu, memory.addr() - offset, len)?;
         Ok(Self { fd, offset, len })
@@ -255,13 +255,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_the_device_never_writes_is_relaxed() {
+    fn what_the_device_writes_is_only_relaxed_when_asked_for() {
         let relaxed = |access| rights(access).contains(ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING);
         assert!(relaxed(Access::empty()));
         assert!(relaxed(Access::REMOTE_READ));
         for access in [Access::LOCAL_WRITE, Access::REMOTE_WRITE, Access::REMOTE_ATOMIC, Access::all()] {
             assert!(!relaxed(access), "{access:?}");
             assert!(!relaxed(access | Access::REMOTE_READ), "{access:?}");
+        }
+        for access in [Access::LOCAL_WRITE, Access::all()] {
+            assert!(relaxed(access | Access::RELAXED_ORDERING), "asked for");
         }
         let all = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE
             | ibv_access_flags::IBV_ACCESS_REMOTE_WRITE

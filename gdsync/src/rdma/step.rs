@@ -40,11 +40,10 @@ impl From {
         route.port_num = self.port;
         route.sl = self.service_level;
         let has_gid = peer.gid.0 != [0; 16];
-        let is_ipv4 = |gid: Gid| gid.0[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff];
         let is_global = match self.link {
             LinkLayer::Ethernet if !has_gid => return refuse("it told no GID, which RoCE needs"),
             LinkLayer::Ethernet
-                if self.gid_kind == GidKind::RoceV2 && is_ipv4(self.gid) != is_ipv4(peer.gid) =>
+                if self.gid_kind == GidKind::RoceV2 && self.gid.is_ipv4() != peer.gid.is_ipv4() =>
             {
                 return refuse(
                     "one side has an IPv4 address and the other an IPv6 one: choose GIDs of one kind on both \

@@ -14,7 +14,7 @@ use super::layout::{self, LANE_BYTES, LANE_TABLE, LANES, RECORD_BYTES, WAIT_WORD
 use super::rows::Rows;
 use super::seat::{self, Seat};
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word64};
+use crate::memory::{Memory, Word64, host_page};
 use crate::protocol::stamp;
 
 /// Of a process that records, that pauses; in a forked child the word is 0.
@@ -289,12 +289,11 @@ impl Drop for Recorder {
 
 /// A word that is 0 in forked children.
 fn forgotten_in_children() -> Result<Word64> {
-    const PAGE: usize = 4096;
-    let page = Memory::alloc(PAGE)?;
+    let page = Memory::alloc(host_page())?;
     let address = std::ptr::with_exposed_provenance_mut(usize::try_from(page.addr()).unwrap_or(0));
     // As memory of this crate is, where the kernel can do that; where it cannot, children do not have it. Here that must be known.
     // SAFETY: the page was just mapped, and the advice only concerns forked children.
-    if unsafe { libc::madvise(address, PAGE, libc::MADV_WIPEONFORK) } != 0 {
+    if unsafe { libc::madvise(address, page.len(), libc::MADV_WIPEONFORK) } != 0 {
         let fix = "use Linux 4.14 or newer, or set GDSYNC_RECORDER=off";
         return Err(Error::last_os("madvise(MADV_WIPEONFORK)", fix));
     }

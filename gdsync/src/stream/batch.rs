@@ -277,7 +277,8 @@ impl Batch {
     /// Waits for the next receive completion of `qp`.
     ///
     /// # Errors
-    /// As [`Qp::prepare_wait_recv`].
+    /// As [`Qp::prepare_wait_recv`]; at submission [`Error::Unsupported`] where a card writes payload to GPU memory and the GPU may
+    /// not see it: see [`Capabilities::flush`](crate::cuda::Capabilities::flush).
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
         PreparedWait::next(&qp.recv.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use super::op::{Bell, Op, Ring, Source};
+use crate::memory::Memory;
 use crate::pause::breathe;
 use crate::recorder::{By, Hold, Log, NOTED_AFTER};
 
@@ -17,14 +18,22 @@ const NAP_MAX: Duration = Duration::from_millis(20);
 /// The longest sleep in a source. A failure makes sources wake their sleepers; this is for those that do not.
 const PARK_MAX: Duration = Duration::from_millis(10);
 
+/// Orders all accesses before a store to memory of this kind. A fence for CPUs alone does not order stores before those to registers of a
+/// card, or to a GPU: on Arm these are outside of what `dmb ish` orders.
+fn settle(memory: &Memory) {
+    fence(Ordering::SeqCst);
+    memory.fence();
+}
+
 impl Bell {
     /// Writes record and doorbell as a stream of a GPU would.
     fn ring(&self, ring: Ring) {
         let record = || self.record.store(ring.record);
-        fence(Ordering::SeqCst);
+        let settle = || settle(self.doorbell.memory());
+        settle();
         if !self.record_may_lag {
             record();
-            fence(Ordering::SeqCst);
+            settle();
         }
         self.doorbell.store(ring.doorbell);
         if self.record_may_lag {
@@ -64,11 +73,11 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
     match op {
         Op::Write32 { at, value } => {
             // The default of stream writes (no CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER).
-            fence(Ordering::SeqCst);
+            settle(at.memory());
             at.store(value);
         }
         Op::Write64 { at, value } => {
-            fence(Ordering::SeqCst);
+            settle(at.memory());
             at.store(value);
         }
         Op::Wait32 { ref at, value, cond } => {
@@ -165,5 +174,27 @@ pub(super) fn message_of(panic: &(dyn Any + Send)) -> String {
         (Some(text), _) => (*text).to_owned(),
         (_, Some(text)) => text.clone(),
         _ => "(no message)".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::memory::fences;
+
+    #[test]
+    fn record_and_doorbell_of_a_card_are_behind_fences_for_devices() {
+        let record = Memory::alloc(8).unwrap().word32(4).unwrap();
+        let page = Memory::alloc(4096).unwrap();
+        let at = page.atomic64(0).unwrap().as_ptr().cast();
+        // SAFETY: the page is there as long as its keeper.
+        let page = unsafe { Memory::io(std::ptr::NonNull::new(at).unwrap(), 4096, Arc::new(page)) };
+        let doorbell = page.word64(0x800).unwrap();
+        let bell = Bell { record, doorbell, record_may_lag: false, found: Default::default() };
+        // One before each of them, and one that sends the doorbell off.
+        assert_eq!(fences::during(|| bell.ring(Ring { record: 1, doorbell: 2 })), 3);
+        assert_eq!((bell.record.load(), bell.doorbell.load()), (1, 2));
     }
 }

@@ -188,6 +188,12 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// Where completion `n` arrives.
     fn arrival(&self, n: u64) -> Arrival<'_>;
 
+    /// Refuses a wait of a stream of this GPU where the GPU may not see the payload behind it.
+    fn check_visible(&self, gpu: &Gpu) -> Result<()> {
+        let _ = gpu;
+        Ok(())
+    }
+
     /// Completion `n` will not come: puts one there that says so, and satisfies waits for it.
     fn release(&self, n: u64) {
         let _ = n;

@@ -21,6 +21,15 @@ bitflags::bitflags! {
     }
 }
 
+impl Access {
+    /// Of a memory region: the device may write payload in any order (`IBV_ACCESS_RELAXED_ORDERING`), which on many servers is what lets
+    /// it write at full speed. Not in [`Access::all`], and ignored by old kernels and libraries, and by the software HCA.
+    ///
+    /// Only for payload that is taken behind its completion, which does not pass it: never for what is polled, as flags and words that
+    /// a stream waits for, or for bytes that must appear in order.
+    pub const RELAXED_ORDERING: Self = Self::from_bits_retain(1 << 20);
+}
+
 /// The most READs and atomics that a queue pair has outstanding each way.
 pub(crate) const MAX_RD_ATOMIC: u8 = 16;
 

@@ -10,6 +10,7 @@ use super::mr::Mr;
 use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
+use super::visibility::WritableGpus;
 use crate::cuda::Gpu;
 use crate::direct::{Direct, probe, reach};
 use crate::env::variable;
@@ -265,7 +266,8 @@ impl Context {
     pub fn alloc_pd(&self) -> Result<Pd> {
         self.home.check()?;
         let (provider, home, pdn) = (self.provider.clone(), self.home, self.provider.alloc_pd()?);
-        Ok(Pd(Arc::new(PdInner { provider, home, pdn, _log: self.log.clone() })))
+        let (writable_gpus, log) = (WritableGpus::default(), self.log.clone());
+        Ok(Pd(Arc::new(PdInner { provider, home, pdn, writable_gpus, _log: log })))
     }
 
     /// Creates a completion queue for sharing between queue pairs, polled by the CPU.
@@ -326,6 +328,7 @@ struct PdInner {
     provider: Arc<dyn Provider>,
     home: Home,
     pdn: u32,
+    writable_gpus: WritableGpus,
     _log: Log,
 }
 
@@ -350,6 +353,11 @@ impl Pd {
 
     pub(crate) fn pdn(&self) -> u32 {
         self.0.pdn
+    }
+
+    /// Where its queue pairs may write GPU memory.
+    pub(super) fn writable_gpus(&self) -> &WritableGpus {
+        &self.0.writable_gpus
     }
 
     pub(crate) fn is_here(&self) -> bool {

@@ -3,13 +3,15 @@
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::completion::{Completion, Submitted};
 use super::cq::CqInner;
 use super::qp::QpCore;
 use super::track::Tracker;
-use crate::error::Error;
+use crate::cuda::Gpu;
+use crate::error::{Error, Result};
 use crate::recorder::{Awaited, By, Stage};
 use crate::stream::{Arrival, Bell, Source};
 
@@ -27,6 +29,8 @@ pub(crate) struct Parts {
     pub(crate) tracker: Arc<Tracker>,
     /// Of a send queue.
     bell: Option<Arc<Bell>>,
+    /// A request was written whose completion tells of payload that came: a READ or an atomic.
+    fetches: AtomicBool,
 }
 
 impl Deref for QueueEnd {
@@ -42,6 +46,16 @@ impl Parts {
     pub(crate) fn awaits(&self, n: u64) -> Awaited {
         self.tracker.awaits(n)
     }
+
+    /// A READ or an atomic is about to be written.
+    pub(crate) fn fetches(&self) {
+        self.fetches.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a completion may tell of payload that came.
+    fn brings_payload(&self) -> bool {
+        !self.tracker.is_send || self.fetches.load(Ordering::Relaxed)
+    }
 }
 
 impl QueueEnd {
@@ -51,7 +65,7 @@ impl QueueEnd {
         tracker: Arc<Tracker>,
         bell: Option<Arc<Bell>>,
     ) -> Arc<Self> {
-        let parts = Arc::new(Parts { qp, cq, tracker, bell });
+        let parts = Arc::new(Parts { qp, cq, tracker, bell, fetches: AtomicBool::new(false) });
         Arc::new(Self { source: parts.clone(), parts })
     }
 
@@ -155,6 +169,11 @@ impl Source for Parts {
 
     fn arrival(&self, n: u64) -> Arrival<'_> {
         self.cq.arrival(n)
+    }
+
+    fn check_visible(&self, gpu: &Gpu) -> Result<()> {
+        let is_written_by_card = self.qp.provider.reads_by_itself() && self.brings_payload();
+        if is_written_by_card { self.qp.pd.writable_gpus().check(gpu) } else { Ok(()) }
     }
 
     fn release(&self, n: u64) {

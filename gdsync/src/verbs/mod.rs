@@ -15,6 +15,7 @@ pub(crate) mod qp;
 pub(crate) mod rq;
 pub(crate) mod sq;
 pub(crate) mod track;
+mod visibility;
 mod wr;
 
 pub use address::QpAddress;

@@ -46,6 +46,7 @@ impl Drop for Region {
     fn drop(&mut self) {
         if self.pd.is_here() {
             self.pd.provider().dereg_mr(self.keys);
+            self.pd.writable_gpus().remove(&self.memory, self.access);
         }
     }
 }
@@ -63,6 +64,7 @@ impl Mr {
         }
         pd.check_here()?;
         let keys = pd.provider().reg_mr(pd.pdn(), memory, access)?;
+        pd.writable_gpus().add(memory, access);
         Ok(Self { region: Arc::new(Region { pd, memory: memory.clone(), access, keys }), part: None })
     }
 

@@ -19,7 +19,7 @@ bitflags::bitflags! {
     /// registers of the card and never move.
     ///
     /// Where mlx5 cards read the rings by themselves, any of these makes the queue pair by DevX, which needs a dma-buf of GPU
-    /// memory for the card (Linux 6.1, the NVIDIA driver's open kernel modules) or nvidia-peermem: otherwise it is
+    /// memory for the card (Linux 6.1, rdma-core 43, the NVIDIA driver's open kernel modules) or nvidia-peermem: otherwise it is
     /// refused, with the reason.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct OnGpu: u32 {

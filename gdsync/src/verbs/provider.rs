@@ -111,6 +111,10 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn rd_atomic(&self) -> u8 {
         MAX_RD_ATOMIC
     }
+    /// What a queue pair of this device may let peers do.
+    fn rights(&self) -> Access {
+        Access::all()
+    }
     /// Whether messages that a queue pair receives are written in order of their addresses, if the device tells.
     fn writes_in_order(&self, _qpn: u32) -> Option<bool> {
         None

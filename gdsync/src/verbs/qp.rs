@@ -47,7 +47,7 @@ pub(crate) struct QpCore {
     recv_cq: Arc<CqInner>,
     defaults: Connect,
     pub(crate) log: QpLog,
-    _pd: Pd,
+    pub(super) pd: Pd,
 }
 
 impl fmt::Debug for Qp {

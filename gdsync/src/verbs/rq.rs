@@ -10,7 +10,7 @@ use super::end::QueueEnd;
 use super::track::{Entry, Track};
 use super::wr::RecvWr;
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Word32};
+use crate::memory::{Memory, Word32, host_fence};
 use crate::mlx5;
 use crate::recorder::{By, Queue, Stage};
 
@@ -93,6 +93,7 @@ impl RecvQueue {
                 let len = track.entry(n).len;
                 self.end.qp.log.note(Stage::Prepared, Queue::Receive, By::Cpu, n, len);
             }
+            host_fence();
             self.record.store(mlx5::recv_record(track.head));
         }
         (posted, written)
@@ -132,5 +133,21 @@ impl RecvQueue {
         let lost = self.end.tracker.reset();
         self.record.store(0);
         self.end.cq.forget(&self.end.tracker, lost);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::hca::SoftHcaConfig;
+    use crate::memory::fences;
+    use crate::verbs::{Context, RecvWr};
+
+    #[test]
+    fn the_record_is_behind_a_fence_for_devices() {
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let qp = pd.build_qp().build().unwrap();
+        qp.init().unwrap();
+        let count = fences::during(|| drop(qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 4]).unwrap()));
+        assert_eq!(count, 1);
     }
 }

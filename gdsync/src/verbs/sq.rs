@@ -363,6 +363,9 @@ impl SendQueue {
     fn write_any(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
         self.most.check(&wr.op)?;
+        if wr.op.fetches() {
+            self.end.fetches();
+        }
         self.put(track, wr.wr_id, wr.op.payload_bytes(), |out, index| {
             mlx5::encode_into(out, &wr.op, qpn, index, wr.flags)
                 .map_err(|e| Error::WorkRequest { qpn, source: e })

@@ -9,7 +9,7 @@ use super::wr::Wc;
 use crate::brief::{Mutex, MutexGuard};
 use crate::error::{Error, Result};
 use crate::home::Home;
-use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES};
+use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode};
 use crate::protocol::posted;
 use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
 
@@ -352,7 +352,7 @@ impl Tracker {
             qpn: self.qpn,
             opcode: cqe.opcode,
             send_opcode: cqe.send_opcode,
-            byte_len: if failed { 0 } else { cqe.byte_cnt },
+            byte_len: byte_len(cqe),
             imm: matches!(cqe.opcode, CqeOpcode::RESP_SEND_IMM | CqeOpcode::RESP_WR_IMM).then_some(cqe.imm),
             syndrome: failed.then_some(cqe.syndrome),
             vendor: cqe.vendor,
@@ -377,7 +377,7 @@ impl Tracker {
         drop(track);
         if self.is_card {
             self.log.note(|| {
-                let (len, status) = (cqe.byte_cnt, wc.syndrome.map_or(0, |syndrome| syndrome.0));
+                let (len, status) = (wc.byte_len, wc.syndrome.map_or(0, |syndrome| syndrome.0));
                 let event = Event::of(Stage::Completed, self.queue(), By::Hca, self.qpn, n);
                 Event { len, status, ..event }
             });
@@ -391,6 +391,17 @@ impl Tracker {
             self.health.record(Error::UnexpectedCqe { qpn: self.qpn, queue, counter, expected, format });
         }
         Some((n, wc, entry.cancelled))
+    }
+}
+
+/// Bytes received, read, or returned by an atomic. Cards leave the count of other sends undefined.
+fn byte_len(cqe: &Cqe) -> u32 {
+    match (cqe.opcode, cqe.send_opcode) {
+        (opcode, _) if opcode.is_error() => 0,
+        (CqeOpcode::REQ, Opcode::ATOMIC_CS | Opcode::ATOMIC_FA) => 8,
+        (CqeOpcode::REQ, Opcode::RDMA_READ) => cqe.byte_cnt,
+        (CqeOpcode::REQ, _) => 0,
+        _ => cqe.byte_cnt,
     }
 }
 
@@ -466,6 +477,29 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_length_is_only_taken_where_cards_tell_it() {
+        let req = |send_opcode| Cqe { opcode: CqeOpcode::REQ, send_opcode, byte_cnt: 77, ..Cqe::default() };
+        for (opcode, len) in [
+            (Opcode::NOP, 0),
+            (Opcode::SEND, 0),
+            (Opcode::SEND_IMM, 0),
+            (Opcode::RDMA_WRITE, 0),
+            (Opcode::RDMA_WRITE_IMM, 0),
+            (Opcode::RDMA_READ, 77),
+            (Opcode::ATOMIC_CS, 8),
+            (Opcode::ATOMIC_FA, 8),
+        ] {
+            assert_eq!(byte_len(&req(opcode)), len, "{opcode:?}");
+        }
+        let received = Cqe { opcode: CqeOpcode::RESP_SEND, ..req(Opcode::SEND) };
+        assert_eq!(byte_len(&received), 77);
+        assert_eq!(byte_len(&Cqe { opcode: CqeOpcode::RESP_ERR, ..received }), 0);
+        let (_, tracker, _) = four();
+        let written = Cqe { qpn: 5, ..req(Opcode::RDMA_WRITE) };
+        assert_eq!(tracker.complete(&written).map(|(_, wc, _)| wc.byte_len), Some(0));
+    }
+
     /// Four requests, and what the CQE of each says.
     fn four() -> (Arc<Health>, Arc<Tracker>, impl Fn(u64) -> Cqe) {
         let health = Arc::new(Health::default());
@@ -473,7 +507,8 @@ mod tests {
         for n in 0..4 {
             tracker.lock().push(Entry { wr_id: 10 + n, begin: n, blocks: 1, ..Entry::default() });
         }
-        let cqe = |n| Cqe { qpn: 5, wqe_counter: low16(n), byte_cnt: 7, ..Cqe::default() };
+        let send_opcode = Opcode::RDMA_READ;
+        let cqe = move |n| Cqe { qpn: 5, wqe_counter: low16(n), byte_cnt: 7, send_opcode, ..Cqe::default() };
         (health, tracker, cqe)
     }
 

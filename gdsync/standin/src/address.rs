@@ -1,6 +1,7 @@
 //! The GID table of the port.
 
 use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdma_core_sys::verbs::{ibv_context, ibv_gid, ibv_gid_entry, ibv_gid_type};
 
@@ -14,6 +15,14 @@ pub(crate) const ENTRIES: u8 = 128;
 /// The entry that leads to peers.
 pub(crate) const ROUTED: u8 = 1;
 
+static TELLS_KINDS: AtomicBool = AtomicBool::new(true);
+
+/// From now on the kinds of GIDs are told, or not, as by old kernels.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn gdsync_standin_gid_kinds(are_told: bool) {
+    TELLS_KINDS.store(are_told, Ordering::SeqCst);
+}
+
 /// What the index of a GID stands for.
 fn entry(context: &Context, index: u32) -> Option<ibv_gid_entry> {
     let (gid, gid_type) = match index {
@@ -26,6 +35,8 @@ fn entry(context: &Context, index: u32) -> Option<ibv_gid_entry> {
         1 => (context.hca.card.gid().0, ibv_gid_type::IBV_GID_TYPE_ROCE_V2),
         _ => return None,
     };
+    let is_told = TELLS_KINDS.load(Ordering::SeqCst);
+    let gid_type = if is_told { gid_type } else { ibv_gid_type(u32::MAX) };
     let gid = ibv_gid { raw: gid };
     Some(ibv_gid_entry { gid, gid_index: index, port_num: PORT.into(), gid_type, ndev_ifindex: 1 })
 }

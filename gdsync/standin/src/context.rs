@@ -4,6 +4,7 @@ use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
 use std::mem::offset_of;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdma_core_sys::verbs::{
     ibv_atomic_cap, ibv_context, ibv_context_ops, ibv_device, ibv_device_attr, ibv_device_attr_ex,
@@ -27,6 +28,19 @@ use crate::work;
 
 /// What the port's network allows.
 pub(crate) const ACTIVE_MTU: ibv_mtu = ibv_mtu::IBV_MTU_1024;
+
+static ATOMICS: AtomicBool = AtomicBool::new(true);
+
+/// Whether there are atomics.
+pub(crate) fn has_atomics() -> bool {
+    ATOMICS.load(Ordering::SeqCst)
+}
+
+/// From now on there are atomics, or none: no queue pair may allow them to peers.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn gdsync_standin_atomics(are_there: bool) {
+    ATOMICS.store(are_there, Ordering::SeqCst);
+}
 
 /// `struct verbs_context`, and what is behind it.
 #[repr(C)]
@@ -125,7 +139,11 @@ fn attributes(context: &Context) -> ibv_device_attr {
         max_qp_rd_atom: MAX_RD_ATOMIC.into(),
         max_qp_init_rd_atom: MAX_RD_ATOMIC.into(),
         max_res_rd_atom: 16384 * i32::from(MAX_RD_ATOMIC),
-        atomic_cap: ibv_atomic_cap::IBV_ATOMIC_HCA,
+        atomic_cap: if has_atomics() {
+            ibv_atomic_cap::IBV_ATOMIC_HCA
+        } else {
+            ibv_atomic_cap::IBV_ATOMIC_NONE
+        },
         max_ah: i32::MAX,
         max_pkeys: 1,
         local_ca_ack_delay: 16,

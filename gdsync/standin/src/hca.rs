@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use rdma_core_sys::verbs::{ibv_cq, ibv_event_type, ibv_qp};
 
 use crate::complaint::complain;
+use crate::devx;
 use crate::events::Events;
 
 /// The card of this process. It is never given up: its address stays the same, as that of a port does.
@@ -97,6 +98,7 @@ impl Roster {
 
 impl Alarms for Roster {
     fn raise(&self, alarm: Alarm) {
+        devx::raise(alarm);
         let (objects, number, event) = match alarm {
             Alarm::CqError(cqn) => (&self.cqs, cqn, ibv_event_type::IBV_EVENT_CQ_ERR),
             Alarm::QpFatal(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_FATAL),

@@ -15,8 +15,10 @@
 //!   that are written to one register.
 //! - A doorbell is found within 5 ms, not at once: the HCA has to look.
 //! - DevX makes completion queues and queue pairs and changes them, and nothing else; a doorbell page is for one queue pair, and
-//!   a DMA-BUF must be one that can be mapped. `gdsync_standin_devx` takes DevX away, or DMA-BUFs from it.
-//! - No events of objects of DevX, no shared receive queues, no events of solicited completions alone.
+//!   a DMA-BUF must be one that can be mapped. `gdsync_standin_devx` takes DevX away, or DMA-BUFs from it;
+//!   `gdsync_standin_atomics` takes atomics away, `gdsync_standin_gid_kinds`
+//!   what kinds GIDs are of.
+//! - Events of objects of DevX come without their bytes; no shared receive queues, no events of solicited completions alone.
 //! - Scatter to CQE does not happen; a queue pair whose rings are asked for (`mlx5dv_init_obj`) must be created without it.
 //! - The port is one of RoCE: GID 0 is RoCE v1 and leads nowhere, GID 1 is RoCE v2 and that of the HCA.
 

@@ -7,12 +7,13 @@ use gdsync::Error;
 use gdsync::hca::Gid;
 use gdsync::verbs::{Access, QpAddress, QpAttr, QpState};
 use rdma_core_sys::verbs::{
-    ibv_ah_attr, ibv_mtu, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask as mask, ibv_qp_state,
+    ibv_access_flags as access, ibv_ah_attr, ibv_mtu, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask as mask,
+    ibv_qp_state,
 };
 
 use crate::address::{ENTRIES, PORT, ROUTED};
 use crate::complaint::complain;
-use crate::context::ACTIVE_MTU;
+use crate::context::{ACTIVE_MTU, has_atomics};
 use crate::qp::Qp;
 use crate::steps;
 
@@ -50,6 +51,11 @@ fn modify(qp: &Qp, attr: &ibv_qp_attr, given: mask) -> Result<ibv_qp_state, c_in
     }
     let to = if given.contains(mask::IBV_QP_STATE) { attr.qp_state } else { from };
     steps::check(from, to, given)?;
+    let rights =
+        if given.contains(mask::IBV_QP_ACCESS_FLAGS) { attr.qp_access_flags } else { access::empty() };
+    if rights.contains(access::IBV_ACCESS_REMOTE_ATOMIC) && !has_atomics() {
+        return Err(libc::EOPNOTSUPP);
+    }
     ranges(attr, given)?;
 
     let has = |bit| given.contains(bit);

@@ -2,11 +2,11 @@
 
 use std::ffi::c_int;
 
-use gdsync::memory::{Memory, Word64};
+use gdsync::memory::{Memory, Word64, host_page};
 use parking_lot::Mutex;
 
-use crate::pages::PAGE;
-
+/// Bytes of a doorbell page of the card, of which a page of the host may have several.
+const UAR: usize = 4096;
 /// Where the first doorbell lies in its page.
 const REGISTER: usize = 0x800;
 
@@ -20,8 +20,13 @@ impl Register {
     /// # Errors
     /// `ENOMEM`
     pub(crate) fn alloc() -> Result<Self, c_int> {
-        let idle = IDLE.lock().pop();
-        idle.map_or_else(|| Memory::alloc(PAGE), Ok).map(Self).map_err(|_| libc::ENOMEM)
+        let mut idle = IDLE.lock();
+        if idle.is_empty() {
+            let page = Memory::alloc(host_page()).map_err(|_| libc::ENOMEM)?;
+            let uars = (0..page.len() / UAR).rev();
+            idle.extend(uars.map(|n| page.slice(n * UAR, UAR).expect("it lies in the page")));
+        }
+        Ok(Self(idle.pop().expect("a page of the host has at least one")))
     }
 
     /// The address of the page.
@@ -56,6 +61,6 @@ mod tests {
         let registers: Vec<_> = (0..8).map(|_| Register::alloc().unwrap()).collect();
         let addrs: Vec<_> = registers.iter().map(|register| register.page().addr()).collect();
         drop(registers);
-        assert!(addrs.iter().all(|addr| pages::pin(*addr, PAGE, true) == Ok(())));
+        assert!(addrs.iter().all(|addr| pages::pin(*addr, UAR, true) == Ok(())));
     }
 }

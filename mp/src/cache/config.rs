@@ -78,7 +78,5 @@ impl CacheConfig {
 fn host_memory() -> u64 {
     // SAFETY: it only answers.
     let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
-    // SAFETY: as above.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(page).unwrap_or(0))
+    u64::try_from(pages).unwrap_or(0).saturating_mul(gdsync::memory::host_page() as u64)
 }

@@ -10,8 +10,8 @@ use super::watch::Watch;
 use super::words::Word;
 use crate::bench::Result;
 
-/// Bytes of a page.
-const PAGE: usize = 4096;
+/// Bytes of the small registration.
+const SMALL: usize = 4096;
 
 /// A stream that a wait blocks, or not.
 struct Blocker<'a> {
@@ -48,7 +48,7 @@ pub(super) fn measure(lab: &Lab, calls: u64, watch: &Watch) -> Result<Vec<Figure
         ),
     ] {
         let blocker = Blocker { lab, watch, words, blocks };
-        for (names, len) in names.into_iter().zip([PAGE, 1 << 20]) {
+        for (names, len) in names.into_iter().zip([SMALL, 1 << 20]) {
             figures.extend(blocker.pair(names, len, calls)?);
         }
     }
@@ -59,8 +59,9 @@ impl Blocker<'_> {
     /// Registers and unregisters memory of so many bytes. A call that waited for the stream is not made again.
     fn pair(&self, names: [&'static str; 2], len: usize, calls: u64) -> Result<[Figure; 2]> {
         // Memory with its pages in place.
-        let mut room = vec![1_u8; len + PAGE];
-        let skip = room.as_ptr().align_offset(PAGE);
+        let page = gdrcopy::host_page();
+        let mut room = vec![1_u8; len + page];
+        let skip = room.as_ptr().align_offset(page);
         let memory = &mut room[skip..skip + len];
         let mut figures = names.map(Figure::new);
         for _ in 0..calls {

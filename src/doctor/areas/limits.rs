@@ -66,8 +66,8 @@ fn holds_ipc_lock() -> bool {
 
 /// Whether more than the limit can be locked; `None` where the kernel refuses for another reason.
 fn locks_more(limit: u64) -> Option<bool> {
-    const PAGE: u64 = 4096;
-    let len = usize::try_from(limit.next_multiple_of(PAGE) + PAGE).ok()?;
+    let page = gdrcopy::host_page() as u64;
+    let len = usize::try_from(limit.next_multiple_of(page) + page).ok()?;
     let (access, kind) = (libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
     // SAFETY: a new mapping wherever the kernel likes.
     let at = unsafe { libc::mmap(ptr::null_mut(), len, access, kind, -1, 0) };

@@ -8,8 +8,8 @@ use super::super::live::DeviceFacts;
 use super::super::machine::{Hca, Machine};
 use super::super::probe::{Check, Probe};
 use super::super::requirements::{
-    self, CardUse, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, IWARP, KERNEL as LINUX, LIBIBVERBS, LIBMLX5, Links,
-    MELLANOX, ROCE_V1, ROCE_V2,
+    self, CardUse, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, IWARP, KERNEL as LINUX, LIBIBVERBS,
+    LIBMLX5, Links, MELLANOX, ROCE_V1, ROCE_V2,
 };
 use super::super::system::Node;
 use super::driver::numbers;
@@ -126,7 +126,7 @@ fn core(machine: &Machine, hcas: &[Hca]) -> Probe {
 fn mlx5(machine: &Machine, hcas: &[Hca]) -> Probe {
     let has_card = hcas.iter().any(|hca| hca.is_mlx5(&machine.system));
     let fix =
-        "install ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL), of rdma-core 35 or newer";
+        "install ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL), of rdma-core 43 or newer";
     match &machine.verbs.facts.libmlx5 {
         Some(Ok(file)) => match version_of(file) {
             Some(pair) if !LIBMLX5.is_met(pair) => MLX5.warn(
@@ -137,6 +137,11 @@ fn mlx5(machine: &Machine, hcas: &[Hca]) -> Probe {
                 format!("{} is older than {}: no queues in GPU memory", file.display(), DMA_BUF_UMEM.least()),
                 fix,
             ),
+            Some(pair) if has_card && !DEDICATED_UAR.is_met(pair) => MLX5.ok(format!(
+                "{}, older than {}: queue pairs in GPU memory share a doorbell register",
+                file.display(),
+                DEDICATED_UAR.least()
+            )),
             _ => MLX5.ok(file.display().to_string()),
         },
         Some(Err(why)) if has_card => MLX5.warn(format!("{why}: a thread posts to the card"), fix),

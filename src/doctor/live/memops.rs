@@ -13,7 +13,6 @@ use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, M
 const HOST_ALLOC_MAPPED: u32 = 2;
 /// `CU_STREAM_WAIT_VALUE_EQ`.
 const WAIT_EQUAL: u32 = 1;
-const PAGE: usize = 4096;
 
 /// A stream, and three words that it and the CPU share.
 pub(super) struct Bench<'a> {
@@ -55,7 +54,9 @@ impl<'a> Bench<'a> {
     pub(super) fn new(api: &'a Api, patience: Duration) -> gdrcopy::Result<Self> {
         let (mut host, mut addr, mut stream) = (std::ptr::null_mut::<c_void>(), 0, 0);
         // SAFETY: a place for the answer; a context is current.
-        unsafe { api.mem_host_alloc(&mut host, PAGE, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED) }?;
+        unsafe {
+            api.mem_host_alloc(&mut host, gdrcopy::host_page(), HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED)
+        }?;
         // SAFETY: a place for the answer; the memory was allocated above.
         unsafe { api.mem_host_get_device_pointer(&mut addr, host, 0) }?;
         // SAFETY: a place for the answer; a context is current.

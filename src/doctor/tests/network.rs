@@ -37,9 +37,22 @@ pub(super) const CASES: &[Case] = &[
     Case {
         what: "an old libmlx5",
         change: |_, machine| {
-            machine.verbs.facts.libmlx5 = Some(Result::Ok("/usr/lib/libmlx5.so.1.24.34.0".into()))
+            machine.verbs.facts.libmlx5 = Some(Result::Ok("/usr/lib/libmlx5.so.1.24.42.0".into()))
         },
-        says: &[("rdma.mlx5", "", Warn, "no queues in GPU memory", "rdma-core 35")],
+        says: &[("rdma.mlx5", "", Warn, "no queues in GPU memory", "rdma-core 43")],
+    },
+    Case {
+        what: "a libmlx5 without dedicated registers",
+        change: |_, machine| {
+            machine.verbs.facts.libmlx5 = Some(Result::Ok("/usr/lib/libmlx5.so.1.24.44.0".into()))
+        },
+        says: &[(
+            "rdma.mlx5",
+            "",
+            Ok,
+            "older than 45: queue pairs in GPU memory share a doorbell register",
+            "",
+        )],
     },
     Case {
         what: "an old kernel",

@@ -218,7 +218,11 @@ pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
     require(!addr.is_null() && len > 0 && flags <= 15, CudaStatus::INVALID_VALUE)?;
     let start = addr.expose_provenance();
     let end = start.checked_add(len).ok_or(CudaStatus::INVALID_VALUE)?;
-    require(flags & IO_MEMORY != 0 || is_mapped(start, end), CudaStatus::INVALID_VALUE)?;
+    let is_whole = start.is_multiple_of(host_page()) && end.is_multiple_of(host_page());
+    require(
+        if flags & IO_MEMORY == 0 { is_mapped(start, end) } else { is_whole },
+        CudaStatus::INVALID_VALUE,
+    )?;
     let _alone = REGISTERING.try_lock_for(control::patience()).ok_or(LAUNCH_TIMEOUT)?;
     let mut regions = REGIONS.lock();
     let overlapped = regions.range(..end).next_back().filter(|(_, region)| region.start + region.len > start);

@@ -7,9 +7,10 @@
 //! Nothing of this is used before a queue pair asks for GPU memory (`OnGpu`). Then its completion queues and itself are made so,
 //! parts in host memory included. Shared completion queues may be verbs objects.
 //!
-//! Asynchronous events of these objects are not read: a queue pair that fails without a completion of its own is noticed
-//! by the flushes of what is posted to it.
+//! Asynchronous events of these objects come by a channel of their own ([`events`]). Where there is none, a queue pair that fails
+//! without a completion is noticed by the flushes of what is posted to it.
 
+mod events;
 mod mailbox;
 mod object;
 mod path;
@@ -25,6 +26,7 @@ use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 use rdma_core_sys::mlx5::{mlx5dv_context, mlx5dv_context_flags, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_pd};
 
+pub(super) use self::events::EventChannel;
 use self::mailbox::Limits;
 use self::object::ask;
 pub(super) use self::queues::{DevxCq, DevxQp};
@@ -46,6 +48,7 @@ pub(super) struct Devx {
     /// The doorbell page that completion queues name, which nobody writes to.
     cq_uar: Mutex<Option<Arc<Uar>>>,
     registers: Arc<Registers>,
+    channel: Option<Arc<EventChannel>>,
 }
 
 impl fmt::Debug for Devx {
@@ -59,7 +62,12 @@ impl Devx {
     ///
     /// # Errors
     /// [`Error::Verbs`] where it takes no commands, with what to change; [`Error::Device`] for CQEs of an old format.
-    pub(super) fn new(open: &Arc<Open>, mlx5: &'static Mlx5, registers: &Arc<Registers>) -> Result<Self> {
+    pub(super) fn new(
+        open: &Arc<Open>,
+        mlx5: &'static Mlx5,
+        registers: &Arc<Registers>,
+        channel: Option<Arc<EventChannel>>,
+    ) -> Result<Self> {
         let limits = Limits::of(&ask(open, mlx5, &mailbox::query_hca_cap())?);
         let mut told = mlx5dv_context::zeroed();
         // SAFETY: the device is open; a place for the answer.
@@ -80,7 +88,7 @@ impl Devx {
         }
         tracing::debug!(device = open.name(), ?limits, eqn, "DevX");
         let (uars, registers) = (Uars::new(open, mlx5), registers.clone());
-        Ok(Self { open: open.clone(), mlx5, limits, eqn, uars, cq_uar: Mutex::default(), registers })
+        Ok(Self { open: open.clone(), mlx5, limits, eqn, uars, cq_uar: Mutex::default(), registers, channel })
     }
 
     /// Refuses what is larger than the card makes it.

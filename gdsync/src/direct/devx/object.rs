@@ -81,7 +81,7 @@ impl Object {
         errno == 0
     }
 
-    fn raw(&self) -> *mut mlx5dv_devx_obj {
+    pub(super) fn raw(&self) -> *mut mlx5dv_devx_obj {
         self.raw.map_or(std::ptr::null_mut(), NonNull::as_ptr)
     }
 

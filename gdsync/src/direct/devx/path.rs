@@ -10,7 +10,7 @@ use super::mailbox::Command;
 use super::object::last_errno;
 use crate::error::{Error, Result};
 use crate::rdma::explain::{Call, failed};
-use crate::rdma::{Domain, GidKind, LinkLayer};
+use crate::rdma::{Domain, GidEntry, GidKind, LinkLayer};
 
 /// Where the primary path begins in the context of a queue pair.
 const PATH: usize = 0xc0;
@@ -81,6 +81,25 @@ pub(super) fn udp_port(local_qpn: u32, remote_qpn: u32) -> u16 {
     u16::try_from(port).expect("16 bits are left")
 }
 
+/// What a GID is, for a path whose packets the firmware builds: of RoCE it must know the version, which old kernels do not tell.
+///
+/// # Errors
+/// [`Error::Device`] where it cannot be known.
+pub(super) fn known_kind(link: LinkLayer, entry: GidEntry, device: &str) -> Result<GidKind> {
+    if link != LinkLayer::Ethernet || entry.kind != GidKind::Unknown {
+        return Ok(entry.kind);
+    }
+    if entry.gid.is_ipv4() {
+        return Ok(GidKind::RoceV2);
+    }
+    let why = format!(
+        "the kernel does not tell whether entry {} of its GID table is of RoCE v1 or v2, which queues in GPU memory need: choose an \
+         entry with an IPv4 address (GDSYNC_GID_INDEX), which is taken for v2, or leave the queues in host memory (OnGpu::empty())",
+        entry.index
+    );
+    Err(Error::Device { device: device.to_owned(), why })
+}
+
 impl Route {
     /// Writes it into the context of a command, as mlx5_ib does.
     pub(super) fn put(&self, command: Command) -> Command {
@@ -116,5 +135,33 @@ impl Route {
                 .put(PATH + 0x80, &gid);
         }
         command.set(PATH + 0x128, 8, self.attr.port_num.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hca::Gid;
+
+    fn gid(bytes: &[(usize, u8)]) -> Gid {
+        let mut gid = [0; 16];
+        bytes.iter().for_each(|&(at, byte)| gid[at] = byte);
+        Gid(gid)
+    }
+
+    #[test]
+    fn a_gid_of_unknown_kind_is_v2_with_an_ipv4_address_or_refused() {
+        use GidKind::{IbOrRoceV1, RoceV2, Unknown};
+        let ipv4 = gid(&[(10, 0xff), (11, 0xff), (12, 10), (15, 1)]);
+        let other = gid(&[(0, 0xfe), (1, 0x80), (15, 1)]);
+        let known = |link, gid, kind| known_kind(link, GidEntry { index: 3, gid, kind }, "mlx5_0");
+        assert_eq!(known(LinkLayer::Ethernet, ipv4, Unknown).unwrap(), RoceV2);
+        assert_eq!(known(LinkLayer::Ethernet, ipv4, IbOrRoceV1).unwrap(), IbOrRoceV1);
+        assert_eq!(known(LinkLayer::Ethernet, other, RoceV2).unwrap(), RoceV2);
+        assert_eq!(known(LinkLayer::InfiniBand, other, Unknown).unwrap(), Unknown);
+        let text = known(LinkLayer::Ethernet, other, Unknown).unwrap_err().to_string();
+        for word in ["mlx5_0", "entry 3", "RoCE v1 or v2", "GDSYNC_GID_INDEX", "OnGpu::empty()"] {
+            assert!(text.contains(word), "'{text}' lacks '{word}'");
+        }
     }
 }

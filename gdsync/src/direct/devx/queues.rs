@@ -6,29 +6,28 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::Devx;
 use super::mailbox::{CqFields, QpFields, create_cq, create_qp, created, queried_state, query_qp};
 use super::object::Object;
 use super::path::{self, Route, udp_port};
 use super::steps;
 use super::uar::Uar;
 use super::umem::Umem;
+use super::{Devx, events};
 use crate::direct::Cq;
 use crate::direct::queues::{Parts, first_lap, settle};
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, host_page};
 use crate::mlx5::{self, BB, CQE_SIZE, SEGMENT};
-use crate::rdma::Domain;
+use crate::rdma::{Domain, FailedCq};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::QpRequest;
 use crate::verbs::{QpAttr, QpState};
 
-const PAGE: usize = 4096;
-
 /// Whole pages for rings, with the card's view of them; what shares a page with a ring is no ring.
 fn pages(devx: &Devx, what: OnGpu, len: usize, places: &Places) -> Result<(Memory, Umem)> {
-    let whole = places.alloc(what, len + PAGE)?;
-    let skip = whole.addr().next_multiple_of(PAGE as u64) - whole.addr();
+    let page = host_page();
+    let whole = places.alloc(what, len.next_multiple_of(page) + page)?;
+    let skip = whole.addr().next_multiple_of(page as u64) - whole.addr();
     let memory = whole.slice(usize::try_from(skip).expect("less than a page"), len)?;
     let umem = Umem::register(&devx.open, devx.mlx5, &memory)?;
     Ok((memory, umem))
@@ -76,6 +75,9 @@ impl DevxCq {
         });
         let (object, answer) = Object::create(&devx.open, devx.mlx5, "completion queue", &command)?;
         let cqn = created(&answer);
+        if let Some(channel) = &devx.channel {
+            channel.subscribe(&object, cqn, events::OF_CQ);
+        }
         tracing::debug!(cqn, ?ring, ?record, "a completion queue by DevX");
         Ok(Self { cqn, ring, record, _object: object, _umems: [ring_umem, record_umem], _uar: uar })
     }
@@ -145,6 +147,9 @@ impl DevxQp {
         });
         let (object, answer) = Object::create(&devx.open, devx.mlx5, "queue pair", &command)?;
         let qpn = created(&answer);
+        if let Some(channel) = &devx.channel {
+            channel.subscribe(&object, qpn, events::OF_QP);
+        }
         tracing::debug!(qpn, ?rings, ?record, "a queue pair by DevX");
         let (rq, sq) = (rings.slice(0, rq_len)?, rings.slice(rq_len, sq_len)?);
         let qp = Self {
@@ -161,9 +166,20 @@ impl DevxQp {
         Ok((qp, Parts { sq, rq, record, doorbell }))
     }
 
-    /// Whether it completes on the verbs object at this address.
-    pub(in crate::direct) fn uses(&self, cq: usize) -> bool {
+    /// Whether it completes on this queue.
+    pub(in crate::direct) fn uses(&self, cq: FailedCq) -> bool {
         self.cqs.iter().any(|of| of.is(cq))
+    }
+
+    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    pub(in crate::direct) fn if_failed(&self, then: impl FnOnce()) {
+        /// As the firmware numbers it.
+        const ERR: u32 = 6;
+        let _state = self.state.lock();
+        let answer = self.object.query(&query_qp(self.qpn));
+        if answer.map_or(true, |answer| queried_state(&answer) == ERR) {
+            then();
+        }
     }
 
     /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
@@ -179,7 +195,8 @@ impl DevxQp {
         let route = match &attr.remote {
             None => None,
             Some(remote) => {
-                let (link, kind) = (open.port().link, open.gid().kind);
+                let link = open.port().link;
+                let kind = path::known_kind(link, open.gid(), open.name())?;
                 let is_ethernet = link == crate::rdma::LinkLayer::Ethernet;
                 let mac = if is_ethernet {
                     path::resolve(&self.domain, self.devx.mlx5, &raw.ah_attr, &remote.to_string())?

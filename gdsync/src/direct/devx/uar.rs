@@ -40,7 +40,8 @@ impl Drop for Uar {
 }
 
 impl Uar {
-    /// A page of its own if there is one, else one that others write to as well: each doorbell is one write of eight bytes.
+    /// A page of its own if there is one (rdma-core 45), else one that others write to as well: each doorbell is one write of eight
+    /// bytes.
     fn alloc(open: &Arc<Open>, mlx5: &'static Mlx5) -> Result<Self> {
         let kinds = [
             kind::MLX5DV_UAR_ALLOC_TYPE_NC_DEDICATED,
@@ -52,6 +53,7 @@ impl Uar {
             // SAFETY: the device is open.
             let raw = unsafe { mlx5.mlx5dv_devx_alloc_uar(open.context().as_ptr(), asked) };
             if let Some(raw) = NonNull::new(raw) {
+                tracing::debug!(device = open.name(), kind = asked.name(), "a doorbell page");
                 return Ok(Self { open: open.clone(), mlx5, raw });
             }
             errno = last_errno();

@@ -14,7 +14,7 @@ use super::mailbox::Place;
 use super::object::last_errno;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, host_page};
 use crate::rdma::explain::{Call, Memlock, failed};
 use crate::rdma::{Open, Pages, has_peermem};
 
@@ -49,7 +49,7 @@ impl Drop for Umem {
     }
 }
 
-/// Page sizes that the firmware may use: all from 4 KiB.
+/// Page sizes that the firmware may use: all from its own smallest, 4 KiB.
 const PAGE_SIZES: u64 = !0xfff;
 
 impl Umem {
@@ -87,9 +87,9 @@ impl Umem {
     fn by_dma_buf(open: &Arc<Open>, mlx5: &'static Mlx5, gpu: &Gpu, memory: &Memory) -> Result<Self> {
         let Some(register) = mlx5.mlx5dv_devx_umem_reg_ex else {
             return Err(Error::Unsupported {
-                what: "mlx5dv_devx_umem_reg_ex",
+                what: "a dma-buf for DevX (mlx5dv_devx_umem_reg_ex with MLX5DV_UMEM_MASK_DMABUF)",
                 by: "the installed libmlx5",
-                fix: "install rdma-core 35 or newer",
+                fix: "install rdma-core 43 or newer",
             });
         };
         let Pages { fd, offset, len } = Pages::export(gpu, memory)?;
@@ -115,9 +115,9 @@ impl Umem {
         call: impl FnOnce(usize) -> Call,
     ) -> Result<Self> {
         // Whole pages, as the kernel pins them.
-        const PAGE: u64 = 4096;
-        let offset = memory.addr() % PAGE;
-        let len = usize::try_from((offset + memory.len() as u64).next_multiple_of(PAGE));
+        let page = host_page() as u64;
+        let offset = memory.addr() % page;
+        let len = usize::try_from((offset + memory.len() as u64).next_multiple_of(page));
         let len = len.expect("64-bit hosts only");
         let start = usize::try_from(memory.addr() - offset).expect("64-bit hosts only");
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(start);
@@ -150,7 +150,7 @@ fn no_way(open: &Open, dma_buf: &Error, peermem: &str) -> Error {
         device: format!("{} for queues in GPU memory", open.name()),
         why: format!(
             "by dma-buf: {dma_buf}; by nvidia-peermem: {peermem}; either a kernel that takes a dma-buf for DevX (Linux 6.1, \
-             rdma-core 35, the NVIDIA driver's open kernel modules, CUDA 11.7), or `sudo modprobe nvidia-peermem` on \
+             rdma-core 43, the NVIDIA driver's open kernel modules, CUDA 11.7), or `sudo modprobe nvidia-peermem` on \
              MLNX_OFED or DOCA-OFED; or leave the queues in host memory (OnGpu::empty())"
         ),
     }

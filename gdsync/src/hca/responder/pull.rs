@@ -24,7 +24,7 @@ use super::super::offers::Offer;
 use super::super::packet::{Header, PacketOp};
 use super::super::qp::Env;
 use super::super::reference::Reference;
-use crate::memory::{Memory, Process};
+use crate::memory::{Memory, Process, host_page};
 use crate::mover::FRESH;
 use crate::protocol::offer::Outcome;
 
@@ -36,8 +36,6 @@ const SHARED: usize = 2 << 20;
 const LEAST: usize = 128 << 10;
 /// What this side reads more than the peer writes, which begins later: after a packet.
 const LEAD: usize = 32 << 10;
-/// Shares begin with a page of the destination, so that both sides do not meet in one.
-const PAGE: u64 = 4096;
 
 /// A copy under way.
 #[derive(Debug)]
@@ -161,9 +159,10 @@ impl Pull {
         let Some((memory, at, len)) = self.to.first() else { return Ok(None) };
         let (round, start) = (SHARED.min(*len), memory.host_addr(*at).filter(|_| *len >= LEAST));
         let offered = start.and_then(|start| {
-            let middle = (start + ((round + LEAD) / 2) as u64).next_multiple_of(PAGE);
+            // A share begins with a page, so that both sides do not meet in one.
+            let middle = (start + ((round + LEAD) / 2) as u64).next_multiple_of(host_page() as u64);
             let first = usize::try_from(middle - start).ok()?;
-            let len = round - first;
+            let len = round.checked_sub(first).filter(|&len| len > 0)?;
             let number = peer.offer(self.done + first, len, middle)?;
             Some((first, Claim { number, len, since: Instant::now() }))
         });

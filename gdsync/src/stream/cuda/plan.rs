@@ -12,7 +12,7 @@ use super::lane::{self, LaneOp};
 use crate::cuda::{Flush, Gpu};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Place};
-use crate::stream::{Arrival, Bell, Op, Ring};
+use crate::stream::{Arrival, Bell, Op, Ring, Source};
 
 /// The most operations of one call. `cuStreamBatchMemOp` takes 255, and a channel of the GPU some 92,000 before the driver blocks the
 /// caller: with these, as many calls as may be pending are fewer.
@@ -192,7 +192,7 @@ impl Calls {
                 }
                 Op::Await(ref source, n) => {
                     self.pass(&mut indices);
-                    let [wait, index] = awaited(gpu, &source.arrival(n))?;
+                    let [wait, index] = awaited(gpu, &**source, &source.arrival(n))?;
                     self.put([wait]);
                     if gpu.capabilities().flush == Flush::OnStream {
                         self.put([LaneOp::FLUSH]);
@@ -283,7 +283,8 @@ pub(super) fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[LaneOp; 2]> {
 
 /// The wait, and the consumer index behind it.
 #[inline(always)]
-pub(super) fn awaited(gpu: &Gpu, arrival: &Arrival<'_>) -> Result<[LaneOp; 2]> {
+pub(super) fn awaited(gpu: &Gpu, source: &dyn Source, arrival: &Arrival<'_>) -> Result<[LaneOp; 2]> {
+    source.check_visible(gpu)?;
     let (word, index) = (arrival.word_on(gpu)?, arrival.index_on(gpu)?);
     Ok([LaneOp::wait_cqe(word, arrival.value, arrival.cond), LaneOp::index(index, arrival.passed)])
 }

@@ -103,7 +103,7 @@ impl Shared {
         if !arrival.is_found() {
             self.mark_in_turn(turn);
         }
-        let [wait, index] = plan::awaited(&self.gpu, arrival)?;
+        let [wait, index] = plan::awaited(&self.gpu, &**source, arrival)?;
         let flushes = self.gpu.capabilities().flush == Flush::OnStream;
         if turn.row.awaited == address_of(source) && turn.row.next == n && self.goes_on(turn) {
             return match flushes {
@@ -144,7 +144,7 @@ impl Shared {
             self.mark_in_turn(turn);
         }
         let [record, doorbell] = plan::rung(&self.gpu, bell, ring)?;
-        let [wait, index] = plan::awaited(&self.gpu, arrival)?;
+        let [wait, index] = plan::awaited(&self.gpu, &**end, arrival)?;
         let flushes = self.gpu.capabilities().flush == Flush::OnStream;
         let row = &turn.row;
         let is_next = row.awaited == address_of(end) && row.next == n;

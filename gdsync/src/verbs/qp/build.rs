@@ -76,8 +76,6 @@ impl QpBuilder {
         max_recv_sge: u32 => max_recv_sge,
         /// Bytes of inline data, 0 to 512 (default 64).
         max_inline: usize => max_inline,
-        /// What peers may do (default everything a region allows).
-        access: Access => connect.access,
         /// Path MTU in bytes for [`Qp::connect`], at most (default 4096): see [`QpAttr::path_mtu`](crate::verbs::QpAttr::path_mtu).
         path_mtu: u32 => connect.path_mtu,
         /// RNR timer code (default 12: 0.64 ms).
@@ -88,6 +86,12 @@ impl QpBuilder {
         retry_cnt: u8 => connect.retry_cnt,
         /// Retries after "receiver not ready", 7 for ever (default 6). Not on iWARP: a message without a receive ends the connection.
         rnr_retry: u8 => connect.rnr_retry,
+    }
+
+    /// What peers may do (default everything a region allows and the device offers: some functions of cards have no atomics).
+    pub fn access(mut self, value: Access) -> Self {
+        self.connect.access = Some(value);
+        self
     }
 
     /// READs and atomics outstanding each way, 0 to 16 (default 16, or what the device allows).
@@ -182,7 +186,7 @@ impl QpBuilder {
             recv_cq: recv_cq.clone(),
             defaults: self.connect,
             log,
-            _pd: self.pd,
+            pd: self.pd,
         });
         let send_tracker = Tracker::new(qpn, true, 1 << log_sq, health.clone(), found.clone());
         let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);

@@ -16,7 +16,8 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// The attributes [`Qp::connect`] uses.
 #[derive(Clone, Debug)]
 pub(super) struct Connect {
-    pub(super) access: Access,
+    /// Everything that the device offers, where nothing is asked for.
+    pub(super) access: Option<Access>,
     pub(super) path_mtu: u32,
     /// As many as the device allows, where none are asked for.
     pub(super) rd_atomic: Option<u8>,
@@ -29,7 +30,7 @@ pub(super) struct Connect {
 impl Default for Connect {
     fn default() -> Self {
         Self {
-            access: Access::all(),
+            access: None,
             path_mtu: 4096,
             rd_atomic: None,
             min_rnr_timer: 12,
@@ -141,7 +142,8 @@ impl Qp {
     /// # Errors
     /// As [`Qp::modify`].
     pub fn init(&self) -> Result<()> {
-        self.modify(&QpAttr::to(QpState::INIT).access(self.core().defaults.access))
+        let access = self.core().defaults.access.unwrap_or_else(|| self.core().provider.rights());
+        self.modify(&QpAttr::to(QpState::INIT).access(access))
     }
 
     /// Moves the queue pair to ERR: everything outstanding completes with a flush error.

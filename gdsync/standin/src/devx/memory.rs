@@ -204,7 +204,9 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_alloc_uar(
         kind::MLX5DV_UAR_ALLOC_TYPE_NC,
         kind::MLX5DV_UAR_ALLOC_TYPE_NC_DEDICATED,
     ];
-    if level() == Level::None || !known.contains(&asked) {
+    let has_dedicated = level() == Level::All;
+    let is_had = has_dedicated || asked != kind::MLX5DV_UAR_ALLOC_TYPE_NC_DEDICATED;
+    if level() == Level::None || !known.contains(&asked) || !is_had {
         return errno::null(libc::EOPNOTSUPP);
     }
     let register = match Register::alloc() {

@@ -4,6 +4,7 @@
 //! syndrome; what it would take and misbehave later is refused too, with a complaint.
 
 mod cq;
+mod events;
 mod memory;
 mod qp;
 mod status;
@@ -16,6 +17,7 @@ use rdma_core_sys::mlx5::{devx_get, devx_set, mlx5dv_devx_obj};
 use rdma_core_sys::verbs::{ibv_context, ibv_qp};
 
 use self::cq::DevxCq;
+pub(crate) use self::events::raise;
 use self::qp::DevxQp;
 use self::status::{Refusal, refuse};
 use crate::context::Context;
@@ -26,8 +28,10 @@ use crate::errno;
 enum Level {
     /// The context has no user context of the firmware.
     None,
-    /// The kernel takes no DMA-BUF.
+    /// The kernel, or a libmlx5 before 43, takes no DMA-BUF.
     NoDmaBuf,
+    /// A libmlx5 of 43 or 44: no doorbell page is dedicated.
+    NoDedicated,
     All,
 }
 
@@ -37,6 +41,7 @@ fn level() -> Level {
     match LEVEL.load(Ordering::SeqCst) {
         0 => Level::None,
         1 => Level::NoDmaBuf,
+        3 => Level::NoDedicated,
         _ => Level::All,
     }
 }
@@ -46,7 +51,7 @@ pub(crate) fn is_there() -> bool {
     level() != Level::None
 }
 
-/// From now on there is no DevX (0), one that takes no DMA-BUF (1), or all of it (2).
+/// From now on there is no DevX (0), one that takes no DMA-BUF (1) or has no dedicated doorbell pages (1, 3), or all of it (2).
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn gdsync_standin_devx(level: u32) {
     LEVEL.store(level, Ordering::SeqCst);
@@ -106,6 +111,16 @@ const SHORT: usize = 16;
 enum Object {
     Cq(DevxCq),
     Qp(DevxQp),
+}
+
+impl Object {
+    /// Whether it is a completion queue, and its number.
+    fn number(&self) -> (bool, u32) {
+        match self {
+            Self::Cq(cq) => (true, cq.cqn()),
+            Self::Qp(qp) => (false, qp.qpn()),
+        }
+    }
 }
 
 fn create(context: &Context, input: &[u8], output: &mut [u8]) -> Result<Object, Refusal> {
@@ -234,7 +249,9 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_destroy(object: *mut mlx5dv_devx
         return errno;
     }
     // SAFETY: a box of this module that nothing uses any more.
-    drop(unsafe { Box::from_raw(object.cast::<Object>()) });
+    let object = unsafe { Box::from_raw(object.cast::<Object>()) };
+    events::forget(&object);
+    drop(object);
     0
 }
 

@@ -11,7 +11,7 @@ use super::status::{Refusal, refuse};
 use super::{Input, LONG};
 use crate::address::{PORT, ROUTED};
 use crate::complaint::complain;
-use crate::context::ACTIVE_MTU;
+use crate::context::{ACTIVE_MTU, has_atomics};
 use crate::handle;
 use crate::modify::MAX_RD_ATOMIC;
 
@@ -113,6 +113,9 @@ fn rights(input: &Input<'_>) -> Result<Access, Refusal> {
     access.set(Access::REMOTE_READ, input.get(CONTEXT + read, 1) == 1);
     access.set(Access::REMOTE_WRITE, input.get(CONTEXT + write, 1) == 1);
     if input.get(CONTEXT + atomic, 1) == 1 {
+        if !has_atomics() {
+            return Err(refuse::parameter(0x58, "rae is set: the device has no atomics"));
+        }
         input.require(&[(CONTEXT + 0x48c, 4, 3, "atomic_mode")])?;
         access |= Access::REMOTE_ATOMIC;
     }

@@ -11,7 +11,10 @@ mod device;
 #[path = "../setup/ends.rs"]
 mod ends;
 mod events;
+mod flush;
 mod gpu;
+#[path = "../setup/pages.rs"]
+mod pages;
 #[path = "../../../tests/common/peer.rs"]
 mod peer;
 mod processes;
@@ -31,4 +34,9 @@ static BEFORE_MAIN: extern "C" fn() = choose_the_card;
 /// Before there are threads. The route is the library's own choice.
 extern "C" fn choose_the_card() {
     setup::use_the_stand_in("");
+}
+
+#[test]
+fn all_works_on_larger_pages() {
+    pages::run_again_on_larger(&["gpu::a_stream", "gpu::payload", "flush::payload", "queues::rings"]);
 }

@@ -4,7 +4,7 @@ use gdsync::Error;
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::{Access, OnGpu, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 
-use crate::common::{Side, connect, received, reconnect, sent};
+use crate::common::{Side, connect, received, reconnect, sent, until};
 use crate::setup::complaints_but_of_peers;
 use crate::shared::{self, message};
 use crate::{Bench, open, pair};
@@ -82,4 +82,26 @@ fn rights_and_pauses_are_changed_between_the_steps() {
     // A step out of turn never reaches the card.
     let rts = QpAttr::to(QpState::RTS).timeout(1).retry_cnt(1).rnr_retry(1).max_rd_atomic(1);
     assert!(matches!(a.qp.modify(&rts), Err(Error::Transition { .. })));
+}
+
+/// It posted nothing, so no completion tells it.
+#[test]
+fn a_target_learns_that_a_peer_was_refused() {
+    let bench = Bench::take();
+    for what in [OnGpu::all(), OnGpu::SEND_QUEUE, OnGpu::empty()] {
+        let (a, b) = pair(&bench.gpu, what, 64, |q| q);
+        let mut wrong = b.mr.remote(0).unwrap();
+        wrong.rkey ^= 1;
+        a.qp.post_send(&[SendWr::write_inline(wrong, &[1; 4])]).unwrap();
+        sent(&a).ok().unwrap_err();
+        until(|| b.qp.state() == QpState::ERR);
+        let text = b.qp.check().unwrap_err().to_string();
+        let qpn = format!("{:#x}", b.qp.qpn());
+        assert!(text.contains("IBV_EVENT_QP_ACCESS_ERR") && text.contains(&qpn), "{what:?}: {text}");
+        // Others are not concerned, and a new life begins without it.
+        let (c, d) = pair(&bench.gpu, what, 64, |q| q);
+        message(&c, &d, 1);
+        reconnect(&a.qp, &b.qp);
+        message(&a, &b, 2);
+    }
 }

@@ -8,6 +8,8 @@ mod common;
 mod descriptor;
 mod ends;
 mod mailboxes;
+#[path = "../setup/pages.rs"]
+mod pages;
 mod refusals;
 #[path = "../setup/mod.rs"]
 mod setup;
@@ -39,7 +41,7 @@ fn umems() -> [usize; 2] {
     [count(false), count(true)]
 }
 
-/// While it is there, the device has no DevX (0), or one that takes no dma-buf (1).
+/// While it is there, the device has no DevX (0), or one that takes no dma-buf (1) or has no dedicated doorbell pages (3).
 struct Less;
 
 impl Less {
@@ -95,4 +97,9 @@ fn open(gpu: &Gpu) -> Context {
 fn pair(gpu: &Gpu, what: OnGpu, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
     let side = || Side::new(&open(gpu), bytes, |q| build(q.on_gpu(gpu, what)));
     connect(side(), side())
+}
+
+#[test]
+fn all_works_on_larger_pages() {
+    pages::run_again_on_larger(&["traffic::", "ends::", "refusals::"]);
 }

@@ -1,9 +1,13 @@
 //! Where GPU memory cannot be had for queues: which call said no, and what to change.
 
+use std::ffi::CStr;
+
 use gdsync::Error;
-use gdsync::verbs::OnGpu;
+use gdsync::rdma::{DeviceConfig, Route};
+use gdsync::verbs::{Access, Device, OnGpu};
 
 use crate::common::{PATIENCE, Side, connect};
+use crate::setup::{CARD, entry};
 use crate::shared::message;
 use crate::{Bench, Less, open, pair, umems};
 
@@ -50,6 +54,8 @@ fn without_dma_bufs_both_ways_are_named() {
         let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
         assert!(matches!(error, Error::Device { .. }), "{error:?}");
         assert_says(&error, &["mlx5dv_devx_umem_reg_ex", "6.1", "nvidia_peermem", "OnGpu::empty()"]);
+        assert_says(&error, &["before rdma-core 43", "MLX5DV_UMEM_MASK_DMABUF"]);
+        assert!(!error.to_string().contains("rdma-core 35"), "{error}");
     }
     drop(less);
     // What was made before it was refused is gone.
@@ -62,6 +68,66 @@ fn without_dma_bufs_both_ways_are_named() {
     assert_says(&error, &["attribute 124", "open kernel modules", "nvidia_peermem"]);
     drop(pd);
     closed.reclaim(PATIENCE).unwrap();
+}
+
+#[test]
+fn without_dedicated_doorbell_pages_others_are_taken() {
+    let bench = Bench::take();
+    let _less = Less::of(3);
+    let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q);
+    message(&a, &b, 1);
+}
+
+/// While it is there, the device lacks what this function of the stand-in takes away.
+struct Without(extern "C" fn(bool));
+
+impl Without {
+    fn of(name: &CStr) -> Self {
+        // SAFETY: the type is that of the functions.
+        let set: extern "C" fn(bool) = unsafe { std::mem::transmute(entry(name)) };
+        set(false);
+        Self(set)
+    }
+}
+
+impl Drop for Without {
+    fn drop(&mut self) {
+        (self.0)(true);
+    }
+}
+
+/// The firmware must know what version of RoCE packets are, and the address of the stand-in is none of IPv4.
+#[test]
+fn a_gid_of_unknown_kind_is_refused_for_queues_in_gpu_memory() {
+    let bench = Bench::take();
+    let _without = Without::of(c"gdsync_standin_gid_kinds");
+    let context = {
+        let config =
+            DeviceConfig { route: Some(Route::Direct), gid_index: Some(1), ..DeviceConfig::default() };
+        Device::find(Some(CARD)).unwrap().open_with(&config).unwrap()
+    };
+    let side = |what| Side::new(&context, 64, |q| q.on_gpu(&bench.gpu, what));
+    let (a, b) = (side(OnGpu::all()), side(OnGpu::all()));
+    let error = a.qp.connect(b.qp.address()).unwrap_err();
+    assert!(matches!(error, Error::Device { .. }), "{error:?}");
+    assert_says(&error, &["RoCE v1 or v2", "entry 1", "GDSYNC_GID_INDEX", "OnGpu::empty()"]);
+    // The kernel knows, which builds the others.
+    let (a, b) = connect(side(OnGpu::empty()), side(OnGpu::empty()));
+    message(&a, &b, 1);
+}
+
+/// Some virtual functions have none.
+#[test]
+fn without_atomics_queue_pairs_connect_without_the_right() {
+    let bench = Bench::take();
+    let _without = Without::of(c"gdsync_standin_atomics");
+    for what in [OnGpu::empty(), OnGpu::all()] {
+        let (a, b) = pair(&bench.gpu, what, 64, |q| q);
+        message(&a, &b, 1);
+        // Who asks for it is told.
+        let asked = a.pd.build_qp().on_gpu(&bench.gpu, what).access(Access::all()).build().unwrap();
+        assert!(matches!(asked.init(), Err(Error::Verbs { .. })), "{what:?}");
+    }
 }
 
 #[test]
