@@ -82,6 +82,15 @@ impl Bed {
         let gid = Gid::random().unwrap();
         let port = Port::open(gid, Bell::create().unwrap()).unwrap();
         let ends = port.connect(hca.shared.gid, PATIENCE).unwrap();
+        // Otherwise the queue pair would make a second link, and answer over that.
+        let start = Instant::now();
+        while hca.shared.with(|core| {
+            hca.shared.accept(core);
+            core.link_to(gid).is_none()
+        }) {
+            assert!(start.elapsed() < PATIENCE, "the link is not accepted");
+            std::thread::yield_now();
+        }
         let payload = Memory::alloc(2 * SEGMENT).unwrap();
         let (expected, message, posted, next_id) = (0, None, HashSet::new(), 0);
         let mut bed = Self { hca, qp, memory, mr, ends, port, payload, expected, message, posted, next_id };
