@@ -11,6 +11,7 @@ pub mod note;
 pub mod offer;
 pub mod posted;
 pub mod record;
+pub mod reset;
 pub mod slots;
 pub mod stamp;
 pub mod standing;

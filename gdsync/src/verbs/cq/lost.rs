@@ -56,6 +56,7 @@ impl CqInner {
         if state.attached == 1 {
             self.abandon(&mut state);
         }
+        state.is_closed = false;
         self.room.free(lost);
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
