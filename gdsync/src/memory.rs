@@ -137,7 +137,7 @@ impl Bytes {
     }
 }
 
-// SAFETY: the bytes are only reached through volatile copies and atomics of this module, which any
+// SAFETY: the bytes are only reached through volatiles, atomics, and copies in assembly of this module and of gdrcopy, which any
 // thread may do at any time; the owner frees them once, when the last clone goes.
 unsafe impl Send for Memory {}
 // SAFETY: as above, no method hands out a plain reference to the bytes.

@@ -10,7 +10,7 @@ use common::{PATIENCE, counts, loopback, pair, stream, stream_with, until};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
-use gdsync::verbs::{RecvWr, SendWr};
+use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
 
 #[test]
 fn a_stream_sends_and_another_receives() {
@@ -389,4 +389,43 @@ fn the_root_cause_is_what_happened_first_not_what_was_seen_first() {
     assert!(matches!(s.synchronize(PATIENCE), Err(Error::StreamAborted { .. })));
     let text = a.qp.check().unwrap_err().to_string();
     assert!(text.contains("0xbad"), "{text}");
+}
+
+/// One thread sends and waits on a stream, another resets the queue pair whenever it may: what the stream took is run as it was asked
+/// for, or refused.
+#[test]
+fn a_reset_waits_for_what_a_stream_took() {
+    const RESETS: u32 = 500;
+    let (a, b) = loopback(64, |q| q);
+    let s = stream("resets");
+    std::thread::scope(|scope| {
+        let resetter = scope.spawn(|| {
+            let mut resets = 0;
+            while resets < RESETS {
+                match a.qp.modify(&QpAttr::to(QpState::RESET)) {
+                    Ok(()) => {
+                        a.qp.connect(b.qp.address()).unwrap();
+                        resets += 1;
+                    }
+                    Err(Error::Busy { .. }) => {}
+                    Err(error) => panic!("{error}"),
+                }
+            }
+        });
+        let mut id = 0;
+        while !resetter.is_finished() {
+            id += 1;
+            match s.send(&a.qp, &SendWr::nop().id(id)) {
+                Ok(sent) => assert_eq!(sent.completion().wait(PATIENCE).unwrap().wr_id, id),
+                Err(Error::WrongState { .. }) => continue,
+                Err(error) => panic!("{error}"),
+            }
+            match s.wait_send(&a.qp) {
+                Ok(_) => s.synchronize(PATIENCE).unwrap(),
+                Err(Error::NothingToWaitFor { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+    });
+    assert_eq!(a.context.stats().violations, 0);
 }

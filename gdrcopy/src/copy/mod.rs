@@ -23,6 +23,7 @@
 mod fence;
 mod routine;
 mod scalar;
+mod shared;
 mod vector;
 
 #[cfg(target_arch = "aarch64")]
@@ -39,6 +40,8 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 pub use fence::{full_fence, load_fence, store_fence};
 pub use routine::Routine;
+
+pub use shared::copy_shared;
 
 use crate::MappingType;
 use scalar::{FromDevice, ToDevice};

@@ -1,6 +1,6 @@
 //! Copies between memory of either kind and the CPU.
 
-use gdrcopy::copy::{Copier, load_fence, store_fence};
+use gdrcopy::copy::{Copier, copy_shared, load_fence, store_fence};
 
 use super::{Memory, Reach};
 use crate::error::Result;
@@ -70,8 +70,14 @@ impl Memory {
     pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
         let to = self.check(offset, len)?;
         let from = src.check(src_offset, len)?;
-        if let Reach::Host = src.reach {
-            // SAFETY: both ranges were checked; host memory may overlap itself only.
+        let overlap =
+            (to.addr().get() < from.addr().get() + len) && (from.addr().get() < to.addr().get() + len);
+        if overlap && self.is_host() && src.is_host() {
+            let mut all = vec![0; len];
+            src.read(src_offset, &mut all)?;
+            self.write(offset, &all)?;
+        } else if let Reach::Host = src.reach {
+            // SAFETY: both ranges were checked, and do not overlap.
             unsafe { store(self.reach, from.as_ptr(), to.as_ptr(), len) };
         } else if let Reach::Host = self.reach {
             // SAFETY: both ranges were checked; a mapping and host memory do not overlap.
@@ -124,9 +130,12 @@ impl Memory {
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Result<()> {
         let dst = self.check(offset, len)?;
-        // SAFETY: the range was checked.
-        unsafe { dst.as_ptr().write_bytes(byte, len) };
-        self.fence();
+        let part = [byte; 4096];
+        for at in (0..len).step_by(part.len()) {
+            let to = dst.as_ptr().wrapping_add(at);
+            // SAFETY: the range was checked, and this part lies in it; nobody else has the array.
+            unsafe { store(self.reach, part.as_ptr(), to, part.len().min(len - at)) };
+        }
         Ok(())
     }
 
@@ -143,7 +152,7 @@ impl Memory {
 /// Copies from host memory to memory of either kind, with a fence behind what goes through a mapping.
 ///
 /// # Safety
-/// Both ranges must be valid for `len` bytes, `dst` for writing. Only host memory may overlap.
+/// Both ranges must be valid for `len` bytes, `dst` for writing, and they must not overlap.
 #[inline]
 unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     match reach {
@@ -176,11 +185,11 @@ unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     }
 }
 
-/// One volatile access for a naturally aligned word, `memmove` otherwise: a device that races with
-/// it sees words whole, and longer copies in any order.
+/// One access for a naturally aligned word of 4 or 8 bytes, [`copy_shared`] otherwise: a device that races with it sees words whole,
+/// and longer copies in any order.
 ///
 /// # Safety
-/// Both ranges must be valid for `len` bytes, `dst` for writing.
+/// As [`store`].
 #[inline]
 unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     if len == 8 && src.cast::<u64>().is_aligned() && dst.cast::<u64>().is_aligned() {
@@ -194,7 +203,43 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
         // SAFETY: as above.
         unsafe { dst.cast::<u32>().write_volatile(word) };
     } else {
-        // SAFETY: valid by contract; `copy` allows overlap.
-        unsafe { std::ptr::copy(src, dst, len) };
+        // SAFETY: valid and apart by contract; the other side is private or reached by this module only.
+        unsafe { copy_shared(dst, src, len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gdrcopy::MappingType;
+
+    use super::*;
+
+    #[test]
+    fn fills_through_every_kind_of_mapping() {
+        let host = Memory::alloc(16384).unwrap();
+        for kind in [MappingType::WriteCombining, MappingType::Cached, MappingType::Device] {
+            let memory = Memory { reach: Reach::Mapped(kind), ..host.clone() };
+            for (offset, len) in [(0, 8), (3, 0), (5, 1), (7, 90), (1, 4096), (2, 9001)] {
+                host.fill(0, host.len(), 1).unwrap();
+                memory.fill(offset, len, 0xab).unwrap();
+                let expected = |at| if (offset..offset + len).contains(&at) { 0xab } else { 1 };
+                assert!(
+                    host.to_vec().into_iter().enumerate().all(|(at, byte)| byte == expected(at)),
+                    "{kind:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn overlapping_copies_move() {
+        for (from, to) in [(0, 3), (3, 0), (0, 2000), (5, 5)] {
+            let memory = Memory::alloc(8192).unwrap();
+            let mut expected: Vec<u8> = (0..8192u32).map(|i| i.wrapping_mul(37).to_le_bytes()[1]).collect();
+            memory.write(0, &expected).unwrap();
+            memory.copy_from(to, &memory, from, 6000).unwrap();
+            expected.copy_within(from..from + 6000, to);
+            assert_eq!(memory.to_vec(), expected, "{from} to {to}");
+        }
     }
 }

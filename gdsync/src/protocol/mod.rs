@@ -11,6 +11,7 @@ pub mod note;
 pub mod offer;
 pub mod posted;
 pub mod record;
+pub mod reset;
 pub mod slots;
 pub mod stamp;
 pub mod standing;
@@ -18,7 +19,7 @@ pub mod turn;
 
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// A 32-bit atomic word.
 pub trait Atom32 {
@@ -32,16 +33,6 @@ pub trait Atom32 {
     fn fetch_add(&self, value: u32, order: Ordering) -> u32;
     /// A fence of the same memory model.
     fn fence(order: Ordering);
-    /// A fence in the total order behind a read-modify-write by the same thread, as letting a lock go is one: on x86 that is a fence
-    /// already.
-    #[inline(always)]
-    fn fence_behind_rmw() {
-        if cfg!(target_arch = "x86_64") {
-            compiler_fence(Ordering::SeqCst);
-        } else {
-            Self::fence(Ordering::SeqCst);
-        }
-    }
 }
 
 /// A 64-bit atomic word.

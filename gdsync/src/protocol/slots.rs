@@ -12,7 +12,7 @@
 //! *Only the receiver opens*, for what comes behind the `resumed` receives that it has posted on the other way. The sender goes
 //! on there until it has sent as many, and then takes slots; the receiver takes nothing out of a slot before those receives are
 //! complete. The sender counts in `begun` what it begins to send the other way *before* it looks at the word, and the receiver
-//! looks at `begun` *after* it has written the word, both in the order of [`SeqCst`]: of a message that is one too many either
+//! looks at `begun` *after* it has written the word, each with a fence of [`SeqCst`] between: of a message that is one too many either
 //! the sender sees that slots are open, and closes, or the receiver sees that it was begun, and closes.
 //!
 //! A slot's header has the number of its message and the length, or that the sender has closed: a receiver that waits for the
@@ -141,7 +141,7 @@ impl Sender {
     #[cold]
     fn close<S: Slots>(&mut self, slots: &S) {
         self.phase = None;
-        let word = slots.word().fetch_and(!OPEN, SeqCst);
+        let word = slots.word().fetch_and(!OPEN, AcqRel);
         let number = word & COUNT;
         // Otherwise it is still in use.
         if word & OPEN != 0 && number.wrapping_sub(self.taken) < slots.count() {
@@ -152,8 +152,10 @@ impl Sender {
     /// Before a message that takes the other way. Returns what [`Sender::undo`] takes.
     pub fn begin<S: Slots>(&mut self, slots: &S) -> bool {
         self.begun = self.begun.wrapping_add(1);
-        slots.begun().store(self.begun, SeqCst);
-        if slots.word().load(SeqCst) & OPEN != 0 && !has_receives(slots.resumed().load(Relaxed), self.begun) {
+        slots.begun().store(self.begun, Release);
+        S::W64::fence(SeqCst);
+        if slots.word().load(Acquire) & OPEN != 0 && !has_receives(slots.resumed().load(Relaxed), self.begun)
+        {
             self.close(slots);
         }
         self.phase = None;
@@ -181,7 +183,7 @@ impl Sender {
 
 /// Closes, by whoever has no [`Receiver`]: it finds out when it [looks](Receiver::look).
 pub fn close<S: Slots>(slots: &S) {
-    slots.word().fetch_and(!OPEN, SeqCst);
+    slots.word().fetch_and(!OPEN, AcqRel);
 }
 
 /// What the next slot has.
@@ -266,7 +268,7 @@ impl Receiver {
 
     /// Closes, and returns the number of the first message that takes the other way.
     pub fn close<S: Slots>(&mut self, slots: &S) -> u64 {
-        let close = || slots.word().fetch_and(!OPEN, SeqCst) & COUNT;
+        let close = || slots.word().fetch_and(!OPEN, AcqRel) & COUNT;
         *self.end.get_or_insert_with(close)
     }
 
@@ -280,8 +282,9 @@ impl Receiver {
         slots.resumed().store(posted, Relaxed);
         self.phase = (self.phase + PHASE) & PHASES;
         self.end = None;
-        slots.word().store(OPEN | self.phase | self.next, SeqCst);
-        if !has_receives(posted, slots.begun().load(SeqCst)) {
+        slots.word().store(OPEN | self.phase | self.next, Release);
+        S::W64::fence(SeqCst);
+        if !has_receives(posted, slots.begun().load(Acquire)) {
             self.close(slots);
         }
     }
@@ -291,7 +294,7 @@ impl Receiver {
         // At once: a sender that sees them closed sees why.
         loop {
             let word = slots.word().load(Acquire);
-            if slots.word().compare_exchange(word, (word & !OPEN) | BROKEN, SeqCst, Relaxed).is_ok() {
+            if slots.word().compare_exchange(word, (word & !OPEN) | BROKEN, AcqRel, Relaxed).is_ok() {
                 self.end.get_or_insert(word & COUNT);
                 return;
             }

@@ -3,17 +3,15 @@
 //! ```text
 //! wants                                 ends the turn
 //!   wanted = 1                            wanted? then wanted = 0, do the work
-//!   while wanted, and the lock is free:   unlock
-//!     wanted = 0, do the work, unlock     as the other side from its second line on
+//!   fence(SeqCst)                         unlock
+//!   while wanted, and the lock is free:   as the other side from its second line on
+//!     wanted = 0, do the work, unlock
+//!     fence(SeqCst)
 //! ```
 //!
-//! *Nothing wanted is lost.* The store and the loads of `wanted` behind an unlock are in one total order. If the load comes first,
-//! the other side finds the lock free, or taken by somebody whose load is still to come; else it sees what is wanted. What is wanted
-//! is all that was there when it was: so it is taken back before the work begins, and who wants it meanwhile has it done again.
-//!
-//! For that neither the unlock may be put off behind the load, nor the store behind the look at the lock, as they are not where both
-//! are read-modify-writes of x86, which the model assumes. Elsewhere what is wanted may lie until the next turn, so somebody must
-//! look now and then who does not rely on this: of a stream the watchdog.
+//! *Nothing wanted is lost.* The fences are totally ordered. If the one behind an unlock comes first, the other side finds the lock
+//! free, or taken by somebody whose fence is still to come; else the load behind it sees what is wanted. What is wanted is all that
+//! was there when it was: so it is taken back before the work begins, and who wants it meanwhile has it done again.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -21,8 +19,8 @@ use super::Atom32;
 
 /// Ends a turn, and does what others wanted meanwhile.
 #[inline(always)]
-pub fn end<G>(
-    wanted: &impl Atom32,
+pub fn end<W: Atom32, G>(
+    wanted: &W,
     mut turn: G,
     try_lock: impl Fn() -> Option<G>,
     mut work: impl FnMut(&mut G),
@@ -33,20 +31,26 @@ pub fn end<G>(
     }
     drop(turn);
     // Wanted since then, by somebody who found the turn taken.
-    if wanted.load(SeqCst) != 0 {
+    if is_wanted(wanted) {
         retry(wanted, try_lock, work);
     }
 }
 
 /// Wants the work done, by this thread or by whoever has the turn.
-pub fn want<G>(wanted: &impl Atom32, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
-    wanted.store(1, SeqCst);
+pub fn want<W: Atom32, G>(wanted: &W, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
+    wanted.store(1, Relaxed);
     retry(wanted, try_lock, work);
 }
 
+#[inline(always)]
+fn is_wanted<W: Atom32>(wanted: &W) -> bool {
+    W::fence(SeqCst);
+    wanted.load(Relaxed) != 0
+}
+
 #[cold]
-fn retry<G>(wanted: &impl Atom32, try_lock: impl Fn() -> Option<G>, mut work: impl FnMut(&mut G)) {
-    while wanted.load(SeqCst) != 0
+fn retry<W: Atom32, G>(wanted: &W, try_lock: impl Fn() -> Option<G>, mut work: impl FnMut(&mut G)) {
+    while is_wanted(wanted)
         && let Some(mut turn) = try_lock()
     {
         wanted.store(0, Relaxed);

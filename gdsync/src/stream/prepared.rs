@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::hca::Kicks;
 use crate::recorder::Stage;
 use crate::verbs::cq::Upto;
-use crate::verbs::end::QueueEnd;
+use crate::verbs::end::{Hold, QueueEnd};
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::{Before, Prepared, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
@@ -21,6 +21,8 @@ use crate::verbs::{Completion, Qp, SendWr};
 #[must_use = "dropping it takes the sends back"]
 pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
+    /// Until the stream that it is handed to has one of its own.
+    _hold: Hold,
     pub(super) sends: Written,
     submitted: Option<Before>,
     /// The flight recorder knows of the submission.
@@ -41,18 +43,26 @@ impl PreparedSend {
         if let ([wr], None) = (wrs, stream)
             && let Some(sends) = qp.send.prepare_short(wr, |_| true)
         {
-            return Ok(Self::of(&qp.send, Prepared { sends, before: None, is_told: false }));
+            let prepared = Prepared { sends, before: None, is_told: false };
+            return Ok(Self::of(&qp.send, prepared, qp.send.end.hold()));
         }
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
-        qp.send.prepare(wrs, stream).map(|prepared| Self::of(&qp.send, prepared))
+        let hold = qp.send.end.hold();
+        qp.send.prepare(wrs, stream).map(|prepared| Self::of(&qp.send, prepared, hold))
     }
 
-    pub(super) fn of(queue: &Arc<SendQueue>, Prepared { sends, before, is_told }: Prepared) -> Self {
+    /// With a `hold` from before they were handed to a stream, if they were.
+    pub(super) fn of(
+        queue: &Arc<SendQueue>,
+        Prepared { sends, before, is_told }: Prepared,
+        hold: Hold,
+    ) -> Self {
         let is_each = sends.range.end - sends.range.start == 1;
         Self {
             queue: queue.clone(),
+            _hold: hold,
             sends,
             submitted: before,
             is_told,
@@ -79,7 +89,7 @@ impl PreparedSend {
         let numbers = mem::take(&mut self.sends.range);
         let one = |sends| {
             let prepared = Prepared { sends, before: self.submitted, is_told: self.is_told };
-            let mut one = Self::of(&self.queue, prepared);
+            let mut one = Self::of(&self.queue, prepared, self.queue.end.hold());
             one.place = self.place;
             one
         };
@@ -88,7 +98,8 @@ impl PreparedSend {
 
     /// Prepares sends once more.
     pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template], stream: Option<u64>) -> Result<Self> {
-        queue.prepare_again(sends, stream).map(|prepared| Self::of(queue, prepared))
+        let hold = queue.end.hold();
+        queue.prepare_again(sends, stream).map(|prepared| Self::of(queue, prepared, hold))
     }
 
     /// Hands it to a stream, of a GPU or not, unless it was handed over before.
@@ -202,6 +213,8 @@ pub(super) enum Asked {
 #[must_use = "dropping it gives the completion back"]
 pub struct PreparedWait {
     pub(super) claim: Completion,
+    /// Until the stream that it is handed to has one of its own.
+    _hold: Hold,
     /// The first completion the claim covers.
     pub(super) first: u64,
     pub(super) asked: Asked,
@@ -259,27 +272,35 @@ impl PreparedWait {
     }
 
     /// With a `stream`, the claim was submitted to it.
-    pub(super) fn of((first, claim): (u64, Completion), asked: Asked, stream: Option<u64>) -> Self {
-        Self { claim, first, asked, submitted: stream.is_some(), is_foreseen: false, place: 0 }
+    pub(super) fn of(
+        (first, claim): (u64, Completion),
+        hold: Hold,
+        asked: Asked,
+        stream: Option<u64>,
+    ) -> Self {
+        Self { claim, _hold: hold, first, asked, submitted: stream.is_some(), is_foreseen: false, place: 0 }
     }
 
     /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, for it alone.
     pub(super) fn through(completion: &Completion, stream: Option<u64>) -> Result<Option<Self>> {
         completion.check_life()?;
+        let hold = completion.end.hold();
         let claim = Self::claim_of(&completion.end, Upto::Through(completion.n), stream)?;
-        Ok(claim.map(|(first, _)| Self::of((first, completion.clone()), Asked::Through, stream)))
+        Ok(claim.map(|(first, _)| Self::of((first, completion.clone()), hold, Asked::Through, stream)))
     }
 
     /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.
     pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<u64>) -> Result<Self> {
+        let hold = end.hold();
         let (first, n) = Self::claim(end, Upto::Next(count), stream)?;
-        Ok(Self::of((first, end.completion(n)), Asked::Next, stream))
+        Ok(Self::of((first, end.completion(n)), hold, Asked::Next, stream))
     }
 
     /// A wait for all completions of a queue; with a `stream`, for it alone.
     pub(super) fn all(end: &Arc<QueueEnd>, stream: Option<u64>) -> Result<Self> {
+        let hold = end.hold();
         let (first, n) = Self::claim(end, Upto::All, stream)?;
-        Ok(Self::of((first, end.completion(n)), Asked::All, stream))
+        Ok(Self::of((first, end.completion(n)), hold, Asked::All, stream))
     }
 
     /// The completion this wait is for.

@@ -6,6 +6,7 @@ use super::prepared::{Asked, PreparedSend, PreparedWait};
 use super::{Batch, Held, State, Stream, note_use};
 use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
+use crate::protocol::reset;
 use crate::recorder::Stage;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Sent};
@@ -66,14 +67,14 @@ impl Stream {
     #[cold]
     #[inline(never)]
     fn refuse_send(&self, queue: &Arc<SendQueue>, sent: Sent, why: Error) -> Error {
-        PreparedSend::of(queue, sent.prepared()).refuse(self.0.id);
+        PreparedSend::of(queue, sent.prepared(), queue.end.hold()).refuse(self.0.id);
         why
     }
 
     #[cold]
     #[inline(never)]
     fn refuse_wait(&self, end: &Arc<QueueEnd>, n: u64, why: Error) -> Error {
-        PreparedWait::of((n, end.completion(n)), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+        PreparedWait::of((n, end.completion(n)), end.hold(), Asked::Next, Some(self.0.id)).refuse(self.0.id);
         why
     }
 
@@ -130,7 +131,7 @@ impl Stream {
             return self.captured(state, add).map(|n| Submitted::new(end, n));
         }
         let _range = DOMAIN.range(c"submit");
-        let done = put(&mut state);
+        let done = reset::hand_over(end.hold(), || put(&mut state));
         state.end();
         let (submitted, foreseen) = done?;
         // The turn was let go.

@@ -15,7 +15,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 pub(crate) use self::lost::POISON;
 use self::room::Room;
@@ -73,6 +73,28 @@ struct CqState {
     queues: Vec<Arc<Tracker>>,
     /// Queues that ever completed here. With one, request `n` of the queue is completion `n`.
     attached: usize,
+    /// Its queue is being reset: nothing can be claimed.
+    is_closed: bool,
+}
+
+/// A completion queue whose claims stay as they are while this lives: it has the lock.
+pub(crate) struct Claims<'a>(MutexGuard<'a, CqState>);
+
+impl Claims<'_> {
+    /// Whether there is a claim that is in no stream.
+    pub(crate) fn has_prepared(&self) -> bool {
+        !self.0.unsubmitted.is_empty()
+    }
+
+    /// Whether claims of a stream have not been passed.
+    pub(crate) fn has_submitted(&self) -> bool {
+        self.0.in_stream > 0
+    }
+
+    /// Refuses claims from now on, or again takes them.
+    pub(crate) fn close(&mut self, is_closed: bool) {
+        self.0.is_closed = is_closed;
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -149,6 +171,7 @@ impl Cq {
             stream: 0,
             queues: Vec::new(),
             attached: 0,
+            is_closed: false,
         };
         Ok(Self(Arc::new(CqInner {
             provider,
@@ -410,7 +433,7 @@ impl CqInner {
         let mut state = self.state.lock();
         let n = state.claim_next;
         let is_next = state.attached == 1 && state.stream == stream && state.unsubmitted.is_empty();
-        if !is_next || self.is_due(&state) || tracker.posted_without_gaps()? <= n {
+        if !is_next || state.is_closed || self.is_due(&state) || tracker.posted_without_gaps()? <= n {
             return None;
         }
         let at = self.index(n);
@@ -459,7 +482,7 @@ impl CqInner {
             Upto::Through(n) => n,
             Upto::All => posted.saturating_sub(1),
         };
-        if n >= posted {
+        if n >= posted || state.is_closed {
             return Err(Error::NothingToWaitFor { queue: tracker.name(), qpn: tracker.qpn });
         }
         if n < state.claim_next {
@@ -586,9 +609,12 @@ impl CqInner {
         Arrival { memory, offset, found, cond, value, index, passed }
     }
 
-    /// Whether there is a claim that is in no stream.
-    pub(crate) fn is_claimed(&self) -> bool {
-        !self.state.lock().unsubmitted.is_empty()
+    /// Its claims, all that has arrived being noted.
+    pub(crate) fn claims(&self) -> Claims<'_> {
+        let mut state = self.state.lock();
+        self.reap_locked(&mut state);
+        self.free(&mut state);
+        Claims(state)
     }
 
     /// Whether claims of a stream have not been passed.

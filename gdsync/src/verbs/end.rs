@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::completion::{Completion, Submitted};
-use super::cq::CqInner;
+use super::cq::{Claims, CqInner};
 use super::qp::QpCore;
-use super::track::Tracker;
+use super::track::{Track, Tracker};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::recorder::{Awaited, By, Stage};
@@ -31,6 +31,18 @@ pub(crate) struct Parts {
     bell: Option<Arc<Bell>>,
     /// A request was written whose completion tells of payload that came: a READ or an atomic.
     fetches: AtomicBool,
+}
+
+/// What a thread has that hands requests of a queue to a stream.
+#[must_use = "it holds until it is dropped"]
+pub(crate) struct Hold {
+    _parts: Arc<Parts>,
+}
+
+impl fmt::Debug for Hold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hold")
+    }
 }
 
 impl Deref for QueueEnd {
@@ -79,6 +91,12 @@ impl QueueEnd {
         self.qp.log.note_in(stage, self.tracker.queue(), stream, n..n + 1);
     }
 
+    /// Keeps the queue from being reset where it has requests: see [`crate::protocol::reset`].
+    #[inline(always)]
+    pub(crate) fn hold(&self) -> Hold {
+        Hold { _parts: self.parts.clone() }
+    }
+
     /// The source that operations of a stream name.
     #[inline]
     pub(crate) fn source(&self) -> &Arc<dyn Source> {
@@ -103,26 +121,27 @@ impl QueueEnd {
         }
     }
 
+    /// Whether a stream holds it, or a thread that hands it something: see [`crate::protocol::reset`].
     fn is_in_stream(&self) -> bool {
-        // Both are of this value itself.
+        // Two are of this value itself.
         Arc::strong_count(&self.parts) > 2
     }
 
-    /// Why the queue cannot be reset now.
-    pub(crate) fn owner(&self) -> Option<&'static str> {
-        if self.tracker.is_prepared() && self.tracker.is_send {
+    /// Why the queue cannot be reset now. The caller has locked it and its completion queue.
+    pub(crate) fn owner(&self, claims: &Claims<'_>, track: &Track) -> Option<&'static str> {
+        if self.tracker.is_send && track.posted > track.rung {
             return Some("a prepared send that was neither posted nor dropped");
         }
-        if self.cq.is_claimed() {
+        if claims.has_prepared() {
             return Some("a prepared wait that was neither posted nor dropped");
         }
         if !self.is_in_stream() {
             return None;
         }
-        if self.cq.is_awaited() {
+        if claims.has_submitted() {
             return Some("a stream that waits for its completions");
         }
-        (self.tracker.is_send && self.tracker.outstanding() > 0).then_some("a stream that sends on it")
+        (self.tracker.is_send && !track.is_idle()).then_some("a stream that sends on it")
     }
 }
 

@@ -246,12 +246,6 @@ impl Tracker {
         track.posted - track.retired
     }
 
-    /// Whether requests were written that no doorbell has exposed.
-    pub(crate) fn is_prepared(&self) -> bool {
-        let track = self.lock();
-        track.posted > track.rung
-    }
-
     /// Resets so far.
     #[inline(always)]
     pub(crate) fn life(&self) -> usize {

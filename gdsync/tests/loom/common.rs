@@ -14,28 +14,15 @@ pub(crate) struct L32(pub(crate) AtomicU32);
 #[derive(Default)]
 pub(crate) struct L64(pub(crate) AtomicU64);
 
-/// Loom knows the total order of fences only: where an access is in it, one stands in.
-fn ordered<T>(order: Ordering, access: impl FnOnce() -> T) -> T {
-    let total = || {
-        if order == Ordering::SeqCst {
-            fence(order);
-        }
-    };
-    total();
-    let result = access();
-    total();
-    result
-}
-
 impl Atom32 for L32 {
     fn load(&self, order: Ordering) -> u32 {
-        ordered(order, || self.0.load(order))
+        self.0.load(order)
     }
     fn store(&self, value: u32, order: Ordering) {
-        ordered(order, || self.0.store(value, order));
+        self.0.store(value, order);
     }
     fn swap(&self, value: u32, order: Ordering) -> u32 {
-        ordered(order, || self.0.swap(value, order))
+        self.0.swap(value, order)
     }
     fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
         self.0.fetch_add(value, order)
@@ -43,28 +30,25 @@ impl Atom32 for L32 {
     fn fence(order: Ordering) {
         fence(order);
     }
-    fn fence_behind_rmw() {
-        fence(Ordering::SeqCst);
-    }
 }
 
 impl Atom64 for L64 {
     fn load(&self, order: Ordering) -> u64 {
-        ordered(order, || self.0.load(order))
+        self.0.load(order)
     }
     fn store(&self, value: u64, order: Ordering) {
         // Loom does not know that nothing comes between what an exchange reads and what it leaves: it would let a plain
-        // store by another thread be overwritten unseen. Its exchanges it does order.
-        ordered(order, || self.0.swap(value, order));
+        // store by another thread be overwritten unseen. Its exchanges it does order. The one thing here that does not ship.
+        self.0.swap(value, order);
     }
     fn swap(&self, value: u64, order: Ordering) -> u64 {
-        ordered(order, || self.0.swap(value, order))
+        self.0.swap(value, order)
     }
     fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
-        ordered(order, || self.0.fetch_max(value, order))
+        self.0.fetch_max(value, order)
     }
     fn fetch_and(&self, value: u64, order: Ordering) -> u64 {
-        ordered(order, || self.0.fetch_and(value, order))
+        self.0.fetch_and(value, order)
     }
     fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64> {
         self.0.compare_exchange(current, new, yes, no)

@@ -4,6 +4,7 @@
 mod common;
 mod offer;
 mod queue;
+mod reset;
 mod slots;
 mod stamp;
 mod turn;

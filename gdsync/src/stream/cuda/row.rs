@@ -183,7 +183,11 @@ impl Shared {
     /// Whether one more call that the row is for goes on with it, without a mark behind it. While the gate is closed none does.
     #[inline(always)]
     fn goes_on(&self, turn: &Turn) -> bool {
-        turn.row.uncounted < turn.row.room && turn.unmarked + 1 < MARK_EVERY && !gate::is_closed()
+        let goes_on =
+            turn.row.uncounted < turn.row.room && turn.unmarked + 1 < MARK_EVERY && !gate::is_closed();
+        // The gate is looked at without its lock: for that a submission must be under way, which keeps the reaper from its work.
+        debug_assert!(!goes_on || self.failed() || self.completed() < self.submitted(), "a row without work");
+        goes_on
     }
 
     /// Submits one more call of the row, with so many waits.

@@ -10,7 +10,8 @@ pub(crate) const POISON: u8 = 0x67;
 
 impl CqInner {
     /// The queue pair is stopped, and still completion `n` did not come, for which a stream waits: writes one that says
-    /// "flushed", as the device should have. Should it come after all, it replaces this one.
+    /// "flushed", as the device should have. Should it come after all, it replaces this one. A device that writes it at the same time
+    /// leaves a mix of the two: both say that the request failed, since the queue pair is stopped, and so does the mix.
     pub(crate) fn poison(&self, n: u64, tracker: &Tracker) {
         self.reap();
         let _state = self.state.lock();
@@ -56,6 +57,7 @@ impl CqInner {
         if state.attached == 1 {
             self.abandon(&mut state);
         }
+        state.is_closed = false;
         self.room.free(lost);
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {

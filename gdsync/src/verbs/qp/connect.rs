@@ -1,14 +1,19 @@
 //! How a queue pair gets from state to state.
 
+use std::cmp::Ordering::{Equal, Greater, Less};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Qp, QpCore};
 use crate::error::{Error, Result};
+use crate::protocol::reset;
 use crate::recorder::{By, Queue, Stage};
 use crate::verbs::address::QpAddress;
 use crate::verbs::attr::{Access, QpAttr, QpState};
+use crate::verbs::cq::Claims;
+use crate::verbs::end::QueueEnd;
+use crate::verbs::track::Track;
 
 /// How long a transition may take to reach the peer.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -62,6 +67,13 @@ impl Connect {
 }
 
 impl QpCore {
+    /// Has the device change the queue pair.
+    fn modify(&self, attr: &QpAttr) -> Result<()> {
+        let psn = self.provider.modify_qp(self.qpn, attr, CONNECT)?;
+        self.psn.store(psn, Ordering::Release);
+        Ok(())
+    }
+
     /// Puts the queue pair into the error state for a reason of ours.
     pub(crate) fn stop(&self, reason: &Error) {
         if !self.health.home.is_here() {
@@ -93,33 +105,75 @@ impl Qp {
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         core.health.home.check()?;
-        if attr.state == Some(QpState::RESET) {
-            for end in [&self.send.end, &self.recv.end] {
-                if let Some(owner) = end.owner() {
-                    let queue = end.tracker.name();
-                    return Err(Error::Busy { queue, qpn: core.qpn, owner: owner.into() });
-                }
-            }
-        }
+        // Until all is forgotten, too: what is posted after a step that comes next must not be.
         let modifying = core.modifying.lock();
         let from = if core.health.check().is_err() { QpState::ERR } else { core.state() };
         let to = attr.check(core.qpn, from)?;
-        if (from, to) == (QpState::ERR, QpState::RESET) && self.send.has_hidden() {
-            // The device need not have found the failure by itself.
-            core.provider.modify_qp(core.qpn, &QpAttr::to(QpState::ERR), CONNECT)?;
-            self.send.show_hidden();
+        if to == QpState::RESET {
+            self.reset(from, attr)?;
+        } else {
+            core.modify(attr)?;
+            core.state.store(to.0, Ordering::Release);
         }
-        let psn = core.provider.modify_qp(core.qpn, attr, CONNECT)?;
-        core.psn.store(psn, Ordering::Release);
-        core.state.store(to.0, Ordering::Release);
         drop(modifying);
         attr.remote.into_iter().for_each(|remote| core.log.connected(remote));
-        if to == QpState::RESET {
-            self.send.reset();
-            self.recv.reset();
-            core.health.clear();
-        }
         Ok(())
+    }
+
+    /// Resets the device's queue pair and forgets what was posted, behind closed doors.
+    fn reset(&self, from: QpState, attr: &QpAttr) -> Result<()> {
+        let core = self.core();
+        let before = core.state();
+        self.close()?;
+        let reset = || {
+            if from == QpState::ERR && self.send.has_hidden() {
+                // The device need not have found the failure by itself.
+                core.modify(&QpAttr::to(QpState::ERR))?;
+                self.send.show_hidden();
+            }
+            core.modify(attr)
+        };
+        if let Err(error) = reset() {
+            core.state.store(before.0, Ordering::Release);
+            for end in [&self.send.end, &self.recv.end] {
+                end.cq.claims().close(false);
+            }
+            return Err(error);
+        }
+        self.send.reset();
+        self.recv.reset();
+        core.health.clear();
+        Ok(())
+    }
+
+    /// Goes to RESET for those who post or claim, unless a stream or something prepared has requests: see [`crate::protocol::reset`].
+    fn close(&self) -> Result<()> {
+        let (core, send, recv) = (self.core(), &self.send.end, &self.recv.end);
+        // In the order of their addresses: another queue pair may have the two the other way round.
+        let claims = match Arc::as_ptr(&send.cq).cmp(&Arc::as_ptr(&recv.cq)) {
+            Less => (send.cq.claims(), Some(recv.cq.claims())),
+            Equal => (send.cq.claims(), None),
+            Greater => {
+                let of_recv = recv.cq.claims();
+                (send.cq.claims(), Some(of_recv))
+            }
+        };
+        let locked = (claims, send.tracker.lock(), recv.tracker.lock());
+        let find = |end: &QueueEnd, claims: &Claims<'_>, track: &Track| {
+            let (queue, owner) = (end.tracker.name(), end.owner(claims, track)?.into());
+            Some(Error::Busy { queue, qpn: core.qpn, owner })
+        };
+        reset::close(
+            locked,
+            |((claims, others), sends, receives)| {
+                find(send, claims, sends).or_else(|| find(recv, others.as_ref().unwrap_or(claims), receives))
+            },
+            |((claims, others), ..)| {
+                claims.close(true);
+                others.iter_mut().for_each(|claims| claims.close(true));
+                core.state.store(QpState::RESET.0, Ordering::Release);
+            },
+        )
     }
 
     /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes. Waits for nothing that the peer does; on
