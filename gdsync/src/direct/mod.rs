@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 
 use self::devx::{Devx, DevxCq, DevxQp};
-pub(crate) use self::probe::{probe, reach};
+pub(crate) use self::probe::{probe, reach, self_test};
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
 use crate::cuda::Gpu;

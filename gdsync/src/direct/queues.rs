@@ -91,6 +91,14 @@ impl DirectCq {
         let raw = unsafe { ibv_create_cq_ex(open.context().as_ptr(), &raw mut attr) };
         let raw = made(ibv_cq_ex_to_cq(raw), &domain, || {
             let most = u64::try_from(open.attr().max_cqe).unwrap_or(0);
+            let errno = std::io::Error::last_os_error().raw_os_error();
+            if errno == Some(libc::EINVAL) && u64::from(entries) <= most {
+                return Error::Unsupported {
+                    what: "a completion queue in memory of the application",
+                    by: "the installed libmlx5",
+                    fix: "install rdma-core 31 or newer, 33 for virtual functions; GDSYNC_PATH=proxy works without",
+                };
+            }
             let call = Call::CreateCq { entries: entries.into(), most, memlock: Memlock::here() };
             failed_last("ibv_create_cq_ex", open.name(), &call)
         })?;

@@ -17,6 +17,7 @@
 //! - DevX makes completion queues and queue pairs and changes them, and nothing else; a doorbell page is for one queue pair, and
 //!   a DMA-BUF must be one that can be mapped. `gdsync_standin_devx` takes DevX away, or DMA-BUFs from it.
 //! - No events of objects of DevX, no shared receive queues, no events of solicited completions alone.
+//! - It has the faults of some cards and libraries if a test says so: `gdsync_standin_quirks`, with the bits of `Quirk`.
 //! - Scatter to CQE does not happen; a queue pair whose rings are asked for (`mlx5dv_init_obj`) must be created without it.
 //! - The port is one of RoCE: GID 0 is RoCE v1 and leads nowhere, GID 1 is RoCE v2 and that of the HCA.
 
@@ -40,6 +41,7 @@ mod notify;
 mod pages;
 mod poll;
 mod qp;
+mod quirks;
 mod region;
 mod register;
 mod sizes;

@@ -25,6 +25,7 @@ use crate::cq::Cq;
 use crate::domain::Domain;
 use crate::errno;
 use crate::hca::{Concerned, Hca};
+use crate::quirks::Quirk;
 use crate::register::Register;
 use crate::sizes::{BLOCK, QpSize};
 use crate::work::Work;
@@ -44,6 +45,8 @@ pub(crate) struct Qp {
     pub(crate) attr: Mutex<ibv_qp_attr>,
     /// Its doorbell.
     register: Register,
+    /// The one that the application is told of in its place, where nobody looks.
+    dead_register: Option<Register>,
     // Given back in this order.
     record: Buffer,
     rings: Buffer,
@@ -118,7 +121,10 @@ impl Qp {
             dbrec: self.record.at(0).cast(),
             sq: ring(self.size.send_offset(), self.size.blocks, BLOCK),
             rq: ring(0, self.size.receives, self.size.stride),
-            bf: mlx5dv_qp_bf { reg: self.register.at().cast(), size: 256 },
+            bf: mlx5dv_qp_bf {
+                reg: self.dead_register.as_ref().unwrap_or(&self.register).at().cast(),
+                size: 256,
+            },
             comp_mask: asked.intersection(mlx5dv_qp_comp_mask::MLX5DV_QP_MASK_UAR_MMAP_OFFSET),
             ..mlx5dv_qp::zeroed()
         }
@@ -198,6 +204,7 @@ pub(crate) unsafe fn create(
     let wanted = Wanted { len: 8, align: 8, resource: MLX5DV_RES_TYPE_DBR, cleared: true };
     let record = Buffer::alloc(Some(domain), wanted)?;
     let register = Register::alloc()?;
+    let dead_register = Quirk::Deaf.is_on().then(Register::alloc).transpose()?;
     // A queue that nobody asked for is one that nobody fills.
     let ring = |offset: usize, len: u32, least: usize| {
         let bytes = len as usize;
@@ -258,6 +265,7 @@ pub(crate) unsafe fn create(
         work: Mutex::default(),
         attr: Mutex::new(ibv_qp_attr { cap: attr.cap, ..ibv_qp_attr::zeroed() }),
         register,
+        dead_register,
         record,
         rings,
     });
