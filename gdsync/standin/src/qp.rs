@@ -4,9 +4,12 @@ use std::cell::UnsafeCell;
 use std::env;
 use std::ffi::c_int;
 use std::ptr;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use gdsync::hca::CardQp;
 use gdsync::memory::Memory;
+use gdsync::verbs::{QpAttr, QpState};
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
     MLX5DV_RES_TYPE_DBR, MLX5DV_RES_TYPE_QP, mlx5dv_qp, mlx5dv_qp_bf, mlx5dv_qp_comp_mask,
@@ -41,6 +44,8 @@ pub(crate) struct Qp {
     /// Payload may come in CQEs: its rings are not given away.
     scatters: bool,
     pub(crate) work: Mutex<Work>,
+    /// Takes it to ERR in a moment.
+    late: Mutex<Option<JoinHandle<()>>>,
     /// What was given so far.
     pub(crate) attr: Mutex<ibv_qp_attr>,
     /// Its doorbell.
@@ -94,6 +99,26 @@ impl Qp {
     /// Has the HCA look at the queue pair. Without locks: what it finds may be an event of this or another one.
     pub(crate) fn have_looked(&self) {
         self.hca.card.ring(self.qpn);
+    }
+
+    /// Has the HCA take it to ERR within 10 ms.
+    pub(crate) fn fail_late(&self) {
+        let (hca, qpn) = (self.hca, self.qpn);
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let delay = Duration::from_nanos(u64::from(since.subsec_nanos()) * 7919 % 10_000_000);
+        let fail = move || {
+            thread::sleep(delay);
+            // It may have failed by itself meanwhile.
+            _ = hca.card.modify_qp(qpn, &QpAttr::to(QpState::ERR), None, delay);
+        };
+        *self.late.lock() = Some(thread::spawn(fail));
+    }
+
+    /// Waits until the HCA has done that.
+    pub(crate) fn finish(&self) {
+        if let Some(late) = self.late.lock().take() {
+            _ = late.join();
+        }
     }
 
     /// It was reset: what was posted is forgotten, and what had completed is not told.
@@ -220,6 +245,7 @@ pub(crate) unsafe fn create(
         rq_stride: rq_stride as usize,
         record: record.memory(0, 8)?,
         doorbell: register.word(),
+        flushes_by_doorbell: Quirk::FlushesByDoorbell.is_on(),
     };
     let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;
 
@@ -263,6 +289,7 @@ pub(crate) unsafe fn create(
         init,
         scatters,
         work: Mutex::default(),
+        late: Mutex::default(),
         attr: Mutex::new(ibv_qp_attr { cap: attr.cap, ..ibv_qp_attr::zeroed() }),
         register,
         dead_register,
@@ -339,6 +366,7 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     // SAFETY: the caller vouches for it: a box of this module.
     let qp = unsafe { Box::from_raw(qp.cast::<Qp>()) };
+    qp.finish();
     qp.hca.card.destroy_qp(qp.qpn);
     qp.hca.roster.remove_qp(qp.qpn);
     let ibv_qp { send_cq, recv_cq, pd, .. } = qp.base.into_inner();

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::hca::Hca;
+
 /// A difference, one bit each.
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
@@ -10,6 +12,12 @@ pub(crate) enum Quirk {
     Deaf = 1,
     /// The library is of rdma-core 28: completion queues take no parent domain.
     OldLibrary = 2,
+    /// A queue pair in ERR flushes only the sends that a doorbell named.
+    FlushesByDoorbell = 4,
+    /// A queue pair goes to ERR up to 10 ms after it was told to.
+    LateFlushes = 8,
+    /// Completions of flushed requests do not say of which request they are.
+    NoFlushCounters = 16,
 }
 
 static QUIRKS: AtomicU32 = AtomicU32::new(0);
@@ -24,4 +32,7 @@ impl Quirk {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn gdsync_standin_quirks(bits: u32) {
     QUIRKS.store(bits, Ordering::SeqCst);
+    if let Ok(hca) = Hca::get() {
+        hca.card.hide_flush_counters(Quirk::NoFlushCounters.is_on());
+    }
 }

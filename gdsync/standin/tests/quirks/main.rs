@@ -4,12 +4,16 @@
 
 #[path = "../../../tests/common/mod.rs"]
 mod common;
+mod flushes;
 mod library;
 #[path = "../setup/mod.rs"]
 mod setup;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use gdsync::verbs::{RecvWr, SendWr};
+
+use crate::common::{Side, bytes, received, sent};
 use crate::setup::entry;
 
 #[used]
@@ -25,6 +29,12 @@ extern "C" fn choose_the_card() {
 const DEAF: u32 = 1;
 /// The library is of rdma-core 28.
 const OLD_LIBRARY: u32 = 2;
+/// A queue pair in ERR flushes only the sends that a doorbell named.
+const FLUSHES_BY_DOORBELL: u32 = 4;
+/// A queue pair goes to ERR up to 10 ms after it was told to.
+const LATE_FLUSHES: u32 = 8;
+/// Completions of flushed requests do not say of which request they are.
+const NO_FLUSH_COUNTERS: u32 = 16;
 
 /// The card has these quirks as long as this is there, and no other test runs meanwhile.
 struct Quirks(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
@@ -48,4 +58,14 @@ fn set(bits: u32) {
     // SAFETY: the type is that of the function.
     let set: extern "C" fn(u32) = unsafe { std::mem::transmute(entry(c"gdsync_standin_quirks")) };
     set(bits);
+}
+
+/// One message, with contents.
+fn message(a: &Side, b: &Side, seed: u64) {
+    let data = seed.to_le_bytes();
+    b.qp.post_recv(&[RecvWr { wr_id: seed, sges: &[b.mr.sge(32, 8).unwrap()] }]).unwrap();
+    a.qp.post_send(&[SendWr::send_inline(&data)]).unwrap();
+    sent(a).ok().unwrap();
+    assert_eq!(received(b).ok().unwrap().wr_id, seed);
+    assert_eq!(bytes(b, 32, 8), data);
 }
