@@ -295,11 +295,11 @@ impl Provider for Direct {
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice: None })
     }
 
-    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, _timeout: Duration) -> Result<u32> {
         let psn = random_psn()?;
         match self.qp(qpn)? {
-            Qp::Verbs(qp) => qp.modify(attr, psn, timeout),
-            Qp::Devx(qp) => qp.modify(attr, psn, timeout),
+            Qp::Verbs(qp) => qp.modify(attr, psn),
+            Qp::Devx(qp) => qp.modify(attr, psn),
         }
     }
 

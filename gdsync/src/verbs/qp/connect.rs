@@ -108,6 +108,10 @@ impl Qp {
             core.provider.modify_qp(core.qpn, &QpAttr::to(QpState::ERR), CONNECT)?;
             self.send.show_hidden();
         }
+        if (from, to) == (QpState::ERR, QpState::RESET) && core.provider.reads_by_itself() {
+            core.send_cq.settle()?;
+            core.recv_cq.settle()?;
+        }
         let psn = core.provider.modify_qp(core.qpn, attr, CONNECT)?;
         core.psn.store(psn, Ordering::Release);
         core.state.store(to.0, Ordering::Release);
