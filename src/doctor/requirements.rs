@@ -165,8 +165,8 @@ pub(super) const LIBIBVERBS: Software =
     Software { name: "rdma-core (libibverbs)", least: (20, 0), for_what: "any RDMA device, by the proxy" };
 pub(super) const LIBMLX5: Software = Software {
     name: "rdma-core (libmlx5)",
-    least: (22, 0),
-    for_what: "mlx5 cards that read our rings (direct verbs, DevX)",
+    least: (31, 0),
+    for_what: "mlx5 cards that read our rings (direct verbs, DevX); virtual functions need 33",
 };
 pub(super) const DMA_BUF_MR: Software =
     Software { name: "rdma-core (dma-bufs)", least: (34, 0), for_what: "`ibv_reg_dmabuf_mr`" };

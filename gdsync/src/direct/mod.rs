@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 
 use self::devx::{Devx, DevxCq, DevxQp, EventChannel};
-pub(crate) use self::probe::{probe, reach};
+pub(crate) use self::probe::{probe, reach, self_test};
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
 use crate::cuda::Gpu;
@@ -308,11 +308,11 @@ impl Provider for Direct {
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice: None })
     }
 
-    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, _timeout: Duration) -> Result<u32> {
         let psn = random_psn()?;
         match self.qp(qpn)? {
-            Qp::Verbs(qp) => qp.modify(attr, psn, timeout),
-            Qp::Devx(qp) => qp.modify(attr, psn, timeout),
+            Qp::Verbs(qp) => qp.modify(attr, psn),
+            Qp::Devx(qp) => qp.modify(attr, psn),
         }
     }
 

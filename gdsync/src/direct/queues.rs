@@ -4,7 +4,6 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
@@ -21,12 +20,12 @@ use super::registers::{Lane, Registers};
 use super::rings::RingDomain;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
-use crate::mlx5::{self, BB, CQE_SIZE, Cqe, INITIAL_CQE};
+use crate::mlx5::{self, BB, CQE_SIZE, INITIAL_CQE};
 use crate::rdma::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::rdma::{Domain, FailedCq, Open};
 use crate::verbs::placement::Places;
 use crate::verbs::provider::QpRequest;
-use crate::verbs::{POISON, QpAttr, QpState};
+use crate::verbs::{QpAttr, QpState};
 
 /// A completion queue of the card. What libmlx5 has of it is not polled: its ring is ours to read.
 pub(super) struct DirectCq {
@@ -91,6 +90,14 @@ impl DirectCq {
         let raw = unsafe { ibv_create_cq_ex(open.context().as_ptr(), &raw mut attr) };
         let raw = made(ibv_cq_ex_to_cq(raw), &domain, || {
             let most = u64::try_from(open.attr().max_cqe).unwrap_or(0);
+            let errno = std::io::Error::last_os_error().raw_os_error();
+            if errno == Some(libc::EINVAL) && u64::from(entries) <= most {
+                return Error::Unsupported {
+                    what: "a completion queue in memory of the application",
+                    by: "the installed libmlx5",
+                    fix: "install rdma-core 31 or newer, 33 for virtual functions; GDSYNC_PATH=proxy works without",
+                };
+            }
             let call = Call::CreateCq { entries: entries.into(), most, memlock: Memlock::here() };
             failed_last("ibv_create_cq_ex", open.name(), &call)
         })?;
@@ -326,44 +333,15 @@ impl DirectQp {
     }
 
     /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
-    pub(super) fn modify(&self, attr: &QpAttr, fresh: u32, timeout: Duration) -> Result<u32> {
+    pub(super) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
         let mut state = self.state.lock();
         let (from, psn) = *state;
-        if attr.state == Some(QpState::RESET) && from == QpState::ERR {
-            settle([&self.send_cq.ring, &self.recv_cq.ring], self.qpn, timeout)?;
-        }
         // SAFETY: it is destroyed when this is dropped.
         unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }?;
         let to = attr.state.unwrap_or(from);
         *state = (to, if to == QpState::RESET { fresh } else { psn });
         Ok(state.1)
     }
-}
-
-/// Waits until the card has completed everything of a queue pair whose completion the library had to write in its place: the
-/// next one belongs behind those.
-pub(super) fn settle(rings: [&Memory; 2], qpn: u32, timeout: Duration) -> Result<()> {
-    let start = Instant::now();
-    while rings.iter().any(|ring| lacks(ring, qpn)) {
-        if start.elapsed() >= timeout {
-            let what = "the card's completion of what was posted before the reset; destroy the queue pair instead: it";
-            return Err(Error::Deadline { what, after: timeout });
-        }
-        std::thread::sleep(Duration::from_micros(50));
-    }
-    Ok(())
-}
-
-/// Whether the library's own completion stands where the card's for this queue pair has not come.
-fn lacks(ring: &Memory, qpn: u32) -> bool {
-    let slots = ring.len() / CQE_SIZE;
-    let is_ours = |slot: usize| {
-        let mut bytes = [0; CQE_SIZE];
-        ring.read(slot * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
-        let cqe = Cqe::decode(&bytes);
-        cqe.qpn == qpn && cqe.vendor == POISON
-    };
-    (0..slots).any(is_ours)
 }
 
 /// Puts all CQEs into the state that waits need before the first lap.

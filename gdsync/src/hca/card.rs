@@ -41,6 +41,8 @@ pub struct CardQp {
     pub record: Memory,
     /// The doorbell. Nobody else writes there.
     pub doorbell: Word64,
+    /// In ERR the card flushes only the sends that a doorbell named, and not those that the record tells.
+    pub flushes_by_doorbell: bool,
 }
 
 impl Card {
@@ -106,6 +108,11 @@ impl Card {
         self.0.shared.with(|core| core.cqs.read_by_owner(cqn, true));
     }
 
+    /// Whether the completions of flushed requests do not say of which request they are.
+    pub fn hide_flush_counters(&self, hide: bool) {
+        self.0.shared.with(|core| core.cqs.hide_flush_counters = hide);
+    }
+
     /// Looks at the doorbell of a queue pair, which was just written.
     pub fn ring(&self, qpn: u32) {
         self.0.ring(qpn);
@@ -121,14 +128,15 @@ impl Card {
     /// # Errors
     /// [`Error::InvalidArgument`] when there are too many.
     pub fn create_qp(&self, qp: CardQp) -> Result<u32> {
-        let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, doorbell } = qp;
+        let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, doorbell, flushes_by_doorbell } = qp;
         let (log_sq, log_rq) = ((sq.len() / crate::mlx5::BB).ilog2(), (rq.len() / rq_stride).ilog2());
         let request =
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
         doorbell.store(EMPTY);
         // Its numbers are those of another owner.
         let chart = Chart::default();
-        let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, chart };
+        let named = flushes_by_doorbell.then_some(0);
+        let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, chart, named };
         let (qpn, _) = self.0.add_qp(rings, Arc::default())?;
         Ok(qpn)
     }

@@ -167,7 +167,7 @@ impl SoftQp {
         while let Some((index, opcode, syndrome)) = self.req.flush_pending() {
             self.complete_send(index, opcode, Some(syndrome), 0, env);
         }
-        let end = self.rings.send_record(self.req.head());
+        let end = self.rings.flush_end(self.req.head());
         while self.req.head() < end && end - self.req.head() <= self.rings.blocks() {
             let wqe = self.rings.fetch(self.req.head());
             self.req.skip(wqe.blocks());

@@ -199,6 +199,11 @@ pub trait Source: Send + Sync + fmt::Debug {
         let _ = n;
     }
 
+    /// How long a queue that was stopped has to complete everything by itself, before completions are put in place of its own.
+    fn flush_time(&self) -> Duration {
+        Duration::ZERO
+    }
+
     /// What a wait for completion `n` waits for, to the flight recorder.
     fn awaited(&self, n: u64) -> Option<Awaited> {
         let _ = n;

@@ -13,16 +13,18 @@ mod waiting;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 
-pub(crate) use self::lost::POISON;
+use self::lost::Lost;
 use self::room::Room;
 use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
+use crate::brief;
 use crate::error::{Error, Result};
 use crate::home::Home;
 use crate::memory::{Found, Word32};
@@ -46,6 +48,10 @@ pub(crate) struct CqInner {
     log: u32,
     room: Room,
     recorder: Log,
+    /// Completions that the library wrote in place of the device, until the device's come. Locked behind the state.
+    lost: brief::Mutex<Vec<Lost>>,
+    /// Whether there are any.
+    has_lost: AtomicBool,
     /// Not a brief lock: several threads may poll all the time, and it must not be left to chance who is next.
     state: Mutex<CqState>,
 }
@@ -182,6 +188,8 @@ impl Cq {
             log,
             room: Room::new(1 << log),
             recorder,
+            lost: brief::Mutex::default(),
+            has_lost: AtomicBool::new(false),
             state: Mutex::new(state),
         })))
     }
@@ -327,10 +335,14 @@ impl CqInner {
         self.free(&mut state);
     }
 
-    fn has_arrived(&self, n: u64) -> bool {
+    /// The word of completion `n` with the owner bit.
+    fn last_word(&self, n: u64) -> &AtomicU32 {
         let offset = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
-        let word = self.parts.ring.atomic32(offset).expect("CQE words lie in the ring, aligned");
-        completion::is_complete(word, n, self.log)
+        self.parts.ring.atomic32(offset).expect("CQE words lie in the ring, aligned")
+    }
+
+    fn has_arrived(&self, n: u64) -> bool {
+        completion::is_complete(self.last_word(n), n, self.log)
     }
 
     fn reap_locked(&self, state: &mut CqState) {

@@ -12,7 +12,7 @@ use super::provider::Provider;
 use super::qp::QpBuilder;
 use super::visibility::WritableGpus;
 use crate::cuda::Gpu;
-use crate::direct::{Direct, probe, reach};
+use crate::direct::{Direct, probe, reach, self_test};
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
@@ -157,8 +157,8 @@ impl Device {
     }
 }
 
-/// Opens an RDMA device: the card reads the rings itself if it does that, all who are to ring can, and it reaches the memory of
-/// GPUs. Otherwise a thread does, which also stages what the card does not reach.
+/// Opens an RDMA device: the card reads the rings itself if a test request shows that it does, all who are to ring can, and it reaches the
+/// memory of GPUs. Otherwise a thread does, which also stages what the card does not reach.
 fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
     let open = rdma::Open::device(&survey.name, config)?;
     let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
@@ -167,6 +167,13 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
         let direct = Direct::start(&open)?;
         direct.inject(faults.clone())?;
         let context = Context::with(Arc::new(direct), None)?;
+        if config.route.is_none() {
+            let tested = self_test(&context.alloc_pd()?);
+            tested.inspect_err(|error| {
+                let device = open.name();
+                tracing::warn!(device, %error, "the card is not used directly: its self-test failed");
+            })?;
+        }
         for gpu in &gpus {
             let pd = context.alloc_pd()?;
             context.provider.admit(gpu, &mut || probe(&pd, gpu))?;

@@ -15,6 +15,9 @@ use crate::error::{Error, Result};
 use crate::recorder::{Awaited, By, Stage};
 use crate::stream::{Arrival, Bell, Source};
 
+/// How long a card has to flush a queue pair that went to ERR.
+const CARD_FLUSH_TIME: Duration = Duration::from_millis(100);
+
 /// While it is alive, so are the queue pair and its completion queue.
 pub(crate) struct QueueEnd {
     parts: Arc<Parts>,
@@ -197,6 +200,11 @@ impl Source for Parts {
 
     fn release(&self, n: u64) {
         self.cq.poison(n, &self.tracker);
+    }
+
+    fn flush_time(&self) -> Duration {
+        // A card with thousands of requests, or whose command interface is busy, takes its time.
+        if self.qp.provider.reads_by_itself() { CARD_FLUSH_TIME } else { Duration::ZERO }
     }
 
     fn awaited(&self, n: u64) -> Option<Awaited> {

@@ -25,7 +25,6 @@ pub use attr::{Access, QpAttr, QpState};
 pub use carriage::{Carriage, Carrier, Staging};
 pub use completion::{Completion, Submitted};
 pub use cq::Cq;
-pub(crate) use cq::POISON;
 pub use descriptor::{DeviceCq, DeviceQp};
 pub use device::{Context, Device, Pd};
 pub use mr::{Keeper, Mr};

@@ -512,9 +512,23 @@ impl SendQueue {
     }
 
     /// Exposes them to the device, in the error state, before it is reset: their waits may have been released by completions
-    /// in place of the device's, and the next one belongs behind those.
+    /// in place of the device's, and the next one belongs behind those. By the doorbell too: it is not known that every card flushes what only the
+    /// record tells.
     pub(crate) fn show_hidden(&self) {
-        self.bell.record.store(mlx5::send_record(self.end.tracker.lock().head));
+        let track = self.end.tracker.lock();
+        let Some(last) = track.posted.checked_sub(1) else { return };
+        let ring = written(&track, last..track.posted).ring();
+        let settle = || {
+            self.bell.record.memory().fence();
+            self.bell.doorbell.memory().fence();
+        };
+        settle();
+        self.bell.record.store(ring.record);
+        settle();
+        self.bell.doorbell.store(ring.doorbell);
+        settle();
+        drop(track);
+        self.provider().ring(self.end.qp.qpn);
     }
 
     /// Forgets everything posted, after the queue pair was reset.

@@ -26,6 +26,7 @@ use crate::errno;
 use crate::hca::{Concerned, Hca};
 use crate::notify::{Channel, Notice};
 use crate::pages::PAGE;
+use crate::quirks::Quirk;
 use crate::sizes::{self, CQE};
 
 /// What the provider writes into the last byte of every CQE: no operation, and the owner of the first lap.
@@ -99,7 +100,11 @@ pub(crate) unsafe fn create(
     attr: &ibv_cq_init_attr_ex,
     mlx5: Option<&mlx5dv_cq_init_attr>,
 ) -> Result<Box<Cq>, c_int> {
-    let known = mask::IBV_CQ_INIT_ATTR_MASK_FLAGS | mask::IBV_CQ_INIT_ATTR_MASK_PD;
+    let domain_mask = match Quirk::OldLibrary.is_on() {
+        true => mask::empty(),
+        false => mask::IBV_CQ_INIT_ATTR_MASK_PD,
+    };
+    let known = mask::IBV_CQ_INIT_ATTR_MASK_FLAGS | domain_mask;
     if !known.contains(attr.comp_mask) {
         return Err(libc::EINVAL);
     }

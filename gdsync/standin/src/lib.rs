@@ -19,6 +19,7 @@
 //!   `gdsync_standin_atomics` takes atomics away, `gdsync_standin_gid_kinds`
 //!   what kinds GIDs are of.
 //! - Events of objects of DevX come without their bytes; no shared receive queues, no events of solicited completions alone.
+//! - It has the faults of some cards and libraries if a test says so: `gdsync_standin_quirks`, with the bits of `Quirk`.
 //! - Scatter to CQE does not happen; a queue pair whose rings are asked for (`mlx5dv_init_obj`) must be created without it.
 //! - The port is one of RoCE: GID 0 is RoCE v1 and leads nowhere, GID 1 is RoCE v2 and that of the HCA.
 
@@ -42,6 +43,7 @@ mod notify;
 mod pages;
 mod poll;
 mod qp;
+mod quirks;
 mod region;
 mod register;
 mod sizes;

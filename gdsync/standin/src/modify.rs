@@ -15,6 +15,7 @@ use crate::address::{ENTRIES, PORT, ROUTED};
 use crate::complaint::complain;
 use crate::context::{ACTIVE_MTU, has_atomics};
 use crate::qp::Qp;
+use crate::quirks::Quirk;
 use crate::steps;
 
 /// How long a peer may take to be found.
@@ -44,6 +45,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
 }
 
 fn modify(qp: &Qp, attr: &ibv_qp_attr, given: mask) -> Result<ibv_qp_state, c_int> {
+    qp.finish();
     let state = qp.hca.card.state(qp.qpn).map_err(|_| libc::EINVAL)?;
     let from = ibv_qp_state(u32::from(state.0));
     if given.contains(mask::IBV_QP_CUR_STATE) && attr.cur_qp_state != from {
@@ -74,6 +76,10 @@ fn modify(qp: &Qp, attr: &ibv_qp_attr, given: mask) -> Result<ibv_qp_state, c_in
     step.retry_cnt = has(mask::IBV_QP_RETRY_CNT).then_some(attr.retry_cnt);
     step.rnr_retry = has(mask::IBV_QP_RNR_RETRY).then_some(attr.rnr_retry);
     step.max_rd_atomic = has(mask::IBV_QP_MAX_QP_RD_ATOMIC).then_some(attr.max_rd_atomic);
+    if to == ibv_qp_state::IBV_QPS_ERR && Quirk::LateFlushes.is_on() {
+        qp.fail_late();
+        return Ok(to);
+    }
     let psn = has(mask::IBV_QP_SQ_PSN).then_some(attr.sq_psn & 0x00ff_ffff);
     qp.hca.card.modify_qp(qp.qpn, &step, psn, PATIENCE).map_err(|error| refused(&error))?;
     if to == ibv_qp_state::IBV_QPS_RESET {

@@ -4,9 +4,12 @@ use std::cell::UnsafeCell;
 use std::env;
 use std::ffi::c_int;
 use std::ptr;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use gdsync::hca::CardQp;
 use gdsync::memory::Memory;
+use gdsync::verbs::{QpAttr, QpState};
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
     MLX5DV_RES_TYPE_DBR, MLX5DV_RES_TYPE_QP, mlx5dv_qp, mlx5dv_qp_bf, mlx5dv_qp_comp_mask,
@@ -25,6 +28,7 @@ use crate::cq::Cq;
 use crate::domain::Domain;
 use crate::errno;
 use crate::hca::{Concerned, Hca};
+use crate::quirks::Quirk;
 use crate::register::Register;
 use crate::sizes::{BLOCK, QpSize};
 use crate::work::Work;
@@ -40,10 +44,14 @@ pub(crate) struct Qp {
     /// Payload may come in CQEs: its rings are not given away.
     scatters: bool,
     pub(crate) work: Mutex<Work>,
+    /// Takes it to ERR in a moment.
+    late: Mutex<Option<JoinHandle<()>>>,
     /// What was given so far.
     pub(crate) attr: Mutex<ibv_qp_attr>,
     /// Its doorbell.
     register: Register,
+    /// The one that the application is told of in its place, where nobody looks.
+    dead_register: Option<Register>,
     // Given back in this order.
     record: Buffer,
     rings: Buffer,
@@ -93,6 +101,26 @@ impl Qp {
         self.hca.card.ring(self.qpn);
     }
 
+    /// Has the HCA take it to ERR within 10 ms.
+    pub(crate) fn fail_late(&self) {
+        let (hca, qpn) = (self.hca, self.qpn);
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let delay = Duration::from_nanos(u64::from(since.subsec_nanos()) * 7919 % 10_000_000);
+        let fail = move || {
+            thread::sleep(delay);
+            // It may have failed by itself meanwhile.
+            _ = hca.card.modify_qp(qpn, &QpAttr::to(QpState::ERR), None, delay);
+        };
+        *self.late.lock() = Some(thread::spawn(fail));
+    }
+
+    /// Waits until the HCA has done that.
+    pub(crate) fn finish(&self) {
+        if let Some(late) = self.late.lock().take() {
+            _ = late.join();
+        }
+    }
+
     /// It was reset: what was posted is forgotten, and what had completed is not told.
     pub(crate) fn forget(&self) {
         // SAFETY: completion queues outlive their queue pairs.
@@ -118,7 +146,10 @@ impl Qp {
             dbrec: self.record.at(0).cast(),
             sq: ring(self.size.send_offset(), self.size.blocks, BLOCK),
             rq: ring(0, self.size.receives, self.size.stride),
-            bf: mlx5dv_qp_bf { reg: self.register.at().cast(), size: 256 },
+            bf: mlx5dv_qp_bf {
+                reg: self.dead_register.as_ref().unwrap_or(&self.register).at().cast(),
+                size: 256,
+            },
             comp_mask: asked.intersection(mlx5dv_qp_comp_mask::MLX5DV_QP_MASK_UAR_MMAP_OFFSET),
             ..mlx5dv_qp::zeroed()
         }
@@ -198,6 +229,7 @@ pub(crate) unsafe fn create(
     let wanted = Wanted { len: 8, align: 8, resource: MLX5DV_RES_TYPE_DBR, cleared: true };
     let record = Buffer::alloc(Some(domain), wanted)?;
     let register = Register::alloc()?;
+    let dead_register = Quirk::Deaf.is_on().then(Register::alloc).transpose()?;
     // A queue that nobody asked for is one that nobody fills.
     let ring = |offset: usize, len: u32, least: usize| {
         let bytes = len as usize;
@@ -213,6 +245,7 @@ pub(crate) unsafe fn create(
         rq_stride: rq_stride as usize,
         record: record.memory(0, 8)?,
         doorbell: register.word(),
+        flushes_by_doorbell: Quirk::FlushesByDoorbell.is_on(),
     };
     let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;
 
@@ -256,8 +289,10 @@ pub(crate) unsafe fn create(
         init,
         scatters,
         work: Mutex::default(),
+        late: Mutex::default(),
         attr: Mutex::new(ibv_qp_attr { cap: attr.cap, ..ibv_qp_attr::zeroed() }),
         register,
+        dead_register,
         record,
         rings,
     });
@@ -331,6 +366,7 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     // SAFETY: the caller vouches for it: a box of this module.
     let qp = unsafe { Box::from_raw(qp.cast::<Qp>()) };
+    qp.finish();
     qp.hca.card.destroy_qp(qp.qpn);
     qp.hca.roster.remove_qp(qp.qpn);
     let ibv_qp { send_cq, recv_cq, pd, .. } = qp.base.into_inner();

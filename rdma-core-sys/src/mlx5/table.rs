@@ -16,8 +16,9 @@ const LIBMLX5: Installed = Installed {
     packages: "ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL)",
 };
 
-/// The release whose functions are taken for granted.
-const OLDEST: &str = "22";
+/// The release whose functions are taken for granted, and whose behaviour: completion queues in memory of the application came with 29,
+/// the alignment that queue pairs there need with 31, registers of virtual functions without BlueFlame with 33.
+const OLDEST: &str = "31";
 
 entry_points! {
     /// The functions of libmlx5. `GDSYNC_LIBMLX5` in the environment names another library than the installed one.

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -14,7 +13,7 @@ use super::uar::Uar;
 use super::umem::Umem;
 use super::{Devx, events};
 use crate::direct::Cq;
-use crate::direct::queues::{Parts, first_lap, settle};
+use crate::direct::queues::{Parts, first_lap};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, host_page};
 use crate::mlx5::{self, BB, CQE_SIZE, SEGMENT};
@@ -183,13 +182,10 @@ impl DevxQp {
     }
 
     /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
-    pub(in crate::direct) fn modify(&self, attr: &QpAttr, fresh: u32, timeout: Duration) -> Result<u32> {
+    pub(in crate::direct) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
         let mut state = self.state.lock();
         let (from, psn) = *state;
         let to = attr.state.unwrap_or(from);
-        if to == QpState::RESET && from == QpState::ERR {
-            settle([self.cqs[0].ring(), self.cqs[1].ring()], self.qpn, timeout)?;
-        }
         let open = &self.devx.open;
         let (raw, given) = open.step(psn, attr)?;
         let route = match &attr.remote {

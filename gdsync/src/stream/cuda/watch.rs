@@ -28,7 +28,7 @@ const LOOK_MAX: Duration = Duration::from_millis(5);
 const LINGER: Duration = Duration::from_secs(1);
 /// Between two looks at a stream that has failed and is being released.
 const RELEASE_LOOK: Duration = Duration::from_micros(200);
-/// How long a stopped queue has to complete a wait by itself.
+/// How long a stopped queue has at least to complete a wait by itself.
 const FLUSH_TIME: Duration = Duration::from_millis(2);
 /// How long a dropped stream has to let go.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -131,7 +131,7 @@ impl Shared {
             if failed && self.released.load(Ordering::Acquire) {
                 let released = *released.get_or_insert(now);
                 if let Some((place, since)) = held {
-                    seen.force(place, now - since.max(released) >= FLUSH_TIME);
+                    seen.force(place, now - released, now - since.max(released));
                 }
             }
             // Where nothing holds it that we know of, or what seems to was passed and the word has changed since, a mark tells
@@ -349,11 +349,14 @@ impl<'a> Seen<'a> {
         }
     }
 
-    /// Satisfies a wait of a failed stream. A stopped queue completes everything by itself, unless it is `late`.
-    fn force(&self, place: Place, late: bool) {
+    /// Satisfies a wait that has held a failed stream for so long, whose queues were stopped so long ago. A stopped queue completes
+    /// everything by itself, unless it is late.
+    fn force(&self, place: Place, stopped: Duration, held: Duration) {
         let Some(Wait { op, on }) = self.wait_at(place) else { return };
         match op {
-            Op::Await(source, n) if late => source.release(n + on),
+            Op::Await(source, n) if held >= FLUSH_TIME && stopped >= source.flush_time() => {
+                source.release(n + on);
+            }
             // The device may be asleep, as nobody could tell it what the stream has rung since.
             Op::Await(source, _) => source.wake(),
             Op::Wait32 { at, value, cond } => {

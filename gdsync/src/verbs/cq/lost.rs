@@ -1,17 +1,35 @@
 //! Completions that will never come: of queue pairs that were stopped or reset.
 
+//!
+//! The library writes one in their place, or streams would wait for ever. The device's own may still come, at any moment, and is never
+//! overwritten: only the word with the owner bit is exchanged, and only while the device has not written it. The rest of such a completion is
+//! kept beside the ring.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
 use super::{CqInner, CqState, Taken};
-use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
-use crate::protocol::completion;
+use crate::error::{Error, Result};
+use crate::mlx5::{self, Cqe, CqeOpcode, Syndrome};
 use crate::verbs::track::Tracker;
 
 /// Vendor syndrome of completions that the library wrote in place of the device.
-pub(crate) const POISON: u8 = 0x67;
+const POISON: u8 = 0x67;
+/// How long nothing may come, of a queue pair in ERR whose doorbell was rung, before the device is taken to owe nothing more.
+const QUIET: Duration = Duration::from_secs(2);
+
+/// A completion in place of the device's.
+#[derive(Debug)]
+pub(super) struct Lost {
+    n: u64,
+    /// What its last word is as long as the device has not written there: with a counter that the device does not give this request.
+    word: u32,
+    cqe: Cqe,
+}
 
 impl CqInner {
-    /// The queue pair is stopped, and still completion `n` did not come, for which a stream waits: writes one that says
-    /// "flushed", as the device should have. Should it come after all, it replaces this one. A device that writes it at the same time
-    /// leaves a mix of the two: both say that the request failed, since the queue pair is stopped, and so does the mix.
+    /// The queue pair is stopped, and still completion `n` did not come, for which a stream waits: puts one there that says
+    /// "flushed", as the device should have. Should it come after all, it replaces this one.
     pub(crate) fn poison(&self, n: u64, tracker: &Tracker) {
         self.reap();
         let _state = self.state.lock();
@@ -27,12 +45,73 @@ impl CqInner {
             owner: mlx5::lap(n, self.log),
             ..Cqe::default()
         };
-        let bytes = cqe.encode();
-        let slot = self.index(n) * CQE_SIZE;
-        self.parts.ring.write(slot, &bytes[..mlx5::CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
-        let word = self.parts.ring.atomic32(slot + mlx5::CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
-        completion::publish(word, mlx5::op_own_word(&bytes));
+        let marked = Cqe { wqe_counter: !cqe.wqe_counter, ..cqe };
+        let word = mlx5::op_own_word(&marked.encode());
+        let place = self.last_word(n);
+        let mut lost = self.lost.lock();
+        lost.push(Lost { n, word, cqe });
+        self.has_lost.store(true, Ordering::Release);
+        let unless_here = |found| (!mlx5::owned_by_software(found, n, self.log)).then_some(word);
+        if place.fetch_update(Ordering::AcqRel, Ordering::Acquire, unless_here).is_err() {
+            lost.pop();
+        }
+        drop(lost);
         self.parts.ring.fence();
+    }
+
+    /// Completion `n`, if it is one in place of the device's, which has not come.
+    pub(super) fn lost(&self, n: u64) -> Option<Cqe> {
+        let lost = self.lost.lock();
+        let found = lost.iter().find(|lost| lost.n == n)?;
+        (self.last_word(n).load(Ordering::Acquire) == found.word).then_some(found.cqe)
+    }
+
+    /// Completions that the device still owes.
+    fn owed(&self) -> usize {
+        let mut lost = self.lost.lock();
+        lost.retain(|lost| self.last_word(lost.n).load(Ordering::Acquire) == lost.word);
+        self.has_lost.store(!lost.is_empty(), Ordering::Release);
+        lost.len()
+    }
+
+    /// The queue pair is in ERR and is to be reset: waits until the device has completed all in whose place the library did. The next
+    /// completion belongs behind those.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] when nothing comes for a while: the device completes the next request where nobody looks for it.
+    pub(crate) fn settle(&self) -> Result<()> {
+        let mut owed = (self.owed(), Instant::now());
+        while owed.0 > 0 {
+            if owed.1.elapsed() >= QUIET {
+                let what = "the card's completion of what was posted before the reset; destroy the queue pair instead: it";
+                return Err(Error::Deadline { what, after: QUIET });
+            }
+            std::thread::sleep(Duration::from_micros(50));
+            let now = self.owed();
+            if now != owed.0 {
+                owed = (now, Instant::now());
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether another queue pair may complete here.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] where the device owes completions: it would write the next one where nobody looks for it.
+    pub(crate) fn check_settled(&self) -> Result<()> {
+        if self.owed() == 0 {
+            return Ok(());
+        }
+        let value = format!(
+            "CQ {:#x}, to which the device owes completions of a queue pair that was stopped",
+            self.cqn()
+        );
+        Err(Error::invalid(
+            "completion queue",
+            value,
+            "another one, or this one once that queue pair was reset",
+        ))
     }
 
     /// Takes back the claims of streams that gave up: none is there any more to pass them.
@@ -59,6 +138,8 @@ impl CqInner {
         }
         state.is_closed = false;
         self.room.free(lost);
+        // The device has begun anew.
+        self.lost.lock().retain(|lost| lost.cqe.qpn != tracker.qpn);
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
             let slot = &mut slots[self.index(n)];

@@ -3,6 +3,8 @@
 //! A look at a ring in GPU memory takes a microsecond, and one elsewhere a line from another core. Once a queue pair has
 //! failed, all its completions are errors: where the last of several is none, those before are none either.
 
+use std::sync::atomic::Ordering;
+
 use super::{CqInner, CqState, Taken};
 use crate::mlx5::{CQE_SIZE, Cqe};
 use crate::protocol::completion;
@@ -10,6 +12,11 @@ use crate::protocol::completion;
 impl CqInner {
     /// Reads completion `n`, which has arrived and whose slot cannot be used again now.
     pub(crate) fn cqe(&self, n: u64) -> Cqe {
+        if self.has_lost.load(Ordering::Acquire)
+            && let Some(cqe) = self.lost(n)
+        {
+            return cqe;
+        }
         let mut bytes = [0; CQE_SIZE];
         self.parts.ring.read(self.index(n) * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
         Cqe::decode(&bytes)

@@ -161,6 +161,8 @@ impl QpBuilder {
         };
         let send_cq = own(self.send_cq, log_sq, OnGpu::SEND_CQ)?.0;
         let recv_cq = own(self.recv_cq, log_rq, OnGpu::RECV_CQ)?.0;
+        send_cq.check_settled()?;
+        recv_cq.check_settled()?;
         let request = QpRequest {
             pdn: self.pd.pdn(),
             send_cqn: send_cq.cqn(),

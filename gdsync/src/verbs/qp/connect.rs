@@ -131,6 +131,10 @@ impl Qp {
                 core.modify(&QpAttr::to(QpState::ERR))?;
                 self.send.show_hidden();
             }
+            if from == QpState::ERR && core.provider.reads_by_itself() {
+                core.send_cq.settle()?;
+                core.recv_cq.settle()?;
+            }
             core.modify(attr)
         };
         if let Err(error) = reset() {

@@ -11,6 +11,7 @@ use super::status::{Refusal, refuse};
 use super::{Input, LOG_MAX_QP, LONG, SHORT, long_enough};
 use crate::domain;
 use crate::hca::Hca;
+use crate::quirks::Quirk;
 
 /// `MLX5_CMD_OP_CREATE_QP`
 pub(super) const CREATE: u32 = 0x500;
@@ -78,6 +79,7 @@ impl DevxQp {
             rq_stride,
             record,
             doorbell,
+            flushes_by_doorbell: Quirk::FlushesByDoorbell.is_on(),
         };
         let made = hca.card.create_qp(parts).map_err(|error| refuse::limit(0x42, error.to_string()));
         let qpn = made.inspect_err(|_| {
