@@ -380,3 +380,32 @@ impl Error {
         Self::Sys { call, source: Arc::new(source), fix }
     }
 }
+
+/// A text of another process or user, made safe to print: control and format characters are escaped, so that it cannot command a
+/// terminal or hide what stands beside it.
+pub fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\'' | '"' | '\\' => out.push(c),
+            _ => out.extend(c.escape_debug()),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod printable_tests {
+    use super::printable;
+
+    #[test]
+    fn control_and_format_characters_are_escaped_and_words_are_not() {
+        for (text, shown) in [
+            ("/usr/bin/it's \"C:\\\" 100 %, déjà vu 東", "/usr/bin/it's \"C:\\\" 100 %, déjà vu 東"),
+            ("\x1b[31mEV\x07G", "\\u{1b}[31mEV\\u{7}G"),
+            ("a\r\nb\u{9b}2J\u{202e}c", "a\\r\\nb\\u{9b}2J\\u{202e}c"),
+        ] {
+            assert_eq!(printable(text), shown);
+        }
+    }
+}

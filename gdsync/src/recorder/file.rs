@@ -1,6 +1,6 @@
 //! The files of recordings: where they are, how they are called, whose they are, and when they go.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -16,6 +16,9 @@ use crate::memory;
 const KEPT: usize = 8;
 /// Names that are tried: two copies of the library in one process have a file each.
 const NAMES: u32 = 16;
+
+/// Entries of a folder that a starting program looks at to tidy up; `gdasync trace --clean` looks at all.
+const LOOKED_AT: usize = 4096;
 
 /// What helps where there are no descriptors.
 pub(super) const RAISE: &str = "raise the limit of open files (ulimit -n)";
@@ -45,16 +48,18 @@ pub(super) fn is_short(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
-/// All files here that are called as recordings are.
+/// All files here that are called as recordings are, among the first `most` of each folder.
 ///
 /// # Errors
 /// There is no descriptor left to look.
-pub(super) fn list() -> io::Result<Vec<PathBuf>> {
+pub(super) fn list(most: usize) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for folder in folders() {
         match fs::read_dir(folder) {
-            Ok(entries) => files
-                .extend(entries.flatten().map(|entry| entry.path()).filter(|path| pid_of(path).is_some())),
+            Ok(entries) => {
+                let paths = entries.take(most).flatten().map(|entry| entry.path());
+                files.extend(paths.filter(|path| pid_of(path).is_some()));
+            }
             Err(error) if is_short(&error) => return Err(error),
             // There is no such folder.
             Err(_) => {}
@@ -69,13 +74,49 @@ pub(super) fn pid_of(path: &Path) -> Option<u32> {
     let name = path.file_name()?.to_str()?.strip_prefix("gdsync-")?.strip_suffix(".rec")?;
     let mut numbers = name.split('-');
     let pid = numbers.next()?.parse().ok()?;
-    numbers.next().filter(|started| started.parse::<u64>().is_ok()).map(|_| pid)
+    let rest: Vec<_> = numbers.collect();
+    let is_ours = !rest.is_empty() && rest.iter().all(|number| number.parse::<u64>().is_ok());
+    is_ours.then_some(pid)
+}
+
+/// Opens a file to read that is a regular file and that `is_wanted`, and nothing else: to open a FIFO waits for a writer, to open
+/// a leased file of another user waits for that user, and to open a device may have effects.
+pub(super) fn open(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> io::Result<(File, Metadata)> {
+    let check = |about: Metadata| match (about.is_file(), is_wanted(&about)) {
+        (true, true) => Ok(about),
+        (true, false) => Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!("the file belongs to user {}, not to the user of the process", about.uid()),
+        )),
+        (false, _) => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
+    };
+    check(fs::symlink_metadata(path)?)?;
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
+    let file = File::options().read(true).custom_flags(flags).open(path)?;
+    // Between the two looks another file may have taken its name.
+    let about = check(file.metadata()?)?;
+    Ok((file, about))
+}
+
+/// Whether a file of this user may be the recording of a process. Only root is shown files of others, and of a process that
+/// runs only those of its user: others could forge one.
+pub(super) fn may_be_of(owner: libc::uid_t, pid: u32) -> bool {
+    let own = memory::user();
+    owner == own || own == 0 && users(pid).is_none_or(|users| users.contains(&owner))
+}
+
+/// The real, effective and saved user of a process; `None` if it is gone.
+fn users(pid: u32) -> Option<Vec<libc::uid_t>> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    Some(users.split_whitespace().filter_map(|user| user.parse().ok()).collect())
 }
 
 /// A new file for this process, of `bytes` bytes, of which the first `held` are there for good. It has no name left when an
 /// error is returned.
 pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
     let pid = std::process::id();
+    memory::check_file_limit(bytes).map_err(failed)?;
     let started = started(pid).map_err(failed)?.unwrap_or(0);
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for folder in folders() {
@@ -112,11 +153,10 @@ pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
 
 /// No file can be made.
 pub(super) fn failed(why: io::Error) -> Error {
-    let fix = match is_short(&why) {
-        true => RAISE,
-        false => {
-            "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off"
-        }
+    let fix = match why.raw_os_error() {
+        _ if is_short(&why) => RAISE,
+        Some(libc::EFBIG) => "raise the limit of the size of files (ulimit -f), or set GDSYNC_RECORDER=off",
+        _ => "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off",
     };
     Error::os("creating the file of the flight recorder", why, fix)
 }
@@ -218,13 +258,9 @@ pub(super) fn boot_id() -> io::Result<[u64; 2]> {
     Ok([a, b].map(u64::from_ne_bytes))
 }
 
-/// When the recording of a dead process of this user was last written; `None` for other files.
+/// When the recording of a dead process of this user was last written; `None` for one of a living process.
 fn death(path: &Path) -> io::Result<Option<(i64, i64)>> {
-    let file = File::options().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    let about = file.metadata()?;
-    if !about.is_file() || about.uid() != memory::user() {
-        return Ok(None);
-    }
+    let (file, about) = open(path, |about| about.uid() == memory::user())?;
     let is_dead = match (header_of(&file), pid_of(path)) {
         // Of an earlier start of the machine, nothing lives.
         (Some(words), _) => liveness(&words)? == Liveness::Dead || !is_of_this_boot(&words)?,
@@ -235,15 +271,15 @@ fn death(path: &Path) -> io::Result<Option<(i64, i64)>> {
     Ok(is_dead.then(|| (about.mtime(), about.mtime_nsec())))
 }
 
-/// Removes the recordings of this user's dead processes, all but the newest `keep`. Returns the files removed. Those that cannot be
-/// looked at are left to the next call.
-pub(super) fn clean(keep: usize) -> Vec<PathBuf> {
+/// Removes the recordings of this user's dead processes, all but the newest `keep`, among the first `most` files of each folder.
+/// Returns the files removed. Those that cannot be looked at are left to the next call.
+pub(super) fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
     static TOLD: Once = Once::new();
     let tell = |error: &io::Error| {
         TOLD.call_once(|| tracing::info!(%error, "recordings of dead processes may be left for now"));
     };
     let mut dead = Vec::new();
-    for path in list().inspect_err(tell).unwrap_or_default() {
+    for path in list(most).inspect_err(tell).unwrap_or_default() {
         match death(&path) {
             Ok(at) => dead.extend(at.map(|at| (at, path))),
             Err(error) if is_short(&error) => {
@@ -261,7 +297,7 @@ pub(super) fn clean(keep: usize) -> Vec<PathBuf> {
 
 /// Keeps the number of left recordings small.
 pub(super) fn tidy() {
-    for path in clean(KEPT) {
+    for path in clean(KEPT, LOOKED_AT) {
         tracing::debug!(path = %path.display(), "the recording of a dead process was removed: there are newer ones");
     }
 }
@@ -276,6 +312,8 @@ mod tests {
             ("/dev/shm/gdsync-12-345.rec", Some(12)),
             ("/dev/shm/gdsync-12-345-1.rec", Some(12)),
             ("/dev/shm/gdsync-12.rec", None),
+            ("/dev/shm/gdsync-12-345-x.rec", None),
+            ("/dev/shm/gdsync-12-345-\x1b[31m.rec", None),
             ("/dev/shm/gdsync-12-x.rec", None),
             ("/dev/shm/gdsync-99999999999-1.rec", None),
             ("/dev/shm/other-12-345.rec", None),

@@ -1,7 +1,7 @@
 //! Reading a recording, also that of another process, also while it is written.
 
-use std::fs::File;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs::{File, Metadata};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::clock::{Clock, Moment, Scale};
@@ -9,7 +9,7 @@ use super::event::{Awaited, By, Event, Queue, Stage, WORDS};
 use super::file::{self, Liveness};
 use super::layout::{self, LANE_BYTES, LANES, QUEUE_PAIRS, ROW_WORDS, WAIT_WORDS, header};
 use super::rows::Peer;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, printable};
 use crate::protocol::stamp;
 
 /// What a process has recorded, copied at one time.
@@ -116,23 +116,33 @@ impl Twice {
 }
 
 impl Recording {
-    /// Reads a file.
+    /// Reads a file, whoever it belongs to. Symbolic links are not followed.
     ///
     /// # Errors
     /// [`Error::Sys`] where it cannot be read, [`Error::InvalidArgument`] where it is not a recording of this release.
     pub fn read(path: &Path) -> Result<Self> {
+        Self::read_if(path, |_| true)
+    }
+
+    /// Reads a file that a process of this number may have made, by its owner and its header.
+    fn read_of(path: &Path, pid: u32) -> Result<Self> {
+        let recording = Self::read_if(path, |about| file::may_be_of(about.uid(), pid))?;
+        if recording.pid == pid {
+            return Ok(recording);
+        }
+        let value = format!("{} (of process {})", path.display(), recording.pid);
+        Err(Error::invalid("recording", value, "the number of its process in its name"))
+    }
+
+    fn read_if(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> Result<Self> {
         const FIX: &str = "name the file of a recording: `gdasync trace --list` lists them";
         let failed = |error| Error::os("reading a recording", error, FIX);
-        // Not where it would wait for a writer.
-        let mut options = File::options();
-        let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
+        let (file, about) = file::open(path, is_wanted).map_err(failed)?;
         let not_one = |what: &str| {
             let value = format!("{} {what}", path.display());
             Error::invalid("recording", value, "a file of this release of the library, whole")
         };
-        let about = file.metadata().map_err(failed)?;
-        let head =
-            file::header_of(&file).filter(|_| about.is_file()).ok_or_else(|| not_one("(no header)"))?;
+        let head = file::header_of(&file).ok_or_else(|| not_one("(no header)"))?;
         let records = head[header::RECORDS];
         let is_fine = records.is_power_of_two() && records <= layout::MOST_RECORDS;
         let capacity =
@@ -188,26 +198,39 @@ impl Recording {
     }
 
     /// Reads the recordings of a process, the newest first; there is more than one where it has several copies of the library.
+    /// Files of other users and files that cannot be read are left out: `left_out` is told of each.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where it has none; as [`Recording::read`].
-    pub fn of_process(pid: u32) -> Result<Vec<Self>> {
-        let all = file::list().map_err(|error| Error::os("listing recordings", error, file::RAISE))?;
-        let files: Vec<_> = all.into_iter().filter(|path| file::pid_of(path) == Some(pid)).collect();
-        if files.is_empty() {
+    /// [`Error::InvalidArgument`] where it has none that can be read, [`Error::Sys`] where no descriptor is left to look.
+    pub fn of_process(pid: u32, mut left_out: impl FnMut(&Path, Error)) -> Result<Vec<Self>> {
+        let all =
+            file::list(usize::MAX).map_err(|error| Error::os("listing recordings", error, file::RAISE))?;
+        let files = all.into_iter().filter(|path| file::pid_of(path) == Some(pid));
+        let read = |path: PathBuf| Self::read_of(&path, pid).map_err(|error| left_out(&path, error)).ok();
+        let mut all: Vec<_> = files.filter_map(read).collect();
+        if all.is_empty() {
             let expected = "a process with a recording: `gdasync trace --list` lists them; it has none if it has ended in \
                             order, or runs with GDSYNC_RECORDER=off";
             return Err(Error::invalid("process", pid, expected));
         }
-        let mut all = files.iter().map(|path| Self::read(path)).collect::<Result<Vec<_>>>()?;
         all.sort_by_key(|recording| std::cmp::Reverse(recording.begun));
         Ok(all)
+    }
+
+    /// Reads the recordings of all processes here, in the order of their files. Files of other users (root is shown them) and files
+    /// that cannot be read are left out: `left_out` is told of each.
+    pub fn all(mut left_out: impl FnMut(&Path, Error)) -> Vec<Self> {
+        let read = |path: PathBuf| {
+            let pid = file::pid_of(&path)?;
+            Self::read_of(&path, pid).map_err(|error| left_out(&path, error)).ok()
+        };
+        Self::list().into_iter().filter_map(read).collect()
     }
 
     /// The files that are called as recordings are, in the folders where they are made. None, and a warning in the log, where no file
     /// descriptor is left to look.
     pub fn list() -> Vec<PathBuf> {
-        file::list().unwrap_or_else(|error| {
+        file::list(usize::MAX).unwrap_or_else(|error| {
             tracing::warn!(%error, fix = file::RAISE, "recordings cannot be listed");
             Vec::new()
         })
@@ -215,7 +238,7 @@ impl Recording {
 
     /// Removes the recordings of this user's processes that are dead. Returns the files.
     pub fn clean() -> Vec<PathBuf> {
-        file::clean(0)
+        file::clean(0, usize::MAX)
     }
 
     /// When the last event was.
@@ -259,10 +282,10 @@ fn command(head: &[u64; header::WORDS]) -> String {
     text(&words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>())
 }
 
-/// The bytes before the first zero.
+/// The bytes before the first zero, safe to print: a process chooses its names.
 fn text(bytes: &[u8]) -> String {
     let bytes = bytes.split(|&byte| byte == 0).next().unwrap_or_default();
-    String::from_utf8_lossy(bytes).into_owned()
+    printable(&String::from_utf8_lossy(bytes))
 }
 
 fn thread(row: &[u8]) -> Thread {

@@ -10,6 +10,8 @@
 //! | 16..24 | job token |
 //! | 24..28 | payload length |
 
+use gdsync::error::printable;
+
 /// First bytes of every frame.
 const MAGIC: [u8; 4] = *b"GDSB";
 
@@ -123,10 +125,10 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    /// The payload of a refusal or failure, cut to what a message can bear.
+    /// The payload of a refusal or failure, cut to what a message can bear and safe to print.
     pub(super) fn text(&self) -> String {
         let end = self.payload.len().min(MAX_TEXT);
-        String::from_utf8_lossy(&self.payload[..end]).into_owned()
+        printable(&String::from_utf8_lossy(&self.payload[..end]))
     }
 }
 
