@@ -27,7 +27,7 @@
 //! formula over the run id and that port gives another one.
 //!
 //! `GDSYNC_JOB_TOKEN` (64-bit decimal) keeps jobs apart that share a port; it defaults to the hash of
-//! the job id (for PMI that of its key-value space), or 0.
+//! the job id (for PMI that of its key-value space), or 0. Software HCAs link only where both sides have the same, or none.
 
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};

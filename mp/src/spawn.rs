@@ -8,6 +8,8 @@ use std::process::{Child, Command, ExitStatus};
 use std::thread::sleep;
 use std::time::Duration;
 
+use gdsync::hca::job_secret;
+
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::launch::{Launch, Launcher, Root};
@@ -74,7 +76,7 @@ pub fn spawn_command(
         local_rank: 0,
         local_size: Some(size),
         root: Root::At(address.to_string()),
-        token: random()?,
+        token: job_secret()?,
         launcher: Launcher::Env,
     };
     launch.check("rank", "size")?;
@@ -118,16 +120,6 @@ fn die_with(parent: u32) -> io::Result<()> {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
     Ok(())
-}
-
-fn random() -> Result<u64> {
-    let mut bytes = [0; 8];
-    // SAFETY: the buffer is exclusive and has the length that is passed.
-    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    if usize::try_from(count) != Ok(bytes.len()) {
-        return Err(Error::spawn("getrandom", io::Error::last_os_error(), "use Linux 3.17 or newer"));
-    }
-    Ok(u64::from_ne_bytes(bytes))
 }
 
 impl Children {

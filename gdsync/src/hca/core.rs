@@ -1,13 +1,14 @@
 //! The state of a software HCA, and one step of its work.
 
-use std::sync::Arc;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use super::alarm::{Alarms, Belfry};
 use super::cqs::Cqs;
 use super::event::Kicks;
 use super::fault::Faults;
-use super::gid::Gid;
+use super::gid::{Gid, random};
 use super::inbound::Inbound;
 use super::keys::Keys;
 use super::links::{Body, Links};
@@ -34,8 +35,15 @@ const ROUNDS: usize = 8;
 const STEPS: u32 = 64;
 /// Time between two looks at the timers.
 const TICK: Duration = Duration::from_micros(20);
-/// First QPN: small numbers would hide byte-order mistakes.
-const QPN_BASE: u32 = 0x4_0100;
+/// Bits of a QPN that say which slot its queue pair has.
+const SLOT_BITS: u32 = MAX_QPS.ilog2();
+/// The other bits are random, but neither all zeroes, which verbs keeps for QPs 0 and 1, nor all ones, which it keeps for multicast.
+const GENERATIONS: u32 = (1 << (24 - SLOT_BITS)) - 2;
+/// What the number of a slot is mixed with in all QPNs of this process: peers cannot guess those of others.
+static MASK: LazyLock<u32> = LazyLock::new(|| {
+    let random = RandomState::new().hash_one(SLOT_BITS);
+    u32::try_from(random % MAX_QPS as u64).expect("less than MAX_QPS")
+});
 
 // On lines of its own: who runs it writes here all the time.
 #[derive(Debug)]
@@ -71,14 +79,14 @@ pub(crate) struct Core {
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// Changes with every queue pair in this slot, so that a stale packet does not meet its successor.
+    /// Drawn for every queue pair in this slot, another one than before, so that a stale packet does not meet its successor.
     generation: u32,
     qp: Option<Box<SoftQp>>,
 }
 
 /// The slot of a QPN.
 pub(super) fn index(qpn: u32) -> usize {
-    (qpn.wrapping_sub(QPN_BASE) as usize) % MAX_QPS
+    ((qpn ^ *MASK) as usize) % MAX_QPS
 }
 
 impl Core {
@@ -165,10 +173,11 @@ impl Core {
         if i == self.qps.len() {
             self.qps.push(Slot::default());
         }
+        let drawn = u32::from_ne_bytes(random()?);
         let slot = &mut self.qps[i];
-        slot.generation = slot.generation.wrapping_add(1) % 512;
-        let step = u32::try_from(MAX_QPS).expect("a small constant") * slot.generation;
-        slot.qp = Some(make(QPN_BASE + step + u32::try_from(i).expect("fewer than MAX_QPS")));
+        slot.generation = (slot.generation + 1 + drawn % (GENERATIONS - 1)) % GENERATIONS;
+        let place = u32::try_from(i).expect("fewer than MAX_QPS") ^ *MASK;
+        slot.qp = Some(make((slot.generation + 1) << SLOT_BITS | place));
         Ok(())
     }
 
@@ -355,7 +364,8 @@ impl Core {
         let is_card = self.alarms.is_heard();
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
-                let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
+                // Not by its GID, which the peer of this link may only have claimed.
+                let lost = qp.link == link;
                 if lost && (!is_card || qp.is_copying()) && matches!(qp.state, QpState::RTR | QpState::RTS) {
                     qp.lose_peer(env);
                 }

@@ -12,20 +12,26 @@ pub struct Gid(pub [u8; 16]);
 impl Gid {
     /// A random one, in the range for local use.
     pub(crate) fn random() -> Result<Self> {
-        let mut bytes = [0; 16];
-        // SAFETY: the buffer is valid for its length.
-        let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-        if got != 16 {
-            return Err(Error::last_os("getrandom", "the kernel has no random numbers: update it"));
-        }
+        let mut bytes = random()?;
         bytes[0] = 0xfd;
         Ok(Self(bytes))
     }
 }
 
+/// Random bytes, at most 256.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    // SAFETY: the buffer is valid for its length.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
+    if usize::try_from(got) != Ok(N) {
+        return Err(Error::last_os("getrandom", "the kernel has no random numbers: update it"));
+    }
+    Ok(bytes)
+}
+
 /// A random packet sequence number, 24 bits.
 pub(crate) fn random_psn() -> Result<u32> {
-    let [_, a, b, c, ..] = Gid::random()?.0;
+    let [a, b, c] = random()?;
     Ok(u32::from_be_bytes([0, a, b, c]))
 }
 

@@ -1,25 +1,20 @@
 //! Memory keys: what a work request or a peer may touch.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
+use super::gid::random;
 use super::reference::Export;
+use crate::error::Result;
 use crate::memory::Memory;
 use crate::mlx5::Syndrome;
 use crate::verbs::Access;
 
-/// The memory regions of one HCA. A key is `index << 8 | variant`: the variant changes at every registration, so that
-/// a stale key does not open its successor.
+/// The memory regions of one HCA, by their keys: random numbers, which a peer that was not told one cannot guess.
 #[derive(Debug, Default)]
-pub(crate) struct Keys {
-    slots: Vec<Slot>,
-    free: Vec<usize>,
-}
-
-#[derive(Debug)]
-struct Slot {
-    variant: u8,
-    region: Option<Region>,
-}
+pub(crate) struct Keys(HashMap<u32, Region, BuildHasherDefault<Spread>>);
 
 #[derive(Debug)]
 struct Region {
@@ -30,8 +25,24 @@ struct Region {
     export: Option<Arc<Export>>,
 }
 
-/// First index: keys of small numbers would hide byte-order mistakes.
-const BASE: u32 = 0x1d3;
+/// Hashes keys, which are random already, in a nanosecond.
+#[derive(Default)]
+struct Spread(u64);
+
+impl Hasher for Spread {
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("keys are hashed by write_u32");
+    }
+
+    fn write_u32(&mut self, key: u32) {
+        // The map takes its groups from the low bits and tells their members apart by the high ones.
+        self.0 = u64::from(key).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
 
 impl Keys {
     pub(crate) fn register(
@@ -40,35 +51,27 @@ impl Keys {
         memory: &Memory,
         access: Access,
         export: Option<Arc<Export>>,
-    ) -> u32 {
-        let region = Some(Region { pdn, memory: memory.clone(), access, export });
-        let index = self.free.pop().unwrap_or(self.slots.len());
-        match self.slots.get_mut(index) {
-            Some(slot) => {
-                slot.variant = slot.variant.wrapping_add(1);
-                slot.region = region;
+    ) -> Result<u32> {
+        loop {
+            let key = u32::from_ne_bytes(random()?);
+            // Small numbers would hide mistakes, and one of them ends lists of scatter elements.
+            if key > u32::from(u16::MAX)
+                && let Entry::Vacant(place) = self.0.entry(key)
+            {
+                place.insert(Region { pdn, memory: memory.clone(), access, export });
+                return Ok(key);
             }
-            None => self.slots.push(Slot { variant: 0x2b, region }),
         }
-        let number = u32::try_from(index).expect("fewer than 2^24 regions") + BASE;
-        number << 8 | u32::from(self.slots[index].variant)
     }
 
     /// The number of live regions.
     pub(crate) fn len(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.0.len()
     }
 
     /// Drops a key. What it held is returned, to be let go outside of locks.
     pub(crate) fn deregister(&mut self, key: u32) -> Option<impl Sized + use<>> {
-        let index = Self::index(key)?;
-        let slot = self.slots.get_mut(index)?;
-        let region = if slot.variant == variant(key) { slot.region.take() } else { None };
-        region.inspect(|_| self.free.push(index))
-    }
-
-    fn index(key: u32) -> Option<usize> {
-        (key >> 8).checked_sub(BASE).map(|i| i as usize)
+        self.0.remove(&key)
     }
 
     /// The memory of this key's region.
@@ -82,8 +85,7 @@ impl Keys {
     }
 
     fn region(&self, key: u32) -> Option<&Region> {
-        let slot = self.slots.get(Self::index(key)?)?;
-        slot.region.as_ref().filter(|_| slot.variant == variant(key))
+        self.0.get(&key)
     }
 
     /// The memory and offset of `len` bytes at `addr`, if `key` opens them for `access`.
@@ -104,7 +106,7 @@ impl Keys {
         addr: u64,
         len: usize,
         write: bool,
-    ) -> Result<(&Memory, usize), Syndrome> {
+    ) -> std::result::Result<(&Memory, usize), Syndrome> {
         let access = if write { Access::LOCAL_WRITE } else { Access::empty() };
         self.find(key, pdn, addr, len, access).ok_or(Syndrome::LOC_PROT_ERR)
     }
@@ -117,24 +119,23 @@ impl Keys {
         addr: u64,
         len: usize,
         access: Access,
-    ) -> Result<(&Memory, usize), Syndrome> {
+    ) -> std::result::Result<(&Memory, usize), Syndrome> {
         self.find(key, pdn, addr, len, access).ok_or(Syndrome::REM_ACCESS_ERR)
     }
 }
 
-fn variant(key: u32) -> u8 {
-    key.to_le_bytes()[0]
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
+    use crate::mlx5::INVALID_LKEY;
 
     #[test]
     fn a_key_opens_its_range_domain_and_rights_and_nothing_else() {
         let mut keys = Keys::default();
         let memory = Memory::alloc(100).unwrap();
-        let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ, None);
+        let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ, None).unwrap();
         let base = memory.addr();
         assert_eq!(keys.local(key, 7, base + 60, 40, true).unwrap().1, 60);
         assert_eq!(keys.local(key, 7, base + 61, 40, true).unwrap_err(), Syndrome::LOC_PROT_ERR);
@@ -149,18 +150,21 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_key_stays_dead_when_its_slot_is_used_again() {
+    fn keys_are_random_and_a_dead_one_stays_dead() {
         let mut keys = Keys::default();
         let memory = Memory::alloc(8).unwrap();
-        let old = keys.register(1, &memory, Access::empty(), None);
+        let old = keys.register(1, &memory, Access::empty(), None).unwrap();
         assert_eq!(keys.len(), 1);
         assert!(keys.deregister(old).is_some());
         assert!(keys.deregister(old).is_none());
         assert_eq!(keys.len(), 0);
-        let new = keys.register(1, &memory, Access::empty(), None);
-        assert_eq!(old >> 8, new >> 8);
+        let many: Vec<_> =
+            (0..1000).map(|_| keys.register(1, &memory, Access::empty(), None).unwrap()).collect();
         assert!(keys.local(old, 1, memory.addr(), 8, false).is_err());
-        assert!(keys.local(new, 1, memory.addr(), 8, false).is_ok());
-        assert!(keys.deregister(old).is_none() && keys.local(new, 1, memory.addr(), 8, false).is_ok());
+        assert!(many.iter().all(|&key| keys.local(key, 1, memory.addr(), 8, false).is_ok()));
+        assert_eq!((keys.len(), many.contains(&INVALID_LKEY)), (1000, false));
+        // Of numbers that follow from one another, most differences are the same.
+        let differences: HashSet<_> = many.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
+        assert!(differences.len() > 990, "{}", differences.len());
     }
 }

@@ -68,7 +68,9 @@
 //! # Peers
 //!
 //! Queue pairs of one process meet in memory. Other processes of the host are linked through shared memory, handed
-//! over an abstract Unix socket named after the [`Gid`]; both must belong to one user and one network namespace.
+//! over an abstract Unix socket named after the [`Gid`]; both must belong to one user, one network namespace and, where it has a
+//! secret ([`job_secret`]), one job. A GID that is linked cannot be claimed by another process, and numbers of queue pairs and keys
+//! are random.
 //! When a process dies, its links report it at once: outstanding sends fail with a retry error, everything else is
 //! flushed. (A card would take its timeouts; a peer that only falls silent takes them here too.) The links are let go when no
 //! queue pair is connected over them any more.
@@ -99,6 +101,7 @@ mod requester;
 mod responder;
 mod rings;
 mod rung;
+mod secret;
 mod served;
 mod service;
 mod soft;
@@ -124,6 +127,7 @@ pub(crate) use gid::random_psn;
 pub use pulls::Pulls;
 pub(crate) use rings::{Rings, Wqe};
 pub(crate) use rung::{MAX_QPS, Notice, Rung};
+pub use secret::job_secret;
 pub(crate) use served::{Duties, Served, Steps};
 pub(crate) use service::Service;
 pub(crate) use soft::SoftHca;

@@ -40,7 +40,7 @@ use crate::verbs::{Access, Carriage, QpAttr, QpState};
 /// From here on a copy engine is worth its start. Through a mapping, 32 KiB leave GPU memory in 44 us (H200), and reach it
 /// in 1.3 us; a copy engine takes 10 us, most of it to begin.
 const BY_REFERENCE: usize = 32 << 10;
-/// Keys have 24 bits for the index of a region; the first indices are not used.
+/// A 256th of all keys: nobody hits one by guessing soon.
 const MAX_REGIONS: usize = (1 << 24) - 1024;
 /// How long the end of a queue pair or region waits for copies into it, once for each GPU that hangs. Longer than the HCA waits for
 /// one.
@@ -294,7 +294,7 @@ impl Provider for SoftHca {
         let key = self
             .shared
             .with(|core| (core.keys.len() < most).then(|| core.keys.register(pdn, memory, access, export)));
-        let key = key.ok_or_else(|| Error::Verbs {
+        let key = key.transpose()?.ok_or_else(|| Error::Verbs {
             call: "registering memory",
             subject: format!("{memory:?} on the software HCA"),
             source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),

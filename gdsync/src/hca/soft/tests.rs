@@ -191,6 +191,47 @@ fn what_a_peer_sent_before_it_died_arrives() {
     assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND);
 }
 
+/// The other end of a link may only claim its GID.
+#[test]
+fn the_end_of_another_link_to_its_peer_leaves_a_queue_pair_alone() {
+    let (a, b) = (Side::new(), Side::new());
+    a.connect(&b);
+    b.connect(&a);
+    let count = || a.hca.shared.with(|core| core.count_links().0);
+    let before = count();
+    let second = b.hca.shared.port.connect(a.hca.shared.gid, PATIENCE).unwrap();
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < PATIENCE, "{what}");
+            std::thread::yield_now();
+        }
+    };
+    until("the second link is there", &|| count() > before);
+    drop(second);
+    until("the second link is let go", &|| count() == before);
+    let state = a.hca.shared.with(|core| core.with_qp(a.qp.qpn, |qp, _| qp.state));
+    assert_eq!(state, Some(QpState::RTS));
+    a.qp.rq.write(0, &[0; 16]).unwrap();
+    a.qp.record.atomic32(mlx5::QP_DBREC_RECV).unwrap().store(mlx5::recv_record(1), Ordering::Release);
+    b.send();
+    let word = a.recv_cq.ring.atomic32(mlx5::CQE_OP_OWN_OFFSET).unwrap();
+    until("a message arrives", &|| completion::is_complete(word, 0, 3));
+}
+
+#[test]
+fn numbers_of_queue_pairs_are_random_and_valid() {
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..20 {
+        let side = Side::new();
+        let qpn = side.qp.qpn;
+        assert!((1 << 14..0xff_c000).contains(&qpn), "{qpn:#x}");
+        assert_eq!(core::index(qpn), 0, "the first of its HCA");
+        seen.insert(qpn);
+    }
+    assert!(seen.len() > 15, "{seen:x?}");
+}
+
 /// Says that it copies, and that it has.
 #[derive(Debug)]
 struct Idle;

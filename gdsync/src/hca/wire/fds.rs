@@ -5,6 +5,7 @@ use std::io;
 use std::mem::zeroed;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::memory::check_file_limit;
@@ -71,6 +72,44 @@ pub(super) fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
         libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut cred).cast(), &raw mut len)
     };
     if rc == 0 { Ok(cred) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Connects to an abstract address. Where its process takes no connections, because it is stopped or another one has filled its
+/// backlog, it tries again until the deadline.
+pub(super) fn connect(name: &str, deadline: Instant) -> io::Result<UnixStream> {
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut address: libc::sockaddr_un = unsafe { zeroed() };
+    address.sun_family = libc::sa_family_t::try_from(libc::AF_UNIX).expect("a small number");
+    let path = address.sun_path.get_mut(1..=name.len()).ok_or(io::ErrorKind::InvalidInput)?;
+    for (to, from) in path.iter_mut().zip(name.bytes()) {
+        *to = libc::c_char::from_ne_bytes([from]);
+    }
+    let len = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len();
+    let len = libc::socklen_t::try_from(len).expect("a small structure");
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: a plain call.
+    let raw = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
+    if raw < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is fresh and nobody else's.
+    let stream = unsafe { UnixStream::from_raw_fd(raw) };
+    loop {
+        // SAFETY: the address is valid for its length.
+        if unsafe { libc::connect(raw, (&raw const address).cast(), len) } == 0 {
+            stream.set_nonblocking(false)?;
+            return Ok(stream);
+        }
+        let error = io::Error::last_os_error();
+        match error.kind() {
+            io::ErrorKind::Interrupted => {}
+            io::ErrorKind::WouldBlock if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            io::ErrorKind::WouldBlock => return Err(io::ErrorKind::TimedOut.into()),
+            _ => return Err(error),
+        }
+    }
 }
 
 #[repr(C, align(8))]

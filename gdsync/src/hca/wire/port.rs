@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -18,13 +19,13 @@ use super::fds;
 use super::ring::{RING_BYTES, RxRing, TxRing};
 use super::span::Spans;
 use crate::error::{Error, Result};
-use crate::hca::Gid;
+use crate::hca::{Gid, secret};
 use crate::memory::{Memory, Word64, user};
 
 /// First bytes of a greeting: protocol and version.
-const MAGIC: &[u8; 8] = b"gdswire2";
-/// A greeting: magic, GID of the sender.
-const GREETING: usize = 24;
+const MAGIC: &[u8; 8] = b"gdswire3";
+/// A greeting: magic, GID of the sender, the secret of its job or 0, its mark for this peer.
+const GREETING: usize = 40;
 /// Bytes of the file with the rings of both directions, and a page with the words of offers.
 const FILE: usize = 2 * RING_SPAN + 4096;
 /// A ring, rounded to pages.
@@ -33,6 +34,8 @@ const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
 type Handshake<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Connections that have not greeted yet; the oldest goes when one more comes.
 const MAX_STRANGERS: usize = 64;
+/// How long the listener rests when there is no descriptor for a connection.
+const REST: Duration = Duration::from_millis(100);
 
 /// Both ends of a link, as one HCA holds them.
 #[derive(Debug)]
@@ -59,11 +62,10 @@ impl Line {
         self.alive.load(Ordering::Acquire)
     }
 
-    /// The process at the other end, by its number here, if this process sees it and its user is the same: that of another user may
-    /// have become a different program since, whose memory root must not touch for it.
+    /// The process at the other end, by its number here, if this process sees it.
     pub(crate) fn pid(&self) -> Option<libc::pid_t> {
         let Some(stream) = &self.stream else { return libc::pid_t::try_from(std::process::id()).ok() };
-        fds::peer(stream).ok().filter(|peer| peer.pid > 0 && peer.uid == user()).map(|peer| peer.pid)
+        fds::peer(stream).ok().filter(|peer| peer.pid > 0).map(|peer| peer.pid)
     }
 }
 
@@ -89,12 +91,31 @@ struct Shared {
     poke: OwnedFd,
     stop: AtomicBool,
     /// Links whose hang-up the control thread waits for.
-    watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
+    watched: Mutex<HashMap<u64, Watched>>,
+    /// Draws the mark for each peer.
+    marks: RandomState,
     next: AtomicU64,
     /// Where the rings of links are mapped.
     spans: Spans,
     accepted: Mutex<Vec<LinkEnds>>,
     has_accepted: AtomicBool,
+}
+
+/// A link as the control thread knows it.
+struct Watched {
+    stream: UnixStream,
+    alive: Arc<AtomicBool>,
+    peer: Gid,
+    mark: u64,
+}
+
+/// What each side of a link tells the other. Anybody can read GIDs in `/proc/net/unix`: that a second link comes from the HCA
+/// that has the first one is known by the mark, a random number that an HCA has for each peer and tells nobody else.
+#[derive(Clone, Copy)]
+struct Greeting {
+    gid: Gid,
+    secret: u64,
+    mark: u64,
 }
 
 impl fmt::Debug for Port {
@@ -107,6 +128,7 @@ impl Port {
     /// Opens the port. `bell` is rung when a link comes or goes.
     pub(crate) fn open(gid: Gid, bell: Bell) -> Result<Self> {
         let fix = "raise the limit of open files (ulimit -n)";
+        secret::known()?;
         let listener = address(gid)
             .and_then(|address| UnixListener::bind_addr(&address))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
@@ -124,12 +146,13 @@ impl Port {
             poke,
             stop: AtomicBool::new(false),
             watched: Mutex::default(),
+            marks: RandomState::new(),
             next: AtomicU64::new(0),
             spans: Spans::default(),
             accepted: Mutex::default(),
             has_accepted: AtomicBool::new(false),
         });
-        let control = Control { shared: shared.clone(), listener, strangers: Vec::new() };
+        let control = Control { shared: shared.clone(), listener, strangers: Vec::new(), rests: false };
         let control = std::thread::Builder::new()
             .name("gdsync-port".into())
             .spawn(move || control.run())
@@ -141,15 +164,22 @@ impl Port {
     pub(crate) fn connect(&self, peer: Gid, timeout: Duration) -> Result<LinkEnds> {
         let deadline = Instant::now() + timeout;
         let failed = |why: String| Error::Peer { peer: peer.to_string(), why };
-        let stream = address(peer).and_then(|address| UnixStream::connect_addr(&address)).map_err(|e| {
+        let stream = fds::connect(&name(peer), deadline).map_err(|e| {
+            failed(match e.kind() {
+                io::ErrorKind::TimedOut => {
+                    format!("its process has taken no connection for {timeout:?}; see whether it is stopped")
+                }
+                _ => format!(
+                    "no process of this host and network namespace serves this GID ({e}); start it first"
+                ),
+            })
+        })?;
+        let (file, bell, mark) = greet(&stream, &self.shared, peer, deadline).map_err(|e| {
             failed(format!(
-                "no process of this host and network namespace serves this GID ({e}); start it first"
+                "the handshake failed ({e}); use the same version and GDSYNC_JOB_TOKEN on both sides"
             ))
         })?;
-        let answer = greet(&stream, &self.shared, deadline);
-        let (file, bell) = answer
-            .map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
-        self.shared.link(peer, &file, 0, bell, stream)
+        self.shared.link((peer, mark), &file, 0, bell, stream)
     }
 
     /// A link from the HCA to itself, over ordinary memory.
@@ -184,52 +214,92 @@ impl Drop for Port {
     }
 }
 
-fn address(gid: Gid) -> io::Result<SocketAddr> {
-    SocketAddr::from_abstract_name(format!("gdsync/{gid}"))
+fn name(gid: Gid) -> String {
+    format!("gdsync/{gid}")
 }
 
-fn greeting(gid: Gid) -> [u8; GREETING] {
-    let mut out = [0; GREETING];
-    out[..8].copy_from_slice(MAGIC);
-    out[8..].copy_from_slice(&gid.0);
-    out
+fn address(gid: Gid) -> io::Result<SocketAddr> {
+    SocketAddr::from_abstract_name(name(gid))
 }
 
 fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-/// Abstract addresses have no permissions: whoever is at the other end must be the same user, or root.
+/// Abstract addresses have no permissions: whoever is at the other end must be the same user, also where one of them is root.
 fn check_user(stream: &UnixStream) -> io::Result<()> {
-    let own = user();
-    match fds::peer(stream)?.uid {
-        uid if uid == own || uid == 0 || own == 0 => Ok(()),
-        uid => Err(invalid(&format!("the process at the other end belongs to user {uid}"))),
+    let (own, other) = (user(), fds::peer(stream)?.uid);
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+    if own != other {
+        return Err(invalid(&format!("the process at the other end belongs to user {other}")));
+    }
+    match is_anybody(own, &read("/proc/sys/kernel/overflowuid"), &read("/proc/self/uid_map")) {
+        true => Err(invalid("this user namespace shows users without a number as this one: map the user")),
+        false => Ok(()),
     }
 }
 
-/// The GID in a greeting.
-fn read_greeting(bytes: &[u8]) -> io::Result<Gid> {
-    let (magic, gid) = bytes.split_first_chunk::<8>().ok_or_else(|| invalid("short greeting"))?;
-    match gid.try_into() {
-        Ok(gid) if magic == MAGIC => Ok(Gid(gid)),
-        _ => Err(invalid("not a greeting of this version")),
+/// Whether the number of a user may stand for others: all who have none in this user namespace are seen under the same.
+fn is_anybody(user: libc::uid_t, overflow: &str, map: &str) -> bool {
+    let overflow = overflow.trim().parse().unwrap_or(65_534);
+    let has_all = map.split_whitespace().eq(["0", "0", "4294967295"]);
+    user == overflow && !has_all
+}
+
+impl Greeting {
+    fn to_bytes(self) -> [u8; GREETING] {
+        let mut out = [0; GREETING];
+        out[..8].copy_from_slice(MAGIC);
+        out[8..24].copy_from_slice(&self.gid.0);
+        out[24..32].copy_from_slice(&self.secret.to_ne_bytes());
+        out[32..].copy_from_slice(&self.mark.to_ne_bytes());
+        out
+    }
+
+    /// A peer's, of the same version and job.
+    fn read(bytes: &[u8]) -> Handshake<Self> {
+        let whole: &[u8; GREETING] =
+            bytes.try_into().map_err(|_| format!("a greeting of {} bytes", bytes.len()))?;
+        let (magic, rest) = whole.split_first_chunk::<8>().expect("40 bytes");
+        let (gid, rest) = rest.split_first_chunk::<16>().expect("32 bytes");
+        let ([secret, mark], []) = rest.as_chunks::<8>() else { return Err("not a greeting".into()) };
+        let [secret, mark] = [secret, mark].map(|bytes| u64::from_ne_bytes(*bytes));
+        if magic != MAGIC {
+            return Err("not a greeting of this version".into());
+        }
+        if secret != own_secret()? {
+            return Err("a greeting of another job".into());
+        }
+        Ok(Self { gid: Gid(*gid), secret, mark })
     }
 }
 
-/// The connecting side of the handshake: makes the rings, sends them, and gets the peer's bell.
-fn greet(stream: &UnixStream, shared: &Shared, deadline: Instant) -> Handshake<(OwnedFd, Bell)> {
+fn own_secret() -> Result<u64> {
+    Ok(secret::known()?.unwrap_or(0))
+}
+
+/// The connecting side of the handshake: makes the rings, sends them, and gets the peer's bell and mark.
+fn greet(
+    stream: &UnixStream,
+    shared: &Shared,
+    peer: Gid,
+    deadline: Instant,
+) -> Handshake<(OwnedFd, Bell, u64)> {
     check_user(stream)?;
     let file = fds::memfd(c"gdsync-link", FILE)?;
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_write_timeout(Some(left))?;
     stream.set_read_timeout(Some(left))?;
-    fds::send(stream, &greeting(shared.gid), &[file.as_raw_fd(), shared.bell.fd().as_raw_fd()])?;
+    let greeting = shared.greeting(peer)?;
+    fds::send(stream, &greeting.to_bytes(), &[file.as_raw_fd(), shared.bell.fd().as_raw_fd()])?;
     let mut bytes = [0; GREETING];
     let (got, fds) = fds::receive(stream, &mut bytes)?;
-    read_greeting(&bytes[..got])?;
+    let answer = Greeting::read(&bytes[..got])?;
+    if answer.gid != peer {
+        return Err("the answer of another HCA".into());
+    }
     let [bell] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer carries no bell"))?;
-    Ok((file, Bell::open(bell)?))
+    Ok((file, Bell::open(bell)?, answer.mark))
 }
 
 impl Shared {
@@ -239,10 +309,22 @@ impl Shared {
         unsafe { libc::write(self.poke.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
+    /// What this HCA tells a peer.
+    fn greeting(&self, peer: Gid) -> Result<Greeting> {
+        Ok(Greeting { gid: self.gid, secret: own_secret()?, mark: self.marks.hash_one(peer) })
+    }
+
+    /// Whether a greeting may be of the HCA that it names: not where the GID is ours, or that of a living link with another mark.
+    fn is_credible(&self, greeting: &Greeting) -> bool {
+        let watched = self.watched.lock();
+        let marks = || watched.values().filter(|link| link.peer == greeting.gid).map(|link| link.mark);
+        greeting.gid != self.gid && (marks().next().is_none() || marks().any(|mark| mark == greeting.mark))
+    }
+
     /// Makes the ends of a link over the shared rings; `side` 0 is the one that connected.
     fn link(
         &self,
-        peer: Gid,
+        (peer, mark): (Gid, u64),
         file: &OwnedFd,
         side: usize,
         bell: Bell,
@@ -254,7 +336,7 @@ impl Shared {
             .try_clone()
             .map_err(|e| Error::os("dup", e, "raise the limit of open files (ulimit -n)"))?;
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        self.watched.lock().insert(id, (copy, alive.clone()));
+        self.watched.lock().insert(id, Watched { stream: copy, alive: alive.clone(), peer, mark });
         self.poke();
         let tx = TxRing::of_link(&span, side * RING_SPAN)?;
         let rx = RxRing::of_link(&span, (1 - side) * RING_SPAN)?;
@@ -270,19 +352,21 @@ struct Control {
     shared: Arc<Shared>,
     listener: UnixListener,
     strangers: Vec<UnixStream>,
+    /// There was no descriptor for the last connection.
+    rests: bool,
 }
 
 impl Control {
     fn run(mut self) {
         while !self.shared.stop.load(Ordering::Acquire) {
-            let links: Vec<(u64, i32)> = self
-                .shared
-                .watched
-                .lock()
-                .iter()
-                .map(|(id, (stream, _))| (*id, stream.as_raw_fd()))
-                .collect();
-            let fixed = [self.shared.poke.as_raw_fd(), self.listener.as_raw_fd()];
+            let links: Vec<(u64, i32)> =
+                self.shared.watched.lock().iter().map(|(id, link)| (*id, link.stream.as_raw_fd())).collect();
+            // The kernel passes over -1.
+            let (listener, timeout) = match std::mem::take(&mut self.rests) {
+                true => (-1, i32::try_from(REST.as_millis()).expect("a moment")),
+                false => (self.listener.as_raw_fd(), -1),
+            };
+            let fixed = [self.shared.poke.as_raw_fd(), listener];
             let strangers = self.strangers.iter().map(AsRawFd::as_raw_fd);
             let mut polled: Vec<libc::pollfd> = fixed
                 .into_iter()
@@ -292,7 +376,7 @@ impl Control {
                 .collect();
             let count = polled.len() as libc::nfds_t;
             // SAFETY: the array is valid for its length.
-            unsafe { libc::poll(polled.as_mut_ptr(), count, -1) };
+            unsafe { libc::poll(polled.as_mut_ptr(), count, timeout) };
             let ready = |i: usize| polled[i].revents != 0;
             if ready(0) {
                 let mut drained = 0u64;
@@ -319,14 +403,23 @@ impl Control {
     /// A peer says nothing more on its socket: whatever is readable is the end of it.
     fn bury(&self, gone: Vec<u64>) {
         for id in gone {
-            let Some((_stream, alive)) = self.shared.watched.lock().remove(&id) else { continue };
-            alive.store(false, Ordering::Release);
+            let Some(link) = self.shared.watched.lock().remove(&id) else { continue };
+            link.alive.store(false, Ordering::Release);
             self.shared.bell.ring_hard();
         }
     }
 
     fn accept(&mut self) {
-        while let Ok((stream, _)) = self.listener.accept() {
+        loop {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    // Without a descriptor the connection stays where it is, and would wake this thread again at once.
+                    self.rests = error.kind() != io::ErrorKind::WouldBlock;
+                    return;
+                }
+            };
             if let Err(error) = check_user(&stream) {
                 tracing::warn!(%error, "software HCA: refused a connection");
                 continue;
@@ -344,13 +437,18 @@ impl Control {
     fn welcome(&self, stream: UnixStream) -> Handshake<()> {
         let mut bytes = [0; GREETING];
         let (got, fds) = fds::receive(&stream, &mut bytes)?;
-        let peer = read_greeting(&bytes[..got])?;
+        let greeting = Greeting::read(&bytes[..got])?;
+        let Greeting { gid: peer, mark, .. } = greeting;
+        if !self.shared.is_credible(&greeting) {
+            return Err(format!("a process claims to be {peer}, which is linked already").into());
+        }
         let [file, bell] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting carries two files"))?;
         fds::check_memfd(&file, FILE)?;
         let bell = Bell::open(bell)?;
-        fds::send(&stream, &greeting(self.shared.gid), &[self.shared.bell.fd().as_raw_fd()])?;
-        let ends = self.shared.link(peer, &file, 1, bell, stream)?;
+        let answer = self.shared.greeting(peer)?;
+        fds::send(&stream, &answer.to_bytes(), &[self.shared.bell.fd().as_raw_fd()])?;
+        let ends = self.shared.link((peer, mark), &file, 1, bell, stream)?;
         let mut accepted = self.shared.accepted.lock();
         accepted.push(ends);
         self.shared.has_accepted.store(true, Ordering::Release);
