@@ -184,6 +184,13 @@ mod tests {
     }
 
     #[test]
+    fn texts_of_peers_are_safe_to_print() {
+        let header = Header::decode(&encoded()).unwrap();
+        let frame = Frame { header, payload: b"rank 1: \x1b]0;title\x07 \xff".to_vec() };
+        assert_eq!(frame.text(), "rank 1: \\u{1b}]0;title\\u{7} \u{fffd}");
+    }
+
+    #[test]
     fn foreign_bytes_are_named() {
         let broken = |at: usize, value: u8| {
             let mut bytes = encoded();
