@@ -322,7 +322,7 @@ fn wrong_arguments_and_unreadable_recordings_have_a_status_of_their_own() {
         (&["--timeline", "--json", "1"], 2, "--json"),
         (&["--stuck-after", "x", "1"], 2, "--stuck-after"),
         (&["/no/such/file"], 1, "--list"),
-        (&["/dev/null"], 1, "recording is /dev/null (no header)"),
+        (&["/dev/null"], 1, "not a regular file"),
         (&["4294967295"], 1, "has ended in order"),
     ] {
         let (output, out, err) = trace(args);

@@ -341,6 +341,7 @@ fn a_fifo_with_the_name_of_a_recording_holds_up_no_start() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     let _ = child.kill();
+    child.wait().unwrap();
     let read = Recording::read(&folder.join("gdsync-1-1.rec")).unwrap_err().to_string();
     let linked = Recording::read(&folder.join("gdsync-2-2.rec")).unwrap_err().to_string();
     std::fs::remove_dir_all(&folder).unwrap();
