@@ -267,7 +267,7 @@ fn child_without_descriptors() {
     let (took, lasted) = (on_core() - before, start.elapsed());
     // SAFETY: as above.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
-    println!("\n{} {took:?} of {lasted:?}", if took * 4 < lasted { "rests" } else { "spins" });
+    println!("\nthread {} {took:?} of {lasted:?}", if took * 4 < lasted { "rests" } else { "spins" });
     std::io::stdin().read_line(&mut String::new()).unwrap();
 }
 
@@ -291,10 +291,10 @@ fn without_descriptors_the_port_rests_and_accepts_later() {
     let mut caller = UnixStream::connect_addr(&address(gid).unwrap()).unwrap();
     let mut stdin = child.stdin.take().unwrap();
     stdin.write_all(b"go\n").unwrap();
-    let rests = told("rests ");
+    let rests = told("thread ").unwrap();
     caller.write_all(b"no greeting").unwrap();
     caller.set_read_timeout(Some(PATIENCE)).unwrap();
-    assert!(rests.is_some(), "it spun");
+    assert!(rests.starts_with("rests"), "{rests}");
     assert!(matches!(caller.read(&mut [0]), Ok(0)), "it is accepted, and turned away for what it says");
     drop(stdin);
     assert!(child.wait().unwrap().success());
