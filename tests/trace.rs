@@ -217,6 +217,48 @@ fn a_stuck_wait_is_named_while_the_process_hangs_and_after_it_was_killed() {
     assert_eq!(job.json(&[pid0]).1, 3);
 }
 
+/// Files that others may leave in a folder that all may write to.
+#[test]
+fn foreign_and_broken_files_are_told_and_skipped() {
+    let mut job = Job::start("end");
+    let pid = job.pids[0];
+    let (report, _) = job.json(&[pid]);
+    let real = PathBuf::from(report["processes"][0]["file"].as_str().unwrap());
+    let name = |n: &str| job.folder.join(format!("gdsync-{pid}-{n}.rec"));
+    std::fs::write(name("1"), "junk").unwrap();
+    std::os::unix::fs::symlink(&real, name("2")).unwrap();
+    let fifo = std::ffi::CString::new(name("3").to_str().unwrap()).unwrap();
+    // SAFETY: the path is a C string.
+    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o666) }, 0);
+    // The recording of another process under this name.
+    let rank1 = std::fs::read_dir(&job.folder).unwrap().map(|entry| entry.unwrap().path());
+    let is_rank1 = |path: &PathBuf| path.to_str().unwrap().contains(&format!("-{}-", job.pids[1]));
+    std::fs::copy(rank1.into_iter().find(is_rank1).unwrap(), name("4")).unwrap();
+    let mut reasons =
+        vec![("1", "no header"), ("2", "regular file"), ("3", "regular file"), ("4", "of process ")];
+    std::fs::copy(&real, name("5")).unwrap();
+    match std::os::unix::fs::chown(name("5"), Some(65_533), None) {
+        Ok(()) => reasons.push(("5", "belongs to user 65533")),
+        Err(_) => {
+            eprintln!("SKIPPED in part: only root can give a file to another user");
+            std::fs::remove_file(name("5")).unwrap();
+        }
+    }
+    let (output, out, err) = run(job.trace(&[&pid.to_string()]));
+    assert!(matches!(output.status.code(), Some(0 | 3)), "{err}");
+    assert_eq!(out.matches(&format!("process {pid} ")).count(), 1, "{out}");
+    for (n, reason) in reasons {
+        let file = name(n).display().to_string();
+        let is_told = |line: &str| line.contains(&file) && line.contains(reason);
+        assert!(err.lines().any(is_told), "'{file}' and '{reason}' are not in:\n{err}");
+    }
+    let (output, out, err) = run(job.trace(&["--list"]));
+    assert!(output.status.success() && err.contains("left out"), "{err}");
+    assert_eq!(out.matches(".rec").count(), 2, "{out}");
+    drop(job.rank0.stdin.take());
+    assert!(job.rank0.wait().unwrap().success());
+}
+
 #[test]
 fn a_healthy_job_is_told_exported_and_leaves_nothing() {
     let mut job = Job::start("end");
@@ -280,7 +322,7 @@ fn wrong_arguments_and_unreadable_recordings_have_a_status_of_their_own() {
         (&["--timeline", "--json", "1"], 2, "--json"),
         (&["--stuck-after", "x", "1"], 2, "--stuck-after"),
         (&["/no/such/file"], 1, "--list"),
-        (&["/dev/null"], 1, "recording is /dev/null (no header)"),
+        (&["/dev/null"], 1, "not a regular file"),
         (&["4294967295"], 1, "has ended in order"),
     ] {
         let (output, out, err) = trace(args);

@@ -8,8 +8,15 @@ use std::ptr::NonNull;
 
 use crate::kernel::{Kernel, Linux, check};
 
-/// A file of `len` zero bytes, gone with its last descriptor and mapping.
+/// A file of `len` zero bytes, gone with its last descriptor and mapping. An error where the limit of the size of files
+/// (RLIMIT_FSIZE) is smaller: the kernel kills a process that goes beyond it.
 pub(crate) fn memory_file(name: &CStr, len: u64) -> io::Result<File> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure is valid for writing.
+    check(unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) })?;
+    if limit.rlim_cur < len {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
     // SAFETY: a terminated string and flags; nothing else is passed.
     let fd = check(unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) })?;
     // SAFETY: just created, owned by nobody else.

@@ -381,24 +381,31 @@ impl Error {
     }
 }
 
-/// A text of another process, with control characters escaped, so that it can be printed: a terminal obeys escape sequences.
+/// A text of another process or user, made safe to print: control and format characters are escaped, so that it cannot command a
+/// terminal or hide what stands beside it.
 pub fn printable(text: &str) -> String {
-    text.chars()
-        .flat_map(|c| {
-            let (escaped, plain) =
-                if c.is_control() { (Some(c.escape_default()), None) } else { (None, Some(c)) };
-            escaped.into_iter().flatten().chain(plain)
-        })
-        .collect()
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\'' | '"' | '\\' => out.push(c),
+            _ => out.extend(c.escape_debug()),
+        }
+    }
+    out
 }
 
 #[cfg(test)]
-mod tests {
+mod printable_tests {
+    use super::printable;
+
     #[test]
-    fn escape_sequences_of_others_do_not_reach_the_terminal() {
-        assert_eq!(
-            super::printable("rank 1 \u{1b}[31mred\u{7} \u{9b}2J\nä"),
-            "rank 1 \\u{1b}[31mred\\u{7} \\u{9b}2J\\nä"
-        );
+    fn control_and_format_characters_are_escaped_and_words_are_not() {
+        for (text, shown) in [
+            ("/usr/bin/it's \"C:\\\" 100 %, déjà vu 東", "/usr/bin/it's \"C:\\\" 100 %, déjà vu 東"),
+            ("\x1b[31mEV\x07G", "\\u{1b}[31mEV\\u{7}G"),
+            ("a\r\nb\u{9b}2J\u{202e}c", "a\\r\\nb\\u{9b}2J\\u{202e}c"),
+        ] {
+            assert_eq!(printable(text), shown);
+        }
     }
 }

@@ -314,3 +314,88 @@ fn a_process_without_descriptors_leaves_recordings_and_tries_again_later() {
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("passed"), "{output:?}");
 }
+
+/// A folder in which another user has left files that are called as recordings are: a FIFO and a link to it.
+fn trapped_folder(name: &str) -> PathBuf {
+    let folder = PathBuf::from(format!("/dev/shm/gdsync-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let fifo = folder.join("gdsync-1-1.rec");
+    let path = std::ffi::CString::new(fifo.to_str().unwrap()).unwrap();
+    // SAFETY: the path is a C string.
+    assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o666) }, 0);
+    std::os::unix::fs::symlink(&fifo, folder.join("gdsync-2-2.rec")).unwrap();
+    std::fs::create_dir(folder.join("gdsync-3-3.rec")).unwrap();
+    folder
+}
+
+#[test]
+fn a_fifo_with_the_name_of_a_recording_holds_up_no_start() {
+    let folder = trapped_folder("fifo");
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "child", "--nocapture", "--test-threads=1"]).env("GDSYNC_TEST_ROLE", "child");
+    let mut child = command.env("GDSYNC_RECORDER_DIR", &folder).spawn().unwrap();
+    let mut status = None;
+    let start = std::time::Instant::now();
+    while status.is_none() && start.elapsed() < PATIENCE {
+        status = child.try_wait().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    let _ = child.kill();
+    child.wait().unwrap();
+    let read = Recording::read(&folder.join("gdsync-1-1.rec")).unwrap_err().to_string();
+    let linked = Recording::read(&folder.join("gdsync-2-2.rec")).unwrap_err().to_string();
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert!(status.expect("it starts and ends").success());
+    assert!(read.contains("regular file") && linked.contains("regular file"), "{read}; {linked}");
+}
+
+/// An open would break the lease: that is seen here, and would wait for who holds it.
+#[test]
+fn files_of_other_users_are_not_even_opened() {
+    use std::os::fd::AsRawFd as _;
+    /// Of fcntl.h.
+    const F_SETSIG: libc::c_int = 10;
+    let folder = trapped_folder("lease");
+    let path = folder.join("gdsync-4-4.rec");
+    let file = File::create(&path).unwrap();
+    let fd = file.as_raw_fd();
+    // SAFETY: a plain call on a live descriptor: the signal of a broken lease is one that is ignored.
+    assert_eq!(unsafe { libc::fcntl(fd, F_SETSIG, libc::SIGURG) }, 0);
+    // SAFETY: as above.
+    let leased = unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) } == 0;
+    if let (true, Ok(())) = (leased, std::os::unix::fs::chown(&path, Some(65_533), None)) {
+        run_child(&[("GDSYNC_RECORDER_DIR", folder.to_str().unwrap())]);
+        // SAFETY: as above.
+        let lease = unsafe { libc::fcntl(fd, libc::F_GETLEASE) };
+        assert_eq!(lease, libc::F_WRLCK, "somebody has opened it");
+    } else {
+        eprintln!("SKIPPED: only root can give a file to another user, on a file system that has leases");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Not a test of its own: a process whose files must stay small.
+#[test]
+fn child_with_small_files() {
+    if std::env::var_os("GDSYNC_TEST_SMALL").is_none() {
+        return;
+    }
+    let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+    // SAFETY: the structure is valid for reading.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
+    assert!(!Marks::open().unwrap().is_recording());
+    // SAFETY: this process has one thread that reads variables, this one.
+    unsafe { std::env::set_var("GDSYNC_RECORDER", "1024") };
+    let error = Marks::open().unwrap_err().to_string();
+    assert!(error.contains("ulimit -f"), "{error}");
+    println!("passed");
+}
+
+#[test]
+fn a_limit_of_the_size_of_files_leaves_the_recorder_out() {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "child_with_small_files", "--nocapture", "--test-threads=1"]);
+    let output = command.env("GDSYNC_TEST_SMALL", "1").output().unwrap();
+    let out = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && out.contains("passed"), "{:?}: {out}", output.status);
+}

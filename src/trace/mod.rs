@@ -12,6 +12,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use gdasync::gdsync::Error;
+use gdasync::gdsync::error::printable;
 use gdasync::gdsync::recorder::Recording;
 
 use report::Report;
@@ -80,13 +82,13 @@ impl Options {
             }
             return Ok(false);
         }
-        let recordings = if self.list { all().collect() } else { self.recordings()? };
+        let recordings = if self.list { Recording::all(left_out) } else { self.recordings()? };
         if let Some(path) = &self.perfetto {
             let written =
                 File::create(path).map_err(Into::into).and_then(|file| perfetto::write(&recordings, file));
             written.map_err(|error| format!("--perfetto {}: {error}", path.display()))?;
         }
-        let others: Vec<_> = if self.list { Vec::new() } else { all().collect() };
+        let others = if self.list { Vec::new() } else { Recording::all(|_, _| {}) };
         let report = Report::of(&recordings, &others, Duration::from_secs(self.stuck_after), self.records);
         if self.timeline {
             let timeline = messages::timeline(&recordings, self.records);
@@ -112,10 +114,10 @@ impl Options {
         let mut recordings = Vec::new();
         for target in &self.targets {
             match target.parse() {
-                Ok(pid) => recordings.extend(Recording::of_process(pid)?),
+                Ok(pid) => recordings.extend(Recording::of_process(pid, left_out)?),
                 Err(_) => {
                     let recording = Recording::read(Path::new(target));
-                    recordings.push(recording.map_err(|error| format!("{target}: {error}"))?);
+                    recordings.push(recording.map_err(|error| format!("{}: {error}", printable(target)))?);
                 }
             }
         }
@@ -123,9 +125,9 @@ impl Options {
     }
 }
 
-/// All recordings of this machine that can be read.
-fn all() -> impl Iterator<Item = Recording> {
-    Recording::list().into_iter().filter_map(|path| Recording::read(&path).ok())
+/// Tells of a file that is called as a recording is and is not shown.
+fn left_out(path: &Path, error: Error) {
+    eprintln!("gdasync: left out {}: {}", printable(&path.to_string_lossy()), printable(&error.to_string()));
 }
 
 fn is_closed_pipe(error: &(dyn std::error::Error + 'static)) -> bool {

@@ -1,6 +1,6 @@
 //! The files of recordings: where they are, how they are called, whose they are, and when they go.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -14,10 +14,11 @@ use crate::memory;
 
 /// Recordings of dead processes that are kept.
 const KEPT: usize = 8;
-/// Entries of a folder that a starting process looks through.
-const ENTRIES: usize = 4096;
 /// Names that are tried: two copies of the library in one process have a file each.
 const NAMES: u32 = 16;
+
+/// Entries of a folder that a starting program looks at to tidy up; `gdasync trace --clean` looks at all.
+const LOOKED_AT: usize = 4096;
 
 /// What helps where there are no descriptors.
 pub(super) const RAISE: &str = "raise the limit of open files (ulimit -n)";
@@ -47,16 +48,16 @@ pub(super) fn is_short(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
-/// The files named as recordings among the first `entries` of each folder.
+/// All files here that are called as recordings are, among the first `most` of each folder.
 ///
 /// # Errors
 /// There is no descriptor left to look.
-pub(super) fn list(entries: usize) -> io::Result<Vec<PathBuf>> {
+pub(super) fn list(most: usize) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for folder in folders() {
         match fs::read_dir(folder) {
-            Ok(found) => {
-                let paths = found.take(entries).flatten().map(|entry| entry.path());
+            Ok(entries) => {
+                let paths = entries.take(most).flatten().map(|entry| entry.path());
                 files.extend(paths.filter(|path| pid_of(path).is_some()));
             }
             Err(error) if is_short(&error) => return Err(error),
@@ -73,51 +74,49 @@ pub(super) fn pid_of(path: &Path) -> Option<u32> {
     let name = path.file_name()?.to_str()?.strip_prefix("gdsync-")?.strip_suffix(".rec")?;
     let mut numbers = name.split('-');
     let pid = numbers.next()?.parse().ok()?;
-    let rest: Vec<_> = numbers.map(str::parse::<u64>).collect();
-    (matches!(rest.len(), 1 | 2) && rest.iter().all(|number| number.is_ok())).then_some(pid)
+    let rest: Vec<_> = numbers.collect();
+    let is_ours = !rest.is_empty() && rest.iter().all(|number| number.parse::<u64>().is_ok());
+    is_ours.then_some(pid)
 }
 
-/// Opens a file of a folder that others may write to. Only a regular file is opened: to open a FIFO or a device can block or have
-/// effects, and a link leads elsewhere.
-pub(super) fn open(path: &Path) -> io::Result<File> {
-    let no_file = || io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file");
-    if !fs::symlink_metadata(path)?.is_file() {
-        return Err(no_file());
-    }
-    // Another file may have taken the name since. `O_NONBLOCK` also ends the wait for another process that has a lease of the file.
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = File::options().read(true).custom_flags(flags).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(no_file()) }
-}
-
-/// Checks that a file belongs to the user of the process that it is named after, if that process lives.
-pub(super) fn check_owner(path: &Path) -> io::Result<()> {
-    let owner = fs::symlink_metadata(path)?.uid();
-    match pid_of(path).and_then(user_of) {
-        Some(user) if user != owner => Err(io::Error::new(
+/// Opens a file to read that is a regular file and that `is_wanted`, and nothing else: to open a FIFO waits for a writer, to open
+/// a leased file of another user waits for that user, and to open a device may have effects.
+pub(super) fn open(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> io::Result<(File, Metadata)> {
+    let check = |about: Metadata| match (about.is_file(), is_wanted(&about)) {
+        (true, true) => Ok(about),
+        (true, false) => Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
-            format!("it belongs to user {owner}, and its process to user {user}"),
+            format!("the file belongs to user {}, not to the user of the process", about.uid()),
         )),
-        _ => Ok(()),
-    }
+        (false, _) => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
+    };
+    check(fs::symlink_metadata(path)?)?;
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
+    let file = File::options().read(true).custom_flags(flags).open(path)?;
+    // Between the two looks another file may have taken its name.
+    let about = check(file.metadata()?)?;
+    Ok((file, about))
 }
 
-/// The effective user of a process; `None` if it is gone.
-fn user_of(pid: u32) -> Option<u32> {
-    // Not the owner of the folder: that is root for a process that cannot be dumped.
+/// Whether a file of this user may be the recording of a process. Only root is shown files of others, and of a process that
+/// runs only those of its user: others could forge one.
+pub(super) fn may_be_of(owner: libc::uid_t, pid: u32) -> bool {
+    let own = memory::user();
+    owner == own || own == 0 && users(pid).is_none_or(|users| users.contains(&owner))
+}
+
+/// The real, effective and saved user of a process; `None` if it is gone.
+fn users(pid: u32) -> Option<Vec<libc::uid_t>> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    users.split_whitespace().nth(1)?.parse().ok()
+    Some(users.split_whitespace().filter_map(|user| user.parse().ok()).collect())
 }
 
 /// A new file for this process, of `bytes` bytes, of which the first `held` are there for good. It has no name left when an
 /// error is returned.
 pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
-    // The kernel would end the process with SIGXFSZ.
-    if file_size_limit() < bytes as u64 {
-        return Err(failed(io::Error::from_raw_os_error(libc::EFBIG)));
-    }
     let pid = std::process::id();
+    memory::check_file_limit(bytes).map_err(failed)?;
     let started = started(pid).map_err(failed)?.unwrap_or(0);
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for folder in folders() {
@@ -156,15 +155,10 @@ pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
 pub(super) fn failed(why: io::Error) -> Error {
     let fix = match why.raw_os_error() {
         _ if is_short(&why) => RAISE,
-        Some(libc::EFBIG) => "raise the limit of file sizes (ulimit -f), or set GDSYNC_RECORDER=off",
+        Some(libc::EFBIG) => "raise the limit of the size of files (ulimit -f), or set GDSYNC_RECORDER=off",
         _ => "make room in /dev/shm, name another folder in GDSYNC_RECORDER_DIR, or set GDSYNC_RECORDER=off",
     };
     Error::os("creating the file of the flight recorder", why, fix)
-}
-
-/// The largest file that this process may write, in bytes (`RLIMIT_FSIZE`).
-fn file_size_limit() -> u64 {
-    rustix::process::getrlimit(rustix::process::Resource::Fsize).current.unwrap_or(u64::MAX)
 }
 
 /// Makes room in the file, so that writing there through a mapping cannot fail.
@@ -264,16 +258,9 @@ pub(super) fn boot_id() -> io::Result<[u64; 2]> {
     Ok([a, b].map(u64::from_ne_bytes))
 }
 
-/// When the recording of a dead process of this user was last written; `None` for other files, which are not opened.
+/// When the recording of a dead process of this user was last written; `None` for one of a living process.
 fn death(path: &Path) -> io::Result<Option<(i64, i64)>> {
-    if fs::symlink_metadata(path)?.uid() != memory::user() {
-        return Ok(None);
-    }
-    let file = open(path)?;
-    let about = file.metadata()?;
-    if about.uid() != memory::user() {
-        return Ok(None);
-    }
+    let (file, about) = open(path, |about| about.uid() == memory::user())?;
     let is_dead = match (header_of(&file), pid_of(path)) {
         // Of an earlier start of the machine, nothing lives.
         (Some(words), _) => liveness(&words)? == Liveness::Dead || !is_of_this_boot(&words)?,
@@ -284,15 +271,15 @@ fn death(path: &Path) -> io::Result<Option<(i64, i64)>> {
     Ok(is_dead.then(|| (about.mtime(), about.mtime_nsec())))
 }
 
-/// Removes the recordings of this user's dead processes, all but the newest `keep`, among the first `entries` of each folder. Returns
-/// the files removed. Those that cannot be looked at are left to the next call.
-pub(super) fn clean(keep: usize, entries: usize) -> Vec<PathBuf> {
+/// Removes the recordings of this user's dead processes, all but the newest `keep`, among the first `most` files of each folder.
+/// Returns the files removed. Those that cannot be looked at are left to the next call.
+pub(super) fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
     static TOLD: Once = Once::new();
     let tell = |error: &io::Error| {
         TOLD.call_once(|| tracing::info!(%error, "recordings of dead processes may be left for now"));
     };
     let mut dead = Vec::new();
-    for path in list(entries).inspect_err(tell).unwrap_or_default() {
+    for path in list(most).inspect_err(tell).unwrap_or_default() {
         match death(&path) {
             Ok(at) => dead.extend(at.map(|at| (at, path))),
             Err(error) if is_short(&error) => {
@@ -308,9 +295,9 @@ pub(super) fn clean(keep: usize, entries: usize) -> Vec<PathBuf> {
     dead.into_iter().map(|(_, path)| path).filter(|path| fs::remove_file(path).is_ok()).collect()
 }
 
-/// Keeps the number of left recordings small. Bounded, as it delays the start of a program.
+/// Keeps the number of left recordings small.
 pub(super) fn tidy() {
-    for path in clean(KEPT, ENTRIES) {
+    for path in clean(KEPT, LOOKED_AT) {
         tracing::debug!(path = %path.display(), "the recording of a dead process was removed: there are newer ones");
     }
 }
@@ -325,72 +312,15 @@ mod tests {
             ("/dev/shm/gdsync-12-345.rec", Some(12)),
             ("/dev/shm/gdsync-12-345-1.rec", Some(12)),
             ("/dev/shm/gdsync-12.rec", None),
+            ("/dev/shm/gdsync-12-345-x.rec", None),
+            ("/dev/shm/gdsync-12-345-\x1b[31m.rec", None),
             ("/dev/shm/gdsync-12-x.rec", None),
-            ("/dev/shm/gdsync-12-345-\u{1b}[31m.rec", None),
-            ("/dev/shm/gdsync-12-345-1-1.rec", None),
             ("/dev/shm/gdsync-99999999999-1.rec", None),
             ("/dev/shm/other-12-345.rec", None),
             ("/dev/shm/gdsync-12-345.recx", None),
         ] {
             assert_eq!(pid_of(Path::new(name)), pid, "{name}");
         }
-    }
-
-    /// A FIFO would hold up whoever opens it, a link leads to a file of somebody else.
-    #[test]
-    fn only_regular_files_are_opened() {
-        let folder = std::env::temp_dir().join(format!("gdsync-file-test-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        let [file, fifo, link] = ["file", "fifo", "link"].map(|name| folder.join(name));
-        fs::write(&file, b"text").unwrap();
-        assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
-        std::os::unix::fs::symlink(&file, &link).unwrap();
-        assert!(open(&file).is_ok());
-        let recording = folder.join("gdsync-1-1.rec");
-        fs::rename(&fifo, &recording).unwrap();
-        assert!(death(&recording).is_err(), "it is not waited for");
-        for path in [&recording, &link, &folder, Path::new("/dev/null")] {
-            assert_eq!(open(path).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{}", path.display());
-        }
-        fs::remove_dir_all(&folder).unwrap();
-    }
-
-    /// Not a test of its own: the child with a small limit that the next test starts.
-    #[test]
-    fn child_that_may_write_small_files() {
-        if std::env::var_os("GDSYNC_TEST_FILE_SIZE").is_some() {
-            let limit = rustix::process::Rlimit { current: Some(4 << 20), maximum: Some(4 << 20) };
-            rustix::process::setrlimit(rustix::process::Resource::Fsize, limit).unwrap();
-            let error = create(5 << 20, 1 << 20).unwrap_err().to_string();
-            assert!(error.contains("ulimit -f"), "{error}");
-            std::process::exit(42);
-        }
-    }
-
-    #[test]
-    fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "recorder::file::tests::child_that_may_write_small_files"]);
-        let child = child.env("GDSYNC_TEST_FILE_SIZE", "1").stdout(std::process::Stdio::null());
-        assert_eq!(child.status().unwrap().code(), Some(42));
-    }
-
-    #[test]
-    fn a_file_under_the_name_of_a_living_process_of_another_user_is_foreign() {
-        let folder = std::env::temp_dir().join(format!("gdsync-owner-test-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        let own = folder.join(format!("gdsync-{}-1.rec", std::process::id()));
-        fs::write(&own, b"").unwrap();
-        check_owner(&own).unwrap();
-        if memory::user() == 0 {
-            std::os::unix::fs::chown(&own, Some(12_345), None).unwrap();
-            let error = check_owner(&own).unwrap_err().to_string();
-            assert!(error.contains("user 12345") && error.contains("user 0"), "{error}");
-            assert_eq!(death(&own).unwrap(), None, "it is not even opened");
-        } else {
-            eprintln!("skipped: only root can give files away");
-        }
-        fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Reading a recording, also that of another process, also while it is written.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{File, Metadata};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::clock::{Clock, Moment, Scale};
@@ -9,7 +9,7 @@ use super::event::{Awaited, By, Event, Queue, Stage, WORDS};
 use super::file::{self, Liveness};
 use super::layout::{self, LANE_BYTES, LANES, QUEUE_PAIRS, ROW_WORDS, WAIT_WORDS, header};
 use super::rows::Peer;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, printable};
 use crate::protocol::stamp;
 
 /// What a process has recorded, copied at one time.
@@ -116,19 +116,32 @@ impl Twice {
 }
 
 impl Recording {
-    /// Reads a file.
+    /// Reads a file, whoever it belongs to. Symbolic links are not followed.
     ///
     /// # Errors
     /// [`Error::Sys`] where it cannot be read, [`Error::InvalidArgument`] where it is not a recording of this release.
     pub fn read(path: &Path) -> Result<Self> {
+        Self::read_if(path, |_| true)
+    }
+
+    /// Reads a file that a process of this number may have made, by its owner and its header.
+    fn read_of(path: &Path, pid: u32) -> Result<Self> {
+        let recording = Self::read_if(path, |about| file::may_be_of(about.uid(), pid))?;
+        if recording.pid == pid {
+            return Ok(recording);
+        }
+        let value = format!("{} (of process {})", path.display(), recording.pid);
+        Err(Error::invalid("recording", value, "the number of its process in its name"))
+    }
+
+    fn read_if(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> Result<Self> {
         const FIX: &str = "name the file of a recording: `gdasync trace --list` lists them";
         let failed = |error| Error::os("reading a recording", error, FIX);
-        let file = file::open(path).map_err(failed)?;
+        let (file, about) = file::open(path, is_wanted).map_err(failed)?;
         let not_one = |what: &str| {
             let value = format!("{} {what}", path.display());
             Error::invalid("recording", value, "a file of this release of the library, whole")
         };
-        let about = file.metadata().map_err(failed)?;
         let head = file::header_of(&file).ok_or_else(|| not_one("(no header)"))?;
         let records = head[header::RECORDS];
         let is_fine = records.is_power_of_two() && records <= layout::MOST_RECORDS;
@@ -184,19 +197,16 @@ impl Recording {
         Ok(this)
     }
 
-    /// Reads the recordings of a process, the newest first; there is more than one where it has several copies of the library. Files
-    /// of other users and broken ones are left out, with a warning in the log.
+    /// Reads the recordings of a process, the newest first; there is more than one where it has several copies of the library.
+    /// Files of other users and files that cannot be read are left out: `left_out` is told of each.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where it has none; [`Error::Sys`] where files cannot be listed.
-    pub fn of_process(pid: u32) -> Result<Vec<Self>> {
+    /// [`Error::InvalidArgument`] where it has none that can be read, [`Error::Sys`] where no descriptor is left to look.
+    pub fn of_process(pid: u32, mut left_out: impl FnMut(&Path, Error)) -> Result<Vec<Self>> {
         let all =
             file::list(usize::MAX).map_err(|error| Error::os("listing recordings", error, file::RAISE))?;
-        let files = all.into_iter().filter(|path| file::pid_of(path) == Some(pid) && is_trusted(path));
-        let told = |path: &PathBuf, error: &Error| {
-            tracing::warn!(path = %path.display(), %error, "a file is no recording and is left out");
-        };
-        let read = |path: PathBuf| Self::read(&path).inspect_err(|error| told(&path, error)).ok();
+        let files = all.into_iter().filter(|path| file::pid_of(path) == Some(pid));
+        let read = |path: PathBuf| Self::read_of(&path, pid).map_err(|error| left_out(&path, error)).ok();
         let mut all: Vec<_> = files.filter_map(read).collect();
         if all.is_empty() {
             let expected = "a process with a recording: `gdasync trace --list` lists them; it has none if it has ended in \
@@ -207,15 +217,23 @@ impl Recording {
         Ok(all)
     }
 
-    /// The files named as recordings in the folders where they are made, less those that belong to another user than their process,
-    /// which the log warns of. None, and a warning in the log, where no file descriptor is left to look.
+    /// Reads the recordings of all processes here, in the order of their files. Files of other users (root is shown them) and files
+    /// that cannot be read are left out: `left_out` is told of each.
+    pub fn all(mut left_out: impl FnMut(&Path, Error)) -> Vec<Self> {
+        let read = |path: PathBuf| {
+            let pid = file::pid_of(&path)?;
+            Self::read_of(&path, pid).map_err(|error| left_out(&path, error)).ok()
+        };
+        Self::list().into_iter().filter_map(read).collect()
+    }
+
+    /// The files that are called as recordings are, in the folders where they are made. None, and a warning in the log, where no file
+    /// descriptor is left to look.
     pub fn list() -> Vec<PathBuf> {
-        let mut files = file::list(usize::MAX).unwrap_or_else(|error| {
+        file::list(usize::MAX).unwrap_or_else(|error| {
             tracing::warn!(%error, fix = file::RAISE, "recordings cannot be listed");
             Vec::new()
-        });
-        files.retain(|path| is_trusted(path));
-        files
+        })
     }
 
     /// Removes the recordings of this user's processes that are dead. Returns the files.
@@ -264,24 +282,10 @@ fn command(head: &[u64; header::WORDS]) -> String {
     text(&words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>())
 }
 
-/// The bytes before the first zero, with control characters escaped: another process has written them, and they are printed.
+/// The bytes before the first zero, safe to print: a process chooses its names.
 fn text(bytes: &[u8]) -> String {
     let bytes = bytes.split(|&byte| byte == 0).next().unwrap_or_default();
-    crate::error::printable(&String::from_utf8_lossy(bytes))
-}
-
-/// Whether a file may be taken for that of the process that it is named after.
-fn is_trusted(path: &Path) -> bool {
-    let told = |error: &std::io::Error| {
-        if error.kind() != std::io::ErrorKind::NotFound {
-            tracing::warn!(path = %path.display(), %error, "a file is left out: it may be forged");
-        }
-    };
-    match file::check_owner(path).inspect_err(told) {
-        // It is gone: reading says so.
-        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-        Ok(()) => true,
-    }
+    printable(&String::from_utf8_lossy(bytes))
 }
 
 fn thread(row: &[u8]) -> Thread {

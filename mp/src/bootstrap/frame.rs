@@ -10,6 +10,8 @@
 //! | 16..24 | job token |
 //! | 24..28 | payload length |
 
+use gdsync::error::printable;
+
 /// First bytes of every frame.
 const MAGIC: [u8; 4] = *b"GDSB";
 
@@ -123,10 +125,10 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    /// The payload of a refusal or failure, cut to what a message can bear.
+    /// The payload of a refusal or failure, cut to what a message can bear and safe to print.
     pub(super) fn text(&self) -> String {
         let end = self.payload.len().min(MAX_TEXT);
-        gdsync::error::printable(&String::from_utf8_lossy(&self.payload[..end]))
+        printable(&String::from_utf8_lossy(&self.payload[..end]))
     }
 }
 
@@ -179,6 +181,13 @@ mod tests {
     fn decode_reverses_encode() {
         let header = Header::decode(&encoded()).unwrap();
         assert_eq!(header.encode(), encoded());
+    }
+
+    #[test]
+    fn texts_of_peers_are_safe_to_print() {
+        let header = Header::decode(&encoded()).unwrap();
+        let frame = Frame { header, payload: b"rank 1: \x1b]0;title\x07 \xff".to_vec() };
+        assert_eq!(frame.text(), "rank 1: \\u{1b}]0;title\\u{7} \u{fffd}");
     }
 
     #[test]

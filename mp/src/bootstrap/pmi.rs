@@ -12,6 +12,7 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use gdsync::error::printable;
 use parking_lot::Mutex;
 
 use super::meet::{Door, Place, Target, address, listen};
@@ -148,7 +149,7 @@ impl Answer {
         let words = self.0.split_whitespace().filter_map(|word| word.split_once('='));
         let value = words.into_iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_owned());
         value.ok_or_else(|| {
-            Error::bootstrap(WHO, format!("answered '{}', without {name}", self.0.trim()), FIX)
+            Error::bootstrap(WHO, format!("answered '{}', without {name}", printable(self.0.trim())), FIX)
         })
     }
 }
@@ -181,7 +182,7 @@ impl<'a> Client<'a> {
         let answer = Answer(line);
         let code = answer.get("rc").unwrap_or_else(|_| "0".to_owned());
         if answer.get("cmd")? != expected || code != "0" {
-            let what = format!("answered '{}' to '{command}'", answer.0.trim());
+            let what = format!("answered '{}' to '{command}'", printable(answer.0.trim()));
             return Err(Error::bootstrap(WHO, what, FIX));
         }
         Ok(answer)

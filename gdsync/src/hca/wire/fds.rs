@@ -7,6 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 use crate::error::{Error, Result};
+use crate::memory::check_file_limit;
 
 /// The most descriptors of a message.
 const MAX_FDS: usize = 2;
@@ -16,6 +17,8 @@ const CONTROL: usize = 64;
 /// A memory file of `size` bytes that nobody can shrink or grow: mapping it cannot fault later.
 pub(crate) fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
     const FIX: &str = "raise the limit of open files (ulimit -n) or free memory";
+    check_file_limit(size)
+        .map_err(|e| Error::os("memfd_create", e, "raise the limit of the size of files (ulimit -f)"))?;
     // SAFETY: the name is a C string.
     let raw = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if raw < 0 {

@@ -211,3 +211,21 @@ fn files_that_are_no_recordings_are_refused() {
     assert!(Recording::read(&folder).is_err() && Recording::read("/dev/null".as_ref()).is_err());
     fs::remove_dir_all(&folder).unwrap();
 }
+
+#[test]
+fn names_that_processes_choose_are_safe_to_print() {
+    let recorder = Recorder::start(128).unwrap();
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("\x1b[2J".into());
+        thread.spawn_scoped(scope, || recorder.put(&mark(1, 0))).unwrap().join().unwrap();
+    });
+    let mut bytes = fs::read(recorder.path()).unwrap();
+    bytes[header::COMMAND * 8..][..8].copy_from_slice(b"\x1b[31mEV\x07");
+    let path = std::env::temp_dir().join(format!("gdsync-names-{}", std::process::id()));
+    fs::write(&path, bytes).unwrap();
+    let recording = Recording::read(&path);
+    fs::remove_file(&path).unwrap();
+    let recording = recording.unwrap();
+    assert!(recording.command.starts_with("\\u{1b}[31mEV\\u{7}"), "{}", recording.command);
+    assert!(recording.threads.iter().any(|thread| thread.name == "\\u{1b}[2J"));
+}
