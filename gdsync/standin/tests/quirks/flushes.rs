@@ -97,22 +97,3 @@ fn a_flush_with_another_counter_is_a_flush() {
     let error = a.qp.check().unwrap_err();
     assert!(matches!(&error, Error::Completion(failed) if failed.is_flush()), "{error:?}");
 }
-
-/// The card would complete the work of the next queue pair where nobody looks for it.
-#[test]
-fn a_completion_queue_that_is_owed_completions_takes_no_other_queue_pair() {
-    let _quirks = Quirks::of(FLUSHES_BY_DOORBELL);
-    let _control = Control::take();
-    let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
-    let context = open(&gpu);
-    let cq = context.create_cq(16).unwrap();
-    let a = Side::new(&context, 64, |q| q.send_cq(&cq).on_gpu(&gpu, OnGpu::empty()));
-    let (a, b) = connect(a, Side::new(&context, 64, |q| q));
-    hide(&gpu, &a);
-    let pd = a.pd.clone();
-    drop((a, b));
-    let error = pd.build_qp().send_cq(&cq).build().unwrap_err();
-    assert!(matches!(error, Error::InvalidArgument { what: "completion queue", .. }), "{error:?}");
-    pd.build_qp().build().unwrap();
-    gpu.reclaim(PATIENCE).unwrap();
-}
