@@ -5,6 +5,7 @@ mod common;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Scratch, fails, gdasync, positive, run, succeeds};
@@ -70,8 +71,10 @@ struct Job {
 
 impl Job {
     fn start(role: &str) -> Self {
+        static JOBS: AtomicU32 = AtomicU32::new(0);
+        let n = JOBS.fetch_add(1, Ordering::Relaxed);
         let folder =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("trace-{role}-{}", std::process::id()));
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("trace-{role}-{}-{n}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let mut command = common::program(std::env::current_exe().unwrap().to_str().unwrap());
         command.args(["--exact", "job", "--nocapture", "--test-threads=1"]);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::alarm::{Alarms, Belfry};
 use super::cqs::Cqs;
 use super::event::Kicks;
-use super::fault::Faults;
+use super::fault::{FaultPlan, Faults};
 use super::gid::Gid;
 use super::inbound::Inbound;
 use super::keys::Keys;
@@ -89,6 +89,10 @@ impl QpNumbers {
         Shuffle::random().map(Self)
     }
 
+    pub(super) fn faults(self, plan: FaultPlan) -> Faults {
+        Faults::new(plan, self.0)
+    }
+
     /// The slot of a queue pair.
     #[inline]
     pub(super) fn index(self, qpn: u32) -> usize {
@@ -122,7 +126,7 @@ impl Core {
             qpns,
             keys: Keys::new()?,
             cqs: Cqs::default(),
-            faults: Faults::new(config.faults.clone()),
+            faults: qpns.faults(config.faults.clone()),
             stats: HcaStats::default(),
             alarms: Belfry::new(alarms),
             inbound: Inbound::default(),

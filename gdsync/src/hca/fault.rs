@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use super::shuffle::Shuffle;
 use crate::error::{Error, Result};
 use crate::mlx5::Syndrome;
 
@@ -132,6 +133,8 @@ pub(crate) enum Fate {
 #[derive(Default)]
 pub(crate) struct Faults {
     plan: FaultPlan,
+    /// How queue pairs are numbered, which is another way in each run: faults repeat.
+    qpns: Shuffle<24>,
     packets: bool,
     sends: u64,
     recvs: u64,
@@ -145,17 +148,17 @@ impl fmt::Debug for Faults {
 }
 
 impl Faults {
-    pub(crate) fn new(plan: FaultPlan) -> Self {
+    pub(crate) fn new(plan: FaultPlan, qpns: Shuffle<24>) -> Self {
         let packets = plan.drop > 0.0
             || plan.duplicate > 0.0
             || plan.reorder > 0.0
             || plan.delay.0 > 0.0
             || plan.die_after.is_some();
-        Self { plan, packets, ..Self::default() }
+        Self { qpns, plan, packets, ..Self::default() }
     }
 
-    /// The fate of the `index`-th packet of a queue pair; `key` tells queue pairs apart.
-    pub(crate) fn fate(&self, key: u32, index: u64) -> Fate {
+    /// The fate of the `index`-th packet of queue pair `qpn`.
+    pub(crate) fn fate(&self, qpn: u32, index: u64) -> Fate {
         if !self.packets {
             return Fate::Pass;
         }
@@ -163,6 +166,7 @@ impl Faults {
             return Fate::Drop;
         }
         // 53 random bits in 0..1, then one probability after the other eats its share.
+        let key = self.qpns.find(qpn);
         let bits = mix(self.plan.seed ^ mix(u64::from(key) << 40 ^ index)) >> 11;
         #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
         let mut x = bits as f64 / (1u64 << 53) as f64;
@@ -259,7 +263,7 @@ mod tests {
     fn fates_repeat_with_the_seed_and_follow_the_probabilities() {
         let plan = FaultPlan { seed: 1, drop: 0.1, duplicate: 0.2, reorder: 0.3, ..FaultPlan::default() };
         let draw = |plan: &FaultPlan| {
-            let faults = Faults::new(plan.clone());
+            let faults = Faults::new(plan.clone(), Shuffle::default());
             (0..100_000).map(|i| faults.fate(5, i)).collect::<Vec<_>>()
         };
         let fates = draw(&plan);

@@ -12,6 +12,13 @@ pub(super) struct Shuffle<const BITS: u32> {
     offset: u32,
 }
 
+impl<const BITS: u32> Default for Shuffle<BITS> {
+    /// Each number is itself.
+    fn default() -> Self {
+        Self { factor: 1, inverse: 1, offset: 0 }
+    }
+}
+
 impl<const BITS: u32> Shuffle<BITS> {
     const MASK: u32 = u32::MAX >> (32 - BITS);
 

@@ -10,7 +10,7 @@ use super::alarm::Alarms;
 use super::chart::Chart;
 use super::core::{Core, QpNumbers};
 use super::cqs;
-use super::fault::{FaultPlan, Faults};
+use super::fault::FaultPlan;
 use super::gid::{self, Gid};
 use super::landing::Landing;
 use super::peeks::Peeks;
@@ -406,7 +406,7 @@ impl Provider for SoftHca {
 
     fn inject(&self, plan: FaultPlan) -> Result<()> {
         plan.check()?;
-        self.shared.with(|core| core.faults = Faults::new(plan));
+        self.shared.with(|core| core.faults = self.shared.qpns.faults(plan));
         Ok(())
     }
 
