@@ -2,6 +2,7 @@
 //!
 //! Runs anywhere: without a GPU the "GPU memory" is plain memory, and the program says so.
 
+use gdasync::out;
 use gdrcopy::planner::Direction;
 use gdrcopy::{Gdr, Planner};
 
@@ -12,11 +13,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .get_matches();
 
     let gdr = Gdr::open()?;
-    println!("GPU memory is mapped by {gdr}");
+    out!("GPU memory is mapped by {gdr}")?;
 
     let buffer = gdr.alloc(0, 1 << 20)?;
     let mapping = buffer.map()?;
-    println!("{mapping:?}");
+    out!("{mapping:?}")?;
 
     // Data, flush, flag: in this order also for a kernel that polls the flag.
     let data = b"written by the CPU";
@@ -28,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     buffer.copy_out(64, &mut seen)?;
     assert_eq!(&seen, data);
     assert_eq!(mapping.load::<u32>(0)?, 1);
-    println!("the GPU has: {}", String::from_utf8_lossy(&seen));
+    out!("the GPU has: {}", String::from_utf8_lossy(&seen))?;
 
     // The old bytes stay for as long as the mapping does.
     drop(buffer);
@@ -36,7 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(&seen, data);
 
     let planner = Planner::calibrate(&gdr, 0)?;
-    println!("a write of 64 bytes goes by {}", planner.way(Direction::ToGpu, 64));
-    println!("a read of 1 MiB goes by {}", planner.way(Direction::FromGpu, 1 << 20));
+    out!("a write of 64 bytes goes by {}", planner.way(Direction::ToGpu, 64))?;
+    out!("a read of 1 MiB goes by {}", planner.way(Direction::FromGpu, 1 << 20))?;
     Ok(())
 }

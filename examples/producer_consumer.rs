@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use gdasync::measure::{Pattern, size};
+use gdasync::{note, out};
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, HostStreamConfig, Stream};
 use mp::{Communicator, Registration};
@@ -160,16 +161,17 @@ fn run(options: &Options) -> Result<()> {
     let time = start.elapsed();
     let wrong = comm.exchange(&side.wrong.load(Ordering::Relaxed).to_be_bytes(), timeout)?;
     let wrong: u64 = wrong.iter().filter_map(|w| w.first_chunk()).map(|w| u64::from_be_bytes(*w)).sum();
+    // First: the peer has not failed where the output cannot be written.
+    comm.finalize(timeout)?;
     if produces {
         let each = time.as_secs_f64() * 1e6 / options.blocks as f64;
-        println!(
+        out!(
             "{} blocks of {} B over {} slots: {each:.2} us each, {wrong} wrong",
             options.blocks,
             size(bytes),
             count
-        );
+        )?;
     }
-    comm.finalize(timeout)?;
     if wrong > 0 { Err("blocks arrived with wrong data".into()) } else { Ok(()) }
 }
 
@@ -177,7 +179,7 @@ fn main() -> ExitCode {
     match run(&Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("producer_consumer: {error}");
+            note!("producer_consumer: {error}");
             ExitCode::FAILURE
         }
     }

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use gdasync::out;
 use gdsync::memory::Memory;
 use gdsync::stream::{Cond, HostStreamConfig, Stream};
 use mp::{Communicator, Rma, Signal};
@@ -15,7 +16,7 @@ const SIGNAL: usize = 0;
 const COUNTER: usize = 8;
 const TEXT: usize = 64;
 
-fn main() -> mp::Result<()> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     // No options; `--help` says what it shows.
     clap::Command::new("putget")
         .about("A put with a signal and a get between two processes, in the order of a stream")
@@ -54,12 +55,15 @@ fn main() -> mp::Result<()> {
     let count = window.start(&Rma::fetch_add(5, 0, COUNTER, &local, 56))?;
     comm.wait(&count, PATIENCE)?;
     comm.barrier(PATIENCE)?;
-    if comm.rank() == 0 {
+    let first = comm.rank() == 0;
+    let total = window.word64(COUNTER)?.load();
+    window.destroy(PATIENCE)?;
+    comm.finalize(PATIENCE)?;
+    if first {
         let mut text = [0; 18];
         local.memory().read(32, &mut text)?;
-        println!("got back: {}", String::from_utf8_lossy(&text));
-        println!("counter:  {}", window.word64(COUNTER)?.load());
+        out!("got back: {}", String::from_utf8_lossy(&text))?;
+        out!("counter:  {total}")?;
     }
-    window.destroy(PATIENCE)?;
-    comm.finalize(PATIENCE)
+    Ok(())
 }

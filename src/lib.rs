@@ -7,9 +7,15 @@
 //! - [`gdsync`]: verbs queues on mlx5 rings, streams that trigger and await them, the software HCA;
 //! - [`mp`]: messages between ranks, over it.
 
+#![cfg_attr(
+    not(test),
+    deny(clippy::print_stderr, clippy::print_stdout, reason = "they panic; `out!` and `note!` do not")
+)]
+
 pub mod doctor;
 pub mod lane;
 pub mod measure;
+pub mod output;
 pub mod pingpong;
 pub mod tools;
 

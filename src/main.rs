@@ -1,5 +1,10 @@
 //! The command-line tool.
 
+#![cfg_attr(
+    not(test),
+    deny(clippy::print_stderr, clippy::print_stdout, reason = "they panic; `out!` and `note!` do not")
+)]
+
 mod bench;
 mod compare;
 mod plot;
@@ -7,6 +12,7 @@ mod report;
 mod results;
 mod trace;
 
+use gdasync::note;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
@@ -64,7 +70,7 @@ fn main() -> ExitCode {
 /// The exit status, or the error for the user.
 fn end<E: std::fmt::Display>(result: Result<ExitCode, E>) -> ExitCode {
     result.unwrap_or_else(|error| {
-        eprintln!("gdasync: {error}");
+        note!("gdasync: {error}");
         ExitCode::FAILURE
     })
 }

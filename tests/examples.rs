@@ -2,7 +2,10 @@
 
 mod common;
 
-use common::{example, fails, succeeds};
+use std::fs::File;
+use std::process::Command;
+
+use common::{example, fails, gdasync, run, succeeds};
 
 #[test]
 fn sendrecv_delivers() {
@@ -75,4 +78,58 @@ fn a_producer_explains_itself() {
     let mut wrong = example("producer_consumer");
     wrong.args(["--slots", "0"]);
     assert!(fails(wrong).contains("--slots"));
+}
+
+/// What prints, with little to do: the examples, a benchmark and a tool.
+fn printing() -> Vec<Command> {
+    let with = |mut command: Command, args: &[&str]| {
+        command.args(args);
+        command
+    };
+    vec![
+        example("mapping"),
+        example("putget"),
+        example("sendrecv"),
+        with(example("producer_consumer"), &["--blocks", "20"]),
+        with(example("pingpong"), &["--sizes", "8", "--iters", "20", "--modes", "cpu"]),
+        with(example("jacobi2d"), &["--nx", "16", "--ny", "16", "--iters", "20"]),
+        with(gdasync(), &["bench", "pingpong", "--sizes", "8", "--iters", "20", "--ahead", "10"]),
+        with(gdasync(), &["bench", "mp", "--sizes", "8", "--iters", "20", "--calls", "20"]),
+        with(gdasync(), &["gdrcopy", "copylat", "--backend", "host", "-s", "64"]),
+    ]
+}
+
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    for mut command in printing() {
+        command.stdout(File::options().write(true).open("/dev/full").unwrap());
+        let (output, _, err) = run(command);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert_eq!(err.lines().count(), 1, "{err}");
+        assert!(err.contains("cannot write the output: No space left on device"), "{err}");
+    }
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_failure() {
+    for mut command in printing() {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        command.stdout(writer);
+        let (output, _, err) = run(command);
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(err, "");
+    }
+}
+
+#[test]
+fn a_failure_is_told_also_where_nobody_can_read_of_it() {
+    for name in ["pingpong", "jacobi2d", "producer_consumer"] {
+        let mut command = example(name);
+        // A launcher that is not there.
+        command
+            .envs([("RANK", "1"), ("WORLD_SIZE", "two")])
+            .stderr(File::options().write(true).open("/dev/full").unwrap());
+        assert_eq!(run(command).0.status.code(), Some(1), "{name}");
+    }
 }

@@ -16,11 +16,13 @@ mod relax;
 mod repeat;
 mod solver;
 
+use std::io;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use gdasync::measure::{Machine, create_json};
+use gdasync::measure::{Machine, create_json, write_json};
+use gdasync::{note, out};
 use mp::Communicator;
 use serde::Serialize;
 
@@ -57,27 +59,32 @@ struct Report {
 }
 
 impl Report {
-    fn print(&self) {
-        println!(
+    fn print(&self) -> io::Result<()> {
+        out!(
             "{} over {}, {} stream, {} ranks, {} x {}",
-            self.device, self.wire, self.stream, self.ranks, self.machine.cpus, self.machine.cpu
-        );
-        print!("{}", self.place);
-        println!(
-            "{} x {} cells, {} iterations, mode {}",
+            self.device,
+            self.wire,
+            self.stream,
+            self.ranks,
+            self.machine.cpus,
+            self.machine.cpu
+        )?;
+        out!(
+            "{}{} x {} cells, {} iterations, mode {}",
+            self.place,
             self.nx,
             self.ny,
             self.iters,
             format!("{:?}", self.mode).to_lowercase()
-        );
-        println!("time per iteration: {:.2} us", self.iteration_us);
-        println!("halo bytes per iteration: {}", self.halo_bytes);
-        println!("cells per second: {:.4e}", self.cells_per_s);
+        )?;
+        out!("time per iteration: {:.2} us", self.iteration_us)?;
+        out!("halo bytes per iteration: {}", self.halo_bytes)?;
+        out!("cells per second: {:.4e}", self.cells_per_s)?;
         match self.difference {
             Some(Difference { max_difference, different_cells }) => {
-                println!("difference to one process: at most {max_difference:e}, {different_cells} cells");
+                out!("difference to one process: at most {max_difference:e}, {different_cells} cells")
             }
-            None => println!("not compared with one process"),
+            None => out!("not compared with one process"),
         }
     }
 }
@@ -92,13 +99,13 @@ fn run(options: &Options) -> Result<bool> {
     }
     let file = create_json(options.json.as_deref().filter(|_| first))?;
     let report = solve(options, &placed, &comm)?;
-    if first {
-        report.print();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
-    }
+    let written = match first {
+        true => report.print().and_then(|()| write_json(file, &report)),
+        false => Ok(()),
+    };
+    // First: the other ranks have not failed.
     comm.finalize(timeout)?;
+    written?;
     Ok(report.difference.is_none_or(|difference| difference.different_cells == 0))
 }
 
@@ -171,11 +178,11 @@ fn main() -> ExitCode {
     match run(&options) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
-            eprintln!("jacobi2d: the result is not that of one process");
+            note!("jacobi2d: the result is not that of one process");
             ExitCode::FAILURE
         }
         Err(error) => {
-            eprintln!("jacobi2d: {error}");
+            note!("jacobi2d: {error}");
             ExitCode::FAILURE
         }
     }

@@ -20,7 +20,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use gdasync::lane::{Lane, Result};
-use gdasync::measure::{create_json, size};
+use gdasync::measure::{create_json, size, write_json};
+use gdasync::note;
 use gdasync::pingpong::{PTX, Player, Report, floor};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -71,13 +72,13 @@ fn run(Cli { play: options, floor: with_floor, json }: &Cli) -> Result<bool> {
     }
     bar.finish_and_clear();
     let report = Report::new(options, &comm, &placed, &lane, results)?;
-    if first {
-        report.print();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
-    }
+    let written = match first {
+        true => report.print().and_then(|()| write_json(file, &report)),
+        false => Ok(()),
+    };
+    // First: the peer has not failed.
     comm.finalize(timeout)?;
+    written?;
     Ok(report.is_right())
 }
 
@@ -89,11 +90,11 @@ fn main() -> ExitCode {
     match run(&Cli::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
-            eprintln!("pingpong: messages arrived with wrong data");
+            note!("pingpong: messages arrived with wrong data");
             ExitCode::FAILURE
         }
         Err(error) => {
-            eprintln!("pingpong: {error}");
+            note!("pingpong: {error}");
             ExitCode::FAILURE
         }
     }

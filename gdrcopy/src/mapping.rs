@@ -214,7 +214,8 @@ impl Mapping {
     }
 
     /// Takes the memory away from who may still have a pointer to it, in the manner of `gdr_close`: the addresses
-    /// stay taken until the process ends, and every access to them raises `SIGBUS`. It costs address space only.
+    /// stay taken until the process ends, and every access to them raises `SIGBUS`. It costs address space; neighbouring
+    /// places are one mapping of the kernel.
     ///
     /// # Errors
     /// [`Error::Sys`].

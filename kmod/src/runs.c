@@ -31,7 +31,10 @@ void gdr_runs_add(struct gdr_pin *pin, phys_addr_t phys, u64 len)
 	};
 }
 
-/* RAM has its attributes in the kernel's own mapping of it; a mapping must not have others. */
+/*
+ * RAM has its attributes in the kernel's own mapping of it; a mapping must not have others. The first page stands for its
+ * run: no driver's allocation goes on from RAM into the addresses of a device, and a look at every page takes too long.
+ */
 static bool gdr_run_is_ram(const struct gdr_run *run)
 {
 	return page_is_ram(PHYS_PFN(run->phys));

@@ -1,5 +1,7 @@
 //! `gdasync bench hca`: what the software HCA costs on top of the machine.
 
+use gdasync::out;
+use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -8,7 +10,7 @@ use clap::Args;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Context, Device, QpAddress};
-use gdasync::measure::{Machine, Micros, Samples, create_json, process_cpu};
+use gdasync::measure::{Machine, Micros, Samples, create_json, process_cpu, write_json};
 use gdasync::mp::Communicator;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -69,18 +71,17 @@ impl Options {
         comm.barrier(timeout * 4)?;
         run.two_processes()?;
         comm.barrier(timeout)?;
+        let mut written = Ok(());
         if first {
             let idle = run.idle()?;
             run.bar.finish_and_clear();
             let context = comm.context();
             let (device, wire) = (context.description().to_owned(), context.wire().to_owned());
             let report = Report { device, wire, machine: Machine::here(), results: run.rows };
-            report.print(idle);
-            if let Some(file) = file {
-                serde_json::to_writer_pretty(file, &report)?;
-            }
+            written = report.print(idle).and_then(|()| write_json(file, &report));
         }
-        Ok(comm.finalize(timeout)?)
+        comm.finalize(timeout)?;
+        Ok(written?)
     }
 }
 
@@ -230,9 +231,9 @@ impl Run<'_> {
 }
 
 impl Report {
-    fn print(&self, idle: f64) {
-        println!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu);
-        println!("{}", table("8 bytes, half round trip", &self.results, 3));
-        println!("CPU of 8 streams that wait: {idle:.2} % of a core");
+    fn print(&self, idle: f64) -> io::Result<()> {
+        out!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu)?;
+        out!("{}", table("8 bytes, half round trip", &self.results, 3))?;
+        out!("CPU of 8 streams that wait: {idle:.2} % of a core")
     }
 }

@@ -1,5 +1,7 @@
 //! `gdasync bench recorder`: what the flight recorder costs.
 
+use gdasync::out;
+use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -9,7 +11,7 @@ use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::recorder::Marks;
 use gdasync::gdsync::stream::{HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, RecvWr, SendWr};
-use gdasync::measure::{Machine, Samples, create_json};
+use gdasync::measure::{Machine, Samples, create_json, write_json};
 use serde::Serialize;
 
 use super::Result;
@@ -79,10 +81,8 @@ impl Options {
             1,
         );
         let report = Report { machine: Machine::here(), results };
-        report.print();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
+        report.print()?;
+        write_json(file, &report)?;
         Ok(())
     }
 }
@@ -156,8 +156,8 @@ impl Bed {
 }
 
 impl Report {
-    fn print(&self) {
-        println!("flight recorder, {} x {}", self.machine.cpus, self.machine.cpu);
-        println!("{}", table("", &self.results, 4));
+    fn print(&self) -> io::Result<()> {
+        out!("flight recorder, {} x {}", self.machine.cpus, self.machine.cpu)?;
+        out!("{}", table("", &self.results, 4))
     }
 }

@@ -1,5 +1,7 @@
 //! `gdasync bench register`: what the registration cache costs, against registering and deregistering without it.
 
+use gdasync::out;
+use std::io;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -7,7 +9,7 @@ use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
-use gdasync::measure::{Machine, Micros, Samples, create_json, size};
+use gdasync::measure::{Machine, Micros, Samples, create_json, size, write_json};
 use gdasync::mp::Communicator;
 use gdasync::mp::cache::{CacheConfig, Cached};
 use serde::Serialize;
@@ -141,10 +143,8 @@ impl Options {
         }
         let device = communicator(0, false)?.context().description().to_owned();
         let report = Report { device, machine: Machine::here(), bytes: self.bytes, results };
-        report.print();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
+        report.print()?;
+        write_json(file, &report)?;
         Ok(())
     }
 
@@ -227,8 +227,8 @@ fn two_threads(place: &Place, comm: &Communicator, calls: u64) -> Result<Samples
 }
 
 impl Report {
-    fn print(&self) {
-        println!("{}, {} x {}", self.device, self.machine.cpus, self.machine.cpu);
+    fn print(&self) -> io::Result<()> {
+        out!("{}, {} x {}", self.device, self.machine.cpus, self.machine.cpu)?;
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         let bytes = usize::try_from(self.bytes).map(size).unwrap_or_default();
@@ -247,6 +247,6 @@ impl Report {
             table.add_row(names.into_iter().chain(numbers).chain([format!("{:.3}", row.ratio)]));
         }
         table.column_iter_mut().skip(2).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-        println!("{table}");
+        out!("{table}")
     }
 }

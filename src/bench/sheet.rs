@@ -1,6 +1,8 @@
 //! What the benchmarks of messages have in common: how long they may take, how they check, one shape of results.
 
+use gdasync::out;
 use std::fs::File;
+use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -9,7 +11,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::verbs::Context;
 use gdasync::lane::{Lane, Placed};
 use gdasync::measure::series::{Report, Series, Skipped};
-use gdasync::measure::{Machine, Pattern, create_json};
+use gdasync::measure::{Machine, Pattern, create_json, write_json};
 use gdasync::mp::Communicator;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -179,11 +181,9 @@ impl Sheet {
             skipped: self.skipped,
         };
         if self.shown {
-            print(&report);
+            print(&report)?;
         }
-        if let Some(file) = self.file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
+        write_json(self.file, &report)?;
         match self.wrong {
             0 => Ok(()),
             wrong => Err(format!("{wrong} checks found wrong data: the figures mean nothing").into()),
@@ -201,9 +201,9 @@ pub(super) fn objection(
     Ok(all.iter().find(|reason| !reason.is_empty()).map(|reason| String::from_utf8_lossy(reason).into()))
 }
 
-fn print(report: &Report) {
+fn print(report: &Report) -> io::Result<()> {
     let Report { device, wire, machine, .. } = report;
-    println!("{device} over {wire}, {} x {}", machine.cpus, machine.cpu);
+    out!("{device} over {wire}, {} x {}", machine.cpus, machine.cpu)?;
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(["", "at", "p50", "p99", "min", "", "ratio", "to"]);
@@ -231,9 +231,10 @@ fn print(report: &Report) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    println!("{table}");
+    out!("{table}")?;
     for skipped in report.skipped.chunk_by(|a, b| a.reason == b.reason) {
         let names: Vec<_> = skipped.iter().map(|skipped| skipped.name.as_str()).collect();
-        println!("skipped: {}: {}", names.join("; "), skipped[0].reason);
+        out!("skipped: {}: {}", names.join("; "), skipped[0].reason)?;
     }
+    Ok(())
 }

@@ -16,6 +16,7 @@ mod system;
 #[cfg(test)]
 mod tests;
 
+use crate::note;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
@@ -86,7 +87,7 @@ impl Doctor {
         }
         let done = if self.list { output::list() } else { self.examine() };
         done.unwrap_or_else(|message| {
-            eprintln!("gdasync doctor: {message}");
+            note!("gdasync doctor: {message}");
             ExitCode::from(2)
         })
     }

@@ -9,7 +9,7 @@ pub mod shared_page;
 mod summary;
 
 pub use clock::{SERVICES, process_cpu, thread_cpu, threads_cpu};
-pub use json::create_json;
+pub use json::{create_json, write_json};
 pub use machine::Machine;
 pub use pattern::Pattern;
 pub use summary::{Micros, Samples, size};

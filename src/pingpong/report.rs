@@ -1,5 +1,7 @@
 //! What was measured.
 
+use crate::out;
+use std::io;
 use std::time::{Duration, Instant};
 
 use crate::measure::{Machine, Micros, SERVICES, Samples, process_cpu, size, thread_cpu, threads_cpu};
@@ -216,12 +218,19 @@ impl Report {
     }
 
     /// Prints the table.
-    pub fn print(&self) {
-        println!(
+    ///
+    /// # Errors
+    /// Standard output cannot be written.
+    pub fn print(&self) -> io::Result<()> {
+        out!(
             "{} over {}, {} stream, {} ranks, {} x {}",
-            self.device, self.wire, self.stream, self.ranks, self.machine.cpus, self.machine.cpu
-        );
-        print!("{}", self.settings.place);
+            self.device,
+            self.wire,
+            self.stream,
+            self.ranks,
+            self.machine.cpus,
+            self.machine.cpu
+        )?;
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         table.set_header([
@@ -265,12 +274,12 @@ impl Report {
             ]);
         }
         table.column_iter_mut().skip(1).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-        println!("{table}");
-        println!("Times are half round trips; bandwidth is bytes over the p50; {}.", self.checked());
-        println!(
+        out!("{}{table}", self.settings.place)?;
+        out!("Times are half round trips; bandwidth is bytes over the p50; {}.", self.checked())?;
+        out!(
             "CPU: of the thread that posts, of the application (all but the threads that do what a network card would: \
              the software HCA's, the proxy's), of the process."
-        );
+        )
     }
 
     fn checked(&self) -> &'static str {

@@ -1,5 +1,6 @@
 //! What the command line asks for, and how several files become one picture.
 
+use gdasync::note;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -177,7 +178,7 @@ impl Options {
             if results.groups.len() > 1 && self.group.is_none() {
                 let others = results.groups.iter().filter(|other| other.name != group.name);
                 let names: Vec<_> = others.map(|other| format!("`{}`", other.name)).collect();
-                eprintln!("{}: drawn is `{}`; --group draws {}", results.stem, group.name, names.join(", "));
+                note!("{}: drawn is `{}`; --group draws {}", results.stem, group.name, names.join(", "));
             }
             if let Some(first) =
                 groups.first().filter(|first| first.axis != group.axis || first.unit != group.unit)

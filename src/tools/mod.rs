@@ -20,6 +20,7 @@ mod report;
 mod sanity;
 mod target;
 
+use crate::note;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
@@ -78,7 +79,7 @@ fn tell<P: Program>(tool: &P) -> ExitCode {
         // Ends the process with status 2, as for any option that cannot be understood.
         Err(Failure::Usage(message)) => command::<P>().error(ErrorKind::ValueValidation, message).exit(),
         Err(Failure::Failed(message)) => {
-            eprintln!("{}: {message}", P::NAME);
+            note!("{}: {message}", P::NAME);
             ExitCode::FAILURE
         }
     }

@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use super::failure::{Failure, Result};
+use crate::output;
 
 /// The output of a tool.
 pub(super) struct Output {
@@ -36,12 +37,11 @@ impl Output {
 
     /// Says one line.
     pub(super) fn line(&self, line: Arguments<'_>) -> Result<()> {
-        self.bar
-            .suspend(|| match self.json {
-                Some(Json::Stdout) => writeln!(io::stderr(), "{line}"),
-                _ => writeln!(io::stdout(), "{line}"),
-            })
-            .map_err(|e| Failure::failed(format_args!("cannot write the output: {e}")))
+        self.bar.suspend(|| match self.json {
+            Some(Json::Stdout) => output::line(io::stderr(), line),
+            _ => output::line(io::stdout(), line),
+        })?;
+        Ok(())
     }
 
     /// Shows progress of so many steps on the terminal, if standard error is one.
@@ -64,14 +64,13 @@ impl Output {
     /// Writes the JSON that was asked for.
     pub(super) fn finish(self, report: &impl Serialize) -> Result<()> {
         self.bar.finish_and_clear();
-        let mut to: Box<dyn Write> = match self.json {
+        let to: Box<dyn Write> = match self.json {
             Some(Json::Stdout) => Box::new(io::stdout()),
             Some(Json::File(file)) => Box::new(file),
             None => return Ok(()),
         };
-        serde_json::to_writer_pretty(&mut to, report)?;
-        writeln!(to)?;
-        Ok(())
+        let report = serde_json::to_string_pretty(report)?;
+        Ok(output::line(to, format_args!("{report}"))?)
     }
 }
 

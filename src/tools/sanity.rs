@@ -16,6 +16,7 @@ mod nvml;
 mod resources;
 mod runner;
 
+use crate::out;
 use std::time::Duration;
 
 use clap::Args;
@@ -166,7 +167,7 @@ impl Sanity {
         if name == DESCRIBE {
             let gdr = case::open(&self.common)?;
             let setup = Setup::of(&gdr, &gdr.gpus()?, self.common.gpu);
-            println!("{}", serde_json::to_string(&setup)?);
+            out!("{}", serde_json::to_string(&setup)?)?;
             return Ok(());
         }
         let case = CASES.iter().find(|case| case.name == name);

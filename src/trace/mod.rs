@@ -5,6 +5,7 @@ mod perfetto;
 mod report;
 mod text;
 
+use gdasync::note;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -67,7 +68,7 @@ impl Options {
             // Whoever reads has seen enough.
             Err(error) if is_closed_pipe(&*error) => ExitCode::SUCCESS,
             Err(error) => {
-                eprintln!("gdasync: {error}");
+                note!("gdasync: {error}");
                 ExitCode::FAILURE
             }
         }
@@ -127,7 +128,7 @@ impl Options {
 
 /// Tells of a file that is called as a recording is and is not shown.
 fn left_out(path: &Path, error: Error) {
-    eprintln!("gdasync: left out {}: {}", printable(&path.to_string_lossy()), printable(&error.to_string()));
+    note!("gdasync: left out {}: {}", printable(&path.to_string_lossy()), printable(&error.to_string()));
 }
 
 fn is_closed_pipe(error: &(dyn std::error::Error + 'static)) -> bool {

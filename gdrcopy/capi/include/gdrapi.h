@@ -105,7 +105,8 @@ int gdr_pin_buffer_v2(gdr_t g, unsigned long addr, size_t size, uint32_t flags, 
 
 /*
  * Unpins. The handle is gone also if that fails. Unmap first: a mapping that is left shows no memory any more, touching it
- * raises SIGBUS, and its addresses stay taken until the process ends. gdr_unmap is EINVAL then.
+ * raises SIGBUS, and its addresses stay taken until the process ends, in few mappings of the kernel. gdr_unmap is EINVAL
+ * then.
  */
 int gdr_unpin_buffer(gdr_t g, gdr_mh_t handle);
 

@@ -37,8 +37,10 @@
 //!   `EOPNOTSUPP` on every backend.
 //! - **`gdr_unmap`** compares address and size with the mapping (the size up to GPU pages) and gives `EINVAL`.
 //! - **`gdr_unpin_buffer` and `gdr_close`** with a mapping that is left do as theirs: touching it raises `SIGBUS`, and
-//!   its addresses stay taken until the process ends, which costs address space only. `gdr_unmap` with such a handle is
-//!   `EINVAL`. If the process cannot have one more file for a moment, they are unmapped instead, with a warning.
+//!   its addresses stay taken until the process ends, which costs address space. Such places that are neighbours are one
+//!   mapping of the kernel, so that many of them stay below its limit (`vm.max_map_count`). `gdr_unmap` with such a
+//!   handle is `EINVAL`. The first one opens a file that stays open; if the process cannot have it, the addresses are
+//!   unmapped instead, with a warning.
 //! - **The copies** check their range against the mapping, and null pointers: `EINVAL`.
 //! - **`gdr_driver_get_version`** gives 2.6 on backends without a module, where theirs aborts.
 //! - **`gdr_get_attribute`** gives 0 for what an old driver does not know, where theirs gives `EINVAL`.

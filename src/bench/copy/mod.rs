@@ -12,7 +12,7 @@ use clap::Args;
 use gdasync::gdrcopy::copy::{Copier, Routine, load_fence, store_fence};
 use gdasync::gdrcopy::planner::{Direction, Way, read_by, write_by};
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping, Planner};
-use gdasync::measure::{Machine, create_json};
+use gdasync::measure::{Machine, create_json, write_json};
 use indicatif::ProgressBar;
 
 use super::Result;
@@ -105,10 +105,8 @@ impl Options {
             calibration: Calibrated::all(&bench.planner),
             rows: bench.rows.take(),
         };
-        report.print();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
+        report.print()?;
+        write_json(file, &report)?;
         Ok(())
     }
 }

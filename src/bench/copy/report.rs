@@ -4,7 +4,9 @@ use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdrcopy::Planner;
 use gdasync::gdrcopy::planner::Direction;
 use gdasync::measure::{Machine, Micros, size};
+use gdasync::out;
 use serde::Serialize;
+use std::io;
 
 /// All figures of a run.
 #[derive(Serialize)]
@@ -99,11 +101,11 @@ impl Row {
 }
 
 impl Report {
-    pub(super) fn print(&self) {
-        println!("{} on {} x {}, through {}", self.gpu, self.machine.cpus, self.machine.cpu, self.backend);
-        println!("stores by {}, loads by {}", self.store, self.load);
+    pub(super) fn print(&self) -> io::Result<()> {
+        out!("{} on {} x {}, through {}", self.gpu, self.machine.cpus, self.machine.cpu, self.backend)?;
+        out!("stores by {}, loads by {}", self.store, self.load)?;
         for choice in &self.plan {
-            println!("planner, {}: from {} bytes by {}", choice.direction, choice.from_bytes, choice.way);
+            out!("planner, {}: from {} bytes by {}", choice.direction, choice.from_bytes, choice.way)?;
         }
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
@@ -124,6 +126,6 @@ impl Report {
         for column in table.column_iter_mut().skip(1).filter(|column| column.index != 2) {
             column.set_cell_alignment(CellAlignment::Right);
         }
-        println!("{table}");
+        out!("{table}")
     }
 }

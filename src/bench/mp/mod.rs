@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use gdasync::gdsync::stream::{HostStreamConfig, Stream};
-use gdasync::measure::{Machine, Samples, create_json, size};
+use gdasync::measure::{Machine, Samples, create_json, size, write_json};
 use gdasync::mp::Communicator;
 use gdasync::mp::tagged::Tagged;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -100,17 +100,16 @@ impl Options {
         }
         bar.finish_and_clear();
         let wrong = lines.iter().map(|line| line.errors).sum::<u64>();
+        let mut written = Ok(());
         if first {
             let context = comm.context();
             let (device, wire) = (context.description().to_owned(), context.wire().to_owned());
             let (machine, work_us) = (Machine::here(), self.work_us);
             let report = Report { device, wire, machine, work_us, calls, lines };
-            report.print(&self.modes);
-            if let Some(file) = file {
-                serde_json::to_writer_pretty(file, &report)?;
-            }
+            written = report.print(&self.modes).and_then(|()| write_json(file, &report));
         }
         comm.finalize(timeout)?;
+        written?;
         if wrong > 0 { Err(format!("{wrong} windows had wrong data").into()) } else { Ok(()) }
     }
 

@@ -2,7 +2,9 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::measure::{Machine, Micros, size};
+use gdasync::out;
 use serde::Serialize;
+use std::io;
 
 use super::Mode;
 use super::calls::Call;
@@ -30,9 +32,9 @@ pub(super) struct Line {
 }
 
 impl Report {
-    pub(super) fn print(&self, modes: &[Mode]) {
-        println!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu);
-        println!("Half a round trip in us (p50 of windows), work: {} us; rate: MB/s", self.work_us);
+    pub(super) fn print(&self, modes: &[Mode]) -> io::Result<()> {
+        out!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu)?;
+        out!("Half a round trip in us (p50 of windows), work: {} us; rate: MB/s", self.work_us)?;
         let name = |mode: &Mode| match mode {
             Mode::Sync => "Sync",
             Mode::SyncWork => "Sync+Work",
@@ -52,11 +54,11 @@ impl Report {
             table.add_row(std::iter::once(bytes).chain(cells));
         }
         align(&mut table, 0);
-        println!("{table}");
+        out!("{table}")?;
         let wrong: u64 = self.lines.iter().map(|line| line.errors).sum();
-        println!("{wrong} errors");
+        out!("{wrong} errors")?;
         if self.calls.is_empty() {
-            return;
+            return Ok(());
         }
         let mut table = self::table(["a call with 8 bytes, p50", "mp us", "gdsync us", "mp adds ns"]);
         for call in &self.calls {
@@ -64,7 +66,7 @@ impl Report {
             table.add_row([call.name.to_owned(), mp, gdsync, format!("{:.0}", call.overhead_ns)]);
         }
         align(&mut table, 1);
-        println!("{table}");
+        out!("{table}")
     }
 }
 

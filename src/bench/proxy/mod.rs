@@ -2,6 +2,8 @@
 
 mod staged;
 
+use gdasync::out;
+use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -13,7 +15,7 @@ use gdasync::gdsync::rdma::{DeviceConfig, Route};
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Device, Mr, Qp, SendWr};
 use gdasync::lane::own_gpu;
-use gdasync::measure::{Machine, Micros, Samples, create_json};
+use gdasync::measure::{Machine, Micros, Samples, create_json, write_json};
 use serde::Serialize;
 
 use super::Result;
@@ -152,11 +154,9 @@ impl Options {
         let file = create_json(self.json.as_deref())?;
         if self.staged {
             let report = self.staged(&context, timeout)?;
-            report.print();
-            staged::print(&report.results);
-            if let Some(file) = file {
-                serde_json::to_writer_pretty(file, &report)?;
-            }
+            report.print()?;
+            staged::print(&report.results)?;
+            write_json(file, &report)?;
             return Ok(());
         }
         // In both, the queue pair is the only one, and connected to itself.
@@ -184,11 +184,9 @@ impl Options {
             Row { name, us: *us, baseline, ratio: us.p50 / base.p50 }
         });
         let report = Report::new(&context, results.collect());
-        report.print();
-        report.print_rows();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
+        report.print()?;
+        report.print_rows()?;
+        write_json(file, &report)?;
         Ok(())
     }
 
@@ -218,13 +216,13 @@ impl<R> Report<R> {
         Self { device, wire, machine: Machine::here(), results }
     }
 
-    fn print(&self) {
-        println!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu);
+    fn print(&self) -> io::Result<()> {
+        out!("{} over {}, {} x {}", self.device, self.wire, self.machine.cpus, self.machine.cpu)
     }
 }
 
 impl Report<Row> {
-    fn print_rows(&self) {
+    fn print_rows(&self) -> io::Result<()> {
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         table.set_header(["RDMA WRITE of 8 bytes, to itself", "p50 us", "p99 us", "min us", "ratio"]);
@@ -236,6 +234,6 @@ impl Report<Row> {
             );
         }
         table.column_iter_mut().skip(1).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-        println!("{table}");
+        out!("{table}")
     }
 }

@@ -1,5 +1,7 @@
 //! Payload in GPU memory that the proxy stages in host memory, beside the same in host memory.
 
+use gdasync::out;
+use std::io;
 use std::time::{Duration, Instant};
 
 use comfy_table::{CellAlignment, Table, presets};
@@ -153,7 +155,7 @@ pub(super) fn measure(
     Ok(rows)
 }
 
-pub(super) fn print(rows: &[Row]) {
+pub(super) fn print(rows: &[Row]) -> io::Result<()> {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(["message to itself, GPU memory staged", "p50 us", "p99 us", "min us", "ratio", "GB/s"]);
@@ -164,5 +166,5 @@ pub(super) fn print(rows: &[Row]) {
         table.add_row(std::iter::once(name).chain(numbers).chain(last));
     }
     table.column_iter_mut().skip(1).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-    println!("{table}");
+    out!("{table}")
 }

@@ -1,6 +1,8 @@
 //! Launches of graphs: what the library takes for each hop, what the driver takes to give nodes other operations, and what it
 //! takes to launch.
 
+use gdasync::out;
+use std::io;
 use std::time::Instant;
 
 use comfy_table::{CellAlignment, Table, presets};
@@ -108,11 +110,11 @@ impl Report {
         Ok(Self { machine: Machine::here(), gpu: machinery.name, graphs })
     }
 
-    pub(super) fn print(&self) {
-        println!("{} on {} x {}", self.gpu, self.machine.cpus, self.machine.cpu);
-        println!(
+    pub(super) fn print(&self) -> io::Result<()> {
+        out!("{} on {} x {}", self.gpu, self.machine.cpus, self.machine.cpu)?;
+        out!(
             "a launch of a graph, p50 in us, and its parts; what a hop of it takes, a send and a wait, by the means"
-        );
+        )?;
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         let header = [
@@ -142,6 +144,6 @@ impl Report {
             table.add_row(words.into_iter().chain(figures));
         }
         table.column_iter_mut().skip(2).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-        println!("{table}");
+        out!("{table}")
     }
 }

@@ -15,7 +15,7 @@ use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::stream::{CudaStreamConfig, Stream, Via};
 use gdasync::gdsync::verbs::OnGpu;
-use gdasync::measure::{Machine, Samples, create_json};
+use gdasync::measure::{Machine, Samples, create_json, write_json};
 use indicatif::ProgressBar;
 
 use super::Result;
@@ -63,10 +63,8 @@ impl Options {
         let machinery = self.machinery()?;
         if let Some(hops) = self.graph {
             let report = graphs::Report::measure(self, machinery, hops)?;
-            report.print();
-            if let Some(file) = file {
-                serde_json::to_writer_pretty(file, &report)?;
-            }
+            report.print()?;
+            write_json(file, &report)?;
             return Ok(());
         }
         let timeout = self.timeout();
@@ -82,10 +80,8 @@ impl Options {
         }
         bar.finish_and_clear();
         let report = Report { machine: Machine::here(), gpu: machinery.name, rows };
-        report.print();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
+        report.print()?;
+        write_json(file, &report)?;
         Ok(())
     }
 

@@ -3,7 +3,9 @@
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::stream::Via;
 use gdasync::measure::{Machine, Micros, Samples};
+use gdasync::out;
 use serde::Serialize;
+use std::io;
 
 use super::cases::Case;
 use super::driver::Call;
@@ -68,9 +70,9 @@ impl Row {
 }
 
 impl Report {
-    pub(super) fn print(&self) {
-        println!("{} on {} x {}", self.gpu, self.machine.cpus, self.machine.cpu);
-        println!("time of a call, and what of it is the library's, for each operation");
+    pub(super) fn print(&self) -> io::Result<()> {
+        out!("{} on {} x {}", self.gpu, self.machine.cpus, self.machine.cpu)?;
+        out!("time of a call, and what of it is the library's, for each operation")?;
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         table.set_header([
@@ -98,6 +100,6 @@ impl Report {
         for column in table.column_iter_mut().skip(3) {
             column.set_cell_alignment(CellAlignment::Right);
         }
-        println!("{table}");
+        out!("{table}")
     }
 }

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use clap::Args;
 use gdasync::gdrcopy::Gdr;
-use gdasync::measure::{Machine, create_json};
+use gdasync::measure::{Machine, create_json, write_json};
 use indicatif::ProgressBar;
 
 use super::Result;
@@ -102,13 +102,11 @@ impl Options {
             rows: bench.rows,
             incomplete: run.as_ref().err().map(ToString::to_string),
         };
-        report.print();
-        if let Some(file) = file {
-            serde_json::to_writer_pretty(file, &report)?;
-        }
+        let written = report.print().and_then(|()| write_json(file, &report));
         // The driver's own clean-up waits for streams that are stuck: that is watched to the end of the process.
         std::mem::forget(bench.watch);
-        run
+        run?;
+        Ok(written?)
     }
 }
 

@@ -2,7 +2,9 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::measure::{Machine, Micros, Samples};
+use gdasync::out;
 use serde::Serialize;
+use std::io;
 
 use crate::bench::Result;
 
@@ -98,30 +100,36 @@ const TITLES: [(&str, &str); 5] = [
 ];
 
 impl Report {
-    pub(super) fn print(&self) {
-        println!(
+    pub(super) fn print(&self) -> io::Result<()> {
+        out!(
             "{}, driver {}, CUDA {}, on {} x {}, through {}",
-            self.gpu, self.driver, self.cuda, self.machine.cpus, self.machine.cpu, self.backend
-        );
+            self.gpu,
+            self.driver,
+            self.cuda,
+            self.machine.cpus,
+            self.machine.cpu,
+            self.backend
+        )?;
         for level in &self.levels {
             if let Some(share) = level.share {
-                println!(
+                out!(
                     "{} busy streams: a kernel ran for {:.0} % of the time in each",
                     level.busy,
                     share * 100.0
-                );
+                )?;
             }
         }
         for (group, title) in TITLES {
             let rows: Vec<_> = self.rows.iter().filter(|row| row.group == group).collect();
             if !rows.is_empty() {
-                println!("\n{group}: {title}\n{}", table(&rows));
+                out!("\n{group}: {title}\n{}", table(&rows))?;
             }
         }
         let failed = self.rows.iter().filter_map(|row| Some((row, row.failed.as_ref()?)));
         for (row, reason) in failed {
-            println!("failed: {}, {}, {} busy streams: {reason}", row.group, row.variant, row.busy);
+            out!("failed: {}, {}, {} busy streams: {reason}", row.group, row.variant, row.busy)?;
         }
+        Ok(())
     }
 }
 

@@ -1,5 +1,6 @@
 //! Nothing may hang: a thread looks after calls into the driver that do not return.
 
+use gdasync::note;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -107,7 +108,7 @@ impl Shared {
                 watched.gates.iter().for_each(|gate| gate.store(1));
             }
             Verdict::End => {
-                eprintln!(
+                note!(
                     "gdasync: {}: a call into the CUDA driver did not return; see the kernel log (dmesg) for Xid lines",
                     self.watched().what
                 );

@@ -1,5 +1,6 @@
 //! A case: what it is given and how it ends.
 
+use crate::note;
 use std::fmt::Display;
 use std::sync::Arc;
 
@@ -99,7 +100,7 @@ impl Env {
     /// Says what is being done, if that is wanted.
     pub(super) fn note(&self, what: impl Display) {
         if self.verbose {
-            eprintln!("  {what}");
+            note!("  {what}");
         }
     }
 

@@ -25,6 +25,15 @@ fn a_mapping_that_is_gone_faults() {
 }
 
 #[test]
+fn mappings_that_are_left_are_few_for_the_kernel() {
+    let program = Program::compile("left");
+    for way in ["unpin", "close"] {
+        let output = program.run(&[way], &[("GDRCOPY_BACKEND", "host")]);
+        assert!(output.status.success(), "{way}: {output:?}");
+    }
+}
+
+#[test]
 fn a_child_has_nothing_of_its_parents() {
     Program::compile("fork").passes();
 }
