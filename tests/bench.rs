@@ -287,7 +287,7 @@ fn bad_arguments_are_named() {
         ("bandwidth", &["--sizes", "0"], &["--sizes", "0"]),
         ("bandwidth", &["--budget", "0"], &["--budget", "0"]),
         ("rate", &["--outstanding", "257"], &["--outstanding", "257"]),
-        ("rate", &["--kick", "off"], &["--kick is for --stream cuda"]),
+        ("rate", &["--nudge", "off"], &["--nudge is for --stream cuda"]),
         ("overlap", &["--ahead", "1"], &["--ahead", "1"]),
         ("cpu", &["--runs", "0"], &["--runs", "0"]),
         ("cpu", &["--kernel-us", "5", "--no-kernels"], &["--kernel-us", "--no-kernels"]),

@@ -54,17 +54,16 @@
 //!   child may open a device of its own. What it drops, and completions that it polls or asks for, wait for nobody; other calls may
 //!   wait for ever for a thread that was within the library when the process forked: fork while none is.
 
-mod brief;
+#[doc(hidden)]
+pub mod copy_engine;
 pub mod cuda;
 mod direct;
 mod env;
 pub mod error;
+mod fork_guard;
 pub mod hca;
-mod home;
 pub mod memory;
 pub mod mlx5;
-#[doc(hidden)]
-pub mod mover;
 pub mod nvtx;
 mod pause;
 #[doc(hidden)]
@@ -72,6 +71,7 @@ pub mod protocol;
 mod proxy;
 pub mod rdma;
 pub mod recorder;
+mod spin_lock;
 pub mod stream;
 pub mod verbs;
 

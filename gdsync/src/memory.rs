@@ -33,7 +33,7 @@ pub(crate) use self::word::{Found, Place};
 pub use self::word::{Word32, Word64};
 use crate::cuda::{Block, Buffer, Flush, Gpu, Pages, Registered};
 use crate::error::{Error, Result};
-use crate::home::Home;
+use crate::fork_guard::ForkGuard;
 
 /// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
 #[derive(Clone)]
@@ -90,7 +90,7 @@ struct Owner {
     registered: OnceLock<Registered>,
     /// Held while they are registered.
     registering: Mutex<()>,
-    home: Home,
+    fork_guard: ForkGuard,
 }
 
 enum Bytes {
@@ -106,7 +106,7 @@ enum Bytes {
     Io {
         ptr: NonNull<u8>,
         len: usize,
-        keeper: Arc<dyn Any + Send + Sync>,
+        guard: Arc<dyn Any + Send + Sync>,
     },
     /// On a GPU; the buffer where it is ours.
     Gpu {
@@ -150,13 +150,13 @@ unsafe impl Sync for Owner {}
 impl Drop for Owner {
     fn drop(&mut self) {
         let registered = self.registered.take();
-        if !self.home.is_here() {
+        if !self.fork_guard.is_here() {
             // Registration, mapping and GPU are the parent's, and other pages of the child may be where these are not.
             let nothing = Bytes::Lent { ptr: NonNull::dangling(), len: 0 };
             return mem::forget((registered, mem::replace(&mut self.bytes, nothing)));
         }
-        if let Bytes::Io { keeper, .. } = &self.bytes {
-            return registered.into_iter().for_each(|registered| registered.outlived_by(keeper.clone()));
+        if let Bytes::Io { guard, .. } = &self.bytes {
+            return registered.into_iter().for_each(|registered| registered.outlived_by(guard.clone()));
         }
         if let Bytes::Mapped { ptr, len } = self.bytes {
             if registered.is_some_and(|registered| registered.keep(ptr, len)) {
@@ -170,8 +170,8 @@ impl Drop for Owner {
 
 impl Owner {
     fn new(bytes: Bytes) -> Arc<Self> {
-        let (registered, registering, home) = Default::default();
-        Arc::new(Self { bytes, registered, registering, home })
+        let (registered, registering, fork_guard) = Default::default();
+        Arc::new(Self { bytes, registered, registering, fork_guard })
     }
 }
 
@@ -297,8 +297,8 @@ impl Memory {
     ///
     /// # Safety
     /// The range must be mapped for writing until then.
-    pub(crate) unsafe fn io(ptr: NonNull<u8>, len: usize, keeper: Arc<dyn Any + Send + Sync>) -> Self {
-        let owner = Owner::new(Bytes::Io { ptr, len, keeper });
+    pub(crate) unsafe fn io(ptr: NonNull<u8>, len: usize, guard: Arc<dyn Any + Send + Sync>) -> Self {
+        let owner = Owner::new(Bytes::Io { ptr, len, guard });
         Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Mapped(MappingType::WriteCombining), owner }
     }
 
@@ -339,8 +339,8 @@ impl Memory {
     /// [`Error::Cuda`] when CUDA refuses to register it, or when the GPU cannot reach the other one that it is on.
     pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
         match &self.owner.bytes {
-            Bytes::Gpu { gpu: home, .. } | Bytes::Unmapped { gpu: home, .. } => {
-                gpu.reach(home).map(|()| self.addr)
+            Bytes::Gpu { gpu: fork_guard, .. } | Bytes::Unmapped { gpu: fork_guard, .. } => {
+                gpu.reach(fork_guard).map(|()| self.addr)
             }
             Bytes::Buffer(buffer) => gpu.reach(buffer.gpu()).map(|()| self.addr),
             Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),

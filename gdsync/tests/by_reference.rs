@@ -14,7 +14,7 @@ use common::{PATIENCE, Side, assert_clean, bytes, connect, pattern, received, re
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::mlx5::{CqeOpcode, Opcode, Syndrome};
-use gdsync::verbs::{Carrier, QpBuilder, QpState, RecvWr, SendWr};
+use gdsync::verbs::{QpBuilder, QpState, RecvWr, SendWr, Transport};
 use messages::{Ask, REFUSED, ok, receive, refusal, send};
 use mover::{Engine, Habits};
 
@@ -49,15 +49,15 @@ fn begun(engine: &Engine) {
     until(|| engine.begun() > 0);
 }
 
-fn carrier(a: &Side, len: usize) -> Carrier {
-    a.qp.carriage(&a.mr, len).unwrap().carrier()
+fn transport(a: &Side, len: usize) -> Transport {
+    a.qp.transfer_path(&a.mr, len).unwrap().transport()
 }
 
 #[test]
 fn what_is_left_to_the_engine_can_be_changed() {
     let (engine, a, b) = pair();
-    let carriers = || [LEAST - 1, LEAST, BIG].map(|len| carrier(&a, len));
-    assert_eq!(carriers(), [Carrier::Cpu, Carrier::PeerToPeer, Carrier::PeerToPeer]);
+    let carriers = || [LEAST - 1, LEAST, BIG].map(|len| transport(&a, len));
+    assert_eq!(carriers(), [Transport::Cpu, Transport::PeerToPeer, Transport::PeerToPeer]);
     for (least, was) in [(usize::MAX, LEAST), (BIG, usize::MAX), (0, BIG)] {
         assert_eq!(a.context.leave_by_reference(least), Some(was));
         let before = engine.begun();
@@ -66,13 +66,13 @@ fn what_is_left_to_the_engine_can_be_changed() {
             send(&a, id, 0, len);
             ok(&received(&b), id);
             ok(&sent(&a), id);
-            let is_left = carrier(&a, len) == Carrier::PeerToPeer;
-            assert_eq!(is_left, least <= len, "{}", a.qp.carriage(&a.mr, len).unwrap());
+            let is_left = transport(&a, len) == Transport::PeerToPeer;
+            assert_eq!(is_left, least <= len, "{}", a.qp.transfer_path(&a.mr, len).unwrap());
         }
         let left = [LEAST, BIG].iter().filter(|len| least <= **len).count();
         assert_eq!(engine.begun() - before, left as u64, "from {least} bytes on");
     }
-    assert!(matches!(a.qp.carriage(&b.mr, 8), Err(Error::InvalidArgument { .. })), "of another device");
+    assert!(matches!(a.qp.transfer_path(&b.mr, 8), Err(Error::InvalidArgument { .. })), "of another device");
 }
 
 #[test]
@@ -281,7 +281,7 @@ fn an_engine_that_fails_makes_the_bytes_be_sent() {
     for seed in 0..20 {
         let habits = Habits { seed, shuffles: true, pause: 20, fails: 100, ..Habits::default() };
         let (engine, a, b) = pair_with(habits, patient);
-        assert_eq!(carrier(&a, BIG), Carrier::PeerToPeer);
+        assert_eq!(transport(&a, BIG), Transport::PeerToPeer);
         for id in 0..8 {
             let at = part(id, BIG);
             receive(&b, id, at, BIG);
@@ -294,7 +294,7 @@ fn an_engine_that_fails_makes_the_bytes_be_sent() {
         assert!(bytes(&b, 0, 8 * BIG) == pattern(SIZE, 1)[..8 * BIG]);
         let stats = b.context.stats();
         assert_eq!((stats.by_reference, stats.references_refused, engine.done()), (0, 1, 0));
-        assert_eq!(carrier(&a, BIG), Carrier::Cpu, "it was refused");
+        assert_eq!(transport(&a, BIG), Transport::Cpu, "it was refused");
         assert_clean(&[&a, &b]);
     }
 }

@@ -125,7 +125,7 @@ impl Half {
 
     /// Keeps a buffer registered.
     fn keep(&self, buffer: &Mr) {
-        self.posted.lock().buffers.entry(buffer.lkey()).or_insert_with(|| buffer.keeper());
+        self.posted.lock().buffers.entry(buffer.lkey()).or_insert_with(|| buffer.guard());
     }
 
     /// Adds a message, or credit for one, to a batch; a message takes a credit.
@@ -383,7 +383,7 @@ impl Communicator {
             }));
         }
         let buffers = places.iter().map(|(buffer, _)| buffer.on(link.near));
-        let buffers = buffers.map(|buffer| (buffer.lkey(), buffer.keeper())).collect();
+        let buffers = buffers.map(|buffer| (buffer.lkey(), buffer.guard())).collect();
         let places = places.iter().map(|(buffer, range)| buffer.sge(link.near, range));
         let places = places.collect::<Result<Vec<_>>>()?;
         let build = || {

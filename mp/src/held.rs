@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use gdsync::verbs::Keeper;
+use gdsync::verbs::MrGuard;
 
 use crate::few::Few;
 use crate::peer::Piece;
@@ -21,12 +21,12 @@ pub(crate) struct Held {
     places: usize,
     /// What the newest keeps, and those right before it that keep the same: it is over last. So a row of messages of a buffer
     /// counts as one holder of that.
-    newest: Option<Few<Keeper>>,
+    newest: Option<Few<MrGuard>>,
 }
 
 /// Of an order, and what it keeps while it is under way, unless one behind it keeps the same.
 #[derive(Debug)]
-struct Place(Arc<Order>, Option<Few<Keeper>>);
+struct Place(Arc<Order>, Option<Few<MrGuard>>);
 
 impl Held {
     /// Places in the queue that those under way take.
@@ -86,7 +86,7 @@ impl Held {
             _ => false,
         };
         if !is_same {
-            let keep = Few::map(pieces, |(buffer, _)| buffer.on(near).keeper());
+            let keep = Few::map(pieces, |(buffer, _)| buffer.on(near).guard());
             let before = self.newest.replace(keep);
             if let Some(newest) = self.under_way.checked_sub(1) {
                 self.all[newest].1 = before;

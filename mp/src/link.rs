@@ -8,7 +8,7 @@ use std::time::Duration;
 use gdsync::memory::Word32;
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
-use gdsync::verbs::{Completion, CompletionError, Cq, Keeper, Qp, SendWr, Sge};
+use gdsync::verbs::{Completion, CompletionError, Cq, MrGuard, Qp, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::credit::{Credits, low32};
@@ -20,7 +20,7 @@ use crate::slots::{Receive, Slots};
 pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 
 /// What stays registered, by its key.
-pub(crate) type Keepers = HashMap<u32, Keeper>;
+pub(crate) type Keepers = HashMap<u32, MrGuard>;
 
 /// The connection to one rank.
 #[derive(Debug)]

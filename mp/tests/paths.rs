@@ -8,7 +8,7 @@ use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
-use gdsync::verbs::{Carrier, Context};
+use gdsync::verbs::{Context, Transport};
 use mp::{Communicator, Error, GpuPath, Local, Registration, Rma, Signal};
 
 fn hca() -> Context {
@@ -154,8 +154,8 @@ fn a_buffer_has_a_path() {
         for (range, has_slots) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
             let path = comm.path_of(&buffer, range, peer).unwrap();
             // Long messages may have one copy or two.
-            let carrier = path.carriage().carrier();
-            assert!(carrier == Carrier::Cpu || carrier == Carrier::Pull && !has_slots, "{path}");
+            let carrier = path.transfer_path().transport();
+            assert!(carrier == Transport::Cpu || carrier == Transport::Pull && !has_slots, "{path}");
             assert_eq!(path.path().has_slots(), has_slots, "{path}");
             assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
         }
@@ -165,7 +165,7 @@ fn a_buffer_has_a_path() {
         assert!(matches!(comm.path_of(&buffer, 0..8, 2), Err(Error::NoSuchRank { rank: 2, size: 2 })));
         let window = comm.window(&buffer, 0..64, LONG).unwrap();
         let path = window.path_of(&buffer, 0..8, peer).unwrap();
-        assert_eq!((path.path().has_slots(), path.carriage().carrier()), (false, Carrier::Cpu), "{path}");
+        assert_eq!((path.path().has_slots(), path.transfer_path().transport()), (false, Transport::Cpu), "{path}");
         assert!(window.path_of(&buffer, 0..8, 2).is_err());
         comm.barrier(LONG).unwrap();
     });
@@ -200,12 +200,12 @@ fn any_gpu() -> (Gpu, bool) {
 }
 
 /// Sends GPU memory of rank 0 to rank 1; what it says of each length before, and of the longest afterwards.
-fn from_gpu(comm: &Communicator, gpu: &Gpu) -> ([Carrier; 3], Carrier) {
+fn from_gpu(comm: &Communicator, gpu: &Gpu) -> ([Transport; 3], Transport) {
     const LEN: usize = 300_000;
     let source = comm.register(&gpu.alloc(LEN).unwrap()).unwrap();
     let inbox = host_buffer(comm, LEN);
     let peer = 1 - comm.rank();
-    let carrier = |len| comm.path_of(&source, 0..len, peer).unwrap().carriage().carrier();
+    let carrier = |len| comm.path_of(&source, 0..len, peer).unwrap().transfer_path().transport();
     let before = [100, 10_000, LEN].map(carrier);
     if comm.rank() == 0 {
         source.memory().write(0, &message(0, 1, 7, LEN)).unwrap();
@@ -224,9 +224,9 @@ fn a_buffer_on_a_gpu_has_a_path() {
     job_with("a_buffer_on_a_gpu_has_a_path", 2, builder, |comm| {
         let (gpu, is_simulated) = any_gpu();
         let (before, after) = from_gpu(comm, &gpu);
-        assert_eq!(before, [Carrier::Mapping, Carrier::Staging, Carrier::PeerToPeer]);
+        assert_eq!(before, [Transport::Mapping, Transport::Staging, Transport::PeerToPeer]);
         if is_simulated && comm.rank() == 0 {
-            assert_eq!(after, Carrier::Staging, "no other process opens memory of a simulated GPU");
+            assert_eq!(after, Transport::Staging, "no other process opens memory of a simulated GPU");
         }
     });
 }
@@ -236,8 +236,8 @@ fn the_program_decides_how_payload_leaves_a_gpu() {
     let builder = Communicator::builder().context(&hca()).gpu_path(GpuPath::Staged);
     job_with("the_program_decides_how_payload_leaves_a_gpu", 2, builder, |comm| {
         let (before, after) = from_gpu(comm, &any_gpu().0);
-        assert_eq!(before, [Carrier::Mapping, Carrier::Staging, Carrier::Staging]);
-        assert_eq!(after, Carrier::Staging);
+        assert_eq!(before, [Transport::Mapping, Transport::Staging, Transport::Staging]);
+        assert_eq!(after, Transport::Staging);
     });
 }
 

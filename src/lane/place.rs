@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use gdsync::stream::{Kick, Via};
+use gdsync::stream::{Nudge, Via};
 use gdsync::verbs::OnGpu;
 use mp::launch::Launch;
 use mp::{Builder, Communicator};
@@ -31,7 +31,7 @@ pub struct Placement {
     via: Option<Via>,
     /// Whether the CPU prods a GPU that waits for completions: auto, on or off [default: auto].
     #[arg(long)]
-    kick: Option<Kick>,
+    nudge: Option<Nudge>,
     /// GPUs by rank, by their CUDA ordinals [default: the local rank modulo the number of GPUs].
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     device: Vec<i32>,
@@ -107,7 +107,7 @@ pub struct Placed {
     /// What runs the operations of a CUDA stream.
     pub via: Via,
     /// Whether the CPU prods a GPU that waits.
-    pub kick: Kick,
+    pub nudge: Nudge,
     /// The GPU, if one is used.
     pub gpu: Option<Gpu>,
 }
@@ -123,7 +123,7 @@ impl Placement {
     /// # Errors
     /// Names options that do not go together; of CUDA where a GPU is asked for.
     pub fn open(&self) -> Result<Placed> {
-        let asked = [self.via.map(|_| "--via"), self.kick.map(|_| "--kick")].into_iter().flatten().next();
+        let asked = [self.via.map(|_| "--via"), self.nudge.map(|_| "--nudge")].into_iter().flatten().next();
         if let (Engine::Host, Some(option)) = (self.stream, asked) {
             return Err(format!("{option} is for --stream cuda").into());
         }
@@ -137,7 +137,7 @@ impl Placement {
             payload: self.payload,
             placement: self.placement,
             via: self.via.unwrap_or_default(),
-            kick: self.kick.unwrap_or_default(),
+            nudge: self.nudge.unwrap_or_default(),
             gpu: on_gpu.then(|| own_gpu(&self.device)).transpose()?,
         })
     }
@@ -228,7 +228,7 @@ impl Placed {
             payload: self.payload,
             placement: self.placement,
             via: cuda.then(|| self.via.to_string()),
-            kick: cuda.then(|| self.kick.to_string()),
+            nudge: cuda.then(|| self.nudge.to_string()),
             gpus: gpus.collect(),
         })
     }
@@ -241,7 +241,7 @@ pub struct Description {
     placement: Queues,
     /// With CUDA streams.
     via: Option<String>,
-    kick: Option<String>,
+    nudge: Option<String>,
     /// By rank, those that were used.
     gpus: Vec<String>,
 }
@@ -256,8 +256,8 @@ impl fmt::Display for Description {
             writeln!(f, "rank {rank}: {gpu}")?;
         }
         write!(f, "payload: {}, queues: {}", self.payload, self.placement)?;
-        if let (Some(via), Some(kick)) = (&self.via, &self.kick) {
-            write!(f, ", via: {via}, kick: {kick}")?;
+        if let (Some(via), Some(nudge)) = (&self.via, &self.nudge) {
+            write!(f, ", via: {via}, nudge: {nudge}")?;
         }
         writeln!(f)
     }

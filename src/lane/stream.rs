@@ -36,9 +36,9 @@ impl Lane {
         let (stream, kernels) = match (&placed.gpu, placed.engine) {
             (Some(gpu), Engine::Cuda) => {
                 let kernels = Kernels::load(gpu, ptx)?;
-                let (via, kick) = (placed.via, placed.kick);
+                let (via, nudge) = (placed.via, placed.nudge);
                 let config =
-                    CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, kick, ..Default::default() };
+                    CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, nudge, ..Default::default() };
                 (kernels.lend(gpu, config)?, Some(kernels))
             }
             _ => {

@@ -34,7 +34,7 @@ impl Arena {
 }
 
 fn block(gpu: &Gpu) -> Result<Memory> {
-    let buffer = match gpu.kept().take_block() {
+    let buffer = match gpu.free_list().take_block() {
         Some((mapping, buffer)) => Buffer::new(gpu, mapping, buffer),
         None => gpu.buffer(BLOCK)?,
     };

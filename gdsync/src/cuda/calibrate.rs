@@ -46,7 +46,7 @@ impl Gpu {
     pub fn calibrate(&self) -> Result<Calibration> {
         self.calibrated(|| {
             let (memop, kernel) = (measure(self, Via::MemOp)?, measure(self, Via::Kernel)?);
-            let shared = self.has_neighbours();
+            let shared = self.is_shared_with_processes();
             let quicker = kernel.0 + kernel.1 < memop.0 + memop.1;
             let via = if quicker && !shared { Via::Kernel } else { Via::MemOp };
             Ok(Calibration { memop, kernel, shared, via })

@@ -16,15 +16,15 @@ use super::Buffer;
 use super::arena::Arena;
 use super::calibrate::Calibration;
 use super::capabilities::Capabilities;
-use super::errands::{Errand, Errands};
-use super::kept::Kept;
-use super::neighbours::Sign;
-use super::reaper::{Doomed, Reaper};
+use super::deferred_free::{DeferredFree, DeferredFreeThread};
+use super::driver_tasks::{DriverTask, DriverTasks};
+use super::free_list::FreeList;
+use super::other_processes::Sign;
 use super::{Engine, RawStream};
 use crate::error::{Error, Result};
-use crate::home::Home;
+use crate::fork_guard::ForkGuard;
 use crate::memory::{Memory, page_round};
-use crate::stream::{Crowd, KickerSlot, Lane, reserve};
+use crate::stream::{ChannelPressure, KernelExecutor, NudgerSlot, reserve};
 
 /// A GPU, in one of its contexts. Clones share it.
 ///
@@ -34,7 +34,7 @@ use crate::stream::{Crowd, KickerSlot, Lane, reserve};
 pub struct Gpu(Arc<Inner>);
 
 struct Inner {
-    home: Home,
+    fork_guard: ForkGuard,
     api: Api,
     /// CUDA ordinal in this process.
     ordinal: i32,
@@ -48,13 +48,13 @@ struct Inner {
     reached: Mutex<Vec<Handle>>,
     gdr: Mutex<Option<Gdr>>,
     arena: Arena,
-    kept: Kept,
-    reaper: Reaper,
-    errands: Errands,
+    free_list: FreeList,
+    deferred_free: DeferredFreeThread,
+    driver_tasks: DriverTasks,
     /// Loaded at once: CUDA loads nothing while any stream waits.
-    lane: Result<Arc<Lane>>,
-    kicker: KickerSlot,
-    crowd: Arc<Crowd>,
+    kernel_exec: Result<Arc<KernelExecutor>>,
+    nudger: NudgerSlot,
+    channel_pressure: Arc<ChannelPressure>,
     sign: Sign,
     /// Its address on the PCI bus.
     pci: Option<String>,
@@ -86,15 +86,15 @@ impl fmt::Debug for Gpu {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if !self.home.is_here() {
+        if !self.fork_guard.is_here() {
             return;
         }
         // SAFETY: retained here, or kept alive as the maker of this value promised.
         match unsafe { Current::enter(&self.api, self.context) } {
             Ok(_current) => {
-                self.kept.give_back(&self.api);
-                if let Ok(lane) = &self.lane {
-                    lane.unload(&self.api);
+                self.free_list.give_back(&self.api);
+                if let Ok(kernel_exec) = &self.kernel_exec {
+                    kernel_exec.unload(&self.api);
                 }
             }
             Err(error) => tracing::debug!(%error, "GPU {}: memory not given back", self.ordinal),
@@ -202,7 +202,8 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena, kept, reaper, errands, kicker, calibration, engine) = Default::default();
+        let (reached, arena, free_list, deferred_free, driver_tasks, nudger, calibration, engine) =
+            Default::default();
         let gdr = Mutex::new(gdr);
         let mut pci = [0; 32];
         // SAFETY: the buffer has room for 31 characters and a zero.
@@ -213,13 +214,13 @@ impl Gpu {
         // SAFETY: retained by the caller, or kept alive as the maker of this value promised.
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
-        let lane = current.and_then(|_current| {
-            let lane = Lane::load(&api)?;
-            reserve(&api, &lane);
-            Ok(Arc::new(lane))
+        let kernel_exec = current.and_then(|_current| {
+            let kernel_exec = KernelExecutor::load(&api)?;
+            reserve(&api, &kernel_exec);
+            Ok(Arc::new(kernel_exec))
         });
         let inner = Inner {
-            home: Home::default(),
+            fork_guard: ForkGuard::default(),
             api,
             ordinal,
             device,
@@ -229,12 +230,12 @@ impl Gpu {
             reached,
             gdr,
             arena,
-            kept,
-            reaper,
-            errands,
-            lane,
-            kicker,
-            crowd: Crowd::of_context(context),
+            free_list,
+            deferred_free,
+            driver_tasks,
+            kernel_exec,
+            nudger,
+            channel_pressure: ChannelPressure::of_context(context),
             sign,
             pci,
             calibration,
@@ -279,7 +280,7 @@ impl Gpu {
 
     /// Whether this is the process that opened it: in a child CUDA does not work.
     pub(crate) fn is_here(&self) -> bool {
-        self.0.home.is_here()
+        self.0.fork_guard.is_here()
     }
 
     /// The entry points of the driver.
@@ -388,7 +389,7 @@ impl Gpu {
         let alloc = || gdr.alloc(self.0.ordinal, len);
         let buffer = match alloc() {
             // Dropped memory may not have been freed yet.
-            Err(gdrcopy::Error::Exhausted { .. }) if self.0.reaper.hurry() => alloc(),
+            Err(gdrcopy::Error::Exhausted { .. }) if self.0.deferred_free.hurry() => alloc(),
             other => other,
         };
         let buffer = buffer.map_err(Error::cuda("allocating GPU memory"))?;
@@ -404,37 +405,37 @@ impl Gpu {
     /// [`Error::Deadline`] after `timeout`: try again when no stream waits.
     pub fn reclaim(&self, timeout: Duration) -> Result<()> {
         let what = "giving memory back to CUDA";
-        self.0.reaper.finish(timeout).then_some(()).ok_or(Error::Deadline { what, after: timeout })
+        self.0.deferred_free.finish(timeout).then_some(()).ok_or(Error::Deadline { what, after: timeout })
     }
 
     /// Gives memory back to CUDA, in time.
-    pub(super) fn doom(&self, doomed: Doomed) {
-        self.0.reaper.take(self.clone(), doomed);
+    pub(super) fn doom(&self, deferred: DeferredFree) {
+        self.0.deferred_free.take(self.clone(), deferred);
     }
 
     /// Has calls of the driver made, in time.
-    pub(crate) fn errand(&self, errand: Weak<dyn Errand>) {
-        self.0.errands.take(errand);
+    pub(crate) fn driver_task(&self, driver_task: Weak<dyn DriverTask>) {
+        self.0.driver_tasks.take(driver_task);
     }
 
     /// Returns when these calls of the driver are made no more.
-    pub(crate) fn end_errand(&self, errand: &Weak<dyn Errand>) {
-        self.0.errands.end(errand);
+    pub(crate) fn end_driver_task(&self, driver_task: &Weak<dyn DriverTask>) {
+        self.0.driver_tasks.end(driver_task);
     }
 
     /// Waits until none of these pages is being given back.
     pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
-        self.0.reaper.settle(pages)
+        self.0.deferred_free.settle(pages)
     }
 
     /// Whether any of these pages is being given back.
     pub(super) fn is_leaving(&self, pages: &Range<usize>) -> bool {
-        self.0.reaper.is_leaving(pages)
+        self.0.deferred_free.is_leaving(pages)
     }
 
     /// The kernels that run stream operations.
-    pub(crate) fn lane(&self) -> Result<Arc<Lane>> {
-        self.0.lane.clone()
+    pub(crate) fn kernel_exec(&self) -> Result<Arc<KernelExecutor>> {
+        self.0.kernel_exec.clone()
     }
 
     /// Zeroed memory on the GPU for rings and words: small pieces share a block.
@@ -444,7 +445,7 @@ impl Gpu {
 
     /// Zeroed host memory, registered.
     pub(crate) fn host_piece(&self, len: usize) -> Result<Memory> {
-        if let Some(pages) = self.0.kept.take_host(page_round(len)?) {
+        if let Some(pages) = self.0.free_list.take_host(page_round(len)?) {
             let memory = Memory::of_pages(self, pages, len);
             memory.fill(0, len, 0)?;
             return Ok(memory);
@@ -455,17 +456,17 @@ impl Gpu {
     }
 
     /// The stream that wakes its others.
-    pub(crate) fn kicker(&self) -> &KickerSlot {
-        &self.0.kicker
+    pub(crate) fn nudger(&self) -> &NudgerSlot {
+        &self.0.nudger
     }
 
     /// Its streams that wait.
-    pub(crate) fn crowd(&self) -> &Crowd {
-        &self.0.crowd
+    pub(crate) fn channel_pressure(&self) -> &ChannelPressure {
+        &self.0.channel_pressure
     }
 
     /// Whether other processes with this library use the GPU, as far as can be seen.
-    pub(super) fn has_neighbours(&self) -> bool {
+    pub(super) fn is_shared_with_processes(&self) -> bool {
         self.0.sign.others().unwrap_or_else(|error| {
             tracing::debug!(%error, "it is not known who else uses the GPU");
             false
@@ -473,7 +474,7 @@ impl Gpu {
     }
 
     /// Memory of this GPU that nobody uses, for another user.
-    pub(crate) fn kept(&self) -> &Kept {
-        &self.0.kept
+    pub(crate) fn free_list(&self) -> &FreeList {
+        &self.0.free_list
     }
 }

@@ -16,7 +16,7 @@ use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
 use parking_lot::Mutex;
 
-use super::reaper::Doomed;
+use super::deferred_free::DeferredFree;
 use super::{Gpu, Pages};
 use crate::error::{Error, Result};
 use crate::memory::host_page;
@@ -40,7 +40,7 @@ static REGISTERED: Mutex<Table> = Mutex::new(Table::new());
 /// Held while something is registered.
 static REGISTERING: Mutex<()> = Mutex::new(());
 
-/// Host memory registered with CUDA. When this is dropped, it is given back in time: see [`super::reaper`].
+/// Host memory registered with CUDA. When this is dropped, it is given back in time: see [`super::deferred_free`].
 pub(crate) struct Registered {
     /// The GPU's address of the first byte that was asked for.
     addr: u64,
@@ -53,13 +53,13 @@ struct Ours {
     gpu: Gpu,
     pages: Range<usize>,
     /// The pages go to another user.
-    kept: bool,
+    free_list: bool,
 }
 
 impl Ours {
     /// Enters a registration in the table.
     fn new(gpu: &Gpu, pages: Range<usize>) -> Arc<Self> {
-        let ours = Arc::new(Self { gpu: gpu.clone(), pages, kept: false });
+        let ours = Arc::new(Self { gpu: gpu.clone(), pages, free_list: false });
         REGISTERED.lock().insert(ours.key(), (ours.pages.end, Arc::downgrade(&ours)));
         ours
     }
@@ -74,9 +74,9 @@ impl Drop for Ours {
         // Under the lock, so that the pages are in the table, or known to be leaving.
         let mut table = REGISTERED.lock();
         table.remove(&self.key());
-        if !self.kept {
+        if !self.free_list {
             let (first, len) = (self.pages.start, self.pages.len());
-            self.gpu.doom(Doomed::Host { first, len, unmap: false });
+            self.gpu.doom(DeferredFree::Host { first, len, unmap: false });
         }
     }
 }
@@ -105,11 +105,11 @@ impl Registered {
     /// system. Returns false where they are the caller's to unmap.
     pub(crate) fn keep(mut self, ptr: NonNull<u8>, len: usize) -> bool {
         let Some(mut ours) = self.ours.pop().and_then(Arc::into_inner) else { return false };
-        ours.kept = true;
+        ours.free_list = true;
         let (gpu, first) = (ours.gpu.clone(), ours.pages.start);
         drop(ours);
-        if gpu.kept().put_host(Pages { ptr, len, addr: self.addr }).is_err() {
-            gpu.doom(Doomed::Host { first, len, unmap: true });
+        if gpu.free_list().put_host(Pages { ptr, len, addr: self.addr }).is_err() {
+            gpu.doom(DeferredFree::Host { first, len, unmap: true });
         }
         true
     }
@@ -120,14 +120,14 @@ impl Registered {
     }
 
     /// Gives the registration back, and keeps what the bytes are mapped by until CUDA has forgotten them.
-    pub(crate) fn outlived_by(self, keeper: Arc<dyn Any + Send + Sync>) {
+    pub(crate) fn outlived_by(self, guard: Arc<dyn Any + Send + Sync>) {
         let gpu = self.ours.first().map(|ours| ours.gpu.clone());
         drop(self);
         let Some(gpu) = gpu else { return };
         let wait = move || {
             if gpu.reclaim(FORGET).is_err() {
                 tracing::debug!("a device stays open: CUDA has not let its registers go");
-                std::mem::forget(keeper);
+                std::mem::forget(guard);
             }
         };
         if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(wait) {

@@ -16,7 +16,7 @@ use rdma_core_sys::verbs::{
     ibv_create_cq_ex, ibv_qp, ibv_qp_init_attr_ex, ibv_qp_init_attr_mask, ibv_qp_type,
 };
 
-use super::registers::{Lane, Registers};
+use super::registers::{KernelExecutor, Registers};
 use super::rings::RingDomain;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
@@ -152,7 +152,7 @@ pub(super) struct DirectQp {
     /// The state we took it to, and the number of its first packet.
     state: Mutex<(QpState, u32)>,
     domain: Option<RingDomain>,
-    lane: Option<Lane>,
+    kernel_exec: Option<KernelExecutor>,
     registers: Arc<Registers>,
     base: Arc<Domain>,
 }
@@ -176,11 +176,11 @@ impl Drop for DirectQp {
         if errno != 0 {
             tracing::error!(qp = ?self, errno, "a queue pair was not destroyed");
             // Its register is not for another one.
-            std::mem::forget((self.domain.take(), self.lane.take()));
+            std::mem::forget((self.domain.take(), self.kernel_exec.take()));
         }
         drop(self.domain.take());
-        if let Some(lane) = self.lane.take() {
-            self.registers.release(lane);
+        if let Some(kernel_exec) = self.kernel_exec.take() {
+            self.registers.release(kernel_exec);
         }
     }
 }
@@ -231,8 +231,8 @@ impl DirectQp {
         psn: u32,
     ) -> Result<(Self, Parts)> {
         let open = base.open();
-        let lane = registers.acquire();
-        let domain = RingDomain::new(base, lane.as_ref().map(Lane::td), places)?;
+        let kernel_exec = registers.acquire();
+        let domain = RingDomain::new(base, kernel_exec.as_ref().map(KernelExecutor::td), places)?;
         let receives = 1u32 << request.log_rq;
         let recv_sges = u32::try_from(request.rq_stride / mlx5::SEGMENT).unwrap_or(u32::MAX);
         let mut attr = ibv_qp_init_attr_ex::zeroed();
@@ -271,7 +271,7 @@ impl DirectQp {
             recv_cq: recv_cq.clone(),
             state: Mutex::new((QpState::RESET, psn)),
             domain: Some(domain),
-            lane,
+            kernel_exec,
             registers: registers.clone(),
             base: base.clone(),
         };

@@ -16,17 +16,17 @@ use crate::rdma::Open;
 use crate::rdma::explain::{Call, failed_last};
 
 /// A thread domain: a register that libmlx5 gives to nobody else.
-pub(super) struct Lane {
+pub(super) struct KernelExecutor {
     open: Arc<Open>,
     td: NonNull<ibv_td>,
 }
 
 // SAFETY: libibverbs may be called from any thread.
-unsafe impl Send for Lane {}
+unsafe impl Send for KernelExecutor {}
 // SAFETY: as above.
-unsafe impl Sync for Lane {}
+unsafe impl Sync for KernelExecutor {}
 
-impl Drop for Lane {
+impl Drop for KernelExecutor {
     fn drop(&mut self) {
         // SAFETY: made here, freed once, after the domains over it.
         let errno = unsafe { ibv_dealloc_td(self.td.as_ptr()) };
@@ -36,7 +36,7 @@ impl Drop for Lane {
     }
 }
 
-impl Lane {
+impl KernelExecutor {
     pub(super) fn td(&self) -> NonNull<ibv_td> {
         self.td
     }
@@ -45,7 +45,7 @@ impl Lane {
 /// The registers of a device, which are used again.
 pub(super) struct Registers {
     open: Arc<Open>,
-    idle: Mutex<Vec<Lane>>,
+    idle: Mutex<Vec<KernelExecutor>>,
     /// Pages of the host with registers, by address.
     pages: Mutex<HashMap<usize, Page>>,
 }
@@ -76,9 +76,9 @@ impl Registers {
 
     /// A register that nobody uses; `None` where the card has none left, and libmlx5 takes one that several queue pairs share.
     /// Doorbells of these do not disturb each other: each is one write of eight bytes.
-    pub(super) fn acquire(&self) -> Option<Lane> {
-        if let Some(lane) = self.idle.lock().pop() {
-            return Some(lane);
+    pub(super) fn acquire(&self) -> Option<KernelExecutor> {
+        if let Some(kernel_exec) = self.idle.lock().pop() {
+            return Some(kernel_exec);
         }
         let mut attr = ibv_td_init_attr::zeroed();
         // SAFETY: the device is open.
@@ -88,12 +88,12 @@ impl Registers {
             tracing::debug!(%error, "a queue pair shares a doorbell register");
             return None;
         };
-        Some(Lane { open: self.open.clone(), td })
+        Some(KernelExecutor { open: self.open.clone(), td })
     }
 
     /// Takes a register back whose queue pair is gone.
-    pub(super) fn release(&self, lane: Lane) {
-        self.idle.lock().push(lane);
+    pub(super) fn release(&self, kernel_exec: KernelExecutor) {
+        self.idle.lock().push(kernel_exec);
     }
 
     /// The register at this address, as libmlx5 told it of a queue pair.

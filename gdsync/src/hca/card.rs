@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::alarm::Alarms;
-use super::chart::Chart;
-use super::event::{CqEvent, Kicks};
+use super::async_event::AsyncEvents;
+use super::event::{CqEvent, GpuNudge};
 use super::gid::Gid;
+use super::progress::ProgressEngine as _;
+use super::qp_trace::QpTrace;
 use super::requester::Requester;
 use super::rings::Rings;
-use super::served::Served as _;
 use super::soft::{SoftHca, SoftHcaConfig};
 use super::stats::HcaStats;
 use crate::error::{Error, Result};
@@ -50,8 +50,8 @@ impl Card {
     ///
     /// # Errors
     /// As [`Context::soft`](crate::verbs::Context::soft).
-    pub fn start(config: &SoftHcaConfig, alarms: Arc<dyn Alarms>) -> Result<Self> {
-        SoftHca::start_with(config, Some(alarms)).map(Self)
+    pub fn start(config: &SoftHcaConfig, async_events: Arc<dyn AsyncEvents>) -> Result<Self> {
+        SoftHca::start_with(config, Some(async_events)).map(Self)
     }
 
     /// Its address.
@@ -88,12 +88,12 @@ impl Card {
         ring: Memory,
         record: Memory,
         ignore_overrun: bool,
-        kicks: Option<Arc<dyn Kicks>>,
+        nudges: Option<Arc<dyn GpuNudge>>,
     ) -> u32 {
         let log = (ring.len() / CQE_SIZE).ilog2();
         let event = Arc::<CqEvent>::default();
-        if kicks.is_some() {
-            event.attend(u64::MAX, kicks.as_ref());
+        if nudges.is_some() {
+            event.attend(u64::MAX, nudges.as_ref());
         }
         self.0.shared.with(|core| {
             let cqn = core.cqs.create(ring, record, event, log, ignore_overrun);
@@ -134,9 +134,9 @@ impl Card {
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
         doorbell.store(EMPTY);
         // Its numbers are those of another owner.
-        let chart = Chart::default();
+        let qp_trace = QpTrace::default();
         let named = flushes_by_doorbell.then_some(0);
-        let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, chart, named };
+        let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, qp_trace, named };
         let (qpn, _) = self.0.add_qp(rings, Arc::default())?;
         Ok(qpn)
     }

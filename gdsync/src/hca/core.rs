@@ -3,29 +3,29 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::alarm::{Alarms, Belfry};
+use super::async_event::{AsyncEventQueue, AsyncEvents};
+use super::cma::CmaPolicy;
 use super::cqs::Cqs;
-use super::event::Kicks;
+use super::doorbell_set::{DoorbellSet, MAX_QPS};
+use super::event::GpuNudge;
 use super::fault::{FaultPlan, Faults};
 use super::gid::Gid;
-use super::inbound::Inbound;
 use super::keys::Keys;
 use super::links::{Body, Links};
 use super::packet::Header;
-use super::peeks::Peeks;
-use super::pulls::Pulls;
+use super::pending_flush::PendingFlush;
+use super::progress::Progress;
 use super::qp::{Env, SoftQp};
-use super::rung::{MAX_QPS, Rung};
-use super::served::Steps;
+use super::rx_hints::RxHints;
 use super::shuffle::Shuffle;
 use super::soft::SoftHcaConfig;
 use super::stats::HcaStats;
-use super::watched::Watched;
+use super::watched_doorbells::WatchedDoorbells;
 use super::wire::{LinkEnds, RxRing};
+use crate::copy_engine::{CopyEngine, Ticket};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
-use crate::mover::{Mover, Ticket};
-use crate::verbs::{Carriage, QpState};
+use crate::verbs::{QpState, TransferPath};
 
 /// Packets taken from one link before others get their turn.
 const BURST: usize = 64;
@@ -49,13 +49,13 @@ pub(crate) struct Core {
     pub(crate) cqs: Cqs,
     pub(crate) faults: Faults,
     pub(crate) stats: HcaStats,
-    alarms: Belfry,
-    inbound: Inbound,
-    pub(crate) mover: Arc<dyn Mover>,
+    async_events: AsyncEventQueue,
+    pending_flush: PendingFlush,
+    pub(crate) copy_engine: Arc<dyn CopyEngine>,
     /// Payload of so many bytes is left to copy engines.
     by_reference: usize,
     /// Which payload in host memory is left to the peer.
-    pull: Pulls,
+    pull: CmaPolicy,
     /// When a long message, or a copy of one, last began that nobody was told of yet.
     copied: Option<Instant>,
     links: Links,
@@ -66,7 +66,7 @@ pub(crate) struct Core {
     /// Queue pairs with work or timers.
     active: Vec<usize>,
     /// Queue pairs whose doorbell will be written by something that cannot tell us, and up to which block.
-    watched: Watched,
+    watched: WatchedDoorbells,
     strict: bool,
     steps: u32,
     ticked: Instant,
@@ -116,8 +116,8 @@ impl Core {
     pub(crate) fn new(
         loopback: LinkEnds,
         config: &SoftHcaConfig,
-        mover: Arc<dyn Mover>,
-        alarms: Option<Arc<dyn Alarms>>,
+        copy_engine: Arc<dyn CopyEngine>,
+        async_events: Option<Arc<dyn AsyncEvents>>,
         qpns: QpNumbers,
     ) -> Result<Self> {
         let mut links = Links::default();
@@ -128,9 +128,9 @@ impl Core {
             cqs: Cqs::default(),
             faults: qpns.faults(config.faults.clone()),
             stats: HcaStats::default(),
-            alarms: Belfry::new(alarms),
-            inbound: Inbound::default(),
-            mover,
+            async_events: AsyncEventQueue::new(async_events),
+            pending_flush: PendingFlush::default(),
+            copy_engine,
             by_reference: config.by_reference,
             pull: config.pull,
             copied: None,
@@ -138,7 +138,7 @@ impl Core {
             rings,
             qps: Vec::new(),
             active: Vec::new(),
-            watched: Watched::default(),
+            watched: WatchedDoorbells::default(),
             strict: config.strict,
             steps: 0,
             ticked: Instant::now(),
@@ -147,8 +147,14 @@ impl Core {
     }
 
     /// How a message of `len` bytes of this memory, in the region of this key, would leave by a queue pair.
-    pub(super) fn carriage(&mut self, index: usize, key: u32, memory: &Memory, len: usize) -> Carriage {
-        let known = self.with(index, |qp, env| qp.carriage(key, memory, len, env));
+    pub(super) fn transfer_path(
+        &mut self,
+        index: usize,
+        key: u32,
+        memory: &Memory,
+        len: usize,
+    ) -> TransferPath {
+        let known = self.with(index, |qp, env| qp.transfer_path(key, memory, len, env));
         known.expect("the caller has the queue pair")
     }
 
@@ -166,9 +172,9 @@ impl Core {
             links: &mut self.links,
             faults: &mut self.faults,
             stats: &mut self.stats,
-            alarms: &mut self.alarms,
-            inbound: &mut self.inbound,
-            mover: &*self.mover,
+            async_events: &mut self.async_events,
+            pending_flush: &mut self.pending_flush,
+            copy_engine: &*self.copy_engine,
             by_reference: self.by_reference,
             pull: self.pull,
             copied: &mut self.copied,
@@ -204,7 +210,7 @@ impl Core {
     }
 
     /// Removes a queue pair; what it held is returned, to be let go outside of locks.
-    pub(crate) fn remove_qp(&mut self, qpn: u32, rung: &Rung) -> Option<Box<SoftQp>> {
+    pub(crate) fn remove_qp(&mut self, qpn: u32, rung: &DoorbellSet) -> Option<Box<SoftQp>> {
         let i = self.find(qpn)?;
         self.watched.forget(i, rung);
         self.active.retain(|&a| a != i);
@@ -231,20 +237,20 @@ impl Core {
     }
 
     /// Looks at this doorbell from now on, if it will be rung.
-    fn watch(&mut self, i: usize, rung: &Rung) {
+    fn watch(&mut self, i: usize, rung: &DoorbellSet) {
         if self.is_to_watch(i, rung) {
             self.watched.add(i);
         }
     }
 
     /// Whether more will be rung than was.
-    fn is_to_watch(&self, i: usize, rung: &Rung) -> bool {
+    fn is_to_watch(&self, i: usize, rung: &DoorbellSet) -> bool {
         let qp = self.qps.get(i).and_then(|slot| slot.qp.as_ref());
         qp.is_some_and(|qp| rung.is_to_watch(i, qp.req.head()))
     }
 
     /// Looks at this doorbell no more: the queue pair was reset, what was announced will not be rung.
-    pub(crate) fn unwatch(&mut self, qpn: u32, rung: &Rung) {
+    pub(crate) fn unwatch(&mut self, qpn: u32, rung: &DoorbellSet) {
         if let Some(i) = self.find(qpn) {
             self.watched.forget(i, rung);
         }
@@ -274,10 +280,10 @@ impl Core {
     }
 
     /// Adds a link; what lets other threads see its records goes to `peeks`.
-    pub(crate) fn add_link(&mut self, ends: LinkEnds, peeks: &Peeks) -> usize {
+    pub(crate) fn add_link(&mut self, ends: LinkEnds, rx_hints: &RxHints) -> usize {
         let (link, ring) = self.links.add(ends);
         if let Some((number, peek)) = ring.peeker() {
-            peeks.add(number, peek);
+            rx_hints.add(number, peek);
         }
         self.rings.resize_with(self.rings.len().max(link + 1), || None);
         self.rings[link] = Some(ring);
@@ -379,11 +385,11 @@ impl Core {
         let peer = self.links.peer(link);
         self.links.take_down(link);
         if let Some(process) = self.links.process(link) {
-            self.mover.forget(process);
+            self.copy_engine.forget(process);
         }
         tracing::warn!(?peer, "software HCA: peer is gone");
         // A card does not notice: its timeouts run out.
-        let is_card = self.alarms.is_heard();
+        let is_card = self.async_events.is_heard();
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
                 let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
@@ -396,8 +402,8 @@ impl Core {
     }
 }
 
-impl Steps for Core {
-    fn step(&mut self, rung: &Rung) -> bool {
+impl Progress for Core {
+    fn step(&mut self, rung: &DoorbellSet) -> bool {
         let mut worked = false;
         let attended = rung.drain(|i| {
             self.ring_index(i);
@@ -443,7 +449,7 @@ impl Steps for Core {
     }
 
     // To the end if the peer is on this HCA: its state would have to move to another core's cache otherwise.
-    fn ring(&mut self, index: usize, rung: &Rung) {
+    fn ring(&mut self, index: usize, rung: &DoorbellSet) {
         self.ring_index(index);
         self.links.ring();
         for _ in 0..ROUNDS {
@@ -474,14 +480,14 @@ impl Steps for Core {
         self.links.ring();
     }
 
-    fn rest(&mut self, rung: &Rung) {
+    fn rest(&mut self, rung: &DoorbellSet) {
         let mut watched = std::mem::take(&mut self.watched);
         watched.retain(|i| self.is_to_watch(i, rung));
         self.watched = watched;
         self.cqs.rest();
     }
 
-    fn doze(&self, rung: &Rung) {
+    fn doze(&self, rung: &DoorbellSet) {
         self.watched.doze(rung);
     }
 
@@ -521,10 +527,10 @@ impl Steps for Core {
         self.copied.take()
     }
 
-    fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
-        let mut kicks = self.cqs.take_kicks();
-        kicks.extend(self.alarms.take());
-        kicks
+    fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {
+        let mut nudges = self.cqs.take_nudges();
+        nudges.extend(self.async_events.take());
+        nudges
     }
 }
 

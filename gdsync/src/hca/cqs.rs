@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::event::{CqEvent, Kicks};
+use super::event::{CqEvent, GpuNudge};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
@@ -20,7 +20,7 @@ pub(crate) struct Cqs {
     /// CQEs written, also the clock of their timestamps.
     written: u64,
     /// GPUs to be kicked for what was written.
-    kicks: Vec<Arc<dyn Kicks>>,
+    nudges: Vec<Arc<dyn GpuNudge>>,
     /// Queues that streams of GPUs wait on: they see what is written, but cannot help.
     attended: Vec<u32>,
     /// Completions of flushed requests have counter 0.
@@ -102,8 +102,8 @@ impl Cqs {
     }
 
     /// The GPUs to be kicked, once the core is let go.
-    pub(crate) fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
-        std::mem::take(&mut self.kicks)
+    pub(crate) fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {
+        std::mem::take(&mut self.nudges)
     }
 
     /// A stream of a GPU waits on this queue.
@@ -170,10 +170,10 @@ impl Cqs {
             cq.ring.fence();
         }
         cq.event.raise();
-        if let Some(kicker) = cq.event.kicker(cq.produced, &mut cq.until)
-            && !self.kicks.iter().any(|known| Arc::ptr_eq(known, kicker))
+        if let Some(nudger) = cq.event.nudger(cq.produced, &mut cq.until)
+            && !self.nudges.iter().any(|known| Arc::ptr_eq(known, nudger))
         {
-            self.kicks.push(kicker.clone());
+            self.nudges.push(nudger.clone());
         }
         cq.produced += 1;
         Ok(())

@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::protocol::{bell, standing};
+use crate::protocol::{doorbell_watch, event_count};
 
 /// Prods a GPU to look at what its streams wait for.
-pub trait Kicks: Send + Sync + fmt::Debug {
+pub trait GpuNudge: Send + Sync + fmt::Debug {
     /// Called after a completion was written, without locks.
-    fn kick(&self);
+    fn nudge(&self);
 }
 
 /// A bell for the threads of one process, and for a GPU whose streams wait on the queue. Raised after every completion;
 /// costs a fence and a load while nobody sleeps.
 #[derive(Debug, Default)]
 pub(crate) struct CqEvent {
-    kicker: OnceLock<Arc<dyn Kicks>>,
+    nudger: OnceLock<Arc<dyn GpuNudge>>,
     waits: Waits,
     sleepers: AtomicU32,
     sequence: AtomicU32,
@@ -57,7 +57,7 @@ impl CqEvent {
             }
             return;
         }
-        let ticket = bell::announce(&self.sleepers, &self.sequence);
+        let ticket = event_count::announce(&self.sleepers, &self.sequence);
         if ready() {
             return;
         }
@@ -69,17 +69,17 @@ impl CqEvent {
 
     /// Streams of a GPU wait for completions before number `until`, and `kicker` wakes them. Returns whether the device
     /// must be told.
-    pub(crate) fn attend(&self, until: u64, kicker: Option<&Arc<dyn Kicks>>) -> bool {
-        if let Some(kicker) = kicker {
-            self.kicker.get_or_init(|| kicker.clone());
+    pub(crate) fn attend(&self, until: u64, nudger: Option<&Arc<dyn GpuNudge>>) -> bool {
+        if let Some(nudger) = nudger {
+            self.nudger.get_or_init(|| nudger.clone());
         }
-        standing::order(&self.waits.until, &self.waits.attended, until)
+        doorbell_watch::order(&self.waits.until, &self.waits.attended, until)
     }
 
     /// Streams wait for completions before number `until`: said by who has the claims of the queue locked.
     #[inline(always)]
     pub(crate) fn foresee(&self, until: u64) {
-        standing::foresee(&self.waits.until, until);
+        doorbell_watch::foresee(&self.waits.until, until);
     }
 
     /// As [`CqEvent::foresee`], by who has let the lock go.
@@ -89,34 +89,34 @@ impl CqEvent {
 
     /// Whether the device attends to them, and kicks if it `is_to_kick`, now that the caller has let a lock go.
     #[inline(always)]
-    pub(crate) fn is_attended(&self, is_to_kick: bool) -> bool {
-        standing::is_looked_at(&self.waits.attended) && (!is_to_kick || self.kicker.get().is_some())
+    pub(crate) fn is_attended(&self, is_to_nudge: bool) -> bool {
+        doorbell_watch::is_looked_at(&self.waits.attended) && (!is_to_nudge || self.nudger.get().is_some())
     }
 
     /// What was foreseen will not be waited for: only what is before it.
     pub(crate) fn withdraw(&self, until: u64, before: u64) {
-        standing::withdraw(&self.waits.until, until, before);
+        doorbell_watch::withdraw(&self.waits.until, until, before);
     }
 
     /// The device has written `produced` completions, and would rest. Returns whether it need not attend to the queue any more:
     /// it will be told when that changes.
     pub(crate) fn rest(&self, produced: u64) -> bool {
-        !standing::is_due(&self.waits.until, &self.waits.attended, produced)
+        !doorbell_watch::is_due(&self.waits.until, &self.waits.attended, produced)
     }
 
     /// Who is to be kicked after completion `n` was written. `until` is what the device knows of the completions that streams
     /// wait for.
-    pub(crate) fn kicker(&self, n: u64, until: &mut u64) -> Option<&Arc<dyn Kicks>> {
-        let kicker = self.kicker.get()?;
+    pub(crate) fn nudger(&self, n: u64, until: &mut u64) -> Option<&Arc<dyn GpuNudge>> {
+        let nudger = self.nudger.get()?;
         if n >= *until {
             *until = self.waits.until.load(Ordering::SeqCst);
         }
-        (n < *until).then_some(kicker)
+        (n < *until).then_some(nudger)
     }
 
     /// Tells sleepers that a completion was written.
     pub(crate) fn raise(&self) {
-        if bell::ring(&self.sleepers, &self.sequence) {
+        if event_count::ring(&self.sleepers, &self.sequence) {
             // Taken and dropped, so that a sleeper between its look at the sequence and its wait is not missed.
             drop(self.lock.lock());
             self.raised.notify_all();

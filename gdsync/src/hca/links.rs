@@ -10,8 +10,8 @@ use super::packet::{self, Header};
 use super::reference::Reference;
 use super::stats::HcaStats;
 use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxRing};
+use crate::copy_engine::ProcessId;
 use crate::memory::{Memory, Process};
-use crate::mover::ProcessId;
 
 /// The links of one HCA by their numbers, which are given again when a link is gone; number 0 leads to itself.
 #[derive(Debug, Default)]

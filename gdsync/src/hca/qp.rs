@@ -3,23 +3,23 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::alarm::{Alarm, Belfry};
+use super::async_event::{AsyncEvent, AsyncEventQueue};
+use super::cma::CmaPolicy;
 use super::cqs::Cqs;
 use super::fault::Faults;
 use super::gid::random_psn;
-use super::inbound::Inbound;
 use super::keys::Keys;
-use super::landing::Landing;
 use super::links::Links;
-use super::pulls::Pulls;
+use super::pending_flush::PendingFlush;
+use super::receive_staging::ReceiveStaging;
 use super::requester::Requester;
 use super::responder::Responder;
 use super::rings::Rings;
 use super::staging::Stage;
 use super::stats::HcaStats;
+use crate::copy_engine::{CopyEngine, Ticket};
 use crate::error::{Error, Result};
 use crate::mlx5::{Cqe, CqeOpcode, Opcode, Syndrome};
-use crate::mover::{Mover, Ticket};
 use crate::verbs::track::Health;
 use crate::verbs::{Access, QpAddress, QpAttr, QpState};
 
@@ -31,13 +31,13 @@ pub(crate) struct Env<'a> {
     pub(crate) links: &'a mut Links,
     pub(crate) faults: &'a mut Faults,
     pub(crate) stats: &'a mut HcaStats,
-    pub(crate) alarms: &'a mut Belfry,
-    pub(crate) inbound: &'a mut Inbound,
-    pub(crate) mover: &'a dyn Mover,
+    pub(crate) async_events: &'a mut AsyncEventQueue,
+    pub(crate) pending_flush: &'a mut PendingFlush,
+    pub(crate) copy_engine: &'a dyn CopyEngine,
     /// Payload of so many bytes is left to copy engines.
     pub(crate) by_reference: usize,
     /// Which payload in host memory is left to the peer.
-    pub(crate) pull: Pulls,
+    pub(crate) pull: CmaPolicy,
     /// When a message of several packets, or a copy of payload, has begun, here or at a peer.
     pub(crate) copied: &'a mut Option<Instant>,
     pub(crate) strict: bool,
@@ -61,7 +61,7 @@ pub(crate) struct SoftQp {
     /// Answers to READs, likewise.
     pub(super) answers: Stage,
     /// Payload on its way into memory that the CPU does not reach.
-    pub(super) landing: Landing,
+    pub(super) receive_staging: ReceiveStaging,
     /// Packets sent, for fault decisions.
     pub(crate) packets: u64,
     /// Listed as active in the core.
@@ -114,7 +114,7 @@ impl SoftQp {
     /// Not before the peer knows that references are void, and copies into receives are over: what is flushed is the
     /// application's again.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>) {
-        if self.withdraw(env) && !self.landing.is_busy() {
+        if self.withdraw(env) && !self.receive_staging.is_busy() {
             self.flush_sends(env);
         }
         if !self.resp.is_copying() {
@@ -141,12 +141,12 @@ impl SoftQp {
         self.resp.awaits_engines()
             || self.sends.is_waiting()
             || self.answers.is_waiting()
-            || self.landing.is_busy()
+            || self.receive_staging.is_busy()
     }
 
     /// The copies under way into a region.
     pub(crate) fn copies_on(&self, key: u32) -> impl Iterator<Item = Ticket> {
-        self.resp.copies_on(key).chain(self.landing.copies(Some(key)))
+        self.resp.copies_on(key).chain(self.receive_staging.copies(Some(key)))
     }
 
     /// Whether it is connected over this link, or waits for what came over it.
@@ -159,7 +159,7 @@ impl SoftQp {
     pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
         self.answer(env);
         let mut copies = self.resp.close();
-        copies.extend(self.landing.copies(None));
+        copies.extend(self.receive_staging.copies(None));
         self.withdraw(env).then_some(copies)
     }
 
@@ -171,7 +171,7 @@ impl SoftQp {
         while self.req.head() < end && end - self.req.head() <= self.rings.blocks() {
             let wqe = self.rings.fetch(self.req.head());
             self.req.skip(wqe.blocks());
-            self.rings.chart.skipped();
+            self.rings.qp_trace.skipped();
             self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
         }
     }
@@ -220,14 +220,14 @@ impl SoftQp {
 
     /// Writes a CQE, behind all data.
     fn complete(&mut self, cqn: u32, mut cqe: Cqe, env: &mut Env<'_>) {
-        let flushed = env.inbound.flush(env.keys);
+        let flushed = env.pending_flush.flush(env.keys);
         if let Err(error) = &flushed {
             tracing::error!(qpn = self.rings.qpn, %error, "software HCA: received data is not visible to its GPU");
             cqe.syndrome = Syndrome::LOC_QP_OP_ERR;
             let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
             cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
         }
-        self.rings.chart.completed(&cqe);
+        self.rings.qp_trace.completed(&cqe);
         if env.cqs.complete(cqn, cqe).is_err() {
             self.overrun(cqn, env);
         } else if flushed.is_err() && self.state != QpState::ERR {
@@ -238,8 +238,8 @@ impl SoftQp {
     fn overrun(&mut self, cqn: u32, env: &mut Env<'_>) {
         if self.state != QpState::ERR {
             env.stats.cq_overruns += 1;
-            env.alarms.raise(Alarm::CqError(cqn));
-            env.alarms.raise(Alarm::QpFatal(self.rings.qpn));
+            env.async_events.raise(AsyncEvent::CqError(cqn));
+            env.async_events.raise(AsyncEvent::QpFatal(self.rings.qpn));
             tracing::error!(
                 qpn = self.rings.qpn,
                 "completion queue overrun: the queue pair goes to ERR, nothing completes any more"

@@ -249,14 +249,14 @@ fn until(what: &str, is_so: impl Fn() -> bool) {
 #[test]
 fn who_dozes_has_the_next_doorbell_told() {
     let mut raw = Raw::new();
-    let notice = raw.qp.notice.take().unwrap();
+    let doorbell_watch = raw.qp.doorbell_watch.take().unwrap();
     raw.hca.watch(raw.qp.qpn, 1);
     for n in 0..3 {
-        until("nobody dozes", || !notice.is_watched());
+        until("nobody dozes", || !doorbell_watch.is_watched());
         let doorbell = raw.write_nop();
         // One more than is rung: it goes on watching.
-        notice.foresee(raw.posted + 1);
-        if !notice.is_watched() {
+        doorbell_watch.foresee(raw.posted + 1);
+        if !doorbell_watch.is_watched() {
             raw.hca.watch(raw.qp.qpn, raw.posted + 1);
         }
         raw.qp.doorbell.store(doorbell);
@@ -268,11 +268,11 @@ fn who_dozes_has_the_next_doorbell_told() {
 fn what_is_withdrawn_is_not_watched_for() {
     let hca = Arc::new(soft());
     let mut raw = Raw::over(hca.clone());
-    let notice = raw.qp.notice.take().unwrap();
+    let doorbell_watch = raw.qp.doorbell_watch.take().unwrap();
     raw.hca.watch(raw.qp.qpn, 1);
-    notice.withdraw(2, 1);
+    doorbell_watch.withdraw(2, 1);
     thread::sleep(Duration::from_millis(5));
     assert!(hca.is_watching(), "that was another one");
-    notice.withdraw(1, 0);
+    doorbell_watch.withdraw(1, 0);
     until("what will not come is watched for", || !hca.is_watching());
 }

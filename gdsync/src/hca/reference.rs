@@ -10,8 +10,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use super::gid::Gid;
+use crate::copy_engine::{Handle, ProcessId, Source};
 use crate::memory::{MARK, Memory, Process, WeakMemory};
-use crate::mover::{Handle, ProcessId, Source};
 
 /// Bytes of a reference in a packet.
 pub(super) const REFERENCE: usize = 112;

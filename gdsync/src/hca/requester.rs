@@ -13,8 +13,8 @@ use trial::Way;
 
 use super::packet::ahead;
 use super::qp::{Env, SoftQp};
+use crate::copy_engine::{Status, Ticket};
 use crate::mlx5::{Opcode, Syndrome};
-use crate::mover::{Status, Ticket};
 use crate::verbs::{QpAttr, QpState};
 
 #[derive(Debug)]
@@ -69,7 +69,7 @@ struct Pending {
     /// The peer may know of a reference.
     is_known: bool,
     /// Answers on their way to their place.
-    landing: Vec<Ticket>,
+    receive_staging: Vec<Ticket>,
     error: Option<Syndrome>,
 }
 
@@ -92,11 +92,11 @@ impl Pending {
 
     /// An answer has come, and may be on its way to its place.
     fn land(&mut self, ticket: Option<Ticket>) {
-        self.landing.extend(ticket);
-        if self.landing.iter().any(|ticket| ticket.status() == Status::Failed) {
+        self.receive_staging.extend(ticket);
+        if self.receive_staging.iter().any(|ticket| ticket.status() == Status::Failed) {
             self.error = Some(Syndrome::LOC_QP_OP_ERR);
         }
-        self.landing.retain(|ticket| !ticket.is_over());
+        self.receive_staging.retain(|ticket| !ticket.is_over());
     }
 
     fn last_psn(&self) -> u32 {
@@ -269,7 +269,7 @@ impl SoftQp {
         let mut any = false;
         while let Some(p) = self.req.pending.front_mut() {
             p.land(None);
-            if p.error.is_none() && (!p.is_done() || !p.landing.is_empty()) {
+            if p.error.is_none() && (!p.is_done() || !p.receive_staging.is_empty()) {
                 break;
             }
             any = true;

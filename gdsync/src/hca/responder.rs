@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use self::copies::Copies;
-use super::alarm::Alarm;
+use super::async_event::AsyncEvent;
 use super::links::Body;
 use super::low16;
 use super::packet::{self, Header, PacketOp, SEGMENT, ahead};
@@ -229,7 +229,7 @@ impl SoftQp {
         } else if distance < 0 {
             env.stats.packets_discarded += 1;
             self.repeated(header, body, env);
-        } else if self.resp.must_wait(header) || !self.landing.has_room() {
+        } else if self.resp.must_wait(header) || !self.receive_staging.has_room() {
             env.stats.packets_discarded += 1;
         } else {
             self.resp.gap = false;
@@ -256,7 +256,7 @@ impl SoftQp {
             }
             Refusal::Remote(syndrome) => {
                 self.resp.nak(psn, syndrome.0, 0);
-                env.alarms.raise(Alarm::of_refusal(self.rings.qpn, syndrome));
+                env.async_events.raise(AsyncEvent::of_refusal(self.rings.qpn, syndrome));
                 self.go_error(env);
             }
             Refusal::Receive { counter, local, remote } => {

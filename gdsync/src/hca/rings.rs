@@ -2,8 +2,8 @@
 
 use smallvec::SmallVec;
 
-use super::chart::Chart;
 use super::low16;
+use super::qp_trace::QpTrace;
 use super::stats::HcaStats;
 use crate::error::Result;
 use crate::memory::{Memory, Word64};
@@ -22,7 +22,7 @@ pub(crate) struct Rings {
     pub(crate) rq: Memory,
     pub(crate) record: Memory,
     pub(crate) doorbell: Word64,
-    pub(crate) chart: Chart,
+    pub(crate) qp_trace: QpTrace,
     /// Of a card that flushes what doorbells named and not what the record says: the block before which they did.
     #[cfg(feature = "standin")]
     pub(crate) named: Option<u64>,
@@ -69,7 +69,7 @@ impl Rings {
             rq,
             record,
             doorbell,
-            chart: Chart::default(),
+            qp_trace: QpTrace::default(),
             #[cfg(feature = "standin")]
             named: None,
         })
@@ -77,7 +77,7 @@ impl Rings {
 
     /// As they were in the beginning, for the next connection.
     pub(crate) fn clear(&mut self) {
-        self.chart.reset();
+        self.qp_trace.reset();
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         self.doorbell.store(mlx5::EMPTY);
         #[cfg(feature = "standin")]
@@ -206,7 +206,7 @@ impl Rings {
             stats.violation("a doorbell was rung before its doorbell record was written");
             return Err(Syndrome::LOC_QP_OP_ERR);
         }
-        self.chart.triggered(self.qpn);
+        self.qp_trace.triggered(self.qpn);
         Ok(Some(target))
     }
 

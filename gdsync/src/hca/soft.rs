@@ -6,36 +6,36 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::alarm::Alarms;
-use super::chart::Chart;
+use super::async_event::AsyncEvents;
+use super::cma::CmaPolicy;
 use super::core::{Core, QpNumbers};
 use super::cqs;
+use super::doorbell_set::DoorbellSet;
 use super::fault::FaultPlan;
 use super::gid::{self, Gid};
-use super::landing::Landing;
-use super::peeks::Peeks;
-use super::pulls::Pulls;
+use super::progress::{ProgressEngine, ProgressState};
+use super::progress_thread::ProgressThread;
 use super::qp::SoftQp;
+use super::qp_trace::QpTrace;
+use super::receive_staging::ReceiveStaging;
 use super::reference::Export;
 use super::requester::Requester;
 use super::responder::Responder;
 use super::rings::Rings;
-use super::rung::Rung;
-use super::served::{Duties, Served};
-use super::service::Service;
+use super::rx_hints::RxHints;
 use super::staging::Stage;
 use super::stats::HcaStats;
-use super::stuck::Stuck;
+use super::stuck_copies::StuckCopies;
 use super::wire::{Bell, Port};
-use crate::cuda::Engines;
+use crate::copy_engine::{CopyEngine, Ticket};
+use crate::cuda::GpuCopyEngines;
 use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mover::{Mover, Ticket};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::track::Health;
-use crate::verbs::{Access, Carriage, QpAttr, QpState};
+use crate::verbs::{Access, QpAttr, QpState, TransferPath};
 
 /// From here on a copy engine is worth its start. Through a mapping, 32 KiB leave GPU memory in 44 us (H200), and reach it
 /// in 1.3 us; a copy engine takes 10 us, most of it to begin.
@@ -57,25 +57,25 @@ pub struct SoftHcaConfig {
     /// [the module](super)).
     pub by_reference: usize,
     /// Which payload in host memory the receiver reads in place.
-    pub pull: Pulls,
+    pub pull: CmaPolicy,
     /// Memory regions that it takes at a time, at most 2^24 - 1024 (the default).
     pub max_regions: usize,
     /// What moves payload in place of CUDA's copy engines.
     #[doc(hidden)]
-    pub mover: Option<Arc<dyn Mover>>,
+    pub copy_engine: Option<Arc<dyn CopyEngine>>,
 }
 
 impl Default for SoftHcaConfig {
     fn default() -> Self {
         let faults = FaultPlan::default();
-        let (by_reference, pull) = (BY_REFERENCE, Pulls::default());
-        Self { strict: false, faults, by_reference, pull, max_regions: MAX_REGIONS, mover: None }
+        let (by_reference, pull) = (BY_REFERENCE, CmaPolicy::default());
+        Self { strict: false, faults, by_reference, pull, max_regions: MAX_REGIONS, copy_engine: None }
     }
 }
 
 impl SoftHcaConfig {
     /// From the environment: `GDSYNC_STRICT=1`, `GDSYNC_FAULTS` as [`FaultPlan`] reads it, `GDSYNC_BY_REFERENCE=bytes`, and
-    /// `GDSYNC_PULL` as [`Pulls`] reads it.
+    /// `GDSYNC_PULL` as [`CmaPolicy`] reads it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a value that cannot be read.
@@ -98,7 +98,7 @@ impl SoftHcaConfig {
                 Error::invalid("GDSYNC_BY_REFERENCE", format!("'{text}'"), "a number of bytes")
             })?,
         };
-        let pull = variable("GDSYNC_PULL").map_or(Ok(Pulls::default()), |text| text.parse())?;
+        let pull = variable("GDSYNC_PULL").map_or(Ok(CmaPolicy::default()), |text| text.parse())?;
         Ok(Self { strict, faults, by_reference, pull, ..Self::default() })
     }
 }
@@ -107,7 +107,7 @@ impl SoftHcaConfig {
 #[derive(Debug)]
 pub(crate) struct SoftHca {
     pub(super) shared: Arc<Shared>,
-    _service: Service<Shared>,
+    _service: ProgressThread<Shared>,
 }
 
 /// What the service thread shares with everybody who calls in.
@@ -117,18 +117,18 @@ pub(super) struct Shared {
     qpns: QpNumbers,
     strict: bool,
     pub(super) core: Mutex<Core>,
-    pub(super) rung: Rung,
-    pub(super) peeks: Peeks,
+    pub(super) rung: DoorbellSet,
+    pub(super) rx_hints: RxHints,
     pub(super) port: Port,
     pub(super) bell: Bell,
-    duties: Duties,
+    duties: ProgressState,
     next_pd: AtomicU64,
     max_regions: usize,
-    mover: Arc<dyn Mover>,
-    stuck: Stuck,
+    copy_engine: Arc<dyn CopyEngine>,
+    stuck_copies: StuckCopies,
 }
 
-impl Served for Shared {
+impl ProgressEngine for Shared {
     type Core = Core;
     const THREAD: &str = "gdsync-hca";
 
@@ -136,24 +136,24 @@ impl Served for Shared {
         &self.core
     }
 
-    fn rung(&self) -> &Rung {
+    fn rung(&self) -> &DoorbellSet {
         &self.rung
     }
 
-    fn duties(&self) -> &Duties {
+    fn duties(&self) -> &ProgressState {
         &self.duties
     }
 
     fn accept(&self, core: &mut Core) {
         if self.port.has_accepted() {
             for ends in self.port.take_accepted() {
-                core.add_link(ends, &self.peeks);
+                core.add_link(ends, &self.rx_hints);
             }
         }
     }
 
     fn has_arrivals(&self) -> bool {
-        self.peeks.any() || self.port.has_accepted()
+        self.rx_hints.any() || self.port.has_accepted()
     }
 
     fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
@@ -171,30 +171,33 @@ impl SoftHca {
     }
 
     /// As [`SoftHca::start`]; `alarms` is told of what a driver must know.
-    pub(super) fn start_with(config: &SoftHcaConfig, alarms: Option<Arc<dyn Alarms>>) -> Result<Self> {
+    pub(super) fn start_with(
+        config: &SoftHcaConfig,
+        async_events: Option<Arc<dyn AsyncEvents>>,
+    ) -> Result<Self> {
         config.faults.check()?;
         let gid = Gid::random()?;
         let bell = Bell::create()?;
         let port = Port::open(gid, bell.clone())?;
-        let mover = config.mover.clone().unwrap_or_else(|| Arc::new(Engines::default()));
+        let copy_engine = config.copy_engine.clone().unwrap_or_else(|| Arc::new(GpuCopyEngines::default()));
         let qpns = QpNumbers::random()?;
-        let core = Core::new(port.loopback()?, config, mover.clone(), alarms, qpns)?;
+        let core = Core::new(port.loopback()?, config, copy_engine.clone(), async_events, qpns)?;
         let shared = Arc::new(Shared {
             gid,
             qpns,
             strict: config.strict,
             core: Mutex::new(core),
-            rung: Rung::default(),
-            peeks: Peeks::default(),
+            rung: DoorbellSet::default(),
+            rx_hints: RxHints::default(),
             port,
             bell,
-            duties: Duties::default(),
+            duties: ProgressState::default(),
             next_pd: AtomicU64::new(0x21),
             max_regions: config.max_regions.min(MAX_REGIONS),
-            mover,
-            stuck: Stuck::default(),
+            copy_engine,
+            stuck_copies: StuckCopies::default(),
         });
-        let service = Service::start(shared.clone())?;
+        let service = ProgressThread::start(shared.clone())?;
         Ok(Self { shared, _service: service })
     }
 
@@ -216,7 +219,7 @@ impl SoftHca {
                 resp: Responder::default(),
                 sends: Stage::default(),
                 answers: Stage::default(),
-                landing: Landing::default(),
+                receive_staging: ReceiveStaging::default(),
                 packets: 0,
                 active: false,
             })
@@ -239,7 +242,7 @@ impl SoftHca {
     /// Whether a doorbell is watched.
     #[cfg(test)]
     pub(super) fn is_watching(&self) -> bool {
-        use super::served::Steps as _;
+        use super::progress::Progress as _;
         self.shared.with(|core| {
             core.step(&self.shared.rung);
             core.is_watching()
@@ -260,7 +263,7 @@ impl SoftHca {
         }
         // Not under the lock: the peer answers from a thread of its own, but that takes a while.
         let ends = self.shared.port.connect(peer, timeout)?;
-        Ok(self.shared.with(|core| core.add_link(ends, &self.shared.peeks)))
+        Ok(self.shared.with(|core| core.add_link(ends, &self.shared.rx_hints)))
     }
 }
 
@@ -290,9 +293,9 @@ impl Provider for SoftHca {
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
         if let Some(gpu) = memory.gpu() {
-            self.shared.mover.adopt(gpu);
+            self.shared.copy_engine.adopt(gpu);
         }
-        let export = self.shared.mover.export(memory).map(|handle| Export::new(memory, handle));
+        let export = self.shared.copy_engine.export(memory).map(|handle| Export::new(memory, handle));
         let most = self.shared.max_regions;
         let key = self
             .shared
@@ -309,14 +312,14 @@ impl Provider for SoftHca {
     fn dereg_mr(&self, keys: MrKeys) {
         let (region, copies) =
             self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
-        if !self.shared.stuck.wait(&copies, Instant::now() + PATIENCE) {
+        if !self.shared.stuck_copies.wait(&copies, Instant::now() + PATIENCE) {
             tracing::error!("a copy into a memory region does not end, and may still happen");
         }
         drop(region);
     }
 
-    fn carriage(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> Carriage {
-        self.shared.with(|core| core.carriage(self.shared.qpns.index(qpn), lkey, memory, len))
+    fn transfer_path(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> TransferPath {
+        self.shared.with(|core| core.transfer_path(self.shared.qpns.index(qpn), lkey, memory, len))
     }
 
     fn leave_by_reference(&self, bytes: usize) -> Option<usize> {
@@ -334,16 +337,16 @@ impl Provider for SoftHca {
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
         if let Some(gpu) = &places.gpu {
-            self.shared.mover.adopt(gpu);
+            self.shared.copy_engine.adopt(gpu);
         }
-        let chart = Chart::new(self.shared.gid)?;
-        let rings = Rings { chart, ..Rings::alloc(0, request, places)? };
+        let qp_trace = QpTrace::new(self.shared.gid)?;
+        let rings = Rings { qp_trace, ..Rings::alloc(0, request, places)? };
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
         let health = Arc::default();
         let (qpn, psn) = self.add_qp(rings, Arc::clone(&health))?;
-        let notice = Some(self.shared.rung.notice(self.shared.qpns.index(qpn)));
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice })
+        let doorbell_watch = Some(self.shared.rung.doorbell_watch(self.shared.qpns.index(qpn)));
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
@@ -369,7 +372,7 @@ impl Provider for SoftHca {
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        if !self.shared.stuck.wait(&self.quiesce(qpn), Instant::now() + PATIENCE) {
+        if !self.shared.stuck_copies.wait(&self.quiesce(qpn), Instant::now() + PATIENCE) {
             tracing::error!(qpn, "a queue pair is destroyed while a copy into its memory may still happen");
         }
         let qp = self.shared.with(|core| core.remove_qp(qpn, &self.shared.rung));

@@ -4,9 +4,9 @@
 use std::time::{Duration, Instant};
 
 use super::qp::{Env, SoftQp};
+use crate::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
 use crate::memory::Memory;
 use crate::mlx5::Syndrome;
-use crate::mover::{Mover, Part, Source, Status, Ticket};
 
 /// Bytes of a chunk: long enough that a copy engine's start (some 10 us) is short beside it.
 const CHUNK: usize = 256 << 10;
@@ -75,7 +75,7 @@ impl Stage {
         len: usize,
         at: usize,
         gather: impl Fn(usize, usize) -> Result<Vec<Range>, Syndrome>,
-        mover: &dyn Mover,
+        copy_engine: &dyn CopyEngine,
     ) -> Result<Staged, Syndrome> {
         let memory = match &self.memory {
             Some(memory) => memory.clone(),
@@ -100,7 +100,7 @@ impl Stage {
                 to += len;
                 part
             });
-            let ticket = mover.start(parts.collect());
+            let ticket = copy_engine.start(parts.collect());
             self.chunks[slot] = Some(Chunk { message, number, ticket, since: Instant::now() });
         }
         let slot = number % CHUNKS;
@@ -127,7 +127,7 @@ impl Stage {
 impl SoftQp {
     /// Whether payload of a message of `len` bytes goes out of this memory in chunks.
     pub(super) fn is_staged(memory: &Memory, len: usize, env: &Env<'_>) -> bool {
-        !memory.is_mapped() || len > SMALL && env.mover.stages(memory)
+        !memory.is_mapped() || len > SMALL && env.copy_engine.stages(memory)
     }
 }
 
@@ -136,8 +136,8 @@ mod tests {
     use std::sync::Mutex;
 
     use super::*;
+    use crate::copy_engine::{Handle, ProcessId};
     use crate::cuda::Gpu;
-    use crate::mover::{Handle, ProcessId};
 
     /// Copies when told to.
     #[derive(Debug, Default)]
@@ -157,7 +157,7 @@ mod tests {
         }
     }
 
-    impl Mover for OnDemand {
+    impl CopyEngine for OnDemand {
         fn adopt(&self, _: &Gpu) {}
         fn export(&self, _: &Memory) -> Option<Handle> {
             None

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::protocol::bell;
+use crate::protocol::event_count;
 
 /// One thread sleeps on it, any number ring it.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ impl Bell {
 
     /// Wakes the sleeper. While nobody sleeps this costs a fence and a load.
     pub(super) fn ring(&self) {
-        if bell::ring(&self.sleepers, &self.sequence) {
+        if event_count::ring(&self.sleepers, &self.sequence) {
             let one = 1u64;
             // SAFETY: eight bytes to an eventfd. It is only refused when the count is full, and then it is readable.
             unsafe { libc::write(self.fd.as_raw_fd(), (&raw const one).cast(), 8) };
@@ -41,7 +41,7 @@ impl Bell {
     /// Sleeps unless `ready`, until rung, until `other` is readable, or for `timeout`. May return for no reason. Returns whether
     /// `other` is readable.
     pub(super) fn sleep(&self, other: RawFd, ready: &dyn Fn() -> bool, timeout: Duration) -> bool {
-        bell::announce(&self.sleepers, &self.sequence);
+        event_count::announce(&self.sleepers, &self.sequence);
         if ready() {
             return false;
         }

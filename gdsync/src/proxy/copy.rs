@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
+use crate::copy_engine::{Part, Status, Ticket};
 use crate::cuda::Engine;
 use crate::error::Error;
-use crate::mover::{Part, Status, Ticket};
 
 /// How long a copy may take, from when its engine has ended those before it.
 const LIMIT: Duration = Duration::from_secs(10);

@@ -11,7 +11,7 @@ use super::qp::{Env, ProxyQp};
 use super::shadow::Shadows;
 use super::tag::Tag;
 use crate::error::{Error, Result};
-use crate::hca::{Cqs, HcaStats, Kicks, MAX_QPS, Rung, Steps, Watched};
+use crate::hca::{Cqs, DoorbellSet, GpuNudge, HcaStats, MAX_QPS, Progress, WatchedDoorbells};
 use crate::memory::{Memory, Word64};
 use crate::protocol;
 use crate::rdma::Open;
@@ -41,7 +41,7 @@ pub(super) struct Core {
     /// In place of memory that the device does not reach.
     pub(super) shadows: Shadows,
     outstanding: Arc<AtomicUsize>,
-    watched: Watched,
+    watched: WatchedDoorbells,
     /// Queue pairs that wait for copies.
     copying: Vec<usize>,
     /// Queue pairs in ERR that the device has not let go.
@@ -75,7 +75,7 @@ impl Core {
             unseen: Vec::new(),
             shadows: Shadows::default(),
             outstanding,
-            watched: Watched::default(),
+            watched: WatchedDoorbells::default(),
             copying: Vec::new(),
             draining: Vec::new(),
             taken: vec![ibv_wc::zeroed(); BURST].into(),
@@ -155,7 +155,7 @@ impl Core {
     }
 
     /// Takes a queue pair out, to be dropped without the lock.
-    pub(super) fn remove_qp(&mut self, index: usize, rung: &Rung) -> Option<Box<ProxyQp>> {
+    pub(super) fn remove_qp(&mut self, index: usize, rung: &DoorbellSet) -> Option<Box<ProxyQp>> {
         self.with(index, |qp, env| qp.end(env))?;
         self.watched.forget(index, rung);
         self.draining.retain(|&other| other != index);
@@ -167,7 +167,7 @@ impl Core {
     }
 
     /// Looks at this doorbell no more: what was announced will not be rung.
-    pub(super) fn unwatch(&mut self, index: usize, rung: &Rung) {
+    pub(super) fn unwatch(&mut self, index: usize, rung: &DoorbellSet) {
         self.watched.forget(index, rung);
     }
 
@@ -176,7 +176,7 @@ impl Core {
     }
 
     /// Whether more will be rung than was.
-    fn is_to_watch(&self, index: usize, rung: &Rung) -> bool {
+    fn is_to_watch(&self, index: usize, rung: &DoorbellSet) -> bool {
         let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
         qp.is_some_and(|qp| rung.is_to_watch(index, qp.head))
     }
@@ -274,8 +274,8 @@ impl Core {
     }
 }
 
-impl Steps for Core {
-    fn step(&mut self, rung: &Rung) -> bool {
+impl Progress for Core {
+    fn step(&mut self, rung: &DoorbellSet) -> bool {
         let mut worked = false;
         let attended = rung.drain(|index| {
             self.look(index);
@@ -294,7 +294,7 @@ impl Steps for Core {
         self.poll() || worked
     }
 
-    fn ring(&mut self, index: usize, _rung: &Rung) {
+    fn ring(&mut self, index: usize, _rung: &DoorbellSet) {
         self.look(index);
     }
 
@@ -316,14 +316,14 @@ impl Steps for Core {
         }
     }
 
-    fn rest(&mut self, rung: &Rung) {
+    fn rest(&mut self, rung: &DoorbellSet) {
         let mut watched = std::mem::take(&mut self.watched);
         watched.retain(|index| self.is_to_watch(index, rung));
         self.watched = watched;
         self.cqs.rest();
     }
 
-    fn doze(&self, rung: &Rung) {
+    fn doze(&self, rung: &DoorbellSet) {
         self.watched.doze(rung);
     }
 
@@ -362,7 +362,7 @@ impl Steps for Core {
         self.watched.news(|index| slots[index].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
     }
 
-    fn take_kicks(&mut self) -> Vec<Arc<dyn Kicks>> {
-        self.cqs.take_kicks()
+    fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {
+        self.cqs.take_nudges()
     }
 }

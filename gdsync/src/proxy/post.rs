@@ -2,7 +2,7 @@
 
 use super::outcome::Failure;
 use super::qp::{Env, ProxyQp, Sent};
-use super::staged::{Brought, Landing};
+use super::staged::{Brought, ReceiveStaging};
 use super::translate::{Buffers, Inline, Request, in_ring, inline_bytes, sge};
 use crate::error::Error;
 use crate::hca::{Wqe, low16};
@@ -12,7 +12,7 @@ use crate::verbs::QpState;
 /// What became of a WQE.
 enum Posted {
     /// The device has it, and will bring so many bytes, which then have to be copied on.
-    InDevice(u32, Option<Box<Landing>>),
+    InDevice(u32, Option<Box<ReceiveStaging>>),
     /// It is done: there was nothing to do.
     Done,
     /// The device takes no more now, or the payload is not where it reads it.
@@ -48,14 +48,14 @@ impl ProxyQp {
                 completes: wqe.ctrl.always_completes(),
                 outcome: None,
                 cause: None,
-                landing: None,
+                receive_staging: None,
             };
             match self.post(&wqe, env) {
-                Posted::InDevice(bytes, landing) => {
+                Posted::InDevice(bytes, receive_staging) => {
                     self.in_device += 1;
                     env.given(1);
                     sent.bytes = bytes;
-                    sent.landing = landing;
+                    sent.receive_staging = receive_staging;
                 }
                 Posted::Done => sent.outcome = Some(Ok(())),
                 Posted::NotNow => break,
@@ -65,7 +65,7 @@ impl ProxyQp {
                 }
             }
             env.stats.wqes += 1;
-            self.rings.chart.fetched(self.rings.qpn, sent.bytes as usize);
+            self.rings.qp_trace.fetched(self.rings.qpn, sent.bytes as usize);
             self.head += wqe.blocks();
             self.sends.push_back(sent);
         }
@@ -113,9 +113,9 @@ impl ProxyQp {
             Ok(pieces) => pieces,
             Err(cause) => return refused(cause),
         };
-        let mut landing = None;
+        let mut receive_staging = None;
         if bytes > 0 {
-            landing = Landing::of(pieces);
+            receive_staging = ReceiveStaging::of(pieces);
         } else if !pieces.is_empty() {
             match self.staged.brought(self.head, self.device.open().name()) {
                 Brought::InPlace => {}
@@ -124,7 +124,7 @@ impl ProxyQp {
             }
         }
         match self.device.send(&mut request, self.tag(false, number)) {
-            Ok(()) => Posted::InDevice(bytes, landing),
+            Ok(()) => Posted::InDevice(bytes, receive_staging),
             Err(errno) if self.in_device > 0 && is_full(errno) => Posted::NotNow,
             Err(errno) => refused(self.refusal(wqe.ctrl.opcode, errno)),
         }

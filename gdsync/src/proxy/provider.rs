@@ -14,13 +14,15 @@ use super::shadow::Shadow;
 use super::shared::Shared;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
-use crate::hca::{Chart, FaultPlan, Gid, HcaStats, Rings, Served, Service, Steps, cq_parts, random_psn};
+use crate::hca::{
+    FaultPlan, Gid, HcaStats, Progress, ProgressEngine, ProgressThread, QpTrace, Rings, cq_parts, random_psn,
+};
 use crate::memory::Memory;
 use crate::rdma::{Domain, Events, Objects, Open, Region};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
 use crate::verbs::track::Health;
-use crate::verbs::{Access, Carriage, Carrier, QpAddress, QpAttr, QpState, Staging};
+use crate::verbs::{Access, QpAddress, QpAttr, QpState, Staging, TransferPath, Transport};
 
 /// A proxy over an open device. Dropping it ends its threads.
 #[derive(Debug)]
@@ -28,7 +30,7 @@ pub(crate) struct Proxy {
     // The threads end first.
     connector: Option<Connector>,
     _events: Events,
-    _service: Service<Shared>,
+    _service: ProgressThread<Shared>,
     objects: Objects,
     /// Room that queue pairs have on completion queues of the device, by number: which, and how much.
     rooms: Mutex<HashMap<u32, (usize, u32)>>,
@@ -58,7 +60,7 @@ impl Proxy {
         Ok(Self {
             connector: open.is_iwarp().then(connector).transpose()?,
             _events: Events::read(&open, None, move |event| listener.tell(event))?,
-            _service: Service::start(shared.clone())?,
+            _service: ProgressThread::start(shared.clone())?,
             objects: Objects::new(&open),
             rooms: Mutex::default(),
             strict,
@@ -239,9 +241,12 @@ impl Provider for Proxy {
         }
     }
 
-    fn carriage(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> Carriage {
+    fn transfer_path(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> TransferPath {
         let staged = self.shared.with(|core| core.shadows.why(lkey).map(str::to_owned));
-        staged.map_or_else(|| self.objects.carriage(lkey), |why| Carriage::new(Carrier::Staging, why))
+        staged.map_or_else(
+            || self.objects.transfer_path(lkey),
+            |why| TransferPath::new(Transport::Staging, why),
+        )
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
@@ -273,7 +278,7 @@ impl Provider for Proxy {
             error
         };
         let make = || {
-            let rings = Rings { chart: Chart::new(self.gid())?, ..Rings::alloc(qpn, request, places)? };
+            let rings = Rings { qp_trace: QpTrace::new(self.gid())?, ..Rings::alloc(qpn, request, places)? };
             let region = self.register_ring(&domain, &device, &rings)?;
             Ok((rings, region, random_psn()?))
         };
@@ -281,13 +286,13 @@ impl Provider for Proxy {
         let health: Arc<Health> = Arc::default();
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
-        let kept = Arc::clone(&health);
-        let make = |place| ProxyQp::new(device, rings, region, psn, kept, place);
+        let free_list = Arc::clone(&health);
+        let make = |place| ProxyQp::new(device, rings, region, psn, free_list, place);
         let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;
         self.shared.insert(qpn, place);
         self.rooms.lock().insert(qpn, (queue, room));
-        let notice = Some(self.shared.rung().notice(place));
-        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, notice })
+        let doorbell_watch = Some(self.shared.rung().doorbell_watch(place));
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {

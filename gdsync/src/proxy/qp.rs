@@ -17,7 +17,7 @@ use super::device::DeviceQp;
 use super::link::{GONE, Link};
 use super::outcome::{Failure, is_unnamed, outcome, received};
 use super::shadow::Shadows;
-use super::staged::{Arrival, Landing, Staged};
+use super::staged::{Arrival, ReceiveStaging, Staged};
 use super::tag::Tag;
 use crate::error::{Error, Result};
 use crate::hca::{Cqs, HcaStats, Rings, low16, random_psn};
@@ -74,13 +74,14 @@ pub(super) struct Sent {
     /// What a syndrome does not say.
     pub(super) cause: Option<Error>,
     /// What it brings has yet to be copied on.
-    pub(super) landing: Option<Box<Landing>>,
+    pub(super) receive_staging: Option<Box<ReceiveStaging>>,
 }
 
 impl Sent {
     /// How it ended, once nothing more is to be done for it.
     fn ended(&self) -> Option<std::result::Result<(), Failure>> {
-        self.outcome.filter(|_| self.landing.as_ref().is_none_or(|landing| landing.is_over()))
+        self.outcome
+            .filter(|_| self.receive_staging.as_ref().is_none_or(|receive_staging| receive_staging.is_over()))
     }
 }
 
@@ -186,8 +187,8 @@ impl ProxyQp {
         if let Some(sent) = self.sends.get_mut(at) {
             sent.outcome = Some(outcome(wc));
             sent.cause = unexplained(wc, self.state, &self.device);
-            if let (Some(Ok(())), Some(landing)) = (sent.outcome, &mut sent.landing) {
-                landing.begin(sent.bytes, env.shadows);
+            if let (Some(Ok(())), Some(receive_staging)) = (sent.outcome, &mut sent.receive_staging) {
+                receive_staging.begin(sent.bytes, env.shadows);
             }
         }
         self.retire(env);
@@ -201,11 +202,11 @@ impl ProxyQp {
         if let Some(cause) = unexplained(wc, self.state, &self.device) {
             self.blame(cause);
         }
-        let landing = self.staged.landing_of(counter, &cqe, env.shadows);
-        if landing.is_none() && self.staged.has_landed() {
+        let receive_staging = self.staged.landing_of(counter, &cqe, env.shadows);
+        if receive_staging.is_none() && self.staged.has_landed() {
             self.arrived(cqe, counter, env);
         } else {
-            self.staged.arrivals.push_back(Arrival { cqe, counter, landing });
+            self.staged.arrivals.push_back(Arrival { cqe, counter, receive_staging });
         }
     }
 
@@ -234,7 +235,8 @@ impl ProxyQp {
         while let Some(mut outcome) = self.sends.front().and_then(Sent::ended) {
             let sent = self.sends.pop_front().expect("it was just looked at");
             self.first = self.first.wrapping_add(1);
-            if let Some(copy) = sent.landing.as_ref().and_then(|landing| landing.copy())
+            if let Some(copy) =
+                sent.receive_staging.as_ref().and_then(|receive_staging| receive_staging.copy())
                 && let Some(error) = self.staged.failure(copy, self.device.open().name())
             {
                 self.blame(error);
@@ -312,7 +314,7 @@ impl ProxyQp {
             while self.head < end && end - self.head <= self.rings.blocks() {
                 let wqe = self.rings.fetch(self.head);
                 self.head += wqe.blocks();
-                self.rings.chart.skipped();
+                self.rings.qp_trace.skipped();
                 self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Err(Failure::FLUSHED), 0, env);
             }
             self.target = self.target.max(self.head);
@@ -400,7 +402,7 @@ impl ProxyQp {
         if self.is_ending {
             return;
         }
-        self.rings.chart.completed(&cqe);
+        self.rings.qp_trace.completed(&cqe);
         // Queues with overrun ignored always have room.
         let _ = env.cqs.complete(self.rings.request.send_cqn, cqe);
     }
@@ -411,7 +413,7 @@ impl ProxyQp {
             return;
         }
         let cqe = Cqe { qpn: self.rings.qpn, wqe_counter: counter, ..cqe };
-        self.rings.chart.completed(&cqe);
+        self.rings.qp_trace.completed(&cqe);
         let _ = env.cqs.complete(self.rings.request.recv_cqn, cqe);
     }
 

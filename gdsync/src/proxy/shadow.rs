@@ -12,10 +12,10 @@ use parking_lot::Mutex;
 
 use super::copy::Copy;
 use super::translate::Buffers;
+use crate::copy_engine::{Part, Source};
 use crate::cuda::Engine;
 use crate::error::Result;
 use crate::memory::Memory;
-use crate::mover::{Part, Source};
 
 /// The host memory in place of GPU memory, by key.
 #[derive(Debug, Default)]
@@ -113,8 +113,8 @@ impl Shadows {
             if let Some(shadow) = self.list.get(&buffer.lkey)
                 && let Some(at) = offset(&shadow.gpu, buffer.addr, len)
             {
-                let stuck = shadow.life.lock().copies.iter().find(|copy| copy.is_stuck()).cloned();
-                stuck.and_then(|copy| copy.failure(device)).map_or(Ok(()), Err)?;
+                let stuck_copies = shadow.life.lock().copies.iter().find(|copy| copy.is_stuck()).cloned();
+                stuck_copies.and_then(|copy| copy.failure(device)).map_or(Ok(()), Err)?;
                 buffer.addr = shadow.host.addr() + at as u64;
                 pieces.push(Piece { shadow: shadow.clone(), at, len, begin });
             }

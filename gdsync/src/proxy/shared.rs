@@ -13,7 +13,7 @@ use super::connector::Told;
 use super::core::Core;
 use super::device::Channel;
 use crate::error::{Error, Result};
-use crate::hca::{Duties, Rung, Served};
+use crate::hca::{DoorbellSet, ProgressEngine, ProgressState};
 use crate::rdma::{Event, Open};
 use crate::verbs::QpState;
 
@@ -24,8 +24,8 @@ const CLAIMED: usize = usize::MAX;
 pub(super) struct Shared {
     pub(super) core: Mutex<Core>,
     pub(super) open: Arc<Open>,
-    rung: Rung,
-    duties: Duties,
+    rung: DoorbellSet,
+    duties: ProgressState,
     bell: Bell,
     channel: Arc<Channel>,
     /// Requests that the device has.
@@ -42,8 +42,8 @@ impl Shared {
         Ok(Self {
             core: Mutex::new(core),
             open,
-            rung: Rung::default(),
-            duties: Duties::default(),
+            rung: DoorbellSet::default(),
+            duties: ProgressState::default(),
             bell: Bell::create()?,
             channel,
             outstanding,
@@ -125,7 +125,7 @@ impl Shared {
     }
 }
 
-impl Served for Shared {
+impl ProgressEngine for Shared {
     type Core = Core;
     const THREAD: &str = "gdsync-proxy";
 
@@ -133,11 +133,11 @@ impl Served for Shared {
         &self.core
     }
 
-    fn rung(&self) -> &Rung {
+    fn rung(&self) -> &DoorbellSet {
         &self.rung
     }
 
-    fn duties(&self) -> &Duties {
+    fn duties(&self) -> &ProgressState {
         &self.duties
     }
 

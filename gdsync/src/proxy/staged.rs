@@ -28,7 +28,7 @@ pub(super) struct Staged {
     /// Nobody wants them any more, but they run: nothing is flushed before they have ended.
     ending: Vec<Copy>,
     /// They were waited for in vain.
-    stuck: Vec<Copy>,
+    stuck_copies: Vec<Copy>,
 }
 
 /// A receive that came back.
@@ -36,29 +36,29 @@ pub(super) struct Staged {
 pub(super) struct Arrival {
     pub(super) cqe: Cqe,
     pub(super) counter: u16,
-    pub(super) landing: Option<Copy>,
+    pub(super) receive_staging: Option<Copy>,
 }
 
 impl Arrival {
     /// The device gave it back empty.
     pub(super) fn flushed(counter: u16) -> Self {
         let cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
-        Self { cqe, counter, landing: None }
+        Self { cqe, counter, receive_staging: None }
     }
 
     fn has_landed(&self) -> bool {
-        self.landing.as_ref().is_none_or(Copy::is_over)
+        self.receive_staging.as_ref().is_none_or(Copy::is_over)
     }
 }
 
 /// What a READ or an atomic brings into a shadow.
 #[derive(Debug)]
-pub(super) enum Landing {
+pub(super) enum ReceiveStaging {
     Expected(Pieces),
     Begun(Copy),
 }
 
-impl Landing {
+impl ReceiveStaging {
     pub(super) fn of(pieces: Pieces) -> Option<Box<Self>> {
         (!pieces.is_empty()).then(|| Box::new(Self::Expected(pieces)))
     }
@@ -116,15 +116,15 @@ impl Staged {
         self.outgoing.iter().for_each(|(_, copy)| copy.give_up());
         self.ending.extend(self.outgoing.drain(..).map(|(_, copy)| copy));
         self.ending.retain(|copy| !copy.has_ended());
-        let known = self.stuck.len();
-        self.stuck.extend(self.ending.extract_if(.., |copy| copy.is_over()));
-        self.stuck.get(known)?.failure(device)
+        let known = self.stuck_copies.len();
+        self.stuck_copies.extend(self.ending.extract_if(.., |copy| copy.is_over()));
+        self.stuck_copies.get(known)?.failure(device)
     }
 
     /// Why the bytes of a copy that is over are not in place.
     pub(super) fn failure(&mut self, copy: &Copy, device: &str) -> Option<Error> {
         if copy.is_stuck() {
-            self.stuck.push(copy.clone());
+            self.stuck_copies.push(copy.clone());
         }
         copy.failure(device)
     }
@@ -134,8 +134,8 @@ impl Staged {
     /// # Errors
     /// [`Error::Device`] where it is not, although nobody waits for it any more.
     pub(super) fn check(&self, device: &str) -> Result<()> {
-        let stuck = self.stuck.iter().find(|copy| !copy.has_ended());
-        stuck.and_then(|copy| copy.failure(device)).map_or(Ok(()), Err)
+        let stuck_copies = self.stuck_copies.iter().find(|copy| !copy.has_ended());
+        stuck_copies.and_then(|copy| copy.failure(device)).map_or(Ok(()), Err)
     }
 
     /// The device has the receive with this counter.
@@ -195,10 +195,11 @@ impl ProxyQp {
 
     /// Goes on with what waited for copies, as far as these are over.
     pub(super) fn copied(&mut self, env: &mut Env<'_>) {
-        while let Some(Arrival { mut cqe, counter, landing }) =
+        while let Some(Arrival { mut cqe, counter, receive_staging }) =
             self.staged.arrivals.pop_front_if(|arrival| arrival.has_landed())
         {
-            let failure = landing.and_then(|copy| self.staged.failure(&copy, self.device.open().name()));
+            let failure =
+                receive_staging.and_then(|copy| self.staged.failure(&copy, self.device.open().name()));
             if let Some(failure) = failure {
                 self.blame(failure);
                 let syndrome = Syndrome::LOC_QP_OP_ERR;

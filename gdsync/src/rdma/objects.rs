@@ -11,7 +11,7 @@ use super::{Domain, Open, Region};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::verbs::provider::MrKeys;
-use crate::verbs::{Access, Carriage};
+use crate::verbs::{Access, TransferPath};
 
 /// The domains and regions of an open device. They are freed without locks: the kernel may take its time.
 #[derive(Debug)]
@@ -54,9 +54,9 @@ impl Objects {
     }
 
     /// How the device gets at what is in the region of this key.
-    pub(crate) fn carriage(&self, lkey: u32) -> Carriage {
+    pub(crate) fn transfer_path(&self, lkey: u32) -> TransferPath {
         let way = self.regions.lock().get(&lkey).map_or(Way::Host, Region::way);
-        way.carriage()
+        way.transfer_path()
     }
 
     pub(crate) fn dereg_mr(&self, keys: MrKeys) {

@@ -17,7 +17,7 @@ use super::sysfs::SYSFS;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, host_page};
-use crate::verbs::{Access, Carriage, Carrier};
+use crate::verbs::{Access, TransferPath, Transport};
 
 /// How the device got at the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,12 +28,12 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    pub(super) fn carriage(self) -> Carriage {
+    pub(super) fn transfer_path(self) -> TransferPath {
         match self {
-            Self::Host => Carriage::new(Carrier::Card, "it is host memory"),
-            Self::DmaBuf => Carriage::new(Carrier::CardFromGpu, "it is registered by a dma-buf"),
-            Self::Peermem => Carriage::new(
-                Carrier::CardFromGpu,
+            Self::Host => TransferPath::new(Transport::Card, "it is host memory"),
+            Self::DmaBuf => TransferPath::new(Transport::CardFromGpu, "it is registered by a dma-buf"),
+            Self::Peermem => TransferPath::new(
+                Transport::CardFromGpu,
                 "it is registered by nvidia-peermem: a dma-buf was refused",
             ),
         }

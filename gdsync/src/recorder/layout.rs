@@ -63,8 +63,8 @@ pub(super) const FEWEST_RECORDS: u64 = 128;
 pub(super) const MOST_RECORDS: u64 = 1 << 20;
 
 /// Where the ring of a lane begins.
-pub(super) const fn ring(lane: usize, records: usize) -> usize {
-    RINGS + lane * records * RECORD_BYTES
+pub(super) const fn ring(kernel_exec: usize, records: usize) -> usize {
+    RINGS + kernel_exec * records * RECORD_BYTES
 }
 
 /// Bytes of a file with so many records in a lane.

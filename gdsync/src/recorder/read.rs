@@ -10,7 +10,7 @@ use super::file::{self, Liveness};
 use super::layout::{self, LANE_BYTES, LANES, QUEUE_PAIRS, ROW_WORDS, WAIT_WORDS, header};
 use super::rows::Peer;
 use crate::error::{Error, Result, printable};
-use crate::protocol::stamp;
+use crate::protocol::seqlock;
 
 /// What a process has recorded, copied at one time.
 #[derive(Clone, Debug)]
@@ -109,7 +109,7 @@ impl Twice {
         };
         self.first.chunks_exact(N * 8).zip(self.second.chunks_exact(N * 8)).map(move |(first, second)| {
             let (first, second) = (words(first), words(second));
-            let whole = stamp::settled(first, second);
+            let whole = seqlock::settled(first, second);
             (whole, whole.is_none() && second != [0; N])
         })
     }
@@ -176,19 +176,20 @@ impl Recording {
             torn: 0,
             lost: head[header::LOST],
         };
-        for (row, _) in read(layout::ROWS, QUEUE_PAIRS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
-            let peer = row.and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
+        for (coalesced, _) in read(layout::ROWS, QUEUE_PAIRS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
+            let peer = coalesced
+                .and_then(|coalesced| Peer::unpack(*coalesced.first_chunk().expect("a row has 8 words")));
             this.peers.extend(peer);
         }
         let waits = read(layout::WAITS, LANES * WAIT_WORDS * 8)?;
-        for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
-            this.waits.extend(row.and_then(|row| wait(row, thread, &scale)));
+        for (thread, (coalesced, _)) in waits.records::<WAIT_WORDS>().enumerate() {
+            this.waits.extend(coalesced.and_then(|coalesced| wait(coalesced, thread, &scale)));
         }
-        for lane in (0..LANES).filter(|&lane| this.threads[lane].tid != 0) {
-            let ring = read(layout::ring(lane, capacity), capacity * layout::RECORD_BYTES)?;
+        for kernel_exec in (0..LANES).filter(|&kernel_exec| this.threads[kernel_exec].tid != 0) {
+            let ring = read(layout::ring(kernel_exec, capacity), capacity * layout::RECORD_BYTES)?;
             for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
                 this.torn += u64::from(torn);
-                let record = record.and_then(|record| whole(record, (lane, slot), records, &scale));
+                let record = record.and_then(|record| whole(record, (kernel_exec, slot), records, &scale));
                 this.records.extend(record.into_iter().flat_map(told));
             }
         }
@@ -288,13 +289,13 @@ fn text(bytes: &[u8]) -> String {
     printable(&String::from_utf8_lossy(bytes))
 }
 
-fn thread(row: &[u8]) -> Thread {
-    let (tid, name) = row.split_first_chunk().expect("rows have 32 bytes");
+fn thread(coalesced: &[u8]) -> Thread {
+    let (tid, name) = coalesced.split_first_chunk().expect("rows have 32 bytes");
     Thread { tid: u64::from_ne_bytes(*tid), name: text(name) }
 }
 
-fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
-    let [since, number, middle, rest, posted, completed, changed, _] = row;
+fn wait(coalesced: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
+    let [since, number, middle, rest, posted, completed, changed, _] = coalesced;
     let Event { stage, queue, by, device, qpn, number, len, .. } = Event::unpack([number, middle, rest])?;
     let awaited = Awaited { queue, device, qpn, number, value: len, posted, completed };
     Some(Wait { awaited, by, stage, since: scale.at(since), changed: scale.at(changed), thread })
@@ -319,10 +320,15 @@ fn told(record: Record) -> impl Iterator<Item = Record> {
 }
 
 /// A record that is in its place.
-fn whole(record: [u64; WORDS], (lane, slot): (usize, usize), capacity: u64, scale: &Scale) -> Option<Record> {
+fn whole(
+    record: [u64; WORDS],
+    (kernel_exec, slot): (usize, usize),
+    capacity: u64,
+    scale: &Scale,
+) -> Option<Record> {
     let [at, number, middle, rest] = record;
     let n = (rest & layout::CHECK).checked_sub(1)?;
     let in_place = n & (capacity - 1) == slot as u64;
     let event = Event::unpack([number, middle, rest]).filter(|_| in_place)?;
-    Some(Record { at: scale.at(at), thread: lane, event })
+    Some(Record { at: scale.at(at), thread: kernel_exec, event })
 }

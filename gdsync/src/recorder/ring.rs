@@ -15,7 +15,7 @@ use super::rows::Rows;
 use super::seat::{self, Seat};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64, host_page};
-use crate::protocol::stamp;
+use crate::protocol::seqlock;
 
 /// Of a process that records, that pauses; in a forked child the word is 0.
 const RECORDS: u64 = 1;
@@ -33,14 +33,14 @@ pub(super) struct Recorder {
     pub(super) clock: Clock,
     /// Records of a lane, a power of two.
     records: u64,
-    lanes: Box<[Lane; LANES]>,
+    lanes: Box<[KernelExecutor; LANES]>,
     pub(super) rows: Mutex<Rows>,
 }
 
 /// What the one thread that writes to a lane knows of it.
 #[derive(Default)]
 #[repr(align(64))]
-struct Lane {
+struct KernelExecutor {
     /// Records written.
     next: AtomicU64,
     /// Waits written.
@@ -73,7 +73,7 @@ impl Recorder {
             path,
             clock: Clock::best(),
             records,
-            lanes: Box::new([const { Lane::new() }; LANES]),
+            lanes: Box::new([const { KernelExecutor::new() }; LANES]),
             rows: Mutex::default(),
         };
         // Its drop would leave the file: it does not record yet.
@@ -161,7 +161,7 @@ impl Recorder {
     #[inline(always)]
     fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
         match seat::known(self.serial) {
-            Some(lane) => self.write(lane, [at, number, middle, rest]),
+            Some(kernel_exec) => self.write(kernel_exec, [at, number, middle, rest]),
             None => self.put_new(at, number, middle, rest),
         }
     }
@@ -171,28 +171,28 @@ impl Recorder {
     #[inline(never)]
     fn put_new(&self, at: u64, number: u64, middle: u64, rest: u64) {
         match self.admit() {
-            Some(lane) => self.write(lane, [at, number, middle, rest]),
+            Some(kernel_exec) => self.write(kernel_exec, [at, number, middle, rest]),
             None => self.lose(),
         }
     }
 
     /// The lane of the calling thread, if there is one.
     #[inline]
-    fn lane(&self) -> Option<usize> {
+    fn kernel_exec(&self) -> Option<usize> {
         seat::known(self.serial).or_else(|| self.admit())
     }
 
     #[inline(always)]
-    fn write(&self, lane: usize, [at, number, middle, rest]: [u64; WORDS]) {
-        let next = &self.lanes[lane].next;
+    fn write(&self, kernel_exec: usize, [at, number, middle, rest]: [u64; WORDS]) {
+        let next = &self.lanes[kernel_exec].next;
         // Nobody else writes here.
         let n = next.load(Ordering::Relaxed);
         next.store(n + 1, Ordering::Relaxed);
         let Ok(records) = usize::try_from(self.records) else { return };
         let Ok(slot) = usize::try_from(n & (self.records - 1)) else { return };
-        let place = layout::ring(lane, records) + slot * RECORD_BYTES;
+        let place = layout::ring(kernel_exec, records) + slot * RECORD_BYTES;
         let Some(words) = self.memory.host_words64::<WORDS>(place) else { return };
-        stamp::write(words, [at, number, middle, rest | layout::check(n)]);
+        seqlock::write(words, [at, number, middle, rest | layout::check(n)]);
     }
 
     #[cold]
@@ -204,28 +204,30 @@ impl Recorder {
     #[cold]
     fn admit(&self) -> Option<usize> {
         // Not while the thread is ending.
-        let at = Seat::with(|seat| seat.lane).flatten()?;
-        let lane = &self.lanes[at];
+        let at = Seat::with(|seat| seat.kernel_exec).flatten()?;
+        let kernel_exec = &self.lanes[at];
         let records = usize::try_from(self.records).expect("at most 2^20");
-        if !lane.open.load(Ordering::Relaxed) {
+        if !kernel_exec.open.load(Ordering::Relaxed) {
             let (from, bytes) = (layout::ring(at, records), records * RECORD_BYTES);
-            let refused =
-                lane.refused.load(Ordering::Relaxed) || file::allocate(&self.file, from, bytes).is_err();
-            lane.refused.store(refused, Ordering::Relaxed);
+            let refused = kernel_exec.refused.load(Ordering::Relaxed)
+                || file::allocate(&self.file, from, bytes).is_err();
+            kernel_exec.refused.store(refused, Ordering::Relaxed);
             if refused {
                 return None;
             }
-            lane.open.store(true, Ordering::Relaxed);
+            kernel_exec.open.store(true, Ordering::Relaxed);
         }
-        let mut row = [0; LANE_BYTES];
+        let mut coalesced = [0; LANE_BYTES];
         // SAFETY: it only returns a number.
         let thread = unsafe { libc::gettid() };
-        row[..8].copy_from_slice(&u64::try_from(thread).unwrap_or(0).to_ne_bytes());
+        coalesced[..8].copy_from_slice(&u64::try_from(thread).unwrap_or(0).to_ne_bytes());
         let name = fs::read(format!("/proc/self/task/{thread}/comm")).unwrap_or_default();
         let name = name.trim_ascii_end();
         let length = name.len().min(LANE_BYTES - 8);
-        row[8..8 + length].copy_from_slice(&name[..length]);
-        self.memory.write(LANE_TABLE + at * LANE_BYTES, &row).expect("the table has a row for each lane");
+        coalesced[8..8 + length].copy_from_slice(&name[..length]);
+        self.memory
+            .write(LANE_TABLE + at * LANE_BYTES, &coalesced)
+            .expect("the table has a row for each lane");
         seat::make_known(self.serial, at);
         Some(at)
     }
@@ -238,18 +240,18 @@ impl Recorder {
         }
         let [number, middle, rest] = awaited.event(stage, by).pack();
         self.put_at(at, number, middle, rest);
-        let Some(lane) = self.lane() else { return };
-        let offset = WAITS + lane * WAIT_WORDS * 8;
+        let Some(kernel_exec) = self.kernel_exec() else { return };
+        let offset = WAITS + kernel_exec * WAIT_WORDS * 8;
         let words = self.memory.words64::<WAIT_WORDS>(offset).expect("the table has a row for each lane");
         let was = words.each_ref().map(|word| word.load(Ordering::Relaxed));
         let given_up = awaited.event(Stage::WaitGivenUp, by).pack();
         let is_again = was[1..4] == given_up && stage == Stage::WaitBegun;
         let goes_on = stage != Stage::WaitBegun || is_again;
-        let n = self.lanes[lane].waits.fetch_add(1, Ordering::Relaxed);
+        let n = self.lanes[kernel_exec].waits.fetch_add(1, Ordering::Relaxed);
         let Awaited { posted, completed, .. } = *awaited;
         let since = if goes_on { was[0] } else { at };
         let values = [since, number, middle, rest, posted, completed, at, layout::check(n)];
-        stamp::write(words, values);
+        seqlock::write(words, values);
         self.set_later(at);
     }
 
@@ -262,11 +264,11 @@ impl Recorder {
             return;
         }
         let Moment { stamp, monotonic } = Moment::now(self.clock);
-        stamp::write(words, [stamp, monotonic, stamp ^ monotonic | 1]);
+        seqlock::write(words, [stamp, monotonic, stamp ^ monotonic | 1]);
     }
 }
 
-impl Lane {
+impl KernelExecutor {
     const fn new() -> Self {
         Self {
             next: AtomicU64::new(0),

@@ -17,19 +17,19 @@ thread_local! {
 /// The lane of the calling thread, if the recorder of this number, which is not 0, knows it.
 #[inline]
 pub(super) fn known(serial: u64) -> Option<usize> {
-    let (known_to, lane) = KNOWN.get();
-    (known_to == serial).then_some(lane)
+    let (known_to, kernel_exec) = KNOWN.get();
+    (known_to == serial).then_some(kernel_exec)
 }
 
 /// From now on the recorder of this number knows the calling thread by this lane, which is its seat's.
-pub(super) fn make_known(serial: u64, lane: usize) {
-    KNOWN.set((serial, lane));
+pub(super) fn make_known(serial: u64, kernel_exec: usize) {
+    KNOWN.set((serial, kernel_exec));
 }
 
 /// A thread's number, given back when the thread ends.
 pub(super) struct Seat {
     /// None where all are taken.
-    pub(super) lane: Option<usize>,
+    pub(super) kernel_exec: Option<usize>,
 }
 
 impl Seat {
@@ -52,15 +52,15 @@ impl Seat {
                 return Some(at * BITS + bit as usize);
             }
         };
-        Self { lane: TAKEN.iter().enumerate().find_map(free) }
+        Self { kernel_exec: TAKEN.iter().enumerate().find_map(free) }
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         KNOWN.set((0, 0));
-        if let Some(lane) = self.lane {
-            TAKEN[lane / BITS].fetch_and(!(1 << (lane % BITS)), Ordering::Release);
+        if let Some(kernel_exec) = self.kernel_exec {
+            TAKEN[kernel_exec / BITS].fetch_and(!(1 << (kernel_exec % BITS)), Ordering::Release);
         }
     }
 }
@@ -75,10 +75,10 @@ mod tests {
     fn living_threads_have_seats_of_their_own() {
         let barrier = Barrier::new(8);
         let seat = || {
-            let lane = Seat::with(|seat| seat.lane).unwrap().unwrap();
-            assert_eq!(Seat::with(|seat| seat.lane).unwrap(), Some(lane), "it stays");
+            let kernel_exec = Seat::with(|seat| seat.kernel_exec).unwrap().unwrap();
+            assert_eq!(Seat::with(|seat| seat.kernel_exec).unwrap(), Some(kernel_exec), "it stays");
             barrier.wait();
-            lane
+            kernel_exec
         };
         let mut lanes: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(seat)).collect();
@@ -93,7 +93,9 @@ mod tests {
     fn seats_come_back_when_threads_end() {
         // Many more than there are seats; one of another test may be taken meanwhile.
         for _ in 0..2 * LANES {
-            std::thread::spawn(|| assert!(Seat::with(|seat| seat.lane).unwrap().is_some())).join().unwrap();
+            std::thread::spawn(|| assert!(Seat::with(|seat| seat.kernel_exec).unwrap().is_some()))
+                .join()
+                .unwrap();
         }
     }
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::Turn;
+use super::SubmitGuard;
 use super::engine::Engine;
 use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
-use crate::hca::Kicks;
+use crate::hca::GpuNudge;
 use crate::memory::{Memory, Word32, Word64};
 use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
@@ -32,7 +32,7 @@ pub struct Batch {
     /// What of it can be done only once, and what can take its place in a graph.
     pub(super) only_once: Option<(&'static str, &'static str)>,
     /// One pointer, so that most batches are made and dropped in no time.
-    pub(super) seldom: Option<Box<Seldom>>,
+    pub(super) rare: Option<Box<RareState>>,
     /// The stream that it will be submitted to, where that is known: what is added is marked at once.
     pub(super) stream: Option<u64>,
     /// The operations before this place are another part, whose doorbells ring for nothing behind it.
@@ -41,7 +41,7 @@ pub struct Batch {
 
 /// What few batches have.
 #[derive(Debug, Default)]
-pub(super) struct Seldom {
+pub(super) struct RareState {
     /// Completions that a wait before this place should cover: checked when the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
     /// The host functions at these places can be called more than once.
@@ -92,9 +92,9 @@ impl Batch {
 
     /// Records a stage of its sends, and one of its waits.
     pub(super) fn note(&self, of_sends: Stage, of_waits: Stage, stream: u64) {
-        for row in self.sends.chunk_by(PreparedSend::is_before) {
-            if let [first, ..] = row {
-                first.note_through(row.last().unwrap_or(first), of_sends, stream);
+        for coalesced in self.sends.chunk_by(PreparedSend::is_before) {
+            if let [first, ..] = coalesced {
+                first.note_through(coalesced.last().unwrap_or(first), of_sends, stream);
             }
         }
         self.waits.iter().for_each(|wait| wait.note(of_waits, stream));
@@ -102,14 +102,14 @@ impl Batch {
 
     /// Tells the device that a stream of a GPU rings and waits, when the caller has let a lock go since it was marked.
     #[inline]
-    pub(super) fn tell(&self, kicker: Option<&Arc<dyn Kicks>>) {
+    pub(super) fn tell(&self, nudger: Option<&Arc<dyn GpuNudge>>) {
         for (at, send) in self.sends.iter().enumerate() {
             // The last doorbell of a queue stands for those before.
             if self.sends.get(at + 1).is_none_or(|next| !send.is_with(next)) {
                 send.watch();
             }
         }
-        self.waits.iter().for_each(|wait| wait.attend(kicker));
+        self.waits.iter().for_each(|wait| wait.attend(nudger));
     }
 
     /// What was marked is not submitted after all.
@@ -119,11 +119,11 @@ impl Batch {
     }
 
     fn covered(&self) -> &[(usize, Completion)] {
-        self.seldom.as_ref().map_or(&[], |seldom| &seldom.covered)
+        self.rare.as_ref().map_or(&[], |rare| &rare.covered)
     }
 
-    pub(super) fn seldom(&mut self) -> &mut Seldom {
-        self.seldom.get_or_insert_default()
+    pub(super) fn rare(&mut self) -> &mut RareState {
+        self.rare.get_or_insert_default()
     }
 
     /// The queue pairs it uses.
@@ -140,7 +140,7 @@ impl Batch {
     pub(super) fn hand_over(&mut self) {
         self.sends.clear();
         self.waits.clear();
-        self.seldom = None;
+        self.rare = None;
         self.only_once = None;
     }
 
@@ -178,7 +178,7 @@ impl Batch {
 
     /// Has the engine take it. On refusal it is left as it was.
     #[inline]
-    pub(super) fn put(&mut self, engine: &dyn Engine, turn: &mut Turn) -> Result<u64> {
+    pub(super) fn put(&mut self, engine: &dyn Engine, turn: &mut SubmitGuard) -> Result<u64> {
         if self.placed.is_empty() {
             match (&self.sends[..], &self.waits[..]) {
                 ([send], []) => {
@@ -299,7 +299,7 @@ impl Batch {
     /// An earlier wait of the stream must cover this.
     pub(super) fn cover(&mut self, completion: &Completion) {
         let place = self.len();
-        self.seldom().covered.push((place, completion.clone()));
+        self.rare().covered.push((place, completion.clone()));
     }
 
     /// Waits until a 32-bit word satisfies a condition.
@@ -368,14 +368,14 @@ impl Batch {
 
     pub(super) fn repeat(&mut self, f: Repeatable) {
         let place = self.len();
-        self.seldom().repeatable.push((place, f.clone()));
+        self.rare().repeatable.push((place, f.clone()));
         self.host_fn(move || f.0());
     }
 
     /// Has a graph that the batch is recorded for call this before each launch, once for all its batches.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn before_launches(&mut self, who: &Arc<dyn Replenish>) {
-        let before = &mut self.seldom().before;
+        let before = &mut self.rare().before;
         if !before.iter().any(|other| Arc::ptr_eq(other, who)) {
             before.push(who.clone());
         }

@@ -6,12 +6,12 @@ use std::time::Instant;
 
 use smallvec::smallvec;
 
-use super::cuda::Turn;
+use super::cuda::SubmitGuard;
 use super::graph::Made;
 use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
-use crate::hca::Kicks;
+use crate::hca::GpuNudge;
 
 /// Runs operations in order. The contract that [`super::Stream`] builds on:
 ///
@@ -33,7 +33,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn signals(&self) -> bool;
 
     /// What makes such a stream look at the words that it waits for.
-    fn kicker(&self) -> Option<&Arc<dyn Kicks>> {
+    fn nudger(&self) -> Option<&Arc<dyn GpuNudge>> {
         None
     }
 
@@ -50,13 +50,19 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
     /// engine failed with.
-    fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64>;
+    fn submit(&self, turn: &mut SubmitGuard, ops: &mut Ops) -> Result<u64>;
 
     /// Queues one [`Op::Trigger`] of a source that has this bell.
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn trigger(&self, turn: &mut Turn, source: &Arc<dyn Source>, _bell: &Bell, ring: Ring) -> Result<u64> {
+    fn trigger(
+        &self,
+        turn: &mut SubmitGuard,
+        source: &Arc<dyn Source>,
+        _bell: &Bell,
+        ring: Ring,
+    ) -> Result<u64> {
         self.submit(turn, &mut smallvec![Op::Trigger(source.clone(), ring)])
     }
 
@@ -64,7 +70,13 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn wait(&self, turn: &mut Turn, source: &Arc<dyn Source>, _arrival: &Arrival<'_>, n: u64) -> Result<u64> {
+    fn wait(
+        &self,
+        turn: &mut SubmitGuard,
+        source: &Arc<dyn Source>,
+        _arrival: &Arrival<'_>,
+        n: u64,
+    ) -> Result<u64> {
         self.submit(turn, &mut smallvec![Op::Await(source.clone(), n)])
     }
 
@@ -74,7 +86,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// As [`Engine::submit`].
     fn hop(
         &self,
-        turn: &mut Turn,
+        turn: &mut SubmitGuard,
         (source, _bell, ring): (&Arc<dyn Source>, &Bell, Ring),
         (end, _arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
     ) -> Result<u64> {
@@ -82,14 +94,14 @@ pub trait Engine: Send + Sync + fmt::Debug {
     }
 
     /// Does what another thread wanted that did not have the turn.
-    fn mark(&self, _turn: &mut Turn) {}
+    fn mark(&self, _turn: &mut SubmitGuard) {}
 
     /// From now on until [`Engine::end_capture`], batches come to [`Engine::record`], and nothing to the others. An engine
     /// that takes a graph as any submission has nothing to do here.
     ///
     /// # Errors
     /// What makes a capture impossible, or the error that the engine failed with.
-    fn begin_capture(&self, _turn: &mut Turn) -> Result<()> {
+    fn begin_capture(&self, _turn: &mut SubmitGuard) -> Result<()> {
         Ok(())
     }
 
@@ -97,7 +109,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn record(&self, _turn: &mut Turn, _ops: &[Op]) -> Result<()> {
+    fn record(&self, _turn: &mut SubmitGuard, _ops: &[Op]) -> Result<()> {
         Ok(())
     }
 
@@ -105,7 +117,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Why there is nothing to launch.
-    fn end_capture(&self, _turn: &mut Turn) -> Result<Made> {
+    fn end_capture(&self, _turn: &mut SubmitGuard) -> Result<Made> {
         Ok(Arc::new(()))
     }
 
@@ -113,7 +125,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`]; what was made by another engine may be refused.
-    fn launch(&self, turn: &mut Turn, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
+    fn launch(&self, turn: &mut SubmitGuard, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
         self.submit(turn, ops)
     }
 
@@ -140,7 +152,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// As [`Engine::launch`].
     fn launch_steps(
         &self,
-        _turn: &mut Turn,
+        _turn: &mut SubmitGuard,
         _made: &Made,
         _ops: &mut Ops,
         _ends: &[usize],
@@ -163,7 +175,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn ask_room(&self, turn: &mut Turn, ops: usize, host_fns: usize) -> Result<()>;
+    fn ask_room(&self, turn: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()>;
 
     /// Blocks until what was refused last would find room, or the deadline; returns whether it would.
     fn wait_room(&self, deadline: Instant) -> bool;

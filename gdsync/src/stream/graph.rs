@@ -9,9 +9,9 @@ use super::batch::Batch;
 use super::engine::Engine;
 use super::op::Ops;
 use super::record::{Part, Recording};
-use super::{State, Stream, Turn, deadline};
+use super::{State, Stream, SubmitGuard, deadline};
 use crate::error::{Error, Result};
-use crate::home::Home;
+use crate::fork_guard::ForkGuard;
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
 
@@ -49,7 +49,7 @@ pub struct Launch {
 #[derive(Debug)]
 #[must_use = "dropping it ends the capture"]
 pub struct Capture {
-    home: Home,
+    fork_guard: ForkGuard,
     stream: Stream,
     open: bool,
 }
@@ -92,7 +92,7 @@ impl Stream {
         self.0.engine.error().map_or(Ok(()), Err)?;
         self.0.engine.begin_capture(&mut state.turn)?;
         state.recording = Some(Recording::default());
-        Ok(Capture { home: Home::default(), stream: self.clone(), open: true })
+        Ok(Capture { fork_guard: ForkGuard::default(), stream: self.clone(), open: true })
     }
 
     /// Makes recorded batches again, and has the engine take them as one submission, waiting for room until the deadline.
@@ -100,7 +100,7 @@ impl Stream {
         &self,
         batches: &[Vec<Part>],
         deadline: Instant,
-        mut launch: impl FnMut(&dyn Engine, &mut Turn, &mut Ops, &[usize]) -> Result<u64>,
+        mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
         let stream = self.0.id;
         let mut batch = Batch::for_stream(stream);
@@ -134,7 +134,7 @@ impl Capture {
     /// # Errors
     /// [`Error::Cuda`], also for what the application did in the capture; the error that failed the stream.
     pub fn end(mut self) -> Result<Graph> {
-        self.home.check()?;
+        self.fork_guard.check()?;
         self.open = false;
         let (made, recording) = self.close();
         Ok(Graph { kind: self.stream.kind(), made: made?, batches: recording.finish() })
@@ -153,7 +153,7 @@ impl Capture {
 impl Drop for Capture {
     fn drop(&mut self) {
         if self.open
-            && self.home.is_here()
+            && self.fork_guard.is_here()
             && let (Err(error), _) = self.close()
         {
             tracing::debug!(stream = self.stream.0.name, %error, "capture given up");

@@ -14,11 +14,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use self::shared::Shared;
-use super::cuda::Turn;
+use super::cuda::SubmitGuard;
 use super::engine::Engine;
 use super::op::{Op, Ops};
 use crate::error::{Error, Result};
-use crate::home::Home;
+use crate::fork_guard::ForkGuard;
 use crate::recorder::Log;
 
 /// How a stream that runs on a host thread behaves.
@@ -73,7 +73,7 @@ impl HostStreamConfig {
 /// Dropping the last handle fails what is pending with [`Error::StreamAborted`] and joins the thread, which
 /// ends after the host function it may be running. Dropped by that very host function, it is left to end.
 pub(crate) struct HostEngine {
-    home: Home,
+    fork_guard: ForkGuard,
     shared: Arc<Shared>,
     /// Always there until the drop.
     thread: Option<JoinHandle<()>>,
@@ -94,7 +94,7 @@ impl HostEngine {
         let thread = thread::Builder::new().name(name).spawn(move || worker.work()).map_err(|e| {
             Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams")
         })?;
-        Ok(Arc::new(Self { home: Home::default(), shared, thread: Some(thread) }))
+        Ok(Arc::new(Self { fork_guard: ForkGuard::default(), shared, thread: Some(thread) }))
     }
 }
 
@@ -107,14 +107,14 @@ impl Engine for HostEngine {
         "host"
     }
 
-    fn submit(&self, _turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
-        self.home.check()?;
+    fn submit(&self, _turn: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
+        self.fork_guard.check()?;
         ops.iter().try_for_each(Op::check)?;
         self.shared.submit(ops)
     }
 
-    fn record(&self, _turn: &mut Turn, ops: &[Op]) -> Result<()> {
-        self.home.check()?;
+    fn record(&self, _turn: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
+        self.fork_guard.check()?;
         ops.iter().try_for_each(Op::check)
     }
 
@@ -127,18 +127,19 @@ impl Engine for HostEngine {
     }
 
     fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        !self.home.is_here() || self.shared.block_until(deadline, || self.shared.completed() >= seq, || seq)
+        !self.fork_guard.is_here()
+            || self.shared.block_until(deadline, || self.shared.completed() >= seq, || seq)
     }
 
-    fn ask_room(&self, _turn: &mut Turn, _ops: usize, _host_fns: usize) -> Result<()> {
-        self.home.check()?;
+    fn ask_room(&self, _turn: &mut SubmitGuard, _ops: usize, _host_fns: usize) -> Result<()> {
+        self.fork_guard.check()?;
         self.shared.ask_room()
     }
 
     /// A failed engine, or that of another process, has room: the submission that tries it learns the error.
     fn wait_room(&self, deadline: Instant) -> bool {
         let shared = &self.shared;
-        !self.home.is_here()
+        !self.fork_guard.is_here()
             || shared.block_until(
                 deadline,
                 || shared.failed() || shared.has_room(),
@@ -147,20 +148,20 @@ impl Engine for HostEngine {
     }
 
     fn fail(&self, error: Error) {
-        if self.home.is_here() {
+        if self.fork_guard.is_here() {
             self.shared.fail(error);
         }
     }
 
     fn error(&self) -> Option<Error> {
-        self.home.check().err().or_else(|| self.shared.error())
+        self.fork_guard.check().err().or_else(|| self.shared.error())
     }
 }
 
 impl Drop for HostEngine {
     fn drop(&mut self) {
         // The thread is not in a forked child, where its hold on what is pending stays.
-        let Some(thread) = self.home.take_thread(&mut self.thread) else { return };
+        let Some(thread) = self.fork_guard.take_thread(&mut self.thread) else { return };
         self.shared.fail(Error::StreamAborted { stream: self.shared.config.name.clone() });
         if thread.thread().id() != thread::current().id() {
             // The thread catches panics; should one escape, there is nobody to tell.

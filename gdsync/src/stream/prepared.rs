@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use crate::error::{Error, Result};
-use crate::hca::Kicks;
+use crate::hca::GpuNudge;
 use crate::recorder::Stage;
-use crate::verbs::cq::Upto;
+use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::{Hold, QueueEnd};
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::{Before, Prepared, SendQueue, Template, Written};
@@ -228,9 +228,9 @@ pub struct PreparedWait {
 impl PreparedWait {
     /// Claims completions of a queue: the numbers of the first and the last one.
     #[inline]
-    fn claim(end: &QueueEnd, upto: Upto, stream: Option<u64>) -> Result<(u64, u64)> {
+    fn claim(end: &QueueEnd, claim_range: ClaimRange, stream: Option<u64>) -> Result<(u64, u64)> {
         let nothing = || Error::NothingToWaitFor { queue: end.tracker.name(), qpn: end.qp.qpn };
-        Self::claim_of(end, upto, stream)?.ok_or_else(nothing)
+        Self::claim_of(end, claim_range, stream)?.ok_or_else(nothing)
     }
 
     /// Claims the next completion of a queue for a wait that is submitted to a stream, of a GPU or not: its number.
@@ -246,7 +246,7 @@ impl PreparedWait {
     #[inline(never)]
     fn claim_any(end: &QueueEnd, claimed: Option<u64>, (stream, by_gpu): (u64, bool)) -> Result<u64> {
         let Some(n) = claimed else {
-            let (_, n) = Self::claim(end, Upto::Next(1), Some(stream))?;
+            let (_, n) = Self::claim(end, ClaimRange::Next(1), Some(stream))?;
             if by_gpu {
                 end.cq.foresee(n);
             }
@@ -260,8 +260,8 @@ impl PreparedWait {
     }
 
     /// The numbers of the first and the last completion claimed; `None` when the last one was claimed or taken before.
-    fn claim_of(end: &QueueEnd, upto: Upto, stream: Option<u64>) -> Result<Option<(u64, u64)>> {
-        let claimed = end.cq.claim(upto, &end.tracker, stream);
+    fn claim_of(end: &QueueEnd, claim_range: ClaimRange, stream: Option<u64>) -> Result<Option<(u64, u64)>> {
+        let claimed = end.cq.claim(claim_range, &end.tracker, stream);
         if let Err(error) = end.qp.check_known() {
             if let Ok(Some((first, n))) = claimed {
                 end.cq.release(first, n);
@@ -285,21 +285,21 @@ impl PreparedWait {
     pub(super) fn through(completion: &Completion, stream: Option<u64>) -> Result<Option<Self>> {
         completion.check_life()?;
         let hold = completion.end.hold();
-        let claim = Self::claim_of(&completion.end, Upto::Through(completion.n), stream)?;
+        let claim = Self::claim_of(&completion.end, ClaimRange::Through(completion.n), stream)?;
         Ok(claim.map(|(first, _)| Self::of((first, completion.clone()), hold, Asked::Through, stream)))
     }
 
     /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.
     pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<u64>) -> Result<Self> {
         let hold = end.hold();
-        let (first, n) = Self::claim(end, Upto::Next(count), stream)?;
+        let (first, n) = Self::claim(end, ClaimRange::Next(count), stream)?;
         Ok(Self::of((first, end.completion(n)), hold, Asked::Next, stream))
     }
 
     /// A wait for all completions of a queue; with a `stream`, for it alone.
     pub(super) fn all(end: &Arc<QueueEnd>, stream: Option<u64>) -> Result<Self> {
         let hold = end.hold();
-        let (first, n) = Self::claim(end, Upto::All, stream)?;
+        let (first, n) = Self::claim(end, ClaimRange::All, stream)?;
         Ok(Self::of((first, end.completion(n)), hold, Asked::All, stream))
     }
 
@@ -339,10 +339,10 @@ impl PreparedWait {
     }
 
     /// Tells the device that a stream of a GPU waits for it.
-    pub(super) fn attend(&self, kicker: Option<&Arc<dyn Kicks>>) {
+    pub(super) fn attend(&self, nudger: Option<&Arc<dyn GpuNudge>>) {
         match self.is_foreseen {
-            true => self.claim.end.cq.attend_foreseen(self.claim.n, kicker),
-            false => self.claim.end.cq.attend(self.claim.n, kicker),
+            true => self.claim.end.cq.attend_foreseen(self.claim.n, nudger),
+            false => self.claim.end.cq.attend(self.claim.n, nudger),
         }
     }
 

@@ -6,7 +6,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::batch::{Batch, Repeatable, Replenish, Seldom};
+use super::batch::{Batch, RareState, Repeatable, Replenish};
 use super::op::Op;
 use super::prepared::{Asked, PreparedSend, PreparedWait};
 use crate::error::{Error, Result};
@@ -65,7 +65,7 @@ pub(super) fn check(batch: &mut Batch) -> Result<()> {
         return Err(once(what, fix));
     }
     let host_fns = batch.ops().iter().filter(|op| matches!(op, Op::HostFn(_))).count();
-    match host_fns == batch.seldom.as_ref().map_or(0, |seldom| seldom.repeatable.len()) {
+    match host_fns == batch.rare.as_ref().map_or(0, |rare| rare.repeatable.len()) {
         true => Ok(()),
         false => Err(Error::Unsupported {
             what: "a host function in a graph",
@@ -89,8 +89,8 @@ impl Recording {
     /// Adds a batch, and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let ops = mem::take(batch.ops());
-        let Batch { sends, waits, seldom, .. } = mem::take(batch);
-        let Seldom { covered, repeatable, before } = *seldom.unwrap_or_default();
+        let Batch { sends, waits, rare, .. } = mem::take(batch);
+        let RareState { covered, repeatable, before } = *rare.unwrap_or_default();
         for who in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &who)) {
                 self.before.push(who);

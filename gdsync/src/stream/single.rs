@@ -100,7 +100,7 @@ impl Stream {
         end: &'q Arc<QueueEnd>,
         add: impl FnOnce(&mut Batch) -> Result<Completion>,
     ) -> Result<Submitted<'q>> {
-        let tell = |n| end.cq.attend_foreseen(n, self.0.kicker.as_ref());
+        let tell = |n| end.cq.attend_foreseen(n, self.0.nudger.as_ref());
         self.single(end, |state| self.wait_next(state, end), tell, add)
     }
 

@@ -6,7 +6,7 @@ use std::{fmt, result};
 
 use super::graph::{Launch, Made, within_capture};
 use super::record::{Part, Recording};
-use super::within::Within;
+use super::reentrancy::ReentrancyCheck;
 use super::{Stream, deadline};
 use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
@@ -88,7 +88,7 @@ impl fmt::Debug for KernelSteps {
 /// Refuses a call within the launch of a kernel, which has the stream.
 #[inline]
 pub(super) fn refuse() -> Result<()> {
-    match Within::Launch.is_here() {
+    match ReentrancyCheck::Launch.is_here() {
         false => Ok(()),
         true => Err(Error::Unsupported {
             what: "the use of a stream within the function that launches a kernel with steps",
@@ -182,9 +182,9 @@ impl KernelSteps {
         let mut said = None;
         let mut call = |program| {
             let Some(kernel) = kernel.take() else { return false };
-            Within::Launch.begin();
+            ReentrancyCheck::Launch.begin();
             let answer = catch_unwind(AssertUnwindSafe(|| kernel(program)));
-            Within::Launch.end();
+            ReentrancyCheck::Launch.end();
             matches!(said.insert(answer), Ok(Ok(())))
         };
         let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, turn, ops, ends| {

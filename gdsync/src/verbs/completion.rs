@@ -88,7 +88,7 @@ impl Completion {
     /// The failure of this work request; what broke the queue pair before it could complete; [`Error::Forgotten`];
     /// [`Error::Reset`].
     pub fn status(&self) -> Result<Option<Wc>> {
-        self.end.qp.check_home()?;
+        self.end.qp.check_process()?;
         self.check_life()?;
         let outcome = || self.end.tracker.outcome(self.n, || self.end.cq.cqe(self.n));
         let known = outcome().or_else(|| {

@@ -24,13 +24,13 @@ use super::placement::{OnGpu, Places};
 use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
-use crate::brief;
 use crate::error::{Error, Result};
-use crate::home::Home;
+use crate::fork_guard::ForkGuard;
 use crate::memory::{Found, Word32};
 use crate::mlx5::{self, CQE_SIZE};
 use crate::protocol::completion;
 use crate::recorder::{By, Event, Log, Queue, Stage};
+use crate::spin_lock;
 use crate::stream::Arrival;
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
@@ -39,7 +39,7 @@ pub struct Cq(pub(crate) Arc<CqInner>);
 
 pub(crate) struct CqInner {
     provider: Arc<dyn Provider>,
-    home: Home,
+    fork_guard: ForkGuard,
     parts: CqParts,
     /// The consumer index in the doorbell record.
     consumed: Word32,
@@ -49,7 +49,7 @@ pub(crate) struct CqInner {
     room: Room,
     recorder: Log,
     /// Completions that the library wrote in place of the device, until the device's come. Locked behind the state.
-    lost: brief::Mutex<Vec<Lost>>,
+    lost: spin_lock::Mutex<Vec<Lost>>,
     /// Whether there are any.
     has_lost: AtomicBool,
     /// Not a brief lock: several threads may poll all the time, and it must not be left to chance who is next.
@@ -107,11 +107,11 @@ impl Claims<'_> {
 struct Slot {
     /// The completion, and the number of its request.
     wc: Option<(u64, Wc)>,
-    taken: Taken,
+    taken: SlotOwner,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Taken {
+enum SlotOwner {
     No,
     /// By a stream that waits for it.
     ByStream,
@@ -128,7 +128,7 @@ impl fmt::Debug for CqInner {
 
 impl Drop for CqInner {
     fn drop(&mut self) {
-        if self.home.may_end(&self.provider) {
+        if self.fork_guard.may_end(&self.provider) {
             self.provider.destroy_cq(self.parts.cqn);
         }
     }
@@ -139,7 +139,7 @@ const LOT: u64 = 16;
 
 /// Which completions a claim takes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Upto {
+pub(crate) enum ClaimRange {
     /// The next so many, at least one.
     Next(u64),
     /// All through this one.
@@ -163,7 +163,7 @@ impl Cq {
         let parts = provider.create_cq(log, ring, places)?;
         // A device may give more.
         let log = (parts.ring.len() / CQE_SIZE).trailing_zeros();
-        let slot = Slot { wc: None, taken: Taken::No };
+        let slot = Slot { wc: None, taken: SlotOwner::No };
         let state = CqState {
             reaped: 0,
             poll_next: 0,
@@ -181,14 +181,14 @@ impl Cq {
         };
         Ok(Self(Arc::new(CqInner {
             provider,
-            home: Home::default(),
+            fork_guard: ForkGuard::default(),
             consumed: parts.record.word32(0)?,
             parts,
             found: Default::default(),
             log,
             room: Room::new(1 << log),
             recorder,
-            lost: brief::Mutex::default(),
+            lost: spin_lock::Mutex::default(),
             has_lost: AtomicBool::new(false),
             state: Mutex::new(state),
         })))
@@ -290,7 +290,7 @@ impl CqInner {
     }
 
     pub(crate) fn poll(&self) -> Option<Wc> {
-        if !self.home.is_here() {
+        if !self.fork_guard.is_here() {
             return None;
         }
         let found = self.take(&mut self.state.lock());
@@ -301,7 +301,7 @@ impl CqInner {
     }
 
     fn drain(&self) {
-        if !self.home.is_here() {
+        if !self.fork_guard.is_here() {
             return;
         }
         let take_all = || {
@@ -327,7 +327,7 @@ impl CqInner {
 
     /// Decodes what has arrived and frees what can be reused. Nothing in a child, where a ring on a GPU is not mapped.
     pub(crate) fn reap(&self) {
-        if !self.home.is_here() {
+        if !self.fork_guard.is_here() {
             return;
         }
         let mut state = self.state.lock();
@@ -359,7 +359,7 @@ impl CqInner {
             match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
                 Some((number, wc, false)) => slot.wc = Some((number, wc)),
                 // Of a request that was given up after it was prepared, or of a queue that is gone.
-                Some((_, _, true)) | None if slot.taken == Taken::No => slot.taken = Taken::Done,
+                Some((_, _, true)) | None if slot.taken == SlotOwner::No => slot.taken = SlotOwner::Done,
                 _ => {}
             }
             state.reaped += 1;
@@ -372,19 +372,19 @@ impl CqInner {
         while state.freed < state.reaped {
             let at = self.index(state.freed);
             match state.slots[at].taken {
-                Taken::No => break,
-                Taken::Done => {}
-                taken @ (Taken::ByStream | Taken::Covered) => {
+                SlotOwner::No => break,
+                SlotOwner::Done => {}
+                taken @ (SlotOwner::ByStream | SlotOwner::Covered) => {
                     if state.passed <= state.freed {
                         state.passed = completion::passed(record, state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
                     }
-                    state.in_stream -= u64::from(taken == Taken::ByStream);
+                    state.in_stream -= u64::from(taken == SlotOwner::ByStream);
                 }
             }
-            state.slots[at].taken = Taken::No;
+            state.slots[at].taken = SlotOwner::No;
             state.freed += 1;
         }
         let freed = state.freed - before;
@@ -411,7 +411,7 @@ impl CqInner {
             }
             state.released.pop_front();
             let slot = &mut state.slots[self.index(n)];
-            slot.taken = Taken::Done;
+            slot.taken = SlotOwner::Done;
             if slot.wc.is_some() {
                 found = slot.wc;
                 break;
@@ -420,8 +420,8 @@ impl CqInner {
         while found.is_none() && state.poll_next < state.reaped {
             let slot = &mut state.slots[self.index(state.poll_next)];
             state.poll_next += 1;
-            if slot.taken == Taken::No {
-                slot.taken = Taken::Done;
+            if slot.taken == SlotOwner::No {
+                slot.taken = SlotOwner::Done;
                 found = slot.wc;
             }
         }
@@ -449,7 +449,7 @@ impl CqInner {
             return None;
         }
         let at = self.index(n);
-        state.slots.get_mut(at)?.taken = Taken::ByStream;
+        state.slots.get_mut(at)?.taken = SlotOwner::ByStream;
         state.claim_next = n + 1;
         state.in_stream += 1;
         if by_gpu {
@@ -470,11 +470,11 @@ impl CqInner {
     /// first and the last completion claimed. With a `stream`, they are submitted to it, as by [`CqInner::submit`].
     pub(crate) fn claim(
         &self,
-        upto: Upto,
+        claim_range: ClaimRange,
         tracker: &Tracker,
         stream: Option<u64>,
     ) -> Result<Option<(u64, u64)>> {
-        self.home.check()?;
+        self.fork_guard.check()?;
         let mut state = self.state.lock();
         if state.attached != 1 {
             return Err(Error::Unsupported {
@@ -489,10 +489,10 @@ impl CqInner {
         }
         let (posted, next) = tracker.next_from(state.claim_next);
         state.claim_next = next;
-        let n = match upto {
-            Upto::Next(count) => state.claim_next + count - 1,
-            Upto::Through(n) => n,
-            Upto::All => posted.saturating_sub(1),
+        let n = match claim_range {
+            ClaimRange::Next(count) => state.claim_next + count - 1,
+            ClaimRange::Through(n) => n,
+            ClaimRange::All => posted.saturating_sub(1),
         };
         if n >= posted || state.is_closed {
             return Err(Error::NothingToWaitFor { queue: tracker.name(), qpn: tracker.qpn });
@@ -503,10 +503,10 @@ impl CqInner {
         let first = state.claim_next;
         for covered in first..n {
             let at = self.index(covered);
-            state.slots[at].taken = Taken::Covered;
+            state.slots[at].taken = SlotOwner::Covered;
         }
         let at = self.index(n);
-        state.slots[at].taken = Taken::ByStream;
+        state.slots[at].taken = SlotOwner::ByStream;
         state.claim_next = n + 1;
         let next = stream.filter(|&stream| state.unsubmitted.is_empty() && state.is_free_for(stream));
         state.in_stream += 1;
@@ -526,7 +526,7 @@ impl CqInner {
     /// Gives a claim back that never reached a stream: `poll` may take the completions, or a later claim those that
     /// nothing behind them is claimed of. In a child it is left.
     pub(crate) fn release(&self, first: u64, n: u64) {
-        if !self.home.is_here() {
+        if !self.fork_guard.is_here() {
             return;
         }
         let mut state = self.state.lock();
@@ -536,7 +536,7 @@ impl CqInner {
             let at = self.index(m);
             // Decoded, and nothing came of it: a request that was given up.
             let silent = m < state.reaped && state.slots[at].wc.is_none();
-            state.slots[at].taken = if silent { Taken::Done } else { Taken::No };
+            state.slots[at].taken = if silent { SlotOwner::Done } else { SlotOwner::No };
             if m < state.poll_next && !silent {
                 // Keep the slot until poll has handed it out.
                 let order = state.released.partition_point(|&other| other < m);
@@ -544,7 +544,7 @@ impl CqInner {
             }
         }
         while state.claim_next > state.poll_next.max(state.freed)
-            && state.slots[self.index(state.claim_next - 1)].taken == Taken::No
+            && state.slots[self.index(state.claim_next - 1)].taken == SlotOwner::No
         {
             state.claim_next -= 1;
         }
@@ -556,7 +556,7 @@ impl CqInner {
     /// be told: by [`CqInner::attend_foreseen`].
     #[inline]
     pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
-        self.home.check()?;
+        self.fork_guard.check()?;
         let mut state = self.state.lock();
         self.submit_locked(&mut state, n, stream, tracker)?;
         if by_gpu {
@@ -589,7 +589,7 @@ impl CqInner {
     /// Whether `stream`, when it gets here, is past completion `n`, which it need not wait for: it is here, or an earlier
     /// wait of the same stream covers it.
     pub(crate) fn covers(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
-        self.home.check()?;
+        self.fork_guard.check()?;
         self.reap();
         let state = self.state.lock();
         let held = state.unsubmitted.front().is_some_and(|&(first, _)| first <= n);

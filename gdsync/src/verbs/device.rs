@@ -4,19 +4,19 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::attr::Access;
-use super::carriage::Staging;
 use super::cq::Cq;
 use super::mr::Mr;
 use super::placement::{OnGpu, Places};
 use super::provider::Provider;
 use super::qp::QpBuilder;
+use super::transfer_path::Staging;
 use super::visibility::WritableGpus;
 use crate::cuda::Gpu;
 use crate::direct::{Direct, probe, reach, self_test};
 use crate::env::variable;
 use crate::error::{Error, Result};
+use crate::fork_guard::ForkGuard;
 use crate::hca::{FaultPlan, Gid, HcaStats, SoftHca, SoftHcaConfig};
-use crate::home::Home;
 use crate::memory::Memory;
 use crate::proxy::Proxy;
 use crate::rdma::{self, DeviceConfig, NearGpu, Port, Route, Survey};
@@ -201,7 +201,7 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
 #[derive(Clone)]
 pub struct Context {
     provider: Arc<dyn Provider>,
-    home: Home,
+    fork_guard: ForkGuard,
     /// Why an RDMA device does not read the rings itself.
     not_direct: Option<Arc<str>>,
     /// While it is open, the process has a recording.
@@ -211,7 +211,7 @@ pub struct Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // Nothing of its own: it is the provider that a child must not end.
-        self.home.may_end(&self.provider);
+        self.fork_guard.may_end(&self.provider);
     }
 }
 
@@ -225,11 +225,11 @@ impl Context {
     /// An open device that a test has made.
     #[cfg(test)]
     pub(crate) fn over(provider: Arc<dyn Provider>) -> Self {
-        Self { provider, home: Home::default(), not_direct: None, log: Log::default() }
+        Self { provider, fork_guard: ForkGuard::default(), not_direct: None, log: Log::default() }
     }
 
     fn with(provider: Arc<dyn Provider>, not_direct: Option<Arc<str>>) -> Result<Self> {
-        Ok(Self { provider, home: Home::default(), not_direct, log: Log::open()? })
+        Ok(Self { provider, fork_guard: ForkGuard::default(), not_direct, log: Log::open()? })
     }
 
     /// Opens a software HCA with a configuration of its own.
@@ -271,10 +271,10 @@ impl Context {
     /// # Errors
     /// From the device.
     pub fn alloc_pd(&self) -> Result<Pd> {
-        self.home.check()?;
-        let (provider, home, pdn) = (self.provider.clone(), self.home, self.provider.alloc_pd()?);
+        self.fork_guard.check()?;
+        let (provider, fork_guard, pdn) = (self.provider.clone(), self.fork_guard, self.provider.alloc_pd()?);
         let (writable_gpus, log) = (WritableGpus::default(), self.log.clone());
-        Ok(Pd(Arc::new(PdInner { provider, home, pdn, writable_gpus, _log: log })))
+        Ok(Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, _log: log })))
     }
 
     /// Creates a completion queue for sharing between queue pairs, polled by the CPU.
@@ -284,7 +284,7 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
-        self.home.check()?;
+        self.fork_guard.check()?;
         Cq::create(
             self.provider.clone(),
             entries,
@@ -333,7 +333,7 @@ pub struct Pd(Arc<PdInner>);
 
 struct PdInner {
     provider: Arc<dyn Provider>,
-    home: Home,
+    fork_guard: ForkGuard,
     pdn: u32,
     writable_gpus: WritableGpus,
     _log: Log,
@@ -341,7 +341,7 @@ struct PdInner {
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        if self.home.may_end(&self.provider) {
+        if self.fork_guard.may_end(&self.provider) {
             self.provider.dealloc_pd(self.pdn);
         }
     }
@@ -368,12 +368,12 @@ impl Pd {
     }
 
     pub(crate) fn is_here(&self) -> bool {
-        self.0.home.is_here()
+        self.0.fork_guard.is_here()
     }
 
     /// Refuses a forked child of the process that opened the device.
     pub(crate) fn check_here(&self) -> Result<()> {
-        self.0.home.check()
+        self.0.fork_guard.check()
     }
 
     /// Registers memory, so that work requests can name it.

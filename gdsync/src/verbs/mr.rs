@@ -22,7 +22,7 @@ pub struct Mr {
 
 /// Keeps a region registered, and no more: smaller than an [`Mr`].
 #[derive(Clone, Debug)]
-pub struct Keeper {
+pub struct MrGuard {
     region: Arc<Region>,
 }
 
@@ -34,7 +34,7 @@ struct Region {
     keys: MrKeys,
 }
 
-impl Keeper {
+impl MrGuard {
     /// Whether it keeps the region of this.
     #[inline]
     pub fn keeps(&self, mr: &Mr) -> bool {
@@ -79,11 +79,11 @@ impl Mr {
 
     /// What keeps the region registered after this is dropped.
     #[inline]
-    pub fn keeper(&self) -> Keeper {
-        Keeper { region: self.region.clone() }
+    pub fn guard(&self) -> MrGuard {
+        MrGuard { region: self.region.clone() }
     }
 
-    /// Whether this is the only clone or part of its region, and it has no [`Keeper`]: dropping it ends the registration.
+    /// Whether this is the only clone or part of its region, and it has no [`MrGuard`]: dropping it ends the registration.
     pub fn is_only(&self) -> bool {
         Arc::strong_count(&self.region) == 1
     }

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use super::address::QpAddress;
 use super::attr::{Access, MAX_RD_ATOMIC, QpAttr};
-use super::carriage::{Carriage, Staging};
 use super::placement::{OnGpu, Places};
 use super::track::Health;
+use super::transfer_path::{Staging, TransferPath};
 use crate::cuda::Gpu;
 use crate::error::Result;
-use crate::hca::{CqEvent, FaultPlan, Gid, HcaStats, Notice};
+use crate::hca::{CqEvent, DoorbellWatch, FaultPlan, Gid, HcaStats};
 use crate::memory::{Memory, Word64};
 
 /// A completion queue as the device made it.
@@ -59,7 +59,7 @@ pub(crate) struct QpParts {
     /// What broke it. A device that knows more than a CQE can say records that before the CQE is written.
     pub(crate) health: Arc<Health>,
     /// What spares most calls of [`Provider::watch`], if the device needs any.
-    pub(crate) notice: Option<Notice>,
+    pub(crate) doorbell_watch: Option<DoorbellWatch>,
 }
 
 /// The keys of a memory region.
@@ -89,7 +89,7 @@ pub(crate) trait Provider: Send + Sync + fmt::Debug {
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;
     fn dereg_mr(&self, keys: MrKeys);
     /// How a message of `len` bytes of `memory`, in the region of this key, would leave by a queue pair.
-    fn carriage(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> Carriage;
+    fn transfer_path(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> TransferPath;
     /// From so many bytes on, payload in GPU memory is left to copy engines of receivers. Returns from how many it was; `None`
     /// where there is no choice.
     fn leave_by_reference(&self, _bytes: usize) -> Option<usize> {

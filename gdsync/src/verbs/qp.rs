@@ -14,7 +14,6 @@ pub use self::build::QpBuilder;
 use self::connect::Connect;
 use super::address::QpAddress;
 use super::attr::QpState;
-use super::carriage::Carriage;
 use super::cq::{Cq, CqInner};
 use super::device::Pd;
 use super::mr::Mr;
@@ -22,6 +21,7 @@ use super::provider::Provider;
 use super::rq::RecvQueue;
 use super::sq::SendQueue;
 use super::track::Health;
+use super::transfer_path::TransferPath;
 use crate::error::{Error, Result};
 use crate::recorder::QpLog;
 
@@ -64,7 +64,7 @@ impl fmt::Debug for QpCore {
 
 impl Drop for QpCore {
     fn drop(&mut self) {
-        if self.health.home.may_end(&self.provider) {
+        if self.health.fork_guard.may_end(&self.provider) {
             self.provider.destroy_qp(self.qpn);
             self.send_cq.detach(self.qpn);
             self.recv_cq.detach(self.qpn);
@@ -80,7 +80,7 @@ impl QpCore {
 
     /// Whether this is the process that made it, and not a child.
     pub(crate) fn is_here(&self) -> bool {
-        self.health.home.is_here()
+        self.health.fork_guard.is_here()
     }
 
     #[inline(always)]
@@ -119,13 +119,13 @@ impl QpCore {
     }
 
     /// Refuses a child.
-    pub(crate) fn check_home(&self) -> Result<()> {
-        self.health.home.check()
+    pub(crate) fn check_process(&self) -> Result<()> {
+        self.health.fork_guard.check()
     }
 
     /// The root cause of the first failure, if there was one.
     pub(crate) fn check(&self) -> Result<()> {
-        self.check_home()?;
+        self.check_process()?;
         self.send_cq.reap();
         self.recv_cq.reap();
         self.health.check()
@@ -197,7 +197,7 @@ impl Qp {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a region of another device.
-    pub fn carriage(&self, mr: &Mr, len: usize) -> Result<Carriage> {
+    pub fn transfer_path(&self, mr: &Mr, len: usize) -> Result<TransferPath> {
         let core = self.core();
         if !mr.is_of(&core.provider) {
             return Err(Error::invalid(
@@ -206,7 +206,7 @@ impl Qp {
                 "one of the queue pair's device",
             ));
         }
-        Ok(core.provider.carriage(core.qpn, mr.lkey(), mr.memory(), len))
+        Ok(core.provider.transfer_path(core.qpn, mr.lkey(), mr.memory(), len))
     }
 
     /// Whether a stream waits for completions of it, as far as is known.

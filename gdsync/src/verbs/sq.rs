@@ -16,7 +16,7 @@ use super::qp::QpCore;
 use super::track::{Entry, Owner, Track, Tracker};
 use super::wr::SendWr;
 use crate::error::{Error, Result};
-use crate::hca::Notice;
+use crate::hca::DoorbellWatch;
 use crate::memory::Memory;
 use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
@@ -29,7 +29,7 @@ pub(crate) struct SendQueue {
     blocks: u64,
     most: Most,
     bell: Arc<Bell>,
-    notice: Option<Notice>,
+    doorbell_watch: Option<DoorbellWatch>,
     /// Parts of the end: who sends need not look for them.
     tracker: Arc<Tracker>,
     cq: Arc<CqInner>,
@@ -155,12 +155,12 @@ impl SendQueue {
         ring: Memory,
         bell: Arc<Bell>,
         most: Most,
-        notice: Option<Notice>,
+        doorbell_watch: Option<DoorbellWatch>,
     ) -> Arc<Self> {
         let blocks = (ring.len() / BB) as u64;
         let (tracker, cq, qp) = (end.tracker.clone(), end.cq.clone(), end.qp.clone());
         let qpn = qp.qpn;
-        Arc::new(Self { end, ring, blocks, most, bell, notice, tracker, cq, qp, qpn })
+        Arc::new(Self { end, ring, blocks, most, bell, doorbell_watch, tracker, cq, qp, qpn })
     }
 
     /// What a stream rings.
@@ -207,7 +207,7 @@ impl SendQueue {
                         // A load takes what was stored there before along, also to a GPU.
                         self.bell.record.atomic().load(Ordering::Acquire);
                         // The software HCA says so itself, at once.
-                        self.end.qp.log.note(Stage::Rung, Queue::Send, By::Cpu, range.end - 1, 0);
+                        self.end.qp.log.note(Stage::DoorbellSet, Queue::Send, By::Cpu, range.end - 1, 0);
                     }
                 },
                 self.bell.doorbell.atomic(),

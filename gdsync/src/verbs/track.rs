@@ -6,18 +6,18 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 
 use super::sq::low16;
 use super::wr::Wc;
-use crate::brief::{Mutex, MutexGuard};
 use crate::error::{Error, Result};
-use crate::home::Home;
+use crate::fork_guard::ForkGuard;
 use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode};
-use crate::protocol::posted;
+use crate::protocol::producer_index;
 use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
+use crate::spin_lock::{Mutex, MutexGuard};
 
 /// Why a queue pair does no more work: the first failure, kept for every later call; or this is not its process.
 #[derive(Debug, Default)]
 pub(crate) struct Health {
     broken: AtomicBool,
-    pub(crate) home: Home,
+    pub(crate) fork_guard: ForkGuard,
     error: Mutex<Option<Error>>,
 }
 
@@ -34,7 +34,7 @@ impl Health {
 
     #[inline]
     pub(crate) fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Acquire) || !self.home.is_here()
+        self.broken.load(Ordering::Acquire) || !self.fork_guard.is_here()
     }
 
     /// The failure, if there was one.
@@ -42,7 +42,7 @@ impl Health {
         if !self.is_broken() {
             return Ok(());
         }
-        self.home.check()?;
+        self.fork_guard.check()?;
         self.error.lock().clone().map_or(Ok(()), Err)
     }
 
@@ -180,18 +180,18 @@ impl Tracker {
     /// Notes how many requests are posted, for those who do not take the lock.
     #[inline]
     pub(crate) fn tell(&self, track: &Track) {
-        posted::tell(&self.posted, &self.has_gaps, track.posted, false);
+        producer_index::tell(&self.posted, &self.has_gaps, track.posted, false);
     }
 
     /// As [`Tracker::tell`], and that requests were taken back which others are behind.
     pub(crate) fn tell_gaps(&self, track: &Track) {
-        posted::tell(&self.posted, &self.has_gaps, track.posted, true);
+        producer_index::tell(&self.posted, &self.has_gaps, track.posted, true);
     }
 
     /// Requests posted, and the first from `n` on that was not taken back.
     #[inline]
     pub(crate) fn next_from(&self, n: u64) -> (u64, u64) {
-        match posted::look(&self.posted, &self.has_gaps) {
+        match producer_index::look(&self.posted, &self.has_gaps) {
             (_, true) => self.next_behind_gaps(n),
             (posted, false) => (posted, n),
         }
@@ -200,7 +200,7 @@ impl Tracker {
     /// Requests posted, unless any was taken back that others are behind.
     #[inline(always)]
     pub(crate) fn posted_without_gaps(&self) -> Option<u64> {
-        let (posted, has_gaps) = posted::look(&self.posted, &self.has_gaps);
+        let (posted, has_gaps) = producer_index::look(&self.posted, &self.has_gaps);
         (!has_gaps).then_some(posted)
     }
 
@@ -226,7 +226,7 @@ impl Tracker {
     /// Requests posted.
     #[inline]
     pub(crate) fn posted(&self) -> u64 {
-        posted::look(&self.posted, &self.has_gaps).0
+        producer_index::look(&self.posted, &self.has_gaps).0
     }
 
     /// Requests whose completion has not arrived, by number.

@@ -6,7 +6,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gdsync::hca::Kicks;
+use gdsync::hca::GpuNudge;
 use gdsync::memory::Memory;
 use gdsync::mlx5;
 use parking_lot::Mutex;
@@ -24,7 +24,7 @@ use crate::context::Context;
 use crate::domain::{Domain, Users};
 use crate::errno;
 use crate::hca::{Concerned, Hca};
-use crate::notify::{Channel, Notice};
+use crate::notify::{Channel, DoorbellWatch};
 use crate::pages::PAGE;
 use crate::quirks::Quirk;
 use crate::sizes::{self, CQE};
@@ -45,7 +45,7 @@ pub(crate) struct Cq {
     /// Its ring was given away: it is polled by its owner.
     described: AtomicBool,
     channel: *mut ibv_comp_channel,
-    pub(crate) notice: Option<Arc<Notice>>,
+    pub(crate) notice: Option<Arc<DoorbellWatch>>,
     domain: *mut ibv_pd,
     // Given back in this order.
     record: Buffer,
@@ -134,7 +134,7 @@ pub(crate) unsafe fn create(
     }
     // SAFETY: the caller vouches for the channel.
     let channel = (!attr.channel.is_null()).then(|| unsafe { Channel::of(attr.channel) });
-    let notice = channel.map(|channel| Arc::new(Notice::new(channel.events.clone())));
+    let notice = channel.map(|channel| Arc::new(DoorbellWatch::new(channel.events.clone())));
     let has_domain = attr.comp_mask.contains(mask::IBV_CQ_INIT_ATTR_MASK_PD);
     let domain_of = if has_domain { attr.parent_domain } else { ptr::null_mut() };
     // SAFETY: the caller vouches for the domain.
@@ -160,7 +160,7 @@ pub(crate) unsafe fn create(
     let words = record.memory(0, 8)?;
     words.write(0, &[0; 8]).map_err(|_| libc::EFAULT)?;
 
-    let kicks = notice.clone().map(|notice| notice as Arc<dyn Kicks>);
+    let kicks = notice.clone().map(|notice| notice as Arc<dyn GpuNudge>);
     let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, kicks);
     channel.inspect(|channel| channel.users.add());
     let base = ibv_cq_ex {

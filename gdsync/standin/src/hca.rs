@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::c_int;
 use std::sync::{Arc, OnceLock};
 
-use gdsync::hca::{Alarm, Alarms, Card, SoftHcaConfig};
+use gdsync::hca::{AsyncEvent, AsyncEvents, Card, SoftHcaConfig};
 use parking_lot::Mutex;
 use rdma_core_sys::verbs::{ibv_cq, ibv_event_type, ibv_qp};
 
@@ -96,14 +96,14 @@ impl Roster {
     }
 }
 
-impl Alarms for Roster {
-    fn raise(&self, alarm: Alarm) {
+impl AsyncEvents for Roster {
+    fn raise(&self, alarm: AsyncEvent) {
         devx::raise(alarm);
         let (objects, number, event) = match alarm {
-            Alarm::CqError(cqn) => (&self.cqs, cqn, ibv_event_type::IBV_EVENT_CQ_ERR),
-            Alarm::QpFatal(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_FATAL),
-            Alarm::QpRequestError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_REQ_ERR),
-            Alarm::QpAccessError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_ACCESS_ERR),
+            AsyncEvent::CqError(cqn) => (&self.cqs, cqn, ibv_event_type::IBV_EVENT_CQ_ERR),
+            AsyncEvent::QpFatal(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_FATAL),
+            AsyncEvent::QpRequestError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_REQ_ERR),
+            AsyncEvent::QpAccessError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_ACCESS_ERR),
         };
         // Under the lock, so that the object is not gone meanwhile.
         if let Some(Concerned { events, element }) = objects.lock().get(&number) {

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use gdsync::hca::Kicks;
+use gdsync::hca::GpuNudge;
 use rdma_core_sys::verbs::{ibv_comp_channel, ibv_context, ibv_cq, ibv_event_type};
 
 use crate::complaint::complain;
@@ -33,21 +33,21 @@ impl Channel {
 
 /// Puts a completion queue on its channel, once for each time that it was armed.
 #[derive(Debug)]
-pub(crate) struct Notice {
+pub(crate) struct DoorbellWatch {
     pub(crate) events: Arc<Events>,
     /// The queue's address, once it has one.
     pub(crate) element: AtomicUsize,
     armed: AtomicBool,
 }
 
-impl Notice {
+impl DoorbellWatch {
     pub(crate) fn new(events: Arc<Events>) -> Self {
         Self { events, element: AtomicUsize::new(0), armed: AtomicBool::new(false) }
     }
 }
 
-impl Kicks for Notice {
-    fn kick(&self) {
+impl GpuNudge for DoorbellWatch {
+    fn nudge(&self) {
         if self.armed.swap(false, Ordering::SeqCst) {
             // The kind of event is not looked at: a channel has one.
             self.events.push(self.element.load(Ordering::SeqCst), ibv_event_type::IBV_EVENT_CQ_ERR);
@@ -129,7 +129,7 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
     let Some(notice) = &cq.notice else { return 0 };
     notice.armed.store(true, Ordering::SeqCst);
     if cq.has_any() {
-        notice.kick();
+        notice.nudge();
     }
     0
 }

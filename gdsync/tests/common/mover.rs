@@ -9,7 +9,7 @@ use std::time::Duration;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
-use gdsync::mover::{Handle, Mover, Part, ProcessId, Source, Ticket};
+use gdsync::copy_engine::{CopyEngine, Handle, Part, ProcessId, Source, Ticket};
 use gdsync::verbs::Context;
 
 /// What the engine does wrong.
@@ -89,9 +89,9 @@ impl Engine {
 
     /// An HCA that leaves payload of `by_reference` bytes and more to this engine.
     pub fn hca(self: &Arc<Self>, by_reference: usize) -> Context {
-        let mover: Arc<dyn Mover> = self.clone();
+        let copy_engine: Arc<dyn CopyEngine> = self.clone();
         let config =
-            SoftHcaConfig { strict: true, by_reference, mover: Some(mover), ..SoftHcaConfig::default() };
+            SoftHcaConfig { strict: true, by_reference, copy_engine: Some(copy_engine), ..SoftHcaConfig::default() };
         Context::soft(&config).unwrap()
     }
 }
@@ -151,7 +151,7 @@ fn overlap(a: &[Part], b: &[Part]) -> bool {
     a.iter().map(range).any(|x| b.iter().map(range).any(|y| x.start < y.end && y.start < x.end))
 }
 
-impl Mover for Engine {
+impl CopyEngine for Engine {
     fn adopt(&self, _gpu: &Gpu) {}
 
     fn export(&self, _memory: &Memory) -> Option<Handle> {

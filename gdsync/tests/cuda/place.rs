@@ -47,12 +47,12 @@ static DONE: Condvar = Condvar::new();
 
 thread_local! {
     /// The turn of a test, until its thread ends.
-    static TURN: Turn = Turn::take();
+    static TURN: SubmitGuard = SubmitGuard::take();
 }
 
-struct Turn;
+struct SubmitGuard;
 
-impl Turn {
+impl SubmitGuard {
     /// Waits until few enough others have theirs: a test has three streams at most that wait at a time, and if as many wait as the GPU
     /// has channels for a process, nothing else moves there.
     fn take() -> Self {
@@ -64,7 +64,7 @@ impl Turn {
     }
 }
 
-impl Drop for Turn {
+impl Drop for SubmitGuard {
     fn drop(&mut self) {
         *AT_WORK.lock() -= 1;
         DONE.notify_one();

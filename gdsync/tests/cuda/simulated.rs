@@ -1,4 +1,4 @@
-//! A GPU where there is none: the simulated driver, and the kernels of `lane.cu` and the code of `gdsync.cuh` in Rust.
+//! A GPU where there is none: the simulated driver, and the kernels of `kernel_exec.cu` and the code of `gdsync.cuh` in Rust.
 #![allow(dead_code, reason = "every test binary uses its own part")]
 
 use std::ffi::c_void;
@@ -20,7 +20,7 @@ pub(crate) fn gdr() -> Gdr {
     driver::kernel("gds_run_at", &[8], run_at);
     driver::kernel("gds_finish", &[8], |params| {
         // SAFETY: an address of steps.
-        Steps::new(unsafe { params[0].cast::<u64>().read() }).finish();
+        Progress::new(unsafe { params[0].cast::<u64>().read() }).finish();
     });
     driver::gdr().expect("a simulated driver")
 }
@@ -115,8 +115,8 @@ pub(crate) const FAILED: u64 = 1;
 pub(crate) const COMPLETION_ERROR: u64 = 2;
 pub(crate) const OUT_OF_ORDER: u64 = 3;
 
-/// `Steps` of `gdsync.cuh`.
-pub(crate) struct Steps {
+/// `Progress` of `gdsync.cuh`.
+pub(crate) struct Progress {
     head: Head,
     cursor: u64,
     ops: u64,
@@ -125,7 +125,7 @@ pub(crate) struct Steps {
     dead: bool,
 }
 
-impl Steps {
+impl Progress {
     pub(crate) fn new(program: u64) -> Self {
         let word = |at: u64| word64(program + at).load(Ordering::SeqCst);
         let head = Head { status: word(0), limit_ns: word(8), submission: word(16), count: word(24) };

@@ -17,13 +17,13 @@ use super::repeat::{Held, alone, threads};
 const TOLERANCE: usize = 32 << 20;
 
 /// Keeps a GPU's primary context, so that it is not the end of the context that cleans up.
-struct Keeper {
+struct MrGuard {
     api: Api,
     device: i32,
     context: usize,
 }
 
-impl Keeper {
+impl MrGuard {
     fn new(device: i32) -> Self {
         let api = if place::is_real() { Api::load().unwrap() } else { driver::api() };
         let mut context = 0;
@@ -47,7 +47,7 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for MrGuard {
     fn drop(&mut self) {
         // SAFETY: retained once, given back once.
         unsafe { self.api.primary_ctx_release(self.device) }.unwrap();
@@ -66,7 +66,7 @@ pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
     let _alone = alone();
     threads_of_the_process();
     let mut control = (!place::is_real()).then(Control::take);
-    let keeper = Keeper::new(0);
+    let keeper = MrGuard::new(0);
     let mut before = None;
     for pass in [Pass::First, Pass::Counted] {
         let bed = Bed { gpu: place::gpu(0).expect("there is one, real or simulated"), control };
@@ -90,7 +90,7 @@ pub(crate) enum Pass {
 
 /// Files that are open and bytes of the GPU that are free, when all that a test made has been given back: no more and no
 /// fewer than there were `before`.
-fn given_back(keeper: &Keeper, control: Option<&Control>, before: Option<(usize, usize)>) -> (usize, usize) {
+fn given_back(keeper: &MrGuard, control: Option<&Control>, before: Option<(usize, usize)>) -> (usize, usize) {
     let only_keeper = Alive { retained: 1, ..Alive::default() };
     let start = Instant::now();
     loop {

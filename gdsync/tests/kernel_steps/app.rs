@@ -10,7 +10,7 @@ use gdsync::verbs::QpBuilder;
 
 use super::common::{Side, connect, hca};
 use super::place::{Place, is_real, places};
-use super::simulated::{FAILED, Steps};
+use super::simulated::{FAILED, Progress};
 
 const PTX: &str = concat!(include_str!("kernel.ptx"), "\0");
 const THREADS: u32 = 64;
@@ -126,7 +126,7 @@ impl App {
 fn simulated(params: &[*mut c_void]) {
     // SAFETY: the parameter is a call.
     let call = unsafe { params[0].cast::<Call>().read() };
-    let mut steps = Steps::new(call.program);
+    let mut steps = Progress::new(call.program);
     let at = |addr: u64| std::ptr::with_exposed_provenance_mut::<u64>(usize::try_from(addr).unwrap());
     for i in 0..call.count {
         // SAFETY: memory of the test.

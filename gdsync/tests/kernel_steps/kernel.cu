@@ -1,4 +1,4 @@
-// A kernel that runs steps, for tests. They load `kernel.ptx`, made from this file as `lane.ptx` is from its own.
+// A kernel that runs steps, for tests. They load `kernel.ptx`, made from this file as `kernel_exec.ptx` is from its own.
 
 #include "gdsync.cuh"
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use gdsync::protocol::{Atom32, Atom64, bell};
+use gdsync::protocol::{Atom32, Atom64, event_count};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Condvar, Mutex};
@@ -91,7 +91,7 @@ impl Event {
     /// Returns once `ready`; loom reports a deadlock if the wake-up is lost.
     pub(crate) fn sleep_until(&self, ready: impl Fn() -> bool) {
         while !ready() {
-            let ticket = bell::announce(&self.sleepers, &self.sequence);
+            let ticket = event_count::announce(&self.sleepers, &self.sequence);
             if ready() {
                 return;
             }
@@ -103,7 +103,7 @@ impl Event {
     }
 
     pub(crate) fn raise(&self) {
-        if bell::ring(&self.sleepers, &self.sequence) {
+        if event_count::ring(&self.sleepers, &self.sequence) {
             drop(self.lock.lock().unwrap());
             self.raised.notify_all();
         }

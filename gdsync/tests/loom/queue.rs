@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use gdsync::mlx5::{self, Cqe};
-use gdsync::protocol::{self, Atom32, Atom64, completion, note, standing};
+use gdsync::protocol::{self, Atom32, Atom64, completion, doorbell_watch, pending_flag};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
@@ -241,7 +241,7 @@ fn completions_wake_a_sleeper() {
 struct Hca {
     locked: L32,
     note: L32,
-    /// Whose doorbell was put down, as in `hca::rung::Rung`.
+    /// Whose doorbell was put down, as in `hca::rung::DoorbellSet`.
     rung: [L32; 2],
     wqes: [Plain; 2],
     /// How often each was executed, under the lock.
@@ -262,7 +262,7 @@ impl Hca {
     }
 
     fn settle(&self, guard: Guard<'_>) {
-        note::settle(&self.note, guard, || self.try_lock(), |_| self.step());
+        pending_flag::settle(&self.note, guard, || self.try_lock(), |_| self.step());
     }
 
     fn execute(&self, i: usize) {
@@ -271,7 +271,7 @@ impl Hca {
     }
 
     fn step(&self) {
-        if note::take(&self.note) {
+        if pending_flag::take(&self.note) {
             for i in 0..2 {
                 if self.rung[i].load(Relaxed) != 0 && self.rung[i].swap(0, Acquire) != 0 {
                     self.execute(i);
@@ -288,7 +288,7 @@ impl Hca {
             self.settle(guard);
         } else {
             self.rung[i].swap(1, Release);
-            note::leave(&self.note);
+            pending_flag::leave(&self.note);
             if let Some(guard) = self.try_lock() {
                 self.settle(guard);
             }
@@ -336,15 +336,15 @@ fn nothing_foreseen_is_lost_behind(reached: u64) {
                 *last += 1;
                 let number = *last;
                 if !at_once {
-                    standing::foresee(until, number);
+                    doorbell_watch::foresee(until, number);
                 }
                 drop(last);
                 // Others order late.
-                let is_to_order = at_once || !standing::is_looked_at(watched);
-                is_to_order && standing::order(until, watched, number)
+                let is_to_order = at_once || !doorbell_watch::is_looked_at(watched);
+                is_to_order && doorbell_watch::order(until, watched, number)
             })
         });
-        let looks_on = standing::is_due(&shared.0, &shared.1, reached);
+        let looks_on = doorbell_watch::is_due(&shared.0, &shared.1, reached);
         let told = orders.map(|order| order.join().unwrap());
         assert!(looks_on || told != [false, false], "nobody looks");
         assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
@@ -357,12 +357,12 @@ fn nothing_foreseen_is_lost_behind(reached: u64) {
 fn only_what_was_foreseen_is_withdrawn() {
     explore(3, || {
         let shared = Arc::new((L64::default(), L32::default()));
-        standing::foresee(&shared.0, 1);
+        doorbell_watch::foresee(&shared.0, 1);
         let later = {
             let shared = shared.clone();
-            thread::spawn(move || standing::order(&shared.0, &shared.1, 2))
+            thread::spawn(move || doorbell_watch::order(&shared.0, &shared.1, 2))
         };
-        standing::withdraw(&shared.0, 1, 0);
+        doorbell_watch::withdraw(&shared.0, 1, 0);
         assert!(later.join().unwrap(), "nobody looked");
         assert_eq!(shared.0.load(Relaxed), 2);
     });
@@ -374,9 +374,9 @@ fn no_order_is_lost_behind(reached: u64) {
         shared.1.store(1, Relaxed);
         let orders = [1, 2].map(|number| {
             let shared = shared.clone();
-            thread::spawn(move || standing::order(&shared.0, &shared.1, number))
+            thread::spawn(move || doorbell_watch::order(&shared.0, &shared.1, number))
         });
-        let looks_on = standing::is_due(&shared.0, &shared.1, reached);
+        let looks_on = doorbell_watch::is_due(&shared.0, &shared.1, reached);
         let told = orders.map(|order| order.join().unwrap());
         assert!(looks_on || told != [false, false], "nobody looks");
         assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use gdsync::protocol::{Atom64, stamp};
+use gdsync::protocol::{Atom64, seqlock};
 use loom::sync::Arc;
 use loom::thread;
 
@@ -22,15 +22,15 @@ fn a_record_that_is_accepted_is_whole() {
         let words = Arc::new([L64::default(), L64::default(), L64::default()]);
         let writer = words.clone();
         let writer = thread::spawn(move || {
-            stamp::write(&writer, [10, 100, 1]);
-            stamp::write(&writer, [20, 200, 2]);
+            seqlock::write(&writer, [10, 100, 1]);
+            seqlock::write(&writer, [20, 200, 2]);
         });
         let (first, second) = (copy(&words), copy(&words));
-        if let Some(record) = stamp::settled(first, second) {
+        if let Some(record) = seqlock::settled(first, second) {
             assert!([[10, 100, 1], [20, 200, 2]].contains(&record), "{record:?}");
         }
         writer.join().unwrap();
         let last = copy(&words);
-        assert_eq!(stamp::settled(last, copy(&words)), Some([20, 200, 2]));
+        assert_eq!(seqlock::settled(last, copy(&words)), Some([20, 200, 2]));
     });
 }

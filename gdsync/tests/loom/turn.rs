@@ -1,6 +1,6 @@
 //! The turn of a stream, locks that are held for moments, what is wanted of whoever has it, and what is known of a queue without its lock.
 
-use gdsync::protocol::{brief, posted, turn};
+use gdsync::protocol::{producer_index, spin_lock, submit_lock};
 use loom::sync::{Arc, Mutex, MutexGuard};
 use loom::thread;
 
@@ -27,12 +27,12 @@ impl Stream {
     fn submit(&self) {
         let turn = self.turn.lock().unwrap();
         self.submitted.set(self.submitted.get() + 1);
-        turn::end(&self.wanted, turn, || self.try_lock(), |_| self.mark());
+        submit_lock::end(&self.wanted, turn, || self.try_lock(), |_| self.mark());
     }
 
     /// Wants a mark behind all that was submitted.
     fn want(&self) {
-        turn::want(&self.wanted, || self.try_lock(), |_| self.mark());
+        submit_lock::want(&self.wanted, || self.try_lock(), |_| self.mark());
     }
 
     /// What was submitted, and up to where it is marked, when nobody has the turn.
@@ -86,14 +86,14 @@ fn who_sees_a_request_behind_a_gap_sees_the_gap() {
         let writer = queue.clone();
         let writer = thread::spawn(move || {
             let (posted, gap) = &*writer;
-            posted::tell(posted, gap, 2, false);
-            posted::tell(posted, gap, 2, true);
-            posted::tell(posted, gap, 3, false);
+            producer_index::tell(posted, gap, 2, false);
+            producer_index::tell(posted, gap, 2, true);
+            producer_index::tell(posted, gap, 3, false);
         });
-        let (posted, is_gap) = posted::look(&queue.0, &queue.1);
+        let (posted, is_gap) = producer_index::look(&queue.0, &queue.1);
         assert!([0, 2, 3].contains(&posted) && (posted < 3 || is_gap), "{posted} {is_gap}");
         writer.join().unwrap();
-        assert_eq!(posted::look(&queue.0, &queue.1), (3, true));
+        assert_eq!(producer_index::look(&queue.0, &queue.1), (3, true));
     });
 }
 
@@ -109,9 +109,9 @@ fn brief_locks_have_one_holder() {
                 let (taken, count) = &*shared;
                 let mut had = 0;
                 for _ in 0..2 {
-                    if brief::try_take(taken) {
+                    if spin_lock::try_take(taken) {
                         count.set(count.get() + 1);
-                        brief::give(taken);
+                        spin_lock::give(taken);
                         had += 1;
                     }
                 }

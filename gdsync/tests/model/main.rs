@@ -11,7 +11,7 @@ mod sequential;
 use std::time::Duration;
 
 use common::{Side, assert_clean, connect, hca, stream};
-use gdsync::hca::{FaultPlan, Pulls, SoftHcaConfig};
+use gdsync::hca::{CmaPolicy, FaultPlan, SoftHcaConfig};
 use gdsync::verbs::{Context, QpBuilder};
 use proptest::prelude::*;
 
@@ -36,7 +36,7 @@ fn check(list: &[Request], drive: &Drive, faults: Option<FaultPlan>, left: Left)
         q.max_inline(INLINE).timeout(13).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
     };
     let pulling =
-        |bytes| SoftHcaConfig { strict: true, pull: Pulls::From(bytes), ..SoftHcaConfig::default() };
+        |bytes| SoftHcaConfig { strict: true, pull: CmaPolicy::From(bytes), ..SoftHcaConfig::default() };
     let open: Box<dyn Fn() -> Context> = match left {
         Left::Nobody => Box::new(hca),
         Left::Engine(habits, bytes) => {

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use gdsync::Error;
-use gdsync::hca::{FaultPlan, Pulls};
+use gdsync::hca::{CmaPolicy, FaultPlan};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::{QpAttr, QpState};
 
@@ -18,7 +18,7 @@ const EVER: &str = "pause 1000000";
 
 /// A side, and a peer that sends to it without end.
 fn start(role: &str, pause: Duration) -> (Side, Peer) {
-    let side = Side::new(&hca(Pulls::From(1)), SIZE, patient);
+    let side = Side::new(&hca(CmaPolicy::From(1)), SIZE, patient);
     side.context.inject(FaultPlan { pause, ..FaultPlan::default() }).unwrap();
     let (peer, _) = Peer::start("child", role, &side);
     (side, peer)

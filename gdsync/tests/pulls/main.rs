@@ -12,9 +12,9 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use common::{PATIENCE, Side, assert_clean, bytes, connect, is_device_named, pattern, received, sent, until};
-use gdsync::hca::{FaultPlan, Pulls, SoftHcaConfig};
+use gdsync::hca::{CmaPolicy, FaultPlan, SoftHcaConfig};
 use gdsync::mlx5::Syndrome;
-use gdsync::verbs::{Carrier, Context, QpBuilder, RecvWr, SendWr};
+use gdsync::verbs::{Context, QpBuilder, RecvWr, SendWr, Transport};
 use messages::{Ask, REFUSED, ok, receive, refusal, send};
 use peer::{Peer, meet_parent, role};
 
@@ -32,12 +32,12 @@ fn patient(q: QpBuilder) -> QpBuilder {
     q.timeout(12).retry_cnt(7).rnr_retry(7).min_rnr_timer(1).max_recv_sge(3).max_recv_wr(64)
 }
 
-fn hca(pull: Pulls) -> Context {
+fn hca(pull: CmaPolicy) -> Context {
     Context::soft(&SoftHcaConfig { strict: true, pull, ..SoftHcaConfig::default() }).unwrap()
 }
 
 /// Two connected sides on HCAs of their own.
-fn pair(pull: Pulls) -> (Side, Side) {
+fn pair(pull: CmaPolicy) -> (Side, Side) {
     let side = || Side::new(&hca(pull), SIZE, patient);
     let (a, b) = connect(side(), side());
     a.memory().write(0, data()).unwrap();
@@ -51,7 +51,7 @@ fn child() {
     if role == "write refused" {
         forbid(libc::SYS_process_vm_writev);
     }
-    let side = Side::new(&hca(Pulls::From(1)), SIZE, patient);
+    let side = Side::new(&hca(CmaPolicy::From(1)), SIZE, patient);
     side.memory().write(0, data()).unwrap();
     let remote = meet_parent(&side);
     if let Some((_, pause)) = role.split_once("pause ") {
@@ -72,7 +72,7 @@ fn child() {
 
 #[test]
 fn every_kind_of_message() {
-    let (a, b) = pair(Pulls::From(1000));
+    let (a, b) = pair(CmaPolicy::From(1000));
     for (n, len) in (1..).zip([1000, 16 * 1024, 16 * 1024 + 1, BIG]) {
         let sge = [a.mr.sge(7, len).unwrap()];
         let parts =
@@ -117,21 +117,21 @@ fn every_kind_of_message() {
 #[test]
 fn what_is_quicker_is_found_out() {
     const LEN: usize = 100_000;
-    let (a, b) = pair(Pulls::default());
+    let (a, b) = pair(CmaPolicy::default());
     for id in 0..40 {
         receive(&b, id, 0, LEN);
         send(&a, id, 0, LEN);
         ok(&received(&b), id);
         ok(&sent(&a), id);
     }
-    let carriage = |len| a.qp.carriage(&a.mr, len).unwrap();
+    let carriage = |len| a.qp.transfer_path(&a.mr, len).unwrap();
     let pulled = b.context.stats().pulled;
-    match carriage(LEN).carrier() {
-        Carrier::Pull => assert_eq!(pulled, 36, "all but four"),
-        Carrier::Cpu => assert_eq!(pulled, 4),
+    match carriage(LEN).transport() {
+        Transport::Pull => assert_eq!(pulled, 36, "all but four"),
+        Transport::Cpu => assert_eq!(pulled, 4),
         _ => panic!("{}", carriage(LEN)),
     }
-    assert_eq!(carriage(LEN / 2).carrier(), Carrier::Cpu);
+    assert_eq!(carriage(LEN / 2).transport(), Transport::Cpu);
     assert!(bytes(&b, 0, LEN) == data()[..LEN]);
 }
 
@@ -145,12 +145,12 @@ fn refusals_are_those_of_the_bytes() {
         refusal
     };
     for (i, ask) in REFUSED.into_iter().enumerate() {
-        let (pulled, as_bytes) = (refused(Pulls::From(1), ask), refused(Pulls::Never, ask));
+        let (pulled, as_bytes) = (refused(CmaPolicy::From(1), ask), refused(CmaPolicy::Never, ask));
         assert_eq!(pulled, as_bytes, "case {i}");
         assert!(pulled.sent.syndrome.is_some());
     }
     // Too long for the receive: of the bytes, some may be written first.
-    let (a, b) = pair(Pulls::From(1));
+    let (a, b) = pair(CmaPolicy::From(1));
     receive(&b, 1, 0, BIG - 1);
     send(&a, 1, 0, BIG);
     assert_eq!(received(&b).syndrome, Some(Syndrome::LOC_LEN_ERR));
@@ -159,7 +159,7 @@ fn refusals_are_those_of_the_bytes() {
 
 #[test]
 fn a_lossy_network_changes_nothing() {
-    let (a, b) = pair(Pulls::From(1));
+    let (a, b) = pair(CmaPolicy::From(1));
     let plan = FaultPlan { seed: 5, drop: 0.05, duplicate: 0.1, reorder: 0.1, ..FaultPlan::default() };
     for side in [&a, &b] {
         side.context.inject(plan.clone()).unwrap();
@@ -179,7 +179,7 @@ fn a_lossy_network_changes_nothing() {
 fn a_sender_that_aborts_may_change_its_bytes() {
     let mut completed = 0;
     for round in 0..100 {
-        let (a, b) = pair(Pulls::From(1));
+        let (a, b) = pair(CmaPolicy::From(1));
         let place = |id: u64| usize::try_from(id).unwrap() * BIG;
         for id in 0..3 {
             receive(&b, id, place(id), BIG);
@@ -208,7 +208,7 @@ fn a_killed_sender_releases_the_receiver() {
         return;
     }
     for round in 0..20 {
-        let side = Side::new(&hca(Pulls::From(1)), SIZE, patient);
+        let side = Side::new(&hca(CmaPolicy::From(1)), SIZE, patient);
         let (mut peer, _) = Peer::start("child", "flood", &side);
         (0..50).for_each(|id| receive(&side, id, 0, BIG));
         until(|| side.context.stats().pulled > 0);
@@ -250,8 +250,8 @@ fn forbid(call: libc::c_long) {
 fn where_the_kernel_refuses_all_is_sent() {
     std::thread::spawn(|| {
         forbid(libc::SYS_process_vm_readv);
-        let (a, b) = pair(Pulls::From(1));
-        assert_eq!(a.qp.carriage(&a.mr, BIG).unwrap().carrier(), Carrier::Pull);
+        let (a, b) = pair(CmaPolicy::From(1));
+        assert_eq!(a.qp.transfer_path(&a.mr, BIG).unwrap().transport(), Transport::Pull);
         for id in 0..20 {
             receive(&b, id, 0, BIG);
             send(&a, id, 5, BIG);
@@ -263,7 +263,7 @@ fn where_the_kernel_refuses_all_is_sent() {
         assert!(bytes(&b, 0, BIG) == data()[5..5 + BIG]);
         let stats = b.context.stats();
         assert_eq!((stats.pulled, stats.references_refused), (0, 1), "it is asked for once");
-        assert_eq!(a.qp.carriage(&a.mr, BIG).unwrap().carrier(), Carrier::Cpu);
+        assert_eq!(a.qp.transfer_path(&a.mr, BIG).unwrap().transport(), Transport::Cpu);
         assert_clean(&[&a, &b]);
     })
     .join()

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use gdsync::verbs::{Carriage, Qp};
+use gdsync::verbs::{Qp, TransferPath};
 
 use super::Path;
 use crate::communicator::{Communicator, Registration};
@@ -16,7 +16,7 @@ use crate::slots::fitting;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferPath {
     path: Path,
-    carriage: Carriage,
+    carriage: TransferPath,
 }
 
 impl BufferPath {
@@ -27,7 +27,7 @@ impl BufferPath {
     }
 
     /// What takes them out of the buffer, for the device.
-    pub fn carriage(&self) -> &Carriage {
+    pub fn transfer_path(&self) -> &TransferPath {
         &self.carriage
     }
 
@@ -36,7 +36,7 @@ impl BufferPath {
         let mr = buffer.on(path.is_near);
         let len = range.end.saturating_sub(range.start);
         mr.sge(range.start, len)?;
-        Ok(Self { carriage: qp.carriage(mr, len)?, path })
+        Ok(Self { carriage: qp.transfer_path(mr, len)?, path })
     }
 }
 

@@ -2,7 +2,7 @@
 //! out of them. No queue pair is involved, and none of its costs.
 //!
 //! Each pair of ranks has slots in each direction beside its queue pair, and both ranks agree which message takes which: see
-//! [`gdsync::protocol::slots`]. The queue pair is where messages start, and where they go whenever one side needs it: a stream
+//! [`gdsync::protocol::shm_fifo`]. The queue pair is where messages start, and where they go whenever one side needs it: a stream
 //! sends or waits, a message is long or on a GPU, the slots are full, or a wait gets long: then the receiver sleeps better
 //! there. After some messages of CPUs in a row the receiver opens the slots again, behind the receives that it has posted.
 //!
@@ -18,7 +18,7 @@ mod wait;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 
-use gdsync::protocol::slots::close;
+use gdsync::protocol::shm_fifo::close;
 use parking_lot::Mutex;
 
 pub(crate) use receive::Receive;

@@ -11,7 +11,7 @@ use std::thread::yield_now;
 use std::time::Duration;
 
 use gdsync::mlx5::Syndrome;
-use gdsync::protocol::slots::{Next, Receiver};
+use gdsync::protocol::shm_fifo::{Next, Receiver};
 use gdsync::verbs::{Completion, CompletionError, RecvWr, Sge};
 use parking_lot::MutexGuard;
 

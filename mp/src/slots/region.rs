@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use gdsync::memory::Memory;
-use gdsync::protocol::slots::Slots;
+use gdsync::protocol::shm_fifo::Slots;
 
 /// Slots of a direction, and pages: a message that does not fit into its slot is in the page that follows from its number.
 const SLOTS: usize = 256;
@@ -106,7 +106,7 @@ impl Slots for Region {
 
 #[cfg(test)]
 mod tests {
-    use gdsync::protocol::slots::{Receiver, Sender};
+    use gdsync::protocol::shm_fifo::{Receiver, Sender};
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gdsync::protocol::slots::Sender;
+use gdsync::protocol::shm_fifo::Sender;
 
 use super::Slots;
 use super::region::{LONGEST, Region};

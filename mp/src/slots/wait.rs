@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::thread::{sleep, yield_now};
 use std::time::{Duration, Instant};
 
-use gdsync::protocol::slots::{Next, peek};
+use gdsync::protocol::shm_fifo::{Next, peek};
 
 use super::{Receive, Slots};
 use crate::link::{Link, SILENCE};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use comfy_table::{CellAlignment, Table, presets};
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
-use gdasync::gdsync::verbs::{Access, Carrier, Context, Mr, Qp, RecvWr, SendWr, Staging};
+use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, RecvWr, SendWr, Staging, Transport};
 use gdasync::measure::{Micros, Samples, size};
 use serde::Serialize;
 
@@ -137,7 +137,7 @@ pub(super) fn measure(
         for (from_name, from, to_name, to) in ends {
             let qp = pd.build_qp().build()?;
             qp.connect(qp.address())?;
-            if (from_name == "GPU") != (qp.carriage(from, bytes)?.carrier() == Carrier::Staging) {
+            if (from_name == "GPU") != (qp.transfer_path(from, bytes)?.transport() == Transport::Staging) {
                 return Err(format!("payload of the {from_name} is not staged as asked").into());
             }
             let it = Loop { qp, from, to, timeout };

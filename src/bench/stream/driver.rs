@@ -35,7 +35,7 @@ pub(super) enum Call {
     Kernel(Handle, Vec<u64>),
 }
 
-/// Words of `Head` and of an operation in gdsync's `lane.cu`, where the head has the status and the number of operations, and
+/// Words of `Head` and of an operation in gdsync's `kernel_exec.cu`, where the head has the status and the number of operations, and
 /// how many fit into the parameters of its kernels.
 const HEAD: usize = 4;
 const STATUS: usize = 0;

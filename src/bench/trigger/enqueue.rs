@@ -85,7 +85,7 @@ fn all(lab: &Lab) -> Result<Vec<(&'static str, Result<Step>)>> {
         ),
         ("wait: cuStreamWaitEvent", Ok(Box::new(move || gpu.wait_event(stream, event)))),
         ("wait: graph of a MemOp wait and a kernel", graph(wake::waiting_graph(lab, scratch, gate, scratch))),
-        ("kick: cuMemcpyAsync of 4 bytes", Ok(Box::new(move || gpu.copy(stream, copied, scratch)))),
+        ("nudge: cuMemcpyAsync of 4 bytes", Ok(Box::new(move || gpu.copy(stream, copied, scratch)))),
         ("CPU: cuStreamQuery", Ok(Box::new(move || gpu.idle(stream).map(drop)))),
         ("CPU: cuEventQuery", Ok(Box::new(move || gpu.happened(event).map(drop)))),
         ("CPU: cuStreamSynchronize, nothing to wait for", Ok(Box::new(move || gpu.synchronize(stream)))),

@@ -21,7 +21,7 @@ pub(super) struct Lab {
     pub(super) low: Stream,
     pub(super) high: Stream,
     /// Where the CPU submits to attract the GPU's attention.
-    pub(super) kick: Stream,
+    pub(super) nudge: Stream,
     pub(super) kick_high: Stream,
     /// A stream that some ways keep filled.
     pub(super) ticker: Stream,
@@ -47,7 +47,7 @@ impl Lab {
             work: stream(Priority::Default)?,
             low: stream(Priority::Lowest)?,
             high: stream(Priority::Highest)?,
-            kick: stream(Priority::Default)?,
+            nudge: stream(Priority::Default)?,
             kick_high: stream(Priority::Highest)?,
             ticker: stream(Priority::Default)?,
             busy: (0..busy).map(lane).collect::<Result<_>>()?,
@@ -75,7 +75,7 @@ impl Lab {
         Kernel::AwaitGate { ready, gate, over, limit: self.give_up }
     }
 
-    /// A scene on one stream, with the kick streams in use as well.
+    /// A scene on one stream, with the nudge streams in use as well.
     pub(super) fn scene(
         &self,
         stream: Stream,
@@ -84,7 +84,7 @@ impl Lab {
         see: See,
         enqueue: Step,
     ) -> Scene {
-        let (gpu, streams) = (self.gpu, [stream, self.kick, self.kick_high]);
+        let (gpu, streams) = (self.gpu, [stream, self.nudge, self.kick_high]);
         let idle = move || {
             for stream in streams {
                 if !gpu.idle(stream)? {

@@ -26,29 +26,29 @@ pub(super) fn variants(lab: &Lab) -> Vec<Variant> {
         Variant::new("the kernel itself polls a GPU word", polls(lab, lab.arena.gpu(), true)),
         Variant::new("host function that polls", host_function(lab)),
     ];
-    for (name, on_gpu, kick) in [
-        ("MemOp wait, host word, kick: write MemOp", false, Kick::Write(lab.kick, 1)),
-        ("MemOp wait, GPU word, kick: write MemOp", true, Kick::Write(lab.kick, 1)),
-        ("MemOp wait, host word, two kicks: write MemOps", false, Kick::Write(lab.kick, 2)),
-        ("MemOp wait, GPU word, two kicks: write MemOps", true, Kick::Write(lab.kick, 2)),
+    for (name, on_gpu, nudge) in [
+        ("MemOp wait, host word, nudge: write MemOp", false, Nudge::Write(lab.nudge, 1)),
+        ("MemOp wait, GPU word, nudge: write MemOp", true, Nudge::Write(lab.nudge, 1)),
+        ("MemOp wait, host word, two kicks: write MemOps", false, Nudge::Write(lab.nudge, 2)),
+        ("MemOp wait, GPU word, two kicks: write MemOps", true, Nudge::Write(lab.nudge, 2)),
         (
-            "MemOp wait, host word, kick: write MemOp on a stream of highest priority",
+            "MemOp wait, host word, nudge: write MemOp on a stream of highest priority",
             false,
-            Kick::Write(lab.kick_high, 1),
+            Nudge::Write(lab.kick_high, 1),
         ),
-        ("MemOp wait, host word, kick: kernel", false, Kick::Kernel),
-        ("MemOp wait, host word, kick: cuEventRecord", false, Kick::Event),
-        ("MemOp wait, host word, kick: cuMemcpyAsync of 4 bytes", false, Kick::Copy),
-        ("MemOp wait, host word, kick: cuStreamQuery of the blocked stream", false, Kick::Query),
+        ("MemOp wait, host word, nudge: kernel", false, Nudge::Kernel),
+        ("MemOp wait, host word, nudge: cuEventRecord", false, Nudge::Event),
+        ("MemOp wait, host word, nudge: cuMemcpyAsync of 4 bytes", false, Nudge::Copy),
+        ("MemOp wait, host word, nudge: cuStreamQuery of the blocked stream", false, Nudge::Query),
     ] {
         let gate = if on_gpu { lab.arena.gpu() } else { lab.arena.host() };
-        all.push(Variant::new(name, kicked(lab, gate, kick)));
+        all.push(Variant::new(name, kicked(lab, gate, nudge)));
     }
     all
 }
 
 /// What the CPU does after its store to attract the GPU's attention, on a stream that has nothing to do otherwise.
-enum Kick {
+enum Nudge {
     /// So many batches of one write.
     Write(Stream, u32),
     Kernel,
@@ -75,23 +75,23 @@ fn mem_op(lab: &Lab, stream: Stream, gate: Result<Word>, times: usize) -> Result
     then_kernel(lab, stream, ready, gate, Box::new(move || gpu.batch(stream, &mut batch)))
 }
 
-fn kicked(lab: &Lab, gate: Result<Word>, kick: Kick) -> Result<Scene> {
-    let (gpu, work, stream, scratch) = (lab.gpu, lab.work, lab.kick, lab.scratch);
-    let act: Step = match kick {
-        Kick::Write(stream, times) => {
+fn kicked(lab: &Lab, gate: Result<Word>, nudge: Nudge) -> Result<Scene> {
+    let (gpu, work, stream, scratch) = (lab.gpu, lab.work, lab.nudge, lab.scratch);
+    let act: Step = match nudge {
+        Nudge::Write(stream, times) => {
             let mut batch = Batch::new([Op::Write(scratch, 1)]);
             Box::new(move || (0..times).try_for_each(|_| gpu.batch(stream, &mut batch)))
         }
-        Kick::Kernel => Box::new(move || gpu.launch(stream, Kernel::Store(scratch))),
-        Kick::Event => {
+        Nudge::Kernel => Box::new(move || gpu.launch(stream, Kernel::Store(scratch))),
+        Nudge::Event => {
             let event = gpu.event()?;
             Box::new(move || gpu.record(event, stream))
         }
-        Kick::Copy => {
+        Nudge::Copy => {
             let to = lab.arena.gpu()?;
             Box::new(move || gpu.copy(stream, to, scratch))
         }
-        Kick::Query => Box::new(move || gpu.idle(work).map(drop)),
+        Nudge::Query => Box::new(move || gpu.idle(work).map(drop)),
     };
     Ok(Scene { act: Some(act), ..mem_op(lab, work, gate, 1)? })
 }

@@ -109,7 +109,7 @@ impl Drop for DevxQp {
         match self.uar.take() {
             Some(uar) if is_gone => self.devx.uars.release(uar),
             // Its register is not for another one.
-            kept => std::mem::forget(kept),
+            free_list => std::mem::forget(free_list),
         }
     }
 }

@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use super::{Kind, rnr_pause};
-use crate::hca::landing;
+use crate::copy_engine::Ticket;
 use crate::hca::links::Body;
 use crate::hca::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use crate::hca::qp::{Env, SoftQp};
+use crate::hca::receive_staging;
 use crate::mlx5::{self, DataSeg, DecodedOp, Syndrome};
-use crate::mover::Ticket;
 use crate::verbs::QpState;
 
 impl SoftQp {
@@ -88,7 +88,7 @@ impl SoftQp {
     }
 
     fn read_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
-        let has_room = self.landing.has_room();
+        let has_room = self.receive_staging.has_room();
         let Some(p) = self.req.find(header.psn).filter(|p| p.kind == Kind::Read) else {
             env.stats.packets_discarded += 1;
             return;
@@ -119,10 +119,10 @@ impl SoftQp {
         };
         let p = self.req.find(header.psn).expect("found above");
         match result {
-            Ok(landing) => {
+            Ok(receive_staging) => {
                 p.done += 1;
                 p.sent = p.sent.max(p.done);
-                p.land(landing);
+                p.land(receive_staging);
                 self.req.moved();
             }
             Err(syndrome) => p.error = Some(syndrome),
@@ -153,7 +153,7 @@ impl SoftQp {
         env: &mut Env<'_>,
     ) -> Result<Option<Ticket>, Syndrome> {
         let mut at = from;
-        let mut landing = Vec::new();
+        let mut receive_staging = Vec::new();
         for sge in sges {
             if at == body.len() {
                 break;
@@ -167,10 +167,10 @@ impl SoftQp {
             let to = piece.offset + offset;
             if piece.memory.is_mapped() {
                 body.copy_to(at, piece.memory, to, take);
-                env.inbound.written(sge.lkey, piece.memory);
+                env.pending_flush.written(sge.lkey, piece.memory);
             } else {
                 let (key, memory) = (sge.lkey, piece.memory.clone());
-                landing.push(landing::Piece { from: at, key, memory, at: to, len: take });
+                receive_staging.push(receive_staging::Piece { from: at, key, memory, at: to, len: take });
             }
             offset = 0;
             at += take;
@@ -178,10 +178,13 @@ impl SoftQp {
         if at != body.len() {
             return Err(Syndrome::LOC_LEN_ERR);
         }
-        if landing.is_empty() {
+        if receive_staging.is_empty() {
             return Ok(None);
         }
-        self.landing.put(body, landing, env.mover).map(Some).map_err(|_| Syndrome::LOC_QP_OP_ERR)
+        self.receive_staging
+            .put(body, receive_staging, env.copy_engine)
+            .map(Some)
+            .map_err(|_| Syndrome::LOC_QP_OP_ERR)
     }
 
     fn atomic_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
@@ -190,7 +193,7 @@ impl SoftQp {
             return;
         };
         let (begin, psn) = (p.begin, p.psn);
-        if !self.landing.has_room() {
+        if !self.receive_staging.has_room() {
             env.stats.packets_discarded += 1;
             return;
         }
@@ -208,9 +211,9 @@ impl SoftQp {
         };
         let p = self.req.find(header.psn).expect("found above");
         match result {
-            Ok(landing) => {
+            Ok(receive_staging) => {
                 p.done = 1;
-                p.land(landing);
+                p.land(receive_staging);
                 self.req.moved();
             }
             Err(syndrome) => p.error = Some(syndrome),

@@ -15,14 +15,14 @@ use smallvec::SmallVec;
 
 use super::trial::{self, Trial, Way};
 use super::{Pending, Requester};
+use crate::hca::cma::CmaPolicy;
 use crate::hca::packet::{self, Header, PacketOp, ahead};
-use crate::hca::pulls::Pulls;
 use crate::hca::qp::{Env, SoftQp};
 use crate::hca::reference::Reference;
 use crate::hca::rings::Wqe;
 use crate::memory::Memory;
 use crate::mlx5::{DataSeg, DecodedOp, DecodedPayload};
-use crate::verbs::{Carriage, Carrier};
+use crate::verbs::{TransferPath, Transport};
 
 /// References under way at once.
 const WINDOW: usize = 8;
@@ -99,8 +99,8 @@ impl SoftQp {
             return ((len >= env.by_reference).then_some(key), None);
         }
         let way = self.may_be_pulled(key, len, env).then(|| match env.pull {
-            Pulls::Quicker => self.req.references.trial.next(len),
-            Pulls::From(_) | Pulls::Never => Way::Pulled,
+            CmaPolicy::Quicker => self.req.references.trial.next(len),
+            CmaPolicy::From(_) | CmaPolicy::Never => Way::Pulled,
         });
         ((way == Some(Way::Pulled)).then_some(key), way)
     }
@@ -108,9 +108,9 @@ impl SoftQp {
     /// Whether the peer may be left to read payload of this region, if it is quicker.
     fn may_be_pulled(&self, key: u32, len: usize, env: &Env<'_>) -> bool {
         let least = match env.pull {
-            Pulls::Quicker => trial::LEAST,
-            Pulls::From(bytes) => bytes,
-            Pulls::Never => return false,
+            CmaPolicy::Quicker => trial::LEAST,
+            CmaPolicy::From(bytes) => bytes,
+            CmaPolicy::Never => return false,
         };
         len >= least
             && !self.req.references.is_unreadable
@@ -144,11 +144,11 @@ impl SoftQp {
     }
 
     /// How a message of `len` bytes of this memory, in the region of this key, would leave.
-    pub(crate) fn carriage(&self, key: u32, memory: &Memory, len: usize, env: &Env<'_>) -> Carriage {
+    pub(crate) fn transfer_path(&self, key: u32, memory: &Memory, len: usize, env: &Env<'_>) -> TransferPath {
         let least = env.by_reference.max(1);
         let is_exported = env.keys.export(key).is_some();
         if len >= least && is_exported && !self.is_refused(key) {
-            return Carriage::new(Carrier::PeerToPeer, format!("{len} bytes are at least {least}"));
+            return TransferPath::new(Transport::PeerToPeer, format!("{len} bytes are at least {least}"));
         }
         if Self::is_staged(memory, len, env) {
             let reason = match () {
@@ -160,19 +160,19 @@ impl SoftQp {
                 () if is_exported => Cow::Borrowed("the peer cannot open it: the log says why"),
                 () => Cow::Borrowed("no peer can be referred to it"),
             };
-            return Carriage::new(Carrier::Staging, reason);
+            return TransferPath::new(Transport::Staging, reason);
         }
         if memory.gpu().is_some() {
-            return Carriage::new(Carrier::Mapping, format!("{len} bytes are few"));
+            return TransferPath::new(Transport::Mapping, format!("{len} bytes are few"));
         }
         if !self.may_be_pulled(key, len, env) || self.is_refused(key) {
-            return Carriage::new(Carrier::Cpu, "it is host memory");
+            return TransferPath::new(Transport::Cpu, "it is host memory");
         }
         let found = "it is host memory, and this is quicker, or is being tried";
         match (env.pull, self.req.references.trial.way(len)) {
-            (Pulls::Quicker, Way::Sent) => Carriage::new(Carrier::Cpu, found),
-            (Pulls::Quicker, Way::Pulled) => Carriage::new(Carrier::Pull, found),
-            _ => Carriage::new(Carrier::Pull, format!("it is host memory, and {len} bytes are many")),
+            (CmaPolicy::Quicker, Way::Sent) => TransferPath::new(Transport::Cpu, found),
+            (CmaPolicy::Quicker, Way::Pulled) => TransferPath::new(Transport::Pull, found),
+            _ => TransferPath::new(Transport::Pull, format!("it is host memory, and {len} bytes are many")),
         }
     }
 

@@ -89,7 +89,7 @@ impl SoftQp {
             return Admit::Stall;
         }
         env.stats.wqes += 1;
-        self.rings.chart.fetched(self.rings.qpn, len);
+        self.rings.qp_trace.fetched(self.rings.qpn, len);
         let packets = if kind == Kind::Nop { 0 } else { segments(len) };
         let (referred, way) = self.may_refer(&op, wqe, len, env);
         if packets > 1 {
@@ -109,7 +109,7 @@ impl SoftQp {
             referred,
             way,
             is_known: false,
-            landing: Vec::new(),
+            receive_staging: Vec::new(),
             error: error.or(env.faults.next_send()),
         };
         let failed = pending.error.is_some();
@@ -277,7 +277,7 @@ impl SoftQp {
             self.gather(payload, wqe, at, len, &mut inline, &mut pieces, env)?;
             Ok(pieces.iter().map(|piece| (piece.memory.clone(), piece.offset, piece.len)).collect())
         };
-        let staged = stage.bring(psn, total, offset, gather, env.mover);
+        let staged = stage.bring(psn, total, offset, gather, env.copy_engine);
         self.sends = stage;
         match staged? {
             Staged::Ready(memory, at) => Ok(Some((memory, at))),

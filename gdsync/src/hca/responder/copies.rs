@@ -2,7 +2,7 @@
 //!
 //! A reference is checked as its payload would be: receive, length, keys. The copy then runs beside everything else. While
 //! any is under way only further references are taken, and nothing is answered that would tell the peer that a message after
-//! the oldest copy has arrived. Packets whose bytes are [landing](super::super::landing) wait here too, and what comes
+//! the oldest copy has arrived. Packets whose bytes are [landing](super::super::receive_staging) wait here too, and what comes
 //! after them waits behind them.
 //!
 //! *A copy that cannot be made.* The peer is asked for the payload itself. Receives that were taken for this message and
@@ -28,9 +28,9 @@ use super::super::requester::Reason;
 use super::messages::Arrival;
 use super::pull::{Peer, Progress, Pull};
 use super::{Answer, Refusal, Responder};
+use crate::copy_engine::{Part, Source, Status, Ticket};
 use crate::memory::{Memory, Process};
 use crate::mlx5::{DataSeg, Syndrome};
-use crate::mover::{Part, Source, Status, Ticket};
 use crate::verbs::{Access, QpState};
 
 /// Packets that wait at once on a queue pair: more than a peer has under way.
@@ -340,7 +340,7 @@ impl SoftQp {
                     from += len;
                     part
                 });
-                let ticket = env.mover.start(parts.collect());
+                let ticket = env.copy_engine.start(parts.collect());
                 env.links.note_process(body.link, reference.process());
                 (ticket, None)
             }

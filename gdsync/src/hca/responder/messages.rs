@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::super::landing;
 use super::super::links::Body;
 use super::super::packet::{self, Header, PacketOp};
 use super::super::qp::{Env, SoftQp};
+use super::super::receive_staging;
 use super::{Current, Refusal};
+use crate::copy_engine::Ticket;
 use crate::mlx5::{Cqe, CqeOpcode, DataSeg, Syndrome};
-use crate::mover::Ticket;
 use crate::verbs::Access;
 
 /// What has arrived: a packet, or a message by reference.
@@ -82,7 +82,7 @@ impl SoftQp {
         if current.received + body.len() > capacity {
             return Err(failed(Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
         }
-        let landing = self
+        let receive_staging = self
             .scatter(current.sges.iter().copied(), current.received, body, 0, env)
             .map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
         current.received += body.len();
@@ -94,13 +94,13 @@ impl SoftQp {
         } else {
             self.resp.current = Some(current);
         }
-        self.arrive(Arrival { counter: complete, bytes, took, ..Arrival::of(header) }, landing, env);
+        self.arrive(Arrival { counter: complete, bytes, took, ..Arrival::of(header) }, receive_staging, env);
         Ok(())
     }
 
     /// A packet has arrived; its bytes may still be landing.
-    fn arrive(&mut self, arrival: Arrival, landing: Option<Ticket>, env: &mut Env<'_>) {
-        if landing.is_none() && !self.resp.is_copying() {
+    fn arrive(&mut self, arrival: Arrival, receive_staging: Option<Ticket>, env: &mut Env<'_>) {
+        if receive_staging.is_none() && !self.resp.is_copying() {
             return self.complete_arrival(&arrival, env);
         }
         let in_place = || {
@@ -108,7 +108,7 @@ impl SoftQp {
             ticket.done();
             ticket
         };
-        self.resp.complete_later(arrival, landing.unwrap_or_else(in_place));
+        self.resp.complete_later(arrival, receive_staging.unwrap_or_else(in_place));
     }
 
     /// What has arrived completes its receive and is acknowledged.
@@ -155,7 +155,7 @@ impl SoftQp {
         let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
         // Checked: the address is there.
         let len = body.len() - 8;
-        let mut landing = None;
+        let mut receive_staging = None;
         // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).
         if len > 0 {
             let (memory, at) = env
@@ -164,11 +164,13 @@ impl SoftQp {
                 .map_err(Refusal::Remote)?;
             if memory.is_mapped() {
                 body.copy_to(8, memory, at, len);
-                env.inbound.written(header.rkey, memory);
+                env.pending_flush.written(header.rkey, memory);
             } else {
-                let piece = landing::Piece { from: 8, key: header.rkey, memory: memory.clone(), at, len };
+                let piece =
+                    receive_staging::Piece { from: 8, key: header.rkey, memory: memory.clone(), at, len };
                 let refused = |_| Refusal::Remote(Syndrome::REM_OP_ERR);
-                landing = Some(self.landing.put(body, vec![piece], env.mover).map_err(refused)?);
+                receive_staging =
+                    Some(self.receive_staging.put(body, vec![piece], env.copy_engine).map_err(refused)?);
             }
         }
         let none = Current { counter: None, sges: SmallVec::new(), received: 0, since };
@@ -188,7 +190,7 @@ impl SoftQp {
         } else if !is_last {
             self.resp.current = Some(current);
         }
-        self.arrive(Arrival { counter, bytes, took, ..Arrival::of(header) }, landing, env);
+        self.arrive(Arrival { counter, bytes, took, ..Arrival::of(header) }, receive_staging, env);
         Ok(())
     }
 }

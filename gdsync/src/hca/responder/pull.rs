@@ -8,7 +8,7 @@
 //!
 //! *What the peer has claimed it may write at any time until it says that it is done*, 20 to 50 us later unless it is stopped
 //! (by a debugger, by SIGSTOP) or dies. Until then the copy is under way for everybody: its message does not complete and is not
-//! flushed, its [`Ticket`](crate::mover::Ticket) holds up whoever deregisters the region, resets or destroys the queue pair.
+//! flushed, its [`Ticket`](crate::copy_engine::Ticket) holds up whoever deregisters the region, resets or destroys the queue pair.
 //! These wait for a limited time, and so does whoever waits for a completion. A peer that has ended [writes no
 //! more](super::super::links::Links::is_quiet). A queue pair that is destroyed all the same leaves the memory behind: it is never
 //! freed. Memory that is only lent to this library is its owner's to keep: the log says so when its region went too early.
@@ -24,8 +24,8 @@ use super::super::offers::Offer;
 use super::super::packet::{Header, PacketOp};
 use super::super::qp::Env;
 use super::super::reference::Reference;
+use crate::copy_engine::FRESH;
 use crate::memory::{Memory, Process, host_page};
-use crate::mover::FRESH;
 use crate::protocol::offer::Outcome;
 
 /// Bytes of a round that this side does alone: 20 to 50 us.

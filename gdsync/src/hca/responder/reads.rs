@@ -92,7 +92,7 @@ impl SoftQp {
         }
         let first = psn.wrapping_sub(u32::try_from(done / SEGMENT).expect("messages are at most 1 GiB"));
         let gather = |at, len| Ok(vec![(memory.clone(), offset + at, len)]);
-        match self.answers.bring(first, done + left, done, gather, env.mover) {
+        match self.answers.bring(first, done + left, done, gather, env.copy_engine) {
             Ok(Staged::Ready(memory, at)) => Ok(Some((memory, at))),
             Ok(Staged::OnTheirWay) => Ok(None),
             Ok(Staged::Failed) if memory.is_mapped() => Ok(Some((memory.clone(), offset + done))),

@@ -6,8 +6,8 @@ use std::collections::HashSet;
 
 use super::*;
 use crate::hca::packet::{self, Header, PacketOp, SEGMENT};
+use crate::hca::progress::Progress as _;
 use crate::hca::reference::{REFERENCE, Reference};
-use crate::hca::served::Steps as _;
 use crate::hca::wire::{LinkEnds, Piece};
 use crate::mlx5::{MAX_MESSAGE, Syndrome};
 use crate::verbs::{Context, Mr, Qp, QpAddress, RecvWr, SendWr, Wc};
@@ -324,7 +324,7 @@ fn nothing_that_a_peer_sends_breaks_the_hca() {
 
 #[test]
 fn what_was_not_sent_is_not_acknowledged() {
-    let mut bed = Bed::with(&SoftHcaConfig { pull: Pulls::Never, ..SoftHcaConfig::default() });
+    let mut bed = Bed::with(&SoftHcaConfig { pull: CmaPolicy::Never, ..SoftHcaConfig::default() });
     let psn = bed.qp.address().psn;
     // More packets than may be under way at once.
     let id = bed.id();

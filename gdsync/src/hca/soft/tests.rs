@@ -1,10 +1,10 @@
 //! An HCA that nobody runs while its peer acts.
 
 use super::*;
+use crate::copy_engine::{Handle, Part, ProcessId, Ticket};
 use crate::cuda::Gpu;
-use crate::hca::served::Steps as _;
+use crate::hca::progress::Progress as _;
 use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
-use crate::mover::{Handle, Part, ProcessId, Ticket};
 use crate::protocol::{self, completion};
 use crate::recorder::Log;
 use crate::verbs::cq::Cq;
@@ -152,7 +152,7 @@ fn three_hundred_peers_leave_the_hca_quiet() {
         there.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
     }
     let start = Instant::now();
-    while hub.shared.peeks.any() {
+    while hub.shared.rx_hints.any() {
         assert!(start.elapsed() < PATIENCE, "packets are seen where there are none");
         std::thread::yield_now();
     }
@@ -195,7 +195,7 @@ fn what_a_peer_sent_before_it_died_arrives() {
 #[derive(Debug)]
 struct Idle;
 
-impl Mover for Idle {
+impl CopyEngine for Idle {
     fn adopt(&self, _: &Gpu) {}
     fn export(&self, _: &Memory) -> Option<Handle> {
         Some(Handle { ipc: [0; 64], buffer: 0, offset: 0 })
@@ -214,7 +214,8 @@ impl Mover for Idle {
 #[test]
 fn both_sides_know_when_a_copy_began() {
     const LEN: usize = 4096;
-    let config = SoftHcaConfig { by_reference: LEN, mover: Some(Arc::new(Idle)), ..SoftHcaConfig::default() };
+    let config =
+        SoftHcaConfig { by_reference: LEN, copy_engine: Some(Arc::new(Idle)), ..SoftHcaConfig::default() };
     let (a, b) = (Side::with(&config), Side::with(&config));
     a.connect(&b);
     b.connect(&a);

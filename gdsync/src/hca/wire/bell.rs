@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::fds;
 use crate::error::Result;
 use crate::memory::{Memory, Word32};
-use crate::protocol::bell;
+use crate::protocol::event_count;
 
 /// Bytes of the shared page.
 const SIZE: usize = 4096;
@@ -44,7 +44,7 @@ impl Bell {
 
     /// Wakes every sleeper. While nobody sleeps this costs a fence and a load.
     pub(crate) fn ring(&self) {
-        if bell::ring(self.sleepers.atomic(), self.sequence.atomic()) {
+        if event_count::ring(self.sleepers.atomic(), self.sequence.atomic()) {
             self.wake();
         }
     }
@@ -63,7 +63,7 @@ impl Bell {
 
     /// Sleeps unless `ready`, until rung or for `timeout`. May return for no reason.
     pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
-        let ticket = bell::announce(self.sleepers.atomic(), self.sequence.atomic());
+        let ticket = event_count::announce(self.sleepers.atomic(), self.sequence.atomic());
         if ready() {
             return;
         }

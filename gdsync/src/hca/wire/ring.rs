@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use super::span::Span;
 use crate::error::Result;
 use crate::memory::Memory;
-use crate::protocol::record::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
+use crate::protocol::packet_ring::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
 
 /// Bytes of a record's header.
 pub(crate) const HEADER: usize = 28;
@@ -21,7 +21,7 @@ pub(crate) const RING_BYTES: usize = LINE + LINES;
 /// Records that a ring holds at most.
 pub(crate) const MOST_RECORDS: usize = LINES / LINE;
 
-const _: () = assert!(record::carries((LINES / LINE) as u64, MAX_BODY_LEN));
+const _: () = assert!(packet_ring::carries((LINES / LINE) as u64, MAX_BODY_LEN));
 
 /// A part of a record's body, where it is now.
 #[derive(Clone, Copy, Debug)]

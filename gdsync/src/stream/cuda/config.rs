@@ -26,7 +26,7 @@ pub enum Via {
 /// It does so with a memory operation on a stream of its own: 0.7 us of CPU time. Only the software HCA can; a card
 /// writes its completions alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Kick {
+pub enum Nudge {
     /// For streams of [`Via::MemOp`], whose waits it shortens.
     #[default]
     Auto,
@@ -59,7 +59,7 @@ macro_rules! words {
 
 words! {
     Via, "via", "memop, kernel or auto": MemOp = "memop", Kernel = "kernel", Auto = "auto";
-    Kick, "kick", "auto, on or off": Auto = "auto", On = "on", Off = "off";
+    Nudge, "kick", "auto, on or off": Auto = "auto", On = "on", Off = "off";
 }
 
 /// How a stream on a GPU behaves.
@@ -79,7 +79,7 @@ pub struct CudaStreamConfig {
     /// What runs the operations.
     pub via: Via,
     /// Whether the CPU prods the GPU after completions.
-    pub kick: Kick,
+    pub nudge: Nudge,
     /// Whether the application, which knows the stream, may capture it by other means than [`Stream::capture`]: with
     /// `cuStreamBeginCapture`, or by an event of a stream that is being captured. Then CUDA is asked before each submission, which takes
     /// some 40 ns, and within such a capture none is taken. `false` is a promise: were it broken, sends and waits would go into
@@ -96,7 +96,7 @@ impl Default for CudaStreamConfig {
             depth: 256,
             wait_limit: Duration::from_secs(30),
             via: Via::default(),
-            kick: Kick::default(),
+            nudge: Nudge::default(),
             captured_by_others: true,
         }
     }
@@ -126,8 +126,8 @@ mod tests {
         for via in [Via::MemOp, Via::Kernel, Via::Auto] {
             assert_eq!(via.to_string().parse::<Via>().unwrap(), via);
         }
-        for kick in [Kick::Auto, Kick::On, Kick::Off] {
-            assert_eq!(kick.to_string().parse::<Kick>().unwrap(), kick);
+        for nudge in [Nudge::Auto, Nudge::On, Nudge::Off] {
+            assert_eq!(nudge.to_string().parse::<Nudge>().unwrap(), nudge);
         }
         assert!("MemOp".parse::<Via>().unwrap_err().to_string().contains("memop, kernel or auto"));
     }

@@ -9,10 +9,10 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
 use smallvec::SmallVec;
 
+use super::completed::CompletedSubmissions;
 use super::instance::Pool;
 use super::plan::{self, Call};
-use super::retire::Retired;
-use super::shared::{MARK_EVERY, Shared, Turn};
+use super::shared::{MARK_EVERY, Shared, SubmitGuard};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::stream::op::{Op, Ops};
@@ -101,7 +101,7 @@ impl Shared {
         capture_of(self.gpu.api(), self.stream).map(|(status, _)| status != NO_CAPTURE)
     }
 
-    pub(super) fn begin_capture(&self, turn: &mut Turn) -> Result<()> {
+    pub(super) fn begin_capture(&self, turn: &mut SubmitGuard) -> Result<()> {
         if self.gpu.within(|_| self.is_captured()).map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
@@ -116,7 +116,7 @@ impl Shared {
     }
 
     /// Captures a batch.
-    pub(super) fn record(&self, turn: &mut Turn, ops: &[Op]) -> Result<()> {
+    pub(super) fn record(&self, turn: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
         if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
             return Err(Error::Unsupported {
                 what: "a host function in a graph of CUDA",
@@ -154,7 +154,7 @@ impl Shared {
         Ok(Node { handle, shape })
     }
 
-    pub(super) fn end_capture(&self, turn: &mut Turn) -> Result<Arc<Exec>> {
+    pub(super) fn end_capture(&self, turn: &mut SubmitGuard) -> Result<Arc<Exec>> {
         let captured = turn.capture.take().unwrap_or_default();
         let mut graph = 0;
         // SAFETY: a stream that is being captured, and a place for the graph.
@@ -164,13 +164,13 @@ impl Shared {
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
         let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel(), captured.nodes);
-        let pool = Arc::new(Pool::of_graph(&gpu, self.lane.as_ref(), graph, &nodes)?);
+        let pool = Arc::new(Pool::of_graph(&gpu, self.kernel_exec.as_ref(), graph, &nodes)?);
         Ok(Arc::new(Exec { gpu, by_kernel, _graph: captive, nodes, pool }))
     }
 
     pub(super) fn launch(
         &self,
-        turn: &mut Turn,
+        turn: &mut SubmitGuard,
         exec: &Arc<Exec>,
         ops: &mut Ops,
         ends: &[usize],
@@ -185,7 +185,7 @@ impl Shared {
 
     fn launch_in_turn<'s>(
         &'s self,
-        (turn, done): (&mut Turn, &mut Retired<'s>),
+        (turn, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
         exec: &Arc<Exec>,
         ops: &mut Ops,
         calls: &[Call],

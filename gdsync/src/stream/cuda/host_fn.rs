@@ -10,7 +10,7 @@ use super::shared::Shared;
 use crate::cuda::RawStream;
 use crate::error::{Error, Result};
 use crate::stream::execute::message_of;
-use crate::stream::within::Within;
+use crate::stream::reentrancy::ReentrancyCheck;
 
 /// A host function on its way through the driver.
 struct HostFn {
@@ -20,7 +20,7 @@ struct HostFn {
 
 /// Whether the calling thread runs a host function, where CUDA may not be called and nothing may be waited for.
 pub(super) fn is_running() -> bool {
-    Within::HostFn.is_here()
+    ReentrancyCheck::HostFn.is_here()
 }
 
 /// Refuses a call that needs CUDA within a host function.
@@ -57,7 +57,7 @@ extern "C" fn run(data: *mut c_void) {
     // SAFETY: made by `launch` from a box, and handed to the driver once.
     let HostFn { f, shared } = *unsafe { Box::from_raw(data.cast::<HostFn>()) };
     let shared = shared.upgrade();
-    Within::HostFn.begin();
+    ReentrancyCheck::HostFn.begin();
     let run = shared.as_ref().is_some_and(|shared| !shared.failed());
     // Also the drop of a function that is not run is foreign code.
     let outcome = catch_unwind(AssertUnwindSafe(|| if run { f() } else { drop(f) }));
@@ -66,5 +66,5 @@ extern "C" fn run(data: *mut c_void) {
         shared.fail(Error::HostFnPanicked { stream: shared.config.name.clone(), message });
     }
     drop(shared);
-    Within::HostFn.end();
+    ReentrancyCheck::HostFn.end();
 }

@@ -14,7 +14,7 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp, MemOpNodeParams};
 
 use super::graph::Node;
-use super::lane::{self, Head, Lane, LaneOp};
+use super::kernel_exec::{self, Head, KernelExecutor, KernelOp};
 use super::plan::{self, Call, Program};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
@@ -37,7 +37,7 @@ pub(super) struct Pool {
 pub(super) struct Instance {
     gpu: Gpu,
     /// Where its kernels are from.
-    lane: Option<Arc<Lane>>,
+    kernel_exec: Option<Arc<KernelExecutor>>,
     /// 0 without a graph.
     exec: Handle,
     programs: Option<Programs>,
@@ -61,15 +61,16 @@ impl Pool {
     /// Instantiates a graph of these nodes, as often as it takes.
     pub(super) fn of_graph(
         gpu: &Gpu,
-        lane: Option<&Arc<Lane>>,
+        kernel_exec: Option<&Arc<KernelExecutor>>,
         graph: Handle,
         nodes: &[Node],
     ) -> Result<Self> {
-        let in_memory = lane.is_some()
+        let in_memory = kernel_exec.is_some()
             && nodes.len() >= IN_MEMORY
             && nodes.iter().all(|node| node.kernel_ops().is_some());
         let one = || {
-            let mut instance = Instance { gpu: gpu.clone(), lane: lane.cloned(), exec: 0, programs: None };
+            let mut instance =
+                Instance { gpu: gpu.clone(), kernel_exec: kernel_exec.cloned(), exec: 0, programs: None };
             // SAFETY: a place for the answer, a graph, no flags.
             gpu.within(|api| unsafe { api.graph_instantiate(&mut instance.exec, graph, 0) })
                 .map_err(Error::cuda("instantiating a graph"))?;
@@ -85,8 +86,8 @@ impl Pool {
     /// Room for the programs of steps, of so many operations each.
     pub(super) fn of_steps(gpu: &Gpu, steps: &[usize]) -> Result<Self> {
         let one = |_| {
-            let programs = Programs::new(gpu, lane::room_of_steps(steps), Vec::new())?;
-            Ok(Instance { gpu: gpu.clone(), lane: None, exec: 0, programs: Some(programs) })
+            let programs = Programs::new(gpu, kernel_exec::room_of_steps(steps), Vec::new())?;
+            Ok(Instance { gpu: gpu.clone(), kernel_exec: None, exec: 0, programs: Some(programs) })
         };
         Self::new((0..INSTANCES).map(one).collect())
     }
@@ -130,10 +131,10 @@ impl Instance {
 
     /// Tells the kernels where their programs are.
     fn point(&self, nodes: &[Node]) -> Result<()> {
-        let (Some(lane), Some(programs)) = (&self.lane, &self.programs) else { return Ok(()) };
+        let (Some(kernel_exec), Some(programs)) = (&self.kernel_exec, &self.programs) else { return Ok(()) };
         let each = || nodes.iter().zip(&programs.places);
         let point = |api: &Api, (node, place): (&Node, &usize)| {
-            lane.point(api, (self.exec, node.handle), programs.addr + *place as u64)
+            kernel_exec.point(api, (self.exec, node.handle), programs.addr + *place as u64)
         };
         let pointed = self.gpu.within(|api| each().try_for_each(|each| point(api, each)));
         pointed.map_err(Error::cuda("preparing a graph"))
@@ -150,18 +151,18 @@ impl Instance {
     }
 
     /// Puts the steps of a launch into its memory. Returns where the GPU finds them.
-    pub(super) fn arm_steps(&self, head: Head, steps: &[Program], mark: LaneOp) -> Result<u64> {
+    pub(super) fn arm_steps(&self, head: Head, steps: &[Program], mark: KernelOp) -> Result<u64> {
         let Some(programs) = &self.programs else { return Ok(0) };
         let mut image = vec![0; programs.memory.len()];
-        lane::put_steps(&mut image, head, steps, mark);
+        kernel_exec::put_steps(&mut image, head, steps, mark);
         programs.write(&image).map(|()| programs.addr)
     }
 
     fn arm_each(&self, api: &Api, head: Head, nodes: &[Node], calls: &[Call]) -> gdrcopy::Result<()> {
         for (node, call) in nodes.iter().zip(calls) {
-            match (call, &self.lane) {
-                (Call::Ops(ops), Some(lane)) if plan::fits_kernel(ops) => {
-                    lane.arm(api, (self.exec, node.handle), head, ops)?;
+            match (call, &self.kernel_exec) {
+                (Call::Ops(ops), Some(kernel_exec)) if plan::fits_kernel(ops) => {
+                    kernel_exec.arm(api, (self.exec, node.handle), head, ops)?;
                 }
                 (Call::Ops(ops), _) => {
                     plan::with_memops(ops, |count, memops| self.arm_memops(api, node.handle, count, memops))?
@@ -210,7 +211,7 @@ impl Programs {
         let mut places = Vec::with_capacity(nodes.len());
         for node in nodes {
             places.push(len);
-            len += lane::room(node.kernel_ops().unwrap_or_default());
+            len += kernel_exec::room(node.kernel_ops().unwrap_or_default());
         }
         Self::new(gpu, len, places)
     }
@@ -219,7 +220,7 @@ impl Programs {
         let mut image = vec![0; self.memory.len()];
         for (place, call) in self.places.iter().zip(calls) {
             if let Call::Ops(program) = call {
-                lane::put(&mut image[*place..], head, program);
+                kernel_exec::put(&mut image[*place..], head, program);
             }
         }
         self.write(&image)

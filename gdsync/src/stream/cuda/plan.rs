@@ -8,7 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use super::lane::{self, LaneOp};
+use super::kernel_exec::{self, KernelOp};
 use crate::cuda::{Flush, Gpu};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Place};
@@ -29,12 +29,12 @@ pub(super) enum Call {
 }
 
 /// What one call runs.
-pub(super) type Program = SmallVec<[LaneOp; lane::SMALL]>;
+pub(super) type Program = SmallVec<[KernelOp; kernel_exec::SMALL]>;
 
 /// What a submission becomes, and the mark behind it.
 pub(super) trait Runs {
     /// Adds the mark.
-    fn mark(&mut self, mark: LaneOp);
+    fn mark(&mut self, mark: KernelOp);
 
     /// How many calls there are, and how many of them are for host functions.
     fn count(&self) -> (usize, usize);
@@ -42,7 +42,7 @@ pub(super) trait Runs {
     /// Makes the calls, by one function or the other, until one fails.
     fn make(
         &mut self,
-        ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
+        ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
         host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
     ) -> gdrcopy::Result<()>;
 }
@@ -51,25 +51,25 @@ pub(super) trait Runs {
 const FEW: usize = 6;
 
 /// One call of a few operations that are known beforehand: nothing is put off, and it never has to grow.
-pub(super) struct Few {
-    ops: [LaneOp; FEW],
+pub(super) struct InlineOps {
+    ops: [KernelOp; FEW],
     len: usize,
 }
 
-impl Few {
+impl InlineOps {
     /// Of these, which leave room for the mark.
     #[inline(always)]
-    pub(super) fn of<const N: usize>(ops: [LaneOp; N]) -> Self {
+    pub(super) fn of<const N: usize>(ops: [KernelOp; N]) -> Self {
         const { assert!(N < FEW) };
-        let mut few = Self { ops: [LaneOp::BARRIER; FEW], len: N };
+        let mut few = Self { ops: [KernelOp::BARRIER; FEW], len: N };
         few.ops[..N].copy_from_slice(&ops);
         few
     }
 }
 
-impl Runs for Few {
+impl Runs for InlineOps {
     #[inline(always)]
-    fn mark(&mut self, mark: LaneOp) {
+    fn mark(&mut self, mark: KernelOp) {
         self.ops[self.len] = mark;
         self.len += 1;
     }
@@ -82,7 +82,7 @@ impl Runs for Few {
     #[inline(always)]
     fn make(
         &mut self,
-        ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
+        ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
         _host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
     ) -> gdrcopy::Result<()> {
         ops(&self.ops[..self.len])
@@ -103,7 +103,7 @@ pub(super) struct Calls {
 
 /// The most operations of a call.
 fn most_ops(by_kernel: bool) -> usize {
-    if by_kernel { lane::LARGE } else { MAX_MEMOPS }
+    if by_kernel { kernel_exec::LARGE } else { MAX_MEMOPS }
 }
 
 /// At most so many calls become of so many operations and host functions, with the mark behind them, whatever they are.
@@ -115,7 +115,7 @@ pub(super) fn most_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize 
 }
 
 /// Consumer indices that are put off.
-type Indices = SmallVec<[LaneOp; 2]>;
+type Indices = SmallVec<[KernelOp; 2]>;
 
 impl Calls {
     /// None so far.
@@ -132,7 +132,7 @@ impl Calls {
 
     /// Adds steps that belong into one call.
     #[inline(always)]
-    fn put<const N: usize>(&mut self, steps: [LaneOp; N]) {
+    fn put<const N: usize>(&mut self, steps: [KernelOp; N]) {
         if self.last.len() + N + usize::from(self.barrier) > self.most {
             self.end();
         }
@@ -144,7 +144,7 @@ impl Calls {
             } else {
                 self.settle();
             }
-            if step == LaneOp::BARRIER {
+            if step == KernelOp::BARRIER {
                 self.barrier = true;
             } else {
                 self.last.push(step);
@@ -157,7 +157,7 @@ impl Calls {
     fn settle(&mut self) {
         if self.barrier {
             self.barrier = false;
-            self.last.push(LaneOp::BARRIER);
+            self.last.push(KernelOp::BARRIER);
         }
     }
 
@@ -195,30 +195,30 @@ impl Calls {
                     let [wait, index] = awaited(gpu, &**source, &source.arrival(n))?;
                     self.put([wait]);
                     if gpu.capabilities().flush == Flush::OnStream {
-                        self.put([LaneOp::FLUSH]);
+                        self.put([KernelOp::FLUSH]);
                     }
                     // Of several for the same queue the last one says it all.
                     indices.retain(|other| other.addr != index.addr);
                     indices.push(index);
                 }
                 Op::Write32 { ref at, value } => {
-                    self.put([LaneOp::write32(at.memory().gpu_addr(gpu)?, value)]);
+                    self.put([KernelOp::write32(at.memory().gpu_addr(gpu)?, value)]);
                 }
                 Op::Write64 { ref at, value } => {
-                    self.put([LaneOp::write64(at.memory().gpu_addr(gpu)?, value)]);
+                    self.put([KernelOp::write64(at.memory().gpu_addr(gpu)?, value)]);
                 }
                 Op::Wait32 { ref at, value, cond } => {
                     self.pass(&mut indices);
-                    self.put([LaneOp::wait32(word(gpu, op, at.memory())?, value, cond)]);
+                    self.put([KernelOp::wait32(word(gpu, op, at.memory())?, value, cond)]);
                 }
                 Op::Wait64 { ref at, value, cond } => {
                     self.pass(&mut indices);
-                    self.put([LaneOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
+                    self.put([KernelOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
                 }
-                Op::Barrier => self.put([LaneOp::BARRIER]),
+                Op::Barrier => self.put([KernelOp::BARRIER]),
                 Op::Flush => self.put([match gpu.capabilities().flush {
-                    Flush::NotNeeded => LaneOp::BARRIER,
-                    Flush::OnStream => LaneOp::FLUSH,
+                    Flush::NotNeeded => KernelOp::BARRIER,
+                    Flush::OnStream => KernelOp::FLUSH,
                     Flush::OnCpu | Flush::Impossible => return Err(no_flush()),
                 }]),
                 Op::HostFn(_) => {
@@ -242,7 +242,7 @@ impl Calls {
 }
 
 impl Runs for Calls {
-    fn mark(&mut self, mark: LaneOp) {
+    fn mark(&mut self, mark: KernelOp) {
         self.put([mark]);
     }
 
@@ -254,7 +254,7 @@ impl Runs for Calls {
     #[inline(always)]
     fn make(
         &mut self,
-        ops: impl Fn(&[LaneOp]) -> gdrcopy::Result<()>,
+        ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
         host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
     ) -> gdrcopy::Result<()> {
         self.settle();
@@ -270,37 +270,37 @@ impl Runs for Calls {
 
 /// The record and then the doorbell, which has a fence before it; where the record may lag, the doorbell comes first.
 #[inline(always)]
-pub(super) fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[LaneOp; 2]> {
+pub(super) fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[KernelOp; 2]> {
     let [record, doorbell] = &bell.found;
     let record = record.place(bell.record.memory(), gpu)?.addr;
     let doorbell = doorbell.place(bell.doorbell.memory(), gpu)?.addr;
-    let doorbell = LaneOp::write64(doorbell, ring.doorbell);
+    let doorbell = KernelOp::write64(doorbell, ring.doorbell);
     Ok(match bell.record_may_lag {
-        true => [doorbell, LaneOp::write32(record, ring.record)],
-        false => [LaneOp::index(record, ring.record), doorbell],
+        true => [doorbell, KernelOp::write32(record, ring.record)],
+        false => [KernelOp::index(record, ring.record), doorbell],
     })
 }
 
 /// The wait, and the consumer index behind it.
 #[inline(always)]
-pub(super) fn awaited(gpu: &Gpu, source: &dyn Source, arrival: &Arrival<'_>) -> Result<[LaneOp; 2]> {
+pub(super) fn awaited(gpu: &Gpu, source: &dyn Source, arrival: &Arrival<'_>) -> Result<[KernelOp; 2]> {
     source.check_visible(gpu)?;
     let (word, index) = (arrival.word_on(gpu)?, arrival.index_on(gpu)?);
-    Ok([LaneOp::wait_cqe(word, arrival.value, arrival.cond), LaneOp::index(index, arrival.passed)])
+    Ok([KernelOp::wait_cqe(word, arrival.value, arrival.cond), KernelOp::index(index, arrival.passed)])
 }
 
 /// Whether a kernel can run these, or only the front end.
 #[inline]
-pub(super) fn fits_kernel(ops: &[LaneOp]) -> bool {
-    !ops.iter().any(LaneOp::is_flush)
+pub(super) fn fits_kernel(ops: &[KernelOp]) -> bool {
+    !ops.iter().any(KernelOp::is_flush)
 }
 
 /// Calls `call` with the same for the front end: how many, and where.
 #[inline(always)]
-pub(super) fn with_memops<T>(ops: &[LaneOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
+pub(super) fn with_memops<T>(ops: &[KernelOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
     let count = u32::try_from(ops.len()).expect("fewer than 256");
     if ops.len() > FEW {
-        let mut memops: Vec<_> = ops.iter().map(LaneOp::memop).collect();
+        let mut memops: Vec<_> = ops.iter().map(KernelOp::memop).collect();
         return call(count, memops.as_mut_ptr());
     }
     let mut memops = [const { MaybeUninit::uninit() }; FEW];
@@ -354,7 +354,7 @@ mod tests {
     use super::*;
     use crate::stream::{Cond, Ops};
 
-    /// `INDEX` of `lane.cu` has no fence before it, unlike `WRITE_32`.
+    /// `INDEX` of `kernel_exec.cu` has no fence before it, unlike `WRITE_32`.
     #[test]
     fn writes_of_the_application_are_ordered_also_before_a_barrier() {
         let _control = driver::Control::take();
@@ -385,7 +385,7 @@ mod tests {
                 }
                 let mut calls = Calls::new(by_kernel);
                 calls.add(&gpu, &ops).unwrap();
-                calls.mark(LaneOp::mark(0, 1));
+                calls.mark(KernelOp::mark(0, 1));
                 let (count, host_fns) = calls.count();
                 let most = most_calls(len, host_fns, by_kernel);
                 assert_eq!(host_fns, len / every);

@@ -7,16 +7,16 @@
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, STREAM_NON_BLOCKING};
 
-use super::lane::{Head, Lane, LaneOp, SMALL};
+use super::kernel_exec::{Head, KernelExecutor, KernelOp, SMALL};
 
 /// Streams and graphs that there is room for afterwards.
 const STREAMS: usize = 64;
 const GRAPHS: usize = 64;
 
 /// Makes the room. The context must be current.
-pub(crate) fn reserve(api: &Api, lane: &Lane) {
+pub(crate) fn reserve(api: &Api, kernel_exec: &KernelExecutor) {
     let (mut streams, mut graphs) = (Vec::new(), Vec::new());
-    if let Err(error) = make(api, lane, &mut streams, &mut graphs) {
+    if let Err(error) = make(api, kernel_exec, &mut streams, &mut graphs) {
         tracing::debug!(%error, "no room made for streams and graphs");
     }
     let mut gone = Vec::new();
@@ -33,14 +33,19 @@ pub(crate) fn reserve(api: &Api, lane: &Lane) {
     }
 }
 
-fn make(api: &Api, lane: &Lane, streams: &mut Vec<Handle>, graphs: &mut Vec<Handle>) -> gdrcopy::Result<()> {
+fn make(
+    api: &Api,
+    kernel_exec: &KernelExecutor,
+    streams: &mut Vec<Handle>,
+    graphs: &mut Vec<Handle>,
+) -> gdrcopy::Result<()> {
     for _ in 0..STREAMS {
         let mut stream = 0;
         // SAFETY: a place for the answer.
         unsafe { api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
         streams.push(stream);
     }
-    let graph = kernels(api, lane, streams[0])?;
+    let graph = kernels(api, kernel_exec, streams[0])?;
     let mut instantiate = || {
         let mut exec = 0;
         // SAFETY: a place for the answer, a graph, no flags.
@@ -54,13 +59,13 @@ fn make(api: &Api, lane: &Lane, streams: &mut Vec<Handle>, graphs: &mut Vec<Hand
 }
 
 /// A graph of both kernels, without operations.
-fn kernels(api: &Api, lane: &Lane, stream: Handle) -> gdrcopy::Result<Handle> {
+fn kernels(api: &Api, kernel_exec: &KernelExecutor, stream: Handle) -> gdrcopy::Result<Handle> {
     let head = Head { status: 0, limit_ns: 0, submission: 0, count: 0 };
     // SAFETY: an idle stream of this context.
     unsafe { api.stream_begin_capture(stream, CAPTURE_RELAXED) }?;
-    let launched = lane
+    let launched = kernel_exec
         .launch(api, stream, head, &[])
-        .and_then(|()| lane.launch(api, stream, head, &[LaneOp::BARRIER; SMALL + 1]));
+        .and_then(|()| kernel_exec.launch(api, stream, head, &[KernelOp::BARRIER; SMALL + 1]));
     let mut graph = 0;
     // SAFETY: a stream that is being captured, and a place for the graph.
     let ended = unsafe { api.stream_end_capture(stream, &mut graph) };

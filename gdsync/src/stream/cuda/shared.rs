@@ -4,7 +4,7 @@
 //! submission. Marks are written every few submissions, when somebody waits, and when the stream falls idle; so most
 //! submissions do not pay for one.
 //!
-//! There are two locks. Who calls the driver for the stream has its *turn* ([`Turns`]), and may have to wait there: in the driver, one
+//! There are two locks. Who calls the driver for the stream has its *turn* ([`SubmitLock`]), and may have to wait there: in the driver, one
 //! thread that frees memory, say, holds up all others until every stream of the process is done. So nothing that keeps
 //! deadlines ever waits for the turn: what it needs is in the *state*, whose lock is held for moments only, and in
 //! [`Shared::behind`]. No foreign code (the driver, host functions, drops of what operations hold) runs under that one;
@@ -19,24 +19,24 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::coalesced::CoalescedRun;
+use super::completed::CompletedSubmissions;
 use super::graph::{self, Captured};
 use super::host_fn;
 use super::instance::{Instance, Pool};
-use super::kicker::Kicker;
-use super::lane::{Head, Lane, LaneOp, StatusBlock};
+use super::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
+use super::nudger::Nudger;
 use super::plan::{self, Calls, Runs};
-use super::retire::Retired;
-use super::row::Row;
-use super::watch::tells_nothing;
-use super::{CudaStreamConfig, Kick, PER_THREAD, Via};
-use crate::cuda::{Activity, Errand, Gpu, RawStream, gate};
+use super::watchdog::tells_nothing;
+use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
+use crate::cuda::{Activity, DriverTask, Gpu, RawStream, gate};
 use crate::error::{Error, Result};
-use crate::hca::Kicks;
+use crate::hca::GpuNudge;
 use crate::memory::Word64;
 use crate::recorder::Log;
 use crate::stream::op::{Op, Ops, Source};
 use crate::stream::sources::sources_of;
-use crate::stream::turns::Turns;
+use crate::stream::submit_lock::SubmitLock;
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
@@ -61,8 +61,8 @@ pub(super) struct Shared {
     pub(super) needs_context: bool,
     /// The application knows the stream, and may be capturing it.
     shown: AtomicBool,
-    pub(super) lane: Option<Arc<Lane>>,
-    pub(super) kicker: Option<Arc<dyn Kicks>>,
+    pub(super) kernel_exec: Option<Arc<KernelExecutor>>,
+    pub(super) nudger: Option<Arc<dyn GpuNudge>>,
     pub(super) status: StatusBlock,
     /// What all programs of kernels begin with.
     head: Head,
@@ -73,7 +73,7 @@ pub(super) struct Shared {
     mark_addr: u64,
     /// Waits of a row that are behind the last submission and not counted there yet. Only who has the turn writes it.
     pub(super) behind: AtomicU64,
-    pub(super) turns: Arc<Turns>,
+    pub(super) submit_lock: Arc<SubmitLock>,
     state: Mutex<State>,
     /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
     pub(super) work: Condvar,
@@ -91,13 +91,13 @@ pub(super) struct Shared {
 
 /// What only those need who call the driver, and therefore have the turn of the stream.
 #[derive(Debug, Default)]
-pub struct Turn {
+pub struct SubmitGuard {
     /// Calls since the last mark, and the submission that it names.
     pub(super) unmarked: usize,
     pub(super) marked: u64,
     /// What has been captured so far, while the stream is.
     pub(super) capture: Option<Captured>,
-    pub(super) row: Row,
+    pub(super) coalesced: CoalescedRun,
 }
 
 #[derive(Default)]
@@ -169,18 +169,18 @@ impl Shared {
         gpu: &Gpu,
         (stream, owned): (RawStream, bool),
         config: CudaStreamConfig,
-        turns: Arc<Turns>,
+        submit_lock: Arc<SubmitLock>,
     ) -> Result<Arc<Self>> {
         let via = match config.via {
             Via::Auto => gpu.calibrate()?.via,
             chosen => chosen,
         };
-        let lane = (via == Via::Kernel).then(|| gpu.lane()).transpose()?;
-        let kicks = match config.kick {
-            Kick::Auto => lane.is_none(),
-            chosen => chosen == Kick::On,
+        let kernel_exec = (via == Via::Kernel).then(|| gpu.kernel_exec()).transpose()?;
+        let nudges = match config.nudge {
+            Nudge::Auto => kernel_exec.is_none(),
+            chosen => chosen == Nudge::On,
         };
-        let kicker = if kicks { Some(Kicker::of(gpu)? as Arc<dyn Kicks>) } else { None };
+        let nudger = if nudges { Some(Nudger::of(gpu)? as Arc<dyn GpuNudge>) } else { None };
         let status = StatusBlock::new(gpu)?;
         let limit_ns = u64::try_from(config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
         let head = Head { status: status.addr(), limit_ns, submission: 0, count: 0 };
@@ -195,15 +195,15 @@ impl Shared {
             stream,
             owned,
             needs_context: stream <= PER_THREAD || gpu.capabilities().driver_version < ANYWHERE,
-            lane,
-            kicker,
+            kernel_exec,
+            nudger,
             status,
             head,
             mark,
             mark_after,
             mark_addr,
             behind: AtomicU64::new(0),
-            turns,
+            submit_lock,
             state: Mutex::default(),
             work: Condvar::new(),
             submitted: AtomicU64::new(0),
@@ -253,7 +253,7 @@ impl Shared {
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
     }
 
-    pub(super) fn submit(&self, turn: &mut Turn, ops: &mut Ops) -> Result<u64> {
+    pub(super) fn submit(&self, turn: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
         self.mark_before_registering(turn, ops);
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
@@ -265,7 +265,7 @@ impl Shared {
     /// Memory that CUDA does not know yet may have to wait until all streams are seen to be dry: marks this one, as nobody else can
     /// as long as this thread has the turn.
     #[inline]
-    pub(super) fn mark_before_registering(&self, turn: &mut Turn, ops: &[Op]) {
+    pub(super) fn mark_before_registering(&self, turn: &mut SubmitGuard, ops: &[Op]) {
         if !ops.iter().all(Op::is_found) {
             self.mark_in_turn(turn);
         }
@@ -275,13 +275,13 @@ impl Shared {
     #[inline(always)]
     pub(super) fn accept<'s>(
         &'s self,
-        turn: &mut Turn,
-        put: impl FnOnce(&mut Turn, &mut Retired<'s>) -> Result<u64>,
+        turn: &mut SubmitGuard,
+        put: impl FnOnce(&mut SubmitGuard, &mut CompletedSubmissions<'s>) -> Result<u64>,
     ) -> Result<u64> {
         if self.failed() {
             return Err(self.why_failed());
         }
-        let mut done = Retired::nothing();
+        let mut done = CompletedSubmissions::nothing();
         let _joined = self.gpu.join().map_err(not_joined)?;
         put(turn, &mut done)
     }
@@ -309,7 +309,7 @@ impl Shared {
     /// Whether the application captures the stream, so that what is queued now would not run. The context must be current, if the driver
     /// needs that.
     #[inline(always)]
-    pub(super) fn is_captured_by_others(&self, turn: &Turn) -> bool {
+    pub(super) fn is_captured_by_others(&self, turn: &SubmitGuard) -> bool {
         let may_be = self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
@@ -317,7 +317,7 @@ impl Shared {
     #[inline(always)]
     pub(super) fn submit_in_turn<'s>(
         &'s self,
-        (turn, done): (&mut Turn, &mut Retired<'s>),
+        (turn, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
         calls: &mut impl Runs,
         put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<u64> {
@@ -346,8 +346,8 @@ impl Shared {
     #[inline(always)]
     pub(super) fn enqueue<'s>(
         &'s self,
-        turn: &mut Turn,
-        done: &mut Retired<'s>,
+        turn: &mut SubmitGuard,
+        done: &mut CompletedSubmissions<'s>,
         (calls, host_fns): (usize, usize),
         put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<()> {
@@ -381,7 +381,7 @@ impl Shared {
             state.begun = Some((seq, Instant::now()));
         }
         put(&mut state.queue, Entry { seq, calls, host_fns });
-        turn.row = Row::of(self.config.depth.saturating_sub(state.calls));
+        turn.coalesced = CoalescedRun::of(self.config.depth.saturating_sub(state.calls));
         let asleep = state.asleep;
         drop(state);
         if asleep {
@@ -393,8 +393,8 @@ impl Shared {
     /// As [`Shared::enqueue`], of a launch.
     pub(super) fn enqueue_launch<'s>(
         &'s self,
-        turn: &mut Turn,
-        done: &mut Retired<'s>,
+        turn: &mut SubmitGuard,
+        done: &mut CompletedSubmissions<'s>,
         ops: &mut Ops,
         calls: usize,
         instance: &Arc<Instance>,
@@ -408,7 +408,7 @@ impl Shared {
     #[cold]
     pub(super) fn no_room(
         &self,
-        turn: &mut Turn,
+        turn: &mut SubmitGuard,
         mut state: MutexGuard<'_, State>,
         wanted: (usize, usize),
     ) -> Error {
@@ -418,13 +418,13 @@ impl Shared {
     }
 
     /// Sees to it that the room that comes is seen.
-    fn is_full(&self, turn: &mut Turn) -> Error {
+    fn is_full(&self, turn: &mut SubmitGuard) -> Error {
         self.mark_in_turn(turn);
         Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
     }
 
     /// An instance whose former launches are over.
-    pub(super) fn instance(&self, turn: &mut Turn, pool: &Arc<Pool>) -> Result<Arc<Instance>> {
+    pub(super) fn instance(&self, turn: &mut SubmitGuard, pool: &Arc<Pool>) -> Result<Arc<Instance>> {
         if let Some(free) = pool.free() {
             return Ok(free);
         }
@@ -437,8 +437,8 @@ impl Shared {
     }
 
     /// The mark behind a submission.
-    pub(super) fn mark_of(&self, seq: u64) -> LaneOp {
-        LaneOp::mark(self.mark_addr, seq)
+    pub(super) fn mark_of(&self, seq: u64) -> KernelOp {
+        KernelOp::mark(self.mark_addr, seq)
     }
 
     /// Makes the calls of a submission. The context must be current.
@@ -453,10 +453,10 @@ impl Shared {
     }
 
     /// Has the GPU run operations by one call. The context must be current.
-    pub(super) fn run(&self, seq: u64, ops: &[LaneOp]) -> gdrcopy::Result<()> {
+    pub(super) fn run(&self, seq: u64, ops: &[KernelOp]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
-        if let Some(lane) = self.lane.as_ref().filter(|_| plan::fits_kernel(ops)) {
-            return lane.launch(api, self.stream, self.head(seq), ops);
+        if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| plan::fits_kernel(ops)) {
+            return kernel_exec.launch(api, self.stream, self.head(seq), ops);
         }
         plan::with_memops(ops, |count, memops| {
             // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
@@ -488,11 +488,11 @@ impl Shared {
         if host_fn::is_running() {
             return;
         }
-        self.turns.want(|state| self.mark_in_turn(&mut state.turn));
+        self.submit_lock.want(|state| self.mark_in_turn(&mut state.turn));
     }
 
     /// Puts the mark. It is one more call of the last submission.
-    pub(super) fn mark_in_turn(&self, turn: &mut Turn) {
+    pub(super) fn mark_in_turn(&self, turn: &mut SubmitGuard) {
         let seq = self.submitted();
         if turn.marked == seq {
             return;
@@ -511,7 +511,7 @@ impl Shared {
         }
     }
 
-    fn mark_now(&self, turn: &mut Turn, seq: u64) -> gdrcopy::Result<()> {
+    fn mark_now(&self, turn: &mut SubmitGuard, seq: u64) -> gdrcopy::Result<()> {
         if self.is_captured_by_others(turn) {
             return Ok(());
         }
@@ -554,13 +554,13 @@ impl Shared {
 
     /// Whether kernels run the operations, which keep deadlines by themselves.
     pub(super) fn by_kernel(&self) -> bool {
-        self.lane.is_some()
+        self.kernel_exec.is_some()
     }
 
     /// Gives the stream back, to CUDA if it is ours. What it still runs, CUDA lets end.
     pub(super) fn destroy(&self) {
-        let errand: Weak<dyn Errand> = self.own.clone();
-        self.gpu.end_errand(&errand);
+        let driver_task: Weak<dyn DriverTask> = self.own.clone();
+        self.gpu.end_driver_task(&driver_task);
         if !self.owned {
             return;
         }

@@ -5,18 +5,18 @@
 
 use std::sync::Arc;
 
+use super::completed::CompletedSubmissions;
 use super::graph::within_another;
 use super::instance::Pool;
 use super::plan::{self, Program};
-use super::retire::Retired;
-use super::shared::{Shared, Turn};
+use super::shared::{Shared, SubmitGuard};
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::stream::op::{Op, Ops};
 
 /// Steps that can be launched.
 #[derive(Debug)]
-pub(super) struct Armory {
+pub(super) struct StepPool {
     gpu: Gpu,
     /// Operations of each step.
     sizes: Vec<usize>,
@@ -42,32 +42,34 @@ impl Shared {
     }
 
     /// Makes room for steps of so many operations each.
-    pub(super) fn make_steps(&self, sizes: Vec<usize>) -> Result<Arc<Armory>> {
+    pub(super) fn make_steps(&self, sizes: Vec<usize>) -> Result<Arc<StepPool>> {
         let pool = Arc::new(Pool::of_steps(&self.gpu, &sizes)?);
-        Ok(Arc::new(Armory { gpu: self.gpu.clone(), sizes, pool }))
+        Ok(Arc::new(StepPool { gpu: self.gpu.clone(), sizes, pool }))
     }
 
     /// Arms the steps that end at `ends`, and has `kernel` launch what runs them; what it says is passed on.
     pub(super) fn launch_steps(
         &self,
-        turn: &mut Turn,
-        armory: &Armory,
+        turn: &mut SubmitGuard,
+        step_pool: &StepPool,
         ops: &mut Ops,
         ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
-        if self.gpu.raw_context() != armory.gpu.raw_context() || !self.by_kernel() {
+        if self.gpu.raw_context() != step_pool.gpu.raw_context() || !self.by_kernel() {
             return Err(elsewhere());
         }
         self.mark_before_registering(turn, ops);
-        let steps = armory.plan(ops, ends)?;
-        self.accept(turn, |turn, done| self.launch_steps_in_turn((turn, done), armory, ops, &steps, kernel))
+        let steps = step_pool.plan(ops, ends)?;
+        self.accept(turn, |turn, done| {
+            self.launch_steps_in_turn((turn, done), step_pool, ops, &steps, kernel)
+        })
     }
 
     fn launch_steps_in_turn<'s>(
         &'s self,
-        (turn, done): (&mut Turn, &mut Retired<'s>),
-        armory: &Armory,
+        (turn, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
+        step_pool: &StepPool,
         ops: &mut Ops,
         steps: &[Program],
         kernel: &mut dyn FnMut(u64) -> bool,
@@ -76,22 +78,22 @@ impl Shared {
         if self.is_captured_by_others(turn) {
             return Err(within_another());
         }
-        let Some(lane) = &self.lane else { return Err(elsewhere()) };
-        let launching = armory.pool.lock();
-        let instance = self.instance(turn, &armory.pool)?;
+        let Some(kernel_exec) = &self.kernel_exec else { return Err(elsewhere()) };
+        let launching = step_pool.pool.lock();
+        let instance = self.instance(turn, &step_pool.pool)?;
         let seq = self.submitted() + 1;
         let addr = instance.arm_steps(self.head(seq), steps, self.mark_of(seq))?;
         self.enqueue_launch(turn, done, ops, CALLS, &instance)?;
         drop(launching);
         // Who waits for submissions that are over does not wait for the application.
-        *done = Retired::nothing();
+        *done = CompletedSubmissions::nothing();
         if !kernel(addr) {
             // Nothing runs: the submission is over as soon as the stream gets there.
             self.take_back(seq, ops);
             self.mark_in_turn(turn);
             return Err(Error::StreamAborted { stream: self.config.name.clone() });
         }
-        let answer = lane.finish(self.gpu.api(), self.stream, addr);
+        let answer = kernel_exec.finish(self.gpu.api(), self.stream, addr);
         if answer.is_ok() {
             (turn.marked, turn.unmarked) = (seq, 0);
         }
@@ -107,7 +109,7 @@ impl Shared {
     }
 }
 
-impl Armory {
+impl StepPool {
     /// What the steps of a launch do whose batches end at `ends`: not more than there is room for.
     fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Program>> {
         let starts = std::iter::once(0).chain(ends.iter().copied());

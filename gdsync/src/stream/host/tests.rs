@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use super::{HostEngine, HostStreamConfig};
 use crate::error::{Error, Result};
 use crate::memory::{Found, Memory, Word32, Word64};
-use crate::stream::Turn;
+use crate::stream::SubmitGuard;
 use crate::stream::engine::Engine;
 use crate::stream::op::{Arrival, Cond, Op, Ops, Ring, Source};
 
@@ -37,7 +37,7 @@ fn engine() -> Arc<HostEngine> {
 
 fn submit(engine: &HostEngine, ops: impl IntoIterator<Item = Op>) -> u64 {
     let mut ops: Ops = ops.into_iter().collect();
-    let seq = engine.submit(&mut Turn::default(), &mut ops).expect("the engine accepts it");
+    let seq = engine.submit(&mut SubmitGuard::default(), &mut ops).expect("the engine accepts it");
     assert!(ops.is_empty(), "accepted operations are taken");
     seq
 }
@@ -312,7 +312,7 @@ fn a_full_stream_leaves_the_operations_usable() {
     submit(&engine, [wait_for(&gate, 1)]);
     submit(&engine, []);
     let mut ops = Ops::from([Op::Barrier, Op::Write32 { at: out.clone(), value: 5 }]);
-    let refusal = engine.submit(&mut Turn::default(), &mut ops);
+    let refusal = engine.submit(&mut SubmitGuard::default(), &mut ops);
     assert!(
         matches!(&refusal, Err(Error::StreamFull { stream, depth: 2 }) if stream == "narrow"),
         "{refusal:?}"
@@ -359,7 +359,7 @@ fn submitters_keep_their_own_order() {
     let engine = start(HostStreamConfig { depth: 8, ..HostStreamConfig::default() });
     let seen = Arc::new(Mutex::new(Vec::new()));
     let submit_patiently = |mut ops: Ops| loop {
-        match engine.submit(&mut Turn::default(), &mut ops) {
+        match engine.submit(&mut SubmitGuard::default(), &mut ops) {
             Ok(seq) => return seq,
             Err(Error::StreamFull { .. }) => assert!(engine.wait_room(deadline())),
             Err(other) => panic!("{other}"),
@@ -399,7 +399,7 @@ fn host_functions_may_use_their_engine() {
         &engine,
         [host_fn(move || {
             let seq: Result<u64> =
-                own.submit(&mut Turn::default(), &mut Ops::from_iter([Op::Write32 { at, value: 3 }]));
+                own.submit(&mut SubmitGuard::default(), &mut Ops::from_iter([Op::Write32 { at, value: 3 }]));
             *out.lock() =
                 Some((seq.expect("accepted"), own.completed(), own.wait_completed(1, Instant::now())));
         })],

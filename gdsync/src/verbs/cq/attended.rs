@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use super::CqInner;
-use crate::hca::Kicks;
+use crate::hca::GpuNudge;
 
 impl CqInner {
     /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes
     /// it when the completion was written.
     #[inline(never)]
-    pub(crate) fn attend(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
-        if self.parts.event.attend(n + 1, kicker) {
+    pub(crate) fn attend(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
+        if self.parts.event.attend(n + 1, nudger) {
             self.provider.attend(self.parts.cqn);
         }
     }
@@ -22,9 +22,9 @@ impl CqInner {
 
     /// As [`CqInner::attend`], of a claim that was foreseen, when the caller has let a lock go since.
     #[inline(always)]
-    pub(crate) fn attend_foreseen(&self, n: u64, kicker: Option<&Arc<dyn Kicks>>) {
-        if !self.parts.event.is_attended(kicker.is_some()) {
-            self.attend(n, kicker);
+    pub(crate) fn attend_foreseen(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
+        if !self.parts.event.is_attended(nudger.is_some()) {
+            self.attend(n, nudger);
         }
     }
 }

@@ -8,7 +8,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{CqInner, CqState, Taken};
+use super::{CqInner, CqState, SlotOwner};
 use crate::error::{Error, Result};
 use crate::mlx5::{self, Cqe, CqeOpcode, Syndrome};
 use crate::verbs::track::Tracker;
@@ -118,12 +118,12 @@ impl CqInner {
     pub(super) fn abandon(&self, state: &mut CqState) {
         for n in state.freed..state.reaped {
             let slot = &mut state.slots[self.index(n)];
-            if matches!(slot.taken, Taken::ByStream | Taken::Covered) {
-                slot.taken = Taken::Done;
+            if matches!(slot.taken, SlotOwner::ByStream | SlotOwner::Covered) {
+                slot.taken = SlotOwner::Done;
             }
         }
         for n in state.reaped..state.claim_next {
-            state.slots[self.index(n)].taken = Taken::No;
+            state.slots[self.index(n)].taken = SlotOwner::No;
         }
         state.claim_next = state.claim_next.min(state.reaped).max(state.poll_next);
         state.in_stream = 0;
@@ -145,11 +145,11 @@ impl CqInner {
             let slot = &mut slots[self.index(n)];
             let of_queue =
                 slot.wc.is_none_or(|(_, wc)| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
-            if slot.taken == Taken::No && of_queue {
-                slot.taken = Taken::Done;
+            if slot.taken == SlotOwner::No && of_queue {
+                slot.taken = SlotOwner::Done;
             }
         }
-        released.retain(|&n| slots[self.index(n)].taken == Taken::No);
+        released.retain(|&n| slots[self.index(n)].taken == SlotOwner::No);
         self.free(&mut state);
     }
 }

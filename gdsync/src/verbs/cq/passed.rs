@@ -5,7 +5,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{CqInner, CqState, Taken};
+use super::{CqInner, CqState, SlotOwner};
 use crate::mlx5::{CQE_SIZE, Cqe};
 use crate::protocol::completion;
 
@@ -31,7 +31,7 @@ impl CqInner {
         }
         state.passed = completion::passed(self.consumed.atomic(), state.passed);
         let by_stream =
-            |n: &u64| matches!(state.slots[self.index(*n)].taken, Taken::ByStream | Taken::Covered);
+            |n: &u64| matches!(state.slots[self.index(*n)].taken, SlotOwner::ByStream | SlotOwner::Covered);
         let end = (state.reaped..state.passed).find(|n| !by_stream(n)).unwrap_or(state.passed);
         if end < state.reaped + 2 || !self.has_arrived(end - 1) {
             return;

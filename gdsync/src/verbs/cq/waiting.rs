@@ -66,7 +66,7 @@ impl CqInner {
                 std::hint::spin_loop();
                 continue;
             }
-            self.home.check()?;
+            self.fork_guard.check()?;
             let waited = start.elapsed();
             if waited >= timeout {
                 held.into_iter().for_each(Hold::give_up);

@@ -173,7 +173,7 @@ impl QpBuilder {
             max_send_sge: self.max_send_sge,
             max_inline: self.max_inline,
         };
-        let QpParts { qpn, psn, sq, rq, record, doorbell, health, notice } =
+        let QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch } =
             provider.create_qp(&request, places)?;
         let found = (recorder.clone(), provider.reads_by_itself());
         let log = QpLog::new(recorder, qpn, provider.address(qpn, psn).gid);
@@ -199,7 +199,7 @@ impl QpBuilder {
         let bell = Arc::new(Bell { record: record_word, doorbell, record_may_lag, found });
         let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(bell.clone()));
         let most = Most { sges: self.max_send_sge, inline: self.max_inline };
-        let send = SendQueue::new(end, sq, bell, most, notice);
+        let send = SendQueue::new(end, sq, bell, most, doorbell_watch);
         let end = QueueEnd::new(core, recv_cq, recv_tracker, None);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })

@@ -76,7 +76,7 @@ impl QpCore {
 
     /// Puts the queue pair into the error state for a reason of ours.
     pub(crate) fn stop(&self, reason: &Error) {
-        if !self.health.home.is_here() {
+        if !self.health.fork_guard.is_here() {
             return;
         }
         // A failure that arrived before, but that nobody has looked at, is the root cause.
@@ -104,7 +104,7 @@ impl Qp {
     /// send or wait is held.
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
-        core.health.home.check()?;
+        core.health.fork_guard.check()?;
         // Until all is forgotten, too: what is posted after a step that comes next must not be.
         let modifying = core.modifying.lock();
         let from = if core.health.check().is_err() { QpState::ERR } else { core.state() };

@@ -62,8 +62,8 @@ impl SendQueue {
     /// Undoes [`SendQueue::submit`], also of what was foreseen.
     pub(crate) fn unsubmit(&self, sends: &Written, before: Before) {
         let mut track = self.end.tracker.lock();
-        if let Some(notice) = &self.notice {
-            notice.withdraw(sends.end, track.entry(before.rung).begin);
+        if let Some(doorbell_watch) = &self.doorbell_watch {
+            doorbell_watch.withdraw(sends.end, track.entry(before.rung).begin);
         }
         track.rung = before.rung;
         track.gaps = before.gaps;
@@ -78,15 +78,15 @@ impl SendQueue {
     /// The same of sends up to block `end`, first under the lock of the queue.
     #[inline(always)]
     pub(super) fn foresee(&self, end: u64) {
-        if let Some(notice) = &self.notice {
-            notice.foresee(end);
+        if let Some(doorbell_watch) = &self.doorbell_watch {
+            doorbell_watch.foresee(end);
         }
     }
 
     /// And then, when the caller has let a lock go since.
     #[inline]
     pub(crate) fn watch_foreseen(&self, end: u64) {
-        if self.notice.as_ref().is_some_and(|notice| !notice.is_watched()) {
+        if self.doorbell_watch.as_ref().is_some_and(|doorbell_watch| !doorbell_watch.is_watched()) {
             self.qp.provider.watch(self.qpn, end);
         }
     }
@@ -104,7 +104,7 @@ mod tests {
         a.connect(b.address()).unwrap();
         b.connect(a.address()).unwrap();
         let queue = &a.send;
-        let foreseen = || queue.notice.as_ref().unwrap().foreseen();
+        let foreseen = || queue.doorbell_watch.as_ref().unwrap().foreseen();
         let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().sends;
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
         // On a stream of the host nobody need foresee it.

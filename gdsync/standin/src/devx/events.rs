@@ -5,7 +5,7 @@ use std::io::{PipeReader, PipeWriter, Write, pipe};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
-use gdsync::hca::Alarm;
+use gdsync::hca::AsyncEvent;
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
     mlx5dv_devx_async_event_hdr, mlx5dv_devx_create_event_channel_flags as flags, mlx5dv_devx_event_channel,
@@ -42,12 +42,12 @@ struct Subscription {
 static SUBSCRIPTIONS: Mutex<Vec<Subscription>> = Mutex::new(Vec::new());
 
 /// Tells those who have asked for it.
-pub(crate) fn raise(alarm: Alarm) {
+pub(crate) fn raise(alarm: AsyncEvent) {
     let (is_cq, number, kind) = match alarm {
-        Alarm::CqError(cqn) => (true, cqn, CQ_ERROR),
-        Alarm::QpFatal(qpn) => (false, qpn, WQ_CATAS_ERROR),
-        Alarm::QpRequestError(qpn) => (false, qpn, WQ_INVAL_REQ_ERROR),
-        Alarm::QpAccessError(qpn) => (false, qpn, WQ_ACCESS_ERROR),
+        AsyncEvent::CqError(cqn) => (true, cqn, CQ_ERROR),
+        AsyncEvent::QpFatal(qpn) => (false, qpn, WQ_CATAS_ERROR),
+        AsyncEvent::QpRequestError(qpn) => (false, qpn, WQ_INVAL_REQ_ERROR),
+        AsyncEvent::QpAccessError(qpn) => (false, qpn, WQ_ACCESS_ERROR),
     };
     let all = SUBSCRIPTIONS.lock();
     for told in all.iter().filter(|told| (told.is_cq, told.number, told.kind) == (is_cq, number, kind)) {

@@ -5,7 +5,7 @@ use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
-use gdsync::verbs::{Access, Carrier, Context, Device, OnGpu, RecvWr, SendWr};
+use gdsync::verbs::{Access, Context, Device, OnGpu, RecvWr, SendWr, Transport};
 
 use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent};
 use crate::setup::CARD;
@@ -160,10 +160,10 @@ fn payload_in_gpu_memory_is_sent_from_there() {
     // Not at the beginning of its allocation.
     let part = to.slice(5003, 50_000).unwrap();
     let source = a.pd.register(&from, Access::LOCAL_WRITE).unwrap();
-    let carriage = a.qp.carriage(&source, 100).unwrap();
-    assert_eq!(carriage.carrier(), Carrier::CardFromGpu);
+    let carriage = a.qp.transfer_path(&source, 100).unwrap();
+    assert_eq!(carriage.transport(), Transport::CardFromGpu);
     assert!(carriage.to_string().contains("dma-buf"), "{carriage}");
-    assert_eq!(a.qp.carriage(&a.mr, 100).unwrap().carrier(), Carrier::Card);
+    assert_eq!(a.qp.transfer_path(&a.mr, 100).unwrap().transport(), Transport::Card);
     let target = b.pd.register(&part, Access::all()).unwrap();
     let data = pattern(40_000, 3);
     from.write(77, &data).unwrap();

@@ -4,7 +4,7 @@ use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::Route;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
-use gdsync::verbs::{Access, Carrier, Context, Mr, OnGpu, RecvWr, SendWr, Staging};
+use gdsync::verbs::{Access, Context, Mr, OnGpu, RecvWr, SendWr, Staging, Transport};
 
 use crate::common::{PATIENCE, Side, pattern, received, reconnect, sent, stream_with};
 use crate::gpu::{Bench, DMA_BUF_SUPPORTED, bench_with, open_by};
@@ -57,12 +57,12 @@ fn a_thread_stages_what_the_card_does_not_reach() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     assert_eq!(a.side.context.description(), "CPU proxy of mlx5_standin");
-    let carriage = a.side.qp.carriage(&a.mr, 100).unwrap();
-    assert_eq!(carriage.carrier(), Carrier::Staging);
+    let carriage = a.side.qp.transfer_path(&a.mr, 100).unwrap();
+    assert_eq!(carriage.transport(), Transport::Staging);
     for why in [a.side.context.not_direct().unwrap(), carriage.reason()] {
         assert!(why.contains("dma-buf") && why.contains("nvidia_peermem"), "{why}");
     }
-    assert_eq!(a.side.qp.carriage(&a.side.mr, 100).unwrap().carrier(), Carrier::Card);
+    assert_eq!(a.side.qp.transfer_path(&a.side.mr, 100).unwrap().transport(), Transport::Card);
     for (round, len) in [1, 4096, 70_001, LEN - 40].into_iter().enumerate() {
         let data = pattern(len, round);
         a.mr.memory().write(11, &data).unwrap();
@@ -229,13 +229,13 @@ fn who_opens_the_device_decides() {
     let memory = gpu.alloc(4096).unwrap();
     let carrier = || {
         let mr = side.pd.register(&memory, Access::LOCAL_WRITE)?;
-        Ok::<_, Error>(side.qp.carriage(&mr, 8)?.carrier())
+        Ok::<_, Error>(side.qp.transfer_path(&mr, 8)?.transport())
     };
-    assert_eq!(carrier().unwrap(), Carrier::CardFromGpu);
+    assert_eq!(carrier().unwrap(), Transport::CardFromGpu);
     assert_eq!(context.stage(Staging::Always), Some(Staging::Refused));
-    assert_eq!(carrier().unwrap(), Carrier::Staging);
+    assert_eq!(carrier().unwrap(), Transport::Staging);
     assert_eq!(context.stage(Staging::Never), Some(Staging::Always));
-    assert_eq!(carrier().unwrap(), Carrier::CardFromGpu);
+    assert_eq!(carrier().unwrap(), Transport::CardFromGpu);
     assert_eq!(open_by(Some(Route::Direct), None).unwrap().stage(Staging::Always), None);
 }
 

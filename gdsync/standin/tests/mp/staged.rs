@@ -1,7 +1,7 @@
 //! What is told of staged memory, windows, and who decides.
 
 use gdsync::stream::Cond;
-use gdsync::verbs::Carrier;
+use gdsync::verbs::Transport;
 use mp::{Communicator, Error, GpuPath, Rma, Signal};
 
 use crate::common::{LONG, buffer, bytes, gpu, host_buffer, job, job_with, message, stream};
@@ -13,13 +13,13 @@ fn it_is_told() {
     job("it_is_told", 2, |comm| {
         assert_eq!(comm.context().description(), "CPU proxy of mlx5_standin");
         let path = comm.path_of(&buffer(comm, LEN), 0..LEN, 1).unwrap();
-        assert_eq!(path.carriage().carrier(), Carrier::Staging);
+        assert_eq!(path.transfer_path().transport(), Transport::Staging);
         assert!(
             path.to_string().contains("dma-buf") && path.to_string().contains("nvidia_peermem"),
             "{path}"
         );
         let path = comm.path_of(&host_buffer(comm, LEN), 0..LEN, 1).unwrap();
-        assert_eq!(path.carriage().carrier(), Carrier::Card);
+        assert_eq!(path.transfer_path().transport(), Transport::Card);
     });
 }
 

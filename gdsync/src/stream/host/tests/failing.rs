@@ -113,7 +113,7 @@ fn a_failed_engine_refuses_submissions() {
     let engine = engine();
     engine.fail(aborted("first"));
     let mut ops = Ops::from_iter([Op::Barrier]);
-    let refusal = engine.submit(&mut Turn::default(), &mut ops).expect_err("refused");
+    let refusal = engine.submit(&mut SubmitGuard::default(), &mut ops).expect_err("refused");
     assert!(is_aborted(Some(&refusal), "first"));
     assert_eq!((ops.len(), engine.submitted(), engine.completed()), (1, 0, 0));
     assert!(engine.wait_room(Instant::now()), "so that the caller learns of the failure");
@@ -177,7 +177,7 @@ fn sources_may_call_back_into_a_failing_engine() {
             Ask::Fail => {
                 engine.fail(aborted("nested"));
                 assert!(is_aborted(
-                    Some(&engine.submit(&mut Turn::default(), &mut Ops::new()).expect_err("refused")),
+                    Some(&engine.submit(&mut SubmitGuard::default(), &mut Ops::new()).expect_err("refused")),
                     "park"
                 ));
                 assert!(!engine.wait_completed(1, Instant::now()));
@@ -251,9 +251,10 @@ fn failures_race_with_submitters_and_each_other() {
                         made.fetch_add(1, Ordering::SeqCst);
                         let mark = Dropped(over.clone());
                         let wait = wait_on(&word, u32::from(i == 5), &source);
-                        match engine
-                            .submit(&mut Turn::default(), &mut Ops::from([wait, host_fn(move || drop(mark))]))
-                        {
+                        match engine.submit(
+                            &mut SubmitGuard::default(),
+                            &mut Ops::from([wait, host_fn(move || drop(mark))]),
+                        ) {
                             Ok(_) => {}
                             Err(Error::StreamFull { .. }) => assert!(engine.wait_room(deadline())),
                             Err(_) => return,

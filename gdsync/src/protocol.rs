@@ -1,0 +1,112 @@
+//! The few lock-free hand-overs the whole library stands on, written once and generic over the atomics,
+//! so that the code that runs is the code that `tests/loom` explores exhaustively.
+//!
+//! Public for those tests only: this is not a stable API.
+
+pub mod completion;
+mod doorbell;
+pub mod doorbell_watch;
+pub mod event_count;
+pub mod offer;
+pub mod packet_ring;
+pub mod pending_flag;
+pub mod producer_index;
+pub mod reset;
+pub mod seqlock;
+pub mod shm_fifo;
+pub mod spin_lock;
+pub mod submit_lock;
+
+pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+/// A 32-bit atomic word.
+pub trait Atom32 {
+    /// Atomic load.
+    fn load(&self, order: Ordering) -> u32;
+    /// Atomic store.
+    fn store(&self, value: u32, order: Ordering);
+    /// Atomic exchange.
+    fn swap(&self, value: u32, order: Ordering) -> u32;
+    /// Atomic addition, modulo 2^32; returns the value before.
+    fn fetch_add(&self, value: u32, order: Ordering) -> u32;
+    /// A fence of the same memory model.
+    fn fence(order: Ordering);
+}
+
+/// A 64-bit atomic word.
+pub trait Atom64 {
+    /// Atomic load.
+    fn load(&self, order: Ordering) -> u64;
+    /// Atomic store.
+    fn store(&self, value: u64, order: Ordering);
+    /// Atomic exchange.
+    fn swap(&self, value: u64, order: Ordering) -> u64;
+    /// Atomic maximum; returns the value before.
+    fn fetch_max(&self, value: u64, order: Ordering) -> u64;
+    /// Atomic bitwise and; returns the value before.
+    fn fetch_and(&self, value: u64, order: Ordering) -> u64;
+    /// Atomic store of `new` if the value is `current`; returns the value before, as an error if it was another.
+    ///
+    /// # Errors
+    /// The value, if it is not `current`.
+    fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64>;
+    /// A fence of the same memory model.
+    fn fence(order: Ordering);
+}
+
+// Inlined everywhere: as a call, each would have to find out which order is meant.
+impl Atom32 for AtomicU32 {
+    #[inline(always)]
+    fn load(&self, order: Ordering) -> u32 {
+        self.load(order)
+    }
+    #[inline(always)]
+    fn store(&self, value: u32, order: Ordering) {
+        self.store(value, order);
+    }
+    #[inline(always)]
+    fn swap(&self, value: u32, order: Ordering) -> u32 {
+        self.swap(value, order)
+    }
+    #[inline(always)]
+    fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
+        self.fetch_add(value, order)
+    }
+    #[inline(always)]
+    fn fence(order: Ordering) {
+        fence(order);
+    }
+}
+
+impl Atom64 for AtomicU64 {
+    #[inline(always)]
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+    #[inline(always)]
+    fn store(&self, value: u64, order: Ordering) {
+        self.store(value, order);
+    }
+    #[inline(always)]
+    fn swap(&self, value: u64, order: Ordering) -> u64 {
+        self.swap(value, order)
+    }
+    #[inline(always)]
+    fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
+        self.fetch_max(value, order)
+    }
+    #[inline(always)]
+    fn fetch_and(&self, value: u64, order: Ordering) -> u64 {
+        self.fetch_and(value, order)
+    }
+    #[inline(always)]
+    fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64> {
+        self.compare_exchange(current, new, yes, no)
+    }
+    #[inline(always)]
+    fn fence(order: Ordering) {
+        fence(order);
+    }
+}

@@ -1,0 +1,520 @@
+//! Streams: queues of memory operations that run in order, on a host thread or on a GPU.
+//!
+//! | libgdsync | here |
+//! |---|---|
+//! | `gds_stream_queue_send` | [`Stream::send`] |
+//! | `gds_stream_wait_cq` | [`Stream::wait_send`], [`Stream::wait_recv`] |
+//! | `gds_prepare_send`, `gds_stream_post_send(_all)` | [`Qp::prepare_send`], [`Batch::post`] |
+//! | `gds_prepare_wait_cq`, `gds_stream_post_wait_cq(_all)` | [`Qp::prepare_wait_send`], [`Batch::post_wait`] |
+//! | `gds_post_wait_cq` (give a wait back to the CPU) | dropping a [`PreparedWait`] |
+//! | `gds_prepare_wait_value32`, `gds_prepare_write_value32` | [`Batch::wait_value32`], [`Batch::write_value32`], and 64 bit |
+//! | `gds_prepare_write_memory` | [`Batch::write_memory`] |
+//! | `gds_stream_post_descriptors` | [`Stream::submit`] |
+//! | `gds_post_descriptors` | [`Batch::run`] |
+//! | `gds_post_send`, `gds_post_recv` | [`Qp::post_send`], [`Qp::post_recv`] |
+//! | `gds_create_qp`, `gds_destroy_qp` | [`Pd::build_qp`](crate::verbs::Pd::build_qp), dropping the [`Qp`] |
+//! | `gds_alloc_mapped_memory` | [`Memory::alloc`](crate::memory::Memory::alloc) |
+//! | `gds_query_param`, `GDS_API_VERSION` | [`VERSION`](crate::VERSION) |
+//! | `GDS_CREATE_QP_*_ON_GPU` | [`QpBuilder::on_gpu`](crate::verbs::QpBuilder::on_gpu) |
+//! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
+//! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | [`Qp::for_kernels`]: kernels write requests themselves |
+//! | none: libgdsync cannot be captured in CUDA graphs | [`Stream::capture`], [`Graph::launch`] |
+//! | `gds_prepare_send`, and `device.cuh` to trigger it from a kernel | [`Stream::record_steps`], [`KernelSteps::launch`] |
+//!
+//! # Graphs
+//!
+//! What is submitted within [`Stream::capture`] is recorded, not run; each [`Graph::launch`] runs all of it with one
+//! submission, with fresh work requests. Eager work on the same queue pair may stand between launches.
+//!
+//! ```
+//! # use std::time::Duration;
+//! # use gdsync::memory::Memory;
+//! # use gdsync::stream::{Batch, HostStreamConfig, Stream};
+//! # use gdsync::verbs::{Access, Device, SendWr};
+//! # fn main() -> gdsync::Result<()> {
+//! # let pd = Device::find(None)?.open()?.alloc_pd()?;
+//! # let (a, b) = (pd.build_qp().build()?, pd.build_qp().build()?);
+//! # a.connect(b.address())?;
+//! # b.connect(a.address())?;
+//! # let ours = pd.register(&Memory::alloc(64)?, Access::all())?;
+//! # let theirs = pd.register(&Memory::alloc(64)?, Access::all())?;
+//! let stream = Stream::host(HostStreamConfig::default())?;
+//! let graph = stream.capture(|stream| {
+//!     // On a CUDA stream, launch kernels and copies on `stream.raw()` here: they are captured, too.
+//!     stream.send(&a, &SendWr::write(theirs.remote(0)?, &[ours.sge(0, 8)?]).id(7))?;
+//!     stream.wait_send(&a).map(drop)
+//! })?;
+//! for round in 0..100u64 {
+//!     stream.write_value64(&ours.memory().word64(0)?, round)?;
+//!     let launch = graph.launch(&stream)?;
+//!     stream.synchronize(Duration::from_secs(10))?;
+//!     assert_eq!(theirs.memory().word64(0)?.load(), round);
+//!     assert_eq!(launch.completions()[0].status()?.expect("it was waited for").wr_id, 7);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [`Qp`]: crate::verbs::Qp
+//! [`Qp::prepare_send`]: crate::verbs::Qp::prepare_send
+//! [`Qp::prepare_wait_send`]: crate::verbs::Qp::prepare_wait_send
+//! [`Qp::post_send`]: crate::verbs::Qp::post_send
+//! [`Qp::post_recv`]: crate::verbs::Qp::post_recv
+//! [`Qp::for_kernels`]: crate::verbs::Qp::for_kernels
+
+mod batch;
+mod cuda;
+mod engine;
+mod execute;
+mod graph;
+mod host;
+mod op;
+mod prepared;
+mod record;
+mod reentrancy;
+mod run;
+mod single;
+mod sources;
+mod steps;
+mod submit_lock;
+
+use std::fmt;
+use std::mem;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+pub use batch::Batch;
+#[doc(hidden)]
+pub use batch::Replenish;
+#[doc(hidden)]
+pub use cuda::SubmitGuard;
+pub(crate) use cuda::{ChannelPressure, KernelExecutor, NudgerSlot, reserve};
+pub use cuda::{CudaStreamConfig, Nudge, Via};
+#[doc(hidden)] // until applications can bring an engine of their own
+pub use engine::Engine;
+#[doc(hidden)]
+pub use graph::Made;
+pub use graph::{Capture, Graph, Launch};
+pub use host::HostStreamConfig;
+pub use op::Cond;
+#[doc(hidden)]
+pub use op::{Arrival, Bell, Op, Ops, Ring, Source};
+pub use prepared::{PreparedSend, PreparedWait};
+pub use steps::{DEVICE_HEADER, KernelSteps};
+
+use crate::cuda::{Gpu, RawStream};
+use crate::error::{Error, Result};
+use crate::hca::GpuNudge;
+use crate::memory::{Word32, Word64};
+use crate::nvtx::DOMAIN;
+use crate::recorder::Stage;
+use crate::verbs::Completion;
+use crate::verbs::qp::QpCore;
+use cuda::CudaEngine;
+use host::HostEngine;
+use record::Recording;
+use reentrancy::ReentrancyCheck;
+use submit_lock::SubmitLock;
+
+/// A stream. Clones share it. When the last one is dropped, pending work is aborted.
+#[derive(Clone)]
+pub struct Stream(Arc<Inner>);
+
+struct Inner {
+    id: u64,
+    name: String,
+    engine: Arc<dyn Engine>,
+    /// What it says of itself.
+    signals: bool,
+    nudger: Option<Arc<dyn GpuNudge>>,
+    submit_lock: Arc<SubmitLock>,
+}
+
+type Used = Vec<(Arc<QpCore>, u64)>;
+
+#[derive(Default)]
+struct State {
+    /// Queue pairs used since they were last reported on, and by which submission last.
+    used: Used,
+    /// What is submitted goes here while the stream is being captured.
+    recording: Option<Recording>,
+    /// What the engine of a GPU keeps.
+    turn: SubmitGuard,
+}
+
+/// The turn of a stream, until it is dropped.
+struct Held<'a> {
+    inner: &'a Inner,
+    /// Always there until the drop.
+    state: Option<MutexGuard<'a, State>>,
+}
+
+impl Deref for Held<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        self.state.as_ref().expect("held until the drop")
+    }
+}
+
+impl DerefMut for Held<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        self.state.as_mut().expect("held until the drop")
+    }
+}
+
+impl Held<'_> {
+    /// As to drop it, where it is called.
+    #[inline(always)]
+    fn end(mut self) {
+        self.end_turn();
+        mem::forget(self);
+    }
+
+    #[inline(always)]
+    fn end_turn(&mut self) {
+        if let Some(state) = self.state.take() {
+            self.inner.submit_lock.end(state, |state| self.inner.engine.mark(&mut state.turn));
+        }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.end_turn();
+    }
+}
+
+impl Inner {
+    #[inline(always)]
+    fn turn(&self) -> Held<'_> {
+        Held { inner: self, state: Some(self.submit_lock.take()) }
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({} '{}')", self.0.engine.kind(), self.0.name)
+    }
+}
+
+/// Takes note that a submission uses a queue pair: mostly the one that was used last.
+#[inline]
+fn note_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
+    match used.last_mut() {
+        Some((known, last)) if Arc::ptr_eq(known, core) => *last = seq,
+        _ => note_other_use(used, core, seq),
+    }
+}
+
+#[inline(never)]
+fn note_other_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
+    match used.iter_mut().rfind(|(known, _)| Arc::ptr_eq(known, core)) {
+        Some((_, last)) => *last = seq,
+        None => used.push((core.clone(), seq)),
+    }
+}
+
+/// When `timeout` is over. One that the clock cannot tell is for ever.
+fn deadline(timeout: Duration) -> Instant {
+    const AGES: Duration = Duration::from_secs(1 << 32);
+    let now = Instant::now();
+    now.checked_add(timeout.min(AGES)).unwrap_or(now)
+}
+
+/// What a stream is doing.
+#[derive(Clone, Debug)]
+pub struct StreamStatus {
+    /// Submissions that have not run yet.
+    pub pending: u64,
+    /// Why the stream does no more work, if it failed.
+    pub error: Option<Error>,
+}
+
+impl Stream {
+    /// A stream run by a host thread.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Sys`] when no thread can be had.
+    pub fn host(config: HostStreamConfig) -> Result<Self> {
+        let name = config.name.clone();
+        Ok(Self::with(name, HostEngine::start(config)?, Arc::default()))
+    }
+
+    /// A stream of our own on a GPU.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Cuda`], [`Error::Sys`] when no thread can be had
+    /// for its watchdog.
+    pub fn cuda(gpu: &Gpu, config: CudaStreamConfig) -> Result<Self> {
+        let name = config.name.clone();
+        let submit_lock = Arc::<SubmitLock>::default();
+        Ok(Self::with(name, CudaEngine::start(gpu, config, submit_lock.clone())?, submit_lock))
+    }
+
+    /// A stream of the application: what it queues there itself, as kernels and copies, and what is queued here run in the
+    /// order they are queued in. The legacy default stream may be lent, too.
+    ///
+    /// # Errors
+    /// As [`Stream::cuda`]; [`Error::Unsupported`] for the default stream of a thread.
+    ///
+    /// # Safety
+    /// `stream` must be a stream of the context of `gpu` that lives as long as the result and its clones. It is not
+    /// destroyed here.
+    pub unsafe fn cuda_lent(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Self> {
+        let name = config.name.clone();
+        let submit_lock = Arc::<SubmitLock>::default();
+        Ok(Self::with(name, CudaEngine::lent(gpu, stream, config, submit_lock.clone())?, submit_lock))
+    }
+
+    fn with(name: String, engine: Arc<dyn Engine>, submit_lock: Arc<SubmitLock>) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let (signals, nudger) = (engine.signals(), engine.nudger().cloned());
+        Self(Arc::new(Inner { id, name, engine, signals, nudger, submit_lock }))
+    }
+
+    /// The `CUstream`, to launch kernels on; `None` for a host stream. To capture it, use
+    /// [`Stream::capture`]: while the application captures it by itself, submissions are refused, unless it has promised
+    /// ([`CudaStreamConfig::captured_by_others`]) that it never will.
+    pub fn raw(&self) -> Option<RawStream> {
+        self.0.engine.raw()
+    }
+
+    /// The engine in one word: "host" or "cuda".
+    pub fn kind(&self) -> &'static str {
+        self.0.engine.kind()
+    }
+
+    /// Queues a batch, all or nothing, and empties it. The caller goes on at once.
+    ///
+    /// # Errors
+    /// Leaves the batch as it was, and returns [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`], the error
+    /// that broke a queue pair of the batch, or the one that failed the stream.
+    pub fn submit(&self, batch: &mut Batch) -> Result<()> {
+        let mut state = self.state()?;
+        let State { used, recording, turn } = &mut *state;
+        self.submit_locked((used, turn), recording, batch)?;
+        state.end();
+        self.hand_over(batch);
+        Ok(())
+    }
+
+    fn submit_locked(
+        &self,
+        (used, turn): (&mut Used, &mut SubmitGuard),
+        recording: &mut Option<Recording>,
+        batch: &mut Batch,
+    ) -> Result<()> {
+        let _range = DOMAIN.range(c"submit");
+        let Some(recording) = recording else {
+            return self.put((used, turn), batch, |batch, turn| batch.put(&*self.0.engine, turn)).map(drop);
+        };
+        record::check(batch)?;
+        match &mut recording.sizes {
+            None => self.0.engine.record(turn, batch.ops())?,
+            Some(sizes) => sizes.push(self.0.engine.size_of_step(batch.ops())?),
+        }
+        recording.add(batch);
+        Ok(())
+    }
+
+    /// Refuses `what`, which no graph can repeat, while the stream is being captured: see [`Batch::only_once`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn refuse_in_capture(&self, what: &'static str, fix: &'static str) -> Result<()> {
+        if self.state()?.recording.is_some() { Err(record::once(what, fix)) } else { Ok(()) }
+    }
+
+    /// The state, unless the calling thread holds it already.
+    #[inline(always)]
+    fn state(&self) -> Result<Held<'_>> {
+        if ReentrancyCheck::any() {
+            self.refuse_here()?;
+        }
+        Ok(self.0.turn())
+    }
+
+    /// Refuses a thread that must not use the stream where it is.
+    #[cold]
+    fn refuse_here(&self) -> Result<()> {
+        steps::refuse()?;
+        self.0.engine.refuse_here()
+    }
+
+    /// Marks a batch, has the engine take it, and takes note of its queue pairs. Returns the number of the submission.
+    fn put(
+        &self,
+        (used, turn): (&mut Used, &mut SubmitGuard),
+        batch: &mut Batch,
+        submit: impl FnOnce(&mut Batch, &mut SubmitGuard) -> Result<u64>,
+    ) -> Result<u64> {
+        batch.mark(self.0.id, !self.0.signals)?;
+        // Before the engine has it: it may run at once.
+        batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
+        let seq = match submit(batch, turn) {
+            Ok(seq) => seq,
+            Err(error) => {
+                batch.refuse(self.0.id);
+                return Err(error);
+            }
+        };
+        batch.cores().for_each(|core| note_use(used, core, seq));
+        Ok(seq)
+    }
+
+    /// Lets go of a batch that the engine has, now that the turn was let go: the device is told of it.
+    #[inline]
+    fn hand_over(&self, batch: &mut Batch) {
+        if !self.0.signals {
+            batch.tell(self.0.nudger.as_ref());
+        }
+        batch.hand_over();
+    }
+
+    /// As [`Stream::submit`], but waits for room in a full stream.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.
+    pub fn submit_within(&self, batch: &mut Batch, timeout: Duration) -> Result<()> {
+        self.while_full(deadline(timeout), || self.submit(batch))
+    }
+
+    /// Waits for room for a batch of `ops` operations, `host_fns` of them host functions: for who must know before it posts what
+    /// the batch needs. Another thread may take the room.
+    ///
+    /// # Errors
+    /// [`Error::StreamFull`] after `timeout`, and the error that failed the stream.
+    #[doc(hidden)] // for messaging layers of this workspace
+    pub fn wait_room(&self, ops: usize, host_fns: usize, timeout: Duration) -> Result<()> {
+        self.while_full(deadline(timeout), || self.0.engine.ask_room(&mut self.state()?.turn, ops, host_fns))
+    }
+
+    /// Tries again when there is room, until the deadline.
+    fn while_full<T>(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        loop {
+            match attempt() {
+                Err(Error::StreamFull { .. })
+                    if Instant::now() < deadline && self.0.engine.wait_room(deadline) => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Submits what `add` puts into a batch.
+    fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
+        // Dropped after the turn: to drop a host function is to run foreign code.
+        let mut batch = Batch::new();
+        let mut state = self.state()?;
+        let State { used, recording, turn } = &mut *state;
+        let added = add(&mut batch)?;
+        self.submit_locked((used, turn), recording, &mut batch)?;
+        state.end();
+        self.hand_over(&mut batch);
+        Ok(added)
+    }
+
+    /// As [`Stream::one`], of what cannot be refused before it is submitted.
+    fn only(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
+        self.one(|batch| {
+            add(batch);
+            Ok(())
+        })
+    }
+
+    /// Holds the stream until a work request has completed: see [`Batch::wait`]. One that was prepared may be posted later, by whatever
+    /// stream; if it is dropped instead, the wait is for whichever send takes its number, and else runs into its limit.
+    ///
+    /// # Errors
+    /// As [`Batch::wait`] and [`Stream::submit`].
+    pub fn wait(&self, completion: &Completion) -> Result<()> {
+        self.one(|batch| batch.wait(completion))
+    }
+
+    /// Holds the stream until a word satisfies a condition.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn wait_value32(&self, word: &Word32, value: u32, cond: Cond) -> Result<()> {
+        self.only(|batch| batch.wait_value32(word, value, cond))
+    }
+
+    /// Holds the stream until a word satisfies a condition.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn wait_value64(&self, word: &Word64, value: u64, cond: Cond) -> Result<()> {
+        self.only(|batch| batch.wait_value64(word, value, cond))
+    }
+
+    /// Writes a word in stream order.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn write_value32(&self, word: &Word32, value: u32) -> Result<()> {
+        self.only(|batch| batch.write_value32(word, value))
+    }
+
+    /// Writes a word in stream order.
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn write_value64(&self, word: &Word64, value: u64) -> Result<()> {
+        self.only(|batch| batch.write_value64(word, value))
+    }
+
+    /// Runs a function on the CPU in stream order: see [`Batch::host_fn`].
+    ///
+    /// # Errors
+    /// As [`Stream::submit`].
+    pub fn host_fn(&self, f: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.only(|batch| batch.host_fn(f))
+    }
+
+    /// Blocks until everything submitted before has run, then reports the first failure of the stream or of a queue
+    /// pair it used since the last call.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout` (the work goes on), the stream's error, or the root cause of the first
+    /// broken queue pair. A stream that ran to its end after such an error has *not* received what it waited for.
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        let _range = DOMAIN.range(c"synchronize");
+        steps::refuse()?;
+        let (seq, deadline) = (self.0.engine.submitted(), deadline(timeout));
+        let late = || Error::Deadline { what: "stream synchronize", after: timeout };
+        if !self.0.engine.wait_completed(seq, deadline) {
+            return Err(late());
+        }
+        // Who has the turn may have to wait in the driver.
+        let patience = Instant::now() + Duration::from_millis(1);
+        let state = self.0.submit_lock.take_until(deadline.max(patience)).ok_or_else(late)?;
+        let mut state = Held { inner: &self.0, state: Some(state) };
+        let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
+        // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.
+        state.used.retain(|(_, last)| *last > seq);
+        drop(state);
+        if let Some(error) = self.0.engine.error() {
+            return Err(error);
+        }
+        cores.iter().try_for_each(|core| core.check())
+    }
+
+    /// What the stream is doing, without waiting.
+    pub fn query(&self) -> StreamStatus {
+        let engine = &self.0.engine;
+        // In this order: others may submit meanwhile.
+        let completed = engine.completed();
+        StreamStatus { pending: engine.submitted() - completed, error: engine.error() }
+    }
+
+    /// Gives up everything pending: the queue pairs it uses are stopped, waits are released, nothing more runs.
+    pub fn abort(&self) {
+        self.0.engine.fail(Error::StreamAborted { stream: self.0.name.clone() });
+    }
+}

@@ -1,0 +1,334 @@
+//! Sends and waits that come one by one, or a send and a wait in one call, and rows of them: sends on one queue, and waits for one
+//! completion after the other, mixed.
+//!
+//! The first of a row is in the queue of submissions and stands for all: the GPU is not seen to complete any before the next mark. The
+//! others take no lock until the row ends: with the next mark or any other submission. Whoever fails the stream finds their sources: that
+//! of the waits in the first one, that of the sends there or in one that came before it and after the last mark. Of sends nobody else has
+//! to know. Waits are what the watchdog keeps deadlines for, so it is told how many there are, before the driver takes them: by a word
+//! that only who has the turn writes.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use smallvec::smallvec;
+
+use super::graph;
+use super::kernel_exec::KernelOp;
+use super::plan::{self, InlineOps};
+use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, SubmitGuard, not_joined};
+use crate::cuda::{Flush, gate};
+use crate::error::Result;
+use crate::stream::op::{Arrival, Bell, Op, Ring, Source};
+
+/// What who has the turn knows of a row.
+#[derive(Debug, Default)]
+pub(super) struct CoalescedRun {
+    /// The address of what its sends ring, which a submission since the last mark names; 0 where nothing does.
+    rung: usize,
+    /// The address of what its waits wait for, and the completion that the next one must be for; 0 where the first is no wait.
+    awaited: usize,
+    next: u64,
+    /// Calls behind the first one, and waits among them.
+    uncounted: usize,
+    waits: u64,
+    /// Calls that there is room for.
+    room: usize,
+}
+
+impl CoalescedRun {
+    /// None yet, with room for so many calls.
+    pub(super) fn of(room: usize) -> Self {
+        Self { room, ..Self::default() }
+    }
+}
+
+/// What tells one source from others.
+#[inline(always)]
+fn address_of(source: &Arc<dyn Source>) -> usize {
+    Arc::as_ptr(source).addr()
+}
+
+impl Shared {
+    /// Submits one trigger. Of those in a row for the same queue, one submission stands for all up to the next mark: nothing tells of
+    /// them one by one.
+    pub(super) fn trigger(
+        &self,
+        turn: &mut SubmitGuard,
+        source: &Arc<dyn Source>,
+        bell: &Bell,
+        ring: Ring,
+    ) -> Result<u64> {
+        if !bell.is_found() {
+            self.mark_in_turn(turn);
+        }
+        let ops = plan::rung(&self.gpu, bell, ring)?;
+        if turn.coalesced.rung == address_of(source) && self.goes_on(turn) {
+            return self.submit_in_row(turn, 0, ops);
+        }
+        self.trigger_by_itself(turn, source, (ring, InlineOps::of(ops)))
+    }
+
+    #[inline(never)]
+    fn trigger_by_itself(
+        &self,
+        turn: &mut SubmitGuard,
+        source: &Arc<dyn Source>,
+        (ring, mut few): (Ring, InlineOps),
+    ) -> Result<u64> {
+        let is_marked = turn.unmarked == 0;
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| match queue.back_mut() {
+            Some(last) if !is_marked && last.triggers_only(source) => {
+                last.seq = entry.seq;
+                last.calls += entry.calls;
+            }
+            _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(source.clone(), ring)], None)),
+        };
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        if turn.unmarked > 0 {
+            turn.coalesced.rung = address_of(source);
+        }
+        Ok(seq)
+    }
+
+    /// Submits one wait. Of those in a row for one completion after the other, one submission stands for all, as of triggers.
+    pub(super) fn wait(
+        &self,
+        turn: &mut SubmitGuard,
+        source: &Arc<dyn Source>,
+        arrival: &Arrival<'_>,
+        n: u64,
+    ) -> Result<u64> {
+        if !arrival.is_found() {
+            self.mark_in_turn(turn);
+        }
+        let [wait, index] = plan::awaited(&self.gpu, &**source, arrival)?;
+        let flushes = self.gpu.capabilities().flush == Flush::OnStream;
+        if turn.coalesced.awaited == address_of(source) && turn.coalesced.next == n && self.goes_on(turn) {
+            return match flushes {
+                false => self.submit_in_row(turn, 1, [wait, index]),
+                true => self.submit_in_row(turn, 1, [wait, KernelOp::FLUSH, index]),
+            };
+        }
+        let few = if flushes {
+            InlineOps::of([wait, KernelOp::FLUSH, index])
+        } else {
+            InlineOps::of([wait, index])
+        };
+        self.wait_by_itself(turn, source, (n, few))
+    }
+
+    #[inline(never)]
+    fn wait_by_itself(
+        &self,
+        turn: &mut SubmitGuard,
+        source: &Arc<dyn Source>,
+        (n, mut few): (u64, InlineOps),
+    ) -> Result<u64> {
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
+            queue.push_back(Submission::new(entry, smallvec![Op::Await(source.clone(), n)], None));
+        };
+        let rung = turn.coalesced.rung;
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        if turn.unmarked > 0 {
+            (turn.coalesced.rung, turn.coalesced.awaited, turn.coalesced.next) =
+                (rung, address_of(source), n + 1);
+        }
+        Ok(seq)
+    }
+
+    /// Submits a trigger and a wait by one call. They go on with a row that has both, and begin one.
+    pub(super) fn hop(
+        &self,
+        turn: &mut SubmitGuard,
+        (source, bell, ring): (&Arc<dyn Source>, &Bell, Ring),
+        (end, arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
+    ) -> Result<u64> {
+        if !(bell.is_found() && arrival.is_found()) {
+            self.mark_in_turn(turn);
+        }
+        let [record, doorbell] = plan::rung(&self.gpu, bell, ring)?;
+        let [wait, index] = plan::awaited(&self.gpu, &**end, arrival)?;
+        let flushes = self.gpu.capabilities().flush == Flush::OnStream;
+        let coalesced = &turn.coalesced;
+        let is_next = coalesced.awaited == address_of(end) && coalesced.next == n;
+        if is_next && coalesced.rung == address_of(source) && self.goes_on(turn) {
+            return match flushes {
+                false => self.submit_in_row(turn, 1, [record, doorbell, wait, index]),
+                true => self.submit_in_row(turn, 1, [record, doorbell, wait, KernelOp::FLUSH, index]),
+            };
+        }
+        let few = match flushes {
+            false => InlineOps::of([record, doorbell, wait, index]),
+            true => InlineOps::of([record, doorbell, wait, KernelOp::FLUSH, index]),
+        };
+        self.hop_by_itself(turn, (source, ring), (end, n), few)
+    }
+
+    #[inline(never)]
+    fn hop_by_itself(
+        &self,
+        turn: &mut SubmitGuard,
+        (source, ring): (&Arc<dyn Source>, Ring),
+        (end, n): (&Arc<dyn Source>, u64),
+        mut few: InlineOps,
+    ) -> Result<u64> {
+        let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
+            let ops = smallvec![Op::Trigger(source.clone(), ring), Op::Await(end.clone(), n)];
+            queue.push_back(Submission::new(entry, ops, None));
+        };
+        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
+        if turn.unmarked > 0 {
+            (turn.coalesced.rung, turn.coalesced.awaited, turn.coalesced.next) =
+                (address_of(source), address_of(end), n + 1);
+        }
+        Ok(seq)
+    }
+
+    /// Whether one more call that the row is for goes on with it, without a mark behind it. While the gate is closed none does.
+    #[inline(always)]
+    fn goes_on(&self, turn: &SubmitGuard) -> bool {
+        let goes_on = turn.coalesced.uncounted < turn.coalesced.room
+            && turn.unmarked + 1 < MARK_EVERY
+            && !gate::is_closed();
+        // The gate is looked at without its lock: for that a submission must be under way, which keeps the reaper from its work.
+        debug_assert!(!goes_on || self.failed() || self.completed() < self.submitted(), "a row without work");
+        goes_on
+    }
+
+    /// Submits one more call of the row, with so many waits.
+    #[inline(always)]
+    fn submit_in_row<const N: usize>(
+        &self,
+        turn: &mut SubmitGuard,
+        waits: u64,
+        ops: [KernelOp; N],
+    ) -> Result<u64> {
+        if self.failed() {
+            return Err(self.why_failed());
+        }
+        let _joined = if self.needs_context { Some(self.gpu.join().map_err(not_joined)?) } else { None };
+        if self.is_captured_by_others(turn) {
+            return Err(graph::within_another());
+        }
+        let seq = self.submitted() + 1;
+        self.submitted.store(seq, Ordering::Release);
+        turn.coalesced.uncounted += 1;
+        turn.unmarked += 1;
+        if waits > 0 {
+            turn.coalesced.next += waits;
+            turn.coalesced.waits += waits;
+            self.behind.store(turn.coalesced.waits, Ordering::Release);
+        }
+        Ok(self.issued(seq, self.run_few(seq, ops)))
+    }
+
+    /// As [`Shared::run`], of a few operations that are known where it is called.
+    #[inline(always)]
+    fn run_few<const N: usize>(&self, seq: u64, ops: [KernelOp; N]) -> gdrcopy::Result<()> {
+        let api = self.gpu.api();
+        if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| plan::fits_kernel(&ops)) {
+            return kernel_exec.launch_few(api, self.stream, self.head(seq), ops);
+        }
+        // Not `map`, which is a function of its own.
+        let mut memops = [const { KernelOp::BARRIER.memop() }; N];
+        for (to, op) in memops.iter_mut().zip(&ops) {
+            *to = op.memop();
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "a few")]
+        let count = const { N as u32 };
+        // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+        unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+    }
+
+    /// Ends the row: counts its calls where all see it.
+    pub(super) fn end_row(&self, turn: &mut SubmitGuard, state: &mut State) {
+        let CoalescedRun { uncounted, waits, .. } = mem::take(&mut turn.coalesced);
+        if uncounted == 0 {
+            return;
+        }
+        self.behind.store(0, Ordering::Relaxed);
+        if let Some(first) = state.queue.back_mut() {
+            first.seq += uncounted as u64;
+            first.calls += uncounted;
+            first.more = waits;
+            state.calls += uncounted;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use gdrcopy::standin::driver;
+
+    use super::super::{CudaEngine, CudaStreamConfig, Via};
+    use crate::cuda::Gpu;
+    use crate::error::Error;
+    use crate::hca::SoftHcaConfig;
+    use crate::stream::engine::Engine;
+    use crate::stream::submit_lock::SubmitLock;
+    use crate::stream::{Batch, Stream};
+    use crate::verbs::{Context, RecvWr, SendWr};
+
+    const LIMIT: Duration = Duration::from_millis(100);
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Who submits keeps the turn, as where the driver holds it up: no mark ends the row, and only what the row itself tells is known.
+    #[test]
+    fn the_deadline_of_a_later_wait_of_an_open_row_is_kept() {
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        a.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 4]).unwrap();
+        b.post_send(&[SendWr::send(&[]), SendWr::send(&[])]).unwrap();
+        b.wait_all_sends(PATIENCE).unwrap();
+        let submit_lock = std::sync::Arc::<SubmitLock>::default();
+        let config = CudaStreamConfig { wait_limit: LIMIT, via: Via::MemOp, ..CudaStreamConfig::default() };
+        let engine = CudaEngine::start(&gpu, config, submit_lock.clone()).unwrap();
+        let mut held = submit_lock.take();
+        let end = &a.recv.end;
+        let start = Instant::now();
+        for n in 0..4 {
+            engine.wait(&mut held.turn, end.source(), &end.cq.arrival(n), n).unwrap();
+        }
+        let error = loop {
+            match engine.error() {
+                Some(error) => break error,
+                None => assert!(start.elapsed() < PATIENCE, "nobody keeps the deadline of the third wait"),
+            }
+            std::thread::yield_now();
+        };
+        assert!(start.elapsed() >= LIMIT);
+        let (name, qp) = (end.source().describe(), format!("QP {:#x}", a.qpn()));
+        assert!(matches!(&error, Error::StreamWait { what, after: LIMIT, .. } if *what == name), "{error}");
+        assert!(name.contains("receive completion") && name.contains(&qp), "{name}");
+        // The waits are released, too: the third and the one behind it.
+        submit_lock.end(held, |state| engine.mark(&mut state.turn));
+        assert!(engine.wait_completed(4, Instant::now() + PATIENCE));
+    }
+
+    #[test]
+    fn what_a_stream_refuses_the_device_does_not_attend_to() {
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        let stream = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
+        let may_rest = || a.send.end.cq.parts().event.rest(0);
+        let mut batch = Batch::new();
+        batch.send(&a, &SendWr::nop()).unwrap();
+        batch.wait_send(&a).unwrap();
+        batch.mark(7, true).unwrap();
+        assert!(!may_rest(), "marked, it is foreseen");
+        batch.unmark();
+        stream.abort();
+        assert!(matches!(stream.submit(&mut batch), Err(Error::StreamAborted { .. })));
+        assert!(may_rest());
+    }
+}
