@@ -5,8 +5,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::mlx5::WqeError;
 use crate::verbs::{CompletionError, QpState};
+use mlx5_ring::WqeError;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -63,7 +63,6 @@ pub mod error;
 mod fork_guard;
 pub mod hca;
 pub mod memory;
-pub mod mlx5;
 pub mod nvtx;
 mod pause;
 #[doc(hidden)]
@@ -76,6 +75,7 @@ pub mod stream;
 pub mod verbs;
 
 pub use error::{Error, Result};
+pub use mlx5_ring as mlx5;
 
 /// Version of this crate, as `major.minor.patch`.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

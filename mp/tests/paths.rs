@@ -165,7 +165,11 @@ fn a_buffer_has_a_path() {
         assert!(matches!(comm.path_of(&buffer, 0..8, 2), Err(Error::NoSuchRank { rank: 2, size: 2 })));
         let window = comm.window(&buffer, 0..64, LONG).unwrap();
         let path = window.path_of(&buffer, 0..8, peer).unwrap();
-        assert_eq!((path.path().has_slots(), path.transfer_path().transport()), (false, Transport::Cpu), "{path}");
+        assert_eq!(
+            (path.path().has_slots(), path.transfer_path().transport()),
+            (false, Transport::Cpu),
+            "{path}"
+        );
         assert!(window.path_of(&buffer, 0..8, 2).is_err());
         comm.barrier(LONG).unwrap();
     });

@@ -20,12 +20,12 @@ use super::registers::{KernelExecutor, Registers};
 use super::rings::RingDomain;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
-use crate::mlx5::{self, BB, CQE_SIZE, INITIAL_CQE};
 use crate::rdma::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::rdma::{Domain, FailedCq, Open};
 use crate::verbs::placement::Places;
 use crate::verbs::provider::QpRequest;
 use crate::verbs::{QpAttr, QpState};
+use mlx5_ring::{self as mlx5, BB, CQE_SIZE, INITIAL_CQE};
 
 /// A completion queue of the card. What libmlx5 has of it is not polled: its ring is ours to read.
 pub(super) struct DirectCq {

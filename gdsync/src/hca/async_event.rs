@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::event::GpuNudge;
-use crate::mlx5::Syndrome;
+use mlx5_ring::Syndrome;
 
 /// An asynchronous event (`enum ibv_event_type`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,9 +14,9 @@ use super::soft::{SoftHca, SoftHcaConfig};
 use super::stats::HcaStats;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64};
-use crate::mlx5::{CQE_SIZE, EMPTY};
 use crate::verbs::provider::{MrKeys, Provider as _, QpRequest};
 use crate::verbs::{Access, QpAttr, QpState};
+use mlx5_ring::{CQE_SIZE, EMPTY};
 
 /// A card.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ impl Card {
     /// [`Error::InvalidArgument`] when there are too many.
     pub fn create_qp(&self, qp: CardQp) -> Result<u32> {
         let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, doorbell, flushes_by_doorbell } = qp;
-        let (log_sq, log_rq) = ((sq.len() / crate::mlx5::BB).ilog2(), (rq.len() / rq_stride).ilog2());
+        let (log_sq, log_rq) = ((sq.len() / mlx5_ring::BB).ilog2(), (rq.len() / rq_stride).ilog2());
         let request =
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
         doorbell.store(EMPTY);

@@ -6,10 +6,10 @@ use std::sync::atomic::Ordering;
 use super::event::{CqEvent, GpuNudge};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mlx5::{self, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 use crate::protocol::completion;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::CqParts;
+use mlx5_ring::{self as mlx5, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 
 /// First CQN: small numbers would hide byte-order mistakes.
 const BASE: u32 = 0x8a1;
@@ -225,7 +225,7 @@ impl SoftCq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mlx5::{CqeOpcode, owned_by_software};
+    use mlx5_ring::{CqeOpcode, owned_by_software};
 
     fn queue(ignore_overrun: bool) -> (Cqs, u32, Memory, Memory) {
         let CqParts { ring, record, event, .. } = parts(1, OnGpu::empty(), &Places::default()).unwrap();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::shuffle::Shuffle;
 use crate::error::{Error, Result};
-use crate::mlx5::Syndrome;
+use mlx5_ring::Syndrome;
 
 /// What goes wrong, seeded: the same plan and the same traffic of a queue pair meet the same faults.
 ///

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::reference::Export;
 use super::shuffle::Shuffle;
 use crate::memory::Memory;
-use crate::mlx5::Syndrome;
 use crate::verbs::Access;
+use mlx5_ring::Syndrome;
 
 /// The memory regions of one HCA. A key is `index << 8 | variant`, shuffled: the variant changes at every registration, so that
 /// a stale key does not open its successor, and who was not told a key cannot guess it.

@@ -19,9 +19,9 @@ use super::staging::Stage;
 use super::stats::HcaStats;
 use crate::copy_engine::{CopyEngine, Ticket};
 use crate::error::{Error, Result};
-use crate::mlx5::{Cqe, CqeOpcode, Opcode, Syndrome};
 use crate::verbs::track::Health;
 use crate::verbs::{Access, QpAddress, QpAttr, QpState};
+use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome};
 
 /// What the queue pairs share while one of them works.
 #[derive(Debug)]

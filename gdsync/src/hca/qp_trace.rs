@@ -5,8 +5,8 @@
 
 use super::gid::Gid;
 use crate::error::Result;
-use crate::mlx5::{Cqe, CqeOpcode};
 use crate::recorder::{By, Event, Log, Queue, Stage};
+use mlx5_ring::{Cqe, CqeOpcode};
 
 #[derive(Debug, Default)]
 pub(crate) struct QpTrace {

@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use super::soft::{SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
-use crate::mlx5::{self, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 use crate::protocol;
 use crate::proxy::Proxy;
 use crate::rdma::{DeviceConfig, Open};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAttr, QpState};
+use mlx5_ring::{self as mlx5, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Log2 of all rings.

@@ -14,8 +14,8 @@ use trial::Way;
 use super::packet::ahead;
 use super::qp::{Env, SoftQp};
 use crate::copy_engine::{Status, Ticket};
-use crate::mlx5::{Opcode, Syndrome};
 use crate::verbs::{QpAttr, QpState};
+use mlx5_ring::{Opcode, Syndrome};
 
 #[derive(Debug)]
 pub(crate) struct Requester {

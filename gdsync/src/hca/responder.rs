@@ -19,8 +19,8 @@ use super::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use super::qp::{Env, SoftQp};
 use super::requester::Reason;
 use super::wire::Piece;
-use crate::mlx5::{Cqe, CqeOpcode, DataSeg, Syndrome};
 use crate::verbs::{QpAttr, QpState};
+use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome};
 
 /// Answers that wait for room on the link, a READ of any length being one. The requests of a peer that takes no more are dropped, as if
 /// the network had lost them: it sends them again. More than a peer has under way that takes its answers.

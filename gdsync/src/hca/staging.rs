@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::qp::{Env, SoftQp};
 use crate::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
 use crate::memory::Memory;
-use crate::mlx5::Syndrome;
+use mlx5_ring::Syndrome;
 
 /// Bytes of a chunk: long enough that a copy engine's start (some 10 us) is short beside it.
 const CHUNK: usize = 256 << 10;

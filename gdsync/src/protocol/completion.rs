@@ -8,7 +8,7 @@
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use super::Atom32;
-use crate::mlx5;
+use mlx5_ring as mlx5;
 
 /// The HCA publishes a CQE whose other bytes it has written.
 pub fn publish(word: &impl Atom32, op_own_word: u32) {

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{Atom32, Atom64};
-use crate::mlx5::{self, EMPTY};
+use mlx5_ring::{self as mlx5, EMPTY};
 
 /// Rings: publishes the producer index, then writes the doorbell. The WQEs must have been written before. `fence` is what
 /// orders a record in GPU memory before the doorbell.

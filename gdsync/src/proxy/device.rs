@@ -13,11 +13,11 @@ use rdma_core_sys::verbs::{
 
 use super::translate::{Buffers, Request, recv_wr};
 use crate::error::{Error, Result};
-use crate::mlx5::SEGMENT;
 use crate::rdma::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::rdma::{Domain, Open};
 use crate::verbs::provider::QpRequest;
 use crate::verbs::{MAX_RD_ATOMIC, QpAttr, QpState};
+use mlx5_ring::SEGMENT;
 
 /// A limit of the device, of which some drivers say -1 for none.
 pub(super) fn limit(value: i32) -> u32 {

@@ -10,9 +10,9 @@ use super::qp::{Env, ProxyQp};
 use super::tag::Tag;
 use super::translate::{Buffers, Request};
 use crate::error::{Error, Result};
-use crate::mlx5::Opcode;
 use crate::rdma::cm::Offer;
 use crate::verbs::{QpAddress, QpAttr, QpState};
+use mlx5_ring::Opcode;
 
 /// Why a connection is not there any more, as far as one side can know.
 pub(super) const GONE: &str = "the connection is closed: the peer reset or destroyed its queue pair, or is gone; or iWARP gave it up, \

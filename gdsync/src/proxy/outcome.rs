@@ -2,7 +2,7 @@
 
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_flags, ibv_wc_opcode, ibv_wc_status};
 
-use crate::mlx5::{Cqe, CqeOpcode, Syndrome};
+use mlx5_ring::{Cqe, CqeOpcode, Syndrome};
 
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,8 +6,8 @@ use super::staged::{Brought, ReceiveStaging};
 use super::translate::{Buffers, Inline, Request, in_ring, inline_bytes, sge};
 use crate::error::Error;
 use crate::hca::{Wqe, low16};
-use crate::mlx5::{DecodedOp, Opcode};
 use crate::verbs::QpState;
+use mlx5_ring::{DecodedOp, Opcode};
 
 /// What became of a WQE.
 enum Posted {

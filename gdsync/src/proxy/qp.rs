@@ -22,10 +22,10 @@ use super::tag::Tag;
 use crate::error::{Error, Result};
 use crate::hca::{Cqs, HcaStats, Rings, low16, random_psn};
 use crate::memory::Memory;
-use crate::mlx5::{Cqe, CqeOpcode, Opcode, Syndrome};
 use crate::rdma::Region;
 use crate::verbs::track::Health;
 use crate::verbs::{QpAttr, QpState};
+use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome};
 
 /// How long a device may take to give back what it has, in ERR.
 pub(super) const DRAIN: Duration = Duration::from_secs(2);

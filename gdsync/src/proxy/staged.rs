@@ -8,8 +8,8 @@ use super::shadow::{Pieces, Shadows};
 use super::translate::{Inline, Request};
 use crate::error::{Error, Result};
 use crate::hca::HcaStats;
-use crate::mlx5::{Cqe, CqeOpcode, DecodedOp, Syndrome};
 use crate::verbs::QpState;
+use mlx5_ring::{Cqe, CqeOpcode, DecodedOp, Syndrome};
 
 /// Sends whose payload is brought ahead of their turn: so a copy engine does not rest while the device sends.
 const AHEAD: usize = 16;

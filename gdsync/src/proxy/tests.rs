@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use super::device::Most;
 use super::provider::Proxy;
 use crate::memory::Memory;
-use crate::mlx5::{CqeOpcode, Syndrome};
 use crate::rdma::{DeviceConfig, Open};
 use crate::verbs::{Access, Context, Mr, Qp, QpAttr, QpState, RecvWr, SendWr};
+use mlx5_ring::{CqeOpcode, Syndrome};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

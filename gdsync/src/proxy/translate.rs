@@ -11,7 +11,7 @@ use rdma_core_sys::verbs::{
 use smallvec::SmallVec;
 
 use crate::hca::{Rings, Wqe};
-use crate::mlx5::{DataSeg, DecodedOp, DecodedPayload, RemoteAddr};
+use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload, RemoteAddr};
 
 /// A request to send.
 #[derive(Debug)]

@@ -27,11 +27,11 @@ use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
 use crate::memory::{Found, Word32};
-use crate::mlx5::{self, CQE_SIZE};
 use crate::protocol::completion;
 use crate::recorder::{By, Event, Log, Queue, Stage};
 use crate::spin_lock;
 use crate::stream::Arrival;
+use mlx5_ring::{self as mlx5, CQE_SIZE};
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use super::qp::Qp;
 use crate::cuda::Gpu;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mlx5::BB;
+use mlx5_ring::BB;
 
 /// A queue pair for a kernel that posts and polls by itself: addresses of the GPU, sizes, numbers. C has the same layout.
 ///
@@ -73,7 +73,7 @@ fn cq(inner: &CqInner, gpu: &Gpu) -> Result<DeviceCq> {
         ring: parts.ring.gpu_addr(gpu)?,
         record: parts.record.gpu_addr(gpu)?,
         cqn: parts.cqn,
-        entries: count(parts.ring.len(), crate::mlx5::CQE_SIZE),
+        entries: count(parts.ring.len(), mlx5_ring::CQE_SIZE),
     })
 }
 

@@ -8,7 +8,7 @@ use super::provider::{MrKeys, Provider};
 use super::wr::Sge;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::mlx5::RemoteAddr;
+use mlx5_ring::RemoteAddr;
 
 /// A registered memory region. Clones share it; the keys die with the last clone.
 ///

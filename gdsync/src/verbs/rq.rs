@@ -11,8 +11,8 @@ use super::track::{Entry, Track};
 use super::wr::RecvWr;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32, host_fence};
-use crate::mlx5;
 use crate::recorder::{By, Queue, Stage};
+use mlx5_ring as mlx5;
 
 pub(crate) struct RecvQueue {
     pub(crate) end: Arc<QueueEnd>,

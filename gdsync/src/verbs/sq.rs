@@ -18,10 +18,10 @@ use super::wr::SendWr;
 use crate::error::{Error, Result};
 use crate::hca::DoorbellWatch;
 use crate::memory::Memory;
-use crate::mlx5::{self, BB, MAX_WQE_BYTES};
 use crate::protocol;
 use crate::recorder::{By, Queue, Stage};
 use crate::stream::{Bell, Ring};
+use mlx5_ring::{self as mlx5, BB, MAX_WQE_BYTES};
 
 pub(crate) struct SendQueue {
     pub(crate) end: Arc<QueueEnd>,

@@ -8,10 +8,10 @@ use super::sq::low16;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
-use crate::mlx5::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode};
 use crate::protocol::producer_index;
 use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
 use crate::spin_lock::{Mutex, MutexGuard};
+use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode};
 
 /// Why a queue pair does no more work: the first failure, kept for every later call; or this is not its process.
 #[derive(Debug, Default)]

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use crate::mlx5::{CqeOpcode, Opcode, Payload, RemoteAddr, SendOp, Syndrome, WqeFlags};
+use mlx5_ring::{CqeOpcode, Opcode, Payload, RemoteAddr, SendOp, Syndrome, WqeFlags};
 
-pub use crate::mlx5::DataSeg as Sge;
+pub use mlx5_ring::DataSeg as Sge;
 
 /// A send work request. Make one with the constructors, refine it with the methods.
 #[derive(Clone, Copy, Debug)]

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use gdsync::copy_engine::{CopyEngine, Handle, Part, ProcessId, Source, Ticket};
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
-use gdsync::copy_engine::{CopyEngine, Handle, Part, ProcessId, Source, Ticket};
 use gdsync::verbs::Context;
 
 /// What the engine does wrong.
@@ -90,8 +90,12 @@ impl Engine {
     /// An HCA that leaves payload of `by_reference` bytes and more to this engine.
     pub fn hca(self: &Arc<Self>, by_reference: usize) -> Context {
         let copy_engine: Arc<dyn CopyEngine> = self.clone();
-        let config =
-            SoftHcaConfig { strict: true, by_reference, copy_engine: Some(copy_engine), ..SoftHcaConfig::default() };
+        let config = SoftHcaConfig {
+            strict: true,
+            by_reference,
+            copy_engine: Some(copy_engine),
+            ..SoftHcaConfig::default()
+        };
         Context::soft(&config).unwrap()
     }
 }

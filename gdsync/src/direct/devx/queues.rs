@@ -16,11 +16,11 @@ use crate::direct::Cq;
 use crate::direct::queues::{Parts, first_lap};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, host_page};
-use crate::mlx5::{self, BB, CQE_SIZE, SEGMENT};
 use crate::rdma::{Domain, FailedCq};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::QpRequest;
 use crate::verbs::{QpAttr, QpState};
+use mlx5_ring::{self as mlx5, BB, CQE_SIZE, SEGMENT};
 
 /// Whole pages for rings, with the card's view of them; what shares a page with a ring is no ring.
 fn pages(devx: &Devx, what: OnGpu, len: usize, places: &Places) -> Result<(Memory, Umem)> {

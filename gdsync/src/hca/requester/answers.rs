@@ -8,8 +8,8 @@ use crate::hca::links::Body;
 use crate::hca::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use crate::hca::qp::{Env, SoftQp};
 use crate::hca::receive_staging;
-use crate::mlx5::{self, DataSeg, DecodedOp, Syndrome};
 use crate::verbs::QpState;
+use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, Syndrome};
 
 impl SoftQp {
     /// An answer of the peer to something this side sent.

@@ -9,7 +9,7 @@ use crate::hca::links::Body;
 use crate::hca::offers::{OFFER, Offer};
 use crate::hca::packet::Header;
 use crate::hca::qp::{Env, SoftQp};
-use crate::mlx5;
+use mlx5_ring as mlx5;
 
 impl SoftQp {
     /// The peer offers a part of a message.

@@ -21,8 +21,8 @@ use crate::hca::qp::{Env, SoftQp};
 use crate::hca::reference::Reference;
 use crate::hca::rings::Wqe;
 use crate::memory::Memory;
-use crate::mlx5::{DataSeg, DecodedOp, DecodedPayload};
 use crate::verbs::{TransferPath, Transport};
+use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload};
 
 /// References under way at once.
 const WINDOW: usize = 8;

@@ -11,8 +11,8 @@ use crate::hca::rings::Wqe;
 use crate::hca::staging::Staged;
 use crate::hca::wire::Piece;
 use crate::memory::Memory;
-use crate::mlx5::{self, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, Syndrome};
 use crate::verbs::QpState;
+use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, Syndrome};
 
 /// Sends in progress at once; more wait in the ring.
 const MAX_PENDING: usize = 256;

@@ -8,7 +8,7 @@ use super::super::packet::{self, Header, PacketOp, SEGMENT};
 use super::super::qp::SoftQp;
 use super::super::reference::REFERENCE;
 use super::Refusal;
-use crate::mlx5::{MAX_MESSAGE, Syndrome};
+use mlx5_ring::{MAX_MESSAGE, Syndrome};
 
 const INVALID: Refusal = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
 

@@ -30,8 +30,8 @@ use super::pull::{Peer, Progress, Pull};
 use super::{Answer, Refusal, Responder};
 use crate::copy_engine::{Part, Source, Status, Ticket};
 use crate::memory::{Memory, Process};
-use crate::mlx5::{DataSeg, Syndrome};
 use crate::verbs::{Access, QpState};
+use mlx5_ring::{DataSeg, Syndrome};
 
 /// Packets that wait at once on a queue pair: more than a peer has under way.
 const MOST: usize = 80;

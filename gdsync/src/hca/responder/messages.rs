@@ -10,8 +10,8 @@ use super::super::qp::{Env, SoftQp};
 use super::super::receive_staging;
 use super::{Current, Refusal};
 use crate::copy_engine::Ticket;
-use crate::mlx5::{Cqe, CqeOpcode, DataSeg, Syndrome};
 use crate::verbs::Access;
+use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome};
 
 /// What has arrived: a packet, or a message by reference.
 #[derive(Clone, Copy, Debug)]

@@ -8,8 +8,8 @@ use super::super::qp::{Env, SoftQp};
 use super::super::staging::Staged;
 use super::{Answer, REPLAYS, Refusal};
 use crate::memory::Memory;
-use crate::mlx5::Syndrome;
 use crate::verbs::Access;
+use mlx5_ring::Syndrome;
 
 impl SoftQp {
     pub(super) fn read(

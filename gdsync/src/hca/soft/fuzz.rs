@@ -9,8 +9,8 @@ use crate::hca::packet::{self, Header, PacketOp, SEGMENT};
 use crate::hca::progress::Progress as _;
 use crate::hca::reference::{REFERENCE, Reference};
 use crate::hca::wire::{LinkEnds, Piece};
-use crate::mlx5::{MAX_MESSAGE, Syndrome};
 use crate::verbs::{Context, Mr, Qp, QpAddress, RecvWr, SendWr, Wc};
+use mlx5_ring::{MAX_MESSAGE, Syndrome};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The peer's queue pair.

@@ -4,11 +4,11 @@ use super::*;
 use crate::copy_engine::{Handle, Part, ProcessId, Ticket};
 use crate::cuda::Gpu;
 use crate::hca::progress::Progress as _;
-use crate::mlx5::{self, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
 use crate::protocol::{self, completion};
 use crate::recorder::Log;
 use crate::verbs::cq::Cq;
 use crate::verbs::{Context, RecvWr, SendWr};
+use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

@@ -5,10 +5,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::hca::{HcaStats, Rings};
 use crate::memory::Memory;
-use crate::mlx5::tests::{Plain, legal};
-use crate::mlx5::{BB, Opcode, WqeFlags, encode};
 use crate::verbs::placement::Places;
 use crate::verbs::provider::QpRequest;
+use mlx5_ring::tests::{Plain, legal};
+use mlx5_ring::{BB, Opcode, WqeFlags, encode};
 
 const QPN: u32 = 0x1234;
 /// Blocks of the ring: the longest WQE has 16.

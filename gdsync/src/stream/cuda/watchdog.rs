@@ -17,9 +17,9 @@ use super::kernel_exec::GivenUp;
 use super::shared::{Shared, State, Submission, SubmitGuard};
 use crate::cuda::DriverTask;
 use crate::error::Error;
-use crate::mlx5;
 use crate::recorder::{Awaited, By, Hold};
 use crate::stream::op::{Arrival, Op};
+use mlx5_ring as mlx5;
 
 /// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
 const LOOK_MIN: Duration = Duration::from_millis(1);

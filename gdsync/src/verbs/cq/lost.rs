@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use super::{CqInner, CqState, SlotOwner};
 use crate::error::{Error, Result};
-use crate::mlx5::{self, Cqe, CqeOpcode, Syndrome};
 use crate::verbs::track::Tracker;
+use mlx5_ring::{self as mlx5, Cqe, CqeOpcode, Syndrome};
 
 /// Vendor syndrome of completions that the library wrote in place of the device.
 const POISON: u8 = 0x67;

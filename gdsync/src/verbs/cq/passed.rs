@@ -6,8 +6,8 @@
 use std::sync::atomic::Ordering;
 
 use super::{CqInner, CqState, SlotOwner};
-use crate::mlx5::{CQE_SIZE, Cqe};
 use crate::protocol::completion;
+use mlx5_ring::{CQE_SIZE, Cqe};
 
 impl CqInner {
     /// Reads completion `n`, which has arrived and whose slot cannot be used again now.

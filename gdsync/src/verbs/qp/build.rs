@@ -10,7 +10,6 @@ use super::{Qp, QpCore};
 use crate::cuda::Gpu;
 use crate::direct::probe;
 use crate::error::{Error, Result};
-use crate::mlx5;
 use crate::recorder::{Log, QpLog};
 use crate::stream::Bell;
 use crate::verbs::attr::{Access, QpState};
@@ -22,6 +21,7 @@ use crate::verbs::provider::{QpParts, QpRequest};
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::{Most, SendQueue};
 use crate::verbs::track::Tracker;
+use mlx5_ring as mlx5;
 
 /// Builds a [`Qp`]. Nothing the caller passes is changed.
 #[derive(Clone, Debug)]

@@ -3,9 +3,9 @@
 
 use super::{Before, SendQueue, Sent, Written, low16, written};
 use crate::error::Result;
-use crate::mlx5;
 use crate::verbs::track::{Entry, Owner, Track};
 use crate::verbs::wr::SendWr;
+use mlx5_ring as mlx5;
 
 impl SendQueue {
     /// Writes a request and hands it to a stream: one more short one behind those of the same stream, the most frequent kind, in a

@@ -61,7 +61,7 @@ mod tests {
             (28, 1, "remote address"),
             (31, 1, "remote address"),
         ] {
-            let old = std::mem::replace(&mut good[at], value);
+            let old = core::mem::replace(&mut good[at], value);
             assert!(check(&good).is_some_and(|what| what.contains(word)), "{at} {value:#x}");
             good[at] = old;
         }

@@ -1,7 +1,7 @@
 //! Completions: 64 bytes each, and whose turn it is to use them.
 
 use super::opcode::{CqeOpcode, Opcode, Syndrome};
-use crate::stream::Cond;
+use crate::cond::Cond;
 
 /// Bytes of a CQE. Rings with 128-byte entries are not used.
 pub const CQE_SIZE: usize = 64;

@@ -80,19 +80,19 @@ fn ctrl(
 
 /// What a request of one block is encoded to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Short {
+pub struct Short {
     /// The block, in words.
-    pub(crate) block: [[u8; 8]; 8],
+    pub block: [[u8; 8]; 8],
     /// Its segments.
-    pub(crate) ds: u8,
+    pub ds: u8,
     /// Bytes of payload.
-    pub(crate) len: u32,
+    pub len: u32,
 }
 
 /// As [`encode`], of the most frequent operations, a send or write of one buffer, which have one block. `None` of all others, and of what
 /// does not fit in a WQE.
 #[inline(always)]
-pub(crate) fn encode_short(op: &SendOp<'_>, qpn: u32, index: u16, flags: WqeFlags) -> Option<Short> {
+pub fn encode_short(op: &SendOp<'_>, qpn: u32, index: u16, flags: WqeFlags) -> Option<Short> {
     let buffer = |payload: Payload<'_>| match payload {
         Payload::Sges(&[sge]) if (1..=MAX_MESSAGE).contains(&sge.len) => Some(sge),
         _ => None,

@@ -1,6 +1,6 @@
 //! Properties of whole WQEs: what one side encodes is what the other decodes, and no bytes can hurt it.
 
-use std::ops::RangeInclusive;
+use core::ops::RangeInclusive;
 
 use proptest::collection::vec;
 use proptest::prelude::*;

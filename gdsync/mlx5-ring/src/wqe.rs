@@ -1,6 +1,6 @@
 //! Send WQEs: what can be asked for, and the bytes it becomes.
 
-use std::fmt;
+use core::fmt;
 
 use super::ctrl::{CE_ALWAYS, FM_FENCE_AND_INITIATOR_SMALL, SOLICITED, blocks};
 use super::segment::{DataSeg, MAX_MESSAGE, RemoteAddr, SEGMENT};
@@ -82,7 +82,7 @@ pub enum SendOp<'a> {
 impl SendOp<'_> {
     /// Bytes that it moves; as many as fit in the number, of more.
     #[inline]
-    pub(crate) fn payload_bytes(&self) -> u32 {
+    pub fn payload_bytes(&self) -> u32 {
         let sum = |sges: &[DataSeg]| match sges {
             [one] => one.len,
             _ => sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len)),
@@ -99,7 +99,7 @@ impl SendOp<'_> {
     }
 
     /// Whether it brings payload from the peer.
-    pub(crate) fn fetches(&self) -> bool {
+    pub fn fetches(&self) -> bool {
         matches!(self, Self::Read { .. } | Self::CompareSwap { .. } | Self::FetchAdd { .. })
     }
 }

@@ -1,6 +1,6 @@
 //! Taking a send WQE apart, and what a card would punish in it.
 
-use std::ops::Range;
+use core::ops::Range;
 
 use super::ctrl::Ctrl;
 use super::opcode::{Opcode, Syndrome};

@@ -22,11 +22,13 @@
 //! | `rq` | receive WQEs |
 //! | `cqe` | completions and who owns them |
 //! | `doorbell` | doorbell records and the doorbell register |
+#![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
 #[cfg(not(target_endian = "little"))]
 compile_error!("GPUs and the words they exchange with the CPU are little-endian: so must the host be");
 
+mod cond;
 mod cqe;
 mod ctrl;
 mod decode;
@@ -40,6 +42,7 @@ mod strict;
 pub(crate) mod tests;
 mod wqe;
 
+pub use cond::Cond;
 pub use cqe::{
     CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE, lap, op_own_word, owned_by_software, wait_condition,
 };
@@ -53,8 +56,7 @@ pub use doorbell::{
     cq_ci_record, doorbell_word, extend16, extend24, next_pi_doorbell, record_to_u16, record_to_u24,
     recv_record, send_record,
 };
-pub(crate) use encode::{Short, encode_short};
-pub use encode::{encode, encode_into};
+pub use encode::{Short, encode, encode_into, encode_short};
 pub use opcode::{CqeOpcode, Opcode, Syndrome};
 pub use rq::{decode_recv, encode_recv, recv_stride};
 pub use segment::{DataSeg, INLINE, INVALID_LKEY, MAX_MESSAGE, RemoteAddr, SEGMENT};

@@ -1,6 +1,6 @@
 //! Operation codes of WQEs and CQEs, and the syndromes of failed completions.
 
-use std::fmt;
+use core::fmt;
 
 /// An 8-bit code that hardware chooses: any value may come, some have a name.
 macro_rules! codes {
