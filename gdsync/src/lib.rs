@@ -65,16 +65,15 @@ pub mod hca;
 pub mod memory;
 pub mod nvtx;
 mod pause;
-#[doc(hidden)]
-pub mod protocol;
 mod proxy;
 pub mod rdma;
 pub mod recorder;
-mod spin_lock;
 pub mod stream;
 pub mod verbs;
 
 pub use error::{Error, Result};
+#[doc(hidden)]
+pub use gdsync_shm as protocol;
 pub use mlx5_ring as mlx5;
 
 /// Version of this crate, as `major.minor.patch`.

@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 use super::event::{CqEvent, GpuNudge};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::protocol::completion;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::CqParts;
+use gdsync_shm::completion;
 use mlx5_ring::{self as mlx5, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 
 /// First CQN: small numbers would hide byte-order mistakes.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::protocol::{doorbell_watch, pending_flag};
+use gdsync_shm::{doorbell_watch, pending_flag};
 
 /// The most queue pairs of one HCA.
 pub(crate) const MAX_QPS: usize = 16 * 1024;

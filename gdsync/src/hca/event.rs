@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::protocol::{doorbell_watch, event_count};
+use gdsync_shm::{doorbell_watch, event_count};
 
 /// Prods a GPU to look at what its streams wait for.
 pub trait GpuNudge: Send + Sync + fmt::Debug {

@@ -1,13 +1,13 @@
 //! Offers to the sender of a long message to write a part of it to its place, while the receiver reads the rest.
 //!
 //! One word in each direction, in the shared memory of the link, says what became of the last offer:
-//! [`protocol::offer`](crate::protocol::offer).
+//! [`protocol::offer`](gdsync_shm::offer).
 
 use std::time::{Duration, Instant};
 
 use super::reference::{REFERENCE, Reference};
 use crate::memory::Word64;
-use crate::protocol::offer::{self, Outcome};
+use gdsync_shm::offer::{self, Outcome};
 
 /// Bytes of an offer in a packet.
 pub(super) const OFFER: usize = 16 + REFERENCE;

@@ -12,7 +12,7 @@ use super::event::GpuNudge;
 use super::recent_copy::RecentCopy;
 use crate::fork_guard::ForkGuard;
 use crate::memory::Word64;
-use crate::protocol;
+use gdsync_shm as protocol;
 
 /// The state, and one step of its work.
 pub(crate) trait Progress: Send + fmt::Debug + 'static {

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use super::soft::{SoftHca, SoftHcaConfig};
 use crate::memory::Memory;
-use crate::protocol;
 use crate::proxy::Proxy;
 use crate::rdma::{DeviceConfig, Open};
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::{CqParts, Provider, QpParts, QpRequest};
 use crate::verbs::{Access, QpAttr, QpState};
+use gdsync_shm as protocol;
 use mlx5_ring::{self as mlx5, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -7,10 +7,10 @@ use super::qp_trace::QpTrace;
 use super::stats::HcaStats;
 use crate::error::Result;
 use crate::memory::{Memory, Word64};
-use crate::protocol;
 use crate::verbs::QpState;
 use crate::verbs::placement::{OnGpu, Places};
 use crate::verbs::provider::QpRequest;
+use gdsync_shm as protocol;
 use mlx5_ring::{self as mlx5, BB, Ctrl, DataSeg, DecodedOp, Doorbell, Opcode, Syndrome};
 
 /// The memory that the application and the HCA of a queue pair share.

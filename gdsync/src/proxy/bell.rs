@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::protocol::event_count;
+use gdsync_shm::event_count;
 
 /// One thread sleeps on it, any number ring it.
 #[derive(Debug)]

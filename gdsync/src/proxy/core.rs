@@ -13,9 +13,9 @@ use super::tag::Tag;
 use crate::error::{Error, Result};
 use crate::hca::{Cqs, DoorbellSet, GpuNudge, HcaStats, MAX_QPS, Progress, WatchedDoorbells};
 use crate::memory::{Memory, Word64};
-use crate::protocol;
 use crate::rdma::Open;
 use crate::verbs::QpState;
+use gdsync_shm as protocol;
 
 /// Completions taken from the device at once.
 const BURST: usize = 32;

@@ -10,7 +10,7 @@ use super::file::{self, Liveness};
 use super::layout::{self, LANE_BYTES, LANES, QUEUE_PAIRS, ROW_WORDS, WAIT_WORDS, header};
 use super::rows::Peer;
 use crate::error::{Error, Result, printable};
-use crate::protocol::seqlock;
+use gdsync_shm::seqlock;
 
 /// What a process has recorded, copied at one time.
 #[derive(Clone, Debug)]

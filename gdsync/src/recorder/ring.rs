@@ -15,7 +15,7 @@ use super::rows::Rows;
 use super::seat::{self, Seat};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64, host_page};
-use crate::protocol::seqlock;
+use gdsync_shm::seqlock;
 
 /// Of a process that records, that pauses; in a forked child the word is 0.
 const RECORDS: u64 = 1;

@@ -8,8 +8,8 @@ use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, ROWS};
 use super::ring::Recorder;
 use super::{By, Event, Log, Queue, Stage};
 use crate::hca::Gid;
-use crate::protocol::seqlock;
 use crate::verbs::QpAddress;
+use gdsync_shm::seqlock;
 
 /// Which rows are in use.
 #[derive(Default)]

@@ -6,11 +6,11 @@ use super::prepared::{Asked, PreparedSend, PreparedWait};
 use super::{Batch, Held, State, Stream, note_use};
 use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
-use crate::protocol::reset;
 use crate::recorder::Stage;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Sent};
 use crate::verbs::{Completion, Qp, SendWr, Submitted};
+use gdsync_shm::reset;
 
 impl Stream {
     /// Sends in stream order.

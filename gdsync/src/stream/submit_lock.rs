@@ -9,7 +9,7 @@ use std::time::Instant;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::State;
-use crate::protocol::submit_lock;
+use gdsync_shm::submit_lock;
 
 /// Whose turn it is. One for each stream, which its engine shares.
 #[derive(Default)]

@@ -27,10 +27,10 @@ use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
 use crate::memory::{Found, Word32};
-use crate::protocol::completion;
 use crate::recorder::{By, Event, Log, Queue, Stage};
-use crate::spin_lock;
 use crate::stream::Arrival;
+use gdsync_shm::SpinLock;
+use gdsync_shm::completion;
 use mlx5_ring::{self as mlx5, CQE_SIZE};
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
@@ -49,7 +49,7 @@ pub(crate) struct CqInner {
     room: Room,
     recorder: Log,
     /// Completions that the library wrote in place of the device, until the device's come. Locked behind the state.
-    lost: spin_lock::Mutex<Vec<Lost>>,
+    lost: SpinLock<Vec<Lost>>,
     /// Whether there are any.
     has_lost: AtomicBool,
     /// Not a brief lock: several threads may poll all the time, and it must not be left to chance who is next.
@@ -188,7 +188,7 @@ impl Cq {
             log,
             room: Room::new(1 << log),
             recorder,
-            lost: spin_lock::Mutex::default(),
+            lost: SpinLock::default(),
             has_lost: AtomicBool::new(false),
             state: Mutex::new(state),
         })))

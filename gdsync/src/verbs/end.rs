@@ -94,7 +94,7 @@ impl QueueEnd {
         self.qp.log.note_in(stage, self.tracker.queue(), stream, n..n + 1);
     }
 
-    /// Keeps the queue from being reset where it has requests: see [`crate::protocol::reset`].
+    /// Keeps the queue from being reset where it has requests: see [`gdsync_shm::reset`].
     #[inline(always)]
     pub(crate) fn hold(&self) -> Hold {
         Hold { _parts: self.parts.clone() }
@@ -124,7 +124,7 @@ impl QueueEnd {
         }
     }
 
-    /// Whether a stream holds it, or a thread that hands it something: see [`crate::protocol::reset`].
+    /// Whether a stream holds it, or a thread that hands it something: see [`gdsync_shm::reset`].
     fn is_in_stream(&self) -> bool {
         // Two are of this value itself.
         Arc::strong_count(&self.parts) > 2

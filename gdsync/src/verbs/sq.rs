@@ -18,9 +18,9 @@ use super::wr::SendWr;
 use crate::error::{Error, Result};
 use crate::hca::DoorbellWatch;
 use crate::memory::Memory;
-use crate::protocol;
 use crate::recorder::{By, Queue, Stage};
 use crate::stream::{Bell, Ring};
+use gdsync_shm as protocol;
 use mlx5_ring::{self as mlx5, BB, MAX_WQE_BYTES};
 
 pub(crate) struct SendQueue {

@@ -8,9 +8,9 @@ use super::sq::low16;
 use super::wr::Wc;
 use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
-use crate::protocol::producer_index;
 use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
-use crate::spin_lock::{Mutex, MutexGuard};
+use gdsync_shm::producer_index;
+use gdsync_shm::{SpinLock, SpinLockGuard};
 use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode};
 
 /// Why a queue pair does no more work: the first failure, kept for every later call; or this is not its process.
@@ -18,7 +18,7 @@ use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode};
 pub(crate) struct Health {
     broken: AtomicBool,
     pub(crate) fork_guard: ForkGuard,
-    error: Mutex<Option<Error>>,
+    error: SpinLock<Option<Error>>,
 }
 
 impl Health {
@@ -75,7 +75,7 @@ pub(crate) struct Tracker {
     log: Log,
     /// It is a card's, which does not record completions itself.
     is_card: bool,
-    state: Mutex<Track>,
+    state: SpinLock<Track>,
 }
 
 /// The state behind a [`Tracker`]. Counters are of the whole life of the queue; only masks go on the wire.
@@ -164,7 +164,7 @@ impl Tracker {
             has_gaps: AtomicU32::new(0),
             log,
             is_card,
-            state: Mutex::new(state),
+            state: SpinLock::new(state),
         })
     }
 
@@ -219,7 +219,7 @@ impl Tracker {
     }
 
     #[inline(always)]
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Track> {
+    pub(crate) fn lock(&self) -> SpinLockGuard<'_, Track> {
         self.state.lock()
     }
 

@@ -26,7 +26,7 @@ use super::super::qp::Env;
 use super::super::reference::Reference;
 use crate::copy_engine::FRESH;
 use crate::memory::{Memory, Process, host_page};
-use crate::protocol::offer::Outcome;
+use gdsync_shm::offer::Outcome;
 
 /// Bytes of a round that this side does alone: 20 to 50 us.
 const ALONE: usize = 512 << 10;

@@ -4,10 +4,10 @@ use super::*;
 use crate::copy_engine::{Handle, Part, ProcessId, Ticket};
 use crate::cuda::Gpu;
 use crate::hca::progress::Progress as _;
-use crate::protocol::{self, completion};
 use crate::recorder::Log;
 use crate::verbs::cq::Cq;
 use crate::verbs::{Context, RecvWr, SendWr};
+use gdsync_shm::{self as protocol, completion};
 use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::fds;
 use crate::error::Result;
 use crate::memory::{Memory, Word32};
-use crate::protocol::event_count;
+use gdsync_shm::event_count;
 
 /// Bytes of the shared page.
 const SIZE: usize = 4096;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use super::span::Span;
 use crate::error::Result;
 use crate::memory::Memory;
-use crate::protocol::packet_ring::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
+use gdsync_shm::packet_ring::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
 
 /// Bytes of a record's header.
 pub(crate) const HEADER: usize = 28;

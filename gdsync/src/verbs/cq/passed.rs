@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{CqInner, CqState, SlotOwner};
-use crate::protocol::completion;
+use gdsync_shm::completion;
 use mlx5_ring::{CQE_SIZE, Cqe};
 
 impl CqInner {

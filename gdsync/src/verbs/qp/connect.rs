@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use super::{Qp, QpCore};
 use crate::error::{Error, Result};
-use crate::protocol::reset;
 use crate::recorder::{By, Queue, Stage};
 use crate::verbs::address::QpAddress;
 use crate::verbs::attr::{Access, QpAttr, QpState};
 use crate::verbs::cq::Claims;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::track::Track;
+use gdsync_shm::reset;
 
 /// How long a transition may take to reach the peer.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -150,7 +150,7 @@ impl Qp {
         Ok(())
     }
 
-    /// Goes to RESET for those who post or claim, unless a stream or something prepared has requests: see [`crate::protocol::reset`].
+    /// Goes to RESET for those who post or claim, unless a stream or something prepared has requests: see [`gdsync_shm::reset`].
     fn close(&self) -> Result<()> {
         let (core, send, recv) = (self.core(), &self.send.end, &self.recv.end);
         // In the order of their addresses: another queue pair may have the two the other way round.

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{Atom32, Atom64};
-use mlx5_ring::{self as mlx5, EMPTY};
+use mlx5_ring::EMPTY;
 
 /// Rings: publishes the producer index, then writes the doorbell. The WQEs must have been written before. `fence` is what
 /// orders a record in GPU memory before the doorbell.
@@ -22,7 +22,7 @@ pub fn ring_doorbell(
 
 /// The 16-bit counter in the doorbell record of a queue pair: the WQEs before it may be read, rung or not.
 pub fn recorded(record: &impl Atom32) -> u16 {
-    mlx5::record_to_u16(record.load(Ordering::Acquire))
+    mlx5_ring::record_to_u16(record.load(Ordering::Acquire))
 }
 
 /// Whether a doorbell waits to be taken. A look only: nothing that was written before it is visible yet.

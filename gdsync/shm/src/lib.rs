@@ -7,6 +7,7 @@ pub mod completion;
 mod doorbell;
 pub mod doorbell_watch;
 pub mod event_count;
+mod mutex;
 pub mod offer;
 pub mod packet_ring;
 pub mod pending_flag;
@@ -18,6 +19,7 @@ pub mod spin_lock;
 pub mod submit_lock;
 
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
+pub use mutex::{RawSpinLock, SpinLock, SpinLockGuard};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 

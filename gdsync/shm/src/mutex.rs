@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::lock_api::{self, GuardNoSend, RawMutex};
 
-use crate::protocol::spin_lock;
+use crate::spin_lock;
 
 /// Looks of who waits before it lets others run between two, and before it sleeps.
 const SPINS: u32 = 64;
@@ -15,11 +15,14 @@ const AWAKE: u32 = SPINS + 16;
 /// How long.
 const NAP: Duration = Duration::from_micros(50);
 
-pub(crate) type Mutex<T> = lock_api::Mutex<RawSpinLock, T>;
-pub(crate) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, RawSpinLock, T>;
+/// A mutex over [`RawSpinLock`].
+pub type SpinLock<T> = lock_api::Mutex<RawSpinLock, T>;
+/// Its guard.
+pub type SpinLockGuard<'a, T> = lock_api::MutexGuard<'a, RawSpinLock, T>;
 
 /// The lock itself.
-pub(crate) struct RawSpinLock(AtomicU32);
+#[derive(Debug)]
+pub struct RawSpinLock(AtomicU32);
 
 // SAFETY: who has taken it has it alone until it is given back; see `protocol::spin_lock`.
 unsafe impl RawMutex for RawSpinLock {
