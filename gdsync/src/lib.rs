@@ -54,24 +54,20 @@
 //!   child may open a device of its own. What it drops, and completions that it polls or asks for, wait for nobody; other calls may
 //!   wait for ever for a thread that was within the library when the process forked: fork while none is.
 
-#[doc(hidden)]
-pub mod copy_engine;
-pub mod cuda;
-mod direct;
-mod env;
-pub mod error;
-mod fork_guard;
-pub mod hca;
-pub mod memory;
+mod device;
 pub mod nvtx;
-mod pause;
-mod proxy;
-pub mod rdma;
-pub mod recorder;
+mod probe;
 pub mod stream;
 pub mod verbs;
 
-pub use error::{Error, Result};
+/// The software HCA.
+pub mod hca {
+    pub use gdsync_device::engine::GpuNudge;
+    pub use gdsync_device::{FaultPlan, Gid, HcaStats};
+    pub use gdsync_soft::{AsyncEvent, AsyncEvents, Card, CardQp, CmaPolicy, SoftHcaConfig};
+}
+pub use gdsync_device::{Error, Result, copy_engine, cuda, error, memory, recorder};
+pub use gdsync_rdma as rdma;
 #[doc(hidden)]
 pub use gdsync_shm as protocol;
 pub use mlx5_ring as mlx5;

@@ -13,7 +13,7 @@
 //! | `gds_post_descriptors` | [`Batch::run`] |
 //! | `gds_post_send`, `gds_post_recv` | [`Qp::post_send`], [`Qp::post_recv`] |
 //! | `gds_create_qp`, `gds_destroy_qp` | [`Pd::build_qp`](crate::verbs::Pd::build_qp), dropping the [`Qp`] |
-//! | `gds_alloc_mapped_memory` | [`Memory::alloc`](crate::memory::Memory::alloc) |
+//! | `gds_alloc_mapped_memory` | [`Memory::alloc`](gdsync_device::memory::Memory::alloc) |
 //! | `gds_query_param`, `GDS_API_VERSION` | [`VERSION`](crate::VERSION) |
 //! | `GDS_CREATE_QP_*_ON_GPU` | [`QpBuilder::on_gpu`](crate::verbs::QpBuilder::on_gpu) |
 //! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
@@ -78,12 +78,11 @@ mod sources;
 mod steps;
 mod submit_lock;
 
-use std::fmt;
-use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use std::{fmt, mem};
 
 use parking_lot::MutexGuard;
 
@@ -91,14 +90,11 @@ pub use batch::Batch;
 #[doc(hidden)]
 pub use batch::Replenish;
 #[doc(hidden)]
-pub use cuda::SubmitGuard;
-pub(crate) use cuda::{ChannelPressure, KernelExecutor, NudgerSlot, reserve};
-pub use cuda::{CudaStreamConfig, Nudge, Via};
+pub use cuda::{CudaStreamConfig, Nudge, SubmitGuard, Via, calibrate};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 #[doc(hidden)]
-pub use graph::Made;
-pub use graph::{Capture, Graph, Launch};
+pub use graph::{Capture, Graph, Launch, Made};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 #[doc(hidden)]
@@ -106,15 +102,15 @@ pub use op::{Arrival, Bell, Op, Ops, Ring, Source};
 pub use prepared::{PreparedSend, PreparedWait};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 
-use crate::cuda::{Gpu, RawStream};
-use crate::error::{Error, Result};
-use crate::hca::GpuNudge;
-use crate::memory::{Word32, Word64};
 use crate::nvtx::DOMAIN;
-use crate::recorder::Stage;
 use crate::verbs::Completion;
 use crate::verbs::qp::QpCore;
 use cuda::CudaEngine;
+use gdsync_device::cuda::{Gpu, RawStream};
+use gdsync_device::engine::GpuNudge;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Word32, Word64};
+use gdsync_device::recorder::Stage;
 use host::HostEngine;
 use record::Recording;
 use reentrancy::ReentrancyCheck;

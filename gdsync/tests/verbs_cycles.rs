@@ -5,10 +5,9 @@
 
 mod common;
 
-use std::fs;
 use std::process::Command;
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use common::{PATIENCE, named_device, pattern};
 use gdsync::memory::Memory;

@@ -112,6 +112,12 @@ impl Doorbell {
     }
 }
 
+/// The 16 bits of a counter that go on the wire.
+#[expect(clippy::cast_possible_truncation, reason = "the wire carries the counter modulo 2^16")]
+pub fn low16(counter: u64) -> u16 {
+    counter as u16
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

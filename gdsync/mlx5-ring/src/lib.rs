@@ -53,7 +53,7 @@ pub use ctrl::{
 pub use decode::{DecodeError, DecodedOp, DecodedPayload, SgeList, decode_body};
 pub use doorbell::{
     BF_OFFSET, CQ_DBREC_CI, CQ_DBREC_SIZE, Doorbell, EMPTY, QP_DBREC_RECV, QP_DBREC_SEND, QP_DBREC_SIZE,
-    cq_ci_record, doorbell_word, extend16, extend24, next_pi_doorbell, record_to_u16, record_to_u24,
+    cq_ci_record, doorbell_word, extend16, extend24, low16, next_pi_doorbell, record_to_u16, record_to_u24,
     recv_record, send_record,
 };
 pub use encode::{Short, encode, encode_into, encode_short};

@@ -9,12 +9,12 @@ use super::SubmitGuard;
 use super::engine::Engine;
 use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
-use crate::error::{Error, Result};
-use crate::hca::GpuNudge;
-use crate::memory::{Memory, Word32, Word64};
-use crate::recorder::Stage;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
+use gdsync_device::engine::GpuNudge;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, Word32, Word64};
+use gdsync_device::recorder::Stage;
 
 /// Sends, or waits, that need no memory of their own.
 const FEW: usize = 2;
@@ -278,7 +278,7 @@ impl Batch {
     ///
     /// # Errors
     /// As [`Qp::prepare_wait_recv`]; at submission [`Error::Unsupported`] where a card writes payload to GPU memory and the GPU may
-    /// not see it: see [`Capabilities::flush`](crate::cuda::Capabilities::flush).
+    /// not see it: see [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush).
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
         PreparedWait::next(&qp.recv.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }
@@ -347,7 +347,7 @@ impl Batch {
     }
 
     /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to what follows. Waits for
-    /// completions do this by themselves where [`Capabilities::flush`](crate::cuda::Capabilities::flush) says that a stream
+    /// completions do this by themselves where [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush) says that a stream
     /// must; this is for waits on plain words. Where a stream cannot, the submission is refused.
     pub fn flush(&mut self) {
         self.ops().push(Op::Flush);

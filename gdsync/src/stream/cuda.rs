@@ -11,17 +11,15 @@
 //! to words of the application that are queued behind them still happen ([`Via::MemOp`]), and so do kernels of the
 //! application.
 
-mod channel_pressure;
+mod calibrate;
 mod coalesced;
 mod completed;
 mod config;
 mod graph;
 mod host_fn;
 mod instance;
-mod kernel_exec;
 mod nudger;
 mod plan;
-mod reserve;
 mod shared;
 mod steps;
 mod waiters;
@@ -32,13 +30,11 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-pub use config::{CudaStreamConfig, Nudge, Via};
+pub use calibrate::calibrate;
+pub use config::{CudaStreamConfig, Nudge};
 use gdrcopy::cuda::raw::layout::STREAM_NON_BLOCKING;
+pub use gdsync_device::cuda::Via;
 
-pub(crate) use self::channel_pressure::ChannelPressure;
-pub(crate) use self::kernel_exec::KernelExecutor;
-pub(crate) use self::nudger::Slot as NudgerSlot;
-pub(crate) use self::reserve::reserve;
 use self::shared::Shared;
 #[doc(hidden)]
 pub use self::shared::SubmitGuard;
@@ -46,10 +42,10 @@ use super::engine::Engine;
 use super::graph::Made;
 use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use super::submit_lock::SubmitLock;
-use crate::cuda::{Gpu, RawStream, mind};
-use crate::error::{Error, Result};
-use crate::fork_guard::ForkGuard;
-use crate::hca::GpuNudge;
+use gdsync_device::cuda::{Gpu, RawStream, mind};
+use gdsync_device::engine::GpuNudge;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::fork_guard::ForkGuard;
 
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: RawStream = 2;

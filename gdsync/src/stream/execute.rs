@@ -5,9 +5,9 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use super::op::{Bell, Op, Ring, Source};
-use crate::memory::Memory;
-use crate::pause::breathe;
-use crate::recorder::{By, Hold, Log, NOTED_AFTER};
+use gdsync_device::memory::Memory;
+use gdsync_device::pause::breathe;
+use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
 
 /// The shortest sleep of a wait without a source.
 const NAP_MIN: Duration = Duration::from_micros(20);
@@ -182,7 +182,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::memory::fences;
+    use gdsync_device::memory::fences;
 
     #[test]
     fn record_and_doorbell_of_a_card_are_behind_fences_for_devices() {

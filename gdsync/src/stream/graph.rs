@@ -10,10 +10,10 @@ use super::engine::Engine;
 use super::op::Ops;
 use super::record::{Part, Recording};
 use super::{State, Stream, SubmitGuard, deadline};
-use crate::error::{Error, Result};
-use crate::fork_guard::ForkGuard;
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::fork_guard::ForkGuard;
 
 /// Sends, waits and word operations that were captured, to be launched as often as one likes. On a GPU it is a CUDA graph
 /// with whatever else was captured on the stream.

@@ -17,9 +17,9 @@ use self::shared::Shared;
 use super::cuda::SubmitGuard;
 use super::engine::Engine;
 use super::op::{Op, Ops};
-use crate::error::{Error, Result};
-use crate::fork_guard::ForkGuard;
-use crate::recorder::Log;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::fork_guard::ForkGuard;
+use gdsync_device::recorder::Log;
 
 /// How a stream that runs on a host thread behaves.
 ///

@@ -10,10 +10,10 @@ use smallvec::SmallVec;
 
 pub use mlx5_ring::Cond;
 
-use crate::cuda::Gpu;
-use crate::error::{Error, Result};
-use crate::memory::{Found, Memory, Place, Word32, Word64};
-use crate::recorder::{Awaited, By};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Found, Memory, Place, Word32, Word64};
+use gdsync_device::recorder::{Awaited, By};
 
 /// The doorbell of a send queue and its record, as streams write them.
 #[derive(Debug)]

@@ -4,14 +4,14 @@ use std::mem;
 use std::sync::Arc;
 
 use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
-use crate::error::{Error, Result};
-use crate::hca::GpuNudge;
-use crate::recorder::Stage;
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::{Hold, QueueEnd};
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::{Before, Prepared, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
+use gdsync_device::engine::GpuNudge;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::recorder::Stage;
 
 /// Sends whose WQEs are written, waiting for their doorbell.
 ///

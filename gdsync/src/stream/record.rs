@@ -9,10 +9,10 @@ use std::sync::Arc;
 use super::batch::{Batch, RareState, Repeatable, Replenish};
 use super::op::Op;
 use super::prepared::{Asked, PreparedSend, PreparedWait};
-use crate::error::{Error, Result};
 use crate::verbs::Completion;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Template};
+use gdsync_device::error::{Error, Result};
 
 /// A part of a batch. Places are those among the completions of the graph.
 #[derive(Debug)]

@@ -1,16 +1,14 @@
 //! Batches that the calling thread runs itself.
 
-use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{mem, thread};
 
-use super::Batch;
-use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use super::op::Op;
-use crate::error::{Error, Result};
-use crate::recorder::{By, Log};
+use super::{Batch, deadline};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::recorder::{By, Log};
 
 /// The stream that the CPU counts as while it runs a batch. Streams are numbered from 1.
 const CPU: u64 = 0;

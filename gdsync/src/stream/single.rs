@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use super::prepared::{Asked, PreparedSend, PreparedWait};
 use super::{Batch, Held, State, Stream, note_use};
-use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
-use crate::recorder::Stage;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Sent};
 use crate::verbs::{Completion, Qp, SendWr, Submitted};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::recorder::Stage;
 use gdsync_shm::reset;
 
 impl Stream {

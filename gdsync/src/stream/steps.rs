@@ -8,8 +8,8 @@ use super::graph::{Launch, Made, within_capture};
 use super::record::{Part, Recording};
 use super::reentrancy::ReentrancyCheck;
 use super::{Stream, deadline};
-use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
+use gdsync_device::error::{Error, Result};
 
 /// `gdsync.cuh`, the device code with which kernels run [`KernelSteps`]: for compilers like NVRTC that take headers as text.
 /// As a file it is in the folder `include` of this crate.

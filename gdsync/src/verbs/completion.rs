@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::end::QueueEnd;
 use super::wr::Wc;
-use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
+use gdsync_device::error::{Error, Result};
 
 /// The completion of one work request: there or not yet. Looking at it takes nothing away from
 /// [`poll`](super::Cq::poll) or from a stream that waits.

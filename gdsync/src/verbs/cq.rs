@@ -20,17 +20,15 @@ use parking_lot::{Mutex, MutexGuard};
 
 use self::lost::Lost;
 use self::room::Room;
-use super::placement::{OnGpu, Places};
-use super::provider::{CqParts, Provider};
 use super::track::Tracker;
 use super::wr::Wc;
-use crate::error::{Error, Result};
-use crate::fork_guard::ForkGuard;
-use crate::memory::{Found, Word32};
-use crate::recorder::{By, Event, Log, Queue, Stage};
 use crate::stream::Arrival;
-use gdsync_shm::SpinLock;
-use gdsync_shm::completion;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::fork_guard::ForkGuard;
+use gdsync_device::memory::{Found, Word32};
+use gdsync_device::recorder::{By, Event, Log, Queue, Stage};
+use gdsync_device::{CqParts, OnGpu, Places, Provider};
+use gdsync_shm::{SpinLock, completion};
 use mlx5_ring::{self as mlx5, CQE_SIZE};
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.

@@ -2,9 +2,9 @@
 
 use super::cq::CqInner;
 use super::qp::Qp;
-use crate::cuda::Gpu;
-use crate::error::{Error, Result};
-use crate::memory::Memory;
+use gdsync_device::cuda::Gpu;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
 use mlx5_ring::BB;
 
 /// A queue pair for a kernel that posts and polls by itself: addresses of the GPU, sizes, numbers. C has the same layout.

@@ -10,10 +10,10 @@ use super::completion::{Completion, Submitted};
 use super::cq::{Claims, CqInner};
 use super::qp::QpCore;
 use super::track::{Track, Tracker};
-use crate::cuda::Gpu;
-use crate::error::{Error, Result};
-use crate::recorder::{Awaited, By, Stage};
 use crate::stream::{Arrival, Bell, Source};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::recorder::{Awaited, By, Stage};
 
 /// How long a card has to flush a queue pair that went to ERR.
 const CARD_FLUSH_TIME: Duration = Duration::from_millis(100);

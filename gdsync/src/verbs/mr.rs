@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use super::attr::Access;
-use super::device::Pd;
-use super::provider::{MrKeys, Provider};
+use super::context::Pd;
 use super::wr::Sge;
-use crate::error::{Error, Result};
-use crate::memory::Memory;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
+use gdsync_device::{Access, MrKeys, Provider};
 use mlx5_ring::RemoteAddr;
 
 /// A registered memory region. Clones share it; the keys die with the last clone.

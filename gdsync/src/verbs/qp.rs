@@ -12,18 +12,14 @@ use parking_lot::Mutex;
 
 pub use self::build::QpBuilder;
 use self::connect::Connect;
-use super::address::QpAddress;
-use super::attr::QpState;
+use super::context::Pd;
 use super::cq::{Cq, CqInner};
-use super::device::Pd;
 use super::mr::Mr;
-use super::provider::Provider;
 use super::rq::RecvQueue;
 use super::sq::SendQueue;
-use super::track::Health;
-use super::transfer_path::TransferPath;
-use crate::error::{Error, Result};
-use crate::recorder::QpLog;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::recorder::QpLog;
+use gdsync_device::{Health, Provider, QpAddress, QpState, TransferPath};
 
 /// A reliable connected queue pair. Clones share it.
 ///

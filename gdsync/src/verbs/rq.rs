@@ -9,9 +9,9 @@ use smallvec::SmallVec;
 use super::end::QueueEnd;
 use super::track::{Entry, Track};
 use super::wr::RecvWr;
-use crate::error::{Error, Result};
-use crate::memory::{Memory, Word32, host_fence};
-use crate::recorder::{By, Queue, Stage};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, Word32, host_fence};
+use gdsync_device::recorder::{By, Queue, Stage};
 use mlx5_ring as mlx5;
 
 pub(crate) struct RecvQueue {
@@ -138,9 +138,9 @@ impl RecvQueue {
 
 #[cfg(test)]
 mod tests {
-    use crate::hca::SoftHcaConfig;
-    use crate::memory::fences;
     use crate::verbs::{Context, RecvWr};
+    use gdsync_device::memory::fences;
+    use gdsync_soft::SoftHcaConfig;
 
     #[test]
     fn the_record_is_behind_a_fence_for_devices() {

@@ -11,16 +11,17 @@ use std::sync::atomic::Ordering;
 pub(crate) use self::hand_over::Before;
 use super::cq::CqInner;
 use super::end::QueueEnd;
-use super::provider::Provider;
 use super::qp::QpCore;
 use super::track::{Entry, Owner, Track, Tracker};
 use super::wr::SendWr;
-use crate::error::{Error, Result};
-use crate::hca::DoorbellWatch;
-use crate::memory::Memory;
-use crate::recorder::{By, Queue, Stage};
 use crate::stream::{Bell, Ring};
+use gdsync_device::Provider;
+use gdsync_device::engine::DoorbellWatch;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
+use gdsync_device::recorder::{By, Queue, Stage};
 use gdsync_shm as protocol;
+use mlx5_ring::low16;
 use mlx5_ring::{self as mlx5, BB, MAX_WQE_BYTES};
 
 pub(crate) struct SendQueue {
@@ -544,10 +545,4 @@ impl SendQueue {
 fn written(track: &Track, range: Range<u64>) -> Written {
     let last = track.entry(range.end - 1);
     Written { range, end: last.end(), doorbell: last.doorbell }
-}
-
-/// The 16 bits of a counter that go on the wire.
-#[expect(clippy::cast_possible_truncation, reason = "the wire carries the counter modulo 2^16")]
-pub(crate) fn low16(counter: u64) -> u16 {
-    counter as u16
 }

@@ -2,55 +2,14 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use super::sq::low16;
 use super::wr::Wc;
-use crate::error::{Error, Result};
-use crate::fork_guard::ForkGuard;
-use crate::recorder::{Awaited, By, Event, Log, Queue, Stage};
-use gdsync_shm::producer_index;
-use gdsync_shm::{SpinLock, SpinLockGuard};
-use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode};
-
-/// Why a queue pair does no more work: the first failure, kept for every later call; or this is not its process.
-#[derive(Debug, Default)]
-pub(crate) struct Health {
-    broken: AtomicBool,
-    pub(crate) fork_guard: ForkGuard,
-    error: SpinLock<Option<Error>>,
-}
-
-impl Health {
-    /// Records a failure. A flush never replaces anything, and any cause replaces a flush.
-    pub(crate) fn record(&self, error: Error) {
-        let flush = |e: &Error| matches!(e, Error::Completion(c) if c.is_flush());
-        let mut slot = self.error.lock();
-        if slot.as_ref().is_none_or(|known| flush(known) && !flush(&error)) {
-            *slot = Some(error);
-        }
-        self.broken.store(true, Ordering::Release);
-    }
-
-    #[inline]
-    pub(crate) fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Acquire) || !self.fork_guard.is_here()
-    }
-
-    /// The failure, if there was one.
-    pub(crate) fn check(&self) -> Result<()> {
-        if !self.is_broken() {
-            return Ok(());
-        }
-        self.fork_guard.check()?;
-        self.error.lock().clone().map_or(Ok(()), Err)
-    }
-
-    pub(crate) fn clear(&self) {
-        *self.error.lock() = None;
-        self.broken.store(false, Ordering::Release);
-    }
-}
+use gdsync_device::Health;
+use gdsync_device::error::Error;
+use gdsync_device::recorder::{Awaited, By, Event, Log, Queue, Stage};
+use gdsync_shm::{SpinLock, SpinLockGuard, producer_index};
+use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode, low16};
 
 /// Who rings the doorbell of a send queue.
 #[derive(Clone, Copy, Debug, PartialEq)]

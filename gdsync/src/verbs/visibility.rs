@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::attr::Access;
-use crate::cuda::{Flush, Gpu};
-use crate::error::{Error, Result};
-use crate::memory::Memory;
+use gdsync_device::Access;
+use gdsync_device::cuda::{Flush, Gpu};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
 
 /// The GPUs whose memory queue pairs of a protection domain may write to, with the number of regions there.
 #[derive(Debug, Default)]

@@ -7,8 +7,7 @@ use rdma_core_sys::verbs::IBV_ALLOCATOR_USE_DEFAULT;
 
 use crate::complaint::complain;
 use crate::domain::{Allocator, Domain};
-use crate::errno;
-use crate::pages;
+use crate::{errno, pages};
 
 /// What is asked for.
 #[derive(Clone, Copy)]

@@ -13,18 +13,11 @@ use rdma_core_sys::verbs::{
 };
 
 use crate::address::{ENTRIES, PORT};
-use crate::cq;
-use crate::device;
-use crate::domain;
-use crate::errno;
 use crate::events::Events;
 use crate::hca::Hca;
 use crate::modify::MAX_RD_ATOMIC;
-use crate::notify;
-use crate::poll;
-use crate::qp;
 use crate::sizes::{MAX_CQES, MAX_RECEIVES, MAX_SGES};
-use crate::work;
+use crate::{cq, device, domain, errno, notify, poll, qp, work};
 
 /// What the port's network allows.
 pub(crate) const ACTIVE_MTU: ibv_mtu = ibv_mtu::IBV_MTU_1024;

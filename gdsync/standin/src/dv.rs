@@ -14,12 +14,9 @@ use rdma_core_sys::verbs::{
 use crate::complaint::complain;
 use crate::context::Context;
 use crate::cq::{self, Cq};
-use crate::device;
-use crate::devx;
 use crate::domain::Domain;
-use crate::errno;
-use crate::handle;
 use crate::qp::{self, Qp};
+use crate::{device, devx, errno, handle};
 
 /// # Safety
 /// As its manual page asks.

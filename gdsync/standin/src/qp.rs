@@ -1,11 +1,10 @@
 //! Queue pairs: created, described, destroyed.
 
 use std::cell::UnsafeCell;
-use std::env;
 use std::ffi::c_int;
-use std::ptr;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::{env, ptr};
 
 use gdsync::hca::CardQp;
 use gdsync::memory::Memory;

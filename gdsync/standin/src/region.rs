@@ -9,8 +9,7 @@ use rdma_core_sys::verbs::{ibv_access_flags as flags, ibv_mr, ibv_pd};
 use crate::complaint::complain;
 use crate::context::Context;
 use crate::domain::Domain;
-use crate::errno;
-use crate::pages;
+use crate::{errno, pages};
 
 /// `struct ibv_mr`, and what is behind it.
 #[repr(C)]

@@ -1,10 +1,9 @@
 //! The same thing many times, and what is left behind.
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
 
-use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use gdsync::error::Error;
 use gdsync::mlx5::Syndrome;

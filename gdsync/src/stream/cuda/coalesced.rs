@@ -15,12 +15,12 @@ use std::sync::atomic::Ordering;
 use smallvec::smallvec;
 
 use super::graph;
-use super::kernel_exec::KernelOp;
 use super::plan::{self, InlineOps};
 use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, SubmitGuard, not_joined};
-use crate::cuda::{Flush, gate};
-use crate::error::Result;
 use crate::stream::op::{Arrival, Bell, Op, Ring, Source};
+use gdsync_device::cuda::kernel_exec::KernelOp;
+use gdsync_device::cuda::{Flush, gate};
+use gdsync_device::error::Result;
 
 /// What who has the turn knows of a row.
 #[derive(Debug, Default)]
@@ -265,13 +265,13 @@ mod tests {
     use gdrcopy::standin::driver;
 
     use super::super::{CudaEngine, CudaStreamConfig, Via};
-    use crate::cuda::Gpu;
-    use crate::error::Error;
-    use crate::hca::SoftHcaConfig;
     use crate::stream::engine::Engine;
     use crate::stream::submit_lock::SubmitLock;
     use crate::stream::{Batch, Stream};
     use crate::verbs::{Context, RecvWr, SendWr};
+    use gdsync_device::cuda::Gpu;
+    use gdsync_device::error::Error;
+    use gdsync_soft::SoftHcaConfig;
 
     const LIMIT: Duration = Duration::from_millis(100);
     const PATIENCE: Duration = Duration::from_secs(60);

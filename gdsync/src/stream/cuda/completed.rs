@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::shared::{Shared, State, Submission};
-use crate::recorder::By;
 use crate::stream::op::Op;
+use gdsync_device::recorder::By;
 
 /// Submissions that are over, on their way to be dropped.
 #[must_use = "to be dropped without the lock"]

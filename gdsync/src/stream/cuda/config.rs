@@ -4,22 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::error::{Error, Result};
-
-/// What runs the operations of a stream on a GPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Via {
-    /// Stream memory operations, run by the GPU's front end: no SM is used, so kernels of other streams run undisturbed. An
-    /// unmet wait is looked at again every few microseconds (8 on an idle H200).
-    #[default]
-    MemOp,
-    /// A kernel of one thread for each submission. It notices what it waits for at once, keeps the deadline of a wait by
-    /// itself, and writes nothing more after one that failed. It takes a slot of an SM while it waits; where several
-    /// processes share the GPU without MPS, it keeps the others waiting for whole time slices.
-    Kernel,
-    /// Whichever was faster on this GPU: see [`Gpu::calibrate`](crate::cuda::Gpu::calibrate).
-    Auto,
-}
+use gdsync_device::cuda::Via;
+use gdsync_device::error::{Error, Result};
 
 /// Whether the CPU, after it has written a completion that a GPU waits for, prods the GPU to look at it.
 ///
@@ -36,32 +22,28 @@ pub enum Nudge {
     Off,
 }
 
-macro_rules! words {
-    ($($type:ident, $what:literal, $expected:literal: $($variant:ident = $word:literal),+;)*) => {$(
-        impl fmt::Display for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(match self { $($type::$variant => $word),+ })
-            }
-        }
-
-        impl FromStr for $type {
-            type Err = Error;
-
-            fn from_str(word: &str) -> Result<Self> {
-                match word {
-                    $($word => Ok($type::$variant),)+
-                    _ => Err(Error::invalid($what, format!("'{word}'"), $expected)),
-                }
-            }
-        }
-    )*};
+impl fmt::Display for Nudge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Nudge::Auto => "auto",
+            Nudge::On => "on",
+            Nudge::Off => "off",
+        })
+    }
 }
 
-words! {
-    Via, "via", "memop, kernel or auto": MemOp = "memop", Kernel = "kernel", Auto = "auto";
-    Nudge, "kick", "auto, on or off": Auto = "auto", On = "on", Off = "off";
-}
+impl FromStr for Nudge {
+    type Err = Error;
 
+    fn from_str(word: &str) -> Result<Self> {
+        match word {
+            "auto" => Ok(Nudge::Auto),
+            "on" => Ok(Nudge::On),
+            "off" => Ok(Nudge::Off),
+            _ => Err(Error::invalid("nudge", format!("'{word}'"), "auto, on or off")),
+        }
+    }
+}
 /// How a stream on a GPU behaves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaStreamConfig {

@@ -13,9 +13,9 @@ use super::completed::CompletedSubmissions;
 use super::instance::Pool;
 use super::plan::{self, Call};
 use super::shared::{MARK_EVERY, Shared, SubmitGuard};
-use crate::cuda::Gpu;
-use crate::error::{Error, Result};
 use crate::stream::op::{Op, Ops};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::error::{Error, Result};
 
 /// `CU_STREAM_CAPTURE_STATUS_NONE`.
 const NO_CAPTURE: u32 = 0;

@@ -7,10 +7,10 @@ use std::sync::Weak;
 use gdrcopy::cuda::raw::Api;
 
 use super::shared::Shared;
-use crate::cuda::RawStream;
-use crate::error::{Error, Result};
 use crate::stream::execute::message_of;
 use crate::stream::reentrancy::ReentrancyCheck;
+use gdsync_device::cuda::RawStream;
+use gdsync_device::error::{Error, Result};
 
 /// A host function on its way through the driver.
 struct HostFn {

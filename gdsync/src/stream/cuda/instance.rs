@@ -14,11 +14,11 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp, MemOpNodeParams};
 
 use super::graph::Node;
-use super::kernel_exec::{self, Head, KernelExecutor, KernelOp};
-use super::plan::{self, Call, Program};
-use crate::cuda::Gpu;
-use crate::error::{Error, Result};
-use crate::memory::Memory;
+use super::plan::{self, Call};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::cuda::kernel_exec::{self, Head, KernelExecutor, KernelOp, Program};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
 
 /// Kernels from which on a graph has their operations in memory, and the instances that it has then.
 const IN_MEMORY: usize = 4;

@@ -13,10 +13,10 @@ use gdrcopy::cuda::raw::layout::{MemOp, STREAM_NON_BLOCKING};
 use parking_lot::Mutex;
 
 use super::host_fn;
-use crate::cuda::{Gpu, RawStream};
-use crate::error::{Error, Result};
-use crate::hca::GpuNudge;
-use crate::memory::Word64;
+use gdsync_device::cuda::{Gpu, RawStream};
+use gdsync_device::engine::GpuNudge;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Word64;
 
 /// Kicks that the GPU has not run: with more it does not move, and would only block the caller in the end.
 const MOST_PENDING: u64 = 4;
@@ -32,9 +32,6 @@ pub(crate) struct Nudger {
     count: Mutex<u64>,
 }
 
-/// Where a GPU has its kicker.
-pub(crate) type Slot = Mutex<Weak<Nudger>>;
-
 impl fmt::Debug for Nudger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Kicker({:?})", self.gpu)
@@ -43,9 +40,9 @@ impl fmt::Debug for Nudger {
 
 impl Nudger {
     /// The kicker of a GPU.
-    pub(super) fn of(gpu: &Gpu) -> Result<Arc<Self>> {
+    pub(super) fn of(gpu: &Gpu) -> Result<Arc<dyn GpuNudge>> {
         let mut slot = gpu.nudger().lock();
-        if let Some(nudger) = slot.upgrade() {
+        if let Some(nudger) = slot.as_ref().and_then(Weak::upgrade) {
             return Ok(nudger);
         }
         let word = gpu.host_piece(8)?.word64(0)?;
@@ -54,8 +51,9 @@ impl Nudger {
         // SAFETY: a place for the answer; a context is current.
         unsafe { gpu.api().stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }
             .map_err(Error::cuda("making a stream"))?;
-        let nudger = Arc::new(Self { gpu: gpu.clone(), stream, word, count: Mutex::new(0) });
-        *slot = Arc::downgrade(&nudger);
+        let nudger: Arc<dyn GpuNudge> =
+            Arc::new(Self { gpu: gpu.clone(), stream, word, count: Mutex::new(0) });
+        *slot = Some(Arc::downgrade(&nudger));
         Ok(nudger)
     }
 }

@@ -8,11 +8,11 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use super::kernel_exec::{self, KernelOp};
-use crate::cuda::{Flush, Gpu};
-use crate::error::{Error, Result};
-use crate::memory::{Memory, Place};
 use crate::stream::{Arrival, Bell, Op, Ring, Source};
+use gdsync_device::cuda::kernel_exec::{self, KernelOp, Program};
+use gdsync_device::cuda::{Flush, Gpu};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, Place};
 
 /// The most operations of one call. `cuStreamBatchMemOp` takes 255, and a channel of the GPU some 92,000 before the driver blocks the
 /// caller: with these, as many calls as may be pending are fewer.
@@ -27,9 +27,6 @@ pub(super) enum Call {
     /// `cuLaunchHostFunc` of the host function at this place of the submission.
     HostFn(usize),
 }
-
-/// What one call runs.
-pub(super) type Program = SmallVec<[KernelOp; kernel_exec::SMALL]>;
 
 /// What a submission becomes, and the mark behind it.
 pub(super) trait Runs {

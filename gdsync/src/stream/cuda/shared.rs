@@ -22,21 +22,20 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::coalesced::CoalescedRun;
 use super::completed::CompletedSubmissions;
 use super::graph::{self, Captured};
-use super::host_fn;
 use super::instance::{Instance, Pool};
-use super::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
 use super::nudger::Nudger;
 use super::plan::{self, Calls, Runs};
 use super::watchdog::tells_nothing;
-use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
-use crate::cuda::{Activity, DriverTask, Gpu, RawStream, gate};
-use crate::error::{Error, Result};
-use crate::hca::GpuNudge;
-use crate::memory::Word64;
-use crate::recorder::Log;
+use super::{CudaStreamConfig, Nudge, PER_THREAD, Via, host_fn};
 use crate::stream::op::{Op, Ops, Source};
 use crate::stream::sources::sources_of;
 use crate::stream::submit_lock::SubmitLock;
+use gdsync_device::cuda::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
+use gdsync_device::cuda::{Activity, DriverTask, Gpu, RawStream, gate};
+use gdsync_device::engine::GpuNudge;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Word64;
+use gdsync_device::recorder::Log;
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
@@ -172,7 +171,7 @@ impl Shared {
         submit_lock: Arc<SubmitLock>,
     ) -> Result<Arc<Self>> {
         let via = match config.via {
-            Via::Auto => gpu.calibrate()?.via,
+            Via::Auto => super::calibrate::calibrate(gpu)?.via,
             chosen => chosen,
         };
         let kernel_exec = (via == Via::Kernel).then(|| gpu.kernel_exec()).transpose()?;

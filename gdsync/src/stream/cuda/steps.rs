@@ -8,11 +8,12 @@ use std::sync::Arc;
 use super::completed::CompletedSubmissions;
 use super::graph::within_another;
 use super::instance::Pool;
-use super::plan::{self, Program};
+use super::plan::{self};
 use super::shared::{Shared, SubmitGuard};
-use crate::cuda::Gpu;
-use crate::error::{Error, Result};
 use crate::stream::op::{Op, Ops};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::cuda::kernel_exec::Program;
+use gdsync_device::error::{Error, Result};
 
 /// Steps that can be launched.
 #[derive(Debug)]

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::plan;
 use super::shared::{Shared, SubmitGuard};
-use crate::error::{Error, Result};
-use crate::pause::breathe;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::pause::breathe;
 
 /// How long a caller spins for a completion before it sleeps.
 const CALLER_SPIN: Duration = Duration::from_micros(20);

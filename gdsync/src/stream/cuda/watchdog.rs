@@ -12,13 +12,12 @@ use std::time::{Duration, Instant};
 use gdrcopy::cuda::CudaStatus;
 use smallvec::SmallVec;
 
-use super::channel_pressure::Standing;
-use super::kernel_exec::GivenUp;
 use super::shared::{Shared, State, Submission, SubmitGuard};
-use crate::cuda::DriverTask;
-use crate::error::Error;
-use crate::recorder::{Awaited, By, Hold};
 use crate::stream::op::{Arrival, Op};
+use gdsync_device::cuda::kernel_exec::GivenUp;
+use gdsync_device::cuda::{DriverTask, Standing};
+use gdsync_device::error::Error;
+use gdsync_device::recorder::{Awaited, By, Hold};
 use mlx5_ring as mlx5;
 
 /// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
@@ -389,8 +388,8 @@ mod tests {
 
     use super::super::shared::Entry;
     use super::*;
-    use crate::hca::SoftHcaConfig;
     use crate::verbs::{Context, RecvWr, SendWr};
+    use gdsync_soft::SoftHcaConfig;
 
     #[test]
     fn waits_behind_the_last_submission_are_seen() {

@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::HostStreamConfig;
-use crate::error::{Error, Result};
-use crate::pause::breathe;
-use crate::recorder::Log;
 use crate::stream::op::{Ops, Source};
 use crate::stream::sources::{Use, sources_of};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::pause::breathe;
+use gdsync_device::recorder::Log;
 
 /// How long a caller spins for a completion or for room before it sleeps: a short submission takes less.
 const CALLER_SPIN: Duration = Duration::from_micros(10);

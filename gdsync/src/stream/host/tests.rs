@@ -4,21 +4,20 @@ mod failing;
 mod lifetime;
 mod waiting;
 
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{fmt, thread};
 
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::{HostEngine, HostStreamConfig};
-use crate::error::{Error, Result};
-use crate::memory::{Found, Memory, Word32, Word64};
 use crate::stream::SubmitGuard;
 use crate::stream::engine::Engine;
 use crate::stream::op::{Arrival, Cond, Op, Ops, Ring, Source};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Found, Memory, Word32, Word64};
 
 /// No test gets near it unless something hangs.
 const LONG: Duration = Duration::from_secs(60);

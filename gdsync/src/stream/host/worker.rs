@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::shared::Shared;
-use crate::error::Error;
-use crate::recorder::{By, Log};
 use crate::stream::execute::{Runner, Unsatisfied, execute, message_of};
 use crate::stream::op::{Op, Ops, Source};
+use gdsync_device::error::Error;
+use gdsync_device::recorder::{By, Log};
 
 impl Shared {
     /// The life of the thread: until the engine failed and all that was pending is dropped.

@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{CqInner, CqState, SlotOwner};
-use crate::error::{Error, Result};
 use crate::verbs::track::Tracker;
+use gdsync_device::error::{Error, Result};
 use mlx5_ring::{self as mlx5, Cqe, CqeOpcode, Syndrome};
 
 /// Vendor syndrome of completions that the library wrote in place of the device.

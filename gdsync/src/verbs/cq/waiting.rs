@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use super::CqInner;
-use crate::error::{Error, Result};
-use crate::pause::breathe;
-use crate::recorder::{Awaited, By, Hold, NOTED_AFTER, Queue};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::pause::breathe;
+use gdsync_device::recorder::{Awaited, By, Hold, NOTED_AFTER, Queue};
 
 /// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
 const PARK: Duration = Duration::from_millis(5);

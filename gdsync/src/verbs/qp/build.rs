@@ -7,20 +7,18 @@ use parking_lot::Mutex;
 
 use super::connect::Connect;
 use super::{Qp, QpCore};
-use crate::cuda::Gpu;
-use crate::direct::probe;
-use crate::error::{Error, Result};
-use crate::recorder::{Log, QpLog};
+use crate::probe::probe;
 use crate::stream::Bell;
-use crate::verbs::attr::{Access, QpState};
+use crate::verbs::context::Pd;
 use crate::verbs::cq::Cq;
-use crate::verbs::device::Pd;
 use crate::verbs::end::QueueEnd;
-use crate::verbs::placement::{OnGpu, Places};
-use crate::verbs::provider::{QpParts, QpRequest};
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::{Most, SendQueue};
 use crate::verbs::track::Tracker;
+use gdsync_device::cuda::Gpu;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::recorder::{Log, QpLog};
+use gdsync_device::{Access, OnGpu, Places, QpParts, QpRequest, QpState};
 use mlx5_ring as mlx5;
 
 /// Builds a [`Qp`]. Nothing the caller passes is changed.
@@ -76,7 +74,7 @@ impl QpBuilder {
         max_recv_sge: u32 => max_recv_sge,
         /// Bytes of inline data, 0 to 512 (default 64).
         max_inline: usize => max_inline,
-        /// Path MTU in bytes for [`Qp::connect`], at most (default 4096): see [`QpAttr::path_mtu`](crate::verbs::QpAttr::path_mtu).
+        /// Path MTU in bytes for [`Qp::connect`], at most (default 4096): see [`QpAttr::path_mtu`](gdsync_device::QpAttr::path_mtu).
         path_mtu: u32 => connect.path_mtu,
         /// RNR timer code (default 12: 0.64 ms).
         min_rnr_timer: u8 => connect.min_rnr_timer,

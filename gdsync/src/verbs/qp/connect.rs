@@ -6,13 +6,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Qp, QpCore};
-use crate::error::{Error, Result};
-use crate::recorder::{By, Queue, Stage};
-use crate::verbs::address::QpAddress;
-use crate::verbs::attr::{Access, QpAttr, QpState};
 use crate::verbs::cq::Claims;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::track::Track;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::recorder::{By, Queue, Stage};
+use gdsync_device::{Access, QpAddress, QpAttr, QpState};
 use gdsync_shm::reset;
 
 /// How long a transition may take to reach the peer.

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use super::Qp;
-use crate::error::{Error, Result};
 use crate::nvtx::DOMAIN;
 use crate::verbs::completion::Completion;
 use crate::verbs::wr::{RecvWr, SendWr, Wc};
+use gdsync_device::error::{Error, Result};
 
 impl Qp {
     /// Posts sends and rings the doorbell. All or none are posted. Returns the completion of the last one.

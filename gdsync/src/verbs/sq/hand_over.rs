@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use super::{SendQueue, Written};
-use crate::error::Result;
 use crate::verbs::track::{Owner, Track};
+use gdsync_device::error::Result;
 
 /// Who owned a queue, and up to where it was exposed, before a range was submitted.
 #[derive(Clone, Copy, Debug)]
@@ -94,8 +94,8 @@ impl SendQueue {
 
 #[cfg(test)]
 mod tests {
-    use crate::hca::SoftHcaConfig;
     use crate::verbs::{Context, SendWr};
+    use gdsync_soft::SoftHcaConfig;
 
     #[test]
     fn what_is_taken_back_is_foreseen_no_more() {

@@ -1,11 +1,12 @@
 //! Requests that are written one at a time: the most frequent kind, a short one that nothing stands in the way of, in a straight line
 //! from registers to the ring, and all others by what is there for lists.
 
-use super::{Before, SendQueue, Sent, Written, low16, written};
-use crate::error::Result;
+use super::{Before, SendQueue, Sent, Written, written};
 use crate::verbs::track::{Entry, Owner, Track};
 use crate::verbs::wr::SendWr;
+use gdsync_device::error::Result;
 use mlx5_ring as mlx5;
+use mlx5_ring::low16;
 
 impl SendQueue {
     /// Writes a request and hands it to a stream: one more short one behind those of the same stream, the most frequent kind, in a

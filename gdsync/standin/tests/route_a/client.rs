@@ -1,11 +1,10 @@
 //! The client: sequence A of direct verbs, written down as a card asks for it.
 
 use std::ffi::{c_int, c_void};
-use std::io;
-use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+use std::{io, ptr};
 
 use gdsync::memory::Memory;
 use gdsync::mlx5::{self, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, DataSeg, RemoteAddr, SendOp, WqeFlags};

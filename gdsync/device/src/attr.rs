@@ -1,0 +1,278 @@
+//! Queue pair states, the attributes of each transition, and the rules between them
+//! (`ibv_modify_qp(3)`, RC rows; InfiniBand architecture 10.3).
+
+use std::fmt;
+
+use super::address::QpAddress;
+use crate::error::{Error, Result};
+
+bitflags::bitflags! {
+    /// What may be done to a memory region, or through a queue pair (`enum ibv_access_flags`).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct Access: u32 {
+        /// The local HCA may write: needed for receives, READ and atomic results.
+        const LOCAL_WRITE = 1;
+        /// Peers may RDMA WRITE.
+        const REMOTE_WRITE = 1 << 1;
+        /// Peers may RDMA READ.
+        const REMOTE_READ = 1 << 2;
+        /// Peers may do atomics.
+        const REMOTE_ATOMIC = 1 << 3;
+    }
+}
+
+impl Access {
+    /// Of a memory region: the device may write payload in any order (`IBV_ACCESS_RELAXED_ORDERING`), which on many servers is what lets
+    /// it write at full speed. Not in [`Access::all`], and ignored by old kernels and libraries, and by the software HCA.
+    ///
+    /// Only for payload that is taken behind its completion, which does not pass it: never for what is polled, as flags and words that
+    /// a stream waits for, or for bytes that must appear in order.
+    pub const RELAXED_ORDERING: Self = Self::from_bits_retain(1 << 20);
+}
+
+/// The most READs and atomics that a queue pair has outstanding each way.
+pub const MAX_RD_ATOMIC: u8 = 16;
+
+/// State of a queue pair (`enum ibv_qp_state`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct QpState(pub u8);
+
+impl QpState {
+    /// Fresh: nothing may be posted.
+    pub const RESET: Self = Self(0);
+    /// Receives may be posted.
+    pub const INIT: Self = Self(1);
+    /// Ready to receive.
+    pub const RTR: Self = Self(2);
+    /// Ready to send.
+    pub const RTS: Self = Self(3);
+    /// Everything posted completes with a flush error.
+    pub const ERR: Self = Self(6);
+}
+
+impl fmt::Display for QpState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match *self {
+            Self::RESET => "RESET",
+            Self::INIT => "INIT",
+            Self::RTR => "RTR",
+            Self::RTS => "RTS",
+            Self::ERR => "ERR",
+            Self(other) => return write!(f, "state {other}"),
+        })
+    }
+}
+
+impl fmt::Debug for QpState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Attributes of a transition; what is `None` is not given. See [`QpAttr::to`].
+#[derive(Clone, Debug, Default)]
+pub struct QpAttr {
+    /// The state to go to.
+    pub state: Option<QpState>,
+    /// What peers may do through the queue pair (RESET to INIT).
+    pub access: Option<Access>,
+    /// The other side (INIT to RTR).
+    pub remote: Option<QpAddress>,
+    /// Path MTU in bytes, 256 to 4096 (INIT to RTR), at most: a card takes the smallest of this, of what its own port allows
+    /// and of [`QpAddress::mtu`]. The software HCA stores it; its packets are larger.
+    pub path_mtu: Option<u32>,
+    /// READs and atomics the peer may have outstanding here, 0 to 16 (INIT to RTR).
+    pub max_dest_rd_atomic: Option<u8>,
+    /// Code of the pause asked of a sender that found no receive, 0 to 31 (INIT to RTR).
+    pub min_rnr_timer: Option<u8>,
+    /// Acknowledge timeout `4.096 us * 2^timeout`, 0 to 31, 0 waits for ever (RTR to RTS).
+    pub timeout: Option<u8>,
+    /// Retries after a timeout, 0 to 7 (RTR to RTS).
+    pub retry_cnt: Option<u8>,
+    /// Retries after "receiver not ready", 0 to 7, 7 retries for ever (RTR to RTS).
+    pub rnr_retry: Option<u8>,
+    /// READs and atomics this side may have outstanding, 0 to 16 (RTR to RTS).
+    pub max_rd_atomic: Option<u8>,
+}
+
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {$(
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, value: $type) -> Self {
+            self.$name = Some(value);
+            self
+        }
+    )*};
+}
+
+impl QpAttr {
+    /// Starts a transition to `state`.
+    pub fn to(state: QpState) -> Self {
+        Self { state: Some(state), ..Self::default() }
+    }
+
+    setters! {
+        /// Sets [`QpAttr::access`].
+        access: Access,
+        /// Sets [`QpAttr::remote`].
+        remote: QpAddress,
+        /// Sets [`QpAttr::path_mtu`].
+        path_mtu: u32,
+        /// Sets [`QpAttr::max_dest_rd_atomic`].
+        max_dest_rd_atomic: u8,
+        /// Sets [`QpAttr::min_rnr_timer`].
+        min_rnr_timer: u8,
+        /// Sets [`QpAttr::timeout`].
+        timeout: u8,
+        /// Sets [`QpAttr::retry_cnt`].
+        retry_cnt: u8,
+        /// Sets [`QpAttr::rnr_retry`].
+        rnr_retry: u8,
+        /// Sets [`QpAttr::max_rd_atomic`].
+        max_rd_atomic: u8,
+    }
+
+    /// The attributes by name, whether they are given, the value of the numeric ones, and the rule where it breaks that.
+    fn given(&self) -> [(&'static str, bool, u32, Option<&'static str>); 9] {
+        let numeric = |name, value: Option<u8>, most: u8, rule| {
+            let number = value.unwrap_or(0);
+            (name, value.is_some(), number.into(), (number > most).then_some(rule))
+        };
+        let timer = |name, value| numeric(name, value, 31, "at most 31");
+        let count = |name, value| numeric(name, value, 7, "at most 7");
+        let atomics = |name, value| numeric(name, value, MAX_RD_ATOMIC, "at most 16");
+        let access = self.access.unwrap_or(Access::empty());
+        let mtu = self.path_mtu.unwrap_or(256);
+        let is_mtu = mtu.is_power_of_two() && (256..=4096).contains(&mtu);
+        [
+            (
+                "access",
+                self.access.is_some(),
+                access.bits(),
+                (!Access::all().contains(access)).then_some("of the known rights"),
+            ),
+            ("remote", self.remote.is_some(), 0, None),
+            ("path_mtu", self.path_mtu.is_some(), mtu, (!is_mtu).then_some("256, 512, 1024, 2048 or 4096")),
+            atomics("max_dest_rd_atomic", self.max_dest_rd_atomic),
+            timer("min_rnr_timer", self.min_rnr_timer),
+            timer("timeout", self.timeout),
+            count("retry_cnt", self.retry_cnt),
+            count("rnr_retry", self.rnr_retry),
+            atomics("max_rd_atomic", self.max_rd_atomic),
+        ]
+    }
+
+    /// Refuses values that no step takes.
+    pub fn check_values(&self) -> Result<()> {
+        let wrong = self.given().into_iter().find_map(|(name, _, value, rule)| Some((name, value, rule?)));
+        wrong.map_or(Ok(()), |(name, value, rule)| Err(Error::invalid(name, value, rule)))
+    }
+
+    /// Checks the transition of queue pair `qpn` from `from` and returns the state it leads to.
+    ///
+    /// # Errors
+    /// [`Error::Transition`] that names the rule: no such step, an attribute missing, not allowed or out of range.
+    pub fn check(&self, qpn: u32, from: QpState) -> Result<QpState> {
+        const INIT: &[&str] = &["access"];
+        const RTR: &[&str] = &["remote", "path_mtu", "max_dest_rd_atomic", "min_rnr_timer"];
+        const RTS: &[&str] = &["timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"];
+        let to = self.state.unwrap_or(from);
+        let fail = |why: String| Err(Error::Transition { qpn, from, to, why });
+        if self.state.is_none() {
+            return fail("no target state is given".into());
+        }
+        let (required, optional): (&[&str], &[&str]) = match (from, to) {
+            (_, QpState::RESET | QpState::ERR) => (&[], &[]),
+            (QpState::RESET, QpState::INIT) => (INIT, &[]),
+            (QpState::INIT, QpState::INIT) => (&[], INIT),
+            (QpState::INIT, QpState::RTR) => (RTR, INIT),
+            (QpState::RTR, QpState::RTS) => (RTS, &["access", "min_rnr_timer"]),
+            (QpState::RTS, QpState::RTS) => (&[], &["access", "min_rnr_timer"]),
+            _ => {
+                return fail(
+                    "the order is RESET, INIT, RTR, RTS; ERR and RESET can be reached from any state".into(),
+                );
+            }
+        };
+        for (name, given, value, rule) in self.given() {
+            if required.contains(&name) && !given {
+                return fail(format!("attribute {name} is required"));
+            }
+            if given && !required.contains(&name) && !optional.contains(&name) {
+                return fail(format!("attribute {name} is not allowed in this step"));
+            }
+            if let Some(rule) = rule {
+                return fail(format!("attribute {name} is {value}, {rule} is allowed"));
+            }
+        }
+        if let Some(remote) = self.remote
+            && (remote.qpn >> 24 != 0 || remote.psn >> 24 != 0)
+        {
+            return fail(format!("attribute remote is {remote}, QPN and PSN have 24 bits"));
+        }
+        Ok(to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Gid;
+
+    fn address() -> QpAddress {
+        QpAddress::new(Gid([7; 16]), 0x12_3456, 0xab_cdef)
+    }
+
+    fn complete(to: QpState) -> QpAttr {
+        let attr = QpAttr::to(to);
+        match to {
+            QpState::INIT => attr.access(Access::REMOTE_READ),
+            QpState::RTR => attr.remote(address()).path_mtu(1024).max_dest_rd_atomic(16).min_rnr_timer(12),
+            QpState::RTS => attr.timeout(14).retry_cnt(7).rnr_retry(7).max_rd_atomic(16),
+            _ => attr,
+        }
+    }
+
+    #[test]
+    fn every_pair_of_states_is_allowed_or_explained() {
+        let all = [QpState::RESET, QpState::INIT, QpState::RTR, QpState::RTS, QpState::ERR];
+        for from in all {
+            for to in all {
+                let step = (from, to);
+                let legal = matches!(to, QpState::RESET | QpState::ERR)
+                    || matches!(step, (QpState::RESET | QpState::INIT, QpState::INIT))
+                    || matches!(step, (QpState::INIT, QpState::RTR) | (QpState::RTR, QpState::RTS));
+                let attr = if step == (QpState::RTS, QpState::RTS) { QpAttr::to(to) } else { complete(to) };
+                let result = attr.check(1, from);
+                assert_eq!(
+                    result.is_ok(),
+                    legal || step == (QpState::RTS, QpState::RTS),
+                    "{from} -> {to}: {result:?}"
+                );
+                if let Err(error) = result {
+                    assert!(error.to_string().contains("the order is RESET, INIT, RTR, RTS"), "{error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn missing_forbidden_and_large_attributes_are_named() {
+        let text = |attr: QpAttr, from| attr.check(0x77, from).unwrap_err().to_string();
+        assert!(text(QpAttr::to(QpState::INIT), QpState::RESET).contains("access is required"));
+        assert!(
+            text(complete(QpState::RTS).remote(address()), QpState::RTR).contains("remote is not allowed")
+        );
+        assert!(
+            text(complete(QpState::RTS).retry_cnt(8), QpState::RTR).contains("retry_cnt is 8, at most 7")
+        );
+        assert!(text(complete(QpState::RTR).path_mtu(1000), QpState::INIT).contains("path_mtu is 1000"));
+        let far = QpAddress { qpn: 1 << 24, ..address() };
+        assert!(text(complete(QpState::RTR).remote(far), QpState::INIT).contains("24 bits"));
+        assert!(text(QpAttr::default(), QpState::RTS).contains("no target state"));
+        let missing = QpAttr { max_rd_atomic: None, ..complete(QpState::RTS) };
+        assert!(text(missing, QpState::RTR).contains("QP 0x77"));
+    }
+}

@@ -1,0 +1,334 @@
+//! The copy engine of a GPU, and the thread that feeds it.
+//!
+//! One stream of the highest priority carries all copies of a GPU: every stream occupies a hardware queue, of which the
+//! application's blocked streams leave few. Behind each copy the stream writes a number to a word in host memory, so that
+//! whoever waits for a copy looks at the word, and calls nothing.
+//!
+//! Only the thread calls CUDA. A call may wait, for a lock of the driver that a thread of the application holds, or to open
+//! memory; then the copies wait, and nothing else.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::layout::{Handle, MemOp, STREAM_NON_BLOCKING};
+use parking_lot::{Condvar, Mutex};
+
+use super::Gpu;
+use super::ipc_handles::{Handles, Key};
+use crate::copy_engine::{FRESH, Part, ProcessId, Source, Ticket};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word32};
+use crate::pause::breathe;
+
+/// How often it looks for copies that are over, to let their memory go.
+const REAP: Duration = Duration::from_millis(1);
+/// After this time it asks CUDA what is wrong.
+const SUSPICIOUS: Duration = Duration::from_secs(1);
+
+/// How long a dropped engine may take to come to its end.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The copy engine of a GPU. What was asked for happens also when this is dropped.
+pub struct Engine {
+    gpu: Gpu,
+    shared: Arc<Shared>,
+    /// The lane's.
+    word: Word32,
+}
+
+#[derive(Default)]
+struct Shared {
+    jobs: Mutex<Jobs>,
+    come: Condvar,
+    /// The number of jobs, to look at without the lock.
+    count: AtomicUsize,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct Jobs {
+    list: VecDeque<Job>,
+    stop: bool,
+    /// The thread uses the GPU no more.
+    is_over: bool,
+}
+
+enum Job {
+    Copy { parts: Vec<Part>, ticket: Ticket },
+    Forget(ProcessId),
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine of {:?}", self.gpu)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let mut jobs = self.shared.jobs.lock();
+        jobs.stop = true;
+        self.shared.come.notify_one();
+        self.shared.ended.wait_while_for(&mut jobs, |jobs| !jobs.is_over, PATIENCE);
+    }
+}
+
+impl Engine {
+    pub fn start(gpu: &Gpu) -> Result<Self> {
+        let shared = Arc::<Shared>::default();
+        let kernel_exec = KernelExecutor::open(gpu)?;
+        let word = kernel_exec.word.clone();
+        let worker = Worker {
+            gpu: gpu.clone(),
+            shared: shared.clone(),
+            kernel_exec,
+            running: VecDeque::new(),
+            last: Instant::now(),
+            handles: Handles::default(),
+            broken: None,
+        };
+        std::thread::Builder::new()
+            .name("gdsync-copy".into())
+            .spawn(move || {
+                let shared = worker.shared.clone();
+                worker.run();
+                shared.jobs.lock().is_over = true;
+                shared.ended.notify_all();
+            })
+            .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
+        Ok(Self { gpu: gpu.clone(), shared, word })
+    }
+
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Changes with every copy that ends.
+    pub fn ended(&self) -> u32 {
+        self.word.load()
+    }
+
+    /// Begins a copy.
+    pub fn copy(&self, parts: Vec<Part>) -> Ticket {
+        let ticket = Ticket::default();
+        self.push(Job::Copy { parts, ticket: ticket.clone() });
+        ticket
+    }
+
+    /// Closes the memory of a process that is gone.
+    pub fn forget(&self, process: ProcessId) {
+        self.push(Job::Forget(process));
+    }
+
+    fn push(&self, job: Job) {
+        let mut jobs = self.shared.jobs.lock();
+        jobs.list.push_back(job);
+        self.shared.count.store(jobs.list.len(), Ordering::Release);
+        drop(jobs);
+        self.shared.come.notify_one();
+    }
+}
+
+/// The stream, and the word that it writes.
+struct KernelExecutor {
+    stream: Handle,
+    word: Word32,
+    /// The word's address on the GPU.
+    addr: u64,
+    /// The number behind the last copy.
+    last: u32,
+}
+
+impl KernelExecutor {
+    fn open(gpu: &Gpu) -> Result<Self> {
+        let failed = Error::cuda("making a stream for copies");
+        let memory = Memory::alloc(4096)?;
+        let addr = memory.gpu_addr(gpu)?;
+        let _current = gpu.enter()?;
+        let (mut least, mut greatest, mut stream) = (0, 0, 0);
+        // SAFETY: places for the answers; a context is current.
+        unsafe { gpu.api().ctx_get_stream_priority_range(&mut least, &mut greatest) }.map_err(&failed)?;
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { gpu.api().stream_create(&mut stream, STREAM_NON_BLOCKING, greatest) }.map_err(&failed)?;
+        Ok(Self { stream, word: memory.word32(0)?, addr, last: 0 })
+    }
+}
+
+struct Worker {
+    gpu: Gpu,
+    shared: Arc<Shared>,
+    kernel_exec: KernelExecutor,
+    running: VecDeque<Running>,
+    /// When a copy began.
+    last: Instant,
+    handles: Handles,
+    /// The stream does nothing any more, and why.
+    broken: Option<String>,
+}
+
+/// A copy under way, with all that it needs.
+struct Running {
+    value: u32,
+    ticket: Ticket,
+    parts: Vec<Part>,
+    opened: Vec<Key>,
+    since: Instant,
+    /// Only a part of it was begun, and why.
+    failure: Option<String>,
+}
+
+impl Worker {
+    fn run(mut self) {
+        let gpu = self.gpu.clone();
+        let current = gpu.enter();
+        if let Err(error) = &current {
+            self.broken = Some(error.to_string());
+        }
+        while let Some(job) = self.next() {
+            match job {
+                Some(Job::Copy { parts, ticket }) => self.copy(parts, ticket),
+                Some(Job::Forget(process)) => self.handles.close_idle(&self.gpu, Some(process)),
+                None => {}
+            }
+            self.reap();
+        }
+        self.handles.close_idle(&self.gpu, None);
+        // SAFETY: made here, destroyed once; nothing runs on it.
+        if let Err(error) = unsafe { gpu.api().stream_destroy(self.kernel_exec.stream) } {
+            tracing::debug!(%error, "a stream for copies was not destroyed");
+        }
+    }
+
+    /// The next job; `Some(None)` when it is time to look at the copies under way, `None` at the end.
+    fn next(&self) -> Option<Option<Job>> {
+        while self.shared.count.load(Ordering::Acquire) == 0 && breathe(self.last.elapsed(), FRESH) {}
+        let mut jobs = self.shared.jobs.lock();
+        if jobs.list.is_empty() {
+            if !self.running.is_empty() {
+                self.shared.come.wait_for(&mut jobs, REAP);
+            } else if jobs.stop {
+                return None;
+            } else {
+                self.shared.come.wait(&mut jobs);
+            }
+        }
+        let job = jobs.list.pop_front();
+        self.shared.count.store(jobs.list.len(), Ordering::Release);
+        Some(job)
+    }
+
+    fn copy(&mut self, parts: Vec<Part>, ticket: Ticket) {
+        if !ticket.begin() {
+            return let_go(parts);
+        }
+        if let Some(why) = &self.broken {
+            ticket.fail(why.clone());
+            return let_go(parts);
+        }
+        let mut opened = Vec::new();
+        let failure = parts.iter().try_for_each(|part| self.begin(part, &mut opened)).err();
+        let value = self.kernel_exec.last.wrapping_add(1);
+        let mut write = MemOp::word(MemOp::WRITE_32, self.kernel_exec.addr, value.into(), 0);
+        // SAFETY: one operation on a word that lives as long as this thread; the stream is ours.
+        let marked = unsafe { self.gpu.api().stream_batch_mem_op(self.kernel_exec.stream, 1, &mut write, 0) };
+        if let Err(error) = marked {
+            // What was begun has no end that can be seen: whoever waits gives it up, its memory is never let go.
+            self.broken = Some(error.to_string());
+            std::mem::forget(parts);
+            return;
+        }
+        self.kernel_exec.last = value;
+        if failure.is_none() {
+            ticket.done_at(self.kernel_exec.word.clone(), value);
+        }
+        let (since, failure) = (Instant::now(), failure.map(|error| error.to_string()));
+        self.last = since;
+        self.running.push_back(Running { value, ticket, parts, opened, since, failure });
+    }
+
+    /// Enqueues one part.
+    fn begin(&mut self, part: &Part, opened: &mut Vec<Key>) -> Result<()> {
+        let (api, own) = (self.gpu.api(), self.gpu.raw_context());
+        let (to, to_context) = self.find(&part.to)?;
+        let dst = to + part.at as u64;
+        let (src, from_context) = match &part.from {
+            Source::Here(memory, at) => {
+                let (from, context) = self.find(memory)?;
+                (from + *at as u64, context)
+            }
+            Source::Peer { process, handle, at } => {
+                let (key, base) = self.handles.acquire(&self.gpu, *process, handle)?;
+                opened.push(key);
+                (base + handle.offset + at, Some(own))
+            }
+        };
+        let done = match (to_context, from_context) {
+            (Some(to), Some(from)) if to != from => {
+                // SAFETY: both ranges were checked, their owners are kept until the copy is over, the contexts are theirs.
+                unsafe { api.memcpy_peer_async(dst, to, src, from, part.len, self.kernel_exec.stream) }
+            }
+            // SAFETY: as above; within one address space CUDA knows what is where.
+            _ => unsafe { api.memcpy_async(dst, src, part.len, self.kernel_exec.stream) },
+        };
+        done.map_err(Error::cuda("copying payload"))
+    }
+
+    /// The address of memory on the GPU, and the context that it is of; host memory is of all.
+    fn find(&self, memory: &Memory) -> Result<(u64, Option<Handle>)> {
+        let Some(fork_guard) = memory.gpu() else { return Ok((memory.gpu_addr(&self.gpu)?, None)) };
+        // Without direct access CUDA goes through host memory.
+        if let Err(error) = self.gpu.reach(fork_guard) {
+            tracing::debug!(%error, "copies between two GPUs go through host memory");
+        }
+        Ok((memory.addr(), Some(fork_guard.raw_context())))
+    }
+
+    /// Lets go what copies that are over have used.
+    fn reap(&mut self) {
+        let seen = self.kernel_exec.word.load();
+        while self.running.front().is_some_and(|r| seen.wrapping_sub(r.value).cast_signed() >= 0) {
+            let Some(Running { ticket, parts, opened, failure, .. }) = self.running.pop_front() else {
+                return;
+            };
+            match failure {
+                None => ticket.done(),
+                Some(why) => ticket.fail(why),
+            }
+            opened.iter().for_each(|key| self.handles.release(key));
+            let_go(parts);
+        }
+        if self.running.front().is_some_and(|r| r.since.elapsed() > SUSPICIOUS) {
+            self.examine();
+        }
+    }
+
+    /// Copies take very long: asks CUDA whether the GPU still works.
+    fn examine(&mut self) {
+        // SAFETY: the stream is ours.
+        match unsafe { self.gpu.api().stream_query(self.kernel_exec.stream) } {
+            Ok(()) | Err(gdrcopy::Error::Cuda { status: CudaStatus::NOT_READY, .. }) => {}
+            Err(error) => {
+                tracing::error!(%error, gpu = ?self.gpu, "the GPU copies nothing any more");
+                let why = error.to_string();
+                for running in self.running.drain(..) {
+                    running.ticket.fail(why.clone());
+                    let_go(running.parts);
+                }
+                self.broken = Some(why);
+            }
+        }
+    }
+}
+
+fn let_go(parts: Vec<Part>) {
+    for Part { from, to, .. } in parts {
+        to.let_go();
+        if let Source::Here(memory, _) = from {
+            memory.let_go();
+        }
+    }
+}

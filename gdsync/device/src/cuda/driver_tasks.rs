@@ -1,0 +1,91 @@
+//! Calls of the driver that a watchdog wants made, but may not wait for.
+//!
+//! While one thread frees memory or loads kernels, the driver holds up all others until every stream of the process is done;
+//! what ends the waits of those streams must not be held up itself. So it leaves calls to a thread of the GPU, which is
+//! started when there is something to do, and ends when there has been nothing for a while.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+/// How long the thread waits for more.
+const LINGER: Duration = Duration::from_millis(200);
+
+/// Somebody who wants the driver called.
+pub trait DriverTask: Send + Sync {
+    /// Makes the calls.
+    fn run(&self);
+}
+
+/// The errands of a GPU.
+#[derive(Default)]
+pub struct DriverTasks(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    more: Condvar,
+    done: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Weak<dyn DriverTask>>,
+    /// The one that is being run.
+    current: Option<Weak<dyn DriverTask>>,
+    running: bool,
+}
+
+impl DriverTasks {
+    /// Has it run in time.
+    pub fn take(&self, driver_task: Weak<dyn DriverTask>) {
+        let mut state = self.0.state.lock();
+        state.queue.push_back(driver_task);
+        if std::mem::replace(&mut state.running, true) {
+            self.0.more.notify_one();
+            return;
+        }
+        let shared = self.0.clone();
+        let started = std::thread::Builder::new().name("gdsync-driver".into()).spawn(move || shared.run());
+        if let Err(error) = started {
+            // The next one tries again.
+            tracing::warn!(%error, "streams are not looked after: no thread");
+            state.running = false;
+        }
+    }
+
+    /// Returns when this errand is run no more: it lets go of what it holds.
+    pub fn end(&self, driver_task: &Weak<dyn DriverTask>) {
+        let mut state = self.0.state.lock();
+        state.queue.retain(|other| !other.ptr_eq(driver_task));
+        while state.current.as_ref().is_some_and(|current| current.ptr_eq(driver_task)) {
+            self.0.done.wait(&mut state);
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        let mut state = self.state.lock();
+        loop {
+            let Some(driver_task) = state.queue.pop_front() else {
+                let timed_out = self.more.wait_for(&mut state, LINGER).timed_out();
+                if timed_out && state.queue.is_empty() {
+                    state.running = false;
+                    return;
+                }
+                continue;
+            };
+            state.current = Some(driver_task.clone());
+            drop(state);
+            if let Some(driver_task) = driver_task.upgrade() {
+                driver_task.run();
+            }
+            state = self.state.lock();
+            state.current = None;
+            self.done.notify_all();
+        }
+    }
+}

@@ -1,0 +1,485 @@
+//! A GPU and the context that work runs in.
+
+use std::ffi::CStr;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use gdrcopy::Gdr;
+use gdrcopy::cuda::raw::layout::Handle;
+use gdrcopy::cuda::raw::{Api, Current};
+use gdrcopy::cuda::{CudaStatus, sysfs_address};
+use parking_lot::Mutex;
+
+use super::arena::Arena;
+use super::calibration::Calibration;
+use super::capabilities::Capabilities;
+use super::channel_pressure::ChannelPressure;
+use super::deferred_free::{DeferredFree, DeferredFreeThread};
+use super::driver_tasks::{DriverTask, DriverTasks};
+use super::free_list::FreeList;
+use super::kernel_exec::KernelExecutor;
+use super::other_processes::Sign;
+use super::reserve::reserve;
+use super::{Buffer, Engine, RawStream};
+use crate::engine::GpuNudge;
+use crate::error::{Error, Result};
+use crate::fork_guard::ForkGuard;
+use crate::memory::{Memory, page_round};
+
+/// A GPU, in one of its contexts. Clones share it.
+///
+/// When the last clone goes, and with it all that was made with it, memory is given back to CUDA, which may wait for streams
+/// of the application then.
+#[derive(Clone)]
+pub struct Gpu(Arc<Inner>);
+
+struct Inner {
+    fork_guard: ForkGuard,
+    api: Api,
+    /// CUDA ordinal in this process.
+    ordinal: i32,
+    /// `CUdevice`.
+    device: i32,
+    context: Handle,
+    /// The context is the primary one, retained here.
+    primary: bool,
+    capabilities: Capabilities,
+    /// Other contexts that this one can reach.
+    reached: Mutex<Vec<Handle>>,
+    gdr: Mutex<Option<Gdr>>,
+    arena: Arena,
+    free_list: FreeList,
+    deferred_free: DeferredFreeThread,
+    driver_tasks: DriverTasks,
+    /// Loaded at once: CUDA loads nothing while any stream waits.
+    kernel_exec: Result<Arc<KernelExecutor>>,
+    nudger: NudgerSlot,
+    channel_pressure: Arc<ChannelPressure>,
+    sign: Sign,
+    /// Its address on the PCI bus.
+    pci: Option<String>,
+    calibration: Mutex<Option<Calibration>>,
+    /// Its copy engine, as long as a device uses it. It keeps its GPU, so the GPU must not keep it.
+    engine: Mutex<Weak<Engine>>,
+}
+
+/// Where a GPU has the stream that wakes its others.
+pub type NudgerSlot = Mutex<Option<Weak<dyn GpuNudge>>>;
+
+/// A context is current: see [`Gpu::join`].
+pub struct Joined<'a>(Option<&'a Api>);
+
+impl Drop for Joined<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let Some(api) = self.0 else { return };
+        let mut popped = 0;
+        // SAFETY: a place for the answer; pushed when this value was made.
+        if let Err(error) = unsafe { api.ctx_pop_current(&mut popped) } {
+            tracing::warn!(%error, "the CUDA context of the calling thread was not put back");
+        }
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({})", self.0.ordinal)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if !self.fork_guard.is_here() {
+            return;
+        }
+        // SAFETY: retained here, or kept alive as the maker of this value promised.
+        match unsafe { Current::enter(&self.api, self.context) } {
+            Ok(_current) => {
+                self.free_list.give_back(&self.api);
+                if let Ok(kernel_exec) = &self.kernel_exec {
+                    kernel_exec.unload(&self.api);
+                }
+            }
+            Err(error) => tracing::debug!(%error, "GPU {}: memory not given back", self.ordinal),
+        }
+        if self.primary {
+            // SAFETY: retained once, given back once.
+            if let Err(error) = unsafe { self.api.primary_ctx_release(self.device) } {
+                tracing::debug!(%error, "GPU {}: primary context not given back", self.ordinal);
+            }
+        }
+    }
+}
+
+impl Gpu {
+    /// A GPU by its CUDA ordinal, in its primary context: the one that the CUDA runtime uses.
+    ///
+    /// Opened once and kept open until the process ends, as the CUDA runtime does: to close it, CUDA would wait for every
+    /// stream of the process, and let nobody register memory meanwhile. Do this before any stream of the process waits: only
+    /// then does CUDA load the kernels of [`Via::Kernel`](crate::stream::Via::Kernel), and get what it needs for more streams
+    /// and graphs; there is room for 64 of each afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] where there is no CUDA or no such GPU; [`Error::Unsupported`] names what an old one lacks.
+    pub fn open(ordinal: i32) -> Result<Self> {
+        let mut open = Self::open_list().lock();
+        if let Some(gpu) = open.iter().find(|gpu| gpu.0.ordinal == ordinal) {
+            return Ok(gpu.clone());
+        }
+        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        let gpu = Self::open_with(api, ordinal, None)?;
+        open.push(gpu.clone());
+        Ok(gpu)
+    }
+
+    fn open_list() -> &'static Mutex<Vec<Gpu>> {
+        static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+        &OPEN
+    }
+
+    /// The GPUs that [`Gpu::open`] has opened in this process.
+    pub fn opened() -> Vec<Gpu> {
+        Self::open_list().lock().clone()
+    }
+
+    /// As [`Gpu::open`], on a table of entry points and an open `gdrcopy` of the caller's.
+    #[doc(hidden)]
+    pub fn open_with(api: Api, ordinal: i32, gdr: Option<Gdr>) -> Result<Self> {
+        // SAFETY: no flags are defined.
+        unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+        let mut device = 0;
+        // SAFETY: a place for the answer; the driver checks the ordinal.
+        unsafe { api.device_get(&mut device, ordinal) }.map_err(Error::cuda("finding the GPU"))?;
+        let capabilities = Capabilities::query(&api, device)?;
+        capabilities.check()?;
+        let mut context = 0;
+        // SAFETY: a place for the answer and a device of this driver.
+        unsafe { api.primary_ctx_retain(&mut context, device) }.map_err(Error::cuda("making a context"))?;
+        Ok(Self::with(api, ordinal, device, context, true, capabilities, gdr))
+    }
+
+    /// The GPU and context of a stream of the application. The default streams are those of the current context.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, and its context must live until the result, its clones and all that was made with
+    /// them are gone.
+    pub unsafe fn of_stream(stream: RawStream) -> Result<Self> {
+        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        // SAFETY: what the caller promised.
+        unsafe { Self::of_stream_with(api, stream, None) }
+    }
+
+    /// As [`Gpu::of_stream`], on a table of entry points and an open `gdrcopy` of the caller's.
+    ///
+    /// # Safety
+    /// As [`Gpu::of_stream`].
+    #[doc(hidden)]
+    pub unsafe fn of_stream_with(api: Api, stream: RawStream, gdr: Option<Gdr>) -> Result<Self> {
+        // SAFETY: no flags are defined.
+        unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+        let (mut context, mut device) = (0, 0);
+        // SAFETY: a place for the answer; the caller vouches for the stream.
+        unsafe { api.stream_get_ctx(stream, &mut context) }
+            .map_err(Error::cuda("finding the stream's context"))?;
+        // SAFETY: the context of a live stream.
+        let current =
+            unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the stream's context"))?;
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { api.ctx_get_device(&mut device) }.map_err(Error::cuda("finding the stream's GPU"))?;
+        drop(current);
+        let capabilities = Capabilities::query(&api, device)?;
+        capabilities.check()?;
+        // `CUdevice` and ordinal are the same number (cuDeviceGet).
+        Ok(Self::with(api, device, device, context, false, capabilities, gdr))
+    }
+
+    fn with(
+        api: Api,
+        ordinal: i32,
+        device: i32,
+        context: Handle,
+        primary: bool,
+        capabilities: Capabilities,
+        gdr: Option<Gdr>,
+    ) -> Self {
+        let (reached, arena, free_list, deferred_free, driver_tasks, nudger, calibration, engine) =
+            Default::default();
+        let gdr = Mutex::new(gdr);
+        let mut pci = [0; 32];
+        // SAFETY: the buffer has room for 31 characters and a zero.
+        let named = unsafe { api.device_get_pci_bus_id(pci.as_mut_ptr().cast(), 32, device) };
+        let pci = CStr::from_bytes_until_nul(&pci).unwrap_or_default().to_string_lossy();
+        let pci = if named.is_ok() { &*pci } else { "" };
+        let (sign, pci) = (Sign::new(pci), sysfs_address(pci));
+        // SAFETY: retained by the caller, or kept alive as the maker of this value promised.
+        let current =
+            unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
+        let kernel_exec = current.and_then(|_current| {
+            let kernel_exec = KernelExecutor::load(&api)?;
+            reserve(&api, &kernel_exec);
+            Ok(Arc::new(kernel_exec))
+        });
+        let inner = Inner {
+            fork_guard: ForkGuard::default(),
+            api,
+            ordinal,
+            device,
+            context,
+            primary,
+            capabilities,
+            reached,
+            gdr,
+            arena,
+            free_list,
+            deferred_free,
+            driver_tasks,
+            kernel_exec,
+            nudger,
+            channel_pressure: ChannelPressure::of_context(context),
+            sign,
+            pci,
+            calibration,
+            engine,
+        };
+        Self(Arc::new(inner))
+    }
+
+    /// The number of GPUs that CUDA shows to this process.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] where there is no CUDA.
+    pub fn count() -> Result<i32> {
+        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        // SAFETY: no flags are defined.
+        unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+        let mut count = 0;
+        // SAFETY: a place for the answer.
+        unsafe { api.device_get_count(&mut count) }.map_err(Error::cuda("counting GPUs"))?;
+        Ok(count)
+    }
+
+    /// Its CUDA ordinal in this process.
+    pub fn ordinal(&self) -> i32 {
+        self.0.ordinal
+    }
+
+    /// Its PCI address as sysfs writes it, `domain:bus:device.function` in lower-case hexadecimal, if CUDA tells.
+    pub fn pci_address(&self) -> Option<&str> {
+        self.0.pci.as_deref()
+    }
+
+    /// What it can do for streams.
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.0.capabilities
+    }
+
+    /// The context (`CUcontext`) that work runs in, for launching kernels beside it.
+    pub fn raw_context(&self) -> usize {
+        self.0.context
+    }
+
+    /// Whether this is the process that opened it: in a child CUDA does not work.
+    pub fn is_here(&self) -> bool {
+        self.0.fork_guard.is_here()
+    }
+
+    /// The entry points of the driver.
+    #[doc(hidden)]
+    pub fn api(&self) -> &Api {
+        &self.0.api
+    }
+
+    /// Makes its context current for the calling thread until the result is dropped, and the thread's calls no part of a
+    /// stream capture.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    #[doc(hidden)]
+    pub fn enter(&self) -> Result<Current<'_>> {
+        // SAFETY: retained here, or kept alive as the maker of this value promised.
+        unsafe { Current::enter(&self.0.api, self.0.context) }
+            .map_err(Error::cuda("entering the GPU's context"))
+    }
+
+    /// Runs a call with its context current, and as part of a capture if there is one. Quick where it is current already.
+    #[inline]
+    pub fn within<T>(&self, call: impl FnOnce(&Api) -> gdrcopy::Result<T>) -> gdrcopy::Result<T> {
+        let _joined = self.join()?;
+        call(&self.0.api)
+    }
+
+    /// Makes its context current until the result is dropped, as [`Gpu::within`] does.
+    #[inline]
+    pub fn join(&self) -> gdrcopy::Result<Joined<'_>> {
+        let api = &self.0.api;
+        let mut current = 0;
+        // SAFETY: a place for the answer.
+        unsafe { api.ctx_get_current(&mut current) }?;
+        let is_other = current != self.0.context;
+        if is_other {
+            // SAFETY: retained here, or kept alive as the maker of this value promised.
+            unsafe { api.ctx_push_current(self.0.context) }?;
+        }
+        Ok(Joined(is_other.then_some(api)))
+    }
+
+    /// Makes sure that work of this GPU can use memory of another one.
+    pub fn reach(&self, other: &Gpu) -> Result<()> {
+        let (own, theirs) = (&*self.0, &*other.0);
+        if own.context == theirs.context {
+            return Ok(());
+        }
+        let mut reached = own.reached.lock();
+        if reached.contains(&theirs.context) {
+            return Ok(());
+        }
+        let _current = self.enter()?;
+        // SAFETY: the other context is kept alive by its value.
+        match unsafe { own.api.ctx_enable_peer_access(theirs.context, 0) } {
+            Ok(()) | Err(gdrcopy::Error::Cuda { status: CudaStatus::PEER_ACCESS_ALREADY_ENABLED, .. }) => {
+                reached.push(theirs.context);
+                Ok(())
+            }
+            Err(error) => Err(Error::cuda("reaching the memory of another GPU")(error)),
+        }
+    }
+
+    /// Its copy engine, started by the first call.
+    pub fn engine(&self) -> Result<Arc<Engine>> {
+        let mut slot = self.0.engine.lock();
+        if let Some(engine) = slot.upgrade() {
+            return Ok(engine);
+        }
+        let engine = Arc::new(Engine::start(self)?);
+        *slot = Arc::downgrade(&engine);
+        Ok(engine)
+    }
+
+    /// The mapper of its memory, opened by the first call.
+    pub fn gdr(&self) -> Result<Gdr> {
+        let mut slot = self.0.gdr.lock();
+        if let Some(gdr) = &*slot {
+            return Ok(gdr.clone());
+        }
+        let gdr = Gdr::builder().require_gpu().open().map_err(Error::cuda("mapping GPU memory"))?;
+        Ok(slot.insert(gdr).clone())
+    }
+
+    /// The calibration, `made` by the first call.
+    pub fn calibrated(&self, make: impl FnOnce() -> Result<Calibration>) -> Result<Calibration> {
+        let mut slot = self.0.calibration.lock();
+        match &*slot {
+            Some(known) => Ok(known.clone()),
+            None => Ok(slot.insert(make()?).clone()),
+        }
+    }
+
+    /// Allocates memory on the GPU, mapped for the CPU. When it is dropped, it is freed in time, by a thread of its own: CUDA
+    /// waits for all streams of the GPU to do it.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when the GPU is full, or its memory cannot be mapped: the reasons of all backends are in it.
+    pub fn alloc(&self, len: usize) -> Result<Memory> {
+        self.buffer(len).map(Memory::buffer)
+    }
+
+    /// Allocates memory on the GPU and maps it.
+    pub fn buffer(&self, len: usize) -> Result<Buffer> {
+        let gdr = self.gdr()?;
+        let alloc = || gdr.alloc(self.0.ordinal, len);
+        let buffer = match alloc() {
+            // Dropped memory may not have been freed yet.
+            Err(gdrcopy::Error::Exhausted { .. }) if self.0.deferred_free.hurry() => alloc(),
+            other => other,
+        };
+        let buffer = buffer.map_err(Error::cuda("allocating GPU memory"))?;
+        let mapping = buffer.map().map_err(Error::cuda("mapping GPU memory"))?;
+        Ok(Buffer::new(self, mapping, buffer))
+    }
+
+    /// Returns when all memory that was dropped so far has been given back to CUDA: then host memory of the application that
+    /// this GPU has used may be freed or unmapped (see [`Memory::from_raw`]). CUDA waits for all streams of the process to
+    /// do it.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout`: try again when no stream waits.
+    pub fn reclaim(&self, timeout: Duration) -> Result<()> {
+        let what = "giving memory back to CUDA";
+        self.0.deferred_free.finish(timeout).then_some(()).ok_or(Error::Deadline { what, after: timeout })
+    }
+
+    /// Gives memory back to CUDA, in time.
+    pub fn doom(&self, deferred: DeferredFree) {
+        self.0.deferred_free.take(self.clone(), deferred);
+    }
+
+    /// Has calls of the driver made, in time.
+    pub fn driver_task(&self, driver_task: Weak<dyn DriverTask>) {
+        self.0.driver_tasks.take(driver_task);
+    }
+
+    /// Returns when these calls of the driver are made no more.
+    pub fn end_driver_task(&self, driver_task: &Weak<dyn DriverTask>) {
+        self.0.driver_tasks.end(driver_task);
+    }
+
+    /// Waits until none of these pages is being given back.
+    pub fn settle(&self, pages: &Range<usize>) -> Result<()> {
+        self.0.deferred_free.settle(pages)
+    }
+
+    /// Whether any of these pages is being given back.
+    pub fn is_leaving(&self, pages: &Range<usize>) -> bool {
+        self.0.deferred_free.is_leaving(pages)
+    }
+
+    /// The kernels that run stream operations.
+    pub fn kernel_exec(&self) -> Result<Arc<KernelExecutor>> {
+        self.0.kernel_exec.clone()
+    }
+
+    /// Zeroed memory on the GPU for rings and words: small pieces share a block.
+    pub fn piece(&self, len: usize) -> Result<Memory> {
+        self.0.arena.piece(self, len)
+    }
+
+    /// Zeroed host memory, registered.
+    pub fn host_piece(&self, len: usize) -> Result<Memory> {
+        if let Some(pages) = self.0.free_list.take_host(page_round(len)?) {
+            let memory = Memory::of_pages(self, pages, len);
+            memory.fill(0, len, 0)?;
+            return Ok(memory);
+        }
+        let memory = Memory::alloc(len)?;
+        memory.gpu_addr(self)?;
+        Ok(memory)
+    }
+
+    /// The stream that wakes its others.
+    pub fn nudger(&self) -> &NudgerSlot {
+        &self.0.nudger
+    }
+
+    /// Its streams that wait.
+    pub fn channel_pressure(&self) -> &ChannelPressure {
+        &self.0.channel_pressure
+    }
+
+    /// Whether other processes with this library use the GPU, as far as can be seen.
+    pub fn is_shared_with_processes(&self) -> bool {
+        self.0.sign.others().unwrap_or_else(|error| {
+            tracing::debug!(%error, "it is not known who else uses the GPU");
+            false
+        })
+    }
+
+    /// Memory of this GPU that nobody uses, for another user.
+    pub fn free_list(&self) -> &FreeList {
+        &self.0.free_list
+    }
+}

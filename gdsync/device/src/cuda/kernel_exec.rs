@@ -1,0 +1,501 @@
+//! The kernel lane: operations as a program that one thread of a kernel runs. `kernel_exec.cu` and `gdsync.cuh` are the other side.
+
+use std::ffi::{CStr, c_void};
+use std::mem::MaybeUninit;
+
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOp};
+
+use crate::cuda::{Gpu, RawStream};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Place};
+use mlx5_ring::Cond;
+use smallvec::SmallVec;
+
+/// Operations that fit in the small program, which is quicker to launch.
+pub const SMALL: usize = 12;
+/// Operations that fit in the large one: kernel parameters have 4 KiB.
+pub const LARGE: usize = 160;
+
+/// Threads of the kernel that finds its program in memory, and what they take at once, whether it is in use or not.
+const FETCHERS: u32 = 32;
+const FETCHED: usize = 32 * 16;
+
+/// Operations of one submission, in place while they are few.
+pub type Program = SmallVec<[KernelOp; SMALL]>;
+
+/// Bytes of a program of so many operations in memory.
+pub fn room(ops: usize) -> usize {
+    (size_of::<Head>() + ops * size_of::<KernelOp>()).next_multiple_of(16).max(FETCHED)
+}
+
+/// Puts a program into memory, or rather into an image of it, at the start of `to`.
+pub fn put(to: &mut [u8], head: Head, ops: &[KernelOp]) {
+    put_words(to, head_words(head, ops.len()), ops);
+}
+
+fn head_words(head: Head, count: usize) -> [u64; 4] {
+    [head.status, head.limit_ns, head.submission, count as u64]
+}
+
+fn put_words(to: &mut [u8], before: impl IntoIterator<Item = u64>, ops: &[KernelOp]) {
+    let op = |op: &KernelOp| {
+        let what = u64::from(op.kind) | u64::from(op.cond) << 32 | u64::from(op.flags) << 48;
+        [what, op.addr, op.value]
+    };
+    let words = before.into_iter().chain(ops.iter().flat_map(op));
+    for (to, word) in to.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *to = word.to_ne_bytes();
+    }
+}
+
+/// What comes before the operations of steps in memory: `Program` of `gdsync.cuh`, a head and the cursor.
+const BEFORE_STEPS: usize = size_of::<Head>() + 16;
+
+/// Bytes of steps of so many operations each in memory.
+pub fn room_of_steps(steps: &[usize]) -> usize {
+    // And the mark. A step of nothing has one that does nothing.
+    let ops = steps.iter().map(|&ops| ops.max(1)).sum::<usize>() + 1;
+    BEFORE_STEPS + ops * size_of::<KernelOp>()
+}
+
+/// Puts the steps of a launch into an image of memory, with the mark behind the last one.
+pub fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: KernelOp) {
+    let mut ops = Vec::with_capacity(to.len() / size_of::<KernelOp>());
+    for step in steps {
+        let (last, before) = step.split_last().unwrap_or((&KernelOp::BARRIER, &[]));
+        ops.extend_from_slice(before);
+        ops.push(KernelOp { flags: last.flags | flag::LAST, ..*last });
+    }
+    ops.push(mark);
+    let cursor = [0, 0];
+    put_words(to, head_words(head, steps.len()).into_iter().chain(cursor), &ops);
+}
+
+/// `Op` of `gdsync.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelOp {
+    /// What to do.
+    pub kind: u32,
+    /// Of a wait: its condition.
+    pub cond: u16,
+    /// See [`flag`].
+    pub flags: u16,
+    /// The word.
+    pub addr: u64,
+    /// What is written or compared.
+    pub value: u64,
+}
+
+/// `Head` of `gdsync.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Head {
+    /// The GPU's address of the stream's [`StatusBlock`].
+    pub status: u64,
+    /// How long a wait may take.
+    pub limit_ns: u64,
+    /// The number of the submission.
+    pub submission: u64,
+    /// Operations that follow.
+    pub count: u64,
+}
+
+/// `Parameter` of `kernel_exec.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Parameter<const N: usize> {
+    head: Head,
+    ops: [MaybeUninit<KernelOp>; N],
+}
+
+impl<const N: usize> Parameter<N> {
+    /// What lies behind so many operations is not used.
+    #[inline(always)]
+    fn of(head: Head, ops: &[KernelOp]) -> Self {
+        let head = Head { count: ops.len() as u64, ..head };
+        let mut program = Self { head, ops: [const { MaybeUninit::uninit() }; N] };
+        for (slot, op) in program.ops.iter_mut().zip(ops) {
+            slot.write(*op);
+        }
+        program
+    }
+}
+
+/// `Kind` of `gdsync.cuh`.
+mod kind {
+    pub const WRITE_32: u32 = 0;
+    pub const WRITE_64: u32 = 1;
+    pub const WAIT_32: u32 = 2;
+    pub const WAIT_64: u32 = 3;
+    pub const WAIT_CQE: u32 = 4;
+    pub const BARRIER: u32 = 5;
+    pub const INDEX: u32 = 6;
+    pub const MARK: u32 = 7;
+    /// Not of the header.
+    pub const FLUSH: u32 = 8;
+}
+
+/// `Flag` of `gdsync.cuh`.
+mod flag {
+    /// The word of a wait is in memory of this GPU.
+    pub const NEAR: u16 = 1;
+    /// No operation of the step is behind this one.
+    pub const LAST: u16 = 2;
+}
+
+impl KernelOp {
+    /// Orders what is before it before what is after it.
+    pub const BARRIER: Self = Self::of(kind::BARRIER, 0, 0);
+    /// Makes inbound writes visible: a matter of the front end, no kernel does it.
+    pub const FLUSH: Self = Self::of(kind::FLUSH, 0, 0);
+
+    #[inline]
+    const fn of(kind: u32, addr: u64, value: u64) -> Self {
+        Self { kind, cond: 0, flags: 0, addr, value }
+    }
+
+    /// Writes a word.
+    #[inline]
+    pub const fn write32(addr: u64, value: u32) -> Self {
+        Self::of(kind::WRITE_32, addr, value as u64)
+    }
+
+    /// Writes a word.
+    #[inline]
+    pub const fn write64(addr: u64, value: u64) -> Self {
+        Self::of(kind::WRITE_64, addr, value)
+    }
+
+    /// Writes a consumer index, or the record of a send queue: a word that nothing has to be ordered before.
+    #[inline]
+    pub const fn index(addr: u64, value: u32) -> Self {
+        Self::of(kind::INDEX, addr, value as u64)
+    }
+
+    /// Writes the number of the submission; a kernel of a stream that has failed writes it to the next word.
+    #[inline]
+    pub const fn mark(addr: u64, value: u64) -> Self {
+        Self::of(kind::MARK, addr, value)
+    }
+
+    /// Waits for a word.
+    #[inline]
+    pub fn wait32(place: Place, value: u32, cond: Cond) -> Self {
+        Self::wait(kind::WAIT_32, place, value.into(), cond)
+    }
+
+    /// Waits for a word.
+    #[inline]
+    pub fn wait64(place: Place, value: u64, cond: Cond) -> Self {
+        Self::wait(kind::WAIT_64, place, value, cond)
+    }
+
+    /// Waits for a completion.
+    #[inline]
+    pub fn wait_cqe(place: Place, value: u32, cond: Cond) -> Self {
+        Self::wait(kind::WAIT_CQE, place, value.into(), cond)
+    }
+
+    #[inline]
+    fn wait(kind: u32, Place { addr, is_near }: Place, value: u64, cond: Cond) -> Self {
+        let flags = if is_near { flag::NEAR } else { 0 };
+        Self { kind, cond: cond.code(), flags, addr, value }
+    }
+
+    /// Whether it has a fence before what it writes.
+    #[inline]
+    pub const fn is_fenced(&self) -> bool {
+        matches!(self.kind, kind::WRITE_32 | kind::WRITE_64 | kind::MARK)
+    }
+
+    /// Whether only the front end can do it.
+    #[inline]
+    pub const fn is_flush(&self) -> bool {
+        self.kind == kind::FLUSH
+    }
+
+    /// The same for the front end.
+    #[inline]
+    pub const fn memop(&self) -> MemOp {
+        let operation = match self.kind {
+            kind::WRITE_32 | kind::INDEX => MemOp::WRITE_32,
+            kind::WRITE_64 | kind::MARK => MemOp::WRITE_64,
+            kind::WAIT_32 | kind::WAIT_CQE => MemOp::WAIT_32,
+            kind::WAIT_64 => MemOp::WAIT_64,
+            kind::FLUSH => MemOp::FLUSH,
+            _ => MemOp::BARRIER,
+        };
+        let (address, value, flags) = (self.addr, self.value, self.cond as u32);
+        MemOp { operation, barrier: 0, address, value, flags, pad: 0, alias: 0, end: 0 }
+    }
+}
+
+/// `Status` of `gdsync.cuh`: what the kernels of a stream leave for each other and for the CPU. Also stamped by the CPU when a
+/// stream without kernels fails.
+#[derive(Debug)]
+pub struct StatusBlock {
+    memory: Memory,
+    pub addr: u64,
+}
+
+/// A wait that a kernel gave up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GivenUp {
+    pub submission: u64,
+    /// The GPU's address of the word.
+    pub word: u64,
+}
+
+const STATUS_BYTES: usize = 24;
+
+impl StatusBlock {
+    /// On the GPU, where kernels read it quickly; in host memory where GPU memory cannot be mapped.
+    pub fn new(gpu: &Gpu) -> Result<Self> {
+        let memory = gpu.piece(STATUS_BYTES).or_else(|error| {
+            tracing::info!(%error, "the status of a stream is in host memory");
+            Memory::alloc(STATUS_BYTES)
+        })?;
+        let addr = memory.gpu_addr(gpu)?;
+        Ok(Self { memory, addr })
+    }
+
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// The wait that a kernel gave up, if one did.
+    pub fn given_up(&self) -> Option<GivenUp> {
+        let failed = self.memory.word32(0).expect("the first word of the status block").load();
+        // Copied out: loads from a mapping are not ordered by themselves.
+        let word = |offset| {
+            let mut bytes = [0; 8];
+            self.memory.read(offset, &mut bytes).expect("words of the status block");
+            u64::from_ne_bytes(bytes)
+        };
+        (failed != 0).then(|| GivenUp { submission: word(8), word: word(16) })
+    }
+
+    /// Tells kernels that the stream has failed.
+    pub fn fail(&self) {
+        self.memory.word32(0).expect("the first word of the status block").store(1);
+    }
+}
+
+/// The kernels, loaded in a context.
+#[derive(Debug)]
+pub struct KernelExecutor {
+    module: Handle,
+    small: Handle,
+    large: Handle,
+    /// Finds its program in memory.
+    at: Handle,
+    /// Comes behind a kernel that runs steps.
+    finish: Handle,
+}
+
+impl KernelExecutor {
+    /// Loads the kernels into the current context, at once: to load one later, CUDA would wait for streams that wait.
+    pub fn load(api: &Api) -> Result<Self> {
+        const PTX: &str = concat!(include_str!("kernel_exec.ptx"), "\0");
+        let mut module = 0;
+        // SAFETY: a place for the answer and a text that ends in a zero.
+        unsafe { api.module_load_data(&mut module, PTX.as_ptr().cast()) }
+            .map_err(Error::cuda("loading the kernel lane"))?;
+        let function = |name| function(api, module, name);
+        let (small, large) = (function(c"gds_run_12")?, function(c"gds_run_160")?);
+        let (at, finish) = (function(c"gds_run_at")?, function(c"gds_finish")?);
+        Ok(Self { module, small, large, at, finish })
+    }
+
+    /// Unloads them. Their context must be current, and about to go.
+    pub fn unload(&self, api: &Api) {
+        // SAFETY: loaded here; the streams that used it are over.
+        if let Err(error) = unsafe { api.module_unload(self.module) } {
+            tracing::debug!(%error, "the kernel lane stays loaded");
+        }
+    }
+
+    /// Launches the kernel that runs `ops`. The context must be current, if the driver needs that.
+    pub fn launch(&self, api: &Api, stream: RawStream, head: Head, ops: &[KernelOp]) -> gdrcopy::Result<()> {
+        self.with_program(head, ops, |function, params| {
+            // SAFETY: the function takes this one parameter.
+            unsafe { launch(api, function, stream, params) }
+        })
+    }
+
+    /// As [`KernelExecutor::launch`], of a few operations that are known where it is called.
+    #[inline(always)]
+    pub fn launch_few<const N: usize>(
+        &self,
+        api: &Api,
+        stream: RawStream,
+        head: Head,
+        ops: [KernelOp; N],
+    ) -> gdrcopy::Result<()> {
+        const { assert!(N <= SMALL) };
+        let mut program = Parameter::<SMALL>::of(head, &ops);
+        let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
+        // SAFETY: the function takes this one parameter.
+        unsafe { launch(api, self.small, stream, params.as_mut_ptr()) }
+    }
+
+    /// Launches the kernel that runs what is left of the steps at this address of the GPU, and their mark. The context must
+    /// be current.
+    pub fn finish(&self, api: &Api, stream: RawStream, mut address: u64) -> gdrcopy::Result<()> {
+        let mut params = [(&raw mut address).cast::<c_void>()];
+        // SAFETY: the function takes an address, of steps that the submission keeps.
+        unsafe { launch(api, self.finish, stream, params.as_mut_ptr()) }
+    }
+
+    /// Has a kernel node of a graph run `ops` from the next launch on. The context must be current.
+    pub fn arm(
+        &self,
+        api: &Api,
+        (graph, node): (Handle, Handle),
+        head: Head,
+        ops: &[KernelOp],
+    ) -> gdrcopy::Result<()> {
+        self.with_program(head, ops, |function, params| {
+            // SAFETY: a graph and a node of it, as the caller says, and the one parameter of the function, which the
+            // driver copies.
+            unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params(function, 1, params)) }
+        })
+    }
+
+    /// Has a kernel node of a graph run the program that is at this address of the GPU when it begins. The context must be
+    /// current.
+    pub fn point(&self, api: &Api, (graph, node): (Handle, Handle), mut address: u64) -> gdrcopy::Result<()> {
+        let mut params = [(&raw mut address).cast::<c_void>()];
+        let node_params = node_params(self.at, FETCHERS, params.as_mut_ptr());
+        // SAFETY: as above.
+        unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params) }
+    }
+
+    /// Calls `call` with the kernel for so many operations, and with its parameters.
+    fn with_program<T>(
+        &self,
+        head: Head,
+        ops: &[KernelOp],
+        call: impl FnOnce(Handle, *mut *mut c_void) -> T,
+    ) -> T {
+        fn sized<const N: usize, T>(
+            head: Head,
+            ops: &[KernelOp],
+            call: impl FnOnce(*mut *mut c_void) -> T,
+        ) -> T {
+            let mut program = Parameter::<N>::of(head, ops);
+            let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
+            call(params.as_mut_ptr())
+        }
+        if ops.len() <= SMALL {
+            sized::<SMALL, T>(head, ops, |params| call(self.small, params))
+        } else {
+            sized::<LARGE, T>(head, ops, |params| call(self.large, params))
+        }
+    }
+}
+
+/// Launches a kernel of one thread.
+///
+/// # Safety
+/// The function must take these parameters, which the driver copies.
+#[inline(always)]
+unsafe fn launch(
+    api: &Api,
+    function: Handle,
+    stream: RawStream,
+    params: *mut *mut c_void,
+) -> gdrcopy::Result<()> {
+    // SAFETY: the caller's.
+    unsafe { api.launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, params, std::ptr::null_mut()) }
+}
+
+/// A node of one block.
+fn node_params(function: Handle, threads: u32, params: *mut *mut c_void) -> KernelNodeParams {
+    let (grid, block) = ([1; 3], [threads, 1, 1]);
+    let extra = std::ptr::null_mut();
+    KernelNodeParams { function, grid, block, shared: 0, params, extra, kernel: 0, context: 0 }
+}
+
+fn function(api: &Api, module: Handle, name: &CStr) -> Result<Handle> {
+    let mut function = 0;
+    // SAFETY: a place for the answer, a module of this context, a name.
+    unsafe { api.module_get_function(&mut function, module, name.as_ptr()) }
+        .map_err(Error::cuda("finding a kernel of the lane"))?;
+    // SAFETY: a function of a module that stays loaded.
+    match unsafe { api.func_load(function) } {
+        // Drivers before CUDA 12.4 load all of a module at once unless told otherwise.
+        Ok(()) | Err(gdrcopy::Error::Unsupported { .. }) => Ok(function),
+        Err(error) => Err(Error::cuda("loading a kernel of the lane")(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = include_str!("../../../include/gdsync.cuh");
+    const PTX: &str = include_str!("kernel_exec.ptx");
+
+    /// The names of an enum of the header, in order.
+    fn names(of: &str) -> Vec<&'static str> {
+        let (_, rest) = HEADER.split_once(&format!("enum {of} : u32 {{")).expect("an enum of the header");
+        rest.split_once('}').expect("its end").0.split(',').map(str::trim).collect()
+    }
+
+    #[test]
+    fn the_header_says_the_same() {
+        let kinds = ["WRITE_32", "WRITE_64", "WAIT_32", "WAIT_64", "WAIT_CQE", "BARRIER", "INDEX", "MARK"];
+        assert_eq!(names("Kind"), kinds);
+        let numbers = [kind::WRITE_32, kind::WRITE_64, kind::WAIT_32, kind::WAIT_64, kind::WAIT_CQE];
+        assert_eq!(numbers, [0, 1, 2, 3, 4]);
+        assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK], [5, 6, 7]);
+        let flags = format!("enum Flag : u32 {{ NEAR = {}, LAST = {} }};", flag::NEAR, flag::LAST);
+        assert!(HEADER.contains(&flags), "{flags}");
+        let conds = names("Cond").into_iter().zip([Cond::Geq, Cond::Eq, Cond::And, Cond::Nor]);
+        for (at, (name, cond)) in conds.enumerate() {
+            assert_eq!((name, usize::from(cond.code())), (format!("{cond:?}").to_uppercase().as_str(), at));
+        }
+        for (name, size) in [
+            ("Op", size_of::<KernelOp>()),
+            ("Status", STATUS_BYTES),
+            ("Head", size_of::<Head>()),
+            ("Program", BEFORE_STEPS),
+        ] {
+            let checked = format!("static_assert(sizeof({name}) == {size}, \"{name}\");");
+            assert!(HEADER.contains(&checked), "{checked}");
+        }
+    }
+
+    #[test]
+    fn the_kernels_take_what_is_passed() {
+        let (small, large) = (size_of::<Parameter<SMALL>>(), size_of::<Parameter<LARGE>>());
+        for (kernel, parameter) in [
+            ("gds_run_12", format!(".align 8 .b8 gds_run_12_param_0[{small}]")),
+            ("gds_run_160", format!(".align 8 .b8 gds_run_160_param_0[{large}]")),
+            ("gds_run_at", ".u64 gds_run_at_param_0".to_owned()),
+            ("gds_finish", ".u64 gds_finish_param_0".to_owned()),
+        ] {
+            let entry = format!(".visible .entry {kernel}(\n\t.param {parameter}\n)");
+            assert!(PTX.contains(&entry), "{entry}");
+        }
+    }
+
+    #[test]
+    fn steps_lie_in_memory_as_the_header_reads_them() {
+        let write = |n| KernelOp { kind: kind::WRITE_64, addr: 8 * n, value: n, ..KernelOp::BARRIER };
+        let steps = [&[1, 2][..], &[], &[3]].map(|ops| ops.iter().copied().map(write).collect::<Program>());
+        let mut image = vec![0; room_of_steps(&[2, 0, 1])];
+        let head = Head { status: 11, limit_ns: 12, submission: 13, count: 0 };
+        put_steps(&mut image, head, &steps, KernelOp::mark(64, 13));
+        let words: Vec<u64> = image.as_chunks::<8>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect();
+        assert_eq!(words[..6], [11, 12, 13, 3, 0, 0], "head and cursor");
+        let ops: Vec<_> =
+            words[6..].as_chunks::<3>().0.iter().map(|[what, _, value]| (*what, *value)).collect();
+        let [one, none, mark] = [kind::WRITE_64, kind::BARRIER, kind::MARK].map(u64::from);
+        let last = u64::from(flag::LAST) << 48;
+        assert_eq!(ops, [(one, 1), (one | last, 2), (none | last, 0), (one | last, 3), (mark, 13)]);
+    }
+}

@@ -1,0 +1,259 @@
+//! Host memory that CUDA knows, so that GPUs can reach it.
+//!
+//! CUDA registers pages, and each page once; memory of the application begins and ends anywhere, so that several may share
+//! a page. They share its registration then, which is given back when the last of them is gone.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::Api;
+use parking_lot::Mutex;
+
+use super::deferred_free::DeferredFree;
+use super::{Gpu, Pages};
+use crate::error::{Error, Result};
+use crate::memory::host_page;
+
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for all contexts of the process, by address.
+const PORTABLE_MAPPED: u32 = 3;
+/// `CU_MEMHOSTREGISTER_IOMEMORY`: the registers of a device, which has no pages of memory.
+const IO_MEMORY: u32 = 4;
+/// How long CUDA may take to forget registers of a device. Streams that wait hold it up.
+const FORGET: Duration = Duration::from_secs(600);
+/// What needs a permission.
+const DOORBELLS: &str = "letting the GPU ring the card's doorbells, for which the NVIDIA driver asks for root or for its option \
+                         NVreg_RegistryDwords=\"PeerMappingOverride=1;\" (in /etc/modprobe.d, then reload it); \
+                         GDSYNC_PATH=proxy works without";
+
+/// Registrations by driver and first page, and where they end. None overlap.
+type Table = BTreeMap<(usize, usize), (usize, Weak<Ours>)>;
+
+/// What is registered here: registrations are the process's.
+static REGISTERED: Mutex<Table> = Mutex::new(Table::new());
+/// Held while something is registered.
+static REGISTERING: Mutex<()> = Mutex::new(());
+
+/// Host memory registered with CUDA. When this is dropped, it is given back in time: see [`super::deferred_free`].
+pub struct Registered {
+    /// The GPU's address of the first byte that was asked for.
+    addr: u64,
+    /// The registrations made here; none where the application had done it.
+    ours: Vec<Arc<Ours>>,
+}
+
+/// A registration of pages.
+struct Ours {
+    gpu: Gpu,
+    pages: Range<usize>,
+    /// The pages go to another user.
+    free_list: bool,
+}
+
+impl Ours {
+    /// Enters a registration in the table.
+    fn new(gpu: &Gpu, pages: Range<usize>) -> Arc<Self> {
+        let ours = Arc::new(Self { gpu: gpu.clone(), pages, free_list: false });
+        REGISTERED.lock().insert(ours.key(), (ours.pages.end, Arc::downgrade(&ours)));
+        ours
+    }
+
+    fn key(&self) -> (usize, usize) {
+        (driver(self.gpu.api()), self.pages.start)
+    }
+}
+
+impl Drop for Ours {
+    fn drop(&mut self) {
+        // Under the lock, so that the pages are in the table, or known to be leaving.
+        let mut table = REGISTERED.lock();
+        table.remove(&self.key());
+        if !self.free_list {
+            let (first, len) = (self.pages.start, self.pages.len());
+            self.gpu.doom(DeferredFree::Host { first, len, unmap: false });
+        }
+    }
+}
+
+/// Whether any page of these is registered here.
+pub fn is_registered(pages: &Range<usize>) -> bool {
+    let overlaps = |start: usize, end: usize| start < pages.end && pages.start < end;
+    let table = REGISTERED.lock();
+    table.iter().any(|((_, start), (end, ours))| overlaps(*start, *end) && ours.strong_count() > 0)
+}
+
+/// Tells drivers apart.
+fn driver(api: &Api) -> usize {
+    api.mem_host_register.map_or(0, |entry| entry as usize)
+}
+
+impl Registered {
+    /// Takes over what was registered before.
+    pub fn again(gpu: &Gpu, pages: Pages) -> Self {
+        let first = pages.ptr.as_ptr().expose_provenance();
+        let ours = Ours::new(gpu, first..first + pages.len);
+        Self { addr: pages.addr, ours: vec![ours] }
+    }
+
+    /// The bytes, mapped by the caller and used no more, go to another user, so that CUDA need not be asked, or back to the
+    /// system. Returns false where they are the caller's to unmap.
+    pub fn keep(mut self, ptr: NonNull<u8>, len: usize) -> bool {
+        let Some(mut ours) = self.ours.pop().and_then(Arc::into_inner) else { return false };
+        ours.free_list = true;
+        let (gpu, first) = (ours.gpu.clone(), ours.pages.start);
+        drop(ours);
+        if gpu.free_list().put_host(Pages { ptr, len, addr: self.addr }).is_err() {
+            gpu.doom(DeferredFree::Host { first, len, unmap: true });
+        }
+        true
+    }
+
+    /// What the application has registered or pinned itself.
+    pub fn of_application(addr: u64) -> Self {
+        Self { addr, ours: Vec::new() }
+    }
+
+    /// Gives the registration back, and keeps what the bytes are mapped by until CUDA has forgotten them.
+    pub fn outlived_by(self, guard: Arc<dyn Any + Send + Sync>) {
+        let gpu = self.ours.first().map(|ours| ours.gpu.clone());
+        drop(self);
+        let Some(gpu) = gpu else { return };
+        let wait = move || {
+            if gpu.reclaim(FORGET).is_err() {
+                tracing::debug!("a device stays open: CUDA has not let its registers go");
+                std::mem::forget(guard);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("gdsync-close".into()).spawn(wait) {
+            tracing::debug!(%error, "a device may be closed while CUDA knows its registers");
+        }
+    }
+
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+}
+
+impl fmt::Debug for Registered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Registered({:#x})", self.addr)
+    }
+}
+
+impl Gpu {
+    /// Makes host memory known to CUDA. Pages that the application has pinned or registered are taken as they are.
+    pub fn register(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
+        self.register_as(ptr, len, PORTABLE_MAPPED)
+    }
+
+    /// Makes registers of a device known to CUDA, so that the GPU can write them.
+    pub fn register_io(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
+        let refused = match self.register_as(ptr, len, PORTABLE_MAPPED | IO_MEMORY) {
+            Err(refused) => refused,
+            done => return done,
+        };
+        tracing::debug!(error = %refused, "CUDA does not take these registers of a device for IO memory");
+        // A device in software has registers in memory, which is no IO memory; a card has none.
+        self.register_as(ptr, len, PORTABLE_MAPPED).map_err(|_| match refused {
+            Error::Cuda { source, .. } => Error::Cuda { what: DOORBELLS, source },
+            other => other,
+        })
+    }
+
+    fn register_as(&self, ptr: NonNull<u8>, len: usize, flags: u32) -> Result<Registered> {
+        let start = ptr.as_ptr().expose_provenance();
+        let bytes = start..start + len;
+        let page = host_page();
+        let pages = start - start % page..bytes.end.next_multiple_of(page);
+        let _current = self.enter()?;
+        // Not the table's, which drops take: CUDA may make this wait as long as streams do.
+        let _alone = REGISTERING.lock();
+        let mut ours = loop {
+            self.settle(&pages)?;
+            if let Some(ours) = self.registered(&pages) {
+                break ours;
+            }
+            // Another thread is about to give one of them back.
+            std::thread::yield_now();
+        };
+        let mut next = pages.start;
+        let mut gaps = Vec::new();
+        for known in &ours {
+            gaps.push(next..known.pages.start);
+            next = known.pages.end;
+        }
+        gaps.push(next..pages.end);
+        for gap in gaps.into_iter().filter(|gap| !gap.is_empty()) {
+            ours.extend(self.register_pages(gap, &bytes, flags)?);
+        }
+        let addr = self.device_pointer(start).map_err(Error::cuda("finding registered memory"))?;
+        Ok(Registered { addr, ours })
+    }
+
+    /// The registrations that have some of these pages, in order; `None` while one of them is being given back.
+    fn registered(&self, pages: &Range<usize>) -> Option<Vec<Arc<Ours>>> {
+        let table = REGISTERED.lock();
+        let before = table.range((driver(self.api()), 0)..(driver(self.api()), pages.end)).rev();
+        let overlap = before.map(|(_, known)| known).take_while(|(end, _)| *end > pages.start);
+        let found: Vec<_> = overlap.map(|(_, ours)| ours.upgrade()).collect();
+        let is_leaving = self.is_leaving(pages);
+        drop(table);
+        let found = found.into_iter().rev().collect::<Option<Vec<_>>>();
+        found.filter(|_| !is_leaving)
+    }
+
+    /// Registers pages of which nothing is registered here; none where the application has done it.
+    fn register_pages(
+        &self,
+        pages: Range<usize>,
+        bytes: &Range<usize>,
+        flags: u32,
+    ) -> Result<Option<Arc<Ours>>> {
+        let ends = [pages.start.max(bytes.start), pages.end.min(bytes.end) - 1];
+        let is_known = |at: usize| self.device_pointer(at).is_ok();
+        if !ends.into_iter().any(is_known) {
+            tracing::trace!(?pages, "host memory is registered with CUDA");
+            let first = std::ptr::with_exposed_provenance_mut::<c_void>(pages.start);
+            // SAFETY: pages of the process, which its owner keeps until the registration is gone.
+            match unsafe { self.api().mem_host_register(first, pages.len(), flags) } {
+                // Other parts of the pages.
+                Err(gdrcopy::Error::Cuda { status: CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, .. }) => {}
+                done => {
+                    done.map_err(Error::cuda("registering host memory with CUDA"))?;
+                    return Ok(Some(Ours::new(self, pages)));
+                }
+            }
+        }
+        if ends.into_iter().all(is_known) {
+            return Ok(None);
+        }
+        let value = format!("{} bytes at {:#x}", bytes.len(), bytes.start);
+        Err(Error::invalid(
+            "memory for a GPU",
+            value,
+            "memory that the application registered with CUDA whole or not at all",
+        ))
+    }
+
+    /// The address of registered memory for this GPU, whose context must be current.
+    fn device_pointer(&self, at: usize) -> gdrcopy::Result<u64> {
+        let mut addr = 0;
+        let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);
+        // SAFETY: a place for the answer; the driver checks the address.
+        unsafe { self.api().mem_host_get_device_pointer(&mut addr, at, 0) }?;
+        Ok(addr)
+    }
+}
+
+/// Gives a registration back. A context must be current.
+pub fn unregister(api: &Api, first: usize) -> Result<()> {
+    let first = std::ptr::with_exposed_provenance_mut::<c_void>(first);
+    // SAFETY: callers own the registration, and give it back once.
+    unsafe { api.mem_host_unregister(first) }.map_err(Error::cuda("giving back host memory"))
+}

@@ -1,0 +1,244 @@
+//! What the software HCA and the proxy have in common: a state behind a lock, and *whoever has time* runs a step of it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::cq_event::GpuNudge;
+use super::doorbell_set::DoorbellSet;
+use super::recent_copy::RecentCopy;
+use crate::fork_guard::ForkGuard;
+use crate::memory::Word64;
+use gdsync_shm as protocol;
+
+/// The state, and one step of its work.
+pub trait Progress: Send + fmt::Debug + 'static {
+    /// Doorbells, sends and answers. Returns whether anything was done.
+    fn step(&mut self, rung: &DoorbellSet) -> bool;
+    /// Takes the doorbell of a queue pair and does its work.
+    fn ring(&mut self, index: usize, rung: &DoorbellSet);
+    /// Looks at every doorbell, for those that nobody announced.
+    fn look_at_all(&mut self);
+    /// Runs the timers.
+    fn tick(&mut self, now: Instant);
+    /// Nothing has happened for a while: looks no more at doorbells that were rung as far as was announced, nor to queues that
+    /// no stream waits on. Before that, the next send or wait of a stream is likely, and cheaper where nothing need be told.
+    fn rest(&mut self, rung: &DoorbellSet);
+    /// From now on doorbells that were announced are looked at only now and then, until the next is announced.
+    fn doze(&self, rung: &DoorbellSet);
+    /// Whether there is unfinished work that only steps carry on, or a running timer.
+    fn is_active(&self) -> bool;
+    /// Whether something came in.
+    fn has_arrivals(&mut self) -> bool;
+    /// Whether a doorbell may be written that nobody tells us of.
+    fn is_watching(&self) -> bool;
+    /// Whether copies are under way, whose end nobody announces.
+    fn is_copying(&self) -> bool;
+    /// Whether streams of GPUs wait.
+    fn is_attended(&self) -> bool;
+    /// When the next timer expires.
+    fn next_timer(&self) -> Option<Instant>;
+    /// The doorbells that may be written without notice, if they are others than at the last call.
+    fn newly_watched(&mut self) -> Option<Vec<Word64>>;
+    /// When a long message, or a copy of one, has begun, here or at a peer, if one has since the last call.
+    fn take_copied(&mut self) -> Option<Instant> {
+        None
+    }
+    /// The GPUs to be kicked, once the state is let go.
+    fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>>;
+
+    /// Whether there is work that nobody tells of, or somebody to serve who cannot help: doorbells to look at, copies under
+    /// way, streams of GPUs that wait.
+    fn is_hot(&self) -> bool {
+        self.is_watching() || self.is_copying() || self.is_attended()
+    }
+}
+
+/// Who has time, and who sleeps.
+///
+/// On lines of its own: who runs the state writes here at each step, and what lies beside it others read at each call.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct ProgressState {
+    /// The process that has the service thread, and what the state shares with peers.
+    pub fork_guard: ForkGuard,
+    /// Steps run by threads other than the service thread.
+    pub lent: AtomicU64,
+    /// Unfinished work was seen when the state was last let go.
+    busy: AtomicBool,
+    /// There was work that nobody tells of when the state was last let go: see [`Progress::is_hot`].
+    pub hot: AtomicBool,
+    /// When a long message, or a copy of one, last began, here or at a peer.
+    pub copied: RecentCopy,
+    pub duty: Mutex<Duty>,
+    pub changed: Condvar,
+}
+
+/// What the service thread is doing, as others need to know it.
+#[derive(Debug, Default)]
+pub struct Duty {
+    /// It leaves the work to others, and looks again in a while.
+    pub defers: bool,
+    /// Others have left: it must look now.
+    pub wanted: bool,
+    /// It sleeps on the bell.
+    pub asleep: bool,
+}
+
+/// An HCA that threads run when they have time, and a service thread when nobody else does.
+pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
+    /// The state.
+    type Core: Progress;
+    /// Name of the service thread.
+    const THREAD: &str;
+
+    fn core(&self) -> &Mutex<Self::Core>;
+    fn rung(&self) -> &DoorbellSet;
+    fn duties(&self) -> &ProgressState;
+    /// Before a step: takes in what other threads have prepared.
+    fn accept(&self, _core: &mut Self::Core) {}
+    /// Whether something came in that is seen without the lock.
+    fn has_arrivals(&self) -> bool;
+    /// Whether a look under the lock may find something that came in.
+    fn may_have_arrivals(&self) -> bool {
+        self.has_arrivals()
+    }
+    /// Sleeps unless `ready`, until rung, until something comes in, or for `timeout`. May return for no reason.
+    fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration);
+    /// Wakes the sleeper.
+    fn wake(&self);
+
+    /// Lets the state go and acts on what others noted meanwhile.
+    fn settle(&self, core: MutexGuard<'_, Self::Core>) {
+        let mut nudges = Vec::new();
+        let mut note = |core: &mut Self::Core| {
+            let duties = self.duties();
+            duties.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
+            duties.hot.store(core.is_hot(), Ordering::Relaxed);
+            core.take_copied().into_iter().for_each(|at| duties.copied.note(at));
+            nudges.append(&mut core.take_nudges());
+        };
+        let mut core = core;
+        note(&mut core);
+        self.rung().settle(
+            core,
+            || self.core().try_lock(),
+            |core| {
+                self.accept(core);
+                core.step(self.rung());
+                note(core);
+            },
+        );
+        // Without the lock: CUDA may take its time.
+        nudges.iter().for_each(|nudger| nudger.nudge());
+    }
+
+    /// Runs `f` on the state, then serves the doorbells that were rung while it was locked.
+    fn with<T>(&self, f: impl FnOnce(&mut Self::Core) -> T) -> T {
+        let mut core = self.core().lock();
+        let result = f(&mut core);
+        self.settle(core);
+        result
+    }
+
+    /// Runs a step if nobody else does. `None` when somebody does.
+    fn try_step(&self) -> Option<bool> {
+        let mut core = self.core().try_lock()?;
+        self.accept(&mut core);
+        let worked = core.step(self.rung());
+        self.settle(core);
+        Some(worked)
+    }
+
+    /// Notes that a thread other than the service thread runs the HCA. That the count moves is all that matters, so two
+    /// threads may overwrite each other's.
+    fn lend(&self) {
+        let lent = &self.duties().lent;
+        lent.store(lent.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// Whether something came in since a step that found nothing more to do; timers and copies excepted. `doorbells` are
+    /// those watched.
+    fn has_news(&self, doorbells: &[Word64]) -> bool {
+        self.may_have_arrivals()
+            || self.rung().looks_noted()
+            || doorbells.iter().any(|doorbell| protocol::is_rung(doorbell.atomic()))
+    }
+
+    /// Wakes the service thread if it sleeps while there is unfinished work.
+    fn wake_if_unattended(&self) {
+        if self.duties().busy.load(Ordering::Relaxed) {
+            self.wake();
+        }
+    }
+
+    /// The caller stops running the HCA: the service thread takes over at once.
+    fn take_over(&self) {
+        if !self.duties().fork_guard.is_here() {
+            return;
+        }
+        let mut duty = self.duties().duty.lock();
+        // Also when it does not defer now: it may be just about to, for the sake of what the caller did before.
+        duty.wanted = true;
+        if duty.defers {
+            self.duties().changed.notify_one();
+        } else if duty.asleep {
+            drop(duty);
+            self.wake_if_unattended();
+        }
+    }
+
+    /// A CPU thread has rung a doorbell: does its work, or leaves word to whoever runs the HCA.
+    fn ring_doorbell(&self, index: usize) {
+        if !self.duties().fork_guard.is_here() {
+            return;
+        }
+        match self.core().try_lock() {
+            Some(mut core) => {
+                core.ring(index, self.rung());
+                self.settle(core);
+            }
+            None => {
+                self.rung().insert(index);
+                // Whoever holds the core looks at the notes after letting it go; if that was just before this one
+                // was left, the core is free now.
+                if let Some(core) = self.core().try_lock() {
+                    self.settle(core);
+                }
+            }
+        }
+        self.lend();
+        self.wake_if_unattended();
+    }
+
+    /// A doorbell will be written by something that cannot tell, up to the producer index `pi`.
+    fn watch_doorbell(&self, index: usize, pi: u64) {
+        // Without the lock, which the service thread has most of the time.
+        if self.rung().announce(index, pi) {
+            self.duties().busy.store(true, Ordering::Relaxed);
+            self.take_over();
+        }
+    }
+
+    /// Streams of a GPU wait on this completion queue.
+    fn attend_to(&self, cqn: u32) {
+        self.rung().attend(cqn);
+        self.duties().busy.store(true, Ordering::Relaxed);
+        self.take_over();
+    }
+
+    /// Runs a step on the calling thread if it may find something to do, as far as can be seen without the lock.
+    fn lend_a_step(&self) -> bool {
+        if !self.duties().fork_guard.is_here() {
+            return false;
+        }
+        self.lend();
+        let has_work = self.duties().busy.load(Ordering::Relaxed)
+            || self.may_have_arrivals()
+            || self.rung().looks_noted();
+        has_work && self.try_step().unwrap_or(false)
+    }
+}

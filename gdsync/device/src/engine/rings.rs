@@ -1,0 +1,228 @@
+//! The rings of a queue pair as an HCA sees them: doorbell, doorbell record, WQEs, and what it checks before it believes them.
+
+use smallvec::SmallVec;
+
+use super::qp_trace::QpTrace;
+use crate::error::Result;
+use crate::memory::{Memory, Word64};
+use crate::stats::HcaStats;
+use crate::{OnGpu, Places, QpRequest, QpState};
+use gdsync_shm as protocol;
+use mlx5_ring::low16;
+use mlx5_ring::{self as mlx5, BB, Ctrl, DataSeg, DecodedOp, Doorbell, Opcode, Syndrome};
+
+/// The memory that the application and the HCA of a queue pair share.
+#[derive(Debug)]
+pub struct Rings {
+    pub qpn: u32,
+    pub request: QpRequest,
+    pub sq: Memory,
+    pub rq: Memory,
+    pub record: Memory,
+    pub doorbell: Word64,
+    pub qp_trace: QpTrace,
+    /// Of a card that flushes what doorbells named and not what the record says: the block before which they did.
+    pub named: Option<u64>,
+}
+
+/// A send WQE fetched from the ring.
+#[derive(Debug)]
+pub struct Wqe {
+    pub ctrl: Ctrl,
+    /// Its blocks, the last one padded. Almost every WQE has one or two.
+    blocks: SmallVec<[u8; 2 * BB]>,
+}
+
+impl Wqe {
+    /// The WQE's bytes, without the padding of its last block.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.blocks[..(usize::from(self.ctrl.ds) * 16).min(self.blocks.len())]
+    }
+
+    /// Blocks it occupies: at least one, so that a broken one can be passed over.
+    pub fn blocks(&self) -> u64 {
+        blocks(self.ctrl.ds)
+    }
+}
+
+/// Blocks of a WQE with this many units of 16 bytes.
+fn blocks(ds: u8) -> u64 {
+    u64::from(ds.clamp(1, mlx5::MAX_DS)).div_ceil(4)
+}
+
+impl Rings {
+    /// Empty rings for the queue pair `qpn`, with a page of registers of its own: doorbells of two queue pairs never overwrite
+    /// each other.
+    pub fn alloc(qpn: u32, request: &QpRequest, places: &Places) -> Result<Self> {
+        let sq = places.alloc(OnGpu::SEND_QUEUE, BB << request.log_sq)?;
+        let rq = Memory::alloc(request.rq_stride << request.log_rq)?;
+        let record = places.alloc(OnGpu::RECORDS, mlx5::QP_DBREC_SIZE)?;
+        let doorbell = places.alloc(OnGpu::empty(), 4096)?.word64(mlx5::BF_OFFSET)?;
+        doorbell.store(mlx5::EMPTY);
+        Ok(Self {
+            qpn,
+            request: *request,
+            sq,
+            rq,
+            record,
+            doorbell,
+            qp_trace: QpTrace::default(),
+            named: None,
+        })
+    }
+
+    /// As they were in the beginning, for the next connection.
+    pub fn clear(&mut self) {
+        self.qp_trace.reset();
+        self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
+        self.doorbell.store(mlx5::EMPTY);
+        {
+            self.named = self.named.map(|_| 0);
+        }
+    }
+
+    fn record(&self, word: usize) -> u16 {
+        protocol::recorded(self.record.atomic32(word).expect("doorbell records are aligned"))
+    }
+
+    /// The send producer index of the doorbell record, at or after `from`.
+    pub fn send_record(&self, from: u64) -> u64 {
+        mlx5::extend16(from, self.record(mlx5::QP_DBREC_SEND))
+    }
+
+    /// The block before which sends are flushed, at or after `from`.
+    pub fn flush_end(&self, from: u64) -> u64 {
+        let end = self.send_record(from);
+        let end = self.named.map_or(end, |named| end.min(named.max(from)));
+        end
+    }
+
+    /// The receive producer index of the doorbell record, at or after `from`.
+    pub fn recv_record(&self, from: u64) -> u64 {
+        mlx5::extend16(from, self.record(mlx5::QP_DBREC_RECV))
+    }
+
+    /// Basic blocks of the send queue.
+    pub fn blocks(&self) -> u64 {
+        1 << self.request.log_sq
+    }
+
+    /// Entries of the receive queue.
+    pub fn receives(&self) -> u64 {
+        1 << self.request.log_rq
+    }
+
+    /// Where block `index` lies in the send queue.
+    pub fn offset(&self, index: u64) -> usize {
+        usize::try_from(index & (self.blocks() - 1)).expect("a ring index fits") * BB
+    }
+
+    /// Reads the send WQE that begins at block `index`, round the end of the ring if need be.
+    pub fn fetch(&self, index: u64) -> Wqe {
+        let mut blocks = SmallVec::new();
+        let mut block = [0; BB];
+        let mut read = |index: u64| {
+            self.sq.read(self.offset(index), &mut block).expect("blocks lie in the ring");
+            blocks.extend_from_slice(&block);
+            mlx5::decode_ctrl(block.first_chunk().expect("a block holds a control segment"))
+        };
+        let ctrl = read(index);
+        for next in 1..self::blocks(ctrl.ds).min(self.blocks()) {
+            read(index + next);
+        }
+        Wqe { ctrl, blocks }
+    }
+
+    /// The buffers of receive `n`.
+    pub fn receive(&self, n: u64) -> SmallVec<[DataSeg; 4]> {
+        let at = usize::try_from(n & (self.receives() - 1)).expect("a ring index fits");
+        let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.request.rq_stride);
+        self.rq.read(at * self.request.rq_stride, &mut wqe).expect("entries lie in the ring");
+        mlx5::decode_recv(&wqe).collect()
+    }
+
+    /// Whether the doorbell waits to be taken.
+    #[inline]
+    pub fn is_rung(&self) -> bool {
+        protocol::is_rung(self.doorbell.atomic())
+    }
+
+    /// Takes the doorbell. Returns the block before which WQEs may be fetched now, if it names one; `head` is the next to fetch.
+    ///
+    /// # Errors
+    /// The syndrome with which the queue pair fails.
+    pub fn take_doorbell(
+        &mut self,
+        head: u64,
+        state: QpState,
+        strict: bool,
+        stats: &mut HcaStats,
+    ) -> std::result::Result<Option<u64>, Syndrome> {
+        let Some(value) = protocol::take_doorbell(self.doorbell.atomic()) else { return Ok(None) };
+        stats.doorbells += 1;
+        let doorbell = Doorbell::decode(value);
+        if doorbell.qpn != self.qpn {
+            stats.violation("a doorbell names another QP than the one whose register it was written to");
+            return Ok(None);
+        }
+        if let Some(named) = &mut self.named {
+            let last = mlx5::extend16(head, doorbell.index);
+            let is_ahead = last - head < 1 << self.request.log_sq;
+            *named = if is_ahead { last + blocks(doorbell.ds) } else { *named };
+        }
+        if state != QpState::RTS {
+            // In ERR the doorbell record decides what is flushed; before RTS a card's behaviour is undefined.
+            if state != QpState::ERR {
+                stats.violation("a doorbell was rung before the QP was ready to send");
+            }
+            return Ok(None);
+        }
+        // Two forms are in use: the index of the last WQE with its opcode and size, or the next free index.
+        let last_wqe = doorbell.opcode != Opcode::NOP || doorbell.ds != 0;
+        let mut target = mlx5::extend16(head, doorbell.index);
+        if last_wqe {
+            // The last WQE can lie behind `head` when it was fetched on an earlier doorbell.
+            if target - head >= self.blocks() {
+                return Ok(None);
+            }
+            target += blocks(doorbell.ds);
+        }
+        if target - head > self.blocks() {
+            if last_wqe {
+                stats.violation("a doorbell runs ahead of the ring");
+            }
+            return Ok(None);
+        }
+        // A card executes the work all the same, but an error that comes before the record will not flush it at once.
+        let record = if strict { self.send_record(head) } else { target };
+        if record < target || record - head > self.blocks() {
+            stats.violation("a doorbell was rung before its doorbell record was written");
+            return Err(Syndrome::LOC_QP_OP_ERR);
+        }
+        self.qp_trace.triggered(self.qpn);
+        Ok(Some(target))
+    }
+
+    /// What the WQE fetched at block `head` asks for, or the syndrome with which it must fail.
+    pub fn inspect(
+        &self,
+        wqe: &Wqe,
+        head: u64,
+        strict: bool,
+        stats: &mut HcaStats,
+    ) -> std::result::Result<DecodedOp, Syndrome> {
+        let stale = wqe.ctrl.index != low16(head) || wqe.ctrl.qpn != self.qpn;
+        if stale {
+            stats.violation("a doorbell exposed a WQE of another index or QP: it was not written yet");
+            return Err(Syndrome::LOC_QP_OP_ERR);
+        }
+        if strict && let Some(what) = mlx5::strict_violations(&wqe.ctrl, wqe.as_bytes()) {
+            stats.violation(what);
+            return Err(Syndrome::LOC_QP_OP_ERR);
+        }
+        mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|error| {
+            tracing::debug!(qpn = self.qpn, %error, "malformed WQE");
+            error.syndrome()
+        })
+    }
+}

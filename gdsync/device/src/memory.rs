@@ -1,0 +1,492 @@
+//! Memory that a device may touch while the CPU does: the one place that reads and writes it.
+//!
+//! Rings, doorbell records, doorbells and payload all live in a [`Memory`]. Nobody forms `&[u8]` or
+//! `&mut [u8]` over it; bytes go in and out by copy, words through atomics. Every access is
+//! bounds-checked, and a clone keeps the bytes mapped, so a late access cannot fault.
+//!
+//! The bytes are in host memory or on a GPU. What is on a GPU is reached through a mapping (`gdrcopy`): words are stored
+//! and loaded as in host memory, but a load takes a microsecond, and stores leave the core late, so that those of
+//! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
+
+mod access;
+#[cfg(test)]
+pub mod fences;
+mod pages;
+mod process;
+mod shared;
+mod word;
+
+use std::any::Any;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Arc, OnceLock, Weak};
+use std::{fmt, mem};
+
+use gdrcopy::copy::store_fence;
+pub use gdrcopy::host_page;
+use gdrcopy::{Mapping, MappingType};
+use parking_lot::Mutex;
+
+pub use self::process::{MARK, Process, check_file_limit, user};
+pub use self::word::{Found, Place, Word32, Word64};
+use crate::cuda::{Block, Buffer, Flush, Gpu, Pages, Registered};
+use crate::error::{Error, Result};
+use crate::fork_guard::ForkGuard;
+
+/// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
+#[derive(Clone)]
+pub struct Memory {
+    ptr: NonNull<u8>,
+    len: usize,
+    /// What work requests call the first byte.
+    addr: u64,
+    reach: Reach,
+    owner: Arc<Owner>,
+}
+
+/// How the CPU gets at the bytes.
+#[derive(Clone, Copy)]
+enum Reach {
+    /// They are in host memory.
+    Host,
+    /// They are on a GPU, or registers of a device, behind a mapping that is cached so.
+    Mapped(MappingType),
+    /// They are on a GPU, and only copy engines reach them.
+    Engine,
+}
+
+/// A memory that is not kept alive by this.
+pub struct WeakMemory {
+    memory: Parts,
+    owner: Weak<Owner>,
+}
+
+/// A memory without its owner.
+#[derive(Clone, Copy)]
+struct Parts {
+    ptr: NonNull<u8>,
+    len: usize,
+    addr: u64,
+    reach: Reach,
+}
+
+// SAFETY: an address only; the bytes are reached through a `Memory`.
+unsafe impl Send for WeakMemory {}
+
+impl WeakMemory {
+    /// The memory, if it is still there.
+    pub fn upgrade(&self) -> Option<Memory> {
+        let Parts { ptr, len, addr, reach } = self.memory;
+        Some(Memory { ptr, len, addr, reach, owner: self.owner.upgrade()? })
+    }
+}
+
+/// What keeps the bytes alive.
+struct Owner {
+    bytes: Bytes,
+    /// Their registration with CUDA, for host memory that a GPU uses.
+    registered: OnceLock<Registered>,
+    /// Held while they are registered.
+    registering: Mutex<()>,
+    fork_guard: ForkGuard,
+}
+
+enum Bytes {
+    Mapped {
+        ptr: NonNull<u8>,
+        len: usize,
+    },
+    Lent {
+        ptr: NonNull<u8>,
+        len: usize,
+    },
+    /// Registers of a device, mapped as long as the keeper lives.
+    Io {
+        ptr: NonNull<u8>,
+        len: usize,
+        guard: Arc<dyn Any + Send + Sync>,
+    },
+    /// On a GPU; the buffer where it is ours.
+    Gpu {
+        gpu: Gpu,
+        mapping: Mapping,
+    },
+    /// On a GPU, in a buffer of ours.
+    Buffer(Buffer),
+    /// On a GPU, without a mapping, and why.
+    Unmapped {
+        gpu: Gpu,
+        why: String,
+    },
+    /// On a GPU, in a block that is kept for the next user.
+    Block(Block),
+}
+
+impl Bytes {
+    /// The GPU they are on, and their mapping if they have one.
+    fn on_gpu(&self) -> Option<(&Gpu, Option<&Mapping>)> {
+        match self {
+            Bytes::Gpu { gpu, mapping } => Some((gpu, Some(mapping))),
+            Bytes::Buffer(buffer) => Some((buffer.gpu(), Some(buffer.mapping()))),
+            Bytes::Unmapped { gpu, .. } => Some((gpu, None)),
+            Bytes::Block(block) => Some((block.gpu(), Some(block.mapping()))),
+            Bytes::Mapped { .. } | Bytes::Lent { .. } | Bytes::Io { .. } => None,
+        }
+    }
+}
+
+// SAFETY: the bytes are only reached through volatiles, atomics, and copies in assembly of this module and of gdrcopy, which any
+// thread may do at any time; the owner frees them once, when the last clone goes.
+unsafe impl Send for Memory {}
+// SAFETY: as above, no method hands out a plain reference to the bytes.
+unsafe impl Sync for Memory {}
+// SAFETY: the mapping may be unmapped from any thread.
+unsafe impl Send for Owner {}
+// SAFETY: `Owner` only hands out addresses; only its drop touches the pointer.
+unsafe impl Sync for Owner {}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let registered = self.registered.take();
+        if !self.fork_guard.is_here() {
+            // Registration, mapping and GPU are the parent's, and other pages of the child may be where these are not.
+            let nothing = Bytes::Lent { ptr: NonNull::dangling(), len: 0 };
+            return mem::forget((registered, mem::replace(&mut self.bytes, nothing)));
+        }
+        if let Bytes::Io { guard, .. } = &self.bytes {
+            return registered.into_iter().for_each(|registered| registered.outlived_by(guard.clone()));
+        }
+        if let Bytes::Mapped { ptr, len } = self.bytes {
+            if registered.is_some_and(|registered| registered.keep(ptr, len)) {
+                return;
+            }
+            // SAFETY: this owner made the mapping with this length and no clone is left to use it.
+            unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
+        }
+    }
+}
+
+impl Owner {
+    fn new(bytes: Bytes) -> Arc<Self> {
+        let (registered, registering, fork_guard) = Default::default();
+        Arc::new(Self { bytes, registered, registering, fork_guard })
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory({:#x}, {} B)", self.addr(), self.len)
+    }
+}
+
+/// Orders stores to host memory before later ones, as devices see them: on Arm the fences of `std`, which are for CPUs alone, leave those out.
+#[inline]
+pub fn host_fence() {
+    fence_for_devices(MappingType::Cached);
+}
+
+#[inline]
+fn fence_for_devices(kind: MappingType) {
+    #[cfg(test)]
+    fences::count();
+    store_fence(kind);
+}
+
+pub fn page_round(len: usize) -> Result<usize> {
+    len.checked_next_multiple_of(host_page())
+        .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
+        .ok_or(Error::invalid("memory length", len, "1 byte to half the address space"))
+}
+
+impl Memory {
+    /// Allocates `len` zeroed bytes, page-aligned. Forked children find zeros there.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a length of 0, [`Error::Sys`] when the kernel refuses.
+    pub fn alloc(len: usize) -> Result<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        Self::mmap(len, flags, -1)
+    }
+
+    /// Maps the first `len` bytes of a shared memory file.
+    pub fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        Self::mmap(len, libc::MAP_SHARED, fd.as_raw_fd())
+    }
+
+    fn mmap(len: usize, flags: i32, fd: i32) -> Result<Self> {
+        let mapped = page_round(len)?;
+        let ptr = pages::map(mapped, flags, fd)?;
+        Ok(Self::host(ptr, len, Bytes::Mapped { ptr, len: mapped }))
+    }
+
+    fn host(ptr: NonNull<u8>, len: usize, bytes: Bytes) -> Self {
+        Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Host, owner: Owner::new(bytes) }
+    }
+
+    /// GPU memory behind a mapping; the buffer where it is ours.
+    pub fn on_gpu(gpu: &Gpu, mapping: Mapping) -> Self {
+        Self::behind_mapping(Bytes::Gpu { gpu: gpu.clone(), mapping })
+    }
+
+    /// A buffer of GPU memory.
+    pub fn buffer(buffer: Buffer) -> Self {
+        Self::behind_mapping(Bytes::Buffer(buffer))
+    }
+
+    /// A block of GPU memory.
+    pub fn block(block: Block) -> Self {
+        Self::behind_mapping(Bytes::Block(block))
+    }
+
+    fn behind_mapping(bytes: Bytes) -> Self {
+        let mapping =
+            bytes.on_gpu().and_then(|(_, mapping)| mapping).expect("only called with mapped memory");
+        let ptr = NonNull::new(mapping.as_ptr()).expect("mappings do not begin at 0");
+        let (len, addr, reach) = (mapping.len(), mapping.addr(), Reach::Mapped(mapping.kind()));
+        Self { ptr, len, addr, reach, owner: Owner::new(bytes) }
+    }
+
+    /// Host memory that was left registered.
+    pub fn of_pages(gpu: &Gpu, pages: Pages, len: usize) -> Self {
+        let memory = Self::host(pages.ptr, len, Bytes::Mapped { ptr: pages.ptr, len: pages.len });
+        memory.owner.registered.get_or_init(|| Registered::again(gpu, pages));
+        memory
+    }
+
+    /// GPU memory that only copy engines reach, and why.
+    pub fn unmapped(gpu: &Gpu, addr: u64, len: usize, why: String) -> Self {
+        let owner = Owner::new(Bytes::Unmapped { gpu: gpu.clone(), why });
+        Self { ptr: NonNull::dangling(), len, addr, reach: Reach::Engine, owner }
+    }
+
+    /// Host memory of the application that CUDA knows already.
+    ///
+    /// # Safety
+    /// As [`Memory::from_raw`].
+    pub unsafe fn known(ptr: *mut u8, len: usize, registered: Registered) -> Result<Self> {
+        // SAFETY: what the caller promised.
+        let memory = unsafe { Self::from_raw(ptr, len) }?;
+        // Nobody else has it yet.
+        let _ = memory.owner.registered.set(registered);
+        Ok(memory)
+    }
+
+    /// Wraps bytes that somebody else owns.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a null pointer, a length of 0, or a range that wraps.
+    ///
+    /// # Safety
+    /// The range must stay mapped, readable and writable until every clone of the result is gone, and
+    /// no Rust reference to it may be used meanwhile, except `&AtomicU32`-like or `&UnsafeCell`-like ones.
+    ///
+    /// Once a GPU has used it, CUDA knows its addresses until a moment after that, and would take new memory there for the old:
+    /// it must then stay mapped until [`Gpu::reclaim`] has returned.
+    pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Result<Self> {
+        let ok =
+            len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());
+        match NonNull::new(ptr).filter(|_| ok) {
+            Some(ptr) => Ok(Self::host(ptr, len, Bytes::Lent { ptr, len })),
+            None => Err(Error::invalid("memory range", len, "a non-null pointer and at least one byte")),
+        }
+    }
+
+    /// Registers of a device, only to be written, which stay mapped as long as `keeper` lives.
+    ///
+    /// # Safety
+    /// The range must be mapped for writing until then.
+    pub unsafe fn io(ptr: NonNull<u8>, len: usize, guard: Arc<dyn Any + Send + Sync>) -> Self {
+        let owner = Owner::new(Bytes::Io { ptr, len, guard });
+        Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Mapped(MappingType::WriteCombining), owner }
+    }
+
+    /// Lets this go where the calling thread must not wait: to free GPU memory, CUDA may wait for all work of the GPU.
+    pub fn let_go(self) {
+        let known = self.gpu().is_some() || self.owner.registered.get().is_some();
+        if known && Arc::strong_count(&self.owner) == 1 {
+            // Where no thread can be started, this one waits.
+            let _ = std::thread::Builder::new().name("gdsync-free".into()).spawn(move || drop(self));
+        }
+    }
+
+    /// The same memory under another address in work requests.
+    pub fn called(&self, addr: u64) -> Self {
+        Self { addr, owner: self.owner.clone(), ..*self }
+    }
+
+    pub fn downgrade(&self) -> WeakMemory {
+        let &Self { ptr, len, addr, reach, ref owner } = self;
+        WeakMemory { memory: Parts { ptr, len, addr, reach }, owner: Arc::downgrade(owner) }
+    }
+
+    /// The address of the first byte in work requests: that of the CPU for host memory, that of the GPU for its memory.
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// The GPU that the bytes are on; `None` for host memory.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        self.owner.bytes.on_gpu().map(|(gpu, _)| gpu)
+    }
+
+    /// The address of the first byte on a GPU. Host memory is registered with CUDA by the first call, all of it, and
+    /// stays registered.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when CUDA refuses to register it, or when the GPU cannot reach the other one that it is on.
+    pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
+        match &self.owner.bytes {
+            Bytes::Gpu { gpu: fork_guard, .. } | Bytes::Unmapped { gpu: fork_guard, .. } => {
+                gpu.reach(fork_guard).map(|()| self.addr)
+            }
+            Bytes::Buffer(buffer) => gpu.reach(buffer.gpu()).map(|()| self.addr),
+            Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),
+            &(Bytes::Mapped { ptr, len } | Bytes::Lent { ptr, len }) => {
+                self.registered_at(ptr, || gpu.register(ptr, len))
+            }
+            &Bytes::Io { ptr, len, .. } => self.registered_at(ptr, || gpu.register_io(ptr, len)),
+        }
+    }
+
+    /// Whether [`Memory::gpu_addr`] has nothing to register.
+    pub fn is_known_to_gpus(&self) -> bool {
+        let may_be_new =
+            matches!(self.owner.bytes, Bytes::Mapped { .. } | Bytes::Lent { .. } | Bytes::Io { .. });
+        !may_be_new || self.owner.registered.get().is_some()
+    }
+
+    /// The address on GPUs, of bytes whose owner's begin at `start`; registered by the first call.
+    fn registered_at(
+        &self,
+        start: NonNull<u8>,
+        register: impl FnOnce() -> Result<Registered>,
+    ) -> Result<u64> {
+        let offset = self.ptr.as_ptr() as u64 - start.as_ptr() as u64;
+        if let Some(registered) = self.owner.registered.get() {
+            return Ok(registered.addr() + offset);
+        }
+        let _once = self.owner.registering.lock();
+        if let Some(registered) = self.owner.registered.get() {
+            return Ok(registered.addr() + offset);
+        }
+        let registered = register()?;
+        Ok(self.owner.registered.get_or_init(|| registered).addr() + offset)
+    }
+
+    /// Returns when what this thread wrote has arrived on the GPU, visible to kernels that run: see
+    /// [`Mapping::flush`]. Nothing for host memory.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn flush(&self) -> Result<()> {
+        let Some((_, Some(mapping))) = self.owner.bytes.on_gpu() else { return Ok(()) };
+        mapping.flush().map_err(Error::cuda("flushing writes to the GPU"))
+    }
+
+    /// Whether what was written through a mapping needs [`Memory::flush`] before the GPU's own later work sees it.
+    #[inline]
+    pub fn needs_flush(&self) -> bool {
+        let Reach::Mapped(_) = self.reach else { return false };
+        self.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded)
+    }
+
+    /// Orders what was written through a mapping before later stores, and sends it on its way. Nothing for host memory.
+    #[inline]
+    pub fn fence(&self) {
+        if let Reach::Mapped(kind) = self.reach {
+            fence_for_devices(kind);
+        }
+    }
+
+    /// Whether the bytes are in host memory.
+    #[inline]
+    pub fn is_host(&self) -> bool {
+        matches!(self.reach, Reach::Host)
+    }
+
+    /// Whether the CPU reaches the bytes. Where it does not, as in memory of a stream-ordered pool, queues move them with a
+    /// copy engine, and the functions below that read or write fail.
+    pub fn is_mapped(&self) -> bool {
+        !matches!(self.reach, Reach::Engine)
+    }
+
+    /// Length in bytes.
+    #[expect(clippy::len_without_is_empty, reason = "a Memory is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// A part of this memory that shares its bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] when the part does not lie inside.
+    pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
+        self.inside(offset, len.max(1))?;
+        let ptr = match self.reach {
+            Reach::Engine => self.ptr,
+            // SAFETY: the offset lies inside.
+            Reach::Host | Reach::Mapped(_) => unsafe { self.ptr.add(offset) },
+        };
+        Ok(Self { ptr, len, addr: self.addr + offset as u64, owner: self.owner.clone(), ..*self })
+    }
+
+    #[inline]
+    fn inside(&self, offset: usize, len: usize) -> Result<()> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(()),
+            _ => Err(Error::OutOfBounds { offset, len, size: self.len }),
+        }
+    }
+
+    #[cold]
+    fn not_mapped(&self) -> Error {
+        let why = match &self.owner.bytes {
+            Bytes::Unmapped { why, .. } => why.clone(),
+            _ => "it is not mapped".into(),
+        };
+        Error::NotMapped { addr: self.addr, why }
+    }
+
+    /// Where the CPU finds a part.
+    #[inline]
+    fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
+        self.inside(offset, len)?;
+        if let Reach::Engine = self.reach {
+            return Err(self.not_mapped());
+        }
+        // SAFETY: the offset lies inside.
+        Ok(unsafe { self.ptr.add(offset) })
+    }
+
+    /// The aligned 32-bit word at `offset`, as an atomic in native byte order.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 4.
+    #[inline]
+    pub fn atomic32(&self, offset: usize) -> Result<&AtomicU32> {
+        let ptr = self.check_aligned::<AtomicU32>(offset)?;
+        // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
+        Ok(unsafe { ptr.as_ref() })
+    }
+
+    /// The aligned 64-bit word at `offset`, as an atomic in native byte order.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 8.
+    #[inline]
+    pub fn atomic64(&self, offset: usize) -> Result<&AtomicU64> {
+        let ptr = self.check_aligned::<AtomicU64>(offset)?;
+        // SAFETY: in range, aligned, alive as long as `self`, and only touched atomically.
+        Ok(unsafe { ptr.as_ref() })
+    }
+
+    #[inline]
+    fn check_aligned<T>(&self, offset: usize) -> Result<NonNull<T>> {
+        let ptr = self.check(offset, size_of::<T>())?.cast::<T>();
+        if !ptr.is_aligned() {
+            return Err(Error::invalid("word address", ptr.as_ptr() as usize, "a multiple of the word size"));
+        }
+        Ok(ptr)
+    }
+}

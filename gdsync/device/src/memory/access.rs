@@ -1,0 +1,245 @@
+//! Copies between memory of either kind and the CPU.
+
+use gdrcopy::copy::{Copier, copy_shared, load_fence, store_fence};
+
+use super::{Memory, Reach};
+use crate::error::Result;
+
+/// Tells the CPU that it will write there soon.
+#[inline(always)]
+fn prefetch_to_write<T>(at: *const T) {
+    // By itself: of the intrinsic the compiler makes one that only reads where it may not count on this one. Processors without it do
+    // nothing.
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint.
+    unsafe {
+        std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+impl Memory {
+    /// Copies bytes out, from `offset` on. A device that writes meanwhile may tear the result.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        let src = self.check(offset, out.len())?;
+        // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
+        // because no reference to device memory exists.
+        unsafe { load(self.reach, src.as_ptr(), out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes in, from `offset` on.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
+    #[inline]
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
+        let dst = self.check(offset, data.len())?;
+        // SAFETY: as in `read`, the other way round.
+        unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
+        Ok(())
+    }
+
+    /// As [`Memory::write`], of few words: a copy of any length costs more than they do.
+    ///
+    /// # Errors
+    /// As [`Memory::write`].
+    #[inline(always)]
+    pub fn write_words(&self, offset: usize, words: &[[u8; 8]]) -> Result<()> {
+        let dst = self.check(offset, size_of_val(words))?.cast::<u64>();
+        if !self.is_host() || !dst.is_aligned() {
+            return self.write(offset, words.as_flattened());
+        }
+        for (at, word) in words.iter().enumerate() {
+            let to = dst.as_ptr().wrapping_add(at);
+            // SAFETY: the range was checked, and the word lies in it, aligned.
+            unsafe { to.write_volatile(u64::from_ne_bytes(*word)) };
+        }
+        Ok(())
+    }
+
+    /// Copies from another device memory (or this one) without a buffer between.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
+    #[inline]
+    pub fn copy_from(&self, offset: usize, src: &Memory, src_offset: usize, len: usize) -> Result<()> {
+        let to = self.check(offset, len)?;
+        let from = src.check(src_offset, len)?;
+        let overlap =
+            (to.addr().get() < from.addr().get() + len) && (from.addr().get() < to.addr().get() + len);
+        if overlap && self.is_host() && src.is_host() {
+            let mut all = vec![0; len];
+            src.read(src_offset, &mut all)?;
+            self.write(offset, &all)?;
+        } else if let Reach::Host = src.reach {
+            // SAFETY: both ranges were checked, and do not overlap.
+            unsafe { store(self.reach, from.as_ptr(), to.as_ptr(), len) };
+        } else if let Reach::Host = self.reach {
+            // SAFETY: both ranges were checked; a mapping and host memory do not overlap.
+            unsafe { load(src.reach, from.as_ptr(), to.as_ptr(), len) };
+        } else {
+            let mut part = [0; 4096];
+            for at in (0..len).step_by(part.len()) {
+                let part = &mut part[..(len - at).min(4096)];
+                src.read(src_offset + at, part)?;
+                self.write(offset + at, part)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Memory::write_words`], of a block; `false` where it does not fit, and nothing is written.
+    #[inline(always)]
+    pub fn write_block(&self, offset: usize, block: &[[u8; 8]; 8]) -> bool {
+        let fits = offset < self.len && self.len - offset >= size_of_val(block);
+        let to = self.ptr.as_ptr().wrapping_add(offset).cast::<u64>();
+        if !fits || !self.is_host() || !to.is_aligned() {
+            return self.write_elsewhere(offset, block.as_flattened());
+        }
+        for (at, word) in block.iter().enumerate() {
+            let to = to.wrapping_add(at);
+            // SAFETY: the range was checked, and the word lies in it, aligned.
+            unsafe { to.write_volatile(u64::from_ne_bytes(*word)) };
+        }
+        true
+    }
+
+    /// By itself, so that what calls [`Memory::write_block`] stays short.
+    #[cold]
+    #[inline(never)]
+    fn write_elsewhere(&self, offset: usize, bytes: &[u8]) -> bool {
+        self.write(offset, bytes).is_ok()
+    }
+
+    /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
+    #[inline(always)]
+    pub fn prefetch_to_write(&self, offset: usize) {
+        if self.is_host() && offset < self.len {
+            prefetch_to_write(self.ptr.as_ptr().wrapping_add(offset));
+        }
+    }
+
+    /// Sets `len` bytes to `byte`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
+    pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Result<()> {
+        let dst = self.check(offset, len)?;
+        let part = [byte; 4096];
+        for at in (0..len).step_by(part.len()) {
+            let to = dst.as_ptr().wrapping_add(at);
+            // SAFETY: the range was checked, and this part lies in it; nobody else has the array.
+            unsafe { store(self.reach, part.as_ptr(), to, part.len().min(len - at)) };
+        }
+        Ok(())
+    }
+
+    /// All bytes, copied out; none where the CPU does not reach them.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut out = vec![0; self.len];
+        if self.read(0, &mut out).is_err() {
+            out.clear();
+        }
+        out
+    }
+}
+
+/// Copies from host memory to memory of either kind, with a fence behind what goes through a mapping.
+///
+/// # Safety
+/// Both ranges must be valid for `len` bytes, `dst` for writing, and they must not overlap.
+#[inline]
+unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
+    match reach {
+        // SAFETY: what the caller promised.
+        Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },
+        Reach::Mapped(kind) => {
+            // SAFETY: what the caller promised; the destination is a mapping of this kind.
+            unsafe { Copier::best().to_device(kind, dst, src, len) };
+            store_fence(kind);
+        }
+    }
+}
+
+/// Copies from memory of either kind to host memory, with fences around what comes through a mapping.
+///
+/// # Safety
+/// As [`store`].
+#[inline]
+unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
+    match reach {
+        // SAFETY: what the caller promised.
+        Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },
+        Reach::Mapped(kind) => {
+            // After the word that announced the bytes: loads from a mapping are speculated.
+            load_fence(kind);
+            // SAFETY: what the caller promised; the source is a mapping of this kind.
+            unsafe { Copier::best().from_device(kind, dst, src, len) };
+            load_fence(kind);
+        }
+    }
+}
+
+/// One access for a naturally aligned word of 4 or 8 bytes, [`copy_shared`] otherwise: a device that races with it sees words whole,
+/// and longer copies in any order.
+///
+/// # Safety
+/// As [`store`].
+#[inline]
+unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    if len == 8 && src.cast::<u64>().is_aligned() && dst.cast::<u64>().is_aligned() {
+        // SAFETY: valid by contract, aligned by the test above.
+        let word = unsafe { src.cast::<u64>().read_volatile() };
+        // SAFETY: as above.
+        unsafe { dst.cast::<u64>().write_volatile(word) };
+    } else if len == 4 && src.cast::<u32>().is_aligned() && dst.cast::<u32>().is_aligned() {
+        // SAFETY: valid by contract, aligned by the test above.
+        let word = unsafe { src.cast::<u32>().read_volatile() };
+        // SAFETY: as above.
+        unsafe { dst.cast::<u32>().write_volatile(word) };
+    } else {
+        // SAFETY: valid and apart by contract; the other side is private or reached by this module only.
+        unsafe { copy_shared(dst, src, len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gdrcopy::MappingType;
+
+    use super::*;
+
+    #[test]
+    fn fills_through_every_kind_of_mapping() {
+        let host = Memory::alloc(16384).unwrap();
+        for kind in [MappingType::WriteCombining, MappingType::Cached, MappingType::Device] {
+            let memory = Memory { reach: Reach::Mapped(kind), ..host.clone() };
+            for (offset, len) in [(0, 8), (3, 0), (5, 1), (7, 90), (1, 4096), (2, 9001)] {
+                host.fill(0, host.len(), 1).unwrap();
+                memory.fill(offset, len, 0xab).unwrap();
+                let expected = |at| if (offset..offset + len).contains(&at) { 0xab } else { 1 };
+                assert!(
+                    host.to_vec().into_iter().enumerate().all(|(at, byte)| byte == expected(at)),
+                    "{kind:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn overlapping_copies_move() {
+        for (from, to) in [(0, 3), (3, 0), (0, 2000), (5, 5)] {
+            let memory = Memory::alloc(8192).unwrap();
+            let mut expected: Vec<u8> = (0..8192u32).map(|i| i.wrapping_mul(37).to_le_bytes()[1]).collect();
+            memory.write(0, &expected).unwrap();
+            memory.copy_from(to, &memory, from, 6000).unwrap();
+            expected.copy_within(from..from + 6000, to);
+            assert_eq!(memory.to_vec(), expected, "{from} to {to}");
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! Host memory of another process, read by the kernel (cross memory attach): one copy, and nothing shared.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr::NonNull;
+
+use super::{Memory, Reach};
+
+/// Bytes of a mark.
+pub const MARK: usize = 12;
+
+/// The effective user of this process.
+pub fn user() -> libc::uid_t {
+    // SAFETY: it only returns a number.
+    unsafe { libc::geteuid() }
+}
+
+/// Fails where this process may make no file of so many bytes (RLIMIT_FSIZE): the kernel kills one that tries.
+pub fn check_file_limit(bytes: usize) -> io::Result<()> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure is valid for writing.
+    if unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0 && limit.rlim_cur < bytes as u64 {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    Ok(())
+}
+
+/// A process of this machine. Its mark is read with everything else that is read there: so what comes is of no other process
+/// that has its number now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// Its number here.
+    pub pid: libc::pid_t,
+    /// Random bytes of its own, and where it has them.
+    pub mark: [u8; MARK],
+    pub mark_at: u64,
+}
+
+impl Process {
+    /// Whether the kernel lets us read its memory.
+    pub fn probe(&self) -> io::Result<()> {
+        // SAFETY: nothing is written.
+        unsafe { self.read(0, std::ptr::null_mut(), 0) }
+    }
+
+    /// Reads `len` bytes at `from` to `to`. What is there when it fails is anything.
+    ///
+    /// # Safety
+    /// `to` must be valid for writing.
+    unsafe fn read(&self, from: u64, to: *mut u8, len: usize) -> io::Result<()> {
+        let mut mark = MaybeUninit::<[u8; MARK]>::zeroed();
+        let piece = |base: *mut u8, len| libc::iovec { iov_base: base.cast(), iov_len: len };
+        // What is no address here is none there either.
+        let addr = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+        let there = |at: u64, len| piece(std::ptr::without_provenance_mut(addr(at)), len);
+        let local = [piece(mark.as_mut_ptr().cast(), MARK), piece(to, len)];
+        let remote = [there(self.mark_at, MARK), there(from, len)];
+        // SAFETY: the local pieces are valid for writing, by contract; addresses of the other process are only numbers here.
+        let got = unsafe { libc::process_vm_readv(self.pid, local.as_ptr(), 2, remote.as_ptr(), 2, 0) };
+        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        // SAFETY: any bytes are valid, and all were written.
+        if got >= MARK && unsafe { mark.assume_init() } != self.mark {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        if got == MARK + len { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EFAULT)) }
+    }
+
+    /// Writes `len` bytes from `from` to `to`. What is there when it fails is anything.
+    ///
+    /// The kernel cannot look at the mark and write in one call. Between the two there are some hundred nanoseconds, in which
+    /// the process would have to end and all other numbers to be given away.
+    ///
+    /// # Safety
+    /// `from` must be valid for reading.
+    unsafe fn write(&self, to: u64, from: *mut u8, len: usize) -> io::Result<()> {
+        self.probe()?;
+        let there = std::ptr::without_provenance_mut(usize::try_from(to).unwrap_or(usize::MAX));
+        let local = libc::iovec { iov_base: from.cast(), iov_len: len };
+        let remote = libc::iovec { iov_base: there, iov_len: len };
+        // SAFETY: the local piece is valid for reading, by contract; addresses of the other process are only numbers here.
+        let got = unsafe { libc::process_vm_writev(self.pid, &raw const local, 1, &raw const remote, 1, 0) };
+        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        if got == len { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EFAULT)) }
+    }
+}
+
+impl Memory {
+    /// Where the bytes from `offset` on are in this process, for others that read them; `None` outside of host memory.
+    pub fn host_addr(&self, offset: usize) -> Option<u64> {
+        let Reach::Host = self.reach else { return None };
+        Some(self.check(offset, 0).ok()?.addr().get() as u64)
+    }
+
+    /// Copies `len` bytes at `from` of a process to `offset`, into host memory.
+    pub fn pull(&self, offset: usize, len: usize, of: &Process, from: u64) -> io::Result<()> {
+        let to = self.host_bytes(offset, len)?;
+        // SAFETY: the range was checked, and is of host memory.
+        unsafe { of.read(from, to.as_ptr(), len) }
+    }
+
+    /// Copies `len` bytes at `offset` of host memory to `to` in a process.
+    pub fn push(&self, offset: usize, len: usize, of: &Process, to: u64) -> io::Result<()> {
+        let from = self.host_bytes(offset, len)?;
+        // SAFETY: the range was checked, and is of host memory.
+        unsafe { of.write(to, from.as_ptr(), len) }
+    }
+
+    fn host_bytes(&self, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
+        let bytes = self.check(offset, len).map_err(io::Error::other)?;
+        let Reach::Host = self.reach else { return Err(io::Error::other("it is memory of a GPU")) };
+        Ok(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    static OWN: [u8; MARK] = *b"mark of ours";
+
+    fn this() -> Process {
+        let pid = libc::pid_t::try_from(std::process::id()).unwrap();
+        Process { pid, mark: OWN, mark_at: OWN.as_ptr().addr() as u64 }
+    }
+
+    #[test]
+    fn bytes_are_pulled_from_the_process_that_has_the_mark() {
+        let (from, to) = (Memory::alloc(100).unwrap(), Memory::alloc(100).unwrap());
+        from.write(0, &[7; 100]).unwrap();
+        let at = from.host_addr(10).unwrap();
+        this().probe().unwrap();
+        to.pull(20, 30, &this(), at).unwrap();
+        assert_eq!(to.to_vec(), [vec![0; 20], vec![7; 30], vec![0; 50]].concat());
+        let raw = |result: io::Result<()>| result.unwrap_err().raw_os_error();
+        let other = Process { mark: [1; MARK], ..this() };
+        assert_eq!(raw(other.probe()), Some(libc::ESRCH));
+        assert_eq!(raw(to.pull(0, 1, &other, at)), Some(libc::ESRCH));
+        assert_eq!(raw(to.pull(0, 1, &this(), 8)), Some(libc::EFAULT), "nothing is there");
+        assert_eq!(raw(Process { mark_at: 8, ..this() }.probe()), Some(libc::EFAULT));
+        assert!(to.pull(90, 11, &this(), at).is_err(), "out of bounds");
+    }
+}

@@ -1,0 +1,306 @@
+//! The recorder of a process: its file in memory, and how events get there.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::clock::{Clock, Moment, time_of_day};
+use super::event::{Awaited, By, Event, Stage, WORDS};
+use super::file;
+use super::layout::{self, LANE_BYTES, LANE_TABLE, LANES, RECORD_BYTES, WAIT_WORDS, WAITS, header};
+use super::rows::Rows;
+use super::seat::{self, Seat};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Word64, host_page};
+use gdsync_shm::seqlock;
+
+/// Of a process that records, that pauses; in a forked child the word is 0.
+const RECORDS: u64 = 1;
+const PAUSES: u64 = 2;
+
+/// The recorder of a process. Dropping it removes the file.
+pub struct Recorder {
+    /// Tells it from others of this process, also former ones.
+    serial: u64,
+    pub memory: Memory,
+    /// Whether it records, in a page of its own, which the kernel clears in a forked child: the file is the parent's.
+    state: Word64,
+    file: File,
+    path: PathBuf,
+    pub clock: Clock,
+    /// Records of a lane, a power of two.
+    records: u64,
+    lanes: Box<[KernelExecutor; LANES]>,
+    pub rows: Mutex<Rows>,
+}
+
+/// What the one thread that writes to a lane knows of it.
+#[derive(Default)]
+#[repr(align(64))]
+struct KernelExecutor {
+    /// Records written.
+    next: AtomicU64,
+    /// Waits written.
+    waits: AtomicU64,
+    /// There was no room for its ring.
+    refused: AtomicBool,
+    open: AtomicBool,
+}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Recorder({})", self.path.display())
+    }
+}
+
+impl Recorder {
+    /// A recorder with so many records in a lane, a power of two.
+    pub fn start(records: u64) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let per_lane = usize::try_from(records).expect("at most 2^20");
+        let state = forgotten_in_children()?;
+        let (path, file) = file::create(layout::file_bytes(per_lane), layout::RINGS)?;
+        let memory = Memory::map_shared(std::os::fd::AsFd::as_fd(&file), layout::file_bytes(per_lane));
+        let memory = memory.inspect_err(|_| _ = fs::remove_file(&path))?;
+        let this = Self {
+            serial: NEXT.fetch_add(1, Ordering::Relaxed),
+            memory,
+            state,
+            file,
+            path,
+            clock: Clock::best(),
+            records,
+            lanes: Box::new([const { KernelExecutor::new() }; LANES]),
+            rows: Mutex::default(),
+        };
+        // Its drop would leave the file: it does not record yet.
+        this.write_header().inspect_err(|_| _ = fs::remove_file(&this.path))?;
+        this.state.store(RECORDS);
+        Ok(this)
+    }
+
+    fn write_header(&self) -> Result<()> {
+        let pid = std::process::id();
+        let Moment { stamp, monotonic } = Moment::now(self.clock);
+        let set = |at: usize, value| self.header(at).store(value, Ordering::Relaxed);
+        set(header::PID, pid.into());
+        set(header::STARTED, file::started(pid).map_err(file::failed)?.unwrap_or(0));
+        set(header::PID_NAMESPACE, file::pid_namespace());
+        let boot = file::boot_id().map_err(file::failed)?;
+        (header::BOOT_ID..).zip(boot).for_each(|(at, word)| set(at, word));
+        set(header::CLOCK, self.clock.code());
+        (header::ZERO..).zip([stamp, monotonic]).for_each(|(at, word)| set(at, word));
+        set(header::TIME_OF_DAY, time_of_day());
+        set(header::RECORDS, self.records);
+        let command = fs::read("/proc/self/comm").unwrap_or_default();
+        let command = command.trim_ascii_end();
+        let command = &command[..command.len().min(header::COMMAND_BYTES)];
+        self.memory.write(header::COMMAND * 8, command)?;
+        self.header(header::MAGIC).store(layout::MAGIC, Ordering::Release);
+        Ok(())
+    }
+
+    fn header(&self, word: usize) -> &AtomicU64 {
+        self.memory.atomic64(word * 8).expect("the header has it")
+    }
+
+    /// The number of records of a lane.
+    pub fn records(&self) -> u64 {
+        self.records
+    }
+
+    /// Where its file is.
+    pub fn path(&self) -> &std::path::Path {
+        &self.path
+    }
+
+    /// Whether this is the process that it was made in.
+    pub fn is_of_this_process(&self) -> bool {
+        self.state.atomic().load(Ordering::Relaxed) != 0
+    }
+
+    /// Stops or goes on.
+    pub fn pause(&self, pauses: bool) {
+        if self.is_of_this_process() {
+            self.state.store(if pauses { PAUSES } else { RECORDS });
+        }
+    }
+
+    /// Says which rank the process is.
+    pub fn set_rank(&self, rank: u32) {
+        if self.is_of_this_process() {
+            self.header(header::RANK).store(u64::from(rank) + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// The time now, on the clock of the recording.
+    #[inline]
+    pub fn stamp(&self) -> u64 {
+        self.clock.now()
+    }
+
+    /// Records an event.
+    #[inline(always)]
+    pub fn put(&self, event: &Event) {
+        let [number, middle, rest] = event.pack();
+        self.put_now(number, middle, rest);
+    }
+
+    /// One function for all, small enough to stay where the processor finds it at once.
+    #[inline(never)]
+    fn put_now(&self, number: u64, middle: u64, rest: u64) {
+        if self.state.atomic().load(Ordering::Relaxed) == RECORDS {
+            self.put_at(self.clock.now(), number, middle, rest);
+        }
+    }
+
+    /// Each word by itself: so they stay in registers.
+    #[inline(always)]
+    fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
+        match seat::known(self.serial) {
+            Some(kernel_exec) => self.write(kernel_exec, [at, number, middle, rest]),
+            None => self.put_new(at, number, middle, rest),
+        }
+    }
+
+    /// As [`Recorder::put_at`], of a thread that is new here.
+    #[cold]
+    #[inline(never)]
+    fn put_new(&self, at: u64, number: u64, middle: u64, rest: u64) {
+        match self.admit() {
+            Some(kernel_exec) => self.write(kernel_exec, [at, number, middle, rest]),
+            None => self.lose(),
+        }
+    }
+
+    /// The lane of the calling thread, if there is one.
+    #[inline]
+    fn kernel_exec(&self) -> Option<usize> {
+        seat::known(self.serial).or_else(|| self.admit())
+    }
+
+    #[inline(always)]
+    fn write(&self, kernel_exec: usize, [at, number, middle, rest]: [u64; WORDS]) {
+        let next = &self.lanes[kernel_exec].next;
+        // Nobody else writes here.
+        let n = next.load(Ordering::Relaxed);
+        next.store(n + 1, Ordering::Relaxed);
+        let Ok(records) = usize::try_from(self.records) else { return };
+        let Ok(slot) = usize::try_from(n & (self.records - 1)) else { return };
+        let place = layout::ring(kernel_exec, records) + slot * RECORD_BYTES;
+        let Some(words) = self.memory.host_words64::<WORDS>(place) else { return };
+        seqlock::write(words, [at, number, middle, rest | layout::check(n)]);
+    }
+
+    #[cold]
+    fn lose(&self) {
+        self.header(header::LOST).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A thread that is new here: makes room for its ring, if that is not there, and notes its name.
+    #[cold]
+    fn admit(&self) -> Option<usize> {
+        // Not while the thread is ending.
+        let at = Seat::with(|seat| seat.kernel_exec).flatten()?;
+        let kernel_exec = &self.lanes[at];
+        let records = usize::try_from(self.records).expect("at most 2^20");
+        if !kernel_exec.open.load(Ordering::Relaxed) {
+            let (from, bytes) = (layout::ring(at, records), records * RECORD_BYTES);
+            let refused = kernel_exec.refused.load(Ordering::Relaxed)
+                || file::allocate(&self.file, from, bytes).is_err();
+            kernel_exec.refused.store(refused, Ordering::Relaxed);
+            if refused {
+                return None;
+            }
+            kernel_exec.open.store(true, Ordering::Relaxed);
+        }
+        let mut coalesced = [0; LANE_BYTES];
+        // SAFETY: it only returns a number.
+        let thread = unsafe { libc::gettid() };
+        coalesced[..8].copy_from_slice(&u64::try_from(thread).unwrap_or(0).to_ne_bytes());
+        let name = fs::read(format!("/proc/self/task/{thread}/comm")).unwrap_or_default();
+        let name = name.trim_ascii_end();
+        let length = name.len().min(LANE_BYTES - 8);
+        coalesced[8..8 + length].copy_from_slice(&name[..length]);
+        self.memory
+            .write(LANE_TABLE + at * LANE_BYTES, &coalesced)
+            .expect("the table has a row for each lane");
+        seat::make_known(self.serial, at);
+        Some(at)
+    }
+
+    /// Notes that the calling thread is in a wait, or no more: one at a time. A wait that was given up and is taken up again has
+    /// lasted since it began first.
+    pub fn put_wait(&self, awaited: &Awaited, stage: Stage, by: By, at: u64) {
+        if self.state.atomic().load(Ordering::Relaxed) != RECORDS {
+            return;
+        }
+        let [number, middle, rest] = awaited.event(stage, by).pack();
+        self.put_at(at, number, middle, rest);
+        let Some(kernel_exec) = self.kernel_exec() else { return };
+        let offset = WAITS + kernel_exec * WAIT_WORDS * 8;
+        let words = self.memory.words64::<WAIT_WORDS>(offset).expect("the table has a row for each lane");
+        let was = words.each_ref().map(|word| word.load(Ordering::Relaxed));
+        let given_up = awaited.event(Stage::WaitGivenUp, by).pack();
+        let is_again = was[1..4] == given_up && stage == Stage::WaitBegun;
+        let goes_on = stage != Stage::WaitBegun || is_again;
+        let n = self.lanes[kernel_exec].waits.fetch_add(1, Ordering::Relaxed);
+        let Awaited { posted, completed, .. } = *awaited;
+        let since = if goes_on { was[0] } else { at };
+        let values = [since, number, middle, rest, posted, completed, at, layout::check(n)];
+        seqlock::write(words, values);
+        self.set_later(at);
+    }
+
+    /// Notes how far stamp and time are, for readers elsewhere. Two threads may meet here: then the check tells.
+    fn set_later(&self, at: u64) {
+        /// Ticks of any clock, some milliseconds.
+        const OFTEN: u64 = 1 << 24;
+        let words = self.memory.words64::<3>(header::LATER * 8).expect("the header has them");
+        if at.saturating_sub(words[0].load(Ordering::Relaxed)) < OFTEN {
+            return;
+        }
+        let Moment { stamp, monotonic } = Moment::now(self.clock);
+        seqlock::write(words, [stamp, monotonic, stamp ^ monotonic | 1]);
+    }
+}
+
+impl KernelExecutor {
+    const fn new() -> Self {
+        Self {
+            next: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
+            refused: AtomicBool::new(false),
+            open: AtomicBool::new(false),
+        }
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        if self.is_of_this_process()
+            && let Err(error) = fs::remove_file(&self.path)
+        {
+            tracing::debug!(path = %self.path.display(), %error, "the recording was not removed");
+        }
+    }
+}
+
+/// A word that is 0 in forked children.
+fn forgotten_in_children() -> Result<Word64> {
+    let page = Memory::alloc(host_page())?;
+    let address = std::ptr::with_exposed_provenance_mut(usize::try_from(page.addr()).unwrap_or(0));
+    // As memory of this crate is, where the kernel can do that; where it cannot, children do not have it. Here that must be known.
+    // SAFETY: the page was just mapped, and the advice only concerns forked children.
+    if unsafe { libc::madvise(address, page.len(), libc::MADV_WIPEONFORK) } != 0 {
+        let fix = "use Linux 4.14 or newer, or set GDSYNC_RECORDER=off";
+        return Err(Error::last_os("madvise(MADV_WIPEONFORK)", fix));
+    }
+    page.word64(0)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,225 @@
+//! The queue pairs of a process and who is at their other ends.
+
+use std::ops::Range;
+
+use parking_lot::Mutex;
+
+use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, ROWS};
+use super::ring::Recorder;
+use super::{By, Event, Log, Queue, Stage};
+use crate::{Gid, QpAddress};
+use gdsync_shm::seqlock;
+
+/// Which rows are in use.
+#[derive(Default)]
+pub struct Rows {
+    /// One for each row that was ever used.
+    used: Vec<bool>,
+    /// Where the search for one to use again goes on.
+    next: usize,
+    written: u64,
+    /// Devices by number, the first one 1.
+    devices: Vec<Gid>,
+}
+
+impl Rows {
+    /// The number of a device; beyond the 255th they share one.
+    pub fn device(&mut self, gid: Gid) -> u8 {
+        let at = self.devices.iter().position(|&known| known == gid).unwrap_or_else(|| {
+            self.devices.push(gid);
+            self.devices.len() - 1
+        });
+        u8::try_from(at + 1).unwrap_or(u8::MAX)
+    }
+
+    /// A row: one that was never used, or one whose queue pair is long gone.
+    fn take(&mut self) -> Option<usize> {
+        if self.used.len() < QUEUE_PAIRS {
+            self.used.push(true);
+            return Some(self.used.len() - 1);
+        }
+        let at = (self.next..QUEUE_PAIRS).chain(0..self.next).find(|&at| !self.used[at])?;
+        self.used[at] = true;
+        self.next = (at + 1) % QUEUE_PAIRS;
+        Some(at)
+    }
+}
+
+/// A queue pair as its row tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The open device, numbered from 1 in each process.
+    pub device: u8,
+    /// The queue pair, 24 bits.
+    pub qpn: u32,
+    /// The address of its HCA.
+    pub gid: Gid,
+    /// The queue pair at its other end and the address of the HCA of that, once it was connected.
+    pub remote: Option<(Gid, u32)>,
+    /// The rank at its other end, where [`mp`](https://docs.rs/gdsync-mp) made it.
+    pub rank: Option<u32>,
+    /// It was destroyed.
+    pub is_gone: bool,
+}
+
+impl Peer {
+    fn pack(&self) -> [u64; 7] {
+        let [own, remote] = [self.gid, self.remote.map_or(Gid([0; 16]), |(gid, _)| gid)]
+            .map(|gid| *gid.0.as_chunks::<8>().0.first_chunk().expect("16 bytes"));
+        let [own, remote]: [[u64; 2]; 2] = [own, remote].map(|halves| halves.map(u64::from_ne_bytes));
+        let flags = u64::from(self.remote.is_some()) << 62 | u64::from(self.is_gone) << 63;
+        let rank = self.rank.map_or(0, |rank| u64::from(rank) + 1);
+        let remote_qpn = self.remote.map_or(0, |(_, qpn)| qpn);
+        let own_qp = u64::from(self.qpn) | u64::from(self.device) << 32;
+        [own_qp | flags, rank, u64::from(remote_qpn), own[0], own[1], remote[0], remote[1]]
+    }
+
+    pub fn unpack([head, rank, remote_qpn, o0, o1, r0, r1]: [u64; 7]) -> Option<Self> {
+        let gid = |halves: [u64; 2]| {
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&halves[0].to_ne_bytes());
+            bytes[8..].copy_from_slice(&halves[1].to_ne_bytes());
+            Gid(bytes)
+        };
+        let [q0, q1, q2, q3, device, ..] = head.to_le_bytes();
+        let qpn = u32::from_le_bytes([q0, q1, q2, q3]);
+        let remote_qpn = u32::try_from(remote_qpn).ok()?;
+        Some(Self {
+            device,
+            qpn,
+            gid: gid([o0, o1]),
+            remote: (head & 1 << 62 != 0).then_some((gid([r0, r1]), remote_qpn)),
+            rank: rank.checked_sub(1).map(u32::try_from).transpose().ok()?,
+            is_gone: head & 1 << 63 != 0,
+        })
+    }
+}
+
+/// What a queue pair records with.
+pub struct QpLog {
+    log: Log,
+    qpn: u32,
+    coalesced: Option<usize>,
+    peer: Mutex<Peer>,
+}
+
+impl QpLog {
+    /// The log must be on the device of the queue pair.
+    pub fn new(log: Log, qpn: u32, gid: Gid) -> Self {
+        let coalesced = log.recorder().and_then(|recorder| recorder.rows.lock().take());
+        let peer = Peer { device: log.device(), qpn, gid, remote: None, rank: None, is_gone: false };
+        let this = Self { log, qpn, coalesced, peer: Mutex::new(peer) };
+        this.change(|_| {});
+        this
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Peer)) {
+        let (Some(coalesced), Some(recorder)) = (self.coalesced, self.log.recorder()) else { return };
+        if !recorder.is_of_this_process() {
+            return;
+        }
+        let mut peer = self.peer.lock();
+        change(&mut peer);
+        recorder.write_row(coalesced, &peer);
+    }
+
+    /// It was connected.
+    pub fn connected(&self, remote: QpAddress) {
+        self.change(|peer| peer.remote = Some((remote.gid, remote.qpn)));
+        self.note(Stage::Connected, Queue::None, By::Cpu, remote.qpn.into(), 0);
+    }
+
+    /// The rank at its other end, and the one of this process.
+    pub fn name(&self, own: u32, rank: u32) {
+        self.change(|peer| peer.rank = Some(rank));
+        if let Some(recorder) = self.log.recorder() {
+            recorder.set_rank(own);
+        }
+    }
+
+    /// Records a stage of a work request.
+    #[inline]
+    pub fn note(&self, stage: Stage, queue: Queue, by: By, number: u64, len: u32) {
+        self.log.note(|| Event { len, ..Event::of(stage, queue, by, self.qpn, number) });
+    }
+
+    /// As [`QpLog::note`], of requests in a row that are handed to a stream: one record for all of them.
+    #[inline]
+    pub fn note_in(&self, stage: Stage, queue: Queue, stream: u64, numbers: Range<u64>) {
+        let (last, more) = (numbers.end - 1, numbers.end - 1 - numbers.start);
+        // A queue has fewer than 2^32 entries.
+        let len = u32::try_from(more).unwrap_or(u32::MAX);
+        let event = || Event::of(stage, queue, By::Cpu, self.qpn, last);
+        self.log.note(|| Event { stream: low16(stream), len, ..event() });
+    }
+
+    /// A send of `len` bytes was written, and if there is a stream handed to it: one record for both. Returns whether the latter
+    /// is told; of one stream in 2^16 it must be noted.
+    #[inline(always)]
+    pub fn note_prepared(&self, number: u64, len: u32, stream: Option<u64>) -> bool {
+        let stream = low16(stream.unwrap_or(0));
+        let event = || Event::of(Stage::Prepared, Queue::Send, By::Cpu, self.qpn, number);
+        self.log.note(|| Event { stream, len, ..event() });
+        stream != 0
+    }
+}
+
+/// The bits of a stream's number that are recorded.
+#[expect(clippy::cast_possible_truncation, reason = "a record has 16 bits for it")]
+fn low16(stream: u64) -> u16 {
+    stream as u16
+}
+
+impl Drop for QpLog {
+    fn drop(&mut self) {
+        self.change(|peer| peer.is_gone = true);
+        if let (Some(coalesced), Some(recorder)) = (self.coalesced, self.log.recorder())
+            && recorder.is_of_this_process()
+        {
+            recorder.rows.lock().used[coalesced] = false;
+        }
+    }
+}
+
+impl Recorder {
+    fn write_row(&self, coalesced: usize, peer: &Peer) {
+        let mut rows = self.rows.lock();
+        rows.written += 1;
+        let n = rows.written;
+        let offset = ROWS + coalesced * ROW_WORDS * 8;
+        let words = self.memory.words64::<ROW_WORDS>(offset).expect("rows are in the table");
+        let [a, b, c, d, e, f, g] = peer.pack();
+        seqlock::write(words, [a, b, c, d, e, f, g, layout::check(n)]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peers_fit_in_their_rows() {
+        let (gid, other) = (Gid::random().unwrap(), Gid::random().unwrap());
+        for remote in [None, Some((other, 0xff_ffff)), Some((gid, 0))] {
+            for (rank, is_gone) in [(None, true), (Some(0), false), (Some(u32::MAX), true)] {
+                let peer = Peer { device: 255, qpn: 0xff_ffff, gid, remote, rank, is_gone };
+                assert_eq!(Peer::unpack(peer.pack()), Some(peer));
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_used_again_when_there_are_no_more() {
+        let mut rows = Rows::default();
+        let (one, two) = (Gid::random().unwrap(), Gid::random().unwrap());
+        assert_eq!([one, two, one].map(|gid| rows.device(gid)), [1, 2, 1]);
+        for coalesced in 0..QUEUE_PAIRS {
+            assert_eq!(rows.take(), Some(coalesced));
+        }
+        assert_eq!(rows.take(), None);
+        for gone in [7, 900] {
+            rows.used[gone] = false;
+        }
+        assert_eq!([rows.take(), rows.take(), rows.take()], [Some(7), Some(900), None]);
+    }
+}

@@ -1,0 +1,135 @@
+//! How a device is opened.
+
+use std::fmt;
+use std::str::FromStr;
+
+use gdsync_device::cuda::Gpu;
+use gdsync_device::env::variable;
+use gdsync_device::error::{Error, Result};
+
+/// How a device's rings are consumed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Route {
+    /// An mlx5 card reads them itself, and whoever triggers a send rings its doorbell.
+    Direct,
+    /// A thread of this process reads them and posts to any RDMA device.
+    Proxy,
+    /// The software HCA reads them; there is no device.
+    Soft,
+}
+
+impl fmt::Display for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Direct => "direct",
+            Self::Proxy => "proxy",
+            Self::Soft => "soft",
+        })
+    }
+}
+
+impl FromStr for Route {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "direct" => Ok(Self::Direct),
+            "proxy" => Ok(Self::Proxy),
+            "soft" => Ok(Self::Soft),
+            other => Err(Error::invalid("route", format!("'{other}'"), "direct, proxy or soft")),
+        }
+    }
+}
+
+/// What to use of a device. What is `None` is chosen when it is opened.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceConfig {
+    /// How its rings are consumed (`GDSYNC_PATH=direct|proxy|soft`). Chosen: the first of these that the device does.
+    pub route: Option<Route>,
+    /// The port, from 1 (`GDSYNC_PORT`). Chosen: the first that packets can leave.
+    pub port: Option<u8>,
+    /// The index in the port's GID table (`GDSYNC_GID_INDEX`). Chosen: see [`Port::best_gid`](super::Port::best_gid).
+    pub gid_index: Option<u8>,
+    /// The index in the port's table of partition keys (`GDSYNC_PKEY_INDEX`).
+    pub pkey_index: u16,
+    /// The service level on InfiniBand, the priority on Ethernet, 0 to 15 (`GDSYNC_SERVICE_LEVEL`).
+    pub service_level: u8,
+    /// The traffic class, on Ethernet the IP header's (`GDSYNC_TRAFFIC_CLASS`).
+    pub traffic_class: u8,
+    /// A GPU whose streams will trigger sends. Unless it may write to the card's doorbells, the route is not the direct one.
+    /// Chosen: those that this process has opened already.
+    pub gpu: Option<Gpu>,
+}
+
+impl DeviceConfig {
+    /// From the environment.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a value that cannot be read.
+    pub fn from_env() -> Result<Self> {
+        Self::from_variables(variable)
+    }
+
+    /// From variables of these names, `None` for those that are not set.
+    ///
+    /// # Errors
+    /// As [`DeviceConfig::from_env`].
+    #[doc(hidden)]
+    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let config = Self {
+            route: variable("GDSYNC_PATH").map(|text| text.parse()).transpose()?,
+            port: number(&variable, "GDSYNC_PORT", "the number of a port, from 1")?,
+            gid_index: number(&variable, "GDSYNC_GID_INDEX", "an index of the port's GID table, 0 to 255")?,
+            pkey_index: number(
+                &variable,
+                "GDSYNC_PKEY_INDEX",
+                "an index of the port's table of partition keys",
+            )?
+            .unwrap_or(0),
+            service_level: number(&variable, "GDSYNC_SERVICE_LEVEL", "0 to 15")?.unwrap_or(0),
+            traffic_class: number(&variable, "GDSYNC_TRAFFIC_CLASS", "0 to 255")?.unwrap_or(0),
+            gpu: None,
+        };
+        config.check()?;
+        Ok(config)
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.service_level > 15 {
+            return Err(Error::invalid("service level", self.service_level, "0 to 15"));
+        }
+        if self.port == Some(0) {
+            return Err(Error::invalid("port", 0, "the number of a port, from 1"));
+        }
+        Ok(())
+    }
+}
+
+fn number<T: FromStr>(
+    variable: &impl Fn(&str) -> Option<String>,
+    name: &'static str,
+    expected: &'static str,
+) -> Result<Option<T>> {
+    let read = |text: String| text.parse().map_err(|_| Error::invalid(name, format!("'{text}'"), expected));
+    variable(name).map(read).transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn routes_have_names() {
+        for route in [Route::Direct, Route::Proxy, Route::Soft] {
+            assert_eq!(route.to_string().parse::<Route>().unwrap(), route);
+        }
+        assert!("gpu".parse::<Route>().unwrap_err().to_string().contains("direct, proxy or soft"));
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused() {
+        assert!(DeviceConfig::default().check().is_ok());
+        assert!(DeviceConfig { service_level: 16, ..DeviceConfig::default() }.check().is_err());
+        assert!(DeviceConfig { port: Some(0), ..DeviceConfig::default() }.check().is_err());
+    }
+}

@@ -1,0 +1,382 @@
+//! mlx5 cards that read our rings themselves, through verbs objects whose memory is ours.
+//!
+//! libibverbs and libmlx5 create the queues and change their states; after that nothing of them is called to send or to
+//! wait. Queues in GPU memory are made by commands to the firmware instead: see [`devx`]. The others lie in our own host memory, which GPUs reach too, and the doorbell is a register of the card, which a GPU
+//! may write if the NVIDIA driver lets it. So the CPU, a stream on a thread and a stream of a GPU trigger and wait the same way.
+//!
+//! # What is done against the defaults of libmlx5
+//!
+//! - Payload never goes into a completion (`MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE`): whoever waits for the completion looks for
+//!   it in memory.
+//! - Completion queues begin with owner 1, not 0, which would satisfy the first waits at once.
+//! - Overrun is not looked for: work is only posted with a slot set aside for its completion.
+//! - Each queue pair has a doorbell register of its own (a thread domain), as long as the card has some.
+//!
+//! No card tells when it has completed something: whoever waits looks. A thread reads the asynchronous events, and records
+//! failures that no completion tells as the reason why a queue pair is broken.
+
+mod devx;
+mod queues;
+mod registers;
+mod rings;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rdma_core_sys::Mlx5;
+
+use self::devx::{Devx, DevxCq, DevxQp, EventChannel};
+use self::queues::{DirectCq, DirectQp, Parts};
+use self::registers::Registers;
+use gdsync_device::cuda::Gpu;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::engine::CqEvent;
+use gdsync_device::{FaultPlan, Gid, HcaStats, random_psn, OnGpu, Places, CqParts, MrKeys, Provider, QpParts, QpRequest, Access, QpAddress, QpAttr, TransferPath};
+use gdsync_device::memory::Memory;
+use crate::{Domain, Event, Events, FailedCq, Healths, More, Objects, Open};
+
+/// An mlx5 card.
+pub struct Direct {
+    /// First, so that its thread ends before the rest is gone.
+    _events: Events,
+    shared: Arc<Shared>,
+    mlx5: &'static Mlx5,
+    objects: Objects,
+    cqs: Mutex<HashMap<u32, Cq>>,
+    registers: Arc<Registers>,
+    /// GPUs that ring, by their contexts.
+    admitted: Mutex<Vec<usize>>,
+    /// Asked for by the first queue in GPU memory.
+    devx: Mutex<Option<Arc<Devx>>>,
+    /// What tells of failures of objects made by DevX.
+    channel: Option<Arc<EventChannel>>,
+    /// Completion queues belong to no domain, but take their memory from one.
+    base: Arc<Domain>,
+    open: Arc<Open>,
+    description: String,
+    wire: String,
+}
+
+/// What the thread that reads events needs.
+#[derive(Debug, Default)]
+struct Shared {
+    healths: Healths,
+    qps: Mutex<HashMap<u32, Qp>>,
+}
+
+impl Shared {
+    /// The queue pair that an event is of, if it is of one.
+    fn qp_of(&self, event: Event) -> Option<Qp> {
+        let Event::QueuePair { qpn, .. } = event else { return None };
+        self.qps.lock().get(&qpn).cloned()
+    }
+}
+
+/// A completion queue.
+#[derive(Clone, Debug)]
+enum Cq {
+    Verbs(Arc<DirectCq>),
+    Devx(Arc<DevxCq>),
+}
+
+impl Cq {
+    fn cqn(&self) -> u32 {
+        match self {
+            Self::Verbs(cq) => cq.cqn,
+            Self::Devx(cq) => cq.cqn,
+        }
+    }
+
+    fn ring(&self) -> &Memory {
+        match self {
+            Self::Verbs(cq) => &cq.ring,
+            Self::Devx(cq) => &cq.ring,
+        }
+    }
+
+    fn record(&self) -> &Memory {
+        match self {
+            Self::Verbs(cq) => &cq.record,
+            Self::Devx(cq) => &cq.record,
+        }
+    }
+
+    fn is(&self, failed: FailedCq) -> bool {
+        match (self, failed) {
+            (Self::Verbs(cq), FailedCq::Object(at)) => cq.raw().addr().get() == at,
+            (Self::Devx(cq), FailedCq::Number(number)) => cq.cqn == number,
+            _ => false,
+        }
+    }
+
+    /// The verbs object, which queue pairs of libmlx5 need.
+    fn verbs(&self) -> Result<&Arc<DirectCq>> {
+        match self {
+            Self::Verbs(cq) => Ok(cq),
+            Self::Devx(_) => Err(Error::Unsupported {
+                what: "a completion queue made for GPU memory, shared with a queue pair whose queues are in host memory",
+                by: "mlx5 cards",
+                fix: "build the queue pair with on_gpu too, or share a queue of Context::create_cq",
+            }),
+        }
+    }
+}
+
+/// A queue pair.
+#[derive(Clone, Debug)]
+enum Qp {
+    Verbs(Arc<DirectQp>),
+    Devx(Arc<DevxQp>),
+}
+
+impl Qp {
+    /// Whether it completes on this queue.
+    fn uses(&self, cq: FailedCq) -> bool {
+        match self {
+            Self::Verbs(qp) => qp.uses(cq),
+            Self::Devx(qp) => qp.uses(cq),
+        }
+    }
+
+    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    fn if_failed(&self, then: impl FnOnce()) {
+        match self {
+            Self::Verbs(qp) => qp.if_failed(then),
+            Self::Devx(qp) => qp.if_failed(then),
+        }
+    }
+}
+
+impl fmt::Debug for Direct {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Direct({:?})", self.open)
+    }
+}
+
+impl Direct {
+    /// Uses an open device.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a device that is no mlx5 card; [`Error::Library`] without libmlx5; [`Error::Verbs`].
+    pub fn start(open: &Arc<Open>) -> Result<Self> {
+        let mlx5 = Mlx5::load()?;
+        if !open.is_mlx5(mlx5) {
+            return Err(Error::Unsupported {
+                what: "reading rings by itself (GDSYNC_PATH=direct)",
+                by: "a device that is no mlx5 card",
+                fix: "leave GDSYNC_PATH unset, or use proxy",
+            });
+        }
+        let base = Arc::new(open.alloc_pd()?);
+        let shared = Arc::<Shared>::default();
+        let channel = EventChannel::open(open, mlx5);
+        let events = {
+            let (open, shared) = (open.clone(), shared.clone());
+            let more = channel.clone().map(|channel| channel as Arc<dyn More>);
+            Events::read(&open.clone(), more, move |event| {
+                let uses = |qpn: u32, cq| shared.qps.lock().get(&qpn).is_some_and(|qp| qp.uses(cq));
+                let tell = || shared.healths.tell(&open, event, uses);
+                match shared.qp_of(event) {
+                    Some(qp) => qp.if_failed(tell),
+                    None => tell(),
+                }
+            })?
+        };
+        Ok(Self {
+            _events: events,
+            shared,
+            mlx5,
+            objects: Objects::new(open),
+            cqs: Mutex::default(),
+            registers: Arc::new(Registers::new(open)),
+            admitted: Mutex::default(),
+            devx: Mutex::default(),
+            channel,
+            base,
+            open: open.clone(),
+            description: format!("mlx5 card {}", open.name()),
+            wire: open.link(),
+        })
+    }
+
+    fn cq(&self, cqn: u32) -> Result<Cq> {
+        let found = self.cqs.lock().get(&cqn).cloned();
+        found.ok_or_else(|| Error::invalid("completion queue", cqn, "one of this device"))
+    }
+
+    fn qp(&self, qpn: u32) -> Result<Qp> {
+        let found = self.shared.qps.lock().get(&qpn).cloned();
+        found.ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this device"))
+    }
+
+    /// Commands to the firmware, if the device takes them.
+    fn devx(&self) -> Result<Arc<Devx>> {
+        let mut known = self.devx.lock();
+        if let Some(devx) = &*known {
+            return Ok(devx.clone());
+        }
+        let devx = Devx::new(&self.open, self.mlx5, &self.registers, self.channel.clone())?;
+        Ok(known.insert(Arc::new(devx)).clone())
+    }
+}
+
+/// Whether something is asked for that the kernel cannot lock for verbs objects.
+fn needs_devx(places: &Places) -> bool {
+    places.gpu.is_some() && !places.on_gpu.is_empty()
+}
+
+impl Provider for Direct {
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn wire(&self) -> &str {
+        &self.wire
+    }
+
+    fn gid(&self) -> Gid {
+        self.open.gid().gid
+    }
+
+    fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+        self.open.address(qpn, psn)
+    }
+
+    fn alloc_pd(&self) -> Result<u32> {
+        self.objects.alloc_pd()
+    }
+
+    fn dealloc_pd(&self, pdn: u32) {
+        self.objects.dealloc_pd(pdn);
+    }
+
+    fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
+        self.objects.reg_mr(pdn, memory, access)
+    }
+
+    fn dereg_mr(&self, keys: MrKeys) {
+        self.objects.dereg_mr(keys);
+    }
+
+    fn transfer_path(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> TransferPath {
+        self.objects.transfer_path(lkey)
+    }
+
+    fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
+        let cq = if needs_devx(places) {
+            Cq::Devx(Arc::new(DevxCq::create(&*self.devx()?, log_entries, ring, places)?))
+        } else {
+            Cq::Verbs(Arc::new(DirectCq::create(self.mlx5, &self.base, log_entries, places)?))
+        };
+        let (cqn, ring, record) = (cq.cqn(), cq.ring().clone(), cq.record().clone());
+        self.cqs.lock().insert(cqn, cq);
+        Ok(CqParts { cqn, ring, record, event: Arc::new(CqEvent::silent()) })
+    }
+
+    fn destroy_cq(&self, cqn: u32) {
+        let cq = self.cqs.lock().remove(&cqn);
+        drop(cq);
+    }
+
+    fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
+        let (domain, psn) = (self.objects.domain(request.pdn)?, random_psn()?);
+        let (send_cq, recv_cq) = (self.cq(request.send_cqn)?, self.cq(request.recv_cqn)?);
+        let (qpn, qp, parts) = if needs_devx(places) {
+            let cqs = (&send_cq, &recv_cq);
+            let (qp, parts) = DevxQp::create(&self.devx()?, &domain, cqs, request, places, psn)?;
+            (qp.qpn, Qp::Devx(Arc::new(qp)), parts)
+        } else {
+            let cqs = (send_cq.verbs()?, recv_cq.verbs()?);
+            let (qp, parts) =
+                DirectQp::create(self.mlx5, &domain, &self.registers, cqs, request, places, psn)?;
+            (qp.qpn, Qp::Verbs(Arc::new(qp)), parts)
+        };
+        let Parts { sq, rq, record, doorbell } = parts;
+        if let Some(gpu) = &places.gpu {
+            doorbell.memory().gpu_addr(gpu)?;
+        }
+        let health = Arc::default();
+        self.shared.healths.add(qpn, &health);
+        self.shared.qps.lock().insert(qpn, qp);
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch: None })
+    }
+
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, _timeout: Duration) -> Result<u32> {
+        let psn = random_psn()?;
+        match self.qp(qpn)? {
+            Qp::Verbs(qp) => qp.modify(attr, psn),
+            Qp::Devx(qp) => qp.modify(attr, psn),
+        }
+    }
+
+    fn destroy_qp(&self, qpn: u32) {
+        self.shared.healths.remove(qpn);
+        let qp = self.shared.qps.lock().remove(&qpn);
+        drop(qp);
+    }
+
+    fn rd_atomic(&self) -> u8 {
+        self.open.rd_atomic()
+    }
+
+    fn rights(&self) -> Access {
+        self.open.rights()
+    }
+
+    fn writes_in_order(&self, qpn: u32) -> Option<bool> {
+        match self.qp(qpn).ok()? {
+            Qp::Verbs(qp) => qp.writes_in_order(),
+            Qp::Devx(_) => None,
+        }
+    }
+
+    fn record_may_lag(&self) -> bool {
+        false
+    }
+
+    fn reads_by_itself(&self) -> bool {
+        true
+    }
+
+    fn admit(&self, gpu: &Gpu, probe: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let context = gpu.raw_context();
+        if self.admitted.lock().contains(&context) {
+            return Ok(());
+        }
+        probe()?;
+        self.admitted.lock().push(context);
+        Ok(())
+    }
+
+    // The card sees its doorbells, and completes, by itself.
+
+    fn ring(&self, _qpn: u32) {}
+
+    fn watch(&self, _qpn: u32, _pi: u64) {}
+
+    fn attend(&self, _cqn: u32) {}
+
+    fn progress(&self) -> bool {
+        false
+    }
+
+    fn leave(&self) {}
+
+    fn inject(&self, plan: FaultPlan) -> Result<()> {
+        if plan == FaultPlan::default() {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            what: "injecting faults",
+            by: "an mlx5 card",
+            fix: "use the software HCA (soft0)",
+        })
+    }
+
+    fn stats(&self) -> HcaStats {
+        HcaStats::default()
+    }
+}

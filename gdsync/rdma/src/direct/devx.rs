@@ -1,0 +1,125 @@
+//! Queues in GPU memory, made by commands to the firmware (DevX).
+//!
+//! The kernel lets verbs objects have queues in host memory alone. What commands make may lie wherever the card gets at, and
+//! GPU memory it gets at by a dma-buf. The price is that all which libibverbs does for a queue pair is done here: the path to
+//! the peer, the steps from state to state, doorbell pages.
+//!
+//! Nothing of this is used before a queue pair asks for GPU memory (`OnGpu`). Then its completion queues and itself are made so,
+//! parts in host memory included. Shared completion queues may be verbs objects.
+//!
+//! Asynchronous events of these objects come by a channel of their own ([`events`]). Where there is none, a queue pair that fails
+//! without a completion is noticed by the flushes of what is posted to it.
+
+mod events;
+mod mailbox;
+mod object;
+mod path;
+mod queues;
+mod steps;
+mod uar;
+mod umem;
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rdma_core_sys::Mlx5;
+use rdma_core_sys::mlx5::{mlx5dv_context, mlx5dv_context_flags, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_pd};
+
+pub(super) use self::events::EventChannel;
+use self::mailbox::Limits;
+use self::object::ask;
+pub(super) use self::queues::{DevxCq, DevxQp};
+pub(super) use self::uar::Uar;
+use self::uar::Uars;
+use super::registers::Registers;
+use gdsync_device::error::{Error, Result};
+use crate::explain::{Call, failed};
+use crate::{Domain, Open};
+
+/// A device that takes commands.
+pub(super) struct Devx {
+    open: Arc<Open>,
+    mlx5: &'static Mlx5,
+    limits: Limits,
+    /// The event queue that completion queues name. Nothing arrives there: they are never armed.
+    eqn: u32,
+    uars: Uars,
+    /// The doorbell page that completion queues name, which nobody writes to.
+    cq_uar: Mutex<Option<Arc<Uar>>>,
+    registers: Arc<Registers>,
+    channel: Option<Arc<EventChannel>>,
+}
+
+impl fmt::Debug for Devx {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DevX of {:?}: {:?}", self.open, self.limits)
+    }
+}
+
+impl Devx {
+    /// Asks the device what it can do.
+    ///
+    /// # Errors
+    /// [`Error::Verbs`] where it takes no commands, with what to change; [`Error::Device`] for CQEs of an old format.
+    pub(super) fn new(
+        open: &Arc<Open>,
+        mlx5: &'static Mlx5,
+        registers: &Arc<Registers>,
+        channel: Option<Arc<EventChannel>>,
+    ) -> Result<Self> {
+        let limits = Limits::of(&ask(open, mlx5, &mailbox::query_hca_cap())?);
+        let mut told = mlx5dv_context::zeroed();
+        // SAFETY: the device is open; a place for the answer.
+        let errno = unsafe { mlx5.mlx5dv_query_device(open.context().as_ptr(), &raw mut told) };
+        if errno != 0 {
+            return Err(failed("mlx5dv_query_device", open.name(), &Call::Other, errno));
+        }
+        if !told.flags.contains(mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1) {
+            let why = "its completions have an old format (cqe_version 0): update the firmware, or leave the queues in host \
+                       memory (OnGpu::empty())";
+            return Err(Error::Device { device: open.name().to_owned(), why: why.into() });
+        }
+        let mut eqn = 0;
+        // SAFETY: as above. Every device has vector 0.
+        let errno = unsafe { mlx5.mlx5dv_devx_query_eqn(open.context().as_ptr(), 0, &raw mut eqn) };
+        if errno != 0 {
+            return Err(failed("mlx5dv_devx_query_eqn", open.name(), &Call::Other, errno));
+        }
+        tracing::debug!(device = open.name(), ?limits, eqn, "DevX");
+        let (uars, registers) = (Uars::new(open, mlx5), registers.clone());
+        Ok(Self { open: open.clone(), mlx5, limits, eqn, uars, cq_uar: Mutex::default(), registers, channel })
+    }
+
+    /// Refuses what is larger than the card makes it.
+    fn check(&self, what: &'static str, log: u32, most: u32) -> Result<()> {
+        if log <= most {
+            return Ok(());
+        }
+        let why = format!("it has no more than {} {what}, {} are asked for", 1u64 << most, 1u64 << log);
+        Err(Error::Device { device: self.open.name().to_owned(), why })
+    }
+
+    fn shared_uar(&self) -> Result<Arc<Uar>> {
+        let mut shared = self.cq_uar.lock();
+        if let Some(uar) = &*shared {
+            return Ok(uar.clone());
+        }
+        Ok(shared.insert(self.uars.acquire()?).clone())
+    }
+
+    /// The number of a protection domain in commands.
+    fn pdn(&self, domain: &Domain) -> Result<u32> {
+        let mut told = mlx5dv_pd::zeroed();
+        let mut object = mlx5dv_obj::zeroed();
+        object.pd.r#in = domain.raw().as_ptr();
+        object.pd.out = &raw mut told;
+        // SAFETY: the object and the place for the answer belong to the kind.
+        let errno = unsafe { self.mlx5.mlx5dv_init_obj(&raw mut object, mlx5dv_obj_type::MLX5DV_OBJ_PD) };
+        if errno == 0 {
+            Ok(told.pdn)
+        } else {
+            Err(failed("mlx5dv_init_obj", self.open.name(), &Call::Other, errno))
+        }
+    }
+}

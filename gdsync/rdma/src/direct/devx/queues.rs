@@ -1,0 +1,229 @@
+//! Queues that commands to the firmware make, in memory of a GPU or of the host.
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::mailbox::{CqFields, QpFields, create_cq, create_qp, created, queried_state, query_qp};
+use super::object::Object;
+use super::path::{self, Route, udp_port};
+use super::{steps, Devx, events};
+use super::uar::Uar;
+use super::umem::Umem;
+use crate::direct::Cq;
+use crate::direct::queues::{Parts, first_lap};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, host_page};
+use crate::{Domain, FailedCq};
+use gdsync_device::{OnGpu, Places, QpRequest, QpAttr, QpState};
+use mlx5_ring::{self as mlx5, BB, CQE_SIZE, SEGMENT};
+
+/// Whole pages for rings, with the card's view of them; what shares a page with a ring is no ring.
+fn pages(devx: &Devx, what: OnGpu, len: usize, places: &Places) -> Result<(Memory, Umem)> {
+    let page = host_page();
+    let whole = places.alloc(what, len.next_multiple_of(page) + page)?;
+    let skip = whole.addr().next_multiple_of(page as u64) - whole.addr();
+    let memory = whole.slice(usize::try_from(skip).expect("less than a page"), len)?;
+    let umem = Umem::register(&devx.open, devx.mlx5, &memory)?;
+    Ok((memory, umem))
+}
+
+/// A doorbell record.
+fn record(devx: &Devx, len: usize, places: &Places) -> Result<(Memory, Umem)> {
+    let memory = places.alloc(OnGpu::RECORDS, len)?;
+    let umem = Umem::register(&devx.open, devx.mlx5, &memory)?;
+    Ok((memory, umem))
+}
+
+/// A completion queue.
+pub(in crate::direct) struct DevxCq {
+    pub(in crate::direct) cqn: u32,
+    pub(in crate::direct) ring: Memory,
+    pub(in crate::direct) record: Memory,
+    // Given up in this order.
+    _object: Object,
+    _umems: [Umem; 2],
+    _uar: Arc<Uar>,
+}
+
+impl fmt::Debug for DevxCq {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CQ {:#x}", self.cqn)
+    }
+}
+
+impl DevxCq {
+    /// With `1 << log` entries.
+    pub(in crate::direct) fn create(devx: &Devx, log: u32, what: OnGpu, places: &Places) -> Result<Self> {
+        devx.check("completion queue entries", log, devx.limits.log_max_cq)?;
+        let (ring, ring_umem) = pages(devx, what, CQE_SIZE << log, places)?;
+        let (record, record_umem) = record(devx, mlx5::CQ_DBREC_SIZE, places)?;
+        first_lap(&ring)?;
+        ring.flush()?;
+        let uar = devx.shared_uar()?;
+        let command = create_cq(&CqFields {
+            log_entries: log,
+            uar_page: uar.page(),
+            eqn: devx.eqn,
+            ring: ring_umem.place(),
+            record: record_umem.place(),
+        });
+        let (object, answer) = Object::create(&devx.open, devx.mlx5, "completion queue", &command)?;
+        let cqn = created(&answer);
+        if let Some(channel) = &devx.channel {
+            channel.subscribe(&object, cqn, events::OF_CQ);
+        }
+        tracing::debug!(cqn, ?ring, ?record, "a completion queue by DevX");
+        Ok(Self { cqn, ring, record, _object: object, _umems: [ring_umem, record_umem], _uar: uar })
+    }
+}
+
+/// A queue pair.
+pub(in crate::direct) struct DevxQp {
+    pub(in crate::direct) qpn: u32,
+    /// The state we took it to, and the number of its first packet.
+    state: Mutex<(QpState, u32)>,
+    record: Memory,
+    // Given up in this order.
+    object: Object,
+    _umems: [Umem; 2],
+    cqs: [Cq; 2],
+    uar: Option<Arc<Uar>>,
+    domain: Arc<Domain>,
+    devx: Arc<Devx>,
+}
+
+impl fmt::Debug for DevxQp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QP {:#x}", self.qpn)
+    }
+}
+
+impl Drop for DevxQp {
+    fn drop(&mut self) {
+        let is_gone = self.object.destroy();
+        match self.uar.take() {
+            Some(uar) if is_gone => self.devx.uars.release(uar),
+            // Its register is not for another one.
+            free_list => std::mem::forget(free_list),
+        }
+    }
+}
+
+impl DevxQp {
+    /// In state RESET.
+    pub(in crate::direct) fn create(
+        devx: &Arc<Devx>,
+        domain: &Arc<Domain>,
+        cqs: (&Cq, &Cq),
+        request: &QpRequest,
+        places: &Places,
+        psn: u32,
+    ) -> Result<(Self, Parts)> {
+        devx.check("send queue blocks", request.log_sq, devx.limits.log_max_qp)?;
+        devx.check("receive queue entries", request.log_rq, devx.limits.log_max_qp)?;
+        // The send queue begins behind the receive queue, at a block.
+        let rq_len = (request.rq_stride << request.log_rq).max(BB);
+        let sq_len = BB << request.log_sq;
+        let (rings, rings_umem) = pages(devx, OnGpu::SEND_QUEUE, rq_len + sq_len, places)?;
+        let (record, record_umem) = record(devx, mlx5::QP_DBREC_SIZE, places)?;
+        let uar = devx.uars.acquire()?;
+        let doorbell = devx.registers.doorbell_of(&uar)?;
+        let command = create_qp(&QpFields {
+            pdn: devx.pdn(domain)?,
+            send_cqn: cqs.0.cqn(),
+            recv_cqn: cqs.1.cqn(),
+            log_sq: request.log_sq,
+            log_rq: (rq_len / request.rq_stride).ilog2(),
+            log_rq_stride: (request.rq_stride / SEGMENT).ilog2(),
+            uar_page: uar.page(),
+            rings: rings_umem.place(),
+            record: record_umem.place(),
+        });
+        let (object, answer) = Object::create(&devx.open, devx.mlx5, "queue pair", &command)?;
+        let qpn = created(&answer);
+        if let Some(channel) = &devx.channel {
+            channel.subscribe(&object, qpn, events::OF_QP);
+        }
+        tracing::debug!(qpn, ?rings, ?record, "a queue pair by DevX");
+        let (rq, sq) = (rings.slice(0, rq_len)?, rings.slice(rq_len, sq_len)?);
+        let qp = Self {
+            qpn,
+            state: Mutex::new((QpState::RESET, psn)),
+            record: record.clone(),
+            object,
+            _umems: [rings_umem, record_umem],
+            cqs: [cqs.0.clone(), cqs.1.clone()],
+            uar: Some(uar),
+            domain: domain.clone(),
+            devx: devx.clone(),
+        };
+        Ok((qp, Parts { sq, rq, record, doorbell }))
+    }
+
+    /// Whether it completes on this queue.
+    pub(in crate::direct) fn uses(&self, cq: FailedCq) -> bool {
+        self.cqs.iter().any(|of| of.is(cq))
+    }
+
+    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    pub(in crate::direct) fn if_failed(&self, then: impl FnOnce()) {
+        /// As the firmware numbers it.
+        const ERR: u32 = 6;
+        let _state = self.state.lock();
+        let answer = self.object.query(&query_qp(self.qpn));
+        if answer.map_or(true, |answer| queried_state(&answer) == ERR) {
+            then();
+        }
+    }
+
+    /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
+    pub(in crate::direct) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
+        let mut state = self.state.lock();
+        let (from, psn) = *state;
+        let to = attr.state.unwrap_or(from);
+        let open = &self.devx.open;
+        let (raw, given) = open.step(psn, attr)?;
+        let route = match &attr.remote {
+            None => None,
+            Some(remote) => {
+                let link = open.port().link;
+                let kind = path::known_kind(link, open.gid(), open.name())?;
+                let is_ethernet = link == crate::LinkLayer::Ethernet;
+                let mac = if is_ethernet {
+                    path::resolve(&self.domain, self.devx.mlx5, &raw.ah_attr, &remote.to_string())?
+                } else {
+                    [0; 6]
+                };
+                let udp_port = udp_port(self.qpn, remote.qpn);
+                Some(Route { attr: raw.ah_attr, link, kind, mac, udp_port })
+            }
+        };
+        let command = steps::command(self.qpn, (from, to), &raw, given, route.as_ref());
+        self.object.modify(&command).map_err(|error| self.explain(error))?;
+        if to == QpState::RESET {
+            // The card begins at 0 again.
+            self.record.fill(0, self.record.len(), 0)?;
+            self.record.flush()?;
+        }
+        *state = (to, if to == QpState::RESET { fresh } else { psn });
+        Ok(state.1)
+    }
+
+    /// With the state that the card says the queue pair is in.
+    fn explain(&self, error: Error) -> Error {
+        let Error::Verbs { call, subject, source, advice } = error else { return error };
+        let state = match self.object.query(&query_qp(self.qpn)).map(|answer| queried_state(&answer)) {
+            Ok(0) => "RST",
+            Ok(1) => "INIT",
+            Ok(2) => "RTR",
+            Ok(3) => "RTS",
+            Ok(6) => "ERR",
+            Ok(_) => "another state",
+            Err(_) => "a state that it does not tell",
+        };
+        let subject = format!("{subject} of QP {:#x}, which the card has in {state}", self.qpn);
+        Error::Verbs { call, subject, source, advice }
+    }
+}

@@ -1,0 +1,348 @@
+//! Queues of a card in our memory, as verbs objects.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rdma_core_sys::Mlx5;
+use rdma_core_sys::mlx5::{
+    mlx5dv_cq, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_qp, mlx5dv_qp_create_flags, mlx5dv_qp_init_attr,
+    mlx5dv_qp_init_attr_mask,
+};
+use rdma_core_sys::verbs::{
+    ibv_cq, ibv_cq_ex_to_cq, ibv_cq_init_attr_ex, ibv_cq_init_attr_mask, ibv_create_cq_attr_flags,
+    ibv_create_cq_ex, ibv_qp, ibv_qp_init_attr_ex, ibv_qp_init_attr_mask, ibv_qp_type,
+};
+
+use super::registers::{KernelExecutor, Registers};
+use super::rings::RingDomain;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, Word64};
+use crate::explain::{Asked, Call, Memlock, failed, failed_last};
+use crate::{Domain, FailedCq, Open};
+use gdsync_device::{Places, QpRequest, QpAttr, QpState};
+use mlx5_ring::{self as mlx5, BB, CQE_SIZE, INITIAL_CQE};
+
+/// A completion queue of the card. What libmlx5 has of it is not polled: its ring is ours to read.
+pub(super) struct DirectCq {
+    object: CqObject,
+    pub(super) cqn: u32,
+    pub(super) ring: Memory,
+    pub(super) record: Memory,
+}
+
+/// The verbs object, destroyed when this is dropped: after its queue pairs, before the domain of its memory.
+struct CqObject {
+    open: Arc<Open>,
+    raw: NonNull<ibv_cq>,
+    domain: RingDomain,
+}
+
+// SAFETY: libibverbs may be called from any thread.
+unsafe impl Send for CqObject {}
+// SAFETY: as above.
+unsafe impl Sync for CqObject {}
+
+impl fmt::Debug for DirectCq {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CQ {:#x}", self.cqn)
+    }
+}
+
+impl Drop for CqObject {
+    fn drop(&mut self) {
+        // SAFETY: made here, destroyed once, after its queue pairs.
+        let errno = unsafe { self.open.verbs().ibv_destroy_cq(self.raw.as_ptr()) };
+        if errno != 0 {
+            tracing::error!(device = self.open.name(), errno, "a completion queue was not destroyed");
+        }
+    }
+}
+
+/// Makes a verbs object; the reason of ours where its memory was refused.
+fn made<T>(raw: *mut T, domain: &RingDomain, error: impl FnOnce() -> Error) -> Result<NonNull<T>> {
+    // First, as it reads `errno`.
+    NonNull::new(raw).ok_or_else(|| {
+        let error = error();
+        domain.take_failure().unwrap_or(error)
+    })
+}
+
+impl DirectCq {
+    /// With `1 << log` entries at least.
+    pub(super) fn create(mlx5: &Mlx5, base: &Arc<Domain>, log: u32, places: &Places) -> Result<Self> {
+        let open = base.open();
+        let domain = RingDomain::new(base, None, places)?;
+        let entries = (1u32 << log) - 1;
+        let mut attr = ibv_cq_init_attr_ex::zeroed();
+        // The ring has one more, rounded up to a power of two.
+        attr.cqe = entries.max(1);
+        attr.comp_mask = ibv_cq_init_attr_mask::IBV_CQ_INIT_ATTR_MASK_FLAGS
+            | ibv_cq_init_attr_mask::IBV_CQ_INIT_ATTR_MASK_PD;
+        // Work is only posted with a slot set aside for its completion.
+        attr.flags = ibv_create_cq_attr_flags::IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
+        attr.parent_domain = domain.raw().as_ptr();
+        // SAFETY: the device is open, the attributes are complete.
+        let raw = unsafe { ibv_create_cq_ex(open.context().as_ptr(), &raw mut attr) };
+        let raw = made(ibv_cq_ex_to_cq(raw), &domain, || {
+            let most = u64::try_from(open.attr().max_cqe).unwrap_or(0);
+            let errno = std::io::Error::last_os_error().raw_os_error();
+            if errno == Some(libc::EINVAL) && u64::from(entries) <= most {
+                return Error::Unsupported {
+                    what: "a completion queue in memory of the application",
+                    by: "the installed libmlx5",
+                    fix: "install rdma-core 31 or newer, 33 for virtual functions; GDSYNC_PATH=proxy works without",
+                };
+            }
+            let call = Call::CreateCq { entries: entries.into(), most, memlock: Memlock::here() };
+            failed_last("ibv_create_cq_ex", open.name(), &call)
+        })?;
+        CqObject { open: open.clone(), raw, domain }.read(mlx5, log)
+    }
+
+    pub(super) fn raw(&self) -> NonNull<ibv_cq> {
+        self.object.raw
+    }
+}
+
+impl CqObject {
+    /// Finds its ring, and puts it into the state that waits need.
+    fn read(self, mlx5: &Mlx5, log: u32) -> Result<DirectCq> {
+        let mut told = mlx5dv_cq::zeroed();
+        let mut object = mlx5dv_obj::zeroed();
+        object.cq.r#in = self.raw.as_ptr();
+        object.cq.out = &raw mut told;
+        init(mlx5, &self.open, &mut object, mlx5dv_obj_type::MLX5DV_OBJ_CQ)?;
+        let refuse = |why: String| Err(Error::Device { device: self.open.name().to_owned(), why });
+        let (size, count) = (told.cqe_size as usize, told.cqe_cnt as usize);
+        if size != CQE_SIZE {
+            return refuse(format!("its completions have {size} bytes, 64 are needed: unset MLX5_CQE_SIZE"));
+        }
+        if !count.is_power_of_two() || count < 1 << log {
+            return refuse(format!(
+                "libmlx5 made a completion queue of {count} entries where {} were asked for",
+                1 << log
+            ));
+        }
+        let ring = self.domain.find(told.buf, count * CQE_SIZE, "completion queue")?;
+        let record = self.domain.find(told.dbrec.cast(), mlx5::CQ_DBREC_SIZE, "doorbell record")?;
+        // rdma-core leaves owner 0, which would satisfy the waits of the first lap. The card writes nothing before a
+        // queue pair leaves INIT.
+        first_lap(&ring)?;
+        Ok(DirectCq { object: self, cqn: told.cqn, ring, record })
+    }
+}
+
+fn init(mlx5: &Mlx5, open: &Open, object: &mut mlx5dv_obj, kind: mlx5dv_obj_type) -> Result<()> {
+    // SAFETY: the object and the place for the answer belong to the kind.
+    let errno = unsafe { mlx5.mlx5dv_init_obj(object, kind) };
+    if errno == 0 { Ok(()) } else { Err(failed("mlx5dv_init_obj", open.name(), &Call::Other, errno)) }
+}
+
+/// A queue pair of the card.
+pub(super) struct DirectQp {
+    raw: NonNull<ibv_qp>,
+    pub(super) qpn: u32,
+    pub(super) send_cq: Arc<DirectCq>,
+    pub(super) recv_cq: Arc<DirectCq>,
+    /// The state we took it to, and the number of its first packet.
+    state: Mutex<(QpState, u32)>,
+    domain: Option<RingDomain>,
+    kernel_exec: Option<KernelExecutor>,
+    registers: Arc<Registers>,
+    base: Arc<Domain>,
+}
+
+// SAFETY: libibverbs may be called from any thread.
+unsafe impl Send for DirectQp {}
+// SAFETY: as above.
+unsafe impl Sync for DirectQp {}
+
+impl fmt::Debug for DirectQp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QP {:#x}", self.qpn)
+    }
+}
+
+impl Drop for DirectQp {
+    fn drop(&mut self) {
+        let open = self.base.open();
+        // SAFETY: made here, destroyed once.
+        let errno = unsafe { open.verbs().ibv_destroy_qp(self.raw.as_ptr()) };
+        if errno != 0 {
+            tracing::error!(qp = ?self, errno, "a queue pair was not destroyed");
+            // Its register is not for another one.
+            std::mem::forget((self.domain.take(), self.kernel_exec.take()));
+        }
+        drop(self.domain.take());
+        if let Some(kernel_exec) = self.kernel_exec.take() {
+            self.registers.release(kernel_exec);
+        }
+    }
+}
+
+/// What a queue pair is in memory.
+pub(super) struct Parts {
+    pub(super) sq: Memory,
+    pub(super) rq: Memory,
+    pub(super) record: Memory,
+    pub(super) doorbell: Word64,
+}
+
+/// Blocks that libmlx5 counts for a request of a queue pair that may also bind windows.
+const BLOCKS_PER_REQUEST: u32 = 4;
+
+impl DirectQp {
+    /// In state RESET, with a send queue of at least what `request` says.
+    pub(super) fn create(
+        mlx5: &Mlx5,
+        base: &Arc<Domain>,
+        registers: &Arc<Registers>,
+        cqs: (&Arc<DirectCq>, &Arc<DirectCq>),
+        request: &QpRequest,
+        places: &Places,
+        psn: u32,
+    ) -> Result<(Self, Parts)> {
+        let wanted = 1u32 << request.log_sq;
+        let mut sends = wanted.div_ceil(BLOCKS_PER_REQUEST);
+        loop {
+            let made = Self::attempt(mlx5, base, registers, cqs, request, sends, places, psn)?;
+            // Another release may count less for each.
+            if made.1.sq.len() / BB >= wanted as usize || sends >= wanted {
+                return Ok(made);
+            }
+            sends *= 2;
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "what a queue pair is made of")]
+    fn attempt(
+        mlx5: &Mlx5,
+        base: &Arc<Domain>,
+        registers: &Arc<Registers>,
+        (send_cq, recv_cq): (&Arc<DirectCq>, &Arc<DirectCq>),
+        request: &QpRequest,
+        sends: u32,
+        places: &Places,
+        psn: u32,
+    ) -> Result<(Self, Parts)> {
+        let open = base.open();
+        let kernel_exec = registers.acquire();
+        let domain = RingDomain::new(base, kernel_exec.as_ref().map(KernelExecutor::td), places)?;
+        let receives = 1u32 << request.log_rq;
+        let recv_sges = u32::try_from(request.rq_stride / mlx5::SEGMENT).unwrap_or(u32::MAX);
+        let mut attr = ibv_qp_init_attr_ex::zeroed();
+        attr.send_cq = send_cq.raw().as_ptr();
+        attr.recv_cq = recv_cq.raw().as_ptr();
+        attr.cap.max_send_wr = sends;
+        attr.cap.max_recv_wr = receives;
+        attr.cap.max_send_sge = 1;
+        attr.cap.max_recv_sge = recv_sges;
+        attr.qp_type = ibv_qp_type::IBV_QPT_RC;
+        attr.sq_sig_all = 1;
+        attr.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD;
+        attr.pd = domain.raw().as_ptr();
+        let mut special = mlx5dv_qp_init_attr::zeroed();
+        special.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS;
+        // Payload goes to memory, also when it would fit into the completion.
+        special.create_flags = mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE;
+        // SAFETY: the device is open, the attributes are complete.
+        let raw = unsafe { mlx5.mlx5dv_create_qp(open.context().as_ptr(), &raw mut attr, &raw mut special) };
+        let raw = made(raw, &domain, || {
+            let limit = |most: i32| u64::try_from(most).unwrap_or(0);
+            let asked = |what, value: u32, most| Asked { what, value: value.into(), most: limit(most) };
+            let asked = vec![
+                asked("max_send_wr", sends, open.attr().max_qp_wr),
+                asked("max_recv_wr", receives, open.attr().max_qp_wr),
+                asked("max_recv_sge", recv_sges, open.attr().max_sge),
+            ];
+            failed_last("mlx5dv_create_qp", open.name(), &Call::CreateQp { asked, memlock: Memlock::here() })
+        })?;
+        // SAFETY: just made.
+        let qpn = unsafe { (*raw.as_ptr()).qp_num };
+        let qp = Self {
+            raw,
+            qpn,
+            send_cq: send_cq.clone(),
+            recv_cq: recv_cq.clone(),
+            state: Mutex::new((QpState::RESET, psn)),
+            domain: Some(domain),
+            kernel_exec,
+            registers: registers.clone(),
+            base: base.clone(),
+        };
+        let parts = qp.read(mlx5, request)?;
+        Ok((qp, parts))
+    }
+
+    /// Finds its rings and its register.
+    fn read(&self, mlx5: &Mlx5, request: &QpRequest) -> Result<Parts> {
+        let open = self.base.open();
+        let mut told = mlx5dv_qp::zeroed();
+        let mut object = mlx5dv_obj::zeroed();
+        object.qp.r#in = self.raw.as_ptr();
+        object.qp.out = &raw mut told;
+        init(mlx5, open, &mut object, mlx5dv_obj_type::MLX5DV_OBJ_QP)?;
+        let domain = self.domain.as_ref().expect("only taken when it is dropped");
+        let strides = (told.sq.stride as usize, told.rq.stride as usize);
+        if strides != (BB, request.rq_stride) {
+            let why = format!(
+                "its queues have strides of {} and {} bytes where {BB} and {} are needed",
+                strides.0, strides.1, request.rq_stride
+            );
+            return Err(Error::Device { device: open.name().to_owned(), why });
+        }
+        let ring = |at: *mut c_void, count: u32, stride: usize, what| {
+            if !count.is_power_of_two() {
+                let why = format!("libmlx5 made a {what} of {count} entries, which is no power of two");
+                return Err(Error::Device { device: open.name().to_owned(), why });
+            }
+            domain.find(at, count as usize * stride, what)
+        };
+        Ok(Parts {
+            sq: ring(told.sq.buf, told.sq.wqe_cnt, BB, "send queue")?,
+            rq: ring(told.rq.buf, told.rq.wqe_cnt, strides.1, "receive queue")?,
+            record: domain.find(told.dbrec.cast(), mlx5::QP_DBREC_SIZE, "doorbell record")?,
+            doorbell: self.registers.doorbell(told.bf.reg)?,
+        })
+    }
+
+    /// Whether it completes on this queue.
+    pub(super) fn uses(&self, cq: FailedCq) -> bool {
+        let is = |own: &DirectCq| cq == FailedCq::Object(own.raw().addr().get());
+        is(&self.send_cq) || is(&self.recv_cq)
+    }
+
+    /// Whether messages are written in order of their addresses, if the library can tell.
+    pub(super) fn writes_in_order(&self) -> Option<bool> {
+        // SAFETY: it is destroyed when this is dropped.
+        unsafe { self.base.open().writes_in_order(self.raw.as_ptr()) }
+    }
+
+    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    pub(super) fn if_failed(&self, then: impl FnOnce()) {
+        let _state = self.state.lock();
+        // SAFETY: it is destroyed when this is dropped.
+        if unsafe { self.base.open().has_failed(self.raw.as_ptr()) } {
+            then();
+        }
+    }
+
+    /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
+    pub(super) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
+        let mut state = self.state.lock();
+        let (from, psn) = *state;
+        // SAFETY: it is destroyed when this is dropped.
+        unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }?;
+        let to = attr.state.unwrap_or(from);
+        *state = (to, if to == QpState::RESET { fresh } else { psn });
+        Ok(state.1)
+    }
+}
+
+/// Puts all CQEs into the state that waits need before the first lap.
+pub(super) fn first_lap(ring: &Memory) -> Result<()> {
+    (0..ring.len() / CQE_SIZE).try_for_each(|slot| ring.write(slot * CQE_SIZE, &INITIAL_CQE))
+}

@@ -1,0 +1,82 @@
+//! RDMA devices of the machine: which there are, how near to GPUs, which port and GID to use, and what their failures mean.
+//!
+//! They are found through libibverbs, which is loaded when it is there. [`verbs::Device`](crate::verbs::Device) is the
+//! way in; this is what it is made of.
+//!
+//! # What is chosen
+//!
+//! - **The device**: the first usable one among those nearest to a GPU; `soft0` where there is none. `GDSYNC_DEVICE`, or a name,
+//!   overrides.
+//! - **The port**: the first that is ACTIVE and has an address. `GDSYNC_PORT` overrides.
+//! - **The GID**: RoCE v2 before v1, an IPv4 address before a global one before a link-local one. `GDSYNC_GID_INDEX` overrides.
+//!   Both sides must use GIDs of one kind.
+//! - **The path MTU**: the smallest of what was asked for and what the two ports allow.
+//! - **iWARP**: connections go from and to the first IP address of the port, IPv4 before IPv6, and librdmacm makes them. A device
+//!   that speaks it is chosen only where there is no other.
+//! - **Registration**: host memory by its address; GPU memory by a dma-buf, or else by nvidia-peermem; neither is an error that
+//!   says what both need. Regions that the device writes keep PCIe's order, so that data is there when its completion is.
+
+#![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
+
+mod cm;
+pub mod direct;
+pub mod proxy;
+mod config;
+mod domain;
+mod events;
+mod explain;
+mod list;
+mod netaddr;
+mod objects;
+mod open;
+mod port;
+mod region;
+mod step;
+mod survey;
+mod sysfs;
+mod topology;
+
+use std::path::Path;
+
+pub use config::{DeviceConfig, Route};
+pub(crate) use domain::Domain;
+pub(crate) use events::{Event, Events, FailedCq, Healths, More};
+pub(crate) use objects::Objects;
+pub use open::Open;
+pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
+use rdma_core_sys::{Mlx5, Verbs};
+pub(crate) use region::{Pages, Region, has_peermem};
+pub use survey::{NearGpu, Survey, preferred};
+#[doc(hidden)]
+pub use sysfs::Class as SysfsDevice;
+#[doc(hidden)]
+pub use topology::{gpus, Distance, Place};
+
+use gdsync_device::env::variable;
+use gdsync_device::error::Result;
+
+/// Refuses libraries that the environment names and that cannot be loaded: who names one does not mean to do without.
+pub fn check_named() -> Result<()> {
+    if variable("GDSYNC_LIBIBVERBS").is_some() {
+        Verbs::load()?;
+    }
+    if variable("GDSYNC_LIBMLX5").is_some() {
+        Mlx5::load()?;
+    }
+    Ok(())
+}
+
+/// The RDMA devices of this machine; none where there is no libibverbs.
+pub fn survey() -> Vec<Survey> {
+    let list = match list::List::get() {
+        Ok(list) => list,
+        Err(error) => {
+            tracing::debug!(%error, "no RDMA devices");
+            return Vec::new();
+        }
+    };
+    let sysfs = Path::new(sysfs::SYSFS);
+    let mut listed = list.devices().peekable();
+    let gpus = listed.peek().map(|_| topology::gpus(sysfs)).unwrap_or_default();
+    listed.map(|one| Survey::of(sysfs, &one.name(), one.is_mlx5(), &gpus, || one.ask_ports())).collect()
+}

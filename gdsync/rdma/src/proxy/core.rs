@@ -1,0 +1,368 @@
+//! The state of a proxy, and one step of its work.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Instant;
+
+use rdma_core_sys::verbs::ibv_wc;
+
+use super::device::{Channel, DeviceCq, limit};
+use super::qp::{Env, ProxyQp};
+use super::shadow::Shadows;
+use super::tag::Tag;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::engine::{Cqs, DoorbellSet, GpuNudge, MAX_QPS, Progress, WatchedDoorbells};
+use gdsync_device::{HcaStats, QpState};
+use gdsync_device::memory::{Memory, Word64};
+use crate::Open;
+use gdsync_shm as protocol;
+
+/// Completions taken from the device at once.
+const BURST: usize = 32;
+/// Such bursts from one queue before others get their turn.
+const ROUNDS: usize = 4;
+/// Entries of a completion queue of the device, where that many are not too many.
+const CQ_ENTRIES: u32 = 8192;
+/// The same on iWARP. rdma-core's provider of soft iWARP takes a queue that it maps from offset 0x90000 of its file for one that was
+/// not made; where the first one, of 32 bytes an entry, reaches beyond that, no queue begins there.
+const IWARP_CQ_ENTRIES: u32 = 32768;
+
+#[derive(Debug)]
+pub(super) struct Core {
+    slots: Vec<Slot>,
+    /// After the queue pairs, which complete on them.
+    queues: Vec<DeviceCq>,
+    channel: Arc<Channel>,
+    open: Arc<Open>,
+    pub(super) cqs: Cqs,
+    pub(super) stats: HcaStats,
+    /// By key: memory that the device writes and whose GPU must be made to see it.
+    pub(super) unseen: Vec<(u32, Memory)>,
+    /// In place of memory that the device does not reach.
+    pub(super) shadows: Shadows,
+    outstanding: Arc<AtomicUsize>,
+    watched: WatchedDoorbells,
+    /// Queue pairs that wait for copies.
+    copying: Vec<usize>,
+    /// Queue pairs in ERR that the device has not let go.
+    draining: Vec<usize>,
+    /// Where completions are put.
+    taken: Box<[ibv_wc]>,
+    strict: bool,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    /// Where the generations of the next queue pair here begin.
+    generation: u16,
+    qp: Option<Box<ProxyQp>>,
+}
+
+impl Core {
+    pub(super) fn new(
+        channel: Arc<Channel>,
+        open: Arc<Open>,
+        outstanding: Arc<AtomicUsize>,
+        strict: bool,
+    ) -> Self {
+        Self {
+            slots: Vec::new(),
+            queues: Vec::new(),
+            channel,
+            open,
+            cqs: Cqs::default(),
+            stats: HcaStats::default(),
+            unseen: Vec::new(),
+            shadows: Shadows::default(),
+            outstanding,
+            watched: WatchedDoorbells::default(),
+            copying: Vec::new(),
+            draining: Vec::new(),
+            taken: vec![ibv_wc::zeroed(); BURST].into(),
+            strict,
+        }
+    }
+
+    /// Runs `work` on a queue pair together with everything it needs.
+    pub(super) fn with<T>(
+        &mut self,
+        index: usize,
+        work: impl FnOnce(&mut ProxyQp, &mut Env<'_>) -> T,
+    ) -> Option<T> {
+        let qp = self.slots.get_mut(index)?.qp.as_mut()?;
+        let mut env = Env {
+            cqs: &mut self.cqs,
+            stats: &mut self.stats,
+            unseen: &self.unseen,
+            shadows: &mut self.shadows,
+            outstanding: &self.outstanding,
+            strict: self.strict,
+        };
+        let result = work(qp, &mut env);
+        if qp.deadline.is_some() && !qp.is_draining {
+            qp.is_draining = true;
+            self.draining.push(index);
+        }
+        let may_copy = !self.shadows.is_empty() || !qp.staged.has_landed() || !qp.staged.has_left();
+        if may_copy && qp.waits_for_copies() && !self.copying.contains(&index) {
+            self.copying.push(index);
+        }
+        Some(result)
+    }
+
+    /// A completion queue of the device with room for `entries` more, which are set aside.
+    pub(super) fn reserve(&mut self, entries: u32) -> Result<usize> {
+        if let Some(at) = self.queues.iter_mut().position(|queue| queue.reserve(entries)) {
+            return Ok(at);
+        }
+        let most = limit(self.open.attr().max_cqe);
+        let usual = if self.open.is_iwarp() { IWARP_CQ_ENTRIES } else { CQ_ENTRIES };
+        let mut queue = DeviceCq::create(&self.channel, entries.max(usual.min(most)))?;
+        queue.reserve(entries);
+        self.queues.push(queue);
+        Ok(self.queues.len() - 1)
+    }
+
+    /// Gives room back, once nothing more completes there of the queue pair that had it.
+    pub(super) fn release(&mut self, queue: usize, entries: u32) {
+        // What it left there still takes room.
+        self.poll();
+        self.queues[queue].release(entries);
+    }
+
+    pub(super) fn queue(&self, at: usize) -> &DeviceCq {
+        &self.queues[at]
+    }
+
+    /// The place of the queue pair that the device calls so.
+    pub(super) fn place_of(&self, number: u32) -> Option<usize> {
+        let is_it = |slot: &Slot| slot.qp.as_ref().is_some_and(|qp| qp.device.qpn() == number);
+        self.slots.iter().position(is_it)
+    }
+
+    /// Adds the queue pair that `make` builds for a place and a generation. Returns the place.
+    pub(super) fn add_qp(&mut self, make: impl FnOnce((usize, u16)) -> ProxyQp) -> Result<usize> {
+        let index = self.slots.iter().position(|slot| slot.qp.is_none()).unwrap_or(self.slots.len());
+        if index == MAX_QPS {
+            return Err(Error::invalid("queue pairs", MAX_QPS + 1, "at most 16384 on one open device"));
+        }
+        if index == self.slots.len() {
+            self.slots.push(Slot::default());
+        }
+        let slot = &mut self.slots[index];
+        slot.qp = Some(Box::new(make((index, slot.generation))));
+        Ok(index)
+    }
+
+    /// Takes a queue pair out, to be dropped without the lock.
+    pub(super) fn remove_qp(&mut self, index: usize, rung: &DoorbellSet) -> Option<Box<ProxyQp>> {
+        self.with(index, |qp, env| qp.end(env))?;
+        self.watched.forget(index, rung);
+        self.draining.retain(|&other| other != index);
+        self.copying.retain(|&other| other != index);
+        let slot = &mut self.slots[index];
+        let qp = slot.qp.take()?;
+        slot.generation = qp.generation;
+        Some(qp)
+    }
+
+    /// Looks at this doorbell no more: what was announced will not be rung.
+    pub(super) fn unwatch(&mut self, index: usize, rung: &DoorbellSet) {
+        self.watched.forget(index, rung);
+    }
+
+    fn look(&mut self, index: usize) {
+        self.with(index, |qp, env| qp.look(env));
+    }
+
+    /// Whether more will be rung than was.
+    fn is_to_watch(&self, index: usize, rung: &DoorbellSet) -> bool {
+        let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
+        qp.is_some_and(|qp| rung.is_to_watch(index, qp.head))
+    }
+
+    fn look_at_watched(&mut self) -> bool {
+        let mut worked = false;
+        for at in 0..self.watched.len() {
+            let index = self.watched.get(at);
+            let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
+            if qp.is_some_and(|qp| protocol::is_rung(qp.rings.doorbell.atomic())) {
+                self.look(index);
+                worked = true;
+            }
+        }
+        worked
+    }
+
+    /// Goes on where copies have ended. Returns whether one has.
+    fn look_at_copies(&mut self) -> bool {
+        let before = self.copying.len();
+        for at in (0..before).rev() {
+            let waits = self.with(self.copying[at], |qp, env| {
+                qp.copied(env);
+                qp.waits_for_copies()
+            });
+            if waits != Some(true) {
+                self.copying.swap_remove(at);
+            }
+        }
+        self.copying.len() < before
+    }
+
+    /// Takes what the device has completed. Returns whether there was anything.
+    pub(super) fn poll(&mut self) -> bool {
+        let mut taken = std::mem::take(&mut self.taken);
+        let mut worked = false;
+        for at in 0..self.queues.len() {
+            for _ in 0..ROUNDS {
+                let count = self.queues[at].poll(&mut taken);
+                worked |= count > 0;
+                taken[..count].iter().for_each(|wc| self.completed(wc));
+                if count < taken.len() {
+                    break;
+                }
+            }
+        }
+        self.taken = taken;
+        worked
+    }
+
+    fn completed(&mut self, wc: &ibv_wc) {
+        let tag = Tag::from_wr_id(wc.wr_id);
+        self.with(tag.index, |qp, env| {
+            if qp.generation == tag.generation {
+                qp.completed(tag, wc, env);
+            }
+        });
+    }
+
+    /// Has completions of the device wake the sleeper. What is there now must be polled after this.
+    pub(super) fn arm(&self) {
+        self.queues.iter().for_each(DeviceCq::arm);
+    }
+
+    /// Takes the events of completions.
+    pub(super) fn take_events(&mut self) {
+        while let Some(cq) = self.channel.take() {
+            self.queues.iter().filter(|queue| queue.is(cq)).for_each(DeviceCq::disarm);
+        }
+    }
+
+    /// Breaks queue pairs: this one, if it has failed and was not reset since (on iWARP the device then has another one in its
+    /// place), or all that are connected.
+    pub(super) fn break_off(&mut self, only: Option<usize>, cause: &Error) {
+        let all = 0..self.slots.len();
+        for index in all.filter(|&other| only.is_none_or(|only| only == other)) {
+            self.with(index, |qp, env| {
+                let is_now = only.is_none() || qp.link.is_some() || qp.device.has_failed();
+                if qp.state != QpState::RESET && is_now {
+                    qp.fail(Some(cause.clone()), env);
+                }
+            });
+        }
+    }
+
+    /// Takes from a device that is gone what it has: it will not give it back.
+    pub(super) fn force(&mut self) {
+        for index in 0..self.slots.len() {
+            self.with(index, |qp, env| {
+                if qp.state == QpState::ERR {
+                    qp.force(env);
+                }
+            });
+        }
+    }
+}
+
+impl Progress for Core {
+    fn step(&mut self, rung: &DoorbellSet) -> bool {
+        let mut worked = false;
+        let attended = rung.drain(|index| {
+            self.look(index);
+            if self.is_to_watch(index, rung) {
+                self.watched.add(index);
+            }
+            worked = true;
+        });
+        attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
+        if !self.watched.is_empty() {
+            worked |= self.look_at_watched();
+        }
+        if !self.copying.is_empty() {
+            worked |= self.look_at_copies();
+        }
+        self.poll() || worked
+    }
+
+    fn ring(&mut self, index: usize, _rung: &DoorbellSet) {
+        self.look(index);
+    }
+
+    fn look_at_all(&mut self) {
+        (0..self.slots.len()).for_each(|index| self.look(index));
+    }
+
+    fn tick(&mut self, now: Instant) {
+        for at in (0..self.draining.len()).rev() {
+            let index = self.draining[at];
+            let draining = self.with(index, |qp, env| {
+                qp.tick(now, env);
+                qp.is_draining = qp.deadline.is_some();
+                qp.is_draining
+            });
+            if draining != Some(true) {
+                self.draining.swap_remove(at);
+            }
+        }
+    }
+
+    fn rest(&mut self, rung: &DoorbellSet) {
+        let mut watched = std::mem::take(&mut self.watched);
+        watched.retain(|index| self.is_to_watch(index, rung));
+        self.watched = watched;
+        self.cqs.rest();
+    }
+
+    fn doze(&self, rung: &DoorbellSet) {
+        self.watched.doze(rung);
+    }
+
+    /// What the device has, it tells of by itself.
+    fn is_active(&self) -> bool {
+        !self.draining.is_empty() || !self.copying.is_empty()
+    }
+
+    fn has_arrivals(&mut self) -> bool {
+        false
+    }
+
+    fn is_watching(&self) -> bool {
+        !self.watched.is_empty()
+    }
+
+    fn is_copying(&self) -> bool {
+        !self.copying.is_empty()
+    }
+
+    fn is_attended(&self) -> bool {
+        self.cqs.is_attended()
+    }
+
+    fn next_timer(&self) -> Option<Instant> {
+        let qps = self.draining.iter().filter_map(|&index| self.slots[index].qp.as_ref());
+        qps.filter_map(|qp| qp.deadline).min()
+    }
+
+    fn take_copied(&mut self) -> Option<Instant> {
+        self.shadows.take_begun()
+    }
+
+    fn newly_watched(&mut self) -> Option<Vec<Word64>> {
+        let slots = &self.slots;
+        self.watched.news(|index| slots[index].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
+    }
+
+    fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {
+        self.cqs.take_nudges()
+    }
+}

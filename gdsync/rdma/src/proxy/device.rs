@@ -1,0 +1,439 @@
+//! Queues of the real device: what the proxy posts to and polls.
+
+use std::fmt;
+use std::os::fd::RawFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rdma_core_sys::verbs::{
+    ibv_comp_channel, ibv_cq, ibv_poll_cq, ibv_post_recv, ibv_post_send, ibv_qp, ibv_qp_init_attr,
+    ibv_qp_type, ibv_req_notify_cq, ibv_sge, ibv_wc,
+};
+
+use super::translate::{Buffers, Request, recv_wr};
+use gdsync_device::error::{Error, Result};
+use crate::explain::{Asked, Call, Memlock, failed, failed_last};
+use crate::{Domain, Open};
+use gdsync_device::{QpRequest, MAX_RD_ATOMIC, QpAttr, QpState};
+use mlx5_ring::SEGMENT;
+
+/// A limit of the device, of which some drivers say -1 for none.
+pub(super) fn limit(value: i32) -> u32 {
+    u32::try_from(value).ok().filter(|&value| value > 0).unwrap_or(u32::MAX >> 1)
+}
+
+/// What Soft-RoCE calls its vendor (`RXE_VENDOR_ID`).
+const SOFT_ROCE: u32 = 0x00ff_ffff;
+
+/// What the device is asked for. Soft-RoCE takes 7 retries for endless ones: a peer that is gone would never be noticed. And
+/// where a queue pair is connected again with a larger `max_dest_rd_atomic`, its kernel module writes beyond the end of the
+/// smaller array before it frees it (seen in Linux 6.1): so it has the largest from the start.
+fn adapted(attr: &QpAttr, vendor: u32) -> QpAttr {
+    let mut attr = attr.clone();
+    if vendor == SOFT_ROCE {
+        attr.retry_cnt = attr.retry_cnt.map(|count| count.min(6));
+        attr.max_dest_rd_atomic = attr.max_dest_rd_atomic.map(|_| MAX_RD_ATOMIC);
+    }
+    attr
+}
+
+/// Where the device tells of completions.
+pub(super) struct Channel {
+    open: Arc<Open>,
+    channel: NonNull<ibv_comp_channel>,
+    fd: RawFd,
+}
+
+// SAFETY: libibverbs may be called from any thread.
+unsafe impl Send for Channel {}
+// SAFETY: as above.
+unsafe impl Sync for Channel {}
+
+impl fmt::Debug for Channel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "completion channel of {:?}", self.open)
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: created here, destroyed once; the queues on it keep it.
+        let errno = unsafe { self.open.verbs().ibv_destroy_comp_channel(self.channel.as_ptr()) };
+        if errno != 0 {
+            tracing::debug!(device = self.open.name(), errno, "a completion channel was not destroyed");
+        }
+    }
+}
+
+impl Channel {
+    pub(super) fn create(open: &Arc<Open>) -> Result<Self> {
+        // SAFETY: the device is open.
+        let channel = unsafe { open.verbs().ibv_create_comp_channel(open.context().as_ptr()) };
+        let channel = NonNull::new(channel)
+            .ok_or_else(|| failed_last("ibv_create_comp_channel", open.name(), &Call::Other))?;
+        // SAFETY: just created.
+        let fd = unsafe { (*channel.as_ptr()).fd };
+        let channel = Self { open: open.clone(), channel, fd };
+        // SAFETY: no pointers.
+        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+        // SAFETY: no pointers.
+        if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
+            return Err(Error::last_os(
+                "fcntl",
+                "the device gave no descriptor for completions: update rdma-core",
+            ));
+        }
+        Ok(channel)
+    }
+
+    /// Readable when an armed queue has completions.
+    pub(super) fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// Takes the next event, if there is one, and returns the queue that it is of.
+    pub(super) fn take(&self) -> Option<NonNull<ibv_cq>> {
+        let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
+        let verbs = self.open.verbs();
+        // SAFETY: the channel exists; places for the answer. The descriptor does not block.
+        let failed = unsafe { verbs.ibv_get_cq_event(self.channel.as_ptr(), &raw mut cq, &raw mut context) };
+        let cq = NonNull::new(cq).filter(|_| failed == 0)?;
+        // SAFETY: the event that was just taken. To destroy the queue would wait for this.
+        unsafe { verbs.ibv_ack_cq_events(cq.as_ptr(), 1) };
+        Some(cq)
+    }
+}
+
+/// A completion queue of the device, for many queue pairs.
+pub(super) struct DeviceCq {
+    channel: Arc<Channel>,
+    cq: NonNull<ibv_cq>,
+    /// Entries that no queue pair has set aside.
+    free: u32,
+    /// The next completion raises an event.
+    armed: AtomicBool,
+}
+
+// SAFETY: libibverbs may be called from any thread.
+unsafe impl Send for DeviceCq {}
+// SAFETY: as above.
+unsafe impl Sync for DeviceCq {}
+
+impl fmt::Debug for DeviceCq {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "completion queue of {:?}", self.channel.open)
+    }
+}
+
+impl Drop for DeviceCq {
+    fn drop(&mut self) {
+        let open = &self.channel.open;
+        // SAFETY: created here, destroyed once; its events were acknowledged, its queue pairs are gone.
+        let errno = unsafe { open.verbs().ibv_destroy_cq(self.cq.as_ptr()) };
+        if errno != 0 {
+            tracing::debug!(device = open.name(), errno, "a completion queue was not destroyed");
+        }
+    }
+}
+
+impl DeviceCq {
+    /// A queue of at least `entries`.
+    pub(super) fn create(channel: &Arc<Channel>, entries: u32) -> Result<Self> {
+        let open = &channel.open;
+        let most = limit(open.attr().max_cqe);
+        let count = i32::try_from(entries).unwrap_or(i32::MAX);
+        let (context, raw) = (open.context().as_ptr(), channel.channel.as_ptr());
+        // SAFETY: device and channel exist.
+        let cq = unsafe { open.verbs().ibv_create_cq(context, count, ptr::null_mut(), raw, 0) };
+        let cq = NonNull::new(cq).ok_or_else(|| {
+            let call =
+                Call::CreateCq { entries: entries.into(), most: most.into(), memlock: Memlock::here() };
+            failed_last("ibv_create_cq", open.name(), &call)
+        })?;
+        Ok(Self { channel: channel.clone(), cq, free: entries, armed: AtomicBool::new(false) })
+    }
+
+    pub(super) fn is(&self, cq: NonNull<ibv_cq>) -> bool {
+        self.cq == cq
+    }
+
+    /// Sets room aside for `entries` completions, if there is any.
+    pub(super) fn reserve(&mut self, entries: u32) -> bool {
+        let left = self.free.checked_sub(entries);
+        self.free = left.unwrap_or(self.free);
+        left.is_some()
+    }
+
+    /// Gives room back.
+    pub(super) fn release(&mut self, entries: u32) {
+        self.free += entries;
+    }
+
+    /// Takes completions, and returns how many.
+    pub(super) fn poll(&self, out: &mut [ibv_wc]) -> usize {
+        let room = i32::try_from(out.len()).unwrap_or(i32::MAX);
+        // SAFETY: the queue exists, and there is so much room.
+        let count = unsafe { ibv_poll_cq(self.cq.as_ptr(), room, out.as_mut_ptr()) };
+        // It fails only where the driver has lost the queue: an event tells of that.
+        usize::try_from(count).unwrap_or(0)
+    }
+
+    /// Has the next completion raise an event, if that is not so already. What is there now must be polled after this.
+    pub(super) fn arm(&self) {
+        if !self.armed.swap(true, Ordering::Relaxed) {
+            // SAFETY: the queue exists.
+            let errno = unsafe { ibv_req_notify_cq(self.cq.as_ptr(), 0) };
+            if errno != 0 {
+                tracing::warn!(cq = ?self, errno, "no events of completions: they are found within 100 ms");
+            }
+        }
+    }
+
+    /// Its event was taken.
+    pub(super) fn disarm(&self) {
+        self.armed.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Requests of the library's own, each way.
+pub(super) fn greetings(open: &Open) -> u32 {
+    u32::from(open.is_iwarp())
+}
+
+/// What the device granted a queue pair.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Granted {
+    /// Requests outstanding.
+    pub(super) sends: u32,
+    pub(super) receives: u32,
+    /// Buffers of a request.
+    pub(super) send_sge: usize,
+    pub(super) recv_sge: usize,
+    /// Bytes.
+    pub(super) inline: usize,
+}
+
+/// The most that is asked of a device, whatever it can do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Most {
+    /// Sends outstanding, and receives.
+    pub(super) requests: u32,
+    /// Bytes.
+    pub(super) inline: usize,
+}
+
+impl Most {
+    pub(super) const ALL: Self = Self { requests: u32::MAX, inline: usize::MAX };
+}
+
+impl Granted {
+    /// What is asked for first: all of it, as far as the device's limits go. With fewer requests outstanding than the rings hold,
+    /// the rest waits in the rings.
+    pub(super) fn wish(open: &Open, request: &QpRequest, most: Most) -> Self {
+        let attr = open.attr();
+        let sge = usize::try_from(limit(attr.max_sge)).unwrap_or(usize::MAX);
+        // Both complete on one queue.
+        let requests = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2) - greetings(open);
+        let requests = requests.min(most.requests);
+        Self {
+            sends: (1 << request.log_sq).min(requests),
+            receives: (1 << request.log_rq).min(requests),
+            // Inline data that is read from the ring may go round its end. What was asked for is asked of the device.
+            send_sge: request.max_send_sge.max(sge.min(2)),
+            recv_sge: (request.rq_stride / SEGMENT).min(sge),
+            inline: request.max_inline.min(most.inline),
+        }
+    }
+
+    /// What to ask for where the device refuses that: no inline data, then fewer requests.
+    fn less(self) -> Option<Self> {
+        const FEWEST: u32 = 16;
+        if self.inline > 0 {
+            return Some(Self { inline: 0, ..self });
+        }
+        (self.sends > FEWEST || self.receives > FEWEST).then(|| Self {
+            sends: self.sends.min((self.sends / 2).max(FEWEST)),
+            receives: self.receives.min((self.receives / 2).max(FEWEST)),
+            ..self
+        })
+    }
+}
+
+/// A queue pair of the device.
+pub(super) struct DeviceQp {
+    domain: Arc<Domain>,
+    qp: NonNull<ibv_qp>,
+    qpn: u32,
+    pub(super) granted: Granted,
+}
+
+// SAFETY: libibverbs may be called from any thread.
+unsafe impl Send for DeviceQp {}
+// SAFETY: as above.
+unsafe impl Sync for DeviceQp {}
+
+impl fmt::Debug for DeviceQp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QP {:#x} of {:?}", self.qpn, self.domain.open())
+    }
+}
+
+impl Drop for DeviceQp {
+    fn drop(&mut self) {
+        // SAFETY: created here, destroyed once.
+        let errno = unsafe { self.domain.open().verbs().ibv_destroy_qp(self.qp.as_ptr()) };
+        if errno != 0 {
+            tracing::debug!(qp = ?self, errno, "a queue pair was not destroyed");
+        }
+    }
+}
+
+impl DeviceQp {
+    /// Whether the device has it in ERR.
+    pub(super) fn has_failed(&self) -> bool {
+        // SAFETY: it is destroyed when this is dropped.
+        unsafe { self.domain.open().has_failed(self.qp.as_ptr()) }
+    }
+
+    /// A reliable connected queue pair whose completions go to `cq`. The device may grant less than `wish`.
+    pub(super) fn create(domain: &Arc<Domain>, cq: &DeviceCq, wish: Granted) -> Result<Self> {
+        let mut granted = wish;
+        loop {
+            match Self::try_create(domain, cq, granted) {
+                Ok(qp) => return Ok(qp),
+                Err(error) => match granted.less() {
+                    Some(less) => granted = less,
+                    None => return Err(error),
+                },
+            }
+        }
+    }
+
+    fn try_create(domain: &Arc<Domain>, cq: &DeviceCq, wish: Granted) -> Result<Self> {
+        let open = domain.open();
+        let mut attr = ibv_qp_init_attr::zeroed();
+        (attr.send_cq, attr.recv_cq) = (cq.cq.as_ptr(), cq.cq.as_ptr());
+        attr.qp_type = ibv_qp_type::IBV_QPT_RC;
+        let small = |value| u32::try_from(value).unwrap_or(u32::MAX);
+        let more = greetings(open);
+        (attr.cap.max_send_wr, attr.cap.max_recv_wr) = (wish.sends + more, wish.receives + more);
+        (attr.cap.max_send_sge, attr.cap.max_recv_sge) = (small(wish.send_sge), small(wish.recv_sge));
+        attr.cap.max_inline_data = small(wish.inline);
+        // SAFETY: domain and queue exist.
+        let qp = unsafe { open.verbs().ibv_create_qp(domain.raw().as_ptr(), &raw mut attr) };
+        let qp = NonNull::new(qp).ok_or_else(|| {
+            let device = open.attr();
+            let asked = [
+                ("max_send_wr", u64::from(wish.sends), limit(device.max_qp_wr)),
+                ("max_recv_wr", u64::from(wish.receives), limit(device.max_qp_wr)),
+                ("max_send_sge", wish.send_sge as u64, limit(device.max_sge)),
+                ("max_recv_sge", wish.recv_sge as u64, limit(device.max_sge)),
+            ];
+            let asked = asked.map(|(what, value, most)| Asked { what, value, most: most.into() }).into();
+            failed_last("ibv_create_qp", open.name(), &Call::CreateQp { asked, memlock: Memlock::here() })
+        })?;
+        // SAFETY: just created.
+        let qpn = unsafe { (*qp.as_ptr()).qp_num };
+        let granted = Granted {
+            send_sge: wish.send_sge.max(attr.cap.max_send_sge as usize),
+            recv_sge: wish.recv_sge.max(attr.cap.max_recv_sge as usize),
+            inline: (attr.cap.max_inline_data as usize).min(wish.inline),
+            ..wish
+        };
+        Ok(Self { domain: domain.clone(), qp, qpn, granted })
+    }
+
+    pub(super) fn qpn(&self) -> u32 {
+        self.qpn
+    }
+
+    /// What another one like it is created from.
+    pub(super) fn like(&self) -> (Arc<Domain>, Granted) {
+        (self.domain.clone(), self.granted)
+    }
+
+    pub(super) fn open(&self) -> &Arc<Open> {
+        self.domain.open()
+    }
+
+    /// Goes through a transition that has passed [`QpAttr::check`].
+    pub(super) fn modify(&self, psn: u32, from: QpState, attr: &QpAttr) -> Result<()> {
+        let attr = adapted(attr, self.open().attr().vendor_id);
+        // SAFETY: the queue pair is of this device, and destroyed by `drop` only.
+        unsafe { self.open().modify(self.qp.as_ptr(), self.qpn, psn, from, &attr) }
+    }
+
+    /// Posts a send. The memory that its buffers name is the device's business: keys open it.
+    ///
+    /// # Errors
+    /// The number of the error.
+    pub(super) fn send(&self, request: &mut Request, wr_id: u64) -> std::result::Result<(), i32> {
+        let (mut wr, mut bad) = (request.as_send_wr(wr_id), ptr::null_mut());
+        // SAFETY: the queue pair exists; the request points to buffers and bytes that outlive the call.
+        let errno = unsafe { ibv_post_send(self.qp.as_ptr(), &raw mut wr, &raw mut bad) };
+        if errno == 0 { Ok(()) } else { Err(errno.abs()) }
+    }
+
+    /// Posts a receive into these buffers.
+    ///
+    /// # Errors
+    /// The number of the error.
+    pub(super) fn receive(&self, buffers: &mut Buffers, wr_id: u64) -> std::result::Result<(), i32> {
+        if buffers.is_empty() && self.open().is_iwarp() {
+            // Soft iWARP refuses a receive without any.
+            buffers.push(ibv_sge::zeroed());
+        }
+        let (mut wr, mut bad) = (recv_wr(wr_id, buffers), ptr::null_mut());
+        // SAFETY: the queue pair exists; the request points to buffers that outlive the call.
+        let errno = unsafe { ibv_post_recv(self.qp.as_ptr(), &raw mut wr, &raw mut bad) };
+        if errno == 0 { Ok(()) } else { Err(errno.abs()) }
+    }
+
+    /// The error of a post that was refused.
+    pub(super) fn refused(&self, call: &'static str, errno: i32) -> Error {
+        failed(call, format!("{self:?}"), &Call::Other, errno)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wishes_shrink_to_an_end() {
+        let mut wish = Granted { sends: 32768, receives: 100, send_sge: 30, recv_sge: 1, inline: 512 };
+        let mut steps = 0;
+        while let Some(less) = wish.less() {
+            assert!(less.inline < wish.inline || less.sends < wish.sends || less.receives < wish.receives);
+            assert_eq!((less.send_sge, less.recv_sge), (30, 1), "what requests need stays");
+            (wish, steps) = (less, steps + 1);
+        }
+        assert_eq!((wish.inline, wish.sends, wish.receives, steps), (0, 16, 16, 12));
+    }
+
+    #[test]
+    fn soft_roce_does_not_retry_for_ever() {
+        let asked = QpAttr::to(QpState::RTS).retry_cnt(7).rnr_retry(7);
+        let adapted = |vendor| super::adapted(&asked, vendor);
+        assert_eq!([0x2c9, SOFT_ROCE].map(|vendor| adapted(vendor).retry_cnt), [Some(7), Some(6)]);
+        assert_eq!(adapted(SOFT_ROCE).rnr_retry, Some(7));
+    }
+
+    #[test]
+    fn soft_roce_never_has_more_reads_than_before() {
+        let step = |reads, vendor| {
+            let asked = QpAttr::to(QpState::RTR).max_dest_rd_atomic(reads);
+            adapted(&asked, vendor).max_dest_rd_atomic
+        };
+        assert_eq!([1, 16].map(|reads| step(reads, SOFT_ROCE)), [Some(16); 2]);
+        assert_eq!([1, 16].map(|reads| step(reads, 0x2c9)), [Some(1), Some(16)]);
+        assert_eq!(adapted(&QpAttr::to(QpState::RESET), SOFT_ROCE).max_dest_rd_atomic, None);
+    }
+
+    #[test]
+    fn limits_without_a_value_do_not_limit() {
+        assert_eq!([1, 7].map(limit), [1, 7]);
+        assert!(limit(-1) > 1 << 30 && limit(0) > 1 << 30);
+    }
+}

@@ -1,0 +1,415 @@
+//! The proxy as a device: the control path.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::connector::{Connector, Plan};
+use super::core::Core;
+use super::device::{DeviceQp, Granted, Most, greetings};
+use super::qp::{DRAIN, ProxyQp};
+use super::shadow::Shadow;
+use super::shared::Shared;
+use gdsync_device::cuda::Gpu;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::{FaultPlan, Gid, HcaStats, random_psn, OnGpu, Places, CqParts, MrKeys, Provider, QpParts, QpRequest, Health, Access, QpAddress, QpAttr, QpState, Staging, TransferPath, Transport};
+use gdsync_device::engine::{Progress, ProgressEngine, ProgressThread, QpTrace, Rings, cq_parts};
+use gdsync_device::memory::Memory;
+use crate::{Domain, Events, Objects, Open, Region};
+
+/// A proxy over an open device. Dropping it ends its threads.
+#[derive(Debug)]
+pub struct Proxy {
+    // The threads end first.
+    connector: Option<Connector>,
+    _events: Events,
+    _service: ProgressThread<Shared>,
+    objects: Objects,
+    /// Room that queue pairs have on completion queues of the device, by number: which, and how much.
+    rooms: Mutex<HashMap<u32, (usize, u32)>>,
+    strict: bool,
+    most: Most,
+    /// Which GPU memory is staged.
+    staging: Mutex<Staging>,
+    /// That some is was told.
+    told: Once,
+    shared: Arc<Shared>,
+    description: String,
+    wire: String,
+}
+
+impl Proxy {
+    /// Starts the threads of a proxy. `strict` treats what a card would punish as an error, as on the software HCA.
+    pub fn start(open: Arc<Open>, strict: bool) -> Result<Self> {
+        Self::start_within(open, strict, Most::ALL)
+    }
+
+    /// As [`Proxy::start`], asking no more of the device than this.
+    pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
+        let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
+        let shared = Arc::new(Shared::new(open.clone(), strict)?);
+        let (listener, told) = (shared.clone(), shared.clone());
+        let connector = || Connector::start(&open, move |what| told.told(what));
+        Ok(Self {
+            connector: open.is_iwarp().then(connector).transpose()?,
+            _events: Events::read(&open, None, move |event| listener.tell(event))?,
+            _service: ProgressThread::start(shared.clone())?,
+            objects: Objects::new(&open),
+            rooms: Mutex::default(),
+            strict,
+            most,
+            staging: Mutex::default(),
+            told: Once::new(),
+            shared,
+            description,
+            wire,
+        })
+    }
+
+    fn open(&self) -> &Arc<Open> {
+        &self.shared.open
+    }
+
+    fn place(&self, qpn: u32) -> Result<usize> {
+        self.shared.place(qpn).ok_or_else(|| no_qp(qpn))
+    }
+
+    /// The send queue as memory of the device, where it takes less inline data than was asked for.
+    fn register_ring(
+        &self,
+        domain: &Arc<Domain>,
+        device: &DeviceQp,
+        rings: &Rings,
+    ) -> Result<Option<Region>> {
+        let wanted = rings.request.max_inline > device.granted.inline;
+        wanted.then(|| Region::register(domain, &rings.sq, Access::empty())).transpose()
+    }
+
+    /// Registers pinned host memory in place of memory of a GPU, and why. The device writes there by itself only.
+    fn register_shadow(
+        &self,
+        pdn: u32,
+        memory: &Memory,
+        access: Access,
+        (gpu, why): (&Gpu, String),
+    ) -> Result<MrKeys> {
+        let host = Memory::alloc(memory.len())?;
+        host.gpu_addr(gpu)?;
+        let engine = gpu.engine()?;
+        // On iWARP what a READ brings is written as by the peer.
+        let is_written_by_peers = self.connector.is_some();
+        let rights =
+            Access::LOCAL_WRITE | if is_written_by_peers { Access::REMOTE_WRITE } else { Access::empty() };
+        let keys = self.objects.reg_mr(pdn, &host, access & rights)?;
+        self.told.call_once(|| {
+            tracing::warn!(
+                device = self.open().name(),
+                %why,
+                "GPU memory is staged in pinned host memory: the device does not read and write it by itself"
+            );
+        });
+        let shadow = Shadow::new(memory.clone(), host, engine, why);
+        self.shared.with(|core| core.shadows.add(keys.lkey, shadow));
+        Ok(MrKeys { is_staged: true, ..keys })
+    }
+
+    /// On iWARP, before a transition: refuses peers that cannot be reached, and ends the connection that is there.
+    fn check_link(&self, qpn: u32, attr: &QpAttr) -> Result<()> {
+        let Some(connector) = &self.connector else { return Ok(()) };
+        if matches!(attr.state, Some(QpState::RESET | QpState::ERR)) {
+            connector.forget(qpn);
+        }
+        attr.remote.map_or(Ok(()), |peer| connector.check(qpn, &peer))
+    }
+
+    /// On iWARP, after the transition to RTS: begins to connect, once.
+    fn link(&self, qpn: u32, place: usize) -> Result<()> {
+        let Some(connector) = &self.connector else { return Ok(()) };
+        let wanted = |qp: &mut ProxyQp| Some((qp.psn, qp.link.as_mut()?.take_wanted(&qp.device)?));
+        let wanted = self.shared.with(|core| core.with(place, |qp, _| wanted(qp))).flatten();
+        let Some((psn, (peer, offer))) = wanted else { return Ok(()) };
+        connector.begin(Plan { qpn, psn, peer, offer })
+    }
+
+    /// Before a queue pair is reset or destroyed. One in ERR, and so any that copies: returns when the device has given back what
+    /// it had, or when it had its time, and copies have ended or are waited for no more.
+    fn drain(&self, place: usize, timeout: Duration) {
+        let end = Instant::now() + timeout.min(DRAIN);
+        loop {
+            let had_its_time = Instant::now() >= end;
+            let is_over = self.shared.with(|core| {
+                core.step(self.shared.rung());
+                let stages = !core.shadows.is_empty();
+                core.with(place, |qp, env| {
+                    if stages && !matches!(qp.state, QpState::RESET | QpState::ERR) {
+                        qp.fail(None, env);
+                    }
+                    if had_its_time && qp.state == QpState::ERR {
+                        qp.force(env);
+                    }
+                    qp.state != QpState::ERR || qp.is_quiet()
+                })
+            });
+            if is_over != Some(false) {
+                return;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// A queue pair of the device like the one in this place.
+fn another(core: &mut Core, queue: usize, place: usize) -> Result<Option<DeviceQp>> {
+    let like = core.with(place, |qp, _| qp.device.like());
+    like.map(|(domain, granted)| DeviceQp::create(&domain, core.queue(queue), granted)).transpose()
+}
+
+fn no_qp(qpn: u32) -> Error {
+    Error::invalid("QPN", qpn, "a queue pair of this device")
+}
+
+impl Provider for Proxy {
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn wire(&self) -> &str {
+        &self.wire
+    }
+
+    fn gid(&self) -> Gid {
+        self.connector.as_ref().map_or(self.open().gid().gid, Connector::gid)
+    }
+
+    fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+        match &self.connector {
+            Some(connector) => connector.address(qpn, psn),
+            None => self.open().address(qpn, psn),
+        }
+    }
+
+    fn alloc_pd(&self) -> Result<u32> {
+        self.objects.alloc_pd()
+    }
+
+    fn dealloc_pd(&self, pdn: u32) {
+        self.objects.dealloc_pd(pdn);
+    }
+
+    fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
+        let staging = *self.staging.lock();
+        let why = match (memory.gpu(), staging) {
+            (Some(gpu), Staging::Always) => {
+                (gpu, "it was asked for (Context::stage, MP_GPU_PATH)".to_owned())
+            }
+            (gpu, _) => match (self.objects.reg_mr(pdn, memory, access), gpu) {
+                (Err(error), Some(gpu)) if staging == Staging::Refused && !error.is_exhausted() => {
+                    (gpu, error.to_string())
+                }
+                (other, _) => {
+                    let keys = other?;
+                    if memory.needs_flush() {
+                        self.shared.with(|core| core.unseen.push((keys.lkey, memory.clone())));
+                    }
+                    return Ok(keys);
+                }
+            },
+        };
+        self.register_shadow(pdn, memory, access, why)
+    }
+
+    fn stage(&self, which: Staging) -> Option<Staging> {
+        Some(std::mem::replace(&mut *self.staging.lock(), which))
+    }
+
+    fn dereg_mr(&self, keys: MrKeys) {
+        let memory = self.shared.with(|core| {
+            let at = core.unseen.iter().position(|(key, _)| *key == keys.lkey);
+            (at.map(|at| core.unseen.swap_remove(at)), core.shadows.remove(keys.lkey))
+        });
+        self.objects.dereg_mr(keys);
+        // The application may do with its memory what it wants when this returns.
+        if let Some(error) = memory.1.and_then(|shadow| shadow.settle()?.failure(self.open().name())) {
+            tracing::error!(%error, "a region ends while a copy may write its memory");
+        }
+    }
+
+    fn transfer_path(&self, _qpn: u32, lkey: u32, _memory: &Memory, _len: usize) -> TransferPath {
+        let staged = self.shared.with(|core| core.shadows.why(lkey).map(str::to_owned));
+        staged.map_or_else(
+            || self.objects.transfer_path(lkey),
+            |why| TransferPath::new(Transport::Staging, why),
+        )
+    }
+
+    fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
+        let parts = cq_parts(log_entries, ring, places)?;
+        Ok(self.shared.with(|core| core.cqs.adopt(parts, log_entries)))
+    }
+
+    fn destroy_cq(&self, cqn: u32) {
+        self.shared.with(|core| core.cqs.destroy(cqn));
+    }
+
+    fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
+        let domain = self.objects.domain(request.pdn)?;
+        let wish = Granted::wish(self.open(), request, self.most);
+        let room = wish.sends + wish.receives + 2 * greetings(self.open());
+        // Under the lock: the queue must not move while the device is told of it.
+        let (queue, device) = self.shared.with(|core| {
+            let queue = core.reserve(room)?;
+            let device = DeviceQp::create(&domain, core.queue(queue), wish);
+            if device.is_err() {
+                core.release(queue, room);
+            }
+            Ok::<_, Error>((queue, device?))
+        })?;
+        let qpn = self.shared.claim(device.qpn());
+        let release = |error| {
+            self.shared.forget(qpn);
+            self.shared.with(|core| core.release(queue, room));
+            error
+        };
+        let make = || {
+            let rings = Rings { qp_trace: QpTrace::new(self.gid())?, ..Rings::alloc(qpn, request, places)? };
+            let region = self.register_ring(&domain, &device, &rings)?;
+            Ok((rings, region, random_psn()?))
+        };
+        let (rings, region, psn) = make().map_err(release)?;
+        let health: Arc<Health> = Arc::default();
+        let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
+        let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
+        let free_list = Arc::clone(&health);
+        let make = |place| ProxyQp::new(device, rings, region, psn, free_list, place);
+        let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;
+        self.shared.insert(qpn, place);
+        self.rooms.lock().insert(qpn, (queue, room));
+        let doorbell_watch = Some(self.shared.rung().doorbell_watch(place));
+        Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
+    }
+
+    fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32> {
+        let place = self.place(qpn)?;
+        let is_reset = attr.state == Some(QpState::RESET);
+        if is_reset {
+            self.drain(place, timeout);
+        }
+        self.check_link(qpn, attr)?;
+        // A queue pair of the device on iWARP is for one connection.
+        let is_renewed = is_reset && self.connector.is_some();
+        let queue = if is_renewed { self.rooms.lock().get(&qpn).map(|(queue, _)| *queue) } else { None };
+        let result = self.shared.with(|core| {
+            if is_reset {
+                core.unwatch(place, self.shared.rung());
+            }
+            let fresh = queue.map(|queue| another(core, queue, place)).transpose()?.flatten();
+            let result = core.with(place, |qp, env| {
+                let result = qp.modify(attr, env);
+                let former =
+                    fresh.filter(|_| result.is_ok()).map(|fresh| std::mem::replace(&mut qp.device, fresh));
+                (result, former)
+            });
+            // What a former connection left takes room from the next.
+            core.poll();
+            Ok::<_, Error>(result)
+        });
+        // Receives of before, or a flush, may complete without anybody else looking.
+        self.shared.wake();
+        let (result, former) = result?.ok_or_else(|| no_qp(qpn))?;
+        // Not under the lock: the device may take its time.
+        drop(former);
+        if attr.state == Some(QpState::RTS) && result.is_ok() {
+            self.link(qpn, place)?;
+        }
+        result
+    }
+
+    fn destroy_qp(&self, qpn: u32) {
+        let Some(place) = self.shared.place(qpn) else { return };
+        if let Some(connector) = &self.connector {
+            connector.forget(qpn);
+        }
+        self.shared.forget(qpn);
+        let stages = self.shared.with(|core| {
+            let stages = !core.shadows.is_empty();
+            if stages {
+                core.with(place, |qp, _| qp.is_ending = true);
+            }
+            stages
+        });
+        if stages {
+            self.drain(place, DRAIN);
+        }
+        let qp = self.shared.with(|core| core.remove_qp(place, self.shared.rung()));
+        if let Some(Err(error)) = qp.as_ref().map(|qp| qp.staged.check(self.open().name())) {
+            tracing::error!(qpn, %error, "a queue pair ends while a copy may write its memory");
+        }
+        // Not under the lock: the device may take its time.
+        drop(qp);
+        if let Some((queue, room)) = self.rooms.lock().remove(&qpn) {
+            self.shared.with(|core| core.release(queue, room));
+        }
+    }
+
+    fn rd_atomic(&self) -> u8 {
+        self.open().rd_atomic()
+    }
+
+    fn rights(&self) -> Access {
+        self.open().rights()
+    }
+
+    fn record_may_lag(&self) -> bool {
+        !self.strict
+    }
+
+    fn ring(&self, qpn: u32) {
+        if let Some(place) = self.shared.place(qpn) {
+            if self.connector.is_some() {
+                // A receive must be with the device when this returns: a message that finds none ends the connection.
+                self.shared.with(|core| core.ring(place, self.shared.rung()));
+            }
+            self.shared.ring_doorbell(place);
+        }
+    }
+
+    fn watch(&self, qpn: u32, pi: u64) {
+        if let Some(place) = self.shared.place(qpn) {
+            self.shared.watch_doorbell(place, pi);
+        }
+    }
+
+    fn attend(&self, cqn: u32) {
+        self.shared.attend_to(cqn);
+    }
+
+    fn progress(&self) -> bool {
+        self.shared.lend_a_step()
+    }
+
+    fn has_copied_lately(&self) -> bool {
+        self.shared.duties().copied.is_recent()
+    }
+
+    fn leave(&self) {
+        self.shared.take_over();
+    }
+
+    fn inject(&self, plan: FaultPlan) -> Result<()> {
+        plan.check()?;
+        if plan == FaultPlan::default() {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            what: "a fault plan",
+            by: "the CPU proxy, whose packets are the device's",
+            fix: "inject faults on soft0, or drop packets of the device's network (`tc qdisc add dev DEV root netem loss 1%`)",
+        })
+    }
+
+    fn stats(&self) -> HcaStats {
+        self.shared.with(|core| core.stats.clone())
+    }
+}

@@ -1,0 +1,490 @@
+//! A queue pair of the proxy: our rings on one side, a queue pair of the device on the other.
+//!
+//! Sends go to the device in the order of the ring, as many as it takes at once; the rest waits in the ring. Each asks for a
+//! completion there, and its CQE is written when those of all before it were.
+//!
+//! When something fails, the device's queue pair is put into ERR too, and gives back what it has. Only then is the rest of the
+//! rings flushed, so that CQEs stay in order and no flushed buffer is still in the device's hands.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
+
+use super::device::DeviceQp;
+use super::link::{GONE, Link};
+use super::outcome::{Failure, is_unnamed, outcome, received};
+use super::shadow::Shadows;
+use super::staged::{Arrival, ReceiveStaging, Staged};
+use super::tag::Tag;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::engine::{Cqs, Rings};
+use gdsync_device::{HcaStats, random_psn, Health, QpAttr, QpState};
+use mlx5_ring::{low16, Cqe, CqeOpcode, Opcode, Syndrome};
+use gdsync_device::memory::Memory;
+use crate::Region;
+
+/// How long a device may take to give back what it has, in ERR.
+pub(super) const DRAIN: Duration = Duration::from_secs(2);
+
+/// What the queue pairs share while one of them works.
+#[derive(Debug)]
+pub(super) struct Env<'a> {
+    pub(super) cqs: &'a mut Cqs,
+    pub(super) stats: &'a mut HcaStats,
+    /// Memory that the device writes and whose GPU must be made to see it.
+    pub(super) unseen: &'a [(u32, Memory)],
+    pub(super) shadows: &'a mut Shadows,
+    /// Requests that the device has.
+    pub(super) outstanding: &'a AtomicUsize,
+    pub(super) strict: bool,
+}
+
+impl Env<'_> {
+    pub(super) fn given(&self, count: usize) {
+        // Written under the lock only.
+        self.outstanding.store(self.outstanding.load(Ordering::Relaxed) + count, Ordering::Relaxed);
+    }
+
+    fn back(&self, count: usize) {
+        self.outstanding
+            .store(self.outstanding.load(Ordering::Relaxed).saturating_sub(count), Ordering::Relaxed);
+    }
+
+    /// Has GPUs see what the device wrote.
+    fn show(&self) -> Result<()> {
+        self.unseen.iter().map(|(_, memory)| memory.flush()).fold(Ok(()), Result::and)
+    }
+}
+
+/// A send between fetch and CQE.
+#[derive(Debug)]
+pub(super) struct Sent {
+    pub(super) index: u16,
+    pub(super) opcode: Opcode,
+    /// Bytes that a READ or an atomic brings.
+    pub(super) bytes: u32,
+    /// Success writes a CQE too.
+    pub(super) completes: bool,
+    /// How it ended.
+    pub(super) outcome: Option<std::result::Result<(), Failure>>,
+    /// What a syndrome does not say.
+    pub(super) cause: Option<Error>,
+    /// What it brings has yet to be copied on.
+    pub(super) receive_staging: Option<Box<ReceiveStaging>>,
+}
+
+impl Sent {
+    /// How it ended, once nothing more is to be done for it.
+    fn ended(&self) -> Option<std::result::Result<(), Failure>> {
+        self.outcome
+            .filter(|_| self.receive_staging.as_ref().is_none_or(|receive_staging| receive_staging.is_over()))
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ProxyQp {
+    // First: destroyed before the memory it uses is deregistered.
+    pub(super) device: DeviceQp,
+    /// The send queue itself, where the device takes less inline data than was asked for.
+    pub(super) ring_region: Option<Region>,
+    pub(super) rings: Rings,
+    pub(super) index: usize,
+    pub(super) generation: u16,
+    pub(super) state: QpState,
+    pub(super) psn: u32,
+    pub(super) health: Arc<Health>,
+    /// On iWARP.
+    pub(super) link: Option<Link>,
+    /// The next block to fetch, and the one before which a doorbell allows that.
+    pub(super) head: u64,
+    pub(super) target: u64,
+    pub(super) sends: VecDeque<Sent>,
+    /// Number of the first of them.
+    pub(super) first: u32,
+    /// Sends that the device has.
+    pub(super) in_device: u32,
+    /// Receives taken from the ring, and those that came back.
+    pub(super) taken: u64,
+    pub(super) received: u64,
+    /// In ERR, while the device has requests: when it is not waited for any more.
+    pub(super) deadline: Option<Instant>,
+    /// The core knows of the deadline.
+    pub(super) is_draining: bool,
+    /// It is being destroyed: nobody is told of what it had.
+    pub(super) is_ending: bool,
+    pub(super) staged: Staged,
+}
+
+impl ProxyQp {
+    /// A queue pair in RESET.
+    pub(super) fn new(
+        device: DeviceQp,
+        rings: Rings,
+        ring_region: Option<Region>,
+        psn: u32,
+        health: Arc<Health>,
+        (index, generation): (usize, u16),
+    ) -> Self {
+        let link = device.open().is_iwarp().then(Link::default);
+        Self {
+            device,
+            ring_region,
+            rings,
+            index,
+            generation,
+            state: QpState::RESET,
+            psn,
+            health,
+            link,
+            head: 0,
+            target: 0,
+            sends: VecDeque::new(),
+            first: 0,
+            in_device: 0,
+            taken: 0,
+            received: 0,
+            deadline: None,
+            is_draining: false,
+            is_ending: false,
+            staged: Staged::default(),
+        }
+    }
+
+    /// Looks at doorbell and doorbell record.
+    pub(super) fn look(&mut self, env: &mut Env<'_>) {
+        match self.rings.take_doorbell(self.head, self.state, env.strict, env.stats) {
+            Ok(Some(target)) => self.target = self.target.max(target),
+            Ok(None) => {}
+            Err(_) => return self.fail(None, env),
+        }
+        self.take_receives(env);
+        self.advance(env);
+        if self.state == QpState::ERR {
+            self.flush(env);
+        }
+    }
+
+    pub(super) fn tag(&self, is_receive: bool, number: u32) -> u64 {
+        let Self { index, generation, .. } = *self;
+        Tag { index, generation, is_receive, is_greeting: false, number }.to_wr_id()
+    }
+
+    /// A request came back from the device.
+    pub(super) fn completed(&mut self, tag: Tag, wc: &ibv_wc, env: &mut Env<'_>) {
+        env.back(1);
+        if tag.is_greeting {
+            return self.greeted(tag, wc, env);
+        }
+        if tag.is_receive {
+            return self.received(wc, env);
+        }
+        self.in_device = self.in_device.saturating_sub(1);
+        let at = tag.number.wrapping_sub(self.first) as usize;
+        if let Some(sent) = self.sends.get_mut(at) {
+            sent.outcome = Some(outcome(wc));
+            sent.cause = unexplained(wc, self.state, &self.device);
+            if let (Some(Ok(())), Some(receive_staging)) = (sent.outcome, &mut sent.receive_staging) {
+                receive_staging.begin(sent.bytes, env.shadows);
+            }
+        }
+        self.retire(env);
+        self.advance(env);
+    }
+
+    fn received(&mut self, wc: &ibv_wc, env: &mut Env<'_>) {
+        let counter = low16(self.received);
+        self.received += 1;
+        let cqe = received(wc);
+        if let Some(cause) = unexplained(wc, self.state, &self.device) {
+            self.blame(cause);
+        }
+        let receive_staging = self.staged.landing_of(counter, &cqe, env.shadows);
+        if receive_staging.is_none() && self.staged.has_landed() {
+            self.arrived(cqe, counter, env);
+        } else {
+            self.staged.arrivals.push_back(Arrival { cqe, counter, receive_staging });
+        }
+    }
+
+    /// What a receive has brought is in place.
+    pub(super) fn arrived(&mut self, mut cqe: Cqe, counter: u16, env: &mut Env<'_>) {
+        if !cqe.opcode.is_error()
+            && let Err(error) = env.show()
+        {
+            self.blame(error);
+            let syndrome = Syndrome::LOC_QP_OP_ERR;
+            cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome, ..Cqe::default() };
+        }
+        self.complete_recv(cqe, counter, env);
+        if cqe.opcode.is_error() && self.state != QpState::ERR {
+            self.enter_error();
+            self.retire(env);
+        } else if self.state == QpState::ERR {
+            self.flush(env);
+        } else {
+            self.take_receives(env);
+        }
+    }
+
+    /// Writes the CQEs of the sends that have ended, in order.
+    pub(super) fn retire(&mut self, env: &mut Env<'_>) {
+        while let Some(mut outcome) = self.sends.front().and_then(Sent::ended) {
+            let sent = self.sends.pop_front().expect("it was just looked at");
+            self.first = self.first.wrapping_add(1);
+            if let Some(copy) =
+                sent.receive_staging.as_ref().and_then(|receive_staging| receive_staging.copy())
+                && let Some(error) = self.staged.failure(copy, self.device.open().name())
+            {
+                self.blame(error);
+                outcome = outcome.and(Err(Failure::REFUSED));
+            }
+            if self.state == QpState::ERR && sent.opcode == Opcode::NOP && outcome.is_ok() {
+                outcome = Err(Failure::FLUSHED);
+            }
+            if outcome.is_ok()
+                && sent.bytes > 0
+                && let Err(error) = env.show()
+            {
+                self.blame(error);
+                outcome = Err(Failure::REFUSED);
+            }
+            if let Some(cause) = sent.cause {
+                self.blame(cause);
+            }
+            if outcome.is_err() || sent.completes {
+                self.complete_send(sent.index, sent.opcode, outcome, sent.bytes, env);
+            }
+            if outcome.is_err() && self.state != QpState::ERR {
+                self.enter_error();
+            }
+        }
+        if self.state == QpState::ERR {
+            self.flush(env);
+        }
+    }
+
+    /// Fails with this cause: goes to ERR, and what is posted is flushed.
+    pub(super) fn fail(&mut self, cause: Option<Error>, env: &mut Env<'_>) {
+        if let Some(cause) = cause {
+            self.blame(cause);
+        }
+        if self.state != QpState::ERR {
+            self.enter_error();
+        }
+        self.retire(env);
+    }
+
+    /// Keeps what broke the queue pair, before a CQE tells that it is broken.
+    pub(super) fn blame(&self, cause: Error) {
+        let qpn = self.rings.qpn;
+        tracing::warn!(qpn, %cause, "a queue pair fails");
+        self.health.record(Error::QpStopped { qpn, reason: Arc::new(cause) });
+    }
+
+    fn enter_error(&mut self) {
+        if let Err(error) = self.device.modify(self.psn, self.state, &QpAttr::to(QpState::ERR)) {
+            tracing::debug!(qpn = self.rings.qpn, %error, "the device does not stop a queue pair");
+        }
+        self.state = QpState::ERR;
+        self.deadline = Some(Instant::now() + DRAIN);
+    }
+
+    /// Whether the device has nothing of it.
+    fn is_returned(&self) -> bool {
+        self.in_device == 0 && self.received == self.taken
+    }
+
+    /// In ERR: whether neither the device nor a copy engine has anything of it.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.is_returned() && self.sends.is_empty() && self.staged.has_landed() && self.staged.has_left()
+    }
+
+    /// In ERR: flushes what the device has not seen, once it has given back what it has seen, and copies have ended. Sends up to
+    /// the doorbell record, not the doorbell, as a card does.
+    fn flush(&mut self, env: &mut Env<'_>) {
+        if let Some(error) = self.staged.bring_no_more(self.device.open().name()) {
+            self.blame(error);
+        }
+        if self.sends.is_empty() && self.staged.has_left() {
+            let end = self.rings.send_record(self.head);
+            while self.head < end && end - self.head <= self.rings.blocks() {
+                let wqe = self.rings.fetch(self.head);
+                self.head += wqe.blocks();
+                self.rings.qp_trace.skipped();
+                self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Err(Failure::FLUSHED), 0, env);
+            }
+            self.target = self.target.max(self.head);
+        }
+        if self.received == self.taken && self.staged.has_landed() {
+            let end = self.rings.recv_record(self.taken);
+            if end - self.taken <= self.rings.receives() {
+                while self.taken < end {
+                    self.flush_receive(env);
+                    self.taken += 1;
+                }
+            }
+        }
+        if self.is_returned() {
+            self.deadline = None;
+        }
+    }
+
+    fn flush_receive(&mut self, env: &mut Env<'_>) {
+        let flushed = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
+        let counter = low16(self.received);
+        self.received += 1;
+        self.complete_recv(flushed, counter, env);
+    }
+
+    /// Looks at the clock: a device that does not give back what it has is made to forget it.
+    pub(super) fn tick(&mut self, now: Instant, env: &mut Env<'_>) {
+        if self.deadline.is_some_and(|deadline| now >= deadline) {
+            tracing::warn!(qpn = self.rings.qpn, "the device kept requests of a queue pair in ERR");
+            self.force(env);
+        }
+    }
+
+    /// In ERR: takes from the device what it has, and flushes it.
+    pub(super) fn force(&mut self, env: &mut Env<'_>) {
+        if self.is_returned() {
+            return;
+        }
+        if let Err(error) = self.reset_device() {
+            tracing::debug!(qpn = self.rings.qpn, %error, "the device does not reset a queue pair");
+        }
+        self.disown(env);
+        for sent in &mut self.sends {
+            sent.outcome.get_or_insert(Err(Failure::FLUSHED));
+        }
+        while self.received < self.taken {
+            if self.staged.has_landed() {
+                self.flush_receive(env);
+            } else {
+                self.staged.arrivals.push_back(Arrival::flushed(low16(self.received)));
+                self.received += 1;
+            }
+        }
+        self.retire(env);
+    }
+
+    /// What the device has of this connection is not waited for any more.
+    fn disown(&mut self, env: &Env<'_>) {
+        let receives = usize::try_from(self.taken - self.received).expect("fewer than the ring holds");
+        let greetings = self.link.as_mut().map_or(0, Link::clear);
+        env.back(self.in_device as usize + receives + greetings);
+        self.in_device = 0;
+        self.generation = self.generation.wrapping_add(1);
+    }
+
+    /// Goes away: what the device has is not waited for any more.
+    pub(super) fn end(&mut self, env: &Env<'_>) {
+        self.disown(env);
+    }
+
+    /// Writes a requester CQE.
+    fn complete_send(
+        &mut self,
+        index: u16,
+        opcode: Opcode,
+        outcome: std::result::Result<(), Failure>,
+        bytes: u32,
+        env: &mut Env<'_>,
+    ) {
+        let cqe = Cqe { qpn: self.rings.qpn, wqe_counter: index, send_opcode: opcode, ..Cqe::default() };
+        let cqe = match outcome {
+            Ok(()) => Cqe { opcode: CqeOpcode::REQ, byte_cnt: bytes, ..cqe },
+            Err(Failure { syndrome, vendor }) => Cqe { opcode: CqeOpcode::REQ_ERR, syndrome, vendor, ..cqe },
+        };
+        if self.is_ending {
+            return;
+        }
+        self.rings.qp_trace.completed(&cqe);
+        // Queues with overrun ignored always have room.
+        let _ = env.cqs.complete(self.rings.request.send_cqn, cqe);
+    }
+
+    /// Writes a responder CQE for the receive with this counter.
+    fn complete_recv(&mut self, cqe: Cqe, counter: u16, env: &mut Env<'_>) {
+        if self.is_ending {
+            return;
+        }
+        let cqe = Cqe { qpn: self.rings.qpn, wqe_counter: counter, ..cqe };
+        self.rings.qp_trace.completed(&cqe);
+        let _ = env.cqs.complete(self.rings.request.recv_cqn, cqe);
+    }
+
+    /// Applies a checked transition. Returns the first packet sequence number of this side.
+    pub(super) fn modify(&mut self, attr: &QpAttr, env: &mut Env<'_>) -> Result<u32> {
+        let to = attr.state.unwrap_or(self.state);
+        match to {
+            QpState::ERR => self.fail(None, env),
+            QpState::RESET => self.reset(env)?,
+            _ if self.state == QpState::ERR => {
+                let why = "the device has put it into ERR meanwhile; only RESET leads out".into();
+                return Err(Error::Transition { qpn: self.rings.qpn, from: QpState::ERR, to, why });
+            }
+            _ => {
+                if to == QpState::INIT && env.strict {
+                    env.cqs.check_initial(self.rings.request.send_cqn)?;
+                    env.cqs.check_initial(self.rings.request.recv_cqn)?;
+                }
+                self.step(attr, env)?;
+                self.state = to;
+                self.take_receives(env);
+            }
+        }
+        Ok(self.psn)
+    }
+
+    /// On iWARP a queue pair of the device is for one connection: whoever resets puts another one in its place.
+    fn reset_device(&self) -> Result<()> {
+        match self.link {
+            Some(_) => Ok(()),
+            None => self.device.modify(self.psn, self.state, &QpAttr::to(QpState::RESET)),
+        }
+    }
+
+    fn reset(&mut self, env: &mut Env<'_>) -> Result<()> {
+        if self.state == QpState::ERR {
+            self.force(env);
+            // What was exposed late has its completion before the queue is emptied.
+            self.flush(env);
+        }
+        self.staged.check(self.device.open().name())?;
+        let psn = random_psn()?;
+        self.reset_device()?;
+        self.disown(env);
+        self.rings.clear();
+        self.sends.clear();
+        self.staged = Staged::default();
+        // Another one, so that a late packet of this connection is not taken for one of the next.
+        self.psn = psn;
+        (self.head, self.target, self.first) = (0, 0, 0);
+        (self.taken, self.received) = (0, 0);
+        self.deadline = None;
+        self.state = QpState::RESET;
+        Ok(())
+    }
+}
+
+/// What a status says that a CQE does not.
+fn unexplained(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
+    let is_flush = wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR;
+    let why = if is_flush && device.open().is_iwarp() {
+        GONE.into()
+    } else if is_unnamed(wc) {
+        let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
+        format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err)
+    } else if is_flush {
+        // Soft-RoCE tells a wrong lkey so.
+        "it flushed a request and told of no failure before: check lkey, range and rights of the buffers of the oldest \
+         request, and what the peer asked for"
+            .into()
+    } else {
+        return None;
+    };
+    Some(Error::Device { device: device.open().name().to_owned(), why })
+}

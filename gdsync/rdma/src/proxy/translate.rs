@@ -1,0 +1,190 @@
+//! A send WQE as the device takes it: the same operation in the words of `ibv_send_wr`.
+
+use std::ffi::c_int;
+use std::ops::Range;
+use std::ptr;
+
+use rdma_core_sys::verbs::{
+    ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_send_wr_atomic, ibv_send_wr_rdma, ibv_send_wr_wr, ibv_sge,
+    ibv_wr_opcode,
+};
+use smallvec::SmallVec;
+
+use gdsync_device::engine::{Rings, Wqe};
+use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload, RemoteAddr};
+
+/// A request to send.
+#[derive(Debug)]
+pub(super) struct Request {
+    opcode: ibv_wr_opcode,
+    flags: ibv_send_flags,
+    imm: u32,
+    target: Target,
+    payload: Buffers,
+}
+
+/// What the operation names at the peer.
+#[derive(Clone, Copy, Debug)]
+enum Target {
+    None,
+    Memory(RemoteAddr),
+    /// Compared or added, swapped in.
+    Word(RemoteAddr, u64, u64),
+}
+
+/// Local memory of a request.
+pub(super) type Buffers = SmallVec<[ibv_sge; 4]>;
+
+/// Where the inline bytes of a WQE are read from.
+pub(super) enum Inline {
+    /// From the WQE, while it is posted.
+    Now,
+    /// From these buffers, when it is executed.
+    Later(Buffers),
+}
+
+/// A buffer in the device's words.
+pub(super) fn sge(seg: DataSeg) -> ibv_sge {
+    ibv_sge { addr: seg.addr, length: seg.len, lkey: seg.lkey }
+}
+
+/// The bytes of a send that are in its WQE.
+pub(super) fn inline_bytes(op: &DecodedOp) -> Option<Range<usize>> {
+    match op {
+        DecodedOp::Send { payload: DecodedPayload::Inline(range), .. }
+        | DecodedOp::Write { payload: DecodedPayload::Inline(range), .. } => Some(range.clone()),
+        _ => None,
+    }
+}
+
+/// The bytes `range` of the WQE that begins at block `begin`, where they lie in the ring, which is registered with `lkey`.
+pub(super) fn in_ring(rings: &Rings, begin: u64, range: Range<usize>, lkey: u32) -> Buffers {
+    let size = rings.sq.len();
+    let mut at = (rings.offset(begin) + range.start) % size;
+    let mut left = range.len();
+    let mut buffers = Buffers::new();
+    while left > 0 {
+        let part = left.min(size - at);
+        let length = u32::try_from(part).expect("a WQE is short");
+        buffers.push(ibv_sge { addr: rings.sq.addr() + at as u64, length, lkey });
+        (at, left) = (0, left - part);
+    }
+    buffers
+}
+
+impl Request {
+    /// A message without bytes.
+    pub(super) fn empty() -> Self {
+        let (flags, payload) = (ibv_send_flags::IBV_SEND_SIGNALED, Buffers::new());
+        Self { opcode: ibv_wr_opcode::IBV_WR_SEND, flags, imm: 0, target: Target::None, payload }
+    }
+
+    /// A WRITE without bytes, which changes nothing at the peer.
+    pub(super) fn empty_write() -> Self {
+        let nowhere = Target::Memory(RemoteAddr { addr: 0, rkey: 0 });
+        Self { opcode: ibv_wr_opcode::IBV_WR_RDMA_WRITE, target: nowhere, ..Self::empty() }
+    }
+
+    /// What `wqe`, which was decoded to `op`, asks of the device: nothing for a NOP. `inline` says where the bytes in the WQE
+    /// are taken from. Every request asks for a completion.
+    pub(super) fn of(op: &DecodedOp, wqe: &Wqe, inline: Inline) -> Option<Self> {
+        let bytes = wqe.as_bytes();
+        let mut flags = ibv_send_flags::IBV_SEND_SIGNALED;
+        if wqe.ctrl.fence() {
+            flags |= ibv_send_flags::IBV_SEND_FENCE;
+        }
+        if wqe.ctrl.solicited() {
+            flags |= ibv_send_flags::IBV_SEND_SOLICITED;
+        }
+        let payload = |payload: &DecodedPayload| match (payload, inline) {
+            (DecodedPayload::Sges(list), _) => list.iter(bytes).map(sge).collect(),
+            (DecodedPayload::Inline(_), Inline::Later(buffers)) => buffers,
+            (DecodedPayload::Inline(range), Inline::Now) => {
+                let bytes = bytes.get(range.clone()).unwrap_or_default();
+                if bytes.is_empty() {
+                    return Buffers::new();
+                }
+                flags |= ibv_send_flags::IBV_SEND_INLINE;
+                let length = u32::try_from(bytes.len()).expect("a WQE is short");
+                Buffers::from_slice(&[ibv_sge { addr: bytes.as_ptr() as u64, length, lkey: 0 }])
+            }
+        };
+        let (opcode, imm, target, payload) = match op {
+            DecodedOp::Nop => return None,
+            DecodedOp::Send { payload: data, imm: None } => {
+                (ibv_wr_opcode::IBV_WR_SEND, 0, Target::None, payload(data))
+            }
+            DecodedOp::Send { payload: data, imm: Some(imm) } => {
+                (ibv_wr_opcode::IBV_WR_SEND_WITH_IMM, *imm, Target::None, payload(data))
+            }
+            DecodedOp::Write { remote, payload: data, imm: None } => {
+                (ibv_wr_opcode::IBV_WR_RDMA_WRITE, 0, Target::Memory(*remote), payload(data))
+            }
+            DecodedOp::Write { remote, payload: data, imm: Some(imm) } => {
+                (ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, *imm, Target::Memory(*remote), payload(data))
+            }
+            DecodedOp::Read { remote, sges } => {
+                let buffers = sges.iter(bytes).map(sge).collect();
+                (ibv_wr_opcode::IBV_WR_RDMA_READ, 0, Target::Memory(*remote), buffers)
+            }
+            DecodedOp::CompareSwap { remote, compare, swap, result } => (
+                ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP,
+                0,
+                Target::Word(*remote, *compare, *swap),
+                Buffers::from_slice(&[sge(*result)]),
+            ),
+            DecodedOp::FetchAdd { remote, add, result } => (
+                ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD,
+                0,
+                Target::Word(*remote, *add, 0),
+                Buffers::from_slice(&[sge(*result)]),
+            ),
+        };
+        Some(Self { opcode, flags, imm, target, payload })
+    }
+
+    /// Buffers that the device gathers or scatters.
+    pub(super) fn buffers(&self) -> usize {
+        self.payload.len()
+    }
+
+    /// The same, to be found elsewhere.
+    pub(super) fn buffers_mut(&mut self) -> &mut Buffers {
+        &mut self.payload
+    }
+
+    /// For `ibv_post_send`. It points into this request, and where the payload is taken from the WQE into that.
+    pub(super) fn as_send_wr(&mut self, wr_id: u64) -> ibv_send_wr {
+        let wr = match self.target {
+            Target::None => ibv_send_wr::zeroed().wr,
+            Target::Memory(RemoteAddr { addr, rkey }) => {
+                ibv_send_wr_wr { rdma: ibv_send_wr_rdma { remote_addr: addr, rkey } }
+            }
+            Target::Word(RemoteAddr { addr, rkey }, compare_add, swap) => {
+                ibv_send_wr_wr { atomic: ibv_send_wr_atomic { remote_addr: addr, compare_add, swap, rkey } }
+            }
+        };
+        ibv_send_wr {
+            wr_id,
+            sg_list: self.payload.as_mut_ptr(),
+            num_sge: count(&self.payload),
+            opcode: self.opcode,
+            send_flags: self.flags,
+            imm_data: self.imm.to_be(),
+            wr,
+            ..ibv_send_wr::zeroed()
+        }
+    }
+}
+
+/// For `ibv_post_recv`. It points to the buffers.
+pub(super) fn recv_wr(wr_id: u64, buffers: &mut Buffers) -> ibv_recv_wr {
+    ibv_recv_wr { wr_id, next: ptr::null_mut(), sg_list: buffers.as_mut_ptr(), num_sge: count(buffers) }
+}
+
+fn count(buffers: &Buffers) -> c_int {
+    c_int::try_from(buffers.len()).expect("a WQE has few buffers")
+}
+
+#[cfg(test)]
+mod tests;

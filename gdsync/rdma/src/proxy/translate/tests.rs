@@ -1,0 +1,127 @@
+//! What one side encodes is what the device is asked for.
+
+use proptest::prelude::*;
+
+use super::*;
+use gdsync_device::{HcaStats, Places, QpRequest};
+use gdsync_device::engine::Rings;
+use gdsync_device::memory::Memory;
+use mlx5_ring::tests::{Plain, legal};
+use mlx5_ring::{BB, Opcode, WqeFlags, encode};
+
+const QPN: u32 = 0x1234;
+/// Blocks of the ring: the longest WQE has 16.
+const LOG: u32 = 5;
+
+fn rings() -> Rings {
+    let request = QpRequest {
+        pdn: 1,
+        send_cqn: 1,
+        recv_cqn: 2,
+        log_sq: LOG,
+        log_rq: 2,
+        rq_stride: 64,
+        max_send_sge: 1,
+        max_inline: 64,
+    };
+    Rings::alloc(QPN, &request, &Places::default()).unwrap()
+}
+
+/// Puts the WQE of an operation into the ring, from block `at` on, and fetches it as the proxy does.
+fn through_the_ring(rings: &Rings, plain: &Plain, at: u64, flags: WqeFlags) -> (Wqe, DecodedOp) {
+    let index = mlx5_ring::low16(at);
+    let wqe = encode(&plain.op(), QPN, index, flags).unwrap();
+    for (block, bytes) in (at..).zip(wqe.as_bytes().chunks(BB)) {
+        rings.sq.write(rings.offset(block), bytes).unwrap();
+    }
+    let wqe = rings.fetch(at);
+    let op = rings.inspect(&wqe, at, true, &mut HcaStats::default()).unwrap();
+    (wqe, op)
+}
+
+fn bytes_at(addr: u64, len: u32) -> Vec<u8> {
+    // SAFETY: an inline buffer lies in a WQE or a ring, which outlives this call.
+    let memory = unsafe { Memory::from_raw(addr as *mut u8, len as usize) };
+    memory.unwrap().to_vec()
+}
+
+/// The operation that a request asks for.
+fn plain_of(wr: &ibv_send_wr) -> Plain {
+    let list: Vec<ibv_sge> = (0..usize::try_from(wr.num_sge).unwrap())
+        .map(|i| {
+            let at = wr.sg_list.wrapping_add(i);
+            // SAFETY: the list has `num_sge` entries.
+            unsafe { *at }
+        })
+        .collect();
+    let is_inline = wr.send_flags.contains(ibv_send_flags::IBV_SEND_INLINE);
+    let inline: Vec<u8> =
+        list.iter().filter(|_| is_inline).flat_map(|sge| bytes_at(sge.addr, sge.length)).collect();
+    let seg = |sge: &ibv_sge| DataSeg { addr: sge.addr, len: sge.length, lkey: sge.lkey };
+    let sges: Vec<_> = list.iter().filter(|_| !is_inline).map(seg).collect();
+    let number = u32::from_be(wr.imm_data);
+    let (opcode, imm, words) = match wr.opcode {
+        ibv_wr_opcode::IBV_WR_SEND => (Opcode::SEND, None, 0),
+        ibv_wr_opcode::IBV_WR_SEND_WITH_IMM => (Opcode::SEND_IMM, Some(number), 0),
+        ibv_wr_opcode::IBV_WR_RDMA_WRITE => (Opcode::RDMA_WRITE, None, 1),
+        ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM => (Opcode::RDMA_WRITE_IMM, Some(number), 1),
+        ibv_wr_opcode::IBV_WR_RDMA_READ => (Opcode::RDMA_READ, None, 1),
+        ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP => (Opcode::ATOMIC_CS, None, 2),
+        ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD => (Opcode::ATOMIC_FA, None, 2),
+        other => panic!("{other:?}"),
+    };
+    let (mut remote, mut operands) = (RemoteAddr::default(), [0; 2]);
+    if words == 1 {
+        // SAFETY: writes and reads have this part.
+        let rdma = unsafe { wr.wr.rdma };
+        remote = RemoteAddr { addr: rdma.remote_addr, rkey: rdma.rkey };
+    } else if words == 2 {
+        // SAFETY: atomics have this part.
+        let atomic = unsafe { wr.wr.atomic };
+        remote = RemoteAddr { addr: atomic.remote_addr, rkey: atomic.rkey };
+        operands = match opcode {
+            Opcode::ATOMIC_CS => [atomic.swap, atomic.compare_add],
+            _ => [atomic.compare_add, atomic.swap],
+        };
+    }
+    Plain { opcode, remote, sges, inline, imm, operands }
+}
+
+proptest! {
+    #[test]
+    fn any_legal_wqe_asks_for_the_same_operation(
+        plain in legal(),
+        at in 0u64..1 << 17,
+        (fence, solicited) in any::<(bool, bool)>(),
+    ) {
+        let rings = rings();
+        let (wqe, op) = through_the_ring(&rings, &plain, at, WqeFlags { fence, solicited });
+        let request = Request::of(&op, &wqe, Inline::Now);
+        prop_assert_eq!(request.is_none(), plain.opcode == Opcode::NOP);
+        let Some(mut request) = request else { return Ok(()) };
+        let wr = request.as_send_wr(77);
+        let mut expected = plain;
+        expected.sges.retain(|sge| sge.len > 0);
+        prop_assert_eq!(plain_of(&wr), expected);
+        let flag = |flag| wr.send_flags.contains(flag);
+        prop_assert_eq!(wr.wr_id, 77);
+        prop_assert!(flag(ibv_send_flags::IBV_SEND_SIGNALED) && wr.next.is_null());
+        prop_assert_eq!(flag(ibv_send_flags::IBV_SEND_FENCE), fence);
+        prop_assert_eq!(flag(ibv_send_flags::IBV_SEND_SOLICITED), solicited);
+    }
+
+    #[test]
+    fn inline_bytes_can_be_left_in_the_ring(bytes in prop::collection::vec(any::<u8>(), 1..900), at in 0u64..64) {
+        let rings = rings();
+        let plain = Plain { opcode: Opcode::SEND, inline: bytes.clone(), ..Plain::default() };
+        let (wqe, op) = through_the_ring(&rings, &plain, at, WqeFlags::default());
+        let buffers = in_ring(&rings, at, inline_bytes(&op).unwrap(), 5);
+        prop_assert!(buffers.iter().all(|sge| sge.lkey == 5) && buffers.len() <= 2);
+        let there: Vec<u8> = buffers.iter().flat_map(|sge| bytes_at(sge.addr, sge.length)).collect();
+        prop_assert_eq!(there, bytes);
+        let mut request = Request::of(&op, &wqe, Inline::Later(buffers.clone())).unwrap();
+        let wr = request.as_send_wr(0);
+        prop_assert!(!wr.send_flags.contains(ibv_send_flags::IBV_SEND_INLINE));
+        prop_assert_eq!(usize::try_from(wr.num_sge).unwrap(), buffers.len());
+    }
+}

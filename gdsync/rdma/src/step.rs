@@ -1,0 +1,242 @@
+//! Transitions of a queue pair as libibverbs takes them.
+
+use std::fmt::Write;
+
+use rdma_core_sys::verbs::{
+    ibv_access_flags, ibv_ah_attr, ibv_gid, ibv_mtu, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask as mask,
+    ibv_qp_state, ibv_wr_opcode,
+};
+
+use super::explain::{Asked, Call, Step, failed};
+use super::open::Open;
+use super::port::{GidKind, LinkLayer};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::{Gid, QpAddress, QpAttr, QpState, mtu_code};
+
+/// What an address needs of the port that packets leave from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct From {
+    pub(super) port: u8,
+    pub(super) link: LinkLayer,
+    pub(super) gid: Gid,
+    pub(super) gid_index: u8,
+    pub(super) gid_kind: GidKind,
+    pub(super) mtu: Option<u32>,
+    pub(super) needs_grh: bool,
+    pub(super) pkey_index: u16,
+    pub(super) service_level: u8,
+    pub(super) traffic_class: u8,
+}
+
+/// How far packets may be routed.
+const HOPS: u8 = 64;
+
+impl From {
+    /// The address of a peer.
+    fn route(&self, peer: &QpAddress) -> Result<ibv_ah_attr> {
+        let refuse = |why: &str| Err(Error::Peer { peer: peer.to_string(), why: why.to_owned() });
+        let mut route = ibv_ah_attr::zeroed();
+        route.port_num = self.port;
+        route.sl = self.service_level;
+        let has_gid = peer.gid.0 != [0; 16];
+        let is_global = match self.link {
+            LinkLayer::Ethernet if !has_gid => return refuse("it told no GID, which RoCE needs"),
+            LinkLayer::Ethernet
+                if self.gid_kind == GidKind::RoceV2 && self.gid.is_ipv4() != peer.gid.is_ipv4() =>
+            {
+                return refuse(
+                    "one side has an IPv4 address and the other an IPv6 one: choose GIDs of one kind on both \
+                     (GDSYNC_GID_INDEX)",
+                );
+            }
+            LinkLayer::Ethernet => true,
+            LinkLayer::InfiniBand | LinkLayer::Unknown => {
+                // The first half is the subnet.
+                let is_elsewhere = has_gid && peer.gid.0[..8] != self.gid.0[..8];
+                if peer.lid == 0 && !(is_elsewhere || self.needs_grh) {
+                    return refuse("it told no LID, which InfiniBand needs: is it on another link or route?");
+                }
+                route.dlid = peer.lid;
+                has_gid && (is_elsewhere || self.needs_grh)
+            }
+        };
+        if is_global {
+            route.is_global = 1;
+            route.grh.dgid = ibv_gid { raw: peer.gid.0 };
+            route.grh.sgid_index = self.gid_index;
+            route.grh.hop_limit = HOPS;
+            route.grh.traffic_class = self.traffic_class;
+        }
+        Ok(route)
+    }
+
+    /// The path MTU: the smallest of what was asked for and what the two ports allow.
+    fn mtu(&self, asked: u32, peer: &QpAddress) -> u32 {
+        asked.min(self.mtu.unwrap_or(asked)).min(peer.mtu.unwrap_or(asked))
+    }
+
+    /// A transition, which has passed [`QpAttr::check`], of a queue pair whose first packet has number `psn`.
+    pub(super) fn build(&self, attr: &QpAttr, psn: u32) -> Result<(ibv_qp_attr, mask)> {
+        let mut out = ibv_qp_attr::zeroed();
+        let mut given = mask::IBV_QP_STATE;
+        let state = attr.state.expect("a checked transition has a target");
+        out.qp_state = ibv_qp_state(state.0.into());
+        if let Some(access) = attr.access {
+            // The values are the same.
+            out.qp_access_flags = ibv_access_flags::from_bits_retain(access.bits());
+            given |= mask::IBV_QP_ACCESS_FLAGS;
+        }
+        if state == QpState::INIT {
+            out.pkey_index = self.pkey_index;
+            out.port_num = self.port;
+            given |= mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT;
+        }
+        if let Some(remote) = &attr.remote {
+            out.ah_attr = self.route(remote)?;
+            out.dest_qp_num = remote.qpn;
+            out.rq_psn = remote.psn;
+            let mtu = self.mtu(attr.path_mtu.unwrap_or(4096), remote);
+            out.path_mtu = ibv_mtu(mtu_code(mtu).into());
+            given |= mask::IBV_QP_AV | mask::IBV_QP_DEST_QPN | mask::IBV_QP_RQ_PSN | mask::IBV_QP_PATH_MTU;
+        }
+        let mut set = |value: Option<u8>, field: &mut u8, bit| {
+            if let Some(value) = value {
+                *field = value;
+                given |= bit;
+            }
+        };
+        set(attr.max_dest_rd_atomic, &mut out.max_dest_rd_atomic, mask::IBV_QP_MAX_DEST_RD_ATOMIC);
+        set(attr.min_rnr_timer, &mut out.min_rnr_timer, mask::IBV_QP_MIN_RNR_TIMER);
+        set(attr.timeout, &mut out.timeout, mask::IBV_QP_TIMEOUT);
+        set(attr.retry_cnt, &mut out.retry_cnt, mask::IBV_QP_RETRY_CNT);
+        set(attr.rnr_retry, &mut out.rnr_retry, mask::IBV_QP_RNR_RETRY);
+        set(attr.max_rd_atomic, &mut out.max_rd_atomic, mask::IBV_QP_MAX_QP_RD_ATOMIC);
+        if attr.timeout.is_some() {
+            // The step from RTR to RTS.
+            out.sq_psn = psn;
+            given |= mask::IBV_QP_SQ_PSN;
+        }
+        Ok((out, given))
+    }
+}
+
+impl Open {
+    fn from(&self) -> From {
+        let (port, gid, config) = (self.port(), self.gid(), self.config());
+        From {
+            port: port.number,
+            link: port.link,
+            gid: gid.gid,
+            gid_index: self.gid_index(),
+            gid_kind: gid.kind,
+            mtu: port.mtu,
+            needs_grh: self.needs_grh(),
+            pkey_index: config.pkey_index,
+            service_level: config.service_level,
+            traffic_class: config.traffic_class,
+        }
+    }
+
+    /// A transition that has passed [`QpAttr::check`], of a queue pair whose first packet has number `psn`, and which
+    /// attributes of it count.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] for an address that this port cannot reach.
+    pub(crate) fn step(&self, psn: u32, attr: &QpAttr) -> Result<(ibv_qp_attr, mask)> {
+        self.from().build(attr, psn)
+    }
+
+    /// Takes a queue pair that is in state `from`, and whose first packet has number `psn`, through a transition that has
+    /// passed [`QpAttr::check`].
+    ///
+    /// # Errors
+    /// [`Error::Peer`] for an address that this port cannot reach; [`Error::Verbs`].
+    ///
+    /// # Safety
+    /// `qp` must be a queue pair of this device that nobody destroys meanwhile.
+    pub(crate) unsafe fn modify(
+        &self,
+        qp: *mut ibv_qp,
+        qpn: u32,
+        psn: u32,
+        from: QpState,
+        attr: &QpAttr,
+    ) -> Result<()> {
+        let (mut raw, given) = self.step(psn, attr)?;
+        // SAFETY: the caller vouches for the queue pair.
+        let errno = unsafe { self.verbs().ibv_modify_qp(qp, &raw mut raw, given) };
+        if errno == 0 {
+            return Ok(());
+        }
+        let to = attr.state.unwrap_or(from);
+        let limit = |most: i32| u64::try_from(most).unwrap_or(0);
+        let asked =
+            |what, value: Option<u8>, most| value.map(|value| Asked { what, value: value.into(), most });
+        let asked = [
+            asked("max_dest_rd_atomic", attr.max_dest_rd_atomic, limit(self.attr().max_qp_rd_atom)),
+            asked("max_rd_atomic", attr.max_rd_atomic, limit(self.attr().max_qp_init_rd_atom)),
+        ];
+        let step = Step {
+            from: name(from),
+            to: name(to),
+            attributes: describe(attr, &raw),
+            port: self.port().number,
+            gid_index: self.gid_index(),
+            peer: attr.remote.map(|remote| remote.to_string()),
+            asked: asked.into_iter().flatten().collect(),
+        };
+        let subject = format!("QP {qpn:#x} of {}", self.name());
+        Err(failed("ibv_modify_qp", subject, &Call::Modify(step), errno))
+    }
+}
+
+impl Open {
+    /// Whether the device writes the bytes of a message, or of a WRITE, in order of their addresses, as the CPU sees it.
+    /// Payload that is polled instead of waited for needs this. `None` before rdma-core 36.
+    ///
+    /// # Safety
+    /// As [`Open::modify`].
+    pub(crate) unsafe fn writes_in_order(&self, qp: *mut ibv_qp) -> Option<bool> {
+        let ask = self.verbs().ibv_query_qp_data_in_order?;
+        // SAFETY: the caller vouches for the queue pair; no flags.
+        Some(
+            [ibv_wr_opcode::IBV_WR_SEND, ibv_wr_opcode::IBV_WR_RDMA_WRITE]
+                .into_iter()
+                .all(|op| unsafe { ask(qp, op, 0) } == 1),
+        )
+    }
+}
+
+fn name(state: QpState) -> &'static str {
+    match state {
+        QpState::RESET => "RESET",
+        QpState::INIT => "INIT",
+        QpState::RTR => "RTR",
+        QpState::RTS => "RTS",
+        _ => "ERR",
+    }
+}
+
+/// The attributes of a transition, for a message.
+fn describe(attr: &QpAttr, raw: &ibv_qp_attr) -> String {
+    let mut text = String::new();
+    let mut add = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            let comma = if text.is_empty() { "" } else { ", " };
+            write!(text, "{comma}{name} {value}").expect("text can be written to a string");
+        }
+    };
+    add("access", attr.access.map(|access| format!("{access:?}")));
+    add("remote", attr.remote.map(|remote| remote.to_string()));
+    add("path_mtu", attr.path_mtu.map(|_| (128u32 << raw.path_mtu.0).to_string()));
+    add("max_dest_rd_atomic", attr.max_dest_rd_atomic.map(|v| v.to_string()));
+    add("min_rnr_timer", attr.min_rnr_timer.map(|v| v.to_string()));
+    add("timeout", attr.timeout.map(|v| v.to_string()));
+    add("retry_cnt", attr.retry_cnt.map(|v| v.to_string()));
+    add("rnr_retry", attr.rnr_retry.map(|v| v.to_string()));
+    add("max_rd_atomic", attr.max_rd_atomic.map(|v| v.to_string()));
+    if text.is_empty() { "no attributes".into() } else { text }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,107 @@
+//! Where devices are on the PCI tree, and how far from each other.
+
+use std::{fmt, fs};
+use std::path::{Component, Path};
+
+/// What the bytes between two PCI devices pass. Ordered from near to far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Distance {
+    /// One PCIe switch at most (`PIX` of `nvidia-smi topo`).
+    SameSwitch,
+    /// Several PCIe switches below one root port (`PXB`).
+    SeveralSwitches,
+    /// A host bridge of the CPU (`PHB`).
+    HostBridge,
+    /// Two host bridges of one NUMA node (`NODE`).
+    SameNode,
+    /// The link between two sockets (`SYS`), or nothing is known of the NUMA nodes.
+    AcrossSockets,
+}
+
+impl fmt::Display for Distance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::SameSwitch => "same switch",
+            Self::SeveralSwitches => "several switches",
+            Self::HostBridge => "host bridge",
+            Self::SameNode => "same NUMA node",
+            Self::AcrossSockets => "across sockets",
+        })
+    }
+}
+
+/// Where a device is on the PCI tree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Place {
+    /// `domain:bus:device.function`, in lower-case hexadecimal.
+    pub address: String,
+    /// Its NUMA node, if the kernel knows it.
+    pub numa: Option<u32>,
+    /// The host bridge, then the bridges down to the device, and itself.
+    chain: Vec<String>,
+}
+
+impl Place {
+    /// Of the device with this directory in sysfs, or a link to it; `None` where that is no PCI device.
+    pub fn of(directory: &Path) -> Option<Self> {
+        let real = fs::canonicalize(directory).ok()?;
+        let names: Vec<_> = real
+            .components()
+            .filter_map(|part| if let Component::Normal(name) = part { name.to_str() } else { None })
+            .collect();
+        let root = names.iter().rposition(|name| name.starts_with("pci") && name.contains(':'))?;
+        let chain: Vec<_> = names[root..].iter().map(|&name| name.to_owned()).collect();
+        let address = chain.last().filter(|name| is_address(name))?.clone();
+        let numa = super::sysfs::text(&real.join("numa_node")).and_then(|text| text.parse().ok());
+        Some(Self { address, numa, chain })
+    }
+
+    /// The addresses of the bridges above it, the root port first.
+    pub fn bridges(&self) -> &[String] {
+        self.chain.get(1..self.chain.len() - 1).unwrap_or_default()
+    }
+
+    /// How far it is to another.
+    pub fn distance(&self, other: &Self) -> Distance {
+        let common = self.chain.iter().zip(&other.chain).take_while(|(a, b)| a == b).count();
+        // From where they part, down to each: a switch has a port of its own for each device.
+        let below = |chain: &[String]| chain.len() - common;
+        match common {
+            0 if self.numa.is_some() && self.numa == other.numa => Distance::SameNode,
+            0 => Distance::AcrossSockets,
+            1 => Distance::HostBridge,
+            _ if below(&self.chain) <= 2 && below(&other.chain) <= 2 => Distance::SameSwitch,
+            _ => Distance::SeveralSwitches,
+        }
+    }
+}
+
+/// Whether this is `domain:bus:device.function`.
+fn is_address(name: &str) -> bool {
+    let mut parts = name.split([':', '.']);
+    let mut number = |len| {
+        parts.next().is_some_and(|part| part.len() >= len && part.bytes().all(|b| b.is_ascii_hexdigit()))
+    };
+    number(4) && number(2) && number(2) && number(1)
+}
+
+/// The GPUs of NVIDIA on the PCI bus, as the tree mounted at `sysfs` tells.
+pub fn gpus(sysfs: &Path) -> Vec<Place> {
+    const NVIDIA: &str = "0x10de";
+    // VGA and 3D controllers.
+    const CLASSES: [&str; 2] = ["0x0300", "0x0302"];
+    let directory = sysfs.join("bus/pci/devices");
+    let is_gpu = |device: &Path| {
+        let text = |name| super::sysfs::text(&device.join(name)).unwrap_or_default();
+        text("vendor") == NVIDIA && CLASSES.iter().any(|class| text("class").starts_with(class))
+    };
+    let mut found: Vec<_> = super::sysfs::entries(&directory)
+        .into_iter()
+        .map(|name| directory.join(name))
+        .filter(|device| is_gpu(device))
+        .filter_map(|device| Place::of(&device))
+        .collect();
+    found.sort_by(|a, b| a.address.cmp(&b.address));
+    found
+}

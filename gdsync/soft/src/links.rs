@@ -1,0 +1,344 @@
+//! The sending ends of the links to other HCAs, with the fault plan between the transport and the wire.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use gdsync_device::{Fate, Faults, Gid, HcaStats};
+use super::offers::Offers;
+use super::packet::{self, Header};
+use super::reference::Reference;
+use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxRing};
+use gdsync_device::copy_engine::ProcessId;
+use gdsync_device::memory::{Memory, Process};
+
+/// The links of one HCA by their numbers, which are given again when a link is gone; number 0 leads to itself.
+#[derive(Debug, Default)]
+pub(crate) struct Links(Vec<Option<Link>>);
+
+#[derive(Debug)]
+struct Link {
+    peer: Gid,
+    tx: TxRing,
+    bell: Bell,
+    line: Line,
+    /// The peer broke the ring: nothing more is sent.
+    broken: bool,
+    /// That, or the peer's death, was acted on.
+    down: bool,
+    /// Packets were pushed since the peer's bell was last rung.
+    unrung: bool,
+    /// Times that all the peer had sent was seen to be taken.
+    quiet: u64,
+    /// Packets taken since.
+    taken: usize,
+    /// The process at the other end, once it has sent references.
+    process: Option<ProcessId>,
+    /// The number of that process here.
+    pid: Option<libc::pid_t>,
+    /// Its memory was read.
+    readable: bool,
+    offers: Option<Offers>,
+    /// Packets that a fault holds back.
+    held: VecDeque<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    header: Header,
+    body: Vec<u8>,
+    /// `None`: until another packet has passed.
+    until: Option<Instant>,
+}
+
+/// The body of a packet, still in the ring.
+#[derive(Debug)]
+pub(crate) struct Body<'a> {
+    pub(crate) ring: &'a RxRing,
+    pub(crate) record: &'a Record,
+    /// The link that it came on.
+    pub(crate) link: usize,
+}
+
+impl Body<'_> {
+    pub(crate) fn len(&self) -> usize {
+        self.record.body_len
+    }
+
+    /// Copies a part that was checked against body and memory.
+    pub(crate) fn copy_to(&self, at: usize, memory: &Memory, offset: usize, len: usize) {
+        self.ring
+            .copy_body_to(self.record, at, memory, offset, len)
+            .expect("checked against body and region");
+    }
+
+    /// `N` bytes from `at` on.
+    pub(crate) fn array<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        self.ring.read_body(self.record, at, &mut bytes).ok()?;
+        Some(bytes)
+    }
+
+    /// The `i`-th 64-bit word, little-endian.
+    pub(crate) fn word(&self, i: usize) -> Option<u64> {
+        self.array(8 * i).map(u64::from_le_bytes)
+    }
+}
+
+impl Links {
+    fn get(&self, index: usize) -> Option<&Link> {
+        self.0.get(index)?.as_ref()
+    }
+
+    fn get_mut(&mut self, index: usize) -> Option<&mut Link> {
+        self.0.get_mut(index)?.as_mut()
+    }
+
+    /// Adds a link; its number and the receiving end are returned.
+    pub(crate) fn add(&mut self, ends: LinkEnds) -> (usize, RxRing) {
+        let LinkEnds { peer, tx, rx, bell, line, offers } = ends;
+        let pid = line.pid();
+        let link = Some(Link {
+            peer,
+            tx,
+            bell,
+            line,
+            broken: false,
+            down: false,
+            unrung: false,
+            quiet: 0,
+            taken: 0,
+            process: None,
+            pid,
+            readable: false,
+            offers: offers.map(Offers::new),
+            held: VecDeque::new(),
+        });
+        let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
+        match self.0.get_mut(index) {
+            Some(slot) => *slot = link,
+            None => self.0.push(link),
+        }
+        (index, rx)
+    }
+
+    /// Lets a link go.
+    pub(crate) fn remove(&mut self, index: usize) {
+        if let Some(slot) = self.0.get_mut(index) {
+            *slot = None;
+        }
+    }
+
+    /// A living link to `peer`.
+    pub(crate) fn find(&self, peer: Gid) -> Option<usize> {
+        let leads_there = |l: &Link| l.peer == peer && !l.down && !l.is_lost();
+        self.0.iter().position(|link| link.as_ref().is_some_and(leads_there))
+    }
+
+    pub(crate) fn peer(&self, index: usize) -> Option<Gid> {
+        self.get(index).map(|l| l.peer)
+    }
+
+    /// Whether the peer's process is gone, or it broke the ring, and nobody has acted on it yet.
+    pub(crate) fn is_newly_dead(&self, index: usize) -> bool {
+        self.get(index).is_some_and(|l| !l.down && l.is_lost())
+    }
+
+    /// Whether a link is used no more.
+    pub(crate) fn is_down(&self, index: usize) -> bool {
+        self.get(index).is_none_or(|l| l.down)
+    }
+
+    /// Whether that is so, and it was not let go.
+    pub(crate) fn is_left_over(&self, index: usize) -> bool {
+        self.get(index).is_some_and(|l| l.down)
+    }
+
+    /// Uses a link no more.
+    pub(crate) fn take_down(&mut self, index: usize) {
+        if let Some(link) = self.get_mut(index) {
+            link.down = true;
+            link.held.clear();
+        }
+    }
+
+    /// A packet will be sent in a moment.
+    #[inline]
+    pub(crate) fn expect(&self, index: usize) {
+        if let Some(link) = self.get(index) {
+            link.tx.expect();
+        }
+    }
+
+    /// Sends a packet. Returns false when the link has no room now; a packet on a dead link is lost.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a packet, its number for the fault plan, and the counters"
+    )]
+    pub(crate) fn send(
+        &mut self,
+        index: usize,
+        header: &Header,
+        ext: &[u8],
+        pieces: &[Piece<'_>],
+        number: u64,
+        faults: &mut Faults,
+        stats: &mut HcaStats,
+    ) -> bool {
+        let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
+        let fate = faults.fate(header.src, number);
+        if fate == Fate::Pass && link.held.is_empty() {
+            let sent = link.push(header, ext, pieces);
+            if sent {
+                stats.packets_sent += 1;
+                faults.count_packet();
+            }
+            return sent;
+        }
+        if fate != Fate::Pass {
+            stats.packets_faulted += 1;
+        }
+        let hold = |until| {
+            let mut body = ext.to_vec();
+            for piece in pieces {
+                let at = body.len();
+                body.resize(at + piece.len, 0);
+                piece.memory.read(piece.offset, &mut body[at..]).expect("pieces lie in their memory");
+            }
+            Held { header: *header, body, until }
+        };
+        match fate {
+            Fate::Drop => {}
+            Fate::Reorder => link.held.push_back(hold(None)),
+            Fate::Delay(by) => link.held.push_back(hold(Some(Instant::now() + by))),
+            Fate::Pass | Fate::Duplicate => {
+                if !link.push(header, ext, pieces) {
+                    return false;
+                }
+                if fate == Fate::Duplicate {
+                    link.push(header, ext, pieces);
+                }
+                link.release(|held| held.until.is_none());
+            }
+        }
+        stats.packets_sent += 1;
+        faults.count_packet();
+        true
+    }
+
+    /// Sends a packet past the fault plan, and drops the references of its sender that the plan holds back. Returns false
+    /// when the link has no room now.
+    pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
+        let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
+        link.held.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
+        link.push(header, &[], &[])
+    }
+
+    /// The peer is this process.
+    pub(crate) fn note_process(&mut self, index: usize, process: ProcessId) {
+        if let Some(link) = self.get_mut(index) {
+            link.process = Some(process);
+        }
+    }
+
+    /// The process at the other end, if it has sent references.
+    pub(crate) fn process(&self, index: usize) -> Option<ProcessId> {
+        self.get(index)?.process
+    }
+
+    /// The host memory that a reference is to, if the kernel lets us read it there.
+    pub(crate) fn host_memory(&mut self, index: usize, reference: &Reference) -> Option<(Process, u64)> {
+        let link = self.get_mut(index)?;
+        let found = reference.in_process(link.pid?)?;
+        if !link.readable {
+            if let Err(error) = found.0.probe() {
+                tracing::debug!(peer = %link.peer, %error, "software HCA: memory of the peer cannot be read (process_vm_readv)");
+                return None;
+            }
+            link.readable = true;
+        }
+        Some(found)
+    }
+
+    /// What is offered over a link between two processes.
+    pub(crate) fn offers(&mut self, index: usize) -> Option<&mut Offers> {
+        self.get_mut(index)?.offers.as_mut()
+    }
+
+    /// Whether nobody at the other end runs any more: its process has ended, or has let the link go. The end of the socket comes
+    /// when the last thread of the process has closed it, and it does that behind its last system call; a living process lets the
+    /// link go under the lock of its HCA, under which it also helps with copies.
+    pub(crate) fn is_quiet(&self, index: usize) -> bool {
+        self.get(index).is_none_or(|l| !l.line.is_alive())
+    }
+
+    /// A packet of the peer was taken, or none was there.
+    pub(crate) fn note_taken(&mut self, index: usize, any: bool) {
+        if let Some(link) = self.get_mut(index) {
+            link.taken += usize::from(any);
+            // All that the ring can hold was taken since: also what was there then.
+            if !any || link.taken > MOST_RECORDS {
+                link.quiet += 1;
+                link.taken = 0;
+            }
+        }
+    }
+
+    /// A number that has grown when all that the peer had sent before was taken.
+    pub(crate) fn quiet(&self, index: usize) -> u64 {
+        self.get(index).map_or(0, |l| l.quiet)
+    }
+
+    /// Wakes the peers that packets were sent to.
+    pub(crate) fn ring(&mut self) {
+        for link in self.0.iter_mut().flatten() {
+            if std::mem::take(&mut link.unrung) {
+                link.bell.ring();
+            }
+        }
+    }
+
+    /// Tells the peer of a link that it has room again.
+    pub(crate) fn ring_one(&self, index: usize) {
+        if let Some(link) = self.get(index) {
+            link.bell.ring();
+        }
+    }
+
+    /// Sends delayed packets whose time has come, and lonely reordered ones. Returns whether any are left.
+    pub(crate) fn tick(&mut self, now: Instant) -> bool {
+        let mut left = false;
+        for link in self.0.iter_mut().flatten() {
+            link.release(|held| held.until.is_none_or(|until| now >= until));
+            left |= !link.held.is_empty();
+        }
+        left
+    }
+}
+
+impl Link {
+    fn is_lost(&self) -> bool {
+        self.broken || !self.line.is_alive()
+    }
+
+    fn push(&mut self, header: &Header, ext: &[u8], pieces: &[Piece<'_>]) -> bool {
+        match self.tx.try_push(&header.to_bytes(), ext, pieces) {
+            Ok(sent) => {
+                self.unrung |= sent;
+                sent
+            }
+            Err(error) => {
+                tracing::error!(peer = %self.peer, %error, "software HCA: link taken down");
+                self.broken = true;
+                true
+            }
+        }
+    }
+
+    fn release(&mut self, due: impl Fn(&Held) -> bool) {
+        for held in std::mem::take(&mut self.held) {
+            if !(due(&held) && self.push(&held.header, &held.body, &[])) {
+                self.held.push_back(held);
+            }
+        }
+    }
+}

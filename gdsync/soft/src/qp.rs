@@ -1,0 +1,299 @@
+//! A queue pair inside the software HCA: its rings, its state, its doorbell.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::async_event::{AsyncEvent, AsyncEventQueue};
+use super::cma::CmaPolicy;
+use gdsync_device::engine::{Cqs, Rings};
+use gdsync_device::{Faults, random_psn, HcaStats, Health, Access, QpAddress, QpAttr, QpState};
+use super::keys::Keys;
+use super::links::Links;
+use super::pending_flush::PendingFlush;
+use super::receive_staging::ReceiveStaging;
+use super::requester::Requester;
+use super::responder::Responder;
+use super::staging::Stage;
+use gdsync_device::copy_engine::{CopyEngine, Ticket};
+use gdsync_device::error::{Error, Result};
+use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome};
+
+/// What the queue pairs share while one of them works.
+#[derive(Debug)]
+pub(crate) struct Env<'a> {
+    pub(crate) keys: &'a Keys,
+    pub(crate) cqs: &'a mut Cqs,
+    pub(crate) links: &'a mut Links,
+    pub(crate) faults: &'a mut Faults,
+    pub(crate) stats: &'a mut HcaStats,
+    pub(crate) async_events: &'a mut AsyncEventQueue,
+    pub(crate) pending_flush: &'a mut PendingFlush,
+    pub(crate) copy_engine: &'a dyn CopyEngine,
+    /// Payload of so many bytes is left to copy engines.
+    pub(crate) by_reference: usize,
+    /// Which payload in host memory is left to the peer.
+    pub(crate) pull: CmaPolicy,
+    /// When a message of several packets, or a copy of payload, has begun, here or at a peer.
+    pub(crate) copied: &'a mut Option<Instant>,
+    pub(crate) strict: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct SoftQp {
+    pub(crate) rings: Rings,
+    /// Where its owner learns of what no completion tells.
+    pub(crate) health: Arc<Health>,
+    pub(crate) psn: u32,
+    pub(crate) state: QpState,
+    pub(crate) access: Access,
+    pub(crate) remote: Option<QpAddress>,
+    /// The link to the remote HCA.
+    pub(crate) link: usize,
+    pub(crate) req: Requester,
+    pub(crate) resp: Responder,
+    /// Payload of sends on its way out of GPU memory.
+    pub(super) sends: Stage,
+    /// Answers to READs, likewise.
+    pub(super) answers: Stage,
+    /// Payload on its way into memory that the CPU does not reach.
+    pub(super) receive_staging: ReceiveStaging,
+    /// Packets sent, for fault decisions.
+    pub(crate) packets: u64,
+    /// Listed as active in the core.
+    pub(crate) active: bool,
+}
+
+impl SoftQp {
+    /// Takes the doorbell and moves the fetch target.
+    pub(crate) fn take_doorbell(&mut self, env: &mut Env<'_>) {
+        if self.rings.is_rung() {
+            // The line comes while the request is read.
+            env.links.expect(self.link);
+        }
+        match self.rings.take_doorbell(self.req.head(), self.state, env.strict, env.stats) {
+            Ok(Some(target)) => self.req.extend(target),
+            Ok(None) => {}
+            Err(syndrome) => self.fail(syndrome, env),
+        }
+        if self.state == QpState::ERR {
+            self.flush(env);
+        }
+    }
+
+    /// Completes the oldest outstanding send, or all, with an error, and goes to ERR.
+    pub(crate) fn fail(&mut self, syndrome: Syndrome, env: &mut Env<'_>) {
+        self.req.fail_front(syndrome);
+        self.retire(env);
+        if self.state != QpState::ERR {
+            self.go_error(env);
+        }
+    }
+
+    /// Goes to ERR because its peer is gone.
+    pub(crate) fn lose_peer(&mut self, env: &mut Env<'_>) {
+        if !self.req.has_pending() {
+            self.health.record(Error::PeerGone { qpn: self.rings.qpn });
+        }
+        self.fail(Syndrome::RETRY_EXC_ERR, env);
+    }
+
+    /// Goes to ERR: no more network, everything posted is flushed.
+    pub(crate) fn go_error(&mut self, env: &mut Env<'_>) {
+        self.state = QpState::ERR;
+        self.resp.cancel();
+        self.flush(env);
+    }
+
+    /// Flushes sends up to the doorbell record (not the doorbell: as a card does), and receives.
+    ///
+    /// Not before the peer knows that references are void, and copies into receives are over: what is flushed is the
+    /// application's again.
+    pub(crate) fn flush(&mut self, env: &mut Env<'_>) {
+        if self.withdraw(env) && !self.receive_staging.is_busy() {
+            self.flush_sends(env);
+        }
+        if !self.resp.is_copying() {
+            self.flush_receives(env);
+        }
+    }
+
+    /// In ERR: goes on with a flush that had to wait. Returns whether it is over.
+    pub(crate) fn leave(&mut self, env: &mut Env<'_>) -> bool {
+        if self.state != QpState::ERR || !self.req.has_pending() {
+            return false;
+        }
+        self.flush(env);
+        !self.req.has_pending()
+    }
+
+    /// Whether copies are under way that this waits for.
+    pub(crate) fn is_copying(&self) -> bool {
+        self.resp.is_copying() || self.awaits_engines()
+    }
+
+    /// Whether some of them are made by others, whose end nobody announces.
+    pub(crate) fn awaits_engines(&self) -> bool {
+        self.resp.awaits_engines()
+            || self.sends.is_waiting()
+            || self.answers.is_waiting()
+            || self.receive_staging.is_busy()
+    }
+
+    /// The copies under way into a region.
+    pub(crate) fn copies_on(&self, key: u32) -> impl Iterator<Item = Ticket> {
+        self.resp.copies_on(key).chain(self.receive_staging.copies(Some(key)))
+    }
+
+    /// Whether it is connected over this link, or waits for what came over it.
+    pub(super) fn uses(&self, link: usize) -> bool {
+        self.remote.is_some() && self.link == link || self.resp.has_copy_from(link)
+    }
+
+    /// Before a reset: acknowledges what is complete, takes references back, and takes no more. The copies that are still
+    /// under way, or `None` while the link has no room.
+    pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
+        self.answer(env);
+        let mut copies = self.resp.close();
+        copies.extend(self.receive_staging.copies(None));
+        self.withdraw(env).then_some(copies)
+    }
+
+    fn flush_sends(&mut self, env: &mut Env<'_>) {
+        while let Some((index, opcode, syndrome)) = self.req.flush_pending() {
+            self.complete_send(index, opcode, Some(syndrome), 0, env);
+        }
+        let end = self.rings.flush_end(self.req.head());
+        while self.req.head() < end && end - self.req.head() <= self.rings.blocks() {
+            let wqe = self.rings.fetch(self.req.head());
+            self.req.skip(wqe.blocks());
+            self.rings.qp_trace.skipped();
+            self.complete_send(wqe.ctrl.index, wqe.ctrl.opcode, Some(Syndrome::WR_FLUSH_ERR), 0, env);
+        }
+    }
+
+    fn flush_receives(&mut self, env: &mut Env<'_>) {
+        let flushed = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
+        for counter in self.resp.stop() {
+            self.complete_recv(flushed, counter, env);
+        }
+        let tail = self.resp.tail();
+        let end = self.rings.recv_record(tail);
+        if end - tail <= self.rings.receives() {
+            for _ in tail..end {
+                let counter = self.resp.consume();
+                self.complete_recv(flushed, counter, env);
+            }
+        }
+    }
+
+    /// Writes a requester CQE.
+    pub(crate) fn complete_send(
+        &mut self,
+        index: u16,
+        opcode: Opcode,
+        syndrome: Option<Syndrome>,
+        bytes: u32,
+        env: &mut Env<'_>,
+    ) {
+        let cqe = Cqe {
+            opcode: if syndrome.is_some() { CqeOpcode::REQ_ERR } else { CqeOpcode::REQ },
+            qpn: self.rings.qpn,
+            wqe_counter: index,
+            send_opcode: opcode,
+            byte_cnt: bytes,
+            syndrome: syndrome.unwrap_or_default(),
+            ..Cqe::default()
+        };
+        self.complete(self.rings.request.send_cqn, cqe, env);
+    }
+
+    /// Writes a responder CQE for the receive with this counter.
+    pub(crate) fn complete_recv(&mut self, cqe: Cqe, counter: u16, env: &mut Env<'_>) {
+        let cqe = Cqe { qpn: self.rings.qpn, wqe_counter: counter, ..cqe };
+        self.complete(self.rings.request.recv_cqn, cqe, env);
+    }
+
+    /// Writes a CQE, behind all data.
+    fn complete(&mut self, cqn: u32, mut cqe: Cqe, env: &mut Env<'_>) {
+        let flushed = env.pending_flush.flush(env.keys);
+        if let Err(error) = &flushed {
+            tracing::error!(qpn = self.rings.qpn, %error, "software HCA: received data is not visible to its GPU");
+            cqe.syndrome = Syndrome::LOC_QP_OP_ERR;
+            let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
+            cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
+        }
+        self.rings.qp_trace.completed(&cqe);
+        if env.cqs.complete(cqn, cqe).is_err() {
+            self.overrun(cqn, env);
+        } else if flushed.is_err() && self.state != QpState::ERR {
+            self.go_error(env);
+        }
+    }
+
+    fn overrun(&mut self, cqn: u32, env: &mut Env<'_>) {
+        if self.state != QpState::ERR {
+            env.stats.cq_overruns += 1;
+            env.async_events.raise(AsyncEvent::CqError(cqn));
+            env.async_events.raise(AsyncEvent::QpFatal(self.rings.qpn));
+            tracing::error!(
+                qpn = self.rings.qpn,
+                "completion queue overrun: the queue pair goes to ERR, nothing completes any more"
+            );
+            self.state = QpState::ERR;
+        }
+    }
+
+    /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one. Returns the first packet
+    /// sequence number of this side.
+    pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<u32> {
+        let to = attr.state.unwrap_or(self.state);
+        if self.state == QpState::ERR && !matches!(to, QpState::ERR | QpState::RESET) {
+            let why = "the HCA has put it into ERR meanwhile; only RESET leads out".into();
+            return Err(Error::Transition { qpn: self.rings.qpn, from: QpState::ERR, to, why });
+        }
+        // Since the link was made, its peer may have gone, and its number may have been given again.
+        let is_gone =
+            |remote: &QpAddress, link| env.links.is_down(link) || env.links.peer(link) != Some(remote.gid);
+        if let Some(remote) = attr.remote.filter(|remote| link.is_some_and(|link| is_gone(remote, link))) {
+            return Err(Error::Peer { peer: remote.gid.to_string(), why: "its process has ended".into() });
+        }
+        self.access = attr.access.unwrap_or(self.access);
+        match attr.state {
+            Some(QpState::RESET) => {
+                // What was exposed late has its completion before the queue is emptied: somebody may have given up waiting
+                // for it and have put one of his own in its place, and the next one belongs behind it.
+                if self.state == QpState::ERR {
+                    self.flush(env);
+                }
+                self.reset()?;
+            }
+            Some(QpState::ERR) => self.go_error(env),
+            Some(QpState::INIT) if env.strict => {
+                env.cqs.check_initial(self.rings.request.send_cqn)?;
+                env.cqs.check_initial(self.rings.request.recv_cqn)?;
+            }
+            _ => {}
+        }
+        if let Some(remote) = attr.remote {
+            self.remote = Some(remote);
+            self.resp.expect(remote.psn);
+        }
+        self.link = link.unwrap_or(self.link);
+        self.resp.configure(attr);
+        self.req.configure(attr);
+        self.state = to;
+        Ok(self.psn)
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        // Another one, so that a late packet of this connection is not taken for one of the next.
+        self.psn = random_psn()?;
+        self.req = Requester::new(self.psn);
+        self.resp = Responder::default();
+        self.sends.forget();
+        self.answers.forget();
+        self.remote = None;
+        self.rings.clear();
+        Ok(())
+    }
+}

@@ -1,0 +1,345 @@
+//! The sending side of a queue pair: what is under way, what is acknowledged, when to try again, completion in order.
+
+mod answers;
+mod help;
+mod refer;
+mod transmit;
+mod trial;
+
+pub(in crate) use refer::Reason;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+use trial::Way;
+
+use super::packet::ahead;
+use super::qp::{Env, SoftQp};
+use gdsync_device::copy_engine::{Status, Ticket};
+use gdsync_device::{QpAttr, QpState};
+use mlx5_ring::{Opcode, Syndrome};
+
+#[derive(Debug)]
+pub(crate) struct Requester {
+    /// Blocks before this one may be fetched.
+    target: u64,
+    /// The next block to fetch.
+    head: u64,
+    pending: VecDeque<Pending>,
+    /// The first of `pending` that has packets to send.
+    unsent: usize,
+    /// Sequence number of the next new message.
+    next_psn: u32,
+    /// Behind the last packet that was ever sent: the peer cannot have seen more.
+    sent_psn: u32,
+    /// READs and atomics in progress.
+    reads: usize,
+    max_reads: usize,
+    timeout: Option<Duration>,
+    retry_cnt: u8,
+    rnr_retry: u8,
+    retries: u8,
+    rnr_retries: u8,
+    /// Went back because an answer is missing, and nothing new was answered since.
+    gap: bool,
+    /// When to go back for want of an answer; set by the first `tick` that sees packets under way.
+    deadline: Option<Instant>,
+    /// The receiver was not ready: nothing is sent before.
+    rnr_until: Option<Instant>,
+    references: refer::References,
+}
+
+/// A send between fetch and completion. Its WQE stays in the ring and is read again when packets are sent again.
+#[derive(Debug)]
+struct Pending {
+    begin: u64,
+    index: u16,
+    opcode: Opcode,
+    kind: Kind,
+    completes: bool,
+    len: usize,
+    psn: u32,
+    packets: u32,
+    /// Packets sent; of a READ, asked for.
+    sent: u32,
+    /// Packets acknowledged; of a READ, received.
+    done: u32,
+    /// The key of the region that the peer is referred to, in place of the bytes.
+    referred: Option<u32>,
+    /// The way of payload in host memory, where there is a choice.
+    way: Option<Way>,
+    /// The peer may know of a reference.
+    is_known: bool,
+    /// Answers on their way to their place.
+    receive_staging: Vec<Ticket>,
+    error: Option<Syndrome>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Nop,
+    Message,
+    Read,
+    Atomic,
+}
+
+impl Pending {
+    fn is_done(&self) -> bool {
+        self.done == self.packets
+    }
+
+    fn needs_answer(&self) -> bool {
+        matches!(self.kind, Kind::Read | Kind::Atomic)
+    }
+
+    /// An answer has come, and may be on its way to its place.
+    fn land(&mut self, ticket: Option<Ticket>) {
+        self.receive_staging.extend(ticket);
+        if self.receive_staging.iter().any(|ticket| ticket.status() == Status::Failed) {
+            self.error = Some(Syndrome::LOC_QP_OP_ERR);
+        }
+        self.receive_staging.retain(|ticket| !ticket.is_over());
+    }
+
+    fn last_psn(&self) -> u32 {
+        self.psn.wrapping_add(self.packets).wrapping_sub(1)
+    }
+}
+
+impl Requester {
+    pub(crate) fn new(psn: u32) -> Self {
+        Self {
+            target: 0,
+            head: 0,
+            pending: VecDeque::new(),
+            unsent: 0,
+            next_psn: psn,
+            sent_psn: psn,
+            reads: 0,
+            max_reads: 0,
+            timeout: None,
+            retry_cnt: 0,
+            rnr_retry: 0,
+            retries: 0,
+            rnr_retries: 0,
+            gap: false,
+            deadline: None,
+            rnr_until: None,
+            references: refer::References::default(),
+        }
+    }
+
+    pub(crate) fn configure(&mut self, attr: &QpAttr) {
+        if let Some(code) = attr.timeout {
+            self.timeout = (code > 0).then(|| Duration::from_nanos(4096 << code));
+        }
+        if let Some(count) = attr.retry_cnt {
+            (self.retry_cnt, self.retries) = (count, count);
+        }
+        if let Some(count) = attr.rnr_retry {
+            (self.rnr_retry, self.rnr_retries) = (count, count);
+        }
+        self.max_reads = attr.max_rd_atomic.map_or(self.max_reads, usize::from);
+    }
+
+    /// Behind the last packet that was ever sent, for tests.
+    #[cfg(test)]
+    pub(crate) fn sent_psn(&self) -> u32 {
+        self.sent_psn
+    }
+
+    pub(crate) fn head(&self) -> u64 {
+        self.head
+    }
+
+    /// A doorbell made blocks up to `target` visible.
+    pub(crate) fn extend(&mut self, target: u64) {
+        self.target = self.target.max(target);
+    }
+
+    /// Whether anything is to be done or waited for.
+    pub(crate) fn is_active(&self) -> bool {
+        !self.pending.is_empty() || self.head < self.target
+    }
+
+    /// Whether a send is outstanding.
+    pub(crate) fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    /// The oldest outstanding send is to complete with an error.
+    pub(crate) fn fail_front(&mut self, syndrome: Syndrome) {
+        if let Some(front) = self.pending.front_mut() {
+            front.error = Some(syndrome);
+        }
+    }
+
+    /// Takes the oldest outstanding send off, to end with the error that it has or to be flushed.
+    pub(crate) fn flush_pending(&mut self) -> Option<(u16, Opcode, Syndrome)> {
+        self.unsent = 0;
+        let p = self.pending.pop_front()?;
+        self.count_reference(&p, false);
+        Some((p.index, p.opcode, p.error.unwrap_or(Syndrome::WR_FLUSH_ERR)))
+    }
+
+    /// Passes over a WQE that was never fetched.
+    pub(crate) fn skip(&mut self, blocks: u64) {
+        self.head += blocks;
+        self.target = self.target.max(self.head);
+    }
+
+    fn push(&mut self, pending: Pending, blocks: u64) {
+        self.head += blocks;
+        self.next_psn = self.next_psn.wrapping_add(pending.packets);
+        self.reads += usize::from(pending.needs_answer());
+        self.count_reference(&pending, true);
+        self.pending.push_back(pending);
+    }
+
+    /// The packets of pending send `i` before its packet `sent` were sent.
+    fn note_sent(&mut self, i: usize, sent: u32) {
+        let p = &mut self.pending[i];
+        p.sent = sent;
+        let behind = p.psn.wrapping_add(sent);
+        if ahead(behind, self.sent_psn) > 0 {
+            self.sent_psn = behind;
+        }
+    }
+
+    /// Everything before `psn` has arrived. Returns whether something must be sent again: an answer that was lost.
+    fn acknowledge(&mut self, psn: u32) -> bool {
+        for i in 0..self.pending.len() {
+            let p = &mut self.pending[i];
+            let through = ahead(psn, p.psn);
+            if through <= 0 {
+                break;
+            }
+            if p.needs_answer() {
+                if !p.is_done() && ahead(psn, p.last_psn()) > 0 {
+                    return true;
+                }
+                continue;
+            }
+            let through = through.unsigned_abs().min(p.packets);
+            if through > p.done {
+                p.done = through;
+                p.sent = p.sent.max(through);
+                self.moved();
+            }
+        }
+        false
+    }
+
+    /// The peer answered something new: timers and retries start afresh.
+    fn moved(&mut self) {
+        self.deadline = None;
+        self.gap = false;
+        self.retries = self.retry_cnt;
+        self.rnr_retries = self.rnr_retry;
+    }
+
+    /// Sends everything not acknowledged again.
+    fn go_back(&mut self) {
+        for p in self.pending.iter_mut().take(self.unsent + 1) {
+            p.sent = p.done;
+        }
+        self.unsent = self.pending.iter().position(|p| !p.is_done()).unwrap_or(self.pending.len());
+        self.deadline = None;
+    }
+
+    /// The outstanding send that packet `psn` belongs to.
+    fn find(&mut self, psn: u32) -> Option<&mut Pending> {
+        self.pending.iter_mut().find(|p| {
+            let at = ahead(psn, p.psn);
+            at >= 0 && at.unsigned_abs() < p.packets
+        })
+    }
+
+    fn oldest_psn(&self) -> u32 {
+        self.pending.iter().find(|p| !p.is_done()).map_or(self.next_psn, |p| p.psn.wrapping_add(p.done))
+    }
+
+    /// When `tick` wants to be called next.
+    pub(crate) fn next_timer(&self) -> Option<Instant> {
+        self.rnr_until.or(self.deadline)
+    }
+}
+
+impl SoftQp {
+    /// Completes what is done, in order, up to the first send that is not. Returns whether there was any.
+    pub(crate) fn retire(&mut self, env: &mut Env<'_>) -> bool {
+        let mut any = false;
+        while let Some(p) = self.req.pending.front_mut() {
+            p.land(None);
+            if p.error.is_none() && (!p.is_done() || !p.receive_staging.is_empty()) {
+                break;
+            }
+            any = true;
+            if p.error.is_some() {
+                self.go_error(env);
+                break;
+            }
+            let p = self.req.pending.pop_front().expect("it was just looked at");
+            self.req.unsent = self.req.unsent.saturating_sub(1);
+            self.req.reads -= usize::from(p.needs_answer());
+            self.req.count_reference(&p, false);
+            if p.completes {
+                let bytes = if p.needs_answer() { u32::try_from(p.len).expect("at most 1 GiB") } else { 0 };
+                self.complete_send(p.index, p.opcode, None, bytes, env);
+            }
+        }
+        any
+    }
+
+    /// Looks at the timers.
+    pub(crate) fn tick(&mut self, now: Instant, env: &mut Env<'_>) {
+        self.limit_copies(now);
+        if self.state != QpState::RTS {
+            return;
+        }
+        if let Some(until) = self.req.rnr_until {
+            if now >= until {
+                self.req.rnr_until = None;
+                self.advance(env);
+            }
+            return;
+        }
+        let under_way = self.req.pending.iter().any(|p| p.sent > p.done);
+        match self.req.deadline {
+            _ if !under_way => self.req.deadline = None,
+            None => self.req.deadline = self.req.timeout.map(|t| now + t),
+            Some(deadline) if now >= deadline => {
+                self.req.deadline = None;
+                if self.req.retries == 0 {
+                    self.fail(Syndrome::RETRY_EXC_ERR, env);
+                } else {
+                    self.req.retries -= 1;
+                    self.req.gap = false;
+                    self.again(env);
+                    self.advance(env);
+                }
+            }
+            Some(_) => {}
+        }
+    }
+}
+
+/// The pause that an RNR timer code asks for (InfiniBand architecture, table 45).
+fn rnr_pause(code: u32) -> Duration {
+    const HUNDREDTHS_OF_MS: [u32; 32] = [
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
+        3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
+    ];
+    Duration::from_micros(10) * HUNDREDTHS_OF_MS[code as usize & 31]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rnr_pauses_are_those_of_the_architecture() {
+        assert_eq!(rnr_pause(0), Duration::from_micros(655_360));
+        assert_eq!(rnr_pause(1), Duration::from_micros(10));
+        assert_eq!(rnr_pause(12), Duration::from_micros(640));
+        assert_eq!(rnr_pause(31), Duration::from_micros(491_520));
+    }
+}

@@ -1,0 +1,322 @@
+//! Sends whose payload stays where it is: the peer is referred to it, and copies it.
+//!
+//! A reference is one packet with the sequence numbers of all the packets that it replaces, so that the payload can be sent
+//! after all if the peer cannot follow it. Up to [`WINDOW`] references are under way at once; whatever else comes after them
+//! in the queue waits until they are acknowledged, so that the peer does not have to reorder anything.
+//!
+//! A peer that is not done says so when a reference comes again, and keeps the retries from running out. Before a send that
+//! the peer may have begun to copy is completed with an error, the reference is withdrawn: the application may then
+//! change the bytes, and the peer must not take them for the message.
+
+use std::borrow::Cow;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::trial::{self, Trial, Way};
+use super::{Pending, Requester};
+use crate::cma::CmaPolicy;
+use crate::packet::{self, Header, PacketOp, ahead};
+use crate::qp::{Env, SoftQp};
+use crate::reference::Reference;
+use gdsync_device::engine::Wqe;
+use gdsync_device::memory::Memory;
+use gdsync_device::{TransferPath, Transport};
+use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload};
+
+/// References under way at once.
+const WINDOW: usize = 8;
+/// Regions of a kind that the peer cannot be referred to; with more, it is referred to none of that kind.
+const MAX_REFUSED: usize = 64;
+/// How long a withdrawal may wait for room on the link.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What a requester knows of its references.
+#[derive(Debug, Default)]
+pub(super) struct References {
+    /// Pending sends that are sent as references.
+    pending: usize,
+    /// Regions that the peer cannot be referred to.
+    refused: SmallVec<[u32; 2]>,
+    /// Of these, how many are for copy engines.
+    exports_refused: usize,
+    /// The peer cannot read host memory of this process.
+    is_unreadable: bool,
+    /// What is quicker for host memory.
+    trial: Trial,
+    /// They were withdrawn.
+    withdrawn: bool,
+    /// Since when the withdrawal waits for room.
+    leaving: Option<Instant>,
+}
+
+impl Pending {
+    /// The peer may be copying its payload.
+    pub(super) fn is_out(&self) -> bool {
+        self.is_known && !self.is_done()
+    }
+}
+
+impl Requester {
+    /// Whether pending send `i` may go out as far as references are concerned.
+    pub(super) fn may_begin(&self, i: usize) -> bool {
+        if self.references.pending == 0 {
+            return true;
+        }
+        let out = || self.pending.iter().take(i).filter(|p| p.referred.is_some() && !p.is_done());
+        let Some(p) = self.pending.get(i).filter(|_| out().next().is_some()) else { return true };
+        // What the peer's CPU copies and what its copy engines do is in no order.
+        let may_join = || out().count() < WINDOW && out().all(|other| other.way == p.way);
+        p.packets == 0 || p.referred.is_some() && may_join()
+    }
+
+    /// A send begins or ends.
+    pub(super) fn count_reference(&mut self, p: &Pending, begins: bool) {
+        let count = &mut self.references.pending;
+        *count = if begins {
+            *count + usize::from(p.referred.is_some())
+        } else {
+            *count - usize::from(p.referred.is_some())
+        };
+    }
+}
+
+impl SoftQp {
+    /// The key of the region that the peer is referred to for this message, if it is. The way, where its payload is in host
+    /// memory and there is a choice.
+    pub(super) fn may_refer(
+        &mut self,
+        op: &DecodedOp,
+        wqe: &Wqe,
+        len: usize,
+        env: &Env<'_>,
+    ) -> (Option<u32>, Option<Way>) {
+        let key = Self::one_buffer(op, wqe).map(|sge| sge.lkey);
+        let Some(key) = key.filter(|key| len > 0 && !self.is_refused(*key)) else {
+            return (None, None);
+        };
+        if env.keys.export(key).is_some() {
+            return ((len >= env.by_reference).then_some(key), None);
+        }
+        let way = self.may_be_pulled(key, len, env).then(|| match env.pull {
+            CmaPolicy::Quicker => self.req.references.trial.next(len),
+            CmaPolicy::From(_) | CmaPolicy::Never => Way::Pulled,
+        });
+        ((way == Some(Way::Pulled)).then_some(key), way)
+    }
+
+    /// Whether the peer may be left to read payload of this region, if it is quicker.
+    fn may_be_pulled(&self, key: u32, len: usize, env: &Env<'_>) -> bool {
+        let least = match env.pull {
+            CmaPolicy::Quicker => trial::LEAST,
+            CmaPolicy::From(bytes) => bytes,
+            CmaPolicy::Never => return false,
+        };
+        len >= least
+            && !self.req.references.is_unreadable
+            && env.keys.memory(key).is_some_and(Memory::is_host)
+    }
+
+    /// The buffer of payload in one.
+    pub(super) fn one_buffer(op: &DecodedOp, wqe: &Wqe) -> Option<DataSeg> {
+        let payload = match op {
+            DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => payload,
+            _ => return None,
+        };
+        let DecodedPayload::Sges(list) = payload else { return None };
+        list.iter(wqe.as_bytes()).next().filter(|_| list.len() == 1)
+    }
+
+    /// What ends with packet `psn` took so long to arrive; 0 is not known.
+    pub(super) fn arrived(&mut self, psn: u32, nanoseconds: u32) {
+        if nanoseconds > 0
+            && let Some(p) = self.req.find(psn)
+            && let Some(way) = p.way
+        {
+            let len = p.len;
+            self.req.references.trial.took(len, way, nanoseconds);
+        }
+    }
+
+    fn is_refused(&self, key: u32) -> bool {
+        let References { refused, exports_refused, .. } = &self.req.references;
+        *exports_refused >= MAX_REFUSED || refused.contains(&key)
+    }
+
+    /// How a message of `len` bytes of this memory, in the region of this key, would leave.
+    pub(crate) fn transfer_path(&self, key: u32, memory: &Memory, len: usize, env: &Env<'_>) -> TransferPath {
+        let least = env.by_reference.max(1);
+        let is_exported = env.keys.export(key).is_some();
+        if len >= least && is_exported && !self.is_refused(key) {
+            return TransferPath::new(Transport::PeerToPeer, format!("{len} bytes are at least {least}"));
+        }
+        if Self::is_staged(memory, len, env) {
+            let reason = match () {
+                () if !memory.is_mapped() => "the CPU does not reach it".into(),
+                () if least == usize::MAX => "nothing is left to copy engines of receivers".into(),
+                () if len < least => {
+                    format!("{len} bytes are less than {least}, and many for the CPU").into()
+                }
+                () if is_exported => Cow::Borrowed("the peer cannot open it: the log says why"),
+                () => Cow::Borrowed("no peer can be referred to it"),
+            };
+            return TransferPath::new(Transport::Staging, reason);
+        }
+        if memory.gpu().is_some() {
+            return TransferPath::new(Transport::Mapping, format!("{len} bytes are few"));
+        }
+        if !self.may_be_pulled(key, len, env) || self.is_refused(key) {
+            return TransferPath::new(Transport::Cpu, "it is host memory");
+        }
+        let found = "it is host memory, and this is quicker, or is being tried";
+        match (env.pull, self.req.references.trial.way(len)) {
+            (CmaPolicy::Quicker, Way::Sent) => TransferPath::new(Transport::Cpu, found),
+            (CmaPolicy::Quicker, Way::Pulled) => TransferPath::new(Transport::Pull, found),
+            _ => TransferPath::new(Transport::Pull, format!("it is host memory, and {len} bytes are many")),
+        }
+    }
+
+    /// Sends pending send `i` as a reference: whether it is out, or `None` to send its bytes.
+    pub(super) fn refer(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> Option<bool> {
+        let remote = self.remote?;
+        let p = &self.req.pending[i];
+        if p.sent == p.packets {
+            return Some(true);
+        }
+        let (psn, len, packets) = (p.psn, p.len, p.packets);
+        let mut header = Header::new(PacketOp::SEND, remote.qpn, self.rings.qpn, psn);
+        header.flags = packet::FIRST | packet::LAST | packet::REFERENCE;
+        header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
+        header.len = u32::try_from(len).expect("messages are at most 1 GiB");
+        let mut ext: SmallVec<[u8; 128]> = SmallVec::new();
+        let (payload, imm) = match op {
+            DecodedOp::Send { payload, imm } => (payload, imm),
+            DecodedOp::Write { remote, payload, imm } => {
+                (header.op, header.rkey) = (PacketOp::WRITE, remote.rkey);
+                ext.extend_from_slice(&remote.addr.to_le_bytes());
+                (payload, imm)
+            }
+            _ => return None,
+        };
+        if let Some(imm) = *imm {
+            header.flags |= packet::IMM;
+            header.imm = imm;
+        }
+        let DecodedPayload::Sges(list) = payload else { return None };
+        let sge = list.iter(wqe.as_bytes()).next()?;
+        let piece = match self.local(&sge, false, env) {
+            Ok(piece) => piece,
+            Err(syndrome) => {
+                self.req.pending[i].error = Some(syndrome);
+                return Some(false);
+            }
+        };
+        let reference = match env.keys.export(sge.lkey) {
+            Some(export) => export.reference(piece.offset),
+            None => Reference::to_host(piece.memory.host_addr(piece.offset)?),
+        };
+        ext.extend_from_slice(&reference.to_bytes());
+        if !env.links.send(self.link, &header, &ext, &[], self.packets, env.faults, env.stats) {
+            return Some(false);
+        }
+        self.packets += 1;
+        self.req.note_sent(i, packets);
+        let p = &mut self.req.pending[i];
+        if !std::mem::replace(&mut p.is_known, true) {
+            *env.copied = Some(Instant::now());
+        }
+        Some(true)
+    }
+
+    /// The peer is copying what packet `psn` refers to: there is nothing to send again.
+    pub(super) fn copying(&mut self, psn: u32) {
+        if self.req.find(psn).is_some_and(|p| p.is_out()) {
+            self.req.moved();
+        }
+    }
+
+    /// The peer cannot follow the reference in packet `psn`: the bytes are sent, now and for this region from now on.
+    pub(super) fn reference_refused(&mut self, psn: u32, reason: u32, env: &mut Env<'_>) {
+        if let Some((key, way)) = self.req.find(psn).and_then(|p| Some((p.referred?, p.way))) {
+            let (reason, references) = (Reason(reason), &mut self.req.references);
+            let unreadable = way.is_some() && reason == Reason::CANNOT_OPEN;
+            references.is_unreadable |= unreadable;
+            if unreadable {
+                tracing::debug!(
+                    qpn = self.rings.qpn,
+                    "the peer cannot read memory of this process: it is sent"
+                );
+            } else if !references.refused.contains(&key) {
+                let why = reason.meaning();
+                if way.is_some() {
+                    tracing::debug!(
+                        qpn = self.rings.qpn,
+                        lkey = key,
+                        why,
+                        "host memory of this region is sent"
+                    );
+                } else {
+                    tracing::warn!(
+                        qpn = self.rings.qpn,
+                        lkey = key,
+                        why,
+                        "payload of this region is staged through host memory"
+                    );
+                }
+                references.refused.push(key);
+                references.exports_refused += usize::from(way.is_none());
+                let host = references.refused.len() - references.exports_refused;
+                references.is_unreadable |= host >= MAX_REFUSED;
+            }
+            let is_void = |p: &Pending| p.referred == Some(key) || unreadable && p.way == Some(Way::Pulled);
+            for p in self.req.pending.iter_mut().filter(|p| is_void(p) && ahead(p.psn, psn) >= 0) {
+                references.pending -= usize::from(p.referred.take().is_some());
+                p.way = None;
+            }
+        }
+        self.again(env);
+    }
+
+    /// Takes back the references that the peer may still follow. Returns false while it waits for room on the link.
+    pub(crate) fn withdraw(&mut self, env: &mut Env<'_>) -> bool {
+        let is_out = self.req.pending.iter().any(Pending::is_out);
+        let references = &mut self.req.references;
+        let Some(remote) = self.remote.filter(|_| is_out && !references.withdrawn) else {
+            references.leaving = None;
+            return true;
+        };
+        let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.rings.qpn, self.psn);
+        if !env.faults.is_dead() && !env.links.withdraw(self.link, &header) {
+            let since = *references.leaving.get_or_insert_with(Instant::now);
+            if since.elapsed() < PATIENCE {
+                return false;
+            }
+            tracing::warn!(
+                qpn = self.rings.qpn,
+                "the peer takes no packets: it may complete a message whose send has failed"
+            );
+        }
+        references.withdrawn = true;
+        references.leaving = None;
+        true
+    }
+}
+
+/// Why a peer cannot follow a reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate) struct Reason(pub(in crate) u32);
+
+impl Reason {
+    pub(in crate) const CANNOT_OPEN: Self = Self(1);
+    pub(in crate) const FAILED: Self = Self(2);
+
+    fn meaning(self) -> &'static str {
+        match self {
+            Self::CANNOT_OPEN => {
+                "the peer cannot open it: CUDA IPC needs memory of cudaMalloc, and no pool or container between the processes"
+            }
+            Self::FAILED => "the peer could not copy it: its log says why",
+            _ => "the peer refused",
+        }
+    }
+}

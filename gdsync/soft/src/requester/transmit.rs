@@ -1,0 +1,326 @@
+//! Fetching WQEs and cutting messages into packets.
+
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::{Kind, Pending};
+use crate::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
+use crate::qp::{Env, SoftQp};
+use gdsync_device::engine::Wqe;
+use crate::staging::Staged;
+use crate::wire::Piece;
+use gdsync_device::memory::Memory;
+use gdsync_device::QpState;
+use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, Syndrome};
+
+/// Sends in progress at once; more wait in the ring.
+const MAX_PENDING: usize = 256;
+/// Packets under way at once.
+const WINDOW: i32 = 64;
+
+/// What became of a fetch.
+enum Admit {
+    /// It may be sent.
+    Ready(DecodedOp),
+    /// It is to complete with an error.
+    Failed,
+    /// READs in progress must end first.
+    Stall,
+}
+
+impl SoftQp {
+    /// Sends what may be sent and completes what is complete. Returns whether anything happened.
+    pub(crate) fn advance(&mut self, env: &mut Env<'_>) -> bool {
+        if self.state != QpState::RTS || self.req.rnr_until.is_some() {
+            return false;
+        }
+        let mut worked = false;
+        loop {
+            let i = self.req.unsent;
+            let wqe;
+            let op;
+            if i < self.req.pending.len() {
+                if self.req.pending[i].error.is_some() {
+                    break;
+                }
+                // Some of it was sent before. It was checked then, but a careless owner may have overwritten it.
+                wqe = self.rings.fetch(self.req.pending[i].begin);
+                op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).unwrap_or(DecodedOp::Nop);
+            } else if self.req.head < self.req.target && i < MAX_PENDING {
+                wqe = self.rings.fetch(self.req.head);
+                match self.admit(&wqe, env) {
+                    Admit::Ready(fresh) => op = fresh,
+                    Admit::Failed => {
+                        worked = true;
+                        break;
+                    }
+                    Admit::Stall => break,
+                }
+                worked = true;
+            } else {
+                break;
+            }
+            if !self.req.may_begin(i) {
+                break;
+            }
+            let before = self.req.pending[i].sent;
+            let complete = self.transmit(i, &wqe, &op, env);
+            if let Some(p) = self.req.pending.get(i) {
+                worked |= p.sent != before;
+            }
+            if !complete {
+                break;
+            }
+            self.req.unsent += 1;
+        }
+        self.retire(env) || worked
+    }
+
+    /// Checks a fetched WQE and takes it into progress.
+    fn admit(&mut self, wqe: &Wqe, env: &mut Env<'_>) -> Admit {
+        let (op, kind, len, error) = match self.inspect(wqe, env) {
+            Ok((op, kind, len)) => (op, kind, len, None),
+            Err(syndrome) => (DecodedOp::Nop, Kind::Message, 0, Some(syndrome)),
+        };
+        let reads = self.req.reads;
+        let is_read = matches!(kind, Kind::Read | Kind::Atomic);
+        if (is_read && reads >= self.req.max_reads.max(1)) || (wqe.ctrl.fence() && reads > 0) {
+            return Admit::Stall;
+        }
+        env.stats.wqes += 1;
+        self.rings.qp_trace.fetched(self.rings.qpn, len);
+        let packets = if kind == Kind::Nop { 0 } else { segments(len) };
+        let (referred, way) = self.may_refer(&op, wqe, len, env);
+        if packets > 1 {
+            *env.copied = Some(Instant::now());
+        }
+        let pending = Pending {
+            begin: self.req.head,
+            index: wqe.ctrl.index,
+            opcode: wqe.ctrl.opcode,
+            kind,
+            completes: wqe.ctrl.always_completes(),
+            len,
+            psn: self.req.next_psn,
+            packets,
+            sent: 0,
+            done: 0,
+            referred,
+            way,
+            is_known: false,
+            receive_staging: Vec::new(),
+            error: error.or(env.faults.next_send()),
+        };
+        let failed = pending.error.is_some();
+        self.req.push(pending, wqe.blocks());
+        if failed { Admit::Failed } else { Admit::Ready(op) }
+    }
+
+    /// What a WQE asks for and how many bytes it moves, or how it must fail.
+    fn inspect(&self, wqe: &Wqe, env: &mut Env<'_>) -> Result<(DecodedOp, Kind, usize), Syndrome> {
+        let op = self.rings.inspect(wqe, self.req.head, env.strict, env.stats)?;
+        let (kind, len) = match &op {
+            DecodedOp::Nop => (Kind::Nop, 0),
+            DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => match payload {
+                DecodedPayload::Inline(range) => (Kind::Message, range.len()),
+                DecodedPayload::Sges(list) => (Kind::Message, list.total_bytes() as usize),
+            },
+            DecodedOp::Read { sges, .. } => {
+                for sge in sges.iter(wqe.as_bytes()) {
+                    self.local(&sge, true, env)?;
+                }
+                (Kind::Read, sges.total_bytes() as usize)
+            }
+            DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. } => {
+                self.local(result, true, env)?;
+                (Kind::Atomic, 8)
+            }
+        };
+        // The application writes its rings itself, and may ask for more than a message can have.
+        if len > MAX_MESSAGE as usize {
+            return Err(Syndrome::LOC_LEN_ERR);
+        }
+        Ok((op, kind, len))
+    }
+
+    pub(in crate) fn local<'k>(
+        &self,
+        sge: &DataSeg,
+        write: bool,
+        env: &Env<'k>,
+    ) -> Result<Piece<'k>, Syndrome> {
+        let len = sge.len as usize;
+        let (memory, offset) = env.keys.local(sge.lkey, self.rings.request.pdn, sge.addr, len, write)?;
+        Ok(Piece { memory, offset, len })
+    }
+
+    /// Sends packets of pending send `i` until all are out (true) or no more can be sent now.
+    fn transmit(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> bool {
+        let bytes = wqe.as_bytes();
+        let Some(remote) = self.remote else { return false };
+        if self.req.pending[i].referred.is_some()
+            && let Some(sent) = self.refer(i, wqe, op, env)
+        {
+            return sent;
+        }
+        let (len, packets) = (self.req.pending[i].len, self.req.pending[i].packets);
+        while self.req.pending[i].sent < packets {
+            let p = &self.req.pending[i];
+            let psn = p.psn.wrapping_add(p.sent);
+            if ahead(psn, self.req.oldest_psn()) >= WINDOW {
+                return false;
+            }
+            let offset = p.sent as usize * SEGMENT;
+            let size = SEGMENT.min(len - offset);
+            let is_last = p.sent + 1 == packets;
+            let mut header = Header::new(PacketOp::SEND, remote.qpn, self.rings.qpn, psn);
+            header.flags =
+                if p.sent == 0 { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
+            header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
+            let mut ext: SmallVec<[u8; 96]> = SmallVec::new();
+            let staged;
+            let mut pieces: SmallVec<[Piece<'_>; 4]> = SmallVec::new();
+            let mut immediate = |imm: Option<u32>| {
+                if let Some(imm) = imm {
+                    header.flags |= packet::IMM;
+                    header.imm = imm;
+                }
+            };
+            let mut step = 1;
+            let gathered = match op {
+                // A message that is no longer what it was.
+                DecodedOp::Nop => Err(Syndrome::LOC_QP_OP_ERR),
+                DecodedOp::Send { payload, imm } => {
+                    immediate(*imm);
+                    self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)
+                }
+                DecodedOp::Write { remote, payload, imm } => {
+                    immediate(*imm);
+                    header.op = PacketOp::WRITE;
+                    header.rkey = remote.rkey;
+                    ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
+                    self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)
+                }
+                DecodedOp::Read { remote, .. } => {
+                    header.op = PacketOp::READ;
+                    header.rkey = remote.rkey;
+                    header.len = u32::try_from(len - offset).expect("messages are at most 1 GiB");
+                    ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
+                    step = packets - p.sent;
+                    Ok(())
+                }
+                DecodedOp::CompareSwap { remote, compare, swap, .. } => {
+                    header.op = PacketOp::COMPARE_SWAP;
+                    header.rkey = remote.rkey;
+                    [remote.addr, *compare, *swap]
+                        .iter()
+                        .for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
+                    Ok(())
+                }
+                DecodedOp::FetchAdd { remote, add, .. } => {
+                    header.op = PacketOp::FETCH_ADD;
+                    header.rkey = remote.rkey;
+                    [remote.addr, *add, 0].iter().for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
+                    Ok(())
+                }
+            };
+            if let Err(syndrome) = gathered {
+                self.req.pending[i].error = Some(syndrome);
+                return false;
+            }
+            if pieces.iter().any(|piece| Self::is_staged(piece.memory, len, env)) {
+                match self.stage(i, op, bytes, offset, env) {
+                    Ok(Some((memory, offset))) => {
+                        staged = memory;
+                        pieces.clear();
+                        pieces.push(Piece { memory: &staged, offset, len: size });
+                    }
+                    Ok(None) => return false,
+                    // The CPU does it, slowly.
+                    Err(_) if pieces.iter().all(|piece| piece.memory.is_mapped()) => {}
+                    Err(syndrome) => {
+                        self.req.pending[i].error = Some(syndrome);
+                        return false;
+                    }
+                }
+            }
+            if header.op == PacketOp::SEND || header.op == PacketOp::WRITE {
+                header.len = u32::try_from(size).expect("a packet is short");
+            }
+            let sent = env.links.send(self.link, &header, &ext, &pieces, self.packets, env.faults, env.stats);
+            if !sent {
+                return false;
+            }
+            self.packets += 1;
+            self.req.note_sent(i, self.req.pending[i].sent + step);
+        }
+        true
+    }
+
+    /// Where the staged bytes of a packet of pending send `i` are; `None` while they are on their way.
+    fn stage(
+        &mut self,
+        i: usize,
+        op: &DecodedOp,
+        wqe: &[u8],
+        offset: usize,
+        env: &Env<'_>,
+    ) -> Result<Option<(Memory, usize)>, Syndrome> {
+        let (DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. }) = op else {
+            return Err(Syndrome::LOC_QP_OP_ERR);
+        };
+        let (psn, total) = (self.req.pending[i].psn, self.req.pending[i].len);
+        let mut stage = std::mem::take(&mut self.sends);
+        let gather = |at, len| {
+            let (mut inline, mut pieces) = (SmallVec::new(), SmallVec::new());
+            self.gather(payload, wqe, at, len, &mut inline, &mut pieces, env)?;
+            Ok(pieces.iter().map(|piece| (piece.memory.clone(), piece.offset, piece.len)).collect())
+        };
+        let staged = stage.bring(psn, total, offset, gather, env.copy_engine);
+        self.sends = stage;
+        match staged? {
+            Staged::Ready(memory, at) => Ok(Some((memory, at))),
+            Staged::OnTheirWay => Ok(None),
+            Staged::Failed => Err(Syndrome::LOC_QP_OP_ERR),
+        }
+    }
+
+    /// Collects `len` bytes of a payload from `offset` on: inline bytes into `ext`, others as pieces.
+    #[expect(clippy::too_many_arguments, reason = "two outputs, two inputs, one range, one environment")]
+    fn gather<'k>(
+        &self,
+        payload: &DecodedPayload,
+        wqe: &[u8],
+        mut offset: usize,
+        mut len: usize,
+        ext: &mut SmallVec<[u8; 96]>,
+        pieces: &mut SmallVec<[Piece<'k>; 4]>,
+        env: &Env<'k>,
+    ) -> Result<(), Syndrome> {
+        match payload {
+            DecodedPayload::Inline(range) => {
+                let data = wqe.get(range.clone()).and_then(|d| d.get(offset..offset + len));
+                ext.extend_from_slice(data.ok_or(Syndrome::LOC_LEN_ERR)?);
+            }
+            DecodedPayload::Sges(list) => {
+                for sge in list.iter(wqe) {
+                    if len == 0 {
+                        break;
+                    }
+                    // The whole SGE must be allowed, as a card checks it, also where only a part is sent now.
+                    let piece = self.local(&sge, false, env)?;
+                    if offset >= piece.len {
+                        offset -= piece.len;
+                        continue;
+                    }
+                    let take = len.min(piece.len - offset);
+                    pieces.push(Piece { offset: piece.offset + offset, len: take, ..piece });
+                    offset = 0;
+                    len -= take;
+                }
+            }
+        }
+        Ok(())
+    }
+}

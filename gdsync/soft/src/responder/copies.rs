@@ -1,0 +1,480 @@
+//! Messages whose payload is being copied: they complete in order when it is in place.
+//!
+//! A reference is checked as its payload would be: receive, length, keys. The copy then runs beside everything else. While
+//! any is under way only further references are taken, and nothing is answered that would tell the peer that a message after
+//! the oldest copy has arrived. Packets whose bytes are [landing](super::super::receive_staging) wait here too, and what comes
+//! after them waits behind them.
+//!
+//! *A copy that cannot be made.* The peer is asked for the payload itself. Receives that were taken for this message and
+//! those after it are put back, which nobody can see: they have not completed. First all their copies must be over.
+//!
+//! *A send that was withdrawn.* Its bytes may have changed in mid-copy. So a message completes only after everything was
+//! taken that the peer had sent when the copy was seen to be over: what it withdrew by then does not complete.
+//!
+//! *The end of the queue pair.* Receives are flushed when the copies into them are over. A copy that never ends (the GPU
+//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it. One that CPUs
+//! [make](super::pull) ends by itself, or with the process at the other end.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::super::links::{Body, Links};
+use super::super::packet::{self, Header, PacketOp, ahead, segments};
+use super::super::qp::{Env, SoftQp};
+use super::super::reference::{REFERENCE, Reference};
+use super::super::requester::Reason;
+use super::messages::Arrival;
+use super::pull::{Peer, Progress, Pull};
+use super::{Answer, Refusal, Responder};
+use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
+use gdsync_device::memory::{Memory, Process};
+use gdsync_device::{Access, QpState};
+use mlx5_ring::{DataSeg, Syndrome};
+
+/// Packets that wait at once on a queue pair: more than a peer has under way.
+const MOST: usize = 80;
+/// How long a copy may take.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// The messages whose payload is being copied, in order.
+#[derive(Debug, Default)]
+pub(super) struct Copies {
+    list: VecDeque<Message>,
+    /// Receives of messages that will never complete.
+    abandoned: Vec<u16>,
+    /// Nothing more is taken until the queue pair is reset.
+    closed: bool,
+    /// What was taken will not complete: the peer may have changed it.
+    withdrawn: bool,
+}
+
+impl Copies {
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.list.len() + self.abandoned.len()
+    }
+}
+
+#[derive(Debug)]
+struct Message {
+    arrival: Arrival,
+    /// The link of a message that came as a reference.
+    link: Option<usize>,
+    /// Regions that the copy writes to.
+    keys: SmallVec<[u32; 2]>,
+    ticket: Ticket,
+    /// Payload that this side's CPU copies.
+    pull: Option<Pull>,
+    since: Instant,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Copying,
+    /// The payload is in place, seen when the link had this number of [`quiet`](super::super::links::Links::quiet).
+    Over(u64),
+    /// The copy was not made.
+    Failed,
+    /// The message is refused when its turn comes.
+    Refused(Refusal),
+}
+
+impl Message {
+    fn is_reference(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Whether a message whose payload is in place since `quiet` was seen was not withdrawn by then.
+    fn may_complete(&self, quiet: u64, links: &Links) -> bool {
+        self.link.is_none_or(|link| quiet < links.quiet(link) || links.is_down(link))
+    }
+
+    fn is_over(&self) -> bool {
+        !matches!(self.state, State::Copying)
+    }
+
+    /// Goes on with what the CPU copies. Returns whether there was any, or will be any moment.
+    fn go_on(&mut self, peer: &mut Peer<'_, '_>) -> bool {
+        let Some(pull) = &mut self.pull else { return false };
+        match pull.go_on(peer) {
+            Ok(Progress::More) => {}
+            Ok(Progress::Theirs) => {
+                // It cannot be given up: the peer may write.
+                let _ = self.ticket.begin();
+                return !pull.is_late();
+            }
+            Ok(Progress::Over(took)) => {
+                self.arrival.took = Some(took);
+                self.ticket.done();
+            }
+            Err(error) => self.ticket.fail(format!("memory of the peer cannot be read: {error}")),
+        }
+        true
+    }
+
+    /// Gives the copy up, if nobody else is at it.
+    fn cancel(&mut self) {
+        self.ticket.cancel();
+        self.pull.iter_mut().for_each(Pull::give_up);
+    }
+}
+
+impl Arrival {
+    /// How it is refused when its bytes are not in place.
+    fn refusal(&self) -> Refusal {
+        let remote = Syndrome::REM_OP_ERR;
+        match self.counter {
+            Some(counter) => Refusal::Receive { counter, local: Syndrome::LOC_QP_OP_ERR, remote },
+            None => Refusal::Remote(remote),
+        }
+    }
+}
+
+/// Where the payload of a reference is.
+enum Payload {
+    /// Where copy engines reach it.
+    Engine(Source),
+    /// In host memory of a process, from this address on.
+    Host((Process, u64)),
+}
+
+/// Where the payload of a message goes.
+#[derive(Default)]
+struct Destination {
+    /// Memory, first byte, length.
+    places: SmallVec<[(Memory, usize, usize); 1]>,
+    keys: SmallVec<[u32; 2]>,
+}
+
+impl Destination {
+    fn add(&mut self, key: u32, memory: &Memory, offset: usize, len: usize) {
+        self.places.push((memory.clone(), offset, len));
+        self.keys.push(key);
+    }
+}
+
+impl Responder {
+    /// Whether copies are under way.
+    pub(crate) fn is_copying(&self) -> bool {
+        !self.copies.list.is_empty()
+    }
+
+    /// Whether copies are under way that steps of the HCA do not make.
+    pub(crate) fn awaits_engines(&self) -> bool {
+        self.copies.list.iter().any(|m| m.pull.is_none())
+    }
+
+    /// Whether a message is being copied that came over this link.
+    pub(crate) fn has_copy_from(&self, link: usize) -> bool {
+        self.copies.list.iter().any(|m| m.link == Some(link))
+    }
+
+    /// Whether a packet that comes now must wait, and so come again.
+    pub(super) fn must_wait(&self, header: &Header) -> bool {
+        let Copies { list, closed, .. } = &self.copies;
+        let refuses = list.iter().any(|m| matches!(m.state, State::Failed | State::Refused(_)));
+        let is_bytes = header.flags & packet::REFERENCE == 0;
+        *closed || refuses || is_bytes && list.iter().any(Message::is_reference) || list.len() >= MOST
+    }
+
+    /// The last packet that has arrived with all before it.
+    pub(super) fn arrived(&self) -> u32 {
+        self.copies.list.front().map_or(self.expected, |m| m.arrival.header.psn).wrapping_sub(1)
+    }
+
+    /// Whether packet `psn` is of a message that is being copied.
+    pub(super) fn is_copied(&self, psn: u32) -> bool {
+        self.is_copying() && ahead(psn, self.arrived()) > 0
+    }
+
+    /// Whether an answer would tell too much.
+    pub(super) fn is_early(&self, answer: &Answer) -> bool {
+        !matches!(answer, Answer::Copying(_)) && self.is_copied(answer.psn())
+    }
+
+    /// Refuses a message in its turn.
+    pub(super) fn refuse_later(&mut self, header: &Header, refusal: Refusal) {
+        let arrival = Arrival { counter: refusal.counter(), ..Arrival::of(header) };
+        let (ticket, state) = (Ticket::failed("refused"), State::Refused(refusal));
+        self.push(arrival, None, SmallVec::new(), ticket, None, state);
+    }
+
+    /// Completes a packet in its turn, when its bytes are in place.
+    pub(super) fn complete_later(&mut self, arrival: Arrival, ticket: Ticket) {
+        self.push(arrival, None, SmallVec::new(), ticket, None, State::Copying);
+    }
+
+    fn push(
+        &mut self,
+        arrival: Arrival,
+        link: Option<usize>,
+        keys: SmallVec<[u32; 2]>,
+        ticket: Ticket,
+        pull: Option<Pull>,
+        state: State,
+    ) {
+        self.copies.list.push_back(Message {
+            arrival,
+            link,
+            keys,
+            ticket,
+            pull,
+            since: Instant::now(),
+            state,
+        });
+    }
+
+    /// The receives of messages that will not complete.
+    pub(super) fn take_abandoned(&mut self) -> Vec<u16> {
+        std::mem::take(&mut self.copies.abandoned)
+    }
+
+    /// What is taken from now on comes again, and what has not begun will not begin. Returns the copies that have.
+    pub(crate) fn close(&mut self) -> Vec<Ticket> {
+        self.copies.closed = true;
+        self.cancel();
+        self.copies.list.iter().filter(|m| !m.is_over()).map(|m| m.ticket.clone()).collect()
+    }
+
+    pub(crate) fn cancel(&mut self) {
+        self.copies.list.iter_mut().for_each(Message::cancel);
+    }
+
+    /// The copies under way into a region.
+    pub(crate) fn copies_on(&self, key: u32) -> impl Iterator<Item = Ticket> {
+        let on = self.copies.list.iter().filter(move |m| m.keys.contains(&key));
+        on.map(|m| m.ticket.clone()).filter(|ticket| !ticket.is_over())
+    }
+
+    /// The peer has taken back what it referred to in the connection that began with this packet.
+    pub(super) fn withdrawn(&mut self, first: u32) {
+        if first != self.first {
+            return;
+        }
+        (self.copies.closed, self.copies.withdrawn) = (true, true);
+        self.cancel();
+    }
+
+    /// Gives up all messages.
+    fn abandon(&mut self) {
+        let Copies { list, abandoned, .. } = &mut self.copies;
+        abandoned.extend(list.drain(..).filter_map(|m| m.arrival.counter));
+    }
+
+    /// Goes back to the state before the first message, and asks for its payload.
+    fn go_back(&mut self) {
+        let Some(first) = self.copies.list.front() else { return };
+        let psn = first.arrival.header.psn;
+        let (reason, is_host) = (first.ticket.failure(), first.pull.is_some());
+        let what = "software HCA: payload cannot be copied by reference; the peer is asked to send it";
+        if is_host {
+            tracing::debug!(reason, "{what}")
+        } else {
+            tracing::warn!(reason, "{what}")
+        }
+        let taken = self.copies.list.iter().filter(|m| m.arrival.counter.is_some()).count();
+        self.tail -= taken as u64;
+        self.expected = psn;
+        self.gap = false;
+        self.copies.list.clear();
+        // What was to be said of later packets is void.
+        self.answers.retain(|answer| ahead(answer.psn(), psn) < 0);
+        self.answers.push_back(Answer::Nak { psn, code: packet::NAK_REFERENCE, arg: Reason::FAILED.0 });
+    }
+}
+
+impl SoftQp {
+    /// A message that came as a reference. Returns how many sequence numbers it used.
+    pub(super) fn referred(
+        &mut self,
+        header: &Header,
+        body: &Body<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<u32, Refusal> {
+        let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
+        let len = header.len as usize;
+        let is_write = header.op == PacketOp::WRITE;
+        let bytes = body.array::<REFERENCE>(if is_write { 8 } else { 0 });
+        let reference = bytes.map(|bytes| Reference::from_bytes(&bytes)).ok_or_else(invalid)?;
+        if is_write {
+            self.allow(Access::REMOTE_WRITE)?;
+        }
+        let takes = !is_write || header.flags & packet::IMM != 0;
+        if takes && !self.has_receive() {
+            return Err(Refusal::NotReady);
+        }
+        let cannot_open = Refusal::Reference(Reason::CANNOT_OPEN);
+        let payload = if reference.is_to_host() {
+            Payload::Host(env.links.host_memory(body.link, &reference).ok_or(cannot_open)?)
+        } else {
+            Payload::Engine(reference.source(0, len).ok_or(cannot_open)?)
+        };
+        let mut to = Destination::default();
+        if is_write {
+            let (addr, key) = (body.word(0).ok_or_else(invalid)?, header.rkey);
+            let place = env.keys.remote(key, self.rings.request.pdn, addr, len, Access::REMOTE_WRITE);
+            let (memory, offset) = place.map_err(Refusal::Remote)?;
+            to.add(key, memory, offset, len);
+        }
+        let mut counter = None;
+        if takes {
+            let sges = self.next_receive();
+            let taken = self.resp.consume();
+            counter = Some(taken);
+            let failed = |(local, remote)| Refusal::Receive { counter: taken, local, remote };
+            if let Some(local) = env.faults.next_recv() {
+                return Err(failed((local, Syndrome::REM_OP_ERR)));
+            }
+            if !is_write {
+                self.spread(&sges, len, &mut to, env).map_err(failed)?;
+            }
+        }
+        let (ticket, pull) = match payload {
+            Payload::Engine(source) => {
+                let mut from = 0;
+                let parts = to.places.into_iter().map(|(to, at, len)| {
+                    let part = Part { from: source.skip(from), to, at, len };
+                    from += len;
+                    part
+                });
+                let ticket = env.copy_engine.start(parts.collect());
+                env.links.note_process(body.link, reference.process());
+                (ticket, None)
+            }
+            Payload::Host((process, from)) => (Ticket::default(), Some(Pull::new(process, from, to.places))),
+        };
+        *env.copied = Some(Instant::now());
+        let packets = segments(len);
+        let arrival = Arrival { packets, counter, bytes: len, ..Arrival::of(header) };
+        self.resp.push(arrival, Some(body.link), to.keys, ticket, pull, State::Copying);
+        Ok(packets)
+    }
+
+    /// Spreads `len` bytes over the buffers of a receive. The error is that of the receive, and that of the requester.
+    fn spread(
+        &self,
+        sges: &[DataSeg],
+        len: usize,
+        to: &mut Destination,
+        env: &Env<'_>,
+    ) -> Result<(), (Syndrome, Syndrome)> {
+        let capacity: usize = sges.iter().map(|s| s.len as usize).sum();
+        if len > capacity {
+            return Err((Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
+        }
+        let mut left = len;
+        for sge in sges {
+            if left == 0 {
+                break;
+            }
+            let piece = self.local(sge, true, env).map_err(|local| (local, Syndrome::REM_OP_ERR))?;
+            let take = left.min(piece.len);
+            if take > 0 {
+                to.add(sge.lkey, piece.memory, piece.offset, take);
+            }
+            left -= take;
+        }
+        Ok(())
+    }
+
+    /// Goes on with the first copy that the CPU makes, and sees which are over. Returns whether there was any to go on with.
+    pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) -> bool {
+        let any = self.copy_on(env);
+        for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
+            message.state = match message.ticket.status() {
+                Status::Pending => continue,
+                Status::Done => State::Over(message.link.map_or(0, |link| env.links.quiet(link))),
+                Status::Failed => State::Failed,
+            };
+        }
+        any
+    }
+
+    /// Goes on with the first copy that the CPU makes: one after the other, also while the peer is late with its part, as they may
+    /// write the same bytes.
+    fn copy_on(&mut self, env: &mut Env<'_>) -> bool {
+        let Some(remote) = self.remote else { return false };
+        let first = self.resp.copies.list.iter_mut().find(|m| m.pull.is_some() && !m.ticket.is_over());
+        let Some((link, message)) = first.and_then(|message| Some((message.link?, message))) else {
+            return false;
+        };
+        let header = Header::new(PacketOp::OFFER, remote.qpn, self.rings.qpn, message.arrival.header.psn);
+        message.go_on(&mut Peer { env, link, header, packets: &mut self.packets })
+    }
+
+    /// Gives up copies of engines that take too long.
+    pub(crate) fn limit_copies(&mut self, now: Instant) {
+        for message in self.resp.copies.list.iter_mut().filter(|m| m.pull.is_none() && !m.is_over()) {
+            if now.saturating_duration_since(message.since) < LIMIT {
+                continue;
+            }
+            tracing::error!(
+                qpn = self.rings.qpn,
+                limit = ?LIMIT,
+                "a copy into a message does not end, and may still happen: let fewer streams wait at a time than \
+                 CUDA_DEVICE_MAX_CONNECTIONS, and see the kernel log for Xid lines"
+            );
+            message.ticket.cancel();
+            message.state = State::Refused(message.arrival.refusal());
+        }
+    }
+
+    /// Completes the messages whose payload is in place, in order. Returns whether there was any.
+    pub(crate) fn conclude(&mut self, env: &mut Env<'_>) -> bool {
+        if self.state == QpState::ERR || self.resp.copies.withdrawn {
+            let over = self.resp.copies.list.iter().all(Message::is_over);
+            if over {
+                self.resp.abandon();
+                if self.state == QpState::ERR {
+                    self.flush(env);
+                }
+            }
+            return over;
+        }
+        let mut any = false;
+        while let Some(first) = self.resp.copies.list.front() {
+            match &first.state {
+                State::Over(seen) if first.may_complete(*seen, env.links) => {}
+                State::Copying | State::Over(_) => break,
+                State::Failed if !first.is_reference() => {
+                    tracing::error!(
+                        reason = first.ticket.failure(),
+                        "software HCA: payload cannot be put in its place"
+                    );
+                    let (psn, refusal) = (first.arrival.header.psn, first.arrival.refusal());
+                    self.resp.copies.list.pop_front();
+                    self.refuse(psn, &refusal, env);
+                    return true;
+                }
+                State::Failed => {
+                    let list = &self.resp.copies.list;
+                    if self.resp.copies.closed || !list.iter().all(Message::is_over) {
+                        break;
+                    }
+                    if list.iter().any(|m| !m.ticket.is_over()) {
+                        // What may still happen must not meet the payload when it comes again.
+                        self.refuse(first.arrival.header.psn, &Refusal::Remote(Syndrome::REM_OP_ERR), env);
+                        return true;
+                    }
+                    env.stats.references_refused += 1;
+                    self.resp.go_back();
+                    return true;
+                }
+                State::Refused(_) => {}
+            }
+            any = true;
+            let Some(message) = self.resp.copies.list.pop_front() else { break };
+            if let State::Refused(refusal) = message.state {
+                self.refuse(message.arrival.header.psn, &refusal, env);
+                break;
+            }
+            env.stats.pulled += u64::from(message.pull.is_some());
+            env.stats.by_reference += u64::from(message.is_reference() && message.pull.is_none());
+            self.complete_arrival(&message.arrival, env);
+        }
+        any
+    }
+}

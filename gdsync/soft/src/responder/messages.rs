@@ -1,0 +1,196 @@
+//! Messages that come as bytes: their receives, their places, their completions.
+
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::super::links::Body;
+use super::super::packet::{self, Header, PacketOp};
+use super::super::qp::{Env, SoftQp};
+use super::super::receive_staging;
+use super::{Current, Refusal};
+use gdsync_device::copy_engine::Ticket;
+use gdsync_device::Access;
+use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome};
+
+/// What has arrived: a packet, or a message by reference.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Arrival {
+    pub(super) header: Header,
+    /// Sequence numbers that it has used.
+    pub(super) packets: u32,
+    /// The receive that it completes.
+    pub(super) counter: Option<u16>,
+    /// Bytes of the message so far.
+    pub(super) bytes: usize,
+    /// How long the message took to arrive, where that is known.
+    pub(super) took: Option<Duration>,
+}
+
+impl Arrival {
+    pub(super) fn of(header: &Header) -> Self {
+        Self { header: *header, packets: 1, counter: None, bytes: 0, took: None }
+    }
+}
+
+/// When a message of several packets begins with this one.
+fn begins(header: &Header, env: &mut Env<'_>) -> Option<Instant> {
+    let ends = packet::FIRST | packet::LAST;
+    let since = (header.flags & ends == packet::FIRST).then(Instant::now)?;
+    *env.copied = Some(since);
+    Some(since)
+}
+
+impl SoftQp {
+    pub(super) fn has_receive(&mut self) -> bool {
+        if self.resp.posted == self.resp.tail {
+            self.resp.posted = self.rings.recv_record(self.resp.tail);
+        }
+        self.resp.posted > self.resp.tail
+    }
+
+    /// The buffers of the next receive.
+    pub(super) fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
+        self.rings.receive(self.resp.tail)
+    }
+
+    pub(super) fn receive(
+        &mut self,
+        header: &Header,
+        body: &Body<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<(), Refusal> {
+        if header.flags & packet::FIRST != 0 {
+            if !self.has_receive() {
+                return Err(Refusal::NotReady);
+            }
+            let sges = self.next_receive();
+            let counter = self.resp.consume();
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
+            }
+            let since = begins(header, env);
+            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0, since });
+        }
+        let taken = self.resp.current.take();
+        // Checked: a packet that is not the first belongs to a SEND under way.
+        let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
+            return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
+        };
+        let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
+        let failed = |local, remote| Refusal::Receive { counter, local, remote };
+        if current.received + body.len() > capacity {
+            return Err(failed(Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
+        }
+        let receive_staging = self
+            .scatter(current.sges.iter().copied(), current.received, body, 0, env)
+            .map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
+        current.received += body.len();
+        let bytes = current.received;
+        let is_last = header.flags & packet::LAST != 0;
+        let (mut took, mut complete) = (None, None);
+        if is_last {
+            (took, complete) = (current.took(), Some(counter));
+        } else {
+            self.resp.current = Some(current);
+        }
+        self.arrive(Arrival { counter: complete, bytes, took, ..Arrival::of(header) }, receive_staging, env);
+        Ok(())
+    }
+
+    /// A packet has arrived; its bytes may still be landing.
+    fn arrive(&mut self, arrival: Arrival, receive_staging: Option<Ticket>, env: &mut Env<'_>) {
+        if receive_staging.is_none() && !self.resp.is_copying() {
+            return self.complete_arrival(&arrival, env);
+        }
+        let in_place = || {
+            let ticket = Ticket::default();
+            ticket.done();
+            ticket
+        };
+        self.resp.complete_later(arrival, receive_staging.unwrap_or_else(in_place));
+    }
+
+    /// What has arrived completes its receive and is acknowledged.
+    pub(super) fn complete_arrival(&mut self, arrival: &Arrival, env: &mut Env<'_>) {
+        let header = &arrival.header;
+        if let Some(counter) = arrival.counter {
+            let imm = header.flags & packet::IMM != 0;
+            let opcode = match (header.op, imm) {
+                (PacketOp::WRITE, _) => CqeOpcode::RESP_WR_IMM,
+                (_, true) => CqeOpcode::RESP_SEND_IMM,
+                _ => CqeOpcode::RESP_SEND,
+            };
+            let cqe = Cqe {
+                opcode,
+                byte_cnt: u32::try_from(arrival.bytes).expect("messages are at most 1 GiB"),
+                imm: header.imm,
+                solicited: header.flags & packet::SOLICITED != 0,
+                ..Cqe::default()
+            };
+            self.complete_recv(cqe, counter, env);
+        }
+        // Long messages are acknowledged on the way, so that the sender's window moves.
+        if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
+            self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1), arrival.took);
+        }
+    }
+
+    pub(super) fn allow(&self, access: Access) -> Result<(), Refusal> {
+        if self.access.contains(access) { Ok(()) } else { Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)) }
+    }
+
+    pub(super) fn written(
+        &mut self,
+        header: &Header,
+        body: &Body<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<(), Refusal> {
+        self.allow(Access::REMOTE_WRITE)?;
+        let since = begins(header, env);
+        let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
+        if notify && !self.has_receive() {
+            return Err(Refusal::NotReady);
+        }
+        let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        // Checked: the address is there.
+        let len = body.len() - 8;
+        let mut receive_staging = None;
+        // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).
+        if len > 0 {
+            let (memory, at) = env
+                .keys
+                .remote(header.rkey, self.rings.request.pdn, addr, len, Access::REMOTE_WRITE)
+                .map_err(Refusal::Remote)?;
+            if memory.is_mapped() {
+                body.copy_to(8, memory, at, len);
+                env.pending_flush.written(header.rkey, memory);
+            } else {
+                let piece =
+                    receive_staging::Piece { from: 8, key: header.rkey, memory: memory.clone(), at, len };
+                let refused = |_| Refusal::Remote(Syndrome::REM_OP_ERR);
+                receive_staging =
+                    Some(self.receive_staging.put(body, vec![piece], env.copy_engine).map_err(refused)?);
+            }
+        }
+        let none = Current { counter: None, sges: SmallVec::new(), received: 0, since };
+        let mut current = self.resp.current.take().unwrap_or(none);
+        // The immediate's receive reports the length of the whole message.
+        current.received += len;
+        let bytes = current.received;
+        let is_last = header.flags & packet::LAST != 0;
+        let took = if is_last { current.took() } else { None };
+        let mut counter = None;
+        if notify {
+            let taken = self.resp.consume();
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter: taken, local, remote: Syndrome::REM_OP_ERR });
+            }
+            counter = Some(taken);
+        } else if !is_last {
+            self.resp.current = Some(current);
+        }
+        self.arrive(Arrival { counter, bytes, took, ..Arrival::of(header) }, receive_staging, env);
+        Ok(())
+    }
+}

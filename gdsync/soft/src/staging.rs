@@ -1,0 +1,216 @@
+//! Payload on its way out of memory that the CPU reads slowly or not at all: a copy engine brings it to host memory in
+//! chunks, and packets are cut from there. While one chunk is sent the next one is brought.
+
+use std::time::{Duration, Instant};
+
+use super::qp::{Env, SoftQp};
+use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
+use gdsync_device::memory::Memory;
+use mlx5_ring::Syndrome;
+
+/// Bytes of a chunk: long enough that a copy engine's start (some 10 us) is short beside it.
+const CHUNK: usize = 256 << 10;
+/// Chunks that are on their way or being sent.
+const CHUNKS: usize = 2;
+/// Up to this length payload is read through a mapping: 6 us (H200), where a copy engine takes 10.
+const SMALL: usize = 4 << 10;
+/// How long a chunk may take.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// The chunks of one message at a time.
+#[derive(Debug, Default)]
+pub(super) struct Stage {
+    memory: Option<Memory>,
+    chunks: [Option<Chunk>; CHUNKS],
+    /// Somebody waits for a chunk.
+    waits: bool,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    message: u32,
+    number: usize,
+    ticket: Ticket,
+    since: Instant,
+}
+
+/// What became of the bytes of a packet.
+pub(super) enum Staged {
+    /// They are here, from this byte on.
+    Ready(Memory, usize),
+    /// They are on their way.
+    OnTheirWay,
+    /// They cannot be brought.
+    Failed,
+}
+
+/// A part of a message: memory, first byte, length.
+pub(super) type Range = (Memory, usize, usize);
+
+impl Stage {
+    /// Whether somebody waits for a chunk.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.waits
+    }
+
+    /// What is staged is of no use any more.
+    pub(super) fn forget(&mut self) {
+        self.waits = false;
+        for chunk in &mut self.chunks {
+            // Where it is not over, its memory is still written to.
+            if chunk.as_ref().is_some_and(|chunk| !chunk.ticket.is_over())
+                && let Some(memory) = self.memory.take()
+            {
+                memory.let_go();
+            }
+            *chunk = None;
+        }
+    }
+
+    /// The bytes from `at` on of a message of `len` bytes, which is told from others by its number. `gather` lists the
+    /// ranges that a part of it is in: first byte, length.
+    pub(super) fn bring(
+        &mut self,
+        message: u32,
+        len: usize,
+        at: usize,
+        gather: impl Fn(usize, usize) -> Result<Vec<Range>, Syndrome>,
+        copy_engine: &dyn CopyEngine,
+    ) -> Result<Staged, Syndrome> {
+        let memory = match &self.memory {
+            Some(memory) => memory.clone(),
+            None => {
+                let memory = Memory::alloc(CHUNKS * CHUNK).map_err(|_| Syndrome::LOC_QP_OP_ERR)?;
+                self.memory.insert(memory).clone()
+            }
+        };
+        let number = at / CHUNK;
+        self.waits = true;
+        for number in number..(number + CHUNKS).min(len.div_ceil(CHUNK)) {
+            let slot = number % CHUNKS;
+            let known = self.chunks[slot].as_ref();
+            let is_it = known.is_some_and(|chunk| (chunk.message, chunk.number) == (message, number));
+            // What is still being brought for another message keeps its place.
+            if is_it || known.is_some_and(|chunk| !chunk.ticket.is_over()) {
+                continue;
+            }
+            let (begin, mut to) = (number * CHUNK, slot * CHUNK);
+            let parts = gather(begin, CHUNK.min(len - begin))?.into_iter().map(|(from, offset, len)| {
+                let part = Part { from: Source::Here(from, offset), to: memory.clone(), at: to, len };
+                to += len;
+                part
+            });
+            let ticket = copy_engine.start(parts.collect());
+            self.chunks[slot] = Some(Chunk { message, number, ticket, since: Instant::now() });
+        }
+        let slot = number % CHUNKS;
+        let Some(chunk) = &self.chunks[slot] else { return Ok(Staged::OnTheirWay) };
+        let is_it = (chunk.message, chunk.number) == (message, number);
+        let staged = match chunk.ticket.status() {
+            Status::Done if is_it => Staged::Ready(memory, slot * CHUNK + at % CHUNK),
+            Status::Failed if is_it => {
+                tracing::error!(reason = chunk.ticket.failure(), "payload cannot be staged");
+                self.chunks[slot] = None;
+                Staged::Failed
+            }
+            Status::Pending if chunk.since.elapsed() > LIMIT => {
+                tracing::error!(limit = ?LIMIT, "payload cannot be staged: its copy does not end");
+                Staged::Failed
+            }
+            _ => Staged::OnTheirWay,
+        };
+        self.waits = matches!(staged, Staged::OnTheirWay);
+        Ok(staged)
+    }
+}
+
+impl SoftQp {
+    /// Whether payload of a message of `len` bytes goes out of this memory in chunks.
+    pub(super) fn is_staged(memory: &Memory, len: usize, env: &Env<'_>) -> bool {
+        !memory.is_mapped() || len > SMALL && env.copy_engine.stages(memory)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use gdsync_device::copy_engine::{Handle, ProcessId};
+    use gdsync_device::cuda::Gpu;
+
+    /// Copies when told to.
+    #[derive(Debug, Default)]
+    struct OnDemand(Mutex<Vec<(Vec<Part>, Ticket)>>);
+
+    impl OnDemand {
+        fn run(&self) -> usize {
+            let jobs = std::mem::take(&mut *self.0.lock().unwrap());
+            for (parts, ticket) in &jobs {
+                for Part { from, to, at, len } in parts {
+                    let Source::Here(memory, from) = from else { panic!("another process") };
+                    to.copy_from(*at, memory, *from, *len).unwrap();
+                }
+                ticket.done();
+            }
+            jobs.len()
+        }
+    }
+
+    impl CopyEngine for OnDemand {
+        fn adopt(&self, _: &Gpu) {}
+        fn export(&self, _: &Memory) -> Option<Handle> {
+            None
+        }
+        fn stages(&self, _: &Memory) -> bool {
+            true
+        }
+        fn start(&self, parts: Vec<Part>) -> Ticket {
+            let ticket = Ticket::default();
+            self.0.lock().unwrap().push((parts, ticket.clone()));
+            ticket
+        }
+        fn forget(&self, _: ProcessId) {}
+    }
+
+    #[test]
+    fn chunks_are_brought_ahead_and_only_once() {
+        let len = 2 * CHUNK + 100;
+        let source = Memory::alloc(len).unwrap();
+        let bytes: Vec<u8> = (0..len).map(|i| (i / 100).to_le_bytes()[0]).collect();
+        source.write(0, &bytes).unwrap();
+        let (engine, mut stage) = (OnDemand::default(), Stage::default());
+        // The message is in two places.
+        let gather = |at: usize, n: usize| {
+            let first = n.min((CHUNK / 2).saturating_sub(at));
+            let both = [(source.clone(), at, first), (source.clone(), at + first, n - first)];
+            Ok(both.into_iter().filter(|range| range.2 > 0).collect())
+        };
+        let mut copies = 0;
+        for at in (0..len).step_by(16 << 10) {
+            let mut tries = 0;
+            let (memory, offset) = loop {
+                match stage.bring(7, len, at, gather, &engine).unwrap() {
+                    Staged::Ready(memory, offset) => break (memory, offset),
+                    Staged::OnTheirWay => assert!(stage.is_waiting()),
+                    Staged::Failed => panic!("failed"),
+                }
+                copies += engine.run();
+                tries += 1;
+                assert!(tries < 3, "at {at}");
+            };
+            assert!(!stage.is_waiting());
+            let mut out = vec![0; (len - at).min(16 << 10)];
+            memory.read(offset, &mut out).unwrap();
+            assert!(out == bytes[at..at + out.len()], "at {at}");
+        }
+        assert_eq!(copies + engine.run(), 3);
+        // Another message does not get these bytes, nor does it overwrite what is still being written.
+        assert!(matches!(stage.bring(8, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
+        assert!(matches!(stage.bring(9, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
+        assert_eq!(engine.run(), 2);
+        assert!(matches!(stage.bring(9, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
+        engine.run();
+        assert!(matches!(stage.bring(9, len, 0, gather, &engine).unwrap(), Staged::Ready(..)));
+    }
+}

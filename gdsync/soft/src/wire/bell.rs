@@ -1,0 +1,120 @@
+//! A bell in shared memory: HCAs of other processes ring it when there is work.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::null;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+
+use gdsync_device::error::Result;
+use gdsync_device::memory::{Memory, Word32};
+use gdsync_shm::event_count;
+
+/// Bytes of the shared page.
+const SIZE: usize = 4096;
+/// Offsets of the two words, on cache lines of their own.
+const SLEEPERS: usize = 0;
+const SEQUENCE: usize = 64;
+
+/// Any number of threads of any process may sleep on it and ring it. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Bell {
+    sleepers: Word32,
+    sequence: Word32,
+    fd: Arc<OwnedFd>,
+}
+
+impl Bell {
+    pub(crate) fn create() -> Result<Self> {
+        Self::open(gdsync_device::memfd(c"gdsync-bell", SIZE)?)
+    }
+
+    /// Maps a bell that a peer created, once its file is proven large enough and unable to shrink.
+    pub(crate) fn open(fd: OwnedFd) -> Result<Self> {
+        gdsync_device::check_memfd(&fd, SIZE)?;
+        let memory = Memory::map_shared(fd.as_fd(), SIZE)?;
+        let (sleepers, sequence) = (memory.word32(SLEEPERS)?, memory.word32(SEQUENCE)?);
+        Ok(Self { sleepers, sequence, fd: Arc::new(fd) })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Wakes every sleeper. While nobody sleeps this costs a fence and a load.
+    pub(crate) fn ring(&self) {
+        if event_count::ring(self.sleepers.atomic(), self.sequence.atomic()) {
+            self.wake();
+        }
+    }
+
+    /// Wakes every sleeper, also after a ringer died half-way.
+    pub(crate) fn ring_hard(&self) {
+        self.sequence.atomic().fetch_add(1, Ordering::Release);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        let word = self.sequence.atomic().as_ptr();
+        // SAFETY: the word is mapped; FUTEX_WAKE only uses its address.
+        unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX) };
+    }
+
+    /// Sleeps unless `ready`, until rung or for `timeout`. May return for no reason.
+    pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        let ticket = event_count::announce(self.sleepers.atomic(), self.sequence.atomic());
+        if ready() {
+            return;
+        }
+        let time = libc::timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        let word = self.sequence.atomic().as_ptr();
+        // SAFETY: the word and the time are valid for the call; a time in seconds and nanoseconds is relative.
+        unsafe {
+            libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, ticket, &raw const time, null::<u32>(), 0)
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn a_ring_wakes_a_sleeper_through_another_mapping() {
+        let bell = Bell::create().unwrap();
+        let other = Bell::open(bell.fd().try_clone_to_owned().unwrap()).unwrap();
+        let work = Arc::new(AtomicU64::new(0));
+        let seen = work.clone();
+        let sleeper = std::thread::spawn(move || {
+            let start = Instant::now();
+            for n in 1..=1000 {
+                while seen.load(Ordering::Acquire) < n {
+                    bell.sleep(&|| seen.load(Ordering::Acquire) >= n, Duration::from_secs(30));
+                    assert!(start.elapsed() < Duration::from_secs(30), "a ring was lost");
+                }
+            }
+        });
+        for n in 1..=1000 {
+            work.store(n, Ordering::Release);
+            other.ring();
+            if n % 100 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        sleeper.join().unwrap();
+    }
+
+    #[test]
+    fn nobody_rings_and_the_time_runs_out() {
+        let start = Instant::now();
+        Bell::create().unwrap().sleep(&|| false, Duration::from_millis(20));
+        assert!(start.elapsed() >= Duration::from_millis(19));
+    }
+}

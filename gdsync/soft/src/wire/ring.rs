@@ -1,0 +1,331 @@
+//! Rings of records in shared memory: one HCA produces, another consumes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use super::span::Span;
+use gdsync_device::error::Result;
+use gdsync_device::memory::Memory;
+use gdsync_shm::packet_ring::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
+
+/// Bytes of a record's header.
+pub(crate) const HEADER: usize = 28;
+/// Most bytes of a record's body.
+pub(crate) const MAX_BODY: usize = MAX_BODY_LEN as usize;
+const MAX_BODY_LEN: u32 = 16 * 1024 + 64;
+/// Bytes of lines in a ring.
+const LINES: usize = 512 * 1024;
+/// Bytes of a ring: the consumer's position on a line of its own, then the lines.
+pub(crate) const RING_BYTES: usize = LINE + LINES;
+
+/// Records that a ring holds at most.
+pub(crate) const MOST_RECORDS: usize = LINES / LINE;
+
+const _: () = assert!(packet_ring::carries((LINES / LINE) as u64, MAX_BODY_LEN));
+
+/// A part of a record's body, where it is now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece<'a> {
+    pub(crate) memory: &'a Memory,
+    pub(crate) offset: usize,
+    pub(crate) len: usize,
+}
+
+#[derive(Debug)]
+struct Ring(Memory);
+
+impl Lines for Ring {
+    type Marker = AtomicU32;
+    type Position = AtomicU64;
+
+    fn count(&self) -> u64 {
+        (LINES / LINE) as u64
+    }
+
+    fn marker(&self, line: u64) -> &AtomicU32 {
+        self.0.atomic32(at(line)).expect("lines are aligned and lie in the ring")
+    }
+
+    fn consumed(&self) -> &AtomicU64 {
+        self.0.atomic64(0).expect("the ring starts with the position")
+    }
+}
+
+/// Offset of a line.
+fn at(line: u64) -> usize {
+    LINE + usize::try_from(line).expect("lines fit in memory") * LINE
+}
+
+/// The producing end.
+#[derive(Debug)]
+pub(crate) struct TxRing {
+    ring: Ring,
+    producer: Producer,
+    /// Keeps the ring where it is.
+    _span: Option<Arc<Span>>,
+}
+
+impl TxRing {
+    /// Over `memory` of [`RING_BYTES`], all zero.
+    pub(super) fn new(memory: Memory) -> Self {
+        Self { ring: Ring(memory), producer: Producer::default(), _span: None }
+    }
+
+    /// The ring of a link that begins at this byte.
+    pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
+        let ring = Self::new(span.memory().slice(begin, RING_BYTES)?);
+        Ok(Self { _span: Some(span.clone()), ..ring })
+    }
+
+    /// A record comes soon: the consumer, who looks at its line, has to give it up.
+    #[inline]
+    pub(crate) fn expect(&self) {
+        self.ring.0.prefetch_to_write(at(self.producer.line(&self.ring)));
+    }
+
+    /// Appends a record: its body is `ext`, then the pieces. Returns false when there is no room now.
+    pub(crate) fn try_push(
+        &mut self,
+        header: &[u8; HEADER],
+        ext: &[u8],
+        pieces: &[Piece<'_>],
+    ) -> std::result::Result<bool, Corrupt> {
+        let body = ext.len() + pieces.iter().map(|p| p.len).sum::<usize>();
+        assert!(body <= MAX_BODY, "packets are cut to the size of records");
+        let len = u32::try_from(body).expect("checked above");
+        let Some(line) = self.producer.reserve(&self.ring, len)? else { return Ok(false) };
+        let memory = &self.ring.0;
+        let place =
+            |result: Result<()>| result.expect("reserved lines lie in the ring, pieces in their memory");
+        let start = at(line);
+        place(memory.write(start + 4, header));
+        let mut to = start + 4 + HEADER;
+        if !ext.is_empty() {
+            place(memory.write(to, ext));
+            to += ext.len();
+        }
+        for piece in pieces {
+            place(memory.copy_from(to, piece.memory, piece.offset, piece.len));
+            to += piece.len;
+        }
+        self.producer.publish(&self.ring, len);
+        Ok(true)
+    }
+}
+
+/// The consuming end.
+#[derive(Debug)]
+pub(crate) struct RxRing {
+    ring: Ring,
+    consumer: Consumer,
+    peek: Arc<Peek>,
+    /// Where the ring begins in the memory that is peeked into.
+    begin: usize,
+    /// Keeps the ring where it is.
+    span: Option<Arc<Span>>,
+}
+
+/// Lets other threads see whether a record waits, without the consumer's lock. A hint: it may be out of date, and of the
+/// link before in this place.
+#[derive(Debug)]
+pub(crate) struct Peek {
+    memory: Memory,
+    /// Where the marker of the next record is.
+    at: AtomicUsize,
+}
+
+impl Peek {
+    /// Into memory with a ring.
+    pub(super) fn into(memory: Memory) -> Self {
+        Self { memory, at: AtomicUsize::new(at(0)) }
+    }
+
+    pub(crate) fn has_record(&self) -> bool {
+        let marker = self.memory.atomic32(self.at.load(Ordering::Relaxed));
+        marker.expect("lines are aligned and lie in the memory").load(Ordering::Relaxed) != 0
+    }
+}
+
+/// A record that waits to be popped.
+#[derive(Debug)]
+pub(crate) struct Record {
+    pub(crate) header: [u8; HEADER],
+    pub(crate) body_len: usize,
+    found: Found,
+}
+
+impl RxRing {
+    /// Over `memory` of [`RING_BYTES`].
+    pub(super) fn new(memory: Memory) -> Self {
+        let peek = Arc::new(Peek::into(memory.clone()));
+        Self { ring: Ring(memory), consumer: Consumer::default(), peek, begin: 0, span: None }
+    }
+
+    /// The ring of a link that begins at this byte.
+    pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
+        let ring = Ring(span.memory().slice(begin, RING_BYTES)?);
+        let (consumer, peek) = (Consumer::default(), span.peek().clone());
+        peek.at.store(begin + at(0), Ordering::Relaxed);
+        Ok(Self { ring, consumer, peek, begin, span: Some(span.clone()) })
+    }
+
+    /// What other threads may look at, and the number of the place that it looks into, which stays when the link goes.
+    pub(crate) fn peeker(&self) -> Option<(usize, Arc<Peek>)> {
+        self.span.as_ref().map(|span| (span.number(), self.peek.clone()))
+    }
+
+    /// The next record, if it is there.
+    pub(crate) fn peek(&mut self) -> std::result::Result<Option<Record>, Corrupt> {
+        let Some(found) = self.consumer.peek(&self.ring)? else { return Ok(None) };
+        let mut header = [0; HEADER];
+        self.ring.0.read(at(found.line) + 4, &mut header).expect("found records lie in the ring");
+        Ok(Some(Record { header, body_len: found.len as usize, found }))
+    }
+
+    /// Whether a record waits.
+    pub(crate) fn has_record(&mut self) -> bool {
+        !matches!(self.consumer.peek(&self.ring), Ok(None))
+    }
+
+    fn body(&self, record: &Record, offset: usize, len: usize) -> Result<usize> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= record.body_len);
+        if !inside {
+            return Err(gdsync_device::Error::OutOfBounds { offset, len, size: record.body_len });
+        }
+        Ok(at(record.found.line) + 4 + HEADER + offset)
+    }
+
+    /// Copies body bytes out.
+    pub(crate) fn read_body(&self, record: &Record, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.ring.0.read(self.body(record, offset, out.len())?, out)
+    }
+
+    /// Copies body bytes to their destination.
+    pub(crate) fn copy_body_to(
+        &self,
+        record: &Record,
+        offset: usize,
+        memory: &Memory,
+        to: usize,
+        len: usize,
+    ) -> Result<()> {
+        memory.copy_from(to, &self.ring.0, self.body(record, offset, len)?, len)
+    }
+
+    /// Gives the record's lines back. Returns whether a producer that waits for room can see it.
+    pub(crate) fn pop(&mut self, record: Record) -> bool {
+        let room = self.consumer.pop(&self.ring, record.found);
+        let next = self.begin + at(self.consumer.line(&self.ring));
+        self.peek.at.store(next, Ordering::Relaxed);
+        room
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pair() -> (TxRing, RxRing, Memory) {
+        let memory = Memory::alloc(RING_BYTES).unwrap();
+        (TxRing::new(memory.clone()), RxRing::new(memory.clone()), memory)
+    }
+
+    fn header(n: u64) -> [u8; HEADER] {
+        std::array::from_fn(|i| n.to_le_bytes()[i % 8] ^ i.to_le_bytes()[0])
+    }
+
+    fn body(n: u64, len: usize) -> Vec<u8> {
+        (0..len).map(|i| (n.wrapping_mul(31) + i as u64).to_le_bytes()[0]).collect()
+    }
+
+    fn push(tx: &mut TxRing, n: u64, len: usize) -> bool {
+        let bytes = body(n, len);
+        let (ext, rest) = bytes.split_at(len.min(24));
+        let memory = Memory::alloc(rest.len().max(1)).unwrap();
+        memory.write(0, rest).unwrap();
+        let pieces = [Piece { memory: &memory, offset: 0, len: rest.len() }];
+        tx.try_push(&header(n), ext, &pieces).unwrap()
+    }
+
+    fn pop(rx: &mut RxRing, n: u64, len: usize) -> bool {
+        let Some(record) = rx.peek().unwrap() else { return false };
+        assert_eq!(record.header, header(n));
+        assert_eq!(record.body_len, len);
+        let mut bytes = vec![0; len];
+        rx.read_body(&record, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, body(n, len));
+        assert!(rx.read_body(&record, 1, &mut bytes).is_err() || len == 0);
+        rx.pop(record);
+        true
+    }
+
+    proptest! {
+        #[test]
+        fn the_ring_is_a_queue(steps in prop::collection::vec((any::<bool>(), 0..=MAX_BODY), 0..400)) {
+            let (mut tx, mut rx, _) = pair();
+            let mut model = VecDeque::new();
+            let (mut next, mut first) = (0, 0);
+            for (is_push, len) in steps {
+                if is_push {
+                    if push(&mut tx, next, len) {
+                        model.push_back(len);
+                        next += 1;
+                    } else {
+                        prop_assert!(model.iter().sum::<usize>() > LINES / 4, "refused with plenty of room");
+                    }
+                } else {
+                    let expected = model.pop_front();
+                    prop_assert_eq!(pop(&mut rx, first, expected.unwrap_or(0)), expected.is_some());
+                    first += u64::from(expected.is_some());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn two_threads_and_many_laps() {
+        const RECORDS: u64 = 300_000;
+        let size = |n: u64| [0, 8, 31, 32, 33, 96, 97, 500, 4096][(n % 9) as usize];
+        let (mut tx, mut rx, _) = pair();
+        let producer = std::thread::spawn(move || {
+            for n in 0..RECORDS {
+                let bytes = body(n, size(n));
+                while !tx.try_push(&header(n), &bytes, &[]).unwrap() {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        for n in 0..RECORDS {
+            while !pop(&mut rx, n, size(n)) {
+                std::thread::yield_now();
+            }
+        }
+        producer.join().unwrap();
+        assert!(!rx.has_record());
+    }
+
+    #[test]
+    fn an_empty_ring_takes_the_largest_record_wherever_it_stands() {
+        let (mut tx, mut rx, _) = pair();
+        for n in 0..200 {
+            assert!(push(&mut tx, n, MAX_BODY), "record {n}");
+            assert!(pop(&mut rx, n, MAX_BODY));
+        }
+    }
+
+    #[test]
+    fn a_broken_marker_or_position_is_an_error() {
+        let (mut tx, mut rx, memory) = pair();
+        for marker in [1, u32::MAX, 1 << 30, 1 << 31 | 600_000] {
+            memory.write(LINE, &marker.to_le_bytes()).unwrap();
+            assert!(rx.peek().is_err(), "{marker:#x}");
+        }
+        memory.write(0, &u64::MAX.to_le_bytes()).unwrap();
+        let broken = (0..100).find_map(|_| tx.try_push(&[0; HEADER], &[0; MAX_BODY], &[]).err());
+        assert_eq!(broken.map(|c| c.what), Some("position"));
+    }
+}

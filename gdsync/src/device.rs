@@ -1,0 +1,189 @@
+//! The devices that can be opened: those of the machine, and the software HCA.
+
+use std::sync::Arc;
+
+use gdsync_device::cuda::Gpu;
+use gdsync_device::env::variable;
+use gdsync_device::{Error, Provider as _, Result};
+use gdsync_rdma::direct::Direct;
+use gdsync_rdma::proxy::Proxy;
+use gdsync_rdma::{DeviceConfig, NearGpu, Port, Route, Survey};
+use gdsync_soft::SoftHcaConfig;
+
+use crate::probe::{probe, reach, self_test};
+use crate::verbs::Context;
+
+/// Name of the software HCA.
+const SOFT: &str = "soft0";
+
+/// An RDMA device that can be opened: one of the machine, or the software HCA, which is always there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device(Kind);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    Soft,
+    Rdma(Box<Survey>),
+}
+
+impl Device {
+    /// All devices of this machine, the software HCA `soft0` last. Quick, and nothing else where there is no libibverbs.
+    pub fn list() -> Vec<Device> {
+        let rdma = gdsync_rdma::survey().into_iter().map(|survey| Device(Kind::Rdma(Box::new(survey))));
+        rdma.chain([Device(Kind::Soft)]).collect()
+    }
+
+    /// The device called `name`, or the one `GDSYNC_DEVICE` names, or the first usable one among those nearest to a GPU. Where
+    /// no device of the machine can be used, that is `soft0`; a log line says why.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] lists the devices there are; [`Error::Library`] where `GDSYNC_LIBIBVERBS` or `GDSYNC_LIBMLX5` names what
+    /// cannot be loaded, unless it is `soft0` that is asked for.
+    pub fn find(name: Option<&str>) -> Result<Device> {
+        let wanted = name.map(str::to_owned).or_else(|| variable("GDSYNC_DEVICE"));
+        match wanted {
+            Some(wanted) if wanted == SOFT => Ok(Device(Kind::Soft)),
+            Some(wanted) => {
+                gdsync_rdma::check_named()?;
+                let all = Self::list();
+                let available = || all.iter().map(Device::name).collect::<Vec<_>>().join(", ");
+                let found = all.iter().find(|device| device.name() == wanted).cloned();
+                found.ok_or_else(|| Error::NoDevice { name: wanted, available: available() })
+            }
+            None if DeviceConfig::from_env()?.route == Some(Route::Soft) => Ok(Device(Kind::Soft)),
+            None => Self::preferred(None),
+        }
+    }
+
+    /// The usable device nearest to this GPU, unless `GDSYNC_DEVICE` names one: see [`Device::find`].
+    ///
+    /// # Errors
+    /// As [`Device::find`].
+    pub fn near(gpu: &Gpu) -> Result<Device> {
+        let is_chosen =
+            variable("GDSYNC_DEVICE").is_some() || variable("GDSYNC_PATH").as_deref() == Some("soft");
+        if is_chosen { Self::find(None) } else { Self::preferred(gpu.pci_address()) }
+    }
+
+    fn preferred(gpu: Option<&str>) -> Result<Device> {
+        gdsync_rdma::check_named()?;
+        let mut devices = gdsync_rdma::survey();
+        if let Some(at) = gdsync_rdma::preferred(&devices, gpu) {
+            return Ok(Device(Kind::Rdma(Box::new(devices.swap_remove(at)))));
+        }
+        for device in &devices {
+            let why = device.refusal().unwrap_or_default();
+            tracing::info!(device = %device.name, why, "an RDMA device that cannot be used");
+        }
+        tracing::info!("the software HCA is used: no RDMA device of this machine can be");
+        Ok(Device(Kind::Soft))
+    }
+
+    /// The device's name, such as `mlx5_0`, or `soft0`.
+    pub fn name(&self) -> &str {
+        match &self.0 {
+            Kind::Soft => SOFT,
+            Kind::Rdma(survey) => &survey.name,
+        }
+    }
+
+    /// Whether it is the software HCA.
+    pub fn is_software(&self) -> bool {
+        self.0 == Kind::Soft
+    }
+
+    fn survey(&self) -> Option<&Survey> {
+        if let Kind::Rdma(survey) = &self.0 { Some(survey) } else { None }
+    }
+
+    /// The PCI address of its card, `domain:bus:device.function` in lower-case hexadecimal; that of the network card below a
+    /// software RDMA device. `None` where there is none.
+    pub fn pci_address(&self) -> Option<&str> {
+        Some(&self.survey()?.place.as_ref()?.address)
+    }
+
+    /// The NUMA node of its card, if the kernel knows it.
+    pub fn numa_node(&self) -> Option<u32> {
+        self.survey()?.place.as_ref()?.numa
+    }
+
+    /// Its ports; none of the software HCA.
+    pub fn ports(&self) -> &[Port] {
+        self.survey().map_or(&[], |survey| &survey.ports)
+    }
+
+    /// The machine's GPUs, the nearest to its card first; none where it has no card.
+    pub fn gpus(&self) -> &[NearGpu] {
+        self.survey().map_or(&[], |survey| &survey.gpus)
+    }
+
+    /// Why it cannot be used, if so, with the fix.
+    pub fn refusal(&self) -> Option<String> {
+        self.survey()?.refusal()
+    }
+
+    /// Opens the device as the environment says: see [`DeviceConfig`]. On the software HCA, faults in `GDSYNC_FAULTS` are
+    /// injected from the start: see [`FaultPlan`].
+    ///
+    /// # Errors
+    /// As [`Device::open_with`].
+    pub fn open(&self) -> Result<Context> {
+        self.open_with(&DeviceConfig::from_env()?)
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device; [`Error::Sys`] when the system refuses
+    /// memory, sockets or a thread.
+    pub fn open_with(&self, config: &DeviceConfig) -> Result<Context> {
+        match (&self.0, config.route) {
+            (Kind::Soft, Some(route @ (Route::Direct | Route::Proxy))) => {
+                let expected = "soft, which is the only one of soft0: name another device in GDSYNC_DEVICE, or no route in GDSYNC_PATH";
+                Err(Error::invalid("route", route, expected))
+            }
+            (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
+            (Kind::Rdma(survey), _) => connect(survey, config),
+        }
+    }
+}
+
+/// Opens an RDMA device: the card reads the rings itself if a test request shows that it does, all who are to ring can, and it reaches the
+/// memory of GPUs. Otherwise a thread does, which also stages what the card does not reach.
+fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
+    let open = gdsync_rdma::Open::device(&survey.name, config)?;
+    let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
+    let direct = || {
+        let gpus = config.gpu.clone().map_or_else(Gpu::opened, |gpu| vec![gpu]);
+        let direct = Direct::start(&open)?;
+        direct.inject(faults.clone())?;
+        let context = Context::with(Arc::new(direct), None)?;
+        if config.route.is_none() {
+            let tested = self_test(&context.alloc_pd()?);
+            tested.inspect_err(|error| {
+                let device = open.name();
+                tracing::warn!(device, %error, "the card is not used directly: its self-test failed");
+            })?;
+        }
+        for gpu in &gpus {
+            let pd = context.alloc_pd()?;
+            context.provider.admit(gpu, &mut || probe(&pd, gpu))?;
+            if config.route.is_none() {
+                reach(&pd, gpu)?;
+            }
+        }
+        Ok(context)
+    };
+    let not_direct = match config.route {
+        Some(Route::Direct) => return direct(),
+        Some(_) => "another route was asked for (GDSYNC_PATH)".into(),
+        None => match direct() {
+            Ok(context) => return Ok(context),
+            Err::<_, Error>(why) => why.to_string(),
+        },
+    };
+    tracing::info!(device = open.name(), why = not_direct, "a thread reads the rings in place of the card");
+    let proxy = Proxy::start(open, strict)?;
+    proxy.inject(faults)?;
+    Context::with(Arc::new(proxy), Some(not_direct.into()))
+}

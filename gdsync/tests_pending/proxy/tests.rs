@@ -1,0 +1,97 @@
+//! A device that takes less than the rings hold: one that `GDSYNC_TEST_DEVICE` names, and of which little is asked.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::device::Most;
+use super::provider::Proxy;
+use gdsync_device::memory::Memory;
+use crate::rdma::{DeviceConfig, Open};
+use gdsync_device::{Access, QpAttr, QpState};
+use crate::verbs::{Context, Mr, Qp, RecvWr, SendWr};
+use mlx5_ring::{CqeOpcode, Syndrome};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A queue pair connected to itself, on a device of which no more than `most` is asked; nothing, with the reason printed, where
+/// there is none.
+fn itself(most: Most) -> Option<(Qp, Mr)> {
+    let Some(name) = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty()) else {
+        println!("skipped: GDSYNC_TEST_DEVICE names no RDMA device");
+        return None;
+    };
+    let open = Open::device(&name, &DeviceConfig::default()).unwrap();
+    let context = Context::over(Arc::new(Proxy::start_within(open, true, most).unwrap()));
+    let pd = context.alloc_pd().unwrap();
+    let mr = pd.register(&Memory::alloc(8192).unwrap(), Access::all()).unwrap();
+    let qp = pd.build_qp().max_send_wr(64).max_recv_wr(64).max_inline(200).build().unwrap();
+    qp.connect(qp.address()).unwrap();
+    Some((qp, mr))
+}
+
+#[test]
+fn what_the_device_does_not_take_waits_in_the_rings() {
+    let Some((qp, mr)) = itself(Most { requests: 2, ..Most::ALL }) else { return };
+    for lap in 0..3 {
+        let sge = |n: usize| [mr.sge(8 * n, 8).unwrap()];
+        for n in 0..64 {
+            mr.memory().word64(8 * n).unwrap().store((lap * 64 + n) as u64);
+            qp.post_recv(&[RecvWr { wr_id: n as u64, sges: &[mr.sge(1024 + 8 * n, 8).unwrap()] }]).unwrap();
+        }
+        for n in 0..64 {
+            qp.post_send(&[SendWr::send(&sge(n)).id(n as u64)]).unwrap();
+        }
+        for n in 0..64 {
+            assert_eq!(qp.send_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, n);
+            assert_eq!(qp.recv_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, n);
+        }
+        for n in 0..64 {
+            assert_eq!(mr.memory().word64(1024 + 8 * n).unwrap().load(), (lap * 64 + n) as u64);
+        }
+    }
+    // The same in ERR: what the device never saw is flushed too, behind what it gave back, in order.
+    for n in 0..64 {
+        qp.post_recv(&[RecvWr { wr_id: n, sges: &[] }]).unwrap();
+    }
+    qp.modify(&QpAttr::to(QpState::ERR)).unwrap();
+    for n in 0..64 {
+        let wc = qp.recv_cq().wait(PATIENCE).unwrap();
+        assert_eq!((wc.wr_id, wc.syndrome), (n, Some(Syndrome::WR_FLUSH_ERR)));
+    }
+}
+
+#[test]
+fn inline_data_that_the_device_does_not_take_is_read_from_the_ring() {
+    let Some((qp, mr)) = itself(Most { inline: 0, ..Most::ALL }) else { return };
+    // Blocks of one to four: some go round the end of the ring.
+    for len in (0..=200).chain(0..=200) {
+        let data: Vec<u8> = (0..len).map(|i| i ^ len).collect();
+        qp.post_recv(&[RecvWr { wr_id: 1, sges: &[mr.sge(0, 256).unwrap()] }]).unwrap();
+        qp.post_send(&[SendWr::send_inline(&data)]).unwrap();
+        let wc = qp.recv_cq().wait(PATIENCE).unwrap().ok().unwrap();
+        assert_eq!((wc.opcode, wc.byte_len), (CqeOpcode::RESP_SEND, u32::from(len)));
+        qp.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
+        assert_eq!(mr.memory().to_vec()[..data.len()], data);
+    }
+}
+
+/// A thread that polls takes what the device has completed; it does not wait for the proxy's own thread.
+#[test]
+fn who_polls_runs_the_proxy() {
+    let Some((qp, mr)) = itself(Most::ALL) else { return };
+    let sges = [mr.sge(0, 8).unwrap()];
+    let mut helped = 0;
+    for _ in 0..100 {
+        qp.post_send(&[SendWr::write(mr.remote(8).unwrap(), &sges)]).unwrap();
+        let end = Instant::now() + PATIENCE;
+        loop {
+            helped += u32::from(qp.core().provider.progress());
+            if let Some(wc) = qp.poll_send() {
+                wc.ok().unwrap();
+                break;
+            }
+            assert!(Instant::now() < end, "no completion");
+        }
+    }
+    assert!(helped > 0, "only the proxy's own thread took completions");
+}

@@ -1,0 +1,406 @@
+//! A hostile peer: packets of every kind against a live queue pair, through the ring that the wire uses.
+//!
+//! `GDSYNC_TEST_PACKETS=N` says how many (default 200,000).
+
+use std::collections::HashSet;
+
+use super::*;
+use crate::hca::packet::{self, Header, PacketOp, SEGMENT};
+use gdsync_device::engine::Progress as _;
+use crate::hca::reference::{REFERENCE, Reference};
+use crate::hca::wire::{LinkEnds, Piece};
+use crate::verbs::{Context, Mr, Qp, RecvWr, SendWr, Wc};
+use gdsync_device::QpAddress;
+use mlx5_ring::{MAX_MESSAGE, Syndrome};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// The peer's queue pair.
+const PEER: u32 = 0x12_3456;
+/// Bytes of the region that the peer may touch, and of the guard on either side of it.
+const REGION: usize = 128 << 10;
+const GUARD: usize = 64 << 10;
+/// Receives posted at a time.
+const DEPTH: usize = 16;
+
+/// A random sequence that is the same in each run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        (self.next() >> 11) % n
+    }
+
+    fn word(&mut self) -> u32 {
+        u32::try_from(self.next() >> 32).unwrap()
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[usize::try_from(self.below(choices.len() as u64)).unwrap()]
+    }
+}
+
+/// The HCA under test with one queue pair, and the wire to it in the peer's hands.
+struct Bed {
+    hca: Arc<SoftHca>,
+    qp: Qp,
+    memory: Memory,
+    mr: Mr,
+    ends: LinkEnds,
+    port: Port,
+    payload: Memory,
+    /// The packet that the queue pair expects next, and the message under way.
+    expected: u32,
+    message: Option<PacketOp>,
+    /// Requests that have not completed.
+    posted: HashSet<u64>,
+    next_id: u64,
+}
+
+impl Bed {
+    fn new() -> Self {
+        Self::with(&SoftHcaConfig::default())
+    }
+
+    fn with(config: &SoftHcaConfig) -> Self {
+        let hca = Arc::new(SoftHca::start(config).unwrap());
+        let context = Context::over(hca.clone());
+        let pd = context.alloc_pd().unwrap();
+        let memory = Memory::alloc(REGION + 2 * GUARD).unwrap();
+        memory.write(0, &vec![0xc5; memory.len()]).unwrap();
+        let mr = pd.register(&memory.slice(GUARD, REGION).unwrap(), Access::all()).unwrap();
+        let qp = pd.build_qp().build().unwrap();
+        let gid = Gid::random().unwrap();
+        let port = Port::open(gid, Bell::create().unwrap()).unwrap();
+        let ends = port.connect(hca.shared.gid, PATIENCE).unwrap();
+        // Otherwise the queue pair would make a second link, and answer over that.
+        let start = Instant::now();
+        while hca.shared.with(|core| {
+            hca.shared.accept(core);
+            core.link_to(gid).is_none()
+        }) {
+            assert!(start.elapsed() < PATIENCE, "the link is not accepted");
+            std::thread::yield_now();
+        }
+        let payload = Memory::alloc(2 * SEGMENT).unwrap();
+        let (expected, message, posted, next_id) = (0, None, HashSet::new(), 0);
+        let mut bed = Self { hca, qp, memory, mr, ends, port, payload, expected, message, posted, next_id };
+        bed.connect(7);
+        bed
+    }
+
+    fn connect(&mut self, psn: u32) {
+        self.qp.connect(QpAddress::new(self.port.loopback().unwrap().peer, PEER, psn)).unwrap();
+        (self.expected, self.message) = (psn, None);
+        for _ in 0..DEPTH {
+            self.receive();
+        }
+    }
+
+    fn id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.posted.insert(self.next_id);
+        self.next_id
+    }
+
+    fn receive(&mut self) {
+        let wr_id = self.id();
+        let sges = [self.mr.sge(0, 40 << 10).unwrap()];
+        if self.qp.post_recv(&[RecvWr { wr_id, sges: &sges }]).is_err() {
+            self.posted.remove(&wr_id);
+        }
+    }
+
+    fn send(&mut self, random: &mut Random) {
+        let id = self.id();
+        let len = random.of(&[0, 1, 100, SEGMENT, SEGMENT + 1, 3 * SEGMENT]);
+        let sges = [self.mr.sge(0, len).unwrap()];
+        let word = self.mr.sge(8, 8).unwrap();
+        let remote = self.mr.remote(0).unwrap();
+        let wr = match random.below(5) {
+            0 => SendWr::send(&sges),
+            1 => SendWr::write(remote, &sges),
+            2 => SendWr::read(remote, &sges),
+            3 => SendWr::fetch_add(remote, 1, word),
+            _ => SendWr::compare_swap(remote, 1, 2, word),
+        };
+        if self.qp.post_send(&[wr.id(id)]).is_err() {
+            self.posted.remove(&id);
+        }
+    }
+
+    /// Takes a completion: each request has one.
+    fn done(&mut self, wc: &Wc) {
+        assert!(self.posted.remove(&wc.wr_id), "{wc:?} completes a request that is not outstanding");
+        assert!(wc.byte_len <= MAX_MESSAGE, "{wc:?}");
+    }
+
+    fn poll(&mut self) {
+        while let Some(wc) = self.qp.poll_recv() {
+            self.done(&wc);
+            if wc.syndrome.is_none() {
+                self.receive();
+            }
+        }
+        while let Some(wc) = self.qp.poll_send() {
+            self.done(&wc);
+        }
+    }
+
+    /// Gives the HCA a packet; it steps until it has taken it.
+    fn push(&mut self, header: &Header, ext: &[u8], len: usize) {
+        let mut core = self.hca.shared.core.lock();
+        self.hca.shared.accept(&mut core);
+        let pieces = [Piece { memory: &self.payload, offset: 0, len }];
+        while !self.ends.tx.try_push(&header.to_bytes(), ext, &pieces).unwrap() {
+            core.step(&self.hca.shared.rung);
+        }
+    }
+
+    /// Lets the HCA work. Returns what it answered, if the peer takes answers; and checks what it holds.
+    fn step(&mut self, takes: bool) -> Vec<Header> {
+        let mut core = self.hca.shared.core.lock();
+        self.hca.shared.accept(&mut core);
+        while core.step(&self.hca.shared.rung) {}
+        let mut answers = Vec::new();
+        while takes && let Some(record) = self.ends.rx.peek().unwrap() {
+            answers.push(Header::from_bytes(&record.header));
+            self.ends.rx.pop(record);
+        }
+        let held = core.with_qp(self.qp.qpn(), |qp, _| qp.resp.held()).unwrap();
+        assert!(held <= 600, "{held} answers and messages are held for the peer");
+        answers
+    }
+
+    fn sent_psn(&self) -> u32 {
+        self.hca.shared.with(|core| core.with_qp(self.qp.qpn(), |qp, _| qp.req.sent_psn())).unwrap()
+    }
+
+    fn header(&self, op: PacketOp, psn: u32) -> Header {
+        Header::new(op, self.qp.qpn(), PEER, psn)
+    }
+
+    fn guards_are_whole(&self) {
+        let mut bytes = vec![0; self.memory.len()];
+        self.memory.read(0, &mut bytes).unwrap();
+        let is_whole = |guard: &[u8]| guard.iter().all(|byte| *byte == 0xc5);
+        assert!(
+            is_whole(&bytes[..GUARD]) && is_whole(&bytes[GUARD + REGION..]),
+            "bytes outside of the region"
+        );
+    }
+
+    /// The queue pair is in ERR, or put there: everything completes, and it is connected anew.
+    fn again(&mut self, psn: u32) {
+        self.qp.abort().unwrap();
+        let start = Instant::now();
+        while !self.posted.is_empty() {
+            assert!(start.elapsed() < PATIENCE, "lost: {:?}", self.posted);
+            self.step(true);
+            while let Some(wc) = self.qp.poll_recv().or_else(|| self.qp.poll_send()) {
+                self.done(&wc);
+            }
+        }
+        self.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
+        self.connect(psn);
+    }
+
+    /// A packet that a correct peer could send next, or one that differs from it in some respect.
+    fn random_packet(&mut self, random: &mut Random) {
+        const OPS: [PacketOp; 5] =
+            [PacketOp::SEND, PacketOp::WRITE, PacketOp::READ, PacketOp::COMPARE_SWAP, PacketOp::FETCH_ADD];
+        let is_answer = random.one_in(3);
+        let mut op = match self.message {
+            Some(op) if !is_answer => op,
+            _ if is_answer => PacketOp(u8::try_from(6 + random.below(7)).unwrap()),
+            _ => random.of(&OPS),
+        };
+        let sent =
+            self.hca.shared.with(|core| core.with_qp(self.qp.qpn(), |qp, _| qp.req.sent_psn())).unwrap();
+        let base = if is_answer { sent.wrapping_sub(1) } else { self.expected };
+        let distance = random.of(&[0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 64, u32::MAX, u32::MAX - 1, u32::MAX - 63]);
+        let psn = if random.one_in(50) { random.word() } else { base.wrapping_add(distance) };
+        let is_first = self.message.is_none();
+        let is_last = random.one_in(3) || !matches!(op, PacketOp::SEND | PacketOp::WRITE);
+        let mut flags = if is_first { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
+        if random.one_in(40) {
+            flags = u8::try_from(random.below(32)).unwrap();
+        }
+        if random.one_in(60) {
+            op = PacketOp(u8::try_from(random.below(16)).unwrap());
+        }
+        if random.one_in(8) {
+            flags |= packet::IMM;
+        }
+        let len = if is_last { random.of(&[0, 1, 100, SEGMENT]) } else { SEGMENT };
+        let len =
+            if random.one_in(60) { usize::try_from(random.below(SEGMENT as u64 + 8)).unwrap() } else { len };
+        let mut header = self.header(op, psn);
+        header.flags = flags;
+        header.rkey = if random.one_in(50) { random.word() } else { self.mr.rkey() };
+        header.code = random.of(&[0, 0, 1, 0x13, 0xfe, 5, 99]);
+        header.len = random.of(&[8, 100, 5000, 40_000, 0, MAX_MESSAGE, MAX_MESSAGE + 1, u32::MAX]);
+        if random.one_in(50) {
+            header.src = random.word();
+        }
+        let addr = self.mr.memory().addr();
+        let addr =
+            addr.wrapping_add(random.of(&[0, 0, 0, 8, 64, 4, REGION as u64 - 8, REGION as u64, u64::MAX]));
+        let mut ext = Vec::new();
+        match op {
+            PacketOp::WRITE | PacketOp::READ => ext.extend(addr.to_le_bytes()),
+            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
+                [addr, 1, 2].iter().for_each(|word| ext.extend(word.to_le_bytes()));
+            }
+            PacketOp::ATOMIC_RESPONSE => ext.extend(7u64.to_le_bytes()),
+            _ => {}
+        }
+        if flags & packet::REFERENCE != 0 {
+            let mut bytes: [u8; REFERENCE] = Reference::to_host(self.payload.addr()).to_bytes();
+            if random.one_in(2) {
+                bytes[usize::try_from(random.below(REFERENCE as u64)).unwrap()] ^= 1 << random.below(8);
+            }
+            ext.extend(bytes);
+        }
+        if random.one_in(60) {
+            ext.truncate(usize::try_from(random.below(ext.len() as u64 + 1)).unwrap());
+        }
+        let bare = matches!(op, PacketOp::SEND | PacketOp::WRITE | PacketOp::READ_RESPONSE);
+        let body = if bare && flags & packet::REFERENCE == 0 { len } else { 0 };
+        self.push(&header, &ext, body);
+        let now = self.hca.shared.with(|core| {
+            while core.step(&self.hca.shared.rung) {}
+            core.with_qp(self.qp.qpn(), |qp, _| qp.resp.expected_psn()).unwrap()
+        });
+        if now != self.expected && !is_answer {
+            let goes_on = matches!(op, PacketOp::SEND | PacketOp::WRITE) && flags & packet::LAST == 0;
+            self.message = goes_on.then_some(op);
+        }
+        self.expected = now;
+    }
+}
+
+#[test]
+fn nothing_that_a_peer_sends_breaks_the_hca() {
+    let packets = std::env::var("GDSYNC_TEST_PACKETS").map_or(200_000, |n| n.parse().unwrap());
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut bed = Bed::new();
+    let mut lives = 0;
+    let mut takes = true;
+    for n in 0..packets {
+        if random.one_in(20) {
+            bed.send(&mut random);
+        }
+        if random.one_in(500) {
+            takes = !takes;
+        }
+        bed.random_packet(&mut random);
+        bed.step(takes);
+        bed.poll();
+        if bed.qp.is_broken() || random.one_in(5000) {
+            lives += 1;
+            takes = true;
+            bed.again(random.word() & 0xff_ffff);
+        }
+        if n % 10_000 == 0 {
+            bed.guards_are_whole();
+        }
+    }
+    bed.again(1);
+    bed.guards_are_whole();
+    let stats = bed.hca.stats();
+    println!("{packets} packets, {lives} connections, {stats:?}");
+    assert!(lives > packets / 5000 && stats.packets_received > packets / 2);
+}
+
+#[test]
+fn what_was_not_sent_is_not_acknowledged() {
+    let mut bed = Bed::with(&SoftHcaConfig { pull: CmaPolicy::Never, ..SoftHcaConfig::default() });
+    let psn = bed.qp.address().psn;
+    // More packets than may be under way at once.
+    let id = bed.id();
+    let sges: Vec<_> = (0..24).map(|_| bed.mr.sge(0, 4 * SEGMENT).unwrap()).collect();
+    let wrs: Vec<_> = sges.iter().map(|sge| SendWr::send(std::slice::from_ref(sge)).id(id)).collect();
+    wrs.iter().for_each(|wr| _ = bed.qp.post_send(&[*wr]).unwrap());
+    while bed.sent_psn() < psn + 4 {
+        bed.step(true);
+    }
+    let mut header = bed.header(PacketOp::ACK, psn + 24 * 4 - 1);
+    bed.push(&header, &[], 0);
+    bed.step(true);
+    assert!(bed.qp.poll_send().is_none(), "a send completed by an ACK of a packet that was not sent");
+    header.psn = psn + 3;
+    bed.push(&header, &[], 0);
+    bed.step(true);
+    assert!(bed.qp.poll_send().unwrap().syndrome.is_none(), "its packets were sent");
+    assert!(bed.qp.poll_send().is_none());
+}
+
+#[test]
+fn a_message_that_does_not_end_is_refused() {
+    let mut bed = Bed::new();
+    let packets = MAX_MESSAGE as usize / SEGMENT;
+    let addr = bed.mr.memory().addr().to_le_bytes();
+    let mut naks = Vec::new();
+    for n in 0..=u32::try_from(packets).unwrap() {
+        let mut header = bed.header(PacketOp::WRITE, bed.expected + n);
+        header.flags = if n == 0 { packet::FIRST } else { 0 };
+        header.rkey = bed.mr.rkey();
+        bed.push(&header, &addr, SEGMENT);
+        if n % 16 == 0 {
+            naks.extend(bed.step(true));
+        }
+    }
+    naks.extend(bed.step(true));
+    assert!(
+        naks.iter().any(|header| header.op == PacketOp::NAK && header.code == Syndrome::REM_INV_REQ_ERR.0)
+    );
+    assert_eq!(bed.hca.shared.with(|core| core.with_qp(bed.qp.qpn(), |qp, _| qp.state)), Some(QpState::ERR));
+}
+
+#[test]
+fn a_write_in_a_send_is_refused_and_the_receive_is_flushed() {
+    let mut bed = Bed::new();
+    let mut header = bed.header(PacketOp::SEND, bed.expected);
+    header.flags = packet::FIRST;
+    bed.push(&header, &[], SEGMENT);
+    header = bed.header(PacketOp::WRITE, bed.expected + 1);
+    (header.flags, header.rkey) = (packet::LAST, bed.mr.rkey());
+    bed.push(&header, &bed.mr.memory().addr().to_le_bytes(), 8);
+    let naks = bed.step(true);
+    assert!(
+        naks.iter().any(|header| header.op == PacketOp::NAK && header.code == Syndrome::REM_INV_REQ_ERR.0)
+    );
+    // All receives complete, the one of the message among them.
+    bed.again(9);
+}
+
+#[test]
+fn a_peer_that_takes_no_answers_costs_no_memory() {
+    let mut bed = Bed::new();
+    for _ in 0..DEPTH {
+        let mut header = bed.header(PacketOp::SEND, bed.expected);
+        header.flags = packet::FIRST | packet::LAST;
+        bed.push(&header, &[], 0);
+        bed.expected += 1;
+    }
+    bed.step(false);
+    // `step` checks what is held.
+    for n in 0..20_000u32 {
+        let psn = if n % 2 == 0 { bed.expected } else { bed.expected + 1 + n };
+        let mut header = bed.header(PacketOp::SEND, psn);
+        header.flags = packet::FIRST | packet::LAST;
+        bed.push(&header, &[], 0);
+        bed.step(false);
+    }
+}

@@ -1,0 +1,259 @@
+//! An HCA that nobody runs while its peer acts.
+
+use super::*;
+use gdsync_device::copy_engine::{Handle, Part, ProcessId, Ticket};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::engine::Progress as _;
+use gdsync_device::recorder::Log;
+use crate::verbs::cq::Cq;
+use crate::verbs::{Context, RecvWr, SendWr};
+use gdsync_shm::{self as protocol, completion};
+use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Side {
+    hca: SoftHca,
+    recv_cq: CqParts,
+    qp: QpParts,
+}
+
+impl Side {
+    fn new() -> Self {
+        Self::with(&SoftHcaConfig::default())
+    }
+
+    fn with(config: &SoftHcaConfig) -> Self {
+        let hca = SoftHca::start(config).unwrap();
+        let (send_cq, recv_cq) = (
+            hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
+            hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
+        );
+        let (send_cqn, recv_cqn, rq_stride) = (send_cq.cqn, recv_cq.cqn, mlx5::recv_stride(1));
+        let request = QpRequest {
+            pdn: 1,
+            send_cqn,
+            recv_cqn,
+            log_sq: 3,
+            log_rq: 3,
+            rq_stride,
+            max_send_sge: 1,
+            max_inline: 64,
+        };
+        let qp = hca.create_qp(&request, &Places::default()).unwrap();
+        Self { hca, recv_cq, qp }
+    }
+
+    fn connect(&self, to: &Self) {
+        let remote = to.hca.address(to.qp.qpn, to.qp.psn);
+        let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(1024).max_dest_rd_atomic(1);
+        let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(6).max_rd_atomic(1);
+        let init = QpAttr::to(QpState::INIT).access(Access::all());
+        for attr in [init, rtr.min_rnr_timer(1), rts] {
+            self.hca.modify_qp(self.qp.qpn, &attr, PATIENCE).unwrap();
+        }
+    }
+
+    /// Posts a SEND of no bytes.
+    fn send(&self) {
+        self.post(&SendOp::Send { payload: Payload::Sges(&[]), imm: None });
+    }
+
+    /// Posts the first send.
+    fn post(&self, op: &SendOp<'_>) {
+        let wqe = mlx5::encode(op, self.qp.qpn, 0, WqeFlags::default()).unwrap();
+        self.qp.sq.write(0, wqe.as_bytes()).unwrap();
+        let record = self.qp.record.atomic32(mlx5::QP_DBREC_SEND).unwrap();
+        let doorbell = mlx5::doorbell_word(wqe.first8());
+        protocol::ring_doorbell(record, mlx5::send_record(1), || {}, self.qp.doorbell.atomic(), doorbell);
+        self.hca.ring(self.qp.qpn);
+    }
+}
+
+/// Held by who counts the links of this process, or has very many.
+static LINKS: Mutex<()> = Mutex::new(());
+
+/// Mappings of links in this process.
+fn mapped_links() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains("memfd:gdsync-link")).count()
+}
+
+/// One that serves many, one after the other, as a scheduler does.
+#[test]
+fn links_to_peers_that_left_are_used_again() {
+    let _alone = LINKS.lock();
+    let a = Side::new();
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < PATIENCE, "{what}");
+            std::thread::yield_now();
+        }
+    };
+    let (mut most, mut places) = (0, 0);
+    for n in 0..300u64 {
+        let b = Side::new();
+        a.connect(&b);
+        b.connect(&a);
+        // Posted anew: the reset has emptied the queue.
+        a.qp.rq.write(0, &[0; 16]).unwrap();
+        a.qp.record.atomic32(mlx5::QP_DBREC_RECV).unwrap().store(mlx5::recv_record(1), Ordering::Release);
+        b.send();
+        let slot = usize::try_from(n % 8).unwrap() * CQE_SIZE;
+        let word = a.recv_cq.ring.atomic32(slot + mlx5::CQE_OP_OWN_OFFSET).unwrap();
+        until("the message is here", &|| completion::is_complete(word, n, 3));
+        completion::pass(a.recv_cq.record.atomic32(0).unwrap(), n + 1);
+        let mut cqe = [0; CQE_SIZE];
+        a.recv_cq.ring.read(slot, &mut cqe).unwrap();
+        assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND, "peer {n}");
+        let reset = QpAttr::to(QpState::RESET);
+        // By turns before the peer leaves and after that.
+        if n % 2 == 0 {
+            a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
+        }
+        drop(b);
+        if n % 2 == 1 {
+            let is_lost =
+                || a.hca.shared.with(|core| core.with_qp(a.qp.qpn, |qp, _| qp.state == QpState::ERR));
+            until("the queue pair fails", &|| is_lost() == Some(true));
+            assert!(a.hca.shared.core.lock().count_links().0 > 1, "a link that is used was let go");
+            a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
+        }
+        until("the link is let go", &|| a.hca.shared.with(|core| core.count_links().0) == 1);
+        let (_, numbers) = a.hca.shared.core.lock().count_links();
+        (most, places) = (most.max(numbers), places.max(mapped_links()));
+    }
+    // The other tests of this process have a few at the same time.
+    assert!(most <= 4 && places < 100, "{most} numbers, {places} mapped at a time");
+}
+
+/// All at once: when they are quiet, nobody looks for packets.
+#[test]
+fn three_hundred_peers_leave_the_hca_quiet() {
+    let _alone = LINKS.lock();
+    let hub = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+    let build = |context: &Context| context.alloc_pd().unwrap().build_qp().build().unwrap();
+    let hub_context = Context::over(hub.clone());
+    let pairs: Vec<_> = (0..300)
+        .map(|_| {
+            let peer = Context::soft(&SoftHcaConfig::default()).unwrap();
+            let (here, there) = (build(&hub_context), build(&peer));
+            here.connect(there.address()).unwrap();
+            there.connect(here.address()).unwrap();
+            (here, there)
+        })
+        .collect();
+    assert!(hub.shared.core.lock().count_links().0 > 300);
+    for (n, (here, there)) in pairs.iter().enumerate().rev() {
+        here.post_recv(&[RecvWr { wr_id: n as u64, sges: &[] }]).unwrap();
+        there.post_send(&[SendWr::send(&[])]).unwrap();
+        assert_eq!(here.recv_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, n as u64);
+        there.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
+    }
+    let start = Instant::now();
+    while hub.shared.rx_hints.any() {
+        assert!(start.elapsed() < PATIENCE, "packets are seen where there are none");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn what_a_peer_sent_before_it_died_arrives() {
+    let (a, b) = (Side::new(), Side::new());
+    a.connect(&b);
+    b.connect(&a);
+    a.qp.rq.write(0, &[0; 16]).unwrap();
+    let record = a.qp.record.atomic32(mlx5::QP_DBREC_RECV).unwrap();
+    record.store(mlx5::recv_record(1), Ordering::Release);
+    // Nobody runs this HCA while the peer sends and dies.
+    let mut core = a.hca.shared.core.lock();
+    a.hca.shared.accept(&mut core);
+    b.send();
+    let start = Instant::now();
+    // Where another thread ran that HCA just now, the send leaves a moment later.
+    while b.hca.stats().packets_sent == 0 {
+        assert!(start.elapsed() < PATIENCE, "nothing was sent");
+        std::thread::yield_now();
+    }
+    drop(b);
+    let link = core.newest_link();
+    while !core.is_newly_dead(link) {
+        assert!(start.elapsed() < PATIENCE, "nobody noticed");
+        std::thread::yield_now();
+    }
+    // The peer may have made a second link, and that is the one it has used.
+    a.hca.shared.accept(&mut core);
+    core.tick(Instant::now());
+    while core.step(&a.hca.shared.rung) {}
+    let mut cqe = [0; CQE_SIZE];
+    a.recv_cq.ring.read(0, &mut cqe).unwrap();
+    assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND);
+}
+
+/// Says that it copies, and that it has.
+#[derive(Debug)]
+struct Idle;
+
+impl CopyEngine for Idle {
+    fn adopt(&self, _: &Gpu) {}
+    fn export(&self, _: &Memory) -> Option<Handle> {
+        Some(Handle { ipc: [0; 64], buffer: 0, offset: 0 })
+    }
+    fn stages(&self, _: &Memory) -> bool {
+        false
+    }
+    fn start(&self, _: Vec<Part>) -> Ticket {
+        let ticket = Ticket::default();
+        ticket.done();
+        ticket
+    }
+    fn forget(&self, _: ProcessId) {}
+}
+
+#[test]
+fn both_sides_know_when_a_copy_began() {
+    const LEN: usize = 4096;
+    let config =
+        SoftHcaConfig { by_reference: LEN, copy_engine: Some(Arc::new(Idle)), ..SoftHcaConfig::default() };
+    let (a, b) = (Side::with(&config), Side::with(&config));
+    a.connect(&b);
+    b.connect(&a);
+    let memory = Memory::alloc(LEN).unwrap();
+    let [own, other] = [&a, &b].map(|side| side.hca.reg_mr(1, &memory, Access::all()).unwrap());
+    let began = |side: &Side| side.hca.shared.duties.copied.when();
+    assert_eq!((began(&a), began(&b)), (None, None));
+    let start = Instant::now();
+    let sges = [DataSeg { addr: memory.addr(), len: u32::try_from(LEN).unwrap(), lkey: own.lkey }];
+    let remote = RemoteAddr { addr: memory.addr(), rkey: other.rkey };
+    a.post(&SendOp::Write { remote, payload: Payload::Sges(&sges), imm: None });
+    while b.hca.stats().by_reference == 0 {
+        assert!(start.elapsed() < PATIENCE, "nothing came by reference");
+        std::thread::yield_now();
+    }
+    // Who did the work tells of it when the state is let go, which it was since.
+    assert!(began(&b) >= Some(start), "{:?}", began(&b));
+    assert!(a.hca.stats().packets_sent > 0 && began(&a) >= Some(start), "{:?}", began(&a));
+}
+
+#[test]
+fn who_waits_after_a_copy_began_stays_awake() {
+    let hca = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+    let cq = Cq::create(hca.clone(), 8, OnGpu::empty(), &Places::default(), Log::current()).unwrap();
+    // Asleep it looks once or twice, and again when the time is up.
+    assert!(looks(&cq, Duration::from_millis(20)) < 100, "there was no copy");
+    // Of a moment to come, so that it is recent however slow this machine is.
+    hca.shared.duties.copied.note(Instant::now() + PATIENCE);
+    assert_eq!(looks(&cq, PATIENCE), 100);
+}
+
+/// How often a thread looks that waits until it has looked a hundred times.
+fn looks(cq: &Cq, timeout: Duration) -> u32 {
+    let looks = std::cell::Cell::new(0);
+    let look = || {
+        looks.set(looks.get() + 1);
+        looks.get() == 100
+    };
+    cq.0.park(&look, timeout);
+    looks.get()
+}
