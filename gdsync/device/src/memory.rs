@@ -9,7 +9,7 @@
 //! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
 
 mod access;
-#[cfg(test)]
+#[cfg(debug_assertions)]
 pub mod fences;
 mod pages;
 mod process;
@@ -188,7 +188,7 @@ pub fn host_fence() {
 
 #[inline]
 fn fence_for_devices(kind: MappingType) {
-    #[cfg(test)]
+    #[cfg(debug_assertions)]
     fences::count();
     store_fence(kind);
 }

@@ -37,9 +37,11 @@ mod encode;
 mod opcode;
 mod rq;
 mod segment;
+#[cfg(test)]
+mod strategies;
 mod strict;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 mod wqe;
 
 pub use cond::Cond;

@@ -1,13 +1,13 @@
 //! Connections that librdmacm makes: on iWARP nothing else makes one.
 
 use std::ffi::{CStr, c_void};
-use std::{fmt, io};
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::time::Duration;
+use std::{fmt, io};
 
 use rdma_core_sys::RdmaCm;
 use rdma_core_sys::cm::{

@@ -31,12 +31,15 @@ use rdma_core_sys::Mlx5;
 use self::devx::{Devx, DevxCq, DevxQp, EventChannel};
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
-use gdsync_device::cuda::Gpu;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::engine::CqEvent;
-use gdsync_device::{FaultPlan, Gid, HcaStats, random_psn, OnGpu, Places, CqParts, MrKeys, Provider, QpParts, QpRequest, Access, QpAddress, QpAttr, TransferPath};
-use gdsync_device::memory::Memory;
 use crate::{Domain, Event, Events, FailedCq, Healths, More, Objects, Open};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::engine::CqEvent;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
+use gdsync_device::{
+    Access, CqParts, FaultPlan, Gid, HcaStats, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr, QpParts,
+    QpRequest, TransferPath, random_psn,
+};
 
 /// An mlx5 card.
 pub struct Direct {

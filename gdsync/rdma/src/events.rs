@@ -1,10 +1,10 @@
 //! What an RDMA device tells without being asked: queue pairs and ports that fail, the card that is gone.
 
 use std::collections::HashMap;
-use std::{fmt, io};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
+use std::{fmt, io};
 
 use parking_lot::Mutex;
 use rdma_core_sys::verbs::{
@@ -12,8 +12,8 @@ use rdma_core_sys::verbs::{
 };
 
 use super::open::Open;
-use gdsync_device::error::{Error, Result};
 use gdsync_device::Health;
+use gdsync_device::error::{Error, Result};
 
 /// An asynchronous event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,9 +19,8 @@
 #![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
 
 mod cm;
-pub mod direct;
-pub mod proxy;
 mod config;
+pub mod direct;
 mod domain;
 mod events;
 mod explain;
@@ -30,6 +29,7 @@ mod netaddr;
 mod objects;
 mod open;
 mod port;
+pub mod proxy;
 mod region;
 mod step;
 mod survey;
@@ -50,7 +50,7 @@ pub use survey::{NearGpu, Survey, preferred};
 #[doc(hidden)]
 pub use sysfs::Class as SysfsDevice;
 #[doc(hidden)]
-pub use topology::{gpus, Distance, Place};
+pub use topology::{Distance, Place, gpus};
 
 use gdsync_device::env::variable;
 use gdsync_device::error::Result;

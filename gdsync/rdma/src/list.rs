@@ -13,8 +13,8 @@ use rdma_core_sys::{Mlx5, Verbs};
 use super::explain::{Call, failed, failed_last};
 use super::port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 use super::sysfs::{Class, SYSFS};
-use gdsync_device::error::Result;
 use gdsync_device::Gid;
+use gdsync_device::error::Result;
 
 /// The devices that libibverbs knows.
 pub(super) struct List {

@@ -1,7 +1,7 @@
 //! IP addresses: those of this machine, as GIDs, and as the system takes them.
 
-use std::{io, ptr};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::{io, ptr};
 
 use libc::{sockaddr, sockaddr_in, sockaddr_in6, sockaddr_storage};
 

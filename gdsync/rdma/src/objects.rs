@@ -10,7 +10,7 @@ use super::region::Way;
 use super::{Domain, Open, Region};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
-use gdsync_device::{MrKeys, Access, TransferPath};
+use gdsync_device::{Access, MrKeys, TransferPath};
 
 /// The domains and regions of an open device. They are freed without locks: the kernel may take its time.
 #[derive(Debug)]

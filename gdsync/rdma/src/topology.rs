@@ -1,7 +1,7 @@
 //! Where devices are on the PCI tree, and how far from each other.
 
-use std::{fmt, fs};
 use std::path::{Component, Path};
+use std::{fmt, fs};
 
 /// What the bytes between two PCI devices pass. Ordered from near to far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

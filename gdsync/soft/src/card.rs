@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::async_event::AsyncEvents;
-use gdsync_device::engine::{CqEvent, GpuNudge, ProgressEngine as _, QpTrace, Rings};
-use gdsync_device::{Gid, HcaStats, MrKeys, Provider as _, QpRequest, Access, QpAttr, QpState};
 use super::requester::Requester;
 use super::soft::{SoftHca, SoftHcaConfig};
+use gdsync_device::engine::{CqEvent, GpuNudge, ProgressEngine as _, QpTrace, Rings};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
+use gdsync_device::{Access, Gid, HcaStats, MrKeys, Provider as _, QpAttr, QpRequest, QpState};
 use mlx5_ring::{CQE_SIZE, EMPTY};
 
 /// A card.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::reference::Export;
-use gdsync_device::{Shuffle, Access};
 use gdsync_device::memory::Memory;
+use gdsync_device::{Access, Shuffle};
 use mlx5_ring::Syndrome;
 
 /// The memory regions of one HCA. A key is `index << 8 | variant`, shuffled: the variant changes at every registration, so that

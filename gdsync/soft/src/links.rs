@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use gdsync_device::{Fate, Faults, Gid, HcaStats};
 use super::offers::Offers;
 use super::packet::{self, Header};
 use super::reference::Reference;
 use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxRing};
 use gdsync_device::copy_engine::ProcessId;
 use gdsync_device::memory::{Memory, Process};
+use gdsync_device::{Fate, Faults, Gid, HcaStats};
 
 /// The links of one HCA by their numbers, which are given again when a link is gone; number 0 leads to itself.
 #[derive(Debug, Default)]

@@ -5,8 +5,6 @@ use std::time::Instant;
 
 use super::async_event::{AsyncEvent, AsyncEventQueue};
 use super::cma::CmaPolicy;
-use gdsync_device::engine::{Cqs, Rings};
-use gdsync_device::{Faults, random_psn, HcaStats, Health, Access, QpAddress, QpAttr, QpState};
 use super::keys::Keys;
 use super::links::Links;
 use super::pending_flush::PendingFlush;
@@ -15,7 +13,9 @@ use super::requester::Requester;
 use super::responder::Responder;
 use super::staging::Stage;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
+use gdsync_device::engine::{Cqs, Rings};
 use gdsync_device::error::{Error, Result};
+use gdsync_device::{Access, Faults, HcaStats, Health, QpAddress, QpAttr, QpState, random_psn};
 use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome};
 
 /// What the queue pairs share while one of them works.

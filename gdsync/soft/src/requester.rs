@@ -6,7 +6,7 @@ mod refer;
 mod transmit;
 mod trial;
 
-pub(in crate) use refer::Reason;
+pub(crate) use refer::Reason;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use trial::Way;

@@ -14,12 +14,12 @@ use smallvec::SmallVec;
 use self::copies::Copies;
 use super::async_event::AsyncEvent;
 use super::links::Body;
-use mlx5_ring::{low16, Cqe, CqeOpcode, DataSeg, Syndrome};
 use super::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use super::qp::{Env, SoftQp};
 use super::requester::Reason;
 use super::wire::Piece;
 use gdsync_device::{QpAttr, QpState};
+use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome, low16};
 
 /// Answers that wait for room on the link, a READ of any length being one. The requests of a peer that takes no more are dropped, as if
 /// the network had lost them: it sends them again. More than a peer has under way that takes its answers.

@@ -10,8 +10,6 @@ use super::async_event::AsyncEvents;
 use super::cma::CmaPolicy;
 use super::core::{Core, QpNumbers};
 
-use gdsync_device::engine::{DoorbellSet, ProgressEngine, ProgressState, ProgressThread, QpTrace, Rings};
-use gdsync_device::{FaultPlan, Gid, HcaStats, OnGpu, Places, CqParts, MrKeys, Provider, QpParts, QpRequest, Health, Access, QpAttr, QpState, TransferPath};
 use super::qp::SoftQp;
 use super::receive_staging::ReceiveStaging;
 use super::reference::Export;
@@ -23,9 +21,14 @@ use super::stuck_copies::StuckCopies;
 use super::wire::{Bell, Port};
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::cuda::GpuCopyEngines;
+use gdsync_device::engine::{DoorbellSet, ProgressEngine, ProgressState, ProgressThread, QpTrace, Rings};
 use gdsync_device::env::variable;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
+use gdsync_device::{
+    Access, CqParts, FaultPlan, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAttr, QpParts,
+    QpRequest, QpState, TransferPath,
+};
 
 /// From here on a copy engine is worth its start. Through a mapping, 32 KiB leave GPU memory in 44 us (H200), and reach it
 /// in 1.3 us; a copy engine takes 10 us, most of it to begin.
@@ -230,8 +233,7 @@ impl SoftHca {
     }
 
     /// Whether a doorbell is watched.
-    #[cfg(test)]
-    pub(super) fn is_watching(&self) -> bool {
+    pub fn is_watching(&self) -> bool {
         use gdsync_device::engine::Progress as _;
         self.shared.with(|core| {
             core.step(&self.shared.rung);

@@ -39,9 +39,8 @@ impl fmt::Debug for Context {
 }
 
 impl Context {
-    /// An open device that a test has made.
-    #[cfg(test)]
-    pub(crate) fn over(provider: Arc<dyn Provider>) -> Self {
+    /// A context over a device of the application's own.
+    pub fn over(provider: Arc<dyn Provider>) -> Self {
         Self { provider, fork_guard: ForkGuard::default(), not_direct: None, log: Log::default() }
     }
 

@@ -42,7 +42,6 @@ impl DoorbellWatch {
     }
 
     /// Up to where they are foreseen.
-    #[cfg(test)]
     pub fn foreseen(&self) -> u64 {
         self.all[self.index].until.load(Ordering::SeqCst)
     }

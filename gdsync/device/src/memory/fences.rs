@@ -1,4 +1,4 @@
-//! Counts fences for devices in tests: where they matter, nothing else tells on x86-64 whether they are there.
+//! Counts fences for devices in builds with debug assertions: on x86-64 nothing else tells a test whether they are there.
 
 use std::cell::Cell;
 
@@ -6,7 +6,7 @@ thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(0) };
 }
 
-pub fn count() {
+pub(super) fn count() {
     COUNT.set(COUNT.get() + 1);
 }
 

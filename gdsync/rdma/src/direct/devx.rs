@@ -33,9 +33,9 @@ pub(super) use self::queues::{DevxCq, DevxQp};
 pub(super) use self::uar::Uar;
 use self::uar::Uars;
 use super::registers::Registers;
-use gdsync_device::error::{Error, Result};
 use crate::explain::{Call, failed};
 use crate::{Domain, Open};
+use gdsync_device::error::{Error, Result};
 
 /// A device that takes commands.
 pub(super) struct Devx {

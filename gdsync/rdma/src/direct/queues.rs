@@ -18,11 +18,11 @@ use rdma_core_sys::verbs::{
 
 use super::registers::{KernelExecutor, Registers};
 use super::rings::RingDomain;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, Word64};
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::{Domain, FailedCq, Open};
-use gdsync_device::{Places, QpRequest, QpAttr, QpState};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, Word64};
+use gdsync_device::{Places, QpAttr, QpRequest, QpState};
 use mlx5_ring::{self as mlx5, BB, CQE_SIZE, INITIAL_CQE};
 
 /// A completion queue of the card. What libmlx5 has of it is not polled: its ring is ours to read.

@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_attr};
 
 use super::devx::Uar;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, Word64, host_page};
 use crate::Open;
 use crate::explain::{Call, failed_last};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, Word64, host_page};
 
 /// A thread domain: a register that libmlx5 gives to nobody else.
 pub(super) struct KernelExecutor {

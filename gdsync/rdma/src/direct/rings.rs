@@ -14,10 +14,10 @@ use rdma_core_sys::verbs::{
     ibv_alloc_parent_domain, ibv_parent_domain_init_attr, ibv_parent_domain_init_attr_mask, ibv_pd, ibv_td,
 };
 
-use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, host_page};
 use crate::Domain;
 use crate::explain::{Call, failed_last};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, host_page};
 use gdsync_device::{OnGpu, Places};
 
 /// What the memory of one queue is taken from, and what was taken.

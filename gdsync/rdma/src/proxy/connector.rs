@@ -17,11 +17,11 @@ use rdma_core_sys::cm::rdma_cm_event_type as Kind;
 
 use super::link::GONE;
 use super::request::Request;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::{Gid, QpAddress};
 use crate::Open;
 use crate::cm::{Channel, Happened, Id, Offer};
 use crate::netaddr::{gid_of, ip_of, of_this_machine};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::{Gid, QpAddress};
 
 /// How long the two sides may take to find each other. Drivers allow 10 s between request and answer.
 const LIMIT: Duration = Duration::from_secs(9);

@@ -10,11 +10,11 @@ use super::device::{Channel, DeviceCq, limit};
 use super::qp::{Env, ProxyQp};
 use super::shadow::Shadows;
 use super::tag::Tag;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::engine::{Cqs, DoorbellSet, GpuNudge, MAX_QPS, Progress, WatchedDoorbells};
-use gdsync_device::{HcaStats, QpState};
-use gdsync_device::memory::{Memory, Word64};
 use crate::Open;
+use gdsync_device::engine::{Cqs, DoorbellSet, GpuNudge, MAX_QPS, Progress, WatchedDoorbells};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, Word64};
+use gdsync_device::{HcaStats, QpState};
 use gdsync_shm as protocol;
 
 /// Completions taken from the device at once.

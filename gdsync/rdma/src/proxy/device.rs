@@ -12,10 +12,10 @@ use rdma_core_sys::verbs::{
 };
 
 use super::translate::{Buffers, Request, recv_wr};
-use gdsync_device::error::{Error, Result};
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::{Domain, Open};
-use gdsync_device::{QpRequest, MAX_RD_ATOMIC, QpAttr, QpState};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::{MAX_RD_ATOMIC, QpAttr, QpRequest, QpState};
 use mlx5_ring::SEGMENT;
 
 /// A limit of the device, of which some drivers say -1 for none.

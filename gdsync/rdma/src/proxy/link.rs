@@ -9,8 +9,8 @@ use super::device::{DeviceQp, limit};
 use super::qp::{Env, ProxyQp};
 use super::tag::Tag;
 use super::translate::{Buffers, Request};
-use gdsync_device::error::{Error, Result};
 use crate::cm::Offer;
+use gdsync_device::error::{Error, Result};
 use gdsync_device::{QpAddress, QpAttr, QpState};
 use mlx5_ring::Opcode;
 

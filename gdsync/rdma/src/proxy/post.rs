@@ -4,10 +4,10 @@ use super::outcome::Failure;
 use super::qp::{Env, ProxyQp, Sent};
 use super::staged::{Brought, ReceiveStaging};
 use super::translate::{Buffers, Inline, Request, in_ring, inline_bytes, sge};
-use gdsync_device::error::Error;
-use gdsync_device::engine::Wqe;
-use mlx5_ring::{low16, DecodedOp, Opcode};
 use gdsync_device::QpState;
+use gdsync_device::engine::Wqe;
+use gdsync_device::error::Error;
+use mlx5_ring::{DecodedOp, Opcode, low16};
 
 /// What became of a WQE.
 enum Posted {

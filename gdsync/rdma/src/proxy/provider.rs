@@ -12,12 +12,15 @@ use super::device::{DeviceQp, Granted, Most, greetings};
 use super::qp::{DRAIN, ProxyQp};
 use super::shadow::Shadow;
 use super::shared::Shared;
-use gdsync_device::cuda::Gpu;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::{FaultPlan, Gid, HcaStats, random_psn, OnGpu, Places, CqParts, MrKeys, Provider, QpParts, QpRequest, Health, Access, QpAddress, QpAttr, QpState, Staging, TransferPath, Transport};
-use gdsync_device::engine::{Progress, ProgressEngine, ProgressThread, QpTrace, Rings, cq_parts};
-use gdsync_device::memory::Memory;
 use crate::{Domain, Events, Objects, Open, Region};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::engine::{Progress, ProgressEngine, ProgressThread, QpTrace, Rings, cq_parts};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
+use gdsync_device::{
+    Access, CqParts, FaultPlan, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr,
+    QpParts, QpRequest, QpState, Staging, TransferPath, Transport, random_psn,
+};
 
 /// A proxy over an open device. Dropping it ends its threads.
 #[derive(Debug)]

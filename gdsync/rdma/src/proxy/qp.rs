@@ -19,12 +19,12 @@ use super::outcome::{Failure, is_unnamed, outcome, received};
 use super::shadow::Shadows;
 use super::staged::{Arrival, ReceiveStaging, Staged};
 use super::tag::Tag;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::engine::{Cqs, Rings};
-use gdsync_device::{HcaStats, random_psn, Health, QpAttr, QpState};
-use mlx5_ring::{low16, Cqe, CqeOpcode, Opcode, Syndrome};
-use gdsync_device::memory::Memory;
 use crate::Region;
+use gdsync_device::engine::{Cqs, Rings};
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Memory;
+use gdsync_device::{HcaStats, Health, QpAttr, QpState, random_psn};
+use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome, low16};
 
 /// How long a device may take to give back what it has, in ERR.
 pub(super) const DRAIN: Duration = Duration::from_secs(2);

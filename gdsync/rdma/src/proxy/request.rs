@@ -49,8 +49,8 @@ impl Request {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gdsync_device::Gid;
     use crate::cm::Offer;
+    use gdsync_device::Gid;
 
     fn request() -> Request {
         Request { from: QpAddress::new(Gid([9; 16]), 0x12_3456, 0xab_cdef).with_lid(4791), qpn: 7, psn: 8 }
@@ -81,7 +81,7 @@ mod tests {
         let plan = Plan { qpn, psn, peer: from, offer: Offer { number: 1, reads: (1, 1) } };
         assert!(request().is_for(&plan));
         assert!(!request().is_for(&Plan { psn: psn + 1, ..plan }));
-        assert!(!request().is_for(&Plan { peer: QpAddress { psn: 1, ..from }, ..plan }));
+        assert!(!request().is_for(&Plan { peer: QpAddress::new(from.gid, from.qpn, 1), ..plan }));
         assert!(!request().is_for(&Plan { peer: from.with_lid(1), ..plan }));
     }
 }

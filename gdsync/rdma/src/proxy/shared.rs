@@ -12,10 +12,10 @@ use super::bell::Bell;
 use super::connector::Told;
 use super::core::Core;
 use super::device::Channel;
-use gdsync_device::error::{Error, Result};
-use gdsync_device::engine::{DoorbellSet, ProgressEngine, ProgressState};
 use crate::{Event, Open};
 use gdsync_device::QpState;
+use gdsync_device::engine::{DoorbellSet, ProgressEngine, ProgressState};
+use gdsync_device::error::{Error, Result};
 
 /// The place of a queue pair that is being made.
 const CLAIMED: usize = usize::MAX;

@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use super::{Kind, rnr_pause};
-use gdsync_device::copy_engine::Ticket;
 use crate::links::Body;
 use crate::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use crate::qp::{Env, SoftQp};
 use crate::receive_staging;
 use gdsync_device::QpState;
+use gdsync_device::copy_engine::Ticket;
 use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, Syndrome};
 
 impl SoftQp {

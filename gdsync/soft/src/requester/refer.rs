@@ -304,11 +304,11 @@ impl SoftQp {
 
 /// Why a peer cannot follow a reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate) struct Reason(pub(in crate) u32);
+pub(crate) struct Reason(pub(crate) u32);
 
 impl Reason {
-    pub(in crate) const CANNOT_OPEN: Self = Self(1);
-    pub(in crate) const FAILED: Self = Self(2);
+    pub(crate) const CANNOT_OPEN: Self = Self(1);
+    pub(crate) const FAILED: Self = Self(2);
 
     fn meaning(self) -> &'static str {
         match self {

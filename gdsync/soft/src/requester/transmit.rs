@@ -7,11 +7,11 @@ use smallvec::SmallVec;
 use super::{Kind, Pending};
 use crate::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
 use crate::qp::{Env, SoftQp};
-use gdsync_device::engine::Wqe;
 use crate::staging::Staged;
 use crate::wire::Piece;
-use gdsync_device::memory::Memory;
 use gdsync_device::QpState;
+use gdsync_device::engine::Wqe;
+use gdsync_device::memory::Memory;
 use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, Syndrome};
 
 /// Sends in progress at once; more wait in the ring.
@@ -144,12 +144,7 @@ impl SoftQp {
         Ok((op, kind, len))
     }
 
-    pub(in crate) fn local<'k>(
-        &self,
-        sge: &DataSeg,
-        write: bool,
-        env: &Env<'k>,
-    ) -> Result<Piece<'k>, Syndrome> {
+    pub(crate) fn local<'k>(&self, sge: &DataSeg, write: bool, env: &Env<'k>) -> Result<Piece<'k>, Syndrome> {
         let len = sge.len as usize;
         let (memory, offset) = env.keys.local(sge.lkey, self.rings.request.pdn, sge.addr, len, write)?;
         Ok(Piece { memory, offset, len })

@@ -9,8 +9,8 @@ use super::super::packet::{self, Header, PacketOp};
 use super::super::qp::{Env, SoftQp};
 use super::super::receive_staging;
 use super::{Current, Refusal};
-use gdsync_device::copy_engine::Ticket;
 use gdsync_device::Access;
+use gdsync_device::copy_engine::Ticket;
 use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome};
 
 /// What has arrived: a packet, or a message by reference.

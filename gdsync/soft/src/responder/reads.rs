@@ -7,8 +7,8 @@ use super::super::packet::{Header, PacketOp, SEGMENT, ahead, segments};
 use super::super::qp::{Env, SoftQp};
 use super::super::staging::Staged;
 use super::{Answer, REPLAYS, Refusal};
-use gdsync_device::memory::Memory;
 use gdsync_device::Access;
+use gdsync_device::memory::Memory;
 use mlx5_ring::Syndrome;
 
 impl SoftQp {

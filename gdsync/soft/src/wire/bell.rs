@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-
 use gdsync_device::error::Result;
 use gdsync_device::memory::{Memory, Word32};
 use gdsync_shm::event_count;

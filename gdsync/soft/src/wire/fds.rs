@@ -5,7 +5,6 @@ use std::mem::zeroed;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-
 /// The most descriptors of a message.
 const MAX_FDS: usize = 2;
 /// Room for the control message of that many, with some to notice when there are more.

@@ -6,7 +6,6 @@
 //! - the process that claims a GID serves the socket of that GID.
 
 use std::collections::HashMap;
-use std::{fmt, io};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -15,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -23,8 +23,8 @@ use super::bell::Bell;
 use super::fds;
 use super::ring::{RING_BYTES, RxRing, TxRing};
 use super::span::Spans;
-use gdsync_device::error::{Error, Result};
 use gdsync_device::Gid;
+use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64, user};
 
 /// First bytes of a greeting: protocol and version.

@@ -1,8 +1,8 @@
 //! Asynchronous events of objects that commands made: a queue pair that failed without a completion, a completion queue that failed.
 
-use std::{fmt, io};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use rdma_core_sys::Mlx5;
 use rdma_core_sys::mlx5::{

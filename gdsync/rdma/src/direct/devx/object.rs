@@ -1,15 +1,15 @@
 //! Objects that commands make, and why the firmware or the kernel refused.
 
-use std::{fmt, io};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use rdma_core_sys::Mlx5;
 use rdma_core_sys::mlx5::mlx5dv_devx_obj;
 
 use super::mailbox::{Command, Opcode, Status};
-use gdsync_device::error::{Error, Result};
 use crate::Open;
+use gdsync_device::error::{Error, Result};
 
 /// What to change where the device takes no commands.
 pub(super) const NO_DEVX: &str = "queues in GPU memory need DevX: a kernel whose mlx5_ib has it (CONFIG_INFINIBAND_USER_ACCESS, Linux 4.19), \

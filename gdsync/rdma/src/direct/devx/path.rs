@@ -8,9 +8,9 @@ use rdma_core_sys::verbs::{ibv_ah, ibv_ah_attr};
 
 use super::mailbox::Command;
 use super::object::last_errno;
-use gdsync_device::error::{Error, Result};
 use crate::explain::{Call, failed};
 use crate::{Domain, GidEntry, GidKind, LinkLayer};
+use gdsync_device::error::{Error, Result};
 
 /// Where the primary path begins in the context of a queue pair.
 const PATH: usize = 0xc0;

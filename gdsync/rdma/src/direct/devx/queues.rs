@@ -8,15 +8,15 @@ use parking_lot::Mutex;
 use super::mailbox::{CqFields, QpFields, create_cq, create_qp, created, queried_state, query_qp};
 use super::object::Object;
 use super::path::{self, Route, udp_port};
-use super::{steps, Devx, events};
 use super::uar::Uar;
 use super::umem::Umem;
+use super::{Devx, events, steps};
 use crate::direct::Cq;
 use crate::direct::queues::{Parts, first_lap};
+use crate::{Domain, FailedCq};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
-use crate::{Domain, FailedCq};
-use gdsync_device::{OnGpu, Places, QpRequest, QpAttr, QpState};
+use gdsync_device::{OnGpu, Places, QpAttr, QpRequest, QpState};
 use mlx5_ring::{self as mlx5, BB, CQE_SIZE, SEGMENT};
 
 /// Whole pages for rings, with the card's view of them; what shares a page with a ring is no ring.

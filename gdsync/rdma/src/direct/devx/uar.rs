@@ -10,9 +10,9 @@ use rdma_core_sys::Mlx5;
 use rdma_core_sys::mlx5::{mlx5dv_devx_uar, mlx5dv_uar_alloc_type as kind};
 
 use super::object::last_errno;
-use gdsync_device::error::Result;
 use crate::Open;
 use crate::explain::{Call, failed};
+use gdsync_device::error::Result;
 
 /// A register, freed when nobody may write there any more.
 pub(in crate::direct) struct Uar {

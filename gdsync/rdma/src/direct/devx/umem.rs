@@ -12,11 +12,11 @@ use rdma_core_sys::verbs::ibv_access_flags;
 
 use super::mailbox::Place;
 use super::object::last_errno;
+use crate::explain::{Call, Memlock, failed};
+use crate::{Open, Pages, has_peermem};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
-use crate::explain::{Call, Memlock, failed};
-use crate::{Open, Pages, has_peermem};
 
 /// Registered memory. The firmware must have nothing there any more when this is dropped.
 pub(super) struct Umem {

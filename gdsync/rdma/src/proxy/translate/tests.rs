@@ -2,12 +2,15 @@
 
 use proptest::prelude::*;
 
+use self::strategies::{Plain, legal};
 use super::*;
-use gdsync_device::{HcaStats, Places, QpRequest};
 use gdsync_device::engine::Rings;
 use gdsync_device::memory::Memory;
-use mlx5_ring::tests::{Plain, legal};
-use mlx5_ring::{BB, Opcode, WqeFlags, encode};
+use gdsync_device::{HcaStats, Places, QpRequest};
+use mlx5_ring::*;
+
+#[path = "../../../../mlx5-ring/src/strategies.rs"]
+mod strategies;
 
 const QPN: u32 = 0x1234;
 /// Blocks of the ring: the longest WQE has 16.

@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::soft::{SoftHca, SoftHcaConfig};
 use gdsync_device::memory::Memory;
-use crate::proxy::Proxy;
-use crate::rdma::{DeviceConfig, Open};
-use gdsync_device::{OnGpu, Places, CqParts, Provider, QpParts, QpRequest, Access, QpAttr, QpState};
+use gdsync_device::{Access, CqParts, OnGpu, Places, Provider, QpAttr, QpParts, QpRequest, QpState};
+use gdsync_rdma::proxy::Proxy;
+use gdsync_rdma::{DeviceConfig, Open};
 use gdsync_shm as protocol;
+use gdsync_soft::{SoftHca, SoftHcaConfig};
 use mlx5_ring::{self as mlx5, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -74,8 +74,8 @@ impl Raw {
 
     /// Writes a WQE and its record, but not the doorbell, which is returned.
     fn write_nop(&mut self) -> u64 {
-        let wqe =
-            mlx5::encode(&SendOp::Nop, self.qp.qpn, super::low16(self.posted), WqeFlags::default()).unwrap();
+        let wqe = mlx5::encode(&SendOp::Nop, self.qp.qpn, mlx5_ring::low16(self.posted), WqeFlags::default())
+            .unwrap();
         assert_eq!(wqe.blocks(), 1);
         let at = usize::try_from(self.posted % (1 << LOG)).unwrap() * BB;
         self.qp.sq.write(at, wqe.as_bytes()).unwrap();

@@ -5,17 +5,17 @@ use std::time::{Duration, Instant};
 
 use super::device::Most;
 use super::provider::Proxy;
+use crate::{DeviceConfig, Open};
+use gdsync::verbs::{Context, Mr, Qp, RecvWr, SendWr};
 use gdsync_device::memory::Memory;
-use crate::rdma::{DeviceConfig, Open};
 use gdsync_device::{Access, QpAttr, QpState};
-use crate::verbs::{Context, Mr, Qp, RecvWr, SendWr};
 use mlx5_ring::{CqeOpcode, Syndrome};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A queue pair connected to itself, on a device of which no more than `most` is asked; nothing, with the reason printed, where
 /// there is none.
-fn itself(most: Most) -> Option<(Qp, Mr)> {
+fn itself(most: Most) -> Option<(Context, Qp, Mr)> {
     let Some(name) = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty()) else {
         println!("skipped: GDSYNC_TEST_DEVICE names no RDMA device");
         return None;
@@ -26,12 +26,12 @@ fn itself(most: Most) -> Option<(Qp, Mr)> {
     let mr = pd.register(&Memory::alloc(8192).unwrap(), Access::all()).unwrap();
     let qp = pd.build_qp().max_send_wr(64).max_recv_wr(64).max_inline(200).build().unwrap();
     qp.connect(qp.address()).unwrap();
-    Some((qp, mr))
+    Some((context, qp, mr))
 }
 
 #[test]
 fn what_the_device_does_not_take_waits_in_the_rings() {
-    let Some((qp, mr)) = itself(Most { requests: 2, ..Most::ALL }) else { return };
+    let Some((_context, qp, mr)) = itself(Most { requests: 2, ..Most::ALL }) else { return };
     for lap in 0..3 {
         let sge = |n: usize| [mr.sge(8 * n, 8).unwrap()];
         for n in 0..64 {
@@ -62,7 +62,7 @@ fn what_the_device_does_not_take_waits_in_the_rings() {
 
 #[test]
 fn inline_data_that_the_device_does_not_take_is_read_from_the_ring() {
-    let Some((qp, mr)) = itself(Most { inline: 0, ..Most::ALL }) else { return };
+    let Some((_context, qp, mr)) = itself(Most { inline: 0, ..Most::ALL }) else { return };
     // Blocks of one to four: some go round the end of the ring.
     for len in (0..=200).chain(0..=200) {
         let data: Vec<u8> = (0..len).map(|i| i ^ len).collect();
@@ -78,14 +78,14 @@ fn inline_data_that_the_device_does_not_take_is_read_from_the_ring() {
 /// A thread that polls takes what the device has completed; it does not wait for the proxy's own thread.
 #[test]
 fn who_polls_runs_the_proxy() {
-    let Some((qp, mr)) = itself(Most::ALL) else { return };
+    let Some((context, qp, mr)) = itself(Most::ALL) else { return };
     let sges = [mr.sge(0, 8).unwrap()];
     let mut helped = 0;
     for _ in 0..100 {
         qp.post_send(&[SendWr::write(mr.remote(8).unwrap(), &sges)]).unwrap();
         let end = Instant::now() + PATIENCE;
         loop {
-            helped += u32::from(qp.core().provider.progress());
+            helped += u32::from(context.progress());
             if let Some(wc) = qp.poll_send() {
                 wc.ok().unwrap();
                 break;

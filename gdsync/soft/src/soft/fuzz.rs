@@ -5,12 +5,12 @@
 use std::collections::HashSet;
 
 use super::*;
-use crate::hca::packet::{self, Header, PacketOp, SEGMENT};
-use gdsync_device::engine::Progress as _;
-use crate::hca::reference::{REFERENCE, Reference};
-use crate::hca::wire::{LinkEnds, Piece};
-use crate::verbs::{Context, Mr, Qp, RecvWr, SendWr, Wc};
+use crate::packet::{self, Header, PacketOp, SEGMENT};
+use crate::reference::{REFERENCE, Reference};
+use crate::wire::{LinkEnds, Piece};
+use gdsync::verbs::{Context, Mr, Qp, RecvWr, SendWr, Wc};
 use gdsync_device::QpAddress;
+use gdsync_device::engine::Progress as _;
 use mlx5_ring::{MAX_MESSAGE, Syndrome};
 
 const PATIENCE: Duration = Duration::from_secs(20);
