@@ -239,7 +239,7 @@ impl Logged {
 
 impl tracing::Subscriber for Logged {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target().starts_with("gdsync::recorder")
+        metadata.target().starts_with("gdsync_device::recorder")
     }
 
     fn event(&self, event: &tracing::Event<'_>) {

@@ -311,6 +311,15 @@ pub enum Error {
         /// Its deadline.
         after: Duration,
     },
+    /// A thread of this library panicked. Its message is on standard error.
+    #[error(
+        "the thread '{thread}' of gdsync panicked, and what it served does no more work; its message is on standard error: \
+         please report it, then open the device again"
+    )]
+    Panicked {
+        /// The thread.
+        thread: &'static str,
+    },
     /// It belongs to the process that made it.
     #[error(
         "made by process {owner}, used by process {caller}; a forked child must open the device and make its streams itself"

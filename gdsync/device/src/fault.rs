@@ -23,7 +23,7 @@ use mlx5_ring::Syndrome;
 /// | `pause` | microseconds that this HCA stops in the middle of a copy that both sides make |
 ///
 /// ```
-/// # use gdsync::hca::FaultPlan;
+/// # use gdsync_device::FaultPlan;
 /// let plan: FaultPlan = "seed=7,drop=0.01,delay=0.1:200,fail-send=13@4".parse().unwrap();
 /// assert_eq!(plan.seed, 7);
 /// ```

@@ -337,8 +337,8 @@ impl Memory {
     /// [`Error::Cuda`] when CUDA refuses to register it, or when the GPU cannot reach the other one that it is on.
     pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
         match &self.owner.bytes {
-            Bytes::Gpu { gpu: fork_guard, .. } | Bytes::Unmapped { gpu: fork_guard, .. } => {
-                gpu.reach(fork_guard).map(|()| self.addr)
+            Bytes::Gpu { gpu: owner, .. } | Bytes::Unmapped { gpu: owner, .. } => {
+                gpu.reach(owner).map(|()| self.addr)
             }
             Bytes::Buffer(buffer) => gpu.reach(buffer.gpu()).map(|()| self.addr),
             Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),

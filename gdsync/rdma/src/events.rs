@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::{fmt, io};
@@ -99,29 +100,43 @@ impl Events {
         let thread = std::thread::Builder::new()
             .name("gdsync-events".into())
             .spawn(move || {
-                let mut more = more;
-                while wait(fd, more.as_ref().map(|more| more.fd()), until.as_raw_fd()) {
-                    match more.as_ref().map(|more| more.take()) {
-                        Some(Ok(Some(event))) => tell(event),
-                        Some(Err(error)) if error.kind() != io::ErrorKind::WouldBlock => {
-                            tracing::debug!(device = open.name(), %error, "events of DevX are not read any more");
-                            more = None;
-                        }
-                        _ => {}
-                    }
-                    match take(&open) {
-                        Ok(Some(event)) => tell(event),
-                        Ok(None) => {}
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                        Err(error) => {
-                            tracing::error!(device = open.name(), %error, "events are not read any more");
-                            return tell(Event::Device);
-                        }
-                    }
+                let read = || read_until_stopped(&open, fd, more, &until, &tell);
+                if catch_unwind(AssertUnwindSafe(read)).is_err() {
+                    // Nobody hears of failures any more: that is one.
+                    let _ = catch_unwind(AssertUnwindSafe(|| tell(Event::Device)));
                 }
             })
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
         Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+fn read_until_stopped(
+    open: &Open,
+    fd: i32,
+    more: Option<Arc<dyn More>>,
+    stop: &OwnedFd,
+    tell: &impl Fn(Event),
+) {
+    let mut more = more;
+    while wait(fd, more.as_ref().map(|more| more.fd()), stop.as_raw_fd()) {
+        match more.as_ref().map(|more| more.take()) {
+            Some(Ok(Some(event))) => tell(event),
+            Some(Err(error)) if error.kind() != io::ErrorKind::WouldBlock => {
+                tracing::debug!(device = open.name(), %error, "events of DevX are not read any more");
+                more = None;
+            }
+            _ => {}
+        }
+        match take(open) {
+            Ok(Some(event)) => tell(event),
+            Ok(None) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                tracing::error!(device = open.name(), %error, "events are not read any more");
+                return tell(Event::Device);
+            }
+        }
     }
 }
 

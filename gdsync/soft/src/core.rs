@@ -36,6 +36,9 @@ const MULTICAST: u32 = 0xff_ffff;
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Core {
+    /// The next step panics.
+    #[cfg(test)]
+    pub(crate) panics: bool,
     qpns: QpNumbers,
     pub(crate) keys: Keys,
     pub(crate) cqs: Cqs,
@@ -115,6 +118,8 @@ impl Core {
         let mut links = Links::default();
         let rings = vec![Some(links.add(loopback).1)];
         Ok(Self {
+            #[cfg(test)]
+            panics: false,
             qpns,
             keys: Keys::new()?,
             cqs: Cqs::default(),
@@ -396,6 +401,8 @@ impl Core {
 
 impl Progress for Core {
     fn step(&mut self, rung: &DoorbellSet) -> bool {
+        #[cfg(test)]
+        assert!(!self.panics, "a test asked for it");
         let mut worked = false;
         let attended = rung.drain(|i| {
             self.ring_index(i);

@@ -196,6 +196,7 @@ impl SoftHca {
 
     /// Takes rings into service that belong to no queue pair yet. Returns its number and its first packet sequence number.
     pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>) -> Result<(u32, u32)> {
+        self.shared.duties.watch_health(Shared::THREAD, &health)?;
         let psn = gdsync_device::random_psn()?;
         let mut qpn = 0;
         let make = |number| {

@@ -107,7 +107,7 @@ impl CudaEngine {
         mind(weak);
         let watched = shared.clone();
         let watchdog =
-            thread::Builder::new().name("gdsync-watchdog".into()).spawn(move || watched.watch()).map_err(
+            thread::Builder::new().name("gdsync-watchdog".into()).spawn(move || watched.watch_guarded()).map_err(
                 |e| Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams"),
             )?;
         Ok(Arc::new(Self { fork_guard: ForkGuard::default(), shared, watchdog: Some(watchdog) }))

@@ -5,6 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use super::op::{Bell, Op, Ring, Source};
+use gdsync_device::error::Error;
 use gdsync_device::memory::Memory;
 use gdsync_device::pause::breathe;
 use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
@@ -64,9 +65,24 @@ pub(super) trait Runner {
     fn nap(&self, nap: Duration);
 }
 
-/// A wait was not satisfied in time: what it waited for.
+/// Why a wait was not satisfied.
 #[derive(Debug)]
-pub(super) struct Unsatisfied(pub(super) String);
+pub(super) enum Unsatisfied {
+    /// What it waited for did not come in time.
+    Late(String),
+    /// It will not come.
+    Lost(Error),
+}
+
+impl Unsatisfied {
+    /// The error of the stream that waited, of this name and limit of waits.
+    pub(super) fn error(self, stream: &str, limit: Duration) -> Error {
+        match self {
+            Self::Late(what) => Error::StreamWait { stream: stream.to_owned(), what, after: limit },
+            Self::Lost(error) => error,
+        }
+    }
+}
 
 /// Runs one operation. A wait that is released ends as if it were satisfied.
 pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
@@ -137,7 +153,7 @@ fn wait(
         let left = runner.left(waited);
         if left.is_zero() {
             held.into_iter().for_each(Hold::give_up);
-            return Err(Unsatisfied(match source {
+            return Err(Unsatisfied::Late(match source {
                 Some(source) => source.describe(),
                 None => format!("{op:?} (the word is {word:#x})"),
             }));
@@ -145,6 +161,10 @@ fn wait(
         // While the device has work, more of it is better than any pause.
         if helped || breathe(waited, runner.spin()) {
             continue;
+        }
+        if let Some(error) = source.and_then(|source| source.lost()) {
+            held.into_iter().for_each(Hold::give_up);
+            return Err(Unsatisfied::Lost(error));
         }
         match source {
             Some(source) => source.park(&|| runner.released() || look().is_ok(), PARK_MAX.min(left)),

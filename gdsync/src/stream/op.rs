@@ -132,6 +132,11 @@ pub trait Source: Send + Sync + fmt::Debug {
         let _ = n;
     }
 
+    /// Why no completion will come any more, not even one that says so.
+    fn lost(&self) -> Option<Error> {
+        None
+    }
+
     /// How long a queue that was stopped has to complete everything by itself, before completions are put in place of its own.
     fn flush_time(&self) -> Duration {
         Duration::ZERO

@@ -40,7 +40,8 @@ impl Batch {
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {
             Ok(Ok(())) => return cores.iter().try_for_each(|core| core.check()),
-            Ok(Err(Unsatisfied(what))) => {
+            Ok(Err(Unsatisfied::Lost(error))) => error.clone(),
+            Ok(Err(Unsatisfied::Late(what))) => {
                 tracing::debug!(what, "batch not satisfied in time");
                 Error::Deadline { what: "running a batch", after: timeout }
             }

@@ -202,6 +202,10 @@ impl Source for Parts {
         self.cq.poison(n, &self.tracker);
     }
 
+    fn lost(&self) -> Option<Error> {
+        self.qp.check_known().err().filter(|error| matches!(error, Error::Panicked { .. }))
+    }
+
     fn flush_time(&self) -> Duration {
         // A card with thousands of requests, or whose command interface is busy, takes its time.
         if self.qp.provider.reads_by_itself() { CARD_FLUSH_TIME } else { Duration::ZERO }

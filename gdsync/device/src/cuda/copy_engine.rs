@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -29,6 +30,8 @@ const REAP: Duration = Duration::from_millis(1);
 /// After this time it asks CUDA what is wrong.
 const SUSPICIOUS: Duration = Duration::from_secs(1);
 
+/// Why copies fail whose thread is gone.
+const PANICKED: &str = "the thread 'gdsync-copy' panicked; its message is on standard error: please report it";
 /// How long a dropped engine may take to come to its end.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -80,12 +83,12 @@ impl Drop for Engine {
 impl Engine {
     pub fn start(gpu: &Gpu) -> Result<Self> {
         let shared = Arc::<Shared>::default();
-        let kernel_exec = KernelExecutor::open(gpu)?;
-        let word = kernel_exec.word.clone();
+        let stream = CopyStream::open(gpu)?;
+        let word = stream.word.clone();
         let worker = Worker {
             gpu: gpu.clone(),
             shared: shared.clone(),
-            kernel_exec,
+            stream,
             running: VecDeque::new(),
             last: Instant::now(),
             handles: Handles::default(),
@@ -95,9 +98,18 @@ impl Engine {
             .name("gdsync-copy".into())
             .spawn(move || {
                 let shared = worker.shared.clone();
-                worker.run();
-                shared.jobs.lock().is_over = true;
+                // What a panic leaves behind fails here; its message is on standard error.
+                let panicked = catch_unwind(AssertUnwindSafe(|| worker.run())).is_err();
+                let mut jobs = shared.jobs.lock();
+                jobs.is_over = true;
+                for job in jobs.list.drain(..) {
+                    job.fail();
+                }
+                drop(jobs);
                 shared.ended.notify_all();
+                if panicked {
+                    tracing::error!("{PANICKED}");
+                }
             })
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
         Ok(Self { gpu: gpu.clone(), shared, word })
@@ -126,6 +138,9 @@ impl Engine {
 
     fn push(&self, job: Job) {
         let mut jobs = self.shared.jobs.lock();
+        if jobs.is_over {
+            return job.fail();
+        }
         jobs.list.push_back(job);
         self.shared.count.store(jobs.list.len(), Ordering::Release);
         drop(jobs);
@@ -134,7 +149,7 @@ impl Engine {
 }
 
 /// The stream, and the word that it writes.
-struct KernelExecutor {
+struct CopyStream {
     stream: Handle,
     word: Word32,
     /// The word's address on the GPU.
@@ -143,7 +158,7 @@ struct KernelExecutor {
     last: u32,
 }
 
-impl KernelExecutor {
+impl CopyStream {
     fn open(gpu: &Gpu) -> Result<Self> {
         let failed = Error::cuda("making a stream for copies");
         let memory = Memory::alloc(4096)?;
@@ -161,7 +176,7 @@ impl KernelExecutor {
 struct Worker {
     gpu: Gpu,
     shared: Arc<Shared>,
-    kernel_exec: KernelExecutor,
+    stream: CopyStream,
     running: VecDeque<Running>,
     /// When a copy began.
     last: Instant,
@@ -181,6 +196,26 @@ struct Running {
     failure: Option<String>,
 }
 
+impl Drop for Running {
+    /// One that is dropped under way lost its thread.
+    fn drop(&mut self) {
+        if !self.ticket.is_over() {
+            self.ticket.fail(PANICKED);
+            // The GPU may still write there.
+            std::mem::forget(std::mem::take(&mut self.parts));
+        }
+    }
+}
+
+impl Job {
+    fn fail(self) {
+        if let Job::Copy { parts, ticket } = self {
+            ticket.fail(PANICKED);
+            let_go(parts);
+        }
+    }
+}
+
 impl Worker {
     fn run(mut self) {
         let gpu = self.gpu.clone();
@@ -198,7 +233,7 @@ impl Worker {
         }
         self.handles.close_idle(&self.gpu, None);
         // SAFETY: made here, destroyed once; nothing runs on it.
-        if let Err(error) = unsafe { gpu.api().stream_destroy(self.kernel_exec.stream) } {
+        if let Err(error) = unsafe { gpu.api().stream_destroy(self.stream.stream) } {
             tracing::debug!(%error, "a stream for copies was not destroyed");
         }
     }
@@ -231,19 +266,19 @@ impl Worker {
         }
         let mut opened = Vec::new();
         let failure = parts.iter().try_for_each(|part| self.begin(part, &mut opened)).err();
-        let value = self.kernel_exec.last.wrapping_add(1);
-        let mut write = MemOp::word(MemOp::WRITE_32, self.kernel_exec.addr, value.into(), 0);
+        let value = self.stream.last.wrapping_add(1);
+        let mut write = MemOp::word(MemOp::WRITE_32, self.stream.addr, value.into(), 0);
         // SAFETY: one operation on a word that lives as long as this thread; the stream is ours.
-        let marked = unsafe { self.gpu.api().stream_batch_mem_op(self.kernel_exec.stream, 1, &mut write, 0) };
+        let marked = unsafe { self.gpu.api().stream_batch_mem_op(self.stream.stream, 1, &mut write, 0) };
         if let Err(error) = marked {
             // What was begun has no end that can be seen: whoever waits gives it up, its memory is never let go.
             self.broken = Some(error.to_string());
             std::mem::forget(parts);
             return;
         }
-        self.kernel_exec.last = value;
+        self.stream.last = value;
         if failure.is_none() {
-            ticket.done_at(self.kernel_exec.word.clone(), value);
+            ticket.done_at(self.stream.word.clone(), value);
         }
         let (since, failure) = (Instant::now(), failure.map(|error| error.to_string()));
         self.last = since;
@@ -269,37 +304,35 @@ impl Worker {
         let done = match (to_context, from_context) {
             (Some(to), Some(from)) if to != from => {
                 // SAFETY: both ranges were checked, their owners are kept until the copy is over, the contexts are theirs.
-                unsafe { api.memcpy_peer_async(dst, to, src, from, part.len, self.kernel_exec.stream) }
+                unsafe { api.memcpy_peer_async(dst, to, src, from, part.len, self.stream.stream) }
             }
             // SAFETY: as above; within one address space CUDA knows what is where.
-            _ => unsafe { api.memcpy_async(dst, src, part.len, self.kernel_exec.stream) },
+            _ => unsafe { api.memcpy_async(dst, src, part.len, self.stream.stream) },
         };
         done.map_err(Error::cuda("copying payload"))
     }
 
     /// The address of memory on the GPU, and the context that it is of; host memory is of all.
     fn find(&self, memory: &Memory) -> Result<(u64, Option<Handle>)> {
-        let Some(fork_guard) = memory.gpu() else { return Ok((memory.gpu_addr(&self.gpu)?, None)) };
+        let Some(owner) = memory.gpu() else { return Ok((memory.gpu_addr(&self.gpu)?, None)) };
         // Without direct access CUDA goes through host memory.
-        if let Err(error) = self.gpu.reach(fork_guard) {
+        if let Err(error) = self.gpu.reach(owner) {
             tracing::debug!(%error, "copies between two GPUs go through host memory");
         }
-        Ok((memory.addr(), Some(fork_guard.raw_context())))
+        Ok((memory.addr(), Some(owner.raw_context())))
     }
 
     /// Lets go what copies that are over have used.
     fn reap(&mut self) {
-        let seen = self.kernel_exec.word.load();
+        let seen = self.stream.word.load();
         while self.running.front().is_some_and(|r| seen.wrapping_sub(r.value).cast_signed() >= 0) {
-            let Some(Running { ticket, parts, opened, failure, .. }) = self.running.pop_front() else {
-                return;
-            };
-            match failure {
-                None => ticket.done(),
-                Some(why) => ticket.fail(why),
+            let Some(mut copy) = self.running.pop_front() else { return };
+            match copy.failure.take() {
+                None => copy.ticket.done(),
+                Some(why) => copy.ticket.fail(why),
             }
-            opened.iter().for_each(|key| self.handles.release(key));
-            let_go(parts);
+            copy.opened.iter().for_each(|key| self.handles.release(key));
+            let_go(std::mem::take(&mut copy.parts));
         }
         if self.running.front().is_some_and(|r| r.since.elapsed() > SUSPICIOUS) {
             self.examine();
@@ -309,14 +342,14 @@ impl Worker {
     /// Copies take very long: asks CUDA whether the GPU still works.
     fn examine(&mut self) {
         // SAFETY: the stream is ours.
-        match unsafe { self.gpu.api().stream_query(self.kernel_exec.stream) } {
+        match unsafe { self.gpu.api().stream_query(self.stream.stream) } {
             Ok(()) | Err(gdrcopy::Error::Cuda { status: CudaStatus::NOT_READY, .. }) => {}
             Err(error) => {
                 tracing::error!(%error, gpu = ?self.gpu, "the GPU copies nothing any more");
                 let why = error.to_string();
-                for running in self.running.drain(..) {
-                    running.ticket.fail(why.clone());
-                    let_go(running.parts);
+                for mut copy in self.running.drain(..) {
+                    copy.ticket.fail(why.clone());
+                    let_go(std::mem::take(&mut copy.parts));
                 }
                 self.broken = Some(why);
             }

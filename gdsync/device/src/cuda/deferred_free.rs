@@ -8,6 +8,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -290,8 +291,10 @@ impl Shared {
                 continue;
             };
             let range = deferred.range();
-            if let Err(error) = deferred.give_back(&gpu) {
-                tracing::debug!(%error, "memory was not given back to CUDA");
+            match catch_unwind(AssertUnwindSafe(|| deferred.give_back(&gpu))) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => tracing::debug!(%error, "memory was not given back to CUDA"),
+                Err(_) => tracing::error!("memory was not given back to CUDA: the call panicked"),
             }
             drop(closed);
             let mut state = self.state.lock();

@@ -5,6 +5,7 @@
 //! started when there is something to do, and ends when there has been nothing for a while.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -17,6 +18,8 @@ const LINGER: Duration = Duration::from_millis(200);
 pub trait DriverTask: Send + Sync {
     /// Makes the calls.
     fn run(&self);
+    /// [`DriverTask::run`] panicked.
+    fn panicked(&self);
 }
 
 /// The errands of a GPU.
@@ -80,8 +83,10 @@ impl Shared {
             };
             state.current = Some(driver_task.clone());
             drop(state);
-            if let Some(driver_task) = driver_task.upgrade() {
-                driver_task.run();
+            if let Some(driver_task) = driver_task.upgrade()
+                && catch_unwind(AssertUnwindSafe(|| driver_task.run())).is_err()
+            {
+                driver_task.panicked();
             }
             state = self.state.lock();
             state.current = None;

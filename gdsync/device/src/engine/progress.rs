@@ -1,7 +1,8 @@
 //! What the software HCA and the proxy have in common: a state behind a lock, and *whoever has time* runs a step of it.
 
 use std::fmt;
-use std::sync::Arc;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::cq_event::GpuNudge;
 use super::doorbell_set::DoorbellSet;
 use super::recent_copy::RecentCopy;
+use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::fork_guard::ForkGuard;
 use crate::memory::Word64;
 use gdsync_shm as protocol;
@@ -75,6 +78,41 @@ pub struct ProgressState {
     pub copied: RecentCopy,
     pub duty: Mutex<Duty>,
     pub changed: Condvar,
+    /// A step panicked: the state is not to be trusted, and no step runs any more.
+    failed: AtomicBool,
+    /// Of the queue pairs that a panic breaks.
+    healths: Mutex<Vec<Weak<Health>>>,
+}
+
+impl ProgressState {
+    /// Breaks this queue pair when a step panics.
+    ///
+    /// # Errors
+    /// [`Error::Panicked`] when one has.
+    pub fn watch_health(&self, thread: &'static str, health: &Arc<Health>) -> Result<()> {
+        let mut healths = self.healths.lock();
+        healths.retain(|health| health.strong_count() > 0);
+        healths.push(Arc::downgrade(health));
+        drop(healths);
+        if self.failed.load(Ordering::Acquire) { Err(Error::Panicked { thread }) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn fail(&self, thread: &'static str) {
+        self.failed.store(true, Ordering::Release);
+        for health in self.healths.lock().iter().filter_map(Weak::upgrade) {
+            health.record(Error::Panicked { thread });
+        }
+    }
+}
+
+/// Fails the engine when it is dropped: forgotten where nothing panicked.
+struct OnPanic<'a>(&'a ProgressState, &'static str);
+
+impl Drop for OnPanic<'_> {
+    fn drop(&mut self) {
+        self.0.fail(self.1);
+    }
 }
 
 /// What the service thread is doing, as others need to know it.
@@ -136,21 +174,39 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         nudges.iter().for_each(|nudger| nudger.nudge());
     }
 
+    /// Runs a step, unless one has panicked. A panic breaks all queue pairs of the engine with [`Error::Panicked`], and goes no
+    /// further: the caller may be a thread of the application. `None` then, and ever after.
+    fn guarded<T>(&self, step: impl FnOnce() -> T) -> Option<T> {
+        if self.duties().failed.load(Ordering::Acquire) {
+            return None;
+        }
+        let done = catch_unwind(AssertUnwindSafe(step));
+        if done.is_err() {
+            self.duties().fail(Self::THREAD);
+        }
+        done.ok()
+    }
+
     /// Runs `f` on the state, then serves the doorbells that were rung while it was locked.
     fn with<T>(&self, f: impl FnOnce(&mut Self::Core) -> T) -> T {
+        let on_panic = OnPanic(self.duties(), Self::THREAD);
         let mut core = self.core().lock();
         let result = f(&mut core);
         self.settle(core);
+        std::mem::forget(on_panic);
         result
     }
 
     /// Runs a step if nobody else does. `None` when somebody does.
     fn try_step(&self) -> Option<bool> {
         let mut core = self.core().try_lock()?;
-        self.accept(&mut core);
-        let worked = core.step(self.rung());
-        self.settle(core);
-        Some(worked)
+        let step = move || {
+            self.accept(&mut core);
+            let worked = core.step(self.rung());
+            self.settle(core);
+            worked
+        };
+        Some(self.guarded(step).unwrap_or(false))
     }
 
     /// Notes that a thread other than the service thread runs the HCA. That the count moves is all that matters, so two
@@ -196,7 +252,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         if !self.duties().fork_guard.is_here() {
             return;
         }
-        match self.core().try_lock() {
+        self.guarded(|| match self.core().try_lock() {
             Some(mut core) => {
                 core.ring(index, self.rung());
                 self.settle(core);
@@ -209,7 +265,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
                     self.settle(core);
                 }
             }
-        }
+        });
         self.lend();
         self.wake_if_unattended();
     }

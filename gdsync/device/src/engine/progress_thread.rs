@@ -73,17 +73,22 @@ struct Worker<S> {
 
 impl<S: ProgressEngine> Worker<S> {
     fn run(mut self) {
-        while !self.stop.load(Ordering::Acquire) {
-            let lent = self.shared.duties().lent.load(Ordering::Relaxed);
-            // What others do does not help a GPU: they may be gone when it writes a doorbell.
-            if lent != self.lent && !self.shared.duties().hot.load(Ordering::Relaxed) {
-                self.lent = lent;
-                self.defer();
-            } else if self.shared.try_step() == Some(true) {
-                self.idle = None;
-            } else if self.rest() {
-                self.look_out();
-            }
+        let shared = self.shared.clone();
+        // Ends after a panic: nobody runs the state any more.
+        while !self.stop.load(Ordering::Acquire) && shared.guarded(|| self.turn()).is_some() {}
+    }
+
+    /// One look for work.
+    fn turn(&mut self) {
+        let lent = self.shared.duties().lent.load(Ordering::Relaxed);
+        // What others do does not help a GPU: they may be gone when it writes a doorbell.
+        if lent != self.lent && !self.shared.duties().hot.load(Ordering::Relaxed) {
+            self.lent = lent;
+            self.defer();
+        } else if self.shared.try_step() == Some(true) {
+            self.idle = None;
+        } else if self.rest() {
+            self.look_out();
         }
     }
 

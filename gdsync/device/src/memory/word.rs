@@ -88,7 +88,7 @@ impl Found {
 impl Memory {
     /// Where `gpu` finds it: see [`Memory::gpu_addr`].
     pub fn place(&self, gpu: &Gpu) -> Result<Place> {
-        let is_near = self.gpu().is_some_and(|fork_guard| fork_guard.ordinal() == gpu.ordinal());
+        let is_near = self.gpu().is_some_and(|owner| owner.ordinal() == gpu.ordinal());
         Ok(Place { addr: self.gpu_addr(gpu)?, is_near })
     }
 }

@@ -63,8 +63,8 @@ pub const FEWEST_RECORDS: u64 = 128;
 pub const MOST_RECORDS: u64 = 1 << 20;
 
 /// Where the ring of a lane begins.
-pub const fn ring(kernel_exec: usize, records: usize) -> usize {
-    RINGS + kernel_exec * records * RECORD_BYTES
+pub const fn ring(thread_slot: usize, records: usize) -> usize {
+    RINGS + thread_slot * records * RECORD_BYTES
 }
 
 /// Bytes of a file with so many records in a lane.

@@ -176,20 +176,20 @@ impl Recording {
             torn: 0,
             lost: head[header::LOST],
         };
-        for (coalesced, _) in read(layout::ROWS, QUEUE_PAIRS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
-            let peer = coalesced
-                .and_then(|coalesced| Peer::unpack(*coalesced.first_chunk().expect("a row has 8 words")));
+        for (row, _) in read(layout::ROWS, QUEUE_PAIRS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
+            let peer = row
+                .and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
             this.peers.extend(peer);
         }
         let waits = read(layout::WAITS, LANES * WAIT_WORDS * 8)?;
-        for (thread, (coalesced, _)) in waits.records::<WAIT_WORDS>().enumerate() {
-            this.waits.extend(coalesced.and_then(|coalesced| wait(coalesced, thread, &scale)));
+        for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
+            this.waits.extend(row.and_then(|row| wait(row, thread, &scale)));
         }
-        for kernel_exec in (0..LANES).filter(|&kernel_exec| this.threads[kernel_exec].tid != 0) {
-            let ring = read(layout::ring(kernel_exec, capacity), capacity * layout::RECORD_BYTES)?;
+        for thread_slot in (0..LANES).filter(|&thread_slot| this.threads[thread_slot].tid != 0) {
+            let ring = read(layout::ring(thread_slot, capacity), capacity * layout::RECORD_BYTES)?;
             for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
                 this.torn += u64::from(torn);
-                let record = record.and_then(|record| whole(record, (kernel_exec, slot), records, &scale));
+                let record = record.and_then(|record| whole(record, (thread_slot, slot), records, &scale));
                 this.records.extend(record.into_iter().flat_map(told));
             }
         }
@@ -289,13 +289,13 @@ fn text(bytes: &[u8]) -> String {
     printable(&String::from_utf8_lossy(bytes))
 }
 
-fn thread(coalesced: &[u8]) -> Thread {
-    let (tid, name) = coalesced.split_first_chunk().expect("rows have 32 bytes");
+fn thread(row: &[u8]) -> Thread {
+    let (tid, name) = row.split_first_chunk().expect("rows have 32 bytes");
     Thread { tid: u64::from_ne_bytes(*tid), name: text(name) }
 }
 
-fn wait(coalesced: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
-    let [since, number, middle, rest, posted, completed, changed, _] = coalesced;
+fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
+    let [since, number, middle, rest, posted, completed, changed, _] = row;
     let Event { stage, queue, by, device, qpn, number, len, .. } = Event::unpack([number, middle, rest])?;
     let awaited = Awaited { queue, device, qpn, number, value: len, posted, completed };
     Some(Wait { awaited, by, stage, since: scale.at(since), changed: scale.at(changed), thread })
@@ -322,7 +322,7 @@ fn told(record: Record) -> impl Iterator<Item = Record> {
 /// A record that is in its place.
 fn whole(
     record: [u64; WORDS],
-    (kernel_exec, slot): (usize, usize),
+    (thread_slot, slot): (usize, usize),
     capacity: u64,
     scale: &Scale,
 ) -> Option<Record> {
@@ -330,5 +330,5 @@ fn whole(
     let n = (rest & layout::CHECK).checked_sub(1)?;
     let in_place = n & (capacity - 1) == slot as u64;
     let event = Event::unpack([number, middle, rest]).filter(|_| in_place)?;
-    Some(Record { at: scale.at(at), thread: kernel_exec, event })
+    Some(Record { at: scale.at(at), thread: thread_slot, event })
 }

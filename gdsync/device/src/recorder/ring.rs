@@ -33,14 +33,14 @@ pub struct Recorder {
     pub clock: Clock,
     /// Records of a lane, a power of two.
     records: u64,
-    lanes: Box<[KernelExecutor; LANES]>,
+    thread_slots: Box<[ThreadSlot; LANES]>,
     pub rows: Mutex<Rows>,
 }
 
 /// What the one thread that writes to a lane knows of it.
 #[derive(Default)]
 #[repr(align(64))]
-struct KernelExecutor {
+struct ThreadSlot {
     /// Records written.
     next: AtomicU64,
     /// Waits written.
@@ -73,7 +73,7 @@ impl Recorder {
             path,
             clock: Clock::best(),
             records,
-            lanes: Box::new([const { KernelExecutor::new() }; LANES]),
+            thread_slots: Box::new([const { ThreadSlot::new() }; LANES]),
             rows: Mutex::default(),
         };
         // Its drop would leave the file: it does not record yet.
@@ -161,7 +161,7 @@ impl Recorder {
     #[inline(always)]
     fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
         match seat::known(self.serial) {
-            Some(kernel_exec) => self.write(kernel_exec, [at, number, middle, rest]),
+            Some(thread_slot) => self.write(thread_slot, [at, number, middle, rest]),
             None => self.put_new(at, number, middle, rest),
         }
     }
@@ -171,26 +171,26 @@ impl Recorder {
     #[inline(never)]
     fn put_new(&self, at: u64, number: u64, middle: u64, rest: u64) {
         match self.admit() {
-            Some(kernel_exec) => self.write(kernel_exec, [at, number, middle, rest]),
+            Some(thread_slot) => self.write(thread_slot, [at, number, middle, rest]),
             None => self.lose(),
         }
     }
 
     /// The lane of the calling thread, if there is one.
     #[inline]
-    fn kernel_exec(&self) -> Option<usize> {
+    fn thread_slot(&self) -> Option<usize> {
         seat::known(self.serial).or_else(|| self.admit())
     }
 
     #[inline(always)]
-    fn write(&self, kernel_exec: usize, [at, number, middle, rest]: [u64; WORDS]) {
-        let next = &self.lanes[kernel_exec].next;
+    fn write(&self, thread_slot: usize, [at, number, middle, rest]: [u64; WORDS]) {
+        let next = &self.thread_slots[thread_slot].next;
         // Nobody else writes here.
         let n = next.load(Ordering::Relaxed);
         next.store(n + 1, Ordering::Relaxed);
         let Ok(records) = usize::try_from(self.records) else { return };
         let Ok(slot) = usize::try_from(n & (self.records - 1)) else { return };
-        let place = layout::ring(kernel_exec, records) + slot * RECORD_BYTES;
+        let place = layout::ring(thread_slot, records) + slot * RECORD_BYTES;
         let Some(words) = self.memory.host_words64::<WORDS>(place) else { return };
         seqlock::write(words, [at, number, middle, rest | layout::check(n)]);
     }
@@ -204,29 +204,29 @@ impl Recorder {
     #[cold]
     fn admit(&self) -> Option<usize> {
         // Not while the thread is ending.
-        let at = Seat::with(|seat| seat.kernel_exec).flatten()?;
-        let kernel_exec = &self.lanes[at];
+        let at = Seat::with(|seat| seat.thread_slot).flatten()?;
+        let thread_slot = &self.thread_slots[at];
         let records = usize::try_from(self.records).expect("at most 2^20");
-        if !kernel_exec.open.load(Ordering::Relaxed) {
+        if !thread_slot.open.load(Ordering::Relaxed) {
             let (from, bytes) = (layout::ring(at, records), records * RECORD_BYTES);
-            let refused = kernel_exec.refused.load(Ordering::Relaxed)
+            let refused = thread_slot.refused.load(Ordering::Relaxed)
                 || file::allocate(&self.file, from, bytes).is_err();
-            kernel_exec.refused.store(refused, Ordering::Relaxed);
+            thread_slot.refused.store(refused, Ordering::Relaxed);
             if refused {
                 return None;
             }
-            kernel_exec.open.store(true, Ordering::Relaxed);
+            thread_slot.open.store(true, Ordering::Relaxed);
         }
-        let mut coalesced = [0; LANE_BYTES];
+        let mut row = [0; LANE_BYTES];
         // SAFETY: it only returns a number.
         let thread = unsafe { libc::gettid() };
-        coalesced[..8].copy_from_slice(&u64::try_from(thread).unwrap_or(0).to_ne_bytes());
+        row[..8].copy_from_slice(&u64::try_from(thread).unwrap_or(0).to_ne_bytes());
         let name = fs::read(format!("/proc/self/task/{thread}/comm")).unwrap_or_default();
         let name = name.trim_ascii_end();
         let length = name.len().min(LANE_BYTES - 8);
-        coalesced[8..8 + length].copy_from_slice(&name[..length]);
+        row[8..8 + length].copy_from_slice(&name[..length]);
         self.memory
-            .write(LANE_TABLE + at * LANE_BYTES, &coalesced)
+            .write(LANE_TABLE + at * LANE_BYTES, &row)
             .expect("the table has a row for each lane");
         seat::make_known(self.serial, at);
         Some(at)
@@ -240,14 +240,14 @@ impl Recorder {
         }
         let [number, middle, rest] = awaited.event(stage, by).pack();
         self.put_at(at, number, middle, rest);
-        let Some(kernel_exec) = self.kernel_exec() else { return };
-        let offset = WAITS + kernel_exec * WAIT_WORDS * 8;
+        let Some(thread_slot) = self.thread_slot() else { return };
+        let offset = WAITS + thread_slot * WAIT_WORDS * 8;
         let words = self.memory.words64::<WAIT_WORDS>(offset).expect("the table has a row for each lane");
         let was = words.each_ref().map(|word| word.load(Ordering::Relaxed));
         let given_up = awaited.event(Stage::WaitGivenUp, by).pack();
         let is_again = was[1..4] == given_up && stage == Stage::WaitBegun;
         let goes_on = stage != Stage::WaitBegun || is_again;
-        let n = self.lanes[kernel_exec].waits.fetch_add(1, Ordering::Relaxed);
+        let n = self.thread_slots[thread_slot].waits.fetch_add(1, Ordering::Relaxed);
         let Awaited { posted, completed, .. } = *awaited;
         let since = if goes_on { was[0] } else { at };
         let values = [since, number, middle, rest, posted, completed, at, layout::check(n)];
@@ -268,7 +268,7 @@ impl Recorder {
     }
 }
 
-impl KernelExecutor {
+impl ThreadSlot {
     const fn new() -> Self {
         Self {
             next: AtomicU64::new(0),

@@ -99,28 +99,28 @@ impl Peer {
 pub struct QpLog {
     log: Log,
     qpn: u32,
-    coalesced: Option<usize>,
+    row: Option<usize>,
     peer: Mutex<Peer>,
 }
 
 impl QpLog {
     /// The log must be on the device of the queue pair.
     pub fn new(log: Log, qpn: u32, gid: Gid) -> Self {
-        let coalesced = log.recorder().and_then(|recorder| recorder.rows.lock().take());
+        let row = log.recorder().and_then(|recorder| recorder.rows.lock().take());
         let peer = Peer { device: log.device(), qpn, gid, remote: None, rank: None, is_gone: false };
-        let this = Self { log, qpn, coalesced, peer: Mutex::new(peer) };
+        let this = Self { log, qpn, row, peer: Mutex::new(peer) };
         this.change(|_| {});
         this
     }
 
     fn change(&self, change: impl FnOnce(&mut Peer)) {
-        let (Some(coalesced), Some(recorder)) = (self.coalesced, self.log.recorder()) else { return };
+        let (Some(row), Some(recorder)) = (self.row, self.log.recorder()) else { return };
         if !recorder.is_of_this_process() {
             return;
         }
         let mut peer = self.peer.lock();
         change(&mut peer);
-        recorder.write_row(coalesced, &peer);
+        recorder.write_row(row, &peer);
     }
 
     /// It was connected.
@@ -173,20 +173,20 @@ fn low16(stream: u64) -> u16 {
 impl Drop for QpLog {
     fn drop(&mut self) {
         self.change(|peer| peer.is_gone = true);
-        if let (Some(coalesced), Some(recorder)) = (self.coalesced, self.log.recorder())
+        if let (Some(row), Some(recorder)) = (self.row, self.log.recorder())
             && recorder.is_of_this_process()
         {
-            recorder.rows.lock().used[coalesced] = false;
+            recorder.rows.lock().used[row] = false;
         }
     }
 }
 
 impl Recorder {
-    fn write_row(&self, coalesced: usize, peer: &Peer) {
+    fn write_row(&self, row: usize, peer: &Peer) {
         let mut rows = self.rows.lock();
         rows.written += 1;
         let n = rows.written;
-        let offset = ROWS + coalesced * ROW_WORDS * 8;
+        let offset = ROWS + row * ROW_WORDS * 8;
         let words = self.memory.words64::<ROW_WORDS>(offset).expect("rows are in the table");
         let [a, b, c, d, e, f, g] = peer.pack();
         seqlock::write(words, [a, b, c, d, e, f, g, layout::check(n)]);
@@ -213,8 +213,8 @@ mod tests {
         let mut rows = Rows::default();
         let (one, two) = (Gid::random().unwrap(), Gid::random().unwrap());
         assert_eq!([one, two, one].map(|gid| rows.device(gid)), [1, 2, 1]);
-        for coalesced in 0..QUEUE_PAIRS {
-            assert_eq!(rows.take(), Some(coalesced));
+        for row in 0..QUEUE_PAIRS {
+            assert_eq!(rows.take(), Some(row));
         }
         assert_eq!(rows.take(), None);
         for gone in [7, 900] {

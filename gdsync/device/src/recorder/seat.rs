@@ -17,19 +17,19 @@ thread_local! {
 /// The lane of the calling thread, if the recorder of this number, which is not 0, knows it.
 #[inline]
 pub fn known(serial: u64) -> Option<usize> {
-    let (known_to, kernel_exec) = KNOWN.get();
-    (known_to == serial).then_some(kernel_exec)
+    let (known_to, thread_slot) = KNOWN.get();
+    (known_to == serial).then_some(thread_slot)
 }
 
 /// From now on the recorder of this number knows the calling thread by this lane, which is its seat's.
-pub fn make_known(serial: u64, kernel_exec: usize) {
-    KNOWN.set((serial, kernel_exec));
+pub fn make_known(serial: u64, thread_slot: usize) {
+    KNOWN.set((serial, thread_slot));
 }
 
 /// A thread's number, given back when the thread ends.
 pub struct Seat {
     /// None where all are taken.
-    pub kernel_exec: Option<usize>,
+    pub thread_slot: Option<usize>,
 }
 
 impl Seat {
@@ -52,15 +52,15 @@ impl Seat {
                 return Some(at * BITS + bit as usize);
             }
         };
-        Self { kernel_exec: TAKEN.iter().enumerate().find_map(free) }
+        Self { thread_slot: TAKEN.iter().enumerate().find_map(free) }
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         KNOWN.set((0, 0));
-        if let Some(kernel_exec) = self.kernel_exec {
-            TAKEN[kernel_exec / BITS].fetch_and(!(1 << (kernel_exec % BITS)), Ordering::Release);
+        if let Some(thread_slot) = self.thread_slot {
+            TAKEN[thread_slot / BITS].fetch_and(!(1 << (thread_slot % BITS)), Ordering::Release);
         }
     }
 }
@@ -75,25 +75,25 @@ mod tests {
     fn living_threads_have_seats_of_their_own() {
         let barrier = Barrier::new(8);
         let seat = || {
-            let kernel_exec = Seat::with(|seat| seat.kernel_exec).unwrap().unwrap();
-            assert_eq!(Seat::with(|seat| seat.kernel_exec).unwrap(), Some(kernel_exec), "it stays");
+            let thread_slot = Seat::with(|seat| seat.thread_slot).unwrap().unwrap();
+            assert_eq!(Seat::with(|seat| seat.thread_slot).unwrap(), Some(thread_slot), "it stays");
             barrier.wait();
-            kernel_exec
+            thread_slot
         };
-        let mut lanes: Vec<_> = std::thread::scope(|scope| {
+        let mut thread_slots: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(seat)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        lanes.sort_unstable();
-        lanes.dedup();
-        assert_eq!(lanes.len(), 8);
+        thread_slots.sort_unstable();
+        thread_slots.dedup();
+        assert_eq!(thread_slots.len(), 8);
     }
 
     #[test]
     fn seats_come_back_when_threads_end() {
         // Many more than there are seats; one of another test may be taken meanwhile.
         for _ in 0..2 * LANES {
-            std::thread::spawn(|| assert!(Seat::with(|seat| seat.kernel_exec).unwrap().is_some()))
+            std::thread::spawn(|| assert!(Seat::with(|seat| seat.thread_slot).unwrap().is_some()))
                 .join()
                 .unwrap();
         }

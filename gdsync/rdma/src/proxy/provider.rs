@@ -282,6 +282,7 @@ impl Provider for Proxy {
         };
         let (rings, region, psn) = make().map_err(release)?;
         let health: Arc<Health> = Arc::default();
+        self.shared.duties.watch_health(Shared::THREAD, &health)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
         let free_list = Arc::clone(&health);

@@ -25,7 +25,7 @@ pub(super) struct Shared {
     pub(super) core: Mutex<Core>,
     pub(super) open: Arc<Open>,
     rung: DoorbellSet,
-    duties: ProgressState,
+    pub(super) duties: ProgressState,
     bell: Bell,
     channel: Arc<Channel>,
     /// Requests that the device has.

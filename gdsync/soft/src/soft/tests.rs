@@ -242,3 +242,28 @@ fn a_copy_is_told_to_those_who_wait() {
     hca.shared.duties.copied.note(Instant::now() + PATIENCE);
     assert!(hca.has_copied_lately());
 }
+
+/// Whoever runs the step: nobody waits for a state that no step will change.
+#[test]
+fn a_panic_in_a_step_breaks_queue_pairs_and_streams() {
+    let hca = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+    let context = Context::over(hca.clone());
+    let pd = context.alloc_pd().unwrap();
+    let build = || pd.build_qp().build().unwrap();
+    let (a, b) = (build(), build());
+    a.connect(b.address()).unwrap();
+    b.connect(a.address()).unwrap();
+    let [by_cpu, by_stream] = [(); 2].map(|()| b.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap());
+    let stream = gdsync::stream::Stream::host(gdsync::stream::HostStreamConfig::default()).unwrap();
+    stream.wait(&by_cpu).unwrap();
+    stream.wait(&by_stream).unwrap();
+    let waiter = std::thread::spawn(move || by_cpu.wait(LONG));
+    hca.shared.with(|core| core.panics = true);
+    assert!(matches!(waiter.join().unwrap(), Err(gdsync_device::Error::Panicked { thread: "gdsync-hca" })));
+    assert!(matches!(stream.synchronize(LONG), Err(gdsync_device::Error::Panicked { .. })));
+    assert!(matches!(a.check(), Err(gdsync_device::Error::Panicked { .. })));
+    assert!(pd.build_qp().build().is_err());
+}
+
+/// Never reached.
+const LONG: Duration = Duration::from_secs(3600);

@@ -5,6 +5,7 @@
 //! that holds the stream. It never calls the driver itself until all is over: an [`DriverTask`] does.
 
 use std::ops::RangeInclusive;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -107,7 +108,11 @@ impl Shared {
                 }
             });
             let failed = self.failed();
-            let broken = state.refused.clone().filter(|_| !failed);
+            let lost = || match held.and_then(|(place, _)| seen.wait_at(place))?.op {
+                Op::Await(source, _) => source.lost(),
+                _ => None,
+            };
+            let broken = state.refused.clone().or_else(lost).filter(|_| !failed);
             let pause = match held {
                 _ if failed => RELEASE_LOOK,
                 Some((_, since)) => {
@@ -231,6 +236,23 @@ impl DriverTask for Shared {
         if died.is_some() {
             state.refused = died;
             self.work.notify_one();
+        }
+    }
+
+    fn panicked(&self) {
+        self.lock().asking = false;
+        self.fail(Error::Panicked { thread: "gdsync-driver" });
+    }
+}
+
+impl Shared {
+    /// Watches until the engine is dropped. A panic fails the stream; then its waits are released as after any failure.
+    pub(super) fn watch_guarded(&self) {
+        if catch_unwind(AssertUnwindSafe(|| self.watch())).is_err() {
+            self.fail(Error::Panicked { thread: "gdsync-watchdog" });
+            if catch_unwind(AssertUnwindSafe(|| self.watch())).is_err() {
+                tracing::error!(stream = self.config.name, "the watchdog panicked twice: waits of this stream may stay");
+            }
         }
     }
 }

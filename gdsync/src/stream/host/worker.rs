@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::shared::Shared;
-use crate::stream::execute::{Runner, Unsatisfied, execute, message_of};
+use crate::stream::execute::{Runner, execute, message_of};
 use crate::stream::op::{Op, Ops, Source};
 use gdsync_device::error::Error;
 use gdsync_device::recorder::{By, Log};
@@ -70,9 +70,8 @@ impl Shared {
     }
 
     fn step(&self, op: Op) {
-        if let Err(Unsatisfied(what)) = execute(op, self) {
-            let (stream, after) = (self.config.name.clone(), self.config.wait_limit);
-            self.fail(Error::StreamWait { stream, what, after });
+        if let Err(unsatisfied) = execute(op, self) {
+            self.fail(unsatisfied.error(&self.config.name, self.config.wait_limit));
         }
     }
 }

@@ -70,9 +70,9 @@ fn records_that_are_read_while_they_are_written_are_whole() {
 fn a_record_that_was_being_written_is_left_out() {
     let recorder = Recorder::start(128).unwrap();
     (0..3).for_each(|n| recorder.put(&mark(n, 0)));
-    let kernel_exec = Seat::with(|seat| seat.kernel_exec).unwrap().unwrap();
+    let thread_slot = Seat::with(|seat| seat.thread_slot).unwrap().unwrap();
     let word = |slot: usize, word: usize| {
-        recorder.memory.atomic64(layout::ring(kernel_exec, 128) + slot * RECORD_BYTES + word * 8).unwrap()
+        recorder.memory.atomic64(layout::ring(thread_slot, 128) + slot * RECORD_BYTES + word * 8).unwrap()
     };
     // As a writer that was killed leaves it; and one of a place where it does not belong.
     word(1, 3).store(0, Ordering::Relaxed);

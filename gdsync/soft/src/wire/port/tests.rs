@@ -134,7 +134,7 @@ fn a_process_of_another_user_is_refused_also_by_root() {
     let (_a, gid) = port();
     // By the descriptor: the other user need not be able to walk the path.
     let mut child = Command::new("/proc/self/exe");
-    child.args(["--exact", "hca::wire::port::tests::child_of_another_user"]);
+    child.args(["--exact", "wire::port::tests::child_of_another_user"]);
     child.env("GDSYNC_TEST_LINK_AS_ANOTHER_USER", gid.to_string()).stdout(Stdio::null());
     if user() != 0 {
         eprintln!("skipped: only root can start a process of another user");
@@ -214,14 +214,14 @@ fn child_without_descriptors() {
 #[test]
 fn a_port_without_descriptors_waits_before_it_tries_again() {
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", "hca::wire::port::tests::child_without_descriptors"]);
+    child.args(["--exact", "wire::port::tests::child_without_descriptors"]);
     child.env("GDSYNC_TEST_NO_DESCRIPTORS", "1").stdout(Stdio::null());
     assert_eq!(child.status().unwrap().code(), Some(42));
 }
 
 fn child_of(gid: Gid) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "hca::wire::port::tests::child_that_connects_and_waits"])
+        .args(["--exact", "wire::port::tests::child_that_connects_and_waits"])
         .env("GDSYNC_TEST_CONNECT_TO", gid.to_string())
         .stdout(Stdio::null())
         .spawn()
