@@ -5,9 +5,10 @@
 use std::time::Duration;
 
 use gdasync::out;
+use gdsync::Device;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Device, RecvWr, SendWr};
+use gdsync::verbs::{Access, RecvWr, SendWr};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 

@@ -157,7 +157,7 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
         let gpus = config.gpu.clone().map_or_else(Gpu::opened, |gpu| vec![gpu]);
         let direct = Direct::start(&open)?;
         direct.inject(faults.clone())?;
-        let context = Context::with(Arc::new(direct), None)?;
+        let context = Context::with(Arc::new(direct), None, probe)?;
         if config.route.is_none() {
             let tested = self_test(&context.alloc_pd()?);
             tested.inspect_err(|error| {
@@ -185,5 +185,5 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
     tracing::info!(device = open.name(), why = not_direct, "a thread reads the rings in place of the card");
     let proxy = Proxy::start(open, strict)?;
     proxy.inject(faults)?;
-    Context::with(Arc::new(proxy), Some(not_direct.into()))
+    Context::with(Arc::new(proxy), Some(not_direct.into()), |_, _| Ok(()))
 }

@@ -19,7 +19,8 @@
 //! use std::time::Duration;
 //! use gdsync::memory::Memory;
 //! use gdsync::stream::{HostStreamConfig, Stream};
-//! use gdsync::verbs::{Access, Device, RecvWr, SendWr};
+//! use gdsync::Device;
+//! use gdsync::verbs::{Access, RecvWr, SendWr};
 //!
 //! # fn main() -> gdsync::Result<()> {
 //! let pd = Device::find(None)?.open()?.alloc_pd()?;
@@ -62,10 +63,11 @@ pub mod verbs;
 
 /// The software HCA.
 pub mod hca {
-    pub use gdsync_device::engine::GpuNudge;
+    pub use gdsync_device::GpuNudge;
     pub use gdsync_device::{FaultPlan, Gid, HcaStats};
     pub use gdsync_soft::{AsyncEvent, AsyncEvents, Card, CardQp, CmaPolicy, SoftHcaConfig};
 }
+pub use device::Device;
 pub use gdsync_device::{Error, Result, copy_engine, cuda, error, memory, recorder};
 pub use gdsync_rdma as rdma;
 #[doc(hidden)]

@@ -30,7 +30,8 @@
 //! # use std::time::Duration;
 //! # use gdsync::memory::Memory;
 //! # use gdsync::stream::{Batch, HostStreamConfig, Stream};
-//! # use gdsync::verbs::{Access, Device, SendWr};
+//! # use gdsync::Device;
+//! # use gdsync::verbs::{Access, SendWr};
 //! # fn main() -> gdsync::Result<()> {
 //! # let pd = Device::find(None)?.open()?.alloc_pd()?;
 //! # let (a, b) = (pd.build_qp().build()?, pd.build_qp().build()?);
@@ -106,8 +107,8 @@ use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
 use crate::verbs::qp::QpCore;
 use cuda::CudaEngine;
+use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
-use gdsync_device::engine::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Stage;

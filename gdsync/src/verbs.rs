@@ -8,12 +8,12 @@ pub(crate) mod end;
 mod mr;
 pub(crate) mod qp;
 pub(crate) mod rq;
+pub(crate) mod source;
 pub(crate) mod sq;
 pub(crate) mod track;
 mod visibility;
 mod wr;
 
-pub use crate::device::Device;
 pub use completion::{Completion, Submitted};
 pub use context::{Context, Pd};
 pub use cq::Cq;

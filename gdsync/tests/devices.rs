@@ -4,11 +4,12 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
+use gdsync::Device;
 use gdsync::Error;
 use gdsync::hca::Gid;
 use gdsync::memory::Memory;
 use gdsync::rdma::{DeviceConfig, LinkLayer, Route};
-use gdsync::verbs::{Access, Device, QpAddress, QpAttr, QpState};
+use gdsync::verbs::{Access, QpAddress, QpAttr, QpState};
 
 /// The devices that can be used, the software HCA excepted.
 fn usable() -> Vec<Device> {

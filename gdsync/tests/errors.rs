@@ -6,12 +6,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{PATIENCE, Side, hca, loopback, stream};
+use gdsync::Device;
 use gdsync::Error;
 use gdsync::hca::{FaultPlan, Gid};
 use gdsync::memory::Memory;
 use gdsync::mlx5::WqeError;
 use gdsync::stream::{Batch, HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Device, QpAddress, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Access, QpAddress, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Sge};
 
 /// The error of a call that must fail, whose message must hold all of `words`.
 fn error<T>(result: Result<T, Error>, words: &[&str]) -> Error {

@@ -12,8 +12,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{PATIENCE, Side, named_device, pattern, received, sent};
+use gdsync::Device;
 use gdsync::hca::Gid;
-use gdsync::verbs::{Device, QpAddress, QpBuilder, RecvWr, SendWr};
+use gdsync::verbs::{QpAddress, QpBuilder, RecvWr, SendWr};
 
 const PROGRAM: &str = "ibv_rc_pingpong";
 /// Messages each way.

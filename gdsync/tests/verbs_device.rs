@@ -11,11 +11,12 @@ mod peer;
 use std::time::{Duration, Instant};
 
 use common::{PATIENCE, Side, connect, named_device, pattern, received, reconnect, sent, stream, until};
+use gdsync::Device;
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::mlx5::{CqeOpcode, Opcode, Syndrome};
 use gdsync::stream::Batch;
-use gdsync::verbs::{Context, Device, QpBuilder, QpState, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Context, QpBuilder, QpState, RecvWr, SendWr, Sge};
 use peer::{Peer, answer, ask, meet_parent, recv, role};
 
 const SIZE: usize = 64 << 10;

@@ -8,12 +8,13 @@ mod common;
 mod peer;
 
 use common::{PATIENCE, Side, bytes, connect, pattern, received, reconnect, sent, stream, until};
+use gdsync::Device;
 use gdsync::Error;
 use gdsync::hca::Gid;
 use gdsync::mlx5::{CqeOpcode, Opcode, Syndrome};
 use gdsync::rdma::DeviceConfig;
 use gdsync::stream::Batch;
-use gdsync::verbs::{Access, Context, Device, QpAddress, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
+use gdsync::verbs::{Access, Context, QpAddress, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 use peer::{Peer, answer, ask, meet_parent, recv, role};
 
 const SIZE: usize = 256 << 10;

@@ -12,7 +12,7 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use gdsync::verbs::Device;
+use gdsync::Device;
 
 /// A failed check, or a failed call of either side.
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::mem::size_of;
 
-use gdsync::verbs::Device;
+use gdsync::Device;
 
 use crate::{Result, check};
 

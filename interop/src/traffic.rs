@@ -4,7 +4,8 @@ use gdsync::Error;
 use gdsync::memory::Memory;
 use gdsync::mlx5::{RemoteAddr, Syndrome};
 use gdsync::stream::{Batch, HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Device, Mr, Qp, QpAddress, RecvWr, SendWr};
+use gdsync::Device;
+use gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr};
 use ibverbs::QueuePairEndpoint;
 
 use crate::foreign::{self, CQ_ENTRIES, Foreign};

@@ -4,9 +4,10 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::DeviceConfig;
-use gdsync::verbs::{Context, Device, OnGpu, Pd, QpBuilder};
+use gdsync::verbs::{Context, OnGpu, Pd, QpBuilder};
 use parking_lot::Mutex;
 
 use crate::bootstrap::{Bootstrap, Checked, Exchange};

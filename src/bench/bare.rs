@@ -4,9 +4,10 @@ use std::ffi::CStr;
 use std::ptr::{NonNull, null_mut};
 use std::time::{Duration, Instant};
 
+use gdasync::gdsync::Device;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::rdma::LinkLayer;
-use gdasync::gdsync::verbs::{Context, Device};
+use gdasync::gdsync::verbs::Context;
 use gdasync::measure::Samples;
 use rdma_core_sys::Verbs;
 use rdma_core_sys::verbs::{

@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use gdasync::gdsync::Device;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
-use gdasync::gdsync::verbs::{Context, Device, QpAddress};
+use gdasync::gdsync::verbs::{Context, QpAddress};
 use gdasync::measure::{Machine, Micros, Samples, create_json, process_cpu, write_json};
 use gdasync::mp::Communicator;
 use indicatif::ProgressBar;

@@ -1,8 +1,6 @@
 //! What devices that run on a CPU have in common: they read rings, write completions, and are stepped by whoever has time.
 
-mod cq_event;
 mod cqs;
-mod doorbell_set;
 mod progress;
 mod progress_thread;
 mod qp_trace;
@@ -10,9 +8,7 @@ mod recent_copy;
 mod rings;
 mod watched_doorbells;
 
-pub use cq_event::{CqEvent, GpuNudge};
 pub use cqs::{Cqs, Overrun, parts as cq_parts};
-pub use doorbell_set::{DoorbellSet, DoorbellWatch, MAX_QPS};
 pub use progress::{Progress, ProgressEngine, ProgressState};
 pub use progress_thread::ProgressThread;
 pub use qp_trace::QpTrace;

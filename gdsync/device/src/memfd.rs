@@ -1,11 +1,11 @@
 //! Memory files that cannot shrink, to share with other processes.
 
 use std::ffi::CStr;
+use std::io;
 use std::mem::zeroed;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use crate::error::{Error, Result};
-use crate::memory::check_file_limit;
 
 /// A memory file of `size` bytes that nobody can shrink or grow: mapping it cannot fault later.
 pub fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
@@ -51,4 +51,14 @@ pub fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
     } else {
         Err(Error::invalid("peer's memory file size", stat.st_size, "the size of the structure in it"))
     }
+}
+
+/// Fails where this process may make no file of so many bytes (RLIMIT_FSIZE): the kernel kills one that tries.
+pub fn check_file_limit(bytes: usize) -> io::Result<()> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure is valid for writing.
+    if unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0 && limit.rlim_cur < bytes as u64 {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    Ok(())
 }

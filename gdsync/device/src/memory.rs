@@ -28,7 +28,7 @@ pub use gdrcopy::host_page;
 use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
-pub use self::process::{MARK, Process, check_file_limit, user};
+pub use self::process::{MARK, Process, user};
 pub use self::word::{Found, Place, Word32, Word64};
 use crate::cuda::{Block, Buffer, Flush, Gpu, Pages, Registered};
 use crate::error::{Error, Result};

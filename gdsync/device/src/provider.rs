@@ -12,9 +12,9 @@ use super::health::Health;
 use super::placement::{OnGpu, Places};
 use super::transfer_path::{Staging, TransferPath};
 use crate::cuda::Gpu;
-use crate::engine::{CqEvent, DoorbellWatch};
 use crate::error::Result;
 use crate::memory::{Memory, Word64};
+use crate::{CqEvent, DoorbellWatch};
 use crate::{FaultPlan, Gid, HcaStats};
 
 /// A completion queue as the device made it.

@@ -1,9 +1,10 @@
 //! Building a send WQE.
 
 use super::ctrl::Ctrl;
+use super::error::WqeError;
 use super::opcode::Opcode;
 use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT, used_sges};
-use super::wqe::{MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeError, WqeFlags};
+use super::wqe::{MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};
 
 /// Bytes of an inline segment's header, the byte count.
 const INLINE_HEADER: usize = 4;

@@ -34,6 +34,7 @@ mod ctrl;
 mod decode;
 mod doorbell;
 mod encode;
+mod error;
 mod opcode;
 mod rq;
 mod segment;
@@ -59,8 +60,9 @@ pub use doorbell::{
     recv_record, send_record,
 };
 pub use encode::{Short, encode, encode_into, encode_short};
+pub use error::WqeError;
 pub use opcode::{CqeOpcode, Opcode, Syndrome};
 pub use rq::{decode_recv, encode_recv, recv_stride};
 pub use segment::{DataSeg, INLINE, INVALID_LKEY, MAX_MESSAGE, RemoteAddr, SEGMENT};
 pub use strict::strict_violations;
-pub use wqe::{BB, MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeError, WqeFlags};
+pub use wqe::{BB, MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};

@@ -1,7 +1,7 @@
 //! Receive WQEs: a list of buffers and nothing else.
 
+use super::error::WqeError;
 use super::segment::{DataSeg, SEGMENT, used_sges};
-use super::wqe::WqeError;
 
 /// Bytes from one receive WQE to the next, for queues whose WQEs take `max_sge` buffers: a power of two.
 pub const fn recv_stride(max_sge: u32) -> usize {

@@ -1,6 +1,6 @@
 //! The 16-byte segments that name memory: local buffers and remote addresses.
 
-use super::wqe::WqeError;
+use super::error::WqeError;
 
 /// Bytes of a segment, the unit in which WQEs are measured (`ds`).
 pub const SEGMENT: usize = 16;

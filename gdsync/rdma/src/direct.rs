@@ -32,8 +32,8 @@ use self::devx::{Devx, DevxCq, DevxQp, EventChannel};
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
 use crate::{Domain, Event, Events, FailedCq, Healths, More, Objects, Open};
+use gdsync_device::CqEvent;
 use gdsync_device::cuda::Gpu;
-use gdsync_device::engine::CqEvent;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{

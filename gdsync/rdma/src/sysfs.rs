@@ -1,28 +1,12 @@
 //! What the kernel tells of RDMA devices in sysfs, without opening them.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::port::{GidEntry, GidKind, LinkLayer, Port, PortState};
-use super::topology::Place;
+use super::topology::{Place, entries, text};
 
 /// Where the kernel mounts it.
 pub(crate) const SYSFS: &str = "/sys";
-
-/// The trimmed text of a file; `None` where there is none, or it is empty.
-pub(super) fn text(path: &Path) -> Option<String> {
-    let text = fs::read_to_string(path).ok()?;
-    let text = text.trim();
-    (!text.is_empty()).then(|| text.to_owned())
-}
-
-/// The names in a directory, sorted; none where there is no such directory.
-pub(super) fn entries(path: &Path) -> Vec<String> {
-    let names = fs::read_dir(path).into_iter().flatten();
-    let mut names: Vec<_> = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    names.sort();
-    names
-}
 
 /// An RDMA device as sysfs tells of it.
 #[derive(Debug)]

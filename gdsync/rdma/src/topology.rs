@@ -3,6 +3,21 @@
 use std::path::{Component, Path};
 use std::{fmt, fs};
 
+/// The trimmed text of a file; `None` where there is none, or it is empty.
+pub(super) fn text(path: &Path) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let text = text.trim();
+    (!text.is_empty()).then(|| text.to_owned())
+}
+
+/// The names in a directory, sorted; none where there is no such directory.
+pub(super) fn entries(path: &Path) -> Vec<String> {
+    let names = fs::read_dir(path).into_iter().flatten();
+    let mut names: Vec<_> = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    names.sort();
+    names
+}
+
 /// What the bytes between two PCI devices pass. Ordered from near to far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Distance {
@@ -53,7 +68,7 @@ impl Place {
         let root = names.iter().rposition(|name| name.starts_with("pci") && name.contains(':'))?;
         let chain: Vec<_> = names[root..].iter().map(|&name| name.to_owned()).collect();
         let address = chain.last().filter(|name| is_address(name))?.clone();
-        let numa = super::sysfs::text(&real.join("numa_node")).and_then(|text| text.parse().ok());
+        let numa = text(&real.join("numa_node")).and_then(|text| text.parse().ok());
         Some(Self { address, numa, chain })
     }
 
@@ -93,10 +108,10 @@ pub fn gpus(sysfs: &Path) -> Vec<Place> {
     const CLASSES: [&str; 2] = ["0x0300", "0x0302"];
     let directory = sysfs.join("bus/pci/devices");
     let is_gpu = |device: &Path| {
-        let text = |name| super::sysfs::text(&device.join(name)).unwrap_or_default();
+        let text = |name| text(&device.join(name)).unwrap_or_default();
         text("vendor") == NVIDIA && CLASSES.iter().any(|class| text("class").starts_with(class))
     };
-    let mut found: Vec<_> = super::sysfs::entries(&directory)
+    let mut found: Vec<_> = entries(&directory)
         .into_iter()
         .map(|name| directory.join(name))
         .filter(|device| is_gpu(device))

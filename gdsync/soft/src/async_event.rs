@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use gdsync_device::engine::GpuNudge;
+use gdsync_device::GpuNudge;
 use mlx5_ring::Syndrome;
 
 /// An asynchronous event (`enum ibv_event_type`).

@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::async_event::AsyncEvents;
-use super::requester::Requester;
-use super::soft::{SoftHca, SoftHcaConfig};
-use gdsync_device::engine::{CqEvent, GpuNudge, ProgressEngine as _, QpTrace, Rings};
+use super::config::SoftHcaConfig;
+use super::soft::SoftHca;
+use crate::qp::requester::Requester;
+use gdsync_device::engine::{ProgressEngine as _, QpTrace, Rings};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{Access, Gid, HcaStats, MrKeys, Provider as _, QpAttr, QpRequest, QpState};
+use gdsync_device::{CqEvent, GpuNudge};
 use mlx5_ring::{CQE_SIZE, EMPTY};
 
 /// A card.

@@ -5,18 +5,19 @@ use std::time::{Duration, Instant};
 
 use super::async_event::{AsyncEventQueue, AsyncEvents};
 use super::cma::CmaPolicy;
+use super::config::SoftHcaConfig;
 use super::keys::Keys;
 use super::links::{Body, Links};
 use super::packet::Header;
 use super::pending_flush::PendingFlush;
 use super::qp::{Env, SoftQp};
 use super::rx_hints::RxHints;
-use super::soft::SoftHcaConfig;
 use super::wire::{LinkEnds, RxRing};
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
-use gdsync_device::engine::{Cqs, DoorbellSet, GpuNudge, MAX_QPS, Progress, WatchedDoorbells};
+use gdsync_device::engine::{Cqs, Progress, WatchedDoorbells};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
+use gdsync_device::{DoorbellSet, GpuNudge, MAX_QPS};
 use gdsync_device::{FaultPlan, Faults, Gid, HcaStats, QpState, Shuffle, TransferPath};
 
 /// Packets taken from one link before others get their turn.

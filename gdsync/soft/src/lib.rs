@@ -77,6 +77,7 @@
 mod async_event;
 mod card;
 mod cma;
+mod config;
 mod core;
 mod keys;
 mod links;
@@ -84,17 +85,14 @@ mod offers;
 mod packet;
 mod pending_flush;
 mod qp;
-mod receive_staging;
 mod reference;
-mod requester;
-mod responder;
 mod rx_hints;
 mod soft;
-mod staging;
 mod stuck_copies;
 mod wire;
 
 pub use async_event::{AsyncEvent, AsyncEvents};
 pub use card::{Card, CardQp};
 pub use cma::CmaPolicy;
-pub use soft::{SoftHca, SoftHcaConfig};
+pub use config::SoftHcaConfig;
+pub use soft::SoftHca;

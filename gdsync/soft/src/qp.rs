@@ -1,5 +1,10 @@
 //! A queue pair inside the software HCA: its rings, its state, its doorbell.
 
+pub(crate) mod receive_staging;
+pub(crate) mod requester;
+pub(crate) mod responder;
+pub(crate) mod staging;
+
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,15 +13,15 @@ use super::cma::CmaPolicy;
 use super::keys::Keys;
 use super::links::Links;
 use super::pending_flush::PendingFlush;
-use super::receive_staging::ReceiveStaging;
-use super::requester::Requester;
-use super::responder::Responder;
-use super::staging::Stage;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Rings};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Access, Faults, HcaStats, Health, QpAddress, QpAttr, QpState, random_psn};
 use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome};
+use receive_staging::ReceiveStaging;
+use requester::Requester;
+use responder::Responder;
+use staging::Stage;
 
 /// What the queue pairs share while one of them works.
 #[derive(Debug)]

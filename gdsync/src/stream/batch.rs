@@ -11,7 +11,7 @@ use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
-use gdsync_device::engine::GpuNudge;
+use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word32, Word64};
 use gdsync_device::recorder::Stage;

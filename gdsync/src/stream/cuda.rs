@@ -42,8 +42,8 @@ use super::engine::Engine;
 use super::graph::Made;
 use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
 use super::submit_lock::SubmitLock;
+use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream, mind};
-use gdsync_device::engine::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 
@@ -106,10 +106,12 @@ impl CudaEngine {
         let weak: Weak<Shared> = Arc::downgrade(&shared);
         mind(weak);
         let watched = shared.clone();
-        let watchdog =
-            thread::Builder::new().name("gdsync-watchdog".into()).spawn(move || watched.watch_guarded()).map_err(
-                |e| Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams"),
-            )?;
+        let watchdog = thread::Builder::new()
+            .name("gdsync-watchdog".into())
+            .spawn(move || watched.watch_guarded())
+            .map_err(|e| {
+                Error::os("pthread_create", e, "raise the thread limit (ulimit -u) or use fewer streams")
+            })?;
         Ok(Arc::new(Self { fork_guard: ForkGuard::default(), shared, watchdog: Some(watchdog) }))
     }
 }

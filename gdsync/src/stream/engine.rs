@@ -9,8 +9,8 @@ use smallvec::smallvec;
 use super::cuda::SubmitGuard;
 use super::graph::Made;
 use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
+use gdsync_device::GpuNudge;
 use gdsync_device::cuda::RawStream;
-use gdsync_device::engine::GpuNudge;
 use gdsync_device::error::{Error, Result};
 
 /// Runs operations in order. The contract that [`super::Stream`] builds on:

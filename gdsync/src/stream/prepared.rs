@@ -9,7 +9,7 @@ use crate::verbs::end::{Hold, QueueEnd};
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::{Before, Prepared, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
-use gdsync_device::engine::GpuNudge;
+use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::Stage;
 

@@ -7,6 +7,7 @@ use super::cq::Cq;
 use super::mr::Mr;
 use super::qp::QpBuilder;
 use super::visibility::WritableGpus;
+use gdsync_device::cuda::Gpu;
 use gdsync_device::error::Result;
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::Memory;
@@ -23,6 +24,15 @@ pub struct Context {
     not_direct: Option<Arc<str>>,
     /// While it is open, the process has a recording.
     log: Log,
+    probe: GpuProbe,
+}
+
+/// Tests whether a GPU can ring the doorbells of a device.
+pub(crate) type GpuProbe = fn(&Pd, &Gpu) -> Result<()>;
+
+/// Of a device whose doorbells are memory of the host.
+fn needs_no_probe(_: &Pd, _: &Gpu) -> Result<()> {
+    Ok(())
 }
 
 impl Drop for Context {
@@ -41,11 +51,21 @@ impl fmt::Debug for Context {
 impl Context {
     /// A context over a device of the application's own.
     pub fn over(provider: Arc<dyn Provider>) -> Self {
-        Self { provider, fork_guard: ForkGuard::default(), not_direct: None, log: Log::default() }
+        Self {
+            provider,
+            fork_guard: ForkGuard::default(),
+            not_direct: None,
+            log: Log::default(),
+            probe: needs_no_probe,
+        }
     }
 
-    pub(crate) fn with(provider: Arc<dyn Provider>, not_direct: Option<Arc<str>>) -> Result<Self> {
-        Ok(Self { provider, fork_guard: ForkGuard::default(), not_direct, log: Log::open()? })
+    pub(crate) fn with(
+        provider: Arc<dyn Provider>,
+        not_direct: Option<Arc<str>>,
+        probe: GpuProbe,
+    ) -> Result<Self> {
+        Ok(Self { provider, fork_guard: ForkGuard::default(), not_direct, log: Log::open()?, probe })
     }
 
     /// Opens a software HCA with a configuration of its own.
@@ -53,7 +73,7 @@ impl Context {
     /// # Errors
     /// As [`Device::open`].
     pub fn soft(config: &SoftHcaConfig) -> Result<Self> {
-        Self::with(Arc::new(SoftHca::start(config)?), None)
+        Self::with(Arc::new(SoftHca::start(config)?), None, needs_no_probe)
     }
 
     /// A description of the device for reports: what consumes the rings.
@@ -90,7 +110,7 @@ impl Context {
         self.fork_guard.check()?;
         let (provider, fork_guard, pdn) = (self.provider.clone(), self.fork_guard, self.provider.alloc_pd()?);
         let (writable_gpus, log) = (WritableGpus::default(), self.log.clone());
-        Ok(Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, _log: log })))
+        Ok(Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, probe: self.probe, _log: log })))
     }
 
     /// Creates a completion queue for sharing between queue pairs, polled by the CPU.
@@ -152,6 +172,7 @@ struct PdInner {
     fork_guard: ForkGuard,
     pdn: u32,
     writable_gpus: WritableGpus,
+    probe: GpuProbe,
     _log: Log,
 }
 
@@ -170,6 +191,11 @@ impl fmt::Debug for Pd {
 }
 
 impl Pd {
+    /// Tests whether this GPU can ring the doorbells of the device.
+    pub(crate) fn probe(&self, gpu: &Gpu) -> Result<()> {
+        (self.0.probe)(self, gpu)
+    }
+
     pub(crate) fn provider(&self) -> &Arc<dyn Provider> {
         &self.0.provider
     }

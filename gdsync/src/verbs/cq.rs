@@ -20,9 +20,9 @@ use parking_lot::{Mutex, MutexGuard};
 
 use self::lost::Lost;
 use self::room::Room;
+use super::source::Arrival;
 use super::track::Tracker;
 use super::wr::Wc;
-use crate::stream::Arrival;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::{Found, Word32};

@@ -3,10 +3,11 @@
 
 use std::time::{Duration, Instant};
 
+use gdsync::Device;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::{HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Device, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
+use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
 
 /// How long a test waits for something that happens at once when all is well.
 pub const PATIENCE: Duration = Duration::from_secs(20);

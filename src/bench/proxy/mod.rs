@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
+use gdasync::gdsync::Device;
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::rdma::{DeviceConfig, Route};
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
-use gdasync::gdsync::verbs::{Access, Context, Device, Mr, Qp, SendWr};
+use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, SendWr};
 use gdasync::lane::own_gpu;
 use gdasync::measure::{Machine, Micros, Samples, create_json, write_json};
 use serde::Serialize;

@@ -6,7 +6,7 @@ mod job;
 use std::time::Instant;
 
 use clap::Args;
-use gdasync::gdsync::verbs::Device;
+use gdasync::gdsync::Device;
 use gdasync::measure::Samples;
 use gdasync::measure::series::{Point, Series, Unit};
 use gdasync::mp::Communicator;

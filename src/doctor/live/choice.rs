@@ -1,7 +1,7 @@
 //! What this library opens when nobody says what, on the first GPU if there is one.
 
+use gdsync::Device;
 use gdsync::cuda::Gpu;
-use gdsync::verbs::Device;
 use serde::{Deserialize, Serialize};
 
 use super::{Teller, turn};

@@ -31,7 +31,8 @@ const REAP: Duration = Duration::from_millis(1);
 const SUSPICIOUS: Duration = Duration::from_secs(1);
 
 /// Why copies fail whose thread is gone.
-const PANICKED: &str = "the thread 'gdsync-copy' panicked; its message is on standard error: please report it";
+const PANICKED: &str =
+    "the thread 'gdsync-copy' panicked; its message is on standard error: please report it";
 /// How long a dropped engine may take to come to its end.
 const PATIENCE: Duration = Duration::from_secs(2);
 

@@ -23,7 +23,7 @@ use super::kernel_exec::KernelExecutor;
 use super::other_processes::Sign;
 use super::reserve::reserve;
 use super::{Buffer, Engine, RawStream};
-use crate::engine::GpuNudge;
+use crate::GpuNudge;
 use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
 use crate::memory::{Memory, page_round};

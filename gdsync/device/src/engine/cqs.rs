@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::cq_event::{CqEvent, GpuNudge};
 use crate::error::{Error, Result};
 use crate::memory::Memory;
+use crate::{CqEvent, GpuNudge};
 use crate::{CqParts, OnGpu, Places};
 use gdsync_shm::completion;
 use mlx5_ring::{self as mlx5, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};

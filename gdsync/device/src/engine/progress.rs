@@ -2,18 +2,18 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::cq_event::GpuNudge;
-use super::doorbell_set::DoorbellSet;
 use super::recent_copy::RecentCopy;
+use crate::GpuNudge;
+use crate::doorbell_set::DoorbellSet;
 use crate::error::{Error, Result};
-use crate::health::Health;
 use crate::fork_guard::ForkGuard;
+use crate::health::Health;
 use crate::memory::Word64;
 use gdsync_shm as protocol;
 

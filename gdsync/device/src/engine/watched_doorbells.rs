@@ -1,6 +1,6 @@
 //! Queue pairs whose doorbell will be written by something that cannot tell.
 
-use super::doorbell_set::DoorbellSet;
+use crate::doorbell_set::DoorbellSet;
 use crate::memory::Word64;
 
 /// Their indices. Empty at first.

@@ -15,16 +15,6 @@ pub fn user() -> libc::uid_t {
     unsafe { libc::geteuid() }
 }
 
-/// Fails where this process may make no file of so many bytes (RLIMIT_FSIZE): the kernel kills one that tries.
-pub fn check_file_limit(bytes: usize) -> io::Result<()> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the structure is valid for writing.
-    if unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0 && limit.rlim_cur < bytes as u64 {
-        return Err(io::Error::from_raw_os_error(libc::EFBIG));
-    }
-    Ok(())
-}
-
 /// A process of this machine. Its mark is read with everything else that is read there: so what comes is of no other process
 /// that has its number now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

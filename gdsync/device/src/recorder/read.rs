@@ -177,8 +177,7 @@ impl Recording {
             lost: head[header::LOST],
         };
         for (row, _) in read(layout::ROWS, QUEUE_PAIRS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
-            let peer = row
-                .and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
+            let peer = row.and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
             this.peers.extend(peer);
         }
         let waits = read(layout::WAITS, LANES * WAIT_WORDS * 8)?;

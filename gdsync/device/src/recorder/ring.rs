@@ -225,9 +225,7 @@ impl Recorder {
         let name = name.trim_ascii_end();
         let length = name.len().min(LANE_BYTES - 8);
         row[8..8 + length].copy_from_slice(&name[..length]);
-        self.memory
-            .write(LANE_TABLE + at * LANE_BYTES, &row)
-            .expect("the table has a row for each lane");
+        self.memory.write(LANE_TABLE + at * LANE_BYTES, &row).expect("the table has a row for each lane");
         seat::make_known(self.serial, at);
         Some(at)
     }

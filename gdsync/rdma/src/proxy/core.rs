@@ -11,9 +11,10 @@ use super::qp::{Env, ProxyQp};
 use super::shadow::Shadows;
 use super::tag::Tag;
 use crate::Open;
-use gdsync_device::engine::{Cqs, DoorbellSet, GpuNudge, MAX_QPS, Progress, WatchedDoorbells};
+use gdsync_device::engine::{Cqs, Progress, WatchedDoorbells};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
+use gdsync_device::{DoorbellSet, GpuNudge, MAX_QPS};
 use gdsync_device::{HcaStats, QpState};
 use gdsync_shm as protocol;
 

@@ -13,8 +13,9 @@ use super::connector::Told;
 use super::core::Core;
 use super::device::Channel;
 use crate::{Event, Open};
+use gdsync_device::DoorbellSet;
 use gdsync_device::QpState;
-use gdsync_device::engine::{DoorbellSet, ProgressEngine, ProgressState};
+use gdsync_device::engine::{ProgressEngine, ProgressState};
 use gdsync_device::error::{Error, Result};
 
 /// The place of a queue pair that is being made.

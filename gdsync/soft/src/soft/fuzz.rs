@@ -5,6 +5,7 @@
 use std::collections::HashSet;
 
 use super::*;
+use crate::CmaPolicy;
 use crate::packet::{self, Header, PacketOp, SEGMENT};
 use crate::reference::{REFERENCE, Reference};
 use crate::wire::{LinkEnds, Piece};

@@ -13,8 +13,8 @@ use gdrcopy::cuda::raw::layout::{MemOp, STREAM_NON_BLOCKING};
 use parking_lot::Mutex;
 
 use super::host_fn;
+use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
-use gdsync_device::engine::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Word64;
 

@@ -251,7 +251,10 @@ impl Shared {
         if catch_unwind(AssertUnwindSafe(|| self.watch())).is_err() {
             self.fail(Error::Panicked { thread: "gdsync-watchdog" });
             if catch_unwind(AssertUnwindSafe(|| self.watch())).is_err() {
-                tracing::error!(stream = self.config.name, "the watchdog panicked twice: waits of this stream may stay");
+                tracing::error!(
+                    stream = self.config.name,
+                    "the watchdog panicked twice: waits of this stream may stay"
+                );
             }
         }
     }

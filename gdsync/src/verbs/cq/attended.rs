@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::CqInner;
-use gdsync_device::engine::GpuNudge;
+use gdsync_device::GpuNudge;
 
 impl CqInner {
     /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes

@@ -7,12 +7,11 @@ use parking_lot::Mutex;
 
 use super::connect::Connect;
 use super::{Qp, QpCore};
-use crate::probe::probe;
-use crate::stream::Bell;
 use crate::verbs::context::Pd;
 use crate::verbs::cq::Cq;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::rq::RecvQueue;
+use crate::verbs::source::Bell;
 use crate::verbs::sq::{Most, SendQueue};
 use crate::verbs::track::Tracker;
 use gdsync_device::cuda::Gpu;
@@ -150,7 +149,7 @@ impl QpBuilder {
         let provider = self.pd.provider().clone();
         let places = &self.places;
         if let Some(gpu) = &places.gpu {
-            provider.admit(gpu, &mut || probe(&self.pd, gpu))?;
+            provider.admit(gpu, &mut || self.pd.probe(gpu))?;
         }
         let recorder = Log::open()?.on(provider.gid());
         let own = |cq: Option<Cq>, log: u32, ring| {

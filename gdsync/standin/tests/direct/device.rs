@@ -1,10 +1,11 @@
 //! The card as a device: chosen, described, opened with settings, with limits that are explained.
 
+use gdsync::Device;
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::rdma::{DeviceConfig, GidKind, Route};
-use gdsync::verbs::{Access, Context, Device};
+use gdsync::verbs::{Access, Context};
 
 use crate::common::{Side, connect, hca};
 use crate::setup::CARD;

@@ -1,8 +1,9 @@
 //! Cards and libraries on which the rings cannot be read by the card.
 
+use gdsync::Device;
 use gdsync::Error;
 use gdsync::rdma::{DeviceConfig, Route};
-use gdsync::verbs::{Context, Device};
+use gdsync::verbs::Context;
 
 use crate::common::{Side, connect, hca};
 use crate::setup::CARD;

@@ -18,9 +18,10 @@ mod shared;
 mod traffic;
 
 use gdrcopy::standin::driver::{self, Control};
+use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
-use gdsync::verbs::{Context, Device, OnGpu, QpBuilder};
+use gdsync::verbs::{Context, OnGpu, QpBuilder};
 
 use crate::common::{PATIENCE, Side, connect};
 use crate::setup::{CARD, entry};

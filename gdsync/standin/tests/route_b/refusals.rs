@@ -2,9 +2,10 @@
 
 use std::ffi::CStr;
 
+use gdsync::Device;
 use gdsync::Error;
 use gdsync::rdma::{DeviceConfig, Route};
-use gdsync::verbs::{Access, Device, OnGpu};
+use gdsync::verbs::{Access, OnGpu};
 
 use crate::common::{PATIENCE, Side, connect};
 use crate::setup::{CARD, entry};

@@ -59,6 +59,6 @@ pub(crate) fn complaints_but_of_peers() -> Vec<String> {
 
 /// How the device of the tests is used, and what its packets travel over.
 pub(crate) fn used() -> (String, String) {
-    let context = gdsync::verbs::Device::find(Some(CARD)).unwrap().open().unwrap();
+    let context = gdsync::Device::find(Some(CARD)).unwrap().open().unwrap();
     (context.description().to_owned(), context.wire().to_owned())
 }

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::super::links::Body;
-use super::super::packet::{self, Header, PacketOp};
-use super::super::qp::{Env, SoftQp};
-use super::super::receive_staging;
 use super::{Current, Refusal};
+use crate::links::Body;
+use crate::packet::{self, Header, PacketOp};
+use crate::qp::receive_staging;
+use crate::qp::{Env, SoftQp};
 use gdsync_device::Access;
 use gdsync_device::copy_engine::Ticket;
 use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome};

@@ -2,7 +2,7 @@
 //! in each step, so that nobody waits long for the HCA.
 //!
 //! Between two CPUs one copy of a long message takes as long as two that overlap. So in each round the second half is
-//! [offered](super::super::offers) to the peer: it writes while this side reads. What it has not claimed when this side is done
+//! [offered](crate::offers) to the peer: it writes while this side reads. What it has not claimed when this side is done
 //! with the first half is taken back, and makes the next round: a peer that sleeps holds nobody up, and one that comes late
 //! still helps.
 //!
@@ -10,7 +10,7 @@
 //! (by a debugger, by SIGSTOP) or dies. Until then the copy is under way for everybody: its message does not complete and is not
 //! flushed, its [`Ticket`](gdsync_device::copy_engine::Ticket) holds up whoever deregisters the region, resets or destroys the queue pair.
 //! These wait for a limited time, and so does whoever waits for a completion. A peer that has ended [writes no
-//! more](super::super::links::Links::is_quiet). A queue pair that is destroyed all the same leaves the memory behind: it is never
+//! more](crate::links::Links::is_quiet). A queue pair that is destroyed all the same leaves the memory behind: it is never
 //! freed. Memory that is only lent to this library is its owner's to keep: the log says so when its region went too early.
 //!
 //! The peer is told addresses inside of buffers that were checked against the receive or the key, and nothing else.
@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::super::offers::Offer;
-use super::super::packet::{Header, PacketOp};
-use super::super::qp::Env;
-use super::super::reference::Reference;
+use crate::offers::Offer;
+use crate::packet::{Header, PacketOp};
+use crate::qp::Env;
+use crate::reference::Reference;
 use gdsync_device::copy_engine::FRESH;
 use gdsync_device::memory::{Memory, Process, host_page};
 use gdsync_shm::offer::Outcome;

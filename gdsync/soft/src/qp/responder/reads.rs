@@ -2,11 +2,11 @@
 
 use std::sync::atomic::Ordering;
 
-use super::super::links::Body;
-use super::super::packet::{Header, PacketOp, SEGMENT, ahead, segments};
-use super::super::qp::{Env, SoftQp};
-use super::super::staging::Staged;
 use super::{Answer, REPLAYS, Refusal};
+use crate::links::Body;
+use crate::packet::{Header, PacketOp, SEGMENT, ahead, segments};
+use crate::qp::staging::Staged;
+use crate::qp::{Env, SoftQp};
 use gdsync_device::Access;
 use gdsync_device::memory::Memory;
 use mlx5_ring::Syndrome;

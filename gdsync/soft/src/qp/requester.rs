@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use trial::Way;
 
-use super::packet::ahead;
-use super::qp::{Env, SoftQp};
+use super::{Env, SoftQp};
+use crate::packet::ahead;
 use gdsync_device::copy_engine::{Status, Ticket};
 use gdsync_device::{QpAttr, QpState};
 use mlx5_ring::{Opcode, Syndrome};

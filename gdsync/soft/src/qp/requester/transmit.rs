@@ -6,8 +6,8 @@ use smallvec::SmallVec;
 
 use super::{Kind, Pending};
 use crate::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
+use crate::qp::staging::Staged;
 use crate::qp::{Env, SoftQp};
-use crate::staging::Staged;
 use crate::wire::Piece;
 use gdsync_device::QpState;
 use gdsync_device::engine::Wqe;

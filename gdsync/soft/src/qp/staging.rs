@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::qp::{Env, SoftQp};
+use super::{Env, SoftQp};
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
 use gdsync_device::memory::Memory;
 use mlx5_ring::Syndrome;
@@ -19,7 +19,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// The chunks of one message at a time.
 #[derive(Debug, Default)]
-pub(super) struct Stage {
+pub(crate) struct Stage {
     memory: Option<Memory>,
     chunks: [Option<Chunk>; CHUNKS],
     /// Somebody waits for a chunk.

@@ -3,11 +3,11 @@
 //! The peer's process is trusted with nothing but the memory that it holds keys of. Keys, rights and ranges are checked where memory is
 //! looked up; this is about the packet itself, and its place among those before it (InfiniBand architecture 9.7.4.1).
 
-use super::super::links::Body;
-use super::super::packet::{self, Header, PacketOp, SEGMENT};
-use super::super::qp::SoftQp;
-use super::super::reference::REFERENCE;
 use super::Refusal;
+use crate::links::Body;
+use crate::packet::{self, Header, PacketOp, SEGMENT};
+use crate::qp::SoftQp;
+use crate::reference::REFERENCE;
 use mlx5_ring::{MAX_MESSAGE, Syndrome};
 
 const INVALID: Refusal = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);

@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use self::copies::Copies;
-use super::async_event::AsyncEvent;
-use super::links::Body;
-use super::packet::{self, Header, PacketOp, SEGMENT, ahead};
-use super::qp::{Env, SoftQp};
 use super::requester::Reason;
-use super::wire::Piece;
+use super::{Env, SoftQp};
+use crate::async_event::AsyncEvent;
+use crate::links::Body;
+use crate::packet::{self, Header, PacketOp, SEGMENT, ahead};
+use crate::wire::Piece;
 use gdsync_device::{QpAttr, QpState};
 use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome, low16};
 

@@ -2,7 +2,7 @@
 //!
 //! A reference is checked as its payload would be: receive, length, keys. The copy then runs beside everything else. While
 //! any is under way only further references are taken, and nothing is answered that would tell the peer that a message after
-//! the oldest copy has arrived. Packets whose bytes are [landing](super::super::receive_staging) wait here too, and what comes
+//! the oldest copy has arrived. Packets whose bytes are [landing](crate::qp::receive_staging) wait here too, and what comes
 //! after them waits behind them.
 //!
 //! *A copy that cannot be made.* The peer is asked for the payload itself. Receives that were taken for this message and
@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::super::links::{Body, Links};
-use super::super::packet::{self, Header, PacketOp, ahead, segments};
-use super::super::qp::{Env, SoftQp};
-use super::super::reference::{REFERENCE, Reference};
-use super::super::requester::Reason;
 use super::messages::Arrival;
 use super::pull::{Peer, Progress, Pull};
 use super::{Answer, Refusal, Responder};
+use crate::links::{Body, Links};
+use crate::packet::{self, Header, PacketOp, ahead, segments};
+use crate::qp::requester::Reason;
+use crate::qp::{Env, SoftQp};
+use crate::reference::{REFERENCE, Reference};
 use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Access, QpState};
@@ -74,7 +74,7 @@ struct Message {
 #[derive(Debug)]
 enum State {
     Copying,
-    /// The payload is in place, seen when the link had this number of [`quiet`](super::super::links::Links::quiet).
+    /// The payload is in place, seen when the link had this number of [`quiet`](crate::links::Links::quiet).
     Over(u64),
     /// The copy was not made.
     Failed,

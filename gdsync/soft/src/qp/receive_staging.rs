@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::links::Body;
-use super::packet::SEGMENT;
+use crate::links::Body;
+use crate::packet::SEGMENT;
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Ticket};
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
@@ -18,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// The packets of a queue pair that are put down.
 #[derive(Debug, Default)]
-pub(super) struct ReceiveStaging {
+pub(crate) struct ReceiveStaging {
     memory: Option<Memory>,
     /// The last packet of each slot.
     slots: Vec<Option<Packet>>,
