@@ -37,21 +37,6 @@ pub struct Constant {
     pub value: i128,
 }
 
-/// The structures and unions of this crate.
-pub fn layouts() -> impl Iterator<Item = &'static Layout> {
-    crate::verbs::LAYOUTS.iter().chain(crate::mlx5::LAYOUTS).chain(crate::cm::LAYOUTS).copied().flatten()
-}
-
-/// The constants of this crate.
-pub fn constants() -> impl Iterator<Item = &'static Constant> {
-    crate::verbs::CONSTANTS
-        .iter()
-        .chain(crate::mlx5::CONSTANTS)
-        .chain(crate::cm::CONSTANTS)
-        .copied()
-        .flatten()
-}
-
 /// Declares structures and unions, and the list of their layouts.
 ///
 /// `struct name("type in C") { field("path in C"): type }`, where both strings may be left out, as may `grows`.

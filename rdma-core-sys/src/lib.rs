@@ -16,6 +16,7 @@
 
 pub mod abi;
 pub mod cm;
+pub mod declared;
 mod error;
 mod library;
 pub mod mlx5;

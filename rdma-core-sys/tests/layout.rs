@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use rdma_core_sys::abi::{self, Growth, Layout};
+use rdma_core_sys::abi::{Growth, Layout};
+use rdma_core_sys::declared;
 
 /// Declared here, and absent from the headers of rdma-core 44, the oldest that the tests meet.
 const NEWER: &[&str] = &[
@@ -31,7 +32,7 @@ fn layouts(words: &HashSet<&str>) -> Vec<&'static Layout> {
     if !has_rdmacm {
         println!("skipped: librdmacm, whose header rdma/rdma_cma.h is not installed");
     }
-    abi::layouts().filter(|layout| has_rdmacm || !layout.c_type.contains("struct rdma_")).collect()
+    declared::layouts().filter(|layout| has_rdmacm || !layout.c_type.contains("struct rdma_")).collect()
 }
 
 /// A constant of librdmacm.
@@ -128,7 +129,8 @@ fn declarations_are_those_of_the_headers() {
     };
     let words: HashSet<&str> = headers.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
     type Constants = Vec<&'static abi::Constant>;
-    let (known, unknown): (Constants, Constants) = abi::constants().partition(|c| words.contains(c.name));
+    let (known, unknown): (Constants, Constants) =
+        declared::constants().partition(|c| words.contains(c.name));
     let layouts = layouts(&words);
     let has_rdmacm = words.contains("rdma_cm_id");
     let mut wrong: Vec<String> = unknown
