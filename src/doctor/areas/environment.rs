@@ -35,7 +35,6 @@ pub(in crate::doctor) const KNOWN: &[&str] = &[
     "GDSYNC_TRAFFIC_CLASS",
     "GDSYNC_LIBIBVERBS",
     "GDSYNC_LIBMLX5",
-    "GDSYNC_LIBRDMACM",
     "GDSYNC_FAULTS",
     "GDSYNC_BY_REFERENCE",
     "GDSYNC_PULL",
