@@ -37,7 +37,7 @@ pub(in crate::doctor) const KNOWN: &[&str] = &[
     "GDSYNC_LIBMLX5",
     "GDSYNC_FAULTS",
     "GDSYNC_BY_REFERENCE",
-    "GDSYNC_PULL",
+    "GDSYNC_CMA",
     "GDSYNC_STRICT",
     "GDSYNC_JOB_TOKEN",
     "GDSYNC_RECORDER",
