@@ -310,8 +310,7 @@ impl Communicator {
 
     /// Ends the connection to a rank: all that is under way with it ends now, in waits and on streams, but for
     /// [waits for signals](crate::Window::wait_signal_on_stream), with an error that says so, and nothing more can be sent to it or
-    /// received from it. It learns that when it waits for this rank, within a second ([`gdsync::Error::GivenUpByPeer`]); on a
-    /// device of iWARP, as if this rank had died. What was complete before is not lost.
+    /// received from it. It learns that when it waits for this rank, within a second ([`gdsync::Error::GivenUpByPeer`]). What was complete before is not lost.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].

@@ -155,7 +155,7 @@ fn a_buffer_has_a_path() {
             let path = comm.path_of(&buffer, range, peer).unwrap();
             // Long messages may have one copy or two.
             let carrier = path.transfer_path().transport();
-            assert!(carrier == Transport::Cpu || carrier == Transport::Pull && !has_slots, "{path}");
+            assert!(carrier == Transport::Cpu || carrier == Transport::Cma && !has_slots, "{path}");
             assert_eq!(path.path().has_slots(), has_slots, "{path}");
             assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
         }

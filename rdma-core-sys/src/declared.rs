@@ -4,15 +4,10 @@ use crate::abi::{Constant, Layout};
 
 /// The structures and unions of this crate.
 pub fn layouts() -> impl Iterator<Item = &'static Layout> {
-    crate::verbs::LAYOUTS.iter().chain(crate::mlx5::LAYOUTS).chain(crate::cm::LAYOUTS).copied().flatten()
+    crate::verbs::LAYOUTS.iter().chain(crate::mlx5::LAYOUTS).copied().flatten()
 }
 
 /// The constants of this crate.
 pub fn constants() -> impl Iterator<Item = &'static Constant> {
-    crate::verbs::CONSTANTS
-        .iter()
-        .chain(crate::mlx5::CONSTANTS)
-        .chain(crate::cm::CONSTANTS)
-        .copied()
-        .flatten()
+    crate::verbs::CONSTANTS.iter().chain(crate::mlx5::CONSTANTS).copied().flatten()
 }

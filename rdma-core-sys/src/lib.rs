@@ -2,10 +2,9 @@
 //! compile on today's Rust, and has no `mlx5dv`. This one declares what it needs by hand.
 //!
 //! Types, constants and the `static inline` functions of libibverbs (`infiniband/verbs.h`) and libmlx5 (direct verbs and
-//! DevX, `infiniband/mlx5dv.h`), and of librdmacm what connections on iWARP need (`rdma/rdma_cma.h`), under their names in
-//! C, as of rdma-core 44. Nothing is linked and nothing of rdma-core is needed to build: [`Verbs`], [`Mlx5`] and [`RdmaCm`]
-//! are tables of entry points, filled at run time. A test compares every declaration with the headers where they are
-//! installed.
+//! DevX, `infiniband/mlx5dv.h`), under their names in C, as of rdma-core 44. Nothing is linked and nothing of rdma-core is
+//! needed to build: [`Verbs`] and [`Mlx5`] are tables of entry points, filled at run time. A test compares every declaration
+//! with the headers where they are installed.
 //!
 //! - A type `ibv_x` here is `struct ibv_x` (or `union`, or `enum`) there; all-zero bytes are a value of every structure.
 //! - Enumerations are integers with constants, so that a value of a newer library is no undefined behaviour; flags
@@ -15,7 +14,6 @@
 #![allow(non_camel_case_types, non_upper_case_globals, reason = "the names of rdma-core")]
 
 pub mod abi;
-pub mod cm;
 pub mod declared;
 mod error;
 mod library;
@@ -23,7 +21,6 @@ pub mod mlx5;
 mod table;
 pub mod verbs;
 
-pub use cm::RdmaCm;
 pub use error::LoadError;
 pub use mlx5::Mlx5;
 pub use verbs::Verbs;

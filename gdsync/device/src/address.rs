@@ -13,13 +13,13 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct QpAddress {
-    /// The port of the HCA; on iWARP its IP address, where one of IPv4 is mapped into IPv6.
+    /// The port of the HCA.
     pub gid: Gid,
     /// The queue pair, 24 bits.
     pub qpn: u32,
     /// The first packet sequence number it will send, 24 bits.
     pub psn: u32,
-    /// The local identifier of the port, on InfiniBand; the TCP port that the device listens on, on iWARP; 0 elsewhere.
+    /// The local identifier of the port, on InfiniBand; 0 elsewhere.
     pub lid: u16,
     /// The largest path MTU of its port in bytes, a power of two from 256 to 4096; `None` where it does not matter or is not
     /// known.

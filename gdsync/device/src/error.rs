@@ -96,6 +96,16 @@ pub enum Error {
         /// Why not, and the fix.
         why: String,
     },
+    /// The device speaks a transport that this library does not.
+    #[error(
+        "{device} speaks {transport}, which is not supported; use an InfiniBand or RoCE device, or soft0 (GDSYNC_DEVICE)"
+    )]
+    UnsupportedTransport {
+        /// The device.
+        device: String,
+        /// What it speaks.
+        transport: &'static str,
+    },
     /// The device, or this release, does not do this.
     #[error("{what} is not supported by {by}; {fix}")]
     Unsupported {

@@ -20,7 +20,6 @@ use mlx5_ring::Syndrome;
 /// | `delay` | `probability:microseconds` |
 /// | `fail-send`, `fail-recv` | `syndrome@index`, in hexadecimal: completes that work request (counted from 0 over the HCA) with an error |
 /// | `die-after` | packets after which this HCA falls silent for ever |
-/// | `pause` | microseconds that this HCA stops in the middle of a copy that both sides make |
 ///
 /// ```
 /// # use gdsync_device::FaultPlan;
@@ -45,15 +44,12 @@ pub struct FaultPlan {
     pub fail_recv: Option<(u64, Syndrome)>,
     /// Packets after which the HCA neither sends nor hears anything.
     pub die_after: Option<u64>,
-    /// How long this HCA stops in the middle of a copy that both sides make: as a sender, when it has claimed its part; as a
-    /// receiver, until the sender has claimed it, so long at most.
-    pub pause: Duration,
 }
 
 /// The text form in brief, for messages.
 const EXPECTED: &str = "a list of seed=N, drop=P, duplicate=P, reorder=P, delay=P:MICROSECONDS, \
-                        fail-send=SYNDROME@N, fail-recv=SYNDROME@N, die-after=N, pause=MICROSECONDS with P from 0 to 1";
-/// The longest delay of a packet, and pause of an HCA.
+                        fail-send=SYNDROME@N, fail-recv=SYNDROME@N, die-after=N with P from 0 to 1";
+/// The longest delay of a packet.
 const MAX_DELAY: Duration = Duration::from_secs(3600);
 
 impl FaultPlan {
@@ -72,10 +68,8 @@ impl FaultPlan {
                 return Err(Error::invalid(what, p, "0 to 1"));
             }
         }
-        for (what, time) in [("delay", self.delay.1), ("pause", self.pause)] {
-            if time > MAX_DELAY {
-                return Err(Error::invalid(what, format!("{time:?}"), "at most an hour"));
-            }
+        if self.delay.1 > MAX_DELAY {
+            return Err(Error::invalid("delay", format!("{:?}", self.delay.1), "at most an hour"));
         }
         Ok(())
     }
@@ -109,7 +103,6 @@ impl FromStr for FaultPlan {
                 "fail-send" => plan.fail_send = failure()?,
                 "fail-recv" => plan.fail_recv = failure()?,
                 "die-after" => plan.die_after = Some(number(value)?),
-                "pause" => plan.pause = Duration::from_micros(number(value)?),
                 _ => return Err(bad()),
             }
         }
@@ -188,11 +181,6 @@ impl Faults {
         }
     }
 
-    /// How long it stops in the middle of a copy.
-    pub fn pause(&self) -> Duration {
-        self.plan.pause
-    }
-
     /// Counts a packet that went out.
     pub fn count_packet(&mut self) {
         self.sent += 1;
@@ -235,7 +223,7 @@ mod tests {
     #[test]
     fn the_text_form_covers_every_field() {
         let plan: FaultPlan =
-            "seed=3, drop=0.5,duplicate=0.25,reorder=0.125,delay=0.0625:40,fail-send=0x15@2,fail-recv=4@0,die-after=9,pause=7"
+            "seed=3, drop=0.5,duplicate=0.25,reorder=0.125,delay=0.0625:40,fail-send=0x15@2,fail-recv=4@0,die-after=9"
                 .parse()
                 .unwrap();
         let expected = FaultPlan {
@@ -247,7 +235,6 @@ mod tests {
             fail_send: Some((2, Syndrome(0x15))),
             fail_recv: Some((0, Syndrome(4))),
             die_after: Some(9),
-            pause: Duration::from_micros(7),
         };
         assert_eq!(plan, expected);
         assert_eq!("".parse::<FaultPlan>().unwrap(), FaultPlan::default());

@@ -20,10 +20,8 @@ pub struct HcaStats {
     pub retransmissions: u64,
     /// Messages received by reference: a copy engine moved their payload.
     pub by_reference: u64,
-    /// Messages received by reference to host memory: the CPU copied their payload from where it was.
-    pub pulled: u64,
-    /// Parts of such messages that this side, the sender, wrote to their place.
-    pub pushed: u64,
+    /// Messages received by cross-memory attach: the CPU read their payload in the sender's process.
+    pub by_cma: u64,
     /// References that could not be followed, so that the payload was sent after all.
     pub references_refused: u64,
     /// Messages that found no receive.

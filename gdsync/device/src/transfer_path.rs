@@ -13,8 +13,8 @@ pub enum Transport {
     CardFromGpu,
     /// The CPU copies host memory into memory that it shares with the peer.
     Cpu,
-    /// The CPUs of both sides copy it from host memory to where it goes: `process_vm_readv`, `process_vm_writev`.
-    Pull,
+    /// The receiver's CPU copies it from host memory to where it goes, by cross-memory attach (`process_vm_readv`).
+    Cma,
     /// The CPU reads GPU memory through a mapping, and copies it into memory that it shares with the peer.
     Mapping,
     /// A copy engine of the receiver's GPU fetches it, over NVLink or PCIe, and between processes by CUDA IPC (GPUDirect v2).
@@ -44,7 +44,7 @@ impl fmt::Display for Transport {
             Self::Card => "read from host memory by the card",
             Self::CardFromGpu => "read from GPU memory by the card (GPUDirect RDMA)",
             Self::Cpu => "copied by the CPU",
-            Self::Pull => "copied to its place by the CPUs of both sides",
+            Self::Cma => "copied to its place by the receiver's CPU",
             Self::Mapping => "read by the CPU through a mapping of GPU memory",
             Self::PeerToPeer => "fetched by a copy engine of the receiver's GPU (peer to peer)",
             Self::Staging => "staged in pinned host memory by a copy engine",

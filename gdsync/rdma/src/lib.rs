@@ -11,21 +11,18 @@
 //! - **The GID**: RoCE v2 before v1, an IPv4 address before a global one before a link-local one. `GDSYNC_GID_INDEX` overrides.
 //!   Both sides must use GIDs of one kind.
 //! - **The path MTU**: the smallest of what was asked for and what the two ports allow.
-//! - **iWARP**: connections go from and to the first IP address of the port, IPv4 before IPv6, and librdmacm makes them. A device
-//!   that speaks it is chosen only where there is no other.
+//! - **iWARP** is not supported: a device that speaks it is never chosen, and opening one fails.
 //! - **Registration**: host memory by its address; GPU memory by a dma-buf, or else by nvidia-peermem; neither is an error that
 //!   says what both need. Regions that the device writes keep PCIe's order, so that data is there when its completion is.
 
 #![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
 
-mod cm;
 mod config;
 pub mod direct;
 mod domain;
 mod events;
 mod explain;
 mod list;
-mod netaddr;
 mod objects;
 mod open;
 mod port;

@@ -21,7 +21,6 @@ pub struct Open {
     gid: GidEntry,
     /// Addresses between subnets are always written out.
     needs_grh: bool,
-    is_iwarp: bool,
     config: DeviceConfig,
 }
 
@@ -35,7 +34,8 @@ impl Open {
     /// Opens the device called `name`.
     ///
     /// # Errors
-    /// [`Error::Library`], [`Error::NoDevice`], [`Error::Verbs`]; [`Error::Device`] where no port can be used.
+    /// [`Error::Library`], [`Error::NoDevice`], [`Error::Verbs`]; [`Error::UnsupportedTransport`] for iWARP;
+    /// [`Error::Device`] where no port can be used.
     pub fn device(name: &str, config: &DeviceConfig) -> Result<Arc<Self>> {
         config.check()?;
         let list = List::get()?;
@@ -43,18 +43,15 @@ impl Open {
             let names: Vec<_> = list.devices().map(|listed| listed.name()).collect();
             return Err(Error::NoDevice { name: name.to_owned(), available: names.join(", ") });
         };
-        let unusable = |why: String| Error::Device { device: name.to_owned(), why };
-        let is_iwarp = listed.is_iwarp();
-        if is_iwarp && config.gid_index.is_some() {
-            let why =
-                "it speaks iWARP, which has IP addresses in place of GIDs: choose no GID (GDSYNC_GID_INDEX)";
-            return Err(unusable(why.into()));
+        if listed.is_iwarp() {
+            return Err(Error::UnsupportedTransport { device: name.to_owned(), transport: "iWARP" });
         }
+        let unusable = |why: String| Error::Device { device: name.to_owned(), why };
         let handle = listed.open()?;
         let attr = handle.attr()?;
         let (port, needs_grh) = choose_port(handle.ports()?, config.port).map_err(unusable)?;
         let gid = choose_gid(&port, config.gid_index).map_err(unusable)?;
-        let open = Self { handle, attr, port, gid, needs_grh, is_iwarp, config: config.clone() };
+        let open = Self { handle, attr, port, gid, needs_grh, config: config.clone() };
         tracing::debug!(device = open.name(), port = open.port.number, gid = %gid.gid, index = gid.index, "opened");
         Ok(Arc::new(open))
     }
@@ -122,11 +119,6 @@ impl Open {
         self.needs_grh
     }
 
-    /// Whether it speaks iWARP: queue pairs are connected by librdmacm, over TCP.
-    pub fn is_iwarp(&self) -> bool {
-        self.is_iwarp
-    }
-
     pub fn config(&self) -> &DeviceConfig {
         &self.config
     }
@@ -141,7 +133,6 @@ impl Open {
     /// What packets travel over, for reports.
     pub fn link(&self) -> String {
         match (self.port.link, self.gid.kind) {
-            _ if self.is_iwarp => "iWARP".into(),
             (LinkLayer::Ethernet, GidKind::RoceV2) => "RoCE v2".into(),
             (LinkLayer::Ethernet, GidKind::IbOrRoceV1) => "RoCE v1".into(),
             (link, _) => link.to_string(),

@@ -9,12 +9,8 @@
 //!   and the proxy's own thread otherwise. That one looks busily while a GPU is about to ring or waits, and else sleeps until the
 //!   device tells of a completion or somebody rings.
 //! - **Limits**: where the device takes fewer requests than the ring holds, the rest waits in the ring; where it takes less inline
-//!   data, it reads the bytes from the ring. What it does not do at all (immediate data or atomics on iWARP) completes with a
-//!   local operation error, and the queue pair's error says what the device said.
-//! - **iWARP**: librdmacm makes connections, in a thread of its own. A queue pair of the device is for one connection: a reset puts
-//!   another one in its place, so numbers are not the device's. What iWARP lacks is refused: see above. A message that finds no
-//!   receive is not sent again there: it ends the connection, and so does whatever the peer refuses, after the write or send
-//!   has succeeded here. When one side goes, the other one's queue pair breaks at once.
+//!   data, it reads the bytes from the ring. What it does not do at all (atomics on some virtual functions) completes
+//!   with a local operation error, and the queue pair's error says what the device said.
 //! - **Failures**: a status of the device is the syndrome of the same name, with the vendor's code. The device's queue pair then
 //!   goes to ERR as well, gives back what it has, and the rings are flushed; a device that does not give it back is made to
 //!   forget it after 2 s. Asynchronous events (queue pair, port, device) break queue pairs with the event as their cause.
@@ -36,22 +32,16 @@
 //! | `staged` | a queue pair: messages in such memory |
 //! | `tag` | how a completion finds its request |
 //! | `device` | queues of the device |
-//! | `connector` | connections on iWARP |
-//! | `request` | what a request for one says |
-//! | `link` | a queue pair: its connection |
 //! | `bell` | what the thread sleeps on |
 
 mod bell;
-mod connector;
 mod copy;
 mod core;
 mod device;
-mod link;
 mod outcome;
 mod post;
 mod provider;
 mod qp;
-mod request;
 mod shadow;
 mod shared;
 mod staged;

@@ -22,7 +22,7 @@ pub struct Survey {
     pub name: String,
     /// Where its card is on the PCI tree, if it has one.
     pub place: Option<Place>,
-    /// It speaks iWARP.
+    /// It speaks iWARP, which is not supported.
     pub is_iwarp: bool,
     /// libmlx5 drives it.
     pub is_mlx5: bool,
@@ -60,6 +60,9 @@ impl Survey {
 
     /// Why no queue pair can be made on it, if so.
     pub fn refusal(&self) -> Option<String> {
+        if self.is_iwarp {
+            return Some("it speaks iWARP, which is not supported".into());
+        }
         let mut refusals = self.ports.iter().map(Port::refusal);
         let first = refusals.next().unwrap_or_else(|| Some("it has no port".into()))?;
         refusals.all(|refusal| refusal.is_some()).then_some(first)
@@ -72,14 +75,14 @@ impl Survey {
 }
 
 /// The device that is used where none is named: the first usable one among those nearest to a GPU; a card that reads rings
-/// itself before others, and one that speaks iWARP, which does less, after all others.
+/// itself before others.
 ///
 /// With the PCI address of a GPU, those nearest to that one.
 pub fn preferred(devices: &[Survey], gpu: Option<&str>) -> Option<usize> {
     let usable = devices.iter().enumerate().filter(|(_, device)| device.refusal().is_none());
     let order = |device: &Survey| {
         let distance = device.distance(gpu);
-        (device.is_iwarp, distance.is_none(), distance, !device.is_mlx5)
+        (distance.is_none(), distance, !device.is_mlx5)
     };
     usable.min_by_key(|(_, device)| order(device)).map(|(at, _)| at)
 }
@@ -224,8 +227,8 @@ mod tests {
         assert!(devices[1].refusal().unwrap().contains("port 1 is DOWN"));
         devices.pop();
         assert_eq!(devices[preferred(&devices).unwrap()].name, "a_far");
-        assert_eq!(devices[1..][preferred(&devices[1..]).unwrap()].name, "c_iwarp");
-        assert_eq!(preferred(&devices[1..2]), None);
+        assert!(devices[2].refusal().unwrap().contains("iWARP"));
+        assert_eq!(preferred(&devices[1..]), None);
     }
 
     #[test]

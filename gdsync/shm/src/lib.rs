@@ -8,7 +8,6 @@ mod doorbell;
 pub mod doorbell_watch;
 pub mod event_count;
 mod mutex;
-pub mod offer;
 pub mod packet_ring;
 pub mod pending_flag;
 pub mod producer_index;

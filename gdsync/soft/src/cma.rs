@@ -1,22 +1,35 @@
-//! Which payload in host memory is copied in one.
+//! Which payload in host memory the receiver reads by cross-memory attach (CMA).
 
 use std::str::FromStr;
 
 use gdsync_device::error::Error;
 
-/// Which payload in host memory, in one buffer, is copied in one, by receiver and sender together (`process_vm_readv`,
-/// `process_vm_writev`), and which is sent through shared memory (two copies, which overlap). Where the kernel does not let the
-/// receiver read, all is sent.
+/// From here on, one copy by the kernel takes less than two through shared memory.
+const THRESHOLD: usize = 64 << 10;
+
+/// Which payload in host memory, in one buffer, the receiver copies by cross-memory attach (`process_vm_readv`, one copy), and
+/// which is sent through shared memory (two copies, which overlap). Where the kernel does not let the receiver read, all is sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CmaPolicy {
-    /// From 64 KiB on what is quicker: both are tried with each peer, now and then again.
+    /// From 64 KiB on.
     #[default]
-    Quicker,
+    Auto,
     /// From so many bytes on.
     From(usize),
     /// None.
     Never,
+}
+
+impl CmaPolicy {
+    /// The shortest payload that the receiver reads.
+    pub(crate) fn threshold(self) -> Option<usize> {
+        match self {
+            Self::Auto => Some(THRESHOLD),
+            Self::From(bytes) => Some(bytes),
+            Self::Never => None,
+        }
+    }
 }
 
 /// `auto`, `never`, or a number of bytes.
@@ -25,10 +38,10 @@ impl FromStr for CmaPolicy {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         match text {
-            "auto" => Ok(Self::Quicker),
+            "auto" => Ok(Self::Auto),
             "never" => Ok(Self::Never),
             _ => text.parse().map(Self::From).map_err(|_| {
-                Error::invalid("GDSYNC_PULL", format!("'{text}'"), "auto, never, or a number of bytes")
+                Error::invalid("GDSYNC_CMA", format!("'{text}'"), "auto, never, or a number of bytes")
             }),
         }
     }

@@ -24,8 +24,8 @@ pub struct SoftHcaConfig {
     /// Payload in GPU memory of so many bytes and more is left to a copy engine of the receiver (default 32 KiB; see
     /// [the module](super)).
     pub by_reference: usize,
-    /// Which payload in host memory the receiver reads in place.
-    pub pull: CmaPolicy,
+    /// Which payload in host memory the receiver reads by cross-memory attach.
+    pub cma: CmaPolicy,
     /// Memory regions that it takes at a time, at most 2^24 - 1024 (the default).
     pub max_regions: usize,
     /// What moves payload in place of CUDA's copy engines.
@@ -36,14 +36,14 @@ pub struct SoftHcaConfig {
 impl Default for SoftHcaConfig {
     fn default() -> Self {
         let faults = FaultPlan::default();
-        let (by_reference, pull) = (BY_REFERENCE, CmaPolicy::default());
-        Self { strict: false, faults, by_reference, pull, max_regions: MAX_REGIONS, copy_engine: None }
+        let (by_reference, cma) = (BY_REFERENCE, CmaPolicy::default());
+        Self { strict: false, faults, by_reference, cma, max_regions: MAX_REGIONS, copy_engine: None }
     }
 }
 
 impl SoftHcaConfig {
     /// From the environment: `GDSYNC_STRICT=1`, `GDSYNC_FAULTS` as [`FaultPlan`] reads it, `GDSYNC_BY_REFERENCE=bytes`, and
-    /// `GDSYNC_PULL` as [`CmaPolicy`] reads it.
+    /// `GDSYNC_CMA` as [`CmaPolicy`] reads it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a value that cannot be read.
@@ -66,7 +66,7 @@ impl SoftHcaConfig {
                 Error::invalid("GDSYNC_BY_REFERENCE", format!("'{text}'"), "a number of bytes")
             })?,
         };
-        let pull = variable("GDSYNC_PULL").map_or(Ok(CmaPolicy::default()), |text| text.parse())?;
-        Ok(Self { strict, faults, by_reference, pull, ..Self::default() })
+        let cma = variable("GDSYNC_CMA").map_or(Ok(CmaPolicy::default()), |text| text.parse())?;
+        Ok(Self { strict, faults, by_reference, cma, ..Self::default() })
     }
 }

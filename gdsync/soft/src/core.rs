@@ -50,8 +50,8 @@ pub(crate) struct Core {
     pub(crate) copy_engine: Arc<dyn CopyEngine>,
     /// Payload of so many bytes is left to copy engines.
     by_reference: usize,
-    /// Which payload in host memory is left to the peer.
-    pull: CmaPolicy,
+    /// Which payload in host memory the peer reads.
+    cma: CmaPolicy,
     /// When a long message, or a copy of one, last began that nobody was told of yet.
     copied: Option<Instant>,
     links: Links,
@@ -130,7 +130,7 @@ impl Core {
             pending_flush: PendingFlush::default(),
             copy_engine,
             by_reference: config.by_reference,
-            pull: config.pull,
+            cma: config.cma,
             copied: None,
             links,
             rings,
@@ -174,7 +174,7 @@ impl Core {
             pending_flush: &mut self.pending_flush,
             copy_engine: &*self.copy_engine,
             by_reference: self.by_reference,
-            pull: self.pull,
+            cma: self.cma,
             copied: &mut self.copied,
             strict: self.strict,
         };

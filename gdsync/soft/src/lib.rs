@@ -32,7 +32,7 @@
 //! | payload | how it goes |
 //! |---|---|
 //! | up to 4 KiB, and what comes from host memory | packets, read and written by the CPU through the mapping |
-//! | from host memory to host memory, 64 KiB and more, in one buffer | the same, or copied by the CPUs of both sides at once, what is quicker: see below |
+//! | from host memory to host memory, 64 KiB and more, in one buffer | by cross-memory attach (CMA): the receiver's CPU reads it in the sender's process, see below |
 //! | from GPU memory, [`SoftHcaConfig::by_reference`] bytes and more, in one buffer | by reference: one packet says where the payload is, and a copy engine of the receiver's GPU fetches it: over NVLink from another GPU, through CUDA IPC from another process (GPUDirect v2) |
 //! | from GPU memory otherwise; where the receiver cannot follow a reference; answers to READs | staged: a copy engine brings it to pinned host memory in chunks, packets are cut from there (GPUDirect v1) |
 //! | into GPU memory without a mapping | packets are put down in pinned host memory, and a copy engine brings them on |
@@ -52,18 +52,14 @@
 //!
 //! # Long messages from host memory
 //!
-//! They can cross in two copies, through the ring of packets, which overlap on two CPUs, or in one, which both sides make: a
-//! packet says where the payload is, the receiver has the kernel read the first half there (`process_vm_readv`), and the sender,
-//! which was told where the rest goes, writes that meanwhile (`process_vm_writev`). A sender that is not there in time writes
-//! nothing, and the receiver reads it all; who writes holds up everybody who would give the memory away (`responder/pull.rs`
-//! has the argument). Between two cores of an Intel Xeon, 1 MiB takes 48 us so, and 92 in two copies. On an AMD machine two copies were
-//! quicker. So each queue pair tries both, four messages each way for each power of two, keeps the quicker for the next thousand,
-//! and tries again: [`CmaPolicy`]. The receiver measures, and tells with the acknowledgement.
+//! They cross in one copy: a packet says where the payload is, and the receiver has the kernel read it there
+//! (`process_vm_readv`). Between two cores of an Intel Xeon, 1 MiB takes 60 to 77 us so, and 92 in two copies through the ring of
+//! packets. [`CmaPolicy`] sets from which length on.
 //!
 //! Where the kernel refuses to read (Yama's `ptrace_scope`, seccomp, another user namespace), the sender is told with the first such
-//! message, and sends this and all others: nothing fails, and the log says it at level `debug`. Where it only refuses to write,
-//! the receiver reads all. Random bytes of a process prove that it is the peer. The receiver checks lengths and keys first, as
-//! for packets, takes at most 2 MiB in a step, and completes nothing that the sender has taken back meanwhile.
+//! message, and sends this and all others: nothing fails, and the log says it at level `debug`. Random bytes of a process prove
+//! that it is the peer. The receiver checks lengths and keys first, as for packets, reads at most 512 KiB in a step, and completes
+//! nothing that the sender has taken back meanwhile.
 //!
 //! # Peers
 //!
@@ -81,7 +77,6 @@ mod config;
 mod core;
 mod keys;
 mod links;
-mod offers;
 mod packet;
 mod pending_flush;
 mod qp;

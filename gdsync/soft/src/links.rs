@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::offers::Offers;
 use super::packet::{self, Header};
 use super::reference::Reference;
 use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxRing};
@@ -37,7 +36,6 @@ struct Link {
     pid: Option<libc::pid_t>,
     /// Its memory was read.
     readable: bool,
-    offers: Option<Offers>,
     /// Packets that a fault holds back.
     held: VecDeque<Held>,
 }
@@ -95,7 +93,7 @@ impl Links {
 
     /// Adds a link; its number and the receiving end are returned.
     pub(crate) fn add(&mut self, ends: LinkEnds) -> (usize, RxRing) {
-        let LinkEnds { peer, tx, rx, bell, line, offers } = ends;
+        let LinkEnds { peer, tx, rx, bell, line } = ends;
         let pid = line.pid();
         let link = Some(Link {
             peer,
@@ -110,7 +108,6 @@ impl Links {
             process: None,
             pid,
             readable: false,
-            offers: offers.map(Offers::new),
             held: VecDeque::new(),
         });
         let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
@@ -257,18 +254,6 @@ impl Links {
             link.readable = true;
         }
         Some(found)
-    }
-
-    /// What is offered over a link between two processes.
-    pub(crate) fn offers(&mut self, index: usize) -> Option<&mut Offers> {
-        self.get_mut(index)?.offers.as_mut()
-    }
-
-    /// Whether nobody at the other end runs any more: its process has ended, or has let the link go. The end of the socket comes
-    /// when the last thread of the process has closed it, and it does that behind its last system call; a living process lets the
-    /// link go under the lock of its HCA, under which it also helps with copies.
-    pub(crate) fn is_quiet(&self, index: usize) -> bool {
-        self.get(index).is_none_or(|l| !l.line.is_alive())
     }
 
     /// A packet of the peer was taken, or none was there.

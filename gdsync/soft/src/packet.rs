@@ -32,8 +32,6 @@ impl PacketOp {
     /// What this side has referred to and is not acknowledged must not complete any more: its bytes may change. `psn` is the
     /// first of the connection.
     pub(crate) const WITHDRAW: Self = Self(11);
-    /// An [offer](super::offers): `len` bytes of the payload that packet `psn` refers to may be written to their place.
-    pub(crate) const OFFER: Self = Self(12);
 }
 
 pub(crate) const FIRST: u8 = 1;
@@ -71,7 +69,7 @@ impl Header {
     }
 
     pub(crate) fn is_response(&self) -> bool {
-        (PacketOp::ACK.0..=PacketOp::COPYING.0).contains(&self.op.0) || self.op == PacketOp::OFFER
+        (PacketOp::ACK.0..=PacketOp::COPYING.0).contains(&self.op.0)
     }
 
     pub(crate) fn to_bytes(self) -> [u8; HEADER] {

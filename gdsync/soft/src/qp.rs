@@ -36,8 +36,8 @@ pub(crate) struct Env<'a> {
     pub(crate) copy_engine: &'a dyn CopyEngine,
     /// Payload of so many bytes is left to copy engines.
     pub(crate) by_reference: usize,
-    /// Which payload in host memory is left to the peer.
-    pub(crate) pull: CmaPolicy,
+    /// Which payload in host memory the peer reads.
+    pub(crate) cma: CmaPolicy,
     /// When a message of several packets, or a copy of payload, has begun, here or at a peer.
     pub(crate) copied: &'a mut Option<Instant>,
     pub(crate) strict: bool,

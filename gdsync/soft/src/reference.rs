@@ -158,7 +158,7 @@ mod tests {
         let pid = libc::pid_t::try_from(std::process::id()).unwrap();
         let (process, at) = reference.in_process(pid).unwrap();
         let copy = Memory::alloc(90).unwrap();
-        copy.pull(0, 90, &process, at).unwrap();
+        copy.read_from_process(0, 90, &process, at).unwrap();
         assert_eq!(copy.to_vec(), [7; 90]);
         assert!(reference.source(0, 1).is_none(), "copy engines do not");
         assert!(Reference { token: 1, ..reference }.in_process(pid).is_none());

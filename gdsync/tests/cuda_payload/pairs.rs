@@ -88,7 +88,7 @@ fn exchange(a: &End, b: &End) {
             let is_left = carriage.transport() == Transport::PeerToPeer && !is_refused;
             assert_eq!(referred, is_left, "{what}, {len} bytes {carriage}");
             assert_eq!(
-                !matches!(carriage.transport(), Transport::Cpu | Transport::Pull),
+                !matches!(carriage.transport(), Transport::Cpu | Transport::Cma),
                 on_gpu,
                 "{what}, {len} bytes {carriage}"
             );

@@ -2,7 +2,6 @@
 //! hand-overs in `gdsync::protocol`: what runs here is the code that the library runs.
 
 mod common;
-mod offer;
 mod queue;
 mod reset;
 mod slots;

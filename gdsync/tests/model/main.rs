@@ -35,15 +35,15 @@ fn check(list: &[Request], drive: &Drive, faults: Option<FaultPlan>, left: Left)
             q.max_send_wr(drive.max_send_wr).max_recv_wr(drive.max_recv_wr).max_send_sge(3).max_recv_sge(3);
         q.max_inline(INLINE).timeout(13).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
     };
-    let pulling =
-        |bytes| SoftHcaConfig { strict: true, pull: CmaPolicy::From(bytes), ..SoftHcaConfig::default() };
+    let reading =
+        |bytes| SoftHcaConfig { strict: true, cma: CmaPolicy::From(bytes), ..SoftHcaConfig::default() };
     let open: Box<dyn Fn() -> Context> = match left {
         Left::Nobody => Box::new(hca),
         Left::Engine(habits, bytes) => {
             let engine = Engine::start(habits);
             Box::new(move || engine.hca(bytes))
         }
-        Left::Receiver(bytes) => Box::new(move || Context::soft(&pulling(bytes)).unwrap()),
+        Left::Receiver(bytes) => Box::new(move || Context::soft(&reading(bytes)).unwrap()),
     };
     let first = open();
     let second = if drive.two_hcas { open() } else { first.clone() };

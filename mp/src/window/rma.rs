@@ -207,7 +207,7 @@ impl<'a> Signal<'a> {
     }
 
     /// Adds to the word at `offset` of the target's window: for words that several ranks signal. The device must have
-    /// atomics, which iWARP devices do not.
+    /// atomics.
     pub fn add(offset: usize, value: u64) -> Self {
         Self { window: None, offset, value, add: true }
     }

@@ -9,17 +9,13 @@ vm_devices() {
         case $name in
             rxe0) number=0 ;;
             rxe1) number=1 ;;
-            siw0) number=2 ;;
-            *) echo "no such device: $name (rxe0, rxe1, siw0)" >&2 && return 1 ;;
+            *) echo "no such device: $name (rxe0, rxe1)" >&2 && return 1 ;;
         esac
         [ -e "/sys/class/net/dummy$number" ] || ip link add "dummy$number" type dummy
         ip addr add "10.9.$number.1/24" dev "dummy$number"
         ip link set "dummy$number" up
-        case $name in
-            rxe*) modprobe -a crc32_generic rdma_rxe ;; # no dependency names the hash
-            siw*) modprobe libcrc32c && modprobe iw_cm && { [ "$VM_SIW" = builtin ] || insmod "$VM_SIW"; } ;;
-        esac
-        rdma link add "$name" type "${name%[0-9]}" netdev "dummy$number"
+        modprobe -a crc32_generic rdma_rxe # no dependency names the hash
+        rdma link add "$name" type rxe netdev "dummy$number"
     done
 }
 

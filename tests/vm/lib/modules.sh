@@ -35,30 +35,7 @@ vm_build_module() {
     echo "$into"
 }
 
-# Debian builds no siw. Prints the path of one built from the source of the same kernel.
-siw_module() { locked make_siw; }
-
-make_siw() {
-    local series work
-    if [ "$kernel_name" = debug ]; then
-        echo builtin
-        return
-    fi
-    if [ ! -e "$kernel/siw.ko" ]; then
-        series=$(cut -d. -f1,2 <<<"$release")
-        series=${series%%-*}
-        work=$(mktemp -d "$cache/siw.XXXXXX")
-        echo "tests/vm/run: building siw from linux-source-$series" >&2
-        kernel_source "$series" "$work" drivers/infiniband/sw/siw
-        timeout 600 make -s -C "$(kernel_headers)" M="$work/drivers/infiniband/sw/siw" CONFIG_RDMA_SIW=m modules >&2 ||
-            fail "siw does not build against $release"
-        mv "$work/drivers/infiniband/sw/siw/siw.ko" "$kernel/siw.ko"
-        rm -r "$work"
-    fi
-    echo "$kernel/siw.ko"
-}
-
-# kernel_source SERIES FOLDER [PATH]: unpacks Debian's source of that kernel, or one folder of it.
+# kernel_source SERIES FOLDER: unpacks Debian's source of that kernel.
 kernel_source() {
     local series=$1 into=$2 archive=$cache/source/linux-source-$1.tar.xz
     if [ ! -e "$archive" ]; then
@@ -68,5 +45,5 @@ kernel_source() {
         mv "$source_work/usr/src/linux-source-$series.tar.xz" "$archive"
         rm -r "$source_work"
     fi
-    tar -xJf "$archive" -C "$into" --strip-components=1 "linux-source-$series${3:+/$3}"
+    tar -xJf "$archive" -C "$into" --strip-components=1 "linux-source-$series"
 }

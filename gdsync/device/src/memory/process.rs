@@ -1,4 +1,4 @@
-//! Host memory of another process, read by the kernel (cross memory attach): one copy, and nothing shared.
+//! Host memory of another process, read by the kernel (cross-memory attach): one copy, and nothing shared.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -54,24 +54,6 @@ impl Process {
         }
         if got == MARK + len { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EFAULT)) }
     }
-
-    /// Writes `len` bytes from `from` to `to`. What is there when it fails is anything.
-    ///
-    /// The kernel cannot look at the mark and write in one call. Between the two there are some hundred nanoseconds, in which
-    /// the process would have to end and all other numbers to be given away.
-    ///
-    /// # Safety
-    /// `from` must be valid for reading.
-    unsafe fn write(&self, to: u64, from: *mut u8, len: usize) -> io::Result<()> {
-        self.probe()?;
-        let there = std::ptr::without_provenance_mut(usize::try_from(to).unwrap_or(usize::MAX));
-        let local = libc::iovec { iov_base: from.cast(), iov_len: len };
-        let remote = libc::iovec { iov_base: there, iov_len: len };
-        // SAFETY: the local piece is valid for reading, by contract; addresses of the other process are only numbers here.
-        let got = unsafe { libc::process_vm_writev(self.pid, &raw const local, 1, &raw const remote, 1, 0) };
-        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
-        if got == len { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EFAULT)) }
-    }
 }
 
 impl Memory {
@@ -82,17 +64,10 @@ impl Memory {
     }
 
     /// Copies `len` bytes at `from` of a process to `offset`, into host memory.
-    pub fn pull(&self, offset: usize, len: usize, of: &Process, from: u64) -> io::Result<()> {
+    pub fn read_from_process(&self, offset: usize, len: usize, of: &Process, from: u64) -> io::Result<()> {
         let to = self.host_bytes(offset, len)?;
         // SAFETY: the range was checked, and is of host memory.
         unsafe { of.read(from, to.as_ptr(), len) }
-    }
-
-    /// Copies `len` bytes at `offset` of host memory to `to` in a process.
-    pub fn push(&self, offset: usize, len: usize, of: &Process, to: u64) -> io::Result<()> {
-        let from = self.host_bytes(offset, len)?;
-        // SAFETY: the range was checked, and is of host memory.
-        unsafe { of.write(to, from.as_ptr(), len) }
     }
 
     fn host_bytes(&self, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
@@ -114,19 +89,19 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_pulled_from_the_process_that_has_the_mark() {
+    fn bytes_are_read_from_the_process_that_has_the_mark() {
         let (from, to) = (Memory::alloc(100).unwrap(), Memory::alloc(100).unwrap());
         from.write(0, &[7; 100]).unwrap();
         let at = from.host_addr(10).unwrap();
         this().probe().unwrap();
-        to.pull(20, 30, &this(), at).unwrap();
+        to.read_from_process(20, 30, &this(), at).unwrap();
         assert_eq!(to.to_vec(), [vec![0; 20], vec![7; 30], vec![0; 50]].concat());
         let raw = |result: io::Result<()>| result.unwrap_err().raw_os_error();
         let other = Process { mark: [1; MARK], ..this() };
         assert_eq!(raw(other.probe()), Some(libc::ESRCH));
-        assert_eq!(raw(to.pull(0, 1, &other, at)), Some(libc::ESRCH));
-        assert_eq!(raw(to.pull(0, 1, &this(), 8)), Some(libc::EFAULT), "nothing is there");
+        assert_eq!(raw(to.read_from_process(0, 1, &other, at)), Some(libc::ESRCH));
+        assert_eq!(raw(to.read_from_process(0, 1, &this(), 8)), Some(libc::EFAULT), "nothing is there");
         assert_eq!(raw(Process { mark_at: 8, ..this() }.probe()), Some(libc::EFAULT));
-        assert!(to.pull(90, 11, &this(), at).is_err(), "out of bounds");
+        assert!(to.read_from_process(90, 11, &this(), at).is_err(), "out of bounds");
     }
 }

@@ -24,9 +24,6 @@ const BURST: usize = 32;
 const ROUNDS: usize = 4;
 /// Entries of a completion queue of the device, where that many are not too many.
 const CQ_ENTRIES: u32 = 8192;
-/// The same on iWARP. rdma-core's provider of soft iWARP takes a queue that it maps from offset 0x90000 of its file for one that was
-/// not made; where the first one, of 32 bytes an entry, reaches beyond that, no queue begins there.
-const IWARP_CQ_ENTRIES: u32 = 32768;
 
 #[derive(Debug)]
 pub(super) struct Core {
@@ -117,8 +114,7 @@ impl Core {
             return Ok(at);
         }
         let most = limit(self.open.attr().max_cqe);
-        let usual = if self.open.is_iwarp() { IWARP_CQ_ENTRIES } else { CQ_ENTRIES };
-        let mut queue = DeviceCq::create(&self.channel, entries.max(usual.min(most)))?;
+        let mut queue = DeviceCq::create(&self.channel, entries.max(CQ_ENTRIES.min(most)))?;
         queue.reserve(entries);
         self.queues.push(queue);
         Ok(self.queues.len() - 1)
@@ -133,12 +129,6 @@ impl Core {
 
     pub(super) fn queue(&self, at: usize) -> &DeviceCq {
         &self.queues[at]
-    }
-
-    /// The place of the queue pair that the device calls so.
-    pub(super) fn place_of(&self, number: u32) -> Option<usize> {
-        let is_it = |slot: &Slot| slot.qp.as_ref().is_some_and(|qp| qp.device.qpn() == number);
-        self.slots.iter().position(is_it)
     }
 
     /// Adds the queue pair that `make` builds for a place and a generation. Returns the place.
@@ -249,13 +239,12 @@ impl Core {
         }
     }
 
-    /// Breaks queue pairs: this one, if it has failed and was not reset since (on iWARP the device then has another one in its
-    /// place), or all that are connected.
+    /// Breaks queue pairs: this one, if it has failed and was not reset since, or all that are connected.
     pub(super) fn break_off(&mut self, only: Option<usize>, cause: &Error) {
         let all = 0..self.slots.len();
         for index in all.filter(|&other| only.is_none_or(|only| only == other)) {
             self.with(index, |qp, env| {
-                let is_now = only.is_none() || qp.link.is_some() || qp.device.has_failed();
+                let is_now = only.is_none() || qp.device.has_failed();
                 if qp.state != QpState::RESET && is_now {
                     qp.fail(Some(cause.clone()), env);
                 }

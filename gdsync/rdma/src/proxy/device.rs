@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdma_core_sys::verbs::{
     ibv_comp_channel, ibv_cq, ibv_poll_cq, ibv_post_recv, ibv_post_send, ibv_qp, ibv_qp_init_attr,
-    ibv_qp_type, ibv_req_notify_cq, ibv_sge, ibv_wc,
+    ibv_qp_type, ibv_req_notify_cq, ibv_wc,
 };
 
 use super::translate::{Buffers, Request, recv_wr};
@@ -196,11 +196,6 @@ impl DeviceCq {
     }
 }
 
-/// Requests of the library's own, each way.
-pub(super) fn greetings(open: &Open) -> u32 {
-    u32::from(open.is_iwarp())
-}
-
 /// What the device granted a queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Granted {
@@ -234,7 +229,7 @@ impl Granted {
         let attr = open.attr();
         let sge = usize::try_from(limit(attr.max_sge)).unwrap_or(usize::MAX);
         // Both complete on one queue.
-        let requests = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2) - greetings(open);
+        let requests = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2);
         let requests = requests.min(most.requests);
         Self {
             sends: (1 << request.log_sq).min(requests),
@@ -316,8 +311,7 @@ impl DeviceQp {
         (attr.send_cq, attr.recv_cq) = (cq.cq.as_ptr(), cq.cq.as_ptr());
         attr.qp_type = ibv_qp_type::IBV_QPT_RC;
         let small = |value| u32::try_from(value).unwrap_or(u32::MAX);
-        let more = greetings(open);
-        (attr.cap.max_send_wr, attr.cap.max_recv_wr) = (wish.sends + more, wish.receives + more);
+        (attr.cap.max_send_wr, attr.cap.max_recv_wr) = (wish.sends, wish.receives);
         (attr.cap.max_send_sge, attr.cap.max_recv_sge) = (small(wish.send_sge), small(wish.recv_sge));
         attr.cap.max_inline_data = small(wish.inline);
         // SAFETY: domain and queue exist.
@@ -348,11 +342,6 @@ impl DeviceQp {
         self.qpn
     }
 
-    /// What another one like it is created from.
-    pub(super) fn like(&self) -> (Arc<Domain>, Granted) {
-        (self.domain.clone(), self.granted)
-    }
-
     pub(super) fn open(&self) -> &Arc<Open> {
         self.domain.open()
     }
@@ -380,10 +369,6 @@ impl DeviceQp {
     /// # Errors
     /// The number of the error.
     pub(super) fn receive(&self, buffers: &mut Buffers, wr_id: u64) -> std::result::Result<(), i32> {
-        if buffers.is_empty() && self.open().is_iwarp() {
-            // Soft iWARP refuses a receive without any.
-            buffers.push(ibv_sge::zeroed());
-        }
         let (mut wr, mut bad) = (recv_wr(wr_id, buffers), ptr::null_mut());
         // SAFETY: the queue pair exists; the request points to buffers that outlive the call.
         let errno = unsafe { ibv_post_recv(self.qp.as_ptr(), &raw mut wr, &raw mut bad) };

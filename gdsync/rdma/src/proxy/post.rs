@@ -28,7 +28,7 @@ fn is_full(errno: i32) -> bool {
 impl ProxyQp {
     /// Posts what was rung, as far as the device takes it.
     pub(super) fn advance(&mut self, env: &mut Env<'_>) {
-        if self.state != QpState::RTS || self.head >= self.target || !self.is_linked() {
+        if self.state != QpState::RTS || self.head >= self.target {
             return;
         }
         while self.head < self.target && self.in_device < self.device.granted.sends && !self.is_failing() {
@@ -101,9 +101,6 @@ impl ProxyQp {
             (None, _) => Inline::Now,
         };
         let Some(mut request) = Request::of(&op, wqe, inline) else { return Posted::Done };
-        if let Some(cause) = self.lacks(wqe.ctrl.opcode, &request) {
-            return refused(cause);
-        }
         if request.buffers() > granted.send_sge {
             let expected = "at most QpBuilder::max_send_sge";
             return refused(Error::invalid("buffers of a send", request.buffers(), expected));

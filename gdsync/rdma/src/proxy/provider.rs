@@ -6,9 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::connector::{Connector, Plan};
-use super::core::Core;
-use super::device::{DeviceQp, Granted, Most, greetings};
+use super::device::{DeviceQp, Granted, Most};
 use super::qp::{DRAIN, ProxyQp};
 use super::shadow::Shadow;
 use super::shared::Shared;
@@ -26,7 +24,6 @@ use gdsync_device::{
 #[derive(Debug)]
 pub struct Proxy {
     // The threads end first.
-    connector: Option<Connector>,
     _events: Events,
     _service: ProgressThread<Shared>,
     objects: Objects,
@@ -53,10 +50,8 @@ impl Proxy {
     pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
         let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
         let shared = Arc::new(Shared::new(open.clone(), strict)?);
-        let (listener, told) = (shared.clone(), shared.clone());
-        let connector = || Connector::start(&open, move |what| told.told(what));
+        let listener = shared.clone();
         Ok(Self {
-            connector: open.is_iwarp().then(connector).transpose()?,
             _events: Events::read(&open, None, move |event| listener.tell(event))?,
             _service: ProgressThread::start(shared.clone())?,
             objects: Objects::new(&open),
@@ -101,11 +96,7 @@ impl Proxy {
         let host = Memory::alloc(memory.len())?;
         host.gpu_addr(gpu)?;
         let engine = gpu.engine()?;
-        // On iWARP what a READ brings is written as by the peer.
-        let is_written_by_peers = self.connector.is_some();
-        let rights =
-            Access::LOCAL_WRITE | if is_written_by_peers { Access::REMOTE_WRITE } else { Access::empty() };
-        let keys = self.objects.reg_mr(pdn, &host, access & rights)?;
+        let keys = self.objects.reg_mr(pdn, &host, access & Access::LOCAL_WRITE)?;
         self.told.call_once(|| {
             tracing::warn!(
                 device = self.open().name(),
@@ -116,24 +107,6 @@ impl Proxy {
         let shadow = Shadow::new(memory.clone(), host, engine, why);
         self.shared.with(|core| core.shadows.add(keys.lkey, shadow));
         Ok(MrKeys { is_staged: true, ..keys })
-    }
-
-    /// On iWARP, before a transition: refuses peers that cannot be reached, and ends the connection that is there.
-    fn check_link(&self, qpn: u32, attr: &QpAttr) -> Result<()> {
-        let Some(connector) = &self.connector else { return Ok(()) };
-        if matches!(attr.state, Some(QpState::RESET | QpState::ERR)) {
-            connector.forget(qpn);
-        }
-        attr.remote.map_or(Ok(()), |peer| connector.check(qpn, &peer))
-    }
-
-    /// On iWARP, after the transition to RTS: begins to connect, once.
-    fn link(&self, qpn: u32, place: usize) -> Result<()> {
-        let Some(connector) = &self.connector else { return Ok(()) };
-        let wanted = |qp: &mut ProxyQp| Some((qp.psn, qp.link.as_mut()?.take_wanted(&qp.device)?));
-        let wanted = self.shared.with(|core| core.with(place, |qp, _| wanted(qp))).flatten();
-        let Some((psn, (peer, offer))) = wanted else { return Ok(()) };
-        connector.begin(Plan { qpn, psn, peer, offer })
     }
 
     /// Before a queue pair is reset or destroyed. One in ERR, and so any that copies: returns when the device has given back what
@@ -163,12 +136,6 @@ impl Proxy {
     }
 }
 
-/// A queue pair of the device like the one in this place.
-fn another(core: &mut Core, queue: usize, place: usize) -> Result<Option<DeviceQp>> {
-    let like = core.with(place, |qp, _| qp.device.like());
-    like.map(|(domain, granted)| DeviceQp::create(&domain, core.queue(queue), granted)).transpose()
-}
-
 fn no_qp(qpn: u32) -> Error {
     Error::invalid("QPN", qpn, "a queue pair of this device")
 }
@@ -183,14 +150,11 @@ impl Provider for Proxy {
     }
 
     fn gid(&self) -> Gid {
-        self.connector.as_ref().map_or(self.open().gid().gid, Connector::gid)
+        self.open().gid().gid
     }
 
     fn address(&self, qpn: u32, psn: u32) -> QpAddress {
-        match &self.connector {
-            Some(connector) => connector.address(qpn, psn),
-            None => self.open().address(qpn, psn),
-        }
+        self.open().address(qpn, psn)
     }
 
     fn alloc_pd(&self) -> Result<u32> {
@@ -259,7 +223,7 @@ impl Provider for Proxy {
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
         let domain = self.objects.domain(request.pdn)?;
         let wish = Granted::wish(self.open(), request, self.most);
-        let room = wish.sends + wish.receives + 2 * greetings(self.open());
+        let room = wish.sends + wish.receives;
         // Under the lock: the queue must not move while the device is told of it.
         let (queue, device) = self.shared.with(|core| {
             let queue = core.reserve(room)?;
@@ -269,9 +233,8 @@ impl Provider for Proxy {
             }
             Ok::<_, Error>((queue, device?))
         })?;
-        let qpn = self.shared.claim(device.qpn());
+        let qpn = device.qpn();
         let release = |error| {
-            self.shared.forget(qpn);
             self.shared.with(|core| core.release(queue, room));
             error
         };
@@ -300,41 +263,22 @@ impl Provider for Proxy {
         if is_reset {
             self.drain(place, timeout);
         }
-        self.check_link(qpn, attr)?;
-        // A queue pair of the device on iWARP is for one connection.
-        let is_renewed = is_reset && self.connector.is_some();
-        let queue = if is_renewed { self.rooms.lock().get(&qpn).map(|(queue, _)| *queue) } else { None };
         let result = self.shared.with(|core| {
             if is_reset {
                 core.unwatch(place, self.shared.rung());
             }
-            let fresh = queue.map(|queue| another(core, queue, place)).transpose()?.flatten();
-            let result = core.with(place, |qp, env| {
-                let result = qp.modify(attr, env);
-                let former =
-                    fresh.filter(|_| result.is_ok()).map(|fresh| std::mem::replace(&mut qp.device, fresh));
-                (result, former)
-            });
+            let result = core.with(place, |qp, env| qp.modify(attr, env));
             // What a former connection left takes room from the next.
             core.poll();
-            Ok::<_, Error>(result)
+            result
         });
         // Receives of before, or a flush, may complete without anybody else looking.
         self.shared.wake();
-        let (result, former) = result?.ok_or_else(|| no_qp(qpn))?;
-        // Not under the lock: the device may take its time.
-        drop(former);
-        if attr.state == Some(QpState::RTS) && result.is_ok() {
-            self.link(qpn, place)?;
-        }
-        result
+        result.ok_or_else(|| no_qp(qpn))?
     }
 
     fn destroy_qp(&self, qpn: u32) {
         let Some(place) = self.shared.place(qpn) else { return };
-        if let Some(connector) = &self.connector {
-            connector.forget(qpn);
-        }
         self.shared.forget(qpn);
         let stages = self.shared.with(|core| {
             let stages = !core.shadows.is_empty();
@@ -371,10 +315,6 @@ impl Provider for Proxy {
 
     fn ring(&self, qpn: u32) {
         if let Some(place) = self.shared.place(qpn) {
-            if self.connector.is_some() {
-                // A receive must be with the device when this returns: a message that finds none ends the connection.
-                self.shared.with(|core| core.ring(place, self.shared.rung()));
-            }
             self.shared.ring_doorbell(place);
         }
     }

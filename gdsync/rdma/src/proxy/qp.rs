@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
 use super::device::DeviceQp;
-use super::link::{GONE, Link};
 use super::outcome::{Failure, is_unnamed, outcome, received};
 use super::shadow::Shadows;
 use super::staged::{Arrival, ReceiveStaging, Staged};
@@ -96,8 +95,6 @@ pub(super) struct ProxyQp {
     pub(super) state: QpState,
     pub(super) psn: u32,
     pub(super) health: Arc<Health>,
-    /// On iWARP.
-    pub(super) link: Option<Link>,
     /// The next block to fetch, and the one before which a doorbell allows that.
     pub(super) head: u64,
     pub(super) target: u64,
@@ -128,7 +125,6 @@ impl ProxyQp {
         health: Arc<Health>,
         (index, generation): (usize, u16),
     ) -> Self {
-        let link = device.open().is_iwarp().then(Link::default);
         Self {
             device,
             ring_region,
@@ -138,7 +134,6 @@ impl ProxyQp {
             state: QpState::RESET,
             psn,
             health,
-            link,
             head: 0,
             target: 0,
             sends: VecDeque::new(),
@@ -169,15 +164,12 @@ impl ProxyQp {
 
     pub(super) fn tag(&self, is_receive: bool, number: u32) -> u64 {
         let Self { index, generation, .. } = *self;
-        Tag { index, generation, is_receive, is_greeting: false, number }.to_wr_id()
+        Tag { index, generation, is_receive, number }.to_wr_id()
     }
 
     /// A request came back from the device.
     pub(super) fn completed(&mut self, tag: Tag, wc: &ibv_wc, env: &mut Env<'_>) {
         env.back(1);
-        if tag.is_greeting {
-            return self.greeted(tag, wc, env);
-        }
         if tag.is_receive {
             return self.received(wc, env);
         }
@@ -373,8 +365,7 @@ impl ProxyQp {
     /// What the device has of this connection is not waited for any more.
     fn disown(&mut self, env: &Env<'_>) {
         let receives = usize::try_from(self.taken - self.received).expect("fewer than the ring holds");
-        let greetings = self.link.as_mut().map_or(0, Link::clear);
-        env.back(self.in_device as usize + receives + greetings);
+        env.back(self.in_device as usize + receives);
         self.in_device = 0;
         self.generation = self.generation.wrapping_add(1);
     }
@@ -431,7 +422,7 @@ impl ProxyQp {
                     env.cqs.check_initial(self.rings.request.send_cqn)?;
                     env.cqs.check_initial(self.rings.request.recv_cqn)?;
                 }
-                self.step(attr, env)?;
+                self.device.modify(self.psn, self.state, attr)?;
                 self.state = to;
                 self.take_receives(env);
             }
@@ -439,12 +430,8 @@ impl ProxyQp {
         Ok(self.psn)
     }
 
-    /// On iWARP a queue pair of the device is for one connection: whoever resets puts another one in its place.
     fn reset_device(&self) -> Result<()> {
-        match self.link {
-            Some(_) => Ok(()),
-            None => self.device.modify(self.psn, self.state, &QpAttr::to(QpState::RESET)),
-        }
+        self.device.modify(self.psn, self.state, &QpAttr::to(QpState::RESET))
     }
 
     fn reset(&mut self, env: &mut Env<'_>) -> Result<()> {
@@ -473,9 +460,7 @@ impl ProxyQp {
 /// What a status says that a CQE does not.
 fn unexplained(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
     let is_flush = wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR;
-    let why = if is_flush && device.open().is_iwarp() {
-        GONE.into()
-    } else if is_unnamed(wc) {
+    let why = if is_unnamed(wc) {
         let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
         format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err)
     } else if is_flush {

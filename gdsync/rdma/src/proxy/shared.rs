@@ -9,17 +9,12 @@ use parking_lot::{Mutex, RwLock};
 use rdma_core_sys::verbs::ibv_event_type;
 
 use super::bell::Bell;
-use super::connector::Told;
 use super::core::Core;
 use super::device::Channel;
 use crate::{Event, Open};
 use gdsync_device::DoorbellSet;
-use gdsync_device::QpState;
 use gdsync_device::engine::{ProgressEngine, ProgressState};
 use gdsync_device::error::{Error, Result};
-
-/// The place of a queue pair that is being made.
-const CLAIMED: usize = usize::MAX;
 
 #[derive(Debug)]
 pub(super) struct Shared {
@@ -54,17 +49,7 @@ impl Shared {
 
     /// The place of a queue pair.
     pub(super) fn place(&self, qpn: u32) -> Option<usize> {
-        self.places.read().get(&qpn).copied().filter(|&place| place != CLAIMED)
-    }
-
-    /// A number for a new queue pair: that of the device's, which on iWARP need not last as long, or the next one that is free.
-    pub(super) fn claim(&self, mut qpn: u32) -> u32 {
-        let mut places = self.places.write();
-        while places.contains_key(&qpn) {
-            qpn = (qpn + 1) & 0x00ff_ffff;
-        }
-        places.insert(qpn, CLAIMED);
-        qpn
+        self.places.read().get(&qpn).copied()
     }
 
     pub(super) fn insert(&self, qpn: u32, place: usize) {
@@ -78,7 +63,7 @@ impl Shared {
     /// An asynchronous event of the device.
     pub(super) fn tell(&self, event: Event) {
         let place = match event {
-            Event::QueuePair { qpn, .. } => match self.with(|core| core.place_of(qpn)) {
+            Event::QueuePair { qpn, .. } => match self.place(qpn) {
                 Some(place) => Some(place),
                 // It is gone meanwhile.
                 None => return,
@@ -94,25 +79,6 @@ impl Shared {
             });
             self.wake();
         }
-    }
-
-    /// What became of a connection. Returns whether there is nothing more to tell before its end.
-    pub(super) fn told(&self, told: Told) -> bool {
-        let Some(place) = self.place(told.qpn) else { return true };
-        let is_done = self.with(|core| {
-            core.with(place, |qp, env| {
-                // Not of a former life.
-                if qp.psn == told.psn && qp.state != QpState::ERR {
-                    match told.result {
-                        Ok(is_active) => return qp.linked(is_active, env),
-                        Err(cause) => qp.fail(Some(cause), env),
-                    }
-                }
-                true
-            })
-        });
-        self.wake();
-        is_done.unwrap_or(true)
     }
 
     /// What the loss of the port that is used means.

@@ -8,8 +8,6 @@ pub(super) struct Tag {
     /// Changes with every connection in this place, so that a late completion does not meet its successor.
     pub(super) generation: u16,
     pub(super) is_receive: bool,
-    /// It is the library's own, of a connection on iWARP.
-    pub(super) is_greeting: bool,
     /// Low bits of its number in its queue.
     pub(super) number: u32,
 }
@@ -17,8 +15,8 @@ pub(super) struct Tag {
 impl Tag {
     pub(super) fn to_wr_id(self) -> u64 {
         let index = (self.index as u64) << 48;
-        let flags = u64::from(self.is_receive) << 63 | u64::from(self.is_greeting) << 62;
-        index | flags | u64::from(self.generation) << 32 | u64::from(self.number)
+        let is_receive = u64::from(self.is_receive) << 63;
+        index | is_receive | u64::from(self.generation) << 32 | u64::from(self.number)
     }
 
     pub(super) fn from_wr_id(wr_id: u64) -> Self {
@@ -27,7 +25,6 @@ impl Tag {
             index: usize::from(u16::from_be_bytes([i0 & 0x3f, i1])),
             generation: u16::from_be_bytes([g0, g1]),
             is_receive: i0 & 0x80 != 0,
-            is_greeting: i0 & 0x40 != 0,
             number: u32::from_be_bytes(number),
         }
     }
@@ -42,9 +39,9 @@ mod tests {
     proptest! {
         #[test]
         fn tags_survive(
-            index in 0usize..1 << 14, generation: u16, is_receive: bool, is_greeting: bool, number: u32,
+            index in 0usize..1 << 14, generation: u16, is_receive: bool, number: u32,
         ) {
-            let tag = Tag { index, generation, is_receive, is_greeting, number };
+            let tag = Tag { index, generation, is_receive, number };
             prop_assert_eq!(Tag::from_wr_id(tag.to_wr_id()), tag);
         }
     }

@@ -73,18 +73,6 @@ pub(super) fn in_ring(rings: &Rings, begin: u64, range: Range<usize>, lkey: u32)
 }
 
 impl Request {
-    /// A message without bytes.
-    pub(super) fn empty() -> Self {
-        let (flags, payload) = (ibv_send_flags::IBV_SEND_SIGNALED, Buffers::new());
-        Self { opcode: ibv_wr_opcode::IBV_WR_SEND, flags, imm: 0, target: Target::None, payload }
-    }
-
-    /// A WRITE without bytes, which changes nothing at the peer.
-    pub(super) fn empty_write() -> Self {
-        let nowhere = Target::Memory(RemoteAddr { addr: 0, rkey: 0 });
-        Self { opcode: ibv_wr_opcode::IBV_WR_RDMA_WRITE, target: nowhere, ..Self::empty() }
-    }
-
     /// What `wqe`, which was decoded to `op`, asks of the device: nothing for a NOP. `inline` says where the bytes in the WQE
     /// are taken from. Every request asks for a completion.
     pub(super) fn of(op: &DecodedOp, wqe: &Wqe, inline: Inline) -> Option<Self> {

@@ -1,15 +1,13 @@
 //! The sending side of a queue pair: what is under way, what is acknowledged, when to try again, completion in order.
 
 mod answers;
-mod help;
 mod refer;
 mod transmit;
-mod trial;
 
 pub(crate) use refer::Reason;
+use refer::Referred;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
-use trial::Way;
 
 use super::{Env, SoftQp};
 use crate::packet::ahead;
@@ -62,10 +60,8 @@ struct Pending {
     sent: u32,
     /// Packets acknowledged; of a READ, received.
     done: u32,
-    /// The key of the region that the peer is referred to, in place of the bytes.
-    referred: Option<u32>,
-    /// The way of payload in host memory, where there is a choice.
-    way: Option<Way>,
+    /// The region that the peer is referred to, in place of the bytes.
+    referred: Option<Referred>,
     /// The peer may know of a reference.
     is_known: bool,
     /// Answers on their way to their place.

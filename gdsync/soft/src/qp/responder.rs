@@ -1,13 +1,13 @@
 //! The receiving side of a queue pair: puts packets in order, places their bytes, answers.
 
 mod check;
+mod cma;
 mod copies;
 mod messages;
-mod pull;
 mod reads;
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -54,27 +54,12 @@ struct Current {
     counter: Option<u16>,
     sges: SmallVec<[DataSeg; 4]>,
     received: usize,
-    /// When the first of several packets came.
-    since: Option<Instant>,
-}
-
-impl Current {
-    /// How long a message of several packets took, now that its last is here. While the first was put into the ring, nothing
-    /// was to be seen of it: that is taken to be the share of one packet.
-    fn took(&self) -> Option<Duration> {
-        let took = self.since?.elapsed();
-        Some(took + took / packet::segments(self.received))
-    }
 }
 
 /// Something to tell the requester, in order.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
-    /// What ends with this packet took so many nanoseconds to arrive; 0 is not known.
-    Ack {
-        psn: u32,
-        took: u32,
-    },
+    Ack(u32),
     Nak {
         psn: u32,
         code: u8,
@@ -99,11 +84,8 @@ enum Answer {
 impl Answer {
     fn psn(&self) -> u32 {
         match *self {
-            Self::Copying(psn) => psn,
-            Self::Ack { psn, .. }
-            | Self::Nak { psn, .. }
-            | Self::Read { psn, .. }
-            | Self::Atomic { psn, .. } => psn,
+            Self::Ack(psn) | Self::Copying(psn) => psn,
+            Self::Nak { psn, .. } | Self::Read { psn, .. } | Self::Atomic { psn, .. } => psn,
         }
     }
 }
@@ -194,11 +176,10 @@ impl Responder {
         self.answers.iter().filter(waits).count() < self.max_reads.max(1)
     }
 
-    fn ack(&mut self, through: u32, took: Option<Duration>) {
-        let nanoseconds = |took: Duration| u32::try_from(took.as_nanos().max(1)).unwrap_or(u32::MAX);
-        let ack = Answer::Ack { psn: through, took: took.map_or(0, nanoseconds) };
+    fn ack(&mut self, through: u32) {
+        let ack = Answer::Ack(through);
         match self.answers.back_mut() {
-            Some(last @ Answer::Ack { .. }) => *last = ack,
+            Some(last @ Answer::Ack(_)) => *last = ack,
             _ => self.answers.push_back(ack),
         }
     }
@@ -290,7 +271,7 @@ impl SoftQp {
                     self.resp.answers.push_front(Answer::Copying(header.psn));
                 }
             }
-            _ => self.resp.ack(self.resp.arrived(), None),
+            _ => self.resp.ack(self.resp.arrived()),
         }
     }
 
@@ -327,7 +308,7 @@ impl SoftQp {
             let mut found = None;
             let mut rest = None;
             match answer {
-                Answer::Ack { psn, took } => (header.psn, header.len) = (psn, took),
+                Answer::Ack(psn) => header.psn = psn,
                 Answer::Copying(psn) => (header.op, header.psn) = (PacketOp::COPYING, psn),
                 Answer::Nak { psn, code, arg } => {
                     (header.op, header.psn, header.code, header.len) = (PacketOp::NAK, psn, code, arg);

@@ -326,7 +326,7 @@ fn nothing_that_a_peer_sends_breaks_the_hca() {
 
 #[test]
 fn what_was_not_sent_is_not_acknowledged() {
-    let mut bed = Bed::with(&SoftHcaConfig { pull: CmaPolicy::Never, ..SoftHcaConfig::default() });
+    let mut bed = Bed::with(&SoftHcaConfig { cma: CmaPolicy::Never, ..SoftHcaConfig::default() });
     let psn = bed.qp.address().psn;
     // More packets than may be under way at once.
     let id = bed.id();

@@ -25,14 +25,14 @@ use super::ring::{RING_BYTES, RxRing, TxRing};
 use super::span::Spans;
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, Word64, user};
+use gdsync_device::memory::{Memory, user};
 
 /// First bytes of a greeting: protocol and version.
-const MAGIC: &[u8; 8] = b"gdswire3";
+const MAGIC: &[u8; 8] = b"gdswire4";
 /// A greeting: magic, GID of the receiver, GID of the sender.
 const GREETING: usize = 40;
-/// Bytes of the file with the rings of both directions, and a page with the words of offers.
-const FILE: usize = 2 * RING_SPAN + 4096;
+/// Bytes of the file with the rings of both directions.
+const FILE: usize = 2 * RING_SPAN;
 /// A ring, rounded to pages.
 const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
 /// The handshake's errors only go into messages.
@@ -53,8 +53,6 @@ pub(crate) struct LinkEnds {
     /// Wakes the peer.
     pub(crate) bell: Bell,
     pub(crate) line: Line,
-    /// Words for what this side offers the peer, and the peer this side; none in a link to itself.
-    pub(crate) offers: Option<[Word64; 2]>,
 }
 
 /// The socket behind a link: it tells when the peer dies. Dropping it tells the peer that we left.
@@ -180,7 +178,7 @@ impl Port {
         let memory = Memory::alloc(RING_BYTES)?;
         let line = Line { alive: Arc::new(AtomicBool::new(true)), stream: None };
         let (tx, rx) = (TxRing::new(memory.clone()), RxRing::new(memory));
-        Ok(LinkEnds { peer: self.shared.gid, tx, rx, bell: self.shared.bell.clone(), line, offers: None })
+        Ok(LinkEnds { peer: self.shared.gid, tx, rx, bell: self.shared.bell.clone(), line })
     }
 
     /// Whether peers have linked to us since [`Port::take_accepted`].
@@ -310,10 +308,7 @@ impl Shared {
         self.poke();
         let tx = TxRing::of_link(&span, side * RING_SPAN)?;
         let rx = RxRing::of_link(&span, (1 - side) * RING_SPAN)?;
-        // On lines that are not fetched together.
-        let word = |side: usize| span.memory().word64(2 * RING_SPAN + side * 128);
-        let offers = Some([word(side)?, word(1 - side)?]);
-        Ok(LinkEnds { peer, tx, rx, bell, line: Line { alive, stream: Some(stream) }, offers })
+        Ok(LinkEnds { peer, tx, rx, bell, line: Line { alive, stream: Some(stream) } })
     }
 }
 

@@ -81,7 +81,7 @@ impl QpBuilder {
         timeout: u8 => connect.timeout,
         /// Retries after a timeout (default 7).
         retry_cnt: u8 => connect.retry_cnt,
-        /// Retries after "receiver not ready", 7 for ever (default 6). Not on iWARP: a message without a receive ends the connection.
+        /// Retries after "receiver not ready", 7 for ever (default 6).
         rnr_retry: u8 => connect.rnr_retry,
     }
 

@@ -179,8 +179,7 @@ impl Qp {
         )
     }
 
-    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes. Waits for nothing that the peer does; on
-    /// iWARP, where both sides have 9 s to connect to each other, sends wait instead, and fail with what went wrong.
+    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes. Waits for nothing that the peer does.
     ///
     /// # Errors
     /// As [`Qp::modify`].

@@ -25,7 +25,6 @@ impl SoftQp {
         }
         match header.op {
             PacketOp::ACK => {
-                self.arrived(psn, header.len);
                 if self.req.acknowledge(psn.wrapping_add(1)) {
                     self.missing(env);
                 }
@@ -34,7 +33,6 @@ impl SoftQp {
             PacketOp::ATOMIC_RESPONSE => self.atomic_response(header, body, env),
             PacketOp::NAK => self.refused(header, env),
             PacketOp::COPYING => self.copying(psn),
-            PacketOp::OFFER => self.offered(header, body, env),
             _ => env.stats.packets_discarded += 1,
         }
         self.retire(env);

@@ -13,9 +13,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::trial::{self, Trial, Way};
 use super::{Pending, Requester};
-use crate::cma::CmaPolicy;
 use crate::packet::{self, Header, PacketOp, ahead};
 use crate::qp::{Env, SoftQp};
 use crate::reference::Reference;
@@ -31,6 +29,23 @@ const MAX_REFUSED: usize = 64;
 /// How long a withdrawal may wait for room on the link.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// What a reference is to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Referred {
+    /// The key of the region.
+    key: u32,
+    reader: Reader,
+}
+
+/// What of the peer reads the payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reader {
+    /// Its CPU, from host memory.
+    Cpu,
+    /// A copy engine, from GPU memory.
+    CopyEngine,
+}
+
 /// What a requester knows of its references.
 #[derive(Debug, Default)]
 pub(super) struct References {
@@ -42,8 +57,6 @@ pub(super) struct References {
     exports_refused: usize,
     /// The peer cannot read host memory of this process.
     is_unreadable: bool,
-    /// What is quicker for host memory.
-    trial: Trial,
     /// They were withdrawn.
     withdrawn: bool,
     /// Since when the withdrawal waits for room.
@@ -65,9 +78,11 @@ impl Requester {
         }
         let out = || self.pending.iter().take(i).filter(|p| p.referred.is_some() && !p.is_done());
         let Some(p) = self.pending.get(i).filter(|_| out().next().is_some()) else { return true };
+        let reader = p.referred.map(|r| r.reader);
         // What the peer's CPU copies and what its copy engines do is in no order.
-        let may_join = || out().count() < WINDOW && out().all(|other| other.way == p.way);
-        p.packets == 0 || p.referred.is_some() && may_join()
+        let may_join =
+            || out().count() < WINDOW && out().all(|other| other.referred.map(|r| r.reader) == reader);
+        p.packets == 0 || reader.is_some() && may_join()
     }
 
     /// A send begins or ends.
@@ -82,37 +97,21 @@ impl Requester {
 }
 
 impl SoftQp {
-    /// The key of the region that the peer is referred to for this message, if it is. The way, where its payload is in host
-    /// memory and there is a choice.
-    pub(super) fn may_refer(
-        &mut self,
-        op: &DecodedOp,
-        wqe: &Wqe,
-        len: usize,
-        env: &Env<'_>,
-    ) -> (Option<u32>, Option<Way>) {
-        let key = Self::one_buffer(op, wqe).map(|sge| sge.lkey);
-        let Some(key) = key.filter(|key| len > 0 && !self.is_refused(*key)) else {
-            return (None, None);
-        };
-        if env.keys.export(key).is_some() {
-            return ((len >= env.by_reference).then_some(key), None);
+    /// The region that the peer is referred to for this message, if it is.
+    pub(super) fn may_refer(&self, op: &DecodedOp, wqe: &Wqe, len: usize, env: &Env<'_>) -> Option<Referred> {
+        let key = Self::one_buffer(op, wqe)?.lkey;
+        if len == 0 || self.is_refused(key) {
+            return None;
         }
-        let way = self.may_be_pulled(key, len, env).then(|| match env.pull {
-            CmaPolicy::Quicker => self.req.references.trial.next(len),
-            CmaPolicy::From(_) | CmaPolicy::Never => Way::Pulled,
-        });
-        ((way == Some(Way::Pulled)).then_some(key), way)
+        if env.keys.export(key).is_some() {
+            return (len >= env.by_reference).then_some(Referred { key, reader: Reader::CopyEngine });
+        }
+        self.may_be_read(key, len, env).then_some(Referred { key, reader: Reader::Cpu })
     }
 
-    /// Whether the peer may be left to read payload of this region, if it is quicker.
-    fn may_be_pulled(&self, key: u32, len: usize, env: &Env<'_>) -> bool {
-        let least = match env.pull {
-            CmaPolicy::Quicker => trial::LEAST,
-            CmaPolicy::From(bytes) => bytes,
-            CmaPolicy::Never => return false,
-        };
-        len >= least
+    /// Whether the peer reads host memory of this region by cross-memory attach.
+    fn may_be_read(&self, key: u32, len: usize, env: &Env<'_>) -> bool {
+        env.cma.threshold().is_some_and(|least| len >= least)
             && !self.req.references.is_unreadable
             && env.keys.memory(key).is_some_and(Memory::is_host)
     }
@@ -125,17 +124,6 @@ impl SoftQp {
         };
         let DecodedPayload::Sges(list) = payload else { return None };
         list.iter(wqe.as_bytes()).next().filter(|_| list.len() == 1)
-    }
-
-    /// What ends with packet `psn` took so long to arrive; 0 is not known.
-    pub(super) fn arrived(&mut self, psn: u32, nanoseconds: u32) {
-        if nanoseconds > 0
-            && let Some(p) = self.req.find(psn)
-            && let Some(way) = p.way
-        {
-            let len = p.len;
-            self.req.references.trial.took(len, way, nanoseconds);
-        }
     }
 
     fn is_refused(&self, key: u32) -> bool {
@@ -165,15 +153,10 @@ impl SoftQp {
         if memory.gpu().is_some() {
             return TransferPath::new(Transport::Mapping, format!("{len} bytes are few"));
         }
-        if !self.may_be_pulled(key, len, env) || self.is_refused(key) {
+        if !self.may_be_read(key, len, env) || self.is_refused(key) {
             return TransferPath::new(Transport::Cpu, "it is host memory");
         }
-        let found = "it is host memory, and this is quicker, or is being tried";
-        match (env.pull, self.req.references.trial.way(len)) {
-            (CmaPolicy::Quicker, Way::Sent) => TransferPath::new(Transport::Cpu, found),
-            (CmaPolicy::Quicker, Way::Pulled) => TransferPath::new(Transport::Pull, found),
-            _ => TransferPath::new(Transport::Pull, format!("it is host memory, and {len} bytes are many")),
-        }
+        TransferPath::new(Transport::Cma, format!("it is host memory, and {len} bytes are many"))
     }
 
     /// Sends pending send `i` as a reference: whether it is out, or `None` to send its bytes.
@@ -237,41 +220,35 @@ impl SoftQp {
 
     /// The peer cannot follow the reference in packet `psn`: the bytes are sent, now and for this region from now on.
     pub(super) fn reference_refused(&mut self, psn: u32, reason: u32, env: &mut Env<'_>) {
-        if let Some((key, way)) = self.req.find(psn).and_then(|p| Some((p.referred?, p.way))) {
+        if let Some(Referred { key, reader }) = self.req.find(psn).and_then(|p| p.referred) {
             let (reason, references) = (Reason(reason), &mut self.req.references);
-            let unreadable = way.is_some() && reason == Reason::CANNOT_OPEN;
-            references.is_unreadable |= unreadable;
-            if unreadable {
-                tracing::debug!(
-                    qpn = self.rings.qpn,
-                    "the peer cannot read memory of this process: it is sent"
-                );
+            let is_host = reader == Reader::Cpu;
+            let is_unreadable = is_host && reason == Reason::CANNOT_OPEN;
+            references.is_unreadable |= is_unreadable;
+            let (qpn, why) = (self.rings.qpn, reason.meaning());
+            if is_unreadable {
+                tracing::debug!(qpn, "the peer cannot read memory of this process: it is sent");
             } else if !references.refused.contains(&key) {
-                let why = reason.meaning();
-                if way.is_some() {
-                    tracing::debug!(
-                        qpn = self.rings.qpn,
-                        lkey = key,
-                        why,
-                        "host memory of this region is sent"
-                    );
+                if is_host {
+                    tracing::debug!(qpn, lkey = key, why, "host memory of this region is sent");
                 } else {
                     tracing::warn!(
-                        qpn = self.rings.qpn,
+                        qpn,
                         lkey = key,
                         why,
                         "payload of this region is staged through host memory"
                     );
                 }
                 references.refused.push(key);
-                references.exports_refused += usize::from(way.is_none());
+                references.exports_refused += usize::from(!is_host);
                 let host = references.refused.len() - references.exports_refused;
                 references.is_unreadable |= host >= MAX_REFUSED;
             }
-            let is_void = |p: &Pending| p.referred == Some(key) || unreadable && p.way == Some(Way::Pulled);
-            for p in self.req.pending.iter_mut().filter(|p| is_void(p) && ahead(p.psn, psn) >= 0) {
-                references.pending -= usize::from(p.referred.take().is_some());
-                p.way = None;
+            let is_void = |r: Referred| r.key == key || is_unreadable && r.reader == Reader::Cpu;
+            for p in self.req.pending.iter_mut().filter(|p| ahead(p.psn, psn) >= 0) {
+                if p.referred.take_if(|r| is_void(*r)).is_some() {
+                    references.pending -= 1;
+                }
             }
         }
         self.again(env);

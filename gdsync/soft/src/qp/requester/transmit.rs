@@ -91,7 +91,7 @@ impl SoftQp {
         env.stats.wqes += 1;
         self.rings.qp_trace.fetched(self.rings.qpn, len);
         let packets = if kind == Kind::Nop { 0 } else { segments(len) };
-        let (referred, way) = self.may_refer(&op, wqe, len, env);
+        let referred = self.may_refer(&op, wqe, len, env);
         if packets > 1 {
             *env.copied = Some(Instant::now());
         }
@@ -107,7 +107,6 @@ impl SoftQp {
             sent: 0,
             done: 0,
             referred,
-            way,
             is_known: false,
             receive_staging: Vec::new(),
             error: error.or(env.faults.next_send()),

@@ -12,16 +12,16 @@
 //! taken that the peer had sent when the copy was seen to be over: what it withdrew by then does not complete.
 //!
 //! *The end of the queue pair.* Receives are flushed when the copies into them are over. A copy that never ends (the GPU
-//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it. One that CPUs
-//! [make](super::pull) ends by itself, or with the process at the other end.
+//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it. One that this
+//! CPU [makes](super::cma) never waits.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::cma::CmaRead;
 use super::messages::Arrival;
-use super::pull::{Peer, Progress, Pull};
 use super::{Answer, Refusal, Responder};
 use crate::links::{Body, Links};
 use crate::packet::{self, Header, PacketOp, ahead, segments};
@@ -65,8 +65,8 @@ struct Message {
     /// Regions that the copy writes to.
     keys: SmallVec<[u32; 2]>,
     ticket: Ticket,
-    /// Payload that this side's CPU copies.
-    pull: Option<Pull>,
+    /// Payload that this side's CPU reads.
+    read: Option<CmaRead>,
     since: Instant,
     state: State,
 }
@@ -96,29 +96,13 @@ impl Message {
         !matches!(self.state, State::Copying)
     }
 
-    /// Goes on with what the CPU copies. Returns whether there was any, or will be any moment.
-    fn go_on(&mut self, peer: &mut Peer<'_, '_>) -> bool {
-        let Some(pull) = &mut self.pull else { return false };
-        match pull.go_on(peer) {
-            Ok(Progress::More) => {}
-            Ok(Progress::Theirs) => {
-                // It cannot be given up: the peer may write.
-                let _ = self.ticket.begin();
-                return !pull.is_late();
-            }
-            Ok(Progress::Over(took)) => {
-                self.arrival.took = Some(took);
-                self.ticket.done();
-            }
-            Err(error) => self.ticket.fail(format!("memory of the peer cannot be read: {error}")),
+    /// Reads the next piece of payload that the CPU copies.
+    fn read_next(&mut self) {
+        match self.read.as_mut().map(CmaRead::read_next) {
+            Some(Ok(true)) => self.ticket.done(),
+            Some(Ok(false)) | None => {}
+            Some(Err(error)) => self.ticket.fail(format!("memory of the peer cannot be read: {error}")),
         }
-        true
-    }
-
-    /// Gives the copy up, if nobody else is at it.
-    fn cancel(&mut self) {
-        self.ticket.cancel();
-        self.pull.iter_mut().for_each(Pull::give_up);
     }
 }
 
@@ -164,7 +148,7 @@ impl Responder {
 
     /// Whether copies are under way that steps of the HCA do not make.
     pub(crate) fn awaits_engines(&self) -> bool {
-        self.copies.list.iter().any(|m| m.pull.is_none())
+        self.copies.list.iter().any(|m| m.read.is_none())
     }
 
     /// Whether a message is being copied that came over this link.
@@ -213,7 +197,7 @@ impl Responder {
         link: Option<usize>,
         keys: SmallVec<[u32; 2]>,
         ticket: Ticket,
-        pull: Option<Pull>,
+        read: Option<CmaRead>,
         state: State,
     ) {
         self.copies.list.push_back(Message {
@@ -221,7 +205,7 @@ impl Responder {
             link,
             keys,
             ticket,
-            pull,
+            read,
             since: Instant::now(),
             state,
         });
@@ -240,7 +224,7 @@ impl Responder {
     }
 
     pub(crate) fn cancel(&mut self) {
-        self.copies.list.iter_mut().for_each(Message::cancel);
+        self.copies.list.iter().for_each(|m| m.ticket.cancel());
     }
 
     /// The copies under way into a region.
@@ -268,7 +252,7 @@ impl Responder {
     fn go_back(&mut self) {
         let Some(first) = self.copies.list.front() else { return };
         let psn = first.arrival.header.psn;
-        let (reason, is_host) = (first.ticket.failure(), first.pull.is_some());
+        let (reason, is_host) = (first.ticket.failure(), first.read.is_some());
         let what = "software HCA: payload cannot be copied by reference; the peer is asked to send it";
         if is_host {
             tracing::debug!(reason, "{what}")
@@ -332,7 +316,7 @@ impl SoftQp {
                 self.spread(&sges, len, &mut to, env).map_err(failed)?;
             }
         }
-        let (ticket, pull) = match payload {
+        let (ticket, read) = match payload {
             Payload::Engine(source) => {
                 let mut from = 0;
                 let parts = to.places.into_iter().map(|(to, at, len)| {
@@ -344,12 +328,14 @@ impl SoftQp {
                 env.links.note_process(body.link, reference.process());
                 (ticket, None)
             }
-            Payload::Host((process, from)) => (Ticket::default(), Some(Pull::new(process, from, to.places))),
+            Payload::Host((process, from)) => {
+                (Ticket::default(), Some(CmaRead::new(process, from, to.places)))
+            }
         };
         *env.copied = Some(Instant::now());
         let packets = segments(len);
         let arrival = Arrival { packets, counter, bytes: len, ..Arrival::of(header) };
-        self.resp.push(arrival, Some(body.link), to.keys, ticket, pull, State::Copying);
+        self.resp.push(arrival, Some(body.link), to.keys, ticket, read, State::Copying);
         Ok(packets)
     }
 
@@ -382,7 +368,7 @@ impl SoftQp {
 
     /// Goes on with the first copy that the CPU makes, and sees which are over. Returns whether there was any to go on with.
     pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) -> bool {
-        let any = self.copy_on(env);
+        let any = self.read_on();
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
             message.state = match message.ticket.status() {
                 Status::Pending => continue,
@@ -393,21 +379,15 @@ impl SoftQp {
         any
     }
 
-    /// Goes on with the first copy that the CPU makes: one after the other, also while the peer is late with its part, as they may
-    /// write the same bytes.
-    fn copy_on(&mut self, env: &mut Env<'_>) -> bool {
-        let Some(remote) = self.remote else { return false };
-        let first = self.resp.copies.list.iter_mut().find(|m| m.pull.is_some() && !m.ticket.is_over());
-        let Some((link, message)) = first.and_then(|message| Some((message.link?, message))) else {
-            return false;
-        };
-        let header = Header::new(PacketOp::OFFER, remote.qpn, self.rings.qpn, message.arrival.header.psn);
-        message.go_on(&mut Peer { env, link, header, packets: &mut self.packets })
+    /// Reads a piece of the first message that the CPU copies. One after the other, as they may write the same bytes.
+    fn read_on(&mut self) -> bool {
+        let first = self.resp.copies.list.iter_mut().find(|m| m.read.is_some() && !m.ticket.is_over());
+        first.map(Message::read_next).is_some()
     }
 
     /// Gives up copies of engines that take too long.
     pub(crate) fn limit_copies(&mut self, now: Instant) {
-        for message in self.resp.copies.list.iter_mut().filter(|m| m.pull.is_none() && !m.is_over()) {
+        for message in self.resp.copies.list.iter_mut().filter(|m| m.read.is_none() && !m.is_over()) {
             if now.saturating_duration_since(message.since) < LIMIT {
                 continue;
             }
@@ -471,8 +451,8 @@ impl SoftQp {
                 self.refuse(message.arrival.header.psn, &refusal, env);
                 break;
             }
-            env.stats.pulled += u64::from(message.pull.is_some());
-            env.stats.by_reference += u64::from(message.is_reference() && message.pull.is_none());
+            env.stats.by_cma += u64::from(message.read.is_some());
+            env.stats.by_reference += u64::from(message.is_reference() && message.read.is_none());
             self.complete_arrival(&message.arrival, env);
         }
         any

@@ -1,6 +1,6 @@
 //! Messages that come as bytes: their receives, their places, their completions.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -23,22 +23,19 @@ pub(super) struct Arrival {
     pub(super) counter: Option<u16>,
     /// Bytes of the message so far.
     pub(super) bytes: usize,
-    /// How long the message took to arrive, where that is known.
-    pub(super) took: Option<Duration>,
 }
 
 impl Arrival {
     pub(super) fn of(header: &Header) -> Self {
-        Self { header: *header, packets: 1, counter: None, bytes: 0, took: None }
+        Self { header: *header, packets: 1, counter: None, bytes: 0 }
     }
 }
 
-/// When a message of several packets begins with this one.
-fn begins(header: &Header, env: &mut Env<'_>) -> Option<Instant> {
-    let ends = packet::FIRST | packet::LAST;
-    let since = (header.flags & ends == packet::FIRST).then(Instant::now)?;
-    *env.copied = Some(since);
-    Some(since)
+/// Keeps threads awake while a message of several packets comes, which may begin with this one.
+fn note_begin(header: &Header, env: &mut Env<'_>) {
+    if header.flags & (packet::FIRST | packet::LAST) == packet::FIRST {
+        *env.copied = Some(Instant::now());
+    }
 }
 
 impl SoftQp {
@@ -69,8 +66,8 @@ impl SoftQp {
             if let Some(local) = env.faults.next_recv() {
                 return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
             }
-            let since = begins(header, env);
-            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0, since });
+            note_begin(header, env);
+            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
         }
         let taken = self.resp.current.take();
         // Checked: a packet that is not the first belongs to a SEND under way.
@@ -88,13 +85,11 @@ impl SoftQp {
         current.received += body.len();
         let bytes = current.received;
         let is_last = header.flags & packet::LAST != 0;
-        let (mut took, mut complete) = (None, None);
-        if is_last {
-            (took, complete) = (current.took(), Some(counter));
-        } else {
+        let complete = is_last.then_some(counter);
+        if !is_last {
             self.resp.current = Some(current);
         }
-        self.arrive(Arrival { counter: complete, bytes, took, ..Arrival::of(header) }, receive_staging, env);
+        self.arrive(Arrival { counter: complete, bytes, ..Arrival::of(header) }, receive_staging, env);
         Ok(())
     }
 
@@ -132,7 +127,7 @@ impl SoftQp {
         }
         // Long messages are acknowledged on the way, so that the sender's window moves.
         if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
-            self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1), arrival.took);
+            self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1));
         }
     }
 
@@ -147,7 +142,7 @@ impl SoftQp {
         env: &mut Env<'_>,
     ) -> Result<(), Refusal> {
         self.allow(Access::REMOTE_WRITE)?;
-        let since = begins(header, env);
+        note_begin(header, env);
         let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
         if notify && !self.has_receive() {
             return Err(Refusal::NotReady);
@@ -173,13 +168,12 @@ impl SoftQp {
                     Some(self.receive_staging.put(body, vec![piece], env.copy_engine).map_err(refused)?);
             }
         }
-        let none = Current { counter: None, sges: SmallVec::new(), received: 0, since };
+        let none = Current { counter: None, sges: SmallVec::new(), received: 0 };
         let mut current = self.resp.current.take().unwrap_or(none);
         // The immediate's receive reports the length of the whole message.
         current.received += len;
         let bytes = current.received;
         let is_last = header.flags & packet::LAST != 0;
-        let took = if is_last { current.took() } else { None };
         let mut counter = None;
         if notify {
             let taken = self.resp.consume();
@@ -190,7 +184,7 @@ impl SoftQp {
         } else if !is_last {
             self.resp.current = Some(current);
         }
-        self.arrive(Arrival { counter, bytes, took, ..Arrival::of(header) }, receive_staging, env);
+        self.arrive(Arrival { counter, bytes, ..Arrival::of(header) }, receive_staging, env);
         Ok(())
     }
 }
