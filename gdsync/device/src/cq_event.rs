@@ -1,5 +1,6 @@
 //! Wakes those who sleep until completions arrive on a queue.
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::nudge::GpuNudge;
 use parking_lot::{Condvar, Mutex};
 
-use gdsync_shm::{doorbell_watch, event_count};
+use gdsync_shm::{doorbell_watch, event_count, nap};
 
 /// A bell for the threads of one process, and for a GPU whose streams wait on the queue. Raised after every completion;
 /// costs a fence and a load while nobody sleeps.
@@ -33,8 +34,8 @@ struct Waits {
     attended: AtomicU32,
 }
 
-/// The shortest and the longest rest between two looks at a queue whose device raises nothing.
-const NAPS: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
+/// The shortest and the longest sleep between two looks at a queue whose device raises nothing.
+const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
 
 impl CqEvent {
     /// For a device that writes completions and tells nobody.
@@ -47,7 +48,7 @@ impl CqEvent {
         if self.is_silent {
             let start = Instant::now();
             while !ready() && start.elapsed() < timeout {
-                std::thread::sleep((start.elapsed() / 8).clamp(NAPS.0, NAPS.1).min(timeout));
+                std::thread::sleep(nap(start.elapsed(), NAPS).min(timeout));
             }
             return;
         }

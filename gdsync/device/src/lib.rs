@@ -18,7 +18,6 @@ mod health;
 mod memfd;
 pub mod memory;
 mod nudge;
-pub mod pause;
 mod placement;
 mod provider;
 mod qp_state;
