@@ -1,21 +1,13 @@
-//! Waits for words on the CPU. Streams have [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32) and its
-//! like for it.
+//! Waits for words on the CPU. Streams have [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32) and others.
 
 use std::fmt::LowerHex;
-use std::thread::{sleep, yield_now};
 use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
 use gdsync::stream::Cond;
 
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, back_off};
 use crate::error::{Error, Result};
-
-/// How long a wait spins before it sleeps.
-const SPIN: Duration = Duration::from_micros(50);
-
-/// The longest sleep between two looks: whoever writes the word wakes nobody.
-const NAP: Duration = Duration::from_millis(1);
 
 /// Blocks until a 32-bit word satisfies a condition, and returns the word. What its writer wrote before it is visible
 /// then. [`Cond::Geq`] is cyclic, as on streams.
@@ -34,32 +26,32 @@ pub fn wait_value32(word: &Word32, value: u32, cond: Cond, timeout: Duration) ->
 /// As [`wait_value32`], of 64 bits.
 ///
 /// # Errors
-/// As [`wait_value32`].
+/// [`Error::Deadline`] after `timeout`; [`Error::Device`] for a condition that no word satisfies.
 pub fn wait_value64(word: &Word64, value: u64, cond: Cond, timeout: Duration) -> Result<u64> {
-    wait_helping(word, value, cond, timeout, || false)
+    wait_value64_and(word, value, cond, timeout, || false)
 }
 
-/// As [`wait_value64`], and `help` runs meanwhile; it says whether it did anything.
-pub(crate) fn wait_helping(
+/// As [`wait_value64`], and calls `progress` between polls, which returns whether it did anything.
+pub(crate) fn wait_value64_and(
     word: &Word64,
     value: u64,
     cond: Cond,
     timeout: Duration,
-    help: impl FnMut() -> bool,
+    progress: impl FnMut() -> bool,
 ) -> Result<u64> {
     possible(cond, value == 0, value == u64::MAX)?;
     let look = || {
         let now = word.load();
         (now, cond.holds64(now, value))
     };
-    until(look, help, timeout, &|now| describe(word.addr(), now, cond, value))
+    until(look, progress, timeout, &|now| describe(word.addr(), now, cond, value))
 }
 
 fn describe(addr: u64, now: impl LowerHex, cond: Cond, value: impl LowerHex) -> String {
     format!("wait until the word at {addr:#x} is {cond:?} {value:#x} (it is {now:#x})")
 }
 
-/// Refuses what would never end.
+/// Refuses waits that would never end.
 fn possible(cond: Cond, is_zero: bool, is_full: bool) -> Result<()> {
     let value = match cond {
         Cond::And if is_zero => "AND 0",
@@ -70,10 +62,10 @@ fn possible(cond: Cond, is_zero: bool, is_full: bool) -> Result<()> {
     Err(Error::Device(gdsync::Error::InvalidArgument { what: "wait", value: value.into(), expected }))
 }
 
-/// Looks until the second of what it sees is true, and returns the first.
+/// Polls until `look` finds its word, and returns it.
 fn until<T: Copy>(
     look: impl Fn() -> (T, bool),
-    mut help: impl FnMut() -> bool,
+    mut progress: impl FnMut() -> bool,
     timeout: Duration,
     describe: &dyn Fn(T) -> String,
 ) -> Result<T> {
@@ -83,7 +75,7 @@ fn until<T: Copy>(
     }
     let deadline = Deadline::after(timeout);
     loop {
-        let helped = help();
+        let has_progressed = progress();
         let (now, found) = look();
         if found {
             return Ok(now);
@@ -91,14 +83,8 @@ fn until<T: Copy>(
         if deadline.is_over() {
             return Err(deadline.error(describe(now)));
         }
-        let waited = deadline.elapsed();
-        if helped || waited < SPIN / 8 {
-            std::hint::spin_loop();
-        } else if waited < SPIN {
-            yield_now();
-        } else {
-            // Late by a small part of the time it took.
-            sleep((waited / 8).min(NAP).min(deadline.remaining()));
+        if !has_progressed {
+            back_off(deadline.elapsed(), deadline.remaining());
         }
     }
 }

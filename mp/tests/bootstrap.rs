@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use mp::bootstrap::{Bootstrap, MAX_PAYLOAD};
+use mp::launch::{Bootstrap, MAX_PAYLOAD};
 use mp::launch::{Launch, Launcher, Root};
 use mp::{Error, Result};
 

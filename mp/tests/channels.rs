@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{sleep, yield_now};
 use std::time::Duration;
 
-use common::{DONE, LONG, buffer, bytes, cause, gpu, host_buffer, job, job_with, message, stream};
+use common::{DONE, LONG, buffer, bytes, gpu, host_buffer, job, job_with, message, stream, syndrome};
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Graph, Stream, Via};
 use mp::{Channel, Communicator, Error, Registration};
@@ -109,7 +109,7 @@ fn launches_and_eager_messages_mix() {
         }
         s.synchronize(LONG).unwrap();
         assert_eq!(right.load(Ordering::Relaxed), 2 * LAUNCHES);
-        assert!(gpu().is_some() || comm.through_slots(peer).unwrap().0 > 0, "some took slots");
+        assert!(gpu().is_some() || comm.fifo_messages(peer).unwrap().0 > 0, "some took slots");
     });
 }
 
@@ -330,9 +330,9 @@ fn a_launch_ends_with_its_peer(
         launch(&graph, &s);
         comm.barrier(LONG).unwrap();
         let error = s.synchronize(LONG).unwrap_err();
-        assert_eq!(cause(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+        assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
         let error = graph.launch(&s).unwrap_err();
-        assert_eq!(cause(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+        assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
         let error = wait(&channel, &s, &memory).unwrap_err();
         common::failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
         exit(DONE);

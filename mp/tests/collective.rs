@@ -307,7 +307,7 @@ fn full_queues_leave_the_ranks_in_step() {
             }
         };
         assert!(
-            matches!(&error, Error::Message { source: gdsync::Error::QueueFull { depth: 4, .. }, .. }),
+            matches!(&error, Error::Message { cause: gdsync::Error::QueueFull { depth: 4, .. }, .. }),
             "{error}"
         );
         assert_eq!(queued, 3, "each asks for room for two");
@@ -383,7 +383,7 @@ fn a_rank_that_stays_away_is_named() {
         if comm.rank() != 1 {
             let error = all.barrier(Duration::from_millis(300)).unwrap_err();
             assert!(
-                matches!(&error, Error::Message { source: gdsync::Error::Deadline { .. }, .. }),
+                matches!(&error, Error::Message { cause: gdsync::Error::Deadline { .. }, .. }),
                 "{error}"
             );
             assert!(matches!(all.barrier(LONG), Err(Error::Message { .. })), "the ranks are out of step");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use common::{LONG, buffer, bytes, job, job_with, message, stream, until};
 use gdsync::stream::{Batch, Stream};
-use mp::{Communicator, Error, Local, Registration, Request, Rma, Signal, Status};
+use mp::{Communicator, Error, IntraHostPath, Registration, Request, Rma, Signal, Status};
 
 /// How long a stream is seen not to go on.
 const HELD: Duration = Duration::from_millis(30);
@@ -95,7 +95,7 @@ fn prepared_messages_leave_when_they_are_posted() {
             let early = prepare(5);
             let error = early.post_on_stream(&s).unwrap_err();
             assert!(
-                matches!(error, Error::Message { rank: 1, source: gdsync::Error::OutOfOrder { .. }, .. }),
+                matches!(error, Error::Message { rank: 1, cause: gdsync::Error::OutOfOrder { .. }, .. }),
                 "{error}"
             );
             drop(late);
@@ -129,22 +129,22 @@ fn messages_have_pieces() {
             one.memory().write(0, &whole[701..1001]).unwrap();
             two.memory().write(2000, &whole[1001..]).unwrap();
             let pieces = [(&one, 1000..1700), (&two, 5..6), (&one, 9..9), (&one, 0..300), (&two, 2000..3999)];
-            comm.wait(&comm.isendv(&pieces, 1).unwrap(), LONG).unwrap();
-            let prepared = comm.prepare_sendv(&pieces, 1).unwrap();
+            comm.wait(&comm.isend_vectored(&pieces, 1).unwrap(), LONG).unwrap();
+            let prepared = comm.prepare_send_vectored(&pieces, 1).unwrap();
             let sent = prepared.post_on_stream(&s).unwrap();
-            let last = comm.isendv_on_stream(&s, &pieces, 1).unwrap();
+            let last = comm.isend_vectored_on_stream(&s, &pieces, 1).unwrap();
             comm.wait_all([&sent, &last], LONG).unwrap();
-            let error = comm.isendv(&vec![(&one, 0..1); 6], 1).unwrap_err();
+            let error = comm.isend_vectored(&vec![(&one, 0..1); 6], 1).unwrap_err();
             assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
             assert!(error.to_string().contains("max_pieces"), "{error}");
-            comm.wait(&comm.isendv(&[], 1).unwrap(), LONG).unwrap();
+            comm.wait(&comm.isend_vectored(&[], 1).unwrap(), LONG).unwrap();
         } else {
             for _ in 0..3 {
-                let received = comm.irecvv(&[(&two, 100..1100), (&one, 0..2000)], 0).unwrap();
+                let received = comm.irecv_vectored(&[(&two, 100..1100), (&one, 0..2000)], 0).unwrap();
                 assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 3000);
                 assert!(bytes(&two, 100..1100) == whole[..1000] && bytes(&one, 0..2000) == whole[1000..]);
             }
-            let empty = comm.irecvv(&[], 0).unwrap();
+            let empty = comm.irecv_vectored(&[], 0).unwrap();
             assert_eq!(comm.wait(&empty, LONG).unwrap().bytes, 0);
         }
         comm.barrier(LONG).unwrap();
@@ -246,7 +246,7 @@ fn work_requests(comm: &Communicator) -> u64 {
 /// Nobody but the watching thread tells a rank of receives that it does not wait for.
 #[test]
 fn a_rank_whose_streams_send_nothing_is_told_now_and_then() {
-    let builder = Communicator::builder().local(Local::Queues);
+    let builder = Communicator::builder().intra_host(IntraHostPath::Queues);
     job_with("a_rank_whose_streams_send_nothing_is_told_now_and_then", 2, builder, |comm| {
         const COUNT: usize = 300;
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16));
@@ -265,7 +265,7 @@ fn a_rank_whose_streams_send_nothing_is_told_now_and_then() {
 /// With the thread, too, once a stream of the sender has sent something.
 #[test]
 fn a_rank_whose_streams_send_is_told_at_once() {
-    let builder = Communicator::builder().local(Local::Queues);
+    let builder = Communicator::builder().intra_host(IntraHostPath::Queues);
     job_with("a_rank_whose_streams_send_is_told_at_once", 2, builder, |comm| {
         const COUNT: usize = 20;
         let (buffer, s) = (buffer(comm, 16), stream("sender"));

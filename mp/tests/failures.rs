@@ -7,10 +7,11 @@ use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{LONG, buffer, bytes, cause, failed, is_part_of, job, myself, stream, until};
+use common::{LONG, buffer, bytes, failed, syndrome, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
-use mp::bootstrap::{Bootstrap, Exchange};
+use mp::Exchange;
+use mp::launch::Bootstrap;
 use mp::launch::Launch;
 use mp::{Communicator, Error, Status};
 
@@ -55,7 +56,7 @@ fn bad_arguments_are_refused_and_do_no_harm() {
 
 #[test]
 fn builders_say_what_is_wrong() {
-    let fails = |builder: mp::Builder| builder.init().map(drop).unwrap_err().to_string();
+    let fails = |builder: mp::CommunicatorBuilder| builder.init().map(drop).unwrap_err().to_string();
     for depth in [0, 1 << 20] {
         let text = fails(Communicator::builder().spawn(1).depth(depth));
         assert!(
@@ -230,7 +231,7 @@ fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
     // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
     assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
     let error = s.synchronize(LONG).unwrap_err();
-    assert_eq!(cause(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
     assert!(Error::from(error).is_rank_lost());
     assert_eq!(s.query().pending, 0);
     failed(&sent.test().unwrap_err(), 1, &[Syndrome::RETRY_EXC_ERR]);
@@ -456,10 +457,10 @@ fn two_ways_to_begin_are_told_apart() {
         let error = error.unwrap_err().to_string();
         eprintln!("{error}");
         assert!(
-            error.contains("is in Builder::init while") || error.contains("rank 0 is in Builder::init"),
+            error.contains("is in CommunicatorBuilder::init while") || error.contains("rank 0 is in CommunicatorBuilder::init"),
             "{error}"
         );
-        assert!(error.contains("call Builder::init in all ranks, or Builder::init_over in all"), "{error}");
+        assert!(error.contains("call CommunicatorBuilder::init in all ranks, or CommunicatorBuilder::init_over in all"), "{error}");
         return;
     }
     for who in ["0", "1", "2"] {

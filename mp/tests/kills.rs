@@ -101,7 +101,7 @@ fn is_good(error: &Error) -> bool {
         Error::Message { rank, .. } => *rank < RANKS && text.contains("rank"),
         Error::Bootstrap { .. } => text.contains("rank"),
         // A stream says it, of a queue pair; the communicator knows whose.
-        Error::Device(error) => common::cause(error).is_some() || text.contains("QP"),
+        Error::Device(error) => common::syndrome(error).is_some() || text.contains("QP"),
         _ => false,
     }
 }

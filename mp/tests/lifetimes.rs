@@ -41,7 +41,7 @@ fn ten_thousand_dropped_requests_recycle() {
                 while *n < COUNT {
                     match post(*n) {
                         Ok(request) => drop(request),
-                        Err(Error::Message { source: gdsync::Error::QueueFull { .. }, .. }) => return,
+                        Err(Error::Message { cause: gdsync::Error::QueueFull { .. }, .. }) => return,
                         Err(other) => panic!("{other}"),
                     }
                     *n += 1;

@@ -83,7 +83,7 @@ fn a_request_is_under_way_until_its_message_is_here() {
             assert_eq!(received.test().unwrap(), None, "rank 1 sends after the barrier");
             let error = received.wait(std::time::Duration::from_millis(5)).unwrap_err();
             assert!(
-                matches!(error, mp::Error::Message { rank: 1, source: gdsync::Error::Deadline { .. }, .. }),
+                matches!(error, mp::Error::Message { rank: 1, cause: gdsync::Error::Deadline { .. }, .. }),
                 "{error}"
             );
             comm.barrier(LONG).unwrap();
@@ -142,7 +142,7 @@ fn requests_outlive_the_depth_of_the_queues() {
                     request = Some(posted);
                     true
                 }
-                Err(mp::Error::Message { rank, source: gdsync::Error::QueueFull { depth, .. }, .. }) => {
+                Err(mp::Error::Message { rank, cause: gdsync::Error::QueueFull { depth, .. }, .. }) => {
                     assert_eq!((rank, depth), (peer, 8));
                     comm.progress();
                     false
@@ -178,7 +178,7 @@ fn more_messages_than_the_depth_are_refused_while_none_is_received() {
             let error = comm.isend(&buffer, 0..8, peer).unwrap_err();
             let text = error.to_string();
             assert!(text.contains("rank 1") && text.contains("5 of 5"), "{text}");
-            assert!(text.ends_with("wait for requests, or build with a larger Builder::depth"), "{text}");
+            assert!(text.ends_with("wait for requests, or build with a larger CommunicatorBuilder::depth"), "{text}");
             comm.barrier(LONG).unwrap();
             comm.wait_all(&sent, LONG).unwrap();
             comm.wait(&comm.isend(&buffer, 0..8, peer).unwrap(), LONG).unwrap();

@@ -185,7 +185,7 @@ fn a_send_leaves_when_the_stream_gets_there() {
         assert_eq!(sent.test().unwrap(), None);
         let error = comm.isend(&buffer, 0..8, 1).unwrap_err();
         assert!(
-            matches!(error, mp::Error::Message { rank: 1, source: gdsync::Error::Busy { .. }, .. }),
+            matches!(error, mp::Error::Message { rank: 1, cause: gdsync::Error::Busy { .. }, .. }),
             "the CPU may not overtake the stream: {error}"
         );
         let text = error.to_string();

@@ -9,7 +9,7 @@ use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
 use gdsync::verbs::{Carrier, Context};
-use mp::{Communicator, Error, GpuPath, Local, Registration, Rma, Signal};
+use mp::{Communicator, Error, GpuPath, IntraHostPath, Registration, Rma, Signal};
 
 fn hca() -> Context {
     Context::soft(&SoftHcaConfig::default()).unwrap()
@@ -73,11 +73,11 @@ fn all_windows(comm: &Communicator) {
 #[test]
 fn ranks_of_a_host_use_the_device_for_them() {
     let (far, near) = (hca(), hca());
-    let builder = Communicator::builder().context(&far).local(Local::Through(near.clone()));
+    let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near.clone()));
     job_with("ranks_of_a_host_use_the_device_for_them", 3, builder, |comm| {
         for rank in 0..3 {
             let path = comm.path(rank).unwrap();
-            assert!(path.is_near(), "{path}");
+            assert!(path.is_intra_host(), "{path}");
             assert_eq!(path.to_string(), "software HCA over shared memory: the rank is on this host");
         }
         assert!(comm.path(3).is_err());
@@ -96,7 +96,7 @@ fn the_software_hca_needs_no_other_one() {
     job_with("the_software_hca_needs_no_other_one", 2, builder, |comm| {
         for rank in 0..2 {
             let path = comm.path(rank).unwrap();
-            assert!(!path.is_near() && path.reason() == "it is the software HCA already", "{path}");
+            assert!(!path.is_intra_host() && path.reason() == "it is the software HCA already", "{path}");
             assert_eq!((path.device(), path.wire()), (comm.context().description(), comm.context().wire()));
         }
     });
@@ -107,14 +107,14 @@ fn the_software_hca_needs_no_other_one() {
 fn both_ranks_of_a_pair_must_want_it() {
     let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
     let (far, near) = (hca(), hca());
-    let local = if is_last { Local::Device } else { Local::Through(near.clone()) };
-    let builder = Communicator::builder().context(&far).local(local);
+    let local = if is_last { IntraHostPath::Device } else { IntraHostPath::Through(near.clone()) };
+    let builder = Communicator::builder().context(&far).intra_host(local);
     job_with("both_ranks_of_a_pair_must_want_it", 3, builder, |comm| {
         let me = comm.rank();
         for rank in 0..3 {
             let path = comm.path(rank).unwrap();
-            assert_eq!(path.is_near(), me < 2 && rank < 2, "from {me} to {rank}: {path}");
-            assert!(path.is_near() || path.reason().contains("asked for it"), "{path}");
+            assert_eq!(path.is_intra_host(), me < 2 && rank < 2, "from {me} to {rank}: {path}");
+            assert!(path.is_intra_host() || path.reason().contains("asked for it"), "{path}");
         }
         all_pairs(comm);
         let used = |context: &Context| context.stats().wqes;
@@ -134,12 +134,12 @@ fn both_ranks_of_a_pair_must_want_it() {
 /// Whichever it is, all ranks come to the same answer.
 #[test]
 fn what_is_measured_is_the_same_for_all_ranks() {
-    let builder = Communicator::builder().context(&hca()).local(Local::Measured);
+    let builder = Communicator::builder().context(&hca()).intra_host(IntraHostPath::Measured);
     job_with("what_is_measured_is_the_same_for_all_ranks", 3, builder, |comm| {
         let paths: Vec<_> = (0..3).map(|rank| comm.path(rank).unwrap().clone()).collect();
         assert!(paths.iter().all(|path| path == &paths[0]), "{paths:?}");
         assert!(paths[0].reason().starts_with("measured, a round trip of 8 bytes"), "{}", paths[0]);
-        let chosen = [u8::from(paths[0].is_near())];
+        let chosen = [u8::from(paths[0].is_intra_host())];
         assert_eq!(comm.exchange(&chosen, LONG).unwrap(), [chosen; 3]);
         all_pairs(comm);
     });
@@ -151,21 +151,21 @@ fn a_buffer_has_a_path() {
     job_with("a_buffer_has_a_path", 2, builder, |comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let buffer = host_buffer(comm, 100_000);
-        for (range, has_slots) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
+        for (range, has_fifo) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
             let path = comm.path_of(&buffer, range, peer).unwrap();
             // Long messages may have one copy or two.
             let carrier = path.carriage().carrier();
-            assert!(carrier == Carrier::Cpu || carrier == Carrier::Pull && !has_slots, "{path}");
-            assert_eq!(path.path().has_slots(), has_slots, "{path}");
+            assert!(carrier == Carrier::Cpu || carrier == Carrier::Pull && !has_fifo, "{path}");
+            assert_eq!(path.path().has_fifo(), has_fifo, "{path}");
             assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
         }
-        assert!(!comm.path_of(&buffer, 0..8, me).unwrap().path().has_slots(), "none to itself");
+        assert!(!comm.path_of(&buffer, 0..8, me).unwrap().path().has_fifo(), "none to itself");
         let part = buffer.part(100, 50).unwrap();
         assert!(comm.path_of(&part, 0..50, peer).is_ok() && comm.path_of(&part, 0..51, peer).is_err());
         assert!(matches!(comm.path_of(&buffer, 0..8, 2), Err(Error::NoSuchRank { rank: 2, size: 2 })));
         let window = comm.window(&buffer, 0..64, LONG).unwrap();
         let path = window.path_of(&buffer, 0..8, peer).unwrap();
-        assert_eq!((path.path().has_slots(), path.carriage().carrier()), (false, Carrier::Cpu), "{path}");
+        assert_eq!((path.path().has_fifo(), path.carriage().carrier()), (false, Carrier::Cpu), "{path}");
         assert!(window.path_of(&buffer, 0..8, 2).is_err());
         comm.barrier(LONG).unwrap();
     });
@@ -175,17 +175,17 @@ fn a_buffer_has_a_path() {
 #[test]
 fn a_window_has_a_path_of_its_own() {
     let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
-    let local = if is_last { Local::Device } else { Local::Through(hca()) };
-    let builder = Communicator::builder().context(&hca()).local(local);
+    let local = if is_last { IntraHostPath::Device } else { IntraHostPath::Through(hca()) };
+    let builder = Communicator::builder().context(&hca()).intra_host(local);
     job_with("a_window_has_a_path_of_its_own", 3, builder, |comm| {
         let buffer = host_buffer(comm, 64);
         let window = comm.window(&buffer, 0..64, LONG).unwrap();
         for rank in 0..3 {
             let message = comm.path_of(&buffer, 0..8, rank).unwrap();
             let put = window.path_of(&buffer, 0..8, rank).unwrap();
-            assert_eq!(message.path().is_near(), comm.rank() < 2 && rank < 2, "{message}");
-            assert!(!put.path().is_near(), "{put}");
-            assert_eq!(put.path().reason().contains("of the window"), message.path().is_near(), "{put}");
+            assert_eq!(message.path().is_intra_host(), comm.rank() < 2 && rank < 2, "{message}");
+            assert!(!put.path().is_intra_host(), "{put}");
+            assert_eq!(put.path().reason().contains("of the window"), message.path().is_intra_host(), "{put}");
         }
         comm.barrier(LONG).unwrap();
     });
@@ -263,7 +263,7 @@ fn both_ranks_find_out_how_payload_leaves_a_gpu() {
 #[test]
 fn one_rank_alone_has_one_device() {
     let (far, near) = (hca(), hca());
-    let builder = Communicator::builder().context(&far).local(Local::Through(near));
+    let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near));
     job_with("one_rank_alone_has_one_device", 1, builder, |comm| {
         assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
         all_pairs(comm);
@@ -287,7 +287,7 @@ fn the_environment_decides_on_the_path() {
         }
         return;
     }
-    let builder = Communicator::builder().context(&hca()).local(Local::Through(hca()));
+    let builder = Communicator::builder().context(&hca()).intra_host(IntraHostPath::Through(hca()));
     match builder.spawn(2).timeout(LONG).init() {
         Ok(comm) => {
             println!("{}", comm.path(1 - comm.rank()).unwrap());

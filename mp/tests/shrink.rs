@@ -337,7 +337,7 @@ fn an_exchange_may_be_unable() {
     #[derive(Debug)]
     struct Alone;
 
-    impl mp::bootstrap::Exchange for Alone {
+    impl mp::Exchange for Alone {
         fn rank(&self) -> usize {
             0
         }

@@ -14,7 +14,7 @@ use gdsync::hca::SoftHcaConfig;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::Batch;
 use gdsync::verbs::Context;
-use mp::{Communicator, Error, Local, Registration, Request, Status};
+use mp::{Communicator, Error, IntraHostPath, Registration, Request, Status};
 
 /// So many messages one after the other let slots open, whatever happened before.
 const MANY: usize = 64;
@@ -36,9 +36,9 @@ fn play(comm: &Communicator, buffer: &Registration, n: usize, len: usize) {
 fn open(comm: &Communicator, buffer: &Registration) {
     let peer = 1 - comm.rank();
     until("slots open", || {
-        let before = comm.through_slots(peer).unwrap();
+        let before = comm.fifo_messages(peer).unwrap();
         (0..MANY).for_each(|n| play(comm, buffer, n, 8));
-        let (sent, received) = comm.through_slots(peer).unwrap();
+        let (sent, received) = comm.fifo_messages(peer).unwrap();
         let open = [u8::from(sent > before.0 && received > before.1)];
         comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
     });
@@ -96,13 +96,13 @@ fn messages_of_all_sizes_take_slots_or_do_not() {
     job("messages_of_all_sizes_take_slots_or_do_not", 2, |comm| {
         let buffer = buffer(comm, 16384);
         let path = comm.path(1 - comm.rank()).unwrap();
-        assert!(path.has_slots() && path.to_string().contains("short messages through slots"), "{path}");
-        assert!(!comm.path(comm.rank()).unwrap().has_slots());
+        assert!(path.has_fifo() && path.to_string().contains("short messages through slots"), "{path}");
+        assert!(!comm.path(comm.rank()).unwrap().has_fifo());
         for len in [0, 1, 7, 8, 55, 56, 57, 64, 1000, 4095, 4096] {
-            let before = comm.through_slots(1 - comm.rank()).unwrap();
+            let before = comm.fifo_messages(1 - comm.rank()).unwrap();
             (0..MANY).for_each(|n| play(comm, &buffer, n, len));
             open(comm, &buffer);
-            assert!(comm.through_slots(1 - comm.rank()).unwrap() > before);
+            assert!(comm.fifo_messages(1 - comm.rank()).unwrap() > before);
         }
         for n in 0..MANY {
             play(comm, &buffer, n, [8, 4097, 8, 8192][n % 4]);
@@ -111,31 +111,31 @@ fn messages_of_all_sizes_take_slots_or_do_not() {
 }
 
 #[track_caller]
-fn declined(name: &str, local: Local, watch: bool) {
+fn declined(name: &str, local: IntraHostPath, watch: bool) {
     let context = Context::soft(&SoftHcaConfig::default()).unwrap();
-    let builder = Communicator::builder().context(&context).local(local).watch(watch);
+    let builder = Communicator::builder().context(&context).intra_host(local).watch(watch);
     job_with(name, 2, builder, |comm| {
         let buffer = buffer(comm, 16384);
-        assert!(!comm.path(1 - comm.rank()).unwrap().has_slots());
+        assert!(!comm.path(1 - comm.rank()).unwrap().has_fifo());
         (0..MANY).for_each(|n| play(comm, &buffer, n, 8));
-        assert_eq!(comm.through_slots(1 - comm.rank()).unwrap(), (0, 0));
+        assert_eq!(comm.fifo_messages(1 - comm.rank()).unwrap(), (0, 0));
     });
 }
 
 #[test]
 fn queues_have_no_slots() {
-    declined("queues_have_no_slots", Local::Queues, true);
+    declined("queues_have_no_slots", IntraHostPath::Queues, true);
 }
 
 #[test]
 fn the_device_alone_has_no_slots() {
-    declined("the_device_alone_has_no_slots", Local::Device, true);
+    declined("the_device_alone_has_no_slots", IntraHostPath::Device, true);
 }
 
 /// Whom nobody watches might hold a sender's stream up.
 #[test]
 fn without_a_watching_thread_there_are_no_slots() {
-    declined("without_a_watching_thread_there_are_no_slots", Local::Soft, false);
+    declined("without_a_watching_thread_there_are_no_slots", IntraHostPath::Soft, false);
 }
 
 /// What comes before its receive waits in slots, and behind them in the queue pair.
@@ -244,7 +244,7 @@ fn a_wait_runs_out_and_the_message_comes() {
                 assert_eq!(received.test().unwrap(), None);
                 for error in [comm.wait(&received, limit), received.wait(limit)].map(Result::unwrap_err) {
                     assert!(
-                        matches!(error, Error::Message { rank: 1, source: gdsync::Error::Deadline { after, .. }, .. }
+                        matches!(error, Error::Message { rank: 1, cause: gdsync::Error::Deadline { after, .. }, .. }
                             if after == limit),
                         "{error}"
                     );
@@ -304,10 +304,10 @@ fn a_rank_that_was_given_up_cannot_send_through_slots() {
             comm.barrier(LONG).unwrap();
         } else {
             comm.barrier(LONG).unwrap();
-            let before = comm.through_slots(peer).unwrap().0;
+            let before = comm.fifo_messages(peer).unwrap().0;
             let error = comm.isend(&buffer, 0..8, peer).and_then(|sent| comm.wait(&sent, LONG)).unwrap_err();
             assert!(error.to_string().contains(&gdsync::Error::GivenUpByPeer.to_string()), "{error}");
-            assert_eq!(comm.through_slots(peer).unwrap().0, before);
+            assert_eq!(comm.fifo_messages(peer).unwrap().0, before);
         }
         comm.barrier(LONG).unwrap();
         assert_eq!(comm.lost(), [peer]);
@@ -362,7 +362,7 @@ fn open_with_receives_ahead(
     let receive = |n: usize| comm.irecv(buffer, place(n), peer).unwrap();
     let mut received: VecDeque<_> = (0..ahead).map(receive).collect();
     let len = |n: usize| [8, 56, 57, 500][n % 4];
-    let (mut n, before) = (0, comm.through_slots(peer).unwrap());
+    let (mut n, before) = (0, comm.fifo_messages(peer).unwrap());
     until("slots open", || {
         for _ in 0..MANY {
             received.push_back(receive(n + ahead));
@@ -375,7 +375,7 @@ fn open_with_receives_ahead(
             comm.wait(&sent, LONG).unwrap();
             n += 1;
         }
-        let (sent, received) = comm.through_slots(peer).unwrap();
+        let (sent, received) = comm.fifo_messages(peer).unwrap();
         let open = [u8::from(sent > before.0 && received > before.1)];
         comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
     });
@@ -452,10 +452,10 @@ fn a_receive_that_the_cpu_cannot_fill_fails_alone() {
         until("both messages take slots", || {
             open(comm, &buffer);
             // A wait that was long has closed them again.
-            let before = comm.through_slots(peer).unwrap().0;
+            let before = comm.fifo_messages(peer).unwrap().0;
             let lens: &[usize] = if comm.rank() == 1 { &[8, 7] } else { &[] };
             let sent: Vec<_> = lens.iter().map(|&len| comm.isend(&buffer, 0..len, peer).unwrap()).collect();
-            let taken = comm.through_slots(peer).unwrap().0 - before;
+            let taken = comm.fifo_messages(peer).unwrap().0 - before;
             let are_there = comm.exchange(&[u8::from(taken == 2)], LONG).unwrap()[1] == [1];
             if let Some(memory) = &memory {
                 let first = if are_there { memory } else { &buffer };
@@ -464,7 +464,7 @@ fn a_receive_that_the_cpu_cannot_fill_fails_alone() {
                     for error in [comm.wait(&received, LONG).unwrap_err(), received.test().unwrap_err()] {
                         let is_told = matches!(
                             error,
-                            Error::Message { rank: 1, source: gdsync::Error::NotMapped { .. }, .. }
+                            Error::Message { rank: 1, cause: gdsync::Error::NotMapped { .. }, .. }
                         );
                         assert!(is_told, "{error}");
                     }
@@ -508,18 +508,18 @@ fn messages_have_pieces_in_slots() {
         let (peer, all) = (1 - comm.rank(), buffer(comm, 16384));
         for (round, len) in [(0, 10), (1, 56), (2, 3000)] {
             open(comm, &all);
-            let before = comm.through_slots(peer).unwrap();
+            let before = comm.fifo_messages(peer).unwrap();
             let whole = message(comm.rank(), peer, round, len);
             all.memory().write(100, &whole[..len / 3]).unwrap();
             all.memory().write(4000, &whole[len / 3..]).unwrap();
-            let received = comm.irecvv(&[(&all, 8192..8195), (&all, 12000..16000)], peer).unwrap();
+            let received = comm.irecv_vectored(&[(&all, 8192..8195), (&all, 12000..16000)], peer).unwrap();
             let pieces = [(&all, 100..100 + len / 3), (&all, 4000..4000 + len - len / 3)];
-            let sent = comm.isendv(&pieces, peer).unwrap();
+            let sent = comm.isend_vectored(&pieces, peer).unwrap();
             assert_eq!(comm.wait(&received, LONG).unwrap().bytes, len);
             comm.wait(&sent, LONG).unwrap();
             let came = [bytes(&all, 8192..8195), bytes(&all, 12000..12000 + len - 3)].concat();
             assert_eq!(came, message(peer, comm.rank(), round, len));
-            assert!(comm.through_slots(peer).unwrap() >= before);
+            assert!(comm.fifo_messages(peer).unwrap() >= before);
         }
     });
 }

@@ -74,7 +74,7 @@ fn send(comm: &Communicator, s: &Stream, outbox: &Registration, plan: Plan, n: u
     outbox.memory().write(start, &bytes).unwrap();
     match plan.sends_by() {
         0 | 1 => comm.isend(outbox, start..end, to).unwrap(),
-        2 => comm.isendv(&[(outbox, start..middle), (outbox, middle..end)], to).unwrap(),
+        2 => comm.isend_vectored(&[(outbox, start..middle), (outbox, middle..end)], to).unwrap(),
         3 => comm.isend_on_stream(s, outbox, start..end, to).unwrap(),
         4 => {
             // One that is taken back has never been.
@@ -146,7 +146,7 @@ fn messages_of_every_kind_take_turns() {
         let windows = wanted.div_ceil(WINDOW);
         (0..windows).for_each(|window| play(comm, [&s, &waits], [&outbox, &inbox], window));
         let all: usize = (0..windows).map(|window| Plan { from: comm.rank(), window }.count()).sum();
-        let (sent, received) = comm.through_slots(peer).unwrap();
+        let (sent, received) = comm.fifo_messages(peer).unwrap();
         println!("{sent} of {all} messages were sent through slots, {received} received");
         assert!(sent < all as u64, "others were sent by streams");
     });

@@ -53,7 +53,7 @@ fn send(comm: &Communicator, s: &Stream, outbox: &Registration, to: usize, first
         _ => messages
             .map(|range| {
                 let middle = range.start + range.len() / 3;
-                comm.isendv(&[(outbox, range.start..middle), (outbox, middle..range.end)], to).unwrap()
+                comm.isend_vectored(&[(outbox, range.start..middle), (outbox, middle..range.end)], to).unwrap()
             })
             .collect(),
     }

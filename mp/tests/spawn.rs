@@ -8,9 +8,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use mp::Error;
-use mp::bootstrap::Bootstrap;
+use mp::launch::Bootstrap;
 use mp::launch::Launch;
-use mp::spawn::{Children, spawn_command, spawn_self};
+use mp::launch::{Children, spawn_command, spawn_self};
 
 /// Generous: reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);

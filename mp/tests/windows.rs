@@ -173,18 +173,18 @@ fn pieces_are_put_and_got_in_one_go() {
             let of = |i: usize| if i.is_multiple_of(3) { &a } else { &b };
             let pieces: Vec<_> = (0..count).map(|i| (of(i), range(i))).collect();
             let whole: Vec<u8> = (0..count).flat_map(|i| bytes(of(i), range(i))).collect();
-            let put = window.start(&Rma::putv(&pieces, peer, 16)).unwrap();
+            let put = window.start(&Rma::put_vectored(&pieces, peer, 16)).unwrap();
             assert_eq!(comm.wait(&put, LONG).unwrap(), Status { rank: peer, bytes: whole.len() });
             // The other way round, so that each piece has another length.
             let places: Vec<_> =
                 (0..count).rev().map(|i| (&back, 200 * i..200 * i + range(i).len())).collect();
-            let get = window.start(&Rma::getv(&places, peer, 16)).unwrap();
+            let get = window.start(&Rma::get_vectored(&places, peer, 16)).unwrap();
             assert_eq!(comm.wait(&get, LONG).unwrap(), Status { rank: peer, bytes: whole.len() });
             let got: Vec<u8> = places.iter().flat_map(|(_, range)| bytes(&back, range.clone())).collect();
             assert!(got == whole, "{count} pieces");
         }
         let most = [(&a, 0..4096), (&b, 0..4096)];
-        let error = window.start(&Rma::putv(&most, peer, 1)).unwrap_err();
+        let error = window.start(&Rma::put_vectored(&most, peer, 1)).unwrap_err();
         assert!(matches!(error, Error::OutsideWindow { offset: 1, len: 8192, .. }), "{error}");
         window.destroy(LONG).unwrap();
     });
@@ -227,13 +227,13 @@ fn requests_outlive_the_depth_of_the_queues() {
         let pieces: Vec<_> = (0..40).map(|i| (&local, i..i + 1)).collect();
         let mut puts = Vec::new();
         for n in 0..300 {
-            let put = Rma::putv(&pieces[..n % 41], peer, 0).with_signal(Signal::set(48, n as u64));
+            let put = Rma::put_vectored(&pieces[..n % 41], peer, 0).with_signal(Signal::set(48, n as u64));
             until("the queue stays full", || match window.start(&put) {
                 Ok(put) => {
                     puts.push(put);
                     true
                 }
-                Err(Error::Message { source: gdsync::Error::QueueFull { .. }, .. }) => false,
+                Err(Error::Message { cause: gdsync::Error::QueueFull { .. }, .. }) => false,
                 Err(other) => panic!("{other}"),
             });
         }
@@ -244,10 +244,10 @@ fn requests_outlive_the_depth_of_the_queues() {
         assert_eq!(puts.len(), 300);
         // More than the queue can ever take.
         let pieces: Vec<_> = (0..64).flat_map(|_| [(&local, 0..1), (&local, 3..4)]).collect();
-        let error = window.start(&Rma::putv(&pieces, peer, 0)).unwrap_err();
+        let error = window.start(&Rma::put_vectored(&pieces, peer, 0)).unwrap_err();
         let full = matches!(
             error,
-            Error::Message { source: gdsync::Error::QueueFull { outstanding: 22, depth: 16, .. }, .. }
+            Error::Message { cause: gdsync::Error::QueueFull { outstanding: 22, depth: 16, .. }, .. }
         );
         assert!(full, "{error}");
         window.destroy(LONG).unwrap();
@@ -269,7 +269,7 @@ fn puts_that_nobody_waits_for_arrive() {
         for n in 0..COUNT {
             let n = (n * 7919) % COUNT;
             while let Err(error) = window.put(&outbox, n..n + 1, peer, n) {
-                let full = matches!(error, Error::Message { source: gdsync::Error::QueueFull { .. }, .. });
+                let full = matches!(error, Error::Message { cause: gdsync::Error::QueueFull { .. }, .. });
                 assert!(full, "{error}");
             }
         }

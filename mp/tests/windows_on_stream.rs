@@ -116,7 +116,7 @@ fn puts_and_gets_wait_for_their_stream() {
         // The connection belongs to the stream now; that of another window does not.
         let error = window.put(&local, 0..8, 1, 8).unwrap_err();
         assert!(
-            matches!(error, Error::Message { rank: 1, source: gdsync::Error::Busy { .. }, .. }),
+            matches!(error, Error::Message { rank: 1, cause: gdsync::Error::Busy { .. }, .. }),
             "the CPU may not overtake the stream: {error}"
         );
         let _detached = other.start(&Rma::put_bytes(b"overtake", 1, 16)).unwrap();
@@ -258,7 +258,7 @@ fn streams_wait_for_all_operations_on_a_rank() {
         window.flush_on_stream(&s, peer).unwrap();
         let error = window.flush_on_stream(&other, peer).unwrap_err();
         assert!(
-            matches!(error, Error::Message { rank, source: gdsync::Error::Busy { .. }, .. } if rank == peer),
+            matches!(error, Error::Message { rank, cause: gdsync::Error::Busy { .. }, .. } if rank == peer),
             "{error}"
         );
         word.store(1);

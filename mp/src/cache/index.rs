@@ -1,4 +1,4 @@
-//! Registrations by address.
+//! The index of the cache: registrations by address.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,19 +6,19 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 
 use gdsync::cuda::Gpu;
 
-use crate::communicator::Registration;
+use crate::registration::Registration;
 
-/// Devices map the memory of GPUs in pages of so many bytes.
+/// The page size by is_selected devices map GPU memory.
 const GPU_PAGE: u64 = 64 << 10;
 
 /// A registration of a range of addresses.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) range: Range<u64>,
-    /// The GPU that the memory is on, and the number of its allocation.
+    /// The GPU of the memory, and the number of its allocation in CUDA.
     pub(super) home: Option<(Gpu, u64)>,
     pub(super) registration: Registration,
-    /// Handles of GPU memory: while there is one it cannot have been freed.
+    /// Handles of GPU memory: while there is one the memory cannot have been freed.
     handles: AtomicIsize,
 }
 
@@ -33,8 +33,7 @@ impl Entry {
         self.registration.part(number(range.start - self.range.start), number(range.end - range.start))
     }
 
-    /// Counts handles where that proves something.
-    #[inline]
+    /// Counts handles of GPU memory.
     pub(super) fn count_handle(&self, more: isize) {
         if self.home.is_some() {
             self.handles.fetch_add(more, Ordering::Relaxed);
@@ -54,7 +53,7 @@ impl Entry {
         self.home.as_ref().map(|(home, _)| context(home)) == gpu.map(context)
     }
 
-    /// Whether CUDA still has the allocation. Host memory is taken to be there.
+    /// Whether CUDA still has the allocation. Host memory is assumed to be there.
     pub(super) fn is_alive(&self) -> gdsync::Result<bool> {
         match &self.home {
             Some((gpu, id)) => Ok(gpu.buffer_id(self.range.start)? == *id),
@@ -63,14 +62,14 @@ impl Entry {
     }
 }
 
-/// Bytes of a GPU's window that a range takes.
+/// Bytes of the window of a GPU that a range takes.
 pub(super) fn window(range: &Range<u64>) -> u64 {
     range.end.saturating_add(GPU_PAGE - 1) / GPU_PAGE * GPU_PAGE - range.start / GPU_PAGE * GPU_PAGE
 }
 
-/// An entry, with what a lookup needs of it beside the others'.
+/// An entry in the index. Its range is copied, so that lookups stay in one array.
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(super) struct IndexedEntry {
     start: u64,
     end: u64,
     /// When it was used last.
@@ -78,8 +77,8 @@ pub(super) struct Slot {
     pub(super) entry: Arc<Entry>,
 }
 
-impl Slot {
-    /// Whether only the index has it. To be asked while nobody else can look it up.
+impl IndexedEntry {
+    /// Whether only the index has it. The index must be locked.
     pub(super) fn is_idle(&self) -> bool {
         Arc::strong_count(&self.entry) == 1 && self.entry.registration.is_only()
     }
@@ -87,48 +86,47 @@ impl Slot {
 
 /// Entries that do not overlap, in the order of their addresses.
 #[derive(Debug, Default)]
-pub(super) struct Index(Vec<Slot>);
+pub(super) struct Index(Vec<IndexedEntry>);
 
 impl Index {
-    pub(super) fn slots(&self) -> &[Slot] {
+    pub(super) fn entries(&self) -> &[IndexedEntry] {
         &self.0
     }
 
     /// The entry that a range lies in.
-    #[inline]
-    pub(super) fn covering(&mut self, range: &Range<u64>) -> Option<&mut Slot> {
-        let at = self.0.partition_point(|slot| slot.start <= range.start).checked_sub(1)?;
-        self.0.get_mut(at).filter(|slot| range.end <= slot.end)
+    pub(super) fn covering(&mut self, range: &Range<u64>) -> Option<&mut IndexedEntry> {
+        let at = self.0.partition_point(|indexed| indexed.start <= range.start).checked_sub(1)?;
+        self.0.get_mut(at).filter(|indexed| range.end <= indexed.end)
     }
 
-    /// Takes out what overlaps a range.
-    pub(super) fn take_overlapping(&mut self, range: &Range<u64>) -> Vec<Slot> {
-        let first = self.0.partition_point(|slot| slot.end <= range.start);
-        let last = self.0.partition_point(|slot| slot.start < range.end);
+    /// Removes what overlaps a range.
+    pub(super) fn take_overlapping(&mut self, range: &Range<u64>) -> Vec<IndexedEntry> {
+        let first = self.0.partition_point(|indexed| indexed.end <= range.start);
+        let last = self.0.partition_point(|indexed| indexed.start < range.end);
         self.0.drain(first..last).collect()
     }
 
-    /// Takes out what is at a place of [`Index::slots`].
-    pub(super) fn take(&mut self, at: usize) -> Slot {
+    /// Removes the entry at a position of [`Index::entries`].
+    pub(super) fn take(&mut self, at: usize) -> IndexedEntry {
         self.0.remove(at)
     }
 
-    /// Takes out an entry, if it is there.
-    pub(super) fn take_entry(&mut self, entry: &Arc<Entry>) -> Option<Slot> {
-        let at = self.0.iter().position(|slot| Arc::ptr_eq(&slot.entry, entry))?;
+    /// Removes an entry, if it is there.
+    pub(super) fn take_entry(&mut self, entry: &Arc<Entry>) -> Option<IndexedEntry> {
+        let at = self.0.iter().position(|indexed| Arc::ptr_eq(&indexed.entry, entry))?;
         Some(self.0.remove(at))
     }
 
     /// Adds an entry that overlaps none.
     pub(super) fn insert(&mut self, entry: Arc<Entry>, used: u64) {
         let Range { start, end } = entry.range;
-        let at = self.0.partition_point(|slot| slot.start < start);
-        self.0.insert(at, Slot { start, end, used, entry });
+        let at = self.0.partition_point(|indexed| indexed.start < start);
+        self.0.insert(at, IndexedEntry { start, end, used, entry });
     }
 
-    /// The idle entry that was not used for longest, of those that `which` is true of: when that was, and its place.
-    pub(super) fn oldest_idle(&self, which: impl Fn(&Slot) -> bool) -> Option<(u64, usize)> {
-        let slots = self.0.iter().enumerate().filter(|(_, slot)| which(slot) && slot.is_idle());
-        slots.map(|(at, slot)| (slot.used, at)).min()
+    /// The least recently used of the idle entries that are selected: the time of its use, and its position.
+    pub(super) fn oldest_idle(&self, is_selected: impl Fn(&IndexedEntry) -> bool) -> Option<(u64, usize)> {
+        let idle = self.0.iter().enumerate().filter(|(_, indexed)| is_selected(indexed) && indexed.is_idle());
+        idle.map(|(at, indexed)| (indexed.used, at)).min()
     }
 }

@@ -1,13 +1,13 @@
-//! Who talks to whom: the algorithms, without memory or messages.
+//! The algorithms: which rank exchanges which blocks with which, without memory or messages.
 
 use std::ops::Range;
 
-/// What a rank does in one round with blocks of data, all of it at once.
+/// The blocks of data that a rank sends and receives in one round.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Exchange {
-    /// Blocks to send, and to whom.
+    /// Blocks to send, and their receivers.
     pub(super) send: Vec<(usize, Range<usize>)>,
-    /// Blocks to receive, and from whom.
+    /// Blocks to receive, and their senders.
     pub(super) recv: Vec<(usize, Range<usize>)>,
 }
 
@@ -25,7 +25,7 @@ pub(super) fn barrier(rank: usize, size: usize) -> Vec<Exchange> {
 pub(super) fn broadcast(rank: usize, size: usize, root: usize) -> Vec<Exchange> {
     let me = (rank + size - root) % size;
     let real = |relative: usize| (relative + root) % size;
-    // The lowest bit of a rank says where it hangs; the root has bits above all.
+    // The lowest set bit of a rank is its level in the tree; the root is above all.
     let reach = if me == 0 { size.next_power_of_two() } else { me & me.wrapping_neg() };
     let recv = if me == 0 { vec![] } else { vec![(real(me - reach), 0..1)] };
     let children = std::iter::successors(Some(reach / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
@@ -33,7 +33,7 @@ pub(super) fn broadcast(rank: usize, size: usize, root: usize) -> Vec<Exchange> 
     [Exchange { send: vec![], recv }, Exchange { send, recv: vec![] }].into()
 }
 
-/// Block r is of rank r. Recursive doubling for powers of two, else a ring.
+/// Block r is that of rank r. Recursive doubling for powers of two, else a ring.
 pub(super) fn allgather(rank: usize, size: usize) -> Vec<Exchange> {
     if size.is_power_of_two() {
         let steps = std::iter::successors(Some(1), |d| Some(d * 2)).take_while(|&d| d < size);
@@ -53,7 +53,7 @@ pub(super) fn allgather(rank: usize, size: usize) -> Vec<Exchange> {
     (1..size).map(|step| exchange(right, block(step - 1), left, block(step))).collect()
 }
 
-/// Pairwise: block r goes to, or comes from, rank r; the own one first.
+/// Pairwise: block r goes to and comes from rank r, starting with the own rank.
 pub(super) fn alltoall(rank: usize, size: usize) -> Vec<Exchange> {
     (0..size)
         .map(|step| {

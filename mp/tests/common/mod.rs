@@ -72,7 +72,7 @@ pub fn job(name: &str, size: usize, body: impl FnOnce(&Communicator)) {
 
 /// As [`job`], with what the builder says.
 #[track_caller]
-pub fn job_with(name: &str, size: usize, builder: mp::Builder, body: impl FnOnce(&Communicator)) {
+pub fn job_with(name: &str, size: usize, builder: mp::CommunicatorBuilder, body: impl FnOnce(&Communicator)) {
     if !is_part_of(name) {
         let output = myself(name).output().unwrap();
         let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
@@ -120,9 +120,9 @@ pub fn free_port() -> u16 {
 #[track_caller]
 pub fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
     match error {
-        Error::Message { rank, source, .. } => {
+        Error::Message { rank, cause, .. } => {
             assert_eq!(*rank, with, "{error}");
-            assert!(cause(source).is_some_and(|cause| syndromes.contains(&cause)), "{error}");
+            assert!(syndrome(cause).is_some_and(|syndrome| syndromes.contains(&syndrome)), "{error}");
             assert!(error.to_string().contains(&format!("rank {with}")), "{error}");
         }
         other => panic!("{other}"),
@@ -130,10 +130,10 @@ pub fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
 }
 
 /// What a queue pair failed for, or the one beside it for whose sake it was stopped.
-pub fn cause(error: &gdsync::Error) -> Option<Syndrome> {
+pub fn syndrome(error: &gdsync::Error) -> Option<Syndrome> {
     match error {
         gdsync::Error::Completion(error) => Some(error.syndrome),
-        gdsync::Error::QpStopped { reason, .. } => cause(reason),
+        gdsync::Error::QpStopped { reason, .. } => syndrome(reason),
         // What the software HCA says where nothing was under way; others find out by a send of their own.
         gdsync::Error::PeerGone { .. } => Some(Syndrome::RETRY_EXC_ERR),
         _ => None,
