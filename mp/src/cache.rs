@@ -51,6 +51,7 @@ const QUERIES: usize = 8;
 
 /// Which registrations stay after their handles are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Keep {
     /// None: memory is registered at each call.
     Nothing,
@@ -63,6 +64,7 @@ pub enum Keep {
 /// Bounds of a [`Cache`], and what it keeps. The environment's `MP_REG_CACHE` overrides
 /// [`CacheConfig::keep`]: `off`, `gpu` or `on`.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CacheConfig {
     /// Which registrations are kept (default all).
     pub keep: Keep,
@@ -256,6 +258,7 @@ impl Known {
 
 /// The counters of a [`Cache`], and its contents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CacheStats {
     /// Uses of a kept registration.
     pub hits: u64,

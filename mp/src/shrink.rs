@@ -14,6 +14,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 
 /// What [`Communicator::shrink`] returns.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Shrunk {
     /// The surviving ranks, numbered from 0 in their order.
     pub communicator: Communicator,

@@ -1,13 +1,11 @@
 //! What goes wrong: bad arguments, wrong lengths, ranks that die, launchers that contradict themselves.
 
-mod common;
-
 use std::env;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{LONG, buffer, bytes, failed, syndrome, is_part_of, job, myself, stream, until};
+use crate::common::{LONG, buffer, bytes, failed, is_part_of, job, myself, stream, syndrome, until};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
 use mp::Exchange;
@@ -457,10 +455,14 @@ fn two_ways_to_begin_are_told_apart() {
         let error = error.unwrap_err().to_string();
         eprintln!("{error}");
         assert!(
-            error.contains("is in CommunicatorBuilder::init while") || error.contains("rank 0 is in CommunicatorBuilder::init"),
+            error.contains("is in CommunicatorBuilder::init while")
+                || error.contains("rank 0 is in CommunicatorBuilder::init"),
             "{error}"
         );
-        assert!(error.contains("call CommunicatorBuilder::init in all ranks, or CommunicatorBuilder::init_over in all"), "{error}");
+        assert!(
+            error.contains("call CommunicatorBuilder::init in all ranks, or init_over in all"),
+            "{error}"
+        );
         return;
     }
     for who in ["0", "1", "2"] {

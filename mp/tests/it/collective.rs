@@ -1,10 +1,8 @@
 //! Collectives between processes, blocking and on streams, with every byte checked.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{LONG, buffer, bytes, gpu, job, job_with, message, stream};
+use crate::common::{LONG, buffer, bytes, gpu, job, job_with, message, stream};
 use gdsync::stream::{Cond, HostStreamConfig, Stream};
 use mp::collective::{Collectives, Number, Pending, Reduction};
 use mp::{Communicator, Error, Registration};

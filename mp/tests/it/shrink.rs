@@ -1,14 +1,12 @@
 //! Ranks die, the others go on in a smaller communicator: who is left, in which order, and that it is a whole one.
 
-mod common;
-
 use std::env;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
 use std::thread::{sleep, spawn};
 use std::time::Duration;
 
-use common::{LONG, buffer, bytes, is_part_of, message, ranks, stream, until};
+use crate::common::{LONG, buffer, bytes, is_part_of, message, ranks, stream, until};
 use mp::collective::{Collectives, Reduction};
 use mp::{Communicator, Error, Shrunk};
 
@@ -79,7 +77,7 @@ fn round(comm: &Communicator, dead: &[usize]) -> Communicator {
         die();
     }
     miss(comm, dead[0]);
-    let Shrunk { communicator, former } = comm.shrink(LONG).unwrap();
+    let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
     let left: Vec<_> = (0..comm.size()).filter(|rank| !dead.contains(rank)).collect();
     assert_eq!(former, left);
     let error = comm.clone().finalize(LONG).unwrap_err().to_string();
@@ -312,12 +310,12 @@ fn a_rank_that_is_late_is_named() {
 #[test]
 fn children_are_kept() {
     const NAME: &str = "children_are_kept";
-    common::job(NAME, 4, |comm| {
+    crate::common::job(NAME, 4, |comm| {
         if comm.rank() == 1 {
             die();
         }
         miss(comm, 1);
-        let Shrunk { communicator, former } = comm.shrink(LONG).unwrap();
+        let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
         assert_eq!(former, [0, 2, 3]);
         play(&communicator).unwrap();
         let first = communicator.rank() == 0;
@@ -327,7 +325,7 @@ fn children_are_kept() {
         }
         communicator.finalize(LONG).unwrap();
         // The old one has nobody to meet.
-        std::process::exit(if first { common::DONE } else { 0 });
+        std::process::exit(if first { crate::common::DONE } else { 0 });
     });
 }
 

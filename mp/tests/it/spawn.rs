@@ -21,7 +21,10 @@ const ROLE: &str = "GDSYNC_TEST_ROLE";
 /// A command that runs only the test `entry` of this binary, in `role`.
 fn myself(entry: &str, role: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", entry, "--nocapture", "--test-threads=1"]).env(ROLE, role).stdout(Stdio::null());
+    command
+        .args(["--exact", &format!("spawn::{entry}"), "--nocapture", "--test-threads=1"])
+        .env(ROLE, role)
+        .stdout(Stdio::null());
     command
 }
 

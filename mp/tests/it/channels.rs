@@ -1,7 +1,5 @@
 //! Channels: messages that graphs repeat, each launch with credit of its own.
 
-mod common;
-
 use std::ops::Range;
 use std::process::exit;
 use std::sync::Arc;
@@ -9,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{sleep, yield_now};
 use std::time::Duration;
 
-use common::{DONE, LONG, buffer, bytes, gpu, host_buffer, job, job_with, message, stream, syndrome};
+use crate::common::{DONE, LONG, buffer, bytes, gpu, host_buffer, job, job_with, message, stream, syndrome};
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Graph, Stream, Via};
 use mp::{Channel, Communicator, Error, Registration};
@@ -334,7 +332,7 @@ fn a_launch_ends_with_its_peer(
         let error = graph.launch(&s).unwrap_err();
         assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
         let error = wait(&channel, &s, &memory).unwrap_err();
-        common::failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+        crate::common::failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
         exit(DONE);
     });
 }

@@ -1,12 +1,12 @@
 //! Tagged messages between processes.
 
-mod common;
-
 use std::collections::HashMap;
 use std::process::{abort, exit};
 use std::time::Duration;
 
-use common::{LONG, buffer, bytes, failed, host_buffer, is_part_of, job, job_with, message, ranks, until};
+use crate::common::{
+    LONG, buffer, bytes, failed, host_buffer, is_part_of, job, job_with, message, ranks, until,
+};
 use gdsync::mlx5::Syndrome;
 use mp::tagged::{Request, Source, Status, Tag, Tagged};
 use mp::{Communicator, Error, Shrunk};
@@ -395,7 +395,7 @@ fn ranks_that_are_left_shrink_and_go_on() {
     }
     assert_eq!(tagged.irecv(&buffer, 8..16, peer, 1).unwrap().wait(LONG).unwrap().bytes, 8);
     tagged.isend(&buffer, 0..8, peer, 3).unwrap_err();
-    let Shrunk { communicator, former } = left;
+    let Shrunk { communicator, former, .. } = left;
     assert_eq!(former, [0, 2]);
     pairs(&communicator, smaller);
     communicator.finalize(LONG).unwrap();

@@ -5,8 +5,8 @@ use std::process::Command;
 
 use mp::launch::Root;
 
-use super::common::{is_part_of, myself};
 use super::{all_are_done, output, port, programs, rank, under};
+use crate::common::{is_part_of, myself};
 
 /// Names of an MPI's launcher, and what it has of these in what it says of its version.
 struct Brand(&'static [&'static str], &'static [&'static str]);

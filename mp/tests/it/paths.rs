@@ -1,8 +1,6 @@
 //! Messages between ranks of one host through a device of their own.
 
-mod common;
-
-use common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
+use crate::common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
 use gdrcopy::standin::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
@@ -185,7 +183,11 @@ fn a_window_has_a_path_of_its_own() {
             let put = window.path_of(&buffer, 0..8, rank).unwrap();
             assert_eq!(message.path().is_intra_host(), comm.rank() < 2 && rank < 2, "{message}");
             assert!(!put.path().is_intra_host(), "{put}");
-            assert_eq!(put.path().reason().contains("of the window"), message.path().is_intra_host(), "{put}");
+            assert_eq!(
+                put.path().reason().contains("of the window"),
+                message.path().is_intra_host(),
+                "{put}"
+            );
         }
         comm.barrier(LONG).unwrap();
     });

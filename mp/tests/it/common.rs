@@ -1,5 +1,5 @@
 //! What the tests of communicators share: jobs of real processes, and messages that prove themselves.
-#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
+#![allow(dead_code, unreachable_pub, reason = "other test programs include this file, and use parts of it")]
 
 use std::env;
 use std::net::TcpListener;

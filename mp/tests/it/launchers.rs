@@ -1,8 +1,6 @@
 //! Ranks that the real launchers start, where they are installed: `mpirun` of Open MPI, MPICH and Intel MPI, `srun` under a
 //! Slurm of the test's own, `torchrun`; and shells without one.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod mpirun;
 mod slurm;
 mod torchrun;
@@ -13,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use common::{LONG, buffer, bytes, is_part_of, message, myself};
+use crate::common::{LONG, buffer, bytes, is_part_of, message, myself};
 use mp::Communicator;
 use mp::collective::Collectives;
 use mp::launch::{Launch, Root};

@@ -1,8 +1,6 @@
 //! Requests and registrations that are dropped while their messages are under way.
 
-mod common;
-
-use common::{LONG, buffer, bytes, gpu, job, job_with, message, stream, until};
+use crate::common::{LONG, buffer, bytes, gpu, job, job_with, message, stream, until};
 use gdsync::memory::Memory;
 use mp::{Communicator, Error};
 

@@ -1,8 +1,6 @@
 //! Windows: memory of other ranks, read and written by themselves.
 
-mod common;
-
-use common::{LONG, buffer, bytes, job, job_with, message, until};
+use crate::common::{LONG, buffer, bytes, job, job_with, message, until};
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
 use mp::{Communicator, Error, MAX_INLINE, Rma, Signal, Status};

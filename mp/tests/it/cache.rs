@@ -1,11 +1,9 @@
 //! Messages from and into the application's own memory, through the registration cache.
 
-mod common;
-
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 
-use common::{LONG, bytes, is_part_of, job_with, message, myself};
+use crate::common::{LONG, bytes, is_part_of, job_with, message, myself};
 use gdsync::hca::SoftHcaConfig;
 use gdsync::verbs::Context;
 use mp::Communicator;

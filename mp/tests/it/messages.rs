@@ -1,8 +1,6 @@
 //! Messages between processes, started and awaited by the CPU.
 
-mod common;
-
-use common::{LONG, buffer, bytes, job, job_with, message, until};
+use crate::common::{LONG, buffer, bytes, job, job_with, message, until};
 use mp::{Communicator, Request, Status};
 
 /// From nothing over one packet to many.
@@ -178,7 +176,10 @@ fn more_messages_than_the_depth_are_refused_while_none_is_received() {
             let error = comm.isend(&buffer, 0..8, peer).unwrap_err();
             let text = error.to_string();
             assert!(text.contains("rank 1") && text.contains("5 of 5"), "{text}");
-            assert!(text.ends_with("wait for requests, or build with a larger CommunicatorBuilder::depth"), "{text}");
+            assert!(
+                text.ends_with("wait for requests, or build with a larger CommunicatorBuilder::depth"),
+                "{text}"
+            );
             comm.barrier(LONG).unwrap();
             comm.wait_all(&sent, LONG).unwrap();
             comm.wait(&comm.isend(&buffer, 0..8, peer).unwrap(), LONG).unwrap();

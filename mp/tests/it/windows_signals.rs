@@ -1,8 +1,6 @@
 //! Signals and operations on words of windows.
 
-mod common;
-
-use common::{LONG, buffer, bytes, job, message};
+use crate::common::{LONG, buffer, bytes, job, message};
 use gdsync::stream::Cond;
 use mp::{Communicator, Error, Rma, Signal, Status};
 
@@ -178,7 +176,7 @@ fn ranks_take_turns_by_compare_and_swap() {
         };
         let number = local.memory().word64(8).unwrap();
         for _ in 0..ROUNDS {
-            common::until("the lock is never free", || swap(0, me) == 0);
+            crate::common::until("the lock is never free", || swap(0, me) == 0);
             comm.wait(&window.iget(&local, 8..16, 2, 8).unwrap(), LONG).unwrap();
             number.store(number.load() + me);
             window.put(&local, 8..16, 2, 8).unwrap();

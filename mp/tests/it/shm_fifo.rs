@@ -1,11 +1,9 @@
 //! Short messages between CPUs of a host, through slots of shared memory, and all the reasons to take the queue pair instead.
 
-mod common;
-
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use common::{
+use crate::common::{
     LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, message, myself, stream, until,
 };
 use gdrcopy::standin::driver;
@@ -96,7 +94,10 @@ fn messages_of_all_sizes_take_slots_or_do_not() {
     job("messages_of_all_sizes_take_slots_or_do_not", 2, |comm| {
         let buffer = buffer(comm, 16384);
         let path = comm.path(1 - comm.rank()).unwrap();
-        assert!(path.has_fifo() && path.to_string().contains("short messages through slots"), "{path}");
+        assert!(
+            path.has_fifo() && path.to_string().contains("short messages through a shared-memory FIFO"),
+            "{path}"
+        );
         assert!(!comm.path(comm.rank()).unwrap().has_fifo());
         for len in [0, 1, 7, 8, 55, 56, 57, 64, 1000, 4095, 4096] {
             let before = comm.fifo_messages(1 - comm.rank()).unwrap();

@@ -8,8 +8,8 @@ use mp::Communicator;
 use mp::collective::Collectives;
 use mp::launch::{Launcher, Root};
 
-use super::common::{LONG, buffer, is_part_of, message, myself};
 use super::{all_are_done, outcome, rank, under};
+use crate::common::{LONG, buffer, is_part_of, message, myself};
 
 /// How the script says that there is no Slurm to be had.
 const SKIPPED: i32 = 77;

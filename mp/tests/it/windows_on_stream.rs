@@ -1,11 +1,9 @@
 //! Operations on windows that streams start, and signals that streams wait for.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{LONG, buffer, bytes, job, job_with, message, stream, until};
+use crate::common::{LONG, buffer, bytes, job, job_with, message, stream, until};
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};

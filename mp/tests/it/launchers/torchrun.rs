@@ -6,8 +6,8 @@ use std::process::{Command, exit};
 use mp::Communicator;
 use mp::launch::{Launch, Root};
 
-use super::common::{LONG, is_part_of, myself};
 use super::{all_are_done, output, port, programs, rank, under};
+use crate::common::{LONG, is_part_of, myself};
 
 const RANKS: usize = 3;
 

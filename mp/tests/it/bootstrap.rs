@@ -224,7 +224,7 @@ fn a_refused_rank_explains_a_missing_one() {
         let error = Bootstrap::root(listener, &launch(0, 2, &root), Duration::from_secs(2)).unwrap_err();
         let message = error.to_string();
         assert!(
-            message.contains("waiting for rank 1 (turned away:") && message.contains("world size is 3"),
+            message.contains("waiting for rank 1 (rejected:") && message.contains("world size is 3"),
             "{message}"
         );
         one.join().unwrap();

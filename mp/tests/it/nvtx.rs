@@ -1,13 +1,10 @@
 //! Ranges as a profiler's library gets them.
 
-#[path = "../common/mod.rs"]
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
-use common::{DONE, LONG, is_part_of, myself};
+use crate::common::{DONE, LONG, is_part_of, myself};
 use gdsync::memory::Memory;
 use gdsync::stream::{HostStreamConfig, Stream};
 use mp::Communicator;
@@ -38,7 +35,7 @@ fn work() -> mp::Result<()> {
 fn profiler() -> Option<(PathBuf, PathBuf)> {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let named = |what: &str| directory.join(format!("nvtx-{}.{what}", std::process::id()));
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nvtx/injection.c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/nvtx/injection.c");
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"]).arg(named("so")).arg(source);
     match cc.status() {

@@ -1,10 +1,8 @@
 //! Credits: what a stream sends never meets a missing receive. Prepared messages, and messages of several pieces.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{LONG, buffer, bytes, job, job_with, message, stream, until};
+use crate::common::{LONG, buffer, bytes, job, job_with, message, stream, until};
 use gdsync::stream::{Batch, Stream};
 use mp::{Communicator, Error, IntraHostPath, Registration, Request, Rma, Signal, Status};
 

@@ -1,10 +1,8 @@
 //! Windows when things go wrong: collective calls that disagree, windows that are gone, ranks that die.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{LONG, buffer, bytes, failed, is_part_of, job, myself, stream, until};
+use crate::common::{LONG, buffer, bytes, failed, is_part_of, job, myself, stream, until};
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Cond, HostStreamConfig, Stream};
 use mp::{Communicator, Error, Rma, Signal};

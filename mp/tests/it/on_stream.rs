@@ -1,11 +1,9 @@
 //! Messages between processes, started and awaited by streams.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{LONG, buffer, bytes, job, job_with, message, stream};
+use crate::common::{LONG, buffer, bytes, job, job_with, message, stream};
 use gdsync::stream::{Batch, Cond};
 use mp::{Communicator, Status};
 
