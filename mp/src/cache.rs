@@ -29,19 +29,16 @@
 //! registration for lack of room. Registrations in use stay; a range that does not fit beside them is registered for its handle
 //! alone.
 
-mod index;
-
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use parking_lot::Mutex;
 
 use crate::registration::Registration;
-use index::{Entry, Index, IndexedEntry, window};
 
 /// The smallest BAR1 window of a GPU.
 const SMALL_WINDOW: u64 = 256 << 20;
@@ -124,6 +121,129 @@ fn host_memory() -> u64 {
     // SAFETY: sysconf takes any number and touches no memory of ours.
     let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
     u64::try_from(pages).unwrap_or(0).saturating_mul(gdsync::memory::host_page() as u64)
+}
+
+/// The page size by which devices map GPU memory.
+const GPU_PAGE: u64 = 64 << 10;
+
+/// A registration of a range of addresses.
+#[derive(Debug)]
+struct Entry {
+    range: Range<u64>,
+    /// The GPU of the memory, and the number of its allocation in CUDA.
+    home: Option<(Gpu, u64)>,
+    registration: Registration,
+    /// Handles of GPU memory: while there is one the memory cannot have been freed.
+    handles: AtomicIsize,
+}
+
+impl Entry {
+    fn new(range: Range<u64>, home: Option<(Gpu, u64)>, registration: Registration) -> Arc<Self> {
+        Arc::new(Self { range, home, registration, handles: AtomicIsize::new(0) })
+    }
+
+    /// The registration of a range within this one's.
+    fn part(&self, range: &Range<u64>) -> gdsync::Result<Registration> {
+        let number = |bytes: u64| usize::try_from(bytes).expect("64-bit hosts only");
+        self.registration.part(number(range.start - self.range.start), number(range.end - range.start))
+    }
+
+    /// Counts handles of GPU memory.
+    fn count_handle(&self, more: isize) {
+        if self.home.is_some() {
+            self.handles.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
+    fn has_handles(&self) -> bool {
+        self.handles.load(Ordering::Relaxed) > 0
+    }
+
+    fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    fn is_on(&self, gpu: Option<&Gpu>) -> bool {
+        let context = |gpu: &Gpu| gpu.raw_context();
+        self.home.as_ref().map(|(home, _)| context(home)) == gpu.map(context)
+    }
+
+    /// Whether CUDA still has the allocation. Host memory is assumed to be there.
+    fn is_alive(&self) -> gdsync::Result<bool> {
+        match &self.home {
+            Some((gpu, id)) => Ok(gpu.buffer_id(self.range.start)? == *id),
+            None => Ok(true),
+        }
+    }
+}
+
+/// Bytes of the window of a GPU that a range takes.
+fn window(range: &Range<u64>) -> u64 {
+    range.end.saturating_add(GPU_PAGE - 1) / GPU_PAGE * GPU_PAGE - range.start / GPU_PAGE * GPU_PAGE
+}
+
+/// An entry in the index. Its range is copied, so that lookups stay in one array.
+#[derive(Debug)]
+struct IndexedEntry {
+    start: u64,
+    end: u64,
+    /// When it was used last.
+    used: u64,
+    entry: Arc<Entry>,
+}
+
+impl IndexedEntry {
+    /// Whether only the index has it. The index must be locked.
+    fn is_idle(&self) -> bool {
+        Arc::strong_count(&self.entry) == 1 && self.entry.registration.is_only()
+    }
+}
+
+/// Entries that do not overlap, in the order of their addresses.
+#[derive(Debug, Default)]
+struct Index(Vec<IndexedEntry>);
+
+impl Index {
+    fn entries(&self) -> &[IndexedEntry] {
+        &self.0
+    }
+
+    /// The entry that a range lies in.
+    fn covering(&mut self, range: &Range<u64>) -> Option<&mut IndexedEntry> {
+        let at = self.0.partition_point(|indexed| indexed.start <= range.start).checked_sub(1)?;
+        self.0.get_mut(at).filter(|indexed| range.end <= indexed.end)
+    }
+
+    /// Removes what overlaps a range.
+    fn take_overlapping(&mut self, range: &Range<u64>) -> Vec<IndexedEntry> {
+        let first = self.0.partition_point(|indexed| indexed.end <= range.start);
+        let last = self.0.partition_point(|indexed| indexed.start < range.end);
+        self.0.drain(first..last).collect()
+    }
+
+    /// Removes the entry at a position of [`Index::entries`].
+    fn take(&mut self, at: usize) -> IndexedEntry {
+        self.0.remove(at)
+    }
+
+    /// Removes an entry, if it is there.
+    fn take_entry(&mut self, entry: &Arc<Entry>) -> Option<IndexedEntry> {
+        let at = self.0.iter().position(|indexed| Arc::ptr_eq(&indexed.entry, entry))?;
+        Some(self.0.remove(at))
+    }
+
+    /// Adds an entry that overlaps none.
+    fn insert(&mut self, entry: Arc<Entry>, used: u64) {
+        let Range { start, end } = entry.range;
+        let at = self.0.partition_point(|indexed| indexed.start < start);
+        self.0.insert(at, IndexedEntry { start, end, used, entry });
+    }
+
+    /// The least recently used of the idle entries that are selected: the time of its use, and its position.
+    fn oldest_idle(&self, is_selected: impl Fn(&IndexedEntry) -> bool) -> Option<(u64, usize)> {
+        let idle = self.0.iter().enumerate().filter(|(_, indexed)| is_selected(indexed) && indexed.is_idle());
+        idle.map(|(at, indexed)| (indexed.used, at)).min()
+    }
 }
 
 /// A handle of a [`Registration`] in the cache, of the range that was asked for. The registration stays in the cache when the last

@@ -24,13 +24,13 @@ use gdsync::verbs::{Completion, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::Communicator;
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::exchange::agree;
 use crate::peer::Peer;
-use crate::qp_pair::QpPair;
 use crate::registration::{Piece, Registration};
 use crate::transport::KeyedPins;
+use crate::transport::QpPair;
+use crate::wait::Deadline;
 
 /// A connection to one rank for messages that are sent again and again, from and to the same memory: in graphs
 /// ([`Stream::capture`]), in steps of kernels ([`Stream::record_steps`]), and eagerly in between. It is what

@@ -11,16 +11,16 @@ use parking_lot::Mutex;
 
 use crate::cache::{Cache, CacheConfig, Cached};
 use crate::credit::CreditFlag;
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::exchange::{ChildProcesses, Exchange};
 use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
 use crate::peer::Peer;
-use crate::qp_pair::QueueConfig;
 use crate::registration::{Piece, Registration};
 use crate::request::{DOMAIN, Request, Status};
 use crate::rma_queue::{AllRmaQueues, RmaQueues};
 use crate::shm_fifo::fitting;
+use crate::transport::QueueConfig;
+use crate::wait::Deadline;
 use crate::watchdog::{self, Watchdog};
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::wait::Deadline;
 
 /// Ranks that can exchange a few bytes: addresses and keys, not data. All ranks make the same calls in the same order.
 ///

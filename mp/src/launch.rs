@@ -39,7 +39,6 @@
 mod bootstrap;
 mod connection;
 mod environment;
-mod init;
 mod pmi;
 mod regroup;
 mod rendezvous;

@@ -14,11 +14,11 @@ use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::verbs::{Carriage, Context, Pd, Qp, Staging};
 
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::exchange::Exchange;
 use crate::registration::Registration;
 use crate::shm_memory::{FifoPair, share};
+use crate::wait::Deadline;
 
 /// Reads one of `choices` from a variable of the environment; `None` if it is not set.
 fn choice<T: Clone>(

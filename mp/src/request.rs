@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use gdsync::verbs::Completion;
 
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::in_flight::{Direction, InFlightOp};
 use crate::peer::{Peer, Received, Sent};
 use crate::rma_queue::RmaQueue;
 use crate::shm_fifo::{FifoReceive, ShmFifo};
 use crate::transport::{SILENCE, Transport};
+use crate::wait::Deadline;
 
 /// The domain of the ranges that profilers show.
 pub(crate) static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");

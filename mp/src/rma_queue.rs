@@ -10,12 +10,12 @@ use gdsync::stream::Stream;
 use gdsync::verbs::{Access, Completion, Mr, Pd, Qp, Sge};
 use parking_lot::Mutex;
 
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
 use crate::peer::Peer;
-use crate::qp_pair::QpPair;
 use crate::registration::Piece;
+use crate::transport::QpPair;
+use crate::wait::Deadline;
 
 /// The queue pair to one rank, and what is under way in it.
 #[derive(Debug)]

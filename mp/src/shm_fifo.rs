@@ -27,11 +27,11 @@ use gdsync::verbs::{Completion, CompletionError, Sge};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use crate::deadline::{Deadline, YIELD, back_off};
 use crate::in_flight::{Direction, InFlightOp};
 use crate::registration::{Piece, Registration, host_len};
 use crate::shm_memory::{FifoMemory, FifoPair, LONGEST};
 use crate::transport::{DRAIN, SILENCE, Transport};
+use crate::wait::{Deadline, YIELD, back_off};
 
 /// Messages in a row that could take the FIFO before it opens; the higher number after it was closed for reasons that may recur.
 const SHORT_RUN: u32 = 32;

@@ -10,9 +10,9 @@ use std::time::Duration;
 use gdsync::memory::Memory;
 use gdsync::protocol::slots::{Sender, Slots, close};
 
-use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::exchange::Exchange;
+use crate::wait::Deadline;
 
 /// Cells of a FIFO, and pages: a message that does not fit into its cell is in the page that follows from its number.
 const CELLS: usize = 256;

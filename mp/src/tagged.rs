@@ -76,12 +76,12 @@ pub use engine::Status;
 pub use matching::{Source, Tag};
 
 use crate::builder::CommunicatorBuilder;
+use crate::builder::Shrunk;
 use crate::communicator::Communicator;
-use crate::deadline::{Deadline, back_off};
 use crate::error::{Error, Result};
 use crate::registration::Registration;
-use crate::shrink::Shrunk;
 use crate::transport::SILENCE;
+use crate::wait::{Deadline, back_off};
 use engine::{Connections, Engine, Incoming, Outcome, Outgoing, Unexpected, finish, status_of};
 use matching::{Key, Place};
 

@@ -1,19 +1,21 @@
-//! The connection to one rank: its queue pair, the credits beside it, and whether the rank is alive.
+//! The connection to one rank: how it is built, its queue pair, the credits beside it, and whether the rank is alive.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use gdsync::cuda::Gpu;
 use gdsync::memory::Word32;
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
-use gdsync::verbs::{Completion, CompletionError, Cq, Keeper, Qp, RecvWr, SendWr, Sge};
+use gdsync::verbs::{
+    Completion, CompletionError, Cq, Keeper, OnGpu, Pd, Qp, QpAddress, QpBuilder, RecvWr, SendWr, Sge,
+};
 use parking_lot::Mutex;
 
 use crate::credit::{Credits, low32};
 use crate::in_flight::Direction;
-use crate::qp_pair::QpPair;
 use crate::shm_memory::FifoPair;
 
 /// How long a rank may be silent before a wait asks whether it is alive.
@@ -21,6 +23,83 @@ pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 
 /// Messages whose completions are taken together.
 pub(crate) const DRAIN: u64 = 32;
+
+/// Acknowledge timeout of all queue pairs: about a second, eight times before a rank counts as lost. On a busy machine only a
+/// thread of the device may answer, and a slow rank must not be lost.
+pub(crate) const ACK_TIMEOUT: u8 = 18;
+
+/// What the queue pairs of messages are built with.
+#[derive(Clone, Debug)]
+pub(crate) struct QueueConfig {
+    /// Messages in each direction.
+    pub(crate) depth: usize,
+    /// Pieces of a message.
+    pub(crate) max_pieces: u32,
+    pub(crate) gpu: Option<Gpu>,
+    pub(crate) on_gpu: OnGpu,
+}
+
+impl QueueConfig {
+    pub(crate) fn build_qp(&self, pd: &Pd) -> QpBuilder {
+        // Retries for a missing receive without end: the deadlines of waits end what never comes.
+        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
+        let builder = builder.timeout(ACK_TIMEOUT);
+        let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
+        match &self.gpu {
+            Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
+            None => builder,
+        }
+    }
+}
+
+/// The queue pair to one rank; for the own rank two that are connected to each other.
+#[derive(Debug)]
+pub(crate) struct QpPair {
+    /// Sends to the rank.
+    pub(crate) send: Qp,
+    /// Receives from the rank: the same queue pair, except for the own rank.
+    pub(crate) recv: Qp,
+}
+
+impl QpPair {
+    /// Builds without connecting; a second queue pair for the own rank.
+    pub(crate) fn build(is_own: bool, build: impl Fn() -> QpBuilder) -> gdsync::Result<Self> {
+        let send = build().build()?;
+        let recv = if is_own { build().build()? } else { send.clone() };
+        Ok(Self { send, recv })
+    }
+
+    /// What the other rank connects to.
+    pub(crate) fn address(&self) -> QpAddress {
+        self.send.address()
+    }
+
+    /// Connects to the other rank, which has this address; the two of the own rank to each other.
+    pub(crate) fn connect(&self, theirs: QpAddress) -> gdsync::Result<()> {
+        if self.send.qpn() == self.recv.qpn() {
+            return self.send.connect(theirs);
+        }
+        self.recv.connect(self.send.address())?;
+        self.send.connect(self.recv.address())
+    }
+
+    /// Ends what is under way: see [`Qp::stop`].
+    pub(crate) fn stop(&self, error: &gdsync::Error) {
+        self.send.stop(error);
+        self.recv.stop(error);
+    }
+
+    /// Whether a stream waits for completions of either.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.send.is_awaited() || self.recv.is_awaited()
+    }
+
+    /// Names both ranks in the flight recorder.
+    pub(crate) fn name_ranks(&self, own: usize, other: usize) {
+        self.send.name_ranks(own, other);
+        self.recv.name_ranks(own, other);
+    }
+}
 
 /// Registrations that stay, by their key.
 pub(crate) type KeyedPins = HashMap<u32, Keeper>;

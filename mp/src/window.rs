@@ -12,15 +12,15 @@ use gdsync::verbs::{Access, Completion, Mr, Qp, QpAddress, SendWr, Sge};
 use smallvec::SmallVec;
 
 use crate::communicator::Communicator;
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::exchange::{agree, table_row};
 use crate::path::BufferPath;
-use crate::qp_pair::QpPair;
 use crate::registration::{Piece, Registration, reversed};
 use crate::request::Request;
 use crate::rma_queue::RmaQueues;
-use crate::word::wait_value64_and;
+use crate::transport::QpPair;
+use crate::wait::Deadline;
+use crate::wait::wait_value64_and;
 
 /// SGEs of a work request: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;

@@ -12,10 +12,10 @@ use parking_lot::Mutex;
 use super::reduce::{Number, Reduction};
 use super::schedule::{self, Exchange, Fold};
 use crate::communicator::Communicator;
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::registration::Registration;
 use crate::request::{Request, Status};
+use crate::wait::Deadline;
 
 /// The collectives of a communicator: make one in every rank.
 ///

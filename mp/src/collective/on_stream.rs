@@ -12,12 +12,12 @@ use parking_lot::{Condvar, Mutex};
 use super::blocking::{Collectives, Due, Part, Step, check_values, combine};
 use super::reduce::{Number, Reduction};
 use crate::communicator::Communicator;
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::in_flight::Direction;
 use crate::registration::Registration;
 use crate::request::Request;
 use crate::transport::refuse_in_capture;
+use crate::wait::Deadline;
 
 /// How long a full stream may take to make room.
 const ROOM: Duration = Duration::from_secs(10);

@@ -21,8 +21,8 @@ use std::time::Duration;
 
 use gdsync::error::printable;
 
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::wait::Deadline;
 
 /// Most bytes one rank may contribute to an exchange.
 pub const MAX_PAYLOAD: usize = 64 << 20;

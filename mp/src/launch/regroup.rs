@@ -16,8 +16,8 @@ use std::time::Duration;
 use super::bootstrap::Bootstrap;
 use super::connection::{Conn, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, wait};
 use super::rendezvous::Listeners;
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::wait::Deadline;
 
 /// Longest wait for one answer to a connection request.
 const DIAL: Duration = Duration::from_secs(1);

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::connection::{Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, wait};
 use super::environment::{Root, is_loopback};
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::wait::Deadline;
 
 /// Longest wait for one answer to a connection request; a lost packet must not use up the whole limit.
 const DIAL: Duration = Duration::from_secs(5);

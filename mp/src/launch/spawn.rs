@@ -9,9 +9,9 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use super::environment::{Launch, Launcher, Root};
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::exchange::ChildProcesses;
+use crate::wait::Deadline;
 
 /// How often a wait checks the children.
 const TICK: Duration = Duration::from_millis(5);

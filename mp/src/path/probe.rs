@@ -6,9 +6,9 @@ use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Completion, Context, Mr, Pd, Qp, QpAddress, RecvWr, SendWr};
 
-use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::exchange::Exchange;
+use crate::wait::Deadline;
 
 /// Round trips before those that are timed.
 const WARM_UP: u32 = 10;

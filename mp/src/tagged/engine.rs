@@ -270,7 +270,7 @@ struct Matched {
 /// Something that waits to be sent.
 #[derive(Debug)]
 enum Item {
-    Send(Outgoing),
+    Send(Box<Outgoing>),
     Finish { id: u64 },
 }
 
@@ -291,7 +291,7 @@ struct TaggedPeer {
     credits: u16,
     /// Eager messages that we have room for again, and it does not know.
     owed: u16,
-    announced: HashMap<u64, Outgoing>,
+    announced: HashMap<u64, Box<Outgoing>>,
     next_id: u64,
     /// Payload to be read when the queue has room, and READs under way, oldest first.
     matched: VecDeque<Matched>,
@@ -360,7 +360,7 @@ impl TaggedPeer {
             let cause = gdsync::Error::QueueFull { queue, qpn, outstanding, depth, untaken: 0 };
             return Err(Error::Message { rank: self.rank, operation: "tagged send", cause });
         }
-        self.backlog.push_back(Item::Send(outgoing));
+        self.backlog.push_back(Item::Send(Box::new(outgoing)));
         Ok(())
     }
 

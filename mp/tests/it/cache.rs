@@ -61,9 +61,9 @@ fn exchange(comm: &Communicator) {
 }
 
 #[test]
-fn plain_memory_is_sent_and_received_into() {
+fn plain_memory_is_sent_and_received() {
     let comm = Communicator::builder();
-    job_with("plain_memory_is_sent_and_received_into", 2, comm, |comm| {
+    job_with("plain_memory_is_sent_and_received", 2, comm, |comm| {
         exchange(comm);
         let again = Plain::new(4096);
         let before = comm.cache().stats();
@@ -77,7 +77,7 @@ fn plain_memory_is_sent_and_received_into() {
     });
 }
 
-/// The registration stays when its handle is gone, and so would the rights of peers.
+/// A cached registration outlives its handle, and so would the access of peers.
 #[test]
 fn a_window_needs_a_registration_of_its_own() {
     let name = "a_window_needs_a_registration_of_its_own";
@@ -92,11 +92,11 @@ fn a_window_needs_a_registration_of_its_own() {
 }
 
 #[test]
-fn a_device_of_few_regions_is_enough() {
+fn devices_with_few_regions_suffice() {
     let config = SoftHcaConfig { max_regions: 16, ..SoftHcaConfig::default() };
     let context = Context::soft(&config).unwrap();
     let comm = Communicator::builder().context(&context);
-    job_with("a_device_of_few_regions_is_enough", 2, comm, |comm| {
+    job_with("devices_with_few_regions_suffice", 2, comm, |comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let buffers: Vec<_> = (0..40).map(|_| Plain::new(100)).collect();
         for (n, buffer) in buffers.iter().enumerate() {
@@ -137,8 +137,8 @@ fn the_environment_switches_it_off() {
 }
 
 #[test]
-fn ranges_that_are_none_are_refused() {
-    let name = "ranges_that_are_none_are_refused";
+fn bad_ranges_are_refused() {
+    let name = "bad_ranges_are_refused";
     job_with(name, 1, Communicator::builder(), |comm| {
         for (addr, len) in [(0, 64), (4096, 0), (usize::MAX - 8, 64), (4096, usize::MAX)] {
             let ptr = std::ptr::without_provenance_mut(addr);

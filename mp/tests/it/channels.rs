@@ -1,4 +1,4 @@
-//! Channels: messages that graphs repeat, each launch with credit of its own.
+//! Channels: messages that graphs repeat, with credit for each launch.
 
 use std::ops::Range;
 use std::process::exit;
@@ -15,7 +15,7 @@ use mp::{Channel, Communicator, Error, Registration};
 /// Bytes of a place.
 const PLACE: usize = 3000;
 
-/// How long a stream is seen not to go on.
+/// How long a stream is watched not to go on.
 const HELD: Duration = Duration::from_millis(30);
 
 fn place(n: usize) -> Range<usize> {
@@ -50,7 +50,7 @@ fn launch(graph: &Graph, s: &Stream) {
     graph.launch_within(s, LONG).unwrap();
 }
 
-/// Launches, the same by eager submissions, and messages of the communicator, in no regular order.
+/// Launches, eager submissions, and messages of the communicator, in random order.
 #[test]
 fn launches_and_eager_messages_mix() {
     job("launches_and_eager_messages_mix", 2, |comm| {
@@ -90,7 +90,7 @@ fn launches_and_eager_messages_mix() {
             })
             .unwrap();
             if n % 3 == 0 {
-                // Often enough in a row for slots; by streams as well.
+                // Often enough in a row to open the FIFO; by streams as well.
                 let received = comm.irecv(&plain, 64..128, peer).unwrap();
                 plain.memory().write(0, &message(me, peer, n, 64)).unwrap();
                 let sent = match n % 500 {
@@ -107,7 +107,7 @@ fn launches_and_eager_messages_mix() {
         }
         s.synchronize(LONG).unwrap();
         assert_eq!(right.load(Ordering::Relaxed), 2 * LAUNCHES);
-        assert!(gpu().is_some() || comm.fifo_messages(peer).unwrap().0 > 0, "some took slots");
+        assert!(gpu().is_some() || comm.fifo_messages(peer).unwrap().0 > 0, "some took the FIFO");
     });
 }
 
@@ -156,18 +156,18 @@ fn a_sender_waits_for_a_slow_receiver() {
     });
 }
 
-/// Queues as small as can be, always full: launches are refused, never lost, and what leaves finds its receive.
+/// The smallest queues, always full: launches are refused, not lost, and messages meet their receives.
 #[test]
-fn nothing_meets_a_missing_receive() {
+fn no_message_meets_a_missing_receive() {
     let builder = Communicator::builder().depth(4);
-    job_with("nothing_meets_a_missing_receive", 2, builder, |comm| {
+    job_with("no_message_meets_a_missing_receive", 2, builder, |comm| {
         const LAUNCHES: usize = 400;
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let memory = buffer(comm, 2 * PLACE);
         let channel = channel(comm, peer, &memory, 2 * me);
         let s = stream("full");
         let add = |batch: &mut Batch| match me {
-            // What is waited for makes room in the middle of a launch.
+            // A completed wait makes room in the middle of a launch.
             0 => channel.send_in_batch(batch, &memory, 0..8).and_then(|sent| Ok(batch.wait(&sent)?)),
             _ => channel.post_recv_in_batch(batch).and_then(|()| channel.wait_recv_in_batch(batch)).map(drop),
         };
@@ -182,7 +182,7 @@ fn nothing_meets_a_missing_receive() {
         let mut refused = 0;
         for n in 0..LAUNCHES {
             if n % 40 == 39 {
-                // Now one, then the other has time to get ahead.
+                // The ranks are ahead by turns.
                 sleep(HELD / 10 * u32::from(n % 80 == 39).abs_diff(u32::try_from(me).unwrap()));
             }
             loop {
@@ -196,7 +196,7 @@ fn nothing_meets_a_missing_receive() {
                 }
                 yield_now();
             }
-            // A batch that nobody submits gives back what it has.
+            // A dropped batch takes its messages back.
             let mut dropped = Batch::new();
             let _full = add(&mut dropped);
         }
@@ -206,10 +206,10 @@ fn nothing_meets_a_missing_receive() {
     });
 }
 
-/// What a rank has not used of its credit goes nowhere, and harms nobody.
+/// Unused credit does no harm.
 #[test]
-fn credit_comes_to_a_channel_that_is_gone() {
-    job("credit_comes_to_a_channel_that_is_gone", 2, |comm| {
+fn credit_for_a_dropped_channel_does_no_harm() {
+    job("credit_for_a_dropped_channel_does_no_harm", 2, |comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let memory = buffer(comm, 2 * PLACE);
         let channel = channel(comm, peer, &memory, 2 * me);
@@ -273,7 +273,7 @@ fn three_ranks_exchange_with_all() {
     });
 }
 
-/// Steps that no kernel runs, the stream does.
+/// Steps that no kernel runs are run by the stream.
 #[test]
 fn kernels_with_steps_have_channels() {
     job("kernels_with_steps_have_channels", 2, |comm| {
@@ -303,7 +303,7 @@ fn kernels_with_steps_have_channels() {
     });
 }
 
-/// Rank 0 of each pair waits for rank 1, which goes away without a word: for credit, or for a message.
+/// Rank 0 waits for credit or for a message of rank 1, which exits.
 #[track_caller]
 fn a_launch_ends_with_its_peer(
     name: &str,
@@ -316,7 +316,7 @@ fn a_launch_ends_with_its_peer(
         if comm.rank() == 1 {
             comm.barrier(LONG).unwrap();
             sleep(HELD);
-            // Neither destructors nor a word to anybody.
+            // Without destructors.
             // SAFETY: the process ends.
             unsafe { libc::_exit(0) };
         }
@@ -338,23 +338,23 @@ fn a_launch_ends_with_its_peer(
 }
 
 #[test]
-fn a_launch_that_sends_ends_with_its_peer() {
-    a_launch_ends_with_its_peer("a_launch_that_sends_ends_with_its_peer", |channel, s, memory| {
+fn launches_that_send_end_with_a_dead_peer() {
+    a_launch_ends_with_its_peer("launches_that_send_end_with_a_dead_peer", |channel, s, memory| {
         channel.send_on_stream(s, memory, 0..8).map(drop)
     });
 }
 
 #[test]
-fn a_launch_that_receives_ends_with_its_peer() {
-    a_launch_ends_with_its_peer("a_launch_that_receives_ends_with_its_peer", |channel, s, _| {
+fn launches_that_receive_end_with_a_dead_peer() {
+    a_launch_ends_with_its_peer("launches_that_receive_end_with_a_dead_peer", |channel, s, _| {
         channel.post_recv_on_stream(s)?;
         channel.wait_recv_on_stream(s).map(drop)
     });
 }
 
 #[test]
-fn a_launch_ends_with_a_rank_that_is_given_up() {
-    job("a_launch_ends_with_a_rank_that_is_given_up", 2, |comm| {
+fn launches_end_when_the_rank_is_given_up() {
+    job("launches_end_when_the_rank_is_given_up", 2, |comm| {
         let memory = buffer(comm, PLACE);
         let channel = channel(comm, 1 - comm.rank(), &memory, 1);
         if comm.rank() == 0 {
@@ -408,7 +408,7 @@ fn graphs_refuse_messages_of_a_communicator() {
             assert!(error.contains("graph") && error.contains("mp::Channel"), "{error}");
         }
         drop(graph);
-        // And nothing is left of them.
+        // The refused messages are taken back.
         let sent = comm.isend_on_stream(&s, &memory, 0..64, peer).unwrap();
         comm.wait_all_on_stream(&s, [&received, &sent]).unwrap();
         s.synchronize(LONG).unwrap();
@@ -417,8 +417,8 @@ fn graphs_refuse_messages_of_a_communicator() {
 }
 
 #[test]
-fn ranks_that_want_different_channels_are_named() {
-    job("ranks_that_want_different_channels_are_named", 2, |comm| {
+fn ranks_with_other_lists_are_named() {
+    job("ranks_with_other_lists_are_named", 2, |comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let memory = buffer(comm, 128);
         let places: &[_] = &[(&memory, 0..64)];

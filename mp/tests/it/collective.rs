@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::{LONG, buffer, bytes, gpu, job, job_with, message, stream};
+use crate::common::{LONG, buffer, bytes, gpu, job, job_with, jobs, message, stream};
 use gdsync::stream::{Cond, HostStreamConfig, Stream};
 use mp::collective::{Collectives, Number, Pending, Reduction};
 use mp::{Communicator, Error, Registration};
@@ -156,16 +156,10 @@ fn all_forms(comm: &Communicator) {
     }
 }
 
-macro_rules! sizes {
-    ($($name:ident: $size:literal),*) => {
-        $(#[test]
-        fn $name() {
-            job(stringify!($name), $size, all_forms);
-        })*
-    };
+#[test]
+fn ranks_use_all_forms() {
+    jobs("ranks_use_all_forms", &[1, 2, 3, 4, 5, 8], all_forms);
 }
-
-sizes!(a_rank_alone: 1, two_ranks: 2, three_ranks: 3, four_ranks: 4, eight_ranks: 8);
 
 /// Queues so shallow that the ring has no room to look ahead.
 #[test]
@@ -180,7 +174,7 @@ fn a_ring_in_shallow_queues() {
     });
 }
 
-/// Far ahead of the streams: no rank waits for another one's CPU, and receives are not written before the stream is there.
+/// The CPUs are far ahead of the streams: no rank waits for the CPU of another, and buffers are not written before their stream arrives.
 #[test]
 fn streams_run_behind_the_cpu() {
     job("streams_run_behind_the_cpu", 3, |comm| {
@@ -191,7 +185,7 @@ fn streams_run_behind_the_cpu() {
         let (s, shared) = (stream("behind"), buffer(comm, 3 * 64));
         let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
         for n in 0..COUNT {
-            // Every turn uses the same buffer: what one rank is about to read, a faster one must not overwrite.
+            // All rounds use the same buffer: a faster rank must not overwrite what another is about to read.
             let (memory, seen) = (shared.memory().clone(), seen.clone());
             s.host_fn(move || memory.write(me * 64, &message(me, 0, n, 64)).unwrap()).unwrap();
             all.allgather_on_stream(&s, &shared, 0..3 * 64).map(drop).unwrap();
@@ -213,8 +207,8 @@ fn streams_run_behind_the_cpu() {
 }
 
 #[test]
-fn a_barrier_holds_streams_back_until_all_are_there() {
-    job("a_barrier_holds_streams_back_until_all_are_there", 3, |comm| {
+fn barriers_hold_streams_until_all_arrive() {
+    job("barriers_hold_streams_until_all_arrive", 3, |comm| {
         let all = collectives(comm);
         let (s, words) = (stream("held"), buffer(comm, 64));
         let (gate, passed) = (words.memory().word32(0).unwrap(), words.memory().word32(4).unwrap());
@@ -246,7 +240,7 @@ fn two_communicators_at_once() {
                         for stream in [None, Some(stream("one of two"))] {
                             let form = Form { all: &all, stream };
                             form.play(n, 1000 * n);
-                            // The ranks' own exchange is one for both.
+                            // Both share one exchange.
                             let sum = buffer(comm, 64);
                             sum.memory().write(4, &1_i64.to_ne_bytes()).unwrap();
                             form.allreduce::<i64>(&sum, 8, Reduction::Sum);
@@ -256,12 +250,12 @@ fn two_communicators_at_once() {
                 });
             }
         });
-        // Whoever leaves early takes its connections along.
+        // A rank that exits early breaks its connections.
         second.finalize(LONG).unwrap();
     });
 }
 
-/// What is refused at once leaves the ranks in step.
+/// Refused calls keep the ranks in step.
 #[test]
 fn bad_arguments_are_refused_before_anything_is_sent() {
     job("bad_arguments_are_refused_before_anything_is_sent", 3, |comm| {
@@ -292,8 +286,8 @@ fn bad_arguments_are_refused_before_anything_is_sent() {
 
 /// Too many at once are refused without harm; after a while there is room again.
 #[test]
-fn full_queues_leave_the_ranks_in_step() {
-    job_with("full_queues_leave_the_ranks_in_step", 2, Communicator::builder().depth(4), |comm| {
+fn full_queues_keep_the_ranks_in_step() {
+    job_with("full_queues_keep_the_ranks_in_step", 2, Communicator::builder().depth(4), |comm| {
         let (all, words, s) = (collectives(comm), buffer(comm, 64), stream("full"));
         let gate = words.memory().word32(0).unwrap();
         s.wait_value32(&gate, 1, Cond::Eq).unwrap();
@@ -318,8 +312,8 @@ fn full_queues_leave_the_ranks_in_step() {
 
 /// A stream that takes no more refuses before anything is posted. On a GPU its host functions are what is bounded.
 #[test]
-fn full_streams_leave_the_ranks_in_step() {
-    job("full_streams_leave_the_ranks_in_step", 2, |comm| {
+fn full_streams_keep_the_ranks_in_step() {
+    job("full_streams_keep_the_ranks_in_step", 2, |comm| {
         let (all, words) = (collectives(comm), buffer(comm, 64));
         let s = match gpu() {
             Some(_) => stream("full"),
@@ -357,8 +351,8 @@ fn full_streams_leave_the_ranks_in_step() {
 }
 
 #[test]
-fn ranks_that_disagree_are_told() {
-    job("ranks_that_disagree_are_told", 2, |comm| {
+fn disagreeing_ranks_get_errors() {
+    job("disagreeing_ranks_get_errors", 2, |comm| {
         let (all, buffer) = (collectives(comm), buffer(comm, 64));
         if comm.rank() == 0 {
             all.broadcast(&buffer, 0..8, 0, LONG).unwrap();
@@ -375,8 +369,8 @@ fn ranks_that_disagree_are_told() {
 }
 
 #[test]
-fn a_rank_that_stays_away_is_named() {
-    job("a_rank_that_stays_away_is_named", 3, |comm| {
+fn missing_ranks_are_named() {
+    job("missing_ranks_are_named", 3, |comm| {
         let all = collectives(comm);
         if comm.rank() != 1 {
             let error = all.barrier(Duration::from_millis(300)).unwrap_err();

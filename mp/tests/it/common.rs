@@ -1,4 +1,4 @@
-//! What the tests of communicators share: jobs of real processes, and messages that prove themselves.
+//! Fixtures of the tests: jobs of real processes, and messages with checkable contents.
 #![allow(dead_code, unreachable_pub, reason = "other test programs include this file, and use parts of it")]
 
 use std::env;
@@ -20,17 +20,17 @@ use mp::{Communicator, Error, Registration};
 /// Generous: reached only by a test that fails, even where an emulated machine is busy with other work.
 pub const LONG: Duration = Duration::from_secs(120);
 
-/// Tells a process of this binary which job it belongs to.
+/// Tells a process of this program the test whose job it belongs to.
 const JOB: &str = "GDSYNC_TEST_JOB";
 
-/// How rank 0 leaves after its part: a filter that matches no test would leave with 0.
+/// The exit code of rank 0: a filter that matches no test exits with 0.
 pub const DONE: i32 = 40;
 
-/// A command that runs only the test `name` of this binary, without what any launcher around the tests has set.
+/// A command that runs only the test `name` of this program, without the variables of any launcher of the tests.
 pub fn myself(name: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     let thread = std::thread::current();
-    // In a binary of several files the name begins with the file's.
+    // The name starts with the module.
     let test = thread.name().filter(|test| test.ends_with(&format!("::{name}"))).unwrap_or(name);
     command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(JOB, name);
     for launcher in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_", "GDSYNC_JOB_TOKEN"]
@@ -48,8 +48,8 @@ pub fn is_part_of(name: &str) -> bool {
     env::var(JOB).is_ok_and(|job| job == name)
 }
 
-/// The GPU of this rank, if `GDSYNC_TEST_GPU` says so (`memop` or `kernel`: what its streams are driven by): then streams are
-/// on it, and buffers in its memory. Ranks take the GPUs by turns; where there is none, each has a simulated one.
+/// The GPU of this rank, if `GDSYNC_TEST_GPU` is set (`memop` or `kernel`, which drive its streams): then streams are on it, and
+/// buffers in its memory. Ranks use the GPUs in turn; without a GPU each has a simulated one.
 pub fn gpu() -> Option<&'static (Gpu, Via)> {
     static GPU: OnceLock<Option<(Gpu, Via)>> = OnceLock::new();
     GPU.get_or_init(|| {
@@ -70,14 +70,32 @@ pub fn job(name: &str, size: usize, body: impl FnOnce(&Communicator)) {
     job_with(name, size, Communicator::builder(), body);
 }
 
-/// As [`job`], with what the builder says.
+/// As [`job`], for each of several sizes.
+#[track_caller]
+pub fn jobs(name: &str, sizes: &[usize], body: impl FnOnce(&Communicator)) {
+    const SIZE: &str = "GDSYNC_TEST_SIZE";
+    if let Ok(size) = env::var(SIZE) {
+        return job(name, size.parse().unwrap(), body);
+    }
+    for size in sizes {
+        let mut command = myself(name);
+        succeeds(command.env(SIZE, size.to_string()));
+    }
+}
+
+/// Checks that rank 0 has completed its part.
+#[track_caller]
+fn succeeds(command: &mut Command) {
+    let output = command.output().unwrap();
+    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert_eq!(output.status.code(), Some(DONE), "{}\n{}", text[0], text[1]);
+}
+
+/// As [`job`], with a builder.
 #[track_caller]
 pub fn job_with(name: &str, size: usize, builder: mp::CommunicatorBuilder, body: impl FnOnce(&Communicator)) {
     if !is_part_of(name) {
-        let output = myself(name).output().unwrap();
-        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        assert_eq!(output.status.code(), Some(DONE), "{}\n{}", text[0], text[1]);
-        return;
+        return succeeds(&mut myself(name));
     }
     let builder = gpu().into_iter().fold(builder, |builder, (gpu, _)| builder.gpu(gpu));
     let comm = builder.spawn(size).timeout(LONG).init().unwrap();
@@ -90,8 +108,8 @@ pub fn job_with(name: &str, size: usize, builder: mp::CommunicatorBuilder, body:
     }
 }
 
-/// Runs the test called `name` in `size` processes, which join by themselves, each in the place of a rank: none is the parent of
-/// another. Returns when all have ended.
+/// Runs the test called `name` in `size` processes, which join by the variables of a launcher: none is the parent of another. Returns
+/// when all have ended.
 pub fn ranks(name: &str, size: usize) -> Vec<Output> {
     let port = free_port();
     let start = |rank: usize| {
@@ -104,7 +122,7 @@ pub fn ranks(name: &str, size: usize) -> Vec<Output> {
     children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
 }
 
-/// A port nobody listens at, and which the system gives to nobody who does not ask for it by number.
+/// A free port below the ephemeral ports.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -116,7 +134,7 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// What a failed message says of the other rank and the cause, which is one of these.
+/// Checks the rank of a failed message, and its cause, which is one of these.
 #[track_caller]
 pub fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
     match error {
@@ -129,12 +147,12 @@ pub fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
     }
 }
 
-/// What a queue pair failed for, or the one beside it for whose sake it was stopped.
+/// The syndrome of a failed queue pair, or of the one that stopped it.
 pub fn syndrome(error: &gdsync::Error) -> Option<Syndrome> {
     match error {
         gdsync::Error::Completion(error) => Some(error.syndrome),
         gdsync::Error::QpStopped { reason, .. } => syndrome(reason),
-        // What the software HCA says where nothing was under way; others find out by a send of their own.
+        // The software HCA returns it where nothing was under way; other devices find out by a send.
         gdsync::Error::PeerGone { .. } => Some(Syndrome::RETRY_EXC_ERR),
         _ => None,
     }
@@ -150,7 +168,7 @@ pub fn message(from: usize, to: usize, n: usize, len: usize) -> Vec<u8> {
     words.flatten().take(len).collect()
 }
 
-/// Memory that the CPU can use also where [`gpu`] is asked for.
+/// Host memory, also with [`gpu`].
 pub fn host_buffer(comm: &Communicator, len: usize) -> Registration {
     comm.register(&Memory::alloc(len).unwrap()).unwrap()
 }

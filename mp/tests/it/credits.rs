@@ -1,4 +1,4 @@
-//! Credits: what a stream sends never meets a missing receive. Prepared messages, and messages of several pieces.
+//! Credits: messages of streams never meet a missing receive. Prepared and vectored messages.
 
 use std::time::{Duration, Instant};
 
@@ -6,10 +6,10 @@ use crate::common::{LONG, buffer, bytes, job, job_with, message, stream, until};
 use gdsync::stream::{Batch, Stream};
 use mp::{Communicator, Error, IntraHostPath, Registration, Request, Rma, Signal, Status};
 
-/// How long a stream is seen not to go on.
+/// How long a stream is watched not to go on.
 const HELD: Duration = Duration::from_millis(30);
 
-/// Messages of 8 bytes from rank 0 to rank 1, each from a slot of its own.
+/// Messages of 8 bytes from rank 0 to rank 1, each in a cell of its own.
 fn send_on_stream(comm: &Communicator, s: &Stream, buffer: &Registration, count: usize) -> Vec<Request> {
     let send = |n: usize| {
         buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
@@ -43,10 +43,10 @@ fn a_stream_waits_for_receives() {
     });
 }
 
-/// Sends of the CPU in between, which wait for nothing, count too.
+/// Sends of the CPU, which do not wait for credit, are counted too.
 #[test]
-fn sends_of_cpu_and_stream_take_turns() {
-    job("sends_of_cpu_and_stream_take_turns", 2, |comm| {
+fn sends_of_cpu_and_stream_alternate() {
+    job("sends_of_cpu_and_stream_alternate", 2, |comm| {
         const COUNT: usize = 30;
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let (outbox, inbox) = (buffer(comm, COUNT * 8), buffer(comm, COUNT * 8));
@@ -71,21 +71,21 @@ fn sends_of_cpu_and_stream_take_turns() {
 }
 
 #[test]
-fn prepared_messages_leave_when_they_are_posted() {
-    job("prepared_messages_leave_when_they_are_posted", 2, |comm| {
+fn prepared_messages_are_sent_when_posted() {
+    job("prepared_messages_are_sent_when_posted", 2, |comm| {
         let (buffer, s) = (buffer(comm, 64), stream("prepared"));
         let slot = |n: usize| n * 8..n * 8 + 8;
         if comm.rank() == 0 {
             let prepare = |n: usize| comm.prepare_send(&buffer, slot(n), 1).unwrap();
             let (first, second, third) = (prepare(0), prepare(1), prepare(2));
             comm.barrier(LONG).unwrap();
-            // What they hold is read when they leave.
+            // The buffer is read when they are sent.
             for n in 0..8 {
                 buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
             }
             assert_eq!(first.request().test().unwrap(), None);
             let mut sent = vec![first.post_on_stream(&s).unwrap()];
-            // The newest are taken back, and make room for others.
+            // The newest are taken back, and free their places.
             drop(third);
             drop(second);
             sent.extend(comm.post_all_on_stream(&s, [prepare(1), prepare(2)]).unwrap());
@@ -115,9 +115,9 @@ fn prepared_messages_leave_when_they_are_posted() {
 }
 
 #[test]
-fn messages_have_pieces() {
+fn messages_are_vectored() {
     let builder = Communicator::builder().max_pieces(5);
-    job_with("messages_have_pieces", 2, builder, |comm| {
+    job_with("messages_are_vectored", 2, builder, |comm| {
         let (one, two) = (buffer(comm, 4096), buffer(comm, 4096));
         let whole = message(0, 1, 7, 3000);
         let s = stream("pieces");
@@ -149,16 +149,16 @@ fn messages_have_pieces() {
     });
 }
 
-/// What was received into a slot, seen without a call.
+/// What was received into a cell, read without a call.
 fn is_here(buffer: &Registration, n: usize) -> bool {
     bytes(buffer, n * 8..n * 8 + 8) == message(0, 1, n, 8)
 }
 
-/// The receiver computes, and calls nothing: its peer's stream goes on.
+/// The receiver makes no calls: the stream of its peer goes on.
 #[test]
-fn a_receive_alone_is_announced_at_once() {
+fn single_receives_are_announced_at_once() {
     let builder = Communicator::builder().watch(false);
-    job_with("a_receive_alone_is_announced_at_once", 2, builder, |comm| {
+    job_with("single_receives_are_announced_at_once", 2, builder, |comm| {
         let (buffer, s) = (buffer(comm, 5 * 8), stream("lonely"));
         for n in 0..5 {
             let slot = n * 8..n * 8 + 8;
@@ -177,7 +177,7 @@ fn a_receive_alone_is_announced_at_once() {
     });
 }
 
-/// Of three in a row the third is held back while the peer may use two; nobody looks after it but `go_on`.
+/// Of three receives in a row the third is held back; only `go_on` announces it.
 #[track_caller]
 fn held_back(name: &str, go_on: impl Fn(&Communicator, &Request)) {
     let builder = Communicator::builder().watch(false);
@@ -210,28 +210,28 @@ fn held_back(name: &str, go_on: impl Fn(&Communicator, &Request)) {
 }
 
 #[test]
-fn progress_announces_what_was_held_back() {
-    held_back("progress_announces_what_was_held_back", |comm, _| comm.progress());
+fn progress_announces_held_back_receives() {
+    held_back("progress_announces_held_back_receives", |comm, _| comm.progress());
 }
 
 #[test]
-fn a_wait_announces_what_was_held_back() {
-    held_back("a_wait_announces_what_was_held_back", |comm, last| {
+fn waits_announce_held_back_receives() {
+    held_back("waits_announce_held_back_receives", |comm, last| {
         comm.wait(last, LONG).unwrap();
     });
 }
 
 #[test]
-fn a_wait_of_a_request_announces_what_was_held_back() {
-    held_back("a_wait_of_a_request_announces_what_was_held_back", |_, last| {
+fn waits_of_requests_announce_held_back_receives() {
+    held_back("waits_of_requests_announce_held_back_receives", |_, last| {
         last.wait(LONG).unwrap();
     });
 }
 
 #[test]
-fn a_wait_on_a_stream_announces_what_was_held_back() {
+fn waits_on_streams_announce_held_back_receives() {
     let s = stream("waiting");
-    held_back("a_wait_on_a_stream_announces_what_was_held_back", |comm, last| {
+    held_back("waits_on_streams_announce_held_back_receives", |comm, last| {
         comm.wait_on_stream(&s, last).unwrap();
     });
 }
@@ -241,11 +241,11 @@ fn work_requests(comm: &Communicator) -> u64 {
     comm.context().stats().wqes
 }
 
-/// Nobody but the watching thread tells a rank of receives that it does not wait for.
+/// Only the watchdog announces receives that the peer does not wait for.
 #[test]
-fn a_rank_whose_streams_send_nothing_is_told_now_and_then() {
+fn only_the_watchdog_announces_to_ranks_without_sending_streams() {
     let builder = Communicator::builder().intra_host(IntraHostPath::Queues);
-    job_with("a_rank_whose_streams_send_nothing_is_told_now_and_then", 2, builder, |comm| {
+    job_with("only_the_watchdog_announces_to_ranks_without_sending_streams", 2, builder, |comm| {
         const COUNT: usize = 300;
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16));
         let (start, before) = (Instant::now(), work_requests(comm));
@@ -260,11 +260,11 @@ fn a_rank_whose_streams_send_nothing_is_told_now_and_then() {
     });
 }
 
-/// With the thread, too, once a stream of the sender has sent something.
+/// Also with a watchdog, once a stream of the sender has sent something.
 #[test]
-fn a_rank_whose_streams_send_is_told_at_once() {
+fn receives_are_announced_at_once_to_sending_streams() {
     let builder = Communicator::builder().intra_host(IntraHostPath::Queues);
-    job_with("a_rank_whose_streams_send_is_told_at_once", 2, builder, |comm| {
+    job_with("receives_are_announced_at_once_to_sending_streams", 2, builder, |comm| {
         const COUNT: usize = 20;
         let (buffer, s) = (buffer(comm, 16), stream("sender"));
         let mut told = 0;
@@ -277,7 +277,7 @@ fn a_rank_whose_streams_send_is_told_at_once() {
             } else {
                 let before = work_requests(comm);
                 let received = comm.irecv(&buffer, 8..16, 0).unwrap();
-                // Now and then another thread has the HCA, and counts it a little later.
+                // Another thread may run the HCA, and count it a little later.
                 told += usize::from(work_requests(comm) > before);
                 comm.wait(&received, LONG).unwrap();
                 comm.barrier(LONG).unwrap();
@@ -287,10 +287,10 @@ fn a_rank_whose_streams_send_is_told_at_once() {
     });
 }
 
-/// The receiver computes, and calls nothing.
+/// The receiver makes no calls.
 #[test]
-fn the_watching_thread_announces_what_was_held_back() {
-    job("the_watching_thread_announces_what_was_held_back", 2, |comm| {
+fn the_watchdog_announces_held_back_receives() {
+    job("the_watchdog_announces_held_back_receives", 2, |comm| {
         const COUNT: usize = 100;
         let (buffer, s) = (buffer(comm, COUNT * 8), stream("watched"));
         let slot = |n: usize| n * 8..n * 8 + 8;

@@ -1,21 +1,24 @@
-//! What goes wrong: bad arguments, wrong lengths, ranks that die, launchers that contradict themselves.
+//! Failures: bad arguments, wrong lengths, dead ranks, contradictory launchers; and shrinking to the survivors.
 
 use std::env;
 use std::net::TcpListener;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
+use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
-use crate::common::{LONG, buffer, bytes, failed, is_part_of, job, myself, stream, syndrome, until};
+use crate::common::{
+    LONG, buffer, bytes, failed, is_part_of, job, message, myself, ranks, stream, syndrome, until,
+};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
-use mp::Exchange;
-use mp::launch::Bootstrap;
-use mp::launch::Launch;
-use mp::{Communicator, Error, Status};
+use mp::collective::{Collectives, Reduction};
+use mp::launch::{Bootstrap, Launch};
+use mp::{Communicator, Error, Exchange, Shrunk, Status};
 
 #[test]
-fn bad_arguments_are_refused_and_do_no_harm() {
-    job("bad_arguments_are_refused_and_do_no_harm", 1, |comm| {
+fn bad_arguments_are_refused() {
+    job("bad_arguments_are_refused", 1, |comm| {
         let (buffer, s) = (buffer(comm, 64), stream("refusing"));
         for rank in [1, 2, usize::MAX] {
             let errors = [
@@ -44,7 +47,7 @@ fn bad_arguments_are_refused_and_do_no_harm() {
         let received = comm.irecv(&buffer, 56..64, 0).unwrap();
         buffer.memory().write(0, b"harmless").unwrap();
         let sent = comm.isend(&buffer, 0..8, 0).unwrap();
-        // No time limit is too long.
+        // The longest timeout does not overflow.
         comm.wait_all([&received, &sent], Duration::MAX).unwrap();
         s.synchronize(Duration::MAX).unwrap();
         comm.barrier(Duration::MAX).unwrap();
@@ -53,7 +56,7 @@ fn bad_arguments_are_refused_and_do_no_harm() {
 }
 
 #[test]
-fn builders_say_what_is_wrong() {
+fn bad_settings_are_refused() {
     let fails = |builder: mp::CommunicatorBuilder| builder.init().map(drop).unwrap_err().to_string();
     for depth in [0, 1 << 20] {
         let text = fails(Communicator::builder().spawn(1).depth(depth));
@@ -77,8 +80,8 @@ fn builders_say_what_is_wrong() {
 }
 
 #[test]
-fn a_message_longer_than_the_receive_fails_on_both_sides() {
-    job("a_message_longer_than_the_receive_fails_on_both_sides", 3, |comm| {
+fn longer_messages_fail_on_both_sides() {
+    job("longer_messages_fail_on_both_sides", 3, |comm| {
         let (buffer, s) = (buffer(comm, 8192), stream("too short"));
         let peer = 1 - comm.rank().min(1);
         match comm.rank() {
@@ -99,7 +102,7 @@ fn a_message_longer_than_the_receive_fails_on_both_sides() {
             _ => comm.barrier(LONG).unwrap(),
         }
         if comm.rank() < 2 {
-            // The connection is broken, and every call says why at once; those to other ranks work.
+            // The connection is broken, and every call fails at once; calls for other ranks work.
             for error in
                 [comm.isend(&buffer, 0..1, peer), comm.irecv(&buffer, 0..1, peer)].map(Result::unwrap_err)
             {
@@ -116,10 +119,10 @@ fn a_message_longer_than_the_receive_fails_on_both_sides() {
     });
 }
 
-/// Rank 1 is killed while everybody talks to everybody; the others see it in waits and on streams.
+/// Rank 1 is killed while all ranks talk to all; the others see it in waits and on streams.
 #[test]
-fn the_death_of_a_rank_ends_what_waits_for_it() {
-    const NAME: &str = "the_death_of_a_rank_ends_what_waits_for_it";
+fn dead_ranks_end_messages_and_waits() {
+    const NAME: &str = "dead_ranks_end_messages_and_waits";
     if !is_part_of(NAME) {
         let output = myself(NAME).output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
@@ -151,7 +154,7 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
     let error = (0..).find_map(|_| play(1).err()).unwrap();
     failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
     assert!(error.is_rank_lost() && error.to_string().contains("rank 1"), "{error}");
-    // On a stream: what it refuses names the rank, and so does the message that was to be sent.
+    // On a stream: its refusal names the rank, and so does the message.
     let refused = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap_err();
     assert!(
         matches!(refused, Error::Message { rank: 1, .. }) && refused.to_string().contains("rank 1"),
@@ -164,7 +167,7 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
     comm.wait_on_stream(&s, &received).unwrap();
     s.synchronize(LONG).unwrap();
     assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: other, bytes: 8 });
-    // The ranks know it too, by name.
+    // The communicator names the rank, too.
     let error = comm.barrier(LONG).unwrap_err();
     assert!(error.to_string().contains("rank 1"), "{error}");
     eprintln!("survived");
@@ -183,14 +186,14 @@ fn the_death_of_a_rank_ends_what_waits_for_it() {
 
 /// Nothing is sent to the rank that dies, so that no send can fail.
 #[test]
-fn a_receive_ends_when_the_rank_it_waits_for_dies() {
-    const NAME: &str = "a_receive_ends_when_the_rank_it_waits_for_dies";
+fn dead_ranks_end_receives() {
+    const NAME: &str = "dead_ranks_end_receives";
     if !is_part_of(NAME) {
         let output = myself(NAME).output().unwrap();
         assert_eq!(output.status.code(), Some(41), "{}", String::from_utf8_lossy(&output.stderr));
         return;
     }
-    // The wait itself must notice.
+    // The wait itself notices.
     let comm = Communicator::builder().spawn(2).timeout(LONG).watch(false).init().unwrap();
     if comm.rank() == 1 {
         std::thread::sleep(2 * LONG);
@@ -206,10 +209,10 @@ fn a_receive_ends_when_the_rank_it_waits_for_dies() {
     std::process::exit(41);
 }
 
-/// A stream that holds for a message of a rank that dies goes on, and says why.
+/// A stream that waits for a message of a dead rank goes on, and reports why.
 #[test]
-fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
-    const NAME: &str = "a_stream_is_released_when_the_rank_it_waits_for_dies";
+fn dead_ranks_release_streams() {
+    const NAME: &str = "dead_ranks_release_streams";
     if !is_part_of(NAME) {
         let output = myself(NAME).output().unwrap();
         assert_eq!(output.status.code(), Some(41), "{}", String::from_utf8_lossy(&output.stderr));
@@ -217,7 +220,7 @@ fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
     }
     let comm = Communicator::builder().spawn(2).timeout(LONG).init().unwrap();
     if comm.rank() == 1 {
-        // It receives nothing, so that a send to it is under way until its end.
+        // It receives nothing: sends to it stay under way.
         std::thread::sleep(2 * LONG);
     }
     let (buffer, s) = (buffer(&comm, 64), stream("survivor"));
@@ -239,10 +242,10 @@ fn a_stream_is_released_when_the_rank_it_waits_for_dies() {
     std::process::exit(41);
 }
 
-/// One connection ends, from one side; the others, and the job, go on.
+/// One side ends one connection; the others, and the job, go on.
 #[test]
-fn a_rank_that_is_given_up_is_lost_and_no_other() {
-    job("a_rank_that_is_given_up_is_lost_and_no_other", 3, |comm| {
+fn given_up_ranks_are_lost_and_no_others() {
+    job("given_up_ranks_are_lost_and_no_others", 3, |comm| {
         let (buffer, s) = (buffer(comm, 64), stream("given up"));
         match comm.rank() {
             0 => {
@@ -257,7 +260,7 @@ fn a_rank_that_is_given_up_is_lost_and_no_other() {
                 assert!(matches!(comm.give_up(3), Err(Error::NoSuchRank { rank: 3, size: 3 })));
             }
             1 => {
-                // It learns by asking.
+                // It learns it when it waits.
                 let received = comm.irecv(&buffer, 0..8, 0).unwrap();
                 let error = comm.wait(&received, LONG).unwrap_err();
                 assert!(is_left(&error, 0), "{error}");
@@ -277,11 +280,11 @@ fn a_rank_that_is_given_up_is_lost_and_no_other() {
     });
 }
 
-/// A rank that was spawned ends before it joins, well or not, or later: its status is the error, long before the timeout.
+/// A spawned rank ends before it joins, with any status, or later: its status is the error, long before the timeout.
 #[test]
-fn a_spawned_rank_that_ends_is_told_by_its_status() {
-    const NAME: &str = "a_spawned_rank_that_ends_is_told_by_its_status";
-    /// How rank 1 ends, and whether it joins before.
+fn spawned_ranks_that_end_are_reported_by_status() {
+    const NAME: &str = "spawned_ranks_that_end_are_reported_by_status";
+    /// The exit code of rank 1, and whether it joins before.
     const END: &str = "GDSYNC_TEST_END";
     if !is_part_of(NAME) {
         for end in ["7", "0", "7 joined"] {
@@ -308,9 +311,9 @@ fn a_spawned_rank_that_ends_is_told_by_its_status() {
     std::process::exit(41);
 }
 
-/// Gives as many parts as it likes from some call on: each call of the library looks.
+/// Returns a wrong number of parts from some call on.
 #[test]
-fn an_exchange_that_leaves_ranks_out_is_told_so() {
+fn exchanges_with_missing_parts_are_refused() {
     #[derive(Debug)]
     struct Wrong {
         calls: usize,
@@ -350,17 +353,17 @@ fn an_exchange_that_leaves_ranks_out_is_told_so() {
     }
 }
 
-/// Whether it says that a rank has ended the connection.
+/// Whether an error says that the peer has ended the connection.
 fn is_left(error: &Error, by: usize) -> bool {
     let is_said = error.to_string().contains(&gdsync::Error::GivenUpByPeer.to_string());
     matches!(error, Error::Message { rank, .. } if *rank == by) && is_said && error.is_rank_lost()
 }
 
-/// Rank 1 gives rank 0 up when its last message is out: rank 0 has them all, and learns by what it waits for then, soon, in a wait
-/// and on a stream. So does rank 2, which sends to a rank that receives nothing.
+/// Rank 1 gives rank 0 up after its last message: rank 0 receives all, and then learns it soon, in a wait and on a stream. So does
+/// rank 2, which sends to a rank that receives nothing.
 #[test]
-fn a_rank_learns_soon_that_it_was_given_up() {
-    job("a_rank_learns_soon_that_it_was_given_up", 3, |comm| {
+fn given_up_ranks_learn_it_soon() {
+    job("given_up_ranks_learn_it_soon", 3, |comm| {
         let (buffer, s) = (buffer(comm, 1 << 20), stream("left"));
         let (small, large) = (0..8, 8..1 << 19);
         match comm.rank() {
@@ -396,7 +399,7 @@ fn a_rank_learns_soon_that_it_was_given_up() {
     });
 }
 
-/// A port nobody listens at.
+/// A port without a listener.
 fn free_port() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port().to_string()
@@ -413,10 +416,10 @@ fn by_hand<const N: usize>(name: &str, ranks: &[[(&str, &str); N]], port: &str) 
     children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
 }
 
-/// Two communicators of one process, over the same ranks: made in the same order everywhere.
+/// Two communicators of the same ranks, made in the same order everywhere.
 #[test]
-fn ranks_of_a_launcher_join_twice() {
-    const NAME: &str = "ranks_of_a_launcher_join_twice";
+fn launched_ranks_join_twice() {
+    const NAME: &str = "launched_ranks_join_twice";
     if is_part_of(NAME) {
         let comms = [(); 2].map(|()| Communicator::builder().spawn(7).timeout(LONG).init().unwrap());
         for comm in comms.iter().rev() {
@@ -441,8 +444,8 @@ fn ranks_of_a_launcher_join_twice() {
 
 /// Some ranks call `init`, others `init_over` with a bootstrap of their own.
 #[test]
-fn two_ways_to_begin_are_told_apart() {
-    const NAME: &str = "two_ways_to_begin_are_told_apart";
+fn init_and_init_over_do_not_mix() {
+    const NAME: &str = "init_and_init_over_do_not_mix";
     /// The rank that calls `init`.
     const INIT_BY: &str = "GDSYNC_TEST_INIT_BY";
     if is_part_of(NAME) {
@@ -474,8 +477,8 @@ fn two_ways_to_begin_are_told_apart() {
 }
 
 #[test]
-fn launchers_that_contradict_themselves_are_named() {
-    const NAME: &str = "launchers_that_contradict_themselves_are_named";
+fn contradictory_launchers_are_named() {
+    const NAME: &str = "contradictory_launchers_are_named";
     if is_part_of(NAME) {
         let error = Communicator::builder().timeout(Duration::from_secs(6)).init().map(drop).unwrap_err();
         eprintln!("error: {error}");
@@ -497,6 +500,353 @@ fn launchers_that_contradict_themselves_are_named() {
     says(&[[("RANK", "0"), ("LOCAL_RANK", "0")]], &["WORLD_SIZE is not set although RANK is '0'"]);
     says(&[[("RANK", "0"), ("WORLD_SIZE", "many")]], &["WORLD_SIZE is 'many'"]);
     says(&[[("RANK", "0"), ("WORLD_SIZE", "0")]], &["WORLD_SIZE is 0"]);
-    // Rank 1 counts three; rank 0 turns it away and says so, too.
+    // Rank 1 has another size; rank 0 rejects it and says so, too.
     says(&[[("RANK", "0"), ("WORLD_SIZE", "2")], [("RANK", "1"), ("WORLD_SIZE", "3")]], &["world size is 3"]);
+}
+
+/// The exit code of a rank that has completed the test.
+const DONE: i32 = 44;
+
+/// The first rank of this process.
+fn first_rank() -> usize {
+    env::var("RANK").unwrap().parse().unwrap()
+}
+
+fn init() -> Communicator {
+    Communicator::builder().timeout(LONG).init().unwrap()
+}
+
+fn die() -> ! {
+    // SAFETY: a plain call; the process ends here.
+    unsafe { libc::raise(libc::SIGKILL) };
+    unreachable!("killed")
+}
+
+/// All ranks to all ranks, by the CPU and by a stream, then a sum, a barrier and an exchange.
+fn play(comm: &Communicator) -> mp::Result<()> {
+    // A failed stream stays failed.
+    let s = stream("left");
+    let (me, all, len) = (comm.rank(), comm.size(), 3000);
+    let (outbox, inbox) = (buffer(comm, all * len), buffer(comm, all * len));
+    let range = |peer: usize| peer * len..(peer + 1) * len;
+    let received =
+        (0..all).map(|peer| comm.irecv(&inbox, range(peer), peer)).collect::<mp::Result<Vec<_>>>()?;
+    let mut sent = Vec::new();
+    for peer in 0..all {
+        outbox.memory().write(peer * len, &message(me, peer, all, len)).unwrap();
+        sent.push(match peer % 2 {
+            0 => comm.isend(&outbox, range(peer), peer)?,
+            _ => comm.isend_on_stream(&s, &outbox, range(peer), peer)?,
+        });
+    }
+    comm.wait_all(received.iter().chain(&sent), LONG)?;
+    s.synchronize(LONG)?;
+    for peer in 0..all {
+        assert!(bytes(&inbox, range(peer)) == message(peer, me, all, len), "from rank {peer} of {all}");
+    }
+    let collectives = Collectives::new(comm)?;
+    let sum = buffer(comm, 8);
+    sum.memory().write(0, &(1_u64 << me).to_ne_bytes()).unwrap();
+    collectives.allreduce::<u64>(&sum, 0..8, Reduction::Sum, LONG)?;
+    assert_eq!(bytes(&sum, 0..8), ((1_u64 << all) - 1).to_ne_bytes(), "one of each");
+    comm.barrier(LONG)?;
+    let ranks = comm.exchange(&[u8::try_from(me).unwrap()], LONG)?;
+    assert!(ranks.iter().enumerate().all(|(rank, said)| said[..] == [u8::try_from(rank).unwrap()]));
+    Ok(())
+}
+
+/// Waits until the connection to a rank breaks.
+fn miss(comm: &Communicator, rank: usize) -> Error {
+    let memory = buffer(comm, 8);
+    let error = comm.irecv(&memory, 0..8, rank).and_then(|received| comm.wait(&received, LONG)).unwrap_err();
+    assert!(matches!(error, Error::Message { rank: other, .. } if other == rank), "{error}");
+    assert!(comm.lost().contains(&rank), "{:?}", comm.lost());
+    error
+}
+
+/// The ranks `dead` of `comm` die at once; the others shrink, and play.
+fn round(comm: &Communicator, dead: &[usize]) -> Communicator {
+    play(comm).unwrap();
+    if dead.contains(&comm.rank()) {
+        die();
+    }
+    miss(comm, dead[0]);
+    let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
+    let left: Vec<_> = (0..comm.size()).filter(|rank| !dead.contains(rank)).collect();
+    assert_eq!(former, left);
+    let error = comm.clone().finalize(LONG).unwrap_err().to_string();
+    assert!(
+        error.contains("this communicator") && error.contains("that Communicator::shrink returns"),
+        "{error}"
+    );
+    assert_eq!((communicator.size(), former[communicator.rank()]), (left.len(), comm.rank()));
+    play(&communicator).unwrap();
+    communicator
+}
+
+/// Runs the test `name` in `size` processes. In round `n` the ranks `rounds[n]` die, numbered as they are then.
+#[track_caller]
+fn rounds(name: &str, size: usize, rounds: &[&[usize]]) {
+    if is_part_of(name) {
+        let mut comm = init();
+        for dead in rounds {
+            comm = round(&comm, dead);
+        }
+        assert_eq!(comm.size(), size - rounds.iter().map(|dead| dead.len()).sum::<usize>());
+        comm.finalize(LONG).unwrap();
+        std::process::exit(DONE);
+    }
+    let dead = rounds.iter().map(|dead| dead.len()).sum::<usize>();
+    assert_eq!(done(name, size), size - dead);
+}
+
+/// Runs the test `name` in `size` processes. Returns how many have completed it; all others were killed.
+#[track_caller]
+fn done(name: &str, size: usize) -> usize {
+    let outputs = ranks(name, size);
+    let text = |output: &Output| format!("{}: {}\n", output.status, String::from_utf8_lossy(&output.stderr));
+    let all: String = outputs.iter().map(text).collect();
+    let has_done = |output: &&Output| match (output.status.signal(), output.status.code()) {
+        (Some(libc::SIGKILL), _) => false,
+        (_, Some(DONE)) => true,
+        _ => panic!("{all}"),
+    };
+    outputs.iter().filter(has_done).count()
+}
+
+#[test]
+fn a_rank_dies_and_three_go_on() {
+    rounds("a_rank_dies_and_three_go_on", 4, &[&[2]]);
+}
+
+#[test]
+fn rank_0_dies_and_three_go_on() {
+    rounds("rank_0_dies_and_three_go_on", 4, &[&[0]]);
+}
+
+#[test]
+fn two_at_once_die_of_eight_and_again() {
+    rounds("two_at_once_die_of_eight_and_again", 8, &[&[0, 5], &[1, 2], &[3]]);
+}
+
+#[test]
+fn rank_0_dies_over_and_over_until_one_is_left() {
+    rounds("rank_0_dies_over_and_over_until_one_is_left", 4, &[&[0], &[0], &[0]]);
+}
+
+/// Rank 1 leads after the death of rank 0, and dies as well, while the others dial it.
+#[test]
+fn the_next_leader_dies_too() {
+    const NAME: &str = "the_next_leader_dies_too";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 5), 3);
+        return;
+    }
+    let comm = init();
+    if comm.rank() == 0 {
+        die();
+    }
+    miss(&comm, 0);
+    if comm.rank() == 1 {
+        // The others may have dialled it already, or not.
+        sleep(Duration::from_millis(50));
+        die();
+    }
+    let shrunk = comm.shrink(LONG).unwrap();
+    assert_eq!(shrunk.former, [2, 3, 4]);
+    assert_eq!([1, 2, 3].map(|rank| shrunk.rank_of(rank)), [None, Some(0), Some(1)]);
+    play(&shrunk.communicator).unwrap();
+    shrunk.communicator.finalize(LONG).unwrap();
+    std::process::exit(DONE);
+}
+
+/// Rank 4 dies anywhere in the call; the others leave it out, or shrink again.
+#[test]
+fn a_rank_dies_during_the_shrink() {
+    const NAME: &str = "a_rank_dies_during_the_shrink";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 5), 3);
+        return;
+    }
+    let mut comm = init();
+    if comm.rank() == 1 {
+        die();
+    }
+    miss(&comm, 1);
+    if first_rank() == 4 {
+        let when = Duration::from_micros(u64::from(std::process::id() % 20_000));
+        spawn(move || {
+            sleep(when);
+            die();
+        });
+    }
+    loop {
+        comm = comm.shrink(LONG).unwrap().communicator;
+        if first_rank() == 4 {
+            sleep(LONG);
+        }
+        if comm.size() == 3 {
+            break;
+        }
+        // The next use shows it.
+        play(&comm).unwrap_err();
+    }
+    play(&comm).unwrap();
+    comm.finalize(LONG).unwrap();
+    std::process::exit(DONE);
+}
+
+/// Only rank 1 notices anything; the others wait for it in a barrier.
+#[test]
+fn ranks_in_a_barrier_learn_of_a_shrink() {
+    const NAME: &str = "ranks_in_a_barrier_learn_of_a_shrink";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 3), 3);
+        return;
+    }
+    let comm = init();
+    if comm.rank() != 1 {
+        let error = comm.barrier(LONG).unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("shrink"), "{error}");
+    }
+    let shrunk = comm.shrink(LONG).unwrap();
+    assert_eq!(shrunk.former, [0, 1, 2], "nobody has died");
+    play(&shrunk.communicator).unwrap();
+    shrunk.communicator.finalize(LONG).unwrap();
+    std::process::exit(DONE);
+}
+
+/// Nobody has died, and rank 0 waits for rank 1, which shrinks.
+#[test]
+fn waiting_ranks_learn_of_a_shrink_soon() {
+    const NAME: &str = "waiting_ranks_learn_of_a_shrink_soon";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 2), 2);
+        return;
+    }
+    let comm = init();
+    if comm.rank() == 0 {
+        // Not by the retries of a queue pair, which take long.
+        let error = miss(&comm, 1).to_string();
+        assert!(error.contains(&gdsync::Error::GivenUpByPeer.to_string()), "{error}");
+    }
+    assert_eq!(comm.shrink(LONG).unwrap().former, [0, 1]);
+    std::process::exit(DONE);
+}
+
+/// Rank 2 hangs, and is not waited for, as any rank has given it up.
+#[test]
+fn given_up_ranks_are_left_out() {
+    const NAME: &str = "given_up_ranks_are_left_out";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 4), 4);
+        return;
+    }
+    let comm = init();
+    let pids = comm.exchange(std::process::id().to_string().as_bytes(), LONG).unwrap();
+    if comm.rank() == 2 {
+        // Its connections end. It gets the reason, unless it is too late.
+        miss(&comm, 3);
+        let error = comm.shrink(Duration::from_secs(1)).map(drop).unwrap_err();
+        assert!(matches!(error, Error::Bootstrap { .. } | Error::Deadline { .. }), "{error}");
+        std::process::exit(DONE);
+    }
+    if comm.rank() == 3 {
+        comm.give_up(2).unwrap();
+    }
+    let shrunk = comm.shrink(LONG).unwrap();
+    assert_eq!(shrunk.former, [0, 1, 3]);
+    play(&shrunk.communicator).unwrap();
+    let stat = format!("/proc/{}/stat", String::from_utf8_lossy(&pids[2]));
+    until("rank 2 ends", || std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(") Z ")));
+    shrunk.communicator.finalize(LONG).unwrap();
+    std::process::exit(DONE);
+}
+
+/// Rank 1 is alive and late: the others get its name, and may try again.
+#[test]
+fn late_ranks_are_named() {
+    const NAME: &str = "late_ranks_are_named";
+    if !is_part_of(NAME) {
+        assert_eq!(done(NAME, 3), 3);
+        return;
+    }
+    let comm = init();
+    if comm.rank() != 1 {
+        let error = comm.shrink(Duration::from_millis(300)).map(drop).unwrap_err();
+        // Rank 2 may only know that rank 0 has not answered.
+        let name = format!(
+            "rank {}",
+            if comm.rank() == 0 || matches!(error, Error::Bootstrap { .. }) { 1 } else { 0 }
+        );
+        assert!(error.to_string().contains(&name), "{error}");
+    } else {
+        // Both have ended their connections, and are late themselves.
+        miss(&comm, 0);
+        miss(&comm, 2);
+        sleep(Duration::from_millis(300));
+    }
+    let shrunk = loop {
+        match comm.shrink(LONG) {
+            Ok(shrunk) => break shrunk,
+            // Its second call came before the first of rank 0 timed out.
+            Err(Error::Bootstrap { .. }) if comm.rank() == 2 => {}
+            Err(error) => panic!("{error}"),
+        }
+    };
+    assert_eq!(shrunk.former, [0, 1, 2]);
+    play(&shrunk.communicator).unwrap();
+    shrunk.communicator.finalize(LONG).unwrap();
+    std::process::exit(DONE);
+}
+
+/// The processes that rank 0 has started stay its children.
+#[test]
+fn children_are_kept() {
+    const NAME: &str = "children_are_kept";
+    crate::common::job(NAME, 4, |comm| {
+        if comm.rank() == 1 {
+            die();
+        }
+        miss(comm, 1);
+        let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
+        assert_eq!(former, [0, 2, 3]);
+        play(&communicator).unwrap();
+        let first = communicator.rank() == 0;
+        if first {
+            assert!(communicator.child(1).is_some() && communicator.child(3).is_none());
+            assert_eq!(comm.child(2), None, "they belong to the new one");
+        }
+        communicator.finalize(LONG).unwrap();
+        // The old communicator is dropped.
+        std::process::exit(if first { crate::common::DONE } else { 0 });
+    });
+}
+
+/// Over a foreign exchange, which cannot regroup.
+#[test]
+fn foreign_exchanges_may_not_shrink() {
+    #[derive(Debug)]
+    struct Alone;
+
+    impl mp::Exchange for Alone {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn size(&self) -> usize {
+            1
+        }
+
+        fn allgather(&mut self, bytes: &[u8], _: Duration) -> mp::Result<Vec<Vec<u8>>> {
+            Ok(vec![bytes.to_vec()])
+        }
+    }
+
+    let comm = Communicator::builder().init_over(Alone).unwrap();
+    let error = comm.shrink(LONG).unwrap_err();
+    assert!(matches!(error, Error::Bootstrap { .. }) && error.to_string().contains("restart"), "{error}");
+    let comm = Communicator::builder().spawn(1).init().unwrap();
+    let shrunk = comm.shrink(LONG).unwrap();
+    assert_eq!((shrunk.former, shrunk.communicator.size()), (vec![0], 1));
 }

@@ -1,5 +1,5 @@
-//! Ranks that the real launchers start, where they are installed: `mpirun` of Open MPI, MPICH and Intel MPI, `srun` under a
-//! Slurm of the test's own, `torchrun`; and shells without one.
+//! Ranks that real launchers start, where they are installed: `mpirun` of Open MPI, MPICH and Intel MPI, `srun` under a Slurm of
+//! the test, `torchrun`; and two shells.
 
 mod mpirun;
 mod slurm;
@@ -38,7 +38,7 @@ fn rank(kind: impl Fn(&Root) -> bool) {
     println!("rank {} of {} is done", launch.rank, launch.size);
 }
 
-/// Each rank of a job of this size has said once that it is done.
+/// Each rank of a job of this size has printed once that it is done.
 #[track_caller]
 fn all_are_done(ranks: usize, text: &str) {
     for rank in 0..ranks {
@@ -47,13 +47,13 @@ fn all_are_done(ranks: usize, text: &str) {
     }
 }
 
-/// Ends it with the test, whatever happens.
+/// A process that ends with the test.
 struct Job(Child);
 
 impl Drop for Job {
     fn drop(&mut self) {
         if let Ok(None) = self.0.try_wait() {
-            // First in a way that lets it take along what it has started.
+            // SIGTERM first, so that it can end its children.
             let pid = i32::try_from(self.0.id()).expect("a process");
             // SAFETY: it is a child that was not waited for, so the number is its own.
             unsafe { libc::kill(pid, libc::SIGTERM) };
@@ -67,7 +67,7 @@ impl Drop for Job {
     }
 }
 
-/// How a job ends, and what it prints: it must end in time.
+/// The exit status and the output of a job, which must end in time.
 fn outcome(mut command: Command) -> (ExitStatus, String) {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let name = format!("gdsync-launch-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -90,7 +90,7 @@ fn outcome(mut command: Command) -> (ExitStatus, String) {
     (status.unwrap_or_else(|| panic!("{command:?} does not end\n{text}")), text)
 }
 
-/// The output of a job, which must end well in time.
+/// The output of a job, which must succeed in time.
 fn output(command: Command) -> String {
     let (status, text) = outcome(command);
     assert!(status.success(), "{status}\n{text}");
@@ -127,12 +127,12 @@ fn under(launcher: &Path, arguments: &[&str], what: &Command) -> Command {
     command
 }
 
-/// A port of this process, of which there are four, below those that the system hands out meanwhile.
+/// One of four ports of this process, below the ephemeral ports.
 fn port(which: u32) -> String {
     (10_000 + std::process::id() % 2_500 * 4 + which).to_string()
 }
 
-/// What two shells would start.
+/// Two ranks without a launcher.
 #[test]
 fn two_shells() {
     const NAME: &str = "two_shells";

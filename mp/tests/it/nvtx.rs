@@ -1,4 +1,4 @@
-//! Ranges as a profiler's library gets them.
+//! NVTX ranges, as an injection library gets them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn work() -> mp::Result<()> {
     comm.finalize(LONG)
 }
 
-/// The library and its log, in a directory for tests. `None`, with the reason told, where there is no C compiler.
+/// The injection library and its log. `None`, after printing the reason, where there is no C compiler.
 fn profiler() -> Option<(PathBuf, PathBuf)> {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let named = |what: &str| directory.join(format!("nvtx-{}.{what}", std::process::id()));
@@ -80,7 +80,7 @@ fn without_a_profiler_nothing_happens() {
         work().unwrap();
         exit(DONE);
     }
-    // No library, one that is not there, and one that is no profiler's.
+    // No library, a missing one, and one without the entry point.
     for library in ["", "/no/such/library.so", "libc.so.6"] {
         let output = myself(NAME).env(VARIABLE, library).output().unwrap();
         assert_eq!(output.status.code(), Some(DONE), "{library}: {output:?}");

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{LONG, buffer, bytes, job, job_with, message, stream};
+use crate::common::{LONG, buffer, bytes, job, job_with, jobs, message, stream};
 use gdsync::stream::{Batch, Cond};
 use mp::{Communicator, Status};
 
@@ -28,7 +28,7 @@ fn streams_play_ping_pong() {
                 if me == 1 {
                     comm.wait_on_stream(&s, receive).unwrap();
                 }
-                // Written in stream order: the message holds what the buffer holds when the stream gets there.
+                // Written in stream order: the message has what the buffer holds when the stream sends it.
                 let memory = outbox.memory().clone();
                 s.host_fn(move || memory.write(0, &message(me, peer, n, len)).unwrap()).unwrap();
                 sent.push(comm.send_on_stream(&s, &outbox, 0..len, peer).unwrap());
@@ -90,7 +90,7 @@ fn batches_play_ping_pong() {
     });
 }
 
-/// What was in a batch that nobody submits does not take part.
+/// Messages of a dropped batch are not sent.
 #[test]
 fn dropped_batches_do_no_harm() {
     let builder = Communicator::builder().depth(16);
@@ -150,18 +150,13 @@ fn all_to_all(comm: &Communicator) {
 }
 
 #[test]
-fn streams_of_three_ranks_exchange() {
-    job("streams_of_three_ranks_exchange", 3, all_to_all);
+fn streams_exchange() {
+    jobs("streams_exchange", &[3, 5], all_to_all);
 }
 
 #[test]
-fn streams_of_five_ranks_exchange() {
-    job("streams_of_five_ranks_exchange", 5, all_to_all);
-}
-
-#[test]
-fn a_send_leaves_when_the_stream_gets_there() {
-    job("a_send_leaves_when_the_stream_gets_there", 2, |comm| {
+fn sends_are_in_stream_order() {
+    job("sends_are_in_stream_order", 2, |comm| {
         let buffer = buffer(comm, 64);
         if comm.rank() == 1 {
             let received = comm.irecv(&buffer, 0..8, 0).unwrap();
@@ -191,13 +186,13 @@ fn a_send_leaves_when_the_stream_gets_there() {
         buffer.memory().write(0, b"released").unwrap();
         word.store(1);
         comm.wait(&sent, LONG).unwrap();
-        // What the stream has sent is complete, so the CPU's turn has come.
+        // The sends of the stream are complete, so that the CPU can send.
         comm.wait(&comm.isend(&buffer, 0..8, 1).unwrap(), LONG).unwrap();
         s.synchronize(LONG).unwrap();
     });
 }
 
-/// The CPU and two streams take turns at one connection, each waiting for the others' messages too.
+/// The CPU and two streams alternate on one connection, each waiting for messages of the others too.
 #[test]
 fn cpu_and_streams_mix() {
     job("cpu_and_streams_mix", 2, |comm| {
@@ -222,7 +217,7 @@ fn cpu_and_streams_mix() {
             comm.wait(&sent, LONG).unwrap();
             assert!(bytes(&inbox, 0..len) == message(peer, me, n, len), "message {n}");
             if n % 2 == 1 {
-                // What the CPU has taken holds no stream.
+                // A message that the CPU has received does not hold a stream.
                 comm.wait_all_on_stream(s, [&received, &sent]).unwrap();
                 s.synchronize(LONG).unwrap();
             }
@@ -230,11 +225,11 @@ fn cpu_and_streams_mix() {
     });
 }
 
-/// Nobody but streams waits; requests are asked long after the queues went round.
+/// Only streams wait; the requests are tested long after the queues have wrapped.
 #[test]
-fn requests_of_streams_outlive_the_depth_of_the_queues() {
+fn requests_of_streams_outlive_the_queue_depth() {
     let builder = Communicator::builder().depth(16);
-    job_with("requests_of_streams_outlive_the_depth_of_the_queues", 2, builder, |comm| {
+    job_with("requests_of_streams_outlive_the_queue_depth", 2, builder, |comm| {
         let peer = 1 - comm.rank();
         let buffer = buffer(comm, 16);
         let s = stream("round and round");

@@ -1,4 +1,4 @@
-//! Messages between ranks of one host through a device of their own.
+//! Paths: which device the messages between ranks of one host go through.
 
 use crate::common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
 use gdrcopy::standin::driver;
@@ -42,7 +42,7 @@ fn all_pairs(comm: &Communicator) {
 fn all_windows(comm: &Communicator) {
     let (me, all, len) = (comm.rank(), comm.size(), 3000_usize);
     let step = len.next_multiple_of(8);
-    // What each rank puts here, and behind that a word for their signals.
+    // Space for the puts of each rank, and a word for their signals.
     let (part, own) = (buffer(comm, all * step + 8), buffer(comm, all * step));
     let window = comm.window(&part, 0..all * step + 8, LONG).unwrap();
     for peer in 0..all {
@@ -69,10 +69,10 @@ fn all_windows(comm: &Communicator) {
 }
 
 #[test]
-fn ranks_of_a_host_use_the_device_for_them() {
+fn ranks_of_a_host_use_the_intra_host_device() {
     let (far, near) = (hca(), hca());
     let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near.clone()));
-    job_with("ranks_of_a_host_use_the_device_for_them", 3, builder, |comm| {
+    job_with("ranks_of_a_host_use_the_intra_host_device", 3, builder, |comm| {
         for rank in 0..3 {
             let path = comm.path(rank).unwrap();
             assert!(path.is_intra_host(), "{path}");
@@ -89,9 +89,9 @@ fn ranks_of_a_host_use_the_device_for_them() {
 }
 
 #[test]
-fn the_software_hca_needs_no_other_one() {
+fn the_software_hca_needs_no_second_one() {
     let builder = Communicator::builder().context(&hca());
-    job_with("the_software_hca_needs_no_other_one", 2, builder, |comm| {
+    job_with("the_software_hca_needs_no_second_one", 2, builder, |comm| {
         for rank in 0..2 {
             let path = comm.path(rank).unwrap();
             assert!(!path.is_intra_host() && path.reason() == "it is the software HCA already", "{path}");
@@ -100,14 +100,14 @@ fn the_software_hca_needs_no_other_one() {
     });
 }
 
-/// Rank 2 wants all its messages to go through the communicator's device, and so the others reach it there.
+/// Rank 2 asks for the device of the communicator, and so the others reach it there.
 #[test]
-fn both_ranks_of_a_pair_must_want_it() {
+fn both_ranks_must_want_the_intra_host_device() {
     let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
     let (far, near) = (hca(), hca());
     let local = if is_last { IntraHostPath::Device } else { IntraHostPath::Through(near.clone()) };
     let builder = Communicator::builder().context(&far).intra_host(local);
-    job_with("both_ranks_of_a_pair_must_want_it", 3, builder, |comm| {
+    job_with("both_ranks_must_want_the_intra_host_device", 3, builder, |comm| {
         let me = comm.rank();
         for rank in 0..3 {
             let path = comm.path(rank).unwrap();
@@ -119,7 +119,7 @@ fn both_ranks_of_a_pair_must_want_it() {
         assert_eq!((used(&near) > 0, used(&far) > 0), (me < 2, true));
         comm.barrier(LONG).unwrap();
         let before = used(&far);
-        // Words must be changed by one device.
+        // One device must do all atomics on a word.
         let window = comm.window(&buffer(comm, 8), 0..8, LONG).unwrap();
         comm.wait(&window.start(&Rma::accumulate(1, 1, 0)).unwrap(), LONG).unwrap();
         assert!(used(&far) > before, "also between ranks that send through the other");
@@ -129,11 +129,11 @@ fn both_ranks_of_a_pair_must_want_it() {
     });
 }
 
-/// Whichever it is, all ranks come to the same answer.
+/// All ranks come to the same decision.
 #[test]
-fn what_is_measured_is_the_same_for_all_ranks() {
+fn probes_decide_alike_for_all_ranks() {
     let builder = Communicator::builder().context(&hca()).intra_host(IntraHostPath::Measured);
-    job_with("what_is_measured_is_the_same_for_all_ranks", 3, builder, |comm| {
+    job_with("probes_decide_alike_for_all_ranks", 3, builder, |comm| {
         let paths: Vec<_> = (0..3).map(|rank| comm.path(rank).unwrap().clone()).collect();
         assert!(paths.iter().all(|path| path == &paths[0]), "{paths:?}");
         assert!(paths[0].reason().starts_with("measured, a round trip of 8 bytes"), "{}", paths[0]);
@@ -144,9 +144,9 @@ fn what_is_measured_is_the_same_for_all_ranks() {
 }
 
 #[test]
-fn a_buffer_has_a_path() {
+fn buffers_have_paths() {
     let builder = Communicator::builder().context(&hca());
-    job_with("a_buffer_has_a_path", 2, builder, |comm| {
+    job_with("buffers_have_paths", 2, builder, |comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let buffer = host_buffer(comm, 100_000);
         for (range, has_fifo) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
@@ -169,13 +169,13 @@ fn a_buffer_has_a_path() {
     });
 }
 
-/// A window of ranks that are not all reached alike goes through the device of the communicator, and says so.
+/// A window of ranks that are not all reached alike goes through the device of the communicator.
 #[test]
-fn a_window_has_a_path_of_its_own() {
+fn windows_have_paths() {
     let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
     let local = if is_last { IntraHostPath::Device } else { IntraHostPath::Through(hca()) };
     let builder = Communicator::builder().context(&hca()).intra_host(local);
-    job_with("a_window_has_a_path_of_its_own", 3, builder, |comm| {
+    job_with("windows_have_paths", 3, builder, |comm| {
         let buffer = host_buffer(comm, 64);
         let window = comm.window(&buffer, 0..64, LONG).unwrap();
         for rank in 0..3 {
@@ -201,7 +201,7 @@ fn any_gpu() -> (Gpu, bool) {
     }
 }
 
-/// Sends GPU memory of rank 0 to rank 1; what it says of each length before, and of the longest afterwards.
+/// Sends GPU memory of rank 0 to rank 1. Returns the path of each length before, and of the longest afterwards.
 fn from_gpu(comm: &Communicator, gpu: &Gpu) -> ([Carrier; 3], Carrier) {
     const LEN: usize = 300_000;
     let source = comm.register(&gpu.alloc(LEN).unwrap()).unwrap();
@@ -221,9 +221,9 @@ fn from_gpu(comm: &Communicator, gpu: &Gpu) -> ([Carrier; 3], Carrier) {
 }
 
 #[test]
-fn a_buffer_on_a_gpu_has_a_path() {
+fn gpu_buffers_have_paths() {
     let builder = Communicator::builder().context(&hca());
-    job_with("a_buffer_on_a_gpu_has_a_path", 2, builder, |comm| {
+    job_with("gpu_buffers_have_paths", 2, builder, |comm| {
         let (gpu, is_simulated) = any_gpu();
         let (before, after) = from_gpu(comm, &gpu);
         assert_eq!(before, [Carrier::Mapping, Carrier::Staging, Carrier::PeerToPeer]);
@@ -234,9 +234,9 @@ fn a_buffer_on_a_gpu_has_a_path() {
 }
 
 #[test]
-fn the_program_decides_how_payload_leaves_a_gpu() {
+fn the_builder_sets_the_gpu_path() {
     let builder = Communicator::builder().context(&hca()).gpu_path(GpuPath::Staged);
-    job_with("the_program_decides_how_payload_leaves_a_gpu", 2, builder, |comm| {
+    job_with("the_builder_sets_the_gpu_path", 2, builder, |comm| {
         let (before, after) = from_gpu(comm, &any_gpu().0);
         assert_eq!(before, [Carrier::Mapping, Carrier::Staging, Carrier::Staging]);
         assert_eq!(after, Carrier::Staging);
@@ -244,12 +244,12 @@ fn the_program_decides_how_payload_leaves_a_gpu() {
 }
 
 #[test]
-fn both_ranks_find_out_how_payload_leaves_a_gpu() {
+fn two_ranks_probe_the_gpu_path() {
     let (far, gpu) = (hca(), any_gpu().0);
     // Nothing would be staged.
     far.leave_by_reference(1);
     let builder = Communicator::builder().context(&far).gpu(&gpu).gpu_path(GpuPath::Measured);
-    job_with("both_ranks_find_out_how_payload_leaves_a_gpu", 2, builder, |comm| {
+    job_with("two_ranks_probe_the_gpu_path", 2, builder, |comm| {
         let least = far.leave_by_reference(1).unwrap();
         far.leave_by_reference(least);
         assert!(
@@ -263,18 +263,18 @@ fn both_ranks_find_out_how_payload_leaves_a_gpu() {
 }
 
 #[test]
-fn one_rank_alone_has_one_device() {
+fn single_ranks_have_one_device() {
     let (far, near) = (hca(), hca());
     let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near));
-    job_with("one_rank_alone_has_one_device", 1, builder, |comm| {
+    job_with("single_ranks_have_one_device", 1, builder, |comm| {
         assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
         all_pairs(comm);
     });
 }
 
 #[test]
-fn the_environment_decides_on_the_path() {
-    const NAME: &str = "the_environment_decides_on_the_path";
+fn the_environment_overrides_the_path() {
+    const NAME: &str = "the_environment_overrides_the_path";
     if !is_part_of(NAME) {
         let words = "MP_LOCAL, or the builder";
         for (value, words) in [

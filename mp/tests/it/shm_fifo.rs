@@ -1,4 +1,4 @@
-//! Short messages between CPUs of a host, through slots of shared memory, and all the reasons to take the queue pair instead.
+//! Short messages between CPUs of a host through the shared-memory FIFO, and all the reasons to take the queue pair instead.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use gdsync::stream::Batch;
 use gdsync::verbs::Context;
 use mp::{Communicator, Error, IntraHostPath, Registration, Request, Status};
 
-/// So many messages one after the other let slots open, whatever happened before.
+/// So many messages in a row open the FIFO, whatever happened before.
 const MANY: usize = 64;
 
 /// Microseconds until a rank is killed.
@@ -30,10 +30,10 @@ fn play(comm: &Communicator, buffer: &Registration, n: usize, len: usize) {
     assert!(bytes(buffer, 8192..8192 + len) == message(peer, me, n, len), "{n}");
 }
 
-/// Plays until messages to and from the other rank take slots, as both see.
+/// Plays until messages in both directions take the FIFO, as both ranks see.
 fn open(comm: &Communicator, buffer: &Registration) {
     let peer = 1 - comm.rank();
-    until("slots open", || {
+    until("the FIFO opens", || {
         let before = comm.fifo_messages(peer).unwrap();
         (0..MANY).for_each(|n| play(comm, buffer, n, 8));
         let (sent, received) = comm.fifo_messages(peer).unwrap();
@@ -42,16 +42,16 @@ fn open(comm: &Communicator, buffer: &Registration) {
     });
 }
 
-/// Slots that this process has mapped.
+/// FIFO memory that this process has mapped.
 fn mapped() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     maps.lines().filter(|map| map.contains("/memfd:gdsync-mp-")).count()
 }
 
-/// Slots know the last message that did not take them, and that holds the connection, of which they are part.
+/// The FIFO holds the last message of the queue pair, which must not hold the connection in turn.
 #[test]
-fn nothing_is_left_of_a_communicator_that_is_dropped() {
-    job("nothing_is_left_of_a_communicator_that_is_dropped", 2, |comm| {
+fn dropped_communicators_unmap_their_fifos() {
+    job("dropped_communicators_unmap_their_fifos", 2, |comm| {
         let before = mapped();
         let second = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
         let buffer = buffer(&second, 16384);
@@ -65,10 +65,10 @@ fn nothing_is_left_of_a_communicator_that_is_dropped() {
     });
 }
 
-/// Slots that opened while receives were under way know those, too, as messages behind them wait for them.
+/// A FIFO that opened while receives were under way holds those, too, as later messages wait for them.
 #[test]
-fn nothing_is_left_of_receives_that_slots_opened_behind() {
-    job("nothing_is_left_of_receives_that_slots_opened_behind", 2, |comm| {
+fn dropped_communicators_unmap_fifos_with_receives_ahead() {
+    job("dropped_communicators_unmap_fifos_with_receives_ahead", 2, |comm| {
         let before = mapped();
         let peer = 1 - comm.rank();
         let second = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
@@ -79,7 +79,7 @@ fn nothing_is_left_of_receives_that_slots_opened_behind() {
         let sent: Vec<_> = (0..MANY).map(|_| second.isend(&buffer, 8..16, peer).unwrap()).collect();
         second.wait_all(&sent, LONG).unwrap();
         second.barrier(LONG).unwrap();
-        // Both sides want slots by now; the receives of the second half are under way.
+        // Both sides want the FIFO by now; the receives of the second half are under way.
         received.push(receive());
         assert_eq!(received[2 * MANY - 1].test().unwrap(), None);
         second.barrier(LONG).unwrap();
@@ -90,8 +90,8 @@ fn nothing_is_left_of_receives_that_slots_opened_behind() {
 }
 
 #[test]
-fn messages_of_all_sizes_take_slots_or_do_not() {
-    job("messages_of_all_sizes_take_slots_or_do_not", 2, |comm| {
+fn messages_of_all_sizes_take_the_fifo_or_do_not() {
+    job("messages_of_all_sizes_take_the_fifo_or_do_not", 2, |comm| {
         let buffer = buffer(comm, 16384);
         let path = comm.path(1 - comm.rank()).unwrap();
         assert!(
@@ -124,25 +124,25 @@ fn declined(name: &str, local: IntraHostPath, watch: bool) {
 }
 
 #[test]
-fn queues_have_no_slots() {
-    declined("queues_have_no_slots", IntraHostPath::Queues, true);
+fn queues_have_no_fifo() {
+    declined("queues_have_no_fifo", IntraHostPath::Queues, true);
 }
 
 #[test]
-fn the_device_alone_has_no_slots() {
-    declined("the_device_alone_has_no_slots", IntraHostPath::Device, true);
+fn the_device_alone_has_no_fifo() {
+    declined("the_device_alone_has_no_fifo", IntraHostPath::Device, true);
 }
 
-/// Whom nobody watches might hold a sender's stream up.
+/// Without a watchdog a receiver could block the stream of a sender.
 #[test]
-fn without_a_watching_thread_there_are_no_slots() {
-    declined("without_a_watching_thread_there_are_no_slots", IntraHostPath::Soft, false);
+fn no_watchdog_means_no_fifo() {
+    declined("no_watchdog_means_no_fifo", IntraHostPath::Soft, false);
 }
 
-/// What comes before its receive waits in slots, and behind them in the queue pair.
+/// Messages without a receive wait in the FIFO, and when it is full in the queue pair.
 #[test]
-fn a_sender_that_is_ahead_does_not_wait() {
-    job("a_sender_that_is_ahead_does_not_wait", 2, |comm| {
+fn senders_ahead_of_receives_do_not_wait() {
+    job("senders_ahead_of_receives_do_not_wait", 2, |comm| {
         const COUNT: usize = 300;
         let all = buffer(comm, COUNT * 64);
         let (me, peer) = (comm.rank(), 1 - comm.rank());
@@ -169,10 +169,10 @@ fn a_sender_that_is_ahead_does_not_wait() {
     });
 }
 
-/// Receives that are kept for slots, and a stream at the other end: it does not wait for a call of this rank.
+/// Receives are queued in the FIFO, and a stream sends: it needs no call of the receiver.
 #[test]
-fn a_stream_sends_though_slots_were_open() {
-    job("a_stream_sends_though_slots_were_open", 2, |comm| {
+fn streams_send_while_the_fifo_is_open() {
+    job("streams_send_while_the_fifo_is_open", 2, |comm| {
         let (peer, s) = (1 - comm.rank(), stream("sender"));
         let buffer = buffer(comm, 16384);
         for round in 0..3 {
@@ -186,7 +186,7 @@ fn a_stream_sends_though_slots_were_open() {
             } else {
                 let received = comm.irecv(&buffer, 0..8, peer).unwrap();
                 comm.barrier(LONG).unwrap();
-                // Nobody here calls anything.
+                // No call of this rank.
                 until("the message comes", || bytes(&buffer, 0..8) == message(0, 1, round, 8));
                 comm.wait(&received, LONG).unwrap();
             }
@@ -195,16 +195,16 @@ fn a_stream_sends_though_slots_were_open() {
     });
 }
 
-/// A stream is to wait for a receive that was kept: its message is in a slot, comes later, or is behind others in slots.
+/// A stream waits for a receive of the FIFO: its message is there, comes later, or is behind others.
 #[test]
-fn a_stream_waits_though_slots_were_open() {
-    job("a_stream_waits_though_slots_were_open", 2, |comm| {
+fn streams_wait_while_the_fifo_is_open() {
+    job("streams_wait_while_the_fifo_is_open", 2, |comm| {
         let (peer, s) = (1 - comm.rank(), stream("receiver"));
         let buffer = buffer(comm, 16384);
         let slot = |n: usize| n * 8..n * 8 + 8;
         for round in 0..9 {
             open(comm, &buffer);
-            // Messages that are there before the stream waits.
+            // Messages that arrive before the stream waits.
             let early = round % 3;
             if comm.rank() == 0 {
                 let send = |n: usize| {
@@ -233,10 +233,10 @@ fn a_stream_waits_though_slots_were_open() {
     });
 }
 
-/// A wait that ends without a message has done no harm.
+/// The message can be received after a wait that timed out.
 #[test]
-fn a_wait_runs_out_and_the_message_comes() {
-    job("a_wait_runs_out_and_the_message_comes", 2, |comm| {
+fn waits_that_time_out_lose_no_message() {
+    job("waits_that_time_out_lose_no_message", 2, |comm| {
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
         for limit in [0, 1, 100, 5000].map(Duration::from_micros) {
             open(comm, &buffer);
@@ -266,10 +266,10 @@ fn is_given_up(error: &Error) -> bool {
     matches!(error, Error::Message { rank: 1, .. }) && error.to_string().contains("gave the peer up")
 }
 
-/// A receive that has failed has failed: what comes later is not written to it.
+/// A later message is not written to a failed receive.
 #[test]
-fn a_receive_that_was_given_up_stays_so() {
-    job("a_receive_that_was_given_up_stays_so", 2, |comm| {
+fn failed_receives_stay_failed() {
+    job("failed_receives_stay_failed", 2, |comm| {
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
         open(comm, &buffer);
         if comm.rank() == 0 {
@@ -294,10 +294,10 @@ fn a_receive_that_was_given_up_stays_so() {
     });
 }
 
-/// Who was given up is told when it sends, though slots were open.
+/// A rank that was given up gets an error when it sends, although the FIFO was open.
 #[test]
-fn a_rank_that_was_given_up_cannot_send_through_slots() {
-    job("a_rank_that_was_given_up_cannot_send_through_slots", 2, |comm| {
+fn ranks_that_were_given_up_cannot_send_through_the_fifo() {
+    job("ranks_that_were_given_up_cannot_send_through_the_fifo", 2, |comm| {
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
         open(comm, &buffer);
         if comm.rank() == 0 {
@@ -316,8 +316,8 @@ fn a_rank_that_was_given_up_cannot_send_through_slots() {
 }
 
 #[test]
-fn a_message_longer_than_its_receive_ends_the_connection() {
-    job("a_message_longer_than_its_receive_ends_the_connection", 2, |comm| {
+fn longer_messages_than_the_receive_end_the_connection() {
+    job("longer_messages_than_the_receive_end_the_connection", 2, |comm| {
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
         open(comm, &buffer);
         if comm.rank() == 0 {
@@ -327,12 +327,12 @@ fn a_message_longer_than_its_receive_ends_the_connection() {
             comm.barrier(LONG).unwrap();
             failed(&comm.wait(&received[0], LONG).unwrap_err(), peer, &[Syndrome::LOC_LEN_ERR]);
             failed(&received[0].test().unwrap_err(), peer, &[Syndrome::LOC_LEN_ERR]);
-            // It would have fitted, and nothing behind the first one is taken.
+            // Its message would have fitted, but nothing behind the first one is taken.
             failed(&comm.wait(&received[1], LONG).unwrap_err(), peer, &[Syndrome::LOC_LEN_ERR]);
             assert_eq!(bytes(&buffer, 8..16), [0; 8]);
         } else {
             comm.barrier(LONG).unwrap();
-            // Through a slot they leave before anybody can know.
+            // Through the FIFO they are sent before the error is known.
             let sent = [0..8, 0..8].map(|range| comm.isend(&buffer, range, peer));
             comm.barrier(LONG).unwrap();
             let [first, second] = sent.map(|sent| sent.and_then(|sent| comm.wait(&sent, LONG)));
@@ -351,7 +351,7 @@ fn a_message_longer_than_its_receive_ends_the_connection() {
     });
 }
 
-/// Plays until messages take slots, always with so many receives under way, which are returned.
+/// Plays until messages take the FIFO, always with so many receives under way, which are returned.
 fn open_with_receives_ahead(
     comm: &Communicator,
     buffer: &Registration,
@@ -364,7 +364,7 @@ fn open_with_receives_ahead(
     let mut received: VecDeque<_> = (0..ahead).map(receive).collect();
     let len = |n: usize| [8, 56, 57, 500][n % 4];
     let (mut n, before) = (0, comm.fifo_messages(peer).unwrap());
-    until("slots open", || {
+    until("the FIFO opens", || {
         for _ in 0..MANY {
             received.push_back(receive(n + ahead));
             buffer.memory().write(0, &message(me, peer, n + turn, len(n))).unwrap();
@@ -383,14 +383,14 @@ fn open_with_receives_ahead(
     received
 }
 
-/// A rank that posts its next receive before it waits for the last: there is always one under way.
+/// A rank that posts its next receive before it waits for the last one.
 #[test]
-fn slots_open_though_a_receive_is_always_under_way() {
-    job("slots_open_though_a_receive_is_always_under_way", 2, |comm| {
+fn the_fifo_opens_while_a_receive_is_always_under_way() {
+    job("the_fifo_opens_while_a_receive_is_always_under_way", 2, |comm| {
         let buffer = buffer(comm, 16384);
         for (turn, ahead) in [1, 2, 7].into_iter().enumerate() {
             let received = open_with_receives_ahead(comm, &buffer, ahead, turn);
-            // By streams, so that the next turn begins with slots that are closed.
+            // By streams, so that the next turn starts with a closed FIFO.
             let (peer, s) = (1 - comm.rank(), stream("last"));
             for request in received {
                 comm.send_on_stream(&s, &buffer, 0..8, peer).map(drop).unwrap();
@@ -402,13 +402,12 @@ fn slots_open_though_a_receive_is_always_under_way() {
     });
 }
 
-/// A send is taken back that was to be posted before another, which then has its place: it is no message, and both sides agree on
-/// how many there were.
+/// A send that is taken back is not counted: both sides agree on the number of messages.
 #[test]
-fn sends_that_are_taken_back_do_not_count() {
-    job("sends_that_are_taken_back_do_not_count", 2, |comm| {
+fn taken_back_sends_do_not_count() {
+    job("taken_back_sends_do_not_count", 2, |comm| {
         let (peer, s, buffer) = (1 - comm.rank(), stream("sender"), buffer(comm, 16384));
-        // The stream waits for one more than it needs: see `isend_in_batch`.
+        // The stream waits for one receive more than it needs: see `isend_in_batch`.
         let [received, more] = [(); 2].map(|()| comm.irecv(&buffer, 8192..8200, peer).unwrap());
         let [first, second] = [(); 2].map(|()| comm.prepare_send(&buffer, 0..8, peer).unwrap());
         let mut batch = Batch::new();
@@ -444,15 +443,15 @@ fn unreached(comm: &Communicator) -> Registration {
     comm.register(&memory).unwrap()
 }
 
-/// The message is in a slot already when its receive turns out to be for memory that only copy engines reach.
+/// The message is in the FIFO when its receive turns out to be for memory that only copy engines reach.
 #[test]
-fn a_receive_that_the_cpu_cannot_fill_fails_alone() {
-    job("a_receive_that_the_cpu_cannot_fill_fails_alone", 2, |comm| {
+fn receives_that_the_cpu_cannot_fill_fail_alone() {
+    job("receives_that_the_cpu_cannot_fill_fail_alone", 2, |comm| {
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
         let memory = (comm.rank() == 0).then(|| unreached(comm));
-        until("both messages take slots", || {
+        until("both messages take the FIFO", || {
             open(comm, &buffer);
-            // A wait that was long has closed them again.
+            // A long wait may have closed the FIFO again.
             let before = comm.fifo_messages(peer).unwrap().0;
             let lens: &[usize] = if comm.rank() == 1 { &[8, 7] } else { &[] };
             let sent: Vec<_> = lens.iter().map(|&len| comm.isend(&buffer, 0..len, peer).unwrap()).collect();
@@ -483,9 +482,9 @@ fn a_receive_that_the_cpu_cannot_fill_fails_alone() {
 
 /// More receives than the depth are refused; all are used in the end.
 #[test]
-fn the_depth_bounds_receives_that_are_kept() {
+fn the_depth_bounds_receives_of_the_fifo() {
     let builder = Communicator::builder().depth(9);
-    job_with("the_depth_bounds_receives_that_are_kept", 2, builder, |comm| {
+    job_with("the_depth_bounds_receives_of_the_fifo", 2, builder, |comm| {
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
         open(comm, &buffer);
         let received: Vec<_> = (0..9).map(|n| comm.irecv(&buffer, n * 8..n * 8 + 8, peer).unwrap()).collect();
@@ -497,15 +496,15 @@ fn the_depth_bounds_receives_that_are_kept() {
         }
         let statuses = comm.wait_all(&received, LONG).unwrap();
         assert_eq!(statuses, (0..9).map(|bytes| Status { rank: peer, bytes }).collect::<Vec<_>>());
-        // Also what was asked long ago.
+        // Also of a request of long ago.
         (0..MANY).for_each(|n| play(comm, &buffer, n, 8));
         assert_eq!(received[5].test().unwrap(), Some(Status { rank: peer, bytes: 5 }));
     });
 }
 
 #[test]
-fn messages_have_pieces_in_slots() {
-    job("messages_have_pieces_in_slots", 2, |comm| {
+fn vectored_messages_take_the_fifo() {
+    job("vectored_messages_take_the_fifo", 2, |comm| {
         let (peer, all) = (1 - comm.rank(), buffer(comm, 16384));
         for (round, len) in [(0, 10), (1, 56), (2, 3000)] {
             open(comm, &all);
@@ -525,10 +524,10 @@ fn messages_have_pieces_in_slots() {
     });
 }
 
-/// A rank is killed among messages that take slots: the other one learns it in a wait, and what had come stays.
+/// A rank is killed among messages of the FIFO: a wait of the other one fails.
 #[test]
-fn the_death_of_a_rank_ends_waits_for_slots() {
-    const NAME: &str = "the_death_of_a_rank_ends_waits_for_slots";
+fn dead_ranks_end_waits_at_the_fifo() {
+    const NAME: &str = "dead_ranks_end_waits_at_the_fifo";
     if !is_part_of(NAME) {
         for n in 0..4_u64 {
             let output = myself(NAME).env(DELAY, (n * n * 300).to_string()).output().unwrap();

@@ -5,16 +5,16 @@ use std::process::{abort, exit};
 use std::time::Duration;
 
 use crate::common::{
-    LONG, buffer, bytes, failed, host_buffer, is_part_of, job, job_with, message, ranks, until,
+    LONG, buffer, bytes, failed, host_buffer, is_part_of, job, job_with, jobs, message, ranks, until,
 };
 use gdsync::mlx5::Syndrome;
 use mp::tagged::{Request, Source, Status, Tag, Tagged};
 use mp::{Communicator, Error, Shrunk};
 
-/// Around what is sent at once, and what is announced.
+/// Around the limit between eager and announced messages.
 const SIZES: [usize; 8] = [0, 1, 8, 4071, 4072, 4073, 70_000, 1 << 20];
 
-/// How a rank leaves that is killed, and one that has seen it.
+/// The exit code of a rank that has survived.
 const SURVIVED: i32 = 44;
 
 /// Every rank sends messages of all sizes to every rank, itself included; the receives are posted in another order.
@@ -51,32 +51,22 @@ fn pairs(comm: &Communicator, tagged: Tagged) {
 }
 
 #[test]
-fn a_rank_alone_talks_to_itself() {
-    job("a_rank_alone_talks_to_itself", 1, all_pairs);
+fn ranks_exchange_all_sizes() {
+    jobs("ranks_exchange_all_sizes", &[1, 2, 4], all_pairs);
 }
 
 #[test]
-fn two_ranks_exchange_all_sizes() {
-    job("two_ranks_exchange_all_sizes", 2, all_pairs);
-}
-
-#[test]
-fn four_ranks_exchange_all_sizes() {
-    job("four_ranks_exchange_all_sizes", 4, all_pairs);
-}
-
-#[test]
-fn queues_without_slots_or_a_watching_thread_do() {
+fn shallow_queues_without_fifo_or_watchdog_suffice() {
     let builder = Communicator::builder().watch(false).depth(5).max_pieces(1);
-    job_with("queues_without_slots_or_a_watching_thread_do", 2, builder, all_pairs);
+    job_with("shallow_queues_without_fifo_or_watchdog_suffice", 2, builder, all_pairs);
 }
 
-/// A number below `of`, the same for whoever asks with the same arguments.
+/// A number below `of`, the same for all who ask with the same arguments.
 fn chance(seed: usize, n: usize, of: usize) -> usize {
     usize::from_le_bytes(*message(seed, 77, n, 8).first_chunk().unwrap()) % of
 }
 
-/// Random sends of few tags, received by receives of all kinds: what each rank sends with one tag comes in order, whole, once.
+/// Random sends of few tags, received by receives of all kinds: the messages of each rank and tag arrive whole, in order, once.
 fn random_traffic(comm: &Communicator) {
     const COUNT: usize = 600;
     const TAGS: usize = 4;
@@ -87,7 +77,7 @@ fn random_traffic(comm: &Communicator) {
         |from: usize, n: usize| if chance(from, n, 3) == 0 { chance(from, n + 1, LARGEST) } else { n % 50 };
     let target = |from: usize, n: usize| (from + 1 + chance(from, n, all - 1)) % all;
     let tag = |from: usize, n: usize| chance(from, n + 7, TAGS) as u64;
-    // What comes, by source and tag, in order.
+    // The messages to come, by source and tag, in order.
     let mut due: HashMap<(usize, u64), Vec<usize>> = HashMap::new();
     for from in 0..all {
         for n in (0..COUNT).filter(|&n| target(from, n) == me) {
@@ -104,7 +94,7 @@ fn random_traffic(comm: &Communicator) {
         let range = n * LARGEST..n * LARGEST + bytes.len();
         sent.push(tagged.isend(&outbox, range, to, tag(me, n)).unwrap());
     }
-    // One receive at a time is matched before the next: then it is known which message it must get.
+    // One receive at a time, so that its message is known.
     let mut left: HashMap<(usize, u64), usize> =
         due.iter().map(|(key, numbers)| (*key, numbers.len())).collect();
     for slot in 0..count {
@@ -141,11 +131,11 @@ fn random_traffic(comm: &Communicator) {
 }
 
 #[test]
-fn wildcards_get_each_message_once_and_in_order() {
-    job("wildcards_get_each_message_once_and_in_order", 4, random_traffic);
+fn wildcards_match_each_message_once_and_in_order() {
+    job("wildcards_match_each_message_once_and_in_order", 4, random_traffic);
 }
 
-/// Waits for the other rank, and moves messages along until it is there.
+/// Waits for the other rank, and moves messages along meanwhile.
 fn meet(comm: &Communicator, tagged: &Tagged) {
     let (buffer, peer) = (host_buffer(comm, 8), 1 - comm.rank());
     let both = [comm.irecv(&buffer, 0..4, peer).unwrap(), comm.isend(&buffer, 4..8, peer).unwrap()];
@@ -155,7 +145,7 @@ fn meet(comm: &Communicator, tagged: &Tagged) {
     });
 }
 
-/// Both send far more than is kept, before either receives; the last is received first.
+/// Both send far more messages than are kept before either receives; the last is received first.
 fn flood(comm: &Communicator) {
     const COUNT: usize = 2000;
     let tagged = Tagged::new(comm, LONG).unwrap();
@@ -168,7 +158,7 @@ fn flood(comm: &Communicator) {
             tagged.isend(&outbox, range(n), peer, n as u64).unwrap()
         })
         .collect();
-    // The other one has taken what it keeps, and no more.
+    // The other rank keeps so many, and no more.
     let kept = |sent: &[Request]| sent.iter().filter(|sent| sent.test().unwrap().is_some()).count();
     until("what is kept is not sent", || kept(&sent) >= 256);
     meet(comm, &tagged);
@@ -198,8 +188,8 @@ fn both_sides_may_flood_shallow_queues() {
 }
 
 #[test]
-fn a_message_that_is_too_long_fails_its_receive_alone() {
-    job("a_message_that_is_too_long_fails_its_receive_alone", 2, |comm| {
+fn truncated_messages_fail_their_receive_alone() {
+    job("truncated_messages_fail_their_receive_alone", 2, |comm| {
         let tagged = Tagged::new(comm, LONG).unwrap();
         let buffer = buffer(comm, 40_000);
         let peer = 1 - comm.rank();
@@ -224,8 +214,8 @@ fn a_message_that_is_too_long_fails_its_receive_alone() {
 }
 
 #[test]
-fn receives_are_cancelled_and_messages_looked_at() {
-    job("receives_are_cancelled_and_messages_looked_at", 2, |comm| {
+fn receives_are_cancelled_and_messages_probed() {
+    job("receives_are_cancelled_and_messages_probed", 2, |comm| {
         let tagged = Tagged::new(comm, LONG).unwrap();
         let buffer = buffer(comm, 64);
         let peer = 1 - comm.rank();
@@ -247,7 +237,7 @@ fn receives_are_cancelled_and_messages_looked_at() {
         assert_eq!(tagged.iprobe(Source::Any, Tag::Any).unwrap().unwrap().tag, 6, "nobody else gets it");
         let waits = tagged.irecv(&buffer, 24..32, Source::Any, 5).unwrap();
         assert_eq!(waits.test().unwrap(), None);
-        // It goes back, and to the receive that has come since.
+        // It returns to its place, and to the receive that has come since.
         drop(taken);
         assert_eq!(waits.wait(LONG).unwrap(), status);
         assert!(!waits.cancel(), "it is complete");
@@ -286,8 +276,8 @@ fn tagged_and_plain_messages_never_mix() {
 }
 
 #[test]
-fn four_threads_share_it() {
-    job("four_threads_share_it", 2, |comm| {
+fn four_threads_share_a_tagged() {
+    job("four_threads_share_a_tagged", 2, |comm| {
         let tagged = Tagged::new(comm, LONG).unwrap();
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         std::thread::scope(|scope| {
@@ -315,8 +305,8 @@ fn four_threads_share_it() {
 }
 
 #[test]
-fn a_rank_that_dies_fails_what_concerns_it() {
-    const NAME: &str = "a_rank_that_dies_fails_what_concerns_it";
+fn dead_ranks_fail_their_messages_alone() {
+    const NAME: &str = "dead_ranks_fail_their_messages_alone";
     if !is_part_of(NAME) {
         let outputs = ranks(NAME, 3);
         let codes: Vec<_> = outputs.iter().map(|output| output.status.code()).collect();
@@ -326,12 +316,12 @@ fn a_rank_that_dies_fails_what_concerns_it() {
     }
     let comm = Communicator::builder().timeout(LONG).init().unwrap();
     let tagged = Tagged::new(&comm, LONG).unwrap();
-    // Host memory on any machine: what is sent from a GPU is complete only when it was received.
+    // Host memory on any machine: sends from a GPU complete only when they are received.
     let buffer = host_buffer(&comm, 1 << 16);
     if comm.rank() == 2 {
         for rank in [0, 1] {
             tagged.isend(&buffer, 0..8, rank, 1).unwrap().wait(LONG).unwrap();
-            // Announced, and never sent.
+            // Announced, and never read.
             let _announced = tagged.isend(&buffer, 0..1 << 16, rank, 2).unwrap();
         }
         comm.barrier(LONG).unwrap();
@@ -346,7 +336,7 @@ fn a_rank_that_dies_fails_what_concerns_it() {
     let causes = [Syndrome::RETRY_EXC_ERR];
     failed(&from_it.wait(LONG).unwrap_err(), 2, &causes);
     failed(&to_it.wait(LONG).unwrap_err(), 2, &causes);
-    // What had come is here; what was only announced is lost.
+    // Eager messages have arrived; announced ones are lost.
     assert_eq!(tagged.irecv(&buffer, 8..16, 2, 1).unwrap().wait(LONG).unwrap().bytes, 8);
     failed(&tagged.irecv(&buffer, 0..1 << 16, 2, 2).unwrap().wait(LONG).unwrap_err(), 2, &causes);
     failed(&tagged.irecv(&buffer, 8..16, 2, 3).unwrap_err(), 2, &causes);
@@ -355,7 +345,7 @@ fn a_rank_that_dies_fails_what_concerns_it() {
     tagged.isend(&buffer, 16..24, peer, 9).unwrap().wait(LONG).unwrap();
     assert_eq!(any.wait(LONG).unwrap(), Status { rank: peer, tag: 9, bytes: 8 });
     if comm.rank() == 1 {
-        // Nobody is left.
+        // All others are lost.
         let any = tagged.irecv(&buffer, 0..8, Source::Any, Tag::Any).unwrap();
         tagged.isend(&buffer, 16..24, peer, 10).unwrap().wait(LONG).unwrap();
         any.wait(LONG).unwrap_err();
@@ -367,8 +357,8 @@ fn a_rank_that_dies_fails_what_concerns_it() {
 }
 
 #[test]
-fn ranks_that_are_left_shrink_and_go_on() {
-    const NAME: &str = "ranks_that_are_left_shrink_and_go_on";
+fn survivors_shrink_and_go_on() {
+    const NAME: &str = "survivors_shrink_and_go_on";
     if !is_part_of(NAME) {
         let outputs = ranks(NAME, 3);
         let codes: Vec<_> = outputs.iter().map(|output| output.status.code()).collect();
@@ -388,7 +378,7 @@ fn ranks_that_are_left_shrink_and_go_on() {
     let received = tagged.irecv(&buffer, 8..16, peer, 3).unwrap();
     let left = comm.shrink(LONG).unwrap();
     let smaller = tagged.shrink(&left, LONG).unwrap();
-    // There all is over but what has come.
+    // All is over there except what has arrived.
     for under_way in [announced, received] {
         let error = under_way.wait(LONG).unwrap_err();
         assert!(!matches!(error, Error::Deadline { .. }), "{error}");

@@ -1,15 +1,19 @@
-//! Operations on windows that streams start, and signals that streams wait for.
+//! Windows of streams, and failures of windows: collective calls that disagree, dropped windows, dead ranks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use crate::common::{LONG, buffer, bytes, job, job_with, message, stream, until};
+use crate::common::{
+    LONG, buffer, bytes, failed, is_part_of, job, job_with, jobs, message, myself, stream, until,
+};
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
+use gdsync::mlx5::Syndrome;
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, HostStreamConfig, Stream};
 use mp::{Communicator, Error, Rma, Signal, Status};
 
-/// One stream per rank puts with signals to all, itself too, and waits for theirs.
+/// One stream per rank puts with signals to all, itself included, and waits for theirs.
 fn exchange(comm: &Communicator) {
     const LEN: usize = 5000;
     let (me, all) = (comm.rank(), comm.size());
@@ -21,7 +25,7 @@ fn exchange(comm: &Communicator) {
         let len = move |from: usize| 1 + (n * 311 + from) % LEN;
         let mut puts = Vec::new();
         for peer in 0..all {
-            // In stream order: the put takes what the buffer holds when the stream gets there.
+            // In stream order: the put takes what the buffer holds when the stream sends it.
             let memory = outbox.memory().clone();
             s.host_fn(move || memory.write(peer * LEN, &message(me, peer, n, len(me))).unwrap()).unwrap();
             let put = Rma::put(&outbox, peer * LEN..peer * LEN + len(me), peer, 64 * all + me * LEN);
@@ -77,19 +81,14 @@ fn graphs_repeat_puts_and_signals() {
 }
 
 #[test]
-fn streams_of_two_ranks_put_with_signals() {
-    job("streams_of_two_ranks_put_with_signals", 2, exchange);
+fn streams_put_with_signals() {
+    jobs("streams_put_with_signals", &[2, 4], exchange);
 }
 
+/// Operations start in stream order, and windows do not block each other.
 #[test]
-fn streams_of_four_ranks_put_with_signals() {
-    job("streams_of_four_ranks_put_with_signals", 4, exchange);
-}
-
-/// Nothing leaves before the stream gets there, and one window is not in the way of another.
-#[test]
-fn puts_and_gets_wait_for_their_stream() {
-    job("puts_and_gets_wait_for_their_stream", 2, |comm| {
+fn puts_and_gets_are_in_stream_order() {
+    job("puts_and_gets_are_in_stream_order", 2, |comm| {
         let (local, target) = (buffer(comm, 64), buffer(comm, 64));
         let window = comm.window(&target, 0..64, LONG).unwrap();
         let other = comm.window(&target, 0..64, LONG).unwrap();
@@ -111,7 +110,7 @@ fn puts_and_gets_wait_for_their_stream() {
         let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
         let get = window.iget_on_stream(&s, &local, 16..29, 1, 32).unwrap();
         comm.wait_on_stream(&s, &get).unwrap();
-        // The connection belongs to the stream now; that of another window does not.
+        // The queue pair belongs to the stream now; that of another window does not.
         let error = window.put(&local, 0..8, 1, 8).unwrap_err();
         assert!(
             matches!(error, Error::Message { rank: 1, cause: gdsync::Error::Busy { .. }, .. }),
@@ -162,7 +161,7 @@ fn prepared(comm: &Communicator, at_once: bool) {
             window.wait_signal_in_batch(batch, 0, done(i), Cond::Geq).unwrap();
         }
         assert!(requests.iter().all(|request| request.test().unwrap().is_none()), "nothing leaves before");
-        // What is only prepared is not waited for.
+        // A flush does not wait for what is only prepared.
         window.flush(peer, LONG).unwrap();
         comm.barrier(LONG).unwrap();
         batches.iter_mut().for_each(|batch| s.submit(batch).unwrap());
@@ -191,7 +190,7 @@ fn prepared_operations_start_all_at_once() {
     job("prepared_operations_start_all_at_once", 2, |comm| prepared(comm, true));
 }
 
-/// What was in a batch that nobody submits does not take part, nor room, nor time.
+/// Operations of a dropped batch do not run, and take no room.
 #[test]
 fn dropped_batches_do_no_harm() {
     job_with("dropped_batches_do_no_harm", 2, Communicator::builder().depth(16), |comm| {
@@ -222,8 +221,8 @@ fn dropped_batches_do_no_harm() {
 }
 
 #[test]
-fn streams_wait_for_all_operations_on_a_rank() {
-    job("streams_wait_for_all_operations_on_a_rank", 2, |comm| {
+fn streams_flush_a_rank() {
+    job("streams_flush_a_rank", 2, |comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let (outbox, target) = (buffer(comm, 1 << 20), buffer(comm, 1 << 20));
         let window = comm.window(&target, 0..1 << 20, LONG).unwrap();
@@ -235,7 +234,7 @@ fn streams_wait_for_all_operations_on_a_rank() {
                 .map(|i| window.iput_on_stream(&s, &outbox, i << 18..(i + 1) << 18, peer, i << 18).unwrap())
                 .collect();
             window.flush_on_stream(&s, peer).unwrap();
-            // And again, when nothing is left to wait for.
+            // And again, with nothing to wait for.
             window.flush_on_stream(&s, peer).unwrap();
             let after = after.clone();
             s.host_fn(move || {
@@ -249,7 +248,7 @@ fn streams_wait_for_all_operations_on_a_rank() {
             comm.barrier(LONG).unwrap();
         }
         assert_eq!(after.load(Ordering::Relaxed), 40, "all are complete when the stream goes on");
-        // Only one stream can wait for them; another is not told that nothing is left.
+        // Only one stream can wait for them; another gets an error.
         let (word, other) = (Memory::alloc(4).unwrap().word32(0).unwrap(), stream("second"));
         s.wait_value32(&word, 1, Cond::Eq).unwrap();
         let _detached = window.iput_on_stream(&s, &outbox, 0..8, peer, 0).unwrap();
@@ -269,10 +268,10 @@ fn streams_wait_for_all_operations_on_a_rank() {
     });
 }
 
-/// Two streams put to one rank at a time, each through a window of its own.
+/// Two streams put to one rank at the same time, each through a window of its own.
 #[test]
-fn streams_with_windows_of_their_own_do_not_meet() {
-    job("streams_with_windows_of_their_own_do_not_meet", 2, |comm| {
+fn streams_with_own_windows_are_independent() {
+    job("streams_with_own_windows_are_independent", 2, |comm| {
         const COUNT: u64 = 100;
         let peer = 1 - comm.rank();
         let target = buffer(comm, 16);
@@ -334,4 +333,229 @@ fn a_gpu_puts_and_waits() {
         signals.destroy(LONG).unwrap();
         window.destroy(LONG).unwrap();
     });
+}
+
+/// The rank with the bad request gets the reason, the others its rank; and the next window works.
+#[test]
+fn ranks_that_cannot_make_a_window_are_named() {
+    job("ranks_that_cannot_make_a_window_are_named", 3, |comm| {
+        let target = buffer(comm, 64);
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        #[expect(clippy::reversed_empty_ranges, reason = "what a user may compute")]
+        for range in [0..65, 65..65, 9..8, 0..usize::MAX] {
+            let bad = comm.rank() == 1;
+            let range = if bad { range } else { 0..64 };
+            let errors = [
+                comm.window(&target, range.clone(), LONG).unwrap_err(),
+                window.beside(&target, range.clone(), LONG).unwrap_err(),
+            ];
+            for error in errors {
+                if bad {
+                    assert!(matches!(error, Error::Device(_)), "{range:?}: {error}");
+                } else {
+                    let text = error.to_string();
+                    assert!(matches!(error, Error::Bootstrap { .. }) && text.contains("rank 1"), "{text}");
+                }
+            }
+        }
+        let beside = window.beside(&target, 8..8, LONG).unwrap();
+        assert_eq!(beside.size_of(2).unwrap(), 0);
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        for rank in 0..3 {
+            let _detached = window.start(&Rma::signal(rank, Signal::add(0, 1))).unwrap();
+        }
+        window.wait_signal(0, 3, Cond::Eq, LONG).unwrap();
+        window.destroy(LONG).unwrap();
+    });
+}
+
+/// The window of rank 1 is dropped, and its key dead: operations on it fail, and no others.
+#[test]
+fn operations_on_dropped_windows_fail() {
+    job("operations_on_dropped_windows_fail", 3, |comm| {
+        let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        let beside = window.beside(&kept, 0..64, LONG).unwrap();
+        let other = comm.window(&kept, 0..64, LONG).unwrap();
+        if comm.rank() == 1 {
+            drop((window, target));
+            comm.barrier(LONG).unwrap();
+        } else {
+            let (local, s) = (buffer(comm, 64), stream("stranded"));
+            comm.barrier(LONG).unwrap();
+            // Without a wait; the next calls report it.
+            let gone = [Syndrome::REM_ACCESS_ERR];
+            window.put(&local, 0..8, 1, 0).unwrap();
+            failed(&window.flush(1, LONG).unwrap_err(), 1, &gone);
+            failed(&window.put(&local, 0..8, 1, 0).unwrap_err(), 1, &gone);
+            failed(&window.start_on_stream(&s, &Rma::accumulate(1, 1, 0)).unwrap_err(), 1, &gone);
+            failed(&window.flush_on_stream(&s, 1).unwrap_err(), 1, &gone);
+            failed(&window.flush_all(LONG).unwrap_err(), 1, &gone);
+            // The connection is shared.
+            failed(&beside.put(&local, 0..8, 1, 0).unwrap_err(), 1, &gone);
+            // Other ranks and other windows work.
+            let third = 2 - comm.rank();
+            window.put(&local, 0..8, third, 0).unwrap();
+            window.flush(third, LONG).unwrap();
+            let signal = other.start(&Rma::signal(1, Signal::add(0, 1))).unwrap();
+            comm.wait(&signal, LONG).unwrap();
+            s.synchronize(LONG).unwrap();
+        }
+        if comm.rank() == 1 {
+            other.wait_signal(0, 2, Cond::Eq, LONG).unwrap();
+        }
+        // All failures are reported, so that `finalize` succeeds.
+        comm.barrier(LONG).unwrap();
+    });
+}
+
+/// Rank 0 gives up rank 1: its operations there end, also on a stream, and no others.
+#[test]
+fn given_up_ranks_end_operations() {
+    job("given_up_ranks_end_operations", 3, |comm| {
+        let (local, target) = (buffer(comm, 64), buffer(comm, 64));
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        if comm.rank() == 0 {
+            let (s, word) = (stream("held"), local.memory().word32(32).unwrap());
+            s.wait_value32(&word, 1, Cond::Eq).unwrap();
+            let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
+            window.flush_on_stream(&s, 1).unwrap();
+            comm.give_up(1).unwrap();
+            let error = comm.wait(&put, LONG).unwrap_err();
+            assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+            let error = window.put(&local, 0..8, 1, 0).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains("rank 1") && text.contains(&gdsync::Error::GivenUp.to_string()), "{text}");
+            word.store(1);
+            assert!(s.synchronize(LONG).is_err());
+            window.put(&local, 0..8, 2, 0).unwrap();
+            window.flush(2, LONG).unwrap();
+        }
+        comm.barrier(LONG).unwrap();
+        assert_eq!(bytes(&target, 0..8), [0; 8]);
+    });
+}
+
+/// No call asks for the failed put until the end.
+#[test]
+fn unreported_failures_are_reported_by_finalize() {
+    job("unreported_failures_are_reported_by_finalize", 2, |comm| {
+        let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        // Keeps the connections.
+        let _beside = window.beside(&kept, 0..64, LONG).unwrap();
+        if comm.rank() == 1 {
+            drop((window, target));
+            comm.barrier(LONG).unwrap();
+            return comm.barrier(LONG).unwrap();
+        }
+        comm.barrier(LONG).unwrap();
+        window.put(&target, 0..8, 1, 0).unwrap();
+        drop(window);
+        // It passes the barrier, and reports the failure.
+        let error = comm.clone().finalize(LONG).unwrap_err();
+        failed(&error, 1, &[Syndrome::REM_ACCESS_ERR]);
+    });
+}
+
+#[test]
+fn waits_for_signals_time_out() {
+    job("waits_for_signals_time_out", 1, |comm| {
+        let target = buffer(comm, 64);
+        let window = comm.window(&target, 0..64, LONG).unwrap();
+        let soon = Duration::from_millis(20);
+        let error = window.wait_signal(8, 1, Cond::Geq, soon).unwrap_err();
+        assert!(matches!(error, Error::Deadline { after, .. } if after == soon), "{error}");
+        assert!(error.to_string().contains("Geq 0x1 (it is 0x0)"), "{error}");
+        let config = HostStreamConfig { wait_limit: soon, ..HostStreamConfig::default() };
+        let held = Stream::host(config).unwrap();
+        window.wait_signal_on_stream(&held, 8, 1, Cond::Geq).unwrap();
+        let text = held.synchronize(LONG).unwrap_err().to_string();
+        let named = ["Geq 0x1", "peer that is gone", "wait_limit"];
+        assert!(named.iter().all(|name| text.contains(name)), "{text}");
+        // Later operations still work.
+        let _detached = window.start(&Rma::signal(0, Signal::set(8, 5))).unwrap();
+        assert_eq!(window.wait_signal(8, 1, Cond::Geq, Duration::MAX).unwrap(), 5);
+        for at in [57, 64, usize::MAX] {
+            let errors = [
+                window.wait_signal(at, 1, Cond::Geq, soon).map(drop).unwrap_err(),
+                window.wait_signal_on_stream(&stream("refused"), at, 1, Cond::Geq).unwrap_err(),
+                window.word32(at.max(61)).map(drop).unwrap_err(),
+            ];
+            for error in errors {
+                assert!(matches!(error, Error::OutsideWindow { rank: 0, size: 64, .. }), "{error}");
+            }
+        }
+        window.destroy(LONG).unwrap();
+    });
+}
+
+/// Rank 1 is killed; operations on it fail, also on streams, and all others go on.
+#[test]
+fn dead_ranks_fail_operations() {
+    const NAME: &str = "dead_ranks_fail_operations";
+    if !is_part_of(NAME) {
+        let output = myself(NAME).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(41), "{text}");
+        return assert_eq!(text.matches("survived").count(), 2, "{text}");
+    }
+    let comm = Communicator::builder().spawn(3).timeout(LONG).init().unwrap();
+    let (local, target, s) = (buffer(&comm, 64), buffer(&comm, 64), stream("survivor"));
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    if comm.rank() == 1 {
+        std::thread::sleep(2 * LONG);
+    }
+    let own = local.memory().word64(56).unwrap();
+    own.store(7);
+    if comm.rank() == 0 {
+        window.put(&local, 0..8, 1, 0).unwrap();
+        window.flush(1, LONG).unwrap();
+        let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
+        // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    }
+    let gone = [Syndrome::RETRY_EXC_ERR, Syndrome::WR_FLUSH_ERR];
+    // On a stream that waits for a put made before the failure is known.
+    let mut failure = None;
+    until("the death goes unnoticed", || {
+        let put = window.iput_on_stream(&s, &local, 0..8, 1, 0);
+        let put = put.and_then(|put| comm.wait_on_stream(&s, &put).map(|()| put));
+        // The stream is released in any case; the request has the reason.
+        let synchronized = s.synchronize(LONG);
+        failure = match put.map(|put| comm.wait(&put, LONG).err()) {
+            Ok(None) => None,
+            Ok(Some(error)) | Err(error) => Some((error, synchronized)),
+        };
+        failure.is_some()
+    });
+    let (error, _) = failure.unwrap();
+    failed(&error, 1, &gone);
+    for error in [window.flush(1, LONG), window.flush_all(LONG), window.put(&local, 0..8, 1, 8)] {
+        failed(&error.unwrap_err(), 1, &gone);
+    }
+    // The survivors go on with each other, through the same window.
+    let other = 2 - comm.rank();
+    let put = Rma::put(&local, 56..64, other, 8).with_signal(Signal::set(0, 1));
+    let put = window.start_on_stream(&s, &put).unwrap();
+    window.wait_signal_on_stream(&s, 0, 1, Cond::Eq).unwrap();
+    s.synchronize(LONG).unwrap();
+    comm.wait(&put, LONG).unwrap();
+    window.flush(other, LONG).unwrap();
+    assert_eq!(bytes(&target, 8..16), 7_u64.to_ne_bytes());
+    // Signals in place of a barrier, which needs all ranks.
+    let _detached = window.start(&Rma::signal(other, Signal::set(16, 1))).unwrap();
+    window.wait_signal(16, 1, Cond::Eq, LONG).unwrap();
+    eprintln!("survived");
+    if comm.rank() == 2 {
+        // Rank 0 exits after this one.
+        window.flush(0, LONG).unwrap();
+    } else {
+        until("rank 2 is still here", || {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", comm.child(2).unwrap()));
+            stat.map_or(true, |stat| stat.contains(") Z "))
+        });
+        std::process::exit(41);
+    }
 }

@@ -1,19 +1,21 @@
-//! The address exchange between threads that play ranks.
+//! Launching: the bootstrap exchange, between threads in place of processes, and ranks as child processes.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus, Stdio, exit};
 use std::sync::mpsc;
-use std::thread;
+use std::thread::sleep;
 use std::time::{Duration, Instant};
+use std::{env, thread};
 
-use mp::launch::{Bootstrap, MAX_PAYLOAD};
-use mp::launch::{Launch, Launcher, Root};
+use mp::launch::{Bootstrap, Children, Launch, Launcher, MAX_PAYLOAD, Root, spawn_command, spawn_self};
 use mp::{Error, Result};
 
 /// Generous: reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
 
-/// For waits that are to run out.
+/// For waits that time out.
 const SHORT: Duration = Duration::from_millis(300);
 
 fn launch(rank: usize, size: usize, root: &str) -> Launch {
@@ -34,7 +36,7 @@ fn socket() -> (TcpListener, String) {
     (listener, root)
 }
 
-/// Connects `size` ranks, runs `body` in each on its thread, and returns what it gave, by rank.
+/// Connects `size` ranks, runs `body` in each on its thread, and returns the results, by rank.
 fn job<T: Send>(size: usize, body: impl Fn(Bootstrap) -> T + Sync) -> Vec<T> {
     let (listener, root) = socket();
     thread::scope(|scope| {
@@ -49,7 +51,7 @@ fn job<T: Send>(size: usize, body: impl Fn(Bootstrap) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// The message of a bootstrap error whose peer is `peer`, perhaps with its address.
+/// The text of a bootstrap error about `peer`, perhaps with its address.
 #[track_caller]
 fn blames(error: &Error, peer: &str) -> String {
     match error {
@@ -109,7 +111,7 @@ fn ranks_may_come_before_rank_0_listens() {
 }
 
 #[test]
-fn a_barrier_holds_back_until_all_are_there() {
+fn barriers_wait_for_all() {
     let arrived = std::sync::atomic::AtomicUsize::new(0);
     job(4, |mut bootstrap| {
         if bootstrap.rank() == 3 {
@@ -138,7 +140,7 @@ fn a_missing_rank_is_named_everywhere() {
 
 #[test]
 fn an_absent_rank_0_is_named_with_its_address() {
-    // tcpmux, which nobody serves.
+    // The port of tcpmux, without a server.
     let error = Bootstrap::connect(&launch(1, 2, "127.0.0.1:1"), SHORT).unwrap_err();
     let message = blames(&error, "127.0.0.1:1");
     assert!(message.contains("300ms") && message.contains("refused"), "{message}");
@@ -152,7 +154,7 @@ fn a_silent_rank_0_runs_into_the_deadline() {
 }
 
 #[test]
-fn strangers_neither_break_nor_block_the_job() {
+fn foreign_connections_do_no_harm() {
     let (listener, root) = socket();
     let silent = TcpStream::connect(&root).unwrap();
     let mut garbage = TcpStream::connect(&root).unwrap();
@@ -191,7 +193,7 @@ fn hello(rank: u32, size: u32, token: u64) -> Vec<u8> {
     bytes
 }
 
-/// Lets `intruder` be refused by a job of 2, which then goes on; returns its error.
+/// A job of 2 refuses `intruder`, and goes on; returns the error of the intruder.
 fn refused(intruder: impl Fn(&str) -> Launch + Sync) -> Error {
     let (listener, root) = socket();
     thread::scope(|scope| {
@@ -232,7 +234,7 @@ fn a_refused_rank_explains_a_missing_one() {
 }
 
 #[test]
-fn a_rank_exists_once() {
+fn ranks_are_unique() {
     let (listener, root) = socket();
     thread::scope(|scope| {
         let (refusals, refusal) = mpsc::channel();
@@ -257,7 +259,7 @@ fn a_rank_exists_once() {
 }
 
 #[test]
-fn other_versions_are_told_apart_on_both_sides() {
+fn other_versions_are_refused_on_both_sides() {
     let (listener, root) = socket();
     thread::scope(|scope| {
         let rank_0 =
@@ -298,12 +300,12 @@ fn header_of_version(version: u8) -> Vec<u8> {
 }
 
 #[test]
-fn the_death_of_a_rank_is_told_to_all_others() {
+fn dead_ranks_are_reported_to_all() {
     let errors = job(4, |mut bootstrap| match bootstrap.rank() {
         2 => None,
         _ => {
             let error = bootstrap.allgather(&[1; 1000], LONG).unwrap_err();
-            // Final: the same again.
+            // The error is final.
             assert_eq!(bootstrap.barrier(LONG).unwrap_err().to_string(), error.to_string());
             Some(error)
         }
@@ -400,19 +402,19 @@ fn check_fails(bootstrap: &mut Bootstrap) -> Error {
 }
 
 #[test]
-fn check_sees_who_is_gone_and_spreads_it() {
+fn check_finds_and_reports_dead_ranks() {
     job(3, |mut bootstrap| match bootstrap.rank() {
         2 => {}
         _ => {
             blames(&check_fails(&mut bootstrap), "rank 2");
-            // Final, also for what comes after.
+            // The error is final.
             blames(&bootstrap.allgather(b"", LONG).unwrap_err(), "rank 2");
         }
     });
 }
 
 #[test]
-fn check_keeps_what_arrives_early() {
+fn check_keeps_early_frames() {
     let result: Vec<Result<_>> = job(2, |mut bootstrap| {
         if bootstrap.rank() == 0 {
             let started = Instant::now();
@@ -443,4 +445,217 @@ fn a_taken_port_is_named() {
     let (_listener, root) = socket();
     let error = Bootstrap::connect(&launch(0, 2, &root), SHORT).unwrap_err();
     assert!(blames(&error, &root).contains("set MASTER_PORT"), "{error}");
+}
+
+/// Tells a process of this program its role.
+const ROLE: &str = "GDSYNC_TEST_ROLE";
+
+/// A command that runs only the test `entry` of this binary, in `role`.
+fn myself(entry: &str, role: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command
+        .args(["--exact", &format!("launch::{entry}"), "--nocapture", "--test-threads=1"])
+        .env(ROLE, role)
+        .stdout(Stdio::null());
+    command
+}
+
+fn children(size: usize, role: &str) -> (Launch, std::net::TcpListener, Children) {
+    spawn_command(size, |_| myself("child", role)).unwrap()
+}
+
+/// Not a test: the code of a child process.
+#[test]
+fn child() {
+    let Ok(role) = env::var(ROLE) else { return };
+    let launch = Launch::detect().unwrap().expect("started with the variables of a launcher");
+    match role.as_str() {
+        "exchange" => exchange(Bootstrap::connect(&launch, LONG).unwrap()),
+        "survive" => {
+            let error = Bootstrap::connect(&launch, LONG).unwrap().barrier(LONG).unwrap_err();
+            assert!(error.to_string().contains("rank 2"), "{error}");
+            exit(9);
+        }
+        "fail" if launch.rank == 2 => exit(7),
+        // Longer than any test waits, so that only a kill ends it in time.
+        "fail" | "sleep" => sleep(2 * LONG),
+        other => panic!("no such role: {other}"),
+    }
+}
+
+fn exchange(mut bootstrap: Bootstrap) {
+    let own = format!("rank {}", bootstrap.rank());
+    let all = bootstrap.allgather(own.as_bytes(), LONG).unwrap();
+    let expected: Vec<_> = (0..bootstrap.size()).map(|rank| format!("rank {rank}").into_bytes()).collect();
+    assert_eq!(all, expected);
+    let pids = bootstrap.allgather(&std::process::id().to_be_bytes(), LONG).unwrap();
+    let distinct: std::collections::HashSet<_> = pids.iter().collect();
+    assert_eq!(distinct.len(), bootstrap.size(), "one process for each rank");
+    bootstrap.barrier(LONG).unwrap();
+}
+
+/// Not a test: the code of a process that is rank 0, or one of its children.
+#[test]
+fn parent() {
+    match env::var(ROLE).as_deref() {
+        Ok("self") => match Launch::detect().unwrap() {
+            None => {
+                let (launch, listener, children) = spawn_self(3).unwrap();
+                exchange(Bootstrap::root(listener, &launch, LONG).unwrap());
+                children.wait(LONG).unwrap();
+                exit(40);
+            }
+            Some(launch) => {
+                let again = spawn_self(2).map(drop);
+                assert!(
+                    matches!(again, Err(Error::Launch { .. })),
+                    "a child must not start children without end"
+                );
+                exchange(Bootstrap::connect(&launch, LONG).unwrap());
+            }
+        },
+        Ok("orphan") => {
+            let (_launch, _listener, children) = children(2, "sleep");
+            eprintln!("pid {}", children.pid(1).unwrap());
+            sleep(2 * LONG);
+        }
+        _ => {}
+    }
+}
+
+/// True while a process runs: not gone, and not a zombie that nobody reaps.
+fn runs(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name in parentheses.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+#[track_caller]
+fn ends(pid: u32) {
+    let started = Instant::now();
+    while runs(pid) {
+        assert!(started.elapsed() < LONG, "process {pid} still runs");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn children_exchange_with_rank_0() {
+    let (launch, listener, children) = children(3, "exchange");
+    exchange(Bootstrap::root(listener, &launch, LONG).unwrap());
+    children.wait(LONG).unwrap();
+}
+
+#[test]
+fn a_program_starts_itself() {
+    let mut command = myself("parent", "self");
+    // A launcher of the tests is not the launcher of this job.
+    let launchers =
+        ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"];
+    for name in launchers.into_iter().chain(["SLURM_PROCID"]) {
+        command.env_remove(name);
+    }
+    // The parent has an exit code of its own, so that a filter that matches no test fails.
+    assert_eq!(command.status().unwrap().code(), Some(40));
+}
+
+#[test]
+fn one_rank_has_no_children() {
+    let (launch, _listener, mut children) = children(1, "sleep");
+    assert_eq!((launch.rank, launch.size, children.pid(1)), (0, 1, None));
+    assert!(children.failed().is_none());
+    children.wait(LONG).unwrap();
+}
+
+#[test]
+fn a_failing_child_is_named_and_the_others_are_killed() {
+    let (_launch, _listener, children) = children(4, "fail");
+    let pids: Vec<u32> = (1..4).map(|rank| children.pid(rank).unwrap()).collect();
+    match children.wait(LONG) {
+        Err(Error::Child { rank, status }) => assert_eq!((rank, status.code()), (2, Some(7))),
+        other => panic!("expected the failure of rank 2, got {other:?}"),
+    }
+    assert!(pids.iter().all(|&pid| !runs(pid)), "the others are reaped");
+}
+
+/// Waits until the first child that has failed is `rank`.
+#[track_caller]
+fn ended(children: &mut Children, rank: usize) -> ExitStatus {
+    let started = Instant::now();
+    loop {
+        match children.failed() {
+            Some(Error::Child { rank: failed, status }) if failed == rank => return status,
+            Some(Error::Child { .. }) | None => {}
+            Some(error) => panic!("unexpected: {error}"),
+        }
+        assert!(started.elapsed() < LONG, "the end of rank {rank} is not seen");
+        sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_killed_child_is_named_with_its_signal() {
+    let (_launch, _listener, mut children) = children(3, "sleep");
+    assert!(children.failed().is_none());
+    children.kill(2).unwrap();
+    assert_eq!(ended(&mut children, 2).signal(), Some(libc::SIGKILL));
+    children.kill(2).expect("killing the dead is no error");
+    assert!(matches!(children.kill(0), Err(Error::Spawn { .. })));
+    assert!(matches!(children.kill(3), Err(Error::Spawn { .. })));
+}
+
+#[test]
+fn the_death_of_a_process_reaches_its_peers() {
+    let (launch, listener, mut children) = children(3, "survive");
+    let mut bootstrap = Bootstrap::root(listener, &launch, LONG).unwrap();
+    children.kill(2).unwrap();
+    ended(&mut children, 2);
+    let error = bootstrap.barrier(LONG).unwrap_err();
+    assert!(error.to_string().contains("rank 2"), "{error}");
+    assert_eq!(ended(&mut children, 1).code(), Some(9), "rank 1 was told of rank 2");
+}
+
+#[test]
+fn waiting_has_a_deadline() {
+    let (_launch, _listener, children) = children(2, "sleep");
+    let (pid, started) = (children.pid(1).unwrap(), Instant::now());
+    let error = children.wait(Duration::from_millis(100)).unwrap_err();
+    assert!(started.elapsed() < LONG, "the child is not killed");
+    assert!(matches!(&error, Error::Deadline { what, .. } if what.contains("rank 1")), "{error}");
+    assert!(!runs(pid));
+}
+
+#[test]
+fn dropping_the_children_ends_them() {
+    let (_launch, _listener, children) = children(3, "sleep");
+    let pids = [1, 2].map(|rank| children.pid(rank).unwrap());
+    assert!(pids.into_iter().all(runs));
+    let started = Instant::now();
+    drop(children);
+    assert!(started.elapsed() < LONG, "the children are not killed");
+    assert!(!pids.into_iter().any(runs));
+}
+
+#[test]
+fn children_die_with_their_parent() {
+    let mut parent = myself("parent", "orphan").stderr(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(parent.stderr.take().unwrap()).lines();
+    let pid = lines.map(|line| line.unwrap()).find_map(|line| line.strip_prefix("pid ")?.parse().ok());
+    let pid = pid.expect("the parent prints the process id of its child");
+    assert!(runs(pid));
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    ends(pid);
+}
+
+#[test]
+fn a_program_that_does_not_exist_is_named() {
+    let error = spawn_command(2, |_| Command::new("/no/such/program")).unwrap_err();
+    let message = error.to_string();
+    assert!(matches!(error, Error::Spawn { .. }) && message.contains("/no/such/program"), "{message}");
+}
+
+#[test]
+fn the_size_is_checked() {
+    assert!(matches!(spawn_command(0, |_| Command::new("true")), Err(Error::Launch { .. })));
 }
