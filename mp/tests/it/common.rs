@@ -64,6 +64,11 @@ pub fn gpu() -> Option<&'static (Gpu, Via)> {
     .as_ref()
 }
 
+/// A builder with the [`gpu`] of this rank.
+pub fn with_gpu(builder: mp::CommunicatorBuilder) -> mp::CommunicatorBuilder {
+    gpu().into_iter().fold(builder, |builder, (gpu, _)| builder.gpu(gpu))
+}
+
 /// Runs `body` in `size` processes, each with its communicator: call it from the test called `name`.
 #[track_caller]
 pub fn job(name: &str, size: usize, body: impl FnOnce(&Communicator)) {
@@ -97,8 +102,7 @@ pub fn job_with(name: &str, size: usize, builder: mp::CommunicatorBuilder, body:
     if !is_part_of(name) {
         return succeeds(&mut myself(name));
     }
-    let builder = gpu().into_iter().fold(builder, |builder, (gpu, _)| builder.gpu(gpu));
-    let comm = builder.spawn(size).timeout(LONG).init().unwrap();
+    let comm = with_gpu(builder).spawn(size).timeout(LONG).init().unwrap();
     assert_eq!(comm.size(), size);
     body(&comm);
     let first = comm.rank() == 0;

@@ -8,6 +8,7 @@ mod credits;
 mod failures;
 mod launch;
 mod launchers;
+mod lifetimes;
 mod messages;
 mod nvtx;
 mod on_stream;

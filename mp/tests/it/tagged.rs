@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use crate::common::{
     LONG, buffer, bytes, failed, host_buffer, is_part_of, job, job_with, jobs, message, ranks, until,
+    with_gpu,
 };
+use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use mp::tagged::{Request, Source, Status, Tag, Tagged};
 use mp::{Communicator, Error, Shrunk};
@@ -59,6 +61,29 @@ fn ranks_exchange_all_sizes() {
 fn shallow_queues_without_fifo_or_watchdog_suffice() {
     let builder = Communicator::builder().watch(false).depth(5).max_pieces(1);
     job_with("shallow_queues_without_fifo_or_watchdog_suffice", 2, builder, all_pairs);
+}
+
+/// Peers have no access to cached registrations: long messages register the memory again.
+#[test]
+fn cached_memory_is_sent() {
+    job("cached_memory_is_sent", 2, |comm| {
+        const LEN: usize = 1 << 16;
+        let tagged = Tagged::new(comm, LONG).unwrap();
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let [outbox, inbox] = [(); 2].map(|()| Memory::alloc(LEN).unwrap());
+        outbox.write(0, &message(me, peer, 0, LEN)).unwrap();
+        let start = |memory: &Memory| usize::try_from(memory.addr()).unwrap();
+        // SAFETY: the memory outlives the handles and messages, and no reference to it is made.
+        let [from, to] = [&outbox, &inbox].map(|memory| unsafe {
+            comm.register_cached(std::ptr::with_exposed_provenance_mut(start(memory)), LEN).unwrap()
+        });
+        let received = tagged.irecv(&to, 0..LEN, peer, 1).unwrap();
+        let sent = tagged.isend(&from, 0..LEN, peer, 1).unwrap();
+        assert_eq!(received.wait(LONG).unwrap().bytes, LEN);
+        sent.wait(LONG).unwrap();
+        assert!(inbox.to_vec() == message(peer, me, 0, LEN));
+        tagged.destroy(LONG).unwrap();
+    });
 }
 
 /// A number below `of`, the same for all who ask with the same arguments.
@@ -366,7 +391,7 @@ fn survivors_shrink_and_go_on() {
         assert_eq!(codes, [Some(SURVIVED), None, Some(SURVIVED)], "{text:#?}");
         return;
     }
-    let comm = Communicator::builder().timeout(LONG).init().unwrap();
+    let comm = with_gpu(Communicator::builder()).timeout(LONG).init().unwrap();
     let tagged = Tagged::new(&comm, LONG).unwrap();
     let buffer = host_buffer(&comm, 1 << 16);
     if comm.rank() == 1 {

@@ -12,6 +12,8 @@ mod on_stream;
 #[path = "../setup/mod.rs"]
 mod setup;
 mod staged;
+#[path = "../../../../mp/tests/it/tagged.rs"]
+mod tagged;
 
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 const DMA_BUF_SUPPORTED: u32 = 124;
