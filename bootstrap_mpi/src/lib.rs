@@ -1,4 +1,5 @@
-//! Ranks of an MPI communicator make one of gdsync-mp: for MPI applications that want messages on GPU streams too.
+//! Builds a communicator of gdsync-mp from the ranks of an MPI communicator, for MPI applications that also want messages on GPU
+//! streams.
 //!
 //! ```no_run
 //! use gdsync_bootstrap_mpi::OverMpi;
@@ -11,8 +12,8 @@
 //! # Ok::<(), mp::Error>(())
 //! ```
 //!
-//! MPI is used to exchange addresses, and for [`mp::Communicator::barrier`] and what is built on it; messages never touch it.
-//! A rank that fails is MPI's to report: by default it ends the job.
+//! MPI exchanges addresses, and serves [`mp::Communicator::barrier`] and what is built on it; messages do not use it. MPI reports ranks
+//! that fail: by default it ends the job.
 
 use std::fmt;
 use std::mem::{self, ManuallyDrop};
@@ -20,14 +21,14 @@ use std::thread::{self, ThreadId, sleep};
 use std::time::{Duration, Instant};
 
 use mp::Error;
-use mp::bootstrap::Exchange;
+use mp::Exchange;
 use mpi::datatype::PartitionMut;
 use mpi::environment::threading_support;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
 use mpi::{Count, Threading};
 
-/// How often MPI is asked whether the others are there.
+/// How often a barrier polls MPI.
 const TICK: Duration = Duration::from_micros(50);
 
 /// An exchange over a duplicate of an MPI communicator, which is never freed.
@@ -35,14 +36,13 @@ pub struct OverMpi {
     comm: ManuallyDrop<SimpleCommunicator>,
     rank: usize,
     size: usize,
-    /// Who may call MPI; everybody, if nobody is named.
+    /// The only thread that may call MPI, if there is one.
     thread: Option<ThreadId>,
     failed: Option<Error>,
 }
 
-// SAFETY: a communicator of MPI is a name that may be used from any thread where MPI was initialized with
-// Threading::Multiple. Elsewhere only the thread that made this uses it: `ready` refuses all others, and dropping it
-// does not call MPI.
+// SAFETY: a communicator of MPI is a handle that any thread may use if MPI was initialized with Threading::Multiple.
+// Otherwise `ready` refuses all threads but the one that made this, and dropping it does not call MPI.
 unsafe impl Send for OverMpi {}
 
 impl fmt::Debug for OverMpi {
@@ -52,7 +52,7 @@ impl fmt::Debug for OverMpi {
 }
 
 fn fault(what: impl Into<String>, fix: &'static str) -> Error {
-    Error::Bootstrap { peer: "MPI".to_owned(), what: what.into(), source: None, fix }
+    Error::Bootstrap { peer: "MPI".to_owned(), what: what.into(), cause: None, fix }
 }
 
 impl OverMpi {
@@ -80,8 +80,8 @@ impl OverMpi {
         }
     }
 
-    /// Everybody is here, or MPI is left alone from now on: what is under way cannot be taken back.
-    fn meet(&mut self, timeout: Duration) -> mp::Result<()> {
+    /// A barrier. After a timeout MPI is not used any more, as the barrier cannot be cancelled.
+    fn barrier_within(&mut self, timeout: Duration) -> mp::Result<()> {
         self.ready()?;
         let start = Instant::now();
         let mut request = self.comm.immediate_barrier();
@@ -110,13 +110,13 @@ impl Exchange for OverMpi {
     }
 
     fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> mp::Result<Vec<Vec<u8>>> {
-        // MPI counts in 32 bits, and all that comes must fit as well.
+        // MPI counts in 32 bits, also the sum of all parts.
         let limit = i32::MAX as usize / self.size;
         if bytes.len() > limit {
             let what = format!("{} bytes are too large a message: {limit} are the limit", bytes.len());
             return Err(fault(what, "exchange addresses here, and data over the network"));
         }
-        self.meet(timeout)?;
+        self.barrier_within(timeout)?;
         let mut counts = vec![0; self.size];
         self.comm.all_gather_into(&Count::try_from(bytes.len()).expect("below the limit"), &mut counts[..]);
         let displacements: Vec<Count> =
@@ -124,7 +124,7 @@ impl Exchange for OverMpi {
         let lengths: Vec<usize> = counts.iter().map(|count| usize::try_from(*count).unwrap_or(0)).collect();
         let mut all = vec![0_u8; lengths.iter().sum()];
         if all.is_empty() {
-            // MPI would take the two empty buffers for one.
+            // MPI refuses two empty buffers, as they may have one address.
             return Ok(vec![Vec::new(); self.size]);
         }
         self.comm
@@ -137,6 +137,6 @@ impl Exchange for OverMpi {
     }
 
     fn barrier(&mut self, timeout: Duration) -> mp::Result<()> {
-        self.meet(timeout)
+        self.barrier_within(timeout)
     }
 }

@@ -1,310 +1,403 @@
-//! Building a communicator: who takes part, over which device.
+//! Building a communicator: settings, devices, and the connections between all ranks; and a smaller one of the survivors.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::thread::sleep;
 use std::time::Duration;
 
 use gdsync::Device;
 use gdsync::cuda::Gpu;
+use gdsync::mlx5::RemoteAddr;
 use gdsync::rdma::DeviceConfig;
-use gdsync::verbs::{Context, OnGpu, Pd, QpBuilder};
+use gdsync::verbs::{Access, Context, OnGpu, QpAddress};
 use parking_lot::Mutex;
 
-use crate::bootstrap::{Bootstrap, Checked, Exchange};
 use crate::cache::{Cache, CacheConfig};
-use crate::communicator::{Communicator, Inner};
-use crate::connect::connect;
-use crate::deadline::Deadline;
-use crate::ends::ACK_TIMEOUT;
+use crate::communicator::{Communicator, Inner, Settings};
+use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
-use crate::launch::Launch;
-use crate::link::Most;
-use crate::path::{GpuPath, Local, Planes};
+use crate::exchange::{CheckedExchange, Exchange, table_row};
+use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
-use crate::spawn::{Children, explain, spawn_self};
-use crate::watch::{Alarm, Watch};
+use crate::registration::Registration;
+use crate::transport::{ACK_TIMEOUT, QpPair, QueueConfig};
+use crate::transport::{Limits, Transport};
+use crate::wait::Deadline;
+use crate::watchdog::Watchdog;
 
 /// Builds a [`Communicator`].
 #[derive(Clone, Debug)]
 #[must_use]
-pub struct Builder {
-    context: Option<Context>,
-    spawn: Option<usize>,
-    depth: usize,
-    timeout: Duration,
-    max_pieces: u32,
-    watch: bool,
-    gpu: Option<Gpu>,
-    on_gpu: OnGpu,
-    cache: CacheConfig,
-    local: Local,
-    gpu_path: GpuPath,
-}
+pub struct CommunicatorBuilder(pub(crate) Settings);
 
-/// What the environment has a say in.
-struct Settings {
+/// Settings that the environment may override.
+pub(crate) struct Resolved {
     cache: Cache,
-    local: Local,
+    intra_host: IntraHostPath,
     gpu_path: GpuPath,
 }
 
-impl Default for Builder {
+impl Default for CommunicatorBuilder {
     fn default() -> Self {
-        Self {
+        Self(Settings {
             context: None,
             spawn: None,
-            depth: 512,
             timeout: Duration::from_secs(30),
-            max_pieces: 2,
             watch: true,
-            gpu: None,
-            on_gpu: OnGpu::empty(),
+            queues: QueueConfig { depth: 512, max_pieces: 2, gpu: None, on_gpu: OnGpu::empty() },
             cache: CacheConfig::default(),
-            local: Local::Soft,
+            intra_host: IntraHostPath::Soft,
             gpu_path: GpuPath::BySize,
-        }
+        })
     }
 }
 
-impl Builder {
+impl CommunicatorBuilder {
     /// Uses this device instead of the default one.
     pub fn context(mut self, context: &Context) -> Self {
-        self.context = Some(context.clone());
+        self.0.context = Some(context.clone());
         self
     }
 
-    /// Where no launcher started this process, starts the program again as ranks 1 to `size - 1` of this host. They are killed
-    /// with the *thread* that calls [`Builder::init`] (a rule of Linux): call it on one that stays, best the main thread.
+    /// Starts the program again as ranks 1 to `size - 1` on this host, if no launcher started this process. Linux kills them with
+    /// the *thread* that calls [`CommunicatorBuilder::init`]: call it on a thread that stays, best the main thread.
     pub fn spawn(mut self, size: usize) -> Self {
-        self.spawn = Some(size);
+        self.0.spawn = Some(size);
         self
     }
 
     /// Messages that can be under way to and from each rank (default 512, at most 32768).
     pub fn depth(mut self, depth: usize) -> Self {
-        self.depth = depth;
+        self.0.queues.depth = depth;
         self
     }
 
     /// Pieces that a message can have (default 2, at most 30).
     pub fn max_pieces(mut self, pieces: u32) -> Self {
-        self.max_pieces = pieces;
+        self.0.queues.max_pieces = pieces;
         self
     }
 
-    /// Whether a thread of the communicator looks after it four times a second (default yes): it takes back what finished
-    /// messages held, and asks ranks that are silent whether they are there; of receives that were posted in a row it tells
-    /// the other ranks a millisecond later, if no call has before. Without it the program calls [`Communicator::progress`] now
-    /// and then, or a stream that waits for a rank that is gone only goes on after its limit, and one of another rank that
-    /// waits for the last receives of a row not before the next wait of this one.
+    /// Whether the communicator has a watchdog thread (default yes). Four times a second it releases what complete messages held,
+    /// and asks silent ranks whether they are alive; receives that were held back it announces within a millisecond. Without it the
+    /// program has to call [`Communicator::progress`] now and then: a stream that waits for a dead rank goes on only after its limit,
+    /// and a stream of another rank that waits for a receive of this one only after this rank's next wait.
     pub fn watch(mut self, watch: bool) -> Self {
-        self.watch = watch;
+        self.0.watch = watch;
         self
     }
 
     /// How long the ranks may take to find each other (default 30 s).
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.0.timeout = timeout;
         self
     }
 
-    /// Makes the queues ready for streams of this GPU. Without this they are when a stream of a GPU first uses them.
+    /// Prepares the queues for streams of this GPU. Without this the first use by a stream of a GPU does.
     pub fn gpu(mut self, gpu: &Gpu) -> Self {
-        self.gpu = Some(gpu.clone());
+        self.0.queues.gpu = Some(gpu.clone());
         self
     }
 
-    /// What of the queues is in the memory of [`Builder::gpu`] (default nothing).
+    /// Which parts of the queues are in the memory of [`CommunicatorBuilder::gpu`] (default nothing).
     pub fn on_gpu(mut self, what: OnGpu) -> Self {
-        self.on_gpu = what;
+        self.0.queues.on_gpu = what;
         self
     }
 
-    /// What the messages between ranks of the same host go through (default [`Local::Soft`]): where the other messages go
-    /// through an RDMA device, a software HCA beside it; short ones from CPU to CPU through slots of shared memory, unless
-    /// [`Builder::watch`] is off at a rank. `MP_LOCAL` in the environment overrides it.
-    pub fn local(mut self, local: Local) -> Self {
-        self.local = local;
+    /// What the messages between ranks of the same host go through (default [`IntraHostPath::Soft`]). FIFOs need
+    /// [`CommunicatorBuilder::watch`] at both ranks. `MP_LOCAL` in the environment overrides it.
+    pub fn intra_host(mut self, path: IntraHostPath) -> Self {
+        self.0.intra_host = path;
         self
     }
 
-    /// How payload in GPU memory leaves, through a software HCA and through an RDMA device that a thread posts to (default
+    /// How payload in GPU memory is sent, through a software HCA and through an RDMA device that a thread posts to (default
     /// [`GpuPath::BySize`]). `MP_GPU_PATH` in the environment overrides it.
     pub fn gpu_path(mut self, path: GpuPath) -> Self {
-        self.gpu_path = path;
+        self.0.gpu_path = path;
         self
     }
 
-    /// What the registration cache keeps (default see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
+    /// What the registration cache keeps (default: see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
     pub fn cache(mut self, config: CacheConfig) -> Self {
-        self.cache = config;
+        self.0.cache = config;
         self
     }
 
-    /// Joins the job. Every rank must call this.
+    /// Builds a communicator of the ranks of `exchange`, without asking for a launcher: for ranks that can talk to each other already.
     ///
     /// # Errors
-    /// [`Error::Launch`] when nobody said who takes part; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or
-    /// address at fault; [`Error::Child`] when a process that [`Builder::spawn`] has started ends before; [`Error::Device`] from
-    /// the RDMA device, for a depth or a number of pieces out of range, for queues on a GPU that was not given, or for an
-    /// `MP_REG_CACHE`, `MP_LOCAL` or `MP_GPU_PATH` that means nothing.
-    pub fn init(self) -> Result<Communicator> {
-        let deadline = Deadline::after(self.timeout);
-        let settings = self.check()?;
-        let (mut bootstrap, mut children) = self.join()?;
-        let opened = bootstrap.open_doors(deadline.remaining());
-        let communicator = opened.and_then(|()| self.finish(Box::new(bootstrap), settings, deadline));
-        let communicator = communicator.map_err(|error| explain(children.as_mut(), error))?;
-        *communicator.0.children.lock() = children;
-        Ok(communicator)
-    }
-
-    /// As [`Builder::init`], but the ranks are those of `exchange`, and no launcher is asked: for ranks that can talk to
-    /// each other already.
-    ///
-    /// # Errors
-    /// As [`Builder::init`], and what `exchange` returns; [`Error::Launch`] when its rank and size make no
-    /// sense, [`Error::Bootstrap`] when it does not give a part of every rank.
+    /// [`Error::Launch`] when the rank and size of the exchange make no sense; [`Error::Bootstrap`] when it does not give a part of
+    /// every rank, and what else it returns; [`Error::Device`] from the RDMA device, for a setting out of range, or for a variable
+    /// of the environment that means nothing.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
-        let deadline = Deadline::after(self.timeout);
-        let settings = self.check()?;
+        let deadline = Deadline::after(self.0.timeout);
+        let resolved = self.resolve()?;
         let (rank, size) = (exchange.rank(), exchange.size());
         if rank >= size {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
-        self.finish(Box::new(Checked(Box::new(exchange))), settings, deadline)
+        self.build(Box::new(CheckedExchange(Box::new(exchange))), resolved, deadline)
     }
 
-    /// As [`Builder::init_over`], again.
-    pub(crate) fn rebuild(self, exchange: Box<dyn Exchange>, deadline: &Deadline) -> Result<Communicator> {
-        let settings = self.check()?;
-        self.finish(exchange, settings, Deadline::after(deadline.remaining()))
-    }
-
-    /// Before anybody is waited for.
-    fn check(&self) -> Result<Settings> {
+    /// Checks the settings before anybody is waited for.
+    pub(crate) fn resolve(&self) -> Result<Resolved> {
+        let Settings { queues, cache, intra_host, gpu_path, .. } = &self.0;
         let within = |what, value: usize, range: RangeInclusive<usize>, expected| match range.contains(&value)
         {
             true => Ok(()),
             false => Err(gdsync::Error::InvalidArgument { what, value: value.to_string(), expected }),
         };
-        within("Builder::depth", self.depth, 1..=32768, "1 to 32768")?;
-        within("Builder::max_pieces", self.max_pieces as usize, 1..=30, "1 to 30")?;
-        if self.gpu.is_none() && !self.on_gpu.is_empty() {
+        within("CommunicatorBuilder::depth", queues.depth, 1..=32768, "1 to 32768")?;
+        within("CommunicatorBuilder::max_pieces", queues.max_pieces as usize, 1..=30, "1 to 30")?;
+        if queues.gpu.is_none() && !queues.on_gpu.is_empty() {
             return Err(Error::Device(gdsync::Error::InvalidArgument {
-                what: "what of the queues is on the GPU",
-                value: format!("{:?} without a GPU", self.on_gpu),
+                what: "the parts of the queues on the GPU",
+                value: format!("{:?} without a GPU", queues.on_gpu),
                 expected: "nothing, or a builder that was given a GPU",
             }));
         }
-        Ok(Settings {
-            cache: Cache::new(self.cache.clone().in_environment()?),
-            local: self.local.clone().in_environment()?,
-            gpu_path: self.gpu_path.in_environment()?,
+        Ok(Resolved {
+            cache: Cache::new(cache.clone().or_environment()?),
+            intra_host: intra_host.clone().or_environment()?,
+            gpu_path: gpu_path.or_environment()?,
         })
     }
 
-    fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
-        if let Some(launch) = Launch::detect()? {
-            return Ok((Bootstrap::connect(&launch, self.timeout)?, None));
-        }
-        let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
-        let size = self.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;
-        let (launch, listener, mut children) = spawn_self(size)?;
-        let bootstrap =
-            Bootstrap::root_while(listener, &launch, self.timeout, &mut || children.check_all_run())
-                .map_err(|error| children.explain(error))?;
-        Ok((bootstrap, Some(children)))
-    }
-
-    fn finish(
+    /// Chooses devices with the other ranks, and connects to them.
+    pub(crate) fn build(
         self,
-        mut bootstrap: Box<dyn Exchange>,
-        settings: Settings,
+        mut exchange: Box<dyn Exchange>,
+        resolved: Resolved,
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let context = match &self.context {
+        let context = match &self.0.context {
             Some(context) => context.clone(),
-            None => self.open()?,
+            None => self.open_device()?,
         };
-        let Settings { cache, local, gpu_path } = settings;
-        let wishes = (&local, gpu_path, self.gpu.as_ref());
-        let planes = Planes::agree(&context, wishes, self.watch, &mut *bootstrap, deadline.remaining())?;
-        self.connect(planes, bootstrap, cache, deadline)
+        let Resolved { cache, intra_host, gpu_path } = resolved;
+        let wanted = (&intra_host, gpu_path, self.0.queues.gpu.as_ref());
+        let devices = Devices::agree(&context, wanted, self.0.watch, &mut *exchange, deadline.remaining())?;
+        self.connect(devices, exchange, cache, deadline)
     }
 
-    /// The ranks of `comm` again, with connections of their own over the same devices: what is registered with either is for
-    /// both. All ranks must call it.
-    pub(crate) fn beside(self, comm: &Communicator, deadline: Deadline) -> Result<Communicator> {
-        let mut bootstrap = Box::new(comm.clone());
-        let planes = Planes::again(&comm.0, self.watch, &mut *bootstrap, deadline.remaining())?;
-        let cache = Cache::new(self.cache.clone());
-        self.connect(planes, bootstrap, cache, deadline)
+    /// The default device, for streams of the GPU if one was given.
+    fn open_device(&self) -> gdsync::Result<Context> {
+        let config = DeviceConfig { gpu: self.0.queues.gpu.clone(), ..DeviceConfig::from_env()? };
+        Device::find(None)?.open_with(&config)
+    }
+
+    /// Builds another communicator of the ranks of `comm`, with connections of its own over the same devices: a registration with
+    /// either is for both. All ranks must call it.
+    pub(crate) fn build_beside(self, comm: &Communicator, deadline: Deadline) -> Result<Communicator> {
+        let mut exchange = Box::new(comm.clone());
+        let inner = &comm.0;
+        let main = DeviceDomain { context: inner.context.clone(), pd: inner.pd.clone() };
+        let (intra_host, limit) = (inner.intra_host.clone(), deadline.remaining());
+        let devices =
+            Devices::share_again(main, intra_host, &inner.paths, self.0.watch, &mut *exchange, limit)?;
+        let cache = Cache::new(self.0.cache.clone());
+        self.connect(devices, exchange, cache, deadline)
     }
 
     fn connect(
         self,
-        mut planes: Planes,
-        mut bootstrap: Box<dyn Exchange>,
+        mut devices: Devices,
+        mut exchange: Box<dyn Exchange>,
         cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let build = |pd: &Pd| self.queue_pair(pd);
-        let most = Most { depth: self.depth, pieces: self.max_pieces as usize };
-        let alarm = Arc::new(Alarm::new(self.watch));
-        let (links, credits) =
-            connect(&mut planes, &mut *bootstrap, most, build, &alarm, deadline.remaining())?;
+        let flag = Arc::new(CreditFlag::new(self.0.watch));
+        let (transports, credits) =
+            connect(&mut devices, &mut *exchange, &self.0.queues, &flag, deadline.remaining())?;
         // Nobody may send before everybody can receive.
-        bootstrap.barrier(deadline.remaining())?;
-        let peers: Arc<[Peer]> = links.into_iter().map(Peer::new).collect();
-        let lanes: Arc<Mutex<Vec<_>>> = Arc::default();
-        let watch = self.watch.then(|| Watch::start(alarm.clone(), peers.clone(), lanes.clone())).transpose();
+        exchange.barrier(deadline.remaining())?;
+        let peers: Arc<[Arc<Peer>]> = transports.into_iter().map(Peer::new).map(Arc::new).collect();
+        let rma: Arc<Mutex<Vec<_>>> = Arc::default();
+        let watchdog =
+            self.0.watch.then(|| Watchdog::start(flag.clone(), peers.clone(), rma.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
-        let watch = watch.map_err(|error| Error::spawn("cannot start the watching thread", error, fix))?;
+        let watchdog = watchdog.map_err(|error| Error::spawn("cannot start the watchdog", error, fix))?;
         Ok(Communicator(Arc::new(Inner {
-            rank: bootstrap.rank(),
-            context: planes.far.context,
-            pd: planes.far.pd,
-            near: planes.near,
-            paths: planes.paths,
+            rank: exchange.rank(),
+            context: devices.main.context,
+            pd: devices.main.pd,
+            intra_host: devices.intra_host,
+            paths: devices.paths,
             cache,
-            alarm,
-            _watch: watch,
+            flag,
+            _watchdog: watchdog,
             peers,
             _credits: credits,
-            bootstrap: Mutex::new(bootstrap),
+            exchange: Mutex::new(exchange),
             children: Mutex::default(),
-            builder: self,
-            lanes,
+            settings: self.0,
+            rma,
         })))
     }
+}
 
-    /// With room for so many pieces of a message, or more.
-    pub(crate) fn at_least_pieces(self, pieces: u32) -> Self {
-        let pieces = self.max_pieces.max(pieces);
-        self.max_pieces(pieces)
+impl Communicator {
+    /// Starts to build a communicator.
+    pub fn builder() -> CommunicatorBuilder {
+        CommunicatorBuilder::default()
+    }
+}
+
+/// What a rank tells another one: the queue pairs of its messages and credits, and the word that the other one writes.
+struct Card {
+    messages: QpAddress,
+    credits: QpAddress,
+    word: RemoteAddr,
+}
+
+impl Card {
+    const BYTES: usize = 2 * QpAddress::BYTES + 12;
+
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = [self.messages.to_bytes(), self.credits.to_bytes()].concat();
+        bytes.extend(self.word.addr.to_be_bytes());
+        bytes.extend(self.word.rkey.to_be_bytes());
+        bytes
     }
 
-    /// The default device, for streams of the GPU if one was given.
-    fn open(&self) -> gdsync::Result<Context> {
-        let config = DeviceConfig { gpu: self.gpu.clone(), ..DeviceConfig::from_env()? };
-        Device::find(None)?.open_with(&config)
+    fn from_bytes(bytes: &[u8; Self::BYTES]) -> gdsync::Result<Self> {
+        let (messages, rest) = bytes.split_first_chunk().expect("68 bytes hold 28");
+        let (credits, rest) = rest.split_first_chunk().expect("40 bytes hold 28");
+        let (addr, rkey) = rest.split_first_chunk().expect("12 bytes hold 8");
+        let rkey = rkey.first_chunk().expect("4 bytes are left");
+        Ok(Self {
+            messages: QpAddress::from_bytes(messages)?,
+            credits: QpAddress::from_bytes(credits)?,
+            word: RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: u32::from_be_bytes(*rkey) },
+        })
     }
+}
 
-    pub(crate) fn queue_depth(&self) -> usize {
-        self.depth
+/// Builds queue pairs to each rank and connects them. The registration must live as long as the transports: the other ranks write
+/// to it.
+fn connect(
+    devices: &mut Devices,
+    exchange: &mut dyn Exchange,
+    queues: &QueueConfig,
+    flag: &Arc<CreditFlag>,
+    timeout: Duration,
+) -> Result<(Vec<Transport>, Registration)> {
+    let (rank, size) = (exchange.rank(), exchange.size());
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+    let table = credit::table(size)?;
+    let intra_host = devices.intra_host.as_ref().map(|device| device.pd.register(&table, access));
+    let table = Registration::new(devices.main.pd.register(&table, access)?, intra_host.transpose()?);
+    let pairs = (0..size)
+        .map(|peer| {
+            let pd = devices.pd(peer);
+            let credits =
+                pd.build_qp().max_send_wr(queues.depth).max_recv_wr(1).max_inline(credit::ENTRY_BYTES);
+            Ok((QpPair::build(peer == rank, || queues.build_qp(pd))?, credits.timeout(ACK_TIMEOUT).build()?))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let mut cards = Vec::with_capacity(size * Card::BYTES);
+    for (peer, (messages, credits)) in pairs.iter().enumerate() {
+        let word = table.mr(devices.paths[peer].is_intra_host()).remote(credit::offset(peer))?;
+        let card = Card { messages: messages.address(), credits: credits.address(), word };
+        cards.extend(card.to_bytes());
     }
+    let cards = exchange.allgather(&cards, timeout)?;
+    let limits = Limits { depth: queues.depth, pieces: queues.max_pieces as usize };
+    let transports =
+        pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
+            let failed = |cause| Error::Message { rank: peer, operation: "connect", cause };
+            let theirs = Card::from_bytes(table_row(theirs, peer, rank, size)?).map_err(failed)?;
+            messages.name_ranks(rank, peer);
+            credits.name_ranks(rank, peer);
+            messages.connect(theirs.messages).map_err(failed)?;
+            let route = match peer == rank {
+                true => CreditRoute::Own,
+                false => {
+                    credits.connect(theirs.credits).map_err(failed)?;
+                    CreditRoute::Remote { qp: credits, word: theirs.word }
+                }
+            };
+            let credits = Credits::new(table.memory(), peer, route, flag.clone())?;
+            let fifo = devices.fifos.get_mut(peer).and_then(Option::take);
+            Ok(Transport::new(peer, devices.paths[peer].is_intra_host(), messages, limits, credits, fifo))
+        });
+    Ok((transports.collect::<Result<_>>()?, table))
+}
 
-    /// A queue pair to build, as was asked for.
-    pub(crate) fn queue_pair(&self, pd: &Pd) -> QpBuilder {
-        // A receive that is late is waited for: the deadlines of waits end what never comes.
-        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
-        let builder = builder.timeout(ACK_TIMEOUT);
-        let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
-        match &self.gpu {
-            Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
-            None => builder,
+/// The pause between two attempts: another rank has just died.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// What [`Communicator::shrink`] returns.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Shrunk {
+    /// The surviving ranks, numbered from 0 in their order.
+    pub communicator: Communicator,
+    /// The former rank of each of them.
+    pub former: Vec<usize>,
+}
+
+impl Shrunk {
+    /// The new rank of the one that was `former`; `None` if it is gone.
+    pub fn rank_of(&self, former: usize) -> Option<usize> {
+        self.former.binary_search(&former).ok()
+    }
+}
+
+impl Communicator {
+    /// Makes a communicator of the surviving ranks, built as this one, after ranks have died ([`Error::is_rank_lost`]). All
+    /// survivors must call it. Ranks that die meanwhile are left out too, or show by the first use of the new communicator, which
+    /// can shrink again. Registrations belong to this communicator: register memory with the new one.
+    /// [`Tagged`](crate::tagged::Tagged) has a [`shrink`](crate::tagged::Tagged::shrink) of its own, to be called afterwards.
+    ///
+    /// It ends all connections of this communicator, and its barriers and exchanges: ranks that wait for this one get an error within
+    /// a second, as after [`Communicator::give_up`]. A rank whose process is alive is waited for, unless any rank has
+    /// [given it up](Communicator::give_up): then it is left out, and gets an error if it calls this. Processes that
+    /// [`CommunicatorBuilder::spawn`] started here belong to the new communicator; those of ranks that are left out are killed.
+    ///
+    /// The ranks find each other by sockets that [`CommunicatorBuilder::init`] opens at each of them. A dead process is known by
+    /// a refused connection: if a whole host is gone, or a firewall drops packets in its place, give its ranks up.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] names ranks that are alive and have not called this: it may be called again, by all.
+    /// [`Error::Bootstrap`] for a rank that the others leave out, and for an exchange of
+    /// [`CommunicatorBuilder::init_over`] that cannot regroup; [`Error::Device`] from the RDMA device. A rank that dies in the very last step may leave some ranks with an error and
+    /// others with a communicator, in which the next call fails.
+    pub fn shrink(&self, timeout: Duration) -> Result<Shrunk> {
+        let deadline = Deadline::after(timeout);
+        let transports = self.0.peers.iter().map(|peer| &peer.transport);
+        let without: Vec<usize> =
+            transports.clone().filter(|one| one.is_given_up()).map(|one| one.rank).collect();
+        transports.for_each(|one| one.fail(&gdsync::Error::GivenUp));
+        loop {
+            let (exchange, former) = self.regroup(&without, &deadline)?;
+            let builder = CommunicatorBuilder(self.0.settings.clone());
+            let built = builder.resolve().and_then(|resolved| {
+                builder.build(exchange, resolved, Deadline::after(deadline.remaining()))
+            });
+            match built {
+                Ok(communicator) => {
+                    let children = self.0.children.lock().take();
+                    *communicator.0.children.lock() = children.map(|children| children.keep(&former));
+                    return Ok(Shrunk { communicator, former });
+                }
+                // Another one has died: the others see that as well, and try again.
+                Err(Error::Bootstrap { .. } | Error::Message { .. }) if !deadline.is_over() => sleep(PAUSE),
+                Err(error) => return Err(error),
+            }
         }
+    }
+
+    pub(crate) fn regroup(
+        &self,
+        without: &[usize],
+        deadline: &Deadline,
+    ) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
+        let exchange = self.0.exchange.try_lock_for(deadline.remaining());
+        let busy = || deadline.error("shrink: waiting for another thread's barrier or exchange".to_owned());
+        exchange.ok_or_else(busy)?.regroup(without, deadline.remaining())
     }
 }

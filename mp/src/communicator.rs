@@ -4,134 +4,86 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Context, Mr, Pd, RecvWr, Sge};
+use gdsync::verbs::{Access, Context, Pd};
 use parking_lot::Mutex;
 
-use crate::bootstrap::Exchange;
-use crate::builder::Builder;
-use crate::cache::Cache;
-use crate::deadline::Deadline;
+use crate::cache::{Cache, CacheConfig, Cached};
+use crate::credit::CreditFlag;
 use crate::error::{Error, Result};
-use crate::link::Link;
-use crate::path::{self, Path, Plane};
-use crate::peer::{Peer, Piece, Way};
-use crate::request::{Part, Request, Status};
-use crate::spawn::{Children, explain};
-use crate::watch::{Alarm, Watch};
-use crate::window::Lanes;
+use crate::exchange::{ChildProcesses, Exchange};
+use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
+use crate::peer::Peer;
+use crate::registration::{Piece, Registration};
+use crate::request::{DOMAIN, Request, Status};
+use crate::rma_queue::{AllRmaQueues, RmaQueues};
+use crate::shm_fifo::fitting;
+use crate::transport::QueueConfig;
+use crate::wait::Deadline;
+use crate::watchdog::{self, Watchdog};
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 #[derive(Clone, Debug)]
 pub struct Communicator(pub(crate) Arc<Inner>);
+
+/// What a communicator is built with.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) context: Option<Context>,
+    pub(crate) spawn: Option<usize>,
+    pub(crate) timeout: Duration,
+    pub(crate) watch: bool,
+    pub(crate) queues: QueueConfig,
+    pub(crate) cache: CacheConfig,
+    pub(crate) intra_host: IntraHostPath,
+    pub(crate) gpu_path: GpuPath,
+}
 
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) rank: usize,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
-    /// The device for ranks of the same host, if messages with any go through it.
-    pub(crate) near: Option<Plane>,
-    pub(crate) paths: Vec<Path>,
+    /// The device for ranks of the same host, if messages with any rank go through it.
+    pub(crate) intra_host: Option<DeviceDomain>,
+    pub(crate) paths: Vec<PeerPath>,
     pub(crate) cache: Cache,
-    pub(crate) alarm: Arc<Alarm>,
-    /// Ends before the words go that the peers write.
-    pub(crate) _watch: Option<Watch>,
-    pub(crate) peers: Arc<[Peer]>,
+    pub(crate) flag: Arc<CreditFlag>,
+    /// Dropped before `_credits`, which it uses.
+    pub(crate) _watchdog: Option<Watchdog>,
+    pub(crate) peers: Arc<[Arc<Peer>]>,
     /// The words that the peers write.
     pub(crate) _credits: Registration,
-    pub(crate) bootstrap: Mutex<Box<dyn Exchange>>,
-    pub(crate) children: Mutex<Option<Children>>,
-    /// As it was built.
-    pub(crate) builder: Builder,
-    /// The connections of windows, also of dropped ones while something of them is under way.
-    pub(crate) lanes: Arc<Mutex<Vec<Arc<Lanes>>>>,
+    pub(crate) exchange: Mutex<Box<dyn Exchange>>,
+    pub(crate) children: Mutex<Option<Box<dyn ChildProcesses>>>,
+    pub(crate) settings: Settings,
+    pub(crate) rma: AllRmaQueues,
 }
 
 impl Inner {
-    /// Whether all ranks are reached through the device for ranks of the same host. All ranks come to the same answer: each
-    /// that is not has another that it is not reached by.
-    pub(crate) fn is_all_near(&self) -> bool {
-        self.near.is_some() && self.paths.iter().all(Path::is_near)
+    /// Whether all ranks are reached through the intra-host device. All ranks come to the same answer: a rank that is not reached so
+    /// does not reach the others so.
+    pub(crate) fn is_all_intra_host(&self) -> bool {
+        self.intra_host.is_some() && self.paths.iter().all(PeerPath::is_intra_host)
     }
 
-    /// The device for ranks of the same host, or the other one, and the domain there.
-    pub(crate) fn plane(&self, near: bool) -> (&Context, &Pd) {
-        match &self.near {
-            Some(plane) if near => (&plane.context, &plane.pd),
+    /// The intra-host device, or the other one, and the protection domain there.
+    pub(crate) fn domain(&self, intra_host: bool) -> (&Context, &Pd) {
+        match &self.intra_host {
+            Some(domain) if intra_host => (&domain.context, &domain.pd),
             _ => (&self.context, &self.pd),
         }
     }
 
     /// Registers memory with all devices that messages go through.
     pub(crate) fn register(&self, memory: &Memory, access: Access) -> gdsync::Result<Registration> {
-        path::register(&self.pd, self.near.as_ref(), memory, access)
+        let intra_host = self.intra_host.as_ref().map(|domain| domain.pd.register(memory, access));
+        Ok(Registration::new(self.pd.register(memory, access)?, intra_host.transpose()?))
     }
-}
-
-/// Memory that messages can be sent from and received into. Clones share it.
-#[derive(Clone, Debug)]
-pub struct Registration(
-    pub(crate) Mr,
-    /// With the device for ranks of the same host, if there is one.
-    pub(crate) Option<Mr>,
-);
-
-impl Registration {
-    /// A part of the memory, which is registered as long as this is. Ranges count from its start.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::OutOfBounds`] when the part does not lie inside.
-    pub fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
-        let near = self.1.as_ref().map(|near| near.slice(offset, len)).transpose()?;
-        Ok(Self(self.0.slice(offset, len)?, near))
-    }
-
-    /// Whether nothing else keeps the memory registered.
-    pub(crate) fn is_only(&self) -> bool {
-        self.0.is_only() && self.1.as_ref().is_none_or(Mr::is_only)
-    }
-
-    /// The registration with the device for ranks of the same host, or with the other one.
-    #[inline]
-    pub(crate) fn on(&self, near: bool) -> &Mr {
-        self.1.as_ref().filter(|_| near).unwrap_or(&self.0)
-    }
-
-    /// A range of it, for one of the devices.
-    // Always inline: a result in memory is read back before it is there.
-    #[inline(always)]
-    pub(crate) fn sge(&self, near: bool, range: &Range<usize>) -> Result<Sge> {
-        let bytes = range.end.checked_sub(range.start).ok_or_else(|| ends_early(range))?;
-        Ok(self.on(near).sge(range.start, bytes)?)
-    }
-
-    /// The memory.
-    pub fn memory(&self) -> &Memory {
-        self.0.memory()
-    }
-}
-
-#[cold]
-pub(crate) fn ends_early(range: &Range<usize>) -> gdsync::Error {
-    let (value, expected) = (format!("{range:?}"), "one that does not end before it starts");
-    gdsync::Error::InvalidArgument { what: "the range of the buffer", value, expected }
 }
 
 impl Communicator {
-    /// Joins the job of the launcher that started this process.
-    ///
-    /// # Errors
-    /// As [`Builder::init`].
-    pub fn init() -> Result<Self> {
-        Self::builder().init()
-    }
-
-    /// Starts to build a communicator.
-    pub fn builder() -> Builder {
-        Builder::default()
-    }
-
     /// The rank of this process, from 0.
     pub fn rank(&self) -> usize {
         self.0.rank
@@ -142,7 +94,7 @@ impl Communicator {
         self.0.peers.len()
     }
 
-    /// The device messages travel through; those between ranks of the same host may have another one: see
+    /// The device that messages go through; those between ranks of the same host may have another one: see
     /// [`Communicator::path`].
     pub fn context(&self) -> &Context {
         &self.0.context
@@ -152,43 +104,55 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].
-    pub fn path(&self, rank: usize) -> Result<&Path> {
+    pub fn path(&self, rank: usize) -> Result<&PeerPath> {
         self.0.paths.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size: self.size() })
     }
 
-    /// Messages so far that took the way of short ones to and from a rank, through slots of shared memory: sent, and received.
-    /// Both are 0 for a rank that has none: see [`Path::has_slots`].
+    /// What a message of the bytes `range` of `buffer` would take to a rank now, and why: which device
+    /// ([`Communicator::path`]), and for the device the card, the CPU or a copy engine, directly or staged. It depends on where
+    /// the buffer is and on the length; a message of several pieces is not left to a copy engine of the receiver. A receiver that
+    /// cannot fetch a buffer says so at its first message, which is staged then, as later ones.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer.
+    pub fn path_of(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<BufferPath> {
+        let path = self.path(rank)?.clone().with_fifo_if(fitting(&[(buffer, range.clone())]).is_some());
+        BufferPath::new(path, &self.peer(rank)?.transport.qp.send, buffer, &range)
+    }
+
+    /// Messages so far that went through the shared-memory FIFO to and from a rank: sent, and received. Both are 0 for a rank
+    /// without one: see [`PeerPath::has_fifo`].
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].
-    pub fn through_slots(&self, rank: usize) -> Result<(u64, u64)> {
-        let slots = self.peer(rank)?.link.slots.as_ref();
-        Ok(slots.map_or((0, 0), |slots| (slots.sent_count(), slots.received())))
+    pub fn fifo_messages(&self, rank: usize) -> Result<(u64, u64)> {
+        let fifo = self.peer(rank)?.fifo.as_ref();
+        Ok(fifo.map_or((0, 0), |fifo| (fifo.sent(), fifo.received())))
     }
 
-    /// The device that messages with a rank travel through.
+    /// The device that messages with a rank go through.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].
     pub fn device(&self, rank: usize) -> Result<&Context> {
-        Ok(self.0.plane(self.path(rank)?.is_near()).0)
+        Ok(self.0.domain(self.path(rank)?.is_intra_host()).0)
     }
 
     /// Registers memory for messages. GPU memory that the device does not reach may be staged in host memory: see
     /// [`Communicator::path_of`] and [`GpuPath`](crate::GpuPath).
     ///
-    /// It stays registered until the last clone and the last message of it are gone; a message that nobody has waited for is gone
-    /// after [`Communicator::progress`], or with [`Builder::watch`] after a quarter of a second. So it is after receives of up to
-    /// 4 KiB from a rank of this host also where somebody has.
+    /// It stays registered until the last clone and the last message of it are gone. A message that nobody has waited for is
+    /// released by [`Communicator::progress`], or by the watchdog within a quarter of a second; so are receives of up to 4 KiB from
+    /// a rank of this host in any case.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`] when a device refuses the memory.
     pub fn register(&self, memory: &Memory) -> Result<Registration> {
         Ok(self.0.register(memory, Access::all())?)
     }
 
     #[inline]
-    pub(crate) fn peer(&self, rank: usize) -> Result<&Peer> {
+    pub(crate) fn peer(&self, rank: usize) -> Result<&Arc<Peer>> {
         self.0.peers.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size: self.size() })
     }
 
@@ -199,30 +163,18 @@ impl Communicator {
     /// the connection broke, too many messages are under way, or ([`gdsync::Error::Busy`]) a send to this rank that a stream
     /// started is not complete yet: see [`Communicator::isend_on_stream`].
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
-        self.isendv(&[(buffer, range)], rank)
+        self.isend_vectored(&[(buffer, range)], rank)
     }
 
-    /// As [`Communicator::isend`], of several pieces one after the other: as many as [`Builder::max_pieces`] says.
+    /// As [`Communicator::isend`], of several pieces one after the other: at most
+    /// [`CommunicatorBuilder::max_pieces`](crate::CommunicatorBuilder::max_pieces).
     ///
     /// # Errors
-    /// As [`Communicator::isend`].
-    pub fn isendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
-        let _range = crate::DOMAIN.range(c"isend");
-        let post = |link: &Link, sges: &[Sge]| {
-            let place = match &link.slots {
-                None => link.send(sges)?,
-                Some(slots) => slots.send_counted(pieces, || {
-                    let place = link.send(sges)?;
-                    Ok((place, link.number_among_sent(place)))
-                })?,
-            };
-            Ok((place, ()))
-        };
+    /// As [`Communicator::isend`]; [`Error::Message`] for too many pieces.
+    pub fn isend_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let _range = DOMAIN.range(c"isend");
         let peer = self.peer(rank)?;
-        match peer.send(pieces)? {
-            Some(request) => Ok(request),
-            None => Ok(peer.start(Way::Send, "send", pieces, post)?.0),
-        }
+        Ok(Request::sent(peer, peer.send(pieces)?))
     }
 
     /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both
@@ -232,21 +184,18 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::isend`].
     pub fn irecv(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
-        self.irecvv(&[(buffer, range)], rank)
+        self.irecv_vectored(&[(buffer, range)], rank)
     }
 
-    /// As [`Communicator::irecv`], into several pieces one after the other: as many as [`Builder::max_pieces`] says.
+    /// As [`Communicator::irecv`], into several pieces one after the other: at most
+    /// [`CommunicatorBuilder::max_pieces`](crate::CommunicatorBuilder::max_pieces).
     ///
     /// # Errors
-    /// As [`Communicator::isend`].
-    pub fn irecvv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
-        let _range = crate::DOMAIN.range(c"irecv");
-        let post = |link: &Link, sges: &[Sge]| {
-            let place = link.ends.recv.post_recv_index(&[RecvWr { wr_id: 0, sges }])?;
-            link.credits.grant(place);
-            Ok((place, ()))
-        };
-        self.peer(rank)?.receive(pieces, post)
+    /// As [`Communicator::isend`]; [`Error::Message`] for too many pieces.
+    pub fn irecv_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
+        let _range = DOMAIN.range(c"irecv");
+        let peer = self.peer(rank)?;
+        Ok(Request::received(peer, peer.receive(pieces)?))
     }
 
     /// Blocks until a message is complete.
@@ -255,16 +204,7 @@ impl Communicator {
     /// As [`Request::wait`].
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait_and(timeout, || self.catch_up())?;
-        match &request.part {
-            Part::Posted(order) => match &order.lane {
-                Some(lane) => lane.upgrade().iter().for_each(|lane| lane.recycle()),
-                None => self.peer(request.rank())?.finish(order, status),
-            },
-            Part::Kept(link, receive) if receive.bound().is_some() => {
-                link.recycle_slots();
-            }
-            Part::Kept(..) | Part::Copied(_) | Part::Behind(..) => {}
-        }
+        request.finish();
         Ok(status)
     }
 
@@ -281,17 +221,19 @@ impl Communicator {
         requests.into_iter().map(|request| self.wait(request, deadline.remaining())).collect()
     }
 
-    /// Moves messages along, takes back what finished ones held, and asks ranks that are silent whether they are there. Only
-    /// needed by threads that neither wait nor send for long.
+    /// Moves messages along, releases what complete ones held, and asks silent ranks whether they are alive. Only needed by threads
+    /// that neither wait nor send for long.
     pub fn progress(&self) {
         self.catch_up();
-        self.0.peers.iter().for_each(Peer::recycle);
-        Lanes::recycle(&mut self.0.lanes.lock());
+        self.0.peers.iter().for_each(|peer| peer.recycle());
+        RmaQueues::recycle(&mut self.0.rma.lock());
     }
 
-    /// Tells the other ranks of receives that were held back.
+    /// Announces receives that were held back to the ranks that wait for them.
     fn catch_up(&self) {
-        self.0.alarm.answer(&self.0.peers);
+        watchdog::answer(&self.0.flag, &self.0.peers, |peer| {
+            peer.transport.credits.catch_up_or_leave() | peer.take()
+        });
     }
 
     /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
@@ -299,34 +241,34 @@ impl Communicator {
     /// # Errors
     /// [`Error::Message`] says what ended the connection; [`Error::NoSuchRank`].
     pub fn check(&self, rank: usize) -> Result<()> {
-        let link = &self.peer(rank)?.link;
-        link.check().map_err(|source| Error::Message { rank, operation: "connection", source })
+        let transport = &self.peer(rank)?.transport;
+        transport.check().map_err(|cause| Error::Message { rank, operation: "connection", cause })
     }
 
-    /// The ranks that can no longer be reached, as far as is known. What is under way with the others is not concerned.
+    /// The ranks that can no longer be reached, as far as is known. Messages with the others go on.
     pub fn lost(&self) -> Vec<usize> {
         (0..self.size()).filter(|&rank| self.check(rank).is_err()).collect()
     }
 
-    /// Ends the connection to a rank: all that is under way with it ends now, in waits and on streams, but for
-    /// [waits for signals](crate::Window::wait_signal_on_stream), with an error that says so, and nothing more can be sent to it or
-    /// received from it. It learns that when it waits for this rank, within a second ([`gdsync::Error::GivenUpByPeer`]). What was complete before is not lost.
+    /// Ends the connection to a rank: all that is under way with it ends now with an error, in waits and on streams, except
+    /// [waits for signals](crate::Window::wait_signal_on_stream). Nothing more can be sent to it or received from it. The rank learns
+    /// that within a second of waiting for this one ([`gdsync::Error::GivenUpByPeer`]). What was complete before is not lost.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].
     pub fn give_up(&self, rank: usize) -> Result<()> {
-        self.peer(rank)?.link.give_up();
+        self.peer(rank)?.transport.give_up();
         Ok(())
     }
 
-    /// Blocks until all ranks are here. It uses the connections made at start, not the RDMA device: see
+    /// Blocks until all ranks have called it. It uses the connections made at start, not the RDMA device: see
     /// [`Collectives::barrier`](crate::collective::Collectives::barrier) for that.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
     pub fn barrier(&self, timeout: Duration) -> Result<()> {
         self.catch_up();
-        self.0.bootstrap.lock().barrier(timeout)
+        self.0.exchange.lock().barrier(timeout)
     }
 
     /// Collects a few bytes of every rank at every rank, in rank order: for addresses and keys, not for data.
@@ -335,25 +277,29 @@ impl Communicator {
     /// As [`Communicator::barrier`].
     pub fn exchange(&self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         self.catch_up();
-        self.0.bootstrap.lock().allgather(bytes, timeout)
+        self.0.exchange.lock().allgather(bytes, timeout)
     }
 
-    /// The process of a rank that [`Builder::spawn`] started from here.
+    /// The process of a rank that [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started from here.
     pub fn child(&self, rank: usize) -> Option<u32> {
         self.0.children.lock().as_ref()?.pid(rank)
     }
 
-    /// Waits for what is under way in windows, for all ranks, then for the processes that [`Builder::spawn`] started.
+    /// Waits for what is under way in windows, for all ranks, then for the processes that
+    /// [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started.
     ///
     /// # Errors
-    /// [`Error::Message`] for an operation on a window that failed, if no call on that window has told before; as
-    /// [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
+    /// [`Error::Message`] for an operation on a window that failed, unless a call on that window has reported it; [`Error::Bootstrap`]
+    /// and [`Error::Deadline`] as [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        let flushed = self.flush_lanes(&deadline);
+        let flushed = RmaQueues::finish_all(&self.0.rma, &deadline);
         // The others need not wait for a rank that this one cannot reach.
         let met = self.barrier(deadline.remaining());
-        flushed.and(met).map_err(|error| explain(self.0.children.lock().as_mut(), error))?;
+        flushed.and(met).map_err(|error| match &mut *self.0.children.lock() {
+            Some(children) => children.explain(error),
+            None => error,
+        })?;
         match self.0.children.lock().take() {
             Some(children) => children.wait(deadline.remaining()),
             None => Ok(()),
@@ -361,7 +307,60 @@ impl Communicator {
     }
 }
 
-/// The ranks of one communicator make another.
+/// The registration cache.
+impl Communicator {
+    /// Registers `len` bytes of host memory for messages, or finds them registered: see [the cache](crate::cache).
+    ///
+    /// # Errors
+    /// [`Error::Device`] for no bytes, a null pointer or a range that wraps, and when the device refuses the registration though
+    /// the cache has evicted all that is idle.
+    ///
+    /// # Safety
+    /// The range must stay mapped, readable and writable until the result, its clones and all messages on it are gone, and
+    /// until [`Cache::invalidate`] was called for it. While messages on it are under way no Rust reference to it may be used,
+    /// except to read what is only sent. Once a GPU has used it, [`Memory::from_raw`] says what else must be waited for.
+    pub unsafe fn register_cached(&self, ptr: *mut u8, len: usize) -> Result<Cached> {
+        // SAFETY: the caller upholds the contract of this function, which is that of `cached` for host memory.
+        unsafe { self.cached(None, ptr.expose_provenance() as u64, len) }
+    }
+
+    /// Registers `len` bytes at an address of GPU memory for messages, or finds them registered: see
+    /// [the cache](crate::cache). The memory may be of every kind that [`Gpu::wrap`] takes.
+    ///
+    /// # Errors
+    /// [`Error::Device`] for no bytes, for what [`Gpu::wrap`] refuses, and when the device refuses the registration though the
+    /// cache has evicted all that is idle.
+    ///
+    /// # Safety
+    /// The memory must stay allocated until the result, its clones and all messages on it are gone, and with
+    /// [`CacheConfig::announced`] until [`Cache::invalidate`] was called for it.
+    pub unsafe fn register_cached_gpu(&self, gpu: &Gpu, addr: u64, len: usize) -> Result<Cached> {
+        // SAFETY: the caller upholds the contract of this function, which is that of `cached` for GPU memory.
+        unsafe { self.cached(Some(gpu), addr, len) }
+    }
+
+    /// The registration cache.
+    pub fn cache(&self) -> &Cache {
+        &self.0.cache
+    }
+
+    /// # Safety
+    /// For host memory as [`Communicator::register_cached`], for GPU memory as [`Communicator::register_cached_gpu`].
+    unsafe fn cached(&self, gpu: Option<&Gpu>, addr: u64, len: usize) -> Result<Cached> {
+        let end = addr.checked_add(len as u64).filter(|_| addr != 0 && len != 0);
+        let end = end.ok_or_else(|| gdsync::Error::InvalidArgument {
+            what: "memory range",
+            value: format!("{len} bytes at {addr:#x}"),
+            expected: "a non-null address and at least one byte, inside the address space",
+        })?;
+        // Peers get no rights: the registration outlives its handle.
+        let register = |memory: &_| self.0.register(memory, Access::LOCAL_WRITE);
+        // SAFETY: the caller keeps the memory allocated as long as `Cache::get` asks for.
+        Ok(unsafe { self.0.cache.get(gpu, &(addr..end), register) }?)
+    }
+}
+
+/// The ranks of one communicator can make another.
 impl Exchange for Communicator {
     fn rank(&self) -> usize {
         self.rank()

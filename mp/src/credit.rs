@@ -1,20 +1,18 @@
 //! Credits: how a sender knows that a receive is posted.
 //!
-//! Each rank has a word per peer, in memory that the peer writes: how many receives the peer has posted for it so far,
-//! modulo 2^32. Message number `n` to that peer, counted from 1, may leave when the word is at least `n`: a stream waits for
-//! that before it rings, so that what it sends never meets a missing receive, which costs a retry. Announcing the same number
-//! again does no harm, and shows whether the peer is still there.
+//! For each peer a rank has a word that the peer writes: how many receives the peer has posted for it so far, modulo 2^32.
+//! Message number `n` to that peer, counted from 1, may leave when the word is at least `n`. A stream waits for that before it
+//! rings the doorbell: its message never meets a missing receive, which would cost a retry. Announcing the same number again
+//! does no harm, and shows whether the peer is alive.
 //!
-//! Only streams look at the word: beside it the peer finds whether streams of this rank send to it. As long as none do, only the
-//! watching thread announces receives, about a millisecond later, and a call that leaves a wait to a stream: see [`Alarm`].
-//! From the first on, a rank announces sooner: rows of receives now and then, see [`is_due`], and those that were held back with
-//! the next call that waits. So does one that no thread watches.
+//! Only streams read the word; beside it the peer finds whether streams of this rank send to it. If none do, only the watchdog
+//! announces receives, about a millisecond later, and calls that leave a wait to a stream. From the first such send on, and where
+//! there is no watchdog, a rank announces some receives as it posts them, see [`is_due`], and the rest with its next wait.
 //!
-//! The words are written through queue pairs of their own: in the queue of the messages a write of the CPU would have to
-//! wait for sends that belong to a stream.
+//! The words are written through queue pairs of their own: in the queue of the messages the CPU would have to wait for sends
+//! that belong to a stream.
 
-mod numbers;
-
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -23,31 +21,168 @@ use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::{RemoteAddr, Syndrome};
 use gdsync::stream::Cond;
 use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, SendWr};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::watch::Alarm;
-use numbers::Numbers;
-pub(crate) use numbers::low32;
-
-/// Bytes per word and what is beside it: a cache line, as each has a writer of its own.
-const SLOT: usize = 64;
-
-/// Behind the word: not 0 when streams of the peer send to this rank. Both are written by one write.
+/// Bytes per rank in the table: a cache line, as each has another writer.
+const ENTRY: usize = 64;
+/// Offset, behind the word, of a word that is not 0 when streams of the peer send to this rank. One write sets both.
 const WANTED: usize = 4;
 /// Bytes of both.
-pub(crate) const BYTES: usize = 8;
+pub(crate) const ENTRY_BYTES: usize = 8;
 
-/// How far ahead of all messages the word of a rank that failed is set, so that nothing waits for it any more.
+/// How far ahead of all messages the word of a lost rank is set, so that nothing waits for it any more.
 const OPEN: u32 = 1 << 30;
 
 /// The memory for the words of `size` ranks.
 pub(crate) fn table(size: usize) -> gdsync::Result<Memory> {
-    Memory::alloc(size * SLOT)
+    Memory::alloc(size * ENTRY)
 }
 
-/// Where the word of `rank` is in the table, in bytes.
-pub(crate) fn place(rank: usize) -> usize {
-    rank * SLOT
+/// The offset of the word of `rank` in the table.
+pub(crate) fn offset(rank: usize) -> usize {
+    rank * ENTRY
+}
+
+/// A count modulo 2^32.
+#[expect(clippy::cast_possible_truncation, reason = "counts on the wire wrap")]
+pub(crate) fn low32(count: u64) -> u32 {
+    count as u32
+}
+
+/// Set while credit updates are pending, to be sent by the watchdog or by the next wait.
+#[derive(Debug)]
+pub(crate) struct CreditFlag {
+    has_watchdog: bool,
+    is_pending: AtomicBool,
+    /// The watchdog polls, or there is none: nobody has to be woken.
+    is_polling: AtomicBool,
+    stop: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl CreditFlag {
+    pub(crate) fn new(has_watchdog: bool) -> Self {
+        let [is_pending, is_polling] = [false, !has_watchdog].map(AtomicBool::new);
+        Self { has_watchdog, is_pending, is_polling, stop: Mutex::new(false), changed: Condvar::new() }
+    }
+
+    /// Sets it, and wakes the watchdog if it sleeps. Whoever clears it sees what was written before with
+    /// [`Ordering::SeqCst`].
+    pub(crate) fn set(&self) {
+        if !self.is_pending.load(Ordering::SeqCst) {
+            self.is_pending.store(true, Ordering::SeqCst);
+        }
+        if !self.is_polling.load(Ordering::SeqCst) && !self.is_polling.swap(true, Ordering::SeqCst) {
+            // The lock: the watchdog is asleep, or looks at `is_polling` before it sleeps.
+            drop(self.stop.lock());
+            self.changed.notify_one();
+        }
+    }
+
+    /// Clears it, and returns whether it was set.
+    pub(crate) fn take(&self) -> bool {
+        let is_set = self.is_pending.load(Ordering::SeqCst);
+        if is_set {
+            self.is_pending.store(false, Ordering::SeqCst);
+        }
+        is_set
+    }
+
+    pub(crate) fn is_polling(&self) -> bool {
+        self.is_polling.load(Ordering::SeqCst)
+    }
+
+    /// The watchdog is about to sleep.
+    pub(crate) fn stop_polling(&self) {
+        self.is_polling.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether the watchdog is to end; locked, for [`CreditFlag::sleep`].
+    pub(crate) fn lock(&self) -> MutexGuard<'_, bool> {
+        self.stop.lock()
+    }
+
+    /// The watchdog sleeps until it is woken, at most so long.
+    pub(crate) fn sleep(&self, stop: &mut MutexGuard<'_, bool>, limit: Duration) {
+        self.changed.wait_for(stop, limit);
+    }
+
+    /// Ends the watchdog.
+    pub(crate) fn stop(&self) {
+        *self.stop.lock() = true;
+        self.changed.notify_one();
+    }
+}
+
+/// Which send of a queue is which message.
+///
+/// Each send of the queue is a message, and their numbers follow its indices, except for those that are no messages: prepared
+/// sends that were not posted (one that is posted later is the next message then), and one-sided operations. There are hardly any.
+#[derive(Debug, Default)]
+struct Numbers {
+    /// The newest message.
+    latest: AtomicU32,
+    /// Whether any index is no message.
+    any_skipped: AtomicBool,
+    skipped: Mutex<Skipped>,
+}
+
+/// Indices that are no messages.
+#[derive(Debug, Default)]
+struct Skipped {
+    /// In order.
+    indices: VecDeque<u64>,
+    /// How many there were before these.
+    before: u64,
+}
+
+impl Numbers {
+    /// The number, from 1, of the message that was just posted at this index, the last of a queue of `depth` sends.
+    #[inline]
+    fn next(&self, index: u64, depth: usize) -> u32 {
+        let mut skipped = 0;
+        if self.any_skipped.load(Ordering::Acquire) {
+            let mut all = self.skipped.lock();
+            // The newest were taken back, and their indices given again.
+            while all.indices.pop_back_if(|last| *last >= index).is_some() {}
+            skipped = all.before(index, depth);
+            self.any_skipped.store(skipped > 0, Ordering::Release);
+        }
+        self.number(index, skipped)
+    }
+
+    /// No message is at this index, or none before it is posted.
+    fn skip(&self, index: u64) {
+        let mut all = self.skipped.lock();
+        self.any_skipped.store(true, Ordering::Release);
+        // The newest were taken back, as above.
+        while all.indices.pop_back_if(|last| *last >= index).is_some() {}
+        all.indices.push_back(index);
+    }
+
+    /// The number of the message that was prepared at this index and is posted now.
+    fn post(&self, index: u64, depth: usize) -> u32 {
+        let mut all = self.skipped.lock();
+        all.indices.retain(|&other| other != index);
+        self.number(index, all.before(index, depth))
+    }
+
+    fn number(&self, index: u64, skipped: u64) -> u32 {
+        let number = low32((index + 1).wrapping_sub(skipped));
+        self.latest.store(number, Ordering::Relaxed);
+        number
+    }
+}
+
+impl Skipped {
+    /// How many are before this index of a queue of `depth` sends.
+    fn before(&mut self, index: u64, depth: usize) -> u64 {
+        // An index further back than the queue is deep is not posted any more.
+        while self.indices.pop_front_if(|first| *first + (depth as u64) < index).is_some() {
+            self.before += 1;
+        }
+        self.before + self.indices.partition_point(|&other| other < index) as u64
+    }
 }
 
 /// Both directions of the credits between this rank and a peer.
@@ -59,61 +194,66 @@ pub(crate) struct Credits {
     wanted: Word32,
     /// Whether ours send to it.
     wants: AtomicBool,
-    /// It costs nothing to tell the peer, or no thread would do it later.
+    /// Announcing is free, or there is no watchdog to do it later.
     is_prompt: bool,
     numbers: Numbers,
     /// Receives posted for the peer. This and the next two are modulo 2^32.
     posted: AtomicU32,
-    /// Of these, those that it was told of.
+    /// Those of them that it was told of.
     announced: AtomicU32,
     /// Messages that have come from it, as far as anybody has looked.
     arrived: AtomicU32,
     last: Mutex<Announcement>,
     /// Nothing is announced any more.
     has_ended: AtomicBool,
-    alarm: Arc<Alarm>,
-    way: Way,
+    flag: Arc<CreditFlag>,
+    route: CreditRoute,
 }
 
 /// How the peer is told.
 #[derive(Debug)]
-pub(crate) enum Way {
+pub(crate) enum CreditRoute {
     /// It is this rank: the word is our own.
     Own,
     /// By a write to its table.
     Remote { qp: Qp, word: RemoteAddr },
 }
 
-/// The last one.
+/// The last announcement.
 #[derive(Debug)]
 struct Announcement {
     written: Option<Completion>,
-    /// It was since somebody last looked, which was then.
+    /// It was made since `looked`, when [`Credits::tend`] was last called.
     is_new: bool,
     looked: Instant,
 }
 
-/// Receives that the peer may still use, with which it has time.
+/// Receives that the peer may still use with which it need not wait soon.
 const ENOUGH: u32 = 8;
 
-/// Whether the peer must be told of receives now. The receives that it knows of and that no message has filled are those it
-/// may still use: as long as these are more than what it does not know of, or, once they are enough, more than a third of
-/// that, it need not wait yet. So one that waits for each receive is told at once, and of a row of them it is told a few times.
+/// Whether the peer must be told of receives now. The receives that it knows of and that no message has filled are left to it:
+/// as long as these are more than what it does not know of, or, once they are enough, more than a third of that, it need not wait
+/// yet. So a peer that waits for each receive is told at once, and of many in a row it is told a few times.
 fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
     let held_back = posted.wrapping_sub(announced);
-    // Sends of the CPU do not wait until they are told: more may have come than was announced.
+    // Sends of the CPU do not wait for credits: more may have come than was announced.
     let left = announced.wrapping_sub(arrived);
     left >= OPEN || held_back >= if left < ENOUGH { left } else { left.saturating_mul(3) }
 }
 
 impl Credits {
-    /// With what `rank` writes in the table.
-    pub(crate) fn new(table: &Memory, rank: usize, way: Way, alarm: Arc<Alarm>) -> gdsync::Result<Self> {
-        let ready = table.word32(place(rank))?;
-        let wanted = table.word32(place(rank) + WANTED)?;
+    /// Over the entry of `rank` in the table.
+    pub(crate) fn new(
+        table: &Memory,
+        rank: usize,
+        route: CreditRoute,
+        flag: Arc<CreditFlag>,
+    ) -> gdsync::Result<Self> {
+        let ready = table.word32(offset(rank))?;
+        let wanted = table.word32(offset(rank) + WANTED)?;
         let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
-        let is_prompt = matches!(way, Way::Own) || !alarm.is_watched();
+        let is_prompt = matches!(route, CreditRoute::Own) || !flag.has_watchdog;
         let (wants, has_ended, numbers) = Default::default();
         Ok(Self {
             ready,
@@ -126,34 +266,34 @@ impl Credits {
             arrived,
             last,
             has_ended,
-            alarm,
-            way,
+            flag,
+            route,
         })
     }
 
-    /// Whether the peer is told before the watching thread looks.
+    /// Whether receives are announced before the watchdog does it.
     fn is_eager(&self) -> bool {
         self.is_prompt || self.wanted.load() != 0
     }
 
-    /// The peer has one more receive, the newest, at this place of its queue: tells it, or sees to it that it is told soon.
-    pub(crate) fn grant(&self, place: u64) {
-        let posted = low32(place).wrapping_add(1);
-        // Before it looks at the alarm: whoever has switched that off sees this.
+    /// A receive was posted at this index of the queue: announces it, or sets the flag for it.
+    pub(crate) fn grant(&self, index: u64) {
+        let posted = low32(index).wrapping_add(1);
+        // Before the flag is read: whoever clears it sees this.
         self.posted.store(posted, Ordering::SeqCst);
         let [announced, arrived] =
             [&self.announced, &self.arrived].map(|count| count.load(Ordering::Relaxed));
         if self.is_eager() && is_due(posted, announced, arrived) {
             self.announce(&mut self.last.lock());
         } else {
-            self.alarm.ring();
+            self.flag.set();
         }
     }
 
-    /// The message of the receive at this place is here; so are those before it.
-    pub(crate) fn arrived(&self, place: u64) {
-        let arrived = low32(place).wrapping_add(1);
-        // Two threads may come in any order; the next message puts it right.
+    /// The message of the receive at this index is here; so are those before it.
+    pub(crate) fn arrived(&self, index: u64) {
+        let arrived = low32(index).wrapping_add(1);
+        // Two threads may store in any order; the next message corrects it.
         self.arrived.store(arrived, Ordering::Relaxed);
     }
 
@@ -162,23 +302,23 @@ impl Credits {
         self.posted.load(Ordering::SeqCst)
     }
 
-    /// Has the watching thread look soon.
-    pub(crate) fn ring(&self) {
-        self.alarm.ring();
+    /// Has the watchdog look soon.
+    pub(crate) fn set_flag(&self) {
+        self.flag.set();
     }
 
     fn is_behind(&self) -> bool {
         self.posted.load(Ordering::SeqCst) != self.announced.load(Ordering::Relaxed)
     }
 
-    /// Tells the peer of the receives that were held back, if there are any.
+    /// Announces receives that were held back, if there are any.
     pub(crate) fn catch_up(&self) {
         if self.is_behind() {
             self.announce(&mut self.last.lock());
         }
     }
 
-    /// As [`Credits::catch_up`], where the watching thread need not do it. Returns whether it must.
+    /// As [`Credits::catch_up`], unless that is left to the watchdog. Returns whether it is.
     pub(crate) fn catch_up_or_leave(&self) -> bool {
         let leaves = !self.is_eager() && self.is_behind();
         if !leaves {
@@ -192,9 +332,9 @@ impl Credits {
             return;
         }
         let posted = self.posted.load(Ordering::SeqCst);
-        match &self.way {
-            Way::Own => self.ready.store(posted),
-            Way::Remote { qp, word } => {
+        match &self.route {
+            CreditRoute::Own => self.ready.store(posted),
+            CreditRoute::Remote { qp, word } => {
                 last.is_new = true;
                 let wants = u32::from(self.wants.load(Ordering::Relaxed));
                 let bytes = (u64::from(wants) << 32 | u64::from(posted)).to_le_bytes();
@@ -206,7 +346,7 @@ impl Credits {
                     }
                     other => Err(other),
                 });
-                // Otherwise later.
+                // If not, the next announcement tells.
                 let Ok(written) = written else { return };
                 last.written = Some(written);
             }
@@ -214,12 +354,12 @@ impl Credits {
         self.announced.store(posted, Ordering::Relaxed);
     }
 
-    /// Announces again what was not, or nothing for `pause`, so that a peer that is gone is noticed.
+    /// Announces what is held back, or the same again after `pause`, so that a dead peer is noticed.
     ///
     /// # Errors
-    /// Why the peer could not be told, which is [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
+    /// Why the peer could not be told; [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
-        if let Way::Remote { qp, .. } = &self.way {
+        if let CreditRoute::Remote { qp, .. } = &self.route {
             let mut last = self.last.lock();
             qp.check()
                 .map_err(|error| if is_refusal(&error) { gdsync::Error::GivenUpByPeer } else { error })?;
@@ -234,25 +374,26 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts the message that was just put at this place, the last of a queue of `depth` sends, and waits for nothing.
+    /// Counts the message that the CPU has just posted at this index, the last of a queue of `depth` sends.
     #[inline]
-    pub(crate) fn count(&self, place: u64, depth: usize) {
-        self.numbers.next(place, depth);
+    pub(crate) fn count(&self, index: u64, depth: usize) {
+        self.numbers.next(index, depth);
     }
 
-    /// As [`Credits::count`]: the word and value that a stream must wait for before it sends it, unless it may leave at once.
-    pub(crate) fn next(&self, place: u64, depth: usize) -> Option<(&Word32, u32)> {
-        self.wait_for(self.numbers.next(place, depth))
+    /// As [`Credits::count`], of a message of a stream: the word and the value that the stream must wait for, unless the receive is
+    /// posted already.
+    pub(crate) fn next(&self, index: u64, depth: usize) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.next(index, depth))
     }
 
-    /// A message was put at this place that does not count before it is posted.
-    pub(crate) fn prepare(&self, place: u64) {
-        self.numbers.prepare(place);
+    /// A message was prepared at this index, which counts when it is posted, or a one-sided operation, which never does.
+    pub(crate) fn skip(&self, index: u64) {
+        self.numbers.skip(index);
     }
 
     /// As [`Credits::next`], for a message that was prepared and is posted now.
-    pub(crate) fn post(&self, place: u64, depth: usize) -> Option<(&Word32, u32)> {
-        self.wait_for(self.numbers.post(place, depth))
+    pub(crate) fn post(&self, index: u64, depth: usize) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.post(index, depth))
     }
 
     fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
@@ -262,30 +403,30 @@ impl Credits {
         (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
     }
 
-    /// Has the peer announce its receives at once from here on.
+    /// Asks the peer to announce its receives at once from here on.
     #[cold]
     fn ask(&self) {
-        if let Way::Remote { .. } = &self.way {
+        if let CreditRoute::Remote { .. } = &self.route {
             self.announce(&mut self.last.lock());
         }
     }
 
-    /// Lets everything go that waits for the peer, which is lost, and takes no more from it: so it learns that it is, when it
-    /// announces the next time. A queue pair in ERR would not answer, and it would take the peer all its retries to give up.
+    /// Releases streams that wait for the peer, which is lost, and refuses its writes: so it learns that it is, with its next
+    /// announcement. A queue pair in ERR would not answer, and the peer would need all its retries to notice.
     pub(crate) fn end(&self, error: &gdsync::Error) {
         self.has_ended.store(true, Ordering::Relaxed);
-        if let Way::Remote { qp, .. } = &self.way {
+        if let CreditRoute::Remote { qp, .. } = &self.route {
             let refuse = QpAttr::to(QpState::RTS).access(Access::empty());
             // It has failed already, or its device has no such step.
             if qp.modify(&refuse).is_err() {
                 qp.stop(error);
             }
         }
-        self.ready.store(self.numbers.latest().wrapping_add(OPEN));
+        self.ready.store(self.numbers.latest.load(Ordering::Relaxed).wrapping_add(OPEN));
     }
 }
 
-/// Whether the peer has refused to be told: what is written is right as long as it takes anything.
+/// Whether the peer refuses all writes: each write is valid as long as it takes any.
 fn is_refusal(error: &gdsync::Error) -> bool {
     let refusals = [Syndrome::REM_INV_REQ_ERR, Syndrome::REM_ACCESS_ERR];
     matches!(error, gdsync::Error::Completion(error) if refusals.contains(&error.syndrome))
@@ -293,17 +434,17 @@ fn is_refusal(error: &gdsync::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{ENOUGH, is_due};
+    use super::*;
 
-    /// What the peer may use is never much less than what it does not know of, unless nothing is held back.
+    /// While receives are held back, those left to the peer are not much fewer.
     #[test]
-    fn a_peer_that_may_have_to_wait_is_told() {
+    fn receives_are_announced_before_the_peer_waits() {
         for start in [0_u32, u32::MAX - 20] {
-            for row in 1..40 {
+            for run in 1..40 {
                 let (mut posted, mut announced, mut arrived, mut told) = (start, start, start, 0);
                 for step in 0..400 {
-                    // Rows of receives, then as many messages, of which a varying number is noticed.
-                    if step % (2 * row) < row {
+                    // Several receives, then as many messages, some of which are noticed.
+                    if step % (2 * run) < run {
                         posted = posted.wrapping_add(1);
                         if is_due(posted, announced, arrived) {
                             announced = posted;
@@ -314,8 +455,8 @@ mod tests {
                     }
                     let held_back = posted.wrapping_sub(announced);
                     let left = announced.wrapping_sub(arrived);
-                    // Of messages that came since, this rank learns by a call, which catches up.
-                    if step % (2 * row) < row {
+                    // Later messages are noticed by a call, which catches up.
+                    if step % (2 * run) < run {
                         assert!(held_back == 0 || held_back < left.max(1) * 3, "{held_back}, {left}");
                         assert!(held_back == 0 || left >= ENOUGH || held_back < left, "{held_back}, {left}");
                     }
@@ -326,15 +467,15 @@ mod tests {
     }
 
     #[test]
-    fn one_receive_at_a_time_is_told_at_once() {
+    fn single_receives_are_announced_at_once() {
         for n in [0, 1, u32::MAX] {
             assert!(is_due(n.wrapping_add(1), n, n));
-            assert!(is_due(n.wrapping_add(2), n.wrapping_add(1), n), "two take turns");
+            assert!(is_due(n.wrapping_add(2), n.wrapping_add(1), n), "two alternate");
         }
     }
 
     #[test]
-    fn a_row_is_told_a_few_times() {
+    fn receives_in_a_row_are_announced_rarely() {
         let mut announced = 0;
         let told: Vec<u32> = (1..=64)
             .filter(|&posted| {
@@ -349,8 +490,54 @@ mod tests {
     }
 
     #[test]
-    fn more_may_have_come_than_was_announced() {
+    fn more_messages_than_announced_may_arrive() {
         assert!(is_due(8, 3, 5));
-        assert!(is_due(2, u32::MAX - 3, u32::MAX), "also where the count goes round");
+        assert!(is_due(2, u32::MAX - 3, u32::MAX), "also where the count wraps");
+    }
+
+    #[test]
+    fn prepared_sends_count_when_posted() {
+        let numbers = Numbers::default();
+        assert_eq!([0, 1].map(|index| numbers.next(index, 8)), [1, 2]);
+        (2..6).for_each(|index| numbers.skip(index));
+        // 2 and 3 are never posted.
+        assert_eq!([4, 5].map(|index| numbers.post(index, 8)), [3, 4]);
+        assert_eq!([6, 7].map(|index| numbers.next(index, 8)), [5, 6]);
+        assert_eq!(numbers.latest.load(Ordering::Relaxed), 6);
+    }
+
+    #[test]
+    fn taken_back_sends_free_their_numbers() {
+        let numbers = Numbers::default();
+        for index in 0..5 {
+            numbers.next(index, 8);
+        }
+        assert_eq!(numbers.next(3, 8), 4, "3 and 4 were taken back");
+        (4..8).for_each(|index| numbers.skip(index));
+        assert_eq!(numbers.post(4, 8), 5);
+        // 5 to 7 are taken back.
+        assert_eq!(numbers.next(5, 8), 6);
+        numbers.skip(6);
+        numbers.skip(6);
+        assert_eq!(numbers.post(6, 8), 7);
+        assert_eq!(numbers.next(7, 8), 8);
+        assert!(!numbers.any_skipped.load(Ordering::Relaxed), "all are messages");
+    }
+
+    #[test]
+    fn counts_wrap_and_memory_is_bounded() {
+        let numbers = Numbers::default();
+        let start = u64::from(u32::MAX) - 500;
+        // All before were messages.
+        let mut messages = u32::MAX - 500;
+        for index in start..start + 1000 {
+            numbers.skip(index);
+            if index % 3 > 0 {
+                messages = messages.wrapping_add(1);
+                assert_eq!(numbers.post(index, 8), messages);
+            }
+            assert!(numbers.skipped.lock().indices.len() <= 4);
+        }
+        assert_eq!(numbers.next(start + 1000, 8), messages.wrapping_add(1));
     }
 }

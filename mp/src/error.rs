@@ -1,6 +1,5 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
-use std::fmt;
 use std::io;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -11,11 +10,12 @@ use gdsync::mlx5::Syndrome;
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong. Cheap to clone: sticky errors are handed out again and again. `{:?}` prints what `{}` does.
-#[derive(Clone, thiserror::Error)]
+/// The errors of this crate. Cheap to clone, as sticky errors are returned again and again. The text has the cause; there is no
+/// [`source`](std::error::Error::source).
+#[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// What the launcher said about this process is missing, malformed or contradictory.
+    /// The variables of the launcher are missing, malformed or contradictory.
     #[error("launch: {what}; {fix}")]
     Launch {
         /// The variable, its value, and what is wrong with it.
@@ -24,14 +24,14 @@ pub enum Error {
         fix: &'static str,
     },
     /// The exchange of addresses between the ranks failed.
-    #[error("bootstrap: {peer}: {what}{}; {fix}", cause(.source))]
+    #[error("bootstrap: {peer}: {what}{}; {fix}", suffix(.cause))]
     Bootstrap {
-        /// The rank at fault, or the address where it should be.
+        /// The rank at fault, or its address.
         peer: String,
         /// What happened.
         what: String,
-        /// What the system said, if a system call failed.
-        source: Option<Arc<io::Error>>,
+        /// The error of the system call that failed, if one did.
+        cause: Option<Arc<io::Error>>,
         /// What the user can do.
         fix: &'static str,
     },
@@ -44,12 +44,12 @@ pub enum Error {
         after: Duration,
     },
     /// A child process or a thread could not be started or controlled.
-    #[error("spawn: {what}{}; {fix}", cause(.source))]
+    #[error("spawn: {what}{}; {fix}", suffix(.cause))]
     Spawn {
         /// What was tried.
         what: String,
-        /// What the system said, if a system call failed.
-        source: Option<Arc<io::Error>>,
+        /// The error of the system call that failed, if one did.
+        cause: Option<Arc<io::Error>>,
         /// What the user can do.
         fix: &'static str,
     },
@@ -66,7 +66,7 @@ pub enum Error {
     NoSuchRank {
         /// The rank asked for.
         rank: usize,
-        /// Ranks there are.
+        /// The number of ranks.
         size: usize,
     },
     /// An access would leave the window of a rank.
@@ -86,16 +86,16 @@ pub enum Error {
         size: usize,
     },
     /// A message to or from a rank failed.
-    #[error("{operation} with rank {rank}: {}", reason(.source))]
+    #[error("{operation} with rank {rank}: {}", reason(.cause))]
     Message {
         /// The rank at the other end.
         rank: usize,
         /// What was tried.
         operation: &'static str,
-        /// What went wrong.
-        source: gdsync::Error,
+        /// Why.
+        cause: gdsync::Error,
     },
-    /// A rank took part in a collective otherwise than this one.
+    /// A rank called another collective, or with another size.
     #[error(
         "{operation} with rank {rank}: {what}; let all ranks call the same collectives with the same sizes, in one order"
     )]
@@ -107,7 +107,7 @@ pub enum Error {
         /// What is wrong.
         what: String,
     },
-    /// A message does not fit into the receive that it matched; it is lost, and nothing else is.
+    /// A message does not fit into the receive that it matched. It is lost; nothing else is.
     #[error(
         "the message of {bytes} bytes from rank {rank} with tag {tag:#x} does not fit into the {room} bytes of its receive; \
          ask for its size first (Tagged::improbe), or receive into more"
@@ -130,27 +130,20 @@ pub enum Error {
     Device(#[from] gdsync::Error),
 }
 
-fn cause(source: &Option<Arc<io::Error>>) -> String {
-    source.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
+fn suffix(cause: &Option<Arc<io::Error>>) -> String {
+    cause.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
 }
 
-/// As Display: what failed and the fix, also where a program's `main` returns it or `unwrap` panics with it.
-impl fmt::Debug for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-/// What went wrong with a message, where the advice for queue pairs is not for those who have ranks.
-fn reason(source: &gdsync::Error) -> String {
+/// The cause of a failed message, with advice in terms of ranks in place of queue pairs.
+fn reason(cause: &gdsync::Error) -> String {
     use gdsync::Error as E;
-    match source {
+    match cause {
         E::PeerGone { qpn } => {
             format!("QP {qpn:#x}: the process of the rank is gone; go on without it: Communicator::shrink")
         }
         E::QueueFull { queue, qpn, outstanding, depth, .. } => format!(
             "the {queue} of QP {qpn:#x} is full ({outstanding} of {depth} under way); wait for requests, or build with a larger \
-             Builder::depth"
+             CommunicatorBuilder::depth"
         ),
         E::Busy { queue, qpn, owner } => format!(
             "the {queue} queue of QP {qpn:#x} still belongs to {owner}; wait for the requests of that first"
@@ -160,7 +153,7 @@ fn reason(source: &gdsync::Error) -> String {
     }
 }
 
-/// Whether it is for want of the other side that this happened to a queue pair.
+/// Whether a queue pair failed because the other side cannot be reached.
 fn is_peer_lost(error: &gdsync::Error) -> bool {
     use gdsync::Error as E;
     match error {
@@ -172,13 +165,12 @@ fn is_peer_lost(error: &gdsync::Error) -> bool {
 }
 
 impl Error {
-    /// Whether it says that a rank can no longer be reached, in whichever of the forms that has: it died, does not answer, or
-    /// one of the two gave the other up. [`Communicator::lost`](crate::Communicator::lost) says which, and
-    /// [`Communicator::shrink`](crate::Communicator::shrink) goes on without it. An error of the exchange
-    /// ([`Error::Bootstrap`]) does not tell, but names the rank.
+    /// Whether a rank can no longer be reached: it died, does not answer, or one of the two gave the other up.
+    /// [`Communicator::lost`](crate::Communicator::lost) says which, and [`Communicator::shrink`](crate::Communicator::shrink) goes
+    /// on without it. An error of the exchange ([`Error::Bootstrap`]) does not tell, but names the rank.
     pub fn is_rank_lost(&self) -> bool {
         match self {
-            Self::Message { source, .. } | Self::Device(source) => is_peer_lost(source),
+            Self::Message { cause, .. } | Self::Device(cause) => is_peer_lost(cause),
             Self::Child { .. } => true,
             _ => false,
         }
@@ -189,20 +181,20 @@ impl Error {
     }
 
     pub(crate) fn bootstrap(peer: impl Into<String>, what: impl Into<String>, fix: &'static str) -> Self {
-        Self::Bootstrap { peer: peer.into(), what: what.into(), source: None, fix }
+        Self::Bootstrap { peer: peer.into(), what: what.into(), cause: None, fix }
     }
 
     pub(crate) fn bootstrap_os(
         peer: impl Into<String>,
         what: impl Into<String>,
-        source: io::Error,
+        cause: io::Error,
         fix: &'static str,
     ) -> Self {
-        Self::Bootstrap { peer: peer.into(), what: what.into(), source: Some(Arc::new(source)), fix }
+        Self::Bootstrap { peer: peer.into(), what: what.into(), cause: Some(Arc::new(cause)), fix }
     }
 
-    pub(crate) fn spawn(what: impl Into<String>, source: io::Error, fix: &'static str) -> Self {
-        Self::Spawn { what: what.into(), source: Some(Arc::new(source)), fix }
+    pub(crate) fn spawn(what: impl Into<String>, cause: io::Error, fix: &'static str) -> Self {
+        Self::Spawn { what: what.into(), cause: Some(Arc::new(cause)), fix }
     }
 }
 
@@ -215,16 +207,16 @@ mod tests {
 
     use super::*;
 
-    fn message(source: E) -> Error {
-        Error::Message { rank: 3, operation: "send", source }
+    fn message(cause: E) -> Error {
+        Error::Message { rank: 3, operation: "send", cause }
     }
 
     #[test]
-    fn advice_is_for_those_who_have_ranks() {
+    fn advice_is_in_terms_of_ranks() {
         let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 8, depth: 8, untaken: 0 };
         let stopped = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 8 }) };
         for (error, advice) in [
-            (full, "Builder::depth"),
+            (full, "CommunicatorBuilder::depth"),
             (E::PeerGone { qpn: 7 }, "Communicator::shrink"),
             (stopped, "Communicator::shrink"),
         ] {
@@ -259,10 +251,10 @@ mod tests {
     }
 
     #[test]
-    fn debug_output_is_the_message() {
-        let error = Error::launch("no rank", "start it with mpirun");
-        assert_eq!(format!("{error:?}"), "launch: no rank; start it with mpirun");
-        let below = Error::from(gdsync::Error::GivenUp);
-        assert_eq!(format!("{below:?}"), "the application gave the peer up");
+    fn the_text_has_the_cause_and_source_has_not() {
+        let error = Error::spawn("start rank 1", io::ErrorKind::NotFound.into(), "check the path");
+        assert_eq!(error.to_string(), "spawn: start rank 1: entity not found; check the path");
+        assert!(std::error::Error::source(&error).is_none());
+        assert!(std::error::Error::source(&message(E::GivenUp)).is_none());
     }
 }

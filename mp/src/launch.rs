@@ -1,4 +1,7 @@
-//! Who am I: reads rank, size and the address of rank 0 from what the launcher left in the environment.
+//! Launching: how the processes of a job learn their ranks and connect, from the environment of a launcher or by starting each
+//! other. Nothing else in this crate depends on it.
+//!
+//! [`Launch`] is read from the environment:
 //!
 //! | launcher | rank, size | place on the host | job id |
 //! |---|---|---|---|
@@ -11,13 +14,14 @@
 //!
 //! Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`. Where these are not set:
 //!
-//! - **MPICH, Intel MPI** (`PMI_FD`): rank 0 takes a free port and says so through the launcher's PMI, version 1, also to
-//!   other hosts, which dial `MASTER_ADDR` or the name by which the launcher knows its host. A process can speak PMI
-//!   once: later communicators use the same port, and MPI can no longer be initialized after it. Where an MPI library is
-//!   loaded, PMI is its own: boot over MPI then ([`Builder::init_over`](crate::Builder::init_over)), or set both variables.
+//! - **MPICH, Intel MPI** (`PMI_FD`): rank 0 takes a free port and publishes it through the launcher's PMI, version 1, also to
+//!   other hosts, which dial `MASTER_ADDR` or the name by which the launcher knows its host. A process can use PMI only
+//!   once: later communicators use the same port, and MPI cannot be initialized afterwards. If an MPI library is
+//!   loaded, PMI belongs to it: boot over MPI then ([`CommunicatorBuilder::init_over`](crate::CommunicatorBuilder::init_over)), or
+//!   set both variables.
 //! - **Open MPI** on one host: rank 0 takes a free port and writes it to a file in the job's folder
-//!   (`PMIX_SERVER_TMPDIR`). Several hosts need `MASTER_ADDR` (`mpirun -x MASTER_ADDR=HOST`): only a PMIx library could
-//!   tell where rank 0 is.
+//!   (`PMIX_SERVER_TMPDIR`). Several hosts need `MASTER_ADDR` (`mpirun -x MASTER_ADDR=HOST`): only a PMIx library knows
+//!   the host of rank 0.
 //! - **srun**: the first node of the step (with `--distribution=arbitrary` rank 0 may be elsewhere: set `MASTER_ADDR` then).
 //! - else 127.0.0.1 when all ranks are on this host.
 //!
@@ -29,371 +33,18 @@
 //! `GDSYNC_JOB_TOKEN` (64-bit decimal) keeps jobs apart that share a port; it defaults to the hash of
 //! the job id (for PMI that of its key-value space), or 0.
 
-use std::num::NonZeroU16;
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
+//!
+//! [`Bootstrap`] connects the ranks by TCP through rank 0, and [`spawn_self`] starts the other ranks on this host.
 
-use crate::error::{Error, Result};
+mod bootstrap;
+mod connection;
+mod environment;
+mod pmi;
+mod regroup;
+mod rendezvous;
+mod spawn;
 
-/// Most ranks of one job: each is a connection to rank 0.
-const MAX_SIZE: usize = 1 << 16;
-
-/// The port torchrun uses when nobody says otherwise.
-const TORCH_PORT: u16 = 29500;
-
-/// Who started this process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Launcher {
-    /// torchrun, [`spawn`](crate::spawn), or a person: `RANK` and `WORLD_SIZE`.
-    Env,
-    /// Open MPI's mpirun.
-    OpenMpi,
-    /// A launcher that speaks PMI: MPICH's Hydra, Intel MPI, HPE PALS.
-    Pmi,
-    /// Slurm's srun.
-    Slurm,
-}
-
-/// The place of this process in its job.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Launch {
-    /// This process, 0 to `size - 1`.
-    pub rank: usize,
-    /// Processes of the job, 1 to 65536.
-    pub size: usize,
-    /// This process among those on the same host: picks the GPU. When the launcher does not say,
-    /// the rank if rank 0 is at a loopback address (all ranks are here then), else 0.
-    pub local_rank: usize,
-    /// Processes on this host, if known.
-    pub local_size: Option<usize>,
-    /// Where the ranks find rank 0.
-    pub root: Root,
-    /// Equal in all ranks of the job, different in others; 0 if unknown.
-    pub token: u64,
-    /// Who started this process.
-    pub launcher: Launcher,
-}
-
-/// Where the ranks find rank 0.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Root {
-    /// It listens at this `host:port`; an IPv6 address is in brackets.
-    At(String),
-    /// It takes a free port and tells the others through the launcher's PMI.
-    Pmi {
-        /// The name or address of its own host that rank 0 gives to the others; without one, what the system calls it.
-        host: Option<String>,
-    },
-    /// It takes a free port of loopback and writes it to this file, of which there is one for each job.
-    File(PathBuf),
-}
-
-/// The variables of one kind of launcher.
-struct Family {
-    launcher: Launcher,
-    rank: &'static str,
-    size: &'static str,
-    local_rank: &'static [&'static str],
-    local_size: &'static [&'static str],
-    job: &'static [&'static str],
-}
-
-const FAMILIES: [Family; 4] = [
-    Family {
-        launcher: Launcher::Env,
-        rank: "RANK",
-        size: "WORLD_SIZE",
-        local_rank: &["LOCAL_RANK"],
-        local_size: &["LOCAL_WORLD_SIZE"],
-        job: &["TORCHELASTIC_RUN_ID"],
-    },
-    Family {
-        launcher: Launcher::OpenMpi,
-        rank: "OMPI_COMM_WORLD_RANK",
-        size: "OMPI_COMM_WORLD_SIZE",
-        local_rank: &["OMPI_COMM_WORLD_LOCAL_RANK"],
-        local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
-        job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
-    },
-    Family {
-        launcher: Launcher::Pmi,
-        rank: "PMI_RANK",
-        size: "PMI_SIZE",
-        local_rank: &["MPI_LOCALRANKID", "PMI_LOCAL_RANK"],
-        local_size: &["MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"],
-        job: &["PMI_JOBID", "PALS_APID", "PBS_JOBID", "LSB_JOBID"],
-    },
-    Family {
-        launcher: Launcher::Slurm,
-        rank: "SLURM_PROCID",
-        size: "SLURM_STEP_NUM_TASKS",
-        local_rank: &["SLURM_LOCALID"],
-        local_size: &[],
-        job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
-    },
-];
-
-/// Variables of launchers that start several processes without saying how many, and what to do then.
-const HALF: [(&str, &str); 2] = [
-    ("PMI_PORT", "start the program without the option -pmi-port of mpiexec"),
-    ("PMIX_RANK", "start the program with mpirun, or with prterun --personality ompi"),
-];
-
-impl Family {
-    fn applies(&self, vars: &Vars<'_>) -> bool {
-        let (rank, size) = (vars.text(self.rank), vars.text(self.size));
-        match self.launcher {
-            // srun with a PMI plug-in sets PMI_RANK too, but only SLURM_* says where the ranks are.
-            Launcher::Pmi => {
-                let srun = self.local_rank.iter().all(|name| vars.text(name).is_none())
-                    && rank == vars.text("SLURM_PROCID")
-                    && size == vars.text("SLURM_STEP_NUM_TASKS");
-                (rank.is_some() || size.is_some()) && !srun
-            }
-            // sbatch sets SLURM_PROCID=0 for the batch script, which is no rank of anything; only srun
-            // sets the size of a step.
-            Launcher::Slurm => rank.is_some() && size.is_some(),
-            Launcher::Env | Launcher::OpenMpi => rank.is_some() || size.is_some(),
-        }
-    }
-}
-
-impl Launch {
-    /// Reads the environment of this process; `None` when no launcher started it.
-    ///
-    /// # Errors
-    /// [`Error::Launch`] names the variable that is missing, malformed or contradicts another.
-    pub fn detect() -> Result<Option<Self>> {
-        // Lossy, so that a value that is not UTF-8 is reported as malformed and not overlooked.
-        Self::from_vars(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
-    }
-
-    /// Like [`Launch::detect`], with the variables from `get`.
-    ///
-    /// # Errors
-    /// As [`Launch::detect`].
-    pub fn from_vars(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        let vars = Vars(get);
-        let Some(family) = FAMILIES.iter().find(|family| family.applies(&vars)) else {
-            return match HALF.iter().find_map(|(name, fix)| Some((name, vars.text(name)?, fix))) {
-                Some((name, value, fix)) => {
-                    let what =
-                        format!("{name} is '{value}', but no variable tells rank and size of this process");
-                    Err(Error::launch(what, fix))
-                }
-                None => Ok(None),
-            };
-        };
-        let rank = vars.required(family.rank, family.size)?;
-        let size = vars.required(family.size, family.rank)?;
-        // First: what is asked of so many ranks would be misleading.
-        check_rank((family.rank, rank), (family.size, size))?;
-        let local_size = match family.launcher {
-            Launcher::Slurm => {
-                vars.number("SLURM_STEP_NUM_NODES")?.filter(|&nodes: &usize| nodes == 1).map(|_| size)
-            }
-            _ => vars.first_number(family.local_size)?,
-        };
-        let job = vars.joined(family.job);
-        let (root, all_here) = vars.root(family.launcher, size, local_size, job.as_deref())?;
-        let local_rank = match vars.first_number(family.local_rank)? {
-            Some(local_rank) => local_rank,
-            None if all_here => rank,
-            None => 0,
-        };
-        let token = match vars.number("GDSYNC_JOB_TOKEN")? {
-            Some(token) => token,
-            None => job.map_or(0, |job| hash(&job)),
-        };
-        let launch = Self { rank, size, local_rank, local_size, root, token, launcher: family.launcher };
-        launch.check(family.rank, family.size)?;
-        Ok(Some(launch))
-    }
-
-    /// Checks the numbers against each other; `rank` and `size` are their names for the message.
-    pub(crate) fn check(&self, rank: &str, size: &str) -> Result<()> {
-        check_rank((rank, self.rank), (size, self.size))?;
-        match self.local_size {
-            Some(local) if local > self.size || self.local_rank >= local => Err(Error::launch(
-                format!("local rank {} of {local} does not fit {size} {}", self.local_rank, self.size),
-                "make the local rank smaller than the local size, and that not larger than the job",
-            )),
-            _ => Ok(()),
-        }
-    }
-}
-
-/// Checks a rank and a size, each with its name.
-fn check_rank((rank_name, rank): (&str, usize), (size_name, size): (&str, usize)) -> Result<()> {
-    let fix = "give every rank of the job the same size, and each rank below it once";
-    if size == 0 || size > MAX_SIZE {
-        return Err(Error::launch(format!("{size_name} is {size}: expected 1 to {MAX_SIZE}"), fix));
-    }
-    if rank >= size {
-        return Err(Error::launch(format!("{rank_name} is {rank} but {size_name} is {size}"), fix));
-    }
-    Ok(())
-}
-
-/// True for a host that names this very machine.
-pub(crate) fn is_loopback(host: &str) -> bool {
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
-}
-
-/// The environment, or what a test puts in its place.
-struct Vars<'a>(&'a dyn Fn(&str) -> Option<String>);
-
-impl Vars<'_> {
-    fn text(&self, name: &str) -> Option<String> {
-        (self.0)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
-    }
-
-    fn number<T: FromStr>(&self, name: &str) -> Result<Option<T>> {
-        let Some(text) = self.text(name) else { return Ok(None) };
-        match text.parse() {
-            Ok(number) => Ok(Some(number)),
-            Err(_) => Err(Error::launch(
-                format!("{name} is '{text}': not a number in its range"),
-                "set it to a decimal number, or start the program through its launcher",
-            )),
-        }
-    }
-
-    fn first_number(&self, names: &[&str]) -> Result<Option<usize>> {
-        let set = names.iter().find(|name| self.text(name).is_some());
-        set.map_or(Ok(None), |name| self.number(name))
-    }
-
-    fn required(&self, name: &str, other: &str) -> Result<usize> {
-        self.number(name)?.ok_or_else(|| {
-            let other = format!("{other} is '{}'", self.text(other).unwrap_or_default());
-            Error::launch(format!("{name} is not set although {other}"), "set both of them or none")
-        })
-    }
-
-    fn joined(&self, names: &[&str]) -> Option<String> {
-        let set: Vec<String> = names.iter().filter_map(|name| self.text(name)).collect();
-        (!set.is_empty()).then(|| set.join("."))
-    }
-
-    /// Where rank 0 is, and whether that is this host.
-    fn root(
-        &self,
-        launcher: Launcher,
-        size: usize,
-        local_size: Option<usize>,
-        job: Option<&str>,
-    ) -> Result<(Root, bool)> {
-        let (given, port) = (self.text("MASTER_ADDR"), self.text("MASTER_PORT"));
-        let here = size == 1 || local_size == Some(size);
-        if launcher == Launcher::Pmi && port.is_none() && self.text("PMI_FD").is_some() {
-            let host = match given.is_some() || here {
-                true => Some(self.root_host(launcher, size, local_size)?),
-                // The first up to MPICH 4, the second since.
-                false => ["MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "PMI_HOSTNAME"]
-                    .iter()
-                    .find_map(|name| self.text(name)),
-            };
-            return Ok((Root::Pmi { host }, here));
-        }
-        if let (Launcher::OpenMpi, None, None, true) = (launcher, &given, &port, here)
-            && let (Some(folder), Some(job)) = (self.text("PMIX_SERVER_TMPDIR"), job)
-        {
-            // The key of the job's transports is random, the name of the job is not.
-            let key = self.text("OMPI_MCA_orte_precondition_transports").unwrap_or_default();
-            let name = format!("gdsync-{:016x}", hash(&format!("{job}:{key}")));
-            return Ok((Root::File(Path::new(&folder).join(name)), here));
-        }
-        let host = self.root_host(launcher, size, local_size)?;
-        let port = self.root_port(launcher, job)?;
-        let root = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-        Ok((Root::At(root), is_loopback(&host)))
-    }
-
-    fn root_host(&self, launcher: Launcher, size: usize, local_size: Option<usize>) -> Result<String> {
-        const FIX: &str = "set MASTER_ADDR to the host name or address of rank 0, alike for all ranks \
-                           (mpirun -x MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST)";
-        if let Some(host) = self.text("MASTER_ADDR") {
-            let bare = host.trim_start_matches('[').trim_end_matches(']');
-            // Two colons or more are an IPv6 address.
-            if bare.matches(':').count() == 1 || bare.contains(char::is_whitespace) {
-                return Err(Error::launch(
-                    format!("MASTER_ADDR is '{host}': not a host (the port has its own variable)"),
-                    FIX,
-                ));
-            }
-            return Ok(bare.to_owned());
-        }
-        if size == 1 || local_size == Some(size) {
-            return Ok("127.0.0.1".to_owned());
-        }
-        let nodes =
-            ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].into_iter().find(|name| self.text(name).is_some());
-        match nodes {
-            Some(name) if launcher == Launcher::Slurm => {
-                let list = self.text(name).unwrap_or_default();
-                first_host(&list)
-                    .ok_or_else(|| Error::launch(format!("{name} is '{list}': not a list of hosts"), FIX))
-            }
-            _ => Err(Error::launch(
-                format!("MASTER_ADDR is not set, and nothing says that all {size} ranks are on this host"),
-                FIX,
-            )),
-        }
-    }
-
-    fn root_port(&self, launcher: Launcher, job: Option<&str>) -> Result<u16> {
-        let port = self.number("MASTER_PORT")?.map(NonZeroU16::get);
-        if launcher == Launcher::Env {
-            let port = port.unwrap_or(TORCH_PORT);
-            let taken = self.text("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
-            return Ok(if taken { port_of(&format!("{}:{port}", job.unwrap_or_default())) } else { port });
-        }
-        port.or_else(|| job.map(port_of)).ok_or_else(|| {
-            Error::launch(
-                "MASTER_PORT is not set, and the launcher gives no job id to choose a port by",
-                "set MASTER_PORT to a free port of rank 0's host, alike for all ranks (mpiexec -genv MASTER_PORT 29500)",
-            )
-        })
-    }
-}
-
-/// FNV-1a, 64 bits: short, and the same in every build and on every host.
-pub(crate) fn hash(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, byte| (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
-fn port_of(job: &str) -> u16 {
-    20_000 + u16::try_from(hash(job) % 10_000).expect("a remainder of 10000 fits 16 bits")
-}
-
-/// The first host of a Slurm node list such as `node[003-007,9],gpu1`.
-fn first_host(list: &str) -> Option<String> {
-    let mut host = String::new();
-    let mut rest = list;
-    while let Some(c) = rest.chars().next() {
-        rest = &rest[c.len_utf8()..];
-        match c {
-            ',' => break,
-            '[' => {
-                let (range, after) = rest.split_once(']')?;
-                let number = range.split(['-', ',']).next().filter(|n| !n.is_empty())?;
-                if !number.bytes().all(|b| b.is_ascii_digit()) {
-                    return None;
-                }
-                host.push_str(number);
-                rest = after;
-            }
-            ']' => return None,
-            c if c.is_whitespace() => return None,
-            c => host.push(c),
-        }
-    }
-    (!host.is_empty()).then_some(host)
-}
-
-#[cfg(test)]
-mod tests;
+pub use bootstrap::Bootstrap;
+pub use connection::MAX_PAYLOAD;
+pub use environment::{Launch, Launcher, Root};
+pub use spawn::{Children, spawn_command, spawn_self};

@@ -1,5 +1,4 @@
-//! Messaging on GPU streams in the manner of LibMP: send and receive between ranks, started and awaited by the CPU or
-//! by a stream.
+//! Messaging on GPU streams, as in LibMP: send and receive between ranks, started and awaited by the CPU or by a stream.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -15,7 +14,7 @@
 //! let stream = Stream::host(HostStreamConfig::default())?;
 //!
 //! let receive = comm.irecv(&buffer, 2048..4096, peer)?;
-//! comm.isend_on_stream(&stream, &buffer, 0..2048, peer)?; // leaves when the stream gets there
+//! comm.isend_on_stream(&stream, &buffer, 0..2048, peer)?; // sent by the stream
 //! comm.wait_on_stream(&stream, &receive)?; // the stream goes on when the message is in
 //! stream.synchronize(second)?; // errors of the network come out here
 //! comm.finalize(10 * second)
@@ -24,7 +23,7 @@
 //!
 //! # One-sided operations
 //!
-//! Ranks write and read each other's [`Window`]s by themselves. A [`Signal`] behind a put tells the target, whose CPU or
+//! Ranks write and read each other's [`Window`]s without the owner. A [`Signal`] after a put notifies the target, whose CPU or
 //! stream waits for it:
 //!
 //! ```no_run
@@ -34,7 +33,7 @@
 //! # fn step(comm: &Communicator, buffer: &Registration, stream: &Stream, peer: usize) -> mp::Result<()> {
 //! let window = comm.window(buffer, 0..2048, Duration::from_secs(1))?; // by all ranks
 //! let put = Rma::put(buffer, 2048..4000, peer, 64).with_signal(Signal::set(0, 1));
-//! let put = window.start_on_stream(stream, &put)?; // leaves when the stream gets there
+//! let put = window.start_on_stream(stream, &put)?; // sent by the stream
 //! window.wait_signal_on_stream(stream, 0, 1, Cond::Geq)?; // the stream goes on when the peer's put is in
 //! comm.wait_on_stream(stream, &put)?; // and when the buffer may be written again
 //! # Ok(())
@@ -44,9 +43,9 @@
 //! | LibMP | here |
 //! |---|---|
 //! | `mp_window_create`, `mp_window_destroy` | [`Communicator::window`], [`Window::destroy`] or dropping it |
-//! | `mp_iput`, `mp_iget` | [`Window::iput`], [`Window::iget`]; pieces by [`Rma::putv`], [`Rma::getv`] |
+//! | `mp_iput`, `mp_iget` | [`Window::iput`], [`Window::iget`]; pieces by [`Rma::put_vectored`], [`Rma::get_vectored`] |
 //! | `MP_PUT_INLINE` | [`Rma::put_bytes`] |
-//! | `MP_PUT_NOWAIT` | [`Window::put`], and of any operation dropping its request; [`Window::flush`] |
+//! | `MP_PUT_NOWAIT` | [`Window::put`], or dropping the request of any operation; [`Window::flush`] |
 //! | `mp_iput_on_stream`, `mp_iget_on_stream` | [`Window::iput_on_stream`], [`Window::iget_on_stream`] |
 //! | `mp_put_prepare`, `mp_iput_post_on_stream` | [`Window::start_in_batch`], [`Stream::submit`](gdsync::stream::Stream::submit) |
 //! | `mp_iput_post_all_on_stream` | the same, with all in one batch |
@@ -56,61 +55,68 @@
 //!
 //! # Graphs
 //!
-//! Messages of a communicator are counted, each once: a graph or a kernel with steps refuses them. A [`Channel`] is for messages
-//! that are repeated; each launch waits for credit of its own.
+//! Messages of a communicator are counted once, so graphs and kernels with steps refuse them. A [`Channel`] is for repeated
+//! messages; each launch waits for its own credit.
 //!
 //! # Messages
 //!
-//! Messages between two ranks arrive in the order they were sent, without tags: [`tagged`] is a layer above that has them. What
-//! a stream sends waits until the receive is posted; where the CPU sends, the device pauses and tries again.
+//! Messages between two ranks arrive in the order they were sent, without tags: [`tagged`] is a layer above that has them. A
+//! stream waits until the receive is posted before it sends; for sends of the CPU the device retries.
 //!
-//! Short messages between CPUs of a host are copied through shared memory, beside the device: see
-//! [`Communicator::through_slots`]. A send is complete then when it is copied.
+//! Short messages between CPUs of a host are copied through a FIFO in shared memory, beside the device: see
+//! [`Communicator::fifo_messages`]. Such a send is complete when it is copied.
 //!
-//! A rank that dies fails what is under way with it, and no more: waits and streams end with an error that names it, within
-//! seconds also where nothing was sent to it. A wait for a word or a [`Signal`] does not say whose it is, and goes on to its own
-//! limit: [`Communicator::lost`] says who could not be reached then. A process that is stopped, by a debugger or a machine that sleeps,
-//! is lost as well if anybody waits for it and it does not answer for about 9 s, also when it goes on later. The ranks that are left can go on in a new communicator:
-//! [`Communicator::shrink`].
+//! When a rank dies, what is under way with it fails, and nothing else: waits and streams end within seconds with an error that names
+//! it, also if nothing was sent to it. A wait for a word or a [`Signal`] does not know whose it is, and goes on to its own limit;
+//! [`Communicator::lost`] names the lost ranks then. A process that is stopped, by a debugger or a suspended machine, counts as lost if
+//! another rank waits for it and it does not answer for about 9 s, even if it continues later. The survivors can go on in a new
+//! communicator: [`Communicator::shrink`].
+//!
+//! # Memory model and safety
+//!
+//! Devices, other processes and GPUs write registered memory at any time. The crate reaches it only through
+//! [`Memory`](gdsync::memory::Memory), by volatile or atomic accesses, and hands out no references to it. A completion makes the data
+//! of its message visible to the thread that sees it, a stream's wait to the work that follows. The only unsafe functions are those
+//! that take addresses: [`Communicator::register_cached`] and [`Communicator::register_cached_gpu`].
+//!
+//! # Features
+//!
+//! | feature | default | what |
+//! |---|---|---|
+//! | `nvtx` | no | ranges for NVIDIA's profilers |
 
-pub mod bootstrap;
 mod builder;
 pub mod cache;
 mod channel;
 pub mod collective;
 mod communicator;
-mod connect;
 mod credit;
-mod deadline;
-mod ends;
 pub mod error;
-mod few;
-mod held;
+mod exchange;
+mod in_flight;
 pub mod launch;
-mod link;
 mod on_stream;
 mod path;
 mod peer;
+mod registration;
 mod request;
-mod shrink;
-mod slots;
-pub mod spawn;
+mod rma_queue;
+mod shm_fifo;
+mod shm_memory;
 pub mod tagged;
-mod watch;
+mod transport;
+mod wait;
+mod watchdog;
 mod window;
-mod word;
 
-pub use builder::Builder;
+pub use builder::{CommunicatorBuilder, Shrunk};
 pub use channel::Channel;
-pub use communicator::{Communicator, Registration};
+pub use communicator::Communicator;
 pub use error::{Error, Result};
+pub use exchange::Exchange;
 pub use on_stream::PreparedMessage;
-pub use path::{BufferPath, GpuPath, Local, Path};
-pub use peer::Piece;
+pub use path::{BufferPath, GpuPath, IntraHostPath, PeerPath};
+pub use registration::{Piece, Registration};
 pub use request::{Request, Status};
-pub use shrink::Shrunk;
+pub use wait::{wait_value32, wait_value64};
 pub use window::{MAX_INLINE, Rma, Signal, Window};
-pub use word::{wait_value32, wait_value64};
-
-/// What profilers show the ranges of messages in.
-static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");

@@ -1,19 +1,20 @@
-//! Messages that a stream starts and awaits.
+//! Messages that streams send and wait for.
 
 use std::ops::Range;
 
 use gdsync::stream::{Batch, PreparedSend, Stream};
 use gdsync::verbs::Sge;
 
-use crate::communicator::{Communicator, Registration};
+use crate::communicator::Communicator;
 use crate::error::Result;
-use crate::link::{Link, only_once, refuse_in_capture};
-use crate::peer::{Piece, Way};
-use crate::request::Request;
+use crate::peer::Peer;
+use crate::registration::{Piece, Registration};
+use crate::request::{DOMAIN, Request};
+use crate::transport::{mark_only_once, refuse_in_capture};
 
 const ON_STREAM: &str = "send on stream";
 
-/// A send that is ready, but in no stream yet. Dropping it takes it back.
+/// A prepared send that is in no stream yet. Dropping it takes it back.
 #[derive(Debug)]
 #[must_use = "dropping it takes the message back"]
 pub struct PreparedMessage {
@@ -29,8 +30,8 @@ impl PreparedMessage {
 
     /// Adds it to a batch, as [`Communicator::isend_in_batch`] does.
     pub fn post_in_batch(self, batch: &mut Batch) -> Request {
-        if let Some(link) = self.request.link() {
-            link.post_in_batch(batch, self.send);
+        if let Some(peer) = self.request.peer() {
+            peer.transport.post_in_batch(batch, self.send);
         }
         self.request
     }
@@ -42,18 +43,17 @@ impl PreparedMessage {
     pub fn post_on_stream(self, stream: &Stream) -> Result<Request> {
         let mut batch = Batch::new();
         let request = self.post_in_batch(&mut batch);
-        stream.submit(&mut batch).map_err(|source| request.failed(source))?;
+        stream.submit(&mut batch).map_err(|cause| request.failed(cause))?;
         Ok(request)
     }
 }
 
 impl Communicator {
-    /// Queues a send on a stream: it leaves when the stream gets there and the rank has posted a receive for it, with what the
-    /// buffer holds then. A graph cannot have it: see [`Channel`](crate::Channel).
+    /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then. Graphs
+    /// refuse it: see [`Channel`](crate::Channel).
     ///
-    /// Until it is complete, the CPU and other streams cannot send to the same rank. The stream does not wait for that, so
-    /// [`Stream::synchronize`] does not tell: wait for the request, or have the stream wait by
-    /// [`Communicator::send_on_stream`].
+    /// Until it is complete, the CPU and other streams cannot send to the same rank. The stream does not wait for that: wait for the
+    /// request, or use [`Communicator::send_on_stream`].
     ///
     /// # Errors
     /// As [`Communicator::isend`], also [`Busy`](gdsync::Error::Busy) for a send of the CPU or of another stream; and inside
@@ -65,22 +65,28 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        self.isendv_on_stream(stream, &[(buffer, range)], rank)
+        self.isend_vectored_on_stream(stream, &[(buffer, range)], rank)
     }
 
     /// As [`Communicator::isend_on_stream`], of several pieces.
     ///
     /// # Errors
     /// As [`Communicator::isend_on_stream`].
-    pub fn isendv_on_stream(&self, stream: &Stream, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
-        let _range = crate::DOMAIN.range(c"isend_on_stream");
-        let post = |link: &Link, sges: &[Sge]| {
+    pub fn isend_vectored_on_stream(
+        &self,
+        stream: &Stream,
+        pieces: &[Piece<'_>],
+        rank: usize,
+    ) -> Result<Request> {
+        let _range = DOMAIN.range(c"isend_on_stream");
+        let post = |peer: &Peer, sges: &[Sge]| {
             let mut batch = Batch::new();
-            let completion = link.send_in_batch(&mut batch, sges)?;
+            let completion = peer.send_in_batch(&mut batch, sges)?;
             stream.submit(&mut batch)?;
-            Ok((completion.index(), ()))
+            Ok((completion, ()))
         };
-        Ok(self.peer(rank)?.start(Way::Send, ON_STREAM, pieces, post)?.0)
+        let peer = self.peer(rank)?;
+        Ok(Request::queued(peer, peer.send_with(ON_STREAM, pieces, post)?.0))
     }
 
     /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again.
@@ -94,19 +100,20 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let post = |link: &Link, sges: &[Sge]| {
+        let post = |peer: &Peer, sges: &[Sge]| {
             let mut batch = Batch::new();
-            let completion = link.send_in_batch(&mut batch, sges)?;
+            let completion = peer.send_in_batch(&mut batch, sges)?;
             batch.wait(&completion)?;
             stream.submit(&mut batch)?;
-            Ok((completion.index(), ()))
+            Ok((completion, ()))
         };
-        Ok(self.peer(rank)?.start(Way::Send, ON_STREAM, &[(buffer, range)], post)?.0)
+        let peer = self.peer(rank)?;
+        Ok(Request::queued(peer, peer.send_with(ON_STREAM, &[(buffer, range)], post)?.0))
     }
 
-    /// Adds a send to a batch: it leaves when a stream that the batch is submitted to gets there.
+    /// Adds a send to a batch: the stream that the batch is submitted to sends it.
     ///
-    /// A batch that is dropped instead takes the send back; the request means nothing then. Drop the newest first: a message to
+    /// A batch that is dropped instead takes the send back; the request is void then. Drop the newest first: a message to
     /// the same rank in a later batch would wait for one receive more than it needs.
     ///
     /// # Errors
@@ -118,8 +125,9 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let post = |link: &Link, sges: &[Sge]| Ok((link.send_in_batch(batch, sges)?.index(), ()));
-        Ok(self.peer(rank)?.start(Way::Send, "send in a batch", &[(buffer, range)], post)?.0)
+        let post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
+        let peer = self.peer(rank)?;
+        Ok(Request::queued(peer, peer.send_with("send in a batch", &[(buffer, range)], post)?.0))
     }
 
     /// Prepares a send that a stream will start later. Prepared sends to one rank are posted in the order in which they were
@@ -133,25 +141,26 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<PreparedMessage> {
-        self.prepare_sendv(&[(buffer, range)], rank)
+        self.prepare_send_vectored(&[(buffer, range)], rank)
     }
 
     /// As [`Communicator::prepare_send`], of several pieces.
     ///
     /// # Errors
     /// As [`Communicator::isend`].
-    pub fn prepare_sendv(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
-        let post = |link: &Link, sges: &[Sge]| {
-            let send = link.prepare_send(sges)?;
-            let place = send.completion().index();
-            link.credits.prepare(place);
-            Ok((place, send))
+    pub fn prepare_send_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
+        let post = |peer: &Peer, sges: &[Sge]| {
+            let send = peer.prepare_send(sges)?;
+            let completion = send.completion().clone();
+            peer.transport.credits.skip(completion.index());
+            Ok((completion, send))
         };
-        let (request, send) = self.peer(rank)?.start(Way::Send, "prepared send", pieces, post)?;
-        Ok(PreparedMessage { request, send })
+        let peer = self.peer(rank)?;
+        let (op, send) = peer.send_with("prepared send", pieces, post)?;
+        Ok(PreparedMessage { request: Request::queued(peer, op), send })
     }
 
-    /// Posts prepared sends on a stream, all in one submission: they leave one after the other when the stream gets there.
+    /// Posts prepared sends on a stream, all in one submission.
     ///
     /// # Errors
     /// [`Error::Message`](crate::Error::Message): the connection to the first of their ranks is broken, or the stream refuses.
@@ -165,7 +174,7 @@ impl Communicator {
         let requests: Vec<_> =
             messages.into_iter().map(|message| message.post_in_batch(&mut batch)).collect();
         if let Some(first) = requests.first() {
-            stream.submit(&mut batch).map_err(|source| first.failed(source))?;
+            stream.submit(&mut batch).map_err(|cause| first.failed(cause))?;
         }
         Ok(requests)
     }
@@ -176,12 +185,12 @@ impl Communicator {
     /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
     pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
         if request.is_message() {
-            only_once(batch);
+            mark_only_once(batch);
         }
-        // Whoever sends it may wait meanwhile, and nobody calls.
+        // The sender may wait for it, and no call of this rank may follow.
         request.catch_up();
         match request.for_stream()? {
-            Some(completion) => batch.wait(completion).map_err(|source| request.failed(source)),
+            Some(completion) => batch.wait(completion).map_err(|cause| request.failed(cause)),
             None => Ok(()),
         }
     }
@@ -194,11 +203,11 @@ impl Communicator {
     /// stream waits for the messages of this rank.
     pub fn wait_on_stream(&self, stream: &Stream, request: &Request) -> Result<()> {
         if request.is_message() {
-            refuse_in_capture(stream).map_err(|source| request.failed(source))?;
+            refuse_in_capture(stream).map_err(|cause| request.failed(cause))?;
         }
         request.catch_up();
         match request.for_stream()? {
-            Some(completion) => stream.wait(completion).map_err(|source| request.failed(source)),
+            Some(completion) => stream.wait(completion).map_err(|cause| request.failed(cause)),
             None => Ok(()),
         }
     }
@@ -219,7 +228,7 @@ impl Communicator {
             last = Some(request);
         }
         match last {
-            Some(request) => stream.submit(&mut batch).map_err(|source| request.failed(source)),
+            Some(request) => stream.submit(&mut batch).map_err(|cause| request.failed(cause)),
             None => Ok(()),
         }
     }

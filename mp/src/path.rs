@@ -1,41 +1,50 @@
-//! Which device the messages with each rank go through: the RDMA device, or for ranks of the same host the software HCA, whose
-//! wire is shared memory, with payload in GPU memory copied from GPU to GPU.
+//! Which device the messages with each rank go through: the RDMA device, or for ranks of the same host the software HCA over
+//! shared memory.
 
-mod buffer;
-mod duel;
-mod gpu;
-mod host;
-mod measure;
+mod probe;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::fs;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
-use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Context, Pd};
+use gdsync::verbs::{Context, Pd, Qp, Staging, TransferPath};
 
-pub use self::buffer::BufferPath;
-pub use self::gpu::GpuPath;
-use self::host::Host;
-use self::measure::measure;
-use crate::bootstrap::Exchange;
-use crate::communicator::{Inner, Registration};
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::slots::{Slots, share};
+use crate::exchange::Exchange;
+use crate::registration::Registration;
+use crate::shm_memory::{FifoPair, share};
+use crate::wait::Deadline;
 
-/// The variable that decides in place of the program.
-const VARIABLE: &str = "MP_LOCAL";
+/// Reads one of `choices` from a variable of the environment; `None` if it is not set.
+fn choice<T: Clone>(
+    name: &'static str,
+    value: Option<&str>,
+    choices: &[(&str, T)],
+    expected: &'static str,
+) -> gdsync::Result<Option<T>> {
+    let Some(value) = value.map(str::trim).filter(|value| !value.is_empty()) else { return Ok(None) };
+    match choices.iter().find(|(name, _)| *name == value) {
+        Some((_, choice)) => Ok(Some(choice.clone())),
+        None => Err(gdsync::Error::InvalidArgument { what: name, value: format!("'{value}'"), expected }),
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
 
 /// What the messages between ranks of the same host go through. The environment's `MP_LOCAL` overrides it: `soft`,
 /// `queues`, `device` or `measure`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Local {
-    /// The software HCA, and short messages of the CPU through slots of shared memory beside it: also where all other messages
-    /// go through a software HCA too.
+pub enum IntraHostPath {
+    /// The software HCA, and a shared-memory FIFO beside it for short messages of the CPU: also where all other messages go through
+    /// a software HCA.
     Soft,
     /// The software HCA, for all messages.
     Queues,
@@ -43,44 +52,102 @@ pub enum Local {
     Device,
     /// This device.
     Through(Context),
-    /// The software HCA or the device that all other messages go through, whichever is quicker between the first two ranks
+    /// The software HCA or the device that all other messages go through, whichever is faster between the first two ranks
     /// of the host when the communicator is built, if these ask for it.
     Measured,
 }
 
-impl Local {
-    pub(crate) fn in_environment(self) -> gdsync::Result<Self> {
-        self.with(std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref())
+impl IntraHostPath {
+    const VARIABLE: &str = "MP_LOCAL";
+
+    /// With the choice of the environment.
+    pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
+        self.or(variable(Self::VARIABLE).as_deref())
     }
 
-    fn with(self, variable: Option<&str>) -> gdsync::Result<Self> {
-        match variable.map(str::trim) {
-            None | Some("") => Ok(self),
-            Some("soft") => Ok(Self::Soft),
-            Some("queues") => Ok(Self::Queues),
-            Some("device") => Ok(Self::Device),
-            Some("measure") => Ok(Self::Measured),
-            Some(other) => Err(gdsync::Error::InvalidArgument {
-                what: VARIABLE,
-                value: format!("'{other}'"),
-                expected: "soft, queues, device or measure",
-            }),
+    fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
+        let choices = [
+            ("soft", Self::Soft),
+            ("queues", Self::Queues),
+            ("device", Self::Device),
+            ("measure", Self::Measured),
+        ];
+        let chosen = choice(Self::VARIABLE, variable, &choices, "soft, queues, device or measure")?;
+        Ok(chosen.unwrap_or(self))
+    }
+}
+
+/// How payload in GPU memory is sent: to ranks of the same host through a software HCA, and through an RDMA device that a thread
+/// posts to. The environment's `MP_GPU_PATH` overrides it: `size`, `peer`, `staged` or `measure`.
+///
+/// What another rank of the host cannot open is staged whatever this says: see
+/// [`Communicator::path_of`](crate::Communicator::path_of). A card that reads the rings itself reaches GPU memory itself, or refuses
+/// to register it. Opened without `GDSYNC_PATH` after a [`Gpu`](gdsync::cuda::Gpu) that it does not reach, it leaves the rings to a
+/// thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GpuPath {
+    /// As the software HCA is set up: long payload is fetched by a copy engine of the receiver's GPU, other payload is staged.
+    /// `GDSYNC_BY_REFERENCE` says what is long. As the RDMA device is: it reads and writes what it can register (GPUDirect RDMA),
+    /// other memory is staged.
+    BySize,
+    /// All of it is fetched by a copy engine of the receiver's GPU: peer to peer, over NVLink or PCIe, between processes by CUDA
+    /// IPC. Memory that the RDMA device cannot register is refused.
+    PeerToPeer,
+    /// None of it is: it goes through pinned host memory, for an RDMA device too.
+    Staged,
+    /// Payload is fetched from the length on at which that is not slower than staging between the first two ranks of the host when
+    /// the communicator is built, if these ask for it and have a GPU ([`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu)); otherwise as [`GpuPath::BySize`].
+    Measured,
+}
+
+impl GpuPath {
+    const VARIABLE: &str = "MP_GPU_PATH";
+
+    /// With the choice of the environment.
+    pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
+        self.or(variable(Self::VARIABLE).as_deref())
+    }
+
+    fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
+        let choices = [
+            ("size", Self::BySize),
+            ("peer", Self::PeerToPeer),
+            ("staged", Self::Staged),
+            ("measure", Self::Measured),
+        ];
+        let chosen = choice(Self::VARIABLE, variable, &choices, "size, peer, staged or measure")?;
+        Ok(chosen.unwrap_or(self))
+    }
+
+    /// Configures a device of a communicator.
+    fn apply(self, context: &Context) {
+        match self {
+            Self::BySize | Self::Measured => {}
+            Self::PeerToPeer => {
+                context.leave_by_reference(0);
+                context.stage(Staging::Never);
+            }
+            Self::Staged => {
+                context.leave_by_reference(usize::MAX);
+                context.stage(Staging::Always);
+            }
         }
     }
 }
 
 /// What the messages with a rank go through, and why: see [`Communicator::path`](crate::Communicator::path). It is written as
-/// `software HCA over shared memory, short messages through slots: the rank is on this host`.
+/// `software HCA over shared memory, short messages through a shared-memory FIFO: the rank is on this host`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Path {
+pub struct PeerPath {
     device: String,
     wire: String,
     reason: Cow<'static, str>,
-    is_near: bool,
-    has_slots: bool,
+    is_intra_host: bool,
+    has_fifo: bool,
 }
 
-impl Path {
+impl PeerPath {
     /// A description of the device: what reads the queues.
     pub fn device(&self) -> &str {
         &self.device
@@ -97,47 +164,81 @@ impl Path {
     }
 
     /// Whether the device is the one for ranks of the same host, beside that of the communicator.
-    pub fn is_near(&self) -> bool {
-        self.is_near
+    pub fn is_intra_host(&self) -> bool {
+        self.is_intra_host
     }
 
-    /// That of a window, which goes through the device for ranks of the same host or through this one.
-    pub(crate) fn of_windows(&self, near: bool, far: &Context) -> Self {
-        let same = Self { has_slots: false, ..self.clone() };
-        if near == self.is_near {
+    /// Whether short messages from CPU to CPU go through a shared-memory FIFO, beside the device.
+    pub fn has_fifo(&self) -> bool {
+        self.has_fifo
+    }
+
+    /// The path of a buffer, which takes the FIFO only if it fits.
+    pub(crate) fn with_fifo_if(self, fits: bool) -> Self {
+        Self { has_fifo: self.has_fifo && fits, ..self }
+    }
+
+    /// The path of a window, through the intra-host device or through this other one.
+    pub(crate) fn of_windows(&self, intra_host: bool, other: &Context) -> Self {
+        let same = self.clone().with_fifo_if(false);
+        if intra_host == self.is_intra_host {
             return same;
         }
-        let (device, wire) = (far.description().to_owned(), far.wire().to_owned());
-        Self {
-            device,
-            wire,
-            reason: "a rank of the window is not reached as this one is".into(),
-            is_near: near,
-            ..same
-        }
-    }
-
-    /// Whether short messages from CPU to CPU are copied through slots of shared memory, beside the device.
-    pub fn has_slots(&self) -> bool {
-        self.has_slots
+        let (device, wire) = (other.description().to_owned(), other.wire().to_owned());
+        let reason = "a rank of the window is not reached as this one is".into();
+        Self { device, wire, reason, is_intra_host: intra_host, ..same }
     }
 }
 
-impl fmt::Display for Path {
+impl fmt::Display for PeerPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let slots = if self.has_slots { ", short messages through slots" } else { "" };
-        write!(f, "{} over {}{slots}: {}", self.device, self.wire, self.reason)
+        let fifo = if self.has_fifo { ", short messages through a shared-memory FIFO" } else { "" };
+        write!(f, "{} over {}{fifo}: {}", self.device, self.wire, self.reason)
     }
 }
 
-/// A device, and the domain that a communicator has there.
+/// What bytes of a buffer take to a rank, and why: see [`Communicator::path_of`](crate::Communicator::path_of) and
+/// [`Window::path_of`](crate::Window::path_of). It is written as `software HCA over shared memory: the rank is on this host;
+/// copied by the CPU: it is host memory`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BufferPath {
+    path: PeerPath,
+    carriage: TransferPath,
+}
+
+impl BufferPath {
+    /// The device that they go through. [`PeerPath::has_fifo`] is whether these bytes go through the FIFO instead while it is open:
+    /// they are short and in host memory.
+    pub fn path(&self) -> &PeerPath {
+        &self.path
+    }
+
+    /// What takes them out of the buffer, for the device.
+    pub fn transfer_path(&self) -> &TransferPath {
+        &self.carriage
+    }
+
+    /// Of the bytes `range` of a buffer, which leave by this queue pair of the device of `path`.
+    pub(crate) fn new(path: PeerPath, qp: &Qp, buffer: &Registration, range: &Range<usize>) -> Result<Self> {
+        let len = buffer.sge(path.is_intra_host, range)?.len as usize;
+        Ok(Self { carriage: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path })
+    }
+}
+
+impl fmt::Display for BufferPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}; {}", self.path, self.carriage)
+    }
+}
+
+/// A device, and the protection domain that a communicator has there.
 #[derive(Clone, Debug)]
-pub(crate) struct Plane {
+pub(crate) struct DeviceDomain {
     pub(crate) context: Context,
     pub(crate) pd: Pd,
 }
 
-impl Plane {
+impl DeviceDomain {
     fn new(context: Context) -> gdsync::Result<Self> {
         let pd = context.alloc_pd()?;
         Ok(Self { context, pd })
@@ -146,167 +247,163 @@ impl Plane {
 
 /// The devices of a communicator, and which rank is reached through which.
 #[derive(Debug)]
-pub(crate) struct Planes {
-    pub(crate) far: Plane,
-    pub(crate) near: Option<Plane>,
-    pub(crate) paths: Vec<Path>,
+pub(crate) struct Devices {
+    pub(crate) main: DeviceDomain,
+    pub(crate) intra_host: Option<DeviceDomain>,
+    pub(crate) paths: Vec<PeerPath>,
     /// Those shared with each rank.
-    pub(crate) slots: Vec<Option<Slots>>,
+    pub(crate) fifos: Vec<Option<FifoPair>>,
 }
 
-/// Why a rank is not reached through the device for ranks of the same host; `None` where it is.
+/// Why each rank is not reached through the intra-host device; `None` where it is.
 type Refusals = Vec<Option<&'static str>>;
 
-impl Planes {
-    /// Decides with the other ranks. All must call it. Slots need the thread that watches.
+impl Devices {
+    /// Decides with the other ranks. All must call it. FIFOs need the watchdog.
     ///
     /// # Errors
     /// Of the exchange, and [`Error::Device`] from a device.
     pub(crate) fn agree(
-        far: &Context,
-        (local, gpu_path, gpu): (&Local, GpuPath, Option<&Gpu>),
-        watched: bool,
-        bootstrap: &mut dyn Exchange,
+        context: &Context,
+        (wanted, gpu_path, gpu): (&IntraHostPath, GpuPath, Option<&Gpu>),
+        has_watchdog: bool,
+        exchange: &mut dyn Exchange,
         timeout: Duration,
     ) -> Result<Self> {
-        let refusal = match local {
-            Local::Soft | Local::Queues if far.is_software() => Some("it is the software HCA already"),
-            Local::Device => Some("this rank asked for it (MP_LOCAL, or the builder)"),
-            Local::Soft | Local::Queues | Local::Through(_) | Local::Measured => None,
+        let refusal = match wanted {
+            IntraHostPath::Soft | IntraHostPath::Queues if context.is_software() => {
+                Some("it is the software HCA already")
+            }
+            IntraHostPath::Device => Some("this rank asked for it (MP_LOCAL, or the builder)"),
+            IntraHostPath::Soft
+            | IntraHostPath::Queues
+            | IntraHostPath::Through(_)
+            | IntraHostPath::Measured => None,
         };
         let deadline = Deadline::after(timeout);
-        let measures = matches!(local, Local::Measured);
-        let slots = watched && matches!(local, Local::Soft);
+        let measures = matches!(wanted, IntraHostPath::Measured);
+        let fifo = has_watchdog && matches!(wanted, IntraHostPath::Soft);
         let measures_gpu = gpu_path == GpuPath::Measured && gpu.is_some();
-        let mine = Card { wants: refusal.is_none(), measures, measures_gpu, slots, host: Host::here() };
-        let cards = read(&bootstrap.allgather(&mine.to_bytes(), timeout)?)?;
-        let refusals = refusals(bootstrap.rank(), refusal, &mine, &cards);
+        let mine = Card { wants: refusal.is_none(), measures, measures_gpu, fifo, host: Host::here() };
+        let cards = read_cards(&exchange.allgather(&mine.to_bytes(), timeout)?)?;
+        let refusals = refusals(exchange.rank(), refusal, &mine, &cards);
         let is_needed =
-            refusals.iter().enumerate().any(|(rank, why)| why.is_none() && rank != bootstrap.rank());
-        let near = match local {
+            refusals.iter().enumerate().any(|(rank, why)| why.is_none() && rank != exchange.rank());
+        let intra_host = match wanted {
             _ if !is_needed => None,
-            Local::Through(context) => Some(Plane::new(context.clone())?),
-            Local::Soft | Local::Queues | Local::Device | Local::Measured => {
-                Some(Plane::new(Context::soft(&SoftHcaConfig::from_env()?)?)?)
-            }
+            IntraHostPath::Through(context) => Some(DeviceDomain::new(context.clone())?),
+            _ => Some(DeviceDomain::new(Context::soft(&SoftHcaConfig::from_env()?)?)?),
         };
-        let far = Plane::new(far.clone())?;
-        near.iter().chain([&far]).for_each(|plane| gpu_path.apply(&plane.context));
+        let main = DeviceDomain::new(context.clone())?;
+        intra_host.iter().chain([&main]).for_each(|device| gpu_path.apply(&device.context));
         let costs = match cards.iter().any(|card| card.measures) {
             true => {
                 let pair = pair(&refusals, &cards);
-                measure(pair, [near.as_ref(), Some(&far)], bootstrap, deadline.remaining())?
+                let pds = [intra_host.as_ref(), Some(&main)].map(|device| device.map(|device| &device.pd));
+                probe::compare_devices(pair, pds, exchange, deadline.remaining())?
             }
             false => None,
         };
         let path = |why: &Option<&'static str>| {
-            let (plane, reason) = match (&near, why, costs) {
-                (Some(near), None, Some(costs)) if costs.is_near_better() => (near, costs.reason().into()),
-                (Some(_), None, Some(costs)) => (&far, costs.reason().into()),
+            let (device, reason) = match (&intra_host, why, costs) {
+                (Some(near), None, Some(costs)) if costs.is_intra_host_better() => {
+                    (near, costs.reason().into())
+                }
+                (Some(_), None, Some(costs)) => (&main, costs.reason().into()),
                 (Some(near), None, None) => (near, "the rank is on this host".into()),
-                (None, None, _) => (&far, "no other rank is on this host".into()),
-                (_, Some(why), _) => (&far, (*why).into()),
+                (None, None, _) => (&main, "no other rank is on this host".into()),
+                (_, Some(why), _) => (&main, (*why).into()),
             };
-            let is_near = near.as_ref().is_some_and(|near| std::ptr::eq(plane, near));
-            let (device, wire) = (plane.context.description().to_owned(), plane.context.wire().to_owned());
-            Path { device, wire, reason, is_near, has_slots: false }
+            let is_intra_host = intra_host.as_ref().is_some_and(|near| std::ptr::eq(device, near));
+            let (device, wire) = (device.context.description().to_owned(), device.context.wire().to_owned());
+            PeerPath { device, wire, reason, is_intra_host, has_fifo: false }
         };
         let mut paths: Vec<_> = refusals.iter().map(path).collect();
-        let near = near.filter(|_| paths.iter().any(Path::is_near));
+        let intra_host = intra_host.filter(|_| paths.iter().any(PeerPath::is_intra_host));
         if cards.iter().any(|card| card.measures_gpu) {
             // Ranks of a host are all reached alike, or do not measure.
             let pair = gpu_pair(&mine, &cards)
-                .filter(|[first, second]| paths[*first].is_near == paths[*second].is_near);
-            let is_near = pair.is_some_and(|[first, _]| paths[first].is_near);
-            let plane = near.as_ref().filter(|_| is_near).unwrap_or(&far);
-            let pair = pair.filter(|_| mine.measures_gpu && plane.context.is_software());
-            gpu::measure(pair, plane, gpu, bootstrap, deadline.remaining())?;
+                .filter(|[first, second]| paths[*first].is_intra_host == paths[*second].is_intra_host);
+            let is_intra_host = pair.is_some_and(|[first, _]| paths[first].is_intra_host);
+            let device = intra_host.as_ref().filter(|_| is_intra_host).unwrap_or(&main);
+            let pair = pair.filter(|_| mine.measures_gpu && device.context.is_software());
+            probe::compare_gpu_paths(
+                pair,
+                (&device.context, &device.pd),
+                gpu,
+                exchange,
+                deadline.remaining(),
+            )?;
         }
         let is_beside = |(peer, theirs): (usize, &Card)| {
-            let is_here = peer != bootstrap.rank() && theirs.host.shares_memory_with(&mine.host);
-            mine.slots && theirs.slots && is_here
+            let is_here = peer != exchange.rank() && theirs.host.shares_memory_with(&mine.host);
+            mine.fifo && theirs.fifo && is_here
         };
         let wanted: Vec<_> = cards.iter().enumerate().map(is_beside).collect();
-        let slots = share(&wanted, bootstrap, deadline.remaining())?;
-        for (path, slots) in paths.iter_mut().zip(&slots) {
-            path.has_slots = slots.is_some();
+        let fifos = share(&wanted, exchange, deadline.remaining())?;
+        for (path, fifo) in paths.iter_mut().zip(&fifos) {
+            path.has_fifo = fifo.is_some();
         }
-        Ok(Self { far, near, paths, slots })
+        Ok(Self { main, intra_host, paths, fifos })
     }
 
-    /// Those of a communicator, with slots of their own where ranks have some and are watched here and there. All ranks must
-    /// call it.
+    /// The devices of a communicator for another one of the same ranks, with FIFOs of its own where the ranks have some. All ranks
+    /// must call it.
     ///
     /// # Errors
     /// Of the exchange.
-    pub(crate) fn again(
-        of: &Inner,
-        watched: bool,
-        bootstrap: &mut dyn Exchange,
+    pub(crate) fn share_again(
+        main: DeviceDomain,
+        intra_host: Option<DeviceDomain>,
+        paths: &[PeerPath],
+        has_watchdog: bool,
+        exchange: &mut dyn Exchange,
         timeout: Duration,
     ) -> Result<Self> {
-        let wanted: Vec<_> = of.paths.iter().map(|path| watched && path.has_slots).collect();
-        let slots = share(&wanted, bootstrap, timeout)?;
-        let path =
-            |(path, slots): (&Path, &Option<Slots>)| Path { has_slots: slots.is_some(), ..path.clone() };
-        let paths = of.paths.iter().zip(&slots).map(path).collect();
-        let far = Plane { context: of.context.clone(), pd: of.pd.clone() };
-        Ok(Self { far, near: of.near.clone(), paths, slots })
-    }
-
-    /// Whether a rank is reached through the device for ranks of the same host.
-    pub(crate) fn is_near(&self, rank: usize) -> bool {
-        self.paths[rank].is_near
+        let wanted: Vec<_> = paths.iter().map(|path| has_watchdog && path.has_fifo).collect();
+        let fifos = share(&wanted, exchange, timeout)?;
+        let path = |(path, fifo): (&PeerPath, &Option<FifoPair>)| path.clone().with_fifo_if(fifo.is_some());
+        let paths = paths.iter().zip(&fifos).map(path).collect();
+        Ok(Self { main, intra_host, paths, fifos })
     }
 
     /// The domain that a rank is reached in.
     pub(crate) fn pd(&self, rank: usize) -> &Pd {
-        match &self.near {
-            Some(near) if self.is_near(rank) => &near.pd,
-            _ => &self.far.pd,
+        match &self.intra_host {
+            Some(device) if self.paths[rank].is_intra_host => &device.pd,
+            _ => &self.main.pd,
         }
     }
-}
-
-/// Registers memory with all devices of a communicator.
-pub(crate) fn register(
-    far: &Pd,
-    near: Option<&Plane>,
-    memory: &Memory,
-    access: Access,
-) -> gdsync::Result<Registration> {
-    let near = near.map(|near| near.pd.register(memory, access)).transpose()?;
-    Ok(Registration(far.register(memory, access)?, near))
 }
 
 /// What a rank tells the others.
 #[derive(Debug, PartialEq)]
 struct Card {
-    /// It would use a device of its own for ranks of its host.
+    /// It would use an intra-host device.
     wants: bool,
-    /// It would have it measured.
+    /// It would have that device measured against the other one.
     measures: bool,
-    /// And how payload in its GPU's memory leaves.
+    /// It would have the ways of payload in its GPU's memory measured.
     measures_gpu: bool,
-    /// It has slots for ranks of its host that have them too.
-    slots: bool,
+    /// It would use FIFOs.
+    fifo: bool,
     host: Host,
 }
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        let flags = [self.wants, self.measures, self.measures_gpu, self.slots];
+        let flags = [self.wants, self.measures, self.measures_gpu, self.fifo];
         [&flags.map(u8::from), self.host.as_bytes()].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (flags, host) = bytes.split_first_chunk()?;
-        let [wants, measures, measures_gpu, slots] = flags.map(|flag| flag != 0);
-        Some(Self { wants, measures, measures_gpu, slots, host: Host::from_bytes(host) })
+        let [wants, measures, measures_gpu, fifo] = flags.map(|flag| flag != 0);
+        Some(Self { wants, measures, measures_gpu, fifo, host: Host::from_bytes(host) })
     }
 }
 
-fn read(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
+fn read_cards(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
     let read = |(peer, card): (usize, &Vec<u8>)| {
         Card::from_bytes(card).ok_or_else(|| {
             let fix = "run the same version everywhere";
@@ -316,32 +413,65 @@ fn read(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
     cards.iter().enumerate().map(read).collect()
 }
 
-/// Both sides of each pair of ranks come to the same answer.
+/// Why the intra-host device is not used. Both ranks of a pair come to the same answer.
 fn refusals(rank: usize, own: Option<&'static str>, mine: &Card, cards: &[Card]) -> Refusals {
     let refusal = |(peer, theirs): (usize, &Card)| {
         let is_here = peer == rank || theirs.host.shares_memory_with(&mine.host);
         match own {
             _ if !is_here => Some("the rank is on another host"),
             Some(why) => Some(why),
-            None if !theirs.wants => Some("the rank there asked for it"),
+            None if !theirs.wants => Some("the other rank asked for it"),
             None => None,
         }
     };
     cards.iter().enumerate().map(refusal).collect()
 }
 
-/// The two ranks that measure for this host, if they shall: the same for all ranks that are reached alike.
+/// The two ranks that compare devices for this host, if they are asked to: the same for all ranks that are reached alike.
 fn pair(refusals: &Refusals, cards: &[Card]) -> Option<[usize; 2]> {
     let mut alike = refusals.iter().enumerate().filter(|(_, why)| why.is_none()).map(|(rank, _)| rank);
     let pair = [alike.next()?, alike.next()?];
     pair.iter().all(|&rank| cards[rank].measures).then_some(pair)
 }
 
-/// The two ranks of this host that measure how payload in GPU memory leaves, if both ask for it.
+/// The two ranks of this host that compare the ways of payload in GPU memory, if both ask for it.
 fn gpu_pair(mine: &Card, cards: &[Card]) -> Option<[usize; 2]> {
     let mut here = cards.iter().enumerate().filter(|(_, card)| card.host.shares_memory_with(&mine.host));
     let pair = [here.next()?, here.next()?];
     pair.iter().all(|(_, card)| card.measures_gpu).then_some(pair.map(|(rank, _)| rank))
+}
+
+/// What processes have in common that can reach each other through shared memory: a running kernel, and its network namespace,
+/// where the software HCA's sockets have their addresses. Empty where it is not known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Host(Vec<u8>);
+
+impl Host {
+    fn here() -> Self {
+        let text = |path| fs::read_to_string(path).map(|text| text.trim().to_owned());
+        let boot = text("/proc/sys/kernel/random/boot_id").ok();
+        let net = fs::metadata("/proc/self/ns/net").map(|net| (net.dev(), net.ino())).ok();
+        // Copies of one virtual machine may have the same boot id.
+        let name = text("/proc/sys/kernel/hostname").unwrap_or_default();
+        Self(
+            boot.zip(net)
+                .map(|(boot, (dev, ino))| format!("{boot} {dev} {ino} {name}"))
+                .unwrap_or_default()
+                .into(),
+        )
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        Self(bytes.to_vec())
+    }
+
+    fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn shares_memory_with(&self, other: &Self) -> bool {
+        !self.0.is_empty() && self == other
+    }
 }
 
 #[cfg(test)]
@@ -354,7 +484,7 @@ mod tests {
             wants,
             measures: host == "a",
             measures_gpu: host == "b",
-            slots: false,
+            fifo: false,
             host: Host::from_bytes(host.as_bytes()),
         };
         let cards = [
@@ -367,7 +497,7 @@ mod tests {
         ];
         let bytes: Vec<_> = cards.iter().map(Card::to_bytes).collect();
         let near = |rank: usize, peer: usize| {
-            let own = (!cards[rank].wants).then_some("own wish");
+            let own = (!cards[rank].wants).then_some("own choice");
             refusals(rank, own, &cards[rank], &cards)[peer].is_none()
         };
         for (a, b) in (0..cards.len()).flat_map(|a| (0..cards.len()).map(move |b| (a, b))) {
@@ -377,21 +507,48 @@ mod tests {
         }
         let pair = |rank: usize| pair(&refusals(rank, None, &cards[rank], &cards), &cards);
         assert_eq!([0, 1, 3, 4].map(pair), [Some([0, 1]), Some([0, 1]), None, None]);
-        assert_eq!(read(&bytes).unwrap(), cards);
-        assert!(read(&[vec![1]]).is_err());
+        assert_eq!(read_cards(&bytes).unwrap(), cards);
+        assert!(read_cards(&[vec![1]]).is_err());
     }
 
     #[test]
-    fn the_environment_decides() {
-        assert!(matches!(Local::Soft.with(Some("device")), Ok(Local::Device)));
-        assert!(matches!(Local::Device.with(Some(" soft ")), Ok(Local::Soft)));
-        assert!(matches!(Local::Device.with(Some("")), Ok(Local::Device)));
-        assert!(matches!(Local::Soft.with(None), Ok(Local::Soft)));
-        assert!(matches!(Local::Soft.with(Some("measure")), Ok(Local::Measured)));
-        let error = Local::Soft.with(Some("nvlink")).unwrap_err().to_string();
+    fn the_environment_overrides() {
+        assert!(matches!(IntraHostPath::Soft.or(Some("device")), Ok(IntraHostPath::Device)));
+        assert!(matches!(IntraHostPath::Device.or(Some(" soft ")), Ok(IntraHostPath::Soft)));
+        assert!(matches!(IntraHostPath::Device.or(Some("")), Ok(IntraHostPath::Device)));
+        assert!(matches!(IntraHostPath::Soft.or(None), Ok(IntraHostPath::Soft)));
+        assert!(matches!(IntraHostPath::Soft.or(Some("measure")), Ok(IntraHostPath::Measured)));
+        let error = IntraHostPath::Soft.or(Some("nvlink")).unwrap_err().to_string();
         assert!(
             error.contains("MP_LOCAL") && error.contains("'nvlink'") && error.contains("soft"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn the_environment_overrides_the_gpu_path() {
+        for (variable, expected) in [
+            (None, GpuPath::Staged),
+            (Some(""), GpuPath::Staged),
+            (Some("size"), GpuPath::BySize),
+            (Some(" peer "), GpuPath::PeerToPeer),
+            (Some("measure"), GpuPath::Measured),
+        ] {
+            assert_eq!(GpuPath::Staged.or(variable).unwrap(), expected, "{variable:?}");
+        }
+        let error = GpuPath::BySize.or(Some("ipc")).unwrap_err().to_string();
+        assert!(
+            error.contains("MP_GPU_PATH") && error.contains("'ipc'") && error.contains("staged"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn processes_are_on_their_own_host() {
+        let here = Host::here();
+        assert!(here.shares_memory_with(&Host::here()), "{here:?}");
+        assert!(here.shares_memory_with(&Host::from_bytes(here.as_bytes())));
+        let elsewhere = [here.as_bytes(), b"!"].concat();
+        assert!(!here.shares_memory_with(&Host::from_bytes(&elsewhere)));
     }
 }

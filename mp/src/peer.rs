@@ -1,282 +1,319 @@
-//! Messages under way to and from one rank.
+//! A rank, the messages under way to and from it, and which way each message takes: the FIFO or the queue pair.
 
-use std::ops::Range;
-use std::slice;
 use std::sync::Arc;
 
-use gdsync::verbs::Sge;
+use gdsync::mlx5::RemoteAddr;
+use gdsync::stream::{Batch, PreparedSend};
+use gdsync::verbs::{Completion, SendWr, Sge};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
-use crate::communicator::Registration;
 use crate::error::{Error, Result};
-use crate::held::Held;
-use crate::link::Link;
-use crate::request::{Message, Order, Request, Status};
-use crate::slots::Slots;
-
-/// A part of a message: bytes of registered memory.
-pub type Piece<'a> = (&'a Registration, Range<usize>);
+use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
+use crate::registration::Piece;
+use crate::shm_fifo::{FifoReceive, ShmFifo};
+use crate::transport::{DRAIN, Transport};
 
 /// A rank, and what is under way with it.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    pub(crate) link: Arc<Link>,
-    /// In each direction: not more than the queues remember.
-    held: [Mutex<Held>; 2],
+    pub(crate) transport: Transport,
+    pub(crate) fifo: Option<ShmFifo>,
+    /// By direction.
+    in_flight: [Mutex<InFlight>; 2],
 }
 
-/// Messages whose completions are taken together.
-pub(crate) const DRAIN: u64 = 32;
+/// A send that was started.
+pub(crate) enum Sent {
+    /// Through the FIFO: its length, and the send of the queue pair before it, if that is under way.
+    Fifo(usize, Option<Arc<InFlightOp>>),
+    Queue(Arc<InFlightOp>),
+}
 
-/// Which of the two directions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    Send = 0,
-    Recv = 1,
+/// A receive that was started.
+pub(crate) enum Received {
+    Fifo(Arc<FifoReceive>),
+    Queue(Arc<InFlightOp>),
+}
+
+/// Pieces as the device addresses them: mostly one.
+type Sges = SmallVec<[Sge; 2]>;
+
+/// Pieces that take an SGE: empty ones do not.
+fn count(pieces: &[Piece<'_>]) -> usize {
+    pieces.iter().filter(|(_, range)| !range.is_empty()).count()
 }
 
 impl Peer {
-    pub(crate) fn new(link: Link) -> Self {
-        Self { link: Arc::new(link), held: Default::default() }
+    pub(crate) fn new(transport: Transport) -> Self {
+        let fifo = transport.fifo.clone().map(ShmFifo::new);
+        Self { transport, fifo, in_flight: Default::default() }
     }
 
-    /// Puts a message into its queue by `post`, which gets its pieces and returns its place there, after recycling if the queue
-    /// is full. Its buffers are held until it is complete.
-    pub(crate) fn start<T>(
-        &self,
-        way: Way,
-        operation: &'static str,
-        pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, T)>,
-    ) -> Result<(Request, T)> {
-        self.hold(&mut self.held[way as usize].lock(), way, operation, pieces, post)
+    pub(crate) fn rank(&self) -> usize {
+        self.transport.rank
+    }
+
+    fn failed(&self, operation: &'static str, cause: gdsync::Error) -> Error {
+        Error::Message { rank: self.rank(), operation, cause }
     }
 
     /// The pieces of a message, which are not too many and lie inside their buffers.
-    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Vec<Sge>> {
-        if count(pieces) > self.link.pieces {
-            return Err(self.too_many(operation, pieces));
+    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Sges> {
+        if count(pieces) > self.transport.limits.pieces {
+            let cause = gdsync::Error::InvalidArgument {
+                what: "pieces of a message",
+                value: count(pieces).to_string(),
+                expected: "at most CommunicatorBuilder::max_pieces",
+            };
+            return Err(self.failed(operation, cause));
         }
-        pieces.iter().map(|piece| self.sge(piece)).collect()
+        pieces.iter().map(|(buffer, range)| buffer.sge(self.transport.intra_host, range)).collect()
     }
 
-    fn too_many(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Error {
-        let source = gdsync::Error::InvalidArgument {
-            what: "pieces of a message",
-            value: count(pieces).to_string(),
-            expected: "at most Builder::max_pieces",
-        };
-        self.failed(operation, source)
-    }
-
-    fn failed(&self, operation: &'static str, source: gdsync::Error) -> Error {
-        Error::Message { rank: self.link.rank, operation, source }
-    }
-
-    // Always, as Registration::sge.
-    #[inline(always)]
-    fn sge(&self, (buffer, range): &Piece<'_>) -> Result<Sge> {
-        buffer.sge(self.link.near, range)
-    }
-
-    fn hold<T>(
+    /// Posts an operation to a queue with `post`, after making room if the queue is full, and pins its buffers until it is complete.
+    pub(crate) fn post<T>(
         &self,
-        held: &mut Held,
-        way: Way,
+        direction: Direction,
         operation: &'static str,
         pieces: &[Piece<'_>],
-        mut post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, T)>,
-    ) -> Result<(Request, T)> {
-        let (one, several);
-        let (sges, bytes) = match pieces {
-            [piece] => {
-                one = self.sge(piece)?;
-                (slice::from_ref(&one), one.len as usize)
-            }
-            _ => {
-                several = self.sges(operation, pieces)?;
-                (&several[..], several.iter().map(|sge| sge.len as usize).sum())
-            }
-        };
-        let failed = |source| self.failed(operation, source);
-        held.prefetch();
-        // Held in the order of the queue, so that the oldest are recycled before the queue forgets them.
-        if self.under_way(way, held) >= self.link.depth {
-            self.make_room(way, held).map_err(failed)?;
-        }
-        // A result that is only passed on is copied, and that waits for its parts to be written.
-        let (place, posted) = match post(&self.link, sges) {
-            Ok(posted) => posted,
-            Err(error) => self.again(way, held, error, &mut || post(&self.link, sges)).map_err(failed)?,
-        };
-        let make = |message| Order::new(&self.link, &self.link.ends, way, None, message);
-        let message = Message { operation, place, places: 1, bytes };
-        let order = held.add(message, pieces, self.link.near, make);
-        if let (Way::Send, Some(slots)) = (way, &self.link.slots) {
-            slots.sent(&order);
-        }
-        Ok((Request::posted(order), posted))
+        post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
+    ) -> Result<(Arc<InFlightOp>, T)> {
+        let sges = self.sges(operation, pieces)?;
+        let mut in_flight = self.in_flight[direction as usize].lock();
+        self.post_locked(&mut in_flight, direction, operation, (pieces, &sges), post)
     }
 
-    /// Posts once more if it failed for lack of room that can be made.
-    #[cold]
-    fn again<T>(
+    fn post_locked<T>(
         &self,
-        way: Way,
-        held: &mut Held,
-        error: gdsync::Error,
-        post: &mut dyn FnMut() -> gdsync::Result<T>,
-    ) -> gdsync::Result<T> {
-        if !matches!(error, gdsync::Error::QueueFull { .. }) || self.under_way(way, held) >= self.link.depth {
-            return Err(error);
+        in_flight: &mut InFlight,
+        direction: Direction,
+        operation: &'static str,
+        (pieces, sges): (&[Piece<'_>], &[Sge]),
+        mut post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
+    ) -> Result<(Arc<InFlightOp>, T)> {
+        let failed = |cause| self.failed(operation, cause);
+        let depth = self.transport.limits.depth;
+        if self.under_way(direction, in_flight) >= depth {
+            self.make_room(direction, in_flight).map_err(failed)?;
         }
-        self.make_room(way, held)?;
-        post()
-    }
-
-    /// Lets go of what is complete, for one more message.
-    #[cold]
-    fn make_room(&self, way: Way, held: &mut Held) -> gdsync::Result<()> {
-        self.poll();
-        held.drop_newest(|order| order.completion().is_taken_back());
-        held.settle();
-        self.link.recycle_slots();
-        self.room(way, self.under_way(way, held))
-    }
-
-    /// Messages of one direction that are under way, of which these are held here.
-    fn under_way(&self, way: Way, held: &Held) -> usize {
-        let slots = self.link.slots.as_ref().filter(|_| way == Way::Recv);
-        held.places() + slots.map_or(0, Slots::under_way)
-    }
-
-    /// Sends a message through a slot, if there are any and it can now.
-    #[inline]
-    pub(crate) fn send(&self, pieces: &[Piece<'_>]) -> Result<Option<Request>> {
-        self.link.slots.as_ref().map_or(Ok(None), |slots| self.send_through(slots, pieces))
-    }
-
-    fn send_through(&self, slots: &Slots, pieces: &[Piece<'_>]) -> Result<Option<Request>> {
-        if self.link.is_ended() || !self.is_simple(pieces)? {
-            return Ok(None);
-        }
-        let sent = slots.send(pieces);
-        if sent.is_none() {
-            self.link.end_if_refused();
-        }
-        Ok(sent.map(|(bytes, after)| Request::copied(self.link.rank, bytes, after)))
-    }
-
-    /// Whether there are not too many pieces; they lie inside their buffers.
-    fn is_simple(&self, pieces: &[Piece<'_>]) -> Result<bool> {
-        for piece in pieces {
-            self.sge(piece)?;
-        }
-        Ok(count(pieces) <= self.link.pieces)
-    }
-
-    /// Starts a receive: through a slot if that is where its message comes, or else in the queue by `post`.
-    pub(crate) fn receive(
-        &self,
-        pieces: &[Piece<'_>],
-        post: impl FnMut(&Link, &[Sge]) -> gdsync::Result<(u64, ())>,
-    ) -> Result<Request> {
-        const RECEIVE: &str = "receive";
-        let held = &self.held[Way::Recv as usize];
-        let mut held = match &self.link.slots {
-            None => held.lock(),
-            Some(slots) => {
-                if !self.is_simple(pieces)? {
-                    return Err(self.too_many(RECEIVE, pieces));
-                }
-                let failed = |source| self.failed(RECEIVE, source);
-                if slots.may_receive()
-                    && let Some(kept) = slots.keep(&self.link, pieces).map_err(failed)?
-                {
-                    return Ok(Request::kept(&self.link, kept));
-                }
-                // While this is locked nobody else opens slots, nor posts a receive.
-                let mut held = held.lock();
-                slots.open(&self.link, pieces, || {
-                    held.settle();
-                    held.orders().cloned().collect()
-                });
-                if slots.may_receive()
-                    && let Some(kept) = slots.keep(&self.link, pieces).map_err(failed)?
-                {
-                    return Ok(Request::kept(&self.link, kept));
-                }
-                held
+        let posted = post(self, sges).or_else(|error| match error {
+            gdsync::Error::QueueFull { .. } if self.under_way(direction, in_flight) < depth => {
+                self.make_room(direction, in_flight)?;
+                post(self, sges)
             }
-        };
-        Ok(self.hold(&mut held, Way::Recv, RECEIVE, pieces, post)?.0)
+            other => Err(other),
+        });
+        let (completion, other) = posted.map_err(failed)?;
+        let bytes = sges.iter().map(|sge| sge.len as usize).sum();
+        let op = InFlightOp::new(direction, operation, completion, 1, bytes);
+        in_flight.push(op.clone(), pin(pieces, self.transport.intra_host));
+        Ok((op, other))
     }
 
-    fn room(&self, way: Way, held: usize) -> gdsync::Result<()> {
-        let link = &self.link;
-        if held < link.depth {
-            return Ok(());
+    /// Removes what is complete, to make room for one more message.
+    #[cold]
+    fn make_room(&self, direction: Direction, in_flight: &mut InFlight) -> gdsync::Result<()> {
+        self.drain();
+        in_flight.drop_taken_back();
+        in_flight.retire();
+        self.fifo.iter().for_each(|fifo| _ = fifo.recycle(&self.transport));
+        match self.under_way(direction, in_flight) {
+            outstanding if outstanding < self.transport.limits.depth => Ok(()),
+            outstanding => self.transport.refuse_full(direction, outstanding),
         }
-        let (qp, queue) = match way {
-            Way::Send => (&link.ends.send, "send queue"),
-            Way::Recv => (&link.ends.recv, "receive queue"),
-        };
-        qp.check()?;
-        let (outstanding, depth) = (held as u64, link.depth as u64);
-        Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth, untaken: 0 })
     }
 
-    /// Recycles, and refuses unless `count` more messages can be started.
-    pub(crate) fn has_room(&self, way: Way, count: usize, operation: &'static str) -> Result<()> {
-        self.recycle();
-        let held = self.under_way(way, &self.held[way as usize].lock());
-        let depth = self.link.depth;
-        let room = if held + count <= depth { Ok(()) } else { self.room(way, depth) };
-        room.map_err(|source| self.failed(operation, source))
+    /// Messages of one direction that are under way, those of the queue included.
+    fn under_way(&self, direction: Direction, in_flight: &InFlight) -> usize {
+        let fifo = self.fifo.as_ref().filter(|_| direction == Direction::Recv);
+        in_flight.wqes() + fifo.map_or(0, ShmFifo::under_way)
     }
 
     /// Takes completions, so that the queues have room again.
-    fn poll(&self) {
-        [Way::Send, Way::Recv].into_iter().for_each(|way| self.link.queue(way).drain());
+    fn drain(&self) {
+        [Direction::Send, Direction::Recv]
+            .into_iter()
+            .for_each(|direction| self.transport.cq(direction).drain());
     }
 
-    /// A message was seen to be complete: lets it and those before it go, and takes the completions of its queue now and then.
-    pub(crate) fn finish(&self, order: &Arc<Order>, status: Status) {
-        let (way, index) = (order.way(), order.index());
-        if matches!(way, Way::Recv) {
-            self.link.credits.arrived(index);
+    /// Refuses unless `count` more messages can be started.
+    ///
+    /// # Errors
+    /// [`Error::Message`], with [`gdsync::Error::QueueFull`] or what ended the connection.
+    pub(crate) fn check_room(
+        &self,
+        direction: Direction,
+        count: usize,
+        operation: &'static str,
+    ) -> Result<()> {
+        self.recycle();
+        let under_way = self.under_way(direction, &self.in_flight[direction as usize].lock());
+        let depth = self.transport.limits.depth;
+        if under_way + count <= depth {
+            return Ok(());
         }
-        self.held[way as usize].lock().finish(order, status.bytes);
-        if index.is_multiple_of(DRAIN) {
-            self.link.queue(way).drain();
+        self.transport.refuse_full(direction, depth).map_err(|cause| self.failed(operation, cause))
+    }
+
+    /// Sends a message by the CPU.
+    pub(crate) fn send(&self, pieces: &[Piece<'_>]) -> Result<Sent> {
+        const SEND: &str = "send";
+        let sges = self.sges(SEND, pieces)?;
+        if let Some(fifo) = &self.fifo
+            && !self.transport.has_ended()
+        {
+            if let Some((bytes, after)) = fifo.send(pieces) {
+                return Ok(Sent::Fifo(bytes, after));
+            }
+            self.transport.fail_if_refused();
+        }
+        let post = |peer: &Self, sges: &[Sge]| {
+            let send = || peer.transport.send(sges);
+            let completion = match &peer.fifo {
+                None => send()?,
+                Some(fifo) => fifo.send_by_queue(Some(pieces), || {
+                    let completion = send()?;
+                    let number = peer.transport.message_number(completion.index());
+                    Ok((completion, Some(number)))
+                })?,
+            };
+            Ok((completion, ()))
+        };
+        let mut in_flight = self.in_flight[Direction::Send as usize].lock();
+        let (op, ()) = self.post_locked(&mut in_flight, Direction::Send, SEND, (pieces, &sges), post)?;
+        self.set_last(&op);
+        Ok(Sent::Queue(op))
+    }
+
+    /// Starts a message that a stream sends, with `post`.
+    pub(crate) fn send_with<T>(
+        &self,
+        operation: &'static str,
+        pieces: &[Piece<'_>],
+        post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
+    ) -> Result<(Arc<InFlightOp>, T)> {
+        let sges = self.sges(operation, pieces)?;
+        let mut in_flight = self.in_flight[Direction::Send as usize].lock();
+        let (op, other) =
+            self.post_locked(&mut in_flight, Direction::Send, operation, (pieces, &sges), post)?;
+        self.set_last(&op);
+        Ok((op, other))
+    }
+
+    /// To be called before the next message can be sent.
+    fn set_last(&self, op: &Arc<InFlightOp>) {
+        self.fifo.iter().for_each(|fifo| fifo.set_last(op));
+    }
+
+    /// Prepares a send that a stream starts.
+    pub(crate) fn prepare_send(&self, sges: &[Sge]) -> gdsync::Result<PreparedSend> {
+        match &self.fifo {
+            Some(fifo) => fifo.send_by_queue(None, || Ok((self.transport.prepare_send(sges)?, None))),
+            None => self.transport.prepare_send(sges),
         }
     }
 
-    /// Takes completions, lets buffers go, and asks a silent rank whether it is there if something is under way.
+    /// Adds a send to a batch.
+    pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
+        Ok(self.transport.send_in_batch(batch, self.prepare_send(sges)?))
+    }
+
+    /// Starts to read from memory of the rank into a piece, by the queue of the messages.
+    pub(crate) fn read(
+        &self,
+        operation: &'static str,
+        from: RemoteAddr,
+        into: Piece<'_>,
+    ) -> Result<Arc<InFlightOp>> {
+        let post =
+            |peer: &Self, sges: &[Sge]| Ok((peer.transport.post_one_sided(SendWr::read(from, sges))?, ()));
+        Ok(self.post(Direction::Send, operation, &[into], post)?.0)
+    }
+
+    /// Starts to write a piece to memory of the rank, by the queue of the messages.
+    pub(crate) fn write(
+        &self,
+        operation: &'static str,
+        piece: Piece<'_>,
+        to: RemoteAddr,
+    ) -> Result<Arc<InFlightOp>> {
+        let post =
+            |peer: &Self, sges: &[Sge]| Ok((peer.transport.post_one_sided(SendWr::write(to, sges))?, ()));
+        Ok(self.post(Direction::Send, operation, &[piece], post)?.0)
+    }
+
+    /// Starts a receive: in the FIFO if its message comes there, or else in the queue pair.
+    pub(crate) fn receive(&self, pieces: &[Piece<'_>]) -> Result<Received> {
+        const RECEIVE: &str = "receive";
+        let sges = self.sges(RECEIVE, pieces)?;
+        let failed = |cause| self.failed(RECEIVE, cause);
+        let transport = &self.transport;
+        let by_fifo = |fifo: &ShmFifo| match fifo.may_receive() {
+            true => fifo.receive(transport, pieces).map_err(failed),
+            false => Ok(None),
+        };
+        if let Some(fifo) = &self.fifo
+            && let Some(receive) = by_fifo(fifo)?
+        {
+            return Ok(Received::Fifo(receive));
+        }
+        // While this is locked nobody else opens the FIFO, or posts a receive.
+        let mut in_flight = self.in_flight[Direction::Recv as usize].lock();
+        if let Some(fifo) = &self.fifo {
+            fifo.maybe_open(transport, pieces, || {
+                in_flight.retire();
+                in_flight.ops().cloned().collect()
+            });
+            if let Some(receive) = by_fifo(fifo)? {
+                return Ok(Received::Fifo(receive));
+            }
+        }
+        let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive(sges)?, ()));
+        let (op, ()) = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE, (pieces, &sges), post)?;
+        Ok(Received::Queue(op))
+    }
+
+    /// Somebody has seen that a message is complete: removes it and those before it, and takes completions now and then.
+    pub(crate) fn finish(&self, op: &InFlightOp) {
+        if op.direction == Direction::Recv {
+            self.transport.credits.arrived(op.index());
+        }
+        self.in_flight[op.direction as usize].lock().retire_until(op);
+        if op.index().is_multiple_of(DRAIN) {
+            self.transport.cq(op.direction).drain();
+        }
+    }
+
+    /// Takes what has come through the FIFO. Returns whether receives wait for more.
+    pub(crate) fn take(&self) -> bool {
+        self.fifo.as_ref().is_some_and(|fifo| fifo.take(&self.transport, true))
+    }
+
+    /// As [`Peer::take`], and drops what is over. Returns whether receives are under way in the FIFO.
+    pub(crate) fn recycle_fifo(&self) -> bool {
+        self.fifo.as_ref().is_some_and(|fifo| fifo.recycle(&self.transport))
+    }
+
+    /// Announces receives, and takes what has come, by the watchdog. Returns whether it must poll.
+    pub(crate) fn watch(&self) -> bool {
+        self.transport.credits.catch_up();
+        self.fifo.as_ref().is_some_and(|fifo| fifo.watch(&self.transport))
+    }
+
+    /// Takes completions, releases buffers, and asks a silent rank whether it is alive if anything is under way.
     pub(crate) fn recycle(&self) {
-        self.poll();
-        let mut under_way = false;
-        for held in &self.held {
-            let mut held = held.lock();
-            held.drop_newest(|order| order.completion().is_taken_back());
-            held.settle();
-            under_way |= !held.is_empty();
+        self.drain();
+        let mut is_awaited = false;
+        for in_flight in &self.in_flight {
+            let mut in_flight = in_flight.lock();
+            in_flight.drop_taken_back();
+            in_flight.retire();
+            is_awaited |= !in_flight.is_empty();
         }
-        under_way |= self.link.recycle_slots();
-        if under_way || self.link.is_awaited_beside() || self.link.check().is_err() {
-            self.link.tend();
+        is_awaited |= self.recycle_fifo();
+        if is_awaited || self.transport.has_awaited_companions() || self.transport.check().is_err() {
+            self.transport.tend();
         }
     }
-}
-
-impl Drop for Peer {
-    /// What is under way is held by its requests alone from here on, and holds the connection itself.
-    fn drop(&mut self) {
-        self.link.slots.iter().for_each(Slots::forget_orders);
-    }
-}
-
-/// Pieces that take room: empty ones do not.
-fn count(pieces: &[Piece<'_>]) -> usize {
-    pieces.iter().filter(|(_, range)| !range.is_empty()).count()
 }

@@ -1,90 +1,42 @@
-//! Messages under way.
+//! Requests: messages and one-sided operations under way.
 
-use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::verbs::Completion;
 
-use crate::deadline::Deadline;
-use crate::ends::Ends;
 use crate::error::{Error, Result};
-use crate::link::{Link, SILENCE};
-use crate::peer::Way;
-use crate::slots::Receive;
-use crate::window::Lane;
+use crate::in_flight::{Direction, InFlightOp};
+use crate::peer::{Peer, Received, Sent};
+use crate::rma_queue::RmaQueue;
+use crate::shm_fifo::{FifoReceive, ShmFifo};
+use crate::transport::{SILENCE, Transport};
+use crate::wait::Deadline;
 
-/// A message under way. Dropping it detaches: the message goes on, its resources come back by themselves.
+/// The domain of the ranges that profilers show.
+pub(crate) static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");
+
+/// A message under way. Dropping it detaches: the message goes on, and its resources are released by themselves.
 #[derive(Clone, Debug)]
 #[must_use = "a message nobody waits for may fail unnoticed"]
 pub struct Request {
     rank: usize,
-    pub(crate) part: Part,
+    state: State,
 }
 
-/// Which way it takes.
+/// Where it is under way.
 #[derive(Clone, Debug)]
-pub(crate) enum Part {
-    /// Through a queue pair.
-    Posted(Arc<Order>),
-    /// It was sent through a slot, and is complete.
-    Copied(usize),
-    /// The same, but complete only with what was sent before it.
-    Behind(Arc<Order>, usize),
-    /// A receive of what comes through a slot, if slots do not close before.
-    Kept(Arc<Link>, Arc<Receive>),
-}
-
-/// A message in a queue.
-#[derive(Debug)]
-pub(crate) struct Message {
-    pub(crate) operation: &'static str,
-    /// The place in its queue.
-    pub(crate) place: u64,
-    /// How many places it takes: that one and those right before it.
-    pub(crate) places: u32,
-    pub(crate) bytes: usize,
-}
-
-/// What a message of a queue pair is, and where it went. There are no weak pointers to it: [`Held`](crate::held::Held) counts
-/// on that.
-pub(crate) struct Order {
-    /// Here rather than in each request, which then counts as one holder of one thing.
-    link: Arc<Link>,
-    way: Way,
-    pub(crate) places: u32,
-    /// The connection, if it is an operation of a window.
-    pub(crate) lane: Option<Weak<Lane>>,
-    operation: &'static str,
-    completion: Completion,
-    bytes: usize,
-    /// How many bytes came of it, from before the queue forgets.
-    pub(crate) kept: Kept,
-}
-
-/// A number of bytes that becomes known once.
-#[derive(Debug)]
-pub(crate) struct Kept(AtomicU64);
-
-impl Kept {
-    const UNKNOWN: u64 = u64::MAX;
-
-    fn get(&self) -> Option<usize> {
-        let bytes = self.0.load(Ordering::Relaxed);
-        (bytes != Self::UNKNOWN).then(|| usize::try_from(bytes).expect("it was one"))
-    }
-
-    #[inline]
-    pub(crate) fn set(&self, bytes: usize) {
-        self.0.store(bytes as u64, Ordering::Relaxed);
-    }
-}
-
-impl Default for Kept {
-    fn default() -> Self {
-        Self(AtomicU64::new(Self::UNKNOWN))
-    }
+enum State {
+    /// In a queue of the rank's queue pair.
+    Queue(Arc<Peer>, Arc<InFlightOp>),
+    /// In a queue of a window.
+    Rma(Arc<RmaQueue>, Arc<InFlightOp>),
+    /// Sent through the FIFO, and complete.
+    Sent(usize),
+    /// The same, but complete only after a send of the queue pair.
+    SentAfter(Arc<Peer>, Arc<InFlightOp>, usize),
+    /// A receive of the FIFO, which may be posted to the queue pair later.
+    Fifo(Arc<Peer>, Arc<FifoReceive>),
 }
 
 /// A message that is complete.
@@ -96,115 +48,56 @@ pub struct Status {
     pub bytes: usize,
 }
 
-/// Without the connection, which has orders.
-impl fmt::Debug for Order {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { way, operation, completion, bytes, .. } = self;
-        write!(f, "Order {{ {way:?}, {operation}, {bytes} bytes, {completion:?} }}")
-    }
-}
-
-impl Order {
-    /// Of a message of these ends.
-    #[cold]
-    pub(crate) fn new(
-        link: &Arc<Link>,
-        ends: &Ends,
-        way: Way,
-        lane: Option<Weak<Lane>>,
-        Message { operation, place, places, bytes }: Message,
-    ) -> Self {
-        let completion = match way {
-            Way::Send => ends.send.send_completion(place),
-            Way::Recv => ends.recv.recv_completion(place),
-        };
-        Self { link: link.clone(), way, places, lane, operation, completion, bytes, kept: Kept::default() }
-    }
-
-    /// The same of another message of the queue.
-    #[inline]
-    pub(crate) fn renew(&mut self, Message { operation, place, places, bytes }: Message) {
-        self.completion.renew(place);
-        (self.operation, self.places, self.bytes, self.kept) = (operation, places, bytes, Kept::default());
-    }
-
-    pub(crate) fn way(&self) -> Way {
-        self.way
-    }
-
-    pub(crate) fn completion(&self) -> &Completion {
-        &self.completion
-    }
-
-    /// The place in its queue.
-    #[inline]
-    pub(crate) fn index(&self) -> u64 {
-        self.completion.index()
-    }
-
-    /// Bytes sent or received, or `None` while it is under way.
-    pub(crate) fn outcome(&self) -> gdsync::Result<Option<usize>> {
-        if let Some(len) = self.completion.known_len() {
-            return Ok(Some(if self.way == Way::Send { self.bytes } else { len as usize }));
-        }
-        match self.completion.status() {
-            Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { self.bytes } else { wc.byte_len as usize })),
-            // Success that was kept, if the queue has only forgotten it.
-            Err(gdsync::Error::Forgotten { .. }) if self.kept.get().is_some() => Ok(self.kept.get()),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Whether it is over; what came of it is kept, as the queue may forget it.
-    pub(crate) fn keep(&self) -> bool {
-        match self.outcome() {
-            Ok(None) => false,
-            Ok(Some(bytes)) => {
-                self.kept.set(bytes);
-                true
-            }
-            // The queue pair is broken, and stays so.
-            Err(_) => true,
-        }
-    }
-
-    fn is_message(&self, way: Way) -> bool {
-        self.lane.is_none() && self.way == way
-    }
+/// The FIFO of a receive that is in it.
+fn fifo_of(peer: &Peer) -> &ShmFifo {
+    peer.fifo.as_ref().expect("only a FIFO makes such receives")
 }
 
 impl Request {
     #[inline]
-    pub(crate) fn posted(order: Arc<Order>) -> Self {
-        Self { rank: order.link.rank, part: Part::Posted(order) }
+    pub(crate) fn queued(peer: &Arc<Peer>, op: Arc<InFlightOp>) -> Self {
+        Self { rank: peer.rank(), state: State::Queue(peer.clone(), op) }
+    }
+
+    pub(crate) fn rma(queue: &Arc<RmaQueue>, op: Arc<InFlightOp>) -> Self {
+        Self { rank: queue.peer.rank(), state: State::Rma(queue.clone(), op) }
     }
 
     #[inline]
-    pub(crate) fn copied(rank: usize, bytes: usize, after: Option<Arc<Order>>) -> Self {
-        let part = match after {
-            None => Part::Copied(bytes),
-            Some(before) => Part::Behind(before, bytes),
+    pub(crate) fn sent(peer: &Arc<Peer>, sent: Sent) -> Self {
+        let state = match sent {
+            Sent::Queue(op) => State::Queue(peer.clone(), op),
+            Sent::Fifo(bytes, None) => State::Sent(bytes),
+            Sent::Fifo(bytes, Some(op)) => State::SentAfter(peer.clone(), op, bytes),
         };
-        Self { rank, part }
+        Self { rank: peer.rank(), state }
     }
 
     #[inline]
-    pub(crate) fn kept(link: &Arc<Link>, receive: Arc<Receive>) -> Self {
-        Self { rank: link.rank, part: Part::Kept(link.clone(), receive) }
+    pub(crate) fn received(peer: &Arc<Peer>, received: Received) -> Self {
+        let state = match received {
+            Received::Queue(op) => State::Queue(peer.clone(), op),
+            Received::Fifo(receive) => State::Fifo(peer.clone(), receive),
+        };
+        Self { rank: peer.rank(), state }
     }
 
-    /// The connection, unless nothing is under way any more.
-    pub(crate) fn link(&self) -> Option<&Link> {
-        match &self.part {
-            Part::Posted(order) | Part::Behind(order, _) => Some(&order.link),
-            Part::Kept(link, _) => Some(link),
-            Part::Copied(_) => None,
+    /// The peer, unless nothing is under way any more.
+    pub(crate) fn peer(&self) -> Option<&Arc<Peer>> {
+        match &self.state {
+            State::Queue(peer, _) | State::SentAfter(peer, ..) | State::Fifo(peer, _) => Some(peer),
+            State::Rma(queue, _) => Some(&queue.peer),
+            State::Sent(_) => None,
         }
+    }
+
+    fn transport(&self) -> Option<&Transport> {
+        self.peer().map(|peer| &peer.transport)
     }
 
     /// Whether it is a message, not an operation of a window.
     pub(crate) fn is_message(&self) -> bool {
-        !matches!(&self.part, Part::Posted(order) if order.lane.is_some())
+        !matches!(self.state, State::Rma(..))
     }
 
     /// The rank at the other end.
@@ -212,7 +105,7 @@ impl Request {
         self.rank
     }
 
-    /// Whether the message is complete; `None` while it is under way. A complete send may be overwritten.
+    /// Whether the message is complete; `None` while it is under way. The buffer of a complete send may be overwritten.
     ///
     /// # Errors
     /// [`Error::Message`] names the rank and why it failed.
@@ -221,72 +114,69 @@ impl Request {
         Ok(bytes.map(|bytes| self.status(bytes)))
     }
 
-    /// As [`Request::test`], for those who look again and again: of what comes through slots it looks at the next one only, so
-    /// that the sender is not disturbed. Now and then they must test.
+    /// As [`Request::test`], for callers that poll: of the FIFO it reads the next cell only, to leave the sender's cache lines alone.
+    /// They must test now and then.
     #[inline]
-    pub(crate) fn peek(&self) -> Result<Option<Status>> {
-        match &self.part {
-            Part::Kept(link, receive)
-                if receive.is_kept()
-                    && let Some(slots) = &link.slots =>
-            {
-                slots.take_next(link);
-                Ok(receive.known().map(|bytes| self.status(bytes)))
+    pub(crate) fn poll(&self) -> Result<Option<Status>> {
+        match &self.state {
+            State::Fifo(peer, receive) if receive.is_queued() => {
+                fifo_of(peer).take_next(&peer.transport);
+                Ok(receive.len().map(|bytes| self.status(bytes)))
             }
             _ => self.test(),
         }
     }
 
     fn outcome(&self) -> gdsync::Result<Option<usize>> {
-        match &self.part {
-            Part::Posted(order) => {
-                // What came before it through slots is complete before it.
-                if order.is_message(Way::Recv) {
-                    order.link.take();
+        match &self.state {
+            State::Queue(peer, op) => {
+                if op.direction == Direction::Recv {
+                    // What came through the FIFO before it is complete before it.
+                    peer.take();
                 }
-                order.outcome()
+                op.outcome()
             }
-            Part::Copied(bytes) => Ok(Some(*bytes)),
-            Part::Behind(before, bytes) => Ok(before.outcome()?.map(|_| *bytes)),
-            Part::Kept(link, receive) => {
-                if receive.known().is_none() {
-                    link.take();
+            State::Rma(_, op) => op.outcome(),
+            State::Sent(bytes) => Ok(Some(*bytes)),
+            State::SentAfter(_, op, bytes) => Ok(op.outcome()?.map(|_| *bytes)),
+            State::Fifo(peer, receive) => {
+                if receive.len().is_none() {
+                    peer.take();
                 }
                 match receive.outcome()? {
-                    None if receive.is_kept() => link.outcome_at_end(receive),
+                    None if receive.is_queued() => fifo_of(peer).outcome_at_end(&peer.transport, receive),
                     known => Ok(known),
                 }
             }
         }
     }
 
-    /// Blocks until the message is complete. Now and then it asks whether the other rank is still there.
+    /// Blocks until the message is complete. Now and then it asks whether the other rank is alive.
     ///
     /// # Errors
-    /// As [`Request::test`], and [`gdsync::Error::Deadline`] inside after `timeout`: the message goes on.
+    /// [`Error::Message`] names the rank and why the message failed; with [`gdsync::Error::Deadline`] inside after `timeout`: the
+    /// message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
         self.wait_and(timeout, || {
-            self.link().iter().for_each(|link| {
-                link.credits.catch_up_or_leave();
-            });
+            self.transport().iter().for_each(|transport| _ = transport.credits.catch_up_or_leave());
         })
     }
 
-    /// Tells the other rank of receives that were held back.
+    /// Announces receives that were held back.
     pub(crate) fn catch_up(&self) {
-        self.link().iter().for_each(|link| link.credits.catch_up());
+        self.transport().iter().for_each(|transport| transport.credits.catch_up());
     }
 
-    /// As [`Request::wait`], and calls `meanwhile` once unless it is complete soon.
+    /// As [`Request::wait`]. Calls `meanwhile` once unless the message is complete soon.
     #[inline]
     pub(crate) fn wait_and(&self, timeout: Duration, meanwhile: impl FnOnce()) -> Result<Status> {
-        let known = match &self.part {
-            Part::Copied(bytes) => Ok(Some(*bytes)),
-            Part::Kept(link, receive) => {
-                let _range = crate::DOMAIN.range(c"wait");
-                Ok(link.slots.as_ref().and_then(|slots| slots.wait_shortly(link, receive)))
+        let known = match &self.state {
+            State::Sent(bytes) => Ok(Some(*bytes)),
+            State::Fifo(peer, receive) => {
+                let _range = DOMAIN.range(c"wait");
+                Ok(fifo_of(peer).wait_shortly(&peer.transport, receive))
             }
-            Part::Posted(..) | Part::Behind(..) => self.outcome(),
+            State::Queue(..) | State::Rma(..) | State::SentAfter(..) => self.outcome(),
         };
         match known {
             Ok(Some(bytes)) => Ok(self.status(bytes)),
@@ -301,33 +191,32 @@ impl Request {
         timeout: Duration,
         meanwhile: impl FnOnce(),
     ) -> Result<Status> {
-        let bytes = match &self.part {
-            Part::Kept(link, receive) if let Some(slots) = &link.slots => {
-                let _range = crate::DOMAIN.range(c"wait");
-                let waited = slots.wait(link, receive, timeout, meanwhile);
-                waited.and_then(|waited| self.wait_long(timeout, waited))
+        let _range = DOMAIN.range(c"wait");
+        let bytes = match &self.state {
+            State::Fifo(peer, receive) => {
+                let waited = fifo_of(peer).wait(&peer.transport, receive, timeout, meanwhile);
+                waited.and_then(|waited| self.wait_in_queue(timeout, waited))
             }
             _ => known.and_then(|_| {
-                let _range = crate::DOMAIN.range(c"wait");
                 meanwhile();
-                self.wait_long(timeout, Duration::ZERO)
+                self.wait_in_queue(timeout, Duration::ZERO)
             }),
         };
         bytes.map(|bytes| self.status(bytes)).map_err(|error| self.failed(error))
     }
 
-    /// Waits for the completion, if there is one, after `waited`.
-    fn wait_long(&self, timeout: Duration, waited: Duration) -> gdsync::Result<usize> {
+    /// Waits for the completion of the queue pair, if there is one, after `waited`.
+    fn wait_in_queue(&self, timeout: Duration, waited: Duration) -> gdsync::Result<usize> {
         if let Some(bytes) = self.outcome()? {
             return Ok(bytes);
         }
-        let (Some(completion), Some(link)) = (self.completion(), self.link()) else {
+        let (Some(completion), Some(transport)) = (self.completion(), self.transport()) else {
             return Err(gdsync::Error::Deadline { what: "waiting for a message", after: timeout });
         };
         let deadline = Deadline::after(timeout.saturating_sub(waited));
         loop {
             match completion.wait(deadline.remaining().min(SILENCE)) {
-                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => link.tend(),
+                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => transport.tend(),
                 Err(gdsync::Error::Deadline { what, .. }) => {
                     return Err(gdsync::Error::Deadline { what, after: timeout });
                 }
@@ -340,56 +229,63 @@ impl Request {
     }
 
     fn completion(&self) -> Option<&Completion> {
-        match &self.part {
-            Part::Posted(order) | Part::Behind(order, _) => Some(order.completion()),
-            Part::Copied(_) => None,
-            Part::Kept(_, receive) => receive.bound(),
+        match &self.state {
+            State::Queue(_, op) | State::Rma(_, op) | State::SentAfter(_, op, _) => Some(&op.completion),
+            State::Sent(_) => None,
+            State::Fifo(_, receive) => receive.posted(),
         }
     }
 
     /// What a stream has to wait for; `None` where the message is complete.
     ///
     /// # Errors
-    /// As [`Request::test`].
+    /// [`Error::Message`] names the rank and why it failed.
     pub(crate) fn for_stream(&self) -> Result<Option<&Completion>> {
-        let link = match &self.part {
-            Part::Posted(order) if order.is_message(Way::Recv) => Some(&order.link),
-            Part::Kept(link, _) => Some(link),
-            Part::Posted(..) | Part::Copied(_) | Part::Behind(..) => None,
+        let peer = match &self.state {
+            State::Queue(peer, op) if op.direction == Direction::Recv => Some(peer),
+            State::Fifo(peer, _) => Some(peer),
+            State::Queue(..) | State::Rma(..) | State::Sent(_) | State::SentAfter(..) => None,
         };
-        if let Some(link) = link
-            && let Some(slots) = &link.slots
+        if let Some(peer) = peer
+            && let Some(fifo) = &peer.fifo
         {
-            slots.settle_for_stream(link).map_err(|error| self.failed(error))?;
+            fifo.settle_for_stream(&peer.transport).map_err(|error| self.failed(error))?;
         }
-        if !matches!(self.part, Part::Posted(..)) && self.test()?.is_some() {
+        if !matches!(self.state, State::Queue(..) | State::Rma(..)) && self.test()?.is_some() {
             return Ok(None);
         }
         Ok(self.completion())
     }
 
-    pub(crate) fn failed(&self, source: gdsync::Error) -> Error {
-        let source = match source {
-            // It went down with the connection: that has the reason.
+    /// Releases what the message held, once it is known to be complete.
+    pub(crate) fn finish(&self) {
+        match &self.state {
+            State::Queue(peer, op) => peer.finish(op),
+            State::Rma(queue, _) => queue.recycle(),
+            State::Fifo(peer, receive) if receive.posted().is_some() => _ = peer.recycle_fifo(),
+            State::Fifo(..) | State::Sent(_) | State::SentAfter(..) => {}
+        }
+    }
+
+    /// The error of this request for what a queue says.
+    pub(crate) fn failed(&self, cause: gdsync::Error) -> Error {
+        let cause = match cause {
+            // It was flushed with the connection, which has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
-                let lane = match &self.part {
-                    Part::Posted(order) => order.lane.as_ref(),
-                    Part::Copied(_) | Part::Behind(..) | Part::Kept(..) => None,
-                };
-                let known = match lane {
-                    Some(lane) => lane.upgrade().and_then(|lane| lane.ends.send.check().err()),
-                    None => self.link().and_then(|link| link.check().err()),
+                let known = match &self.state {
+                    State::Rma(queue, _) => queue.qp.send.check().err(),
+                    _ => self.transport().and_then(|transport| transport.check().err()),
                 };
                 known.unwrap_or(error.into())
             }
             other => other,
         };
-        let operation = match &self.part {
-            Part::Posted(order) => order.operation,
-            Part::Copied(_) | Part::Behind(..) => "send",
-            Part::Kept(..) => "receive",
+        let operation = match &self.state {
+            State::Queue(_, op) | State::Rma(_, op) => op.operation,
+            State::Sent(_) | State::SentAfter(..) => "send",
+            State::Fifo(..) => "receive",
         };
-        Error::Message { rank: self.rank, operation, source }
+        Error::Message { rank: self.rank, operation, cause }
     }
 
     #[inline]

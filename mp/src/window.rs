@@ -1,9 +1,4 @@
-//! Windows: memory that other ranks read and write by themselves.
-
-mod lane;
-mod rma;
-mod start;
-mod wait;
+//! Windows: memory that other ranks read and write without taking part, and the operations on them.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,46 +6,56 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
-use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::{Access, QpAddress};
+use gdsync::mlx5::{MAX_MESSAGE, RemoteAddr};
+use gdsync::stream::{Batch, Cond, Stream};
+use gdsync::verbs::{Access, Completion, Mr, Qp, QpAddress, SendWr, Sge};
+use smallvec::SmallVec;
 
-pub(crate) use lane::{Lane, Lanes};
-pub use rma::{MAX_INLINE, Rma, Signal};
-
-use crate::communicator::{Communicator, Registration};
-use crate::deadline::Deadline;
-use crate::ends::{Ends, agree, row};
+use crate::communicator::Communicator;
 use crate::error::{Error, Result};
+use crate::exchange::{agree, table_row};
 use crate::path::BufferPath;
+use crate::registration::{Piece, Registration, reversed};
+use crate::request::Request;
+use crate::rma_queue::RmaQueues;
+use crate::transport::QpPair;
+use crate::wait::Deadline;
+use crate::wait::wait_value64_and;
 
-/// Elements of a list of pieces that one work request takes: as many as need no more room than inline data.
+/// SGEs of a work request: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;
 
-/// A part of each rank's memory that all ranks may read and write by themselves. Clones share it; any thread may use it.
+/// Bytes that one SGE may have. A message may have no more either.
+const MAX_SGE: usize = MAX_MESSAGE as usize;
+
+/// Lists of one operation: mostly of one element.
+type Sges = SmallVec<[Sge; 1]>;
+type SendWrs<'a> = SmallVec<[SendWr<'a>; 2]>;
+
+/// A part of each rank's memory that all ranks may read and write without the owner. Clones share it; any thread may use it.
 ///
 /// Puts and signals from one rank to another take effect in the order they were started in. Gets and operations on words
 /// may be overtaken by what is started later, unless that says [`Rma::fence`].
 ///
-/// A window has connections of its own: it waits for no message and for no other window, and a stream that
-/// puts through it is in nobody's way. Windows that share them, so that their operations are ordered too, are made with
-/// [`Window::beside`].
+/// A window has queue pairs of its own: it waits for no message and for no other window, and streams that put through it block
+/// neither. [`Window::beside`] makes windows that share them, and so the order of operations.
 ///
-/// Where all ranks are on one host, and reach each other through a device for that ([`Communicator::path`]), so do windows. If
-/// any does not, all of a window goes through the device of the communicator: what two devices do to a word would not be in one
-/// step for each other.
+/// If all ranks are on one host and reach each other through the intra-host device ([`Communicator::path`]), windows use it too. If
+/// not, all of a window goes through the device of the communicator: operations of two devices on one word would not be atomic
+/// to each other.
 ///
-/// Dropping the last clone takes nothing back that is under way, but ends the others' access: see [`Window::destroy`].
+/// After the last clone is dropped, operations under way go on, but the other ranks lose access: see [`Window::destroy`].
 #[derive(Clone)]
 pub struct Window(Arc<Inner>);
 
 struct Inner {
     comm: Communicator,
-    /// The own part.
+    /// The part of this rank.
     registration: Registration,
     range: Range<usize>,
     /// The parts of all ranks.
     parts: Vec<Part>,
-    lanes: Arc<Lanes>,
+    queues: Arc<RmaQueues>,
 }
 
 /// The part of one rank.
@@ -104,40 +109,43 @@ impl Communicator {
     ) -> Result<Window> {
         let deadline = Deadline::after(timeout);
         let (rank, size) = (self.rank(), self.size());
-        let mut bootstrap = self.0.bootstrap.lock();
-        let near = self.0.is_all_near();
-        let ours = part(registration, &range, near).and_then(|part| {
+        let mut exchange = self.0.exchange.lock();
+        let intra_host = self.0.is_all_intra_host();
+        let (_, pd) = self.0.domain(intra_host);
+        let ours = part(registration, &range, intra_host).and_then(|part| {
             let build = || {
-                let queues = self.0.builder.queue_pair(self.0.plane(near).1).max_recv_wr(1);
+                let queues = self.0.settings.queues.build_qp(pd).max_recv_wr(1);
                 queues.max_send_sge(MAX_SGES).max_inline(MAX_INLINE)
             };
-            let ends = (0..size).map(|peer| Ends::build(peer == rank, build));
-            Ok((part, ends.collect::<gdsync::Result<Vec<_>>>()?))
+            let pairs = (0..size).map(|peer| QpPair::build(peer == rank, build));
+            Ok((part, pairs.collect::<gdsync::Result<Vec<_>>>()?))
         });
         let record = match &ours {
-            Ok((part, ends)) => {
-                let addresses = ends.iter().flat_map(|ends| ends.address().to_bytes());
+            Ok((part, pairs)) => {
+                let addresses = pairs.iter().flat_map(|pair| pair.address().to_bytes());
                 part.to_bytes().into_iter().chain(addresses).collect()
             }
             Err(_) => Vec::new(),
         };
-        let records = bootstrap.allgather(&record, deadline.remaining())?;
-        // What is wrong here all ranks see alike, and none goes on.
-        let ends = ours.map(|(_, ends)| ends)?;
+        let records = exchange.allgather(&record, deadline.remaining())?;
+        // An error here all ranks see alike, and none goes on.
+        let pairs = ours.map(|(_, pairs)| pairs)?;
         let parts = parts_of(&records)?;
-        let connect = |(peer, ((_, table), ends)): (usize, (&(Part, &[u8]), &Ends))| {
-            let failed = |source| Error::Message { rank: peer, operation: "connect a window", source };
-            let theirs = QpAddress::from_bytes(row(table, peer, rank, size)?).map_err(failed)?;
-            ends.name_ranks(rank, peer);
-            ends.connect(theirs).map_err(failed)
+        let connect = |(peer, ((_, table), pair)): (usize, (&(Part, &[u8]), &QpPair))| {
+            let failed = |cause| Error::Message { rank: peer, operation: "connect a window", cause };
+            let theirs = QpAddress::from_bytes(table_row(table, peer, rank, size)?).map_err(failed)?;
+            pair.name_ranks(rank, peer);
+            pair.connect(theirs).map_err(failed)
         };
-        let lanes = parts.iter().zip(&ends).enumerate().try_for_each(connect);
-        let lanes = lanes.and_then(|()| Lanes::new(self, near, ends));
+        let connected = parts.iter().zip(&pairs).enumerate().try_for_each(connect);
+        let depth = self.0.settings.queues.depth;
+        let queues = connected
+            .and_then(|()| RmaQueues::new(&self.0.peers, (intra_host, pd), depth, pairs, &self.0.rma));
         // Nobody may write before everybody is connected.
-        let lanes = agree(&mut **bootstrap, lanes, "its window", &deadline)?;
-        drop(bootstrap);
+        let queues = agree(&mut **exchange, queues, "its window", &deadline)?;
+        drop(exchange);
         let parts = parts.into_iter().map(|(part, _)| part).collect();
-        Ok(Window::of(self, registration, range, parts, lanes))
+        Ok(Window::of(self, registration, range, parts, queues))
     }
 }
 
@@ -156,12 +164,12 @@ impl Window {
     ) -> Result<Self> {
         let deadline = Deadline::after(timeout);
         let comm = &self.0.comm;
-        let ours = part(registration, &range, self.0.lanes.near);
+        let ours = part(registration, &range, self.0.queues.intra_host);
         let record = ours.as_ref().map(|part| part.to_bytes().to_vec()).unwrap_or_default();
-        let records = comm.0.bootstrap.lock().allgather(&record, deadline.remaining())?;
+        let records = comm.0.exchange.lock().allgather(&record, deadline.remaining())?;
         ours?;
         let parts = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
-        Ok(Self::of(comm, registration, range, parts, self.0.lanes.clone()))
+        Ok(Self::of(comm, registration, range, parts, self.0.queues.clone()))
     }
 
     fn of(
@@ -169,11 +177,11 @@ impl Window {
         registration: &Registration,
         range: Range<usize>,
         parts: Vec<Part>,
-        lanes: Arc<Lanes>,
+        queues: Arc<RmaQueues>,
     ) -> Self {
-        lanes.lead_to(registration.memory());
+        queues.lead_to(registration.memory());
         let (comm, registration) = (comm.clone(), registration.clone());
-        Self(Arc::new(Inner { comm, registration, range, parts, lanes }))
+        Self(Arc::new(Inner { comm, registration, range, parts, queues }))
     }
 
     /// Ends the window after all that is under way: waits for the own operations, then for all ranks, which must call
@@ -183,27 +191,27 @@ impl Window {
     /// As [`Window::flush_all`] and [`Communicator::barrier`].
     pub fn destroy(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        let flushed = self.0.lanes.flush(&deadline);
+        let flushed = self.0.queues.flush(&deadline);
         let met = self.0.comm.barrier(deadline.remaining());
         flushed.and(met)
     }
 
-    /// The ranks that share it.
+    /// The communicator of the ranks that share it.
     pub fn communicator(&self) -> &Communicator {
         &self.0.comm
     }
 
     /// What a put of the bytes `range` of `buffer` would take to a rank now, and why: as [`Communicator::path_of`], by the device
-    /// of the window. What a get brings leaves the target as the target's [`Communicator::path_of`] says, but that nothing is
-    /// fetched by a copy engine of the receiver: it is staged.
+    /// of the window. Data of a get leaves the target as the target's [`Communicator::path_of`] says, but is staged where that names
+    /// a copy engine of the receiver.
     ///
     /// # Errors
     /// As [`Communicator::path_of`].
     pub fn path_of(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<BufferPath> {
-        let Inner { comm, lanes, .. } = &*self.0;
+        let Inner { comm, queues, .. } = &*self.0;
         self.part(rank)?;
-        let path = comm.path(rank)?.of_windows(lanes.near, comm.context());
-        BufferPath::new(path, &lanes.lanes[rank].ends.send, buffer, &range)
+        let path = comm.path(rank)?.of_windows(queues.intra_host, comm.context());
+        BufferPath::new(path, &queues.queues[rank].qp.send, buffer, &range)
     }
 
     /// Bytes of the window of a rank.
@@ -227,7 +235,7 @@ impl Window {
     /// As [`Window::word32`], of 64 bits.
     ///
     /// # Errors
-    /// As [`Window::word32`].
+    /// As [`Window::word32`], for an address that is not a multiple of 8.
     pub fn word64(&self, offset: usize) -> Result<Word64> {
         Ok(self.0.registration.memory().word64(self.own("word", offset, 8)?)?)
     }
@@ -238,18 +246,15 @@ impl Window {
         Ok(self.0.range.start + offset)
     }
 
-    #[inline(always)]
     fn part(&self, rank: usize) -> Result<&Part> {
         let parts = &self.0.parts;
         match parts.get(rank) {
             Some(part) => Ok(part),
-            // Made only here: what is made for nothing has to be dropped.
             None => Err(Error::NoSuchRank { rank, size: parts.len() }),
         }
     }
 
     /// Where `len` bytes at `offset` of the window of a rank are.
-    #[inline(always)]
     fn remote(&self, operation: &'static str, rank: usize, offset: usize, len: usize) -> Result<RemoteAddr> {
         let &Part { at, size } = self.part(rank)?;
         if offset.checked_add(len).is_none_or(|end| end > size) {
@@ -260,31 +265,27 @@ impl Window {
 }
 
 /// The part of this rank.
-fn part(registration: &Registration, range: &Range<usize>, near: bool) -> Result<Part> {
+fn part(registration: &Registration, range: &Range<usize>, intra_host: bool) -> Result<Part> {
     let size = registration.memory().len();
-    let registration = registration.on(near);
+    let registration = registration.mr(intra_host);
     let access = registration.access();
     if access != Access::all() {
         return Err(Error::Device(gdsync::Error::InvalidArgument {
             what: "the registration of the window",
             value: format!("one from the cache, for {access:?}"),
-            expected: "one of Communicator::register: peers have no rights to what is cached",
+            expected: "one of Communicator::register: peers have no access to cached registrations",
         }));
     }
     match range.end.checked_sub(range.start) {
         Some(len) if range.end <= size => Ok(Part { at: registration.remote(range.start)?, size: len }),
         Some(len) => Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into()),
-        None => Err(Error::Device(gdsync::Error::InvalidArgument {
-            what: "the range of the window",
-            value: format!("{range:?}"),
-            expected: "one that does not end before it starts",
-        })),
+        None => Err(reversed(range).into()),
     }
 }
 
 /// The parts of all ranks, and what follows them in their records.
 fn parts_of(records: &[Vec<u8>]) -> Result<Vec<(Part, &[u8])>> {
-    let part = |(rank, record): (usize, &'_ Vec<u8>)| {
+    let part = |(rank, record): (usize, &Vec<u8>)| {
         let (what, fix) = match record.is_empty() {
             true => ("it could not make its part of the window", "see the error of that rank"),
             false => ("its part of the window has a wrong form", "run the same version everywhere"),
@@ -295,4 +296,543 @@ fn parts_of(records: &[Vec<u8>]) -> Result<Vec<(Part, &[u8])>> {
     };
     let parts = records.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?;
     Ok(parts.into_iter().map(|(part, rank)| (part, &records[rank][Part::BYTES..])).collect())
+}
+
+/// The most bytes [`Rma::put_bytes`] takes.
+pub const MAX_INLINE: usize = 64;
+
+/// An operation on the window of a rank, for [`Window::start`], [`Window::start_on_stream`] or [`Window::start_in_batch`]. The
+/// target's CPU takes no part in it.
+///
+/// Offsets are in bytes from the start of the target's window. Words are 64 bits wide, their offsets multiples of 8 if
+/// the window begins at one.
+#[derive(Clone, Debug)]
+#[must_use = "it does nothing until it is started"]
+pub struct Rma<'a> {
+    rank: usize,
+    offset: usize,
+    what: What<'a>,
+    signal: Option<Signal<'a>>,
+    fence: bool,
+}
+
+/// What an operation does at the target.
+#[derive(Clone, Debug)]
+enum What<'a> {
+    Put(Pieces<'a>),
+    PutBytes(&'a [u8]),
+    Get(Pieces<'a>),
+    Add { add: u64, result: Option<Piece<'a>> },
+    CompareSwap { compare: u64, swap: u64, result: Piece<'a> },
+    Signal,
+}
+
+/// A word in a registration.
+fn word(into: &Registration, at: usize) -> Piece<'_> {
+    (into, at..at.saturating_add(8))
+}
+
+/// Local bytes, in order.
+#[derive(Clone, Debug)]
+enum Pieces<'a> {
+    One(Piece<'a>),
+    Many(&'a [Piece<'a>]),
+}
+
+impl<'a> Pieces<'a> {
+    fn list(&self) -> &[Piece<'a>] {
+        match self {
+            Self::One(piece) => std::slice::from_ref(piece),
+            Self::Many(pieces) => pieces,
+        }
+    }
+}
+
+impl<'a> Rma<'a> {
+    fn new(rank: usize, offset: usize, what: What<'a>) -> Self {
+        Self { rank, offset, what, signal: None, fence: false }
+    }
+
+    /// Writes the bytes `range` of `from` to `offset`.
+    pub fn put(from: &'a Registration, range: Range<usize>, rank: usize, offset: usize) -> Self {
+        Self::new(rank, offset, What::Put(Pieces::One((from, range))))
+    }
+
+    /// Writes pieces of local memory, one after the other, to `offset`.
+    pub fn put_vectored(pieces: &'a [Piece<'a>], rank: usize, offset: usize) -> Self {
+        Self::new(rank, offset, What::Put(Pieces::Many(pieces)))
+    }
+
+    /// Writes bytes, at most [`MAX_INLINE`], to `offset`. They are copied when the operation is started or added to a
+    /// batch, and need no registration.
+    pub fn put_bytes(bytes: &'a [u8], rank: usize, offset: usize) -> Self {
+        Self::new(rank, offset, What::PutBytes(bytes))
+    }
+
+    /// Reads as many bytes from `offset` as `range` has, into those bytes of `into`.
+    pub fn get(into: &'a Registration, range: Range<usize>, rank: usize, offset: usize) -> Self {
+        Self::new(rank, offset, What::Get(Pieces::One((into, range))))
+    }
+
+    /// Reads bytes from `offset` into pieces of local memory, one after the other.
+    pub fn get_vectored(pieces: &'a [Piece<'a>], rank: usize, offset: usize) -> Self {
+        Self::new(rank, offset, What::Get(Pieces::Many(pieces)))
+    }
+
+    /// Adds to the word at `offset`, atomically to other operations through windows, and wraps.
+    pub fn accumulate(add: u64, rank: usize, offset: usize) -> Self {
+        Self::new(rank, offset, What::Add { add, result: None })
+    }
+
+    /// As [`Rma::accumulate`], and the old value of the word goes to the 8 bytes at `at` of `into`.
+    pub fn fetch_add(add: u64, rank: usize, offset: usize, into: &'a Registration, at: usize) -> Self {
+        Self::new(rank, offset, What::Add { add, result: Some(word(into, at)) })
+    }
+
+    /// Writes `swap` to the word at `offset` if that is `compare`. Its old value goes to the 8 bytes at `at` of `into`.
+    pub fn compare_swap(
+        compare: u64,
+        swap: u64,
+        rank: usize,
+        offset: usize,
+        into: &'a Registration,
+        at: usize,
+    ) -> Self {
+        Self::new(rank, offset, What::CompareSwap { compare, swap, result: word(into, at) })
+    }
+
+    /// A signal alone. It arrives after all puts to the rank that were started before it.
+    pub fn signal(rank: usize, signal: Signal<'a>) -> Self {
+        Self::new(rank, signal.offset, What::Signal).with_signal(signal)
+    }
+
+    /// Signals the target after the operation: whoever sees the word changed also sees the data of a put, and may overwrite the source
+    /// of a get.
+    pub fn with_signal(mut self, signal: Signal<'a>) -> Self {
+        self.signal = Some(signal);
+        self
+    }
+
+    /// Starts only when all gets and word operations to the rank that were started before are complete. Puts among
+    /// themselves are in order without it.
+    pub fn fence(mut self) -> Self {
+        self.fence = true;
+        self
+    }
+
+    /// Its name in errors.
+    fn name(&self) -> &'static str {
+        match &self.what {
+            What::Put(_) | What::PutBytes(_) if self.signal.is_some() => "put with signal",
+            What::Put(_) | What::PutBytes(_) => "put",
+            What::Get(_) => "get",
+            What::Add { result: None, .. } => "accumulate",
+            What::Add { .. } => "fetch and add",
+            What::CompareSwap { .. } => "compare and swap",
+            What::Signal => "signal",
+        }
+    }
+
+    /// The local bytes it moves, in the order of the target's.
+    fn pieces(&self) -> &[Piece<'a>] {
+        match &self.what {
+            What::Put(pieces) | What::Get(pieces) => pieces.list(),
+            What::Add { result, .. } => result.as_slice(),
+            What::CompareSwap { result, .. } => std::slice::from_ref(result),
+            What::PutBytes(_) | What::Signal => &[],
+        }
+    }
+
+    /// The same, as the intra-host device addresses them, or the other one.
+    fn sges(&self, intra_host: bool) -> Result<Sges> {
+        let mut sges = Sges::new();
+        for (buffer, range) in self.pieces() {
+            add_sges(&mut sges, buffer.mr(intra_host), range)?;
+        }
+        Ok(sges)
+    }
+}
+
+/// Adds the bytes `range` of a buffer: nothing if there are none, several elements if they are many.
+fn add_sges(sges: &mut Sges, buffer: &Mr, range: &Range<usize>) -> Result<()> {
+    let len = range.end.checked_sub(range.start).ok_or_else(|| reversed(range))?;
+    // Also checked where the range is empty.
+    let size = buffer.memory().len();
+    if range.end > size {
+        return Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into());
+    }
+    let mut start = range.start;
+    while start < range.end {
+        let len = (range.end - start).min(MAX_SGE);
+        sges.push(buffer.sge(start, len)?);
+        start += len;
+    }
+    Ok(())
+}
+
+/// A change of a 64-bit word of the target, after an operation: see [`Rma::with_signal`]. The target waits for it with
+/// [`Window::wait_signal`] or [`Window::wait_signal_on_stream`].
+#[derive(Clone, Debug)]
+pub struct Signal<'a> {
+    window: Option<&'a Window>,
+    offset: usize,
+    value: u64,
+    add: bool,
+}
+
+impl<'a> Signal<'a> {
+    /// Sets the word at `offset` of the target's window.
+    pub fn set(offset: usize, value: u64) -> Self {
+        Self { window: None, offset, value, add: false }
+    }
+
+    /// Adds to the word at `offset` of the target's window: for words that several ranks signal.
+    pub fn add(offset: usize, value: u64) -> Self {
+        Self { window: None, offset, value, add: true }
+    }
+
+    /// Takes the word of another window instead, which must be [beside](Window::beside) the one of the operation.
+    #[must_use]
+    pub fn of(mut self, window: &'a Window) -> Self {
+        self.window = Some(window);
+        self
+    }
+}
+
+/// Starting operations.
+impl Window {
+    /// Starts an operation. The request is complete when it is done at the target too, and local buffers may be used
+    /// again; a request that is dropped goes on, and its failure comes out of the next call for the same rank.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`]; [`Error::OutsideWindow`]; [`Error::Device`] for a range outside a buffer;
+    /// [`Error::Message`] with the reason: a word that is not aligned, too many inline bytes, a connection that broke, or
+    /// that a stream uses now, or too many operations under way.
+    pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
+        self.post(rma, Qp::post_send)
+    }
+
+    /// Queues an operation on a stream: it starts when the stream gets there, with what local buffers hold then. In a graph each
+    /// launch does it again; its buffers must stay registered as long as the graph.
+    ///
+    /// # Errors
+    /// As [`Window::start`], and inside [`Error::Message`] the stream's refusals.
+    pub fn start_on_stream(&self, stream: &Stream, rma: &Rma<'_>) -> Result<Request> {
+        self.post(rma, |qp, wrs| match wrs {
+            [wr] => Ok(stream.send(qp, wr)?.completion()),
+            _ => {
+                let mut batch = Batch::new();
+                let completion = batch.sends(qp, wrs)?;
+                stream.submit(&mut batch)?;
+                Ok(completion)
+            }
+        })
+    }
+
+    /// Prepares an operation in a batch: it starts when a stream that the batch is submitted to gets there.
+    ///
+    /// A batch that is dropped instead takes it back; the request is void then.
+    ///
+    /// # Errors
+    /// As [`Window::start`].
+    pub fn start_in_batch(&self, batch: &mut Batch, rma: &Rma<'_>) -> Result<Request> {
+        self.post(rma, |qp, wrs| batch.sends(qp, wrs))
+    }
+
+    /// Starts to write the bytes `range` of `from` to `offset` of the window of a rank: see [`Rma::put`].
+    ///
+    /// # Errors
+    /// As [`Window::start`].
+    pub fn iput(
+        &self,
+        from: &Registration,
+        range: Range<usize>,
+        rank: usize,
+        offset: usize,
+    ) -> Result<Request> {
+        self.start(&Rma::put(from, range, rank, offset))
+    }
+
+    /// As [`Window::iput`], without a request: [`Window::flush`] waits for all of a rank.
+    ///
+    /// # Errors
+    /// As [`Window::start`], also for earlier operations.
+    pub fn put(&self, from: &Registration, range: Range<usize>, rank: usize, offset: usize) -> Result<()> {
+        self.iput(from, range, rank, offset).map(drop)
+    }
+
+    /// Starts to read from `offset` of the window of a rank into the bytes `range` of `into`: see [`Rma::get`].
+    ///
+    /// # Errors
+    /// As [`Window::start`].
+    pub fn iget(
+        &self,
+        into: &Registration,
+        range: Range<usize>,
+        rank: usize,
+        offset: usize,
+    ) -> Result<Request> {
+        self.start(&Rma::get(into, range, rank, offset))
+    }
+
+    /// [`Window::iput`] in stream order.
+    ///
+    /// # Errors
+    /// As [`Window::start_on_stream`].
+    pub fn iput_on_stream(
+        &self,
+        stream: &Stream,
+        from: &Registration,
+        range: Range<usize>,
+        rank: usize,
+        offset: usize,
+    ) -> Result<Request> {
+        self.start_on_stream(stream, &Rma::put(from, range, rank, offset))
+    }
+
+    /// [`Window::iget`] in stream order.
+    ///
+    /// # Errors
+    /// As [`Window::start_on_stream`].
+    pub fn iget_on_stream(
+        &self,
+        stream: &Stream,
+        into: &Registration,
+        range: Range<usize>,
+        rank: usize,
+        offset: usize,
+    ) -> Result<Request> {
+        self.start_on_stream(stream, &Rma::get(into, range, rank, offset))
+    }
+
+    /// Checks an operation, and has its work requests posted.
+    fn post(
+        &self,
+        rma: &Rma<'_>,
+        mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<Completion>,
+    ) -> Result<Request> {
+        let intra_host = self.0.queues.intra_host;
+        let sges = rma.sges(intra_host)?;
+        let len = match rma.what {
+            What::Put(_) | What::Get(_) => {
+                // Only a long list could overflow.
+                sges.iter().fold(0_usize, |len, sge| len.saturating_add(sge.len as usize))
+            }
+            What::PutBytes(bytes) => bytes.len(),
+            What::Add { .. } | What::CompareSwap { .. } | What::Signal => 8,
+        };
+        let name = rma.name();
+        let target = rma.signal.as_ref().filter(|_| matches!(rma.what, What::Signal));
+        let at = match target.and_then(|signal| signal.window) {
+            Some(window) => window.remote(name, rma.rank, rma.offset, len)?,
+            None => self.remote(name, rma.rank, rma.offset, len)?,
+        };
+        let value = rma.signal.as_ref().map_or([0; 8], |signal| signal.value.to_ne_bytes());
+        let mut wrs = SendWrs::new();
+        self.data(rma, at, &sges, &mut wrs)?;
+        if let Some(signal) = &rma.signal {
+            wrs.push(self.signal(rma, signal, &value)?);
+        }
+        if rma.fence
+            && let Some(first) = wrs.first_mut()
+        {
+            *first = first.fence();
+        }
+        let queue = &self.0.queues.queues[rma.rank];
+        let op = queue.post(name, len, (rma.pieces(), intra_host), wrs.len(), |qp| post(qp, &wrs))?;
+        Ok(Request::rma(queue, op))
+    }
+
+    /// The work requests that move data.
+    fn data<'a>(&self, rma: &Rma<'a>, at: RemoteAddr, sges: &'a [Sge], wrs: &mut SendWrs<'a>) -> Result<()> {
+        match rma.what {
+            What::Put(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::write(at, sges))),
+            What::Get(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::read(at, sges))),
+            What::PutBytes(bytes) if bytes.len() > MAX_INLINE => return Err(too_long(rma, bytes)),
+            What::PutBytes(bytes) if !bytes.is_empty() => wrs.push(SendWr::write_inline(at, bytes)),
+            What::PutBytes(_) | What::Signal => {}
+            What::Add { add, .. } => {
+                let result = match sges {
+                    [result] => *result,
+                    _ => self.0.queues.scratch(rma.rank)?,
+                };
+                wrs.push(SendWr::fetch_add(aligned(rma, at)?, add, result));
+            }
+            What::CompareSwap { compare, swap, .. } => {
+                for &result in sges {
+                    wrs.push(SendWr::compare_swap(aligned(rma, at)?, compare, swap, result));
+                }
+            }
+        }
+        // Nothing to move, but it completes in its place in the queue.
+        if wrs.is_empty() && rma.signal.is_none() {
+            wrs.push(SendWr::nop());
+        }
+        Ok(())
+    }
+
+    /// The work request that signals with a `value`.
+    fn signal<'a>(&self, rma: &Rma<'_>, signal: &Signal<'_>, value: &'a [u8; 8]) -> Result<SendWr<'a>> {
+        let window = signal.window.unwrap_or(self);
+        if !Arc::ptr_eq(&window.0.queues, &self.0.queues) {
+            let cause = gdsync::Error::InvalidArgument {
+                what: "the window of the signal",
+                value: format!("{window:?}"),
+                expected: "one that was made with Window::beside of the window of the operation",
+            };
+            return Err(Error::Message { rank: rma.rank, operation: rma.name(), cause });
+        }
+        let at = aligned(rma, window.remote("signal", rma.rank, signal.offset, 8)?)?;
+        let wr = match signal.add {
+            true => SendWr::fetch_add(at, signal.value, self.0.queues.scratch(rma.rank)?),
+            false => SendWr::write_inline(at, value),
+        };
+        // Writes need no fence among themselves.
+        let is_overtaken = matches!(rma.what, What::Get(_) | What::Add { .. } | What::CompareSwap { .. });
+        Ok(if is_overtaken { wr.fence() } else { wr })
+    }
+}
+
+/// Waiting for operations, and for signals.
+impl Window {
+    /// Blocks until all operations on a rank are complete that were started, or that streams were given: at the target too.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`]; [`Error::Message`] for the first that
+    /// failed, also if its request was dropped, and after
+    /// `timeout`: they go on then.
+    pub fn flush(&self, rank: usize, timeout: Duration) -> Result<()> {
+        self.part(rank)?;
+        self.0.queues.queues[rank].flush(timeout)
+    }
+
+    /// As [`Window::flush`] for all ranks, one after the other, also after one has failed.
+    ///
+    /// # Errors
+    /// As [`Window::flush`], for the first rank that failed.
+    pub fn flush_all(&self, timeout: Duration) -> Result<()> {
+        self.0.queues.flush(&Deadline::after(timeout))
+    }
+
+    /// Holds a stream until all operations on a rank are complete that were started so far, or prepared in a batch that is
+    /// there.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`]; [`Error::Message`]: the connection is broken,
+    /// the stream is full or failed, or another stream waits for operations on this rank.
+    pub fn flush_on_stream(&self, stream: &Stream, rank: usize) -> Result<()> {
+        self.part(rank)?;
+        self.0.queues.queues[rank].flush_on_stream(stream)
+    }
+
+    /// Blocks until the 64-bit word at `offset` of the own part satisfies a condition, and returns it. What was put before
+    /// the [signal](Signal) is visible then. Wait for a counter with [`Cond::Geq`], which is cyclic. The wait does not know who
+    /// signals: if that rank has died it goes on to its timeout, and [`Communicator::lost`] names the rank.
+    ///
+    /// # Errors
+    /// As [`Window::word64`] and [`wait_value64`](crate::wait_value64).
+    pub fn wait_signal(&self, offset: usize, value: u64, cond: Cond, timeout: Duration) -> Result<u64> {
+        let context = &self.0.comm.0.domain(self.0.queues.intra_host).0;
+        wait_value64_and(&self.word64(offset)?, value, cond, timeout, || context.progress())
+    }
+
+    /// As [`Window::wait_signal`], and the stream waits: where the rank that was to signal has died, as long as the
+    /// stream's limit for waits. A graph waits for the same value in each launch.
+    ///
+    /// # Errors
+    /// As [`Window::word64`]; [`Error::Device`] with the stream's refusals.
+    pub fn wait_signal_on_stream(
+        &self,
+        stream: &Stream,
+        offset: usize,
+        value: u64,
+        cond: Cond,
+    ) -> Result<()> {
+        let mut batch = Batch::new();
+        self.wait_signal_in_batch(&mut batch, offset, value, cond)?;
+        Ok(stream.submit(&mut batch)?)
+    }
+
+    /// As [`Window::wait_signal`], and the stream that the batch is submitted to waits.
+    ///
+    /// # Errors
+    /// As [`Window::word64`].
+    pub fn wait_signal_in_batch(
+        &self,
+        batch: &mut Batch,
+        offset: usize,
+        value: u64,
+        cond: Cond,
+    ) -> Result<()> {
+        batch.wait_value64(&self.word64(offset)?, value, cond);
+        // There is no completion here that makes the data visible.
+        if self.0.queues.needs_flush() {
+            batch.flush();
+        }
+        Ok(())
+    }
+}
+
+#[cold]
+fn too_long(rma: &Rma<'_>, bytes: &[u8]) -> Error {
+    let (value, expected) = (bytes.len().to_string(), "at most mp::MAX_INLINE, or a registration");
+    let cause = gdsync::Error::InvalidArgument { what: "bytes to put", value, expected };
+    Error::Message { rank: rma.rank, operation: rma.name(), cause }
+}
+
+/// Calls `one` for as many SGEs at a time as a work request takes, and the address of their bytes.
+fn chunks<'a>(mut at: RemoteAddr, sges: &'a [Sge], mut one: impl FnMut(RemoteAddr, &'a [Sge])) {
+    let mut rest = sges;
+    while !rest.is_empty() {
+        let mut len = 0;
+        let fits = |sge: &&Sge| {
+            len += u64::from(sge.len);
+            len <= u64::from(MAX_MESSAGE)
+        };
+        let count = rest.iter().take(MAX_SGES).take_while(fits).count();
+        let (chunk, behind) = rest.split_at(count.max(1));
+        one(at, chunk);
+        at.addr += chunk.iter().map(|sge| u64::from(sge.len)).sum::<u64>();
+        rest = behind;
+    }
+}
+
+/// Refuses a word that the device could not change atomically.
+fn aligned(rma: &Rma<'_>, at: RemoteAddr) -> Result<RemoteAddr> {
+    if at.addr.is_multiple_of(8) {
+        return Ok(at);
+    }
+    let (what, value) = ("the address of the word at the target", format!("{:#x}", at.addr));
+    let cause = gdsync::Error::InvalidArgument { what, value, expected: "a multiple of 8" };
+    Err(Error::Message { rank: rma.rank, operation: rma.name(), cause })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LARGEST: u32 = MAX_MESSAGE;
+
+    fn split(lengths: &[u32]) -> Vec<(u64, Vec<u32>)> {
+        let sges: Vec<_> = lengths.iter().map(|&len| Sge { addr: 0x1000, len, lkey: 1 }).collect();
+        let mut parts = Vec::new();
+        chunks(RemoteAddr { addr: 5, rkey: 9 }, &sges, |at, sges| {
+            assert_eq!(at.rkey, 9);
+            parts.push((at.addr, sges.iter().map(|sge| sge.len).collect()));
+        });
+        parts
+    }
+
+    #[test]
+    fn work_requests_take_six_sges_and_a_gibibyte() {
+        assert_eq!(split(&[]), []);
+        assert_eq!(split(&[7]), [(5, vec![7])]);
+        assert_eq!(split(&[1; MAX_SGES]), [(5, vec![1; MAX_SGES])]);
+        let many = split(&[1; 2 * MAX_SGES + 1]);
+        assert_eq!(many, [(5, vec![1; 6]), (11, vec![1; 6]), (17, vec![1])]);
+        let gib = u64::from(LARGEST);
+        assert_eq!(split(&[LARGEST, LARGEST]), [(5, vec![LARGEST]), (5 + gib, vec![LARGEST])]);
+        assert_eq!(split(&[1, LARGEST]), [(5, vec![1]), (6, vec![LARGEST])]);
+        assert_eq!(split(&[LARGEST - 1, 1, 1]), [(5, vec![LARGEST - 1, 1]), (5 + gib, vec![1])]);
+    }
 }

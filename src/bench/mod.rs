@@ -25,7 +25,7 @@ mod trigger;
 use std::time::Duration;
 
 use clap::Subcommand;
-use gdasync::mp::{Builder, Communicator};
+use gdasync::mp::{Communicator, CommunicatorBuilder};
 
 /// What a benchmark may fail with.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -36,7 +36,7 @@ fn two_ranks(timeout: Duration) -> Result<Communicator> {
 }
 
 /// The same with queues where `builder` has them.
-fn pair(builder: Builder, timeout: Duration) -> Result<Communicator> {
+fn pair(builder: CommunicatorBuilder, timeout: Duration) -> Result<Communicator> {
     let comm = builder.spawn(2).timeout(timeout).init()?;
     if comm.size() != 2 {
         return Err(format!("this benchmark has 2 ranks, this job has {}", comm.size()).into());

@@ -90,7 +90,8 @@ impl Place {
 }
 
 fn communicator(entries: usize, announced: bool) -> Result<Communicator> {
-    let config = CacheConfig { entries, announced, bytes: u64::MAX, ..CacheConfig::default() };
+    let mut config = CacheConfig::default();
+    (config.entries, config.announced, config.bytes) = (entries, announced, u64::MAX);
     let comm = Communicator::builder().spawn(1).cache(config).init()?;
     let is_kept = comm.cache().config().keep == CacheConfig::default().keep;
     match (comm.size(), is_kept) {

@@ -9,7 +9,7 @@ use gdsync::memory::Memory;
 use gdsync::stream::{Nudge, Via};
 use gdsync::verbs::OnGpu;
 use mp::launch::Launch;
-use mp::{Builder, Communicator};
+use mp::{Communicator, CommunicatorBuilder};
 use serde::Serialize;
 
 use super::Result;
@@ -172,10 +172,10 @@ impl Placed {
     }
 
     /// A communicator whose queues are where they should be.
-    pub fn builder(&self) -> Builder {
+    pub fn builder(&self) -> CommunicatorBuilder {
         match &self.gpu {
-            Some(gpu) => Builder::default().gpu(gpu).on_gpu(self.on_gpu()),
-            None => Builder::default(),
+            Some(gpu) => CommunicatorBuilder::default().gpu(gpu).on_gpu(self.on_gpu()),
+            None => CommunicatorBuilder::default(),
         }
     }
 

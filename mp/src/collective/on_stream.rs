@@ -1,4 +1,4 @@
-//! Collectives that a stream starts and awaits.
+//! Collectives that a stream starts and waits for.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,21 +9,22 @@ use std::time::Duration;
 use gdsync::stream::{Batch, Stream};
 use parking_lot::{Condvar, Mutex};
 
-use super::plan::{Due, Part, Step};
-use super::{Collectives, Number, Reduction, check_range, check_values, combine};
-use crate::communicator::{Communicator, Registration};
-use crate::deadline::Deadline;
+use super::blocking::{Collectives, Due, Part, Step, check_values, combine};
+use super::reduce::{Number, Reduction};
+use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::link::refuse_in_capture;
-use crate::peer::Way;
+use crate::in_flight::Direction;
+use crate::registration::Registration;
 use crate::request::Request;
+use crate::transport::refuse_in_capture;
+use crate::wait::Deadline;
 
 /// How long a full stream may take to make room.
 const ROOM: Duration = Duration::from_secs(10);
 
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
 ///
-/// [`Stream::synchronize`] reports what fails, this also with whom.
+/// [`Stream::synchronize`] reports failures; this also names the rank.
 #[derive(Clone)]
 #[must_use = "a collective nobody asks for may fail unnoticed"]
 pub struct Pending {
@@ -33,7 +34,7 @@ pub struct Pending {
     last: Arc<Last>,
 }
 
-/// What the CPU does in the end.
+/// The last step of a collective, by a host function of the stream.
 #[derive(Default)]
 struct Last {
     outcome: Mutex<Option<Result<()>>>,
@@ -47,11 +48,11 @@ impl fmt::Debug for Pending {
 }
 
 impl Pending {
-    /// Blocks until this rank has sent and received all that it had to, and has combined what it got.
+    /// Blocks until this rank has sent and received its messages, and has combined the values.
     ///
     /// # Errors
     /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] for one that is in
-    /// another collective; [`Error::Deadline`] when everything came but the stream did not get to the end.
+    /// another collective; [`Error::Deadline`] when all messages came but the stream is late.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
         for receive in &self.receives {
@@ -76,18 +77,18 @@ impl Last {
     }
 }
 
-/// Messages that all leave when the stream gets there.
+/// Messages that the stream sends all at once.
 #[derive(Default)]
 struct Direct {
     sends: Vec<Part>,
     receives: Vec<Part>,
-    /// Senders wait for the receiver's stream: what is received into is the user's.
+    /// Senders wait for the stream of the receiver, as the buffers are the application's.
     handshake: bool,
     then: Option<Step>,
 }
 
 impl Collectives {
-    /// Holds a stream until the streams of all ranks are here.
+    /// Holds a stream until the streams of all ranks have arrived.
     ///
     /// # Errors
     /// [`Error::Message`] names a rank: its connection is broken, too many messages are under way (nothing is queued
@@ -111,7 +112,7 @@ impl Collectives {
         root: usize,
     ) -> Result<Pending> {
         self.check_rank(root)?;
-        check_range(buffer, &range)?;
+        buffer.check_range(&range)?;
         let to = |rank| part(rank, buffer, range.clone());
         let (sends, receives) = match self.comm.rank() == root {
             true => (self.others().map(to).collect(), vec![]),
@@ -175,7 +176,7 @@ impl Collectives {
         let receives = self.others().map(|rank| part(rank, &scratch, slot(rank))).collect();
         let (buffer, pool, unused) = (buffer.clone(), self.scratch.clone(), scratch.clone());
         let then = move || {
-            // In rank order: with the own values in their place, all ranks round alike.
+            // In rank order, with the own values in their place, so that all ranks round alike.
             let mut values = vec![0; len];
             buffer.memory().read(range.start, &mut values)?;
             scratch.memory().write(slot(me).start, &values)?;
@@ -186,13 +187,13 @@ impl Collectives {
             Ok(())
         };
         let direct = Direct { sends, receives, handshake: false, then: Some(Box::new(then)) };
-        // Of what fails later, messages may still arrive in it.
+        // After a later failure messages may still arrive in it.
         self.admit("allreduce", stream, &direct).inspect_err(|_| self.scratch.give_back(unused))?;
         self.submit("allreduce", stream, direct)
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
-        // From the next on, so that not all begin with the same rank.
+        // From the next rank on, so that not all start with the same one.
         let (me, size) = (self.comm.rank(), self.comm.size());
         (1..size).map(move |step| (me + step) % size)
     }
@@ -202,15 +203,17 @@ impl Collectives {
         self.submit(operation, stream, direct)
     }
 
-    /// What is refused here leaves the ranks in step.
+    /// Refuses before anything is sent: the ranks stay in step.
     fn admit(&self, operation: &'static str, stream: &Stream, direct: &Direct) -> Result<()> {
         self.sticky(|| Ok(()))?;
         refuse_in_capture(stream)?;
         stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), ROOM)?;
-        // A ready and a message each way.
+        // A ready message and a message each way.
         for part in direct.sends.iter().chain(&direct.receives) {
             let peer = self.comm.peer(part.rank)?;
-            [Way::Send, Way::Recv].into_iter().try_for_each(|way| peer.has_room(way, 2, operation))?;
+            [Direction::Send, Direction::Recv]
+                .into_iter()
+                .try_for_each(|direction| peer.check_room(direction, 2, operation))?;
         }
         Ok(())
     }
@@ -225,9 +228,9 @@ fn part(rank: usize, buffer: &Registration, range: Range<usize>) -> Part {
 }
 
 impl Direct {
-    /// At most so many operations of a stream.
+    /// A bound for the operations of the stream.
     fn ops(&self) -> usize {
-        // Each has a ready perhaps. A send waits for its receive, and each is awaited; one more for the host function.
+        // A wait for credit, a send, and a wait for each message and ready message; one more for the host function.
         const EACH: usize = 3;
         let messages = (self.sends.len() + self.receives.len()) * if self.handshake { 2 } else { 1 };
         messages * EACH + 1
@@ -243,10 +246,10 @@ impl Direct {
         let mut batch = Batch::new();
         let (mut receives, mut sends, mut ready) = (Vec::new(), Vec::new(), BTreeMap::new());
         if self.handshake {
-            // A rank is in step with itself.
+            // The own rank needs none.
             let other = |part: &&Part| part.rank != comm.rank();
             for part in self.sends.iter().filter(other) {
-                ready.insert(part.rank, Due::receive(comm, &super::on_stream::part(part.rank, token, 0..0))?);
+                ready.insert(part.rank, Due::receive(comm, &self::part(part.rank, token, 0..0))?);
             }
             for part in self.receives.iter().filter(other) {
                 sends.push(comm.isend_in_batch(&mut batch, token, 0..0, part.rank)?);
@@ -273,13 +276,13 @@ impl Direct {
                 });
             }
         }
-        // Where another thread has taken the room.
+        // Another thread may have taken the room.
         stream.submit_within(&mut batch, ROOM)?;
         Ok(Pending { operation, receives, sends, last })
     }
 }
 
-/// On the stream: it goes on after failures too, so what is there is looked at before it is used.
+/// Checks all messages, by the host function: a stream goes on after failures.
 fn arrived(operation: &'static str, receives: &[Due], sends: &[Request]) -> Result<()> {
     let missing = |request: &Request| {
         let what = "the stream went on though the message is not complete".to_owned();
@@ -300,7 +303,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn what_is_refused_leaves_its_scratch_to_the_next() -> Result<()> {
+    fn refused_collectives_return_their_scratch() -> Result<()> {
         let comm = Communicator::builder().spawn(1).init()?;
         let (all, buffer) = (Collectives::new(&comm)?, comm.register(&Memory::alloc(64)?)?);
         let stream = Stream::host(HostStreamConfig::default())?;

@@ -1,4 +1,4 @@
-//! Values that can be combined, and how: the same bits on every rank, whatever the order of the two operands.
+//! Reductions of values, with the same bits on every rank, whatever the order of the two operands.
 
 use std::fmt;
 
@@ -8,9 +8,9 @@ use std::fmt;
 pub enum Reduction {
     /// The sum; integers wrap around. Its rounding depends on the number of ranks.
     Sum,
-    /// The smallest; of -0.0 and 0.0 the former.
+    /// The minimum; -0.0 is less than 0.0.
     Min,
-    /// The largest; of -0.0 and 0.0 the latter.
+    /// The maximum; 0.0 is greater than -0.0.
     Max,
 }
 
@@ -47,7 +47,7 @@ macro_rules! number {
     (float $type:ty) => {
         number!(
             $type,
-            // One NaN for all of them: which operand's bits an addition keeps depends on their order.
+            // One NaN for all: the bits that an addition keeps depend on the order of its operands.
             |a, b| if (a + b).is_nan() { <$type>::NAN } else { a + b },
             |a, b| match (a.is_nan() || b.is_nan(), a.total_cmp(&b).is_le()) {
                 (true, _) => <$type>::NAN,

@@ -1,123 +1,605 @@
-//! Moves the messages of all ranks along.
+//! The protocol of tagged messages: eager messages, and rendezvous by RDMA READ.
+//!
+//! All messages of two ranks go through one queue pair, each behind a [`Header`]. The payload of an eager message follows its
+//! header. A longer one is announced by a request to send with the address of its payload; when a receive matches, the receiver
+//! reads it by RDMA READ, and answers with a finish.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use gdsync::memory::Memory;
+use gdsync::mlx5::RemoteAddr;
+use gdsync::verbs::Access;
 
-use super::header::{Header, Kind};
 use super::matching::{Arrival, Key, Matcher, Place, Source, Tag};
-use super::peer::{Channels, Peer, fits};
-use super::request::{Incoming, Outgoing, Status, finish};
+use crate::communicator::Communicator;
 use crate::error::{Error, Result};
+use crate::in_flight::InFlightOp;
+use crate::registration::Registration;
+use crate::request::Request;
 
-/// A message that no receive has taken yet: its payload, or what it was announced by.
-#[derive(Debug)]
-pub(super) enum Message {
-    Here(Vec<u8>),
-    There { id: u64, bytes: usize },
+/// Bytes of a cell for a message with its header: the most that the shared-memory FIFO takes.
+const CELL: usize = 4096;
+
+/// Bytes of the longest eager message.
+const EAGER: usize = CELL - Header::BYTES;
+
+/// Eager messages that a rank keeps for another one: a bound for its memory.
+const CREDITS: u16 = 256;
+
+/// Sends to a rank that are under way: the rank keeps the announcement of each.
+const MAX_SENDS: usize = 1 << 16;
+
+/// Messages in one direction that are under way on the queue pair, if that is deep enough.
+const MAX_CELLS: usize = 32;
+
+/// A tagged message that is complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// The rank at the other end.
+    pub rank: usize,
+    /// The tag it was sent with.
+    pub tag: u64,
+    /// Its length in bytes.
+    pub bytes: usize,
 }
 
-impl Message {
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Here(payload) => payload.len(),
-            Self::There { bytes, .. } => *bytes,
-        }
+/// The outcome of a message, shared with its request.
+pub(super) type Outcome = Arc<OnceLock<Result<Status>>>;
+
+pub(super) fn finish(outcome: &Outcome, with: Result<Status>) {
+    // Set once: by the one that takes the message out of a queue.
+    let _ = outcome.set(with);
+}
+
+/// What a message on the queue pair is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Nothing but credits.
+    Credits,
+    /// An eager message; its payload is behind the header.
+    Eager { tag: u64 },
+    /// A message whose payload is at this address, until it is finished.
+    RequestToSend { tag: u64, id: u64, bytes: u32, from: RemoteAddr },
+    /// The receiver has read an announced message, or does not need to.
+    Finish { id: u64 },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Header {
+    kind: Kind,
+    /// Eager messages that the receiver has room for again.
+    credits: u16,
+}
+
+impl Header {
+    const BYTES: usize = 24;
+    /// With the address of a request to send.
+    const MAX_BYTES: usize = Self::BYTES + 12;
+
+    fn len(&self) -> usize {
+        if matches!(self.kind, Kind::RequestToSend { .. }) { Self::MAX_BYTES } else { Self::BYTES }
+    }
+
+    fn to_bytes(self) -> [u8; Self::MAX_BYTES] {
+        let nowhere = RemoteAddr { addr: 0, rkey: 0 };
+        let (kind, tag, id, len, from) = match self.kind {
+            Kind::Credits => (0, 0, 0, 0, nowhere),
+            Kind::Eager { tag } => (1, tag, 0, 0, nowhere),
+            Kind::RequestToSend { tag, id, bytes, from } => (2, tag, id, bytes, from),
+            Kind::Finish { id } => (3, 0, id, 0, nowhere),
+        };
+        let mut bytes = [0; Self::MAX_BYTES];
+        bytes[..8].copy_from_slice(&tag.to_le_bytes());
+        bytes[8..16].copy_from_slice(&id.to_le_bytes());
+        bytes[16..20].copy_from_slice(&len.to_le_bytes());
+        bytes[20..22].copy_from_slice(&self.credits.to_le_bytes());
+        bytes[22] = kind;
+        bytes[24..32].copy_from_slice(&from.addr.to_le_bytes());
+        bytes[32..36].copy_from_slice(&from.rkey.to_le_bytes());
+        bytes
+    }
+
+    /// The header of a message; `None` for bytes that are none.
+    fn from_bytes(message: &[u8]) -> Option<Self> {
+        let (tag, rest) = message.split_first_chunk()?;
+        let (id, rest) = rest.split_first_chunk()?;
+        let (bytes, rest) = rest.split_first_chunk()?;
+        let (credits, rest) = rest.split_first_chunk()?;
+        let ([kind, _], rest) = rest.split_first_chunk()?;
+        let (tag, id, bytes) =
+            (u64::from_le_bytes(*tag), u64::from_le_bytes(*id), u32::from_le_bytes(*bytes));
+        let kind = match kind {
+            0 => Kind::Credits,
+            1 => Kind::Eager { tag },
+            2 => {
+                let (addr, rest) = rest.split_first_chunk()?;
+                let (addr, rkey) = (u64::from_le_bytes(*addr), u32::from_le_bytes(*rest.first_chunk()?));
+                Kind::RequestToSend { tag, id, bytes, from: RemoteAddr { addr, rkey } }
+            }
+            3 => Kind::Finish { id },
+            _ => return None,
+        };
+        Some(Self { kind, credits: u16::from_le_bytes(*credits) })
     }
 }
 
-/// What has come and was not received.
-pub(super) type Arrived = Arrival<Message>;
-
-pub(super) fn status(arrived: &Arrived) -> Status {
-    Status { rank: arrived.source, tag: arrived.tag, bytes: arrived.message.bytes() }
+/// A receive under way.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    pub(super) outcome: Outcome,
+    pub(super) buffer: Registration,
+    pub(super) range: Range<usize>,
 }
 
+/// A send under way.
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    outcome: Outcome,
+    buffer: Registration,
+    range: Range<usize>,
+    status: Status,
+    /// Once it is to be announced.
+    exposure: Option<Exposure>,
+}
+
+impl Outgoing {
+    pub(super) fn new(outcome: Outcome, buffer: Registration, range: Range<usize>, status: Status) -> Self {
+        Self { outcome, buffer, range, status, exposure: None }
+    }
+
+    fn is_short(&self) -> bool {
+        self.range.len() <= EAGER && self.buffer.memory().is_host()
+    }
+
+    /// The address that the receiver reads from; `None` while the payload is being copied there.
+    fn expose(&mut self, comm: &Communicator) -> Result<Option<RemoteAddr>> {
+        if self.range.is_empty() {
+            return Ok(Some(RemoteAddr { addr: 0, rkey: 0 }));
+        }
+        if self.exposure.is_none() {
+            self.exposure = Exposure::new(comm, self.status.rank, &self.buffer, &self.range)?;
+        }
+        let Some(exposure) = &mut self.exposure else { return Ok(None) };
+        if let Some(copy) = &exposure.copy {
+            if copy.test()?.is_none() {
+                return Ok(None);
+            }
+            copy.finish();
+            exposure.copy = None;
+        }
+        Ok(Some(exposure.at))
+    }
+}
+
+/// Payload that the receiver may read.
+#[derive(Debug)]
+struct Exposure {
+    at: RemoteAddr,
+    /// A registration for this message alone, if that of the buffer does not do.
+    _registration: Option<Registration>,
+    /// The copy to that memory, while it is under way.
+    copy: Option<Request>,
+}
+
+impl Exposure {
+    /// Of a range for a rank; `None` where a queue is full.
+    fn new(
+        comm: &Communicator,
+        rank: usize,
+        buffer: &Registration,
+        range: &Range<usize>,
+    ) -> Result<Option<Self>> {
+        let intra_host = comm.peer(rank)?.transport.intra_host;
+        let mr = buffer.mr(intra_host);
+        if mr.access().contains(Access::REMOTE_READ)
+            && let Ok(at) = mr.remote(range.start)
+        {
+            return Ok(Some(Self { at, _registration: None, copy: None }));
+        }
+        // From the registration cache: peers have no access.
+        let part = buffer.memory().slice(range.start, range.len())?;
+        if let Ok(registration) = comm.0.register(&part, Access::REMOTE_READ)
+            && let Ok(at) = registration.mr(intra_host).remote(0)
+        {
+            return Ok(Some(Self { at, _registration: Some(registration), copy: None }));
+        }
+        // GPU memory that the device only reaches by staging: the own device copies it.
+        let staging = comm.register(&Memory::alloc(range.len())?)?;
+        let own = comm.peer(comm.rank())?;
+        let to = staging.mr(own.transport.intra_host).remote(0)?;
+        let Some(copy) = unless_full(own.write("tagged send", (buffer, range.clone()), to))? else {
+            return Ok(None);
+        };
+        let (at, copy) = (staging.mr(intra_host).remote(0)?, Some(Request::queued(own, copy)));
+        Ok(Some(Self { at, _registration: Some(staging), copy }))
+    }
+}
+
+/// A message that no receive has matched: its payload, or its announcement.
+#[derive(Debug)]
+pub(super) enum Payload {
+    Eager(Vec<u8>),
+    Announced { id: u64, bytes: usize, from: RemoteAddr },
+}
+
+/// A message that has arrived and was not received.
+pub(super) type Unexpected = Arrival<Payload>;
+
+pub(super) fn status_of(arrived: &Unexpected) -> Status {
+    let bytes = match &arrived.message {
+        Payload::Eager(payload) => payload.len(),
+        Payload::Announced { bytes, .. } => *bytes,
+    };
+    Status { rank: arrived.source, tag: arrived.tag, bytes }
+}
+
+/// The queue pairs to all ranks, and the memory for their messages.
+#[derive(Debug)]
+pub(super) struct Connections {
+    comm: Communicator,
+    /// Cells for what comes from each rank.
+    inbox: Registration,
+    /// Headers that leave.
+    headers: Registration,
+    /// Of each rank and direction.
+    cells: usize,
+}
+
+impl Connections {
+    pub(super) fn new(comm: Communicator) -> Result<Self> {
+        let (cells, size) = ((comm.0.settings.queues.depth / 2).clamp(1, MAX_CELLS), comm.size());
+        let memory = |bytes: usize| Memory::alloc(size * cells * bytes);
+        let inbox = comm.register(&memory(CELL)?)?;
+        let headers = comm.register(&memory(Header::MAX_BYTES)?)?;
+        Ok(Self { comm, inbox, headers, cells })
+    }
+}
+
+/// A receive and the announced message that it gets.
+#[derive(Debug)]
+struct Matched {
+    incoming: Incoming,
+    status: Status,
+    id: u64,
+    from: RemoteAddr,
+}
+
+/// Something that waits to be sent.
+#[derive(Debug)]
+enum Item {
+    Send(Box<Outgoing>),
+    Finish { id: u64 },
+}
+
+/// What is under way with one rank.
+#[derive(Debug, Default)]
+struct TaggedPeer {
+    rank: usize,
+    /// Why it cannot be reached.
+    lost: Option<Error>,
+    /// For the next messages, oldest first, and how many have come.
+    receives: VecDeque<Request>,
+    received: usize,
+    backlog: VecDeque<Item>,
+    /// Messages that leave, oldest first, with the sends that are complete with them, and how many have left.
+    leaving: VecDeque<(Request, Option<(Outcome, Status)>)>,
+    left: usize,
+    /// Eager messages that it has room for.
+    credits: u16,
+    /// Eager messages that we have room for again, and it does not know.
+    owed: u16,
+    announced: HashMap<u64, Box<Outgoing>>,
+    next_id: u64,
+    /// Payload to be read when the queue has room, and READs under way, oldest first.
+    matched: VecDeque<Matched>,
+    reading: VecDeque<(Request, Matched)>,
+}
+
+impl TaggedPeer {
+    /// With receives posted.
+    fn new(rank: usize, connections: &Connections) -> Result<Self> {
+        let mut peer = Self { rank, credits: CREDITS, ..Self::default() };
+        peer.post_receives(connections)?;
+        Ok(peer)
+    }
+
+    /// Posts receives for all free cells; the rest later where the queue still counts complete ones.
+    fn post_receives(&mut self, connections: &Connections) -> Result<()> {
+        while self.receives.len() < connections.cells {
+            let at = self.inbox_cell(connections, self.received + self.receives.len());
+            let posted = connections.comm.irecv(&connections.inbox, at..at + CELL, self.rank);
+            let Some(receive) = unless_full(posted)? else { break };
+            self.receives.push_back(receive);
+        }
+        Ok(())
+    }
+
+    fn inbox_cell(&self, connections: &Connections, n: usize) -> usize {
+        (self.rank * connections.cells + n % connections.cells) * CELL
+    }
+
+    /// The next message that has arrived: its offset in the inbox, and its length. [`TaggedPeer::consume`] frees its cell.
+    fn next(&mut self, connections: &Connections) -> Result<Option<(usize, usize)>> {
+        let Some(first) = self.receives.front() else { return Ok(None) };
+        let Some(status) = first.poll()? else { return Ok(None) };
+        connections.comm.wait(first, Duration::ZERO)?;
+        Ok(Some((self.inbox_cell(connections, self.received), status.bytes)))
+    }
+
+    /// Looks at all that [`TaggedPeer::next`] does not look at.
+    fn test(&self) -> Result<()> {
+        self.receives.front().map_or(Ok(()), |first| first.test().map(drop))
+    }
+
+    fn consume(&mut self, connections: &Connections) -> Result<()> {
+        self.receives.pop_front();
+        self.received += 1;
+        self.post_receives(connections)
+    }
+
+    fn add_credits(&mut self, credits: u16) {
+        self.credits = self.credits.saturating_add(credits).min(CREDITS);
+    }
+
+    fn give_credit(&mut self) {
+        self.owed = self.owed.saturating_add(1);
+    }
+
+    /// Queues a send.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::QueueFull`] where too many are under way.
+    fn send(&mut self, outgoing: Outgoing) -> Result<()> {
+        let under_way = self.backlog.len() + self.announced.len();
+        if under_way >= MAX_SENDS {
+            let (queue, qpn) = ("queue of tagged sends", 0);
+            let (outstanding, depth) = (under_way as u64, MAX_SENDS as u64);
+            let cause = gdsync::Error::QueueFull { queue, qpn, outstanding, depth, untaken: 0 };
+            return Err(Error::Message { rank: self.rank, operation: "tagged send", cause });
+        }
+        self.backlog.push_back(Item::Send(Box::new(outgoing)));
+        Ok(())
+    }
+
+    /// The rank has finished an announced message. `None` if there is no such message.
+    fn finish_send(&mut self, id: u64) -> Option<()> {
+        let outgoing = self.announced.remove(&id)?;
+        finish(&outgoing.outcome, Ok(outgoing.status));
+        Some(())
+    }
+
+    /// A receive matches an announced message: reads its payload, if it fits.
+    fn accept(&mut self, matched: Matched) {
+        let Matched { incoming, status, id, .. } = &matched;
+        let outcome = match &self.lost {
+            Some(error) => Err(error.clone()),
+            None => fits(status, incoming).map(|()| *status),
+        };
+        if outcome.is_ok() && status.bytes > 0 {
+            self.matched.push_back(matched);
+        } else {
+            self.backlog.push_back(Item::Finish { id: *id });
+            finish(&incoming.outcome, outcome);
+        }
+    }
+
+    /// Whether nothing is under way that this rank has to complete.
+    fn is_idle(&self) -> bool {
+        let payload = self.matched.is_empty() && self.reading.is_empty();
+        let messages = self.backlog.is_empty() && self.leaving.is_empty() && self.announced.is_empty();
+        self.lost.is_some() || payload && messages
+    }
+
+    /// Completes what is, and starts what there is room for.
+    fn flush(&mut self, connections: &Connections) -> Result<()> {
+        self.settle()?;
+        self.post_receives(connections)?;
+        let peer = connections.comm.peer(self.rank)?;
+        while let Some(Matched { incoming, status, from, .. }) = self.matched.front() {
+            let range = incoming.range.start..incoming.range.start + status.bytes;
+            let read = peer.read("tagged receive", *from, (&incoming.buffer, range));
+            let Some(op) = unless_full::<Arc<InFlightOp>>(read)? else { break };
+            let matched = self.matched.pop_front();
+            self.reading.extend(matched.map(|matched| (Request::queued(peer, op), matched)));
+        }
+        let mut has_left = false;
+        while self.leaving.len() < connections.cells && self.leave(connections)? {
+            has_left = true;
+        }
+        // Messages of the FIFO are complete already.
+        if has_left { self.settle() } else { Ok(()) }
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        while let Some((request, _)) = self.leaving.front()
+            && request.test()?.is_some()
+        {
+            request.finish();
+            if let Some((_, Some((outcome, status)))) = self.leaving.pop_front() {
+                finish(&outcome, Ok(status));
+            }
+        }
+        while let Some((request, _)) = self.reading.front()
+            && request.test()?.is_some()
+        {
+            request.finish();
+            if let Some((_, Matched { incoming, status, id, .. })) = self.reading.pop_front() {
+                finish(&incoming.outcome, Ok(status));
+                self.backlog.push_back(Item::Finish { id });
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends the next item of the backlog, or credits if many are owed. Returns whether there may be more to send.
+    fn leave(&mut self, connections: &Connections) -> Result<bool> {
+        let comm = &connections.comm;
+        let kind = match self.backlog.front_mut() {
+            Some(Item::Send(outgoing)) => {
+                let tag = outgoing.status.tag;
+                if outgoing.is_short() && self.credits > 0 {
+                    Kind::Eager { tag }
+                } else {
+                    let bytes =
+                        u32::try_from(outgoing.range.len()).expect("Tagged::isend refuses more than 1 GiB");
+                    match outgoing.expose(comm) {
+                        Ok(Some(from)) => Kind::RequestToSend { tag, id: self.next_id, bytes, from },
+                        Ok(None) => return Ok(false),
+                        Err(error) => {
+                            // Of this message alone.
+                            finish(&outgoing.outcome, Err(error));
+                            self.backlog.pop_front();
+                            return Ok(true);
+                        }
+                    }
+                }
+            }
+            Some(Item::Finish { id }) => Kind::Finish { id: *id },
+            None if self.owed >= CREDITS / 2 => Kind::Credits,
+            None => return Ok(false),
+        };
+        let at = (self.rank * connections.cells + self.left % connections.cells) * Header::MAX_BYTES;
+        let header = Header { kind, credits: self.owed };
+        connections.headers.memory().write(at, &header.to_bytes())?;
+        let head = (&connections.headers, at..at + header.len());
+        let posted = match (kind, self.backlog.front()) {
+            (Kind::Eager { .. }, Some(Item::Send(outgoing))) => {
+                let payload = (&outgoing.buffer, outgoing.range.clone());
+                comm.isend_vectored(&[head, payload], self.rank)
+            }
+            _ => comm.isend_vectored(&[head], self.rank),
+        };
+        let Some(request) = unless_full(posted)? else { return Ok(false) };
+        (self.left, self.owed) = (self.left + 1, 0);
+        let mut completes = None;
+        if let Some(Item::Send(outgoing)) = self.backlog.pop_front() {
+            if let Kind::RequestToSend { id, .. } = kind {
+                self.next_id += 1;
+                self.announced.insert(id, outgoing);
+            } else {
+                self.credits -= 1;
+                completes = Some((outgoing.outcome, outgoing.status));
+            }
+        }
+        self.leaving.push_back((request, completes));
+        Ok(true)
+    }
+
+    /// The rank cannot be reached any more: ends what is under way with it.
+    fn fail(&mut self, error: &Error) {
+        // What is complete stays so; an error here is of the same cause.
+        let _ = self.settle();
+        let backlog = self.backlog.drain(..).filter_map(|item| match item {
+            Item::Send(outgoing) => Some(outgoing.outcome),
+            Item::Finish { .. } => None,
+        });
+        let sends = self.announced.drain().map(|(_, outgoing)| outgoing.outcome);
+        let leaving = self.leaving.drain(..).filter_map(|(_, completes)| Some(completes?.0));
+        let reading = self.reading.drain(..).map(|(_, matched)| matched);
+        let receives = self.matched.drain(..).chain(reading).map(|matched| matched.incoming.outcome);
+        let all = backlog.chain(sends).chain(leaving).chain(receives);
+        all.for_each(|outcome| finish(&outcome, Err(error.clone())));
+    }
+}
+
+/// The tagged messages of all ranks.
 #[derive(Debug)]
 pub(super) struct Engine {
-    channels: Channels,
-    peers: Vec<Peer>,
-    matcher: Matcher<Incoming, Message>,
+    connections: Connections,
+    peers: Vec<TaggedPeer>,
+    matcher: Matcher<Incoming, Payload>,
 }
 
 impl Engine {
-    pub(super) fn new(channels: Channels) -> Result<Self> {
-        let peers =
-            (0..channels.messages.size()).map(|rank| Peer::new(rank, &channels)).collect::<Result<_>>()?;
-        Ok(Self { channels, peers, matcher: Matcher::default() })
+    pub(super) fn new(connections: Connections) -> Result<Self> {
+        let ranks = 0..connections.comm.size();
+        let peers = ranks.map(|rank| TaggedPeer::new(rank, &connections)).collect::<Result<_>>()?;
+        Ok(Self { connections, peers, matcher: Matcher::default() })
     }
 
-    /// Moves all messages along. What [`Engine::poll_all`] does not look at is looked at, too.
-    pub(super) fn look(&mut self) {
-        (0..self.peers.len()).for_each(|rank| self.look_at(rank));
+    /// Moves all messages along, also those that [`Engine::poll`] does not look at.
+    pub(super) fn progress(&mut self) {
+        (0..self.peers.len()).for_each(|rank| self.progress_with(rank));
     }
 
-    pub(super) fn look_at(&mut self, rank: usize) {
+    pub(super) fn progress_with(&mut self, rank: usize) {
         if self.peers[rank].lost.is_none()
-            && let Err(error) = self.peers[rank].look()
+            && let Err(error) = self.peers[rank].test()
         {
             self.lose(rank, error);
         }
-        self.poll(rank);
+        self.poll_rank(rank);
     }
 
     /// Takes all that has come from a rank.
     pub(super) fn drain(&mut self, rank: usize) {
         loop {
             let before = self.peers[rank].received;
-            self.poll(rank);
+            self.poll_rank(rank);
             if self.peers[rank].received == before {
                 return;
             }
         }
     }
 
-    pub(super) fn poll_all(&mut self) {
-        (0..self.peers.len()).for_each(|rank| self.poll(rank));
+    /// Takes what has come from a rank or all ranks, and sends what there is room for.
+    pub(super) fn poll(&mut self, rank: Option<usize>) {
+        match rank {
+            Some(rank) => self.poll_rank(rank),
+            None => (0..self.peers.len()).for_each(|rank| self.poll_rank(rank)),
+        }
     }
 
-    /// Takes what has come from a rank, and sends what there is room for.
-    pub(super) fn poll(&mut self, rank: usize) {
+    fn poll_rank(&mut self, rank: usize) {
         if self.peers[rank].lost.is_some() {
             return;
         }
-        let taken = self.take_in(rank);
-        if let Err(error) = taken.and_then(|()| self.peers[rank].flush(&self.channels)) {
+        let taken = self.take_from(rank);
+        if let Err(error) = taken.and_then(|()| self.peers[rank].flush(&self.connections)) {
             self.lose(rank, error);
         }
     }
 
-    /// Takes what has come from a rank, also what came before it could not be reached any more.
-    fn take_in(&mut self, rank: usize) -> Result<()> {
+    /// Takes what has come from a rank, also what came before it was lost.
+    fn take_from(&mut self, rank: usize) -> Result<()> {
         let mut taken = Ok(());
-        for _ in 0..self.channels.places {
-            let Some((at, bytes)) = self.peers[rank].next(&self.channels)? else { break };
+        for _ in 0..self.connections.cells {
+            let Some((at, bytes)) = self.peers[rank].next(&self.connections)? else { break };
             taken = taken.and(self.take(rank, at, bytes));
-            taken = taken.and(self.peers[rank].receive_again(&self.channels));
+            taken = taken.and(self.peers[rank].consume(&self.connections));
         }
         taken
     }
 
-    /// Takes what is here in the inbox.
+    /// Takes a message out of the inbox.
     fn take(&mut self, rank: usize, at: usize, bytes: usize) -> Result<()> {
-        let inbox = self.channels.inbox.memory();
-        let wrong = || {
-            let (what, value) = ("what came from the rank", "something else".to_owned());
-            let source =
+        let inbox = self.connections.inbox.memory();
+        let malformed = || {
+            let (what, value) = ("the message of the rank", "something else".to_owned());
+            let cause =
                 gdsync::Error::InvalidArgument { what, value, expected: "a tagged message of this version" };
-            Error::Message { rank, operation: "tagged receive", source }
+            Error::Message { rank, operation: "tagged receive", cause }
         };
-        let payload = bytes.checked_sub(Header::BYTES).ok_or_else(wrong)?;
-        let header = Header::read(inbox, at)?.ok_or_else(wrong)?;
+        let mut head = [0; Header::MAX_BYTES];
+        let head = &mut head[..bytes.min(Header::MAX_BYTES)];
+        inbox.read(at, head)?;
+        let header = Header::from_bytes(head).ok_or_else(malformed)?;
+        let payload = bytes - Header::BYTES;
         let peer = &mut self.peers[rank];
         peer.add_credits(header.credits);
         match header.kind {
             Kind::Credits => {}
-            Kind::Cleared { id } => peer.clear(id, true).ok_or_else(wrong)?,
-            Kind::Done { id } => peer.clear(id, false).ok_or_else(wrong)?,
-            Kind::Announced { tag, id, bytes } => {
+            Kind::Finish { id } => peer.finish_send(id).ok_or_else(malformed)?,
+            Kind::RequestToSend { tag, id, bytes, from } => {
                 let bytes = bytes as usize;
                 match self.matcher.receive_for(rank, tag) {
-                    Some(incoming) => peer.accept(incoming, Status { rank, tag, bytes }, id),
-                    None => self.matcher.keep(rank, tag, Message::There { id, bytes }),
+                    Some(incoming) => {
+                        peer.accept(Matched { incoming, status: Status { rank, tag, bytes }, id, from });
+                    }
+                    None => self.matcher.keep(rank, tag, Payload::Announced { id, bytes, from }),
                 }
             }
             Kind::Eager { tag } => match self.matcher.receive_for(rank, tag) {
@@ -130,7 +612,7 @@ impl Engine {
                 None => {
                     let mut kept = vec![0; payload];
                     inbox.read(at + Header::BYTES, &mut kept)?;
-                    self.matcher.keep(rank, tag, Message::Here(kept));
+                    self.matcher.keep(rank, tag, Payload::Eager(kept));
                 }
             },
         }
@@ -144,7 +626,7 @@ impl Engine {
             return Err(error.clone());
         }
         peer.send(outgoing)?;
-        if let Err(error) = peer.flush(&self.channels) {
+        if let Err(error) = peer.flush(&self.connections) {
             self.lose(rank, error);
         }
         Ok(())
@@ -156,28 +638,28 @@ impl Engine {
             self.give(arrived, incoming);
             return Ok(None);
         }
-        match self.silence(&key) {
+        match self.why_silent(&key) {
             Some(error) => Err(error),
             None => Ok(Some(self.matcher.post(key, incoming))),
         }
     }
 
-    /// Gives a message that has come to a receive.
-    pub(super) fn give(&mut self, arrived: Arrived, incoming: Incoming) {
-        let status = status(&arrived);
+    /// Gives a message that has arrived to a receive.
+    pub(super) fn give(&mut self, arrived: Unexpected, incoming: Incoming) {
+        let status = status_of(&arrived);
         let peer = &mut self.peers[status.rank];
         match arrived.message {
-            Message::Here(payload) => {
+            Payload::Eager(payload) => {
                 deliver(incoming, status, |to, start| to.write(start, &payload));
                 peer.give_credit();
             }
-            Message::There { id, .. } => peer.accept(incoming, status, id),
+            Payload::Announced { id, from, .. } => peer.accept(Matched { incoming, status, id, from }),
         }
-        self.poll(status.rank);
+        self.poll_rank(status.rank);
     }
 
     /// Takes the oldest message that a receive would get.
-    pub(super) fn take_out(&mut self, key: Key) -> Result<Option<Arrived>> {
+    pub(super) fn take_out(&mut self, key: Key) -> Result<Option<Unexpected>> {
         match self.find(key)? {
             Some(_) => Ok(self.matcher.take(key)),
             None => Ok(None),
@@ -186,15 +668,15 @@ impl Engine {
 
     /// The oldest message that a receive would get.
     pub(super) fn find(&mut self, key: Key) -> Result<Option<Status>> {
-        self.look();
-        match self.matcher.find(key).map(status) {
+        self.progress();
+        match self.matcher.find(key).map(status_of) {
             Some(status) => Ok(Some(status)),
-            None => self.silence(&key).map_or(Ok(None), Err),
+            None => self.why_silent(&key).map_or(Ok(None), Err),
         }
     }
 
-    /// Takes back what [`Engine::take_out`] gave: a receive may have come for it since.
-    pub(super) fn put_back(&mut self, arrived: Arrived) {
+    /// Returns what [`Engine::take_out`] took: a receive may have come for it since.
+    pub(super) fn put_back(&mut self, arrived: Unexpected) {
         match self.matcher.receive_for(arrived.source, arrived.tag) {
             Some(incoming) => self.give(arrived, incoming),
             None => self.matcher.put_back(arrived),
@@ -206,16 +688,16 @@ impl Engine {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.peers.iter().all(Peer::is_idle)
+        self.peers.iter().all(TaggedPeer::is_idle)
     }
 
-    /// Why nothing will come for such a receive.
-    fn silence(&self, key: &Key) -> Option<Error> {
-        let me = self.channels.messages.rank();
+    /// Why no message will come for such a receive.
+    fn why_silent(&self, key: &Key) -> Option<Error> {
+        let me = self.connections.comm.rank();
         match key.source() {
             Some(rank) => self.peers[rank].lost.clone(),
             None => {
-                // This rank could still send to itself, but who waits for anybody means the others.
+                // This rank could still send to itself, but a receive from any rank means the others.
                 let mut others =
                     self.peers.iter().enumerate().filter(|(rank, _)| *rank != me).map(|(_, peer)| &peer.lost);
                 let first = others.next()?.clone()?;
@@ -224,16 +706,15 @@ impl Engine {
         }
     }
 
-    /// A rank cannot be reached any more: ends what has to do with it.
+    /// A rank cannot be reached any more: ends what concerns it.
     fn lose(&mut self, rank: usize, error: Error) {
-        let Channels { messages, payload, .. } = &self.channels;
-        // So that it knows, too, if it is there.
-        [messages, payload].into_iter().for_each(|channel| _ = channel.give_up(rank));
+        // So that the rank learns it, if it is alive.
+        let _ = self.connections.comm.give_up(rank);
         self.peers[rank].lost = Some(error.clone());
-        // What had come before, and was sent.
-        let _ = self.take_in(rank);
-        self.peers[rank].fail(&self.channels, &error);
-        let is_alone = self.silence(&Key::new(Source::Any, Tag::Any)).is_some();
+        // What had come before.
+        let _ = self.take_from(rank);
+        self.peers[rank].fail(&error);
+        let is_alone = self.why_silent(&Key::new(Source::Any, Tag::Any)).is_some();
         let ended = self.matcher.cancel_if(|key| key.source().map_or(is_alone, |source| source == rank));
         ended.into_iter().for_each(|incoming| finish(&incoming.outcome, Err(error.clone())));
     }
@@ -250,4 +731,45 @@ fn deliver(incoming: Incoming, status: Status, copy: impl FnOnce(&Memory, usize)
         Ok(status)
     });
     finish(&incoming.outcome, delivered);
+}
+
+/// Refuses a message that is longer than its receive.
+fn fits(status: &Status, incoming: &Incoming) -> Result<()> {
+    let (&Status { rank, tag, bytes }, room) = (status, incoming.range.len());
+    if bytes > room { Err(Error::Truncated { rank, tag, bytes, room }) } else { Ok(()) }
+}
+
+/// `None` where the queue has no room now.
+fn unless_full<T>(posted: Result<T>) -> Result<Option<T>> {
+    match posted {
+        Ok(posted) => Ok(Some(posted)),
+        Err(Error::Message { cause: gdsync::Error::QueueFull { .. }, .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_decoded_as_encoded() {
+        let (tag, id, bytes) = (u64::MAX - 1, 1 << 40, u32::MAX - 2);
+        let from = RemoteAddr { addr: u64::MAX - 3, rkey: 0x1234_5678 };
+        let kinds = [
+            Kind::Credits,
+            Kind::Eager { tag },
+            Kind::RequestToSend { tag, id, bytes, from },
+            Kind::Finish { id },
+        ];
+        for (credits, kind) in (7..).zip(kinds) {
+            let header = Header { kind, credits };
+            let encoded = header.to_bytes();
+            assert_eq!(Header::from_bytes(&encoded[..header.len()]), Some(header));
+            assert_eq!(Header::from_bytes(&encoded[..header.len() - 1]), None, "cut off");
+        }
+        let mut unknown = Header { kind: Kind::Credits, credits: 0 }.to_bytes();
+        unknown[22] = 9;
+        assert_eq!(Header::from_bytes(&unknown), None);
+    }
 }

@@ -1,18 +1,17 @@
-//! Which receive gets which message, by MPI's rules: a message goes to the oldest receive that takes it, and a receive gets the
-//! oldest message that it takes.
+//! Matching by MPI's rules: a message goes to the oldest receive that takes it, and a receive gets the oldest message that it takes.
 //!
-//! Neither side is searched one by one. What looks at the same things (at the source or not, at these bits of the tag) has one
-//! shape, and a program uses few: of each, a look-up finds the oldest of what is equal there, and the oldest of these is the one.
-//! Messages are entered under a shape only once a receive of that shape has looked for one among them.
+//! Neither side is searched linearly. Receives that look at the same fields (the source or not, the same bits of the tag) have one
+//! shape, and a program uses few shapes. For each shape a look-up finds the oldest that is equal in these fields; the oldest of
+//! these is the match. Messages are indexed by a shape only once a receive of that shape has been looked up among them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Whose messages a receive takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Those of all ranks.
+    /// Messages of all ranks.
     Any,
-    /// Those of this rank.
+    /// Messages of this rank.
     Rank(usize),
 }
 
@@ -25,15 +24,15 @@ impl From<usize> for Source {
 /// Which tags a receive takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tag {
-    /// All.
+    /// All tags.
     Any,
-    /// This one.
+    /// This tag.
     Is(u64),
-    /// Those that are as `value` in the bits of `mask`.
+    /// Tags equal to `value` in the bits of `mask`.
     Masked {
-        /// The bits wanted.
+        /// The wanted bits.
         value: u64,
-        /// The bits that are looked at.
+        /// The bits that are compared.
         mask: u64,
     },
 }
@@ -44,10 +43,10 @@ impl From<u64> for Tag {
     }
 }
 
-/// Shapes that messages are entered under at a time: a program that uses more has them entered again and again.
+/// Shapes that messages are indexed by at a time. A program that uses more has them indexed again and again.
 const SHAPES: usize = 8;
 
-/// What of a message is looked at: the source or not, and bits of the tag.
+/// The fields of a message that are compared: the source or not, and bits of the tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Shape {
     source: bool,
@@ -60,7 +59,7 @@ impl Shape {
     }
 }
 
-/// What a receive takes.
+/// The messages that a receive takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Key {
     shape: Shape,
@@ -81,19 +80,19 @@ impl Key {
         }
     }
 
-    /// The rank whose messages it takes alone.
+    /// The only rank whose messages it takes, if there is one.
     pub(super) fn source(&self) -> Option<usize> {
         self.shape.source.then_some(self.source)
     }
 }
 
-/// Where a receive waits: what it takes, and its number.
+/// Where a receive waits: its key and its number.
 pub(super) type Place = (Key, u64);
 
 /// A message that no receive has taken yet.
 #[derive(Debug)]
 pub(super) struct Arrival<M> {
-    /// In the order of arrival.
+    /// Counts arrivals.
     number: u64,
     pub(super) source: usize,
     pub(super) tag: u64,
@@ -104,20 +103,20 @@ pub(super) struct Arrival<M> {
 #[derive(Debug)]
 pub(super) struct Matcher<R, M> {
     receives: BTreeMap<Place, R>,
-    /// The shapes of those, and how many have each.
-    awaited: Vec<(Shape, usize)>,
+    /// The shapes of the receives, and how many have each.
+    receive_shapes: Vec<(Shape, usize)>,
     messages: BTreeMap<u64, Arrival<M>>,
-    entries: BTreeSet<Place>,
-    /// The shapes that all messages are entered under.
-    entered: Vec<Shape>,
-    /// Of the next receive or message.
+    index: BTreeSet<Place>,
+    /// The shapes that all messages are indexed by.
+    indexed: Vec<Shape>,
+    /// The number of the newest receive or message.
     next: u64,
 }
 
 impl<R, M> Default for Matcher<R, M> {
     fn default() -> Self {
-        let ((receives, awaited), (messages, entries, entered)) = <_>::default();
-        Self { receives, awaited, messages, entries, entered, next: 0 }
+        let ((receives, receive_shapes), (messages, index, indexed)) = <_>::default();
+        Self { receives, receive_shapes, messages, index, indexed, next: 0 }
     }
 }
 
@@ -127,13 +126,13 @@ impl<R, M> Matcher<R, M> {
         self.next
     }
 
-    /// Has a receive wait.
+    /// Adds a receive that waits.
     pub(super) fn post(&mut self, key: Key, receive: R) -> Place {
         let place = (key, self.number());
         self.receives.insert(place, receive);
-        match self.awaited.iter_mut().find(|(shape, _)| *shape == key.shape) {
+        match self.receive_shapes.iter_mut().find(|(shape, _)| *shape == key.shape) {
             Some((_, count)) => *count += 1,
-            None => self.awaited.push((key.shape, 1)),
+            None => self.receive_shapes.push((key.shape, 1)),
         }
         place
     }
@@ -144,25 +143,25 @@ impl<R, M> Matcher<R, M> {
             let key = shape.key(source, tag);
             self.receives.range((key, 0)..=(key, u64::MAX)).next().map(|(place, _)| *place)
         };
-        let place = self.awaited.iter().filter_map(oldest).min_by_key(|(_, number)| *number)?;
+        let place = self.receive_shapes.iter().filter_map(oldest).min_by_key(|(_, number)| *number)?;
         self.cancel(place)
     }
 
-    /// Takes a receive back, if it still waits.
+    /// Removes a receive, if it still waits.
     pub(super) fn cancel(&mut self, place: Place) -> Option<R> {
         let receive = self.receives.remove(&place)?;
-        if let Some(at) = self.awaited.iter().position(|(shape, _)| *shape == place.0.shape) {
-            self.awaited[at].1 -= 1;
-            if self.awaited[at].1 == 0 {
-                self.awaited.swap_remove(at);
+        if let Some(at) = self.receive_shapes.iter().position(|(shape, _)| *shape == place.0.shape) {
+            self.receive_shapes[at].1 -= 1;
+            if self.receive_shapes[at].1 == 0 {
+                self.receive_shapes.swap_remove(at);
             }
         }
         Some(receive)
     }
 
-    /// Takes back all receives for whose keys this holds.
-    pub(super) fn cancel_if(&mut self, is_meant: impl Fn(&Key) -> bool) -> Vec<R> {
-        let places: Vec<_> = self.receives.keys().filter(|(key, _)| is_meant(key)).copied().collect();
+    /// Removes all receives whose keys are selected.
+    pub(super) fn cancel_if(&mut self, is_selected: impl Fn(&Key) -> bool) -> Vec<R> {
+        let places: Vec<_> = self.receives.keys().filter(|(key, _)| is_selected(key)).copied().collect();
         places.into_iter().filter_map(|place| self.cancel(place)).collect()
     }
 
@@ -172,10 +171,10 @@ impl<R, M> Matcher<R, M> {
         self.put_back(Arrival { number, source, tag, message });
     }
 
-    /// As [`Matcher::keep`], in the place among the others that it had.
+    /// As [`Matcher::keep`], in its former place among the others.
     pub(super) fn put_back(&mut self, arrival: Arrival<M>) {
         let Arrival { number, source, tag, .. } = arrival;
-        self.entries.extend(self.entered.iter().map(|shape| (shape.key(source, tag), number)));
+        self.index.extend(self.indexed.iter().map(|shape| (shape.key(source, tag), number)));
         self.messages.insert(number, arrival);
     }
 
@@ -184,36 +183,36 @@ impl<R, M> Matcher<R, M> {
         if self.messages.is_empty() {
             return None;
         }
-        self.enter(key.shape);
-        let (_, number) = self.entries.range((key, 0)..=(key, u64::MAX)).next()?;
+        self.index_by(key.shape);
+        let (_, number) = self.index.range((key, 0)..=(key, u64::MAX)).next()?;
         self.messages.get(number)
     }
 
-    /// Takes what [`Matcher::find`] finds.
+    /// Removes the message that [`Matcher::find`] finds.
     pub(super) fn take(&mut self, key: Key) -> Option<Arrival<M>> {
         let number = self.find(key)?.number;
         let arrival = self.messages.remove(&number)?;
-        for shape in &self.entered {
-            self.entries.remove(&(shape.key(arrival.source, arrival.tag), number));
+        for shape in &self.indexed {
+            self.index.remove(&(shape.key(arrival.source, arrival.tag), number));
         }
         if self.messages.is_empty() {
-            self.entered.clear();
+            self.indexed.clear();
         }
         Some(arrival)
     }
 
-    /// Sees to it that all messages are entered under this shape.
-    fn enter(&mut self, shape: Shape) {
-        if self.entered.contains(&shape) {
+    /// Indexes all messages by this shape.
+    fn index_by(&mut self, shape: Shape) {
+        if self.indexed.contains(&shape) {
             return;
         }
-        if self.entered.len() == SHAPES {
-            self.entered.clear();
-            self.entries.clear();
+        if self.indexed.len() == SHAPES {
+            self.indexed.clear();
+            self.index.clear();
         }
-        self.entered.push(shape);
+        self.indexed.push(shape);
         let place = |arrival: &Arrival<M>| (shape.key(arrival.source, arrival.tag), arrival.number);
-        self.entries.extend(self.messages.values().map(place));
+        self.index.extend(self.messages.values().map(place));
     }
 }
 
@@ -224,7 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// What MPI says, by looking at everything in order.
+    /// The rules of MPI, by a linear search in order.
     #[derive(Default)]
     struct Model {
         receives: Vec<(usize, Source, Tag)>,
@@ -265,7 +264,7 @@ mod tests {
         Message(usize, u64),
         Receive(Source, Tag),
         Cancel(usize),
-        /// Takes a message without a receive, and puts it back before the next operation but so many.
+        /// Takes a message without a receive, and perhaps puts it back.
         Probe(Source, Tag, bool),
         Lose(usize),
     }
@@ -283,7 +282,7 @@ mod tests {
         ]
     }
 
-    /// Both must agree on every match of a program.
+    /// Both agree on every match of a program.
     fn agrees(ops: Vec<Op>) {
         let (mut model, mut matcher) = (Model::default(), Matcher::<usize, usize>::default());
         let mut places = Vec::new();
@@ -335,15 +334,18 @@ mod tests {
             }
         }
         assert_eq!(matcher.receives.len(), model.receives.len());
-        assert_eq!(matcher.awaited.iter().map(|(_, count)| count).sum::<usize>(), model.receives.len());
+        assert_eq!(
+            matcher.receive_shapes.iter().map(|(_, count)| count).sum::<usize>(),
+            model.receives.len()
+        );
         assert_eq!(matcher.messages.len(), model.messages.len());
-        assert!(matcher.entered.len() <= SHAPES);
-        assert_eq!(matcher.entries.len(), matcher.messages.len() * matcher.entered.len());
+        assert!(matcher.indexed.len() <= SHAPES);
+        assert_eq!(matcher.index.len(), matcher.messages.len() * matcher.indexed.len());
     }
 
     proptest! {
         #[test]
-        fn any_program_gets_the_answer_of_mpi(ops in vec(op(), 0..200)) {
+        fn matches_are_those_of_mpi(ops in vec(op(), 0..200)) {
             agrees(ops);
         }
     }

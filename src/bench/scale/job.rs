@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use gdasync::mp::Communicator;
-use gdasync::mp::bootstrap::Bootstrap;
-use gdasync::mp::launch::Launch;
-use gdasync::mp::spawn::{Children, spawn_command};
+use gdasync::mp::launch::{Bootstrap, Children, Launch, spawn_command};
 
 use super::Result;
 

@@ -1,19 +1,19 @@
 //! Ranks on a card that does not reach the memory of their (simulated) GPUs: `mp`'s own tests of messages, with all buffers there
 //! and all streams on GPUs, and what is different.
 
-#![allow(clippy::duplicate_mod, reason = "each file of tests brings what it shares with others")]
-
 use gdrcopy::standin::driver::Control;
 
-#[path = "../../../../mp/tests/common/mod.rs"]
+#[path = "../../../../mp/tests/it/common.rs"]
 mod common;
-#[path = "../../../../mp/tests/messages.rs"]
+#[path = "../../../../mp/tests/it/messages.rs"]
 mod messages;
-#[path = "../../../../mp/tests/on_stream.rs"]
+#[path = "../../../../mp/tests/it/on_stream.rs"]
 mod on_stream;
 #[path = "../setup/mod.rs"]
 mod setup;
 mod staged;
+#[path = "../../../../mp/tests/it/tagged.rs"]
+mod tagged;
 
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 const DMA_BUF_SUPPORTED: u32 = 124;

@@ -1,0 +1,359 @@
+//! The exchange of this crate: a star of TCP connections through rank 0.
+//!
+//! Every call has a time limit, and the first error is final: the rank that sees it tells the others through rank 0, and each
+//! later call returns it again. The connections stay open after an exchange, so that [`Bootstrap::check`] sees when a rank is
+//! gone. A rank that drops its `Bootstrap` is gone for the others; call [`Bootstrap::barrier`] first if they are to finish before.
+//!
+//! The token keeps jobs apart, not attackers out: use it on networks you trust, as any launcher does.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::connection::{Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive};
+use super::environment::{Launch, Root};
+use super::pmi;
+use super::rendezvous::{self, Listeners, Rendezvous, RootListener};
+use super::spawn::{Children, spawn_self};
+use crate::builder::CommunicatorBuilder;
+use crate::communicator::Communicator;
+use crate::error::{Error, Result};
+use crate::exchange::Exchange;
+use crate::wait::Deadline;
+
+/// The connections of one rank: rank 0 has one to everybody, the others one to rank 0.
+#[derive(Debug)]
+pub struct Bootstrap {
+    pub(super) rank: u32,
+    pub(super) job: Job,
+    /// Rank 0: ranks 1 and up, in order. Others: rank 0.
+    pub(super) peers: Vec<Conn>,
+    pub(super) failed: Option<Error>,
+    /// Where the ranks find each other without rank 0.
+    pub(super) listeners: Option<Arc<Listeners>>,
+    /// Those of the larger job before, open so that none of its ranks takes this one for dead.
+    pub(super) _former: Option<Arc<Listeners>>,
+}
+
+impl Bootstrap {
+    pub(super) fn new(rank: u32, job: Job, peers: Vec<Conn>) -> Self {
+        Self { rank, job, peers, failed: None, listeners: None, _former: None }
+    }
+
+    /// Connects all ranks of the job: rank 0 listens at [`Launch::root`], the others dial until it answers. Returns when all ranks
+    /// are connected. A job of one rank opens no socket.
+    ///
+    /// Rank 0 listens on all addresses of its host, or on loopback only if `root` is a loopback address. Name resolution is done by
+    /// the system, and may exceed `timeout`.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] for a contradictory `launch`, [`Error::Bootstrap`] when rank 0 cannot listen,
+    /// cannot be reached or refuses this rank, a rank that had connected is gone, or the launcher does not help;
+    /// [`Error::Deadline`] names the ranks that are missing (at rank 0).
+    pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
+        let mut job = job_of(launch)?;
+        let deadline = Deadline::after(timeout);
+        if launch.size == 1 {
+            return Ok(Self::new(0, job, Vec::new()));
+        }
+        let rendezvous = match &launch.root {
+            Root::Pmi { host } => {
+                let session = pmi::session(launch.rank, host.as_deref(), &deadline)?;
+                if job.token == 0 {
+                    job.token = session.token;
+                }
+                session.rendezvous
+            }
+            root => rendezvous::of(root, launch.rank)?,
+        };
+        let (stream, root) = match rendezvous {
+            Rendezvous::Listen(root) => return Self::accept(root, job, &deadline, &mut || Ok(())),
+            Rendezvous::Dial(target) => target.dial(&deadline)?,
+        };
+        let peer = format!("rank 0 ({root})");
+        let mut conn = Conn::new(stream, peer.clone())
+            .map_err(|error| Error::bootstrap_os(peer, "cannot use the socket", error, FIX_ROOT))?;
+        conn.max_payload = MAX_PAYLOAD;
+        let rank = u32::try_from(launch.rank).expect("checked to be below the size");
+        conn.send(job.frame(Kind::Hello, rank, &[]));
+        let mut bootstrap = Self::new(rank, job, vec![conn]);
+        bootstrap.guarded(|this| this.exchange_with_root(Kind::Welcome, 1, &deadline)).map(drop)?;
+        Ok(bootstrap)
+    }
+
+    /// As [`Bootstrap::connect`], for rank 0 of `launch` with a socket that listens already: nobody else can take its port.
+    ///
+    /// # Errors
+    /// As [`Bootstrap::connect`]; [`Error::Launch`] when `launch` is not rank 0.
+    pub fn root(listener: TcpListener, launch: &Launch, timeout: Duration) -> Result<Self> {
+        Self::root_while(listener, launch, timeout, &mut || Ok(()))
+    }
+
+    /// As [`Bootstrap::root`], until `check` returns an error: it is called now and then to look after the awaited ranks.
+    pub(super) fn root_while(
+        listener: TcpListener,
+        launch: &Launch,
+        timeout: Duration,
+        check: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let job = job_of(launch)?;
+        if launch.rank != 0 {
+            let what = format!("rank {} holds the socket of rank 0", launch.rank);
+            return Err(Error::launch(what, "call Bootstrap::connect in all ranks but 0"));
+        }
+        Self::accept(RootListener::new(listener), job, &Deadline::after(timeout), check)
+    }
+
+    fn accept(
+        root: RootListener,
+        job: Job,
+        deadline: &Deadline,
+        check: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let peers = rendezvous::accept(&root.listener, job, deadline, check)?;
+        // Before the welcome: a rank that comes back for the next exchange must not connect here.
+        drop(root);
+        let mut bootstrap = Self::new(0, job, peers);
+        let welcome = job.frame(Kind::Welcome, 0, &[]);
+        bootstrap.guarded(|this| this.send_to_all(&welcome, Kind::Welcome, deadline))?;
+        Ok(bootstrap)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank as usize
+    }
+
+    /// Ranks of the job.
+    pub fn size(&self) -> usize {
+        self.job.size as usize
+    }
+
+    /// Gives every rank the bytes of every rank, in rank order; lengths may differ and be 0. All ranks
+    /// must call it. A rank that dies after all bytes have reached rank 0 may go unnoticed until the next call.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] for more than [`MAX_PAYLOAD`] bytes (nothing is sent and the call may be
+    /// repeated), for a rank that is gone or does something else; [`Error::Deadline`] names who is
+    /// late. All but the first are final.
+    pub fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        if bytes.len() > MAX_PAYLOAD {
+            let what = format!("{} bytes are too large a message: {MAX_PAYLOAD} are the limit", bytes.len());
+            return Err(Error::bootstrap(
+                "this rank",
+                what,
+                "exchange addresses here, and data over the network",
+            ));
+        }
+        self.exchange(Kind::Allgather, bytes, timeout)
+    }
+
+    /// Returns after every rank has called it.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] and [`Error::Deadline`], as [`Bootstrap::allgather`].
+    pub fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        self.exchange(Kind::Barrier, &[], timeout).map(drop)
+    }
+
+    /// Checks, without waiting, whether the other ranks are alive. Rank 0 sees all of them, and reports to the others; these see
+    /// rank 0 and its report.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] names the rank that is gone. It is final.
+    pub fn check(&mut self) -> Result<()> {
+        self.guarded(|this| {
+            let first = this.first_peer();
+            let mut ranks = this.peers.iter_mut().zip(first..);
+            ranks.try_for_each(|(conn, rank)| conn.check().map_err(|error| Failure { rank, error }))
+        })
+    }
+
+    fn first_peer(&self) -> u32 {
+        u32::from(self.rank == 0)
+    }
+
+    /// Runs `operation` unless an earlier one failed. Keeps its error, and reports it to the peers.
+    fn guarded<T>(
+        &mut self,
+        operation: impl FnOnce(&mut Self) -> std::result::Result<T, Failure>,
+    ) -> Result<T> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        operation(self).map_err(|mut failure| {
+            if self.rank != 0 {
+                // For the others this rank is the one that leaves.
+                failure.rank = self.rank;
+            }
+            announce(&mut self.peers, &self.job, &failure);
+            self.failed.insert(failure.error).clone()
+        })
+    }
+
+    pub(super) fn exchange(&mut self, kind: Kind, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let deadline = Deadline::after(timeout);
+        self.guarded(|this| {
+            if this.rank == 0 {
+                let parts = this.collect(kind, bytes, &deadline)?;
+                let mut all = Vec::new();
+                for (part, rank) in parts.iter().zip(0..) {
+                    this.job.put(&mut all, kind, rank, part);
+                }
+                match this.send_to_all(&all.into(), kind, &deadline) {
+                    // All have contributed, and the others go on: the next call reports the rank that missed the answer.
+                    Err(failure) if !matches!(failure.error, Error::Deadline { .. }) => {
+                        announce(&mut this.peers, &this.job, &failure);
+                        this.failed = Some(failure.error);
+                    }
+                    other => other?,
+                }
+                return Ok(parts);
+            }
+            let frame = this.job.frame(kind, this.rank, bytes);
+            this.peers.iter_mut().for_each(|root| root.send(frame.clone()));
+            this.exchange_with_root(kind, this.job.size, &deadline)
+        })
+    }
+
+    /// Rank 0: collects the bytes of all, its own first.
+    fn collect(
+        &mut self,
+        kind: Kind,
+        own: &[u8],
+        deadline: &Deadline,
+    ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
+        let mut parts: Vec<Option<Vec<u8>>> = vec![None; self.peers.len()];
+        drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
+            if parts[index].is_none() && conn.fill()? {
+                parts[index] = Some(conn.take(kind)?.payload);
+            }
+            if parts[index].is_some() {
+                // It sends nothing more before it gets its answer, but it may die.
+                conn.expect_silence(kind)?;
+            }
+            Ok(Step { done: parts[index].is_some(), events: libc::POLLIN })
+        })?;
+        Ok(std::iter::once(own.to_vec()).chain(parts.into_iter().flatten()).collect())
+    }
+
+    /// Rank 0: sends the same bytes to all, also after one is found dead.
+    fn send_to_all(
+        &mut self,
+        bytes: &Arc<[u8]>,
+        kind: Kind,
+        deadline: &Deadline,
+    ) -> std::result::Result<(), Failure> {
+        self.peers.iter_mut().for_each(|conn| conn.send(bytes.clone()));
+        let mut failed = None;
+        drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
+            let done = conn.flush().unwrap_or_else(|error| {
+                let rank = u32::try_from(index + 1).expect("a rank");
+                failed.get_or_insert(Failure { rank, error });
+                conn.drop_output();
+                true
+            });
+            Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
+        })?;
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Other ranks: sends what is queued and takes `count` frames, about ranks 0 and up.
+    fn exchange_with_root(
+        &mut self,
+        kind: Kind,
+        count: u32,
+        deadline: &Deadline,
+    ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
+        let mut ranks = 0..count;
+        let mut parts = Vec::new();
+        let what = format!("{} (rank 0 answers when all ranks are in it)", kind.name());
+        drive(&mut self.peers, 0, &what, deadline, |_, root| {
+            // Read first: if rank 0 gave up, its reason is better than a failed write.
+            while !ranks.is_empty() && root.fill()? {
+                let frame = root.take(kind)?;
+                if ranks.next() != Some(frame.header.rank) {
+                    return Err(Error::bootstrap(&root.peer, "sent its frames out of order", FIX_ROOT));
+                }
+                parts.push(frame.payload);
+            }
+            let write = if root.flush()? { 0 } else { libc::POLLOUT };
+            Ok(Step { done: ranks.is_empty(), events: libc::POLLIN | write })
+        })?;
+        Ok(parts)
+    }
+}
+
+impl Exchange for Bootstrap {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.allgather(bytes, timeout)
+    }
+
+    fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        self.barrier(timeout)
+    }
+
+    fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
+        let (next, former) = Self::regroup(self, without, timeout)?;
+        Ok((Box::new(next), former))
+    }
+}
+
+fn job_of(launch: &Launch) -> Result<Job> {
+    launch.check("rank", "size")?;
+    let size = u32::try_from(launch.size).expect("checked to be at most 65536");
+    Ok(Job { size, token: launch.token })
+}
+
+impl CommunicatorBuilder {
+    /// Joins the job. Every rank must call this.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] when there is no launcher, and nothing to spawn; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank
+    /// or address at fault; [`Error::Child`] when a process of [`CommunicatorBuilder::spawn`] ends before; [`Error::Device`] from
+    /// the RDMA device, for a setting out of range, or for an `MP_REG_CACHE`, `MP_LOCAL` or `MP_GPU_PATH` that means nothing.
+    pub fn init(self) -> Result<Communicator> {
+        let deadline = Deadline::after(self.0.timeout);
+        let resolved = self.resolve()?;
+        let (mut bootstrap, mut children) = self.join()?;
+        let opened = bootstrap.open_listeners(deadline.remaining());
+        let communicator = opened.and_then(|()| self.build(Box::new(bootstrap), resolved, deadline));
+        let communicator = communicator.map_err(|error| match &mut children {
+            Some(children) => children.explain_by_child(error),
+            None => error,
+        })?;
+        *communicator.0.children.lock() = children.map(|children| Box::new(children) as _);
+        Ok(communicator)
+    }
+
+    fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
+        if let Some(launch) = Launch::detect()? {
+            return Ok((Bootstrap::connect(&launch, self.0.timeout)?, None));
+        }
+        let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
+        let size = self.0.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;
+        let (launch, listener, mut children) = spawn_self(size)?;
+        let check = &mut || children.check_all_run();
+        let bootstrap = Bootstrap::root_while(listener, &launch, self.0.timeout, check)
+            .map_err(|error| children.explain_by_child(error))?;
+        Ok((bootstrap, Some(children)))
+    }
+}
+
+impl Communicator {
+    /// Joins the job of the launcher that started this process.
+    ///
+    /// # Errors
+    /// As [`CommunicatorBuilder::init`].
+    pub fn init() -> Result<Self> {
+        Self::builder().init()
+    }
+}

@@ -1,0 +1,387 @@
+//! How the surviving ranks find each other again, without rank 0.
+//!
+//! Each rank has a listening socket of its own. The lowest surviving rank leads. Each rank dials those below it, from rank 0 on: the
+//! socket of a dead process refuses. To the first that answers it sends a hello, and waits for the list of survivors; if that
+//! rank dies meanwhile, it tries the next one. A rank that finds nobody below it leads: it dials those above it, and waits until
+//! each has sent its hello or is dead. So no live rank is left out, and no dead one is waited for.
+
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::slice;
+use std::sync::Arc;
+use std::thread::sleep;
+use std::time::Duration;
+
+use super::bootstrap::Bootstrap;
+use super::connection::{Conn, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, wait};
+use super::rendezvous::Listeners;
+use crate::error::{Error, Result};
+use crate::wait::Deadline;
+
+/// Longest wait for one answer to a connection request.
+const DIAL: Duration = Duration::from_secs(1);
+
+/// How often the leader checks the others, and a rank dials one that does not answer.
+const TICK: Duration = Duration::from_millis(20);
+
+const FIX_LATE: &str = "let all surviving ranks call it; give up those that hang";
+
+/// The answer of a listening socket.
+enum Handshake {
+    /// The process is alive.
+    Alive(TcpStream),
+    /// The process is dead.
+    Dead,
+    /// Not known yet.
+    Unknown(io::Error),
+}
+
+fn handshake(address: SocketAddr, deadline: &Deadline) -> Handshake {
+    // A limit of zero is an error.
+    let limit = deadline.remaining().clamp(Duration::from_millis(1), DIAL);
+    match TcpStream::connect_timeout(&address, limit) {
+        // Without a listener, a socket that dials an ephemeral port can connect to itself.
+        Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => Handshake::Dead,
+        Ok(stream) => Handshake::Alive(stream),
+        Err(error) if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset) => {
+            Handshake::Dead
+        }
+        Err(error) => Handshake::Unknown(error),
+    }
+}
+
+/// A rank above the leader.
+enum Member {
+    /// Without a hello. The connection, if there is one, breaks when its process dies.
+    Awaited(Option<TcpStream>),
+    Joined(Conn),
+    Gone,
+}
+
+/// The ranks of a job that find each other again.
+struct Group {
+    rank: u32,
+    job: Job,
+    listeners: Arc<Listeners>,
+    /// Ranks that are left out.
+    without: Vec<usize>,
+}
+
+/// In place of an address: that of the host of rank 0, as the reader reaches it.
+const WITH_ROOT: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+
+impl Bootstrap {
+    /// Opens the listening sockets of all ranks, which must all call it. A job of one rank needs none.
+    ///
+    /// # Errors
+    /// As [`Bootstrap::allgather`]; [`Error::Bootstrap`] for a rank whose host gives it no port.
+    pub(super) fn open_listeners(&mut self, timeout: Duration) -> Result<()> {
+        let deadline = Deadline::after(timeout);
+        let Some(root) = self.peers.first() else { return Ok(()) };
+        let is_root = self.rank == 0;
+        let fix = "check the network of this host";
+        let failed = |error| Error::bootstrap_os("its socket", "cannot be asked for its address", error, fix);
+        // For rank 0 any peer will do.
+        let (here, there) = root.addresses().map_err(failed)?;
+        let is_local = self.peers.iter().all(|conn| {
+            conn.addresses().is_ok_and(|(here, there)| here.is_loopback() && there.is_loopback())
+        });
+        let locals = self.exchange(Kind::Init, &[u8::from(is_local)], deadline.remaining())?;
+        let is_one_host = locals.iter().all(|local| local[..] == [1]);
+        let listener = open(is_one_host.then_some(here))
+            .and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
+        let address = listener.as_ref().map(|(port, _)| {
+            let ip = if is_root || here.is_loopback() && !is_one_host { WITH_ROOT } else { here };
+            SocketAddr::from((ip, *port)).to_string()
+        });
+        let addresses =
+            self.exchange(Kind::Init, address.unwrap_or_default().as_bytes(), deadline.remaining())?;
+        let (_, own) = listener.map_err(|error| {
+            Error::bootstrap_os(
+                "this rank",
+                "cannot listen",
+                error,
+                "raise the limit on open files (ulimit -n)",
+            )
+        })?;
+        let root = if is_root { Ipv4Addr::LOCALHOST.into() } else { there };
+        let all = addresses.iter().enumerate().map(|(rank, text)| {
+            let address = std::str::from_utf8(text).ok().and_then(|text| text.parse::<SocketAddr>().ok());
+            let address = address.ok_or_else(|| {
+                let what = "does not tell its address";
+                Error::bootstrap(format!("rank {rank}"), what, "see the error of that rank")
+            })?;
+            Ok(if address.ip() == WITH_ROOT { SocketAddr::new(root, address.port()) } else { address })
+        });
+        self.listeners = Some(Arc::new(Listeners { own, all: all.collect::<Result<_>>()? }));
+        Ok(())
+    }
+}
+
+/// Listens at this address, or at all addresses of this host.
+fn open(at: Option<IpAddr>) -> std::io::Result<TcpListener> {
+    let listener = match at {
+        Some(ip) => TcpListener::bind((ip, 0)),
+        None => {
+            let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), (Ipv4Addr::UNSPECIFIED, 0).into()];
+            TcpListener::bind(&any[..])
+        }
+    }?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+impl Bootstrap {
+    /// Connects the surviving ranks, except those in `without`, and returns their former ranks. All survivors must call it, and may
+    /// again after a failure.
+    ///
+    /// # Errors
+    /// [`Error::Bootstrap`] for a rank that the others leave out, or without [`Bootstrap::open_listeners`];
+    /// [`Error::Deadline`] names ranks that are alive, and late.
+    pub(super) fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Self, Vec<usize>)> {
+        let deadline = Deadline::after(timeout);
+        self.leave();
+        let Some(listeners) = self.listeners.clone() else {
+            if self.job.size == 1 {
+                return Ok((Self::new(0, self.job, Vec::new()), vec![0]));
+            }
+            let what = "was not connected by Communicator::init, and cannot find the others again";
+            return Err(Error::bootstrap("this rank", what, "restart the job"));
+        };
+        let mut group = Group { rank: self.rank, job: self.job, listeners, without: without.to_vec() };
+        loop {
+            let (mut next, ranks) = group.meet(&deadline)?;
+            match next.open_listeners(deadline.remaining()) {
+                Ok(()) => return Ok((next, ranks)),
+                // Another one has died: the others see that as well, and try again.
+                Err(Error::Bootstrap { .. }) if !deadline.is_over() => sleep(TICK),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Ends this exchange, so that nobody waits in it for this rank.
+    fn leave(&mut self) {
+        if self.failed.is_none() {
+            let what = "has left to shrink the communicator, as all surviving ranks have to";
+            let error = Error::bootstrap(format!("rank {}", self.rank), what, "call Communicator::shrink");
+            announce(&mut self.peers, &self.job, &Failure { rank: self.rank, error });
+        }
+        let fix = "use the communicator that Communicator::shrink returns";
+        self.failed =
+            Some(Error::bootstrap("this communicator", "has ended: this rank left it to shrink", fix));
+    }
+}
+
+impl Group {
+    fn meet(&mut self, deadline: &Deadline) -> Result<(Bootstrap, Vec<usize>)> {
+        for leader in 0..self.rank {
+            if self.without.contains(&(leader as usize)) {
+                continue;
+            }
+            if let Some(found) = self.follow(leader, deadline)? {
+                return Ok(found);
+            }
+        }
+        self.lead(deadline)
+    }
+
+    fn bootstrap(&self, rank: usize, ranks: &[usize], mut peers: Vec<Conn>) -> Bootstrap {
+        peers.iter_mut().for_each(|conn| conn.max_payload = MAX_PAYLOAD);
+        let count = |n| u32::try_from(n).expect("not more than the ranks before");
+        let job = Job { size: count(ranks.len()), token: self.job.token };
+        let mut bootstrap = Bootstrap::new(count(rank), job, peers);
+        bootstrap._former = Some(self.listeners.clone());
+        bootstrap
+    }
+
+    /// Sends a hello to `leader`, and waits for the list of survivors; `None` when it is dead.
+    fn follow(&self, leader: u32, deadline: &Deadline) -> Result<Option<(Bootstrap, Vec<usize>)>> {
+        let address = self.listeners.all[leader as usize];
+        let peer = format!("rank {leader} ({address})");
+        let stream = loop {
+            match handshake(address, deadline) {
+                Handshake::Alive(stream) => break stream,
+                Handshake::Dead => return Ok(None),
+                Handshake::Unknown(error) if deadline.is_over() => {
+                    let what = "could not be reached, and may be alive";
+                    return Err(Error::bootstrap_os(peer, what, error, FIX_LATE));
+                }
+                Handshake::Unknown(_) => sleep(TICK),
+            }
+        };
+        let Ok(mut conn) = Conn::new(stream, peer) else { return Ok(None) };
+        conn.max_payload = MAX_PAYLOAD;
+        let without: Vec<u8> = self.without.iter().flat_map(|&rank| (rank as u64).to_be_bytes()).collect();
+        conn.send(self.job.frame(Kind::Hello, self.rank, &without));
+        let mut answer = None;
+        let what = "shrink (it answers when all surviving ranks have called it)";
+        let driven = drive(slice::from_mut(&mut conn), leader, what, deadline, |_, conn| {
+            // An error of the connection means that the leader is dead.
+            let arrived = conn.flush().and_then(|left| conn.fill().map(|whole| (left, whole)));
+            let Ok((left, whole)) = arrived else { return Ok(Step { done: true, events: 0 }) };
+            if whole {
+                answer = conn.take_any().ok();
+                return Ok(Step { done: true, events: 0 });
+            }
+            Ok(Step { done: false, events: libc::POLLIN | if left { 0 } else { libc::POLLOUT } })
+        });
+        driven.map_err(|failure| failure.error)?;
+        let Some(answer) = answer else { return Ok(None) };
+        if answer.header.kind != Kind::Welcome {
+            return Err(Error::bootstrap(conn.peer, answer.text(), FIX_LATE));
+        }
+        let ranks = ranks(&answer.payload);
+        let own = ranks.iter().position(|&rank| rank == self.rank as usize);
+        let own = own.filter(|&own| own > 0).ok_or_else(|| conn.fault("has left this rank out"))?;
+        Ok(Some((self.bootstrap(own, &ranks, vec![conn]), ranks)))
+    }
+
+    fn lead(&mut self, deadline: &Deadline) -> Result<(Bootstrap, Vec<usize>)> {
+        let mut members: Vec<Member> = (0..self.job.size)
+            .map(|rank| if rank > self.rank { Member::Awaited(None) } else { Member::Gone })
+            .collect();
+        let mut pending = Vec::new();
+        loop {
+            while let Ok((stream, address)) = self.listeners.own.accept() {
+                pending.extend(Conn::new(stream, address.to_string()).map(|mut conn| {
+                    // The ranks to leave out, at most all.
+                    conn.max_payload = 8 * members.len();
+                    conn
+                }));
+            }
+            pending = self.read_hellos(pending, &mut members);
+            let late = self.check_members(&mut members, deadline);
+            if late.is_empty() {
+                break;
+            }
+            if deadline.is_over() {
+                let names: Vec<_> = late.iter().map(|rank| format!("rank {rank}")).collect();
+                let error = deadline.error(format!("shrink: waiting for {} ({FIX_LATE})", names.join(", ")));
+                let frame = self.job.frame(Kind::Failed, late[0], error.to_string().as_bytes());
+                for member in &mut members {
+                    if let Member::Joined(conn) = member {
+                        conn.farewell(frame.clone());
+                    }
+                }
+                return Err(error);
+            }
+            let here = members.iter().filter_map(|member| match member {
+                Member::Joined(conn) => Some(conn.fd()),
+                Member::Awaited(Some(stream)) => Some(stream.as_raw_fd()),
+                _ => None,
+            });
+            let fds = std::iter::once(self.listeners.own.as_raw_fd())
+                .chain(pending.iter().map(Conn::fd))
+                .chain(here);
+            let poll = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+            wait(&mut fds.map(poll).collect::<Vec<_>>(), deadline.remaining().min(TICK))?;
+        }
+        let mut survivors = vec![self.rank as usize];
+        let mut peers = Vec::new();
+        for (rank, member) in members.into_iter().enumerate() {
+            if let Member::Joined(mut conn) = member {
+                conn.peer = format!("rank {} (before: rank {rank})", survivors.len());
+                survivors.push(rank);
+                peers.push(conn);
+            }
+        }
+        let list: Vec<u8> = survivors.iter().flat_map(|&rank| (rank as u64).to_be_bytes()).collect();
+        let welcome = self.job.frame(Kind::Welcome, self.rank, &list);
+        peers.iter_mut().for_each(|conn| conn.send(welcome.clone()));
+        drive(&mut peers, 1, "shrink", deadline, |_, conn| {
+            // The first exchange notices a rank that dies now.
+            let done = conn.flush().unwrap_or_else(|_| {
+                conn.drop_output();
+                true
+            });
+            Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
+        })
+        .map_err(|failure| failure.error)?;
+        Ok((self.bootstrap(0, &survivors, peers), survivors))
+    }
+
+    /// Admits the connections that have sent a hello; returns the others.
+    fn read_hellos(&mut self, pending: Vec<Conn>, members: &mut [Member]) -> Vec<Conn> {
+        let mut silent = Vec::new();
+        for mut conn in pending {
+            match conn.fill() {
+                Ok(false) => silent.push(conn),
+                Ok(true) => self.admit(conn, members),
+                // A rank that gave up, or checked whether this one is alive.
+                Err(_) => {}
+            }
+        }
+        silent
+    }
+
+    fn admit(&mut self, mut conn: Conn, members: &mut [Member]) {
+        let Ok(hello) = conn.take_any() else { return };
+        let (rank, header) = (hello.header.rank as usize, hello.header);
+        let fits =
+            header.kind == Kind::Hello && (header.token, header.size) == (self.job.token, self.job.size);
+        if !fits || rank <= self.rank as usize || rank >= members.len() {
+            return conn.farewell(self.job.frame(Kind::Refused, self.rank, b"it is no rank of this job"));
+        }
+        self.without.extend(ranks(&hello.payload).into_iter().filter(|&other| other != self.rank as usize));
+        // Replaces a connection that it has closed since, if there was one.
+        members[rank] = Member::Joined(conn);
+    }
+
+    /// Checks the members that are awaited, or may have died since; returns those that are late.
+    fn check_members(&self, members: &mut [Member], deadline: &Deadline) -> Vec<u32> {
+        let mut late = Vec::new();
+        for (member, rank) in members.iter_mut().zip(0..) {
+            let is_out = self.without.contains(&(rank as usize));
+            match member {
+                Member::Joined(conn) if is_out => {
+                    conn.farewell(self.job.frame(
+                        Kind::Refused,
+                        self.rank,
+                        b"the other ranks gave this one up",
+                    ));
+                    *member = Member::Gone;
+                }
+                Member::Awaited(_) if is_out => *member = Member::Gone,
+                _ => {}
+            }
+            // It gave up or died: its socket tells.
+            if let Member::Joined(conn) = member
+                && conn.expect_silence(Kind::Hello).is_err()
+            {
+                *member = Member::Awaited(None);
+            }
+            if let Member::Awaited(probe) = member {
+                if probe.as_ref().is_some_and(is_broken) {
+                    *probe = None;
+                }
+                if probe.is_none() {
+                    match handshake(self.listeners.all[rank as usize], deadline) {
+                        Handshake::Alive(stream) => {
+                            *probe = stream.set_nonblocking(true).is_ok().then_some(stream)
+                        }
+                        Handshake::Dead => *member = Member::Gone,
+                        Handshake::Unknown(_) => {}
+                    }
+                }
+            }
+            if matches!(member, Member::Awaited(_)) {
+                late.push(rank);
+            }
+        }
+        late
+    }
+}
+
+fn is_broken(stream: &TcpStream) -> bool {
+    match stream.peek(&mut [0]) {
+        Ok(count) => count == 0,
+        Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+    }
+}
+
+fn ranks(bytes: &[u8]) -> Vec<usize> {
+    let (ranks, _) = bytes.as_chunks::<8>();
+    ranks.iter().filter_map(|rank| usize::try_from(u64::from_be_bytes(*rank)).ok()).collect()
+}

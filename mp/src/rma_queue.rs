@@ -1,0 +1,220 @@
+//! The queue pairs of windows: one to each rank, beside those of messages, which they neither wait for nor hold up.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use gdsync::cuda::Flush;
+use gdsync::memory::Memory;
+use gdsync::stream::Stream;
+use gdsync::verbs::{Access, Completion, Mr, Pd, Qp, Sge};
+use parking_lot::Mutex;
+
+use crate::error::{Error, Result};
+use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
+use crate::peer::Peer;
+use crate::registration::Piece;
+use crate::transport::QpPair;
+use crate::wait::Deadline;
+
+/// The queue pair to one rank, and what is under way in it.
+#[derive(Debug)]
+pub(crate) struct RmaQueue {
+    /// Its transport knows whether the rank is alive.
+    pub(crate) peer: Arc<Peer>,
+    pub(crate) qp: Arc<QpPair>,
+    depth: usize,
+    /// Whether an operation has failed.
+    has_failed: AtomicBool,
+    /// Whether a call has returned why the connection is broken.
+    is_reported: AtomicBool,
+    in_flight: Mutex<InFlight>,
+}
+
+impl RmaQueue {
+    /// Posts an operation on `bytes` bytes that takes `wqes` work requests, after making room if the queue is full, and pins its
+    /// buffers until it is complete.
+    pub(crate) fn post(
+        &self,
+        operation: &'static str,
+        bytes: usize,
+        (pieces, intra_host): (&[Piece<'_>], bool),
+        wqes: usize,
+        mut post: impl FnMut(&Qp) -> gdsync::Result<Completion>,
+    ) -> Result<Arc<InFlightOp>> {
+        let mut in_flight = self.in_flight.lock();
+        let failed = |cause| self.report(operation, cause);
+        if in_flight.wqes() + wqes > self.depth {
+            self.make_room_for(&mut in_flight, wqes).map_err(failed)?;
+        }
+        let posted = post(&self.qp.send).or_else(|error| match error {
+            gdsync::Error::QueueFull { .. } => {
+                self.make_room(&mut in_flight);
+                post(&self.qp.send)
+            }
+            other => Err(other),
+        });
+        let op = InFlightOp::new(Direction::Send, operation, posted.map_err(failed)?, wqes, bytes);
+        in_flight.push(op.clone(), pin(pieces, intra_host));
+        Ok(op)
+    }
+
+    #[cold]
+    fn make_room_for(&self, in_flight: &mut InFlight, wqes: usize) -> gdsync::Result<()> {
+        self.make_room(in_flight);
+        let wqes = in_flight.wqes() + wqes;
+        if wqes <= self.depth {
+            return Ok(());
+        }
+        self.qp.send.check()?;
+        let (outstanding, depth) = (wqes as u64, self.depth as u64);
+        let (queue, qpn) = ("send queue", self.qp.send.qpn());
+        Err(gdsync::Error::QueueFull { queue, qpn, outstanding, depth, untaken: 0 })
+    }
+
+    /// Takes completions, and removes what is complete.
+    fn make_room(&self, in_flight: &mut InFlight) {
+        self.qp.send.send_cq().drain();
+        // Of dropped batches, whose places in the queue nobody has taken since.
+        in_flight.drop_taken_back();
+        // Where one fails, so do all behind it.
+        if in_flight.newest().is_some_and(|last| last.outcome().is_err()) && self.qp.send.check().is_err() {
+            self.has_failed.store(true, Ordering::Relaxed);
+        }
+        in_flight.retire();
+    }
+
+    /// Takes completions, and releases buffers.
+    pub(crate) fn recycle(&self) {
+        self.make_room(&mut self.in_flight.lock());
+    }
+
+    /// Blocks until nothing is under way.
+    pub(crate) fn flush(&self, timeout: Duration) -> Result<()> {
+        let flushed = self.qp.send.wait_all_sends(timeout);
+        self.recycle();
+        flushed.map_err(|cause| self.report("flush", cause))
+    }
+
+    /// Holds a stream until nothing is under way that is now.
+    pub(crate) fn flush_on_stream(&self, stream: &Stream) -> Result<()> {
+        let mut in_flight = self.in_flight.lock();
+        self.make_room(&mut in_flight);
+        let flushed = match in_flight.newest() {
+            Some(last) => stream.wait(&last.completion),
+            None => self.qp.send.check(),
+        };
+        flushed.map_err(|cause| self.report("flush on stream", cause))
+    }
+
+    #[cold]
+    fn report(&self, operation: &'static str, cause: gdsync::Error) -> Error {
+        if self.qp.send.check().is_err() {
+            self.is_reported.store(true, Ordering::Relaxed);
+        }
+        Error::Message { rank: self.peer.rank(), operation, cause }
+    }
+
+    /// Whether something failed, and no call has said so.
+    fn has_to_report(&self) -> bool {
+        self.has_failed.load(Ordering::Relaxed) && !self.is_reported.load(Ordering::Relaxed)
+    }
+
+    /// As [`RmaQueue::flush`], without failures that were reported, or that no operation met with.
+    fn finish(&self, timeout: Duration) -> Result<()> {
+        let flushed = self.qp.send.wait_all_sends(timeout);
+        self.recycle();
+        match flushed {
+            Err(cause) if self.has_to_report() || matches!(cause, gdsync::Error::Deadline { .. }) => {
+                Err(self.report("flush", cause))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether nothing is under way, and nothing is to be reported.
+    fn is_over(&self) -> bool {
+        self.recycle();
+        self.in_flight.lock().is_empty() && !self.has_to_report()
+    }
+}
+
+/// The queue pairs of all windows of a communicator, also those of dropped windows while anything is under way in them.
+pub(crate) type AllRmaQueues = Arc<Mutex<Vec<Arc<RmaQueues>>>>;
+
+/// The queue pairs of a window, or of several.
+#[derive(Debug)]
+pub(crate) struct RmaQueues {
+    pub(crate) queues: Vec<Arc<RmaQueue>>,
+    /// They go through the device for ranks of the same host.
+    pub(crate) intra_host: bool,
+    /// Where results go that nobody wants: a word for each rank.
+    scratch: Mr,
+    /// Whether a window is on a GPU that needs a flush to see what comes in.
+    needs_flush: AtomicBool,
+}
+
+impl RmaQueues {
+    /// Over connected queue pairs to these peers, in the protection domain of the device.
+    pub(crate) fn new(
+        peers: &[Arc<Peer>],
+        (intra_host, pd): (bool, &Pd),
+        depth: usize,
+        pairs: Vec<QpPair>,
+        all: &AllRmaQueues,
+    ) -> Result<Arc<Self>> {
+        let scratch = pd.register(&Memory::alloc(8 * pairs.len())?, Access::LOCAL_WRITE)?;
+        let queue = |(peer, qp): (&Arc<Peer>, QpPair)| {
+            let ([has_failed, is_reported], in_flight) = Default::default();
+            let (peer, qp) = (peer.clone(), Arc::new(qp));
+            peer.transport.accompany(&qp);
+            Arc::new(RmaQueue { peer, qp, depth, has_failed, is_reported, in_flight })
+        };
+        let queues = peers.iter().zip(pairs).map(queue).collect();
+        let queues = Arc::new(Self { queues, intra_host, scratch, needs_flush: AtomicBool::new(false) });
+        let mut all = all.lock();
+        Self::recycle(&mut all);
+        all.push(queues.clone());
+        Ok(queues)
+    }
+
+    /// A window over these queue pairs is in this memory.
+    pub(crate) fn lead_to(&self, memory: &Memory) {
+        if memory.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded) {
+            self.needs_flush.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a stream must flush after a wait for a signal.
+    pub(crate) fn needs_flush(&self) -> bool {
+        self.needs_flush.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn scratch(&self, rank: usize) -> gdsync::Result<Sge> {
+        self.scratch.sge(8 * rank, 8)
+    }
+
+    /// Waits for all, also after one has failed; returns the first failure.
+    pub(crate) fn flush(&self, deadline: &Deadline) -> Result<()> {
+        self.queues.iter().map(|queue| queue.flush(deadline.remaining())).fold(Ok(()), Result::and)
+    }
+
+    /// Waits for the operations of all windows. Returns the first failure that was not reported.
+    pub(crate) fn finish_all(all: &AllRmaQueues, deadline: &Deadline) -> Result<()> {
+        let all = all.lock().clone();
+        let queues = all.iter().flat_map(|queues| &queues.queues);
+        queues.map(|queue| queue.finish(deadline.remaining())).fold(Ok(()), Result::and)
+    }
+
+    /// Moves operations along, and drops queue pairs that no window has any more.
+    pub(crate) fn recycle(all: &mut Vec<Arc<Self>>) {
+        all.retain(|queues| {
+            queues.queues.iter().for_each(|queue| queue.recycle());
+            !queues.is_over()
+        });
+    }
+
+    fn is_over(self: &Arc<Self>) -> bool {
+        Arc::strong_count(self) == 1 && self.queues.iter().all(|queue| queue.is_over())
+    }
+}

@@ -1,0 +1,752 @@
+//! The shared-memory FIFO: short messages between ranks of a host, copied from the CPU of one to the CPU of the other.
+//!
+//! Each pair of ranks has a FIFO in each direction beside its queue pair, and both ranks agree which message takes which: see
+//! [`gdsync::protocol::shm_fifo`]. A FIFO is closed at first. Messages take the queue pair whenever one side needs it: a stream sends
+//! or waits, a message is long or in GPU memory, the FIFO is full, or a wait gets long, as the receiver can only sleep at the
+//! queue pair. After some messages of CPUs in a row the receiver opens the FIFO again, for what comes after the receives that it
+//! has posted.
+//!
+//! While the FIFO is open a receive is only queued here. When the FIFO closes, the messages that it still has are for the first
+//! of them; the others are posted to the queue pair, in order.
+//!
+//! In the fast path of a message each side takes one uncontended lock, and the sender counts the message in the word that both
+//! agree by. Between the cores move the cache line with the header and 56 bytes, and the page of a longer message. The receiver
+//! reports the cells that it has emptied sixteen at a time, and reads the shared word only when nothing comes for a while.
+
+use std::collections::VecDeque;
+use std::hint::spin_loop;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
+
+use gdsync::mlx5::Syndrome;
+use gdsync::protocol::shm_fifo::{Next, Receiver, Sender, peek};
+use gdsync::verbs::{Completion, CompletionError, Sge};
+use parking_lot::{Mutex, MutexGuard};
+use smallvec::SmallVec;
+
+use crate::in_flight::{Direction, InFlightOp};
+use crate::registration::{Piece, Registration, host_len};
+use crate::shm_memory::{FifoMemory, FifoPair, LONGEST};
+use crate::transport::{DRAIN, SILENCE, Transport};
+use crate::wait::{Deadline, YIELD, back_off};
+
+/// Messages in a row that could take the FIFO before it opens; the higher number after it was closed for reasons that may recur.
+const SHORT_RUN: u32 = 32;
+const LONG_RUN: u32 = 512;
+
+/// Polls of the watchdog, a millisecond apart, without a message: then receives are posted, and it may sleep.
+const IDLE_POLLS: u32 = 50;
+
+/// How long a claimed message may take to be there: its sender is in the middle of copying it.
+const CLAIMED: Duration = Duration::from_secs(5);
+
+/// Polls of a full FIFO, for some microseconds: the receiver often is about to make room.
+const FULL_POLLS: u32 = 1000;
+
+/// Polls of the next cell before a wait does anything else: about a microsecond. Reading the shared word would take its cache
+/// line from the sender, and reading the clock takes as long as a message.
+const FIRST_POLLS: u32 = 256;
+/// The same, between looks at other things.
+const POLLS: u32 = 64;
+
+/// In place of the length of a receive that has not got one: it is queued here, posted to the queue pair, or has failed.
+const QUEUED: u64 = u64::MAX;
+const POSTED: u64 = u64::MAX - 1;
+const FAILED: u64 = u64::MAX - 2;
+
+/// Bytes of a message that the CPU could copy into the FIFO; `None` for any other message.
+pub(crate) fn fitting(pieces: &[Piece<'_>]) -> Option<usize> {
+    host_len(pieces).filter(|len| *len <= LONGEST)
+}
+
+/// Whether the CPU can write all of a receive.
+fn can_be_filled(pieces: &[Piece<'_>]) -> bool {
+    pieces.iter().all(|(buffer, _)| buffer.memory().is_host())
+}
+
+/// A receive of the FIFO, shared with its request.
+#[derive(Debug)]
+pub(crate) struct FifoReceive {
+    /// The bytes that came, or one of the constants above.
+    state: AtomicU64,
+    error: OnceLock<gdsync::Error>,
+    /// In the queue pair, if it was posted there.
+    posted: OnceLock<Completion>,
+}
+
+impl FifoReceive {
+    fn new() -> Self {
+        Self { state: AtomicU64::new(QUEUED), error: OnceLock::new(), posted: OnceLock::new() }
+    }
+
+    /// The bytes that came, once the CPU has seen them.
+    #[inline]
+    pub(crate) fn len(&self) -> Option<usize> {
+        match self.state.load(Ordering::Acquire) {
+            QUEUED | POSTED | FAILED => None,
+            bytes => usize::try_from(bytes).ok(),
+        }
+    }
+
+    /// Whether its message may still come through the FIFO.
+    #[inline]
+    pub(crate) fn is_queued(&self) -> bool {
+        self.state.load(Ordering::Acquire) == QUEUED
+    }
+
+    /// The bytes that came, or `None` while it is under way.
+    pub(crate) fn outcome(&self) -> gdsync::Result<Option<usize>> {
+        match self.state.load(Ordering::Acquire) {
+            QUEUED => Ok(None),
+            FAILED => self.error.get().map_or(Ok(None), |error| Err(error.clone())),
+            POSTED => match self.posted.get().map(Completion::status) {
+                // It was finished before the queue forgot it.
+                Some(Err(gdsync::Error::Forgotten { .. })) if self.len().is_some() => Ok(self.len()),
+                Some(status) => Ok(status?.map(|wc| wc.byte_len as usize)),
+                None => Ok(None),
+            },
+            _ => Ok(self.len()),
+        }
+    }
+
+    /// Its completion, if it was posted to the queue pair.
+    pub(crate) fn posted(&self) -> Option<&Completion> {
+        self.posted.get()
+    }
+
+    fn post(&self, completion: Completion) {
+        let _ = self.posted.set(completion);
+        self.state.store(POSTED, Ordering::Release);
+    }
+
+    fn finish(&self, outcome: gdsync::Result<usize>) {
+        let state = match outcome {
+            Ok(bytes) => bytes as u64,
+            Err(error) => {
+                let _ = self.error.set(error);
+                FAILED
+            }
+        };
+        self.state.store(state, Ordering::Release);
+    }
+}
+
+/// Where the bytes of a receive go: memory, and offset and length in it.
+type Buffers = SmallVec<[(Registration, usize, usize); 1]>;
+
+/// A receive and its buffers.
+#[derive(Debug)]
+struct Entry {
+    receive: Arc<FifoReceive>,
+    buffers: Buffers,
+}
+
+/// The sender's side.
+#[derive(Debug, Default)]
+struct TxSide {
+    sender: Sender,
+    /// Messages in a row that could have taken the FIFO.
+    run: u32,
+    /// The last message of the queue pair, while it may be under way.
+    last: Option<Arc<InFlightOp>>,
+    /// Messages that took the FIFO.
+    count: u64,
+}
+
+/// The receiver's side.
+#[derive(Debug)]
+struct RxSide {
+    receiver: Receiver,
+    /// Receives that are not posted, oldest first: the next message is for the first of them.
+    queued: VecDeque<Entry>,
+    /// Those that were posted to the queue pair, oldest first.
+    posted: VecDeque<Entry>,
+    /// Those that are over. The next receives reuse them, and the watchdog drops them: a wait must not take the time. There are
+    /// never more than were under way at a time.
+    spent: VecDeque<Entry>,
+    /// Receives of the queue pair that were under way when the FIFO opened: those that were posted elsewhere, and the last that was
+    /// posted here. No message is taken out of the FIFO before they are over.
+    ahead: Vec<Arc<InFlightOp>>,
+    last_posted: Option<Arc<FifoReceive>>,
+    /// Receives in a row that the CPU could have filled.
+    run: u32,
+    /// The length of a run after which the FIFO opens.
+    wanted_run: u32,
+    /// The message that was next when the FIFO was opened last.
+    opened_at: u64,
+    /// The message that was next at the last poll of the watchdog, and how many polls found the same.
+    idle: (u64, u32),
+}
+
+impl Default for RxSide {
+    fn default() -> Self {
+        let (receiver, [queued, posted, spent], ahead, last_posted) = Default::default();
+        let (run, wanted_run, opened_at, idle) = (0, SHORT_RUN, 0, (0, 0));
+        Self { receiver, queued, posted, spent, ahead, last_posted, run, wanted_run, opened_at, idle }
+    }
+}
+
+impl RxSide {
+    /// Receives under way.
+    fn len(&self) -> usize {
+        self.queued.len() + self.posted.len()
+    }
+
+    /// Whether one more receive would be more than the queue pair takes, if all had to be posted there.
+    fn is_full(&mut self, depth: usize) -> bool {
+        self.is_in_order();
+        self.len() + self.ahead.len() >= depth
+    }
+
+    /// Whether the message for one more receive is in the FIFO, or will be.
+    fn takes_next(&self) -> bool {
+        let number = self.receiver.next() + self.queued.len() as u64;
+        self.receiver.end().is_none_or(|end| number < end)
+    }
+
+    /// Whether all that was posted before the FIFO opened is over.
+    #[inline]
+    fn is_in_order(&mut self) -> bool {
+        self.ahead.is_empty() && self.last_posted.is_none() || self.retire_ahead()
+    }
+
+    #[cold]
+    fn retire_ahead(&mut self) -> bool {
+        // The queue completes in order. It may forget them before anybody asks.
+        if self.ahead.last().is_none_or(|last| last.keep_outcome()) {
+            self.ahead.drain(..).for_each(|op| _ = op.keep_outcome());
+        }
+        self.last_posted.take_if(|last| !matches!(last.outcome(), Ok(None)));
+        self.ahead.is_empty() && self.last_posted.is_none()
+    }
+
+    /// The FIFO is closed for a reason that is likely to recur: it opens later.
+    fn open_later(&mut self) {
+        let taken = self.receiver.next() - self.opened_at;
+        let wanted = if taken / 16 > u64::from(self.wanted_run) { SHORT_RUN } else { self.wanted_run * 2 };
+        (self.run, self.wanted_run) = (0, wanted.min(LONG_RUN));
+    }
+
+    /// A receive for the next request, made of one that is over if no request has that any more.
+    fn make_receive(&mut self) -> Arc<FifoReceive> {
+        if let Some(Entry { mut receive, .. }) = self.spent.pop_front()
+            && let Some(reused) = Arc::get_mut(&mut receive)
+        {
+            *reused = FifoReceive::new();
+            return receive;
+        }
+        Arc::new(FifoReceive::new())
+    }
+
+    /// Finishes posted receives that are complete.
+    fn retire(&mut self, transport: &Transport) {
+        while let Some(first) = self.posted.front() {
+            match first.receive.outcome() {
+                Ok(None) => break,
+                Ok(Some(bytes)) => first.receive.finish(Ok(bytes)),
+                // The queue pair is broken, and stays so.
+                Err(_) => {}
+            }
+            if let Some(completion) = first.receive.posted() {
+                transport.credits.arrived(completion.index());
+                if completion.index().is_multiple_of(DRAIN) {
+                    transport.cq(Direction::Recv).drain();
+                }
+            }
+            self.posted.pop_front();
+        }
+    }
+
+    /// Posts the receives behind the last message of the FIFO to the queue pair, once that is known.
+    fn post_rest(&mut self, transport: &Transport) {
+        let Some(end) = self.receiver.end() else { return };
+        let left = usize::try_from(end.saturating_sub(self.receiver.next())).unwrap_or(usize::MAX);
+        if self.queued.len() <= left {
+            return;
+        }
+        while self.queued.len() > left {
+            let entry = self.queued.remove(left).expect("there are more");
+            match post(transport, &entry.buffers) {
+                Ok(completion) => {
+                    entry.receive.post(completion);
+                    self.posted.push_back(entry);
+                }
+                Err(error) => {
+                    // Its message would be taken for that of the next one.
+                    transport.fail(&error);
+                    entry.receive.finish(Err(error));
+                }
+            }
+        }
+        // The sender has waited for them long enough.
+        transport.credits.catch_up();
+    }
+}
+
+/// The FIFOs between this rank and another one, in both directions.
+#[derive(Debug)]
+pub(crate) struct ShmFifo {
+    memory: FifoPair,
+    tx: Mutex<TxSide>,
+    rx: Mutex<RxSide>,
+    /// What is known of `rx` without its lock: the number of the next message, how many receives are queued, how many are under
+    /// way, and whether the message for one more comes through the FIFO.
+    next: AtomicU64,
+    queued: AtomicUsize,
+    under_way: AtomicUsize,
+    takes_next: AtomicBool,
+}
+
+/// The receiver's side, locked. Dropping it publishes what is read without the lock.
+struct RxGuard<'a> {
+    fifo: &'a ShmFifo,
+    rx: MutexGuard<'a, RxSide>,
+}
+
+impl Deref for RxGuard<'_> {
+    type Target = RxSide;
+    #[inline]
+    fn deref(&self) -> &RxSide {
+        &self.rx
+    }
+}
+
+impl DerefMut for RxGuard<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut RxSide {
+        &mut self.rx
+    }
+}
+
+impl Drop for RxGuard<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let Self { fifo, rx } = self;
+        fifo.next.store(rx.receiver.next(), Ordering::Relaxed);
+        fifo.queued.store(rx.queued.len(), Ordering::Relaxed);
+        fifo.under_way.store(rx.len(), Ordering::Relaxed);
+        fifo.takes_next.store(rx.takes_next(), Ordering::Relaxed);
+    }
+}
+
+/// Sending.
+impl ShmFifo {
+    pub(crate) fn new(memory: FifoPair) -> Self {
+        let (tx, rx) = Default::default();
+        let (next, [queued, under_way], takes_next) = Default::default();
+        Self { memory, tx, rx, next, queued, under_way, takes_next }
+    }
+
+    /// Messages that were sent through the FIFO.
+    pub(crate) fn sent(&self) -> u64 {
+        self.tx.lock().count
+    }
+
+    /// Sends a message through the FIFO, if that can be done now. Returns its length, and the last send of the queue pair if that is
+    /// under way: sends complete in order. The pieces lie inside their buffers.
+    #[inline]
+    pub(crate) fn send(&self, pieces: &[Piece<'_>]) -> Option<(usize, Option<Arc<InFlightOp>>)> {
+        let len = fitting(pieces)?;
+        let mut tx = self.tx.lock();
+        let memory = &self.memory.tx;
+        let number = tx.sender.claim(memory, FifoMemory::capacity(len), FULL_POLLS)?;
+        let mut to = FifoMemory::body(number, len);
+        for (buffer, range) in pieces {
+            let copied = memory.0.copy_from(to, buffer.memory(), range.start, range.len());
+            copied.expect("the piece was checked, and the message fits");
+            to += range.len();
+        }
+        tx.sender.publish(memory, number, u32::try_from(len).expect("at most a page"));
+        tx.count += 1;
+        tx.last.take_if(|last| !matches!(last.outcome(), Ok(None)));
+        Some((len, tx.last.clone()))
+    }
+
+    /// Sends a message by the queue pair, with `post`, which two threads must not do at a time. `post` returns the number of the
+    /// message among those of the queue pair, if it is known.
+    pub(crate) fn send_by_queue<T>(
+        &self,
+        pieces: Option<&[Piece<'_>]>,
+        post: impl FnOnce() -> gdsync::Result<(T, Option<u32>)>,
+    ) -> gdsync::Result<T> {
+        let mut tx = self.tx.lock();
+        let was_uncertain = tx.sender.begin(&self.memory.tx);
+        match post() {
+            Ok((posted, number)) => {
+                if let Some(number) = number {
+                    tx.sender.count(&self.memory.tx, number);
+                }
+                let could_fit = pieces.is_some_and(|pieces| fitting(pieces).is_some());
+                tx.run = if could_fit { tx.run.saturating_add(1) } else { 0 };
+                self.memory.tx.set_run(tx.run);
+                Ok(posted)
+            }
+            Err(error) => {
+                tx.sender.undo(&self.memory.tx, was_uncertain);
+                Err(error)
+            }
+        }
+    }
+
+    /// This was sent by the queue pair: later messages of the FIFO complete after it.
+    pub(crate) fn set_last(&self, op: &Arc<InFlightOp>) {
+        self.tx.lock().last = Some(op.clone());
+    }
+}
+
+/// Receiving. The transport is the one of the same rank.
+impl ShmFifo {
+    fn lock(&self) -> RxGuard<'_> {
+        RxGuard { fifo: self, rx: self.rx.lock() }
+    }
+
+    /// Whether the message for one more receive seems to come through the FIFO.
+    #[inline]
+    pub(crate) fn may_receive(&self) -> bool {
+        self.takes_next.load(Ordering::Relaxed)
+    }
+
+    /// Receives under way.
+    pub(crate) fn under_way(&self) -> usize {
+        self.under_way.load(Ordering::Relaxed)
+    }
+
+    /// Messages that have come through the FIFO.
+    pub(crate) fn received(&self) -> u64 {
+        self.next.load(Ordering::Relaxed)
+    }
+
+    /// Queues a receive whose message comes through the FIFO; `None` if its message takes the queue pair.
+    ///
+    /// # Errors
+    /// What ended the connection; [`gdsync::Error::QueueFull`].
+    pub(crate) fn receive(
+        &self,
+        transport: &Transport,
+        pieces: &[Piece<'_>],
+    ) -> gdsync::Result<Option<Arc<FifoReceive>>> {
+        let depth = transport.limits.depth;
+        let mut rx = self.lock();
+        if rx.receiver.end().is_none() && !can_be_filled(pieces) {
+            self.close_for_long(transport, &mut rx);
+        }
+        if rx.is_full(depth) {
+            self.pump(transport, &mut rx, true);
+            rx.retire(transport);
+        }
+        if !rx.takes_next() {
+            return Ok(None);
+        }
+        if transport.has_ended() {
+            transport.check()?;
+        }
+        if rx.is_full(depth) {
+            return transport.refuse_full(Direction::Recv, depth);
+        }
+        let receive = rx.make_receive();
+        let buffer = |(buffer, range): &Piece<'_>| ((*buffer).clone(), range.start, range.len());
+        let buffers = pieces.iter().map(buffer).collect();
+        rx.queued.push_back(Entry { receive: receive.clone(), buffers });
+        drop(rx);
+        transport.credits.set_flag();
+        Ok(Some(receive))
+    }
+
+    /// Counts a receive that is about to be posted, and opens the FIFO if many in a row could have been filled by the CPU and
+    /// the sender wants it too. `others` returns the receives that are under way elsewhere, oldest first; none can be posted
+    /// while this runs.
+    pub(crate) fn maybe_open(
+        &self,
+        transport: &Transport,
+        pieces: &[Piece<'_>],
+        others: impl FnOnce() -> Vec<Arc<InFlightOp>>,
+    ) {
+        let mut rx = self.lock();
+        rx.run = if can_be_filled(pieces) { rx.run.saturating_add(1) } else { 0 };
+        let is_wanted = rx.run >= rx.wanted_run && self.memory.rx.run() >= rx.wanted_run;
+        if !is_wanted || rx.receiver.end() != Some(rx.receiver.next()) || transport.has_ended() {
+            return;
+        }
+        rx.retire(transport);
+        rx.last_posted = rx.posted.back().map(|last| last.receive.clone());
+        rx.ahead = others();
+        rx.receiver.open(&self.memory.rx, transport.credits.posted());
+        rx.opened_at = rx.receiver.next();
+        if transport.has_ended() {
+            self.close(transport, &mut rx);
+        }
+    }
+
+    /// Takes what has come. Posts receives if the FIFO turns out to be closed, which is checked with a reason or if `look`.
+    /// Returns whether receives are still queued.
+    pub(crate) fn take(&self, transport: &Transport, look: bool) -> bool {
+        if self.queued.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let mut rx = self.lock();
+        self.pump(transport, &mut rx, look);
+        !rx.queued.is_empty()
+    }
+
+    /// Takes what is in the next cell, if anything is.
+    #[inline]
+    pub(crate) fn take_next(&self, transport: &Transport) {
+        if peek(&self.memory.rx, self.next.load(Ordering::Relaxed)) != Next::Nothing {
+            self.take(transport, false);
+        }
+    }
+
+    /// As [`ShmFifo::take`], and drops what is over. Returns whether receives are under way.
+    pub(crate) fn recycle(&self, transport: &Transport) -> bool {
+        let mut rx = self.lock();
+        self.pump(transport, &mut rx, true);
+        rx.retire(transport);
+        rx.spent.clear();
+        if transport.has_ended() {
+            // Their requests say why.
+            rx.queued.clear();
+        }
+        rx.len() > 0
+    }
+
+    /// As [`ShmFifo::take`], by the watchdog: posts receives for which nothing comes, so that it need not poll for them. Returns
+    /// whether it must.
+    pub(crate) fn watch(&self, transport: &Transport) -> bool {
+        if self.queued.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let mut rx = self.lock();
+        self.pump(transport, &mut rx, true);
+        let next = rx.receiver.next();
+        rx.idle = if rx.idle.0 == next { (next, rx.idle.1 + 1) } else { (next, 0) };
+        if rx.idle.1 >= IDLE_POLLS {
+            rx.idle.1 = 0;
+            self.close(transport, &mut rx);
+        }
+        !rx.queued.is_empty()
+    }
+
+    /// The bytes of a queued receive at the end of the connection, after which nothing is written to it any more; `None` while the
+    /// connection is there.
+    ///
+    /// # Errors
+    /// What ended the connection.
+    pub(crate) fn outcome_at_end(
+        &self,
+        transport: &Transport,
+        receive: &FifoReceive,
+    ) -> gdsync::Result<Option<usize>> {
+        let Err(error) = transport.check() else { return Ok(None) };
+        // Takes what has come, and drops the other receives.
+        self.recycle(transport);
+        match receive.outcome()? {
+            None if receive.is_queued() => Err(error),
+            known => Ok(known),
+        }
+    }
+
+    /// Fills or posts all receives, before a stream waits for one of them, or for one that was posted behind them.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::Deadline`] where a sender does not finish a message; what ended the connection.
+    pub(crate) fn settle_for_stream(&self, transport: &Transport) -> gdsync::Result<()> {
+        let mut rx = self.lock();
+        rx.run = 0;
+        if rx.receiver.end().is_none() {
+            self.close_for_long(transport, &mut rx);
+        }
+        let deadline = Deadline::after(CLAIMED);
+        while !rx.queued.is_empty() {
+            self.pump(transport, &mut rx, false);
+            if rx.queued.is_empty() {
+                break;
+            }
+            if let Err(error) = transport.check() {
+                // Nothing is written to them any more.
+                rx.queued.clear();
+                return Err(error);
+            }
+            if deadline.is_over() {
+                let what = "waiting for the sender to finish a message";
+                return Err(gdsync::Error::Deadline { what, after: deadline.limit() });
+            }
+            drop(rx);
+            yield_now();
+            rx = self.lock();
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn close_for_long(&self, transport: &Transport, rx: &mut RxSide) {
+        rx.open_later();
+        self.close(transport, rx);
+    }
+
+    #[cold]
+    fn close(&self, transport: &Transport, rx: &mut RxSide) {
+        rx.receiver.close(&self.memory.rx);
+        rx.post_rest(transport);
+    }
+
+    /// Fills receives, oldest first.
+    #[inline]
+    fn pump(&self, transport: &Transport, rx: &mut RxSide, look: bool) {
+        if !rx.is_in_order() {
+            return;
+        }
+        while let Some(first) = rx.queued.front() {
+            match rx.receiver.peek(&self.memory.rx) {
+                Next::Message(len) => {
+                    let filled = self.fill(transport, &first.buffers, rx.receiver.next(), len as usize);
+                    // The memory of one receive may be at fault: the next ones can be filled.
+                    let failure = filled
+                        .as_ref()
+                        .err()
+                        .filter(|e| !matches!(e, gdsync::Error::NotMapped { .. }))
+                        .cloned();
+                    if let Some(error) = &failure {
+                        rx.receiver.refuse(&self.memory.rx);
+                        transport.fail(error);
+                    }
+                    first.receive.finish(filled);
+                    rx.receiver.take(&self.memory.rx);
+                    let over = rx.queued.pop_front();
+                    rx.spent.extend(over);
+                    if failure.is_some() {
+                        // As in a queue pair, nothing behind it is taken.
+                        rx.queued.clear();
+                        break;
+                    }
+                }
+                next => {
+                    if look || next == Next::Closed {
+                        self.look(transport, rx);
+                    }
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Looks whether the sender has closed the FIFO.
+    #[cold]
+    fn look(&self, transport: &Transport, rx: &mut RxSide) {
+        if rx.receiver.end().is_some() {
+            return;
+        }
+        rx.receiver.look(&self.memory.rx);
+        if rx.receiver.end().is_some() {
+            // Not because it is full: the sender needs the queue pair.
+            if rx.receiver.peek(&self.memory.rx) == Next::Closed {
+                rx.open_later();
+            }
+            rx.post_rest(transport);
+        }
+    }
+
+    /// Copies a message out, and returns its length.
+    #[inline]
+    fn fill(
+        &self,
+        transport: &Transport,
+        buffers: &Buffers,
+        number: u64,
+        len: usize,
+    ) -> gdsync::Result<usize> {
+        let room: usize = buffers.iter().map(|(_, _, room)| room).sum();
+        if len > room || len > LONGEST {
+            let (qpn, syndrome) = (transport.qp.recv.qpn(), Syndrome::LOC_LEN_ERR);
+            return Err(CompletionError { qpn, wr_id: 0, operation: None, syndrome, vendor: 0 }.into());
+        }
+        let (mut from, mut rest) = (FifoMemory::body(number, len), len);
+        for (buffer, offset, room) in buffers {
+            let part = rest.min(*room);
+            let memory = buffer.memory();
+            memory.copy_from(*offset, &self.memory.rx.0, from, part)?;
+            if !memory.is_host() {
+                memory.flush()?;
+            }
+            (from, rest) = (from + part, rest - part);
+        }
+        Ok(len)
+    }
+}
+
+/// Waiting.
+impl ShmFifo {
+    /// Waits for about a microsecond; returns the bytes that came, if that was enough.
+    #[inline]
+    pub(crate) fn wait_shortly(&self, transport: &Transport, receive: &FifoReceive) -> Option<usize> {
+        for _ in 0..FIRST_POLLS {
+            if !receive.is_queued() {
+                return receive.len();
+            }
+            self.take_next(transport);
+        }
+        None
+    }
+
+    /// Blocks until a receive is complete, or posted, to be waited for at the queue pair, or the connection has ended. Calls
+    /// `meanwhile` once. Returns the time waited.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::Deadline`] after `timeout`.
+    #[cold]
+    pub(crate) fn wait(
+        &self,
+        transport: &Transport,
+        receive: &FifoReceive,
+        timeout: Duration,
+        meanwhile: impl FnOnce(),
+    ) -> gdsync::Result<Duration> {
+        let start = Instant::now();
+        let mut tended = start;
+        meanwhile();
+        loop {
+            self.take(transport, true);
+            let waited = start.elapsed();
+            if waited > YIELD {
+                // Posts the receive, unless its message was claimed: the wait can sleep at the queue pair.
+                self.close(transport, &mut self.lock());
+            }
+            for _ in 0..POLLS {
+                if !receive.is_queued() {
+                    return Ok(waited);
+                }
+                self.take_next(transport);
+                spin_loop();
+            }
+            if transport.check().is_err() {
+                // The request says what that means for it.
+                return Ok(waited);
+            }
+            if waited >= timeout {
+                return Err(gdsync::Error::Deadline { what: "waiting for a message", after: timeout });
+            }
+            if tended.elapsed() >= SILENCE {
+                // Its message was claimed, and the sender does not finish it.
+                transport.tend();
+                tended = Instant::now();
+            }
+            back_off(waited, timeout - waited);
+        }
+    }
+}
+
+fn post(transport: &Transport, buffers: &Buffers) -> gdsync::Result<Completion> {
+    let sge = |(buffer, offset, len): &(Registration, usize, usize)| {
+        buffer.mr(transport.intra_host).sge(*offset, *len)
+    };
+    let sges = buffers.iter().map(sge).collect::<gdsync::Result<SmallVec<[Sge; 1]>>>()?;
+    transport.receive(&sges).or_else(|error| match error {
+        gdsync::Error::QueueFull { .. } => {
+            transport.cq(Direction::Recv).drain();
+            transport.receive(&sges)
+        }
+        other => Err(other),
+    })
+}

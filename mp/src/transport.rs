@@ -1,0 +1,343 @@
+//! The connection to one rank: how it is built, its queue pair, the credits beside it, and whether the rank is alive.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use gdsync::cuda::Gpu;
+use gdsync::memory::Word32;
+use gdsync::mlx5::{Opcode, Syndrome};
+use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
+use gdsync::verbs::{
+    Completion, CompletionError, Cq, MrGuard, OnGpu, Pd, Qp, QpAddress, QpBuilder, RecvWr, SendWr, Sge,
+};
+use parking_lot::Mutex;
+
+use crate::credit::{Credits, low32};
+use crate::in_flight::Direction;
+use crate::shm_memory::FifoPair;
+
+/// How long a rank may be silent before a wait asks whether it is alive.
+pub(crate) const SILENCE: Duration = Duration::from_millis(250);
+
+/// Messages whose completions are taken together.
+pub(crate) const DRAIN: u64 = 32;
+
+/// Acknowledge timeout of all queue pairs: about a second, eight times before a rank counts as lost. On a busy machine only a
+/// thread of the device may answer, and a slow rank must not be lost.
+pub(crate) const ACK_TIMEOUT: u8 = 18;
+
+/// What the queue pairs of messages are built with.
+#[derive(Clone, Debug)]
+pub(crate) struct QueueConfig {
+    /// Messages in each direction.
+    pub(crate) depth: usize,
+    /// Pieces of a message.
+    pub(crate) max_pieces: u32,
+    pub(crate) gpu: Option<Gpu>,
+    pub(crate) on_gpu: OnGpu,
+}
+
+impl QueueConfig {
+    pub(crate) fn build_qp(&self, pd: &Pd) -> QpBuilder {
+        // Retries for a missing receive without end: the deadlines of waits end what never comes.
+        let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
+        let builder = builder.timeout(ACK_TIMEOUT);
+        let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
+        match &self.gpu {
+            Some(gpu) => builder.on_gpu(gpu, self.on_gpu),
+            None => builder,
+        }
+    }
+}
+
+/// The queue pair to one rank; for the own rank two that are connected to each other.
+#[derive(Debug)]
+pub(crate) struct QpPair {
+    /// Sends to the rank.
+    pub(crate) send: Qp,
+    /// Receives from the rank: the same queue pair, except for the own rank.
+    pub(crate) recv: Qp,
+}
+
+impl QpPair {
+    /// Builds without connecting; a second queue pair for the own rank.
+    pub(crate) fn build(is_own: bool, build: impl Fn() -> QpBuilder) -> gdsync::Result<Self> {
+        let send = build().build()?;
+        let recv = if is_own { build().build()? } else { send.clone() };
+        Ok(Self { send, recv })
+    }
+
+    /// What the other rank connects to.
+    pub(crate) fn address(&self) -> QpAddress {
+        self.send.address()
+    }
+
+    /// Connects to the other rank, which has this address; the two of the own rank to each other.
+    pub(crate) fn connect(&self, theirs: QpAddress) -> gdsync::Result<()> {
+        if self.send.qpn() == self.recv.qpn() {
+            return self.send.connect(theirs);
+        }
+        self.recv.connect(self.send.address())?;
+        self.send.connect(self.recv.address())
+    }
+
+    /// Ends what is under way: see [`Qp::stop`].
+    pub(crate) fn stop(&self, error: &gdsync::Error) {
+        self.send.stop(error);
+        self.recv.stop(error);
+    }
+
+    /// Whether a stream waits for completions of either.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.send.is_awaited() || self.recv.is_awaited()
+    }
+
+    /// Names both ranks in the flight recorder.
+    pub(crate) fn name_ranks(&self, own: usize, other: usize) {
+        self.send.name_ranks(own, other);
+        self.recv.name_ranks(own, other);
+    }
+}
+
+/// Registrations that stay, by their key.
+pub(crate) type KeyedPins = HashMap<u32, MrGuard>;
+
+/// The connection to one rank.
+#[derive(Debug)]
+pub(crate) struct Transport {
+    pub(crate) rank: usize,
+    /// It goes through the device for ranks of the same host.
+    pub(crate) intra_host: bool,
+    pub(crate) qp: QpPair,
+    pub(crate) limits: Limits,
+    pub(crate) credits: Credits,
+    /// Shared memory beside the queue pair, for short messages of the CPU.
+    pub(crate) fifo: Option<FifoPair>,
+    /// One-sided operations that were posted to the send queue: these are no messages.
+    one_sided: AtomicU64,
+    has_ended: AtomicBool,
+    is_given_up: AtomicBool,
+    /// The connections of windows and channels to the same rank.
+    companions: Mutex<Vec<Weak<QpPair>>>,
+    /// Queue pairs of channels that were dropped here, but perhaps not by the rank, and what they still send.
+    retired: Mutex<Vec<(Qp, KeyedPins)>>,
+}
+
+/// What a connection has room for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Messages in each direction.
+    pub(crate) depth: usize,
+    /// Pieces of a message.
+    pub(crate) pieces: usize,
+}
+
+impl Transport {
+    pub(crate) fn new(
+        rank: usize,
+        intra_host: bool,
+        qp: QpPair,
+        limits: Limits,
+        credits: Credits,
+        fifo: Option<FifoPair>,
+    ) -> Self {
+        let [has_ended, is_given_up] = [false; 2].map(AtomicBool::new);
+        let (companions, retired, one_sided) = Default::default();
+        Self {
+            rank,
+            intra_host,
+            qp,
+            limits,
+            credits,
+            fifo,
+            one_sided,
+            has_ended,
+            is_given_up,
+            companions,
+            retired,
+        }
+    }
+
+    /// The completion queue of one direction.
+    pub(crate) fn cq(&self, direction: Direction) -> Cq {
+        match direction {
+            Direction::Send => self.qp.send.send_cq(),
+            Direction::Recv => self.qp.recv.recv_cq(),
+        }
+    }
+
+    /// The error for `outstanding` messages of one direction that fill its queue.
+    ///
+    /// # Errors
+    /// Always: what ended the connection, or [`gdsync::Error::QueueFull`].
+    pub(crate) fn refuse_full<T>(&self, direction: Direction, outstanding: usize) -> gdsync::Result<T> {
+        let (qp, queue) = match direction {
+            Direction::Send => (&self.qp.send, "send queue"),
+            Direction::Recv => (&self.qp.recv, "receive queue"),
+        };
+        qp.check()?;
+        let (outstanding, depth) = (outstanding as u64, self.limits.depth as u64);
+        Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth, untaken: 0 })
+    }
+
+    /// Whether the rank can be reached, as far as is known.
+    ///
+    /// # Errors
+    /// What ended the connection first.
+    pub(crate) fn check(&self) -> gdsync::Result<()> {
+        self.qp.send.check()?;
+        self.qp.recv.check()
+    }
+
+    /// Whether the connection is known to have ended: [`Transport::check`] says why.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.qp.send.is_broken()
+    }
+
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.is_given_up.load(Ordering::Relaxed)
+    }
+
+    /// The number modulo 2^32, from 1, of the message that was posted last, at this index, among those that were sent.
+    pub(crate) fn message_number(&self, index: u64) -> u32 {
+        let others = self.qp.send.send_gaps() + self.one_sided.load(Ordering::Relaxed);
+        low32((index + 1).wrapping_sub(others))
+    }
+
+    /// Posts a send of the CPU.
+    pub(crate) fn send(&self, sges: &[Sge]) -> gdsync::Result<Completion> {
+        let completion = self.qp.send.post_send(&[SendWr::send(sges)])?;
+        // The device waits for the receive, by retries.
+        self.credits.count(completion.index(), self.limits.depth);
+        Ok(completion)
+    }
+
+    /// Posts a receive.
+    pub(crate) fn receive(&self, sges: &[Sge]) -> gdsync::Result<Completion> {
+        let completion = self.qp.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
+        self.credits.grant(completion.index());
+        Ok(completion)
+    }
+
+    /// Posts an RDMA READ or WRITE to the queue of the messages. To be called by one thread at a time.
+    pub(crate) fn post_one_sided(&self, wr: SendWr<'_>) -> gdsync::Result<Completion> {
+        let completion = self.qp.send.post_send(&[wr])?;
+        self.credits.skip(completion.index());
+        self.one_sided.fetch_add(1, Ordering::Relaxed);
+        Ok(completion)
+    }
+
+    /// Prepares a send that a stream starts.
+    pub(crate) fn prepare_send(&self, sges: &[Sge]) -> gdsync::Result<PreparedSend> {
+        self.qp.send.prepare_send(&[SendWr::send(sges)])
+    }
+
+    /// Adds a prepared send to a batch; it counts as the next message.
+    pub(crate) fn send_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
+        let credit = self.credits.next(send.completion().index(), self.limits.depth);
+        post_after_credit(batch, credit, send)
+    }
+
+    /// Adds a send to a batch that was prepared some time ago, and skipped by the count.
+    pub(crate) fn post_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
+        let credit = self.credits.post(send.completion().index(), self.limits.depth);
+        post_after_credit(batch, credit, send)
+    }
+
+    /// Asks whether the rank is alive, if it has been silent: a receive alone would never learn it.
+    pub(crate) fn tend(&self) {
+        let alive =
+            self.check().and_then(|()| self.check_refusal()).and_then(|()| self.credits.tend(SILENCE));
+        if let Err(error) = alive {
+            self.fail(&error);
+        }
+    }
+
+    /// Whether the rank accepts what it gets through the FIFO.
+    fn check_refusal(&self) -> gdsync::Result<()> {
+        if self.fifo.as_ref().is_some_and(FifoPair::is_refused) {
+            let (qpn, operation) = (self.qp.send.qpn(), Some(Opcode::SEND));
+            let syndrome = Syndrome::REM_INV_REQ_ERR;
+            return Err(CompletionError { qpn, wr_id: 0, operation, syndrome, vendor: 0 }.into());
+        }
+        Ok(())
+    }
+
+    /// Ends the connection if the rank has refused a message of the FIFO.
+    pub(crate) fn fail_if_refused(&self) {
+        if let Err(error) = self.check_refusal() {
+            self.fail(&error);
+        }
+    }
+
+    /// Ends the connection of a window or a channel when this one ends.
+    pub(crate) fn accompany(&self, qp: &Arc<QpPair>) {
+        let mut companions = self.companions.lock();
+        companions.retain(|qp| qp.strong_count() > 0);
+        companions.push(Arc::downgrade(qp));
+        drop(companions);
+        if self.has_ended.load(Ordering::Relaxed)
+            && let Err(error) = self.check()
+        {
+            qp.stop(&error);
+        }
+    }
+
+    /// Keeps a queue pair of a dropped channel, which still has to answer.
+    pub(crate) fn retire(&self, qp: &Qp, sends: KeyedPins) {
+        self.retired.lock().push((qp.clone(), sends));
+    }
+
+    fn companions(&self) -> Vec<Arc<QpPair>> {
+        self.companions.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Whether streams wait for the rank at the connections of windows or channels.
+    pub(crate) fn has_awaited_companions(&self) -> bool {
+        self.companions().iter().any(|qp| qp.is_awaited())
+    }
+
+    /// Ends the connection because the program asks for it.
+    pub(crate) fn give_up(&self) {
+        self.is_given_up.store(true, Ordering::Relaxed);
+        self.fail(&gdsync::Error::GivenUp);
+    }
+
+    /// Ends the connection: all that is under way ends with this error, unless it has one of its own.
+    pub(crate) fn fail(&self, error: &gdsync::Error) {
+        if self.has_ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        self.qp.stop(error);
+        self.fifo.iter().for_each(FifoPair::shut);
+        self.credits.end(error);
+        self.companions().iter().for_each(|qp| qp.stop(error));
+    }
+}
+
+/// Why graphs refuse messages of a communicator, and what to do.
+const ONLY_ONCE: (&str, &str) =
+    ("a message of a communicator, which is counted once", "send and receive through an mp::Channel");
+
+/// Marks a batch with a message of a communicator: no graph can repeat it.
+pub(crate) fn mark_only_once(batch: &mut Batch) {
+    let (what, fix) = ONLY_ONCE;
+    batch.only_once(what, fix);
+}
+
+/// Refuses a message of a communicator on a stream that is being captured.
+pub(crate) fn refuse_in_capture(stream: &Stream) -> gdsync::Result<()> {
+    let (what, fix) = ONLY_ONCE;
+    stream.refuse_in_capture(what, fix)
+}
+
+/// Adds a send to a batch, after the wait for its receive if that is not posted yet.
+fn post_after_credit(batch: &mut Batch, credit: Option<(&Word32, u32)>, send: PreparedSend) -> Completion {
+    mark_only_once(batch);
+    if let Some((word, number)) = credit {
+        batch.wait_value32(word, number, Cond::Geq);
+    }
+    batch.post(send)
+}

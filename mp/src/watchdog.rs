@@ -1,0 +1,97 @@
+//! The watchdog: a thread that announces receives, releases what is complete, and notices dead ranks, also when no call does.
+
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+use std::{io, mem};
+
+use parking_lot::MutexGuard;
+
+use crate::credit::CreditFlag;
+use crate::peer::Peer;
+use crate::rma_queue::{AllRmaQueues, RmaQueues};
+use crate::transport::SILENCE;
+
+/// How long receives may be held back.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// How often the thread polls so before it sleeps: a wake-up costs more than a poll.
+const POLLS: u32 = 50;
+
+/// Announces receives and takes what has come through FIFOs, if the flag is set, and returns whether it was. It is set again where
+/// `look` says that more is to do.
+pub(crate) fn answer(flag: &CreditFlag, peers: &[Arc<Peer>], look: impl Fn(&Peer) -> bool) -> bool {
+    // Cleared first: what is held back from here on sets it again.
+    let is_set = flag.take();
+    if is_set {
+        let more = peers.iter().fold(false, |more, peer| more | look(peer));
+        if more {
+            flag.set();
+        }
+    }
+    is_set
+}
+
+fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
+    let (mut tended, mut polls) = (Instant::now(), 0);
+    let mut stop = flag.lock();
+    while !*stop {
+        if polls > 0 {
+            flag.sleep(&mut stop, POLL_INTERVAL);
+        } else if !flag.is_polling() {
+            flag.sleep(&mut stop, SILENCE.saturating_sub(tended.elapsed()));
+        }
+        MutexGuard::unlocked(&mut stop, || {
+            if polls > 0 {
+                polls = if answer(flag, peers, Peer::watch) { POLLS } else { polls - 1 };
+                if polls == 0 {
+                    flag.stop_polling();
+                    // What set the flag before that woke nobody.
+                    answer(flag, peers, Peer::watch);
+                }
+            } else if flag.is_polling() {
+                polls = POLLS;
+            }
+            if tended.elapsed() >= SILENCE {
+                peers.iter().for_each(|peer| peer.recycle());
+                RmaQueues::recycle(&mut rma.lock());
+                tended = Instant::now();
+            }
+        });
+    }
+}
+
+/// The thread; it ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Watchdog {
+    flag: Arc<CreditFlag>,
+    thread: Option<JoinHandle<()>>,
+    /// The process that has it.
+    pid: u32,
+}
+
+impl Watchdog {
+    pub(crate) fn start(
+        flag: Arc<CreditFlag>,
+        peers: Arc<[Arc<Peer>]>,
+        rma: AllRmaQueues,
+    ) -> io::Result<Self> {
+        let watched = flag.clone();
+        let thread = Builder::new().name("mp-watch".into()).spawn(move || run(&watched, &peers, &rma))?;
+        Ok(Self { flag, thread: Some(thread), pid: std::process::id() })
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // After a fork its handle must not be dropped: its number may be that of another thread here.
+            return mem::forget(self.thread.take());
+        }
+        self.flag.stop();
+        if let Some(thread) = self.thread.take() {
+            // It does not panic, and nothing could be done if it did.
+            let _ = thread.join();
+        }
+    }
+}

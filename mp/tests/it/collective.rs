@@ -1,0 +1,385 @@
+//! Collectives between processes, blocking and on streams, with every byte checked.
+
+use std::time::Duration;
+
+use crate::common::{LONG, buffer, bytes, gpu, job, job_with, jobs, message, stream};
+use gdsync::stream::{Cond, HostStreamConfig, Stream};
+use mp::collective::{Collectives, Number, Pending, Reduction};
+use mp::{Communicator, Error, Registration};
+
+/// The bytes of a buffer of `parts` parts, part r being what rank `from(r)` has for rank `to(r)` in round `n`.
+fn parts(parts: usize, len: usize, n: usize, ends: impl Fn(usize) -> (usize, usize)) -> Vec<u8> {
+    (0..parts).flat_map(|r| message(ends(r).0, ends(r).1, n, len)).collect()
+}
+
+fn collectives(comm: &Communicator) -> Collectives {
+    Collectives::new(comm).unwrap()
+}
+
+/// The two forms of each collective as one.
+struct Form<'a> {
+    all: &'a Collectives,
+    stream: Option<Stream>,
+}
+
+impl Form<'_> {
+    fn done(&self, pending: mp::Result<Pending>) {
+        let pending = pending.unwrap();
+        self.stream.as_ref().unwrap().synchronize(LONG).unwrap();
+        pending.wait(LONG).unwrap();
+    }
+
+    fn barrier(&self) {
+        match &self.stream {
+            None => self.all.barrier(LONG).unwrap(),
+            Some(s) => self.done(self.all.barrier_on_stream(s)),
+        }
+    }
+
+    fn broadcast(&self, buffer: &Registration, len: usize, root: usize) {
+        match &self.stream {
+            None => self.all.broadcast(buffer, 3..3 + len, root, LONG).unwrap(),
+            Some(s) => self.done(self.all.broadcast_on_stream(s, buffer, 3..3 + len, root)),
+        }
+    }
+
+    fn allgather(&self, buffer: &Registration, len: usize) {
+        match &self.stream {
+            None => self.all.allgather(buffer, 8..8 + len, LONG).unwrap(),
+            Some(s) => self.done(self.all.allgather_on_stream(s, buffer, 8..8 + len)),
+        }
+    }
+
+    fn alltoall(&self, from: &Registration, to: &Registration, len: usize) {
+        match &self.stream {
+            None => self.all.alltoall((from, 0..len), (to, 1..1 + len), LONG).unwrap(),
+            Some(s) => self.done(self.all.alltoall_on_stream(s, (from, 0..len), (to, 1..1 + len))),
+        }
+    }
+
+    fn allreduce<T: Number>(&self, buffer: &Registration, len: usize, how: Reduction) {
+        match &self.stream {
+            None => self.all.allreduce::<T>(buffer, 4..4 + len, how, LONG).unwrap(),
+            Some(s) => self.done(self.all.allreduce_on_stream::<T>(s, buffer, 4..4 + len, how)),
+        }
+    }
+
+    /// Every collective with parts of `len` bytes.
+    fn play(&self, n: usize, len: usize) {
+        let comm = self.all.communicator();
+        let (me, size) = (comm.rank(), comm.size());
+        let (one, other) = (buffer(comm, size * len + 64), buffer(comm, size * len + 64));
+        self.barrier();
+        for root in 0..size {
+            one.memory().write(3, &message(me, 0, n, len)).unwrap();
+            self.broadcast(&one, len, root);
+            assert!(
+                bytes(&one, 3..3 + len) == message(root, 0, n, len),
+                "broadcast of {len} bytes by {root}"
+            );
+        }
+        one.memory().fill(0, size * len + 64, 0xee).unwrap();
+        one.memory().write(8 + me * len, &message(me, 0, n, len)).unwrap();
+        self.allgather(&one, size * len);
+        let expected = parts(size, len, n, |r| (r, 0));
+        assert!(bytes(&one, 8..8 + size * len) == expected, "allgather of {len} bytes");
+        assert_eq!(bytes(&one, 0..8), [0xee; 8]);
+        one.memory().write(0, &parts(size, len, n, |r| (me, r))).unwrap();
+        self.alltoall(&one, &other, size * len);
+        let expected = parts(size, len, n, |r| (r, me));
+        assert!(bytes(&other, 1..1 + size * len) == expected, "alltoall of {len} bytes");
+    }
+
+    fn reduce(&self, n: usize) {
+        let comm = self.all.communicator();
+        let size = comm.size();
+        let buffer = buffer(comm, 256);
+        let u = |rank: usize, i: usize| (rank * 1000 + i * 7 + n) as u64;
+        let write = |values: &[u8]| buffer.memory().write(4, values).unwrap();
+        let (me, ranks) = (comm.rank(), 0..size);
+        for (how, fold) in [
+            (Reduction::Sum, (|a, b| a + b) as fn(u64, u64) -> u64),
+            (Reduction::Min, u64::min),
+            (Reduction::Max, u64::max),
+        ] {
+            let expected = |i: usize| ranks.clone().map(|rank| u(rank, i)).reduce(fold).unwrap();
+            write(&(0..5).flat_map(|i| u(me, i).to_ne_bytes()).collect::<Vec<_>>());
+            self.allreduce::<u64>(&buffer, 40, how);
+            let words: Vec<_> =
+                bytes(&buffer, 4..44).as_chunks().0.iter().map(|w| u64::from_ne_bytes(*w)).collect();
+            assert!(words.iter().copied().eq((0..5).map(expected)), "{how:?}: {words:?}");
+            // Small whole numbers are exact, and negative ones turn smallest and largest round.
+            write(&(0..3).flat_map(|i| (-(u(me, i) as f64)).to_ne_bytes()).collect::<Vec<_>>());
+            self.allreduce::<f64>(&buffer, 24, how);
+            let turned = match how {
+                Reduction::Min => Reduction::Max,
+                Reduction::Max => Reduction::Min,
+                other => other,
+            };
+            let fold = match turned {
+                Reduction::Sum => |a, b| a + b,
+                Reduction::Min => u64::min,
+                _ => u64::max,
+            };
+            let words: Vec<_> =
+                bytes(&buffer, 4..28).as_chunks().0.iter().map(|w| f64::from_ne_bytes(*w)).collect();
+            let expected = |i: usize| -(ranks.clone().map(|rank| u(rank, i)).reduce(fold).unwrap() as f64);
+            assert!(words.iter().copied().eq((0..3).map(expected)), "{how:?}: {words:?}");
+        }
+        write(&[0; 0]);
+        self.allreduce::<i32>(&buffer, 0, Reduction::Sum);
+        self.same_bits(n);
+    }
+
+    /// Fractions round, in every rank alike.
+    fn same_bits(&self, n: usize) {
+        let comm = self.all.communicator();
+        let buffer = buffer(comm, 64);
+        let value = 0.1_f32 + 1e7 / (comm.rank() + n + 1) as f32;
+        buffer.memory().write(4, &value.to_ne_bytes()).unwrap();
+        self.allreduce::<f32>(&buffer, 4, Reduction::Sum);
+        let all = comm.exchange(&bytes(&buffer, 4..8), LONG).unwrap();
+        assert!(all.iter().all(|bits| *bits == all[0]), "{all:?}");
+    }
+}
+
+fn all_forms(comm: &Communicator) {
+    let all = collectives(comm);
+    for n in 0..2 {
+        for stream in [None, Some(stream("collective"))] {
+            let form = Form { all: &all, stream };
+            for len in [0, 13, 9000] {
+                form.play(n, len);
+            }
+            form.reduce(n);
+        }
+    }
+}
+
+#[test]
+fn ranks_use_all_forms() {
+    jobs("ranks_use_all_forms", &[1, 2, 3, 4, 5, 8], all_forms);
+}
+
+/// Queues so shallow that the ring has no room to look ahead.
+#[test]
+fn a_ring_in_shallow_queues() {
+    job_with("a_ring_in_shallow_queues", 5, Communicator::builder().depth(2), |comm| {
+        let all = collectives(comm);
+        for stream in [None, Some(stream("shallow"))] {
+            let form = Form { all: &all, stream };
+            (0..5).for_each(|n| form.play(n, 100));
+            form.reduce(0);
+        }
+    });
+}
+
+/// The CPUs are far ahead of the streams: no rank waits for the CPU of another, and buffers are not written before their stream arrives.
+#[test]
+fn streams_run_behind_the_cpu() {
+    job("streams_run_behind_the_cpu", 3, |comm| {
+        // Two host functions each: a stream of a GPU takes 24.
+        const COUNT: usize = 12;
+        let all = collectives(comm);
+        let (me, size) = (comm.rank(), comm.size());
+        let (s, shared) = (stream("behind"), buffer(comm, 3 * 64));
+        let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+        for n in 0..COUNT {
+            // All rounds use the same buffer: a faster rank must not overwrite what another is about to read.
+            let (memory, seen) = (shared.memory().clone(), seen.clone());
+            s.host_fn(move || memory.write(me * 64, &message(me, 0, n, 64)).unwrap()).unwrap();
+            all.allgather_on_stream(&s, &shared, 0..3 * 64).map(drop).unwrap();
+            let memory = shared.memory().clone();
+            s.host_fn(move || {
+                if (n + me) % 5 == 0 {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                seen.lock().unwrap().push(memory.to_vec());
+            })
+            .unwrap();
+        }
+        s.synchronize(LONG).unwrap();
+        for (n, got) in seen.lock().unwrap().iter().enumerate() {
+            assert!(got[..size * 64] == parts(size, 64, n, |r| (r, 0)), "turn {n}");
+        }
+        assert_eq!(seen.lock().unwrap().len(), COUNT);
+    });
+}
+
+#[test]
+fn barriers_hold_streams_until_all_arrive() {
+    job("barriers_hold_streams_until_all_arrive", 3, |comm| {
+        let all = collectives(comm);
+        let (s, words) = (stream("held"), buffer(comm, 64));
+        let (gate, passed) = (words.memory().word32(0).unwrap(), words.memory().word32(4).unwrap());
+        if comm.rank() == 2 {
+            s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+        }
+        let pending = all.barrier_on_stream(&s).unwrap();
+        s.write_value32(&passed, 1).unwrap();
+        comm.barrier(LONG).unwrap();
+        assert_eq!(passed.load(), 0, "the stream of rank 2 is held");
+        comm.barrier(LONG).unwrap();
+        gate.store(1);
+        pending.wait(LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+        assert_eq!(passed.load(), 1);
+    });
+}
+
+#[test]
+fn two_communicators_at_once() {
+    job("two_communicators_at_once", 4, |first| {
+        let second = Communicator::builder().timeout(LONG).init_over(first.clone()).unwrap();
+        assert_eq!((second.rank(), second.size()), (first.rank(), first.size()));
+        std::thread::scope(|scope| {
+            for comm in [first, &second] {
+                scope.spawn(move || {
+                    let all = collectives(comm);
+                    for n in 0..4 {
+                        for stream in [None, Some(stream("one of two"))] {
+                            let form = Form { all: &all, stream };
+                            form.play(n, 1000 * n);
+                            // Both share one exchange.
+                            let sum = buffer(comm, 64);
+                            sum.memory().write(4, &1_i64.to_ne_bytes()).unwrap();
+                            form.allreduce::<i64>(&sum, 8, Reduction::Sum);
+                            assert_eq!(bytes(&sum, 4..12), (comm.size() as i64).to_ne_bytes());
+                        }
+                    }
+                });
+            }
+        });
+        // A rank that exits early breaks its connections.
+        second.finalize(LONG).unwrap();
+    });
+}
+
+/// Refused calls keep the ranks in step.
+#[test]
+fn bad_arguments_are_refused_before_anything_is_sent() {
+    job("bad_arguments_are_refused_before_anything_is_sent", 3, |comm| {
+        let (all, buffer, s) = (collectives(comm), buffer(comm, 96), stream("refused"));
+        let device = |result: mp::Result<()>, word: &str| match result.unwrap_err() {
+            Error::Device(error) => assert!(error.to_string().contains(word), "{error}"),
+            other => panic!("{other}"),
+        };
+        device(all.allgather(&buffer, 0..10, LONG), "a part of equal length for each rank");
+        device(all.broadcast(&buffer, 90..97, 0, LONG), "7 bytes at offset 90");
+        #[expect(clippy::reversed_empty_ranges, reason = "that is the mistake")]
+        device(all.broadcast(&buffer, 9..3, 0, LONG), "9..3");
+        device(all.alltoall((&buffer, 0..30), (&buffer, 27..57), LONG), "apart from each other");
+        device(all.alltoall((&buffer, 0..30), (&buffer, 30..90), LONG), "that of the first");
+        device(all.allreduce::<f64>(&buffer, 0..12, Reduction::Sum, LONG), "a whole number of values");
+        device(all.allgather_on_stream(&s, &buffer, 0..10).map(drop), "a part of equal length");
+        let error = all.broadcast(&buffer, 0..1, 3, LONG).unwrap_err();
+        assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
+        let error = all.broadcast_on_stream(&s, &buffer, 0..1, 3).unwrap_err();
+        assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
+        let capture = s.begin_capture().unwrap();
+        device(all.barrier_on_stream(&s).map(drop), "mp::Channel");
+        drop(capture);
+        all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
+        all.barrier(LONG).unwrap();
+    });
+}
+
+/// Too many at once are refused without harm; after a while there is room again.
+#[test]
+fn full_queues_keep_the_ranks_in_step() {
+    job_with("full_queues_keep_the_ranks_in_step", 2, Communicator::builder().depth(4), |comm| {
+        let (all, words, s) = (collectives(comm), buffer(comm, 64), stream("full"));
+        let gate = words.memory().word32(0).unwrap();
+        s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+        let mut queued = 0;
+        let error = loop {
+            match all.barrier_on_stream(&s) {
+                Ok(_) => queued += 1,
+                Err(error) => break error,
+            }
+        };
+        assert!(
+            matches!(&error, Error::Message { cause: gdsync::Error::QueueFull { depth: 4, .. }, .. }),
+            "{error}"
+        );
+        assert_eq!(queued, 3, "each asks for room for two");
+        gate.store(1);
+        s.synchronize(LONG).unwrap();
+        all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
+        all.barrier(LONG).unwrap();
+    });
+}
+
+/// A stream that takes no more refuses before anything is posted. On a GPU its host functions are what is bounded.
+#[test]
+fn full_streams_keep_the_ranks_in_step() {
+    job("full_streams_keep_the_ranks_in_step", 2, |comm| {
+        let (all, words) = (collectives(comm), buffer(comm, 64));
+        let s = match gpu() {
+            Some(_) => stream("full"),
+            None => {
+                Stream::host(HostStreamConfig { wait_limit: LONG, depth: 4, ..Default::default() }).unwrap()
+            }
+        };
+        let gate = words.memory().word32(0).unwrap();
+        s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+        let mut queued: Vec<(Registration, Pending)> = Vec::new();
+        let start = |n: u64| {
+            let buffer = buffer(comm, 64);
+            buffer.memory().write(0, &(n + comm.rank() as u64).to_ne_bytes()).unwrap();
+            let pending = all.allreduce_on_stream::<u64>(&s, &buffer, 0..8, Reduction::Sum)?;
+            Ok((buffer, pending))
+        };
+        let error = loop {
+            match start(queued.len() as u64) {
+                Ok(one) => queued.push(one),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::Device(gdsync::Error::StreamFull { .. })), "{error}");
+        assert_eq!(queued.len(), if gpu().is_some() { 24 } else { 3 });
+        comm.barrier(LONG).unwrap();
+        gate.store(1);
+        queued.push(start(queued.len() as u64).unwrap());
+        s.synchronize(LONG).unwrap();
+        for (n, (buffer, pending)) in queued.iter().enumerate() {
+            pending.wait(LONG).unwrap();
+            assert_eq!(bytes(buffer, 0..8), (2 * n as u64 + 1).to_ne_bytes(), "{n}");
+        }
+        all.barrier(LONG).unwrap();
+    });
+}
+
+#[test]
+fn disagreeing_ranks_get_errors() {
+    job("disagreeing_ranks_get_errors", 2, |comm| {
+        let (all, buffer) = (collectives(comm), buffer(comm, 64));
+        if comm.rank() == 0 {
+            all.broadcast(&buffer, 0..8, 0, LONG).unwrap();
+        } else {
+            let error = all.broadcast(&buffer, 0..16, 0, LONG).unwrap_err();
+            let text = error.to_string();
+            assert!(matches!(error, Error::Collective { operation: "broadcast", rank: 0, .. }), "{text}");
+            assert!(text.contains("8 bytes came where 16 were due"), "{text}");
+            assert_eq!(all.barrier(LONG).unwrap_err().to_string(), text, "it stays so");
+            let later = all.barrier_on_stream(&stream("late")).unwrap_err();
+            assert_eq!(later.to_string(), text);
+        }
+    });
+}
+
+#[test]
+fn missing_ranks_are_named() {
+    job("missing_ranks_are_named", 3, |comm| {
+        let all = collectives(comm);
+        if comm.rank() != 1 {
+            let error = all.barrier(Duration::from_millis(300)).unwrap_err();
+            assert!(
+                matches!(&error, Error::Message { cause: gdsync::Error::Deadline { .. }, .. }),
+                "{error}"
+            );
+            assert!(matches!(all.barrier(LONG), Err(Error::Message { .. })), "the ranks are out of step");
+        }
+        comm.barrier(LONG).unwrap();
+    });
+}

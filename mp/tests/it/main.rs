@@ -1,0 +1,20 @@
+//! The tests of communicators. Most run in several processes: the test starts this program again with the name of the test.
+
+mod cache;
+mod channels;
+mod collective;
+mod common;
+mod credits;
+mod failures;
+mod launch;
+mod launchers;
+mod lifetimes;
+mod messages;
+mod nvtx;
+mod on_stream;
+mod paths;
+mod shm_fifo;
+mod tagged;
+mod traffic;
+mod windows;
+mod windows_on_stream;
