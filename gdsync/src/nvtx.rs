@@ -1,71 +1,148 @@
 //! Ranges for NVIDIA's profilers (Nsight Systems, CUPTI), with the cargo feature `nvtx`; nothing otherwise.
 //!
-//! Calls that submit, post, launch and wait show as ranges of the thread that makes them, in the domain `gdsync`; those of
-//! messages in the domain `mp`. A profiler names its library in `NVTX_INJECTION64_PATH`, which is loaded at the first range;
-//! where there is none a range costs two loads and a branch.
+//! Calls that submit, post, launch and wait are ranges of their thread in the domain `gdsync`; those of messages in `mp`. NVTX 3
+//! has no library, only headers. This does what they do: the first range loads the library that `NVTX_INJECTION64_PATH` names,
+//! which writes its functions into tables. (cudarc's `nvtx` needs libnvToolsExt, which CUDA 13 lacks, and panics without it.)
 
-#[cfg(feature = "nvtx")]
-mod injection;
-
-use std::ffi::CStr;
-use std::marker::PhantomData;
-#[cfg(feature = "nvtx")]
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::mem::transmute;
+use std::os::unix::ffi::OsStringExt;
+use std::ptr::null_mut;
 use std::sync::OnceLock;
-
-/// What ranges belong together in a profiler.
-#[derive(Debug)]
-pub struct Domain {
-    #[cfg(feature = "nvtx")]
-    name: &'static CStr,
-    #[cfg(feature = "nvtx")]
-    made: OnceLock<Option<injection::Domain>>,
-}
-
-/// Ends when it is dropped. It belongs to its thread.
-#[derive(Debug)]
-#[must_use]
-pub struct Range {
-    #[cfg(feature = "nvtx")]
-    domain: Option<injection::Domain>,
-    _of_thread: PhantomData<*const ()>,
-}
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// The domain of this crate.
 pub(crate) static DOMAIN: Domain = Domain::new(c"gdsync");
 
-impl Domain {
-    /// A domain of this name. Profilers hear of it with its first range.
-    #[cfg_attr(not(feature = "nvtx"), expect(unused_variables, reason = "there are no ranges"))]
-    pub const fn new(name: &'static CStr) -> Self {
-        Self {
-            #[cfg(feature = "nvtx")]
-            name,
-            #[cfg(feature = "nvtx")]
-            made: OnceLock::new(),
+/// Slots of each module (`NVTX_CBID_*_SIZE`). The first is not used; behind the last is a null.
+const SIZES: [u8; 7] = [0, 16, 9, 15, 7, 16, 7];
+type Slot = AtomicPtr<c_void>;
+type Table = [Option<&'static Slot>; 17];
+static FUNCTIONS: [[Slot; 16]; 7] = [const { [const { AtomicPtr::new(null_mut()) }; 16] }; 7];
+static TABLES: [Table; 7] = {
+    let (mut tables, mut at) = ([[None; 17]; 7], 0);
+    while at < 7 * 16 {
+        if at % 16 > 0 && at % 16 < SIZES[at / 16] as usize {
+            tables[at / 16][at % 16] = Some(&FUNCTIONS[at / 16][at % 16]);
         }
+        at += 1;
     }
+    tables
+};
 
-    /// Begins a range within those that the thread has begun and not ended.
-    #[cfg_attr(not(feature = "nvtx"), expect(unused_variables, reason = "there are no ranges"))]
-    #[inline]
-    pub fn range(&self, name: &'static CStr) -> Range {
-        Range {
-            #[cfg(feature = "nvtx")]
-            domain: self
-                .made
-                .get_or_init(|| injection::Domain::new(self.name))
-                .inspect(|made| made.push(name)),
-            _of_thread: PhantomData,
-        }
+/// `NvtxExportTableCallbacks`
+#[repr(C)]
+struct Callbacks(usize, extern "C" fn(u32, *mut *const Table, *mut u32) -> i32);
+static CALLBACKS: Callbacks = Callbacks(size_of::<Callbacks>(), module_table);
+/// `NvtxExportTableVersionInfo`
+#[repr(C)]
+struct VersionInfo(usize, u32, u32, extern "C" fn(u32));
+static VERSION_INFO: VersionInfo = VersionInfo(size_of::<VersionInfo>(), 3, 0, ignore_version);
+/// `nvtxEventAttributes_t`: version, size, colour and payload, type of the message, message.
+#[repr(C)]
+struct Event(u16, u16, [u32; 7], i32, *const c_char);
+
+type Initialize = unsafe extern "C" fn(extern "C" fn(u32) -> *const c_void) -> i32;
+type Push = unsafe extern "C" fn(*mut c_void, *const Event) -> i32;
+type Pop = unsafe extern "C" fn(*mut c_void) -> i32;
+
+extern "C" fn ignore_version(_version: u32) {}
+
+extern "C" fn module_table(module: u32, table: *mut *const Table, size: *mut u32) -> i32 {
+    let Some(module @ 1..7) = usize::try_from(module).ok() else { return 0 };
+    // SAFETY: the profiler passes a place for the answer, or null.
+    unsafe { table.as_mut() }.into_iter().for_each(|table| *table = &raw const TABLES[module]);
+    // SAFETY: the profiler passes a place for the answer, or null.
+    unsafe { size.as_mut() }.into_iter().for_each(|size| *size = SIZES[module].into());
+    1
+}
+
+extern "C" fn export_table(id: u32) -> *const c_void {
+    match id {
+        1 => (&raw const CALLBACKS).cast(),
+        3 => (&raw const VERSION_INFO).cast(),
+        _ => null_mut(),
     }
 }
 
-#[cfg(feature = "nvtx")]
+/// Loads the library that the environment names, and never lets it go. Returns whether it takes ranges.
+fn load() -> bool {
+    let path = std::env::var_os("NVTX_INJECTION64_PATH").filter(|path| !path.is_empty());
+    let Some(path) = path.and_then(|path| CString::new(path.into_vec()).ok()) else { return false };
+    // SAFETY: a terminated path; whoever sets the variable wants the library's initialisers to run.
+    let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY) };
+    // SAFETY: a terminated name. A null library is refused below.
+    let initialize = unsafe { libc::dlsym(library, c"InitializeInjectionNvtx2".as_ptr()) };
+    if library.is_null() || initialize.is_null() {
+        tracing::warn!(?path, "NVTX_INJECTION64_PATH does not name a profiler's library: no ranges");
+        return false;
+    }
+    // SAFETY: the type `NvtxInitializeInjectionNvtxFunc_t` of nvtxTypes.h.
+    let initialize = unsafe { transmute::<*mut c_void, Initialize>(initialize) };
+    // SAFETY: called once. What it stores in the tables stays valid, because the library stays.
+    unsafe { initialize(export_table) != 0 }
+}
+
+/// A domain that the profiler knows: its handle, and the functions that begin and end a range.
+#[derive(Clone, Copy, Debug)]
+struct Made(*mut c_void, Push, Pop);
+
+/// A group of ranges in a profiler.
+#[derive(Debug)]
+pub struct Domain {
+    name: &'static CStr,
+    made: OnceLock<Option<Made>>,
+}
+
+// SAFETY: NVTX allows any thread to use the handle of a domain.
+unsafe impl Sync for Domain {}
+
+/// Ends when it is dropped. It belongs to its thread.
+#[derive(Debug)]
+#[must_use]
+pub struct Range(Option<Made>);
+
+impl Domain {
+    /// A domain of this name. Profilers hear of it with its first range.
+    pub const fn new(name: &'static CStr) -> Self {
+        Self { name, made: OnceLock::new() }
+    }
+
+    /// Begins a range within those that the thread has begun and not ended.
+    #[inline]
+    pub fn range(&self, message: &'static CStr) -> Range {
+        let made = if cfg!(feature = "nvtx") { *self.made.get_or_init(|| self.make()) } else { None };
+        if let Some(Made(handle, push, _)) = made {
+            let event = Event(3, 48, [0; 7], 1, message.as_ptr());
+            // SAFETY: the profiler's handle, and attributes that it reads before it returns.
+            unsafe { push(handle, &event) };
+        }
+        Range(made)
+    }
+
+    fn make(&self) -> Option<Made> {
+        static IS_LOADED: OnceLock<bool> = OnceLock::new();
+        // Of `NVTX_CB_MODULE_CORE2`: DomainCreateA, DomainRangePushEx, DomainRangePop.
+        let functions = || [12, 4, 5].map(|id| FUNCTIONS[5][id].load(Ordering::Acquire));
+        let functions = IS_LOADED.get_or_init(load).then(functions);
+        let [create, push, pop] = functions.filter(|all| all.iter().all(|one| !one.is_null()))?;
+        // SAFETY: the type of this slot in nvtxTypes.h, where the profiler has put a function.
+        let create: unsafe extern "C" fn(*const c_char) -> *mut c_void = unsafe { transmute(create) };
+        // SAFETY: the type of this slot in nvtxTypes.h, where the profiler has put a function.
+        let push = unsafe { transmute::<*mut c_void, Push>(push) };
+        // SAFETY: the type of this slot in nvtxTypes.h, where the profiler has put a function.
+        let pop = unsafe { transmute::<*mut c_void, Pop>(pop) };
+        // SAFETY: a terminated name, which stays.
+        Some(Made(unsafe { create(self.name.as_ptr()) }, push, pop))
+    }
+}
+
 impl Drop for Range {
     #[inline]
     fn drop(&mut self) {
-        if let Some(domain) = &self.domain {
-            domain.pop();
+        if let Some(Made(handle, _, pop)) = self.0 {
+            // SAFETY: the profiler's handle; this thread began the range last.
+            unsafe { pop(handle) };
         }
     }
 }
