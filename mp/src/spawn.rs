@@ -122,11 +122,8 @@ fn die_with(parent: u32) -> io::Result<()> {
 
 fn random() -> Result<u64> {
     let mut bytes = [0; 8];
-    // SAFETY: the buffer is exclusive and has the length that is passed.
-    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    if usize::try_from(count) != Ok(bytes.len()) {
-        return Err(Error::spawn("getrandom", io::Error::last_os_error(), "use Linux 3.17 or newer"));
-    }
+    getrandom::fill(&mut bytes)
+        .map_err(|e| Error::spawn("getrandom", e.into(), "use Linux 3.17 or newer"))?;
     Ok(u64::from_ne_bytes(bytes))
 }
 

@@ -23,15 +23,12 @@ impl Gid {
     }
 }
 
-/// Random bytes of the kernel, at most 256.
+/// Random bytes of the kernel.
 pub fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
-    // SAFETY: the buffer is valid for its length.
-    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
-    if usize::try_from(got) == Ok(N) {
-        return Ok(bytes);
-    }
-    Err(Error::last_os("getrandom", "the kernel has no random numbers: update it"))
+    getrandom::fill(&mut bytes)
+        .map_err(|e| Error::os("getrandom", e.into(), "the kernel has no random numbers: update it"))?;
+    Ok(bytes)
 }
 
 /// A random packet sequence number, 24 bits.
