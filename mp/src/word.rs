@@ -2,10 +2,11 @@
 //! like for it.
 
 use std::fmt::LowerHex;
-use std::thread::{sleep, yield_now};
+use std::thread::sleep;
 use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
+use gdsync::protocol::{Backoff, nap};
 use gdsync::stream::Cond;
 
 use crate::deadline::Deadline;
@@ -82,6 +83,7 @@ fn until<T: Copy>(
         return Ok(first);
     }
     let deadline = Deadline::after(timeout);
+    let backoff = Backoff::new(SPIN);
     loop {
         let helped = help();
         let (now, found) = look();
@@ -92,13 +94,8 @@ fn until<T: Copy>(
             return Err(deadline.error(describe(now)));
         }
         let waited = deadline.elapsed();
-        if helped || waited < SPIN / 8 {
-            std::hint::spin_loop();
-        } else if waited < SPIN {
-            yield_now();
-        } else {
-            // Late by a small part of the time it took.
-            sleep((waited / 8).min(NAP).min(deadline.remaining()));
+        if !helped && !backoff.spin_after(waited) {
+            sleep(nap(waited, Duration::ZERO..=NAP).min(deadline.remaining()));
         }
     }
 }

@@ -15,7 +15,6 @@ mod gid;
 mod health;
 mod memfd;
 pub mod memory;
-pub mod pause;
 mod placement;
 mod provider;
 pub mod recorder;

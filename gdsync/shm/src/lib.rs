@@ -3,6 +3,7 @@
 //!
 //! Public for those tests only: this is not a stable API.
 
+mod backoff;
 pub mod completion;
 mod doorbell;
 pub mod doorbell_watch;
@@ -17,6 +18,7 @@ pub mod shm_fifo;
 pub mod spin_lock;
 pub mod submit_lock;
 
+pub use backoff::{Backoff, nap};
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
 pub use mutex::{RawSpinLock, SpinLock, SpinLockGuard};
 

@@ -1,19 +1,25 @@
 //! Runs one operation on a CPU thread, with the meanings of CUDA's stream memory operations.
 
 use std::any::Any;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{Ordering, fence};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::op::{Bell, Op, Ring, Source};
 use gdsync_device::memory::Memory;
-use gdsync_device::pause::breathe;
 use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
+use gdsync_shm::{Backoff, nap};
 
-/// The shortest sleep of a wait without a source.
-const NAP_MIN: Duration = Duration::from_micros(20);
-
-/// The longest sleep of a wait without a source, see [`nap`].
-const NAP_MAX: Duration = Duration::from_millis(20);
+/// The shortest and the longest sleep of a wait without a source, between which it grows: see [`nap`].
+///
+/// The word of such a wait may be stored to by anyone, and a plain store wakes no thread. So a store is noticed late by an
+/// eighth of the time it took to come, by 20 ms at most, but by up to 20 us if it comes before 160 us; and to this the kernel
+/// adds its own delay (timer slack, usually 50 us).
+///
+/// The upper bound pays for long waits. A look costs 4 to 8 us of CPU time (a timer, two context switches, cold
+/// caches), so 50 looks a second are 0.02 to 0.04 % of a core, and the 65 looks of the first 160 ms another
+/// 0.3 to 0.5 ms. Eight streams that wait for a second use 0.3 to 0.7 % of a core; with 5 ms it was 1.3 %.
+const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
 
 /// The longest sleep in a source. A failure makes sources wake their sleepers; this is for those that do not.
 const PARK_MAX: Duration = Duration::from_millis(10);
@@ -121,7 +127,7 @@ fn wait(
     if look().is_ok() {
         return Ok(());
     }
-    let start = Instant::now();
+    let backoff = Backoff::new(runner.spin());
     let (log, by) = runner.log();
     let since = log.stamp();
     let mut held = None;
@@ -130,7 +136,7 @@ fn wait(
         let Err(word) = look() else {
             return Ok(());
         };
-        let waited = start.elapsed();
+        let waited = backoff.waited();
         if held.is_none() && waited >= NOTED_AFTER {
             held = op.awaited().map(|awaited| log.hold(since, awaited, by));
         }
@@ -143,29 +149,16 @@ fn wait(
             }));
         }
         // While the device has work, more of it is better than any pause.
-        if helped || breathe(waited, runner.spin()) {
+        if helped || backoff.spin_after(waited) {
             continue;
         }
         match source {
             Some(source) => source.park(&|| runner.released() || look().is_ok(), PARK_MAX.min(left)),
-            None => runner.nap(nap(waited).min(left)),
+            None => runner.nap(nap(waited, NAPS).min(left)),
         }
     }
     held.into_iter().for_each(Hold::give_up);
     Ok(())
-}
-
-/// How long a wait that nobody will wake sleeps, after it waited for so long.
-///
-/// Nobody, because the word of a wait without a source may be stored to by anyone: a plain store wakes no thread. So
-/// a store is noticed late by an eighth of the time it took to come, by 20 ms at most, but by up to 20 us if it comes
-/// before 160 us; and to this the kernel adds its own delay (timer slack, usually 50 us).
-///
-/// The upper bound pays for long waits. A look costs 4 to 8 us of CPU time (a timer, two context switches, cold
-/// caches), so 50 looks a second are 0.02 to 0.04 % of a core, and the 65 looks of the first 160 ms another
-/// 0.3 to 0.5 ms. Eight streams that wait for a second use 0.3 to 0.7 % of a core; with 5 ms it was 1.3 %.
-fn nap(waited: Duration) -> Duration {
-    (waited / 8).clamp(NAP_MIN, NAP_MAX)
 }
 
 /// What a panic said.

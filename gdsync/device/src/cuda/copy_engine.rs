@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp, STREAM_NON_BLOCKING};
+use gdsync_shm::Backoff;
 use parking_lot::{Condvar, Mutex};
 
 use super::Gpu;
@@ -22,7 +23,6 @@ use super::ipc_handles::{Handles, Key};
 use crate::copy_engine::{FRESH, Part, ProcessId, Source, Ticket};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
-use crate::pause::breathe;
 
 /// How often it looks for copies that are over, to let their memory go.
 const REAP: Duration = Duration::from_millis(1);
@@ -205,7 +205,7 @@ impl Worker {
 
     /// The next job; `Some(None)` when it is time to look at the copies under way, `None` at the end.
     fn next(&self) -> Option<Option<Job>> {
-        while self.shared.count.load(Ordering::Acquire) == 0 && breathe(self.last.elapsed(), FRESH) {}
+        while self.shared.count.load(Ordering::Acquire) == 0 && Backoff::since(self.last, FRESH).spin() {}
         let mut jobs = self.shared.jobs.lock();
         if jobs.list.is_empty() {
             if !self.running.is_empty() {

@@ -1,13 +1,14 @@
 //! Wakes those who sleep until completions arrive on a queue.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use gdsync_shm::{doorbell_watch, event_count};
+use gdsync_shm::{doorbell_watch, event_count, nap};
 
 /// Prods a GPU to look at what its streams wait for.
 pub trait GpuNudge: Send + Sync + fmt::Debug {
@@ -39,8 +40,8 @@ struct Waits {
     attended: AtomicU32,
 }
 
-/// The shortest and the longest rest between two looks at a queue whose device raises nothing.
-const NAPS: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
+/// The shortest and the longest sleep between two looks at a queue whose device raises nothing.
+const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
 
 impl CqEvent {
     /// For a device that writes completions and tells nobody.
@@ -53,7 +54,7 @@ impl CqEvent {
         if self.is_silent {
             let start = Instant::now();
             while !ready() && start.elapsed() < timeout {
-                std::thread::sleep((start.elapsed() / 8).clamp(NAPS.0, NAPS.1).min(timeout));
+                std::thread::sleep(nap(start.elapsed(), NAPS).min(timeout));
             }
             return;
         }

@@ -151,7 +151,7 @@ impl<S: ProgressEngine> Worker<S> {
         }
         let mut nap = SLEEP;
         if watching {
-            nap = (idle / 8).clamp(SPIN, WATCH_NAP);
+            nap = gdsync_shm::nap(idle, SPIN..=WATCH_NAP);
         }
         if active {
             // A link may be full, or a timer not set yet.

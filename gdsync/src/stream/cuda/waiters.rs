@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::plan;
 use super::shared::{Shared, SubmitGuard};
 use gdsync_device::error::{Error, Result};
-use gdsync_device::pause::breathe;
+use gdsync_shm::{Backoff, nap};
 
 /// How long a caller spins for a completion before it sleeps.
 const CALLER_SPIN: Duration = Duration::from_micros(20);
@@ -41,6 +41,7 @@ impl Shared {
         }
         self.put_mark();
         let start = Instant::now();
+        let backoff = Backoff::since(start, spin);
         loop {
             if done() {
                 return true;
@@ -50,11 +51,10 @@ impl Shared {
                 return false;
             }
             let waited = now - start;
-            if !breathe(waited, spin) {
+            if !backoff.spin_after(waited) {
                 // The end of a stream that has failed is near, however long it was held.
                 let most = if self.failed() { IDLE_NAP } else { CALLER_NAP };
-                let nap = (waited / 8).clamp(least, most).min(deadline - now);
-                std::thread::sleep(nap);
+                std::thread::sleep(nap(waited, least..=most).min(deadline - now));
             }
         }
     }

@@ -19,8 +19,8 @@ use super::HostStreamConfig;
 use crate::stream::op::{Ops, Source};
 use crate::stream::sources::{Use, sources_of};
 use gdsync_device::error::{Error, Result};
-use gdsync_device::pause::breathe;
 use gdsync_device::recorder::Log;
+use gdsync_shm::Backoff;
 
 /// How long a caller spins for a completion or for room before it sleeps: a short submission takes less.
 const CALLER_SPIN: Duration = Duration::from_micros(10);
@@ -130,15 +130,17 @@ impl Shared {
         count: impl Fn() -> u64,
     ) -> bool {
         let start = Instant::now();
-        let spin = CALLER_SPIN.min(deadline.saturating_duration_since(start));
-        loop {
-            if done() {
-                return true;
-            }
-            if !breathe(start.elapsed(), spin) {
-                break;
+        let backoff = Backoff::since(start, CALLER_SPIN.min(deadline.saturating_duration_since(start)));
+        while !done() {
+            if !backoff.spin() {
+                return self.sleep_until(deadline, done, count);
             }
         }
+        true
+    }
+
+    /// The second half of [`Shared::block_until`].
+    fn sleep_until(&self, deadline: Instant, done: impl Fn() -> bool, count: impl Fn() -> u64) -> bool {
         let mut state = self.state.lock();
         while !done() {
             state.awaited = Some(state.awaited.map_or(count(), |other| other.min(count())));
@@ -151,12 +153,8 @@ impl Shared {
 
     /// For the thread: the next submission, run or dropped with [`Shared::retire`] to follow. `None`: it is over.
     pub(super) fn next(&self) -> Option<Ops> {
-        let dry = Instant::now();
-        while self.submitted() == self.completed() && !self.failed() {
-            if !breathe(dry.elapsed(), self.config.spin) {
-                break;
-            }
-        }
+        let backoff = Backoff::new(self.config.spin);
+        while self.submitted() == self.completed() && !self.failed() && backoff.spin() {}
         let mut state = self.state.lock();
         loop {
             if let Some(Submission { ops, sources }) = state.queue.pop_front() {

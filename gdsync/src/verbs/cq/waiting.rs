@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::CqInner;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::pause::breathe;
 use gdsync_device::recorder::{Awaited, By, Hold, NOTED_AFTER, Queue};
+use gdsync_shm::Backoff;
 
 /// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
 const PARK: Duration = Duration::from_millis(5);
@@ -53,7 +53,7 @@ impl CqInner {
         mut done: impl FnMut() -> bool,
     ) -> Result<()> {
         const SPIN: Duration = Duration::from_micros(50);
-        let start = Instant::now();
+        let backoff = Backoff::new(SPIN);
         let mut rounds = 0u32;
         let since = self.recorder.stamp();
         let mut held = None;
@@ -67,7 +67,7 @@ impl CqInner {
                 continue;
             }
             self.fork_guard.check()?;
-            let waited = start.elapsed();
+            let waited = backoff.waited();
             if waited >= timeout {
                 held.into_iter().for_each(Hold::give_up);
                 return Err(Error::Deadline { what, after: timeout });
@@ -75,7 +75,7 @@ impl CqInner {
             if waited >= NOTED_AFTER {
                 held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
             }
-            if !breathe(waited, SPIN) {
+            if !backoff.spin_after(waited) {
                 let next = self.state.lock().reaped;
                 let ready = || self.has_arrived(next);
                 self.park(&ready, PARK.min(timeout - waited));
