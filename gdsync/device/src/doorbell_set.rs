@@ -77,6 +77,7 @@ impl Default for DoorbellSet {
 }
 
 impl DoorbellSet {
+    /// Puts the queue pair of this index in.
     pub fn insert(&self, index: usize) {
         self.bits[index / 64].fetch_or(1 << (index % 64), Ordering::Release);
         self.groups[index / 4096].fetch_or(1 << (index / 64 % 64), Ordering::Release);

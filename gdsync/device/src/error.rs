@@ -369,6 +369,7 @@ fn not_taken(untaken: u64) -> String {
 }
 
 impl Error {
+    /// An argument out of range: which, what was passed, what is accepted.
     pub fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Self {
         Self::InvalidArgument { what, value: value.to_string(), expected }
     }
@@ -390,10 +391,12 @@ impl Error {
         move |source| Self::Cuda { what, source: Arc::new(source) }
     }
 
+    /// What `errno` says of the system call that just failed, and the fix.
     pub fn last_os(call: &'static str, fix: &'static str) -> Self {
         Self::os(call, io::Error::last_os_error(), fix)
     }
 
+    /// A failed system call, and the fix.
     pub fn os(call: &'static str, source: io::Error, fix: &'static str) -> Self {
         Self::Sys { call, source: Arc::new(source), fix }
     }

@@ -114,11 +114,15 @@ impl FromStr for FaultPlan {
 /// What happens to one packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
+    /// It goes on.
     Pass,
+    /// It is lost.
     Drop,
+    /// It arrives twice.
     Duplicate,
     /// Held back until the next packet has passed.
     Reorder,
+    /// It arrives so much later.
     Delay(Duration),
 }
 
@@ -141,6 +145,7 @@ impl fmt::Debug for Faults {
 }
 
 impl Faults {
+    /// The faults of a plan; `qpns` maps queue pair numbers to the order in which they were made.
     pub fn new(plan: FaultPlan, qpns: Shuffle<24>) -> Self {
         let packets = plan.drop > 0.0
             || plan.duplicate > 0.0

@@ -24,7 +24,7 @@ impl Gid {
 }
 
 /// Random bytes of the kernel.
-pub fn random<const N: usize>() -> Result<[u8; N]> {
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)
         .map_err(|e| Error::os("getrandom", e.into(), "the kernel has no random numbers: update it"))?;

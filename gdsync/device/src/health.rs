@@ -11,6 +11,7 @@ use crate::fork_guard::ForkGuard;
 #[derive(Debug, Default)]
 pub struct Health {
     broken: AtomicBool,
+    /// The process that made the queue pair.
     pub fork_guard: ForkGuard,
     error: SpinLock<Option<Error>>,
 }
@@ -26,6 +27,7 @@ impl Health {
         self.broken.store(true, Ordering::Release);
     }
 
+    /// Whether the queue pair does no more work, or belongs to another process.
     #[inline]
     pub fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire) || !self.fork_guard.is_here()
@@ -40,6 +42,7 @@ impl Health {
         self.error.lock().clone().map_or(Ok(()), Err)
     }
 
+    /// Forgets the failure, for a reset.
     pub fn clear(&self) {
         *self.error.lock() = None;
         self.broken.store(false, Ordering::Release);

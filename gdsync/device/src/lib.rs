@@ -1,5 +1,4 @@
 //! What the queues of gdsync and the devices that read them share.
-#![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
 
 mod address;
 mod attr;

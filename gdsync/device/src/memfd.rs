@@ -54,7 +54,7 @@ pub fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
 }
 
 /// Fails where this process may make no file of so many bytes (RLIMIT_FSIZE): the kernel kills one that tries.
-pub fn check_file_limit(bytes: usize) -> io::Result<()> {
+pub(crate) fn check_file_limit(bytes: usize) -> io::Result<()> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the structure is valid for writing.
     if unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0 && limit.rlim_cur < bytes as u64 {

@@ -46,7 +46,7 @@ pub struct Memory {
 }
 
 /// How the CPU gets at the bytes.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 enum Reach {
     /// They are in host memory.
     Host,
@@ -57,13 +57,14 @@ enum Reach {
 }
 
 /// A memory that is not kept alive by this.
+#[derive(Debug)]
 pub struct WeakMemory {
     memory: Parts,
     owner: Weak<Owner>,
 }
 
 /// A memory without its owner.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Parts {
     ptr: NonNull<u8>,
     len: usize,
@@ -193,6 +194,10 @@ fn fence_for_devices(kind: MappingType) {
     store_fence(kind);
 }
 
+/// Rounds up to whole pages of the host.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] where that does not fit in a `usize`.
 pub fn page_round(len: usize) -> Result<usize> {
     len.checked_next_multiple_of(host_page())
         .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
@@ -315,6 +320,7 @@ impl Memory {
         Self { addr, owner: self.owner.clone(), ..*self }
     }
 
+    /// A handle that does not keep the memory.
     pub fn downgrade(&self) -> WeakMemory {
         let &Self { ptr, len, addr, reach, ref owner } = self;
         WeakMemory { memory: Parts { ptr, len, addr, reach }, owner: Arc::downgrade(owner) }

@@ -38,7 +38,9 @@ bitflags::bitflags! {
 /// The GPU that drives a queue pair, and what is in its memory.
 #[derive(Clone, Debug, Default)]
 pub struct Places {
+    /// The GPU; `None` where only CPUs use the queue pair.
     pub gpu: Option<Gpu>,
+    /// What is in its memory.
     pub on_gpu: OnGpu,
 }
 

@@ -20,6 +20,7 @@ use crate::{FaultPlan, Gid, HcaStats};
 /// A completion queue as the device made it.
 #[derive(Debug)]
 pub struct CqParts {
+    /// The completion queue number.
     pub cqn: u32,
     /// `64 << log_entries` bytes of CQEs, all in the initial state.
     pub ring: Memory,
@@ -32,8 +33,11 @@ pub struct CqParts {
 /// What a queue pair is made of.
 #[derive(Clone, Copy, Debug)]
 pub struct QpRequest {
+    /// The protection domain.
     pub pdn: u32,
+    /// The completion queue of sends.
     pub send_cqn: u32,
+    /// The completion queue of receives.
     pub recv_cqn: u32,
     /// Log2 of the send queue's basic blocks.
     pub log_sq: u32,
@@ -50,12 +54,17 @@ pub struct QpRequest {
 /// A queue pair as the device made it, in state RESET.
 #[derive(Debug)]
 pub struct QpParts {
+    /// The queue pair number, 24 bits.
     pub qpn: u32,
+    /// The first packet sequence number, 24 bits.
     pub psn: u32,
+    /// The send queue.
     pub sq: Memory,
+    /// The receive queue.
     pub rq: Memory,
     /// The 8-byte doorbell record: receive counter, send counter.
     pub record: Memory,
+    /// The doorbell register.
     pub doorbell: Word64,
     /// What broke it. A device that knows more than a CQE can say records that before the CQE is written.
     pub health: Arc<Health>,
@@ -66,28 +75,43 @@ pub struct QpParts {
 /// The keys of a memory region.
 #[derive(Clone, Copy, Debug)]
 pub struct MrKeys {
+    /// The local key.
     pub lkey: u32,
+    /// The remote key.
     pub rkey: u32,
     /// They are of host memory in place of GPU memory: peers cannot name that.
     pub is_staged: bool,
 }
 
+/// A device: it makes rings, and something behind it reads them. Implement it to put the verbs and streams of `gdsync` over a device of your own.
 pub trait Provider: Send + Sync + fmt::Debug {
     /// What consumes the rings, for reports.
     fn description(&self) -> &str;
     /// How bytes travel to a peer, for reports.
     fn wire(&self) -> &str;
+    /// Whether no card is behind it.
     fn is_software(&self) -> bool {
         false
     }
+    /// The GID of its port.
     fn gid(&self) -> Gid;
     /// Where a peer finds a queue pair of this device.
     fn address(&self, qpn: u32, psn: u32) -> QpAddress {
         QpAddress::new(self.gid(), qpn, psn)
     }
+    /// Allocates a protection domain.
+    ///
+    /// # Errors
+    /// Of the device, when there are too many.
     fn alloc_pd(&self) -> Result<u32>;
+    /// Frees a protection domain.
     fn dealloc_pd(&self, pdn: u32);
+    /// Registers memory.
+    ///
+    /// # Errors
+    /// Of the device, when it does not take the memory or these rights.
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;
+    /// Ends a registration.
     fn dereg_mr(&self, keys: MrKeys);
     /// How a message of `len` bytes of `memory`, in the region of this key, would leave by a queue pair.
     fn transfer_path(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> TransferPath;
@@ -102,11 +126,17 @@ pub trait Provider: Send + Sync + fmt::Debug {
     }
     /// `ring` says which completion queue of a queue pair it will be, if any: it may be in GPU memory.
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts>;
+    /// Destroys a completion queue.
     fn destroy_cq(&self, cqn: u32);
+    /// Makes a queue pair in RESET.
+    ///
+    /// # Errors
+    /// Of the device, when it has no room, or does not take the sizes.
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts>;
     /// `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, for the address of the peer. Returns the
     /// first packet sequence number of this side, which a reset changes.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
+    /// Destroys a queue pair.
     fn destroy_qp(&self, qpn: u32);
     /// READs and atomics that a queue pair may have outstanding, at most [`MAX_RD_ATOMIC`].
     fn rd_atomic(&self) -> u8 {
@@ -149,6 +179,11 @@ pub trait Provider: Send + Sync + fmt::Debug {
     /// The calling thread will not call [`Provider::progress`] for a while.
     fn leave(&self);
 
+    /// Injects faults.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) by devices other than the software HCA.
     fn inject(&self, plan: FaultPlan) -> Result<()>;
+    /// Counters of the device.
     fn stats(&self) -> HcaStats;
 }

@@ -149,6 +149,7 @@ impl Log {
         Self { device, ..self }
     }
 
+    /// The number of the device in this process's recording.
     pub fn device(&self) -> u8 {
         self.device
     }
@@ -196,6 +197,7 @@ fn records_of(text: &str) -> Result<Option<u64>> {
 
 /// A thread waits; a thread is in one recorded wait at a time.
 #[must_use = "the wait ends when it is dropped"]
+#[derive(Debug)]
 pub struct Hold {
     held: Option<(Arc<Recorder>, Awaited, By)>,
     end: Stage,

@@ -22,6 +22,10 @@ impl<const BITS: u32> Default for Shuffle<BITS> {
 impl<const BITS: u32> Shuffle<BITS> {
     const MASK: u32 = u32::MAX >> (32 - BITS);
 
+    /// A map drawn at random.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] where the system has no random numbers.
     pub fn random() -> Result<Self> {
         let [a, b] = *gid::random::<8>()?.as_chunks::<4>().0 else {
             unreachable!("eight bytes are two chunks")
@@ -33,10 +37,12 @@ impl<const BITS: u32> Shuffle<BITS> {
         Ok(Self { factor, inverse, offset: u32::from_ne_bytes(b) })
     }
 
+    /// The number that stands for `number`.
     pub fn hide(self, number: u32) -> u32 {
         number.wrapping_mul(self.factor).wrapping_add(self.offset) & Self::MASK
     }
 
+    /// The number that `hidden` stands for.
     #[inline]
     pub fn find(self, hidden: u32) -> u32 {
         hidden.wrapping_sub(self.offset).wrapping_mul(self.inverse) & Self::MASK

@@ -61,6 +61,7 @@ pub struct TransferPath {
 }
 
 impl TransferPath {
+    /// Payload that leaves by this transport, and why.
     pub fn new(transport: Transport, reason: impl Into<Cow<'static, str>>) -> Self {
         Self { transport, reason: reason.into() }
     }

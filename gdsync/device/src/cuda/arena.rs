@@ -13,11 +13,11 @@ const ALIGN: usize = 256;
 
 /// The block that pieces are cut from, and how much of it is. A block keeps its GPU, so the GPU must not keep it.
 #[derive(Default)]
-pub struct Arena(Mutex<Option<(WeakMemory, usize)>>);
+pub(super) struct Arena(Mutex<Option<(WeakMemory, usize)>>);
 
 impl Arena {
     /// `len` zeroed bytes.
-    pub fn piece(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
+    pub(super) fn piece(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
         let size = len.next_multiple_of(ALIGN);
         if size > BLOCK {
             return zeroed(gpu.alloc(len)?);

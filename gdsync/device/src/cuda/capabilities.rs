@@ -51,15 +51,15 @@ pub struct Capabilities {
 
 /// `CU_DEVICE_ATTRIBUTE_*`.
 mod attribute {
-    pub const COMPUTE_MAJOR: u32 = 75;
-    pub const COMPUTE_MINOR: u32 = 76;
-    pub const HOST_POINTER_OF_REGISTERED: u32 = 91;
-    pub const WAIT_FLUSH: u32 = 98;
-    pub const FLUSH_OPTIONS: u32 = 117;
-    pub const WRITES_ORDERING: u32 = 118;
-    pub const MEMOPS_64: u32 = 122;
-    pub const WAIT_NOR: u32 = 123;
-    pub const DMA_BUF: u32 = 124;
+    pub(super) const COMPUTE_MAJOR: u32 = 75;
+    pub(super) const COMPUTE_MINOR: u32 = 76;
+    pub(super) const HOST_POINTER_OF_REGISTERED: u32 = 91;
+    pub(super) const WAIT_FLUSH: u32 = 98;
+    pub(super) const FLUSH_OPTIONS: u32 = 117;
+    pub(super) const WRITES_ORDERING: u32 = 118;
+    pub(super) const MEMOPS_64: u32 = 122;
+    pub(super) const WAIT_NOR: u32 = 123;
+    pub(super) const DMA_BUF: u32 = 124;
 }
 
 /// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`.
@@ -72,6 +72,10 @@ const FLUSH_BY_HOST: i32 = 1;
 const FLUSH_BY_MEMOPS: i32 = 2;
 
 impl Capabilities {
+    /// Asks the driver.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
     pub fn query(api: &Api, device: i32) -> Result<Self> {
         let ask = |number| -> Result<i32> {
             let mut value = 0;

@@ -14,6 +14,7 @@ use crate::cuda::channels;
 const FIX: &str = "let fewer streams wait at a time, or set CUDA_DEVICE_MAX_CONNECTIONS (at most 32) before CUDA is initialised";
 
 /// The streams that wait in a context of a GPU.
+#[derive(Debug)]
 pub struct ChannelPressure {
     channels: usize,
     standing: AtomicUsize,
@@ -52,6 +53,7 @@ impl ChannelPressure {
 }
 
 /// A stream that waits.
+#[derive(Debug)]
 pub struct Standing<'a> {
     channel_pressure: &'a ChannelPressure,
     /// Streams that were seen to wait at a time, this one among them.

@@ -82,6 +82,10 @@ impl Drop for Engine {
 }
 
 impl Engine {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], or [`Error::Sys`] where there is no thread.
     pub fn start(gpu: &Gpu) -> Result<Self> {
         let shared = Arc::<Shared>::default();
         let stream = CopyStream::open(gpu)?;
@@ -116,6 +120,7 @@ impl Engine {
         Ok(Self { gpu: gpu.clone(), shared, word })
     }
 
+    /// The GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }

@@ -89,12 +89,14 @@ impl Drop for Closed {
 pub mod gate {
     use super::{BRIEFLY, GATE, Ordering};
 
+    /// Whether submissions have to wait at the gate.
     #[inline]
     pub fn is_closed() -> bool {
         GATE.closed.load(Ordering::Relaxed)
     }
 
     /// A submission that was held up: to be dropped when it is queued.
+    #[derive(Debug)]
     pub struct GateGuard(());
 
     impl Drop for GateGuard {
@@ -127,6 +129,7 @@ pub fn mind(stream: Weak<dyn Activity>) {
 }
 
 /// What is given back.
+#[derive(Debug)]
 pub enum DeferredFree {
     /// An allocation of another process, by its address here.
     Ipc { addr: u64 },
@@ -165,7 +168,7 @@ impl DeferredFree {
 }
 
 #[derive(Default)]
-pub struct DeferredFreeThread(Arc<Shared>);
+pub(super) struct DeferredFreeThread(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -194,7 +197,7 @@ impl State {
 
 impl DeferredFreeThread {
     /// Gives memory of `gpu` back in time.
-    pub fn take(&self, gpu: Gpu, deferred: DeferredFree) {
+    pub(super) fn take(&self, gpu: Gpu, deferred: DeferredFree) {
         let mut state = self.0.state.lock();
         state.leaving.extend(deferred.range());
         state.queue.push_back((gpu, deferred));
@@ -211,7 +214,7 @@ impl DeferredFreeThread {
     }
 
     /// Waits until none of these pages is left registered: a new registration would not be one.
-    pub fn settle(&self, pages: &Range<usize>) -> Result<()> {
+    pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
         let what = "giving back the former registration of this memory";
         self.0
             .wait_until(PATIENCE, |state| !state.has_leaving(pages))
@@ -220,12 +223,12 @@ impl DeferredFreeThread {
     }
 
     /// Whether any of these pages is still registered, but not for long.
-    pub fn is_leaving(&self, pages: &Range<usize>) -> bool {
+    pub(super) fn is_leaving(&self, pages: &Range<usize>) -> bool {
         self.0.state.lock().has_leaving(pages)
     }
 
     /// Waits until all is given back, as there is not enough. Returns whether there was anything.
-    pub fn hurry(&self) -> bool {
+    pub(super) fn hurry(&self) -> bool {
         let state = self.0.state.lock();
         let any = !state.queue.is_empty() || state.busy;
         drop(state);
@@ -233,7 +236,7 @@ impl DeferredFreeThread {
     }
 
     /// Waits until all is given back. Returns whether it is.
-    pub fn finish(&self, timeout: Duration) -> bool {
+    pub(super) fn finish(&self, timeout: Duration) -> bool {
         self.0.wait_until(timeout, |state| state.queue.is_empty() && !state.busy)
     }
 }

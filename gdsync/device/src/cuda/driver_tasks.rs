@@ -24,7 +24,7 @@ pub trait DriverTask: Send + Sync {
 
 /// The errands of a GPU.
 #[derive(Default)]
-pub struct DriverTasks(Arc<Shared>);
+pub(super) struct DriverTasks(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -43,7 +43,7 @@ struct State {
 
 impl DriverTasks {
     /// Has it run in time.
-    pub fn take(&self, driver_task: Weak<dyn DriverTask>) {
+    pub(super) fn take(&self, driver_task: Weak<dyn DriverTask>) {
         let mut state = self.0.state.lock();
         state.queue.push_back(driver_task);
         if std::mem::replace(&mut state.running, true) {
@@ -60,7 +60,7 @@ impl DriverTasks {
     }
 
     /// Returns when this errand is run no more: it lets go of what it holds.
-    pub fn end(&self, driver_task: &Weak<dyn DriverTask>) {
+    pub(super) fn end(&self, driver_task: &Weak<dyn DriverTask>) {
         let mut state = self.0.state.lock();
         state.queue.retain(|other| !other.ptr_eq(driver_task));
         while state.current.as_ref().is_some_and(|current| current.ptr_eq(driver_task)) {

@@ -21,7 +21,9 @@ const LARGEST: usize = 4 << 20;
 /// Registered pages that nobody uses.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
+    /// First byte.
     pub ptr: NonNull<u8>,
+    /// Bytes.
     pub len: usize,
     /// The GPU's address of the first byte.
     pub addr: u64,
@@ -31,6 +33,7 @@ pub struct Pages {
 unsafe impl Send for Pages {}
 
 /// Mapped memory of a GPU; it is freed in time when dropped.
+#[derive(Debug)]
 pub struct Buffer {
     gpu: Gpu,
     /// Always there until the drop.
@@ -38,14 +41,17 @@ pub struct Buffer {
 }
 
 impl Buffer {
+    /// A buffer and its mapping.
     pub fn new(gpu: &Gpu, mapping: Mapping, buffer: GpuBuffer) -> Self {
         Self { gpu: gpu.clone(), parts: Some((mapping, buffer)) }
     }
 
+    /// The GPU whose memory it is.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
+    /// Its mapping for the CPU.
     pub fn mapping(&self) -> &Mapping {
         &self.parts.as_ref().expect("there until the drop").0
     }
@@ -60,17 +66,21 @@ impl Drop for Buffer {
 }
 
 /// A block of GPU memory; it is kept when dropped.
+#[derive(Debug)]
 pub struct Block(Buffer);
 
 impl Block {
+    /// Memory for small pieces.
     pub fn new(buffer: Buffer) -> Self {
         Self(buffer)
     }
 
+    /// The GPU whose memory it is.
     pub fn gpu(&self) -> &Gpu {
         self.0.gpu()
     }
 
+    /// Its mapping for the CPU.
     pub fn mapping(&self) -> &Mapping {
         self.0.mapping()
     }
@@ -84,14 +94,14 @@ impl Drop for Block {
 }
 
 /// What is kept.
-#[derive(Default)]
+#[derive(Default, Debug)]
 pub struct FreeList {
     host: Mutex<FreeBlocks>,
     blocks: Mutex<Vec<(Mapping, GpuBuffer)>>,
 }
 
 /// Host memory by length.
-#[derive(Default)]
+#[derive(Default, Debug)]
 struct FreeBlocks {
     by_len: HashMap<usize, Vec<Pages>>,
     bytes: usize,

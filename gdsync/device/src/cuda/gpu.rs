@@ -69,6 +69,7 @@ struct Inner {
 pub type NudgerSlot = Mutex<Option<Weak<dyn GpuNudge>>>;
 
 /// A context is current: see [`Gpu::join`].
+#[derive(Debug)]
 pub struct Joined<'a>(Option<&'a Api>);
 
 impl Drop for Joined<'_> {

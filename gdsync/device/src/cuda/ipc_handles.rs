@@ -15,11 +15,11 @@ const MOST: usize = 64;
 const LAZY_PEER_ACCESS: u32 = 1;
 
 /// An allocation of another process. What is allocated later at the same place has another number.
-pub type Key = (ProcessId, [u8; 64], u64);
+pub(super) type Key = (ProcessId, [u8; 64], u64);
 
 /// The allocations that are open, in the context of one GPU.
 #[derive(Debug, Default)]
-pub struct Handles {
+pub(super) struct Handles {
     open: HashMap<Key, Opened>,
     clock: u64,
 }
@@ -35,7 +35,7 @@ struct Opened {
 
 impl Handles {
     /// The address of an allocation, which stays open until [`Handles::release`]. The context must be current.
-    pub fn acquire(&mut self, gpu: &Gpu, process: ProcessId, handle: &Handle) -> Result<(Key, u64)> {
+    pub(super) fn acquire(&mut self, gpu: &Gpu, process: ProcessId, handle: &Handle) -> Result<(Key, u64)> {
         self.clock += 1;
         let (key, used) = ((process, handle.ipc, handle.buffer), self.clock);
         if let Some(opened) = self.open.get_mut(&key) {
@@ -54,14 +54,14 @@ impl Handles {
     }
 
     /// A copy that used it is over.
-    pub fn release(&mut self, key: &Key) {
+    pub(super) fn release(&mut self, key: &Key) {
         if let Some(opened) = self.open.get_mut(key) {
             opened.users -= 1;
         }
     }
 
     /// Closes what no copy uses: of a process that is gone, or all of it.
-    pub fn close_idle(&mut self, gpu: &Gpu, process: Option<ProcessId>) {
+    pub(super) fn close_idle(&mut self, gpu: &Gpu, process: Option<ProcessId>) {
         let of = |key: &Key| process.is_none_or(|process| key.0 == process);
         let idle: Vec<_> = self
             .open

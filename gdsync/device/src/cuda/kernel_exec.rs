@@ -125,24 +125,24 @@ impl<const N: usize> Parameter<N> {
 
 /// `Kind` of `gdsync.cuh`.
 mod kind {
-    pub const WRITE_32: u32 = 0;
-    pub const WRITE_64: u32 = 1;
-    pub const WAIT_32: u32 = 2;
-    pub const WAIT_64: u32 = 3;
-    pub const WAIT_CQE: u32 = 4;
-    pub const BARRIER: u32 = 5;
-    pub const INDEX: u32 = 6;
-    pub const MARK: u32 = 7;
+    pub(super) const WRITE_32: u32 = 0;
+    pub(super) const WRITE_64: u32 = 1;
+    pub(super) const WAIT_32: u32 = 2;
+    pub(super) const WAIT_64: u32 = 3;
+    pub(super) const WAIT_CQE: u32 = 4;
+    pub(super) const BARRIER: u32 = 5;
+    pub(super) const INDEX: u32 = 6;
+    pub(super) const MARK: u32 = 7;
     /// Not of the header.
-    pub const FLUSH: u32 = 8;
+    pub(super) const FLUSH: u32 = 8;
 }
 
 /// `Flag` of `gdsync.cuh`.
 mod flag {
     /// The word of a wait is in memory of this GPU.
-    pub const NEAR: u16 = 1;
+    pub(super) const NEAR: u16 = 1;
     /// No operation of the step is behind this one.
-    pub const LAST: u16 = 2;
+    pub(super) const LAST: u16 = 2;
 }
 
 impl KernelOp {
@@ -237,12 +237,14 @@ impl KernelOp {
 #[derive(Debug)]
 pub struct StatusBlock {
     memory: Memory,
+    /// The word's address on the GPU.
     pub addr: u64,
 }
 
 /// A wait that a kernel gave up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GivenUp {
+    /// The submission.
     pub submission: u64,
     /// The GPU's address of the word.
     pub word: u64,
@@ -261,6 +263,7 @@ impl StatusBlock {
         Ok(Self { memory, addr })
     }
 
+    /// The GPU's address of the block.
     pub fn addr(&self) -> u64 {
         self.addr
     }

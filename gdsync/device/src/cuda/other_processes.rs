@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::{fmt, fs, io};
 
 /// A sign that this process uses a GPU.
-pub struct Sign {
+pub(super) struct Sign {
     /// Of all signs on this GPU.
     prefix: String,
     _socket: Option<UnixDatagram>,
@@ -23,7 +23,7 @@ impl fmt::Debug for Sign {
 
 impl Sign {
     /// Puts one up for the GPU with this PCI address. Where that cannot be, others do not see this process.
-    pub fn new(pci: &str) -> Self {
+    pub(super) fn new(pci: &str) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let prefix = format!("gdsync-gpu/{}/", pci.to_lowercase());
         let name = format!("{prefix}{}/{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -34,7 +34,7 @@ impl Sign {
     }
 
     /// Whether other processes have put up theirs.
-    pub fn others(&self) -> io::Result<bool> {
+    pub(super) fn others(&self) -> io::Result<bool> {
         let own = std::process::id().to_string();
         let names = fs::read_to_string("/proc/net/unix")?;
         // The last column; an abstract name begins with an @.

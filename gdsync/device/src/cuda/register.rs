@@ -135,6 +135,7 @@ impl Registered {
         }
     }
 
+    /// The address on the GPU.
     pub fn addr(&self) -> u64 {
         self.addr
     }
@@ -252,7 +253,7 @@ impl Gpu {
 }
 
 /// Gives a registration back. A context must be current.
-pub fn unregister(api: &Api, first: usize) -> Result<()> {
+pub(super) fn unregister(api: &Api, first: usize) -> Result<()> {
     let first = std::ptr::with_exposed_provenance_mut::<c_void>(first);
     // SAFETY: callers own the registration, and give it back once.
     unsafe { api.mem_host_unregister(first) }.map_err(Error::cuda("giving back host memory"))

@@ -14,7 +14,7 @@ const STREAMS: usize = 64;
 const GRAPHS: usize = 64;
 
 /// Makes the room. The context must be current.
-pub fn reserve(api: &Api, kernel_exec: &KernelExecutor) {
+pub(super) fn reserve(api: &Api, kernel_exec: &KernelExecutor) {
     let (mut streams, mut graphs) = (Vec::new(), Vec::new());
     if let Err(error) = make(api, kernel_exec, &mut streams, &mut graphs) {
         tracing::debug!(%error, "no room made for streams and graphs");

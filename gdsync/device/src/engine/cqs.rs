@@ -13,6 +13,7 @@ use mlx5_ring::{self as mlx5, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 /// First CQN: small numbers would hide byte-order mistakes.
 const BASE: u32 = 0x8a1;
 
+/// The completion queues of a device that runs on a CPU.
 #[derive(Debug, Default)]
 pub struct Cqs {
     slots: Vec<Option<SoftCq>>,
@@ -129,6 +130,7 @@ impl Cqs {
         !self.attended.is_empty()
     }
 
+    /// Takes a completion queue out of service.
     pub fn destroy(&mut self, cqn: u32) {
         self.attended.retain(|&other| other != cqn);
         if let Some(slot) = self.slot(cqn) {

@@ -76,7 +76,9 @@ pub struct ProgressState {
     pub hot: AtomicBool,
     /// When a long message, or a copy of one, last began, here or at a peer.
     pub copied: RecentCopy,
+    /// What the service thread does.
     pub duty: Mutex<Duty>,
+    /// Signalled when that changes.
     pub changed: Condvar,
     /// A step panicked: the state is not to be trusted, and no step runs any more.
     failed: AtomicBool,
@@ -133,8 +135,11 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     /// Name of the service thread.
     const THREAD: &str;
 
+    /// The state.
     fn core(&self) -> &Mutex<Self::Core>;
+    /// The doorbells that were rung while the state was locked.
     fn rung(&self) -> &DoorbellSet;
+    /// What threads share besides the state.
     fn duties(&self) -> &ProgressState;
     /// Before a step: takes in what other threads have prepared.
     fn accept(&self, _core: &mut Self::Core) {}

@@ -35,6 +35,10 @@ pub struct ProgressThread<S: ProgressEngine> {
 }
 
 impl<S: ProgressEngine> ProgressThread<S> {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] where there is no thread.
     pub fn start(shared: Arc<S>) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let worker =

@@ -8,6 +8,7 @@ use crate::gid::Gid;
 use crate::recorder::{By, Event, Log, Queue, Stage};
 use mlx5_ring::{Cqe, CqeOpcode};
 
+/// Records the stages of a queue pair's requests.
 #[derive(Debug, Default)]
 pub struct QpTrace {
     log: Log,

@@ -30,6 +30,7 @@ impl RecentCopy {
         self.when().is_some_and(|at| Instant::now() < at + FRESH)
     }
 
+    /// When a copy last began; `None` before the first.
     pub fn when(&self) -> Option<Instant> {
         let at = self.at.load(Ordering::Relaxed).checked_sub(1)?;
         Some(self.base + Duration::from_nanos(at))

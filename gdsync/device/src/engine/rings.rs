@@ -14,12 +14,19 @@ use mlx5_ring::{self as mlx5, BB, Ctrl, DataSeg, DecodedOp, Doorbell, Opcode, Sy
 /// The memory that the application and the HCA of a queue pair share.
 #[derive(Debug)]
 pub struct Rings {
+    /// The queue pair number, 24 bits.
     pub qpn: u32,
+    /// Sizes and completion queues.
     pub request: QpRequest,
+    /// The send queue.
     pub sq: Memory,
+    /// The receive queue.
     pub rq: Memory,
+    /// The doorbell record, 8 bytes.
     pub record: Memory,
+    /// The doorbell register.
     pub doorbell: Word64,
+    /// The flight recorder's log of the queue pair.
     pub qp_trace: QpTrace,
     /// Of a card that flushes what doorbells named and not what the record says: the block before which they did.
     pub named: Option<u64>,
@@ -28,6 +35,7 @@ pub struct Rings {
 /// A send WQE fetched from the ring.
 #[derive(Debug)]
 pub struct Wqe {
+    /// Its control segment.
     pub ctrl: Ctrl,
     /// Its blocks, the last one padded. Almost every WQE has one or two.
     blocks: SmallVec<[u8; 2 * BB]>,
@@ -93,8 +101,7 @@ impl Rings {
     /// The block before which sends are flushed, at or after `from`.
     pub fn flush_end(&self, from: u64) -> u64 {
         let end = self.send_record(from);
-        let end = self.named.map_or(end, |named| end.min(named.max(from)));
-        end
+        self.named.map_or(end, |named| end.min(named.max(from)))
     }
 
     /// The receive producer index of the doorbell record, at or after `from`.

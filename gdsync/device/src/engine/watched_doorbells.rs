@@ -12,14 +12,17 @@ pub struct WatchedDoorbells {
 }
 
 impl WatchedDoorbells {
+    /// Whether no doorbell is watched.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
+    /// How many are watched.
     pub fn len(&self) -> usize {
         self.list.len()
     }
 
+    /// The index of the queue pair at this place.
     pub fn get(&self, at: usize) -> usize {
         self.list[at]
     }

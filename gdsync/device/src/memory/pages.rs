@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 ///
 /// Never where CUDA knows pages that their owner has unmapped without a word: GPUs would go on using those in place of
 /// the new ones, and see stale bytes.
-pub fn map(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
+pub(super) fn map(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
     loop {
         let pages = fresh(len, flags, fd)?;
         let start = pages.addr().get();

@@ -23,6 +23,7 @@ pub struct Process {
     pub pid: libc::pid_t,
     /// Random bytes of its own, and where it has them.
     pub mark: [u8; MARK],
+    /// The address of the mark there.
     pub mark_at: u64,
 }
 

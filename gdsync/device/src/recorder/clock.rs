@@ -21,6 +21,7 @@ impl Clock {
         Self::Monotonic
     }
 
+    /// Ticks of this clock now.
     #[inline]
     pub fn now(self) -> u64 {
         #[cfg(target_arch = "x86_64")]
@@ -31,6 +32,7 @@ impl Clock {
         monotonic()
     }
 
+    /// Its number in recordings.
     pub fn code(self) -> u64 {
         match self {
             Self::Tsc => 1,
@@ -38,6 +40,7 @@ impl Clock {
         }
     }
 
+    /// The clock of this number.
     pub fn from_code(code: u64) -> Option<Self> {
         [Self::Tsc, Self::Monotonic].into_iter().find(|clock| clock.code() == code)
     }
@@ -51,7 +54,7 @@ fn has_invariant_tsc() -> bool {
 }
 
 /// `CLOCK_MONOTONIC` in nanoseconds: the same for all processes since the machine was started.
-pub fn monotonic() -> u64 {
+pub(super) fn monotonic() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for writing; this clock is always there.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
@@ -59,20 +62,20 @@ pub fn monotonic() -> u64 {
 }
 
 /// The time of day in nanoseconds since 1970.
-pub fn time_of_day() -> u64 {
+pub(super) fn time_of_day() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// A stamp and the monotonic time, taken together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Moment {
+pub(super) struct Moment {
     pub stamp: u64,
     pub monotonic: u64,
 }
 
 impl Moment {
-    pub fn now(clock: Clock) -> Self {
+    pub(super) fn now(clock: Clock) -> Self {
         let monotonic = monotonic();
         // Of the system's clock both are the same thing.
         let stamp = if clock == Clock::Monotonic { monotonic } else { clock.now() };
@@ -82,7 +85,7 @@ impl Moment {
 
 /// Turns stamps into monotonic nanoseconds.
 #[derive(Clone, Copy, Debug)]
-pub struct Scale {
+pub(super) struct Scale {
     zero: Moment,
     /// Nanoseconds of a tick.
     rate: f64,
@@ -90,7 +93,7 @@ pub struct Scale {
 
 impl Scale {
     /// From two moments; of the same one when they are too close to tell a rate.
-    pub fn between(clock: Clock, zero: Moment, later: Moment) -> Self {
+    pub(super) fn between(clock: Clock, zero: Moment, later: Moment) -> Self {
         let (ticks, time) =
             (later.stamp.saturating_sub(zero.stamp), later.monotonic.saturating_sub(zero.monotonic));
         #[expect(clippy::cast_precision_loss, reason = "a rate needs no more than 52 bits")]
@@ -99,7 +102,7 @@ impl Scale {
     }
 
     /// Monotonic nanoseconds of a stamp.
-    pub fn at(&self, stamp: u64) -> u64 {
+    pub(super) fn at(&self, stamp: u64) -> u64 {
         let (ticks, before) = match stamp.checked_sub(self.zero.stamp) {
             Some(ticks) => (ticks, false),
             None => (self.zero.stamp - stamp, true),

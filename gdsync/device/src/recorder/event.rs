@@ -15,6 +15,7 @@ macro_rules! codes {
             /// All of them.
             pub const ALL: &[Self] = &[$(Self::$variant,)*];
 
+            /// The value of this number; `None` where none has it.
             pub fn from_code(code: u8) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$variant),)*
@@ -128,7 +129,7 @@ pub struct Event {
 }
 
 /// Words of a record.
-pub const WORDS: usize = 4;
+pub(super) const WORDS: usize = 4;
 
 impl Event {
     /// One of a work request.
@@ -194,6 +195,7 @@ impl Awaited {
         Self { queue: Queue::None, device: 0, qpn: 0, number: address, value, posted: 0, completed: 0 }
     }
 
+    /// The event of this stage.
     pub fn event(&self, stage: Stage, by: By) -> Event {
         let Self { queue, device, qpn, number, value, .. } = *self;
         Event { device, len: value, ..Event::of(stage, queue, by, qpn, number) }

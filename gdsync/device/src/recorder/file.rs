@@ -21,7 +21,7 @@ const NAMES: u32 = 16;
 const LOOKED_AT: usize = 4096;
 
 /// What helps where there are no descriptors.
-pub const RAISE: &str = "raise the limit of open files (ulimit -n)";
+pub(super) const RAISE: &str = "raise the limit of open files (ulimit -n)";
 
 /// Whether the process that wrote a recording still runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub enum Liveness {
 }
 
 /// The folders that recordings may be in: the one that `GDSYNC_RECORDER_DIR` names, or those where memory files usually are.
-pub fn folders() -> Vec<PathBuf> {
+pub(super) fn folders() -> Vec<PathBuf> {
     if let Some(folder) = variable("GDSYNC_RECORDER_DIR") {
         return vec![folder.into()];
     }
@@ -44,7 +44,7 @@ pub fn folders() -> Vec<PathBuf> {
 }
 
 /// Whether a call failed only because there is no file descriptor left: later there may be.
-pub fn is_short(error: &io::Error) -> bool {
+pub(super) fn is_short(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
@@ -52,7 +52,7 @@ pub fn is_short(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// There is no descriptor left to look.
-pub fn list(most: usize) -> io::Result<Vec<PathBuf>> {
+pub(super) fn list(most: usize) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for folder in folders() {
         match fs::read_dir(folder) {
@@ -70,7 +70,7 @@ pub fn list(most: usize) -> io::Result<Vec<PathBuf>> {
 }
 
 /// The process that a file is named after.
-pub fn pid_of(path: &Path) -> Option<u32> {
+pub(super) fn pid_of(path: &Path) -> Option<u32> {
     let name = path.file_name()?.to_str()?.strip_prefix("gdsync-")?.strip_suffix(".rec")?;
     let mut numbers = name.split('-');
     let pid = numbers.next()?.parse().ok()?;
@@ -81,7 +81,7 @@ pub fn pid_of(path: &Path) -> Option<u32> {
 
 /// Opens a file to read that is a regular file and that `is_wanted`, and nothing else: to open a FIFO waits for a writer, to open
 /// a leased file of another user waits for that user, and to open a device may have effects.
-pub fn open(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> io::Result<(File, Metadata)> {
+pub(super) fn open(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> io::Result<(File, Metadata)> {
     let check = |about: Metadata| match (about.is_file(), is_wanted(&about)) {
         (true, true) => Ok(about),
         (true, false) => Err(io::Error::new(
@@ -100,7 +100,7 @@ pub fn open(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> io::Result<(F
 
 /// Whether a file of this user may be the recording of a process. Only root is shown files of others, and of a process that
 /// runs only those of its user: others could forge one.
-pub fn may_be_of(owner: libc::uid_t, pid: u32) -> bool {
+pub(super) fn may_be_of(owner: libc::uid_t, pid: u32) -> bool {
     let own = memory::user();
     owner == own || own == 0 && users(pid).is_none_or(|users| users.contains(&owner))
 }
@@ -114,7 +114,7 @@ fn users(pid: u32) -> Option<Vec<libc::uid_t>> {
 
 /// A new file for this process, of `bytes` bytes, of which the first `held` are there for good. It has no name left when an
 /// error is returned.
-pub fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
+pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
     let pid = std::process::id();
     crate::memfd::check_file_limit(bytes).map_err(failed)?;
     let started = started(pid).map_err(failed)?.unwrap_or(0);
@@ -152,7 +152,7 @@ pub fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
 }
 
 /// No file can be made.
-pub fn failed(why: io::Error) -> Error {
+pub(super) fn failed(why: io::Error) -> Error {
     let fix = match why.raw_os_error() {
         _ if is_short(&why) => RAISE,
         Some(libc::EFBIG) => "raise the limit of the size of files (ulimit -f), or set GDSYNC_RECORDER=off",
@@ -162,7 +162,7 @@ pub fn failed(why: io::Error) -> Error {
 }
 
 /// Makes room in the file, so that writing there through a mapping cannot fail.
-pub fn allocate(file: &File, from: usize, bytes: usize) -> io::Result<()> {
+pub(super) fn allocate(file: &File, from: usize, bytes: usize) -> io::Result<()> {
     let (Ok(from), Ok(bytes)) = (libc::off_t::try_from(from), libc::off_t::try_from(bytes)) else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
@@ -181,7 +181,7 @@ fn uninterrupted(call: impl Fn() -> libc::c_int) -> io::Result<()> {
 }
 
 /// The words of a header, if the file has the layout of this release.
-pub fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
+pub(super) fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
     let mut bytes = [0; header::WORDS * 8];
     file.read_exact_at(&mut bytes, 0).ok()?;
     let mut words = [0; header::WORDS];
@@ -195,7 +195,7 @@ pub fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
 ///
 /// # Errors
 /// It cannot be seen.
-pub fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
+pub(super) fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
     // Where there is no /proc, it could not say when it was started.
     let is_blind = words[header::STARTED] == 0;
     if is_blind || !is_of_this_boot(words)? || words[header::PID_NAMESPACE] != pid_namespace() {
@@ -212,7 +212,7 @@ pub fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
 ///
 /// # Errors
 /// There is no descriptor left to look.
-pub fn is_of_this_boot(words: &[u64; header::WORDS]) -> io::Result<bool> {
+pub(super) fn is_of_this_boot(words: &[u64; header::WORDS]) -> io::Result<bool> {
     const UNKNOWN: [u64; 2] = [0; 2];
     let (then, now) = ([words[header::BOOT_ID], words[header::BOOT_ID + 1]], boot_id()?);
     Ok(then == now || then == UNKNOWN || now == UNKNOWN)
@@ -222,7 +222,7 @@ pub fn is_of_this_boot(words: &[u64; header::WORDS]) -> io::Result<bool> {
 ///
 /// # Errors
 /// It cannot be seen, for lack of a descriptor or of a right: that must not be taken for a process that is gone.
-pub fn started(pid: u32) -> io::Result<Option<u64>> {
+pub(super) fn started(pid: u32) -> io::Result<Option<u64>> {
     let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Err(error)
             if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH) =>
@@ -240,7 +240,7 @@ pub fn started(pid: u32) -> io::Result<Option<u64>> {
     Ok(parse())
 }
 
-pub fn pid_namespace() -> u64 {
+pub(super) fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
 }
 
@@ -248,7 +248,7 @@ pub fn pid_namespace() -> u64 {
 ///
 /// # Errors
 /// There is no descriptor left to look.
-pub fn boot_id() -> io::Result<[u64; 2]> {
+pub(super) fn boot_id() -> io::Result<[u64; 2]> {
     let text = match fs::read_to_string("/proc/sys/kernel/random/boot_id") {
         Err(error) if is_short(&error) => return Err(error),
         text => text.unwrap_or_default(),
@@ -273,7 +273,7 @@ fn death(path: &Path) -> io::Result<Option<(i64, i64)>> {
 
 /// Removes the recordings of this user's dead processes, all but the newest `keep`, among the first `most` files of each folder.
 /// Returns the files removed. Those that cannot be looked at are left to the next call.
-pub fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
+pub(super) fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
     static TOLD: Once = Once::new();
     let tell = |error: &io::Error| {
         TOLD.call_once(|| tracing::info!(%error, "recordings of dead processes may be left for now"));
@@ -296,7 +296,7 @@ pub fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
 }
 
 /// Keeps the number of left recordings small.
-pub fn tidy() {
+pub(super) fn tidy() {
     for path in clean(KEPT, LOOKED_AT) {
         tracing::debug!(path = %path.display(), "the recording of a dead process was removed: there are newer ones");
     }

@@ -11,12 +11,12 @@
 use super::event::WORDS;
 
 /// Threads that can record at a time.
-pub const LANES: usize = 256;
+pub(super) const LANES: usize = 256;
 /// Queue pairs whose peers are remembered.
-pub const QUEUE_PAIRS: usize = 1024;
+pub(super) const QUEUE_PAIRS: usize = 1024;
 
 /// "GDSYNCR2" in memory: another layout has another one.
-pub const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR2");
+pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR2");
 
 /// Words of the header.
 pub(super) mod header {
@@ -45,40 +45,40 @@ pub(super) mod header {
     pub(in super::super) const WORDS: usize = 32;
 }
 
-pub const LANE_TABLE: usize = 4096;
-pub const LANE_BYTES: usize = 32;
-pub const WAITS: usize = LANE_TABLE + LANES * LANE_BYTES;
-pub const WAIT_WORDS: usize = 8;
-pub const ROWS: usize = WAITS + LANES * WAIT_WORDS * 8;
-pub const ROW_WORDS: usize = 8;
-pub const RINGS: usize = ROWS + QUEUE_PAIRS * ROW_WORDS * 8;
-pub const RECORD_BYTES: usize = WORDS * 8;
+pub(super) const LANE_TABLE: usize = 4096;
+pub(super) const LANE_BYTES: usize = 32;
+pub(super) const WAITS: usize = LANE_TABLE + LANES * LANE_BYTES;
+pub(super) const WAIT_WORDS: usize = 8;
+pub(super) const ROWS: usize = WAITS + LANES * WAIT_WORDS * 8;
+pub(super) const ROW_WORDS: usize = 8;
+pub(super) const RINGS: usize = ROWS + QUEUE_PAIRS * ROW_WORDS * 8;
+pub(super) const RECORD_BYTES: usize = WORDS * 8;
 
 // The rings begin on a page: room for them is made one by one.
 const _: () = assert!(RINGS.is_multiple_of(4096));
 
 /// Records of a lane, unless `GDSYNC_RECORDER` says otherwise, and the bounds of what it may say.
-pub const RECORDS: u64 = 2048;
-pub const FEWEST_RECORDS: u64 = 128;
-pub const MOST_RECORDS: u64 = 1 << 20;
+pub(super) const RECORDS: u64 = 2048;
+pub(super) const FEWEST_RECORDS: u64 = 128;
+pub(super) const MOST_RECORDS: u64 = 1 << 20;
 
 /// Where the ring of a lane begins.
-pub const fn ring(thread_slot: usize, records: usize) -> usize {
+pub(super) const fn ring(thread_slot: usize, records: usize) -> usize {
     RINGS + thread_slot * records * RECORD_BYTES
 }
 
 /// Bytes of a file with so many records in a lane.
-pub const fn file_bytes(records: usize) -> usize {
+pub(super) const fn file_bytes(records: usize) -> usize {
     ring(LANES, records)
 }
 
 /// The bits of a record's check.
-pub const CHECK: u64 = (1 << 24) - 1;
+pub(super) const CHECK: u64 = (1 << 24) - 1;
 
 /// What the check of the `n`th record of a lane is, and of a wait or a row that was written so often: never 0, and the number
 /// again up to the most records that a lane may have.
 #[inline]
-pub fn check(n: u64) -> u64 {
+pub(super) fn check(n: u64) -> u64 {
     (n & (CHECK >> 1)) + 1
 }
 

@@ -22,7 +22,7 @@ const RECORDS: u64 = 1;
 const PAUSES: u64 = 2;
 
 /// The recorder of a process. Dropping it removes the file.
-pub struct Recorder {
+pub(super) struct Recorder {
     /// Tells it from others of this process, also former ones.
     serial: u64,
     pub memory: Memory,
@@ -58,7 +58,7 @@ impl fmt::Debug for Recorder {
 
 impl Recorder {
     /// A recorder with so many records in a lane, a power of two.
-    pub fn start(records: u64) -> Result<Self> {
+    pub(super) fn start(records: u64) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let per_lane = usize::try_from(records).expect("at most 2^20");
         let state = forgotten_in_children()?;
@@ -108,29 +108,29 @@ impl Recorder {
     }
 
     /// The number of records of a lane.
-    pub fn records(&self) -> u64 {
+    pub(super) fn records(&self) -> u64 {
         self.records
     }
 
     /// Where its file is.
-    pub fn path(&self) -> &std::path::Path {
+    pub(super) fn path(&self) -> &std::path::Path {
         &self.path
     }
 
     /// Whether this is the process that it was made in.
-    pub fn is_of_this_process(&self) -> bool {
+    pub(super) fn is_of_this_process(&self) -> bool {
         self.state.atomic().load(Ordering::Relaxed) != 0
     }
 
     /// Stops or goes on.
-    pub fn pause(&self, pauses: bool) {
+    pub(super) fn pause(&self, pauses: bool) {
         if self.is_of_this_process() {
             self.state.store(if pauses { PAUSES } else { RECORDS });
         }
     }
 
     /// Says which rank the process is.
-    pub fn set_rank(&self, rank: u32) {
+    pub(super) fn set_rank(&self, rank: u32) {
         if self.is_of_this_process() {
             self.header(header::RANK).store(u64::from(rank) + 1, Ordering::Relaxed);
         }
@@ -138,13 +138,13 @@ impl Recorder {
 
     /// The time now, on the clock of the recording.
     #[inline]
-    pub fn stamp(&self) -> u64 {
+    pub(super) fn stamp(&self) -> u64 {
         self.clock.now()
     }
 
     /// Records an event.
     #[inline(always)]
-    pub fn put(&self, event: &Event) {
+    pub(super) fn put(&self, event: &Event) {
         let [number, middle, rest] = event.pack();
         self.put_now(number, middle, rest);
     }
@@ -232,7 +232,7 @@ impl Recorder {
 
     /// Notes that the calling thread is in a wait, or no more: one at a time. A wait that was given up and is taken up again has
     /// lasted since it began first.
-    pub fn put_wait(&self, awaited: &Awaited, stage: Stage, by: By, at: u64) {
+    pub(super) fn put_wait(&self, awaited: &Awaited, stage: Stage, by: By, at: u64) {
         if self.state.atomic().load(Ordering::Relaxed) != RECORDS {
             return;
         }

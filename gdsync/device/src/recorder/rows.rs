@@ -12,7 +12,7 @@ use gdsync_shm::seqlock;
 
 /// Which rows are in use.
 #[derive(Default)]
-pub struct Rows {
+pub(super) struct Rows {
     /// One for each row that was ever used.
     used: Vec<bool>,
     /// Where the search for one to use again goes on.
@@ -24,7 +24,7 @@ pub struct Rows {
 
 impl Rows {
     /// The number of a device; beyond the 255th they share one.
-    pub fn device(&mut self, gid: Gid) -> u8 {
+    pub(super) fn device(&mut self, gid: Gid) -> u8 {
         let at = self.devices.iter().position(|&known| known == gid).unwrap_or_else(|| {
             self.devices.push(gid);
             self.devices.len() - 1
@@ -74,6 +74,7 @@ impl Peer {
         [own_qp | flags, rank, u64::from(remote_qpn), own[0], own[1], remote[0], remote[1]]
     }
 
+    /// A peer as recordings have it; `None` where there is none.
     pub fn unpack([head, rank, remote_qpn, o0, o1, r0, r1]: [u64; 7]) -> Option<Self> {
         let gid = |halves: [u64; 2]| {
             let mut bytes = [0; 16];
@@ -96,6 +97,7 @@ impl Peer {
 }
 
 /// What a queue pair records with.
+#[derive(Debug)]
 pub struct QpLog {
     log: Log,
     qpn: u32,

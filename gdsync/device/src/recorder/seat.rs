@@ -16,18 +16,18 @@ thread_local! {
 
 /// The lane of the calling thread, if the recorder of this number, which is not 0, knows it.
 #[inline]
-pub fn known(serial: u64) -> Option<usize> {
+pub(super) fn known(serial: u64) -> Option<usize> {
     let (known_to, thread_slot) = KNOWN.get();
     (known_to == serial).then_some(thread_slot)
 }
 
 /// From now on the recorder of this number knows the calling thread by this lane, which is its seat's.
-pub fn make_known(serial: u64, thread_slot: usize) {
+pub(super) fn make_known(serial: u64, thread_slot: usize) {
     KNOWN.set((serial, thread_slot));
 }
 
 /// A thread's number, given back when the thread ends.
-pub struct Seat {
+pub(super) struct Seat {
     /// None where all are taken.
     pub thread_slot: Option<usize>,
 }
@@ -35,7 +35,7 @@ pub struct Seat {
 impl Seat {
     /// Runs `f` with the seat of the calling thread; not while the thread is ending.
     #[inline]
-    pub fn with<T>(f: impl FnOnce(&Self) -> T) -> Option<T> {
+    pub(super) fn with<T>(f: impl FnOnce(&Self) -> T) -> Option<T> {
         SEAT.try_with(f).ok()
     }
 
