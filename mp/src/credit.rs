@@ -54,7 +54,7 @@ pub(crate) fn low32(count: u64) -> u32 {
 pub(crate) struct CreditFlag {
     has_watchdog: bool,
     is_pending: AtomicBool,
-    /// The watchdog polls, or there is none: nobody has to be woken.
+    /// The watchdog polls, or there is none: no wake-up is needed.
     is_polling: AtomicBool,
     stop: Mutex<bool>,
     changed: Condvar,
@@ -199,7 +199,7 @@ pub(crate) struct Credits {
     numbers: Numbers,
     /// Receives posted for the peer. This and the next two are modulo 2^32.
     posted: AtomicU32,
-    /// Those of them that it was told of.
+    /// Those of them that were announced to it.
     announced: AtomicU32,
     /// Messages that have come from it, as far as anybody has looked.
     arrived: AtomicU32,
@@ -210,7 +210,7 @@ pub(crate) struct Credits {
     route: CreditRoute,
 }
 
-/// How the peer is told.
+/// How receives are announced to the peer.
 #[derive(Debug)]
 pub(crate) enum CreditRoute {
     /// It is this rank: the word is our own.
@@ -231,9 +231,9 @@ struct Announcement {
 /// Receives that the peer may still use with which it need not wait soon.
 const ENOUGH: u32 = 8;
 
-/// Whether the peer must be told of receives now. The receives that it knows of and that no message has filled are left to it:
-/// as long as these are more than what it does not know of, or, once they are enough, more than a third of that, it need not wait
-/// yet. So a peer that waits for each receive is told at once, and of many in a row it is told a few times.
+/// Whether receives must be announced now. The peer still has those that were announced and not filled. While these are more than
+/// those held back, or, once they are enough, more than a third of them, the peer need not wait. So single receives are announced at
+/// once, and many in a row are announced a few times.
 fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
     let held_back = posted.wrapping_sub(announced);
     // Sends of the CPU do not wait for credits: more may have come than was announced.
@@ -346,7 +346,7 @@ impl Credits {
                     }
                     other => Err(other),
                 });
-                // If not, the next announcement tells.
+                // If that fails, the next announcement has them.
                 let Ok(written) = written else { return };
                 last.written = Some(written);
             }
@@ -357,7 +357,7 @@ impl Credits {
     /// Announces what is held back, or the same again after `pause`, so that a dead peer is noticed.
     ///
     /// # Errors
-    /// Why the peer could not be told; [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
+    /// Why the write failed; [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
         if let CreditRoute::Remote { qp, .. } = &self.route {
             let mut last = self.last.lock();

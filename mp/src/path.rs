@@ -376,7 +376,7 @@ impl Devices {
     }
 }
 
-/// What a rank tells the others.
+/// What a rank reports to the others.
 #[derive(Debug, PartialEq)]
 struct Card {
     /// It would use an intra-host device.

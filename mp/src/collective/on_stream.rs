@@ -103,7 +103,7 @@ impl Collectives {
     /// Queues a [`Collectives::broadcast`].
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::broadcast`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`]; [`Error::NoSuchRank`].
     pub fn broadcast_on_stream(
         &self,
         stream: &Stream,
@@ -124,7 +124,7 @@ impl Collectives {
     /// Queues a [`Collectives::allgather`].
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::allgather`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::allgather`].
     pub fn allgather_on_stream(
         &self,
         stream: &Stream,
@@ -141,7 +141,7 @@ impl Collectives {
     /// Queues a [`Collectives::alltoall`].
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::alltoall`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::alltoall`].
     pub fn alltoall_on_stream(
         &self,
         stream: &Stream,
@@ -160,7 +160,7 @@ impl Collectives {
     /// for room.
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].
     pub fn allreduce_on_stream<T: Number>(
         &self,
         stream: &Stream,

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// Most ranks of one job: each is a connection to rank 0.
 const MAX_SIZE: usize = 1 << 16;
 
-/// The port torchrun uses when nobody says otherwise.
+/// The default port of torchrun.
 const TORCH_PORT: u16 = 29500;
 
 /// The launcher that started this process.
