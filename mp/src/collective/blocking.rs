@@ -43,7 +43,7 @@ pub struct Collectives {
     pub(super) comm: Communicator,
     /// For empty messages.
     pub(super) token: Registration,
-    /// Held through every call.
+    /// Locked during every call.
     failed: Mutex<Option<Error>>,
     pub(super) scratch: Scratch,
 }
@@ -208,11 +208,11 @@ impl Collectives {
 
     fn run(&self, operation: &'static str, rounds: Vec<Round>, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        self.sticky(|| run(&self.comm, operation, rounds, &deadline))
+        self.unless_failed(|| run(&self.comm, operation, rounds, &deadline))
     }
 
     /// Runs what sends, unless an earlier call failed, and keeps its error.
-    pub(super) fn sticky<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(super) fn unless_failed<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut failed = self.failed.lock();
         match &*failed {
             Some(error) => Err(error.clone()),
