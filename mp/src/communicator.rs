@@ -254,8 +254,7 @@ impl Communicator {
 
     /// Ends the connection to a rank: all that is under way with it ends now with an error, in waits and on streams, except
     /// [waits for signals](crate::Window::wait_signal_on_stream). Nothing more can be sent to it or received from it. The rank learns
-    /// that within a second of waiting for this one ([`gdsync::Error::GivenUpByPeer`]); on an iWARP device, as if this rank had
-    /// died. What was complete before is not lost.
+    /// that within a second of waiting for this one ([`gdsync::Error::GivenUpByPeer`]). Complete messages are not lost.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].

@@ -157,7 +157,7 @@ impl Communicator {
         let post = |peer: &Peer, sges: &[Sge]| {
             let send = peer.prepare_send(sges)?;
             let completion = send.completion().clone();
-            peer.transport.credits.skip(completion.index());
+            peer.transport.credits.skip(completion.index(), peer.transport.limits.depth);
             Ok((completion, send))
         };
         let peer = self.peer(rank)?;

@@ -224,7 +224,7 @@ impl Transport {
     /// Posts an RDMA READ or WRITE to the queue of the messages. To be called by one thread at a time.
     pub(crate) fn post_one_sided(&self, wr: SendWr<'_>) -> gdsync::Result<Completion> {
         let completion = self.qp.send.post_send(&[wr])?;
-        self.credits.skip(completion.index());
+        self.credits.skip(completion.index(), self.limits.depth);
         self.one_sided.fetch_add(1, Ordering::Relaxed);
         Ok(completion)
     }

@@ -486,8 +486,7 @@ impl<'a> Signal<'a> {
         Self { window: None, offset, value, add: false }
     }
 
-    /// Adds to the word at `offset` of the target's window: for words that several ranks signal. iWARP devices cannot: they
-    /// have no atomics.
+    /// Adds to the word at `offset` of the target's window: for words that several ranks signal.
     pub fn add(offset: usize, value: u64) -> Self {
         Self { window: None, offset, value, add: true }
     }
