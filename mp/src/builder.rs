@@ -212,7 +212,7 @@ impl CommunicatorBuilder {
         let flag = Arc::new(CreditFlag::new(self.0.watch));
         let (transports, credits) =
             connect(&mut devices, &mut *exchange, &self.0.queues, &flag, deadline.remaining())?;
-        // Nobody may send before everybody can receive.
+        // No rank may send before all can receive.
         exchange.barrier(deadline.remaining())?;
         let peers: Arc<[Arc<Peer>]> = transports.into_iter().map(Peer::new).map(Arc::new).collect();
         let rma: Arc<Mutex<Vec<_>>> = Arc::default();
@@ -246,7 +246,7 @@ impl Communicator {
     }
 }
 
-/// What a rank tells another one: the queue pairs of its messages and credits, and the word that the other one writes.
+/// What a rank reports to another one: the queue pairs of its messages and credits, and the word that the other one writes.
 struct Card {
     messages: QpAddress,
     credits: QpAddress,

@@ -225,7 +225,7 @@ impl Channel {
     /// first one on, and never more than there are.
     ///
     /// # Errors
-    /// As [`Channel::send_in_batch`].
+    /// [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
     pub fn post_recv_in_batch(&self, batch: &mut Batch) -> Result<()> {
         const OPERATION: &str = "receive through a channel";
         let into = &self.0.into;
@@ -243,7 +243,7 @@ impl Channel {
     /// Holds the stream until the next message is in its place. The returned completion has its length.
     ///
     /// # Errors
-    /// As [`Channel::send_in_batch`].
+    /// [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
     pub fn wait_recv_in_batch(&self, batch: &mut Batch) -> Result<Completion> {
         let into = &self.0.into;
         let wait = into.replenish().and_then(|()| batch.wait_recv(&into.qp));
@@ -254,7 +254,7 @@ impl Channel {
     /// As [`Channel::send_in_batch`], on a stream.
     ///
     /// # Errors
-    /// As [`Channel::send_in_batch`], and inside [`Error::Message`] the stream's refusals.
+    /// [`Error::Device`] and [`Error::Message`], as [`Channel::send_in_batch`], also with the refusal of the stream.
     pub fn send_on_stream(
         &self,
         stream: &Stream,
@@ -267,7 +267,7 @@ impl Channel {
     /// As [`Channel::post_recv_in_batch`], on a stream.
     ///
     /// # Errors
-    /// As [`Channel::send_on_stream`].
+    /// [`Error::Message`] with the reason, also with the refusal of the stream.
     pub fn post_recv_on_stream(&self, stream: &Stream) -> Result<()> {
         self.on(stream, |batch| self.post_recv_in_batch(batch))
     }
@@ -275,7 +275,7 @@ impl Channel {
     /// As [`Channel::wait_recv_in_batch`], on a stream.
     ///
     /// # Errors
-    /// As [`Channel::send_on_stream`].
+    /// [`Error::Message`] with the reason, also with the refusal of the stream.
     pub fn wait_recv_on_stream(&self, stream: &Stream) -> Result<Completion> {
         self.on(stream, |batch| self.wait_recv_in_batch(batch))
     }

@@ -27,7 +27,7 @@ use crate::watchdog::{self, Watchdog};
 #[derive(Clone, Debug)]
 pub struct Communicator(pub(crate) Arc<Inner>);
 
-/// What a communicator is built with.
+/// The settings of a communicator.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) context: Option<Context>,
@@ -100,7 +100,7 @@ impl Communicator {
         &self.0.context
     }
 
-    /// What the messages with a rank go through, and why.
+    /// The path of messages with a rank, and why.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].
@@ -108,10 +108,10 @@ impl Communicator {
         self.0.paths.get(rank).ok_or_else(|| Error::NoSuchRank { rank, size: self.size() })
     }
 
-    /// What a message of the bytes `range` of `buffer` would take to a rank now, and why: which device
-    /// ([`Communicator::path`]), and for the device the card, the CPU or a copy engine, directly or staged. It depends on where
-    /// the buffer is and on the length; a message of several pieces is not left to a copy engine of the receiver. A receiver that
-    /// cannot fetch a buffer says so at its first message, which is staged then, as later ones.
+    /// The path of a message of the bytes `range` of `buffer` to a rank, and why: the device ([`Communicator::path`]), and what moves
+    /// the bytes for it: the card, the CPU or a copy engine, directly or staged. It depends on the memory and the length. A message
+    /// of several pieces is not fetched by a copy engine of the receiver. A receiver that cannot fetch a buffer refuses its first
+    /// message, which is staged then, as later ones.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer.
@@ -170,7 +170,8 @@ impl Communicator {
     /// [`CommunicatorBuilder::max_pieces`](crate::CommunicatorBuilder::max_pieces).
     ///
     /// # Errors
-    /// As [`Communicator::isend`]; [`Error::Message`] for too many pieces.
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason, also for too many
+    /// pieces.
     pub fn isend_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = DOMAIN.range(c"isend");
         let peer = self.peer(rank)?;
@@ -182,7 +183,7 @@ impl Communicator {
     /// [`tagged`](crate::tagged) only the message is lost.
     ///
     /// # Errors
-    /// As [`Communicator::isend`].
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason.
     pub fn irecv(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
         self.irecv_vectored(&[(buffer, range)], rank)
     }
@@ -191,7 +192,8 @@ impl Communicator {
     /// [`CommunicatorBuilder::max_pieces`](crate::CommunicatorBuilder::max_pieces).
     ///
     /// # Errors
-    /// As [`Communicator::isend`]; [`Error::Message`] for too many pieces.
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason, also for too many
+    /// pieces.
     pub fn irecv_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = DOMAIN.range(c"irecv");
         let peer = self.peer(rank)?;
@@ -201,7 +203,7 @@ impl Communicator {
     /// Blocks until a message is complete.
     ///
     /// # Errors
-    /// As [`Request::wait`].
+    /// [`Error::Message`] names the rank and why the message failed, or that it is late.
     pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
         let status = request.wait_and(timeout, || self.catch_up())?;
         request.finish();
@@ -211,7 +213,7 @@ impl Communicator {
     /// Blocks until all messages are complete, or one has failed.
     ///
     /// # Errors
-    /// As [`Request::wait`], for the first that fails; the timeout is for all together.
+    /// [`Error::Message`] for the first that fails or is late; the timeout is for all together.
     pub fn wait_all<'a>(
         &self,
         requests: impl IntoIterator<Item = &'a Request>,
@@ -252,7 +254,7 @@ impl Communicator {
 
     /// Ends the connection to a rank: all that is under way with it ends now with an error, in waits and on streams, except
     /// [waits for signals](crate::Window::wait_signal_on_stream). Nothing more can be sent to it or received from it. The rank learns
-    /// that within a second of waiting for this one ([`gdsync::Error::GivenUpByPeer`]). What was complete before is not lost.
+    /// that within a second of waiting for this one ([`gdsync::Error::GivenUpByPeer`]). Complete messages are not lost.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].
@@ -274,7 +276,7 @@ impl Communicator {
     /// Collects a few bytes of every rank at every rank, in rank order: for addresses and keys, not for data.
     ///
     /// # Errors
-    /// As [`Communicator::barrier`].
+    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
     pub fn exchange(&self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         self.catch_up();
         self.0.exchange.lock().allgather(bytes, timeout)
@@ -285,7 +287,7 @@ impl Communicator {
         self.0.children.lock().as_ref()?.pid(rank)
     }
 
-    /// Waits for what is under way in windows, for all ranks, then for the processes that
+    /// Waits for the operations of windows, for all ranks, then for the processes that
     /// [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started.
     ///
     /// # Errors

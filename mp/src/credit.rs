@@ -54,7 +54,7 @@ pub(crate) fn low32(count: u64) -> u32 {
 pub(crate) struct CreditFlag {
     has_watchdog: bool,
     is_pending: AtomicBool,
-    /// The watchdog polls, or there is none: nobody has to be woken.
+    /// The watchdog polls, or there is none: no wake-up is needed.
     is_polling: AtomicBool,
     stop: Mutex<bool>,
     changed: Condvar,
@@ -151,12 +151,13 @@ impl Numbers {
         self.number(index, skipped)
     }
 
-    /// No message is at this index, or none before it is posted.
-    fn skip(&self, index: u64) {
+    /// No message is at this index of a queue of `depth` sends, or none before it is posted.
+    fn skip(&self, index: u64, depth: usize) {
         let mut all = self.skipped.lock();
         self.any_skipped.store(true, Ordering::Release);
         // The newest were taken back, as above.
         while all.indices.pop_back_if(|last| *last >= index).is_some() {}
+        all.forget_old(index, depth);
         all.indices.push_back(index);
     }
 
@@ -175,12 +176,16 @@ impl Numbers {
 }
 
 impl Skipped {
-    /// How many are before this index of a queue of `depth` sends.
-    fn before(&mut self, index: u64, depth: usize) -> u64 {
-        // An index further back than the queue is deep is not posted any more.
+    /// Only counts the indices further back than the queue is deep: these are not posted any more.
+    fn forget_old(&mut self, index: u64, depth: usize) {
         while self.indices.pop_front_if(|first| *first + (depth as u64) < index).is_some() {
             self.before += 1;
         }
+    }
+
+    /// How many are before this index of a queue of `depth` sends.
+    fn before(&mut self, index: u64, depth: usize) -> u64 {
+        self.forget_old(index, depth);
         self.before + self.indices.partition_point(|&other| other < index) as u64
     }
 }
@@ -199,7 +204,7 @@ pub(crate) struct Credits {
     numbers: Numbers,
     /// Receives posted for the peer. This and the next two are modulo 2^32.
     posted: AtomicU32,
-    /// Those of them that it was told of.
+    /// Those of them that were announced to it.
     announced: AtomicU32,
     /// Messages that have come from it, as far as anybody has looked.
     arrived: AtomicU32,
@@ -210,7 +215,7 @@ pub(crate) struct Credits {
     route: CreditRoute,
 }
 
-/// How the peer is told.
+/// How receives are announced to the peer.
 #[derive(Debug)]
 pub(crate) enum CreditRoute {
     /// It is this rank: the word is our own.
@@ -231,9 +236,9 @@ struct Announcement {
 /// Receives that the peer may still use with which it need not wait soon.
 const ENOUGH: u32 = 8;
 
-/// Whether the peer must be told of receives now. The receives that it knows of and that no message has filled are left to it:
-/// as long as these are more than what it does not know of, or, once they are enough, more than a third of that, it need not wait
-/// yet. So a peer that waits for each receive is told at once, and of many in a row it is told a few times.
+/// Whether receives must be announced now. The peer still has those that were announced and not filled. While these are more than
+/// those held back, or, once they are enough, more than a third of them, the peer need not wait. So single receives are announced at
+/// once, and many in a row are announced a few times.
 fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
     let held_back = posted.wrapping_sub(announced);
     // Sends of the CPU do not wait for credits: more may have come than was announced.
@@ -346,7 +351,7 @@ impl Credits {
                     }
                     other => Err(other),
                 });
-                // If not, the next announcement tells.
+                // If that fails, the next announcement has them.
                 let Ok(written) = written else { return };
                 last.written = Some(written);
             }
@@ -357,7 +362,7 @@ impl Credits {
     /// Announces what is held back, or the same again after `pause`, so that a dead peer is noticed.
     ///
     /// # Errors
-    /// Why the peer could not be told; [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
+    /// Why the write failed; [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
         if let CreditRoute::Remote { qp, .. } = &self.route {
             let mut last = self.last.lock();
@@ -387,8 +392,8 @@ impl Credits {
     }
 
     /// A message was prepared at this index, which counts when it is posted, or a one-sided operation, which never does.
-    pub(crate) fn skip(&self, index: u64) {
-        self.numbers.skip(index);
+    pub(crate) fn skip(&self, index: u64, depth: usize) {
+        self.numbers.skip(index, depth);
     }
 
     /// As [`Credits::next`], for a message that was prepared and is posted now.
@@ -417,7 +422,7 @@ impl Credits {
         self.has_ended.store(true, Ordering::Relaxed);
         if let CreditRoute::Remote { qp, .. } = &self.route {
             let refuse = QpAttr::to(QpState::RTS).access(Access::empty());
-            // It has failed already, or its device has no such step.
+            // The queue pair has failed already.
             if qp.modify(&refuse).is_err() {
                 qp.stop(error);
             }
@@ -499,7 +504,7 @@ mod tests {
     fn prepared_sends_count_when_posted() {
         let numbers = Numbers::default();
         assert_eq!([0, 1].map(|index| numbers.next(index, 8)), [1, 2]);
-        (2..6).for_each(|index| numbers.skip(index));
+        (2..6).for_each(|index| numbers.skip(index, 8));
         // 2 and 3 are never posted.
         assert_eq!([4, 5].map(|index| numbers.post(index, 8)), [3, 4]);
         assert_eq!([6, 7].map(|index| numbers.next(index, 8)), [5, 6]);
@@ -513,12 +518,12 @@ mod tests {
             numbers.next(index, 8);
         }
         assert_eq!(numbers.next(3, 8), 4, "3 and 4 were taken back");
-        (4..8).for_each(|index| numbers.skip(index));
+        (4..8).for_each(|index| numbers.skip(index, 8));
         assert_eq!(numbers.post(4, 8), 5);
         // 5 to 7 are taken back.
         assert_eq!(numbers.next(5, 8), 6);
-        numbers.skip(6);
-        numbers.skip(6);
+        numbers.skip(6, 8);
+        numbers.skip(6, 8);
         assert_eq!(numbers.post(6, 8), 7);
         assert_eq!(numbers.next(7, 8), 8);
         assert!(!numbers.any_skipped.load(Ordering::Relaxed), "all are messages");
@@ -531,7 +536,7 @@ mod tests {
         // All before were messages.
         let mut messages = u32::MAX - 500;
         for index in start..start + 1000 {
-            numbers.skip(index);
+            numbers.skip(index, 8);
             if index % 3 > 0 {
                 messages = messages.wrapping_add(1);
                 assert_eq!(numbers.post(index, 8), messages);
@@ -539,5 +544,9 @@ mod tests {
             assert!(numbers.skipped.lock().indices.len() <= 4);
         }
         assert_eq!(numbers.next(start + 1000, 8), messages.wrapping_add(1));
+        // One-sided operations, without a message between.
+        (start + 1001..start + 2000).for_each(|index| numbers.skip(index, 8));
+        assert!(numbers.skipped.lock().indices.len() <= 10);
+        assert_eq!(numbers.next(start + 2000, 8), messages.wrapping_add(2));
     }
 }

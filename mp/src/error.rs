@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_rank_has_many_forms() {
+    fn lost_ranks_have_many_errors() {
         let failed =
             |syndrome| E::from(CompletionError { qpn: 7, wr_id: 0, operation: None, syndrome, vendor: 0 });
         let stopped = |reason| E::QpStopped { qpn: 7, reason: Arc::new(reason) };

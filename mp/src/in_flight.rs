@@ -129,7 +129,7 @@ impl InFlight {
         }
     }
 
-    /// Removes what is complete, and keeps its outcome.
+    /// Removes complete operations, and keeps their outcomes.
     pub(crate) fn retire(&mut self) {
         while let Some((op, _)) = self.ops.pop_front_if(|(op, _)| op.keep_outcome()) {
             self.wqes -= op.wqes;

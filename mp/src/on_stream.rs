@@ -56,7 +56,7 @@ impl Communicator {
     /// request, or use [`Communicator::send_on_stream`].
     ///
     /// # Errors
-    /// As [`Communicator::isend`], also [`Busy`](gdsync::Error::Busy) for a send of the CPU or of another stream; and inside
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Device`](crate::Error::Device) for a range outside the buffer; [`Error::Message`](crate::Error::Message) with the reason, also [`Busy`](gdsync::Error::Busy) for a send of the CPU or of another stream; and inside
     /// [`Error::Message`](crate::Error::Message) the stream's refusals.
     pub fn isend_on_stream(
         &self,
@@ -71,7 +71,8 @@ impl Communicator {
     /// As [`Communicator::isend_on_stream`], of several pieces.
     ///
     /// # Errors
-    /// As [`Communicator::isend_on_stream`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::isend_on_stream`].
     pub fn isend_vectored_on_stream(
         &self,
         stream: &Stream,
@@ -92,7 +93,8 @@ impl Communicator {
     /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again.
     ///
     /// # Errors
-    /// As [`Communicator::isend_on_stream`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::isend_on_stream`].
     pub fn send_on_stream(
         &self,
         stream: &Stream,
@@ -117,7 +119,8 @@ impl Communicator {
     /// the same rank in a later batch would wait for one receive more than it needs.
     ///
     /// # Errors
-    /// As [`Communicator::isend`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::isend`].
     pub fn isend_in_batch(
         &self,
         batch: &mut Batch,
@@ -134,7 +137,8 @@ impl Communicator {
     /// prepared; other sends to it have to wait until all are posted or dropped.
     ///
     /// # Errors
-    /// As [`Communicator::isend`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::isend`].
     pub fn prepare_send(
         &self,
         buffer: &Registration,
@@ -147,12 +151,13 @@ impl Communicator {
     /// As [`Communicator::prepare_send`], of several pieces.
     ///
     /// # Errors
-    /// As [`Communicator::isend`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::isend`].
     pub fn prepare_send_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
         let post = |peer: &Peer, sges: &[Sge]| {
             let send = peer.prepare_send(sges)?;
             let completion = send.completion().clone();
-            peer.transport.credits.skip(completion.index());
+            peer.transport.credits.skip(completion.index(), peer.transport.limits.depth);
             Ok((completion, send))
         };
         let peer = self.peer(rank)?;
@@ -182,7 +187,7 @@ impl Communicator {
     /// Adds a wait for a message to a batch: the stream that it is submitted to is held until the message is complete.
     ///
     /// # Errors
-    /// As [`Communicator::wait_on_stream`], but for those of the stream, which come when the batch is submitted.
+    /// [`Error::Message`](crate::Error::Message): the connection is broken. Refusals of the stream come when the batch is submitted.
     pub fn wait_in_batch(&self, batch: &mut Batch, request: &Request) -> Result<()> {
         if request.is_message() {
             mark_only_once(batch);
@@ -215,7 +220,7 @@ impl Communicator {
     /// As [`Communicator::wait_on_stream`] for several messages, in one submission.
     ///
     /// # Errors
-    /// As [`Communicator::wait_on_stream`].
+    /// [`Error::Message`](crate::Error::Message) for the first message that fails, as [`Communicator::wait_on_stream`].
     pub fn wait_all_on_stream<'a>(
         &self,
         stream: &Stream,

@@ -38,7 +38,7 @@ fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// What the messages between ranks of the same host go through. The environment's `MP_LOCAL` overrides it: `soft`,
+/// The path of messages between ranks of the same host. The environment's `MP_LOCAL` overrides it: `soft`,
 /// `queues`, `device` or `measure`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -136,7 +136,7 @@ impl GpuPath {
     }
 }
 
-/// What the messages with a rank go through, and why: see [`Communicator::path`](crate::Communicator::path). It is written as
+/// The path of messages with a rank, and why: see [`Communicator::path`](crate::Communicator::path). It is written as
 /// `software HCA over shared memory, short messages through a shared-memory FIFO: the rank is on this host`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerPath {
@@ -197,7 +197,7 @@ impl fmt::Display for PeerPath {
     }
 }
 
-/// What bytes of a buffer take to a rank, and why: see [`Communicator::path_of`](crate::Communicator::path_of) and
+/// The path of bytes of a buffer to a rank, and why: see [`Communicator::path_of`](crate::Communicator::path_of) and
 /// [`Window::path_of`](crate::Window::path_of). It is written as `software HCA over shared memory: the rank is on this host;
 /// copied by the CPU: it is host memory`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -207,18 +207,18 @@ pub struct BufferPath {
 }
 
 impl BufferPath {
-    /// The device that they go through. [`PeerPath::has_fifo`] is whether these bytes go through the FIFO instead while it is open:
-    /// they are short and in host memory.
+    /// The device. [`PeerPath::has_fifo`] says whether these bytes go through the FIFO instead while it is open: they are short and in
+    /// host memory.
     pub fn path(&self) -> &PeerPath {
         &self.path
     }
 
-    /// What takes them out of the buffer, for the device.
+    /// What moves them out of the buffer, for the device.
     pub fn transfer_path(&self) -> &TransferPath {
         &self.carriage
     }
 
-    /// Of the bytes `range` of a buffer, which leave by this queue pair of the device of `path`.
+    /// The path of the bytes `range` of a buffer by this queue pair of the device of `path`.
     pub(crate) fn new(path: PeerPath, qp: &Qp, buffer: &Registration, range: &Range<usize>) -> Result<Self> {
         let len = buffer.sge(path.is_intra_host, range)?.len as usize;
         Ok(Self { carriage: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path })
@@ -376,7 +376,7 @@ impl Devices {
     }
 }
 
-/// What a rank tells the others.
+/// What a rank reports to the others.
 #[derive(Debug, PartialEq)]
 struct Card {
     /// It would use an intra-host device.
@@ -407,7 +407,7 @@ fn read_cards(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
     let read = |(peer, card): (usize, &Vec<u8>)| {
         Card::from_bytes(card).ok_or_else(|| {
             let fix = "run the same version everywhere";
-            Error::bootstrap(format!("rank {peer}"), "it does not say which host it is on", fix)
+            Error::bootstrap(format!("rank {peer}"), "its record has no host", fix)
         })
     };
     cards.iter().enumerate().map(read).collect()

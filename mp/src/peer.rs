@@ -14,7 +14,7 @@ use crate::registration::Piece;
 use crate::shm_fifo::{FifoReceive, ShmFifo};
 use crate::transport::{DRAIN, Transport};
 
-/// A rank, and what is under way with it.
+/// A rank, and the operations under way with it.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) transport: Transport,
@@ -111,7 +111,7 @@ impl Peer {
         Ok((op, other))
     }
 
-    /// Removes what is complete, to make room for one more message.
+    /// Removes complete operations, to make room for one more message.
     #[cold]
     fn make_room(&self, direction: Direction, in_flight: &mut InFlight) -> gdsync::Result<()> {
         self.drain();
@@ -258,7 +258,7 @@ impl Peer {
         {
             return Ok(Received::Fifo(receive));
         }
-        // While this is locked nobody else opens the FIFO, or posts a receive.
+        // The lock keeps other threads from opening the FIFO and from posting receives.
         let mut in_flight = self.in_flight[Direction::Recv as usize].lock();
         if let Some(fifo) = &self.fifo {
             fifo.maybe_open(transport, pieces, || {
@@ -285,17 +285,17 @@ impl Peer {
         }
     }
 
-    /// Takes what has come through the FIFO. Returns whether receives wait for more.
+    /// Takes messages out of the FIFO. Returns whether receives wait for more.
     pub(crate) fn take(&self) -> bool {
         self.fifo.as_ref().is_some_and(|fifo| fifo.take(&self.transport, true))
     }
 
-    /// As [`Peer::take`], and drops what is over. Returns whether receives are under way in the FIFO.
+    /// As [`Peer::take`], and drops finished receives. Returns whether receives are under way in the FIFO.
     pub(crate) fn recycle_fifo(&self) -> bool {
         self.fifo.as_ref().is_some_and(|fifo| fifo.recycle(&self.transport))
     }
 
-    /// Announces receives, and takes what has come, by the watchdog. Returns whether it must poll.
+    /// Announces receives, and takes messages, for the watchdog. Returns whether it must poll.
     pub(crate) fn watch(&self) -> bool {
         self.transport.credits.catch_up();
         self.fifo.as_ref().is_some_and(|fifo| fifo.watch(&self.transport))

@@ -16,7 +16,7 @@ use crate::wait::Deadline;
 /// The domain of the ranges that profilers show.
 pub(crate) static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");
 
-/// A message under way. Dropping it detaches: the message goes on, and its resources are released by themselves.
+/// A message under way. Dropping it detaches: the message goes on, and its resources are released when it is complete.
 #[derive(Clone, Debug)]
 #[must_use = "a message nobody waits for may fail unnoticed"]
 pub struct Request {

@@ -17,7 +17,7 @@ use crate::registration::Piece;
 use crate::transport::QpPair;
 use crate::wait::Deadline;
 
-/// The queue pair to one rank, and what is under way in it.
+/// The queue pair to one rank, and its operations under way.
 #[derive(Debug)]
 pub(crate) struct RmaQueue {
     /// Its transport knows whether the rank is alive.
@@ -72,10 +72,10 @@ impl RmaQueue {
         Err(gdsync::Error::QueueFull { queue, qpn, outstanding, depth, untaken: 0 })
     }
 
-    /// Takes completions, and removes what is complete.
+    /// Takes completions, and removes complete operations.
     fn make_room(&self, in_flight: &mut InFlight) {
         self.qp.send.send_cq().drain();
-        // Of dropped batches, whose places in the queue nobody has taken since.
+        // Operations of dropped batches, if no later one has taken their place.
         in_flight.drop_taken_back();
         // Where one fails, so do all behind it.
         if in_flight.newest().is_some_and(|last| last.outcome().is_err()) && self.qp.send.check().is_err() {
@@ -148,7 +148,7 @@ pub(crate) struct RmaQueues {
     pub(crate) queues: Vec<Arc<RmaQueue>>,
     /// They go through the device for ranks of the same host.
     pub(crate) intra_host: bool,
-    /// Where results go that nobody wants: a word for each rank.
+    /// Unused results: a word for each rank.
     scratch: Mr,
     /// Whether a window is on a GPU that needs a flush to see what comes in.
     needs_flush: AtomicBool,

@@ -480,7 +480,7 @@ impl ShmFifo {
         }
     }
 
-    /// Takes what has come. Posts receives if the FIFO turns out to be closed, which is checked with a reason or if `look`.
+    /// Takes messages. Posts receives if the FIFO turns out to be closed, which is checked with a reason or if `look`.
     /// Returns whether receives are still queued.
     pub(crate) fn take(&self, transport: &Transport, look: bool) -> bool {
         if self.queued.load(Ordering::Relaxed) == 0 {
@@ -491,7 +491,7 @@ impl ShmFifo {
         !rx.queued.is_empty()
     }
 
-    /// Takes what is in the next cell, if anything is.
+    /// Takes the message in the next cell, if there is one.
     #[inline]
     pub(crate) fn take_next(&self, transport: &Transport) {
         if peek(&self.memory.rx, self.next.load(Ordering::Relaxed)) != Next::Nothing {
@@ -499,7 +499,7 @@ impl ShmFifo {
         }
     }
 
-    /// As [`ShmFifo::take`], and drops what is over. Returns whether receives are under way.
+    /// As [`ShmFifo::take`], and drops finished receives. Returns whether receives are under way.
     pub(crate) fn recycle(&self, transport: &Transport) -> bool {
         let mut rx = self.lock();
         self.pump(transport, &mut rx, true);
@@ -540,7 +540,7 @@ impl ShmFifo {
         receive: &FifoReceive,
     ) -> gdsync::Result<Option<usize>> {
         let Err(error) = transport.check() else { return Ok(None) };
-        // Takes what has come, and drops the other receives.
+        // Takes the messages, and drops the other receives.
         self.recycle(transport);
         match receive.outcome()? {
             None if receive.is_queued() => Err(error),

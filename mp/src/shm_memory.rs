@@ -134,7 +134,7 @@ impl FifoPair {
     }
 }
 
-/// Where the file of a rank is. Its name tells it from any other process's files.
+/// The file of a rank. Its name distinguishes it from files of other processes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct SharedFile {
     process: u32,
@@ -211,7 +211,7 @@ pub(crate) fn share(
         memory.inspect_err(|error| tracing::info!(%error, peer, "no shared FIFO")).ok()
     };
     let theirs: Vec<_> = files.iter().enumerate().take(size).map(open).collect();
-    // Both directions, or none. After this nobody needs the file any more.
+    // Both directions, or none. After this the file is not opened any more.
     let mapped: Vec<u8> = theirs.iter().map(|memory| u8::from(memory.is_some())).collect();
     let reached = exchange.allgather(&mapped, deadline.remaining())?;
     let pair = |(peer, theirs): (usize, Option<Memory>)| {

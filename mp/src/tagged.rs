@@ -189,7 +189,7 @@ impl Tagged {
     /// Blocks until all messages are complete, or one has failed.
     ///
     /// # Errors
-    /// As [`Request::wait`], for the first that fails; the timeout is for all together.
+    /// The error of the first that fails, as [`Request::test`]; [`Error::Deadline`]: the timeout is for all together.
     pub fn wait_all<'a>(
         &self,
         requests: impl IntoIterator<Item = &'a Request>,
@@ -310,7 +310,7 @@ impl Tagged {
     /// The message that a receive would get now, without taking it; `None` if there is none.
     ///
     /// # Errors
-    /// As [`Tagged::irecv`].
+    /// [`Error::NoSuchRank`]; [`Error::Message`] if all possible senders are lost.
     pub fn iprobe(&self, source: impl Into<Source>, tag: impl Into<Tag>) -> Result<Option<Status>> {
         let key = self.key(source.into(), tag.into())?;
         self.0.engine.lock().find(key)
@@ -320,7 +320,7 @@ impl Tagged {
     /// needs.
     ///
     /// # Errors
-    /// As [`Tagged::irecv`].
+    /// [`Error::NoSuchRank`]; [`Error::Message`] if all possible senders are lost.
     pub fn improbe(&self, source: impl Into<Source>, tag: impl Into<Tag>) -> Result<Option<Message>> {
         let key = self.key(source.into(), tag.into())?;
         let arrived = self.0.engine.lock().take_out(key)?;
@@ -362,7 +362,7 @@ impl Request {
     /// Blocks until the message is complete. Moves all messages of this rank along, also those of other requests.
     ///
     /// # Errors
-    /// As [`Request::test`]; [`Error::Deadline`] after `timeout`: the message goes on.
+    /// [`Error::Message`], [`Error::Truncated`] and [`Error::Cancelled`], as [`Request::test`]; [`Error::Deadline`] after `timeout`: the message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
         let deadline = Deadline::after(timeout);
         let mut tended = Duration::ZERO;

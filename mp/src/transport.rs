@@ -83,7 +83,7 @@ impl QpPair {
         self.send.connect(self.recv.address())
     }
 
-    /// Ends what is under way: see [`Qp::stop`].
+    /// Ends all operations: see [`Qp::stop`].
     pub(crate) fn stop(&self, error: &gdsync::Error) {
         self.send.stop(error);
         self.recv.stop(error);
@@ -224,7 +224,7 @@ impl Transport {
     /// Posts an RDMA READ or WRITE to the queue of the messages. To be called by one thread at a time.
     pub(crate) fn post_one_sided(&self, wr: SendWr<'_>) -> gdsync::Result<Completion> {
         let completion = self.qp.send.post_send(&[wr])?;
-        self.credits.skip(completion.index());
+        self.credits.skip(completion.index(), self.limits.depth);
         self.one_sided.fetch_add(1, Ordering::Relaxed);
         Ok(completion)
     }
@@ -255,7 +255,7 @@ impl Transport {
         }
     }
 
-    /// Whether the rank accepts what it gets through the FIFO.
+    /// Whether the rank accepts messages of the FIFO.
     fn check_refusal(&self) -> gdsync::Result<()> {
         if self.fifo.as_ref().is_some_and(FifoPair::is_refused) {
             let (qpn, operation) = (self.qp.send.qpn(), Some(Opcode::SEND));

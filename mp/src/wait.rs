@@ -50,8 +50,8 @@ pub(crate) const YIELD: Duration = Duration::from_millis(10);
 const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
-/// Pauses a wait that polls what nobody wakes it for, `waited` after its start: it spins, then yields, then sleeps a small part
-/// of the time waited, at most `limit`.
+/// Pauses a wait that polls, `waited` after its start: spins, then yields, then sleeps a small part of the time waited, at most
+/// `limit`.
 pub(crate) fn back_off(waited: Duration, limit: Duration) {
     if waited < SPIN {
         spin_loop();

@@ -1,4 +1,4 @@
-//! The watchdog: a thread that announces receives, releases what is complete, and notices dead ranks, also when no call does.
+//! The watchdog: a thread that announces receives, releases complete operations, and notices dead ranks, without calls of the program.
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -18,10 +18,10 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How often the thread polls so before it sleeps: a wake-up costs more than a poll.
 const POLLS: u32 = 50;
 
-/// Announces receives and takes what has come through FIFOs, if the flag is set, and returns whether it was. It is set again where
+/// Announces receives and takes messages out of FIFOs, if the flag is set, and returns whether it was. It is set again where
 /// `look` says that more is to do.
 pub(crate) fn answer(flag: &CreditFlag, peers: &[Arc<Peer>], look: impl Fn(&Peer) -> bool) -> bool {
-    // Cleared first: what is held back from here on sets it again.
+    // Cleared first: receives that are held back from now on set it again.
     let is_set = flag.take();
     if is_set {
         let more = peers.iter().fold(false, |more, peer| more | look(peer));
@@ -46,7 +46,7 @@ fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
                 polls = if answer(flag, peers, Peer::watch) { POLLS } else { polls - 1 };
                 if polls == 0 {
                     flag.stop_polling();
-                    // What set the flag before that woke nobody.
+                    // The flag may have been set before, without a wake-up.
                     answer(flag, peers, Peer::watch);
                 }
             } else if flag.is_polling() {

@@ -141,7 +141,7 @@ impl Communicator {
         let depth = self.0.settings.queues.depth;
         let queues = connected
             .and_then(|()| RmaQueues::new(&self.0.peers, (intra_host, pd), depth, pairs, &self.0.rma));
-        // Nobody may write before everybody is connected.
+        // No rank may write before all are connected.
         let queues = agree(&mut **exchange, queues, "its window", &deadline)?;
         drop(exchange);
         let parts = parts.into_iter().map(|(part, _)| part).collect();
@@ -151,11 +151,11 @@ impl Communicator {
 
 impl Window {
     /// As [`Communicator::window`], over the connections of this window: operations through both are ordered as if they were
-    /// through one, and signals behind puts through one may be in the other. So data can be on a GPU and its signals in
+    /// through one, and signals after puts through one may be in the other. So data can be on a GPU and its signals in
     /// host memory.
     ///
     /// # Errors
-    /// As [`Communicator::window`].
+    /// [`Error::Device`], [`Error::Bootstrap`] and [`Error::Deadline`], as [`Communicator::window`].
     pub fn beside(
         &self,
         registration: &Registration,
@@ -188,7 +188,7 @@ impl Window {
     /// this too. Clones that are left keep the memory accessible.
     ///
     /// # Errors
-    /// As [`Window::flush_all`] and [`Communicator::barrier`].
+    /// [`Error::Message`] for an operation that failed; [`Error::Bootstrap`] and [`Error::Deadline`] for another rank.
     pub fn destroy(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
         let flushed = self.0.queues.flush(&deadline);
@@ -206,7 +206,7 @@ impl Window {
     /// a copy engine of the receiver.
     ///
     /// # Errors
-    /// As [`Communicator::path_of`].
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer.
     pub fn path_of(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<BufferPath> {
         let Inner { comm, queues, .. } = &*self.0;
         self.part(rank)?;
@@ -235,7 +235,7 @@ impl Window {
     /// As [`Window::word32`], of 64 bits.
     ///
     /// # Errors
-    /// As [`Window::word32`], for an address that is not a multiple of 8.
+    /// [`Error::OutsideWindow`] and [`Error::Device`], as [`Window::word32`], for an address that is not a multiple of 8.
     pub fn word64(&self, offset: usize) -> Result<Word64> {
         Ok(self.0.registration.memory().word64(self.own("word", offset, 8)?)?)
     }
@@ -516,7 +516,8 @@ impl Window {
     /// launch does it again; its buffers must stay registered as long as the graph.
     ///
     /// # Errors
-    /// As [`Window::start`], and inside [`Error::Message`] the stream's refusals.
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`], also with the
+    /// refusal of the stream.
     pub fn start_on_stream(&self, stream: &Stream, rma: &Rma<'_>) -> Result<Request> {
         self.post(rma, |qp, wrs| match wrs {
             [wr] => Ok(stream.send(qp, wr)?.completion()),
@@ -534,7 +535,7 @@ impl Window {
     /// A batch that is dropped instead takes it back; the request is void then.
     ///
     /// # Errors
-    /// As [`Window::start`].
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`].
     pub fn start_in_batch(&self, batch: &mut Batch, rma: &Rma<'_>) -> Result<Request> {
         self.post(rma, |qp, wrs| batch.sends(qp, wrs))
     }
@@ -542,7 +543,7 @@ impl Window {
     /// Starts to write the bytes `range` of `from` to `offset` of the window of a rank: see [`Rma::put`].
     ///
     /// # Errors
-    /// As [`Window::start`].
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`].
     pub fn iput(
         &self,
         from: &Registration,
@@ -556,7 +557,8 @@ impl Window {
     /// As [`Window::iput`], without a request: [`Window::flush`] waits for all of a rank.
     ///
     /// # Errors
-    /// As [`Window::start`], also for earlier operations.
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`], also for earlier
+    /// operations.
     pub fn put(&self, from: &Registration, range: Range<usize>, rank: usize, offset: usize) -> Result<()> {
         self.iput(from, range, rank, offset).map(drop)
     }
@@ -564,7 +566,7 @@ impl Window {
     /// Starts to read from `offset` of the window of a rank into the bytes `range` of `into`: see [`Rma::get`].
     ///
     /// # Errors
-    /// As [`Window::start`].
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`].
     pub fn iget(
         &self,
         into: &Registration,
@@ -578,7 +580,7 @@ impl Window {
     /// [`Window::iput`] in stream order.
     ///
     /// # Errors
-    /// As [`Window::start_on_stream`].
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start_on_stream`].
     pub fn iput_on_stream(
         &self,
         stream: &Stream,
@@ -593,7 +595,7 @@ impl Window {
     /// [`Window::iget`] in stream order.
     ///
     /// # Errors
-    /// As [`Window::start_on_stream`].
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start_on_stream`].
     pub fn iget_on_stream(
         &self,
         stream: &Stream,
@@ -709,7 +711,7 @@ impl Window {
     /// As [`Window::flush`] for all ranks, one after the other, also after one has failed.
     ///
     /// # Errors
-    /// As [`Window::flush`], for the first rank that failed.
+    /// [`Error::Message`] for the first operation that failed, and after `timeout`.
     pub fn flush_all(&self, timeout: Duration) -> Result<()> {
         self.0.queues.flush(&Deadline::after(timeout))
     }
@@ -730,7 +732,7 @@ impl Window {
     /// signals: if that rank has died it goes on to its timeout, and [`Communicator::lost`] names the rank.
     ///
     /// # Errors
-    /// As [`Window::word64`] and [`wait_value64`](crate::wait_value64).
+    /// [`Error::OutsideWindow`] and [`Error::Device`], as [`Window::word64`]; [`Error::Deadline`] after `timeout`.
     pub fn wait_signal(&self, offset: usize, value: u64, cond: Cond, timeout: Duration) -> Result<u64> {
         let context = &self.0.comm.0.domain(self.0.queues.intra_host).0;
         wait_value64_and(&self.word64(offset)?, value, cond, timeout, || context.progress())
@@ -740,7 +742,7 @@ impl Window {
     /// stream's limit for waits. A graph waits for the same value in each launch.
     ///
     /// # Errors
-    /// As [`Window::word64`]; [`Error::Device`] with the stream's refusals.
+    /// [`Error::OutsideWindow`] and [`Error::Device`], as [`Window::word64`], also with the refusal of the stream.
     pub fn wait_signal_on_stream(
         &self,
         stream: &Stream,
@@ -756,7 +758,7 @@ impl Window {
     /// As [`Window::wait_signal`], and the stream that the batch is submitted to waits.
     ///
     /// # Errors
-    /// As [`Window::word64`].
+    /// [`Error::OutsideWindow`] and [`Error::Device`], as [`Window::word64`].
     pub fn wait_signal_in_batch(
         &self,
         batch: &mut Batch,

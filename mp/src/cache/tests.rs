@@ -16,8 +16,8 @@ use proptest::prelude::*;
 use super::{Cache, CacheConfig, CacheStats, Cached, Keep};
 use crate::registration::Registration;
 
-/// Host memory that is there for as long as the test, a device with room for a few regions, and a cache.
-struct Bed {
+/// Host memory, a device with few regions, and a cache.
+struct Fixture {
     memory: Memory,
     pd: Pd,
     cache: Cache,
@@ -27,7 +27,7 @@ const BYTES: usize = 1 << 16;
 /// Generous: reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
 
-impl Bed {
+impl Fixture {
     fn new(max_regions: usize, config: CacheConfig) -> Self {
         let context = Context::soft(&SoftHcaConfig { max_regions, ..SoftHcaConfig::default() }).unwrap();
         let (memory, pd) = (Memory::alloc(BYTES).unwrap(), context.alloc_pd().unwrap());
@@ -46,7 +46,7 @@ impl Bed {
 
     fn try_get(&self, part: Range<usize>) -> gdsync::Result<Cached> {
         let range = self.at(&part);
-        // SAFETY: the memory stays until the test ends; nobody has a reference to it.
+        // SAFETY: the memory stays allocated until the test ends, and no reference to it is made.
         let cached = unsafe { self.cache.get(None, &range, |memory| self.register(memory)) }?;
         assert_eq!((cached.memory().addr(), cached.memory().len()), (range.start, part.len()), "{part:?}");
         Ok(cached)
@@ -61,7 +61,7 @@ impl Bed {
         self.cache.invalidate(self.at(&part).start, part.len())
     }
 
-    /// First and last offset of the parts that are there.
+    /// The offsets of the start and end of the kept ranges.
     fn kept(&self) -> Vec<(usize, usize)> {
         let offset = |at: u64| usize::try_from(at - self.memory.addr()).unwrap();
         self.cache.ranges().iter().map(|range| (offset(range.start), offset(range.end))).collect()
@@ -73,155 +73,159 @@ fn config(entries: usize, bytes: u64) -> CacheConfig {
 }
 
 #[test]
-fn a_range_is_registered_once_and_serves_its_parts() {
-    let bed = Bed::new(1, config(8, 1 << 20));
-    let first = bed.get(100..200);
+fn ranges_are_registered_once() {
+    let fixture = Fixture::new(1, config(8, 1 << 20));
+    let first = fixture.get(100..200);
     let keys = first.mr(false).lkey();
     drop(first);
     for part in [100..200, 100..101, 199..200, 120..180] {
-        assert_eq!(bed.get(part).mr(false).lkey(), keys);
+        assert_eq!(fixture.get(part).mr(false).lkey(), keys);
     }
-    let CacheStats { hits, misses, entries, bytes, .. } = bed.cache.stats();
+    let CacheStats { hits, misses, entries, bytes, .. } = fixture.cache.stats();
     assert_eq!((hits, misses, entries, bytes), (4, 1, 1, 100));
-    let part = bed.get(120..130);
+    let part = fixture.get(120..130);
     part.memory().write(0, b"0123456789").unwrap();
-    assert_eq!(&bed.memory.to_vec()[120..130], b"0123456789");
-    assert_eq!(part.mr(false).sge(2, 3).unwrap().addr, bed.memory.addr() + 122);
+    assert_eq!(&fixture.memory.to_vec()[120..130], b"0123456789");
+    assert_eq!(part.mr(false).sge(2, 3).unwrap().addr, fixture.memory.addr() + 122);
     assert!(part.mr(false).sge(8, 3).is_err(), "a part ends where it ends");
 }
 
 #[test]
-fn what_was_not_used_for_longest_goes_first_and_what_is_used_stays() {
-    let bed = Bed::new(64, config(3, 1 << 20));
-    let held = bed.get(0..10);
-    bed.get(20..30);
-    bed.get(40..50);
-    bed.get(20..25);
-    bed.get(60..70);
-    assert_eq!(bed.kept(), [(0, 10), (20, 30), (60, 70)]);
-    bed.get(80..90);
-    assert_eq!(bed.kept(), [(0, 10), (60, 70), (80, 90)]);
+fn the_least_recently_used_is_evicted_first() {
+    let fixture = Fixture::new(64, config(3, 1 << 20));
+    let held = fixture.get(0..10);
+    fixture.get(20..30);
+    fixture.get(40..50);
+    fixture.get(20..25);
+    fixture.get(60..70);
+    assert_eq!(fixture.kept(), [(0, 10), (20, 30), (60, 70)]);
+    fixture.get(80..90);
+    assert_eq!(fixture.kept(), [(0, 10), (60, 70), (80, 90)]);
     drop(held);
-    bed.get(100..110);
-    assert_eq!(bed.kept(), [(60, 70), (80, 90), (100, 110)]);
-    assert_eq!(bed.cache.stats().evictions, 3);
+    fixture.get(100..110);
+    assert_eq!(fixture.kept(), [(60, 70), (80, 90), (100, 110)]);
+    assert_eq!(fixture.cache.stats().evictions, 3);
 }
 
 #[test]
-fn a_message_under_way_counts_as_a_use() {
-    let bed = Bed::new(64, config(1, 1 << 20));
-    let message = Registration::clone(&bed.get(0..10));
-    let other = bed.get(20..30);
-    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![(0, 10)], 1));
+fn messages_under_way_count_as_uses() {
+    let fixture = Fixture::new(64, config(1, 1 << 20));
+    let message = Registration::clone(&fixture.get(0..10));
+    let other = fixture.get(20..30);
+    assert_eq!((fixture.kept(), fixture.cache.stats().uncached), (vec![(0, 10)], 1));
     drop((message, other));
-    bed.get(20..30);
-    assert_eq!(bed.kept(), [(20, 30)]);
+    fixture.get(20..30);
+    assert_eq!(fixture.kept(), [(20, 30)]);
 }
 
 #[test]
-fn bytes_are_bounded_and_what_cannot_fit_evicts_nothing() {
-    let bed = Bed::new(64, config(64, 100));
-    bed.get(0..40);
-    bed.get(100..140);
-    bed.get(200..301);
-    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![(0, 40), (100, 140)], 1));
-    bed.get(200..300);
-    let stats = bed.cache.stats();
-    assert_eq!((bed.kept(), stats.bytes, stats.evictions), (vec![(200, 300)], 100, 2));
+fn bytes_are_bounded() {
+    let fixture = Fixture::new(64, config(64, 100));
+    fixture.get(0..40);
+    fixture.get(100..140);
+    fixture.get(200..301);
+    assert_eq!((fixture.kept(), fixture.cache.stats().uncached), (vec![(0, 40), (100, 140)], 1));
+    fixture.get(200..300);
+    let stats = fixture.cache.stats();
+    assert_eq!((fixture.kept(), stats.bytes, stats.evictions), (vec![(200, 300)], 100, 2));
 }
 
 #[test]
-fn ranges_that_overlap_become_one() {
-    let bed = Bed::new(64, config(8, 100));
-    bed.get(0..20);
-    let held = bed.get(30..50);
-    bed.get(10..40);
-    assert_eq!((bed.kept(), bed.cache.stats().merged), (vec![(0, 50)], 2));
+fn overlapping_ranges_are_merged() {
+    let fixture = Fixture::new(64, config(8, 100));
+    fixture.get(0..20);
+    let held = fixture.get(30..50);
+    fixture.get(10..40);
+    assert_eq!((fixture.kept(), fixture.cache.stats().merged), (vec![(0, 50)], 2));
     held.memory().write(0, b"still registered").unwrap();
-    bed.get(50..60);
-    assert_eq!(bed.kept(), [(0, 50), (50, 60)], "neighbours do not overlap");
-    bed.get(40..141);
-    assert_eq!((bed.kept(), bed.cache.stats().uncached), (vec![(0, 50), (50, 60)], 1), "too long to be kept");
-    bed.get(59..100);
-    bed.get(99..150);
-    assert_eq!(bed.kept(), [(50, 150)], "the oldest made room");
-    bed.get(149..160);
-    assert_eq!(bed.kept(), [(149, 160)], "together they would be too long");
+    fixture.get(50..60);
+    assert_eq!(fixture.kept(), [(0, 50), (50, 60)], "neighbours do not overlap");
+    fixture.get(40..141);
+    assert_eq!(
+        (fixture.kept(), fixture.cache.stats().uncached),
+        (vec![(0, 50), (50, 60)], 1),
+        "too long to be kept"
+    );
+    fixture.get(59..100);
+    fixture.get(99..150);
+    assert_eq!(fixture.kept(), [(50, 150)], "the oldest made room");
+    fixture.get(149..160);
+    assert_eq!(fixture.kept(), [(149, 160)], "together they would be too long");
 }
 
 #[test]
-fn what_is_invalidated_is_registered_again() {
-    let bed = Bed::new(64, config(8, 1 << 20));
+fn invalidated_ranges_are_registered_again() {
+    let fixture = Fixture::new(64, config(8, 1 << 20));
     for part in [0..10, 10..20, 20..30] {
-        bed.get(part);
+        fixture.get(part);
     }
-    assert_eq!(bed.invalidate(5..11), 2);
-    assert_eq!(bed.invalidate(5..11), 0);
-    assert_eq!(bed.kept(), [(20, 30)]);
-    let held = bed.get(20..30);
-    assert_eq!(bed.cache.clear(), 1);
-    assert_eq!(bed.cache.stats().entries, 0);
+    assert_eq!(fixture.invalidate(5..11), 2);
+    assert_eq!(fixture.invalidate(5..11), 0);
+    assert_eq!(fixture.kept(), [(20, 30)]);
+    let held = fixture.get(20..30);
+    assert_eq!(fixture.cache.clear(), 1);
+    assert_eq!(fixture.cache.stats().entries, 0);
     held.memory().write(0, b"registered").unwrap();
-    let misses = bed.cache.stats().misses;
-    bed.get(20..30);
-    assert_eq!(bed.cache.stats().misses, misses + 1);
+    let misses = fixture.cache.stats().misses;
+    fixture.get(20..30);
+    assert_eq!(fixture.cache.stats().misses, misses + 1);
 }
 
 #[test]
-fn a_device_without_room_gets_some() {
-    let bed = Bed::new(3, config(64, 1 << 20));
-    let held = bed.get(0..10);
-    bed.get(20..30);
-    bed.get(40..50);
-    bed.get(60..80);
-    assert_eq!(bed.kept(), [(0, 10), (60, 80)], "as many bytes as are wanted");
-    let (second, third) = (bed.get(60..70), bed.get(100..110));
-    let error = bed.try_get(120..130).unwrap_err();
+fn a_full_device_evicts_idle_ranges() {
+    let fixture = Fixture::new(3, config(64, 1 << 20));
+    let held = fixture.get(0..10);
+    fixture.get(20..30);
+    fixture.get(40..50);
+    fixture.get(60..80);
+    assert_eq!(fixture.kept(), [(0, 10), (60, 80)], "as many bytes as are wanted");
+    let (second, third) = (fixture.get(60..70), fixture.get(100..110));
+    let error = fixture.try_get(120..130).unwrap_err();
     assert!(error.is_exhausted(), "{error}");
     assert!(error.to_string().contains("deregister"), "{error}");
     drop((second, third));
-    bed.get(120..130);
+    fixture.get(120..130);
     drop(held);
-    bed.get(140..160);
-    assert_eq!(bed.kept(), [(120, 130), (140, 160)]);
+    fixture.get(140..160);
+    assert_eq!(fixture.kept(), [(120, 130), (140, 160)]);
 }
 
 #[test]
-fn an_error_that_is_no_lack_of_room_evicts_nothing() {
-    let bed = Bed::new(64, config(64, 1 << 20));
-    bed.get(0..10);
+fn other_errors_evict_nothing() {
+    let fixture = Fixture::new(64, config(64, 1 << 20));
+    fixture.get(0..10);
     let refuse = |_: &Memory| Err(gdsync::Error::OutOfBounds { offset: 1, len: 2, size: 3 });
-    // SAFETY: the memory stays until the test ends.
-    let refused = unsafe { bed.cache.get(None, &bed.at(&(20..30)), refuse) };
+    // SAFETY: the memory stays allocated until the test ends, and no reference to it is made.
+    let refused = unsafe { fixture.cache.get(None, &fixture.at(&(20..30)), refuse) };
     assert!(matches!(refused, Err(gdsync::Error::OutOfBounds { .. })), "{refused:?}");
-    assert_eq!((bed.kept(), bed.cache.stats().evictions), (vec![(0, 10)], 0));
+    assert_eq!((fixture.kept(), fixture.cache.stats().evictions), (vec![(0, 10)], 0));
 }
 
-/// The pages between may be gone, or of another kind.
+/// The pages between may be unmapped, or of another kind.
 #[test]
-fn what_cannot_be_registered_together_is_registered_alone() {
-    let bed = Bed::new(64, config(64, 1 << 20));
-    bed.get(0..20);
+fn ranges_that_cannot_be_merged_are_registered_alone() {
+    let fixture = Fixture::new(64, config(64, 1 << 20));
+    fixture.get(0..20);
     let only_short = |memory: &Memory| match memory.len() {
-        10 => bed.register(memory),
+        10 => fixture.register(memory),
         _ => Err(gdsync::Error::OutOfBounds { offset: 0, len: memory.len(), size: 10 }),
     };
-    // SAFETY: the memory stays until the test ends.
-    drop(unsafe { bed.cache.get(None, &bed.at(&(15..25)), only_short) }.unwrap());
-    assert_eq!(bed.kept(), [(15, 25)]);
+    // SAFETY: the memory stays allocated until the test ends, and no reference to it is made.
+    drop(unsafe { fixture.cache.get(None, &fixture.at(&(15..25)), only_short) }.unwrap());
+    assert_eq!(fixture.kept(), [(15, 25)]);
 }
 
 #[test]
-fn nothing_is_kept_where_it_is_off() {
+fn a_cache_that_is_off_keeps_nothing() {
     for (keep, variable) in [(Keep::Nothing, None), (Keep::All, Some("off")), (Keep::All, Some(" gpu "))] {
-        let bed = Bed::new(1, CacheConfig { keep, ..config(8, 1 << 20) }.or(variable).unwrap());
-        drop(bed.get(0..10));
-        let held = bed.get(0..10);
-        assert!(bed.try_get(0..10).unwrap_err().is_exhausted(), "the device has one region");
+        let fixture = Fixture::new(1, CacheConfig { keep, ..config(8, 1 << 20) }.or(variable).unwrap());
+        drop(fixture.get(0..10));
+        let held = fixture.get(0..10);
+        assert!(fixture.try_get(0..10).unwrap_err().is_exhausted(), "the device has one region");
         drop(held);
-        bed.get(5..15);
+        fixture.get(5..15);
         let stats = CacheStats { uncached: 3, ..CacheStats::default() };
-        assert_eq!(bed.cache.stats(), stats, "{keep:?} {variable:?}");
+        assert_eq!(fixture.cache.stats(), stats, "{keep:?} {variable:?}");
     }
     let on = CacheConfig { keep: Keep::Nothing, ..CacheConfig::default() }.or(Some("on")).unwrap();
     assert_eq!(on, CacheConfig::default());
@@ -230,11 +234,11 @@ fn nothing_is_kept_where_it_is_off() {
 }
 
 #[test]
-fn no_entries_means_nothing_is_kept() {
-    let bed = Bed::new(1, config(0, 1 << 20));
-    drop(bed.get(0..10));
-    drop(bed.get(0..10));
-    assert_eq!(bed.cache.stats(), CacheStats { uncached: 2, ..CacheStats::default() });
+fn a_cache_of_no_entries_keeps_nothing() {
+    let fixture = Fixture::new(1, config(0, 1 << 20));
+    drop(fixture.get(0..10));
+    drop(fixture.get(0..10));
+    assert_eq!(fixture.cache.stats(), CacheStats { uncached: 2, ..CacheStats::default() });
 }
 
 const ENTRIES: usize = 4;
@@ -243,7 +247,7 @@ const REGIONS: usize = 6;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Gets a range, and keeps the handle or not.
+    /// Gets a range, and perhaps keeps the handle.
     Get(Range<usize>, bool),
     /// Drops a handle.
     Drop(usize),
@@ -259,7 +263,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A region of the device, as long as it is kept or has handles.
+/// A region of the device while it is kept or has handles.
 struct Region {
     id: u64,
     range: Range<usize>,
@@ -290,7 +294,7 @@ impl Model {
         Self::fits(self.kept().filter(|region| region.handles > 0), range)
     }
 
-    /// Forgets one; it goes when it has no handles either.
+    /// Removes a region from the cache; it ends with its last handle.
     fn forget(&mut self, at: usize) -> Range<usize> {
         self.regions[at].kept = false;
         let range = self.regions[at].range.clone();
@@ -314,7 +318,7 @@ impl Model {
         gone
     }
 
-    /// Whether the device has, or is given, room for a region of so many bytes.
+    /// Whether the device has room for a region, after evicting so many bytes.
     fn room(&mut self, bytes: usize) -> bool {
         while self.regions.len() >= REGIONS {
             let mut freed = self.evict();
@@ -343,7 +347,7 @@ impl Model {
         self.regions.retain(|region| region.kept || region.handles > 0);
     }
 
-    /// Gets a range: the region that serves it, unless the device has no room.
+    /// Gets a range: its region, unless the device has no room.
     fn get(&mut self, range: &Range<usize>) -> Option<u64> {
         let covers = |r: &Region| r.kept && r.range.start <= range.start && range.end <= r.range.end;
         if let Some(at) = self.regions.iter().position(covers) {
@@ -380,9 +384,9 @@ impl Model {
 }
 
 struct Pair {
-    bed: Bed,
+    fixture: Fixture,
     model: Model,
-    /// With the regions that they are of.
+    /// With their regions.
     handles: Vec<(Cached, u64)>,
 }
 
@@ -390,7 +394,7 @@ impl Pair {
     fn apply(&mut self, op: &Op) {
         match op {
             Op::Get(range, keep) => {
-                let (got, expected) = (self.bed.try_get(range.clone()), self.model.get(range));
+                let (got, expected) = (self.fixture.try_get(range.clone()), self.model.get(range));
                 assert_eq!(got.is_ok(), expected.is_some(), "{range:?}: {got:?}");
                 if let (Ok(cached), Some(region)) = (got, expected) {
                     self.handles.push((cached, region));
@@ -405,7 +409,7 @@ impl Pair {
                 }
             }
             Op::Invalidate(range) => {
-                assert_eq!(self.bed.invalidate(range.clone()), self.model.overlapping(range).len());
+                assert_eq!(self.fixture.invalidate(range.clone()), self.model.overlapping(range).len());
             }
         }
     }
@@ -418,10 +422,10 @@ impl Pair {
     fn check(&self) {
         let mut kept: Vec<_> = self.model.kept().map(|r| (r.range.start, r.range.end)).collect();
         kept.sort_unstable();
-        assert_eq!(self.bed.kept(), kept);
+        assert_eq!(self.fixture.kept(), kept);
         let bytes = kept.iter().map(|(start, end)| (end - start) as u64).sum();
         let expected = CacheStats { entries: kept.len(), bytes, ..self.model.stats };
-        assert_eq!(self.bed.cache.stats(), expected);
+        assert_eq!(self.fixture.cache.stats(), expected);
         assert!(kept.len() <= ENTRIES && bytes <= BOUND as u64);
         assert!(kept.is_sorted_by(|a, b| a.1 <= b.0), "{kept:?}");
     }
@@ -431,30 +435,30 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
 
     #[test]
-    fn the_cache_does_what_the_model_says(ops in vec(op(), 1..120)) {
-        let bed = Bed::new(REGIONS, config(ENTRIES, BOUND as u64));
-        let mut pair = Pair { bed, model: Model::default(), handles: Vec::new() };
+    fn the_cache_agrees_with_the_model(ops in vec(op(), 1..120)) {
+        let fixture = Fixture::new(REGIONS, config(ENTRIES, BOUND as u64));
+        let mut pair = Pair { fixture, model: Model::default(), handles: Vec::new() };
         for op in &ops {
             pair.apply(op);
             pair.check();
         }
         pair.handles.clear();
-        pair.bed.cache.clear();
-        let all: Vec<_> = (0..REGIONS).map(|_| pair.bed.register(&pair.bed.memory).unwrap()).collect();
-        prop_assert!(pair.bed.register(&pair.bed.memory).is_err(), "{} are all", all.len());
+        pair.fixture.cache.clear();
+        let all: Vec<_> = (0..REGIONS).map(|_| pair.fixture.register(&pair.fixture.memory).unwrap()).collect();
+        prop_assert!(pair.fixture.register(&pair.fixture.memory).is_err(), "{} are all", all.len());
     }
 }
 
-/// Each thread writes through its handles, over a connection to itself: a key that is dead, or opens other memory, fails.
+/// Each thread writes through its handles, over a connection to itself: dead keys and keys of other memory fail.
 #[test]
-fn a_handle_is_registered_as_long_as_it_lives() {
+fn handles_keep_their_registration() {
     const THREADS: usize = 4;
     const ROUNDS: usize = 300;
     const SHARE: usize = 4096;
-    let bed = Bed::new(24, config(6, 6000));
-    let target = bed.pd.register(&bed.memory, Access::all()).unwrap();
+    let fixture = Fixture::new(24, config(6, 6000));
+    let target = fixture.pd.register(&fixture.memory, Access::all()).unwrap();
     let play = |me: usize| {
-        let [a, b] = [(); 2].map(|()| bed.pd.build_qp().build().unwrap());
+        let [a, b] = [(); 2].map(|()| fixture.pd.build_qp().build().unwrap());
         a.connect(b.address()).unwrap();
         b.connect(a.address()).unwrap();
         let mut random = me as u64 + 1;
@@ -463,29 +467,29 @@ fn a_handle_is_registered_as_long_as_it_lives() {
             usize::try_from(random >> 33).unwrap() % below
         };
         for round in 0..ROUNDS {
-            // The threads look up the same ranges, and write to places of their own.
+            // The threads look up the same ranges, and write to different addresses.
             let start = next(8) * 512;
             let len = 16 + next(2000);
-            let source = bed.get(start..start + len);
+            let source = fixture.get(start..start + len);
             assert_eq!(source.memory().len(), len);
             let sge = source.mr(false).sge(0, 16).unwrap();
             let to = target.remote(8192 + me * SHARE).unwrap();
             a.post_send(&[SendWr::write(to, &[sge])]).unwrap().wait(LONG).unwrap();
             while a.poll_send().is_some() {}
             if round % 50 == me {
-                bed.invalidate(0..next(8192).max(1));
+                fixture.invalidate(0..next(8192).max(1));
             }
         }
     };
     thread::scope(|scope| (0..THREADS).for_each(|me| drop(scope.spawn(move || play(me)))));
-    let stats = bed.cache.stats();
+    let stats = fixture.cache.stats();
     assert!(stats.entries <= 6 && stats.bytes <= 6000, "{stats:?}");
     assert_eq!(stats.hits + stats.misses + stats.uncached, (THREADS * ROUNDS) as u64, "{stats:?}");
-    bed.cache.clear();
-    assert_eq!(bed.cache.stats().entries, 0);
-    let rest: Vec<_> = (0..23).map(|_| bed.register(&bed.memory).unwrap()).collect();
+    fixture.cache.clear();
+    assert_eq!(fixture.cache.stats().entries, 0);
+    let rest: Vec<_> = (0..23).map(|_| fixture.register(&fixture.memory).unwrap()).collect();
     assert!(
-        bed.register(&bed.memory).is_err(),
+        fixture.register(&fixture.memory).is_err(),
         "nothing else is registered but {} and the target",
         rest.len()
     );
@@ -511,32 +515,32 @@ fn gpu() -> &'static Gpu {
 fn malloc(len: usize) -> u64 {
     let (gpu, mut addr) = (gpu(), 0);
     let _current = gpu.enter().unwrap();
-    // SAFETY: a place for the answer.
+    // SAFETY: the address is written to a local that outlives the call.
     unsafe { gpu.api().mem_alloc(&mut addr, len) }.unwrap();
     addr
 }
 
 fn free(addr: u64) {
     let _current = gpu().enter().unwrap();
-    // SAFETY: allocated above, freed once; only the cache still knows of it.
+    // SAFETY: the memory was allocated by `malloc`, is freed once, and no handle of it is left.
     unsafe { gpu().api().mem_free(addr) }.unwrap();
 }
 
-fn get(bed: &Bed, addr: u64, len: usize) -> Cached {
+fn get(fixture: &Fixture, addr: u64, len: usize) -> Cached {
     let register = |memory: &gdsync::memory::Memory| {
-        bed.pd.register(memory, Access::LOCAL_WRITE).map(|mr| Registration::new(mr, None))
+        fixture.pd.register(memory, Access::LOCAL_WRITE).map(|mr| Registration::new(mr, None))
     };
-    // SAFETY: the memory is freed when the handle is gone.
-    let cached = unsafe { bed.cache.get(Some(gpu()), &(addr..addr + len as u64), register) }.unwrap();
+    // SAFETY: the tests free the memory after the handle is dropped.
+    let cached = unsafe { fixture.cache.get(Some(gpu()), &(addr..addr + len as u64), register) }.unwrap();
     assert_eq!((cached.memory().addr(), cached.memory().len()), (addr, len));
     cached
 }
 
-fn bed(config: CacheConfig) -> Bed {
-    Bed::new(64, config)
+fn fixture(config: CacheConfig) -> Fixture {
+    Fixture::new(64, config)
 }
 
-/// Allocates until an address that was freed is used again. Rarely somebody else of the process has taken it.
+/// Allocates until a freed address is used again. Another thread may have taken it.
 fn is_allocated_again(addr: u64) -> bool {
     let mut others = Vec::new();
     while others.len() < 100 && !others.contains(&addr) {
@@ -547,7 +551,7 @@ fn is_allocated_again(addr: u64) -> bool {
     is_there
 }
 
-/// So many times: `before` with memory that is freed then, `after` with other memory at the same address.
+/// Calls `before` with memory that is freed then, and `after` with other memory at the same address, several times.
 fn with_memory_of_before(times: usize, mut before: impl FnMut(u64), mut after: impl FnMut(u64)) {
     let mut done = 0;
     for _ in 0..10 * times {
@@ -567,30 +571,30 @@ fn with_memory_of_before(times: usize, mut before: impl FnMut(u64), mut after: i
 }
 
 #[test]
-fn memory_that_was_freed_is_never_served_again() {
+fn freed_memory_is_never_served() {
     let _driver = Control::take();
-    let bed = bed(config(64, 1 << 30));
+    let fixture = fixture(config(64, 1 << 30));
     let before = |addr| {
-        let key = get(&bed, addr, LEN).mr(false).lkey();
-        assert_eq!(get(&bed, addr + 64, 64).mr(false).lkey(), key, "the same memory is a hit");
+        let key = get(&fixture, addr, LEN).mr(false).lkey();
+        assert_eq!(get(&fixture, addr + 64, 64).mr(false).lkey(), key, "the same memory is a hit");
     };
     let after = |addr| {
-        let before = bed.cache.stats();
-        get(&bed, addr + 64, 64);
-        let now = bed.cache.stats();
+        let before = fixture.cache.stats();
+        get(&fixture, addr + 64, 64);
+        let now = fixture.cache.stats();
         assert_eq!((now.hits, now.misses), (before.hits, before.misses + 1), "other memory is none");
         assert!(now.stale > before.stale, "{now:?}");
     };
     with_memory_of_before(20, before, after);
 }
 
-/// What the CPU writes through the registration is what CUDA reads from the memory that is there now.
+/// CUDA reads from the current memory what the CPU writes through the registration.
 #[test]
-fn the_registration_is_of_the_memory_that_is_there() {
+fn registrations_are_of_the_current_memory() {
     let _driver = Control::take();
-    let bed = bed(config(64, 1 << 30));
+    let fixture = fixture(config(64, 1 << 30));
     let check = |addr: u64, byte: u8| {
-        let cached = get(&bed, addr + 4096, 4096);
+        let cached = get(&fixture, addr + 4096, 4096);
         if !cached.memory().is_mapped() {
             println!("skipped: the CPU does not reach GPU memory here");
             return;
@@ -600,9 +604,9 @@ fn the_registration_is_of_the_memory_that_is_there() {
         drop(cached);
         let mut seen = [0u8; 64];
         let _current = gpu().enter().unwrap();
-        // SAFETY: a place for 64 bytes; the memory is allocated.
+        // SAFETY: the buffer has 64 bytes, and the memory is allocated.
         unsafe { gpu().api().memcpy_to_host_async(seen.as_mut_ptr().cast(), addr + 4096, 64, 0) }.unwrap();
-        // SAFETY: the default stream.
+        // SAFETY: the null stream always exists.
         unsafe { gpu().api().stream_synchronize(0) }.unwrap();
         assert_eq!(seen, [byte; 64]);
     };
@@ -610,7 +614,7 @@ fn the_registration_is_of_the_memory_that_is_there() {
 }
 
 #[test]
-fn cuda_is_not_asked_where_a_handle_or_the_application_proves_the_memory() {
+fn cuda_is_not_queried_with_another_proof() {
     if !is_simulated() {
         println!("skipped: only the simulated driver counts its calls");
         return;
@@ -618,21 +622,21 @@ fn cuda_is_not_asked_where_a_handle_or_the_application_proves_the_memory() {
     let driver = Control::take();
     let asked = || driver.calls("cuPointerGetAttribute");
     let addr = malloc(LEN);
-    let bed = bed(config(64, 1 << 30));
-    let held = get(&bed, addr, LEN);
+    let fixture = fixture(config(64, 1 << 30));
+    let held = get(&fixture, addr, LEN);
     let before = asked();
-    drop(get(&bed, addr, LEN));
+    drop(get(&fixture, addr, LEN));
     assert_eq!(asked(), before, "a handle proves it");
     drop(held);
-    drop(get(&bed, addr, LEN));
+    drop(get(&fixture, addr, LEN));
     assert_eq!(asked(), before + 1, "nothing else does");
-    let message = Registration::clone(&get(&bed, addr, LEN));
+    let message = Registration::clone(&get(&fixture, addr, LEN));
     let before = asked();
-    drop(get(&bed, addr, LEN));
+    drop(get(&fixture, addr, LEN));
     assert_eq!(asked(), before + 1, "a message under way may be complete, and its memory freed");
     drop(message);
 
-    let announced = self::bed(CacheConfig { announced: true, ..config(64, 1 << 30) });
+    let announced = self::fixture(CacheConfig { announced: true, ..config(64, 1 << 30) });
     drop(get(&announced, addr, LEN));
     let before = asked();
     drop(get(&announced, addr, LEN));
@@ -642,53 +646,53 @@ fn cuda_is_not_asked_where_a_handle_or_the_application_proves_the_memory() {
 }
 
 #[test]
-fn freed_memory_is_found_by_looks() {
+fn queries_find_freed_memory() {
     let _driver = Control::take();
-    let bed = bed(config(64, 1 << 30));
+    let fixture = fixture(config(64, 1 << 30));
     let addrs: Vec<_> = (0..20).map(|_| malloc(LEN)).collect();
-    addrs.iter().for_each(|&addr| drop(get(&bed, addr, LEN)));
+    addrs.iter().for_each(|&addr| drop(get(&fixture, addr, LEN)));
     addrs.iter().for_each(|&addr| free(addr));
-    let host = |n: usize| drop(bed.get(n * 10..n * 10 + 5));
+    let host = |n: usize| drop(fixture.get(n * 10..n * 10 + 5));
     (0..3).for_each(host);
-    let stats = bed.cache.stats();
+    let stats = fixture.cache.stats();
     assert_eq!((stats.stale, stats.entries), (8 + 8 + 4, 3), "eight at every miss");
 }
 
 #[test]
 fn the_window_of_a_gpu_is_bounded() {
     let _driver = Control::take();
-    let bed = bed(CacheConfig { window: Some(4 << 16), ..config(64, 1 << 30) });
+    let fixture = fixture(CacheConfig { window: Some(4 << 16), ..config(64, 1 << 30) });
     let allocation = malloc(LEN);
     let addr = allocation.next_multiple_of(1 << 16);
-    bed.get(0..10);
-    // A page of 64 KiB each, but the last, which lies on two.
+    fixture.get(0..10);
+    // One page of 64 KiB each, except for the last, which is on two.
     for start in [0, 1 << 16, 2 << 16, (4 << 16) - 1] {
-        drop(get(&bed, addr + start, 2));
+        drop(get(&fixture, addr + start, 2));
     }
-    let kept: Vec<_> = bed.cache.ranges().iter().map(|range| range.start.wrapping_sub(addr)).collect();
+    let kept: Vec<_> = fixture.cache.ranges().iter().map(|range| range.start.wrapping_sub(addr)).collect();
     let expected = [1 << 16, 2 << 16, (4 << 16) - 1];
     assert_eq!(kept.iter().filter(|start| **start < 5 << 16).copied().collect::<Vec<_>>(), expected);
-    let stats = bed.cache.stats();
+    let stats = fixture.cache.stats();
     assert_eq!((stats.evictions, stats.entries), (1, 4), "host memory stays: it is not in the window");
-    drop(get(&bed, addr, (4 << 16) + 1));
-    assert_eq!((bed.cache.stats().uncached, bed.cache.stats().entries), (1, 4));
-    bed.cache.clear();
+    drop(get(&fixture, addr, (4 << 16) + 1));
+    assert_eq!((fixture.cache.stats().uncached, fixture.cache.stats().entries), (1, 4));
+    fixture.cache.clear();
     free(allocation);
 }
 
 #[test]
-fn what_cuda_does_not_know_is_refused_and_nothing_is_kept() {
+fn addresses_unknown_to_cuda_are_refused() {
     let _driver = Control::take();
-    let bed = bed(config(64, 1 << 30));
+    let fixture = fixture(config(64, 1 << 30));
     let addr = malloc(LEN);
     let refused = |addr: u64, len: usize| {
-        let register = |memory: &gdsync::memory::Memory| bed.register(memory);
-        // SAFETY: nothing is sent.
-        let cached = unsafe { bed.cache.get(Some(gpu()), &(addr..addr + len as u64), register) };
+        let register = |memory: &gdsync::memory::Memory| fixture.register(memory);
+        // SAFETY: no message uses the memory.
+        let cached = unsafe { fixture.cache.get(Some(gpu()), &(addr..addr + len as u64), register) };
         cached.unwrap_err().to_string()
     };
     assert!(refused(addr, LEN + 1).contains("inside one allocation"));
     free(addr);
     assert!(refused(addr, 64).contains("live memory"));
-    assert_eq!(bed.cache.stats(), CacheStats::default());
+    assert_eq!(fixture.cache.stats(), CacheStats::default());
 }

@@ -43,7 +43,7 @@ pub struct Collectives {
     pub(super) comm: Communicator,
     /// For empty messages.
     pub(super) token: Registration,
-    /// Held through every call.
+    /// Locked during every call.
     failed: Mutex<Option<Error>>,
     pub(super) scratch: Scratch,
 }
@@ -136,7 +136,7 @@ impl Collectives {
     /// each rank has filled in its own.
     ///
     /// # Errors
-    /// As [`Collectives::broadcast`], and [`Error::Device`] for a length that is not a multiple of the number of ranks.
+    /// [`Error::Message`] and [`Error::Collective`], as [`Collectives::barrier`]; [`Error::Device`] for a range outside the buffer, or a length that is not a multiple of the number of ranks.
     pub fn allgather(&self, buffer: &Registration, range: Range<usize>, timeout: Duration) -> Result<()> {
         let parts = self.parts(buffer, &range)?;
         let rounds = schedule::allgather(self.comm.rank(), self.comm.size());
@@ -148,7 +148,7 @@ impl Collectives {
     /// in rank order.
     ///
     /// # Errors
-    /// As [`Collectives::allgather`], and [`Error::Device`] for two that overlap or differ in length.
+    /// [`Error::Message`], [`Error::Collective`] and [`Error::Device`], as [`Collectives::allgather`], also for two ranges that overlap or differ in length.
     pub fn alltoall(
         &self,
         from: (&Registration, Range<usize>),
@@ -166,7 +166,7 @@ impl Collectives {
     /// GPU memory through its mapping. It is meant for a few values: each rank sends all of them to log2(ranks) others.
     ///
     /// # Errors
-    /// As [`Collectives::broadcast`]; [`Error::Device`] for GPU memory without a mapping, or a length that is not a whole
+    /// [`Error::Message`] and [`Error::Collective`], as [`Collectives::barrier`]; [`Error::Device`] for GPU memory without a mapping, or a length that is not a whole
     /// number of values.
     pub fn allreduce<T: Number>(
         &self,
@@ -208,11 +208,11 @@ impl Collectives {
 
     fn run(&self, operation: &'static str, rounds: Vec<Round>, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        self.sticky(|| run(&self.comm, operation, rounds, &deadline))
+        self.unless_failed(|| run(&self.comm, operation, rounds, &deadline))
     }
 
     /// Runs what sends, unless an earlier call failed, and keeps its error.
-    pub(super) fn sticky<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(super) fn unless_failed<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut failed = self.failed.lock();
         match &*failed {
             Some(error) => Err(error.clone()),

@@ -103,7 +103,7 @@ impl Collectives {
     /// Queues a [`Collectives::broadcast`].
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::broadcast`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`]; [`Error::NoSuchRank`].
     pub fn broadcast_on_stream(
         &self,
         stream: &Stream,
@@ -124,7 +124,7 @@ impl Collectives {
     /// Queues a [`Collectives::allgather`].
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::allgather`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::allgather`].
     pub fn allgather_on_stream(
         &self,
         stream: &Stream,
@@ -141,7 +141,7 @@ impl Collectives {
     /// Queues a [`Collectives::alltoall`].
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::alltoall`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::alltoall`].
     pub fn alltoall_on_stream(
         &self,
         stream: &Stream,
@@ -160,7 +160,7 @@ impl Collectives {
     /// for room.
     ///
     /// # Errors
-    /// As [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].
     pub fn allreduce_on_stream<T: Number>(
         &self,
         stream: &Stream,
@@ -171,18 +171,18 @@ impl Collectives {
         check_values::<T>(buffer, &range)?;
         let (me, size, len) = (self.comm.rank(), self.comm.size(), range.len());
         let scratch = self.scratch.take(&self.comm, len * size)?;
-        let slot = move |rank| rank * len..(rank + 1) * len;
+        let values_of = move |rank| rank * len..(rank + 1) * len;
         let sends = self.others().map(|rank| part(rank, buffer, range.clone())).collect();
-        let receives = self.others().map(|rank| part(rank, &scratch, slot(rank))).collect();
+        let receives = self.others().map(|rank| part(rank, &scratch, values_of(rank))).collect();
         let (buffer, pool, unused) = (buffer.clone(), self.scratch.clone(), scratch.clone());
         let then = move || {
             // In rank order, with the own values in their place, so that all ranks round alike.
             let mut values = vec![0; len];
             buffer.memory().read(range.start, &mut values)?;
-            scratch.memory().write(slot(me).start, &values)?;
+            scratch.memory().write(values_of(me).start, &values)?;
             scratch.memory().read(0, &mut values)?;
             buffer.memory().write(range.start, &values)?;
-            combine::<T>(&buffer, range, &scratch, (1..size).map(|rank| slot(rank).start), how)?;
+            combine::<T>(&buffer, range, &scratch, (1..size).map(|rank| values_of(rank).start), how)?;
             pool.give_back(scratch);
             Ok(())
         };
@@ -205,7 +205,7 @@ impl Collectives {
 
     /// Refuses before anything is sent: the ranks stay in step.
     fn admit(&self, operation: &'static str, stream: &Stream, direct: &Direct) -> Result<()> {
-        self.sticky(|| Ok(()))?;
+        self.unless_failed(|| Ok(()))?;
         refuse_in_capture(stream)?;
         stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), ROOM)?;
         // A ready message and a message each way.
@@ -219,7 +219,7 @@ impl Collectives {
     }
 
     fn submit(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
-        self.sticky(|| direct.submit(&self.comm, &self.token, operation, stream))
+        self.unless_failed(|| direct.submit(&self.comm, &self.token, operation, stream))
     }
 }
 

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_barrier_hears_of_everybody() {
+    fn barriers_depend_on_all_ranks() {
         for size in SIZES {
             let schedules: Vec<_> = (0..size).map(|rank| barrier(rank, size)).collect();
             let mut heard: Vec<BTreeSet<usize>> = (0..size).map(set).collect();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broadcast_reaches_everybody() {
+    fn broadcasts_reach_all_ranks() {
         for size in SIZES {
             for root in 0..size {
                 let schedules: Vec<_> = (0..size).map(|rank| broadcast(rank, size, root)).collect();
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allgather_collects_every_block() {
+    fn allgathers_collect_every_block() {
         for size in SIZES {
             let schedules: Vec<_> = (0..size).map(|rank| allgather(rank, size)).collect();
             let own = |rank| {
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn an_alltoall_brings_the_block_meant_for_each() {
+    fn alltoalls_deliver_each_block() {
         for size in SIZES {
             let schedules: Vec<_> = (0..size).map(|rank| alltoall(rank, size)).collect();
             // What goes from one rank to another is the number of both.
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allreduce_takes_every_rank_once() {
+    fn allreduces_take_every_rank_once() {
         for size in SIZES {
             let folds: Vec<_> = (0..size).map(|rank| allreduce(rank, size)).collect();
             let mut values: Vec<Vec<usize>> = (0..size).map(|rank| vec![rank]).collect();

@@ -84,7 +84,7 @@ impl Bootstrap {
     /// As [`Bootstrap::connect`], for rank 0 of `launch` with a socket that listens already: nobody else can take its port.
     ///
     /// # Errors
-    /// As [`Bootstrap::connect`]; [`Error::Launch`] when `launch` is not rank 0.
+    /// [`Error::Bootstrap`] and [`Error::Deadline`], as [`Bootstrap::connect`]; [`Error::Launch`] when `launch` is not rank 0.
     pub fn root(listener: TcpListener, launch: &Launch, timeout: Duration) -> Result<Self> {
         Self::root_while(listener, launch, timeout, &mut || Ok(()))
     }
@@ -352,7 +352,7 @@ impl Communicator {
     /// Joins the job of the launcher that started this process.
     ///
     /// # Errors
-    /// As [`CommunicatorBuilder::init`].
+    /// [`Error::Launch`], [`Error::Bootstrap`], [`Error::Deadline`] and [`Error::Device`], as [`CommunicatorBuilder::init`].
     pub fn init() -> Result<Self> {
         Self::builder().init()
     }

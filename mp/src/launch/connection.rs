@@ -198,7 +198,7 @@ impl fmt::Debug for Conn {
 }
 
 impl Conn {
-    /// Takes over a connected socket. Until somebody raises `max_payload`, frames must be empty.
+    /// Takes over a connected socket. Until `max_payload` is raised, frames must be empty.
     pub(super) fn new(stream: TcpStream, peer: String) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// Most ranks of one job: each is a connection to rank 0.
 const MAX_SIZE: usize = 1 << 16;
 
-/// The port torchrun uses when nobody says otherwise.
+/// The default port of torchrun.
 const TORCH_PORT: u16 = 29500;
 
 /// The launcher that started this process.
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn the_port_of_the_torchrun_agent_is_left_to_it() {
+    fn the_port_of_the_torchrun_agent_is_avoided() {
         let vars = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1234 TORCHELASTIC_RUN_ID=job";
         assert_eq!(launch(vars).root, at("n1:1234"));
         let agent = launch(&format!("{vars} TORCHELASTIC_USE_AGENT_STORE=True"));
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_script_is_no_rank() {
+    fn batch_scripts_are_no_ranks() {
         assert_eq!(detect("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_JOB_ID=1").unwrap(), None);
     }
 

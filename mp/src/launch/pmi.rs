@@ -259,7 +259,7 @@ mod tests {
     ];
 
     #[test]
-    fn a_session_word_for_word() {
+    fn a_whole_session() {
         let (found, told) = played(Some("[::1]:20"), &ANSWERS, LONG);
         assert_eq!(found.unwrap(), ("[::1]:20".to_owned(), hash("kvs_1_0_99_host")));
         let expected = [
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn symbols_are_found_where_they_are() {
+    fn symbols_are_found() {
         assert!(symbol(c"getpid"));
         assert!(!symbol(c"MPI_Init"));
     }
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_an_end_is_refused() {
+    fn endless_lines_are_refused() {
         let (found, _) = played(None, &[&"c".repeat(MAX_LINE + 1)], LONG);
         let error = found.unwrap_err().to_string();
         assert!(error.contains("65536 bytes"), "{error}");

@@ -75,7 +75,7 @@ impl Bootstrap {
     /// Opens the listening sockets of all ranks, which must all call it. A job of one rank needs none.
     ///
     /// # Errors
-    /// As [`Bootstrap::allgather`]; [`Error::Bootstrap`] for a rank whose host gives it no port.
+    /// [`Error::Deadline`] names a late rank; [`Error::Bootstrap`] one that is gone, or whose host gives it no port.
     pub(super) fn open_listeners(&mut self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
         let Some(root) = self.peers.first() else { return Ok(()) };
@@ -161,7 +161,7 @@ impl Bootstrap {
         }
     }
 
-    /// Ends this exchange, so that nobody waits in it for this rank.
+    /// Ends this exchange, so that no rank waits in it for this one.
     fn leave(&mut self) {
         if self.failed.is_none() {
             let what = "has left to shrink the communicator, as all surviving ranks have to";

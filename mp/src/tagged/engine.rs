@@ -240,7 +240,7 @@ pub(super) fn status_of(arrived: &Unexpected) -> Status {
 #[derive(Debug)]
 pub(super) struct Connections {
     comm: Communicator,
-    /// Cells for what comes from each rank.
+    /// Cells for the messages of each rank.
     inbox: Registration,
     /// Headers that leave.
     headers: Registration,
@@ -393,7 +393,7 @@ impl TaggedPeer {
         self.lost.is_some() || payload && messages
     }
 
-    /// Completes what is, and starts what there is room for.
+    /// Finishes complete operations, and starts as many as there is room for.
     fn flush(&mut self, connections: &Connections) -> Result<()> {
         self.settle()?;
         self.post_receives(connections)?;
@@ -488,7 +488,7 @@ impl TaggedPeer {
         Ok(true)
     }
 
-    /// The rank cannot be reached any more: ends what is under way with it.
+    /// The rank cannot be reached any more: ends all operations with it.
     fn fail(&mut self, error: &Error) {
         // What is complete stays so; an error here is of the same cause.
         let _ = self.settle();
@@ -545,7 +545,7 @@ impl Engine {
         }
     }
 
-    /// Takes what has come from a rank or all ranks, and sends what there is room for.
+    /// Takes the messages of a rank or of all ranks, and sends as many as there is room for.
     pub(super) fn poll(&mut self, rank: Option<usize>) {
         match rank {
             Some(rank) => self.poll_rank(rank),
@@ -563,7 +563,7 @@ impl Engine {
         }
     }
 
-    /// Takes what has come from a rank, also what came before it was lost.
+    /// Takes the messages of a rank, also those that came before it was lost.
     fn take_from(&mut self, rank: usize) -> Result<()> {
         let mut taken = Ok(());
         for _ in 0..self.connections.cells {
