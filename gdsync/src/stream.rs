@@ -72,20 +72,16 @@ mod host;
 mod op;
 mod prepared;
 mod record;
-mod reentrancy;
-mod run;
-mod single;
-mod sources;
 mod steps;
-mod submit_lock;
 
+use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use std::{fmt, mem};
 
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 
 pub use batch::Batch;
 #[doc(hidden)]
@@ -99,23 +95,25 @@ pub use graph::{Capture, Graph, Launch, Made};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 #[doc(hidden)]
-pub use op::{Arrival, Bell, Op, Ops, Ring, Source};
+pub use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 pub use prepared::{PreparedSend, PreparedWait};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 
 use crate::nvtx::DOMAIN;
-use crate::verbs::Completion;
+use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
+use crate::verbs::sq::{SendQueue, Sent};
+use crate::verbs::{Completion, Qp, SendWr, Submitted};
 use cuda::CudaEngine;
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Stage;
+use gdsync_shm::{reset, submit_lock};
 use host::HostEngine;
+use prepared::Asked;
 use record::Recording;
-use reentrancy::ReentrancyCheck;
-use submit_lock::SubmitLock;
 
 /// A stream. Clones share it. When the last one is dropped, pending work is aborted.
 #[derive(Clone)]
@@ -140,17 +138,17 @@ struct State {
     /// What is submitted goes here while the stream is being captured.
     recording: Option<Recording>,
     /// What the engine of a GPU keeps.
-    turn: SubmitGuard,
+    guard: SubmitGuard,
 }
 
 /// The turn of a stream, until it is dropped.
-struct Held<'a> {
+struct StateGuard<'a> {
     inner: &'a Inner,
     /// Always there until the drop.
     state: Option<MutexGuard<'a, State>>,
 }
 
-impl Deref for Held<'_> {
+impl Deref for StateGuard<'_> {
     type Target = State;
 
     fn deref(&self) -> &State {
@@ -158,38 +156,38 @@ impl Deref for Held<'_> {
     }
 }
 
-impl DerefMut for Held<'_> {
+impl DerefMut for StateGuard<'_> {
     fn deref_mut(&mut self) -> &mut State {
         self.state.as_mut().expect("held until the drop")
     }
 }
 
-impl Held<'_> {
+impl StateGuard<'_> {
     /// As to drop it, where it is called.
     #[inline(always)]
     fn end(mut self) {
-        self.end_turn();
+        self.unlock();
         mem::forget(self);
     }
 
     #[inline(always)]
-    fn end_turn(&mut self) {
+    fn unlock(&mut self) {
         if let Some(state) = self.state.take() {
-            self.inner.submit_lock.end(state, |state| self.inner.engine.mark(&mut state.turn));
+            self.inner.submit_lock.end(state, |state| self.inner.engine.mark(&mut state.guard));
         }
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for StateGuard<'_> {
     fn drop(&mut self) {
-        self.end_turn();
+        self.unlock();
     }
 }
 
 impl Inner {
     #[inline(always)]
-    fn turn(&self) -> Held<'_> {
-        Held { inner: self, state: Some(self.submit_lock.take()) }
+    fn lock(&self) -> StateGuard<'_> {
+        StateGuard { inner: self, state: Some(self.submit_lock.take()) }
     }
 }
 
@@ -294,8 +292,8 @@ impl Stream {
     /// that broke a queue pair of the batch, or the one that failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
         let mut state = self.state()?;
-        let State { used, recording, turn } = &mut *state;
-        self.submit_locked((used, turn), recording, batch)?;
+        let State { used, recording, guard } = &mut *state;
+        self.submit_locked((used, guard), recording, batch)?;
         state.end();
         self.hand_over(batch);
         Ok(())
@@ -303,17 +301,19 @@ impl Stream {
 
     fn submit_locked(
         &self,
-        (used, turn): (&mut Used, &mut SubmitGuard),
+        (used, guard): (&mut Used, &mut SubmitGuard),
         recording: &mut Option<Recording>,
         batch: &mut Batch,
     ) -> Result<()> {
         let _range = DOMAIN.range(c"submit");
         let Some(recording) = recording else {
-            return self.put((used, turn), batch, |batch, turn| batch.put(&*self.0.engine, turn)).map(drop);
+            return self
+                .put((used, guard), batch, |batch, guard| batch.put(&*self.0.engine, guard))
+                .map(drop);
         };
         record::check(batch)?;
         match &mut recording.sizes {
-            None => self.0.engine.record(turn, batch.ops())?,
+            None => self.0.engine.record(guard, batch.ops())?,
             Some(sizes) => sizes.push(self.0.engine.size_of_step(batch.ops())?),
         }
         recording.add(batch);
@@ -331,11 +331,11 @@ impl Stream {
 
     /// The state, unless the calling thread holds it already.
     #[inline(always)]
-    fn state(&self) -> Result<Held<'_>> {
+    fn state(&self) -> Result<StateGuard<'_>> {
         if ReentrancyCheck::any() {
             self.refuse_here()?;
         }
-        Ok(self.0.turn())
+        Ok(self.0.lock())
     }
 
     /// Refuses a thread that must not use the stream where it is.
@@ -348,14 +348,14 @@ impl Stream {
     /// Marks a batch, has the engine take it, and takes note of its queue pairs. Returns the number of the submission.
     fn put(
         &self,
-        (used, turn): (&mut Used, &mut SubmitGuard),
+        (used, guard): (&mut Used, &mut SubmitGuard),
         batch: &mut Batch,
         submit: impl FnOnce(&mut Batch, &mut SubmitGuard) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.0.id, !self.0.signals)?;
         // Before the engine has it: it may run at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
-        let seq = match submit(batch, turn) {
+        let seq = match submit(batch, guard) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.0.id);
@@ -390,7 +390,7 @@ impl Stream {
     /// [`Error::StreamFull`] after `timeout`, and the error that failed the stream.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn wait_room(&self, ops: usize, host_fns: usize, timeout: Duration) -> Result<()> {
-        self.while_full(deadline(timeout), || self.0.engine.ask_room(&mut self.state()?.turn, ops, host_fns))
+        self.while_full(deadline(timeout), || self.0.engine.ask_room(&mut self.state()?.guard, ops, host_fns))
     }
 
     /// Tries again when there is room, until the deadline.
@@ -409,9 +409,9 @@ impl Stream {
         // Dropped after the turn: to drop a host function is to run foreign code.
         let mut batch = Batch::new();
         let mut state = self.state()?;
-        let State { used, recording, turn } = &mut *state;
+        let State { used, recording, guard } = &mut *state;
         let added = add(&mut batch)?;
-        self.submit_locked((used, turn), recording, &mut batch)?;
+        self.submit_locked((used, guard), recording, &mut batch)?;
         state.end();
         self.hand_over(&mut batch);
         Ok(added)
@@ -491,7 +491,7 @@ impl Stream {
         // Who has the turn may have to wait in the driver.
         let patience = Instant::now() + Duration::from_millis(1);
         let state = self.0.submit_lock.take_until(deadline.max(patience)).ok_or_else(late)?;
-        let mut state = Held { inner: &self.0, state: Some(state) };
+        let mut state = StateGuard { inner: &self.0, state: Some(state) };
         let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
         // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.
         state.used.retain(|(_, last)| *last > seq);
@@ -513,5 +513,219 @@ impl Stream {
     /// Gives up everything pending: the queue pairs it uses are stopped, waits are released, nothing more runs.
     pub fn abort(&self) {
         self.0.engine.fail(Error::StreamAborted { stream: self.0.name.clone() });
+    }
+}
+
+impl Stream {
+    /// Sends in stream order.
+    ///
+    /// # Errors
+    /// As [`Batch::send`] and [`Stream::submit`].
+    pub fn send<'q>(&self, qp: &'q Qp, wr: &SendWr<'_>) -> Result<Submitted<'q>> {
+        // Each way by itself: what was sent stays in registers where it is short.
+        let send = |state: &mut State| match qp.send.send_short(wr, self.0.id, !self.0.signals) {
+            Some(sent) => self.trigger(state, &qp.send, sent),
+            None => self.send_any(state, &qp.send, wr),
+        };
+        let tell = |end| qp.send.ensure_watched(end);
+        self.single(&qp.send.end, send, tell, |batch| batch.send(qp, wr))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn send_any<'q>(
+        &self,
+        state: &mut State,
+        queue: &'q Arc<SendQueue>,
+        wr: &SendWr<'_>,
+    ) -> Result<(Submitted<'q>, u64)> {
+        let sent = queue.send_any(wr, self.0.id, !self.0.signals)?;
+        self.trigger(state, queue, sent)
+    }
+
+    /// Returns what was submitted, and up to where it will be rung.
+    #[inline(always)]
+    fn trigger<'q>(
+        &self,
+        state: &mut State,
+        queue: &'q Arc<SendQueue>,
+        sent: Sent,
+    ) -> Result<(Submitted<'q>, u64)> {
+        if !sent.is_recorded {
+            self.note_submitted(queue, sent.sends.range.start);
+        }
+        let (source, send_doorbell) = (queue.end.source(), queue.send_doorbell());
+        match self.0.engine.trigger(&mut state.guard, source, send_doorbell, sent.sends.doorbell_value()) {
+            Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
+            Err(error) => return Err(self.refuse_send(queue, sent, error)),
+        }
+        Ok((Submitted::new(&queue.end, sent.sends.range.start), sent.sends.end))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn note_submitted(&self, queue: &SendQueue, n: u64) {
+        queue.note(Stage::Submitted, n..n + 1, self.0.id);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn refuse_send(&self, queue: &Arc<SendQueue>, sent: Sent, why: Error) -> Error {
+        PreparedSend::of(queue, sent.prepared(), queue.end.hold()).refuse(self.0.id);
+        why
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn refuse_wait(&self, end: &Arc<QueueEnd>, n: u64, why: Error) -> Error {
+        PreparedWait::of((n, end.completion(n)), end.hold(), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+        why
+    }
+
+    /// Holds the stream until the next send completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Batch::wait_send`] and [`Stream::submit`].
+    pub fn wait_send<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
+        self.wait_single(&qp.send.end, |batch| batch.wait_send(qp))
+    }
+
+    /// Holds the stream until the next receive completion of `qp`.
+    ///
+    /// # Errors
+    /// As [`Batch::wait_recv`] and [`Stream::submit`].
+    pub fn wait_recv<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
+        self.wait_single(&qp.recv.end, |batch| batch.wait_recv(qp))
+    }
+
+    #[inline(always)]
+    fn wait_single<'q>(
+        &self,
+        end: &'q Arc<QueueEnd>,
+        add: impl FnOnce(&mut Batch) -> Result<Completion>,
+    ) -> Result<Submitted<'q>> {
+        let tell = |n| end.cq.ensure_attended(n, self.0.nudger.as_ref());
+        self.single(end, |state| self.wait_next(state, end), tell, add)
+    }
+
+    /// Returns what was submitted, and the completion that is waited for.
+    #[inline(always)]
+    fn wait_next<'q>(&self, state: &mut State, end: &'q Arc<QueueEnd>) -> Result<(Submitted<'q>, u64)> {
+        let n = PreparedWait::claim_next(end, self.0.id, !self.0.signals)?;
+        end.note_wait(Stage::WaitSubmitted, n, self.0.id);
+        match self.0.engine.wait(&mut state.guard, end.source(), &end.cq.arrival(n), n) {
+            Ok(seq) => note_use(&mut state.used, &end.qp, seq),
+            Err(error) => return Err(self.refuse_wait(end, n, error)),
+        }
+        Ok((Submitted::new(end, n), n))
+    }
+
+    /// Does it by `put`, which says what the device foresees, and tells it by `tell` where a GPU does it; while the stream is being
+    /// captured, in a batch.
+    #[inline(always)]
+    fn single<'q>(
+        &self,
+        end: &'q Arc<QueueEnd>,
+        put: impl FnOnce(&mut State) -> Result<(Submitted<'q>, u64)>,
+        tell: impl FnOnce(u64),
+        add: impl FnOnce(&mut Batch) -> Result<Completion>,
+    ) -> Result<Submitted<'q>> {
+        let mut state = self.state()?;
+        if state.recording.is_some() {
+            return self.captured(state, add).map(|n| Submitted::new(end, n));
+        }
+        let _range = DOMAIN.range(c"submit");
+        let done = reset::hand_over(end.hold(), || put(&mut state));
+        state.end();
+        let (submitted, foreseen) = done?;
+        // The turn was let go.
+        if !self.0.signals {
+            tell(foreseen);
+        }
+        Ok(submitted)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn captured(
+        &self,
+        state: StateGuard<'_>,
+        add: impl FnOnce(&mut Batch) -> Result<Completion>,
+    ) -> Result<u64> {
+        drop(state);
+        self.one(add).map(|completion| completion.index())
+    }
+}
+
+/// Whose turn it is. One for each stream, which its engine shares.
+#[derive(Default)]
+struct SubmitLock {
+    state: Mutex<State>,
+    /// Something is due that somebody wanted who did not have the turn.
+    wanted: AtomicU32,
+}
+
+impl SubmitLock {
+    /// Waits for the turn. It must be ended by [`SubmitLock::end`].
+    #[inline(always)]
+    fn take(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    /// As [`SubmitLock::take`], if nobody has it.
+    fn try_take(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock()
+    }
+
+    /// As [`SubmitLock::take`], until the deadline.
+    fn take_until(&self, deadline: Instant) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock_until(deadline)
+    }
+
+    /// Ends a turn, and does what others wanted meanwhile.
+    #[inline(always)]
+    fn end<'a>(&'a self, guard: MutexGuard<'a, State>, wanted: impl Fn(&mut State)) {
+        submit_lock::end(&self.wanted, guard, || self.try_take(), |state| wanted(state));
+    }
+
+    /// Wants something done, by this thread or by whoever has the turn.
+    fn want(&self, wanted: impl Fn(&mut State)) {
+        submit_lock::want(&self.wanted, || self.try_take(), |state| wanted(state));
+    }
+}
+
+thread_local! {
+    static WITHIN: Cell<u8> = const { Cell::new(0) };
+}
+
+/// A call out of the library.
+#[derive(Clone, Copy, Debug)]
+#[repr(u8)]
+enum ReentrancyCheck {
+    /// Of the function that launches a kernel with steps.
+    Launch = 1,
+    /// Of a host function, by CUDA.
+    HostFn = 2,
+}
+
+impl ReentrancyCheck {
+    /// Whether the thread is within any.
+    #[inline(always)]
+    fn any() -> bool {
+        WITHIN.get() != 0
+    }
+
+    /// Whether it is within this one.
+    #[inline]
+    fn is_here(self) -> bool {
+        WITHIN.get() & self as u8 != 0
+    }
+
+    fn begin(self) {
+        WITHIN.set(WITHIN.get() | self as u8);
+    }
+
+    fn end(self) {
+        WITHIN.set(WITHIN.get() & !(self as u8));
     }
 }

@@ -11,7 +11,6 @@ pub(crate) mod rq;
 pub(crate) mod source;
 pub(crate) mod sq;
 pub(crate) mod track;
-mod visibility;
 mod wr;
 
 pub use completion::{Completion, Submitted};

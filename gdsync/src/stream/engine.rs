@@ -8,7 +8,7 @@ use smallvec::smallvec;
 
 use super::cuda::SubmitGuard;
 use super::graph::Made;
-use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
+use super::op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::RawStream;
 use gdsync_device::error::{Error, Result};
@@ -50,20 +50,20 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
     /// engine failed with.
-    fn submit(&self, turn: &mut SubmitGuard, ops: &mut Ops) -> Result<u64>;
+    fn submit(&self, guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64>;
 
-    /// Queues one [`Op::Trigger`] of a source that has this bell.
+    /// Queues one [`Op::Trigger`] of a source that has this send_doorbell.
     ///
     /// # Errors
     /// As [`Engine::submit`].
     fn trigger(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         source: &Arc<dyn Source>,
-        _bell: &Bell,
-        ring: Ring,
+        _send_doorbell: &SendDoorbell,
+        value: DoorbellValue,
     ) -> Result<u64> {
-        self.submit(turn, &mut smallvec![Op::Trigger(source.clone(), ring)])
+        self.submit(guard, &mut smallvec![Op::Trigger(source.clone(), value)])
     }
 
     /// Queues one [`Op::Await`] of completion `n` of a source, which arrives there.
@@ -72,12 +72,12 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// As [`Engine::submit`].
     fn wait(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         source: &Arc<dyn Source>,
         _arrival: &Arrival<'_>,
         n: u64,
     ) -> Result<u64> {
-        self.submit(turn, &mut smallvec![Op::Await(source.clone(), n)])
+        self.submit(guard, &mut smallvec![Op::Await(source.clone(), n)])
     }
 
     /// Queues both as one submission: the trigger, then the wait.
@@ -86,22 +86,22 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// As [`Engine::submit`].
     fn hop(
         &self,
-        turn: &mut SubmitGuard,
-        (source, _bell, ring): (&Arc<dyn Source>, &Bell, Ring),
+        guard: &mut SubmitGuard,
+        (source, _, value): (&Arc<dyn Source>, &SendDoorbell, DoorbellValue),
         (end, _arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
     ) -> Result<u64> {
-        self.submit(turn, &mut smallvec![Op::Trigger(source.clone(), ring), Op::Await(end.clone(), n)])
+        self.submit(guard, &mut smallvec![Op::Trigger(source.clone(), value), Op::Await(end.clone(), n)])
     }
 
     /// Does what another thread wanted that did not have the turn.
-    fn mark(&self, _turn: &mut SubmitGuard) {}
+    fn mark(&self, _guard: &mut SubmitGuard) {}
 
     /// From now on until [`Engine::end_capture`], batches come to [`Engine::record`], and nothing to the others. An engine
     /// that takes a graph as any submission has nothing to do here.
     ///
     /// # Errors
     /// What makes a capture impossible, or the error that the engine failed with.
-    fn begin_capture(&self, _turn: &mut SubmitGuard) -> Result<()> {
+    fn begin_capture(&self, _guard: &mut SubmitGuard) -> Result<()> {
         Ok(())
     }
 
@@ -109,7 +109,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn record(&self, _turn: &mut SubmitGuard, _ops: &[Op]) -> Result<()> {
+    fn record(&self, _guard: &mut SubmitGuard, _ops: &[Op]) -> Result<()> {
         Ok(())
     }
 
@@ -117,7 +117,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Why there is nothing to launch.
-    fn end_capture(&self, _turn: &mut SubmitGuard) -> Result<Made> {
+    fn end_capture(&self, _guard: &mut SubmitGuard) -> Result<Made> {
         Ok(Arc::new(()))
     }
 
@@ -125,8 +125,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`]; what was made by another engine may be refused.
-    fn launch(&self, turn: &mut SubmitGuard, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
-        self.submit(turn, ops)
+    fn launch(&self, guard: &mut SubmitGuard, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
+        self.submit(guard, ops)
     }
 
     /// How many operations a batch has as a step of a kernel of the application.
@@ -152,7 +152,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// As [`Engine::launch`].
     fn launch_steps(
         &self,
-        _turn: &mut SubmitGuard,
+        _guard: &mut SubmitGuard,
         _made: &Made,
         _ops: &mut Ops,
         _ends: &[usize],
@@ -175,7 +175,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    fn ask_room(&self, turn: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()>;
+    fn ask_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()>;
 
     /// Blocks until what was refused last would find room, or the deadline; returns whether it would.
     fn wait_room(&self, deadline: Instant) -> bool;

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-use super::op::{Bell, Op, Ring, Source};
+use super::op::{DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::error::Error;
 use gdsync_device::memory::Memory;
 use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
@@ -32,17 +32,17 @@ fn settle(memory: &Memory) {
     memory.fence();
 }
 
-impl Bell {
+impl SendDoorbell {
     /// Writes record and doorbell as a stream of a GPU would.
-    fn ring(&self, ring: Ring) {
-        let record = || self.record.store(ring.record);
+    fn ring(&self, value: DoorbellValue) {
+        let record = || self.record.store(value.record);
         let settle = || settle(self.doorbell.memory());
         settle();
         if !self.record_may_lag {
             record();
             settle();
         }
-        self.doorbell.store(ring.doorbell);
+        self.doorbell.store(value.doorbell);
         if self.record_may_lag {
             fence(Ordering::SeqCst);
             record();
@@ -115,8 +115,8 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
             });
         }
         Op::Barrier | Op::Flush => fence(Ordering::SeqCst),
-        Op::Trigger(source, ring) => {
-            source.bell().into_iter().for_each(|bell| bell.ring(ring));
+        Op::Trigger(source, value) => {
+            source.send_doorbell().into_iter().for_each(|send_doorbell| send_doorbell.ring(value));
             source.signal();
         }
         Op::Await(ref source, n) => {
@@ -205,9 +205,10 @@ mod tests {
         // SAFETY: the page is there as long as its keeper.
         let page = unsafe { Memory::io(std::ptr::NonNull::new(at).unwrap(), 4096, Arc::new(page)) };
         let doorbell = page.word64(0x800).unwrap();
-        let bell = Bell { record, doorbell, record_may_lag: false, found: Default::default() };
+        let send_doorbell =
+            SendDoorbell { record, doorbell, record_may_lag: false, found: Default::default() };
         // One before each of them, and one that sends the doorbell off.
-        assert_eq!(fences::during(|| bell.ring(Ring { record: 1, doorbell: 2 })), 3);
-        assert_eq!((bell.record.load(), bell.doorbell.load()), (1, 2));
+        assert_eq!(fences::during(|| send_doorbell.ring(DoorbellValue { record: 1, doorbell: 2 })), 3);
+        assert_eq!((send_doorbell.record.load(), send_doorbell.doorbell.load()), (1, 2));
     }
 }

@@ -90,7 +90,7 @@ impl Stream {
             return Err(within_capture("a capture"));
         }
         self.0.engine.error().map_or(Ok(()), Err)?;
-        self.0.engine.begin_capture(&mut state.turn)?;
+        self.0.engine.begin_capture(&mut state.guard)?;
         state.recording = Some(Recording::default());
         Ok(Capture { fork_guard: ForkGuard::default(), stream: self.clone(), open: true })
     }
@@ -118,9 +118,9 @@ impl Stream {
                 batch.part = batch.len();
                 ends.push(batch.part);
             }
-            let State { used, turn, .. } = &mut *state;
-            self.put((used, turn), &mut batch, |batch, turn| {
-                launch(&*self.0.engine, turn, batch.ops(), &ends)
+            let State { used, guard, .. } = &mut *state;
+            self.put((used, guard), &mut batch, |batch, guard| {
+                launch(&*self.0.engine, guard, batch.ops(), &ends)
             })
         })?;
         self.hand_over(&mut batch);
@@ -143,8 +143,8 @@ impl Capture {
     fn close(&self) -> (Result<Made>, Recording) {
         let inner = &self.stream.0;
         // Under the lock: nothing is run before the engine has left the capture.
-        let mut state = inner.turn();
-        let made = inner.engine.end_capture(&mut state.turn);
+        let mut state = inner.lock();
+        let made = inner.engine.end_capture(&mut state.guard);
         let made = inner.engine.error().map_or(made, Err);
         (made, state.recording.take().unwrap_or_default())
     }
@@ -186,8 +186,8 @@ impl Graph {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        stream.launch_again(&self.batches, deadline(timeout), |engine, turn, ops, ends| {
-            engine.launch(turn, &self.made, ops, ends)
+        stream.launch_again(&self.batches, deadline(timeout), |engine, guard, ops, ends| {
+            engine.launch(guard, &self.made, ops, ends)
         })
     }
 }

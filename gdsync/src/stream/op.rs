@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-pub use crate::verbs::source::{Arrival, Bell, Ring, Source};
+pub use crate::verbs::source::{Arrival, DoorbellValue, SendDoorbell, Source};
 pub use mlx5_ring::Cond;
 
 use gdsync_device::error::{Error, Result};
@@ -51,7 +51,7 @@ pub enum Op {
         cond: Cond,
     },
     /// Rings the doorbell of a queue, and tells the device where the engine runs on the CPU and can.
-    Trigger(Arc<dyn Source>, Ring),
+    Trigger(Arc<dyn Source>, DoorbellValue),
     /// Holds the stream until this completion of a queue has arrived, then moves the consumer index past it.
     Await(Arc<dyn Source>, u64),
     /// Orders all memory accesses before it, of the whole system, before all after it.
@@ -67,7 +67,7 @@ impl Op {
     /// Whether GPUs know the words of it.
     pub(super) fn is_found(&self) -> bool {
         match self {
-            Self::Trigger(source, _) => source.bell().is_none_or(Bell::is_found),
+            Self::Trigger(source, _) => source.send_doorbell().is_none_or(SendDoorbell::is_found),
             Self::Await(source, n) => source.arrival(*n).is_found(),
             Self::Write32 { at, .. } | Self::Wait32 { at, .. } => at.memory().is_known_to_gpus(),
             Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
@@ -105,7 +105,7 @@ impl Op {
             Op::Write64 { at, value } => Op::Write64 { at: at.clone(), value: *value },
             Op::Wait32 { at, value, cond } => Op::Wait32 { at: at.clone(), value: *value, cond: *cond },
             Op::Wait64 { at, value, cond } => Op::Wait64 { at: at.clone(), value: *value, cond: *cond },
-            Op::Trigger(source, ring) => Op::Trigger(source.clone(), *ring),
+            Op::Trigger(source, value) => Op::Trigger(source.clone(), *value),
             Op::Await(source, n) => Op::Await(source.clone(), *n),
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
@@ -123,11 +123,27 @@ impl fmt::Debug for Op {
             Op::Wait64 { at, value, cond, .. } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),
-            Op::Trigger(source, ring) => write!(f, "TRIGGER {source:?} <- {:#x}", ring.doorbell),
+            Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),
             Op::Await(source, n) => write!(f, "AWAIT {source:?} {n}"),
             Op::HostFn(_) => f.write_str("HOSTFN"),
         }
     }
+}
+
+/// A source of a submission, and the index of the last operation that uses it.
+pub(super) type Use = (usize, Arc<dyn Source>);
+
+/// The distinct sources of a submission.
+pub(super) fn sources_of(ops: &[Op]) -> Vec<Use> {
+    let mut found: Vec<Use> = Vec::new();
+    for (index, op) in ops.iter().enumerate() {
+        let (Op::Trigger(source, _) | Op::Await(source, _)) = op else { continue };
+        match found.iter_mut().find(|(_, known)| Arc::ptr_eq(known, source)) {
+            Some((last, _)) => *last = index,
+            None => found.push((index, source.clone())),
+        }
+    }
+    found
 }
 
 #[cfg(test)]

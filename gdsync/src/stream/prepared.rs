@@ -3,9 +3,9 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::op::{Arrival, Bell, Op, Ops, Ring, Source};
+use super::op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 use crate::verbs::cq::ClaimRange;
-use crate::verbs::end::{Hold, QueueEnd};
+use crate::verbs::end::{QueueEnd, ResetHold};
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::{Before, Prepared, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
@@ -22,13 +22,13 @@ use gdsync_device::recorder::Stage;
 pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
     /// Until the stream that it is handed to has one of its own.
-    _hold: Hold,
+    _hold: ResetHold,
     pub(super) sends: Written,
     submitted: Option<Before>,
     /// The flight recorder knows of the submission.
-    is_told: bool,
+    is_recorded: bool,
     /// The device foresees them.
-    is_foreseen: bool,
+    has_watch_limit: bool,
     /// Each of them has a completion of its own.
     is_each: bool,
     /// The place of its operation in the batch that it was posted in.
@@ -43,7 +43,7 @@ impl PreparedSend {
         if let ([wr], None) = (wrs, stream)
             && let Some(sends) = qp.send.prepare_short(wr, |_| true)
         {
-            let prepared = Prepared { sends, before: None, is_told: false };
+            let prepared = Prepared { sends, before: None, is_recorded: false };
             return Ok(Self::of(&qp.send, prepared, qp.send.end.hold()));
         }
         if wrs.is_empty() {
@@ -56,8 +56,8 @@ impl PreparedSend {
     /// With a `hold` from before they were handed to a stream, if they were.
     pub(super) fn of(
         queue: &Arc<SendQueue>,
-        Prepared { sends, before, is_told }: Prepared,
-        hold: Hold,
+        Prepared { sends, before, is_recorded }: Prepared,
+        hold: ResetHold,
     ) -> Self {
         let is_each = sends.range.end - sends.range.start == 1;
         Self {
@@ -65,8 +65,8 @@ impl PreparedSend {
             _hold: hold,
             sends,
             submitted: before,
-            is_told,
-            is_foreseen: false,
+            is_recorded,
+            has_watch_limit: false,
             is_each,
             place: 0,
         }
@@ -88,7 +88,7 @@ impl PreparedSend {
         // What is taken out is not taken back.
         let numbers = mem::take(&mut self.sends.range);
         let one = |sends| {
-            let prepared = Prepared { sends, before: self.submitted, is_told: self.is_told };
+            let prepared = Prepared { sends, before: self.submitted, is_recorded: self.is_recorded };
             let mut one = Self::of(&self.queue, prepared, self.queue.end.hold());
             one.place = self.place;
             one
@@ -107,7 +107,7 @@ impl PreparedSend {
     pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
         if self.submitted.is_none() {
             self.submitted = Some(self.queue.submit(&self.sends, stream, by_gpu)?);
-            self.is_foreseen = by_gpu;
+            self.has_watch_limit = by_gpu;
         }
         Ok(())
     }
@@ -126,14 +126,14 @@ impl PreparedSend {
     pub(super) fn unsubmit(&mut self) {
         if let Some(before) = self.submitted.take() {
             self.queue.unsubmit(&self.sends, before);
-            (self.is_told, self.is_foreseen) = (false, false);
+            (self.is_recorded, self.has_watch_limit) = (false, false);
         }
     }
 
     /// What its operation is made of.
     #[inline]
-    pub(super) fn trigger(&self) -> (&Arc<dyn Source>, &Bell, Ring) {
-        (self.queue.end.source(), self.queue.bell(), self.sends.ring())
+    pub(super) fn trigger(&self) -> (&Arc<dyn Source>, &SendDoorbell, DoorbellValue) {
+        (self.queue.end.source(), self.queue.send_doorbell(), self.sends.doorbell_value())
     }
 
     /// Adds its operation: where one of its queue comes last in the part that begins at this place, that one rings for both.
@@ -142,19 +142,19 @@ impl PreparedSend {
         let end = ops.len();
         self.place = end;
         match ops.last_mut() {
-            Some(Op::Trigger(source, ring)) if end > part && self.queue.end.is_source(source) => {
-                *ring = self.sends.ring();
+            Some(Op::Trigger(source, value)) if end > part && self.queue.end.is_source(source) => {
+                *value = self.sends.doorbell_value();
                 self.place = end - 1;
             }
-            _ => ops.push(Op::Trigger(self.queue.end.source().clone(), self.sends.ring())),
+            _ => ops.push(Op::Trigger(self.queue.end.source().clone(), self.sends.doorbell_value())),
         }
     }
 
     /// Has its operation ring for all of them.
     #[inline]
-    pub(super) fn ring_up(&self, ops: &mut Ops) {
-        if let Some(Op::Trigger(_, ring)) = ops.get_mut(self.place) {
-            *ring = self.sends.ring();
+    pub(super) fn extend_doorbell(&self, ops: &mut Ops) {
+        if let Some(Op::Trigger(_, value)) = ops.get_mut(self.place) {
+            *value = self.sends.doorbell_value();
         }
     }
 
@@ -166,12 +166,12 @@ impl PreparedSend {
     /// Whether `next` goes on where this ends, and one record may stand for both.
     pub(super) fn is_before(&self, next: &Self) -> bool {
         let is_next = self.is_with(next) && self.sends.range.end == next.sends.range.start;
-        is_next && self.is_told == next.is_told
+        is_next && self.is_recorded == next.is_recorded
     }
 
     /// Records a stage of this and those in a row with it, of which the last one is given.
     pub(super) fn note_through(&self, last: &Self, stage: Stage, stream: u64) {
-        if stage == Stage::Submitted && self.is_told {
+        if stage == Stage::Submitted && self.is_recorded {
             return;
         }
         self.queue.note(stage, self.sends.range.start..last.sends.range.end, stream);
@@ -179,8 +179,8 @@ impl PreparedSend {
 
     /// Tells the device that a stream of a GPU will ring for it.
     pub(super) fn watch(&self) {
-        match self.is_foreseen {
-            true => self.queue.watch_foreseen(self.sends.end),
+        match self.has_watch_limit {
+            true => self.queue.ensure_watched(self.sends.end),
             false => self.queue.watch(&self.sends),
         }
     }
@@ -214,13 +214,13 @@ pub(super) enum Asked {
 pub struct PreparedWait {
     pub(super) claim: Completion,
     /// Until the stream that it is handed to has one of its own.
-    _hold: Hold,
+    _hold: ResetHold,
     /// The first completion the claim covers.
     pub(super) first: u64,
     pub(super) asked: Asked,
     submitted: bool,
     /// The device foresees it.
-    is_foreseen: bool,
+    has_watch_limit: bool,
     /// The place of its operation in the batch that it was posted in.
     pub(super) place: usize,
 }
@@ -274,11 +274,19 @@ impl PreparedWait {
     /// With a `stream`, the claim was submitted to it.
     pub(super) fn of(
         (first, claim): (u64, Completion),
-        hold: Hold,
+        hold: ResetHold,
         asked: Asked,
         stream: Option<u64>,
     ) -> Self {
-        Self { claim, _hold: hold, first, asked, submitted: stream.is_some(), is_foreseen: false, place: 0 }
+        Self {
+            claim,
+            _hold: hold,
+            first,
+            asked,
+            submitted: stream.is_some(),
+            has_watch_limit: false,
+            place: 0,
+        }
     }
 
     /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, for it alone.
@@ -316,14 +324,14 @@ impl PreparedWait {
     pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
         if !self.submitted {
             self.claim.end.cq.submit(self.claim.n, (stream, by_gpu), &self.claim.end.tracker)?;
-            (self.submitted, self.is_foreseen) = (true, by_gpu);
+            (self.submitted, self.has_watch_limit) = (true, by_gpu);
         }
         Ok(())
     }
 
     pub(super) fn unsubmit(&mut self) {
         if mem::take(&mut self.submitted) {
-            self.is_foreseen = false;
+            self.has_watch_limit = false;
             self.claim.end.cq.unsubmit(self.first, self.claim.n);
         }
     }
@@ -340,8 +348,8 @@ impl PreparedWait {
 
     /// Tells the device that a stream of a GPU waits for it.
     pub(super) fn attend(&self, nudger: Option<&Arc<dyn GpuNudge>>) {
-        match self.is_foreseen {
-            true => self.claim.end.cq.attend_foreseen(self.claim.n, nudger),
+        match self.has_watch_limit {
+            true => self.claim.end.cq.ensure_attended(self.claim.n, nudger),
             false => self.claim.end.cq.attend(self.claim.n, nudger),
         }
     }

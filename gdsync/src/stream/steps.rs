@@ -6,8 +6,7 @@ use std::{fmt, result};
 
 use super::graph::{Launch, Made, within_capture};
 use super::record::{Part, Recording};
-use super::reentrancy::ReentrancyCheck;
-use super::{Stream, deadline};
+use super::{ReentrancyCheck, Stream, deadline};
 use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
 
@@ -103,7 +102,7 @@ struct Recorder<'a>(&'a Stream);
 
 impl Recorder<'_> {
     fn end(&self) -> Option<Recording> {
-        self.0.0.turn().recording.take()
+        self.0.0.lock().recording.take()
     }
 }
 
@@ -187,8 +186,8 @@ impl KernelSteps {
             ReentrancyCheck::Launch.end();
             matches!(said.insert(answer), Ok(Ok(())))
         };
-        let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, turn, ops, ends| {
-            engine.launch_steps(turn, &self.made, ops, ends, &mut call)
+        let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, guard, ops, ends| {
+            engine.launch_steps(guard, &self.made, ops, ends, &mut call)
         });
         match said {
             None | Some(Ok(Ok(()))) => Ok(launch?),

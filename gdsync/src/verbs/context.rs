@@ -4,9 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::cq::Cq;
-use super::mr::Mr;
+use super::mr::{Mr, WritableGpus};
 use super::qp::QpBuilder;
-use super::visibility::WritableGpus;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::Result;
 use gdsync_device::fork_guard::ForkGuard;

@@ -4,32 +4,27 @@
 //! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
 //! waits on it, passed by that stream.
 
-mod attended;
-mod lost;
-mod passed;
-mod room;
-mod waiting;
+mod flushed;
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use self::lost::Lost;
-use self::room::Room;
+use self::flushed::FlushCqe;
 use super::source::Arrival;
 use super::track::Tracker;
 use super::wr::Wc;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::{Found, Word32};
-use gdsync_device::recorder::{By, Event, Log, Queue, Stage};
-use gdsync_device::{CqParts, OnGpu, Places, Provider};
-use gdsync_shm::{SpinLock, completion};
-use mlx5_ring::{self as mlx5, CQE_SIZE};
+use gdsync_device::recorder::{Awaited, By, Event, Hold, Log, NOTED_AFTER, Queue, Stage};
+use gdsync_device::{CqParts, GpuNudge, OnGpu, Places, Provider};
+use gdsync_shm::{Backoff, SpinLock, completion};
+use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe};
 
 /// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
 #[derive(Clone, Debug)]
@@ -47,7 +42,7 @@ pub(crate) struct CqInner {
     room: Room,
     recorder: Log,
     /// Completions that the library wrote in place of the device, until the device's come. Locked behind the state.
-    lost: SpinLock<Vec<Lost>>,
+    lost: SpinLock<Vec<FlushCqe>>,
     /// Whether there are any.
     has_lost: AtomicBool,
     /// Not a brief lock: several threads may poll all the time, and it must not be left to chance who is next.
@@ -437,7 +432,7 @@ impl CqInner {
 
     /// Claims the next completion for a wait that is submitted to the stream whose waits are the last ones here: what most claims are.
     /// `None` if there is anything else to be done, and then nothing is. Where a GPU will wait, the device is to be told: by
-    /// [`CqInner::attend_foreseen`].
+    /// [`CqInner::ensure_attended`].
     #[inline(always)]
     pub(crate) fn claim_short(&self, tracker: &Tracker, stream: u64, by_gpu: bool) -> Option<u64> {
         let mut state = self.state.lock();
@@ -551,7 +546,7 @@ impl CqInner {
     }
 
     /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. Where a GPU will wait, the device is to
-    /// be told: by [`CqInner::attend_foreseen`].
+    /// be told: by [`CqInner::ensure_attended`].
     #[inline]
     pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
         self.fork_guard.check()?;
@@ -631,5 +626,256 @@ impl CqInner {
     pub(crate) fn is_awaited(&self) -> bool {
         self.reap();
         self.state.lock().in_stream > 0
+    }
+}
+
+/// The slots of a completion queue that may still be written or are not freed yet: never more than it has.
+#[derive(Debug)]
+pub(super) struct Room {
+    slots: u64,
+    /// One queue completes here, which is locked by who sets room aside: then that needs no locked instruction.
+    is_own: AtomicBool,
+    /// Set aside so far.
+    reserved: AtomicU64,
+    /// Given back since; changes under the lock of the completion queue.
+    freed: AtomicU64,
+}
+
+impl Room {
+    pub(super) fn new(slots: u64) -> Self {
+        let (reserved, freed) = Default::default();
+        Self { slots, is_own: AtomicBool::new(true), reserved, freed }
+    }
+
+    /// Several queues complete here. Who has not seen that when this returns holds the lock of the first one.
+    pub(super) fn share(&self) {
+        self.is_own.store(false, Ordering::Relaxed);
+    }
+
+    /// Slots set aside and not freed.
+    pub(super) fn in_use(&self) -> u64 {
+        let freed = self.freed.load(Ordering::Acquire);
+        self.reserved.load(Ordering::Relaxed).saturating_sub(freed)
+    }
+
+    /// Sets a slot aside for a request of a queue that the caller has locked.
+    #[inline(always)]
+    pub(super) fn reserve(&self) -> bool {
+        // Acquire: what was freed had been set aside before.
+        let freed = self.freed.load(Ordering::Acquire);
+        if !self.is_own.load(Ordering::Relaxed) {
+            return self.reserve_shared(freed);
+        }
+        let reserved = self.reserved.load(Ordering::Relaxed);
+        let fits = reserved - freed < self.slots;
+        if fits {
+            self.reserved.store(reserved + 1, Ordering::Relaxed);
+        }
+        fits
+    }
+
+    #[cold]
+    fn reserve_shared(&self, freed: u64) -> bool {
+        let more = |reserved: u64| (reserved - freed < self.slots).then_some(reserved + 1);
+        self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// Takes back what was set aside for requests that will not be made, of a queue that the caller has locked.
+    pub(super) fn take_back(&self, count: u64) {
+        if self.is_own.load(Ordering::Relaxed) {
+            self.reserved.store(self.reserved.load(Ordering::Relaxed) - count, Ordering::Relaxed);
+        } else {
+            self.reserved.fetch_sub(count, Ordering::Relaxed);
+        }
+    }
+
+    /// Frees slots, under the lock of the completion queue.
+    pub(super) fn free(&self, count: u64) {
+        self.freed.store(self.freed.load(Ordering::Relaxed) + count, Ordering::Release);
+    }
+}
+
+impl CqInner {
+    /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes
+    /// it when the completion was written.
+    #[inline(never)]
+    pub(crate) fn attend(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
+        if self.parts.event.attend(n + 1, nudger) {
+            self.provider.attend(self.parts.cqn);
+        }
+    }
+
+    /// Foresees a claim that was made by [`CqInner::claim`].
+    pub(crate) fn foresee(&self, n: u64) {
+        self.parts.event.foresee_late(n + 1);
+    }
+
+    /// As [`CqInner::attend`], of a claim that was foreseen, when the caller has let a lock go since.
+    #[inline(always)]
+    pub(crate) fn ensure_attended(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
+        if !self.parts.event.is_attended(nudger.is_some()) {
+            self.attend(n, nudger);
+        }
+    }
+}
+
+impl CqInner {
+    /// Reads completion `n`, which has arrived and whose slot cannot be used again now.
+    pub(crate) fn cqe(&self, n: u64) -> Cqe {
+        if self.has_lost.load(Ordering::Acquire)
+            && let Some(cqe) = self.lost(n)
+        {
+            return cqe;
+        }
+        let mut bytes = [0; CQE_SIZE];
+        self.parts.ring.read(self.index(n) * CQE_SIZE, &mut bytes).expect("CQEs lie in the ring");
+        Cqe::decode(&bytes)
+    }
+
+    /// Takes note of completions that a stream has passed, if the last of them is a success. What they say is read when
+    /// somebody asks.
+    pub(super) fn skip_passed(&self, state: &mut CqState) {
+        let [queue] = &*state.queues else { return };
+        if state.in_stream == 0 || state.attached != 1 || !queue.may_skip(self.capacity()) {
+            return;
+        }
+        state.passed = completion::passed(self.consumed.atomic(), state.passed);
+        let by_stream =
+            |n: &u64| matches!(state.slots[self.index(*n)].taken, SlotOwner::ByStream | SlotOwner::Covered);
+        let end = (state.reaped..state.passed).find(|n| !by_stream(n)).unwrap_or(state.passed);
+        if end < state.reaped + 2 || !self.has_arrived(end - 1) {
+            return;
+        }
+        if queue.skip(state.reaped..end, &self.cqe(end - 1)) {
+            for n in state.reaped..end {
+                state.slots[self.index(n)].wc = None;
+            }
+            state.reaped = end;
+        }
+    }
+}
+
+/// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
+const PARK: Duration = Duration::from_millis(5);
+
+impl CqInner {
+    /// A wait for the next completion to be polled.
+    pub(super) fn awaits_next(&self) -> Awaited {
+        let state = self.state.lock();
+        match &*state.queues {
+            [queue] if state.attached == 1 => queue.awaits(state.poll_next),
+            _ => Awaited {
+                queue: Queue::Shared,
+                device: self.recorder.device(),
+                qpn: self.cqn(),
+                number: state.poll_next,
+                value: 0,
+                posted: self.room.in_use() + state.freed,
+                completed: state.reaped,
+            },
+        }
+    }
+
+    /// Waits unless `ready`, until something completes or for `timeout`: asleep, or awake where large messages come and go. May
+    /// return for no reason.
+    pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        let start = Instant::now();
+        while self.provider.has_copied_lately() && start.elapsed() < timeout {
+            if ready() {
+                return;
+            }
+            self.provider.progress();
+            std::thread::yield_now();
+        }
+        self.provider.leave();
+        self.parts.event.park(ready, timeout);
+    }
+
+    /// Calls `done` until it is true: busy at first, then asleep between completions of this queue. `awaited` says what it waits
+    /// for, to the flight recorder.
+    pub(crate) fn wait_until(
+        &self,
+        timeout: Duration,
+        what: &'static str,
+        awaited: impl Fn() -> Awaited,
+        mut done: impl FnMut() -> bool,
+    ) -> Result<()> {
+        const SPIN: Duration = Duration::from_micros(50);
+        let backoff = Backoff::new(SPIN);
+        let mut rounds = 0u32;
+        let since = self.recorder.stamp();
+        let mut held = None;
+        loop {
+            if done() {
+                return Ok(());
+            }
+            rounds = rounds.wrapping_add(1);
+            if !rounds.is_multiple_of(64) {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.fork_guard.check()?;
+            let waited = backoff.waited();
+            if waited >= timeout {
+                held.into_iter().for_each(Hold::give_up);
+                return Err(Error::Deadline { what, after: timeout });
+            }
+            if waited >= NOTED_AFTER {
+                held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
+            }
+            if !backoff.spin_after(waited) {
+                let next = self.state.lock().reaped;
+                let ready = || self.has_arrived(next);
+                self.park(&ready, PARK.min(timeout - waited));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    #[test]
+    fn there_is_as_much_room_as_slots() {
+        let room = Room::new(2);
+        for is_shared in [false, true] {
+            if is_shared {
+                room.share();
+            }
+            assert_eq!([room.reserve(), room.reserve(), room.reserve()], [true, true, false]);
+            room.take_back(1);
+            assert_eq!((room.in_use(), room.reserve(), room.reserve()), (1, true, false));
+            room.free(2);
+            assert_eq!(room.in_use(), 0);
+        }
+    }
+
+    /// Nothing is lost when a second queue comes along while the first one reserves.
+    #[test]
+    fn a_queue_that_is_shared_later_counts_on() {
+        const EACH: u64 = 20_000;
+        let room = Room::new(u64::MAX);
+        let first = Mutex::new(());
+        std::thread::scope(|scope| {
+            let one = scope.spawn(|| {
+                for _ in 0..EACH {
+                    let _held = first.lock();
+                    assert!(room.reserve());
+                }
+            });
+            let two = scope.spawn(|| {
+                room.share();
+                drop(first.lock());
+                for _ in 0..EACH {
+                    assert!(room.reserve());
+                }
+            });
+            one.join().unwrap();
+            two.join().unwrap();
+        });
+        assert_eq!(room.in_use(), 2 * EACH);
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::completion::{Completion, Submitted};
 use super::cq::{Claims, CqInner};
 use super::qp::QpCore;
-use super::source::{Arrival, Bell, Source};
+use super::source::{Arrival, SendDoorbell, Source};
 use super::track::{Track, Tracker};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
@@ -31,20 +31,20 @@ pub(crate) struct Parts {
     pub(crate) cq: Arc<CqInner>,
     pub(crate) tracker: Arc<Tracker>,
     /// Of a send queue.
-    bell: Option<Arc<Bell>>,
+    send_doorbell: Option<Arc<SendDoorbell>>,
     /// A request was written whose completion tells of payload that came: a READ or an atomic.
     fetches: AtomicBool,
 }
 
 /// What a thread has that hands requests of a queue to a stream.
 #[must_use = "it holds until it is dropped"]
-pub(crate) struct Hold {
+pub(crate) struct ResetHold {
     _parts: Arc<Parts>,
 }
 
-impl fmt::Debug for Hold {
+impl fmt::Debug for ResetHold {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Hold")
+        f.write_str("ResetHold")
     }
 }
 
@@ -78,9 +78,9 @@ impl QueueEnd {
         qp: Arc<QpCore>,
         cq: Arc<CqInner>,
         tracker: Arc<Tracker>,
-        bell: Option<Arc<Bell>>,
+        send_doorbell: Option<Arc<SendDoorbell>>,
     ) -> Arc<Self> {
-        let parts = Arc::new(Parts { qp, cq, tracker, bell, fetches: AtomicBool::new(false) });
+        let parts = Arc::new(Parts { qp, cq, tracker, send_doorbell, fetches: AtomicBool::new(false) });
         Arc::new(Self { source: parts.clone(), parts })
     }
 
@@ -96,8 +96,8 @@ impl QueueEnd {
 
     /// Keeps the queue from being reset where it has requests: see [`gdsync_shm::reset`].
     #[inline(always)]
-    pub(crate) fn hold(&self) -> Hold {
-        Hold { _parts: self.parts.clone() }
+    pub(crate) fn hold(&self) -> ResetHold {
+        ResetHold { _parts: self.parts.clone() }
     }
 
     /// The source that operations of a stream name.
@@ -132,7 +132,7 @@ impl QueueEnd {
 
     /// Why the queue cannot be reset now. The caller has locked it and its completion queue.
     pub(crate) fn owner(&self, claims: &Claims<'_>, track: &Track) -> Option<&'static str> {
-        if self.tracker.is_send && track.posted > track.rung {
+        if self.tracker.is_send && track.posted > track.exposed {
             return Some("a prepared send that was neither posted nor dropped");
         }
         if claims.has_prepared() {
@@ -185,8 +185,8 @@ impl Source for Parts {
         self.qp.stop(reason);
     }
 
-    fn bell(&self) -> Option<&Bell> {
-        self.bell.as_deref()
+    fn send_doorbell(&self) -> Option<&SendDoorbell> {
+        self.send_doorbell.as_deref()
     }
 
     fn arrival(&self, n: u64) -> Arrival<'_> {

@@ -87,7 +87,7 @@ impl RecvQueue {
         }
         let posted = first..track.posted;
         if !posted.is_empty() {
-            track.rung = track.posted;
+            track.exposed = track.posted;
             self.end.tracker.tell(&track);
             for n in posted.clone() {
                 let len = track.entry(n).len;

@@ -12,7 +12,7 @@ use mlx5_ring::Cond;
 
 /// The doorbell of a send queue and its record, as streams write them.
 #[derive(Debug)]
-pub struct Bell {
+pub struct SendDoorbell {
     pub(crate) record: Word32,
     pub(crate) doorbell: Word64,
     /// The doorbell may be written first: somebody waits for it, and only a failure needs the record.
@@ -21,7 +21,7 @@ pub struct Bell {
     pub(crate) found: [Found; 2],
 }
 
-impl Bell {
+impl SendDoorbell {
     /// Whether GPUs know both.
     #[inline]
     pub(crate) fn is_found(&self) -> bool {
@@ -29,9 +29,9 @@ impl Bell {
     }
 }
 
-/// What a stream writes to a [`Bell`].
+/// What a stream writes to a [`SendDoorbell`].
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Ring {
+pub struct DoorbellValue {
     pub(crate) record: u32,
     pub(crate) doorbell: u64,
 }
@@ -109,7 +109,7 @@ pub trait Source: Send + Sync + fmt::Debug {
     fn fail(&self, reason: &Error);
 
     /// What a stream rings; none where to be told is enough.
-    fn bell(&self) -> Option<&Bell> {
+    fn send_doorbell(&self) -> Option<&SendDoorbell> {
         None
     }
 

@@ -1,18 +1,14 @@
 //! The send queue: WQEs are written now and made visible by a doorbell later, from the CPU or from a stream.
 
-mod hand_over;
-mod single;
-
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-pub(crate) use self::hand_over::Before;
 use super::cq::CqInner;
 use super::end::QueueEnd;
 use super::qp::QpCore;
-use super::source::{Bell, Ring};
+use super::source::{DoorbellValue, SendDoorbell};
 use super::track::{Entry, Owner, Track, Tracker};
 use super::wr::SendWr;
 use gdsync_device::DoorbellWatch;
@@ -29,7 +25,7 @@ pub(crate) struct SendQueue {
     ring: Memory,
     blocks: u64,
     most: Most,
-    bell: Arc<Bell>,
+    send_doorbell: Arc<SendDoorbell>,
     doorbell_watch: Option<DoorbellWatch>,
     /// Parts of the end: who sends need not look for them.
     tracker: Arc<Tracker>,
@@ -101,8 +97,8 @@ impl Written {
 
     /// What makes the HCA start everything up to the end of them.
     #[inline]
-    pub(crate) fn ring(&self) -> Ring {
-        Ring { record: mlx5::send_record(self.end), doorbell: self.doorbell }
+    pub(crate) fn doorbell_value(&self) -> DoorbellValue {
+        DoorbellValue { record: mlx5::send_record(self.end), doorbell: self.doorbell }
     }
 }
 
@@ -112,7 +108,7 @@ pub(crate) struct Prepared {
     /// They were handed to a stream.
     pub(crate) before: Option<Before>,
     /// The flight recorder knows that.
-    pub(crate) is_told: bool,
+    pub(crate) is_recorded: bool,
 }
 
 /// A request that was prepared and handed to a stream.
@@ -120,14 +116,14 @@ pub(crate) struct Sent {
     pub(crate) sends: Written,
     before: Before,
     /// The flight recorder knows of it.
-    pub(crate) is_told: bool,
+    pub(crate) is_recorded: bool,
 }
 
 impl Sent {
     /// The same as one of several.
     pub(crate) fn prepared(self) -> Prepared {
-        let Self { sends, before, is_told } = self;
-        Prepared { sends, before: Some(before), is_told }
+        let Self { sends, before, is_recorded } = self;
+        Prepared { sends, before: Some(before), is_recorded }
     }
 }
 
@@ -154,25 +150,25 @@ impl SendQueue {
     pub(crate) fn new(
         end: Arc<QueueEnd>,
         ring: Memory,
-        bell: Arc<Bell>,
+        send_doorbell: Arc<SendDoorbell>,
         most: Most,
         doorbell_watch: Option<DoorbellWatch>,
     ) -> Arc<Self> {
         let blocks = (ring.len() / BB) as u64;
         let (tracker, cq, qp) = (end.tracker.clone(), end.cq.clone(), end.qp.clone());
         let qpn = qp.qpn;
-        Arc::new(Self { end, ring, blocks, most, bell, doorbell_watch, tracker, cq, qp, qpn })
+        Arc::new(Self { end, ring, blocks, most, send_doorbell, doorbell_watch, tracker, cq, qp, qpn })
     }
 
     /// What a stream rings.
     #[inline]
-    pub(crate) fn bell(&self) -> &Bell {
-        &self.bell
+    pub(crate) fn send_doorbell(&self) -> &SendDoorbell {
+        &self.send_doorbell
     }
 
     /// The ring, the record's word, and the doorbell.
     pub(crate) fn places(&self) -> (&Memory, &Memory, &Memory) {
-        (&self.ring, self.bell.record.memory(), self.bell.doorbell.memory())
+        (&self.ring, self.send_doorbell.record.memory(), self.send_doorbell.doorbell.memory())
     }
 
     /// Posts requests and rings the doorbell, from the CPU.
@@ -196,22 +192,22 @@ impl SendQueue {
             let last = *track.entry(range.end - 1);
             // Under the lock: a later producer index must not be overtaken by an earlier one.
             // Nothing for a doorbell in memory; one of a card is in memory that the CPU writes when it likes.
-            let settle = || self.bell.doorbell.memory().fence();
+            let settle = || self.send_doorbell.doorbell.memory().fence();
             settle();
             protocol::ring_doorbell(
-                self.bell.record.atomic(),
+                self.send_doorbell.record.atomic(),
                 mlx5::send_record(last.end()),
                 || {
-                    self.bell.record.memory().fence();
+                    self.send_doorbell.record.memory().fence();
                     settle();
                     if self.provider().reads_by_itself() {
                         // A load takes what was stored there before along, also to a GPU.
-                        self.bell.record.atomic().load(Ordering::Acquire);
+                        self.send_doorbell.record.atomic().load(Ordering::Acquire);
                         // The software HCA says so itself, at once.
                         self.end.qp.log.note(Stage::DoorbellSet, Queue::Send, By::Cpu, range.end - 1, 0);
                     }
                 },
-                self.bell.doorbell.atomic(),
+                self.send_doorbell.doorbell.atomic(),
                 last.doorbell,
             );
             settle();
@@ -248,19 +244,19 @@ impl SendQueue {
     fn prepared(&self, track: &mut Track, range: Range<u64>, stream: Option<u64>) -> Result<Prepared> {
         let handed = stream.map(|stream| self.hand_over(track, &range, stream)).transpose();
         let before = handed.inspect_err(|_| self.undo(track, &range))?;
-        let is_told = self.note_prepared(track, &range, stream);
-        Ok(Prepared { sends: written(track, range), before, is_told })
+        let is_recorded = self.note_prepared(track, &range, stream);
+        Ok(Prepared { sends: written(track, range), before, is_recorded })
     }
 
     /// Records that requests were written, and that they were handed to a stream. Returns whether the latter is told.
     #[inline(always)]
     fn note_prepared(&self, track: &Track, range: &Range<u64>, stream: Option<u64>) -> bool {
         let log = &self.end.qp.log;
-        let mut is_told = true;
+        let mut is_recorded = true;
         for n in range.clone() {
-            is_told &= log.note_prepared(n, track.entry(n).len, stream);
+            is_recorded &= log.note_prepared(n, track.entry(n).len, stream);
         }
-        is_told
+        is_recorded
     }
 
     /// Writes sends again, as [`SendQueue::prepare`].
@@ -445,15 +441,15 @@ impl SendQueue {
 
     /// Checks that `range` is next in prepare order, and counts it as exposed by a doorbell.
     fn expose(&self, track: &mut Track, range: &Range<u64>) -> Result<()> {
-        let mut next = track.rung;
+        let mut next = track.exposed;
         while next < range.start && track.entry(next).cancelled {
             next += 1;
         }
         if next != range.start {
             return Err(Error::OutOfOrder { qpn: self.end.qp.qpn, expected: next, got: range.start });
         }
-        track.gaps += next - track.rung;
-        track.rung = range.end;
+        track.gaps += next - track.exposed;
+        track.exposed = range.end;
         Ok(())
     }
 
@@ -470,7 +466,7 @@ impl SendQueue {
             slot.doorbell = mlx5::doorbell_word(first8);
         }
         let mut taken_back = 0;
-        while track.posted > track.rung && track.entry(track.posted - 1).cancelled {
+        while track.posted > track.exposed && track.entry(track.posted - 1).cancelled {
             track.posted -= 1;
             track.head = track.entry(track.posted).begin;
             taken_back += 1;
@@ -509,7 +505,7 @@ impl SendQueue {
 
     /// Whether there are requests that a stream was to expose, and gave up.
     pub(crate) fn has_hidden(&self) -> bool {
-        self.bell.record.load() != mlx5::send_record(self.end.tracker.lock().head)
+        self.send_doorbell.record.load() != mlx5::send_record(self.end.tracker.lock().head)
     }
 
     /// Exposes them to the device, in the error state, before it is reset: their waits may have been released by completions
@@ -518,15 +514,15 @@ impl SendQueue {
     pub(crate) fn show_hidden(&self) {
         let track = self.end.tracker.lock();
         let Some(last) = track.posted.checked_sub(1) else { return };
-        let ring = written(&track, last..track.posted).ring();
+        let value = written(&track, last..track.posted).doorbell_value();
         let settle = || {
-            self.bell.record.memory().fence();
-            self.bell.doorbell.memory().fence();
+            self.send_doorbell.record.memory().fence();
+            self.send_doorbell.doorbell.memory().fence();
         };
         settle();
-        self.bell.record.store(ring.record);
+        self.send_doorbell.record.store(value.record);
         settle();
-        self.bell.doorbell.store(ring.doorbell);
+        self.send_doorbell.doorbell.store(value.doorbell);
         settle();
         drop(track);
         self.provider().ring(self.end.qp.qpn);
@@ -537,7 +533,7 @@ impl SendQueue {
         // What completed before the reset still counts; after this nothing more arrives.
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
-        self.bell.record.store(0);
+        self.send_doorbell.record.store(0);
         self.end.cq.forget(&self.end.tracker, lost);
     }
 }
@@ -545,4 +541,227 @@ impl SendQueue {
 fn written(track: &Track, range: Range<u64>) -> Written {
     let last = track.entry(range.end - 1);
     Written { range, end: last.end(), doorbell: last.doorbell }
+}
+
+/// Who owned a queue, and up to where it was exposed, before a range was submitted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Before {
+    pub(super) owner: Owner,
+    pub(super) exposed: u64,
+    pub(super) gaps: u64,
+}
+
+impl SendQueue {
+    /// Hands prepared requests to a stream: after this the stream's doorbell will expose them. Where a GPU will ring, the device is to
+    /// be told: by [`SendQueue::ensure_watched`]. Returns what [`SendQueue::unsubmit`] needs.
+    #[inline]
+    pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
+        let mut track = self.tracker.lock();
+        // One behind those of the same stream, as most are.
+        let is_next = track.owner == Owner::Stream(stream) && track.exposed == sends.range.start;
+        if !(is_next && self.qp.is_ready_to_send()) {
+            drop(track);
+            return self.submit_any(sends, stream, by_gpu);
+        }
+        let before = Before { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
+        track.exposed = sends.range.end;
+        if by_gpu {
+            self.foresee(sends.end);
+        }
+        Ok(before)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn submit_any(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
+        self.with_room(|track| {
+            let before = self.hand_over(track, &sends.range, stream)?;
+            if by_gpu {
+                self.foresee(sends.end);
+            }
+            Ok(before)
+        })
+    }
+
+    #[inline(always)]
+    pub(super) fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
+        let before = Before { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
+        let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
+        if theirs && !track.is_idle() {
+            return Err(self.busy(track.owner));
+        }
+        self.expose(track, range)?;
+        track.owner = Owner::Stream(stream);
+        Ok(before)
+    }
+
+    /// Undoes [`SendQueue::submit`], also of what was foreseen.
+    pub(crate) fn unsubmit(&self, sends: &Written, before: Before) {
+        let mut track = self.end.tracker.lock();
+        if let Some(doorbell_watch) = &self.doorbell_watch {
+            doorbell_watch.withdraw(sends.end, track.entry(before.exposed).begin);
+        }
+        track.exposed = before.exposed;
+        track.gaps = before.gaps;
+        track.owner = before.owner;
+    }
+
+    /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
+    pub(crate) fn watch(&self, sends: &Written) {
+        self.qp.provider.watch(self.qpn, sends.end);
+    }
+
+    /// The same of sends up to block `end`, first under the lock of the queue.
+    #[inline(always)]
+    pub(super) fn foresee(&self, end: u64) {
+        if let Some(doorbell_watch) = &self.doorbell_watch {
+            doorbell_watch.foresee(end);
+        }
+    }
+
+    /// And then, when the caller has let a lock go since.
+    #[inline]
+    pub(crate) fn ensure_watched(&self, end: u64) {
+        if self.doorbell_watch.as_ref().is_some_and(|doorbell_watch| !doorbell_watch.is_watched()) {
+            self.qp.provider.watch(self.qpn, end);
+        }
+    }
+}
+
+impl SendQueue {
+    /// Writes a request and hands it to a stream: one more short one behind those of the same stream, the most frequent kind, in a
+    /// straight line. `None` if there is anything else about it, and then nothing is done. Where a GPU will ring, the device is to
+    /// be told: by [`SendQueue::ensure_watched`].
+    #[inline(always)]
+    pub(crate) fn send_short(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Option<Sent> {
+        let mut track = self.tracker.lock();
+        let n = track.posted;
+        if track.owner != Owner::Stream(stream) || track.exposed != n || !self.qp.is_ready_to_send() {
+            return None;
+        }
+        let before = Before { owner: track.owner, exposed: n, gaps: track.gaps };
+        let (end, doorbell, len) = self.write_short(&mut track, wr)?;
+        track.exposed = n + 1;
+        self.tracker.tell(&track);
+        if by_gpu {
+            self.foresee(end);
+        }
+        drop(track);
+        let is_recorded = self.qp.log.note_prepared(n, len, Some(stream));
+        Some(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_recorded })
+    }
+
+    /// As [`SendQueue::send_short`] of any.
+    pub(crate) fn send_any(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Result<Sent> {
+        self.with_room(|track| {
+            let sent = self.send_one(track, wr, stream)?;
+            if by_gpu {
+                self.foresee(sent.sends.end);
+            }
+            Ok(sent)
+        })
+    }
+
+    fn send_one(&self, track: &mut Track, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
+        self.write_one(track, wr)?;
+        let n = track.posted - 1;
+        let before = match self.hand_over(track, &(n..n + 1), stream) {
+            Ok(before) => before,
+            Err(error) => {
+                self.undo(track, &(n..n + 1));
+                return Err(error);
+            }
+        };
+        let is_recorded = self.qp.log.note_prepared(n, track.entry(n).len, Some(stream));
+        Ok(Sent { sends: written(track, n..n + 1), before, is_recorded })
+    }
+
+    /// Writes a short request that is for no stream yet. `None` if there is anything else about it, or if it `may_be` none of this
+    /// number, and then nothing is done.
+    #[inline(always)]
+    pub(crate) fn prepare_short(&self, wr: &SendWr<'_>, may_be: impl FnOnce(u64) -> bool) -> Option<Written> {
+        let mut track = self.tracker.lock();
+        let n = track.posted;
+        if !may_be(n) || !self.qp.is_ready_to_send() {
+            return None;
+        }
+        let (end, doorbell, len) = self.write_short(&mut track, wr)?;
+        self.tracker.tell(&track);
+        drop(track);
+        self.qp.log.note_prepared(n, len, None);
+        Some(Written { range: n..n + 1, end, doorbell })
+    }
+
+    /// Writes one more request behind `sends`, which were prepared for no stream yet. Returns whether it could: there may be another
+    /// one behind them.
+    #[inline(always)]
+    pub(crate) fn prepare_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
+        let Some(next) = self.prepare_short(wr, |n| n == sends.range.end) else {
+            return self.prepare_any_behind(sends, wr);
+        };
+        *sends = Written { range: sends.range.start..next.range.end, ..next };
+        Ok(true)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn prepare_any_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
+        self.with_room(|track| {
+            if track.posted != sends.range.end {
+                return Ok(false);
+            }
+            self.write_one(track, wr)?;
+            let n = sends.range.end;
+            let entry = track.entry(n);
+            sends.grow(entry);
+            self.end.qp.log.note_prepared(n, entry.len, None);
+            Ok(true)
+        })
+    }
+
+    /// Writes a request of one block, and returns the index behind it, its doorbell, and its payload in bytes. `None` if it is of
+    /// another kind, or if there is no room; then nothing is done.
+    #[inline(always)]
+    pub(super) fn write_short(&self, track: &mut Track, wr: &SendWr<'_>) -> Option<(u64, u64, u32)> {
+        let begin = track.head;
+        let mlx5::Short { block, ds, len } = mlx5::encode_short(&wr.op, self.qpn, low16(begin), wr.flags)?;
+        let has_room = begin - track.tail < self.blocks && track.has_entry();
+        // Of the slot behind the last one nobody reads before it is posted, so it may also be written for nothing.
+        if !has_room || !self.ring.write_block(self.place(begin), &block) || !self.cq.reserve() {
+            return None;
+        }
+        let (end, doorbell) = (begin + 1, mlx5::doorbell_word(block[0]));
+        self.prefetch_behind(begin, end);
+        track.push(Entry { wr_id: wr.wr_id, begin, blocks: 1, doorbell, ds, len, ..Entry::default() });
+        Some((end, doorbell, len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::verbs::{Context, SendWr};
+    use gdsync_soft::SoftHcaConfig;
+
+    #[test]
+    fn what_is_taken_back_is_foreseen_no_more() {
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        let queue = &a.send;
+        let foreseen = || queue.doorbell_watch.as_ref().unwrap().foreseen();
+        let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().sends;
+        let [first, dropped, last] = [prepare(), prepare(), prepare()];
+        // On a stream of the host nobody need foresee it.
+        let before = queue.submit(&first, 1, false).unwrap();
+        assert_eq!(foreseen(), 0);
+        queue.unsubmit(&first, before);
+        queue.submit(&first, 1, true).unwrap();
+        assert_eq!(foreseen(), 2);
+        queue.cancel(&dropped.range);
+        let before = queue.submit(&last, 1, true).unwrap();
+        assert_eq!(foreseen(), 6);
+        queue.unsubmit(&last, before);
+        assert_eq!(foreseen(), 2, "what is between them will not be exposed either");
+    }
 }

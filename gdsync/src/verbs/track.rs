@@ -48,7 +48,7 @@ pub(crate) struct Track {
     /// Requests completed.
     pub(crate) retired: u64,
     /// Requests before this one were made visible by a doorbell, on the CPU or in a stream.
-    pub(crate) rung: u64,
+    pub(crate) exposed: u64,
     /// Requests before that one that were taken back.
     pub(crate) gaps: u64,
     /// Producer index: basic blocks of a send queue, entries of a receive queue.
@@ -106,7 +106,7 @@ impl Tracker {
             scratch,
             posted: 0,
             retired: 0,
-            rung: 0,
+            exposed: 0,
             gaps: 0,
             head: 0,
             tail: 0,
@@ -277,8 +277,8 @@ impl Tracker {
     /// Whether requests can be skipped on a completion queue of so many slots: CQEs stay as long as anybody may ask, and
     /// nobody has to be told of each.
     pub(crate) fn may_skip(&self, slots: u64) -> bool {
-        let is_told = self.is_card && self.log.is_on();
-        !is_told && self.lock().entries.len() as u64 <= slots
+        let is_recorded = self.is_card && self.log.is_on();
+        !is_recorded && self.lock().entries.len() as u64 <= slots
     }
 
     /// Retires requests whose completions nobody has looked at but for the last one's, unless that is an error or another's.
@@ -408,13 +408,13 @@ impl Track {
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.retired == self.rung
+        self.retired == self.exposed
     }
 
     fn reset(&mut self) -> u64 {
         let lost = self.posted - self.retired;
         self.posted = self.retired;
-        self.rung = self.retired;
+        self.exposed = self.retired;
         self.head = 0;
         self.tail = 0;
         self.owner = Owner::Nobody;

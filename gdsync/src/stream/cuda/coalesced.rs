@@ -17,7 +17,7 @@ use smallvec::smallvec;
 use super::graph;
 use super::plan::{self, InlineOps};
 use super::shared::{Entry, MARK_EVERY, Shared, State, Submission, SubmitGuard, not_joined};
-use crate::stream::op::{Arrival, Bell, Op, Ring, Source};
+use crate::stream::op::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::KernelOp;
 use gdsync_device::cuda::{Flush, gate};
 use gdsync_device::error::Result;
@@ -26,7 +26,7 @@ use gdsync_device::error::Result;
 #[derive(Debug, Default)]
 pub(super) struct CoalescedRun {
     /// The address of what its sends ring, which a submission since the last mark names; 0 where nothing does.
-    rung: usize,
+    triggered: usize,
     /// The address of what its waits wait for, and the completion that the next one must be for; 0 where the first is no wait.
     awaited: usize,
     next: u64,
@@ -55,39 +55,39 @@ impl Shared {
     /// them one by one.
     pub(super) fn trigger(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         source: &Arc<dyn Source>,
-        bell: &Bell,
-        ring: Ring,
+        send_doorbell: &SendDoorbell,
+        value: DoorbellValue,
     ) -> Result<u64> {
-        if !bell.is_found() {
-            self.mark_in_turn(turn);
+        if !send_doorbell.is_found() {
+            self.mark_in_turn(guard);
         }
-        let ops = plan::rung(&self.gpu, bell, ring)?;
-        if turn.coalesced.rung == address_of(source) && self.goes_on(turn) {
-            return self.submit_in_row(turn, 0, ops);
+        let ops = plan::doorbell_ops(&self.gpu, send_doorbell, value)?;
+        if guard.coalesced.triggered == address_of(source) && self.goes_on(guard) {
+            return self.submit_in_row(guard, 0, ops);
         }
-        self.trigger_by_itself(turn, source, (ring, InlineOps::of(ops)))
+        self.trigger_alone(guard, source, (value, InlineOps::of(ops)))
     }
 
     #[inline(never)]
-    fn trigger_by_itself(
+    fn trigger_alone(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         source: &Arc<dyn Source>,
-        (ring, mut few): (Ring, InlineOps),
+        (value, mut inline): (DoorbellValue, InlineOps),
     ) -> Result<u64> {
-        let is_marked = turn.unmarked == 0;
+        let is_marked = guard.unmarked == 0;
         let put = |queue: &mut VecDeque<Submission>, entry: Entry| match queue.back_mut() {
             Some(last) if !is_marked && last.triggers_only(source) => {
                 last.seq = entry.seq;
                 last.calls += entry.calls;
             }
-            _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(source.clone(), ring)], None)),
+            _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(source.clone(), value)], None)),
         };
-        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
-        if turn.unmarked > 0 {
-            turn.coalesced.rung = address_of(source);
+        let seq = self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut inline, put))?;
+        if guard.unmarked > 0 {
+            guard.coalesced.triggered = address_of(source);
         }
         Ok(seq)
     }
@@ -95,45 +95,45 @@ impl Shared {
     /// Submits one wait. Of those in a row for one completion after the other, one submission stands for all, as of triggers.
     pub(super) fn wait(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         source: &Arc<dyn Source>,
         arrival: &Arrival<'_>,
         n: u64,
     ) -> Result<u64> {
         if !arrival.is_found() {
-            self.mark_in_turn(turn);
+            self.mark_in_turn(guard);
         }
         let [wait, index] = plan::awaited(&self.gpu, &**source, arrival)?;
         let flushes = self.gpu.capabilities().flush == Flush::OnStream;
-        if turn.coalesced.awaited == address_of(source) && turn.coalesced.next == n && self.goes_on(turn) {
+        if guard.coalesced.awaited == address_of(source) && guard.coalesced.next == n && self.goes_on(guard) {
             return match flushes {
-                false => self.submit_in_row(turn, 1, [wait, index]),
-                true => self.submit_in_row(turn, 1, [wait, KernelOp::FLUSH, index]),
+                false => self.submit_in_row(guard, 1, [wait, index]),
+                true => self.submit_in_row(guard, 1, [wait, KernelOp::FLUSH, index]),
             };
         }
-        let few = if flushes {
+        let inline = if flushes {
             InlineOps::of([wait, KernelOp::FLUSH, index])
         } else {
             InlineOps::of([wait, index])
         };
-        self.wait_by_itself(turn, source, (n, few))
+        self.wait_by_itself(guard, source, (n, inline))
     }
 
     #[inline(never)]
     fn wait_by_itself(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         source: &Arc<dyn Source>,
-        (n, mut few): (u64, InlineOps),
+        (n, mut inline): (u64, InlineOps),
     ) -> Result<u64> {
         let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
             queue.push_back(Submission::new(entry, smallvec![Op::Await(source.clone(), n)], None));
         };
-        let rung = turn.coalesced.rung;
-        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
-        if turn.unmarked > 0 {
-            (turn.coalesced.rung, turn.coalesced.awaited, turn.coalesced.next) =
-                (rung, address_of(source), n + 1);
+        let triggered = guard.coalesced.triggered;
+        let seq = self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut inline, put))?;
+        if guard.unmarked > 0 {
+            (guard.coalesced.triggered, guard.coalesced.awaited, guard.coalesced.next) =
+                (triggered, address_of(source), n + 1);
         }
         Ok(seq)
     }
@@ -141,46 +141,46 @@ impl Shared {
     /// Submits a trigger and a wait by one call. They go on with a row that has both, and begin one.
     pub(super) fn hop(
         &self,
-        turn: &mut SubmitGuard,
-        (source, bell, ring): (&Arc<dyn Source>, &Bell, Ring),
+        guard: &mut SubmitGuard,
+        (source, send_doorbell, value): (&Arc<dyn Source>, &SendDoorbell, DoorbellValue),
         (end, arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
     ) -> Result<u64> {
-        if !(bell.is_found() && arrival.is_found()) {
-            self.mark_in_turn(turn);
+        if !(send_doorbell.is_found() && arrival.is_found()) {
+            self.mark_in_turn(guard);
         }
-        let [record, doorbell] = plan::rung(&self.gpu, bell, ring)?;
+        let [record, doorbell] = plan::doorbell_ops(&self.gpu, send_doorbell, value)?;
         let [wait, index] = plan::awaited(&self.gpu, &**end, arrival)?;
         let flushes = self.gpu.capabilities().flush == Flush::OnStream;
-        let coalesced = &turn.coalesced;
+        let coalesced = &guard.coalesced;
         let is_next = coalesced.awaited == address_of(end) && coalesced.next == n;
-        if is_next && coalesced.rung == address_of(source) && self.goes_on(turn) {
+        if is_next && coalesced.triggered == address_of(source) && self.goes_on(guard) {
             return match flushes {
-                false => self.submit_in_row(turn, 1, [record, doorbell, wait, index]),
-                true => self.submit_in_row(turn, 1, [record, doorbell, wait, KernelOp::FLUSH, index]),
+                false => self.submit_in_row(guard, 1, [record, doorbell, wait, index]),
+                true => self.submit_in_row(guard, 1, [record, doorbell, wait, KernelOp::FLUSH, index]),
             };
         }
-        let few = match flushes {
+        let inline = match flushes {
             false => InlineOps::of([record, doorbell, wait, index]),
             true => InlineOps::of([record, doorbell, wait, KernelOp::FLUSH, index]),
         };
-        self.hop_by_itself(turn, (source, ring), (end, n), few)
+        self.send_wait_alone(guard, (source, value), (end, n), inline)
     }
 
     #[inline(never)]
-    fn hop_by_itself(
+    fn send_wait_alone(
         &self,
-        turn: &mut SubmitGuard,
-        (source, ring): (&Arc<dyn Source>, Ring),
+        guard: &mut SubmitGuard,
+        (source, value): (&Arc<dyn Source>, DoorbellValue),
         (end, n): (&Arc<dyn Source>, u64),
-        mut few: InlineOps,
+        mut inline: InlineOps,
     ) -> Result<u64> {
         let put = |queue: &mut VecDeque<Submission>, entry: Entry| {
-            let ops = smallvec![Op::Trigger(source.clone(), ring), Op::Await(end.clone(), n)];
+            let ops = smallvec![Op::Trigger(source.clone(), value), Op::Await(end.clone(), n)];
             queue.push_back(Submission::new(entry, ops, None));
         };
-        let seq = self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut few, put))?;
-        if turn.unmarked > 0 {
-            (turn.coalesced.rung, turn.coalesced.awaited, turn.coalesced.next) =
+        let seq = self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut inline, put))?;
+        if guard.unmarked > 0 {
+            (guard.coalesced.triggered, guard.coalesced.awaited, guard.coalesced.next) =
                 (address_of(source), address_of(end), n + 1);
         }
         Ok(seq)
@@ -188,9 +188,9 @@ impl Shared {
 
     /// Whether one more call that the row is for goes on with it, without a mark behind it. While the gate is closed none does.
     #[inline(always)]
-    fn goes_on(&self, turn: &SubmitGuard) -> bool {
-        let goes_on = turn.coalesced.uncounted < turn.coalesced.room
-            && turn.unmarked + 1 < MARK_EVERY
+    fn goes_on(&self, guard: &SubmitGuard) -> bool {
+        let goes_on = guard.coalesced.uncounted < guard.coalesced.room
+            && guard.unmarked + 1 < MARK_EVERY
             && !gate::is_closed();
         // The gate is looked at without its lock: for that a submission must be under way, which keeps the reaper from its work.
         debug_assert!(!goes_on || self.failed() || self.completed() < self.submitted(), "a row without work");
@@ -201,7 +201,7 @@ impl Shared {
     #[inline(always)]
     fn submit_in_row<const N: usize>(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         waits: u64,
         ops: [KernelOp; N],
     ) -> Result<u64> {
@@ -209,17 +209,17 @@ impl Shared {
             return Err(self.why_failed());
         }
         let _joined = if self.needs_context { Some(self.gpu.join().map_err(not_joined)?) } else { None };
-        if self.is_captured_by_others(turn) {
+        if self.is_captured_by_others(guard) {
             return Err(graph::within_another());
         }
         let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);
-        turn.coalesced.uncounted += 1;
-        turn.unmarked += 1;
+        guard.coalesced.uncounted += 1;
+        guard.unmarked += 1;
         if waits > 0 {
-            turn.coalesced.next += waits;
-            turn.coalesced.waits += waits;
-            self.behind.store(turn.coalesced.waits, Ordering::Release);
+            guard.coalesced.next += waits;
+            guard.coalesced.waits += waits;
+            self.behind.store(guard.coalesced.waits, Ordering::Release);
         }
         Ok(self.issued(seq, self.run_few(seq, ops)))
     }
@@ -243,8 +243,8 @@ impl Shared {
     }
 
     /// Ends the row: counts its calls where all see it.
-    pub(super) fn end_row(&self, turn: &mut SubmitGuard, state: &mut State) {
-        let CoalescedRun { uncounted, waits, .. } = mem::take(&mut turn.coalesced);
+    pub(super) fn end_row(&self, guard: &mut SubmitGuard, state: &mut State) {
+        let CoalescedRun { uncounted, waits, .. } = mem::take(&mut guard.coalesced);
         if uncounted == 0 {
             return;
         }
@@ -265,8 +265,8 @@ mod tests {
     use gdrcopy::standin::driver;
 
     use super::super::{CudaEngine, CudaStreamConfig, Via};
+    use crate::stream::SubmitLock;
     use crate::stream::engine::Engine;
-    use crate::stream::submit_lock::SubmitLock;
     use crate::stream::{Batch, Stream};
     use crate::verbs::{Context, RecvWr, SendWr};
     use gdsync_device::cuda::Gpu;
@@ -294,7 +294,7 @@ mod tests {
         let end = &a.recv.end;
         let start = Instant::now();
         for n in 0..4 {
-            engine.wait(&mut held.turn, end.source(), &end.cq.arrival(n), n).unwrap();
+            engine.wait(&mut held.guard, end.source(), &end.cq.arrival(n), n).unwrap();
         }
         let error = loop {
             match engine.error() {
@@ -308,7 +308,7 @@ mod tests {
         assert!(matches!(&error, Error::StreamWait { what, after: LIMIT, .. } if *what == name), "{error}");
         assert!(name.contains("receive completion") && name.contains(&qp), "{name}");
         // The waits are released, too: the third and the one behind it.
-        submit_lock.end(held, |state| engine.mark(&mut state.turn));
+        submit_lock.end(held, |state| engine.mark(&mut state.guard));
         assert!(engine.wait_completed(4, Instant::now() + PATIENCE));
     }
 

@@ -9,12 +9,12 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
 use smallvec::SmallVec;
 
-use super::completed::CompletedSubmissions;
 use super::instance::Pool;
 use super::plan::{self, Call};
-use super::shared::{MARK_EVERY, Shared, SubmitGuard};
+use super::shared::{CompletedSubmissions, MARK_EVERY, Shared, SubmitGuard};
 use crate::stream::op::{Op, Ops};
 use gdsync_device::cuda::Gpu;
+use gdsync_device::cuda::kernel_exec::Program;
 use gdsync_device::error::{Error, Result};
 
 /// `CU_STREAM_CAPTURE_STATUS_NONE`.
@@ -77,7 +77,7 @@ impl Shape {
 }
 
 /// For a graph that the stream cannot launch.
-pub(super) fn elsewhere() -> Error {
+pub(super) fn other_gpu() -> Error {
     Error::Unsupported {
         what: "launching a graph on a stream of another GPU, or one that runs operations by other means",
         by: "CUDA graphs",
@@ -101,22 +101,22 @@ impl Shared {
         capture_of(self.gpu.api(), self.stream).map(|(status, _)| status != NO_CAPTURE)
     }
 
-    pub(super) fn begin_capture(&self, turn: &mut SubmitGuard) -> Result<()> {
+    pub(super) fn begin_capture(&self, guard: &mut SubmitGuard) -> Result<()> {
         if self.gpu.within(|_| self.is_captured()).map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
         // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
-        self.mark_in_turn(turn);
+        self.mark_in_turn(guard);
         self.error().or(self.lock().refused.clone()).map_or(Ok(()), Err)?;
         // SAFETY: a stream of this context.
         let begun = self.gpu.within(|api| unsafe { api.stream_begin_capture(self.stream, CAPTURE_RELAXED) });
         begun.map_err(Error::cuda("beginning a capture"))?;
-        turn.capture = Some(Captured::default());
+        guard.capture = Some(Captured::default());
         Ok(())
     }
 
     /// Captures a batch.
-    pub(super) fn record(&self, turn: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
+    pub(super) fn record(&self, guard: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
         if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
             return Err(Error::Unsupported {
                 what: "a host function in a graph of CUDA",
@@ -128,7 +128,7 @@ impl Shared {
         if let Some(error) = self.error() {
             return Err(error);
         }
-        let captured = turn.capture.get_or_insert_default();
+        let captured = guard.capture.get_or_insert_default();
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
         }
@@ -154,8 +154,8 @@ impl Shared {
         Ok(Node { handle, shape })
     }
 
-    pub(super) fn end_capture(&self, turn: &mut SubmitGuard) -> Result<Arc<Exec>> {
-        let captured = turn.capture.take().unwrap_or_default();
+    pub(super) fn end_capture(&self, guard: &mut SubmitGuard) -> Result<Arc<Exec>> {
+        let captured = guard.capture.take().unwrap_or_default();
         let mut graph = 0;
         // SAFETY: a stream that is being captured, and a place for the graph.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
@@ -170,43 +170,43 @@ impl Shared {
 
     pub(super) fn launch(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         exec: &Arc<Exec>,
         ops: &mut Ops,
         ends: &[usize],
     ) -> Result<u64> {
         if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
-            return Err(elsewhere());
+            return Err(other_gpu());
         }
-        self.mark_before_registering(turn, ops);
+        self.mark_before_registering(guard, ops);
         let calls = exec.plan(ops, ends)?;
-        self.accept(turn, |turn, done| self.launch_in_turn((turn, done), exec, ops, &calls))
+        self.accept(guard, |guard, done| self.launch_in_turn((guard, done), exec, ops, &calls))
     }
 
     fn launch_in_turn<'s>(
         &'s self,
-        (turn, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
+        (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
         exec: &Arc<Exec>,
         ops: &mut Ops,
         calls: &[Call],
     ) -> Result<u64> {
-        if self.is_captured_by_others(turn) {
+        if self.is_captured_by_others(guard) {
             return Err(within_another());
         }
         let count = 1 + calls.len();
         let launching = exec.pool.lock();
-        let instance = self.instance(turn, &exec.pool)?;
+        let instance = self.instance(guard, &exec.pool)?;
         let seq = self.submitted() + 1;
         let head = self.head(seq);
         instance.arm(head, &exec.nodes, calls)?;
-        self.enqueue_launch(turn, done, ops, count, &instance)?;
+        self.enqueue_launch(guard, done, ops, count, &instance)?;
         // SAFETY: the submission keeps the instance alive, and all that its nodes touch.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
-        turn.unmarked += count;
+        guard.unmarked += count;
         // Who waits for an instance to be free must not wait for what was launched after it.
-        if answer.is_ok() && (turn.unmarked >= MARK_EVERY || instance.is_in_memory()) {
-            self.mark_in_turn(turn);
+        if answer.is_ok() && (guard.unmarked >= MARK_EVERY || instance.is_in_memory()) {
+            self.mark_in_turn(guard);
         }
         Ok(self.issued(seq, answer))
     }
@@ -265,4 +265,115 @@ fn capture_of(api: &Api, stream: Handle) -> gdrcopy::Result<(u32, Handle)> {
         _ => 0,
     };
     Ok((status, node))
+}
+
+/// Steps that can be launched.
+#[derive(Debug)]
+pub(super) struct StepPool {
+    gpu: Gpu,
+    /// Operations of each step.
+    sizes: Vec<usize>,
+    pool: Arc<Pool>,
+}
+
+/// For a stream that cannot run them.
+pub(super) fn other_executor() -> Error {
+    Error::Unsupported {
+        what: "steps of a kernel on a stream of another GPU, or one that does not run operations by a kernel",
+        by: "kernels, which keep the deadlines of their waits by the means of `Via::Kernel`",
+        fix: "record and launch them on streams of the same GPU with `Via::Kernel`",
+    }
+}
+
+impl Shared {
+    /// How many operations a batch has as a step.
+    pub(super) fn size_of_step(&self, ops: &[Op]) -> Result<usize> {
+        if !self.by_kernel() {
+            return Err(other_executor());
+        }
+        plan::program(&self.gpu, ops).map(|program| program.len())
+    }
+
+    /// Makes room for steps of so many operations each.
+    pub(super) fn make_steps(&self, sizes: Vec<usize>) -> Result<Arc<StepPool>> {
+        let pool = Arc::new(Pool::of_steps(&self.gpu, &sizes)?);
+        Ok(Arc::new(StepPool { gpu: self.gpu.clone(), sizes, pool }))
+    }
+
+    /// Arms the steps that end at `ends`, and has `kernel` launch what runs them; what it says is passed on.
+    pub(super) fn launch_steps(
+        &self,
+        guard: &mut SubmitGuard,
+        step_pool: &StepPool,
+        ops: &mut Ops,
+        ends: &[usize],
+        kernel: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<u64> {
+        if self.gpu.raw_context() != step_pool.gpu.raw_context() || !self.by_kernel() {
+            return Err(other_executor());
+        }
+        self.mark_before_registering(guard, ops);
+        let steps = step_pool.plan(ops, ends)?;
+        self.accept(guard, |guard, done| {
+            self.launch_steps_in_turn((guard, done), step_pool, ops, &steps, kernel)
+        })
+    }
+
+    fn launch_steps_in_turn<'s>(
+        &'s self,
+        (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
+        step_pool: &StepPool,
+        ops: &mut Ops,
+        steps: &[Program],
+        kernel: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<u64> {
+        const CALLS: usize = 2;
+        if self.is_captured_by_others(guard) {
+            return Err(within_another());
+        }
+        let Some(kernel_exec) = &self.kernel_exec else { return Err(other_executor()) };
+        let launching = step_pool.pool.lock();
+        let instance = self.instance(guard, &step_pool.pool)?;
+        let seq = self.submitted() + 1;
+        let addr = instance.arm_steps(self.head(seq), steps, self.mark_of(seq))?;
+        self.enqueue_launch(guard, done, ops, CALLS, &instance)?;
+        drop(launching);
+        // Who waits for submissions that are over does not wait for the application.
+        *done = CompletedSubmissions::nothing();
+        if !kernel(addr) {
+            // Nothing runs: the submission is over as soon as the stream gets there.
+            self.take_back(seq, ops);
+            self.mark_in_turn(guard);
+            return Err(Error::StreamAborted { stream: self.config.name.clone() });
+        }
+        let answer = kernel_exec.finish(self.gpu.api(), self.stream, addr);
+        if answer.is_ok() {
+            (guard.marked, guard.unmarked) = (seq, 0);
+        }
+        Ok(self.issued(seq, answer))
+    }
+
+    /// Gives the operations of the last submission back.
+    fn take_back(&self, seq: u64, ops: &mut Ops) {
+        let mut state = self.lock();
+        if let Some(submission) = state.queue.back_mut().filter(|last| last.seq == seq) {
+            std::mem::swap(&mut submission.ops, ops);
+        }
+    }
+}
+
+impl StepPool {
+    /// What the steps of a launch do whose batches end at `ends`: not more than there is room for.
+    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Program>> {
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let steps = starts.zip(ends).map(|(start, &end)| plan::program(&self.gpu, &ops[start..end]));
+        let steps: Vec<_> = steps.collect::<Result<_>>()?;
+        let fits = steps.len() == self.sizes.len()
+            && steps.iter().zip(&self.sizes).all(|(step, &size)| step.len() <= size);
+        fits.then_some(steps).ok_or(Error::Unsupported {
+            what: "a launch with more operations than were recorded",
+            by: "the steps of a kernel",
+            fix: "record the steps again",
+        })
+    }
 }

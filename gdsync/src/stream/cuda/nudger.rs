@@ -12,7 +12,7 @@ use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{MemOp, STREAM_NON_BLOCKING};
 use parking_lot::Mutex;
 
-use super::host_fn;
+use super::shared::in_host_fn;
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
@@ -60,7 +60,7 @@ impl Nudger {
 
 impl GpuNudge for Nudger {
     fn nudge(&self) {
-        if host_fn::is_running() {
+        if in_host_fn() {
             return;
         }
         // Who finds another thread at it has been kicked for.

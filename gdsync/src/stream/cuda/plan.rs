@@ -8,7 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use crate::stream::{Arrival, Bell, Op, Ring, Source};
+use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
 use gdsync_device::error::{Error, Result};
@@ -58,9 +58,9 @@ impl InlineOps {
     #[inline(always)]
     pub(super) fn of<const N: usize>(ops: [KernelOp; N]) -> Self {
         const { assert!(N < FEW) };
-        let mut few = Self { ops: [KernelOp::BARRIER; FEW], len: N };
-        few.ops[..N].copy_from_slice(&ops);
-        few
+        let mut inline = Self { ops: [KernelOp::BARRIER; FEW], len: N };
+        inline.ops[..N].copy_from_slice(&ops);
+        inline
     }
 }
 
@@ -182,10 +182,10 @@ impl Calls {
         let mut indices = Indices::new();
         for (place, op) in ops.iter().enumerate() {
             match *op {
-                Op::Trigger(ref source, ring) => {
-                    source
-                        .bell()
-                        .map_or(Ok(()), |bell| rung(gpu, bell, ring).map(|steps| self.put(steps)))?;
+                Op::Trigger(ref source, value) => {
+                    source.send_doorbell().map_or(Ok(()), |send_doorbell| {
+                        doorbell_ops(gpu, send_doorbell, value).map(|steps| self.put(steps))
+                    })?;
                 }
                 Op::Await(ref source, n) => {
                     self.pass(&mut indices);
@@ -267,14 +267,18 @@ impl Runs for Calls {
 
 /// The record and then the doorbell, which has a fence before it; where the record may lag, the doorbell comes first.
 #[inline(always)]
-pub(super) fn rung(gpu: &Gpu, bell: &Bell, ring: Ring) -> Result<[KernelOp; 2]> {
-    let [record, doorbell] = &bell.found;
-    let record = record.place(bell.record.memory(), gpu)?.addr;
-    let doorbell = doorbell.place(bell.doorbell.memory(), gpu)?.addr;
-    let doorbell = KernelOp::write64(doorbell, ring.doorbell);
-    Ok(match bell.record_may_lag {
-        true => [doorbell, KernelOp::write32(record, ring.record)],
-        false => [KernelOp::index(record, ring.record), doorbell],
+pub(super) fn doorbell_ops(
+    gpu: &Gpu,
+    send_doorbell: &SendDoorbell,
+    value: DoorbellValue,
+) -> Result<[KernelOp; 2]> {
+    let [record, doorbell] = &send_doorbell.found;
+    let record = record.place(send_doorbell.record.memory(), gpu)?.addr;
+    let doorbell = doorbell.place(send_doorbell.doorbell.memory(), gpu)?.addr;
+    let doorbell = KernelOp::write64(doorbell, value.doorbell);
+    Ok(match send_doorbell.record_may_lag {
+        true => [doorbell, KernelOp::write32(record, value.record)],
+        false => [KernelOp::index(record, value.record), doorbell],
     })
 }
 

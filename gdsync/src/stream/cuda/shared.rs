@@ -11,31 +11,33 @@
 //! sources are looked at there, released and woken, which waits for nobody.
 
 use std::collections::VecDeque;
+use std::ffi::c_void;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use gdrcopy::cuda::raw::Api;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::coalesced::CoalescedRun;
-use super::completed::CompletedSubmissions;
 use super::graph::{self, Captured};
 use super::instance::{Instance, Pool};
 use super::nudger::Nudger;
 use super::plan::{self, Calls, Runs};
 use super::watchdog::tells_nothing;
-use super::{CudaStreamConfig, Nudge, PER_THREAD, Via, host_fn};
-use crate::stream::op::{Op, Ops, Source};
-use crate::stream::sources::sources_of;
-use crate::stream::submit_lock::SubmitLock;
+use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
+use crate::stream::execute::message_of;
+use crate::stream::op::{Op, Ops, Source, sources_of};
+use crate::stream::{ReentrancyCheck, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
 use gdsync_device::cuda::{Activity, DriverTask, Gpu, RawStream, gate};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Word64;
-use gdsync_device::recorder::Log;
+use gdsync_device::recorder::{By, Log};
+use gdsync_shm::{Backoff, nap};
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
@@ -171,7 +173,7 @@ impl Shared {
         submit_lock: Arc<SubmitLock>,
     ) -> Result<Arc<Self>> {
         let via = match config.via {
-            Via::Auto => super::calibrate::calibrate(gpu)?.via,
+            Via::Auto => super::calibrate(gpu)?.via,
             chosen => chosen,
         };
         let kernel_exec = (via == Via::Kernel).then(|| gpu.kernel_exec()).transpose()?;
@@ -252,21 +254,21 @@ impl Shared {
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
     }
 
-    pub(super) fn submit(&self, turn: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
-        self.mark_before_registering(turn, ops);
+    pub(super) fn submit(&self, guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
+        self.mark_before_registering(guard, ops);
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
         let put =
             |queue: &mut VecDeque<_>, entry| queue.push_back(Submission::new(entry, mem::take(ops), None));
-        self.accept(turn, |turn, done| self.submit_in_turn((turn, done), &mut calls, put))
+        self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut calls, put))
     }
 
     /// Memory that CUDA does not know yet may have to wait until all streams are seen to be dry: marks this one, as nobody else can
     /// as long as this thread has the turn.
     #[inline]
-    pub(super) fn mark_before_registering(&self, turn: &mut SubmitGuard, ops: &[Op]) {
+    pub(super) fn mark_before_registering(&self, guard: &mut SubmitGuard, ops: &[Op]) {
         if !ops.iter().all(Op::is_found) {
-            self.mark_in_turn(turn);
+            self.mark_in_turn(guard);
         }
     }
 
@@ -274,7 +276,7 @@ impl Shared {
     #[inline(always)]
     pub(super) fn accept<'s>(
         &'s self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         put: impl FnOnce(&mut SubmitGuard, &mut CompletedSubmissions<'s>) -> Result<u64>,
     ) -> Result<u64> {
         if self.failed() {
@@ -282,7 +284,7 @@ impl Shared {
         }
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.gpu.join().map_err(not_joined)?;
-        put(turn, &mut done)
+        put(guard, &mut done)
     }
 
     /// Submission `seq` was issued: what the driver said to it.
@@ -308,23 +310,23 @@ impl Shared {
     /// Whether the application captures the stream, so that what is queued now would not run. The context must be current, if the driver
     /// needs that.
     #[inline(always)]
-    pub(super) fn is_captured_by_others(&self, turn: &SubmitGuard) -> bool {
-        let may_be = self.shown.load(Ordering::Relaxed) && turn.capture.is_none();
+    pub(super) fn is_captured_by_others(&self, guard: &SubmitGuard) -> bool {
+        let may_be = self.shown.load(Ordering::Relaxed) && guard.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
     }
 
     #[inline(always)]
     pub(super) fn submit_in_turn<'s>(
         &'s self,
-        (turn, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
+        (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
         calls: &mut impl Runs,
         put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<u64> {
-        if self.is_captured_by_others(turn) {
+        if self.is_captured_by_others(guard) {
             return Err(graph::within_another());
         }
         let seq = self.submitted() + 1;
-        let marks = turn.unmarked + 1 >= MARK_EVERY;
+        let marks = guard.unmarked + 1 >= MARK_EVERY;
         if marks {
             calls.mark(self.mark_of(seq));
         }
@@ -333,9 +335,9 @@ impl Shared {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, MOST));
         }
-        self.enqueue(turn, done, (count, host_fns), put)?;
-        turn.unmarked = if marks { 0 } else { turn.unmarked + count };
-        turn.marked = if marks { seq } else { turn.marked };
+        self.enqueue(guard, done, (count, host_fns), put)?;
+        guard.unmarked = if marks { 0 } else { guard.unmarked + count };
+        guard.marked = if marks { seq } else { guard.marked };
         let answer = self.issue(seq, calls);
         Ok(self.issued(seq, answer))
     }
@@ -345,7 +347,7 @@ impl Shared {
     #[inline(always)]
     pub(super) fn enqueue<'s>(
         &'s self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         done: &mut CompletedSubmissions<'s>,
         (calls, host_fns): (usize, usize),
         put: impl FnOnce(&mut VecDeque<Submission>, Entry),
@@ -363,14 +365,14 @@ impl Shared {
         if let Some(error) = self.error.get() {
             return Err(error.clone());
         }
-        self.end_row(turn, &mut state);
+        self.end_row(guard, &mut state);
         let is_full = self.full(&state, calls, host_fns);
         // Now and then by this thread, which has the counts of references; else the watchdog does it.
-        if is_full || turn.unmarked == 0 {
+        if is_full || guard.unmarked == 0 {
             *done = self.retire(&mut state);
         }
         if is_full && self.full(&state, calls, host_fns) {
-            return Err(self.no_room(turn, state, (calls, host_fns)));
+            return Err(self.no_room(guard, state, (calls, host_fns)));
         }
         let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);
@@ -380,7 +382,7 @@ impl Shared {
             state.begun = Some((seq, Instant::now()));
         }
         put(&mut state.queue, Entry { seq, calls, host_fns });
-        turn.coalesced = CoalescedRun::of(self.config.depth.saturating_sub(state.calls));
+        guard.coalesced = CoalescedRun::of(self.config.depth.saturating_sub(state.calls));
         let asleep = state.asleep;
         drop(state);
         if asleep {
@@ -392,13 +394,13 @@ impl Shared {
     /// As [`Shared::enqueue`], of a launch.
     pub(super) fn enqueue_launch<'s>(
         &'s self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         done: &mut CompletedSubmissions<'s>,
         ops: &mut Ops,
         calls: usize,
         instance: &Arc<Instance>,
     ) -> Result<()> {
-        self.enqueue(turn, done, (calls, 0), |queue, entry| {
+        self.enqueue(guard, done, (calls, 0), |queue, entry| {
             queue.push_back(Submission::new(entry, mem::take(ops), Some(instance.clone())));
         })
     }
@@ -407,23 +409,23 @@ impl Shared {
     #[cold]
     pub(super) fn no_room(
         &self,
-        turn: &mut SubmitGuard,
+        guard: &mut SubmitGuard,
         mut state: MutexGuard<'_, State>,
         wanted: (usize, usize),
     ) -> Error {
         (state.wanted, state.wanted_pool) = (wanted, None);
         drop(state);
-        self.is_full(turn)
+        self.is_full(guard)
     }
 
     /// Sees to it that the room that comes is seen.
-    fn is_full(&self, turn: &mut SubmitGuard) -> Error {
-        self.mark_in_turn(turn);
+    fn is_full(&self, guard: &mut SubmitGuard) -> Error {
+        self.mark_in_turn(guard);
         Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
     }
 
     /// An instance whose former launches are over.
-    pub(super) fn instance(&self, turn: &mut SubmitGuard, pool: &Arc<Pool>) -> Result<Arc<Instance>> {
+    pub(super) fn instance(&self, guard: &mut SubmitGuard, pool: &Arc<Pool>) -> Result<Arc<Instance>> {
         if let Some(free) = pool.free() {
             return Ok(free);
         }
@@ -432,7 +434,7 @@ impl Shared {
         (state.wanted, state.wanted_pool) = ((0, 0), Some(Arc::downgrade(pool)));
         drop(state);
         drop(done);
-        pool.free().ok_or_else(|| self.is_full(turn))
+        pool.free().ok_or_else(|| self.is_full(guard))
     }
 
     /// The mark behind a submission.
@@ -466,7 +468,7 @@ impl Shared {
     #[cold]
     fn launch_host_fn(&self, seq: u64, place: usize) -> gdrcopy::Result<()> {
         let f = self.take_host_fn(seq, place);
-        f.map_or(Ok(()), |f| host_fn::launch(self.gpu.api(), self.stream, f, self.own.clone()))
+        f.map_or(Ok(()), |f| queue_host_fn(self.gpu.api(), self.stream, f, self.own.clone()))
     }
 
     /// Takes a host function out of a submission in the queue.
@@ -484,37 +486,37 @@ impl Shared {
 
     /// Puts a mark behind all that was submitted, if there is none; leaves it to whoever has the turn.
     pub(super) fn put_mark(&self) {
-        if host_fn::is_running() {
+        if in_host_fn() {
             return;
         }
-        self.submit_lock.want(|state| self.mark_in_turn(&mut state.turn));
+        self.submit_lock.want(|state| self.mark_in_turn(&mut state.guard));
     }
 
     /// Puts the mark. It is one more call of the last submission.
-    pub(super) fn mark_in_turn(&self, turn: &mut SubmitGuard) {
+    pub(super) fn mark_in_turn(&self, guard: &mut SubmitGuard) {
         let seq = self.submitted();
-        if turn.marked == seq {
+        if guard.marked == seq {
             return;
         }
         {
             let mut state = self.lock();
-            self.end_row(turn, &mut state);
+            self.end_row(guard, &mut state);
             if state.refused.is_some() {
                 return;
             }
         }
-        if let Err(error) = self.gpu.within(|_| self.mark_now(turn, seq)) {
+        if let Err(error) = self.gpu.within(|_| self.mark_now(guard, seq)) {
             // The watchdog fails the stream.
             self.lock().refused = Some(Error::cuda("marking the stream")(error));
             self.work.notify_one();
         }
     }
 
-    fn mark_now(&self, turn: &mut SubmitGuard, seq: u64) -> gdrcopy::Result<()> {
-        if self.is_captured_by_others(turn) {
+    fn mark_now(&self, guard: &mut SubmitGuard, seq: u64) -> gdrcopy::Result<()> {
+        if self.is_captured_by_others(guard) {
             return Ok(());
         }
-        (turn.marked, turn.unmarked) = (seq, 0);
+        (guard.marked, guard.unmarked) = (seq, 0);
         {
             let mut state = self.lock();
             if let Some(last) = state.queue.back_mut() {
@@ -586,6 +588,231 @@ impl Activity for Shared {
         let submitted = self.submitted();
         (self.completed() >= submitted).then_some(submitted)
     }
+}
+
+/// Submissions that are over, on their way to be dropped.
+#[must_use = "to be dropped without the lock"]
+pub(super) struct CompletedSubmissions<'s> {
+    submissions: Vec<Submission>,
+    /// Unless it is empty; dropped last.
+    _counted: Option<Counted<'s>>,
+}
+
+/// It counts until it is dropped.
+struct Counted<'s>(&'s AtomicUsize);
+
+impl<'s> Counted<'s> {
+    fn new(count: &'s AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl CompletedSubmissions<'_> {
+    pub(super) fn nothing() -> Self {
+        Self { submissions: Vec::new(), _counted: None }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.submissions.is_empty()
+    }
+}
+
+/// Records that the stream has passed the waits of a submission.
+fn note_passed(submission: &Submission) {
+    for op in &submission.ops {
+        if let Op::Await(source, n) = op {
+            source.passed(*n, By::CudaStream);
+        }
+    }
+    if let (more @ 1.., Some(Op::Await(source, n))) = (submission.more, submission.ops.last()) {
+        (1..=more).for_each(|on| source.passed(n + on, By::CudaStream));
+    }
+}
+
+impl Shared {
+    /// Takes out of the queue what the GPU has completed; to be dropped without the lock.
+    pub(super) fn retire(&self, state: &mut State) -> CompletedSubmissions<'_> {
+        let completed = self.completed();
+        if state.queue.front().is_none_or(|first| first.seq > completed) {
+            return CompletedSubmissions::nothing();
+        }
+        let over = state.queue.partition_point(|submission| submission.seq <= completed);
+        let submissions: Vec<_> = state.queue.drain(..over).collect();
+        for submission in &submissions {
+            note_passed(submission);
+            state.calls -= submission.calls;
+            state.host_fns -= submission.host_fns;
+        }
+        CompletedSubmissions { submissions, _counted: Some(Counted::new(&self.retiring)) }
+    }
+
+    /// Whether nothing is held any more for what the GPU has completed.
+    pub(super) fn has_let_go(&self) -> bool {
+        let mut state = self.lock();
+        let done = self.retire(&mut state);
+        drop(state);
+        drop(done);
+        self.retiring.load(Ordering::Acquire) == 0
+    }
+}
+
+/// How long a caller spins for a completion before it sleeps.
+const CALLER_SPIN: Duration = Duration::from_micros(20);
+/// The shortest sleep of a caller for whom a late look costs nothing.
+const IDLE_NAP: Duration = Duration::from_micros(50);
+/// The longest sleep of a caller between two looks.
+const CALLER_NAP: Duration = Duration::from_millis(1);
+
+impl Shared {
+    /// Blocks a caller until a submission is over, or the deadline. What made it end early is known by then.
+    pub(super) fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
+        // With work behind it nothing is lost by a late look.
+        let spin = if seq < self.submitted() { Duration::ZERO } else { CALLER_SPIN };
+        if !self.block(deadline, spin, || self.completed() >= seq) {
+            return false;
+        }
+        // Another thread may still be telling the sources, or be about to let go what was held: memory and queue pairs.
+        let is_recorded = || !self.failed() || self.released.load(Ordering::Acquire);
+        self.block_until(deadline, || is_recorded() && self.has_let_go())
+    }
+
+    /// Blocks a caller until `done`, or the deadline.
+    pub(super) fn block_until(&self, deadline: Instant, done: impl Fn() -> bool) -> bool {
+        self.block(deadline, CALLER_SPIN, done)
+    }
+
+    /// As [`Shared::block_until`]; it spins for `spin` before it sleeps, and sleeps shorter if it does.
+    fn block(&self, deadline: Instant, spin: Duration, done: impl Fn() -> bool) -> bool {
+        let least = if spin.is_zero() { IDLE_NAP } else { CALLER_SPIN };
+        if done() {
+            return true;
+        }
+        self.put_mark();
+        let start = Instant::now();
+        let backoff = Backoff::since(start, spin);
+        loop {
+            if done() {
+                return true;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return false;
+            }
+            let waited = now - start;
+            if !backoff.spin_after(waited) {
+                // The end of a stream that has failed is near, however long it was held.
+                let most = if self.failed() { IDLE_NAP } else { CALLER_NAP };
+                std::thread::sleep(nap(waited, least..=most).min(deadline - now));
+            }
+        }
+    }
+
+    /// Refuses what a submission of so many operations and host functions would be refused for.
+    pub(super) fn ask_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()> {
+        if self.failed() {
+            return Err(self.why_failed());
+        }
+        // More than it takes in all, by this count: then it must be dry, and need not be dryer.
+        let calls = plan::most_calls(ops, host_fns, self.by_kernel()).min(self.config.depth);
+        let mut state = self.lock();
+        self.end_row(guard, &mut state);
+        let done = self.retire(&mut state);
+        if self.full(&state, calls, host_fns) {
+            return Err(self.no_room(guard, state, (calls, host_fns)));
+        }
+        drop(state);
+        drop(done);
+        Ok(())
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        let mut state = self.lock();
+        let done = self.retire(&mut state);
+        let (calls, host_fns) = state.wanted;
+        let room = !self.full(&state, calls.max(1), host_fns);
+        let pool = state.wanted_pool.clone();
+        drop(state);
+        drop(done);
+        room && pool.and_then(|pool| pool.upgrade()).is_none_or(|pool| pool.is_free())
+    }
+
+    /// The last handle is gone.
+    pub(super) fn close(&self) {
+        if self.completed() < self.submitted() {
+            self.put_mark();
+            // Most streams are synchronized before they are dropped; then this finds them done.
+            if !self.block_until(Instant::now() + CALLER_NAP, || self.completed() >= self.submitted()) {
+                self.fail(Error::StreamAborted { stream: self.config.name.clone() });
+            }
+        }
+        let _state = self.lock();
+        self.closing.store(true, Ordering::Release);
+        self.work.notify_one();
+    }
+}
+
+/// A host function on its way through the driver.
+struct HostFn {
+    f: Box<dyn FnOnce() + Send>,
+    shared: Weak<Shared>,
+}
+
+/// Whether the calling thread runs a host function, where CUDA may not be called and nothing may be waited for.
+pub(super) fn in_host_fn() -> bool {
+    ReentrancyCheck::HostFn.is_here()
+}
+
+/// Refuses a call that needs CUDA within a host function.
+pub(super) fn refuse_in_host_fn() -> Result<()> {
+    match in_host_fn() {
+        false => Ok(()),
+        true => Err(Error::Unsupported {
+            what: "the use of a stream of a GPU within a host function",
+            by: "CUDA, which must not be called there",
+            fix: "leave it to another thread",
+        }),
+    }
+}
+
+/// Queues a function on a stream of the current context.
+fn queue_host_fn(
+    api: &Api,
+    stream: RawStream,
+    f: Box<dyn FnOnce() + Send>,
+    shared: Weak<Shared>,
+) -> gdrcopy::Result<()> {
+    let data = Box::into_raw(Box::new(HostFn { f, shared }));
+    // SAFETY: the function takes the box over, once.
+    let launched = unsafe { api.launch_host_func(stream, run_host_fn, data.cast()) };
+    if launched.is_err() {
+        // SAFETY: the driver did not take it.
+        drop(unsafe { Box::from_raw(data) });
+    }
+    launched
+}
+
+/// Runs a host function in stream order, unless the stream has failed.
+extern "C" fn run_host_fn(data: *mut c_void) {
+    // SAFETY: made by `launch` from a box, and handed to the driver once.
+    let HostFn { f, shared } = *unsafe { Box::from_raw(data.cast::<HostFn>()) };
+    let shared = shared.upgrade();
+    ReentrancyCheck::HostFn.begin();
+    let run = shared.as_ref().is_some_and(|shared| !shared.failed());
+    // Also the drop of a function that is not run is foreign code.
+    let outcome = catch_unwind(AssertUnwindSafe(|| if run { f() } else { drop(f) }));
+    if let (Err(panic), Some(shared)) = (outcome, &shared) {
+        let message = message_of(panic.as_ref());
+        shared.fail(Error::HostFnPanicked { stream: shared.config.name.clone(), message });
+    }
+    drop(shared);
+    ReentrancyCheck::HostFn.end();
 }
 
 #[cfg(test)]

@@ -176,10 +176,10 @@ impl Shared {
 
     /// Asks CUDA whether all is over, which no mark may tell: the driver refused it, or the GPU is lost. Returns what it
     /// died of.
-    fn find_out(&self, turn: &SubmitGuard) -> Option<Error> {
+    fn find_out(&self, guard: &SubmitGuard) -> Option<Error> {
         // To ask would spoil a capture.
         let answer = match self.gpu.within(|_| self.is_captured()) {
-            Ok(captured) if captured || turn.capture.is_some() => return None,
+            Ok(captured) if captured || guard.capture.is_some() => return None,
             // SAFETY: a stream of this context.
             Ok(_) => self.gpu.within(|api| unsafe { api.stream_query(self.stream) }),
             Err(error) => Err(error),
@@ -227,10 +227,10 @@ impl DriverTask for Shared {
             self.lock().asking = false;
             return;
         };
-        self.mark_in_turn(&mut held.turn);
+        self.mark_in_turn(&mut held.guard);
         let query = self.lock().query;
-        let died = query.then(|| self.find_out(&held.turn)).flatten();
-        self.submit_lock.end(held, |state| self.mark_in_turn(&mut state.turn));
+        let died = query.then(|| self.find_out(&held.guard)).flatten();
+        self.submit_lock.end(held, |state| self.mark_in_turn(&mut state.guard));
         let mut state = self.lock();
         state.asking = false;
         if died.is_some() {

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use super::{HostEngine, HostStreamConfig};
 use crate::stream::SubmitGuard;
 use crate::stream::engine::Engine;
-use crate::stream::op::{Arrival, Cond, Op, Ops, Ring, Source};
+use crate::stream::op::{Arrival, Cond, DoorbellValue, Op, Ops, Source};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Found, Memory, Word32, Word64};
 
@@ -70,9 +70,9 @@ fn wait_on(at: &Word32, value: u32, source: &Arc<Fake>) -> Op {
     Op::Await(source.clone(), value.into())
 }
 
-/// Rings a source without a bell, which is told.
+/// Rings a source without a send_doorbell, which is told.
 fn tell(source: &Arc<Fake>) -> Op {
-    Op::Trigger(source.clone(), Ring::default())
+    Op::Trigger(source.clone(), DoorbellValue::default())
 }
 
 /// Spins the calling thread until something happened.

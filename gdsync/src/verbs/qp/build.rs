@@ -11,7 +11,7 @@ use crate::verbs::context::Pd;
 use crate::verbs::cq::Cq;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::rq::RecvQueue;
-use crate::verbs::source::Bell;
+use crate::verbs::source::SendDoorbell;
 use crate::verbs::sq::{Most, SendQueue};
 use crate::verbs::track::Tracker;
 use gdsync_device::cuda::Gpu;
@@ -193,10 +193,10 @@ impl QpBuilder {
         recv_cq.attach(&recv_tracker);
         let record_may_lag = core.provider.record_may_lag();
         let (record_word, found) = (record.word32(mlx5::QP_DBREC_SEND)?, Default::default());
-        let bell = Arc::new(Bell { record: record_word, doorbell, record_may_lag, found });
-        let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(bell.clone()));
+        let send_doorbell = Arc::new(SendDoorbell { record: record_word, doorbell, record_may_lag, found });
+        let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(send_doorbell.clone()));
         let most = Most { sges: self.max_send_sge, inline: self.max_inline };
-        let send = SendQueue::new(end, sq, bell, most, doorbell_watch);
+        let send = SendQueue::new(end, sq, send_doorbell, most, doorbell_watch);
         let end = QueueEnd::new(core, recv_cq, recv_tracker, None);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })

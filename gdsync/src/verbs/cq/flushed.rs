@@ -20,7 +20,7 @@ const QUIET: Duration = Duration::from_secs(2);
 
 /// A completion in place of the device's.
 #[derive(Debug)]
-pub(super) struct Lost {
+pub(super) struct FlushCqe {
     n: u64,
     /// What its last word is as long as the device has not written there: with a counter that the device does not give this request.
     word: u32,
@@ -49,7 +49,7 @@ impl CqInner {
         let word = mlx5::op_own_word(&marked.encode());
         let place = self.last_word(n);
         let mut lost = self.lost.lock();
-        lost.push(Lost { n, word, cqe });
+        lost.push(FlushCqe { n, word, cqe });
         self.has_lost.store(true, Ordering::Release);
         let unless_here = |found| (!mlx5::owned_by_software(found, n, self.log)).then_some(word);
         if place.fetch_update(Ordering::AcqRel, Ordering::Acquire, unless_here).is_err() {
