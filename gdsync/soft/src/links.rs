@@ -260,7 +260,7 @@ impl Links {
     pub(crate) fn note_taken(&mut self, index: usize, any: bool) {
         if let Some(link) = self.get_mut(index) {
             link.taken += usize::from(any);
-            // All that the ring can hold was taken since: also what was there then.
+            // After a full ring of packets, everything sent before has been received.
             if !any || link.taken > MOST_RECORDS {
                 link.quiet += 1;
                 link.taken = 0;

@@ -94,10 +94,10 @@ pub(crate) struct Port {
 struct Shared {
     gid: Gid,
     bell: Bell,
-    /// Wakes the control thread to look at `watched` and `stop` again.
+    /// Event fd that makes the control thread read `watched` and `stop` again.
     poke: OwnedFd,
     stop: AtomicBool,
-    /// Links whose hang-up the control thread waits for.
+    /// Links whose hang-up the control thread polls for.
     watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
     next: AtomicU64,
     /// Mappings of the links' rings.

@@ -119,7 +119,7 @@ pub(crate) struct RxRing {
     ring: Ring,
     consumer: Consumer,
     peek: Arc<Peek>,
-    /// Where the ring begins in the memory that is peeked into.
+    /// Offset of the ring in the mapping.
     begin: usize,
     /// Keeps the ring mapped.
     span: Option<Arc<Span>>,
