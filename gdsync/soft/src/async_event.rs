@@ -1,4 +1,4 @@
-//! What a card tells its driver besides completions.
+//! Asynchronous events: errors that a card reports to its driver outside of completion queues.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,21 +6,21 @@ use std::sync::Arc;
 use gdsync_device::GpuNudge;
 use mlx5_ring::Syndrome;
 
-/// An asynchronous event (`enum ibv_event_type`).
+/// An asynchronous event (`enum ibv_event_type`), with the number of the queue it concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AsyncEvent {
-    /// This completion queue was full when a completion was to be written: it is dead.
+    /// The completion queue overran and is dead (`IBV_EVENT_CQ_ERR`).
     CqError(u32),
-    /// This queue pair cannot report its completions.
+    /// The queue pair cannot report its completions (`IBV_EVENT_QP_FATAL`).
     QpFatal(u32),
-    /// A peer asked this queue pair for something it does not do.
+    /// A peer sent an invalid request (`IBV_EVENT_QP_REQ_ERR`).
     QpRequestError(u32),
-    /// A peer named memory that it may not touch through this queue pair.
+    /// A peer's request violated access rights (`IBV_EVENT_QP_ACCESS_ERR`).
     QpAccessError(u32),
 }
 
 impl AsyncEvent {
-    /// What a request of a peer raises that is refused so.
+    /// The event for a peer's request refused with `syndrome`.
     pub(super) fn of_refusal(qpn: u32, syndrome: Syndrome) -> Self {
         if syndrome == Syndrome::REM_ACCESS_ERR {
             Self::QpAccessError(qpn)
@@ -30,13 +30,13 @@ impl AsyncEvent {
     }
 }
 
-/// Who is told.
+/// Receives asynchronous events.
 pub trait AsyncEvents: Send + Sync + fmt::Debug {
-    /// Called after the step that it happened in, without locks.
+    /// Called after the step in which the event happened, without locks held.
     fn raise(&self, async_event: AsyncEvent);
 }
 
-/// Collects alarms until the HCA is let go, if anybody listens.
+/// Events of the current step; dropped if there is no listener.
 #[derive(Debug, Default)]
 pub(crate) struct AsyncEventQueue {
     listener: Option<Arc<dyn AsyncEvents>>,
@@ -48,31 +48,31 @@ impl AsyncEventQueue {
         Self { listener, raised: Vec::new() }
     }
 
-    /// Whether a driver listens: the HCA stands for a card.
-    pub(super) fn is_heard(&self) -> bool {
+    /// Whether there is a listener, that is, whether the HCA acts as a card.
+    pub(super) fn has_listener(&self) -> bool {
         self.listener.is_some()
     }
 
     pub(super) fn raise(&mut self, async_event: AsyncEvent) {
-        if self.is_heard() {
+        if self.has_listener() {
             self.raised.push(async_event);
         }
     }
 
-    /// What tells the listener, if there is anything to tell.
+    /// A nudge that delivers the collected events; `None` if there are none.
     pub(super) fn take(&mut self) -> Option<Arc<dyn GpuNudge>> {
         let listener = self.listener.clone().filter(|_| !self.raised.is_empty())?;
-        Some(Arc::new(Told { listener, raised: std::mem::take(&mut self.raised) }))
+        Some(Arc::new(Delivery { listener, raised: std::mem::take(&mut self.raised) }))
     }
 }
 
 #[derive(Debug)]
-struct Told {
+struct Delivery {
     listener: Arc<dyn AsyncEvents>,
     raised: Vec<AsyncEvent>,
 }
 
-impl GpuNudge for Told {
+impl GpuNudge for Delivery {
     fn nudge(&self) {
         self.raised.iter().for_each(|&async_event| self.listener.raise(async_event));
     }

@@ -1,4 +1,4 @@
-//! The software HCA as a card to the stand-in of rdma-core's libraries: rings and records are memory of its application.
+//! The software HCA in the role of a card: rings and doorbell records are memory of the application.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,71 +14,72 @@ use gdsync_device::{Access, Gid, HcaStats, MrKeys, Provider as _, QpAttr, QpRequ
 use gdsync_device::{CqEvent, GpuNudge};
 use mlx5_ring::{CQE_SIZE, EMPTY};
 
-/// A card.
+/// A software HCA in the role of a card.
 #[derive(Debug)]
 pub struct Card(SoftHca);
 
-/// A queue pair in the memory of an application.
+/// Description of a queue pair whose rings the application allocated.
 #[derive(Clone, Debug)]
 pub struct CardQp {
-    /// Its protection domain.
+    /// Protection domain number.
     pub pdn: u32,
-    /// The completion queue of sends.
+    /// Completion queue number of sends.
     pub send_cqn: u32,
-    /// The completion queue of receives.
+    /// Completion queue number of receives.
     pub recv_cqn: u32,
-    /// The send queue: a power of two of basic blocks.
+    /// Send queue: a power of two of basic blocks.
     pub sq: Memory,
-    /// The receive queue: a power of two of entries.
+    /// Receive queue: a power of two of entries.
     pub rq: Memory,
-    /// Bytes of an entry of the receive queue.
+    /// Bytes per receive queue entry.
     pub rq_stride: usize,
-    /// The doorbell record, 8 bytes.
+    /// Doorbell record, 8 bytes.
     pub record: Memory,
-    /// The doorbell. Nobody else writes there.
+    /// Doorbell register. Only the owner of the queue pair writes to it.
     pub doorbell: Word64,
-    /// In ERR the card flushes only the sends that a doorbell named, and not those that the record tells.
+    /// In ERR, flush only sends that a doorbell announced, not all that the doorbell record counts.
     pub flushes_by_doorbell: bool,
 }
 
 impl Card {
-    /// Starts a card that tells `alarms` of asynchronous events.
+    /// Starts a card that reports asynchronous events to `async_events`.
     ///
     /// # Errors
-    /// As [`Context::soft`](crate::verbs::Context::soft).
+    /// [`Error::Sys`] when a thread, socket or shared memory cannot be created; [`Error::InvalidArgument`] for an
+    /// invalid fault plan.
     pub fn start(config: &SoftHcaConfig, async_events: Arc<dyn AsyncEvents>) -> Result<Self> {
         SoftHca::start_with(config, Some(async_events)).map(Self)
     }
 
-    /// Its address.
+    /// GID of the card.
     pub fn gid(&self) -> Gid {
         self.0.gid()
     }
 
-    /// A protection domain.
+    /// Allocates a protection domain.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when there are too many.
+    /// [`Error::InvalidArgument`] after 2^32 protection domains.
     pub fn alloc_pd(&self) -> Result<u32> {
         self.0.alloc_pd()
     }
 
-    /// Registers memory, whose first byte work requests call `iova`. Returns its key.
+    /// Registers memory under the virtual address `iova` and returns its key.
     ///
     /// # Errors
-    /// None so far.
+    /// [`Error::Verbs`] when [`SoftHcaConfig::max_regions`] are registered.
     pub fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
         let keys = self.0.reg_mr(pdn, &memory.called(iova), access)?;
         Ok(keys.lkey)
     }
 
-    /// Ends a registration.
+    /// Deregisters a key.
     pub fn deregister(&self, key: u32) {
         self.0.dereg_mr(MrKeys { lkey: key, rkey: key, is_staged: false });
     }
 
-    /// Takes a completion queue into service: a power of two of CQEs, in the state that the application gave them. `kicks`
-    /// is called after each completion. Returns its number.
+    /// Creates a completion queue over a power of two of CQEs, initialized by the application, and returns its number.
+    /// `nudges` is called after each completion.
     pub fn create_cq(
         &self,
         ring: Memory,
@@ -98,38 +99,37 @@ impl Card {
         })
     }
 
-    /// The application reads this completion queue itself, and may look at the owner bit alone: no CQE may look written
-    /// before it is.
+    /// Sets that the application polls only owner bits. The owner bit is then written last.
     pub fn read_by_owner(&self, cqn: u32) {
         self.0.shared.with(|core| core.cqs.read_by_owner(cqn, true));
     }
 
-    /// Whether the completions of flushed requests do not say of which request they are.
+    /// Sets whether flush CQEs omit the WQE counter.
     pub fn hide_flush_counters(&self, hide: bool) {
         self.0.shared.with(|core| core.cqs.hide_flush_counters = hide);
     }
 
-    /// Looks at the doorbell of a queue pair, which was just written.
+    /// Reads the doorbell of a queue pair that was just rung.
     pub fn ring(&self, qpn: u32) {
         self.0.ring(qpn);
     }
 
-    /// Ends a completion queue.
+    /// Destroys a completion queue.
     pub fn destroy_cq(&self, cqn: u32) {
         self.0.destroy_cq(cqn);
     }
 
-    /// Takes a queue pair into service. Returns its number.
+    /// Creates a queue pair and returns its number.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when there are too many.
+    /// [`Error::InvalidArgument`] after 16384 queue pairs.
     pub fn create_qp(&self, qp: CardQp) -> Result<u32> {
         let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, doorbell, flushes_by_doorbell } = qp;
         let (log_sq, log_rq) = ((sq.len() / mlx5_ring::BB).ilog2(), (rq.len() / rq_stride).ilog2());
         let request =
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
         doorbell.store(EMPTY);
-        // Its numbers are those of another owner.
+        // The application numbers its own requests, so they are not traced.
         let qp_trace = QpTrace::default();
         let named = flushes_by_doorbell.then_some(0);
         let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, qp_trace, named };
@@ -137,11 +137,12 @@ impl Card {
         Ok(qpn)
     }
 
-    /// Changes a queue pair, as a driver does that has checked the step; `psn` is the first packet sequence number of its
-    /// sends, when it becomes ready to send. From then on its doorbell is looked at.
+    /// Applies a transition that the driver has checked. `psn` is the first send PSN, set on the way to RTS. In RTS the
+    /// doorbell is polled.
     ///
     /// # Errors
-    /// When the card has put it into ERR meanwhile, or finds a completion queue that it cannot use, or not the peer.
+    /// [`Error::Transition`] when the queue pair is in ERR, [`Error::Peer`] when the peer is not found or gone,
+    /// [`Error::InvalidArgument`] for an unknown QPN or an invalid completion queue.
     pub fn modify_qp(&self, qpn: u32, attr: &QpAttr, psn: Option<u32>, timeout: Duration) -> Result<()> {
         if let Some(psn) = psn {
             self.0.shared.with(|core| {
@@ -155,21 +156,21 @@ impl Card {
         Ok(())
     }
 
-    /// The state of a queue pair, as the card knows it.
+    /// State of a queue pair.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a number that no queue pair has.
+    /// [`Error::InvalidArgument`] for an unknown QPN.
     pub fn state(&self, qpn: u32) -> Result<QpState> {
         let state = self.0.shared.with(|core| core.with_qp(qpn, |qp, _| qp.state));
         state.ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this HCA"))
     }
 
-    /// Ends a queue pair. Its memory is the application's again.
+    /// Destroys a queue pair. The card no longer uses its memory.
     pub fn destroy_qp(&self, qpn: u32) {
         self.0.destroy_qp(qpn);
     }
 
-    /// What it has counted.
+    /// Counters of the card.
     pub fn stats(&self) -> HcaStats {
         self.0.stats()
     }

@@ -1,28 +1,28 @@
-//! Which payload in host memory the receiver reads by cross-memory attach (CMA).
+//! Policy for cross-memory attach (CMA) of host payloads.
 
 use std::str::FromStr;
 
 use gdsync_device::error::Error;
 
-/// From here on, one copy by the kernel takes less than two through shared memory.
+/// From this length on, one kernel copy is faster than two copies through shared memory.
 const THRESHOLD: usize = 64 << 10;
 
-/// Which payload in host memory, in one buffer, the receiver copies by cross-memory attach (`process_vm_readv`, one copy), and
-/// which is sent through shared memory (two copies, which overlap). Where the kernel does not let the receiver read, all is sent.
+/// Which single-buffer host payloads the receiver reads with `process_vm_readv` (one copy); others go through shared
+/// memory (two copies, pipelined). Where the kernel denies the read, all payloads are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CmaPolicy {
-    /// From 64 KiB on.
+    /// 64 KiB and more.
     #[default]
     Auto,
-    /// From so many bytes on.
+    /// This many bytes and more.
     From(usize),
     /// None.
     Never,
 }
 
 impl CmaPolicy {
-    /// The shortest payload that the receiver reads.
+    /// Minimum length in bytes.
     pub(crate) fn threshold(self) -> Option<usize> {
         match self {
             Self::Auto => Some(THRESHOLD),

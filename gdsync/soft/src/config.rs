@@ -1,4 +1,4 @@
-//! How a software HCA is set up.
+//! Configuration of a software HCA.
 
 use std::sync::Arc;
 
@@ -9,26 +9,27 @@ use gdsync_device::error::{Error, Result};
 
 use super::cma::CmaPolicy;
 
-/// From here on a copy engine is worth its start. Through a mapping, 32 KiB leave GPU memory in 44 us (H200), and reach it
-/// in 1.3 us; a copy engine takes 10 us, most of it to begin.
+/// Default of [`SoftHcaConfig::by_reference`]. On an H200, the CPU reads 32 KiB of GPU memory in 44 us and writes them
+/// in 1.3 us; a copy engine takes 10 us, mostly startup.
 const BY_REFERENCE: usize = 32 << 10;
-/// Keys have 24 bits for the index of a region; the first indices are not used.
+/// Region indices have 24 bits in a key; the first 1024 are reserved.
 pub(crate) const MAX_REGIONS: usize = (1 << 24) - 1024;
-/// How a software HCA is set up.
+/// Configuration of a software HCA.
 #[derive(Clone, Debug)]
 pub struct SoftHcaConfig {
-    /// Treats what a card would punish as an error (doorbell before record, wrong owner bits, signature, reserved bits).
+    /// Reports driver mistakes that a card punishes: doorbell before record, wrong owner bits, bad signature, reserved
+    /// bits.
     pub strict: bool,
-    /// Faults from the start.
+    /// Faults injected from the start.
     pub faults: FaultPlan,
-    /// Payload in GPU memory of so many bytes and more is left to a copy engine of the receiver (default 32 KiB; see
-    /// [the module](super)).
+    /// Minimum bytes of a GPU payload that the receiver's copy engine fetches by reference (default 32 KiB; see [the
+    /// module](super)).
     pub by_reference: usize,
-    /// Which payload in host memory the receiver reads by cross-memory attach.
+    /// Which host payloads the receiver reads by cross-memory attach.
     pub cma: CmaPolicy,
-    /// Memory regions that it takes at a time, at most 2^24 - 1024 (the default).
+    /// Maximum number of memory regions, at most 2^24 - 1024 (the default).
     pub max_regions: usize,
-    /// What moves payload in place of CUDA's copy engines.
+    /// Replaces CUDA's copy engines, for tests.
     #[doc(hidden)]
     pub copy_engine: Option<Arc<dyn CopyEngine>>,
 }
@@ -42,11 +43,11 @@ impl Default for SoftHcaConfig {
 }
 
 impl SoftHcaConfig {
-    /// From the environment: `GDSYNC_STRICT=1`, `GDSYNC_FAULTS` as [`FaultPlan`] reads it, `GDSYNC_BY_REFERENCE=bytes`, and
-    /// `GDSYNC_CMA` as [`CmaPolicy`] reads it.
+    /// Reads `GDSYNC_STRICT=1`, `GDSYNC_FAULTS` (see [`FaultPlan`]), `GDSYNC_BY_REFERENCE=bytes` and `GDSYNC_CMA` (see
+    /// [`CmaPolicy`]).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a value that cannot be read.
+    /// [`Error::InvalidArgument`] for a value that does not parse.
     pub fn from_env() -> Result<Self> {
         let strict = match variable("GDSYNC_STRICT").as_deref() {
             None | Some("0") => false,

@@ -1,4 +1,4 @@
-//! The state of a software HCA, and one step of its work.
+//! State of a software HCA and one step of its work.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,24 +20,24 @@ use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{DoorbellSet, GpuNudge, MAX_QPS};
 use gdsync_device::{FaultPlan, Faults, Gid, HcaStats, QpState, Shuffle, TransferPath};
 
-/// Packets taken from one link before others get their turn.
+/// Maximum packets per link and step.
 const BURST: usize = 64;
-/// Steps that the ringer of a doorbell runs at most.
+/// Maximum steps run by the thread that rings a doorbell.
 const ROUNDS: usize = 8;
-/// Steps between two looks at the clock.
+/// Steps between clock reads.
 const STEPS: u32 = 64;
-/// Time between two looks at the timers.
+/// Interval between timer checks.
 const TICK: Duration = Duration::from_micros(20);
-/// Queue pair numbers with a meaning of their own lie below, as do small ones, which would hide byte-order mistakes.
+/// Smallest QPN. Lower ones are reserved, and small numbers would hide byte-order mistakes.
 const FIRST_QPN: u32 = 0x100;
-/// All queue pairs of a multicast group.
+/// QPN of multicast.
 const MULTICAST: u32 = 0xff_ffff;
 
-// On lines of its own: who runs it writes here all the time.
+// Aligned to avoid false sharing: the stepping thread writes it continuously.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Core {
-    /// The next step panics.
+    /// Makes the next step panic.
     #[cfg(test)]
     pub(crate) panics: bool,
     qpns: QpNumbers,
@@ -48,20 +48,20 @@ pub(crate) struct Core {
     async_events: AsyncEventQueue,
     pending_flush: PendingFlush,
     pub(crate) copy_engine: Arc<dyn CopyEngine>,
-    /// Payload of so many bytes is left to copy engines.
+    /// Minimum payload for references to GPU memory.
     by_reference: usize,
-    /// Which payload in host memory the peer reads.
+    /// Which host payloads the peer reads.
     cma: CmaPolicy,
-    /// When a long message, or a copy of one, last began that nobody was told of yet.
+    /// Start of the newest long message or copy that has not been reported yet.
     copied: Option<Instant>,
     links: Links,
-    /// The receiving ends of the links, by their numbers.
+    /// Receiving ends of the links, by link index.
     rings: Vec<Option<RxRing>>,
-    /// Boxed, so that one is cheaply taken out while it works with the rest.
+    /// Boxed, so that taking one out to work on it is cheap.
     qps: Vec<Slot>,
-    /// Queue pairs with work or timers.
+    /// Indices of queue pairs with work or timers.
     active: Vec<usize>,
-    /// Queue pairs whose doorbell will be written by something that cannot tell us, and up to which block.
+    /// Doorbells written without a call to the HCA, by GPUs.
     watched: WatchedDoorbells,
     strict: bool,
     steps: u32,
@@ -71,12 +71,12 @@ pub(crate) struct Core {
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// Changes with every queue pair in this slot, so that a stale packet does not meet its successor.
+    /// Changes with every queue pair in this slot, so that stale packets do not match its successor.
     generation: u32,
     qp: Option<Box<SoftQp>>,
 }
 
-/// How queue pairs are numbered: slot and generation, shuffled, so that who was not told a number cannot guess it.
+/// Assigns QPNs: generation and slot, shuffled, so that they are hard to guess.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QpNumbers(Shuffle<24>);
 
@@ -89,13 +89,13 @@ impl QpNumbers {
         Faults::new(plan, self.0)
     }
 
-    /// The slot of a queue pair.
+    /// Slot of a queue pair.
     #[inline]
     pub(super) fn index(self, qpn: u32) -> usize {
         self.0.find(qpn) as usize % MAX_QPS
     }
 
-    /// The number of the next queue pair in a slot.
+    /// Next QPN of a slot.
     fn next(self, index: usize, generation: &mut u32) -> u32 {
         let [index, slots] = [index, MAX_QPS].map(|n| u32::try_from(n).expect("at most MAX_QPS"));
         loop {
@@ -144,7 +144,7 @@ impl Core {
         })
     }
 
-    /// How a message of `len` bytes of this memory, in the region of this key, would leave by a queue pair.
+    /// Transfer path of a message of `len` bytes of `memory`, whose key is `key`.
     pub(super) fn transfer_path(
         &mut self,
         index: usize,
@@ -156,12 +156,12 @@ impl Core {
         known.expect("the caller has the queue pair")
     }
 
-    /// Returns from how many bytes on it was.
+    /// Sets the minimum payload for references and returns the previous one.
     pub(super) fn leave_by_reference(&mut self, bytes: usize) -> usize {
         std::mem::replace(&mut self.by_reference, bytes)
     }
 
-    /// Runs `work` on a queue pair together with everything it needs.
+    /// Runs `work` on a queue pair and the shared state.
     fn with<T>(&mut self, index: usize, work: impl FnOnce(&mut SoftQp, &mut Env<'_>) -> T) -> Option<T> {
         let mut qp = self.qps.get_mut(index)?.qp.take()?;
         let mut env = Env {
@@ -187,13 +187,13 @@ impl Core {
         Some(result)
     }
 
-    /// The index of a queue pair that exists.
+    /// Index of a queue pair, if it exists.
     fn find(&self, qpn: u32) -> Option<usize> {
         let i = self.qpns.index(qpn);
         self.qps.get(i).and_then(|slot| slot.qp.as_ref()).is_some_and(|qp| qp.rings.qpn == qpn).then_some(i)
     }
 
-    /// Adds a queue pair that `make` builds for a QPN.
+    /// Adds the queue pair that `make` builds for its QPN.
     pub(crate) fn add_qp(&mut self, make: impl FnOnce(u32) -> Box<SoftQp>) -> Result<()> {
         let i = self.qps.iter().position(|slot| slot.qp.is_none()).unwrap_or(self.qps.len());
         if i == MAX_QPS {
@@ -207,7 +207,7 @@ impl Core {
         Ok(())
     }
 
-    /// Removes a queue pair; what it held is returned, to be let go outside of locks.
+    /// Removes a queue pair. The caller drops it outside of locks.
     pub(crate) fn remove_qp(&mut self, qpn: u32, rung: &DoorbellSet) -> Option<Box<SoftQp>> {
         let i = self.find(qpn)?;
         self.watched.forget(i, rung);
@@ -217,7 +217,7 @@ impl Core {
         qp
     }
 
-    /// Runs `work` on the queue pair `qpn`.
+    /// Runs `work` on queue pair `qpn`.
     pub(crate) fn with_qp<T>(
         &mut self,
         qpn: u32,
@@ -234,50 +234,50 @@ impl Core {
         });
     }
 
-    /// Looks at this doorbell from now on, if it will be rung.
+    /// Starts to poll this doorbell if it was announced to be rung.
     fn watch(&mut self, i: usize, rung: &DoorbellSet) {
         if self.is_to_watch(i, rung) {
             self.watched.add(i);
         }
     }
 
-    /// Whether more will be rung than was.
+    /// Whether an announced doorbell has not been rung yet.
     fn is_to_watch(&self, i: usize, rung: &DoorbellSet) -> bool {
         let qp = self.qps.get(i).and_then(|slot| slot.qp.as_ref());
         qp.is_some_and(|qp| rung.is_to_watch(i, qp.req.head()))
     }
 
-    /// Looks at this doorbell no more: the queue pair was reset, what was announced will not be rung.
+    /// Stops polling a doorbell: after a reset, announced sends will not be rung.
     pub(crate) fn unwatch(&mut self, qpn: u32, rung: &DoorbellSet) {
         if let Some(i) = self.find(qpn) {
             self.watched.forget(i, rung);
         }
     }
 
-    /// The links that there are, the one to itself among them, and the numbers that links ever had, for tests.
+    /// Number of links including the loopback, and of link slots, for tests.
     #[cfg(test)]
     pub(super) fn count_links(&self) -> (usize, usize) {
         (self.rings.iter().flatten().count(), self.rings.len())
     }
 
-    /// The link added last, for tests.
+    /// Index of the newest link, for tests.
     #[cfg(test)]
     pub(super) fn newest_link(&self) -> usize {
         self.rings.len() - 1
     }
 
-    /// Whether a link's peer is gone and nobody has acted on it, for tests.
+    /// Whether the peer of a link is gone and that has not been handled, for tests.
     #[cfg(test)]
     pub(super) fn is_newly_dead(&self, link: usize) -> bool {
         self.links.is_newly_dead(link)
     }
 
-    /// A living link to `peer`.
+    /// Index of a live link to `peer`.
     pub(crate) fn link_to(&self, peer: Gid) -> Option<usize> {
         self.links.find(peer)
     }
 
-    /// Adds a link; what lets other threads see its records goes to `peeks`.
+    /// Adds a link and its hint for threads that do not hold the lock.
     pub(crate) fn add_link(&mut self, ends: LinkEnds, rx_hints: &RxHints) -> usize {
         let (link, ring) = self.links.add(ends);
         if let Some((number, peek)) = ring.peeker() {
@@ -288,7 +288,7 @@ impl Core {
         link
     }
 
-    /// Lets go of the links that lead to nobody any more and that no queue pair is connected over.
+    /// Frees dead links over which no queue pair is connected.
     pub(crate) fn drop_dead_links(&mut self) {
         for link in 0..self.rings.len() {
             let is_used = || self.qps.iter().filter_map(|slot| slot.qp.as_ref()).any(|qp| qp.uses(link));
@@ -299,13 +299,13 @@ impl Core {
         }
     }
 
-    /// The copies under way on a region.
+    /// Copies in progress into a region.
     pub(crate) fn copies_on(&self, key: u32) -> Vec<Ticket> {
         self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).flat_map(|qp| qp.copies_on(key)).collect()
     }
 
-    /// Whether a packet of this peer waits: what it sent before it died still counts. Two links lead to a peer when both sides
-    /// have made one at the same time.
+    /// Whether a packet of this peer waits. Packets sent before the peer died are still processed. There are two links
+    /// to a peer if both sides connected at once.
     fn has_packet_of(&mut self, peer: Option<Gid>) -> bool {
         let links = &self.links;
         let mut rings = self.rings.iter_mut().enumerate().filter_map(|(l, ring)| Some((l, ring.as_mut()?)));
@@ -345,7 +345,7 @@ impl Core {
             self.links.note_taken(link, true);
             self.stats.packets_received += 1;
             let header = Header::from_bytes(&record.header);
-            // The ring cannot be borrowed while the queue pair borrows the rest, so it steps aside.
+            // Taken out, because the queue pair borrows the rest of `self`.
             let Some(mut ring) = self.rings[link].take() else { break };
             if !self.faults.is_dead() {
                 self.dispatch(link, &header, &Body { ring: &ring, record: &record, link });
@@ -362,7 +362,7 @@ impl Core {
         let peer = self.links.peer(link);
         let done = self.find(header.dst).and_then(|i| {
             self.with(i, |qp, env| {
-                // Only the connected queue pair is heard.
+                // Drop packets of any but the connected queue pair.
                 let from = qp.remote.is_some_and(|r| r.qpn == header.src && Some(r.gid) == peer);
                 if from && header.is_response() {
                     qp.answered(header, body, env);
@@ -378,7 +378,7 @@ impl Core {
         }
     }
 
-    /// The process at the other end of a link is gone: fails what is connected to it.
+    /// Fails the queue pairs connected to the dead peer of a link.
     fn bury(&mut self, link: usize) {
         let peer = self.links.peer(link);
         self.links.take_down(link);
@@ -386,8 +386,8 @@ impl Core {
             self.copy_engine.forget(process);
         }
         tracing::warn!(?peer, "software HCA: peer is gone");
-        // A card does not notice: its timeouts run out.
-        let is_card = self.async_events.is_heard();
+        // A card does not notice, so its timeouts expire.
+        let is_card = self.async_events.has_listener();
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
                 let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
@@ -414,7 +414,7 @@ impl Progress for Core {
         if !self.watched.is_empty() {
             worked |= self.look_at_watched();
         }
-        // Backwards, because finished ones are swapped out.
+        // Backwards, because of `swap_remove`.
         for at in (0..self.active.len()).rev() {
             let i = self.active[at];
             let state = self.with(i, |qp, env| {
@@ -448,7 +448,7 @@ impl Progress for Core {
         worked
     }
 
-    // To the end if the peer is on this HCA: its state would have to move to another core's cache otherwise.
+    // Run to completion, in case the peer is on this HCA: its state is in this core's cache.
     fn ring(&mut self, index: usize, rung: &DoorbellSet) {
         self.ring_index(index);
         self.links.ring();
@@ -535,7 +535,7 @@ impl Progress for Core {
 }
 
 impl SoftQp {
-    /// Whether the step has to come back to it.
+    /// Whether the queue pair needs further steps.
     fn is_active(&self) -> bool {
         (self.state == QpState::RTS && self.req.is_active())
             || (self.state == QpState::ERR && self.req.has_pending())

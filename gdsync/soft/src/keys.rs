@@ -1,4 +1,4 @@
-//! Memory keys: what a work request or a peer may touch.
+//! Memory keys: local and remote access checks, and flushes of written GPU memory.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use gdsync_device::memory::Memory;
 use gdsync_device::{Access, Shuffle};
 use mlx5_ring::Syndrome;
 
-/// The memory regions of one HCA. A key is `index << 8 | variant`, shuffled: the variant changes at every registration, so that
-/// a stale key does not open its successor, and who was not told a key cannot guess it.
+/// The memory regions of one HCA. A key is `index << 8 | variant`, shuffled. The variant changes with every
+/// registration, so a stale key does not match its successor; the shuffle makes keys hard to guess.
 #[derive(Debug)]
 pub(crate) struct Keys {
     shuffle: Shuffle<32>,
@@ -27,11 +27,11 @@ struct Region {
     pdn: u32,
     memory: Memory,
     access: Access,
-    /// How peers are referred to it, if they may be.
+    /// Exported memory handle for peers, if it can be exported.
     export: Option<Arc<Export>>,
 }
 
-/// Keys with a meaning of their own: that of no region, the terminator of a receive's scatter list, and the reserved one.
+/// Reserved keys: "no region", the terminator of a receive's scatter list, and all ones.
 const RESERVED: [u32; 3] = [0, 0x100, u32::MAX];
 
 impl Keys {
@@ -63,12 +63,12 @@ impl Keys {
         }
     }
 
-    /// The number of live regions.
+    /// Number of registered regions.
     pub(crate) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Drops a key. What it held is returned, to be let go outside of locks.
+    /// Removes a key. The caller drops the returned region outside of locks.
     pub(crate) fn deregister(&mut self, key: u32) -> Option<impl Sized + use<>> {
         let (index, variant) = self.split(key);
         let slot = self.slots.get_mut(index)?;
@@ -76,19 +76,19 @@ impl Keys {
         region.inspect(|_| self.free.push(index))
     }
 
-    /// The index and the variant of a key.
+    /// Index and variant of a key.
     fn split(&self, key: u32) -> (usize, u8) {
         let [variant, index @ ..] = self.shuffle.find(key).to_le_bytes();
         let [a, b, c] = index;
         (u32::from_le_bytes([a, b, c, 0]) as usize, variant)
     }
 
-    /// The memory of this key's region.
+    /// Memory of the key's region.
     pub(super) fn memory(&self, key: u32) -> Option<&Memory> {
         self.region(key).map(|region| &region.memory)
     }
 
-    /// How peers are referred to the region of this key.
+    /// Export of the key's region.
     pub(super) fn export(&self, key: u32) -> Option<&Export> {
         self.region(key)?.export.as_deref()
     }
@@ -99,7 +99,7 @@ impl Keys {
         slot.region.as_ref().filter(|_| slot.variant == variant)
     }
 
-    /// The memory and offset of `len` bytes at `addr`, if `key` opens them for `access`.
+    /// Memory and offset of `len` bytes at `addr`, if the key allows `access`.
     fn find(&self, key: u32, pdn: u32, addr: u64, len: usize, access: Access) -> Option<(&Memory, usize)> {
         let region = self.region(key)?;
         if region.pdn != pdn || !region.access.contains(access) {
@@ -109,7 +109,7 @@ impl Keys {
         (offset.checked_add(len)? <= region.memory.len()).then_some((&region.memory, offset))
     }
 
-    /// For a local SGE; `write` when the HCA will write there.
+    /// Checks a local SGE; `write` if the HCA writes to it.
     pub(crate) fn local(
         &self,
         key: u32,
@@ -122,7 +122,7 @@ impl Keys {
         self.find(key, pdn, addr, len, access).ok_or(Syndrome::LOC_PROT_ERR)
     }
 
-    /// For a request of a peer.
+    /// Checks the remote address of a peer's request.
     pub(crate) fn remote(
         &self,
         key: u32,
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_opens_its_range_domain_and_rights_and_nothing_else() {
+    fn key_grants_only_its_range_pd_and_access() {
         let mut keys = Keys::new().unwrap();
         let memory = Memory::alloc(100).unwrap();
         let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ, None);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_key_stays_dead_when_its_slot_is_used_again() {
+    fn stale_key_fails_after_its_slot_is_reused() {
         let mut keys = Keys::new().unwrap();
         let memory = Memory::alloc(8).unwrap();
         let old = keys.register(1, &memory, Access::empty(), None);

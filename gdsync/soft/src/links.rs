@@ -1,4 +1,4 @@
-//! The sending ends of the links to other HCAs, with the fault plan between the transport and the wire.
+//! Sending ends of the links to other HCAs, with fault injection.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use gdsync_device::copy_engine::ProcessId;
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Fate, Faults, Gid, HcaStats};
 
-/// The links of one HCA by their numbers, which are given again when a link is gone; number 0 leads to itself.
+/// Links of one HCA by index; indices are reused. Index 0 is the loopback.
 #[derive(Debug, Default)]
 pub(crate) struct Links(Vec<Option<Link>>);
 
@@ -20,23 +20,23 @@ struct Link {
     tx: TxRing,
     bell: Bell,
     line: Line,
-    /// The peer broke the ring: nothing more is sent.
+    /// The ring is corrupt; nothing more is sent.
     broken: bool,
-    /// That, or the peer's death, was acted on.
+    /// The corruption or the peer's death has been handled.
     down: bool,
-    /// Packets were pushed since the peer's bell was last rung.
+    /// Packets were pushed since the peer was last notified.
     unrung: bool,
-    /// Times that all the peer had sent was seen to be taken.
+    /// How often the receive ring was seen empty, or turned over once.
     quiet: u64,
-    /// Packets taken since.
+    /// Packets received since.
     taken: usize,
-    /// The process at the other end, once it has sent references.
+    /// Process of the peer, once it has sent references.
     process: Option<ProcessId>,
-    /// The number of that process here.
+    /// PID of the peer in this process's namespace.
     pid: Option<libc::pid_t>,
-    /// Its memory was read.
+    /// A test read of the peer's memory succeeded.
     readable: bool,
-    /// Packets that a fault holds back.
+    /// Packets delayed by the fault plan.
     held: VecDeque<Held>,
 }
 
@@ -44,16 +44,16 @@ struct Link {
 struct Held {
     header: Header,
     body: Vec<u8>,
-    /// `None`: until another packet has passed.
+    /// `None`: until another packet has passed it.
     until: Option<Instant>,
 }
 
-/// The body of a packet, still in the ring.
+/// Body of a received packet, still in the ring.
 #[derive(Debug)]
 pub(crate) struct Body<'a> {
     pub(crate) ring: &'a RxRing,
     pub(crate) record: &'a Record,
-    /// The link that it came on.
+    /// Index of the link.
     pub(crate) link: usize,
 }
 
@@ -62,21 +62,21 @@ impl Body<'_> {
         self.record.body_len
     }
 
-    /// Copies a part that was checked against body and memory.
+    /// Copies a part. The caller checked the range against body and memory.
     pub(crate) fn copy_to(&self, at: usize, memory: &Memory, offset: usize, len: usize) {
         self.ring
             .copy_body_to(self.record, at, memory, offset, len)
             .expect("checked against body and region");
     }
 
-    /// `N` bytes from `at` on.
+    /// `N` bytes at offset `at`.
     pub(crate) fn array<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         self.ring.read_body(self.record, at, &mut bytes).ok()?;
         Some(bytes)
     }
 
-    /// The `i`-th 64-bit word, little-endian.
+    /// The `i`-th little-endian 64-bit word.
     pub(crate) fn word(&self, i: usize) -> Option<u64> {
         self.array(8 * i).map(u64::from_le_bytes)
     }
@@ -91,7 +91,7 @@ impl Links {
         self.0.get_mut(index)?.as_mut()
     }
 
-    /// Adds a link; its number and the receiving end are returned.
+    /// Adds a link. Returns its index and receiving end.
     pub(crate) fn add(&mut self, ends: LinkEnds) -> (usize, RxRing) {
         let LinkEnds { peer, tx, rx, bell, line } = ends;
         let pid = line.pid();
@@ -118,14 +118,14 @@ impl Links {
         (index, rx)
     }
 
-    /// Lets a link go.
+    /// Removes a link.
     pub(crate) fn remove(&mut self, index: usize) {
         if let Some(slot) = self.0.get_mut(index) {
             *slot = None;
         }
     }
 
-    /// A living link to `peer`.
+    /// Index of a live link to `peer`.
     pub(crate) fn find(&self, peer: Gid) -> Option<usize> {
         let leads_there = |l: &Link| l.peer == peer && !l.down && !l.is_lost();
         self.0.iter().position(|link| link.as_ref().is_some_and(leads_there))
@@ -135,22 +135,22 @@ impl Links {
         self.get(index).map(|l| l.peer)
     }
 
-    /// Whether the peer's process is gone, or it broke the ring, and nobody has acted on it yet.
+    /// Whether the peer died or the ring is corrupt, and that has not been handled.
     pub(crate) fn is_newly_dead(&self, index: usize) -> bool {
         self.get(index).is_some_and(|l| !l.down && l.is_lost())
     }
 
-    /// Whether a link is used no more.
+    /// Whether a link is unusable.
     pub(crate) fn is_down(&self, index: usize) -> bool {
         self.get(index).is_none_or(|l| l.down)
     }
 
-    /// Whether that is so, and it was not let go.
+    /// Whether a link is unusable and not yet removed.
     pub(crate) fn is_left_over(&self, index: usize) -> bool {
         self.get(index).is_some_and(|l| l.down)
     }
 
-    /// Uses a link no more.
+    /// Marks a link unusable.
     pub(crate) fn take_down(&mut self, index: usize) {
         if let Some(link) = self.get_mut(index) {
             link.down = true;
@@ -158,7 +158,7 @@ impl Links {
         }
     }
 
-    /// A packet will be sent in a moment.
+    /// Prefetches the line of the next packet.
     #[inline]
     pub(crate) fn expect(&self, index: usize) {
         if let Some(link) = self.get(index) {
@@ -166,10 +166,10 @@ impl Links {
         }
     }
 
-    /// Sends a packet. Returns false when the link has no room now; a packet on a dead link is lost.
+    /// Sends a packet. Returns false if the ring is full. Packets on a dead link are dropped.
     #[expect(
         clippy::too_many_arguments,
-        reason = "a packet, its number for the fault plan, and the counters"
+        reason = "packet parts, fault plan and counters"
     )]
     pub(crate) fn send(
         &mut self,
@@ -222,33 +222,33 @@ impl Links {
         true
     }
 
-    /// Sends a packet past the fault plan, and drops the references of its sender that the plan holds back. Returns false
-    /// when the link has no room now.
+    /// Sends a WITHDRAW, bypassing the fault plan, and drops the sender's delayed references. Returns false if the ring
+    /// is full.
     pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
         let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
         link.held.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
         link.push(header, &[], &[])
     }
 
-    /// The peer is this process.
+    /// Records the process of the peer.
     pub(crate) fn note_process(&mut self, index: usize, process: ProcessId) {
         if let Some(link) = self.get_mut(index) {
             link.process = Some(process);
         }
     }
 
-    /// The process at the other end, if it has sent references.
+    /// Process of the peer, if it has sent references.
     pub(crate) fn process(&self, index: usize) -> Option<ProcessId> {
         self.get(index)?.process
     }
 
-    /// The host memory that a reference is to, if the kernel lets us read it there.
+    /// Host memory that `reference` names, if this process may read it.
     pub(crate) fn host_memory(&mut self, index: usize, reference: &Reference) -> Option<(Process, u64)> {
         let link = self.get_mut(index)?;
         let found = reference.in_process(link.pid?)?;
         if !link.readable {
             if let Err(error) = found.0.probe() {
-                tracing::debug!(peer = %link.peer, %error, "software HCA: memory of the peer cannot be read (process_vm_readv)");
+                tracing::debug!(peer = %link.peer, %error, "software HCA: the kernel denies process_vm_readv on the peer");
                 return None;
             }
             link.readable = true;
@@ -256,11 +256,11 @@ impl Links {
         Some(found)
     }
 
-    /// A packet of the peer was taken, or none was there.
+    /// Records whether a receive attempt found a packet.
     pub(crate) fn note_taken(&mut self, index: usize, any: bool) {
         if let Some(link) = self.get_mut(index) {
             link.taken += usize::from(any);
-            // All that the ring can hold was taken since: also what was there then.
+            // After a full ring of packets, everything sent before has been received.
             if !any || link.taken > MOST_RECORDS {
                 link.quiet += 1;
                 link.taken = 0;
@@ -268,12 +268,12 @@ impl Links {
         }
     }
 
-    /// A number that has grown when all that the peer had sent before was taken.
+    /// Grows after everything that the peer had sent has been received.
     pub(crate) fn quiet(&self, index: usize) -> u64 {
         self.get(index).map_or(0, |l| l.quiet)
     }
 
-    /// Wakes the peers that packets were sent to.
+    /// Notifies peers of pushed packets.
     pub(crate) fn ring(&mut self) {
         for link in self.0.iter_mut().flatten() {
             if std::mem::take(&mut link.unrung) {
@@ -282,14 +282,14 @@ impl Links {
         }
     }
 
-    /// Tells the peer of a link that it has room again.
+    /// Notifies the peer of a link that its ring has room.
     pub(crate) fn ring_one(&self, index: usize) {
         if let Some(link) = self.get(index) {
             link.bell.ring();
         }
     }
 
-    /// Sends delayed packets whose time has come, and lonely reordered ones. Returns whether any are left.
+    /// Sends delayed packets that are due. Returns whether any remain.
     pub(crate) fn tick(&mut self, now: Instant) -> bool {
         let mut left = false;
         for link in self.0.iter_mut().flatten() {

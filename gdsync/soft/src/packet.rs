@@ -1,36 +1,36 @@
-//! The packets that software HCAs exchange: RC transport in the shape of InfiniBand's, with larger packets.
+//! Packet format between software HCAs: InfiniBand RC transport with larger packets.
 
 use super::wire::HEADER;
 
-/// Payload bytes of one packet. A card would cut at the path MTU.
+/// Payload bytes per packet, in place of a card's path MTU.
 pub(crate) const SEGMENT: usize = 16 * 1024;
 
-/// What a packet is.
+/// Packet opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub(crate) struct PacketOp(pub(crate) u8);
 
 impl PacketOp {
     pub(crate) const SEND: Self = Self(1);
-    /// Extension: remote address.
+    /// Extension header: remote address.
     pub(crate) const WRITE: Self = Self(2);
-    /// Extension: remote address. `len` bytes are wanted.
+    /// Extension header: remote address. `len` is the number of bytes requested.
     pub(crate) const READ: Self = Self(3);
-    /// Extension: remote address, compare, swap.
+    /// Extension header: remote address, compare, swap.
     pub(crate) const COMPARE_SWAP: Self = Self(4);
-    /// Extension: remote address, addend, 0.
+    /// Extension header: remote address, addend, 0.
     pub(crate) const FETCH_ADD: Self = Self(5);
-    /// Everything up to `psn` has arrived.
+    /// Acknowledges all packets up to `psn`.
     pub(crate) const ACK: Self = Self(6);
-    /// `code` says what is wrong with packet `psn`.
+    /// Negative acknowledgement of packet `psn`; `code` is the reason.
     pub(crate) const NAK: Self = Self(7);
     pub(crate) const READ_RESPONSE: Self = Self(8);
-    /// Extension: the old value.
+    /// Extension header: the old value.
     pub(crate) const ATOMIC_RESPONSE: Self = Self(9);
-    /// The payload that packet `psn` refers to is being copied.
+    /// The receiver is still copying the payload that packet `psn` references.
     pub(crate) const COPYING: Self = Self(10);
-    /// What this side has referred to and is not acknowledged must not complete any more: its bytes may change. `psn` is the
-    /// first of the connection.
+    /// Withdraws all unacknowledged references: their bytes may change, so they must not complete. `psn` is the first
+    /// of the connection.
     pub(crate) const WITHDRAW: Self = Self(11);
 }
 
@@ -38,23 +38,24 @@ pub(crate) const FIRST: u8 = 1;
 pub(crate) const LAST: u8 = 2;
 pub(crate) const IMM: u8 = 4;
 pub(crate) const SOLICITED: u8 = 8;
-/// In place of the payload, `len` bytes, the body ends in a reference to it. All packets of the message in one.
+/// The body ends in a reference to the payload instead of its `len` bytes. Such a message has one packet.
 pub(crate) const REFERENCE: u8 = 16;
 
-/// NAK code: `psn` is the packet that was expected; something before it was lost.
+/// NAK code: packets before the received one were lost; `psn` is the expected one.
 pub(crate) const NAK_SEQUENCE: u8 = 0;
-/// NAK code: no receive was posted; `len` carries the RNR timer code. Other codes are the syndrome for the requester.
+/// NAK code: receiver not ready; `len` is the RNR timer code. Codes not listed here are requester syndromes.
 pub(crate) const NAK_RNR: u8 = 1;
-/// NAK code: the payload that `psn` refers to cannot be copied from here: it must be sent. No syndrome has this number.
+/// NAK code: the receiver cannot follow the reference in `psn`; the requester sends the bytes. No syndrome has this
+/// number.
 pub(crate) const NAK_REFERENCE: u8 = 0xfe;
 
-/// The header of a packet.
+/// Packet header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) op: PacketOp,
     pub(crate) flags: u8,
     pub(crate) code: u8,
-    /// Destination and source queue pair.
+    /// Destination QPN; `src` is the source QPN.
     pub(crate) dst: u32,
     pub(crate) src: u32,
     pub(crate) psn: u32,
@@ -99,12 +100,12 @@ impl Header {
     }
 }
 
-/// The number of packets for `len` bytes: at least one.
+/// Number of packets for `len` bytes, at least one.
 pub(crate) fn segments(len: usize) -> u32 {
     u32::try_from(len.div_ceil(SEGMENT).max(1)).expect("messages are at most 1 GiB")
 }
 
-/// How far `psn` is ahead of `from`; negative for a packet of the past.
+/// Signed distance from `from` to `psn`; negative if `psn` is older.
 pub(crate) fn ahead(psn: u32, from: u32) -> i32 {
     psn.wrapping_sub(from).cast_signed()
 }
@@ -114,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_survive_the_wire() {
+    fn header_round_trip() {
         let header = Header {
             op: PacketOp::WRITE,
             flags: FIRST | IMM,
@@ -130,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn sequence_numbers_wrap() {
+    fn psn_arithmetic_wraps() {
         assert_eq!(ahead(1, u32::MAX), 2);
         assert_eq!(ahead(u32::MAX, 1), -2);
         assert_eq!([0, 1, SEGMENT, SEGMENT + 1].map(segments), [1, 1, 1, 2]);

@@ -1,9 +1,8 @@
-//! What was written into GPU memory and its GPU may not see yet.
+//! GPU memory written by the CPU and not yet flushed.
 //!
-//! A completion says that data is in place, also to work of the GPU that waits for the completion. Where the GPU does not
-//! see in order what reaches it over PCIe, data that was stored through a mapping is flushed before the next completion of
-//! the HCA is written: [`Capabilities::flush`](gdsync_device::cuda::Capabilities) says where. Data that a copy engine has moved is in
-//! place when the word behind the copy is seen, and host memory always is.
+//! A completion guarantees that the data is visible to GPU work that waits for it. Some GPUs do not order incoming PCIe
+//! writes: there, stores through a mapping are flushed before the next CQE is written; see
+//! [`Capabilities::flush`](gdsync_device::cuda::Capabilities). Copy engines and host memory need no flush.
 
 use smallvec::SmallVec;
 
@@ -11,12 +10,12 @@ use super::keys::Keys;
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
 
-/// Regions that were written to since the last completion, and need a flush.
+/// Keys of regions written since the last completion that need a flush.
 #[derive(Debug, Default)]
 pub(crate) struct PendingFlush(SmallVec<[u32; 4]>);
 
 impl PendingFlush {
-    /// The CPU has written to this region.
+    /// Records a CPU write to a region.
     #[inline]
     pub(super) fn written(&mut self, key: u32, memory: &Memory) {
         if memory.needs_flush() && !self.0.contains(&key) {
@@ -24,7 +23,7 @@ impl PendingFlush {
         }
     }
 
-    /// Flushes all of them.
+    /// Flushes all recorded regions.
     pub(super) fn flush(&mut self, keys: &Keys) -> Result<()> {
         let memories = self.0.drain(..).filter_map(|key| keys.memory(key));
         memories.map(Memory::flush).fold(Ok(()), Result::and)

@@ -1,4 +1,4 @@
-//! A queue pair inside the software HCA: its rings, its state, its doorbell.
+//! A queue pair of the software HCA: rings, state and doorbell.
 
 pub(crate) mod receive_staging;
 pub(crate) mod requester;
@@ -23,7 +23,7 @@ use requester::Requester;
 use responder::Responder;
 use staging::Stage;
 
-/// What the queue pairs share while one of them works.
+/// State shared by all queue pairs, borrowed while one of them works.
 #[derive(Debug)]
 pub(crate) struct Env<'a> {
     pub(crate) keys: &'a Keys,
@@ -34,11 +34,11 @@ pub(crate) struct Env<'a> {
     pub(crate) async_events: &'a mut AsyncEventQueue,
     pub(crate) pending_flush: &'a mut PendingFlush,
     pub(crate) copy_engine: &'a dyn CopyEngine,
-    /// Payload of so many bytes is left to copy engines.
+    /// Minimum payload for references to GPU memory.
     pub(crate) by_reference: usize,
-    /// Which payload in host memory the peer reads.
+    /// Which host payloads the peer reads.
     pub(crate) cma: CmaPolicy,
-    /// When a message of several packets, or a copy of payload, has begun, here or at a peer.
+    /// Start of the newest message of several packets or copy, here or at a peer.
     pub(crate) copied: &'a mut Option<Instant>,
     pub(crate) strict: bool,
 }
@@ -46,33 +46,33 @@ pub(crate) struct Env<'a> {
 #[derive(Debug)]
 pub(crate) struct SoftQp {
     pub(crate) rings: Rings,
-    /// Where its owner learns of what no completion tells.
+    /// Sticky error shared with the verbs layer, for failures without a CQE.
     pub(crate) health: Arc<Health>,
     pub(crate) psn: u32,
     pub(crate) state: QpState,
     pub(crate) access: Access,
     pub(crate) remote: Option<QpAddress>,
-    /// The link to the remote HCA.
+    /// Index of the link to the remote HCA.
     pub(crate) link: usize,
     pub(crate) req: Requester,
     pub(crate) resp: Responder,
-    /// Payload of sends on its way out of GPU memory.
+    /// Payload of sends, staged out of GPU memory.
     pub(super) sends: Stage,
-    /// Answers to READs, likewise.
+    /// READ responses, staged out of GPU memory.
     pub(super) answers: Stage,
-    /// Payload on its way into memory that the CPU does not reach.
+    /// Payload staged into memory that is not mapped.
     pub(super) receive_staging: ReceiveStaging,
-    /// Packets sent, for fault decisions.
+    /// Packets sent, for the fault plan.
     pub(crate) packets: u64,
-    /// Listed as active in the core.
+    /// Whether the core lists it as active.
     pub(crate) active: bool,
 }
 
 impl SoftQp {
-    /// Takes the doorbell and moves the fetch target.
+    /// Reads the doorbell and advances the fetch target.
     pub(crate) fn take_doorbell(&mut self, env: &mut Env<'_>) {
         if self.rings.is_rung() {
-            // The line comes while the request is read.
+            // The prefetch overlaps with reading the WQE.
             env.links.expect(self.link);
         }
         match self.rings.take_doorbell(self.req.head(), self.state, env.strict, env.stats) {
@@ -85,7 +85,7 @@ impl SoftQp {
         }
     }
 
-    /// Completes the oldest outstanding send, or all, with an error, and goes to ERR.
+    /// Sets the error of the oldest outstanding send, completes what is due, and goes to ERR.
     pub(crate) fn fail(&mut self, syndrome: Syndrome, env: &mut Env<'_>) {
         self.req.fail_front(syndrome);
         self.retire(env);
@@ -94,7 +94,7 @@ impl SoftQp {
         }
     }
 
-    /// Goes to ERR because its peer is gone.
+    /// Goes to ERR because the peer died.
     pub(crate) fn lose_peer(&mut self, env: &mut Env<'_>) {
         if !self.req.has_pending() {
             self.health.record(Error::PeerGone { qpn: self.rings.qpn });
@@ -102,17 +102,17 @@ impl SoftQp {
         self.fail(Syndrome::RETRY_EXC_ERR, env);
     }
 
-    /// Goes to ERR: no more network, everything posted is flushed.
+    /// Goes to ERR: stops the transport and flushes all posted requests.
     pub(crate) fn go_error(&mut self, env: &mut Env<'_>) {
         self.state = QpState::ERR;
         self.resp.cancel();
         self.flush(env);
     }
 
-    /// Flushes sends up to the doorbell record (not the doorbell: as a card does), and receives.
+    /// Flushes receives, and sends up to the doorbell record (as a card does, not up to the doorbell).
     ///
-    /// Not before the peer knows that references are void, and copies into receives are over: what is flushed is the
-    /// application's again.
+    /// A flushed buffer belongs to the application again. So references are withdrawn first, and copies into receives
+    /// must be over.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>) {
         if self.withdraw(env) && !self.receive_staging.is_busy() {
             self.flush_sends(env);
@@ -122,7 +122,7 @@ impl SoftQp {
         }
     }
 
-    /// In ERR: goes on with a flush that had to wait. Returns whether it is over.
+    /// Resumes a delayed flush in ERR. Returns whether it ended.
     pub(crate) fn leave(&mut self, env: &mut Env<'_>) -> bool {
         if self.state != QpState::ERR || !self.req.has_pending() {
             return false;
@@ -131,12 +131,12 @@ impl SoftQp {
         !self.req.has_pending()
     }
 
-    /// Whether copies are under way that this waits for.
+    /// Whether this queue pair waits for copies.
     pub(crate) fn is_copying(&self) -> bool {
         self.resp.is_copying() || self.awaits_engines()
     }
 
-    /// Whether some of them are made by others, whose end nobody announces.
+    /// Whether it waits for copy engines, which do not report completion.
     pub(crate) fn awaits_engines(&self) -> bool {
         self.resp.awaits_engines()
             || self.sends.is_waiting()
@@ -144,18 +144,18 @@ impl SoftQp {
             || self.receive_staging.is_busy()
     }
 
-    /// The copies under way into a region.
+    /// Copies in progress into a region.
     pub(crate) fn copies_on(&self, key: u32) -> impl Iterator<Item = Ticket> {
         self.resp.copies_on(key).chain(self.receive_staging.copies(Some(key)))
     }
 
-    /// Whether it is connected over this link, or waits for what came over it.
+    /// Whether it is connected over this link, or still processes payload from it.
     pub(super) fn uses(&self, link: usize) -> bool {
         self.remote.is_some() && self.link == link || self.resp.has_copy_from(link)
     }
 
-    /// Before a reset: acknowledges what is complete, takes references back, and takes no more. The copies that are still
-    /// under way, or `None` while the link has no room.
+    /// Prepares a reset: sends due responses, withdraws references and stops receiving. Returns the copies in progress,
+    /// or `None` while the link has no room.
     pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
         self.answer(env);
         let mut copies = self.resp.close();
@@ -218,11 +218,11 @@ impl SoftQp {
         self.complete(self.rings.request.recv_cqn, cqe, env);
     }
 
-    /// Writes a CQE, behind all data.
+    /// Flushes received data, then writes a CQE.
     fn complete(&mut self, cqn: u32, mut cqe: Cqe, env: &mut Env<'_>) {
         let flushed = env.pending_flush.flush(env.keys);
         if let Err(error) = &flushed {
-            tracing::error!(qpn = self.rings.qpn, %error, "software HCA: received data is not visible to its GPU");
+            tracing::error!(qpn = self.rings.qpn, %error, "software HCA: flush of received data failed; its GPU may not see it");
             cqe.syndrome = Syndrome::LOC_QP_OP_ERR;
             let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
             cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
@@ -242,21 +242,21 @@ impl SoftQp {
             env.async_events.raise(AsyncEvent::QpFatal(self.rings.qpn));
             tracing::error!(
                 qpn = self.rings.qpn,
-                "completion queue overrun: the queue pair goes to ERR, nothing completes any more"
+                "completion queue overrun: the queue pair goes to ERR and completes nothing more"
             );
             self.state = QpState::ERR;
         }
     }
 
-    /// Applies a checked transition. `link` leads to the remote HCA when `attr` names one. Returns the first packet
-    /// sequence number of this side.
+    /// Applies a transition that the caller checked. `link` is the link to `attr.remote`. Returns this side's first
+    /// PSN.
     pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<u32> {
         let to = attr.state.unwrap_or(self.state);
         if self.state == QpState::ERR && !matches!(to, QpState::ERR | QpState::RESET) {
-            let why = "the HCA has put it into ERR meanwhile; only RESET leads out".into();
+            let why = "the HCA moved it to ERR; reset it first".into();
             return Err(Error::Transition { qpn: self.rings.qpn, from: QpState::ERR, to, why });
         }
-        // Since the link was made, its peer may have gone, and its number may have been given again.
+        // The peer may have died since, and the link's index may be reused.
         let is_gone =
             |remote: &QpAddress, link| env.links.is_down(link) || env.links.peer(link) != Some(remote.gid);
         if let Some(remote) = attr.remote.filter(|remote| link.is_some_and(|link| is_gone(remote, link))) {
@@ -265,8 +265,8 @@ impl SoftQp {
         self.access = attr.access.unwrap_or(self.access);
         match attr.state {
             Some(QpState::RESET) => {
-                // What was exposed late has its completion before the queue is emptied: somebody may have given up waiting
-                // for it and have put one of his own in its place, and the next one belongs behind it.
+                // Completes late doorbells before the rings are cleared: "request n = completion n" must hold for later
+                // requests.
                 if self.state == QpState::ERR {
                     self.flush(env);
                 }
@@ -291,7 +291,7 @@ impl SoftQp {
     }
 
     fn reset(&mut self) -> Result<()> {
-        // Another one, so that a late packet of this connection is not taken for one of the next.
+        // A new PSN, so that late packets of this connection do not match the next.
         self.psn = random_psn()?;
         self.req = Requester::new(self.psn);
         self.resp = Responder::default();

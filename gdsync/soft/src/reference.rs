@@ -1,7 +1,7 @@
-//! References to payload: what a requester sends in place of the bytes.
+//! Payload references: descriptors that a requester sends in place of the payload.
 //!
-//! A peer in the same process, where CUDA refuses to open its own handles, finds the memory in a table of the process. Host
-//! memory is referred to by its address: the peer has the kernel read it.
+//! CUDA does not open IPC handles in the process that created them, so peers in one process look the memory up in a
+//! process-wide table. Host memory is referenced by its address, which the peer reads by cross-memory attach.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,31 +13,30 @@ use gdsync_device::Gid;
 use gdsync_device::copy_engine::{Handle, ProcessId, Source};
 use gdsync_device::memory::{MARK, Memory, Process, WeakMemory};
 
-/// Bytes of a reference in a packet.
+/// Bytes of an encoded reference.
 pub(super) const REFERENCE: usize = 112;
 
-/// The memory of this process that peers may be referred to, by number. Of the process, because its HCAs are no
-/// strangers to each other, and CUDA is of the process too.
+/// Exported memory of this process, by token. Process-wide, because HCAs of one process reference each other's memory.
 static EXPORTS: Mutex<BTreeMap<u64, WeakMemory>> = Mutex::new(BTreeMap::new());
 
-/// In place of the number of an export: it is host memory.
+/// Token of references to host memory.
 const HOST: u64 = 0;
 
-/// Random bytes of this process, where its peers read them.
+/// Random identifier of this process, which peers read to verify the PID.
 fn nonce() -> &'static [u8; 16] {
     static NONCE: OnceLock<[u8; 16]> = OnceLock::new();
-    // Without random numbers no HCA opens, so nobody is there to be mistaken for another.
+    // All zero without random numbers; then no HCA opens, so the value is never used.
     NONCE.get_or_init(|| Gid::random().map_or([0; 16], |gid| gid.0))
 }
 
-/// This process. A forked child has another number.
+/// Identifier of this process. It includes the PID, so a forked child differs.
 fn this_process() -> ProcessId {
     let mut id = *nonce();
     id[..4].copy_from_slice(&std::process::id().to_le_bytes());
     id
 }
 
-/// A memory region that peers may be referred to, until this is dropped.
+/// Keeps a memory region in the export table until dropped.
 #[derive(Debug)]
 pub(crate) struct Export {
     token: u64,
@@ -52,7 +51,7 @@ impl Export {
         Arc::new(Self { token, handle })
     }
 
-    /// The bytes from `at` on.
+    /// Reference to the bytes from `at` on.
     pub(super) fn reference(&self, at: usize) -> Reference {
         Reference { process: this_process(), token: self.token, at: at as u64, handle: self.handle }
     }
@@ -64,18 +63,18 @@ impl Drop for Export {
     }
 }
 
-/// Bytes of a region, as a packet names them.
+/// Reference to bytes of a region, as encoded in a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Reference {
     process: ProcessId,
     token: u64,
-    /// First byte in the region.
+    /// Offset in the region.
     at: u64,
     handle: Handle,
 }
 
 impl Reference {
-    /// To host memory of this process. Peers of versions that do not know it find nothing to open.
+    /// References host memory of this process. Peers that do not know this token fail to open it and send a NAK.
     pub(super) fn to_host(addr: u64) -> Self {
         let handle = Handle { ipc: [0; 64], buffer: nonce().as_ptr().addr() as u64, offset: 0 };
         Self { process: this_process(), token: HOST, at: addr, handle }
@@ -85,7 +84,7 @@ impl Reference {
         self.token == HOST
     }
 
-    /// The process, with this number here, and the address in it; `None` for other than host memory.
+    /// The process, known here as `pid`, and the address in it. `None` unless it references host memory.
     pub(super) fn in_process(&self, pid: libc::pid_t) -> Option<(Process, u64)> {
         let [_, _, _, _, mark @ ..] = self.process;
         let mark_at = self.handle.buffer.checked_add((16 - MARK) as u64)?;
@@ -117,7 +116,7 @@ impl Reference {
         Self { process, token: word(0), at: word(1), handle }
     }
 
-    /// Where the bytes are, `skip` bytes on; `None` when they are gone or cannot be opened.
+    /// Source of `len` bytes after skipping `skip`. `None` if the memory is gone or cannot be opened.
     pub(super) fn source(&self, skip: usize, len: usize) -> Option<Source> {
         let at = self.at.checked_add(skip as u64)?;
         if self.process == this_process() {
@@ -137,7 +136,7 @@ mod tests {
     const HANDLE: Handle = Handle { ipc: [7; 64], buffer: 8, offset: 9 };
 
     #[test]
-    fn references_survive_the_wire() {
+    fn reference_round_trip() {
         let reference = Reference { process: [3; 16], token: 4, at: 5, handle: HANDLE };
         assert_eq!(Reference::from_bytes(&reference.to_bytes()), reference);
         assert!(matches!(
@@ -150,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn host_memory_is_found_where_it_is() {
+    fn host_reference_is_readable_by_cma() {
         let memory = Memory::alloc(100).unwrap();
         memory.write(0, &[7; 100]).unwrap();
         let reference = Reference::to_host(memory.host_addr(10).unwrap());
@@ -160,18 +159,18 @@ mod tests {
         let copy = Memory::alloc(90).unwrap();
         copy.read_from_process(0, 90, &process, at).unwrap();
         assert_eq!(copy.to_vec(), [7; 90]);
-        assert!(reference.source(0, 1).is_none(), "copy engines do not");
+        assert!(reference.source(0, 1).is_none(), "copy engines do not take host references");
         assert!(Reference { token: 1, ..reference }.in_process(pid).is_none());
     }
 
     #[test]
-    fn this_process_finds_its_memory_as_long_as_it_is_exported_and_alive() {
+    fn local_reference_is_valid_while_exported_and_alive() {
         let memory = Memory::alloc(100).unwrap();
         let export = Export::new(&memory, HANDLE);
         let reference = export.reference(10);
         let Some(Source::Here(found, 0)) = reference.source(20, 70) else { panic!("not found") };
         assert_eq!((found.addr(), found.len()), (memory.addr() + 30, 70));
-        assert!(reference.source(20, 71).is_none(), "it ends there");
+        assert!(reference.source(20, 71).is_none(), "past the end");
         drop((memory, found));
         assert!(reference.source(0, 1).is_none(), "freed");
         let memory = Memory::alloc(100).unwrap();

@@ -1,4 +1,4 @@
-//! Whether packets wait on any link, seen without the lock.
+//! Lock-free check for waiting packets on any link.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +12,7 @@ const SHELVES: usize = 20;
 
 type FreeBlocks = Box<[OnceLock<Arc<Peek>>]>;
 
-/// The receiving ends of all links, by their places. Links come and go; their places stay, and show nothing meanwhile.
+/// Receiving ends of all links, by slot number. Slots outlive their links; a free slot shows no packets.
 #[derive(Debug, Default)]
 pub(crate) struct RxHints {
     count: AtomicUsize,
@@ -26,7 +26,7 @@ fn shelf_of(number: usize) -> (usize, usize) {
 }
 
 impl RxHints {
-    /// Adds the place with this number, if it is new.
+    /// Adds slot `number` unless it exists.
     pub(crate) fn add(&self, number: usize, peek: Arc<Peek>) {
         let (at, len) = shelf_of(number);
         let shelf = self.shelves[at].get_or_init(|| (0..len).map(|_| OnceLock::new()).collect());
@@ -34,7 +34,7 @@ impl RxHints {
         self.count.fetch_max(number + 1, Ordering::AcqRel);
     }
 
-    /// Whether a packet may wait.
+    /// Whether a packet may be waiting on any link.
     pub(crate) fn any(&self) -> bool {
         let count = self.count.load(Ordering::Acquire);
         let shelves = self.shelves.iter().map_while(OnceLock::get);

@@ -1,4 +1,4 @@
-//! The software HCA as a device: the control path, and who may run a step when.
+//! The software HCA as a [`Provider`]: control path and progress.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,8 +30,7 @@ use gdsync_device::{
     QpRequest, QpState, TransferPath,
 };
 
-/// How long the end of a queue pair or region waits for copies into it, once for each GPU that hangs. Longer than the HCA waits for
-/// one.
+/// How long destroying a queue pair or region waits for copies into it, per hung GPU. Longer than a copy's own limit.
 const PATIENCE: Duration = Duration::from_secs(12);
 
 /// A software HCA. Dropping it ends its threads and links.
@@ -41,7 +40,7 @@ pub struct SoftHca {
     _service: ProgressThread<Shared>,
 }
 
-/// What the service thread shares with everybody who calls in.
+/// State shared by the service thread and callers.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) gid: Gid,
@@ -101,7 +100,7 @@ impl SoftHca {
         Self::start_with(config, None)
     }
 
-    /// As [`SoftHca::start`]; `alarms` is told of what a driver must know.
+    /// As [`SoftHca::start`], with a listener for asynchronous events.
     pub(super) fn start_with(
         config: &SoftHcaConfig,
         async_events: Option<Arc<dyn AsyncEvents>>,
@@ -132,7 +131,7 @@ impl SoftHca {
         Ok(Self { shared, _service: service })
     }
 
-    /// Takes rings into service that belong to no queue pair yet. Returns its number and its first packet sequence number.
+    /// Adds a queue pair over `rings`. Returns its QPN and first PSN.
     pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>) -> Result<(u32, u32)> {
         self.shared.duties.watch_health(Shared::THREAD, &health)?;
         let psn = gdsync_device::random_psn()?;
@@ -160,7 +159,7 @@ impl SoftHca {
         Ok((qpn, psn))
     }
 
-    /// Before a queue pair is reset or destroyed: the copies into its memory that are under way. None begins from now on.
+    /// Stops new copies into a queue pair's memory and returns those in progress.
     fn quiesce(&self, qpn: u32) -> Vec<Ticket> {
         loop {
             match self.shared.with(|core| core.with_qp(qpn, |qp, env| qp.quiesce(env))) {
@@ -171,7 +170,7 @@ impl SoftHca {
         }
     }
 
-    /// Whether a doorbell is watched.
+    /// Whether any doorbell is polled.
     pub fn is_watching(&self) -> bool {
         use gdsync_device::engine::Progress as _;
         self.shared.with(|core| {
@@ -180,7 +179,7 @@ impl SoftHca {
         })
     }
 
-    /// The link to `peer`, made if there is none.
+    /// Index of the link to `peer`; connects if there is none.
     fn link(&self, peer: Gid, timeout: Duration) -> Result<usize> {
         if peer == self.shared.gid {
             return Ok(0);
@@ -192,7 +191,7 @@ impl SoftHca {
         if let Some(link) = known {
             return Ok(link);
         }
-        // Not under the lock: the peer answers from a thread of its own, but that takes a while.
+        // Without the lock: the handshake with the peer's thread takes a while.
         let ends = self.shared.port.connect(peer, timeout)?;
         Ok(self.shared.with(|core| core.add_link(ends, &self.shared.rx_hints)))
     }
@@ -235,7 +234,7 @@ impl Provider for SoftHca {
             call: "registering memory",
             subject: format!("{memory:?} on the software HCA"),
             source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
-            advice: format!("it has {most} regions, and takes no more: deregister some"),
+            advice: format!("all {most} regions are in use; deregister some"),
         })?;
         Ok(MrKeys { lkey: key, rkey: key, is_staged: false })
     }
@@ -244,7 +243,7 @@ impl Provider for SoftHca {
         let (region, copies) =
             self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
         if !self.shared.stuck_copies.wait(&copies, Instant::now() + PATIENCE) {
-            tracing::error!("a copy into a memory region does not end, and may still happen");
+            tracing::error!("a copy into a deregistered memory region has not ended and may still write to it");
         }
         drop(region);
     }
@@ -284,7 +283,7 @@ impl Provider for SoftHca {
         if attr.state == Some(QpState::RESET) {
             let end = Instant::now() + timeout;
             if !self.quiesce(qpn).iter().all(|copy| copy.wait(end)) {
-                let what = "a copy into memory of the queue pair, which may still happen,";
+                let what = "a copy into memory of the queue pair";
                 return Err(Error::Deadline { what, after: timeout });
             }
         }
@@ -304,7 +303,7 @@ impl Provider for SoftHca {
 
     fn destroy_qp(&self, qpn: u32) {
         if !self.shared.stuck_copies.wait(&self.quiesce(qpn), Instant::now() + PATIENCE) {
-            tracing::error!(qpn, "a queue pair is destroyed while a copy into its memory may still happen");
+            tracing::error!(qpn, "a copy into memory of a destroyed queue pair has not ended and may still write to it");
         }
         let qp = self.shared.with(|core| core.remove_qp(qpn, &self.shared.rung));
         drop(qp);

@@ -1,4 +1,4 @@
-//! Copies that do not end: each is waited for once, by whoever first ends something that it uses.
+//! Waits for copies that may never end, at most once per stuck copy.
 
 use std::time::{Duration, Instant};
 
@@ -6,27 +6,28 @@ use parking_lot::Mutex;
 
 use gdsync_device::copy_engine::Ticket;
 
-/// How long one is waited for until it is asked again what holds it up.
+/// Interval at which a wait checks again whether the copy is queued behind a stuck one.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Those that were waited for in vain.
+/// Copies that did not end by their deadline.
 #[derive(Debug, Default)]
 pub(super) struct StuckCopies(Mutex<Vec<Ticket>>);
 
 impl StuckCopies {
-    /// Waits until all of `copies` are over, or for the deadline; not for those that are stuck or come behind such a one. Returns
-    /// whether all are over.
+    /// Waits for `copies` until `deadline`. Skips copies that are stuck, or queued behind a stuck one. Returns whether
+    /// all are over.
     pub(super) fn wait(&self, copies: &[Ticket], deadline: Instant) -> bool {
-        // All of them: another GPU may work.
+        // No short circuit: copies on other GPUs may still end.
         copies.iter().filter(|copy| !self.wait_for(copy, deadline)).count() == 0
     }
 
     fn wait_for(&self, copy: &Ticket, deadline: Instant) -> bool {
         loop {
-            if self.holds_up(copy) {
+            if self.is_stuck(copy) {
                 return false;
             }
-            // What it is behind is known only a moment after it has begun, and others may find out meanwhile.
+            // The queue position is known only after the copy starts, and other threads may find stuck copies
+            // meanwhile.
             if copy.wait(deadline.min(Instant::now() + LOOK)) {
                 return true;
             }
@@ -37,11 +38,11 @@ impl StuckCopies {
         }
     }
 
-    /// Whether it cannot be over, as far as is known.
-    fn holds_up(&self, copy: &Ticket) -> bool {
-        let mut stuck_copies = self.0.lock();
-        stuck_copies.retain(|stuck_copies| !stuck_copies.is_over());
-        !copy.is_over() && stuck_copies.iter().any(|stuck_copies| copy.is_behind(stuck_copies))
+    /// Whether `copy` is stuck or queued behind a stuck copy.
+    fn is_stuck(&self, copy: &Ticket) -> bool {
+        let mut stuck = self.0.lock();
+        stuck.retain(|copy| !copy.is_over());
+        !copy.is_over() && stuck.iter().any(|stuck| copy.is_behind(stuck))
     }
 }
 
@@ -57,33 +58,33 @@ mod tests {
         ticket
     }
 
-    /// Generous: reached only by a test that fails.
+    /// Reached only when a test fails.
     const LONG: Duration = Duration::from_secs(3600);
 
-    /// What [`StuckCopies::wait`] says of a copy that need not be waited for.
-    fn at_once(stuck_copies: &StuckCopies, copies: &[Ticket]) -> bool {
-        let (told, tells) = std::sync::mpsc::channel();
+    /// Result of [`StuckCopies::wait`], which must return at once.
+    fn wait_returns_at_once(stuck_copies: &StuckCopies, copies: &[Ticket]) -> bool {
+        let (result, results) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
-            scope.spawn(|| told.send(stuck_copies.wait(copies, Instant::now() + LONG)).unwrap());
-            let over = tells.recv_timeout(Duration::from_secs(20));
+            scope.spawn(|| result.send(stuck_copies.wait(copies, Instant::now() + LONG)).unwrap());
+            let over = results.recv_timeout(Duration::from_secs(20));
             if over.is_err() {
-                // Or the thread waits for an hour.
+                // Ends the waiting thread.
                 copies.iter().for_each(|copy| copy.fail("the test has failed"));
             }
-            over.expect("it waits again")
+            over.expect("waited again for a stuck copy")
         })
     }
 
     #[test]
-    fn what_is_stuck_is_waited_for_once_with_all_behind_it() {
+    fn stuck_copies_are_waited_for_only_once() {
         let memory = Memory::alloc(8).unwrap();
         let [hung, other] = [0, 4].map(|at| memory.word32(at).unwrap());
         let stuck_copies = StuckCopies::default();
         let copies = [u32::MAX, 0, 1].map(|value| begun(&hung, value));
         hung.store(u32::MAX - 1);
         assert!(!stuck_copies.wait(&copies[1..2], Instant::now()));
-        assert!(!at_once(&stuck_copies, &copies[1..]), "the same, and one behind it");
-        // One before it, or of another GPU, is waited for.
+        assert!(!wait_returns_at_once(&stuck_copies, &copies[1..]), "the same, and one behind it");
+        // Copies ahead of it or on another GPU are waited for.
         let works = [copies[0].clone(), begun(&other, 1)];
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| {
@@ -96,7 +97,7 @@ mod tests {
             assert!(!waiting.join().unwrap());
         });
         assert!(works.iter().all(Ticket::is_over));
-        // It goes on after all.
+        // The stuck copy resumes.
         hung.store(0);
         assert!(!stuck_copies.wait(&copies[2..], Instant::now()));
         hung.store(1);

@@ -1,4 +1,4 @@
-//! The shared-memory wire between the software HCAs of one host: a ring of records each way, handed over a Unix socket.
+//! Shared-memory links between the software HCAs of one host: two packet rings, set up over a Unix socket.
 
 mod bell;
 mod fds;

@@ -1,5 +1,4 @@
-//! Payload on its way into memory that the CPU does not reach: packets are put down in host memory, and a copy engine brings
-//! them on.
+//! REMOVE
 
 use std::time::{Duration, Instant};
 
@@ -11,19 +10,19 @@ use gdsync_device::copy_engine::{CopyEngine, Part, Source, Ticket};
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
 
-/// Packets that are put down at once: more than a peer has under way.
+/// Packets staged at once: more than a peer has in flight.
 const SLOTS: usize = 80;
-/// What has not landed by then is not waited for any more.
+/// Time limit of a copy; later ones are not waited for.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// The packets of a queue pair that are put down.
+/// Received packets of a queue pair on their way to memory that is not mapped.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiveStaging {
     memory: Option<Memory>,
-    /// The last packet of each slot.
+    /// Newest packet of each slot.
     slots: Vec<Option<Packet>>,
     next: usize,
-    /// When the last one was put down.
+    /// When the newest packet was staged.
     since: Option<Instant>,
 }
 
@@ -33,11 +32,11 @@ struct Packet {
     keys: SmallVec<[u32; 2]>,
 }
 
-/// A part of a packet, and where it goes.
+/// Destination of a part of a packet.
 pub(super) struct Piece {
-    /// Its first byte in the packet.
+    /// Offset in the packet.
     pub(super) from: usize,
-    /// The region.
+    /// Key of the region.
     pub(super) key: u32,
     pub(super) memory: Memory,
     pub(super) at: usize,
@@ -51,23 +50,23 @@ impl ReceiveStaging {
         slots.iter().flatten().filter(|packet| !packet.ticket.is_over())
     }
 
-    /// Whether packets are under way.
+    /// Whether copies are in progress.
     pub(super) fn is_busy(&self) -> bool {
         self.under_way().next().is_some()
     }
 
-    /// Whether a packet can be put down.
+    /// Whether a slot is free.
     pub(super) fn has_room(&self) -> bool {
         self.slots.get(self.next).and_then(Option::as_ref).is_none_or(|packet| packet.ticket.is_over())
     }
 
-    /// The copies under way; those into a region.
+    /// Copies in progress, all or those into a region.
     pub(super) fn copies(&self, key: Option<u32>) -> impl Iterator<Item = Ticket> {
         let into = self.under_way().filter(move |packet| key.is_none_or(|key| packet.keys.contains(&key)));
         into.map(|packet| packet.ticket.clone())
     }
 
-    /// Puts a packet down and brings pieces of it to their places.
+    /// Stages a packet and starts to copy `pieces` of it to their destinations.
     pub(super) fn put(
         &mut self,
         body: &Body<'_>,

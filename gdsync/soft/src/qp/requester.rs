@@ -1,4 +1,4 @@
-//! The sending side of a queue pair: what is under way, what is acknowledged, when to try again, completion in order.
+//! Requester of a queue pair: sends in flight, responses, retransmission, completion in order.
 
 mod answers;
 mod refer;
@@ -19,14 +19,14 @@ use mlx5_ring::{Opcode, Syndrome};
 pub(crate) struct Requester {
     /// Blocks before this one may be fetched.
     target: u64,
-    /// The next block to fetch.
+    /// Next block to fetch.
     head: u64,
     pending: VecDeque<Pending>,
-    /// The first of `pending` that has packets to send.
+    /// Index of the first pending send with unsent packets.
     unsent: usize,
-    /// Sequence number of the next new message.
+    /// PSN of the next new message.
     next_psn: u32,
-    /// Behind the last packet that was ever sent: the peer cannot have seen more.
+    /// PSN after the last packet ever sent.
     sent_psn: u32,
     /// READs and atomics in progress.
     reads: usize,
@@ -36,16 +36,16 @@ pub(crate) struct Requester {
     rnr_retry: u8,
     retries: u8,
     rnr_retries: u8,
-    /// Went back because an answer is missing, and nothing new was answered since.
+    /// A response is missing; retransmitted, and nothing new was received since.
     gap: bool,
-    /// When to go back for want of an answer; set by the first `tick` that sees packets under way.
+    /// Retransmission deadline; set by the first `tick` with packets in flight.
     deadline: Option<Instant>,
-    /// The receiver was not ready: nothing is sent before.
+    /// Receiver not ready: nothing is sent before this time.
     rnr_until: Option<Instant>,
     references: refer::References,
 }
 
-/// A send between fetch and completion. Its WQE stays in the ring and is read again when packets are sent again.
+/// A send between fetch and completion. Its WQE stays in the ring and is read again to retransmit.
 #[derive(Debug)]
 struct Pending {
     begin: u64,
@@ -56,15 +56,15 @@ struct Pending {
     len: usize,
     psn: u32,
     packets: u32,
-    /// Packets sent; of a READ, asked for.
+    /// Packets sent; for a READ, requested.
     sent: u32,
-    /// Packets acknowledged; of a READ, received.
+    /// Packets acknowledged; for a READ, received.
     done: u32,
-    /// The region that the peer is referred to, in place of the bytes.
+    /// Region sent by reference.
     referred: Option<Referred>,
-    /// The peer may know of a reference.
+    /// The reference was sent at least once.
     is_known: bool,
-    /// Answers on their way to their place.
+    /// Copies of staged responses in progress.
     receive_staging: Vec<Ticket>,
     error: Option<Syndrome>,
 }
@@ -86,7 +86,7 @@ impl Pending {
         matches!(self.kind, Kind::Read | Kind::Atomic)
     }
 
-    /// An answer has come, and may be on its way to its place.
+    /// Adds the copy of a staged response and drops finished ones.
     fn land(&mut self, ticket: Option<Ticket>) {
         self.receive_staging.extend(ticket);
         if self.receive_staging.iter().any(|ticket| ticket.status() == Status::Failed) {
@@ -136,7 +136,7 @@ impl Requester {
         self.max_reads = attr.max_rd_atomic.map_or(self.max_reads, usize::from);
     }
 
-    /// Behind the last packet that was ever sent, for tests.
+    /// PSN after the last packet ever sent, for tests.
     #[cfg(test)]
     pub(crate) fn sent_psn(&self) -> u32 {
         self.sent_psn
@@ -146,29 +146,29 @@ impl Requester {
         self.head
     }
 
-    /// A doorbell made blocks up to `target` visible.
+    /// Allows fetching blocks up to `target`.
     pub(crate) fn extend(&mut self, target: u64) {
         self.target = self.target.max(target);
     }
 
-    /// Whether anything is to be done or waited for.
+    /// Whether it has work or waits for responses.
     pub(crate) fn is_active(&self) -> bool {
         !self.pending.is_empty() || self.head < self.target
     }
 
-    /// Whether a send is outstanding.
+    /// Whether sends are outstanding.
     pub(crate) fn has_pending(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// The oldest outstanding send is to complete with an error.
+    /// Sets the error of the oldest outstanding send.
     pub(crate) fn fail_front(&mut self, syndrome: Syndrome) {
         if let Some(front) = self.pending.front_mut() {
             front.error = Some(syndrome);
         }
     }
 
-    /// Takes the oldest outstanding send off, to end with the error that it has or to be flushed.
+    /// Removes the oldest outstanding send to be flushed, with its own error if it has one.
     pub(crate) fn flush_pending(&mut self) -> Option<(u16, Opcode, Syndrome)> {
         self.unsent = 0;
         let p = self.pending.pop_front()?;
@@ -176,7 +176,7 @@ impl Requester {
         Some((p.index, p.opcode, p.error.unwrap_or(Syndrome::WR_FLUSH_ERR)))
     }
 
-    /// Passes over a WQE that was never fetched.
+    /// Skips a WQE that was never fetched.
     pub(crate) fn skip(&mut self, blocks: u64) {
         self.head += blocks;
         self.target = self.target.max(self.head);
@@ -190,7 +190,7 @@ impl Requester {
         self.pending.push_back(pending);
     }
 
-    /// The packets of pending send `i` before its packet `sent` were sent.
+    /// Records that the packets of pending send `i` before `sent` were sent.
     fn note_sent(&mut self, i: usize, sent: u32) {
         let p = &mut self.pending[i];
         p.sent = sent;
@@ -200,7 +200,7 @@ impl Requester {
         }
     }
 
-    /// Everything before `psn` has arrived. Returns whether something must be sent again: an answer that was lost.
+    /// Acknowledges all packets before `psn`. Returns true if a response before it was lost.
     fn acknowledge(&mut self, psn: u32) -> bool {
         for i in 0..self.pending.len() {
             let p = &mut self.pending[i];
@@ -224,7 +224,7 @@ impl Requester {
         false
     }
 
-    /// The peer answered something new: timers and retries start afresh.
+    /// Progress by the peer: resets timers and retries.
     fn moved(&mut self) {
         self.deadline = None;
         self.gap = false;
@@ -232,7 +232,7 @@ impl Requester {
         self.rnr_retries = self.rnr_retry;
     }
 
-    /// Sends everything not acknowledged again.
+    /// Go-back-N: sends all unacknowledged packets again.
     fn go_back(&mut self) {
         for p in self.pending.iter_mut().take(self.unsent + 1) {
             p.sent = p.done;
@@ -241,7 +241,7 @@ impl Requester {
         self.deadline = None;
     }
 
-    /// The outstanding send that packet `psn` belongs to.
+    /// Outstanding send that packet `psn` belongs to.
     fn find(&mut self, psn: u32) -> Option<&mut Pending> {
         self.pending.iter_mut().find(|p| {
             let at = ahead(psn, p.psn);
@@ -253,14 +253,14 @@ impl Requester {
         self.pending.iter().find(|p| !p.is_done()).map_or(self.next_psn, |p| p.psn.wrapping_add(p.done))
     }
 
-    /// When `tick` wants to be called next.
+    /// When `tick` must run next.
     pub(crate) fn next_timer(&self) -> Option<Instant> {
         self.rnr_until.or(self.deadline)
     }
 }
 
 impl SoftQp {
-    /// Completes what is done, in order, up to the first send that is not. Returns whether there was any.
+    /// Completes finished sends in order. Returns whether there were any.
     pub(crate) fn retire(&mut self, env: &mut Env<'_>) -> bool {
         let mut any = false;
         while let Some(p) = self.req.pending.front_mut() {
@@ -273,7 +273,7 @@ impl SoftQp {
                 self.go_error(env);
                 break;
             }
-            let p = self.req.pending.pop_front().expect("it was just looked at");
+            let p = self.req.pending.pop_front().expect("front exists");
             self.req.unsent = self.req.unsent.saturating_sub(1);
             self.req.reads -= usize::from(p.needs_answer());
             self.req.count_reference(&p, false);
@@ -285,7 +285,7 @@ impl SoftQp {
         any
     }
 
-    /// Looks at the timers.
+    /// Checks the timers.
     pub(crate) fn tick(&mut self, now: Instant, env: &mut Env<'_>) {
         self.limit_copies(now);
         if self.state != QpState::RTS {
@@ -318,7 +318,7 @@ impl SoftQp {
     }
 }
 
-/// The pause that an RNR timer code asks for (InfiniBand architecture, table 45).
+/// Delay of an RNR timer code (InfiniBand architecture, table 45).
 fn rnr_pause(code: u32) -> Duration {
     const HUNDREDTHS_OF_MS: [u32; 32] = [
         65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
@@ -332,7 +332,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rnr_pauses_are_those_of_the_architecture() {
+    fn rnr_delays_match_the_specification() {
         assert_eq!(rnr_pause(0), Duration::from_micros(655_360));
         assert_eq!(rnr_pause(1), Duration::from_micros(10));
         assert_eq!(rnr_pause(12), Duration::from_micros(640));

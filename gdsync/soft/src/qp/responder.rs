@@ -1,4 +1,4 @@
-//! The receiving side of a queue pair: puts packets in order, places their bytes, answers.
+//! Responder of a queue pair: orders and checks requests, places their payload, sends responses.
 
 mod check;
 mod cma;
@@ -21,26 +21,26 @@ use crate::wire::Piece;
 use gdsync_device::{QpAttr, QpState};
 use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome, low16};
 
-/// Answers that wait for room on the link, a READ of any length being one. The requests of a peer that takes no more are dropped, as if
-/// the network had lost them: it sends them again. More than a peer has under way that takes its answers.
+/// Responses queued for the link; a READ counts once. Further requests are dropped as if lost. More than a peer that
+/// takes responses has in flight.
 const MOST_ANSWERS: usize = 256;
-/// Old values of atomics kept, for requests that come again. More than a peer may have outstanding (16).
+/// Atomic results kept for repeated requests. More than a peer may have outstanding (16).
 const REPLAYS: usize = 32;
 
 #[derive(Debug, Default)]
 pub(crate) struct Responder {
-    /// The first packet of the connection.
+    /// First PSN of the connection.
     first: u32,
-    /// The packet that must come next.
+    /// Next PSN.
     expected: u32,
     /// Receives consumed.
     tail: u64,
     /// Receives posted, as last read from the doorbell record.
     posted: u64,
-    /// The receive a SEND of several packets goes into.
+    /// The message being received, if it has several packets.
     current: Option<Current>,
     answers: VecDeque<Answer>,
-    /// A gap was reported and has not been filled.
+    /// A gap was reported and is not filled.
     gap: bool,
     replays: VecDeque<(u32, u64)>,
     rnr_timer: u8,
@@ -50,13 +50,13 @@ pub(crate) struct Responder {
 
 #[derive(Debug)]
 struct Current {
-    /// The receive's counter; a WRITE has none.
+    /// Counter of the receive; `None` for a WRITE.
     counter: Option<u16>,
     sges: SmallVec<[DataSeg; 4]>,
     received: usize,
 }
 
-/// Something to tell the requester, in order.
+/// A response, sent in order.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
     Ack(u32),
@@ -65,7 +65,7 @@ enum Answer {
         code: u8,
         arg: u32,
     },
-    /// `done` bytes of it were answered before.
+    /// `done` bytes were sent before.
     Read {
         psn: u32,
         rkey: u32,
@@ -77,7 +77,7 @@ enum Answer {
         psn: u32,
         value: u64,
     },
-    /// This packet's message is being copied.
+    /// The message of this packet is still being copied.
     Copying(u32),
 }
 
@@ -90,21 +90,21 @@ impl Answer {
     }
 }
 
-/// Why a request was not done.
+/// Why a request was refused.
 #[derive(Clone, Copy, Debug)]
 enum Refusal {
-    /// Nothing was posted to receive it.
+    /// No receive is posted.
     NotReady,
-    /// Payload cannot be copied by reference.
+    /// The payload cannot be copied by reference.
     Reference(Reason),
-    /// The requester's fault; this side goes to ERR.
+    /// Error of the requester; the queue pair goes to ERR.
     Remote(Syndrome),
-    /// The receive failed: its completion, and what the requester is told.
+    /// The receive failed: syndrome of its CQE, and of the NAK.
     Receive { counter: u16, local: Syndrome, remote: Syndrome },
 }
 
 impl Refusal {
-    /// The receive that it takes.
+    /// The receive it consumes.
     fn counter(&self) -> Option<u16> {
         match *self {
             Self::Receive { counter, .. } => Some(counter),
@@ -128,13 +128,13 @@ impl Responder {
         self.max_reads = attr.max_dest_rd_atomic.map_or(self.max_reads, usize::from);
     }
 
-    /// What is held for the peer: answers, messages that wait, old values. For tests.
+    /// Number of responses, copies and replay entries held for the peer, for tests.
     #[cfg(test)]
     pub(crate) fn held(&self) -> usize {
         self.answers.len() + self.copies.len() + self.replays.len()
     }
 
-    /// The packet that must come next, for tests.
+    /// Next PSN, for tests.
     #[cfg(test)]
     pub(crate) fn expected_psn(&self) -> u32 {
         self.expected
@@ -144,14 +144,14 @@ impl Responder {
         self.tail
     }
 
-    /// Takes the next receive and returns its counter.
+    /// Consumes the next receive and returns its counter.
     pub(crate) fn consume(&mut self) -> u16 {
         let counter = low16(self.tail);
         self.tail += 1;
         counter
     }
 
-    /// The queue pair is in ERR: takes the receives that were half filled, to be flushed. Answers still go out.
+    /// Enters ERR: returns the consumed receives to flush. Queued responses still go out.
     pub(crate) fn stop(&mut self) -> Vec<u16> {
         let mut counters = self.take_abandoned();
         counters.extend(self.current.take().and_then(|current| current.counter));
@@ -162,7 +162,7 @@ impl Responder {
         !self.answers.is_empty() || self.is_copying()
     }
 
-    /// Refuses a packet, once while that waits to be sent.
+    /// Queues a NAK unless the same one is queued.
     fn nak(&mut self, psn: u32, code: u8, arg: u32) {
         let same = |a: &Answer| matches!(a, Answer::Nak { psn: p, code: c, .. } if (*p, *c) == (psn, code));
         if !self.answers.iter().any(same) {
@@ -170,7 +170,7 @@ impl Responder {
         }
     }
 
-    /// READs and atomics that are not answered yet: more than agreed are refused.
+    /// Whether the number of queued READ and atomic responses is below the agreed limit.
     fn has_room_for_read(&self) -> bool {
         let waits = |a: &&Answer| matches!(a, Answer::Read { .. } | Answer::Atomic { .. });
         self.answers.iter().filter(waits).count() < self.max_reads.max(1)
@@ -186,8 +186,7 @@ impl Responder {
 }
 
 impl SoftQp {
-    /// A request of the peer. The answer leaves with the next step: what the completion makes the application send goes
-    /// first, because it is what somebody waits for.
+    /// Handles a request. Its response leaves with the next step, because replies by the application go first.
     pub(crate) fn requested(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         if !matches!(self.state, QpState::RTR | QpState::RTS) {
             env.stats.packets_discarded += 1;
@@ -248,7 +247,7 @@ impl SoftQp {
         }
     }
 
-    /// A request that was done before: its answer was lost, or the network doubled it.
+    /// A repeated request: its response was lost, or the packet was duplicated.
     fn repeated(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         match header.op {
             PacketOp::READ => {
@@ -275,10 +274,9 @@ impl SoftQp {
         }
     }
 
-    /// Does a request. Returns how many sequence numbers it used.
+    /// Executes a request. Returns the number of PSNs it used.
     fn execute(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
         if header.flags & (packet::FIRST | packet::LAST) == packet::FIRST {
-            // Of several packets.
             *env.copied = Some(Instant::now());
         }
         match header.op {
@@ -294,7 +292,7 @@ impl SoftQp {
         Ok(1)
     }
 
-    /// Sends the answers that are due, as far as the link has room. Returns whether any went out.
+    /// Sends due responses while the link has room. Returns whether any were sent.
     pub(crate) fn answer(&mut self, env: &mut Env<'_>) -> bool {
         let Some(remote) = self.remote else { return false };
         let mut any = false;
@@ -323,7 +321,7 @@ impl SoftQp {
                     let len = left.min(SEGMENT);
                     match self.look_up(&answer, env) {
                         Ok(Some((memory, offset))) => found = Some((memory, offset, len)),
-                        // On its way from a GPU.
+                        // Being staged from a GPU.
                         Ok(None) => break,
                         Err(syndrome) => {
                             self.resp.answers.pop_front();

@@ -1,5 +1,7 @@
-//! Payload on its way out of memory that the CPU reads slowly or not at all: a copy engine brings it to host memory in
-//! chunks, and packets are cut from there. While one chunk is sent the next one is brought.
+//! Staging through pinned host memory, for GPU memory that the CPU reads slowly or cannot reach.
+//!
+//! Outgoing payload is copied out in chunks by a copy engine, and packets are cut from them. One chunk is sent while
+//! the next is copied. Incoming packets are put in host memory, and a copy engine copies them to their destination.
 
 use std::time::{Duration, Instant};
 
@@ -8,21 +10,21 @@ use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
 use gdsync_device::memory::Memory;
 use mlx5_ring::Syndrome;
 
-/// Bytes of a chunk: long enough that a copy engine's start (some 10 us) is short beside it.
+/// Bytes of a chunk: large against the startup of a copy engine (about 10 us).
 const CHUNK: usize = 256 << 10;
-/// Chunks that are on their way or being sent.
+/// Chunks being copied or sent.
 const CHUNKS: usize = 2;
-/// Up to this length payload is read through a mapping: 6 us (H200), where a copy engine takes 10.
+/// Up to this length the CPU reads through the mapping: 6 us on an H200, where a copy engine takes 10.
 const SMALL: usize = 4 << 10;
-/// How long a chunk may take.
+/// Time limit of a copy.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// The chunks of one message at a time.
+/// Chunks of the message being sent.
 #[derive(Debug, Default)]
 pub(crate) struct Stage {
     memory: Option<Memory>,
     chunks: [Option<Chunk>; CHUNKS],
-    /// Somebody waits for a chunk.
+    /// A packet waits for a chunk.
     waits: bool,
 }
 
@@ -34,30 +36,30 @@ struct Chunk {
     since: Instant,
 }
 
-/// What became of the bytes of a packet.
+/// Result of staging the bytes of a packet.
 pub(super) enum Staged {
-    /// They are here, from this byte on.
+    /// Staged at this offset.
     Ready(Memory, usize),
-    /// They are on their way.
+    /// Being copied.
     OnTheirWay,
-    /// They cannot be brought.
+    /// The copy failed.
     Failed,
 }
 
-/// A part of a message: memory, first byte, length.
+/// Memory, offset, length.
 pub(super) type Range = (Memory, usize, usize);
 
 impl Stage {
-    /// Whether somebody waits for a chunk.
+    /// Whether a packet waits for a chunk.
     pub(super) fn is_waiting(&self) -> bool {
         self.waits
     }
 
-    /// What is staged is of no use any more.
+    /// Discards all chunks.
     pub(super) fn forget(&mut self) {
         self.waits = false;
         for chunk in &mut self.chunks {
-            // Where it is not over, its memory is still written to.
+            // An unfinished copy still writes to this memory, so it is leaked.
             if chunk.as_ref().is_some_and(|chunk| !chunk.ticket.is_over())
                 && let Some(memory) = self.memory.take()
             {
@@ -67,8 +69,8 @@ impl Stage {
         }
     }
 
-    /// The bytes from `at` on of a message of `len` bytes, which is told from others by its number. `gather` lists the
-    /// ranges that a part of it is in: first byte, length.
+    /// Stages the bytes from `at` on of a message of `len` bytes, identified by `message`. `gather` lists the ranges of
+    /// a part: offset, length.
     pub(super) fn bring(
         &mut self,
         message: u32,
@@ -90,7 +92,7 @@ impl Stage {
             let slot = number % CHUNKS;
             let known = self.chunks[slot].as_ref();
             let is_it = known.is_some_and(|chunk| (chunk.message, chunk.number) == (message, number));
-            // What is still being brought for another message keeps its place.
+            // A chunk still being written for another message keeps its slot.
             if is_it || known.is_some_and(|chunk| !chunk.ticket.is_over()) {
                 continue;
             }
@@ -109,12 +111,12 @@ impl Stage {
         let staged = match chunk.ticket.status() {
             Status::Done if is_it => Staged::Ready(memory, slot * CHUNK + at % CHUNK),
             Status::Failed if is_it => {
-                tracing::error!(reason = chunk.ticket.failure(), "payload cannot be staged");
+                tracing::error!(reason = chunk.ticket.failure(), "staging of payload failed");
                 self.chunks[slot] = None;
                 Staged::Failed
             }
             Status::Pending if chunk.since.elapsed() > LIMIT => {
-                tracing::error!(limit = ?LIMIT, "payload cannot be staged: its copy does not end");
+                tracing::error!(limit = ?LIMIT, "staging of payload timed out");
                 Staged::Failed
             }
             _ => Staged::OnTheirWay,
@@ -125,7 +127,7 @@ impl Stage {
 }
 
 impl SoftQp {
-    /// Whether payload of a message of `len` bytes goes out of this memory in chunks.
+    /// Whether a message of `len` bytes in this memory is staged.
     pub(super) fn is_staged(memory: &Memory, len: usize, env: &Env<'_>) -> bool {
         !memory.is_mapped() || len > SMALL && env.copy_engine.stages(memory)
     }
@@ -139,7 +141,7 @@ mod tests {
     use gdsync_device::copy_engine::{Handle, ProcessId};
     use gdsync_device::cuda::Gpu;
 
-    /// Copies when told to.
+    /// Copies only in `run`.
     #[derive(Debug, Default)]
     struct OnDemand(Mutex<Vec<(Vec<Part>, Ticket)>>);
 
@@ -174,13 +176,13 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_brought_ahead_and_only_once() {
+    fn chunks_are_staged_ahead_and_only_once() {
         let len = 2 * CHUNK + 100;
         let source = Memory::alloc(len).unwrap();
         let bytes: Vec<u8> = (0..len).map(|i| (i / 100).to_le_bytes()[0]).collect();
         source.write(0, &bytes).unwrap();
         let (engine, mut stage) = (OnDemand::default(), Stage::default());
-        // The message is in two places.
+        // The message has two SGEs.
         let gather = |at: usize, n: usize| {
             let first = n.min((CHUNK / 2).saturating_sub(at));
             let both = [(source.clone(), at, first), (source.clone(), at + first, n - first)];
@@ -205,7 +207,7 @@ mod tests {
             assert!(out == bytes[at..at + out.len()], "at {at}");
         }
         assert_eq!(copies + engine.run(), 3);
-        // Another message does not get these bytes, nor does it overwrite what is still being written.
+        // Another message gets neither these bytes nor a slot that is still being written.
         assert!(matches!(stage.bring(8, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
         assert!(matches!(stage.bring(9, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
         assert_eq!(engine.run(), 2);

@@ -1,6 +1,6 @@
-//! A hostile peer: packets of every kind against a live queue pair, through the ring that the wire uses.
+//! Hostile peer: random packets against a live queue pair, through the real packet ring.
 //!
-//! `GDSYNC_TEST_PACKETS=N` says how many (default 200,000).
+//! `GDSYNC_TEST_PACKETS=N` sets their number (default 200,000).
 
 use std::collections::HashSet;
 
@@ -15,15 +15,15 @@ use gdsync_device::engine::Progress as _;
 use mlx5_ring::{MAX_MESSAGE, Syndrome};
 
 const PATIENCE: Duration = Duration::from_secs(20);
-/// The peer's queue pair.
+/// QPN of the peer.
 const PEER: u32 = 0x12_3456;
-/// Bytes of the region that the peer may touch, and of the guard on either side of it.
+/// Bytes of the region that the peer may access, and of the guards around it.
 const REGION: usize = 128 << 10;
 const GUARD: usize = 64 << 10;
-/// Receives posted at a time.
+/// Posted receives.
 const DEPTH: usize = 16;
 
-/// A random sequence that is the same in each run.
+/// Reproducible random numbers (xorshift).
 struct Random(u64);
 
 impl Random {
@@ -51,7 +51,7 @@ impl Random {
     }
 }
 
-/// The HCA under test with one queue pair, and the wire to it in the peer's hands.
+/// The HCA under test with one queue pair, and its peer's end of the link.
 struct Bed {
     hca: Arc<SoftHca>,
     qp: Qp,
@@ -60,10 +60,10 @@ struct Bed {
     ends: LinkEnds,
     port: Port,
     payload: Memory,
-    /// The packet that the queue pair expects next, and the message under way.
+    /// Expected PSN, and opcode of the current message.
     expected: u32,
     message: Option<PacketOp>,
-    /// Requests that have not completed.
+    /// Outstanding requests.
     posted: HashSet<u64>,
     next_id: u64,
 }
@@ -84,7 +84,7 @@ impl Bed {
         let gid = Gid::random().unwrap();
         let port = Port::open(gid, Bell::create().unwrap()).unwrap();
         let ends = port.connect(hca.shared.gid, PATIENCE).unwrap();
-        // Otherwise the queue pair would make a second link, and answer over that.
+        // Otherwise the queue pair would open a second link and answer there.
         let start = Instant::now();
         while hca.shared.with(|core| {
             hca.shared.accept(core);
@@ -140,7 +140,7 @@ impl Bed {
         }
     }
 
-    /// Takes a completion: each request has one.
+    /// Checks off a completion; each request has one.
     fn done(&mut self, wc: &Wc) {
         assert!(self.posted.remove(&wc.wr_id), "{wc:?} completes a request that is not outstanding");
         assert!(wc.byte_len <= MAX_MESSAGE, "{wc:?}");
@@ -158,7 +158,7 @@ impl Bed {
         }
     }
 
-    /// Gives the HCA a packet; it steps until it has taken it.
+    /// Pushes a packet; steps the HCA while the ring is full.
     fn push(&mut self, header: &Header, ext: &[u8], len: usize) {
         let mut core = self.hca.shared.core.lock();
         self.hca.shared.accept(&mut core);
@@ -168,7 +168,7 @@ impl Bed {
         }
     }
 
-    /// Lets the HCA work. Returns what it answered, if the peer takes answers; and checks what it holds.
+    /// Steps the HCA until idle. Returns its responses if the peer takes them, and checks how many it queues.
     fn step(&mut self, takes: bool) -> Vec<Header> {
         let mut core = self.hca.shared.core.lock();
         self.hca.shared.accept(&mut core);
@@ -197,11 +197,11 @@ impl Bed {
         let is_whole = |guard: &[u8]| guard.iter().all(|byte| *byte == 0xc5);
         assert!(
             is_whole(&bytes[..GUARD]) && is_whole(&bytes[GUARD + REGION..]),
-            "bytes outside of the region"
+            "bytes outside of the region changed"
         );
     }
 
-    /// The queue pair is in ERR, or put there: everything completes, and it is connected anew.
+    /// Aborts and reconnects the queue pair; all outstanding requests must complete.
     fn again(&mut self, psn: u32) {
         self.qp.abort().unwrap();
         let start = Instant::now();
@@ -216,7 +216,7 @@ impl Bed {
         self.connect(psn);
     }
 
-    /// A packet that a correct peer could send next, or one that differs from it in some respect.
+    /// A packet that a correct peer could send next, or a mutation of it.
     fn random_packet(&mut self, random: &mut Random) {
         const OPS: [PacketOp; 5] =
             [PacketOp::SEND, PacketOp::WRITE, PacketOp::READ, PacketOp::COMPARE_SWAP, PacketOp::FETCH_ADD];
@@ -292,7 +292,7 @@ impl Bed {
 }
 
 #[test]
-fn nothing_that_a_peer_sends_breaks_the_hca() {
+fn random_packets_do_not_break_the_hca() {
     let packets = std::env::var("GDSYNC_TEST_PACKETS").map_or(200_000, |n| n.parse().unwrap());
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let mut bed = Bed::new();
@@ -325,10 +325,10 @@ fn nothing_that_a_peer_sends_breaks_the_hca() {
 }
 
 #[test]
-fn what_was_not_sent_is_not_acknowledged() {
+fn ack_of_unsent_packets_is_ignored() {
     let mut bed = Bed::with(&SoftHcaConfig { cma: CmaPolicy::Never, ..SoftHcaConfig::default() });
     let psn = bed.qp.address().psn;
-    // More packets than may be under way at once.
+    // More packets than the window.
     let id = bed.id();
     let sges: Vec<_> = (0..24).map(|_| bed.mr.sge(0, 4 * SEGMENT).unwrap()).collect();
     let wrs: Vec<_> = sges.iter().map(|sge| SendWr::send(std::slice::from_ref(sge)).id(id)).collect();
@@ -348,7 +348,7 @@ fn what_was_not_sent_is_not_acknowledged() {
 }
 
 #[test]
-fn a_message_that_does_not_end_is_refused() {
+fn endless_message_is_refused() {
     let mut bed = Bed::new();
     let packets = MAX_MESSAGE as usize / SEGMENT;
     let addr = bed.mr.memory().addr().to_le_bytes();
@@ -370,7 +370,7 @@ fn a_message_that_does_not_end_is_refused() {
 }
 
 #[test]
-fn a_write_in_a_send_is_refused_and_the_receive_is_flushed() {
+fn write_inside_a_send_is_refused_and_receive_flushed() {
     let mut bed = Bed::new();
     let mut header = bed.header(PacketOp::SEND, bed.expected);
     header.flags = packet::FIRST;
@@ -382,12 +382,12 @@ fn a_write_in_a_send_is_refused_and_the_receive_is_flushed() {
     assert!(
         naks.iter().any(|header| header.op == PacketOp::NAK && header.code == Syndrome::REM_INV_REQ_ERR.0)
     );
-    // All receives complete, the one of the message among them.
+    // All receives complete, including that of the message.
     bed.again(9);
 }
 
 #[test]
-fn a_peer_that_takes_no_answers_costs_no_memory() {
+fn peer_that_takes_no_responses_costs_no_memory() {
     let mut bed = Bed::new();
     for _ in 0..DEPTH {
         let mut header = bed.header(PacketOp::SEND, bed.expected);
@@ -396,7 +396,7 @@ fn a_peer_that_takes_no_answers_costs_no_memory() {
         bed.expected += 1;
     }
     bed.step(false);
-    // `step` checks what is held.
+    // `step` checks the number of queued responses.
     for n in 0..20_000u32 {
         let psn = if n % 2 == 0 { bed.expected } else { bed.expected + 1 + n };
         let mut header = bed.header(PacketOp::SEND, psn);

@@ -1,4 +1,4 @@
-//! An HCA that nobody runs while its peer acts.
+//! Tests that hold the lock of one HCA while its peer acts.
 
 use super::*;
 use gdsync::verbs::{Context, RecvWr, SendWr};
@@ -68,7 +68,7 @@ impl Side {
     }
 }
 
-/// Held by who counts the links of this process, or has very many.
+/// Serializes the tests that count or create many links.
 static LINKS: Mutex<()> = Mutex::new(());
 
 /// Mappings of links in this process.
@@ -77,9 +77,9 @@ fn mapped_links() -> usize {
     maps.lines().filter(|line| line.contains("memfd:gdsync-link")).count()
 }
 
-/// One that serves many, one after the other, as a scheduler does.
+/// Peers come and go, as under a scheduler.
 #[test]
-fn links_to_peers_that_left_are_used_again() {
+fn links_to_departed_peers_are_reused() {
     let _alone = LINKS.lock();
     let a = Side::new();
     let until = |what: &str, done: &dyn Fn() -> bool| {
@@ -94,7 +94,7 @@ fn links_to_peers_that_left_are_used_again() {
         let b = Side::new();
         a.connect(&b);
         b.connect(&a);
-        // Posted anew: the reset has emptied the queue.
+        // Posted again: the reset cleared the ring.
         a.qp.rq.write(0, &[0; 16]).unwrap();
         a.qp.record.atomic32(mlx5::QP_DBREC_RECV).unwrap().store(mlx5::recv_record(1), Ordering::Release);
         b.send();
@@ -106,7 +106,7 @@ fn links_to_peers_that_left_are_used_again() {
         a.recv_cq.ring.read(slot, &mut cqe).unwrap();
         assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND, "peer {n}");
         let reset = QpAttr::to(QpState::RESET);
-        // By turns before the peer leaves and after that.
+        // Alternates between a reset before the peer leaves and after.
         if n % 2 == 0 {
             a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
         }
@@ -115,20 +115,20 @@ fn links_to_peers_that_left_are_used_again() {
             let is_lost =
                 || a.hca.shared.with(|core| core.with_qp(a.qp.qpn, |qp, _| qp.state == QpState::ERR));
             until("the queue pair fails", &|| is_lost() == Some(true));
-            assert!(a.hca.shared.core.lock().count_links().0 > 1, "a link that is used was let go");
+            assert!(a.hca.shared.core.lock().count_links().0 > 1, "a link in use was freed");
             a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
         }
-        until("the link is let go", &|| a.hca.shared.with(|core| core.count_links().0) == 1);
+        until("the link is freed", &|| a.hca.shared.with(|core| core.count_links().0) == 1);
         let (_, numbers) = a.hca.shared.core.lock().count_links();
         (most, places) = (most.max(numbers), places.max(mapped_links()));
     }
-    // The other tests of this process have a few at the same time.
+    // Other tests of this process have a few links at the same time.
     assert!(most <= 4 && places < 100, "{most} numbers, {places} mapped at a time");
 }
 
-/// All at once: when they are quiet, nobody looks for packets.
+/// Idle links must show no packets.
 #[test]
-fn three_hundred_peers_leave_the_hca_quiet() {
+fn idle_links_of_300_peers_show_no_packets() {
     let _alone = LINKS.lock();
     let hub = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
     let build = |context: &Context| context.alloc_pd().unwrap().build_qp().build().unwrap();
@@ -151,25 +151,25 @@ fn three_hundred_peers_leave_the_hca_quiet() {
     }
     let start = Instant::now();
     while hub.shared.rx_hints.any() {
-        assert!(start.elapsed() < PATIENCE, "packets are seen where there are none");
+        assert!(start.elapsed() < PATIENCE, "hints report packets on empty rings");
         std::thread::yield_now();
     }
 }
 
 #[test]
-fn what_a_peer_sent_before_it_died_arrives() {
+fn packets_sent_before_peer_death_are_received() {
     let (a, b) = (Side::new(), Side::new());
     a.connect(&b);
     b.connect(&a);
     a.qp.rq.write(0, &[0; 16]).unwrap();
     let record = a.qp.record.atomic32(mlx5::QP_DBREC_RECV).unwrap();
     record.store(mlx5::recv_record(1), Ordering::Release);
-    // Nobody runs this HCA while the peer sends and dies.
+    // Holding the lock stops this HCA while the peer sends and dies.
     let mut core = a.hca.shared.core.lock();
     a.hca.shared.accept(&mut core);
     b.send();
     let start = Instant::now();
-    // Where another thread ran that HCA just now, the send leaves a moment later.
+    // The send is delayed if another thread was stepping that HCA.
     while b.hca.stats().packets_sent == 0 {
         assert!(start.elapsed() < PATIENCE, "nothing was sent");
         std::thread::yield_now();
@@ -177,10 +177,10 @@ fn what_a_peer_sent_before_it_died_arrives() {
     drop(b);
     let link = core.newest_link();
     while !core.is_newly_dead(link) {
-        assert!(start.elapsed() < PATIENCE, "nobody noticed");
+        assert!(start.elapsed() < PATIENCE, "the peer's death was not noticed");
         std::thread::yield_now();
     }
-    // The peer may have made a second link, and that is the one it has used.
+    // The peer may have opened a second link and used that one.
     a.hca.shared.accept(&mut core);
     core.tick(Instant::now());
     while core.step(&a.hca.shared.rung) {}
@@ -189,7 +189,7 @@ fn what_a_peer_sent_before_it_died_arrives() {
     assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND);
 }
 
-/// Says that it copies, and that it has.
+/// Reports copies as done without copying.
 #[derive(Debug)]
 struct Idle;
 
@@ -210,7 +210,7 @@ impl CopyEngine for Idle {
 }
 
 #[test]
-fn both_sides_know_when_a_copy_began() {
+fn both_sides_record_the_start_of_a_copy() {
     const LEN: usize = 4096;
     let config =
         SoftHcaConfig { by_reference: LEN, copy_engine: Some(Arc::new(Idle)), ..SoftHcaConfig::default() };
@@ -226,26 +226,26 @@ fn both_sides_know_when_a_copy_began() {
     let remote = RemoteAddr { addr: memory.addr(), rkey: other.rkey };
     a.post(&SendOp::Write { remote, payload: Payload::Sges(&sges), imm: None });
     while b.hca.stats().by_reference == 0 {
-        assert!(start.elapsed() < PATIENCE, "nothing came by reference");
+        assert!(start.elapsed() < PATIENCE, "nothing was sent by reference");
         std::thread::yield_now();
     }
-    // Who did the work tells of it when the state is let go, which it was since.
+    // The time is published when the lock is released, which it was since.
     assert!(began(&b) >= Some(start), "{:?}", began(&b));
     assert!(a.hca.stats().packets_sent > 0 && began(&a) >= Some(start), "{:?}", began(&a));
 }
 
 #[test]
-fn a_copy_is_told_to_those_who_wait() {
+fn copies_make_waiters_poll() {
     let hca = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
     assert!(!hca.has_copied_lately(), "there was no copy");
-    // Of a moment to come, so that it is recent however slow this machine is.
+    // In the future, so that it counts as recent on a slow machine.
     hca.shared.duties.copied.note(Instant::now() + PATIENCE);
     assert!(hca.has_copied_lately());
 }
 
-/// Whoever runs the step: nobody waits for a state that no step will change.
+/// Nobody may wait for a state that no step will change.
 #[test]
-fn a_panic_in_a_step_breaks_queue_pairs_and_streams() {
+fn panic_in_a_step_breaks_queue_pairs_and_streams() {
     let hca = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
     let context = Context::over(hca.clone());
     let pd = context.alloc_pd().unwrap();

@@ -1,4 +1,4 @@
-//! A bell in shared memory: HCAs of other processes ring it when there is work.
+//! Event count in shared memory: wakes HCAs in other processes.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null;
@@ -10,13 +10,13 @@ use gdsync_device::error::Result;
 use gdsync_device::memory::{Memory, Word32};
 use gdsync_shm::event_count;
 
-/// Bytes of the shared page.
+/// Bytes of the shared memory file.
 const SIZE: usize = 4096;
-/// Offsets of the two words, on cache lines of their own.
+/// Offsets of the two words, on separate cache lines.
 const SLEEPERS: usize = 0;
 const SEQUENCE: usize = 64;
 
-/// Any number of threads of any process may sleep on it and ring it. Clones share it.
+/// Threads of any process may sleep and notify. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Bell {
     sleepers: Word32,
@@ -29,7 +29,7 @@ impl Bell {
         Self::open(gdsync_device::memfd(c"gdsync-bell", SIZE)?)
     }
 
-    /// Maps a bell that a peer created, once its file is proven large enough and unable to shrink.
+    /// Maps a peer's event count after checking the size and seals of its file.
     pub(crate) fn open(fd: OwnedFd) -> Result<Self> {
         gdsync_device::check_memfd(&fd, SIZE)?;
         let memory = Memory::map_shared(fd.as_fd(), SIZE)?;
@@ -41,14 +41,14 @@ impl Bell {
         self.fd.as_fd()
     }
 
-    /// Wakes every sleeper. While nobody sleeps this costs a fence and a load.
+    /// Wakes all sleepers. Without sleepers this costs a fence and a load.
     pub(crate) fn ring(&self) {
         if event_count::ring(self.sleepers.atomic(), self.sequence.atomic()) {
             self.wake();
         }
     }
 
-    /// Wakes every sleeper, also after a ringer died half-way.
+    /// Wakes all sleepers even if a peer died between its two updates.
     pub(crate) fn ring_hard(&self) {
         self.sequence.atomic().fetch_add(1, Ordering::Release);
         self.wake();
@@ -56,11 +56,11 @@ impl Bell {
 
     fn wake(&self) {
         let word = self.sequence.atomic().as_ptr();
-        // SAFETY: the word is mapped; FUTEX_WAKE only uses its address.
+        // SAFETY: FUTEX_WAKE uses only the address of the word.
         unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX) };
     }
 
-    /// Sleeps unless `ready`, until rung or for `timeout`. May return for no reason.
+    /// Sleeps unless `ready`, until notified or for `timeout`. May wake spuriously.
     pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let ticket = event_count::announce(self.sleepers.atomic(), self.sequence.atomic());
         if ready() {
@@ -71,7 +71,7 @@ impl Bell {
             tv_nsec: timeout.subsec_nanos().into(),
         };
         let word = self.sequence.atomic().as_ptr();
-        // SAFETY: the word and the time are valid for the call; a time in seconds and nanoseconds is relative.
+        // SAFETY: the word is mapped while `self` lives and `time` is on the stack; the timeout is relative.
         unsafe {
             libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, ticket, &raw const time, null::<u32>(), 0)
         };
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ring_wakes_a_sleeper_through_another_mapping() {
+    fn notify_wakes_sleeper_through_another_mapping() {
         let bell = Bell::create().unwrap();
         let other = Bell::open(bell.fd().try_clone_to_owned().unwrap()).unwrap();
         let work = Arc::new(AtomicU64::new(0));
@@ -96,7 +96,7 @@ mod tests {
             for n in 1..=1000 {
                 while seen.load(Ordering::Acquire) < n {
                     bell.sleep(&|| seen.load(Ordering::Acquire) >= n, Duration::from_secs(30));
-                    assert!(start.elapsed() < Duration::from_secs(30), "a ring was lost");
+                    assert!(start.elapsed() < Duration::from_secs(30), "a notification was lost");
                 }
             }
         });
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_rings_and_the_time_runs_out() {
+    fn sleep_times_out_without_notify() {
         let start = Instant::now();
         Bell::create().unwrap().sleep(&|| false, Duration::from_millis(20));
         assert!(start.elapsed() >= Duration::from_millis(19));

@@ -1,16 +1,16 @@
-//! File descriptors between processes: memory files that cannot shrink, and messages that carry them.
+//! Passing file descriptors over Unix sockets.
 
 use std::io;
 use std::mem::zeroed;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-/// The most descriptors of a message.
+/// Maximum descriptors per message.
 const MAX_FDS: usize = 2;
-/// Room for the control message of that many, with some to notice when there are more.
+/// Bytes for the control message, with room to detect excess descriptors.
 const CONTROL: usize = 64;
 
-/// The process at the other end and its effective user; its number is 0 where this process cannot see it.
+/// PID and effective UID of the peer. The PID is 0 if not visible in this namespace.
 pub(super) fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     // SAFETY: the structure is plain old data, for which zero bytes are valid.
     let mut cred: libc::ucred = unsafe { zeroed() };
@@ -40,22 +40,22 @@ fn header(iov: &mut libc::iovec, control: &mut Control, control_len: usize) -> l
 pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
     let payload = u32::try_from(size_of_val(fds)).expect("two descriptors");
     let mut control = Control([0; CONTROL]);
-    // SAFETY: pure arithmetic.
+    // SAFETY: `CMSG_SPACE` only computes.
     let space = unsafe { libc::CMSG_SPACE(payload) } as usize;
     assert!(space <= CONTROL && fds.len() <= MAX_FDS, "the control buffer holds {MAX_FDS} descriptors");
     let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let message = header(&mut iov, &mut control, space);
-    // SAFETY: the message points to a live control buffer.
+    // SAFETY: `message` points to `control`, which lives on this stack frame.
     let first = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    // SAFETY: the control buffer is aligned and large enough for one header, so that is where it is.
+    // SAFETY: `control` is aligned to 8 and holds `space` bytes, so the first header is not null and lies in it.
     let cmsg = unsafe { &mut *first };
     cmsg.cmsg_level = libc::SOL_SOCKET;
     cmsg.cmsg_type = libc::SCM_RIGHTS;
-    // SAFETY: pure arithmetic.
+    // SAFETY: `CMSG_LEN` only computes.
     cmsg.cmsg_len = unsafe { libc::CMSG_LEN(payload) } as usize;
-    // SAFETY: the header is valid.
+    // SAFETY: `cmsg` is a valid header in `control`.
     let data = unsafe { libc::CMSG_DATA(cmsg) };
-    // SAFETY: `CMSG_SPACE` made room for the descriptors behind the header.
+    // SAFETY: `CMSG_SPACE(payload)` bytes fit in `control`, so the descriptors fit behind the header.
     unsafe { data.copy_from_nonoverlapping(fds.as_ptr().cast(), size_of_val(fds)) };
     // SAFETY: the message points to live buffers of the stated lengths.
     let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
@@ -66,7 +66,7 @@ pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Resu
     }
 }
 
-/// Receives one message and its descriptors. More than fit are closed by the kernel, which fails the call.
+/// Receives one message and its descriptors. Fails if there are too many.
 pub(super) fn receive(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut control = Control([0; CONTROL]);
     let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
@@ -75,26 +75,26 @@ pub(super) fn receive(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usiz
     let got = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
     let Ok(got) = usize::try_from(got) else { return Err(io::Error::last_os_error()) };
     let mut fds = Vec::new();
-    // SAFETY: the kernel filled the control buffer in.
+    // SAFETY: `recvmsg` filled in the control buffer and its length.
     let mut cmsg = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
     while !cmsg.is_null() {
-        // SAFETY: not null, so it points into the control buffer.
+        // SAFETY: `cmsg` is not null, so it points to a header in `control`.
         let head = unsafe { cmsg.read() };
         if head.cmsg_level == libc::SOL_SOCKET && head.cmsg_type == libc::SCM_RIGHTS {
-            // SAFETY: pure arithmetic.
+            // SAFETY: `CMSG_LEN` only computes.
             let data_len = head.cmsg_len.saturating_sub(unsafe { libc::CMSG_LEN(0) } as usize);
-            // SAFETY: the header is valid.
+            // SAFETY: `cmsg` is a valid header in `control`.
             let data = unsafe { libc::CMSG_DATA(cmsg) }.cast::<RawFd>();
             for i in 0..data_len / size_of::<RawFd>() {
-                // SAFETY: the kernel wrote that many descriptors.
+                // SAFETY: `i` is below the number of descriptors in this message.
                 let slot = unsafe { data.add(i) };
-                // SAFETY: as above, and `Control` aligns them.
+                // SAFETY: the kernel wrote a descriptor there; the alignment of `Control` aligns it.
                 let raw = unsafe { slot.read() };
-                // SAFETY: the kernel gave us this descriptor.
+                // SAFETY: the kernel installed this descriptor for this message; nothing else owns it.
                 fds.push(unsafe { OwnedFd::from_raw_fd(raw) });
             }
         }
-        // SAFETY: both point to what the kernel filled in.
+        // SAFETY: `message` and `cmsg` are what `recvmsg` and `CMSG_FIRSTHDR` filled in.
         cmsg = unsafe { libc::CMSG_NXTHDR(&raw const message, cmsg) };
     }
     if message.msg_flags & libc::MSG_CTRUNC != 0 || fds.len() > MAX_FDS {

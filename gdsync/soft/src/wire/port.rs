@@ -1,9 +1,10 @@
-//! Where an HCA is reached: an abstract Unix socket, and one thread that accepts links and notices their end.
+//! Listening socket of an HCA: a control thread accepts links and detects hang-ups.
 //!
-//! Abstract sockets have no permissions and their names are public, so three things protect a link:
-//! - both ends belong to the same user (`SO_PEERCRED`), root not excepted;
-//! - the socket's name is a hash of the GID, and a greeting names the GID that it is for: only who was told the address can link;
-//! - the process that claims a GID serves the socket of that GID.
+//! Abstract sockets have no permissions and public names. Three checks protect a link:
+//! - Both ends belong to the same user (`SO_PEERCRED`), even if one is root.
+//! - The socket's name is a hash of the GID, and the greeting carries the GID itself: only peers that know the address
+//!   can connect.
+//! - The process that claims a GID must serve the socket of that GID.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -29,33 +30,33 @@ use gdsync_device::memory::{Memory, user};
 
 /// First bytes of a greeting: protocol and version.
 const MAGIC: &[u8; 8] = b"gdswire4";
-/// A greeting: magic, GID of the receiver, GID of the sender.
+/// Bytes of a greeting: magic, GID of the receiver, GID of the sender.
 const GREETING: usize = 40;
-/// Bytes of the file with the rings of both directions.
+/// Bytes of the shared memory file: the rings of both directions.
 const FILE: usize = 2 * RING_SPAN;
-/// A ring, rounded to pages.
+/// Bytes of a ring, rounded to pages.
 const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
-/// The handshake's errors only go into messages.
+/// Handshake errors are only logged or formatted.
 type Handshake<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-/// Connections that have not greeted yet; the oldest goes when one more comes.
+/// Maximum connections before their greeting; the oldest is closed for a new one.
 const MAX_STRANGERS: usize = 64;
-/// Pause of the listener when a connection cannot be accepted, for lack of descriptors.
+/// Pause of the listener after accept fails, as when descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
-/// Pause between two attempts to connect to a port whose backlog is full.
+/// Pause between attempts to connect to a full backlog.
 const CONNECT_PAUSE: Duration = Duration::from_millis(2);
 
-/// Both ends of a link, as one HCA holds them.
+/// This side's ends of a link.
 #[derive(Debug)]
 pub(crate) struct LinkEnds {
     pub(crate) peer: Gid,
     pub(crate) tx: TxRing,
     pub(crate) rx: RxRing,
-    /// Wakes the peer.
+    /// Notifies the peer.
     pub(crate) bell: Bell,
     pub(crate) line: Line,
 }
 
-/// The socket behind a link: it tells when the peer dies. Dropping it tells the peer that we left.
+/// The link's socket. Its hang-up reports the death of the peer; dropping it closes the link.
 #[derive(Debug)]
 pub(crate) struct Line {
     alive: Arc<AtomicBool>,
@@ -67,8 +68,8 @@ impl Line {
         self.alive.load(Ordering::Acquire)
     }
 
-    /// The process at the other end, by its number here, if this process sees it and its user is the same: that of another user may
-    /// have become a different program since, whose memory root must not touch for it.
+    /// PID of the peer, if visible and of the same user. A process of another user may since have executed another
+    /// program, whose memory root must not read.
     pub(crate) fn pid(&self) -> Option<libc::pid_t> {
         let Some(stream) = &self.stream else { return libc::pid_t::try_from(std::process::id()).ok() };
         fds::peer(stream).ok().filter(|peer| peer.pid > 0 && peer.uid == user()).map(|peer| peer.pid)
@@ -93,13 +94,13 @@ pub(crate) struct Port {
 struct Shared {
     gid: Gid,
     bell: Bell,
-    /// Wakes the control thread to look at `watched` and `stop` again.
+    /// Event fd that makes the control thread read `watched` and `stop` again.
     poke: OwnedFd,
     stop: AtomicBool,
-    /// Links whose hang-up the control thread waits for.
+    /// Links whose hang-up the control thread polls for.
     watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
     next: AtomicU64,
-    /// Where the rings of links are mapped.
+    /// Mappings of the links' rings.
     spans: Spans,
     accepted: Mutex<Vec<LinkEnds>>,
     has_accepted: AtomicBool,
@@ -112,19 +113,19 @@ impl fmt::Debug for Port {
 }
 
 impl Port {
-    /// Opens the port. `bell` is rung when a link comes or goes.
+    /// Opens the port. `bell` is notified when a link opens or closes.
     pub(crate) fn open(gid: Gid, bell: Bell) -> Result<Self> {
         let fix = "raise the limit of open files (ulimit -n)";
         let listener = SocketAddr::from_abstract_name(name(gid))
             .and_then(|address| UnixListener::bind_addr(&address))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .map_err(|e| Error::os("bind of an abstract Unix socket", e, fix))?;
-        // SAFETY: a plain call.
+        // SAFETY: no pointers are passed.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if raw < 0 {
             return Err(Error::last_os("eventfd", fix));
         }
-        // SAFETY: the descriptor is fresh and nobody else's.
+        // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
         let poke = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
         let shared = Arc::new(Shared {
             gid,
@@ -145,7 +146,7 @@ impl Port {
         Ok(Self { shared, control: Some(control) })
     }
 
-    /// Links to the HCA `peer`, which must have its port open.
+    /// Connects to the open port of the HCA `peer`.
     pub(crate) fn connect(&self, peer: Gid, timeout: Duration) -> Result<LinkEnds> {
         let deadline = Instant::now() + timeout;
         let failed = |why: String| Error::Peer { peer: peer.to_string(), why };
@@ -154,8 +155,8 @@ impl Port {
                 Ok(stream) => break stream,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     if Instant::now() >= deadline {
-                        let why = "its process accepts no connections: it is stopped, or another process fills its queue of \
-                                   connections; let it run on (kill -CONT), or end the other one";
+                        let why = "its process accepts no connections: it is stopped, or its backlog is full; \
+                                   resume it (kill -CONT), or end the process that fills the backlog";
                         return Err(failed(why.to_owned()));
                     }
                     std::thread::sleep(CONNECT_PAUSE);
@@ -173,7 +174,7 @@ impl Port {
         self.shared.link(peer, &file, 0, bell, stream)
     }
 
-    /// A link from the HCA to itself, over ordinary memory.
+    /// The loopback link, over private memory.
     pub(crate) fn loopback(&self) -> Result<LinkEnds> {
         let memory = Memory::alloc(RING_BYTES)?;
         let line = Line { alive: Arc::new(AtomicBool::new(true)), stream: None };
@@ -181,12 +182,12 @@ impl Port {
         Ok(LinkEnds { peer: self.shared.gid, tx, rx, bell: self.shared.bell.clone(), line })
     }
 
-    /// Whether peers have linked to us since [`Port::take_accepted`].
+    /// Whether peers connected since [`Port::take_accepted`].
     pub(crate) fn has_accepted(&self) -> bool {
         self.shared.has_accepted.load(Ordering::Acquire)
     }
 
-    /// The links that peers have made.
+    /// Links that peers opened.
     pub(crate) fn take_accepted(&self) -> Vec<LinkEnds> {
         let mut accepted = self.shared.accepted.lock();
         self.shared.has_accepted.store(false, Ordering::Release);
@@ -199,20 +200,20 @@ impl Drop for Port {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.poke();
         if let Some(control) = self.control.take() {
-            // A panic there was reported by the panic hook; there is nobody to return it to.
+            // The panic hook reported a panic there.
             let _ = control.join();
         }
     }
 }
 
-/// The name of a port's socket. A hash of 64 bits fits 2^56 GIDs: whoever reads it in `/proc/net/unix` does not learn the GID.
+/// Name of a port's socket. The 64-bit hash matches 2^56 GIDs, so `/proc/net/unix` does not reveal the GID.
 fn name(gid: Gid) -> String {
     let mut hasher = DefaultHasher::new();
     gid.0.hash(&mut hasher);
     format!("gdsync/{:016x}", hasher.finish())
 }
 
-/// Connects to a port, without waiting: `WouldBlock` where its queue of connections is full.
+/// Connects to a port without blocking; `WouldBlock` if its backlog is full.
 fn try_connect(gid: Gid) -> io::Result<UnixStream> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -232,7 +233,7 @@ fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-/// Abstract addresses have no permissions: the process at the other end must be of the same user.
+/// Checks that the peer runs as the same user.
 fn check_user(stream: &UnixStream) -> io::Result<()> {
     let own = user();
     match fds::peer(stream)?.uid {
@@ -243,7 +244,7 @@ fn check_user(stream: &UnixStream) -> io::Result<()> {
     }
 }
 
-/// Checks that the process at the other end serves the socket of the GID that it claims.
+/// Checks that the peer serves the socket of the GID it claims.
 fn check_claim(stream: &UnixStream, claimed: Gid) -> io::Result<()> {
     let claimant = fds::peer(stream)?;
     let owner = fds::peer(&try_connect(claimed)?)?;
@@ -253,7 +254,7 @@ fn check_claim(stream: &UnixStream, claimed: Gid) -> io::Result<()> {
     Err(invalid("the process at the other end claims the GID of another one"))
 }
 
-/// The GID of the sender in a greeting to `own`.
+/// Sender's GID in a greeting to `own`.
 fn read_greeting(bytes: &[u8], own: Gid) -> io::Result<Gid> {
     let bytes: &[u8; GREETING] = bytes.try_into().map_err(|_| invalid("not a greeting of this version"))?;
     let mut gids = bytes[8..].as_chunks::<16>().0.iter().map(|gid| Gid(*gid));
@@ -264,7 +265,7 @@ fn read_greeting(bytes: &[u8], own: Gid) -> io::Result<Gid> {
     }
 }
 
-/// The connecting side of the handshake: makes the rings, sends them, and gets the peer's bell.
+/// Connecting side of the handshake: creates and sends the rings, and receives the peer's event count.
 fn greet(stream: &UnixStream, peer: Gid, shared: &Shared, deadline: Instant) -> Handshake<(OwnedFd, Bell)> {
     check_user(stream)?;
     stream.set_nonblocking(false)?;
@@ -278,18 +279,18 @@ fn greet(stream: &UnixStream, peer: Gid, shared: &Shared, deadline: Instant) -> 
     if read_greeting(&bytes[..got], shared.gid)? != peer {
         return Err(invalid("the answer comes from another GID").into());
     }
-    let [bell] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer carries no bell"))?;
+    let [bell] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer must carry one descriptor"))?;
     Ok((file, Bell::open(bell)?))
 }
 
 impl Shared {
     fn poke(&self) {
         let one = 1u64;
-        // SAFETY: eight bytes are read from a live integer.
+        // SAFETY: `one` lives on the stack and has 8 bytes.
         unsafe { libc::write(self.poke.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
-    /// Makes the ends of a link over the shared rings; `side` 0 is the one that connected.
+    /// Creates this side's ends over the shared rings; `side` is 0 for the connecting side.
     fn link(
         &self,
         peer: Gid,
@@ -312,12 +313,12 @@ impl Shared {
     }
 }
 
-/// The control thread. It blocks in poll and uses no CPU between events.
+/// The control thread. It blocks in `poll`.
 struct Control {
     shared: Arc<Shared>,
     listener: UnixListener,
     strangers: Vec<UnixStream>,
-    /// Until when no connection is accepted.
+    /// No connection is accepted before this time.
     paused: Option<Instant>,
 }
 
@@ -343,16 +344,16 @@ impl Control {
             self.paused = self.paused.filter(|until| Instant::now() < *until);
             let mut timeout = -1;
             if self.paused.is_some() {
-                // A descriptor below 0 is left out.
+                // `poll` ignores negative descriptors.
                 polled[1].fd = -1;
                 timeout = i32::try_from(ACCEPT_PAUSE.as_millis()).expect("a short pause");
             }
-            // SAFETY: the array is valid for its length.
+            // SAFETY: `polled` is valid for `count` entries.
             unsafe { libc::poll(polled.as_mut_ptr(), count, timeout) };
             let ready = |i: usize| polled[i].revents != 0;
             if ready(0) {
                 let mut drained = 0u64;
-                // SAFETY: eight bytes are written to a live integer.
+                // SAFETY: `drained` lives on the stack and has 8 bytes.
                 unsafe { libc::read(self.shared.poke.as_raw_fd(), (&raw mut drained).cast(), 8) };
             }
             let gone = links.iter().enumerate().filter(|(i, _)| ready(2 + i)).map(|(_, (id, _))| *id);
@@ -362,7 +363,7 @@ impl Control {
                 if ready(first + i) {
                     let stranger = self.strangers.swap_remove(i);
                     if let Err(error) = self.welcome(stranger) {
-                        tracing::warn!(%error, "software HCA: a connection that is no peer");
+                        tracing::warn!(%error, "software HCA: handshake failed");
                     }
                 }
             }
@@ -372,7 +373,7 @@ impl Control {
         }
     }
 
-    /// A peer says nothing more on its socket: whatever is readable is the end of it.
+    /// Handles hang-ups. Peers never send on an open link, so a readable socket is a closed one.
     fn bury(&self, gone: Vec<u64>) {
         for id in gone {
             let Some((_stream, alive)) = self.shared.watched.lock().remove(&id) else { continue };
@@ -387,7 +388,7 @@ impl Control {
                 Ok((stream, _)) => stream,
                 Err(error) => {
                     if error.kind() != io::ErrorKind::WouldBlock {
-                        tracing::warn!(%error, "software HCA: a connection waits to be accepted");
+                        tracing::warn!(%error, "software HCA: accept failed; trying again");
                         self.paused = Some(Instant::now() + ACCEPT_PAUSE);
                     }
                     return;
@@ -406,18 +407,18 @@ impl Control {
         }
     }
 
-    /// The accepting side of the handshake.
+    /// Accepting side of the handshake.
     fn welcome(&self, stream: UnixStream) -> Handshake<()> {
         let mut bytes = [0; GREETING];
         let (got, fds) = fds::receive(&stream, &mut bytes)?;
         if got == 0 {
-            // Somebody who gave up, or looked who serves this GID.
+            // The peer gave up, or only checked who serves this GID.
             return Ok(());
         }
         let peer = read_greeting(&bytes[..got], self.shared.gid)?;
         check_claim(&stream, peer)?;
         let [file, bell] =
-            <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting carries two files"))?;
+            <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting must carry two descriptors"))?;
         gdsync_device::check_memfd(&file, FILE)?;
         let bell = Bell::open(bell)?;
         fds::send(&stream, &greeting(peer, self.shared.gid), &[self.shared.bell.fd().as_raw_fd()])?;

@@ -1,4 +1,4 @@
-//! Rings of records in shared memory: one HCA produces, another consumes.
+//! Packet rings in shared memory, one per direction of a link, and the pool of their mappings.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -10,20 +10,20 @@ use gdsync_shm::packet_ring::{self, Consumer, Corrupt, Found, LINE, Lines, Produ
 
 /// Bytes of a record's header.
 pub(crate) const HEADER: usize = 28;
-/// Most bytes of a record's body.
+/// Maximum bytes of a record's body.
 pub(crate) const MAX_BODY: usize = MAX_BODY_LEN as usize;
 const MAX_BODY_LEN: u32 = 16 * 1024 + 64;
-/// Bytes of lines in a ring.
+/// Bytes of all lines in a ring.
 const LINES: usize = 512 * 1024;
-/// Bytes of a ring: the consumer's position on a line of its own, then the lines.
+/// Bytes of a ring: a line with the consumer position, then the lines.
 pub(crate) const RING_BYTES: usize = LINE + LINES;
 
-/// Records that a ring holds at most.
+/// Maximum records in a ring.
 pub(crate) const MOST_RECORDS: usize = LINES / LINE;
 
 const _: () = assert!(packet_ring::carries((LINES / LINE) as u64, MAX_BODY_LEN));
 
-/// A part of a record's body, where it is now.
+/// A source range of a record's body.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece<'a> {
     pub(crate) memory: &'a Memory,
@@ -56,34 +56,34 @@ fn at(line: u64) -> usize {
     LINE + usize::try_from(line).expect("lines fit in memory") * LINE
 }
 
-/// The producing end.
+/// Producer end.
 #[derive(Debug)]
 pub(crate) struct TxRing {
     ring: Ring,
     producer: Producer,
-    /// Keeps the ring where it is.
+    /// Keeps the ring mapped.
     _span: Option<Arc<Span>>,
 }
 
 impl TxRing {
-    /// Over `memory` of [`RING_BYTES`], all zero.
+    /// A ring over `memory` of [`RING_BYTES`] zero bytes.
     pub(super) fn new(memory: Memory) -> Self {
         Self { ring: Ring(memory), producer: Producer::default(), _span: None }
     }
 
-    /// The ring of a link that begins at this byte.
+    /// The ring at offset `begin` of a link's mapping.
     pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
         let ring = Self::new(span.memory().slice(begin, RING_BYTES)?);
         Ok(Self { _span: Some(span.clone()), ..ring })
     }
 
-    /// A record comes soon: the consumer, who looks at its line, has to give it up.
+    /// Prefetches the line of the next record for writing; the consumer polls it.
     #[inline]
     pub(crate) fn expect(&self) {
         self.ring.0.prefetch_to_write(at(self.producer.line(&self.ring)));
     }
 
-    /// Appends a record: its body is `ext`, then the pieces. Returns false when there is no room now.
+    /// Appends a record with body `ext` and then `pieces`. Returns false if the ring is full.
     pub(crate) fn try_push(
         &mut self,
         header: &[u8; HEADER],
@@ -113,29 +113,28 @@ impl TxRing {
     }
 }
 
-/// The consuming end.
+/// Consumer end.
 #[derive(Debug)]
 pub(crate) struct RxRing {
     ring: Ring,
     consumer: Consumer,
     peek: Arc<Peek>,
-    /// Where the ring begins in the memory that is peeked into.
+    /// Offset of the ring in the mapping.
     begin: usize,
-    /// Keeps the ring where it is.
+    /// Keeps the ring mapped.
     span: Option<Arc<Span>>,
 }
 
-/// Lets other threads see whether a record waits, without the consumer's lock. A hint: it may be out of date, and of the
-/// link before in this place.
+/// Whether a record waits, for threads without the consumer's lock. May be stale, or of the slot's previous link.
 #[derive(Debug)]
 pub(crate) struct Peek {
     memory: Memory,
-    /// Where the marker of the next record is.
+    /// Offset of the next record's marker.
     at: AtomicUsize,
 }
 
 impl Peek {
-    /// Into memory with a ring.
+    /// Over the mapping of a link, which may change.
     pub(super) fn into(memory: Memory) -> Self {
         Self { memory, at: AtomicUsize::new(at(0)) }
     }
@@ -146,7 +145,7 @@ impl Peek {
     }
 }
 
-/// A record that waits to be popped.
+/// A record that has not been popped.
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(crate) header: [u8; HEADER],
@@ -155,13 +154,13 @@ pub(crate) struct Record {
 }
 
 impl RxRing {
-    /// Over `memory` of [`RING_BYTES`].
+    /// A ring over `memory` of [`RING_BYTES`].
     pub(super) fn new(memory: Memory) -> Self {
         let peek = Arc::new(Peek::into(memory.clone()));
         Self { ring: Ring(memory), consumer: Consumer::default(), peek, begin: 0, span: None }
     }
 
-    /// The ring of a link that begins at this byte.
+    /// The ring at offset `begin` of a link's mapping.
     pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
         let ring = Ring(span.memory().slice(begin, RING_BYTES)?);
         let (consumer, peek) = (Consumer::default(), span.peek().clone());
@@ -169,12 +168,12 @@ impl RxRing {
         Ok(Self { ring, consumer, peek, begin, span: Some(span.clone()) })
     }
 
-    /// What other threads may look at, and the number of the place that it looks into, which stays when the link goes.
+    /// Slot number and hint of the link's mapping.
     pub(crate) fn peeker(&self) -> Option<(usize, Arc<Peek>)> {
         self.span.as_ref().map(|span| (span.number(), self.peek.clone()))
     }
 
-    /// The next record, if it is there.
+    /// The next record, if any.
     pub(crate) fn peek(&mut self) -> std::result::Result<Option<Record>, Corrupt> {
         let Some(found) = self.consumer.peek(&self.ring)? else { return Ok(None) };
         let mut header = [0; HEADER];
@@ -200,7 +199,7 @@ impl RxRing {
         self.ring.0.read(self.body(record, offset, out.len())?, out)
     }
 
-    /// Copies body bytes to their destination.
+    /// Copies body bytes to `memory`.
     pub(crate) fn copy_body_to(
         &self,
         record: &Record,
@@ -212,7 +211,7 @@ impl RxRing {
         memory.copy_from(to, &self.ring.0, self.body(record, offset, len)?, len)
     }
 
-    /// Gives the record's lines back. Returns whether a producer that waits for room can see it.
+    /// Frees the record's lines. Returns whether the producer may be waiting for them.
     pub(crate) fn pop(&mut self, record: Record) -> bool {
         let room = self.consumer.pop(&self.ring, record.found);
         let next = self.begin + at(self.consumer.line(&self.ring));
@@ -265,7 +264,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_ring_is_a_queue(steps in prop::collection::vec((any::<bool>(), 0..=MAX_BODY), 0..400)) {
+        fn ring_is_a_fifo(steps in prop::collection::vec((any::<bool>(), 0..=MAX_BODY), 0..400)) {
             let (mut tx, mut rx, _) = pair();
             let mut model = VecDeque::new();
             let (mut next, mut first) = (0, 0);
@@ -275,7 +274,7 @@ mod tests {
                         model.push_back(len);
                         next += 1;
                     } else {
-                        prop_assert!(model.iter().sum::<usize>() > LINES / 4, "refused with plenty of room");
+                        prop_assert!(model.iter().sum::<usize>() > LINES / 4, "refused with enough room");
                     }
                 } else {
                     let expected = model.pop_front();
@@ -287,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn two_threads_and_many_laps() {
+    fn two_threads_over_many_laps() {
         const RECORDS: u64 = 300_000;
         let size = |n: u64| [0, 8, 31, 32, 33, 96, 97, 500, 4096][(n % 9) as usize];
         let (mut tx, mut rx, _) = pair();
@@ -309,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_ring_takes_the_largest_record_wherever_it_stands() {
+    fn empty_ring_fits_largest_record_at_any_position() {
         let (mut tx, mut rx, _) = pair();
         for n in 0..200 {
             assert!(push(&mut tx, n, MAX_BODY), "record {n}");
@@ -318,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_marker_or_position_is_an_error() {
+    fn corrupt_marker_or_position_is_an_error() {
         let (mut tx, mut rx, memory) = pair();
         for marker in [1, u32::MAX, 1 << 30, 1 << 31 | 600_000] {
             memory.write(LINE, &marker.to_le_bytes()).unwrap();

@@ -1,7 +1,7 @@
-//! Places in the address space for the rings of links.
+//! Pool of link mappings.
 //!
-//! Whether packets wait is seen without a lock, also by threads that have not heard yet that a link is gone. So the place of
-//! its rings stays mapped: from then on it shows nothing, and later the rings of another link.
+//! Threads without the lock may read the rings of a link that was just removed. Its mapping therefore stays and is
+//! remapped: to zero pages at first, later to the file of another link.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::ring::Peek;
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
 
-/// The places of an HCA, as many as it ever had links at a time. Clones share them.
+/// Mappings of an HCA, as many as it ever had links at once. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spans(Arc<Mutex<Pool>>);
 
@@ -29,7 +29,7 @@ struct Place {
     peek: Arc<Peek>,
 }
 
-/// A place that shows the file of a link. It is given back when this is dropped.
+/// A mapping of a link's file; returns to the pool on drop.
 #[derive(Debug)]
 pub(super) struct Span {
     place: Place,
@@ -37,7 +37,7 @@ pub(super) struct Span {
 }
 
 impl Spans {
-    /// Maps `len` bytes of a shared memory file; all files of an HCA are of the same length.
+    /// Maps `len` bytes of a link's file. All files of an HCA have the same length.
     pub(super) fn map(&self, file: BorrowedFd<'_>, len: usize) -> Result<Arc<Span>> {
         let known = self.0.lock().free.pop();
         let place = match known {
@@ -60,7 +60,7 @@ impl Spans {
 }
 
 impl Span {
-    /// Counted from 0, the same for every link in this place.
+    /// Slot number, counted from 0.
     pub(super) fn number(&self) -> usize {
         self.place.number
     }
@@ -78,9 +78,9 @@ impl Drop for Span {
     fn drop(&mut self) {
         match self.place.memory.show(None) {
             Ok(()) => self.spans.0.lock().free.push(self.place.clone()),
-            // Nobody gets it then.
+            // Leaked: its content is unknown.
             Err(error) => {
-                tracing::warn!(%error, "software HCA: the memory of a link that is gone is not freed")
+                tracing::warn!(%error, "software HCA: memory of a closed link leaks")
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What the peer answers: acknowledgements, refusals, the data of READs and atomics.
+//! REMOVE
 
 use std::time::Instant;
 
@@ -12,13 +12,13 @@ use gdsync_device::copy_engine::Ticket;
 use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, Syndrome};
 
 impl SoftQp {
-    /// An answer of the peer to something this side sent.
+    /// Handles a response of the peer.
     pub(crate) fn answered(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         if self.state != QpState::RTS {
             return;
         }
         let psn = header.psn;
-        // The one check of what an answer is about: a packet that was sent. Otherwise sends could complete that never left.
+        // The only range check of a response's PSN. Without it, sends that never left could complete.
         if ahead(psn, self.req.sent_psn) >= 0 {
             env.stats.packets_discarded += 1;
             return;
@@ -43,7 +43,7 @@ impl SoftQp {
         self.req.go_back();
     }
 
-    /// An answer before the one that came was lost. Those still behind it say so again: once is enough.
+    /// Retransmits after a lost response. Later responses report the same gap; once is enough.
     pub(super) fn missing(&mut self, env: &mut Env<'_>) {
         if !std::mem::replace(&mut self.req.gap, true) {
             self.again(env);
@@ -53,7 +53,7 @@ impl SoftQp {
     fn refused(&mut self, header: &Header, env: &mut Env<'_>) {
         let psn = header.psn;
         if ahead(psn, self.req.oldest_psn()) < 0 {
-            // About a packet that was acknowledged since.
+            // Already acknowledged.
             env.stats.packets_discarded += 1;
             return;
         }
@@ -104,7 +104,7 @@ impl SoftQp {
             }
             return;
         }
-        // A response to a READ says that everything before it has arrived.
+        // A READ response acknowledges everything before the READ.
         if self.req.acknowledge(psn) {
             return self.missing(env);
         }
@@ -140,8 +140,8 @@ impl SoftQp {
         self.scatter(sges.iter(wqe.as_bytes()), offset, body, 0, env)
     }
 
-    /// Spreads a packet's body from `from` on over SGEs, skipping the first `offset` bytes of them. What the CPU does not reach
-    /// is landing then.
+    /// Copies a packet's body from `from` on to the SGEs, `offset` bytes into them. Returns a ticket if some of it is
+    /// staged.
     pub(crate) fn scatter(
         &mut self,
         sges: impl Iterator<Item = DataSeg>,

@@ -1,12 +1,12 @@
-//! Sends whose payload stays where it is: the peer is referred to it, and copies it.
+//! Sends by reference: the payload stays in place, and the peer copies it.
 //!
-//! A reference is one packet with the sequence numbers of all the packets that it replaces, so that the payload can be sent
-//! after all if the peer cannot follow it. Up to [`WINDOW`] references are under way at once; whatever else comes after them
-//! in the queue waits until they are acknowledged, so that the peer does not have to reorder anything.
+//! A reference is one packet that covers the PSNs of all packets it replaces, so the bytes can be sent after all if the
+//! peer refuses it. Up to [`WINDOW`] references are in flight. Other sends behind them wait for their acknowledgement,
+//! so the peer need not reorder.
 //!
-//! A peer that is not done says so when a reference comes again, and keeps the retries from running out. Before a send that
-//! the peer may have begun to copy is completed with an error, the reference is withdrawn: the application may then
-//! change the bytes, and the peer must not take them for the message.
+//! The peer answers a repeated reference with COPYING while it copies, which resets the retries. A send whose payload
+//! the peer may be copying is withdrawn before it completes with an error: the application may then change the bytes,
+//! and the peer must not deliver them.
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
@@ -22,22 +22,22 @@ use gdsync_device::memory::Memory;
 use gdsync_device::{TransferPath, Transport};
 use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload};
 
-/// References under way at once.
+/// References in flight.
 const WINDOW: usize = 8;
-/// Regions of a kind that the peer cannot be referred to; with more, it is referred to none of that kind.
+/// Maximum refused regions per kind. Beyond it no reference of that kind is sent.
 const MAX_REFUSED: usize = 64;
-/// How long a withdrawal may wait for room on the link.
+/// How long a WITHDRAW waits for room on the link.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What a reference is to.
+/// A region sent by reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Referred {
-    /// The key of the region.
+    /// Key of the region.
     key: u32,
     reader: Reader,
 }
 
-/// What of the peer reads the payload.
+/// What reads the payload at the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reader {
     /// Its CPU, from host memory.
@@ -46,32 +46,32 @@ enum Reader {
     CopyEngine,
 }
 
-/// What a requester knows of its references.
+/// References of a requester.
 #[derive(Debug, Default)]
 pub(super) struct References {
-    /// Pending sends that are sent as references.
+    /// Pending sends by reference.
     pending: usize,
-    /// Regions that the peer cannot be referred to.
+    /// Regions that the peer refused.
     refused: SmallVec<[u32; 2]>,
-    /// Of these, how many are for copy engines.
+    /// How many of them are read by copy engines.
     exports_refused: usize,
     /// The peer cannot read host memory of this process.
     is_unreadable: bool,
-    /// They were withdrawn.
+    /// References were withdrawn.
     withdrawn: bool,
-    /// Since when the withdrawal waits for room.
+    /// Since when the WITHDRAW waits for room.
     leaving: Option<Instant>,
 }
 
 impl Pending {
-    /// The peer may be copying its payload.
+    /// Whether the peer may be copying the payload.
     pub(super) fn is_out(&self) -> bool {
         self.is_known && !self.is_done()
     }
 }
 
 impl Requester {
-    /// Whether pending send `i` may go out as far as references are concerned.
+    /// Whether references ahead of pending send `i` let it start.
     pub(super) fn may_begin(&self, i: usize) -> bool {
         if self.references.pending == 0 {
             return true;
@@ -79,13 +79,13 @@ impl Requester {
         let out = || self.pending.iter().take(i).filter(|p| p.referred.is_some() && !p.is_done());
         let Some(p) = self.pending.get(i).filter(|_| out().next().is_some()) else { return true };
         let reader = p.referred.map(|r| r.reader);
-        // What the peer's CPU copies and what its copy engines do is in no order.
+        // The peer's CPU and its copy engines are not ordered against each other.
         let may_join =
             || out().count() < WINDOW && out().all(|other| other.referred.map(|r| r.reader) == reader);
         p.packets == 0 || reader.is_some() && may_join()
     }
 
-    /// A send begins or ends.
+    /// Counts a pending send that begins or ends.
     pub(super) fn count_reference(&mut self, p: &Pending, begins: bool) {
         let count = &mut self.references.pending;
         *count = if begins {
@@ -97,7 +97,7 @@ impl Requester {
 }
 
 impl SoftQp {
-    /// The region that the peer is referred to for this message, if it is.
+    /// The region to reference for this message, or `None` to send bytes.
     pub(super) fn may_refer(&self, op: &DecodedOp, wqe: &Wqe, len: usize, env: &Env<'_>) -> Option<Referred> {
         let key = Self::one_buffer(op, wqe)?.lkey;
         if len == 0 || self.is_refused(key) {
@@ -109,14 +109,14 @@ impl SoftQp {
         self.may_be_read(key, len, env).then_some(Referred { key, reader: Reader::Cpu })
     }
 
-    /// Whether the peer reads host memory of this region by cross-memory attach.
+    /// Whether the peer reads this region by cross-memory attach.
     fn may_be_read(&self, key: u32, len: usize, env: &Env<'_>) -> bool {
         env.cma.threshold().is_some_and(|least| len >= least)
             && !self.req.references.is_unreadable
             && env.keys.memory(key).is_some_and(Memory::is_host)
     }
 
-    /// The buffer of payload in one.
+    /// The SGE of a payload with exactly one.
     pub(super) fn one_buffer(op: &DecodedOp, wqe: &Wqe) -> Option<DataSeg> {
         let payload = match op {
             DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => payload,
@@ -131,7 +131,7 @@ impl SoftQp {
         *exports_refused >= MAX_REFUSED || refused.contains(&key)
     }
 
-    /// How a message of `len` bytes of this memory, in the region of this key, would leave.
+    /// Transfer path of a message of `len` bytes of `memory`, whose key is `key`.
     pub(crate) fn transfer_path(&self, key: u32, memory: &Memory, len: usize, env: &Env<'_>) -> TransferPath {
         let least = env.by_reference.max(1);
         let is_exported = env.keys.export(key).is_some();
@@ -140,26 +140,26 @@ impl SoftQp {
         }
         if Self::is_staged(memory, len, env) {
             let reason = match () {
-                () if !memory.is_mapped() => "the CPU does not reach it".into(),
-                () if least == usize::MAX => "nothing is left to copy engines of receivers".into(),
+                () if !memory.is_mapped() => "it has no CPU mapping".into(),
+                () if least == usize::MAX => "references are turned off".into(),
                 () if len < least => {
-                    format!("{len} bytes are less than {least}, and many for the CPU").into()
+                    format!("{len} bytes are below the {least} of references, and too many for CPU reads").into()
                 }
-                () if is_exported => Cow::Borrowed("the peer cannot open it: the log says why"),
-                () => Cow::Borrowed("no peer can be referred to it"),
+                () if is_exported => Cow::Borrowed("the peer refused references to it; see the log"),
+                () => Cow::Borrowed("it cannot be exported to peers"),
             };
             return TransferPath::new(Transport::Staging, reason);
         }
         if memory.gpu().is_some() {
-            return TransferPath::new(Transport::Mapping, format!("{len} bytes are few"));
+            return TransferPath::new(Transport::Mapping, format!("{len} bytes are read through the mapping"));
         }
         if !self.may_be_read(key, len, env) || self.is_refused(key) {
             return TransferPath::new(Transport::Cpu, "it is host memory");
         }
-        TransferPath::new(Transport::Cma, format!("it is host memory, and {len} bytes are many"))
+        TransferPath::new(Transport::Cma, format!("host memory, and {len} bytes reach the CMA minimum"))
     }
 
-    /// Sends pending send `i` as a reference: whether it is out, or `None` to send its bytes.
+    /// Sends pending send `i` by reference. Returns whether it was sent, or `None` to send its bytes.
     pub(super) fn refer(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> Option<bool> {
         let remote = self.remote?;
         let p = &self.req.pending[i];
@@ -211,14 +211,14 @@ impl SoftQp {
         Some(true)
     }
 
-    /// The peer is copying what packet `psn` refers to: there is nothing to send again.
+    /// The peer is still copying the payload of `psn`: resets the retries.
     pub(super) fn copying(&mut self, psn: u32) {
         if self.req.find(psn).is_some_and(|p| p.is_out()) {
             self.req.moved();
         }
     }
 
-    /// The peer cannot follow the reference in packet `psn`: the bytes are sent, now and for this region from now on.
+    /// The peer refused the reference in `psn`: sends the bytes, also of later messages from this region.
     pub(super) fn reference_refused(&mut self, psn: u32, reason: u32, env: &mut Env<'_>) {
         if let Some(Referred { key, reader }) = self.req.find(psn).and_then(|p| p.referred) {
             let (reason, references) = (Reason(reason), &mut self.req.references);
@@ -227,16 +227,16 @@ impl SoftQp {
             references.is_unreadable |= is_unreadable;
             let (qpn, why) = (self.rings.qpn, reason.meaning());
             if is_unreadable {
-                tracing::debug!(qpn, "the peer cannot read memory of this process: it is sent");
+                tracing::debug!(qpn, "the peer cannot read memory of this process; payload is sent");
             } else if !references.refused.contains(&key) {
                 if is_host {
-                    tracing::debug!(qpn, lkey = key, why, "host memory of this region is sent");
+                    tracing::debug!(qpn, lkey = key, why, "the peer refused references to this region of host memory; payload is sent");
                 } else {
                     tracing::warn!(
                         qpn,
                         lkey = key,
                         why,
-                        "payload of this region is staged through host memory"
+                        "the peer refused references to this region; payload is staged through host memory"
                     );
                 }
                 references.refused.push(key);
@@ -254,7 +254,7 @@ impl SoftQp {
         self.again(env);
     }
 
-    /// Takes back the references that the peer may still follow. Returns false while it waits for room on the link.
+    /// Withdraws references that the peer may still be copying. Returns false while the link has no room.
     pub(crate) fn withdraw(&mut self, env: &mut Env<'_>) -> bool {
         let is_out = self.req.pending.iter().any(Pending::is_out);
         let references = &mut self.req.references;
@@ -270,7 +270,7 @@ impl SoftQp {
             }
             tracing::warn!(
                 qpn = self.rings.qpn,
-                "the peer takes no packets: it may complete a message whose send has failed"
+                "the peer receives no packets and may complete a message whose send failed"
             );
         }
         references.withdrawn = true;
@@ -279,7 +279,7 @@ impl SoftQp {
     }
 }
 
-/// Why a peer cannot follow a reference.
+/// Why a peer refused a reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reason(pub(crate) u32);
 
@@ -290,10 +290,10 @@ impl Reason {
     fn meaning(self) -> &'static str {
         match self {
             Self::CANNOT_OPEN => {
-                "the peer cannot open it: CUDA IPC needs memory of cudaMalloc, and no pool or container between the processes"
+                "the peer cannot open it: CUDA IPC needs cudaMalloc memory, no memory pool, and one container"
             }
-            Self::FAILED => "the peer could not copy it: its log says why",
-            _ => "the peer refused",
+            Self::FAILED => "the peer failed to copy it; see its log",
+            _ => "unknown reason",
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Fetching WQEs and cutting messages into packets.
+//! Fetches WQEs and cuts messages into packets.
 
 use std::time::Instant;
 
@@ -14,23 +14,23 @@ use gdsync_device::engine::Wqe;
 use gdsync_device::memory::Memory;
 use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, Syndrome};
 
-/// Sends in progress at once; more wait in the ring.
+/// Sends in progress; further WQEs stay in the ring.
 const MAX_PENDING: usize = 256;
-/// Packets under way at once.
+/// Packets in flight.
 const WINDOW: i32 = 64;
 
-/// What became of a fetch.
+/// Result of admitting a WQE.
 enum Admit {
-    /// It may be sent.
+    /// Ready to send.
     Ready(DecodedOp),
-    /// It is to complete with an error.
+    /// Completes with an error.
     Failed,
-    /// READs in progress must end first.
+    /// Must wait for READs or atomics in progress.
     Stall,
 }
 
 impl SoftQp {
-    /// Sends what may be sent and completes what is complete. Returns whether anything happened.
+    /// Sends and completes what is possible. Returns whether anything happened.
     pub(crate) fn advance(&mut self, env: &mut Env<'_>) -> bool {
         if self.state != QpState::RTS || self.req.rnr_until.is_some() {
             return false;
@@ -44,7 +44,7 @@ impl SoftQp {
                 if self.req.pending[i].error.is_some() {
                     break;
                 }
-                // Some of it was sent before. It was checked then, but a careless owner may have overwritten it.
+                // Checked when first sent, but the application may have overwritten the WQE since.
                 wqe = self.rings.fetch(self.req.pending[i].begin);
                 op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).unwrap_or(DecodedOp::Nop);
             } else if self.req.head < self.req.target && i < MAX_PENDING {
@@ -77,7 +77,7 @@ impl SoftQp {
         self.retire(env) || worked
     }
 
-    /// Checks a fetched WQE and takes it into progress.
+    /// Checks a fetched WQE and adds it to the pending sends.
     fn admit(&mut self, wqe: &Wqe, env: &mut Env<'_>) -> Admit {
         let (op, kind, len, error) = match self.inspect(wqe, env) {
             Ok((op, kind, len)) => (op, kind, len, None),
@@ -116,7 +116,7 @@ impl SoftQp {
         if failed { Admit::Failed } else { Admit::Ready(op) }
     }
 
-    /// What a WQE asks for and how many bytes it moves, or how it must fail.
+    /// Operation and bytes of a WQE, or the error it completes with.
     fn inspect(&self, wqe: &Wqe, env: &mut Env<'_>) -> Result<(DecodedOp, Kind, usize), Syndrome> {
         let op = self.rings.inspect(wqe, self.req.head, env.strict, env.stats)?;
         let (kind, len) = match &op {
@@ -136,7 +136,7 @@ impl SoftQp {
                 (Kind::Atomic, 8)
             }
         };
-        // The application writes its rings itself, and may ask for more than a message can have.
+        // The application writes WQEs itself and may exceed the maximum.
         if len > MAX_MESSAGE as usize {
             return Err(Syndrome::LOC_LEN_ERR);
         }
@@ -149,7 +149,7 @@ impl SoftQp {
         Ok(Piece { memory, offset, len })
     }
 
-    /// Sends packets of pending send `i` until all are out (true) or no more can be sent now.
+    /// Sends packets of pending send `i`. Returns whether all are out.
     fn transmit(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> bool {
         let bytes = wqe.as_bytes();
         let Some(remote) = self.remote else { return false };
@@ -183,7 +183,7 @@ impl SoftQp {
             };
             let mut step = 1;
             let gathered = match op {
-                // A message that is no longer what it was.
+                // The WQE was overwritten.
                 DecodedOp::Nop => Err(Syndrome::LOC_QP_OP_ERR),
                 DecodedOp::Send { payload, imm } => {
                     immediate(*imm);
@@ -231,7 +231,7 @@ impl SoftQp {
                         pieces.push(Piece { memory: &staged, offset, len: size });
                     }
                     Ok(None) => return false,
-                    // The CPU does it, slowly.
+                    // Fall back to CPU reads, though slow.
                     Err(_) if pieces.iter().all(|piece| piece.memory.is_mapped()) => {}
                     Err(syndrome) => {
                         self.req.pending[i].error = Some(syndrome);
@@ -252,7 +252,7 @@ impl SoftQp {
         true
     }
 
-    /// Where the staged bytes of a packet of pending send `i` are; `None` while they are on their way.
+    /// Staged bytes of a packet of pending send `i`; `None` while they are being copied.
     fn stage(
         &mut self,
         i: usize,
@@ -280,7 +280,7 @@ impl SoftQp {
         }
     }
 
-    /// Collects `len` bytes of a payload from `offset` on: inline bytes into `ext`, others as pieces.
+    /// Collects `len` bytes of a payload at `offset`: inline bytes into `ext`, SGEs into `pieces`.
     #[expect(clippy::too_many_arguments, reason = "two outputs, two inputs, one range, one environment")]
     fn gather<'k>(
         &self,
@@ -302,7 +302,7 @@ impl SoftQp {
                     if len == 0 {
                         break;
                     }
-                    // The whole SGE must be allowed, as a card checks it, also where only a part is sent now.
+                    // A card checks the whole SGE, even if this packet takes only a part.
                     let piece = self.local(&sge, false, env)?;
                     if offset >= piece.len {
                         offset -= piece.len;

@@ -1,7 +1,4 @@
-//! The one place where the numbers of a request are checked, before anything is done for it.
-//!
-//! The peer's process is trusted with nothing but the memory that it holds keys of. Keys, rights and ranges are checked where memory is
-//! looked up; this is about the packet itself, and its place among those before it (InfiniBand architecture 9.7.4.1).
+//! REMOVE
 
 use super::Refusal;
 use crate::links::Body;
@@ -16,7 +13,7 @@ fn require(is_fine: bool) -> Result<(), Refusal> {
     if is_fine { Ok(()) } else { Err(INVALID) }
 }
 
-/// Bytes of the extended header of a request.
+/// Bytes of a request's extension header.
 fn extension(op: PacketOp) -> Result<usize, Refusal> {
     match op {
         PacketOp::SEND => Ok(0),
@@ -26,12 +23,12 @@ fn extension(op: PacketOp) -> Result<usize, Refusal> {
     }
 }
 
-/// The bytes of payload in a body, or of the reference that stands for it.
+/// Bytes of payload in a body, or of its reference.
 fn payload(header: &Header, body: usize) -> Result<usize, Refusal> {
     body.checked_sub(extension(header.op)?).ok_or(INVALID)
 }
 
-/// Checks what a packet says of lengths.
+/// Checks the lengths in a packet.
 pub(super) fn sizes(header: &Header, body: usize) -> Result<(), Refusal> {
     let payload = payload(header, body)?;
     let ends = packet::FIRST | packet::LAST;
@@ -43,20 +40,23 @@ pub(super) fn sizes(header: &Header, body: usize) -> Result<(), Refusal> {
             flags == ends && payload == REFERENCE && (1..=MAX_MESSAGE).contains(&header.len)
         }
         packet::LAST => (1..=SEGMENT).contains(&payload),
-        // All but the last packet of a message are full.
+        // All packets but the last are full.
         _ if flags & packet::LAST == 0 => payload == SEGMENT,
         _ => payload <= SEGMENT,
     })
 }
 
 impl SoftQp {
-    /// Checks a request that comes next: its lengths, its place in the message that is being received, and the length of that.
+    /// Checks the next request: its lengths, its place in the current message, and the message's length.
+    ///
+    /// All header fields of a request are checked here, before anything is done (InfiniBand architecture 9.7.4.1).
+    /// Keys, rights and ranges are checked where memory is looked up.
     pub(super) fn check_request(&self, header: &Header, body: &Body<'_>) -> Result<(), Refusal> {
         sizes(header, body.len())?;
         let is_message = matches!(header.op, PacketOp::SEND | PacketOp::WRITE);
         let is_first = !is_message || header.flags & packet::FIRST != 0;
         let Some(current) = &self.resp.current else { return require(is_first) };
-        // Only a SEND has taken its receive.
+        // Only a SEND has consumed its receive.
         let is_same = current.counter.is_some() == (header.op == PacketOp::SEND);
         let received = current.received + payload(header, body.len())?;
         require(!is_first && is_same && received <= MAX_MESSAGE as usize)

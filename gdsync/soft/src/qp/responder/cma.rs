@@ -1,7 +1,4 @@
-//! Reads payload from host memory of the peer's process (`process_vm_readv`), a piece in each step of the HCA.
-//!
-//! The receiver alone copies: nobody else writes its memory, so a peer that is stopped or killed holds nothing up, and a
-//! queue pair may be destroyed between two pieces. The kernel checks the process, [`Process`] its mark.
+//! REMOVE
 
 use std::io;
 
@@ -9,16 +6,19 @@ use smallvec::SmallVec;
 
 use gdsync_device::memory::{Memory, Process};
 
-/// Bytes of a piece: 20 to 50 us, in which this thread has the lock of the HCA.
+/// Bytes per step: 20 to 50 us under the HCA's lock.
 const PIECE: usize = 512 << 10;
 
-/// A copy under way.
+/// A cross-memory attach read (`process_vm_readv`), a piece per HCA step.
+///
+/// Only the receiver copies, so a stopped or killed peer delays nothing, and the queue pair may be destroyed between
+/// two pieces. [`Process`] verifies the peer's identity.
 #[derive(Debug)]
 pub(super) struct CmaRead {
     of: Process,
-    /// What comes next there.
+    /// Next source address.
     from: u64,
-    /// Where the rest goes: memory, first byte, length.
+    /// Remaining destinations: memory, offset, length.
     to: SmallVec<[(Memory, usize, usize); 1]>,
 }
 

@@ -1,19 +1,18 @@
-//! Messages whose payload is being copied: they complete in order when it is in place.
+//! Messages whose payload is being copied: by reference, by cross-memory attach, or from receive staging.
 //!
-//! A reference is checked as its payload would be: receive, length, keys. The copy then runs beside everything else. While
-//! any is under way only further references are taken, and nothing is answered that would tell the peer that a message after
-//! the oldest copy has arrived. Packets whose bytes are [landing](crate::qp::receive_staging) wait here too, and what comes
-//! after them waits behind them.
+//! They complete in order, once their payload is in place. A reference is checked like payload: receive, length, keys.
+//! While copies are in progress, only further references are accepted, and nothing after the oldest copy is
+//! acknowledged. Packets in [receive staging](crate::qp::staging) wait here too, and later packets wait behind them.
 //!
-//! *A copy that cannot be made.* The peer is asked for the payload itself. Receives that were taken for this message and
-//! those after it are put back, which nobody can see: they have not completed. First all their copies must be over.
+//! *Failed copy.* The responder asks for the payload itself. It returns the receives of this message and later ones to
+//! the queue; none of them has completed. All their copies must be over first.
 //!
-//! *A send that was withdrawn.* Its bytes may have changed in mid-copy. So a message completes only after everything was
-//! taken that the peer had sent when the copy was seen to be over: what it withdrew by then does not complete.
+//! *Withdrawn send.* Its bytes may have changed during the copy. So a message completes only after everything sent
+//! before the end of its copy has been received: a WITHDRAW among it prevents the completion.
 //!
-//! *The end of the queue pair.* Receives are flushed when the copies into them are over. A copy that never ends (the GPU
-//! is occupied, or broken) is given up after [`LIMIT`]; it may still happen, and its memory is kept for it. One that this
-//! CPU [makes](super::cma) never waits.
+//! *End of the queue pair.* Receives are flushed when copies into them are over. A copy that never ends (GPU busy or
+//! broken) is abandoned after [`LIMIT`]; it may still happen, so its memory is kept. Reads by this CPU are never
+//! abandoned.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -33,20 +32,20 @@ use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Access, QpState};
 use mlx5_ring::{DataSeg, Syndrome};
 
-/// Packets that wait at once on a queue pair: more than a peer has under way.
+/// Maximum queued packets: more than a peer has in flight.
 const MOST: usize = 80;
-/// How long a copy may take.
+/// Time limit of a copy.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// The messages whose payload is being copied, in order.
+/// Messages being copied, in order.
 #[derive(Debug, Default)]
 pub(super) struct Copies {
     list: VecDeque<Message>,
-    /// Receives of messages that will never complete.
+    /// Receives of messages that will not complete.
     abandoned: Vec<u16>,
-    /// Nothing more is taken until the queue pair is reset.
+    /// Nothing is received until the queue pair is reset.
     closed: bool,
-    /// What was taken will not complete: the peer may have changed it.
+    /// The peer withdrew its references, so queued messages must not complete.
     withdrawn: bool,
 }
 
@@ -60,12 +59,12 @@ impl Copies {
 #[derive(Debug)]
 struct Message {
     arrival: Arrival,
-    /// The link of a message that came as a reference.
+    /// Link of a message by reference.
     link: Option<usize>,
-    /// Regions that the copy writes to.
+    /// Keys of the regions that the copy writes to.
     keys: SmallVec<[u32; 2]>,
     ticket: Ticket,
-    /// Payload that this side's CPU reads.
+    /// Cross-memory attach by this CPU.
     read: Option<CmaRead>,
     since: Instant,
     state: State,
@@ -74,11 +73,11 @@ struct Message {
 #[derive(Debug)]
 enum State {
     Copying,
-    /// The payload is in place, seen when the link had this number of [`quiet`](crate::links::Links::quiet).
+    /// The copy ended when the link had this [`drained`](crate::links::Links::drained) count.
     Over(u64),
-    /// The copy was not made.
+    /// The copy failed.
     Failed,
-    /// The message is refused when its turn comes.
+    /// The message will be refused in its turn.
     Refused(Refusal),
 }
 
@@ -87,7 +86,7 @@ impl Message {
         self.link.is_some()
     }
 
-    /// Whether a message whose payload is in place since `quiet` was seen was not withdrawn by then.
+    /// Whether a message whose copy ended at `drained` can no longer be withdrawn.
     fn may_complete(&self, quiet: u64, links: &Links) -> bool {
         self.link.is_none_or(|link| quiet < links.quiet(link) || links.is_down(link))
     }
@@ -96,18 +95,18 @@ impl Message {
         !matches!(self.state, State::Copying)
     }
 
-    /// Reads the next piece of payload that the CPU copies.
+    /// Reads the next piece of a cross-memory attach.
     fn read_next(&mut self) {
         match self.read.as_mut().map(CmaRead::read_next) {
             Some(Ok(true)) => self.ticket.done(),
             Some(Ok(false)) | None => {}
-            Some(Err(error)) => self.ticket.fail(format!("memory of the peer cannot be read: {error}")),
+            Some(Err(error)) => self.ticket.fail(format!("process_vm_readv failed: {error}")),
         }
     }
 }
 
 impl Arrival {
-    /// How it is refused when its bytes are not in place.
+    /// How to refuse it when its copy failed.
     fn refusal(&self) -> Refusal {
         let remote = Syndrome::REM_OP_ERR;
         match self.counter {
@@ -117,18 +116,18 @@ impl Arrival {
     }
 }
 
-/// Where the payload of a reference is.
+/// Source of a payload by reference.
 enum Payload {
-    /// Where copy engines reach it.
+    /// Read by a copy engine.
     Engine(Source),
-    /// In host memory of a process, from this address on.
+    /// Host memory of a process, from an address on.
     Host((Process, u64)),
 }
 
-/// Where the payload of a message goes.
+/// Destination of a message's payload.
 #[derive(Default)]
 struct Destination {
-    /// Memory, first byte, length.
+    /// Memory, offset, length.
     places: SmallVec<[(Memory, usize, usize); 1]>,
     keys: SmallVec<[u32; 2]>,
 }
@@ -141,22 +140,22 @@ impl Destination {
 }
 
 impl Responder {
-    /// Whether copies are under way.
+    /// Whether copies are in progress.
     pub(crate) fn is_copying(&self) -> bool {
         !self.copies.list.is_empty()
     }
 
-    /// Whether copies are under way that steps of the HCA do not make.
+    /// Whether copies other than cross-memory attach are in progress.
     pub(crate) fn awaits_engines(&self) -> bool {
         self.copies.list.iter().any(|m| m.read.is_none())
     }
 
-    /// Whether a message is being copied that came over this link.
+    /// Whether a message from this link is being copied.
     pub(crate) fn has_copy_from(&self, link: usize) -> bool {
         self.copies.list.iter().any(|m| m.link == Some(link))
     }
 
-    /// Whether a packet that comes now must wait, and so come again.
+    /// Whether a packet must be dropped now, to be sent again.
     pub(super) fn must_wait(&self, header: &Header) -> bool {
         let Copies { list, closed, .. } = &self.copies;
         let refuses = list.iter().any(|m| matches!(m.state, State::Failed | State::Refused(_)));
@@ -164,29 +163,29 @@ impl Responder {
         *closed || refuses || is_bytes && list.iter().any(Message::is_reference) || list.len() >= MOST
     }
 
-    /// The last packet that has arrived with all before it.
+    /// Last PSN that is complete along with all before it.
     pub(super) fn arrived(&self) -> u32 {
         self.copies.list.front().map_or(self.expected, |m| m.arrival.header.psn).wrapping_sub(1)
     }
 
-    /// Whether packet `psn` is of a message that is being copied.
+    /// Whether `psn` belongs to a message being copied or behind one.
     pub(super) fn is_copied(&self, psn: u32) -> bool {
         self.is_copying() && ahead(psn, self.arrived()) > 0
     }
 
-    /// Whether an answer would tell too much.
+    /// Whether a response would acknowledge a message being copied.
     pub(super) fn is_early(&self, answer: &Answer) -> bool {
         !matches!(answer, Answer::Copying(_)) && self.is_copied(answer.psn())
     }
 
-    /// Refuses a message in its turn.
+    /// Queues a refusal behind the copies in progress.
     pub(super) fn refuse_later(&mut self, header: &Header, refusal: Refusal) {
         let arrival = Arrival { counter: refusal.counter(), ..Arrival::of(header) };
         let (ticket, state) = (Ticket::failed("refused"), State::Refused(refusal));
         self.push(arrival, None, SmallVec::new(), ticket, None, state);
     }
 
-    /// Completes a packet in its turn, when its bytes are in place.
+    /// Queues a packet to complete in order after its copy.
     pub(super) fn complete_later(&mut self, arrival: Arrival, ticket: Ticket) {
         self.push(arrival, None, SmallVec::new(), ticket, None, State::Copying);
     }
@@ -211,12 +210,12 @@ impl Responder {
         });
     }
 
-    /// The receives of messages that will not complete.
+    /// Takes the receives of messages that will not complete.
     pub(super) fn take_abandoned(&mut self) -> Vec<u16> {
         std::mem::take(&mut self.copies.abandoned)
     }
 
-    /// What is taken from now on comes again, and what has not begun will not begin. Returns the copies that have.
+    /// Stops receiving, cancels copies that have not begun, and returns those that have.
     pub(crate) fn close(&mut self) -> Vec<Ticket> {
         self.copies.closed = true;
         self.cancel();
@@ -227,13 +226,13 @@ impl Responder {
         self.copies.list.iter().for_each(|m| m.ticket.cancel());
     }
 
-    /// The copies under way into a region.
+    /// Copies in progress into a region.
     pub(crate) fn copies_on(&self, key: u32) -> impl Iterator<Item = Ticket> {
         let on = self.copies.list.iter().filter(move |m| m.keys.contains(&key));
         on.map(|m| m.ticket.clone()).filter(|ticket| !ticket.is_over())
     }
 
-    /// The peer has taken back what it referred to in the connection that began with this packet.
+    /// The peer withdrew its references of the connection whose first PSN is `first`.
     pub(super) fn withdrawn(&mut self, first: u32) {
         if first != self.first {
             return;
@@ -242,18 +241,18 @@ impl Responder {
         self.cancel();
     }
 
-    /// Gives up all messages.
+    /// Discards all messages.
     fn abandon(&mut self) {
         let Copies { list, abandoned, .. } = &mut self.copies;
         abandoned.extend(list.drain(..).filter_map(|m| m.arrival.counter));
     }
 
-    /// Goes back to the state before the first message, and asks for its payload.
+    /// Returns to the state before the first message and asks for its payload.
     fn go_back(&mut self) {
         let Some(first) = self.copies.list.front() else { return };
         let psn = first.arrival.header.psn;
         let (reason, is_host) = (first.ticket.failure(), first.read.is_some());
-        let what = "software HCA: payload cannot be copied by reference; the peer is asked to send it";
+        let what = "software HCA: copy by reference failed; asking the peer to send the payload";
         if is_host {
             tracing::debug!(reason, "{what}")
         } else {
@@ -264,14 +263,14 @@ impl Responder {
         self.expected = psn;
         self.gap = false;
         self.copies.list.clear();
-        // What was to be said of later packets is void.
+        // Drops responses to later packets.
         self.answers.retain(|answer| ahead(answer.psn(), psn) < 0);
         self.answers.push_back(Answer::Nak { psn, code: packet::NAK_REFERENCE, arg: Reason::FAILED.0 });
     }
 }
 
 impl SoftQp {
-    /// A message that came as a reference. Returns how many sequence numbers it used.
+    /// Handles a message by reference. Returns the number of PSNs it used.
     pub(super) fn referred(
         &mut self,
         header: &Header,
@@ -339,7 +338,7 @@ impl SoftQp {
         Ok(packets)
     }
 
-    /// Spreads `len` bytes over the buffers of a receive. The error is that of the receive, and that of the requester.
+    /// Adds the SGEs of a receive for `len` bytes. The error holds the syndromes of the receive and of the requester.
     fn spread(
         &self,
         sges: &[DataSeg],
@@ -366,7 +365,7 @@ impl SoftQp {
         Ok(())
     }
 
-    /// Goes on with the first copy that the CPU makes, and sees which are over. Returns whether there was any to go on with.
+    /// Advances cross-memory attach and records finished copies. Returns whether a read advanced.
     pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) -> bool {
         let any = self.read_on();
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
@@ -379,13 +378,13 @@ impl SoftQp {
         any
     }
 
-    /// Reads a piece of the first message that the CPU copies. One after the other, as they may write the same bytes.
+    /// Reads a piece of the oldest cross-memory attach. One at a time, because two may write the same bytes.
     fn read_on(&mut self) -> bool {
         let first = self.resp.copies.list.iter_mut().find(|m| m.read.is_some() && !m.ticket.is_over());
         first.map(Message::read_next).is_some()
     }
 
-    /// Gives up copies of engines that take too long.
+    /// Abandons copies that exceed their time limit.
     pub(crate) fn limit_copies(&mut self, now: Instant) {
         for message in self.resp.copies.list.iter_mut().filter(|m| m.read.is_none() && !m.is_over()) {
             if now.saturating_duration_since(message.since) < LIMIT {
@@ -394,15 +393,15 @@ impl SoftQp {
             tracing::error!(
                 qpn = self.rings.qpn,
                 limit = ?LIMIT,
-                "a copy into a message does not end, and may still happen: let fewer streams wait at a time than \
-                 CUDA_DEVICE_MAX_CONNECTIONS, and see the kernel log for Xid lines"
+                "a copy of payload timed out and may still happen: let fewer streams wait than \
+                 CUDA_DEVICE_MAX_CONNECTIONS, and check the kernel log for Xid errors"
             );
             message.ticket.cancel();
             message.state = State::Refused(message.arrival.refusal());
         }
     }
 
-    /// Completes the messages whose payload is in place, in order. Returns whether there was any.
+    /// Completes finished messages in order. Returns whether there were any.
     pub(crate) fn conclude(&mut self, env: &mut Env<'_>) -> bool {
         if self.state == QpState::ERR || self.resp.copies.withdrawn {
             let over = self.resp.copies.list.iter().all(Message::is_over);
@@ -422,7 +421,7 @@ impl SoftQp {
                 State::Failed if !first.is_reference() => {
                     tracing::error!(
                         reason = first.ticket.failure(),
-                        "software HCA: payload cannot be put in its place"
+                        "software HCA: copy of received payload failed"
                     );
                     let (psn, refusal) = (first.arrival.header.psn, first.arrival.refusal());
                     self.resp.copies.list.pop_front();
@@ -435,7 +434,7 @@ impl SoftQp {
                         break;
                     }
                     if list.iter().any(|m| !m.ticket.is_over()) {
-                        // What may still happen must not meet the payload when it comes again.
+                        // An abandoned copy could overwrite the payload when it is sent again.
                         self.refuse(first.arrival.header.psn, &Refusal::Remote(Syndrome::REM_OP_ERR), env);
                         return true;
                     }

@@ -1,4 +1,4 @@
-//! Messages that come as bytes: their receives, their places, their completions.
+//! REMOVE
 
 use std::time::Instant;
 
@@ -13,13 +13,13 @@ use gdsync_device::Access;
 use gdsync_device::copy_engine::Ticket;
 use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome};
 
-/// What has arrived: a packet, or a message by reference.
+/// A received packet, or message by reference.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Arrival {
     pub(super) header: Header,
-    /// Sequence numbers that it has used.
+    /// Number of its PSNs.
     pub(super) packets: u32,
-    /// The receive that it completes.
+    /// Counter of the receive it completes.
     pub(super) counter: Option<u16>,
     /// Bytes of the message so far.
     pub(super) bytes: usize,
@@ -31,7 +31,7 @@ impl Arrival {
     }
 }
 
-/// Keeps threads awake while a message of several packets comes, which may begin with this one.
+/// Keeps threads polling if this packet begins a message of several.
 fn note_begin(header: &Header, env: &mut Env<'_>) {
     if header.flags & (packet::FIRST | packet::LAST) == packet::FIRST {
         *env.copied = Some(Instant::now());
@@ -46,7 +46,7 @@ impl SoftQp {
         self.resp.posted > self.resp.tail
     }
 
-    /// The buffers of the next receive.
+    /// Scatter list of the next receive.
     pub(super) fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
         self.rings.receive(self.resp.tail)
     }
@@ -70,7 +70,7 @@ impl SoftQp {
             self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
         }
         let taken = self.resp.current.take();
-        // Checked: a packet that is not the first belongs to a SEND under way.
+        // Checked: a packet that is not the first belongs to a SEND.
         let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
             return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
         };
@@ -93,7 +93,7 @@ impl SoftQp {
         Ok(())
     }
 
-    /// A packet has arrived; its bytes may still be landing.
+    /// Handles a packet whose bytes are in place or being copied.
     fn arrive(&mut self, arrival: Arrival, receive_staging: Option<Ticket>, env: &mut Env<'_>) {
         if receive_staging.is_none() && !self.resp.is_copying() {
             return self.complete_arrival(&arrival, env);
@@ -106,7 +106,7 @@ impl SoftQp {
         self.resp.complete_later(arrival, receive_staging.unwrap_or_else(in_place));
     }
 
-    /// What has arrived completes its receive and is acknowledged.
+    /// Completes the receive of a packet and acknowledges it.
     pub(super) fn complete_arrival(&mut self, arrival: &Arrival, env: &mut Env<'_>) {
         let header = &arrival.header;
         if let Some(counter) = arrival.counter {
@@ -125,7 +125,7 @@ impl SoftQp {
             };
             self.complete_recv(cqe, counter, env);
         }
-        // Long messages are acknowledged on the way, so that the sender's window moves.
+        // Acknowledges long messages on the way, so that the requester's window moves.
         if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
             self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1));
         }
@@ -148,7 +148,7 @@ impl SoftQp {
             return Err(Refusal::NotReady);
         }
         let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
-        // Checked: the address is there.
+        // Checked: the body holds the address.
         let len = body.len() - 8;
         let mut receive_staging = None;
         // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).
@@ -170,7 +170,7 @@ impl SoftQp {
         }
         let none = Current { counter: None, sges: SmallVec::new(), received: 0 };
         let mut current = self.resp.current.take().unwrap_or(none);
-        // The immediate's receive reports the length of the whole message.
+        // The CQE reports the length of the whole message.
         current.received += len;
         let bytes = current.received;
         let is_last = header.flags & packet::LAST != 0;

@@ -1,4 +1,4 @@
-//! Requests that are answered with data: READs and atomics.
+//! REMOVE
 
 use std::sync::atomic::Ordering;
 
@@ -29,7 +29,7 @@ impl SoftQp {
         for answer in &mut self.resp.answers {
             let Answer::Read { psn: next, left: rest, .. } = *answer else { continue };
             if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
-                // The same READ, asked for again before all of it was answered: one answer will do.
+                // The same READ, requested again before its response is complete: one response is enough.
                 if ahead(psn, next) < 0 {
                     *answer = Answer::Read { psn, rkey, addr, left, done: 0 };
                 }
@@ -74,7 +74,7 @@ impl SoftQp {
         Ok(())
     }
 
-    /// Where the next bytes of the answer to a READ are; `None` while they are being staged.
+    /// Next bytes of a READ response; `None` while they are being staged.
     pub(super) fn look_up(
         &mut self,
         answer: &Answer,
@@ -83,7 +83,7 @@ impl SoftQp {
         let &Answer::Read { psn, rkey, addr, left, done } = answer else {
             return Err(Syndrome::REM_OP_ERR);
         };
-        // The region may have gone away since the request.
+        // The region may have been deregistered since the request.
         let begin = addr - done as u64;
         let (memory, offset) =
             env.keys.remote(rkey, self.rings.request.pdn, begin, done + left, Access::REMOTE_READ)?;

@@ -38,7 +38,7 @@ fn exchange(from: &mut LinkEnds, to: &mut LinkEnds, tag: u8) {
 }
 
 #[test]
-fn a_link_carries_records_both_ways_and_tells_when_it_ends() {
+fn link_carries_records_both_ways_and_reports_hang_up() {
     let ((a, _), (b, b_gid)) = (port(), port());
     let mut near = a.connect(b_gid, PATIENCE).unwrap();
     let mut far = accepted(&b);
@@ -53,7 +53,7 @@ fn a_link_carries_records_both_ways_and_tells_when_it_ends() {
 }
 
 #[test]
-fn both_sides_may_connect_at_once() {
+fn both_sides_connect_at_once() {
     let ((a, a_gid), (b, b_gid)) = (port(), port());
     let mut near = a.connect(b_gid, PATIENCE).unwrap();
     let mut other = b.connect(a_gid, PATIENCE).unwrap();
@@ -62,7 +62,7 @@ fn both_sides_may_connect_at_once() {
 }
 
 #[test]
-fn the_loopback_link_returns_what_is_sent() {
+fn loopback_link_returns_what_is_sent() {
     let (a, _) = port();
     let mut ends = a.loopback().unwrap();
     assert!(ends.tx.try_push(&[9; 28], &[], &[]).unwrap());
@@ -70,14 +70,14 @@ fn the_loopback_link_returns_what_is_sent() {
 }
 
 #[test]
-fn nobody_there_is_an_error_with_a_reason() {
+fn connect_to_unknown_gid_names_the_reason() {
     let (a, _) = port();
     let error = a.connect(Gid([3; 16]), PATIENCE).unwrap_err().to_string();
     assert!(error.contains("0303:0303") && error.contains("start it first"), "{error}");
 }
 
 #[test]
-fn strangers_neither_block_nor_break_the_port() {
+fn invalid_connections_neither_block_nor_break_the_port() {
     let (a, gid) = port();
     let call = || UnixStream::connect_addr(&SocketAddr::from_abstract_name(name(gid)).unwrap()).unwrap();
     let _silent: Vec<_> = (0..MAX_STRANGERS + 8).map(|_| call()).collect();
@@ -91,7 +91,7 @@ fn strangers_neither_block_nor_break_the_port() {
     {
         let mut stranger = call();
         stranger.write_all(bytes).unwrap();
-        assert!(closed(stranger), "garbage, a greeting for somebody else, or one without files");
+        assert!(closed(stranger), "garbage, a greeting for another GID, or one without descriptors");
     }
     let small = gdsync_device::memfd(c"small", 4096).unwrap();
     let stranger = call();
@@ -99,29 +99,29 @@ fn strangers_neither_block_nor_break_the_port() {
     assert!(closed(stranger), "rings too small");
     // SAFETY: the name is a C string.
     let raw = unsafe { libc::memfd_create(c"open".as_ptr(), libc::MFD_CLOEXEC) };
-    // SAFETY: the descriptor is fresh and nobody else's.
+    // SAFETY: `memfd_create` returned this descriptor; nothing else owns it.
     let unsealed: OwnedFd = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
     std::fs::File::from(unsealed.try_clone().unwrap()).set_len(FILE as u64).unwrap();
     let stranger = call();
     fds::send(&stranger, &greeting(gid, b_gid), &[unsealed.as_raw_fd(), unsealed.as_raw_fd()]).unwrap();
-    assert!(closed(stranger), "rings that could shrink under us");
+    assert!(closed(stranger), "a file that could shrink");
 
     let mut near = b.connect(gid, PATIENCE).unwrap();
     exchange(&mut near, &mut accepted(&a), 5);
 }
 
-/// Whether a connection to `gid` that claims to come from `claimed` gets an answer.
+/// Whether `gid` answers a connection that claims to come from `claimed`.
 fn is_let_in(gid: Gid, claimed: Gid) -> bool {
     let mut stranger = try_connect(gid).unwrap();
     stranger.set_nonblocking(false).unwrap();
     stranger.set_read_timeout(Some(PATIENCE)).unwrap();
     let (file, bell) = (gdsync_device::memfd(c"link", FILE).unwrap(), Bell::create().unwrap());
-    // Fails where the connection was closed at once.
+    // Fails if the connection was closed at once.
     let _ = fds::send(&stranger, &greeting(gid, claimed), &[file.as_raw_fd(), bell.fd().as_raw_fd()]);
     matches!(stranger.read(&mut [0; GREETING]), Ok(GREETING))
 }
 
-/// Not a test of its own: the child of another user that the next test starts.
+/// Child process of the next test, run as another user.
 #[test]
 fn child_of_another_user() {
     let Ok(gid) = std::env::var("GDSYNC_TEST_LINK_AS_ANOTHER_USER") else { return };
@@ -130,9 +130,9 @@ fn child_of_another_user() {
 }
 
 #[test]
-fn a_process_of_another_user_is_refused_also_by_root() {
+fn process_of_another_user_is_refused_even_by_root() {
     let (_a, gid) = port();
-    // By the descriptor: the other user need not be able to walk the path.
+    // By file descriptor, because the other user may lack access to the path.
     let mut child = Command::new("/proc/self/exe");
     child.args(["--exact", "wire::port::tests::child_of_another_user"]);
     child.env("GDSYNC_TEST_LINK_AS_ANOTHER_USER", gid.to_string()).stdout(Stdio::null());
@@ -143,13 +143,13 @@ fn a_process_of_another_user_is_refused_also_by_root() {
     assert_eq!(child.uid(12_345).gid(12_345).status().unwrap().code(), Some(42), "it was let in");
 }
 
-/// A link of a process that has not the GID it claims would get the messages of the one that has.
+/// A process with a false GID would receive the messages of the true owner.
 #[test]
-fn a_gid_is_claimed_only_by_the_process_that_serves_it() {
+fn gid_can_only_be_claimed_by_the_process_that_serves_it() {
     let (a, gid) = port();
     let claim = |claimed| is_let_in(gid, claimed);
     assert!(!claim(Gid::random().unwrap()), "nobody serves it");
-    // Another process serves this one, and has linked itself.
+    // Another process serves this GID and has linked itself.
     let mut child = child_of(gid);
     let theirs = accepted(&a);
     assert!(!claim(theirs.peer), "the process that serves it is another one");
@@ -161,7 +161,7 @@ fn a_gid_is_claimed_only_by_the_process_that_serves_it() {
 }
 
 #[test]
-fn the_name_of_the_socket_does_not_tell_the_gid() {
+fn socket_name_does_not_reveal_the_gid() {
     let gid = Gid::random().unwrap();
     assert!(!name(gid).contains(&gid.to_string()));
     assert_ne!(name(gid), name(Gid::random().unwrap()));
@@ -169,7 +169,7 @@ fn the_name_of_the_socket_does_not_tell_the_gid() {
 }
 
 #[test]
-fn a_port_whose_queue_is_full_is_an_error_by_the_deadline() {
+fn full_backlog_fails_at_the_deadline() {
     let gid = Gid::random().unwrap();
     let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name(gid)).unwrap()).unwrap();
     rustix::net::listen(&listener, 0).unwrap();
@@ -179,7 +179,7 @@ fn a_port_whose_queue_is_full_is_an_error_by_the_deadline() {
     assert!(error.contains("accepts no connections"), "{error}");
 }
 
-/// Not a test of its own: the child that the next test kills.
+/// Child process that `killed_process_is_noticed` kills.
 #[test]
 fn child_that_connects_and_waits() {
     let Ok(gid) = std::env::var("GDSYNC_TEST_CONNECT_TO") else { return };
@@ -190,7 +190,7 @@ fn child_that_connects_and_waits() {
     std::thread::sleep(PATIENCE);
 }
 
-/// Not a test of its own: the child without descriptors that the next test starts.
+/// Child process of the next test, with a descriptor limit of 0.
 #[test]
 fn child_without_descriptors() {
     if std::env::var_os("GDSYNC_TEST_NO_DESCRIPTORS").is_none() {
@@ -204,15 +204,15 @@ fn child_without_descriptors() {
     let shared = port.shared.clone();
     let mut control = Control { shared, listener, strangers: Vec::new(), paused: None };
     let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the pointer is valid for one structure; this process opens nothing more.
+    // SAFETY: the pointer is valid for one structure.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) }, 0);
     control.accept();
-    assert!(control.paused.is_some(), "{gid}: it would be tried again at once");
+    assert!(control.paused.is_some(), "{gid}: accept would be retried at once");
     std::process::exit(42);
 }
 
 #[test]
-fn a_port_without_descriptors_waits_before_it_tries_again() {
+fn accept_pauses_when_descriptors_run_out() {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "wire::port::tests::child_without_descriptors"]);
     child.env("GDSYNC_TEST_NO_DESCRIPTORS", "1").stdout(Stdio::null());
@@ -229,7 +229,7 @@ fn child_of(gid: Gid) -> Child {
 }
 
 #[test]
-fn a_killed_process_is_noticed() {
+fn killed_process_is_noticed() {
     let (a, gid) = port();
     let mut child = child_of(gid);
     let mut ends = accepted(&a);
