@@ -7,12 +7,12 @@ use gdrcopy::GpuBuffer;
 use serde::Serialize;
 
 use super::Program;
-use super::failure::Result;
+use super::tools_shared::Result;
 use super::histogram::{Bin, histogram};
-use super::options::{Common, Memory, bytes, usage};
-use super::output::{Output, say};
-use super::report::Report;
-use super::target::Target;
+use super::tools_shared::{Common, Memory, bytes, usage};
+use super::tools_shared::{Output, say};
+use super::tools_shared::Report;
+use super::tools_shared::Target;
 use crate::measure::{Machine, Micros, Samples};
 
 /// Time of pin, map, get_info, unmap and unpin, for sizes of 64 KiB, 128 KiB and so on.

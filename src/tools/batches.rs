@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::failure::Result;
+use super::tools_shared::Result;
 use crate::measure::{Micros, Samples};
 
 /// Calls are timed in at most so many batches, as GDRCopy's tools do.

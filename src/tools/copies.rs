@@ -5,7 +5,7 @@ use gdrcopy::copy::{self, Copier, Routine};
 use gdrcopy::{Mapping, MappingType};
 use serde::{Serialize, Serializer};
 
-use super::failure::{Failure, Result};
+use super::tools_shared::{Failure, Result};
 
 /// Which routines copy, where the mapping is write-combining.
 #[derive(Args, Clone, Copy, Debug, Serialize)]

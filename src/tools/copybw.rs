@@ -6,14 +6,14 @@ use clap::Args;
 use serde::Serialize;
 
 use super::Program;
-use super::batches::{Batches, PerCall, Timing};
-use super::copies::{Copies, Routines};
-use super::failure::{Failure, Result};
-use super::options::{Common, Memory, bytes, usage};
-use super::output::{Output, say};
-use super::pattern::{compare, pattern};
-use super::report::Report;
-use super::target::{Mapped, Target};
+use super::tools_shared::{Batches, PerCall, Timing};
+use super::tools_shared::{Copies, Routines};
+use super::tools_shared::{Failure, Result};
+use super::tools_shared::{Common, Memory, bytes, usage};
+use super::tools_shared::{Output, say};
+use super::tools_shared::{compare, pattern};
+use super::tools_shared::Report;
+use super::tools_shared::{Mapped, Target};
 use crate::measure::Machine;
 
 /// Bandwidth of copies to and from GPU memory through a CPU mapping, with the data checked.

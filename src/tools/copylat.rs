@@ -8,15 +8,15 @@ use gdrcopy::{BackendKind, MappingType};
 use serde::Serialize;
 
 use super::Program;
-use super::batches::{Batches, PerCall};
-use super::copies::{Copies, Routines};
+use super::tools_shared::{Batches, PerCall};
+use super::tools_shared::{Copies, Routines};
 use super::cuda::{self, Pinned};
-use super::failure::{Failure, Result};
-use super::options::{Common, Memory, bytes, usage};
-use super::output::{Output, say};
-use super::pattern::{compare, pattern};
-use super::report::Report;
-use super::target::{Mapped, Target, type_name};
+use super::tools_shared::{Failure, Result};
+use super::tools_shared::{Common, Memory, bytes, usage};
+use super::tools_shared::{Output, say};
+use super::tools_shared::{compare, pattern};
+use super::tools_shared::Report;
+use super::tools_shared::{Mapped, Target, type_name};
 use crate::measure::{Machine, Micros};
 
 /// Time of copies to and from GPU memory through a CPU mapping, for sizes of 1, 2, 4 bytes and so on.

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{CudaContext, result, sys};
 
-use super::failure::{Failure, Result};
+use super::tools_shared::{Failure, Result};
 
 /// Whether there is a CUDA driver. Calls into one that is not there end the process.
 pub(super) fn present() -> bool {

@@ -7,7 +7,7 @@ use gdrcopy::cuda::AllocKind;
 use gdrcopy::{BackendKind, MappingType};
 use serde::Serialize;
 
-use super::failure::{Failure, Result};
+use super::tools_shared::{Failure, Result};
 
 /// Options of every tool.
 #[derive(Args, Clone, Debug)]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::failure::{Failure, Result};
+use super::tools_shared::{Failure, Result};
 use crate::output;
 
 /// The output of a tool.

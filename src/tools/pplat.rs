@@ -13,11 +13,11 @@ use gdrcopy::BackendKind;
 use serde::Serialize;
 
 use super::Program;
-use super::failure::{Failure, Result};
-use super::options::{Common, Memory, bytes, usage};
-use super::output::{Output, say};
-use super::report::Report;
-use super::target::Target;
+use super::tools_shared::{Failure, Result};
+use super::tools_shared::{Common, Memory, bytes, usage};
+use super::tools_shared::{Output, say};
+use super::tools_shared::Report;
+use super::tools_shared::Target;
 use crate::measure::{Machine, Micros, Samples};
 use kernel::Kernel;
 use place::Place;

@@ -7,8 +7,8 @@ use gdrcopy::{BackendKind, Gdr};
 use serde::{Deserialize, Serialize};
 
 use super::cuda;
-use super::failure::Result;
-use super::output::{Output, say};
+use super::tools_shared::Result;
+use super::tools_shared::{Output, say};
 use crate::measure::Machine;
 
 /// The results of a tool and all that is needed to understand them.

@@ -23,10 +23,10 @@ use clap::Args;
 use serde::Serialize;
 
 use super::Program;
-use super::failure::{Failure, Result};
-use super::options::{Common, usage};
-use super::output::{Output, say};
-use super::report::{Report, Setup};
+use super::tools_shared::{Failure, Result};
+use super::tools_shared::{Common, usage};
+use super::tools_shared::{Output, say};
+use super::tools_shared::{Report, Setup};
 use crate::measure::Machine;
 use case::{Case, Env, Group};
 use cases::CASES;

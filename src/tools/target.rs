@@ -2,10 +2,10 @@
 
 use gdrcopy::{BackendKind, Gdr, GpuBuffer, Mapping, MappingType, Pin};
 
-use super::failure::{Failure, Result};
-use super::options::{Common, Memory};
-use super::output::{Output, say};
-use super::report::Setup;
+use super::tools_shared::{Failure, Result};
+use super::tools_shared::{Common, Memory};
+use super::tools_shared::{Output, say};
+use super::tools_shared::Setup;
 
 /// The opened library and the chosen GPU.
 pub(super) struct Target {

@@ -11,9 +11,9 @@ use gdrcopy::GpuBuffer;
 
 use super::{Board, Game, Gpu, Mode, Verdict};
 use crate::tools::cuda;
-use crate::tools::failure::{Failure, Result};
-use crate::tools::options::usage;
-use crate::tools::target::Target;
+use super::super::tools_shared::{Failure, Result};
+use super::super::tools_shared::usage;
+use super::super::tools_shared::Target;
 
 /// A launched kernel, with all that it uses.
 pub(super) struct Kernel {

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use gdrcopy::{BackendKind, GpuBuffer, Mapping};
 
 use super::Where;
-use crate::tools::cuda::{self, Pinned};
-use crate::tools::failure::Result;
-use crate::tools::options::Memory;
-use crate::tools::target::Target;
+use super::super::tools_shared::{self, Pinned};
+use super::super::tools_shared::Result;
+use super::super::tools_shared::Memory;
+use super::super::tools_shared::Target;
 
 /// Words of memory that CPU and GPU reach.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::rounds::await_flag;
 use super::{Board, Game, Gpu, Mode, Verdict, expected};
-use crate::tools::failure::{Failure, Result};
+use super::super::tools_shared::{Failure, Result};
 
 /// The threads.
 pub(super) struct Players(Vec<JoinHandle<Result<Verdict>>>);

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::{Board, Game, Mode, expected};
 use crate::measure::Samples;
-use crate::tools::failure::{Failure, Result};
+use super::super::tools_shared::{Failure, Result};
 
 /// What the CPU saw.
 #[derive(Debug, Default)]

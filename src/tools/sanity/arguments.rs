@@ -3,9 +3,9 @@
 use super::basic::{PAGE, SIZE, write_and_check};
 use super::case::{Env, Outcome, ensure, fail, refused, waive};
 use super::memory::Raw;
-use crate::tools::cuda::Pinned;
-use crate::tools::failure::Failure;
-use crate::tools::pattern::{compare, pattern};
+use super::super::tools_shared::Pinned;
+use super::super::tools_shared::Failure;
+use super::super::tools_shared::{compare, pattern};
 
 pub(super) fn null(env: &Env) -> Outcome {
     refused(env, "address 0", libc::EINVAL, env.open()?.pin(0, PAGE))

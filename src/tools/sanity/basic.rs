@@ -7,7 +7,7 @@ use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer, Mapping, Pin, PinFlags};
 
 use super::case::{Env, Outcome, Stop, ensure, fail, refused, waive};
 use super::memory::Raw;
-use crate::tools::pattern::{compare, pattern};
+use super::super::tools_shared::{compare, pattern};
 
 /// The size of GDRCopy's tests: 256 KiB and a little, in GPU pages.
 pub(super) const SIZE: usize = 320 << 10;

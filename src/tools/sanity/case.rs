@@ -8,8 +8,8 @@ use cudarc::driver::CudaContext;
 use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer};
 
 use crate::tools::cuda;
-use crate::tools::failure::Failure;
-use crate::tools::options::{AllocFn, Common};
+use super::super::tools_shared::Failure;
+use super::super::tools_shared::{AllocFn, Common};
 
 /// Why a case did not pass.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ impl<E: std::error::Error> From<E> for Stop {
 macro_rules! ensure {
     ($condition:expr, $($format:tt)*) => {
         if !$condition {
-            return $crate::tools::sanity::case::fail(format_args!($($format)*));
+            return $crate::tools::sanity::fail(format_args!($($format)*));
         }
     };
 }

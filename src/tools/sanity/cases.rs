@@ -2,7 +2,7 @@
 
 use super::case::{Case, Env, Group, Outcome, Run, fail, waive};
 use super::{arguments, basic, data, descriptors, exhaustion, forks, invalidation, leaks};
-use crate::tools::options::AllocFn;
+use super::super::tools_shared::AllocFn;
 
 const fn case(name: &'static str, run: Run, what: &'static str) -> Case {
     Case { name, what, group: Group::Standard, alloc: AllocFn::CuMemAlloc, repeats: false, run }

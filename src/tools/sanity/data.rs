@@ -4,7 +4,7 @@ use gdrcopy::{Mapping, MappingType, PinFlags, Word};
 
 use super::basic::{PAGE, SIZE, needs_force_pcie, write_and_check};
 use super::case::{Env, Outcome, ensure, waive};
-use crate::tools::pattern::{compare, pattern};
+use super::super::tools_shared::{compare, pattern};
 
 /// Offsets of GDRCopy's tests.
 const OFFSETS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 11, 129, 1023];

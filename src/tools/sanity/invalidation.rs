@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::basic::{PAGE, SIZE, joined, write_and_check};
 use super::case::{Env, Outcome, ensure, persistent, waive};
 use super::memory::readable;
-use crate::tools::pattern::{compare, pattern};
+use super::super::tools_shared::{compare, pattern};
 
 /// The library may be closed under a mapping; after the mapping nothing is left at its address.
 pub(super) fn access_after_close(env: &Env) -> Outcome {

@@ -9,7 +9,7 @@ use gdrcopy::Gdr;
 use super::basic::{PAGE, joined};
 use super::case::{Env, Outcome, ensure};
 use super::resources::Resources;
-use crate::tools::pattern::{compare, pattern};
+use super::super::tools_shared::{compare, pattern};
 
 /// Sizes that take turns: parts of pages, a page, a large page.
 const SIZES: [usize; 4] = [2 << 20, 4096, PAGE, 100_000];

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::case::{Outcome, Stop};
-use crate::tools::failure::Result;
+use super::super::tools_shared::Result;
 
 /// Exit status of a waived case, as in GDRCopy's tests.
 const WAIVED: i32 = 2;
