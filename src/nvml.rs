@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 /// `nvmlBAR1Memory_t`, bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
-pub(in crate::doctor) struct Bar1 {
-    pub(in crate::doctor) total: u64,
-    pub(in crate::doctor) free: u64,
-    pub(in crate::doctor) used: u64,
+pub(crate) struct Bar1 {
+    pub(crate) total: u64,
+    pub(crate) free: u64,
+    pub(crate) used: u64,
 }
 
 type Device = *mut c_void;
@@ -29,7 +29,7 @@ const JOINED: u32 = 0;
 
 /// The functions that are used.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Nvml {
+pub(crate) struct Nvml {
     by_pci: ByPci,
     bar1: Bar1Info,
     peer_status: PeerStatus,
@@ -37,7 +37,7 @@ pub(super) struct Nvml {
 
 impl Nvml {
     /// Loads the library, and has it look for GPUs.
-    pub(super) fn load() -> Result<Self, String> {
+    pub(crate) fn load() -> Result<Self, String> {
         // SAFETY: a terminated name; NVML's initialisers may run at any time.
         let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
@@ -70,7 +70,7 @@ impl Nvml {
     }
 
     /// The window of the GPU at this PCI address.
-    pub(super) fn bar1(&self, pci: &str) -> Result<Bar1, String> {
+    pub(crate) fn bar1(&self, pci: &str) -> Result<Bar1, String> {
         let (device, mut bar1) = (self.device(pci)?, Bar1::default());
         // SAFETY: a device of NVML, and a place for the answer.
         checked("nvmlDeviceGetBAR1MemoryInfo", unsafe { (self.bar1)(device, &mut bar1) })?;
@@ -78,7 +78,7 @@ impl Nvml {
     }
 
     /// Whether NVLink joins the GPUs at these PCI addresses.
-    pub(super) fn nvlink(&self, one: &str, other: &str) -> Result<bool, String> {
+    pub(crate) fn nvlink(&self, one: &str, other: &str) -> Result<bool, String> {
         let (one, other, mut status) = (self.device(one)?, self.device(other)?, JOINED);
         // SAFETY: devices of NVML, and a place for the answer.
         let told = unsafe { (self.peer_status)(one, other, NVLINK, &mut status) };
