@@ -4,6 +4,7 @@
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// An example, built beside this test.
 pub fn example(name: &str) -> Command {
@@ -74,7 +75,10 @@ pub struct Scratch(PathBuf);
 
 impl Scratch {
     pub fn new(name: &str) -> Self {
-        Self(Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.json", std::process::id())))
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{name}-{}-{count}.json", std::process::id());
+        Self(Path::new(env!("CARGO_TARGET_TMPDIR")).join(name))
     }
 
     pub fn path(&self) -> &Path {

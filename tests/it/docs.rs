@@ -106,14 +106,15 @@ impl Document {
         let targets = prose.split("](").skip(1).filter_map(|rest| rest.split(')').next());
         let is_broken = |target: &&str| {
             let (file, heading) = target.split_once('#').unwrap_or((target, ""));
-            let path = if file.is_empty() { root().join(&self.path) } else { self.folder().join(file) };
+            let path = self.folder().join(file);
             let anchor = |line: &str| {
                 let text = line.trim_start_matches('#').trim().to_lowercase().replace(' ', "-");
                 text.chars().filter(|c| c.is_alphanumeric() || "-_".contains(*c)).collect::<String>()
             };
             let has =
                 |text: String| text.lines().any(|line| line.starts_with('#') && anchor(line) == heading);
-            !path.exists() || !heading.is_empty() && !fs::read_to_string(&path).is_ok_and(has)
+            let text = || if file.is_empty() { Ok(self.text.clone()) } else { fs::read_to_string(&path) };
+            !path.exists() || !heading.is_empty() && !text().is_ok_and(has)
         };
         let ours = targets.filter(|target| !target.contains("://")).filter(is_broken);
         ours.map(|target| format!("{}: {target} leads nowhere", self.path)).collect()
@@ -134,7 +135,7 @@ impl Document {
                     (!root().join(code).exists() && !self.folder().join(code).exists()).then_some(code),
                 );
             }
-            let path = code.split(['(', ' ', '<', '[']).next().unwrap();
+            let path = code.split(['(', ' ', '<', '[']).next().unwrap().trim_end_matches(':');
             if let Some((_, last)) = path.rsplit_once("::")
                 && path.chars().all(|c| is_word(c) || c == ':')
             {
@@ -241,6 +242,8 @@ fn mistake(command: &str, is_strict: bool) -> Option<String> {
     };
     let (program, arguments) = (words[at], &words[at + 1..]);
     match our_name(program) {
+        // A program in Rust has variables of such names.
+        Some(_) if arguments.first() == Some(&"=") => None,
         Some(name) => wrong_option(&name, arguments),
         None if program == "cargo" => wrong_cargo(arguments),
         None => {
