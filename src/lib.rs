@@ -12,11 +12,13 @@
     deny(clippy::print_stderr, clippy::print_stdout, reason = "they panic; `out!` and `note!` do not")
 )]
 
+pub mod app_stream;
 pub mod doctor;
-pub mod lane;
 pub mod measure;
+mod nvml;
 pub mod output;
 pub mod pingpong;
+pub mod results;
 pub mod tools;
 
 pub use gdrcopy;

@@ -6,16 +6,13 @@
 )]
 
 mod bench;
-mod compare;
 mod plot;
-mod report;
-mod results;
 mod trace;
 
 use gdasync::note;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use gdasync::doctor::Doctor;
 use gdasync::tools::Tool;
 
@@ -30,7 +27,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Measures this machine, each figure with its baseline in the same run.
-    Bench(Benchmarks),
+    #[command(subcommand)]
+    Bench(bench::Bench),
     /// Probes this machine: what works, what does not, why it matters and what to do.
     Doctor(Doctor),
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
@@ -38,20 +36,10 @@ enum Command {
     Gdrcopy(Tool),
     /// Draws results as curves, bars or a timeline.
     Plot(plot::Options),
-    /// Puts results into one page: pictures, tables, machine and command.
-    Report(report::Options),
+    /// Writes results as one page: pictures, tables, machine and command.
+    Report(plot::ReportOptions),
     /// Shows what processes have recorded, also killed ones: which wait is stuck, on which peer and request.
     Trace(trace::Options),
-}
-
-/// A benchmark, or the comparison of two results.
-#[derive(Args)]
-#[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
-struct Benchmarks {
-    #[command(subcommand)]
-    bench: Option<bench::Bench>,
-    #[command(flatten)]
-    compare: compare::Options,
 }
 
 fn main() -> ExitCode {
@@ -59,8 +47,7 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Doctor(doctor) => doctor.run(),
         Command::Gdrcopy(tool) => tool.run(),
-        Command::Bench(Benchmarks { bench: Some(bench), .. }) => end(bench.run().map(|()| ExitCode::SUCCESS)),
-        Command::Bench(Benchmarks { bench: None, compare }) => end(compare.run()),
+        Command::Bench(bench) => end(bench.run().map(|()| ExitCode::SUCCESS)),
         Command::Plot(options) => end(options.run()),
         Command::Report(options) => end(options.run()),
         Command::Trace(options) => options.run(),

@@ -18,7 +18,7 @@ int main(int argc, char **argv)
 	MPI_Init(&argc, &argv);
 	int rank, bytes = argc > 1 ? atoi(argv[1]) : 8, windows = ((argc > 2 ? atoi(argv[2]) : 20000) + WINDOW - 1) / WINDOW;
 	MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-	/* Two buffers by turns to receive into, as in `gdasync bench mp`. */
+	/* Two buffers by turns to receive into, as in `gdasync bench messages`. */
 	char *buffer = malloc(3 * (size_t)bytes);
 	double *times = calloc((size_t)windows + 1, sizeof *times);
 	memset(buffer, rank, 3 * (size_t)bytes);

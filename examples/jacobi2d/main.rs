@@ -9,29 +9,86 @@
 //!
 //! A stream is a host thread, or with `--stream cuda` one of a GPU. Rank 0 compares the result with a solution of its own.
 
-mod check;
 mod grid;
-mod options;
-mod relax;
-mod repeat;
 mod solver;
 
 use std::io;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
-use gdasync::measure::{Machine, create_json, write_json};
+use clap::{Parser, ValueEnum};
+use gdasync::app_stream::{AppStream, Description, Placed, Placement};
+use gdasync::measure::Machine;
+use gdasync::results::{Result, all_ranks, create_json, sum, write_json};
 use gdasync::{note, out};
 use mp::Communicator;
 use serde::Serialize;
 
-use check::Difference;
-use gdasync::lane::{Description, Lane, Placed, Result};
-use grid::{Block, Extent};
-use options::{Mode, Options};
-use relax::Relaxer;
-use solver::Solver;
+use grid::{Block, Difference, Extent};
+use solver::{Relaxer, Solver};
+
+/// Jacobi iterations for the Laplace equation on a rectangle, split in blocks of rows over ranks that exchange halo rows on
+/// streams. The result is compared with that of one process, to the last bit.
+#[derive(Parser)]
+#[command(
+    version,
+    about,
+    after_help = "Example: cargo run --release --example jacobi2d -- --nx 2048 --ny 2048 --ranks 2 --mode sync"
+)]
+pub(crate) struct Options {
+    /// How halo rows are exchanged.
+    #[arg(long, value_enum, default_value_t = Mode::Stream)]
+    pub(crate) mode: Mode,
+    /// Columns, without the fixed ones at both sides.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) nx: u32,
+    /// Rows, without the fixed ones above and below.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) ny: u32,
+    /// Iterations, of which the first tenth is not timed.
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) iters: u32,
+    /// Ranks, where no launcher says how many [default: 2].
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) ranks: Option<u16>,
+    /// Iterations posted ahead in mode stream, or in a launch of mode graph, which makes it an even number.
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=200))]
+    pub(crate) ahead: u32,
+    #[command(flatten)]
+    pub(crate) placement: Placement,
+    /// Does not compare the result: for grids that take one process too long.
+    #[arg(long)]
+    pub(crate) no_check: bool,
+    /// Seconds after which a wait is given up, 1 to 86400.
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout: u64,
+    /// Writes the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Loses the halo rows of this iteration: the comparison must notice.
+    #[arg(long, hide = true)]
+    pub(crate) lose: Option<u32>,
+}
+
+/// How halo rows are exchanged.
+#[derive(Clone, Copy, ValueEnum, Serialize, PartialEq, Debug)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Mode {
+    /// Everything posted ahead on a stream, the CPU asleep.
+    Stream,
+    /// As a graph, captured once and launched again and again, through channels.
+    Graph,
+    /// The CPU waits for the stream, then sends, and waits for what it receives.
+    Sync,
+}
+
+impl Options {
+    /// After how long a wait is given up.
+    pub(crate) fn timeout(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+}
 
 #[derive(Serialize)]
 struct Report {
@@ -51,7 +108,7 @@ struct Report {
     /// Of the slowest rank.
     iteration_us: f64,
     /// Of all ranks, in an iteration.
-    halo_bytes: usize,
+    halo_bytes: u64,
     cells_per_s: f64,
     /// To the solution of one process; absent when it was not asked for.
     #[serde(flatten)]
@@ -117,24 +174,25 @@ fn solve(options: &Options, placed: &Placed, comm: &Communicator) -> Result<Repo
     if extent.ny < ranks {
         return Err(format!("--ny {}: {ranks} ranks need a row each", extent.ny).into());
     }
-    let lane = Lane::new(placed, timeout, relax::PTX)?;
+    let app = AppStream::new(placed, timeout, solver::PTX)?;
     let rows = extent.rows_of(rank, ranks);
     let memory = placed.memory(Block::bytes(extent, rows.len()))?;
     let block = Block::new(&memory, extent, rows)?;
     let buffer = comm.register(&memory)?;
-    let relaxer = Relaxer::new(&lane, &block, extent.width())?;
-    let solver = Solver::new(options, comm, &lane, relaxer, &block, &buffer);
+    let relaxer = Relaxer::new(&app, &block, extent.width())?;
+    let solver = Solver::new(options, comm, &app, relaxer, &block, &buffer);
     let warm_up = options.iters / 10;
-    let time = slowest(comm, solver.solve(warm_up)?, timeout)?;
+    let own = u64::try_from(solver.solve(warm_up)?.as_nanos())?;
+    let slowest = all_ranks(comm, own, timeout)?.into_iter().max().unwrap_or(own);
     let difference = match options.no_check {
         true => None,
-        false => check::compare(comm, extent, options.iters, &block, &buffer, timeout)?,
+        false => grid::compare(comm, extent, options.iters, &block, &buffer, timeout)?,
     };
     let timed = options.iters - warm_up;
-    let iteration = time.as_secs_f64() / f64::from(timed);
+    let iteration = Duration::from_nanos(slowest).as_secs_f64() / f64::from(timed);
     Ok(Report {
         device: comm.context().description().to_owned(),
-        stream: lane.stream.kind(),
+        stream: app.stream.kind(),
         wire: comm.context().wire().to_owned(),
         ranks,
         machine: Machine::here(),
@@ -145,35 +203,14 @@ fn solve(options: &Options, placed: &Placed, comm: &Communicator) -> Result<Repo
         iters: options.iters,
         timed,
         iteration_us: iteration * 1e6,
-        halo_bytes: sum(comm, solver.halo_bytes(), timeout)?,
+        halo_bytes: sum(comm, solver.halo_bytes() as u64, timeout)?,
         cells_per_s: f64::from(options.nx) * f64::from(options.ny) / iteration,
         difference,
     })
 }
 
-/// The longest time of a rank.
-fn slowest(comm: &Communicator, own: Duration, timeout: Duration) -> Result<Duration> {
-    let times = comm.exchange(&u64::try_from(own.as_nanos())?.to_be_bytes(), timeout)?;
-    let longest =
-        times.iter().filter_map(|time| time.first_chunk()).map(|time| u64::from_be_bytes(*time)).max();
-    Ok(Duration::from_nanos(longest.unwrap_or(0)))
-}
-
-/// The numbers of all ranks together.
-fn sum(comm: &Communicator, own: usize, timeout: Duration) -> Result<usize> {
-    let numbers = comm.exchange(&own.to_be_bytes(), timeout)?;
-    Ok(numbers
-        .iter()
-        .filter_map(|number| number.first_chunk())
-        .map(|number| usize::from_be_bytes(*number))
-        .sum())
-}
-
 fn main() -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
-        .with_writer(std::io::stderr)
-        .init();
+    gdasync::tools::log_to_stderr();
     let options = Options::parse();
     match run(&options) {
         Ok(true) => ExitCode::SUCCESS,

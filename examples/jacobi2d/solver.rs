@@ -1,44 +1,44 @@
 //! The iterations of one rank: rows at the edges first, so that the rest is computed while they travel.
 
-use std::collections::VecDeque;
-use std::ops::Range;
-use std::time::{Duration, Instant};
-
-use gdsync::stream::Batch;
-use mp::{Communicator, Registration, Request};
-
 use crate::grid::Block;
-use crate::options::{Mode, Options};
-use crate::relax::Relaxer;
-use crate::repeat::Repeated;
-use gdasync::lane::{Lane, Result};
+use crate::{Mode, Options};
+use gdasync::app_stream::{AppStream, Kernel, Kernels};
+use gdasync::results::Result;
+use gdsync::stream::{Batch, Graph, Launch};
+use mp::{Channel, Communicator, Piece, Registration, Request};
+use std::collections::VecDeque;
+use std::ffi::CStr;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// The iterations of one rank.
 pub(crate) struct Solver<'a> {
-    pub(super) options: &'a Options,
-    pub(super) comm: &'a Communicator,
-    pub(super) lane: &'a Lane,
-    pub(super) relaxer: Relaxer<'a>,
-    pub(super) block: Block,
-    pub(super) buffer: Registration,
-    pub(super) neighbours: Vec<Neighbour>,
-    pub(super) timeout: Duration,
+    pub(crate) options: &'a Options,
+    pub(crate) comm: &'a Communicator,
+    pub(crate) app: &'a AppStream,
+    pub(crate) relaxer: Relaxer<'a>,
+    pub(crate) block: Block,
+    pub(crate) buffer: Registration,
+    pub(crate) neighbours: Vec<Neighbour>,
+    pub(crate) timeout: Duration,
 }
 
 /// A rank above or below.
-pub(super) struct Neighbour {
-    pub(super) rank: usize,
+pub(crate) struct Neighbour {
+    pub(crate) rank: usize,
     /// The row of this block that it needs.
-    pub(super) edge: usize,
+    pub(crate) edge: usize,
     /// The row beside this block that it computes.
-    pub(super) halo: usize,
+    pub(crate) halo: usize,
 }
 
 impl<'a> Solver<'a> {
     pub(crate) fn new(
         options: &'a Options,
         comm: &'a Communicator,
-        lane: &'a Lane,
+        app: &'a AppStream,
         relaxer: Relaxer<'a>,
         block: &Block,
         buffer: &Registration,
@@ -48,7 +48,7 @@ impl<'a> Solver<'a> {
         let below = Some(Neighbour { rank: rank + 1, edge: rows, halo: rows + 1 });
         let neighbours = above.into_iter().chain(below.filter(|below| below.rank < comm.size())).collect();
         let (block, buffer, timeout) = (block.clone(), buffer.clone(), options.timeout());
-        Self { options, comm, lane, relaxer, block, buffer, neighbours, timeout }
+        Self { options, comm, app, relaxer, block, buffer, neighbours, timeout }
     }
 
     /// Bytes that this rank sends in an iteration.
@@ -69,7 +69,11 @@ impl<'a> Solver<'a> {
         self.time(warm_up, |iterations| self.run(iterations, &mut posted, &mut receives))
     }
 
-    fn time(&self, warm_up: u32, mut run: impl FnMut(Range<u32>) -> Result<()>) -> Result<Duration> {
+    pub(crate) fn time(
+        &self,
+        warm_up: u32,
+        mut run: impl FnMut(Range<u32>) -> Result<()>,
+    ) -> Result<Duration> {
         self.comm.barrier(self.timeout)?;
         run(0..warm_up)?;
         self.comm.barrier(self.timeout)?;
@@ -79,7 +83,7 @@ impl<'a> Solver<'a> {
     }
 
     /// The requests of an iteration are as many as there are neighbours.
-    fn post_receives(
+    pub(crate) fn post_receives(
         &self,
         receives: &mut VecDeque<Vec<Request>>,
         iterations: impl Iterator<Item = u32>,
@@ -95,7 +99,7 @@ impl<'a> Solver<'a> {
         Ok(())
     }
 
-    fn run(
+    pub(crate) fn run(
         &self,
         iterations: Range<u32>,
         posted: &mut Range<u32>,
@@ -120,7 +124,7 @@ impl<'a> Solver<'a> {
     }
 
     /// An iteration posted on the stream, without waiting for anything.
-    fn post_iteration(&self, n: u32, receives: &[Request]) -> Result<()> {
+    pub(crate) fn post_iteration(&self, n: u32, receives: &[Request]) -> Result<()> {
         self.relaxer.edges(before(n))?;
         let mut batch = Batch::new();
         let sent = self.neighbours.iter().map(|neighbour| {
@@ -137,20 +141,20 @@ impl<'a> Solver<'a> {
     }
 
     /// Waits for all that is posted.
-    pub(super) fn finish(&self) -> Result<()> {
-        self.lane.finish()?;
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.app.finish()?;
         self.relaxer.check()
     }
 
-    pub(super) fn submit(&self, batch: &mut Batch) -> Result<()> {
+    pub(crate) fn submit(&self, batch: &mut Batch) -> Result<()> {
         // A single rank has nobody to talk to.
-        if batch.is_empty() { Ok(()) } else { Ok(self.lane.stream.submit(batch)?) }
+        if batch.is_empty() { Ok(()) } else { Ok(self.app.stream.submit(batch)?) }
     }
 
     /// An iteration whose messages the CPU sends and awaits.
-    fn drive_iteration(&self, n: u32, receives: &[Request]) -> Result<()> {
+    pub(crate) fn drive_iteration(&self, n: u32, receives: &[Request]) -> Result<()> {
         self.relaxer.edges(before(n))?;
-        self.lane.idle()?;
+        self.app.idle()?;
         let sent = self.neighbours.iter().map(|neighbour| {
             let edge = self.block.halo(after(n), neighbour.edge);
             self.comm.isend(&self.buffer, edge, neighbour.rank)
@@ -163,11 +167,189 @@ impl<'a> Solver<'a> {
 }
 
 /// The state that iteration `n` reads.
-pub(super) fn before(n: u32) -> usize {
+pub(crate) fn before(n: u32) -> usize {
     n as usize % 2
 }
 
 /// The state that iteration `n` writes.
-pub(super) fn after(n: u32) -> usize {
+pub(crate) fn after(n: u32) -> usize {
     1 - before(n)
+}
+
+/// Iterations that are captured once. Those that a launch would be too many for are posted one by one, through the same
+/// channels.
+pub(crate) struct Repeated<'a> {
+    pub(crate) solver: &'a Solver<'a>,
+    /// One to each neighbour.
+    pub(crate) channels: Vec<Channel>,
+    pub(crate) graph: Graph,
+    /// Iterations of a launch, which begins with an even one: both states take turns.
+    pub(crate) each: u32,
+}
+
+impl<'a> Repeated<'a> {
+    /// All ranks must call it.
+    pub(crate) fn new(solver: &'a Solver<'a>) -> Result<Self> {
+        // Rows come into both states by turns.
+        let places: Vec<[Piece<'_>; 2]> = solver
+            .neighbours
+            .iter()
+            .map(|neighbour| [0, 1].map(|n| (&solver.buffer, solver.block.halo(after(n), neighbour.halo))))
+            .collect();
+        let wanted = solver.neighbours.iter().zip(&places);
+        let wanted: Vec<_> = wanted.map(|(neighbour, places)| (neighbour.rank, &places[..])).collect();
+        let channels = solver.comm.channels(&wanted, solver.timeout)?;
+        let stream = &solver.app.stream;
+        let each = solver.options.ahead.next_multiple_of(2);
+        let capture = stream.begin_capture()?;
+        (0..each).try_for_each(|n| iteration(solver, &channels, n))?;
+        let graph = capture.end()?;
+        channels.iter().try_for_each(|channel| channel.post_recv_on_stream(stream))?;
+        Ok(Self { solver, channels, graph, each })
+    }
+
+    pub(crate) fn run(&self, iterations: Range<u32>) -> Result<()> {
+        let (stream, timeout) = (&self.solver.app.stream, self.solver.timeout);
+        let Range { start: mut n, end } = iterations;
+        // One launch runs while the next one is made.
+        let mut running: Option<Launch> = None;
+        while n < end {
+            if n.is_multiple_of(2) && self.each <= end - n {
+                let launch = self.graph.launch_within(stream, timeout)?;
+                running.replace(launch).map_or(Ok(()), |before| before.wait(stream, timeout))?;
+                n += self.each;
+            } else {
+                running.take().map_or(Ok(()), |launch| launch.wait(stream, timeout))?;
+                iteration(self.solver, &self.channels, n)?;
+                n += 1;
+            }
+        }
+        self.solver.finish()
+    }
+}
+
+/// An iteration, without waiting for anything. Credit for the rows that its neighbours compute in it was given before.
+pub(crate) fn iteration(solver: &Solver<'_>, channels: &[Channel], n: u32) -> Result<()> {
+    solver.relaxer.edges(before(n))?;
+    let mut batch = Batch::new();
+    let send = |(neighbour, channel): (&Neighbour, &Channel)| {
+        let lost = solver.options.lose == Some(n);
+        let edge = if lost { solver.block.spare() } else { solver.block.halo(after(n), neighbour.edge) };
+        channel.send_in_batch(&mut batch, &solver.buffer, edge)
+    };
+    let sent = solver.neighbours.iter().zip(channels).map(send).collect::<mp::Result<Vec<_>>>()?;
+    solver.submit(&mut batch)?;
+    solver.relaxer.inside(before(n))?;
+    for channel in channels {
+        // Nobody reads the state before this iteration any more: its rows may be written by the next one.
+        channel.post_recv_in_batch(&mut batch)?;
+        channel.wait_recv_in_batch(&mut batch)?;
+    }
+    sent.iter().try_for_each(|sent| batch.wait(sent))?;
+    solver.submit(&mut batch)
+}
+
+/// The compiled kernel.
+pub(crate) const PTX: &CStr =
+    match CStr::from_bytes_with_nul(concat!(include_str!("../kernels/jacobi2d.ptx"), "\0").as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("a text without NUL, and one at its end"),
+    };
+
+/// The argument of the kernel, as in the source.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Rows {
+    pub(crate) current: u64,
+    pub(crate) next: u64,
+    pub(crate) width: u64,
+    pub(crate) first: u64,
+    pub(crate) step: u64,
+    pub(crate) count: u64,
+}
+
+const _: () = assert!(size_of::<Rows>() == 48, "as in the source");
+
+/// Threads of a block of the kernel, the numbers that one computes at a time, and the most blocks: enough to fill a GPU.
+pub(crate) const THREADS: u32 = 256;
+pub(crate) const TILE: usize = 4 * THREADS as usize;
+pub(crate) const MOST_BLOCKS: usize = 2048;
+
+/// Computes rows on the stream.
+pub(crate) struct Relaxer<'a> {
+    pub(crate) app: &'a AppStream,
+    pub(crate) block: Block,
+    pub(crate) width: usize,
+    /// The kernel, and the address of the block on its GPU.
+    pub(crate) kernel: Option<(&'a Kernels, Kernel<Rows>, u64)>,
+    /// A host function could not reach the block.
+    pub(crate) failed: Arc<AtomicBool>,
+}
+
+impl<'a> Relaxer<'a> {
+    pub(crate) fn new(app: &'a AppStream, block: &Block, width: usize) -> Result<Self> {
+        let kernel = match &app.kernels {
+            Some(kernels) => {
+                // SAFETY: the parameter has the layout of `Rows`.
+                let kernel = unsafe { kernels.find(c"relax") }?;
+                Some((kernels, kernel, block.memory().gpu_addr(app.gpu()?)?))
+            }
+            None => None,
+        };
+        Ok(Self { app, block: block.clone(), width, kernel, failed: Arc::default() })
+    }
+
+    /// The rows that neighbours need, from `state` into the other one.
+    pub(crate) fn edges(&self, state: usize) -> Result<()> {
+        match self.block.rows {
+            1 => self.rows(state, 1, 1, 1),
+            rows => self.rows(state, 1, rows - 1, 2),
+        }
+    }
+
+    /// All other rows.
+    pub(crate) fn inside(&self, state: usize) -> Result<()> {
+        match self.block.rows.saturating_sub(2) {
+            0 => Ok(()),
+            rows => self.rows(state, 2, 1, rows),
+        }
+    }
+
+    pub(crate) fn rows(&self, state: usize, first: usize, step: usize, count: usize) -> Result<()> {
+        let Some((kernels, kernel, addr)) = &self.kernel else {
+            let (block, failed) = (self.block.clone(), self.failed.clone());
+            let mut batch = Batch::new();
+            batch.repeatable_host_fn(move || {
+                if block.relax(state, (0..count).map(|row| first + row * step)).is_err() {
+                    failed.store(true, Ordering::Relaxed);
+                }
+            });
+            return Ok(self.app.stream.submit(&mut batch)?);
+        };
+        let rows = Rows {
+            current: addr + self.block.state_at(state) as u64,
+            next: addr + self.block.state_at(1 - state) as u64,
+            width: self.width as u64,
+            first: first as u64,
+            step: step as u64,
+            count: count as u64,
+        };
+        let tiles = count * (self.width - 2).div_ceil(TILE);
+        // SAFETY: both states have these rows and those next to them, and the relaxer keeps them until the stream is idle.
+        unsafe { kernels.launch(kernel, u32::try_from(tiles.min(MOST_BLOCKS))?, THREADS, rows) }
+    }
+
+    /// What went wrong on the stream, once it is idle.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.failed.load(Ordering::Relaxed) {
+            true => Err("a host function could not reach its rows".into()),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Drop for Relaxer<'_> {
+    fn drop(&mut self) {
+        self.app.settle();
+    }
 }

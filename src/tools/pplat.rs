@@ -1,27 +1,20 @@
-//! `pplat`: round trips between the CPU and a kernel that runs.
+//! `pplat`: round trips between the CPU and a running kernel.
 
-mod kernel;
-mod place;
-mod player;
-mod rounds;
-
+use std::ffi::{CString, c_void};
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::{JoinHandle, sleep};
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use gdrcopy::BackendKind;
+use cudarc::driver::sys::{CUdevice_attribute, CUfunction};
+use cudarc::driver::{CudaEvent, CudaStream, result};
+use gdrcopy::{BackendKind, GpuBuffer, Mapping};
 use serde::Serialize;
 
-use super::Program;
-use super::failure::{Failure, Result};
-use super::options::{Common, Memory, bytes, usage};
-use super::output::{Output, say};
-use super::report::Report;
-use super::target::Target;
-use crate::measure::{Machine, Micros, Samples};
-use kernel::Kernel;
-use place::Place;
-use player::Players;
+use super::cuda::{self, Pinned};
+use super::{Common, Failure, Memory, Output, Program, Result, Target, bytes, usage};
+use crate::measure::{Micros, Samples};
 
 /// Round trips between CPU and GPU: one side writes data and a flag, the other polls, checks the data and answers.
 #[derive(Args, Debug, Serialize)]
@@ -93,7 +86,7 @@ enum Where {
 
 /// What both sides must agree on.
 #[derive(Clone, Copy, Debug)]
-struct Game {
+struct Rounds {
     mode: Mode,
     /// All rounds, with those that warm up.
     rounds: u32,
@@ -106,9 +99,9 @@ struct Game {
     limit: Duration,
 }
 
-/// The memory of the game. Flags are words of 4 bytes that count the rounds.
+/// The memory that both sides use. Flags are words of 4 bytes that count the rounds.
 #[derive(Debug)]
-struct Board {
+struct Shared {
     /// One word, which every block polls.
     gpu_flag: Place,
     /// A word for each block, which the CPU polls.
@@ -118,7 +111,7 @@ struct Board {
 
 /// How it ended on the GPU's side.
 #[derive(Clone, Debug, Default)]
-struct Verdict {
+struct GpuSide {
     wrong_words: u32,
     blocks_gave_up: u32,
     /// With [`Mode::GpuProduces`]: the clock of block 0 at the start and after each round, nanoseconds.
@@ -152,15 +145,15 @@ impl Program for Pplat {
         })?;
         let output = Output::open(self.common.json.as_deref())?;
         let target = Target::open(&self.common, &output)?;
-        let game = self.game();
-        self.explain(game, &output)?;
-        let board = Arc::new(self.board(&target, game)?);
+        let plan = self.plan();
+        self.explain(plan, &output)?;
+        let shared = Arc::new(self.shared(&target, plan)?);
         let (samples, each, wrong_words) = if target.gdr.backend() == BackendKind::Host {
-            say!(output, "NOTE: threads play the blocks")?;
-            self.play(game, &board, Players::start(game, &board))
+            say!(output, "NOTE: threads take the place of the blocks")?;
+            self.exchange(plan, &shared, Threads::start(plan, &shared))
         } else {
-            let kernel = Kernel::launch(game, &board, &target)?;
-            self.play(game, &board, kernel)
+            let kernel = Kernel::launch(plan, &shared, &target)?;
+            self.exchange(plan, &shared, kernel)
         }?;
         let us = samples.micros(each);
         let Micros { min, p50, p99 } = us;
@@ -170,8 +163,7 @@ impl Program for Pplat {
         )?;
         let (round_trips, round_trips_per_sample) = (self.iterations, each);
         let results = Results { round_trips, round_trips_per_sample, us, wrong_words };
-        let (machine, setup) = (Machine::here(), &target.setup);
-        output.finish(&Report { tool: Self::NAME, machine, setup, parameters: self, results })?;
+        target.finish(output, self, results)?;
         match (wrong_words, self.mode, self.flush) {
             (0, ..) => Ok(()),
             (wrong, Mode::CpuProduces, false) => Err(Failure::failed(format_args!(
@@ -183,9 +175,9 @@ impl Program for Pplat {
 }
 
 impl Pplat {
-    fn game(&self) -> Game {
+    fn plan(&self) -> Rounds {
         let (blocks, threads) = if self.size == 0 { (1, 1) } else { (self.blocks, self.threads) };
-        Game {
+        Rounds {
             mode: self.mode,
             rounds: self.iterations + self.iterations.div_ceil(10),
             blocks,
@@ -196,7 +188,7 @@ impl Pplat {
         }
     }
 
-    fn explain(&self, game: Game, output: &Output) -> Result<()> {
+    fn explain(&self, plan: Rounds, output: &Output) -> Result<()> {
         let rounds = self.iterations;
         if self.size == 0 {
             say!(
@@ -205,7 +197,7 @@ impl Pplat {
             )?;
             say!(output, "Running {rounds} iterations with flag size 4 bytes.")?;
         } else {
-            let (blocks, threads) = (game.blocks, game.threads);
+            let (blocks, threads) = (plan.blocks, plan.threads);
             say!(
                 output,
                 "Measuring the latency of data + flag model, with {blocks} blocks of {threads} threads."
@@ -224,42 +216,406 @@ impl Pplat {
         say!(output, "gpu alloc fn: {}", self.memory.alloc.name())
     }
 
-    fn board(&self, target: &Target, game: Game) -> Result<Board> {
+    fn shared(&self, target: &Target, plan: Rounds) -> Result<Shared> {
         let place = |at, words| Place::new(at, words, target, self.memory);
-        let data = (game.words > 0).then(|| place(self.data, game.words)).transpose()?;
-        let flags = game.blocks as usize;
-        Ok(Board { gpu_flag: place(self.gpu_flag, 1)?, cpu_flags: place(self.cpu_flag, flags)?, data })
+        let data = (plan.words > 0).then(|| place(self.data, plan.words)).transpose()?;
+        let flags = plan.blocks as usize;
+        Ok(Shared { gpu_flag: place(self.gpu_flag, 1)?, cpu_flags: place(self.cpu_flag, flags)?, data })
     }
 
-    /// Plays the CPU's side and ends the other. Gives the times, how many rounds each is of, and the wrong words.
-    fn play(&self, game: Game, board: &Board, gpu: impl Gpu) -> Result<(Samples, u32, u64)> {
-        let played = rounds::play(game, board);
-        // The other side is waited for in any case: it uses the board.
+    /// Runs the CPU's side and ends the other. Gives the times, how many rounds each is of, and the wrong words.
+    fn exchange(&self, plan: Rounds, shared: &Shared, gpu: impl Gpu) -> Result<(Samples, u32, u64)> {
+        let cpu = drive(plan, shared);
+        // The other side is waited for in any case: it uses the memory.
         let verdict = gpu.end();
-        let played = played?;
+        let cpu = cpu?;
         let verdict = verdict?;
         if verdict.blocks_gave_up > 0 {
-            let (blocks, limit) = (verdict.blocks_gave_up, game.limit);
+            let (blocks, limit) = (verdict.blocks_gave_up, plan.limit);
             return Err(Failure::failed(format_args!("{blocks} blocks saw no flag for {limit:?}")));
         }
-        let warm_up = (game.rounds - self.iterations) as usize;
-        let (samples, each) = match game.mode {
-            Mode::CpuProduces => (rounds::samples(&played.times[warm_up..], 1), 1),
+        let warm_up = (plan.rounds - self.iterations) as usize;
+        let (samples, each) = match plan.mode {
+            Mode::CpuProduces => (samples(&cpu.times[warm_up..], 1), 1),
             Mode::GpuProduces => {
                 let times: Vec<_> = verdict.times.windows(2).map(|t| t[1].saturating_sub(t[0])).collect();
                 let times: Vec<_> = times[warm_up..].iter().copied().map(Duration::from_nanos).collect();
                 let each = times.len().div_ceil(100);
-                (rounds::samples(&times, each), u32::try_from(each).expect("a hundredth of a u32"))
+                (samples(&times, each), u32::try_from(each).expect("a hundredth of a u32"))
             }
         };
-        Ok((samples, each, played.wrong_words + u64::from(verdict.wrong_words)))
+        Ok((samples, each, cpu.wrong_words + u64::from(verdict.wrong_words)))
     }
 }
 
-/// The GPU's side while it plays.
+/// The GPU's side while it runs.
 trait Gpu {
-    /// Waits for its end, which comes by itself within the limit of the game.
-    fn end(self) -> Result<Verdict>;
+    /// Waits for its end, which comes by itself within the limit.
+    fn end(self) -> Result<GpuSide>;
+}
+
+/// What the CPU saw.
+#[derive(Debug, Default)]
+struct CpuSide {
+    /// With [`Mode::CpuProduces`]: the times of the rounds.
+    times: Vec<Duration>,
+    wrong_words: u64,
+}
+
+/// Does all rounds.
+fn drive(plan: Rounds, shared: &Shared) -> Result<CpuSide> {
+    // Data of odd and of even rounds.
+    let data = [0, 1].map(|round| (0..plan.words).flat_map(|i| expected(round, i).to_ne_bytes()).collect());
+    answered(plan, shared, 1)?;
+    match plan.mode {
+        Mode::CpuProduces => produce(plan, shared, &data),
+        Mode::GpuProduces => consume(plan, shared, &data),
+    }
+}
+
+fn produce(plan: Rounds, shared: &Shared, data: &[Vec<u8>; 2]) -> Result<CpuSide> {
+    let mut times = Vec::with_capacity(plan.rounds as usize);
+    // The clock is read once in a round: the end of one is the beginning of the next.
+    let mut last = Instant::now();
+    for round in 1..=plan.rounds {
+        if let Some(place) = &shared.data {
+            place.write(&data[round as usize % 2])?;
+            if plan.flush {
+                place.flush()?;
+            }
+        }
+        shared.gpu_flag.store(0, round)?;
+        answered(plan, shared, round + 1)?;
+        let now = Instant::now();
+        times.push(now - last);
+        last = now;
+    }
+    Ok(CpuSide { times, wrong_words: 0 })
+}
+
+fn consume(plan: Rounds, shared: &Shared, data: &[Vec<u8>; 2]) -> Result<CpuSide> {
+    let mut found = vec![0; plan.words * 4];
+    let mut wrong_words = 0;
+    shared.gpu_flag.store(0, 1)?;
+    for round in 1..=plan.rounds {
+        answered(plan, shared, round + 1)?;
+        if let Some(place) = &shared.data {
+            place.read(&mut found)?;
+            let good = &data[round as usize % 2];
+            if found != *good {
+                let words = good.as_chunks::<4>().0.iter().zip(found.as_chunks::<4>().0);
+                wrong_words += words.filter(|(good, found)| good != found).count() as u64;
+            }
+        }
+        shared.gpu_flag.store(0, round + 1)?;
+    }
+    Ok(CpuSide { times: Vec::new(), wrong_words })
+}
+
+/// Waits until the flags of all blocks have a value.
+fn answered(plan: Rounds, shared: &Shared, value: u32) -> Result<()> {
+    (0..plan.blocks).try_for_each(|block| {
+        let seen = await_flag(plan.limit, || Ok(shared.cpu_flags.load(block as usize)? == value))?;
+        let error = || {
+            let (round, limit) = (value - 1, plan.limit);
+            Failure::failed(format_args!("timeout: block {block} did not answer round {round} in {limit:?}"))
+        };
+        if seen { Ok(()) } else { Err(error()) }
+    })
+}
+
+/// Polls; false when the time is over.
+fn await_flag(limit: Duration, mut seen: impl FnMut() -> Result<bool>) -> Result<bool> {
+    let mut start = None;
+    loop {
+        // The clock is read, and the processor offered to others, only now and then.
+        for _ in 0..4096 {
+            if seen()? {
+                return Ok(true);
+            }
+        }
+        if start.get_or_insert_with(Instant::now).elapsed() > limit {
+            return Ok(false);
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Samples of averages over so many rounds; rounds that do not fill a sample are left out.
+fn samples(times: &[Duration], each: usize) -> Samples {
+    let mut samples = Samples::default();
+    times.chunks_exact(each).for_each(|rounds| samples.add(rounds.iter().sum()));
+    samples
+}
+
+/// The threads.
+struct Threads(Vec<JoinHandle<Result<GpuSide>>>);
+
+impl Threads {
+    /// A thread for each block.
+    fn start(plan: Rounds, shared: &Arc<Shared>) -> Self {
+        let epoch = Instant::now();
+        let start = |block| {
+            let shared = shared.clone();
+            std::thread::spawn(move || run_block(plan, &shared, block, epoch))
+        };
+        Self((0..plan.blocks as usize).map(start).collect())
+    }
+}
+
+impl Gpu for Threads {
+    fn end(self) -> Result<GpuSide> {
+        let mut all = GpuSide::default();
+        for thread in self.0 {
+            let one =
+                thread.join().map_err(|_| Failure::failed("a thread in place of a block panicked"))??;
+            all.wrong_words += one.wrong_words;
+            all.blocks_gave_up += one.blocks_gave_up;
+            all.times.extend(one.times);
+        }
+        Ok(all)
+    }
+}
+
+fn run_block(plan: Rounds, shared: &Shared, block: usize, epoch: Instant) -> Result<GpuSide> {
+    let mut verdict = GpuSide::default();
+    let mine = (block..plan.words).step_by(plan.blocks as usize);
+    let flag = |value| await_flag(plan.limit, || Ok(shared.gpu_flag.load(0)? == value));
+    let now = || u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    shared.cpu_flags.store(block, 1)?;
+    if plan.mode == Mode::GpuProduces {
+        verdict.blocks_gave_up += u32::from(!flag(1)?);
+        verdict.times.push(now());
+    }
+    for round in 1..=plan.rounds {
+        if plan.mode == Mode::CpuProduces {
+            if !flag(round)? {
+                verdict.blocks_gave_up += 1;
+                break;
+            }
+            for (place, i) in shared.data.iter().flat_map(|place| mine.clone().map(move |i| (place, i))) {
+                verdict.wrong_words += u32::from(place.load(i)? != expected(round, i));
+            }
+            shared.cpu_flags.store(block, round + 1)?;
+        } else if verdict.blocks_gave_up == 0 {
+            for (place, i) in shared.data.iter().flat_map(|place| mine.clone().map(move |i| (place, i))) {
+                place.store(i, expected(round, i))?;
+            }
+            shared.cpu_flags.store(block, round + 1)?;
+            verdict.blocks_gave_up += u32::from(!flag(round + 1)?);
+            verdict.times.push(now());
+        }
+    }
+    if block > 0 {
+        verdict.times.clear();
+    }
+    Ok(verdict)
+}
+
+/// A launched kernel, with all that it uses.
+struct Kernel {
+    plan: Rounds,
+    done: CudaEvent,
+    verdict: GpuBuffer,
+    times: Option<GpuBuffer>,
+    _stream: Arc<CudaStream>,
+    shared: Arc<Shared>,
+}
+
+/// Bytes of `struct Verdict` in `pplat.cu`.
+const VERDICT: usize = 8;
+
+/// The kernel's name.
+fn kernel_name(mode: Mode) -> &'static str {
+    match mode {
+        Mode::CpuProduces => "cpu_produces",
+        Mode::GpuProduces => "gpu_produces",
+    }
+}
+
+impl Kernel {
+    /// Launches; the kernel says in the CPU's flags when it runs.
+    fn launch(plan: Rounds, shared: &Arc<Shared>, target: &Target) -> Result<Self> {
+        let context = cuda::context(target.gpu)?;
+        let image = concat!(include_str!("pplat.ptx"), "\0");
+        // SAFETY: a terminated PTX text. The module stays loaded as long as the process lives.
+        let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
+            .map_err(|e| Failure::failed(format_args!("the GPU driver cannot compile the kernels: {e}")))?;
+        let name = CString::new(kernel_name(plan.mode))?;
+        // SAFETY: the module is loaded.
+        let function = unsafe { result::module::get_function(module, name) }?;
+        let sms = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        fits(function, sms, plan)?;
+
+        // All memory before the launch: CUDA may wait for kernels when it allocates.
+        let verdict = target.gdr.alloc(target.gpu, VERDICT)?;
+        let times = (plan.mode == Mode::GpuProduces)
+            .then(|| target.gdr.alloc(target.gpu, (plan.rounds as usize + 1) * 8))
+            .transpose()?;
+        let stream = context.new_stream()?;
+        let mut gpu_flag = shared.gpu_flag.gpu_addr();
+        let mut cpu_flags = shared.cpu_flags.gpu_addr();
+        let mut rounds = plan.rounds;
+        let mut data = shared.data.as_ref().map_or(0, |data| data.gpu_addr());
+        let mut words = plan.words as u64;
+        let mut limit_ns = u64::try_from(plan.limit.as_nanos()).unwrap_or(u64::MAX);
+        let mut verdict_addr = verdict.addr();
+        let mut times_addr = times.as_ref().map_or(0, GpuBuffer::addr);
+        // In the order of the kernels' parameters; `cpu_produces` has no times and does not look at the last.
+        let mut arguments: [*mut c_void; 8] = [
+            (&raw mut gpu_flag).cast(),
+            (&raw mut cpu_flags).cast(),
+            (&raw mut rounds).cast(),
+            (&raw mut data).cast(),
+            (&raw mut words).cast(),
+            (&raw mut limit_ns).cast(),
+            (&raw mut verdict_addr).cast(),
+            (&raw mut times_addr).cast(),
+        ];
+        let (grid, block) = ((plan.blocks, 1, 1), (plan.threads, 1, 1));
+        // SAFETY: the arguments are of the kernel's types and copied by the call; the memory they name is large
+        // enough and kept in the returned value until the kernel has ended.
+        unsafe { result::launch_kernel(function, grid, block, 0, stream.cu_stream(), &mut arguments) }?;
+        let done = stream.record_event(None)?;
+        Ok(Self { plan, done, verdict, times, _stream: stream, shared: shared.clone() })
+    }
+}
+
+/// Blocks that wait for each other must run at the same time.
+fn fits(function: CUfunction, sms: i32, plan: Rounds) -> Result<()> {
+    let threads = i32::try_from(plan.threads).expect("1024 at most");
+    // SAFETY: the function was found in a loaded module.
+    let each = unsafe { result::occupancy::max_active_block_per_multiprocessor(function, threads, 0) }?;
+    let most = u32::try_from(each * sms).unwrap_or(0);
+    usage(plan.blocks <= most, || {
+        format!("-B {}: this GPU runs at most {most} blocks of {threads} threads at a time", plan.blocks)
+    })
+}
+
+impl Gpu for Kernel {
+    fn end(self) -> Result<GpuSide> {
+        // A block that waits gives up by itself after the limit.
+        let deadline = Instant::now() + self.plan.limit * 2 + Duration::from_secs(10);
+        while !self.done.try_is_complete()? {
+            if Instant::now() > deadline {
+                // Its memory must not be freed, and freeing would wait for ever.
+                std::mem::forget(self.shared.clone());
+                std::mem::forget(self);
+                return Err(Failure::failed(
+                    "the kernel did not end; look for Xid messages in the kernel's log",
+                ));
+            }
+            sleep(Duration::from_millis(1));
+        }
+        let mut counts = [0; VERDICT];
+        self.verdict.copy_out(0, &mut counts)?;
+        let [wrong_words, blocks_gave_up] =
+            [0, 4].map(|at| u32::from_ne_bytes([counts[at], counts[at + 1], counts[at + 2], counts[at + 3]]));
+        let mut bytes = vec![0; self.times.as_ref().map_or(0, GpuBuffer::len)];
+        if let Some(times) = &self.times {
+            times.copy_out(0, &mut bytes)?;
+        }
+        let times = bytes.as_chunks::<8>().0.iter().map(|time| u64::from_ne_bytes(*time)).collect();
+        Ok(GpuSide { wrong_words, blocks_gave_up, times })
+    }
+}
+
+/// Words of memory that CPU and GPU reach.
+#[derive(Debug)]
+enum Place {
+    /// GPU memory, mapped.
+    Gpu(Mapping, GpuBuffer),
+    /// Host memory, pinned.
+    Host(Pinned),
+    /// Host memory where there is no GPU.
+    Plain(Vec<AtomicU32>),
+}
+
+impl Place {
+    /// So many words, all 0.
+    fn new(at: Where, words: usize, target: &Target, memory: Memory) -> Result<Self> {
+        if at == Where::Gpumem {
+            let buffer = target.gdr.alloc_with(target.gpu, words * 4, memory.alloc.kind())?;
+            let mapping = buffer.pin()?.map_as(memory.mapping.request())?;
+            return Ok(Self::Gpu(mapping, buffer));
+        }
+        if target.gdr.backend() == BackendKind::Host {
+            return Ok(Self::Plain((0..words).map(|_| AtomicU32::new(0)).collect()));
+        }
+        Ok(Self::Host(Pinned::alloc(&cuda::context(target.gpu)?, words * 4)?))
+    }
+
+    /// The address for kernels; of no use where there is no GPU.
+    fn gpu_addr(&self) -> u64 {
+        match self {
+            Self::Gpu(_, buffer) => buffer.addr(),
+            Self::Host(pinned) => pinned.addr(),
+            Self::Plain(words) => words.as_ptr().addr() as u64,
+        }
+    }
+
+    fn words(&self) -> Option<&[AtomicU32]> {
+        match self {
+            Self::Gpu(..) => None,
+            Self::Host(pinned) => Some(pinned.words()),
+            Self::Plain(words) => Some(words),
+        }
+    }
+
+    /// Loads a word before all later loads.
+    #[inline]
+    fn load(&self, index: usize) -> Result<u32> {
+        match self {
+            Self::Gpu(mapping, _) => Ok(mapping.load(index * 4)?),
+            Self::Host(pinned) => Ok(pinned.words()[index].load(Ordering::Acquire)),
+            Self::Plain(words) => Ok(words[index].load(Ordering::Acquire)),
+        }
+    }
+
+    /// Stores a word after all earlier stores.
+    #[inline]
+    fn store(&self, index: usize, value: u32) -> Result<()> {
+        match self {
+            Self::Gpu(mapping, _) => mapping.store(index * 4, value)?,
+            Self::Host(pinned) => pinned.words()[index].store(value, Ordering::Release),
+            Self::Plain(words) => words[index].store(value, Ordering::Release),
+        }
+        Ok(())
+    }
+
+    /// Writes bytes at the start, before all later stores.
+    fn write(&self, data: &[u8]) -> Result<()> {
+        match (self, self.words()) {
+            (Self::Gpu(mapping, _), _) => mapping.write(0, data)?,
+            (_, words) => {
+                for (word, bytes) in words.unwrap_or_default().iter().zip(data.as_chunks::<4>().0) {
+                    word.store(u32::from_ne_bytes(*bytes), Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads bytes from the start, before all later loads.
+    fn read(&self, out: &mut [u8]) -> Result<()> {
+        match (self, self.words()) {
+            (Self::Gpu(mapping, _), _) => mapping.read(0, out)?,
+            (_, words) => {
+                for (word, bytes) in words.unwrap_or_default().iter().zip(out.as_chunks_mut::<4>().0) {
+                    *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns when what was written is visible to kernels that run.
+    fn flush(&self) -> Result<()> {
+        if let Self::Gpu(mapping, _) = self {
+            mapping.flush()?;
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -283,10 +639,26 @@ mod tests {
     fn the_compiled_kernels_are_those_that_are_launched() {
         let (source, ptx) = (include_str!("pplat.cu"), include_str!("pplat.ptx"));
         for mode in [Mode::CpuProduces, Mode::GpuProduces] {
-            let name = kernel::name(mode);
+            let name = kernel_name(mode);
             assert!(ptx.contains(&format!(".visible .entry {name}(")), "{name}");
             assert!(source.contains(&format!("void {name}(")), "{name}");
         }
         assert!(ptx.contains(".target sm_70"));
+    }
+
+    #[test]
+    fn samples_are_of_whole_groups() {
+        let times = [1, 3, 5, 7, 100].map(Duration::from_micros);
+        let samples = samples(&times, 2);
+        assert_eq!(samples.count(), 2);
+        assert!((samples.micros(2).min - 2.0).abs() < 0.01);
+    }
+
+    #[test]
+    fn waiting_ends() {
+        assert!(!await_flag(Duration::ZERO, || Ok(false)).unwrap());
+        let mut polls = 0;
+        assert!(await_flag(Duration::ZERO, || Ok((polls += 1, polls == 3).1)).unwrap());
+        assert!(await_flag(Duration::MAX, || Err(Failure::failed("broken"))).is_err());
     }
 }

@@ -1,36 +1,48 @@
-//! `sanity`: is everything about CPU mappings of GPU memory right on this machine?
+//! `sanity`: tests of CPU mappings of GPU memory. Each case runs in its own process.
 
-mod arguments;
-mod basic;
-mod case;
-mod cases;
-mod data;
-mod descriptors;
-mod exhaustion;
-mod fork;
-mod forks;
-mod invalidation;
-mod leaks;
-mod memory;
-mod nvml;
-mod resources;
-mod runner;
+/// `ensure!(condition, "what is wrong {}", value)` fails the case unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($format:tt)*) => {
+        if !$condition {
+            return $crate::tools::sanity::fail(format_args!($($format)*));
+        }
+    };
+}
 
-use crate::out;
-use std::time::Duration;
+mod lifetime;
+mod mapping;
+
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use clap::Args;
+use cudarc::driver::CudaContext;
+use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer};
 use serde::Serialize;
 
-use super::Program;
-use super::failure::{Failure, Result};
-use super::options::{Common, usage};
-use super::output::{Output, say};
-use super::report::{Report, Setup};
+use super::{AllocFn, Common, Failure, Output, Program, Report, Result, Setup, cuda, usage};
 use crate::measure::Machine;
-use case::{Case, Env, Group};
-use cases::CASES;
-use runner::{Runner, Status, Verdict};
+use crate::{note, out};
+use lifetime::{
+    access_after_close, access_after_free, after_map, bar1, child_drops, child_maps_parents_pin,
+    child_pins_parents_address, fork_access_after_free, fork_tokens, free_under_copy, leak_check,
+    leak_over_fork, map_and_free, map_by_shared, partial_unmap, pin_by_shared, stress, two_mappings,
+};
+use mapping::{
+    attributes, basic, beyond_allocation, child_thread, concurrent, force_pcie, freed_memory, host_pointer,
+    managed_memory, mix_mappings, no_such_gpu, null, other_gpu, out_of_bounds, second_mapping, size_zero,
+    small_buffers, tokens, two_buffers_one_page, unaligned_mapping, unaligned_pins, unpin_while_mapped,
+    validation, validation_force_pcie, words,
+};
 
 /// Tests CPU mappings of GPU memory on this machine. Each case runs in a process of its own.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -103,7 +115,6 @@ impl Program for Sanity {
                 say!(output, "&&&& {} {}", verdict.status.word(), case.name)?;
             }
             results.push(verdict);
-            output.stepped();
         }
         let count = |status| results.iter().filter(|verdict| verdict.status == status).count();
         let failed = count(Status::Failed);
@@ -163,9 +174,9 @@ impl Sanity {
 
     /// The whole life of a process that the tool started.
     fn run_child(&self, name: &str) -> Result<()> {
-        runner::die_with_parent();
+        die_with_parent();
         if name == DESCRIBE {
-            let gdr = case::open(&self.common)?;
+            let gdr = open(&self.common)?;
             let setup = Setup::of(&gdr, &gdr.gpus()?, self.common.gpu);
             out!("{}", serde_json::to_string(&setup)?)?;
             return Ok(());
@@ -173,7 +184,7 @@ impl Sanity {
         let case = CASES.iter().find(|case| case.name == name);
         let case = case.ok_or_else(|| Failure::Usage(format!("--child {name}: there is no such case")))?;
         let env = Env::new(self.common.clone(), case.alloc, self.cycles, self.threads, self.verbose);
-        runner::exit_with((case.run)(&env))
+        exit_with((case.run)(&env))
     }
 }
 
@@ -200,4 +211,513 @@ fn summarize(output: &Output, status: Status, results: &[Verdict]) -> Result<()>
         say!(output, "List of {} tests:", status.word().to_lowercase())?;
     }
     chosen.try_for_each(|verdict| say!(output, "    {}: {}", verdict.name, verdict.reason.trim_end()))
+}
+
+/// Why a case did not pass.
+#[derive(Debug)]
+enum Stop {
+    /// It makes no sense here.
+    Waived(String),
+    /// Something is wrong.
+    Failed(String),
+}
+
+/// How a case, or a part of it, ends.
+type Outcome<T = ()> = Result<T, Stop>;
+
+/// This case makes no sense here, because.
+fn waive<T>(reason: impl Display) -> Outcome<T> {
+    Err(Stop::Waived(reason.to_string()))
+}
+
+/// Something is wrong.
+fn fail<T>(reason: impl Display) -> Outcome<T> {
+    Err(Stop::Failed(reason.to_string()))
+}
+
+impl<E: std::error::Error> From<E> for Stop {
+    fn from(error: E) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+/// The function of a case.
+type Run = fn(&Env) -> Outcome;
+
+/// When a case runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Group {
+    /// By default.
+    Standard,
+    /// With `-e`.
+    Extended,
+    /// When named: they test the tool, not the machine.
+    Tool,
+}
+
+/// A case.
+#[derive(Debug)]
+struct Case {
+    name: &'static str,
+    /// What it looks at, in a line.
+    what: &'static str,
+    group: Group,
+    /// Which memory it gets from [`Env::alloc`].
+    alloc: AllocFn,
+    /// Whether its time grows with the cycles that the options ask for.
+    repeats: bool,
+    run: Run,
+}
+
+/// What a case is given.
+#[derive(Debug)]
+struct Env {
+    common: Common,
+    alloc: AllocFn,
+    cycles: u32,
+    threads: u16,
+    verbose: bool,
+}
+
+/// Opens the library as the options say.
+fn open(common: &Common) -> gdrcopy::Result<Gdr> {
+    common.backend.into_iter().fold(Gdr::builder(), |builder, kind| builder.backend(kind)).open()
+}
+
+impl Env {
+    fn new(common: Common, alloc: AllocFn, cycles: u32, threads: u16, verbose: bool) -> Self {
+        Self { common, alloc, cycles, threads, verbose }
+    }
+
+    /// Says what is being done, if that is wanted.
+    fn note(&self, what: impl Display) {
+        if self.verbose {
+            note!("  {what}");
+        }
+    }
+
+    /// Opens the library.
+    fn open(&self) -> Outcome<Gdr> {
+        Ok(open(&self.common)?)
+    }
+
+    /// Opens the library and makes memory; freed only when the value is dropped.
+    fn open_with(&self, len: usize) -> Outcome<(Gdr, GpuBuffer)> {
+        let gdr = self.open()?;
+        let buffer = self.alloc(&gdr, len)?;
+        Ok((gdr, buffer))
+    }
+
+    /// Memory of the kind that the case is about.
+    fn alloc(&self, gdr: &Gdr, len: usize) -> Outcome<GpuBuffer> {
+        if self.alloc == AllocFn::CuMemCreate && gdr.backend() == BackendKind::Host {
+            return waive("the host backend has one kind of memory, which other cases test");
+        }
+        match gdr.alloc_with(self.common.gpu, len, self.alloc.kind()) {
+            Err(error @ gdrcopy::Error::Unsupported { .. }) => waive(error),
+            result => Ok(result?),
+        }
+    }
+
+    /// The CUDA context of the GPU; waives the case where there is no GPU.
+    fn cuda(&self, gdr: &Gdr) -> Outcome<Arc<CudaContext>> {
+        if gdr.backend() == BackendKind::Host {
+            return waive("needs a GPU");
+        }
+        match cuda::context(self.common.gpu) {
+            Ok(context) => Ok(context),
+            Err(Failure::Usage(message) | Failure::Failed(message)) => fail(message),
+        }
+    }
+}
+
+/// Whether mappings survive the freeing of their memory.
+fn persistent(gdr: &Gdr) -> Outcome<bool> {
+    Ok(gdr.attribute(Attribute::UsePersistentMapping)? == 1)
+}
+
+/// A call that must fail, with this `errno`.
+fn refused<T: std::fmt::Debug>(env: &Env, what: &str, errno: i32, result: gdrcopy::Result<T>) -> Outcome {
+    match result {
+        Ok(value) => fail(format_args!("{what} was accepted: {value:?}")),
+        Err(error) if error.errno() == errno => {
+            env.note(format_args!("{what}: refused as it must be: {error}"));
+            Ok(())
+        }
+        Err(error) => {
+            let expected = std::io::Error::from_raw_os_error(errno);
+            fail(format_args!("{what}: refused with errno {}, expected {expected}: {error}", error.errno()))
+        }
+    }
+}
+
+/// Exit status of a waived case, as in GDRCopy's tests.
+const WAIVED: i32 = 2;
+
+/// How a case ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Status {
+    Passed,
+    Failed,
+    Waived,
+}
+
+impl Status {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Passed => "PASSED",
+            Self::Failed => "FAILED",
+            Self::Waived => "WAIVED",
+        }
+    }
+}
+
+/// How a case ended, and why.
+#[derive(Clone, Debug, Serialize)]
+struct Verdict {
+    name: &'static str,
+    status: Status,
+    /// Why it did not pass.
+    reason: String,
+    seconds: f64,
+}
+
+/// Starts this program again, for one case each.
+#[derive(Debug)]
+struct Runner {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    verbose: bool,
+}
+
+impl Runner {
+    fn new(verbose: bool) -> Result<Self> {
+        let arguments = std::env::args_os().skip(1).collect();
+        Ok(Self { program: std::env::current_exe()?, arguments, verbose })
+    }
+
+    /// Runs a case.
+    fn run(&self, name: &'static str, limit: Duration) -> Result<Verdict> {
+        let start = Instant::now();
+        let (status, reason) = self.say(name, limit)?;
+        Ok(Verdict { name, status, reason, seconds: start.elapsed().as_secs_f64() })
+    }
+
+    /// Runs a child: how it ended and what it said on standard output, or else why it failed.
+    fn say(&self, name: &str, limit: Duration) -> Result<(Status, String)> {
+        let errors = if self.verbose { Stdio::inherit() } else { Stdio::piped() };
+        let mut child = Command::new(&self.program)
+            .args(&self.arguments)
+            .args(["--child", name])
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()?;
+        let said = child.stdout.take().map(collect);
+        let complained = child.stderr.take().map(collect);
+        let status = end(&mut child, limit)?;
+        // All processes of the group are gone, so both have reached their end.
+        let [said, complained] =
+            [said, complained].map(|thread| thread.and_then(|thread| thread.join().ok()).unwrap_or_default());
+        Ok(judge(status, limit, said, &complained))
+    }
+}
+
+fn collect(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What came before an error is kept.
+        let _ = from.read_to_end(&mut bytes);
+        String::from_utf8_lossy(&bytes).trim().to_owned()
+    })
+}
+
+/// Waits until the child ends or its time is over, and ends all that it started. None: its time was over.
+fn end(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
+    let start = Instant::now();
+    let mut pause = Duration::from_millis(1);
+    let in_time = loop {
+        if ended(child)? {
+            break true;
+        }
+        if start.elapsed() > limit {
+            break false;
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(20));
+    };
+    let group = i32::try_from(child.id())?;
+    // SAFETY: a plain call. The child has not been waited for, so its number, and that of its group, is its own.
+    unsafe { libc::killpg(group, libc::SIGKILL) };
+    let status = child.wait()?;
+    Ok(in_time.then_some(status))
+}
+
+/// Whether the child has ended, without waiting for it: that would give its number free.
+fn ended(child: &Child) -> Result<bool> {
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let how = libc::WEXITED | libc::WNOWAIT | libc::WNOHANG;
+    // SAFETY: `info` is valid for writing.
+    let rc = unsafe { libc::waitid(libc::P_PID, child.id(), &raw mut info, how) };
+    if rc != 0 {
+        return Err(std::io::Error::last_os_error().into());
+    }
+    // SAFETY: the call has filled in the fields of a child's end, or left zeros.
+    Ok(unsafe { info.si_pid() } != 0)
+}
+
+fn judge(status: Option<ExitStatus>, limit: Duration, said: String, complained: &str) -> (Status, String) {
+    let because = |why: String| {
+        let more: Vec<_> =
+            [why.as_str(), &said, complained].into_iter().filter(|part| !part.is_empty()).collect();
+        (Status::Failed, more.join(": "))
+    };
+    let Some(status) = status else { return because(format!("did not end within {limit:?}")) };
+    match (status.code(), status.signal()) {
+        (Some(0), _) => (Status::Passed, said),
+        (Some(WAIVED), _) if !said.is_empty() => (Status::Waived, said),
+        (Some(1), _) => because(String::new()),
+        (Some(code), _) => because(format!("exit status {code}")),
+        (None, Some(libc::SIGSEGV)) => because("killed by SIGSEGV".into()),
+        (None, Some(libc::SIGBUS)) => because("killed by SIGBUS".into()),
+        (None, signal) => because(format!("killed by signal {}", signal.unwrap_or_default())),
+    }
+}
+
+/// Makes the kernel end this process when the tool itself is killed.
+fn die_with_parent() {
+    // SAFETY: a plain call.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+}
+
+/// Ends this process the way [`Runner`] understands.
+fn exit_with(outcome: Outcome) -> ! {
+    let (code, reason) = match outcome {
+        Ok(()) => (0, String::new()),
+        Err(Stop::Waived(reason)) => (WAIVED, reason),
+        Err(Stop::Failed(reason)) => (1, reason),
+    };
+    // Read by the tool; without it nobody asks.
+    let _ = std::io::stdout().write_all(reason.as_bytes());
+    std::process::exit(code)
+}
+
+/// A forked process that plays its part of the case.
+#[derive(Debug)]
+struct Forked {
+    pid: libc::pid_t,
+    /// The way to it.
+    stream: UnixStream,
+    /// Its reason, if it does not pass.
+    reason: UnixStream,
+}
+
+/// Forks. The child plays with the other end of the stream and ends; nothing of the parent's is dropped in it.
+fn fork(play: impl FnOnce(UnixStream) -> Outcome) -> Outcome<Forked> {
+    let (stream, theirs) = UnixStream::pair()?;
+    let (reason, told) = UnixStream::pair()?;
+    // SAFETY: the child uses what the C library keeps in order over a fork, and leaves by `_exit`.
+    match unsafe { libc::fork() } {
+        -1 => Err(std::io::Error::last_os_error().into()),
+        0 => {
+            die_with_parent();
+            let (code, text) = match catch_unwind(AssertUnwindSafe(|| play(theirs))) {
+                Ok(Ok(())) => (0, String::new()),
+                Ok(Err(Stop::Waived(text))) => (2, text),
+                Ok(Err(Stop::Failed(text))) => (1, text),
+                Err(_) => (1, "panicked".into()),
+            };
+            // A parent that is gone does not want to know.
+            let _ = (&told).write_all(text.as_bytes());
+            // SAFETY: ends this process at once.
+            unsafe { libc::_exit(code) }
+        }
+        pid => Ok(Forked { pid, stream, reason }),
+    }
+}
+
+impl Forked {
+    /// Waits for its end. The runner's deadline is the limit.
+    fn join(mut self) -> Outcome {
+        drop(self.stream);
+        let mut status = 0;
+        // SAFETY: `status` is valid for writing.
+        if unsafe { libc::waitpid(self.pid, &raw mut status, 0) } != self.pid {
+            return Err(std::io::Error::last_os_error().into());
+        }
+        let mut text = String::new();
+        self.reason.read_to_string(&mut text)?;
+        match (libc::WIFEXITED(status), libc::WEXITSTATUS(status)) {
+            (true, 0) => Ok(()),
+            (true, 2) => Err(Stop::Waived(text)),
+            (true, _) => fail(format_args!("the forked process: {text}")),
+            _ => fail(format_args!("the forked process was killed by signal {}", libc::WTERMSIG(status))),
+        }
+    }
+}
+
+/// Sends a number.
+fn send(mut stream: &UnixStream, number: u64) -> Outcome {
+    Ok(stream.write_all(&number.to_ne_bytes())?)
+}
+
+/// Receives a number.
+fn receive(mut stream: &UnixStream) -> Outcome<u64> {
+    let mut bytes = [0; 8];
+    stream.read_exact(&mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+const fn case(name: &'static str, run: Run, what: &'static str) -> Case {
+    Case { name, what, group: Group::Standard, alloc: AllocFn::CuMemAlloc, repeats: false, run }
+}
+
+const fn vmm(name: &'static str, run: Run) -> Case {
+    Case { alloc: AllocFn::CuMemCreate, ..case(name, run, "the same with cuMemCreate") }
+}
+
+const fn repeats(case: Case) -> Case {
+    Case { repeats: true, ..case }
+}
+
+const fn extended(case: Case) -> Case {
+    Case { group: Group::Extended, ..case }
+}
+
+const fn tool(case: Case) -> Case {
+    Case { group: Group::Tool, ..case }
+}
+
+/// All cases.
+const CASES: &[Case] = &[
+    case("basic_cumemalloc", basic, "pin and unpin"),
+    vmm("basic_vmmalloc", basic),
+    case("basic_v2_cumemalloc", basic, "pin and unpin with flags, none of them set"),
+    vmm("basic_v2_vmmalloc", basic),
+    case("basic_v2_forcepci_cumemalloc", force_pcie, "pin through PCIe"),
+    vmm("basic_v2_forcepci_vmmalloc", force_pcie),
+    case("basic_with_tokens", tokens, "pin with P2P tokens"),
+    case(
+        "basic_unaligned_mapping",
+        unaligned_mapping,
+        "unaligned addresses work; a freed neighbour does no harm",
+    ),
+    case("basic_small_buffers_mapping", small_buffers, "two pins of 8 bytes in one page"),
+    case("basic_two_buffers_one_page", two_buffers_one_page, "two allocations in one page, one freed"),
+    case("basic_child_thread_pins_buffer_cumemalloc", child_thread, "pin, unpin, close in several threads"),
+    vmm("basic_child_thread_pins_buffer_vmmalloc", child_thread),
+    case("basic_second_mapping", second_mapping, "one mapping of a pin, several pins of a buffer"),
+    case("basic_unpin_while_mapped", unpin_while_mapped, "a mapping keeps its pin"),
+    repeats(case("basic_concurrent_mappings", concurrent, "threads map own and shared buffers")),
+    case("attributes_sanity", attributes, "the properties of the backend"),
+    case("arguments_null", null, "address 0 is refused"),
+    case("arguments_size_zero", size_zero, "0 bytes are refused"),
+    case("arguments_beyond_allocation", beyond_allocation, "more than was allocated is refused"),
+    case("arguments_host_pointer", host_pointer, "host memory is refused"),
+    case("arguments_managed_memory", managed_memory, "managed memory is refused"),
+    case("arguments_freed_memory", freed_memory, "freed memory is refused"),
+    case("arguments_no_such_gpu", no_such_gpu, "GPUs that do not exist are refused"),
+    case("arguments_other_gpu", other_gpu, "memory of another GPU than the current one"),
+    case("arguments_out_of_bounds", out_of_bounds, "accesses outside a mapping are refused"),
+    repeats(case("data_validation_cumemalloc", validation, "all bytes, both ways, many offsets")),
+    repeats(vmm("data_validation_vmmalloc", validation)),
+    repeats(case(
+        "data_validation_v2_cumemalloc",
+        validation,
+        "the same, pinned with flags, none of them set",
+    )),
+    repeats(case("data_validation_v2_forcepci_cumemalloc", validation_force_pcie, "the same through PCIe")),
+    case("data_validation_mix_mappings_cumemalloc", mix_mappings, "write-combining beside cached"),
+    case("data_unaligned_pins", unaligned_pins, "pins of any start and length, exact to the byte"),
+    case("data_words", words, "words of 1 to 8 bytes arrive whole"),
+    case("invalidation_access_after_gdr_close_cumemalloc", access_after_close, "unmapped is unmapped"),
+    vmm("invalidation_access_after_gdr_close_vmmalloc", access_after_close),
+    case("invalidation_access_after_free_cumemalloc", access_after_free, "freed memory stays while mapped"),
+    vmm("invalidation_access_after_free_vmmalloc", access_after_free),
+    case("invalidation_two_mappings_cumemalloc", two_mappings, "freeing one buffer spares another"),
+    vmm("invalidation_two_mappings_vmmalloc", two_mappings),
+    case("invalidation_partial_unmap", partial_unmap, "a part is unmapped from outside"),
+    case("invalidation_free_under_copy", free_under_copy, "freed while another thread copies"),
+    case(
+        "invalidation_fork_access_after_free_cumemalloc",
+        fork_access_after_free,
+        "a stale mapping shows nothing new",
+    ),
+    vmm("invalidation_fork_access_after_free_vmmalloc", fork_access_after_free),
+    case("invalidation_fork_after_gdr_map_cumemalloc", after_map, "a forked child has a hole"),
+    vmm("invalidation_fork_after_gdr_map_vmmalloc", after_map),
+    case(
+        "invalidation_fork_child_gdr_map_parent_cumemalloc",
+        child_maps_parents_pin,
+        "a child uses nothing of its parent",
+    ),
+    vmm("invalidation_fork_child_gdr_map_parent_vmmalloc", child_maps_parents_pin),
+    case("invalidation_fork_map_and_free_cumemalloc", map_and_free, "a child's freeing spares its parent"),
+    vmm("invalidation_fork_map_and_free_vmmalloc", map_and_free),
+    case("invalidation_fork_child_gdr_pin_parent_with_tokens", fork_tokens, "a parent's P2P tokens"),
+    case(
+        "fork_child_pins_parents_address",
+        child_pins_parents_address,
+        "an address of another process is refused",
+    ),
+    case("fork_child_drops", child_drops, "a child's drops spare its parent"),
+    case(
+        "invalidation_unix_sock_shared_fd_gdr_pin_buffer_cumemalloc",
+        pin_by_shared,
+        "a passed descriptor cannot pin",
+    ),
+    vmm("invalidation_unix_sock_shared_fd_gdr_pin_buffer_vmmalloc", pin_by_shared),
+    case(
+        "invalidation_unix_sock_shared_fd_gdr_map_cumemalloc",
+        map_by_shared,
+        "a passed descriptor cannot map",
+    ),
+    vmm("invalidation_unix_sock_shared_fd_gdr_map_vmmalloc", map_by_shared),
+    case("bar1_exhaustion", bar1, "BAR1 full: a typed error, and room again afterwards"),
+    repeats(case("leak_check", leak_check, "cycles of all calls leave nothing behind")),
+    repeats(case("stress", stress, "the same in many threads at a time")),
+    extended(case("leakage_pin_pages_fork_cumemalloc", leak_over_fork, "an old module leaks or panics here")),
+    tool(case("tool_passes", |_| Ok(()), "passes")),
+    tool(case("tool_fails", |_| fail("as it shall"), "fails")),
+    tool(case("tool_waives", |_| waive("as it shall"), "is waived")),
+    tool(case("tool_crashes", crash, "is killed by a signal")),
+    tool(case("tool_hangs", hang, "does not end, and neither does its child")),
+];
+
+fn crash(_: &Env) -> Outcome {
+    std::process::abort()
+}
+
+fn hang(_: &Env) -> Outcome {
+    fork(|_| hang_for_ever())?;
+    hang_for_ever()
+}
+
+fn hang_for_ever() -> Outcome {
+    loop {
+        std::thread::park();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn judged(raw: i32, said: &str) -> (Status, String) {
+        judge(Some(ExitStatus::from_raw(raw)), Duration::ZERO, said.into(), "log")
+    }
+
+    #[test]
+    fn only_a_reason_waives() {
+        assert_eq!(judged(0, ""), (Status::Passed, String::new()));
+        assert_eq!(judged(WAIVED << 8, "no GPU"), (Status::Waived, "no GPU".into()));
+        assert_eq!(judged(WAIVED << 8, ""), (Status::Failed, "exit status 2: log".into()));
+        assert_eq!(judged(1 << 8, "wrong"), (Status::Failed, "wrong: log".into()));
+        assert_eq!(judged(101 << 8, ""), (Status::Failed, "exit status 101: log".into()));
+        assert_eq!(judged(libc::SIGBUS, ""), (Status::Failed, "killed by SIGBUS: log".into()));
+        assert_eq!(judge(None, Duration::from_secs(1), String::new(), "").1, "did not end within 1s");
+    }
 }

@@ -167,10 +167,7 @@ impl Links {
     }
 
     /// Sends a packet. Returns false if the ring is full. Packets on a dead link are dropped.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "packet parts, fault plan and counters"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "packet parts, fault plan and counters")]
     pub(crate) fn send(
         &mut self,
         index: usize,

@@ -243,7 +243,9 @@ impl Provider for SoftHca {
         let (region, copies) =
             self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
         if !self.shared.stuck_copies.wait(&copies, Instant::now() + PATIENCE) {
-            tracing::error!("a copy into a deregistered memory region has not ended and may still write to it");
+            tracing::error!(
+                "a copy into a deregistered memory region has not ended and may still write to it"
+            );
         }
         drop(region);
     }
@@ -303,7 +305,10 @@ impl Provider for SoftHca {
 
     fn destroy_qp(&self, qpn: u32) {
         if !self.shared.stuck_copies.wait(&self.quiesce(qpn), Instant::now() + PATIENCE) {
-            tracing::error!(qpn, "a copy into memory of a destroyed queue pair has not ended and may still write to it");
+            tracing::error!(
+                qpn,
+                "a copy into memory of a destroyed queue pair has not ended and may still write to it"
+            );
         }
         let qp = self.shared.with(|core| core.remove_qp(qpn, &self.shared.rung));
         drop(qp);

@@ -734,7 +734,7 @@ impl CqInner {
 
     /// Takes note of completions that a stream has passed, if the last of them is a success. What they say is read when
     /// somebody asks.
-    pub(super) fn skip_passed(&self, state: &mut CqState) {
+    fn skip_passed(&self, state: &mut CqState) {
         let [queue] = &*state.queues else { return };
         if state.in_stream == 0 || state.attached != 1 || !queue.may_skip(self.capacity()) {
             return;

@@ -1,4 +1,4 @@
-//! The driver's calls as a stream makes them: seen once, and made again without the library.
+//! Records the driver calls of a stream, and makes them again without the library.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
@@ -15,14 +15,14 @@ use gdasync::gdrcopy::cuda::raw::layout::{
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
 
-use crate::bench::Result;
+use gdasync::results::Result;
 
 /// The driver behind [`watched`].
 static DRIVER: OnceLock<Api> = OnceLock::new();
 
 thread_local! {
-    /// The stream whose calls of this thread are noted, and those noted.
-    static NOTED: RefCell<Option<(Handle, Vec<Call>)>> = const { RefCell::new(None) };
+    /// The stream whose calls of this thread are recorded, and those recorded.
+    static RECORDED: RefCell<Option<(Handle, Vec<Call>)>> = const { RefCell::new(None) };
     static SPENT: Cell<Spent> = const { Cell::new(Spent { launches: Duration::ZERO, nodes: Duration::ZERO }) };
 }
 
@@ -35,7 +35,7 @@ pub(super) enum Call {
     Kernel(Handle, Vec<u64>),
 }
 
-/// Words of `Head` and of an operation in gdsync's `kernel_exec.cu`, where the head has the status and the number of operations, and
+/// Words of `Head` and of an operation in gdsync's `lane.cu`, where the head has the status and the number of operations, and
 /// how many fit into the parameters of its kernels.
 const HEAD: usize = 4;
 const STATUS: usize = 0;
@@ -109,7 +109,7 @@ unsafe extern "C" fn kernel_node(exec: Handle, node: Handle, params: *const Kern
     timed(entry, |spent| &mut spent.nodes, |entry| unsafe { entry(exec, node, params) })
 }
 
-/// The entry points of `driver`, noting the calls that trigger and wait while [`noting`] wants them; those for
+/// The entry points of `driver`, recording the calls that trigger and wait while [`recording`] wants them; those for
 /// graphs are timed.
 pub(super) fn watched(driver: Api) -> Api {
     let driver = DRIVER.get_or_init(|| driver);
@@ -124,16 +124,16 @@ pub(super) fn watched(driver: Api) -> Api {
 }
 
 /// The calls that this thread makes for `stream` meanwhile.
-pub(super) fn noting(stream: Handle, run: impl FnOnce() -> Result<()>) -> Result<Vec<Call>> {
-    NOTED.set(Some((stream, Vec::new())));
+pub(super) fn recording(stream: Handle, run: impl FnOnce() -> Result<()>) -> Result<Vec<Call>> {
+    RECORDED.set(Some((stream, Vec::new())));
     let ran = run();
-    let noted = NOTED.take().map(|(_, calls)| calls).unwrap_or_default();
-    ran.map(|()| noted)
+    let recorded = RECORDED.take().map(|(_, calls)| calls).unwrap_or_default();
+    ran.map(|()| recorded)
 }
 
-fn note(stream: Handle, call: impl FnOnce() -> Call) {
-    NOTED.with_borrow_mut(|noted| {
-        if let Some((_, calls)) = noted.as_mut().filter(|(of, _)| *of == stream) {
+fn record(stream: Handle, call: impl FnOnce() -> Call) {
+    RECORDED.with_borrow_mut(|recorded| {
+        if let Some((_, calls)) = recorded.as_mut().filter(|(of, _)| *of == stream) {
             calls.push(call());
         }
     });
@@ -144,7 +144,7 @@ fn driver() -> &'static Api {
 }
 
 unsafe extern "C" fn batch_mem_op(stream: Handle, count: u32, ops: *mut MemOp, flags: u32) -> u32 {
-    note(stream, || {
+    record(stream, || {
         // SAFETY: the caller passes so many operations.
         let ops = unsafe { std::slice::from_raw_parts(ops, count as usize) };
         Call::MemOps(ops.to_vec())
@@ -167,7 +167,7 @@ unsafe extern "C" fn launch_kernel(
     params: *mut *mut c_void,
     extra: *mut *mut c_void,
 ) -> u32 {
-    note(stream, || {
+    record(stream, || {
         // SAFETY: kernels of streams have one parameter, which begins with its head.
         let param = unsafe { *params }.cast::<u64>();
         // SAFETY: the head of the parameter.
@@ -217,12 +217,12 @@ impl<'a> Raw<'a> {
     }
 
     /// What one of `times` calls of the library became, one that has no mark in it, made to touch nothing of the library.
-    pub(super) fn calls(&self, noted: &[Call], times: u64) -> Result<Vec<Call>> {
-        let each = noted.len() / usize::try_from(times)?;
+    pub(super) fn calls(&self, recorded: &[Call], times: u64) -> Result<Vec<Call>> {
+        let each = recorded.len() / usize::try_from(times)?;
         if each == 0 {
             return Err("the library made no call".into());
         }
-        let chosen = noted.chunks_exact(each).min_by_key(|calls| calls.iter().map(Call::len).sum::<u64>());
+        let chosen = recorded.chunks_exact(each).min_by_key(|calls| calls.iter().map(Call::len).sum::<u64>());
         chosen.into_iter().flatten().map(|call| self.diverted(call)).collect()
     }
 

@@ -12,7 +12,7 @@ use gdasync::gdsync::cuda::Gpu;
 
 use super::Machinery;
 use super::driver::watched;
-use crate::bench::Result;
+use gdasync::results::Result;
 
 static CONTEXT: AtomicUsize = AtomicUsize::new(0);
 static QUEUE: Queue = Queue::new();

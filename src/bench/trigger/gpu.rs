@@ -13,8 +13,8 @@ use gdasync::gdrcopy::cuda::raw::layout::{
 };
 use gdasync::gdrcopy::cuda::raw::{Api, Current};
 
-use super::words::{ARENA, Word};
-use crate::bench::Result;
+use super::rig::{ARENA, Word};
+use gdasync::results::Result;
 
 /// The primary context of one GPU, with the kernels of `trigger.cu`. Its calls belong on threads that have
 /// [entered](Gpu::enter) it.

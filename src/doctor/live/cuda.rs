@@ -10,8 +10,8 @@ use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::cuda::sysfs_address;
 use serde::{Deserialize, Serialize};
 
-use super::nvml::{Bar1, Nvml};
 use super::{Teller, memops, turn};
+use crate::nvml::{Bar1, Nvml};
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
 const PATIENCE: Duration = Duration::from_millis(1500);

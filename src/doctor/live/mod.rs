@@ -9,7 +9,6 @@ mod choice;
 mod cuda;
 mod mapping;
 mod memops;
-mod nvml;
 mod turn;
 mod verbs;
 
@@ -20,13 +19,13 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+pub(super) use crate::nvml::Bar1;
 pub(super) use ask::{Answer, Asked, limit};
 pub(super) use choice::{ChoiceFacts, Route};
 #[cfg(test)]
 pub(super) use cuda::explore;
 pub(super) use cuda::{CudaFacts, GpuFacts, attribute};
 pub(super) use mapping::{Backend, MappingFacts};
-pub(super) use nvml::Bar1;
 #[cfg(test)]
 pub(super) use turn::take as take_turn;
 pub(super) use verbs::{DeviceFacts, VerbsFacts};

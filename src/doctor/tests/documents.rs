@@ -35,9 +35,9 @@ fn tables() -> [String; 4] {
     for one in SOFTWARE {
         writeln!(software, "| {} | {} | {} |", one.name, one.least(), one.for_what).unwrap();
     }
-    let mut links = String::from("| link | needs |\n|---|---|\n");
+    let mut links = String::from("| link | needs | use here |\n|---|---|---|\n");
     for one in TRANSPORTS {
-        writeln!(links, "| {} | {} |", one.name, one.needs).unwrap();
+        writeln!(links, "| {} | {} | {} |", one.name, one.needs, one.use_here).unwrap();
     }
     [cards, gpus, software, links]
 }

@@ -132,11 +132,12 @@ pub(super) const CASES: &[Case] = &[
         )],
     },
     Case {
-        what: "iWARP",
+        what: "iWARP without its connection manager",
         change: |tree, _| tree.write("sys/class/infiniband/mlx5_1/node_type", "4: RNIC"),
         says: &[
-            ("rdma.link", "mlx5_1", Warn, "iWARP, which is not supported", "InfiniBand or RoCE"),
-            ("rdma.gids", "mlx5_1", Skip, "iWARP is not supported", ""),
+            ("rdma.link", "mlx5_1", Ok, "ACTIVE, iWARP", ""),
+            ("rdma.gids", "mlx5_1", Ok, "iWARP", ""),
+            ("rdma.node", "mlx5_1", Fail, "rdma_cm, which iWARP needs, is not", "modprobe rdma_ucm"),
         ],
     },
     Case {

@@ -279,7 +279,8 @@ fn greet(stream: &UnixStream, peer: Gid, shared: &Shared, deadline: Instant) -> 
     if read_greeting(&bytes[..got], shared.gid)? != peer {
         return Err(invalid("the answer comes from another GID").into());
     }
-    let [bell] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer must carry one descriptor"))?;
+    let [bell] =
+        <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer must carry one descriptor"))?;
     Ok((file, Bell::open(bell)?))
 }
 

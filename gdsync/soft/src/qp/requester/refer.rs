@@ -143,7 +143,8 @@ impl SoftQp {
                 () if !memory.is_mapped() => "it has no CPU mapping".into(),
                 () if least == usize::MAX => "references are turned off".into(),
                 () if len < least => {
-                    format!("{len} bytes are below the {least} of references, and too many for CPU reads").into()
+                    format!("{len} bytes are below the {least} of references, and too many for CPU reads")
+                        .into()
                 }
                 () if is_exported => Cow::Borrowed("the peer refused references to it; see the log"),
                 () => Cow::Borrowed("it cannot be exported to peers"),
@@ -151,7 +152,10 @@ impl SoftQp {
             return TransferPath::new(Transport::Staging, reason);
         }
         if memory.gpu().is_some() {
-            return TransferPath::new(Transport::Mapping, format!("{len} bytes are read through the mapping"));
+            return TransferPath::new(
+                Transport::Mapping,
+                format!("{len} bytes are read through the mapping"),
+            );
         }
         if !self.may_be_read(key, len, env) || self.is_refused(key) {
             return TransferPath::new(Transport::Cpu, "it is host memory");
@@ -230,7 +234,12 @@ impl SoftQp {
                 tracing::debug!(qpn, "the peer cannot read memory of this process; payload is sent");
             } else if !references.refused.contains(&key) {
                 if is_host {
-                    tracing::debug!(qpn, lkey = key, why, "the peer refused references to this region of host memory; payload is sent");
+                    tracing::debug!(
+                        qpn,
+                        lkey = key,
+                        why,
+                        "the peer refused references to this region of host memory; payload is sent"
+                    );
                 } else {
                     tracing::warn!(
                         qpn,

@@ -1,0 +1,436 @@
+//! The stream of a program: a host thread or a CUDA stream, where payload and queues are, and kernels.
+
+use clap::{Args, ValueEnum};
+use cudarc::driver::{CudaContext, CudaStream, result, sys};
+use gdsync::cuda::Gpu;
+use gdsync::memory::{Memory, Word32};
+use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Nudge, Stream, Via};
+use gdsync::verbs::OnGpu;
+use mp::launch::Launch;
+use mp::{Communicator, CommunicatorBuilder};
+use serde::Serialize;
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::results::Result;
+
+/// Options of streams and memory.
+#[derive(Args, Clone, Debug)]
+pub struct Placement {
+    /// What runs the streams.
+    #[arg(long, value_enum, default_value_t = Engine::Host)]
+    stream: Engine,
+    /// Where payload is.
+    #[arg(long, value_enum, default_value_t = Place::Host)]
+    payload: Place,
+    /// Where completion queues are, and doorbell records and send queues.
+    #[arg(long, value_enum, default_value_t = Queues::Host)]
+    placement: Queues,
+    /// What runs the operations of a CUDA stream: memop, kernel or auto [default: memop].
+    #[arg(long)]
+    via: Option<Via>,
+    /// Whether the CPU prods a GPU that waits for completions: auto, on or off [default: auto].
+    #[arg(long)]
+    nudge: Option<Nudge>,
+    /// GPUs by rank, by their CUDA ordinals [default: the local rank modulo the number of GPUs].
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    device: Vec<i32>,
+}
+
+/// What runs a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// A thread of the host.
+    Host,
+    /// A GPU.
+    Cuda,
+}
+
+/// Which memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// The host's.
+    Host,
+    /// That of the rank's GPU.
+    Gpu,
+    /// What leaves in the host's, where its CPU reads it, and what arrives in that of the rank's GPU: nobody reads over the bus.
+    /// For programs that keep the two apart, as ping-pongs do.
+    Near,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "host",
+            Self::Gpu => "gpu",
+            Self::Near => "near",
+        })
+    }
+}
+
+/// Which queues are in the memory of the rank's GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Queues {
+    /// None.
+    Host,
+    /// Completion queues, at which the GPU looks.
+    Gpu,
+    /// Doorbell records too, which it writes.
+    Words,
+    /// And send queues.
+    All,
+}
+
+impl fmt::Display for Queues {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "host",
+            Self::Gpu => "gpu",
+            Self::Words => "gpu, with records",
+            Self::All => "gpu, with records and send queues",
+        })
+    }
+}
+
+/// The choice of a rank, and its GPU if it needs one.
+#[derive(Clone, Debug)]
+pub struct Placed {
+    /// What runs the stream.
+    pub engine: Engine,
+    /// Where payload is.
+    pub payload: Place,
+    /// Where queues are.
+    pub placement: Queues,
+    /// What runs the operations of a CUDA stream.
+    pub via: Via,
+    /// Whether the CPU prods a GPU that waits.
+    pub nudge: Nudge,
+    /// The GPU, if one is used.
+    pub gpu: Option<Gpu>,
+}
+
+impl Placement {
+    /// Whether kernels run the operations of the stream.
+    pub fn is_by_kernel(&self) -> bool {
+        self.stream == Engine::Cuda && self.via == Some(Via::Kernel)
+    }
+
+    /// Opens what the options ask for. Called before the communicator is made, which it is for.
+    ///
+    /// # Errors
+    /// Names options that do not go together; of CUDA where a GPU is asked for.
+    pub fn open(&self) -> Result<Placed> {
+        let asked = [self.via.map(|_| "--via"), self.nudge.map(|_| "--nudge")].into_iter().flatten().next();
+        if let (Engine::Host, Some(option)) = (self.stream, asked) {
+            return Err(format!("{option} is for --stream cuda").into());
+        }
+        let on_gpu =
+            self.stream == Engine::Cuda || self.payload != Place::Host || self.placement != Queues::Host;
+        if !on_gpu && !self.device.is_empty() {
+            return Err("--device is for --stream cuda, --payload gpu or near, and --placement gpu".into());
+        }
+        Ok(Placed {
+            engine: self.stream,
+            payload: self.payload,
+            placement: self.placement,
+            via: self.via.unwrap_or_default(),
+            nudge: self.nudge.unwrap_or_default(),
+            gpu: on_gpu.then(|| own_gpu(&self.device)).transpose()?,
+        })
+    }
+}
+
+/// The GPU of this rank: the one at its place in the list, or of all GPUs the one that its local rank is due by turns. Called
+/// before the communicator is made, or after.
+///
+/// # Errors
+/// Of CUDA, and when it shows no GPU.
+pub fn own_gpu(listed: &[i32]) -> Result<Gpu> {
+    // Without a launcher this process becomes rank 0.
+    let (rank, local) = Launch::detect()?.map_or((0, 0), |launch| (launch.rank, launch.local_rank));
+    let count = usize::try_from(Gpu::count()?)?;
+    let turn = |number: usize, of: usize| number.checked_rem(of);
+    let ordinal = match turn(rank, listed.len()) {
+        Some(at) => listed[at],
+        None => i32::try_from(turn(local, count).ok_or("CUDA shows no GPU to this process")?)?,
+    };
+    Ok(Gpu::open(ordinal)?)
+}
+
+impl Placed {
+    /// What of the queues is on the GPU.
+    pub fn on_gpu(&self) -> OnGpu {
+        match self.placement {
+            Queues::Host => OnGpu::empty(),
+            Queues::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ,
+            Queues::Words => OnGpu::all() - OnGpu::SEND_QUEUE,
+            Queues::All => OnGpu::all(),
+        }
+    }
+
+    /// A communicator whose queues are where they should be.
+    pub fn builder(&self) -> CommunicatorBuilder {
+        match &self.gpu {
+            Some(gpu) => CommunicatorBuilder::default().gpu(gpu).on_gpu(self.on_gpu()),
+            None => CommunicatorBuilder::default(),
+        }
+    }
+
+    /// Memory for payload that leaves and arrives. That of a GPU is not zeroed.
+    ///
+    /// # Errors
+    /// When there is no such memory left, and where the two are to be apart.
+    pub fn memory(&self, len: usize) -> Result<Memory> {
+        match self.payload {
+            Place::Near => {
+                Err("--payload near is for ping-pongs, which keep what leaves apart from what arrives".into())
+            }
+            Place::Host | Place::Gpu => self.incoming(len),
+        }
+    }
+
+    /// Memory for payload that leaves; likewise.
+    ///
+    /// # Errors
+    /// When there is no such memory left.
+    pub fn outgoing(&self, len: usize) -> Result<Memory> {
+        self.memory_on(self.payload == Place::Gpu, len)
+    }
+
+    /// Memory for payload that arrives; likewise.
+    ///
+    /// # Errors
+    /// When there is no such memory left.
+    pub fn incoming(&self, len: usize) -> Result<Memory> {
+        self.memory_on(self.payload != Place::Host, len)
+    }
+
+    fn memory_on(&self, gpu: bool, len: usize) -> Result<Memory> {
+        Ok(match self.gpu.as_ref().filter(|_| gpu) {
+            Some(gpu) => gpu.alloc(len)?,
+            None => Memory::alloc(len)?,
+        })
+    }
+
+    /// In words, for all ranks.
+    ///
+    /// # Errors
+    /// Of the exchange between the ranks.
+    pub fn describe(&self, comm: &Communicator, timeout: Duration) -> Result<Description> {
+        let gpu = self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
+        let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), timeout)?;
+        let gpus = gpus.iter().filter(|gpu| !gpu.is_empty()).map(|gpu| String::from_utf8_lossy(gpu).into());
+        let cuda = self.engine == Engine::Cuda;
+        Ok(Description {
+            payload: self.payload,
+            placement: self.placement,
+            via: cuda.then(|| self.via.to_string()),
+            nudge: cuda.then(|| self.nudge.to_string()),
+            gpus: gpus.collect(),
+        })
+    }
+}
+
+/// The choice, for a report.
+#[derive(Clone, Debug, Serialize)]
+pub struct Description {
+    payload: Place,
+    placement: Queues,
+    /// With CUDA streams.
+    via: Option<String>,
+    nudge: Option<String>,
+    /// By rank, those that were used.
+    gpus: Vec<String>,
+}
+
+/// What there is to say where GPUs are used; nothing otherwise.
+impl fmt::Display for Description {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.gpus.is_empty() {
+            return Ok(());
+        }
+        for (rank, gpu) in self.gpus.iter().enumerate() {
+            writeln!(f, "rank {rank}: {gpu}")?;
+        }
+        write!(f, "payload: {}, queues: {}", self.payload, self.placement)?;
+        if let (Some(via), Some(nudge)) = (&self.via, &self.nudge) {
+            write!(f, ", via: {via}, nudge: {nudge}")?;
+        }
+        writeln!(f)
+    }
+}
+
+/// Submissions that may be pending.
+const DEPTH: usize = 512;
+
+/// A stream, and the means to run the program's own work on it: host functions or kernels.
+#[derive(Debug)]
+pub struct AppStream {
+    /// The stream.
+    pub stream: Stream,
+    /// Where a GPU runs the stream.
+    pub kernels: Option<Kernels>,
+    gpu: Option<Gpu>,
+    /// Written behind kernels, which the stream itself does not count.
+    end: Word32,
+    timeout: Duration,
+}
+
+impl AppStream {
+    /// A stream whose waits end after `timeout`. `ptx` has the kernels, for a GPU.
+    ///
+    /// # Errors
+    /// Of the stream, and of the driver that compiles the kernels.
+    pub fn new(placed: &Placed, timeout: Duration, ptx: &'static CStr) -> Result<Self> {
+        let end = Memory::alloc(4)?.word32(0)?;
+        let (stream, kernels) = match (&placed.gpu, placed.engine) {
+            (Some(gpu), Engine::Cuda) => {
+                let kernels = Kernels::load(gpu, ptx)?;
+                let (via, nudge) = (placed.via, placed.nudge);
+                let config =
+                    CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, nudge, ..Default::default() };
+                (kernels.lend(gpu, config)?, Some(kernels))
+            }
+            _ => {
+                let config = HostStreamConfig { depth: 2 * DEPTH, wait_limit: timeout, ..Default::default() };
+                (Stream::host(config)?, None)
+            }
+        };
+        Ok(Self { stream, kernels, gpu: placed.gpu.clone(), end, timeout })
+    }
+
+    /// The GPU, where there is one.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn gpu(&self) -> Result<&Gpu> {
+        self.gpu.as_ref().ok_or_else(|| "there is no GPU".into())
+    }
+
+    /// Blocks until the stream is idle, kernels included, and reports what went wrong on it. The CPU sleeps meanwhile.
+    ///
+    /// # Errors
+    /// Of what ran on the stream, and when it takes longer than its limit.
+    pub fn finish(&self) -> Result<()> {
+        if self.kernels.is_some() {
+            self.stream.write_value32(&self.end, 1)?;
+        }
+        Ok(self.stream.synchronize(self.timeout)?)
+    }
+
+    /// Blocks until the stream is idle, as an application does that posts by CPU: on a GPU by `cuStreamSynchronize`.
+    /// What went wrong on the stream is left to [`AppStream::finish`].
+    ///
+    /// # Errors
+    /// When it takes longer than the limit, and of the driver.
+    pub fn idle(&self) -> Result<()> {
+        match &self.kernels {
+            Some(kernels) => kernels.synchronize(),
+            None => Ok(self.stream.synchronize(self.timeout)?),
+        }
+    }
+
+    /// Returns when no kernel runs any more, so that the memory they use can go. What is still held is given up.
+    pub fn settle(&self) {
+        let Some(kernels) = &self.kernels else { return };
+        if self.stream.query().pending > 0 {
+            self.stream.abort();
+        }
+        // What went wrong has been said.
+        let _ = kernels.synchronize();
+    }
+}
+
+/// A stream and a module of kernels. Both stay as long as the process: nothing can outlive them.
+#[derive(Debug)]
+pub struct Kernels {
+    stream: &'static Arc<CudaStream>,
+    module: sys::CUmodule,
+}
+
+/// A kernel of a loaded module, whose only parameter is an `A`.
+#[derive(Debug)]
+pub struct Kernel<A> {
+    function: sys::CUfunction,
+    argument: std::marker::PhantomData<A>,
+}
+
+impl Kernels {
+    /// Makes a stream, and loads kernels from their PTX text.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub fn load(gpu: &Gpu, ptx: &'static CStr) -> Result<Self> {
+        // SAFETY: loading the driver's library runs its initialisers, which any use of CUDA does.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("libcuda.so.1 cannot be loaded a second time".into());
+        }
+        let context = CudaContext::new(usize::try_from(gpu.ordinal())?)?;
+        context.bind_to_thread()?;
+        let stream = Box::leak(Box::new(context.new_stream()?));
+        // SAFETY: a terminated PTX text.
+        let module = unsafe { result::module::load_data(ptx.as_ptr().cast()) }
+            .map_err(|e| format!("the GPU driver cannot compile the kernels: {e}"))?;
+        Ok(Self { stream, module })
+    }
+
+    /// Finds a kernel.
+    ///
+    /// # Errors
+    /// When there is no kernel of that name.
+    ///
+    /// # Safety
+    /// Its only parameter must have the layout of `A`.
+    pub unsafe fn find<A: Copy>(&self, name: &CStr) -> Result<Kernel<A>> {
+        // SAFETY: the module stays loaded.
+        let function = unsafe { result::module::get_function(self.module, name.to_owned()) }
+            .map_err(|e| format!("kernel {}: {e}", name.to_string_lossy()))?;
+        Ok(Kernel { function, argument: std::marker::PhantomData })
+    }
+
+    /// Launches a kernel on the stream.
+    ///
+    /// # Errors
+    /// Of the driver.
+    ///
+    /// # Safety
+    /// The memory that the argument names must be what the kernel takes it for, until the kernel has ended.
+    pub unsafe fn launch<A: Copy>(
+        &self,
+        kernel: &Kernel<A>,
+        blocks: u32,
+        threads: u32,
+        mut argument: A,
+    ) -> Result<()> {
+        let mut arguments: [*mut c_void; 1] = [(&raw mut argument).cast()];
+        let (grid, block) = ((blocks, 1, 1), (threads, 1, 1));
+        self.stream.context().bind_to_thread()?;
+        // SAFETY: the argument is of the kernel's type and copied by the call; the caller vouches for what it names.
+        unsafe {
+            result::launch_kernel(kernel.function, grid, block, 0, self.stream.cu_stream(), &mut arguments)
+        }?;
+        Ok(())
+    }
+
+    /// Lends the stream, so that sends and waits run between the kernels.
+    ///
+    /// # Errors
+    /// Of the stream.
+    pub fn lend(&self, gpu: &Gpu, config: CudaStreamConfig) -> Result<Stream> {
+        // SAFETY: the stream stays as long as the process.
+        Ok(unsafe { Stream::cuda_lent(gpu, self.stream.cu_stream().addr(), config) }?)
+    }
+
+    /// Blocks until everything on the stream is done, which its wait limit bounds.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub fn synchronize(&self) -> Result<()> {
+        Ok(self.stream.synchronize()?)
+    }
+}

@@ -1,0 +1,513 @@
+//! `gdasync bench bandwidth`: bytes and messages per second between hosts and GPUs.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use cudarc::driver::sys;
+use gdasync::app_stream::{AppStream, Placed, Placement, own_gpu};
+use gdasync::gdsync::cuda::Gpu;
+use gdasync::gdsync::memory::Memory;
+use gdasync::measure::Samples;
+use gdasync::mp::{self, Communicator, Registration, Request};
+use gdasync::pingpong::PTX;
+use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, expected, objection, size_label};
+use serde_json::json;
+
+use super::traffic::{QueuePairs, Ring, Shape, Slots};
+use super::two_ranks;
+
+/// Options of `gdasync bench bandwidth`.
+#[derive(Args)]
+#[command(after_long_help = "\
+What the numbers mean: bandwidth is the bytes of a message over half of a round trip, which starts and ends where the payload \
+is, copies included. `host to host` sends host memory. `host to GPU` has the payload of one rank on its GPU: CUDA copies it, \
+from and to pageable or pinned memory. `GPU to GPU` has both there: with copies to memory that CUDA has pinned and by the CPU \
+from there to memory that is sent; with copies to one buffer that both CUDA and the network have pinned (GPUDirect version 1); \
+without copies (GPUDirect RDMA). `peer to peer` has no messages: CUDA copies between two GPUs of one process (GPUDirect P2P). \
+Local rank r uses GPU r modulo their number. The ratios are to memcpy by one CPU. Message rates: rank 0 sends as fast as \
+--outstanding lets it, rank 1 receives by CPU, and the clock stops when rank 0 has the acknowledgement of the last message; \
+`cpu` is posted and polled by the sending thread, in `stream` each batch sends what may be outstanding and waits for the \
+completions. Their ratios are to `shared-memory ring`, 64 entries that one CPU fills and another empties. min and p99 are the \
+smallest value, and what 99 of 100 samples exceed.")]
+pub(crate) struct Options {
+    /// Message sizes in bytes, 1 to 1073741824 each. Message rates are measured up to 4096.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
+          default_values_t = [8, 64, 512, 4096, 16384, 65536, 262_144, 1 << 20, 4 << 20, 16 << 20])]
+    sizes: Vec<u32>,
+    /// Round trips of each size and row [default: 1000, fewer for large messages].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    iters: Option<u32>,
+    /// Messages in flight on a queue pair, 1 to 256 each.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16, 64],
+          value_parser = clap::value_parser!(u16).range(1..=256))]
+    outstanding: Vec<u16>,
+    /// Queue pairs, 1 to 64 each.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8],
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    qps: Vec<u16>,
+    /// Messages of a slice of a rate; 0 leaves rates out.
+    #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u32).range(..=10_000_000))]
+    messages: u32,
+    /// Slices of each rate.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    slices: u32,
+    #[command(flatten)]
+    placement: Placement,
+    #[command(flatten)]
+    checks: Checks,
+    #[command(flatten)]
+    output: Output,
+}
+
+const BANDWIDTH: &str = "bandwidth";
+const MEMCPY: &str = "memcpy";
+const PEERS: &str = "peer to peer";
+const RING: &str = "shared-memory ring";
+/// The largest message whose rate is measured.
+const RATED: u32 = 4096;
+/// The rows of messages: where the payload of rank 0 and of rank 1 is.
+const ROWS: [(&str, [Kind; 2]); 6] = [
+    ("host to host", [Kind::Host, Kind::Host]),
+    ("host to GPU, pageable", [Kind::Host, Kind::Copied { pinned: false }]),
+    ("host to GPU, pinned", [Kind::Host, Kind::Copied { pinned: true }]),
+    ("GPU to GPU, copies", [Kind::CopiedTwice, Kind::CopiedTwice]),
+    ("GPU to GPU, shared pinned buffers", [Kind::Copied { pinned: true }, Kind::Copied { pinned: true }]),
+    ("GPU to GPU, direct", [Kind::Direct, Kind::Direct]),
+];
+/// All rows run in turn, in this many slices: the speed of shared cores changes from second to second, and a ratio must not
+/// compare two such seconds.
+const SLICES: u64 = 5;
+
+/// Moves messages there and back: round trips, and the number of wrong slots.
+type Run<'a> = Box<dyn FnMut(usize, u64) -> Result<(Samples, u64)> + 'a>;
+
+impl Options {
+    pub(crate) fn run(&self) -> Result<()> {
+        let timeout = self.checks.timeout();
+        let placed = self.placement.open()?;
+        let comm = two_ranks(placed.builder(), timeout)?;
+        let mut sheet = Sheet::new(&self.output, comm.rank() == 0, self.sizes.len())?;
+        self.bandwidths(&comm, &mut sheet)?;
+        let app = AppStream::new(&placed, timeout, PTX)?;
+        if self.messages > 0 {
+            self.rates(&comm, &placed, &app, &mut sheet)?;
+        }
+        let own = own_gpu(&[]).map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
+        let gpus = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
+        let gpus: Vec<_> =
+            gpus.iter().map(|gpu| String::from_utf8_lossy(gpu)).filter(|gpu| !gpu.is_empty()).collect();
+        let options = json!({
+            "sizes": self.sizes, "iters": self.iters, "outstanding": self.outstanding, "qps": self.qps,
+            "messages": self.messages, "slices": self.slices, "gpus": gpus,
+            "stream": app.stream.kind(), "place": placed.describe(&comm, timeout)?,
+        });
+        drop(app);
+        sheet.finish(comm, "bandwidth", options, timeout)
+    }
+
+    /// Round trips of a slice.
+    fn slice(&self, bytes: usize) -> u64 {
+        let all = self.iters.map_or(((256 << 20) / bytes as u64).clamp(20, 1000), u64::from);
+        all.div_ceil(SLICES)
+    }
+
+    fn bandwidths(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<()> {
+        let timeout = self.checks.timeout();
+        let mut rows = self.rows(comm, sheet)?;
+        for (i, &bytes) in self.sizes.iter().enumerate() {
+            let bytes = usize::try_from(bytes)?;
+            if i == 0 {
+                sheet.step(size_label(bytes));
+            } else if !sheet.may_start(comm, size_label(bytes), timeout)? {
+                continue;
+            }
+            let mut all = vec![Samples::default(); rows.len()];
+            for turn in 0..=SLICES {
+                let warms_up = turn == 0;
+                let count = if warms_up { self.slice(bytes).div_ceil(10) } else { self.slice(bytes) };
+                for ((_, run), samples) in rows.iter_mut().zip(&mut all) {
+                    let (times, wrong) = run(bytes, count)?;
+                    sheet.wrong(wrong);
+                    if !warms_up {
+                        samples.append(&times);
+                    }
+                }
+            }
+            for ((name, _), samples) in rows.iter().zip(&all).filter(|(_, samples)| samples.count() > 0) {
+                // A round trip is two messages, and a byte per microsecond is 1e-3 GB/s.
+                #[expect(clippy::cast_precision_loss, reason = "sizes are below 2^53")]
+                let point = Point::rate(bytes as u64, samples, 2.0 * bytes as f64 / 1e3);
+                sheet.add_point(BANDWIDTH, name, "bytes", Unit::GigabytesPerSecond, point);
+            }
+        }
+        sheet.compare(BANDWIDTH, MEMCPY);
+        Ok(())
+    }
+
+    /// The rows that this machine has, memcpy first; lists the others as skipped.
+    fn rows<'a>(&'a self, comm: &'a Communicator, sheet: &mut Sheet) -> Result<Vec<(&'static str, Run<'a>)>> {
+        let (checks, timeout, rank) = (&self.checks, self.checks.timeout(), comm.rank());
+        let max = usize::try_from(self.sizes.iter().copied().max().unwrap_or(1))?;
+        let mut copy = Memcpy { from: vec![0x5a; max], to: vec![0; max] };
+        let nothing = || Ok((Samples::default(), 0));
+        let memcpy: Run<'a> =
+            Box::new(move |bytes, count| if rank == 0 { copy.run(bytes, count) } else { nothing() });
+        let mut rows = vec![(MEMCPY, memcpy)];
+        for (name, kinds) in ROWS {
+            let side = Side::new(kinds[rank], comm, checks, max);
+            match objection(comm, side.as_ref().err().map(ToString::to_string), timeout)? {
+                Some(reason) => sheet.skip(name, reason),
+                None => {
+                    let mut side = side?;
+                    rows.push((name, Box::new(move |bytes, count| side.run(bytes, count))));
+                }
+            }
+        }
+        // Both GPUs belong to rank 0.
+        let peers = (rank == 0).then(|| Peers::new(max)).transpose();
+        match objection(comm, peers.as_ref().err().map(ToString::to_string), timeout)? {
+            Some(reason) => sheet.skip(PEERS, reason),
+            None => {
+                let (peers, mut runs) = (peers?, 0);
+                let run: Run<'a> = Box::new(move |bytes, count| {
+                    runs += 1;
+                    peers.as_ref().map_or_else(nothing, |peers| peers.run(bytes, count, runs))
+                });
+                rows.push((PEERS, run));
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Three sweeps: sizes at the largest depth, depths and queue pairs at the smallest size.
+    fn rates(&self, comm: &Communicator, placed: &Placed, app: &AppStream, sheet: &mut Sheet) -> Result<()> {
+        let most = self.outstanding.iter().copied().max().unwrap_or(1);
+        let small = self.sizes.iter().copied().min().unwrap_or(8);
+        let shape = |qps: u16, outstanding: u16, bytes: u32| -> Result<Shape> {
+            Ok(Shape { qps: qps.into(), outstanding: outstanding.into(), bytes: usize::try_from(bytes)? })
+        };
+        let mut points = Vec::new();
+        for &bytes in self.sizes.iter().filter(|bytes| **bytes <= RATED) {
+            points.push(("bytes", u64::from(bytes), shape(1, most, bytes)?));
+        }
+        for &outstanding in &self.outstanding {
+            points.push(("outstanding", outstanding.into(), shape(1, outstanding, small)?));
+        }
+        for &qps in &self.qps {
+            points.push(("queue pairs", qps.into(), shape(qps, most, small)?));
+        }
+        let mut no_ring = None;
+        for (x, at, shape) in points {
+            if !sheet.may_start(comm, format!("rate, {at} {x}"), self.checks.timeout())? {
+                continue;
+            }
+            let all = self.rate(comm, placed, app, shape, sheet, &mut no_ring)?;
+            for (name, samples) in ["cpu", "stream", RING].into_iter().zip(&all) {
+                if samples.count() > 0 {
+                    // A sample is the time of one message.
+                    let group = format!("message rate by {x}");
+                    sheet.add_point(&group, name, x, Unit::PerSecond, Point::rate(at, samples, 1e6));
+                }
+            }
+        }
+        for x in ["bytes", "outstanding", "queue pairs"] {
+            sheet.compare(&format!("message rate by {x}"), RING);
+        }
+        if let Some(reason) = no_ring {
+            sheet.skip(RING, reason);
+        }
+        Ok(())
+    }
+
+    fn rate(
+        &self,
+        comm: &Communicator,
+        placed: &Placed,
+        app: &AppStream,
+        shape: Shape,
+        sheet: &mut Sheet,
+        no_ring: &mut Option<String>,
+    ) -> Result<[Samples; 3]> {
+        let (mut all, count): ([Samples; 3], _) = (Default::default(), usize::try_from(self.messages)?);
+        let queue_pairs = || QueuePairs::new(comm, comm.context(), &self.checks, shape, Some(placed));
+        // Separate queue pairs for the stream: it takes completions that the CPU would poll.
+        let mut both = [(queue_pairs()?, None), (queue_pairs()?, Some(&app.stream))];
+        // Fails on both ranks if they are on two hosts.
+        let ring = Ring::new(comm, &self.checks, shape.bytes);
+        let mut ring = ring.map_err(|error| *no_ring = Some(error.to_string())).ok();
+        for turn in 0..=self.slices {
+            let mut found = Vec::with_capacity(all.len());
+            for (queue_pairs, stream) in &mut both {
+                found.push(queue_pairs.flood(count, *stream)?);
+            }
+            if let Some(ring) = &mut ring {
+                found.push(ring.flood(count)?);
+            }
+            for ((time, wrong), samples) in found.into_iter().zip(&mut all) {
+                sheet.wrong(wrong);
+                // The first turn warms up.
+                if turn > 0 {
+                    samples.add(time);
+                }
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// The baseline: copies of host memory by the CPU.
+struct Memcpy {
+    from: Vec<u8>,
+    to: Vec<u8>,
+}
+
+impl Memcpy {
+    /// Copies there and back.
+    fn run(&mut self, bytes: usize, count: u64) -> Result<(Samples, u64)> {
+        // Small copies are timed together: the clock takes longer than one.
+        let many = u32::try_from((4096 / bytes).max(1))?;
+        let (mut samples, mut wrong) = (Samples::default(), 0);
+        for n in 0..count {
+            self.from[0] = n.to_le_bytes()[0];
+            let start = Instant::now();
+            for _ in 0..many {
+                self.to[..bytes].copy_from_slice(black_box(&self.from[..bytes]));
+                self.from[..bytes].copy_from_slice(black_box(&self.to[..bytes]));
+            }
+            samples.add((start.elapsed() / many).max(Duration::from_nanos(1)));
+            wrong += u64::from(self.to[..bytes] != self.from[..bytes] || self.to[0] != n.to_le_bytes()[0]);
+        }
+        Ok((samples, wrong))
+    }
+}
+
+/// Where the payload of a rank is, and how it gets to the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// In host memory that is sent.
+    Host,
+    /// On a GPU; CUDA copies it to and from host memory that is sent, pinned or not.
+    Copied { pinned: bool },
+    /// On a GPU; CUDA copies it to and from pinned memory, the CPU between that and memory that is sent.
+    CopiedTwice,
+    /// On a GPU, sent from there.
+    Direct,
+}
+
+/// The buffers of a rank.
+struct Side<'a> {
+    comm: &'a Communicator,
+    checks: &'a Checks,
+    wire: Registration,
+    /// On the GPU, unless it is sent from there.
+    payload: Option<(Gpu, Memory)>,
+    /// Pinned by CUDA, between payload and wire.
+    staging: Option<Memory>,
+    peer: usize,
+    slots: Slots,
+    run: u64,
+}
+
+impl<'a> Side<'a> {
+    /// For messages of at most `max` bytes.
+    fn new(kind: Kind, comm: &'a Communicator, checks: &'a Checks, max: usize) -> Result<Self> {
+        let slots = Slots::new(max);
+        let (mut payload, mut staging) = (None, None);
+        let wire = match kind {
+            Kind::Host => Memory::alloc(slots.len())?,
+            Kind::Direct => own_gpu(&[])?.alloc(slots.len())?,
+            Kind::Copied { .. } | Kind::CopiedTwice => {
+                let gpu = own_gpu(&[])?;
+                let (wire, pin) = (Memory::alloc(slots.len())?, kind != Kind::Copied { pinned: false });
+                let pinned =
+                    if kind == Kind::CopiedTwice { Memory::alloc(slots.len())? } else { wire.clone() };
+                if pin {
+                    // Registers it with CUDA.
+                    pinned.gpu_addr(&gpu)?;
+                }
+                staging = (kind == Kind::CopiedTwice).then_some(pinned);
+                payload = Some((gpu.clone(), gpu.alloc(slots.len())?));
+                wire
+            }
+        };
+        let wire = comm.register(&wire)?;
+        Ok(Self { comm, checks, wire, payload, staging, peer: 1 - comm.rank(), slots, run: 0 })
+    }
+
+    /// Copies the payload to the memory that is sent.
+    fn send_side(&self, bytes: usize) -> Result<()> {
+        let Some((gpu, payload)) = &self.payload else { return Ok(()) };
+        let wire = self.wire.memory();
+        to_host(gpu, Part(self.staging.as_ref().unwrap_or(wire), 0), Part(payload, 0), bytes)?;
+        match &self.staging {
+            Some(staging) => Ok(wire.copy_from(0, staging, 0, bytes)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Copies what arrived to the payload.
+    fn receive_side(&self, n: u64, bytes: usize) -> Result<()> {
+        let Some((gpu, payload)) = &self.payload else { return Ok(()) };
+        let (wire, at) = (self.wire.memory(), self.slots.received(n).start);
+        if let Some(staging) = &self.staging {
+            staging.copy_from(at, wire, at, bytes)?;
+        }
+        to_gpu(gpu, Part(payload, at), Part(self.staging.as_ref().unwrap_or(wire), at), bytes)
+    }
+
+    fn receive(&self, n: u64, bytes: usize) -> mp::Result<Request> {
+        self.comm.irecv(&self.wire, self.slots.of(bytes).received(n), self.peer)
+    }
+
+    fn send(&self, bytes: usize) -> mp::Result<Request> {
+        self.comm.isend(&self.wire, self.slots.of(bytes).sent(), self.peer)
+    }
+
+    /// Ping-pong from payload to payload: round trips at rank 0, and the number of wrong slots.
+    fn run(&mut self, bytes: usize, count: u64) -> Result<(Samples, u64)> {
+        self.run += 1;
+        let (timeout, rank) = (self.checks.timeout(), self.comm.rank());
+        let (slots, theirs) = (self.slots.of(bytes), expected(self.peer, self.run));
+        let payload = self.payload.as_ref().map_or(self.wire.memory(), |(_, payload)| payload);
+        // Only the payload to send holds the right bytes.
+        for memory in [Some(self.wire.memory()), Some(payload), self.staging.as_ref()].into_iter().flatten() {
+            expected(rank, self.run).spoil(memory, slots.sent().start, bytes)?;
+            slots.spoil(memory, theirs, 2)?;
+        }
+        slots.fill(payload, self.checks.sent(rank, self.run))?;
+        payload.flush()?;
+        let mut samples = Samples::default();
+        let mut receive = self.receive(0, bytes)?;
+        self.comm.barrier(timeout)?;
+        for n in 0..count {
+            let start = Instant::now();
+            let sent = if rank == 0 {
+                self.send_side(bytes)?;
+                let sent = self.send(bytes)?;
+                self.comm.wait(&receive, timeout)?;
+                self.receive_side(n, bytes)?;
+                samples.add(start.elapsed());
+                sent
+            } else {
+                self.comm.wait(&receive, timeout)?;
+                self.receive_side(n, bytes)?;
+                self.send_side(bytes)?;
+                // The next message cannot arrive before this answer is sent.
+                if n + 1 < count {
+                    receive = self.receive(n + 1, bytes)?;
+                }
+                self.send(bytes)?
+            };
+            self.comm.wait(&sent, timeout)?;
+            if rank == 0 && n + 1 < count {
+                receive = self.receive(n + 1, bytes)?;
+            }
+        }
+        Ok((samples, slots.wrong(payload, theirs, count)?))
+    }
+}
+
+/// Memory from an offset on.
+#[derive(Clone, Copy)]
+struct Part<'a>(&'a Memory, usize);
+
+impl Part<'_> {
+    /// The address, checked for `len` bytes.
+    fn addr(self, len: usize) -> Result<u64> {
+        Ok(self.0.slice(self.1, len)?.addr())
+    }
+}
+
+/// Copies from the GPU to the host.
+fn to_host(gpu: &Gpu, to: Part<'_>, from: Part<'_>, len: usize) -> Result<()> {
+    let (to, from) =
+        (std::ptr::with_exposed_provenance_mut(usize::try_from(to.addr(len)?)?), from.addr(len)?);
+    let _current = gpu.enter()?;
+    // SAFETY: both parts are in bounds and live for the call.
+    Ok(unsafe { sys::cuMemcpyDtoH_v2(to, from, len) }.result()?)
+}
+
+/// Copies from the host to the GPU.
+fn to_gpu(gpu: &Gpu, to: Part<'_>, from: Part<'_>, len: usize) -> Result<()> {
+    let (to, from) = (to.addr(len)?, std::ptr::with_exposed_provenance(usize::try_from(from.addr(len)?)?));
+    let _current = gpu.enter()?;
+    // SAFETY: both parts are in bounds and live for the call.
+    unsafe { sys::cuMemcpyHtoD_v2(to, from, len) }.result()?;
+    // The call may return before pinned or short data is on the GPU.
+    // SAFETY: the context is current.
+    Ok(unsafe { sys::cuCtxSynchronize() }.result()?)
+}
+
+/// Buffers on two GPUs of one process.
+struct Peers {
+    gpus: [Gpu; 2],
+    memory: [Memory; 2],
+}
+
+impl Peers {
+    fn new(max: usize) -> Result<Self> {
+        match Gpu::count()? {
+            0 => return Err("CUDA shows no GPU to this process".into()),
+            1 => return Err("it needs two GPUs, and CUDA shows one".into()),
+            _ => {}
+        }
+        let gpus = [Gpu::open(0)?, Gpu::open(1)?];
+        for (own, other) in [(&gpus[0], &gpus[1]), (&gpus[1], &gpus[0])] {
+            let mut can = 0;
+            // SAFETY: a place for the answer.
+            unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, own.ordinal(), other.ordinal()) }.result()?;
+            if can == 0 {
+                return Err(format!(
+                    "GPU {} cannot reach the memory of GPU {}: see nvidia-smi topo -p2p r",
+                    own.ordinal(),
+                    other.ordinal()
+                )
+                .into());
+            }
+            let _current = own.enter()?;
+            let context = std::ptr::with_exposed_provenance_mut(other.raw_context());
+            // SAFETY: the context of an open GPU.
+            match unsafe { sys::cuCtxEnablePeerAccess(context, 0) } {
+                sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {}
+                other => other.result()?,
+            }
+        }
+        let memory = [gpus[0].alloc(2 * max)?, gpus[1].alloc(max)?];
+        Ok(Self { gpus, memory })
+    }
+
+    /// Copies to the other GPU and back: the times, and 1 if wrong data came back.
+    fn run(&self, bytes: usize, count: u64, run: u64) -> Result<(Samples, u64)> {
+        let pattern = expected(0, run);
+        pattern.fill(&self.memory[0], 0, bytes)?;
+        pattern.spoil(&self.memory[0], bytes, bytes)?;
+        pattern.spoil(&self.memory[1], 0, bytes)?;
+        self.memory.iter().try_for_each(Memory::flush)?;
+        let mut samples = Samples::default();
+        for _ in 0..count {
+            samples.add(self.there_and_back(bytes)?);
+        }
+        let right = pattern.check(&self.memory[0], bytes, bytes)?;
+        Ok((samples, u64::from(!right)))
+    }
+
+    fn there_and_back(&self, bytes: usize) -> Result<Duration> {
+        let [near, far] = &self.memory;
+        let contexts =
+            self.gpus.each_ref().map(|gpu| std::ptr::with_exposed_provenance_mut(gpu.raw_context()));
+        let (sent, back, there) =
+            (Part(near, 0).addr(bytes)?, Part(near, bytes).addr(bytes)?, Part(far, 0).addr(bytes)?);
+        let _current = self.gpus[0].enter()?;
+        let start = Instant::now();
+        for (to, to_context, from, from_context) in
+            [(there, contexts[1], sent, contexts[0]), (back, contexts[0], there, contexts[1])]
+        {
+            // SAFETY: both are in bounds and live for the call.
+            unsafe { sys::cuMemcpyPeer(to, to_context, from, from_context, bytes) }.result()?;
+            // SAFETY: the context is current.
+            unsafe { sys::cuCtxSynchronize() }.result()?;
+        }
+        Ok(start.elapsed())
+    }
+}

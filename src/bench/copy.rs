@@ -1,0 +1,383 @@
+//! `gdasync bench copy`: CPU mappings of GPU memory against CUDA copies.
+
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::num::NonZero;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use cudarc::driver::{CudaContext, sys};
+use gdasync::gdrcopy::copy::{Copier, Routine, load_fence, store_fence};
+use gdasync::gdrcopy::planner::{Direction, Way, read_by, write_by};
+use gdasync::gdrcopy::{BackendKind, Gdr, Mapping, Planner};
+use gdasync::measure::{Samples, size};
+use gdasync::results::{Output, Point, Result, Sheet, Unit};
+use serde_json::json;
+
+/// Options of `gdasync bench copy`.
+#[derive(Args)]
+#[command(after_long_help = "\
+What the numbers mean: the time of one copy, and its ratio to the best single path (the planner: at most 1.05). `bare word` is \
+a store or load with its fence: no library can be faster. All paths of a size run in turn, in random order.")]
+pub(crate) struct Options {
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    device: i32,
+    /// How to map: gdrdrv, dmabuf, rm or host. Default: the first that works.
+    #[arg(long)]
+    backend: Option<BackendKind>,
+    /// Largest copy, bytes.
+    #[arg(long, default_value_t = 64 << 20, value_parser = clap::value_parser!(u64).range(64..=1 << 30))]
+    max_size: u64,
+    /// Milliseconds spent on each figure.
+    #[arg(long, value_name = "MS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    each_ms: u64,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Sizes at which routines and numbers of threads are compared, bytes.
+const ROUTINE_SIZES: [usize; 6] = [4, 64, 512, 4 << 10, 64 << 10, 4 << 20];
+const THREAD_SIZES: [usize; 3] = [1 << 20, 4 << 20, 16 << 20];
+/// Sizes that are pinned and mapped, bytes.
+const PIN_SIZES: [usize; 5] = [4 << 10, 64 << 10, 2 << 20, 64 << 20, 1 << 30];
+/// Writes without a pause.
+const BURST: u32 = 10_000;
+/// Not among the single paths that ratios compare with.
+const PLANNER: &str = "planner";
+const BARE: &str = "bare word";
+
+struct Bench {
+    gdr: Gdr,
+    device: i32,
+    mapping: Mapping,
+    cuda: Option<Cuda>,
+    planner: Planner,
+    max: usize,
+    each: Duration,
+    sheet: RefCell<Sheet>,
+}
+
+impl Options {
+    pub(crate) fn run(&self) -> Result<()> {
+        let sheet = Sheet::new(&self.output, true, 7)?;
+        let builder = self.backend.into_iter().fold(Gdr::builder(), |builder, kind| builder.backend(kind));
+        let gdr = builder.open()?;
+        let max = usize::try_from(self.max_size)?;
+        let buffer = gdr.alloc(self.device, max)?;
+        let gpu = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == self.device);
+        sheet.step("calibrating the planner");
+        let bench = Bench {
+            planner: Planner::calibrate(&gdr, self.device)?,
+            mapping: buffer.map()?,
+            cuda: gpu.is_some().then(|| Cuda::new(self.device, buffer.addr())).transpose()?,
+            device: self.device,
+            each: Duration::from_millis(self.each_ms),
+            sheet: sheet.into(),
+            gdr,
+            max,
+        };
+        bench.paths(Direction::ToGpu)?;
+        bench.paths(Direction::FromGpu)?;
+        bench.routines()?;
+        bench.threads()?;
+        bench.rates()?;
+        bench.pins()?;
+        let Bench { gdr, planner, sheet, .. } = bench;
+        let device = gpu.map_or("no GPU".into(), |gpu| format!("{} at {}", gpu.name, gpu.pci));
+        let mut sheet = sheet.into_inner();
+        for direction in [Direction::ToGpu, Direction::FromGpu] {
+            for (way, points) in planner.table(direction).curves() {
+                let group = format!("calibration of the planner, {}", name(direction));
+                for point in points {
+                    let (x, us) = (point.len as u64, point.micros);
+                    sheet.add_point(&group, &way.to_string(), "bytes", Unit::Micros, Point::value(x, us));
+                }
+            }
+        }
+        let plan = |direction| -> Vec<_> {
+            let choices = planner.table(direction).choices().iter();
+            choices.map(|(from, way)| format!("from {from} bytes by {way}")).collect()
+        };
+        let options = json!({
+            "max_size": self.max_size,
+            "each_ms": self.each_ms,
+            "backend": gdr.to_string(),
+            "store": Copier::best().store().to_string(),
+            "load": Copier::best().load().to_string(),
+            "plan_to_gpu": plan(Direction::ToGpu),
+            "plan_from_gpu": plan(Direction::FromGpu),
+        });
+        sheet.write_of("copy", &format!("{device}, mapped by {gdr}"), "", options)
+    }
+}
+
+fn name(direction: Direction) -> &'static str {
+    match direction {
+        Direction::ToGpu => "to GPU",
+        Direction::FromGpu => "from GPU",
+    }
+}
+
+/// A store or load of one word with its fence: no library can be faster.
+fn bare_word<'a>(direction: Direction, mapping: &'a Mapping, bytes: usize) -> Option<Path<'a>> {
+    let (ptr, kind) = (mapping.as_ptr(), mapping.kind());
+    let run = move |_: &mut [u8]| {
+        match (direction, bytes) {
+            // SAFETY: the mapping is longer than a word and page-aligned.
+            (Direction::ToGpu, 4) => unsafe { ptr.cast::<u32>().write_volatile(1) },
+            // SAFETY: as above.
+            (Direction::ToGpu, _) => unsafe { ptr.cast::<u64>().write_volatile(1) },
+            // SAFETY: as above.
+            (Direction::FromGpu, 4) => _ = unsafe { ptr.cast::<u32>().read_volatile() },
+            // SAFETY: as above.
+            (Direction::FromGpu, _) => _ = unsafe { ptr.cast::<u64>().read_volatile() },
+        }
+        match direction {
+            Direction::ToGpu => store_fence(kind),
+            Direction::FromGpu => load_fence(kind),
+        }
+        Ok(())
+    };
+    matches!(bytes, 4 | 8).then(|| quick_to_gpu(direction, Path::new(BARE, run)))
+}
+
+/// Stores complete when they have left the core; each load takes a bus round trip.
+fn quick_to_gpu(direction: Direction, path: Path<'_>) -> Path<'_> {
+    if direction == Direction::ToGpu { path.quick() } else { path }
+}
+
+fn mapped<'a>(way: Way, direction: Direction, mapping: &'a Mapping) -> Path<'a> {
+    Path::new(way.to_string(), move |host| {
+        let done = match (direction, way) {
+            (Direction::ToGpu, Way::Cpu) => mapping.write(0, host),
+            (Direction::FromGpu, Way::Cpu) => mapping.read(0, host),
+            (Direction::ToGpu, _) => write_by(way, mapping, 0, host),
+            (Direction::FromGpu, _) => read_by(way, mapping, 0, host),
+        };
+        done.map_err(Into::into)
+    })
+}
+
+impl Bench {
+    /// Measures all paths of a size in turn. Ratios are to the best single path.
+    fn measure(&self, group: &str, bytes: usize, mut paths: Vec<Path<'_>>) -> Result<()> {
+        self.sheet.borrow().message(format!("{group}, {} bytes", size(bytes)));
+        let samples = in_turn(&mut paths, &mut vec![0x5a; bytes], self.each)?;
+        let points: Vec<_> = samples.iter().map(|samples| Point::time(bytes as u64, samples, 1)).collect();
+        let single = paths.iter().zip(&points).filter(|(path, _)| ![PLANNER, BARE].contains(&&*path.name));
+        let best = single.map(|(_, point)| point.p50).fold(f64::INFINITY, f64::min);
+        let mut sheet = self.sheet.borrow_mut();
+        for (path, mut point) in paths.into_iter().zip(points) {
+            point.ratio = Some(point.p50 / best).filter(|ratio| ratio.is_finite());
+            sheet.add_point(group, &path.name, "bytes", Unit::Micros, point);
+            sheet.set_baseline(group, &path.name, "best single path");
+        }
+        Ok(())
+    }
+
+    /// Every path at every size, and the choice of the planner.
+    fn paths(&self, direction: Direction) -> Result<()> {
+        let Self { mapping, cuda, planner, .. } = self;
+        for bytes in (0..).map(|i| 1 << i).take_while(|&bytes| bytes <= self.max) {
+            let mut paths: Vec<Path> = bare_word(direction, mapping, bytes).into_iter().collect();
+            paths.push(quick_to_gpu(direction, mapped(Way::Cpu, direction, mapping)));
+            if let Some(cuda) = cuda {
+                paths.push(mapped(Way::CopyEngine, direction, mapping));
+                paths.push(match direction {
+                    Direction::ToGpu => Path::new("cuMemcpyHtoD", |host| cuda.write(host)),
+                    Direction::FromGpu => Path::new("cuMemcpyDtoH", |host| cuda.read(host)),
+                });
+            }
+            let planned = Path::new(PLANNER, |host| {
+                let done = match direction {
+                    Direction::ToGpu => planner.write(mapping, 0, host),
+                    Direction::FromGpu => planner.read(mapping, 0, host),
+                };
+                done.map_err(Into::into)
+            });
+            let by_cpu = planner.way(direction, bytes) == Way::Cpu;
+            paths.push(if by_cpu { quick_to_gpu(direction, planned) } else { planned });
+            self.measure(name(direction), bytes, paths)?;
+        }
+        Ok(())
+    }
+
+    /// Every copy routine of this CPU.
+    fn routines(&self) -> Result<()> {
+        let (ptr, kind) = (self.mapping.as_ptr(), self.mapping.kind());
+        let fitting = |fits: fn(Routine) -> bool| {
+            Routine::ALL.iter().copied().filter(move |&routine| routine.supported() && fits(routine))
+        };
+        for bytes in ROUTINE_SIZES.into_iter().filter(|&bytes| bytes <= self.max) {
+            let stores = fitting(Routine::stores).filter_map(|r| Some((r, Copier::new(r, Routine::Scalar)?)));
+            let paths = stores.map(|(routine, copier)| {
+                Path::new(routine.to_string(), move |host| {
+                    // SAFETY: the mapping is at least as long as the longest size measured.
+                    unsafe { copier.to_device(kind, ptr, host.as_ptr(), host.len()) };
+                    store_fence(kind);
+                    Ok(())
+                })
+                .quick()
+            });
+            self.measure("stores", bytes, paths.collect())?;
+            let loads = fitting(Routine::loads).filter_map(|r| Some((r, Copier::new(Routine::Scalar, r)?)));
+            let paths = loads.map(|(routine, copier)| {
+                Path::new(routine.to_string(), move |host| {
+                    // SAFETY: as above.
+                    unsafe { copier.from_device(kind, host.as_mut_ptr(), ptr, host.len()) };
+                    load_fence(kind);
+                    Ok(())
+                })
+            });
+            self.measure("loads", bytes, paths.collect())?;
+        }
+        Ok(())
+    }
+
+    /// One copy by several threads.
+    fn threads(&self) -> Result<()> {
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        for (group, direction) in
+            [("threads, to GPU", Direction::ToGpu), ("threads, from GPU", Direction::FromGpu)]
+        {
+            for bytes in THREAD_SIZES.into_iter().filter(|&bytes| bytes <= self.max) {
+                let counts =
+                    (1..).map(|i| 1 << i).take_while(|&n| n <= cores.min(16)).filter_map(NonZero::new);
+                let ways = std::iter::once(Way::Cpu).chain(counts.map(Way::Threads));
+                let paths = ways.map(|way| mapped(way, direction, &self.mapping)).collect();
+                self.measure(group, bytes, paths)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Small writes without a pause: the bus is the limit.
+    fn rates(&self) -> Result<()> {
+        for bytes in [8, 64] {
+            let paths = bare_word(Direction::ToGpu, &self.mapping, bytes).into_iter();
+            let paths = paths
+                .chain([mapped(Way::Cpu, Direction::ToGpu, &self.mapping)])
+                .map(|path| path.times(BURST));
+            self.measure("10,000 writes in a row", bytes, paths.collect())?;
+        }
+        Ok(())
+    }
+
+    /// Pinning, mapping and their inverses.
+    fn pins(&self) -> Result<()> {
+        for bytes in PIN_SIZES {
+            let buffer = self.gdr.alloc(self.device, bytes)?;
+            let pin = buffer.pin()?;
+            let paths = vec![
+                Path::new("pin, unpin", |_: &mut [u8]| Ok(buffer.pin()?.unpin()?)),
+                Path::new("map, unmap", |_: &mut [u8]| Ok(pin.map()?.unmap()?)),
+                Path::new("pin, map, unmap, unpin", |_: &mut [u8]| Ok(buffer.map()?.unmap()?)),
+            ];
+            self.measure("pins", bytes, paths)?;
+        }
+        Ok(())
+    }
+}
+
+/// A path of a copy; it is given the host side.
+struct Path<'a> {
+    name: String,
+    quick: bool,
+    run: Box<Run<'a>>,
+}
+
+type Run<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
+
+impl<'a> Path<'a> {
+    fn new(name: impl Into<String>, run: impl FnMut(&mut [u8]) -> Result<()> + 'a) -> Self {
+        Self { name: name.into(), quick: false, run: Box::new(run) }
+    }
+
+    /// A copy of nanoseconds: several are timed together.
+    fn quick(mut self) -> Self {
+        self.quick = true;
+        self
+    }
+
+    /// The same `n` times.
+    fn times(mut self, n: u32) -> Self {
+        let name = std::mem::take(&mut self.name);
+        Self::new(name, move |host| (0..n).try_for_each(|_| (self.run)(host)))
+    }
+}
+
+/// Small CPU copies timed together: enough to hide the cost of the clock, too few to fill the bus's queue of posted writes.
+const BATCH: u32 = 16;
+const BATCH_BYTES: usize = 1024;
+/// The most samples of each path.
+const SAMPLES: usize = 2000;
+/// Pause before each sample, so that the bus is idle.
+const PAUSE: Duration = Duration::from_micros(5);
+
+/// Measures the paths in turn, in an order that changes each time, so that other load hits all of them. Each takes about
+/// `budget`.
+fn in_turn(paths: &mut [Path<'_>], host: &mut [u8], budget: Duration) -> Result<Vec<Samples>> {
+    let many = u32::try_from(BATCH_BYTES / host.len().max(1))?.clamp(1, BATCH);
+    for path in paths.iter_mut() {
+        (path.run)(host)?;
+    }
+    let mut samples = vec![Samples::default(); paths.len()];
+    let mut order: Vec<usize> = (0..paths.len()).collect();
+    let mut random = 0x9e37_79b9_u32;
+    let start = Instant::now();
+    let budget = budget * u32::try_from(paths.len())?;
+    for turn in 0..SAMPLES {
+        if turn >= 5 && start.elapsed() > budget {
+            break;
+        }
+        for i in (1..order.len()).rev() {
+            // The generator of Numerical Recipes.
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            order.swap(i, usize::try_from(random >> 16)? % (i + 1));
+        }
+        for &i in &order {
+            let pause = Instant::now();
+            while pause.elapsed() < PAUSE {
+                std::hint::spin_loop();
+            }
+            let batch = if paths[i].quick { many } else { 1 };
+            let start = Instant::now();
+            for _ in 0..batch {
+                (paths[i].run)(host)?;
+            }
+            samples[i].add(start.elapsed() / batch);
+        }
+    }
+    Ok(samples)
+}
+
+/// The baseline: synchronous copies of CUDA.
+struct Cuda {
+    context: Arc<CudaContext>,
+    addr: u64,
+}
+
+impl Cuda {
+    /// Copies to and from GPU memory at `addr`.
+    fn new(device: i32, addr: u64) -> Result<Self> {
+        let context = CudaContext::new(usize::try_from(device)?)?;
+        Ok(Self { context, addr })
+    }
+
+    /// `cuMemcpyHtoD` of pageable memory.
+    fn write(&self, data: &[u8]) -> Result<()> {
+        self.context.bind_to_thread()?;
+        // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
+        Ok(unsafe { sys::cuMemcpyHtoD_v2(self.addr, data.as_ptr().cast::<c_void>(), data.len()) }.result()?)
+    }
+
+    /// `cuMemcpyDtoH` into pageable memory.
+    fn read(&self, out: &mut [u8]) -> Result<()> {
+        self.context.bind_to_thread()?;
+        // SAFETY: as above.
+        Ok(unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast::<c_void>(), self.addr, out.len()) }
+            .result()?)
+    }
+}

@@ -1,0 +1,666 @@
+//! `gdasync bench messages`: the messaging layer: latency, rate, overlap with work, and the cost of calls.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use gdasync::app_stream::own_gpu;
+use gdasync::gdsync::memory::Memory;
+use gdasync::gdsync::mlx5::RemoteAddr;
+use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
+use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr, Sge, Wc};
+use gdasync::measure::{Samples, size};
+use gdasync::mp::cache::{CacheConfig, Cached};
+use gdasync::mp::tagged::{self, Tagged};
+use gdasync::mp::{self, Communicator, CommunicatorBuilder, Registration, Request, Window};
+use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, expected, size_label};
+use serde_json::json;
+
+use super::traffic::Slots;
+use super::two_ranks;
+
+/// Options of `gdasync bench messages`.
+#[derive(Args)]
+#[command(after_long_help = "\
+What the numbers mean: ping-pong is half a round trip, the mean of windows of 100 iterations; the ratios are to mode sync. \
+`time per message` is that of one of 16 in flight. With work, both ranks exchange messages and keep their streams busy: \
+`hidden` is the part of the exchange that took no extra time, 1 - (both - compute) / exchange: 1 is perfect, 0 as if one came \
+after the other. `stream` posts all ahead; `cpu` posts the messages before the work; `serial` posts them after it and hides \
+nothing. Calls: the time of one call with 8 bytes, of mp and of gdsync below it. Registrations: the cache against registering \
+and deregistering each time.")]
+pub(crate) struct Options {
+    /// Message sizes in bytes, 1 to 1073741824 each.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
+          default_values_t = [8, 64, 512, 4096, 32768, 262_144, 1 << 20, 4 << 20, 16 << 20])]
+    sizes: Vec<u32>,
+    /// Modes to measure.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Mode::ALL)]
+    modes: Vec<Mode>,
+    /// Iterations of each size [default: 20000, fewer for large messages].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    iters: Option<u32>,
+    /// Microseconds of work before each send in the modes with work, and beside an exchange of 64 KiB; 0 to 1000000 each.
+    #[arg(long, value_name = "US", value_delimiter = ',', default_values_t = [20, 100, 1000],
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    work_us: Vec<u32>,
+    /// Rounds of 64 calls that measure what a call adds to gdsync's, and what a registration takes; 0 leaves them out.
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
+    calls: u32,
+    /// Measure registrations of memory of this rank's GPU too.
+    #[arg(long)]
+    gpu: bool,
+    #[command(flatten)]
+    checks: Checks,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// How messages are driven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Mode {
+    /// Ping-pong: the CPU sends and waits.
+    Sync,
+    /// The same; before each send the CPU waits for work on a stream.
+    SyncWork,
+    /// Ping-pong: a stream sends and waits, many iterations are posted ahead.
+    Async,
+    /// The same, with work on the stream before each send.
+    AsyncWork,
+    /// Ping-pong by the CPU, each message with its own tag.
+    Tagged,
+    /// One way by the CPU, 16 messages in flight.
+    Rate,
+}
+
+impl Mode {
+    const ALL: [Self; 6] =
+        [Self::Sync, Self::SyncWork, Self::Async, Self::AsyncWork, Self::Tagged, Self::Rate];
+
+    fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+/// All modes of a size run in turn, in this many slices.
+const SLICES: u64 = 5;
+/// Iterations of a window: all receives are posted before it starts.
+const WINDOW: u64 = 100;
+/// Messages in flight when a rate is measured.
+const IN_FLIGHT: usize = 16;
+const PING_PONG: &str = "half round trip";
+const RATE: &str = "time per message";
+
+impl Options {
+    pub(crate) fn run(&self) -> Result<()> {
+        let timeout = self.checks.timeout();
+        let comm = two_ranks(CommunicatorBuilder::default(), timeout)?;
+        let mut sheet = Sheet::new(&self.output, comm.rank() == 0, self.sizes.len() + self.work_us.len())?;
+        let config = HostStreamConfig { name: "mp".into(), wait_limit: timeout, ..Default::default() };
+        let stream = Stream::host(config)?;
+        let tagged = Tagged::new(&comm, timeout)?;
+        for (i, &bytes) in self.sizes.iter().enumerate() {
+            let bytes = usize::try_from(bytes)?;
+            if i == 0 {
+                sheet.step(size_label(bytes));
+            } else if !sheet.may_start(&comm, size_label(bytes), timeout)? {
+                continue;
+            }
+            self.of_size((&comm, &tagged), &stream, bytes, &mut sheet)?;
+        }
+        sheet.compare(PING_PONG, "sync");
+        if self.modes.contains(&Mode::AsyncWork) {
+            self.overlap((&comm, &tagged), &stream, &mut sheet)?;
+        }
+        if self.calls > 0 {
+            sheet.step("calls");
+            sheet.add(calls(&comm, self.calls, timeout)?);
+            if comm.rank() == 0
+                && let Err(error) = self.registrations(&mut sheet)
+            {
+                sheet.skip("registrations", error.to_string());
+            }
+        }
+        let options = json!({
+            "sizes": self.sizes, "iters": self.iters, "work_us": self.work_us, "calls": self.calls,
+        });
+        sheet.finish(comm, "messages", options, timeout)
+    }
+
+    /// Iterations of a slice.
+    fn slice(&self, bytes: usize) -> u64 {
+        let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
+        all.div_ceil(SLICES)
+    }
+
+    fn of_size(
+        &self,
+        (comm, tagged): (&Communicator, &Tagged),
+        stream: &Stream,
+        bytes: usize,
+        sheet: &mut Sheet,
+    ) -> Result<()> {
+        let work = Duration::from_micros(self.work_us[0].into());
+        let windows = Windows::new((comm, tagged), stream, bytes, work, &self.checks)?;
+        let slice = self.slice(bytes);
+        let mut all = vec![Samples::default(); self.modes.len()];
+        for turn in 0..=SLICES {
+            for (&mode, samples) in self.modes.iter().zip(&mut all) {
+                let warms_up = turn == 0;
+                let count = if warms_up { slice.div_ceil(10) } else { slice };
+                let (times, wrong) = windows.run(mode, count)?;
+                sheet.wrong(wrong);
+                if !warms_up {
+                    samples.append(&times);
+                }
+            }
+        }
+        for (&mode, samples) in self.modes.iter().zip(&all) {
+            // A round trip is two messages.
+            let (group, parts) = if mode == Mode::Rate { (RATE, 1) } else { (PING_PONG, 2) };
+            let point = Point::time(bytes as u64, samples, parts);
+            sheet.add_point(group, &mode.name(), "bytes", Unit::Micros, point);
+        }
+        Ok(())
+    }
+
+    /// How much of an exchange of 64 KiB hides behind work on the stream.
+    fn overlap(&self, comms: (&Communicator, &Tagged), stream: &Stream, sheet: &mut Sheet) -> Result<()> {
+        const BYTES: usize = 64 << 10;
+        const COUNT: u32 = 20;
+        for &us in &self.work_us {
+            if !sheet.may_start(comms.0, format!("{us} us of work"), self.checks.timeout())? {
+                continue;
+            }
+            let work = Duration::from_micros(us.into());
+            let windows = Windows::new(comms, stream, BYTES, work, &self.checks)?;
+            let idle = Windows::new(comms, stream, BYTES, Duration::ZERO, &self.checks)?;
+            for who in [Who::Stream, Who::Cpu, Who::Serial] {
+                let mut times: [Samples; 3] = Default::default();
+                // The first turn warms up.
+                for turn in 0..=SLICES {
+                    let compute = (windows.compute(who, COUNT)?, 0);
+                    let found = [compute, idle.exchange(who, COUNT)?, windows.exchange(who, COUNT)?];
+                    for ((time, wrong), samples) in found.into_iter().zip(&mut times) {
+                        sheet.wrong(wrong);
+                        if turn > 0 {
+                            samples.add(time / COUNT);
+                        }
+                    }
+                }
+                let name = format!("{who:?}").to_lowercase();
+                let [compute, exchange, both] = times.map(|samples| Point::time(u64::from(us), &samples, 1));
+                let hidden = 1.0 - (both.p50 - compute.p50) / exchange.p50;
+                for (part, point) in [("compute", compute), ("exchange", exchange), ("both", both)] {
+                    let name = format!("{name}: {part}");
+                    sheet.add_point("exchange beside work", &name, "us of work", Unit::Micros, point);
+                }
+                let point = Point::value(u64::from(us), hidden);
+                sheet.add_point("hidden part of the exchange", &name, "us of work", Unit::Ratio, point);
+            }
+        }
+        Ok(())
+    }
+
+    /// The registration cache against registering and deregistering each time.
+    fn registrations(&self, sheet: &mut Sheet) -> Result<()> {
+        const BYTES: usize = 64 << 10;
+        /// Entries of a well-filled cache, and of one that overflows.
+        const MANY: usize = 1024;
+        const FEW: usize = 16;
+        let gpu = self.gpu.then(|| own_gpu(&[])).transpose()?;
+        let memory = match &gpu {
+            Some(gpu) => gpu.alloc(BYTES * MANY)?,
+            None => Memory::alloc(BYTES * MANY)?,
+        };
+        let range = |n: usize| (memory.addr() + (n % MANY * BYTES) as u64, BYTES);
+        let cached = |comm: &Communicator, n: usize| -> Result<Cached> {
+            let (addr, len) = range(n);
+            Ok(match &gpu {
+                // SAFETY: the memory outlives the communicators.
+                Some(gpu) => unsafe { comm.register_cached_gpu(gpu, addr, len) }?,
+                None => {
+                    let ptr = std::ptr::with_exposed_provenance_mut(usize::try_from(addr)?);
+                    // SAFETY: the memory outlives the communicators, and nobody has a reference to it.
+                    unsafe { comm.register_cached(ptr, len) }?
+                }
+            })
+        };
+        let new = |entries: usize| -> Result<Communicator> {
+            let mut config = CacheConfig::default();
+            (config.entries, config.bytes) = (entries, u64::MAX);
+            let comm = Communicator::builder().spawn(1).cache(config).init()?;
+            match comm.cache().config().keep == CacheConfig::default().keep {
+                _ if comm.size() != 1 => Err("registrations are measured without a launcher only".into()),
+                true => Ok(comm),
+                false => Err("MP_REG_CACHE disables the registration cache: unset it".into()),
+            }
+        };
+        let (one, few, many) = (new(1)?, new(FEW)?, new(MANY)?);
+        (0..MANY).try_for_each(|n| cached(&many, n).map(drop))?;
+        let group = format!(
+            "registration of {} bytes of {} memory",
+            size(BYTES),
+            if gpu.is_some() { "GPU" } else { "host" }
+        );
+        let mut series = Series::new(&group, "mp", "call", Unit::Micros);
+        let uncached = |n: usize| -> Result<()> {
+            let (addr, len) = range(n);
+            let memory = match &gpu {
+                // SAFETY: the memory outlives the registration.
+                Some(gpu) => unsafe { gpu.wrap(addr, len) }?,
+                None => {
+                    let ptr = std::ptr::with_exposed_provenance_mut(usize::try_from(addr)?);
+                    // SAFETY: the memory outlives the registration, and nobody has a reference to it.
+                    unsafe { Memory::from_raw(ptr, len) }?
+                }
+            };
+            one.register(&memory)?;
+            Ok(())
+        };
+        type Call<'a> = &'a dyn Fn(usize) -> Result<()>;
+        let cases: [(&str, usize, Call<'_>); 4] = [
+            ("register and deregister, no cache", 1, &uncached),
+            ("hit, 1 entry", BURST, &|_| cached(&one, 0).map(drop)),
+            ("hit, 1024 entries", BURST, &|n| cached(&many, n * 7 % MANY).map(drop)),
+            ("miss, the least recently used of 16 is evicted", 1, &|n| cached(&few, n % (FEW + 1)).map(drop)),
+        ];
+        for (name, burst, call) in cases {
+            let mut samples = Samples::default();
+            for round in 0..usize::try_from(self.calls)? {
+                let start = Instant::now();
+                (0..burst).try_for_each(|n| call(round * burst + n))?;
+                samples.add_mean(start.elapsed(), burst as u64);
+            }
+            series.points.push(Point::time(name, &samples, 1));
+        }
+        series.compare_with_first();
+        sheet.add([series]);
+        Ok(())
+    }
+}
+
+/// Who posts messages beside work, and when.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Who {
+    Stream,
+    Cpu,
+    Serial,
+}
+
+/// Windows of messages of one size between two ranks, timed as a whole and checked afterwards.
+struct Windows<'a> {
+    comm: &'a Communicator,
+    tagged: &'a Tagged,
+    stream: &'a Stream,
+    buffer: Registration,
+    slots: Slots,
+    work: Duration,
+    checks: &'a Checks,
+    timeout: Duration,
+    /// Windows so far: each has its own payload.
+    windows: Cell<u64>,
+}
+
+impl<'a> Windows<'a> {
+    fn new(
+        (comm, tagged): (&'a Communicator, &'a Tagged),
+        stream: &'a Stream,
+        bytes: usize,
+        work: Duration,
+        checks: &'a Checks,
+    ) -> Result<Self> {
+        let slots = Slots::new(bytes);
+        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
+        let timeout = checks.timeout();
+        Ok(Self { comm, tagged, stream, buffer, slots, work, checks, timeout, windows: Cell::new(0) })
+    }
+
+    fn receive_tagged(&self, n: u64) -> mp::Result<tagged::Request> {
+        self.tagged.irecv(&self.buffer, self.slots.received(n), self.peer(), n)
+    }
+
+    fn receive(&self, n: u64) -> mp::Result<Request> {
+        self.comm.irecv(&self.buffer, self.slots.received(n), self.peer())
+    }
+
+    /// Runs `count` iterations: the times of round trips, or of messages for a rate, and the number of wrong slots.
+    fn run(&self, mode: Mode, count: u64) -> Result<(Samples, u64)> {
+        let (mut samples, mut wrong, mut left) = (Samples::default(), 0, count);
+        while left > 0 {
+            let window = left.min(WINDOW);
+            let receives = if mode == Mode::Rate && self.pings() { 0 } else { window };
+            self.prepare(receives)?;
+            // All receives are posted first, so no message waits for its receive.
+            let (plain, tagged) = if mode == Mode::Tagged { (0, receives) } else { (receives, 0) };
+            let received: Vec<_> = (0..plain).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
+            let tagged: Vec<_> = (0..tagged).map(|n| self.receive_tagged(n)).collect::<mp::Result<_>>()?;
+            self.comm.barrier(self.timeout)?;
+            let start = Instant::now();
+            match mode {
+                Mode::Sync => self.by_cpu(&received, false)?,
+                Mode::SyncWork => self.by_cpu(&received, true)?,
+                Mode::Async => self.by_stream(&received, false)?,
+                Mode::AsyncWork => self.by_stream(&received, true)?,
+                Mode::Tagged => self.by_tag(&tagged)?,
+                Mode::Rate => self.one_way(&received, window)?,
+            }
+            samples.add_mean(start.elapsed(), window);
+            wrong += self.wrong(receives)?;
+            left -= window;
+        }
+        Ok((samples, wrong))
+    }
+
+    fn pings(&self) -> bool {
+        self.comm.rank() == 0
+    }
+
+    fn peer(&self) -> usize {
+        1 - self.comm.rank()
+    }
+
+    fn prepare(&self, receives: u64) -> Result<()> {
+        let memory = self.buffer.memory();
+        self.slots.fill(memory, self.checks.sent(self.comm.rank(), self.windows.get()))?;
+        self.slots.spoil(memory, expected(self.peer(), self.windows.get()), receives)
+    }
+
+    fn wrong(&self, receives: u64) -> Result<u64> {
+        let wrong =
+            self.slots.wrong(self.buffer.memory(), expected(self.peer(), self.windows.get()), receives)?;
+        self.windows.set(self.windows.get() + 1);
+        Ok(wrong)
+    }
+
+    fn send(&self) -> mp::Result<Request> {
+        self.comm.isend(&self.buffer, self.slots.sent(), self.peer())
+    }
+
+    /// A host function that keeps the stream busy.
+    fn work(&self) -> impl FnOnce() + Send + 'static {
+        let work = self.work;
+        move || {
+            let start = Instant::now();
+            while start.elapsed() < work {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn by_cpu(&self, received: &[Request], works: bool) -> Result<()> {
+        let send = || -> Result<Request> {
+            if works {
+                self.stream.host_fn(self.work())?;
+                self.stream.synchronize(self.timeout)?;
+            }
+            Ok(self.send()?)
+        };
+        for receive in received {
+            let sent = self.pings().then(send).transpose()?;
+            self.comm.wait(receive, self.timeout)?;
+            let sent = sent.map_or_else(send, Ok)?;
+            self.comm.wait(&sent, self.timeout)?;
+        }
+        Ok(())
+    }
+
+    fn by_tag(&self, received: &[tagged::Request]) -> Result<()> {
+        for (tag, receive) in (0..).zip(received) {
+            let send = || self.tagged.isend(&self.buffer, self.slots.sent(), self.peer(), tag);
+            let sent = self.pings().then(send).transpose()?;
+            receive.wait(self.timeout)?;
+            sent.map_or_else(send, Ok)?.wait(self.timeout)?;
+        }
+        Ok(())
+    }
+
+    fn by_stream(&self, received: &[Request], works: bool) -> Result<()> {
+        let mut batch = Batch::new();
+        let mut last = None;
+        for receive in received {
+            if !self.pings() {
+                self.comm.wait_in_batch(&mut batch, receive)?;
+            }
+            if works {
+                batch.host_fn(self.work());
+            }
+            last =
+                Some(self.comm.isend_in_batch(&mut batch, &self.buffer, self.slots.sent(), self.peer())?);
+            if self.pings() {
+                self.comm.wait_in_batch(&mut batch, receive)?;
+            }
+            self.stream.submit_within(&mut batch, self.timeout)?;
+        }
+        if let Some(last) = last {
+            self.comm.wait_on_stream(self.stream, &last)?;
+        }
+        Ok(self.stream.synchronize(self.timeout)?)
+    }
+
+    fn one_way(&self, received: &[Request], window: u64) -> Result<()> {
+        if self.pings() {
+            let mut in_flight = VecDeque::new();
+            for _ in 0..window {
+                in_flight.push_back(self.send()?);
+                if in_flight.len() == IN_FLIGHT {
+                    in_flight.pop_front().map(|oldest| self.comm.wait(&oldest, self.timeout)).transpose()?;
+                }
+            }
+            self.comm.wait_all(&in_flight, self.timeout)?;
+        } else {
+            self.comm.wait_all(received, self.timeout)?;
+        }
+        Ok(())
+    }
+
+    /// Runs a window of work without messages.
+    fn compute(&self, who: Who, count: u32) -> Result<Duration> {
+        self.comm.barrier(self.timeout)?;
+        let start = Instant::now();
+        for _ in 0..count {
+            self.stream.host_fn(self.work())?;
+            if who != Who::Stream {
+                self.stream.synchronize(self.timeout)?;
+            }
+        }
+        self.stream.synchronize(self.timeout)?;
+        Ok(start.elapsed())
+    }
+
+    /// Runs a window of exchanges beside work: the time, and the number of wrong slots.
+    fn exchange(&self, who: Who, count: u32) -> Result<(Duration, u64)> {
+        self.prepare(count.into())?;
+        let receives = (0..count).map(|n| self.receive(n.into())).collect::<mp::Result<Vec<_>>>()?;
+        self.comm.barrier(self.timeout)?;
+        let start = Instant::now();
+        for receive in &receives {
+            if who == Who::Stream {
+                let mut batch = Batch::new();
+                let (slot, peer) = (self.slots.sent(), self.peer());
+                let sent = self.comm.isend_in_batch(&mut batch, &self.buffer, slot, peer)?;
+                batch.host_fn(self.work());
+                self.comm.wait_in_batch(&mut batch, receive)?;
+                self.comm.wait_in_batch(&mut batch, &sent)?;
+                self.stream.submit_within(&mut batch, self.timeout)?;
+                continue;
+            }
+            let early = (who == Who::Cpu).then(|| self.send()).transpose()?;
+            self.stream.host_fn(self.work())?;
+            self.stream.synchronize(self.timeout)?;
+            let sent = early.map_or_else(|| self.send(), Ok)?;
+            self.comm.wait_all([receive, &sent], self.timeout)?;
+        }
+        self.stream.synchronize(self.timeout)?;
+        Ok((start.elapsed(), self.wrong(count.into())?))
+    }
+}
+
+/// Calls that are timed together.
+const BURST: usize = 64;
+
+/// Times of the calls.
+#[derive(Default)]
+struct Times([Samples; 5]);
+
+const NAMES: [&str; 5] =
+    ["post a receive", "post a send", "complete an arrived receive", "start a put", "start a get"];
+
+impl Times {
+    fn add(&mut self, call: usize, start: Instant) {
+        self.0[call].add_mean(start.elapsed(), BURST as u64);
+    }
+}
+
+/// A queue pair without the messaging layer.
+struct Bare {
+    qp: Qp,
+    mr: Mr,
+    /// The memory of the other rank.
+    remote: RemoteAddr,
+}
+
+impl Bare {
+    fn new(comm: &Communicator, timeout: Duration) -> Result<Self> {
+        let pd = comm.context().alloc_pd()?;
+        let mr = pd.register(&Memory::alloc(64)?, Access::all())?;
+        let queues = pd.build_qp().max_send_wr(512).max_recv_wr(512).max_send_sge(2).max_recv_sge(2);
+        let qp = queues.rnr_retry(7).timeout(17).build()?;
+        let RemoteAddr { addr, rkey } = mr.remote(0)?;
+        let ours = [&qp.address().to_bytes()[..], &addr.to_be_bytes(), &rkey.to_be_bytes()].concat();
+        let records = comm.exchange(&ours, timeout)?;
+        let short = || "a short address";
+        let (theirs, rest) = records[1 - comm.rank()].split_first_chunk().ok_or_else(short)?;
+        let (addr, rkey) = rest.split_first_chunk().ok_or_else(short)?;
+        let rkey = rkey.first_chunk().ok_or_else(short)?;
+        let remote = RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: u32::from_be_bytes(*rkey) };
+        qp.connect(QpAddress::from_bytes(theirs)?)?;
+        Ok(Self { qp, mr, remote })
+    }
+
+    fn round(&self, comm: &Communicator, times: &mut Times, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        for _ in 0..BURST {
+            self.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[self.mr.sge(0, 8)?] }])?;
+        }
+        times.add(0, start);
+        self.posts(comm, (1, times), timeout, |sges| SendWr::send(sges))?;
+        // All messages have arrived.
+        let start = Instant::now();
+        take(timeout, || self.qp.poll_recv())?;
+        times.add(2, start);
+        self.posts(comm, (3, times), timeout, |sges| SendWr::write(self.remote, sges))?;
+        self.posts(comm, (4, times), timeout, |sges| SendWr::read(self.remote, sges))
+    }
+
+    /// Posts a burst of one kind.
+    fn posts(
+        &self,
+        comm: &Communicator,
+        (call, times): (usize, &mut Times),
+        timeout: Duration,
+        request: impl for<'a> Fn(&'a [Sge]) -> SendWr<'a>,
+    ) -> Result<()> {
+        by_turns(comm, timeout, || {
+            let start = Instant::now();
+            for _ in 0..BURST {
+                self.qp.post_send(&[request(&[self.mr.sge(8, 8)?])])?;
+            }
+            times.add(call, start);
+            // As mp waits: a wait hands the device to the service thread, which slows the next burst.
+            self.qp.wait_all_sends(timeout)?;
+            take(timeout, || self.qp.poll_send())
+        })
+    }
+}
+
+/// Has one rank send after the other. If both sent at once, the calls of each would also process the messages of the other.
+fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Result<()>) -> Result<()> {
+    comm.barrier(timeout)?;
+    for rank in 0..comm.size() {
+        if rank == comm.rank() {
+            send()?;
+        }
+        comm.barrier(timeout)?;
+    }
+    Ok(())
+}
+
+/// Polls the completions of a burst.
+fn take(timeout: Duration, poll: impl Fn() -> Option<Wc>) -> Result<()> {
+    let deadline = Instant::now() + timeout;
+    for _ in 0..BURST {
+        let wc = loop {
+            match poll() {
+                Some(wc) => break wc,
+                None if Instant::now() > deadline => return Err("no completion came".into()),
+                None => {}
+            }
+        };
+        wc.ok()?;
+    }
+    Ok(())
+}
+
+fn round(
+    comm: &Communicator,
+    (buffer, window): (&Registration, &Window),
+    times: &mut Times,
+    timeout: Duration,
+) -> Result<()> {
+    let peer = 1 - comm.rank();
+    let mut received = Vec::with_capacity(BURST);
+    let start = Instant::now();
+    for _ in 0..BURST {
+        received.push(comm.irecv(buffer, 0..8, peer)?);
+    }
+    times.add(0, start);
+    starts(comm, (1, times), timeout, || comm.isend(buffer, 8..16, peer))?;
+    let start = Instant::now();
+    for receive in &received {
+        comm.wait(receive, timeout)?;
+    }
+    times.add(2, start);
+    starts(comm, (3, times), timeout, || window.iput(buffer, 8..16, peer, 0))?;
+    starts(comm, (4, times), timeout, || window.iget(buffer, 8..16, peer, 0))
+}
+
+/// Starts a burst of one kind.
+fn starts(
+    comm: &Communicator,
+    (call, times): (usize, &mut Times),
+    timeout: Duration,
+    start_one: impl Fn() -> mp::Result<Request>,
+) -> Result<()> {
+    by_turns(comm, timeout, || {
+        let mut started = Vec::with_capacity(BURST);
+        let start = Instant::now();
+        for _ in 0..BURST {
+            started.push(start_one()?);
+        }
+        times.add(call, start);
+        comm.wait_all(&started, timeout)?;
+        Ok(())
+    })
+}
+
+/// Measures the calls of mp and of gdsync by queue pairs, in turn.
+fn calls(comm: &Communicator, rounds: u32, timeout: Duration) -> Result<[Series; 2]> {
+    let bare = Bare::new(comm, timeout)?;
+    let buffer = comm.register(&Memory::alloc(64)?)?;
+    let window = comm.window(&buffer, 0..8, timeout)?;
+    let (mut theirs, mut ours) = (Times::default(), Times::default());
+    for _ in 0..rounds {
+        bare.round(comm, &mut theirs, timeout)?;
+        round(comm, (&buffer, &window), &mut ours, timeout)?;
+    }
+    window.destroy(timeout)?;
+    let [gdsync, mut mp] = [("gdsync", theirs), ("mp", ours)].map(|(name, times)| {
+        let mut series = Series::new("calls with 8 bytes", name, "call", Unit::Micros);
+        let points = NAMES.into_iter().zip(&times.0).map(|(name, samples)| Point::time(name, samples, 1));
+        series.points.extend(points);
+        series
+    });
+    mp.compare(&gdsync);
+    Ok([gdsync, mp])
+}

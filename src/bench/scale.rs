@@ -1,0 +1,336 @@
+//! `gdasync bench scale`: latency and rate with many queue pairs and with many ranks.
+
+use std::collections::VecDeque;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use gdasync::gdsync::Device;
+use gdasync::gdsync::memory::Memory;
+use gdasync::measure::Samples;
+use gdasync::mp::launch::Bootstrap;
+use gdasync::mp::launch::Launch;
+use gdasync::mp::launch::{Children, spawn_command};
+use gdasync::mp::{self, Communicator, Registration, Request};
+use gdasync::pingpong::{CACHE_LINE, Floor};
+use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, all_ranks, expected};
+use serde_json::json;
+
+use super::traffic::{QueuePairs, Shape, Slots};
+
+/// Options of `gdasync bench scale`.
+#[derive(Args)]
+#[command(after_long_help = "\
+What the numbers mean: two ranks use queue pairs round-robin: half a round trip of 8 bytes, and messages per second with 64 in \
+flight over all queue pairs, at least one on each; posted and polled by the CPU. Then ranks of this host form a ring: the time in \
+which a token of 8 bytes gets to the next rank, and messages per second of all ranks together when each sends to the next. The \
+ratios are to the first point: 1 queue pair, 2 ranks. `cache line` is the floor, measured at the same time. With more ranks than \
+cores the figures include the scheduler.")]
+pub(crate) struct Options {
+    /// Queue pairs, 1 to 1024 each.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16, 64, 256, 1024],
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    qps: Vec<u16>,
+    /// Ranks, 2 to 64 each.
+    #[arg(long, value_delimiter = ',', default_values_t = [2, 4, 8, 16, 32, 64],
+          value_parser = clap::value_parser!(u16).range(2..=64))]
+    ranks: Vec<u16>,
+    /// Round trips of a slice, and messages of each rank; at least one for each queue pair.
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(2..=10_000_000))]
+    messages: u32,
+    /// Slices of each figure.
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    slices: u32,
+    #[command(flatten)]
+    checks: Checks,
+    #[command(flatten)]
+    output: Output,
+    /// The part of a process that this benchmark starts.
+    #[arg(long, hide = true)]
+    part: Option<Part>,
+}
+
+const BYTES: usize = 8;
+/// Messages in flight over all queue pairs, at least one on each.
+const UNDER_WAY: usize = 64;
+
+impl Options {
+    pub(crate) fn run(&self) -> Result<()> {
+        let timeout = self.checks.timeout();
+        let mut sheet = Sheet::new(&self.output, self.part.is_none(), self.qps.len() + self.ranks.len())?;
+        if let Some(part) = self.part {
+            let comm = Job::join(timeout)?;
+            match part {
+                Part::Qps => self.queue_pairs(&comm, &mut sheet)?,
+                Part::Ranks => drop(self.ring(&comm, &mut sheet)?),
+            }
+            sheet.gather_wrong(&comm, timeout)?;
+            return Ok(comm.finalize(timeout)?);
+        }
+        let job = Job::start(2, Part::Qps, timeout)?;
+        self.queue_pairs(&job.comm, &mut sheet)?;
+        sheet.gather_wrong(&job.comm, timeout)?;
+        let context = job.comm.context().clone();
+        job.end(timeout)?;
+        self.all_ranks(&mut sheet)?;
+        let options = json!({
+            "qps": self.qps,
+            "ranks": self.ranks,
+            "bytes": BYTES,
+            "messages": self.messages,
+            "slices": self.slices,
+        });
+        sheet.write("scale", &context, options)
+    }
+
+    /// Both ranks of a job: all numbers of queue pairs in turn, each on its own HCA.
+    fn queue_pairs(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<()> {
+        let (checks, timeout) = (&self.checks, self.checks.timeout());
+        let mut all = Vec::new();
+        for &qps in &self.qps {
+            let what = format!("{qps} queue pairs");
+            if all.is_empty() {
+                sheet.step(what);
+            } else if !sheet.may_start(comm, what, timeout)? {
+                continue;
+            }
+            let qps = usize::from(qps);
+            let shape = Shape { qps, outstanding: (UNDER_WAY / qps).max(1), bytes: BYTES };
+            let queue_pairs = QueuePairs::new(comm, &Device::find(None)?.open()?, checks, shape, None)?;
+            all.push((qps as u64, queue_pairs, Samples::default(), Samples::default(), Samples::default()));
+        }
+        let (floor, messages) = (Floor::new(comm, timeout)?, usize::try_from(self.messages)?);
+        // The first turn warms up.
+        for turn in 0..=self.slices {
+            if turn > 1 && !sheet.may_start(comm, format!("slice {turn} of queue pairs"), timeout)? {
+                break;
+            }
+            for (_, queue_pairs, line, latency, rate) in &mut all {
+                let messages = messages.max(queue_pairs.len());
+                let bounced = floor.bounce(messages as u64)?;
+                let (trips, wrong) = queue_pairs.ping(messages)?;
+                let (time, also_wrong) = queue_pairs.flood(messages, None)?;
+                sheet.wrong(wrong + also_wrong);
+                if turn > 0 {
+                    line.append(&bounced);
+                    latency.append(&trips);
+                    rate.add(time);
+                }
+            }
+        }
+        const X: &str = "queue pairs";
+        let mut lines = Series::new("latency by queue pairs", CACHE_LINE, X, Unit::Micros);
+        let mut latencies = Series::new("latency by queue pairs", "cpu", X, Unit::Micros);
+        let mut rates = Series::new("message rate by queue pairs", "cpu", X, Unit::PerSecond);
+        for &(qps, _, ref line, ref latency, ref rate) in &all {
+            lines.points.push(Point::time(qps, line, 2));
+            latencies.points.push(Point::time(qps, latency, 2));
+            rates.points.push(Point::rate(qps, rate, 1e6));
+        }
+        latencies.compare_with_first();
+        rates.compare_with_first();
+        sheet.add([lines, latencies, rates]);
+        Ok(())
+    }
+
+    /// All numbers of ranks, each as a job.
+    fn all_ranks(&self, sheet: &mut Sheet) -> Result<()> {
+        let timeout = self.checks.timeout();
+        let mut hops = Series::new("latency by ranks", "cpu", "ranks", Unit::Micros);
+        let mut rates = Series::new("message rate by ranks", "cpu", "ranks", Unit::PerSecond);
+        let mut last = None;
+        for &ranks in &self.ranks {
+            // Twice the ranks take at least twice as long.
+            if sheet.has_less_than(Duration::ZERO) || last.is_some_and(|took| sheet.has_less_than(2 * took)) {
+                sheet.out_of_time(format!("{ranks} ranks"));
+                continue;
+            }
+            sheet.step(format!("{ranks} ranks"));
+            let start = Instant::now();
+            let job = Job::start(ranks.into(), Part::Ranks, timeout)?;
+            let (laps, times) = self.ring(&job.comm, sheet)?;
+            sheet.gather_wrong(&job.comm, timeout)?;
+            job.end(timeout)?;
+            hops.points.push(Point::time(u64::from(ranks), &laps, ranks.into()));
+            let amount = f64::from(ranks) * f64::from(self.messages) * 1e6;
+            rates.points.push(Point::rate(u64::from(ranks), &times, amount));
+            last = Some(start.elapsed());
+        }
+        hops.compare_with_first();
+        rates.compare_with_first();
+        sheet.add([hops, rates]);
+        Ok(())
+    }
+
+    /// A rank of a job: laps of the token, and the times of floods.
+    fn ring(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<(Samples, Samples)> {
+        let mut ring = Ring::new(comm, &self.checks)?;
+        let (mut laps, mut times) = (Samples::default(), Samples::default());
+        for turn in 0..=self.slices {
+            let (lap, time) = (ring.token(sheet)?, ring.flood(self.messages, sheet)?);
+            if turn > 0 {
+                laps.append(&lap);
+                times.add(time);
+            }
+            if turn > 0 && !sheet.may_start(comm, format!("slice {turn} of ranks"), self.checks.timeout())? {
+                break;
+            }
+        }
+        Ok((laps, times))
+    }
+}
+
+/// Laps of the token between two checks.
+const LAPS: u32 = 10;
+/// Messages in flight to and from a neighbour.
+const IN_FLIGHT: u32 = 16;
+
+/// One rank of a ring, in which each sends to the next.
+struct Ring<'a> {
+    comm: &'a Communicator,
+    checks: &'a Checks,
+    buffer: Registration,
+    slots: Slots,
+    next: usize,
+    before: usize,
+    run: u64,
+}
+
+impl<'a> Ring<'a> {
+    fn new(comm: &'a Communicator, checks: &'a Checks) -> Result<Self> {
+        let (rank, size) = (comm.rank(), comm.size());
+        let slots = Slots::new(BYTES);
+        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
+        Ok(Self {
+            comm,
+            checks,
+            buffer,
+            slots,
+            next: (rank + 1) % size,
+            before: (rank + size - 1) % size,
+            run: 0,
+        })
+    }
+
+    fn receive(&self, n: u32) -> mp::Result<Request> {
+        self.comm.irecv(&self.buffer, self.slots.received(n.into()), self.before)
+    }
+
+    fn send(&self) -> mp::Result<Request> {
+        self.comm.isend(&self.buffer, self.slots.sent(), self.next)
+    }
+
+    fn wait(&self, request: &Request) -> mp::Result<()> {
+        self.comm.wait(request, self.checks.timeout()).map(drop)
+    }
+
+    /// Writes the payload of the next run, overwrites the receive slots, and posts receives.
+    fn prepare(&mut self, receives: u32) -> Result<VecDeque<Request>> {
+        self.run += 1;
+        let memory = self.buffer.memory();
+        self.slots.fill(memory, self.checks.sent(self.comm.rank(), self.run))?;
+        self.slots.spoil(memory, expected(self.before, self.run), 2)?;
+        let receives = (0..receives).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
+        self.comm.barrier(self.checks.timeout())?;
+        Ok(receives)
+    }
+
+    /// The number of slots with wrong data after `messages` messages.
+    fn wrong(&self, messages: u32) -> Result<u64> {
+        self.slots.wrong(self.buffer.memory(), expected(self.before, self.run), messages.into())
+    }
+
+    /// A token goes round: the laps at rank 0.
+    fn token(&mut self, sheet: &mut Sheet) -> Result<Samples> {
+        let receives = self.prepare(LAPS)?;
+        let mut samples = Samples::default();
+        for receive in &receives {
+            let start = Instant::now();
+            if self.comm.rank() == 0 {
+                let sent = self.send()?;
+                self.wait(receive)?;
+                samples.add(start.elapsed());
+                self.wait(&sent)?;
+            } else {
+                self.wait(receive)?;
+                let sent = self.send()?;
+                self.wait(&sent)?;
+            }
+        }
+        sheet.wrong(self.wrong(LAPS)?);
+        Ok(samples)
+    }
+
+    /// All ranks send `messages` messages at once: the time of the slowest.
+    fn flood(&mut self, messages: u32, sheet: &mut Sheet) -> Result<Duration> {
+        let mut receives = self.prepare(messages.min(IN_FLIGHT))?;
+        let mut sends = VecDeque::new();
+        let start = Instant::now();
+        for n in 0..messages {
+            sends.push_back(self.send()?);
+            if n >= IN_FLIGHT {
+                sends.pop_front().map(|oldest| self.wait(&oldest)).transpose()?;
+            }
+            receives.pop_front().map(|oldest| self.wait(&oldest)).transpose()?;
+            if n + IN_FLIGHT < messages {
+                receives.push_back(self.receive(n + IN_FLIGHT)?);
+            }
+        }
+        self.comm.wait_all(&sends, self.checks.timeout())?;
+        let own = u64::try_from(start.elapsed().as_nanos())?;
+        sheet.wrong(self.wrong(messages)?);
+        let slowest = all_ranks(self.comm, own, self.checks.timeout())?.into_iter().max();
+        Ok(Duration::from_nanos(slowest.unwrap_or(own)))
+    }
+}
+
+/// What the ranks of a job measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// Two ranks with many queue pairs.
+    Qps,
+    /// Many ranks.
+    Ranks,
+}
+
+/// A job whose rank 0 is this process.
+struct Job {
+    comm: Communicator,
+    children: Children,
+}
+
+impl Job {
+    /// Starts the other ranks with the arguments of this process.
+    fn start(size: usize, part: Part, timeout: Duration) -> Result<Self> {
+        if let Some(launch) = Launch::detect()?.filter(|launch| launch.size > 1) {
+            return Err(format!(
+                "this process is rank {} of {}: start this benchmark without a launcher, it starts jobs of several sizes itself",
+                launch.rank, launch.size
+            )
+            .into());
+        }
+        let program = std::env::current_exe()?;
+        let name = part.to_possible_value().ok_or("a part without a name")?;
+        let (launch, listener, children) = spawn_command(size, |_| {
+            let mut command = Command::new(&program);
+            command.args(std::env::args_os().skip(1)).args(["--part", name.get_name()]);
+            command
+        })?;
+        let bootstrap = Bootstrap::root(listener, &launch, timeout)?;
+        let comm = Communicator::builder().timeout(timeout).init_over(bootstrap)?;
+        Ok(Self { comm, children })
+    }
+
+    /// Joins the job, in a process that [`Job::start`] started.
+    fn join(timeout: Duration) -> Result<Communicator> {
+        let launch = Launch::detect()?.ok_or("--part is for processes that this benchmark starts")?;
+        let bootstrap = Bootstrap::connect(&launch, timeout)?;
+        Ok(Communicator::builder().timeout(timeout).init_over(bootstrap)?)
+    }
+
+    /// Waits for the end of all ranks.
+    fn end(self, timeout: Duration) -> Result<()> {
+        self.comm.finalize(timeout)?;
+        Ok(self.children.wait(timeout)?)
+    }
+}

@@ -1,0 +1,411 @@
+//! Traffic that several benchmarks share: queue pairs between two ranks, message slots, a ring in shared memory.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use gdasync::app_stream::Placed;
+use gdasync::gdsync::memory::Memory;
+use gdasync::gdsync::stream::{Batch, Stream};
+use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, QpAddress, RecvWr, SendWr};
+use gdasync::measure::{Pattern, Samples, shared_page};
+use gdasync::mp::Communicator;
+use gdasync::pingpong::await_value;
+use gdasync::results::{Checks, Result, expected};
+
+/// Sends per queue pair that are queued on a stream before it is synchronized.
+const AHEAD: usize = 256;
+/// Receive buffers of a queue pair.
+const SLOTS: usize = 2;
+
+/// Queue pairs to the other rank, used round-robin below the messaging layer.
+pub(super) struct QueuePairs<'a> {
+    comm: &'a Communicator,
+    checks: &'a Checks,
+    qps: Vec<Side>,
+    mr: Mr,
+    shape: Shape,
+    /// Runs so far: each has its own payload.
+    run: u64,
+}
+
+/// How messages are sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// Queue pairs.
+    pub(super) qps: usize,
+    /// Messages in flight on each.
+    pub(super) outstanding: usize,
+    /// Bytes of a message.
+    pub(super) bytes: usize,
+}
+
+struct Side {
+    qp: Qp,
+    received: usize,
+    posted: usize,
+}
+
+impl<'a> QueuePairs<'a> {
+    /// Connects the queue pairs; both ranks call this. Without `placed`, queues and payload are in host memory.
+    pub(super) fn new(
+        comm: &'a Communicator,
+        context: &Context,
+        checks: &'a Checks,
+        shape: Shape,
+        placed: Option<&Placed>,
+    ) -> Result<Self> {
+        let (timeout, pd) = (checks.timeout(), context.alloc_pd()?);
+        let slots = shape.qps * SLOTS + 1;
+        let len = slots * shape.bytes.next_multiple_of(64);
+        let memory = placed.map_or_else(|| Ok(Memory::alloc(len)?), |placed| placed.memory(len))?;
+        let mr = pd.register(&memory, Access::all())?;
+        let sends = shape.outstanding + if shape.qps <= 64 { AHEAD } else { 0 };
+        // As in the messaging layer: a slow rank is not an error.
+        let builder =
+            pd.build_qp().max_send_wr(sends).max_recv_wr(2 * shape.outstanding + 1).rnr_retry(7).timeout(17);
+        let builder = match placed.and_then(|placed| placed.gpu.as_ref().zip(Some(placed.on_gpu()))) {
+            Some((gpu, what)) => builder.on_gpu(gpu, what),
+            None => builder,
+        };
+        let qps =
+            (0..shape.qps).map(|_| builder.clone().build()).collect::<std::result::Result<Vec<_>, _>>()?;
+        let own: Vec<u8> = qps.iter().flat_map(|qp| qp.address().to_bytes()).collect();
+        let all = comm.exchange(&own, timeout)?;
+        let (addresses, rest) = all[1 - comm.rank()].as_chunks();
+        if addresses.len() != qps.len() || !rest.is_empty() {
+            return Err("the other rank has other queue pairs".into());
+        }
+        for (qp, address) in qps.iter().zip(addresses) {
+            qp.connect(QpAddress::from_bytes(address)?)?;
+        }
+        let qps = qps.into_iter().map(|qp| Side { qp, received: 0, posted: 0 }).collect();
+        let mut queue_pairs = Self { comm, checks, qps, mr, shape, run: 0 };
+        for at in 0..shape.qps {
+            for _ in 0..2 * shape.outstanding {
+                queue_pairs.receive(at)?;
+            }
+        }
+        comm.barrier(timeout)?;
+        Ok(queue_pairs)
+    }
+
+    /// The number of queue pairs.
+    pub(super) fn len(&self) -> usize {
+        self.qps.len()
+    }
+
+    fn is_sender(&self) -> bool {
+        self.comm.rank() == 0
+    }
+
+    /// Slot 0 is sent, the others belong to the queue pairs.
+    fn slot(&self, slot: usize) -> Range<usize> {
+        let start = slot * self.shape.bytes.next_multiple_of(64);
+        start..start + self.shape.bytes
+    }
+
+    /// Posts a receive.
+    fn receive(&mut self, at: usize) -> Result<()> {
+        let slot = 1 + at * SLOTS + self.qps[at].posted % SLOTS;
+        let sge = self.mr.sge(self.slot(slot).start, self.shape.bytes)?;
+        self.qps[at].qp.post_recv(&[RecvWr { wr_id: 0, sges: &[sge] }])?;
+        self.qps[at].posted += 1;
+        Ok(())
+    }
+
+    fn send(&self, at: usize) -> Result<()> {
+        let sge = self.mr.sge(0, self.shape.bytes)?;
+        self.qps[at].qp.post_send(&[SendWr::send(&[sge])])?;
+        Ok(())
+    }
+
+    /// Waits for a message and posts the next receive.
+    pub(super) fn received(&mut self, at: usize) -> Result<()> {
+        let wc = self.until(&self.qps[at].qp, || self.qps[at].qp.poll_recv())?;
+        let len = wc.ok()?.byte_len;
+        if usize::try_from(len)? != self.shape.bytes {
+            return Err(format!("a message of {} bytes came with {len}", self.shape.bytes).into());
+        }
+        self.qps[at].received += 1;
+        self.receive(at)
+    }
+
+    /// Takes the completion of a send.
+    pub(super) fn sent(&self, at: usize) -> Result<()> {
+        self.until(&self.qps[at].qp, || self.qps[at].qp.poll_send())?.ok()?;
+        Ok(())
+    }
+
+    fn until<T>(&self, qp: &Qp, poll: impl Fn() -> Option<T>) -> Result<T> {
+        let mut polls = 0u32;
+        let mut deadline = None;
+        loop {
+            if let Some(found) = poll() {
+                return Ok(found);
+            }
+            polls = polls.wrapping_add(1);
+            if polls.is_multiple_of(1 << 8) {
+                qp.check()?;
+                if Instant::now() > *deadline.get_or_insert_with(|| Instant::now() + self.checks.timeout()) {
+                    return Err(
+                        "no message arrived in time: the other rank has ended, or --timeout is too short"
+                            .into(),
+                    );
+                }
+                // The other rank may need this core.
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// Writes the payload of the next run, and overwrites the receive buffers.
+    fn prepare(&mut self) -> Result<()> {
+        self.run += 1;
+        let (rank, memory) = (self.comm.rank(), self.mr.memory());
+        self.checks.sent(rank, self.run).fill(memory, 0, self.shape.bytes)?;
+        for slot in 1..=self.qps.len() * SLOTS {
+            expected(1 - rank, self.run).spoil(memory, self.slot(slot).start, self.shape.bytes)?;
+        }
+        memory.flush()?;
+        self.qps.iter_mut().for_each(|end| end.received = 0);
+        Ok(self.comm.barrier(self.checks.timeout())?)
+    }
+
+    /// The number of receive buffers with wrong data after a run.
+    pub(super) fn wrong(&self) -> Result<u64> {
+        let (pattern, mut wrong) = (expected(1 - self.comm.rank(), self.run), 0);
+        for (at, end) in self.qps.iter().enumerate() {
+            // The receives that are posted next are the last 2 * outstanding; what came before them was received.
+            let first = end.posted - 2 * self.shape.outstanding - end.received;
+            for n in first..first + end.received.min(SLOTS) {
+                let start = self.slot(1 + at * SLOTS + n % SLOTS).start;
+                wrong += u64::from(!pattern.check(self.mr.memory(), start, self.shape.bytes)?);
+            }
+        }
+        Ok(wrong)
+    }
+
+    /// Ping-pong over the queue pairs round-robin, by the CPU: round trips at rank 0, and the number of wrong buffers.
+    pub(super) fn ping(&mut self, rounds: usize) -> Result<(Samples, u64)> {
+        self.prepare()?;
+        let mut samples = Samples::default();
+        for n in 0..rounds {
+            let at = n % self.qps.len();
+            let start = Instant::now();
+            if self.is_sender() {
+                self.send(at)?;
+                self.received(at)?;
+                samples.add(start.elapsed());
+            } else {
+                self.received(at)?;
+                self.send(at)?;
+            }
+            self.sent(at)?;
+        }
+        Ok((samples, self.wrong()?))
+    }
+
+    /// Sends (rank 0) or receives (rank 1) messages: the time of one at rank 0, and the number of wrong buffers.
+    pub(super) fn flood(&mut self, count: usize, stream: Option<&Stream>) -> Result<(Duration, u64)> {
+        self.prepare()?;
+        let start = Instant::now();
+        if !self.is_sender() {
+            for n in 0..count {
+                self.received(n % self.qps.len())?;
+            }
+            // Acknowledges the last message.
+            self.send(0)?;
+            self.sent(0)?;
+        } else {
+            match stream {
+                Some(stream) => self.flood_by_stream(count, stream)?,
+                None => self.flood_by_cpu(count)?,
+            }
+            self.received(0)?;
+        }
+        Ok((start.elapsed() / u32::try_from(count)?, self.wrong()?))
+    }
+
+    fn flood_by_cpu(&self, count: usize) -> Result<()> {
+        let Shape { qps, outstanding, .. } = self.shape;
+        for n in 0..count {
+            if n >= qps * outstanding {
+                self.sent(n % qps)?;
+            }
+            self.send(n % qps)?;
+        }
+        for n in count.saturating_sub(qps * outstanding)..count {
+            self.sent(n % qps)?;
+        }
+        Ok(())
+    }
+
+    /// Each batch sends what may be outstanding on all queue pairs and waits for the completions.
+    fn flood_by_stream(&self, count: usize, stream: &Stream) -> Result<()> {
+        let Shape { qps, outstanding, bytes } = self.shape;
+        let (each, timeout) = (qps * outstanding, self.checks.timeout());
+        let dry = (AHEAD / outstanding).max(1);
+        let mut batch = Batch::new();
+        for (turn, first) in (0..count).step_by(each).enumerate() {
+            let sends = first..count.min(first + each);
+            for n in sends.clone() {
+                batch.send(&self.qps[n % qps].qp, &SendWr::send(&[self.mr.sge(0, bytes)?]))?;
+            }
+            for end in &self.qps[..qps.min(sends.len())] {
+                batch.wait_all_sends(&end.qp)?;
+            }
+            stream.submit_within(&mut batch, timeout)?;
+            if (turn + 1) % dry == 0 {
+                stream.synchronize(timeout)?;
+            }
+        }
+        Ok(stream.synchronize(timeout)?)
+    }
+}
+
+/// A buffer of three slots: one to send from, two to receive into in turn. Slots start on cache lines.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slots {
+    bytes: usize,
+    stride: usize,
+}
+
+impl Slots {
+    /// For messages of `bytes` bytes.
+    pub(super) fn new(bytes: usize) -> Self {
+        Self { bytes, stride: bytes.next_multiple_of(64) }
+    }
+
+    /// The same slots for smaller messages.
+    pub(super) fn of(self, bytes: usize) -> Self {
+        Self { bytes, ..self }
+    }
+
+    /// Bytes of the buffer.
+    pub(super) fn len(self) -> usize {
+        3 * self.stride
+    }
+
+    fn slot(self, slot: usize) -> Range<usize> {
+        let start = slot * self.stride;
+        start..start + self.bytes
+    }
+
+    /// The slot to send from.
+    pub(super) fn sent(self) -> Range<usize> {
+        self.slot(0)
+    }
+
+    /// The slot that receives message `n`.
+    pub(super) fn received(self, n: u64) -> Range<usize> {
+        self.slot(1 + usize::from(n % 2 == 1))
+    }
+
+    /// Writes the message to send.
+    pub(super) fn fill(self, memory: &Memory, ours: Pattern) -> Result<()> {
+        Ok(ours.fill(memory, self.sent().start, self.bytes)?)
+    }
+
+    /// Overwrites the slots that will receive `messages` messages.
+    pub(super) fn spoil(self, memory: &Memory, theirs: Pattern, messages: u64) -> Result<()> {
+        for n in 0..messages.min(2) {
+            theirs.spoil(memory, self.received(n).start, self.bytes)?;
+        }
+        Ok(())
+    }
+
+    /// The number of slots with wrong data after `messages` messages.
+    pub(super) fn wrong(self, memory: &Memory, theirs: Pattern, messages: u64) -> Result<u64> {
+        let mut wrong = 0;
+        for n in 0..messages.min(2) {
+            wrong += u64::from(!theirs.check(memory, self.received(n).start, self.bytes)?);
+        }
+        Ok(wrong)
+    }
+}
+
+/// Entries of a ring.
+const ENTRIES: usize = 64;
+/// Bytes of the flag before each entry, on its own cache line.
+const WORD: usize = 64;
+
+/// A ring in shared memory into which rank 0 copies messages for rank 1: the ceiling of the message rate.
+pub(super) struct Ring<'a> {
+    comm: &'a Communicator,
+    checks: &'a Checks,
+    shared: Memory,
+    /// The payload sent or received.
+    own: Memory,
+    bytes: usize,
+    run: u64,
+}
+
+impl<'a> Ring<'a> {
+    pub(super) fn new(comm: &'a Communicator, checks: &'a Checks, bytes: usize) -> Result<Self> {
+        let len = ENTRIES * (WORD + bytes.next_multiple_of(WORD));
+        let shared = shared_page::share(comm, len, checks.timeout())?;
+        Ok(Self { comm, checks, shared, own: Memory::alloc(bytes)?, bytes, run: 0 })
+    }
+
+    fn entry(&self, n: usize) -> usize {
+        n % ENTRIES * (WORD + self.bytes.next_multiple_of(WORD))
+    }
+
+    /// Waits until the flag of entry `n` has this value.
+    fn until(&self, n: usize, value: u64, since: Instant) -> Result<&std::sync::atomic::AtomicU64> {
+        let word = self.shared.atomic64(self.entry(n))?;
+        await_value(word, value, since, self.checks.timeout())?;
+        Ok(word)
+    }
+
+    /// Moves `count` messages: the time of one, and 1 if the last was wrong.
+    pub(super) fn flood(&mut self, count: usize) -> Result<(Duration, u64)> {
+        self.run += 1;
+        let (timeout, rank) = (self.checks.timeout(), self.comm.rank());
+        self.checks.sent(rank, self.run).fill(&self.own, 0, self.bytes)?;
+        self.comm.barrier(timeout)?;
+        let start = Instant::now();
+        for n in 0..count {
+            let at = self.entry(n) + WORD;
+            if rank == 0 {
+                let word = self.until(n, 0, start)?;
+                self.shared.copy_from(at, &self.own, 0, self.bytes)?;
+                word.store(1, Ordering::Release);
+            } else {
+                let word = self.until(n, 1, start)?;
+                self.own.copy_from(0, &self.shared, at, self.bytes)?;
+                word.store(0, Ordering::Release);
+            }
+        }
+        // Waits until rank 1 has taken the last message.
+        self.until(count - 1, 0, start)?;
+        let time = start.elapsed() / u32::try_from(count)?;
+        let right = expected(0, self.run).check(&self.own, 0, self.bytes)?;
+        Ok((time, u64::from(!right)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_messages_are_counted() {
+        let (slots, theirs) = (Slots::new(1000).of(100), Pattern::new(1, 7));
+        let memory = Memory::alloc(slots.len()).unwrap();
+        slots.fill(&memory, Pattern::new(0, 7)).unwrap();
+        slots.spoil(&memory, theirs, 5).unwrap();
+        assert_eq!(
+            (0..4).map(|n| slots.wrong(&memory, theirs, n).unwrap()).collect::<Vec<_>>(),
+            [0, 1, 2, 2]
+        );
+        theirs.fill(&memory, slots.received(1).start, 100).unwrap();
+        assert_eq!(slots.wrong(&memory, theirs, 5).unwrap(), 1);
+        theirs.fill(&memory, slots.received(4).start, 100).unwrap();
+        assert_eq!(slots.wrong(&memory, theirs, 5).unwrap(), 0);
+        let ranges = [slots.sent(), slots.received(0), slots.received(1)];
+        assert!(ranges.windows(2).all(|two| two[0].end <= two[1].start), "{ranges:?}");
+        assert!(ranges[2].end <= slots.len());
+    }
+}

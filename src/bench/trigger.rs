@@ -1,0 +1,211 @@
+//! `gdasync bench trigger`: the cost of triggering something from a CUDA stream, and of making a stream wait.
+
+mod gpu;
+mod rig;
+mod variants;
+
+use std::time::Duration;
+
+use clap::Args;
+use gdasync::gdrcopy::Gdr;
+use gdasync::measure::Samples;
+use gdasync::results::{Output, Point, Result, Sheet, Unit};
+use serde_json::json;
+
+use gpu::Gpu;
+use rig::{Lab, Pauses, Variant, Watch};
+
+/// Options of `gdasync bench trigger`.
+#[derive(Args)]
+#[command(after_long_help = "\
+What the numbers mean: `trigger` is the time from the end of a kernel until the CPU sees the trigger; `wake` from the store of \
+a completion until the CPU sees the word of the next kernel; `enqueue` and `register` the CPU time of a call; `barrier` the GPU \
+time of one repetition.")]
+pub(crate) struct Options {
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    device: i32,
+    /// Samples of each variant; registrations and barriers have a twentieth.
+    #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u64).range(20..=1_000_000))]
+    rounds: u64,
+    /// Measure everything once for each of these numbers of other streams that are kept busy with kernels.
+    #[arg(long, default_value = "0,8", value_delimiter = ',', num_args = 1..=8, value_name = "STREAMS",
+          value_parser = clap::value_parser!(u8).range(0..=16))]
+    busy: Vec<u8>,
+    /// Seconds after which a wait fails, 1 to 60.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=60))]
+    timeout: u64,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// The variants of a group run in turn, in this many slices.
+const SLICES: u64 = 10;
+/// Registrations and barriers are measured this many times less often.
+const FEWER: u64 = 20;
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+
+struct Bench {
+    lab: Lab,
+    watch: Watch,
+    pauses: Pauses,
+    sheet: Sheet,
+    rounds: u64,
+    /// Busy streams, and the share of the time in which a kernel ran in each.
+    shares: Vec<(u8, f64)>,
+}
+
+/// A measurement of one variant.
+struct Figure {
+    name: &'static str,
+    samples: Samples,
+    failed: Option<String>,
+}
+
+impl Figure {
+    fn new(name: &'static str) -> Self {
+        Self { name, samples: Samples::default(), failed: None }
+    }
+
+    /// Records why it failed.
+    fn end(&mut self, result: Result<()>) {
+        self.failed = result.err().map(|error| error.to_string());
+    }
+}
+
+impl Options {
+    pub(crate) fn run(&self) -> Result<()> {
+        let sheet = Sheet::new(&self.output, true, 2 + 3 * self.busy.len())?;
+        let connections = spread_streams();
+        let gdr = Gdr::builder().require_gpu().open()?;
+        let watch = Watch::start(Duration::from_secs(self.timeout));
+        watch.begin("opening the GPU", &[]);
+        let gpu = Gpu::open(self.device)?;
+        let _current = gpu.enter()?;
+        let most = self.busy.iter().copied().max().unwrap_or(0);
+        let lab = Lab::new(gpu, &gdr, self.device, most.into(), watch.limit())?;
+        let (pauses, rounds, shares) = (Pauses::default(), self.rounds, Vec::new());
+        let mut bench = Bench { lab, watch, pauses, sheet, rounds, shares };
+        let run = bench.quiet().and_then(|()| self.busy.iter().try_for_each(|&busy| bench.level(busy)));
+        bench.watch.begin("ending", &[]);
+        let Bench { watch, mut sheet, shares, .. } = bench;
+        if let Err(error) = &run {
+            sheet.skip("the rest", error.to_string());
+        }
+        let info = gdr.gpus()?.into_iter().find(|info| info.ordinal == self.device);
+        let device = info.map_or_else(String::new, |gpu| format!("{} at {}", gpu.name, gpu.pci));
+        let options = json!({
+            "rounds": self.rounds, "busy": self.busy, "driver": driver(), "cuda": gpu.cuda,
+            "connections": connections, "backend": gdr.to_string(), "busy_shares": shares,
+        });
+        let written = sheet.write_of("trigger", &device, "", options);
+        // The clean-up of the driver waits for blocked streams: the watchdog runs until the process ends.
+        std::mem::forget(watch);
+        run.and(written)
+    }
+}
+
+/// Gives streams as many channels as possible, unless the user has set their number. Returns the number.
+fn spread_streams() -> String {
+    std::env::var(CONNECTIONS).unwrap_or_else(|_| {
+        // SAFETY: this process has no other thread yet.
+        unsafe { std::env::set_var(CONNECTIONS, "32") };
+        "32".into()
+    })
+}
+
+/// The version of the kernel driver.
+fn driver() -> String {
+    let version = std::fs::read_to_string("/sys/module/nvidia/version");
+    version.map_or_else(|_| "unknown".into(), |version| version.trim().to_owned())
+}
+
+impl Bench {
+    /// Measurements without busy streams: a registration might wait for streams that never end.
+    fn quiet(&mut self) -> Result<()> {
+        let calls = self.rounds / FEWER;
+        self.sheet.step("registrations");
+        let figures = variants::registrations(&self.lab, calls, &self.watch)?;
+        self.keep("register", 0, figures, 1);
+        self.sheet.step("barriers");
+        let figures = variants::barriers(&self.lab, calls, &self.watch)?;
+        self.keep("barrier", 0, figures, variants::BARRIER_PARTS);
+        Ok(())
+    }
+
+    /// The other measurements, with `busy` other streams kept busy.
+    fn level(&mut self, busy: u8) -> Result<()> {
+        self.watch.begin("starting", &[]);
+        let groups = [("trigger", variants::triggers(&self.lab)), ("wake", variants::wakes(&self.lab))];
+        let feeder = (busy > 0).then(|| self.lab.busy(busy.into()));
+        let measured = groups
+            .into_iter()
+            .try_for_each(|(group, variants)| self.in_turn(group, busy, variants))
+            .and_then(|()| self.calls(busy));
+        let share = feeder.map(|feeder| feeder.stop(self.watch.limit())).transpose();
+        measured?;
+        self.shares.extend(share?.map(|share| (busy, share)));
+        Ok(())
+    }
+
+    fn in_turn(&mut self, group: &'static str, busy: u8, mut variants: Vec<Variant>) -> Result<()> {
+        self.sheet.step(format!("{busy} busy streams: {group}"));
+        let rounds = self.rounds.div_ceil(SLICES);
+        let run = (0..SLICES).try_for_each(|_| {
+            variants.iter_mut().try_for_each(|variant| variant.slice(rounds, &self.watch, &mut self.pauses))
+        });
+        let figures = variants.into_iter().map(Variant::figure).collect();
+        self.keep(group, busy, figures, 1);
+        run
+    }
+
+    fn calls(&mut self, busy: u8) -> Result<()> {
+        self.sheet.step(format!("{busy} busy streams: time of calls"));
+        let figures = variants::calls(&self.lab, self.rounds, &self.watch)?;
+        self.keep("enqueue", busy, figures, 1);
+        Ok(())
+    }
+
+    /// Adds figures to the sheet; their times are divided by `parts`.
+    fn keep(&mut self, group: &str, busy: u8, figures: Vec<Figure>, parts: u32) {
+        let series = if busy == 0 { "idle GPU".into() } else { format!("{busy} busy streams") };
+        for Figure { name, samples, failed } in figures {
+            match failed {
+                Some(reason) => self.sheet.skip(format!("{group}: {name}, {series}"), reason),
+                None => {
+                    let point = Point::time(name, &samples, parts);
+                    self.sheet.add_point(group, &series, "variant", Unit::Micros, point);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn parse(args: &[&str]) -> std::result::Result<Options, clap::Error> {
+        Cli::try_parse_from([&["trigger"], args].concat()).map(|cli| cli.options)
+    }
+
+    #[test]
+    fn options_have_defaults_and_bounds() {
+        let options = parse(&[]).unwrap();
+        assert_eq!((options.device, options.rounds, options.timeout), (0, 2000, 2));
+        assert_eq!(options.busy, [0, 8]);
+        assert_eq!(parse(&["--busy", "4"]).unwrap().busy, [4]);
+        assert_eq!(parse(&["--busy", "0,1,16"]).unwrap().busy, [0, 1, 16]);
+        for bad in [&["--rounds", "19"], &["--busy", "17"], &["--busy", "a"], &["--timeout", "0"]] {
+            assert!(parse(bad).err().unwrap().to_string().contains(bad[0]), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! Measuring: payload patterns, CPU clocks, percentiles, and the description of the machine.
+
+pub mod shared_page;
+
+use gdsync::memory::Memory;
+use hdrhistogram::Histogram;
+
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+fn clock(id: libc::clockid_t) -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is valid for writing.
+    let rc = unsafe { libc::clock_gettime(id, &raw mut time) };
+    assert_eq!(rc, 0, "Linux has had the CPU clocks since 2.6.12");
+    let part = |value: i64| u64::try_from(value).expect("CPU time is not negative");
+    Duration::from_secs(part(time.tv_sec)) + Duration::from_nanos(part(time.tv_nsec))
+}
+
+/// CPU time the calling thread has used.
+pub fn thread_cpu() -> Duration {
+    clock(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+/// CPU time all threads of this process have used.
+pub fn process_cpu() -> Duration {
+    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+/// Names of the threads that stand in for a network card: those of the software HCA and of the proxy.
+pub const SERVICES: [&str; 2] = ["gdsync-hca", "gdsync-proxy"];
+
+/// CPU time of this process's live threads with these names. The kernel keeps the first 15 bytes of a name.
+///
+/// # Errors
+/// There is no `/proc`, or the kernel was built without `CONFIG_SCHED_INFO`.
+pub fn threads_cpu(names: &[&str]) -> std::io::Result<Duration> {
+    let mut sum = Duration::ZERO;
+    for thread in std::fs::read_dir("/proc/self/task")? {
+        let path = thread?.path();
+        // The thread may have ended.
+        let Ok(name) = std::fs::read_to_string(path.join("comm")) else { continue };
+        if !names.contains(&name.trim_end()) {
+            continue;
+        }
+        let path = path.join("schedstat");
+        let times = std::fs::read_to_string(&path)
+            .map_err(|e| std::io::Error::new(e.kind(), format!("{}: {e}", path.display())))?;
+        let ran = times.split_whitespace().next().and_then(|ran| ran.parse().ok());
+        let missing = || std::io::Error::other(format!("{}: no CPU time in '{times}'", path.display()));
+        sum += Duration::from_nanos(ran.ok_or_else(missing)?);
+    }
+    Ok(sum)
+}
+
+/// Machine, build and command of a measurement.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// Processor model.
+    pub cpu: String,
+    /// Processors this process may use.
+    pub cpus: usize,
+    /// Kernel release.
+    pub kernel: String,
+    /// Version of this package.
+    pub version: String,
+    /// Commit it was built from.
+    pub commit: String,
+    /// Compiler it was built with.
+    pub rustc: String,
+    /// The command line of this process, quoted for a shell; empty in old results.
+    #[serde(default)]
+    pub command: String,
+}
+
+impl Machine {
+    /// This machine.
+    pub fn here() -> Self {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        let info = read("/proc/cpuinfo");
+        let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+        Self {
+            cpu: model.map_or(std::env::consts::ARCH, |(_, model)| model).to_owned(),
+            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            commit: env!("GDASYNC_COMMIT").into(),
+            rustc: env!("GDASYNC_RUSTC").into(),
+            command: command(std::env::args_os().map(|arg| arg.to_string_lossy().into_owned())),
+        }
+    }
+}
+
+/// The command line quoted for a shell, without the folder of the program.
+fn command(args: impl Iterator<Item = String>) -> String {
+    let name = |program: &str| program.rsplit('/').next().unwrap_or(program).to_owned();
+    let quote = |arg: String| {
+        let plain = |c: char| c.is_alphanumeric() || "_-+./,:=@%".contains(c);
+        if !arg.is_empty() && arg.chars().all(plain) {
+            arg
+        } else {
+            format!("'{}'", arg.replace('\'', r"'\''"))
+        }
+    };
+    let words = args.enumerate().map(|(i, arg)| quote(if i == 0 { name(&arg) } else { arg }));
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// The payload of one message, unique to it: a stale, short, torn or misplaced message does not match.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pattern(u64);
+
+/// 2^64 divided by the golden ratio: its multiples differ in all bytes.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+impl Pattern {
+    /// The bytes of message `number` of `sender`.
+    pub fn new(sender: u64, number: u64) -> Self {
+        let mut seed = (sender << 56 ^ number).wrapping_add(1).wrapping_mul(STEP);
+        seed ^= seed >> 29;
+        Self(seed.wrapping_mul(0xbf58_476d_1ce4_e5b9))
+    }
+
+    /// The seed for a kernel that writes the same bytes: word `i` of 8 bytes is `w ^ w >> 32`, little-endian, with
+    /// `w = seed + (i + 1) * 0x9e37_79b9_7f4a_7c15`, wrapping.
+    pub fn seed(self) -> u64 {
+        self.0
+    }
+
+    /// The message, each word xor `flip`.
+    fn bytes(self, len: usize, flip: u64) -> Vec<u8> {
+        let mut word = self.0;
+        let mut out = Vec::with_capacity(len.next_multiple_of(8));
+        while out.len() < len {
+            word = word.wrapping_add(STEP);
+            out.extend_from_slice(&(word ^ word >> 32 ^ flip).to_le_bytes());
+        }
+        out.truncate(len);
+        out
+    }
+
+    /// Writes the message.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`].
+    pub fn fill(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
+        memory.write(offset, &self.bytes(len, 0))
+    }
+
+    /// Overwrites the range so that every byte differs from the message.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`].
+    pub fn spoil(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
+        memory.write(offset, &self.bytes(len, u64::MAX))
+    }
+
+    /// Whether the range holds the message.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::OutOfBounds`].
+    pub fn check(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<bool> {
+        let mut found = vec![0; len];
+        memory.read(offset, &mut found)?;
+        Ok(found == self.bytes(len, 0))
+    }
+}
+
+/// A histogram of times.
+#[derive(Clone, Debug)]
+pub struct Samples(Histogram<u64>);
+
+/// Percentiles in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[expect(missing_docs, reason = "the names say it")]
+pub struct Micros {
+    pub min: f64,
+    pub p50: f64,
+    pub p99: f64,
+}
+
+impl Default for Samples {
+    fn default() -> Self {
+        // Three digits, from a nanosecond to a minute.
+        Self(Histogram::new_with_bounds(1, 60_000_000_000, 3).expect("constant bounds are legal"))
+    }
+}
+
+impl Samples {
+    /// Adds a time, at most a minute.
+    pub fn add(&mut self, time: Duration) {
+        self.0.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    }
+
+    /// Adds the mean of `count` times, `count` times.
+    pub fn add_mean(&mut self, together: Duration, count: u64) {
+        let mean =
+            u32::try_from(count).ok().and_then(|count| together.checked_div(count)).unwrap_or_default();
+        (0..count).for_each(|_| self.add(mean));
+    }
+
+    /// Adds all times of another collection.
+    pub fn append(&mut self, other: &Samples) {
+        self.0 += &other.0;
+    }
+
+    /// The mean in microseconds.
+    pub fn mean(&self) -> f64 {
+        self.0.mean() / 1e3
+    }
+
+    /// The longest in microseconds.
+    pub fn max_micros(&self) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "times below a minute are exact")]
+        let max = self.0.max() as f64;
+        max / 1e3
+    }
+
+    /// The number of times collected.
+    pub fn count(&self) -> u64 {
+        self.0.len()
+    }
+
+    /// The percentiles, each divided by `parts`.
+    pub fn micros(&self, parts: u32) -> Micros {
+        #[expect(clippy::cast_precision_loss, reason = "times below a minute are exact")]
+        let at = |value: u64| value as f64 / 1e3 / f64::from(parts);
+        Micros {
+            min: at(self.0.min()),
+            p50: at(self.0.value_at_quantile(0.5)),
+            p99: at(self.0.value_at_quantile(0.99)),
+        }
+    }
+}
+
+/// A short number of bytes: `64`, `4 Ki`, `1 Mi`.
+pub fn size(bytes: usize) -> String {
+    match bytes {
+        b if b >= 1 << 20 && b.is_multiple_of(1 << 20) => format!("{} Mi", b >> 20),
+        b if b >= 1 << 10 && b.is_multiple_of(1 << 10) => format!("{} Ki", b >> 10),
+        b => b.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn threads_cpu_counts_threads_by_name() {
+        const WORK: Duration = Duration::from_millis(5);
+        let (done, wait) = mpsc::channel();
+        let threads = ["clock-test-a", "clock-test-b"].map(|name| {
+            let (done, (hold, held)) = (done.clone(), mpsc::channel::<()>());
+            let work = move || {
+                while thread_cpu() < WORK {
+                    std::hint::spin_loop();
+                }
+                done.send(()).unwrap();
+                // Lives until it has been looked at.
+                let _ = held.recv();
+            };
+            (std::thread::Builder::new().name(name.into()).spawn(work).unwrap(), hold)
+        });
+        threads.iter().for_each(|_| wait.recv().unwrap());
+        let [one, both] =
+            [&["clock-test-a"][..], &["clock-test-a", "clock-test-b"]].map(|n| threads_cpu(n).unwrap());
+        assert!(one > Duration::ZERO && both > one, "{one:?} of {both:?}");
+        assert_eq!(threads_cpu(&["clock-test"]).unwrap(), Duration::ZERO, "no thread has this name");
+        for (thread, hold) in threads {
+            drop(hold);
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn command_is_quoted_for_a_shell() {
+        let words = ["/usr/bin/gdasync", "bench", "--json", "my file", "", "it's", "a=b,c"];
+        let typed = command(words.into_iter().map(str::to_owned));
+        assert_eq!(typed, r"gdasync bench --json 'my file' '' 'it'\''s' a=b,c");
+    }
+
+    #[test]
+    fn pattern_matches_only_its_own_message() {
+        let memory = Memory::alloc(1000).unwrap();
+        let pattern = Pattern::new(1, 7);
+        pattern.fill(&memory, 10, 900).unwrap();
+        assert!(pattern.check(&memory, 10, 900).unwrap());
+        assert!(!pattern.check(&memory, 11, 899).unwrap(), "moved by a byte");
+        assert!(!Pattern::new(1, 8).check(&memory, 10, 900).unwrap(), "another message");
+        assert!(!Pattern::new(0, 7).check(&memory, 10, 900).unwrap(), "another sender");
+        for at in [10, 500, 909] {
+            let mut byte = [0];
+            memory.read(at, &mut byte).unwrap();
+            memory.write(at, &[byte[0] ^ 1]).unwrap();
+            assert!(!pattern.check(&memory, 10, 900).unwrap(), "one bit of byte {at}");
+            memory.write(at, &byte).unwrap();
+        }
+        for len in 1..20 {
+            pattern.spoil(&memory, 10, len).unwrap();
+            assert!(!pattern.check(&memory, 10, len).unwrap(), "spoilt, {len} bytes");
+        }
+    }
+
+    #[test]
+    fn words_follow_from_the_seed() {
+        let pattern = Pattern::new(1, 7);
+        let word = |i: u64| pattern.seed().wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let words = (0..100).flat_map(|i| (word(i) ^ word(i) >> 32).to_le_bytes());
+        assert!(pattern.bytes(800, 0).into_iter().eq(words));
+    }
+
+    #[test]
+    fn first_bytes_of_consecutive_messages_differ() {
+        let first = |n| Pattern::new(0, n).bytes(1, 0);
+        let same = (0..1000).filter(|&n| first(n) == first(n + 1)).count();
+        assert!(same < 20, "a message of one byte can be told from the one before: {same} of 1000 cannot");
+    }
+
+    #[test]
+    fn percentiles_mean_and_count_of_samples() {
+        let mut samples = Samples::default();
+        (1..=1000).for_each(|us| samples.add(Duration::from_micros(us)));
+        let half = samples.micros(2);
+        assert!(
+            (half.min - 0.5).abs() < 0.01 && (half.p50 - 250.0).abs() < 1.0 && (half.p99 - 495.0).abs() < 1.0
+        );
+        assert_eq!(samples.count(), 1000);
+        assert!((samples.mean() - 500.5).abs() < 1.0);
+        let mut samples = Samples::default();
+        samples.add_mean(Duration::from_micros(300), 100);
+        assert_eq!(samples.count(), 100);
+        assert!((samples.micros(1).p50 - 3.0).abs() < 0.01 && (samples.micros(1).min - 3.0).abs() < 0.01);
+        assert_eq!([1, 1024, 1000, 3 << 20].map(size), ["1", "1 Ki", "1000", "3 Mi"]);
+    }
+}

@@ -1,0 +1,438 @@
+//! The buffers of a rank, and who fills and checks them and takes the times: host functions or kernels.
+
+use super::{Cost, Measured, Options};
+use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
+use crate::measure::{Pattern, Samples, thread_cpu};
+use crate::results::Result;
+use gdsync::memory::Memory;
+use gdsync::stream::{Batch, Stream};
+use mp::{Communicator, Registration};
+use std::ffi::CStr;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// The buffers of a rank for messages of one size: a slot to send from, two to receive into by turns.
+#[derive(Clone, Debug)]
+pub(super) struct Buffers {
+    rank: u64,
+    /// It sends what nobody expects.
+    sends_wrong: bool,
+    pub(super) bytes: usize,
+    pub(super) outgoing: Registration,
+    pub(super) incoming: Registration,
+}
+
+impl Buffers {
+    pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize, wrong_bytes: bool) -> Result<Self> {
+        let outgoing = comm.register(&placed.outgoing(stride(bytes))?)?;
+        let incoming = comm.register(&placed.incoming(2 * stride(bytes))?)?;
+        let sends_wrong = wrong_bytes && comm.rank() == 1;
+        Ok(Self { rank: comm.rank() as u64, sends_wrong, bytes, outgoing, incoming })
+    }
+
+    fn slot(&self, slot: usize) -> Range<usize> {
+        let start = slot * stride(self.bytes);
+        start..start + self.bytes
+    }
+
+    /// Where messages leave.
+    pub(super) fn send_slot(&self) -> Range<usize> {
+        self.slot(0)
+    }
+
+    /// Where message `n` arrives.
+    pub(super) fn receive_slot(&self, n: u64) -> Range<usize> {
+        self.slot(usize::from(n % 2 == 1))
+    }
+
+    /// That of both slots that receive.
+    fn received(&self) -> &Memory {
+        self.incoming.memory()
+    }
+
+    /// What this rank sends as message `n`.
+    fn ours(&self, n: u64) -> Pattern {
+        Pattern::new(self.rank, if self.sends_wrong { !n } else { n })
+    }
+
+    /// What this rank receives as message `n`.
+    fn theirs(&self, n: u64) -> Pattern {
+        Pattern::new(1 - self.rank, n)
+    }
+
+    /// Before iteration `n`: the message to send.
+    fn fill(&self, n: u64) -> gdsync::Result<()> {
+        self.ours(n).fill(self.outgoing.memory(), self.send_slot().start, self.bytes)
+    }
+
+    /// Makes sure that message `n` is not yet where it is to arrive.
+    fn spoil(&self, n: u64, at: Range<usize>) -> gdsync::Result<()> {
+        self.theirs(n).spoil(self.received(), at.start, self.bytes)
+    }
+
+    fn arrived(&self, n: u64, at: Range<usize>) -> gdsync::Result<bool> {
+        self.theirs(n).check(self.received(), at.start, self.bytes)
+    }
+
+    /// Before the first iteration.
+    pub(super) fn prepare(&self) -> gdsync::Result<()> {
+        self.fill(0)?;
+        self.spoil(0, self.receive_slot(0))?;
+        self.spoil(1, self.receive_slot(1))?;
+        self.flush()
+    }
+
+    fn flush(&self) -> gdsync::Result<()> {
+        self.outgoing.memory().flush()?;
+        self.received().flush()
+    }
+
+    /// After iteration `n`: looks at what arrived, and prepares the next two. False for wrong data.
+    fn turn(&self, n: u64) -> gdsync::Result<bool> {
+        let right = self.arrived(n, self.receive_slot(n))?;
+        self.spoil(n + 2, self.receive_slot(n + 2))?;
+        self.fill(n + 1)?;
+        Ok(right)
+    }
+
+    /// Before a window whose messages are all the same, number `n`; both slots receive.
+    pub(super) fn prepare_window(&self, n: u64) -> gdsync::Result<()> {
+        self.fill(n)?;
+        self.spoil(n, self.slot(0))?;
+        self.spoil(n, self.slot(1))?;
+        self.flush()
+    }
+
+    /// After such a window: the number of slots with wrong data.
+    pub(super) fn wrong_of_window(&self, n: u64, used: usize) -> gdsync::Result<u64> {
+        (0..used).try_fold(0, |wrong, slot| Ok(wrong + u64::from(!self.arrived(n, self.slot(1 - slot))?)))
+    }
+
+    /// Where a message of such a window arrives: the last has a slot for itself.
+    pub(super) fn window_slot(&self, is_last: bool) -> Range<usize> {
+        self.slot(usize::from(is_last))
+    }
+}
+
+/// Slots start on cache lines.
+fn stride(bytes: usize) -> usize {
+    bytes.next_multiple_of(64)
+}
+
+/// What came of all iterations.
+pub(super) struct Checked {
+    /// Nanoseconds of each.
+    times: Vec<u64>,
+    errors: u64,
+}
+
+/// Fills and checks the buffers of a rank, and takes the times.
+pub(super) trait Checker {
+    /// Whether it does so on the stream in the modes too whose messages the CPU posts.
+    fn always_on_stream(&self) -> bool;
+
+    /// On the stream: the clock starts.
+    fn start(&self) -> Result<()>;
+
+    /// On the stream, also in a capture, after an iteration: the clock stops, what arrived is checked, the next message is
+    /// prepared, the clock starts. Iterations are counted where they run.
+    fn turn(&self) -> Result<()>;
+
+    /// After an iteration that the CPU posted, which took so long. Returns the CPU time of checking.
+    fn turn_by_cpu(&self, time: Duration) -> Result<Duration>;
+
+    /// When all is done.
+    fn checked(&self) -> Result<Checked>;
+}
+
+/// The checker that the options ask for.
+pub(super) fn checker<'a>(
+    options: &Options,
+    app: &'a AppStream,
+    buffers: &Buffers,
+    total: u64,
+) -> Result<Box<dyn Checker + 'a>> {
+    buffers.prepare()?;
+    Ok(match &app.kernels {
+        Some(kernels) if !options.no_kernels => Box::new(KernelChecker::new(kernels, app, buffers, total)?),
+        _ => Box::new(HostChecker::new(&app.stream, buffers, total)),
+    })
+}
+
+/// Host functions, or the thread that posts.
+struct HostChecker<'a> {
+    stream: &'a Stream,
+    record: Arc<Record>,
+}
+
+struct Record {
+    buffers: Buffers,
+    origin: Instant,
+    started: AtomicU64,
+    turns: AtomicU64,
+    times: Vec<AtomicU64>,
+    errors: AtomicU64,
+}
+
+impl Record {
+    fn now(&self) -> u64 {
+        u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// After an iteration that took so long.
+    fn turn(&self, time: u64) {
+        let n = self.turns.fetch_add(1, Ordering::Relaxed);
+        if let Some(place) = usize::try_from(n).ok().and_then(|n| self.times.get(n)) {
+            place.store(time, Ordering::Relaxed);
+        }
+        if !matches!(self.buffers.turn(n), Ok(true)) {
+            self.errors.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn start(&self) {
+        self.started.store(self.now(), Ordering::Relaxed);
+    }
+}
+
+impl<'a> HostChecker<'a> {
+    pub(super) fn new(stream: &'a Stream, buffers: &Buffers, total: u64) -> Self {
+        let times = (0..total).map(|_| AtomicU64::new(0)).collect();
+        let (buffers, origin) = (buffers.clone(), Instant::now());
+        let [started, turns, errors] = [0; 3].map(AtomicU64::new);
+        Self { stream, record: Arc::new(Record { buffers, origin, started, turns, times, errors }) }
+    }
+}
+
+impl Checker for HostChecker<'_> {
+    fn always_on_stream(&self) -> bool {
+        false
+    }
+
+    fn start(&self) -> Result<()> {
+        let record = self.record.clone();
+        Ok(self.stream.host_fn(move || record.start())?)
+    }
+
+    fn turn(&self) -> Result<()> {
+        let record = self.record.clone();
+        let mut batch = Batch::new();
+        batch.repeatable_host_fn(move || {
+            record.turn(record.now() - record.started.load(Ordering::Relaxed));
+            record.start();
+        });
+        Ok(self.stream.submit(&mut batch)?)
+    }
+
+    fn turn_by_cpu(&self, time: Duration) -> Result<Duration> {
+        let start = thread_cpu();
+        self.record.turn(u64::try_from(time.as_nanos())?);
+        Ok(thread_cpu() - start)
+    }
+
+    fn checked(&self) -> Result<Checked> {
+        let (turns, total) = (self.record.turns.load(Ordering::Relaxed), self.record.times.len());
+        if usize::try_from(turns)? != total {
+            return Err(format!("{turns} of {total} messages were checked").into());
+        }
+        let times = self.record.times.iter().map(|time| time.load(Ordering::Relaxed)).collect();
+        Ok(Checked { times, errors: self.record.errors.load(Ordering::Relaxed) })
+    }
+}
+
+/// The compiled kernels.
+pub const PTX: &CStr = match CStr::from_bytes_with_nul(
+    concat!(include_str!("../../examples/kernels/pingpong.ptx"), "\0").as_bytes(),
+) {
+    Ok(text) => text,
+    Err(_) => panic!("a text without NUL, and one at its end"),
+};
+
+/// The arguments of `turn`, as in the source.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Turn {
+    record: u64,
+    times: u64,
+    total: u64,
+    received: [u64; 2],
+    sent: u64,
+    bytes: u64,
+    rank: u64,
+    sends_wrong: u64,
+}
+
+/// The arguments of `initiate`, as in the source.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Initiate {
+    turn: Turn,
+    program: u64,
+    iterations: u64,
+    work_ns: u64,
+    waits_first: u64,
+}
+
+const _: () = assert!(size_of::<Turn>() == 72 && size_of::<Initiate>() == 104, "as in the source");
+
+/// Places in `struct Record` of the source.
+mod record {
+    pub(super) const START: usize = 0;
+    pub(super) const TURNS: usize = 8;
+    pub(super) const ERRORS: usize = 16;
+    pub(super) const SIZE: usize = 32;
+}
+
+/// Threads of a block of `turn`, and the most blocks: enough for the memory's bandwidth, and all run at once.
+const THREADS: u32 = 256;
+const MOST_BLOCKS: usize = 128;
+/// Bytes for each thread before there is another block.
+const BYTES_PER_THREAD: usize = 32;
+/// Threads that wait and send by themselves: a warp for short messages, a thread for each word of long ones.
+const INITIATORS: std::ops::RangeInclusive<usize> = 32..=1024;
+
+/// Kernels on the stream, in every mode.
+pub(super) struct KernelChecker<'a> {
+    app: &'a AppStream,
+    kernels: &'a Kernels,
+    buffers: Buffers,
+    total: u64,
+    /// The record, then the times; and their address on the GPU.
+    memory: Memory,
+    addr: u64,
+    /// The addresses of the buffers on the GPU.
+    outgoing: u64,
+    incoming: u64,
+    blocks: u32,
+    stamp: Kernel<u64>,
+    turn: Kernel<Turn>,
+    initiate: Kernel<Initiate>,
+}
+
+impl<'a> KernelChecker<'a> {
+    pub(super) fn new(
+        kernels: &'a Kernels,
+        app: &'a AppStream,
+        buffers: &Buffers,
+        total: u64,
+    ) -> Result<Self> {
+        let gpu = app.gpu()?;
+        let memory = gpu.alloc(record::SIZE + 8 * usize::try_from(total)?)?;
+        memory.fill(0, memory.len(), 0)?;
+        memory.flush()?;
+        let addr = memory.gpu_addr(gpu)?;
+        let outgoing = buffers.outgoing.memory().gpu_addr(gpu)?;
+        let incoming = buffers.incoming.memory().gpu_addr(gpu)?;
+        let blocks = buffers.bytes.div_ceil(THREADS as usize * BYTES_PER_THREAD).min(MOST_BLOCKS);
+        let blocks = u32::try_from(blocks)?;
+        // SAFETY: the parameter is one address.
+        let stamp = unsafe { kernels.find(c"stamp") }?;
+        // SAFETY: the parameter has the layout of `Turn`.
+        let turn = unsafe { kernels.find(c"turn") }?;
+        // SAFETY: the parameter has the layout of `Initiate`.
+        let initiate = unsafe { kernels.find(c"initiate") }?;
+        let buffers = buffers.clone();
+        Ok(Self {
+            app,
+            kernels,
+            buffers,
+            total,
+            memory,
+            addr,
+            outgoing,
+            incoming,
+            blocks,
+            stamp,
+            turn,
+            initiate,
+        })
+    }
+
+    fn arguments(&self) -> Turn {
+        let buffers = &self.buffers;
+        Turn {
+            record: self.addr,
+            times: self.addr + record::SIZE as u64,
+            total: self.total,
+            received: [0, 1].map(|n| self.incoming + buffers.receive_slot(n).start as u64),
+            sent: self.outgoing + buffers.send_slot().start as u64,
+            bytes: buffers.bytes as u64,
+            rank: buffers.rank,
+            sends_wrong: buffers.sends_wrong.into(),
+        }
+    }
+
+    /// Launches the kernel that runs so many iterations by itself, whose steps are this program; with work before each
+    /// send, behind a step of its own or not.
+    pub(super) fn initiate(
+        &self,
+        program: u64,
+        iterations: u64,
+        work: Duration,
+        waits_first: bool,
+    ) -> Result<()> {
+        let threads = self.buffers.bytes.div_ceil(8).next_multiple_of(32);
+        let threads = u32::try_from(threads.clamp(*INITIATORS.start(), *INITIATORS.end()))?;
+        let (turn, work_ns) = (self.arguments(), u64::try_from(work.as_nanos())?);
+        let arguments = Initiate { turn, program, iterations, work_ns, waits_first: waits_first.into() };
+        // SAFETY: as for `turn`; the stream keeps the program until the kernel has ended.
+        unsafe { self.kernels.launch(&self.initiate, 1, threads, arguments) }
+    }
+
+    fn word(&self, at: usize) -> Result<u64> {
+        let mut bytes = [0; 8];
+        self.memory.read(at, &mut bytes)?;
+        Ok(u64::from_ne_bytes(bytes))
+    }
+}
+
+impl Checker for KernelChecker<'_> {
+    fn always_on_stream(&self) -> bool {
+        true
+    }
+
+    fn start(&self) -> Result<()> {
+        // SAFETY: a word of the record, which the checker keeps until the stream is idle.
+        unsafe { self.kernels.launch(&self.stamp, 1, 1, self.addr + record::START as u64) }
+    }
+
+    fn turn(&self) -> Result<()> {
+        // SAFETY: the slots have that many bytes, there is a time for each iteration, and the checker keeps both until the
+        // stream is idle.
+        unsafe { self.kernels.launch(&self.turn, self.blocks, THREADS, self.arguments()) }
+    }
+
+    fn turn_by_cpu(&self, _time: Duration) -> Result<Duration> {
+        self.turn().map(|()| Duration::ZERO)
+    }
+
+    fn checked(&self) -> Result<Checked> {
+        let turns = self.word(record::TURNS)?;
+        if turns != self.total {
+            return Err(format!("{turns} of {} kernels checked their message", self.total).into());
+        }
+        let mut bytes = vec![0; 8 * usize::try_from(self.total)?];
+        self.memory.read(record::SIZE, &mut bytes)?;
+        let times = bytes.as_chunks::<8>().0.iter().map(|time| u64::from_ne_bytes(*time)).collect();
+        Ok(Checked { times, errors: self.word(record::ERRORS)? })
+    }
+}
+
+impl Drop for KernelChecker<'_> {
+    fn drop(&mut self) {
+        self.app.settle();
+    }
+}
+
+impl Measured {
+    /// What a checker found, without the iterations that warm up.
+    pub(super) fn checked(checker: &dyn Checker, cost: Cost, warm_up: u64) -> Result<Self> {
+        let Checked { times, errors } = checker.checked()?;
+        let mut samples = Samples::default();
+        let measured = times.iter().skip(usize::try_from(warm_up)?);
+        measured.for_each(|time| samples.add(Duration::from_nanos(*time)));
+        Ok(Self { samples, cost, iterations: times.len() as u64, errors })
+    }
+}

@@ -1,0 +1,666 @@
+//! The exchange of messages in each mode: by the CPU, by a stream, by graphs, by a kernel.
+
+use super::buffers::{Buffers, Checker, KernelChecker, checker};
+use super::{Cost, LAUNCH, Measured, Mode, Options};
+use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
+use crate::measure::{Samples, shared_page};
+use crate::results::Result;
+use gdsync::memory::{Memory, Word32, Word64};
+use gdsync::stream::{Batch, Cond, Launch, Stream};
+use gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr};
+use mp::{Communicator, Request};
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// One rank's part in the ping-pong of one size. Rank 0 pings, rank 1 returns.
+#[derive(Debug)]
+pub struct PingPong<'a> {
+    options: &'a Options,
+    comm: &'a Communicator,
+    app: &'a AppStream,
+    placed: &'a Placed,
+    buffers: Buffers,
+    work: Work<'a>,
+    peer: usize,
+    timeout: Duration,
+}
+
+impl<'a> PingPong<'a> {
+    /// Makes and registers the buffers.
+    ///
+    /// # Errors
+    /// When the memory cannot be had or registered.
+    pub fn new(
+        options: &'a Options,
+        comm: &'a Communicator,
+        app: &'a AppStream,
+        placed: &'a Placed,
+        bytes: usize,
+    ) -> Result<Self> {
+        let buffers = Buffers::new(comm, placed, bytes, options.wrong_bytes)?;
+        let work = Work::new(app, options.work())?;
+        let (peer, timeout) = (1 - comm.rank(), options.timeout());
+        Ok(Self { options, comm, app, placed, buffers, work, peer, timeout })
+    }
+
+    fn pings(&self) -> bool {
+        self.comm.rank() == 0
+    }
+
+    /// Runs all iterations in one mode. Both ranks call this.
+    ///
+    /// # Errors
+    /// Of messages and streams. Wrong data is counted.
+    pub fn run(&self, mode: Mode) -> Result<Measured> {
+        let (warm_up, total) = self.options.iterations(self.buffers.bytes);
+        match mode {
+            Mode::Stream if self.options.no_kernels => self.run_unchecked(warm_up, total),
+            Mode::Graph => self.run_graphs(warm_up, total),
+            Mode::Initiate => self.run_initiated(warm_up, total),
+            _ => self.run_checked(mode, warm_up, total),
+        }
+    }
+
+    fn receive(&self, n: u64) -> mp::Result<Request> {
+        self.comm.irecv(&self.buffers.incoming, self.buffers.receive_slot(n), self.peer)
+    }
+
+    fn run_checked(&self, mode: Mode, warm_up: u64, total: u64) -> Result<Measured> {
+        let checker = checker(self.options, self.app, &self.buffers, total)?;
+        // Receives are always posted a window before the peer can need them.
+        let window = u64::from(self.options.ahead);
+        let mut receives: Vec<Request> =
+            (0..total.min(2 * window)).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
+        self.comm.barrier(self.timeout)?;
+        let mut cost = Cost::default();
+        let mut n = 0;
+        while n < total {
+            let end = total.min(n + window);
+            let batch = &receives[..usize::try_from(end - n)?];
+            let checking = cost.add(|| match mode {
+                Mode::Stream => self.window(&*checker, batch).map(|()| Duration::ZERO),
+                _ => self.iterations(&*checker, mode, batch),
+            })?;
+            cost.leave_out(checking);
+            receives.drain(..usize::try_from(end - n)?);
+            let posted = n + 2 * window;
+            receives.extend(
+                (posted.min(total)..(posted + window).min(total))
+                    .map(|n| self.receive(n))
+                    .collect::<mp::Result<Vec<_>>>()?,
+            );
+            n = end;
+        }
+        Measured::checked(&*checker, cost, warm_up)
+    }
+
+    /// Launches graphs of iterations, and sleeps until the stream has run them.
+    fn run_graphs(&self, warm_up: u64, total: u64) -> Result<Measured> {
+        let each = self.options.graph.unwrap_or(LAUNCH).into();
+        let checker = checker(self.options, self.app, &self.buffers, total)?;
+        let launches = Launches::new(self.connection(each)?, each, total, |connection, count| {
+            captured(self, &*checker, connection, count)
+        })?;
+        self.launch(launches, &*checker, warm_up)
+    }
+
+    /// Launches a kernel of the program that waits and sends by itself.
+    fn run_initiated(&self, warm_up: u64, total: u64) -> Result<Measured> {
+        let each = self.options.initiate.unwrap_or(LAUNCH).into();
+        let kernels = self.app.kernels.as_ref().ok_or("mode initiate has no kernel without --stream cuda")?;
+        self.buffers.prepare()?;
+        let checker = KernelChecker::new(kernels, self.app, &self.buffers, total)?;
+        let launches = Launches::new(self.connection(each)?, each, total, |connection, count| {
+            initiated(self, &checker, connection, count)
+        })?;
+        self.launch(launches, &checker, warm_up)
+    }
+
+    /// A connection for launches of so many iterations.
+    fn connection(&self, each: u64) -> Result<Connection> {
+        Connection::new(self.options, self.comm, self.placed, &self.buffers, Launches::room(each)?)
+    }
+
+    fn launch(&self, mut launches: Launches<'_>, checker: &dyn Checker, warm_up: u64) -> Result<Measured> {
+        self.comm.barrier(self.timeout)?;
+        let mut cost = Cost::default();
+        cost.add(|| {
+            checker.start()?;
+            launches.run(&self.app.stream, self.timeout)?;
+            self.app.finish()
+        })?;
+        // Both have received all before the connection goes.
+        self.comm.barrier(self.timeout)?;
+        Measured::checked(checker, cost, warm_up)
+    }
+
+    /// Work before each send.
+    fn work_time(&self) -> Duration {
+        self.options.work()
+    }
+
+    /// Puts the work on the stream behind what is in the batch, which is submitted then.
+    fn work_after(&self, batch: &mut Batch) -> Result<()> {
+        if self.work.is_none() {
+            return Ok(());
+        }
+        self.app.stream.submit(batch)?;
+        self.work.enqueue()
+    }
+
+    /// Posts a window of iterations ahead and sleeps until the stream has run them.
+    fn window(&self, checker: &dyn Checker, receives: &[Request]) -> Result<()> {
+        let (comm, stream) = (self.comm, &self.app.stream);
+        checker.start()?;
+        for receive in receives {
+            let mut batch = Batch::new();
+            if !self.pings() {
+                comm.wait_in_batch(&mut batch, receive)?;
+            }
+            self.work_after(&mut batch)?;
+            let sent =
+                comm.isend_in_batch(&mut batch, &self.buffers.outgoing, self.buffers.send_slot(), self.peer)?;
+            if self.pings() {
+                comm.wait_in_batch(&mut batch, receive)?;
+            }
+            // The buffer is filled anew below.
+            comm.wait_in_batch(&mut batch, &sent)?;
+            stream.submit(&mut batch)?;
+            checker.turn()?;
+        }
+        self.app.finish()
+    }
+
+    /// Iterations that the CPU posts. Returns the CPU time of checking.
+    fn iterations(&self, checker: &dyn Checker, mode: Mode, receives: &[Request]) -> Result<Duration> {
+        let mut checking = Duration::ZERO;
+        if checker.always_on_stream() {
+            checker.start()?;
+        }
+        for receive in receives {
+            let start = Instant::now();
+            let sent = self.exchange(checker, mode, receive)?;
+            let time = start.elapsed();
+            self.comm.wait(&sent, self.timeout)?;
+            checking += checker.turn_by_cpu(time)?;
+        }
+        self.app.finish()?;
+        Ok(checking)
+    }
+
+    /// One message there and one back, posted by the CPU.
+    fn exchange(&self, checker: &dyn Checker, mode: Mode, receive: &Request) -> Result<Request> {
+        let (comm, app) = (self.comm, self.app);
+        let wait = || match mode {
+            Mode::Sync => comm.wait_on_stream(&app.stream, receive),
+            _ => comm.wait(receive, self.timeout).map(drop),
+        };
+        if !self.pings() {
+            wait()?;
+        }
+        self.work.enqueue()?;
+        // What the send must not overtake.
+        let on_stream = checker.always_on_stream() || !self.work.is_none();
+        if on_stream || (mode == Mode::Sync && !self.pings()) {
+            app.idle()?;
+        }
+        let sent = comm.isend(&self.buffers.outgoing, self.buffers.send_slot(), self.peer)?;
+        if self.pings() {
+            wait()?;
+            // A checker on the stream has its place behind the wait.
+            if mode == Mode::Sync && !checker.always_on_stream() {
+                app.idle()?;
+            }
+        }
+        Ok(sent)
+    }
+
+    /// Runs windows with nothing but sends and waits on the stream; a time is the mean of a window.
+    fn run_unchecked(&self, warm_up: u64, total: u64) -> Result<Measured> {
+        let (comm, buffers) = (self.comm, &self.buffers);
+        let mut windows = Windows::new(comm, self.app, self.timeout)?;
+        let (mut samples, mut cost, mut errors) = (Samples::default(), Cost::default(), 0);
+        let mut n = 0;
+        while n < total {
+            let end = if n < warm_up { warm_up } else { total }.min(n + u64::from(self.options.ahead));
+            buffers.prepare_window(n)?;
+            let receives: Vec<Request> = (n + 1..=end)
+                .map(|next| comm.irecv(&buffers.incoming, buffers.window_slot(next == end), self.peer))
+                .collect::<mp::Result<_>>()?;
+            let (time, sent) = windows.run(&mut cost, |batch| {
+                let mut sent = Vec::with_capacity(receives.len());
+                for receive in &receives {
+                    if !self.pings() {
+                        comm.wait_in_batch(batch, receive)?;
+                    }
+                    sent.push(comm.isend_in_batch(
+                        batch,
+                        &buffers.outgoing,
+                        buffers.send_slot(),
+                        self.peer,
+                    )?);
+                    if self.pings() {
+                        comm.wait_in_batch(batch, receive)?;
+                    }
+                }
+                Ok(sent)
+            })?;
+            comm.wait_all(&sent, self.timeout)?;
+            errors += buffers.wrong_of_window(n, receives.len().min(2))?;
+            if n >= warm_up {
+                samples.add_mean(time, end - n);
+            }
+            n = end;
+        }
+        Ok(Measured { samples, cost, iterations: total, errors })
+    }
+}
+
+/// Launches under way.
+const UNDER_WAY: usize = 2;
+
+/// Launches some iterations, and waits for room for so long.
+type Launcher<'a> = Box<dyn Fn(&Stream, Duration) -> Result<Launch> + 'a>;
+
+/// The launches that it takes to run so many iterations.
+struct Launches<'a> {
+    /// Iterations of a launch, and how it is launched; at last one of fewer, if need be.
+    launchers: Vec<(u64, Launcher<'a>)>,
+    each: u64,
+    total: u64,
+    connection: Connection,
+}
+
+impl<'a> Launches<'a> {
+    /// Makes launchers of `each` iterations, and posts the receives of the first launches.
+    fn new(
+        mut connection: Connection,
+        each: u64,
+        total: u64,
+        launcher: impl Fn(&Connection, u64) -> Result<Launcher<'a>>,
+    ) -> Result<Self> {
+        let each = each.min(total);
+        connection.receive_before(total.min(UNDER_WAY as u64 * each))?;
+        let counts = [each, total % each].into_iter().filter(|&count| count > 0);
+        let launchers = counts.map(|count| Ok((count, launcher(&connection, count)?)));
+        Ok(Self { launchers: launchers.collect::<Result<_>>()?, each, total, connection })
+    }
+
+    /// How many messages a queue needs room for: those of the launches under way, of the next, and of one that nobody has
+    /// taken completions of yet.
+    fn room(each: u64) -> Result<usize> {
+        Ok((UNDER_WAY + 2) * usize::try_from(each)?)
+    }
+
+    /// Launches until all iterations are queued. Receives are posted a launch before the peer can need them.
+    fn run(&mut self, stream: &Stream, timeout: Duration) -> Result<()> {
+        let mut pace = Pace::default();
+        let mut under_way = VecDeque::with_capacity(UNDER_WAY);
+        let mut done = 0;
+        while done < self.total {
+            if under_way.len() == UNDER_WAY {
+                let first: Option<Launch> = under_way.pop_front();
+                first.map_or(Ok(()), |launch| pace.wait(&launch, stream, timeout))?;
+            }
+            let count = self.each.min(self.total - done);
+            let launcher = self.launchers.iter().find(|(of, _)| *of == count).map(|(_, launcher)| launcher);
+            self.connection.receive_before(self.total.min(done + count + self.each))?;
+            under_way.push_back(launcher.ok_or("a launcher for each launch")?(stream, timeout)?);
+            done += count;
+        }
+        Ok(())
+    }
+}
+
+/// Captures so many iterations as a graph.
+fn captured<'a>(
+    pingpong: &PingPong<'_>,
+    checker: &dyn Checker,
+    connection: &Connection,
+    count: u64,
+) -> Result<Launcher<'a>> {
+    let stream = &pingpong.app.stream;
+    let capture = stream.begin_capture()?;
+    for _ in 0..count {
+        let mut batch = Batch::new();
+        if !pingpong.pings() {
+            batch.wait_recv(&connection.qp)?;
+        }
+        pingpong.work_after(&mut batch)?;
+        connection.send(&mut batch)?;
+        if pingpong.pings() {
+            batch.wait_recv(&connection.qp)?;
+        }
+        // The buffer is filled anew below.
+        batch.wait_all_sends(&connection.qp)?;
+        stream.submit(&mut batch)?;
+        checker.turn()?;
+    }
+    let graph = capture.end()?;
+    Ok(Box::new(move |stream, timeout| Ok(graph.launch_within(stream, timeout)?)))
+}
+
+/// Records so many iterations for a kernel that waits and sends by itself.
+fn initiated<'a>(
+    pingpong: &PingPong<'_>,
+    checker: &'a KernelChecker<'_>,
+    connection: &Connection,
+    count: u64,
+) -> Result<Launcher<'a>> {
+    let work = pingpong.work_time();
+    // Behind the work; without any it is one step with the send.
+    let waits_first = !pingpong.pings() && !work.is_zero();
+    let steps = pingpong.app.stream.record_steps(|stream| {
+        for _ in 0..count {
+            let mut batch = Batch::new();
+            if !pingpong.pings() {
+                batch.wait_recv(&connection.qp)?;
+            }
+            if waits_first {
+                stream.submit(&mut batch)?;
+            }
+            connection.send(&mut batch)?;
+            // The buffer is filled anew behind this. It has left before the answer comes.
+            batch.wait_all_sends(&connection.qp)?;
+            if pingpong.pings() {
+                batch.wait_recv(&connection.qp)?;
+            }
+            stream.submit(&mut batch)?;
+        }
+        Ok(())
+    })?;
+    Ok(Box::new(move |stream, timeout| {
+        steps.launch_within(stream, timeout, |program| checker.initiate(program, count, work, waits_first))
+    }))
+}
+
+/// How long launches take.
+#[derive(Default)]
+struct Pace {
+    last: Option<Instant>,
+    each: Duration,
+}
+
+impl Pace {
+    /// Waits for a launch; almost all of the time that the one before took, it does not even look:
+    /// one more is under way.
+    fn wait(&mut self, launch: &Launch, stream: &Stream, timeout: Duration) -> Result<()> {
+        if let Some(last) = self.last {
+            std::thread::sleep((self.each * 15 / 16).min(timeout).saturating_sub(last.elapsed()));
+        }
+        launch.wait(stream, timeout)?;
+        let now = Instant::now();
+        self.each = self.last.map_or(Duration::ZERO, |last| now - last);
+        self.last = Some(now);
+        Ok(())
+    }
+}
+
+/// Messages of `mp` wait for a credit, which no two of them do for the same one: here the program has posted all receives
+/// before a send can need them.
+#[derive(Debug)]
+struct Connection {
+    qp: Qp,
+    outgoing: Mr,
+    incoming: Mr,
+    buffers: Buffers,
+    /// Receives posted so far.
+    posted: u64,
+}
+
+impl Connection {
+    /// Connects both ranks through the device that their other messages take. So many messages fit in each direction.
+    fn new(
+        options: &Options,
+        comm: &Communicator,
+        placed: &Placed,
+        buffers: &Buffers,
+        messages: usize,
+    ) -> Result<Self> {
+        let (peer, timeout) = (1 - comm.rank(), options.timeout());
+        let pd = comm.device(peer)?.alloc_pd()?;
+        let [outgoing, incoming] =
+            [&buffers.outgoing, &buffers.incoming].map(|buffer| pd.register(buffer.memory(), Access::all()));
+        let builder = pd.build_qp().max_send_wr(messages).max_recv_wr(messages);
+        let builder = match &placed.gpu {
+            Some(gpu) => builder.on_gpu(gpu, placed.on_gpu()),
+            None => builder,
+        };
+        let qp = builder.build()?;
+        let addresses = comm.exchange(&qp.address().to_bytes(), timeout)?;
+        let theirs = addresses.get(peer).and_then(|address| address.as_slice().try_into().ok());
+        qp.connect(QpAddress::from_bytes(theirs.ok_or("the peer told no address")?)?)?;
+        Ok(Self { qp, outgoing: outgoing?, incoming: incoming?, buffers: buffers.clone(), posted: 0 })
+    }
+
+    /// Posts receives for messages up to this one, in one call.
+    fn receive_before(&mut self, end: u64) -> Result<()> {
+        let places = [0, 1].map(|n| self.buffers.receive_slot(n));
+        let places = places.map(|place| self.incoming.sge(place.start, place.len()));
+        let [even, odd] = places.map(|place| place.map(|sge| [sge]));
+        let (even, odd) = (even?, odd?);
+        let sges = |n: u64| if n.is_multiple_of(2) { &even } else { &odd };
+        let receives: Vec<_> =
+            (self.posted..end).map(|n| RecvWr { wr_id: n, sges: sges(n).as_slice() }).collect();
+        if !receives.is_empty() {
+            self.qp.post_recv(&receives)?;
+            self.posted = end;
+        }
+        Ok(())
+    }
+
+    /// Adds the send of what is to leave.
+    fn send(&self, batch: &mut Batch) -> gdsync::Result<()> {
+        let place = self.buffers.send_slot();
+        batch.send(&self.qp, &SendWr::send(&[self.outgoing.sge(place.start, place.len())?]))?;
+        Ok(())
+    }
+}
+
+/// Runs windows on the streams of both ranks; rank 0 begins.
+struct Windows<'a> {
+    comm: &'a Communicator,
+    app: &'a AppStream,
+    clock: Clock<'a>,
+    gate: Word32,
+    opened: u32,
+    timeout: Duration,
+}
+
+impl<'a> Windows<'a> {
+    fn new(comm: &'a Communicator, app: &'a AppStream, timeout: Duration) -> Result<Self> {
+        let clock = Clock::new(app)?;
+        let gate = Memory::alloc(4)?.word32(0)?;
+        Ok(Self { comm, app, clock, gate, opened: 0, timeout })
+    }
+
+    /// Runs what `fill` adds to a batch. Returns how long the stream took, and what `fill` did; `cost` gets what posting and
+    /// waiting cost, but for waiting until the other rank has posted.
+    fn run<T>(
+        &mut self,
+        cost: &mut Cost,
+        fill: impl FnOnce(&mut Batch) -> Result<T>,
+    ) -> Result<(Duration, T)> {
+        let pings = self.comm.rank() == 0;
+        let stream = &self.app.stream;
+        self.opened += 1;
+        let opened = self.opened;
+        let kept = cost.add(|| -> Result<_> {
+            if pings {
+                stream.wait_value32(&self.gate, opened, Cond::Geq)?;
+            }
+            self.clock.take(Side::Begin)?;
+            let mut batch = Batch::new();
+            let kept = fill(&mut batch)?;
+            stream.submit(&mut batch)?;
+            self.clock.take(Side::End)?;
+            Ok(kept)
+        })?;
+        // Now everything is posted at both ends.
+        self.comm.barrier(self.timeout)?;
+        cost.add(|| {
+            self.gate.store(opened);
+            self.app.finish()
+        })?;
+        Ok((self.clock.between()?, kept))
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Side {
+    Begin = 0,
+    End = 8,
+}
+
+/// Reads the clock of what runs the stream, on the stream.
+struct Clock<'a> {
+    app: &'a AppStream,
+    stamp: Option<(&'a Kernels, Kernel<u64>)>,
+    origin: Instant,
+    /// Begin and end in nanoseconds.
+    memory: Memory,
+}
+
+impl<'a> Clock<'a> {
+    fn new(app: &'a AppStream) -> Result<Self> {
+        let stamp = match &app.kernels {
+            // SAFETY: the parameter is one address.
+            Some(kernels) => Some((kernels, unsafe { kernels.find(c"stamp") }?)),
+            None => None,
+        };
+        let clock = Self { app, stamp, origin: Instant::now(), memory: Memory::alloc(16)? };
+        // What CUDA loads or registers at the first use, it had better do before a stream is held.
+        clock.take(Side::Begin)?;
+        app.idle()?;
+        Ok(clock)
+    }
+
+    fn word(&self, side: Side) -> Result<Word64> {
+        Ok(self.memory.word64(side as usize)?)
+    }
+
+    fn take(&self, side: Side) -> Result<()> {
+        let word = self.word(side)?;
+        match &self.stamp {
+            Some((kernels, stamp)) => {
+                let addr = word.memory().gpu_addr(self.app.gpu()?)?;
+                // SAFETY: a word, which this value keeps until the stream is idle.
+                unsafe { kernels.launch(stamp, 1, 1, addr) }
+            }
+            None => {
+                let origin = self.origin;
+                let now = move || u64::try_from(origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                Ok(self.app.stream.host_fn(move || word.store(now()))?)
+            }
+        }
+    }
+
+    fn between(&self) -> Result<Duration> {
+        let time = self.word(Side::End)?.load().checked_sub(self.word(Side::Begin)?.load());
+        Ok(Duration::from_nanos(time.ok_or("the clock of the stream went backwards")?))
+    }
+}
+
+impl Drop for Clock<'_> {
+    fn drop(&mut self) {
+        self.app.settle();
+    }
+}
+
+/// Work of a certain time: a host function that spins, or a kernel that does on a GPU.
+#[derive(Debug)]
+pub struct Work<'a> {
+    app: &'a AppStream,
+    time: Duration,
+    kernel: Option<(&'a Kernels, Kernel<u64>)>,
+}
+
+impl<'a> Work<'a> {
+    /// For a app with the kernels of [`PTX`](super::PTX).
+    ///
+    /// # Errors
+    /// Of the GPU driver.
+    pub fn new(app: &'a AppStream, time: Duration) -> Result<Self> {
+        let kernel = match &app.kernels {
+            // SAFETY: the parameter is one u64.
+            Some(kernels) => Some((kernels, unsafe { kernels.find(c"work") }?)),
+            None => None,
+        };
+        Ok(Self { app, time, kernel })
+    }
+
+    /// Whether it takes no time, and nothing is put on the stream.
+    pub fn is_none(&self) -> bool {
+        self.time.is_zero()
+    }
+
+    /// Puts it on the stream.
+    ///
+    /// # Errors
+    /// Of the stream.
+    pub fn enqueue(&self) -> Result<()> {
+        if self.is_none() {
+            return Ok(());
+        }
+        let time = self.time;
+        match &self.kernel {
+            // SAFETY: the argument names no memory.
+            Some((kernels, work)) => unsafe { kernels.launch(work, 1, 1, u64::try_from(time.as_nanos())?) },
+            None => {
+                let mut batch = Batch::new();
+                batch.repeatable_host_fn(move || {
+                    let start = Instant::now();
+                    while start.elapsed() < time {
+                        std::hint::spin_loop();
+                    }
+                });
+                Ok(self.app.stream.submit(&mut batch)?)
+            }
+        }
+    }
+}
+
+/// Bytes of a flag.
+const FLAG: usize = 4;
+/// Flags are on lines of their own.
+const LINE: usize = 64;
+
+/// Bounces flags between the streams of both ranks, as often as small messages are.
+///
+/// # Errors
+/// Of the streams, and of sharing memory between the ranks.
+pub(super) fn flags(options: &Options, comm: &Communicator, app: &AppStream) -> Result<Measured> {
+    let timeout = options.timeout();
+    let memory = shared_page::share(comm, shared_page::SIZE, timeout)?;
+    let (mine, theirs) = (memory.word32(comm.rank() * LINE)?, memory.word32((1 - comm.rank()) * LINE)?);
+
+    let pings = comm.rank() == 0;
+    let (warm_up, total) = options.iterations(FLAG);
+    let mut windows = Windows::new(comm, app, timeout)?;
+    let (mut samples, mut cost) = (Samples::default(), Cost::default());
+    let mut n = 0;
+    while n < total {
+        let end = if n < warm_up { warm_up } else { total }.min(n + u64::from(options.ahead));
+        let values = u32::try_from(n + 1)?..=u32::try_from(end)?;
+        let (time, ()) = windows.run(&mut cost, |batch| {
+            for value in values {
+                if !pings {
+                    batch.wait_value32(&theirs, value, Cond::Geq);
+                }
+                batch.write_value32(&mine, value);
+                if pings {
+                    batch.wait_value32(&theirs, value, Cond::Geq);
+                }
+            }
+            Ok(())
+        })?;
+        if n >= warm_up {
+            samples.add_mean(time, end - n);
+        }
+        n = end;
+    }
+    // The barrier of an exchange: both have written their last.
+    comm.barrier(timeout)?;
+    let errors = u64::from(u64::from(theirs.load()) != total);
+    Ok(Measured { samples, cost, iterations: total, errors })
+}

@@ -1,0 +1,663 @@
+//! Cases of freed memory, forked processes, exhaustion and leaks.
+
+use std::ffi::c_void;
+use std::io::{IoSlice, IoSliceMut, PipeReader};
+use std::mem::zeroed;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+use std::{fs, io, thread};
+
+use cudarc::driver::sys::CUdevice_attribute;
+use cudarc::driver::{CudaContext, result, sys};
+use gdrcopy::{BackendKind, Gdr};
+
+use super::super::cuda::{compare, pattern};
+use super::mapping::{PAGE, SIZE, joined, write_and_check};
+use super::{Env, Outcome, fail, fork, persistent, receive, refused, send, waive};
+use crate::nvml::Nvml;
+
+/// An allocation of CUDA with an address of its own choice.
+#[derive(Debug)]
+pub(super) struct Raw {
+    pub(super) addr: u64,
+    context: Arc<CudaContext>,
+}
+
+impl Raw {
+    /// `cuMemAlloc`, at any multiple of 512 bytes.
+    pub(super) fn device(context: &Arc<CudaContext>, len: usize) -> Outcome<Self> {
+        context.bind_to_thread()?;
+        // SAFETY: a context is current.
+        let addr = unsafe { result::malloc_sync(len) }?;
+        Ok(Self { addr, context: context.clone() })
+    }
+
+    /// `cuMemAllocManaged`.
+    pub(super) fn managed(context: &Arc<CudaContext>, len: usize) -> Outcome<Self> {
+        context.bind_to_thread()?;
+        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
+        // SAFETY: a context is current.
+        let addr = unsafe { result::malloc_managed(len, flags) }?;
+        Ok(Self { addr, context: context.clone() })
+    }
+
+    /// Reads by CUDA.
+    pub(super) fn read(&self, out: &mut [u8]) -> Outcome {
+        self.context.bind_to_thread()?;
+        // SAFETY: the cases read no more than they allocated.
+        Ok(unsafe { result::memcpy_dtoh_sync(out, self.addr) }?)
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: allocated by this type and freed once. A failure would show in the leak checks.
+            let _ = unsafe { result::free_sync(self.addr) };
+        }
+    }
+}
+
+/// Asks the kernel to read a byte at an address of this process, where a load might kill the process.
+fn readable(addr: usize) -> Outcome<bool> {
+    let (reader, writer) = io::pipe()?;
+    // SAFETY: the kernel checks the address and says so.
+    let written = unsafe { libc::write(writer.as_raw_fd(), std::ptr::without_provenance(addr), 1) };
+    let error = io::Error::last_os_error();
+    drop::<PipeReader>(reader);
+    match written {
+        1 => Ok(true),
+        _ if error.raw_os_error() == Some(libc::EFAULT) => Ok(false),
+        _ => Err(error.into()),
+    }
+}
+
+/// The library may be closed under a mapping; after the mapping nothing is left at its address.
+pub(super) fn access_after_close(env: &Env) -> Outcome {
+    let (gdr, buffer) = env.open_with(PAGE)?;
+    let mapping = buffer.map()?;
+    let addr = mapping.as_ptr().addr();
+    mapping.store(0, 0x1234_u32)?;
+    drop((gdr, buffer));
+    ensure!(mapping.load::<u32>(0)? == 0x1234, "a mapping lost its memory when the library was closed");
+    ensure!(readable(addr)?, "the address of a living mapping cannot be read");
+    drop(mapping);
+    ensure!(!readable(addr)?, "the address of a mapping that is gone can still be read");
+    Ok(())
+}
+
+/// Memory that is freed under a mapping stays, with its old bytes, whatever is allocated next.
+pub(super) fn access_after_free(env: &Env) -> Outcome {
+    let (gdr, buffer) = env.open_with(SIZE)?;
+    let pin = buffer.pin()?;
+    let mapping = pin.map()?;
+    let data = pattern(1, SIZE);
+    mapping.write(0, &data)?;
+    drop(buffer);
+    if !persistent(&gdr)? {
+        ensure!(!readable(mapping.as_ptr().addr())?, "the mapping of freed memory can still be read");
+        ensure!(pin.invalidated()?, "the pin does not say that its memory is gone");
+        return Ok(());
+    }
+    let others = (0..8).map(|_| env.alloc(&gdr, SIZE)).collect::<Outcome<Vec<_>>>()?;
+    others.iter().try_for_each(|other| other.copy_in(0, &pattern(2, SIZE)))?;
+    let mut found = vec![0; SIZE];
+    mapping.read(0, &mut found)?;
+    compare("the mapping of freed memory", &data, &found)?;
+    let new = pattern(3, SIZE);
+    mapping.write(0, &new)?;
+    for other in &others {
+        other.copy_out(0, &mut found)?;
+        compare("memory allocated after that was freed", &pattern(2, SIZE), &found)?;
+    }
+    ensure!(!pin.invalidated()?, "the pin says that its memory is gone");
+    mapping.unmap()?;
+    Ok(pin.unpin()?)
+}
+
+pub(super) fn two_mappings(env: &Env) -> Outcome {
+    let (gdr, first) = env.open_with(PAGE)?;
+    let second = env.alloc(&gdr, PAGE)?;
+    let mappings = [first.map()?, second.map()?];
+    mappings[0].store(0, 1_u32)?;
+    mappings[1].store(0, 2_u32)?;
+    ensure!(mappings[0].load::<u32>(0)? == 1, "the first mapping does not show its own word");
+    drop(first);
+    ensure!(mappings[1].load::<u32>(0)? == 2, "freeing one buffer changed the mapping of another");
+    write_and_check(&mappings[1], &second, 0, PAGE)
+}
+
+/// A part of a mapping is unmapped by somebody else in the process.
+pub(super) fn partial_unmap(env: &Env) -> Outcome {
+    let (_, buffer) = env.open_with(4 * PAGE)?;
+    let pin = buffer.pin()?;
+    let mapping = pin.map()?;
+    let start = mapping.as_ptr();
+    let hole = start.wrapping_add(PAGE);
+    // SAFETY: a part of the mapping that nothing touches any more.
+    let rc = unsafe { libc::munmap(hole.cast(), PAGE) };
+    ensure!(rc == 0, "munmap of a part: {}", std::io::Error::last_os_error());
+    ensure!(!readable(hole.addr())?, "the part is still there");
+    let data = pattern(1, PAGE);
+    mapping.write(2 * PAGE, &data)?;
+    let mut found = vec![0; PAGE];
+    buffer.copy_out(2 * PAGE, &mut found)?;
+    compare("the part behind the hole", &data, &found)?;
+    mapping.unmap()?;
+    ensure!(!readable(start.addr())? && !readable(start.addr() + 3 * PAGE)?, "parts of the mapping are left");
+    pin.unpin()?;
+    write_and_check(&buffer.map()?, &buffer, 0, 4 * PAGE)
+}
+
+/// Memory is freed while another thread copies to and from it.
+pub(super) fn free_under_copy(env: &Env) -> Outcome {
+    let (gdr, buffer) = env.open_with(SIZE)?;
+    if !persistent(&gdr)? {
+        return waive("this backend's mappings vanish with their memory, which kills who copies");
+    }
+    let mapping = buffer.map()?;
+    let stop = AtomicBool::new(false);
+    let copy = || -> Outcome<u64> {
+        let mut rounds = 0;
+        while !stop.load(Ordering::Relaxed) {
+            rounds += 1;
+            let data = pattern(u32::try_from(rounds % 1000)?, SIZE);
+            let mut found = vec![0; SIZE];
+            mapping.write(0, &data)?;
+            mapping.read(0, &mut found)?;
+            compare(&format!("copy {rounds}"), &data, &found)?;
+        }
+        Ok(rounds)
+    };
+    let rounds = thread::scope(|scope| {
+        let copying = scope.spawn(copy);
+        thread::sleep(Duration::from_millis(20));
+        drop(buffer);
+        let other = env.alloc(&gdr, SIZE);
+        thread::sleep(Duration::from_millis(20));
+        stop.store(true, Ordering::Relaxed);
+        drop(other?);
+        joined(copying)
+    })?;
+    env.note(format_args!("{rounds} copies both ways"));
+    ensure!(rounds > 0, "nothing was copied");
+    Ok(())
+}
+
+/// Waives where only one process at a time may use the GPU.
+fn shared_gpu(env: &Env, gdr: &gdrcopy::Gdr) -> Outcome {
+    let Ok(context) = env.cuda(gdr) else { return Ok(()) };
+    match context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)? {
+        0 => Ok(()),
+        _ => waive("the GPU is not in the default compute mode, and two processes are to use it"),
+    }
+}
+
+/// A stale mapping of the parent never shows what the child writes to memory of its own.
+pub(super) fn fork_access_after_free(env: &Env) -> Outcome {
+    // Forked first: each side opens for itself.
+    let child = fork(|parent| {
+        receive(&parent)?;
+        let (_gdr, buffer) = env.open_with(PAGE)?;
+        let mapping = buffer.map()?;
+        mapping.store(0, 0xc41d_u64)?;
+        mapping.flush()?;
+        send(&parent, 1)?;
+        // The memory stays until the parent has looked.
+        receive(&parent).map(drop)
+    })?;
+    let (gdr, buffer) = env.open_with(PAGE)?;
+    shared_gpu(env, &gdr)?;
+    let mapping = buffer.map()?;
+    mapping.store(0, 0x9a7e_u64)?;
+    drop(buffer);
+    send(&child.stream, 1)?;
+    receive(&child.stream)?;
+    if persistent(&gdr)? {
+        let seen: u64 = mapping.load(0)?;
+        ensure!(seen == 0x9a7e, "the stale mapping shows {seen:#x}");
+    } else {
+        ensure!(!readable(mapping.as_ptr().addr())?, "the mapping of freed memory can still be read");
+    }
+    send(&child.stream, 1)?;
+    child.join()
+}
+
+/// A forked child has a hole where the parent has its mapping.
+pub(super) fn after_map(env: &Env) -> Outcome {
+    let (_, buffer) = env.open_with(PAGE)?;
+    let mapping = buffer.map()?;
+    mapping.store(0, 0x9a7e_u64)?;
+    let addr = mapping.as_ptr().addr();
+    let child = fork(|_| {
+        ensure!(!readable(addr)?, "the child can read the parent's mapping");
+        Ok(())
+    })?;
+    child.join()?;
+    ensure!(mapping.load::<u64>(0)? == 0x9a7e, "the parent's mapping changed");
+    write_and_check(&mapping, &buffer, 0, PAGE)
+}
+
+/// A forked child can neither map the parent's pin nor pin, allocate or ask through the parent's library.
+pub(super) fn child_maps_parents_pin(env: &Env) -> Outcome {
+    let (gdr, buffer) = env.open_with(PAGE)?;
+    let pin = buffer.pin()?;
+    let child = fork(|_| {
+        refused(env, "the parent's pin mapped by the child", libc::EACCES, pin.map())?;
+        refused(
+            env,
+            "the parent's library pinning for the child",
+            libc::EACCES,
+            gdr.pin(buffer.addr(), PAGE),
+        )?;
+        refused(
+            env,
+            "the parent's library allocating for the child",
+            libc::EACCES,
+            gdr.alloc(env.common.gpu, PAGE),
+        )?;
+        refused(env, "the parent's buffer read by the child", libc::EACCES, buffer.copy_out(0, &mut [0; 8]))
+    })?;
+    child.join()?;
+    write_and_check(&pin.map()?, &buffer, 0, PAGE)
+}
+
+/// What the child frees and unmaps is its own.
+pub(super) fn map_and_free(env: &Env) -> Outcome {
+    let child = fork(|parent| {
+        receive(&parent)?;
+        let (_gdr, buffer) = env.open_with(PAGE)?;
+        let mapping = buffer.map()?;
+        mapping.store(0, 0xc41d_u64)?;
+        drop(buffer);
+        drop(mapping);
+        send(&parent, 1)
+    })?;
+    let (gdr, buffer) = env.open_with(PAGE)?;
+    shared_gpu(env, &gdr)?;
+    let mapping = buffer.map()?;
+    mapping.store(0, 0x9a7e_u64)?;
+    send(&child.stream, 1)?;
+    receive(&child.stream)?;
+    ensure!(mapping.load::<u64>(0)? == 0x9a7e, "the child's freeing changed the parent's mapping");
+    child.join()?;
+    write_and_check(&mapping, &buffer, 0, PAGE)
+}
+
+/// A child that drops what it inherited does the parent no harm.
+pub(super) fn child_drops(env: &Env) -> Outcome {
+    let (gdr, buffer) = env.open_with(PAGE)?;
+    let pin = buffer.pin()?;
+    let mapping = pin.map()?;
+    mapping.store(0, 0x9a7e_u64)?;
+    // The child runs the drops on its copies of these; the parent's values are left as they are.
+    let inherited = std::mem::ManuallyDrop::new((mapping, pin, buffer, gdr));
+    let child = fork(|_| {
+        // SAFETY: in the child this is the only use of its copy of the values.
+        drop(unsafe { std::ptr::read(&*inherited) });
+        Ok(())
+    })?;
+    child.join()?;
+    let (mapping, pin, buffer, gdr) = std::mem::ManuallyDrop::into_inner(inherited);
+    ensure!(mapping.load::<u64>(0)? == 0x9a7e, "the parent's mapping changed");
+    write_and_check(&mapping, &buffer, 0, PAGE)?;
+    drop((mapping, pin));
+    write_and_check(&gdr.map(buffer.addr(), PAGE)?, &buffer, 0, PAGE)
+}
+
+/// Another process cannot pin an address of this one.
+pub(super) fn child_pins_parents_address(env: &Env) -> Outcome {
+    let child = fork(|parent| {
+        let addr = receive(&parent)?;
+        let gdr = env.open()?;
+        shared_gpu(env, &gdr)?;
+        refused(env, "an address of another process", libc::EINVAL, gdr.pin(addr, PAGE))
+    })?;
+    let (_, buffer) = env.open_with(PAGE)?;
+    send(&child.stream, buffer.addr())?;
+    child.join()?;
+    write_and_check(&buffer.map()?, &buffer, 0, PAGE)
+}
+
+pub(super) fn fork_tokens(_: &Env) -> Outcome {
+    waive("P2P tokens are not in this interface; fork_child_pins_parents_address tests addresses")
+}
+
+/// `GDRDRV_IOC_PIN_BUFFER` of gdrcopy's `gdrdrv.h` (v2.6): type 0xDA, number 1, 40 bytes both ways.
+const PIN_BUFFER: u32 = 0xC028_DA01;
+/// The module's count of pins, there only if it was loaded with `dbg_enabled=1`.
+const PINS: &str = "/proc/driver/gdrdrv/nv_get_pages_refcount";
+
+/// The descriptor of the kernel module's file; waives the case where the backend has none.
+fn descriptor(gdr: &Gdr) -> Outcome<RawFd> {
+    if gdr.backend() != BackendKind::Gdrdrv {
+        return waive(format_args!("the {} backend has no file of the gdrdrv module", gdr.backend()));
+    }
+    for entry in fs::read_dir("/proc/self/fd")? {
+        let path = entry?.path();
+        if fs::read_link(&path).is_ok_and(|target| target.as_os_str() == "/dev/gdrdrv") {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            return Ok(name.parse()?);
+        }
+    }
+    fail("no descriptor of /dev/gdrdrv is open")
+}
+
+/// A descriptor that came by a socket cannot pin.
+pub(super) fn pin_by_shared(env: &Env) -> Outcome {
+    shared(env, |fd| {
+        // Address, size, token, address space, handle: see section 2 of the module's header.
+        let mut request = [0x7f00_0000_0000_u64, PAGE as u64, 0, 0, 0];
+        let arg = request.as_mut_ptr().cast::<c_void>();
+        // SAFETY: the request is as long as its code says.
+        let rc = unsafe { libc::ioctl(fd.as_raw_fd(), PIN_BUFFER.into(), arg) };
+        denied("a pin", rc == 0)
+    })
+}
+
+/// Nor can it map what its owner has pinned.
+pub(super) fn map_by_shared(env: &Env) -> Outcome {
+    shared(env, |fd| {
+        let (prot, null) = (libc::PROT_READ | libc::PROT_WRITE, std::ptr::null_mut());
+        // The handle of a file's first pin is 0, and so is its offset.
+        // SAFETY: an address that the kernel chooses touches no existing memory.
+        let raw = unsafe { libc::mmap(null, PAGE, prot, libc::MAP_SHARED, fd.as_raw_fd(), 0) };
+        denied("a mapping", raw != libc::MAP_FAILED)
+    })
+}
+
+fn denied(what: &str, done: bool) -> Outcome {
+    let error = io::Error::last_os_error();
+    ensure!(!done, "{what} by another process's descriptor succeeded");
+    ensure!(error.raw_os_error() == Some(libc::EACCES), "{what} was refused with {error}, expected EACCES");
+    Ok(())
+}
+
+fn shared(env: &Env, attempt: impl FnOnce(OwnedFd) -> Outcome) -> Outcome {
+    let child = fork(|parent| {
+        let fd = receive_descriptor(&parent)?;
+        attempt(fd)
+    })?;
+    let (gdr, buffer) = env.open_with(PAGE)?;
+    let fd = descriptor(&gdr)?;
+    let pin = buffer.pin()?;
+    send_descriptor(&child.stream, fd)?;
+    child.join()?;
+    pin.map()?;
+    Ok(())
+}
+
+/// A module must let pins go when the last process that holds its file ends, whoever that is.
+pub(super) fn leak_over_fork(env: &Env) -> Outcome {
+    let pins = || -> Outcome<i64> { Ok(fs::read_to_string(PINS)?.trim().parse()?) };
+    if let Err(error) = fs::metadata(PINS) {
+        return waive(format_args!(
+            "{PINS}: {error}; load gdrdrv 2.5 or newer with dbg_enabled=1, and be root"
+        ));
+    }
+    if pins()? != 0 {
+        return waive("other programs have pinned memory");
+    }
+    let gdr = env.open()?;
+    let fd = descriptor(&gdr)?;
+    let child = fork(|parent| receive(&parent).map(drop))?;
+    let buffer = env.alloc(&gdr, PAGE)?;
+    let pin = buffer.pin()?;
+    ensure!(pins()? > 0, "a pin is not counted");
+    // As if the process had been careless: the file is closed under its owner.
+    std::mem::forget((pin, gdr));
+    // SAFETY: nothing uses the descriptor any more; its owner was forgotten.
+    drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    send(&child.stream, 1)?;
+    child.join()?;
+    let left = pins()?;
+    ensure!(left == 0, "{left} pins are left after all processes closed the file");
+    Ok(())
+}
+
+/// Room for the control message of one descriptor, aligned as its header.
+#[repr(C, align(8))]
+struct Control([u8; 32]);
+
+fn message(control: &mut Control, iov: *mut libc::iovec) -> libc::msghdr {
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut message: libc::msghdr = unsafe { zeroed() };
+    message.msg_iov = iov;
+    message.msg_iovlen = 1;
+    message.msg_control = control.0.as_mut_ptr().cast();
+    // SAFETY: pure arithmetic.
+    message.msg_controllen = unsafe { libc::CMSG_SPACE(4) } as usize;
+    message
+}
+
+fn send_descriptor(stream: &UnixStream, fd: RawFd) -> Outcome {
+    let (mut control, mut byte) = (Control([0; 32]), IoSlice::new(&[1]));
+    let message = message(&mut control, (&raw mut byte).cast());
+    // SAFETY: the message has a control buffer with room for a header.
+    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: pure arithmetic.
+    let cmsg_len = unsafe { libc::CMSG_LEN(4) } as usize;
+    let (cmsg_level, cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
+    // SAFETY: the header lies in the control buffer, which is aligned for it.
+    unsafe { header.write(libc::cmsghdr { cmsg_len, cmsg_level, cmsg_type }) };
+    // SAFETY: the header is valid.
+    let data = unsafe { libc::CMSG_DATA(header) };
+    // SAFETY: the control buffer has room for a descriptor behind the header.
+    unsafe { data.cast::<RawFd>().write_unaligned(fd) };
+    // SAFETY: the message points to live buffers.
+    match unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) } {
+        1 => Ok(()),
+        _ => Err(io::Error::last_os_error().into()),
+    }
+}
+
+fn receive_descriptor(stream: &UnixStream) -> Outcome<OwnedFd> {
+    let (mut control, mut bytes) = (Control([0; 32]), [0]);
+    let mut byte = IoSliceMut::new(&mut bytes);
+    let mut message = message(&mut control, (&raw mut byte).cast());
+    // SAFETY: the message points to live buffers.
+    if unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error().into());
+    }
+    // SAFETY: the kernel has filled in the control buffer.
+    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    if header.is_null() {
+        return waive("the backend has no file of the gdrdrv module to send");
+    }
+    // SAFETY: the header is valid.
+    let data = unsafe { libc::CMSG_DATA(header) };
+    // SAFETY: the sender put one descriptor there.
+    let fd = unsafe { data.cast::<RawFd>().read_unaligned() };
+    // SAFETY: the kernel gave it to this process.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Mapping attempts beyond what fits.
+const EXTRA: u64 = 8;
+
+/// Maps until BAR1 is full: a typed error, no harm to what is mapped, and room again when all is released.
+pub(super) fn bar1(env: &Env) -> Outcome {
+    let gdr = env.open()?;
+    let context = env.cuda(&gdr)?;
+    let pci = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu).map(|gpu| gpu.pci);
+    let bar1 = match pci.map(|pci| Nvml::load().and_then(|nvml| nvml.bar1(&pci))) {
+        Some(Ok(bar1)) => bar1,
+        Some(Err(why)) => return waive(format_args!("the size of BAR1 is not known: {why}")),
+        None => return fail("the GPU is not in the list of GPUs"),
+    };
+    let memory = context.total_mem()? as u64;
+    env.note(format_args!("{bar1:?}, {memory} bytes of GPU memory"));
+    let chunk = (bar1.total / 64).clamp(2 << 20, 1 << 30);
+    let len = usize::try_from(chunk)?;
+    let covers = bar1.total >= memory;
+    // Where BAR1 is larger than memory, the same memory is mapped again and again.
+    let first = env.alloc(&gdr, len)?;
+    let mut held = vec![(first.map()?, None)];
+    let mut refusal = None;
+    for _ in 0..bar1.total / chunk + EXTRA {
+        let other = if covers { None } else { Some(env.alloc(&gdr, len)?) };
+        match other.as_ref().unwrap_or(&first).map() {
+            Ok(mapping) => held.push((mapping, other)),
+            Err(error) => {
+                refusal = Some(error);
+                break;
+            }
+        }
+    }
+    let count = held.len();
+    let Some(error) = refusal else {
+        let (total, held) = (bar1.total, count as u64 * chunk);
+        return waive(format_args!(
+            "BAR1 of {total} bytes covers all memory, and even mappings of {held} bytes fit"
+        ));
+    };
+    env.note(format_args!("mapping {count} was refused: {error}"));
+    ensure!(matches!(error, gdrcopy::Error::Exhausted { .. }), "mapping {count}: not Exhausted but: {error}");
+    let word = len - 8;
+    held[0].0.store(word, 0x9a7e_u64)?;
+    ensure!(held[0].0.load::<u64>(word)? == 0x9a7e, "an earlier mapping no longer works");
+    held.clear();
+    let again = env.alloc(&gdr, PAGE)?;
+    write_and_check(&again.map()?, &again, 0, PAGE)?;
+    first.map()?;
+    Ok(())
+}
+
+/// Sizes that take turns: parts of pages, a page, a large page.
+const SIZES: [usize; 4] = [2 << 20, 4096, PAGE, 100_000];
+/// Cycles after which caches of allocators and drivers are filled.
+const WARM_UP: u32 = 20;
+
+/// One thread opens the library anew now and then.
+pub(super) fn leak_check(env: &Env) -> Outcome {
+    let gdr = env.open()?;
+    (0..WARM_UP).try_for_each(|number| cycle(env, &gdr, number))?;
+    drop(env.open()?);
+    let before = Resources::count(env, &gdr)?;
+    for number in 0..env.cycles {
+        cycle(env, &gdr, number)?;
+        if number.is_multiple_of(10) {
+            cycle(env, &env.open()?, number)?;
+        }
+    }
+    Resources::count(env, &gdr)?.compare(env, before)
+}
+
+/// Many threads.
+pub(super) fn stress(env: &Env) -> Outcome {
+    let gdr = env.open()?;
+    let round = |cycles: u32| {
+        let (start, failed) = (Barrier::new(env.threads.into()), AtomicBool::new(false));
+        let work = || -> Outcome {
+            start.wait();
+            for number in 0..cycles {
+                if failed.load(Ordering::Relaxed) {
+                    break;
+                }
+                cycle(env, &gdr, number).inspect_err(|_| failed.store(true, Ordering::Relaxed))?;
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..env.threads).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().try_for_each(joined)
+        })
+    };
+    round(WARM_UP)?;
+    let before = Resources::count(env, &gdr)?;
+    round(env.cycles)?;
+    env.note(format_args!("{} threads, {} cycles each", env.threads, env.cycles));
+    Resources::count(env, &gdr)?.compare(env, before)
+}
+
+/// Allocate, pin, map, touch both ends, and give all back in changing order.
+fn cycle(env: &Env, gdr: &Gdr, number: u32) -> Outcome {
+    let len = SIZES[number as usize % SIZES.len()];
+    let buffer = env.alloc(gdr, len)?;
+    let pin = buffer.pin()?;
+    let mapping = pin.map()?;
+    for offset in [0, len - 64] {
+        let data = pattern(number, 64);
+        mapping.write(offset, &data)?;
+        let mut found = [0; 64];
+        // The GPU's view costs more than all the rest.
+        if number.is_multiple_of(16) {
+            buffer.copy_out(offset, &mut found)?;
+        } else {
+            mapping.read(offset, &mut found)?;
+        }
+        compare(&format!("cycle {number}, offset {offset}"), &data, &found)?;
+    }
+    match number % 3 {
+        0 => {
+            mapping.unmap()?;
+            pin.unpin()?;
+        }
+        1 => drop((buffer, pin, mapping)),
+        _ => {
+            pin.unpin()?;
+            drop(buffer);
+            ensure!(mapping.load::<u8>(0)? == pattern(number, 1)[0], "cycle {number}: freed memory changed");
+        }
+    }
+    Ok(())
+}
+
+/// What is held now.
+#[derive(Clone, Copy, Debug)]
+struct Resources {
+    descriptors: usize,
+    mappings: usize,
+    bar1_used: Option<u64>,
+    gpu_used: Option<u64>,
+}
+
+/// Growth below these is no leak: allocators keep a little. What leaks in every cycle grows by more.
+const SLACK_DESCRIPTORS: usize = 2;
+const SLACK_MAPPINGS: usize = 16;
+const SLACK_BYTES: u64 = 48 << 20;
+
+impl Resources {
+    /// Counts, and says what cannot be counted.
+    fn count(env: &Env, gdr: &Gdr) -> Outcome<Self> {
+        let descriptors = fs::read_dir("/proc/self/fd")?.count();
+        let mappings = fs::read_to_string("/proc/self/maps")?.lines().count();
+        let gpu_used = env.cuda(gdr).ok().and_then(|context| context.mem_get_info().ok());
+        let gpu_used = gpu_used.map(|(free, total)| (total - free) as u64);
+        let pci = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu).map(|gpu| gpu.pci);
+        let bar1_used =
+            match pci.filter(|_| gpu_used.is_some()).map(|pci| Nvml::load().and_then(|nvml| nvml.bar1(&pci)))
+            {
+                Some(Ok(bar1)) => Some(bar1.used),
+                Some(Err(why)) => {
+                    env.note(format_args!("BAR1 is not looked at: {why}"));
+                    None
+                }
+                None => None,
+            };
+        Ok(Self { descriptors, mappings, bar1_used, gpu_used })
+    }
+
+    /// Compares with what was held before.
+    fn compare(self, env: &Env, before: Self) -> Outcome {
+        env.note(format_args!("before: {before:?}"));
+        env.note(format_args!("after: {self:?}"));
+        let grown = |after: usize, before: usize| after.saturating_sub(before);
+        let descriptors = grown(self.descriptors, before.descriptors);
+        ensure!(descriptors <= SLACK_DESCRIPTORS, "{descriptors} file descriptors leaked");
+        let mappings = grown(self.mappings, before.mappings);
+        ensure!(mappings <= SLACK_MAPPINGS, "{mappings} memory mappings leaked");
+        let bytes = |after: Option<u64>, before: Option<u64>| Some(after?.saturating_sub(before?));
+        for (what, grown) in [
+            ("BAR1", bytes(self.bar1_used, before.bar1_used)),
+            ("GPU memory", bytes(self.gpu_used, before.gpu_used)),
+        ] {
+            let grown = grown.unwrap_or(0);
+            ensure!(grown <= SLACK_BYTES, "{grown} bytes of {what} leaked, or another program took them");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,414 @@
+//! `gdasync` and its benchmarks, run briefly: what they write, and that wrong data is an error.
+
+use std::process::Command;
+
+use gdasync::gdsync::cuda::Gpu;
+use gdasync::results::{At, Report, Series, Unit};
+
+use super::common::{Scratch, fails, gdasync, run, succeeds};
+
+/// A benchmark with options for a brief run, and the series that it must write: group, name, positions, whether it has ratios.
+struct Brief {
+    name: &'static str,
+    args: &'static [&'static str],
+    series: &'static [(&'static str, &'static str, &'static [u64], bool)],
+}
+
+const RTT: &str = "half round trip";
+const THREAD: &str = "CPU time per message, posting thread";
+const SIZES: &[u64] = &[8, 5000];
+
+const LATENCY: Brief = Brief {
+    name: "latency",
+    args: &["--sizes", "8,5000", "--iters", "20", "--ahead", "10", "--graph", "7"],
+    series: &[
+        (RTT, "cache line", SIZES, false),
+        (RTT, "stream flags", SIZES, true),
+        (RTT, "stream", SIZES, true),
+        (RTT, "graph", SIZES, true),
+        (RTT, "sync", SIZES, true),
+        (RTT, "cpu", SIZES, true),
+        ("whole iteration", "stream", SIZES, true),
+        (THREAD, "stream", SIZES, true),
+        (THREAD, "sync", SIZES, false),
+        ("CPU time per message, application", "cpu", SIZES, true),
+        ("CPU time per message, process", "graph", SIZES, true),
+    ],
+};
+
+const BANDWIDTH: Brief = Brief {
+    name: "bandwidth",
+    args: &[
+        "--sizes",
+        "64,5000",
+        "--iters",
+        "10",
+        "--outstanding",
+        "1,7",
+        "--qps",
+        "1,3",
+        "--messages",
+        "50",
+        "--slices",
+        "2",
+    ],
+    series: &[
+        ("bandwidth", "memcpy", &[64, 5000], false),
+        ("bandwidth", "host to host", &[64, 5000], true),
+        ("message rate by bytes", "cpu", &[64], true),
+        ("message rate by bytes", "stream", &[64], true),
+        ("message rate by bytes", "shared-memory ring", &[64], false),
+        ("message rate by outstanding", "cpu", &[1, 7], true),
+        ("message rate by outstanding", "stream", &[1, 7], true),
+        ("message rate by queue pairs", "cpu", &[1, 3], true),
+        ("message rate by queue pairs", "stream", &[1, 3], true),
+        ("message rate by queue pairs", "shared-memory ring", &[1, 3], false),
+    ],
+};
+
+const WORK: &[u64] = &[5, 50];
+const BESIDE: &str = "exchange beside work";
+const HIDDEN: &str = "hidden part of the exchange";
+
+const MESSAGES: Brief = Brief {
+    name: "messages",
+    // More iterations than a window, and not a multiple of it.
+    args: &["--sizes", "1,5000", "--iters", "501", "--work-us", "5,50", "--calls", "3"],
+    series: &[
+        (RTT, "sync", &[1, 5000], false),
+        (RTT, "sync-work", &[1, 5000], true),
+        (RTT, "async", &[1, 5000], true),
+        (RTT, "async-work", &[1, 5000], true),
+        (RTT, "tagged", &[1, 5000], true),
+        ("time per message", "rate", &[1, 5000], false),
+        (BESIDE, "stream: compute", WORK, false),
+        (BESIDE, "cpu: exchange", WORK, false),
+        (BESIDE, "serial: both", WORK, false),
+        (HIDDEN, "stream", WORK, false),
+        (HIDDEN, "cpu", WORK, false),
+        (HIDDEN, "serial", WORK, false),
+    ],
+};
+
+const SCALE: Brief = Brief {
+    name: "scale",
+    args: &["--qps", "1,70", "--ranks", "2,3", "--messages", "20", "--slices", "2"],
+    series: &[
+        ("latency by queue pairs", "cache line", &[1, 70], false),
+        ("latency by queue pairs", "cpu", &[1, 70], true),
+        ("message rate by queue pairs", "cpu", &[1, 70], true),
+        ("latency by ranks", "cpu", &[2, 3], true),
+        ("message rate by ranks", "cpu", &[2, 3], true),
+    ],
+};
+
+/// Benchmarks whose ranks send to each other.
+const ALL: [Brief; 4] = [LATENCY, BANDWIDTH, MESSAGES, SCALE];
+
+fn bench(name: &str, args: &[&str]) -> Command {
+    let mut command = gdasync();
+    command.args(["bench", name]).args(args);
+    command
+}
+
+/// The report of a run, and what it printed.
+#[track_caller]
+fn report(brief: &Brief, more: &[&str]) -> (Report, String) {
+    let json = Scratch::new(&format!("bench-{}-{}", brief.name, more.concat().replace('/', "-")));
+    let mut command = bench(brief.name, brief.args);
+    command.args(more).args(["--json", json.path().to_str().unwrap()]);
+    let out = succeeds(command);
+    (serde_json::from_value(json.json()).unwrap(), out)
+}
+
+/// Checks positions, the order of percentiles, and ratios.
+#[track_caller]
+fn check(series: &Series, places: &[u64], has_ratios: bool) {
+    let Series { name, unit, points, baseline, .. } = series;
+    assert!(
+        points.iter().map(|point| &point.x).eq(&places.iter().copied().map(At::Number).collect::<Vec<_>>()),
+        "{series:?}"
+    );
+    for point in points {
+        let (p50, p99, min) = (point.p50, point.p99, point.min);
+        assert!([p50, p99, min].iter().all(|value| value.is_finite()), "{name}: {point:?}");
+        let is_ordered = match unit {
+            Unit::Ratio => true,
+            Unit::Micros => 0.0 < min && min <= p50 && p50 <= p99,
+            Unit::PerSecond | Unit::GigabytesPerSecond => 0.0 < min && min <= p99 && p99 <= p50,
+        };
+        assert!(is_ordered, "{name}: {point:?}");
+        if has_ratios {
+            assert!(baseline.is_some() && point.ratio.is_some_and(|ratio| ratio > 0.0), "{name}: {point:?}");
+        }
+    }
+}
+
+#[track_caller]
+fn check_all(brief: &Brief, report: &Report) {
+    for &(group, name, places, has_ratios) in brief.series {
+        let series = report.find(group, name).unwrap_or_else(|| panic!("{group}, {name} in {report:?}"));
+        check(series, places, has_ratios);
+    }
+}
+
+#[track_caller]
+fn writes_everything(brief: &Brief) -> Report {
+    let (report, out) = report(brief, &[]);
+    assert_eq!((&*report.benchmark, &*report.device), (brief.name, "software HCA"));
+    assert!(report.machine.cpus > 0 && report.options.is_object());
+    let machine = &report.machine;
+    assert!(
+        [&machine.cpu, &machine.kernel, &machine.commit, &machine.rustc].iter().all(|fact| !fact.is_empty())
+    );
+    check_all(brief, &report);
+    for (_, name, ..) in brief.series {
+        assert!(out.contains(name), "{name} in {out}");
+    }
+    report
+}
+
+#[test]
+fn latency_writes_all_series() {
+    let report = writes_everything(&LATENCY);
+    assert!(report.skipped.is_empty());
+    assert_eq!(report.find(RTT, "stream").unwrap().baseline.as_deref(), Some("cache line"));
+}
+
+#[test]
+fn latency_measures_the_recorder() {
+    let brief = Brief { args: &["--sizes", "8", "--iters", "20", "--modes", "cpu", "--recorder"], ..LATENCY };
+    let (recorded, _) = report(&brief, &[]);
+    check(recorded.find(RTT, "cpu, recorder paused").unwrap(), &[8], true);
+    let mut off = bench("latency", brief.args);
+    off.env("GDSYNC_RECORDER", "off");
+    assert!(fails(off).contains("unset GDSYNC_RECORDER"));
+}
+
+/// Rows that need a GPU are measured or listed with a reason.
+#[test]
+fn bandwidth_writes_all_series() {
+    let report = writes_everything(&BANDWIDTH);
+    let rows = [
+        "host to GPU, pageable",
+        "host to GPU, pinned",
+        "GPU to GPU, copies",
+        "GPU to GPU, shared pinned buffers",
+        "GPU to GPU, direct",
+        "peer to peer",
+    ];
+    for row in rows {
+        match (report.find("bandwidth", row), report.skipped.iter().find(|skipped| skipped.name == row)) {
+            (Some(series), None) => check(series, &[64, 5000], true),
+            (None, Some(skipped)) => assert!(!skipped.reason.is_empty()),
+            other => panic!("{row}: {other:?}"),
+        }
+    }
+    if let Err(error) = Gpu::count() {
+        let reason = error.to_string();
+        assert!(report.skipped.iter().all(|skipped| skipped.reason == reason), "{:?}", report.skipped);
+    }
+}
+
+#[test]
+fn messages_writes_all_series() {
+    let report = writes_everything(&MESSAGES);
+    let value = |group: &str, name: &str, at: &At| report.find(group, name).unwrap().at(at).unwrap().p50;
+    for who in ["stream", "cpu", "serial"] {
+        for point in &report.find(HIDDEN, who).unwrap().points {
+            let part = |part: &str| value(BESIDE, &format!("{who}: {part}"), &point.x);
+            let At::Number(us) = point.x else { panic!("{point:?}") };
+            // The work spins, so it never takes less.
+            assert!(part("compute") >= 0.99 * us as f64, "{who}: {point:?}");
+            let expected = 1.0 - (part("both") - part("compute")) / part("exchange");
+            assert!((point.p50 - expected).abs() <= 1e-9 * expected.abs().max(1.0), "{who}: {point:?}");
+        }
+    }
+    for mode in ["sync-work", "async-work"] {
+        // Half a round trip has the work of one rank.
+        assert!(report.find(RTT, mode).unwrap().points.iter().all(|point| point.min > 4.9), "{mode}");
+    }
+    let calls = report.find("calls with 8 bytes", "mp").unwrap();
+    assert!(calls.points.len() == 5 && calls.points.iter().all(|point| point.ratio.is_some()), "{calls:?}");
+    let cache =
+        report.series.iter().find(|series| series.group.starts_with("registration of 64 Ki")).unwrap();
+    assert!(cache.points.len() == 4 && cache.points[0].ratio == Some(1.0), "{cache:?}");
+}
+
+#[test]
+fn scale_writes_all_series() {
+    let report = writes_everything(&SCALE);
+    for (group, first) in [("latency by queue pairs", "1 queue pairs"), ("message rate by ranks", "2 ranks")]
+    {
+        let series = report.find(group, "cpu").unwrap();
+        assert_eq!((series.baseline.as_deref(), series.points[0].ratio), (Some(first), Some(1.0)));
+    }
+}
+
+#[test]
+fn copy_runs_on_plain_memory() {
+    let brief = Brief {
+        name: "copy",
+        args: &["--backend", "host", "--max-size", "4096", "--each-ms", "1"],
+        series: &[],
+    };
+    let (report, out) = report(&brief, &[]);
+    for (group, name) in
+        [("to GPU", "planner"), ("from GPU", "CPU"), ("stores", "scalar"), ("pins", "pin, unpin")]
+    {
+        assert!(report.find(group, name).is_some_and(|series| !series.points.is_empty()), "{group}: {out}");
+    }
+}
+
+#[test]
+fn stream_and_trigger_write_their_results_or_need_a_gpu() {
+    for (args, reason, groups) in [
+        (
+            &["stream", "--calls", "200"][..],
+            "install the NVIDIA driver",
+            &["CPU time of a call, queues in host memory"][..],
+        ),
+        (
+            &["trigger", "--rounds", "20", "--busy", "0,1"],
+            "GPU memory cannot be mapped here",
+            &["trigger", "wake", "enqueue", "register", "barrier"],
+        ),
+    ] {
+        let json = Scratch::new(&format!("bench-{}", args[0]));
+        let (output, out, err) =
+            run(bench(args[0], &[&args[1..], &["--json", json.path().to_str().unwrap()]].concat()));
+        if output.status.code() == Some(1) && err.contains(reason) {
+            assert!(out.is_empty() && !err.contains("panicked"), "{out}\n{err}");
+            println!("skipped: {err}");
+            continue;
+        }
+        assert!(output.status.success(), "{}\n{out}\n{err}", output.status);
+        let report: Report = serde_json::from_value(json.json()).unwrap();
+        for group in groups {
+            let points = report
+                .series
+                .iter()
+                .filter(|series| series.group == *group)
+                .flat_map(|series| &series.points);
+            assert!(
+                points.map(|point| assert!(0.0 < point.min && point.min <= point.p99)).count() > 0,
+                "{group}: {out}"
+            );
+        }
+    }
+}
+
+#[test]
+fn wrong_data_is_an_error() {
+    for brief in &ALL {
+        let mut command = bench(brief.name, brief.args);
+        command.arg("--wrong-bytes");
+        let error = fails(command);
+        assert!(error.contains("wrong data"), "{}: {error}", brief.name);
+    }
+}
+
+#[test]
+fn measurements_beyond_the_budget_are_listed() {
+    let sizes = "1,2,3,4,5,6,7,8,9,10,11,12";
+    let brief = Brief {
+        args: &["--sizes", "1,2,3,4,5,6,7,8,9,10,11,12", "--iters", "300", "--modes", "sync"],
+        ..LATENCY
+    };
+    let (report, out) = report(&brief, &["--budget", "1"]);
+    let measured = &report.find(RTT, "sync").unwrap().points;
+    assert!(!measured.is_empty(), "the first is always measured");
+    assert_eq!(measured.len() + report.skipped.len(), sizes.split(',').count());
+    for skipped in &report.skipped {
+        assert!(skipped.reason.contains("--budget"), "{skipped:?}");
+        assert!(out.contains(&skipped.name), "{out}");
+    }
+}
+
+#[test]
+fn help_and_version() {
+    assert_eq!(succeeds(tool(&["--version"])), format!("gdasync {}\n", env!("CARGO_PKG_VERSION")));
+    let help = succeeds(tool(&["--help"]));
+    for word in ["bench", "doctor", "gdrcopy", "plot", "report", "trace", "Usage: gdasync"] {
+        assert!(help.contains(word), "{word} in {help}");
+    }
+    let kinds = ["latency", "bandwidth", "messages", "copy", "trigger", "stream", "scale"];
+    let help = succeeds(tool(&["bench", "--help"]));
+    assert!(kinds.iter().all(|kind| help.contains(kind)), "{help}");
+    for kind in kinds {
+        let help = succeeds(bench(kind, &["--help"]));
+        for word in ["What the numbers mean", "--json", "--budget"] {
+            assert!(help.contains(word), "{kind}: {word} in {help}");
+        }
+    }
+}
+
+fn tool(args: &[&str]) -> Command {
+    let mut command = gdasync();
+    command.args(args);
+    command
+}
+
+#[test]
+fn unwritable_recorder_folder_is_a_warning() {
+    let mut command = bench("latency", &["--sizes", "8", "--iters", "10", "--modes", "cpu"]);
+    command.env("GDSYNC_RECORDER_DIR", "/proc/no/such/folder").env("RUST_LOG", "warn");
+    let (output, _, logged) = run(command);
+    assert!(output.status.success() && logged.contains("nothing is recorded"), "{logged}");
+}
+
+#[test]
+fn errors_name_the_wrong_argument() {
+    let nowhere = "/proc/no/such/folder/results.json";
+    for kind in ["latency", "bandwidth", "messages", "copy", "trigger", "stream", "scale"] {
+        let error = fails(bench(kind, &["--json", nowhere]));
+        assert!(error.contains("--json") && error.contains(nowhere), "{kind}: {error}");
+    }
+    for (args, expected) in [
+        (&[][..], &["Usage"][..]),
+        (&["bench"], &["Usage"]),
+        (&["bench", "gpu"], &["gpu"]),
+        (&["bench", "latency", "--json", "-"], &["name a file"]),
+        (&["bench", "latency", "--modes", "fast"], &["--modes", "stream, graph, initiate, sync, cpu"]),
+        (&["bench", "latency", "--kernel-us", "5", "--no-kernels"], &["--kernel-us", "--no-kernels"]),
+        (&["bench", "latency", "--timeout", "18446744073709551615"], &["--timeout"]),
+        (&["bench", "bandwidth", "--sizes", "0"], &["--sizes", "0"]),
+        (&["bench", "bandwidth", "--budget", "0"], &["--budget", "0"]),
+        (&["bench", "bandwidth", "--outstanding", "257"], &["--outstanding", "257"]),
+        (&["bench", "bandwidth", "--via", "memop"], &["--via is for --stream cuda"]),
+        (&["bench", "messages", "--sizes", "0"], &["--sizes"]),
+        (&["bench", "messages", "--modes", "fast"], &["sync-work"]),
+        (&["bench", "scale", "--ranks", "1"], &["--ranks", "1"]),
+        (&["bench", "scale", "--part", "ranks"], &["--part is for processes"]),
+        (&["bench", "scale", "--qps", "1025"], &["--qps", "1025"]),
+        (&["bench", "stream", "--calls", "99"], &["--calls"]),
+        (&["bench", "trigger", "--busy", "0,17"], &["--busy"]),
+    ] {
+        let error = fails(tool(args));
+        assert!(expected.iter().all(|word| error.contains(word)), "{args:?}: {error}");
+    }
+}
+
+/// It starts jobs of several sizes, which a launcher cannot.
+#[test]
+fn scale_rejects_a_launcher() {
+    let mut command = bench("scale", SCALE.args);
+    command.envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")]);
+    assert!(fails(command).contains("without a launcher"));
+}
+
+#[test]
+fn benchmarks_run_on_cuda_streams() {
+    if !Gpu::count().is_ok_and(|count| count > 0) {
+        return eprintln!("skipped: CUDA shows no GPU");
+    }
+    for brief in [LATENCY, BANDWIDTH] {
+        for more in
+            [&["--stream", "cuda"][..], &["--stream", "cuda", "--payload", "gpu", "--placement", "gpu"]]
+        {
+            let (report, _) = report(&brief, more);
+            assert_eq!(report.options["stream"], "cuda", "{}", brief.name);
+            check_all(&brief, &report);
+        }
+    }
+}

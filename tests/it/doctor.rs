@@ -1,0 +1,295 @@
+//! `gdasync doctor`, on this machine.
+
+use std::ffi::CString;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::common::{Scratch, fails, gdasync, run, succeeds};
+use serde_json::Value;
+
+/// Without the variables of others that the doctor speaks of. Slow machines get time.
+fn doctor(args: &[&str]) -> Command {
+    let mut command = gdasync();
+    command.arg("doctor").args(args);
+    if !args.contains(&"--timeout") {
+        command.args(["--timeout", "120"]);
+    }
+    for name in ["CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// The probes, and the exit status, which must follow from them.
+#[track_caller]
+fn probes(command: Command) -> (i32, Vec<Value>) {
+    let (output, out, err) = run(command);
+    let report: Value = serde_json::from_str(&out).unwrap_or_else(|error| panic!("{error}: {out}\n{err}"));
+    let probes = report["probes"].as_array().unwrap().clone();
+    assert!(!probes.is_empty() && report["machine"]["kernel"].is_string(), "{report:#}");
+    for probe in &probes {
+        for field in ["name", "tried", "found", "why"] {
+            assert!(probe[field].as_str().is_some_and(|text| !text.is_empty()), "{field}: {probe:#}");
+        }
+        let status = probe["status"].as_str().unwrap();
+        assert!(["ok", "warn", "fail", "skip"].contains(&status), "{probe:#}");
+        assert!(probe["fix"].is_string() || ["ok", "skip"].contains(&status), "{probe:#}");
+    }
+    let failed = probes.iter().any(|probe| probe["status"] == "fail");
+    assert_eq!(output.status.code(), Some(i32::from(failed)), "{out}\n{err}");
+    (i32::from(failed), probes)
+}
+
+fn of<'a>(probes: &'a [Value], name: &str) -> &'a Value {
+    probes.iter().find(|probe| probe["name"] == name).unwrap_or_else(|| panic!("no {name} in {probes:#?}"))
+}
+
+fn is_empty(directory: &str) -> bool {
+    fs::read_dir(directory).map_or(true, |mut entries| entries.next().is_none())
+}
+
+/// A directory that goes with the test.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(name: &str) -> Self {
+        let path =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("doctor-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn text(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn a_machine_with_nothing_wrong_passes() {
+    let (_, probes) = probes(doctor(&["--json"]));
+    let listed = succeeds(doctor(&["--list"]));
+    for line in listed.lines() {
+        of(&probes, line.split_whitespace().next().unwrap());
+    }
+    if Path::new("/proc/driver/nvidia").exists() || !is_empty("/sys/class/infiniband") {
+        return eprintln!(
+            "skipped: this machine has an NVIDIA driver or an RDMA device, which may have troubles"
+        );
+    }
+    let failed: Vec<_> = probes.iter().filter(|probe| probe["status"] == "fail").collect();
+    assert!(failed.is_empty(), "{failed:#?}");
+    assert!(of(&probes, "choice.device")["found"].as_str().unwrap().starts_with("soft0"));
+    assert!(of(&probes, "choice.streams")["found"].as_str().unwrap().contains("host streams"));
+    assert!(of(&probes, "choice.faster")["fix"].as_str().unwrap().contains("RDMA device"));
+    for name in ["gpu.cuda", "gpu.memop_run", "mapping.any", "rdma.card", "topology.gpu_hca"] {
+        assert_eq!(of(&probes, name)["status"], "skip", "{probes:#?}");
+    }
+}
+
+#[test]
+fn the_gpus_of_this_machine_do_what_they_should() {
+    if !Path::new("/proc/driver/nvidia/version").exists() {
+        return eprintln!("skipped: no NVIDIA driver");
+    }
+    let (_, probes) = probes(doctor(&["--json", "--only", "driver,gpu,mapping,choice"]));
+    for name in [
+        "driver.version",
+        "gpu.cuda",
+        "gpu.memops",
+        "gpu.memop_run",
+        "gpu.capture",
+        "gpu.uva",
+        "mapping.any",
+        "choice.streams",
+    ] {
+        let wrong: Vec<_> =
+            probes.iter().filter(|probe| probe["name"] == name && probe["status"] != "ok").collect();
+        assert!(wrong.is_empty() && of(&probes, name)["status"] == "ok", "{wrong:#?}");
+    }
+}
+
+#[test]
+fn a_file_gets_the_json_and_the_terminal_the_text() {
+    let file = Scratch::new("doctor");
+    let text = succeeds(doctor(&[
+        "--only",
+        "limits,environment.cuda",
+        "--verbose",
+        "--json",
+        file.path().to_str().unwrap(),
+    ]));
+    let names: Vec<_> =
+        file.json()["probes"].as_array().unwrap().iter().map(|probe| probe["name"].clone()).collect();
+    assert_eq!(names, ["limits.memlock", "limits.ipc_lock", "environment.cuda"]);
+    for words in
+        ["gdasync doctor", "\nLimits\n", "limits.memlock", "tried: getrlimit", "why: ", "limits.ipc_lock"]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert!(!text.contains("choice.device"), "{text}");
+    let text = succeeds(doctor(&["--only", "gpu"]));
+    if text.contains("no GPU that CUDA shows") {
+        assert!(text.contains("gpu.* (10)"), "what is skipped for one reason takes one line: {text}");
+    }
+}
+
+#[test]
+fn misuse_is_told_from_failure() {
+    for (args, words) in [
+        (&["--only", "gpus"][..], "--only gpus: there is no such probe or area"),
+        (&["--timeout", "0"], "--timeout"),
+        (&["--json", "/proc/no/such/folder/file"], "/proc/no/such/folder/file"),
+        (&["--live", "moon"], "moon"),
+        (&["--fix"], "--fix"),
+    ] {
+        let mut command = gdasync();
+        command.arg("doctor").args(args);
+        let (output, _, err) = run(command);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {err}");
+        assert!(err.contains(words), "{args:?}: {err}");
+    }
+    let help = succeeds(doctor(&["--help"]));
+    assert!(help.contains("--only") && help.contains("--json") && !help.contains("--live"), "{help}");
+}
+
+#[test]
+fn a_device_that_is_not_there_fails() {
+    let mut command = doctor(&["--json", "--only", "choice,limits"]);
+    command.env("GDSYNC_DEVICE", "mlx5_99");
+    let (status, probes) = probes(command);
+    assert_eq!(status, 1);
+    let device = of(&probes, "choice.device");
+    assert!(
+        device["status"] == "fail" && device["found"].as_str().unwrap().contains("mlx5_99"),
+        "{device:#}"
+    );
+    assert_ne!(of(&probes, "limits.memlock")["status"], "fail");
+}
+
+/// A root whose kernel has an RDMA device.
+fn root_with_a_device() -> Directory {
+    let root = Directory::new("limits");
+    fs::create_dir_all(root.0.join("sys/class/infiniband/rxe0/ports")).unwrap();
+    root
+}
+
+/// In a child between fork and exec: only system calls.
+fn lower_limits() -> std::io::Result<()> {
+    const CAP_IPC_LOCK: libc::c_ulong = 14;
+    let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
+    // SAFETY: a limit that is read.
+    if unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) } != 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    // Where it is refused, the process has no capabilities.
+    // SAFETY: plain numbers.
+    unsafe { libc::prctl(libc::PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0) };
+    Ok(())
+}
+
+#[test]
+fn limits_that_are_lowered_are_found() {
+    let root = root_with_a_device();
+    let mut command = doctor(&["--json", "--only", "limits", "--root", root.text()]);
+    // SAFETY: only system calls.
+    unsafe { command.pre_exec(lower_limits) };
+    let (status, probes) = probes(command);
+    assert_eq!(status, 1, "{probes:#?}");
+    let memlock = of(&probes, "limits.memlock");
+    assert!(
+        memlock["status"] == "fail" && memlock["found"].as_str().unwrap().contains("64 KiB"),
+        "{memlock:#}"
+    );
+    assert!(memlock["fix"].as_str().unwrap().contains("ulimit -l unlimited"), "{memlock:#}");
+    let lock = of(&probes, "limits.ipc_lock");
+    assert!(lock["found"].as_str().unwrap().contains("not held"), "{lock:#}");
+}
+
+/// Nobody ever writes to this pipe: whoever opens it waits for good.
+fn blocking_file(path: &Path) {
+    let name = CString::new(path.as_os_str().as_bytes()).unwrap();
+    // SAFETY: a terminated path.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+}
+
+fn failed(probes: &[Value]) -> Vec<&str> {
+    let failed = probes.iter().filter(|probe| probe["status"] == "fail");
+    failed.map(|probe| probe["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn a_library_that_blocks_takes_no_other_probe_along() {
+    let directory = Directory::new("blocks");
+    let path = directory.0.join("libibverbs.so.1");
+    blocking_file(&path);
+    let mut command = doctor(&["--json", "--only", "rdma.core,limits,environment", "--timeout", "3"]);
+    command.env("GDSYNC_LIBIBVERBS", &path);
+    let (_, probes) = probes(command);
+    assert_eq!(failed(&probes), ["rdma.core"], "{probes:#?}");
+    assert!(
+        of(&probes, "rdma.core")["found"].as_str().unwrap().contains("no answer within 3s"),
+        "{probes:#?}"
+    );
+}
+
+#[test]
+fn a_card_whose_driver_hangs_takes_no_other_probe_along() {
+    let root = Directory::new("hangs");
+    let port = root.0.join("sys/class/infiniband/mlx5_0/ports/1");
+    fs::create_dir_all(&port).unwrap();
+    blocking_file(&port.join("state"));
+    let args = ["--json", "--only", "rdma.link,rdma.gids,limits.ipc_lock,environment", "--timeout", "3"];
+    let (_, probes) = probes(doctor(&[&args[..], &["--root", root.text()]].concat()));
+    assert_eq!(failed(&probes), ["rdma.link", "rdma.gids"], "{probes:#?}");
+    assert!(of(&probes, "rdma.link")["found"].as_str().unwrap().contains("did not answer"), "{probes:#?}");
+}
+
+#[test]
+fn a_closed_output_is_told() {
+    let mut command = doctor(&["--only", "limits"]);
+    command.stdout(fs::OpenOptions::new().write(true).open("/dev/full").unwrap());
+    let error = fails(command);
+    assert!(error.contains("cannot write the output"), "{error}");
+}
+
+/// The stand-in for libibverbs and libmlx5, where cargo has built it: with `--workspace`.
+fn stand_in() -> Option<PathBuf> {
+    let test = std::env::current_exe().unwrap();
+    let mut places = test.ancestors().skip(1).take(2).map(|directory| directory.join("librdma_standin.so"));
+    places.find(|path| path.exists())
+}
+
+#[test]
+fn a_card_is_opened_and_chosen() {
+    let Some(library) = stand_in() else {
+        return eprintln!("skipped: no stand-in for libibverbs; `cargo test --workspace` builds it");
+    };
+    let root = Directory::new("card");
+    let card = root.0.join("sys/class/infiniband/mlx5_standin");
+    fs::create_dir_all(root.0.join("sys/bus/pci/drivers/mlx5_core")).unwrap();
+    fs::create_dir_all(card.join("device")).unwrap();
+    symlink("/sys/bus/pci/drivers/mlx5_core", card.join("device/driver")).unwrap();
+    let mut command = doctor(&["--json", "--only", "rdma,choice", "--root", root.text()]);
+    command.env("GDSYNC_LIBIBVERBS", &library).env("GDSYNC_LIBMLX5", &library);
+    let (_, probes) = probes(command);
+    let found = |name: &str| of(&probes, name)["found"].as_str().unwrap().to_owned();
+    for name in ["rdma.card", "rdma.devx"] {
+        assert_eq!(of(&probes, name)["status"], "ok", "{probes:#?}");
+        assert_eq!(of(&probes, name)["subject"], "mlx5_standin");
+    }
+    assert!(found("rdma.core").contains("librdma_standin.so"), "{probes:#?}");
+    assert!(found("rdma.card").contains("it reads our rings"), "{probes:#?}");
+    assert!(found("choice.device").starts_with("mlx5_standin direct"), "{probes:#?}");
+    assert!(found("rdma.node").contains("offers none"), "{probes:#?}");
+}

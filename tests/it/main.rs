@@ -1,0 +1,14 @@
+//! The tests of the command line, the examples and the documents: they run the programs as users do.
+
+mod bench;
+mod common;
+mod docs;
+mod doctor;
+mod examples;
+mod jacobi2d;
+mod kernels;
+mod on_gpu;
+mod pingpong;
+mod plot;
+mod tools;
+mod trace;
