@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use crate::backend::MappingType;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::check;
+use crate::system::check;
 use crate::memory_file::take_away;
 
 /// A mapped range. Forked children have a hole there.

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::{env, thread};
 
 use common::{PATIENCE, Side, hca, is_device_named, loopback, pair, stream};
-use gdrcopy::standin::driver::Control;
+use gdsync_testkit::driver::Control;
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};

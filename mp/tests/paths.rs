@@ -3,7 +3,7 @@
 mod common;
 
 use common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
-use gdrcopy::standin::driver;
+use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;

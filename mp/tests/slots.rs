@@ -8,7 +8,7 @@ use std::time::Duration;
 use common::{
     LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, message, myself, stream, until,
 };
-use gdrcopy::standin::driver;
+use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::mlx5::Syndrome;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use gdrcopy::Gdr;
-use gdrcopy::standin::driver;
+use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 
 pub(crate) fn gpu(ordinal: i32) -> gdsync::Result<Gpu> {

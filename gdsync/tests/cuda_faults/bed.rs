@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::standin::driver::{self, Alive, Control};
+use gdsync_testkit::driver::{self, Alive, Control};
 use gdsync::cuda::Gpu;
 use gdsync::stream::{CudaStreamConfig, Stream};
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use gdrcopy::Gdr;
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::standin::driver::{self, Alive, Control};
+use gdsync_testkit::driver::{self, Alive, Control};
 use gdsync::cuda::Gpu;
 use gdsync::error::Error;
 use gdsync::memory::Memory;

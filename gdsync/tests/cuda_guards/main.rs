@@ -12,7 +12,7 @@ mod simulated;
 use std::time::{Duration, Instant};
 
 use common::PATIENCE;
-use gdrcopy::standin::driver::Control;
+use gdsync_testkit::driver::Control;
 use gdsync::cuda::Gpu;
 use gdsync::stream::{CudaStreamConfig, Stream, Via};
 

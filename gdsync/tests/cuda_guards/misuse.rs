@@ -3,7 +3,7 @@
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use gdrcopy::standin::driver::Control;
+use gdsync_testkit::driver::Control;
 use gdsync::cuda::channels;
 use gdsync::error::Error;
 use gdsync::memory::Memory;

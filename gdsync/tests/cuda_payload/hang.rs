@@ -4,7 +4,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
-use gdrcopy::standin::driver::Control;
+use gdsync_testkit::driver::Control;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::verbs::{Access, Context, RecvWr, SendWr};
 

@@ -8,7 +8,7 @@ use gdrcopy::cuda::raw::layout::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, GRANULARITY_MINIMUM, HANDLE_TYPE_FD,
     HOST_ALLOC_PORTABLE, Handle, LOCATION_DEVICE, MemLocation, STREAM_NON_BLOCKING,
 };
-use gdrcopy::standin::driver;
+use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 

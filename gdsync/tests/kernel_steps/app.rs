@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::sync::OnceLock;
 
-use gdrcopy::standin::driver;
+use gdsync_testkit::driver;
 use gdsync::memory::Memory;
 use gdsync::stream::{Stream, Via};
 use gdsync::verbs::QpBuilder;

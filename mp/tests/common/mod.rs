@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use gdrcopy::standin::driver;
+use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;

@@ -203,7 +203,7 @@ impl Options {
     fn gpu(&self) -> Result<Gpu> {
         #[cfg(feature = "standin")]
         if self.simulated {
-            use gdasync::gdrcopy::standin::driver;
+            use gdsync_testkit::driver;
             return Ok(Gpu::open_with(driver::api(), 0, Some(driver::gdr()?))?);
         }
         own_gpu(&[])

@@ -156,5 +156,3 @@ impl Backend for Rm {
     }
 }
 
-#[cfg(test)]
-mod tests;

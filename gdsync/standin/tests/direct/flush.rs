@@ -1,6 +1,6 @@
 //! Waits of GPU streams for payload in GPU memory that the card writes by itself: refused where the GPU may not see it.
 
-use gdrcopy::standin::driver;
+use gdsync_testkit::driver;
 use gdsync::cuda::{Flush, Gpu};
 use gdsync::memory::Memory;
 use gdsync::rdma::Route;

@@ -1,6 +1,6 @@
 //! Streams of a GPU that ring the card's doorbells, on a simulated driver.
 
-use gdrcopy::standin::driver::{self, Control};
+use gdsync_testkit::driver::{self, Control};
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};

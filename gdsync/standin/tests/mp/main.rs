@@ -3,7 +3,7 @@
 
 #![allow(clippy::duplicate_mod, reason = "each file of tests brings what it shares with others")]
 
-use gdrcopy::standin::driver::Control;
+use gdsync_testkit::driver::Control;
 
 #[path = "../../../../mp/tests/common/mod.rs"]
 mod common;

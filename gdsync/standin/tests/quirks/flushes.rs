@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gdrcopy::standin::driver::{self, Control};
+use gdsync_testkit::driver::{self, Control};
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};

@@ -17,7 +17,7 @@ mod setup;
 mod shared;
 mod traffic;
 
-use gdrcopy::standin::driver::{self, Control};
+use gdsync_testkit::driver::{self, Control};
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Context, Device, OnGpu, QpBuilder};

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use gdrcopy::standin::driver::{self, Control};
+use gdsync_testkit::driver::{self, Control};
 use gdsync::cuda::Gpu;
 use gdsync::verbs::Access;
 
