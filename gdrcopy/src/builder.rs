@@ -61,8 +61,7 @@ impl GdrBuilder {
         self
     }
 
-    /// Runs on a simulated machine.
-    #[doc(hidden)]
+    /// Opens on this system in place of [`System::real`].
     #[must_use]
     pub fn system(mut self, system: System) -> Self {
         self.system = Some(system);

@@ -6,8 +6,8 @@ use std::ptr::NonNull;
 use crate::backend::MappingType;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::check;
 use crate::memory_file::take_away;
+use crate::system::check;
 
 /// A mapped range. Forked children have a hole there.
 pub(crate) struct CpuRange {

@@ -6,7 +6,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use crate::error::{Error, Result};
-use crate::kernel::check;
+use crate::system::check;
 
 /// The process that owns something.
 ///
@@ -133,8 +133,9 @@ fn draw(page: &AtomicU64) -> Token {
 mod tests {
     use std::sync::Barrier;
 
+    use gdsync_testkit::process::{End, in_child};
+
     use super::*;
-    use crate::backend::tests::rig::{End, in_child};
 
     /// What a child forked by this process finds, whatever its PID is.
     fn is_other_process_at_any_pid(owner: Owner) -> bool {

@@ -48,31 +48,21 @@ pub mod copy;
 mod cpu_range;
 pub mod cuda;
 mod error;
-#[doc(hidden)]
 pub mod fork;
 mod gdr;
-mod kernel;
-mod late;
 mod mapping;
 mod memory_file;
 mod pin;
 pub mod planner;
-#[cfg(feature = "standin")]
-#[doc(hidden)]
-pub mod standin;
 mod survey;
-mod system;
+pub mod system;
 
 pub use backend::{Attribute, BackendKind, MappingType, PinFlags, host_page};
 pub use buffer::GpuBuffer;
 pub use builder::GdrBuilder;
 pub use error::{Error, Refusal, Result};
 pub use gdr::Gdr;
-#[doc(hidden)]
-pub use kernel::Kernel;
 pub use mapping::{Mapping, Word};
 pub use pin::{Pin, PinInfo};
 pub use planner::Planner;
 pub use survey::Survey;
-#[doc(hidden)]
-pub use system::System;

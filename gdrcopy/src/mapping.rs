@@ -219,7 +219,6 @@ impl Mapping {
     ///
     /// # Errors
     /// [`Error::Sys`].
-    #[doc(hidden)]
     pub fn revoke(mut self) -> Result<()> {
         self.range.revoke()
     }

@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::kernel::{Kernel, Linux, check};
+use crate::system::{Kernel, Linux, check};
 
 /// A file of `len` zero bytes, gone with its last descriptor and mapping. An error where the limit of the size of files
 /// (RLIMIT_FSIZE) is smaller: the kernel kills a process that goes beyond it.
@@ -90,9 +90,10 @@ pub(crate) unsafe fn take_away(ptr: NonNull<u8>, len: usize) -> io::Result<()> {
 mod tests {
     use std::os::fd::AsFd;
 
+    use gdsync_testkit::process::{End, in_child};
+
     use super::*;
     use crate::backend::host_page;
-    use crate::backend::tests::rig::{End, in_child};
 
     #[test]
     fn every_page_that_was_taken_away_raises_sigbus_on_any_access() {

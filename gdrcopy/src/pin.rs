@@ -147,7 +147,6 @@ impl Pin {
     ///
     /// # Errors
     /// As [`Pin::map_as`]; [`Error::InvalidArgument`] for a length of 0 or beyond [`PinInfo::mapped_size`].
-    #[doc(hidden)]
     pub fn map_pages(&self, len: usize, request: Option<MappingType>) -> Result<Mapping> {
         if len == 0 || len > self.0.pinned.pinned_len() {
             return Err(Error::invalid("mapping length", len, "one byte to what is pinned"));

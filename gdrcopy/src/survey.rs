@@ -11,7 +11,7 @@ use crate::builder::{Ladder, Rung};
 use crate::error::Result;
 use crate::fork::Owner;
 use crate::gdr::Gdr;
-use crate::late::Late;
+use crate::system::Lazy;
 
 /// A library that opens at the first need; [`GdrBuilder::survey`](crate::GdrBuilder::survey) makes it.
 ///
@@ -30,12 +30,12 @@ enum Found {
     /// Opening it took no CUDA.
     Open(Gdr),
     /// It may serve. If it does, these are its attributes.
-    Likely { attribute: fn(Attribute) -> u32, opened: Late<Gdr> },
+    Likely { attribute: fn(Attribute) -> u32, opened: Lazy<Gdr> },
 }
 
 impl Found {
     fn likely(attribute: fn(Attribute) -> u32) -> Self {
-        Self::Likely { attribute, opened: Late::new() }
+        Self::Likely { attribute, opened: Lazy::new() }
     }
 }
 
@@ -82,7 +82,7 @@ impl Survey {
         self.owner.check()?;
         match &self.rung.found {
             Found::Open(gdr) => Ok(gdr),
-            Found::Likely { opened, .. } => opened.get_or_make(|| self.ladder.open()),
+            Found::Likely { opened, .. } => opened.get_or_try_init(|| self.ladder.open()),
         }
     }
 
@@ -128,6 +128,3 @@ impl fmt::Display for Survey {
         self.rung.refusals.iter().try_for_each(|refusal| write!(f, "; not {refusal}"))
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
 use std::ptr;
 
-use gdrcopy::{Attribute, Gdr, MappingType, PinFlags};
+use gdrcopy::{Attribute, Gdr, GdrBuilder, MappingType, PinFlags};
 
 use crate::abi::{GDR_MAPPING_TYPE_NONE, VERSION, gdr_info_v1_t, gdr_info_v2_t, gdr_mh_t, gdr_t};
 use crate::error::{Error, Result, invalid, non_null};
@@ -32,12 +32,15 @@ pub(crate) fn id(g: gdr_t) -> u64 {
 /// Returns `NULL` if none can serve, with the reasons in the log and `errno` set.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdr_open() -> gdr_t {
-    let opened = guard::run("gdr_open", || {
-        let builder = Gdr::builder().allow_volatile().require_gpu();
-        #[cfg(feature = "standin")]
-        let builder = crate::testing::prepare(builder);
-        Table::or_new()?.add_library(builder.survey()?)
-    });
+    open_with(Gdr::builder().allow_volatile().require_gpu())
+}
+
+/// Opens the library as [`gdr_open`] does, with the caller's choices: for Rust programs that link this crate. Not a symbol of
+/// the shared library.
+///
+/// Returns `NULL` where `gdr_open` would.
+pub fn open_with(builder: GdrBuilder) -> gdr_t {
+    let opened = guard::run("gdr_open", || Table::or_new()?.add_library(builder.survey()?));
     opened.map(to_gdr).unwrap_or_else(|errno| {
         // SAFETY: no arguments; the result is this thread's own word.
         let place = unsafe { libc::__errno_location() };

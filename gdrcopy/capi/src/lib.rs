@@ -63,9 +63,6 @@ mod library;
 mod log;
 mod slot;
 mod table;
-#[cfg(feature = "standin")]
-#[doc(hidden)]
-pub mod testing;
 mod window;
 
 pub use abi::*;

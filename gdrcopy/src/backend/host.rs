@@ -16,9 +16,9 @@ use crate::cpu_range::CpuRange;
 use crate::cuda::AllocKind;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::{Kernel, Linux};
 use crate::memory_file::memory_file;
 use crate::system::System;
+use crate::system::{Kernel, Linux};
 
 /// What is allocated: files by address.
 type Registry = Mutex<BTreeMap<u64, Arc<Memory>>>;
@@ -227,17 +227,22 @@ impl Pinned for HostPin {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::tests::rig::{peek, poke};
+    use crate::backend::proof;
 
     fn host() -> Host {
-        let kernel = crate::standin::SimulatedKernel::new(crate::standin::Machine::new(0));
-        Host::open(&System::simulated(Arc::new(kernel), None)).unwrap()
+        Host::open(&System::real()).unwrap()
+    }
+
+    fn peek(range: &CpuRange, offset: usize, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        proof::load(range, offset, &mut bytes).unwrap();
+        bytes
     }
 
     #[test]
     fn the_address_is_memory_of_this_process() {
         let host = host();
-        let memory = host.allocate(0, 100).unwrap();
+        let memory = host.allocate_as(0, 100, AllocKind::Malloc).unwrap();
         memory.write(10, b"by the GPU").unwrap();
         let ptr: *const u8 = std::ptr::with_exposed_provenance(usize::try_from(memory.addr()).unwrap());
         // SAFETY: inside the allocation.
@@ -248,7 +253,7 @@ mod tests {
         let range = pin.map(20, None).unwrap();
         assert_eq!(peek(&range, 10, 10), b"by the GPU");
         assert_ne!(range.ptr().as_ptr().cast_const(), ptr);
-        poke(&range, 10, b"x");
+        proof::store(&range, 10, b"x").unwrap();
         // SAFETY: as above.
         assert_eq!(unsafe { tenth.read_volatile() }, b'x');
     }
@@ -256,14 +261,14 @@ mod tests {
     #[test]
     fn one_backends_memory_is_not_anothers() {
         let (one, other) = (host(), host());
-        let memory = one.allocate(0, 4096).unwrap();
+        let memory = one.allocate_as(0, 4096, AllocKind::Malloc).unwrap();
         assert!(matches!(other.pin(memory.addr(), 1, PinFlags::empty()), Err(Error::NotMappable { .. })));
     }
 
     #[test]
     fn a_pin_reaches_no_neighbour() {
         let host = host();
-        let memory = host.allocate(0, 5000).unwrap();
+        let memory = host.allocate_as(0, 5000, AllocKind::Malloc).unwrap();
         let pin = |offset, len| host.pin(memory.addr() + offset, len, PinFlags::empty()).map(drop);
         assert!(pin(4999, 1).is_ok());
         assert!(matches!(pin(4999, 2), Err(Error::BeyondAllocation { size: 5000, .. })));
@@ -279,7 +284,7 @@ mod tests {
     #[test]
     fn memory_outlives_the_backend() {
         let host = host();
-        let memory = host.allocate(0, 4096).unwrap();
+        let memory = host.allocate_as(0, 4096, AllocKind::Malloc).unwrap();
         let pin = host.pin(memory.addr(), 4096, PinFlags::empty()).unwrap();
         drop(host);
         memory.write(0, b"still").unwrap();

@@ -8,8 +8,6 @@ mod locate;
 pub(crate) mod proof;
 pub(crate) mod reservation;
 pub(crate) mod rm;
-#[cfg(test)]
-pub(crate) mod tests;
 
 use std::fmt;
 use std::str::FromStr;
@@ -122,12 +120,6 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Allocates `len` bytes, at least one, that [`pin`](Self::pin) accepts, on a device (a CUDA ordinal):
     /// a [`CudaAllocation`], except where there is no GPU.
     fn allocate_as(&self, device: i32, len: usize, kind: AllocKind) -> Result<Box<dyn Allocation>>;
-
-    /// Allocates as `cuMemAlloc` does.
-    #[cfg(test)]
-    fn allocate(&self, device: i32, len: usize) -> Result<Box<dyn Allocation>> {
-        self.allocate_as(device, len, AllocKind::Malloc)
-    }
 }
 
 /// Memory made by a backend. Dropping it frees it.

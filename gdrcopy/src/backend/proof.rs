@@ -180,3 +180,163 @@ fn each(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+    use crate::backend::MappingType;
+    use crate::cuda::{AllocKind, GpuInfo, PointerInfo};
+    use crate::memory_file::memory_file;
+    use crate::system::{Kernel, Linux};
+
+    const SIZE: usize = 65_536;
+    /// The GPU address of the first byte of [`Copies`].
+    const ADDR: u64 = 0x7f00_0000_0000;
+
+    /// A CUDA that copies to and from a file, and does nothing else.
+    #[derive(Debug)]
+    struct Copies(File);
+
+    impl Cuda for Copies {
+        unsafe fn copy_to_device(&self, _: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
+            // SAFETY: the caller's promise.
+            let bytes = unsafe { std::slice::from_raw_parts(src, len) };
+            self.0.write_all_at(bytes, dst - ADDR).map_err(|e| Error::sys("pwrite", e, ""))
+        }
+
+        unsafe fn copy_from_device(&self, _: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
+            // SAFETY: the caller's promise; the proofs pass initialised arrays.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(dst, len) };
+            self.0.read_exact_at(bytes, src - ADDR).map_err(|e| Error::sys("pread", e, ""))
+        }
+
+        fn driver_version(&self) -> Result<u32> {
+            unimplemented!()
+        }
+        fn devices(&self) -> Result<Vec<GpuInfo>> {
+            unimplemented!()
+        }
+        fn device_attribute(&self, _: i32, _: u32) -> Result<i32> {
+            unimplemented!()
+        }
+        fn pointer(&self, _: u64) -> Result<PointerInfo> {
+            unimplemented!()
+        }
+        fn buffer_id(&self, _: u64) -> Result<u64> {
+            unimplemented!()
+        }
+        fn ipc_handle(&self, _: u64) -> Result<[u8; 64]> {
+            unimplemented!()
+        }
+        fn export_fd(&self, _: u64) -> Result<OwnedFd> {
+            unimplemented!()
+        }
+        fn dma_buf(&self, _: u64, _: u64, _: usize, _: bool) -> Result<OwnedFd> {
+            unimplemented!()
+        }
+        fn alloc(&self, _: i32, _: usize, _: AllocKind) -> Result<u64> {
+            unimplemented!()
+        }
+        unsafe fn free(&self, _: u64) -> Result<()> {
+            unimplemented!()
+        }
+        fn flush(&self, _: i32, _: u64) -> Result<()> {
+            unimplemented!()
+        }
+    }
+
+    fn pattern() -> Vec<u8> {
+        (0..SIZE).map(|at| (at.wrapping_mul(0x9e37_79b9) >> 13).to_le_bytes()[0]).collect()
+    }
+
+    fn file() -> File {
+        let file = memory_file(c"test", SIZE as u64).unwrap();
+        file.write_all_at(&pattern(), 0).unwrap();
+        file
+    }
+
+    fn map(file: &File) -> CpuRange {
+        // SAFETY: no address is given.
+        let ptr = unsafe { Linux.mmap(file.as_fd(), SIZE, 0, None) }.unwrap();
+        // SAFETY: just mapped, known to nobody else.
+        unsafe { CpuRange::adopt(ptr, SIZE, MappingType::Cached, None) }.unwrap()
+    }
+
+    /// Memory of CUDA, and a mapping of other memory with the same bytes.
+    fn impostor() -> (Copies, File, CpuRange) {
+        let other = file();
+        let range = map(&other);
+        (Copies(file()), other, range)
+    }
+
+    #[test]
+    fn a_nonce_finds_other_memory_with_the_same_bytes() {
+        let (cuda, _, range) = impostor();
+        let result = nonce(&cuda, 0, ADDR, &range, &[0]);
+        assert!(matches!(result, Err(Error::ProofFailed { .. })), "{result:?}");
+    }
+
+    #[test]
+    fn a_nonce_accepts_the_same_memory_and_finds_displacement() {
+        let cuda = Copies(file());
+        let range = map(&cuda.0);
+        nonce(&cuda, 0, ADDR, &range, &[0, 4096 - 32, 777, SIZE - PROBE]).unwrap();
+        let result = nonce(&cuda, 0, ADDR - 8, &range, &[4096]);
+        assert!(matches!(result, Err(Error::ProofFailed { .. })), "{result:?}");
+        assert!(nonce(&cuda, 0, ADDR, &range, &[SIZE - PROBE + 1]).is_err());
+    }
+
+    #[test]
+    fn a_nonce_finds_writes_that_do_not_arrive() {
+        let cuda = Copies(file());
+        let (prot, fd) = (libc::PROT_READ | libc::PROT_WRITE, std::os::fd::AsRawFd::as_raw_fd(&cuda.0));
+        // SAFETY: no address is given. A private mapping shows what others write until it is written to.
+        let raw = unsafe { libc::mmap(std::ptr::null_mut(), SIZE, prot, libc::MAP_PRIVATE, fd, 0) };
+        assert_ne!(raw, libc::MAP_FAILED);
+        let ptr = std::ptr::NonNull::new(raw.cast()).unwrap();
+        // SAFETY: just mapped, known to nobody else.
+        let range = unsafe { CpuRange::adopt(ptr, SIZE, MappingType::Cached, None) }.unwrap();
+        compare(&cuda, 0, ADDR, &range, 0, SIZE).unwrap();
+        let result = nonce(&cuda, 0, ADDR, &range, &[0]);
+        assert!(
+            matches!(&result, Err(Error::ProofFailed { found, .. }) if found.contains("CUDA does not see"))
+        );
+    }
+
+    #[test]
+    fn a_comparison_reads_both_ends_and_nothing_else() {
+        let (cuda, other, range) = impostor();
+        for (offset, len) in [(0, SIZE), (3, 5), (1000, 64), (1001, 65), (SIZE - 1, 1)] {
+            compare(&cuda, 0, ADDR, &range, offset, len).unwrap();
+        }
+        let flip = |at: usize| {
+            let mut byte = [0];
+            other.read_exact_at(&mut byte, at as u64).unwrap();
+            other.write_all_at(&[!byte[0]], at as u64).unwrap();
+        };
+        for (at, offset, len) in [(0, 0, SIZE), (SIZE - 1, 0, SIZE), (1007, 1003, 5), (1063, 1000, 64)] {
+            flip(at);
+            let result = compare(&cuda, 0, ADDR, &range, offset, len);
+            let Err(Error::ProofFailed { addr, .. }) = result else { panic!("{at}: {result:?}") };
+            assert_eq!(addr, ADDR + at as u64);
+            flip(at);
+        }
+        flip(SIZE / 2);
+        compare(&cuda, 0, ADDR, &range, 0, SIZE).unwrap();
+    }
+
+    #[test]
+    fn a_comparison_never_writes() {
+        let (cuda, other, range) = impostor();
+        compare(&cuda, 0, ADDR, &range, 0, SIZE).unwrap();
+        for file in [&cuda.0, &other] {
+            let mut bytes = vec![0; SIZE];
+            file.read_exact_at(&mut bytes, 0).unwrap();
+            assert!(bytes == pattern());
+        }
+    }
+}

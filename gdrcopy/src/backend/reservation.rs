@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use crate::backend::MappingType;
 use crate::cpu_range::CpuRange;
 use crate::error::{Error, Result};
-use crate::kernel::Kernel;
+use crate::system::Kernel;
 
 /// Reserved addresses, filled from the first on; unmapped when dropped.
 #[derive(Debug)]

@@ -2,23 +2,17 @@
 //! machine can stand in for it.
 
 mod driver;
-#[doc(hidden)]
 pub mod raw;
-mod source;
 mod status;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
-#[doc(hidden)]
-pub use driver::sysfs_address;
-#[doc(hidden)]
-pub use source::CudaSource;
+pub use driver::{EntryPoints, sysfs_address};
 pub use status::CudaStatus;
 
 pub(crate) use driver::Installed;
-#[cfg(feature = "standin")]
-pub(crate) use driver::InstalledOn;
 
 use crate::error::{Error, Result};
 
@@ -173,6 +167,37 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Cuda`]; [`Error::NotMappable`] where a flush is needed and CUDA knows no memory there.
     fn flush(&self, device: i32, memory: u64) -> Result<()>;
+}
+
+/// Where the CUDA driver comes from. It is initialised as late as possible.
+pub trait CudaSource: Send + Sync + fmt::Debug {
+    /// `cuDriverGetVersion`, which works before `cuInit`: it needs the library, touches no GPU, and children that are forked
+    /// afterwards may use CUDA.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] where there is no `libcuda`, [`Error::Cuda`].
+    fn version(&self) -> Result<u32>;
+
+    /// `cuInit`. Children that are forked afterwards cannot use CUDA.
+    ///
+    /// # Errors
+    /// As [`version`](Self::version).
+    fn initialise(&self) -> Result<Arc<dyn Cuda>>;
+}
+
+/// A driver that is initialised already, or none.
+impl CudaSource for Option<Arc<dyn Cuda>> {
+    fn version(&self) -> Result<u32> {
+        self.initialise()?.driver_version()
+    }
+
+    fn initialise(&self) -> Result<Arc<dyn Cuda>> {
+        self.clone().ok_or_else(|| Error::Unsupported {
+            what: "CUDA".into(),
+            by: "this system, which was built without it",
+            fix: "give the System a CUDA driver",
+        })
+    }
 }
 
 /// The error for an address that CUDA does not know.

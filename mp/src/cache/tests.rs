@@ -5,11 +5,11 @@ use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
 
-use gdrcopy::standin::driver::{self, Control};
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Pd, SendWr};
+use gdsync_testkit::driver::{self, Control};
 use proptest::collection::vec;
 use proptest::prelude::*;
 

@@ -1,12 +1,12 @@
 //! Paths: which device the messages between ranks of one host go through.
 
 use crate::common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
-use gdrcopy::standin::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
 use gdsync::verbs::{Context, Transport};
+use gdsync_testkit::driver;
 use mp::{Communicator, Error, GpuPath, IntraHostPath, Registration, Rma, Signal};
 
 fn hca() -> Context {

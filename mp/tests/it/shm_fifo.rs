@@ -6,12 +6,12 @@ use std::time::Duration;
 use crate::common::{
     LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, message, myself, stream, until,
 };
-use gdrcopy::standin::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::Batch;
 use gdsync::verbs::Context;
+use gdsync_testkit::driver;
 use mp::{Communicator, Error, IntraHostPath, Registration, Request, Status};
 
 /// So many messages in a row open the FIFO, whatever happened before.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp};
-use gdrcopy::standin::driver::{Control, api};
+use gdsync_testkit::driver::{Control, api};
 
 use super::super::areas::gpu;
 use super::super::live::{Answer, CudaFacts, Teller, attribute, explore, take_turn};

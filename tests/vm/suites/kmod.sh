@@ -10,7 +10,7 @@ qemu_args=(-object memory-backend-memfd,id=bar,size=256M,share=on -device ivshme
 tolerated='gdrdrv: (the driver|the GPU|no NVIDIA|nv-p2p-dummy)|failing symbol_get'
 
 host_build() {
-    vm_cargo test --no-run -p gdrcopy --lib --test pin_stress
+    vm_cargo test --no-run -p gdrcopy --test it
     need sparse:sparse
     vm_build_module "$VM_REPOSITORY/kmod" GDR_TESTS=m C=1 CF=-Wsparse-error
 }
@@ -34,18 +34,18 @@ unload() {
 
 # of PATTERN: those tests of the crate, one after the other.
 of() {
-    GDRCOPY_TEST_KMOD=1 "$(vm_built gdrcopy)" --test-threads=1 "$@"
+    GDRCOPY_TEST_KMOD=1 "$(vm_built it)" --test-threads=1 "$@"
 }
 
 # What the crate's backends promise, on the module instead of a simulated one. Left out: what only a simulated one can be (of
 # another version, out of BAR1, lying, without dma-bufs), and tests of other backends.
 crate_tests() {
     load gdr_provider
-    of backend::tests::{alike,children,revoked,located}:: backend::gdrdrv::tests::{errors,open,requests}:: \
+    of contract:: children:: revoked:: located:: gdrdrv::{errors,open,requests}:: \
         --skip of_bar1_that_is_full --skip errors::of_a_pin --skip that_pins_something_else --skip where_the_memory_ends --skip that_comes_after_the_pin
-    GDRCOPY_TEST_KMOD=1 "$(vm_built pin_stress)"
+    of pin_stress::
     load gdr_provider use_persistent_mapping=0
-    of backend::gdrdrv::tests::volatile:: --skip kills_who_touches
+    of gdrdrv::volatile:: --skip kills_who_touches
     unload
 }
 
@@ -59,14 +59,14 @@ raw_tests() {
 # GPU drivers that are old, missing, not for modules of the GPL, or a dummy: they cannot be bound to.
 other_drivers() {
     local driver
-    raw_tests gdrdrv::tests::kmod gdr_provider_old
+    raw_tests kmod:: gdr_provider_old
     load none
     insmod "$modules/tests/provider/gdr_provider.ko" # later than the module
-    of gdrdrv::tests::kmod::maps
+    of kmod::maps
     for driver in none nv-p2p-dummy gdr_provider_nongpl; do
         load $driver
         grep -qx 'NVIDIA driver: none' /proc/driver/gdrdrv/params
-        GDRCOPY_TEST_KMOD_DRIVER=none of gdrdrv::tests::kmod::driverless
+        GDRCOPY_TEST_KMOD_DRIVER=none of kmod::driverless
         # Nothing holds it.
         [ $driver = none ] || rmmod "${driver//-/_}"
     done
@@ -93,7 +93,7 @@ life() {
     # While others use it.
     unload
     load gdr_provider
-    of gdrdrv::tests::kmod::stress &
+    of kmod::stress &
     local tests=$!
     while kill -0 $tests 2>/dev/null; do rmmod gdrdrv 2>/dev/null && insmod "$modules/gdrdrv.ko"; sleep 0.05; done || true
     wait $tests || true # a file that was not there for a moment fails it; the kernel must not mind
@@ -103,10 +103,10 @@ life() {
 guest_run() {
     export VM_STEP_TIMEOUT=2400 # minutes on a machine that does nothing else
     vm_step "the crate" crate_tests
-    vm_step "persistent pins" raw_tests gdrdrv::tests::kmod gdr_provider
-    vm_step "volatile pins" raw_tests gdrdrv::tests::kmod gdr_provider use_persistent_mapping=0
-    vm_step "large handles" raw_tests gdrdrv::tests::kmod:: gdr_provider first_handle=$((0x123456789))
-    vm_step "without dma-bufs" raw_tests gdrdrv::tests::kmod::abi gdr_provider dmabuf=0
+    vm_step "persistent pins" raw_tests kmod:: gdr_provider
+    vm_step "volatile pins" raw_tests kmod:: gdr_provider use_persistent_mapping=0
+    vm_step "large handles" raw_tests kmod:: gdr_provider first_handle=$((0x123456789))
+    vm_step "without dma-bufs" raw_tests kmod::abi gdr_provider dmabuf=0
     vm_step "other drivers" other_drivers
     vm_step "loading and unloading" life
     local each=${KMOD_ROUNDS:-50000}

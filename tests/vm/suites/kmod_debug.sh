@@ -11,7 +11,7 @@ export VMAPPEND=${VMAPPEND:-no_debug_objects pci=noacpi rcupdate.rcu_cpu_stall_t
 host_build() {
     # shellcheck disable=SC2154 # the runner's
     [ "$kernel_name" = debug ] || fail "suite kmod_debug wants VMKERNEL=debug"
-    vm_cargo test --no-run -p gdrcopy --lib --test pin_stress
+    vm_cargo test --no-run -p gdrcopy --test it
     vm_build_module "$VM_REPOSITORY/kmod" GDR_TESTS=m
 }
 
@@ -25,9 +25,9 @@ failing_allocations() {
     echo Y >/sys/kernel/debug/failslab/cache-filter
     echo N >/sys/kernel/debug/failslab/ignore-gfp-wait
     load gdr_provider
-    of gdrdrv::tests::kmod::nth --nocapture
+    of kmod::nth --nocapture
     load gdr_provider use_persistent_mapping=0
-    of gdrdrv::tests::kmod::nth --nocapture
+    of kmod::nth --nocapture
     unload
 }
 
@@ -48,8 +48,8 @@ guest_run() {
     leaks scan=off || true # only when asked
     # A failure that was asked for is not told with a trace.
     echo 0 | tee /sys/kernel/debug/{failslab,fail_usercopy,fail_page_alloc}/verbose
-    vm_step "persistent pins" raw_tests gdrdrv::tests::kmod gdr_provider
-    vm_step "volatile pins" raw_tests gdrdrv::tests::kmod gdr_provider use_persistent_mapping=0
+    vm_step "persistent pins" raw_tests kmod:: gdr_provider
+    vm_step "volatile pins" raw_tests kmod:: gdr_provider use_persistent_mapping=0
     vm_step "the crate" crate_tests
     vm_step "every allocation fails once" failing_allocations
     vm_step "loading and unloading" life

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 
 use gdrcopy::cuda::MemoryKind;
-use gdrcopy::standin::{Module, RmSettings};
+use gdsync_testkit::{Module, RmSettings};
 
 use crate::library::{Computer, Driver, Library, SIZE};
 

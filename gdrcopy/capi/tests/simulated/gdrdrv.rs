@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdrapi::{GPU_PAGE_SIZE, INFO_MAPPED, INFO_WC_MAPPING};
 use gdrcopy::MappingType;
-use gdrcopy::standin::{Device, Gdrdrv, Module};
+use gdsync_testkit::{Device, Gdrdrv, Module};
 
 use crate::library::{Computer, Driver, SIZE, load, store};
 

@@ -5,8 +5,10 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use gdrapi::{gdr_info_v2_t, gdr_mh_t, gdr_t};
-use gdrcopy::System;
-use gdrcopy::standin::{
+use gdrcopy::Gdr;
+use gdrcopy::cuda::Cuda;
+use gdrcopy::system::System;
+use gdsync_testkit::{
     Device, Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda,
 };
 
@@ -56,8 +58,8 @@ impl Computer {
         }
         let cuda = UninitialisedCuda::new(&machine);
         let system = match driver {
-            Driver::None => System::simulated(Arc::new(kernel), None),
-            _ => System::with(Arc::new(kernel), cuda.clone()),
+            Driver::None => System::new(Arc::new(kernel), None::<Arc<dyn Cuda>>),
+            _ => System::new(Arc::new(kernel), cuda.clone()),
         };
         Self { machine, gdrdrv, rm, cuda, system }
     }
@@ -65,7 +67,7 @@ impl Computer {
     /// Puts another device in the place of the module.
     pub(crate) fn replace_gdrdrv(&mut self, gdrdrv: Arc<Gdrdrv>, device: Arc<dyn Device>) {
         let kernel = SimulatedKernel::new(self.machine.clone()).with_device("/dev/gdrdrv", device);
-        self.system = System::with(Arc::new(kernel), self.cuda.clone());
+        self.system = System::new(Arc::new(kernel), self.cuda.clone());
         self.gdrdrv = Some(gdrdrv);
     }
 
@@ -73,10 +75,9 @@ impl Computer {
     pub(crate) fn open(&self) -> Answer<Library> {
         let chosen = ["GDRCOPY_BACKEND", "GDRCOPY_USE_DMABUF_MMAP"].map(std::env::var_os);
         assert_eq!(chosen, [None, None], "unset it: these tests are of all backends");
-        gdrapi::testing::use_system(self.system.clone());
-        let g = gdrapi::gdr_open();
+        let builder = Gdr::builder().allow_volatile().require_gpu();
+        let g = gdrapi::open_with(builder.system(self.system.clone()));
         let errno = std::io::Error::last_os_error().raw_os_error();
-        gdrapi::testing::use_system(None);
         if g.is_null() { Err(errno.unwrap()) } else { Ok(Library(g)) }
     }
 

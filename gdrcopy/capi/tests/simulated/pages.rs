@@ -2,7 +2,7 @@
 
 use gdrapi::{GPU_PAGE_SIZE, gdr_mh_t};
 use gdrcopy::cuda::MemoryKind;
-use gdrcopy::standin::{Module, RmSettings};
+use gdsync_testkit::{Module, RmSettings};
 
 use crate::library::{Answer, Computer, Driver, Library, load, store};
 

@@ -1,6 +1,6 @@
 //! A stock driver, through its resource manager.
 
-use gdrcopy::standin::RmSettings;
+use gdsync_testkit::RmSettings;
 
 use crate::library::{Computer, Driver, SIZE};
 

@@ -1,8 +1,6 @@
 //! `mmap` of a CUDA dma-buf: no kernel module.
 
 mod pin;
-#[cfg(test)]
-mod tests;
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -16,7 +14,7 @@ use super::{
 use crate::cuda::{AllocKind, Cuda};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::Kernel;
+use crate::system::Kernel;
 use crate::system::System;
 use pin::Pin;
 

@@ -6,7 +6,7 @@ use super::abi;
 use crate::backend::{ENOTSUPP, MappingType, PinFlags};
 use crate::cuda::{Cuda, MemoryKind, PointerInfo};
 use crate::error::{Error, Result};
-use crate::kernel::Kernel;
+use crate::system::Kernel;
 
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED` of `cuda.h`.
 const CU_GPU_DIRECT_RDMA: u32 = 116;

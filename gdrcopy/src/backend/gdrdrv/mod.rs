@@ -5,8 +5,6 @@ mod dma_buf;
 mod explain;
 mod node;
 mod pin;
-#[cfg(test)]
-mod tests;
 
 use std::io;
 use std::sync::Arc;

@@ -10,7 +10,7 @@ use super::explain;
 use crate::backend::host_page;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::Kernel;
+use crate::system::Kernel;
 
 /// `/dev/gdrdrv`, opened. The driver serves the process that opened it and nobody else.
 #[derive(Debug)]

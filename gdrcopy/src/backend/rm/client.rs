@@ -8,7 +8,7 @@ use super::abi::{self, Class, Control, Escape};
 use super::status::NvStatus;
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::Kernel;
+use crate::system::Kernel;
 
 /// The control device.
 const CONTROL: &CStr = c"/dev/nvidiactl";
@@ -221,8 +221,14 @@ pub(crate) unsafe fn escape<E: Escape>(
     Ok(NvStatus(arg.status()))
 }
 
+/// The error of a refused call.
+pub(crate) fn refused(status: NvStatus, call: &'static str) -> Error {
+    let (name, fix) = status.explain();
+    Error::Rm { call, status: status.0, name, fix }
+}
+
 fn accept(status: NvStatus, call: &'static str) -> Result<()> {
-    if status == NvStatus::OK { Ok(()) } else { Err(status.error(call)) }
+    if status == NvStatus::OK { Ok(()) } else { Err(refused(status, call)) }
 }
 
 /// The address of parameters, as the driver's structures hold it.

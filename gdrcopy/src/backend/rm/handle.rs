@@ -70,3 +70,65 @@ impl Block {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::MemoryKind;
+
+    /// A handle as an H200 gives it, and what CUDA says of the same memory.
+    fn handle() -> ([u8; 64], PointerInfo) {
+        let mut handle = [0; 64];
+        handle[16..24].copy_from_slice(&1000u64.to_le_bytes());
+        handle[24..28].copy_from_slice(&512u32.to_le_bytes());
+        handle[28..32].copy_from_slice(&0x1200u32.to_le_bytes());
+        handle[48..52].copy_from_slice(&0xc1d0_0042u32.to_le_bytes());
+        handle[52..56].copy_from_slice(&0x5c00_0009u32.to_le_bytes());
+        let memory = PointerInfo {
+            kind: MemoryKind::Malloc,
+            device: 0,
+            base: 0x7f00_0020_1200,
+            size: 1000,
+            buffer_id: 5,
+            exportable: false,
+        };
+        (handle, memory)
+    }
+
+    #[test]
+    fn a_handle_names_the_block() {
+        let (handle, memory) = handle();
+        let block = Block::from_ipc(&handle, &memory).unwrap();
+        let wanted =
+            Block { client: 0xc1d0_0042, object: 0x5c00_0009, base: 0x7f00_0020_0000, size: 2 << 20 };
+        assert_eq!(block, wanted);
+    }
+
+    #[test]
+    fn a_handle_that_disagrees_with_cuda_is_refused() {
+        let (good, memory) = handle();
+        let changed: [(usize, u32, &str); 9] = [
+            (48, 0xc1e0_0042, "no client"),
+            (48, 0, "no client"),
+            (52, 0, "no object"),
+            (16, 999, "size"),
+            (20, 1, "size"),
+            (24, 0, "size"),
+            (24, 1, "inside its block"),
+            (28, 0x1300, "GPU page"),
+            (28, (2 << 20) - 500, "inside its block"),
+        ];
+        for (at, value, words) in changed {
+            let mut handle = good;
+            handle[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            let error = Block::from_ipc(&handle, &memory).unwrap_err().to_string();
+            assert!(error.contains(words) && error.contains("differently"), "{at} {value:#x}: {error}");
+        }
+        // Any other layout: the same numbers elsewhere.
+        for turn in [4, 8, 16, 32] {
+            let mut handle = good;
+            handle.rotate_left(turn);
+            assert!(Block::from_ipc(&handle, &memory).is_err(), "{turn}");
+        }
+    }
+}

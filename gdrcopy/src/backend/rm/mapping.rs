@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Gpu;
 use super::abi::{self, Escape};
-use super::client::Object;
+use super::client::{Object, refused};
 use super::status::NvStatus;
 use crate::backend::reservation::Reservation;
 use crate::error::{Error, Result};
@@ -62,7 +62,7 @@ impl Bar1Mapping {
         // SAFETY: no pointers.
         let status = unsafe { client.escape(&mut map) }?;
         if status != NvStatus::OK {
-            return Err(status.map_error(abi::Map::NAME, len));
+            return Err(refused_mapping(status, len));
         }
         let mapping = Bar1Mapping { linear: map.linear, memory: memory.clone(), file };
         range.append(&*client.kernel, mapping.file.as_fd(), len).map_err(|error| {
@@ -89,9 +89,21 @@ impl Drop for Bar1Mapping {
         // SAFETY: no pointers.
         let error = match unsafe { client.escape(&mut unmap) } {
             Ok(NvStatus::OK) => return,
-            Ok(status) => status.error(abi::Unmap::NAME),
+            Ok(status) => refused(status, abi::Unmap::NAME),
             Err(error) => error,
         };
         tracing::warn!(%error, "BAR1 mapping of object {:#x} not given back", self.memory.object.handle());
+    }
+}
+
+/// The error of a refused mapping of `len` bytes. Resources that run out here are BAR1 space.
+fn refused_mapping(status: NvStatus, len: usize) -> Error {
+    match status {
+        NvStatus::INSUFFICIENT_RESOURCES | NvStatus::NO_MEMORY => Error::Exhausted {
+            what: "BAR1 space",
+            len,
+            fix: "unmap something, map less at a time, or enable a resizable BAR (nvidia-smi -q shows BAR1)",
+        },
+        _ => refused(status, abi::Map::NAME),
     }
 }

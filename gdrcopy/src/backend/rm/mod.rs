@@ -155,6 +155,3 @@ impl Backend for Rm {
         Ok(Box::new(CudaAllocation::of_kind(&self.cuda, device, len, kind)?))
     }
 }
-
-#[cfg(test)]
-mod tests;

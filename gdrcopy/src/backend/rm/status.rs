@@ -1,7 +1,5 @@
 //! What the resource manager says: `NV_STATUS`, `nvstatuscodes.h` of the open kernel modules 580.142.
 
-use crate::error::Error;
-
 /// An `NV_STATUS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NvStatus(pub(crate) u32);
@@ -41,7 +39,7 @@ impl NvStatus {
     pub(crate) const GENERIC: Self = Self(0xffff);
 
     /// The name without `NV_ERR_`, and what the user can do.
-    fn explain(self) -> (&'static str, &'static str) {
+    pub(crate) fn explain(self) -> (&'static str, &'static str) {
         const RETRY: &str = "the driver is busy; try again";
         const LOST: &str = "the GPU must be reset (nvidia-smi -r, or a reboot)";
         const FREED: &str = "the memory may have been freed meanwhile; pin live memory";
@@ -101,23 +99,5 @@ impl NvStatus {
                 | Self::NO_MEMORY
                 | Self::OPERATING_SYSTEM
         )
-    }
-
-    /// The error of a refused call.
-    pub(crate) fn error(self, call: &'static str) -> Error {
-        let (name, fix) = self.explain();
-        Error::Rm { call, status: self.0, name, fix }
-    }
-
-    /// The error of a refused mapping of `len` bytes: there, running out means BAR1.
-    pub(crate) fn map_error(self, call: &'static str, len: usize) -> Error {
-        match self {
-            Self::INSUFFICIENT_RESOURCES | Self::NO_MEMORY => Error::Exhausted {
-                what: "BAR1 space",
-                len,
-                fix: "unmap something, map less at a time, or enable a resizable BAR (nvidia-smi -q shows BAR1)",
-            },
-            _ => self.error(call),
-        }
     }
 }

@@ -25,7 +25,7 @@ use crate::cuda::raw::layout::{
 use crate::cuda::raw::{Api, Relaxed};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::kernel::check;
+use crate::system::check;
 
 /// The `libcuda` of this machine.
 #[derive(Debug)]
@@ -41,13 +41,23 @@ impl CudaSource for Installed {
     }
 }
 
-/// A driver by its entry points.
-#[cfg(feature = "standin")]
+/// A CUDA driver given as a table of entry points, in place of the installed one: an emulator, or a wrapper around the
+/// table that [`Api::load`] gives.
 #[derive(Debug)]
-pub(crate) struct InstalledOn(pub(crate) Api);
+pub struct EntryPoints(Api);
 
-#[cfg(feature = "standin")]
-impl CudaSource for InstalledOn {
+impl EntryPoints {
+    /// A driver of these entry points.
+    ///
+    /// # Safety
+    /// Each entry point must do what the CUDA driver's manual says of it: the library passes addresses of its own memory for
+    /// answers, and copies to and from the memory that the driver allocates.
+    pub const unsafe fn new(api: Api) -> Self {
+        Self(api)
+    }
+}
+
+impl CudaSource for EntryPoints {
     fn version(&self) -> Result<u32> {
         version(&self.0)
     }

@@ -7,20 +7,35 @@ pub type Handle = usize;
 
 /// `CU_POINTER_ATTRIBUTE_*`.
 pub mod pointer_attribute {
+    /// `CU_POINTER_ATTRIBUTE_CONTEXT`.
     pub const CONTEXT: u32 = 1;
+    /// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
     pub const MEMORY_TYPE: u32 = 2;
+    /// `CU_POINTER_ATTRIBUTE_DEVICE_POINTER`.
     pub const DEVICE_POINTER: u32 = 3;
+    /// `CU_POINTER_ATTRIBUTE_HOST_POINTER`.
     pub const HOST_POINTER: u32 = 4;
+    /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`.
     pub const SYNC_MEMOPS: u32 = 6;
+    /// `CU_POINTER_ATTRIBUTE_BUFFER_ID`.
     pub const BUFFER_ID: u32 = 7;
+    /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
     pub const IS_MANAGED: u32 = 8;
+    /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
     pub const DEVICE_ORDINAL: u32 = 9;
+    /// `CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`.
     pub const IS_LEGACY_CUDA_IPC_CAPABLE: u32 = 10;
+    /// `CU_POINTER_ATTRIBUTE_RANGE_START_ADDR`.
     pub const RANGE_START_ADDR: u32 = 11;
+    /// `CU_POINTER_ATTRIBUTE_RANGE_SIZE`.
     pub const RANGE_SIZE: u32 = 12;
+    /// `CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES`.
     pub const ALLOWED_HANDLE_TYPES: u32 = 14;
+    /// `CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE`.
     pub const MEMPOOL_HANDLE: u32 = 17;
+    /// `CU_POINTER_ATTRIBUTE_MAPPING_SIZE`.
     pub const MAPPING_SIZE: u32 = 18;
+    /// `CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR`.
     pub const MAPPING_BASE_ADDR: u32 = 19;
 }
 
@@ -71,7 +86,9 @@ pub const FLUSH_TO_OWNER: u32 = 100;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct MemLocation {
+    /// `CU_MEM_LOCATION_TYPE_*`.
     pub kind: u32,
+    /// The device.
     pub id: i32,
 }
 
@@ -79,13 +96,21 @@ pub struct MemLocation {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AllocationProp {
+    /// `CU_MEM_ALLOCATION_TYPE_*`.
     pub kind: u32,
+    /// `CU_MEM_HANDLE_TYPE_*` bits.
     pub handle_types: u32,
+    /// Where the memory is.
     pub location: MemLocation,
+    /// 0 on Linux.
     pub win32_meta_data: usize,
+    /// `CU_MEM_ALLOCATION_COMP_*`.
     pub compression: u8,
+    /// 1: GPUDirect RDMA reaches the memory.
     pub gpu_direct_rdma: u8,
+    /// `CU_MEM_CREATE_USAGE_*` bits.
     pub usage: u16,
+    /// 0.
     pub reserved: [u8; 4],
 }
 
@@ -93,7 +118,9 @@ pub struct AllocationProp {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AccessDesc {
+    /// Whose access it is.
     pub location: MemLocation,
+    /// `CU_MEM_ACCESS_FLAGS_*`.
     pub flags: u32,
 }
 

@@ -76,7 +76,7 @@ impl Memory {
 
 #[cfg(test)]
 mod tests {
-    use gdrcopy::standin::driver;
+    use gdsync_testkit::driver;
 
     use super::*;
     use crate::cuda::Gpu;

@@ -262,7 +262,7 @@ impl Shared {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use gdrcopy::standin::driver;
+    use gdsync_testkit::driver;
 
     use super::super::{CudaEngine, CudaStreamConfig, Via};
     use crate::stream::SubmitLock;

@@ -350,7 +350,7 @@ fn no_flush() -> Error {
 
 #[cfg(test)]
 mod tests {
-    use gdrcopy::standin::driver;
+    use gdsync_testkit::driver;
 
     use super::*;
     use crate::stream::{Cond, Ops};

@@ -1,12 +1,12 @@
 //! Streams of a GPU that ring the card's doorbells, on a simulated driver.
 
-use gdrcopy::standin::driver::{self, Control};
 use gdsync::Device;
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Context, OnGpu, RecvWr, SendWr, Transport};
+use gdsync_testkit::driver::{self, Control};
 
 use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent};
 use crate::setup::CARD;

@@ -1,7 +1,7 @@
 //! Ranks on a card that does not reach the memory of their (simulated) GPUs: `mp`'s own tests of messages, with all buffers there
 //! and all streams on GPUs, and what is different.
 
-use gdrcopy::standin::driver::Control;
+use gdsync_testkit::driver::Control;
 
 #[path = "../../../../mp/tests/it/common.rs"]
 mod common;

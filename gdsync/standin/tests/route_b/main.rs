@@ -17,11 +17,11 @@ mod setup;
 mod shared;
 mod traffic;
 
-use gdrcopy::standin::driver::{self, Control};
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Context, OnGpu, QpBuilder};
+use gdsync_testkit::driver::{self, Control};
 
 use crate::common::{PATIENCE, Side, connect};
 use crate::setup::{CARD, entry};

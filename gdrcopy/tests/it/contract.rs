@@ -1,0 +1,222 @@
+//! What every backend must do.
+
+use gdrcopy::{Attribute, BackendKind, Error, MappingType, PinFlags};
+
+use crate::rig::{each, pattern, peek, poke};
+
+const NONE: PinFlags = PinFlags::empty();
+
+#[test]
+fn every_range_is_read_and_written_where_it_lies() {
+    const SIZE: usize = 300_000;
+    let ranges = [
+        (0, 1),
+        (1, 7),
+        (0, SIZE),
+        (4095, 2),
+        (65_535, 70_000),
+        (123_457, 1),
+        (65_536, 65_536),
+        (SIZE - 5, 5),
+    ];
+    each(|_, backend| {
+        let memory = backend.allocate(0, SIZE).unwrap();
+        let mut model = pattern(1, SIZE);
+        memory.write(0, &model).unwrap();
+        for (seed, (offset, len)) in (2..).zip(ranges) {
+            let addr = memory.addr() + offset as u64;
+            let pin = backend.pin(addr, len, NONE).unwrap();
+            assert!(pin.va() <= addr);
+            assert!(pin.va().is_multiple_of(u64::from(pin.page_size())));
+            assert!(pin.pinned_len().is_multiple_of(pin.page_size() as usize));
+            let skip = usize::try_from(addr - pin.va()).unwrap();
+            assert!(skip < pin.page_size() as usize && skip + len <= pin.pinned_len());
+
+            let range = pin.map(skip + len, None).unwrap();
+            assert_eq!(range.len(), skip + len);
+            assert_eq!(peek(&range, skip, len), model[offset..][..len], "{} {offset}", backend.kind());
+
+            let news = pattern(seed, len);
+            poke(&range, skip, &news);
+            model[offset..][..len].copy_from_slice(&news);
+            let mut whole = vec![0; SIZE];
+            memory.read(0, &mut whole).unwrap();
+            assert!(whole == model, "{}: {len} bytes at {offset} went elsewhere", backend.kind());
+
+            let news = pattern(seed + 100, len);
+            memory.write(offset, &news).unwrap();
+            model[offset..][..len].copy_from_slice(&news);
+            assert_eq!(peek(&range, skip, len), news);
+            drop(range);
+            pin.unpin().unwrap();
+        }
+    });
+}
+
+#[test]
+fn freed_memory_stays_under_its_mapping() {
+    each(|rig, backend| {
+        let size = 3 << 20;
+        let memory = backend.allocate(0, size).unwrap();
+        let (old, new) = (pattern(1, size), pattern(2, size));
+        memory.write(0, &old).unwrap();
+        let pin = backend.pin(memory.addr(), size, NONE).unwrap();
+        let range = pin.map(size, None).unwrap();
+        drop(memory);
+
+        let another = backend.allocate(0, size).unwrap();
+        another.write(0, &new).unwrap();
+        assert!(peek(&range, 0, size) == old, "{}", backend.kind());
+        poke(&range, size - 3, b"end");
+        let mut seen = vec![0; size];
+        another.read(0, &mut seen).unwrap();
+        assert!(seen == new, "{}", backend.kind());
+        assert!(!pin.invalidated().unwrap());
+
+        drop(range);
+        pin.unpin().unwrap();
+        assert_eq!(rig.device.live_pins(), 0);
+    });
+}
+
+#[test]
+fn a_pin_of_freed_memory_maps_the_old_memory_or_nothing() {
+    each(|_, backend| {
+        let memory = backend.allocate(0, 3 << 20).unwrap();
+        memory.write(7, b"old").unwrap();
+        let addr = memory.addr();
+        let pin = backend.pin(addr, 4096, NONE).unwrap();
+        drop(memory);
+        match (backend.kind(), pin.map(4096, None)) {
+            // What cannot be compared with CUDA's view is not handed out.
+            (BackendKind::DmaBuf, Err(Error::Invalidated)) => {}
+            (BackendKind::DmaBuf, other) => panic!("{other:?}"),
+            (_, range) => assert_eq!(peek(&range.unwrap(), 7, 3), b"old"),
+        }
+        assert!(matches!(backend.pin(addr, 1, NONE), Err(Error::NotMappable { .. })));
+    });
+}
+
+#[test]
+fn a_pin_is_mapped_again_and_memory_is_pinned_twice() {
+    each(|rig, backend| {
+        let memory = backend.allocate(0, 200_000).unwrap();
+        let first = backend.pin(memory.addr(), 200_000, NONE).unwrap();
+        let second = backend.pin(memory.addr() + 65_536, 100_000, NONE).unwrap();
+        for round in 0..3 {
+            let word = pattern(round, 16);
+            let (a, b) = (first.map(200_000, None).unwrap(), second.map(100_000, None).unwrap());
+            assert_ne!(a.as_ptr(), b.as_ptr());
+            poke(&a, 65_536 + 5000, &word);
+            assert_eq!(peek(&b, 5000, 16), word, "{}", backend.kind());
+        }
+        // A part, from the start on.
+        assert_eq!(first.map(1, None).unwrap().len(), 1);
+        first.unpin().unwrap();
+        assert!(second.map(100_000, None).is_ok());
+        drop(second);
+        assert_eq!(rig.device.live_pins(), 0);
+    });
+}
+
+#[test]
+fn ranges_that_are_not_one_allocation_are_refused() {
+    each(|rig, backend| {
+        let memory = backend.allocate(0, 4 << 20).unwrap();
+        let (addr, size) = (memory.addr(), memory.len());
+        let pin = |addr, len| backend.pin(addr, len, NONE).map(drop);
+        assert!(pin(addr, size).is_ok());
+        // CUDA's allocation is a bit longer than asked for, to be aligned.
+        assert!(matches!(pin(addr, size + 65_536), Err(Error::BeyondAllocation { .. })));
+        assert!(matches!(
+            pin(addr, usize::MAX),
+            Err(Error::BeyondAllocation { .. } | Error::InvalidArgument { .. })
+        ));
+        assert!(matches!(pin(addr, 0), Err(Error::InvalidArgument { .. })));
+        assert!(matches!(pin(64, 64), Err(Error::NotMappable { .. })));
+        assert!(matches!(
+            pin(u64::MAX - 5, 64),
+            Err(Error::NotMappable { .. } | Error::InvalidArgument { .. })
+        ));
+        let local = 5;
+        assert!(matches!(pin((&raw const local).addr() as u64, 4), Err(Error::NotMappable { .. })));
+        assert_eq!(rig.device.live_pins(), 0);
+    });
+}
+
+#[test]
+fn a_mapping_ends_with_its_pin() {
+    each(|_, backend| {
+        let memory = backend.allocate(0, 65_536).unwrap();
+        let pin = backend.pin(memory.addr(), 65_536, NONE).unwrap();
+        let beyond = pin.pinned_len() + 1;
+        for len in [0, beyond, usize::MAX] {
+            assert!(matches!(pin.map(len, None), Err(Error::InvalidArgument { .. })));
+        }
+        assert!(pin.map(beyond - 1, None).is_ok());
+    });
+}
+
+#[test]
+fn a_type_that_is_not_there_is_refused_and_the_pin_goes_on() {
+    each(|_, backend| {
+        let memory = backend.allocate(0, 65_536).unwrap();
+        let pin = backend.pin(memory.addr(), 65_536, NONE).unwrap();
+        let native = pin.map(1, None).unwrap().kind();
+        let expected = match backend.kind() {
+            BackendKind::Host => MappingType::Cached,
+            _ => MappingType::WriteCombining,
+        };
+        assert_eq!(native, expected);
+        for kind in [MappingType::WriteCombining, MappingType::Cached, MappingType::Device] {
+            match pin.map(1, Some(kind)) {
+                Ok(range) => assert_eq!((kind, range.kind()), (native, native)),
+                Err(Error::Unsupported { .. }) => assert_ne!(kind, native),
+                Err(other) => panic!("{}: {other}", backend.kind()),
+            }
+        }
+        assert_eq!(pin.map(1, None).unwrap().kind(), native);
+    });
+}
+
+#[test]
+fn accesses_stay_inside_an_allocation() {
+    each(|_, backend| {
+        let memory = backend.allocate(0, 100).unwrap();
+        assert_eq!(memory.len(), 100);
+        let mut out = [0; 8];
+        assert!(memory.write(92, &out).is_ok() && memory.read(92, &mut out).is_ok());
+        assert!(matches!(memory.write(93, &out), Err(Error::OutOfBounds { .. })));
+        assert!(matches!(memory.read(usize::MAX, &mut out), Err(Error::OutOfBounds { .. })));
+        assert!(matches!(backend.allocate(0, 0), Err(Error::InvalidArgument { .. })));
+        assert!(backend.allocate(7, 100).is_err());
+        assert!(backend.allocate(-1, 100).is_err());
+        // More than there is.
+        if backend.kind() != BackendKind::Host {
+            assert!(matches!(backend.allocate(0, 1 << 40), Err(Error::Exhausted { .. })));
+        }
+        assert!(backend.allocate(0, usize::MAX).is_err());
+    });
+}
+
+#[test]
+fn attributes_are_those_of_gdrcopy() {
+    each(|_, backend| {
+        let get = |attribute| backend.attribute(attribute).unwrap();
+        let told = [
+            get(Attribute::UsePersistentMapping),
+            get(Attribute::SupportPinFlagForcePcie),
+            get(Attribute::UsingDmaBufMmap),
+        ];
+        let (expected, version) = match backend.kind() {
+            BackendKind::Gdrdrv => ([1, 1, 0], Some((2, 6))),
+            BackendKind::DmaBuf => ([1, 1, 1], None),
+            _ => ([1, 0, 0], None),
+        };
+        assert_eq!(told, expected);
+        assert_eq!(backend.driver_version(), version);
+        let memory = backend.allocate(0, 64).unwrap();
+        let forced = backend.pin(memory.addr(), 64, PinFlags::FORCE_PCIE);
+        assert_eq!(forced.is_ok(), told[1] == 1, "{forced:?}");
+    });
+}

@@ -1,0 +1,227 @@
+//! When the driver is used, and what is not handed out.
+
+use gdrcopy::cuda::{AllocKind, CudaStatus, MemoryKind};
+use gdrcopy::{Error, MappingType, PinFlags};
+use gdsync_testkit::Module;
+
+use crate::rig::{Backend, ENOTSUPP, Rig, pattern, peek, poke};
+
+const NONE: PinFlags = PinFlags::empty();
+/// The simulated kernel's faults.
+const MMAP: &str = "mmap of a dma-buf";
+const WRONG_PAGE: &str = "wrong page of a dma-buf";
+
+fn unsupported(error: Error) -> String {
+    assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+    error.to_string()
+}
+
+#[test]
+fn an_older_cuda_is_not_tried() {
+    let rig = Rig::new(Module::default());
+    rig.machine.cuda.lock().driver_version = 13020;
+    // A try would fail otherwise.
+    rig.machine.fail("cuMemAlloc", 2);
+    let text = unsupported(Backend::dmabuf(&rig.system).unwrap_err());
+    assert!(text.contains("CUDA 13.2") && text.contains("13.3"), "{text}");
+    unsupported(Backend::dmabuf(&rig.without_cuda()).unwrap_err());
+}
+
+#[test]
+fn a_gpu_without_dma_bufs_is_refused() {
+    let rig = Rig::new(Module::default());
+    rig.machine.cuda.lock().attributes.insert(124, 0);
+    let text = unsupported(Backend::dmabuf(&rig.system).unwrap_err());
+    assert!(text.contains("open kernel modules"), "{text}");
+}
+
+#[test]
+fn a_driver_that_does_not_map_is_refused() {
+    let rig = Rig::new(Module::default());
+    for errno in [ENOTSUPP, libc::EOPNOTSUPP, libc::ENODEV] {
+        rig.machine.fail(MMAP, errno);
+        let text = unsupported(Backend::dmabuf(&rig.system).unwrap_err());
+        assert!(text.contains("mmap of a dma-buf"), "{text}");
+    }
+    rig.machine.fail(MMAP, libc::ENOMEM);
+    assert!(matches!(Backend::dmabuf(&rig.system), Err(Error::Exhausted { .. })));
+    rig.machine.fail(MMAP, libc::EACCES);
+    assert_eq!(Backend::dmabuf(&rig.system).unwrap_err().errno(), libc::EACCES);
+    rig.machine.fail(MMAP, 0);
+    rig.machine.fail("cuMemGetHandleForAddressRange", 801);
+    let error = Backend::dmabuf(&rig.system).unwrap_err();
+    assert!(matches!(error, Error::Cuda { status: CudaStatus::NOT_SUPPORTED, .. }), "{error:?}");
+}
+
+#[test]
+fn a_driver_that_maps_other_pages_is_refused() {
+    let rig = Rig::new(Module::default());
+    rig.machine.fail(WRONG_PAGE, 1);
+    assert!(matches!(Backend::dmabuf(&rig.system), Err(Error::ProofFailed { .. })));
+}
+
+#[test]
+fn a_mapping_of_other_pages_is_not_handed_out() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let memory = dmabuf.allocate(0, 200_000).unwrap();
+    let bytes = pattern(1, 200_000);
+    memory.write(0, &bytes).unwrap();
+    let pin = dmabuf.pin(memory.addr() + 5, 100_000, NONE).unwrap();
+    rig.machine.fail(WRONG_PAGE, 1);
+    let error = pin.map(100_005, None).unwrap_err();
+    assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
+    rig.machine.fail(WRONG_PAGE, 0);
+    let range = pin.map(100_005, None).unwrap();
+    assert_eq!(peek(&range, 5, 100_000), bytes[5..100_005]);
+    // The comparison wrote nothing.
+    let mut seen = vec![0; 200_000];
+    memory.read(0, &mut seen).unwrap();
+    assert!(seen == bytes);
+}
+
+#[test]
+fn another_gpu_is_tried_at_its_first_pin() {
+    let rig = Rig::with_gpus(2, Module::default());
+    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let (first, second) = (dmabuf.allocate(0, 4096).unwrap(), dmabuf.allocate(1, 4096).unwrap());
+    rig.machine.fail(WRONG_PAGE, 1);
+    assert!(dmabuf.pin(first.addr(), 4096, NONE).is_ok());
+    assert!(matches!(dmabuf.pin(second.addr(), 4096, NONE), Err(Error::ProofFailed { .. })));
+    // A way through PCIe is another way.
+    assert!(matches!(dmabuf.pin(first.addr(), 4096, PinFlags::FORCE_PCIE), Err(Error::ProofFailed { .. })));
+    rig.machine.fail(WRONG_PAGE, 0);
+    assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+    // One piece of scratch memory for each GPU, given back at the end: a pin must not wait as freeing does.
+    let allocations = || rig.machine.memory.lock().allocations();
+    assert_eq!(allocations(), 2 + 2);
+    // Once is enough.
+    rig.machine.fail("cuMemAlloc", 2);
+    assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+    drop(dmabuf);
+    assert_eq!(allocations(), 2);
+}
+
+#[test]
+fn a_coherent_link_gives_cached_mappings_except_through_pcie() {
+    let rig = Rig::new(Module::default());
+    rig.machine.cuda.lock().attributes.insert(100, 1);
+    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let memory = dmabuf.allocate(0, 4096).unwrap();
+    for (flags, native) in [(NONE, MappingType::Cached), (PinFlags::FORCE_PCIE, MappingType::WriteCombining)]
+    {
+        let pin = dmabuf.pin(memory.addr(), 4096, flags).unwrap();
+        assert_eq!(pin.map(1, None).unwrap().kind(), native);
+        assert_eq!(pin.map(1, Some(native)).unwrap().kind(), native);
+        assert!(matches!(pin.map(1, Some(MappingType::Device)), Err(Error::Unsupported { .. })));
+    }
+}
+
+#[test]
+fn each_piece_of_memory_gets_its_own_dma_buf() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let piece = 2 << 20;
+    let first = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
+    let second = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
+    assert_eq!(second, first + piece as u64);
+    // The driver, as it is simulated, refuses a range over both.
+    assert!(rig.cuda.dma_buf(first, first, 2 * piece, false).is_err());
+
+    let len = piece + 77;
+    let pin = dmabuf.pin(first + 1001, len, NONE).unwrap();
+    let range = pin.map(1001 + len, None).unwrap();
+    let bytes = pattern(1, len);
+    poke(&range, 1001, &bytes);
+    let mut seen = vec![0; len];
+    let (head, tail) = seen.split_at_mut(piece - 1001);
+    for (addr, part) in [(first + 1001, head), (second, tail)] {
+        // SAFETY: a slice of that length.
+        unsafe { rig.cuda.copy_from_device(0, part.as_mut_ptr(), addr, part.len()) }.unwrap();
+    }
+    assert!(seen == bytes);
+    // A mapping may end before the second piece begins.
+    drop(range);
+    assert_eq!(pin.map(4096, None).unwrap().len(), 4096);
+    // What follows is of another kind, and shorter than asked for.
+    let third = rig.machine.memory.lock().alloc(0, piece, MemoryKind::Pool).unwrap();
+    assert_eq!(third, second + piece as u64);
+    assert!(matches!(dmabuf.pin(second, 2 * piece + 1, NONE), Err(Error::BeyondAllocation { .. })));
+    assert!(dmabuf.pin(second, 2 * piece, NONE).is_ok());
+    rig.machine.memory.lock().free(third).unwrap();
+    // Nothing follows the second.
+    assert!(matches!(dmabuf.pin(first, 2 * piece + 1, NONE), Err(Error::NotMappable { .. })));
+}
+
+#[test]
+fn small_memory_in_a_page_with_others_is_compared_by_itself() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
+    let (before, small, after) = (alloc(512), alloc(5000), alloc(512));
+    assert_eq!((small - before, after - small), (512, 5120));
+    rig.machine.memory.lock().free(before).unwrap();
+    let pin = dmabuf.pin(small, 5000, NONE).unwrap();
+    assert!(pin.va() < small && small.is_multiple_of(512));
+    let skip = usize::try_from(small - pin.va()).unwrap();
+    poke(&pin.map(skip + 5000, None).unwrap(), skip + 4999, b"x");
+    let mut seen = 0;
+    // SAFETY: a place for one byte.
+    unsafe { rig.cuda.copy_from_device(0, &raw mut seen, small + 4999, 1) }.unwrap();
+    assert_eq!(seen, b'x');
+}
+
+#[test]
+fn memory_that_changes_hands_is_not_mixed_up() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let (object, base) = {
+        let mut memory = rig.machine.memory.lock();
+        let base = memory.alloc(0, 2 << 20, MemoryKind::Vmm).unwrap();
+        (memory.find(base).unwrap().object.clone(), base)
+    };
+    let pin = dmabuf.pin(base, 4096, NONE).unwrap();
+    assert!(pin.map(4096, None).is_ok());
+    // The same address and even the same bytes, but another allocation.
+    {
+        let mut memory = rig.machine.memory.lock();
+        memory.free(base).unwrap();
+        memory.insert(base, 2 << 20, object, 0, MemoryKind::Vmm);
+    }
+    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
+}
+
+#[test]
+fn pages_beyond_an_allocation_are_the_drivers_to_give() {
+    let rig = Rig::new(Module::default());
+    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
+    let (start, small, last) = (alloc(5000), alloc(256), alloc(5000));
+    let (start, object) = (start & !0xfff, rig.machine.memory.lock().find(small).unwrap().object.clone());
+    let bytes = pattern(1, object.size);
+    object.write(0, &bytes).unwrap();
+    let end = (last + 5000).next_multiple_of(4096);
+    let len = usize::try_from(end - start).unwrap();
+    let pin = dmabuf.pin(start, len, PinFlags::WHOLE_PAGES).unwrap();
+    assert_eq!((pin.va(), pin.pinned_len()), (start, len));
+    let range = pin.map(len, None).unwrap();
+    let first = usize::try_from(start - (small & !0x1f_ffff)).unwrap();
+    assert!(peek(&range, 0, len) == bytes[first..][..len]);
+    assert!(matches!(dmabuf.pin(start, len, NONE), Err(Error::BeyondAllocation { .. })));
+
+    // The simulated driver gives no page without an allocation.
+    let beyond = dmabuf.pin(start, len + 1, PinFlags::WHOLE_PAGES);
+    assert!(matches!(beyond, Err(Error::BeyondAllocation { .. })), "{beyond:?}");
+    // What is compared is the first allocation of the range, here the neighbour's.
+    drop(range);
+    rig.machine.memory.lock().free(start).unwrap();
+    assert!(matches!(pin.map(len, None), Err(Error::Invalidated)));
+    // Now the first is the small one.
+    let page = small & !0xfff;
+    assert_ne!(page, small);
+    let pin = dmabuf.pin(page, 4096, PinFlags::WHOLE_PAGES).unwrap();
+    rig.machine.fail(WRONG_PAGE, 1);
+    assert!(matches!(pin.map(4096, None), Err(Error::ProofFailed { .. })));
+    rig.machine.fail(WRONG_PAGE, 0);
+    assert!(pin.map(4096, None).is_ok());
+}

@@ -1,0 +1,281 @@
+//! Raw access to the module, and memory of the made-up GPU.
+
+use std::ffi::c_void;
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::gdrdrv_abi::{GetAttr, GetCallbackFlag, GetInfoV2, PinBuffer, PinBufferV2, Request, UnpinBuffer};
+use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, State};
+
+/// Turns the result of a call that returns -1 and sets `errno` into a `Result`.
+pub(super) fn check(result: i32) -> io::Result<i32> {
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// `errno` of a failure.
+pub(super) fn errno(error: &io::Error) -> i32 {
+    error.raw_os_error().expect("a system call failed")
+}
+
+/// The module's device, opened by this process.
+#[derive(Debug)]
+pub(super) struct Raw(pub(super) OwnedFd);
+
+impl Raw {
+    pub(super) fn open() -> Self {
+        let file = File::options().read(true).write(true).open("/dev/gdrdrv").expect("the module's device");
+        Self(file.into())
+    }
+
+    pub(super) fn borrowed(fd: BorrowedFd<'_>) -> Self {
+        Self(fd.try_clone_to_owned().expect("a descriptor"))
+    }
+
+    /// Any request with any argument.
+    pub(super) fn ioctl(&self, code: u32, arg: *mut c_void) -> Result<(), i32> {
+        // SAFETY: the driver checks the address, and each test passes memory for the answer or none at all.
+        check(unsafe { libc::ioctl(self.0.as_raw_fd(), code.into(), arg) }).map(drop).map_err(|e| errno(&e))
+    }
+
+    pub(super) fn call<R: Request>(&self, request: &mut R) -> Result<(), i32> {
+        self.ioctl(R::CODE, std::ptr::from_mut(request).cast())
+    }
+
+    pub(super) fn pin(&self, addr: u64, size: u64) -> Result<u64, i32> {
+        let mut request = PinBufferV2 { addr, size, ..Default::default() };
+        self.call(&mut request).map(|()| request.handle)
+    }
+
+    pub(super) fn pin_v1(&self, addr: u64, size: u64) -> Result<u64, i32> {
+        let mut request = PinBuffer { addr, size, ..Default::default() };
+        self.call(&mut request).map(|()| request.handle)
+    }
+
+    pub(super) fn unpin(&self, handle: u64) -> Result<(), i32> {
+        self.call(&mut UnpinBuffer { handle })
+    }
+
+    pub(super) fn info(&self, handle: u64) -> Result<GetInfoV2, i32> {
+        let mut request = GetInfoV2 { handle, ..Default::default() };
+        self.call(&mut request).map(|()| request)
+    }
+
+    pub(super) fn flag(&self, handle: u64) -> Result<u32, i32> {
+        let mut request = GetCallbackFlag { handle, ..Default::default() };
+        self.call(&mut request).map(|()| request.flag)
+    }
+
+    pub(super) fn attribute(&self, attr: u32) -> Result<u32, i32> {
+        let mut request = GetAttr { attr, val: 0 };
+        self.call(&mut request).map(|()| request.val)
+    }
+
+    /// Maps at a page offset.
+    pub(super) fn map_as(&self, page: u64, len: u64, prot: i32, flags: i32) -> Result<Map, i32> {
+        let offset = i64::try_from(page << 12).expect("an offset");
+        let len = usize::try_from(len).expect("a length");
+        // SAFETY: a new place is chosen by the kernel.
+        let raw = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, self.0.as_raw_fd(), offset) };
+        if raw == libc::MAP_FAILED {
+            return Err(errno(&io::Error::last_os_error()));
+        }
+        Ok(Map { ptr: NonNull::new(raw.cast()).expect("not null"), len })
+    }
+
+    pub(super) fn map(&self, handle: u64, len: u64) -> Result<Map, i32> {
+        self.map_as(handle, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)
+    }
+}
+
+/// A mapping, unmapped when dropped.
+#[derive(Debug)]
+pub(super) struct Map {
+    pub(super) ptr: NonNull<u8>,
+    pub(super) len: usize,
+}
+
+// SAFETY: memory of a device, reached by volatile accesses alone.
+unsafe impl Send for Map {}
+
+impl Map {
+    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+        assert!(offset < self.len);
+        self.ptr.as_ptr().wrapping_add(offset)
+    }
+
+    pub(super) fn load(&self, offset: usize) -> u8 {
+        // SAFETY: inside the mapping; where the driver took the page, the signal is what the test is about.
+        unsafe { self.at(offset).read_volatile() }
+    }
+
+    pub(super) fn store(&self, offset: usize, value: u8) {
+        // SAFETY: as above.
+        unsafe { self.at(offset).write_volatile(value) };
+    }
+
+    pub(super) fn bytes(&self, range: Range<usize>) -> Vec<u8> {
+        range.map(|offset| self.load(offset)).collect()
+    }
+
+    pub(super) fn unmap(self) -> Result<(), i32> {
+        let result = self.unmap_part(0, self.len);
+        std::mem::forget(self);
+        result
+    }
+
+    pub(super) fn unmap_part(&self, offset: usize, len: usize) -> Result<(), i32> {
+        // SAFETY: a part of this mapping, to which there are no references.
+        check(unsafe { libc::munmap(self.ptr.as_ptr().wrapping_add(offset).cast(), len) })
+            .map(drop)
+            .map_err(|e| errno(&e))
+    }
+
+    pub(super) fn protect(&self, offset: usize, len: usize, prot: i32) -> Result<(), i32> {
+        // SAFETY: as above.
+        check(unsafe { libc::mprotect(self.ptr.as_ptr().wrapping_add(offset).cast(), len, prot) })
+            .map(drop)
+            .map_err(|e| errno(&e))
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        self.unmap_part(0, self.len).expect("munmap");
+    }
+}
+
+/// Addresses are never given twice, as by CUDA in a short while.
+static NEXT: AtomicU64 = AtomicU64::new(0x7f40_0000_0000);
+
+pub(super) fn addresses(len: u64) -> u64 {
+    NEXT.fetch_add(len.next_multiple_of(2 << 20) + (2 << 20), Ordering::Relaxed)
+}
+
+/// Memory under an address; freed when dropped.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) va: u64,
+    pub(super) len: u64,
+    pub(super) object: Object,
+}
+
+impl Memory {
+    pub(super) fn new(len: u64) -> Self {
+        Self::on(Backing::Ram, len).expect("memory")
+    }
+
+    pub(super) fn on(backing: Backing, len: u64) -> io::Result<Self> {
+        let object = Object::new(len, backing)?;
+        let va = addresses(len);
+        object.show(va, 0, len)?;
+        Ok(Self { va, len, object })
+    }
+
+    /// As by the GPU.
+    pub(super) fn write(&self, offset: u64, bytes: &[u8]) {
+        self.object.file().write_all_at(bytes, offset).expect("memory of the GPU");
+    }
+
+    pub(super) fn read(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.object.file().read_exact_at(&mut bytes, offset).expect("memory of the GPU");
+        bytes
+    }
+
+    pub(super) fn free(&self) {
+        self.object.hide(self.va).expect("shown");
+    }
+}
+
+/// Whether the machine has a BAR to put memory into.
+pub(super) fn backings() -> Vec<Backing> {
+    [Backing::Ram, Backing::Bar]
+        .into_iter()
+        .filter(|backing| match Object::new(CHUNK, *backing) {
+            Ok(_) => true,
+            Err(error) => {
+                assert_eq!(errno(&error), libc::ENODEV, "{backing:?}");
+                println!("skipped: no memory of kind {backing:?}");
+                false
+            }
+        })
+        .collect()
+}
+
+/// A fault, for as long as this lives.
+#[derive(Debug)]
+pub(super) struct Failing(Fault);
+
+impl Failing {
+    pub(super) fn new(fault: Fault, value: i32) -> Self {
+        kmod::set_fault(fault, value).expect("the driver's device");
+        Self(fault)
+    }
+}
+
+impl Drop for Failing {
+    fn drop(&mut self) {
+        kmod::set_fault(self.0, 0).expect("the driver's device");
+    }
+}
+
+/// A counter of `/proc/driver/gdrdrv/stats`.
+pub(super) fn counter(name: &str) -> u64 {
+    let stats = fs::read_to_string("/proc/driver/gdrdrv/stats").expect("the module's counters");
+    let line = stats.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ').map(str::to_owned));
+    line.unwrap_or_else(|| panic!("no {name} in {stats}")).parse().expect("a number")
+}
+
+/// Whether pins survive a free here.
+pub(super) fn is_persistent() -> bool {
+    Raw::open().attribute(1) == Ok(1)
+}
+
+/// Makes sure that a test leaves nothing behind, be it in the module or in the driver under it.
+#[derive(Debug)]
+pub(super) struct Machine(State);
+
+impl Machine {
+    /// None, with the reason printed, where the module is not ours or not there. `GDRCOPY_TEST_KMOD` says that it must be.
+    pub(super) fn new() -> Option<Self> {
+        let stats = fs::read_to_string("/proc/driver/gdrdrv/stats");
+        if kmod::is_there() && stats.is_ok() {
+            let state = kmod::state().expect("the driver's state");
+            return Some(Self(state));
+        }
+        assert!(std::env::var_os("GDRCOPY_TEST_KMOD").is_none(), "the modules are not loaded");
+        println!("skipped: our gdrdrv and gdr_provider are not loaded (tests/vm/run kmod)");
+        None
+    }
+
+    /// A machine on which pins survive a free, or do not.
+    pub(super) fn with_persistence(persistent: bool) -> Option<Self> {
+        let machine = Self::new()?;
+        if is_persistent() == persistent {
+            return Some(machine);
+        }
+        println!("skipped: use_persistent_mapping is {}", u32::from(!persistent));
+        None
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            return;
+        }
+        let (before, after) = (self.0, kmod::state().expect("the driver's state"));
+        assert_eq!(after, State { callbacks: after.callbacks, ..before }, "left behind");
+        assert_eq!(after.misuse, 0);
+        for name in
+            ["open_files", "pins", "pinned_bytes", "driver_page_tables", "dmabuf_attachments", "mappings"]
+        {
+            assert_eq!(counter(name), 0, "{name}");
+        }
+    }
+}

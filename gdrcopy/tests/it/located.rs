@@ -1,0 +1,180 @@
+//! Which memory a pin takes itself for, and what of it mappings reach.
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use gdrcopy::cuda::MemoryKind;
+use gdrcopy::planner::{Way, write_by};
+use gdrcopy::system::System;
+use gdrcopy::{BackendKind, Error, Gdr, Mapping, PinFlags};
+use gdsync_testkit::{Device, Machine, Module, Object, SimulatedKernel};
+
+use crate::rig::{Backend, DEVICES, Rig, pattern};
+
+const NONE: PinFlags = PinFlags::empty();
+const BASE: u64 = 0x7e00_0000_0000;
+const PAGE: usize = 64 << 10;
+const SIZE: usize = 2 << 20;
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`.
+const ORDERING: u32 = 118;
+
+/// New memory at [`BASE`], in place of what was there.
+fn give(machine: &Machine, len: usize) -> Arc<Object> {
+    let object = Object::new(0, len).unwrap();
+    let mut memory = machine.memory.lock();
+    let _ = memory.free(BASE);
+    memory.insert(BASE, len, object.clone(), 0, MemoryKind::Malloc);
+    object
+}
+
+fn open(rig: &Rig, kind: BackendKind) -> Gdr {
+    Gdr::builder().backend(kind).system(rig.system.clone()).open().unwrap()
+}
+
+/// Whether the copy engine is used for a copy of a whole mapping. Writes zeros by the CPU where it is not.
+pub(crate) fn is_copied_by_engine(machine: &Machine, mapping: &Mapping) -> bool {
+    machine.fail("cuMemcpyHtoDAsync", 719);
+    let copied = write_by(Way::CopyEngine, mapping, 0, &vec![0; mapping.len()]);
+    machine.fail("cuMemcpyHtoDAsync", 0);
+    copied.is_err()
+}
+
+fn bytes(object: &Object, offset: usize, len: usize) -> Vec<u8> {
+    let mut seen = vec![0; len];
+    object.read(offset, &mut seen).unwrap();
+    seen
+}
+
+#[test]
+fn memory_that_comes_after_the_pin_is_not_the_pinned() {
+    let rig = Rig::new(Module::default());
+    for kind in [BackendKind::Gdrdrv, BackendKind::DmaBuf, BackendKind::Rm] {
+        let gdr = open(&rig, kind);
+        let old = give(&rig.machine, SIZE);
+        let pin = gdr.pin(BASE, SIZE).unwrap();
+        let new = give(&rig.machine, SIZE);
+        let mapping = match pin.map() {
+            Err(Error::Invalidated) if kind != BackendKind::Gdrdrv => continue,
+            mapped => mapped.unwrap(),
+        };
+        assert!(!is_copied_by_engine(&rig.machine, &mapping), "{kind}");
+        let data = pattern(5, 1000);
+        write_by(Way::CopyEngine, &mapping, 7, &data).unwrap();
+        assert!(bytes(&old, 7, 1000) == data && bytes(&new, 7, 1000) == [0; 1000]);
+    }
+}
+
+/// A module under which the memory is freed and given anew while a call is on its way to it.
+#[derive(Debug)]
+struct Interrupted {
+    module: Arc<dyn Device>,
+    machine: Arc<Machine>,
+    armed: AtomicBool,
+}
+
+impl Device for Interrupted {
+    fn open(&self) -> io::Result<OwnedFd> {
+        self.module.open()
+    }
+
+    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
+        if self.armed.swap(false, Ordering::Relaxed) {
+            give(&self.machine, SIZE);
+        }
+        // SAFETY: what the caller promised.
+        unsafe { self.module.ioctl(fd, request, arg) }
+    }
+
+    unsafe fn mmap(
+        &self,
+        fd: BorrowedFd<'_>,
+        len: usize,
+        offset: u64,
+        at: Option<NonNull<u8>>,
+    ) -> io::Result<NonNull<u8>> {
+        // SAFETY: what the caller promised.
+        unsafe { self.module.mmap(fd, len, offset, at) }
+    }
+}
+
+#[test]
+fn memory_that_changes_on_the_way_to_the_module_is_refused() {
+    let rig = Rig::new(Module::default());
+    let (module, machine) = (rig.device.clone(), rig.machine.clone());
+    let late = Arc::new(Interrupted { module, machine, armed: AtomicBool::new(false) });
+    let kernel = SimulatedKernel::new(rig.machine.clone())
+        .with_device("/dev/gdrdrv", late.clone())
+        .with_text("/proc/devices", DEVICES);
+    let system = System::new(Arc::new(kernel), Some(rig.cuda.clone()));
+    let gdrdrv = Backend::gdrdrv(&system).unwrap();
+    give(&rig.machine, SIZE);
+    late.armed.store(true, Ordering::Relaxed);
+    assert!(matches!(gdrdrv.pin(BASE, SIZE, NONE), Err(Error::Invalidated)));
+    assert_eq!(rig.device.live_pins(), 0);
+    assert!(gdrdrv.pin(BASE, SIZE, NONE).is_ok());
+}
+
+#[test]
+fn freed_memory_is_flushed_by_the_cpu_alone() {
+    let rig = Rig::new(Module::default());
+    let gdr = open(&rig, BackendKind::Gdrdrv);
+    give(&rig.machine, SIZE);
+    let mapping = gdr.pin(BASE, SIZE).unwrap().map().unwrap();
+    rig.machine.fail("cuFlushGPUDirectRDMAWrites", 719);
+    // The GPU needs no flush.
+    mapping.flush().unwrap();
+    rig.machine.cuda.lock().attributes.insert(ORDERING, 0);
+    assert!(matches!(mapping.flush(), Err(Error::Cuda { call: "cuFlushGPUDirectRDMAWrites", .. })));
+    rig.machine.memory.lock().free(BASE).unwrap();
+    mapping.flush().unwrap();
+}
+
+#[test]
+fn a_mapping_ends_where_the_memory_ends() {
+    /// As of a `cuMemAlloc` of 5,000,000 bytes on an H200.
+    const BYTES: usize = 5_001_216;
+    let rig = Rig::new(Module::default());
+    let gdr = open(&rig, BackendKind::Rm);
+    let object = give(&rig.machine, BYTES);
+    let rounded = BYTES.next_multiple_of(PAGE);
+    for (skip, len) in
+        [(0, rounded), (100, rounded - 100), (BYTES - 1, 5000), (BYTES - 8, 8), (0, rounded + PAGE)]
+    {
+        let pin = gdr.pin_with(BASE + skip as u64, len, PinFlags::WHOLE_PAGES).unwrap();
+        let mapping = pin.map().unwrap();
+        assert_eq!((mapping.addr(), mapping.len()), (BASE + skip as u64, BYTES - skip));
+        let last = mapping.len() - 1;
+        mapping.write(last, b"!").unwrap();
+        assert_eq!(bytes(&object, BYTES - 1, 1), b"!");
+        object.write(BYTES - 1, &[0]).unwrap();
+        let size = mapping.len();
+        assert!(matches!(mapping.write(last, b"!!"), Err(Error::OutOfBounds { size: s, .. }) if s == size));
+        assert!(mapping.read(size, &mut [0]).is_err() && mapping.load::<u8>(size).is_err());
+        drop(mapping);
+        // C programs may ask for all of it.
+        let pinned = pin.info().mapped_size;
+        assert_eq!(pin.map_pages(pinned, None).unwrap().len(), pinned);
+    }
+}
+
+#[test]
+fn a_copy_engine_gets_no_more_than_what_was_pinned() {
+    let rig = Rig::new(Module::default());
+    let gdr = open(&rig, BackendKind::Gdrdrv);
+    let object = Object::new(0, SIZE).unwrap();
+    let (addr, len) = (BASE + 0x8000, 4096);
+    rig.machine.memory.lock().insert(addr, len, object.clone(), 0x8000, MemoryKind::Malloc);
+    let pin = gdr.pin(addr, len).unwrap();
+    assert!(is_copied_by_engine(&rig.machine, &pin.map().unwrap()));
+    // Begins before the allocation.
+    let mapping = pin.map_pages(PAGE, None).unwrap();
+    assert_eq!(mapping.addr(), BASE);
+    assert!(!is_copied_by_engine(&rig.machine, &mapping));
+    let data = pattern(6, PAGE);
+    write_by(Way::CopyEngine, &mapping, 0, &data).unwrap();
+    assert!(bytes(&object, 0, PAGE) == data);
+}

@@ -1,0 +1,211 @@
+//! The made-up GPU of the kernel module's tests: `kmod/tests/provider`, by its device file.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const PATH: &str = "/dev/gdr_provider";
+
+/// Granularity of objects and addresses, bytes.
+pub const CHUNK: u64 = 64 << 10;
+
+/// Where the memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Pages of the kernel.
+    Ram = 0,
+    /// The BAR of a PCI device, if the machine has it.
+    Bar = 1,
+}
+
+/// What can be made to go wrong, for every process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// `errno` of `nvidia_p2p_get_pages`.
+    Get = 0,
+    /// Version of the page table.
+    Version,
+    /// Number of the page size, plus 1.
+    PageSize,
+    /// So many entries too few.
+    Entries,
+    /// The first page lies askew.
+    Misaligned,
+    /// Success without a table.
+    NoTable,
+    /// `errno` of `nvidia_p2p_put_pages`, which then keeps the pages: persistent ones until this ends, others until they are
+    /// freed.
+    Put,
+    /// Milliseconds before `nvidia_p2p_get_pages` returns, while callbacks may come.
+    Delay,
+    /// `errno` of attaching to a dma-buf.
+    Attach,
+    /// `errno` of mapping a dma-buf.
+    Map,
+    /// A dma-buf with half a page.
+    Odd,
+    /// The page table says that the CPU may cache.
+    Cacheable,
+    /// The GPU copies to where dma-bufs move until this is ended.
+    Copying,
+}
+
+/// What is alive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct State {
+    /// Objects of memory.
+    pub objects: u64,
+    /// Pieces of [`CHUNK`] bytes.
+    pub chunks: u64,
+    /// Page tables given out and not taken back.
+    pub pins: u64,
+    /// Page tables in memory.
+    pub tables: u64,
+    /// Callbacks made so far.
+    pub callbacks: u64,
+    /// Calls so far that the interface forbids.
+    pub misuse: u64,
+    /// Importers of dma-bufs.
+    pub attachments: u64,
+    /// Mappings of importers.
+    pub dma_mappings: u64,
+}
+
+/// `_IOC` of a request of the device.
+const fn code(direction: u32, nr: u32, size: usize) -> u32 {
+    assert!(size < 1 << 13);
+    #[expect(clippy::cast_possible_truncation, reason = "checked above")]
+    let size = size as u32;
+    direction << 30 | size << 16 | (b'G' as u32) << 8 | nr
+}
+
+const WRITE: u32 = 1;
+const READ: u32 = 2;
+
+fn call<T>(file: &File, direction: u32, nr: u32, arg: &mut T) -> io::Result<()> {
+    let request = code(direction, nr, size_of::<T>());
+    // SAFETY: the number carries the size of the structure, of which the driver touches no more.
+    match unsafe { libc::ioctl(file.as_raw_fd(), request.into(), std::ptr::from_mut(arg)) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+fn open() -> io::Result<File> {
+    File::options().read(true).write(true).open(PATH)
+}
+
+/// Whether the driver is loaded.
+pub fn is_there() -> bool {
+    Path::new(PATH).exists()
+}
+
+/// Lets something fail from now on; 0 ends it.
+///
+/// # Errors
+/// What the device says.
+pub fn set_fault(fault: Fault, value: i32) -> io::Result<()> {
+    call(&open()?, WRITE, 6, &mut (fault as u32, value))
+}
+
+/// What is alive now.
+///
+/// # Errors
+/// What the device says.
+pub fn state() -> io::Result<State> {
+    let mut state = State::default();
+    call(&open()?, READ, 7, &mut state)?;
+    Ok(state)
+}
+
+/// An object of memory. Closing it hides it from all addresses.
+#[derive(Debug)]
+pub struct Object {
+    file: File,
+}
+
+impl Object {
+    /// Zeroed memory; `size` in whole [`CHUNK`]s.
+    ///
+    /// # Errors
+    /// What the device says; `ENODEV` without a BAR.
+    pub fn new(size: u64, backing: Backing) -> io::Result<Self> {
+        let file = open()?;
+        call(&file, WRITE, 1, &mut [size, backing as u64])?;
+        Ok(Self { file })
+    }
+
+    /// The open file: read and written at offsets as a GPU would.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Gives the object addresses of this process.
+    ///
+    /// # Errors
+    /// `EEXIST` where addresses are taken.
+    pub fn show(&self, va: u64, offset: u64, len: u64) -> io::Result<()> {
+        call(&self.file, WRITE, 2, &mut [va, offset, len])
+    }
+
+    /// Takes addresses away, with the callbacks of a free.
+    ///
+    /// # Errors
+    /// `EINVAL` where no range begins.
+    pub fn hide(&self, va: u64) -> io::Result<()> {
+        call(&self.file, WRITE, 3, &mut [va])
+    }
+
+    /// A dma-buf of a part.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn export(&self, offset: u64, len: u64, read_only: bool) -> io::Result<OwnedFd> {
+        #[repr(C)]
+        struct Export {
+            offset: u64,
+            len: u64,
+            read_only: u32,
+            fd: i32,
+        }
+        let mut args = Export { offset, len, read_only: read_only.into(), fd: -1 };
+        call(&self.file, READ | WRITE, 4, &mut args)?;
+        // SAFETY: a new descriptor, owned by nobody else.
+        Ok(unsafe { OwnedFd::from_raw_fd(args.fd) })
+    }
+
+    /// Gives the object other memory, and tells the importers of its dma-bufs.
+    ///
+    /// # Errors
+    /// `EBUSY` while page tables have it.
+    pub fn move_to(&self, backing: Backing) -> io::Result<()> {
+        call(&self.file, WRITE, 5, &mut [backing as u64])
+    }
+}
+
+/// Whether `GDRCOPY_TEST_KMOD` asks for it.
+pub fn is_wanted() -> bool {
+    std::env::var_os("GDRCOPY_TEST_KMOD").is_some()
+}
+
+/// Addresses that no machine of this process has had: the made-up GPU does not know of machines.
+pub(crate) fn addresses(first: u64) -> u64 {
+    static MACHINES: AtomicU64 = AtomicU64::new(0);
+    first + (MACHINES.fetch_add(1, Ordering::Relaxed) << 36)
+}
+
+/// A counter of the module.
+pub(crate) fn counter(name: &str) -> usize {
+    let stats = std::fs::read_to_string("/proc/driver/gdrdrv/stats").expect("the module's counters");
+    let value = stats.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+    value.expect("a counter")
+}
+
+/// Memory of the made-up GPU: behind PCI where there is room, as on a real one.
+pub(crate) fn memory(size: usize) -> io::Result<Object> {
+    let size = (size as u64).next_multiple_of(CHUNK);
+    Object::new(size, Backing::Bar).or_else(|_| Object::new(size, Backing::Ram))
+}

@@ -1,0 +1,25 @@
+//! Test doubles of this project: a simulated machine with GPU memory, CUDA, `/dev/gdrdrv` and the resource manager, and a
+//! simulated CUDA driver whose streams run.
+//!
+//! There are two simulations of CUDA. [`SimulatedCuda`] implements [`gdrcopy::cuda::Cuda`] on a [`Machine`], of which a test
+//! may have many: for tests of mappings. [`driver`] is a table of the driver's entry points, one per process: for tests of
+//! streams, events, graphs and kernels.
+//!
+//! GPU memory is memory files; a BAR1 mapping is a mapping of such a file. So what one side writes the other reads, freed
+//! memory stays while something holds it, and wrong offsets show wrong bytes.
+
+mod cuda;
+pub mod driver;
+mod gdrdrv;
+mod kernel;
+pub mod kmod;
+mod machine;
+mod pages;
+pub mod process;
+mod rm;
+
+pub use cuda::{SimulatedCuda, UninitialisedCuda};
+pub use gdrdrv::{Gdrdrv, Module};
+pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
+pub use machine::{CLIENT, CudaSettings, FreeWatcher, Machine, Memory, Object, VaRange, dma_buf_offset, pci};
+pub use rm::{Live, RmSettings, SimulatedRm};
