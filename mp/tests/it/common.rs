@@ -126,6 +126,12 @@ pub fn ranks(name: &str, size: usize) -> Vec<Output> {
     children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
 }
 
+/// Kills a child process, which was not waited for.
+pub fn kill(pid: u32) {
+    // SAFETY: the number is that of a child that was not reaped, so that no other process has it.
+    assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
+}
+
 /// A free port below the ephemeral ports.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
