@@ -38,7 +38,7 @@ pub enum Error {
     /// Something did not happen in time.
     #[error("{what}: not done within {after:?}; look at what is named here first, or allow more time")]
     Deadline {
-        /// What was waited for, and who is late.
+        /// The operation, and the late ranks.
         what: String,
         /// The time limit.
         after: Duration,

@@ -38,7 +38,7 @@ pub trait Exchange: fmt::Debug + Send {
     /// after one of its own.
     ///
     /// # Errors
-    /// [`Error::Bootstrap`] where it is not possible, which is the default; [`Error::Deadline`] names who is late.
+    /// [`Error::Bootstrap`] where it is not possible, which is the default; [`Error::Deadline`] names late ranks.
     fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
         let _ = (without, timeout);
         let what = "its exchange cannot leave ranks out";

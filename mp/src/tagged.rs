@@ -169,8 +169,8 @@ impl Tagged {
     /// [`Tag::Any`]. A message that is longer fails the receive, with [`Error::Truncated`], and nothing else.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] where nobody is left who might
-    /// send.
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] if all possible senders
+    /// are lost.
     pub fn irecv(
         &self,
         buffer: &Registration,

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::exchange::Exchange;
 use crate::wait::Deadline;
 
-/// The connections of one rank: rank 0 has one to everybody, the others one to rank 0.
+/// The connections of one rank: rank 0 has one to each, the others one to rank 0.
 #[derive(Debug)]
 pub struct Bootstrap {
     pub(super) rank: u32,
@@ -81,7 +81,7 @@ impl Bootstrap {
         Ok(bootstrap)
     }
 
-    /// As [`Bootstrap::connect`], for rank 0 of `launch` with a socket that listens already: nobody else can take its port.
+    /// As [`Bootstrap::connect`], for rank 0 of `launch` with a socket that listens already: no other process can take its port.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] and [`Error::Deadline`], as [`Bootstrap::connect`]; [`Error::Launch`] when `launch` is not rank 0.
@@ -134,8 +134,8 @@ impl Bootstrap {
     ///
     /// # Errors
     /// [`Error::Bootstrap`] for more than [`MAX_PAYLOAD`] bytes (nothing is sent and the call may be
-    /// repeated), for a rank that is gone or does something else; [`Error::Deadline`] names who is
-    /// late. All but the first are final.
+    /// repeated), for a rank that is gone or does something else; [`Error::Deadline`] names late
+    /// ranks. All but the first are final.
     pub fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         if bytes.len() > MAX_PAYLOAD {
             let what = format!("{} bytes are too large a message: {MAX_PAYLOAD} are the limit", bytes.len());

@@ -27,7 +27,7 @@ const TICK: Duration = Duration::from_millis(250);
 /// Pause after a failed accept, which a shortage of descriptors would repeat at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 
-/// The listening sockets of all ranks, for the time when rank 0 is gone. Nobody accepts there before the ranks have to find each
+/// The listening sockets of all ranks, for the time when rank 0 is gone. No rank accepts there before the ranks have to find each
 /// other again; until then the system answers, which shows that the process is alive.
 #[derive(Debug)]
 pub(super) struct Listeners {

@@ -27,7 +27,7 @@ impl Plain {
         assert!(start + len <= self.layout.size());
         // SAFETY: inside.
         let ptr = unsafe { self.ptr.add(start) };
-        // SAFETY: it stays until it is invalidated below; nobody has a reference to it.
+        // SAFETY: it stays allocated until it is invalidated below, and no reference to it is used.
         unsafe { comm.register_cached(ptr.as_ptr(), len) }.unwrap()
     }
 

@@ -75,14 +75,15 @@ pub fn job(name: &str, size: usize, body: impl FnOnce(&Communicator)) {
     job_with(name, size, Communicator::builder(), body);
 }
 
-/// As [`job`], for each of several sizes.
+/// As [`job`], for each of several sizes up to `GDSYNC_TEST_MAX_RANKS`.
 #[track_caller]
 pub fn jobs(name: &str, sizes: &[usize], body: impl FnOnce(&Communicator)) {
     const SIZE: &str = "GDSYNC_TEST_SIZE";
     if let Ok(size) = env::var(SIZE) {
         return job(name, size.parse().unwrap(), body);
     }
-    for size in sizes {
+    let most = env::var("GDSYNC_TEST_MAX_RANKS").map_or(usize::MAX, |most| most.parse().unwrap());
+    for size in sizes.iter().filter(|size| **size <= most) {
         let mut command = myself(name);
         succeeds(command.env(SIZE, size.to_string()));
     }
@@ -124,6 +125,12 @@ pub fn ranks(name: &str, size: usize) -> Vec<Output> {
     };
     let children: Vec<_> = (0..size).map(start).collect();
     children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+}
+
+/// Kills a child process, which was not waited for.
+pub fn kill(pid: u32) {
+    // SAFETY: the number is that of a child that was not reaped, so that no other process has it.
+    assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
 }
 
 /// A free port below the ephemeral ports.

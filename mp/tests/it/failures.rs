@@ -8,7 +8,7 @@ use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    LONG, buffer, bytes, failed, is_part_of, job, message, myself, ranks, stream, syndrome, until,
+    LONG, buffer, bytes, failed, is_part_of, job, kill, message, myself, ranks, stream, syndrome, until,
 };
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
@@ -146,9 +146,7 @@ fn dead_ranks_end_messages_and_waits() {
         for _ in 0..20 {
             play(1).unwrap();
         }
-        let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
-        // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+        kill(comm.child(1).unwrap());
     }
     // By a wait on the CPU.
     let error = (0..).find_map(|_| play(1).err()).unwrap();
@@ -200,9 +198,7 @@ fn dead_ranks_end_receives() {
     }
     let buffer = buffer(&comm, 64);
     let received = comm.irecv(&buffer, 0..8, 1).unwrap();
-    let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
-    // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    kill(comm.child(1).unwrap());
     let error = comm.wait(&received, LONG).unwrap_err();
     failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
     assert!(error.is_rank_lost(), "{error}");
@@ -228,9 +224,7 @@ fn dead_ranks_release_streams() {
     let sent = comm.send_on_stream(&s, &buffer, 8..16, 1).unwrap();
     comm.wait_on_stream(&s, &received).unwrap();
     assert!(matches!(s.synchronize(Duration::from_millis(20)), Err(gdsync::Error::Deadline { .. })));
-    let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
-    // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    kill(comm.child(1).unwrap());
     let error = s.synchronize(LONG).unwrap_err();
     assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
     assert!(Error::from(error).is_rank_lost());
@@ -716,7 +710,7 @@ fn ranks_in_a_barrier_learn_of_a_shrink() {
     std::process::exit(DONE);
 }
 
-/// Nobody has died, and rank 0 waits for rank 1, which shrinks.
+/// No rank has died; rank 0 waits for rank 1, which shrinks.
 #[test]
 fn waiting_ranks_learn_of_a_shrink_soon() {
     const NAME: &str = "waiting_ranks_learn_of_a_shrink_soon";

@@ -523,7 +523,7 @@ fn parent() {
     }
 }
 
-/// True while a process runs: not gone, and not a zombie that nobody reaps.
+/// Whether a process runs, and is no zombie.
 fn runs(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state follows the name in parentheses.

@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::common::{
-    LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, message, myself, stream, until,
+    LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, kill, message, myself, stream,
+    until,
 };
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
@@ -553,12 +554,11 @@ fn dead_ranks_end_waits_at_the_fifo() {
             play(n).unwrap();
         }
     }
-    let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
+    let pid = comm.child(1).unwrap();
     let delay = Duration::from_micros(std::env::var(DELAY).unwrap().parse().unwrap());
     let killer = std::thread::spawn(move || {
         std::thread::sleep(delay);
-        // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+        kill(pid);
     });
     let error = (0..).find_map(|n| play(n).err()).unwrap();
     failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);

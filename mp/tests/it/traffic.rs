@@ -300,7 +300,7 @@ fn killed_rank(ends: bool) -> ! {
                 exit(ENDED);
             }
         }
-        // The former communicator is gone with all that it had: the files are those of the new one.
+        // The former communicator is dropped: the files are those of the new one.
         until("threads and files are left", || {
             sleep(Duration::from_millis(1));
             let [now, files] = threads_and_files();

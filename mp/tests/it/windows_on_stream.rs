@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::common::{
-    LONG, buffer, bytes, failed, is_part_of, job, job_with, jobs, message, myself, stream, until,
+    LONG, buffer, bytes, failed, is_part_of, job, job_with, jobs, kill, message, myself, stream, until,
 };
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
@@ -512,9 +512,7 @@ fn dead_ranks_fail_operations() {
     if comm.rank() == 0 {
         window.put(&local, 0..8, 1, 0).unwrap();
         window.flush(1, LONG).unwrap();
-        let pid = i32::try_from(comm.child(1).unwrap()).unwrap();
-        // SAFETY: a plain call; nobody has waited for the child, so the number is still its own.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+        kill(comm.child(1).unwrap());
     }
     let gone = [Syndrome::RETRY_EXC_ERR, Syndrome::WR_FLUSH_ERR];
     // On a stream that waits for a put made before the failure is known.
