@@ -10,7 +10,7 @@ use gdsync_testkit::driver::{Control, api};
 use super::super::areas::gpu;
 use super::super::live::{Answer, CudaFacts, Teller, attribute, explore, take_turn};
 use super::super::probe::{Probe, Status};
-use super::rig::healthy;
+use super::healthy;
 use super::tree::Tree;
 
 /// Longer than any test runs.

@@ -1,0 +1,436 @@
+//! Each probe, made to complain; and the parts that find out.
+
+mod cases;
+mod tree;
+mod trials;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::areas::AREAS;
+use super::areas::environment::KNOWN;
+use super::areas::limits::Limits;
+use super::areas::topology::{self, pairs};
+use super::live::{
+    Answer, Asked, Backend, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, GpuFacts, MappingFacts, Route,
+    VerbsFacts, attribute, limit,
+};
+use super::machine::Machine;
+use super::probe::{Probe, Status, area_of};
+use super::requirements::{CARDS, GENERATIONS, SOFTWARE, TRANSPORTS, card, generation};
+use super::system::System;
+use super::{Description, Report, output};
+use cases::Case;
+use tree::{BRIDGES, GPUS, Tree};
+
+fn told<T>(facts: T) -> Answer<T> {
+    Answer { facts, trouble: None }
+}
+
+fn gpu(ordinal: i32, pci: &str) -> GpuFacts {
+    let attributes = [
+        (attribute::UNIFIED_ADDRESSING, 1),
+        (attribute::COMPUTE_MAJOR, 9),
+        (attribute::COMPUTE_MINOR, 0),
+        (attribute::SAME_HOST_POINTER, 1),
+        (attribute::FLUSH_REMOTE_WRITES, 0),
+        (attribute::RDMA_WITH_VMM, 1),
+        (attribute::RDMA, 1),
+        (attribute::RDMA_FLUSH_OPTIONS, 1),
+        (attribute::RDMA_WRITES_ORDERING, 100),
+        (attribute::MEMOPS_64, 1),
+        (attribute::WAIT_NOR, 1),
+        (attribute::DMA_BUF, 1),
+    ];
+    GpuFacts {
+        ordinal,
+        name: "NVIDIA H200".into(),
+        pci: pci.into(),
+        attributes: attributes.into(),
+        memory: Some(140 << 30),
+        peers: [(1 - ordinal, true)].into(),
+        nvlinks: GPUS.into_iter().filter(|other| *other != pci).map(|other| (other.into(), true)).collect(),
+        is_taken: false,
+        memop: Some(Ok("ran".into())),
+        capture: Some(Ok("ran".into())),
+        dma_buf: Some(Ok("exported".into())),
+        bar1: Some(Ok(Bar1 { total: 256 << 30, free: 255 << 30, used: 1 << 30 })),
+    }
+}
+
+/// The machine of a healthy tree.
+fn healthy(tree: &Tree) -> Machine {
+    let backend = |name: &str| Backend { name: name.into(), outcome: Ok("mapped".into()) };
+    let device =
+        |name: &str| DeviceFacts { name: name.into(), mlx5: true, open: Some(Ok(())), devx: Some(Ok(())) };
+    Machine {
+        system: System::at(tree.root()),
+        cuda: told(CudaFacts {
+            version: Some(Ok(13000)),
+            count: Some(Ok(2)),
+            gpus: vec![gpu(0, GPUS[0]), gpu(1, GPUS[1])],
+        }),
+        mapping: told(MappingFacts { backends: ["gdrdrv", "dmabuf", "rm"].map(backend).into() }),
+        verbs: told(VerbsFacts {
+            libibverbs: Some(Ok("/usr/lib/libibverbs.so.1.14.52.0".into())),
+            libmlx5: Some(Ok("/usr/lib/libmlx5.so.1.24.52.0".into())),
+            dma_bufs: true,
+            no_list: None,
+            devices: ["mlx5_0", "mlx5_1"].map(device).into(),
+        }),
+        choice: told(ChoiceFacts {
+            gpu: Some(Ok(GPUS[0].into())),
+            device: Some(Ok("mlx5_0".into())),
+            route: Some(Ok(Route::Direct)),
+            wire: "RoCE v2".into(),
+            not_direct: None,
+        }),
+        limits: Limits { memlock: None, ipc_lock: false, beyond: None },
+        is_root: false,
+        environment: BTreeMap::new(),
+    }
+}
+
+fn all(machine: &Machine) -> Vec<Probe> {
+    AREAS.iter().flat_map(|area| (area.probe)(machine)).collect()
+}
+
+/// Sets an attribute of GPU 1.
+fn set(machine: &mut Machine, number: u32, value: i32) {
+    machine.cuda.facts.gpus[1].attributes.insert(number, value);
+}
+
+/// Has a GPU refuse contexts for its compute mode.
+fn taken(machine: &mut Machine, gpu: usize, mode: i32) {
+    let gpu = &mut machine.cuda.facts.gpus[gpu];
+    gpu.attributes.insert(attribute::COMPUTE_MODE, mode);
+    gpu.is_taken = true;
+    for outcome in [&mut gpu.memop, &mut gpu.capture, &mut gpu.dma_buf] {
+        *outcome = Some(Err("CUDA_ERROR_DEVICE_UNAVAILABLE".into()));
+    }
+}
+
+fn set_variable(machine: &mut Machine, name: &str, value: &str) {
+    machine.environment.insert(name.into(), value.into());
+}
+
+const NOBODY: libc::uid_t = 65534;
+
+/// Makes the calling thread another user, and none of the others: the system call does what libc does for all.
+fn become_nobody() -> bool {
+    // SAFETY: plain numbers.
+    unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) == 0 }
+}
+
+/// The probes as somebody who is not root sees them. `None` where root may not become somebody else.
+fn as_nobody(machine: &Machine) -> Option<Vec<Probe>> {
+    // SAFETY: it may be called at any time.
+    let is_root = unsafe { libc::geteuid() } == 0;
+    std::thread::scope(|scope| {
+        let look = scope.spawn(|| (!is_root || become_nobody()).then(|| all(machine)));
+        look.join().expect("the thread only looks")
+    })
+}
+
+#[test]
+fn a_healthy_machine_has_no_complaint() {
+    let tree = Tree::healthy();
+    let probes = all(&healthy(&tree));
+    let complaints: Vec<_> = probes.iter().filter(|probe| probe.status != Status::Ok).collect();
+    let expected = ["container.devices"];
+    assert_eq!(complaints.iter().map(|probe| probe.name).collect::<Vec<_>>(), expected, "{complaints:#?}");
+    let names: BTreeSet<_> = probes.iter().map(|probe| probe.name).collect();
+    let checks: BTreeSet<_> = AREAS.iter().flat_map(|area| area.checks).map(|check| check.name).collect();
+    assert_eq!(names, checks, "every probe that is listed says something");
+    for area in AREAS {
+        assert!(area.checks.iter().all(|check| area_of(check.name) == area.name), "{}", area.name);
+    }
+}
+
+/// What the doctor says of each trouble that it does not say of a healthy machine. Returns the probes that complained.
+fn told_of(
+    cases: &[Case],
+    look: impl Fn(&Machine) -> Vec<Probe>,
+    complained: &mut BTreeSet<&'static str>,
+) -> String {
+    let mut text = String::new();
+    for (what, change) in cases {
+        let tree = Tree::healthy();
+        let mut machine = healthy(&tree);
+        let before = look(&machine);
+        change(&tree, &mut machine);
+        writeln!(text, "{what}").unwrap();
+        for probe in look(&machine).into_iter().filter(|probe| !before.contains(probe)) {
+            let Probe { name, subject, status, found, fix, .. } = probe;
+            let subject = subject.map(|subject| format!(" {subject}")).unwrap_or_default();
+            writeln!(text, "  {status} {name}{subject}: {found}").unwrap();
+            fix.iter().for_each(|fix| writeln!(text, "    fix: {fix}").unwrap());
+            if status >= Status::Warn {
+                assert!(fix.is_some(), "{what}: {name} has no fix");
+                complained.insert(name);
+            }
+        }
+    }
+    text
+}
+
+#[test]
+fn each_trouble_is_told_by_its_probe_and_no_other() {
+    let mut complained = BTreeSet::new();
+    for (name, cases) in [
+        ("driver", cases::DRIVER),
+        ("gpus", cases::GPUS),
+        ("network", cases::NETWORK),
+        ("surroundings", cases::SURROUNDINGS),
+    ] {
+        insta::assert_snapshot!(name, told_of(cases, all, &mut complained));
+    }
+    let never = ["container.kind", "choice.faster"];
+    let checks = AREAS.iter().flat_map(|area| area.checks).map(|check| check.name);
+    let silent: Vec<_> = checks.filter(|name| !complained.contains(name) && !never.contains(name)).collect();
+    assert!(silent.is_empty(), "no case makes these complain: {silent:?}");
+}
+
+#[test]
+fn files_that_are_closed_are_told() {
+    let tree = Tree::healthy();
+    if as_nobody(&healthy(&tree)).is_none() {
+        eprintln!("skipped: this root may not become another user, and opens everything");
+        return;
+    }
+    let look = |machine: &Machine| as_nobody(machine).expect("as a moment ago");
+    insta::assert_snapshot!("alone", told_of(cases::ALONE, look, &mut BTreeSet::new()));
+}
+
+#[test]
+fn without_sysfs_nothing_is_called_absent() {
+    let tree = Tree::healthy();
+    tree.remove("sys");
+    tree.remove("proc/driver");
+    let mut machine = healthy(&tree);
+    machine.cuda.facts = Default::default();
+    let probes = all(&machine);
+    let of = |name: &str| probes.iter().find(|probe| probe.name == name).expect("it says something");
+    assert_eq!(of("container.mounts").status, Status::Warn);
+    for name in ["driver.version", "rdma.card", "iommu.mode"] {
+        assert!(of(name).status == Status::Skip && of(name).found.contains("not known"), "{:?}", of(name));
+    }
+}
+
+#[test]
+fn ways_between_gpus_are_told_apart() {
+    let bridge = "pci0000:00/0000:00:05.0";
+    let switch = "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:02.0";
+    for (below, joined, status, found) in [
+        (bridge, Some(true), Status::Ok, "GPU1 NV, GPU2 NV: NVLink"),
+        (bridge, Some(false), Status::Warn, "GPU1 PHB, GPU2 NV: some traffic passes a host bridge"),
+        (bridge, None, Status::Skip, "GPU1 PHB, GPU2 NV; NVML could not be asked"),
+        (switch, Some(false), Status::Ok, "GPU1 PIX, GPU2 NV: no host bridge"),
+        (switch, None, Status::Ok, "GPU1 PIX, GPU2 NV: no host bridge"),
+    ] {
+        let tree = Tree::healthy();
+        tree.pci(&format!("{below}/0000:09:00.0"), "0x030200", ("0x10de", "0x2335"), ("0", "0-63"));
+        let mut machine = healthy(&tree);
+        let links = &mut machine.cuda.facts.gpus[0].nvlinks;
+        links.extend(joined.map(|joined| ("0000:09:00.0".to_owned(), joined)));
+        let probes = topology::probe(&machine);
+        let peers = probes.iter().find(|probe| probe.name == "topology.gpu_gpu").expect("of GPU0");
+        assert!(peers.status == status && peers.found.starts_with(found), "{joined:?}: {peers:?}");
+    }
+}
+
+fn report_text(tree: &Tree, verbose: bool) -> String {
+    let machine = healthy(tree);
+    let report = Report { machine: Description::here(), probes: all(&machine), topology: pairs(&machine) };
+    let mut out = Vec::new();
+    output::text(&mut out, &report, verbose).unwrap();
+    String::from_utf8(out).unwrap()
+}
+
+/// Words with the spaces of columns between them.
+fn has(text: &str, words: &str) -> bool {
+    text.lines().any(|line| line.split_whitespace().collect::<Vec<_>>().join(" ").contains(words))
+}
+
+#[test]
+fn devices_that_say_the_same_share_a_line() {
+    let tree = Tree::healthy();
+    let text = report_text(&tree, false);
+    assert!(has(&text, "ok gpu.memop_run GPU 0, GPU 1: ran"), "{text}");
+    assert!(has(&text, "ok rdma.devx mlx5_0, mlx5_1: allowed to this user"), "{text}");
+    assert!(!text.contains("why:") && !text.contains("fix:"), "{text}");
+    assert!(text.contains(" ok, 0 warn, 0 fail, 1 skip"), "{text}");
+}
+
+#[test]
+fn paths_are_a_matrix() {
+    let text = report_text(&Tree::healthy(), false);
+    for row in ["GPU0 X NV PIX SYS", "GPU1 NV X SYS PIX", "mlx5_0 PIX SYS X SYS", "mlx5_1 SYS PIX SYS X"] {
+        assert!(has(&text, row), "{row}: {text}");
+    }
+}
+
+#[test]
+fn what_is_wrong_comes_with_the_reason_and_the_fix() {
+    let tree = Tree::healthy();
+    tree.bridge(BRIDGES[0], 0x1c);
+    tree.remove("dev/nvidia-uvm");
+    let text = report_text(&tree, false);
+    for words in [
+        "FAIL driver.nodes missing: /dev/nvidia-uvm",
+        "why: CUDA reaches the driver through these files",
+        "fix: run `nvidia-modprobe -u -c 0`",
+        "warn iommu.acs requests are redirected by 0000:00:01.0",
+        "fix: switch ACS off",
+    ] {
+        assert!(has(&text, words), "{words}: {text}");
+    }
+    assert!(text.contains(" ok, 1 warn, 1 fail, 1 skip"), "{text}");
+    assert!(report_text(&tree, true).contains("tried: getrlimit"), "verbose says what was tried");
+}
+
+fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The tables as the document has them.
+fn tables() -> [String; 4] {
+    let mut cards =
+        String::from("| card | PCI device (vendor 15b3) | links | use here |\n|---|---|---|---|\n");
+    for card in CARDS {
+        let numbers =
+            card.devices.iter().map(|device| format!("{device:04x}")).collect::<Vec<_>>().join(", ");
+        writeln!(cards, "| {} | {numbers} | {} | {} |", card.name, card.links, card.use_here).unwrap();
+    }
+    let mut gpus = String::from(
+        "| generation | compute capability | streams trigger sends here | driven by the open kernel modules |\n|---|---|---|---|\n",
+    );
+    let word = |yes| if yes { "yes" } else { "no" };
+    for one in GENERATIONS {
+        let ((major, minor), (last_major, last_minor)) = one.compute;
+        let compute = format!("{major}.{minor} to {last_major}.{last_minor}");
+        writeln!(gpus, "| {} | {compute} | {} | {} |", one.name, word(one.triggers), word(one.open_modules))
+            .unwrap();
+    }
+    let mut software = String::from("| software | at least | for |\n|---|---|---|\n");
+    for one in SOFTWARE {
+        writeln!(software, "| {} | {} | {} |", one.name, one.least(), one.for_what).unwrap();
+    }
+    let mut links = String::from("| link | needs | use here |\n|---|---|---|\n");
+    for one in TRANSPORTS {
+        writeln!(links, "| {} | {} | {} |", one.name, one.needs, one.use_here).unwrap();
+    }
+    [cards, gpus, software, links]
+}
+
+#[test]
+fn the_document_has_the_tables_that_the_checks_judge_by() {
+    let text = fs::read_to_string(repository().join("docs/requirements.md")).unwrap();
+    for table in tables() {
+        assert!(text.contains(&table), "docs/requirements.md lacks this table:\n{table}");
+    }
+}
+
+#[test]
+fn cards_and_generations_are_told_apart() {
+    let mut seen = BTreeSet::new();
+    assert!(CARDS.iter().flat_map(|card| card.devices).all(|device| seen.insert(device)));
+    assert_eq!(card(0x1021).unwrap().name, "ConnectX-7");
+    assert!(card(0x1572).is_none());
+    assert_eq!(generation((7, 5)).unwrap().name, "Turing");
+    assert_eq!(generation((8, 9)).unwrap().name, "Ada");
+    assert_eq!(generation((10, 3)).unwrap().name, "Blackwell");
+    assert_eq!(generation((10, 7)).unwrap().name, "Rubin");
+    assert_eq!(card(0x1025).unwrap().name, "ConnectX-9");
+    assert_eq!(generation((8, 6)).unwrap().name, "Ampere");
+    assert!(generation((99, 0)).is_none());
+}
+
+/// Source files below a directory, without those of tests.
+fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).unwrap().map(Result::unwrap) {
+        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        match path.is_dir() {
+            true if name == "tests" || name == "standin" => {}
+            true => sources(&path, found),
+            false if name.ends_with(".rs") && name != "tests.rs" => found.push(path),
+            false => {}
+        }
+    }
+}
+
+/// The variables that a text names in quotes, as code that reads them does.
+fn variables(text: &str) -> BTreeSet<String> {
+    let is_part = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+    let quoted =
+        text.split('"').skip(1).step_by(2).filter(|word| !word.is_empty() && word.chars().all(is_part));
+    let ours =
+        quoted.filter(|word| ["GDSYNC_", "GDRCOPY_", "MP_"].iter().any(|prefix| word.starts_with(prefix)));
+    ours.filter(|word| !word.contains("TEST") && !word.contains("_KMOD_")).map(str::to_owned).collect()
+}
+
+#[test]
+fn the_variables_of_all_crates_are_known() {
+    let mut files = Vec::new();
+    for source in ["gdsync/src", "gdrcopy/src", "gdrcopy/capi/src", "mp/src", "rdma-core-sys/src"] {
+        sources(&repository().join(source), &mut files);
+    }
+    let read: BTreeSet<_> =
+        files.iter().flat_map(|file| variables(&fs::read_to_string(file).unwrap())).collect();
+    let known: BTreeSet<_> = KNOWN.iter().map(|&name| name.to_owned()).collect();
+    let missing: Vec<_> = read.difference(&known).collect();
+    assert!(missing.is_empty(), "add {missing:?} to KNOWN in src/doctor/areas/environment.rs");
+    assert!(read.contains("GDSYNC_DEVICE") && read.contains("GDRCOPY_BACKEND"), "{read:?}");
+}
+
+/// Longer than any test runs.
+const LONG: Duration = Duration::from_secs(600);
+
+fn ask(script: &str, limit: Duration) -> Answer<CudaFacts> {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script]);
+    Asked::start(shell, limit).unwrap().answer()
+}
+
+const FACTS: &str = r#"echo '{"Facts":{"version":{"Ok":13000},"count":null,"gpus":[]}}';"#;
+
+#[test]
+fn what_was_said_is_kept_whatever_follows() {
+    for (end, trouble) in [
+        ("", None),
+        ("echo a library says hello; echo '{\"Facts\":'; exit 0", None),
+        ("echo '{\"Step\":\"cuInit\"}'; exit 3", Some("exit status: 3, in cuInit")),
+        ("echo '{\"Step\":\"cuInit\"}'; kill -9 $$", Some("killed by signal 9, in cuInit")),
+    ] {
+        let answer = ask(&format!("{FACTS} {end}"), LONG);
+        assert_eq!(answer.facts.version, Some(Ok(13000)), "{end}");
+        match trouble {
+            None => assert_eq!(answer.trouble, None, "{end}"),
+            Some(words) => {
+                assert!(answer.trouble.as_deref().unwrap().contains(words), "{:?}", answer.trouble)
+            }
+        }
+    }
+}
+
+#[test]
+fn a_process_that_says_nothing_is_not_waited_for() {
+    let answer = ask("exec sleep 1000", Duration::from_millis(50));
+    assert!(answer.trouble.unwrap().contains("no answer within 50ms"));
+    assert_eq!(answer.facts.version, None);
+}
+
+#[test]
+fn many_gpus_may_take_longer() {
+    assert_eq!([0, 1, 2, 8].map(|gpus| limit(gpus).as_secs()), [4, 4, 5, 11]);
+}
+
+#[test]
+fn a_pipe_that_a_grandchild_keeps_is_not_waited_for() {
+    let answer = ask("sleep 20 & exit 0", Duration::from_millis(50));
+    assert!(answer.trouble.unwrap().contains("no answer"));
+}
