@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::{env, thread};
 
 use common::{PATIENCE, Side, hca, is_device_named, loopback, pair, stream};
-use gdsync_testkit::driver::Control;
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, QpBuilder, RecvWr, SendWr};
+use gdsync_testkit::driver::Control;
 
 /// Runs `child` in a forked child; whether it returned, and true. It must not print or panic: another thread of this process may
 /// have held a lock that is needed for that.

@@ -3,12 +3,12 @@
 mod common;
 
 use common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
-use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
 use gdsync::verbs::{Carrier, Context};
+use gdsync_testkit::driver;
 use mp::{Communicator, Error, GpuPath, Local, Registration, Rma, Signal};
 
 fn hca() -> Context {

@@ -8,12 +8,12 @@ use std::time::Duration;
 use common::{
     LONG, bytes, failed, host_buffer as buffer, is_part_of, job, job_with, message, myself, stream, until,
 };
-use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::Batch;
 use gdsync::verbs::Context;
+use gdsync_testkit::driver;
 use mp::{Communicator, Error, Local, Registration, Request, Status};
 
 /// So many messages one after the other let slots open, whatever happened before.

@@ -8,8 +8,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gdrcopy::cuda::{AllocKind, Cuda, CudaStatus, MemoryKind};
 use gdrcopy::Error;
+use gdrcopy::cuda::{AllocKind, Cuda, CudaStatus, MemoryKind};
 use gdrcopy::system::System;
 
 const KINDS: [AllocKind; 2] = [AllocKind::Malloc, AllocKind::Vmm];

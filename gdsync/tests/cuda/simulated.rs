@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use gdrcopy::Gdr;
-use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
+use gdsync_testkit::driver;
 
 pub(crate) fn gpu(ordinal: i32) -> gdsync::Result<Gpu> {
     Gpu::open_with(driver::api(), ordinal, Some(gdr()))

@@ -5,9 +5,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::raw::Api;
-use gdsync_testkit::driver::{self, Alive, Control};
 use gdsync::cuda::Gpu;
 use gdsync::stream::{CudaStreamConfig, Stream};
+use gdsync_testkit::driver::{self, Alive, Control};
 
 use super::common::PATIENCE;
 use super::place;

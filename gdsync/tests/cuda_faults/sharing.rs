@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use gdrcopy::Gdr;
 use gdrcopy::cuda::raw::Api;
-use gdsync_testkit::driver::{self, Alive, Control};
 use gdsync::cuda::Gpu;
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{RecvWr, SendWr};
+use gdsync_testkit::driver::{self, Alive, Control};
 
 use super::bed::{Bed, on_gpu};
 use super::common::{PATIENCE, assert_clean, bytes, connect, pattern};

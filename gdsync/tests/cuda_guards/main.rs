@@ -12,9 +12,9 @@ mod simulated;
 use std::time::{Duration, Instant};
 
 use common::PATIENCE;
-use gdsync_testkit::driver::Control;
 use gdsync::cuda::Gpu;
 use gdsync::stream::{CudaStreamConfig, Stream, Via};
+use gdsync_testkit::driver::Control;
 
 const WAYS: [Via; 2] = [Via::MemOp, Via::Kernel];
 

@@ -3,12 +3,12 @@
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use gdsync_testkit::driver::Control;
 use gdsync::cuda::channels;
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use gdsync::verbs::SendWr;
+use gdsync_testkit::driver::Control;
 
 use super::capture::within_a_capture;
 use super::common::{PATIENCE, loopback};

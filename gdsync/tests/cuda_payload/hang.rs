@@ -4,9 +4,9 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
-use gdsync_testkit::driver::Control;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::verbs::{Access, Context, RecvWr, SendWr};
+use gdsync_testkit::driver::Control;
 
 use crate::common::{Side, connect, until};
 use crate::kinds::{alone, gpu, is_simulated};

@@ -8,9 +8,9 @@ use gdrcopy::cuda::raw::layout::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, GRANULARITY_MINIMUM, HANDLE_TYPE_FD,
     HOST_ALLOC_PORTABLE, Handle, LOCATION_DEVICE, MemLocation, STREAM_NON_BLOCKING,
 };
-use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
+use gdsync_testkit::driver;
 
 /// As long as this lives, no other test of the process uses the GPU: its hardware queues are few.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {

@@ -3,10 +3,10 @@
 use std::ffi::c_void;
 use std::sync::OnceLock;
 
-use gdsync_testkit::driver;
 use gdsync::memory::Memory;
 use gdsync::stream::{Stream, Via};
 use gdsync::verbs::QpBuilder;
+use gdsync_testkit::driver;
 
 use super::common::{Side, connect, hca};
 use super::place::{Place, is_real, places};

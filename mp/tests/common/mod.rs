@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use gdsync_testkit::driver;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
+use gdsync_testkit::driver;
 use mp::{Communicator, Error, Registration};
 
 /// Generous: reached only by a test that fails, even where an emulated machine is busy with other work.

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdrcopy::cuda::raw::layout::{Handle, MemOp};
-use gdsync_testkit::driver;
 use gdasync::gdsync::cuda::Gpu;
+use gdsync_testkit::driver;
 
 use super::Machinery;
 use super::driver::watched;

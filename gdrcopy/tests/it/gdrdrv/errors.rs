@@ -1,8 +1,8 @@
 //! Each `errno` of the driver becomes an error with a cause.
 
 use gdrcopy::cuda::{AllocKind, MemoryKind};
-use gdrcopy::{MappingType, PinFlags, Error, Result};
-use gdsync_testkit::{Module};
+use gdrcopy::{Error, MappingType, PinFlags, Result};
+use gdsync_testkit::Module;
 
 use crate::rig::{Backend, ENOTSUPP, Memory, Pinned, Rig};
 

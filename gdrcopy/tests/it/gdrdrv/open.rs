@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use gdrcopy::Error;
 use gdrcopy::system::System;
-use gdrcopy::{Error};
 use gdsync_testkit::{Machine, Module, SimulatedKernel};
 
 use crate::rig::{Backend, DEVICES, Rig, no_cuda};

@@ -5,8 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
 use gdrcopy::cuda::MemoryKind;
-use gdrcopy::{host_page};
-use gdsync_testkit::{Module};
+use gdrcopy::host_page;
+use gdsync_testkit::Module;
 
 use crate::gdrdrv_abi::{self as abi, *};
 use crate::rig::{End, Rig, in_child};
@@ -43,7 +43,7 @@ impl Raw {
     }
 
     fn map(&self, offset: u64, len: usize) -> Result<NonNull<u8>, i32> {
-        // SAFETY: no place is asked for.
+        // SAFETY: no address is given.
         unsafe { self.rig.system.kernel().mmap(self.fd.as_fd(), len, offset, None) }.map_err(errno)
     }
 

@@ -1,7 +1,7 @@
 //! Mapping types of the platforms that there are.
 
-use gdrcopy::{MappingType, PinFlags, Error};
-use gdsync_testkit::{Module};
+use gdrcopy::{Error, MappingType, PinFlags};
+use gdsync_testkit::Module;
 
 use crate::rig::{Backend, Rig};
 

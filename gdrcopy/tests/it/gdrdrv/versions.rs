@@ -1,7 +1,7 @@
 //! Every version of the module, and modules that have less than their version.
 
-use gdrcopy::{Attribute, MappingType, PinFlags, Error};
-use gdsync_testkit::{Module};
+use gdrcopy::{Attribute, Error, MappingType, PinFlags};
+use gdsync_testkit::Module;
 
 use crate::rig::{Backend, Rig, peek, poke};
 

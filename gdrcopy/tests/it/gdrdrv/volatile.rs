@@ -1,7 +1,7 @@
 //! A module that takes mappings away when their memory is freed.
 
-use gdrcopy::{PinFlags, Error};
-use gdsync_testkit::{Module};
+use gdrcopy::{Error, PinFlags};
+use gdsync_testkit::Module;
 
 use crate::rig::{Backend, End, Rig, in_child, peek};
 

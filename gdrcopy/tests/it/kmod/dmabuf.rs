@@ -1,4 +1,4 @@
-//! Pins of dma-bufs: of the made-up GPU, which can move them, and of the kernel's own udmabuf.
+//! Pins of dma-bufs: of the emulated GPU, which can move them, and of the kernel's own udmabuf.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -6,10 +6,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::rig::check;
 use super::rig::{Failing, Machine, Map, Raw, backings, counter};
 use crate::gdrdrv_abi::{self as abi, PinDmaBuf};
 use crate::rig::{End, in_child, pattern};
-use super::rig::check;
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object};
 
 const SIZE: u64 = 5 * CHUNK;

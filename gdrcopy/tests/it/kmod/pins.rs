@@ -1,9 +1,7 @@
 //! Pins: what they take, what they refuse, and their handles.
 
 use super::rig::{Failing, Machine, Memory, Raw, counter, is_persistent};
-use crate::gdrdrv_abi::{
-    GetCallbackFlag, GetInfo, GetInfoV2, PinBuffer, PinBufferV2, ReqMappingType,
-};
+use crate::gdrdrv_abi::{GetCallbackFlag, GetInfo, GetInfoV2, PinBuffer, PinBufferV2, ReqMappingType};
 use gdsync_testkit::kmod::{self, CHUNK, Fault, Object};
 
 const SIZE: u64 = 5 * CHUNK;

@@ -1,4 +1,4 @@
-//! Raw access to the module, and memory of the made-up GPU.
+//! Raw access to the module, and memory of the emulated GPU.
 
 use std::ffi::c_void;
 use std::fs::{self, File};
@@ -9,9 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::gdrdrv_abi::{
-    GetAttr, GetCallbackFlag, GetInfoV2, PinBuffer, PinBufferV2, Request, UnpinBuffer,
-};
+use crate::gdrdrv_abi::{GetAttr, GetCallbackFlag, GetInfoV2, PinBuffer, PinBufferV2, Request, UnpinBuffer};
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, State};
 
 /// Turns the result of a call that returns -1 and sets `errno` into a `Result`.

@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gdsync_testkit::driver::{self, Control};
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::verbs::{Access, QpAttr, QpState, RecvWr, SendWr};
+use gdsync_testkit::driver::{self, Control};
 
 use crate::common::{Side, pattern, received, reconnect, sent, until};
 use crate::gpu::{DMA_BUF_SUPPORTED, bench_with, open_by};

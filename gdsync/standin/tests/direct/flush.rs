@@ -1,12 +1,12 @@
 //! Waits of GPU streams for payload in GPU memory that the card writes by itself: refused where the GPU may not see it.
 
-use gdsync_testkit::driver;
 use gdsync::cuda::{Flush, Gpu};
 use gdsync::memory::Memory;
 use gdsync::rdma::Route;
 use gdsync::stream::{CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Mr, OnGpu, RecvWr, SendWr};
 use gdsync::{Error, Result};
+use gdsync_testkit::driver;
 
 use crate::common::{PATIENCE, Side, connect};
 use crate::gpu::{Bench, bench_with, open_by};

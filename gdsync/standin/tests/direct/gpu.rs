@@ -1,11 +1,11 @@
 //! Streams of a GPU that ring the card's doorbells, on a simulated driver.
 
-use gdsync_testkit::driver::{self, Control};
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Carrier, Context, Device, OnGpu, RecvWr, SendWr};
+use gdsync_testkit::driver::{self, Control};
 
 use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent};
 use crate::setup::CARD;

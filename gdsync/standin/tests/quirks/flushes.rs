@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use gdsync_testkit::driver::{self, Control};
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Context, Device, OnGpu, RecvWr, SendWr};
+use gdsync_testkit::driver::{self, Control};
 
 use crate::common::{PATIENCE, Side, connect, hca, received, reconnect, stream_with};
 use crate::setup::CARD;

@@ -3,8 +3,8 @@
 use std::ffi::c_int;
 use std::ptr;
 
-use gdsync_testkit::driver::Control;
 use gdsync::memory::Memory;
+use gdsync_testkit::driver::Control;
 use rdma_core_sys::mlx5::{
     devx_get, devx_set, devx_set64, mlx5dv_devx_obj, mlx5dv_devx_umem, mlx5dv_obj, mlx5dv_obj_type,
     mlx5dv_pd, mlx5dv_uar_alloc_type,

@@ -17,10 +17,10 @@ mod setup;
 mod shared;
 mod traffic;
 
-use gdsync_testkit::driver::{self, Control};
 use gdsync::cuda::Gpu;
 use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Context, Device, OnGpu, QpBuilder};
+use gdsync_testkit::driver::{self, Control};
 
 use crate::common::{PATIENCE, Side, connect};
 use crate::setup::{CARD, entry};

@@ -2,9 +2,9 @@
 
 use std::sync::OnceLock;
 
-use gdsync_testkit::driver::{self, Control};
 use gdsync::cuda::Gpu;
 use gdsync::verbs::Access;
+use gdsync_testkit::driver::{self, Control};
 
 use super::super::{CacheConfig, CacheStats, Cached};
 use super::{Bed, config};

@@ -1,5 +1,5 @@
-use gdsync_testkit::driver::kernel;
 use super::*;
+use gdsync_testkit::driver::kernel;
 
 /// Adds its second parameter to the word that the first one names.
 fn add(params: &[*mut c_void]) {

@@ -1,5 +1,5 @@
-use gdsync_testkit::driver::gdr;
 use super::*;
+use gdsync_testkit::driver::gdr;
 
 #[test]
 fn mappings_show_what_streams_write() {

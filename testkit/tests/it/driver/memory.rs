@@ -1,8 +1,8 @@
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 
 use super::*;
-use gdrcopy::host_page;
 use gdrcopy::cuda::raw::layout::pointer_attribute;
+use gdrcopy::host_page;
 
 #[test]
 fn gpu_memory_comes_and_goes() {
