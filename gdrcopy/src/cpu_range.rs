@@ -1,27 +1,35 @@
-//! An address range of this process that shows GPU memory; unmapped when dropped.
+//! An address range of this process that shows GPU memory, and the memory files that some ranges show.
 
+use std::ffi::CStr;
 use std::fmt;
+use std::fs::File;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, RawFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::backend::MappingType;
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::process::{Resource, getrlimit};
+
 use crate::error::{Error, Result};
 use crate::fork::Owner;
-use crate::memory_file::take_away;
-use crate::system::check;
+use crate::types::MappingType;
 
-/// A mapped range. Forked children have a hole there.
+/// A mapped range, unmapped when dropped. Forked children have a hole there.
 pub(crate) struct CpuRange {
     ptr: NonNull<u8>,
     len: usize,
     kind: MappingType,
     owner: Owner,
-    /// What the backend gives back after the range is gone.
+    /// Dropped after the range is unmapped: what the backend holds for it.
     guard: Option<Box<dyn Send + Sync>>,
 }
 
 // SAFETY: the range may be read, written and unmapped from any thread; this type never forms references to it.
 unsafe impl Send for CpuRange {}
-// SAFETY: as above; no method of a shared reference touches the bytes.
+// SAFETY: no method of a shared reference accesses the bytes.
 unsafe impl Sync for CpuRange {}
 
 impl fmt::Debug for CpuRange {
@@ -31,10 +39,10 @@ impl fmt::Debug for CpuRange {
 }
 
 impl CpuRange {
-    /// Takes over a mapping and keeps it out of forked children. `guard` is dropped after the unmapping.
+    /// Takes ownership of a mapping and keeps it out of forked children. `guard` is dropped after it is unmapped.
     ///
     /// # Safety
-    /// `ptr` and `len` must be a whole mapping, or several adjacent ones, that nobody else unmaps.
+    /// `ptr` and `len` must be one mapping, or several adjacent ones, that nothing else unmaps.
     pub(crate) unsafe fn adopt(
         ptr: NonNull<u8>,
         len: usize,
@@ -43,8 +51,8 @@ impl CpuRange {
     ) -> Result<Self> {
         let range = Self { ptr, len, kind, owner: Owner::this_process(), guard };
         // SAFETY: the caller owns the range; the advice only concerns fork.
-        check(unsafe { libc::madvise(ptr.as_ptr().cast(), len, libc::MADV_DONTFORK) }).map_err(|e| {
-            Error::sys("madvise(MADV_DONTFORK)", e, "this kernel cannot keep mappings from children")
+        unsafe { rustix::mm::madvise(ptr.as_ptr().cast(), len, Advice::LinuxDontFork) }.map_err(|e| {
+            Error::sys("madvise(MADV_DONTFORK)", e.into(), "this kernel cannot keep mappings from children")
         })?;
         Ok(range)
     }
@@ -61,37 +69,36 @@ impl CpuRange {
         self.kind
     }
 
-    /// Unmaps, once; telling what went wrong where a drop can only log it. What is still mapped then keeps what is
-    /// behind it.
+    /// Unmaps, once, and returns the error that a drop can only log. If the range cannot be unmapped, `guard` is leaked.
     pub(crate) fn release(&mut self) -> Result<()> {
-        // A forked child has a hole here, or by now something else.
+        // A forked child has a hole here, or another mapping by now.
         if !self.owner.is_caller() || self.len == 0 {
             return Ok(());
         }
         let len = std::mem::take(&mut self.len);
         let guard = self.guard.take();
         // SAFETY: the range is this value's own and nothing uses it any more.
-        check(unsafe { libc::munmap(self.ptr.as_ptr().cast(), len) }).map_err(|error| {
+        unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), len) }.map_err(|error| {
             let behind = guard.is_some();
-            // Else the driver would give its BAR1 space to somebody else, whose memory these addresses would show.
+            // Otherwise the driver would reuse its BAR1 space, and these addresses would show foreign memory.
             std::mem::forget(guard);
             if behind {
-                tracing::warn!("kept until the process ends: what is behind {len} B at {:p}", self.ptr);
+                tracing::warn!("{len} B at {:p} stay mapped until the process ends", self.ptr);
             }
-            Error::sys("munmap", error, "the range was changed from outside this library")
+            Error::sys("munmap", error.into(), "the range was changed from outside this library")
         })?;
         Ok(())
     }
 
-    /// Gives the memory back and keeps the addresses, in which every access then raises `SIGBUS`, until the process
-    /// ends. Where they cannot be kept they are unmapped.
+    /// Releases the memory but keeps the addresses reserved until the process ends: every access there raises `SIGBUS`. If they
+    /// cannot be reserved, they are unmapped.
     pub(crate) fn revoke(&mut self) -> Result<()> {
         if !self.owner.is_caller() || self.len == 0 {
             return Ok(());
         }
-        // SAFETY: the range is this value's own; whoever still looks at it is to be told.
+        // SAFETY: the range is this value's own; a later access is meant to raise the signal.
         if let Err(error) = unsafe { take_away(self.ptr, self.len) } {
-            tracing::warn!("the addresses of {self:?} cannot be kept from other uses: {error}");
+            tracing::warn!("the addresses of {self:?} cannot be reserved: {error}");
             return self.release();
         }
         self.len = 0;
@@ -108,11 +115,91 @@ impl Drop for CpuRange {
     }
 }
 
+/// A memory file of `len` zero bytes. Fails with `EFBIG` if the file size limit (`RLIMIT_FSIZE`) is lower: the kernel kills a
+/// process that exceeds it.
+pub(crate) fn memory_file(name: &CStr, len: u64) -> io::Result<File> {
+    if getrlimit(Resource::Fsize).current.is_some_and(|limit| limit < len) {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    let file = File::from(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?);
+    file.set_len(len)?;
+    Ok(file)
+}
+
+/// Seals that keep a file empty.
+const NEVER_GROWS: SealFlags = SealFlags::GROW.union(SealFlags::SEAL);
+
+/// The descriptor of a sealed empty file; -1 before the first use. Children inherit it.
+static EMPTY: AtomicI32 = AtomicI32::new(-1);
+
+/// A sealed empty file, the same one each time: the kernel merges neighbouring mappings of one file only.
+fn empty_file() -> io::Result<BorrowedFd<'static>> {
+    let seen = EMPTY.load(Ordering::Acquire);
+    let fd = if stays_empty(seen) { seen } else { new_empty_file(seen)? };
+    // SAFETY: this library never closes it. If the program closed it, `stays_empty` notices.
+    Ok(unsafe { BorrowedFd::borrow_raw(fd) })
+}
+
+/// Whether a descriptor is of a sealed empty file. A daemon closes all descriptors, so the number may be of another file.
+fn stays_empty(fd: RawFd) -> bool {
+    if fd < 0 {
+        return false;
+    }
+    // SAFETY: not closed here; the calls below find out whether it is open.
+    let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
+    let sealed = rustix::fs::fcntl_get_seals(&*file).is_ok_and(|seals| seals.contains(NEVER_GROWS));
+    sealed && file.metadata().is_ok_and(|data| data.len() == 0)
+}
+
+/// Replaces the descriptor that was `seen` by one of a new file. The first of several callers wins.
+fn new_empty_file(seen: RawFd) -> io::Result<RawFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = File::from(rustix::fs::memfd_create(c"taken-away", flags)?);
+    rustix::fs::fcntl_add_seals(&file, NEVER_GROWS)?;
+    match EMPTY.compare_exchange(seen, file.as_raw_fd(), Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => Ok(file.into_raw_fd()),
+        Err(others) => Ok(others),
+    }
+}
+
+/// Replaces a mapping by one of an empty file: no later `mmap` gets the addresses, an access raises `SIGBUS`, and forked
+/// children have a hole there. On an error the old mapping may still exist.
+///
+/// Neighbouring ranges become one mapping of the kernel, which limits their number (`vm.max_map_count`).
+///
+/// # Safety
+/// The range must be whole mappings of the caller's, which nobody uses except to be told by the signal.
+pub(crate) unsafe fn take_away(ptr: NonNull<u8>, len: usize) -> io::Result<()> {
+    // Every access is beyond the end of an empty file.
+    let empty = empty_file()?;
+    // Neighbours merge where their offsets are neighbours too.
+    let offset = ptr.addr().get() as u64;
+    // SAFETY: the caller's own range, with nothing in it that is still of use.
+    unsafe {
+        rustix::mm::mmap(
+            ptr.as_ptr().cast(),
+            len,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::FIXED,
+            empty,
+            offset,
+        )
+    }?;
+    // SAFETY: the mapping just made; the advice concerns fork only.
+    unsafe { rustix::mm::madvise(ptr.as_ptr().cast(), len, Advice::LinuxDontFork) }?;
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
     use std::sync::Arc;
 
+    use gdsync_testkit::process::{End, in_child};
+
     use super::*;
+    use crate::system::{Kernel, Linux};
+    use crate::types::host_page;
 
     const LEN: usize = 65_536;
 
@@ -159,5 +246,35 @@ mod tests {
         revoked.revoke().unwrap_err();
         drop(revoked);
         assert_eq!(Arc::strong_count(&guard), 4, "after a revocation");
+    }
+
+    #[test]
+    fn every_page_that_was_taken_away_raises_sigbus_on_any_access() {
+        let len = 3 * host_page();
+        for offset in [0, len / 2, len - 1] {
+            for is_store in [false, true] {
+                let end = in_child(|| {
+                    let Ok(file) = memory_file(c"test", len as u64) else { return false };
+                    // SAFETY: no address is given.
+                    let Ok(ptr) = (unsafe { Linux.mmap(file.as_fd(), len, 0, None) }) else { return false };
+                    // SAFETY: inside the mapping.
+                    let byte = unsafe { ptr.add(offset) };
+                    // SAFETY: mapped.
+                    unsafe { byte.write_volatile(1) };
+                    // SAFETY: this test's own mapping; that the access below ends the child is what is expected.
+                    if unsafe { take_away(ptr, len) }.is_err() {
+                        return false;
+                    }
+                    if is_store {
+                        // SAFETY: inside the mapping; that the access ends the child is expected.
+                        unsafe { byte.write_volatile(2) };
+                        return true;
+                    }
+                    // SAFETY: inside the mapping; that the access ends the child is expected.
+                    unsafe { byte.read_volatile() == 1 }
+                });
+                assert_eq!(end, End::Killed(libc::SIGBUS), "{offset} {is_store}");
+            }
+        }
     }
 }

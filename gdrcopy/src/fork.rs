@@ -1,53 +1,52 @@
-//! Pins and their handles belong to the process that made them.
+//! The owner of a value: the process that made it. Values of a parent are refused in its forked children.
 
 use std::ffi::c_void;
 use std::io;
-use std::ptr::{self, NonNull};
+use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-use crate::error::{Error, Result};
-use crate::system::check;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// The process that owns something.
+use crate::error::{Error, Result};
+
+/// The process that owns a value.
 ///
-/// A number of the process is not enough: in a new PID namespace a child of process 1 is process 1 too. So this is a
-/// token of which a child finds nothing. A child that shares its parent's memory (`vfork`, `CLONE_VM`) counts as
-/// another thread of it.
+/// A PID is not enough: in a new PID namespace the child of process 1 is process 1 too. So a process has a token in a page that
+/// the kernel clears in forked children. A child that shares its parent's memory (`vfork`, `CLONE_VM`) counts as a thread of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Owner {
-    /// Where its processes keep their tokens, so that a look takes one load.
+    /// Holds the token of the current process: a check is one load.
     page: &'static AtomicU64,
     token: Token,
 }
 
-/// The PID in the low half; above it a number that none of the process's ancestors had.
+/// The PID in the low half, and a number above it that no ancestor of the process had.
 type Token = u64;
 
 impl Owner {
-    /// The process that calls.
+    /// The calling process.
     #[inline]
     pub fn this_process() -> Self {
         let page = page();
         Self { page, token: token(page) }
     }
 
-    /// Whether the caller is the owner, and not a child forked since. One load, where the kernel has pages that children find
-    /// empty.
+    /// Whether the caller is the owner, and not a child forked since. One load on kernels that clear pages in children.
     #[inline(always)]
     pub fn is_caller(self) -> bool {
         self.page.load(Ordering::Relaxed) == self.token || self.is_drawn()
     }
 
-    /// As [`Owner::is_caller`], where no token is kept yet, or none is ever.
+    /// The slow path of [`Owner::is_caller`]: no token is stored yet, or none ever is.
     #[cold]
     fn is_drawn(self) -> bool {
         token(self.page) == self.token
     }
 
-    /// Refuses a child forked since.
+    /// Returns an error in a child forked since.
     ///
     /// # Errors
-    /// [`Error::OtherProcess`].
+    /// [`Error::OtherProcess`] if the caller is not the owner.
     pub fn check(self) -> Result<()> {
         if self.is_caller() {
             return Ok(());
@@ -56,27 +55,27 @@ impl Owner {
     }
 }
 
-/// The process of a token.
+/// The PID in a token.
 fn pid(token: Token) -> u32 {
     let [_, _, _, _, pid @ ..] = token.to_be_bytes();
     u32::from_be_bytes(pid)
 }
 
-/// Stands for a page that could not be had. Children find what is here, so nothing is kept here.
+/// Used if the kernel has no such page. Children inherit its value, so it stays 0.
 static NO_PAGE: AtomicU64 = AtomicU64::new(0);
 
-/// Where this process keeps its token: zero at first, and in every child that is forked.
+/// The page with the token of this process: zero at first, and in every forked child.
 ///
-/// Not behind a lock or a `OnceLock`: a child would wait for ever for a thread of its parent that was at it.
+/// No lock or `OnceLock` guards it: a child would wait for ever for a thread of its parent that held it.
 fn page() -> &'static AtomicU64 {
     static PAGE: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
     let mut page = PAGE.load(Ordering::Acquire);
     if page.is_null() {
         let made = wiped_page().unwrap_or_else(|error| {
-            tracing::debug!(%error, "children are told from their parents by PID alone");
+            tracing::debug!(%error, "children are distinguished from their parents by PID alone");
             ptr::from_ref(&NO_PAGE).cast_mut()
         });
-        // Of several threads the first decides. The page of another stays, unused.
+        // The first of several threads wins. The page of another stays unused.
         page = match PAGE.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => made,
             Err(first) => first,
@@ -86,32 +85,30 @@ fn page() -> &'static AtomicU64 {
     unsafe { &*page }
 }
 
-/// A new page of zeros, which children get as zeros again (Linux 4.14).
+/// A page of zeros that is zero again in forked children (Linux 4.14).
 fn wiped_page() -> io::Result<*mut AtomicU64> {
-    let (len, prot) = (size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let (len, prot) = (size_of::<AtomicU64>(), ProtFlags::READ | ProtFlags::WRITE);
     // SAFETY: a new anonymous mapping touches none that exists.
-    let raw = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, -1, 0) };
-    let page = NonNull::new(raw).filter(|_| raw != libc::MAP_FAILED).ok_or_else(io::Error::last_os_error)?;
+    let page = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) }?;
     if let Err(error) = wipe_on_fork(page, len) {
         // SAFETY: the page above, which nobody else knows.
-        check(unsafe { libc::munmap(page.as_ptr(), len) })?;
+        unsafe { rustix::mm::munmap(page, len) }?;
         return Err(error);
     }
-    Ok(page.as_ptr().cast())
+    Ok(page.cast())
 }
 
-fn wipe_on_fork(page: NonNull<c_void>, len: usize) -> io::Result<()> {
-    // SAFETY: no such advice; nothing happens to the page.
-    if unsafe { libc::madvise(page.as_ptr(), len, -1) } == 0 {
-        // As qemu's user mode does for advice that it does not know.
+fn wipe_on_fork(page: *mut c_void, len: usize) -> io::Result<()> {
+    // SAFETY: no such advice exists, so the page does not change.
+    if unsafe { libc::madvise(page, len, -1) } == 0 {
+        // qemu's user mode accepts advice that it does not know.
         return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel ignores advice"));
     }
     // SAFETY: the caller's page; the advice only concerns fork.
-    check(unsafe { libc::madvise(page.as_ptr(), len, libc::MADV_WIPEONFORK) }).map(drop)
+    Ok(unsafe { rustix::mm::madvise(page, len, Advice::LinuxWipeOnFork) }?)
 }
 
-/// The token that is kept in a page; a new one where there is none.
+/// The token in a page; the first call stores a new one.
 fn token(page: &AtomicU64) -> Token {
     match page.load(Ordering::Acquire) {
         0 if ptr::eq(page, &NO_PAGE) => std::process::id().into(),
@@ -120,9 +117,9 @@ fn token(page: &AtomicU64) -> Token {
     }
 }
 
-/// Draws a token; of several threads the first decides.
+/// Stores a new token; the first of several threads wins.
 fn draw(page: &AtomicU64) -> Token {
-    /// Children go on from here, so none has the number of an ancestor. 0 is for tokens that are only a PID.
+    /// Children continue from here, so none has the number of an ancestor. 0 is for tokens that are only a PID.
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let number = NEXT.fetch_add(1, Ordering::AcqRel);
     let drawn = (u64::from(number) << 32) | u64::from(std::process::id());

@@ -24,16 +24,78 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::backend::{MappingType, inside};
+use crate::backend::{Backend, Pinned};
 use crate::copy::{self, Copier};
 use crate::cpu_range::CpuRange;
 use crate::cuda::Cuda;
-use crate::error::{Error, Result};
-use crate::pin::Held;
+use crate::error::{Error, Result, check_bounds};
+use crate::fork::Owner;
+use crate::system::System;
+use crate::types::{BackendKind, MappingType};
 
-/// A range of GPU memory in the CPU's address space. Any thread may use it; who writes the same bytes from two sides
-/// gets one or the other, as with any device memory. Unmapped when dropped; forked children have a hole there.
+/// An opened backend and the system that it runs on.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) backend: Box<dyn Backend>,
+    pub(crate) system: System,
+    pub(crate) owner: Owner,
+}
+
+impl Opened {
+    /// The CUDA driver that knows the memory. The host backend has none.
+    pub(crate) fn cuda(&self) -> Option<&Arc<dyn Cuda>> {
+        if self.backend.kind() == BackendKind::Host { None } else { self.system.cuda().ok() }
+    }
+}
+
+/// Pinned memory, shared by the pin and its mapping.
+#[derive(Debug)]
+pub(crate) struct PinnedMemory {
+    // The first field: unpinned before the backend closes.
+    pub(crate) pinned: Box<dyn Pinned>,
+    pub(crate) addr: u64,
+    pub(crate) len: usize,
+    pub(crate) mapped: AtomicBool,
+    pub(crate) owner: Owner,
+    pub(crate) opened: Arc<Opened>,
+}
+
+impl PinnedMemory {
+    /// Maps from `va` on; the caller calls [`PinnedMemory::unmapped`] afterwards.
+    pub(crate) fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
+        self.owner.check()?;
+        if self.mapped.swap(true, Ordering::Acquire) {
+            return Err(Error::AlreadyMapped);
+        }
+        self.pinned.map(len, request).inspect_err(|_| self.unmapped())
+    }
+
+    pub(crate) fn unmapped(&self) {
+        self.mapped.store(false, Ordering::Release);
+    }
+
+    /// CUDA and the device of these addresses, if they lie in the pinned allocation and it is live: CUDA may have freed it and
+    /// given its addresses to another one.
+    pub(crate) fn cuda(&self, addr: u64, len: usize) -> Option<(&dyn Cuda, i32)> {
+        let part = self.pinned.located().filter(|part| part.holds(addr, len))?;
+        let cuda = &**self.opened.cuda()?;
+        part.is_live(cuda).is_ok_and(|live| live).then_some((cuda, part.memory.device))
+    }
+
+    /// CUDA's flush of writes over PCIe, if there is CUDA. Freed memory has no context to flush in.
+    pub(crate) fn flush(&self) -> Result<()> {
+        let (Some(part), Some(cuda)) = (self.pinned.located(), self.opened.cuda()) else { return Ok(()) };
+        match cuda.flush(part.memory.device, part.start()) {
+            Err(Error::NotMappable { .. }) => Ok(()),
+            flushed => flushed,
+        }
+    }
+}
+
+/// A range of GPU memory in the CPU's address space. Any thread may use it; of two writers of the same bytes, either may win.
+/// Unmapped when dropped; forked children have a hole there.
 pub struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
@@ -41,13 +103,13 @@ pub struct Mapping {
     kind: MappingType,
     copier: &'static Copier,
     range: ManuallyDrop<CpuRange>,
-    held: Arc<Held>,
+    memory: Arc<PinnedMemory>,
 }
 
 // SAFETY: the bytes are device memory, reached by volatile or streaming accesses from any thread; the range is
 // unmapped once, by the drop.
 unsafe impl Send for Mapping {}
-// SAFETY: as above, no method hands out a reference to the bytes.
+// SAFETY: no method returns a reference to the bytes.
 unsafe impl Sync for Mapping {}
 
 impl fmt::Debug for Mapping {
@@ -67,7 +129,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// Words that are stored and loaded whole.
+/// A word that is stored and loaded in one access.
 pub trait Word: Copy + sealed::Sealed {}
 
 macro_rules! words {
@@ -76,12 +138,18 @@ macro_rules! words {
 words!(u8 u16 u32 u64 i8 i16 i32 i64 f32 f64);
 
 impl Mapping {
-    pub(crate) fn new(range: CpuRange, skip: usize, len: usize, addr: u64, held: Arc<Held>) -> Self {
+    pub(crate) fn new(
+        range: CpuRange,
+        skip: usize,
+        len: usize,
+        addr: u64,
+        memory: Arc<PinnedMemory>,
+    ) -> Self {
         debug_assert!(skip + len <= range.len());
         // SAFETY: the backend mapped at least `skip + len` bytes.
         let ptr = unsafe { range.ptr().add(skip) };
         let (kind, copier, range) = (range.kind(), Copier::best(), ManuallyDrop::new(range));
-        Self { ptr, len, addr, kind, copier, range, held }
+        Self { ptr, len, addr, kind, copier, range, memory }
     }
 
     /// The address of the first byte in this process. Device memory: use volatile or streaming accesses only, and
@@ -108,7 +176,7 @@ impl Mapping {
 
     #[inline]
     pub(crate) fn at(&self, offset: usize, len: usize) -> Result<*mut u8> {
-        inside(offset, len, self.len)?;
+        check_bounds(offset, len, self.len)?;
         // SAFETY: inside the mapping.
         Ok(unsafe { self.ptr.as_ptr().add(offset) })
     }
@@ -158,7 +226,7 @@ impl Mapping {
     #[inline]
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let src = self.at(offset, out.len())?;
-        // SAFETY: as in `write_unfenced`, the other way round.
+        // SAFETY: `src` is checked for the length, and a slice cannot overlap device memory.
         unsafe { self.copier.from_device(self.kind, out.as_mut_ptr(), src, out.len()) };
         copy::load_fence(self.kind);
         Ok(())
@@ -190,22 +258,22 @@ impl Mapping {
         Ok(value)
     }
 
-    /// Returns when all earlier writes of this thread have arrived in GPU memory, visible to running kernels: a fence,
-    /// a read that pushes the posted writes before it, and CUDA's flush where there is CUDA and the GPU needs one.
+    /// Returns when all earlier writes of this thread have arrived in GPU memory and running kernels see them: a fence, a read
+    /// that pushes the posted writes before it, and CUDA's flush if the GPU needs one.
     ///
-    /// For memory that was freed under the mapping CUDA has no flush any more: there the writes have arrived, no more.
+    /// CUDA has no flush for memory that was freed under the mapping: the writes have arrived, but kernels may not see them.
     ///
     /// # Errors
-    /// [`Error::Cuda`].
+    /// [`Error::Cuda`] of the flush.
     pub fn flush(&self) -> Result<()> {
         copy::full_fence();
         // SAFETY: the first byte of the mapping.
         unsafe { self.ptr.as_ptr().read_volatile() };
         copy::load_fence(self.kind);
-        self.held.flush()
+        self.memory.flush()
     }
 
-    /// Unmaps, telling what went wrong where a drop can only log it.
+    /// Unmaps, and returns the error that a drop can only log.
     ///
     /// # Errors
     /// [`Error::Sys`].
@@ -213,9 +281,9 @@ impl Mapping {
         self.range.release()
     }
 
-    /// Takes the memory away from who may still have a pointer to it, in the manner of `gdr_close`: the addresses
-    /// stay taken until the process ends, and every access to them raises `SIGBUS`. It costs address space; neighbouring
-    /// places are one mapping of the kernel.
+    /// Unmaps as `gdr_close` does, for callers that may still have pointers into the mapping: the addresses stay reserved until
+    /// the process ends, and every access to them raises `SIGBUS`. This costs address space; neighbouring ranges are one mapping
+    /// of the kernel.
     ///
     /// # Errors
     /// [`Error::Sys`].
@@ -223,9 +291,9 @@ impl Mapping {
         self.range.revoke()
     }
 
-    /// CUDA and the GPU whose copy engine reaches all of it, as long as CUDA knows the memory.
+    /// CUDA and the GPU whose copy engine reaches all of the mapping; none after the memory was freed.
     pub(crate) fn cuda(&self) -> Option<(&dyn Cuda, i32)> {
-        self.held.cuda(self.addr, self.len)
+        self.memory.cuda(self.addr, self.len)
     }
 }
 
@@ -233,6 +301,6 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: taken once, here; nothing uses the range afterwards.
         drop(unsafe { ManuallyDrop::take(&mut self.range) });
-        self.held.unmapped();
+        self.memory.unmapped();
     }
 }

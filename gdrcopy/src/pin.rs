@@ -1,41 +1,27 @@
-//! Pinned GPU memory.
+//! Pinned GPU memory, and GPU memory of the library's own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::backend::{MappingType, Pinned};
-use crate::cpu_range::CpuRange;
-use crate::cuda::Cuda;
-use crate::error::{Error, Result};
+use crate::backend::Allocation;
+use crate::error::{Error, Result, check_bounds};
 use crate::fork::Owner;
-use crate::gdr::Gdr;
-use crate::mapping::Mapping;
+use crate::mapping::{Mapping, Opened, PinnedMemory};
+use crate::types::{MappingType, PinFlags};
 
-/// GPU memory held for mapping. Unpinned when this value and its mapping are gone.
+/// Pinned GPU memory. Unpinned when this value and its mapping are dropped.
 ///
-/// Freeing the GPU memory under a pin is allowed. On every backend that [`Gdr::open`] chooses, the physical memory
-/// stays until unpin, and a mapping goes on showing it: the old bytes, unless CUDA gives the place to a new allocation of
-/// this process. That can happen to `cuMemAlloc` memory of less than 2 MiB, whose blocks several allocations share, also
-/// with GDRCopy; never to a [`GpuBuffer`](crate::GpuBuffer), to larger or to `cuMemCreate` memory.
+/// GPU memory may be freed while it is pinned. On every backend that [`Gdr::open`](crate::Gdr::open) chooses, the physical memory
+/// stays until unpin and a mapping continues to show the old bytes, with one exception: `cuMemAlloc` memory of less than 2 MiB
+/// lies in a block that several allocations share, and CUDA may give its place to a new allocation of this process. The same
+/// happens with GDRCopy. It never happens to a [`GpuBuffer`], to larger or to `cuMemCreate` memory.
 #[derive(Debug)]
-pub struct Pin(Arc<Held>);
+pub struct Pin(Arc<PinnedMemory>);
 
-/// What a pin and its mapping share.
-#[derive(Debug)]
-pub(crate) struct Held {
-    // Declared first: unpinned before the backend closes.
-    pinned: Box<dyn Pinned>,
-    addr: u64,
-    len: usize,
-    mapped: AtomicBool,
-    owner: Owner,
-    gdr: Gdr,
-}
-
-/// What is pinned; see `gdr_info_t`.
+/// What a pin covers; see `gdr_info_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PinInfo {
-    /// First address that is pinned: the one asked for, rounded down to the backend's pages.
+    /// First pinned address: the requested one, rounded down to the backend's pages.
     pub va: u64,
     /// Bytes pinned from `va` on.
     pub mapped_size: usize,
@@ -45,56 +31,36 @@ pub struct PinInfo {
     pub mapped: bool,
 }
 
-impl Held {
-    /// Maps from `va` on; the caller gives the mapping back with [`Held::unmapped`].
-    fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
-        self.owner.check()?;
-        if self.mapped.swap(true, Ordering::Acquire) {
-            return Err(Error::AlreadyMapped);
-        }
-        self.pinned.map(len, request).inspect_err(|_| self.unmapped())
-    }
-
-    pub(crate) fn unmapped(&self) {
-        self.mapped.store(false, Ordering::Release);
-    }
-
-    /// CUDA and the device of these addresses, if they are all in the allocation that is pinned and as long as CUDA
-    /// still means it by them: it may have been freed, and the addresses given to another one.
-    pub(crate) fn cuda(&self, addr: u64, len: usize) -> Option<(&dyn Cuda, i32)> {
-        let part = self.pinned.located().filter(|part| part.holds(addr, len))?;
-        let cuda = &**self.gdr.cuda()?;
-        part.is_live(cuda).is_ok_and(|live| live).then_some((cuda, part.memory.device))
-    }
-
-    /// CUDA's flush of what came over PCIe, where there is CUDA. Freed memory has no context left to flush in.
-    pub(crate) fn flush(&self) -> Result<()> {
-        let (Some(part), Some(cuda)) = (self.pinned.located(), self.gdr.cuda()) else { return Ok(()) };
-        match cuda.flush(part.memory.device, part.start()) {
-            Err(Error::NotMappable { .. }) => Ok(()),
-            flushed => flushed,
-        }
-    }
-}
-
 impl Pin {
-    pub(crate) fn new(pinned: Box<dyn Pinned>, addr: u64, len: usize, gdr: Gdr) -> Self {
-        let (mapped, owner) = (AtomicBool::new(false), Owner::this_process());
-        Self(Arc::new(Held { pinned, addr, len, mapped, owner, gdr }))
+    /// Pins `len` bytes at `addr` on an opened backend.
+    pub(crate) fn new(opened: &Arc<Opened>, addr: u64, len: usize, flags: PinFlags) -> Result<Self> {
+        opened.owner.check()?;
+        if !PinFlags::all().contains(flags) {
+            return Err(Error::invalid("pin flags", flags.bits(), "a combination of PinFlags"));
+        }
+        if addr == 0 {
+            return Err(Error::invalid("GPU address", 0, "an address that CUDA handed out"));
+        }
+        if len == 0 || addr.checked_add(len as u64).is_none() || isize::try_from(len).is_err() {
+            return Err(Error::invalid("length", len, "one byte to the rest of the allocation"));
+        }
+        let pinned = opened.backend.pin(addr, len, flags)?;
+        let (mapped, owner, opened) = (AtomicBool::new(false), Owner::this_process(), opened.clone());
+        Ok(Self(Arc::new(PinnedMemory { pinned, addr, len, mapped, owner, opened })))
     }
 
-    /// The GPU address asked for.
+    /// The requested GPU address.
     pub fn addr(&self) -> u64 {
         self.0.addr
     }
 
-    /// The length asked for, bytes.
+    /// The requested length, bytes.
     #[expect(clippy::len_without_is_empty, reason = "a pin is never empty")]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// What is pinned in fact.
+    /// What is pinned, in whole pages.
     pub fn info(&self) -> PinInfo {
         let pinned = &self.0.pinned;
         PinInfo {
@@ -105,31 +71,30 @@ impl Pin {
         }
     }
 
-    /// Whether the GPU memory was taken away by its being freed. Never so on backends that hold it.
+    /// Whether the driver took the memory away because it was freed. Always false on backends that keep it.
     ///
     /// # Errors
-    /// What the backend says.
+    /// [`Error::OtherProcess`]; [`Error::Sys`] of the kernel module.
     pub fn invalidated(&self) -> Result<bool> {
         self.0.owner.check()?;
         self.0.pinned.invalidated()
     }
 
-    /// Maps the memory; the mapping begins at the byte that was asked for. It ends early where a pin of
-    /// [`PinFlags::WHOLE_PAGES`](crate::PinFlags::WHOLE_PAGES) goes on behind the end of the GPU memory: see
-    /// [`Mapping::len`].
+    /// Maps the memory, from the requested byte on. A pin with [`PinFlags::WHOLE_PAGES`] may reach beyond the GPU memory; its
+    /// mapping ends with the memory, see [`Mapping::len`].
     ///
     /// # Errors
-    /// [`Error::AlreadyMapped`] while another mapping of this pin lives, or what the backend lacks.
-    /// [`Error::Invalidated`] if the memory was freed since it was pinned, on backends that compare a new mapping with
-    /// what CUDA shows (`dmabuf`, `rm`); a mapping that exists does not mind.
+    /// [`Error::AlreadyMapped`] while another mapping of this pin lives; [`Error::Invalidated`] if the memory was freed since it was
+    /// pinned, on backends that compare a new mapping with what CUDA shows (`dmabuf`, `rm`); [`Error::Exhausted`] for BAR1 space;
+    /// [`Error::OtherProcess`]; [`Error::ProofFailed`], [`Error::Cuda`], [`Error::Rm`] and [`Error::Sys`] of the drivers.
     pub fn map(&self) -> Result<Mapping> {
         self.map_as(None)
     }
 
-    /// Maps with a caching type of your choice, where the platform has it.
+    /// Maps with a caching type, if the platform has it.
     ///
     /// # Errors
-    /// As [`Pin::map`]; [`Error::Unsupported`] where the platform lacks the type.
+    /// As [`Pin::map`]; [`Error::Unsupported`] if the platform lacks the type.
     pub fn map_as(&self, request: impl Into<Option<MappingType>>) -> Result<Mapping> {
         // The backend has rounded the start down, by less than the address space.
         let skip = usize::try_from(self.0.addr - self.0.pinned.va()).expect("a page fits the address space");
@@ -143,7 +108,7 @@ impl Pin {
         }
     }
 
-    /// Maps from [`PinInfo::va`] on, in the manner of `gdr_map`: up to its end, be there memory or a hole.
+    /// Maps from [`PinInfo::va`] on, as `gdr_map` does. Where the pin reaches beyond the GPU memory, the mapping has a hole.
     ///
     /// # Errors
     /// As [`Pin::map_as`]; [`Error::InvalidArgument`] for a length of 0 or beyond [`PinInfo::mapped_size`].
@@ -159,11 +124,77 @@ impl Pin {
         Ok(Mapping::new(range, skip, len, self.0.pinned.va() + skip as u64, self.0.clone()))
     }
 
-    /// Unpins, telling what went wrong where a drop can only log it. While a mapping lives the pin stays with it.
+    /// Unpins, and returns the error that a drop can only log. If a mapping lives, it keeps the memory pinned.
     ///
     /// # Errors
-    /// What the backend says.
+    /// [`Error::OtherProcess`]; [`Error::Rm`] and [`Error::Sys`] of the drivers.
     pub fn unpin(self) -> Result<()> {
         Arc::try_unwrap(self.0).map_or(Ok(()), |held| held.pinned.unpin())
+    }
+}
+
+/// GPU memory that the library allocated; freed when dropped. Pins and mappings of it may live longer and then show the old bytes.
+///
+/// CUDA may wait for all work of the GPU before it frees memory: do not drop this while a stream waits for something that the
+/// dropping thread has yet to do.
+#[derive(Debug)]
+pub struct GpuBuffer {
+    // The first field: freed before the backend closes.
+    allocation: Box<dyn Allocation>,
+    /// Requested bytes; the allocation may be larger.
+    len: usize,
+    opened: Arc<Opened>,
+}
+
+impl GpuBuffer {
+    pub(crate) fn new(allocation: Box<dyn Allocation>, len: usize, opened: Arc<Opened>) -> Self {
+        Self { allocation, len, opened }
+    }
+
+    /// The GPU address (`CUdeviceptr`).
+    pub fn addr(&self) -> u64 {
+        self.allocation.addr()
+    }
+
+    /// The length, bytes.
+    #[expect(clippy::len_without_is_empty, reason = "a buffer is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Pins all of it.
+    ///
+    /// # Errors
+    /// As [`Gdr::pin`](crate::Gdr::pin).
+    pub fn pin(&self) -> Result<Pin> {
+        Pin::new(&self.opened, self.addr(), self.len(), PinFlags::empty())
+    }
+
+    /// Pins and maps all of it.
+    ///
+    /// # Errors
+    /// As [`Gdr::pin`](crate::Gdr::pin) and [`Pin::map`].
+    pub fn map(&self) -> Result<Mapping> {
+        self.pin()?.map()
+    }
+
+    /// Writes by CUDA's copy engine, and returns when the bytes are in place.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::Cuda`], and for up to 256 KiB
+    /// [`Error::Timeout`] if the application's waiting streams occupy the whole GPU. The bytes
+    /// may then still arrive at any later time. A longer copy waits without a limit.
+    pub fn copy_in(&self, offset: usize, data: &[u8]) -> Result<()> {
+        check_bounds(offset, data.len(), self.len)?;
+        self.allocation.write(offset, data)
+    }
+
+    /// Reads by CUDA's copy engine.
+    ///
+    /// # Errors
+    /// As [`GpuBuffer::copy_in`].
+    pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        check_bounds(offset, out.len(), self.len)?;
+        self.allocation.read(offset, out)
     }
 }

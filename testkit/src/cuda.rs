@@ -25,7 +25,7 @@ const GRANULARITY: usize = 2 << 20;
 #[derive(Debug)]
 pub struct SimulatedCuda {
     machine: Arc<Machine>,
-    /// What [`Cuda::alloc`] handed out, and where the allocation really begins.
+    /// What [`Cuda::alloc`] returned, and where the allocation really begins.
     allocations: Mutex<HashMap<u64, u64>>,
 }
 
@@ -122,7 +122,7 @@ fn file_error(call: &'static str, error: io::Error) -> Error {
         Some(libc::ENOMEM) => refusal(call, CudaStatus::OUT_OF_MEMORY),
         _ => Error::Sys {
             call: format!("{call} of the simulated machine"),
-            source: error,
+            error,
             fix: "see the limits of this process",
         },
     }
@@ -277,9 +277,9 @@ impl Cuda for SimulatedCuda {
         self.enter(CALL)?;
         self.walk(CALL, device, dst, len, |range, offset, done, part| {
             let mut bytes = vec![0; part];
-            // SAFETY: within the `len` bytes that the caller vouches for.
+            // SAFETY: within the `len` bytes that the caller guarantees.
             let at = unsafe { src.add(done) };
-            // SAFETY: as above; `bytes` is memory of its own.
+            // SAFETY: within the caller's bytes; `bytes` is a separate allocation.
             unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), part) };
             range.object.write(offset, &bytes)
         })
@@ -291,9 +291,9 @@ impl Cuda for SimulatedCuda {
         self.walk(CALL, device, src, len, |range, offset, done, part| {
             let mut bytes = vec![0; part];
             range.object.read(offset, &mut bytes)?;
-            // SAFETY: within the `len` bytes that the caller vouches for.
+            // SAFETY: within the `len` bytes that the caller guarantees.
             let at = unsafe { dst.add(done) };
-            // SAFETY: as above; `bytes` is memory of its own.
+            // SAFETY: within the caller's bytes; `bytes` is a separate allocation.
             unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), part) };
             Ok(())
         })

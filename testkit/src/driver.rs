@@ -30,28 +30,26 @@
 //! - No entry point may be called in kernels and host functions: 800.
 
 mod backend;
-mod capture;
-mod command;
 mod context;
 mod control;
-mod event;
-mod graph;
 mod handles;
 mod kernel;
 mod memop;
 mod memory;
-mod pointer;
+mod objects;
 mod queue;
+mod region;
+mod settings;
 mod stream;
 mod table;
+
+use gdrcopy::cuda::CudaStatus;
 
 pub use backend::gdr;
 pub use context::{application_context, destroy_context};
 pub use control::{Alive, Control};
 pub use kernel::kernel;
 pub use table::api;
-
-use gdrcopy::cuda::CudaStatus;
 
 /// What an entry point gives.
 type Outcome<T = ()> = std::result::Result<T, CudaStatus>;

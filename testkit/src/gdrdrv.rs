@@ -289,7 +289,7 @@ impl Gdrdrv {
         /// # Safety
         /// `arg` must point to a `T`, which nobody else uses now.
         unsafe fn params<'a, T: Request>(arg: *mut c_void) -> &'a mut T {
-            // SAFETY: the caller vouches for it.
+            // SAFETY: the caller guarantees it.
             unsafe { &mut *arg.cast() }
         }
         match code {
@@ -302,24 +302,24 @@ impl Gdrdrv {
                 p.handle = self.pin(fd, p.addr, p.size, 0)?;
             }
             PinBufferV2::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut PinBufferV2 = unsafe { params(arg) };
                 self.fault("pin v2")?;
                 p.handle = self.pin(fd, p.addr, p.size, p.flags)?;
             }
             UnpinBuffer::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut UnpinBuffer = unsafe { params(arg) };
                 self.unpin(fd, p.handle)?;
             }
             GetCallbackFlag::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut GetCallbackFlag = unsafe { params(arg) };
                 self.fault("flag")?;
                 p.flag = self.with_pin(fd, p.handle, |pin| Ok(pin.freed.into()))?;
             }
             GetInfo::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut GetInfo = unsafe { params(arg) };
                 let (va, len, mapped) = self.info(fd, p.handle)?;
                 (p.va, p.mapped_size, p.page_size) = (va, len, 1 << 16);
@@ -327,7 +327,7 @@ impl Gdrdrv {
                 p.wc_mapping = (mapped == Some(MappingType::WriteCombining)).into();
             }
             GetInfoV2::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut GetInfoV2 = unsafe { params(arg) };
                 self.fault("info v2")?;
                 let (va, len, mapped) = self.info(fd, p.handle)?;
@@ -335,17 +335,17 @@ impl Gdrdrv {
                 p.mapping_type = mapped.map_or(abi::TYPE_NONE, |kind| kind as u32);
             }
             GetAttr::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut GetAttr = unsafe { params(arg) };
                 p.val = self.attribute(p.attr)?;
             }
             ReqMappingType::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut ReqMappingType = unsafe { params(arg) };
                 self.wish(fd, p.handle, p.mapping_type)?;
             }
             GetVersion::CODE => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the code.
                 let p: &mut GetVersion = unsafe { params(arg) };
                 self.fault("version")?;
                 let Module { version: v, minimum_library: m, .. } = self.module;
@@ -375,9 +375,9 @@ impl Device for Gdrdrv {
                 return Err(errno(libc::ENOTTY));
             }
             faults_of(request).iter().try_for_each(|operation| self.fault(operation))?;
-            // SAFETY: the caller vouches for `arg`.
+            // SAFETY: the caller guarantees `arg`.
             unsafe { Linux.ioctl(fd, request, arg) }?;
-            // SAFETY: as above.
+            // SAFETY: `arg` points to the structure of `request`: the caller's promise.
             unsafe { disguise(&self.module, request, arg) };
             return Ok(());
         }
@@ -388,7 +388,7 @@ impl Device for Gdrdrv {
         if !self.knows(request) {
             return Err(errno(libc::ENOTTY));
         }
-        // SAFETY: the caller vouches for `arg`.
+        // SAFETY: the caller guarantees `arg`.
         unsafe { self.serve(fd, request, arg) }
     }
 
@@ -401,7 +401,7 @@ impl Device for Gdrdrv {
     ) -> io::Result<NonNull<u8>> {
         self.fault("mmap")?;
         if kmod::is_wanted() {
-            // SAFETY: the caller vouches for `at`.
+            // SAFETY: the caller guarantees `at`.
             return unsafe { Linux.mmap(fd, len, offset, at) };
         }
         let (id, handle) = (FileId::of(fd)?, offset / host_page() as u64);
@@ -413,7 +413,7 @@ impl Device for Gdrdrv {
             return Err(errno(libc::EINVAL));
         }
         let kind = self.choose(pin.wish)?;
-        // SAFETY: the caller vouches for `at`.
+        // SAFETY: the caller guarantees `at`.
         let vma = unsafe { Vma::new(&pin.pieces, len, at) }?;
         let ptr = vma.ptr();
         // Where a new mapping lies, older ones were unmapped.

@@ -171,7 +171,7 @@ unsafe impl Kernel for SimulatedKernel {
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
         let device = self.device(fd)?;
-        // SAFETY: the caller vouches for `arg`.
+        // SAFETY: the caller guarantees `arg`.
         unsafe { device.ioctl(fd, request, arg) }
     }
 
@@ -183,7 +183,7 @@ unsafe impl Kernel for SimulatedKernel {
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>> {
         if let Ok(device) = self.device(fd) {
-            // SAFETY: the caller vouches for `at`.
+            // SAFETY: the caller guarantees `at`.
             return unsafe { device.mmap(fd, len, offset, at) };
         }
         if let Some(errno) = self.machine.fault("mmap of a dma-buf") {
@@ -191,7 +191,7 @@ unsafe impl Kernel for SimulatedKernel {
         }
         let pages = self.machine.fault("wrong page of a dma-buf").map_or(0, i32::unsigned_abs);
         let start = dma_buf_offset(fd)? + u64::from(pages) * host_page() as u64;
-        // SAFETY: the caller vouches for `at`.
+        // SAFETY: the caller guarantees `at`.
         unsafe { Linux.mmap(fd, len, start + offset, at) }
     }
 

@@ -1,4 +1,4 @@
-//! The made-up GPU of the kernel module's tests: `kmod/tests/provider`, by its device file.
+//! The emulated GPU of the kernel module's tests: `kmod/tests/provider`, by its device file.
 
 use std::fs::File;
 use std::io;
@@ -173,7 +173,7 @@ impl Object {
         }
         let mut args = Export { offset, len, read_only: read_only.into(), fd: -1 };
         call(&self.file, READ | WRITE, 4, &mut args)?;
-        // SAFETY: a new descriptor, owned by nobody else.
+        // SAFETY: a new descriptor, nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(args.fd) })
     }
 
@@ -191,7 +191,7 @@ pub fn is_wanted() -> bool {
     std::env::var_os("GDRCOPY_TEST_KMOD").is_some()
 }
 
-/// Addresses that no machine of this process has had: the made-up GPU does not know of machines.
+/// Addresses that no machine of this process has had: the emulated GPU does not know of machines.
 pub(crate) fn addresses(first: u64) -> u64 {
     static MACHINES: AtomicU64 = AtomicU64::new(0);
     first + (MACHINES.fetch_add(1, Ordering::Relaxed) << 36)
@@ -204,7 +204,7 @@ pub(crate) fn counter(name: &str) -> usize {
     value.expect("a counter")
 }
 
-/// Memory of the made-up GPU: behind PCI where there is room, as on a real one.
+/// Memory of the emulated GPU: behind PCI where there is room, as on a real one.
 pub(crate) fn memory(size: usize) -> io::Result<Object> {
     let size = (size as u64).next_multiple_of(CHUNK);
     Object::new(size, Backing::Bar).or_else(|_| Object::new(size, Backing::Ram))

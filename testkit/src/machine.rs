@@ -213,7 +213,7 @@ impl Memory {
         self.gpus
     }
 
-    /// Allocates in the manner of `cuMemAlloc` ([`MemoryKind::Malloc`], sharing 2 MiB objects) or, for any
+    /// Allocates like `cuMemAlloc` ([`MemoryKind::Malloc`], sharing 2 MiB objects) or, for any
     /// other kind, as an object of its own. `ENOMEM` where the GPU is full.
     pub fn alloc(&mut self, gpu: i32, len: usize, kind: MemoryKind) -> io::Result<u64> {
         if len > CAPACITY {
@@ -260,7 +260,7 @@ impl Memory {
         base
     }
 
-    /// The chunks of the made-up GPU that this allocation alone shows, where memory is of that kind.
+    /// The chunks of the emulated GPU that this allocation alone shows, where memory is of that kind.
     fn shown_by<'a>(&self, range: &'a VaRange) -> Option<(&'a kmod::Object, (u64, u64, u64))> {
         let Bytes::Provider(memory) = &range.object.bytes else { return None };
         let shown = chunks(range);
@@ -452,6 +452,6 @@ impl Vma {
 
 fn reserve(len: usize) -> io::Result<NonNull<u8>> {
     let file = memory_file(c"reserved", 0)?;
-    // SAFETY: no place is asked for.
+    // SAFETY: no address is given.
     unsafe { Linux.mmap(file.as_fd(), len, 0, None) }
 }

@@ -272,7 +272,7 @@ impl SimulatedRm {
         }
         let shift = usize::try_from(self.machine.fault("rm shift").unwrap_or(0)).expect("not negative") << 12;
         let offset = if self.machine.fault("rm at start").is_some() { 0 } else { mapping.offset + shift };
-        // SAFETY: the caller vouches for `at`.
+        // SAFETY: the caller guarantees `at`.
         let vma = unsafe { Vma::new(&[(object, offset, len)], len, at) }?;
         let ptr = vma.ptr();
         mapping.vma = Some(vma);
@@ -291,34 +291,34 @@ impl SimulatedRm {
                 call.status = code(self.alloc(file, call));
             }
             abi::Free::REQUEST => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the request.
                 let call: &mut abi::Free = unsafe { self.enter(arg) }?;
                 let outcome = self.fault(abi::Free::NAME);
                 call.status = code(outcome.and_then(|()| self.tables.lock().free(file, call)));
             }
             abi::ControlCall::REQUEST => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the request.
                 let call: &mut abi::ControlCall = unsafe { self.enter(arg) }?;
                 call.status = code(self.control(file, call));
             }
             abi::Dup::REQUEST => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the request.
                 let call: &mut abi::Dup = unsafe { self.enter(arg) }?;
                 call.status = code(self.dup(file, call));
             }
             abi::Map::REQUEST => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the request.
                 let call: &mut abi::Map = unsafe { self.enter(arg) }?;
                 call.status = code(self.map(file, call));
             }
             abi::Unmap::REQUEST => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the request.
                 let call: &mut abi::Unmap = unsafe { self.enter(arg) }?;
                 let outcome = self.fault(abi::Unmap::NAME);
                 call.status = code(outcome.and_then(|()| self.tables.lock().unmap(file, call)));
             }
             abi::Cards::REQUEST => {
-                // SAFETY: as above.
+                // SAFETY: this is the structure of the request.
                 let call: &mut abi::Cards = unsafe { self.enter(arg) }?;
                 self.fault_errno(abi::Cards::NAME)?;
                 *call = self.card_info();
@@ -334,7 +334,7 @@ impl SimulatedRm {
     /// `arg` must point to an `E`, which nobody else uses during the call.
     unsafe fn enter<'a, E: Escape>(&self, arg: *mut c_void) -> io::Result<&'a mut E> {
         self.fault_errno(&format!("ioctl {}", E::NAME))?;
-        // SAFETY: the caller vouches for it.
+        // SAFETY: the caller guarantees it.
         Ok(unsafe { &mut *arg.cast() })
     }
 }
@@ -375,7 +375,7 @@ impl Device for Node {
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
         let file = FileId::of(fd)?;
         if self.gpu.is_none() {
-            // SAFETY: the caller vouches for `arg`.
+            // SAFETY: the caller guarantees `arg`.
             return unsafe { self.rm.control_device(file, request, arg) };
         }
         if request != abi::RegisterFd::REQUEST {

@@ -1,14 +1,13 @@
-//! The functions of GDRCopy's `gdrapi.h`, except the copies.
+//! The functions of GDRCopy's `gdrapi.h` except the copies, and additions in `gdrx_`.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use gdrcopy::{Attribute, Gdr, GdrBuilder, MappingType, PinFlags};
 
 use crate::abi::{GDR_MAPPING_TYPE_NONE, VERSION, gdr_info_v1_t, gdr_info_v2_t, gdr_mh_t, gdr_t};
-use crate::error::{Error, Result, invalid, non_null};
-use crate::guard;
-use crate::handle::Handle;
+use crate::guard::{self, Error, Result, invalid, non_null};
+use crate::slot::Handle;
 use crate::table::Table;
 
 /// A number as `gdr_t`.
@@ -19,7 +18,7 @@ fn to_gdr(id: u64) -> gdr_t {
 }
 
 /// The number in a `gdr_t`, which is never followed.
-pub(crate) fn id(g: gdr_t) -> u64 {
+fn id(g: gdr_t) -> u64 {
     g.addr() as u64
 }
 
@@ -44,7 +43,7 @@ pub fn open_with(builder: GdrBuilder) -> gdr_t {
     opened.map(to_gdr).unwrap_or_else(|errno| {
         // SAFETY: no arguments; the result is this thread's own word.
         let place = unsafe { libc::__errno_location() };
-        // SAFETY: as above.
+        // SAFETY: the word of this thread, valid until it ends.
         unsafe { *place = errno };
         ptr::null_mut()
     })
@@ -76,7 +75,7 @@ pub unsafe extern "C" fn gdr_pin_buffer(
         if p2p_token != 0 || va_space != 0 {
             tracing::info!("gdr_pin_buffer: P2P tokens {p2p_token:#x} and {va_space:#x} are not needed");
         }
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         unsafe { pin(g, addr, size, 0, handle) }
     })
 }
@@ -93,7 +92,7 @@ pub unsafe extern "C" fn gdr_pin_buffer_v2(
     flags: u32,
     handle: *mut gdr_mh_t,
 ) -> c_int {
-    // SAFETY: what the caller promised.
+    // SAFETY: the caller's promise.
     guard::status("gdr_pin_buffer_v2", || unsafe { pin(g, addr, size, flags, handle) })
 }
 
@@ -185,7 +184,7 @@ pub unsafe extern "C" fn gdr_get_info_v2(g: gdr_t, handle: gdr_mh_t, info: *mut 
 /// As [`gdr_map_v2`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize) -> c_int {
-    // SAFETY: what the caller promised.
+    // SAFETY: the caller's promise.
     guard::status("gdr_map", || unsafe { map(g, handle, va, size, 0) })
 }
 
@@ -201,7 +200,7 @@ pub unsafe extern "C" fn gdr_map_v2(
     size: usize,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: what the caller promised.
+    // SAFETY: the caller's promise.
     guard::status("gdr_map_v2", || unsafe { map(g, handle, va, size, flags) })
 }
 
@@ -235,7 +234,7 @@ pub extern "C" fn gdr_unmap(g: gdr_t, handle: gdr_mh_t, va: *mut c_void, size: u
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut c_int) {
     guard::status("gdr_runtime_get_version", || {
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         unsafe { write_version(major, minor, VERSION) }
     });
 }
@@ -248,7 +247,7 @@ pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut 
 pub unsafe extern "C" fn gdr_driver_get_version(g: gdr_t, major: *mut c_int, minor: *mut c_int) -> c_int {
     guard::status("gdr_driver_get_version", || {
         let version = Table::library(id(g))?.survey.driver_version().unwrap_or(VERSION);
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         unsafe { write_version(major, minor, version) }
     })
 }
@@ -259,7 +258,7 @@ unsafe fn write_version(major: *mut c_int, minor: *mut c_int, version: (u16, u16
     let (major, minor) = (non_null("major", major)?, non_null("minor", minor)?);
     // SAFETY: not null, so writable.
     unsafe { major.write(version.0.into()) };
-    // SAFETY: as above.
+    // SAFETY: not null, so writable.
     unsafe { minor.write(version.1.into()) };
     Ok(())
 }
@@ -308,4 +307,110 @@ pub unsafe extern "C" fn gdr_get_mapping_type_string(
         unsafe { out.write(name.as_ptr()) };
         Ok(())
     })
+}
+
+// Additions of this library: functions in `gdrx_`. A C program that uses them needs no CUDA headers.
+
+/// Allocates GPU memory on a CUDA device (or plain memory on the host backend) that can be pinned and mapped. Freed by [`gdrx_free`] or [`gdr_close`](gdr_close).
+///
+/// # Safety
+/// `d_addr` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdrx_alloc(g: gdr_t, device: c_int, size: usize, d_addr: *mut c_ulong) -> c_int {
+    guard::status("gdrx_alloc", || {
+        let out = non_null("address", d_addr)?;
+        let addr = Table::library(id(g))?.allocate(device, size)?;
+        // SAFETY: not null, so writable.
+        unsafe { out.write(addr) };
+        Ok(())
+    })
+}
+
+/// Frees memory of [`gdrx_alloc`]. Pins and mappings of it stay and show the old bytes.
+#[unsafe(no_mangle)]
+pub extern "C" fn gdrx_free(g: gdr_t, d_addr: c_ulong) -> c_int {
+    guard::status("gdrx_free", || Table::library(id(g))?.free(d_addr))
+}
+
+/// Writes into memory of [`gdrx_alloc`] by CUDA's copy engine, not through a mapping; in place on return.
+///
+/// # Safety
+/// `src` must be null or readable for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdrx_copy_in(g: gdr_t, d_addr: c_ulong, src: *const c_void, size: usize) -> c_int {
+    guard::status("gdrx_copy_in", || {
+        let src = non_null("source", src.cast_mut())?.cast::<u8>();
+        let (buffer, offset) = Table::library(id(g))?.buffer(d_addr)?;
+        check_bounds(size, buffer.len(), offset)?;
+        // SAFETY: readable, as the caller promised, and less than the size of an allocation.
+        let bytes = unsafe { NonNull::slice_from_raw_parts(src, size).as_ref() };
+        buffer.copy_in(offset, bytes)
+    })
+}
+
+/// Reads memory of [`gdrx_alloc`] by CUDA's copy engine.
+///
+/// # Safety
+/// `dst` must be null or writable for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdrx_copy_out(g: gdr_t, dst: *mut c_void, d_addr: c_ulong, size: usize) -> c_int {
+    guard::status("gdrx_copy_out", || {
+        let dst = non_null("destination", dst)?.cast::<u8>();
+        let (buffer, offset) = Table::library(id(g))?.buffer(d_addr)?;
+        check_bounds(size, buffer.len(), offset)?;
+        // SAFETY: memory that is writable may be set to zeros.
+        unsafe { dst.write_bytes(0, size) };
+        // SAFETY: writable, as the caller promised, initialised, and less than the size of an allocation.
+        let bytes = unsafe { NonNull::slice_from_raw_parts(dst, size).as_mut() };
+        buffer.copy_out(offset, bytes)
+    })
+}
+
+/// Refuses what leaves the buffer, before a slice is made of it.
+fn check_bounds(len: usize, size: usize, offset: usize) -> Result<()> {
+    if len <= size - offset { Ok(()) } else { Err(Error::OutOfBounds { offset, len, size }) }
+}
+
+/// The backend's name: "gdrdrv", "dmabuf", "rm" or "host"; a string that lives for ever, `NULL` if `g` is not open.
+/// Before the first use it is that of the one that will most probably serve.
+#[unsafe(no_mangle)]
+pub extern "C" fn gdrx_backend(g: gdr_t) -> *const c_char {
+    guard::run("gdrx_backend", || {
+        Ok(match Table::library(id(g))?.survey.backend() {
+            gdrcopy::BackendKind::Gdrdrv => c"gdrdrv",
+            gdrcopy::BackendKind::DmaBuf => c"dmabuf",
+            gdrcopy::BackendKind::Rm => c"rm",
+            gdrcopy::BackendKind::Host => c"host",
+            _ => c"unknown",
+        })
+    })
+    .map_or(std::ptr::null(), std::ffi::CStr::as_ptr)
+}
+
+/// Writes one line: the backend, whether it is in use yet, and why the ones before it are not. Returns `ERANGE` if it was cut to fit.
+///
+/// # Safety
+/// `buf` must be null or writable for `len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdrx_describe(g: gdr_t, buf: *mut c_char, len: usize) -> c_int {
+    let cut = guard::run("gdrx_describe", || {
+        let out = non_null("buffer", buf)?.cast::<u8>();
+        if len == 0 {
+            return Ok(true);
+        }
+        let line = Table::library(id(g))?.survey.to_string().replace('\n', " ");
+        let kept = line.floor_char_boundary(len - 1);
+        // SAFETY: `kept` is less than `len`, and the line is not the caller's.
+        unsafe { out.copy_from_nonoverlapping(NonNull::from(line.as_bytes()).cast(), kept) };
+        // SAFETY: `kept` is less than `len`.
+        let end = unsafe { out.add(kept) };
+        // SAFETY: `end` is inside the buffer: `kept` is less than `len`.
+        unsafe { end.write(0) };
+        Ok(kept < line.len())
+    });
+    match cut {
+        Ok(false) => 0,
+        Ok(true) => libc::ERANGE,
+        Err(errno) => errno,
+    }
 }

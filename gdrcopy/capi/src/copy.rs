@@ -6,10 +6,8 @@ use gdrcopy::MappingType;
 use gdrcopy::copy::{self, Copier};
 
 use crate::abi::gdr_mh_t;
-use crate::error::{Error, Result, invalid};
-use crate::guard;
-use crate::handle::Handle;
-use crate::slot::not_mapped;
+use crate::guard::{self, Error, Result, invalid};
+use crate::slot::{Handle, not_mapped};
 use crate::table::{Table, no_pin};
 
 /// How a copy is to be done.
@@ -53,7 +51,7 @@ pub unsafe extern "C" fn gdr_copy_to_mapping(
     let done = guard::no_panic(|| {
         let Plan { kind, mixed } = plan(handle, map_d_ptr.addr(), h_ptr.addr(), size)?;
         if size != 0 {
-            // SAFETY: inside the mapping; for the rest, what the caller promised.
+            // SAFETY: inside the mapping; for the rest, the caller's promise.
             unsafe { Copier::best().to_device(kind, map_d_ptr.cast(), h_ptr.cast(), size) };
             if mixed { copy::full_fence() } else { copy::store_fence(kind) }
         }
@@ -84,7 +82,7 @@ pub unsafe extern "C" fn gdr_copy_from_mapping(
     let done = guard::no_panic(|| {
         let Plan { kind, mixed } = plan(handle, map_d_ptr.addr(), h_ptr.addr(), size)?;
         if size != 0 {
-            // SAFETY: inside the mapping; for the rest, what the caller promised.
+            // SAFETY: inside the mapping; for the rest, the caller's promise.
             unsafe { Copier::best().from_device(kind, h_ptr.cast(), map_d_ptr.cast(), size) };
             if mixed { copy::full_fence() } else { copy::load_fence(kind) }
         }

@@ -1,15 +1,36 @@
-//! What surrounds every call from C: messages, error numbers, and no panic that goes further.
+//! What surrounds every call from C: error numbers, panics that become errors, and messages.
+//!
+//! Messages go to standard error in the format and under the variables of GDRCopy. They are events of `tracing`, printed only
+//! while a call of this library runs: a program's own subscribers and events are left alone.
 
 use std::ffi::c_int;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
 
-use crate::error::Result;
-use crate::log;
+pub(crate) use gdrcopy::{Error, Result};
+use tracing::dispatcher::{self, Dispatch};
+use tracing::level_filters::LevelFilter;
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
+use tracing_subscriber::fmt::writer::MakeWriter;
+use tracing_subscriber::fmt::{FmtContext, Subscriber as Lines};
+use tracing_subscriber::registry::LookupSpan;
+
+pub(crate) fn invalid(what: &'static str, value: impl fmt::Display, expected: &'static str) -> Error {
+    Error::InvalidArgument { what, value: value.to_string(), expected }
+}
+
+/// A pointer of the caller's that is not `NULL`.
+pub(crate) fn non_null<T>(what: &'static str, pointer: *mut T) -> Result<NonNull<T>> {
+    NonNull::new(pointer).ok_or_else(|| invalid(what, "NULL", "a pointer"))
+}
 
 /// Runs a call; its failure is logged under the call's name and comes back as an error number.
 pub(crate) fn run<T>(name: &'static str, call: impl FnOnce() -> Result<T>) -> std::result::Result<T, c_int> {
     no_panic(|| {
-        log::during(|| {
+        with_messages(|| {
             no_panic(|| {
                 call().map_err(|error| {
                     tracing::error!("{name}: {error}");
@@ -36,10 +57,88 @@ pub(crate) fn no_panic<T>(call: impl FnOnce() -> T) -> std::result::Result<T, ()
     catch_unwind(AssertUnwindSafe(call)).map_err(std::mem::forget)
 }
 
+/// Runs a call of the library with its messages going where the environment says.
+fn with_messages<T>(call: impl FnOnce() -> T) -> T {
+    // Read once, as in GDRCopy.
+    static PRINTER: OnceLock<Option<Dispatch>> = OnceLock::new();
+    match PRINTER.get_or_init(printer) {
+        Some(printer) => dispatcher::with_default(printer, call),
+        None => call(),
+    }
+}
+
+/// `GDRCOPY_ENABLE_LOGGING` switches on by being there, `GDRCOPY_LOG_LEVEL` is the lowest level that is printed.
+fn printer() -> Option<Dispatch> {
+    std::env::var_os("GDRCOPY_ENABLE_LOGGING")?;
+    let level =
+        std::env::var_os("GDRCOPY_LOG_LEVEL").map_or(4, |text| leading_number(&text.to_string_lossy()));
+    let filter = match level {
+        ..=1 => LevelFilter::TRACE,
+        2 => LevelFilter::INFO,
+        3 => LevelFilter::WARN,
+        4 => LevelFilter::ERROR,
+        5.. => return None,
+    };
+    Some(lines(filter, std::io::stderr))
+}
+
+fn lines<W>(filter: LevelFilter, writer: W) -> Dispatch
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    let lines = Lines::builder()
+        .with_max_level(filter)
+        .with_writer(writer)
+        // A closed standard error is no reason to panic.
+        .log_internal_errors(false)
+        .with_ansi(false)
+        .event_format(GdrcopyLine);
+    Dispatch::new(lines.finish())
+}
+
+/// `atoi` of C, without its overflow: 0 if there is no number.
+fn leading_number(text: &str) -> i32 {
+    let text = text.trim_start();
+    let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
+    let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
+    let size = digits[..end]
+        .bytes()
+        .fold(0_i32, |n, digit| n.saturating_mul(10).saturating_add(i32::from(digit - b'0')));
+    if text.starts_with('-') { -size } else { size }
+}
+
+/// One line: a prefix six characters wide, and the message.
+struct GdrcopyLine;
+
+impl<S, N> FormatEvent<S, N> for GdrcopyLine
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        writer.write_str(match *event.metadata().level() {
+            Level::ERROR => "ERR:  ",
+            Level::WARN => "WARN: ",
+            Level::INFO => "INFO: ",
+            Level::DEBUG | Level::TRACE => "DBG:  ",
+        })?;
+        context.format_fields(writer.by_ref(), event)?;
+        writer.write_char('\n')
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::io::{self, Read, Seek};
+    use std::os::fd::FromRawFd;
+    use std::sync::Arc;
+
     use super::*;
-    use crate::error::invalid;
 
     #[test]
     fn failures_become_error_numbers() {
@@ -47,10 +146,47 @@ mod tests {
         assert_eq!(status("call", || Err(invalid("a", "b", "c"))), libc::EINVAL);
         assert_eq!(status("call", || panic!("on purpose")), libc::EIO);
         // A device that answers a failed call with error 0.
-        let source = std::io::Error::from_raw_os_error(0);
+        let error = std::io::Error::from_raw_os_error(0);
         assert_eq!(
-            status("call", || Err(gdrcopy::Error::Sys { call: "x".into(), source, fix: "" })),
+            status("call", || Err(gdrcopy::Error::Sys { call: "x".into(), error, fix: "" })),
             libc::EIO
         );
+    }
+
+    /// What is printed at a level.
+    fn printed(filter: LevelFilter) -> String {
+        // SAFETY: a terminated string and flags; nothing else is passed.
+        let fd = unsafe { libc::memfd_create(c"log".as_ptr(), 0) };
+        assert!(fd >= 0, "{}", io::Error::last_os_error());
+        // SAFETY: just created, nothing else owns it.
+        let mut file = unsafe { std::fs::File::from_raw_fd(fd) };
+        dispatcher::with_default(&lines(filter, Arc::new(file.try_clone().unwrap())), || {
+            tracing::trace!("one");
+            tracing::debug!("two {}", 2);
+            tracing::info!(backend = "rm", "three");
+            tracing::warn!("four");
+            tracing::error!("five");
+        });
+        let mut text = String::new();
+        file.rewind().unwrap();
+        file.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    #[test]
+    fn lines_are_gdrcopys() {
+        let all = "DBG:  one\nDBG:  two 2\nINFO: three backend=\"rm\"\nWARN: four\nERR:  five\n";
+        assert_eq!(printed(LevelFilter::TRACE), all);
+        assert_eq!(printed(LevelFilter::WARN), "WARN: four\nERR:  five\n");
+        assert_eq!(printed(LevelFilter::ERROR), "ERR:  five\n");
+    }
+
+    #[test]
+    fn levels_are_read_as_by_atoi() {
+        let cases =
+            [("3", 3), (" 2x", 2), ("-1", -1), ("+4", 4), ("", 0), ("debug", 0), ("99999999999", i32::MAX)];
+        for (text, number) in cases {
+            assert_eq!(leading_number(text), number, "{text:?}");
+        }
     }
 }

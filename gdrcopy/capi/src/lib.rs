@@ -55,12 +55,7 @@ mod atomic {
 }
 mod calls;
 mod copy;
-mod error;
-mod extensions;
 mod guard;
-mod handle;
-mod library;
-mod log;
 mod slot;
 mod table;
 mod window;
@@ -68,4 +63,3 @@ mod window;
 pub use abi::*;
 pub use calls::*;
 pub use copy::*;
-pub use extensions::*;

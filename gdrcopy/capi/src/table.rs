@@ -1,22 +1,18 @@
-//! All that is open in this process.
+//! All that is open in this process: libraries, their buffers, and the slots of their pins.
 //!
-//! A forked child starts with an empty table: its parent's is of no use there, and a thread that does not exist in
-//! the child may have held its locks.
+//! A forked child starts with an empty table. It cannot use its parent's, whose locks may be held by threads that the child does
+//! not have.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Deref;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
-use std::sync::{Arc, Once, OnceLock};
+use std::sync::{Arc, Once};
 
-use parking_lot::Mutex;
+use gdrcopy::{GpuBuffer, MappingType, PinFlags, Survey};
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
-use crate::error::{Error, Result, invalid};
-use crate::handle::{Handle, MAX_PINS, new_serial, next_serial};
-use crate::library::Library;
-use crate::slot::{Kinds, Slot};
-
-/// Slots in the first chunk; each further chunk is twice as long.
-const FIRST_CHUNK: u32 = 64;
-const CHUNKS: usize = (MAX_PINS / FIRST_CHUNK).ilog2() as usize + 1;
+use crate::guard::{Error, Result, invalid};
+use crate::slot::{Handle, Held, Kinds, MAX_PINS, Slot, new_serial, next_serial};
 
 /// The table of this process, once it has one.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
@@ -30,25 +26,11 @@ pub(crate) struct Table {
     /// Smaller numbers were given out by `ancestor`.
     first_serial: u64,
     ancestor: u32,
-    chunks: [OnceLock<Box<[Slot]>>; CHUNKS],
-    free: Mutex<Free>,
+    slots: boxcar::Vec<Slot>,
+    /// Slots without a pin.
+    free: Mutex<Vec<u32>>,
     libraries: Mutex<BTreeMap<u64, Arc<Library>>>,
     pub(crate) kinds: Kinds,
-}
-
-#[derive(Debug, Default)]
-struct Free {
-    returned: Vec<u32>,
-    /// Slots from here on were never used.
-    fresh: u32,
-}
-
-/// In which chunk a slot is, and where.
-#[inline]
-fn place(index: u32) -> (usize, usize) {
-    let n = index + FIRST_CHUNK;
-    let log = n.ilog2();
-    ((log - FIRST_CHUNK.ilog2()) as usize, (n - (1 << log)) as usize)
 }
 
 /// Runs in a forked child.
@@ -62,7 +44,7 @@ impl Table {
             owner: std::process::id(),
             first_serial: next_serial(),
             ancestor: LAST_OWNER.load(Ordering::Relaxed),
-            chunks: [const { OnceLock::new() }; CHUNKS],
+            slots: boxcar::Vec::new(),
             free: Mutex::default(),
             libraries: Mutex::default(),
             kinds: Kinds::default(),
@@ -110,8 +92,7 @@ impl Table {
 
     #[inline]
     pub(crate) fn slot(&self, index: u32) -> Option<&Slot> {
-        let (chunk, offset) = place(index);
-        self.chunks.get(chunk)?.get()?.get(offset)
+        self.slots.get(index as usize)
     }
 
     /// Opens: keeps the library under a new number.
@@ -133,7 +114,7 @@ impl Table {
     }
 
     /// Keeps a pin under a new handle.
-    pub(crate) fn add_pin(&self, library: u64, pin: gdrcopy::Pin) -> Result<Handle> {
+    fn add_pin(&self, library: u64, pin: gdrcopy::Pin) -> Result<Handle> {
         let index = self.free_slot().ok_or_else(|| used_up("room for pins", pin.len()))?;
         let Some((slot, serial)) = self.slot(index).zip(new_serial()) else {
             self.return_slot(index);
@@ -146,22 +127,19 @@ impl Table {
 
     fn free_slot(&self) -> Option<u32> {
         let mut free = self.free.lock();
-        if let Some(index) = free.returned.pop() {
+        if let Some(index) = free.pop() {
             return Some(index);
         }
-        let index = free.fresh;
-        if index == MAX_PINS {
+        // Under the lock, so that the limit holds.
+        if self.slots.count() >= MAX_PINS as usize {
             return None;
         }
-        let (chunk, _) = place(index);
-        self.chunks[chunk].get_or_init(|| (0..FIRST_CHUNK << chunk).map(|_| Slot::new()).collect());
-        free.fresh += 1;
-        Some(index)
+        u32::try_from(self.slots.push(Slot::new())).ok()
     }
 
     /// Gives an emptied slot back.
-    pub(crate) fn return_slot(&self, index: u32) {
-        self.free.lock().returned.push(index);
+    fn return_slot(&self, index: u32) {
+        self.free.lock().push(index);
     }
 }
 
@@ -193,22 +171,129 @@ fn inherited(own: Option<&Table>, serial: u64) -> Option<Error> {
     (1..first).contains(&serial).then(|| Error::OtherProcess { owner, caller: std::process::id() })
 }
 
+/// An opened library and what belongs to it.
+#[derive(Debug)]
+pub(crate) struct Library {
+    id: u64,
+    /// Opened by the first call that pins or allocates: programs open early, and then fork or never pin.
+    pub(crate) survey: Survey,
+    table: &'static Table,
+    /// `None` once closed: what a late call makes is given back at once.
+    owned: Mutex<Option<Owned>>,
+}
+
+#[derive(Debug, Default)]
+struct Owned {
+    pins: BTreeSet<Handle>,
+    buffers: BTreeMap<u64, Arc<GpuBuffer>>,
+}
+
+impl Library {
+    fn new(id: u64, survey: Survey, table: &'static Table) -> Self {
+        Self { id, survey, table, owned: Mutex::new(Some(Owned::default())) }
+    }
+
+    fn owned(&self) -> Result<MappedMutexGuard<'_, Owned>> {
+        MutexGuard::try_map(self.owned.lock(), Option::as_mut)
+            .map_err(|_| invalid("gdr_t", "being closed", "an open library"))
+    }
+
+    pub(crate) fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Handle> {
+        let pin = self.survey.open()?.pin_with(addr, len, flags)?;
+        let handle = self.table.add_pin(self.id, pin)?;
+        let entered = self.owned().map(|mut owned| owned.pins.insert(handle));
+        if entered.is_err() {
+            self.release(handle)?;
+        }
+        entered.map(|_| handle)
+    }
+
+    pub(crate) fn unpin(&self, handle: Handle) -> Result<()> {
+        let result = self.release(handle);
+        if let Ok(mut owned) = self.owned() {
+            owned.pins.remove(&handle);
+        }
+        result
+    }
+
+    fn release(&self, handle: Handle) -> Result<()> {
+        let held = self.slot(handle)?.take(handle, self.id).ok_or_else(|| no_pin(handle))?;
+        self.table.return_slot(handle.index());
+        held.release()
+    }
+
+    fn slot(&self, handle: Handle) -> Result<&'static Slot> {
+        self.table.slot(handle.index()).ok_or_else(|| no_pin(handle))
+    }
+
+    /// The pin of a handle, for calls that only look.
+    pub(crate) fn held(&self, handle: Handle) -> Result<impl Deref<Target = Held>> {
+        self.slot(handle)?.pin(handle, self.id).ok_or_else(|| no_pin(handle))
+    }
+
+    /// Maps and gives the address of `gdr_info_t::va`; `request` is looked at only if the pin is not mapped yet.
+    pub(crate) fn map(
+        &self,
+        handle: Handle,
+        size: usize,
+        request: impl FnOnce() -> Result<Option<MappingType>>,
+    ) -> Result<*mut u8> {
+        let slot = self.slot(handle)?;
+        let mut held = slot.pin(handle, self.id).ok_or_else(|| no_pin(handle))?;
+        if held.is_mapped() {
+            return Err(Error::AlreadyMapped);
+        }
+        held.map(&slot.window, &self.table.kinds, size, request()?)
+    }
+
+    pub(crate) fn unmap(&self, handle: Handle, address: usize, size: usize) -> Result<()> {
+        let slot = self.slot(handle)?;
+        let mut held = slot.pin(handle, self.id).ok_or_else(|| no_pin(handle))?;
+        held.unmap(&slot.window, address, size)
+    }
+
+    /// Gives everything back, even if a part fails; the first error.
+    pub(crate) fn close(&self) -> Result<()> {
+        let Some(owned) = self.owned.lock().take() else { return Ok(()) };
+        let mut result = Ok(());
+        for handle in owned.pins {
+            // A call that runs meanwhile may have unpinned it.
+            if let Ok(Some(held)) = self.slot(handle).map(|slot| slot.take(handle, self.id)) {
+                self.table.return_slot(handle.index());
+                result = result.and(held.release());
+            }
+        }
+        result
+    }
+
+    pub(crate) fn allocate(&self, device: i32, len: usize) -> Result<u64> {
+        let buffer = self.survey.open()?.alloc(device, len)?;
+        let addr = buffer.addr();
+        self.owned()?.buffers.insert(addr, Arc::new(buffer));
+        Ok(addr)
+    }
+
+    pub(crate) fn free(&self, addr: u64) -> Result<()> {
+        let removed = self.owned()?.buffers.remove(&addr);
+        removed.map(drop).ok_or_else(|| no_buffer(addr))
+    }
+
+    /// The buffer that holds an address, and how far in.
+    pub(crate) fn buffer(&self, addr: u64) -> Result<(Arc<GpuBuffer>, usize)> {
+        let owned = self.owned()?;
+        let (base, buffer) = owned.buffers.range(..=addr).next_back().ok_or_else(|| no_buffer(addr))?;
+        let offset = usize::try_from(addr - base).ok().filter(|&offset| offset < buffer.len());
+        Ok((buffer.clone(), offset.ok_or_else(|| no_buffer(addr))?))
+    }
+}
+
+fn no_buffer(addr: u64) -> Error {
+    invalid("GPU address", format_args!("{addr:#x}"), "memory of gdrx_alloc with this gdr_t, not yet freed")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_slot_has_a_place_of_its_own() {
-        let (mut chunk, mut offset) = (0, 0);
-        for index in (0..MAX_PINS).take(100_000) {
-            assert_eq!(place(index), (chunk, offset));
-            offset += 1;
-            if offset == (FIRST_CHUNK as usize) << chunk {
-                (chunk, offset) = (chunk + 1, 0);
-            }
-        }
-        assert!(place(MAX_PINS - 1).0 < CHUNKS);
-    }
 
     #[test]
     fn slots_are_used_again() {

@@ -1,7 +1,7 @@
-//! Plain memory, where there is no GPU.
+//! Plain memory in place of GPU memory, for machines without a GPU.
 //!
-//! "GPU memory" is memory files. Each is mapped once as the memory itself and once more by each pin, so that
-//! the two addresses differ, and freed memory stays while it is pinned, as on a GPU.
+//! An allocation is a memory file, mapped once for its "GPU address" and once by each pin. So the two addresses differ, and freed
+//! memory stays while it is pinned, as on a GPU.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,52 +11,51 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Allocation, Attribute, Backend, BackendKind, MappingType, PinFlags, Pinned, host_page, inside};
-use crate::cpu_range::CpuRange;
+use super::{Allocation, Backend, Pinned};
+use crate::cpu_range::{CpuRange, memory_file};
 use crate::cuda::AllocKind;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_bounds};
 use crate::fork::Owner;
-use crate::memory_file::memory_file;
-use crate::system::System;
-use crate::system::{Kernel, Linux};
+use crate::system::{Kernel, Linux, System};
+use crate::types::{Attribute, BackendKind, MappingType, PinFlags, host_page};
 
-/// What is allocated: files by address.
+/// Allocations by address.
 type Registry = Mutex<BTreeMap<u64, Arc<Memory>>>;
 
-/// Memory of this machine in the part of GPU memory.
+/// The backend.
 #[derive(Debug)]
 pub(crate) struct Host {
     registry: Arc<Registry>,
     owner: Owner,
 }
 
-/// One allocation's bytes, held by it and its pins.
+/// The bytes of an allocation, shared by the allocation and its pins.
 #[derive(Debug)]
 struct Memory {
     base: u64,
-    /// Bytes asked for; the file has whole pages.
+    /// Requested bytes; the file has whole pages.
     len: usize,
     file: File,
 }
 
 impl Memory {
     fn map(&self, offset: usize, len: usize) -> Result<CpuRange> {
-        // SAFETY: no place is asked for.
+        // SAFETY: no address is given.
         let ptr = unsafe { Linux.mmap(self.file.as_fd(), len, offset as u64, None) }.map_err(|error| {
             Error::sys(format!("mmap of {len} bytes"), error, "free memory, or raise vm.max_map_count")
         })?;
-        // SAFETY: just mapped, known to nobody else.
+        // SAFETY: just mapped, nothing else knows it.
         unsafe { CpuRange::adopt(ptr, len, MappingType::Cached, None) }
     }
 }
 
 impl Host {
-    /// Needs nothing of the system.
+    /// Never fails.
     pub(crate) fn open(_system: &System) -> Result<Self> {
         Ok(Self { registry: Arc::default(), owner: Owner::this_process() })
     }
 
-    /// What [`Backend::attribute`] gives on every machine.
+    /// The attributes, on every machine.
     pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
         match attribute {
             Attribute::UsePersistentMapping => 1,
@@ -135,13 +134,13 @@ impl Backend for Host {
     }
 }
 
-/// An allocation: memory with an address.
+/// An allocation.
 #[derive(Debug)]
 struct HostAllocation {
     memory: Arc<Memory>,
     registry: Arc<Registry>,
     owner: Owner,
-    /// The address itself.
+    /// The mapping at the "GPU address".
     _range: CpuRange,
 }
 
@@ -156,7 +155,7 @@ impl Allocation for HostAllocation {
 
     fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         self.owner.check()?;
-        inside(offset, data.len(), self.len())?;
+        check_bounds(offset, data.len(), self.len())?;
         self.memory
             .file
             .write_all_at(data, offset as u64)
@@ -165,7 +164,7 @@ impl Allocation for HostAllocation {
 
     fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         self.owner.check()?;
-        inside(offset, out.len(), self.len())?;
+        check_bounds(offset, out.len(), self.len())?;
         self.memory
             .file
             .read_exact_at(out, offset as u64)
@@ -175,15 +174,15 @@ impl Allocation for HostAllocation {
 
 impl Drop for HostAllocation {
     fn drop(&mut self) {
-        // A forked child's registry may have been locked for ever by a thread that it lacks.
+        // A thread that a forked child does not have may have held the lock of the registry.
         if self.owner.is_caller() {
-            // The entry goes before the address does, so that it is never another allocation's.
+            // Removed before the address is unmapped and may become another allocation's.
             self.registry.lock().remove(&self.memory.base);
         }
     }
 }
 
-/// Pinned memory: its bytes, whatever becomes of the allocation.
+/// Pinned memory; it keeps the bytes when the allocation is freed.
 #[derive(Debug)]
 struct HostPin {
     memory: Arc<Memory>,
@@ -208,7 +207,7 @@ impl Pinned for HostPin {
 
     fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
         self.owner.check()?;
-        inside(0, len, self.pinned_len)?;
+        check_bounds(0, len, self.pinned_len)?;
         if let Some(other) = request.filter(|kind| *kind != MappingType::Cached) {
             return Err(Error::Unsupported {
                 what: format!("a mapping of type {other:?}"),
@@ -254,7 +253,7 @@ mod tests {
         assert_eq!(peek(&range, 10, 10), b"by the GPU");
         assert_ne!(range.ptr().as_ptr().cast_const(), ptr);
         proof::store(&range, 10, b"x").unwrap();
-        // SAFETY: as above.
+        // SAFETY: mapped while `memory` lives.
         assert_eq!(unsafe { tenth.read_volatile() }, b'x');
     }
 

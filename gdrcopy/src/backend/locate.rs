@@ -1,15 +1,15 @@
-//! Which CUDA memory an address range is.
+//! Finds the CUDA allocation of an address range.
 
 use std::ops::Range;
 
-use super::{GPU_PAGE, PinFlags};
 use crate::cuda::{Cuda, MemoryKind, PointerInfo, unknown};
 use crate::error::{Error, Result};
+use crate::types::{GPU_PAGE, PinFlags};
 
 /// Alignment of CUDA's allocations, bytes: "at least 256" (CUDA C++ Programming Guide 13.0, "Device Memory Accesses").
 const GRAIN: u64 = 256;
 
-/// The part of a range that is one CUDA allocation. CUDA shows nothing of the rest.
+/// The part of a range that lies in one CUDA allocation.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     pub(crate) memory: PointerInfo,
@@ -17,7 +17,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// What of a range lies in this memory.
+    /// The part of a range that lies in this memory.
     pub(crate) fn of(memory: PointerInfo, range: &Range<u64>) -> Self {
         let end = memory.base.saturating_add(memory.size as u64);
         Self { memory, bytes: range.start.max(memory.base)..range.end.min(end) }
@@ -26,7 +26,7 @@ impl Part {
     /// The addresses, at least one.
     ///
     /// # Errors
-    /// CUDA does not tell where the memory begins and ends.
+    /// [`Error::NotMappable`] if CUDA does not tell where the memory begins and ends.
     pub(crate) fn bytes(&self) -> Result<Range<u64>> {
         if self.bytes.is_empty() {
             return Err(Error::NotMappable {
@@ -43,7 +43,7 @@ impl Part {
         self.bytes.start
     }
 
-    /// Whether CUDA still shows this allocation there: it may have been freed, and the address given to another one.
+    /// Whether the allocation is live. CUDA may have freed it and given the address to another one.
     pub(crate) fn is_live(&self, cuda: &dyn Cuda) -> Result<bool> {
         Ok(cuda.buffer_id(self.start())? == self.memory.buffer_id)
     }
@@ -54,9 +54,8 @@ impl Part {
     }
 }
 
-/// Finds the allocation at the beginning of a range, whose end is an address too. Refuses what cannot be mapped and,
-/// without [`PinFlags::WHOLE_PAGES`], what leaves the allocation. A VMM range may go on in the next mapping, which its
-/// backend follows.
+/// Finds the allocation at the beginning of a range. Refuses memory that cannot be mapped and, without
+/// [`PinFlags::WHOLE_PAGES`], a range beyond the allocation. A VMM range may continue in the next mapping: its backend checks that.
 pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize, flags: PinFlags) -> Result<Part> {
     let beyond =
         |memory: &PointerInfo| Error::BeyondAllocation { addr, len, base: memory.base, size: memory.size };
@@ -79,7 +78,7 @@ pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize, flags: PinFlags) ->
     Err(Error::NotMappable { addr, found, fix })
 }
 
-/// The first allocation that begins behind the first byte of a range, in the same GPU page.
+/// The first allocation that begins after the first byte of a range, in the same GPU page.
 fn next(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<Option<PointerInfo>> {
     let page = (addr | (GPU_PAGE - 1)).saturating_add(1);
     let end = addr.saturating_add(len as u64).min(page);
@@ -88,7 +87,6 @@ fn next(cuda: &dyn Cuda, addr: u64, len: usize) -> Result<Option<PointerInfo>> {
         if place >= end {
             break;
         }
-        // The quicker question first.
         if cuda.buffer_id(place)? != 0 {
             return cuda.pointer(place).map(Some);
         }

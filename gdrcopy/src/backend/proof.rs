@@ -1,24 +1,23 @@
-//! Proof that a mapping shows the memory that CUDA shows.
-//!
-//! A driver that maps the wrong pages does not say so; only data can tell.
+//! Proves that a mapping shows the memory that CUDA shows. A driver that maps the wrong pages reports no error, so the proof
+//! compares data.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{Ordering, fence};
 
 use crate::cpu_range::CpuRange;
 use crate::cuda::Cuda;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_bounds};
 
-/// Bytes looked at in one place: one cache line.
+/// Bytes compared at each place: one cache line.
 pub(crate) const PROBE: usize = 64;
-/// How often a mismatch is looked at again. If CUDA shows no change in all that time, the mapping is wrong; if it
-/// does, nothing can be said.
+/// How often a mismatch is compared again. If CUDA shows no change in that time, the mapping is wrong; otherwise the comparison is
+/// inconclusive.
 const ATTEMPTS: u32 = 32;
 
 const WRONG: &str = "this driver maps other memory than asked for; use another backend and report the driver";
 
-/// Writes random bytes each way at each of `offsets` and looks at them from the other side. Overwrites
-/// [`PROBE`] bytes at each, so this is for scratch memory. `addr` is the GPU address of the range's first byte.
+/// Writes random bytes in both directions at each of `offsets` and reads them from the other side. Overwrites [`PROBE`] bytes at
+/// each, so it is for scratch memory. `addr` is the GPU address of the range's first byte.
 pub(crate) fn nonce(
     cuda: &dyn Cuda,
     device: i32,
@@ -26,7 +25,7 @@ pub(crate) fn nonce(
     range: &CpuRange,
     offsets: &[usize],
 ) -> Result<()> {
-    // All places are written before any is looked at, so that two offsets with one memory are found.
+    // All places are written before any is read, to find two offsets that show the same memory.
     let written: Vec<_> = offsets.iter().map(|_| random()).collect();
     for (&offset, bytes) in offsets.iter().zip(&written) {
         // SAFETY: an array of that length.
@@ -46,15 +45,14 @@ pub(crate) fn nonce(
         let mut seen = [0; PROBE];
         // The read pushes the writes ahead of itself through PCIe.
         load(range, offset, &mut seen)?;
-        view(cuda, device, addr, offset, &mut seen)?;
+        read_by_cuda(cuda, device, addr, offset, &mut seen)?;
         expect(addr, offset, "CUDA does not see what the CPU wrote", &seen, bytes)?;
     }
     Ok(())
 }
 
-/// Compares the first and the last up to [`PROBE`] of `len` bytes at `offset` of the range with what CUDA
-/// shows there. Never writes, so it is for the user's memory; equal bytes elsewhere go unnoticed. `addr` is
-/// the GPU address of the range's first byte.
+/// Compares the first and the last [`PROBE`] of `len` bytes at `offset` of the range with what CUDA shows there. Never writes, so it
+/// is for the user's memory; it cannot detect other memory with equal bytes. `addr` is the GPU address of the range's first byte.
 pub(crate) fn compare(
     cuda: &dyn Cuda,
     device: i32,
@@ -64,14 +62,14 @@ pub(crate) fn compare(
     len: usize,
 ) -> Result<()> {
     let probe = len.min(PROBE);
-    settle(cuda, device, addr, range, offset, probe)?;
+    compare_at(cuda, device, addr, range, offset, probe)?;
     if len > PROBE {
-        settle(cuda, device, addr, range, offset + len - probe, probe)?;
+        compare_at(cuda, device, addr, range, offset + len - probe, probe)?;
     }
     Ok(())
 }
 
-fn settle(
+fn compare_at(
     cuda: &dyn Cuda,
     device: i32,
     addr: u64,
@@ -81,22 +79,21 @@ fn settle(
 ) -> Result<()> {
     let (mut first, mut seen, mut now) = ([0; PROBE], [0; PROBE], [0; PROBE]);
     let (first, seen, now) = (&mut first[..len], &mut seen[..len], &mut now[..len]);
-    view(cuda, device, addr, offset, first)?;
+    read_by_cuda(cuda, device, addr, offset, first)?;
     now.copy_from_slice(first);
-    let mut moves = false;
+    let mut changes = false;
     for _ in 0..ATTEMPTS {
         load(range, offset, seen)?;
-        // CUDA's view of just before, and of just after.
         if seen == now {
             return Ok(());
         }
-        view(cuda, device, addr, offset, now)?;
+        read_by_cuda(cuda, device, addr, offset, now)?;
         if seen == now {
             return Ok(());
         }
-        moves |= now != first;
+        changes |= now != first;
     }
-    if !moves {
+    if !changes {
         return expect(addr, offset, "the CPU does not see what CUDA shows", seen, now);
     }
     Err(Error::ProofFailed {
@@ -106,7 +103,7 @@ fn settle(
     })
 }
 
-fn view(cuda: &dyn Cuda, device: i32, addr: u64, offset: usize, out: &mut [u8]) -> Result<()> {
+fn read_by_cuda(cuda: &dyn Cuda, device: i32, addr: u64, offset: usize, out: &mut [u8]) -> Result<()> {
     // SAFETY: a slice of that length.
     unsafe { cuda.copy_from_device(device, out.as_mut_ptr(), addr + offset as u64, out.len()) }
 }
@@ -140,7 +137,7 @@ pub(super) fn load(range: &CpuRange, offset: usize, out: &mut [u8]) -> Result<()
             let word = unsafe { ptr.cast::<u64>().read_volatile() };
             out[at..at + 8].copy_from_slice(&word.to_ne_bytes());
         } else {
-            // SAFETY: as above.
+            // SAFETY: inside the mapping; volatile, since the GPU writes here too.
             out[at] = unsafe { ptr.read_volatile() };
         }
     })
@@ -153,7 +150,7 @@ pub(super) fn store(range: &CpuRange, offset: usize, data: &[u8]) -> Result<()> 
             // SAFETY: aligned and inside the mapping; volatile, since the GPU reads here too.
             unsafe { ptr.cast::<u64>().write_volatile(u64::from_ne_bytes(word)) };
         } else {
-            // SAFETY: as above.
+            // SAFETY: inside the mapping; volatile, since the GPU reads here too.
             unsafe { ptr.write_volatile(data[at]) };
         }
     })?;
@@ -161,14 +158,14 @@ pub(super) fn store(range: &CpuRange, offset: usize, data: &[u8]) -> Result<()> 
     Ok(())
 }
 
-/// Visits a part of the mapping in aligned words, and bytes where a word does not fit.
+/// Visits a part of the mapping in aligned words, and in bytes where a word does not fit.
 fn each(
     range: &CpuRange,
     offset: usize,
     len: usize,
     mut visit: impl FnMut(*mut u8, usize, usize),
 ) -> Result<()> {
-    super::inside(offset, len, range.len())?;
+    check_bounds(offset, len, range.len())?;
     let mut at = 0;
     while at < len {
         // Mappings begin at a page, so the offset decides the alignment.
@@ -188,10 +185,10 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
-    use crate::backend::MappingType;
+    use crate::cpu_range::memory_file;
     use crate::cuda::{AllocKind, GpuInfo, PointerInfo};
-    use crate::memory_file::memory_file;
     use crate::system::{Kernel, Linux};
+    use crate::types::MappingType;
 
     const SIZE: usize = 65_536;
     /// The GPU address of the first byte of [`Copies`].
@@ -262,7 +259,7 @@ mod tests {
     fn map(file: &File) -> CpuRange {
         // SAFETY: no address is given.
         let ptr = unsafe { Linux.mmap(file.as_fd(), SIZE, 0, None) }.unwrap();
-        // SAFETY: just mapped, known to nobody else.
+        // SAFETY: just mapped, nothing else knows it.
         unsafe { CpuRange::adopt(ptr, SIZE, MappingType::Cached, None) }.unwrap()
     }
 
@@ -298,7 +295,7 @@ mod tests {
         let raw = unsafe { libc::mmap(std::ptr::null_mut(), SIZE, prot, libc::MAP_PRIVATE, fd, 0) };
         assert_ne!(raw, libc::MAP_FAILED);
         let ptr = std::ptr::NonNull::new(raw.cast()).unwrap();
-        // SAFETY: just mapped, known to nobody else.
+        // SAFETY: just mapped, nothing else knows it.
         let range = unsafe { CpuRange::adopt(ptr, SIZE, MappingType::Cached, None) }.unwrap();
         compare(&cuda, 0, ADDR, &range, 0, SIZE).unwrap();
         let result = nonce(&cuda, 0, ADDR, &range, &[0]);

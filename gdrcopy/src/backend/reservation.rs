@@ -1,16 +1,18 @@
-//! Address space in which several mappings lie side by side.
+//! Reserved address space that several adjacent mappings fill.
 
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use crate::backend::MappingType;
+use rustix::mm::{MapFlags, ProtFlags};
+
 use crate::cpu_range::CpuRange;
 use crate::error::{Error, Result};
 use crate::system::Kernel;
+use crate::types::MappingType;
 
-/// Reserved addresses, filled from the first on; unmapped when dropped.
+/// Reserved addresses, filled from the start; unmapped when dropped.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     ptr: NonNull<u8>,
@@ -21,20 +23,18 @@ pub(crate) struct Reservation {
 impl Reservation {
     /// Reserves `len` bytes, whole pages.
     pub(crate) fn new(len: usize) -> Result<Self> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new anonymous mapping touches none that exists.
-        let raw = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
-        match NonNull::new(raw.cast()) {
-            Some(ptr) if raw != libc::MAP_FAILED => Ok(Self { ptr, len, filled: 0 }),
-            _ => Err(Error::sys(
-                format!("mmap of {len} bytes of address space"),
-                io::Error::last_os_error(),
-                "raise vm.max_map_count, or the limit of `ulimit -v`",
-            )),
-        }
+        let raw = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), flags) };
+        let ptr =
+            raw.and_then(|raw| NonNull::new(raw.cast()).ok_or(rustix::io::Errno::FAULT)).map_err(|e| {
+                let call = format!("mmap of {len} bytes of address space");
+                Error::sys(call, e.into(), "raise vm.max_map_count, or the limit of `ulimit -v`")
+            })?;
+        Ok(Self { ptr, len, filled: 0 })
     }
 
-    /// Maps the first `len` bytes of a file behind what is filled.
+    /// Maps the first `len` bytes of a file after the filled part.
     pub(crate) fn append(&mut self, kernel: &dyn Kernel, fd: BorrowedFd<'_>, len: usize) -> io::Result<()> {
         if len > self.len - self.filled {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -47,7 +47,7 @@ impl Reservation {
         Ok(())
     }
 
-    /// Hands the addresses over, with what must live as long. What is not filled cannot be accessed.
+    /// Converts into a range that keeps `guard`. The part that is not filled cannot be accessed.
     pub(crate) fn into_range(
         self,
         kind: MappingType,
@@ -61,9 +61,9 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // SAFETY: this value's own range, never handed out.
-        if unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.len) } != 0 {
-            tracing::warn!(error = %io::Error::last_os_error(), "munmap of {:p} failed", self.ptr);
+        // SAFETY: this value's own range, which nothing else knows.
+        if let Err(error) = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) } {
+            tracing::warn!(%error, "munmap of {:p} failed", self.ptr);
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use std::arch::asm;
 
+use super::routine::Routine;
 use super::scalar::{FromDevice, ToDevice};
-use super::vector::routine;
-use super::{CopyFn, Routine};
+use super::vector::{CopyFn, routine};
 
 /// NEON is part of the base architecture of Linux.
 pub(super) fn detected(routine: Routine) -> bool {
@@ -30,7 +30,7 @@ routine!(load_neon, FromDevice, "neon", block, line, ());
 /// `src` must be valid for reads and `dst` for writes of 16 bytes.
 #[inline]
 unsafe fn block(dst: *mut u8, src: *const u8) {
-    // SAFETY: what the caller promised.
+    // SAFETY: the caller's promise.
     unsafe {
         asm!(
             "ldr {a:q}, [{src}]",
@@ -47,7 +47,7 @@ unsafe fn block(dst: *mut u8, src: *const u8) {
 /// `src` must be valid for reads and `dst` for writes of 64 bytes.
 #[inline]
 unsafe fn line(dst: *mut u8, src: *const u8) {
-    // SAFETY: what the caller promised. One instruction names four registers in sequence, so they are fixed.
+    // SAFETY: the caller's promise. One instruction names four registers in sequence, so they are fixed.
     unsafe {
         asm!(
             "ld1 {{v0.16b, v1.16b, v2.16b, v3.16b}}, [{src}]",

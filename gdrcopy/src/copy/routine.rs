@@ -3,7 +3,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::arch;
 use crate::error::{Error, Result};
 
 /// An instruction set to copy with. The widths are those of one access to the device.
@@ -53,11 +52,6 @@ impl Routine {
             Self::Movdir64b => "movdir64b",
             Self::Neon => "neon",
         }
-    }
-
-    /// Whether this CPU, and its operating system, have the instructions.
-    pub fn supported(self) -> bool {
-        self == Self::Scalar || arch::detected(self)
     }
 
     /// Whether the routine copies to the device, where it is [`supported`](Self::supported).

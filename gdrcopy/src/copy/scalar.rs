@@ -23,9 +23,9 @@ impl Direction for ToDevice {
 
     #[inline(always)]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         let value = unsafe { src.cast::<T>().read_unaligned() };
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         unsafe { dst.cast::<T>().write_volatile(value) };
     }
 }
@@ -41,9 +41,9 @@ impl Direction for FromDevice {
 
     #[inline(always)]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         let value = unsafe { src.cast::<T>().read_volatile() };
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         unsafe { dst.cast::<T>().write_unaligned(value) };
     }
 }
@@ -56,13 +56,13 @@ impl Direction for FromDevice {
 pub(super) unsafe fn word<D: Direction>(dst: *mut u8, src: *const u8, len: usize) -> bool {
     let aligned = |size: usize| D::device(dst, src).is_multiple_of(size);
     match len {
-        // SAFETY: what the caller promised, and the alignment was checked.
+        // SAFETY: the caller's promise, and the alignment was checked.
         4 if aligned(4) => unsafe { D::word::<u32>(dst, src) },
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees both ranges, and the alignment was checked.
         8 if aligned(8) => unsafe { D::word::<u64>(dst, src) },
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees both ranges, and the alignment was checked.
         2 if aligned(2) => unsafe { D::word::<u16>(dst, src) },
-        // SAFETY: as above; bytes are always aligned.
+        // SAFETY: the caller guarantees both ranges; bytes are always aligned.
         1 => unsafe { D::word::<u8>(dst, src) },
         _ => return false,
     }
@@ -123,14 +123,14 @@ pub(super) unsafe fn tail<D: Direction>(dst: *mut u8, src: *const u8, mut at: us
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `len` bytes, and they must not overlap.
 pub(super) unsafe fn copy<D: Direction>(dst: *mut u8, src: *const u8, len: usize) {
-    // SAFETY: what the caller promised.
+    // SAFETY: the caller's promise.
     let mut at = unsafe { head::<D>(dst, src, len) };
     while len - at >= 8 {
         // SAFETY: the word lies in the range; the head has aligned the device to 16.
         unsafe { D::word::<u64>(dst.wrapping_add(at), src.wrapping_add(at)) };
         at += 8;
     }
-    // SAFETY: what the caller promised; fewer than 8 bytes are left.
+    // SAFETY: the caller's promise; fewer than 8 bytes are left.
     unsafe { tail::<D>(dst, src, at, len) };
 }
 

@@ -12,6 +12,9 @@ const LINE: usize = 64;
 /// Bytes in a block, the narrowest vector.
 const BLOCK: usize = 16;
 
+/// Copies `len` bytes from `src` to `dst`; both must be valid for what the promises of the module above allow.
+pub(super) type CopyFn = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
+
 /// Copies one block or one line.
 pub(super) type CopyOne = unsafe fn(dst: *mut u8, src: *const u8);
 
@@ -23,7 +26,7 @@ pub(super) type CopyOne = unsafe fn(dst: *mut u8, src: *const u8);
 pub(super) unsafe fn copy<D: Parts>(dst: *mut u8, src: *const u8, len: usize, block: CopyOne, line: CopyOne) {
     let mut at = len.min(D::device(dst, src).wrapping_neg() % LINE);
     if at > 0 {
-        // SAFETY: what the caller promised; the line that the range begins in goes on at least so far.
+        // SAFETY: the caller's promise; the line that the range begins in goes on at least so far.
         unsafe { D::part(dst, src, at, block) };
     }
     while len - at >= 4 * LINE {
@@ -34,12 +37,12 @@ pub(super) unsafe fn copy<D: Parts>(dst: *mut u8, src: *const u8, len: usize, bl
         }
     }
     while len - at >= LINE {
-        // SAFETY: as above.
+        // SAFETY: the line lies in the range; the device is aligned to 64 from the first part on.
         unsafe { line(dst.wrapping_add(at), src.wrapping_add(at)) };
         at += LINE;
     }
     if at < len {
-        // SAFETY: what the caller promised; a line begins here, and less than one is left.
+        // SAFETY: the caller's promise; a line begins here, and less than one is left.
         unsafe { D::part(dst.wrapping_add(at), src.wrapping_add(at), len - at, block) };
     }
 }
@@ -59,14 +62,14 @@ impl Parts for ToDevice {
     /// In blocks, and in words where a block would write bytes of others.
     #[inline(always)]
     unsafe fn part(dst: *mut u8, src: *const u8, len: usize, block: CopyOne) {
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         let mut at = unsafe { head::<Self>(dst, src, len) };
         while len - at >= BLOCK {
             // SAFETY: the block lies in the range; the head has aligned the device to 16.
             unsafe { block(dst.wrapping_add(at), src.wrapping_add(at)) };
             at += BLOCK;
         }
-        // SAFETY: what the caller promised; fewer than 16 bytes are left.
+        // SAFETY: the caller's promise; fewer than 16 bytes are left.
         unsafe { tail::<Self>(dst, src, at, len) };
     }
 }
@@ -101,7 +104,7 @@ macro_rules! routine {
         /// the device, all of the aligned blocks of 16 bytes that the range touches must be readable.
         #[target_feature(enable = $feature)]
         unsafe fn $name(dst: *mut u8, src: *const u8, len: usize) {
-            // SAFETY: what the caller promised; this function has the feature.
+            // SAFETY: the caller's promise; this function has the feature.
             unsafe { $crate::copy::vector::copy::<$direction>(dst, src, len, $block, $line) };
             $end
         }
@@ -126,7 +129,7 @@ mod tests {
     /// A [`CopyOne`] of `SIZE` bytes that records its loads.
     unsafe fn recorded<const SIZE: usize>(dst: *mut u8, src: *const u8) {
         ACCESSES.with_borrow_mut(|accesses| accesses.push((src.addr(), SIZE)));
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         unsafe { dst.copy_from_nonoverlapping(src, SIZE) };
     }
 

@@ -7,9 +7,9 @@ use std::arch::asm;
 use std::arch::is_x86_feature_detected;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _mm256_zeroupper};
 
+use super::routine::Routine;
 use super::scalar::{FromDevice, ToDevice};
-use super::vector::routine;
-use super::{CopyFn, Routine};
+use super::vector::{CopyFn, routine};
 
 pub(super) fn detected(routine: Routine) -> bool {
     match routine {
@@ -77,7 +77,7 @@ macro_rules! registers {
         #[inline]
         #[target_feature(enable = $feature)]
         unsafe fn $name(dst: *mut u8, src: *const u8) {
-            // SAFETY: what the caller promised.
+            // SAFETY: the caller's promise.
             unsafe {
                 asm!(
                     $(concat!($load, " {", stringify!($register), "}, [{src} + ", $offset, "]"),)+
@@ -116,7 +116,7 @@ registers!(load_line_avx512, "avx512f", zmm_reg, "vmovntdqa", "vmovdqu64", a 0);
 /// aligned to 64.
 #[inline]
 unsafe fn store_line_movdir64b(dst: *mut u8, src: *const u8) {
-    // SAFETY: what the caller promised.
+    // SAFETY: the caller's promise.
     unsafe {
         asm!("movdir64b {dst}, [{src}]", src = in(reg) src, dst = in(reg) dst, options(nostack, preserves_flags))
     };

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::error::{Error, Result};
-
 /// A `CUresult`: an integer, because newer drivers return codes that no list here has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CudaStatus(pub u32);
@@ -114,22 +112,6 @@ impl CudaStatus {
     pub fn fix(self) -> &'static str {
         self.known().map_or("the CUDA driver manual explains the number", |known| known.fix)
     }
-
-    /// The result of a call of this symbol that returned this.
-    #[inline]
-    pub(crate) fn check(self, symbol: &'static str) -> Result<()> {
-        if self == Self::SUCCESS { Ok(()) } else { Err(self.error_of(symbol)) }
-    }
-
-    #[cold]
-    fn error_of(self, symbol: &'static str) -> Error {
-        Error::Cuda { call: name_of(symbol), status: self, fix: self.fix() }
-    }
-}
-
-/// The name in the manual: a symbol without the number of its version.
-pub(super) fn name_of(symbol: &'static str) -> &'static str {
-    symbol.strip_suffix("_v2").unwrap_or(symbol)
 }
 
 impl fmt::Display for CudaStatus {
@@ -177,19 +159,5 @@ mod tests {
             assert_eq!(status.name(), format!("{theirs:?}"));
         }
         assert_eq!(KNOWN.len(), 24, "a new status belongs in the list above");
-    }
-
-    #[test]
-    fn a_status_from_a_newer_driver_is_an_error_with_its_number() {
-        let error = CudaStatus(4711).check("cuSomething").unwrap_err();
-        assert_eq!(error.errno(), libc::EIO);
-        let text = error.to_string();
-        assert!(text.contains("cuSomething") && text.contains("4711"), "{text}");
-    }
-
-    #[test]
-    fn success_is_no_error() {
-        assert_eq!(CudaStatus::SUCCESS.errno(), 0);
-        CudaStatus::SUCCESS.check("cuSomething").unwrap();
     }
 }

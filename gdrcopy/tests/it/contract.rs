@@ -88,7 +88,7 @@ fn a_pin_of_freed_memory_maps_the_old_memory_or_nothing() {
         let pin = backend.pin(addr, 4096, NONE).unwrap();
         drop(memory);
         match (backend.kind(), pin.map(4096, None)) {
-            // What cannot be compared with CUDA's view is not handed out.
+            // What cannot be compared with CUDA's view is not returned.
             (BackendKind::DmaBuf, Err(Error::Invalidated)) => {}
             (BackendKind::DmaBuf, other) => panic!("{other:?}"),
             (_, range) => assert_eq!(peek(&range.unwrap(), 7, 3), b"old"),

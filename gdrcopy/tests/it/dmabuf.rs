@@ -1,4 +1,4 @@
-//! When the driver is used, and what is not handed out.
+//! When the driver is used, and what is not returned.
 
 use gdrcopy::cuda::{AllocKind, CudaStatus, MemoryKind};
 use gdrcopy::{Error, MappingType, PinFlags};
@@ -84,20 +84,21 @@ fn a_mapping_of_other_pages_is_not_handed_out() {
 fn another_gpu_is_tried_at_its_first_pin() {
     let rig = Rig::with_gpus(2, Module::default());
     let dmabuf = Backend::dmabuf(&rig.system).unwrap();
-    let (first, second) = (dmabuf.allocate(0, 4096).unwrap(), dmabuf.allocate(1, 4096).unwrap());
+    let alloc = |gpu| rig.machine.memory.lock().alloc(gpu, 4096, MemoryKind::Malloc).unwrap();
+    let (first, second) = (alloc(0), alloc(1));
     rig.machine.fail(WRONG_PAGE, 1);
-    assert!(dmabuf.pin(first.addr(), 4096, NONE).is_ok());
-    assert!(matches!(dmabuf.pin(second.addr(), 4096, NONE), Err(Error::ProofFailed { .. })));
+    assert!(dmabuf.pin(first, 4096, NONE).is_ok());
+    assert!(matches!(dmabuf.pin(second, 4096, NONE), Err(Error::ProofFailed { .. })));
     // A way through PCIe is another way.
-    assert!(matches!(dmabuf.pin(first.addr(), 4096, PinFlags::FORCE_PCIE), Err(Error::ProofFailed { .. })));
+    assert!(matches!(dmabuf.pin(first, 4096, PinFlags::FORCE_PCIE), Err(Error::ProofFailed { .. })));
     rig.machine.fail(WRONG_PAGE, 0);
-    assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+    assert!(dmabuf.pin(second, 4096, NONE).is_ok());
     // One piece of scratch memory for each GPU, given back at the end: a pin must not wait as freeing does.
     let allocations = || rig.machine.memory.lock().allocations();
     assert_eq!(allocations(), 2 + 2);
     // Once is enough.
     rig.machine.fail("cuMemAlloc", 2);
-    assert!(dmabuf.pin(second.addr(), 4096, NONE).is_ok());
+    assert!(dmabuf.pin(second, 4096, NONE).is_ok());
     drop(dmabuf);
     assert_eq!(allocations(), 2);
 }

@@ -1,4 +1,4 @@
-//! The module of `kmod/` in a real kernel, over the made-up GPU of its tests (`tests/vm/run kmod`). Skipped where they are
+//! The module of `kmod/` in a real kernel, over the emulated GPU of its tests (`tests/vm/run kmod`). Skipped where they are
 //! not loaded. One test at a time (`--test-threads=1`): faults and counters are the machine's.
 
 mod abi;

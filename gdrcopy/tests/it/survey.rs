@@ -45,7 +45,7 @@ unsafe impl Kernel for CountingKernel {
     }
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
-        // SAFETY: the caller vouches for `arg`.
+        // SAFETY: the caller guarantees `arg`.
         unsafe { self.inner.ioctl(fd, request, arg) }
     }
 
@@ -56,7 +56,7 @@ unsafe impl Kernel for CountingKernel {
         offset: u64,
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller vouches for `at`.
+        // SAFETY: the caller guarantees `at`.
         unsafe { self.inner.mmap(fd, len, offset, at) }
     }
 

@@ -23,7 +23,7 @@ pub(super) fn tell(teller: &Teller) {
     let mut facts = MappingFacts::default();
     teller.step("cuInit");
     let _turn = turn::of_first();
-    for kind in BackendKind::LADDER.into_iter().filter(|kind| *kind != BackendKind::Host) {
+    for kind in BackendKind::ALL.into_iter().filter(|kind| *kind != BackendKind::Host) {
         teller.step(format!("mapping GPU memory by {kind}"));
         let outcome = attempt(kind);
         facts.backends.push(Backend { name: kind.name().to_owned(), outcome });

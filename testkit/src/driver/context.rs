@@ -1,30 +1,17 @@
-//! Devices, contexts, and each thread's stack of them.
+//! Entry points of devices and contexts.
 
-use std::cell::RefCell;
-use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
-
-use super::handles::Table;
-use super::{Outcome, capture, event, get, graph, kernel, memory, put, put_wanted, require, stream};
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::Handle;
+use parking_lot::Mutex;
 
-/// How many GPUs there are.
-pub(super) const DEVICES: i32 = 2;
-/// The highest priority of a stream; the lowest is 0.
-pub(super) const GREATEST_PRIORITY: i32 = -5;
+use super::handles::{CONTEXTS, Context, DEVICES, GREATEST_PRIORITY, STACK, current};
+use super::{Outcome, get, kernel, objects, put, put_wanted, region, require, settings, stream};
 
-pub(super) static CONTEXTS: Table<Arc<Context>> = Table::new();
 static INITIALISED: AtomicBool = AtomicBool::new(false);
 static PRIMARIES: Mutex<[Primary; 2]> = Mutex::new([Primary { retained: 0, context: 0 }; 2]);
-
-thread_local! {
-    static STACK: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
-}
 
 /// A device's primary context.
 #[derive(Clone, Copy)]
@@ -32,55 +19,6 @@ struct Primary {
     retained: usize,
     /// 0 while nobody retains it.
     context: Handle,
-}
-
-/// A context.
-pub(super) struct Context {
-    pub(super) handle: Handle,
-    pub(super) device: i32,
-    /// The first error of its work; 0 for none.
-    error: AtomicU32,
-    /// Contexts whose memory its work may use.
-    peers: Mutex<BTreeSet<Handle>>,
-}
-
-impl Context {
-    fn make(device: i32) -> Handle {
-        CONTEXTS.insert(|handle| {
-            Arc::new(Self { handle, device, error: AtomicU32::new(0), peers: Mutex::default() })
-        })
-    }
-
-    /// The error that sticks to it.
-    pub(super) fn check(&self) -> Outcome {
-        match self.error.load(Ordering::Acquire) {
-            0 => Ok(()),
-            status => Err(CudaStatus(status)),
-        }
-    }
-
-    /// Its work failed; the first error stays.
-    pub(super) fn fail(&self, status: CudaStatus) {
-        // What was there already is the answer, too.
-        _ = self.error.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Relaxed);
-    }
-
-    pub(super) fn mend(&self) {
-        self.error.store(0, Ordering::Release);
-    }
-
-    /// Whether its work reaches the memory of another context.
-    pub(super) fn reaches(&self, other: &Self) -> bool {
-        self.device == other.device || self.peers.lock().contains(&other.handle)
-    }
-}
-
-/// The context of this thread.
-pub(super) fn current() -> Outcome<Arc<Context>> {
-    let handle = STACK.with_borrow(|stack| stack.last().copied()).ok_or(CudaStatus::INVALID_CONTEXT)?;
-    let context = CONTEXTS.get(handle).map_err(|_| CudaStatus::CONTEXT_IS_DESTROYED)?;
-    context.check()?;
-    Ok(context)
 }
 
 /// A context of the application's, as of `cuCtxCreate`; current for nobody.
@@ -96,12 +34,12 @@ pub fn destroy_context(handle: Handle) {
     let Ok(context) = CONTEXTS.remove(handle) else { return };
     // Ends the waits of its streams.
     context.fail(CudaStatus::CONTEXT_IS_DESTROYED);
-    capture::forget(|context| context == handle);
+    stream::forget_captures(|context| context == handle);
     stream::forget(handle);
-    event::EVENTS.forget(|event| event.context == handle);
+    objects::EVENTS.forget(|event| event.context == handle);
     kernel::forget(handle);
-    graph::EXECS.forget(|exec| exec.context == handle);
-    memory::forget(handle);
+    objects::EXECS.forget(|exec| exec.context == handle);
+    region::forget(handle);
 }
 
 /// Primary contexts retained, less those released.
@@ -156,7 +94,7 @@ fn write_text(place: *mut c_char, len: i32, text: &CStr) -> Outcome {
 }
 
 pub(super) fn attribute(value: *mut i32, number: u32, device: i32) -> Outcome {
-    put(value, super::control::attribute(check(device)?, number)?)
+    put(value, settings::attribute(check(device)?, number)?)
 }
 
 pub(super) fn primary_retain(context: *mut Handle, device: i32) -> Outcome {
@@ -215,7 +153,7 @@ pub(super) fn can_access_peer(can: *mut i32, device: i32, peer: i32) -> Outcome 
 
 pub(super) fn enable_peer_access(peer: Handle, flags: u32) -> Outcome {
     let context = current()?;
-    capture::unsafe_call()?;
+    stream::unsafe_call()?;
     require(flags == 0, CudaStatus::INVALID_VALUE)?;
     let peer = CONTEXTS.get(peer).map_err(|_| CudaStatus::INVALID_CONTEXT)?;
     require(peer.device != context.device, CudaStatus::INVALID_DEVICE)?;
@@ -229,6 +167,6 @@ pub(super) fn flush_writes(target: u32, scope: u32) -> Outcome {
 
 pub(super) fn exchange_mode(mode: *mut u32) -> Outcome {
     let new = get(mode)?;
-    require(new <= capture::RELAXED, CudaStatus::INVALID_VALUE)?;
-    put(mode, capture::exchange_mode(new))
+    require(new <= stream::RELAXED, CudaStatus::INVALID_VALUE)?;
+    put(mode, stream::exchange_mode(new))
 }

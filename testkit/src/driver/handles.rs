@@ -1,13 +1,26 @@
-//! Handles, and what they stand for.
+//! Handles of objects, contexts, and each thread's stack of contexts.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::layout::Handle;
 use parking_lot::Mutex;
 
 use super::Outcome;
-use gdrcopy::cuda::CudaStatus;
-use gdrcopy::cuda::raw::layout::Handle;
+
+/// How many GPUs there are.
+pub(super) const DEVICES: i32 = 2;
+/// The highest priority of a stream; the lowest is 0.
+pub(super) const GREATEST_PRIORITY: i32 = -5;
+
+pub(super) static CONTEXTS: Table<Arc<Context>> = Table::new();
+thread_local! {
+    /// The contexts that this thread has pushed; the last is current.
+    pub(super) static STACK: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+}
 
 /// A number that nothing had before: larger than all given so far.
 pub(super) fn number() -> Handle {
@@ -56,4 +69,53 @@ impl<T: Clone> Table<T> {
     pub(super) fn since(&self, first: Handle) -> usize {
         self.0.lock().range(first..).count()
     }
+}
+
+/// A context.
+pub(super) struct Context {
+    pub(super) handle: Handle,
+    pub(super) device: i32,
+    /// The first error of its work; 0 for none.
+    error: AtomicU32,
+    /// Contexts whose memory its work may use.
+    pub(super) peers: Mutex<BTreeSet<Handle>>,
+}
+
+impl Context {
+    pub(super) fn make(device: i32) -> Handle {
+        CONTEXTS.insert(|handle| {
+            Arc::new(Self { handle, device, error: AtomicU32::new(0), peers: Mutex::default() })
+        })
+    }
+
+    /// The error that sticks to it.
+    pub(super) fn check(&self) -> Outcome {
+        match self.error.load(Ordering::Acquire) {
+            0 => Ok(()),
+            status => Err(CudaStatus(status)),
+        }
+    }
+
+    /// Its work failed; the first error stays.
+    pub(super) fn fail(&self, status: CudaStatus) {
+        // What was there already is the answer, too.
+        _ = self.error.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    pub(super) fn mend(&self) {
+        self.error.store(0, Ordering::Release);
+    }
+
+    /// Whether its work reaches the memory of another context.
+    pub(super) fn reaches(&self, other: &Self) -> bool {
+        self.device == other.device || self.peers.lock().contains(&other.handle)
+    }
+}
+
+/// The context of this thread.
+pub(super) fn current() -> Outcome<Arc<Context>> {
+    let handle = STACK.with_borrow(|stack| stack.last().copied()).ok_or(CudaStatus::INVALID_CONTEXT)?;
+    let context = CONTEXTS.get(handle).map_err(|_| CudaStatus::CONTEXT_IS_DESTROYED)?;
+    context.check()?;
+    Ok(context)
 }

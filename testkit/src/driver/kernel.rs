@@ -1,22 +1,19 @@
-//! Kernels: Rust functions under names.
+//! Kernels: Rust functions under names, and launches of them.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
-use parking_lot::Mutex;
-
-use super::command::Command;
-use super::context::current;
-use super::handles::Table;
-use super::stream::enqueue_anywhere;
-use super::{Outcome, capture, get_all, put, queue, require, status};
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::Handle;
+use parking_lot::Mutex;
+
+use super::handles::Table;
+use super::{Outcome, get_all, require};
 
 /// What a kernel is.
 #[derive(Clone, Copy)]
-struct Kernel {
+pub(super) struct Kernel {
     /// Bytes of each parameter.
     params: &'static [usize],
     run: fn(&[*mut c_void]),
@@ -25,15 +22,15 @@ struct Kernel {
 /// A kernel of a loaded module.
 #[derive(Clone, Copy)]
 pub(super) struct Function {
-    module: Handle,
-    context: Handle,
-    kernel: Kernel,
+    pub(super) module: Handle,
+    pub(super) context: Handle,
+    pub(super) kernel: Kernel,
 }
 
-static KERNELS: Mutex<BTreeMap<&'static str, Kernel>> = Mutex::new(BTreeMap::new());
+pub(super) static KERNELS: Mutex<BTreeMap<&'static str, Kernel>> = Mutex::new(BTreeMap::new());
 /// Loaded modules, each with its context.
 pub(super) static MODULES: Table<Handle> = Table::new();
-static FUNCTIONS: Table<Function> = Table::new();
+pub(super) static FUNCTIONS: Table<Function> = Table::new();
 
 /// Makes a function the kernel of this name in all modules; a kernel's later name-sake takes its place.
 ///
@@ -97,52 +94,4 @@ fn copy(place: *const c_void, size: usize) -> Outcome<Vec<MaybeUninit<u128>>> {
 pub(super) fn forget(context: Handle) {
     MODULES.forget(|own| *own == context);
     FUNCTIONS.forget(|function| function.context == context);
-}
-
-pub(super) fn load(module: *mut Handle, image: *const c_void) -> Outcome {
-    let context = current()?;
-    capture::unsafe_call()?;
-    require(!module.is_null(), CudaStatus::INVALID_VALUE)?;
-    require(!image.is_null(), status::INVALID_IMAGE)?;
-    queue::wait_for_idle(Some(context.device))?;
-    put(module, MODULES.insert(|_| context.handle))
-}
-
-pub(super) fn unload(module: Handle) -> Outcome {
-    let context = current()?;
-    capture::unsafe_call()?;
-    MODULES.get(module)?;
-    queue::wait_for_idle(Some(context.device))?;
-    MODULES.remove(module)?;
-    FUNCTIONS.forget(|function| function.module == module);
-    Ok(())
-}
-
-pub(super) fn get_function(function: *mut Handle, module: Handle, name: *const c_char) -> Outcome {
-    require(!function.is_null() && !name.is_null(), CudaStatus::INVALID_VALUE)?;
-    current()?;
-    let context = MODULES.get(module)?;
-    // SAFETY: the caller of the entry point passes a terminated string.
-    let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| CudaStatus::NOT_FOUND)?;
-    let kernel = KERNELS.lock().get(name).copied().ok_or(CudaStatus::NOT_FOUND)?;
-    put(function, FUNCTIONS.insert(|_| Function { module, context, kernel }))
-}
-
-/// Kernels here are loaded with their module.
-pub(super) fn load_function(function: Handle) -> Outcome {
-    current()?;
-    FUNCTIONS.get(function).map(drop)
-}
-
-pub(super) fn launch(
-    function: Handle,
-    shape: &Shape,
-    stream: Handle,
-    params: *mut *mut c_void,
-    extra: *mut *mut c_void,
-) -> Outcome {
-    enqueue_anywhere(stream, |context| {
-        Launch::new(context.handle, function, shape, params, extra).map(Command::Kernel)
-    })
-    .map(drop)
 }

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-
-use super::context::Context;
-use super::memory::{Region, reachable};
-use super::{Outcome, address, control, get, get_all, require};
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{MemOp, MemOpNodeParams};
+use parking_lot::Mutex;
+
+use super::handles::Context;
+use super::region::{Region, reachable};
+use super::{Outcome, address, get, get_all, require, settings};
 
 /// Operations of a batch at most.
 const BATCH: u32 = 255;
@@ -84,7 +84,7 @@ pub(super) fn may_replace(old: &[Op], new: &[Op]) -> bool {
 impl Op {
     fn new(context: &Context, raw: MemOp) -> Outcome<Self> {
         let can = |attribute| {
-            let supported = control::attribute(context.device, attribute)? != 0;
+            let supported = settings::attribute(context.device, attribute)? != 0;
             require(supported, CudaStatus::NOT_SUPPORTED)
         };
         let known_flags = match raw.operation {
@@ -158,7 +158,7 @@ impl Op {
                 fence(Ordering::SeqCst);
             }
         }
-        control::executed();
+        settings::executed();
         Ok(())
     }
 
@@ -191,14 +191,14 @@ impl Op {
                 // SAFETY: aligned and inside the region, which stays for now; others use it as a device does.
                 wide(unsafe { AtomicU64::from_ptr(std::ptr::with_exposed_provenance_mut(addr)) })
             } else {
-                // SAFETY: as above.
+                // SAFETY: aligned and inside the region, which stays for now; others use it as a device does.
                 narrow(unsafe { AtomicU32::from_ptr(std::ptr::with_exposed_provenance_mut(addr)) })
             }
         })
     }
 
     fn store(&self) -> Outcome {
-        if self.region.as_ref().is_some_and(|region| region.is_io) && control::loses_io() {
+        if self.region.as_ref().is_some_and(|region| region.is_io) && settings::loses_io() {
             return Ok(());
         }
         let (value, order) = (self.raw.value, Ordering::SeqCst);

@@ -1,23 +1,23 @@
-//! GPU memory, pinned host memory, and host memory of the application that was registered.
+//! Entry points of memory and of addresses.
 
-use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::layout::{
+    MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST, RANGE_HANDLE_DMA_BUF, pointer_attribute as asked_for,
+};
+use gdrcopy::host_page;
 use parking_lot::{Mutex, RecursiveRwLock};
 
-use super::context::{self, Context};
-use super::handles::number;
+use super::handles::{current, number};
+use super::region::{Bytes, Kind, REGIONS, Region, find, remove};
 use super::status::{LAUNCH_TIMEOUT, NOT_REGISTERED};
-use super::{Outcome, address, capture, control, put, queue, require};
-use gdrcopy::cuda::CudaStatus;
-use gdrcopy::cuda::raw::layout::{Handle, RANGE_HANDLE_DMA_BUF};
-use gdrcopy::host_page;
-
-use crate::pages::{Mapped, memory_file};
+use super::stream::unsafe_call;
+use super::{Outcome, address, get, get_all, put, queue, require, settings};
 
 /// Bytes of a GPU.
 const GPU_MEMORY: usize = 141 << 30;
@@ -26,110 +26,10 @@ const IO_MEMORY: u32 = 4;
 
 /// Held while host memory is unregistered, which others of the kind, and registrations, wait for.
 static REGISTERING: Mutex<()> = Mutex::new(());
-static REGIONS: Mutex<BTreeMap<usize, Arc<Region>>> = Mutex::new(BTreeMap::new());
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Device,
-    HostAllocated,
-    HostRegistered,
-}
-
-/// Memory that the driver knows.
-pub(super) struct Region {
-    pub(super) start: usize,
-    pub(super) len: usize,
-    pub(super) kind: Kind,
-    pub(super) context: Arc<Context>,
-    /// Given to no other.
-    pub(super) id: Handle,
-    /// Registers of a device.
-    pub(super) is_io: bool,
-    /// Until it is freed or unregistered. Locked while work uses the memory.
-    alive: RecursiveRwLock<bool>,
-    /// What is not the application's.
-    bytes: Option<Bytes>,
-}
-
-/// A memory file, mapped until it is freed: the address may be used again though a mapping still holds the bytes.
-struct Bytes {
-    file: File,
-    mapped: Mutex<Option<Mapped>>,
-}
-
-impl Bytes {
-    fn new(len: usize) -> std::io::Result<(usize, Self)> {
-        let len = len.next_multiple_of(host_page());
-        let file = memory_file(c"simulated-cuda", len as u64)?;
-        let mapped = Mapped::new(&file, len)?;
-        Ok((mapped.addr(), Self { file, mapped: Mutex::new(Some(mapped)) }))
-    }
-}
-
-impl Region {
-    pub(super) fn contains(&self, addr: usize, len: usize) -> bool {
-        let end = self.start + self.len;
-        (self.start..end).contains(&addr) && len <= end - addr
-    }
-
-    /// Uses the memory, if it is still there. It stays meanwhile.
-    pub(super) fn touch<T>(&self, act: impl FnOnce() -> T) -> Outcome<T> {
-        // A copy may have both ends in one region, so the lock is recursive.
-        let alive = self.alive.read();
-        require(*alive, CudaStatus::ILLEGAL_ADDRESS)?;
-        Ok(act())
-    }
-
-    fn end(&self) {
-        *self.alive.write() = false;
-        if let Some(bytes) = &self.bytes {
-            bytes.mapped.lock().take();
-        }
-    }
-}
-
-/// The memory at an address, with all of the bytes.
-pub(super) fn find(addr: usize, len: usize) -> Option<Arc<Region>> {
-    let regions = REGIONS.lock();
-    let (_, region) = regions.range(..=addr).next_back()?;
-    region.contains(addr, len).then(|| region.clone())
-}
-
-/// Memory that work of a context can use.
-pub(super) fn reachable(context: &Context, addr: usize, len: usize) -> Outcome<Arc<Region>> {
-    let region = find(addr, len).ok_or(CudaStatus::INVALID_VALUE)?;
-    let reached = region.kind != Kind::Device || context.reaches(&region.context);
-    require(reached, CudaStatus::INVALID_VALUE)?;
-    Ok(region)
-}
-
-/// Allocations of GPU memory, of host memory, and registrations that are younger than a handle.
-pub(super) fn since(first: Handle) -> [usize; 3] {
-    let regions = REGIONS.lock();
-    [Kind::Device, Kind::HostAllocated, Kind::HostRegistered]
-        .map(|kind| regions.values().filter(|region| region.kind == kind && region.id > first).count())
-}
-
-/// A context is gone, and its memory with it.
-pub(super) fn forget(context: Handle) {
-    let of_it = |_: &usize, region: &mut Arc<Region>| region.context.handle == context;
-    let gone: Vec<_> = REGIONS.lock().extract_if(.., of_it).collect();
-    gone.iter().for_each(|(_, region)| region.end());
-}
-
-/// Takes a region that begins at an address out of the table.
-fn remove(addr: usize, kind: Kind) -> Option<Arc<Region>> {
-    let mut regions = REGIONS.lock();
-    regions.get(&addr).filter(|region| region.kind == kind)?;
-    let region = regions.remove(&addr)?;
-    drop(regions);
-    region.end();
-    Some(region)
-}
 
 /// Bytes of the current context's GPU that are free, and all of them.
 pub(super) fn info(free: *mut usize, total: *mut usize) -> Outcome {
-    let device = context::current()?.device;
+    let device = current()?.device;
     let is_there = |region: &&Arc<Region>| region.kind == Kind::Device && region.context.device == device;
     let used: usize = REGIONS.lock().values().filter(is_there).map(|region| region.len).sum();
     put(free, GPU_MEMORY.saturating_sub(used))?;
@@ -157,8 +57,8 @@ pub(super) fn dma_buf(handle: *mut c_void, addr: u64, len: usize, kind: u32) -> 
 
 /// Frees or unregisters what begins at an address. CUDA waits for the GPU, and for host memory this waits for both.
 fn give_back(addr: usize, kind: Kind, otherwise: CudaStatus) -> Outcome {
-    context::current()?;
-    capture::unsafe_call()?;
+    current()?;
+    unsafe_call()?;
     let region =
         find(addr, 1).filter(|region| region.start == addr && region.kind == kind).ok_or(otherwise)?;
     let _alone = (kind == Kind::HostRegistered).then(|| REGISTERING.lock());
@@ -167,8 +67,8 @@ fn give_back(addr: usize, kind: Kind, otherwise: CudaStatus) -> Outcome {
 }
 
 fn allocate(len: usize, kind: Kind) -> Outcome<usize> {
-    let context = context::current()?;
-    capture::unsafe_call()?;
+    let context = current()?;
+    unsafe_call()?;
     require(len > 0, CudaStatus::INVALID_VALUE)?;
     require(len <= GPU_MEMORY, CudaStatus::OUT_OF_MEMORY)?;
     let (start, bytes) = Bytes::new(len).map_err(|_| CudaStatus::OUT_OF_MEMORY)?;
@@ -197,8 +97,8 @@ pub(super) fn free_host(addr: *mut c_void) -> Outcome {
 }
 
 pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
-    let context = context::current()?;
-    capture::unsafe_call()?;
+    let context = current()?;
+    unsafe_call()?;
     require(!addr.is_null() && len > 0 && flags <= 15, CudaStatus::INVALID_VALUE)?;
     let start = addr.expose_provenance();
     let end = start.checked_add(len).ok_or(CudaStatus::INVALID_VALUE)?;
@@ -207,7 +107,7 @@ pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
         if flags & IO_MEMORY == 0 { is_mapped(start, end) } else { is_whole },
         CudaStatus::INVALID_VALUE,
     )?;
-    let _alone = REGISTERING.try_lock_for(control::patience()).ok_or(LAUNCH_TIMEOUT)?;
+    let _alone = REGISTERING.try_lock_for(settings::patience()).ok_or(LAUNCH_TIMEOUT)?;
     let mut regions = REGIONS.lock();
     let overlapped = regions.range(..end).next_back().filter(|(_, region)| region.start + region.len > start);
     match overlapped {
@@ -237,8 +137,104 @@ pub(super) fn unregister(addr: *mut c_void) -> Outcome {
 }
 
 pub(super) fn host_device_pointer(addr: *mut u64, host: *mut c_void, flags: u32) -> Outcome {
-    context::current()?;
+    current()?;
     let region = find(host.addr(), 1).filter(|region| region.kind != Kind::Device && flags == 0);
     require(region.is_some(), CudaStatus::INVALID_VALUE)?;
     put(addr, host.addr() as u64)
+}
+
+/// `CU_POINTER_ATTRIBUTE_DEVICE_POINTER`, `CU_POINTER_ATTRIBUTE_HOST_POINTER`, `CU_POINTER_ATTRIBUTE_MAPPED`.
+const DEVICE_POINTER: u32 = 3;
+const HOST_POINTER: u32 = 4;
+const MAPPED: u32 = 13;
+/// Attributes from here on are newer than the driver.
+const END: u32 = 21;
+/// `CU_DEVICE_INVALID`.
+const NO_DEVICE: i32 = -2;
+/// The first bytes of this driver's IPC handles; the process, and the address of the memory follow.
+const IPC: [u8; 8] = *b"sim-cuda";
+
+/// An answer in the width that it has.
+enum Answer {
+    Narrow(u32),
+    Wide(u64),
+}
+
+fn answer(region: Option<&Region>, asked: u32, addr: u64) -> Outcome<Answer> {
+    use Answer::{Narrow, Wide};
+    require((1..END).contains(&asked), CudaStatus::INVALID_VALUE)?;
+    let device = region.is_some_and(|region| region.kind == Kind::Device);
+    let of = |value: fn(&Region) -> usize| Wide(region.map_or(0, |region| value(region) as u64));
+    Ok(match asked {
+        asked_for::CONTEXT => of(|region| region.context.handle),
+        asked_for::MEMORY_TYPE => Narrow(match region {
+            Some(_) if device => MEMORY_TYPE_DEVICE,
+            Some(_) => MEMORY_TYPE_HOST,
+            None => 0,
+        }),
+        asked_for::DEVICE_ORDINAL => {
+            Narrow(region.map_or(NO_DEVICE, |region| region.context.device).cast_unsigned())
+        }
+        asked_for::BUFFER_ID => of(|region| region.id),
+        asked_for::RANGE_START_ADDR | asked_for::MAPPING_BASE_ADDR => of(|region| region.start),
+        asked_for::RANGE_SIZE | asked_for::MAPPING_SIZE => of(|region| region.len),
+        asked_for::IS_LEGACY_CUDA_IPC_CAPABLE => Narrow(device.into()),
+        asked_for::SYNC_MEMOPS | asked_for::IS_MANAGED => Narrow(0),
+        MAPPED => Narrow(region.is_some().into()),
+        DEVICE_POINTER => Wide(region.map_or(0, |_| addr)),
+        HOST_POINTER => Wide(region.filter(|_| !device).map_or(0, |_| addr)),
+        _ => Wide(0),
+    })
+}
+
+fn write(place: *mut c_void, answer: &Answer) -> Outcome {
+    match *answer {
+        Answer::Narrow(value) => put(place.cast(), value),
+        Answer::Wide(value) => put(place.cast(), value),
+    }
+}
+
+pub(super) fn attribute(place: *mut c_void, asked: u32, addr: u64) -> Outcome {
+    let region = find(address(addr)?, 1).ok_or(CudaStatus::INVALID_VALUE)?;
+    write(place, &answer(Some(&region), asked, addr)?)
+}
+
+pub(super) fn attributes(count: u32, asked: *const u32, places: *const *mut c_void, addr: u64) -> Outcome {
+    let region = find(address(addr)?, 1);
+    let (asked, places) = (get_all(asked, count)?, get_all(places, count)?);
+    let answers: Vec<_> =
+        asked.iter().map(|&asked| answer(region.as_deref(), asked, addr)).collect::<Outcome<_>>()?;
+    places.iter().zip(&answers).try_for_each(|(&place, answer)| write(place, answer))
+}
+
+/// Copies here are always synchronous enough, so the one attribute that can be set changes nothing.
+pub(super) fn set_attribute(value: *const c_void, asked: u32, addr: u64) -> Outcome {
+    let known = find(address(addr)?, 1).is_some_and(|region| region.kind == Kind::Device);
+    require(known && asked == asked_for::SYNC_MEMOPS, CudaStatus::INVALID_VALUE)?;
+    require(get(value.cast::<u32>())? <= 1, CudaStatus::INVALID_VALUE)
+}
+
+pub(super) fn ipc_handle(handle: *mut [u8; 64], addr: u64) -> Outcome {
+    current()?;
+    let region = find(address(addr)?, 1).filter(|region| region.kind == Kind::Device);
+    let region = region.ok_or(CudaStatus::INVALID_VALUE)?;
+    let mut bytes = [0; 64];
+    bytes[..8].copy_from_slice(&IPC);
+    bytes[8..12].copy_from_slice(&std::process::id().to_ne_bytes());
+    bytes[16..24].copy_from_slice(&region.start.to_ne_bytes());
+    put(handle, bytes)
+}
+
+pub(super) fn open_ipc(addr: *mut u64, handle: [u8; 64], flags: u32) -> Outcome {
+    current()?;
+    require(!addr.is_null() && flags == 1 && handle.starts_with(&IPC), CudaStatus::INVALID_VALUE)?;
+    let ours = handle[8..12] == std::process::id().to_ne_bytes();
+    Err(if ours { CudaStatus::INVALID_CONTEXT } else { CudaStatus::NOT_SUPPORTED })
+}
+
+/// As nothing was opened, there is nothing to close.
+pub(super) fn close_ipc(addr: u64) -> Outcome {
+    current()?;
+    address(addr)?;
+    Err(CudaStatus::INVALID_VALUE)
 }

@@ -1,20 +1,22 @@
-//! Streams.
+//! Streams, and the capture of their work into graphs.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::ThreadId;
 
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, MemOp, STREAM_NON_BLOCKING};
 use parking_lot::Mutex;
 
-use super::command::{Command, Copy, Fill, Side};
-use super::context::{Context, current};
-use super::handles::{Table, number};
-use super::queue::{Shared, Ticket};
-use super::status::CAPTURE_IMPLICIT;
-use super::{Outcome, address, capture, context, control, memop, put, require};
-use gdrcopy::cuda::CudaStatus;
-use gdrcopy::cuda::raw::layout::{Handle, MemOp, STREAM_NON_BLOCKING};
+use super::handles::{CONTEXTS, Context, Table, current, number};
+use super::queue::{Command, Copy, Fill, Shared, Side, Ticket};
+use super::status::{
+    CAPTURE_IMPLICIT, CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, CAPTURE_WRONG_THREAD, ILLEGAL_STATE,
+};
+use super::{Outcome, address, memop, put, put_wanted, require, settings};
 
 /// `CU_STREAM_LEGACY`; so is 0.
 const LEGACY: Handle = 1;
@@ -57,7 +59,7 @@ impl Stream {
     /// Refuses what would ask for the state of a stream that is being captured, and spoils the capture.
     fn not_captured(&self) -> Outcome {
         self.context.check()?;
-        match capture::of_stream(self) {
+        match capture_of(self) {
             Some(capture) => Err(capture.spoil()),
             None => Ok(()),
         }
@@ -67,7 +69,7 @@ impl Stream {
 /// The stream of a handle.
 pub(super) fn resolve(handle: Handle) -> Outcome<Arc<Stream>> {
     if handle > PER_THREAD {
-        return STREAMS.get(handle).inspect_err(|_| control::stray());
+        return STREAMS.get(handle).inspect_err(|_| settings::stray());
     }
     let context = current()?;
     let made = |streams: &mut BTreeMap<Handle, Arc<Stream>>, is_legacy| {
@@ -98,16 +100,16 @@ pub(super) fn enqueue_anywhere(
     handle: Handle,
     build: impl FnOnce(&Arc<Context>) -> Outcome<Command>,
 ) -> Outcome<Option<Ticket>> {
-    if control::version() < 13_000 {
+    if settings::version() < 13_000 {
         current()?;
     }
     let stream = resolve(handle)?;
     stream.context.check()?;
-    if stream.is_legacy && capture::spoil_blocking(stream.context.handle) {
+    if stream.is_legacy && spoil_blocking(stream.context.handle) {
         return Err(CAPTURE_IMPLICIT);
     }
     let command = build(&stream.context)?;
-    match capture::of_stream(&stream) {
+    match capture_of(&stream) {
         Some(capture) => capture.add(command).map(|()| None),
         None => stream.shared.submit(command).map(Some),
     }
@@ -122,7 +124,7 @@ pub(super) fn forget(context: Handle) {
 
 pub(super) fn create(stream: *mut Handle, flags: u32, _priority: i32) -> Outcome {
     let context = current()?;
-    capture::unsafe_call()?;
+    unsafe_call()?;
     require(!stream.is_null() && flags <= STREAM_NON_BLOCKING, CudaStatus::INVALID_VALUE)?;
     let made = Stream::start(&context, flags == 0, false)?;
     put(stream, STREAMS.insert(|_| made))
@@ -131,7 +133,7 @@ pub(super) fn create(stream: *mut Handle, flags: u32, _priority: i32) -> Outcome
 pub(super) fn query(stream: Handle) -> Outcome {
     let stream = resolve(stream)?;
     stream.not_captured()?;
-    capture::unsafe_call()?;
+    unsafe_call()?;
     require(stream.shared.last().is_done(), CudaStatus::NOT_READY)?;
     stream.context.check()
 }
@@ -139,13 +141,13 @@ pub(super) fn query(stream: Handle) -> Outcome {
 pub(super) fn synchronize(stream: Handle) -> Outcome {
     let stream = resolve(stream)?;
     stream.not_captured()?;
-    capture::unsafe_call()?;
+    unsafe_call()?;
     stream.shared.synchronize()
 }
 
 pub(super) fn destroy(stream: Handle) -> Outcome {
-    let found = STREAMS.get(stream).inspect_err(|_| control::stray())?;
-    if let Some(capture) = capture::of_stream(&found) {
+    let found = STREAMS.get(stream).inspect_err(|_| settings::stray())?;
+    if let Some(capture) = capture_of(&found) {
         return Err(capture.spoil());
     }
     STREAMS.remove(stream).map(drop)
@@ -199,7 +201,7 @@ pub(super) fn copy_any(dst: u64, src: u64, len: usize, stream: Handle) -> Outcom
 
 pub(super) fn copy_peer(dst: (u64, Handle), src: (u64, Handle), len: usize, stream: Handle) -> Outcome {
     for context in [dst.1, src.1] {
-        context::CONTEXTS.get(context).map_err(|_| CudaStatus::INVALID_CONTEXT)?;
+        CONTEXTS.get(context).map_err(|_| CudaStatus::INVALID_CONTEXT)?;
     }
     copy(Side::device(address(dst.0)?, len), Side::device(address(src.0)?, len), len, stream)
 }
@@ -211,4 +213,186 @@ pub(super) fn fill(dst: u64, value: u32, count: usize, stream: Handle) -> Outcom
         return resolve(stream).map(drop);
     }
     enqueue(stream, |_| Ok(Command::Fill(Fill { to: Side::device(addr, len)?, value, count }))).map(drop)
+}
+
+pub(super) static GRAPHS: Table<Arc<Graph>> = Table::new();
+
+/// Nodes in their order.
+#[derive(Default)]
+pub(super) struct Graph(pub(super) Mutex<Vec<Node>>);
+
+#[derive(Clone)]
+pub(super) struct Node {
+    pub(super) handle: Handle,
+    pub(super) command: Command,
+}
+
+impl Graph {
+    /// Adds a node after the others.
+    pub(super) fn add(&self, command: Command) -> Handle {
+        let handle = number();
+        self.0.lock().push(Node { handle, command });
+        handle
+    }
+}
+
+/// `CU_STREAM_CAPTURE_MODE_GLOBAL`; 1 is `_THREAD_LOCAL`.
+const GLOBAL: u32 = 0;
+pub(super) const RELAXED: u32 = CAPTURE_RELAXED;
+
+static CAPTURES: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
+
+thread_local! {
+    static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
+}
+
+/// A stream that is being captured.
+struct Capture {
+    /// The number of the stream.
+    stream: Handle,
+    context: Handle,
+    is_blocking: bool,
+    mode: u32,
+    thread: ThreadId,
+    graph: Handle,
+    nodes: Arc<Graph>,
+    /// The last node, at a lasting address; 0 for none.
+    last: AtomicUsize,
+    spoiled: AtomicBool,
+}
+
+impl Capture {
+    /// Ends all hope for it; the status of the call that did it.
+    fn spoil(&self) -> CudaStatus {
+        self.spoiled.store(true, Ordering::Release);
+        CAPTURE_UNSUPPORTED
+    }
+
+    fn is_spoiled(&self) -> bool {
+        self.spoiled.load(Ordering::Acquire)
+    }
+
+    /// Makes work its next node.
+    fn add(&self, command: Command) -> Outcome {
+        require(!self.is_spoiled(), CAPTURE_INVALIDATED)?;
+        if !command.can_be_node() {
+            return Err(self.spoil());
+        }
+        self.last.store(self.nodes.add(command), Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether it forbids this thread what is not safe in a capture.
+    fn forbids(&self, mode: u32) -> bool {
+        if self.thread == std::thread::current().id() {
+            self.mode != RELAXED
+        } else {
+            mode == GLOBAL && self.mode == GLOBAL
+        }
+    }
+}
+
+pub(super) fn exchange_mode(mode: u32) -> u32 {
+    MODE.replace(mode)
+}
+
+/// Refuses a call that is not safe in a capture, and spoils the captures that mind.
+pub(super) fn unsafe_call() -> Outcome {
+    let mode = MODE.get();
+    if mode == RELAXED {
+        return Ok(());
+    }
+    let captures = CAPTURES.lock();
+    let mut outcome = Ok(());
+    for capture in captures.iter().filter(|capture| capture.forbids(mode)) {
+        outcome = Err(capture.spoil());
+    }
+    outcome
+}
+
+/// The capture of a stream.
+fn capture_of(stream: &Stream) -> Option<Arc<Capture>> {
+    CAPTURES.lock().iter().find(|capture| capture.stream == stream.number).cloned()
+}
+
+/// Spoils the captures of blocking streams of a context, as the use of its legacy stream does, if there are any.
+fn spoil_blocking(context: Handle) -> bool {
+    let captures = CAPTURES.lock();
+    let mut any = false;
+    for capture in captures.iter().filter(|capture| capture.is_blocking && capture.context == context) {
+        capture.spoil();
+        any = true;
+    }
+    any
+}
+
+/// Ends the captures in contexts that are gone, or were left behind.
+pub(super) fn forget_captures(is_gone: impl Fn(Handle) -> bool) {
+    for capture in CAPTURES.lock().extract_if(.., |capture| is_gone(capture.context)) {
+        // It is there as long as its capture, or was destroyed by the application.
+        _ = GRAPHS.remove(capture.graph);
+    }
+}
+
+pub(super) fn begin_capture(handle: Handle, mode: u32) -> Outcome {
+    require(mode <= RELAXED, CudaStatus::INVALID_VALUE)?;
+    let stream = resolve(handle)?;
+    stream.context.check()?;
+    require(!stream.is_legacy, CAPTURE_UNSUPPORTED)?;
+    let mut captures = CAPTURES.lock();
+    require(captures.iter().all(|capture| capture.stream != stream.number), ILLEGAL_STATE)?;
+    let nodes = Arc::new(Graph::default());
+    captures.push(Arc::new(Capture {
+        stream: stream.number,
+        context: stream.context.handle,
+        is_blocking: stream.is_blocking,
+        mode,
+        thread: std::thread::current().id(),
+        graph: GRAPHS.insert(|_| nodes.clone()),
+        nodes,
+        last: AtomicUsize::new(0),
+        spoiled: AtomicBool::new(false),
+    }));
+    Ok(())
+}
+
+pub(super) fn end_capture(handle: Handle, graph: *mut Handle) -> Outcome {
+    let stream = resolve(handle)?;
+    require(!graph.is_null(), CudaStatus::INVALID_VALUE)?;
+    let mut captures = CAPTURES.lock();
+    let index = captures.iter().position(|capture| capture.stream == stream.number).ok_or(ILLEGAL_STATE)?;
+    let own = captures[index].thread == std::thread::current().id();
+    require(own || captures[index].mode == RELAXED, CAPTURE_WRONG_THREAD)?;
+    let capture = captures.remove(index);
+    drop(captures);
+    if capture.is_spoiled() {
+        GRAPHS.remove(capture.graph)?;
+        put(graph, 0)?;
+        return Err(CAPTURE_INVALIDATED);
+    }
+    put(graph, capture.graph)
+}
+
+/// The graph so far and its last node. Of a spoiled capture only that it is so.
+pub(super) fn capture_info(
+    stream: Handle,
+    status: *mut u32,
+    id: *mut u64,
+    graph: *mut Handle,
+    dependencies: *mut *const Handle,
+    count: *mut usize,
+) -> Outcome {
+    let stream = resolve(stream)?;
+    if stream.is_legacy && spoil_blocking(stream.context.handle) {
+        return Err(CAPTURE_IMPLICIT);
+    }
+    let Some(capture) = capture_of(&stream) else { return put(status, 0) };
+    if capture.is_spoiled() {
+        return put(status, 2);
+    }
+    put(status, 1)?;
+    put_wanted(id, capture.graph as u64)?;
+    put_wanted(graph, capture.graph)?;
+    put_wanted(dependencies, capture.last.as_ptr().cast_const())?;
+    put_wanted(count, usize::from(capture.last.load(Ordering::Acquire) != 0))
 }

@@ -3,13 +3,13 @@
 use std::ffi::{c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::kernel::Shape;
-use super::{
-    Outcome, capture, command, context, control, event, graph, kernel, memory, pointer, put, stream,
-};
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOp, MemOpNodeParams};
+
+use super::handles::DEVICES;
+use super::kernel::Shape;
+use super::{Outcome, context, memory, objects, put, queue, settings, stream};
 
 /// What works before `cuInit`.
 const EARLY: [&str; 2] = ["cuInit", "cuDriverGetVersion"];
@@ -17,8 +17,8 @@ const EARLY: [&str; 2] = ["cuInit", "cuDriverGetVersion"];
 /// One call; it never unwinds.
 fn call(name: &'static str, act: impl FnOnce() -> Outcome) -> u32 {
     let entered = || {
-        control::enter(name)?;
-        command::not_working()?;
+        settings::enter(name)?;
+        queue::not_working()?;
         if !EARLY.contains(&name) {
             context::initialised()?;
         }
@@ -55,8 +55,8 @@ macro_rules! table {
 
 table! {
     init = "cuInit" (flags: u32) context::init(flags);
-    driver_get_version = "cuDriverGetVersion" (version: *mut i32) put(version, control::version());
-    device_get_count = "cuDeviceGetCount" (count: *mut i32) put(count, context::DEVICES);
+    driver_get_version = "cuDriverGetVersion" (version: *mut i32) put(version, settings::version());
+    device_get_count = "cuDeviceGetCount" (count: *mut i32) put(count, DEVICES);
     device_get = "cuDeviceGet" (device: *mut i32, ordinal: i32) context::get_device(device, ordinal);
     device_get_name = "cuDeviceGetName" (name: *mut c_char, len: i32, device: i32)
         context::name(name, len, device);
@@ -84,17 +84,17 @@ table! {
     thread_exchange_stream_capture_mode = "cuThreadExchangeStreamCaptureMode" (mode: *mut u32)
         context::exchange_mode(mode);
     pointer_get_attribute = "cuPointerGetAttribute" (data: *mut c_void, attribute: u32, addr: u64)
-        pointer::attribute(data, attribute, addr);
+        memory::attribute(data, attribute, addr);
     pointer_get_attributes = "cuPointerGetAttributes"
         (count: u32, attributes: *const u32, data: *const *mut c_void, addr: u64)
-        pointer::attributes(count, attributes, data, addr);
+        memory::attributes(count, attributes, data, addr);
     pointer_set_attribute = "cuPointerSetAttribute" (value: *const c_void, attribute: u32, addr: u64)
-        pointer::set_attribute(value, attribute, addr);
+        memory::set_attribute(value, attribute, addr);
     ipc_get_mem_handle = "cuIpcGetMemHandle" (handle: *mut [u8; 64], addr: u64)
-        pointer::ipc_handle(handle, addr);
+        memory::ipc_handle(handle, addr);
     ipc_open_mem_handle = "cuIpcOpenMemHandle" (addr: *mut u64, handle: [u8; 64], flags: u32)
-        pointer::open_ipc(addr, handle, flags);
-    ipc_close_mem_handle = "cuIpcCloseMemHandle" (addr: u64) pointer::close_ipc(addr);
+        memory::open_ipc(addr, handle, flags);
+    ipc_close_mem_handle = "cuIpcCloseMemHandle" (addr: u64) memory::close_ipc(addr);
     mem_alloc = "cuMemAlloc" (addr: *mut u64, len: usize) memory::alloc(addr, len);
     mem_free = "cuMemFree" (addr: u64) memory::free(addr);
     mem_get_info = "cuMemGetInfo" (free: *mut usize, total: *mut usize) memory::info(free, total);
@@ -117,7 +117,7 @@ table! {
     stream_get_ctx = "cuStreamGetCtx" (stream: Handle, context: *mut Handle)
         stream::get_context(stream, context);
     stream_wait_event = "cuStreamWaitEvent" (stream: Handle, event: Handle, flags: u32)
-        event::wait(stream, event, flags);
+        objects::event_wait(stream, event, flags);
     stream_batch_mem_op = "cuStreamBatchMemOp" (stream: Handle, count: u32, ops: *mut MemOp, flags: u32)
         stream::batch_mem_op(stream, count, ops, flags);
     launch_host_func = "cuLaunchHostFunc"
@@ -127,19 +127,19 @@ table! {
         (function: Handle, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
          _shared: u32, stream: Handle, params: *mut *mut c_void, extra: *mut *mut c_void) {
             let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z] };
-            kernel::launch(function, &shape, stream, params, extra)
+            objects::launch_kernel(function, &shape, stream, params, extra)
         };
     module_load_data = "cuModuleLoadData" (module: *mut Handle, image: *const c_void)
-        kernel::load(module, image);
-    module_unload = "cuModuleUnload" (module: Handle) kernel::unload(module);
+        objects::load_module(module, image);
+    module_unload = "cuModuleUnload" (module: Handle) objects::unload_module(module);
     module_get_function = "cuModuleGetFunction" (function: *mut Handle, module: Handle, name: *const c_char)
-        kernel::get_function(function, module, name);
-    func_load = "cuFuncLoad" (function: Handle) kernel::load_function(function);
-    event_create = "cuEventCreate" (event: *mut Handle, flags: u32) event::create(event, flags);
-    event_record = "cuEventRecord" (event: Handle, stream: Handle) event::record(event, stream);
-    event_query = "cuEventQuery" (event: Handle) event::query(event);
-    event_synchronize = "cuEventSynchronize" (event: Handle) event::synchronize(event);
-    event_destroy = "cuEventDestroy" (event: Handle) event::destroy(event);
+        objects::get_function(function, module, name);
+    func_load = "cuFuncLoad" (function: Handle) objects::load_function(function);
+    event_create = "cuEventCreate" (event: *mut Handle, flags: u32) objects::event_create(event, flags);
+    event_record = "cuEventRecord" (event: Handle, stream: Handle) objects::event_record(event, stream);
+    event_query = "cuEventQuery" (event: Handle) objects::event_query(event);
+    event_synchronize = "cuEventSynchronize" (event: Handle) objects::event_synchronize(event);
+    event_destroy = "cuEventDestroy" (event: Handle) objects::event_destroy(event);
     memcpy_to_device_async = "cuMemcpyHtoDAsync" (dst: u64, src: *const c_void, len: usize, stream: Handle)
         stream::copy_to_device(dst, src, len, stream);
     memcpy_to_host_async = "cuMemcpyDtoHAsync" (dst: *mut c_void, src: u64, len: usize, stream: Handle)
@@ -151,22 +151,22 @@ table! {
         stream::copy_peer((dst, dst_context), (src, src_context), len, stream);
     memset_d32_async = "cuMemsetD32Async" (dst: u64, value: u32, count: usize, stream: Handle)
         stream::fill(dst, value, count, stream);
-    stream_begin_capture = "cuStreamBeginCapture" (stream: Handle, mode: u32) capture::begin(stream, mode);
+    stream_begin_capture = "cuStreamBeginCapture" (stream: Handle, mode: u32) stream::begin_capture(stream, mode);
     stream_end_capture = "cuStreamEndCapture" (stream: Handle, graph: *mut Handle)
-        capture::end(stream, graph);
+        stream::end_capture(stream, graph);
     stream_get_capture_info = "cuStreamGetCaptureInfo"
         (stream: Handle, status: *mut u32, id: *mut u64, graph: *mut Handle, dependencies: *mut *const Handle,
          count: *mut usize)
-        capture::info(stream, status, id, graph, dependencies, count);
+        stream::capture_info(stream, status, id, graph, dependencies, count);
     graph_instantiate = "cuGraphInstantiateWithFlags" (exec: *mut Handle, graph: Handle, flags: u64)
-        graph::instantiate(exec, graph, flags);
-    graph_launch = "cuGraphLaunch" (exec: Handle, stream: Handle) graph::launch(exec, stream);
-    graph_destroy = "cuGraphDestroy" (graph: Handle) graph::destroy(graph);
-    graph_exec_destroy = "cuGraphExecDestroy" (exec: Handle) graph::destroy_exec(exec);
+        objects::instantiate(exec, graph, flags);
+    graph_launch = "cuGraphLaunch" (exec: Handle, stream: Handle) objects::launch_graph(exec, stream);
+    graph_destroy = "cuGraphDestroy" (graph: Handle) objects::destroy_graph(graph);
+    graph_exec_destroy = "cuGraphExecDestroy" (exec: Handle) objects::destroy_exec(exec);
     graph_exec_mem_op_node_set_params = "cuGraphExecBatchMemOpNodeSetParams"
         (exec: Handle, node: Handle, params: *const MemOpNodeParams)
-        graph::set_mem_ops(exec, node, params);
+        objects::set_mem_ops(exec, node, params);
     graph_exec_kernel_node_set_params = "cuGraphExecKernelNodeSetParams"
         (exec: Handle, node: Handle, params: *const KernelNodeParams)
-        graph::set_kernel(exec, node, params);
+        objects::set_kernel(exec, node, params);
 }

@@ -3,10 +3,10 @@
 use std::io;
 
 use super::abi;
-use crate::backend::{ENOTSUPP, MappingType, PinFlags};
 use crate::cuda::{Cuda, MemoryKind, PointerInfo};
 use crate::error::{Error, Result};
 use crate::system::Kernel;
+use crate::types::{ENOTSUPP, MappingType, PinFlags};
 
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED` of `cuda.h`.
 const CU_GPU_DIRECT_RDMA: u32 = 116;
@@ -18,7 +18,7 @@ const STALE: &str = "the device file has another module's number: `sudo rm /dev/
      $(awk '$2==\"gdrdrv\"{print $1}' /proc/devices) 0 && sudo chmod 666 /dev/gdrdrv`";
 const ELSEWHERE: &str = "the device file serves the process that opened it; open again after a fork";
 
-/// Why the device file does not open.
+/// The error of a failed `open`.
 pub(super) fn open(kernel: &dyn Kernel, error: io::Error) -> Error {
     let devices = kernel.read("/proc/devices").ok();
     let major = devices.as_deref().map(major);
@@ -50,7 +50,7 @@ fn major(devices: &str) -> Option<u32> {
     characters.lines().find_map(|line| line.trim().strip_suffix(" gdrdrv")?.trim().parse().ok())
 }
 
-/// Why there is no version.
+/// The error of a failed version request.
 pub(super) fn version(error: io::Error) -> Error {
     match error.raw_os_error() {
         Some(libc::ENOTTY | libc::EINVAL) => too_old(),
@@ -58,7 +58,7 @@ pub(super) fn version(error: io::Error) -> Error {
     }
 }
 
-/// The driver, if it is one, has 32-bit handles.
+/// The module is too old (32-bit handles), or the device file is of another module.
 pub(super) fn too_old() -> Error {
     Error::Unsupported {
         what: "the interface of gdrdrv 2.0".into(),
@@ -67,7 +67,7 @@ pub(super) fn too_old() -> Error {
     }
 }
 
-/// Why mappings of this module are not handed out.
+/// The refusal of a module that takes mappings away.
 pub(super) fn volatile(known: bool) -> Error {
     let what = "memory that stays until it is unpinned".into();
     if known {
@@ -77,11 +77,11 @@ pub(super) fn volatile(known: bool) -> Error {
     } else {
         let fix = "load gdrdrv 2.5 or newer; or, if a SIGBUS on access to freed memory is acceptable, \
                    use Gdr::builder().allow_volatile()";
-        Error::Unsupported { what, by: "this version of gdrdrv, as far as it tells", fix }
+        Error::Unsupported { what, by: "this version of gdrdrv, as far as it reports", fix }
     }
 }
 
-/// A pin that was refused.
+/// A refused pin.
 #[derive(Debug)]
 pub(super) struct RefusedPin<'a> {
     pub(super) addr: u64,
@@ -89,7 +89,7 @@ pub(super) struct RefusedPin<'a> {
     pub(super) flags: PinFlags,
     /// Whether the module knows `FORCE_PCIE`.
     pub(super) force_pcie: bool,
-    /// CUDA, and what it knows of the address.
+    /// CUDA and its information about the address.
     pub(super) cuda: Option<(&'a dyn Cuda, PointerInfo)>,
 }
 
@@ -170,7 +170,7 @@ impl RefusedPin<'_> {
     }
 }
 
-/// Why a mapping type was not to be had.
+/// The error of a mapping type that the platform lacks.
 pub(super) fn mapping_type(request: MappingType) -> Error {
     let fix = match request {
         MappingType::Cached => "only coherent links (Grace, POWER9) have cached mappings; ask for no type",
@@ -180,7 +180,7 @@ pub(super) fn mapping_type(request: MappingType) -> Error {
     Error::Unsupported { what: format!("a mapping of type {request:?}"), by: "gdrdrv on this platform", fix }
 }
 
-/// Why a pin was not mapped; what the pin's state explains has been told already.
+/// The error of a failed `mmap`; the caller has checked the pin's state.
 pub(super) fn map(len: usize, error: io::Error) -> Error {
     let fix = match error.raw_os_error() {
         Some(libc::EAGAIN) => {
@@ -193,7 +193,7 @@ pub(super) fn map(len: usize, error: io::Error) -> Error {
     Error::sys(format!("gdrdrv: mmap of {len} bytes"), error, fix)
 }
 
-/// Any other request.
+/// The error of any other request.
 pub(super) fn call(name: &'static str, error: io::Error) -> Error {
     let fix = general(error.raw_os_error());
     Error::sys(format!("gdrdrv: {name}"), error, fix)
@@ -212,4 +212,18 @@ fn general(errno: Option<i32>) -> &'static str {
         Some(libc::ENOMEM) => "free system memory",
         _ => "this is not expected of gdrdrv: see the kernel log",
     }
+}
+
+/// The error of a dma-buf that was not pinned.
+pub(super) fn dma_buf(error: io::Error) -> Error {
+    let fix = match error.raw_os_error() {
+        Some(ENOTSUPP | libc::EOPNOTSUPP) => {
+            "the GPU driver lets no other device at this memory; load the module with dmabuf=0 or use another backend"
+        }
+        Some(libc::ENOMEM) => {
+            "unpin memory (`nvidia-smi -q -d MEMORY` shows BAR1 use), or enable Resizable BAR in the BIOS"
+        }
+        _ => "see the kernel log",
+    };
+    Error::sys("gdrdrv: PIN_DMABUF", error, fix)
 }

@@ -13,7 +13,7 @@ use crate::system::Kernel;
 /// The control device.
 const CONTROL: &CStr = c"/dev/nvidiactl";
 
-/// An open control device with a root client. Everything else hangs on it.
+/// An open control device with a root client, the parent of all other objects.
 #[derive(Debug)]
 pub(crate) struct Client {
     pub(crate) kernel: Arc<dyn Kernel>,
@@ -40,7 +40,7 @@ impl Client {
         self.control.as_raw_fd()
     }
 
-    /// Refuses a child forked since.
+    /// Returns an error in a child forked since.
     pub(crate) fn check_owner(&self) -> Result<()> {
         self.owner.check()
     }
@@ -50,7 +50,7 @@ impl Client {
     /// # Safety
     /// Pointers in `arg` must be valid for the call.
     pub(crate) unsafe fn escape<E: Escape>(&self, arg: &mut E) -> Result<NvStatus> {
-        // SAFETY: the caller vouches for the pointers.
+        // SAFETY: the caller guarantees the pointers.
         unsafe { escape(&*self.kernel, self.control.as_fd(), arg) }
     }
 
@@ -67,7 +67,7 @@ impl Client {
             params_size: size(params),
             ..Default::default()
         };
-        // SAFETY: `params` has the command's layout and outlives the call; the caller vouches for the rest.
+        // SAFETY: `params` has the command's layout and outlives the call; the caller guarantees the rest.
         let status = unsafe { self.escape(&mut call) }?;
         accept(status, C::NAME)
     }
@@ -88,7 +88,7 @@ impl Client {
         Ok(self.adopt(parent, alloc.object))
     }
 
-    /// A second handle, under `parent`, for the object of another client. It holds the memory by itself.
+    /// Duplicates the object of another client under `parent`. The duplicate keeps the memory.
     pub(crate) fn dup(self: &Arc<Self>, parent: u32, client: u32, object: u32) -> Result<Object> {
         let mut dup = abi::Dup {
             client: self.handle,
@@ -103,7 +103,7 @@ impl Client {
         Ok(self.adopt(parent, dup.object))
     }
 
-    /// A handle, under `device`, for the object that CUDA exported as a file descriptor.
+    /// Imports the object that CUDA exported as a file descriptor, under `device`.
     pub(crate) fn import(self: &Arc<Self>, device: u32, fd: BorrowedFd<'_>) -> Result<Object> {
         let mut import = abi::Import {
             fd: fd.as_raw_fd(),
@@ -131,7 +131,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // The file is shared with forked children; its client is the parent's.
+        // Forked children share the file, but the client is the parent's.
         if self.owner.is_caller()
             && let Err(error) = self.free(0, self.handle)
         {
@@ -158,7 +158,7 @@ impl Object {
         self.handle
     }
 
-    /// Frees the object, telling what went wrong.
+    /// Frees the object, and returns the error that a drop can only log.
     pub(crate) fn free(mut self) -> Result<()> {
         self.release()
     }
@@ -198,7 +198,7 @@ pub(crate) fn open_node(kernel: &dyn Kernel, path: &CStr) -> Result<OwnedFd> {
     })
 }
 
-/// A call of the driver; the structure says whether the resource manager did it.
+/// Calls the driver; returns the resource manager's status from the structure.
 ///
 /// # Safety
 /// Pointers in `arg` must be valid for the call.
@@ -207,7 +207,7 @@ pub(crate) unsafe fn escape<E: Escape>(
     fd: BorrowedFd<'_>,
     arg: &mut E,
 ) -> Result<NvStatus> {
-    // SAFETY: `arg` has the layout of this request; the caller vouches for what it points to.
+    // SAFETY: `arg` has the layout of this request; the caller guarantees what it points to.
     unsafe { kernel.ioctl(fd, E::REQUEST, (&raw mut *arg).cast()) }.map_err(|error| {
         let fix = match error.raw_os_error() {
             Some(libc::EINVAL | libc::ENOTTY) => {

@@ -1,14 +1,13 @@
-//! What a CUDA IPC handle says about the allocation: the resource manager's handles of its block.
+//! Reads the resource manager's handles of an allocation from its CUDA IPC handle.
 //!
 //! The layout is not documented. Measured with the driver 580.159.04 (H200): client handle at byte 48, object
-//! handle at 52, size at 16, size of the block in pages of 4 KiB at 24, offset inside the block at 28. So
-//! nothing of it is believed before it agrees with what CUDA says of the same allocation, and a mapping is
-//! proved by its bytes afterwards.
+//! handle at 52, size at 16, size of the block in pages of 4 KiB at 24, offset inside the block at 28. Each
+//! number is checked against CUDA's information about the allocation, and the mapping is compared afterwards.
 
 use crate::cuda::PointerInfo;
 use crate::error::{Error, Result};
 
-/// The part of a block that is an allocation.
+/// The block that contains an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Block {
     /// CUDA's client.
@@ -24,13 +23,13 @@ pub(crate) struct Block {
 /// Pages in which a handle counts, bytes.
 const PAGE: u64 = 4096;
 /// Alignment of blocks, bytes: the GPU's pages.
-const GRAIN: u64 = super::GPU_PAGE;
+const GRAIN: u64 = crate::types::GPU_PAGE;
 /// Handles of clients of user space begin here and are fewer than 2^20: `RS_CLIENT_HANDLE_BASE` and
 /// `RS_CLIENT_HANDLE_MAX` in `resserv.h` of the open kernel modules 580.142.
 const CLIENTS: u32 = 0xc1d0_0000;
 
 impl Block {
-    /// Reads a handle and compares every number with CUDA's.
+    /// Reads a handle and checks every number against CUDA's.
     pub(crate) fn from_ipc(handle: &[u8; 64], memory: &PointerInfo) -> Result<Self> {
         let word = |at: usize| {
             let bytes = handle[at..].first_chunk().expect("inside the handle");

@@ -1,4 +1,4 @@
-//! What the resource manager says: `NV_STATUS`, `nvstatuscodes.h` of the open kernel modules 580.142.
+//! Status codes of the resource manager: `NV_STATUS`, `nvstatuscodes.h` of the open kernel modules 580.142.
 
 /// An `NV_STATUS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -125,7 +125,7 @@ extern "C" fn pointer_get_attributes(
         let count = usize::try_from(count).unwrap();
         // SAFETY: the caller passes `count` of each.
         let asked = unsafe { std::slice::from_raw_parts(asked, count) };
-        // SAFETY: as above.
+        // SAFETY: the driver passes a place for the answer.
         let places = unsafe { std::slice::from_raw_parts(places, count) };
         if asked.iter().any(|&asked| books.attributes_end.is_some_and(|end| asked >= end)) {
             return CudaStatus::INVALID_VALUE;

@@ -1,7 +1,6 @@
 //! The driver on a table of counting functions.
 
-mod flush;
-mod lent;
+use std::os::fd::AsRawFd;
 
 use super::fake::{APPLICATION, CONTENT, PRIMARY, books};
 use super::*;
@@ -446,4 +445,98 @@ fn a_forked_child_is_refused_and_gives_nothing_back() {
         }
     }
     driver.flush(1, ADDR).unwrap();
+}
+
+/// What GPU 1 says of the order of writes.
+fn ordering(value: i32) {
+    books(|books| books.device_attributes.insert((1, RDMA_WRITES_ORDERING), value));
+}
+
+#[test]
+fn it_is_in_the_context_of_the_memory_and_makes_none() {
+    let driver = driver();
+    ordering(0);
+    know_malloc(ADDR, APPLICATION + 1);
+    driver.flush(1, ADDR).unwrap();
+    books(|books| {
+        assert_eq!((&books.flushes[..], books.retained.is_empty()), (&[APPLICATION + 1][..], true))
+    });
+    // Memory without a context of its own.
+    know(ADDR, &[(attribute::MEMORY_TYPE, 2), (attribute::DEVICE_ORDINAL, 1)]);
+    driver.flush(1, ADDR).unwrap();
+    books(|books| assert_eq!(books.flushes[1..], [PRIMARY + 1]));
+    assert!(matches!(driver.flush(1, 0x1234), Err(Error::NotMappable { addr: 0x1234, .. })));
+}
+
+#[test]
+fn it_is_left_out_where_the_owner_sees_writes_anyway() {
+    for (value, flushes) in [(0, 2), (99, 2), (100, 0), (200, 0)] {
+        let driver = driver();
+        ordering(value);
+        know_malloc(ADDR, APPLICATION);
+        (0..2).for_each(|_| driver.flush(1, ADDR).unwrap());
+        assert_eq!(books(|books| books.flushes.len()), flushes, "{value}");
+        assert_eq!(called("cuDeviceGetAttribute"), 1, "asked once");
+    }
+}
+
+#[test]
+fn a_driver_too_old_to_tell_is_asked_to_flush() {
+    let driver = driver();
+    know_malloc(ADDR, APPLICATION);
+    fail("cuDeviceGetAttribute", CudaStatus::LAUNCH_FAILED);
+    assert!(matches!(driver.flush(1, ADDR), Err(Error::Cuda { call: "cuDeviceGetAttribute", .. })));
+    fail("cuDeviceGetAttribute", CudaStatus::INVALID_VALUE);
+    driver.flush(1, ADDR).unwrap();
+    assert_eq!(books(|books| books.flushes.len()), 1);
+}
+
+#[test]
+fn memory_of_another_context_borrows_pinned_memory_of_the_primary_one() {
+    let driver = driver();
+    know_malloc(ADDR, APPLICATION);
+    books(|books| books.retained.insert(1, 1));
+    for _ in 0..2 {
+        let mut out = [0; 8];
+        // SAFETY: a whole array.
+        unsafe { driver.copy_from_device(1, out.as_mut_ptr(), ADDR, 8) }.unwrap();
+        assert_eq!(out, [CONTENT; 8]);
+    }
+    let (streams, long) = (called("cuStreamCreateWithPriority"), vec![0; 1 << 20]);
+    // SAFETY: a whole vector.
+    unsafe { driver.copy_to_device(1, ADDR, long.as_ptr(), long.len()) }.unwrap();
+    let waits = (called("cuStreamQuery"), called("cuStreamSynchronize"));
+    assert_eq!((waits, called("cuStreamCreateWithPriority")), ((2, 1), streams + 1), "too long for it");
+    // Any other copy can be given up, and then what was lent is lost as well.
+    fail("cuStreamQuery", CudaStatus::NOT_READY);
+    assert!(matches!(send(&driver, 1, ADDR), Err(Error::Timeout { .. })));
+    books(|books| assert_eq!((books.streams.len(), books.pinned.len()), (2, 1)));
+    succeed();
+    send(&driver, 1, ADDR).unwrap();
+    fail("cuMemcpyHtoDAsync", CudaStatus::INVALID_VALUE);
+    send(&driver, 1, ADDR).unwrap_err();
+    books(|books| assert_eq!((books.streams.len(), books.pinned.len()), (3, 2)));
+    fail("cuStreamQuery", CudaStatus::ILLEGAL_ADDRESS);
+    send(&driver, 1, ADDR).unwrap_err();
+    succeed();
+    send(&driver, 1, ADDR).unwrap();
+    assert_eq!(called("cuStreamSynchronize"), 1, "of the long one");
+    books(|books| {
+        assert!(books.copies.iter().all(|&(context, ..)| context == APPLICATION));
+        assert_eq!(books.contexts, [APPLICATION]);
+        assert_eq!((books.streams.len(), books.pinned.len()), (4, 3));
+    });
+    drop(driver);
+    books(|books| assert_eq!((books.streams.len(), books.pinned.len()), (3, 2), "what was lost"));
+}
+
+#[test]
+fn a_primary_context_without_pinned_memory_lends_none() {
+    let driver = driver();
+    know_malloc(ADDR, APPLICATION);
+    // Makes the primary context.
+    driver.alloc(1, 1, AllocKind::Malloc).unwrap();
+    fail("cuMemHostAlloc", CudaStatus::OUT_OF_MEMORY);
+    send(&driver, 1, ADDR).unwrap();
+    assert_eq!((called("cuStreamSynchronize"), books(|books| books.copies[0].0)), (1, APPLICATION));
 }

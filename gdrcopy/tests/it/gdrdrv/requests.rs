@@ -43,7 +43,7 @@ impl Raw {
     }
 
     fn map(&self, offset: u64, len: usize) -> Result<NonNull<u8>, i32> {
-        // SAFETY: no place is asked for.
+        // SAFETY: no address is given.
         unsafe { self.rig.system.kernel().mmap(self.fd.as_fd(), len, offset, None) }.map_err(errno)
     }
 

@@ -11,7 +11,7 @@ use crate::rig::{Backend, Rig, pattern, peek, poke};
 const NONE: PinFlags = PinFlags::empty();
 const SIZE: usize = 300_000;
 
-/// The made-up GPU under a simulated CUDA.
+/// The emulated GPU under a simulated CUDA.
 fn rig() -> Option<(Machine, Rig)> {
     let machine = Machine::new()?;
     let there = kmod::is_wanted() && Raw::open().attribute(abi::ATTR_EXTENSIONS) == Ok(abi::EXTENSION_DMABUF);

@@ -1,4 +1,4 @@
-//! Pins of dma-bufs: of the made-up GPU, which can move them, and of the kernel's own udmabuf.
+//! Pins of dma-bufs: of the emulated GPU, which can move them, and of the kernel's own udmabuf.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

@@ -149,7 +149,7 @@ fn no_part_is_unmapped_moved_grown_or_copied() {
         (0, map.len, maymove, true),
         (map.len, map.len, maymove, false),
     ] {
-        // SAFETY: this test's own mapping, which the kernel leaves alone or gives back as it was.
+        // SAFETY: this test's own mapping, which the kernel leaves alone or releases as it was.
         let raw = unsafe { libc::mremap(map.ptr.as_ptr().cast(), old, new, flags) };
         assert_eq!(raw == libc::MAP_FAILED, fails, "{old} {new} {flags}");
     }

@@ -1,4 +1,4 @@
-//! Raw access to the module, and memory of the made-up GPU.
+//! Raw access to the module, and memory of the emulated GPU.
 
 use std::ffi::c_void;
 use std::fs::{self, File};

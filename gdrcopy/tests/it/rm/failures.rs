@@ -141,7 +141,7 @@ fn check_error(error: &Error, name: &str, code: i32) {
                 || (*what, code) == ("GPU memory", 2) && name.starts_with("cuMem"),
             "{text}"
         ),
-        Error::Sys { source, .. } => assert_eq!(source.raw_os_error(), Some(code), "{text}"),
+        Error::Sys { error, .. } => assert_eq!(error.raw_os_error(), Some(code), "{text}"),
         Error::Cuda { call, status, .. } => {
             assert_eq!((*call, status.0), (name, code.cast_unsigned()), "{text}");
         }

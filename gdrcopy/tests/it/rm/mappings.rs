@@ -104,15 +104,14 @@ fn a_part_of_a_pin_may_be_mapped_again_and_again() {
     let page = usize::try_from(PAGE).unwrap();
     let base = bench.vmm(0, &[2 * page, 4 * page]);
     let pin = pin(&rm, base, 6 * page).unwrap();
-    for (len, mapped, objects) in [(1, 4096, 1), (2 * page, 2 * page, 1), (2 * page + 1, 2 * page + 4096, 2)]
-    {
+    for (len, objects) in [(1, 1), (2 * page, 1), (2 * page + 1, 2)] {
         let range = pin.map(len, Some(MappingType::WriteCombining)).unwrap();
-        assert_eq!(range.len(), mapped);
+        assert_eq!(range.len(), len);
         assert_eq!(bench.driver.live().mappings, objects);
-        check_bytes(&pin, &range, base, mapped);
+        check_bytes(&pin, &range, base, len);
     }
     for len in [0, 6 * page + 1, usize::MAX] {
-        assert!(matches!(pin.map(len, None), Err(Error::OutOfBounds { .. })), "{len}");
+        assert!(matches!(pin.map(len, None), Err(Error::InvalidArgument { .. })), "{len}");
     }
     for kind in [MappingType::Cached, MappingType::Device] {
         assert!(matches!(pin.map(page, Some(kind)), Err(Error::Unsupported { .. })));

@@ -48,7 +48,7 @@ fn failures_have_error_numbers_of_c_and_leave_nothing() {
     }
     assert_eq!(computer.failing("rm map", INVALID_STATE, || library.map(mh, SIZE)), Err(libc::EIO));
     assert_eq!(computer.failing("rm mmap", libc::EAGAIN, || library.map(mh, SIZE)), Err(libc::EAGAIN));
-    // A mapping that shows other memory is not handed out.
+    // A mapping that shows other memory is not returned.
     assert_eq!(computer.failing("rm shift", 1, || library.map(mh, SIZE)), Err(libc::EIO));
     assert_eq!(computer.failing("cuMemcpyDtoHAsync", 2, || library.map(mh, SIZE)), Err(libc::ENOMEM));
     let base = library.map(mh, SIZE).unwrap();

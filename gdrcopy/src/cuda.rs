@@ -1,5 +1,4 @@
-//! The CUDA driver, as far as mappings need it: found at run time, behind a trait so that a simulated
-//! machine can stand in for it.
+//! The CUDA driver, as far as mappings need it: found at run time, behind a trait so that it can be replaced.
 
 mod driver;
 pub mod raw;
@@ -27,7 +26,7 @@ pub struct GpuInfo {
     pub name: String,
 }
 
-/// What kind of memory an address belongs to.
+/// The kind of memory at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MemoryKind {
@@ -45,7 +44,7 @@ pub enum MemoryKind {
     Unknown,
 }
 
-/// What CUDA knows of an address.
+/// CUDA's information about an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PointerInfo {
     /// The kind of memory.
@@ -56,25 +55,24 @@ pub struct PointerInfo {
     pub base: u64,
     /// Its size, bytes.
     pub size: usize,
-    /// Number that CUDA gives to no other allocation of this process.
+    /// A number that CUDA gives to no other allocation of this process.
     pub buffer_id: u64,
     /// VMM memory that can be exported as a POSIX file descriptor.
     pub exportable: bool,
 }
 
-/// How [`Cuda::alloc`] makes memory.
+/// How [`Cuda::alloc`] allocates memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum AllocKind {
     /// `cuMemAlloc`.
     #[default]
     Malloc,
-    /// `cuMemCreate`, exportable and fit for GPUDirect RDMA.
+    /// `cuMemCreate`, exportable and usable for GPUDirect RDMA.
     Vmm,
 }
 
-/// The CUDA driver. Device numbers are CUDA ordinals. Calls leave the caller's current context as it was,
-/// may be made during a stream capture without becoming part of it, and, but for [`Cuda::free`], never wait for the
-/// caller's streams.
+/// The CUDA driver. Device numbers are CUDA ordinals. Calls leave the caller's current context unchanged and are not captured during a
+/// stream capture. Except for [`Cuda::free`], they never wait for the caller's streams.
 pub trait Cuda: Send + Sync + fmt::Debug {
     /// `cuDriverGetVersion`: 1000 * major + 10 * minor.
     ///
@@ -94,14 +92,14 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`].
     fn device_attribute(&self, device: i32, attribute: u32) -> Result<i32>;
 
-    /// What lies at an address; an address CUDA does not know is [`MemoryKind::Unknown`], no error.
+    /// The allocation at an address; [`MemoryKind::Unknown`] and no error if CUDA does not know the address.
     ///
     /// # Errors
     /// [`Error::Cuda`].
     fn pointer(&self, addr: u64) -> Result<PointerInfo>;
 
-    /// [`PointerInfo::buffer_id`] alone, which is quicker: another number after the memory was freed and allocated
-    /// anew, and 0 where there is none.
+    /// [`PointerInfo::buffer_id`] alone, which is faster: another number after the memory was freed and allocated again, 0 if there is
+    /// no allocation.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -119,8 +117,8 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`].
     fn export_fd(&self, addr: u64) -> Result<OwnedFd>;
 
-    /// `cuMemGetHandleForAddressRange` for a dma-buf of whole host pages; `pcie` forces BAR1. `memory` is an address of
-    /// the allocation, since the pages may begin before it.
+    /// `cuMemGetHandleForAddressRange` for a dma-buf of whole host pages; `pcie` forces BAR1. `memory` is an address in the
+    /// allocation, since the pages may begin before it.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -132,18 +130,17 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`], [`Error::Exhausted`].
     fn alloc(&self, device: i32, len: usize, kind: AllocKind) -> Result<u64>;
 
-    /// Frees what [`Cuda::alloc`] gave. CUDA may wait for all work of the GPU first: do not call this while a
-    /// stream waits for something that the calling thread has yet to do.
+    /// Frees memory of [`Cuda::alloc`]. CUDA may wait for all work of the GPU first: do not call this while a stream waits for
+    /// something that the calling thread has yet to do.
     ///
     /// # Errors
     /// [`Error::Cuda`].
     ///
     /// # Safety
-    /// `addr` must come from [`Cuda::alloc`] of this object; nothing may use the memory any more except
-    /// mappings, whose backends say what they show then.
+    /// `addr` must come from [`Cuda::alloc`] of this object; nothing but mappings may use the memory any more.
     unsafe fn free(&self, addr: u64) -> Result<()>;
 
-    /// Copies host memory to GPU memory; the bytes are in place on return, for the GPU and through BAR1.
+    /// Copies host memory to GPU memory, and returns when the bytes are in place for the GPU and through BAR1.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -161,11 +158,11 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// `dst` must be writable for `len` bytes.
     unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()>;
 
-    /// `cuFlushGPUDirectRDMAWrites` to the owner's scope, in the context of the memory at this address: what reached the
-    /// GPU over PCIe before is visible to its running kernels afterwards. Nothing where the GPU needs no flush for that.
+    /// `cuFlushGPUDirectRDMAWrites` to the owner's scope, in the context of the memory at this address: afterwards the GPU's running
+    /// kernels see what reached it over PCIe before. Does nothing if the GPU needs no flush.
     ///
     /// # Errors
-    /// [`Error::Cuda`]; [`Error::NotMappable`] where a flush is needed and CUDA knows no memory there.
+    /// [`Error::Cuda`]; [`Error::NotMappable`] if a flush is needed and CUDA knows no memory there.
     fn flush(&self, device: i32, memory: u64) -> Result<()>;
 }
 

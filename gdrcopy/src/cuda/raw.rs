@@ -1,19 +1,24 @@
-//! The entry points of `libcuda` that mappings need.
+//! The entry points of the CUDA driver as they are, for crates that drive streams. Applications have no use for them.
 //!
-//! They are declared here with an integer result. `cudarc` declares them with its closed `CUresult` enum, and a
-//! status of a newer driver that the enum lacks would be undefined behaviour; so `cudarc` only loads the library.
+//! They are declared with an integer result. `cudarc` declares them with its closed `CUresult` enum, and a status of a newer
+//! driver that the enum lacks would be undefined behaviour; so `cudarc` only loads the library.
+
+pub mod layout;
 
 use std::ffi::{c_char, c_void};
 use std::fmt;
 use std::io;
+use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 
-use super::layout::{AccessDesc, AllocationProp, Handle, KernelNodeParams, MemOp, MemOpNodeParams};
-use crate::cuda::CudaStatus;
-use crate::cuda::status::name_of;
-use crate::error::{Error, Result};
+use self::layout::{
+    AccessDesc, AllocationProp, CAPTURE_RELAXED, HANDLE_TYPE_FD, Handle, KernelNodeParams,
+    MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST, MemOp, MemOpNodeParams, pointer_attribute as attribute,
+};
+use super::{CudaStatus, MemoryKind, PointerInfo};
+use crate::error::{Error, Result, name_of};
 
 /// Declares the table of entry points and a checked call for each.
 macro_rules! entry_points {
@@ -58,7 +63,7 @@ macro_rules! entry_points {
                 #[inline]
                 pub unsafe fn $name(&self, $($arg: $ty),*) -> Result<()> {
                     let Some(entry) = self.$name else { return Err(missing($symbol)) };
-                    // SAFETY: the caller vouches for the arguments.
+                    // SAFETY: the caller guarantees the arguments.
                     CudaStatus(unsafe { entry($($arg),*) }).check($symbol)
                 }
             )*
@@ -171,7 +176,7 @@ fn not_found() -> io::Error {
     io::Error::from_raw_os_error(libc::ENOENT)
 }
 
-/// Whether there is a `libcuda`: looked for once, as a search goes through many names.
+/// Whether there is a `libcuda`. Searched once, since the search tries many names.
 fn present() -> bool {
     static PRESENT: OnceLock<bool> = OnceLock::new();
     // SAFETY: loading runs the initialisers of a library called libcuda, which may run at any time.
@@ -185,4 +190,167 @@ fn missing(symbol: &'static str) -> Error {
         by: "the installed CUDA driver",
         fix: "install a driver of CUDA 11.7 or newer",
     }
+}
+
+/// Makes a context current for this thread; the drop restores the former one.
+#[derive(Debug)]
+#[must_use]
+pub struct Current<'a> {
+    api: &'a Api,
+    _relaxed: Relaxed<'a>,
+}
+
+/// Relaxed capture mode for this thread; the drop restores the former mode. In any other mode an allocation, a new stream or a copy
+/// would fail and invalidate a capture of the application, in this or another thread.
+#[derive(Debug)]
+#[must_use]
+pub struct Relaxed<'a> {
+    api: &'a Api,
+    /// None if the driver has no capture modes.
+    former: Option<u32>,
+    _of_this_thread: PhantomData<*mut ()>,
+}
+
+impl<'a> Current<'a> {
+    /// Makes a context current, with relaxed capture mode.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    ///
+    /// # Safety
+    /// The context must live.
+    pub unsafe fn enter(api: &'a Api, context: Handle) -> Result<Self> {
+        // SAFETY: the caller guarantees the context.
+        unsafe { api.ctx_push_current(context) }?;
+        Ok(Self { api, _relaxed: Relaxed::enter(api) })
+    }
+}
+
+impl<'a> Relaxed<'a> {
+    /// Sets relaxed capture mode.
+    pub fn enter(api: &'a Api) -> Self {
+        let mut mode = CAPTURE_RELAXED;
+        // SAFETY: a mode, and a place for the former one.
+        let former = unsafe { api.thread_exchange_stream_capture_mode(&mut mode) }.ok().map(|()| mode);
+        Self { api, former, _of_this_thread: PhantomData }
+    }
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        let Some(mut mode) = self.former else { return };
+        // SAFETY: the mode that this thread had, and a place for the one that it has.
+        if let Err(error) = unsafe { self.api.thread_exchange_stream_capture_mode(&mut mode) } {
+            tracing::warn!(%error, "the capture mode of the calling thread was not restored");
+        }
+    }
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        let mut popped = 0;
+        // SAFETY: pushed by this thread when this value was made.
+        if let Err(error) = unsafe { self.api.ctx_pop_current(&mut popped) } {
+            tracing::warn!(%error, "the CUDA context of the calling thread was not restored");
+        }
+    }
+}
+
+/// Asks for several attributes of an address at once. An attribute that the address has not is 0, and so are
+/// all of an address that CUDA does not know.
+pub(super) fn attributes<const N: usize>(api: &Api, addr: u64, asked: [u32; N]) -> Result<[u64; N]> {
+    let mut answers = [0; N];
+    let places: [*mut c_void; N] = answers.each_mut().map(|answer| std::ptr::from_mut::<u64>(answer).cast());
+    let count = u32::try_from(N).unwrap_or(u32::MAX);
+    // SAFETY: as many attributes and places as said; no answer is longer than eight bytes.
+    match unsafe { api.pointer_get_attributes(count, asked.as_ptr(), places.as_ptr(), addr) } {
+        // One of the attributes is newer than the driver, or no context exists yet.
+        Err(Error::Cuda { status: CudaStatus::INVALID_VALUE | CudaStatus::INVALID_CONTEXT, .. }) => {
+            one_by_one(api, addr, asked)
+        }
+        result => result.map(|()| answers),
+    }
+}
+
+/// As [`attributes`], for drivers that do not know all of them.
+fn one_by_one<const N: usize>(api: &Api, addr: u64, asked: [u32; N]) -> Result<[u64; N]> {
+    let mut answers = [0; N];
+    for (answer, asked) in answers.iter_mut().zip(asked) {
+        let place = std::ptr::from_mut::<u64>(answer);
+        // SAFETY: a place for the answer, which is not longer than eight bytes.
+        match unsafe { api.pointer_get_attribute(place.cast(), asked, addr) } {
+            Err(Error::Cuda {
+                status: CudaStatus::INVALID_VALUE | CudaStatus::INVALID_CONTEXT | CudaStatus::NOT_SUPPORTED,
+                ..
+            }) => *answer = 0,
+            result => result?,
+        }
+    }
+    Ok(answers)
+}
+
+/// The number of the allocation at an address, 0 where there is none.
+pub(super) fn buffer_id(api: &Api, addr: u64) -> Result<u64> {
+    let [id] = one_by_one(api, addr, [attribute::BUFFER_ID])?;
+    Ok(id)
+}
+
+/// What lies at an address; one that CUDA does not know is [`MemoryKind::Unknown`].
+///
+/// # Errors
+/// [`Error::Cuda`].
+pub fn pointer_info(api: &Api, addr: u64) -> Result<PointerInfo> {
+    let [memory, managed, pool, ipc, device, buffer_id, fds, start, size, mapping_start, mapping_size] =
+        attributes(
+            api,
+            addr,
+            [
+                attribute::MEMORY_TYPE,
+                attribute::IS_MANAGED,
+                attribute::MEMPOOL_HANDLE,
+                attribute::IS_LEGACY_CUDA_IPC_CAPABLE,
+                attribute::DEVICE_ORDINAL,
+                attribute::BUFFER_ID,
+                attribute::ALLOWED_HANDLE_TYPES,
+                attribute::RANGE_START_ADDR,
+                attribute::RANGE_SIZE,
+                attribute::MAPPING_BASE_ADDR,
+                attribute::MAPPING_SIZE,
+            ],
+        )?;
+    let kind = match number(memory) {
+        MEMORY_TYPE_HOST | MEMORY_TYPE_DEVICE if managed != 0 => MemoryKind::Managed,
+        MEMORY_TYPE_HOST => MemoryKind::Host,
+        MEMORY_TYPE_DEVICE if pool != 0 => MemoryKind::Pool,
+        MEMORY_TYPE_DEVICE if ipc != 0 => MemoryKind::Malloc,
+        MEMORY_TYPE_DEVICE => MemoryKind::Vmm,
+        _ => {
+            let device = -1;
+            return Ok(PointerInfo {
+                kind: MemoryKind::Unknown,
+                device,
+                base: addr,
+                size: 0,
+                buffer_id,
+                exportable: false,
+            });
+        }
+    };
+    // The range of VMM memory is the whole reservation. Drivers before CUDA 12 do not tell single mappings.
+    let vmm = kind == MemoryKind::Vmm;
+    let (base, size) = if vmm && mapping_size != 0 { (mapping_start, mapping_size) } else { (start, size) };
+    Ok(PointerInfo {
+        kind,
+        device: number(device).cast_signed(),
+        base,
+        size: usize::from_ne_bytes(size.to_ne_bytes()),
+        buffer_id,
+        exportable: vmm && fds & u64::from(HANDLE_TYPE_FD) != 0,
+    })
+}
+
+/// A 32-bit answer, which the driver writes to the start of its place.
+pub(super) fn number(answer: u64) -> u32 {
+    let [a, b, c, d, ..] = answer.to_ne_bytes();
+    u32::from_ne_bytes([a, b, c, d])
 }

@@ -20,17 +20,16 @@
 //!
 //! Copies contain no fence: [`store_fence`], [`load_fence`] and [`full_fence`] order them.
 
-mod fence;
 mod routine;
 mod scalar;
 mod shared;
 mod vector;
 
 #[cfg(target_arch = "aarch64")]
-#[path = "aarch64.rs"]
+#[path = "copy/aarch64.rs"]
 mod arch;
 #[cfg(target_arch = "x86_64")]
-#[path = "x86_64.rs"]
+#[path = "copy/x86_64.rs"]
 mod arch;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("copies and fences for mapped GPU memory are written for x86-64 and aarch64");
@@ -38,16 +37,13 @@ compile_error!("copies and fences for mapped GPU memory are written for x86-64 a
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-pub use fence::{full_fence, load_fence, store_fence};
 pub use routine::Routine;
 
 pub use shared::copy_shared;
 
-use crate::MappingType;
+use crate::types::MappingType;
 use scalar::{FromDevice, ToDevice};
-
-/// Copies `len` bytes from `src` to `dst`; both must be valid for what the promises above allow.
-type CopyFn = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
+use vector::CopyFn;
 
 /// The default is the first routine that this CPU has. On Sapphire Rapids and later (known by MOVDIR64B), with an H200:
 /// - Stores: AVX-512 writes 64 bytes in 12 ns where AVX takes 30, and 32 KiB at 24.7 instead of 22.5 GB/s; from 64 KiB on
@@ -119,15 +115,15 @@ impl Copier {
     pub unsafe fn to_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         // The device's memory changes outside the program: calls may not be merged with one another.
         compiler_fence(Ordering::SeqCst);
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         let done = unsafe { scalar::word::<ToDevice>(dst, src, len) };
         if !done {
             match kind {
-                // SAFETY: what the caller promised; this CPU has the routine, see `store_fn`.
+                // SAFETY: the caller's promise; this CPU has the routine, see `store_fn`.
                 MappingType::WriteCombining => unsafe { (self.store_fn)(dst, src, len) },
-                // SAFETY: what the caller promised.
+                // SAFETY: the caller's promise.
                 MappingType::Cached => unsafe { (arch::STORE_CACHED)(dst, src, len) },
-                // SAFETY: what the caller promised.
+                // SAFETY: the caller's promise.
                 MappingType::Device => unsafe { scalar::copy::<ToDevice>(dst, src, len) },
             }
         }
@@ -146,19 +142,26 @@ impl Copier {
     #[inline]
     pub unsafe fn from_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         compiler_fence(Ordering::SeqCst);
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller's promise.
         let done = unsafe { scalar::word::<FromDevice>(dst, src, len) };
         if !done {
             match kind {
-                // SAFETY: what the caller promised; this CPU has the routine, see `load_fn`.
+                // SAFETY: the caller's promise; this CPU has the routine, see `load_fn`.
                 MappingType::WriteCombining => unsafe { (self.load_fn)(dst, src, len) },
-                // SAFETY: what the caller promised.
+                // SAFETY: the caller's promise.
                 MappingType::Cached => unsafe { (arch::LOAD_CACHED)(dst, src, len) },
-                // SAFETY: what the caller promised.
+                // SAFETY: the caller's promise.
                 MappingType::Device => unsafe { scalar::copy::<FromDevice>(dst, src, len) },
             }
         }
         compiler_fence(Ordering::SeqCst);
+    }
+}
+
+impl Routine {
+    /// Whether this CPU, and its operating system, have the instructions.
+    pub fn supported(self) -> bool {
+        self == Self::Scalar || arch::detected(self)
     }
 }
 
@@ -205,6 +208,104 @@ fn choose_named(
         },
     }
     (default, default_fn)
+}
+
+/// Everything this thread stored to mappings of type `kind` before is on its way before any of its later stores.
+///
+/// Needed between data and a flag, a doorbell, or a message to another thread that speaks of the data.
+///
+/// - x86-64: `sfence`, which also empties the write-combining buffers. Stores to cached memory are in order anyway.
+/// - aarch64: `dsb st` for write combining, since a mere `dmb` orders the stores but may leave the last ones in a
+///   gathering buffer; it waits until they have been taken. `dmb oshst` otherwise: the GPU is outside the inner
+///   shareable domain.
+#[inline]
+pub fn store_fence(kind: MappingType) {
+    imp::store(kind);
+    compiler_fence(Ordering::SeqCst);
+}
+
+/// No load after this one is served before any load of this thread from mappings of type `kind` that came before,
+/// nor from what those had fetched.
+///
+/// Needed between a flag read from the device and the data it announces: a streaming load of 16 bytes may fetch 64,
+/// and a load of the other 48 be served from them.
+///
+/// - x86-64: `mfence` for write combining, which is what drops the buffers of streaming loads; loads of cached
+///   memory are in order anyway.
+/// - aarch64: `dmb oshld`.
+#[inline]
+pub fn load_fence(kind: MappingType) {
+    imp::load(kind);
+    compiler_fence(Ordering::SeqCst);
+}
+
+/// All accesses of this thread, of any mapping or memory, come before all later ones.
+///
+/// Needed where a load must not pass an earlier store, or mappings of several types are in play. x86-64: `mfence`;
+/// aarch64: `dsb sy`.
+#[inline]
+pub fn full_fence() {
+    imp::full();
+    compiler_fence(Ordering::SeqCst);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod imp {
+    use std::arch::x86_64::{_mm_mfence, _mm_sfence};
+
+    use crate::types::MappingType;
+
+    #[inline]
+    pub(super) fn store(kind: MappingType) {
+        if kind != MappingType::Cached {
+            // SAFETY: SSE2 is part of x86-64.
+            unsafe { _mm_sfence() };
+        }
+    }
+
+    #[inline]
+    pub(super) fn load(kind: MappingType) {
+        if kind != MappingType::Cached {
+            // SAFETY: SSE2 is part of x86-64.
+            unsafe { _mm_mfence() };
+        }
+    }
+
+    #[inline]
+    pub(super) fn full() {
+        // SAFETY: SSE2 is part of x86-64.
+        unsafe { _mm_mfence() };
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod imp {
+    use std::arch::asm;
+
+    use crate::types::MappingType;
+
+    #[inline]
+    pub(super) fn store(kind: MappingType) {
+        if kind == MappingType::WriteCombining {
+            // SAFETY: a barrier has no operands and changes no register.
+            unsafe { asm!("dsb st", options(nostack, preserves_flags)) };
+        } else {
+            // SAFETY: a barrier has no operands and changes no register.
+            unsafe { asm!("dmb oshst", options(nostack, preserves_flags)) };
+        }
+    }
+
+    #[inline]
+    pub(super) fn load(_: MappingType) {
+        // SAFETY: a barrier has no operands and changes no register.
+        unsafe { asm!("dmb oshld", options(nostack, preserves_flags)) };
+    }
+
+    #[inline]
+    pub(super) fn full() {
+        // SAFETY: a barrier has no operands and changes no register.
+        unsafe { asm!("dsb sy", options(nostack, preserves_flags)) };
+    }
 }
 
 #[cfg(test)]

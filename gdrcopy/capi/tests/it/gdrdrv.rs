@@ -262,7 +262,7 @@ impl Device for RefusesOnce {
         if request == UNPIN && !self.refused.swap(true, Ordering::Relaxed) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
-        // SAFETY: the caller vouches for `arg`.
+        // SAFETY: the caller guarantees `arg`.
         unsafe { self.module.ioctl(fd, request, arg) }
     }
 
@@ -273,7 +273,7 @@ impl Device for RefusesOnce {
         offset: u64,
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller vouches for `at`.
+        // SAFETY: the caller guarantees `at`.
         unsafe { self.module.mmap(fd, len, offset, at) }
     }
 }

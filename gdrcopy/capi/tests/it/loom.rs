@@ -1,16 +1,10 @@
 //! Every interleaving, up to a bound of preemptions, and every reordering that the memory model allows, of what a copy
 //! reads without a lock. The code is that of the library.
 
-#[path = "../src/window.rs"]
-mod window;
-
-mod atomic {
-    pub(crate) use loom::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-}
-
 use loom::sync::Arc;
 use loom::thread;
-use window::{View, Window};
+
+use crate::window::{View, Window};
 
 const FIRST: View = View { base: 0x1000, len: 1, kind: 1 };
 const SECOND: View = View { base: 0x2000, len: 2, kind: 2 };

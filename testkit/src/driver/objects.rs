@@ -1,0 +1,202 @@
+//! Entry points of events, modules and graphs.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
+
+use gdrcopy::cuda::CudaStatus;
+use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOpNodeParams};
+use parking_lot::Mutex;
+
+use super::handles::{CONTEXTS, Table, current};
+use super::kernel::{FUNCTIONS, Function, KERNELS, Launch, MODULES, Shape};
+use super::queue::{Command, Ticket};
+use super::status::INVALID_IMAGE;
+use super::stream::{GRAPHS, Node, enqueue, enqueue_anywhere, resolve, unsafe_call};
+use super::{Outcome, get, memop, put, queue, require};
+
+/// `CU_EVENT_BLOCKING_SYNC`, `CU_EVENT_DISABLE_TIMING`, `CU_EVENT_INTERPROCESS`.
+const EVENT_FLAGS: u32 = 1 | NO_TIMING | INTERPROCESS;
+const NO_TIMING: u32 = 2;
+const INTERPROCESS: u32 = 4;
+
+pub(super) static EVENTS: Table<Arc<Event>> = Table::new();
+
+pub(super) struct Event {
+    pub(super) context: Handle,
+    /// What it stands for; nothing before it is recorded.
+    recorded: Mutex<Option<Ticket>>,
+}
+
+pub(super) fn event_create(event: *mut Handle, flags: u32) -> Outcome {
+    let context = current()?.handle;
+    let between = flags & INTERPROCESS == 0 || flags & NO_TIMING != 0;
+    require(!event.is_null() && flags & !EVENT_FLAGS == 0 && between, CudaStatus::INVALID_VALUE)?;
+    put(event, EVENTS.insert(|_| Arc::new(Event { context, recorded: Mutex::default() })))
+}
+
+pub(super) fn event_record(event: Handle, stream: Handle) -> Outcome {
+    let event = EVENTS.get(event)?;
+    require(resolve(stream)?.context.handle == event.context, CudaStatus::INVALID_HANDLE)?;
+    let ticket = enqueue(stream, |_| Ok(Command::Mark))?;
+    *event.recorded.lock() = ticket;
+    Ok(())
+}
+
+fn recorded(event: Handle) -> Outcome<Option<Ticket>> {
+    Ok(EVENTS.get(event)?.recorded.lock().clone())
+}
+
+pub(super) fn event_wait(stream: Handle, event: Handle, flags: u32) -> Outcome {
+    require(flags <= 1, CudaStatus::INVALID_VALUE)?;
+    let ticket = recorded(event)?;
+    enqueue(stream, |_| Ok(ticket.map_or(Command::Mark, Command::After))).map(drop)
+}
+
+pub(super) fn event_query(event: Handle) -> Outcome {
+    let ticket = recorded(event)?;
+    unsafe_call()?;
+    match ticket {
+        Some(ticket) if !ticket.is_done() => Err(CudaStatus::NOT_READY),
+        Some(ticket) => ticket.synchronize(),
+        None => Ok(()),
+    }
+}
+
+pub(super) fn event_synchronize(event: Handle) -> Outcome {
+    let ticket = recorded(event)?;
+    unsafe_call()?;
+    ticket.map_or(Ok(()), |ticket| ticket.synchronize())
+}
+
+pub(super) fn event_destroy(event: Handle) -> Outcome {
+    EVENTS.remove(event).map(drop)
+}
+
+pub(super) fn load_module(module: *mut Handle, image: *const c_void) -> Outcome {
+    let context = current()?;
+    unsafe_call()?;
+    require(!module.is_null(), CudaStatus::INVALID_VALUE)?;
+    require(!image.is_null(), INVALID_IMAGE)?;
+    queue::wait_for_idle(Some(context.device))?;
+    put(module, MODULES.insert(|_| context.handle))
+}
+
+pub(super) fn unload_module(module: Handle) -> Outcome {
+    let context = current()?;
+    unsafe_call()?;
+    MODULES.get(module)?;
+    queue::wait_for_idle(Some(context.device))?;
+    MODULES.remove(module)?;
+    FUNCTIONS.forget(|function| function.module == module);
+    Ok(())
+}
+
+pub(super) fn get_function(function: *mut Handle, module: Handle, name: *const c_char) -> Outcome {
+    require(!function.is_null() && !name.is_null(), CudaStatus::INVALID_VALUE)?;
+    current()?;
+    let context = MODULES.get(module)?;
+    // SAFETY: the caller of the entry point passes a terminated string.
+    let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| CudaStatus::NOT_FOUND)?;
+    let kernel = KERNELS.lock().get(name).copied().ok_or(CudaStatus::NOT_FOUND)?;
+    put(function, FUNCTIONS.insert(|_| Function { module, context, kernel }))
+}
+
+/// Kernels here are loaded with their module.
+pub(super) fn load_function(function: Handle) -> Outcome {
+    current()?;
+    FUNCTIONS.get(function).map(drop)
+}
+
+pub(super) fn launch_kernel(
+    function: Handle,
+    shape: &Shape,
+    stream: Handle,
+    params: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> Outcome {
+    enqueue_anywhere(stream, |context| {
+        Launch::new(context.handle, function, shape, params, extra).map(Command::Kernel)
+    })
+    .map(drop)
+}
+
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`, `_USE_NODE_PRIORITY`: without effect here.
+const GRAPH_FLAGS: u64 = 1 | 8;
+
+pub(super) static EXECS: Table<Arc<Exec>> = Table::new();
+
+/// A graph that can be launched.
+pub(super) struct Exec {
+    pub(super) context: Handle,
+    /// Where the nodes come from.
+    graph: Handle,
+    nodes: Mutex<Vec<Node>>,
+    last: Mutex<Option<Ticket>>,
+}
+
+impl Exec {
+    /// Changes the work of a node, for launches to come.
+    fn change(&self, node: Handle, change: impl FnOnce(&mut Command) -> Outcome) -> Outcome {
+        // A node's handle lives as long as its graph.
+        GRAPHS.get(self.graph).map_err(|_| CudaStatus::INVALID_VALUE)?;
+        let mut nodes = self.nodes.lock();
+        let found = nodes.iter_mut().find(|own| own.handle == node).ok_or(CudaStatus::INVALID_VALUE)?;
+        change(&mut found.command)
+    }
+}
+
+pub(super) fn instantiate(exec: *mut Handle, graph: Handle, flags: u64) -> Outcome {
+    let context = current()?.handle;
+    require(!exec.is_null() && flags & !GRAPH_FLAGS == 0, CudaStatus::INVALID_VALUE)?;
+    let nodes = Mutex::new(GRAPHS.get(graph)?.0.lock().clone());
+    put(exec, EXECS.insert(|_| Arc::new(Exec { context, graph, nodes, last: Mutex::default() })))
+}
+
+pub(super) fn launch_graph(exec: Handle, stream: Handle) -> Outcome {
+    let exec = EXECS.get(exec)?;
+    let mut last = exec.last.lock();
+    let ticket = enqueue(stream, |_| {
+        let nodes = exec.nodes.lock();
+        let before = last.clone().map(Command::After);
+        Ok(Command::Graph(before.into_iter().chain(nodes.iter().map(|node| node.command.clone())).collect()))
+    })?;
+    *last = ticket;
+    Ok(())
+}
+
+pub(super) fn destroy_graph(graph: Handle) -> Outcome {
+    GRAPHS.remove(graph).map(drop)
+}
+
+pub(super) fn destroy_exec(exec: Handle) -> Outcome {
+    EXECS.remove(exec).map(drop)
+}
+
+pub(super) fn set_mem_ops(exec: Handle, node: Handle, params: *const MemOpNodeParams) -> Outcome {
+    let exec = EXECS.get(exec)?;
+    let context = CONTEXTS.get(exec.context)?;
+    let new = memop::node_batch(&context, params)?;
+    exec.change(node, |command| match command {
+        Command::MemOps(old) if memop::may_replace(old, &new) => {
+            *old = new;
+            Ok(())
+        }
+        _ => Err(CudaStatus::INVALID_VALUE),
+    })
+}
+
+pub(super) fn set_kernel(exec: Handle, node: Handle, params: *const KernelNodeParams) -> Outcome {
+    let exec = EXECS.get(exec)?;
+    let params = get(params)?;
+    let usual = params.kernel == 0 && [0, exec.context].contains(&params.context);
+    require(usual, CudaStatus::INVALID_VALUE)?;
+    let shape = Shape { grid: params.grid, block: params.block };
+    let new = Launch::new(exec.context, params.function, &shape, params.params, params.extra)?;
+    exec.change(node, |command| match command {
+        Command::Kernel(old) => {
+            *old = new;
+            Ok(())
+        }
+        _ => Err(CudaStatus::INVALID_VALUE),
+    })
+}
