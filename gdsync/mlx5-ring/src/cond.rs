@@ -1,6 +1,6 @@
-//! The condition of a wait on a word, as CUDA stream memory operations define it (`cuda.h`: `CUstreamWaitValue_flags`).
+//! Wait conditions of CUDA stream memory operations (`cuda.h`: `CUstreamWaitValue_flags`).
 
-/// When a wait is satisfied, for the word `w` and the value `v` of the operation.
+/// When a wait passes, for the word `w` and the operand `v`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Cond {
     /// `w - v >= 0` as a signed, cyclic comparison (`CU_STREAM_WAIT_VALUE_GEQ`).
@@ -14,7 +14,7 @@ pub enum Cond {
 }
 
 impl Cond {
-    /// Its number in `cuda.h`.
+    /// Value in `cuda.h`.
     pub fn code(self) -> u16 {
         match self {
             Cond::Geq => 0,
@@ -24,7 +24,7 @@ impl Cond {
         }
     }
 
-    /// The nearest value to `word` that satisfies the condition, if there is one.
+    /// The value nearest to `word` that satisfies the condition, if any.
     pub fn satisfy32(self, word: u32, value: u32) -> Option<u32> {
         let lowest = |bits: u32| bits & bits.wrapping_neg();
         let to = match self {
@@ -36,7 +36,7 @@ impl Cond {
         self.holds32(to, value).then_some(to)
     }
 
-    /// The nearest 64-bit value to `word` that satisfies the condition, if there is one.
+    /// The 64-bit value nearest to `word` that satisfies the condition, if any.
     pub fn satisfy64(self, word: u64, value: u64) -> Option<u64> {
         let lowest = |bits: u64| bits & bits.wrapping_neg();
         let to = match self {

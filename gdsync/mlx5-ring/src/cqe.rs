@@ -1,4 +1,4 @@
-//! Completions: 64 bytes each, and whose turn it is to use them.
+//! CQEs: 64-byte completions and their owner bit.
 
 use super::opcode::{CqeOpcode, Opcode, Syndrome};
 use crate::cond::Cond;
@@ -6,55 +6,54 @@ use crate::cond::Cond;
 /// Bytes of a CQE. Rings with 128-byte entries are not used.
 pub const CQE_SIZE: usize = 64;
 
-/// Offset of the CQE's last 32-bit word, which holds the owner bit. The HCA writes it last.
+/// Offset of the CQE's last 32-bit word, with the owner bit. The HCA writes it last.
 pub const CQE_OP_OWN_OFFSET: usize = 60;
 
-/// What every slot must hold before the HCA writes its first CQE.
+/// Initial content of every CQE slot.
 ///
-/// In the first lap the HCA writes owner 0, so a slot that waits for it must show owner 1. rdma-core fills
-/// in `0xf0`, opcode INVALID with owner 0: enough for pollers that look at the opcode, but a wait that can
-/// only test the owner bit would pass at once.
+/// The HCA writes owner 0 in the first lap, so an empty slot must have owner 1. rdma-core fills in `0xf0`, opcode
+/// INVALID with owner 0: enough for pollers of the opcode, but a wait on the owner bit alone would pass at once.
 pub const INITIAL_CQE: [u8; CQE_SIZE] = [0xff; CQE_SIZE];
 
-/// The owner bit, in the CQE's last word as a little-endian machine loads it.
+/// Owner bit in the CQE's last word, as loaded little-endian.
 const OWNER_BIT: u32 = 1 << 24;
 
-/// A completion (`mlx5_cqe64`, or `mlx5_err_cqe` for the error opcodes), in native numbers.
+/// A CQE (`mlx5_cqe64`, or `mlx5_err_cqe` for error opcodes) in native numbers.
 ///
-/// The error layout has no `imm`, `byte_cnt` and `timestamp`, the other one no `syndrome` and `vendor`:
-/// they are 0 after decoding, and encoding drops them.
+/// The error layout has no `imm`, `byte_cnt` and `timestamp`, the other no `syndrome` and `vendor`: they decode to 0,
+/// and encoding drops them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cqe {
-    /// What happened, 4 bits.
+    /// Opcode, 4 bits.
     pub opcode: CqeOpcode,
-    /// The owner bit; see [`lap`].
+    /// Owner bit; see [`lap`].
     pub owner: u8,
-    /// Where the payload is, 2 bits: 0 is "in memory". Others (in the CQE, or compressed) are not used.
+    /// Location of the payload, 2 bits: 0 is "in memory". Others (in the CQE, compressed) are not used.
     pub format: u8,
-    /// The sender asked for an event.
+    /// The sender requested a solicited event.
     pub solicited: bool,
-    /// Number of the queue pair, 24 bits.
+    /// QPN, 24 bits.
     pub qpn: u32,
-    /// For sends, the index of the WQE's first block; for receives, the counter of the receive WQE.
+    /// Sends: index of the WQE's first block. Receives: counter of the receive WQE.
     pub wqe_counter: u16,
-    /// Bytes received, or read by a read or an atomic.
+    /// Bytes received, or returned by a read or atomic.
     pub byte_cnt: u32,
-    /// Immediate data, as the number that the sender gave.
+    /// Immediate data, as the sender's number.
     pub imm: u32,
-    /// Operation of the send WQE; 0 on receives.
+    /// Opcode of the send WQE; 0 for receives.
     pub send_opcode: Opcode,
-    /// Why the WQE failed.
+    /// Error syndrome.
     pub syndrome: Syndrome,
-    /// The vendor's own reason for the failure.
+    /// Vendor-specific syndrome.
     pub vendor: u8,
     /// Free-running clock of the HCA.
     pub timestamp: u64,
-    /// Number of the shared receive queue, or the user's index of the queue pair.
+    /// SRQ number, or user index of the queue pair.
     pub srqn_uidx: u32,
 }
 
 impl Cqe {
-    /// Reads a CQE. Whether it is a new one must have been tested before: [`owned_by_software`].
+    /// Decodes a CQE. The caller has checked [`owned_by_software`].
     pub fn decode(bytes: &[u8; CQE_SIZE]) -> Self {
         let [send_opcode, q0, q1, q2] = field(bytes, 56);
         let [op_own] = field(bytes, 63);
@@ -82,7 +81,7 @@ impl Cqe {
         }
     }
 
-    /// The bytes in the ring. Bits beyond a field's width are dropped, reserved bytes are 0.
+    /// The bytes in the ring. Excess bits of fields are dropped, reserved bytes are 0.
     pub fn encode(&self) -> [u8; CQE_SIZE] {
         let mut out = [0; CQE_SIZE];
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -103,19 +102,17 @@ impl Cqe {
     }
 }
 
-/// The bytes of the field at a constant offset.
+/// The bytes of a field at a constant offset.
 fn field<const N: usize>(bytes: &[u8; CQE_SIZE], at: usize) -> [u8; N] {
     *bytes[at..].first_chunk().expect("fields lie inside the CQE")
 }
 
-/// The last word of a CQE as it is loaded and stored whole. Whoever writes a CQE stores it last, and
-/// everything else before.
+/// The last word of a CQE, loaded and stored whole. It must be stored after all other bytes.
 pub fn op_own_word(bytes: &[u8; CQE_SIZE]) -> u32 {
     u32::from_le_bytes(field(bytes, CQE_OP_OWN_OFFSET))
 }
 
-/// The owner bit that the HCA writes with completion `n` (from 0) of a queue with `2^log2` slots: it
-/// changes with every lap around the ring.
+/// Owner bit of completion `n` (from 0) in a queue of `2^log2` slots: changes with every lap.
 pub const fn lap(n: u64, log2: u32) -> u8 {
     match n.checked_shr(log2) {
         Some(lap) if lap & 1 == 1 => 1,
@@ -123,19 +120,18 @@ pub const fn lap(n: u64, log2: u32) -> u8 {
     }
 }
 
-/// Whether completion `n` (from 0) has arrived, judged by the last word of its slot.
+/// Whether completion `n` (from 0) has arrived, by its slot's last word.
 ///
-/// The rest of the CQE may be read after this, with an acquire fence between.
+/// The rest of the CQE may be read after an acquire fence.
 pub const fn owned_by_software(op_own_word: u32, n: u64, log2: u32) -> bool {
     let [_, _, _, op_own] = op_own_word.to_le_bytes();
     op_own >> 4 != CqeOpcode::INVALID.0 && op_own & 1 == lap(n, log2)
 }
 
-/// The wait that holds a stream until completion `n` (from 0) is in its slot: condition and operand, for
-/// the slot's last word.
+/// Wait condition and operand on the slot's last word for completion `n` (from 0).
 ///
-/// Only the owner bit is tested, so a completion with an error ends the wait too. The slot must have begun
-/// as [`INITIAL_CQE`], and completion `n + 2^log2` must not arrive before the wait has passed.
+/// It tests only the owner bit, so error completions pass it too. The slot must start as [`INITIAL_CQE`], and
+/// completion `n + 2^log2` must not arrive before the wait has passed.
 pub const fn wait_condition(n: u64, log2: u32) -> (Cond, u32) {
     match lap(n, log2) {
         0 => (Cond::Nor, !OWNER_BIT),
@@ -196,7 +192,7 @@ mod tests {
 
         let receive = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome(1), ..Cqe::default() };
         assert_eq!(changed(&[0; 64], &receive.encode()), [(55, 1), (63, 0xe0)]);
-        // What only the other layout has must not reach the syndrome's bytes.
+        // Fields of the other layout must not reach the syndrome's bytes.
         let busy = Cqe { imm: !0, byte_cnt: !0, timestamp: !0, ..receive };
         assert_eq!(busy.encode(), receive.encode());
     }
@@ -225,8 +221,7 @@ mod tests {
         }
     }
 
-    /// Every slot, over several laps: waits hold on the old content and pass on the new one, whatever
-    /// its opcode is.
+    /// In every slot, over several laps: waits block on old content and pass on new content of any opcode.
     #[test]
     fn waits_and_polls_follow_the_owner_bit_over_many_laps() {
         let opcodes = [0, 1, 2, 3, 4, 13, 14].map(CqeOpcode);
@@ -258,9 +253,9 @@ mod tests {
         assert_eq!((lap(u64::MAX, 24), lap(1 << 63, 63), lap(u64::MAX, 64)), (1, 1, 0));
     }
 
-    /// Why a slot must not begin as rdma-core leaves it.
+    /// Why slots must not start as in rdma-core.
     #[test]
-    fn the_initial_content_holds_waits_of_the_first_lap() {
+    fn initial_content_blocks_waits_of_the_first_lap() {
         let (cond, value) = wait_condition(0, 6);
         assert!(!cond.holds32(op_own_word(&INITIAL_CQE), value));
         assert!(cond.holds32(0xf000_0000, value));

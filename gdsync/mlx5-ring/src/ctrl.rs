@@ -3,13 +3,13 @@
 use super::opcode::Opcode;
 use super::segment::SEGMENT;
 
-/// `fm_ce_se`: raise an event at the receiver (`MLX5_WQE_CTRL_SOLICITED`).
+/// `fm_ce_se`: solicited event (`MLX5_WQE_CTRL_SOLICITED`).
 pub const SOLICITED: u8 = 0x02;
 
 /// `fm_ce_se`: always write a CQE (`MLX5_WQE_CTRL_CQ_UPDATE`).
 pub const CE_ALWAYS: u8 = 0x08;
 
-/// `fm_ce_se`: the two bits that say when a CQE is written. 0 is "only on error".
+/// `fm_ce_se`: completion mode bits. 0 means "on error only".
 pub const CE_MASK: u8 = 0x0c;
 
 /// `fm_ce_se`: small fence of the initiator (`MLX5_WQE_CTRL_INITIATOR_SMALL_FENCE`).
@@ -21,45 +21,45 @@ pub const FM_FENCE: u8 = 0x40;
 /// `fm_ce_se`: strong ordering.
 pub const FM_STRONG_ORDERING: u8 = 0x60;
 
-/// `fm_ce_se`: both fences, what rdma-core emits for `IBV_SEND_FENCE` (`MLX5_WQE_CTRL_FENCE`).
+/// `fm_ce_se`: both fences, as rdma-core emits for `IBV_SEND_FENCE` (`MLX5_WQE_CTRL_FENCE`).
 pub const FM_FENCE_AND_INITIATOR_SMALL: u8 = 0x80;
 
-/// `fm_ce_se`: the three bits of the fence mode.
+/// `fm_ce_se`: fence mode bits.
 pub const FM_MASK: u8 = 0xe0;
 
-/// The six bits of the length in the last byte of the second word; the other two are reserved.
+/// `ds` bits of the last byte of the second word; the other two are reserved.
 const DS_MASK: u8 = 0x3f;
 
-/// A control segment (`mlx5_wqe_ctrl_seg`), with every bit of it visible and none checked.
+/// Control segment (`mlx5_wqe_ctrl_seg`) with all bits, unchecked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ctrl {
-    /// Variant of the operation; 0 for all that this library uses.
+    /// Operation modifier; 0 for all operations used here.
     pub opmod: u8,
-    /// Index of the WQE's first block: a counter that runs freely and wraps at 2^16.
+    /// Index of the WQE's first block, modulo 2^16.
     pub index: u16,
-    /// The operation.
+    /// Opcode.
     pub opcode: Opcode,
-    /// Number of the queue pair, 24 bits.
+    /// QPN, 24 bits.
     pub qpn: u32,
-    /// Length of the WQE in 16-byte segments, this one included, 6 bits.
+    /// Length of the WQE in 16-byte segments including this one, 6 bits.
     pub ds: u8,
-    /// The reserved bits beside `ds`, in place (mask `0xc0`).
+    /// Reserved bits beside `ds`, in place (mask `0xc0`).
     pub reserved: u8,
-    /// XOR signature; 0 where signatures are off, as here.
+    /// XOR signature; 0 when off, as here.
     pub signature: u8,
     /// Stream of a DC initiator; 0 on RC.
     pub stream_id: u16,
     /// Fence mode (bits 7:5), completion mode (3:2), solicited event (1).
     pub fm_ce_se: u8,
-    /// Immediate data, in the order in which it travels.
+    /// Immediate data in wire order.
     pub imm: [u8; 4],
 }
 
 impl Ctrl {
-    /// The bytes in the ring. Bits beyond a field's width are dropped.
+    /// The bytes in the ring. Excess bits of fields are dropped.
     pub const fn to_bytes(&self) -> [u8; SEGMENT] {
         let ds = self.ds & DS_MASK | self.reserved & !DS_MASK;
-        // Made as a whole, in registers: of bytes that were stored one by one a word would be read back late.
+        // Built in registers: word loads of bytes stored one by one would stall.
         let high = (self.opmod as u64) << 56
             | (self.index as u64) << 40
             | (self.opcode.0 as u64) << 32
@@ -77,24 +77,23 @@ impl Ctrl {
         blocks(self.ds)
     }
 
-    /// Whether the WQE has to wait for earlier reads and atomics.
+    /// Whether the WQE waits for earlier reads and atomics.
     pub const fn fence(&self) -> bool {
         matches!(self.fm_ce_se & FM_MASK, FM_FENCE | FM_STRONG_ORDERING | FM_FENCE_AND_INITIATOR_SMALL)
     }
 
-    /// Whether success writes a CQE too (failure always does).
+    /// Whether success writes a CQE (failure always does).
     pub const fn always_completes(&self) -> bool {
         self.fm_ce_se & CE_MASK == CE_ALWAYS
     }
 
-    /// Whether the receiver is to raise an event.
+    /// Whether the receiver raises a solicited event.
     pub const fn solicited(&self) -> bool {
         self.fm_ce_se & SOLICITED != 0
     }
 }
 
-/// Reads a control segment. Nothing is checked: that is up to [`super::decode_body`] and
-/// [`super::strict_violations`].
+/// Decodes a control segment without checks; see [`super::decode_body`] and [`super::strict_violations`].
 pub const fn decode_ctrl(bytes: &[u8; SEGMENT]) -> Ctrl {
     let [opmod, i0, i1, opcode, q0, q1, q2, ds, signature, s0, s1, fm_ce_se, imm @ ..] = *bytes;
     Ctrl {
@@ -111,24 +110,23 @@ pub const fn decode_ctrl(bytes: &[u8; SEGMENT]) -> Ctrl {
     }
 }
 
-/// Number of 64-byte blocks that a WQE of `ds` segments occupies in the ring.
+/// Number of 64-byte blocks of a WQE with `ds` segments.
 pub const fn blocks(ds: u8) -> u16 {
     ds.div_ceil(4) as u16
 }
 
-/// The control segment of a NOP that takes the place of a prepared WQE which was given up.
+/// Control segment of a NOP that replaces a prepared WQE.
 ///
-/// It keeps that WQE's `ds`, so the indices of later WQEs stay right, and it asks for a CQE, so the
-/// completions stay one to one. The segments behind it are not looked at. `qpn` counts with its low 24
-/// bits, `ds` with its low 6.
+/// It keeps the WQE's `ds`, so later indices stay right, and requests a CQE, so completions stay one to one. Segments
+/// behind it are ignored. Uses the low 24 bits of `qpn` and the low 6 of `ds`.
 pub fn nop_like(qpn: u32, index: u16, ds: u8) -> [u8; SEGMENT] {
     Ctrl { index, opcode: Opcode::NOP, qpn, ds, fm_ce_se: CE_ALWAYS, ..Ctrl::default() }.to_bytes()
 }
 
-/// Gives an encoded WQE, or its control segment, another index: all else in it is the same at any place of the ring.
+/// Sets the index of an encoded WQE or control segment; nothing else depends on the place in the ring.
 ///
 /// # Panics
-/// Where `wqe` is shorter than 3 bytes.
+/// If `wqe` is shorter than 3 bytes.
 pub fn set_index(wqe: &mut [u8], index: u16) {
     wqe[1..3].copy_from_slice(&index.to_be_bytes());
 }
@@ -183,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_is_all_that_changes() {
+    fn only_the_index_changes() {
         let mut bytes = Ctrl { index: 0xffff, qpn: 0xff_ffff, ds: 0x3f, ..Ctrl::default() }.to_bytes();
         let before = decode_ctrl(&bytes);
         set_index(&mut bytes, 0xa1b2);
@@ -191,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nop_keeps_place_and_size() {
+    fn nop_keeps_index_and_size() {
         let expected = [0, 0x01, 0x2b, 0, 0x00, 0x01, 0x23, 7, 0, 0, 0, 8, 0, 0, 0, 0];
         assert_eq!(nop_like(0x123, 0x12b, 7), expected);
     }

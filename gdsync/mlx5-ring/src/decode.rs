@@ -1,4 +1,4 @@
-//! Taking a send WQE apart, and what a card would punish in it.
+//! Decoding of send WQEs, with the errors that a card reports.
 
 use core::ops::Range;
 
@@ -7,66 +7,66 @@ use super::opcode::{Opcode, Syndrome};
 use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT};
 use super::wqe::MAX_DS;
 
-/// What a WQE asks for. Payload stays in the WQE's bytes; nothing is copied or allocated.
+/// A decoded operation. Payload stays in the WQE's bytes; nothing is copied or allocated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DecodedOp {
-    /// Nothing, with a completion.
+    /// NOP.
     Nop,
-    /// Into the peer's next receive WQE.
+    /// Send.
     Send {
-        /// What is sent.
+        /// Payload.
         payload: DecodedPayload,
         /// Immediate data.
         imm: Option<u32>,
     },
-    /// Into the peer's memory.
+    /// RDMA write.
     Write {
-        /// Where to.
+        /// Destination.
         remote: RemoteAddr,
-        /// What is written.
+        /// Payload.
         payload: DecodedPayload,
         /// Immediate data.
         imm: Option<u32>,
     },
-    /// From the peer's memory.
+    /// RDMA read.
     Read {
-        /// Where from.
+        /// Source.
         remote: RemoteAddr,
-        /// Where to; never empty.
+        /// Destination; never empty.
         sges: SgeList,
     },
-    /// Conditional exchange of the peer's 64-bit word.
+    /// Compare-and-swap of a remote 64-bit word.
     CompareSwap {
         /// The word. Its alignment is not checked here.
         remote: RemoteAddr,
-        /// The value expected there.
+        /// Expected value.
         compare: u64,
-        /// The new value.
+        /// New value.
         swap: u64,
-        /// Where the old value goes, 8 bytes.
+        /// Destination of the old value, 8 bytes.
         result: DataSeg,
     },
-    /// Addition to the peer's 64-bit word.
+    /// Fetch-and-add of a remote 64-bit word.
     FetchAdd {
         /// The word. Its alignment is not checked here.
         remote: RemoteAddr,
-        /// What is added.
+        /// Addend.
         add: u64,
-        /// Where the old value goes, 8 bytes.
+        /// Destination of the old value, 8 bytes.
         result: DataSeg,
     },
 }
 
-/// Where the payload of a WQE is.
+/// Location of a WQE's payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DecodedPayload {
-    /// In these buffers.
+    /// In these SGEs.
     Sges(SgeList),
-    /// In the WQE, at this range of its bytes.
+    /// Inline, at this range of the WQE's bytes.
     Inline(Range<usize>),
 }
 
-/// The buffers of a WQE, still in its bytes.
+/// SGEs of a WQE, still encoded in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SgeList {
     start: usize,
@@ -75,105 +75,105 @@ pub struct SgeList {
 }
 
 impl SgeList {
-    /// Number of buffers.
+    /// Number of SGEs.
     pub const fn len(&self) -> usize {
         (self.end - self.start) / SEGMENT
     }
 
-    /// Whether there is no buffer, which is a message of no bytes.
+    /// Whether there are no SGEs, that is, the message has no bytes.
     pub const fn is_empty(&self) -> bool {
         self.start == self.end
     }
 
-    /// Length of all buffers together, in bytes; at most [`MAX_MESSAGE`].
+    /// Total length in bytes, at most [`MAX_MESSAGE`].
     pub const fn total_bytes(&self) -> u32 {
         self.total
     }
 
-    /// The buffers, none of them empty, read from the bytes of the WQE that was decoded.
+    /// The SGEs, none of them empty, from the bytes of the decoded WQE.
     pub fn iter(self, wqe: &[u8]) -> impl Iterator<Item = DataSeg> + '_ {
         let (segments, _) = wqe.get(self.start..self.end).unwrap_or_default().as_chunks();
         segments.iter().map(DataSeg::from_bytes)
     }
 }
 
-/// What a card would punish in a WQE.
+/// Error in a WQE that a card reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// An operation that is unknown, or not done here.
+    /// Unknown or unsupported opcode.
     #[error("opcode {0} is not supported")]
     Opcode(Opcode),
-    /// A variant of an operation.
+    /// Unsupported operation modifier.
     #[error("{opcode} has opmod {opmod:#x}, expected 0")]
     Opmod {
-        /// The operation.
+        /// Opcode.
         opcode: Opcode,
-        /// Its variant.
+        /// Modifier.
         opmod: u8,
     },
-    /// A length that the operation cannot have: header segments missing, or segments too many.
+    /// Length not valid for the opcode: missing or excess segments.
     #[error("{opcode} has ds {ds}, expected {min} to {max}")]
     Ds {
-        /// The operation.
+        /// Opcode.
         opcode: Opcode,
-        /// Its length in segments.
+        /// Length in segments.
         ds: u8,
-        /// Shortest.
+        /// Minimum.
         min: u8,
-        /// Longest.
+        /// Maximum.
         max: u8,
     },
-    /// The caller has fewer bytes than the WQE is long.
-    #[error("ds {ds} is longer than the {len} bytes at hand")]
+    /// Fewer bytes given than `ds` needs.
+    #[error("ds {ds} is longer than the {len} bytes given")]
     Truncated {
         /// Length in segments.
         ds: u8,
-        /// Bytes at hand.
+        /// Bytes given.
         len: usize,
     },
-    /// A data segment without bytes, which some adapters read as 2^31 bytes.
+    /// Empty data segment, which some adapters read as 2^31 bytes.
     #[error("segment {segment}: a buffer of 0 bytes")]
     EmptySge {
-        /// Its place in the WQE, from 0.
+        /// Index in the WQE, from 0.
         segment: usize,
     },
-    /// Inline data where there can be none: in a read or atomic, or after another data segment.
+    /// Misplaced inline data: in a read or atomic, or after another data segment.
     #[error("segment {segment}: misplaced inline data")]
     MisplacedInline {
-        /// Its place in the WQE, from 0.
+        /// Index in the WQE, from 0.
         segment: usize,
     },
-    /// Inline data that runs beyond the WQE.
+    /// Inline data that exceeds the WQE.
     #[error("{len} bytes of inline data in a WQE with room for {room}")]
     InlineTooLong {
-        /// Its length in bytes.
+        /// Length in bytes.
         len: usize,
-        /// What `ds` leaves for it.
+        /// Room left by `ds`.
         room: usize,
     },
     /// Segments behind inline data.
     #[error("segment {segment}: only one segment of inline data is supported, and nothing behind it")]
     AfterInline {
-        /// Place of the first one in the WQE, from 0.
+        /// Index of the first in the WQE, from 0.
         segment: usize,
     },
-    /// The message is longer than allowed.
+    /// The message exceeds the maximum length.
     #[error("a message of {len} bytes is too long: at most {max}", max = MAX_MESSAGE)]
     TooLong {
-        /// Its length in bytes.
+        /// Length in bytes.
         len: u64,
     },
-    /// The result buffer of an atomic has the wrong length.
+    /// The result buffer of an atomic is not 8 bytes long.
     #[error("the result of an atomic takes 8 bytes, not {len}")]
     AtomicResult {
-        /// Its length in bytes.
+        /// Length in bytes.
         len: u32,
     },
 }
 
 impl DecodeError {
-    /// The syndrome of the CQE that the WQE ends with.
+    /// Syndrome of the WQE's CQE.
     pub const fn syndrome(&self) -> Syndrome {
         match self {
             Self::TooLong { .. } => Syndrome::LOC_LEN_ERR,
@@ -182,11 +182,11 @@ impl DecodeError {
     }
 }
 
-/// Decodes the WQE whose control segment is `ctrl`. `wqe` holds all of its bytes, the control segment
-/// included; bytes beyond `ds * 16` are ignored.
+/// Decodes the WQE with control segment `ctrl`. `wqe` holds all its bytes including the control segment; bytes beyond
+/// `ds * 16` are ignored.
 ///
 /// # Errors
-/// [`DecodeError`], for what a card would answer with an error completion.
+/// [`DecodeError`], which a card would report as an error completion.
 pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
     let &Ctrl { opcode, opmod, ds, .. } = ctrl;
     let (min, max) = match opcode {
@@ -265,7 +265,7 @@ fn atomic(opcode: Opcode, segments: &[[u8; SEGMENT]]) -> Result<DecodedOp, Decod
         8 if opcode == Opcode::ATOMIC_CS => {
             Ok(DecodedOp::CompareSwap { remote, compare, swap: swap_or_add, result })
         }
-        // The second operand of a fetch-and-add has no meaning; rdma-core leaves old bytes there.
+        // The second operand of a fetch-and-add is undefined; rdma-core leaves stale bytes there.
         8 => Ok(DecodedOp::FetchAdd { remote, add: swap_or_add, result }),
         len if len & INLINE != 0 => Err(DecodeError::MisplacedInline { segment: 3 }),
         len => Err(DecodeError::AtomicResult { len }),
@@ -281,7 +281,7 @@ fn halves(segment: &[u8; SEGMENT]) -> [u64; 2] {
 mod tests {
     use super::*;
 
-    /// A WQE from its control fields and the 16-byte segments behind them.
+    /// Builds a WQE from control fields and 16-byte segments.
     fn decode(opcode: Opcode, body: &[[u8; 16]]) -> Result<DecodedOp, DecodeError> {
         let ds = u8::try_from(1 + body.len()).unwrap();
         let ctrl = Ctrl { opcode, ds, ..Ctrl::default() };
@@ -295,7 +295,7 @@ mod tests {
     const REMOTE: [u8; 16] = [0; 16];
 
     #[test]
-    fn only_what_the_library_does_is_accepted() {
+    fn only_supported_opcodes_are_accepted() {
         let accepted = [0x00, 0x08, 0x09, 0x0a, 0x0b, 0x10, 0x11, 0x12];
         for opcode in (0..=255).map(Opcode).filter(|op| !accepted.contains(&op.0)) {
             let err = decode(opcode, &[REMOTE, REMOTE, sge(8)]).unwrap_err();
@@ -305,14 +305,14 @@ mod tests {
     }
 
     #[test]
-    fn an_opmod_is_refused() {
+    fn nonzero_opmod_is_refused() {
         let ctrl = Ctrl { opcode: Opcode::SEND, opmod: 8, ds: 1, ..Ctrl::default() };
         let err = decode_body(&ctrl, &ctrl.to_bytes()).unwrap_err();
         assert_eq!(err, DecodeError::Opmod { opcode: Opcode::SEND, opmod: 8 });
     }
 
     #[test]
-    fn every_opcode_has_its_range_of_lengths() {
+    fn opcodes_limit_their_length() {
         for (opcode, min, max) in [
             (0x00, 1, 63),
             (0x0a, 1, 63),
@@ -324,7 +324,7 @@ mod tests {
             (0x12, 4, 4),
         ] {
             let opcode = Opcode(opcode);
-            // Every 16-byte segment that has a meaning as a buffer has 8 bytes.
+            // Each segment that is read as an SGE has 8 bytes.
             let wqe = sge(8).repeat(64);
             for ds in 0..=64 {
                 let got = decode_body(&Ctrl { opcode, ds, ..Ctrl::default() }, &wqe);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_bytes_are_an_error_and_further_ones_are_ignored() {
+    fn missing_bytes_fail_and_excess_bytes_are_ignored() {
         let ctrl = Ctrl { opcode: Opcode::SEND, ds: 2, ..Ctrl::default() };
         let wqe = [ctrl.to_bytes(), sge(1), [0; 16]].concat();
         assert_eq!(decode_body(&ctrl, &wqe[..31]), Err(DecodeError::Truncated { ds: 2, len: 31 }));
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_must_have_bytes_and_no_inline_bit() {
+    fn empty_or_inline_buffers_are_refused() {
         for (opcode, header) in [(Opcode::SEND, 0), (Opcode::RDMA_WRITE, 1), (Opcode::RDMA_READ, 1)] {
             let at = |segment: usize| segment + header;
             let body = |segs: &[[u8; 16]]| [&[REMOTE][..header], segs].concat();
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn long_messages_get_the_length_syndrome() {
+    fn oversized_messages_get_length_syndrome() {
         let gib = 1 << 30;
         let ok = decode(Opcode::SEND, &[sge(gib - 1), sge(1)]);
         let Ok(DecodedOp::Send { payload: DecodedPayload::Sges(sges), .. }) = ok else { panic!("{ok:?}") };
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn an_atomic_returns_eight_bytes() {
+    fn atomic_result_must_have_eight_bytes() {
         for opcode in [Opcode::ATOMIC_CS, Opcode::ATOMIC_FA] {
             let atomic = |len| decode(opcode, &[REMOTE, [0; 16], sge(len)]);
             assert!(atomic(8).is_ok());
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn immediate_data_counts_where_the_opcode_says_so() {
+    fn immediate_data_is_read_for_imm_opcodes_only() {
         let with = |opcode| {
             let ctrl = Ctrl { opcode, ds: 2, imm: [1, 2, 3, 4], ..Ctrl::default() };
             match decode_body(&ctrl, &[ctrl.to_bytes(), sge(1)].concat()) {

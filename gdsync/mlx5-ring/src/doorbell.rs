@@ -1,68 +1,67 @@
-//! Doorbell records, which tell the HCA how far a queue is filled, and the doorbell, which makes it look.
+//! Doorbell records (how far a queue is filled) and doorbell registers.
 //!
-//! Records are 32-bit words, the doorbell is one of 64 bits. Both are given here as native integers: stored
-//! as such, by a CPU or a GPU, they put the right big-endian bytes in memory.
+//! Records are 32-bit words, doorbells 64-bit words. Both are native integers here: a store by a CPU or GPU puts the
+//! right big-endian bytes in memory.
 
 use super::ctrl::{Ctrl, decode_ctrl};
 use super::opcode::Opcode;
 
-/// Offset of the receive counter in the doorbell record of a queue pair (`MLX5_RCV_DBR`).
+/// Offset of the receive counter in a queue pair's doorbell record (`MLX5_RCV_DBR`).
 pub const QP_DBREC_RECV: usize = 0;
 
-/// Offset of the send counter in the doorbell record of a queue pair (`MLX5_SND_DBR`).
+/// Offset of the send counter in a queue pair's doorbell record (`MLX5_SND_DBR`).
 pub const QP_DBREC_SEND: usize = 4;
 
-/// Bytes of the doorbell record of a queue pair.
+/// Bytes of a queue pair's doorbell record.
 pub const QP_DBREC_SIZE: usize = 8;
 
-/// Offset of the consumer counter in the doorbell record of a completion queue.
+/// Offset of the consumer counter in a completion queue's doorbell record.
 pub const CQ_DBREC_CI: usize = 0;
 
-/// Bytes of the doorbell record of a completion queue: consumer counter and arm word.
+/// Bytes of a completion queue's doorbell record: consumer counter and arm word.
 pub const CQ_DBREC_SIZE: usize = 8;
 
 /// Offset of the first doorbell register in its page (`MLX5_BF_OFFSET`).
 pub const BF_OFFSET: usize = 0x800;
 
-/// What a doorbell register holds that nobody has rung, where the register is memory: no queue pair has
-/// number `0xffffff`.
+/// Empty value of a doorbell register in memory: QPN `0xffffff` does not exist.
 pub const EMPTY: u64 = u64::MAX;
 
-/// The send counter's record: `pi` is the index of the next free block.
+/// Send counter record; `pi` is the index of the next free block.
 pub const fn send_record(pi: u64) -> u32 {
     let [.., hi, lo] = pi.to_be_bytes();
     u32::from_ne_bytes([0, 0, hi, lo])
 }
 
-/// The receive counter's record: `head` is the number of receive WQEs posted so far.
+/// Receive counter record; `head` is the number of receive WQEs posted.
 pub const fn recv_record(head: u64) -> u32 {
     send_record(head)
 }
 
-/// The consumer counter's record: `ci` is the number of CQEs consumed so far.
+/// Consumer counter record; `ci` is the number of CQEs consumed.
 pub const fn cq_ci_record(ci: u64) -> u32 {
     let [.., hi, mid, lo] = ci.to_be_bytes();
     u32::from_ne_bytes([0, hi, mid, lo])
 }
 
-/// The 16-bit counter in a record of a queue pair.
+/// The 16-bit counter in a queue pair's record.
 pub const fn record_to_u16(record: u32) -> u16 {
     let [_, _, hi, lo] = record.to_ne_bytes();
     u16::from_be_bytes([hi, lo])
 }
 
-/// The 24-bit counter in the record of a completion queue.
+/// The 24-bit counter in a completion queue's record.
 pub const fn record_to_u24(record: u32) -> u32 {
     let [_, hi, mid, lo] = record.to_ne_bytes();
     u32::from_be_bytes([0, hi, mid, lo])
 }
 
-/// The counter at or after `last`, and less than 2^16 beyond it, whose low 16 bits are `low`.
+/// The counter with these low 16 bits in `last .. last + 2^16`.
 pub const fn extend16(last: u64, low: u16) -> u64 {
     extend(last, low as u64, 0xffff)
 }
 
-/// The counter at or after `last`, and less than 2^24 beyond it, whose low 24 bits are those of `low`.
+/// The counter with these low 24 bits in `last .. last + 2^24`.
 pub const fn extend24(last: u64, low: u32) -> u64 {
     extend(last, low as u64, 0x00ff_ffff)
 }
@@ -71,39 +70,35 @@ const fn extend(last: u64, low: u64, mask: u64) -> u64 {
     last.wrapping_add(low.wrapping_sub(last) & mask)
 }
 
-/// The doorbell for a WQE, from the first 8 bytes of its control segment.
-///
-/// This is the form that rdma-core writes: it names the last WQE that was posted.
+/// Doorbell for the last posted WQE, from the first 8 bytes of its control segment, as rdma-core writes it.
 pub const fn doorbell_word(ctrl_first8: [u8; 8]) -> u64 {
     u64::from_le_bytes(ctrl_first8)
 }
 
-/// The other form in use: it names the next free block, with no operation and no length.
-/// `qpn` counts with its low 24 bits.
+/// Doorbell for the next free block, without opcode and length. Uses the low 24 bits of `qpn`.
 pub const fn next_pi_doorbell(qpn: u32, pi: u64) -> u64 {
     let [.., i0, i1] = pi.to_be_bytes();
     let [_, q0, q1, q2] = qpn.to_be_bytes();
     doorbell_word([0, i0, i1, 0, q0, q1, q2, 0])
 }
 
-/// What a doorbell says.
+/// Decoded doorbell.
 ///
-/// With operation 0 and length 0, `index` is the next free block; else it is the first block of the last
-/// WQE that was posted.
+/// With opcode 0 and length 0, `index` is the next free block; otherwise it is the first block of the last posted WQE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Doorbell {
-    /// The queue pair, 24 bits.
+    /// QPN, 24 bits.
     pub qpn: u32,
     /// Low 16 bits of a block's index.
     pub index: u16,
-    /// Operation of the WQE.
+    /// Opcode of the WQE.
     pub opcode: Opcode,
     /// Length of the WQE in segments.
     pub ds: u8,
 }
 
 impl Doorbell {
-    /// Reads the 64-bit word that was written to the register; [`EMPTY`] is not one.
+    /// Decodes the 64-bit register value, which must not be [`EMPTY`].
     pub const fn decode(word: u64) -> Self {
         let [b0, b1, b2, b3, b4, b5, b6, b7] = word.to_le_bytes();
         let Ctrl { qpn, index, opcode, ds, .. } =
@@ -112,7 +107,7 @@ impl Doorbell {
     }
 }
 
-/// The 16 bits of a counter that go on the wire.
+/// Low 16 bits of a counter.
 #[expect(clippy::cast_possible_truncation, reason = "the wire carries the counter modulo 2^16")]
 pub fn low16(counter: u64) -> u16 {
     counter as u16
@@ -157,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unrung_register_names_no_queue_pair() {
+    fn empty_register_has_no_valid_qpn() {
         assert_eq!(Doorbell::decode(EMPTY).qpn, 0x00ff_ffff);
     }
 

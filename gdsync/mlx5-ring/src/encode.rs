@@ -1,4 +1,4 @@
-//! Building a send WQE.
+//! Encoding of send WQEs.
 
 use super::ctrl::Ctrl;
 use super::error::WqeError;
@@ -6,24 +6,24 @@ use super::opcode::Opcode;
 use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT, used_sges};
 use super::wqe::{MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};
 
-/// Bytes of an inline segment's header, the byte count.
+/// Bytes of an inline segment's byte count.
 const INLINE_HEADER: usize = 4;
 
-/// Encodes an operation of queue pair `qpn` whose first block has the (16-bit) `index`.
+/// Encodes an operation of queue pair `qpn`; `index` is its first block modulo 2^16.
 ///
 /// # Errors
-/// [`WqeError`], when the operation does not fit in a WQE.
+/// [`WqeError`] if the operation does not fit in a WQE.
 pub fn encode(op: &SendOp<'_>, qpn: u32, index: u16, flags: WqeFlags) -> Result<WqeBytes, WqeError> {
     let mut wqe = WqeBytes { bytes: [0; MAX_WQE_BYTES], ds: 0 };
     wqe.ds = encode_into(&mut wqe.bytes, op, qpn, index, flags)?;
     Ok(wqe)
 }
 
-/// As [`encode`], into a buffer that is used again and again: only the bytes of the WQE are written.
-/// Returns its `ds`; it occupies the first `ds * 16` bytes.
+/// As [`encode`], into a reused buffer. Returns `ds`; the WQE occupies the first `ds * 16` bytes, and no others are
+/// written.
 ///
 /// # Errors
-/// [`WqeError`], when the operation does not fit in a WQE; the buffer then holds parts of it.
+/// [`WqeError`] if the operation does not fit in a WQE; the buffer then holds parts of it.
 pub fn encode_into(
     out: &mut [u8; MAX_WQE_BYTES],
     op: &SendOp<'_>,
@@ -67,7 +67,7 @@ pub fn encode_into(
 }
 
 /// The control segment.
-#[inline(always)]
+#[inline]
 fn ctrl(
     qpn: u32,
     index: u16,
@@ -79,20 +79,19 @@ fn ctrl(
     Ctrl { index, opcode, qpn, ds, fm_ce_se, imm, ..Ctrl::default() }.to_bytes()
 }
 
-/// What a request of one block is encoded to.
+/// An encoded one-block request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Short {
     /// The block, in words.
     pub block: [[u8; 8]; 8],
-    /// Its segments.
+    /// Number of segments.
     pub ds: u8,
     /// Bytes of payload.
     pub len: u32,
 }
 
-/// As [`encode`], of the most frequent operations, a send or write of one buffer, which have one block. `None` of all others, and of what
-/// does not fit in a WQE.
-#[inline(always)]
+/// As [`encode`], for a send or write of one SGE, which takes one block. `None` for all others and for errors.
+#[inline]
 pub fn encode_short(op: &SendOp<'_>, qpn: u32, index: u16, flags: WqeFlags) -> Option<Short> {
     let buffer = |payload: Payload<'_>| match payload {
         Payload::Sges(&[sge]) if (1..=MAX_MESSAGE).contains(&sge.len) => Some(sge),
@@ -118,14 +117,14 @@ pub fn encode_short(op: &SendOp<'_>, qpn: u32, index: u16, flags: WqeFlags) -> O
     (qpn <= MAX_QPN).then_some(Short { block, ds, len })
 }
 
-/// The segments after the control segment, while they are being appended.
+/// Appends segments behind the control segment.
 struct Body<'a> {
     out: &'a mut [u8; MAX_WQE_BYTES],
     ds: u8,
 }
 
 impl Body<'_> {
-    #[inline(always)]
+    #[inline]
     fn put(&mut self, at: usize, bytes: &[u8]) {
         self.out[at..at + bytes.len()].copy_from_slice(bytes);
     }
@@ -134,18 +133,18 @@ impl Body<'_> {
         usize::from(self.ds) * SEGMENT
     }
 
-    /// Segments that may still come.
+    /// Segments that still fit.
     fn room(&self) -> usize {
         usize::from(MAX_DS - self.ds)
     }
 
-    #[inline(always)]
+    #[inline]
     fn push(&mut self, segment: [u8; SEGMENT]) {
         self.put(self.end(), &segment);
         self.ds += 1;
     }
 
-    #[inline(always)]
+    #[inline]
     fn payload(&mut self, payload: Payload<'_>) -> Result<(), WqeError> {
         match payload {
             Payload::Sges(sges) => self.sges(sges).map(drop),
@@ -154,13 +153,13 @@ impl Body<'_> {
     }
 
     /// Returns the length of the message.
-    #[inline(always)]
+    #[inline]
     fn sges(&mut self, sges: &[DataSeg]) -> Result<u64, WqeError> {
         if let [sge] = sges
             && (1..=MAX_MESSAGE).contains(&sge.len)
             && self.room() > 0
         {
-            // Nearly all have one buffer.
+            // Most have one SGE.
             self.push(sge.to_bytes());
             return Ok(sge.len.into());
         }
@@ -244,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn short_requests_are_the_same() {
+    fn short_and_general_encodings_agree() {
         let flags = WqeFlags { fence: true, solicited: true };
         let one = Payload::Sges(&[SGE]);
         for imm in [None, Some(0x0102_0304)] {
@@ -317,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn one_changed_input_changes_its_bytes_only() {
+    fn each_input_changes_only_its_bytes() {
         let sge = [DataSeg::default(), DataSeg { len: 1, ..DataSeg::default() }];
         let op = |remote, sges, imm| SendOp::Write { remote, payload: Payload::Sges(sges), imm };
         let (zero, one) = (RemoteAddr::default(), &sge[1..]);
@@ -352,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_buffers_are_left_out() {
+    fn empty_buffers_are_dropped() {
         let none = DataSeg { len: 0, ..SGE };
         let two = bytes(&send(Payload::Sges(&[SGE, SGE])));
         assert_eq!(bytes(&send(Payload::Sges(&[none, SGE, none, SGE, none]))), two);
@@ -382,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_wqes_fit_and_longer_ones_do_not() {
+    fn longest_wqes_fit_and_longer_ones_fail() {
         let sges = [DataSeg { len: 16, ..SGE }; 63];
         let raw = [7; 1024];
         let ds = |op: &SendOp<'_>| encode(op, 1, 0, PLAIN).map(|w| (w.ds(), w.blocks()));
@@ -420,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_wqe_is_refused() {
+    fn invalid_operations_are_refused() {
         let enc = |op, qpn| encode(&op, qpn, 0, PLAIN).map(|w| w.ds());
         assert_eq!(enc(SendOp::Read { remote: REMOTE, sges: &[] }, 1), Err(WqeError::ReadNeedsBuffer));
         let empty = [DataSeg { len: 0, ..SGE }];

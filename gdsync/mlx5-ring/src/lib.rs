@@ -1,32 +1,30 @@
-//! The ring formats of mlx5, byte for byte: work requests, completions, doorbell records, doorbells.
+//! Ring formats of mlx5: WQEs, CQEs, doorbell records and doorbells, byte for byte.
 //!
-//! Both sides use this module: the code that posts encodes with it, the software HCA decodes with it.
-//! It holds pure functions over bytes; who owns the memory, and in which order it is written, is
-//! decided elsewhere.
+//! The code that posts encodes with this crate; the software HCA decodes with it. It holds pure functions over bytes:
+//! callers own the memory and order the writes.
 //!
-//! The facts come from rdma-core's mlx5 provider (`providers/mlx5/mlx5dv.h` for the layouts and
-//! constants, `qp.c` and `cq.c` for the rules) and, where those are silent, from the Programmer's
-//! Reference Manual of the adapters. Fields are big-endian in memory. Words that a CPU or a GPU loads
-//! or stores whole (doorbell records, the doorbell, the last word of a completion) are given as native
-//! integers that have the right bytes in memory.
+//! Sources are rdma-core's mlx5 provider (`providers/mlx5/mlx5dv.h` for layouts and constants, `qp.c` and `cq.c` for
+//! the rules) and the Programmer's Reference Manual of the adapters. Fields are big-endian in memory. Words that a CPU
+//! or GPU loads or stores whole (doorbell records, the doorbell, the last word of a CQE) are native integers with the
+//! right bytes in memory.
 //!
 //! | file | object |
 //! |---|---|
-//! | `opcode` | operation codes and error syndromes |
-//! | `segment` | the 16-byte segments that hold addresses |
+//! | `opcode` | opcodes and error syndromes |
+//! | `segment` | 16-byte data and remote address segments |
 //! | `ctrl` | the control segment, first in every send WQE |
-//! | `wqe` | send WQEs: what can be asked for, and the bytes it becomes |
-//! | `encode` | building a send WQE |
-//! | `decode` | taking a send WQE apart, and what a card would punish in it |
-//! | `strict` | what a card may tolerate, but no correct producer writes |
+//! | `wqe` | send operations and encoded send WQEs |
+//! | `encode` | encoding of send WQEs |
+//! | `decode` | decoding of send WQEs, with the errors a card reports |
+//! | `strict` | violations that a card may tolerate |
 //! | `rq` | receive WQEs |
-//! | `cqe` | completions and who owns them |
+//! | `cqe` | CQEs and their owner bit |
 //! | `doorbell` | doorbell records and the doorbell register |
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
 #[cfg(not(target_endian = "little"))]
-compile_error!("GPUs and the words they exchange with the CPU are little-endian: so must the host be");
+compile_error!("only little-endian hosts are supported, because GPUs share words with the host");
 
 mod cond;
 mod cqe;

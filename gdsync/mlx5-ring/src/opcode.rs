@@ -1,8 +1,8 @@
-//! Operation codes of WQEs and CQEs, and the syndromes of failed completions.
+//! Opcodes of WQEs and CQEs, and error syndromes.
 
 use core::fmt;
 
-/// An 8-bit code that hardware chooses: any value may come, some have a name.
+/// An 8-bit hardware code; unknown values are kept.
 macro_rules! codes {
     ($(#[$doc:meta])* $name:ident { $($code:ident = $value:literal: $meaning:literal,)* }) => {
         $(#[$doc])*
@@ -13,7 +13,7 @@ macro_rules! codes {
         impl $name {
             $(#[doc = concat!($meaning, ".")] pub const $code: Self = Self($value);)*
 
-            /// Its name, if the value has one.
+            /// Name, if known.
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
                     $($value => Some(stringify!($code)),)*
@@ -21,7 +21,7 @@ macro_rules! codes {
                 }
             }
 
-            /// What it means, in words, if the value has a name.
+            /// Meaning in words, if known.
             pub const fn meaning(self) -> Option<&'static str> {
                 match self.0 {
                     $($value => Some($meaning),)*
@@ -42,7 +42,7 @@ macro_rules! codes {
 }
 
 codes! {
-    /// What a send WQE asks for (`MLX5_OPCODE_*`).
+    /// Opcode of a send WQE (`MLX5_OPCODE_*`).
     Opcode {
         NOP = 0x00: "does nothing, and completes",
         SEND_INVAL = 0x01: "send, and invalidate a key of the receiver",
@@ -63,7 +63,7 @@ codes! {
 }
 
 codes! {
-    /// What a CQE reports (`MLX5_CQE_*`): the upper four bits of its last byte.
+    /// Opcode of a CQE (`MLX5_CQE_*`): the upper four bits of its last byte.
     CqeOpcode {
         REQ = 0: "a send WQE is done",
         RESP_WR_IMM = 1: "a remote write with immediate data arrived",
@@ -80,7 +80,7 @@ codes! {
 }
 
 codes! {
-    /// Why a WQE failed (`MLX5_CQE_SYNDROME_*`), named as the status that verbs reports (`IBV_WC_*`).
+    /// Error syndrome (`MLX5_CQE_SYNDROME_*`), named after the verbs status (`IBV_WC_*`).
     Syndrome {
         LOC_LEN_ERR = 0x01: "local length error",
         LOC_QP_OP_ERR = 0x02: "local QP operation error",
@@ -99,7 +99,7 @@ codes! {
 }
 
 impl CqeOpcode {
-    /// Whether a CQE with this code has the error layout, with a syndrome.
+    /// Whether a CQE with this opcode has the error layout.
     pub const fn is_error(self) -> bool {
         matches!(self, Self::REQ_ERR | Self::RESP_ERR)
     }
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn values_print_with_name_and_unknown_ones_in_hex() {
+    fn known_values_print_by_name_and_others_in_hex() {
         assert_eq!(Syndrome(0x13).to_string(), "remote access error (REM_ACCESS_ERR, 0x13)");
         assert_eq!(Syndrome(0x7f).to_string(), "unknown syndrome (0x7f)");
         assert_eq!(format!("{:?} {}", Opcode(8), Opcode(8)), "Opcode(RDMA_WRITE) RDMA_WRITE");

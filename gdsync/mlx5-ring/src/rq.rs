@@ -1,21 +1,21 @@
-//! Receive WQEs: a list of buffers and nothing else.
+//! Receive WQEs: scatter lists.
 
 use super::error::WqeError;
 use super::segment::{DataSeg, SEGMENT, used_sges};
 
-/// Bytes from one receive WQE to the next, for queues whose WQEs take `max_sge` buffers: a power of two.
+/// Stride in bytes of receive WQEs with up to `max_sge` SGEs: a power of two.
 pub const fn recv_stride(max_sge: u32) -> usize {
     let max_sge = if max_sge == 0 { 1 } else { max_sge as usize };
     max_sge.next_power_of_two() * SEGMENT
 }
 
-/// Writes a receive WQE to the start of `out`, in a queue with this stride. Empty buffers are left out.
+/// Encodes a receive WQE with this stride at the start of `out`. Empty SGEs are dropped.
 ///
-/// A list that does not fill the stride is ended by a terminator, an entry of length 0 with
-/// [`super::INVALID_LKEY`]; what lies behind it stays as it was.
+/// A list shorter than the stride ends in a terminator, an SGE of length 0 with [`super::INVALID_LKEY`]; bytes behind
+/// it are not written.
 ///
 /// # Errors
-/// [`WqeError::TooManySges`] or [`WqeError::SgeTooLong`]. Room is `out` or the stride, what is shorter.
+/// [`WqeError::TooManySges`] if they do not fit in `out` or the stride, or [`WqeError::SgeTooLong`].
 pub fn encode_recv(sges: &[DataSeg], stride: usize, out: &mut [u8]) -> Result<(), WqeError> {
     let (segments, _) = out.as_chunks_mut::<SEGMENT>();
     let room = segments.len().min(stride / SEGMENT);
@@ -26,9 +26,9 @@ pub fn encode_recv(sges: &[DataSeg], stride: usize, out: &mut [u8]) -> Result<()
     Ok(())
 }
 
-/// The buffers of a receive WQE, given all bytes of its stride, up to the terminator.
+/// The SGEs of a receive WQE up to the terminator, from all bytes of its stride.
 ///
-/// Lengths are as they were found: the HCA checks them, with the keys, when a message comes.
+/// Lengths are not checked; the HCA checks them and the keys when a message arrives.
 pub fn decode_recv(wqe: &[u8]) -> impl Iterator<Item = DataSeg> + Clone + '_ {
     let (segments, _) = wqe.as_chunks::<SEGMENT>();
     let ends = |sge: &DataSeg| sge.len == 0 && sge.lkey == DataSeg::TERMINATOR.lkey;
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_list_has_no_terminator_and_a_shorter_one_has() {
+    fn only_lists_shorter_than_the_stride_end_in_a_terminator() {
         let empty = DataSeg { len: 0, ..SGE };
         let old = [0xee; 16];
         let cases: [(&[DataSeg], [[u8; 16]; 4]); 4] = [
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_that_do_not_fit_are_refused_and_nothing_is_written() {
+    fn oversized_lists_are_refused_without_writing() {
         let mut out = [0xee; 64];
         let many = WqeError::TooManySges { got: 3, max: 2 };
         assert_eq!(encode_recv(&[SGE; 3], 32, &mut out), Err(many));
@@ -82,13 +82,13 @@ mod tests {
         let err = WqeError::SgeTooLong { len: MAX_MESSAGE + 1, max: MAX_MESSAGE };
         assert_eq!(encode_recv(&[SGE, long], 64, &mut out), Err(err));
         assert_eq!(out, [0xee; 64]);
-        // Receive buffers may together be longer than any message.
+        // The SGEs of a receive may exceed the maximum message together.
         let gib = DataSeg { len: MAX_MESSAGE, ..SGE };
         assert_eq!(encode_recv(&[gib; 4], 64, &mut out), Ok(()));
     }
 
     #[test]
-    fn a_list_ends_only_at_an_empty_entry_with_the_invalid_key() {
+    fn list_ends_only_at_empty_entry_with_invalid_key() {
         let empty = DataSeg { len: 0, ..SGE };
         let keyless = DataSeg { lkey: 0x100, ..SGE };
         let wqe = [empty.to_bytes(), keyless.to_bytes(), SGE_BYTES, END, SGE_BYTES].concat();

@@ -1,23 +1,22 @@
-//! The 16-byte segments that name memory: local buffers and remote addresses.
+//! 16-byte segments: data segments and remote addresses.
 
 use super::error::WqeError;
 
-/// Bytes of a segment, the unit in which WQEs are measured (`ds`).
+/// Bytes of a segment, the unit of `ds`.
 pub const SEGMENT: usize = 16;
 
-/// Bit of a byte count that says: the bytes themselves follow, not an address (`MLX5_INLINE_SEG`).
+/// Byte count flag of inline data (`MLX5_INLINE_SEG`).
 pub const INLINE: u32 = 0x8000_0000;
 
-/// The key that ends the list of a receive WQE (`MLX5_INVALID_LKEY`).
+/// Key that terminates a receive WQE's list (`MLX5_INVALID_LKEY`).
 pub const INVALID_LKEY: u32 = 0x100;
 
-/// Longest message, and longest buffer of one segment, in bytes (1 GiB).
+/// Maximum message and SGE length in bytes (1 GiB).
 ///
-/// The field would take 2^31 - 1, and InfiniBand allows messages of 2^31; 1 GiB is what every device
-/// takes (`log_msg_max` 30).
+/// The field allows 2^31 - 1 and InfiniBand 2^31; 1 GiB is what every device takes (`log_msg_max` 30).
 pub const MAX_MESSAGE: u32 = 1 << 30;
 
-/// A local buffer: scatter/gather entry (`mlx5_wqe_data_seg`).
+/// Data segment: scatter/gather entry (`mlx5_wqe_data_seg`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DataSeg {
     /// Address of the first byte.
@@ -29,7 +28,7 @@ pub struct DataSeg {
 }
 
 impl DataSeg {
-    /// Ends the list of a receive WQE that has room for more.
+    /// Terminator of a receive WQE with unused entries.
     pub(super) const TERMINATOR: Self = Self { addr: 0, len: 0, lkey: INVALID_LKEY };
 
     pub(super) const fn to_bytes(self) -> [u8; SEGMENT] {
@@ -46,8 +45,8 @@ impl DataSeg {
     }
 }
 
-/// The entries that go into a WQE, at most `max`: like rdma-core, we drop those of length 0, which some
-/// adapters read as 2^31 bytes.
+/// The non-empty SGEs, at most `max`. As in rdma-core, empty ones are dropped, because some adapters read them as 2^31
+/// bytes.
 pub(super) fn used_sges(
     sges: &[DataSeg],
     max: usize,
@@ -63,10 +62,10 @@ pub(super) fn used_sges(
     }
 }
 
-/// A place in the peer's memory (`mlx5_wqe_raddr_seg`).
+/// Remote address segment (`mlx5_wqe_raddr_seg`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemoteAddr {
-    /// Address of the first byte, as the peer registered it.
+    /// Address, as the peer registered it.
     pub addr: u64,
     /// Key of the peer's memory region.
     pub rkey: u32,
@@ -77,7 +76,7 @@ impl RemoteAddr {
         ((self.addr as u128) << 64 | (self.rkey as u128) << 32).to_be_bytes()
     }
 
-    /// The last four bytes are reserved; [`super::strict_violations`] looks at them.
+    /// The last four bytes are reserved; [`super::strict_violations`] checks them.
     pub(super) const fn from_bytes(bytes: &[u8; SEGMENT]) -> Self {
         let [a0, a1, a2, a3, a4, a5, a6, a7, k0, k1, k2, k3, ..] = *bytes;
         Self {

@@ -1,4 +1,4 @@
-//! Any legal send, for property tests of this crate and of those that translate WQEs (included there by its path).
+//! Proptest strategies for legal sends, shared with other crates by path.
 
 use core::ops::RangeInclusive;
 
@@ -7,13 +7,13 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Buffers of any kind, empty ones included, that together stay below the longest message.
+/// SGEs, possibly empty, with a total below the maximum message.
 pub(crate) fn sges(count: RangeInclusive<usize>) -> impl Strategy<Value = Vec<DataSeg>> {
     let len = prop_oneof![Just(0), 1..=MAX_MESSAGE >> 6];
     vec((any::<u64>(), len, any::<u32>()).prop_map(|(addr, len, lkey)| DataSeg { addr, len, lkey }), count)
 }
 
-/// An operation without borrows, so that both sides can be compared.
+/// An owned operation, for comparison.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Plain {
     pub(crate) opcode: Opcode,
@@ -21,7 +21,7 @@ pub(crate) struct Plain {
     pub(crate) sges: Vec<DataSeg>,
     pub(crate) inline: Vec<u8>,
     pub(crate) imm: Option<u32>,
-    /// Swapped in or added, compared.
+    /// Swap or add, and compare operands.
     pub(crate) operands: [u64; 2],
 }
 
@@ -42,7 +42,7 @@ impl Plain {
     }
 }
 
-/// Any operation that has a WQE.
+/// Any operation that can be encoded.
 pub(crate) fn legal() -> impl Strategy<Value = Plain> {
     let remote = || any::<(u64, u32)>().prop_map(|(addr, rkey)| RemoteAddr { addr, rkey });
     let result = || any::<(u64, u32)>().prop_map(|(addr, lkey)| vec![DataSeg { addr, len: 8, lkey }]);

@@ -1,11 +1,11 @@
-//! What a card may tolerate in a send WQE, but no correct producer writes.
+//! Violations in a send WQE that a card may tolerate and no correct producer writes.
 
 use super::ctrl::{CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE_AND_INITIATOR_SMALL, FM_MASK, SOLICITED};
 use super::opcode::Opcode;
 
-/// The first thing in a WQE that a card may tolerate, but that no correct producer writes.
+/// The first such violation in a WQE.
 ///
-/// `wqe` holds the bytes of the whole WQE. The checks of [`super::decode_body`] are not repeated.
+/// `wqe` holds the whole WQE. The checks of [`super::decode_body`] are not repeated.
 pub fn strict_violations(ctrl: &Ctrl, wqe: &[u8]) -> Option<&'static str> {
     let has_remote = matches!(
         ctrl.opcode,
@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strict_mode_names_what_no_producer_writes() {
+    fn strict_mode_names_each_violation() {
         let mut good = [
             Ctrl { opcode: Opcode::RDMA_WRITE, ds: 3, fm_ce_se: 0x08, ..Ctrl::default() }.to_bytes(),
             [0; 16],
@@ -69,7 +69,7 @@ mod tests {
             good[11] = fm_ce_se;
             assert_eq!(check(&good), None, "{fm_ce_se:#x}");
         }
-        // Only some operations have a remote address; what others have at its place is theirs.
+        // Only some operations have a remote address; for others the bytes mean something else.
         good[28] = 1;
         for (opcode, has_remote) in [
             (0x00, false),

@@ -1,4 +1,4 @@
-//! Properties of whole WQEs: what one side encodes is what the other decodes, and no bytes can hurt it.
+//! Properties of whole WQEs: encode and decode agree, and decoding never panics.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -7,14 +7,14 @@ pub(super) use super::strategies::sges;
 use super::strategies::{Plain, legal};
 use super::*;
 
-/// Where two equally long encodings differ, with the bytes of the second.
+/// Offsets where two equally long encodings differ, with the second's bytes.
 pub(super) fn changed(base: &[u8], other: &[u8]) -> Vec<(usize, u8)> {
     assert_eq!(base.len(), other.len());
     (0..).zip(other.iter().copied()).filter(|&(at, byte)| base[at] != byte).collect()
 }
 
 impl Plain {
-    /// The operation that went through the ring.
+    /// The operation after encoding and decoding.
     fn decoded(opcode: Opcode, op: DecodedOp, wqe: &[u8]) -> Self {
         let data = |payload| match payload {
             DecodedPayload::Sges(sges) => (sges.iter(wqe).collect(), vec![]),
@@ -42,7 +42,7 @@ impl Plain {
     }
 }
 
-/// Bytes that look enough like a WQE to reach every check behind the control segment.
+/// Bytes that resemble a WQE enough to pass the control segment's checks.
 fn nearly_a_wqe() -> impl Strategy<Value = Vec<u8>> {
     let opcode = prop::sample::select(vec![0x00, 0x08, 0x09, 0x0a, 0x0b, 0x10, 0x11, 0x12]);
     let count = prop_oneof![Just(0), Just(8), 0..64u32, (0..1100u32).prop_map(|n| n | INLINE), any::<u32>()];
@@ -106,7 +106,7 @@ proptest! {
         let plain = Plain::decoded(ctrl.opcode, op, &bytes);
         prop_assert!(plain.sges.iter().all(|sge| (1..=MAX_MESSAGE).contains(&sge.len)));
         prop_assert!(plain.sges.iter().map(|sge| u64::from(sge.len)).sum::<u64>() <= u64::from(MAX_MESSAGE));
-        // What the decoder accepts, the encoder can say; only an empty inline segment is said shorter.
+        // Every decoded WQE can be encoded again; only an empty inline segment becomes shorter.
         let again = encode(&plain.op(), 1, 0, WqeFlags::default()).unwrap();
         let saved = u8::from(matches!(bytes.get(usize::from(ctrl.ds - 1) * SEGMENT..), Some([0x80, 0, 0, 0, ..])));
         let same = again.ds() == ctrl.ds || again.ds() + saved == ctrl.ds;

@@ -1,4 +1,4 @@
-//! Send WQEs: what can be asked for, and the bytes it becomes.
+//! Send operations and their encoded WQEs.
 
 use core::fmt;
 
@@ -8,79 +8,78 @@ use super::segment::{DataSeg, RemoteAddr, SEGMENT};
 /// Bytes of a basic block, the unit of the send queue (`MLX5_SEND_WQE_BB`).
 pub const BB: usize = 64;
 
-/// Most bytes that a WQE can occupy in the ring: 16 blocks.
+/// Maximum bytes of a WQE in the ring: 16 blocks.
 pub const MAX_WQE_BYTES: usize = 16 * BB;
 
-/// Most segments of a WQE: the field has six bits.
+/// Maximum segments of a WQE: the field has six bits.
 pub const MAX_DS: u8 = 63;
 
-/// Highest number of a queue pair: the field has 24 bits.
+/// Highest QPN: the field has 24 bits.
 pub const MAX_QPN: u32 = 0x00ff_ffff;
 
-/// The bytes that an operation sends.
+/// Payload of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload<'a> {
-    /// Gathered from these buffers when the HCA executes the WQE. Empty ones are left out.
+    /// Gathered from these buffers when the HCA executes the WQE. Empty ones are dropped.
     Sges(&'a [DataSeg]),
-    /// Copied into the WQE now. No bytes at all is the same as no buffers.
+    /// Copied into the WQE. Zero bytes equal no buffers.
     Inline(&'a [u8]),
 }
 
-/// One operation of a send queue.
+/// An operation of a send queue.
 ///
-/// Immediate data is given as a number; the wire carries `imm.to_be_bytes()`, and the receiver gets the
-/// same number back.
+/// Immediate data is a number: the wire carries `imm.to_be_bytes()`, and the receiver gets the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOp<'a> {
-    /// Nothing, with a completion.
+    /// NOP: only completes.
     Nop,
-    /// Into the buffers of the peer's next receive WQE.
+    /// Send: consumes a receive WQE of the peer.
     Send {
-        /// What is sent.
+        /// Payload.
         payload: Payload<'a>,
-        /// Immediate data for the receiver's completion.
+        /// Immediate data for the receiver's CQE.
         imm: Option<u32>,
     },
-    /// Into the peer's memory. With immediate data it also takes and completes a receive WQE there.
+    /// RDMA write. With immediate data it also consumes a receive WQE.
     Write {
-        /// Where to.
+        /// Destination.
         remote: RemoteAddr,
-        /// What is written.
+        /// Payload.
         payload: Payload<'a>,
-        /// Immediate data for the receiver's completion.
+        /// Immediate data for the receiver's CQE.
         imm: Option<u32>,
     },
-    /// From the peer's memory.
+    /// RDMA read.
     Read {
-        /// Where from.
+        /// Source.
         remote: RemoteAddr,
-        /// Where to; at least one byte.
+        /// Destination; at least one byte.
         sges: &'a [DataSeg],
     },
-    /// If the peer's 64-bit word equals `compare`, it becomes `swap`.
+    /// Compare-and-swap of a remote 64-bit word.
     CompareSwap {
         /// The word, 8-byte aligned.
         remote: RemoteAddr,
-        /// The value expected there.
+        /// Expected value.
         compare: u64,
-        /// The new value.
+        /// New value.
         swap: u64,
-        /// Where the old value goes; 8 bytes.
+        /// Destination of the old value; 8 bytes.
         result: DataSeg,
     },
-    /// Adds to the peer's 64-bit word.
+    /// Fetch-and-add of a remote 64-bit word.
     FetchAdd {
         /// The word, 8-byte aligned.
         remote: RemoteAddr,
-        /// What is added.
+        /// Addend.
         add: u64,
-        /// Where the old value goes; 8 bytes.
+        /// Destination of the old value; 8 bytes.
         result: DataSeg,
     },
 }
 
 impl SendOp<'_> {
-    /// Bytes that it moves; as many as fit in the number, of more.
+    /// Bytes transferred, saturating.
     #[inline]
     pub fn payload_bytes(&self) -> u32 {
         let sum = |sges: &[DataSeg]| match sges {
@@ -98,18 +97,18 @@ impl SendOp<'_> {
         }
     }
 
-    /// Whether it brings payload from the peer.
+    /// Whether it returns payload from the peer.
     pub fn fetches(&self) -> bool {
         matches!(self, Self::Read { .. } | Self::CompareSwap { .. } | Self::FetchAdd { .. })
     }
 }
 
-/// Options of a send WQE. Every WQE asks for a CQE: a wait for one must never be in vain.
+/// Options of a send WQE. Every WQE requests a CQE, because streams wait for each one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WqeFlags {
-    /// Wait for earlier reads and atomics of this queue.
+    /// Wait for earlier reads and atomics.
     pub fence: bool,
-    /// Raise an event at the receiver.
+    /// Raise a solicited event at the receiver.
     pub solicited: bool,
 }
 
@@ -129,7 +128,7 @@ pub struct WqeBytes {
 }
 
 impl WqeBytes {
-    /// The bytes of the WQE, `ds * 16` of them. What lies behind them in its last block does not matter.
+    /// The `ds * 16` bytes of the WQE. The rest of its last block is ignored.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.ds) * SEGMENT]
     }
@@ -144,7 +143,7 @@ impl WqeBytes {
         blocks(self.ds)
     }
 
-    /// The bytes that a doorbell for this WQE carries; see [`super::doorbell_word`].
+    /// First 8 bytes, which a doorbell carries; see [`super::doorbell_word`].
     pub fn first8(&self) -> [u8; 8] {
         *self.bytes.first_chunk().expect("a WQE is longer than 8 bytes")
     }

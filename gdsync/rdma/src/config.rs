@@ -1,4 +1,4 @@
-//! How a device is opened.
+//! Configuration of an RDMA device.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,14 +7,14 @@ use gdsync_device::cuda::Gpu;
 use gdsync_device::env::variable;
 use gdsync_device::error::{Error, Result};
 
-/// How a device's rings are consumed.
+/// What consumes a device's rings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Route {
-    /// An mlx5 card reads them itself, and whoever triggers a send rings its doorbell.
+    /// The mlx5 card; whoever triggers a send rings its doorbell.
     Direct,
-    /// A thread of this process reads them and posts to any RDMA device.
+    /// A thread of this process, which posts to any RDMA device.
     Proxy,
-    /// The software HCA reads them; there is no device.
+    /// The software HCA, without a device.
     Soft,
 }
 
@@ -41,39 +41,39 @@ impl FromStr for Route {
     }
 }
 
-/// What to use of a device. What is `None` is chosen when it is opened.
+/// What to use of a device. `None` is chosen when the device is opened.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceConfig {
-    /// How its rings are consumed (`GDSYNC_PATH=direct|proxy|soft`). Chosen: the first of these that the device does.
+    /// What consumes the rings (`GDSYNC_PATH=direct|proxy|soft`). Default: the first of these that the device supports.
     pub route: Option<Route>,
-    /// The port, from 1 (`GDSYNC_PORT`). Chosen: the first that packets can leave.
+    /// Port number, from 1 (`GDSYNC_PORT`). Default: the first usable one.
     pub port: Option<u8>,
-    /// The index in the port's GID table (`GDSYNC_GID_INDEX`). Chosen: see [`Port::best_gid`](super::Port::best_gid).
+    /// Index in the port's GID table (`GDSYNC_GID_INDEX`). Default: see [`Port::best_gid`](super::Port::best_gid).
     pub gid_index: Option<u8>,
-    /// The index in the port's table of partition keys (`GDSYNC_PKEY_INDEX`).
+    /// Index in the port's P_Key table (`GDSYNC_PKEY_INDEX`).
     pub pkey_index: u16,
-    /// The service level on InfiniBand, the priority on Ethernet, 0 to 15 (`GDSYNC_SERVICE_LEVEL`).
+    /// Service level on InfiniBand, priority on Ethernet, 0 to 15 (`GDSYNC_SERVICE_LEVEL`).
     pub service_level: u8,
-    /// The traffic class, on Ethernet the IP header's (`GDSYNC_TRAFFIC_CLASS`).
+    /// Traffic class; on Ethernet that of the IP header (`GDSYNC_TRAFFIC_CLASS`).
     pub traffic_class: u8,
-    /// A GPU whose streams will trigger sends. Unless it may write to the card's doorbells, the route is not the direct one.
-    /// Chosen: those that this process has opened already.
+    /// GPU whose streams will trigger sends. The direct route requires that it may write the card's doorbells. Default:
+    /// the GPUs that this process has opened.
     pub gpu: Option<Gpu>,
 }
 
 impl DeviceConfig {
-    /// From the environment.
+    /// Reads the environment variables.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a value that cannot be read.
+    /// [`Error::InvalidArgument`] for a value that does not parse.
     pub fn from_env() -> Result<Self> {
         Self::from_variables(variable)
     }
 
-    /// From variables of these names, `None` for those that are not set.
+    /// Reads variables of these names from `variable`, which returns `None` for unset ones.
     ///
     /// # Errors
-    /// As [`DeviceConfig::from_env`].
+    /// [`Error::InvalidArgument`] for a value that does not parse.
     #[doc(hidden)]
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let config = Self {
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn routes_have_names() {
+    fn routes_parse_from_their_names() {
         for route in [Route::Direct, Route::Proxy, Route::Soft] {
             assert_eq!(route.to_string().parse::<Route>().unwrap(), route);
         }

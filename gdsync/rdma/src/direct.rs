@@ -1,19 +1,19 @@
-//! mlx5 cards that read our rings themselves, through verbs objects whose memory is ours.
+//! mlx5 cards that read the rings directly, through verbs objects in our memory.
 //!
-//! libibverbs and libmlx5 create the queues and change their states; after that nothing of them is called to send or to
-//! wait. Queues in GPU memory are made by commands to the firmware instead: see [`devx`]. The others lie in our own host memory, which GPUs reach too, and the doorbell is a register of the card, which a GPU
-//! may write if the NVIDIA driver lets it. So the CPU, a stream on a thread and a stream of a GPU trigger and wait the same way.
+//! libibverbs and libmlx5 create the queues and change their states; sends and waits do not call them. Queues in GPU
+//! memory are created by firmware commands; see [`devx`]. Other queues lie in host memory, mapped for GPUs too. The
+//! doorbell is a register of the card, which a GPU may write if the NVIDIA driver permits. So CPU threads and GPU
+//! streams trigger and wait in the same way.
 //!
-//! # What is done against the defaults of libmlx5
+//! # Deviations from libmlx5's defaults
 //!
-//! - Payload never goes into a completion (`MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE`): whoever waits for the completion looks for
-//!   it in memory.
-//! - Completion queues begin with owner 1, not 0, which would satisfy the first waits at once.
-//! - Overrun is not looked for: work is only posted with a slot set aside for its completion.
-//! - Each queue pair has a doorbell register of its own (a thread domain), as long as the card has some.
+//! - Payload never goes into a CQE (`MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE`): waiters expect it in memory.
+//! - CQEs start with owner 1, not 0, which would satisfy the first waits at once.
+//! - Overrun is not checked: each posted request has a reserved CQE slot.
+//! - Each queue pair has its own doorbell register (a thread domain), while the card has some left.
 //!
-//! No card tells when it has completed something: whoever waits looks. A thread reads the asynchronous events, and records
-//! failures that no completion tells as the reason why a queue pair is broken.
+//! Completions raise no events; waiters poll. A thread reads asynchronous events and records failures without a CQE as
+//! the error of the queue pair.
 
 mod devx;
 mod queues;
@@ -43,27 +43,27 @@ use gdsync_device::{
 
 /// An mlx5 card.
 pub struct Direct {
-    /// First, so that its thread ends before the rest is gone.
+    /// First field, so that its thread ends before the rest is dropped.
     _events: Events,
     shared: Arc<Shared>,
     mlx5: &'static Mlx5,
     objects: Objects,
     cqs: Mutex<HashMap<u32, Cq>>,
     registers: Arc<Registers>,
-    /// GPUs that ring, by their contexts.
+    /// GPUs that ring doorbells, by context.
     admitted: Mutex<Vec<usize>>,
-    /// Asked for by the first queue in GPU memory.
+    /// Created for the first queue in GPU memory.
     devx: Mutex<Option<Arc<Devx>>>,
-    /// What tells of failures of objects made by DevX.
+    /// Event channel of DevX objects.
     channel: Option<Arc<EventChannel>>,
-    /// Completion queues belong to no domain, but take their memory from one.
+    /// Domain for the memory of completion queues, which belong to none.
     base: Arc<Domain>,
     open: Arc<Open>,
     description: String,
     wire: String,
 }
 
-/// What the thread that reads events needs.
+/// State of the event thread.
 #[derive(Debug, Default)]
 struct Shared {
     healths: Healths,
@@ -71,7 +71,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// The queue pair that an event is of, if it is of one.
+    /// Queue pair of an event, if it concerns one.
     fn qp_of(&self, event: Event) -> Option<Qp> {
         let Event::QueuePair { qpn, .. } = event else { return None };
         self.qps.lock().get(&qpn).cloned()
@@ -144,7 +144,7 @@ impl Qp {
         }
     }
 
-    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    /// Calls `then` if the queue pair is in ERR, with resets locked out.
     fn if_failed(&self, then: impl FnOnce()) {
         match self {
             Self::Verbs(qp) => qp.if_failed(then),
@@ -163,7 +163,8 @@ impl Direct {
     /// Uses an open device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a device that is no mlx5 card; [`Error::Library`] without libmlx5; [`Error::Verbs`].
+    /// [`Error::Unsupported`] unless it is an mlx5 card; [`Error::Library`] without libmlx5; [`Error::Verbs`] if a call
+    /// fails.
     pub fn start(open: &Arc<Open>) -> Result<Self> {
         let mlx5 = Mlx5::load()?;
         if !open.is_mlx5(mlx5) {
@@ -215,7 +216,7 @@ impl Direct {
         found.ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this device"))
     }
 
-    /// Commands to the firmware, if the device takes them.
+    /// DevX, if the device supports it.
     fn devx(&self) -> Result<Arc<Devx>> {
         let mut known = self.devx.lock();
         if let Some(devx) = &*known {
@@ -226,7 +227,7 @@ impl Direct {
     }
 }
 
-/// Whether something is asked for that the kernel cannot lock for verbs objects.
+/// Whether a queue must lie where the kernel cannot pin memory for verbs objects.
 fn needs_devx(places: &Places) -> bool {
     places.gpu.is_some() && !places.on_gpu.is_empty()
 }
@@ -354,7 +355,7 @@ impl Provider for Direct {
         Ok(())
     }
 
-    // The card sees its doorbells, and completes, by itself.
+    // The card reads doorbells and writes completions itself.
 
     fn ring(&self, _qpn: u32) {}
 

@@ -10,15 +10,15 @@ use super::explain::{Call, failed_last};
 use super::open::Open;
 use gdsync_device::error::Result;
 
-/// A protection domain, freed when this is dropped: after all that was made in it.
+/// A protection domain, freed on drop. Objects created in it keep it alive.
 pub(crate) struct Domain {
     open: Arc<Open>,
     pd: NonNull<ibv_pd>,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for Domain {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for Domain {}
 
 impl fmt::Debug for Domain {
@@ -30,7 +30,7 @@ impl fmt::Debug for Domain {
 impl Open {
     /// Allocates a protection domain.
     pub(crate) fn alloc_pd(self: &Arc<Self>) -> Result<Domain> {
-        // SAFETY: the device is open.
+        // SAFETY: the device is open while `self` lives.
         let pd = unsafe { self.verbs().ibv_alloc_pd(self.context().as_ptr()) };
         let pd = NonNull::new(pd).ok_or_else(|| failed_last("ibv_alloc_pd", self.name(), &Call::Other))?;
         Ok(Domain { open: self.clone(), pd })
@@ -49,7 +49,7 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: allocated here, freed once.
+        // SAFETY: allocated by `alloc_pd`, freed only here.
         let errno = unsafe { self.open.verbs().ibv_dealloc_pd(self.pd.as_ptr()) };
         if errno != 0 {
             tracing::debug!(device = self.open.name(), errno, "a protection domain was not freed");

@@ -1,4 +1,4 @@
-//! What an RDMA device tells without being asked: queue pairs and ports that fail, the card that is gone.
+//! Asynchronous events of RDMA devices: failed queue pairs and ports, lost devices.
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -21,33 +21,33 @@ use gdsync_device::error::{Error, Result};
 pub(crate) enum Event {
     /// A queue pair failed without a completion.
     QueuePair { qpn: u32, kind: ibv_event_type },
-    /// A completion queue failed, or ran over.
+    /// A completion queue failed or overran.
     CompletionQueue(FailedCq),
-    /// The device is in a fatal state, or gone.
+    /// The device is in a fatal state or gone.
     Device,
-    /// The state of a port changed.
+    /// A port changed its state.
     Port { number: u8, kind: ibv_event_type },
 }
 
-/// Which completion queue failed.
+/// The completion queue that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FailedCq {
-    /// An `ibv_cq`, by its address.
+    /// An `ibv_cq`, by address.
     Object(usize),
-    /// One that DevX made, by its number.
+    /// A DevX queue, by number.
     Number(u32),
 }
 
-/// Another descriptor that tells of events.
+/// Another file descriptor with events.
 pub(crate) trait More: Send + Sync {
-    /// It stays open as long as this is there.
+    /// The descriptor, open while this lives.
     fn fd(&self) -> i32;
 
-    /// Takes one; `None` of those that nobody needs. The descriptor does not block.
+    /// Takes an event without blocking; `None` for irrelevant ones.
     fn take(&self) -> io::Result<Option<Event>>;
 }
 
-/// A thread that reads the events of a device until this is dropped.
+/// Thread that reads a device's events until dropped.
 pub(crate) struct Events {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
@@ -62,35 +62,35 @@ impl fmt::Debug for Events {
 impl Drop for Events {
     fn drop(&mut self) {
         let one = 1u64;
-        // SAFETY: eight bytes to an eventfd.
+        // SAFETY: `one` has eight bytes; the eventfd is open.
         unsafe { libc::write(self.stop.as_raw_fd(), (&raw const one).cast(), 8) };
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
-            // It panics only if `tell` does, which has been printed then.
+            // Panics only if `tell` does; the hook has reported it.
             let _ = thread.join();
         }
     }
 }
 
 impl Events {
-    /// Calls `tell` with each event of the device, and of `more`, in a thread of its own.
+    /// Starts a thread that calls `tell` with each event of the device and of `more`.
     ///
     /// # Errors
-    /// [`Error::Sys`] when the system refuses a descriptor or a thread.
+    /// [`Error::Sys`] when a descriptor or thread cannot be created.
     pub(crate) fn read(
         open: &Arc<Open>,
         more: Option<Arc<dyn More>>,
         tell: impl Fn(Event) + Send + 'static,
     ) -> Result<Self> {
-        // SAFETY: no pointers.
+        // SAFETY: no pointers are passed.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if raw < 0 {
             return Err(Error::last_os("eventfd", "raise the limit of open files (ulimit -n)"));
         }
-        // SAFETY: just made.
+        // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
         let stop = Arc::new(unsafe { OwnedFd::from_raw_fd(raw) });
-        // SAFETY: the device is open.
+        // SAFETY: the device is open while `open` lives.
         let fd = unsafe { (*open.context().as_ptr()).async_fd };
         set_nonblocking(fd)?;
         if let Some(more) = &more {
@@ -102,7 +102,7 @@ impl Events {
             .spawn(move || {
                 let read = || read_until_stopped(&open, fd, more, &until, &tell);
                 if catch_unwind(AssertUnwindSafe(read)).is_err() {
-                    // Nobody hears of failures any more: that is one.
+                    // Without events, later failures would go unnoticed: report the device as failed.
                     let _ = catch_unwind(AssertUnwindSafe(|| tell(Event::Device)));
                 }
             })
@@ -141,9 +141,9 @@ fn read_until_stopped(
 }
 
 pub(super) fn set_nonblocking(fd: i32) -> Result<()> {
-    // SAFETY: no pointers.
+    // SAFETY: no pointers are passed.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-    // SAFETY: no pointers.
+    // SAFETY: no pointers are passed.
     if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
         return Err(Error::last_os(
             "fcntl",
@@ -153,13 +153,13 @@ pub(super) fn set_nonblocking(fd: i32) -> Result<()> {
     Ok(())
 }
 
-/// Returns true when there is an event, false when it is time to end.
+/// Returns true for an event, false to stop.
 fn wait(fd: i32, more: Option<i32>, stop: i32) -> bool {
     let entry = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // A negative one is not looked at.
+    // `poll` ignores negative descriptors.
     let mut fds = [entry(stop), entry(fd), entry(more.unwrap_or(-1))];
     loop {
-        // SAFETY: three entries.
+        // SAFETY: `entries` is valid for three entries.
         let ready = unsafe { libc::poll(fds.as_mut_ptr(), 3, -1) };
         if ready >= 0 {
             return fds[0].revents == 0;
@@ -170,18 +170,18 @@ fn wait(fd: i32, more: Option<i32>, stop: i32) -> bool {
     }
 }
 
-/// Takes one event; `None` for those that nobody needs.
+/// Takes an event; `None` for irrelevant ones.
 fn take(open: &Open) -> io::Result<Option<Event>> {
     let mut raw = ibv_async_event::zeroed();
-    // SAFETY: the device is open; a place for the answer. The descriptor does not block.
+    // SAFETY: the device is open and `raw` is writable; the descriptor does not block.
     if unsafe { open.verbs().ibv_get_async_event(open.context().as_ptr(), &raw mut raw) } != 0 {
         let error = io::Error::last_os_error();
-        // Without a number it was cut short: there is nothing to read.
+        // Without `errno`, the read was short: no event.
         return Err(if error.raw_os_error() == Some(0) { io::ErrorKind::WouldBlock.into() } else { error });
     }
     let event = read(&raw);
-    // Destroying what it concerns waits for this.
-    // SAFETY: the event that was just taken.
+    // Destroying the object of an event waits for this acknowledgement.
+    // SAFETY: `ibv_get_async_event` returned this event.
     unsafe { open.verbs().ibv_ack_async_event(&raw mut raw) };
     tracing::debug!(device = open.name(), kind = raw.event_type.name(), ?event, "asynchronous event");
     Ok(event)
@@ -193,14 +193,14 @@ fn read(raw: &ibv_async_event) -> Option<Event> {
         ibv_event_type::IBV_EVENT_QP_FATAL
         | ibv_event_type::IBV_EVENT_QP_REQ_ERR
         | ibv_event_type::IBV_EVENT_QP_ACCESS_ERR => {
-            // SAFETY: events of this kind are of a queue pair.
+            // SAFETY: events of this type hold a queue pair.
             let qp = unsafe { raw.element.qp };
-            // SAFETY: it is not destroyed before the event is acknowledged.
+            // SAFETY: the queue pair is not destroyed before the event is acknowledged.
             let qpn = unsafe { (*qp).qp_num };
             Some(Event::QueuePair { qpn, kind })
         }
         ibv_event_type::IBV_EVENT_CQ_ERR => {
-            // SAFETY: events of this kind are of a completion queue.
+            // SAFETY: events of this type hold a completion queue.
             let cq = unsafe { raw.element.cq };
             Some(Event::CompletionQueue(FailedCq::Object(cq.addr())))
         }
@@ -209,7 +209,7 @@ fn read(raw: &ibv_async_event) -> Option<Event> {
         | ibv_event_type::IBV_EVENT_PORT_ACTIVE
         | ibv_event_type::IBV_EVENT_LID_CHANGE
         | ibv_event_type::IBV_EVENT_GID_CHANGE => {
-            // SAFETY: events of this kind are of a port.
+            // SAFETY: events of this type hold a port number.
             let number = unsafe { raw.element.port_num };
             Some(Event::Port { number: u8::try_from(number).unwrap_or(0), kind })
         }
@@ -218,37 +218,36 @@ fn read(raw: &ibv_async_event) -> Option<Event> {
 }
 
 impl Open {
-    /// Whether the device has a queue pair in ERR. An event of it may be of a life that a reset has ended: then it has not.
-    /// To be asked while nobody resets it.
+    /// Whether the queue pair is in ERR. An event may stem from before a reset. Call it while nobody resets the queue
+    /// pair.
     ///
     /// # Safety
-    /// `qp` must be a queue pair of this device that is not destroyed.
+    /// `qp` must be a live queue pair of this device.
     pub(crate) unsafe fn has_failed(&self, qp: *mut ibv_qp) -> bool {
         let (mut attr, mut init) = (ibv_qp_attr::zeroed(), ibv_qp_init_attr::zeroed());
         let (state, verbs) = (ibv_qp_attr_mask::IBV_QP_STATE, self.verbs());
-        // SAFETY: as the caller says; places for the answers.
+        // SAFETY: the caller guarantees `qp`; both attributes are writable.
         let errno = unsafe { verbs.ibv_query_qp(qp, &raw mut attr, state, &raw mut init) };
         errno != 0 || attr.qp_state == ibv_qp_state::IBV_QPS_ERR
     }
 }
 
-/// Where failures of the queue pairs of a device are recorded.
+/// Sticky errors of a device's queue pairs, by QPN.
 #[derive(Debug, Default)]
 pub(crate) struct Healths(Mutex<HashMap<u32, Weak<Health>>>);
 
 impl Healths {
-    /// Those of this queue pair are recorded there.
+    /// Records failures of queue pair `qpn` in `health`.
     pub(crate) fn add(&self, qpn: u32, health: &Arc<Health>) {
         self.0.lock().insert(qpn, Arc::downgrade(health));
     }
 
-    /// The queue pair is gone.
+    /// Removes a destroyed queue pair.
     pub(crate) fn remove(&self, qpn: u32) {
         self.0.lock().remove(&qpn);
     }
 
-    /// Records what an event means, for the queue pairs that it concerns: `of_cq` says whether one of these uses a
-    /// completion queue.
+    /// Records an event for the queue pairs it concerns; `of_cq` tells whether one uses a completion queue.
     pub(crate) fn tell(&self, open: &Open, event: Event, of_cq: impl Fn(u32, FailedCq) -> bool) {
         let Some(error) = event.cause(open) else {
             if let Event::Port { number, kind } = event {
@@ -273,8 +272,7 @@ impl Healths {
 }
 
 impl Event {
-    /// What it means for a queue pair of the device `open`, if it breaks it: a queue pair that is concerned itself, or any
-    /// one where the whole device is.
+    /// Error that the event means for a concerned queue pair of device `open`, if it breaks it.
     pub(crate) fn cause(self, open: &Open) -> Option<Error> {
         let why = match self {
             Self::QueuePair { qpn, kind } => {

@@ -1,4 +1,4 @@
-//! What a failed call of libibverbs means, and what to change.
+//! Explains failed libibverbs calls and how to fix the cause.
 
 use std::fmt::{self, Display};
 use std::io;
@@ -7,30 +7,30 @@ use std::sync::Arc;
 
 use gdsync_device::error::Error;
 
-/// A call, with what is known of its circumstances.
+/// A call and its circumstances.
 #[derive(Clone, Debug)]
 pub(crate) enum Call {
-    /// Opening a device, through this file.
+    /// Opening a device through this file.
     Open { node: Option<PathBuf> },
     /// Registering host memory.
     Register { len: usize, memlock: Memlock },
-    /// Registering GPU memory by a dma-buf.
+    /// Registering GPU memory by dma-buf.
     RegisterDmaBuf { len: usize },
-    /// Making GPU memory known to DevX by a dma-buf.
+    /// Registering GPU memory with DevX by dma-buf.
     UmemDmaBuf { len: usize },
-    /// Registering GPU memory by its address.
+    /// Registering GPU memory by address.
     RegisterGpu { len: usize },
     /// Creating a completion queue.
     CreateCq { entries: u64, most: u64, memlock: Memlock },
-    /// Creating a queue pair: what was asked for, with the device's limits.
+    /// Creating a queue pair: requested values with the device's limits.
     CreateQp { asked: Vec<Asked>, memlock: Memlock },
-    /// Changing the state of a queue pair.
+    /// Modifying a queue pair.
     Modify(Step),
-    /// Anything else.
+    /// Any other call.
     Other,
 }
 
-/// A value that was asked for, and the most the device allows.
+/// A requested value and the device's limit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Asked {
     pub(crate) what: &'static str,
@@ -38,12 +38,12 @@ pub(crate) struct Asked {
     pub(crate) most: u64,
 }
 
-/// A transition, as it was asked of the device.
+/// A queue pair transition.
 #[derive(Clone, Debug)]
 pub(crate) struct Step {
     pub(crate) from: &'static str,
     pub(crate) to: &'static str,
-    /// Its attributes, as a message names them.
+    /// Its attributes, for the message.
     pub(crate) attributes: String,
     pub(crate) port: u8,
     pub(crate) gid_index: u8,
@@ -51,15 +51,15 @@ pub(crate) struct Step {
     pub(crate) asked: Vec<Asked>,
 }
 
-/// How much memory the process may lock, in bytes; `None` for all.
+/// Limit of locked memory (RLIMIT_MEMLOCK) in bytes; `None` if unlimited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memlock(pub(crate) Option<u64>);
 
 impl Memlock {
-    /// As the process has it.
+    /// Limit of this process.
     pub(crate) fn here() -> Self {
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: a place for the answer.
+        // SAFETY: `limit` is writable.
         let failed = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } != 0;
         Self((!failed && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur))
     }
@@ -76,11 +76,11 @@ impl Memlock {
     }
 }
 
-const GONE: &str = "the device is gone or in a fatal state: look at `dmesg`, and open it again";
-const NOT_HERE: &str = "the driver of this device does not do it: see `ibv_devinfo -v`";
-const INTERRUPTED: &str = "the kernel or the card refused: look at `dmesg`";
+const GONE: &str = "the device is gone or in a fatal state: check `dmesg`, and open it again";
+const NOT_HERE: &str = "the device's driver does not support it: see `ibv_devinfo -v`";
+const INTERRUPTED: &str = "the kernel or the card refused: check `dmesg`";
 
-/// The values that are above what the device allows.
+/// The requested values that exceed their limits.
 fn above(asked: &[Asked]) -> Option<String> {
     let above: Vec<_> = asked
         .iter()
@@ -90,9 +90,9 @@ fn above(asked: &[Asked]) -> Option<String> {
     (!above.is_empty()).then(|| above.join("; "))
 }
 
-/// What to do about error number `errno` of a call.
+/// Advice for `errno` of a call.
 pub(crate) fn advice(call: &Call, errno: i32) -> String {
-    // The same of every call.
+    // These errors mean the same for every call.
     match errno {
         libc::EIO | libc::ENODEV if !matches!(call, Call::Modify(_)) => return GONE.into(),
         libc::EMFILE => return "too many files are open: raise `ulimit -n`".into(),
@@ -163,11 +163,11 @@ fn register(len: usize, memlock: Memlock, errno: i32) -> String {
     }
 }
 
-/// How GPU memory can be registered.
+/// How to enable registration of GPU memory.
 const GPU_FIXES: &str = "either by a dma-buf (Linux 5.12, rdma-core 34, the NVIDIA driver's open kernel modules, CUDA 11.7), or \
                          by nvidia-peermem (`sudo modprobe nvidia-peermem`, on MLNX_OFED or DOCA-OFED)";
 
-/// The advice where neither way to register GPU memory is open.
+/// Advice when GPU memory cannot be registered in either way.
 pub(crate) fn no_gpu_path(dma_buf: &str, peermem: &str) -> String {
     format!(
         "by dma-buf: {dma_buf}; by nvidia-peermem: {peermem}; GPU memory is registered {GPU_FIXES}; \
@@ -263,15 +263,15 @@ fn modify(step: &Step, errno: i32) -> String {
     }
 }
 
-/// The error of a call that failed with `errno` on `subject`.
+/// Error of a call on `subject` that failed with `errno`.
 pub(crate) fn failed(name: &'static str, subject: impl Display, call: &Call, errno: i32) -> Error {
-    // Some drivers return it with the other sign.
+    // Some drivers return negative numbers.
     let errno = errno.abs();
     let source = Arc::new(io::Error::from_raw_os_error(errno));
     Error::Verbs { call: name, subject: subject.to_string(), source, advice: advice(call, errno) }
 }
 
-/// The error of a call that failed, with the number that it left in `errno`.
+/// Error of a call that failed and set `errno`.
 pub(crate) fn failed_last(name: &'static str, subject: impl Display, call: &Call) -> Error {
     let errno = io::Error::last_os_error().raw_os_error().filter(|&errno| errno != 0);
     failed(name, subject, call, errno.unwrap_or(libc::EIO))

@@ -1,19 +1,20 @@
-//! RDMA devices of the machine: which there are, how near to GPUs, which port and GID to use, and what their failures mean.
+//! RDMA devices: enumeration, choice of device, port and GID, errors, and the two device back ends: [`direct`] and
+//! [`proxy`].
 //!
-//! They are found through libibverbs, which is loaded when it is there. [`verbs::Device`](crate::verbs::Device) is the
-//! way in; this is what it is made of.
+//! Devices are found through libibverbs, which is loaded at run time if present.
 //!
 //! # What is chosen
 //!
-//! - **The device**: the first usable one among those nearest to a GPU; `soft0` where there is none. `GDSYNC_DEVICE`, or a name,
-//!   overrides.
-//! - **The port**: the first that is ACTIVE and has an address. `GDSYNC_PORT` overrides.
-//! - **The GID**: RoCE v2 before v1, an IPv4 address before a global one before a link-local one. `GDSYNC_GID_INDEX` overrides.
-//!   Both sides must use GIDs of one kind.
-//! - **The path MTU**: the smallest of what was asked for and what the two ports allow.
-//! - **iWARP** is not supported: a device that speaks it is never chosen, and opening one fails.
-//! - **Registration**: host memory by its address; GPU memory by a dma-buf, or else by nvidia-peermem; neither is an error that
-//!   says what both need. Regions that the device writes keep PCIe's order, so that data is there when its completion is.
+//! - **Device**: the first usable one among those nearest to a GPU; `soft0` if there is none. `GDSYNC_DEVICE`, or a
+//!   name, overrides.
+//! - **Port**: the first that is ACTIVE and has an address. `GDSYNC_PORT` overrides.
+//! - **GID**: RoCE v2 before v1; an IPv4-mapped address before a global one before a link-local one. `GDSYNC_GID_INDEX`
+//!   overrides. Both sides must use GIDs of the same kind.
+//! - **Path MTU**: the smallest of the requested one and the MTUs of both ports.
+//! - **iWARP** is not supported: such a device is never chosen, and opening one fails.
+//! - **Registration**: host memory by its address; GPU memory by dma-buf, else by nvidia-peermem. Without either, the
+//!   error says what both need. Regions that the device writes keep PCIe ordering, so data is in place when its
+//!   completion is.
 
 #![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
 
@@ -52,7 +53,10 @@ pub use topology::{Distance, Place, gpus};
 use gdsync_device::env::variable;
 use gdsync_device::error::Result;
 
-/// Refuses libraries that the environment names and that cannot be loaded: who names one does not mean to do without.
+/// Checks that libraries named by the environment load.
+///
+/// # Errors
+/// [`Error::Library`] if one does not: whoever names a library needs it.
 pub fn check_named() -> Result<()> {
     if variable("GDSYNC_LIBIBVERBS").is_some() {
         Verbs::load()?;
@@ -63,7 +67,7 @@ pub fn check_named() -> Result<()> {
     Ok(())
 }
 
-/// The RDMA devices of this machine; none where there is no libibverbs.
+/// The RDMA devices of this machine; empty without libibverbs.
 pub fn survey() -> Vec<Survey> {
     let list = match list::List::get() {
         Ok(list) => list,

@@ -1,4 +1,4 @@
-//! The devices that libibverbs lists, and what each tells when it is opened.
+//! Enumerates devices through libibverbs and queries them.
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use super::sysfs::{Class, SYSFS};
 use gdsync_device::Gid;
 use gdsync_device::error::Result;
 
-/// The devices that libibverbs knows.
+/// The device list of libibverbs.
 pub(super) struct List {
     verbs: &'static Verbs,
     first: NonNull<*mut ibv_device>,
@@ -25,18 +25,18 @@ pub(super) struct List {
 
 impl Drop for List {
     fn drop(&mut self) {
-        // SAFETY: the list of `get`, freed once. Open devices stay open.
+        // SAFETY: returned by `ibv_get_device_list`, freed only here; open devices stay open.
         unsafe { self.verbs.ibv_free_device_list(self.first.as_ptr()) };
     }
 }
 
 impl List {
-    /// The list; [`Error::Library`](crate::Error::Library) where there is no libibverbs.
+    /// Gets the list; [`Error::Library`](crate::Error::Library) without libibverbs.
     pub(super) fn get() -> Result<Self> {
         let verbs = Verbs::load()?;
         prepare_fork(verbs);
         let mut len = 0;
-        // SAFETY: a place for the answer.
+        // SAFETY: `count` is writable.
         let list = unsafe { verbs.ibv_get_device_list(&raw mut len) };
         let first = NonNull::new(list)
             .ok_or_else(|| failed_last("ibv_get_device_list", "this machine", &Call::Open { node: None }))?;
@@ -45,16 +45,16 @@ impl List {
 
     pub(super) fn devices(&self) -> impl Iterator<Item = Listed<'_>> {
         (0..self.len).filter_map(|at| {
-            // SAFETY: the list has so many entries.
+            // SAFETY: the list has `count` entries.
             let place = unsafe { self.first.add(at) };
-            // SAFETY: entries are initialised.
+            // SAFETY: all entries below `count` are initialized.
             let device = NonNull::new(unsafe { place.read() })?;
             Some(Listed { list: self, device })
         })
     }
 }
 
-/// An entry of the list.
+/// A listed device.
 pub(super) struct Listed<'a> {
     list: &'a List,
     device: NonNull<ibv_device>,
@@ -62,48 +62,48 @@ pub(super) struct Listed<'a> {
 
 impl Listed<'_> {
     pub(super) fn name(&self) -> String {
-        // SAFETY: the device is listed.
+        // SAFETY: the list keeps the device alive.
         let name = unsafe { self.list.verbs.ibv_get_device_name(self.device.as_ptr()) };
         if name.is_null() {
             return String::new();
         }
-        // SAFETY: libibverbs returns terminated text that lives as long as the list.
+        // SAFETY: libibverbs returns a C string that lives as long as the list.
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     }
 
-    /// The file that it is opened through.
+    /// Device file that it is opened through.
     fn node(&self) -> Option<PathBuf> {
-        // SAFETY: the device is listed, and its name an array of its own.
+        // SAFETY: the list keeps the device alive; `dev_name` is an array in it.
         let name = unsafe { &raw const (*self.device.as_ptr()).dev_name };
-        // SAFETY: libibverbs keeps it terminated.
+        // SAFETY: libibverbs terminates the name.
         let name = unsafe { CStr::from_ptr(name.cast()) }.to_str().ok().filter(|name| !name.is_empty())?;
         Some(Path::new("/dev/infiniband").join(name))
     }
 
     pub(super) fn is_iwarp(&self) -> bool {
-        // SAFETY: the device is listed.
+        // SAFETY: the list keeps the device alive.
         let transport = unsafe { (*self.device.as_ptr()).transport_type };
         transport == ibv_transport_type::IBV_TRANSPORT_IWARP
     }
 
-    /// Whether libmlx5 drives it.
+    /// Whether libmlx5 is its driver.
     pub(super) fn is_mlx5(&self) -> bool {
         let asked = Mlx5::load().map(|mlx5| {
-            // SAFETY: the device is listed.
+            // SAFETY: the list keeps the device alive.
             unsafe { mlx5.mlx5dv_is_supported(self.device.as_ptr()) }
         });
         asked.inspect_err(|error| tracing::debug!(%error, "no mlx5 cards")).unwrap_or(false)
     }
 
     pub(super) fn open(&self) -> Result<Handle> {
-        // SAFETY: the device is listed.
+        // SAFETY: the list keeps the device alive.
         let context = unsafe { self.list.verbs.ibv_open_device(self.device.as_ptr()) };
         let context = NonNull::new(context)
             .ok_or_else(|| failed_last("ibv_open_device", self.name(), &Call::Open { node: self.node() }))?;
         Ok(Handle { verbs: self.list.verbs, raw: context, name: self.name() })
     }
 
-    /// Its ports, asked of the device itself; none where it cannot be opened.
+    /// Queries the ports of the device; empty if it cannot be opened.
     pub(super) fn ask_ports(&self) -> Vec<Port> {
         let asked = self.open().and_then(|context| context.ports());
         asked
@@ -113,37 +113,37 @@ impl Listed<'_> {
     }
 }
 
-/// Where the kernel needs help to keep registered memory whole in a process that forks.
+/// Enables fork support where the kernel needs it.
 fn prepare_fork(verbs: &Verbs) {
     let known = verbs.ibv_is_fork_initialized.map(|ask| {
-        // SAFETY: it may be called at any time.
+        // SAFETY: may be called at any time.
         unsafe { ask() }
     });
     if matches!(known, Some(ibv_fork_status::IBV_FORK_UNNEEDED | ibv_fork_status::IBV_FORK_ENABLED)) {
         return;
     }
-    // SAFETY: it may be called at any time, and refuses when it is too late.
+    // SAFETY: may be called at any time; it fails when called too late.
     let errno = unsafe { verbs.ibv_fork_init() };
     if errno != 0 {
         tracing::debug!(errno, "a fork of this process may break registered memory");
     }
 }
 
-/// An open device, closed when this is dropped.
+/// An open device, closed on drop.
 pub(super) struct Handle {
     pub(super) verbs: &'static Verbs,
     pub(super) raw: NonNull<ibv_context>,
     pub(super) name: String,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for Handle {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for Handle {}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: opened once, closed once; what was made on it keeps it, so nothing is left.
+        // SAFETY: opened once, closed only here; objects on the device keep this handle, so none are left.
         let errno = unsafe { self.verbs.ibv_close_device(self.raw.as_ptr()) };
         if errno != 0 {
             tracing::debug!(device = %self.name, errno, "a device was not closed");
@@ -154,25 +154,25 @@ impl Drop for Handle {
 impl Handle {
     pub(super) fn attr(&self) -> Result<ibv_device_attr> {
         let mut attr = ibv_device_attr::zeroed();
-        // SAFETY: the device is open; a place for the answer.
+        // SAFETY: the device is open and `attr` is writable.
         let errno = unsafe { self.verbs.ibv_query_device(self.raw.as_ptr(), &raw mut attr) };
         if errno == 0 { Ok(attr) } else { Err(failed("ibv_query_device", &self.name, &Call::Other, errno)) }
     }
 
-    /// Its ports, and whether addresses of each are always global.
+    /// Its ports, each with whether its addresses must be global (GRH).
     pub(super) fn ports(&self) -> Result<Vec<(Port, bool)>> {
         let mut gids = self.gids(&mut Vec::new());
         let count = self.attr()?.phys_port_cnt;
         let ports = (1..=count).map(|number| {
             let mut attr = ibv_port_attr::zeroed();
-            // SAFETY: the device is open.
+            // SAFETY: the device is open and `attr` is writable.
             let errno = unsafe { self.verbs.query_port(self.raw.as_ptr(), number, &mut attr) };
             if errno != 0 {
                 return Err(failed("ibv_query_port", &self.name, &Call::Other, errno));
             }
             let link = match attr.link_layer {
                 ibv_link_layer::IBV_LINK_LAYER_ETHERNET => LinkLayer::Ethernet,
-                // Devices of before RoCE do not tell.
+                // Drivers older than RoCE do not report the link layer.
                 _ => LinkLayer::InfiniBand,
             };
             let own = gids.extract_if(.., |(port, _)| *port == u32::from(number)).map(|(_, gid)| gid);
@@ -184,10 +184,10 @@ impl Handle {
         ports.collect()
     }
 
-    /// The entries of its GID tables, by port.
+    /// GID table entries by port.
     fn gids(&self, room: &mut Vec<ibv_gid_entry>) -> Vec<(u32, GidEntry)> {
         room.resize(4096, ibv_gid_entry::zeroed());
-        // SAFETY: the device is open.
+        // SAFETY: the device is open and `room` is writable for its length.
         let count = unsafe { self.verbs.query_gid_table(self.raw.as_ptr(), room) };
         match count.map(usize::try_from) {
             Ok(Ok(count)) => {
@@ -199,13 +199,13 @@ impl Handle {
                         ibv_gid_type::IBV_GID_TYPE_ROCE_V2 => GidKind::RoceV2,
                         _ => GidKind::Unknown,
                     };
-                    // SAFETY: all bytes of the union are plain.
+                    // SAFETY: every bit pattern of the union is a valid byte array.
                     let gid = Gid(unsafe { entry.gid.raw });
                     (entry.port_num, GidEntry { index: entry.gid_index, gid, kind })
                 };
                 room.iter().take(count).map(entry).collect()
             }
-            // Before rdma-core 32.
+            // rdma-core before 32.
             _ => {
                 let ports = Class::of(Path::new(SYSFS), &self.name).map(|class| class.ports());
                 let of = |port: Port| port.gids.into_iter().map(move |gid| (u32::from(port.number), gid));

@@ -1,4 +1,4 @@
-//! What a device was asked for by number: protection domains and regions.
+//! Protection domains and regions by number.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{Access, MrKeys, TransferPath};
 
-/// The domains and regions of an open device. They are freed without locks: the kernel may take its time.
+/// Domains and regions of an open device. They are freed without locks held, because that may block in the kernel.
 #[derive(Debug)]
 pub(crate) struct Objects {
     open: Arc<Open>,
@@ -52,7 +52,7 @@ impl Objects {
         Ok(keys)
     }
 
-    /// How the device gets at what is in the region of this key.
+    /// How the device accesses the region of this key.
     pub(crate) fn transfer_path(&self, lkey: u32) -> TransferPath {
         let way = self.regions.lock().get(&lkey).map_or(Way::Host, Region::way);
         way.transfer_path()

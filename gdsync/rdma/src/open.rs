@@ -1,4 +1,4 @@
-//! An open RDMA device, with the port and the GID that its queue pairs use.
+//! An open RDMA device, with the port and GID of its queue pairs.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -13,13 +13,13 @@ use super::port::{GidEntry, GidKind, LinkLayer, Port};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Access, MAX_RD_ATOMIC, QpAddress};
 
-/// An open RDMA device. Closed when the last clone of its `Arc` is gone: whoever makes something on it keeps one.
+/// An open RDMA device, closed when the last `Arc` is dropped. Objects on it hold one.
 pub struct Open {
     handle: Handle,
     attr: ibv_device_attr,
     port: Port,
     gid: GidEntry,
-    /// Addresses between subnets are always written out.
+    /// Addresses must always have a GRH.
     needs_grh: bool,
     config: DeviceConfig,
 }
@@ -31,11 +31,11 @@ impl fmt::Debug for Open {
 }
 
 impl Open {
-    /// Opens the device called `name`.
+    /// Opens device `name`.
     ///
     /// # Errors
-    /// [`Error::Library`], [`Error::NoDevice`], [`Error::Verbs`]; [`Error::UnsupportedTransport`] for iWARP;
-    /// [`Error::Device`] where no port can be used.
+    /// [`Error::Library`] without libibverbs; [`Error::NoDevice`] if there is no such device; [`Error::Verbs`] if a
+    /// call fails; [`Error::UnsupportedTransport`] for iWARP; [`Error::Device`] if no port is usable.
     pub fn device(name: &str, config: &DeviceConfig) -> Result<Arc<Self>> {
         config.check()?;
         let list = List::get()?;
@@ -68,26 +68,27 @@ impl Open {
         &self.handle.name
     }
 
-    /// Whether libmlx5 drives it.
+    /// Whether libmlx5 is its driver.
     pub fn is_mlx5(&self, mlx5: &Mlx5) -> bool {
-        // SAFETY: the device is open.
+        // SAFETY: the device is open while `self` lives.
         let device = unsafe { (*self.context().as_ptr()).device };
-        // SAFETY: the device of an open context.
+        // SAFETY: the open context holds a valid device.
         unsafe { mlx5.mlx5dv_is_supported(device) }
     }
 
-    /// The limits of the device.
+    /// Limits of the device.
     pub fn attr(&self) -> &ibv_device_attr {
         &self.attr
     }
 
-    /// READs and atomics that a queue pair may have outstanding each way, at most [`MAX_RD_ATOMIC`].
+    /// Maximum outstanding READs and atomics per queue pair and direction, at most [`MAX_RD_ATOMIC`].
     pub fn rd_atomic(&self) -> u8 {
         let most = self.attr.max_qp_rd_atom.min(self.attr.max_qp_init_rd_atom);
         u8::try_from(most.clamp(0, MAX_RD_ATOMIC.into())).expect("at most 16")
     }
 
-    /// What queue pairs may let peers do. Drivers refuse the right to atomics where the device has none, as some virtual functions.
+    /// Access flags that queue pairs may grant. Drivers refuse atomics if the device has none, as some virtual
+    /// functions.
     pub fn rights(&self) -> Access {
         let has_atomics = self.attr.atomic_cap != ibv_atomic_cap::IBV_ATOMIC_NONE;
         if has_atomics {
@@ -100,17 +101,17 @@ impl Open {
         Access::all() - Access::REMOTE_ATOMIC
     }
 
-    /// The port that is used.
+    /// The port in use.
     pub fn port(&self) -> &Port {
         &self.port
     }
 
-    /// The GID that is used.
+    /// The GID in use.
     pub fn gid(&self) -> GidEntry {
         self.gid
     }
 
-    /// The index of the GID, as queue pairs name it.
+    /// Index of the GID, for queue pairs.
     pub fn gid_index(&self) -> u8 {
         u8::try_from(self.gid.index).expect("only such entries are chosen")
     }
@@ -123,7 +124,7 @@ impl Open {
         &self.config
     }
 
-    /// Where a peer finds a queue pair of this port.
+    /// Address of a queue pair on this port.
     pub fn address(&self, qpn: u32, psn: u32) -> QpAddress {
         let lid = if self.port.link == LinkLayer::InfiniBand { self.port.lid } else { 0 };
         let address = QpAddress::new(self.gid.gid, qpn, psn).with_lid(lid);
@@ -140,7 +141,7 @@ impl Open {
     }
 }
 
-/// The port to use: the one asked for, or the first that packets can leave. Otherwise why none can be used.
+/// The requested port, or the first usable one, or the reason why there is none.
 fn choose_port(ports: Vec<(Port, bool)>, wanted: Option<u8>) -> std::result::Result<(Port, bool), String> {
     let numbers: Vec<_> = ports.iter().map(|(port, _)| port.number.to_string()).collect();
     if let Some(number) = wanted {
@@ -160,7 +161,7 @@ fn choose_port(ports: Vec<(Port, bool)>, wanted: Option<u8>) -> std::result::Res
     Err(if refusals.is_empty() { "it has no port".into() } else { refusals.join("; ") })
 }
 
-/// The GID to use: the one asked for, or the best. Otherwise why there is none.
+/// The requested GID, or the best one, or the reason why there is none.
 fn choose_gid(port: &Port, wanted: Option<u8>) -> std::result::Result<GidEntry, String> {
     match wanted {
         None => port.best_gid().ok_or_else(|| format!("port {} has no GID", port.number)),
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_usable_port_is_taken_or_the_one_asked_for() {
+    fn first_usable_or_requested_port_is_chosen() {
         let ports = || vec![port(1, PortState::DOWN), port(2, PortState::ACTIVE)];
         assert_eq!(choose_port(ports(), None).unwrap().0.number, 2);
         assert_eq!(choose_port(ports(), Some(2)).unwrap().0.number, 2);
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_gid_is_taken_or_the_one_asked_for() {
+    fn best_or_requested_gid_is_chosen() {
         let (port, _) = port(1, PortState::ACTIVE);
         assert_eq!(choose_gid(&port, None).unwrap().index, 1);
         assert_eq!(choose_gid(&port, Some(3)).unwrap().index, 3);

@@ -1,4 +1,4 @@
-//! Ports of an RDMA device, their GIDs, and which of them a queue pair should use.
+//! Ports of an RDMA device and their GIDs.
 
 use std::fmt;
 use std::fmt::Write;
@@ -9,29 +9,29 @@ use gdsync_device::Gid;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Port {
-    /// Its number, from 1.
+    /// Number, from 1.
     pub number: u8,
-    /// Whether it has a link.
+    /// Link state.
     pub state: PortState,
-    /// What is below the transport.
+    /// Link layer.
     pub link: LinkLayer,
-    /// The local identifier that the subnet manager gave it, on InfiniBand; 0 elsewhere.
+    /// LID on InfiniBand; 0 elsewhere.
     pub lid: u16,
-    /// The largest path MTU, in bytes, where the device was asked.
+    /// Maximum path MTU in bytes, if the device was queried.
     pub mtu: Option<u32>,
-    /// The entries of its GID table that are not empty.
+    /// GID table without empty entries.
     pub gids: Vec<GidEntry>,
 }
 
-/// State of a port (`enum ibv_port_state`).
+/// Port state (`enum ibv_port_state`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct PortState(pub u8);
 
 impl PortState {
-    /// There is no link.
+    /// No link.
     pub const DOWN: Self = Self(1);
-    /// There is a link, and no subnet manager has configured it.
+    /// Link without a subnet manager's configuration.
     pub const INIT: Self = Self(2);
     /// Ready.
     pub const ACTIVE: Self = Self(4);
@@ -50,14 +50,14 @@ impl fmt::Display for PortState {
     }
 }
 
-/// What is below the transport.
+/// Link layer below the transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LinkLayer {
-    /// InfiniBand: LIDs, a subnet manager.
+    /// InfiniBand.
     InfiniBand,
-    /// Ethernet: RoCE.
+    /// Ethernet, that is, RoCE.
     Ethernet,
-    /// The kernel did not tell.
+    /// Unknown to the kernel.
     Unknown,
 }
 
@@ -75,26 +75,26 @@ impl fmt::Display for LinkLayer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct GidEntry {
-    /// Its index in the table.
+    /// Index in the table.
     pub index: u32,
-    /// The address.
+    /// Address.
     pub gid: Gid,
-    /// What packets from it look like.
+    /// Kind.
     pub kind: GidKind,
 }
 
-/// What packets of a GID look like (`enum ibv_gid_type`).
+/// GID kind (`enum ibv_gid_type`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GidKind {
     /// InfiniBand, or RoCE v1 on Ethernet.
     IbOrRoceV1,
     /// RoCE v2: UDP over IP.
     RoceV2,
-    /// The kernel did not tell.
+    /// Unknown to the kernel.
     Unknown,
 }
 
-/// The scope of a GID, from the best for peers elsewhere.
+/// Scope of a GID, widest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Scope {
     Ipv4,
@@ -111,13 +111,13 @@ fn scope(gid: Gid) -> Scope {
 }
 
 impl Port {
-    /// Whether packets can leave it.
+    /// Whether the port is active.
     pub fn is_active(&self) -> bool {
         self.state == PortState::ACTIVE
     }
 
-    /// The GID for queue pairs: on Ethernet RoCE v2 before v1, an address mapped from IPv4 before a global one before a
-    /// link-local one; then the first in the table.
+    /// Best GID for queue pairs. On Ethernet: RoCE v2 before v1; IPv4-mapped before global before link-local; then the
+    /// lowest index.
     pub fn best_gid(&self) -> Option<GidEntry> {
         let version = |entry: &GidEntry| match entry.kind {
             _ if self.link == LinkLayer::InfiniBand => 0,
@@ -126,15 +126,15 @@ impl Port {
             GidKind::IbOrRoceV1 => 2,
         };
         let order = |entry: &&GidEntry| match self.link {
-            // The first one is made from the port's GUID and always right.
+            // Entry 0 is derived from the port's GUID and always valid.
             LinkLayer::InfiniBand => (0, Scope::Ipv4, entry.index),
             _ => (version(entry), scope(entry.gid), entry.index),
         };
-        // Queue pairs name it by 8 bits.
+        // Queue pairs index the table with 8 bits.
         self.gids.iter().filter(|entry| entry.index <= u32::from(u8::MAX)).min_by_key(order).copied()
     }
 
-    /// The entry at this index of the GID table.
+    /// The GID table entry at `index`.
     pub fn gid(&self, index: u8) -> Option<GidEntry> {
         self.gids.iter().find(|entry| entry.index == u32::from(index)).copied()
     }
@@ -155,7 +155,7 @@ impl Port {
         if text.is_empty() { "it is empty".into() } else { text }
     }
 
-    /// Why no queue pair can use it, if so, with the fix.
+    /// Why no queue pair can use it and how to fix that; `None` if it is usable.
     pub fn refusal(&self) -> Option<String> {
         let number = self.number;
         if !self.is_active() {
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_gid_is_v2_and_reaches_far() {
+    fn best_gid_is_v2_with_widest_scope() {
         use GidKind::{IbOrRoceV1 as V1, RoceV2 as V2, Unknown};
         let local = gid(&[(0, 0xfe), (1, 0x80), (15, 1)]);
         let ipv4 = gid(&[(10, 0xff), (11, 0xff), (12, 10), (15, 1)]);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_cannot_be_used_says_why() {
+    fn unusable_port_names_the_reason() {
         let good = port(LinkLayer::Ethernet, &[(0, gid(&[(0, 0xfe), (1, 0x80)]), GidKind::RoceV2)]);
         assert_eq!(good.refusal(), None);
         let why = |port: Port| port.refusal().unwrap();

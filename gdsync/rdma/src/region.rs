@@ -1,4 +1,4 @@
-//! Memory registered with an RDMA device: host memory, and GPU memory by a dma-buf or by nvidia-peermem.
+//! Memory regions: host memory, and GPU memory by dma-buf or nvidia-peermem.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -19,7 +19,7 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
 use gdsync_device::{Access, TransferPath, Transport};
 
-/// How the device got at the memory.
+/// How the device accesses the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Host,
@@ -40,7 +40,7 @@ impl Way {
     }
 }
 
-/// A registered memory region. Deregistered when this is dropped; the memory must stay until then.
+/// A memory region, deregistered on drop; it keeps its memory alive.
 pub(crate) struct Region {
     domain: Arc<Domain>,
     mr: NonNull<ibv_mr>,
@@ -49,9 +49,9 @@ pub(crate) struct Region {
     way: Way,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for Region {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for Region {}
 
 impl fmt::Debug for Region {
@@ -63,7 +63,7 @@ impl fmt::Debug for Region {
 impl Drop for Region {
     fn drop(&mut self) {
         let open = self.domain.open();
-        // SAFETY: registered here, deregistered once.
+        // SAFETY: registered by `register`, deregistered only here.
         let errno = unsafe { open.verbs().ibv_dereg_mr(self.mr.as_ptr()) };
         if errno != 0 {
             tracing::error!(region = ?self, errno, "a memory region stays registered");
@@ -71,15 +71,15 @@ impl Drop for Region {
     }
 }
 
-/// The rights of a region, as libibverbs names them. What the device never writes may be read in any order; what it writes is written in
-/// order unless [`Access::RELAXED_ORDERING`] was asked for, as it may be polled.
+/// Access flags for libibverbs. Regions that the device never writes use relaxed ordering. Regions that it writes keep
+/// PCIe order unless [`Access::RELAXED_ORDERING`] is requested, because they may be polled.
 fn rights(access: Access) -> ibv_access_flags {
     let rights = ibv_access_flags::from_bits_retain(access.bits());
     let is_written = access.intersects(Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
     if is_written { rights } else { rights | ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING }
 }
 
-/// Whether a module hands GPU addresses to the kernel's RDMA core.
+/// Whether a loaded module provides peer memory of GPUs to the RDMA core.
 pub(crate) fn has_peermem() -> bool {
     peermem_in(Path::new(SYSFS))
 }
@@ -89,10 +89,10 @@ fn peermem_in(sysfs: &Path) -> bool {
 }
 
 impl Region {
-    /// Registers memory with a device: the way follows from where it is.
+    /// Registers host or GPU memory.
     ///
     /// # Errors
-    /// [`Error::Verbs`]; [`Error::Device`] for GPU memory where there is neither of the two ways.
+    /// [`Error::Verbs`] if registration fails; [`Error::Device`] for GPU memory if neither way works.
     pub(crate) fn register(domain: &Arc<Domain>, memory: &Memory, access: Access) -> Result<Self> {
         match memory.gpu() {
             None => Self::register_host(domain, memory, access),
@@ -113,9 +113,9 @@ impl Region {
     }
 
     fn new(domain: &Arc<Domain>, mr: NonNull<ibv_mr>, way: Way) -> Self {
-        // SAFETY: a region that was just made.
+        // SAFETY: `mr` was just created.
         let lkey = unsafe { (*mr.as_ptr()).lkey };
-        // SAFETY: as above.
+        // SAFETY: `mr` was just created.
         let rkey = unsafe { (*mr.as_ptr()).rkey };
         Self { domain: domain.clone(), mr, lkey, rkey, way }
     }
@@ -135,7 +135,7 @@ impl Region {
         let open = domain.open();
         let addr = usize::try_from(memory.addr()).expect("64-bit hosts only");
         let addr = std::ptr::with_exposed_provenance_mut::<c_void>(addr);
-        // SAFETY: the memory is the caller's until the region is dropped; the device only gets what `access` says.
+        // SAFETY: `memory` stays mapped while the region lives; the device gets only the rights in `access`.
         let mr = unsafe { open.verbs().reg_mr(domain.raw().as_ptr(), addr, memory.len(), rights(access)) };
         match NonNull::new(mr) {
             Some(mr) => Ok(Self::new(domain, mr, way)),
@@ -146,7 +146,7 @@ impl Region {
     fn register_gpu(domain: &Arc<Domain>, gpu: &Gpu, memory: &Memory, access: Access) -> Result<Self> {
         let dma_buf = match Self::by_dma_buf(domain, gpu, memory, access) {
             Ok(region) => return Ok(region),
-            // The way is open; there is only no room.
+            // A lack of resources, not of support.
             Err(error) if error.is_exhausted() => return Err(error),
             Err(error) => error.to_string(),
         };
@@ -177,7 +177,7 @@ impl Region {
         let Pages { fd, offset, .. } = Pages::export(gpu, memory)?;
         let (addr, len) = (memory.addr(), memory.len());
         let rights = rights(access);
-        // SAFETY: the range is inside the dma-buf, which the region keeps alive; the caller keeps the memory.
+        // SAFETY: the range lies in the dma-buf; the region keeps `memory` alive.
         let mr = unsafe { register(domain.raw().as_ptr(), offset, len, addr, fd.as_raw_fd(), rights) };
         match NonNull::new(mr) {
             Some(mr) => Ok(Self::new(domain, mr, Way::DmaBuf)),
@@ -188,18 +188,20 @@ impl Region {
     }
 }
 
-/// The pages of GPU memory as a dma-buf.
+/// GPU pages as a dma-buf.
 pub(crate) struct Pages {
     pub(crate) fd: OwnedFd,
-    /// Where the memory begins in it.
+    /// Offset of the memory.
     pub(crate) offset: u64,
-    /// Bytes of all pages.
+    /// Total bytes.
     pub(crate) len: usize,
 }
 
 impl Pages {
+    /// Exports the pages of `memory`.
+    ///
     /// # Errors
-    /// [`Error::Unsupported`] where the driver makes no dma-buf; [`Error::Cuda`].
+    /// [`Error::Unsupported`] if the driver does not export dma-bufs; [`Error::Cuda`] if the export fails.
     pub(crate) fn export(gpu: &Gpu, memory: &Memory) -> Result<Self> {
         if !gpu.capabilities().dma_buf {
             return Err(Error::Unsupported {
@@ -209,7 +211,7 @@ impl Pages {
             });
         }
         order_copies(gpu, memory);
-        // The driver exports pages of the host.
+        // The driver exports whole host pages.
         let page = host_page() as u64;
         let offset = memory.addr() % page;
         let len = (offset + memory.len() as u64).next_multiple_of(page);
@@ -223,20 +225,20 @@ fn describe(open: &Open, memory: &Memory) -> String {
     format!("{memory:?} on {}", open.name())
 }
 
-/// A dma-buf of these pages.
+/// Exports pages as a dma-buf.
 fn export(gpu: &Gpu, start: u64, len: usize) -> Result<OwnedFd> {
     let mut fd: i32 = -1;
     let _current = gpu.enter()?;
-    // SAFETY: a place for the descriptor; the driver checks the range.
+    // SAFETY: `fd` is writable; the driver checks the range.
     unsafe {
         gpu.api().mem_get_handle_for_address_range((&raw mut fd).cast(), start, len, RANGE_HANDLE_DMA_BUF, 0)
     }
     .map_err(Error::cuda("exporting GPU memory as a dma-buf"))?;
-    // SAFETY: the driver made it for us.
+    // SAFETY: the driver created this descriptor for the caller.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Has CUDA finish copies to this memory before they return, which otherwise could race with the device's traffic.
+/// Makes CUDA finish copies to this memory before they return; otherwise they could race with the device.
 fn order_copies(gpu: &Gpu, memory: &Memory) {
     let on = 1u32;
     let Ok(_current) = gpu.enter() else { return };
@@ -245,7 +247,7 @@ fn order_copies(gpu: &Gpu, memory: &Memory) {
     let done =
         unsafe { gpu.api().pointer_set_attribute(value, pointer_attribute::SYNC_MEMOPS, memory.addr()) };
     if let Err(error) = done {
-        // Memory of pools and of cuMemCreate has no such attribute.
+        // Pool and `cuMemCreate` memory lacks this attribute.
         tracing::debug!(%error, ?memory, "copies by CUDA are not ordered with traffic of the device");
     }
 }
@@ -255,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_device_writes_is_only_relaxed_when_asked_for() {
+    fn written_regions_are_relaxed_only_on_request() {
         let relaxed = |access| rights(access).contains(ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING);
         assert!(relaxed(Access::empty()));
         assert!(relaxed(Access::REMOTE_READ));
@@ -274,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn peermem_is_a_loaded_module() {
+    fn peermem_is_detected_by_loaded_module() {
         let root = std::env::temp_dir().join(format!("gdsync-peermem-{}", std::process::id()));
         assert!(!peermem_in(&root));
         std::fs::create_dir_all(root.join("module/nvidia_peermem")).unwrap();

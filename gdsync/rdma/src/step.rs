@@ -1,4 +1,4 @@
-//! Transitions of a queue pair as libibverbs takes them.
+//! Queue pair transitions through libibverbs.
 
 use std::fmt::Write;
 
@@ -13,7 +13,7 @@ use super::port::{GidKind, LinkLayer};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Gid, QpAddress, QpAttr, QpState, mtu_code};
 
-/// What an address needs of the port that packets leave from.
+/// Local port properties that an address vector needs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct From {
     pub(super) port: u8,
@@ -28,11 +28,11 @@ pub(super) struct From {
     pub(super) traffic_class: u8,
 }
 
-/// How far packets may be routed.
+/// Hop limit of packets.
 const HOPS: u8 = 64;
 
 impl From {
-    /// The address of a peer.
+    /// Address vector of a peer.
     fn route(&self, peer: &QpAddress) -> Result<ibv_ah_attr> {
         let refuse = |why: &str| Err(Error::Peer { peer: peer.to_string(), why: why.to_owned() });
         let mut route = ibv_ah_attr::zeroed();
@@ -51,7 +51,7 @@ impl From {
             }
             LinkLayer::Ethernet => true,
             LinkLayer::InfiniBand | LinkLayer::Unknown => {
-                // The first half is the subnet.
+                // The first half is the subnet prefix.
                 let is_elsewhere = has_gid && peer.gid.0[..8] != self.gid.0[..8];
                 if peer.lid == 0 && !(is_elsewhere || self.needs_grh) {
                     return refuse("it told no LID, which InfiniBand needs: is it on another link or route?");
@@ -70,12 +70,12 @@ impl From {
         Ok(route)
     }
 
-    /// The path MTU: the smallest of what was asked for and what the two ports allow.
+    /// Path MTU: the smallest of the requested one and those of both ports.
     fn mtu(&self, asked: u32, peer: &QpAddress) -> u32 {
         asked.min(self.mtu.unwrap_or(asked)).min(peer.mtu.unwrap_or(asked))
     }
 
-    /// A transition, which has passed [`QpAttr::check`], of a queue pair whose first packet has number `psn`.
+    /// Builds a transition that passed [`QpAttr::check`]; `psn` is the first send PSN.
     pub(super) fn build(&self, attr: &QpAttr, psn: u32) -> Result<(ibv_qp_attr, mask)> {
         let mut out = ibv_qp_attr::zeroed();
         let mut given = mask::IBV_QP_STATE;
@@ -112,7 +112,7 @@ impl From {
         set(attr.rnr_retry, &mut out.rnr_retry, mask::IBV_QP_RNR_RETRY);
         set(attr.max_rd_atomic, &mut out.max_rd_atomic, mask::IBV_QP_MAX_QP_RD_ATOMIC);
         if attr.timeout.is_some() {
-            // The step from RTR to RTS.
+            // RTR to RTS.
             out.sq_psn = psn;
             given |= mask::IBV_QP_SQ_PSN;
         }
@@ -137,8 +137,7 @@ impl Open {
         }
     }
 
-    /// A transition that has passed [`QpAttr::check`], of a queue pair whose first packet has number `psn`, and which
-    /// attributes of it count.
+    /// Builds a transition that passed [`QpAttr::check`] and its attribute mask; `psn` is the first send PSN.
     ///
     /// # Errors
     /// [`Error::Peer`] for an address that this port cannot reach.
@@ -146,14 +145,13 @@ impl Open {
         self.from().build(attr, psn)
     }
 
-    /// Takes a queue pair that is in state `from`, and whose first packet has number `psn`, through a transition that has
-    /// passed [`QpAttr::check`].
+    /// Applies a transition that passed [`QpAttr::check`] to a queue pair in state `from`; `psn` is its first send PSN.
     ///
     /// # Errors
-    /// [`Error::Peer`] for an address that this port cannot reach; [`Error::Verbs`].
+    /// [`Error::Peer`] for an address that this port cannot reach; [`Error::Verbs`] if the device refuses.
     ///
     /// # Safety
-    /// `qp` must be a queue pair of this device that nobody destroys meanwhile.
+    /// `qp` must be a queue pair of this device that is not destroyed during the call.
     pub(crate) unsafe fn modify(
         &self,
         qp: *mut ibv_qp,
@@ -163,7 +161,7 @@ impl Open {
         attr: &QpAttr,
     ) -> Result<()> {
         let (mut raw, given) = self.step(psn, attr)?;
-        // SAFETY: the caller vouches for the queue pair.
+        // SAFETY: the caller guarantees that `qp` is live.
         let errno = unsafe { self.verbs().ibv_modify_qp(qp, &raw mut raw, given) };
         if errno == 0 {
             return Ok(());
@@ -191,14 +189,14 @@ impl Open {
 }
 
 impl Open {
-    /// Whether the device writes the bytes of a message, or of a WRITE, in order of their addresses, as the CPU sees it.
-    /// Payload that is polled instead of waited for needs this. `None` before rdma-core 36.
+    /// Whether the device writes SENDs and WRITEs in address order, as seen by the CPU. Polling payload instead of
+    /// completions requires it. `None` before rdma-core 36.
     ///
     /// # Safety
-    /// As [`Open::modify`].
+    /// `qp` must be a queue pair of this device that is not destroyed during the call.
     pub(crate) unsafe fn writes_in_order(&self, qp: *mut ibv_qp) -> Option<bool> {
         let ask = self.verbs().ibv_query_qp_data_in_order?;
-        // SAFETY: the caller vouches for the queue pair; no flags.
+        // SAFETY: the caller guarantees that `qp` is live; no flags are set.
         Some(
             [ibv_wr_opcode::IBV_WR_SEND, ibv_wr_opcode::IBV_WR_RDMA_WRITE]
                 .into_iter()
@@ -217,7 +215,7 @@ fn name(state: QpState) -> &'static str {
     }
 }
 
-/// The attributes of a transition, for a message.
+/// Attributes of a transition, for messages.
 fn describe(attr: &QpAttr, raw: &ibv_qp_attr) -> String {
     let mut text = String::new();
     let mut add = |name: &str, value: Option<String>| {

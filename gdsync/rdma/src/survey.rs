@@ -1,4 +1,4 @@
-//! What an RDMA device is, as told without using it.
+//! Properties of an RDMA device, read without opening it.
 
 use std::path::Path;
 
@@ -6,33 +6,33 @@ use super::port::Port;
 use super::sysfs::Class;
 use super::topology::{Distance, Place};
 
-/// A GPU on the PCI tree, and how far it is from a device.
+/// A GPU and its PCIe distance from a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NearGpu {
-    /// `domain:bus:device.function` of the GPU, in lower-case hexadecimal.
+    /// PCI address `domain:bus:device.function` of the GPU, lower-case hexadecimal.
     pub pci: String,
-    /// What the bytes between the two pass.
+    /// PCIe path between the two.
     pub distance: Distance,
 }
 
-/// An RDMA device of the machine.
+/// An RDMA device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
     pub name: String,
-    /// Where its card is on the PCI tree, if it has one.
+    /// PCI location of its card, if any.
     pub place: Option<Place>,
-    /// It speaks iWARP, which is not supported.
+    /// Speaks iWARP, which is not supported.
     pub is_iwarp: bool,
-    /// libmlx5 drives it.
+    /// Driven by libmlx5.
     pub is_mlx5: bool,
     pub ports: Vec<Port>,
-    /// The GPUs, the nearest first; none where it has no card.
+    /// GPUs, nearest first; empty without a card.
     pub gpus: Vec<NearGpu>,
 }
 
 impl Survey {
-    /// Of the device called `name`. Where sysfs does not know it, `ask` tells its ports.
+    /// Surveys device `name`. `ask` queries its ports if sysfs does not list it.
     pub(super) fn of(
         sysfs: &Path,
         name: &str,
@@ -58,7 +58,7 @@ impl Survey {
         }
     }
 
-    /// Why no queue pair can be made on it, if so.
+    /// Why it is unusable; `None` if it is usable.
     pub fn refusal(&self) -> Option<String> {
         if self.is_iwarp {
             return Some("it speaks iWARP, which is not supported".into());
@@ -68,16 +68,15 @@ impl Survey {
         refusals.all(|refusal| refusal.is_some()).then_some(first)
     }
 
-    /// How far the GPU at this PCI address is, or the nearest one.
+    /// Distance to the GPU at this PCI address, or to the nearest one.
     fn distance(&self, gpu: Option<&str>) -> Option<Distance> {
         self.gpus.iter().find(|near| gpu.is_none_or(|gpu| near.pci == gpu)).map(|near| near.distance)
     }
 }
 
-/// The device that is used where none is named: the first usable one among those nearest to a GPU; a card that reads rings
-/// itself before others.
+/// Index of the default device: the first usable one among those nearest to a GPU, mlx5 cards first.
 ///
-/// With the PCI address of a GPU, those nearest to that one.
+/// With the PCI address of a GPU, nearest to that one.
 pub fn preferred(devices: &[Survey], gpu: Option<&str>) -> Option<usize> {
     let usable = devices.iter().enumerate().filter(|(_, device)| device.refusal().is_none());
     let order = |device: &Survey| {
@@ -97,7 +96,7 @@ mod tests {
     use super::super::topology;
     use super::*;
 
-    /// A tree like `/sys` in a directory of its own.
+    /// A temporary tree like `/sys`.
     struct Tree(PathBuf);
 
     impl Drop for Tree {
@@ -123,7 +122,7 @@ mod tests {
             fs::write(path, format!("{text}\n")).unwrap();
         }
 
-        /// A PCI device below these bridges.
+        /// Adds a PCI device below these bridges.
         fn pci(&self, path: &str, class: &str, vendor: &str, numa: &str) {
             for (file, text) in [("class", class), ("vendor", vendor), ("numa_node", numa)] {
                 self.write(&format!("devices/{path}/{file}"), text);
@@ -137,7 +136,7 @@ mod tests {
             self.pci(path, "0x030200", "0x10de", numa);
         }
 
-        /// An RDMA device on this PCI device, with one port.
+        /// Adds an RDMA device with one port on this PCI device.
         fn card(&self, name: &str, path: &str, state: &str) {
             self.pci(path, "0x020700", "0x15b3", "0");
             let class = format!("class/infiniband/{name}");
@@ -160,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn distances_follow_the_tree() {
+    fn distances_follow_the_pci_tree() {
         let tree = Tree::new("distances");
         tree.card("mlx5_0", &format!("{SWITCH}/0000:02:00.0/0000:03:00.0"), "4: ACTIVE");
         tree.gpu(&format!("{SWITCH}/0000:02:01.0/0000:04:00.0"), "0");
@@ -171,7 +170,7 @@ mod tests {
         tree.gpu("pci0000:00/0000:00:02.0/0000:08:00.0", "0");
         tree.gpu("pci0000:40/0000:40:01.0/0000:41:00.0", "0");
         tree.gpu("pci0000:80/0000:80:01.0/0000:81:00.0", "1");
-        // Neither a GPU nor of NVIDIA.
+        // Neither is an NVIDIA GPU.
         tree.pci("pci0000:80/0000:80:02.0/0000:82:00.0", "0x030000", "0x1002", "1");
         tree.pci("pci0000:80/0000:80:03.0/0000:83:00.0", "0x040300", "0x10de", "1");
         let device = tree.survey("mlx5_0");
@@ -189,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_that_nobody_knows_are_not_the_same() {
+    fn unknown_numa_nodes_are_not_equal() {
         let tree = Tree::new("nodes");
         tree.gpu("pci0000:40/0000:40:01.0/0000:41:00.0", "-1");
         tree.gpu("pci0000:80/0000:80:01.0/0000:81:00.0", "-1");
@@ -212,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_usable_device_is_preferred() {
+    fn nearest_usable_device_is_preferred() {
         let tree = Tree::new("preferred");
         tree.gpu(&format!("{SWITCH}/0000:02:01.0/0000:04:00.0"), "0");
         tree.card("a_far", "pci0000:80/0000:80:01.0/0000:81:00.0", "4: ACTIVE");
@@ -232,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_has_a_device_of_its_own() {
+    fn each_gpu_prefers_its_nearest_device() {
         let tree = Tree::new("pairs");
         for (bridge, card, gpu) in [("01", "02", "03"), ("04", "05", "06")] {
             let bridge = format!("pci0000:00/0000:00:{bridge}.0/0000:{bridge}:00.0");
@@ -250,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_software_device_is_where_its_network_card_is() {
+    fn software_device_is_placed_at_its_network_card() {
         let tree = Tree::new("software");
         tree.gpu("pci0000:00/0000:00:02.0/0000:08:00.0", "0");
         tree.pci("pci0000:00/0000:00:03.0/0000:09:00.0", "0x020000", "0x8086", "0");
@@ -267,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_sysfs_does_not_know_is_asked() {
+    fn device_missing_in_sysfs_is_queried() {
         let tree = Tree::new("unknown");
         tree.gpu("pci0000:00/0000:00:02.0/0000:08:00.0", "0");
         let port = Port {

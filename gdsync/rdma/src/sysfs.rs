@@ -1,27 +1,27 @@
-//! What the kernel tells of RDMA devices in sysfs, without opening them.
+//! RDMA devices in sysfs.
 
 use std::path::{Path, PathBuf};
 
 use super::port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 use super::topology::{Place, entries, text};
 
-/// Where the kernel mounts it.
+/// Mount point.
 pub(crate) const SYSFS: &str = "/sys";
 
-/// An RDMA device as sysfs tells of it.
+/// An RDMA device in sysfs.
 #[derive(Debug)]
 pub struct Class {
     directory: PathBuf,
 }
 
 impl Class {
-    /// Of the device called `name`, if the kernel has it.
+    /// Looks up device `name`.
     pub fn of(sysfs: &Path, name: &str) -> Option<Self> {
         let directory = sysfs.join("class/infiniband").join(name);
         directory.is_dir().then_some(Self { directory })
     }
 
-    /// Where its card is on the PCI tree. A software device is where its network card is.
+    /// PCI location of its card; for a software device, of its network card.
     pub fn place(&self, sysfs: &Path) -> Option<Place> {
         let of_network_card = || {
             let netdev = text(&self.directory.join("parent"))?;
@@ -64,7 +64,7 @@ fn port(directory: &Path, number: u8) -> Port {
     Port { number, state: PortState(state), link, lid, mtu: None, gids }
 }
 
-/// An entry of the GID table; `None` for an empty one.
+/// A GID table entry; `None` for an empty one.
 fn gid(directory: &Path, name: &str) -> Option<GidEntry> {
     let index = name.parse().ok()?;
     let gid: gdsync_device::Gid = text(&directory.join("gids").join(name))?.parse().ok()?;

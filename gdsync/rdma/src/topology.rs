@@ -1,16 +1,16 @@
-//! Where devices are on the PCI tree, and how far from each other.
+//! PCI topology: device locations and distances.
 
 use std::path::{Component, Path};
 use std::{fmt, fs};
 
-/// The trimmed text of a file; `None` where there is none, or it is empty.
+/// Trimmed text of a file; `None` if missing or empty.
 pub(super) fn text(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let text = text.trim();
     (!text.is_empty()).then(|| text.to_owned())
 }
 
-/// The names in a directory, sorted; none where there is no such directory.
+/// Sorted names in a directory; empty if it does not exist.
 pub(super) fn entries(path: &Path) -> Vec<String> {
     let names = fs::read_dir(path).into_iter().flatten();
     let mut names: Vec<_> = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
@@ -18,10 +18,10 @@ pub(super) fn entries(path: &Path) -> Vec<String> {
     names
 }
 
-/// What the bytes between two PCI devices pass. Ordered from near to far.
+/// PCIe path between two devices, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Distance {
-    /// One PCIe switch at most (`PIX` of `nvidia-smi topo`).
+    /// At most one PCIe switch (`PIX` of `nvidia-smi topo`).
     SameSwitch,
     /// Several PCIe switches below one root port (`PXB`).
     SeveralSwitches,
@@ -29,7 +29,7 @@ pub enum Distance {
     HostBridge,
     /// Two host bridges of one NUMA node (`NODE`).
     SameNode,
-    /// The link between two sockets (`SYS`), or nothing is known of the NUMA nodes.
+    /// The link between sockets (`SYS`), or unknown NUMA nodes.
     AcrossSockets,
 }
 
@@ -45,20 +45,20 @@ impl fmt::Display for Distance {
     }
 }
 
-/// Where a device is on the PCI tree.
+/// Location of a device in the PCI tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Place {
-    /// `domain:bus:device.function`, in lower-case hexadecimal.
+    /// PCI address `domain:bus:device.function`, lower-case hexadecimal.
     pub address: String,
-    /// Its NUMA node, if the kernel knows it.
+    /// NUMA node, if known.
     pub numa: Option<u32>,
-    /// The host bridge, then the bridges down to the device, and itself.
+    /// Path from the host bridge to the device.
     chain: Vec<String>,
 }
 
 impl Place {
-    /// Of the device with this directory in sysfs, or a link to it; `None` where that is no PCI device.
+    /// Location of the device with this sysfs directory, or link to it; `None` if it is not a PCI device.
     pub fn of(directory: &Path) -> Option<Self> {
         let real = fs::canonicalize(directory).ok()?;
         let names: Vec<_> = real
@@ -72,15 +72,15 @@ impl Place {
         Some(Self { address, numa, chain })
     }
 
-    /// The addresses of the bridges above it, the root port first.
+    /// PCI addresses of the bridges above it, from the root port.
     pub fn bridges(&self) -> &[String] {
         self.chain.get(1..self.chain.len() - 1).unwrap_or_default()
     }
 
-    /// How far it is to another.
+    /// Distance to another device.
     pub fn distance(&self, other: &Self) -> Distance {
         let common = self.chain.iter().zip(&other.chain).take_while(|(a, b)| a == b).count();
-        // From where they part, down to each: a switch has a port of its own for each device.
+        // Count from where the paths part: a switch has a port for each device.
         let below = |chain: &[String]| chain.len() - common;
         match common {
             0 if self.numa.is_some() && self.numa == other.numa => Distance::SameNode,
@@ -92,7 +92,7 @@ impl Place {
     }
 }
 
-/// Whether this is `domain:bus:device.function`.
+/// Whether `name` is a PCI address.
 fn is_address(name: &str) -> bool {
     let mut parts = name.split([':', '.']);
     let mut number = |len| {
@@ -101,7 +101,7 @@ fn is_address(name: &str) -> bool {
     number(4) && number(2) && number(2) && number(1)
 }
 
-/// The GPUs of NVIDIA on the PCI bus, as the tree mounted at `sysfs` tells.
+/// NVIDIA GPUs in the PCI tree under `sysfs`.
 pub fn gpus(sysfs: &Path) -> Vec<Place> {
     const NVIDIA: &str = "0x10de";
     // VGA and 3D controllers.

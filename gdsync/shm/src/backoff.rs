@@ -1,9 +1,9 @@
-//! Backoff of a thread that waits for something that will come soon: it spins, then yields, then sleeps.
+//! Backoff for polling loops: spin, then yield, then sleep.
 
 use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
-/// Measures one wait. The caller looks at what it waits for, then calls [`Backoff::spin`], and sleeps when that says so.
+/// State of one wait. The caller polls, then calls [`Backoff::spin`], and sleeps when that returns false.
 #[derive(Clone, Copy, Debug)]
 pub struct Backoff {
     since: Instant,
@@ -11,28 +11,28 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// A wait that begins now, and sleeps after `spin`.
+    /// A wait that starts now and sleeps after `spin`.
     pub fn new(spin: Duration) -> Self {
         Self::since(Instant::now(), spin)
     }
 
-    /// A wait that began before.
+    /// A wait that started at `since`.
     pub fn since(since: Instant, spin: Duration) -> Self {
         Self { since, spin }
     }
 
-    /// How long it has lasted.
+    /// Time since the start.
     pub fn waited(&self) -> Duration {
         self.since.elapsed()
     }
 
-    /// Between two looks: spins in the first eighth of the time, and then yields the core, as there may be more threads than
-    /// cores. Returns false, at once, when it is time to sleep instead.
+    /// Between two polls: spins during the first eighth of the time, then yields. Returns false at once when the caller
+    /// should sleep.
     pub fn spin(&self) -> bool {
         self.spin_after(self.waited())
     }
 
-    /// As [`Backoff::spin`], for a caller that has read the clock.
+    /// As [`Backoff::spin`], with the time since the start.
     pub fn spin_after(&self, waited: Duration) -> bool {
         if waited >= self.spin {
             return false;
@@ -46,7 +46,7 @@ impl Backoff {
     }
 }
 
-/// How long to sleep until the next look, after `waited`: an eighth of it, so that what comes is noticed late by that much at most.
+/// Sleep until the next poll: an eighth of `waited`, within `range`.
 pub fn nap(waited: Duration, range: RangeInclusive<Duration>) -> Duration {
     (waited / 8).clamp(*range.start(), *range.end())
 }
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_spins_then_yields_then_sleeps() {
+    fn backoff_spins_then_yields_then_sleeps() {
         let ms = Duration::from_millis;
         let backoff = Backoff::new(ms(8));
         assert!([0, 1, 7].iter().all(|&waited| backoff.spin_after(ms(waited))));

@@ -1,34 +1,34 @@
-//! Standing orders: work that will come by itself up to some number is looked at until then, and need not be told of while
-//! it is.
+//! Doorbell watch: while a poller watches a doorbell up to number N, producers below N need not notify it.
 //!
 //! ```text
-//! orders                                looks
-//!   until = number; if it was more,       reached a number below until? then look on
+//! producer                              poller
+//!   until = number; if it was more,       reached a number below until? then poll on
 //!     until = max(until, what it was)     watched = 0
 //!   fence(SeqCst)                         fence(SeqCst)
-//!   watched? then done                    until beyond the number? then watched = 1: if it was 0, look on
-//!   watched = 1: if it was 0, tell
+//!   watched? then done                    until beyond the number? then watched = 1: if it was 0, poll on
+//!   watched = 1: if it was 0, notify
 //! ```
 //!
-//! *No order is lost.* The fences are totally ordered. If the one of the order comes first, the last look at `until` sees the order,
-//! or a smaller one of somebody who puts back what it was, and then looks at `watched` himself. If it comes second, the look at
-//! `watched` sees 0, or the 1 of somebody who tells or looks on.
+//! *No request is lost.* The fences are totally ordered. If the producer's is first, the poller's last load of `until`
+//! sees its number, or a smaller one of a producer that restores the maximum and then reads `watched` itself. If it is
+//! second, the load of `watched` sees 0, or the 1 of a thread that notifies or polls on.
 //!
-//! Who has a lock under which numbers only grow can order without an exchange: [`foresee`]s under the lock, and later
-//! [`is_looked_at`] says whether that will do. What was foreseen and will not come is taken back by [`withdraw`], while it keeps the
-//! number.
+//! A producer with a lock under which numbers only grow needs no exchange: it calls [`foresee`] under the lock, and
+//! later [`is_looked_at`] tells whether that is enough. [`withdraw`] takes back a number that will not come, if it is
+//! still the last.
 //!
-//! Who looks only now and then can clear `watched` at any time: then the next order is told.
+//! A poller that polls rarely may clear `watched` at any time: the next producer notifies it.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 
 use super::{Atom32, Atom64};
 
-/// Orders work up to `number`. Returns whether the caller must tell.
-#[must_use = "nobody looks unless told"]
+/// Requests polling up to `number`. Returns whether the caller must notify the poller.
+#[must_use = "the poller sleeps unless notified"]
 #[inline]
 pub fn order<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
-    // Not a maximum: most orders are the largest so far, and to exchange takes the line once, where a maximum reads it first.
+    // Not a maximum: most numbers are the largest so far, and an exchange takes the cache line once, where a maximum
+    // loads it first.
     let before = until.swap(number, AcqRel);
     if before > number {
         until.fetch_max(before, AcqRel);
@@ -37,28 +37,28 @@ pub fn order<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
     watched.load(Relaxed) == 0 && watched.swap(1, AcqRel) == 0
 }
 
-/// Has work looked at up to `number`, which is larger than all before, under the lock that makes it so.
-#[inline(always)]
+/// Requests polling up to `number`, the largest so far, under the lock that orders the numbers.
+#[inline]
 pub fn foresee(until: &impl Atom64, number: u64) {
     until.store(number, Relaxed);
 }
 
-/// Whether what the caller foresaw is looked at. If not, he orders it.
-#[must_use = "nobody looks unless told"]
-#[inline(always)]
+/// Whether the poller watches the number passed to [`foresee`]. If not, the caller must [`order`] it.
+#[must_use = "the poller sleeps unless notified"]
+#[inline]
 pub fn is_looked_at<A: Atom32>(watched: &A) -> bool {
     A::fence(SeqCst);
     watched.load(Relaxed) != 0
 }
 
-/// Takes back what was foreseen, unless there are further orders by now: then those count.
+/// Takes back the last [`foresee`], unless `until` has changed since.
 pub fn withdraw(until: &impl Atom64, number: u64, before: u64) {
-    // Nobody need know.
+    // A failed exchange means that a later request counts.
     let _ = until.compare_exchange(number, before, AcqRel, Relaxed);
 }
 
-/// Whether whoever looks must look on, having reached `number`. If not, the next order is told.
-#[must_use = "orders to come are not told if this is true"]
+/// Poller: whether to poll on after reaching `number`. If not, the next producer notifies.
+#[must_use = "producers do not notify while this is true"]
 pub fn is_due<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
     let more = || until.load(Acquire) > number;
     if more() {

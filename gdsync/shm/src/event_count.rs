@@ -1,7 +1,7 @@
-//! Sleeping without losing a wake-up: an eventcount on two words, any number of sleepers and ringers.
+//! Event count on two words: sleeping without lost wake-ups, any number of sleepers and notifiers.
 //!
 //! ```text
-//! sleeper                               ringer
+//! sleeper                               notifier
 //!   ticket = sequence                     publish work
 //!   sleepers = 1                          fence(SeqCst)
 //!   fence(SeqCst)                         if sleepers was 1: sleepers = 0
@@ -9,22 +9,21 @@
 //!   sleep while sequence == ticket                           wake all
 //! ```
 //!
-//! *No wake-up is lost.* The two fences are totally ordered. If the sleeper's comes second, its check sees
-//! the work. If the ringer's comes second, the ringer sees `sleepers == 1`, or the 0 of another ringer who
-//! took it after the sleeper set it, and who therefore moves `sequence` after the sleeper read its ticket:
-//! the sleeper wakes either way. That last step is why the ringer clears the flag *before* it moves the
-//! sequence, and why the flag only changes by read-modify-write: whoever takes the flag has synchronized
-//! with every sleeper who set it, not only with the last one.
+//! *No wake-up is lost.* The two fences are totally ordered. If the sleeper's is second, its check sees the work. If
+//! the notifier's is second, it sees `sleepers == 1`, or 0 from another notifier that cleared it after the sleeper set
+//! it; that one then increments `sequence` after the sleeper read its ticket. The sleeper wakes either way. For this, a
+//! notifier clears the flag *before* it increments the sequence, and the flag changes only by read-modify-write:
+//! whoever clears it synchronizes with every sleeper that set it.
 //!
-//! *A ringer who dies* between taking the flag and waking leaves sleepers behind. Whoever learns of such a
-//! death must move the sequence and wake everybody, without looking at the flag.
+//! *A notifier that dies* between clearing and waking leaves sleepers behind. Whoever detects the death must increment
+//! the sequence and wake everybody, regardless of the flag.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 
 use super::Atom32;
 
-/// Says that the caller is about to sleep. It must then look for work once more, and if there is none sleep
-/// only while `sequence` is the returned ticket.
+/// Announces a sleeper. The caller must check for work once more, and if there is none sleep only while `sequence`
+/// equals the returned ticket.
 pub fn announce<W: Atom32>(sleepers: &W, sequence: &W) -> u32 {
     let ticket = sequence.load(Acquire);
     sleepers.swap(1, AcqRel);
@@ -32,8 +31,8 @@ pub fn announce<W: Atom32>(sleepers: &W, sequence: &W) -> u32 {
     ticket
 }
 
-/// Called after work was published. Returns whether the caller must wake everybody who sleeps on `sequence`.
-/// When nobody sleeps, this is one fence and one load.
+/// Notifies after work was published. Returns whether the caller must wake everybody who sleeps on `sequence`. Without
+/// sleepers this is one fence and one load.
 #[must_use = "the sleepers sleep on unless they are woken"]
 pub fn ring<W: Atom32>(sleepers: &W, sequence: &W) -> bool {
     W::fence(SeqCst);

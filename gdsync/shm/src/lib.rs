@@ -1,7 +1,6 @@
-//! The few lock-free hand-overs the whole library stands on, written once and generic over the atomics,
-//! so that the code that runs is the code that `tests/loom` explores exhaustively.
+//! Lock-free hand-overs and shared-memory structures between threads and processes.
 //!
-//! Public for those tests only: this is not a stable API.
+//! They are generic over the atomics, so that `tests/loom` explores the code that runs. Not a stable API.
 
 mod backoff;
 pub mod completion;
@@ -50,65 +49,65 @@ pub trait Atom64 {
     fn fetch_max(&self, value: u64, order: Ordering) -> u64;
     /// Atomic bitwise and; returns the value before.
     fn fetch_and(&self, value: u64, order: Ordering) -> u64;
-    /// Atomic store of `new` if the value is `current`; returns the value before, as an error if it was another.
+    /// Stores `new` if the value is `current`. Returns the previous value.
     ///
     /// # Errors
-    /// The value, if it is not `current`.
+    /// The previous value, if it was not `current`.
     fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64>;
     /// A fence of the same memory model.
     fn fence(order: Ordering);
 }
 
-// Inlined everywhere: as a call, each would have to find out which order is meant.
+// Inlined, so that the memory order is a constant.
 impl Atom32 for AtomicU32 {
-    #[inline(always)]
+    #[inline]
     fn load(&self, order: Ordering) -> u32 {
         self.load(order)
     }
-    #[inline(always)]
+    #[inline]
     fn store(&self, value: u32, order: Ordering) {
         self.store(value, order);
     }
-    #[inline(always)]
+    #[inline]
     fn swap(&self, value: u32, order: Ordering) -> u32 {
         self.swap(value, order)
     }
-    #[inline(always)]
+    #[inline]
     fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
         self.fetch_add(value, order)
     }
-    #[inline(always)]
+    #[inline]
     fn fence(order: Ordering) {
         fence(order);
     }
 }
 
 impl Atom64 for AtomicU64 {
-    #[inline(always)]
+    #[inline]
     fn load(&self, order: Ordering) -> u64 {
         self.load(order)
     }
-    #[inline(always)]
+    #[inline]
     fn store(&self, value: u64, order: Ordering) {
         self.store(value, order);
     }
-    #[inline(always)]
+    #[inline]
     fn swap(&self, value: u64, order: Ordering) -> u64 {
         self.swap(value, order)
     }
-    #[inline(always)]
+    #[inline]
     fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
         self.fetch_max(value, order)
     }
-    #[inline(always)]
+    #[inline]
     fn fetch_and(&self, value: u64, order: Ordering) -> u64 {
         self.fetch_and(value, order)
     }
-    #[inline(always)]
+    #[inline]
     fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64> {
         self.compare_exchange(current, new, yes, no)
     }
-    #[inline(always)]
+    #[inline]
     fn fence(order: Ordering) {
         fence(order);
     }

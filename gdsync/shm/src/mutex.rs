@@ -1,5 +1,5 @@
-//! Locks that are held for moments, and mostly by one thread: to let one go is one store, where a lock that wakes those who wait takes
-//! a locked instruction, which waits until all that was written before is in the cache.
+//! Spin lock as a `lock_api` mutex. Unlocking is a plain release store, cheaper than the locked instruction of a lock
+//! that wakes its waiters.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -9,28 +9,29 @@ use parking_lot::lock_api::{self, GuardNoSend, RawMutex};
 
 use crate::spin_lock;
 
-/// Looks of who waits before it lets others run between two, and before it sleeps.
+/// Polls before yielding; polls before sleeping.
 const SPINS: u32 = 64;
 const AWAKE: u32 = SPINS + 16;
-/// How long.
+/// Sleep between polls after that.
 const NAP: Duration = Duration::from_micros(50);
 
 /// A mutex over [`RawSpinLock`].
 pub type SpinLock<T> = lock_api::Mutex<RawSpinLock, T>;
-/// Its guard.
+/// Guard of a [`SpinLock`].
 pub type SpinLockGuard<'a, T> = lock_api::MutexGuard<'a, RawSpinLock, T>;
 
-/// The lock itself.
+/// Raw spin lock.
 #[derive(Debug)]
 pub struct RawSpinLock(AtomicU32);
 
-// SAFETY: who has taken it has it alone until it is given back; see `protocol::spin_lock`.
+// SAFETY: `spin_lock::take` returns only in the thread whose exchange changed 0 to 1, and only `unlock` stores 0, so
+// one thread holds the lock at a time.
 unsafe impl RawMutex for RawSpinLock {
     const INIT: Self = Self(AtomicU32::new(0));
 
     type Guard = GuardNoSend;
 
-    #[inline(always)]
+    #[inline]
     fn lock(&self) -> GuardNoSend {
         spin_lock::take(&self.0, |rests| match rests {
             ..SPINS => std::hint::spin_loop(),
@@ -40,12 +41,12 @@ unsafe impl RawMutex for RawSpinLock {
         GuardNoSend::new()
     }
 
-    #[inline(always)]
+    #[inline]
     fn try_lock(&self) -> Option<GuardNoSend> {
         spin_lock::try_take(&self.0).then(GuardNoSend::new)
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn unlock(&self, _taken: GuardNoSend) {
         spin_lock::give(&self.0);
     }

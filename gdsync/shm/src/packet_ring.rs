@@ -1,4 +1,4 @@
-//! A ring of records for one producer and one consumer, who may live in different processes.
+//! Ring of records for one producer and one consumer, possibly in different processes.
 //!
 //! The ring is a power of two of 64-byte lines. A record starts on a line and occupies whole lines:
 //!
@@ -7,90 +7,89 @@
 //! line 1..  [64 bytes of the body] ...
 //! ```
 //!
-//! The consumer polls one word, the marker of the line where the next record will start: 0 until the record
-//! is there, then its body length with a flag. So a short record moves one cache line from core to core.
+//! The consumer polls the marker of the line where the next record will start: 0, then the body length with a flag. A
+//! short record thus moves one cache line between cores.
 //!
-//! *Old bytes are never taken for a marker.* The producer keeps the marker of its next line zero: before it
-//! publishes a record it zeroes the first word of the line that follows, which must therefore be free too
-//! (the ring never fills up to its last line). It zeroes one more line ahead after publishing, when nobody
-//! waits for it, which is the line that matters if the next record is short.
+//! *Stale bytes are never read as a marker.* The marker of the producer's next line is always zero. Before it publishes
+//! a record, the producer zeroes the marker of the following line, which must be free too (one line always stays free).
+//! After publishing it zeroes one line further ahead, off the critical path, which helps if the next record is short.
 //!
-//! *A record never wraps.* What does not fit before the end of the ring starts at its first line, and a pad
-//! marker tells the consumer.
+//! *Records do not wrap.* A record that does not fit before the end of the ring starts at line 0, and a pad marker
+//! tells the consumer.
 //!
-//! *Space comes back by the quarter.* The consumer stores its position only when a quarter of the ring has
-//! gathered, so a message costs it no store. The producer still cannot get stuck: when all `C` lines are
-//! consumed, fewer than `C/4` of them and one pad are unknown to it, and a pad is shorter than the record
-//! that needed it. So a record of `N` lines finds its `N + 1` lines if `2 N <= 3/4 C`; see [`carries`].
+//! *Space is returned by quarters.* The consumer stores its position once per quarter of the ring, so most messages
+//! cost no store. The producer cannot get stuck: when all `C` lines are consumed, it misses fewer than `C/4` of them
+//! and one pad, which is shorter than the record that needed it. A record of `N` lines finds its `N + 1` lines if `2 N
+//! <= 3/4 C`; see [`carries`].
 //!
-//! Both sides keep their own position privately and check what they read of the other's: a peer that
-//! crashed or lies causes [`Corrupt`], nothing worse.
+//! Both sides keep their own position privately and validate what they read: a crashed or hostile peer causes only
+//! [`Corrupt`].
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::{Atom32, Atom64};
 
-/// Bytes of a line.
+/// Bytes per line.
 pub const LINE: usize = 64;
-/// Bytes of the body that lie in the first line of a record.
+/// Bytes of the body in a record's first line.
 pub const INLINE: usize = 32;
 
-/// Marker of a record; the other bits are its body length.
+/// Marker flag of a record; the other bits are its body length.
 const RECORD: u32 = 1 << 31;
-/// Marker of a pad: nothing more before the end of the ring.
+/// Marker of a pad: the rest of the ring is unused.
 const PAD: u32 = 1 << 30;
 
-/// The other side wrote what no correct peer writes.
+/// The peer wrote an invalid value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the peer broke the ring: its {what} is {value:#x}")]
+#[error("the peer corrupted the ring: {what} is {value:#x}")]
 pub struct Corrupt {
-    /// The word.
+    /// Name of the word.
     pub what: &'static str,
     /// Its value.
     pub value: u64,
 }
 
-/// The words of a ring that both sides touch.
+/// The shared words of a ring.
 pub trait Lines {
-    /// A marker.
+    /// Marker word.
     type Marker: Atom32;
-    /// The consumer's position.
+    /// Consumer position word.
     type Position: Atom64;
-    /// The number of lines: a power of two, at least 4.
+    /// Number of lines: a power of two, at least 4.
     fn count(&self) -> u64;
-    /// The first word of a line, `line < count`.
+    /// Marker of a line below `count`.
     fn marker(&self, line: u64) -> &Self::Marker;
-    /// How many lines the consumer has given back since the beginning.
+    /// Number of lines the consumer has freed since the beginning.
     fn consumed(&self) -> &Self::Position;
 }
 
-/// The lines of a record with a body of `len` bytes.
+/// Number of lines of a record with a body of `len` bytes.
 pub const fn lines_of(len: u32) -> u64 {
     1 + (len as u64).saturating_sub(INLINE as u64).div_ceil(LINE as u64)
 }
 
-/// Whether a ring of `count` lines can carry bodies of up to `len` bytes without ever getting stuck.
+/// Whether a ring of `count` lines carries bodies of up to `len` bytes without getting stuck.
 pub const fn carries(count: u64, len: u32) -> bool {
     2 * lines_of(len) <= count - count / 4
 }
 
-/// The producer's private side. Positions count lines since the beginning.
+/// Private state of the producer. Positions count lines since the beginning.
 #[derive(Debug, Default)]
 pub struct Producer {
-    /// Where the next record starts; the marker there is zero.
+    /// Position of the next record; its marker is zero.
     at: u64,
-    /// One position past `at` whose marker is zero too, if it is past `at`.
+    /// Another position with a zero marker, if beyond `at`.
     clean: u64,
-    /// The consumer's position, as last seen.
+    /// The consumer's position, as last read.
     consumed: u64,
 }
 
 impl Producer {
-    /// Finds room for a body of `len` bytes and returns its first line, or `None` when there is no room now.
-    /// The caller may then write the record, except its marker, and [`publish`](Self::publish) it, or not.
+    /// Reserves lines for a body of `len` bytes and returns the first, or `None` if the ring is full. The caller may
+    /// then write all but the marker and [`publish`](Self::publish), or not.
     ///
     /// # Errors
-    /// [`Corrupt`] when the consumer claims to be where it cannot be.
+    /// [`Corrupt`] for an impossible consumer position.
     pub fn reserve<R: Lines>(&mut self, ring: &R, len: u32) -> Result<Option<u64>, Corrupt> {
         let lines = lines_of(len);
         let left = ring.count() - self.line(ring);
@@ -104,27 +103,27 @@ impl Producer {
             return Ok(None);
         }
         if lines > 1 {
-            // The caller may write over the line kept clean, and then give the record up.
+            // The caller may overwrite the zero marker ahead without publishing.
             self.clean = self.at;
         }
         Ok(Some(self.line(ring)))
     }
 
-    /// Publishes the record last reserved, with the same `len`, after everything written to it.
+    /// Publishes the record reserved last, with the same `len`, after it is written.
     pub fn publish<R: Lines>(&mut self, ring: &R, len: u32) {
         self.advance(ring, lines_of(len), RECORD | len);
     }
 
-    /// The line where the next record starts, if it fits before the end.
+    /// Line of the next record, if it fits before the end.
     pub fn line<R: Lines>(&self, ring: &R) -> u64 {
         self.at & (ring.count() - 1)
     }
 
-    /// Whether `lines` lines and the one after them are free.
+    /// Whether `lines` lines and one more are free.
     fn has_room<R: Lines>(&mut self, ring: &R, lines: u64) -> Result<bool, Corrupt> {
         let need = self.at + lines + 1;
         if need - self.consumed > ring.count() {
-            // Acquire: the consumer's last reads of these lines come before our next writes to them.
+            // Acquire: the consumer's reads of these lines happen before the next writes to them.
             let consumed = ring.consumed().load(Acquire);
             if consumed < self.consumed || consumed > self.at {
                 return Err(Corrupt { what: "position", value: consumed });
@@ -149,30 +148,30 @@ impl Producer {
     }
 }
 
-/// The consumer's private side.
+/// Private state of the consumer.
 #[derive(Debug, Default)]
 pub struct Consumer {
-    /// Where the next record starts.
+    /// Position of the next record.
     at: u64,
-    /// What the producer knows of it.
+    /// Position that the producer can see.
     published: u64,
 }
 
-/// A record that the consumer found.
+/// A record found by the consumer.
 #[derive(Debug)]
 pub struct Found {
-    /// Its first line.
+    /// First line.
     pub line: u64,
-    /// The length of its body in bytes. The body lies within the ring; nothing else is known of the length.
+    /// Bytes of the body. It lies within the ring; the length is otherwise unchecked.
     pub len: u32,
     end: u64,
 }
 
 impl Consumer {
-    /// The next record, if it is there. Looking again finds the same one until it is popped.
+    /// The next record, if any. Repeated calls return the same one until it is popped.
     ///
     /// # Errors
-    /// [`Corrupt`] for a marker that no correct producer writes there.
+    /// [`Corrupt`] for an invalid marker.
     pub fn peek<R: Lines>(&mut self, ring: &R) -> Result<Option<Found>, Corrupt> {
         loop {
             let line = self.line(ring);
@@ -191,17 +190,17 @@ impl Consumer {
         }
     }
 
-    /// The line that is looked at next.
+    /// The next line to read.
     pub fn line<R: Lines>(&self, ring: &R) -> u64 {
         self.at & (ring.count() - 1)
     }
 
-    /// Gives the record's lines back. Returns whether the producer can see that, so that it is worth waking.
+    /// Frees the record's lines. Returns whether the producer can see it and may need a wake-up.
     pub fn pop<R: Lines>(&mut self, ring: &R, found: Found) -> bool {
         self.at = found.end;
         let publish = self.at - self.published >= ring.count() / 4;
         if publish {
-            // Release: our reads of these lines come before the producer's next writes to them.
+            // Release: the reads of these lines happen before the producer's next writes to them.
             ring.consumed().store(self.at, Release);
             self.published = self.at;
         }

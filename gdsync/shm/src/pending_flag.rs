@@ -1,46 +1,44 @@
-//! A note to whoever holds the lock: there is work. Nobody waits for the lock, and no work is forgotten.
+//! Pending flag: leaves work to the holder of a lock, without waiting for the lock.
 //!
 //! ```text
-//! leaves a note                         holds the lock
-//!   put the work down                     take the note: if it is there, do the work
-//!   note = 1                              unlock
+//! leaves work                           holds the lock
+//!   store the work                        flag set? clear it, do the work
+//!   flag = 1                              unlock
 //!   fence(SeqCst)                         fence(SeqCst)
-//!   try to lock: done if that fails       is there a note? then try to lock, and from the start
+//!   try to lock: done if that fails       flag set? then try to lock, and from the start
 //! ```
 //!
-//! *No note is lost.* The fences are totally ordered. If the holder's comes second, it sees the note, or the 0 of
-//! somebody who took it. If it comes first, the other side sees the lock free, or held by somebody who has a
-//! fence still to come; so does a holder who finds a note and cannot lock again. The last of those fences has
-//! nobody after it to leave the note to.
+//! *No flag is lost.* The fences are totally ordered. If the holder's is second, it sees the flag, or the 0 of a thread
+//! that cleared it. If it is first, the other side finds the lock free, or held by a thread whose fence is still to
+//! come; so does a holder that sees the flag but cannot lock again. After the last of these fences nobody is left to
+//! rely on.
 //!
-//! *The note only changes by read-modify-write*, so whoever takes it has synchronized with everybody who left it,
-//! not only with the last one, and finds the work of all.
+//! *The flag changes only by read-modify-write*: whoever clears it synchronizes with everybody that set it, and sees
+//! all their work.
 
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, SeqCst};
 
 use super::Atom32;
 
-/// Leaves a note for work that was put down before. The caller must then try to lock, and if that works
-/// [`settle`].
+/// Sets the flag for work stored before. The caller must then try to lock, and if it succeeds call [`settle`].
 pub fn leave<W: Atom32>(note: &W) {
     note.swap(1, AcqRel);
     W::fence(SeqCst);
 }
 
-/// Whether there is a note. Asked after unlocking.
+/// Whether the flag is set; to be called after unlocking.
 pub fn is_left<W: Atom32>(note: &W) -> bool {
     W::fence(SeqCst);
     note.load(Relaxed) != 0
 }
 
-/// Takes the note, if there is one: the caller, who holds the lock, now does all the work put down before.
-#[must_use = "a note that was taken is work to be done"]
+/// Clears the flag. If it was set, the caller, who holds the lock, must do all stored work.
+#[must_use = "there is work to do if the flag was set"]
 pub fn take(note: &impl Atom32) -> bool {
     note.load(Relaxed) != 0 && note.swap(0, AcqRel) != 0
 }
 
-/// Lets the lock go, and takes it again as often as a note was left meanwhile and nobody else has it.
-/// `work` must [`take`] the note.
+/// Unlocks, and locks again for `work` while the flag is set and the lock is free. `work` must [`take`] the flag.
 pub fn settle<G>(
     note: &impl Atom32,
     held: G,

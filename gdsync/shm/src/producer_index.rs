@@ -1,21 +1,21 @@
-//! How far a queue is posted, for those who do not take its lock.
+//! Producer index of a queue, for threads that do not hold the queue's lock.
 //!
 //! ```text
-//! posts, with the lock                  looks, without
-//!   gap = 1, if requests were taken       posted
-//!   back that others are behind           gap
+//! producer, with the lock               reader, without
+//!   gap = 1, if requests before this      posted
+//!   one were taken back                   gap
 //!   posted = number
 //! ```
 //!
-//! *Who sees a request that was posted behind a gap sees the gap*, and takes the lock to find out where it is. Only a request that was
-//! taken back after it was seen is seen as it was before.
+//! *A reader that sees a request behind a gap also sees the gap*, and takes the lock to locate it. A request taken back
+//! after the read is still counted.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::{Atom32, Atom64};
 
-/// Notes how many requests are posted, and with `is_gap` that some before were taken back.
-#[inline(always)]
+/// Stores the number of posted requests; `is_gap` if some before were taken back.
+#[inline]
 pub fn tell(posted: &impl Atom64, gap: &impl Atom32, number: u64, is_gap: bool) {
     if is_gap {
         gap.store(1, Relaxed);
@@ -23,8 +23,8 @@ pub fn tell(posted: &impl Atom64, gap: &impl Atom32, number: u64, is_gap: bool) 
     posted.store(number, Release);
 }
 
-/// How many are posted, and whether some may have been taken back.
-#[inline(always)]
+/// Number of posted requests, and whether some may have been taken back.
+#[inline]
 pub fn look(posted: &impl Atom64, gap: &impl Atom32) -> (u64, bool) {
     let number = posted.load(Acquire);
     (number, gap.load(Relaxed) != 0)

@@ -1,4 +1,4 @@
-//! A queue pair is reset, or a stream takes over requests of it: never both.
+//! Queue pair reset against hand-over of requests to a stream: only one of them wins.
 //!
 //! ```text
 //! hands a request to a stream           resets
@@ -10,22 +10,23 @@
 //!   holds -= 1
 //! ```
 //!
-//! *No request outlives a reset.* If the reset locks first, the sender finds the state changed. If the sender does, the reset finds the
-//! request outstanding and its hold, or that of the stream, which keeps it until it has run the request.
+//! *No request outlives a reset.* If the reset locks first, the sender sees the new state. If the sender locks first,
+//! the reset sees the outstanding request and a hold: the sender's, or the stream's, which lasts until the request has
+//! run.
 
-/// Hands a request to a stream by `hand`, which takes the lock, checks the state, and returns when the stream has a hold of its own.
-/// The `hold` taken before is dropped then.
-#[inline(always)]
+/// Hands a request to a stream. `hand` takes the lock, checks the state, and returns once the stream has its own hold.
+/// Then the caller's `hold` is dropped.
+#[inline]
 pub fn hand_over<H, T>(hold: H, hand: impl FnOnce() -> T) -> T {
     let done = hand();
     drop(hold);
     done
 }
 
-/// Changes the state by `close`, with the locks, unless requests have an owner.
+/// Changes the state by `close` under the locks, unless requests have an owner.
 ///
 /// # Errors
-/// That owner; nothing was changed then.
+/// The owner; nothing was changed.
 pub fn close<G, O>(
     locked: G,
     owner: impl FnOnce(&G) -> Option<O>,

@@ -1,4 +1,4 @@
-//! Records in shared memory that one thread writes and another process may copy out at any time, without a lock.
+//! Seqlock: one writer, readers in other processes, no lock.
 //!
 //! ```text
 //! writer                                reader, twice
@@ -8,14 +8,14 @@
 //!   check = its number, Release           both the same, and the check not 0: it is whole
 //! ```
 //!
-//! *What is accepted is whole.* The first copy ends with the check of a record, so the second has the data of that record or
-//! of a later one. Of a later one, it would find the check that was taken away before.
+//! *An accepted record is whole.* The first copy ends with a record's check, so the second copy holds the data of that
+//! record or of a later one. If it were of a later one, the check would have been cleared before.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use super::Atom64;
 
-/// Writes a record over the one that was there. The last value is its check: not 0, and another one than before.
+/// Writes a record. The last value is its check: not 0, and different from the previous one.
 #[inline]
 pub fn write<W: Atom64, const N: usize>(words: &[W; N], values: [u64; N]) {
     words[N - 1].store(0, Relaxed);
@@ -26,7 +26,7 @@ pub fn write<W: Atom64, const N: usize>(words: &[W; N], values: [u64; N]) {
     words[N - 1].store(values[N - 1], Release);
 }
 
-/// The record that was copied out twice, if it is whole.
+/// The record, if both copies agree and are whole.
 pub fn settled<const N: usize>(first: [u64; N], second: [u64; N]) -> Option<[u64; N]> {
     (first == second && first[N - 1] != 0).then_some(second)
 }

@@ -1,22 +1,22 @@
-//! Messages through slots of shared memory, for one sender and one receiver who have another, general way as well: a queue
-//! pair. Which of the two a message takes is agreed on by one word, so that both sides number messages alike.
+//! Shared-memory FIFO for messages between two ranks that also have a queue pair. One word decides which of the two a
+//! message takes, so that both sides number messages alike.
 //!
 //! ```text
 //! word   [open][broken][phase: 14 bits][count: 48 bits]
 //! ```
 //!
-//! *Open*: messages take slots. The sender claims slot `count` by a compare-exchange of the word for the next higher one, then
-//! fills it. *Closed*: messages take the other way. Either side closes by one atomic operation, which tells it the count: the
-//! messages below have or get slots, all later ones take the other way. Nobody waits for anybody.
+//! *Open*: messages take slots. The sender claims slot `count` by a compare-exchange that increments the count, then
+//! fills it. *Closed*: messages take the queue pair. Either side closes by one atomic AND; the returned count is the
+//! number of the first message that takes the queue pair. Neither side waits.
 //!
-//! *Only the receiver opens*, for what comes behind the `resumed` receives that it has posted on the other way. The sender goes
-//! on there until it has sent as many, and then takes slots; the receiver takes nothing out of a slot before those receives are
-//! complete. The sender counts in `begun` what it begins to send the other way *before* it looks at the word, and the receiver
-//! looks at `begun` *after* it has written the word, each with a fence of [`SeqCst`] between: of a message that is one too many either
-//! the sender sees that slots are open, and closes, or the receiver sees that it was begun, and closes.
+//! *Only the receiver opens*, behind the `resumed` receives that it has posted on the queue pair. The sender uses slots
+//! once it has sent as many messages there, and the receiver takes nothing from a slot before those receives complete.
+//! The sender stores `begun`, fences, and reads the word; the receiver writes the word, fences, and reads `begun` (both
+//! fences [`SeqCst`]). So if one message too many was begun, the sender sees the FIFO open, or the receiver sees the
+//! message, and closes.
 //!
-//! A slot's header has the number of its message and the length, or that the sender has closed: a receiver that waits for the
-//! next message need not look at the word, which would take its line from the sender.
+//! A slot's header holds its message's number and length, or that the sender closed. A waiting receiver need not read
+//! the word, which would take its cache line from the sender.
 
 use std::hint::spin_loop;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
@@ -29,32 +29,32 @@ const PHASE: u64 = 1 << 48;
 const PHASES: u64 = BROKEN - PHASE;
 const COUNT: u64 = PHASE - 1;
 
-/// In place of a length: the sender has closed.
+/// Length that marks a close by the sender.
 const CLOSED: u32 = u32::MAX;
 
-/// Whether a receive is posted for each of the messages that were begun; both numbers count modulo 2^32.
+/// Whether a receive is posted for each message begun; both count modulo 2^32.
 #[inline]
 fn has_receives(posted: u32, begun: u32) -> bool {
     posted.wrapping_sub(begun) < 1 << 31
 }
 
-/// The words that both sides touch, zero at first: closed.
+/// The shared words; initially zero, which means closed.
 pub trait Slots {
-    /// A word of 32 bits.
+    /// 32-bit word.
     type W32: Atom32;
-    /// A word of 64 bits.
+    /// 64-bit word.
     type W64: Atom64;
-    /// The number of slots: a power of two.
+    /// Number of slots: a power of two.
     fn count(&self) -> u64;
-    /// What both sides agree by.
+    /// The word with the state and the count.
     fn word(&self) -> &Self::W64;
-    /// What the sender has begun to send the other way, modulo 2^32; more where it gave some up.
+    /// Messages that the sender began on the queue pair, modulo 2^32. Includes ones it gave up.
     fn begun(&self) -> &Self::W32;
-    /// What the receiver had posted the other way when it opened, modulo 2^32.
+    /// Receives posted on the queue pair when the receiver opened, modulo 2^32.
     fn resumed(&self) -> &Self::W32;
     /// Slots that the receiver has taken.
     fn taken(&self) -> &Self::W64;
-    /// The header of a slot.
+    /// Header of a slot.
     fn header(&self, slot: u64) -> &Self::W64;
 }
 
@@ -62,29 +62,29 @@ fn header_of<S: Slots>(slots: &S, number: u64) -> &S::W64 {
     slots.header(number & (slots.count() - 1))
 }
 
-/// The header of the slot with this message.
+/// Header of a filled slot.
 #[expect(clippy::cast_possible_truncation, reason = "messages that share a slot differ in these bits")]
 fn filled(number: u64, len: u32) -> u64 {
     u64::from((number as u32).wrapping_add(1)) << 32 | u64::from(len)
 }
 
-/// The sender's side.
+/// Sender's state.
 #[derive(Debug, Default)]
 pub struct Sender {
-    /// The phase that it sends in, if it does.
+    /// Phase in which it sends, if any.
     phase: Option<u64>,
-    /// Messages sent the other way.
+    /// Messages begun on the queue pair.
     begun: u32,
-    /// There may be fewer of them.
+    /// `begun` may be too high.
     is_uncertain: bool,
-    /// Slots taken, as far as it has looked.
+    /// Slots taken by the receiver, as last read.
     taken: u64,
 }
 
 impl Sender {
-    /// The number of the slot for the next message, to be filled and then [published](Self::publish); `None` where it has to
-    /// take the other way, as when `room` messages before it are not taken yet, which are at most as many as slots, nor after
-    /// so many `looks`.
+    /// Claims the slot of the next message, to be filled and [published](Self::publish). `None` if the message takes
+    /// the queue pair: the FIFO is closed, or `room` messages (at most the number of slots) are still not taken after
+    /// `looks` polls.
     #[inline]
     pub fn claim<S: Slots>(&mut self, slots: &S, room: u64, looks: u32) -> Option<u64> {
         loop {
@@ -93,18 +93,18 @@ impl Sender {
             if word & OPEN == 0 || self.phase != Some(phase) && !self.enter(slots, phase) {
                 return None;
             }
-            // The receiver writes what is taken: no value may do harm here.
+            // `taken` comes from the peer: no value may break this.
             if number.wrapping_sub(self.taken) >= room && !self.waits_for_room(slots, number, room, looks) {
                 return None;
             }
             if slots.word().compare_exchange(word, word.wrapping_add(1), AcqRel, Relaxed).is_ok() {
                 return Some(number);
             }
-            // Closed meanwhile, and perhaps opened again.
+            // Closed meanwhile, and possibly opened again.
         }
     }
 
-    /// Whether messages take slots in this phase from now on.
+    /// Whether this phase's messages take slots.
     #[cold]
     fn enter<S: Slots>(&mut self, slots: &S, phase: u64) -> bool {
         let resumed = slots.resumed().load(Relaxed);
@@ -118,7 +118,7 @@ impl Sender {
         false
     }
 
-    /// Whether there is room after a moment; closes otherwise.
+    /// Polls for room; closes if there is none.
     #[cold]
     fn waits_for_room<S: Slots>(&mut self, slots: &S, number: u64, room: u64, looks: u32) -> bool {
         for _ in 0..looks {
@@ -132,7 +132,7 @@ impl Sender {
         false
     }
 
-    /// The slot of this message is filled.
+    /// Publishes a filled slot.
     #[inline]
     pub fn publish<S: Slots>(&self, slots: &S, number: u64, len: u32) {
         header_of(slots, number).store(filled(number, len), Release);
@@ -143,13 +143,13 @@ impl Sender {
         self.phase = None;
         let word = slots.word().fetch_and(!OPEN, AcqRel);
         let number = word & COUNT;
-        // Otherwise it is still in use.
+        // Otherwise the slot is still in use.
         if word & OPEN != 0 && number.wrapping_sub(self.taken) < slots.count() {
             header_of(slots, number).store(filled(number, CLOSED), Release);
         }
     }
 
-    /// Before a message that takes the other way. Returns what [`Sender::undo`] takes.
+    /// To be called before a message takes the queue pair. The result is for [`Sender::undo`].
     pub fn begin<S: Slots>(&mut self, slots: &S) -> bool {
         self.begun = self.begun.wrapping_add(1);
         slots.begun().store(self.begun, Release);
@@ -162,42 +162,42 @@ impl Sender {
         std::mem::replace(&mut self.is_uncertain, true)
     }
 
-    /// The message that was begun was not sent.
+    /// The begun message was not sent.
     pub fn undo<S: Slots>(&mut self, slots: &S, was_uncertain: bool) {
         self.is_uncertain = was_uncertain;
         self.begun = self.begun.wrapping_sub(1);
         slots.begun().store(self.begun, Release);
     }
 
-    /// The message that was begun was sent, the `sent`th that took this way, modulo 2^32.
+    /// The begun message was sent as the `sent`th on the queue pair, modulo 2^32.
     pub fn count<S: Slots>(&mut self, slots: &S, sent: u32) {
         (self.begun, self.is_uncertain) = (sent, false);
         slots.begun().store(sent, Release);
     }
 
-    /// Whether the receiver has said that it cannot go on.
+    /// Whether the receiver has refused further messages.
     pub fn is_broken<S: Slots>(slots: &S) -> bool {
         slots.word().load(Acquire) & BROKEN != 0
     }
 }
 
-/// Closes, by whoever has no [`Receiver`]: it finds out when it [looks](Receiver::look).
+/// Closes without a [`Receiver`], which notices in [`look`](Receiver::look).
 pub fn close<S: Slots>(slots: &S) {
     slots.word().fetch_and(!OPEN, AcqRel);
 }
 
-/// What the next slot has.
+/// Content of the next slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Nothing yet.
+    /// Empty.
     Nothing,
-    /// The sender has closed: see [`Receiver::look`].
+    /// The sender closed; see [`Receiver::look`].
     Closed,
-    /// A message of so many bytes.
+    /// A message of this many bytes.
     Message(u32),
 }
 
-/// What slot `number` has, for whoever has no [`Receiver`]; a hint.
+/// Content of slot `number`, without a [`Receiver`]; a hint.
 #[inline]
 pub fn peek<S: Slots>(slots: &S, number: u64) -> Next {
     let header = header_of(slots, number).load(Acquire);
@@ -210,14 +210,14 @@ pub fn peek<S: Slots>(slots: &S, number: u64) -> Next {
     }
 }
 
-/// The receiver's side.
+/// Receiver's state.
 #[derive(Debug)]
 pub struct Receiver {
     next: u64,
-    /// What it has told the sender that it has taken.
+    /// Value of `taken` that the sender can see.
     told: u64,
     phase: u64,
-    /// Where slots end: it has seen that they are closed.
+    /// Number of the first message without a slot, once it is known that the FIFO is closed.
     end: Option<u64>,
 }
 
@@ -228,25 +228,25 @@ impl Default for Receiver {
 }
 
 impl Receiver {
-    /// The number of the message that is next.
+    /// Number of the next message.
     #[inline]
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// The number of the first message that takes the other way, once that is known.
+    /// Number of the first message that takes the queue pair, once known.
     #[inline]
     pub fn end(&self) -> Option<u64> {
         self.end
     }
 
-    /// What the next slot has.
+    /// Content of the next slot.
     #[inline]
     pub fn peek<S: Slots>(&self, slots: &S) -> Next {
         peek(slots, self.next)
     }
 
-    /// The next message was copied out: its slot is free, which the sender is told a few at a time.
+    /// Frees the slot of the next message, which was copied out. Updates `taken` in batches.
     #[inline]
     pub fn take<S: Slots>(&mut self, slots: &S) {
         self.next += 1;
@@ -256,7 +256,7 @@ impl Receiver {
         }
     }
 
-    /// Looks whether slots are closed.
+    /// Checks whether the FIFO is closed.
     pub fn look<S: Slots>(&mut self, slots: &S) {
         if self.end.is_none() {
             let word = slots.word().load(Acquire);
@@ -266,15 +266,15 @@ impl Receiver {
         }
     }
 
-    /// Closes, and returns the number of the first message that takes the other way.
+    /// Closes. Returns the number of the first message that takes the queue pair.
     pub fn close<S: Slots>(&mut self, slots: &S) -> u64 {
         let close = || slots.word().fetch_and(!OPEN, AcqRel) & COUNT;
         *self.end.get_or_insert_with(close)
     }
 
-    /// Opens behind the `posted` receives, modulo 2^32, that were ever posted on the other way, if all messages of slots are
-    /// here and no more than those were begun there. Then [`Receiver::end`] says how far: the sender may have closed already.
-    /// Nothing may be taken out of slots before those receives are complete.
+    /// Opens behind `posted` receives (all ever posted on the queue pair, modulo 2^32), if all slot messages were taken
+    /// and no more than `posted` were begun there. The sender may close at once: see [`Receiver::end`]. Nothing may be
+    /// taken from slots before those receives complete.
     pub fn open<S: Slots>(&mut self, slots: &S, posted: u32) {
         if self.end != Some(self.next) || !has_receives(posted, slots.begun().load(Acquire)) {
             return;
@@ -289,9 +289,9 @@ impl Receiver {
         }
     }
 
-    /// Closes for ever, and tells the sender that nothing more is received.
+    /// Closes for good and tells the sender that nothing more is received.
     pub fn refuse<S: Slots>(&mut self, slots: &S) {
-        // At once: a sender that sees them closed sees why.
+        // In one exchange: a sender that sees the FIFO closed also sees why.
         loop {
             let word = slots.word().load(Acquire);
             if slots.word().compare_exchange(word, (word & !OPEN) | BROKEN, AcqRel, Relaxed).is_ok() {

@@ -1,7 +1,7 @@
-//! What others want of whoever has the turn, which is a lock that may be held for long: they leave it to the holder.
+//! Requests to the holder of a lock that may be held for long: a flag asks the holder to do the work on unlock.
 //!
 //! ```text
-//! wants                                 ends the turn
+//! wants                                 unlocks
 //!   wanted = 1                            wanted? then wanted = 0, do the work
 //!   fence(SeqCst)                         unlock
 //!   while wanted, and the lock is free:   as the other side from its second line on
@@ -9,16 +9,16 @@
 //!     fence(SeqCst)
 //! ```
 //!
-//! *Nothing wanted is lost.* The fences are totally ordered. If the one behind an unlock comes first, the other side finds the lock
-//! free, or taken by somebody whose fence is still to come; else the load behind it sees what is wanted. What is wanted is all that
-//! was there when it was: so it is taken back before the work begins, and who wants it meanwhile has it done again.
+//! *No request is lost.* The fences are totally ordered. If the fence after an unlock is first, the other side finds
+//! the lock free, or held by a thread whose fence is still to come; otherwise the load after it sees the flag. The flag
+//! is cleared before the work begins, so a request during the work causes another round.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use super::Atom32;
 
-/// Ends a turn, and does what others wanted meanwhile.
-#[inline(always)]
+/// Unlocks, and does the work that others requested meanwhile.
+#[inline]
 pub fn end<W: Atom32, G>(
     wanted: &W,
     mut turn: G,
@@ -30,19 +30,19 @@ pub fn end<W: Atom32, G>(
         work(&mut turn);
     }
     drop(turn);
-    // Wanted since then, by somebody who found the turn taken.
+    // Requested since then, by a thread that found the lock taken.
     if is_wanted(wanted) {
         retry(wanted, try_lock, work);
     }
 }
 
-/// Wants the work done, by this thread or by whoever has the turn.
+/// Requests the work: does it now, or leaves it to the holder of the lock.
 pub fn want<W: Atom32, G>(wanted: &W, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
     wanted.store(1, Relaxed);
     retry(wanted, try_lock, work);
 }
 
-#[inline(always)]
+#[inline]
 fn is_wanted<W: Atom32>(wanted: &W) -> bool {
     W::fence(SeqCst);
     wanted.load(Relaxed) != 0

@@ -1,14 +1,14 @@
-//! Queues in GPU memory, made by commands to the firmware (DevX).
+//! Queues in GPU memory, created by firmware commands (DevX).
 //!
-//! The kernel lets verbs objects have queues in host memory alone. What commands make may lie wherever the card gets at, and
-//! GPU memory it gets at by a dma-buf. The price is that all which libibverbs does for a queue pair is done here: the path to
-//! the peer, the steps from state to state, doorbell pages.
+//! Verbs objects must have their queues in host memory. Objects created by commands may have them in any memory that
+//! the card can access, such as GPU memory by dma-buf. In return, everything that libibverbs does for a queue pair is
+//! done here: path resolution, transitions, doorbell pages.
 //!
-//! Nothing of this is used before a queue pair asks for GPU memory (`OnGpu`). Then its completion queues and itself are made so,
-//! parts in host memory included. Shared completion queues may be verbs objects.
+//! It is used only when a queue pair requests GPU memory (`OnGpu`). Then its completion queues and itself are created
+//! by commands, including parts in host memory. Shared completion queues may be verbs objects.
 //!
-//! Asynchronous events of these objects come by a channel of their own ([`events`]). Where there is none, a queue pair that fails
-//! without a completion is noticed by the flushes of what is posted to it.
+//! Asynchronous events of these objects come through a channel of their own ([`events`]). Without it, a queue pair that
+//! fails without a CQE is noticed by its flushes.
 
 mod events;
 mod mailbox;
@@ -37,15 +37,15 @@ use crate::explain::{Call, failed};
 use crate::{Domain, Open};
 use gdsync_device::error::{Error, Result};
 
-/// A device that takes commands.
+/// A device with DevX.
 pub(super) struct Devx {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
     limits: Limits,
-    /// The event queue that completion queues name. Nothing arrives there: they are never armed.
+    /// Event queue that completion queues must name. They are never armed, so it stays empty.
     eqn: u32,
     uars: Uars,
-    /// The doorbell page that completion queues name, which nobody writes to.
+    /// Doorbell page that completion queues must name. Never written.
     cq_uar: Mutex<Option<Arc<Uar>>>,
     registers: Arc<Registers>,
     channel: Option<Arc<EventChannel>>,
@@ -58,10 +58,10 @@ impl fmt::Debug for Devx {
 }
 
 impl Devx {
-    /// Asks the device what it can do.
+    /// Queries the device's capabilities.
     ///
     /// # Errors
-    /// [`Error::Verbs`] where it takes no commands, with what to change; [`Error::Device`] for CQEs of an old format.
+    /// [`Error::Verbs`] without DevX; [`Error::Device`] for an old CQE format.
     pub(super) fn new(
         open: &Arc<Open>,
         mlx5: &'static Mlx5,
@@ -70,7 +70,7 @@ impl Devx {
     ) -> Result<Self> {
         let limits = Limits::of(&ask(open, mlx5, &mailbox::query_hca_cap())?);
         let mut told = mlx5dv_context::zeroed();
-        // SAFETY: the device is open; a place for the answer.
+        // SAFETY: the device is open and `eqn` is writable.
         let errno = unsafe { mlx5.mlx5dv_query_device(open.context().as_ptr(), &raw mut told) };
         if errno != 0 {
             return Err(failed("mlx5dv_query_device", open.name(), &Call::Other, errno));
@@ -81,7 +81,7 @@ impl Devx {
             return Err(Error::Device { device: open.name().to_owned(), why: why.into() });
         }
         let mut eqn = 0;
-        // SAFETY: as above. Every device has vector 0.
+        // SAFETY: the device is open and `eqn` is writable; vector 0 always exists.
         let errno = unsafe { mlx5.mlx5dv_devx_query_eqn(open.context().as_ptr(), 0, &raw mut eqn) };
         if errno != 0 {
             return Err(failed("mlx5dv_devx_query_eqn", open.name(), &Call::Other, errno));
@@ -91,7 +91,7 @@ impl Devx {
         Ok(Self { open: open.clone(), mlx5, limits, eqn, uars, cq_uar: Mutex::default(), registers, channel })
     }
 
-    /// Refuses what is larger than the card makes it.
+    /// Checks a size against the card's limit.
     fn check(&self, what: &'static str, log: u32, most: u32) -> Result<()> {
         if log <= most {
             return Ok(());
@@ -108,13 +108,13 @@ impl Devx {
         Ok(shared.insert(self.uars.acquire()?).clone())
     }
 
-    /// The number of a protection domain in commands.
+    /// Firmware number of a protection domain.
     fn pdn(&self, domain: &Domain) -> Result<u32> {
         let mut told = mlx5dv_pd::zeroed();
         let mut object = mlx5dv_obj::zeroed();
         object.pd.r#in = domain.raw().as_ptr();
         object.pd.out = &raw mut told;
-        // SAFETY: the object and the place for the answer belong to the kind.
+        // SAFETY: the object and the output match the object type.
         let errno = unsafe { self.mlx5.mlx5dv_init_obj(&raw mut object, mlx5dv_obj_type::MLX5DV_OBJ_PD) };
         if errno == 0 {
             Ok(told.pdn)

@@ -1,4 +1,4 @@
-//! Queues of a card in our memory, as verbs objects.
+//! Queues of a card in host memory, as verbs objects.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -25,7 +25,7 @@ use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{Places, QpAttr, QpRequest, QpState};
 use mlx5_ring::{self as mlx5, BB, CQE_SIZE, INITIAL_CQE};
 
-/// A completion queue of the card. What libmlx5 has of it is not polled: its ring is ours to read.
+/// A completion queue of the card. The ring is read directly; libmlx5 does not poll it.
 pub(super) struct DirectCq {
     object: CqObject,
     pub(super) cqn: u32,
@@ -33,16 +33,16 @@ pub(super) struct DirectCq {
     pub(super) record: Memory,
 }
 
-/// The verbs object, destroyed when this is dropped: after its queue pairs, before the domain of its memory.
+/// The verbs object, destroyed on drop: after its queue pairs, before the domain of its memory.
 struct CqObject {
     open: Arc<Open>,
     raw: NonNull<ibv_cq>,
     domain: RingDomain,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for CqObject {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for CqObject {}
 
 impl fmt::Debug for DirectCq {
@@ -53,7 +53,7 @@ impl fmt::Debug for DirectCq {
 
 impl Drop for CqObject {
     fn drop(&mut self) {
-        // SAFETY: made here, destroyed once, after its queue pairs.
+        // SAFETY: created here, destroyed only here, after its queue pairs.
         let errno = unsafe { self.open.verbs().ibv_destroy_cq(self.raw.as_ptr()) };
         if errno != 0 {
             tracing::error!(device = self.open.name(), errno, "a completion queue was not destroyed");
@@ -61,9 +61,9 @@ impl Drop for CqObject {
     }
 }
 
-/// Makes a verbs object; the reason of ours where its memory was refused.
+/// Checks a created verbs object; prefers the error of the ring allocator.
 fn made<T>(raw: *mut T, domain: &RingDomain, error: impl FnOnce() -> Error) -> Result<NonNull<T>> {
-    // First, as it reads `errno`.
+    // First, because it reads `errno`.
     NonNull::new(raw).ok_or_else(|| {
         let error = error();
         domain.take_failure().unwrap_or(error)
@@ -71,20 +71,20 @@ fn made<T>(raw: *mut T, domain: &RingDomain, error: impl FnOnce() -> Error) -> R
 }
 
 impl DirectCq {
-    /// With `1 << log` entries at least.
+    /// Creates a queue with at least `1 << log` entries.
     pub(super) fn create(mlx5: &Mlx5, base: &Arc<Domain>, log: u32, places: &Places) -> Result<Self> {
         let open = base.open();
         let domain = RingDomain::new(base, None, places)?;
         let entries = (1u32 << log) - 1;
         let mut attr = ibv_cq_init_attr_ex::zeroed();
-        // The ring has one more, rounded up to a power of two.
+        // The driver adds one and rounds up to a power of two.
         attr.cqe = entries.max(1);
         attr.comp_mask = ibv_cq_init_attr_mask::IBV_CQ_INIT_ATTR_MASK_FLAGS
             | ibv_cq_init_attr_mask::IBV_CQ_INIT_ATTR_MASK_PD;
-        // Work is only posted with a slot set aside for its completion.
+        // Each posted request has a reserved CQE slot.
         attr.flags = ibv_create_cq_attr_flags::IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
         attr.parent_domain = domain.raw().as_ptr();
-        // SAFETY: the device is open, the attributes are complete.
+        // SAFETY: the device is open and the attributes are initialized.
         let raw = unsafe { ibv_create_cq_ex(open.context().as_ptr(), &raw mut attr) };
         let raw = made(ibv_cq_ex_to_cq(raw), &domain, || {
             let most = u64::try_from(open.attr().max_cqe).unwrap_or(0);
@@ -108,7 +108,7 @@ impl DirectCq {
 }
 
 impl CqObject {
-    /// Finds its ring, and puts it into the state that waits need.
+    /// Finds its ring and initializes the CQEs for waits.
     fn read(self, mlx5: &Mlx5, log: u32) -> Result<DirectCq> {
         let mut told = mlx5dv_cq::zeroed();
         let mut object = mlx5dv_obj::zeroed();
@@ -128,15 +128,15 @@ impl CqObject {
         }
         let ring = self.domain.find(told.buf, count * CQE_SIZE, "completion queue")?;
         let record = self.domain.find(told.dbrec.cast(), mlx5::CQ_DBREC_SIZE, "doorbell record")?;
-        // rdma-core leaves owner 0, which would satisfy the waits of the first lap. The card writes nothing before a
-        // queue pair leaves INIT.
+        // rdma-core leaves owner 0, which would satisfy waits of the first lap. The card writes nothing before a queue
+        // pair leaves INIT.
         first_lap(&ring)?;
         Ok(DirectCq { object: self, cqn: told.cqn, ring, record })
     }
 }
 
 fn init(mlx5: &Mlx5, open: &Open, object: &mut mlx5dv_obj, kind: mlx5dv_obj_type) -> Result<()> {
-    // SAFETY: the object and the place for the answer belong to the kind.
+    // SAFETY: the object and the output match the object type.
     let errno = unsafe { mlx5.mlx5dv_init_obj(object, kind) };
     if errno == 0 { Ok(()) } else { Err(failed("mlx5dv_init_obj", open.name(), &Call::Other, errno)) }
 }
@@ -147,7 +147,7 @@ pub(super) struct DirectQp {
     pub(super) qpn: u32,
     pub(super) send_cq: Arc<DirectCq>,
     pub(super) recv_cq: Arc<DirectCq>,
-    /// The state we took it to, and the number of its first packet.
+    /// State and first PSN.
     state: Mutex<(QpState, u32)>,
     domain: Option<RingDomain>,
     kernel_exec: Option<KernelExecutor>,
@@ -155,9 +155,9 @@ pub(super) struct DirectQp {
     base: Arc<Domain>,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for DirectQp {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for DirectQp {}
 
 impl fmt::Debug for DirectQp {
@@ -169,11 +169,11 @@ impl fmt::Debug for DirectQp {
 impl Drop for DirectQp {
     fn drop(&mut self) {
         let open = self.base.open();
-        // SAFETY: made here, destroyed once.
+        // SAFETY: created here, destroyed only here.
         let errno = unsafe { open.verbs().ibv_destroy_qp(self.raw.as_ptr()) };
         if errno != 0 {
             tracing::error!(qp = ?self, errno, "a queue pair was not destroyed");
-            // Its register is not for another one.
+            // A register whose queue pair may live is not reused.
             std::mem::forget((self.domain.take(), self.kernel_exec.take()));
         }
         drop(self.domain.take());
@@ -183,7 +183,7 @@ impl Drop for DirectQp {
     }
 }
 
-/// What a queue pair is in memory.
+/// Memory of a queue pair.
 pub(super) struct Parts {
     pub(super) sq: Memory,
     pub(super) rq: Memory,
@@ -191,11 +191,11 @@ pub(super) struct Parts {
     pub(super) doorbell: Word64,
 }
 
-/// Blocks that libmlx5 counts for a request of a queue pair that may also bind windows.
+/// Blocks that libmlx5 reserves per request of a queue pair that may bind memory windows.
 const BLOCKS_PER_REQUEST: u32 = 4;
 
 impl DirectQp {
-    /// In state RESET, with a send queue of at least what `request` says.
+    /// Creates a queue pair in RESET with at least the requested send queue.
     pub(super) fn create(
         mlx5: &Mlx5,
         base: &Arc<Domain>,
@@ -209,7 +209,7 @@ impl DirectQp {
         let mut sends = wanted.div_ceil(BLOCKS_PER_REQUEST);
         loop {
             let made = Self::attempt(mlx5, base, registers, cqs, request, sends, places, psn)?;
-            // Another release may count less for each.
+            // Other releases may reserve less.
             if made.1.sq.len() / BB >= wanted as usize || sends >= wanted {
                 return Ok(made);
             }
@@ -246,9 +246,9 @@ impl DirectQp {
         attr.pd = domain.raw().as_ptr();
         let mut special = mlx5dv_qp_init_attr::zeroed();
         special.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS;
-        // Payload goes to memory, also when it would fit into the completion.
+        // Payload always goes to memory, even if it fits in the CQE.
         special.create_flags = mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE;
-        // SAFETY: the device is open, the attributes are complete.
+        // SAFETY: the device is open and the attributes are initialized.
         let raw = unsafe { mlx5.mlx5dv_create_qp(open.context().as_ptr(), &raw mut attr, &raw mut special) };
         let raw = made(raw, &domain, || {
             let limit = |most: i32| u64::try_from(most).unwrap_or(0);
@@ -260,7 +260,7 @@ impl DirectQp {
             ];
             failed_last("mlx5dv_create_qp", open.name(), &Call::CreateQp { asked, memlock: Memlock::here() })
         })?;
-        // SAFETY: just made.
+        // SAFETY: `qp` was just created.
         let qpn = unsafe { (*raw.as_ptr()).qp_num };
         let qp = Self {
             raw,
@@ -277,7 +277,7 @@ impl DirectQp {
         Ok((qp, parts))
     }
 
-    /// Finds its rings and its register.
+    /// Finds its rings and doorbell register.
     fn read(&self, mlx5: &Mlx5, request: &QpRequest) -> Result<Parts> {
         let open = self.base.open();
         let mut told = mlx5dv_qp::zeroed();
@@ -315,26 +315,26 @@ impl DirectQp {
         is(&self.send_cq) || is(&self.recv_cq)
     }
 
-    /// Whether messages are written in order of their addresses, if the library can tell.
+    /// Whether messages are written in address order, if the library can tell.
     pub(super) fn writes_in_order(&self) -> Option<bool> {
-        // SAFETY: it is destroyed when this is dropped.
+        // SAFETY: the queue pair lives until `self` is dropped.
         unsafe { self.base.open().writes_in_order(self.raw.as_ptr()) }
     }
 
-    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    /// Calls `then` if the queue pair is in ERR, with resets locked out.
     pub(super) fn if_failed(&self, then: impl FnOnce()) {
         let _state = self.state.lock();
-        // SAFETY: it is destroyed when this is dropped.
+        // SAFETY: the queue pair lives until `self` is dropped.
         if unsafe { self.base.open().has_failed(self.raw.as_ptr()) } {
             then();
         }
     }
 
-    /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
+    /// Applies a checked transition. Returns the first PSN, which is `fresh` after a reset.
     pub(super) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
         let mut state = self.state.lock();
         let (from, psn) = *state;
-        // SAFETY: it is destroyed when this is dropped.
+        // SAFETY: the queue pair lives until `self` is dropped.
         unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }?;
         let to = attr.state.unwrap_or(from);
         *state = (to, if to == QpState::RESET { fresh } else { psn });
@@ -342,7 +342,7 @@ impl DirectQp {
     }
 }
 
-/// Puts all CQEs into the state that waits need before the first lap.
+/// Initializes all CQEs for waits of the first lap.
 pub(super) fn first_lap(ring: &Memory) -> Result<()> {
     (0..ring.len() / CQE_SIZE).try_for_each(|slot| ring.write(slot * CQE_SIZE, &INITIAL_CQE))
 }

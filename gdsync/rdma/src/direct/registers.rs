@@ -1,4 +1,4 @@
-//! The doorbell registers of a card: one for each queue pair, written by whoever triggers its sends.
+//! Doorbell registers of a card, one per queue pair.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -15,20 +15,20 @@ use crate::explain::{Call, failed_last};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64, host_page};
 
-/// A thread domain: a register that libmlx5 gives to nobody else.
+/// A thread domain: owns a doorbell register.
 pub(super) struct KernelExecutor {
     open: Arc<Open>,
     td: NonNull<ibv_td>,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for KernelExecutor {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for KernelExecutor {}
 
 impl Drop for KernelExecutor {
     fn drop(&mut self) {
-        // SAFETY: made here, freed once, after the domains over it.
+        // SAFETY: created here, freed only here, after the domains over it.
         let errno = unsafe { ibv_dealloc_td(self.td.as_ptr()) };
         if errno != 0 {
             tracing::debug!(device = self.open.name(), errno, "a thread domain was not freed");
@@ -42,22 +42,22 @@ impl KernelExecutor {
     }
 }
 
-/// The registers of a device, which are used again.
+/// Doorbell registers of a device, for reuse.
 pub(super) struct Registers {
     open: Arc<Open>,
     idle: Mutex<Vec<KernelExecutor>>,
-    /// Pages of the host with registers, by address.
+    /// Host pages with registers, by address.
     pages: Mutex<HashMap<usize, Page>>,
 }
 
-/// A page of the host with registers. A card has them in pages of 4 KiB, of which one of the host may have several; CUDA takes whole pages
-/// of the host, each once, so all registers in one share its registration.
+/// A host page with registers. Card pages have 4 KiB, so a host page may hold several. CUDA registers each host page
+/// only once, so its registers share the registration.
 struct Page {
     memory: Memory,
     mapped_by: Arc<MappedBy>,
 }
 
-/// What keeps the registers of a page mapped.
+/// Keeps the registers of a page mapped.
 struct MappedBy {
     _open: Arc<Open>,
     uars: Mutex<Vec<Arc<Uar>>>,
@@ -74,8 +74,8 @@ impl Registers {
         Self { open: open.clone(), idle: Mutex::default(), pages: Mutex::default() }
     }
 
-    /// A register that nobody uses; `None` where the card has none left, and libmlx5 takes one that several queue pairs share.
-    /// Doorbells of these do not disturb each other: each is one write of eight bytes.
+    /// A free register; `None` if the card has none left. libmlx5 then uses one shared by several queue pairs, which is
+    /// safe: each doorbell is one 8-byte write.
     pub(super) fn acquire(&self) -> Option<KernelExecutor> {
         if let Some(kernel_exec) = self.idle.lock().pop() {
             return Some(kernel_exec);
@@ -91,17 +91,17 @@ impl Registers {
         Some(KernelExecutor { open: self.open.clone(), td })
     }
 
-    /// Takes a register back whose queue pair is gone.
+    /// Returns the register of a destroyed queue pair.
     pub(super) fn release(&self, kernel_exec: KernelExecutor) {
         self.idle.lock().push(kernel_exec);
     }
 
-    /// The register at this address, as libmlx5 told it of a queue pair.
+    /// The register at this address, which libmlx5 reported for a queue pair.
     pub(super) fn doorbell(&self, at: *mut c_void) -> Result<Word64> {
         self.find(at, None)
     }
 
-    /// The register of this page of DevX.
+    /// The register of this DevX page.
     pub(super) fn doorbell_of(&self, uar: &Arc<Uar>) -> Result<Word64> {
         self.find(uar.register(), Some(uar))
     }
@@ -118,8 +118,8 @@ impl Registers {
         let page = pages.entry(addr - offset).or_insert_with(|| {
             let ptr = NonNull::new(at.wrapping_byte_sub(offset).cast()).expect("it is not the first page");
             let mapped_by = Arc::new(MappedBy { _open: self.open.clone(), uars: Mutex::default() });
-            // SAFETY: libmlx5 maps whole pages of the host, until the device is closed, or all pages of DevX in it freed: `mapped_by`
-            // keeps the device open, and gets each of those pages.
+            // SAFETY: libmlx5 maps whole host pages until the device is closed or all DevX pages in it are freed;
+            // `mapped_by` keeps the device open and holds each of those pages.
             let memory = unsafe { Memory::io(ptr, size, mapped_by.clone()) };
             Page { memory, mapped_by }
         });

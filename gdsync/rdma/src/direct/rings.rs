@@ -1,7 +1,7 @@
-//! Memory for the rings of a card: ours, so that GPUs reach it too.
+//! Allocator for the rings of a card, so that GPUs can access them.
 //!
-//! libmlx5 asks a *parent domain* for the memory of what is created with it. Each queue gets a domain of its own, so that
-//! what is asked for belongs to that queue.
+//! libmlx5 asks a *parent domain* for the memory of queues created in it. Each queue has its own parent domain, so
+//! allocations belong to that queue.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -20,26 +20,26 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
 use gdsync_device::{OnGpu, Places};
 
-/// What the memory of one queue is taken from, and what was taken.
+/// Allocations of one queue.
 #[derive(Debug)]
 struct Rings {
     places: Places,
     given: Mutex<Vec<Memory>>,
-    /// Why nothing was given at last.
+    /// Error of the last failed allocation.
     failure: Mutex<Option<Error>>,
 }
 
-/// A parent domain with an allocator. Dropped after what was created with it.
+/// A parent domain with an allocator. Dropped after the queue created with it.
 pub(super) struct RingDomain {
     base: Arc<Domain>,
     raw: NonNull<ibv_pd>,
-    /// libmlx5 has its address.
+    /// Boxed, because libmlx5 holds its address.
     rings: Box<Rings>,
 }
 
-// SAFETY: libibverbs may be called from any thread, and the rest is behind locks.
+// SAFETY: libibverbs is thread-safe, and all other state is behind locks.
 unsafe impl Send for RingDomain {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe, and all other state is behind locks.
 unsafe impl Sync for RingDomain {}
 
 impl fmt::Debug for RingDomain {
@@ -50,11 +50,11 @@ impl fmt::Debug for RingDomain {
 
 impl Drop for RingDomain {
     fn drop(&mut self) {
-        // SAFETY: made here, freed once, after what was created with it.
+        // SAFETY: created here, freed only here, after the queue created with it.
         let errno = unsafe { self.base.open().verbs().ibv_dealloc_pd(self.raw.as_ptr()) };
         if errno != 0 {
             tracing::error!(device = self.base.open().name(), errno, "a parent domain was not freed");
-            // libmlx5 still has the address: it stays.
+            // libmlx5 still holds the address, so it is leaked.
             let rings =
                 Rings { places: Places::default(), given: Mutex::default(), failure: Mutex::default() };
             std::mem::forget(std::mem::replace(&mut self.rings, Box::new(rings)));
@@ -63,7 +63,7 @@ impl Drop for RingDomain {
 }
 
 impl RingDomain {
-    /// Over `base`, with the doorbell register of `td` if there is one. The memory is known to the GPU of `places`.
+    /// A domain over `base`, with the doorbell register of `td` if given. Its memory is mapped for the GPU of `places`.
     pub(super) fn new(base: &Arc<Domain>, td: Option<NonNull<ibv_td>>, places: &Places) -> Result<Self> {
         let open = base.open();
         let places = Places { gpu: places.gpu.clone(), on_gpu: OnGpu::empty() };
@@ -76,7 +76,7 @@ impl RingDomain {
         attr.alloc = Some(alloc);
         attr.free = Some(free);
         attr.pd_context = (&raw const *rings).cast_mut().cast();
-        // SAFETY: the device is open, and the context lives as long as the domain.
+        // SAFETY: the device is open, and the allocator outlives the domain.
         let raw = unsafe { ibv_alloc_parent_domain(open.context().as_ptr(), &raw mut attr) };
         let raw = NonNull::new(raw)
             .ok_or_else(|| failed_last("ibv_alloc_parent_domain", open.name(), &Call::Other))?;
@@ -87,15 +87,15 @@ impl RingDomain {
         self.raw
     }
 
-    /// Why memory was refused since the last call, which the library only calls ENOMEM.
+    /// Takes the error of a failed allocation; the library reports only ENOMEM.
     pub(super) fn take_failure(&self) -> Option<Error> {
         self.rings.failure.lock().take()
     }
 
-    /// The `len` bytes of ours that the library calls `at`.
+    /// Our memory for the `len` bytes at the library's address `at`.
     ///
     /// # Errors
-    /// [`Error::Device`] where they are not ours.
+    /// [`Error::Device`] if it was not allocated here.
     pub(super) fn find(&self, at: *mut c_void, len: usize, what: &str) -> Result<Memory> {
         let at = at.addr() as u64;
         let given = self.rings.given.lock();
@@ -114,9 +114,9 @@ impl RingDomain {
 }
 
 impl Rings {
-    /// `len` zeroed bytes that stay where they are in a fork, at a multiple of `align`.
+    /// Allocates `len` zeroed bytes aligned to `align`, kept in place across a fork.
     fn take(&self, len: usize, align: usize) -> Result<NonNull<c_void>> {
-        // The library may want more than pages.
+        // The library may want alignment beyond pages.
         let spare = if align > host_page() { align } else { 0 };
         let whole = self.places.alloc(OnGpu::empty(), len.max(1) + spare)?;
         let addr = usize::try_from(whole.addr()).expect("64-bit hosts only");
@@ -127,7 +127,7 @@ impl Rings {
     }
 }
 
-/// Called by libmlx5 for the memory of a queue or a doorbell record.
+/// Allocation callback of libmlx5 for queues and doorbell records.
 extern "C" fn alloc(
     _domain: *mut ibv_pd,
     context: *mut c_void,
@@ -135,7 +135,7 @@ extern "C" fn alloc(
     align: usize,
     _kind: u64,
 ) -> *mut c_void {
-    // SAFETY: the context of a domain, which lives as long as that.
+    // SAFETY: the context of a domain, which lives as long as the domain.
     let rings = unsafe { &*context.cast::<Rings>() };
     let taken = catch_unwind(AssertUnwindSafe(|| rings.take(len, align)));
     match taken {
@@ -148,9 +148,9 @@ extern "C" fn alloc(
     }
 }
 
-/// Called by libmlx5 when the queue is gone. Who still has a clone of the memory keeps it.
+/// Free callback of libmlx5. Clones keep the memory alive.
 extern "C" fn free(_domain: *mut ibv_pd, context: *mut c_void, at: *mut c_void, _kind: u64) {
-    // SAFETY: the context of a domain, which lives as long as that.
+    // SAFETY: the context of a domain, which lives as long as the domain.
     let rings = unsafe { &*context.cast::<Rings>() };
     let at = at.addr() as u64;
     let freed = {
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_zeroed_aligned_and_given_back() {
+    fn memory_is_zeroed_aligned_and_freed() {
         let rings = rings();
         let context = (&raw const *rings).cast_mut().cast::<c_void>();
         let mut all = Vec::new();
@@ -186,12 +186,12 @@ mod tests {
             free(std::ptr::null_mut(), context, at, 0);
         }
         assert!(rings.given.lock().is_empty());
-        // What was never given.
+        // Never allocated.
         free(std::ptr::null_mut(), context, std::ptr::dangling_mut(), 0);
     }
 
     #[test]
-    fn what_cannot_be_had_is_null_and_explained() {
+    fn failed_allocation_is_null_with_an_error() {
         let rings = rings();
         let context = (&raw const *rings).cast_mut().cast::<c_void>();
         assert!(alloc(std::ptr::null_mut(), context, usize::MAX / 2, 8, 0).is_null());

@@ -15,7 +15,7 @@ fn step(to: &'static str) -> Step {
 }
 
 #[test]
-fn each_error_number_is_explained_by_its_cause() {
+fn errno_is_explained_by_cause() {
     use libc::*;
     let node = || Call::Open { node: Some("/dev/infiniband/uverbs3".into()) };
     let register = || Call::Register { len: 4096, memlock: LOW };
@@ -46,7 +46,7 @@ fn each_error_number_is_explained_by_its_cause() {
         (register(), EACCES, &["read-only"]),
         (register(), EPERM, &["read-only"]),
         (register(), EINVAL, &["max_mr_size"]),
-        (register(), EOPNOTSUPP, &["does not do it"]),
+        (register(), EOPNOTSUPP, &["does not support it"]),
         (register(), ENOSPC, &["no more keys"]),
         (register(), ENODEV, &["gone"]),
         (register(), EINTR, &["dmesg"]),
@@ -67,7 +67,7 @@ fn each_error_number_is_explained_by_its_cause() {
         (cq(100), EINVAL, &["refuses this completion queue", "entries 100"]),
         (cq(100), ENOMEM, &["RLIMIT_MEMLOCK"]),
         (cq(100), EFAULT, &["host memory"]),
-        (cq(100), EOPNOTSUPP, &["does not do it"]),
+        (cq(100), EOPNOTSUPP, &["does not support it"]),
         (qp(32769), EINVAL, &["max_send_wr is 32769, the device allows 32768"]),
         (qp(32769), ENOMEM, &["max_send_wr is 32769"]),
         (qp(1), EINVAL, &["refuses this queue pair", "max_send_wr 1"]),
@@ -92,7 +92,7 @@ fn each_error_number_is_explained_by_its_cause() {
         (Call::Modify(step("RTR")), EPERM, &["may not set"]),
         (Call::Modify(step("RTR")), EINTR, &["dmesg"]),
         (Call::Other, ENOMEM, &["RLIMIT_MEMLOCK"]),
-        (Call::Other, ENOSYS, &["does not do it"]),
+        (Call::Other, ENOSYS, &["does not support it"]),
         (Call::Other, ENOSPC, &["no more of these"]),
         (Call::Other, EACCES, &["/dev/infiniband"]),
         (Call::Other, EINVAL, &["dmesg"]),
@@ -100,7 +100,7 @@ fn each_error_number_is_explained_by_its_cause() {
     for (call, errno, words) in cases {
         let mut text = advice(call, *errno);
         if matches!(call, Call::Open { .. } | Call::Other) && *errno == ENOMEM {
-            // The limit is the one of this process.
+            // The limit of this process.
             text += " (RLIMIT_MEMLOCK)";
         }
         for word in *words {
@@ -110,7 +110,7 @@ fn each_error_number_is_explained_by_its_cause() {
 }
 
 #[test]
-fn a_value_above_a_limit_is_named_first() {
+fn values_above_limits_are_named_first() {
     let mut step = step("RTR");
     step.asked[0].most = 4;
     let text = advice(&Call::Modify(step), libc::EINVAL);
@@ -118,7 +118,7 @@ fn a_value_above_a_limit_is_named_first() {
 }
 
 #[test]
-fn the_error_names_call_subject_number_and_advice() {
+fn error_names_call_subject_errno_and_advice() {
     for errno in [libc::EACCES, -libc::EACCES] {
         let error = failed("ibv_open_device", "mlx5_0", &Call::Open { node: None }, errno);
         let text = error.to_string();
@@ -127,15 +127,15 @@ fn the_error_names_call_subject_number_and_advice() {
         }
         assert!(matches!(error, Error::Verbs { call: "ibv_open_device", .. }));
     }
-    // SAFETY: it may be called at any time.
+    // SAFETY: may be called at any time.
     let place = unsafe { libc::__errno_location() };
-    // SAFETY: the place of this thread's error number.
+    // SAFETY: the pointer is valid for this thread.
     unsafe { *place = 0 };
     assert!(failed_last("ibv_alloc_pd", "mlx5_0", &Call::Other).to_string().contains("os error 5"));
 }
 
 #[test]
-fn without_a_way_to_gpu_memory_both_are_named() {
+fn error_names_both_ways_to_register_gpu_memory() {
     let text = no_gpu_path("REASON A", "REASON B");
     for word in ["REASON A", "REASON B", "dma-buf", "nvidia-peermem", "modprobe"] {
         assert!(text.contains(word), "{text}");

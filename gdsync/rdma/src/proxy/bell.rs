@@ -1,4 +1,4 @@
-//! What the proxy's thread sleeps on: a bell of this process, and the completions of the device.
+//! Event count of a process over an eventfd, slept on together with the device's completion channel.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
@@ -8,38 +8,39 @@ use std::time::Duration;
 use gdsync_device::error::{Error, Result};
 use gdsync_shm::event_count;
 
-/// One thread sleeps on it, any number ring it.
+/// One thread sleeps; any thread notifies.
 #[derive(Debug)]
 pub(super) struct Bell {
     sleepers: AtomicU32,
     sequence: AtomicU32,
-    /// An eventfd, readable when somebody has rung since the sleeper announced itself.
+    /// Eventfd, readable when notified since the sleeper announced itself.
     fd: OwnedFd,
 }
 
 impl Bell {
     pub(super) fn create() -> Result<Self> {
-        // SAFETY: no pointers.
+        // SAFETY: no pointers are passed.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if raw < 0 {
             return Err(Error::last_os("eventfd", "raise the limit of open files (ulimit -n)"));
         }
-        // SAFETY: the descriptor is fresh and nobody else's.
+        // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(raw) };
         Ok(Self { sleepers: AtomicU32::new(0), sequence: AtomicU32::new(0), fd })
     }
 
-    /// Wakes the sleeper. While nobody sleeps this costs a fence and a load.
+    /// Wakes the sleeper. Without one this costs a fence and a load.
     pub(super) fn ring(&self) {
         if event_count::ring(&self.sleepers, &self.sequence) {
             let one = 1u64;
-            // SAFETY: eight bytes to an eventfd. It is only refused when the count is full, and then it is readable.
+            // SAFETY: `one` has eight bytes. The write fails only when the counter is full, and then the eventfd is
+            // readable.
             unsafe { libc::write(self.fd.as_raw_fd(), (&raw const one).cast(), 8) };
         }
     }
 
-    /// Sleeps unless `ready`, until rung, until `other` is readable, or for `timeout`. May return for no reason. Returns whether
-    /// `other` is readable.
+    /// Sleeps unless `ready`, until notified, until `other` is readable, or for `timeout`. May wake spuriously. Returns
+    /// whether `other` is readable.
     pub(super) fn sleep(&self, other: RawFd, ready: &dyn Fn() -> bool, timeout: Duration) -> bool {
         event_count::announce(&self.sleepers, &self.sequence);
         if ready() {
@@ -51,11 +52,11 @@ impl Bell {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        // SAFETY: two entries, a time, no signal mask.
+        // SAFETY: the array has two entries, and the timeout is on the stack; no signal mask is set.
         let woken = unsafe { libc::ppoll(fds.as_mut_ptr(), 2, &raw const time, ptr::null()) };
         if woken > 0 && fds[0].revents != 0 {
             let mut count = 0u64;
-            // SAFETY: eight bytes from an eventfd that does not block.
+            // SAFETY: the buffer has eight bytes, and the eventfd does not block.
             unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut count).cast(), 8) };
         }
         woken > 0 && fds[1].revents != 0
@@ -73,7 +74,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(30);
 
     #[test]
-    fn no_ring_is_lost() {
+    fn no_notification_is_lost() {
         let bell = Arc::new(Bell::create().unwrap());
         let work = Arc::new(AtomicU64::new(0));
         let (ringer, published) = (bell.clone(), work.clone());
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_descriptor_wakes_too_and_time_passes() {
+    fn other_descriptor_and_timeout_wake_the_sleeper() {
         let (bell, other) = (Bell::create().unwrap(), Bell::create().unwrap());
         let fd = other.fd.as_raw_fd();
         let start = Instant::now();

@@ -1,4 +1,4 @@
-//! A copy between GPU memory and its [shadow](super::shadow), as the proxy waits for it.
+//! REMOVE
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use gdsync_device::copy_engine::{Part, Status, Ticket};
 use gdsync_device::cuda::Engine;
 use gdsync_device::error::Error;
 
-/// How long a copy may take, from when its engine has ended those before it.
+/// Time limit of a copy, counted from the end of the copies before it.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// The copies of one message. Clones are of the same ones.
+/// The copies of one message. Clones share them.
 #[derive(Clone, Debug)]
 pub(super) struct Copy(Arc<UnderWay>);
 
@@ -24,18 +24,18 @@ struct UnderWay {
     clock: Mutex<Clock>,
 }
 
-/// How long nothing has come of it.
+/// Detects that copies make no progress.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
-    /// Copies that its engines have ended.
+    /// Copies ended by the engines.
     ended: u32,
-    /// Since when these are all.
+    /// Time of the last change.
     since: Instant,
     is_late: bool,
 }
 
 impl Clock {
-    /// Looks at how far the engines are. Returns whether they are waited for no more: once they are not, it stays so.
+    /// Updates with the number of ended copies. Returns whether the limit is exceeded; this is final.
     fn look(&mut self, ended: u32, now: Instant) -> bool {
         if ended != self.ended {
             (self.ended, self.since) = (ended, now);
@@ -46,13 +46,13 @@ impl Clock {
 }
 
 fn ended(jobs: &[(Arc<Engine>, Ticket)]) -> u32 {
-    // One that has done its part says nothing of the others.
+    // Failed tickets say nothing of the others.
     let owing = jobs.iter().filter(|(_, ticket)| !ticket.is_over());
     owing.fold(0, |sum, (engine, _)| sum.wrapping_add(engine.ended()))
 }
 
 impl Copy {
-    /// Begins it, each part by the engine of the GPU that it goes from or to.
+    /// Starts each part on the engine of its source or destination GPU.
     pub(super) fn start(parts: impl Iterator<Item = (Arc<Engine>, Part)>) -> Self {
         let mut lists: SmallVec<[(Arc<Engine>, Vec<Part>); 1]> = SmallVec::new();
         for (engine, part) in parts.filter(|(_, part)| part.len > 0) {
@@ -70,7 +70,7 @@ impl Copy {
         Self(Arc::new(UnderWay { jobs, clock: Mutex::new(clock) }))
     }
 
-    /// One that does not happen.
+    /// A copy that failed from the start.
     pub(super) fn refused(engine: &Arc<Engine>, why: &str) -> Self {
         let clock = Clock { ended: 0, since: Instant::now(), is_late: false };
         let jobs = SmallVec::from([(engine.clone(), Ticket::failed(why))]);
@@ -81,27 +81,27 @@ impl Copy {
         self.0.jobs.iter().map(|(_, ticket)| ticket)
     }
 
-    /// Whether the engines touch its bytes no more.
+    /// Whether the engines no longer access its memory.
     pub(super) fn has_ended(&self) -> bool {
         self.tickets().all(Ticket::is_over)
     }
 
-    /// Whether it is waited for no more: it has ended, or its time is over.
+    /// Whether it ended or exceeded its limit.
     pub(super) fn is_over(&self) -> bool {
         self.has_ended() || self.0.clock.lock().look(ended(&self.0.jobs), Instant::now())
     }
 
-    /// Whether its time was over before it ended, which it has not yet.
+    /// Whether it exceeded its limit and has not ended.
     pub(super) fn is_stuck(&self) -> bool {
         self.0.clock.lock().is_late && !self.has_ended()
     }
 
-    /// Nobody wants it any more: what has not begun will not happen.
+    /// Cancels what has not begun.
     pub(super) fn give_up(&self) {
         self.tickets().for_each(Ticket::cancel);
     }
 
-    /// Why the bytes are not in place, once it is over.
+    /// Why it failed, once it is over.
     pub(super) fn failure(&self, device: &str) -> Option<Error> {
         let ticket = self.tickets().find(|ticket| ticket.status() != Status::Done)?;
         let why = match ticket.status() {
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_in_the_queue_does_not_count_while_the_engine_works() {
+    fn time_in_queue_does_not_count_while_engine_progresses() {
         let begin = Instant::now();
         let mut clock = Clock { ended: 7, since: begin, is_late: false };
         let mut look = |ended, seconds| clock.look(ended, begin + Duration::from_secs(seconds));

@@ -1,4 +1,4 @@
-//! The state of a proxy, and one step of its work.
+//! State of a proxy and one step of its work.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -18,40 +18,40 @@ use gdsync_device::{DoorbellSet, GpuNudge, MAX_QPS};
 use gdsync_device::{HcaStats, QpState};
 use gdsync_shm as protocol;
 
-/// Completions taken from the device at once.
+/// Completions per poll call.
 const BURST: usize = 32;
-/// Such bursts from one queue before others get their turn.
+/// Maximum polls per queue and step.
 const ROUNDS: usize = 4;
-/// Entries of a completion queue of the device, where that many are not too many.
+/// Preferred size of the device's completion queues.
 const CQ_ENTRIES: u32 = 8192;
 
 #[derive(Debug)]
 pub(super) struct Core {
     slots: Vec<Slot>,
-    /// After the queue pairs, which complete on them.
+    /// After the queue pairs, which use them.
     queues: Vec<DeviceCq>,
     channel: Arc<Channel>,
     open: Arc<Open>,
     pub(super) cqs: Cqs,
     pub(super) stats: HcaStats,
-    /// By key: memory that the device writes and whose GPU must be made to see it.
+    /// By key: GPU memory that the device writes and that needs a flush.
     pub(super) unseen: Vec<(u32, Memory)>,
-    /// In place of memory that the device does not reach.
+    /// Staging of memory that the device cannot register.
     pub(super) shadows: Shadows,
     outstanding: Arc<AtomicUsize>,
     watched: WatchedDoorbells,
     /// Queue pairs that wait for copies.
     copying: Vec<usize>,
-    /// Queue pairs in ERR that the device has not let go.
+    /// Queue pairs in ERR whose requests the device has not returned.
     draining: Vec<usize>,
-    /// Where completions are put.
+    /// Buffer for completions.
     taken: Box<[ibv_wc]>,
     strict: bool,
 }
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// Where the generations of the next queue pair here begin.
+    /// First generation of the slot's next queue pair.
     generation: u16,
     qp: Option<Box<ProxyQp>>,
 }
@@ -81,7 +81,7 @@ impl Core {
         }
     }
 
-    /// Runs `work` on a queue pair together with everything it needs.
+    /// Runs `work` on a queue pair and the shared state.
     pub(super) fn with<T>(
         &mut self,
         index: usize,
@@ -108,7 +108,7 @@ impl Core {
         Some(result)
     }
 
-    /// A completion queue of the device with room for `entries` more, which are set aside.
+    /// Index of a device completion queue in which room for `entries` more is reserved.
     pub(super) fn reserve(&mut self, entries: u32) -> Result<usize> {
         if let Some(at) = self.queues.iter_mut().position(|queue| queue.reserve(entries)) {
             return Ok(at);
@@ -120,9 +120,9 @@ impl Core {
         Ok(self.queues.len() - 1)
     }
 
-    /// Gives room back, once nothing more completes there of the queue pair that had it.
+    /// Returns reserved room, after the last completion of its queue pair.
     pub(super) fn release(&mut self, queue: usize, entries: u32) {
-        // What it left there still takes room.
+        // Unpolled completions still occupy room.
         self.poll();
         self.queues[queue].release(entries);
     }
@@ -131,7 +131,7 @@ impl Core {
         &self.queues[at]
     }
 
-    /// Adds the queue pair that `make` builds for a place and a generation. Returns the place.
+    /// Adds the queue pair that `make` builds for its slot and generation. Returns the slot.
     pub(super) fn add_qp(&mut self, make: impl FnOnce((usize, u16)) -> ProxyQp) -> Result<usize> {
         let index = self.slots.iter().position(|slot| slot.qp.is_none()).unwrap_or(self.slots.len());
         if index == MAX_QPS {
@@ -145,7 +145,7 @@ impl Core {
         Ok(index)
     }
 
-    /// Takes a queue pair out, to be dropped without the lock.
+    /// Removes a queue pair. The caller drops it outside of locks.
     pub(super) fn remove_qp(&mut self, index: usize, rung: &DoorbellSet) -> Option<Box<ProxyQp>> {
         self.with(index, |qp, env| qp.end(env))?;
         self.watched.forget(index, rung);
@@ -157,7 +157,7 @@ impl Core {
         Some(qp)
     }
 
-    /// Looks at this doorbell no more: what was announced will not be rung.
+    /// Stops polling a doorbell: announced sends will not be rung.
     pub(super) fn unwatch(&mut self, index: usize, rung: &DoorbellSet) {
         self.watched.forget(index, rung);
     }
@@ -166,7 +166,7 @@ impl Core {
         self.with(index, |qp, env| qp.look(env));
     }
 
-    /// Whether more will be rung than was.
+    /// Whether an announced doorbell has not been rung yet.
     fn is_to_watch(&self, index: usize, rung: &DoorbellSet) -> bool {
         let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
         qp.is_some_and(|qp| rung.is_to_watch(index, qp.head))
@@ -185,7 +185,7 @@ impl Core {
         worked
     }
 
-    /// Goes on where copies have ended. Returns whether one has.
+    /// Continues after finished copies. Returns whether there were any.
     fn look_at_copies(&mut self) -> bool {
         let before = self.copying.len();
         for at in (0..before).rev() {
@@ -200,7 +200,7 @@ impl Core {
         self.copying.len() < before
     }
 
-    /// Takes what the device has completed. Returns whether there was anything.
+    /// Polls the device's completions. Returns whether there were any.
     pub(super) fn poll(&mut self) -> bool {
         let mut taken = std::mem::take(&mut self.taken);
         let mut worked = false;
@@ -227,19 +227,19 @@ impl Core {
         });
     }
 
-    /// Has completions of the device wake the sleeper. What is there now must be polled after this.
+    /// Arms the completion channel. The caller must poll once more after this.
     pub(super) fn arm(&self) {
         self.queues.iter().for_each(DeviceCq::arm);
     }
 
-    /// Takes the events of completions.
+    /// Takes completion channel events.
     pub(super) fn take_events(&mut self) {
         while let Some(cq) = self.channel.take() {
             self.queues.iter().filter(|queue| queue.is(cq)).for_each(DeviceCq::disarm);
         }
     }
 
-    /// Breaks queue pairs: this one, if it has failed and was not reset since, or all that are connected.
+    /// Breaks queue pair `only`, if it failed and was not reset since, or all connected ones.
     pub(super) fn break_off(&mut self, only: Option<usize>, cause: &Error) {
         let all = 0..self.slots.len();
         for index in all.filter(|&other| only.is_none_or(|only| only == other)) {
@@ -252,7 +252,7 @@ impl Core {
         }
     }
 
-    /// Takes from a device that is gone what it has: it will not give it back.
+    /// Reclaims all requests from a lost device.
     pub(super) fn force(&mut self) {
         for index in 0..self.slots.len() {
             self.with(index, |qp, env| {
@@ -317,7 +317,7 @@ impl Progress for Core {
         self.watched.doze(rung);
     }
 
-    /// What the device has, it tells of by itself.
+    /// Requests at the device need no steps: the completion channel reports them.
     fn is_active(&self) -> bool {
         !self.draining.is_empty() || !self.copying.is_empty()
     }

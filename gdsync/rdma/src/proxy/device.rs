@@ -1,4 +1,4 @@
-//! Queues of the real device: what the proxy posts to and polls.
+//! Queues of the device that the proxy posts to and polls.
 
 use std::fmt;
 use std::os::fd::RawFd;
@@ -18,17 +18,17 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::{MAX_RD_ATOMIC, QpAttr, QpRequest, QpState};
 use mlx5_ring::SEGMENT;
 
-/// A limit of the device, of which some drivers say -1 for none.
+/// A device limit; some drivers report -1 for none.
 pub(super) fn limit(value: i32) -> u32 {
     u32::try_from(value).ok().filter(|&value| value > 0).unwrap_or(u32::MAX >> 1)
 }
 
-/// What Soft-RoCE calls its vendor (`RXE_VENDOR_ID`).
+/// Vendor ID of Soft-RoCE (`RXE_VENDOR_ID`).
 const SOFT_ROCE: u32 = 0x00ff_ffff;
 
-/// What the device is asked for. Soft-RoCE takes 7 retries for endless ones: a peer that is gone would never be noticed. And
-/// where a queue pair is connected again with a larger `max_dest_rd_atomic`, its kernel module writes beyond the end of the
-/// smaller array before it frees it (seen in Linux 6.1): so it has the largest from the start.
+/// Attributes adapted to quirks of Soft-RoCE. It takes 7 retries for infinite, so a dead peer would go unnoticed. If a
+/// queue pair is reconnected with a larger `max_dest_rd_atomic`, its kernel module overruns the smaller array (seen in
+/// Linux 6.1), so the maximum is set from the start.
 fn adapted(attr: &QpAttr, vendor: u32) -> QpAttr {
     let mut attr = attr.clone();
     if vendor == SOFT_ROCE {
@@ -38,16 +38,16 @@ fn adapted(attr: &QpAttr, vendor: u32) -> QpAttr {
     attr
 }
 
-/// Where the device tells of completions.
+/// Completion channel of the device.
 pub(super) struct Channel {
     open: Arc<Open>,
     channel: NonNull<ibv_comp_channel>,
     fd: RawFd,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for Channel {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for Channel {}
 
 impl fmt::Debug for Channel {
@@ -58,7 +58,7 @@ impl fmt::Debug for Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: created here, destroyed once; the queues on it keep it.
+        // SAFETY: created here, destroyed only here; completion queues keep it alive.
         let errno = unsafe { self.open.verbs().ibv_destroy_comp_channel(self.channel.as_ptr()) };
         if errno != 0 {
             tracing::debug!(device = self.open.name(), errno, "a completion channel was not destroyed");
@@ -72,12 +72,12 @@ impl Channel {
         let channel = unsafe { open.verbs().ibv_create_comp_channel(open.context().as_ptr()) };
         let channel = NonNull::new(channel)
             .ok_or_else(|| failed_last("ibv_create_comp_channel", open.name(), &Call::Other))?;
-        // SAFETY: just created.
+        // SAFETY: `channel` was just created.
         let fd = unsafe { (*channel.as_ptr()).fd };
         let channel = Self { open: open.clone(), channel, fd };
-        // SAFETY: no pointers.
+        // SAFETY: no pointers are passed.
         let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-        // SAFETY: no pointers.
+        // SAFETY: no pointers are passed.
         if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
             return Err(Error::last_os(
                 "fcntl",
@@ -92,32 +92,32 @@ impl Channel {
         self.fd
     }
 
-    /// Takes the next event, if there is one, and returns the queue that it is of.
+    /// Takes the next event, if any, and returns its queue.
     pub(super) fn take(&self) -> Option<NonNull<ibv_cq>> {
         let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
         let verbs = self.open.verbs();
-        // SAFETY: the channel exists; places for the answer. The descriptor does not block.
+        // SAFETY: the channel is live and both outputs are writable; the descriptor does not block.
         let failed = unsafe { verbs.ibv_get_cq_event(self.channel.as_ptr(), &raw mut cq, &raw mut context) };
         let cq = NonNull::new(cq).filter(|_| failed == 0)?;
-        // SAFETY: the event that was just taken. To destroy the queue would wait for this.
+        // SAFETY: acknowledges the event just taken; destroying the queue waits for this.
         unsafe { verbs.ibv_ack_cq_events(cq.as_ptr(), 1) };
         Some(cq)
     }
 }
 
-/// A completion queue of the device, for many queue pairs.
+/// A completion queue of the device, shared by many queue pairs.
 pub(super) struct DeviceCq {
     channel: Arc<Channel>,
     cq: NonNull<ibv_cq>,
-    /// Entries that no queue pair has set aside.
+    /// Unreserved entries.
     free: u32,
-    /// The next completion raises an event.
+    /// Whether the next completion raises an event.
     armed: AtomicBool,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for DeviceCq {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for DeviceCq {}
 
 impl fmt::Debug for DeviceCq {
@@ -129,7 +129,7 @@ impl fmt::Debug for DeviceCq {
 impl Drop for DeviceCq {
     fn drop(&mut self) {
         let open = &self.channel.open;
-        // SAFETY: created here, destroyed once; its events were acknowledged, its queue pairs are gone.
+        // SAFETY: created here, destroyed only here; its events are acknowledged and its queue pairs destroyed.
         let errno = unsafe { open.verbs().ibv_destroy_cq(self.cq.as_ptr()) };
         if errno != 0 {
             tracing::debug!(device = open.name(), errno, "a completion queue was not destroyed");
@@ -138,13 +138,13 @@ impl Drop for DeviceCq {
 }
 
 impl DeviceCq {
-    /// A queue of at least `entries`.
+    /// Creates a queue of at least `entries`.
     pub(super) fn create(channel: &Arc<Channel>, entries: u32) -> Result<Self> {
         let open = &channel.open;
         let most = limit(open.attr().max_cqe);
         let count = i32::try_from(entries).unwrap_or(i32::MAX);
         let (context, raw) = (open.context().as_ptr(), channel.channel.as_ptr());
-        // SAFETY: device and channel exist.
+        // SAFETY: device and channel are live.
         let cq = unsafe { open.verbs().ibv_create_cq(context, count, ptr::null_mut(), raw, 0) };
         let cq = NonNull::new(cq).ok_or_else(|| {
             let call =
@@ -158,31 +158,31 @@ impl DeviceCq {
         self.cq == cq
     }
 
-    /// Sets room aside for `entries` completions, if there is any.
+    /// Reserves `entries` completions, if there is room.
     pub(super) fn reserve(&mut self, entries: u32) -> bool {
         let left = self.free.checked_sub(entries);
         self.free = left.unwrap_or(self.free);
         left.is_some()
     }
 
-    /// Gives room back.
+    /// Returns reserved entries.
     pub(super) fn release(&mut self, entries: u32) {
         self.free += entries;
     }
 
-    /// Takes completions, and returns how many.
+    /// Polls completions and returns their number.
     pub(super) fn poll(&self, out: &mut [ibv_wc]) -> usize {
         let room = i32::try_from(out.len()).unwrap_or(i32::MAX);
-        // SAFETY: the queue exists, and there is so much room.
+        // SAFETY: the queue is live and `out` is writable for its length.
         let count = unsafe { ibv_poll_cq(self.cq.as_ptr(), room, out.as_mut_ptr()) };
-        // It fails only where the driver has lost the queue: an event tells of that.
+        // Fails only if the driver lost the queue, which an event reports.
         usize::try_from(count).unwrap_or(0)
     }
 
-    /// Has the next completion raise an event, if that is not so already. What is there now must be polled after this.
+    /// Arms the queue unless it is armed. The caller must poll once more after this.
     pub(super) fn arm(&self) {
         if !self.armed.swap(true, Ordering::Relaxed) {
-            // SAFETY: the queue exists.
+            // SAFETY: the queue is live.
             let errno = unsafe { ibv_req_notify_cq(self.cq.as_ptr(), 0) };
             if errno != 0 {
                 tracing::warn!(cq = ?self, errno, "no events of completions: they are found within 100 ms");
@@ -190,31 +190,31 @@ impl DeviceCq {
         }
     }
 
-    /// Its event was taken.
+    /// Its event was taken, so it is no longer armed.
     pub(super) fn disarm(&self) {
         self.armed.store(false, Ordering::Relaxed);
     }
 }
 
-/// What the device granted a queue pair.
+/// Capacity of a device queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Granted {
-    /// Requests outstanding.
+    /// Outstanding requests.
     pub(super) sends: u32,
     pub(super) receives: u32,
-    /// Buffers of a request.
+    /// SGEs per request.
     pub(super) send_sge: usize,
     pub(super) recv_sge: usize,
-    /// Bytes.
+    /// Maximum inline bytes.
     pub(super) inline: usize,
 }
 
-/// The most that is asked of a device, whatever it can do.
+/// Upper limits for requests to the device, for tests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Most {
-    /// Sends outstanding, and receives.
+    /// Outstanding sends, and receives.
     pub(super) requests: u32,
-    /// Bytes.
+    /// Inline bytes.
     pub(super) inline: usize,
 }
 
@@ -223,25 +223,25 @@ impl Most {
 }
 
 impl Granted {
-    /// What is asked for first: all of it, as far as the device's limits go. With fewer requests outstanding than the rings hold,
-    /// the rest waits in the rings.
+    /// Initial request: everything within the device's limits. Requests beyond them wait in the rings.
     pub(super) fn wish(open: &Open, request: &QpRequest, most: Most) -> Self {
         let attr = open.attr();
         let sge = usize::try_from(limit(attr.max_sge)).unwrap_or(usize::MAX);
-        // Both complete on one queue.
+        // Sends and receives share one completion queue.
         let requests = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2);
         let requests = requests.min(most.requests);
         Self {
             sends: (1 << request.log_sq).min(requests),
             receives: (1 << request.log_rq).min(requests),
-            // Inline data that is read from the ring may go round its end. What was asked for is asked of the device.
+            // Inline data read from the ring may wrap, which takes one more SGE. Otherwise the device gets what was
+            // requested.
             send_sge: request.max_send_sge.max(sge.min(2)),
             recv_sge: (request.rq_stride / SEGMENT).min(sge),
             inline: request.max_inline.min(most.inline),
         }
     }
 
-    /// What to ask for where the device refuses that: no inline data, then fewer requests.
+    /// The next smaller request after a refusal: first without inline data, then with fewer requests.
     fn less(self) -> Option<Self> {
         const FEWEST: u32 = 16;
         if self.inline > 0 {
@@ -263,9 +263,9 @@ pub(super) struct DeviceQp {
     pub(super) granted: Granted,
 }
 
-// SAFETY: libibverbs may be called from any thread.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Send for DeviceQp {}
-// SAFETY: as above.
+// SAFETY: libibverbs is thread-safe.
 unsafe impl Sync for DeviceQp {}
 
 impl fmt::Debug for DeviceQp {
@@ -276,7 +276,7 @@ impl fmt::Debug for DeviceQp {
 
 impl Drop for DeviceQp {
     fn drop(&mut self) {
-        // SAFETY: created here, destroyed once.
+        // SAFETY: created here, destroyed only here.
         let errno = unsafe { self.domain.open().verbs().ibv_destroy_qp(self.qp.as_ptr()) };
         if errno != 0 {
             tracing::debug!(qp = ?self, errno, "a queue pair was not destroyed");
@@ -287,11 +287,11 @@ impl Drop for DeviceQp {
 impl DeviceQp {
     /// Whether the device has it in ERR.
     pub(super) fn has_failed(&self) -> bool {
-        // SAFETY: it is destroyed when this is dropped.
+        // SAFETY: the queue pair lives until `self` is dropped.
         unsafe { self.domain.open().has_failed(self.qp.as_ptr()) }
     }
 
-    /// A reliable connected queue pair whose completions go to `cq`. The device may grant less than `wish`.
+    /// Creates an RC queue pair that completes on `cq`. Retries with less than `wish` if refused.
     pub(super) fn create(domain: &Arc<Domain>, cq: &DeviceCq, wish: Granted) -> Result<Self> {
         let mut granted = wish;
         loop {
@@ -314,7 +314,7 @@ impl DeviceQp {
         (attr.cap.max_send_wr, attr.cap.max_recv_wr) = (wish.sends, wish.receives);
         (attr.cap.max_send_sge, attr.cap.max_recv_sge) = (small(wish.send_sge), small(wish.recv_sge));
         attr.cap.max_inline_data = small(wish.inline);
-        // SAFETY: domain and queue exist.
+        // SAFETY: domain and completion queue are live.
         let qp = unsafe { open.verbs().ibv_create_qp(domain.raw().as_ptr(), &raw mut attr) };
         let qp = NonNull::new(qp).ok_or_else(|| {
             let device = open.attr();
@@ -327,7 +327,7 @@ impl DeviceQp {
             let asked = asked.map(|(what, value, most)| Asked { what, value, most: most.into() }).into();
             failed_last("ibv_create_qp", open.name(), &Call::CreateQp { asked, memlock: Memlock::here() })
         })?;
-        // SAFETY: just created.
+        // SAFETY: `qp` was just created.
         let qpn = unsafe { (*qp.as_ptr()).qp_num };
         let granted = Granted {
             send_sge: wish.send_sge.max(attr.cap.max_send_sge as usize),
@@ -346,36 +346,36 @@ impl DeviceQp {
         self.domain.open()
     }
 
-    /// Goes through a transition that has passed [`QpAttr::check`].
+    /// Applies a transition that passed [`QpAttr::check`].
     pub(super) fn modify(&self, psn: u32, from: QpState, attr: &QpAttr) -> Result<()> {
         let attr = adapted(attr, self.open().attr().vendor_id);
-        // SAFETY: the queue pair is of this device, and destroyed by `drop` only.
+        // SAFETY: the queue pair is of this device and lives until `self` is dropped.
         unsafe { self.open().modify(self.qp.as_ptr(), self.qpn, psn, from, &attr) }
     }
 
-    /// Posts a send. The memory that its buffers name is the device's business: keys open it.
+    /// Posts a send. The device checks keys and addresses.
     ///
     /// # Errors
-    /// The number of the error.
+    /// The `errno` of the call.
     pub(super) fn send(&self, request: &mut Request, wr_id: u64) -> std::result::Result<(), i32> {
         let (mut wr, mut bad) = (request.as_send_wr(wr_id), ptr::null_mut());
-        // SAFETY: the queue pair exists; the request points to buffers and bytes that outlive the call.
+        // SAFETY: the queue pair is live; the request points to SGEs and bytes that outlive the call.
         let errno = unsafe { ibv_post_send(self.qp.as_ptr(), &raw mut wr, &raw mut bad) };
         if errno == 0 { Ok(()) } else { Err(errno.abs()) }
     }
 
-    /// Posts a receive into these buffers.
+    /// Posts a receive.
     ///
     /// # Errors
-    /// The number of the error.
+    /// The `errno` of the call.
     pub(super) fn receive(&self, buffers: &mut Buffers, wr_id: u64) -> std::result::Result<(), i32> {
         let (mut wr, mut bad) = (recv_wr(wr_id, buffers), ptr::null_mut());
-        // SAFETY: the queue pair exists; the request points to buffers that outlive the call.
+        // SAFETY: the queue pair is live; the request points to SGEs that outlive the call.
         let errno = unsafe { ibv_post_recv(self.qp.as_ptr(), &raw mut wr, &raw mut bad) };
         if errno == 0 { Ok(()) } else { Err(errno.abs()) }
     }
 
-    /// The error of a post that was refused.
+    /// Error of a refused post.
     pub(super) fn refused(&self, call: &'static str, errno: i32) -> Error {
         failed(call, format!("{self:?}"), &Call::Other, errno)
     }
@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wishes_shrink_to_an_end() {
+    fn requests_shrink_until_none_is_left() {
         let mut wish = Granted { sends: 32768, receives: 100, send_sge: 30, recv_sge: 1, inline: 512 };
         let mut steps = 0;
         while let Some(less) = wish.less() {
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn soft_roce_does_not_retry_for_ever() {
+    fn soft_roce_does_not_retry_forever() {
         let asked = QpAttr::to(QpState::RTS).retry_cnt(7).rnr_retry(7);
         let adapted = |vendor| super::adapted(&asked, vendor);
         assert_eq!([0x2c9, SOFT_ROCE].map(|vendor| adapted(vendor).retry_cnt), [Some(7), Some(6)]);
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn soft_roce_never_has_more_reads_than_before() {
+    fn soft_roce_starts_with_maximum_reads() {
         let step = |reads, vendor| {
             let asked = QpAttr::to(QpState::RTR).max_dest_rd_atomic(reads);
             adapted(&asked, vendor).max_dest_rd_atomic
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_without_a_value_do_not_limit() {
+    fn negative_limits_mean_unlimited() {
         assert_eq!([1, 7].map(limit), [1, 7]);
         assert!(limit(-1) > 1 << 30 && limit(0) > 1 << 30);
     }

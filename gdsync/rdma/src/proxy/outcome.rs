@@ -1,14 +1,14 @@
-//! What the device says of a request, as the CQE that a card would write.
+//! REMOVE
 
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_flags, ibv_wc_opcode, ibv_wc_status};
 
 use mlx5_ring::{Cqe, CqeOpcode, Syndrome};
 
-/// Why a request failed.
+/// Syndrome of a failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Failure {
     pub(super) syndrome: Syndrome,
-    /// The vendor's own reason.
+    /// Vendor code.
     pub(super) vendor: u8,
 }
 
@@ -17,7 +17,7 @@ impl Failure {
     pub(super) const REFUSED: Self = Self { syndrome: Syndrome::LOC_QP_OP_ERR, vendor: 0 };
 }
 
-/// The syndrome of a status, if cards have one for it.
+/// Syndrome of a status, if cards have one for it.
 fn syndrome(status: ibv_wc_status) -> Option<Syndrome> {
     Some(match status {
         ibv_wc_status::IBV_WC_LOC_LEN_ERR => Syndrome::LOC_LEN_ERR,
@@ -41,7 +41,7 @@ fn syndrome(status: ibv_wc_status) -> Option<Syndrome> {
     })
 }
 
-/// How a request ended. Statuses that cards do not have are local operation errors.
+/// Result of a request. Statuses unknown to cards become local operation errors.
 pub(super) fn outcome(wc: &ibv_wc) -> Result<(), Failure> {
     if wc.status == ibv_wc_status::IBV_WC_SUCCESS {
         return Ok(());
@@ -50,12 +50,12 @@ pub(super) fn outcome(wc: &ibv_wc) -> Result<(), Failure> {
     Err(Failure { syndrome: syndrome(wc.status).unwrap_or(Syndrome::LOC_QP_OP_ERR), vendor })
 }
 
-/// Whether `outcome` says less than the status did.
+/// Whether the status has no syndrome of its own.
 pub(super) fn is_unnamed(wc: &ibv_wc) -> bool {
     wc.status != ibv_wc_status::IBV_WC_SUCCESS && syndrome(wc.status).is_none()
 }
 
-/// The CQE of a receive, but for queue pair and counter.
+/// CQE of a receive, without QPN and counter.
 pub(super) fn received(wc: &ibv_wc) -> Cqe {
     if let Err(Failure { syndrome, vendor }) = outcome(wc) {
         return Cqe { opcode: CqeOpcode::RESP_ERR, syndrome, vendor, ..Cqe::default() };
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn every_status_has_the_syndrome_of_its_name() {
+    fn statuses_map_to_syndromes_by_name() {
         let mut named = 0;
         for value in 1..=23 {
             let status = ibv_wc_status(value);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn vendor_codes_are_kept_as_far_as_they_fit() {
+    fn vendor_codes_are_truncated() {
         let vendor = |vendor_err| {
             let wc = ibv_wc { vendor_err, ..wc(ibv_wc_status::IBV_WC_REM_ACCESS_ERR) };
             outcome(&wc).unwrap_err().vendor
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn receives_decode_to_what_was_sent() {
+    fn receive_cqes_match_the_send() {
         let imm = 0x0102_0304_u32;
         let with = |opcode, wc_flags| ibv_wc {
             opcode,

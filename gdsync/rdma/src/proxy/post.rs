@@ -1,4 +1,4 @@
-//! From the rings to the device.
+//! REMOVE
 
 use super::outcome::Failure;
 use super::qp::{Env, ProxyQp, Sent};
@@ -9,31 +9,31 @@ use gdsync_device::engine::Wqe;
 use gdsync_device::error::Error;
 use mlx5_ring::{DecodedOp, Opcode, low16};
 
-/// What became of a WQE.
+/// Result of posting a WQE.
 enum Posted {
-    /// The device has it, and will bring so many bytes, which then have to be copied on.
+    /// Posted; it returns this many bytes, which may then be copied from staging.
     InDevice(u32, Option<Box<ReceiveStaging>>),
-    /// It is done: there was nothing to do.
+    /// Done: there was nothing to post.
     Done,
-    /// The device takes no more now, or the payload is not where it reads it.
+    /// The device is full, or the payload is not staged yet.
     NotNow,
     Failed(Failure, Option<Error>),
 }
 
-/// What drivers say when a queue is full.
+/// Whether `errno` means a full queue.
 fn is_full(errno: i32) -> bool {
     matches!(errno, libc::ENOMEM | libc::EAGAIN | libc::ENOBUFS | libc::ENOSPC | libc::EOVERFLOW)
 }
 
 impl ProxyQp {
-    /// Posts what was rung, as far as the device takes it.
+    /// Posts rung WQEs while the device takes them.
     pub(super) fn advance(&mut self, env: &mut Env<'_>) {
         if self.state != QpState::RTS || self.head >= self.target {
             return;
         }
         while self.head < self.target && self.in_device < self.device.granted.sends && !self.is_failing() {
             if !env.shadows.is_empty() {
-                // What is over holds up no send with a fence.
+                // Completed READs no longer delay a send with a fence.
                 self.retire(env);
                 if self.state != QpState::RTS {
                     return;
@@ -72,7 +72,7 @@ impl ProxyQp {
         self.retire(env);
     }
 
-    /// Whether a send was refused, and those before it have not ended.
+    /// Whether a send was refused and earlier ones are outstanding.
     fn is_failing(&self) -> bool {
         self.sends.back().is_some_and(|sent| matches!(sent.outcome, Some(Err(_))))
     }
@@ -127,7 +127,7 @@ impl ProxyQp {
         }
     }
 
-    /// The cause where the device refuses an operation.
+    /// Error for an operation that the device refuses.
     fn refusal(&self, opcode: Opcode, errno: i32) -> Error {
         let fix = match opcode {
             Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => {
@@ -143,7 +143,7 @@ impl ProxyQp {
         }
     }
 
-    /// Posts receives up to the doorbell record, as far as the device takes them.
+    /// Posts receives up to the doorbell record while the device takes them.
     pub(super) fn take_receives(&mut self, env: &mut Env<'_>) {
         if !matches!(self.state, QpState::INIT | QpState::RTR | QpState::RTS) {
             return;
@@ -156,7 +156,7 @@ impl ProxyQp {
         let granted = self.device.granted;
         while self.taken < end && self.taken - self.received < u64::from(granted.receives) {
             let wqe = self.rings.receive(self.taken);
-            // A card may take an empty buffer for one of 2^31 bytes.
+            // Some cards read an empty SGE as 2^31 bytes.
             let mut buffers: Buffers = wqe.into_iter().filter(|seg| seg.len > 0).map(sge).collect();
             if buffers.len() > granted.recv_sge {
                 let expected = "at most QpBuilder::max_recv_sge";

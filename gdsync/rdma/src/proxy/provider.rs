@@ -1,4 +1,4 @@
-//! The proxy as a device: the control path.
+//! The proxy as a [`Provider`]: control path, shared state, events and sleeping.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Once};
@@ -23,17 +23,17 @@ use gdsync_device::{
 /// A proxy over an open device. Dropping it ends its threads.
 #[derive(Debug)]
 pub struct Proxy {
-    // The threads end first.
+    // First field, so that the threads end first.
     _events: Events,
     _service: ProgressThread<Shared>,
     objects: Objects,
-    /// Room that queue pairs have on completion queues of the device, by number: which, and how much.
+    /// Reserved completion queue entries by QPN: queue and number.
     rooms: Mutex<HashMap<u32, (usize, u32)>>,
     strict: bool,
     most: Most,
     /// Which GPU memory is staged.
     staging: Mutex<Staging>,
-    /// That some is was told.
+    /// Whether staging was logged.
     told: Once,
     shared: Arc<Shared>,
     description: String,
@@ -41,12 +41,15 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Starts the threads of a proxy. `strict` treats what a card would punish as an error, as on the software HCA.
+    /// Starts a proxy. `strict` reports driver mistakes that a card punishes, as in the software HCA.
+    ///
+    /// # Errors
+    /// [`Error::Verbs`] or [`Error::Sys`] when a queue, descriptor or thread cannot be created.
     pub fn start(open: Arc<Open>, strict: bool) -> Result<Self> {
         Self::start_within(open, strict, Most::ALL)
     }
 
-    /// As [`Proxy::start`], asking no more of the device than this.
+    /// As [`Proxy::start`], with upper limits for requests to the device.
     pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
         let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
         let shared = Arc::new(Shared::new(open.clone(), strict)?);
@@ -74,7 +77,7 @@ impl Proxy {
         self.shared.place(qpn).ok_or_else(|| no_qp(qpn))
     }
 
-    /// The send queue as memory of the device, where it takes less inline data than was asked for.
+    /// Registers the send queue with the device if it must read inline data there.
     fn register_ring(
         &self,
         domain: &Arc<Domain>,
@@ -85,7 +88,7 @@ impl Proxy {
         wanted.then(|| Region::register(domain, &rings.sq, Access::empty())).transpose()
     }
 
-    /// Registers pinned host memory in place of memory of a GPU, and why. The device writes there by itself only.
+    /// Registers pinned host memory in place of GPU memory, which failed because of `why`. The device writes it only.
     fn register_shadow(
         &self,
         pdn: u32,
@@ -109,8 +112,8 @@ impl Proxy {
         Ok(MrKeys { is_staged: true, ..keys })
     }
 
-    /// Before a queue pair is reset or destroyed. One in ERR, and so any that copies: returns when the device has given back what
-    /// it had, or when it had its time, and copies have ended or are waited for no more.
+    /// Prepares a reset or the end of a queue pair in ERR: waits until the device has returned its requests or ran out
+    /// of time, and until copies have ended or timed out.
     fn drain(&self, place: usize, timeout: Duration) {
         let end = Instant::now() + timeout.min(DRAIN);
         loop {
@@ -197,7 +200,7 @@ impl Provider for Proxy {
             (at.map(|at| core.unseen.swap_remove(at)), core.shadows.remove(keys.lkey))
         });
         self.objects.dereg_mr(keys);
-        // The application may do with its memory what it wants when this returns.
+        // The application may free its memory when this returns.
         if let Some(error) = memory.1.and_then(|shadow| shadow.settle()?.failure(self.open().name())) {
             tracing::error!(%error, "a region ends while a copy may write its memory");
         }
@@ -224,7 +227,7 @@ impl Provider for Proxy {
         let domain = self.objects.domain(request.pdn)?;
         let wish = Granted::wish(self.open(), request, self.most);
         let room = wish.sends + wish.receives;
-        // Under the lock: the queue must not move while the device is told of it.
+        // Under the lock: the queue must not move while it is registered.
         let (queue, device) = self.shared.with(|core| {
             let queue = core.reserve(room)?;
             let device = DeviceQp::create(&domain, core.queue(queue), wish);
@@ -268,11 +271,11 @@ impl Provider for Proxy {
                 core.unwatch(place, self.shared.rung());
             }
             let result = core.with(place, |qp, env| qp.modify(attr, env));
-            // What a former connection left takes room from the next.
+            // Completions of the former connection would occupy room.
             core.poll();
             result
         });
-        // Receives of before, or a flush, may complete without anybody else looking.
+        // Earlier receives or a flush may complete without another wake-up.
         self.shared.wake();
         result.ok_or_else(|| no_qp(qpn))?
     }
@@ -294,7 +297,7 @@ impl Provider for Proxy {
         if let Some(Err(error)) = qp.as_ref().map(|qp| qp.staged.check(self.open().name())) {
             tracing::error!(qpn, %error, "a queue pair ends while a copy may write its memory");
         }
-        // Not under the lock: the device may take its time.
+        // Without the lock, because the device may take long.
         drop(qp);
         if let Some((queue, room)) = self.rooms.lock().remove(&qpn) {
             self.shared.with(|core| core.release(queue, room));

@@ -1,10 +1,10 @@
-//! A queue pair of the proxy: our rings on one side, a queue pair of the device on the other.
+//! A queue pair of the proxy: mlx5 rings on one side, a queue pair of the device on the other.
 //!
-//! Sends go to the device in the order of the ring, as many as it takes at once; the rest waits in the ring. Each asks for a
-//! completion there, and its CQE is written when those of all before it were.
+//! Sends go to the device in ring order, as many as it takes; the rest waits in the ring. Each requests a completion
+//! there, and its CQE is written after those of all earlier sends.
 //!
-//! When something fails, the device's queue pair is put into ERR too, and gives back what it has. Only then is the rest of the
-//! rings flushed, so that CQEs stay in order and no flushed buffer is still in the device's hands.
+//! On an error, the device's queue pair goes to ERR and returns its requests. Only then are the rings flushed, so that
+//! CQEs stay in order and the device does not use a flushed buffer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,18 +25,18 @@ use gdsync_device::memory::Memory;
 use gdsync_device::{HcaStats, Health, QpAttr, QpState, random_psn};
 use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome, low16};
 
-/// How long a device may take to give back what it has, in ERR.
+/// How long a device in ERR may take to return its requests.
 pub(super) const DRAIN: Duration = Duration::from_secs(2);
 
-/// What the queue pairs share while one of them works.
+/// State shared by all queue pairs, borrowed while one of them works.
 #[derive(Debug)]
 pub(super) struct Env<'a> {
     pub(super) cqs: &'a mut Cqs,
     pub(super) stats: &'a mut HcaStats,
-    /// Memory that the device writes and whose GPU must be made to see it.
+    /// GPU memory that the device writes and that needs a flush.
     pub(super) unseen: &'a [(u32, Memory)],
     pub(super) shadows: &'a mut Shadows,
-    /// Requests that the device has.
+    /// Requests at the device.
     pub(super) outstanding: &'a AtomicUsize,
     pub(super) strict: bool,
 }
@@ -52,7 +52,7 @@ impl Env<'_> {
             .store(self.outstanding.load(Ordering::Relaxed).saturating_sub(count), Ordering::Relaxed);
     }
 
-    /// Has GPUs see what the device wrote.
+    /// Flushes data that the device wrote.
     fn show(&self) -> Result<()> {
         self.unseen.iter().map(|(_, memory)| memory.flush()).fold(Ok(()), Result::and)
     }
@@ -63,20 +63,20 @@ impl Env<'_> {
 pub(super) struct Sent {
     pub(super) index: u16,
     pub(super) opcode: Opcode,
-    /// Bytes that a READ or an atomic brings.
+    /// Bytes that a READ or atomic returns.
     pub(super) bytes: u32,
-    /// Success writes a CQE too.
+    /// Success writes a CQE.
     pub(super) completes: bool,
-    /// How it ended.
+    /// Result from the device.
     pub(super) outcome: Option<std::result::Result<(), Failure>>,
-    /// What a syndrome does not say.
+    /// Error with more detail than the syndrome.
     pub(super) cause: Option<Error>,
-    /// What it brings has yet to be copied on.
+    /// Data still to be copied from staging.
     pub(super) receive_staging: Option<Box<ReceiveStaging>>,
 }
 
 impl Sent {
-    /// How it ended, once nothing more is to be done for it.
+    /// Result, once nothing is left to do.
     fn ended(&self) -> Option<std::result::Result<(), Failure>> {
         self.outcome
             .filter(|_| self.receive_staging.as_ref().is_none_or(|receive_staging| receive_staging.is_over()))
@@ -85,9 +85,9 @@ impl Sent {
 
 #[derive(Debug)]
 pub(super) struct ProxyQp {
-    // First: destroyed before the memory it uses is deregistered.
+    // First field: destroyed before its memory is deregistered.
     pub(super) device: DeviceQp,
-    /// The send queue itself, where the device takes less inline data than was asked for.
+    /// The registered send queue, if the device reads inline data there.
     pub(super) ring_region: Option<Region>,
     pub(super) rings: Rings,
     pub(super) index: usize,
@@ -95,22 +95,22 @@ pub(super) struct ProxyQp {
     pub(super) state: QpState,
     pub(super) psn: u32,
     pub(super) health: Arc<Health>,
-    /// The next block to fetch, and the one before which a doorbell allows that.
+    /// Next block to fetch, and the end of the rung ones.
     pub(super) head: u64,
     pub(super) target: u64,
     pub(super) sends: VecDeque<Sent>,
-    /// Number of the first of them.
+    /// Number of the first pending send.
     pub(super) first: u32,
-    /// Sends that the device has.
+    /// Sends at the device.
     pub(super) in_device: u32,
-    /// Receives taken from the ring, and those that came back.
+    /// Receives taken from the ring, and returned ones.
     pub(super) taken: u64,
     pub(super) received: u64,
-    /// In ERR, while the device has requests: when it is not waited for any more.
+    /// Deadline in ERR for the device to return its requests.
     pub(super) deadline: Option<Instant>,
-    /// The core knows of the deadline.
+    /// Whether the core knows the deadline.
     pub(super) is_draining: bool,
-    /// It is being destroyed: nobody is told of what it had.
+    /// Being destroyed: nothing more is reported.
     pub(super) is_ending: bool,
     pub(super) staged: Staged,
 }
@@ -148,7 +148,7 @@ impl ProxyQp {
         }
     }
 
-    /// Looks at doorbell and doorbell record.
+    /// Reads the doorbell and the doorbell record.
     pub(super) fn look(&mut self, env: &mut Env<'_>) {
         match self.rings.take_doorbell(self.head, self.state, env.strict, env.stats) {
             Ok(Some(target)) => self.target = self.target.max(target),
@@ -167,7 +167,7 @@ impl ProxyQp {
         Tag { index, generation, is_receive, number }.to_wr_id()
     }
 
-    /// A request came back from the device.
+    /// Handles a completion of the device.
     pub(super) fn completed(&mut self, tag: Tag, wc: &ibv_wc, env: &mut Env<'_>) {
         env.back(1);
         if tag.is_receive {
@@ -201,7 +201,7 @@ impl ProxyQp {
         }
     }
 
-    /// What a receive has brought is in place.
+    /// Handles a receive whose data is in place.
     pub(super) fn arrived(&mut self, mut cqe: Cqe, counter: u16, env: &mut Env<'_>) {
         if !cqe.opcode.is_error()
             && let Err(error) = env.show()
@@ -221,7 +221,7 @@ impl ProxyQp {
         }
     }
 
-    /// Writes the CQEs of the sends that have ended, in order.
+    /// Writes the CQEs of finished sends in order.
     pub(super) fn retire(&mut self, env: &mut Env<'_>) {
         while let Some(mut outcome) = self.sends.front().and_then(Sent::ended) {
             let sent = self.sends.pop_front().expect("it was just looked at");
@@ -258,7 +258,7 @@ impl ProxyQp {
         }
     }
 
-    /// Fails with this cause: goes to ERR, and what is posted is flushed.
+    /// Goes to ERR because of `cause` and flushes.
     pub(super) fn fail(&mut self, cause: Option<Error>, env: &mut Env<'_>) {
         if let Some(cause) = cause {
             self.blame(cause);
@@ -269,7 +269,7 @@ impl ProxyQp {
         self.retire(env);
     }
 
-    /// Keeps what broke the queue pair, before a CQE tells that it is broken.
+    /// Records the error, before a CQE reports it.
     pub(super) fn blame(&self, cause: Error) {
         let qpn = self.rings.qpn;
         tracing::warn!(qpn, %cause, "a queue pair fails");
@@ -284,18 +284,18 @@ impl ProxyQp {
         self.deadline = Some(Instant::now() + DRAIN);
     }
 
-    /// Whether the device has nothing of it.
+    /// Whether the device has none of its requests.
     fn is_returned(&self) -> bool {
         self.in_device == 0 && self.received == self.taken
     }
 
-    /// In ERR: whether neither the device nor a copy engine has anything of it.
+    /// In ERR: whether neither the device nor a copy engine uses its memory.
     pub(super) fn is_quiet(&self) -> bool {
         self.is_returned() && self.sends.is_empty() && self.staged.has_landed() && self.staged.has_left()
     }
 
-    /// In ERR: flushes what the device has not seen, once it has given back what it has seen, and copies have ended. Sends up to
-    /// the doorbell record, not the doorbell, as a card does.
+    /// In ERR: flushes what the device has not seen, after it returned its requests and copies have ended. Sends are
+    /// flushed up to the doorbell record, not the doorbell, as by a card.
     fn flush(&mut self, env: &mut Env<'_>) {
         if let Some(error) = self.staged.bring_no_more(self.device.open().name()) {
             self.blame(error);
@@ -331,7 +331,7 @@ impl ProxyQp {
         self.complete_recv(flushed, counter, env);
     }
 
-    /// Looks at the clock: a device that does not give back what it has is made to forget it.
+    /// Checks the deadline: resets a device queue pair that does not return its requests.
     pub(super) fn tick(&mut self, now: Instant, env: &mut Env<'_>) {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             tracing::warn!(qpn = self.rings.qpn, "the device kept requests of a queue pair in ERR");
@@ -339,7 +339,7 @@ impl ProxyQp {
         }
     }
 
-    /// In ERR: takes from the device what it has, and flushes it.
+    /// In ERR: reclaims the requests from the device and flushes them.
     pub(super) fn force(&mut self, env: &mut Env<'_>) {
         if self.is_returned() {
             return;
@@ -362,7 +362,7 @@ impl ProxyQp {
         self.retire(env);
     }
 
-    /// What the device has of this connection is not waited for any more.
+    /// Stops waiting for requests of this connection at the device.
     fn disown(&mut self, env: &Env<'_>) {
         let receives = usize::try_from(self.taken - self.received).expect("fewer than the ring holds");
         env.back(self.in_device as usize + receives);
@@ -370,7 +370,7 @@ impl ProxyQp {
         self.generation = self.generation.wrapping_add(1);
     }
 
-    /// Goes away: what the device has is not waited for any more.
+    /// Prepares the destruction: stops waiting for requests at the device.
     pub(super) fn end(&mut self, env: &Env<'_>) {
         self.disown(env);
     }
@@ -393,7 +393,7 @@ impl ProxyQp {
             return;
         }
         self.rings.qp_trace.completed(&cqe);
-        // Queues with overrun ignored always have room.
+        // Queues that ignore overrun always have room.
         let _ = env.cqs.complete(self.rings.request.send_cqn, cqe);
     }
 
@@ -407,7 +407,7 @@ impl ProxyQp {
         let _ = env.cqs.complete(self.rings.request.recv_cqn, cqe);
     }
 
-    /// Applies a checked transition. Returns the first packet sequence number of this side.
+    /// Applies a checked transition. Returns this side's first PSN.
     pub(super) fn modify(&mut self, attr: &QpAttr, env: &mut Env<'_>) -> Result<u32> {
         let to = attr.state.unwrap_or(self.state);
         match to {
@@ -437,7 +437,7 @@ impl ProxyQp {
     fn reset(&mut self, env: &mut Env<'_>) -> Result<()> {
         if self.state == QpState::ERR {
             self.force(env);
-            // What was exposed late has its completion before the queue is emptied.
+            // Completes late doorbells before the rings are cleared.
             self.flush(env);
         }
         self.staged.check(self.device.open().name())?;
@@ -447,7 +447,7 @@ impl ProxyQp {
         self.rings.clear();
         self.sends.clear();
         self.staged = Staged::default();
-        // Another one, so that a late packet of this connection is not taken for one of the next.
+        // A new PSN, so that late packets of this connection do not match the next.
         self.psn = psn;
         (self.head, self.target, self.first) = (0, 0, 0);
         (self.taken, self.received) = (0, 0);
@@ -457,14 +457,14 @@ impl ProxyQp {
     }
 }
 
-/// What a status says that a CQE does not.
+/// Detail in a status that its CQE lacks.
 fn unexplained(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
     let is_flush = wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR;
     let why = if is_unnamed(wc) {
         let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
         format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err)
     } else if is_flush {
-        // Soft-RoCE tells a wrong lkey so.
+        // Soft-RoCE reports a wrong lkey this way.
         "it flushed a request and told of no failure before: check lkey, range and rights of the buffers of the oldest \
          request, and what the peer asked for"
             .into()

@@ -1,8 +1,9 @@
-//! Payload in GPU memory that the device cannot register. Pinned host memory is registered in its place, of the same size, and a
-//! copy engine brings payload there before the device gets a request, and back before a CQE tells of what came.
+//! Staging of GPU memory that the device cannot register.
 //!
-//! The copies of one message come before or after its time on the wire. Those of messages that follow each other go on meanwhile.
-//! Each is by the engine of the memory's own GPU, so those of the same bytes happen in order.
+//! Pinned host memory of the same size, the shadow, is registered in its place. A copy engine copies payload to the
+//! shadow before the device gets a request, and from it before a CQE reports received data. Copies of one message do
+//! not overlap its time on the wire; those of successive messages do. Each runs on the engine of the memory's own GPU,
+//! so copies of the same bytes are ordered.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,13 +18,13 @@ use gdsync_device::cuda::Engine;
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
 
-/// The host memory in place of GPU memory, by key.
+/// Shadows of GPU memory, by key.
 #[derive(Debug, Default)]
 pub(super) struct Shadows {
     list: HashMap<u32, Arc<Shadow>>,
-    /// All that were ever used: to end one takes time, which nobody has who holds the lock.
+    /// All engines ever used: stopping one takes long, so it is not done under the lock.
     engines: Vec<Arc<Engine>>,
-    /// When a copy last began, if anybody wants to know.
+    /// Start of the newest copy that has not been reported.
     begun: Option<Instant>,
 }
 
@@ -39,23 +40,23 @@ pub(super) struct Shadow {
 
 #[derive(Debug, Default)]
 struct Life {
-    /// Copies under way, and some that have ended.
+    /// Copies in progress, and some finished ones.
     copies: Vec<Copy>,
-    /// It is registered no more, and nothing is copied any more.
+    /// Deregistered: no copy may start.
     is_over: bool,
 }
 
-/// A part of a message in GPU memory that has a shadow.
+/// A part of a message in memory with a shadow.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
     shadow: Arc<Shadow>,
     at: usize,
     len: usize,
-    /// Its first byte in the message.
+    /// Offset in the message.
     begin: usize,
 }
 
-/// Those of one message.
+/// The parts of one message.
 pub(super) type Pieces = Vec<Piece>;
 
 impl Shadow {
@@ -63,7 +64,7 @@ impl Shadow {
         Self { gpu, host, engine, why, life: Mutex::default() }
     }
 
-    /// Waits until no copy touches its memory any more. Returns one that does not end in time.
+    /// Waits until no copy accesses its memory. Returns one that times out.
     pub(super) fn settle(&self) -> Option<Copy> {
         let copies = std::mem::take(&mut self.life.lock().copies);
         while !copies.iter().all(Copy::is_over) {
@@ -85,7 +86,8 @@ impl Shadows {
         self.list.insert(lkey, Arc::new(shadow));
     }
 
-    /// Takes it out, to [settle](Shadow::settle) and be dropped without the lock. Copies that have not begun will not.
+    /// Removes a shadow and cancels copies that have not begun. The caller waits for copies and drops it, without the
+    /// lock.
     pub(super) fn remove(&mut self, lkey: u32) -> Option<Arc<Shadow>> {
         let shadow = self.list.remove(&lkey)?;
         let mut life = shadow.life.lock();
@@ -95,16 +97,16 @@ impl Shadows {
         Some(shadow)
     }
 
-    /// Why the memory of this key has one, if so.
+    /// Why this key's memory has a shadow, if it has one.
     pub(super) fn why(&self, lkey: u32) -> Option<&str> {
         Some(&self.list.get(&lkey)?.why)
     }
 
-    /// Has buffers name shadows in place of memory that has one, and returns which. What leaves its region keeps its address:
-    /// the device refuses it.
+    /// Replaces addresses in memory with a shadow, and returns those parts. Addresses outside of their region stay; the
+    /// device refuses them.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) where a copy is stuck: it may overwrite what comes next.
+    /// [`Error::Device`](crate::Error::Device) if a copy is stuck: it could overwrite newer data.
     pub(super) fn redirect(&self, buffers: &mut Buffers, device: &str) -> Result<Pieces> {
         let mut begin = 0;
         let mut pieces = Pieces::new();
@@ -123,7 +125,7 @@ impl Shadows {
         Ok(pieces)
     }
 
-    /// Begins to bring payload to the shadows.
+    /// Starts to copy payload to the shadows.
     pub(super) fn bring(&mut self, pieces: &[Piece]) -> Copy {
         self.start(pieces, |Piece { shadow, at, len, .. }| {
             let from = Source::Here(shadow.gpu.clone(), *at);
@@ -131,7 +133,7 @@ impl Shadows {
         })
     }
 
-    /// Begins to bring the first `bytes` bytes of a message from the shadows.
+    /// Starts to copy the first `bytes` bytes of a message from the shadows.
     pub(super) fn land(&mut self, pieces: &[Piece], bytes: u32) -> Copy {
         self.start(pieces, |Piece { shadow, at, len, begin }| {
             let from = Source::Here(shadow.host.clone(), *at);
@@ -154,13 +156,13 @@ impl Shadows {
         copy
     }
 
-    /// When a copy last began, if one has since the last call.
+    /// Start of the newest copy since the last call.
     pub(super) fn take_begun(&mut self) -> Option<Instant> {
         self.begun.take()
     }
 }
 
-/// Where in a memory these bytes are.
+/// Offset of a range in a memory.
 fn offset(memory: &Memory, addr: u64, len: usize) -> Option<usize> {
     let at = usize::try_from(addr.checked_sub(memory.addr())?).ok()?;
     (at.checked_add(len)? <= memory.len()).then_some(at)

@@ -1,4 +1,4 @@
-//! What the threads of a proxy share.
+//! REMOVE
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,9 +24,9 @@ pub(super) struct Shared {
     pub(super) duties: ProgressState,
     bell: Bell,
     channel: Arc<Channel>,
-    /// Requests that the device has.
+    /// Requests at the device.
     outstanding: Arc<AtomicUsize>,
-    /// The places of queue pairs, by number.
+    /// Slots of queue pairs, by QPN.
     places: RwLock<HashMap<u32, usize>>,
 }
 
@@ -47,7 +47,7 @@ impl Shared {
         })
     }
 
-    /// The place of a queue pair.
+    /// Slot of a queue pair.
     pub(super) fn place(&self, qpn: u32) -> Option<usize> {
         self.places.read().get(&qpn).copied()
     }
@@ -60,12 +60,12 @@ impl Shared {
         self.places.write().remove(&qpn)
     }
 
-    /// An asynchronous event of the device.
+    /// Handles an asynchronous event of the device.
     pub(super) fn tell(&self, event: Event) {
         let place = match event {
             Event::QueuePair { qpn, .. } => match self.place(qpn) {
                 Some(place) => Some(place),
-                // It is gone meanwhile.
+                // Destroyed meanwhile.
                 None => return,
             },
             Event::CompletionQueue(_) | Event::Device | Event::Port { .. } => None,
@@ -81,7 +81,7 @@ impl Shared {
         }
     }
 
-    /// What the loss of the port that is used means.
+    /// Error for the loss of the port in use.
     fn is_unplugged(&self, event: Event) -> Option<Error> {
         let Event::Port { number, kind: ibv_event_type::IBV_EVENT_PORT_ERR } = event else { return None };
         let why = format!(
@@ -112,7 +112,7 @@ impl ProgressEngine for Shared {
         false
     }
 
-    /// The device's queues are looked at under the lock.
+    /// The device's queues are polled under the lock.
     fn may_have_arrivals(&self) -> bool {
         self.outstanding.load(Ordering::Relaxed) > 0
     }

@@ -1,4 +1,4 @@
-//! Messages in memory that has a [shadow](super::shadow): before the device gets them, and after it has brought them.
+//! REMOVE
 
 use std::collections::VecDeque;
 
@@ -10,27 +10,27 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::{HcaStats, QpState};
 use mlx5_ring::{Cqe, CqeOpcode, DecodedOp, Syndrome};
 
-/// Sends whose payload is brought ahead of their turn: so a copy engine does not rest while the device sends.
+/// Sends staged ahead, so that copies overlap the device's transfers.
 const AHEAD: usize = 16;
 
-/// What a queue pair has staged.
+/// Staged messages of a queue pair.
 #[derive(Debug, Default)]
 pub(super) struct Staged {
-    /// The block behind the last send that was looked at.
+    /// Block after the last send examined for staging.
     looked: u64,
-    /// Sends whose payload is on its way to a shadow, or there: by their first block, in order.
+    /// Staged sends by their first block, in order.
     outgoing: VecDeque<(u64, Copy)>,
-    /// Receives that the device has, by their counters, in order.
+    /// Staged receives at the device by counter, in order.
     expected: VecDeque<(u16, Pieces)>,
-    /// Receives that came back, from the first on whose payload has yet to be copied.
+    /// Returned receives, from the first whose data is not in place.
     pub(super) arrivals: VecDeque<Arrival>,
-    /// Nobody wants them any more, but they run: nothing is flushed before they have ended.
+    /// Abandoned copies that still run; a flush waits for them.
     ending: Vec<Copy>,
-    /// They were waited for in vain.
+    /// Copies that timed out.
     stuck_copies: Vec<Copy>,
 }
 
-/// A receive that came back.
+/// A returned receive.
 #[derive(Debug)]
 pub(super) struct Arrival {
     pub(super) cqe: Cqe,
@@ -39,7 +39,7 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
-    /// The device gave it back empty.
+    /// One that the device returned empty.
     pub(super) fn flushed(counter: u16) -> Self {
         let cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
         Self { cqe, counter, receive_staging: None }
@@ -50,7 +50,7 @@ impl Arrival {
     }
 }
 
-/// What a READ or an atomic brings into a shadow.
+/// Response data of a READ or atomic in a shadow.
 #[derive(Debug)]
 pub(super) enum ReceiveStaging {
     Expected(Pieces),
@@ -62,7 +62,7 @@ impl ReceiveStaging {
         (!pieces.is_empty()).then(|| Box::new(Self::Expected(pieces)))
     }
 
-    /// So many bytes are in the shadow.
+    /// Starts to copy the first `bytes` bytes from the shadow.
     pub(super) fn begin(&mut self, bytes: u32, shadows: &mut Shadows) {
         if let Self::Expected(pieces) = self {
             *self = Self::Begun(shadows.land(pieces, bytes));
@@ -76,13 +76,13 @@ impl ReceiveStaging {
         }
     }
 
-    /// Whether nothing is waited for any more; so it is where the request failed.
+    /// Whether it is over, also because the request failed.
     pub(super) fn is_over(&self) -> bool {
         self.copy().is_none_or(Copy::is_over)
     }
 }
 
-/// Whether the payload of a send is in its shadow.
+/// Staging state of a send's payload.
 pub(super) enum Brought {
     InPlace,
     NotYet,
@@ -90,17 +90,17 @@ pub(super) enum Brought {
 }
 
 impl Staged {
-    /// Whether all receives that came back are in place.
+    /// Whether the data of all returned receives is in place.
     pub(super) fn has_landed(&self) -> bool {
         self.arrivals.is_empty()
     }
 
-    /// Whether nothing is copied out of the memory of sends.
+    /// Whether no copy reads memory of sends.
     pub(super) fn has_left(&self) -> bool {
         self.outgoing.is_empty() && self.ending.is_empty()
     }
 
-    /// Whether the payload of the send at this block, which is the next, can be sent.
+    /// State of the send at this block, the next one.
     pub(super) fn brought(&self, head: u64, device: &str) -> Brought {
         match self.outgoing.front() {
             Some((at, copy)) if *at == head && copy.is_over() => {
@@ -110,7 +110,7 @@ impl Staged {
         }
     }
 
-    /// Nothing that was not sent yet will be. Returns why what was on its way has not ended, once it is waited for no more.
+    /// Discards staged sends that were not posted. Returns the error of a copy that timed out.
     pub(super) fn bring_no_more(&mut self, device: &str) -> Option<Error> {
         self.outgoing.iter().for_each(|(_, copy)| copy.give_up());
         self.ending.extend(self.outgoing.drain(..).map(|(_, copy)| copy));
@@ -120,7 +120,7 @@ impl Staged {
         self.stuck_copies.get(known)?.failure(device)
     }
 
-    /// Why the bytes of a copy that is over are not in place.
+    /// Why a finished copy failed.
     pub(super) fn failure(&mut self, copy: &Copy, device: &str) -> Option<Error> {
         if copy.is_stuck() {
             self.stuck_copies.push(copy.clone());
@@ -128,33 +128,33 @@ impl Staged {
         copy.failure(device)
     }
 
-    /// Whether the memory of all that was copied is its owner's again.
+    /// Checks that no copy accesses the application's memory.
     ///
     /// # Errors
-    /// [`Error::Device`] where it is not, although nobody waits for it any more.
+    /// [`Error::Device`] if an abandoned copy still may.
     pub(super) fn check(&self, device: &str) -> Result<()> {
         let stuck_copies = self.stuck_copies.iter().find(|copy| !copy.has_ended());
         stuck_copies.and_then(|copy| copy.failure(device)).map_or(Ok(()), Err)
     }
 
-    /// The device has the receive with this counter.
+    /// Records a receive posted to the device.
     pub(super) fn expect(&mut self, counter: u16, pieces: Pieces) {
         if !pieces.is_empty() {
             self.expected.push_back((counter, pieces));
         }
     }
 
-    /// Begins to copy what the receive with this counter has brought, if that has to be.
+    /// Starts to copy the data of a returned receive, if it is staged.
     pub(super) fn landing_of(&mut self, counter: u16, cqe: &Cqe, shadows: &mut Shadows) -> Option<Copy> {
         let (_, pieces) = self.expected.pop_front_if(|(expected, _)| *expected == counter)?;
-        // An immediate value of a WRITE takes a receive, and nothing comes into its buffers.
+        // A WRITE with immediate data puts nothing into the receive's buffers.
         let has_come = !cqe.opcode.is_error() && cqe.opcode != CqeOpcode::RESP_WR_IMM;
         has_come.then(|| shadows.land(&pieces, cqe.byte_cnt))
     }
 }
 
 impl ProxyQp {
-    /// Whether it was held up by a copy, which may be over since: nobody tells of that.
+    /// Whether it waits for copies, which report no completion.
     pub(super) fn waits_for_copies(&self) -> bool {
         let Staged { outgoing, ending, .. } = &self.staged;
         let may_send = self.state == QpState::RTS && self.in_device < self.device.granted.sends;
@@ -164,7 +164,7 @@ impl ProxyQp {
             || may_send && outgoing.front().is_some_and(|(at, _)| *at == self.head)
     }
 
-    /// Begins to bring the payload of sends that were rung, from the next on.
+    /// Starts to stage payload of rung sends, from the next one on.
     pub(super) fn bring(&mut self, env: &mut Env<'_>) {
         let head = self.head;
         while self.staged.outgoing.pop_front_if(|(at, _)| *at < head).is_some() {}
@@ -172,16 +172,16 @@ impl ProxyQp {
         while self.staged.looked < self.target && self.staged.outgoing.len() < AHEAD {
             let at = self.staged.looked;
             let wqe = self.rings.fetch(at);
-            // It may send what a READ before it has yet to bring.
+            // It may send what an earlier READ has yet to return.
             if wqe.ctrl.fence() && (at > head || !self.sends.is_empty()) {
                 return;
             }
-            // What is wrong with it is told when it is its turn.
+            // Its error is reported in its turn.
             let op = self.rings.inspect(&wqe, at, false, &mut HcaStats::default());
             if let Ok(op @ (DecodedOp::Send { .. } | DecodedOp::Write { .. })) = op
                 && let Some(mut request) = Request::of(&op, &wqe, Inline::Now)
             {
-                // Where that is refused now, it is looked at again, or told, when it is its turn.
+                // If refused now, it is retried or reported in its turn.
                 let redirected = env.shadows.redirect(request.buffers_mut(), self.device.open().name());
                 let Ok(pieces) = redirected else { return };
                 if !pieces.is_empty() {
@@ -192,7 +192,7 @@ impl ProxyQp {
         }
     }
 
-    /// Goes on with what waited for copies, as far as these are over.
+    /// Continues what waited for finished copies.
     pub(super) fn copied(&mut self, env: &mut Env<'_>) {
         while let Some(Arrival { mut cqe, counter, receive_staging }) =
             self.staged.arrivals.pop_front_if(|arrival| arrival.has_landed())

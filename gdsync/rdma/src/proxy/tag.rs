@@ -1,11 +1,11 @@
-//! How a completion of the device finds its request.
+//! REMOVE
 
-/// What a request is called at the device (`wr_id`).
+/// Identifies a request at the device (`wr_id`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tag {
-    /// The place of its queue pair among all, less than 2^14.
+    /// Slot of its queue pair, below 2^14.
     pub(super) index: usize,
-    /// Changes with every connection in this place, so that a late completion does not meet its successor.
+    /// Changes with every connection in this slot, so that late completions do not match the next.
     pub(super) generation: u16,
     pub(super) is_receive: bool,
     /// Low bits of its number in its queue.
@@ -38,7 +38,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tags_survive(
+        fn tag_round_trip(
             index in 0usize..1 << 14, generation: u16, is_receive: bool, number: u32,
         ) {
             let tag = Tag { index, generation, is_receive, number };

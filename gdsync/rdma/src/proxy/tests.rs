@@ -1,4 +1,4 @@
-//! A device that takes less than the rings hold: one that `GDSYNC_TEST_DEVICE` names, and of which little is asked.
+//! Small device limits, on the device in `GDSYNC_TEST_DEVICE`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,8 +13,8 @@ use mlx5_ring::{CqeOpcode, Syndrome};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A queue pair connected to itself, on a device of which no more than `most` is asked; nothing, with the reason printed, where
-/// there is none.
+/// A queue pair connected to itself, with the device's use limited to `most`; `None`, with a printed reason, without a
+/// device.
 fn itself(most: Most) -> Option<(Context, Qp, Mr)> {
     let Some(name) = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty()) else {
         println!("skipped: GDSYNC_TEST_DEVICE names no RDMA device");
@@ -30,7 +30,7 @@ fn itself(most: Most) -> Option<(Context, Qp, Mr)> {
 }
 
 #[test]
-fn what_the_device_does_not_take_waits_in_the_rings() {
+fn requests_beyond_the_device_limit_wait_in_the_rings() {
     let Some((_context, qp, mr)) = itself(Most { requests: 2, ..Most::ALL }) else { return };
     for lap in 0..3 {
         let sge = |n: usize| [mr.sge(8 * n, 8).unwrap()];
@@ -49,7 +49,7 @@ fn what_the_device_does_not_take_waits_in_the_rings() {
             assert_eq!(mr.memory().word64(1024 + 8 * n).unwrap().load(), (lap * 64 + n) as u64);
         }
     }
-    // The same in ERR: what the device never saw is flushed too, behind what it gave back, in order.
+    // In ERR, requests that the device never saw are flushed after the returned ones, in order.
     for n in 0..64 {
         qp.post_recv(&[RecvWr { wr_id: n, sges: &[] }]).unwrap();
     }
@@ -61,9 +61,9 @@ fn what_the_device_does_not_take_waits_in_the_rings() {
 }
 
 #[test]
-fn inline_data_that_the_device_does_not_take_is_read_from_the_ring() {
+fn oversized_inline_data_is_read_from_the_ring() {
     let Some((_context, qp, mr)) = itself(Most { inline: 0, ..Most::ALL }) else { return };
-    // Blocks of one to four: some go round the end of the ring.
+    // One to four blocks, so some wrap at the end of the ring.
     for len in (0..=200).chain(0..=200) {
         let data: Vec<u8> = (0..len).map(|i| i ^ len).collect();
         qp.post_recv(&[RecvWr { wr_id: 1, sges: &[mr.sge(0, 256).unwrap()] }]).unwrap();
@@ -75,9 +75,9 @@ fn inline_data_that_the_device_does_not_take_is_read_from_the_ring() {
     }
 }
 
-/// A thread that polls takes what the device has completed; it does not wait for the proxy's own thread.
+/// A polling thread takes completions without the proxy's thread.
 #[test]
-fn who_polls_runs_the_proxy() {
+fn polling_threads_run_the_proxy() {
     let Some((context, qp, mr)) = itself(Most::ALL) else { return };
     let sges = [mr.sge(0, 8).unwrap()];
     let mut helped = 0;

@@ -1,4 +1,4 @@
-//! A send WQE as the device takes it: the same operation in the words of `ibv_send_wr`.
+//! Translation of WQEs to device requests (`ibv_send_wr`), and of device statuses to CQEs.
 
 use std::ffi::c_int;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 use gdsync_device::engine::{Rings, Wqe};
 use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload, RemoteAddr};
 
-/// A request to send.
+/// A send request.
 #[derive(Debug)]
 pub(super) struct Request {
     opcode: ibv_wr_opcode,
@@ -23,32 +23,32 @@ pub(super) struct Request {
     payload: Buffers,
 }
 
-/// What the operation names at the peer.
+/// Remote operands of an operation.
 #[derive(Clone, Copy, Debug)]
 enum Target {
     None,
     Memory(RemoteAddr),
-    /// Compared or added, swapped in.
+    /// Compare or add, and swap operands.
     Word(RemoteAddr, u64, u64),
 }
 
-/// Local memory of a request.
+/// SGEs of a request.
 pub(super) type Buffers = SmallVec<[ibv_sge; 4]>;
 
-/// Where the inline bytes of a WQE are read from.
+/// Source of a WQE's inline bytes.
 pub(super) enum Inline {
-    /// From the WQE, while it is posted.
+    /// The WQE, while it is posted.
     Now,
-    /// From these buffers, when it is executed.
+    /// These SGEs, when the device executes it.
     Later(Buffers),
 }
 
-/// A buffer in the device's words.
+/// An SGE for the device.
 pub(super) fn sge(seg: DataSeg) -> ibv_sge {
     ibv_sge { addr: seg.addr, length: seg.len, lkey: seg.lkey }
 }
 
-/// The bytes of a send that are in its WQE.
+/// Inline bytes of a send in its WQE.
 pub(super) fn inline_bytes(op: &DecodedOp) -> Option<Range<usize>> {
     match op {
         DecodedOp::Send { payload: DecodedPayload::Inline(range), .. }
@@ -57,7 +57,7 @@ pub(super) fn inline_bytes(op: &DecodedOp) -> Option<Range<usize>> {
     }
 }
 
-/// The bytes `range` of the WQE that begins at block `begin`, where they lie in the ring, which is registered with `lkey`.
+/// SGEs for the bytes `range` of the WQE at block `begin` in the ring, which is registered with `lkey`.
 pub(super) fn in_ring(rings: &Rings, begin: u64, range: Range<usize>, lkey: u32) -> Buffers {
     let size = rings.sq.len();
     let mut at = (rings.offset(begin) + range.start) % size;
@@ -73,8 +73,8 @@ pub(super) fn in_ring(rings: &Rings, begin: u64, range: Range<usize>, lkey: u32)
 }
 
 impl Request {
-    /// What `wqe`, which was decoded to `op`, asks of the device: nothing for a NOP. `inline` says where the bytes in the WQE
-    /// are taken from. Every request asks for a completion.
+    /// The request for `wqe`, which was decoded to `op`; `None` for a NOP. `inline` is the source of inline bytes.
+    /// Every request is signaled.
     pub(super) fn of(op: &DecodedOp, wqe: &Wqe, inline: Inline) -> Option<Self> {
         let bytes = wqe.as_bytes();
         let mut flags = ibv_send_flags::IBV_SEND_SIGNALED;
@@ -131,17 +131,17 @@ impl Request {
         Some(Self { opcode, flags, imm, target, payload })
     }
 
-    /// Buffers that the device gathers or scatters.
+    /// Number of SGEs.
     pub(super) fn buffers(&self) -> usize {
         self.payload.len()
     }
 
-    /// The same, to be found elsewhere.
+    /// Its SGEs.
     pub(super) fn buffers_mut(&mut self) -> &mut Buffers {
         &mut self.payload
     }
 
-    /// For `ibv_post_send`. It points into this request, and where the payload is taken from the WQE into that.
+    /// For `ibv_post_send`. Points into this request, and into the WQE for inline data.
     pub(super) fn as_send_wr(&mut self, wr_id: u64) -> ibv_send_wr {
         let wr = match self.target {
             Target::None => ibv_send_wr::zeroed().wr,
@@ -165,7 +165,7 @@ impl Request {
     }
 }
 
-/// For `ibv_post_recv`. It points to the buffers.
+/// For `ibv_post_recv`. Points to the SGEs.
 pub(super) fn recv_wr(wr_id: u64, buffers: &mut Buffers) -> ibv_recv_wr {
     ibv_recv_wr { wr_id, next: ptr::null_mut(), sg_list: buffers.as_mut_ptr(), num_sge: count(buffers) }
 }

@@ -32,7 +32,7 @@ fn rtr(remote: QpAddress) -> QpAttr {
 }
 
 #[test]
-fn each_step_sets_what_the_manual_asks_for() {
+fn each_transition_sets_the_required_attributes() {
     let from = roce();
     let (_, reset) = from.build(&QpAttr::to(QpState::RESET), 0).unwrap();
     let (_, error) = from.build(&QpAttr::to(QpState::ERR), 0).unwrap();
@@ -75,7 +75,7 @@ fn each_step_sets_what_the_manual_asks_for() {
         (0xabc, 14, 7, 6, 8)
     );
 
-    // A change while it runs.
+    // A change in RTS.
     let (_, given) = from.build(&QpAttr::to(QpState::RTS).min_rnr_timer(1), 0).unwrap();
     assert_eq!(given, mask::IBV_QP_STATE | mask::IBV_QP_MIN_RNR_TIMER);
 }
@@ -86,7 +86,7 @@ fn roce_addresses_are_global() {
     let route = attr.ah_attr;
     assert_eq!((route.is_global, route.port_num, route.sl, route.dlid), (1, 2, 4, 0));
     assert_eq!((route.grh.sgid_index, route.grh.hop_limit, route.grh.traffic_class), (3, HOPS, 106));
-    // SAFETY: all bytes of the union are plain.
+    // SAFETY: every bit pattern of the union is a valid byte array.
     assert_eq!(unsafe { route.grh.dgid.raw }, IPV4.0);
 }
 
@@ -94,7 +94,7 @@ fn roce_addresses_are_global() {
 fn infiniband_addresses_are_lids_and_global_between_subnets() {
     let (attr, _) = infiniband().build(&rtr(peer(LOCAL).with_lid(9)), 0).unwrap();
     assert_eq!((attr.ah_attr.is_global, attr.ah_attr.dlid), (0, 9));
-    // A foreign peer that tells no GID.
+    // A peer of another program that sends no GID.
     let (attr, _) = infiniband().build(&rtr(peer(Gid([0; 16])).with_lid(9)), 0).unwrap();
     assert_eq!((attr.ah_attr.is_global, attr.ah_attr.dlid), (0, 9));
     let mut elsewhere = LOCAL;
@@ -106,7 +106,7 @@ fn infiniband_addresses_are_lids_and_global_between_subnets() {
 }
 
 #[test]
-fn the_path_mtu_is_the_smallest() {
+fn path_mtu_is_the_minimum() {
     let code = |from: From, remote| from.build(&rtr(remote), 0).unwrap().0.path_mtu;
     assert_eq!(code(roce(), peer(IPV4)), ibv_mtu::IBV_MTU_1024);
     assert_eq!(code(roce(), peer(IPV4).with_mtu(4096)), ibv_mtu::IBV_MTU_1024);
@@ -116,7 +116,7 @@ fn the_path_mtu_is_the_smallest() {
 }
 
 #[test]
-fn addresses_that_cannot_be_reached_are_refused() {
+fn unreachable_addresses_are_refused() {
     let why = |from: From, remote| match from.build(&rtr(remote), 0) {
         Err(Error::Peer { why, .. }) => why,
         other => panic!("{:?}", other.map(|_| ())),
@@ -124,12 +124,12 @@ fn addresses_that_cannot_be_reached_are_refused() {
     assert!(why(roce(), peer(Gid([0; 16]))).contains("no GID"));
     assert!(why(roce(), peer(LOCAL)).contains("GDSYNC_GID_INDEX"));
     assert!(why(infiniband(), peer(LOCAL)).contains("no LID"));
-    // RoCE v1 has no IP.
+    // RoCE v1 has no IP header.
     assert!(From { gid_kind: GidKind::IbOrRoceV1, ..roce() }.build(&rtr(peer(LOCAL)), 0).is_ok());
 }
 
 #[test]
-fn attributes_are_described_as_they_were_sent() {
+fn attributes_are_described_as_sent() {
     let attr = rtr(peer(IPV4));
     let (raw, _) = roce().build(&attr, 0).unwrap();
     let text = describe(&attr, &raw);

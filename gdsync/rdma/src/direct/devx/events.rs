@@ -1,4 +1,4 @@
-//! Asynchronous events of objects that commands made: a queue pair that failed without a completion, a completion queue that failed.
+//! Asynchronous events of DevX objects: failed queue pairs and completion queues.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use rdma_core_sys::verbs::ibv_event_type;
 use super::object::{Object, last_errno};
 use crate::{Event, FailedCq, More, Open};
 
-/// `MLX5_EVENT_TYPE_*`, as the firmware numbers them.
+/// `MLX5_EVENT_TYPE_*` of the firmware.
 mod kind {
     pub(super) const CQ_ERROR: u16 = 0x04;
     pub(super) const WQ_CATAS_ERROR: u16 = 0x05;
@@ -21,20 +21,20 @@ mod kind {
     pub(super) const WQ_ACCESS_ERROR: u16 = 0x11;
 }
 
-/// What is told of a queue pair, and of a completion queue.
+/// Events subscribed for a queue pair, and for a completion queue.
 pub(super) const OF_QP: &[u16] = &[kind::WQ_CATAS_ERROR, kind::WQ_INVAL_REQ_ERROR, kind::WQ_ACCESS_ERROR];
 pub(super) const OF_CQ: &[u16] = &[kind::CQ_ERROR];
 
-/// A channel that tells them.
+/// An event channel.
 pub(in crate::direct) struct EventChannel {
     _open: Arc<Open>,
     mlx5: &'static Mlx5,
     raw: NonNull<mlx5dv_devx_event_channel>,
 }
 
-// SAFETY: libmlx5 may be called from any thread.
+// SAFETY: libmlx5 is thread-safe.
 unsafe impl Send for EventChannel {}
-// SAFETY: likewise; nothing of the channel changes after it was made.
+// SAFETY: libmlx5 is thread-safe, and the channel is not changed after its creation.
 unsafe impl Sync for EventChannel {}
 
 impl fmt::Debug for EventChannel {
@@ -46,18 +46,18 @@ impl fmt::Debug for EventChannel {
 impl Drop for EventChannel {
     fn drop(&mut self) {
         if let Some(destroy) = self.mlx5.mlx5dv_devx_destroy_event_channel {
-            // SAFETY: made here, destroyed once.
+            // SAFETY: created here, destroyed only here.
             unsafe { destroy(self.raw.as_ptr()) };
         }
     }
 }
 
-/// What an event carries: its kind, and the number of its object.
+/// Cookie of an event: its type and the object's number.
 fn cookie(kind: u16, number: u32) -> u64 {
     u64::from(kind) << 32 | u64::from(number)
 }
 
-/// What it means; `None` of an unknown kind.
+/// Decodes a cookie; `None` for an unknown type.
 fn event(cookie: u64) -> Option<Event> {
     let number = u32::try_from(cookie & u64::from(u32::MAX)).expect("masked");
     let of_qp = |kind| Event::QueuePair { qpn: number, kind };
@@ -71,10 +71,10 @@ fn event(cookie: u64) -> Option<Event> {
 }
 
 impl EventChannel {
-    /// A channel of the device; `None` where there is none, as without DevX: then failures are noticed by completions alone.
+    /// Creates a channel; `None` if unsupported. Failures are then noticed by completions only.
     pub(in crate::direct) fn open(open: &Arc<Open>, mlx5: &'static Mlx5) -> Option<Arc<Self>> {
         let create = mlx5.mlx5dv_devx_create_event_channel?;
-        // The bytes of an event say no more than its kind and its object.
+        // Event data beyond the cookie is not needed.
         let omit = flags::MLX5DV_DEVX_CREATE_EVENT_CHANNEL_FLAGS_OMIT_EV_DATA;
         // SAFETY: the device is open.
         let raw = unsafe { create(open.context().as_ptr(), omit) };
@@ -85,13 +85,13 @@ impl EventChannel {
         Some(Arc::new(Self { _open: open.clone(), mlx5, raw }))
     }
 
-    /// Has it tell of an object with this number. Where it does not, failures are noticed by completions alone.
+    /// Subscribes to events of an object. If that fails, failures are noticed by completions only.
     pub(super) fn subscribe(&self, object: &Object, number: u32, kinds: &[u16]) {
         let Some(subscribe) = self.mlx5.mlx5dv_devx_subscribe_devx_event else { return };
         for &kind in kinds {
             let (mut kinds, cookie) = ([kind], cookie(kind, number));
             let size = u16::try_from(size_of_val(&kinds)).expect("two bytes");
-            // SAFETY: channel and object are there, and so many bytes of kinds.
+            // SAFETY: channel and object are live, and `kinds` has the given length.
             let errno =
                 unsafe { subscribe(self.raw.as_ptr(), object.raw(), size, kinds.as_mut_ptr(), cookie) };
             if errno != 0 {
@@ -103,7 +103,7 @@ impl EventChannel {
 
 impl More for EventChannel {
     fn fd(&self) -> i32 {
-        // SAFETY: the channel is there until this is dropped.
+        // SAFETY: the channel lives until `self` is dropped.
         unsafe { (*self.raw.as_ptr()).fd }
     }
 
@@ -112,7 +112,7 @@ impl More for EventChannel {
             return Err(io::ErrorKind::Unsupported.into());
         };
         let mut head = mlx5dv_devx_async_event_hdr::zeroed();
-        // SAFETY: a place for an event without its bytes.
+        // SAFETY: the buffer holds an event header without data.
         let got = unsafe { get(self.raw.as_ptr(), &raw mut head, size_of_val(&head)) };
         if got < 0 { Err(io::Error::last_os_error()) } else { Ok(event(head.cookie)) }
     }
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_are_told_by_their_cookies() {
+    fn events_are_decoded_from_cookies() {
         let told: Vec<_> =
             OF_CQ.iter().chain(OF_QP).map(|&kind| event(cookie(kind, 0xff_ffff)).unwrap()).collect();
         let of_qp = |kind| Event::QueuePair { qpn: 0xff_ffff, kind };

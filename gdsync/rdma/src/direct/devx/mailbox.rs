@@ -1,4 +1,4 @@
-//! Commands to the firmware, byte for byte. Offsets are in bits, as the headers of the manual (`mlx5_ifc.h`) count them.
+//! Layouts of firmware commands. Offsets are in bits, as in `mlx5_ifc.h`.
 
 use rdma_core_sys::mlx5::{devx_get, devx_set, devx_set64};
 
@@ -20,7 +20,7 @@ pub(super) enum Opcode {
 }
 
 impl Opcode {
-    /// As the manual has it.
+    /// Name in the manual.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::QueryHcaCap => "QUERY_HCA_CAP",
@@ -38,11 +38,11 @@ impl Opcode {
     }
 }
 
-/// A command with a context: 272 bytes.
+/// Bytes of a command with a context: 272.
 const LONG: usize = 0x880 / 8;
-/// A command with a number alone.
+/// Bytes of a command with only a number.
 const SHORT: usize = 0x80 / 8;
-/// An answer with a number at most.
+/// Bytes of an answer with at most a number.
 pub(super) const ANSWER: usize = 0x80 / 8;
 
 /// A command.
@@ -50,13 +50,13 @@ pub(super) const ANSWER: usize = 0x80 / 8;
 pub(super) struct Command {
     pub(super) opcode: Opcode,
     bytes: Vec<u8>,
-    /// Bytes of its answer.
+    /// Bytes of the answer.
     pub(super) answer: usize,
-    /// Where the context begins.
+    /// Offset of the context in bytes.
     context: usize,
 }
 
-/// The status and syndrome of an answer.
+/// Status and syndrome of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Status {
     pub(super) status: u32,
@@ -103,31 +103,31 @@ impl Command {
         &self.bytes
     }
 
-    /// A field of the command.
+    /// Sets a field of the command.
     fn head(mut self, offset: usize, width: u32, value: u32) -> Self {
         devx_set(&mut self.bytes, offset, width, value);
         self
     }
 
-    /// A field of 64 bits of the command.
+    /// Sets a 64-bit field of the command.
     fn head64(mut self, offset: usize, value: u64) -> Self {
         devx_set64(&mut self.bytes, offset, value);
         self
     }
 
-    /// A field of the context.
+    /// Sets a field of the context.
     pub(super) fn set(self, offset: usize, width: u32, value: u32) -> Self {
         let at = self.context + offset;
         self.head(at, width, value)
     }
 
-    /// A field of 64 bits of the context.
+    /// Sets a 64-bit field of the context.
     fn set64(self, offset: usize, value: u64) -> Self {
         let at = self.context + offset;
         self.head64(at, value)
     }
 
-    /// Bytes of the context.
+    /// Sets bytes of the context.
     pub(super) fn put(mut self, offset: usize, bytes: &[u8]) -> Self {
         let at = (self.context + offset) / 8;
         self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
@@ -135,15 +135,15 @@ impl Command {
     }
 }
 
-/// Where something lies in memory that the firmware knows.
+/// A location in registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) umem: u32,
-    /// Bytes from the beginning of that.
+    /// Offset in bytes.
     pub(super) offset: u64,
 }
 
-/// What a completion queue is made of.
+/// Fields of a completion queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CqFields {
     pub(super) log_entries: u32,
@@ -153,7 +153,7 @@ pub(super) struct CqFields {
     pub(super) record: Place,
 }
 
-/// CREATE_CQ: CQEs of 64 bytes, neither compressed nor collapsed, and overrun is not looked for.
+/// CREATE_CQ: 64-byte CQEs, neither compressed nor collapsed, without overrun checks.
 pub(super) fn create_cq(fields: &CqFields) -> Command {
     Command::new(Opcode::CreateCq, LONG, 0x80, ANSWER)
         .set(0x06, 1, 1) // dbr_umem_valid
@@ -168,24 +168,24 @@ pub(super) fn create_cq(fields: &CqFields) -> Command {
         .head(0x2e0, 1, 1) // cq_umem_valid
 }
 
-/// What a queue pair is made of.
+/// Fields of a queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QpFields {
     pub(super) pdn: u32,
     pub(super) send_cqn: u32,
     pub(super) recv_cqn: u32,
-    /// Of blocks of 64 bytes.
+    /// Log of the number of 64-byte blocks.
     pub(super) log_sq: u32,
     pub(super) log_rq: u32,
-    /// Of units of 16 bytes.
+    /// Log of the stride in 16-byte units.
     pub(super) log_rq_stride: u32,
     pub(super) uar_page: u32,
-    /// The receive queue, and behind it the send queue.
+    /// The receive queue, followed by the send queue.
     pub(super) rings: Place,
     pub(super) record: Place,
 }
 
-/// CREATE_QP: reliable connected. `cs_req` and `cs_res` stay 0: payload never goes into a completion.
+/// CREATE_QP: reliable connected. `cs_req` and `cs_res` stay 0: payload never goes into a CQE.
 pub(super) fn create_qp(fields: &QpFields) -> Command {
     Command::new(Opcode::CreateQp, LONG, 0xc0, ANSWER)
         .set(0x13, 2, MIGRATED)
@@ -204,35 +204,35 @@ pub(super) fn create_qp(fields: &QpFields) -> Command {
         .head(0x860, 1, 1) // wq_umem_valid
 }
 
-/// `pm_state` of a path that never changes.
+/// `pm_state` without path migration.
 pub(super) const MIGRATED: u32 = 3;
 
-/// A transition of queue pair `qpn` with a context, of which `optional` parameters are taken.
+/// Transition of queue pair `qpn` with a context and `optional` parameter bits.
 pub(super) fn step(opcode: Opcode, qpn: u32, optional: u32) -> Command {
     Command::new(opcode, LONG, 0xc0, ANSWER).head(0x48, 24, qpn).head(0x80, 32, optional)
 }
 
-/// A transition to ERR or RST, which takes nothing.
+/// Transition to ERR or RST, without parameters.
 pub(super) fn end(opcode: Opcode, qpn: u32) -> Command {
     Command::new(opcode, SHORT, 0, ANSWER).head(0x48, 24, qpn)
 }
 
-/// QUERY_QP. The answer's context is read by [`queried_state`].
+/// QUERY_QP; [`queried_state`] reads the answer.
 pub(super) fn query_qp(qpn: u32) -> Command {
     Command::new(Opcode::QueryQp, SHORT, 0, LONG).head(0x48, 24, qpn)
 }
 
-/// The state in the answer to [`query_qp`], as the firmware counts: 0 RST, 1 INIT, 2 RTR, 3 RTS, 6 ERR.
+/// State in the answer of [`query_qp`]: 0 RST, 1 INIT, 2 RTR, 3 RTS, 6 ERR.
 pub(super) fn queried_state(answer: &[u8]) -> u32 {
     devx_get(answer, 0xc0, 4)
 }
 
-/// QUERY_HCA_CAP of the general capabilities, as they are now.
+/// QUERY_HCA_CAP: current general capabilities.
 pub(super) fn query_hca_cap() -> Command {
     Command::new(Opcode::QueryHcaCap, SHORT, 0, (0x80 + 0x8000) / 8).head(0x30, 16, 1)
 }
 
-/// The largest queues that a card makes.
+/// Maximum queue sizes of a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Limits {
     pub(super) log_max_qp: u32,
@@ -240,13 +240,13 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// From the answer to [`query_hca_cap`].
+    /// Reads the answer of [`query_hca_cap`].
     pub(super) fn of(answer: &[u8]) -> Self {
         Self { log_max_qp: devx_get(answer, 0x80 + 0x88, 8), log_max_cq: devx_get(answer, 0x80 + 0xc8, 8) }
     }
 }
 
-/// The number of what was created.
+/// Number of the created object.
 pub(super) fn created(answer: &[u8]) -> u32 {
     devx_get(answer, 0x48, 24)
 }

@@ -1,4 +1,4 @@
-//! Objects that commands make, and why the firmware or the kernel refused.
+//! DevX objects, and errors of commands.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -11,23 +11,23 @@ use super::mailbox::{Command, Opcode, Status};
 use crate::Open;
 use gdsync_device::error::{Error, Result};
 
-/// What to change where the device takes no commands.
+/// Advice for devices without DevX.
 pub(super) const NO_DEVX: &str = "queues in GPU memory need DevX: a kernel whose mlx5_ib has it (CONFIG_INFINIBAND_USER_ACCESS, Linux 4.19), \
      firmware with user contexts (`mlxconfig -d DEVICE set UCTX_EN=1`, then a reset of the card), and in a container \
      or guest a function that may use them; or leave the queues in host memory (OnGpu::empty())";
 
-/// A completion queue or queue pair of the firmware, destroyed when this is dropped.
+/// A completion queue or queue pair of the firmware, destroyed on drop.
 pub(super) struct Object {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
-    /// `None` once it is destroyed.
+    /// `None` after destruction.
     raw: Option<NonNull<mlx5dv_devx_obj>>,
     what: &'static str,
 }
 
-// SAFETY: libmlx5 may be called from any thread.
+// SAFETY: libmlx5 is thread-safe.
 unsafe impl Send for Object {}
-// SAFETY: as above.
+// SAFETY: libmlx5 is thread-safe.
 unsafe impl Sync for Object {}
 
 impl fmt::Debug for Object {
@@ -43,7 +43,7 @@ impl Drop for Object {
 }
 
 impl Object {
-    /// Makes one. Returns the answer too.
+    /// Creates an object. Also returns the answer.
     pub(super) fn create(
         open: &Arc<Open>,
         mlx5: &'static Mlx5,
@@ -52,7 +52,7 @@ impl Object {
     ) -> Result<(Self, Vec<u8>)> {
         let mut answer = vec![0; command.answer];
         let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the device is open, and the buffers are as long as told.
+        // SAFETY: the device is open, and both buffers have the given lengths.
         let raw = unsafe {
             mlx5.mlx5dv_devx_obj_create(
                 open.context().as_ptr(),
@@ -69,10 +69,10 @@ impl Object {
         Ok((Self { open: open.clone(), mlx5, raw: Some(raw), what }, answer))
     }
 
-    /// Destroys it. Returns false where the card still has it.
+    /// Destroys the object. Returns false if the card refuses.
     pub(super) fn destroy(&mut self) -> bool {
         let Some(raw) = self.raw.take() else { return true };
-        // SAFETY: made here, destroyed once.
+        // SAFETY: created here, destroyed only here.
         let errno = unsafe { self.mlx5.mlx5dv_devx_obj_destroy(raw.as_ptr()) };
         if errno != 0 {
             tracing::error!(object = ?self, errno, "an object of DevX was not destroyed");
@@ -84,11 +84,11 @@ impl Object {
         self.raw.map_or(std::ptr::null_mut(), NonNull::as_ptr)
     }
 
-    /// Changes it.
+    /// Runs a modify command.
     pub(super) fn modify(&self, command: &Command) -> Result<()> {
         let mut answer = vec![0; command.answer];
         let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the object is there until it is dropped, and the buffers are as long as told.
+        // SAFETY: the object lives until `self` is dropped, and both buffers have the given lengths.
         let errno = unsafe {
             self.mlx5.mlx5dv_devx_obj_modify(
                 self.raw(),
@@ -101,11 +101,11 @@ impl Object {
         self.check("mlx5dv_devx_obj_modify", command, &answer, errno)
     }
 
-    /// Asks for its state. Returns the answer.
+    /// Runs a query command. Returns the answer.
     pub(super) fn query(&self, command: &Command) -> Result<Vec<u8>> {
         let mut answer = vec![0; command.answer];
         let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the object is there until it is dropped, and the buffers are as long as told.
+        // SAFETY: the object lives until `self` is dropped, and both buffers have the given lengths.
         let errno = unsafe {
             self.mlx5.mlx5dv_devx_obj_query(
                 self.raw(),
@@ -124,11 +124,11 @@ impl Object {
     }
 }
 
-/// Runs a command that concerns the whole device. Returns its answer.
+/// Runs a command for the whole device. Returns the answer.
 pub(super) fn ask(open: &Arc<Open>, mlx5: &Mlx5, command: &Command) -> Result<Vec<u8>> {
     let mut answer = vec![0; command.answer];
     let (input, output) = (command.bytes(), answer.as_mut_slice());
-    // SAFETY: the device is open, and the buffers are as long as told.
+    // SAFETY: the device is open, and both buffers have the given lengths.
     let errno = unsafe {
         mlx5.mlx5dv_devx_general_cmd(
             open.context().as_ptr(),
@@ -144,7 +144,7 @@ pub(super) fn ask(open: &Arc<Open>, mlx5: &Mlx5, command: &Command) -> Result<Ve
     Err(refused("mlx5dv_devx_general_cmd", open, command.opcode, &answer, errno))
 }
 
-/// The number that a call left in `errno`.
+/// The current `errno`.
 pub(super) fn last_errno() -> i32 {
     io::Error::last_os_error().raw_os_error().filter(|&errno| errno != 0).unwrap_or(libc::EIO)
 }
@@ -160,13 +160,13 @@ fn refused(call: &'static str, open: &Open, opcode: Opcode, answer: &[u8], errno
             open.name(),
             status.name()
         ),
-        // Some releases return it with the other sign.
+        // Some releases return negative numbers.
         source: Arc::new(io::Error::from_raw_os_error(errno.abs())),
         advice: advice(opcode, status, errno.abs()),
     }
 }
 
-/// What to do about a refusal.
+/// Advice for a refused command.
 fn advice(opcode: Opcode, status: Status, errno: i32) -> String {
     let is_create = matches!(opcode, Opcode::CreateCq | Opcode::CreateQp);
     match (status.status, errno) {
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_are_told_apart() {
+    fn refusals_have_distinct_advice() {
         let told = |opcode, status, errno| advice(opcode, Status { status, syndrome: 0 }, errno);
         assert!(told(Opcode::QueryHcaCap, 0, libc::EOPNOTSUPP).contains("UCTX_EN"));
         assert!(told(Opcode::QueryHcaCap, 0, libc::EINVAL).contains("user contexts"));

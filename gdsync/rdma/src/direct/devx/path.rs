@@ -1,4 +1,4 @@
-//! The way to a peer, as the firmware takes it.
+//! Network path to a peer, for firmware commands.
 
 use std::ptr::NonNull;
 
@@ -12,28 +12,28 @@ use crate::explain::{Call, failed};
 use crate::{Domain, GidEntry, GidKind, LinkLayer};
 use gdsync_device::error::{Error, Result};
 
-/// Where the primary path begins in the context of a queue pair.
+/// Offset of the primary path in a queue pair's context.
 const PATH: usize = 0xc0;
 
-/// A path.
+/// A network path.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Route {
     pub(super) attr: ibv_ah_attr,
     pub(super) link: LinkLayer,
     pub(super) kind: GidKind,
-    /// Of the peer's port, on Ethernet.
+    /// MAC address of the peer's port, on Ethernet.
     pub(super) mac: [u8; 6],
     pub(super) udp_port: u16,
 }
 
-/// Finds the peer's hardware address, as the kernel resolves it.
+/// Resolves the peer's MAC address through the kernel.
 ///
 /// # Errors
-/// [`Error::Verbs`] where it has none.
+/// [`Error::Verbs`] if there is none.
 pub(super) fn resolve(domain: &Domain, mlx5: &Mlx5, attr: &ibv_ah_attr, peer: &str) -> Result<[u8; 6]> {
     let open = domain.open();
     let mut asked = *attr;
-    // SAFETY: the domain is there, and the attributes are complete.
+    // SAFETY: the domain is live and the attributes are initialized.
     let raw = unsafe { open.verbs().ibv_create_ah(domain.raw().as_ptr(), &raw mut asked) };
     let Some(ah) = NonNull::new(raw) else {
         let errno = last_errno();
@@ -48,7 +48,7 @@ pub(super) fn resolve(domain: &Domain, mlx5: &Mlx5, attr: &ibv_ah_attr, peer: &s
         return Err(Error::Verbs { call, subject, source, advice });
     };
     let found = vector(mlx5, ah).map_err(|errno| failed("mlx5dv_init_obj", open.name(), &Call::Other, errno));
-    // SAFETY: made above, destroyed once.
+    // SAFETY: created above, destroyed only here.
     let errno = unsafe { open.verbs().ibv_destroy_ah(ah.as_ptr()) };
     if errno != 0 {
         tracing::debug!(device = open.name(), errno, "an address handle was not destroyed");
@@ -61,18 +61,17 @@ fn vector(mlx5: &Mlx5, ah: NonNull<ibv_ah>) -> std::result::Result<mlx5_wqe_av, 
     let mut object = mlx5dv_obj::zeroed();
     object.ah.r#in = ah.as_ptr();
     object.ah.out = &raw mut told;
-    // SAFETY: the object and the place for the answer belong to the kind.
+    // SAFETY: the object and the output match the object type.
     let errno = unsafe { mlx5.mlx5dv_init_obj(&raw mut object, mlx5dv_obj_type::MLX5DV_OBJ_AH) };
     if errno != 0 {
         return Err(errno);
     }
     let at = NonNull::new(told.av).ok_or(libc::EIO)?;
-    // SAFETY: libmlx5 told it, and the handle is still there.
+    // SAFETY: libmlx5 returned this pointer, and the address handle is still live.
     Ok(unsafe { at.as_ptr().read_unaligned() })
 }
 
-/// The UDP port that a connection's packets leave from: the two sides of one agree, and others differ
-/// (`rdma_get_udp_sport` of Linux).
+/// UDP source port of a connection: equal on both sides, different between connections (`rdma_get_udp_sport` of Linux).
 pub(super) fn udp_port(local_qpn: u32, remote_qpn: u32) -> u16 {
     let product = u64::from(local_qpn) * u64::from(remote_qpn);
     let folded = product ^ product >> 20 ^ product >> 40;
@@ -81,10 +80,10 @@ pub(super) fn udp_port(local_qpn: u32, remote_qpn: u32) -> u16 {
     u16::try_from(port).expect("16 bits are left")
 }
 
-/// What a GID is, for a path whose packets the firmware builds: of RoCE it must know the version, which old kernels do not tell.
+/// Kind of a GID. The firmware must know the RoCE version, which old kernels do not report.
 ///
 /// # Errors
-/// [`Error::Device`] where it cannot be known.
+/// [`Error::Device`] if it is unknown.
 pub(super) fn known_kind(link: LinkLayer, entry: GidEntry, device: &str) -> Result<GidKind> {
     if link != LinkLayer::Ethernet || entry.kind != GidKind::Unknown {
         return Ok(entry.kind);
@@ -101,7 +100,7 @@ pub(super) fn known_kind(link: LinkLayer, entry: GidEntry, device: &str) -> Resu
 }
 
 impl Route {
-    /// Writes it into the context of a command, as mlx5_ib does.
+    /// Writes the path into a command's context, as mlx5_ib does.
     pub(super) fn put(&self, command: Command) -> Command {
         let grh = &self.attr.grh;
         let sl = u32::from(self.attr.sl);
@@ -125,7 +124,7 @@ impl Route {
                 .set(PATH + 0x124, 4, sl),
         };
         if self.attr.is_global != 0 {
-            // SAFETY: all fields of the union are plain bytes.
+            // SAFETY: every bit pattern of the union is a valid byte array.
             let gid = unsafe { grh.dgid.raw };
             command = command
                 .set(PATH + 0x48, 8, grh.sgid_index.into())
@@ -150,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gid_of_unknown_kind_is_v2_with_an_ipv4_address_or_refused() {
+    fn unknown_gid_kind_is_v2_if_ipv4_else_refused() {
         use GidKind::{IbOrRoceV1, RoceV2, Unknown};
         let ipv4 = gid(&[(10, 0xff), (11, 0xff), (12, 10), (15, 1)]);
         let other = gid(&[(0, 0xfe), (1, 0x80), (15, 1)]);

@@ -1,4 +1,4 @@
-//! Queues that commands to the firmware make, in memory of a GPU or of the host.
+//! Queues created by firmware commands, in GPU or host memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use gdsync_device::memory::{Memory, host_page};
 use gdsync_device::{OnGpu, Places, QpAttr, QpRequest, QpState};
 use mlx5_ring::{self as mlx5, BB, CQE_SIZE, SEGMENT};
 
-/// Whole pages for rings, with the card's view of them; what shares a page with a ring is no ring.
+/// Allocates and registers whole pages for rings; nothing else shares them.
 fn pages(devx: &Devx, what: OnGpu, len: usize, places: &Places) -> Result<(Memory, Umem)> {
     let page = host_page();
     let whole = places.alloc(what, len.next_multiple_of(page) + page)?;
@@ -29,7 +29,7 @@ fn pages(devx: &Devx, what: OnGpu, len: usize, places: &Places) -> Result<(Memor
     Ok((memory, umem))
 }
 
-/// A doorbell record.
+/// Allocates and registers a doorbell record.
 fn record(devx: &Devx, len: usize, places: &Places) -> Result<(Memory, Umem)> {
     let memory = places.alloc(OnGpu::RECORDS, len)?;
     let umem = Umem::register(&devx.open, devx.mlx5, &memory)?;
@@ -41,7 +41,7 @@ pub(in crate::direct) struct DevxCq {
     pub(in crate::direct) cqn: u32,
     pub(in crate::direct) ring: Memory,
     pub(in crate::direct) record: Memory,
-    // Given up in this order.
+    // Dropped in this order.
     _object: Object,
     _umems: [Umem; 2],
     _uar: Arc<Uar>,
@@ -54,7 +54,7 @@ impl fmt::Debug for DevxCq {
 }
 
 impl DevxCq {
-    /// With `1 << log` entries.
+    /// Creates a queue with `1 << log` entries.
     pub(in crate::direct) fn create(devx: &Devx, log: u32, what: OnGpu, places: &Places) -> Result<Self> {
         devx.check("completion queue entries", log, devx.limits.log_max_cq)?;
         let (ring, ring_umem) = pages(devx, what, CQE_SIZE << log, places)?;
@@ -82,10 +82,10 @@ impl DevxCq {
 /// A queue pair.
 pub(in crate::direct) struct DevxQp {
     pub(in crate::direct) qpn: u32,
-    /// The state we took it to, and the number of its first packet.
+    /// State and first PSN.
     state: Mutex<(QpState, u32)>,
     record: Memory,
-    // Given up in this order.
+    // Dropped in this order.
     object: Object,
     _umems: [Umem; 2],
     cqs: [Cq; 2],
@@ -105,14 +105,14 @@ impl Drop for DevxQp {
         let is_gone = self.object.destroy();
         match self.uar.take() {
             Some(uar) if is_gone => self.devx.uars.release(uar),
-            // Its register is not for another one.
+            // A register whose queue pair may live is not reused.
             free_list => std::mem::forget(free_list),
         }
     }
 }
 
 impl DevxQp {
-    /// In state RESET.
+    /// Creates a queue pair in RESET.
     pub(in crate::direct) fn create(
         devx: &Arc<Devx>,
         domain: &Arc<Domain>,
@@ -123,7 +123,7 @@ impl DevxQp {
     ) -> Result<(Self, Parts)> {
         devx.check("send queue blocks", request.log_sq, devx.limits.log_max_qp)?;
         devx.check("receive queue entries", request.log_rq, devx.limits.log_max_qp)?;
-        // The send queue begins behind the receive queue, at a block.
+        // The send queue follows the receive queue at a block boundary.
         let rq_len = (request.rq_stride << request.log_rq).max(BB);
         let sq_len = BB << request.log_sq;
         let (rings, rings_umem) = pages(devx, OnGpu::SEND_QUEUE, rq_len + sq_len, places)?;
@@ -167,9 +167,9 @@ impl DevxQp {
         self.cqs.iter().any(|of| of.is(cq))
     }
 
-    /// Does it if the card has the queue pair in ERR, which nobody resets meanwhile.
+    /// Calls `then` if the queue pair is in ERR, with resets locked out.
     pub(in crate::direct) fn if_failed(&self, then: impl FnOnce()) {
-        /// As the firmware numbers it.
+        /// ERR in the firmware's numbering.
         const ERR: u32 = 6;
         let _state = self.state.lock();
         let answer = self.object.query(&query_qp(self.qpn));
@@ -178,7 +178,7 @@ impl DevxQp {
         }
     }
 
-    /// Takes it through a transition that was checked. Returns the number of its first packet, `fresh` after a reset.
+    /// Applies a checked transition. Returns the first PSN, which is `fresh` after a reset.
     pub(in crate::direct) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
         let mut state = self.state.lock();
         let (from, psn) = *state;
@@ -203,7 +203,7 @@ impl DevxQp {
         let command = steps::command(self.qpn, (from, to), &raw, given, route.as_ref());
         self.object.modify(&command).map_err(|error| self.explain(error))?;
         if to == QpState::RESET {
-            // The card begins at 0 again.
+            // The card restarts at index 0.
             self.record.fill(0, self.record.len(), 0)?;
             self.record.flush()?;
         }
@@ -211,7 +211,7 @@ impl DevxQp {
         Ok(state.1)
     }
 
-    /// With the state that the card says the queue pair is in.
+    /// Adds the queue pair's state in the card to an error.
     fn explain(&self, error: Error) -> Error {
         let Error::Verbs { call, subject, source, advice } = error else { return error };
         let state = match self.object.query(&query_qp(self.qpn)).map(|answer| queried_state(&answer)) {

@@ -1,4 +1,4 @@
-//! Transitions of a queue pair as commands.
+//! Queue pair transitions as firmware commands.
 
 use rdma_core_sys::verbs::{ibv_access_flags as access, ibv_qp_attr, ibv_qp_attr_mask as mask};
 
@@ -6,20 +6,20 @@ use super::mailbox::{Command, MIGRATED, Opcode, end, step};
 use super::path::Route;
 use gdsync_device::QpState;
 
-/// Optional parameters: `MLX5_QP_OPTPAR_*`.
+/// Optional parameter bits (`MLX5_QP_OPTPAR_*`).
 const RRE: u32 = 1 << 1;
 const RAE: u32 = 1 << 2;
 const RWE: u32 = 1 << 3;
 const RNR_TIMEOUT: u32 = 1 << 6;
 
-/// `log_msg_max`: messages of 1 GiB.
+/// `log_msg_max`: 1 GiB.
 const LONGEST: u32 = 30;
-/// `atomic_mode`: eight bytes, as InfiniBand has them.
+/// `atomic_mode`: 8 bytes, as in InfiniBand.
 const EIGHT_BYTES: u32 = 3;
-/// Where the primary path begins in the context.
+/// Offset of the primary path in the context.
 const PATH: usize = 0xc0;
 
-/// The transition from `from` to `to`, which was checked, with what `given` says of `attr`.
+/// Command for the checked transition `from` to `to` with `attr`; `given` is its path.
 pub(super) fn command(
     qpn: u32,
     (from, to): (QpState, QpState),
@@ -37,7 +37,7 @@ pub(super) fn command(
         _ => Opcode::Rts2Rts,
     };
     let has = |bit| given.contains(bit);
-    // What a step always takes needs no bit.
+    // Required parameters need no bit.
     let mut optional = 0;
     if has(mask::IBV_QP_ACCESS_FLAGS) && opcode != Opcode::Rst2Init {
         optional |= RRE | RAE | RWE;
@@ -86,7 +86,7 @@ pub(super) fn command(
     command
 }
 
-/// The firmware takes powers of two, rounded down: never more than the other side has room for.
+/// The firmware takes powers of two; rounds down to stay within the peer's limit.
 fn log(count: u8) -> u32 {
     count.max(1).ilog2()
 }

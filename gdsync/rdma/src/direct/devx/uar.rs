@@ -1,4 +1,4 @@
-//! Pages of doorbell registers for queue pairs of DevX.
+//! Doorbell register pages (UARs) of DevX queue pairs.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -14,16 +14,16 @@ use crate::Open;
 use crate::explain::{Call, failed};
 use gdsync_device::error::Result;
 
-/// A register, freed when nobody may write there any more.
+/// A doorbell register, freed when nobody can write to it any more.
 pub(in crate::direct) struct Uar {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
     raw: NonNull<mlx5dv_devx_uar>,
 }
 
-// SAFETY: libmlx5 may be called from any thread.
+// SAFETY: libmlx5 is thread-safe.
 unsafe impl Send for Uar {}
-// SAFETY: as above.
+// SAFETY: libmlx5 is thread-safe.
 unsafe impl Sync for Uar {}
 
 impl fmt::Debug for Uar {
@@ -34,14 +34,13 @@ impl fmt::Debug for Uar {
 
 impl Drop for Uar {
     fn drop(&mut self) {
-        // SAFETY: allocated here, freed once.
+        // SAFETY: allocated here, freed only here.
         unsafe { self.mlx5.mlx5dv_devx_free_uar(self.raw.as_ptr()) };
     }
 }
 
 impl Uar {
-    /// A page of its own if there is one (rdma-core 45), else one that others write to as well: each doorbell is one write of eight
-    /// bytes.
+    /// Allocates an exclusive page (rdma-core 45), else a shared one, which is safe: each doorbell is one 8-byte write.
     fn alloc(open: &Arc<Open>, mlx5: &'static Mlx5) -> Result<Self> {
         let kinds = [
             kind::MLX5DV_UAR_ALLOC_TYPE_NC_DEDICATED,
@@ -61,20 +60,20 @@ impl Uar {
         Err(failed("mlx5dv_devx_alloc_uar", open.name(), &Call::Other, errno))
     }
 
-    /// Its number in commands.
+    /// Number in commands.
     pub(super) fn page(&self) -> u32 {
-        // SAFETY: it is freed when this is dropped.
+        // SAFETY: the page lives until `self` is dropped.
         unsafe { (*self.raw.as_ptr()).page_id }
     }
 
-    /// The register.
+    /// Address of the register.
     pub(in crate::direct) fn register(&self) -> *mut c_void {
-        // SAFETY: as above.
+        // SAFETY: the page lives until `self` is dropped.
         unsafe { (*self.raw.as_ptr()).reg_addr }
     }
 }
 
-/// The pages of a device, which are used again.
+/// UARs of a device, for reuse.
 pub(super) struct Uars {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
@@ -92,13 +91,13 @@ impl Uars {
         Self { open: open.clone(), mlx5, idle: Mutex::default() }
     }
 
-    /// One that no queue pair uses.
+    /// Takes a free one or allocates one.
     pub(super) fn acquire(&self) -> Result<Arc<Uar>> {
         let idle = self.idle.lock().pop();
         idle.map_or_else(|| Uar::alloc(&self.open, self.mlx5).map(Arc::new), Ok)
     }
 
-    /// Takes one back whose queue pair is gone.
+    /// Returns the UAR of a destroyed queue pair.
     pub(super) fn release(&self, uar: Arc<Uar>) {
         self.idle.lock().push(uar);
     }

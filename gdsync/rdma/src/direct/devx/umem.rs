@@ -1,4 +1,4 @@
-//! Memory that the firmware may name: host memory by its address, GPU memory by a dma-buf or by nvidia-peermem.
+//! Memory registered with the firmware: host memory by address, GPU memory by dma-buf or nvidia-peermem.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -18,7 +18,7 @@ use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
 
-/// Registered memory. The firmware must have nothing there any more when this is dropped.
+/// Registered memory. The firmware must not use it any more when this is dropped.
 pub(super) struct Umem {
     _open: Arc<Open>,
     mlx5: &'static Mlx5,
@@ -27,9 +27,9 @@ pub(super) struct Umem {
     memory: Memory,
 }
 
-// SAFETY: libmlx5 may be called from any thread.
+// SAFETY: libmlx5 is thread-safe.
 unsafe impl Send for Umem {}
-// SAFETY: as above.
+// SAFETY: libmlx5 is thread-safe.
 unsafe impl Sync for Umem {}
 
 impl fmt::Debug for Umem {
@@ -40,7 +40,7 @@ impl fmt::Debug for Umem {
 
 impl Drop for Umem {
     fn drop(&mut self) {
-        // SAFETY: registered here, deregistered once.
+        // SAFETY: registered here, deregistered only here.
         let errno = unsafe { self.mlx5.mlx5dv_devx_umem_dereg(self.raw.as_ptr()) };
         if errno != 0 {
             tracing::error!(umem = ?self, errno, "memory of a queue stays registered, and is kept");
@@ -49,14 +49,14 @@ impl Drop for Umem {
     }
 }
 
-/// Page sizes that the firmware may use: all from its own smallest, 4 KiB.
+/// Allowed page sizes: all from the firmware's minimum, 4 KiB.
 const PAGE_SIZES: u64 = !0xfff;
 
 impl Umem {
-    /// Registers `memory`, on a GPU or not.
+    /// Registers host or GPU memory.
     ///
     /// # Errors
-    /// [`Error::Verbs`] names the call; [`Error::Device`] for GPU memory where there is no way to register it.
+    /// [`Error::Verbs`] if a call fails; [`Error::Device`] for GPU memory that cannot be registered.
     pub(super) fn register(open: &Arc<Open>, mlx5: &'static Mlx5, memory: &Memory) -> Result<Self> {
         match memory.gpu() {
             None => {
@@ -66,7 +66,7 @@ impl Umem {
         }
     }
 
-    /// Where its first byte is, for commands.
+    /// Location of its first byte, for commands.
     pub(super) fn place(&self) -> Place {
         self.place
     }
@@ -99,7 +99,7 @@ impl Umem {
         attr.pgsz_bitmap = PAGE_SIZES;
         attr.comp_mask = mlx5dv_devx_umem_in_mask::MLX5DV_UMEM_MASK_DMABUF;
         attr.dmabuf_fd = fd.as_raw_fd();
-        // SAFETY: the device is open; the range is the dma-buf, which the kernel keeps.
+        // SAFETY: the device is open; the kernel keeps the dma-buf, and the range lies in it.
         let raw = unsafe { register(open.context().as_ptr(), &raw mut attr) };
         Self::made(open, mlx5, raw, offset, memory).ok_or_else(|| {
             let errno = last_errno();
@@ -122,7 +122,7 @@ impl Umem {
         let start = usize::try_from(memory.addr() - offset).expect("64-bit hosts only");
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(start);
         let access = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
-        // SAFETY: the device is open; it writes inside `memory` alone, which this keeps.
+        // SAFETY: the device is open; it writes only inside `memory`, which this object keeps alive.
         let raw = unsafe { mlx5.mlx5dv_devx_umem_reg(open.context().as_ptr(), start, len, access) };
         Self::made(open, mlx5, raw, offset, memory).ok_or_else(|| {
             let errno = last_errno();
@@ -138,7 +138,7 @@ impl Umem {
         memory: &Memory,
     ) -> Option<Self> {
         let raw = NonNull::new(raw)?;
-        // SAFETY: just made.
+        // SAFETY: `raw` was just created.
         let umem = unsafe { (*raw.as_ptr()).umem_id };
         let place = Place { umem, offset };
         Some(Self { _open: open.clone(), mlx5, raw, place, memory: memory.clone() })

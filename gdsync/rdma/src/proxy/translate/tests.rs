@@ -1,4 +1,4 @@
-//! What one side encodes is what the device is asked for.
+//! Encoded WQEs and the resulting device requests agree.
 
 use proptest::prelude::*;
 
@@ -13,7 +13,7 @@ use mlx5_ring::*;
 mod strategies;
 
 const QPN: u32 = 0x1234;
-/// Blocks of the ring: the longest WQE has 16.
+/// Log of the ring's blocks; the longest WQE has 16.
 const LOG: u32 = 5;
 
 fn rings() -> Rings {
@@ -30,7 +30,7 @@ fn rings() -> Rings {
     Rings::alloc(QPN, &request, &Places::default()).unwrap()
 }
 
-/// Puts the WQE of an operation into the ring, from block `at` on, and fetches it as the proxy does.
+/// Writes an operation's WQE to the ring at block `at` and fetches it as the proxy does.
 fn through_the_ring(rings: &Rings, plain: &Plain, at: u64, flags: WqeFlags) -> (Wqe, DecodedOp) {
     let index = mlx5_ring::low16(at);
     let wqe = encode(&plain.op(), QPN, index, flags).unwrap();
@@ -43,12 +43,12 @@ fn through_the_ring(rings: &Rings, plain: &Plain, at: u64, flags: WqeFlags) -> (
 }
 
 fn bytes_at(addr: u64, len: u32) -> Vec<u8> {
-    // SAFETY: an inline buffer lies in a WQE or a ring, which outlives this call.
+    // SAFETY: inline buffers lie in a WQE or ring that outlives this call.
     let memory = unsafe { Memory::from_raw(addr as *mut u8, len as usize) };
     memory.unwrap().to_vec()
 }
 
-/// The operation that a request asks for.
+/// The operation of a request.
 fn plain_of(wr: &ibv_send_wr) -> Plain {
     let list: Vec<ibv_sge> = (0..usize::try_from(wr.num_sge).unwrap())
         .map(|i| {
@@ -75,11 +75,11 @@ fn plain_of(wr: &ibv_send_wr) -> Plain {
     };
     let (mut remote, mut operands) = (RemoteAddr::default(), [0; 2]);
     if words == 1 {
-        // SAFETY: writes and reads have this part.
+        // SAFETY: writes and reads use this union member.
         let rdma = unsafe { wr.wr.rdma };
         remote = RemoteAddr { addr: rdma.remote_addr, rkey: rdma.rkey };
     } else if words == 2 {
-        // SAFETY: atomics have this part.
+        // SAFETY: atomics use this union member.
         let atomic = unsafe { wr.wr.atomic };
         remote = RemoteAddr { addr: atomic.remote_addr, rkey: atomic.rkey };
         operands = match opcode {
@@ -92,7 +92,7 @@ fn plain_of(wr: &ibv_send_wr) -> Plain {
 
 proptest! {
     #[test]
-    fn any_legal_wqe_asks_for_the_same_operation(
+    fn translated_wqe_is_the_same_operation(
         plain in legal(),
         at in 0u64..1 << 17,
         (fence, solicited) in any::<(bool, bool)>(),
@@ -114,7 +114,7 @@ proptest! {
     }
 
     #[test]
-    fn inline_bytes_can_be_left_in_the_ring(bytes in prop::collection::vec(any::<u8>(), 1..900), at in 0u64..64) {
+    fn inline_bytes_can_be_read_from_the_ring(bytes in prop::collection::vec(any::<u8>(), 1..900), at in 0u64..64) {
         let rings = rings();
         let plain = Plain { opcode: Opcode::SEND, inline: bytes.clone(), ..Plain::default() };
         let (wqe, op) = through_the_ring(&rings, &plain, at, WqeFlags::default());

@@ -1,14 +1,14 @@
-//! The bytes, written out by hand.
+//! Command bytes, written out by hand.
 
 use super::*;
 
-/// The bytes that are not 0, with their offsets.
+/// Nonzero bytes and their offsets.
 fn written(command: &Command) -> Vec<(usize, u8)> {
     command.bytes().iter().copied().enumerate().filter(|&(_, byte)| byte != 0).collect()
 }
 
 #[test]
-fn a_completion_queue_is_described_so() {
+fn create_cq_bytes() {
     let command = create_cq(&CqFields {
         log_entries: 10,
         uar_page: 0x12_3456,
@@ -41,7 +41,7 @@ fn a_completion_queue_is_described_so() {
 }
 
 #[test]
-fn a_queue_pair_is_described_so() {
+fn create_qp_bytes() {
     let command = create_qp(&QpFields {
         pdn: 0x11_2233,
         send_cqn: 0x44_5566,

@@ -1,4 +1,4 @@
-//! The bytes of transitions, written out by hand.
+//! Transition bytes, written out by hand.
 
 use rdma_core_sys::verbs::{ibv_ah_attr, ibv_gid, ibv_global_route, ibv_mtu};
 
@@ -6,17 +6,17 @@ use super::super::path::{Route, udp_port};
 use super::*;
 use crate::{GidKind, LinkLayer};
 
-/// The bytes that are not 0, with their offsets.
+/// Nonzero bytes and their offsets.
 fn written(command: &Command) -> Vec<(usize, u8)> {
     command.bytes().iter().copied().enumerate().filter(|&(_, byte)| byte != 0).collect()
 }
 
-/// The first byte of the context, and of its path.
+/// Offsets of the context and of its path.
 const CONTEXT: usize = 24;
 const PATH_AT: usize = CONTEXT + 24;
 
 #[test]
-fn to_init_goes_with_rights_and_port() {
+fn init_sets_access_and_port() {
     let mut attr = ibv_qp_attr::zeroed();
     attr.qp_access_flags = access::IBV_ACCESS_REMOTE_WRITE | access::IBV_ACCESS_REMOTE_ATOMIC;
     (attr.port_num, attr.pkey_index) = (2, 0x0304);
@@ -50,7 +50,7 @@ fn route(link: LinkLayer) -> Route {
 }
 
 #[test]
-fn to_rtr_goes_with_the_path() {
+fn rtr_sets_the_path() {
     let mut attr = ibv_qp_attr::zeroed();
     (attr.dest_qp_num, attr.rq_psn, attr.path_mtu) = (0x12_3456, 0x65_4321, ibv_mtu::IBV_MTU_4096);
     (attr.min_rnr_timer, attr.max_dest_rd_atomic) = (12, 16);
@@ -97,7 +97,7 @@ fn to_rtr_goes_with_the_path() {
 }
 
 #[test]
-fn to_rts_goes_with_patience() {
+fn rts_sets_timeouts_and_retries() {
     let mut attr = ibv_qp_attr::zeroed();
     (attr.timeout, attr.retry_cnt, attr.rnr_retry) = (20, 7, 6);
     (attr.sq_psn, attr.max_rd_atomic) = (0xab_cdef, 4);
@@ -119,7 +119,7 @@ fn to_rts_goes_with_patience() {
 }
 
 #[test]
-fn what_is_optional_is_marked() {
+fn optional_parameters_are_marked() {
     let mut attr = ibv_qp_attr::zeroed();
     attr.min_rnr_timer = 3;
     let given = mask::IBV_QP_STATE | mask::IBV_QP_MIN_RNR_TIMER | mask::IBV_QP_ACCESS_FLAGS;
@@ -129,7 +129,7 @@ fn what_is_optional_is_marked() {
 }
 
 #[test]
-fn connections_have_ports_of_their_own() {
+fn connections_have_distinct_udp_ports() {
     assert_eq!(udp_port(0x12, 0x34), udp_port(0x34, 0x12));
     assert_ne!(udp_port(0x12, 0x34), udp_port(0x12, 0x35));
     assert!((0..1000).all(|n| udp_port(n * 7919, 0xff_ffff - n) >= 0xc000));
