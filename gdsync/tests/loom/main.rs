@@ -7,5 +7,7 @@ mod queue;
 mod reset;
 mod slots;
 mod stamp;
+#[path = "../it/tier.rs"]
+mod tier;
 mod turn;
 mod wire;

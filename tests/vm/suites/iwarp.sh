@@ -5,7 +5,7 @@
 devices=(siw0) timeout=600
 
 host_build() {
-    vm_cargo test --no-run --workspace --test verbs_iwarp
+    vm_cargo test --no-run -p gdsync --test it
     vm_cargo build --workspace --example pingpong
 }
 
@@ -18,7 +18,7 @@ nothing_is_left() {
 
 guest_run() {
     export VM_STEP_TIMEOUT=240 GDSYNC_TEST_IWARP=siw0 GDSYNC_DEVICE=siw0
-    vm_test verbs_iwarp
+    vm_test it verbs_iwarp::
     vm_step "pingpong on siw0" "$(vm_built pingpong)" --sizes 8,4096 --iters 100
     vm_step "nothing is left in the kernel" nothing_is_left
 }

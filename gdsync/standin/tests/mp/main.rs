@@ -11,7 +11,7 @@ mod common;
 mod messages;
 #[path = "../../../../mp/tests/on_stream.rs"]
 mod on_stream;
-#[path = "../setup/mod.rs"]
+#[path = "../it/setup.rs"]
 mod setup;
 mod staged;
 
