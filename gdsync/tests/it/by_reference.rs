@@ -20,7 +20,8 @@ const LEAST: usize = 1024;
 const BIG: usize = 100_000;
 
 fn patient(q: QpBuilder) -> QpBuilder {
-    q.rnr_retry(7).min_rnr_timer(1).max_recv_sge(3).max_send_sge(2)
+    // Longer than a loaded machine keeps a side waiting.
+    q.timeout(16).rnr_retry(7).min_rnr_timer(1).max_recv_sge(3).max_send_sge(2)
 }
 
 /// Two connected sides on HCAs of their own, over one engine.

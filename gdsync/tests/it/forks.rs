@@ -141,6 +141,8 @@ fn what_a_child_drops_is_none_of_its_own_threads() {
         return;
     }
     let mut parents: Vec<_> = (0..4).map(|_| stream("parent")).collect();
+    // Their threads have begun: none holds a lock of the C library when the child begins.
+    parents.iter().try_for_each(|parent| parent.synchronize(PATIENCE)).unwrap();
     assert!(in_child(|| {
         let own: Vec<_> = (0..8).map(|_| stream("child")).collect();
         parents.clear();

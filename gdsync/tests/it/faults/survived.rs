@@ -13,7 +13,7 @@ const BIG: usize = 40_000;
 
 /// Sends again soon, but not so soon that a busy machine looks like a dead peer.
 fn soon(q: QpBuilder) -> QpBuilder {
-    q.timeout(11).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
+    q.timeout(13).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
 }
 
 fn byte(seed: u64, at: usize) -> u8 {
