@@ -2,7 +2,7 @@
 # what breaks below a running program: the link, a peer, the limit of locked memory
 
 host_build() {
-    vm_cargo test --no-run --workspace --test verbs_device
+    vm_cargo test --no-run -p gdsync --test it
     vm_cargo build --workspace --example pingpong --example sendrecv
 }
 
@@ -59,8 +59,8 @@ too_little_memory() {
 guest_run() {
     # Ranks of one host would talk through the software HCA otherwise.
     export GDSYNC_DEVICE=rxe0 GDSYNC_TEST_DEVICE=rxe0 GDSYNC_TEST_NETDEV=dummy0 MP_LOCAL=device
-    vm_test verbs_device --exact a_port_that_goes_down_breaks_its_queue_pairs
-    vm_test verbs_device --exact a_killed_peer_ends_sends_with_a_retry_error
+    vm_test it --exact verbs_device::port_that_goes_down_breaks_its_queue_pairs
+    vm_test it --exact verbs_device::killed_peer_ends_sends_with_a_retry_error
     vm_step "the link goes down under two ranks" disturbed link_down
     vm_step "messages pass again" works_again
     vm_step "a rank is killed" disturbed kill_one

@@ -9,7 +9,7 @@ mod common;
 mod messages;
 #[path = "../../../../mp/tests/it/on_stream.rs"]
 mod on_stream;
-#[path = "../setup/mod.rs"]
+#[path = "../it/setup.rs"]
 mod setup;
 mod staged;
 #[path = "../../../../mp/tests/it/tagged.rs"]

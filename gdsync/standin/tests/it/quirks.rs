@@ -1,0 +1,200 @@
+//! Cards and libraries that differ from what most do: what the library finds out, and what it does then.
+
+use std::time::Duration;
+
+use gdsync::Device;
+use gdsync::Error;
+use gdsync::cuda::Gpu;
+use gdsync::rdma::{DeviceConfig, Route};
+use gdsync::stream::{Batch, CudaStreamConfig, Stream};
+use gdsync::verbs::{Context, OnGpu, RecvWr, SendWr};
+use gdsync_testkit::driver::{self, Control};
+
+use crate::child::is_own_process;
+use crate::common::{PATIENCE, Side, connect, hca, received, reconnect, stream_with};
+use crate::lifecycle::message;
+use crate::setup::{CARD, entry};
+
+/// Doorbells of queues that the application reads itself are lost.
+const DEAF: u32 = 1;
+/// The library is of rdma-core 28.
+const OLD_LIBRARY: u32 = 2;
+/// A queue pair in ERR flushes only the sends that a doorbell named.
+const FLUSHES_BY_DOORBELL: u32 = 4;
+/// A queue pair goes to ERR up to 10 ms after it was told to.
+const LATE_FLUSHES: u32 = 8;
+/// Completions of flushed requests do not say of which request they are.
+const NO_FLUSH_COUNTERS: u32 = 16;
+
+/// The card of this process has these quirks as long as this is there.
+struct Quirks;
+
+impl Quirks {
+    fn of(bits: u32) -> Self {
+        set(bits);
+        Self
+    }
+}
+
+impl Drop for Quirks {
+    fn drop(&mut self) {
+        set(0);
+    }
+}
+
+fn set(bits: u32) {
+    // SAFETY: the type is that of the function.
+    let set: extern "C" fn(u32) = unsafe { std::mem::transmute(entry(c"gdsync_standin_quirks")) };
+    set(bits);
+}
+
+/// Messages travel whoever reads the rings.
+fn talk(context: &Context) {
+    let (a, b) = connect(Side::new(context, 64, |q| q), Side::new(context, 64, |q| q));
+    message(&a, &b, 1);
+}
+
+#[test]
+fn without_quirks_the_card_reads_the_rings() {
+    if !is_own_process() {
+        return;
+    }
+    let _quirks = Quirks::of(0);
+    let context = hca();
+    assert_eq!(context.not_direct(), None);
+    talk(&context);
+}
+
+#[test]
+fn card_that_does_not_see_our_doorbells_is_left_to_the_proxy() {
+    if !is_own_process() {
+        return;
+    }
+    let _quirks = Quirks::of(DEAF);
+    let context = hca();
+    let why = context.not_direct().expect("the self-test fails");
+    assert!(why.contains("rang its doorbell") && why.contains("no completion"), "{why}");
+    assert!(context.description().contains("proxy"), "{}", context.description());
+    talk(&context);
+}
+
+#[test]
+fn route_that_was_asked_for_is_not_tested() {
+    if !is_own_process() {
+        return;
+    }
+    let _quirks = Quirks::of(DEAF);
+    let config = DeviceConfig { route: Some(Route::Direct), ..DeviceConfig::default() };
+    let context = Device::find(Some(CARD)).unwrap().open_with(&config).unwrap();
+    assert_eq!((context.description(), context.not_direct()), ("mlx5 card mlx5_standin", None));
+}
+
+#[test]
+fn library_that_is_too_old_is_left_to_the_proxy() {
+    if !is_own_process() {
+        return;
+    }
+    let _quirks = Quirks::of(OLD_LIBRARY);
+    let context = hca();
+    let why = context.not_direct().expect("no completion queue can be made");
+    assert!(why.contains("rdma-core 31"), "{why}");
+    talk(&context);
+    let config = DeviceConfig { route: Some(Route::Direct), ..DeviceConfig::default() };
+    let forced = Device::find(Some(CARD)).unwrap().open_with(&config).unwrap();
+    let error = forced.alloc_pd().unwrap().build_qp().build().unwrap_err();
+    assert!(matches!(error, Error::Unsupported { by: "the installed libmlx5", .. }), "{error:?}");
+}
+
+fn open(gpu: &Gpu) -> Context {
+    let config =
+        DeviceConfig { route: Some(Route::Direct), gpu: Some(gpu.clone()), ..DeviceConfig::default() };
+    Device::find(Some(CARD)).unwrap().open_with(&config).unwrap()
+}
+
+/// A stream of a GPU waits in vain for a message to `a`, and gives up. Behind that wait are sends that it never rings for, and waits
+/// for them.
+fn give_up(gpu: &Gpu, a: &Side, sends: u64) {
+    let wait_limit = Duration::from_millis(20);
+    let stream = Stream::cuda(gpu, CudaStreamConfig { wait_limit, ..CudaStreamConfig::default() }).unwrap();
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let mut batch = Batch::new();
+    batch.wait_recv(&a.qp).unwrap();
+    for _ in 0..sends {
+        batch.send(&a.qp, &SendWr::nop()).unwrap();
+        batch.wait_send(&a.qp).unwrap();
+    }
+    stream.submit(&mut batch).unwrap();
+    let error = stream.synchronize(PATIENCE).unwrap_err();
+    assert!(matches!(error, Error::StreamWait { .. }), "{error:?}");
+}
+
+/// A stream of the CPU gives up before it rings for a send, for which a stream of a GPU waits.
+fn hide(gpu: &Gpu, a: &Side) {
+    let wait_limit = Duration::from_millis(20);
+    let sender = stream_with("sender", wait_limit);
+    let waiter = Stream::cuda(gpu, CudaStreamConfig { wait_limit, ..CudaStreamConfig::default() }).unwrap();
+    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let mut batch = Batch::new();
+    batch.wait_recv(&a.qp).unwrap();
+    batch.send(&a.qp, &SendWr::nop()).unwrap();
+    sender.submit(&mut batch).unwrap();
+    let mut batch = Batch::new();
+    batch.wait_send(&a.qp).unwrap();
+    waiter.submit(&mut batch).unwrap();
+    for stream in [sender, waiter] {
+        let error = stream.synchronize(PATIENCE).unwrap_err();
+        assert!(matches!(error, Error::StreamWait { .. } | Error::QpStopped { .. }), "{error:?}");
+    }
+}
+
+/// Whatever happened to `a`: after a reset the completions must be where the library expects them.
+fn stays_in_step(quirk: u32, happens: impl Fn(&Gpu, &Side, u64)) {
+    let _quirks = Quirks::of(quirk);
+    let _control = Control::take();
+    let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+    let side =
+        || Side::new(&open(&gpu), 64, |q| q.max_send_wr(8).max_recv_wr(4).on_gpu(&gpu, OnGpu::empty()));
+    let (a, b) = connect(side(), side());
+    for round in 0..8 {
+        happens(&gpu, &a, round);
+        reconnect(&a.qp, &b.qp);
+        message(&a, &b, round);
+        message(&b, &a, round);
+    }
+    drop((a, b));
+    gpu.reclaim(PATIENCE).unwrap();
+}
+
+#[test]
+fn sends_that_were_never_rung_for_are_flushed_by_a_doorbell() {
+    if !is_own_process() {
+        return;
+    }
+    stays_in_step(FLUSHES_BY_DOORBELL, |gpu, a, _| hide(gpu, a));
+}
+
+#[test]
+fn flushes_that_come_late_are_waited_for() {
+    if !is_own_process() {
+        return;
+    }
+    stays_in_step(LATE_FLUSHES, |gpu, a, round| give_up(gpu, a, 1 + round % 3));
+    stays_in_step(LATE_FLUSHES, |gpu, a, _| hide(gpu, a));
+}
+
+#[test]
+fn flush_with_another_counter_is_a_flush() {
+    if !is_own_process() {
+        return;
+    }
+    let _quirks = Quirks::of(NO_FLUSH_COUNTERS);
+    let (a, _b) = connect(Side::new(&hca(), 64, |q| q), Side::new(&hca(), 64, |q| q));
+    a.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[] }; 3]).unwrap();
+    a.qp.abort().unwrap();
+    for _ in 0..3 {
+        let error = received(&a).ok().unwrap_err();
+        assert!(error.is_flush(), "{error}");
+    }
+    let error = a.qp.check().unwrap_err();
+    assert!(matches!(&error, Error::Completion(failed) if failed.is_flush()), "{error:?}");
+}

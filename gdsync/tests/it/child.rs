@@ -1,0 +1,194 @@
+//! Processes that run one test of this program: tests that need a process of their own, and the peers of other tests.
+#![allow(dead_code, unreachable_pub, reason = "the program for the stand-in uses a part")]
+
+use std::cell::Cell;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::{env, thread};
+
+use gdsync::mlx5::RemoteAddr;
+use gdsync::verbs::{QpAddress, RecvWr, SendWr};
+
+use crate::common::{Side, received, sent};
+
+/// Set in a process that runs a test alone.
+const ALONE: &str = "GDSYNC_TEST_ALONE";
+
+/// This program, to run one test in another process.
+pub fn rerun(test: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    command
+}
+
+/// Whether this process runs no other test. If it may, the calling test runs in a process of its own, and passes there before this
+/// returns false.
+///
+/// For tests that look at the whole process (threads, files, CPU time), fork, or change what other tests use: the environment,
+/// limits, the simulated CUDA driver.
+pub fn is_own_process() -> bool {
+    thread_local! {
+        static PASSED: Cell<bool> = const { Cell::new(false) };
+    }
+    // The main thread runs tests only with `--test-threads=1`.
+    let thread = thread::current();
+    let Some(test) = thread.name().filter(|name| *name != "main" && env::var_os(ALONE).is_none()) else {
+        return true;
+    };
+    if !PASSED.get() {
+        let output = rerun(test).env(ALONE, "1").output().unwrap();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
+        println!("{out}");
+        PASSED.set(true);
+    }
+    false
+}
+
+/// Set in the peer of a test: what it does.
+const ROLE: &str = "GDSYNC_TEST_ROLE";
+
+/// What this process is to do, if it is a child.
+pub fn role() -> Option<String> {
+    env::var(ROLE).ok()
+}
+
+/// Messages each way of a game between two sides.
+const ROUNDS: u64 = 300;
+
+/// Posts a receive into the second KiB of the region.
+pub fn recv(side: &Side, wr_id: u64) {
+    side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(1024, 1024).unwrap()] }]).unwrap();
+}
+
+fn send(side: &Side, value: u64) {
+    side.memory().word64(0).unwrap().store(value);
+    side.qp.post_send(&[SendWr::send(&[side.mr.sge(0, 8).unwrap()])]).unwrap();
+}
+
+/// The game of the child, which has posted its first receive: it answers each number with the next one.
+pub fn answer(side: &Side) {
+    for i in 0..ROUNDS {
+        received(side).ok().unwrap();
+        recv(side, i + 1);
+        send(side, side.memory().word64(1024).unwrap().load() + 1);
+        sent(side).ok().unwrap();
+    }
+    println!("done");
+}
+
+/// The other half of the game, with a child that will [`answer`].
+pub fn ask(side: &Side, peer: &mut Peer) {
+    for i in 0..ROUNDS {
+        recv(side, i);
+        send(side, 3 * i);
+        assert_eq!(received(side).ok().unwrap().wr_id, i);
+        sent(side).ok().unwrap();
+        assert_eq!(side.memory().word64(1024).unwrap().load(), 3 * i + 1);
+    }
+    peer.hear("done");
+}
+
+/// What one side tells the other.
+fn introduction(side: &Side) -> String {
+    let RemoteAddr { addr, rkey } = side.mr.remote(0).unwrap();
+    format!("peer {} {addr} {rkey}", side.qp.address())
+}
+
+fn read_introduction(line: &str) -> (QpAddress, RemoteAddr) {
+    let mut words = line.trim().split(' ').skip(1);
+    let mut next = || words.next().unwrap();
+    let address = next().parse().unwrap();
+    (address, RemoteAddr { addr: next().parse().unwrap(), rkey: next().parse().unwrap() })
+}
+
+/// In the child: connects to the parent. Returns where the parent's region begins.
+pub fn meet_parent(side: &Side) -> RemoteAddr {
+    println!("{}", introduction(side));
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let (address, remote) = read_introduction(&line);
+    side.qp.connect(address).unwrap();
+    remote
+}
+
+/// The child of a test, in a process of its own, and what it said of itself.
+pub struct Peer {
+    child: Child,
+    stdin: ChildStdin,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Gone already, where the test killed it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Peer {
+    /// Starts the test of this name, with its modules, as a child with a role.
+    pub fn spawn(test: &str, role: &str) -> Self {
+        let mut command = rerun(test);
+        let mut child = command.env(ROLE, role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (stdin, lines) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        Self { child, stdin, lines }
+    }
+
+    /// As [`spawn`](Self::spawn), and connects to it.
+    pub fn start(test: &str, role: &str, side: &Side) -> (Self, RemoteAddr) {
+        let mut peer = Self::spawn(test, role);
+        let (address, remote) = read_introduction(&peer.hear("peer "));
+        side.qp.connect(address).unwrap();
+        peer.tell(&introduction(side));
+        peer.hear("ready");
+        (peer, remote)
+    }
+
+    pub fn tell(&mut self, line: &str) {
+        writeln!(self.stdin, "{line}").unwrap();
+    }
+
+    /// The next line that begins so, past what the test harness prints.
+    pub fn hear(&mut self, begin: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(
+                self.lines.read_line(&mut line).unwrap(),
+                0,
+                "the child ended before it said '{begin}'"
+            );
+            if let Some(at) = line.find(begin) {
+                return line[at..].to_owned();
+            }
+        }
+    }
+
+    /// Kills it, and returns when it is gone.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn signal(&self, signal: i32) -> i32 {
+        let pid = i32::try_from(self.child.id()).unwrap();
+        // SAFETY: a plain call; the child has not been waited for, so the number is still its own.
+        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+        pid
+    }
+
+    /// Stops all its threads, and returns when they have stopped.
+    pub fn stop(&self) {
+        let pid = self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        // SAFETY: the pointer is valid for one integer.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
+        assert!(libc::WIFSTOPPED(status));
+    }
+
+    pub fn resume(&self) {
+        self.signal(libc::SIGCONT);
+    }
+}

@@ -1,0 +1,35 @@
+//! The tests of `gdsync`, one module for each topic.
+
+mod batch_run;
+mod by_reference;
+mod child;
+mod cma;
+mod common;
+mod copy_engine;
+mod cuda;
+mod cuda_guards;
+mod cuda_payload;
+mod devices;
+mod errors;
+mod faults;
+mod forks;
+mod graphs;
+mod graphs_model;
+mod interop;
+mod kernel_steps;
+mod model;
+mod place;
+mod prepared;
+mod processes;
+mod queues;
+mod raw_doorbells;
+mod recorder;
+mod regressions;
+mod simulated;
+mod streams;
+mod syndromes;
+mod tier;
+mod verbs;
+mod verbs_cycles;
+mod verbs_device;
+mod wraps;

@@ -1,0 +1,156 @@
+//! Where and how a test runs.
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use gdsync::cuda::{Gpu, channels};
+use gdsync::stream::{CudaStreamConfig, Stream, Via};
+use gdsync::verbs::{Context, OnGpu, QpBuilder};
+use parking_lot::{Condvar, Mutex};
+
+use crate::common::{Side, connect, hca};
+
+/// A GPU, what runs streams on it, and what is in its memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub(crate) gpu: Gpu,
+    pub(crate) via: Via,
+    pub(crate) on_gpu: OnGpu,
+}
+
+/// Whether the first GPU is a real one; otherwise all are simulated.
+pub(crate) fn is_real() -> bool {
+    static REAL: OnceLock<bool> = OnceLock::new();
+    *REAL.get_or_init(|| Gpu::open(0).inspect_err(|error| eprintln!("simulated: {error}")).is_ok())
+}
+
+/// A GPU by its ordinal, or `None` with a printed reason.
+pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
+    let opened = if is_real() { Gpu::open(ordinal) } else { crate::simulated::gpu(ordinal) };
+    opened.inspect_err(|error| eprintln!("skipped: {error}")).ok()
+}
+
+/// Every way to run a test here, on a GPU that the tests of a process share and that stays open: to open or close one, CUDA
+/// waits for the streams of all tests.
+pub(crate) fn places() -> impl Iterator<Item = Place> {
+    static SHARED: OnceLock<Option<Gpu>> = OnceLock::new();
+    if is_real() {
+        TURN.with(|_| {});
+    }
+    SHARED.get_or_init(|| gpu(0)).iter().flat_map(places_on)
+}
+
+/// Tests that have streams on the GPU.
+static AT_WORK: Mutex<usize> = Mutex::new(0);
+static DONE: Condvar = Condvar::new();
+
+thread_local! {
+    /// The turn of a test, until its thread ends.
+    static TURN: SubmitGuard = SubmitGuard::take();
+}
+
+struct SubmitGuard;
+
+impl SubmitGuard {
+    /// Waits until few enough others have theirs: a test has three streams at most that wait at a time, and if as many wait as the GPU
+    /// has channels for a process, nothing else moves there.
+    fn take() -> Self {
+        let mut at_work = AT_WORK.lock();
+        DONE.wait_while(&mut at_work, |at_work| *at_work >= most_turns());
+        *at_work += 1;
+        Self
+    }
+}
+
+impl Drop for SubmitGuard {
+    fn drop(&mut self) {
+        *AT_WORK.lock() -= 1;
+        DONE.notify_all();
+    }
+}
+
+fn most_turns() -> usize {
+    (channels::here() / 3).max(1)
+}
+
+/// All turns of a real GPU: no other test uses it meanwhile.
+#[derive(Debug)]
+pub(crate) struct WholeGpu;
+
+impl WholeGpu {
+    /// Waits until no other test has a turn; `None` on a simulated GPU, which has room for all.
+    pub(crate) fn take() -> Option<Self> {
+        if !is_real() {
+            return None;
+        }
+        let mut at_work = AT_WORK.lock();
+        DONE.wait_while(&mut at_work, |at_work| *at_work > 0);
+        *at_work = most_turns();
+        Some(Self)
+    }
+}
+
+impl Drop for WholeGpu {
+    fn drop(&mut self) {
+        *AT_WORK.lock() = 0;
+        DONE.notify_all();
+    }
+}
+
+/// Every way to run a test on a GPU.
+pub(crate) fn places_on(gpu: &Gpu) -> impl Iterator<Item = Place> + use<> {
+    let gpu = gpu.clone();
+    [Via::MemOp, Via::Kernel].into_iter().flat_map(move |via| {
+        let gpu = gpu.clone();
+        [OnGpu::empty(), OnGpu::SEND_CQ | OnGpu::RECV_CQ, OnGpu::all()].map(move |on_gpu| Place {
+            gpu: gpu.clone(),
+            via,
+            on_gpu,
+        })
+    })
+}
+
+impl Place {
+    pub(crate) fn side(&self, context: &Context, bytes: usize) -> Side {
+        self.side_with(context, bytes, |q| q)
+    }
+
+    pub(crate) fn side_with(
+        &self,
+        context: &Context,
+        bytes: usize,
+        build: impl Fn(QpBuilder) -> QpBuilder,
+    ) -> Side {
+        Side::new(context, bytes, |q| build(q).on_gpu(&self.gpu, self.on_gpu))
+    }
+
+    /// Two connected sides on HCAs of their own.
+    pub(crate) fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
+        connect(self.side_with(&hca(), bytes, &build), self.side_with(&hca(), bytes, &build))
+    }
+
+    pub(crate) fn stream(&self, wait_limit: Duration) -> Stream {
+        let config = CudaStreamConfig {
+            name: format!("{} {:?}", self.via, self.on_gpu),
+            wait_limit,
+            via: self.via,
+            ..CudaStreamConfig::default()
+        };
+        Stream::cuda(&self.gpu, config).unwrap()
+    }
+}
+
+/// What `work` returns while the application captures the stream.
+pub(crate) fn within_a_capture<T>(gpu: &Gpu, stream: &Stream, work: impl FnOnce() -> T) -> T {
+    let (api, raw) = (gpu.api(), stream.raw().unwrap());
+    let _current = gpu.enter().unwrap();
+    // SAFETY: a stream of this context, in relaxed mode.
+    unsafe { api.stream_begin_capture(raw, 2) }.unwrap();
+    let done = work();
+    let mut captured = 0;
+    // SAFETY: a place for the graph.
+    unsafe { api.stream_end_capture(raw, &mut captured) }.unwrap();
+    // SAFETY: captured above.
+    unsafe { api.graph_destroy(captured) }.unwrap();
+    done
+}

@@ -1,0 +1,219 @@
+//! Two processes: streams over the shared-memory wire, and what the survivor sees when the other is killed or stopped.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::child::{Peer, meet_parent, role};
+use crate::common::{PATIENCE, Side, counts, hca, is_device_named, stream};
+use gdsync::error::Error;
+use gdsync::mlx5::Syndrome;
+use gdsync::stream::{Batch, Stream};
+use gdsync::verbs::{QpBuilder, RecvWr, SendWr};
+
+/// Rounds that both sides post ahead.
+const DEPTH: u64 = 32;
+
+/// The acknowledge timeout runs out in 8 x 17 ms; the software HCA notices before that a peer has died. A device does not, and
+/// one that is simulated needs longer to answer where all tests run at once.
+fn build(q: QpBuilder) -> QpBuilder {
+    q.timeout(if is_device_named() { 15 } else { 12 }).retry_cnt(7).rnr_retry(7).min_rnr_timer(1)
+}
+
+fn side() -> Side {
+    Side::new(&hca(), 4096, build)
+}
+
+/// Not a test of its own: the other process of every test here.
+#[test]
+fn child() {
+    let Some(role) = role() else { return };
+    let side = side();
+    meet_parent(&side);
+    let s = stream("child");
+    match role.as_str() {
+        "pong" => {
+            let rounds = 2000;
+            println!("ready");
+            for i in 0..rounds {
+                pong(&s, &side, i);
+                if i % DEPTH == DEPTH - 1 {
+                    s.synchronize(PATIENCE).unwrap();
+                }
+            }
+            s.synchronize(PATIENCE).unwrap();
+            println!("done {}", side.memory().word64(8).unwrap().load());
+        }
+        // Until it is killed, or its peer is gone and the stream tells so.
+        "forever" => {
+            println!("ready");
+            let mut i = 0;
+            while s.synchronize(PATIENCE).is_ok() {
+                (0..DEPTH).for_each(|n| pong(&s, &side, i + n));
+                i += DEPTH;
+            }
+        }
+        "silent" => {
+            println!("ready");
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+        }
+        other => panic!("role {other}"),
+    }
+}
+
+/// One answer: what came, plus one.
+fn pong(s: &Stream, side: &Side, i: u64) {
+    let run = || -> Result<(), Error> {
+        side.qp.post_recv(&[RecvWr { wr_id: i, sges: &[side.mr.sge(8, 8).unwrap()] }])?;
+        let (came, goes) = (side.memory().word64(8).unwrap(), side.memory().word64(0).unwrap());
+        let mut batch = Batch::new();
+        batch.wait_recv(&side.qp)?;
+        batch.host_fn(move || goes.store(came.load() + 1));
+        batch.send(&side.qp, &SendWr::send(&[side.mr.sge(0, 8).unwrap()]).id(i))?;
+        batch.wait_send(&side.qp)?;
+        s.submit_within(&mut batch, PATIENCE)
+    };
+    // A child whose peer is gone just ends.
+    if run().is_err() {
+        std::process::exit(0);
+    }
+}
+
+/// One question; a right answer is counted, in stream order.
+fn ping(s: &Stream, side: &Side, i: u64, right: &Arc<AtomicU64>) -> Result<(), Error> {
+    side.qp.post_recv(&[RecvWr { wr_id: i, sges: &[side.mr.sge(8, 8).unwrap()] }])?;
+    let mut batch = Batch::new();
+    batch.write_value64(&side.memory().word64(0).unwrap(), 3 * i);
+    batch.send(&side.qp, &SendWr::send(&[side.mr.sge(0, 8).unwrap()]).id(i))?;
+    batch.wait_send(&side.qp)?;
+    batch.wait_recv(&side.qp)?;
+    let (answer, right) = (side.memory().word64(8).unwrap(), right.clone());
+    batch.host_fn(move || {
+        right.fetch_add((answer.load() == 3 * i + 1).into(), Ordering::Relaxed);
+    });
+    s.submit_within(&mut batch, PATIENCE)
+}
+
+#[test]
+fn streams_of_two_processes_play_ping_pong() {
+    let side = side();
+    let (mut peer, _) = Peer::start("processes::child", "pong", &side);
+    let s = stream("parent");
+    let right = Arc::default();
+    for i in 0..2000 {
+        ping(&s, &side, i, &right).unwrap();
+        if i % DEPTH == DEPTH - 1 {
+            s.synchronize(PATIENCE).unwrap();
+        }
+    }
+    s.synchronize(PATIENCE).unwrap();
+    assert_eq!(right.load(Ordering::Relaxed), 2000);
+    assert_eq!(peer.hear("done").trim(), format!("done {}", 3 * 1999));
+    assert_eq!(side.context.stats().violations, 0);
+}
+
+/// The error of a queue pair whose peer does not answer any more.
+fn retry_exceeded(side: &Side) {
+    let error = side.qp.check().unwrap_err();
+    let Error::Completion(e) = &error else { panic!("{error}") };
+    assert_eq!((e.qpn, e.syndrome), (side.qp.qpn(), Syndrome::RETRY_EXC_ERR));
+    let text = error.to_string();
+    assert!(text.contains("RETRY_EXC_ERR") && text.contains("the peer does not answer"), "{text}");
+    assert_eq!(side.qp.post_send(&[SendWr::nop()]).unwrap_err().to_string(), text);
+}
+
+#[test]
+fn killed_peer_releases_the_survivor() {
+    if is_device_named() {
+        println!("skipped: a device says nothing of a peer that is gone while nothing is under way to it");
+        return;
+    }
+    for round in 0..20 {
+        let side = side();
+        let (mut peer, _) = Peer::start("processes::child", "forever", &side);
+        let s = stream("survivor");
+        let killed = Instant::now() + Duration::from_millis(round);
+        let mut alive = true;
+        let right = Arc::default();
+        // In the middle of the game, at another point each time.
+        let error = (0..).find_map(|i| {
+            if alive && Instant::now() > killed {
+                peer.kill();
+                alive = false;
+            }
+            let played = ping(&s, &side, i, &right);
+            if i % 8 == 0 { played.and(s.synchronize(PATIENCE)).err() } else { played.err() }
+        });
+        let error = error.unwrap();
+        assert!(!matches!(error, Error::Deadline { .. } | Error::StreamWait { .. }), "{error}");
+        assert!(!alive, "{error}");
+        match s.synchronize(PATIENCE) {
+            Ok(()) | Err(Error::Completion(_) | Error::PeerGone { .. }) => {}
+            Err(other) => panic!("{other}"),
+        }
+        assert_eq!(s.query().pending, 0);
+        let error = side.qp.check().unwrap_err();
+        // Whether a send was under way depends on the moment.
+        assert!(matches!(error, Error::Completion(_) | Error::PeerGone { .. }), "{error}");
+        drop(peer);
+    }
+}
+
+#[test]
+fn sends_to_a_killed_peer_end_with_a_retry_error() {
+    for _ in 0..20 {
+        let side = side();
+        // It posts no receives: the send stays under way until the process is gone.
+        let (mut peer, _) = Peer::start("processes::child", "silent", &side);
+        let s = stream("survivor");
+        let sent = s.send(&side.qp, &SendWr::send(&[]).id(0x5e4d)).unwrap().completion();
+        s.wait_send(&side.qp).unwrap();
+        assert!(matches!(s.synchronize(Duration::from_millis(2)), Err(Error::Deadline { .. })));
+        let start = Instant::now();
+        while counts(&side.context) && side.context.stats().wqes == 0 {
+            assert!(start.elapsed() < PATIENCE, "the stream has not sent");
+            std::thread::yield_now();
+        }
+        peer.kill();
+        let error = s.synchronize(PATIENCE).unwrap_err();
+        assert!(matches!(error, Error::Completion(e) if e.wr_id == 0x5e4d), "{error}");
+        assert!(sent.status().is_err());
+        retry_exceeded(&side);
+    }
+}
+
+#[test]
+fn stopped_peer_costs_the_timeouts() {
+    for _ in 0..5 {
+        let side = side();
+        let (peer, remote) = Peer::start("processes::child", "silent", &side);
+        let s = stream("survivor");
+        let write = || SendWr::write_inline(remote, &[1; 8]);
+        s.send(&side.qp, &write().id(1)).unwrap();
+        s.wait_send(&side.qp).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+        // A busy peer may have been late before.
+        let before = side.context.stats().retransmissions;
+        peer.stop();
+        s.send(&side.qp, &write().id(2)).unwrap();
+        s.wait_send(&side.qp).unwrap();
+        let error = s.synchronize(PATIENCE).unwrap_err();
+        assert!(matches!(error, Error::Completion(e) if e.wr_id == 2), "{error}");
+        retry_exceeded(&side);
+        assert!(side.context.stats().retransmissions == before + 7 || !counts(&side.context));
+        peer.resume();
+    }
+}
+
+#[test]
+fn peer_that_was_stopped_for_a_moment_is_not_lost() {
+    let side = Side::new(&hca(), 4096, |q| q.timeout(16).retry_cnt(7));
+    let (peer, remote) = Peer::start("processes::child", "silent", &side);
+    for i in 0..10 {
+        peer.stop();
+        let sent = side.qp.post_send(&[SendWr::write_inline(remote, &[1; 8]).id(i)]).unwrap();
+        assert!(matches!(sent.wait(Duration::from_millis(3)), Err(Error::Deadline { .. }) | Ok(_)));
+        peer.resume();
+        assert_eq!(sent.wait(PATIENCE).unwrap().wr_id, i);
+    }
+}
